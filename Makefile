@@ -1,0 +1,59 @@
+# Every target sets itself up from a bare Python 3.11 to 3.13: `make demo` is the first thing to try.
+#   PYTHON=python3.12   the interpreter to build the environment with
+#   VENV=.venv          where that environment lives
+#   ARGS="..."          more arguments for the command behind the target
+#   TESTS="..."         what `make test` runs
+
+.DELETE_ON_ERROR:
+.PHONY: demo test lint notebooks compile-tpu compile-cuda clean
+
+SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
+VENV ?= .venv
+TESTS ?= tests notebooks
+BIN = $(VENV)/bin
+
+demo: $(VENV)/.demo
+	$(BIN)/jaxops demo $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/pytest -n 2 --nbmake $(TESTS) $(ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+notebooks: $(VENV)/.test
+	$(BIN)/pytest --nbmake notebooks $(ARGS)
+
+# The compilers see what users would give them, in one process: libtpu admits no second one.
+compile-tpu compile-cuda: export JAX_PLATFORMS = cpu
+compile-tpu compile-cuda: export JAX_DISABLE_MOST_OPTIMIZATIONS = 0
+
+compile-tpu: export TPU_SKIP_MDS_QUERY = 1
+compile-tpu: export TPU_WORKER_HOSTNAMES = localhost
+compile-tpu: export TPU_ACCELERATOR_TYPE = v5litepod-4
+compile-tpu: VENV = .venv-tpu
+compile-tpu: .venv-tpu/.test,tpu-compile
+	$(BIN)/pytest -m tpu_compile tests/compile_targets $(ARGS)
+
+compile-cuda: export JAX_SKIP_CUDA_CONSTRAINTS_CHECK = 1
+compile-cuda: VENV = .venv-cuda
+compile-cuda: .venv-cuda/.test,cuda-compile
+	$(BIN)/pytest -m cuda_compile tests/compile_targets $(ARGS)
+
+clean:
+	rm -rf .venv .venv-* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment with this repository and the extras that the stamp is named after.
+INSTALLED = demo test lint
+$(INSTALLED:%=$(VENV)/.%) .venv-tpu/.test,tpu-compile .venv-cuda/.test,cuda-compile: pyproject.toml
+	@test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' 2>/dev/null || \
+		{ echo "jaxops needs Python 3.11, 3.12 or 3.13: name one with PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@echo "Installing jaxops[$(patsubst .%,%,$(@F))] into $(@D), which takes a minute the first time"
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$(patsubst .%,%,$(@F))]'
+	@touch $@

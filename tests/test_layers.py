@@ -1,0 +1,144 @@
+"""Imports, calls and reading point one way: tests -> jaxops -> lowering -> pallas_kernels -> jax."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {
+    "jaxops": ("jaxops", "lowering", "pallas_kernels"),
+    "lowering": ("lowering", "pallas_kernels.kernel", "pallas_kernels.hardware"),
+    "pallas_kernels": ("pallas_kernels",),
+}
+MAY_NOT_IMPORT = {"pallas_kernels.tpu": "pallas_kernels.gpu", "pallas_kernels.gpu": "pallas_kernels.tpu"}
+ABOVE = {"tests", "contract", "conftest", "benchmarks", "notebooks"}
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in MAY_IMPORT
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+
+# What a function may import when it is called, because importing it costs every user time, or an extra that few have
+# installed. Never a module of ours: that would hide a cycle.
+DEFERRED = {
+    "jax.experimental.pallas.mosaic_gpu": "0.2 to 0.3 s, mostly MLIR dialects; only lowering a GPU kernel needs it",
+    "flax": "in an extra; the demo's model",
+    "matplotlib": "in an extra; the demo's plot",
+    "tokenizers": "in an extra; the demo's vocabulary",
+}
+# What `import jaxops` must not load: the above, and what only the command and the tests need.
+NOT_LOADED = {*DEFERRED, "hypothesis", "orbax", "pytest", "sklearn", "typer"}
+
+
+def _tree(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text(), filename=str(FILES[module]))
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """The modules and names that an import statement brings in, by their full names."""
+    match node:
+        case ast.Import():
+            return [alias.name for alias in node.names]
+        case ast.ImportFrom():
+            assert node.level == 0, "imports are absolute"
+            return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def _imports(module: str) -> list[str]:
+    return [name for node in ast.walk(_tree(module)) for name in _imported(node)]
+
+
+def _within(name: str, *prefixes: str) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def _third_party(module: str) -> set[str]:
+    """The distributions that a module may import when it is itself imported: those that every user has."""
+    if _within(module, "pallas_kernels"):
+        return {"jax"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {re.match(r"[\w-]+", requirement).group() for requirement in project["dependencies"]}
+
+
+def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that importing a module evaluates: everything but the bodies of functions."""
+    yield node
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        children = [*node.decorator_list, *node.args.defaults, *node.args.kw_defaults]
+    elif isinstance(node, ast.Lambda):
+        children = [*node.args.defaults, *node.args.kw_defaults]
+    else:
+        children = list(ast.iter_child_nodes(node))
+    for child in filter(None, children):
+        yield from _run_at_import(child)
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_point_down(module: str) -> None:
+    for name in _imports(module):
+        top = name.split(".")[0]
+        assert top not in ABOVE, f"{module} imports {name}"
+        if top in MAY_IMPORT:
+            assert _within(name, *MAY_IMPORT[module.split(".")[0]]), f"{module} imports {name}"
+    for importer, imported in MAY_NOT_IMPORT.items():
+        if _within(module, importer):
+            assert [name for name in _imports(module) if _within(name, imported)] == []
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_need_no_extra(module: str) -> None:
+    allowed = _third_party(module) | set(MAY_IMPORT) | sys.stdlib_module_names
+    at_import = [name for node in _run_at_import(_tree(module)) for name in _imported(node)]
+    assert {name.split(".")[0] for name in at_import} <= allowed
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_stand_at_the_top(module: str) -> None:
+    tree = _tree(module)
+    at_import = set(_run_at_import(tree))
+    late = [name for node in ast.walk(tree) if node not in at_import for name in _imported(node)]
+    assert [name for name in late if not _within(name, *DEFERRED)] == []
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_are_not_guarded(module: str) -> None:
+    handlers = [node.type for node in ast.walk(_tree(module)) if isinstance(node, ast.ExceptHandler) and node.type]
+    caught = {name.id for handler in handlers for name in ast.walk(handler) if isinstance(name, ast.Name)}
+    assert caught.isdisjoint({"ImportError", "ModuleNotFoundError"})
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_environment_is_not_read_at_import(module: str) -> None:
+    reads = {"environ", "environb", "getenv", "getenvb"}
+    for node in _run_at_import(_tree(module)):
+        names = {node.attr} if isinstance(node, ast.Attribute) else {name.split(".")[-1] for name in _imported(node)}
+        assert names.isdisjoint(reads), f"{module}:{node.lineno}"
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if module.split(".")[-1] != "_jax_private"])
+def test_private_jax_is_used_in_one_file(module: str) -> None:
+    assert [name for name in _imports(module) if _within(name, "jax._src")] == []
+    chains = [ast.unparse(node) for node in ast.walk(_tree(module)) if isinstance(node, ast.Attribute)]
+    assert [chain for chain in chains if _within(chain, "jax._src")] == []
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if _within(module, "lowering")])
+def test_lowering_names_no_kernel(module: str) -> None:
+    kernels = {other.split(".")[2] for other in FILES if re.fullmatch(r"pallas_kernels\.(tpu|gpu)\.\w+", other)}
+    for node in ast.walk(_tree(module)):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.Constant(value=str(name)):
+                assert name not in kernels, f"{module}:{node.lineno}"
+
+
+def test_import_loads_only_what_it_needs() -> None:
+    code = f"import jaxops, sys; print(*sorted({NOT_LOADED} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
