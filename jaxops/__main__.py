@@ -1,0 +1,134 @@
+"""The `jaxops` command."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+import jaxops
+import lowering
+from jaxops._demo import report
+from jaxops._demo.train import Settings
+from jaxops._operator import Operator
+from jaxops._user_function import CommandError, load, run_user_code
+from lowering.targets import named
+
+
+class _OneSentence(TyperGroup):
+    """Commands that say in one sentence on stderr why they refuse, with exit code 2."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the command that the arguments name."""
+        try:
+            sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}))
+        except typer.TyperException as error:
+            message = error.format_message()
+        except CommandError as error:
+            message = str(error)
+        print("jaxops:", " ".join(message.split()), file=sys.stderr)
+        sys.exit(2)
+
+
+app = typer.Typer(cls=_OneSentence, add_completion=False, no_args_is_help=True)
+
+_JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+@app.callback()
+def main() -> None:
+    """Vendor-documented operators as JAX primitives."""
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(help="How many training steps to take.")] = Settings().steps,
+    seed: Annotated[int, typer.Option(help="Seeds the parameters and the order of the text.")] = Settings().seed,
+    output: Annotated[Path, typer.Option(help="A folder for loss.png and numbers.json.")] = Path("demo_output"),
+) -> None:
+    """Trains a small language model on the source of Python's standard library, and shows what ran."""
+    _require(steps > 0, "--steps", "be positive", str(steps))
+    _require(0 <= seed < 2**32, "--seed", "be in [0, 2**32)", str(seed))
+    for package in ("tokenizers", "matplotlib"):
+        _require(importlib.util.find_spec(package) is not None, package, "be installed: pip install 'jaxops[demo]'", "no such package")
+    _require_folder(output)
+    report.run(Settings(steps=steps, seed=seed), output, _console())
+
+
+@app.command()
+def ops(as_json: _JSON = False) -> None:
+    """Lists the operators: signature, kernels and derivative of each."""
+    records = [_describe(operator) for operator in jaxops.operators()]
+    if as_json:
+        print(json.dumps(records, indent=2))
+        return
+    table = Table("operator", "signature", "kernels", "derivative", title=f"{len(records)} operators", title_justify="left")
+    for record in records:
+        kernels = ", ".join(kernel["name"] for kernel in record["kernels"])
+        table.add_row(record["name"], record["signature"], kernels or "-", record["derivative"])
+    _console().print(table)
+
+
+@app.command()
+def explain(
+    function: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="The function to trace.")],
+    target: Annotated[str | None, typer.Option(help="What to lower for, such as cpu, tpu-v5e or cuda-h100. By default, the devices here.")] = None,
+    arg: Annotated[list[str] | None, typer.Option(metavar="DTYPE[SHAPE]", help="An argument of the function, such as float32[128,64]; once for each.")] = None,
+    as_json: _JSON = False,
+) -> None:
+    """Shows which implementation each operator in a function takes on a target, and why.
+
+    Without --arg the arguments are FILE.py's FUNCTION_args: a tuple, or a function without parameters that returns one. Nothing is
+    compiled or run.
+    """
+    if target is not None:
+        _require_target(target)
+    fn, args = load(function, arg or ())
+    explanation = run_user_code(function, "be traceable with these arguments", lambda: lowering.explain(fn, *args, target=target))
+    if as_json:
+        print(explanation.to_json())
+    else:
+        _console().print(explanation.table())
+
+
+def _describe(operator: Operator) -> dict[str, Any]:
+    derivative = "JAX's, of its reference" if operator.derivative is None else "linear tangent; transposed, the backward operator"
+    kernels = [{"name": kernel.name, "platform": kernel.platform, "default_on": sorted(kernel.measured_on)} for kernel in operator.kernels]
+    return {"name": operator.name, "signature": operator.signature, "kernels": kernels, "derivative": derivative}
+
+
+def _console() -> Console:
+    """A terminal's own width; wide enough for the tables where there is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def _require_target(name: str) -> None:
+    try:
+        named(name)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
+def _require_folder(path: Path) -> None:
+    """Makes the folder now, because a run that cannot save its results is of no use."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        writable = os.access(path, os.W_OK)
+    except OSError:
+        writable = False
+    _require(writable, "--output", "be a folder that can be written to", repr(str(path)))
+
+
+def _require(condition: bool, subject: str, rule: str, got: str) -> None:
+    if not condition:
+        raise CommandError(f"{subject} must {rule}; got {got}")
+
+
+if __name__ == "__main__":
+    app()

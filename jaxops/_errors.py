@@ -1,0 +1,54 @@
+"""How a call is refused: one sentence with operator, argument, rule and value, and the documented status."""
+
+from typing import Any
+
+from lowering.errors import NotSupportedError, OperatorError
+
+__all__ = [
+    "BadParamError",
+    "NotSupportedError",
+    "OperatorError",
+    "VersionMismatchError",
+    "require",
+    "require_present",
+    "show",
+]
+
+PARAM_NULLPTR = 161001
+PARAM_INVALID = 161002
+
+
+class BadParamError(OperatorError):
+    """An argument breaks a documented rule of shape, dtype or value."""
+
+
+class VersionMismatchError(OperatorError):
+    """Two parts that must have one version do not."""
+
+
+def require(
+    condition: bool,
+    operator: str,
+    argument: str,
+    rule: str,
+    got: object,
+    *,
+    status: int | str = PARAM_INVALID,
+    error: type[OperatorError] = BadParamError,
+) -> None:
+    """Raises `error` with `"<operator>: <argument> must <rule>; got <got>"` unless the condition holds."""
+    if not condition:
+        raise error(f"{operator}: {argument} must {rule}; got {show(got)}", status)
+
+
+def require_present(operator: str, **arguments: object) -> None:
+    """Raises BadParamError with status 161001 for the first required argument that is None."""
+    for name, value in arguments.items():
+        require(value is not None, operator, name, "be given", None, status=PARAM_NULLPTR)
+
+
+def show(value: Any) -> str:
+    """Shape and dtype of anything like an array (a tracer included), the repr of anything else."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    return repr(value)

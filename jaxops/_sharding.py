@@ -1,0 +1,123 @@
+"""How operators behave on more than one device, driven by their signatures."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxops._signature import Signature
+
+
+def same_varying_axes(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Inside shard_map, makes all operands vary over the same mesh axes: cotangents of replicated ones are summed."""
+    axes = frozenset().union(*(_varying_axes(x) for x in operands))
+    if not axes:
+        return list(operands)
+    return [
+        jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if (missing := axes - _varying_axes(x)) else x
+        for x in operands
+    ]
+
+
+def explicit_mesh(operands: Sequence[Any]) -> Any | None:
+    """The mesh with explicit axes over which the types of the operands are laid out, if there is one."""
+    for operand in operands:
+        mesh = jax.typeof(operand).sharding.mesh
+        if AxisType.Explicit in mesh.axis_types:
+            return mesh
+    return None
+
+
+def sharded_as_signature(
+    axes: Signature, fn: Callable[..., Any], operands: Sequence[Any], params: dict[str, Any]
+) -> Any:
+    """Calls `fn`; on an explicit mesh its inside is left to the compiler and results lie as the signature says."""
+    mesh = explicit_mesh(operands)
+    if mesh is None:
+        return fn(*operands, **params)
+    specs = tuple(_full_spec(operand) for operand in operands)
+    result_ranks = _result_ranks(axes, tuple(len(spec) for spec in specs))
+    shardings = tuple(NamedSharding(mesh, spec) for spec in axes.result_specs(specs, result_ranks))
+    return jax.sharding.auto_axes(lambda *arrays: fn(*arrays, **params), out_sharding=shardings)(*operands)
+
+
+def _full_spec(operand: Any) -> PartitionSpec:
+    aval = jax.typeof(operand)
+    return PartitionSpec(*aval.sharding.spec, *(None,) * (aval.ndim - len(aval.sharding.spec)))
+
+
+def _varying_axes(operand: Any) -> frozenset[str]:
+    return jax.typeof(operand).manual_axis_type.varying
+
+
+def per_device(axes: Signature, run: Callable[..., Any], operands: Sequence[Any]) -> Callable[..., Any]:
+    """Applies a kernel, which knows nothing of meshes, to each device's part of the operands.
+
+    The batch axes stay split; the named axes are gathered; results without batch axes are summed over the devices that
+    hold different parts of them.
+    """
+    mesh = explicit_mesh(operands)
+    if mesh is None:
+        return _per_device_auto(axes, run)
+    specs = [_batch_spec(operand_axes, _full_spec(x)) for operand_axes, x in zip(axes.operands, operands, strict=True)]
+    ranks = tuple(len(spec) for spec in specs)
+    results_ranks = _result_ranks(axes, ranks)
+    local = _summed_over_batch(axes, run, _batch_mesh_axes(axes, specs))
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=axes.result_specs(tuple(specs), results_ranks),
+        check_vma=False,
+    )
+
+
+def _per_device_auto(axes: Signature, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same where the compiler decides how operands are laid out, and asks when it has decided."""
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        specs = [
+            _batch_spec(operand_axes, PartitionSpec(*x.sharding.spec, *(None,) * (len(x.shape) - len(x.sharding.spec))))
+            for operand_axes, x in zip(axes.operands, operands, strict=True)
+        ]
+        result_specs = axes.result_specs(tuple(specs), tuple(len(result.shape) for result in results))
+        local = _summed_over_batch(axes, run, _batch_mesh_axes(axes, specs))
+        layout = [tuple(NamedSharding(mesh, spec) for spec in side) for side in (result_specs, specs)]
+        return mesh, local, *layout
+
+    def call(*operands: Any) -> Any:
+        return tuple(run(*operands))
+
+    partitioned = custom_partitioning(call)
+    names = tuple(dict.fromkeys(name for operand in axes.operands for name in operand.names))
+    partitioned.def_partition(partition=partition, sharding_rule=str(axes), need_replication_factors=names)
+    return partitioned
+
+
+def _batch_spec(axes: Any, spec: PartitionSpec) -> PartitionSpec:
+    """Keeps how the batch axes are split and gathers the named ones."""
+    batch_rank = axes.batch_rank(len(spec))
+    return PartitionSpec(*spec[:batch_rank], *(None,) * (len(spec) - batch_rank))
+
+
+def _batch_mesh_axes(axes: Signature, specs: Sequence[PartitionSpec]) -> tuple[str, ...]:
+    entries = [entry for spec in specs for entry in spec if entry is not None]
+    return tuple(dict.fromkeys(name for entry in entries for name in (entry if isinstance(entry, tuple) else (entry,))))
+
+
+def _summed_over_batch(axes: Signature, run: Callable[..., Any], mesh_axes: tuple[str, ...]) -> Callable[..., Any]:
+    def local(*operands: Any) -> Any:
+        results = run(*operands)
+        return tuple(
+            x if result.batched or not mesh_axes else jax.lax.psum(x, mesh_axes)
+            for x, result in zip(results, axes.results, strict=True)
+        )
+
+    return local
+
+
+def _result_ranks(axes: Signature, operand_ranks: tuple[int, ...]) -> tuple[int, ...]:
+    batch_rank = max((a.batch_rank(rank) for a, rank in zip(axes.operands, operand_ranks, strict=True)), default=0)
+    return tuple(batch_rank * result.batched + len(result.names) for result in axes.results)

@@ -1,0 +1,27 @@
+"""How an operator reaches a backend: targets, selection, registration and explanation."""
+
+from lowering.errors import NotSupportedError as NotSupportedError
+from lowering.explain import Explanation as Explanation
+from lowering.explain import explain as explain
+from lowering.register import add_kernel as add_kernel
+from lowering.register import register as register
+from lowering.register import remove_kernel as remove_kernel
+from lowering.select import current_selection as current_selection
+from lowering.select import use as use
+from lowering.select import using as using
+from lowering.targets import targets as targets
+from pallas_kernels.hardware import Hardware as Target
+
+__all__ = [
+    "Explanation",
+    "NotSupportedError",
+    "Target",
+    "add_kernel",
+    "current_selection",
+    "explain",
+    "register",
+    "remove_kernel",
+    "targets",
+    "use",
+    "using",
+]

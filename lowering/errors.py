@@ -1,0 +1,14 @@
+"""Errors that carry the status code a vendor documents for them."""
+
+
+class OperatorError(ValueError):
+    """A call that an operator refuses; `status` is the documented name or number of the refusal."""
+
+    def __init__(self, message: str, status: int | str) -> None:
+        """Args are the sentence that the user reads and the status."""
+        super().__init__(message)
+        self.status = status
+
+
+class NotSupportedError(OperatorError):
+    """The call is well formed, but this operator, platform or kernel does not offer it."""

@@ -1,0 +1,148 @@
+"""Makes an operator's primitive lower to the implementation that is chosen for each platform."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AxisType
+
+from lowering import _jax_private, select
+from lowering.targets import PLATFORMS, being_lowered_for
+from pallas_kernels.hardware import Hardware
+from pallas_kernels.kernel import Kernel
+
+
+class Operator(Protocol):
+    """What `lowering` knows of an operator."""
+
+    @property
+    def name(self) -> str:
+        """Of the operator and of its primitive."""
+        ...
+
+    @property
+    def primitive(self) -> Primitive:
+        """What jaxprs hold."""
+        ...
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """In order of preference."""
+        ...
+
+    def meaning(self, *operands: Any, **params: Any) -> tuple[jax.Array, ...]:
+        """The reference implementation."""
+        ...
+
+    def local_kernel(self, run: Callable[..., Any], operands: Any) -> Callable[..., Any]:
+        """A kernel's `run`, applied to each device's part of operands that lie on a mesh."""
+        ...
+
+
+_registered: dict[Primitive, Operator] = {}
+_added_kernels: dict[str, tuple[Kernel, ...]] = {}
+
+
+def register(operator: Operator) -> None:
+    """Installs the lowering rules of the operator's primitive: one a platform, and the reference elsewhere."""
+    _registered[operator.primitive] = operator
+    mlir.register_lowering(operator.primitive, functools.partial(_lower_reference, operator))
+    for platform in PLATFORMS:
+        mlir.register_lowering(operator.primitive, functools.partial(_lower, operator, platform), platform=platform)
+    if operator.kernels:
+        _jax_private.require_devices_during_lowering(operator.primitive)
+
+
+def add_kernel(operator: Operator, kernel: Kernel) -> None:
+    """Offers one more kernel for an operator, before the ones it has.
+
+    Args:
+      operator: one of `jaxops.operators()`.
+      kernel: its record; `measured_on` decides where it is a default.
+
+    Clears JAX's caches, so that functions that were compiled without the kernel are lowered again.
+    """
+    _added_kernels[operator.name] = (kernel, *_added_kernels.get(operator.name, ()))
+    _jax_private.require_devices_during_lowering(operator.primitive)
+    jax.clear_caches()
+
+
+def remove_kernel(operator: Operator, kernel: Kernel) -> None:
+    """Takes back a kernel that `add_kernel` offered."""
+    _added_kernels[operator.name] = tuple(added for added in _added_kernels[operator.name] if added is not kernel)
+    jax.clear_caches()
+
+
+def operator_of(primitive: Primitive) -> Operator | None:
+    """The operator of ours that this primitive is, if it is one."""
+    return _registered.get(primitive)
+
+
+def choose(
+    operator: Operator,
+    request: str,
+    hardware: Hardware,
+    operands: Sequence[Any],
+    params: dict[str, Any],
+    split: str,
+) -> select.Choice:
+    """`select.choose` for this operator, where operands are split over devices as `split` (of `partitioning`) says."""
+    kernels = (*_added_kernels.get(operator.name, ()), *operator.kernels)
+    obstacle = _obstacle(split, hardware.platform)
+    return select.choose(operator.name, kernels, request, hardware, operands, params, obstacle)
+
+
+def _lower(
+    operator: Operator, platform: str, ctx: Any, *operands: Any, selection: select.Selection, **params: Any
+) -> Any:
+    hardware = being_lowered_for(platform, tuple(ctx.module_context.platforms))
+    split = partitioning(ctx.avals_in, getattr(ctx.module_context.axis_context, "num_devices", 1))
+    choice = choose(operator, selection.request(operator.name), hardware, ctx.avals_in, params, split)
+    if choice.kernel is None:
+        return _lower_reference(operator, ctx, *operands, selection=selection, **params)
+    config = choice.kernel.configs(hardware, *ctx.avals_in, **params)[0]
+    run = functools.partial(choice.kernel.run, config=config, interpret=choice.interpret, **params)
+    if split in ("explicit", "auto"):
+        return _lower_fun(lambda *arrays: operator.local_kernel(run, arrays)(*arrays), ctx, *operands)
+    # A kernel sees plain arrays, also inside shard_map: the primitive has typed the results already.
+    plain = [
+        [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)
+    ]
+    with _jax_private.without_varying_axes():
+        return _lower_fun(run, ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
+
+
+def _lower_reference(operator: Operator, ctx: Any, *operands: Any, selection: select.Selection, **params: Any) -> Any:
+    with select.using(selection):
+        return _lower_fun(functools.partial(operator.meaning, **params), ctx, *operands)
+
+
+def _lower_fun(fn: Callable[..., Any], ctx: Any, *operands: Any) -> Any:
+    return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
+
+
+def partitioning(avals: Sequence[Any], device_count: int) -> str:
+    """How operands of these types are split over devices: "none", "manual", "mixed", "explicit" or "auto"."""
+    axis_types = mesh_of(avals).axis_types
+    if AxisType.Explicit in axis_types:
+        return "explicit"
+    if AxisType.Manual in axis_types:
+        return "mixed" if AxisType.Auto in axis_types else "manual"
+    return "auto" if device_count > 1 else "none"
+
+
+def mesh_of(avals: Sequence[Any]) -> Any:
+    """The mesh in the operands' types; an empty one where they have none."""
+    meshes = [aval.sharding.mesh for aval in avals]
+    return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.AbstractMesh((), ()))
+
+
+def _obstacle(split: str, platform: str) -> str | None:
+    if split == "mixed":
+        return "inside a shard_map that leaves some mesh axes automatic, a kernel cannot be partitioned"
+    if split == "auto" and platform == "tpu":
+        return "on a TPU mesh with automatic axes a kernel cannot be partitioned: use shard_map or explicit axes"
+    return None

@@ -1,0 +1,139 @@
+"""The chips that can be lowered for, whether or not they are in this machine."""
+
+import jax
+
+from pallas_kernels.hardware import Hardware
+
+_GIB = 2**30
+_TPU_SOURCE = "Google Cloud TPU documentation, system architecture pages (v5e, v5p, v6e)"
+_NVIDIA_SOURCE = "NVIDIA data sheet; CUDA C++ Programming Guide, compute capabilities"
+
+TARGETS = {
+    hardware.name: hardware
+    for hardware in (
+        Hardware("cpu", "cpu", device_kind="cpu"),
+        Hardware(
+            "tpu-v5e",
+            "tpu",
+            device_kind="TPU v5 lite",
+            cores=1,
+            on_chip_bytes=128 * 2**20,
+            memory_bytes=16 * _GIB,
+            memory_bytes_per_s=819e9,
+            source=_TPU_SOURCE,
+        ),
+        Hardware(
+            "tpu-v5p",
+            "tpu",
+            device_kind="TPU v5",
+            cores=2,
+            on_chip_bytes=64 * 2**20,
+            memory_bytes=95 * _GIB,
+            memory_bytes_per_s=2765e9,
+            source=_TPU_SOURCE,
+        ),
+        Hardware(
+            "tpu-v6e",
+            "tpu",
+            device_kind="TPU v6 lite",
+            cores=1,
+            on_chip_bytes=128 * 2**20,
+            memory_bytes=32 * _GIB,
+            memory_bytes_per_s=1640e9,
+            source=_TPU_SOURCE,
+        ),
+        Hardware(
+            "cuda-h100",
+            "cuda",
+            device_kind="NVIDIA H100 80GB HBM3",
+            compute_capability=(9, 0),
+            cores=132,
+            on_chip_bytes=227 * 2**10,
+            memory_bytes=80 * 10**9,
+            memory_bytes_per_s=3.35e12,
+            source=_NVIDIA_SOURCE,
+        ),
+        Hardware(
+            "cuda-h200",
+            "cuda",
+            device_kind="NVIDIA H200",
+            compute_capability=(9, 0),
+            cores=132,
+            on_chip_bytes=227 * 2**10,
+            memory_bytes=141 * 10**9,
+            memory_bytes_per_s=4.8e12,
+            source=_NVIDIA_SOURCE,
+        ),
+        Hardware(
+            "cuda-b200",
+            "cuda",
+            device_kind="NVIDIA B200",
+            compute_capability=(10, 0),
+            cores=148,
+            on_chip_bytes=227 * 2**10,
+            memory_bytes=180 * 10**9,
+            memory_bytes_per_s=8e12,
+            source=_NVIDIA_SOURCE,
+        ),
+        Hardware(
+            "cuda-a100",
+            "cuda",
+            device_kind="NVIDIA A100-SXM4-80GB",
+            compute_capability=(8, 0),
+            cores=108,
+            on_chip_bytes=163 * 2**10,
+            memory_bytes=80 * 10**9,
+            memory_bytes_per_s=2.039e12,
+            source=_NVIDIA_SOURCE,
+        ),
+    )
+}
+PLATFORMS = ("cpu", "cuda", "tpu")
+
+
+def targets() -> tuple[Hardware, ...]:
+    """Every chip that `explain` can be asked about, by its record."""
+    return tuple(TARGETS.values())
+
+
+def named(name: str) -> Hardware:
+    """The record of a target, or of a platform ("cpu", "cuda", "tpu") about whose chip nothing more is known."""
+    if name in TARGETS:
+        return TARGETS[name]
+    if name in PLATFORMS:
+        return Hardware(name, name)
+    raise ValueError(f"lowering: target must be one of {', '.join((*TARGETS, *PLATFORMS[1:]))}; got {name!r}")
+
+
+def of_device(platform: str, device_kind: str) -> Hardware:
+    """The record of a device by what the runtime calls it."""
+    matches = (hardware for hardware in TARGETS.values() if hardware.platform == platform)
+    return next(
+        (hardware for hardware in matches if hardware.device_kind == device_kind),
+        Hardware(platform, platform, device_kind),
+    )
+
+
+def being_lowered_for(platform: str, platforms: tuple[str, ...]) -> Hardware:
+    """The chip that code for `platform` will run on, as far as it is known while lowering.
+
+    An abstract mesh says which chip it stands for. Otherwise code for this one platform runs on the devices here, if
+    they are of that platform; code that is exported for several platforms may run on any chip of each.
+    """
+    abstract_device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if abstract_device is not None:
+        return of_device(platform, abstract_device.device_kind)
+    if len(platforms) == 1 and _runtime_platform() == platform:
+        return of_device(platform, jax.devices()[0].device_kind)
+    return named(platform)
+
+
+def here() -> Hardware:
+    """The chip that this process computes on by default."""
+    return of_device(_runtime_platform(), jax.devices()[0].device_kind)
+
+
+def _runtime_platform() -> str:
+    """The default backend under the name that lowering rules use for it."""
+    backend = jax.default_backend()
+    return "cuda" if backend == "gpu" else backend

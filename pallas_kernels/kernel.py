@@ -1,0 +1,36 @@
+"""The record by which a kernel describes itself to whoever selects, compiles or tunes it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Config = Mapping[str, int]
+
+
+def _single_config(hardware: Any, *operands: Any, **params: Any) -> Sequence[Config]:
+    return ({},)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One hand-written implementation of an operator for one kind of hardware.
+
+    Attributes:
+      name: unique among an operator's kernels, such as "mosaic_tpu".
+      platform: the lowering platform that can run it, "tpu" or "cuda".
+      run: `run(*operands, config, interpret=False, **params) -> outputs`. Launches the kernel on arrays; the only place
+        that does. `interpret` is False, True, or the interpreter parameters of the kernel's own dialect.
+      refuses: `refuses(hardware, *operands, **params) -> str | None`. Why this kernel cannot take operands of these
+        shapes and dtypes on this hardware, in words that a user can act on; None where it can. Never raises.
+      configs: `configs(hardware, *operands, **params)`. The launch configurations worth trying there, the default
+        first.
+      measured_on: names of the targets on which it was measured at least as fast as the reference; there it is the
+        default choice, elsewhere it must be asked for.
+    """
+
+    name: str
+    platform: str
+    run: Callable[..., Any]
+    refuses: Callable[..., str | None]
+    configs: Callable[..., Sequence[Config]] = _single_config
+    measured_on: frozenset[str] = frozenset()
