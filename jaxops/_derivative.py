@@ -34,9 +34,9 @@ class Derivative:
     Attributes:
       vjp: `vjp(residuals, cotangents, active, **params)` returns the cotangents of the active operands; it calls the
         documented backward operator.
-      tangent: `tangent(residuals, tangents, active, **params)` returns the tangents of the results; linear in
-        `tangents`, and written in jnp. None takes the JVP of the operator's reference, which is right unless vjp is
-        deliberately something else.
+      tangent: `tangent(residuals, tangents, active, **params)` returns the tangents of the results; linear in `tangents`.
+        It is made of operators and elementwise jnp, so that an explicit mesh lays it out. None takes the JVP of the
+        operator's reference, which is right unless vjp is deliberately something else.
       linearize: `linearize(operands, active, **params)` returns (results, residuals). None evaluates the operator and
         keeps its operands and results.
       residuals: the signature of the residuals where `linearize` is given, such as `"... h, v h"`.
@@ -111,10 +111,12 @@ def _tangent_primitive(operator: _Operator, derivative: Derivative) -> Primitive
         return list(jax.make_jaxpr(functools.partial(apply, **params))(*operands).out_avals)
 
     def transpose(cotangents: Any, *operands: Any, active: Active, selection: Any, params: Any) -> list[Any]:
-        residuals, _ = _split(operands, active)
+        residuals, tangents = _split(operands, active)
         with lowering.using(selection):
             cotangents = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
-            return [None] * len(residuals) + list(derivative.vjp(residuals, cotangents, active, **dict(params)))
+            results = derivative.vjp(residuals, cotangents, active, **dict(params))
+        laid_out = [_sharding.laid_out_as(x, tangent.aval) for x, tangent in zip(results, tangents, strict=True)]
+        return [None] * len(residuals) + laid_out
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
         residuals, linear = _split(primals, params["active"])

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from lowering.errors import NotSupportedError, OperatorError
 
 __all__ = [
@@ -49,6 +51,6 @@ def require_present(operator: str, **arguments: object) -> None:
 
 def show(value: Any) -> str:
     """Shape and dtype of anything like an array (a tracer included), the repr of anything else."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic):
         return f"{value.dtype}{list(value.shape)}"
     return repr(value)

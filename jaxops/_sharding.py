@@ -43,6 +43,13 @@ def sharded_as_signature(
     return jax.sharding.auto_axes(lambda *arrays: fn(*arrays, **params), out_sharding=shardings)(*operands)
 
 
+def laid_out_as(x: jax.Array, aval: Any) -> jax.Array:
+    """On an explicit mesh, `x` laid out as a type says: a cotangent has to lie as its operand does."""
+    if AxisType.Explicit not in aval.sharding.mesh.axis_types or jax.typeof(x).sharding == aval.sharding:
+        return x
+    return jax.sharding.reshard(x, aval.sharding)
+
+
 def _full_spec(operand: Any) -> PartitionSpec:
     aval = jax.typeof(operand)
     return PartitionSpec(*aval.sharding.spec, *(None,) * (aval.ndim - len(aval.sharding.spec)))

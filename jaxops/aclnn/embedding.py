@@ -1,0 +1,81 @@
+"""The documented call for the gradient of an embedding table."""
+
+import math
+from numbers import Integral
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._errors import require, require_present
+from jaxops.embedding import EMBEDDING_DENSE_BACKWARD
+
+NAME = "embedding_dense_backward"
+GRAD_DTYPES = ("float32", "float16", "bfloat16")
+INDEX_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool", "float32", "float16", "float64")
+MAX_RANK = 8
+
+
+def embedding_dense_backward(
+    grad: jax.Array, indices: jax.Array, *, num_weights: int, padding_idx: int = -1, scale_grad_by_freq: bool = False
+) -> jax.Array:
+    """The gradient of an embedding table: `out[w] = sum of grad[r] over {r : indices[r] = w}`; an empty sum is 0.
+
+    With scale_grad_by_freq, `out[w]` is multiplied by 1 / n[w], n[w] being the number of rows in its sum.
+
+    Args:
+      grad: (..., D) of rank 2 to 8; float32, float16 or bfloat16.
+      indices: rank 1 to 8, as many elements as `grad` has rows (of any shape, and of any number where D is 0); int64,
+        int32, int16, int8, uint8, bool, float32, float16 or float64. Floats are expected to be integral. Rows whose
+        index is outside of [0, num_weights) are dropped.
+      num_weights: rows of the result.
+      padding_idx: rows with this index are skipped; NaN and infinity in them go nowhere. A negative one, or one that is
+        not below num_weights, has no effect: here -1 does not mean the last row.
+      scale_grad_by_freq: divides by frequency.
+
+    Returns:
+      (num_weights, D), with the dtype of `grad`.
+
+    Raises:
+      BadParamError: status 161001 if `grad` or `indices` is None; 161002 if a dtype, rank or shape is not as above,
+        num_weights is negative, or num_weights is 0 while there are rows.
+
+    Numerics: summed, and scaled, in float32; rounded once. Differentiable in `grad`.
+
+    Source: CANN `aclnnEmbeddingDenseBackward`. Its limits that belong to chips are not enforced: on Atlas training
+      series the width with scale_grad_by_freq, D < (180192 - 4 * counts) / 36 for int32 and (180192 - 8 * counts) / 20
+      for int64 indices, counts being the weights of a core; on A2 and A3 more than 2**31 - 1 rows or weights.
+    """
+    require_present(NAME, grad=grad, indices=indices)
+    grad, indices = jnp.asarray(grad), jnp.asarray(indices)
+    require(grad.dtype.name in GRAD_DTYPES, NAME, "grad", f"be one of {', '.join(GRAD_DTYPES)}", grad)
+    require(indices.dtype.name in INDEX_DTYPES, NAME, "indices", f"be one of {', '.join(INDEX_DTYPES)}", indices)
+    require(
+        isinstance(num_weights, Integral) and num_weights >= 0,
+        NAME,
+        "num_weights",
+        "be a non-negative integer",
+        num_weights,
+    )
+    require(isinstance(padding_idx, Integral), NAME, "padding_idx", "be an integer", padding_idx)
+    require(2 <= grad.ndim <= MAX_RANK, NAME, "grad", f"have rank 2 to {MAX_RANK}", grad)
+    require(1 <= indices.ndim <= MAX_RANK, NAME, "indices", f"have rank 1 to {MAX_RANK}", indices)
+    width = grad.shape[-1]
+    if width == 0:
+        return jnp.zeros((num_weights, 0), grad.dtype)
+    rows = math.prod(grad.shape[:-1])
+    require(indices.size == rows, NAME, "indices", f"have {rows} elements, one for each row of grad", indices)
+    (out,) = EMBEDDING_DENSE_BACKWARD(
+        grad,
+        _integral(indices).reshape(grad.shape[:-1]),
+        num_weights=int(num_weights),
+        padding_idx=int(padding_idx) if 0 <= padding_idx < num_weights else None,
+        scale_grad_by_freq=bool(scale_grad_by_freq),
+    )
+    return out
+
+
+def _integral(indices: jax.Array) -> jax.Array:
+    """Indices as integers: those of float64 as int64, of all other dtypes that are not integers as int32."""
+    if jnp.issubdtype(indices.dtype, jnp.integer):
+        return indices
+    return indices.astype(jnp.int64 if indices.dtype == jnp.float64 else jnp.int32)

@@ -1,0 +1,203 @@
+"""Negative log-likelihood: the loss of a label is minus its log-probability, times the weight of its class."""
+
+import functools
+import math
+from numbers import Integral
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._errors import require
+from jaxops._operator import Operator
+from jaxops.embedding import EMBEDDING_DENSE_BACKWARD
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def nll_loss(
+    log_probs: jax.Array,
+    labels: jax.Array,
+    weight: jax.Array | None = None,
+    *,
+    axis: int = -1,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> jax.Array:
+    """The negative log-likelihood of labels: `-weight[label] * log_probs[label]` at each position, 0 where ignored.
+
+    Reduced by "sum", or by "mean": `sum(loss) / sum(weight[label])` over the positions that are not ignored.
+
+    Args:
+      log_probs: (..., C), or with the classes on `axis`; floating point.
+      labels: (...), integers in [0, C) or `ignore_index`. Other labels cannot be refused, because values are not known
+        under jit: the loss of such a position is NaN, and so are a sum and a mean over it; its row of the gradient of
+        a sum is zero.
+      weight: (C,), floating point, the weight of each class. None means ones.
+      axis: of the classes in `log_probs`. They stay where they are: nothing is transposed.
+      ignore_index: the label of positions to skip: their log-probabilities, and the weight of the ignored class, are
+        not read. Any integer, also one that is no class or that the dtype of `labels` cannot hold.
+      reduction: "none", "mean" or "sum".
+
+    Returns:
+      () or, for "none", the shape of `labels`; with the dtype of `log_probs`.
+
+    Raises:
+      BadParamError: if dtypes or shapes are others than above, there are labels but no classes, or `axis`,
+        `ignore_index` or `reduction` is none of the values above.
+
+    Numerics: computed in float32 (float64 for float64 `log_probs`) and rounded once. A mean with nothing to divide by
+      (all positions ignored, or zero weights) is NaN, as in PyTorch; if all positions are ignored, its gradient is
+      zero. The gradient is one write of the whole array. Differentiable in `log_probs` and `weight`, in all modes and
+      orders.
+
+    Source: CANN `aclnnNLLLoss` and `aclnnNLLLoss2d`; PyTorch `torch.nn.functional.nll_loss`.
+    """
+    log_probs, labels = jnp.asarray(log_probs), jnp.asarray(labels)
+    weight = None if weight is None else jnp.asarray(weight)
+    require(reduction in REDUCTIONS, "nll_loss", "reduction", f"be one of {', '.join(REDUCTIONS)}", reduction)
+    require(log_probs.ndim > 0, "nll_loss", "log_probs", "have an axis of classes", log_probs)
+    rank = log_probs.ndim
+    require(isinstance(axis, Integral) and -rank <= axis < rank, "nll_loss", "axis", f"be in [{-rank}, {rank})", axis)
+    axis = int(axis) % rank - rank
+    _check(log_probs, labels, weight, name="nll_loss", axis=axis, ignore_index=ignore_index)
+    if weight is None:
+        weight = jnp.ones(log_probs.shape[axis], jnp.float32)
+    losses, weights = _at_positions(log_probs, labels, weight, axis=axis, ignore_index=int(ignore_index))
+    return reduced(losses, weights, reduction).astype(log_probs.dtype)
+
+
+def reduced(losses: jax.Array, weights: jax.Array, reduction: str) -> jax.Array:
+    """The losses of all positions, reduced but not yet rounded."""
+    if reduction == "none":
+        return losses
+    total = jnp.sum(losses)
+    return total / jnp.sum(weights) if reduction == "mean" else total
+
+
+def _at_positions(
+    log_probs: jax.Array, labels: jax.Array, weight: jax.Array, *, axis: int, ignore_index: int
+) -> Arrays:
+    """Loss and weight at each position."""
+    if axis == -1:
+        return NLL_LOSS(log_probs, labels, weight, ignore_index=ignore_index)
+    # Whatever axes stand behind the classes can be seen as the two of an image without moving data.
+    before, classes, behind = log_probs.shape[:axis], log_probs.shape[axis], log_probs.shape[axis + 1 :]
+    image = (behind[0], math.prod(behind[1:]))
+    images = log_probs.reshape(*before, classes, *image), labels.reshape(*before, *image)
+    losses, weights = NLL_LOSS2D(*images, weight, ignore_index=ignore_index)
+    return losses.reshape(labels.shape), weights.reshape(labels.shape)
+
+
+def _check(log_probs: Any, labels: Any, weight: Any, *, name: str, axis: int, ignore_index: int) -> None:
+    require(jnp.issubdtype(log_probs.dtype, jnp.floating), name, "log_probs", "be floating point", log_probs)
+    require(log_probs.ndim >= -axis, name, "log_probs", f"have rank {-axis} or more", log_probs)
+    require(jnp.issubdtype(labels.dtype, jnp.integer), name, "labels", "be integers", labels)
+    positions = tuple(size for at, size in enumerate(log_probs.shape, -log_probs.ndim) if at != axis)
+    require(labels.shape == positions, name, "labels", f"have shape {positions}, as log_probs without classes", labels)
+    classes = log_probs.shape[axis]
+    require(classes > 0 or labels.size == 0, name, "log_probs", "have at least one class", log_probs)
+    if weight is not None:
+        require(weight.shape == (classes,), name, "weight", f"have shape ({classes},), one for each class", weight)
+        require(jnp.issubdtype(weight.dtype, jnp.floating), name, "weight", "be floating point", weight)
+    require(isinstance(ignore_index, Integral), name, "ignore_index", "be an integer", ignore_index)
+
+
+def _check_backward(grad: Any, labels: Any, weight: Any, *, name: str, ignore_index: int, dtype: Any) -> None:
+    require(jnp.issubdtype(labels.dtype, jnp.integer), name, "labels", "be integers", labels)
+    require(grad.shape == labels.shape, name, "grad", f"have the shape of labels, {labels.shape}", grad)
+    require(weight.ndim == 1, name, "weight", "have shape (C,)", weight)
+    for argument, value in (("grad", grad), ("weight", weight)):
+        require(jnp.issubdtype(value.dtype, jnp.floating), name, argument, "be floating point", value)
+
+
+def _loss(log_probs: jax.Array, labels: jax.Array, weight: jax.Array, *, axis: int, ignore_index: int) -> Arrays:
+    ids, kept, live = _classify(labels, weight.shape[0], ignore_index)
+    safe_ids = jnp.expand_dims(jnp.where(live, ids, 0), axis)
+    picked = jnp.take_along_axis(log_probs, safe_ids, axis, mode="clip").squeeze(axis)
+    dtype = _accumulator(log_probs.dtype)
+    # Masked where it is read, and not only in the result: a NaN that is skipped must not reach derivatives either.
+    picked = jnp.where(live, picked, jnp.zeros((), picked.dtype)).astype(dtype)
+    weights = _weights(weight, ids, live, dtype)
+    elsewhere = jnp.where(kept, jnp.array(jnp.nan, dtype), jnp.zeros((), dtype))
+    return jnp.where(live, -weights * picked, elsewhere), jnp.where(live, weights, elsewhere)
+
+
+def _backward(
+    grad: jax.Array, labels: jax.Array, weight: jax.Array, *, axis: int, ignore_index: int, dtype: Any
+) -> Arrays:
+    ids, _, live = _classify(labels, weight.shape[0], ignore_index)
+    weights = _weights(weight, ids, live, _accumulator(grad.dtype))
+    values = (-grad.astype(weights.dtype) * weights).astype(dtype)
+    # A comparison writes the zeros and the values in one pass; a scatter writes the zeros first.
+    shape = list(labels.shape)
+    shape.insert(len(shape) + 1 + axis, weight.shape[0])
+    classes = jax.lax.broadcasted_iota(ids.dtype, shape, len(shape) + axis)
+    hit = jnp.expand_dims(jnp.where(live, ids, -1), axis) == classes
+    return (jnp.where(hit, jnp.expand_dims(values, axis), jnp.zeros((), dtype)),)
+
+
+def _classify(labels: jax.Array, classes: int, ignore_index: int) -> Arrays:
+    """Labels as ids, whether they are not ignored, and whether they are classes besides."""
+    ids = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
+    limits = jnp.iinfo(labels.dtype)
+    can_be_ignored = limits.min <= ignore_index <= limits.max
+    kept = labels != ignore_index if can_be_ignored else jnp.ones_like(labels, bool)
+    return ids, kept, kept & (ids >= 0) & (ids < classes)
+
+
+def _weights(weight: jax.Array, ids: jax.Array, live: jax.Array, dtype: Any) -> jax.Array:
+    picked = weight.at[jnp.where(live, ids, 0)].get(mode="clip").astype(dtype)
+    return jnp.where(live, picked, jnp.zeros((), dtype))
+
+
+def _accumulator(dtype: Any) -> Any:
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, *, axis: int, ignore_index: int) -> list[jax.Array]:
+    log_probs, labels, weight, *_ = residuals
+    grad_losses, grad_weights = cotangents
+    forward, backward = (NLL_LOSS, NLL_LOSS_BACKWARD) if axis == -1 else (NLL_LOSS2D, NLL_LOSS2D_BACKWARD)
+    grads: list[jax.Array] = []
+    if active[0]:
+        grads += backward(grad_losses, labels, weight, ignore_index=ignore_index, dtype=log_probs.dtype)
+    if active[2]:
+        # The loss is linear in the weights. Their gradient sums over positions by class: an embedding's, of width one.
+        unweighted, _ = forward(log_probs, labels, jnp.ones_like(weight), ignore_index=ignore_index)
+        by_position = unweighted * grad_losses + grad_weights
+        classes = weight.shape[0]
+        padding_idx = ignore_index if 0 <= ignore_index < classes else None
+        attributes = {"num_weights": classes, "padding_idx": padding_idx, "scale_grad_by_freq": False}
+        (by_class,) = EMBEDDING_DENSE_BACKWARD(by_position[..., None], labels, **attributes)
+        grads.append(by_class[:, 0].astype(weight.dtype))
+    return grads
+
+
+NLL_LOSS = Operator(
+    "nll_loss",
+    "... c, ..., c -> ..., ...",
+    functools.partial(_check, name="nll_loss", axis=-1),
+    functools.partial(_loss, axis=-1),
+    Derivative(functools.partial(_vjp, axis=-1)),
+)
+NLL_LOSS_BACKWARD = Operator(
+    "nll_loss_backward",
+    "..., ..., c -> ... c",
+    functools.partial(_check_backward, name="nll_loss_backward"),
+    functools.partial(_backward, axis=-1),
+)
+NLL_LOSS2D = Operator(
+    "nll_loss2d",
+    "... c h w, ... h w, c -> ... h w, ... h w",
+    functools.partial(_check, name="nll_loss2d", axis=-3),
+    functools.partial(_loss, axis=-3),
+    Derivative(functools.partial(_vjp, axis=-3)),
+)
+NLL_LOSS2D_BACKWARD = Operator(
+    "nll_loss2d_backward",
+    "... h w, ... h w, c -> ... c h w",
+    functools.partial(_check_backward, name="nll_loss2d_backward"),
+    functools.partial(_backward, axis=-3),
+)
