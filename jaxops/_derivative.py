@@ -34,9 +34,9 @@ class Derivative:
     Attributes:
       vjp: `vjp(residuals, cotangents, active, **params)` returns the cotangents of the active operands; it calls the
         documented backward operator.
-      tangent: `tangent(residuals, tangents, active, **params)` returns the tangents of the results; linear in `tangents`.
-        It is made of operators and elementwise jnp, so that an explicit mesh lays it out. None takes the JVP of the
-        operator's reference, which is right unless vjp is deliberately something else.
+      tangent: `tangent(residuals, tangents, active, **params)` returns the tangents of the results; linear in
+        `tangents`. It is made of operators and elementwise jnp, so that an explicit mesh lays it out. None takes the
+        JVP of the operator's reference, which is right unless vjp is deliberately something else.
       linearize: `linearize(operands, active, **params)` returns (results, residuals). None evaluates the operator and
         keeps its operands and results.
       residuals: the signature of the residuals where `linearize` is given, such as `"... h, v h"`.

@@ -153,6 +153,6 @@ def choose(
 
 
 def _platform_reason(kernel: Kernel, mode: str, hardware: Hardware) -> str | None:
-    if mode == "interpret" or kernel.platform == hardware.platform:
-        return None
-    return f"runs on {kernel.platform} only"
+    if mode == "interpret":
+        return None if kernel.interpreter_is_pure else "its interpreter has side effects, which a primitive cannot have"
+    return None if kernel.platform == hardware.platform else f"runs on {kernel.platform} only"

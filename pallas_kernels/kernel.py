@@ -26,6 +26,8 @@ class Kernel:
         first.
       measured_on: names of the targets on which it was measured at least as fast as the reference; there it is the
         default choice, elsewhere it must be asked for.
+      interpreter_is_pure: whether `run(interpret=True)` has no side effects. Where it has, as Mosaic GPU's interpreter,
+        an operator cannot be lowered to it; tests call `run`.
     """
 
     name: str
@@ -34,3 +36,4 @@ class Kernel:
     refuses: Callable[..., str | None]
     configs: Callable[..., Sequence[Config]] = _single_config
     measured_on: frozenset[str] = frozenset()
+    interpreter_is_pure: bool = True

@@ -28,12 +28,15 @@ FILES = {
 # installed. Never a module of ours: that would hide a cycle.
 DEFERRED = {
     "jax.experimental.pallas.mosaic_gpu": "0.2 to 0.3 s, mostly MLIR dialects; only lowering a GPU kernel needs it",
+    "jax.experimental.pallas.tpu": "0.1 to 0.2 s; only lowering a TPU kernel needs it",
+    "jax._src.pallas.mosaic_gpu.interpret.params": "the same, where its interpreter was still private (JAX 0.10)",
     "flax": "in an extra; the demo's model",
     "matplotlib": "in an extra; the demo's plot",
     "tokenizers": "in an extra; the demo's vocabulary",
 }
-# What `import jaxops` must not load: the above, and what only the command and the tests need.
-NOT_LOADED = {*DEFERRED, "hypothesis", "orbax", "pytest", "sklearn", "typer"}
+# What `import jaxops` must not load: the above, unless JAX does, and what only the command and the tests need.
+NOT_LOADED = {*DEFERRED} - {"jax._src.pallas.mosaic_gpu.interpret.params"}
+NOT_LOADED |= {"hypothesis", "orbax", "pytest", "sklearn", "typer"}
 
 
 def _tree(module: str) -> ast.Module:

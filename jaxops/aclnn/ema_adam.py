@@ -1,0 +1,102 @@
+"""`aclnnApplyFusedEmaAdam` under its own name."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._errors import require, require_present
+from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, Number, compute_dtype, step_coefficients
+
+_NAME = "apply_fused_ema_adam"
+_DTYPES = ("float32", "float16", "bfloat16")
+_MODES = {0: "l2", 1: "adamw"}
+_MAX_RANK = 8
+
+
+def apply_fused_ema_adam(
+    grad: jax.typing.ArrayLike,
+    var: jax.typing.ArrayLike,
+    m: jax.typing.ArrayLike,
+    v: jax.typing.ArrayLike,
+    s: jax.typing.ArrayLike,
+    step: jax.typing.ArrayLike,
+    *,
+    lr: Number,
+    ema_decay: Number,
+    beta1: Number,
+    beta2: Number,
+    eps: Number,
+    mode: int = 1,
+    bias_correction: bool = True,
+    weight_decay: Number = 0.0,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Takes one step of Adam or AdamW and of the exponential moving average of the parameters.
+
+        c1, c2 = (1 - beta1^step, 1 - beta2^step) if bias_correction else (1, 1)
+        g  = grad + weight_decay * var   (mode 0)  |  grad   (mode 1)
+        m' = beta1 * m + (1 - beta1) * g
+        v' = beta2 * v + (1 - beta2) * g^2
+        u  = (m' / c1) / (sqrt(v' / c2) + eps)   [+ weight_decay * var, in mode 1]
+        var' = var - lr * u
+        s'   = ema_decay * s + (1 - ema_decay) * var'
+
+    Args:
+      grad: gradients; float32, float16 or bfloat16, of rank 1 to 8. May be empty.
+      var: parameters, like `grad`.
+      m: first moment, like `grad`.
+      v: second moment, like `grad`.
+      s: average of the parameters, like `grad`.
+      step: the number of this step, from 1; any integer dtype and shape, of which element 0 is read.
+      lr: learning rate. This and the other floating-point attributes may be 0-d arrays; their values are not checked.
+      ema_decay: decay of the average.
+      beta1: decay of the first moment.
+      beta2: decay of the second moment.
+      eps: added to the square root.
+      mode: 0 decays weights through the gradient (L2), 1 beside the moments (AdamW).
+      bias_correction: whether to divide by c1 and c2.
+      weight_decay: strength of the decay.
+
+    Returns:
+      (var', m', v', s'), with the operands' dtype.
+
+    Raises:
+      BadParamError: with status 161001 for a tensor that is None, 161002 for a wrong dtype, mode or shape.
+
+    Numerics:
+      Computed in float32 without intermediate rounding, each result rounded once: an overflow of v' in float16 does
+      not disturb var', and s' follows the unrounded var'. Step 0 with bias correction divides by 0: infinity or NaN.
+      A negative v' gives NaN in var' and s'. Attributes given as numbers are complemented in float64, where the
+      device does so in float32.
+
+    Source: CANN `aclnnApplyFusedEmaAdam`.
+    """
+    require_present(_NAME, grad=grad, var=var, m=m, v=v, s=s, step=step)
+    grad, var, m, v, s, step = (jnp.asarray(x) for x in (grad, var, m, v, s, step))
+    _check({"grad": grad, "var": var, "m": m, "v": v, "s": s}, step, mode)
+    coefficients = step_coefficients(
+        step.reshape(-1)[0],
+        compute_dtype(var.dtype),
+        learning_rate=lr,
+        ema_decay=ema_decay,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        bias_correction=bias_correction,
+    )
+    new_var, m, v, s = APPLY_FUSED_EMA_ADAM(grad, var, m, v, s, coefficients, mode=_MODES[mode], output="params")
+    return new_var, m, v, s
+
+
+def _check(tensors: dict[str, jax.Array], step: jax.Array, mode: int) -> None:
+    grad = tensors["grad"]
+    require(grad.dtype.name in _DTYPES, _NAME, "grad", f"have one of the dtypes {', '.join(_DTYPES)}", grad)
+    for name, tensor in tensors.items():
+        require(tensor.dtype == grad.dtype, _NAME, name, f"have grad's dtype {grad.dtype}", tensor)
+    require(jnp.issubdtype(step.dtype, jnp.integer), _NAME, "step", "have an integer dtype", step)
+    require(mode in _MODES, _NAME, "mode", "be 0 or 1", mode)
+    require(1 <= grad.ndim <= _MAX_RANK, _NAME, "grad", f"have rank 1 to {_MAX_RANK}", grad)
+    for name, tensor in tensors.items():
+        require(tensor.shape == grad.shape, _NAME, name, f"have grad's shape {list(grad.shape)}", tensor)
+    require(math.prod(step.shape) > 0, _NAME, "step", "have at least one element", step)

@@ -1,0 +1,484 @@
+"""`ema_adam` as an optax transform: against optax and an average of the parameters, and inside what wraps one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lowering
+from jaxops._errors import BadParamError
+from jaxops.ema_adam import EmaParamsState, ema_adam, ema_params, fused_apply
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    """Optax itself mixes dtypes (`MultiSteps`, `clip_by_global_norm`), which strict promotion refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def make_params(dtype="float32"):
+    rng = np.random.default_rng(1)
+
+    def leaf(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    return {"layers": [{"kernel": leaf(3, 5), "bias": leaf(5)}, None], "scale": leaf()}
+
+
+def make_grads(params, seed):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
+
+
+def is_matrix(params):
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+def run(step, opt_state, params, steps=3):
+    for seed in range(steps):
+        params, opt_state = step(make_grads(params, seed), opt_state, params)
+    return params, opt_state
+
+
+def two_calls(optimizer):
+    def step(grads, opt_state, params):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return jax.jit(step)
+
+
+def one_pass(optimizer):
+    return jax.jit(functools.partial(fused_apply, optimizer))
+
+
+def assert_trees_close(actual, expected, rtol=1e-6):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=rtol)
+
+
+def schedule(count):
+    return 1e-2 / (1.0 + 0.1 * count)
+
+
+def ema_schedule(count):
+    return jnp.minimum(0.999, (1.0 + count) / (10.0 + count))
+
+
+# What each keyword means in optax's own terms: a transform, and the decay of the average at each count.
+SETTINGS = {
+    "adamw": ({"weight_decay": 0.1}, lambda lr: optax.adamw(lr, weight_decay=0.1)),
+    "l2": ({"weight_decay": 0.1, "mode": "l2"}, lambda lr: optax.chain(optax.add_decayed_weights(0.1), optax.adam(lr))),
+    "mask": ({"weight_decay": 0.1, "mask": is_matrix}, lambda lr: optax.adamw(lr, weight_decay=0.1, mask=is_matrix)),
+    "l2-mask": (
+        {"weight_decay": 0.1, "mode": "l2", "mask": {"layers": True, "scale": False}},
+        lambda lr: optax.chain(optax.add_decayed_weights(0.1, {"layers": True, "scale": False}), optax.adam(lr)),
+    ),
+    "betas": ({"b1": 0.0, "b2": 0.5, "eps": 0.1}, lambda lr: optax.adam(lr, b1=0.0, b2=0.5, eps=0.1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "fused"), [(False, False), (True, True)], ids=["constant-update", "schedule-fused_apply"]
+)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_ema_adam_equals_optax_and_an_average_in_float64(name, scheduled, fused):
+    """For 100 steps, to 1e-12."""
+    with jax.enable_x64(True):
+        settings, make_peer = SETTINGS[name]
+        learning_rate, ema_decay = (schedule, ema_schedule) if scheduled else (1e-2, 0.99)
+        optimizer, peer = ema_adam(learning_rate, ema_decay=ema_decay, **settings), make_peer(learning_rate)
+        params = peer_params = average = make_params("float64")
+        opt_state, peer_state = optimizer.init(params), peer.init(params)
+        step, peer_step = (one_pass if fused else two_calls)(optimizer), two_calls(peer)
+        for seed in range(100):
+            grads = make_grads(params, seed)
+            params, opt_state = step(grads, opt_state, params)
+            peer_params, peer_state = peer_step(grads, peer_state, peer_params)
+            decay = float(ema_schedule(jnp.float64(seed))) if scheduled else ema_decay
+            average = jax.tree.map(lambda s, p, d=decay: d * s + (1 - d) * p, average, peer_params)
+        peer_adam = [x for x in jax.tree.leaves(peer_state, is_leaf=is_adam) if is_adam(x)]
+        assert_trees_close(params, peer_params, rtol=1e-12)
+        assert_trees_close(ema_params(opt_state), average, rtol=1e-12)
+        assert_trees_close(opt_state[0], peer_adam[0], rtol=1e-12)
+
+
+def is_adam(x):
+    return isinstance(x, optax.ScaleByAdamState)
+
+
+def test_ema_adam_state_is_a_tuple_that_begins_with_adam():
+    state = ema_adam(1e-3).init(make_params())
+    assert type(state) is tuple
+    assert isinstance(state[0], optax.ScaleByAdamState)
+    assert isinstance(state[1], EmaParamsState)
+    assert (state[0].count.dtype, int(state[0].count)) == (jnp.int32, 0)
+    assert optax.tree_utils.tree_get(state, "mu")["layers"][1] is None
+
+
+def test_ema_adam_average_starts_in_buffers_of_its_own():
+    params = make_params()
+    state = ema_adam(1e-3).init(params)
+    assert_trees_close(ema_params(state), params, rtol=0)
+    for leaf in jax.tree.leaves(params):
+        leaf.delete()
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_ema_adam_keeps_state_of_16_bit_parameters_in_float32(dtype):
+    params = make_params(dtype)
+    optimizer = ema_adam(1e-3)
+    updates, state = optimizer.update(params, optimizer.init(params), params)
+    assert {x.dtype.name for x in jax.tree.leaves(updates)} == {dtype}
+    assert {x.dtype.name for x in jax.tree.leaves(state)} == {"int32", "float32"}
+
+
+def test_ema_adam_takes_explicit_dtypes():
+    optimizer = ema_adam(1e-3, mu_dtype=jnp.bfloat16, nu_dtype="float16", ema_dtype=np.float32)
+    params = make_params("bfloat16")
+    for state in (optimizer.init(params), optimizer.update(params, optimizer.init(params), params)[1]):
+        assert {x.dtype.name for x in jax.tree.leaves(state[0].mu)} == {"bfloat16"}
+        assert {x.dtype.name for x in jax.tree.leaves(state[0].nu)} == {"float16"}
+        assert {x.dtype.name for x in jax.tree.leaves(ema_params(state))} == {"float32"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_ema_adam_second_moment_of_a_constant_gradient(dtype):
+    """1 - 0.999^2000 = 0.8648; rounded to bfloat16 at each step it would stop at 0.5."""
+    optimizer = ema_adam(1e-3)
+    ones = jnp.ones((3,), dtype)
+
+    def body(carry, _):
+        return fused_apply(optimizer, ones, carry[1], carry[0]), None
+
+    (_, state), _ = jax.jit(lambda carry: jax.lax.scan(body, carry, length=2000))((ones, optimizer.init(ones)))
+    np.testing.assert_allclose(state[0].nu, 1 - 0.999**2000, rtol=1e-4)
+    assert np.all(np.asarray(ema_params(state)) < 1)
+
+
+WRAPPERS = {  # and in how many of the three arrays the parameters are written by the operator itself
+    "itself": (lambda make: make(1e-2), 3),
+    "clipping": (lambda make: optax.chain(optax.clip_by_global_norm(0.1), make(1e-2)), 3),
+    "inject_hyperparams": (lambda make: optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)(1e-2), 3),
+    "injected schedule": (lambda make: optax.inject_hyperparams(make)(schedule), 3),
+    "masked": (lambda make: optax.masked(make(1e-2), is_matrix), 1),
+    "multi_transform": (
+        lambda make: optax.multi_transform(
+            {"ours": make(1e-2), "theirs": optax.sgd(0.1)}, {"layers": "ours", "scale": "theirs"}
+        ),
+        2,
+    ),
+    "MultiSteps": (lambda make: optax.MultiSteps(make(1e-2), 2), 0),
+    "apply_if_finite": (lambda make: optax.apply_if_finite(make(1e-2), 2), 0),
+    "touched afterwards": (lambda make: optax.chain(make(1e-2), optax.scale(0.5)), 0),
+    "read afterwards": (lambda make: optax.chain(make(1e-2), remember(optax.tree_utils.tree_norm)), 0),
+    "kept afterwards": (lambda make: optax.chain(make(1e-2), remember(lambda updates: updates)), 0),
+    "jitted": (lambda make: jitted(make(1e-2)), 0),
+    "not ours": (lambda make: optax.sgd(0.1), 0),
+}
+
+
+def remember(summarise):
+    """A transform that returns updates as they are, and something of them as its state."""
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+    return optax.GradientTransformation(lambda params: summarise(zeros(params)), lambda u, state, _: (u, summarise(u)))
+
+
+def jitted(optimizer):
+    return optax.GradientTransformationExtraArgs(optimizer.init, jax.jit(optimizer.update))
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_fused_apply_equals_update_and_apply(name):
+    wrap, count = WRAPPERS[name]
+    optimizer, params = wrap(ema_adam), make_params()
+    expected = run(two_calls(optimizer), optimizer.init(params), params)
+    assert_trees_close(run(one_pass(optimizer), optimizer.init(params), params), expected)
+    jaxpr = str(jax.make_jaxpr(functools.partial(fused_apply, optimizer))(params, optimizer.init(params), params))
+    assert jaxpr.count("output=params") == count
+
+
+@pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "not ours"])
+def test_ema_adam_inside_wrappers_equals_optax(name):
+    wrap, _ = WRAPPERS[name]
+    peer, params = wrap(optax.adam), make_params()
+    expected, _ = run(two_calls(peer), peer.init(params), params)
+    optimizer = wrap(ema_adam)
+    actual, state = run(one_pass(optimizer), optimizer.init(params), params)
+    assert_trees_close(actual, expected, rtol=1e-5)
+    averages = ema_params(state, params)
+    assert jax.tree.structure(averages) == jax.tree.structure(params)
+
+
+def test_fused_apply_passes_extra_arguments_on():
+    seen = []
+
+    def update(updates, state, params=None, *, value, **extra_args):
+        seen.append(value)
+        return updates, state
+
+    first = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    optimizer, params = optax.chain(first, ema_adam(1e-2)), make_params()
+    fused_apply(optimizer, params, optimizer.init(params), params, value=3.0)
+    assert set(seen) == {3.0}
+
+
+def test_fused_apply_leaks_no_tracers():
+    optimizer, params = jitted(ema_adam(1e-2)), make_params()
+    with jax.checking_leaks():
+        for transform in (optimizer, ema_adam(1e-2)):
+            one_pass(transform)(params, transform.init(params), params)
+
+
+def test_fused_apply_never_takes_an_update_for_parameters():
+    """A wrapper that shows other parameters to the transform inside gets updates: adding them is up to it."""
+    inner = ema_adam(1e-2)
+    ahead = optax.GradientTransformation(
+        inner.init, lambda grads, state, params: inner.update(grads, state, jax.tree.map(lambda p: p + 1, params))
+    )
+    params = make_params()
+    expected = run(two_calls(ahead), ahead.init(params), params)
+    assert_trees_close(run(one_pass(ahead), ahead.init(params), params), expected)
+
+
+@pytest.mark.parametrize("name", ["itself", "inject_hyperparams", "multi_transform"])
+def test_fused_apply_works_in_place(name):
+    """With donated buffers everything is aliased, and temporaries stay below one leaf."""
+    optimizer = WRAPPERS[name][0](ema_adam)
+    params = {"layers": [jnp.ones((256, 256 + i)) for i in range(4)], "scale": jnp.ones((100,))}
+    opt_state = optimizer.init(params)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, opt_state, grads):
+        return fused_apply(optimizer, grads, opt_state, params)
+
+    memory = step.lower(params, opt_state, params).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < max(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves((params, opt_state)))
+    new_params, new_state = step(params, opt_state, jax.tree.map(jnp.ones_like, params))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((new_params, new_state)))
+
+
+def test_fused_apply_takes_kernels():
+    optimizer, params = ema_adam(1e-2, weight_decay=0.1), make_params()
+    expected = run(one_pass(optimizer), optimizer.init(params), params, steps=1)
+    with lowering.use("interpret:mosaic_tpu"):
+        assert_trees_close(run(one_pass(optimizer), optimizer.init(params), params, steps=1), expected)
+    with lowering.use("pallas"):
+        lowered = one_pass(optimizer).trace(params, optimizer.init(params), params).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("tpu_custom_call") >= 1
+    explanation = lowering.explain(one_pass(optimizer), params, optimizer.init(params), params, target="tpu-v5e")
+    assert {row.operator for row in explanation.rows} == {"apply_fused_ema_adam"}
+    assert sum(row.count for row in explanation.rows) == 3
+
+
+def test_ema_adam_leaves_parameters_without_gradient_alone():
+    params = {"trained": jnp.ones((3,)), "frozen": jnp.ones((2,)), "absent": None}
+    optimizer = ema_adam(1e-2, weight_decay=0.1)
+    grads = {"trained": jnp.ones((3,)), "frozen": None, "absent": None}
+    state = optimizer.init(params)
+    updates, new_state = optimizer.update(grads, state, params)
+    assert updates["frozen"] is None
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    new_params, _ = fused_apply(optimizer, grads, state, params)
+    assert new_params["frozen"] is params["frozen"]
+    assert np.all(np.asarray(new_params["trained"]) < 1)
+
+
+@pytest.mark.parametrize("leaf", [1.5, np.float32(1.5), np.ones((2,), np.float32)], ids=["float", "scalar", "numpy"])
+def test_ema_adam_takes_leaves_that_are_not_jax_arrays(leaf):
+    optimizer = ema_adam(1e-2)
+    updates, state = optimizer.update(leaf, optimizer.init(leaf), leaf)
+    np.testing.assert_allclose(updates, -1e-2 * np.ones_like(leaf), rtol=1e-6)
+    assert ema_params(state).dtype == jnp.float32
+
+
+def test_ema_adam_is_differentiable_in_injected_hyperparameters():
+    params, grads = make_params(), make_grads(make_params(), 0)
+
+    def loss(learning_rate, b2):
+        optimizer = ema_adam(learning_rate, b2=b2)
+        params_after, _ = run(functools.partial(fused_apply, optimizer), optimizer.init(params), params, steps=2)
+        return optax.tree_utils.tree_sum(jax.tree.map(lambda p, g: jnp.sum(p * g), params_after, grads))
+
+    point = (jnp.float32(0.1), jnp.float32(0.9))
+    for gradient, argument in zip(jax.jit(jax.grad(loss, (0, 1)))(*point), (0, 1), strict=True):
+        moved = [[x + h * (i == argument) for i, x in enumerate(point)] for h in (-1e-2, 1e-2)]
+        np.testing.assert_allclose(gradient, (loss(*moved[1]) - loss(*moved[0])) / 2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: optax.chain(optax.clip(1.0), x)], ids=["itself", "chain"])
+def test_ema_adam_vmaps_over_members_of_an_ensemble(wrap):
+    optimizer = wrap(ema_adam(1e-2))
+    params = jnp.arange(6.0).reshape(2, 3)
+    states = jax.vmap(optimizer.init)(params)
+    together, _ = jax.vmap(functools.partial(fused_apply, optimizer))(params, states, params)
+    for member in range(2):
+        alone, _ = fused_apply(optimizer, params[member], optimizer.init(params[member]), params[member])
+        np.testing.assert_allclose(together[member], alone, rtol=1e-6)
+
+
+def test_ema_adam_init_takes_abstract_parameters():
+    params, optimizer = make_params("bfloat16"), ema_adam(1e-3, mu_dtype="bfloat16")
+    of_types = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype))
+    abstract = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
+    expected = of_types(optimizer.init(params))
+    assert of_types(optimizer.init(abstract)) == expected
+    assert of_types(jax.eval_shape(optimizer.init, params)) == expected
+    assert of_types(jax.eval_shape(optimizer.init, abstract)) == expected
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["update", "fused_apply"])
+def test_ema_adam_keeps_explicit_shardings(fused):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    optimizer = optax.chain(optax.clip(1.0), ema_adam(1e-2, weight_decay=0.1))
+    with jax.set_mesh(mesh):
+        params = {
+            "w": jnp.ones((2, 8, 4), jnp.float16, out_sharding=NamedSharding(mesh, P(None, "x"))),
+            "b": jnp.ones((3,)),
+        }
+        types = functools.partial(jax.tree.map, jax.typeof)
+        state = optimizer.init(params)
+        assert types(jax.jit(optimizer.init)(params)) == types(state)
+        step = functools.partial(fused_apply, optimizer) if fused else two_calls(optimizer)
+        for attempt in (step, jax.jit(step)):
+            assert types(attempt(params, state, params)) == types((params, state))
+        assert "all-gather" not in jax.jit(step).lower(params, state, params).compile().as_text()
+    assert jax.typeof(state[1][0].mu["w"]).sharding.spec == P(None, "x", None)
+
+
+def test_ema_adam_keeps_automatic_shardings():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("x"))
+    params = jax.device_put(jnp.arange(16.0), sharding)
+    optimizer = ema_adam(1e-2)
+    state = optimizer.init(params)
+    step = one_pass(optimizer)
+    new_params, new_state = step(params, state, params)
+    for leaf in (*jax.tree.leaves(state)[1:], new_params, *jax.tree.leaves(new_state)[1:]):
+        assert leaf.sharding.is_equivalent_to(sharding, 1)
+    assert "all-gather" not in step.lower(params, state, params).compile().as_text()
+    abstract = jax.ShapeDtypeStruct(params.shape, params.dtype, sharding=sharding)
+    assert optimizer.init(abstract)[1].ema.sharding == sharding
+
+
+def test_fused_apply_inside_shard_map():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    optimizer, params, grads = ema_adam(1e-2), jnp.arange(16.0), jnp.cos(jnp.arange(16.0))
+    state = optimizer.init(params)
+    specs = (P("x"), jax.tree.map(lambda leaf: P("x") if leaf.ndim else P(), state), P("x"))
+    step = jax.shard_map(functools.partial(fused_apply, optimizer), mesh=mesh, in_specs=specs, out_specs=specs[:0:-1])
+    assert_trees_close(jax.jit(step)(grads, state, params), fused_apply(optimizer, grads, state, params))
+
+
+def test_ema_adam_survives_orbax(tmp_path):
+    optimizer, params = optax.chain(optax.clip(1.0), ema_adam(1e-2)), make_params()
+    _, state = run(one_pass(optimizer), optimizer.init(params), params)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(optimizer.init, params))
+    assert_trees_close(restored, state, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ema_adam_continues_from_an_adamw_checkpoint(dtype, tmp_path):
+    """As the docstring says."""
+    params, adamw, optimizer = make_params(dtype), optax.adamw(1e-2), ema_adam(1e-2, weight_decay=1e-4)
+    params, adamw_state = run(two_calls(adamw), adamw.init(params), params)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", adamw_state)
+        checkpointer.wait_until_finished()
+        adamw_state = checkpointer.restore(tmp_path / "state", jax.eval_shape(adamw.init, params))
+    fresh = optimizer.init(params)
+    moments = jax.tree.map(lambda new, old: old.astype(new.dtype), fresh[0], adamw_state[0])
+    opt_state = (moments, fresh[1])
+    assert int(opt_state[0].count) == 3
+    new_params, new_state = run(one_pass(optimizer), opt_state, params, steps=1)
+    expected, _ = run(two_calls(adamw), adamw_state, params, steps=1)
+    assert_trees_close(new_params, expected, rtol=1e-6 if dtype == "float32" else 1e-2)
+    assert jax.tree.map(jnp.result_type, new_state) == jax.tree.map(jnp.result_type, fresh)
+
+
+def test_ema_params_merges_what_several_transforms_average():
+    params = make_params()
+    labels = {"layers": "first", "scale": "second"}
+    optimizer = optax.multi_transform({"first": ema_adam(1e-2), "second": ema_adam(1e-1)}, labels)
+    new_params, state = run(one_pass(optimizer), optimizer.init(params), params)
+    averages = ema_params(state)
+    assert jax.tree.structure(averages) == jax.tree.structure(params)
+    assert not np.array_equal(averages["scale"], new_params["scale"])
+
+
+def test_ema_params_leaves_places_without_average_to_the_caller():
+    params = make_params()
+    state = optax.masked(ema_adam(1e-2), {"layers": True, "scale": False}).init(params)
+    assert ema_params(state)["scale"] == optax.MaskedNode()
+    assert ema_params(state, params)["scale"] is params["scale"]
+
+
+def test_ema_adam_gives_up_no_precision_in_16_bit_hyperparameters():
+    params = make_params("bfloat16")
+    with pytest.raises(
+        BadParamError, match=r"ema_adam: b1 must be at least float32.* hyperparam_dtype.*; got bfloat16"
+    ):
+        optax.inject_hyperparams(ema_adam)(1e-2).init(params)
+    optimizer = optax.inject_hyperparams(ema_adam, hyperparam_dtype=jnp.float32)(1e-2)
+    new_params, _ = run(one_pass(optimizer), optimizer.init(params), params)
+    assert np.all(np.isfinite(np.asarray(new_params["scale"], np.float32)))
+
+
+def update_without_params():
+    optimizer, params = ema_adam(1e-3), make_params()
+    return optimizer.update(params, optimizer.init(params))
+
+
+def update_with_other_shapes():
+    optimizer = ema_adam(1e-3)
+    return optimizer.update(jnp.ones((3,)), optimizer.init(jnp.ones((2,))), jnp.ones((2,)))
+
+
+REFUSALS = {
+    "mode": (lambda: ema_adam(1e-3, mode="sgd"), "ema_adam: mode must be one of adamw, l2; got 'sgd'", 161002),
+    "b1": (lambda: ema_adam(1e-3, b1=1.0), "ema_adam: b1 must lie in [0, 1); got 1.0", 161002),
+    "b2": (lambda: ema_adam(1e-3, b2=-0.1), "ema_adam: b2 must lie in [0, 1); got -0.1", 161002),
+    "ema_decay": (lambda: ema_adam(1e-3, ema_decay=1.5), "ema_adam: ema_decay must lie in [0, 1]; got 1.5", 161002),
+    "nu_dtype": (
+        lambda: ema_adam(1e-3, nu_dtype="int32"),
+        "ema_adam: nu_dtype must be a floating dtype; got 'int32'",
+        161002,
+    ),
+    "params": (update_without_params, "ema_adam: params must be given; got None", 161001),
+    "shape": (update_with_other_shapes, "apply_fused_ema_adam: var must have grad's shape [3]; got float32[2]", 161002),
+    "apply": (
+        lambda: fused_apply(ema_adam(1e-3), 1.0, None, None),
+        "fused_apply: params must be given; got None",
+        161001,
+    ),
+    "none": (lambda: ema_params(optax.adam(1e-3).init(1.0)), "hold the state of an ema_adam; got 'tuple'", 161002),
+    "two": (
+        lambda: ema_params(optax.chain(ema_adam(1e-3), ema_adam(1e-3)).init(jnp.ones((2,)))),
+        "ema_params: opt_state must hold no more than one average of a parameter; got float32[2]",
+        161002,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_ema_adam_optax_refuses(name):
+    call, words, status = REFUSALS[name]
+    for attempt in (call, jax.jit(call)):
+        with pytest.raises(BadParamError) as refusal:
+            attempt()
+        assert words in str(refusal.value)
+        assert refusal.value.status == status
