@@ -1,0 +1,31 @@
+"""Operators that chip vendors document, as JAX primitives: for models, optimizers and code ported from those chips."""
+
+from jaxops import aclnn as aclnn
+from jaxops._errors import BadParamError as BadParamError
+from jaxops._errors import NotSupportedError as NotSupportedError
+from jaxops._errors import VersionMismatchError as VersionMismatchError
+from jaxops._operator import operators as operators
+from jaxops.ema_adam import ema_adam as ema_adam
+from jaxops.ema_adam import ema_params as ema_params
+from jaxops.ema_adam import fused_apply as fused_apply
+from jaxops.embedding import embedding as embedding
+from jaxops.linear_cross_entropy import LinearCrossEntropyAux as LinearCrossEntropyAux
+from jaxops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from jaxops.nll_loss import nll_loss as nll_loss
+from lowering import use as use
+
+__all__ = [
+    "BadParamError",
+    "LinearCrossEntropyAux",
+    "NotSupportedError",
+    "VersionMismatchError",
+    "aclnn",
+    "ema_adam",
+    "ema_params",
+    "embedding",
+    "fused_apply",
+    "linear_cross_entropy",
+    "nll_loss",
+    "operators",
+    "use",
+]

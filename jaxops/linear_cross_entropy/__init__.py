@@ -1,0 +1,12 @@
+"""Linear cross entropy: a model's loss from its hidden states, and the documented operators for a split vocabulary."""
+
+from jaxops.linear_cross_entropy.loss import LinearCrossEntropyAux as LinearCrossEntropyAux
+from jaxops.linear_cross_entropy.loss import linear_cross_entropy as linear_cross_entropy
+from jaxops.linear_cross_entropy.vocab_parallel import OnlineMaxSum as OnlineMaxSum
+from jaxops.linear_cross_entropy.vocab_parallel import (
+    fused_cross_entropy_loss_with_max_sum as fused_cross_entropy_loss_with_max_sum,
+)
+from jaxops.linear_cross_entropy.vocab_parallel import (
+    fused_linear_cross_entropy_loss_grad as fused_linear_cross_entropy_loss_grad,
+)
+from jaxops.linear_cross_entropy.vocab_parallel import fused_linear_online_max_sum as fused_linear_online_max_sum

@@ -1,0 +1,253 @@
+"""Cross entropy of a linear layer: the loss of a language model without its logits."""
+
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._errors import require
+from jaxops.linear_cross_entropy.grad_in_forward import RowWeights, row_losses, summed_cross_entropy, target_total
+from jaxops.linear_cross_entropy.logits import RowStatistics, Targets, accumulation_dtype, column
+from jaxops.linear_cross_entropy.row_chunks import SMALL_LOGITS, default_chunk_rows
+from jaxops.linear_cross_entropy.statistics import check_linear, linear_row_statistics
+from jaxops.linear_cross_entropy.vocabulary import Vocabulary
+
+_NAME = "linear_cross_entropy"
+_REDUCTIONS = ("none", "mean", "sum")
+_STRATEGIES = ("auto", "full", "grad_in_forward", "recompute")
+
+
+class LinearCrossEntropyAux(NamedTuple):
+    """What else is known of each row, of shape (...) each.
+
+    Ignored rows are treated alike, but as x = 0 where their x is not finite.
+
+    Attributes:
+      lse: log sum exp of the logits; differentiable.
+      accuracy: 1.0 where the prediction is the label (the likeliest class, for probabilities) and the row is kept,
+        else 0.0.
+      prediction: int32, the class of the largest logit; the first of equal ones.
+      entropy: of softmax(logits), in nats; differentiable.
+      kept: bool, whether the row counts: its label is not ignore_index.
+    """
+
+    lse: jax.Array
+    accuracy: jax.Array
+    prediction: jax.Array
+    entropy: jax.Array
+    kept: jax.Array
+
+
+def linear_cross_entropy(
+    x: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    bias: Any = None,
+    class_weight: Any = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    transpose_weight: bool = False,
+    vocab_axis: str | None = None,
+    strategy: str = "auto",
+    chunk_rows: int | None = None,
+    return_aux: bool = False,
+) -> Any:
+    """Computes the cross entropy between labels and the softmax of x weight^T + bias, without keeping the logits.
+
+    With z = x weight^T + bias (then softcap tanh(z / softcap)), lse = log sum_c exp z_c, class weights w, smoothing s
+    and V classes, the loss of a row with label y is
+
+        (1 - s) w_y (lse - z_y) + s / V sum_c w_c (lse - z_c) + z_loss lse^2
+
+    and with label probabilities q it is sum_c ((1 - s) q_c + s / V) w_c (lse - z_c) + z_loss lse^2. Both are PyTorch's.
+
+    Args:
+      x: (..., H), floating-point.
+      weight: (V, H), or (H, V) with `transpose_weight`; of x's dtype.
+      labels: (...) integers in [0, V), or (..., V) floating-point probabilities. The loss of a label that is neither a
+        class nor `ignore_index` is NaN.
+      bias: (V,), floating-point. None: no bias.
+      class_weight: (V,), floating-point. None: ones.
+      ignore_index: rows with this label are skipped, whatever they hold: their loss is 0, and so are their gradients.
+        Without effect on probabilities.
+      label_smoothing: s, from 0 to 1.
+      z_loss: the weight of lse^2.
+      softcap: the bound of the logits. None: unbounded.
+      reduction: "none", "sum", or "mean": the sum over the summed class weights of the kept rows, over the number of
+        rows for probabilities. The mean of no rows is NaN.
+      transpose_weight: whether weight is (H, V).
+      vocab_axis: inside shard_map, the mesh axis over which V is split: weight, bias, class_weight and probabilities
+        are this device's part, labels and predictions count all classes, and x and labels are the same along the axis.
+      strategy: how the derivative is computed; values do not depend on it beyond rounding. "full" keeps the logits
+        (three matrix products). "grad_in_forward" computes a chunk of logits, its loss and its gradients at once
+        (three products, no logits kept); for a scalar loss without aux on one shard, else it is "recompute".
+        "recompute" computes each chunk of logits in both passes (four products, least memory). "auto" is "full" up to
+        2^24 logits, then "grad_in_forward".
+      chunk_rows: about how many rows are in a chunk. None: as many as have 2^24 logits, and at least 512.
+      return_aux: whether to return `LinearCrossEntropyAux` as well.
+
+    Returns:
+      The loss, () or (...), and with `return_aux` a pair of it and a `LinearCrossEntropyAux`. float32, or float64 for
+      float64.
+
+    Raises:
+      BadParamError: for shapes, dtypes or attributes other than these.
+
+    Numerics:
+      Logits are float32 whatever the inputs' dtype and never rounded to 16 bit; their gradient is rounded to x's dtype
+      before the matrix products, which accumulate in float32. A large common offset of the logits costs no digits.
+      Differentiable in x, weight, bias, class_weight and probabilities, in forward and reverse mode and repeatedly.
+
+    Source:
+      torch.nn.functional.cross_entropy; aclnnFusedLinearOnlineMaxSum and its companions for the split vocabulary.
+    """
+    x, weight, labels = jnp.asarray(x), jnp.asarray(weight), jnp.asarray(labels)
+    bias, class_weight = (None if value is None else jnp.asarray(value) for value in (bias, class_weight))
+    _check_attributes(ignore_index, label_smoothing, softcap, reduction, strategy, chunk_rows)
+    weight = _by_class(weight, transpose_weight)
+    _check_operands(x, weight, labels, bias, class_weight)
+    vocabulary = Vocabulary.of(weight.shape[0], vocab_axis)
+    describe = _by_probabilities if _are_probabilities(labels) else _by_labels
+    task = describe(labels, class_weight, ignore_index, label_smoothing, vocabulary, accumulation_dtype(x))
+    square = jnp.where(task.kept, jnp.asarray(z_loss, task.divisor.dtype), 0)
+    weights = RowWeights(task.label_weight, task.target_weight, square)
+
+    # A skipped row may hold NaN, which a gradient of zero would not remove. Aux tells of skipped rows as well.
+    live = task.kept | jnp.all(jnp.isfinite(x), axis=-1) if return_aux else task.kept
+    x = jnp.where(column(live), x, jnp.zeros_like(x))
+    bias = jnp.zeros((0,), x.dtype) if bias is None else bias
+    scalar = reduction != "none" and not return_aux and vocab_axis is None
+    strategy = _resolve(strategy, task.kept.size * weight.shape[0], scalar)
+    chunk_rows = chunk_rows or default_chunk_rows(weight.shape[0])
+    if strategy == "grad_in_forward":
+        total = summed_cross_entropy(x, weight, bias, task.targets, weights, softcap=softcap, chunk_rows=chunk_rows)
+        return _reduced(total, task, reduction)
+    keep_logits = strategy == "full"
+    rows = linear_row_statistics(
+        x,
+        weight,
+        bias,
+        task.targets,
+        softcap=softcap,
+        chunk_rows=None if keep_logits else chunk_rows,
+        keep_logits=keep_logits,
+        metrics=return_aux,
+    )
+    rows = vocabulary.merge(rows, task.targets, metrics=return_aux)
+    losses = row_losses(rows, vocabulary.sum(target_total(task.targets, rows.log_sum_exp)), weights)
+    loss = losses if reduction == "none" else _reduced(jnp.sum(losses), task, reduction)
+    return (loss, _aux(rows, labels, task.kept, vocabulary)) if return_aux else loss
+
+
+class _Task(NamedTuple):
+    """What labels ask of each row: targets, the weights of both terms that compare with them, the part in a divisor."""
+
+    targets: Targets
+    label_weight: jax.Array
+    target_weight: jax.Array
+    kept: jax.Array
+    divisor: jax.Array
+
+
+def _by_labels(
+    labels: jax.Array, class_weight: Any, ignore_index: int, smoothing: float, vocabulary: Vocabulary, dtype: Any
+) -> _Task:
+    kept, labels = _differs(labels, ignore_index), _wide(labels)
+    zeros = jnp.zeros(labels.shape, dtype)
+    weights = jnp.ones(vocabulary.columns, dtype) if class_weight is None else class_weight.astype(dtype)
+    of_label = zeros + 1 if class_weight is None else vocabulary.weights_of(labels, weights)
+    of_label = jnp.where((labels >= 0) & (labels < vocabulary.classes), of_label, zeros + jnp.nan)
+    of_label = jnp.where(kept, of_label, zeros)
+    shared = weights if smoothing else jnp.zeros((0,), dtype)
+    targets = Targets(vocabulary.local(labels), shared, jnp.zeros((*labels.shape, 0), dtype))
+    smooth = jnp.where(kept, zeros + smoothing / vocabulary.classes, zeros)
+    return _Task(targets, (1 - smoothing) * of_label, smooth, kept, of_label)
+
+
+def _by_probabilities(
+    labels: jax.Array, class_weight: Any, ignore_index: int, smoothing: float, vocabulary: Vocabulary, dtype: Any
+) -> _Task:
+    probabilities = (1 - smoothing) * labels.astype(dtype) + smoothing / vocabulary.classes
+    if class_weight is not None:
+        probabilities = probabilities * jnp.broadcast_to(class_weight.astype(dtype), probabilities.shape)
+    rows = labels.shape[:-1]
+    targets = Targets(jnp.full(rows, -1, jnp.int32), jnp.zeros((0,), dtype), probabilities)
+    return _Task(targets, jnp.zeros(rows, dtype), jnp.ones(rows, dtype), jnp.ones(rows, bool), jnp.ones(rows, dtype))
+
+
+def _reduced(total: jax.Array, task: _Task, reduction: str) -> jax.Array:
+    return total / jnp.sum(task.divisor) if reduction == "mean" else total
+
+
+def _aux(rows: RowStatistics, labels: jax.Array, kept: jax.Array, vocabulary: Vocabulary) -> LinearCrossEntropyAux:
+    lse = rows.max_logit + rows.log_sum_exp
+    likeliest = vocabulary.argmax(labels) if _are_probabilities(labels) else _wide(labels)
+    correct = kept & (rows.prediction.astype(likeliest.dtype) == likeliest)
+    return LinearCrossEntropyAux(
+        lse, correct.astype(lse.dtype), rows.prediction, rows.log_sum_exp - rows.mean_logit, kept
+    )
+
+
+def _resolve(strategy: str, logits_size: int, scalar: bool) -> str:
+    """The strategy that runs, from shapes and arguments alone."""
+    if strategy == "auto":
+        strategy = "full" if logits_size <= SMALL_LOGITS else "grad_in_forward"
+    return "recompute" if strategy == "grad_in_forward" and not scalar else strategy
+
+
+def _differs(labels: jax.Array, ignore_index: int) -> jax.Array:
+    """Where labels are not `ignore_index`, which their dtype may be unable to hold."""
+    limits = jnp.iinfo(labels.dtype)
+    if not limits.min <= ignore_index <= limits.max:
+        return jnp.ones_like(labels, dtype=bool)
+    return labels != ignore_index
+
+
+def _wide(labels: jax.Array) -> jax.Array:
+    """Labels in a dtype that holds any number of classes."""
+    return labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
+
+
+def _are_probabilities(labels: jax.Array) -> bool:
+    return bool(jnp.issubdtype(labels.dtype, jnp.floating))
+
+
+def _by_class(weight: jax.Array, transposed: bool) -> jax.Array:
+    """The weight as (V, H)."""
+    if not transposed:
+        return weight
+    require(weight.ndim == 2, _NAME, "weight", "have shape (H, V)", weight)
+    return weight.T
+
+
+def _check_attributes(
+    ignore_index: Any, smoothing: float, softcap: float | None, reduction: str, strategy: str, chunk_rows: Any
+) -> None:
+    require(isinstance(ignore_index, Integral), _NAME, "ignore_index", "be an integer", ignore_index)
+    require(0 <= smoothing <= 1, _NAME, "label_smoothing", "be from 0 to 1", smoothing)
+    require(softcap is None or softcap > 0, _NAME, "softcap", "be positive", softcap)
+    require(reduction in _REDUCTIONS, _NAME, "reduction", f"be one of {', '.join(_REDUCTIONS)}", reduction)
+    require(strategy in _STRATEGIES, _NAME, "strategy", f"be one of {', '.join(_STRATEGIES)}", strategy)
+    valid = chunk_rows is None or (isinstance(chunk_rows, Integral) and int(chunk_rows) > 0)
+    require(valid, _NAME, "chunk_rows", "be a positive integer", chunk_rows)
+
+
+def _check_operands(x: jax.Array, weight: jax.Array, labels: jax.Array, bias: Any, class_weight: Any) -> None:
+    check_linear(x, weight)
+    rows, classes = x.shape[:-1], weight.shape[0]
+    if _are_probabilities(labels):
+        require(
+            labels.shape == (*rows, classes), _NAME, "labels", f"have shape {[*rows, classes]} as probabilities", labels
+        )
+    else:
+        integers = bool(jnp.issubdtype(labels.dtype, jnp.integer))
+        require(integers, _NAME, "labels", "be integers, or floating-point probabilities", labels)
+        require(labels.shape == rows, _NAME, "labels", f"have shape {list(rows)}, as x has rows", labels)
+    for argument, value in (("bias", bias), ("class_weight", class_weight)):
+        valid = value is None or (value.shape == (classes,) and bool(jnp.issubdtype(value.dtype, jnp.floating)))
+        require(valid, _NAME, argument, f"be a floating-point array of shape [{classes}]", value)

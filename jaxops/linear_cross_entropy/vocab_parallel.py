@@ -1,0 +1,253 @@
+"""The documented operators of cross entropy over a vocabulary that is split between devices.
+
+Each device runs step 1 on its rows of the weight, and steps 3 and 4 on statistics that step 2 has combined over
+devices:
+
+    1  max, sum, predicted, mask, ... = fused_linear_online_max_sum(...)
+    2  M = pmax(max);  Z = psum(sum exp(max - M));  P = psum(0 where mask, else predicted + max - M)
+    3  loss = log Z - P = fused_cross_entropy_loss_with_max_sum(M, Z, P)
+    4  fused_linear_cross_entropy_loss_grad(..., logits_max=M, sum_exp_logits=Z); psum of its input gradient
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._derivative import Arrays
+from jaxops._errors import require
+from jaxops._operator import Operator
+from jaxops.linear_cross_entropy.logits import accumulation_dtype, column, given, linear_logits, pick
+from jaxops.linear_cross_entropy.row_chunks import default_chunk_rows, map_rows
+
+
+class OnlineMaxSum(NamedTuple):
+    """What one part of the vocabulary knows of each row of its logits.
+
+    Attributes:
+      logits_max_local: (...) float32, the maximum.
+      sum_exp_logits_local: (...) float32, the sum of exp(logits - maximum).
+      predicted_logits_local: (...) float32, the target's logit - maximum; 0 where it belongs to another part.
+      target_mask: uint8, a bit for each row, the first row in the lowest bit: 1 where the target belongs to another
+        part.
+      masked_target: (...), the target's column, 0 where it belongs to another part.
+      vocab_parallel_logits: (..., V) in the input's dtype, or None.
+    """
+
+    logits_max_local: jax.Array
+    sum_exp_logits_local: jax.Array
+    predicted_logits_local: jax.Array
+    target_mask: jax.Array
+    masked_target: jax.Array
+    vocab_parallel_logits: jax.Array | None
+
+
+def fused_linear_online_max_sum(
+    x: jax.Array, weight: jax.Array, target: jax.Array, *, start: Any, end: Any, return_logits: bool = False
+) -> OnlineMaxSum:
+    """Computes a part's row statistics of the logits x weight^T, a chunk of rows at a time unless they are returned.
+
+    Args:
+      x: (..., H), floating-point.
+      weight: (V, H), the rows of classes from `start`; of x's dtype.
+      target: (...) integers, counting all classes.
+      start: the part's first class; an integer, or () inside shard_map, where it differs between devices.
+      end: the class after its last.
+      return_logits: whether the logits are returned, rounded to x's dtype. The statistics come from unrounded ones.
+    """
+    largest = jnp.iinfo(target.dtype).max
+    start, end = (jnp.asarray(min(at, largest) if isinstance(at, int) else at, target.dtype) for at in (start, end))
+    *rows, logits = _ONLINE_MAX_SUM(x, weight, target, start, end, return_logits=return_logits)
+    maximum, total, predicted, mask, masked_target = rows
+    # The bits after the last row are, as in the documented kernel, those of target 0.
+    (packed,) = _PACK(mask, (start > 0) | (end <= 0))
+    return OnlineMaxSum(maximum, total, predicted, packed, masked_target, logits if return_logits else None)
+
+
+def fused_cross_entropy_loss_with_max_sum(
+    logits_max: jax.Array, sum_exp_logits: jax.Array, predicted_logits: jax.Array, logits: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Computes log(sum_exp_logits) - predicted_logits and, of given logits, exp(logits - logits_max) / sum_exp_logits.
+
+    Args:
+      logits_max: (...), the maximum over all classes.
+      sum_exp_logits: (...), the sum of exp(logits - logits_max) over all classes.
+      predicted_logits: (...), the target's logit - logits_max.
+      logits: (..., V), one part of them.
+    """
+    statistics = (logits_max, sum_exp_logits, predicted_logits)
+    loss, _ = _LOSS(*statistics, jnp.zeros((*logits_max.shape, 0), logits_max.dtype))
+    # Apart from each other, as inside shard_map the loss is the same on all devices and the softmax is not.
+    return loss, None if logits is None else _LOSS(*statistics, logits)[1]
+
+
+def fused_linear_cross_entropy_loss_grad(
+    grad: jax.Array,
+    x: jax.Array,
+    weight: jax.Array,
+    target_mask: jax.Array,
+    masked_target: jax.Array,
+    *,
+    logits_max: jax.Array | None = None,
+    sum_exp_logits: jax.Array | None = None,
+    softmax: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the gradients of x and weight from one part of the vocabulary; those of x are to be summed over parts.
+
+    Args:
+      grad: (...), the gradient of each row's loss.
+      x: (..., H), floating-point.
+      weight: (V, H), of x's dtype.
+      target_mask: as `OnlineMaxSum` has it, or longer; or (...) bool.
+      masked_target: (...) integers, as `OnlineMaxSum` has it. Not read where masked.
+      logits_max: (...), the maximum over all classes; with `sum_exp_logits`, where `softmax` is None.
+      sum_exp_logits: (...), the sum of exp(logits - logits_max) over all classes.
+      softmax: (..., V), this part's. None computes the logits once more, a chunk of rows at a time.
+    """
+    rows = x.shape[:-1]
+    mask = target_mask
+    if mask.dtype != jnp.bool_:
+        (mask,) = _UNPACK(mask, grad)
+    dtype = accumulation_dtype(x)
+    maximum, total = (jnp.zeros(rows, dtype) if v is None else v for v in (logits_max, sum_exp_logits))
+    softmax = jnp.zeros((*rows, 0), dtype) if softmax is None else softmax
+    return _GRAD(grad, x, weight, mask, masked_target, maximum, total, softmax)  # type: ignore[return-value]
+
+
+def _check_max_sum(x: Any, weight: Any, target: Any, *_: Any, **__: Any) -> None:
+    name = "fused_linear_online_max_sum"
+    _check_linear(name, x, weight)
+    require(weight.shape[0] > 0, name, "weight", "have a vocabulary of at least 1", weight)
+    require(target.shape == x.shape[:-1], name, "target", f"have shape {list(x.shape[:-1])}", target)
+    require(bool(jnp.issubdtype(target.dtype, jnp.integer)), name, "target", "be integers", target)
+
+
+def _check_loss(logits_max: Any, sum_exp_logits: Any, predicted_logits: Any, logits: Any) -> None:
+    name, rows = "fused_cross_entropy_loss_with_max_sum", logits_max.shape
+    require(
+        sum_exp_logits.shape == rows, name, "sum_exp_logits", f"have logits_max's shape {list(rows)}", sum_exp_logits
+    )
+    require(
+        predicted_logits.shape == rows,
+        name,
+        "predicted_logits",
+        f"have logits_max's shape {list(rows)}",
+        predicted_logits,
+    )
+    require(logits.shape[:-1] == rows, name, "vocab_parallel_logits", f"have shape [{_listed(rows)}V]", logits)
+
+
+def _check_grad(
+    grad: Any, x: Any, weight: Any, mask: Any, masked_target: Any, logits_max: Any, sum_exp_logits: Any, softmax: Any
+) -> None:
+    name = "fused_linear_cross_entropy_loss_grad"
+    _check_linear(name, x, weight)
+    rows, classes = x.shape[:-1], weight.shape[0]
+    operands = {"grad": grad, "target_mask": mask, "masked_target": masked_target}
+    for argument, value in {**operands, "logits_max": logits_max, "sum_exp_logits": sum_exp_logits}.items():
+        require(value.shape == rows, name, argument, f"have shape {list(rows)}, as input has rows", value)
+    fits = softmax.shape in ((*rows, classes), (*rows, 0))
+    require(fits, name, "softmax", f"have shape {[*rows, classes]}", softmax)
+
+
+def _check_linear(name: str, x: Any, weight: Any) -> None:
+    require(
+        x.ndim >= 1 and bool(jnp.issubdtype(x.dtype, jnp.floating)), name, "input", "be floating-point, (..., H)", x
+    )
+    require(
+        weight.ndim == 2 and weight.shape[1] == x.shape[-1], name, "weight", f"have shape (V, {x.shape[-1]})", weight
+    )
+    require(weight.dtype == x.dtype, name, "weight", f"have the input's dtype {x.dtype}", weight)
+
+
+def _listed(shape: tuple[int, ...]) -> str:
+    return "".join(f"{size}, " for size in shape)
+
+
+def _max_sum(
+    x: jax.Array, weight: jax.Array, target: jax.Array, start: jax.Array, end: jax.Array, *, return_logits: bool
+) -> Arrays:
+    mask = (target < start) | (target >= end)
+    masked_target = jnp.where(mask, jnp.zeros_like(target), target - start)
+
+    def chunk(x: jax.Array, mask: jax.Array, masked_target: jax.Array) -> tuple[Arrays, Arrays]:
+        logits = linear_logits(x, weight, jnp.zeros((0,), x.dtype), None)
+        maximum = jnp.max(logits, axis=-1)
+        shifted = logits - column(maximum)
+        predicted = jnp.where(mask, jnp.zeros_like(maximum), pick(shifted, masked_target))
+        logits = logits.astype(x.dtype) if return_logits else logits[..., :0].astype(x.dtype)
+        return (maximum, jnp.sum(jnp.exp(shifted), axis=-1), predicted, logits), ()
+
+    chunk_rows = None if return_logits else default_chunk_rows(weight.shape[0])
+    (maximum, total, predicted, logits), _ = map_rows(chunk, (x, mask, masked_target), x.ndim - 1, chunk_rows)
+    return maximum, total, predicted, mask, masked_target, logits
+
+
+def _pack(mask: jax.Array, beyond: jax.Array) -> Arrays:
+    bits = jnp.concatenate([mask.reshape(-1), jnp.broadcast_to(beyond, (-mask.size % 8,))])
+    return (jnp.packbits(bits, bitorder="little"),)
+
+
+def _unpack(packed: jax.Array, like: jax.Array) -> Arrays:
+    return (jnp.unpackbits(packed, count=like.size, bitorder="little").astype(bool).reshape(like.shape),)
+
+
+def _loss(logits_max: jax.Array, sum_exp_logits: jax.Array, predicted_logits: jax.Array, logits: jax.Array) -> Arrays:
+    shifted = logits.astype(logits_max.dtype) - column(logits_max)
+    return jnp.log(sum_exp_logits) - predicted_logits, jnp.exp(shifted) * column(1 / sum_exp_logits)
+
+
+def _grad(grad: jax.Array, x: jax.Array, weight: jax.Array, *rows: jax.Array) -> Arrays:
+    dtype, batch = accumulation_dtype(x), tuple(range(x.ndim - 1))
+
+    def chunk(
+        grad: jax.Array,
+        maximum: jax.Array,
+        total: jax.Array,
+        x: jax.Array,
+        mask: jax.Array,
+        masked_target: jax.Array,
+        softmax: jax.Array,
+    ) -> tuple[Arrays, Arrays]:
+        if not given(softmax):
+            logits = linear_logits(x, weight, jnp.zeros((0,), x.dtype), None)
+            softmax = jnp.exp(logits - column(maximum)) / column(total)
+        columns = jax.lax.broadcasted_iota(masked_target.dtype, softmax.shape, softmax.ndim - 1)
+        is_target = (columns == column(masked_target)) & ~column(mask)
+        pull = ((softmax - is_target.astype(softmax.dtype)) * column(grad)).astype(x.dtype)
+        x_grad = jnp.einsum("...v,vh->...h", pull, weight, preferred_element_type=dtype)
+        return (x_grad.astype(x.dtype),), (jnp.tensordot(pull, x, axes=(batch, batch), preferred_element_type=dtype),)
+
+    mask, masked_target, maximum, total, softmax = rows
+    operands = (grad, maximum, total, x, mask, masked_target, softmax)
+    # Rows that are filled up get the softmax exp(-inf) / 1.
+    fills = (0, jnp.inf, 1)
+    chunk_rows = None if given(softmax) else default_chunk_rows(weight.shape[0])
+    (x_grad,), (weight_grad,) = map_rows(chunk, operands, x.ndim - 1, chunk_rows, fills)
+    return x_grad, weight_grad.astype(weight.dtype)
+
+
+_ONLINE_MAX_SUM = Operator(
+    name="fused_linear_online_max_sum",
+    signature="... h, v h, ..., , -> ..., ..., ..., ..., ..., ... v",
+    check=_check_max_sum,
+    reference=_max_sum,
+)
+
+# Operators, so that rows which are laid out over an explicit mesh can share a byte.
+_PACK = Operator("packed_target_mask", "..., -> bytes", lambda *_: None, _pack)
+_UNPACK = Operator("unpacked_target_mask", "bytes, ... -> ...", lambda *_: None, _unpack)
+
+_LOSS = Operator(
+    name="fused_cross_entropy_loss_with_max_sum",
+    signature="..., ..., ..., ... v -> ..., ... v",
+    check=_check_loss,
+    reference=_loss,
+)
+
+_GRAD = Operator(
+    name="fused_linear_cross_entropy_loss_grad",
+    signature="..., ... h, v h, ..., ..., ..., ..., ... v -> ... h, v h",
+    check=_check_grad,
+    reference=_grad,
+)

@@ -1,0 +1,419 @@
+"""`linear_cross_entropy`: values and gradients against NumPy float64, bad input, and the promises of every operator."""
+
+import functools
+import re
+
+import contract
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lowering
+from jaxops._errors import BadParamError
+from jaxops.linear_cross_entropy import linear_cross_entropy
+
+IGNORED = -100
+STRATEGIES = ("full", "grad_in_forward", "recompute")
+
+
+def expected(
+    x,
+    weight,
+    labels,
+    *,
+    bias=None,
+    class_weight=None,
+    ignore_index=IGNORED,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    softcap=None,
+    reduction="mean",
+):
+    """PyTorch's formulas in float64: the loss, and the gradients in x, weight and bias of its sum."""
+    x, weight = (np.asarray(v).astype(np.float64) for v in (x, weight))
+    classes = weight.shape[0]
+    bias, class_weight = (
+        default if v is None else np.asarray(v).astype(np.float64)
+        for v, default in ((bias, np.zeros(classes)), (class_weight, np.ones(classes)))
+    )
+    labels = np.asarray(labels)
+    if np.issubdtype(labels.dtype, np.integer):
+        kept = labels != ignore_index
+        q = np.where(kept[..., None], np.arange(classes) == labels[..., None], 0)
+        divisor = np.sum(q * class_weight)
+        smooth = np.where(kept, label_smoothing / classes, 0)[..., None]
+    else:
+        kept, q, smooth = np.ones(x.shape[:-1], bool), labels.astype(np.float64), label_smoothing / classes
+        divisor = np.float64(kept.size)
+    q = ((1 - label_smoothing) * q + smooth) * class_weight
+    x = np.where(kept[..., None], x, 0)
+    z = x @ weight.T + bias
+    slope = np.ones_like(z)
+    if softcap is not None:
+        slope = 1 - np.tanh(z / softcap) ** 2
+        z = softcap * np.tanh(z / softcap)
+    maximum = z.max(-1, keepdims=True)
+    lse = np.log(np.exp(z - maximum).sum(-1, keepdims=True)) + maximum
+    losses = (q * (lse - z)).sum(-1) + kept * z_loss * lse[..., 0] ** 2
+    dz = (q.sum(-1, keepdims=True) + 2 * z_loss * kept[..., None] * lse) * np.exp(z - lse) - q
+    dz = dz * slope
+    loss = losses if reduction == "none" else losses.sum()
+    if reduction == "mean":
+        with np.errstate(invalid="ignore"):
+            loss, dz = loss / divisor, dz / divisor
+    rows = tuple(range(x.ndim - 1))
+    return loss, dz @ weight, np.tensordot(dz, x, (rows, rows)), dz.sum(rows)
+
+
+def value_and_gradients(x, weight, labels, *, bias=None, **attributes):
+    def total(x, weight, bias):
+        loss = linear_cross_entropy(x, weight, labels, bias=bias, **attributes)
+        return jnp.sum(loss), loss
+
+    argnums = (0, 1) if bias is None else (0, 1, 2)
+    (_, loss), grads = jax.jit(jax.value_and_grad(total, argnums, has_aux=True))(x, weight, bias)
+    return loss, *grads
+
+
+def make_case(rng, rows=(13,), hidden=6, classes=7, dtype="float32", scale=1.0, ignored=0.3):
+    x = scale * rng.normal(size=(*rows, hidden))
+    weight = rng.normal(size=(classes, hidden))
+    labels = rng.integers(0, classes, size=rows).astype(np.int32)
+    labels = np.where(rng.uniform(size=rows) < ignored, IGNORED, labels).astype(np.int32)
+    return jnp.asarray(x, dtype), jnp.asarray(weight, dtype), labels
+
+
+def assert_equals_float64(actual, operands, attributes, rtol=2e-5):
+    truth = expected(*operands, **{k: v for k, v in attributes.items() if k not in ("strategy", "chunk_rows")})
+    for result, true in zip(actual, truth, strict=False):
+        scale = max(1e-3, float(np.max(np.abs(true), initial=0)))
+        np.testing.assert_allclose(np.asarray(result).astype(np.float64), true, rtol=rtol, atol=rtol * scale)
+
+
+ATTRIBUTES = {
+    "plain": {},
+    "bias": {"bias": True},
+    "class_weight": {"class_weight": True},
+    "smoothing": {"label_smoothing": 0.1},
+    "z_loss-softcap": {"z_loss": 0.01, "softcap": 3.0},
+    "all": {"bias": True, "class_weight": True, "label_smoothing": 0.2, "z_loss": 0.02, "softcap": 2.0},
+}
+
+
+@pytest.mark.parametrize("by", ["labels", "probabilities"])
+@pytest.mark.parametrize("attributes", ATTRIBUTES.values(), ids=ATTRIBUTES)
+def test_linear_cross_entropy_equals_float64(attributes, by, rng):
+    x, weight, labels = make_case(rng)
+    if by == "probabilities":
+        labels = rng.dirichlet(np.ones(7), size=13).astype(np.float32)
+    arrays = {
+        "bias": rng.normal(size=7).astype(np.float32),
+        "class_weight": rng.uniform(0.2, 2, size=7).astype(np.float32),
+    }
+    attributes = {name: arrays[name] if value is True else value for name, value in attributes.items()}
+    for strategy in STRATEGIES:
+        reduction = {"full": "none", "grad_in_forward": "mean", "recompute": "sum"}[strategy]
+        options = {**attributes, "reduction": reduction, "strategy": strategy, "chunk_rows": 4}
+        assert_equals_float64(value_and_gradients(x, weight, labels, **options), (x, weight, labels), options)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_linear_cross_entropy_strategy_does_not_change_reductions(reduction, strategy, rng):
+    case = make_case(rng, rows=(3, 5))
+    options = {"reduction": reduction, "strategy": strategy, "chunk_rows": 2}
+    assert_equals_float64(value_and_gradients(*case, **options), case, options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "classes"),
+    [((), 7), ((0,), 3), ((1,), 1), ((1,), 1000), ((5,), 2050), ((2, 3, 1), 7), ((17,), 2)],
+    ids=str,
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_linear_cross_entropy_takes_any_shape(strategy, rows, classes, rng):
+    case = make_case(rng, rows=rows, classes=classes, ignored=0)
+    options = {"reduction": "sum", "strategy": strategy, "chunk_rows": 3}
+    assert_equals_float64(value_and_gradients(*case, **options), case, options)
+
+
+def test_linear_cross_entropy_takes_no_features(rng):
+    x, weight, labels = jnp.zeros((4, 0)), jnp.zeros((5, 0)), np.zeros(4, np.int32)
+    np.testing.assert_allclose(linear_cross_entropy(x, weight, labels), np.log(5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_linear_cross_entropy_keeps_float32_logits(dtype, strategy, rng):
+    case = make_case(rng, rows=(12,), hidden=16, classes=50, dtype=dtype)
+    options = {"strategy": strategy, "chunk_rows": 4}
+    loss, *grads = value_and_gradients(*case, **options)
+    assert loss.dtype == jnp.float32
+    assert [grad.dtype for grad in grads] == [dtype, dtype]
+    # The loss has float32's error; gradients that of rounding the logits' cotangent and the result.
+    np.testing.assert_allclose(loss, expected(*case)[0], rtol=1e-5)
+    assert_equals_float64((loss, *grads), case, options, rtol=2 * float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_linear_cross_entropy_of_float16_keeps_small_gradients(strategy):
+    # Divided by 65536 rows, the gradient of each row is 2.4e-7, where float16 has a digit or two left.
+    rows = 65536 if strategy == "grad_in_forward" else 256
+    x, weight = jnp.ones((rows, 2), jnp.float16), jnp.zeros((64, 2), jnp.float16)
+    loss = jax.jit(functools.partial(linear_cross_entropy, strategy=strategy, chunk_rows=rows))
+    grad = jax.grad(loss, 1)(x, weight, np.zeros(rows, np.int32))
+    np.testing.assert_allclose(np.asarray(grad[1:]).astype(np.float32), 1 / 64, rtol=2e-3)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("scale", [1.0, 40.0, 640.0])
+def test_linear_cross_entropy_takes_large_logits(scale, strategy, rng):
+    case = make_case(rng, scale=scale)
+    options = {"strategy": strategy, "chunk_rows": 4}
+    assert_equals_float64(value_and_gradients(*case, **options), case, options)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_linear_cross_entropy_loses_no_digits_to_a_common_offset(strategy, rng):
+    # Whole numbers, so that the logits themselves are exact: 2^20 + (-4 ... 4).
+    x = np.concatenate([rng.integers(-2, 3, size=(9, 2)), np.ones((9, 1))], axis=1).astype(np.float32)
+    weight = np.concatenate([rng.integers(-1, 2, size=(7, 2)), np.full((7, 1), 2**20)], axis=1).astype(np.float32)
+    case = (x, weight, rng.integers(0, 7, size=9))
+    options = {"strategy": strategy, "chunk_rows": 4, "reduction": "none" if strategy == "full" else "sum"}
+    loss, x_grad, weight_grad = value_and_gradients(*case, **options)
+    truth = expected(*case, reduction=options["reduction"])
+    np.testing.assert_allclose(loss, truth[0], rtol=2e-6)
+    np.testing.assert_allclose(weight_grad, truth[2], atol=1e-5)
+    np.testing.assert_allclose(x_grad[:, :2], truth[1][:, :2], atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_linear_cross_entropy_skips_ignored_rows(strategy, rng):
+    x, weight, labels = make_case(rng, rows=(8,), ignored=0)
+    labels[[1, 6]] = 3
+    kept = labels != 3
+    poisoned = x.at[~kept].set(jnp.nan)
+    options = {"ignore_index": 3, "strategy": strategy, "chunk_rows": 3}
+    loss, x_grad, weight_grad = value_and_gradients(poisoned, weight, labels, **options)
+    truth = expected(x[kept], weight, labels[kept])
+    np.testing.assert_allclose(loss, truth[0], rtol=1e-5)
+    np.testing.assert_allclose(x_grad[kept], truth[1], atol=1e-6)
+    np.testing.assert_array_equal(x_grad[~kept], 0)
+    np.testing.assert_allclose(weight_grad, truth[2], atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_linear_cross_entropy_of_no_kept_rows(strategy, rng):
+    x, weight, _ = make_case(rng)
+    ignored = np.full(13, IGNORED, np.int32)
+    call = functools.partial(linear_cross_entropy, x, labels=ignored, strategy=strategy, chunk_rows=4)
+    assert np.isnan(call(weight))
+    assert call(weight, reduction="sum") == 0
+    np.testing.assert_array_equal(jax.grad(functools.partial(call, reduction="sum"))(weight), 0)
+
+
+def test_linear_cross_entropy_of_a_label_that_is_no_class_is_nan(rng):
+    x, weight, labels = make_case(rng, ignored=0)
+    labels[2], labels[5] = 7, -1
+    assert np.flatnonzero(np.isnan(linear_cross_entropy(x, weight, labels, reduction="none"))).tolist() == [2, 5]
+
+
+@pytest.mark.parametrize(("dtype", "ignore_index"), [("uint8", -100), ("uint8", 255), ("int8", 300), ("int16", -1)])
+def test_linear_cross_entropy_takes_any_integer_labels(dtype, ignore_index, rng):
+    # More classes than the narrow dtypes can count.
+    x, weight, labels = make_case(rng, classes=300, ignored=0)
+    labels %= 100
+    labels = labels.astype(dtype)
+    if np.iinfo(dtype).min <= ignore_index <= np.iinfo(dtype).max:
+        labels[4] = ignore_index
+    truth = expected(x, weight, labels.astype(np.int32), ignore_index=ignore_index)
+    np.testing.assert_allclose(linear_cross_entropy(x, weight, labels, ignore_index=ignore_index), truth[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_linear_cross_entropy_allows_forbidden_classes(strategy, rng):
+    x, weight, labels = make_case(rng)
+    bias = np.array([0, 0, 0, 0, 0, 0, -np.inf], np.float32)
+    labels = np.where(labels == 6, 0, labels)
+    truth = expected(x, weight[:6], labels)
+    loss, x_grad, weight_grad, _ = value_and_gradients(x, weight, labels, bias=bias, strategy=strategy, chunk_rows=4)
+    np.testing.assert_allclose(loss, truth[0], rtol=1e-5)
+    np.testing.assert_allclose(x_grad, truth[1], atol=1e-6)
+    np.testing.assert_allclose(weight_grad[:6], truth[2], atol=1e-6)
+    np.testing.assert_array_equal(weight_grad[6], 0)
+
+
+def test_linear_cross_entropy_takes_a_transposed_weight(rng):
+    x, weight, labels = make_case(rng)
+    swapped = linear_cross_entropy(x, weight.T, labels, transpose_weight=True)
+    np.testing.assert_array_equal(swapped, linear_cross_entropy(x, weight, labels))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_linear_cross_entropy_aux(strategy, rng):
+    x, weight, labels = make_case(rng)
+    x, weight = x.at[0].set(0), weight.at[3].set(weight[2])
+    logits = np.asarray(x).astype(np.float64) @ np.asarray(weight).astype(np.float64).T
+    lse = np.log(np.exp(logits).sum(-1))
+    p = np.exp(logits - lse[:, None])
+    loss, aux = jax.jit(functools.partial(linear_cross_entropy, return_aux=True, strategy=strategy, chunk_rows=4))(
+        x, weight, labels
+    )
+    np.testing.assert_allclose(loss, expected(x, weight, labels)[0], rtol=1e-5)
+    np.testing.assert_allclose(aux.lse, lse, rtol=1e-5)
+    np.testing.assert_allclose(aux.entropy, -(p * np.log(p)).sum(-1), rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(aux.prediction, logits.argmax(-1))
+    np.testing.assert_array_equal(aux.kept, labels != IGNORED)
+    np.testing.assert_array_equal(aux.accuracy, (logits.argmax(-1) == labels) & (labels != IGNORED))
+    assert (aux.accuracy.dtype, aux.prediction.dtype, aux.kept.dtype) == (jnp.float32, jnp.int32, jnp.bool_)
+
+
+def test_linear_cross_entropy_does_no_work_for_frozen_operands(rng):
+    x, weight, labels = make_case(rng, rows=(64,), hidden=32, classes=96, ignored=0)
+    for strategy in STRATEGIES:
+        loss = functools.partial(linear_cross_entropy, strategy=strategy, chunk_rows=16)
+        products = {}
+        for argnums in ((0, 1), (0,), (1,)):
+            text = jax.jit(jax.grad(loss, argnums)).lower(x, weight, labels).as_text()
+            products[argnums] = text.count("stablehlo.dot_general")
+        assert products[0, 1] == (4 if strategy == "recompute" else 3)
+        assert products[0,] == products[1,] == products[0, 1] - 1
+
+
+def test_linear_cross_entropy_keeps_no_logits_in_chunks(rng):
+    x, weight, labels = make_case(rng, rows=(256,), hidden=8, classes=512)
+    temporaries = {}
+    for strategy in STRATEGIES:
+        loss = functools.partial(linear_cross_entropy, strategy=strategy, chunk_rows=16)
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(x, weight, labels).compile()
+        temporaries[strategy] = compiled.memory_analysis().temp_size_in_bytes
+    logits_bytes = 256 * 512 * 4
+    assert temporaries["full"] >= logits_bytes
+    assert max(temporaries["grad_in_forward"], temporaries["recompute"]) < logits_bytes // 2
+
+
+X, WEIGHT, LABELS = np.zeros((4, 3), np.float32), np.zeros((5, 3), np.float32), np.zeros(4, np.int32)
+REFUSALS = {
+    "x-integer": (
+        (X.astype(np.int32), WEIGHT, LABELS),
+        {},
+        "x must be a floating-point array of shape (..., H); got int32[4, 3]",
+    ),
+    "x-scalar": ((X[0, 0], WEIGHT, LABELS), {}, "x must be a floating-point array of shape (..., H); got float32[]"),
+    "weight-rank": ((X, WEIGHT[0], LABELS), {}, "weight must have shape (V, 3), as x has features; got float32[3]"),
+    "weight-features": (
+        (X, WEIGHT[:, :2], LABELS),
+        {},
+        "weight must have shape (V, 3), as x has features; got float32[5, 2]",
+    ),
+    "weight-empty": ((X, WEIGHT[:0], LABELS), {}, "weight must have a vocabulary of at least 1; got float32[0, 3]"),
+    "weight-dtype": (
+        (X, WEIGHT.astype(np.float16), LABELS),
+        {},
+        "weight must have x's dtype float32; got float16[5, 3]",
+    ),
+    "weight-transposed": (
+        (X, WEIGHT[0], LABELS),
+        {"transpose_weight": True},
+        "weight must have shape (H, V); got float32[3]",
+    ),
+    "labels-shape": ((X, WEIGHT, LABELS[:3]), {}, "labels must have shape [4], as x has rows; got int32[3]"),
+    "labels-bool": (
+        (X, WEIGHT, LABELS > 0),
+        {},
+        "labels must be integers, or floating-point probabilities; got bool[4]",
+    ),
+    "probabilities-shape": ((X, WEIGHT, X), {}, "labels must have shape [4, 5] as probabilities; got float32[4, 3]"),
+    "bias-shape": (
+        (X, WEIGHT, LABELS),
+        {"bias": X[0]},
+        "bias must be a floating-point array of shape [5]; got float32[3]",
+    ),
+    "bias-empty": (
+        (X, WEIGHT, LABELS),
+        {"bias": X[0, :0]},
+        "bias must be a floating-point array of shape [5]; got float32[0]",
+    ),
+    "class_weight-dtype": (
+        (X, WEIGHT, LABELS),
+        {"class_weight": np.zeros(5, np.int32)},
+        "class_weight must be a floating-point array of shape [5]; got int32[5]",
+    ),
+    "reduction": ((X, WEIGHT, LABELS), {"reduction": "avg"}, "reduction must be one of none, mean, sum; got 'avg'"),
+    "strategy": (
+        (X, WEIGHT, LABELS),
+        {"strategy": "fast"},
+        "strategy must be one of auto, full, grad_in_forward, recompute; got 'fast'",
+    ),
+    "label_smoothing": ((X, WEIGHT, LABELS), {"label_smoothing": 1.5}, "label_smoothing must be from 0 to 1; got 1.5"),
+    "softcap": ((X, WEIGHT, LABELS), {"softcap": 0.0}, "softcap must be positive; got 0.0"),
+    "chunk_rows": ((X, WEIGHT, LABELS), {"chunk_rows": 0}, "chunk_rows must be a positive integer; got 0"),
+    "ignore_index": ((X, WEIGHT, LABELS), {"ignore_index": 1.5}, "ignore_index must be an integer; got 1.5"),
+    "vocab_axis": (
+        (X, WEIGHT, LABELS),
+        {"vocab_axis": "model"},
+        "vocab_axis must name a mesh axis of the surrounding shard_map; got 'model'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("operands", "attributes", "words"), REFUSALS.values(), ids=REFUSALS)
+def test_linear_cross_entropy_refuses(operands, attributes, words):
+    def call(*operands):
+        return linear_cross_entropy(*operands, **attributes)
+
+    for ask in (call, jax.jit(call), lambda *operands: lowering.explain(call, *operands)):
+        with pytest.raises(BadParamError, match=re.escape(f"linear_cross_entropy: {words}")) as refusal:
+            ask(*operands)
+        assert refusal.value.status == 161002
+
+
+def draw(*, probabilities=False):
+    def operands(rng):
+        x, weight = rng.normal(size=(16, 3)), rng.normal(size=(5, 3))
+        labels = rng.dirichlet(np.ones(5), size=16) if probabilities else rng.integers(-1, 5, size=16).astype(np.int32)
+        vector = rng.uniform(0.5, 2, size=5)
+        return tuple(v if v.dtype == np.int32 else v.astype(np.float32) for v in (x, weight, labels, vector))
+
+    return operands
+
+
+def full_with_aux(x, weight, probabilities, class_weight):
+    options = {"softcap": 3.0, "reduction": "sum", "strategy": "full", "return_aux": True}
+    loss, aux = linear_cross_entropy(x, weight, probabilities, class_weight=class_weight, **options)
+    return loss, jnp.sum(aux.lse), jnp.sum(aux.entropy)
+
+
+def chunks_by_row(x, weight, labels, bias):
+    options = {"reduction": "none", "strategy": "recompute", "chunk_rows": 6}
+    return linear_cross_entropy(x, weight, labels, bias=bias, ignore_index=-1, **options)
+
+
+def chunks_to_scalar(x, weight, labels, class_weight):
+    smooth = {"class_weight": class_weight, "label_smoothing": 0.2, "z_loss": 0.05}
+    return linear_cross_entropy(x, weight, labels, ignore_index=-1, strategy="grad_in_forward", chunk_rows=6, **smooth)
+
+
+CASES = [
+    contract.Case(
+        name=fn.__name__,
+        fn=fn,
+        operands=draw(probabilities=2 in differentiable),
+        differentiable=differentiable,
+        batched=(0, None, 0, None),
+        operator=operator,
+        backward=backward,
+    )
+    for fn, differentiable, operator, backward in (
+        (full_with_aux, (0, 1, 2, 3), "linear_cross_entropy", "linear_cross_entropy_backward"),
+        (chunks_by_row, (0, 1, 3), "linear_cross_entropy", "linear_cross_entropy_backward"),
+        (chunks_to_scalar, (0, 1, 3), "linear_cross_entropy_sum", "linear_cross_entropy_sum_with_gradients"),
+    )
+]
+
+
+@pytest.mark.parametrize("promise", contract.PROMISES, ids=contract.promise_name)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_linear_cross_entropy_keeps_promise(case, promise, rng):
+    promise(case, rng)
