@@ -32,7 +32,8 @@ class _OneSentence(TyperGroup):
             message = error.format_message()
         except CommandError as error:
             message = str(error)
-        print("jaxops:", " ".join(message.split()), file=sys.stderr)
+        if message:  # Without arguments there is help instead.
+            print("jaxops:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 
 
@@ -56,9 +57,13 @@ def demo(
     _require(steps > 0, "--steps", "be positive", str(steps))
     _require(0 <= seed < 2**32, "--seed", "be in [0, 2**32)", str(seed))
     for package in ("tokenizers", "matplotlib"):
-        _require(importlib.util.find_spec(package) is not None, package, "be installed: pip install 'jaxops[demo]'", "no such package")
+        if importlib.util.find_spec(package) is None:
+            raise CommandError(f"{package} must be installed; it is not: pip install 'jaxops[demo]'")
     _require_folder(output)
-    report.run(Settings(steps=steps, seed=seed), output, _console())
+    try:
+        report.run(Settings(steps=steps, seed=seed), output, _console())
+    except OSError as error:
+        raise CommandError(str(error)) from None
 
 
 @app.command()
@@ -68,7 +73,11 @@ def ops(as_json: _JSON = False) -> None:
     if as_json:
         print(json.dumps(records, indent=2))
         return
-    table = Table("operator", "signature", "kernels", "derivative", title=f"{len(records)} operators", title_justify="left")
+    caption = "derivative: own is a tangent operator, whose transpose runs a documented backward operator"
+    table = Table(title=f"{len(records)} operators", caption=caption, title_justify="left", caption_justify="left")
+    table.add_column("operator", no_wrap=True)
+    for name in ("signature", "kernels", "derivative"):
+        table.add_column(name)
     for record in records:
         kernels = ", ".join(kernel["name"] for kernel in record["kernels"])
         table.add_row(record["name"], record["signature"], kernels or "-", record["derivative"])
@@ -78,19 +87,29 @@ def ops(as_json: _JSON = False) -> None:
 @app.command()
 def explain(
     function: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="The function to trace.")],
-    target: Annotated[str | None, typer.Option(help="What to lower for, such as cpu, tpu-v5e or cuda-h100. By default, the devices here.")] = None,
-    arg: Annotated[list[str] | None, typer.Option(metavar="DTYPE[SHAPE]", help="An argument of the function, such as float32[128,64]; once for each.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="What to lower for, such as cpu, tpu-v5e or cuda-h100. By default, the devices here."),
+    ] = None,
+    arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DTYPE[SHAPE]", help="An argument of the function, such as float32[128,64]; once for each."
+        ),
+    ] = None,
     as_json: _JSON = False,
 ) -> None:
     """Shows which implementation each operator in a function takes on a target, and why.
 
-    Without --arg the arguments are FILE.py's FUNCTION_args: a tuple, or a function without parameters that returns one. Nothing is
-    compiled or run.
+    Without --arg the arguments are FILE.py's FUNCTION_args: a tuple, or a function without parameters that returns one.
+    Nothing is compiled or run.
     """
     if target is not None:
         _require_target(target)
     fn, args = load(function, arg or ())
-    explanation = run_user_code(function, "be traceable with these arguments", lambda: lowering.explain(fn, *args, target=target))
+    explanation = run_user_code(
+        function, "be traceable with these arguments", lambda: lowering.explain(fn, *args, target=target)
+    )
     if as_json:
         print(explanation.to_json())
     else:
@@ -98,9 +117,15 @@ def explain(
 
 
 def _describe(operator: Operator) -> dict[str, Any]:
-    derivative = "JAX's, of its reference" if operator.derivative is None else "linear tangent; transposed, the backward operator"
-    kernels = [{"name": kernel.name, "platform": kernel.platform, "default_on": sorted(kernel.measured_on)} for kernel in operator.kernels]
-    return {"name": operator.name, "signature": operator.signature, "kernels": kernels, "derivative": derivative}
+    return {
+        "name": operator.name,
+        "signature": operator.signature,
+        "kernels": [
+            {"name": kernel.name, "platform": kernel.platform, "default_on": sorted(kernel.measured_on)}
+            for kernel in operator.kernels
+        ],
+        "derivative": "of the reference" if operator.derivative is None else "own",
+    }
 
 
 def _console() -> Console:

@@ -1,8 +1,10 @@
 """Which implementation every operator of a function takes on a target, and why not the others."""
 
 import dataclasses
+import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from io import StringIO
 from typing import Any
@@ -11,6 +13,7 @@ import jax
 from jax.extend.core import Jaxpr
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lowering import cost, register
 from lowering.select import Refusal
@@ -60,21 +63,25 @@ class Explanation:
         return json.dumps({**dataclasses.asdict(self), "share": self.share}, indent=2)
 
     def table(self) -> Table:
-        """The rows as a `rich` table."""
-        table = Table(
-            title=f"{self.target}: {self.share:.0%} of {_si(self.total_flops)}flop in {len(self.rows)} rows",
-            title_justify="left",
-        )
-        for name in ("operator", "operands", "implementation", "why not a kernel"):
+        """The rows as a `rich` table: those of one operator together, with the costs of all of their runs."""
+        title = f"{self.target}: {self.share:.0%} of {_si(self.total_flops)}flop in these operators"
+        table = Table(title=title, title_justify="left")
+        for name in ("operator and operands", "implementation"):
             table.add_column(name, overflow="fold")
         for name in ("runs", "flop", "bytes"):
             table.add_column(name, justify="right", no_wrap=True)
-        for row in self.rows:
-            reasons = "\n".join(f"{refusal.kernel}: {refusal.reason}" for refusal in row.refusals)
-            if row.implementation == "reference" and not reasons:
-                reasons = "has no kernel"
-            costs = (str(row.count), _si(row.flops), _si(row.bytes))
-            table.add_row(row.operator, ", ".join(row.operands), row.implementation, reasons, *costs)
+        for rows in _alike(self.rows):
+            first = rows[0]
+            reasons = [f"{refusal.kernel}: {refusal.reason}" for refusal in first.refusals]
+            if first.implementation == "reference" and not reasons:
+                reasons = ["has no kernel"]
+            table.add_row(
+                Text.assemble((first.operator, "bold"), *(f"\n  {_brief(row.operands)}" for row in rows)),
+                Text.assemble(first.implementation, *((f"\n  {reason}", "dim") for reason in reasons)),
+                str(sum(row.count for row in rows)),
+                _si(sum(row.count * row.flops for row in rows)),
+                _si(sum(row.count * row.bytes for row in rows)),
+            )
         return table
 
     def __str__(self) -> str:
@@ -146,6 +153,22 @@ def _row(operator: register.Operator, equation: Any, count: int, hardware: Hardw
 
 def _describe(aval: Any) -> str:
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def _alike(rows: tuple[Row, ...]) -> list[list[Row]]:
+    """Rows that differ in their shapes only, together."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.operator, row.implementation, row.refusals), []).append(row)
+    return list(groups.values())
+
+
+def _brief(operands: tuple[str, ...]) -> str:
+    """Operands as jaxprs write them, equal neighbours once; without those of size 0, which stand for absent ones."""
+    short = (re.sub(r"^(bf|f|u|i)(?:loat|int|nt)(?=\d)", r"\1", operand) for operand in operands)
+    present = (operand for operand in short if not re.search(r"\b0\b", operand))
+    groups = ((operand, len(list(group))) for operand, group in itertools.groupby(present))
+    return ", ".join(operand if number == 1 else f"{number} x {operand}" for operand, number in groups)
 
 
 def _devices(leaf: Any) -> set[Any]:

@@ -1,0 +1,121 @@
+"""What the demo shows on the terminal and what it writes to disk."""
+
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from jaxops._demo import corpus, model, train
+from jaxops._demo.corpus import Corpus
+from jaxops._demo.train import Run, Settings
+
+
+def run(settings: Settings, output: Path, console: Console) -> None:
+    """The whole demo: reads the corpus, trains, prints the results and saves them into a folder that exists."""
+    started = time.perf_counter()
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("training a vocabulary on the standard library's source", total=None)
+        text = corpus.standard_library()
+        shape = model.Shape(text.vocabulary_size)
+        progress.update(task, description="compiling the train step")
+
+        def show_step(done: int, loss: float) -> None:
+            progress.update(task, description=f"training, loss {loss:5.2f}", completed=done, total=settings.steps)
+
+        result = train.run(settings, text, shape, show_step)
+    record = _record(settings, text, shape, result, time.perf_counter() - started)
+    (output / "numbers.json").write_text(json.dumps(record, indent=2) + "\n")
+    _plot(result, output / "loss.png")
+    console.print(_summary(record), result.explanation.table())
+    console.print(f"{output / 'loss.png'}: the loss curve; {output / 'numbers.json'}: these numbers", highlight=False)
+
+
+def _record(settings: Settings, text: Corpus, shape: model.Shape, result: Run, seconds: float) -> dict[str, Any]:
+    """Everything about the run as JSON."""
+    return {
+        "settings": {**settings._asdict(), "ema_decay": settings.ema_decay},
+        "corpus": {
+            "files": text.files,
+            "characters": text.characters,
+            "train_tokens": len(text.train),
+            "validation_tokens": len(text.validation),
+        },
+        "model": {**shape._asdict(), "parameters": result.parameters},
+        "validation": [evaluation._asdict() for evaluation in result.evaluations],
+        "train_losses": result.losses,
+        "tokens_per_second": result.tokens_per_second,
+        "seconds": seconds,
+        "temporary_bytes": {"jaxops": result.temporary_bytes, "jnp_and_optax": result.plain_temporary_bytes},
+        "explanation": json.loads(result.explanation.to_json()),
+        "device": jax.devices()[0].device_kind,
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+    }
+
+
+def _summary(record: dict[str, Any]) -> Group:
+    """The results as tables; every number is one of the record's."""
+    text, sizes, settings = record["corpus"], record["model"], record["settings"]
+    trained_on, held_out = text["train_tokens"], text["validation_tokens"]
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("text", f"{text['files']} standard library files, {trained_on:,} tokens + {held_out:,} held out")
+    facts.add_row("model", f"{sizes['parameters']:,} parameters in {sizes['depth']} blocks of width {sizes['width']}")
+    facts.add_row("vocabulary", f"{sizes['vocabulary']} tokens")
+    facts.add_row("training", f"{settings['steps']} steps of {settings['batch']} x {sizes['context']} tokens")
+    facts.add_row("speed", f"{record['tokens_per_second']:,.0f} tokens/s; {record['seconds']:.0f} s for everything")
+    tables = [_validation_table(record["validation"]), _memory_table(record["temporary_bytes"])]
+    return Group("", facts, "", Columns(tables, padding=(0, 4)), "")
+
+
+def _validation_table(evaluations: list[dict[str, Any]]) -> Table:
+    """The loss over the run, in at most five rows."""
+    table = Table(title="validation loss", title_justify="left")
+    for name in ("step", "trained weights", "EMA weights"):
+        table.add_column(name, justify="right")
+    for evaluation in (*evaluations[: -1 : max(1, len(evaluations) // 4)], evaluations[-1]):
+        table.add_row(str(evaluation["step"]), f"{evaluation['raw']:.3f}", f"{evaluation['averaged']:.3f}")
+    return table
+
+
+def _memory_table(temporary_bytes: dict[str, int]) -> Table:
+    table = Table(title="temporaries of the train step", title_justify="left")
+    table.add_column("written in")
+    table.add_column("MB", justify="right")
+    table.add_column("", justify="right")
+    plain = temporary_bytes["jnp_and_optax"]
+    for name, size in (("jnp and optax", plain), ("jaxops", temporary_bytes["jaxops"])):
+        table.add_row(name, f"{size / 1e6:.1f}", f"{size / plain:.0%}")
+    return table
+
+
+def _plot(result: Run, path: Path) -> None:
+    # The object interface draws with Agg on its own and leaves a user's pyplot alone.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    steps = [evaluation.step for evaluation in result.evaluations]
+    axes.plot(range(1, len(result.losses) + 1), result.losses, color="0.75", linewidth=1, label="training batches")
+    axes.plot(
+        steps, [evaluation.raw for evaluation in result.evaluations], marker="o", label="validation, trained weights"
+    )
+    axes.plot(
+        steps, [evaluation.averaged for evaluation in result.evaluations], marker="s", label="validation, EMA weights"
+    )
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title="A language model of the Python standard library")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,197 @@
+"""Training the model, in the library's operators; and the same step in plain jnp and optax, to compare with."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxops
+import lowering
+from jaxops._demo import corpus, model
+from jaxops._demo.corpus import Corpus
+from jaxops._demo.model import Params
+
+VALIDATION_WINDOWS = 64
+EVALUATIONS = 8
+CHUNK_ROWS = 128
+
+
+class Settings(NamedTuple):
+    """What may be chosen about a run."""
+
+    steps: int = 270
+    seed: int = 0
+    batch: int = 16
+    peak_learning_rate: float = 4e-3
+    b2: float = 0.99
+    weight_decay: float = 0.1
+
+    @property
+    def learning_rate(self) -> optax.Schedule:
+        warmup = max(1, self.steps // 10)
+        peak = self.peak_learning_rate
+        return optax.warmup_cosine_decay_schedule(peak / 10, peak, warmup, max(self.steps, warmup + 1), peak / 2)
+
+    @property
+    def ema_decay(self) -> float:
+        """The average looks back over a fifteenth of the run: long enough to smooth, short enough to keep up."""
+        return 1 - 1 / max(self.steps / 15, 1)
+
+
+class Formulation(NamedTuple):
+    """A way to write the parts of a train step that the library offers."""
+
+    embedding: model.Embedding
+    cross_entropy: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    init: Callable[[Params], Any]
+    update: Callable[[Params, Any, Params], tuple[Params, Any]]
+
+
+class Evaluation(NamedTuple):
+    """Validation losses after a number of steps, with the weights as trained and with their moving average."""
+
+    step: int
+    raw: float
+    averaged: float
+
+
+class Run(NamedTuple):
+    """What was measured in one run."""
+
+    losses: list[float]
+    evaluations: list[Evaluation]
+    parameters: int
+    tokens_per_second: float
+    temporary_bytes: int
+    plain_temporary_bytes: int
+    explanation: lowering.Explanation
+
+
+def operators(settings: Settings) -> Formulation:
+    """The train step in the library's operators."""
+    optimizer = jaxops.ema_adam(
+        settings.learning_rate, b2=settings.b2, weight_decay=settings.weight_decay, ema_decay=settings.ema_decay
+    )
+    return Formulation(
+        embedding=jaxops.embedding,
+        # Gradients are taken with each chunk of logits, so that no more than one chunk exists at a time.
+        cross_entropy=functools.partial(jaxops.linear_cross_entropy, strategy="grad_in_forward", chunk_rows=CHUNK_ROWS),
+        init=optimizer.init,
+        update=lambda grads, opt_state, params: jaxops.fused_apply(optimizer, grads, opt_state, params),
+    )
+
+
+def plain(settings: Settings) -> Formulation:
+    """The same in jnp and optax: logits of the whole batch, AdamW, and then the average of the parameters."""
+    optimizer = optax.adamw(settings.learning_rate, b2=settings.b2, weight_decay=settings.weight_decay)
+
+    def cross_entropy(x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x @ weight.T, labels))
+
+    def update(grads: Params, opt_state: Any, params: Params) -> tuple[Params, Any]:
+        adam_state, average = opt_state
+        updates, adam_state = optimizer.update(grads, adam_state, params)
+        params = optax.apply_updates(params, updates)
+        return params, (adam_state, optax.incremental_update(params, average, 1 - settings.ema_decay))
+
+    return Formulation(
+        embedding=lambda table, indices: table[indices],
+        cross_entropy=cross_entropy,
+        init=lambda params: (optimizer.init(params), jax.tree.map(jnp.copy, params)),
+        update=update,
+    )
+
+
+def train_step(formulation: Formulation, shape: model.Shape) -> Any:
+    """The jitted `step(params, opt_state, tokens) -> (params, opt_state, loss)`; it updates the first two in place."""
+
+    def loss(params: Params, tokens: jax.Array) -> jax.Array:
+        hidden = model.hidden_states(params, tokens[:, :-1], shape, formulation.embedding)
+        return formulation.cross_entropy(hidden, params["table"], tokens[:, 1:])
+
+    def step(params: Params, opt_state: Any, tokens: jax.Array) -> tuple[Params, Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        return *formulation.update(grads, opt_state, params), value
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def step_arguments(formulation: Formulation, settings: Settings, shape: model.Shape) -> tuple[Any, Any, Any]:
+    """The types of what a train step takes."""
+    params = jax.eval_shape(lambda key: model.init(key, shape), jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((settings.batch, shape.context + 1), jnp.int32)
+    return params, jax.eval_shape(formulation.init, params), tokens
+
+
+def compiled_step(formulation: Formulation, settings: Settings, shape: model.Shape) -> Any:
+    """The train step, compiled ahead of time."""
+    return train_step(formulation, shape).lower(*step_arguments(formulation, settings, shape)).compile()
+
+
+def temporary_bytes(compiled: Any) -> int:
+    """What a compiled function needs beyond its arguments and results."""
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def validation_loss(params: Params, tokens: jax.Array, shape: model.Shape) -> jax.Array:
+    """The mean negative log-likelihood of windows of text."""
+    hidden = model.hidden_states(params, tokens[:, :-1], shape, jaxops.embedding)
+    log_probs = jax.nn.log_softmax(hidden @ params["table"].T)
+    return jaxops.nll_loss(log_probs, tokens[:, 1:])
+
+
+def run(settings: Settings, text: Corpus, shape: model.Shape, on_step: Callable[[int, float], None]) -> Run:
+    """Trains from scratch, and calls `on_step(steps done, loss of the last one)` after each step."""
+    formulation = operators(settings)
+    params = model.init(jax.random.key(settings.seed), shape)
+    opt_state = formulation.init(params)
+    draw = np.random.default_rng(settings.seed)
+    compiled = compiled_step(formulation, settings, shape)
+    plain_compiled = compiled_step(plain(settings), settings, shape)
+    explanation = lowering.explain(train_step(formulation, shape), *step_arguments(formulation, settings, shape))
+    evaluate = _evaluator(text, shape, settings.batch)
+    evaluate_after = set(np.linspace(0, settings.steps, EVALUATIONS + 1).round().astype(int).tolist())
+    evaluations = [Evaluation(0, *evaluate(params, opt_state))]
+    losses: list[float] = []
+    seconds = 0.0
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+    for done in range(1, settings.steps + 1):
+        tokens = _batch(text.train, draw, settings.batch, shape.context + 1)
+        started = time.perf_counter()
+        params, opt_state, loss = compiled(params, opt_state, tokens)
+        losses.append(float(loss))
+        seconds += time.perf_counter() - started
+        if done in evaluate_after:
+            evaluations.append(Evaluation(done, *evaluate(params, opt_state)))
+        on_step(done, losses[-1])
+    return Run(
+        losses=losses,
+        evaluations=evaluations,
+        parameters=parameters,
+        tokens_per_second=settings.steps * settings.batch * shape.context / seconds,
+        temporary_bytes=temporary_bytes(compiled),
+        plain_temporary_bytes=temporary_bytes(plain_compiled),
+        explanation=explanation,
+    )
+
+
+def _batch(tokens: np.ndarray, draw: np.random.Generator, rows: int, length: int) -> jax.Array:
+    return jnp.asarray(corpus.windows(tokens, draw.integers(0, len(tokens) - length, rows), length))
+
+
+def _evaluator(text: Corpus, shape: model.Shape, batch: int) -> Callable[[Params, Any], tuple[float, float]]:
+    """What measures trained and averaged parameters, on windows that are spread evenly over the validation text."""
+    length = shape.context + 1
+    starts = np.linspace(0, len(text.validation) - length, VALIDATION_WINDOWS).astype(int)
+    batches = [corpus.windows(text.validation, starts[i : i + batch], length) for i in range(0, len(starts), batch)]
+    loss = jax.jit(lambda params, tokens: validation_loss(params, tokens, shape))
+
+    def mean_loss(params: Params) -> float:
+        return float(np.mean([loss(params, tokens) for tokens in batches]))
+
+    return lambda params, opt_state: (mean_loss(params), mean_loss(jaxops.ema_params(opt_state)))

@@ -1,0 +1,95 @@
+"""A function in a user's own file, as the command line names it, with arguments to trace it with."""
+
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._errors import OperatorError
+
+DTYPES = {
+    *("bool", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+}
+
+
+class CommandError(Exception):
+    """Why a command cannot do what it was asked, in one sentence."""
+
+
+def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Finds a function and the arguments to trace it with.
+
+    Args:
+      location: "FILE.py:FUNCTION".
+      arguments: "DTYPE[SHAPE]" for each argument of the function: "float32[128,64]", "int32[]" for a scalar. If empty:
+        the file's FUNCTION_args, a tuple or a function without parameters that returns one; without that, none.
+
+    Raises:
+      CommandError: if there is no such file or function, the file fails, or the arguments do not fit the function.
+    """
+    file, _, name = location.rpartition(":")
+    path = Path(file)
+    _require(
+        path.suffix == ".py" and path.is_file(), "FILE.py:FUNCTION", "name an existing Python file", repr(location)
+    )
+    module = run_user_code(file, "be importable", lambda: _import(path))
+    fn = getattr(module, name, None)
+    if not callable(fn):
+        raise CommandError(f"FILE.py:FUNCTION must name a function of {file}; got {name!r}")
+    args = tuple(_parse(argument) for argument in arguments) or _example_arguments(module, name)
+    try:
+        inspect.signature(fn).bind(*args)
+    except TypeError as error:
+        advice = f"pass one --arg for each argument, or define {name}_args in the file"
+        raise CommandError(f"{name} must be callable with {len(args)} arguments; got {error}: {advice}") from None
+    return fn, args
+
+
+def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
+    """The result of `code()`. What an operator refuses there is told in its own words, anything else in one line."""
+    try:
+        return code()
+    except OperatorError as error:
+        raise CommandError(str(error)) from None
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise CommandError(f"{subject} must {rule}; got {type(error).__name__}: {first_line}") from None
+
+
+def _import(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"nothing loads {path}")
+    module = importlib.util.module_from_spec(spec)
+    # A file finds its neighbours, as it does when Python runs it.
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _example_arguments(module: ModuleType, name: str) -> tuple[Any, ...]:
+    args = getattr(module, f"{name}_args", ())
+    if callable(args):
+        args = run_user_code(f"{name}_args", "return the arguments", args)
+    _require(isinstance(args, tuple), f"{name}_args", "be a tuple, or a function that returns one", type(args).__name__)
+    return args
+
+
+def _parse(argument: str) -> jax.ShapeDtypeStruct:
+    match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\]", argument)
+    dtype, sizes = match.groups() if match else ("", "")
+    _require(dtype in DTYPES, "--arg", "be DTYPE[SHAPE], such as float32[128,64] or int32[]", repr(argument))
+    return jax.ShapeDtypeStruct(tuple(int(size) for size in sizes.split(",") if size), jnp.dtype(dtype))
+
+
+def _require(condition: bool, subject: str, rule: str, got: str) -> None:
+    if not condition:
+        raise CommandError(f"{subject} must {rule}; got {got}")

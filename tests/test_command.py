@@ -1,0 +1,170 @@
+"""The `jaxops` command: what it prints, and one sentence with exit code 2 for whatever it cannot do."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import jaxops
+from jaxops.__main__ import app
+
+USER_FILE = """
+import jax
+import jaxops
+import neighbour
+
+def loss(log_probs, labels):
+    return jaxops.nll_loss(log_probs, labels)
+
+def loss_args():
+    return jax.ShapeDtypeStruct((4, 7), "float32"), jax.ShapeDtypeStruct((4,), "int32")
+
+def gradient(log_probs, labels):
+    return jax.grad(loss)(log_probs, labels)
+
+gradient_args = loss_args()
+
+def nothing():
+    return neighbour.ZERO
+
+def failing(x):
+    raise RuntimeError("first line\\nsecond line")
+
+listed = loss
+listed_args = [1, 2]
+
+def unlucky(x):
+    return x
+
+def unlucky_args():
+    raise RuntimeError("no arguments today")
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a user's files, which becomes the working directory."""
+    (tmp_path / "mine.py").write_text(USER_FILE)
+    (tmp_path / "neighbour.py").write_text("ZERO = 0\n")
+    (tmp_path / "broken.py").write_text("import a_module_that_does_not_exist\n")
+    (tmp_path / "notes.txt").write_text("not Python\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_ops_lists_every_operator() -> None:
+    records = json.loads(run("ops", "--json").stdout)
+    assert [record["name"] for record in records] == [operator.name for operator in jaxops.operators()]
+    by_name = {record["name"]: record for record in records}
+    assert by_name["nll_loss"]["signature"] == "... c, ..., c -> ..., ..."
+    assert {kernel["platform"] for kernel in by_name["apply_fused_ema_adam"]["kernels"]} == {"tpu", "cuda"}
+    table = run("ops").stdout
+    assert all(name in table for name in by_name)
+
+
+@pytest.mark.usefixtures("user_file")
+@pytest.mark.parametrize(
+    "arguments",
+    [("mine.py:loss",), ("mine.py:loss", "--arg", "float32[4,7]", "--arg", "int32[4]")],
+    ids=["arguments of the file", "arguments of the command"],
+)
+def test_explain_prints_what_lowering_explains(arguments: tuple[str, ...]) -> None:
+    explanation = json.loads(run("explain", *arguments, "--target", "tpu-v5e", "--json").stdout)
+    assert explanation["target"] == "tpu-v5e"
+    (row,) = explanation["rows"]
+    assert (row["operator"], row["count"], row["operands"][0]) == ("nll_loss", 1, "float32[4,7]")
+
+
+@pytest.mark.usefixtures("user_file")
+def test_explain_table_shows_the_backward_operator() -> None:
+    result = run("explain", "mine.py:gradient")
+    assert result.exit_code == 0
+    assert "nll_loss_backward" in result.stdout
+
+
+@pytest.mark.usefixtures("user_file")
+def test_explain_takes_a_function_without_arguments() -> None:
+    assert json.loads(run("explain", "mine.py:nothing", "--json").stdout)["rows"] == []
+
+
+REFUSALS = {
+    "no command": (("tell",), "No such command 'tell'."),
+    "no option": (("ops", "--yaml"), "No such option: --yaml"),
+    "no file": (
+        ("explain", "yours.py:loss"),
+        "FILE.py:FUNCTION must name an existing Python file; got 'yours.py:loss'",
+    ),
+    "no function": (("explain", "mine.py"), "FILE.py:FUNCTION must name an existing Python file; got 'mine.py'"),
+    "not Python": (("explain", "notes.txt:loss"), "must name an existing Python file; got 'notes.txt:loss'"),
+    "unknown function": (("explain", "mine.py:losss"), "FILE.py:FUNCTION must name a function of mine.py; got 'losss'"),
+    "broken file": (
+        ("explain", "broken.py:f"),
+        "broken.py must be importable; got ModuleNotFoundError: No module named",
+    ),
+    "unknown target": (("explain", "mine.py:loss", "--target", "abacus"), "target must be one of cpu, tpu-v5e,"),
+    "bad shape": (
+        ("explain", "mine.py:loss", "--arg", "float32(4)"),
+        "--arg must be DTYPE[SHAPE], such as float32[128,64]",
+    ),
+    "bad dtype": (
+        ("explain", "mine.py:loss", "--arg", "float31[4]"),
+        "--arg must be DTYPE[SHAPE], such as float32[128,64]",
+    ),
+    "too few arguments": (
+        ("explain", "mine.py:loss", "--arg", "float32[4,7]"),
+        "loss must be callable with 1 arguments",
+    ),
+    "arguments in a list": (
+        ("explain", "mine.py:listed"),
+        "listed_args must be a tuple, or a function that returns one; got list",
+    ),
+    "failing arguments": (
+        ("explain", "mine.py:unlucky"),
+        "unlucky_args must return the arguments; got RuntimeError: no",
+    ),
+    "failing function": (
+        ("explain", "mine.py:failing", "--arg", "float32[]"),
+        "mine.py:failing must be traceable with these arguments; got RuntimeError: first line",
+    ),
+    "refused by an operator": (
+        ("explain", "mine.py:loss", "--arg", "float32[4,7]", "--arg", "float32[4]"),
+        "nll_loss: labels must ",
+    ),
+    "no steps": (("demo", "--steps", "0"), "--steps must be positive; got 0"),
+    "steps in words": (("demo", "--steps", "many"), "Invalid value for '--steps'"),
+    "negative seed": (("demo", "--seed", "-1"), "--seed must be in [0, 2**32); got -1"),
+    "output in a file": (
+        ("demo", "--output", "mine.py/out"),
+        "--output must be a folder that can be written to; got 'mine.py/out'",
+    ),
+}
+
+
+@pytest.mark.usefixtures("user_file")
+@pytest.mark.parametrize(("arguments", "words"), REFUSALS.values(), ids=REFUSALS)
+def test_refusal_is_one_sentence(arguments: tuple[str, ...], words: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (sentence,) = result.stderr.splitlines()
+    assert sentence.startswith("jaxops: ")
+    assert words in sentence
+
+
+@pytest.mark.parametrize("package", ["tokenizers", "matplotlib"])
+def test_demo_says_what_to_install(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else object())
+    result = run("demo")
+    assert result.exit_code == 2
+    assert result.stderr == f"jaxops: {package} must be installed; it is not: pip install 'jaxops[demo]'\n"
+
+
+def test_help_without_arguments() -> None:
+    assert "explain" in run().output

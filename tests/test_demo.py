@@ -1,0 +1,70 @@
+"""The demo: its parts on sizes that take seconds, and its saving on its own."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxops._demo import corpus, model, train
+
+SHAPE = model.Shape(vocabulary=61, width=16, heads=2, depth=2, context=8)
+SETTINGS = train.Settings(steps=20, batch=4)
+
+
+@pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """What users have; optax's schedules divide an integer count by floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def tokens(rng: np.random.Generator) -> jax.Array:
+    return jnp.asarray(rng.integers(0, SHAPE.vocabulary, (SETTINGS.batch, SHAPE.context + 1)), jnp.int32)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_train_step_is_that_of_the_plain_formulation(tokens: jax.Array) -> None:
+    results = []
+    for formulation in (train.operators(SETTINGS), train.plain(SETTINGS)):
+        params = model.init(jax.random.key(0), SHAPE)
+        state = (params, formulation.init(params))
+        step = train.train_step(formulation, SHAPE)
+        losses = []
+        for _ in range(3):
+            *state, loss = step(*state, tokens)
+            losses.append(loss)
+        results.append((state[0], losses))
+    for ours, plain in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_train_step_needs_less_memory_than_the_plain_formulation() -> None:
+    settings, shape = train.Settings(), model.Shape(corpus.VOCABULARY_SIZE)
+    steps = [train.compiled_step(write(settings), settings, shape) for write in (train.operators, train.plain)]
+    ours, plain = map(train.temporary_bytes, steps)
+    assert ours < 0.7 * plain
+
+
+def test_model_does_not_look_ahead(tokens: jax.Array) -> None:
+    params = jax.tree.map(lambda leaf: leaf + 0.1, model.init(jax.random.key(0), SHAPE))
+    changed = tokens.at[:, 5:].set(0)
+    before, after = (
+        model.hidden_states(params, x[:, :-1], SHAPE, lambda table, indices: table[indices]) for x in (tokens, changed)
+    )
+    np.testing.assert_allclose(before[:, :5], after[:, :5], rtol=1e-5)
+    assert not np.allclose(before[:, 5:], after[:, 5:])
+
+
+def test_corpus_holds_out_a_tenth_in_whole_files() -> None:
+    texts = ["x" * length for length in (50, 1000, 30, 200, 90, 700, 10, 400)]
+    train_texts, validation_texts = corpus._hold_out(texts)
+    assert sorted(train_texts + validation_texts) == sorted(texts)
+    assert 0.05 < sum(map(len, validation_texts)) / sum(map(len, texts)) <= 0.1
+
+
+def test_corpus_windows() -> None:
+    np.testing.assert_array_equal(corpus.windows(np.arange(9), np.array([0, 4]), 3), [[0, 1, 2], [4, 5, 6]])
