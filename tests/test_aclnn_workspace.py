@@ -37,7 +37,13 @@ def test_plan_tells_what_the_compiled_call_takes():
     """A gradient from recomputed logits needs them somewhere: (BT, V) float32 at least."""
     rows, hidden, classes = 64, 16, 512
     row, x = jnp.ones(rows), jnp.ones((rows, hidden), jnp.bfloat16)
-    operands = row, x, jnp.ones((classes, hidden), jnp.bfloat16), jnp.zeros(rows // 8, jnp.uint8), jnp.zeros(rows, jnp.int32)
+    operands = (
+        row,
+        x,
+        jnp.ones((classes, hidden), jnp.bfloat16),
+        jnp.zeros(rows // 8, jnp.uint8),
+        jnp.zeros(rows, jnp.int32),
+    )
     workspace_bytes, _ = aclnn.get_workspace_size(
         aclnn.fused_linear_cross_entropy_loss_grad, *operands, logits_max=row, sum_exp_logits=row
     )
