@@ -137,7 +137,7 @@ def _require_target(name: str) -> None:
     try:
         named(name)
     except ValueError as error:
-        raise CommandError(str(error)) from None
+        raise CommandError(str(error).removeprefix("lowering: ")) from None
 
 
 def _require_folder(path: Path) -> None:

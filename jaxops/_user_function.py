@@ -59,7 +59,7 @@ def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
         return code()
     except OperatorError as error:
         raise CommandError(str(error)) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise CommandError(f"{subject} must {rule}; got {type(error).__name__}: {first_line}") from None
 

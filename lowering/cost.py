@@ -17,7 +17,10 @@ _FREE = frozenset(
 
 
 def flops(jaxpr: Jaxpr) -> int:
-    """Arithmetic and comparisons: 2mnk a matrix product, one an element elsewhere; a loop's as often as it runs."""
+    """Arithmetic and comparisons: 2mnk a matrix product, one an element elsewhere.
+
+    A loop counts as often as it runs, once where that is not known; all branches of a cond count.
+    """
     return sum(_equation_flops(equation) for equation in jaxpr.eqns)
 
 
@@ -43,8 +46,6 @@ def repetitions(equation: Any) -> int:
 
 def _equation_flops(equation: Any) -> int:
     bodies = list(inner_jaxprs(equation))
-    if bodies and equation.primitive.name == "cond":
-        return max(flops(body) for body in bodies)
     if bodies and not equation.primitive.name.startswith(("scatter", "reduce_")):
         return repetitions(equation) * sum(flops(body) for body in bodies)
     if equation.primitive.name == "dot_general":

@@ -1,5 +1,7 @@
 """Errors that carry the status code a vendor documents for them."""
 
+from typing import Any
+
 
 class OperatorError(ValueError):
     """A call that an operator refuses; `status` is the documented name or number of the refusal."""
@@ -8,6 +10,10 @@ class OperatorError(ValueError):
         """Args are the sentence that the user reads and the status."""
         super().__init__(message)
         self.status = status
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Exceptions are pickled by their arguments, of which the status is none."""
+        return type(self), (str(self), self.status)
 
 
 class NotSupportedError(OperatorError):

@@ -94,7 +94,7 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
     """Traces a function and says what each of our operators in it would run as.
 
     Walks the whole computation, through jit, scan, cond, shard_map, checkpoint and derivative rules. Nothing is
-    compiled or run.
+    compiled or run. All branches of a cond count, and one turn of a while loop.
 
     Args:
       fn: a function of arrays.

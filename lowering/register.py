@@ -49,6 +49,7 @@ _added_kernels: dict[str, tuple[Kernel, ...]] = {}
 def register(operator: Operator) -> None:
     """Installs the lowering rules of the operator's primitive: one a platform, and the reference elsewhere."""
     _registered[operator.primitive] = operator
+    select.operator_names.add(operator.name)
     mlir.register_lowering(operator.primitive, functools.partial(_lower_reference, operator))
     for platform in PLATFORMS:
         mlir.register_lowering(operator.primitive, functools.partial(_lower, operator, platform), platform=platform)
@@ -64,7 +65,12 @@ def add_kernel(operator: Operator, kernel: Kernel) -> None:
       kernel: its record; `measured_on` decides where it is a default.
 
     Clears JAX's caches, so that functions that were compiled without the kernel are lowered again.
+
+    Raises:
+      TypeError: if `kernel` is no `Kernel`.
     """
+    if not isinstance(kernel, Kernel):
+        raise TypeError(f"add_kernel: kernel must be a pallas_kernels.kernel.Kernel; got {kernel!r}")
     _added_kernels[operator.name] = (kernel, *_added_kernels.get(operator.name, ()))
     _jax_private.require_devices_during_lowering(operator.primitive)
     jax.clear_caches()

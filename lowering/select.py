@@ -33,6 +33,9 @@ class Selection:
         return " ".join([self.default, *(f"{name}={request}" for name, request in self.by_operator)])
 
 
+# Filled by `lowering.register`, so that a misspelt name is noticed.
+operator_names: set[str] = set()
+
 # A user context, and not a plain global, because it is part of jit's cache key: a function that was traced under one
 # selection is traced again under another.
 _selection = jax.make_user_context(Selection())
@@ -66,19 +69,26 @@ def use(implementation: str | None = None, /, **by_operator: str) -> Iterator[No
         "pallas" and "interpret" take the name of the kernel: "interpret:mosaic_gpu".
 
     Raises:
-      ValueError: for an unknown implementation, at once.
+      ValueError: for an unknown implementation or operator, at once.
       NotSupportedError: while lowering, if a kernel was asked for and all of the operator's kernels for the platform
         refuse. The message holds each kernel's reason.
     """
     for request in [*([] if implementation is None else [implementation]), *by_operator.values()]:
-        mode, _, kernel_name = request.partition(":")
-        if mode not in MODES or (kernel_name and mode in ("auto", "reference")):
+        if not _is_request(request):
             raise ValueError(f"use: implementation must be one of {', '.join(MODES)}; got {request!r}")
+    for name in by_operator:
+        if name not in operator_names:
+            raise ValueError(f"use: operator must be one of {', '.join(sorted(operator_names))}; got {name!r}")
     outer = current_selection()
     merged = dict(outer.by_operator) if implementation is None else {}
     merged.update(by_operator)
     with using(Selection(implementation or outer.default, tuple(sorted(merged.items())))):
         yield
+
+
+def _is_request(request: Any) -> bool:
+    mode, colon, kernel_name = request.partition(":") if isinstance(request, str) else ("", "", "")
+    return mode in MODES and (not colon or (bool(kernel_name) and mode in ("pallas", "interpret")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +153,8 @@ def choose(
             return Choice(kernel, mode == "interpret", tuple(refusals))
         refusals.append(Refusal(kernel.name, reason))
     has_candidates = any(_platform_reason(kernel, mode, hardware) is None for kernel in kernels)
-    if mode in ("pallas", "interpret") and (kernel_name or has_candidates):
-        reasons = "; ".join(f"{refusal.kernel}: {refusal.reason}" for refusal in refusals) or "it has no kernels"
+    if mode in ("pallas", "interpret") and (has_candidates or (kernel_name and kernels)):
+        reasons = "; ".join(f"{refusal.kernel}: {refusal.reason}" for refusal in refusals)
         message = (
             f"{operator_name}: implementation must be one that {hardware.name} can take; got {request!r} ({reasons})"
         )

@@ -108,7 +108,10 @@ REFUSALS = {
         ("explain", "broken.py:f"),
         "broken.py must be importable; got ModuleNotFoundError: No module named",
     ),
-    "unknown target": (("explain", "mine.py:loss", "--target", "abacus"), "target must be one of cpu, tpu-v5e,"),
+    "unknown target": (
+        ("explain", "mine.py:loss", "--target", "abacus"),
+        "jaxops: target must be one of cpu, tpu-v5e,",
+    ),
     "bad shape": (
         ("explain", "mine.py:loss", "--arg", "float32(4)"),
         "--arg must be DTYPE[SHAPE], such as float32[128,64]",

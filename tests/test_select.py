@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxops
 import lowering
 from lowering import select
 from lowering.targets import here, named, of_device
@@ -84,11 +85,27 @@ def test_use_nests_and_the_inner_one_wins():
     assert lowering.current_selection() == select.Selection()
 
 
-@pytest.mark.parametrize("wrong", ["fast", "auto:mosaic_tpu", ""])
+def test_choose_leaves_an_operator_without_kernels_on_the_reference():
+    choice = select.choose("op", (), "pallas:mosaic_gpu", H100, FLOAT32, {})
+    assert choice.implementation == "reference"
+
+
+@pytest.mark.parametrize("wrong", ["fast", "auto:mosaic_tpu", "", "pallas:", 3])
 def test_use_refuses_an_unknown_implementation(wrong):
     words = "use: implementation must be one of auto, reference, pallas, interpret; got"
     with pytest.raises(ValueError, match=words), lowering.use(wrong):
         pytest.fail("entered the context")
+
+
+def test_use_refuses_an_unknown_operator():
+    words = r"use: operator must be one of .*, nll_loss, .*; got 'nl_loss'"
+    with pytest.raises(ValueError, match=words), lowering.use(nl_loss="pallas"):
+        pytest.fail("entered the context")
+
+
+def test_add_kernel_refuses_what_is_no_kernel():
+    with pytest.raises(TypeError, match=r"kernel must be a pallas_kernels\.kernel\.Kernel; got 'mosaic_tpu'"):
+        lowering.add_kernel(jaxops.operators()[0], "mosaic_tpu")
 
 
 def test_use_is_part_of_the_cache_key_of_jit():
