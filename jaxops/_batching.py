@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
+from jaxops import _sharding
+
 
 def rule(primitive: Primitive, operands_carry: Sequence[bool], results_carry: Sequence[bool]) -> Callable[..., Any]:
     """The batching rule of a primitive some of whose operands and results carry leading batch axes.
@@ -39,4 +41,5 @@ def _one_by_one(primitive: Primitive, operands: Sequence[Any], mapped: Sequence[
         rest = iter(mapped_operands)
         return primitive.bind(*(next(rest) if m else x for x, m in zip(operands, mapped, strict=True)), **params)
 
-    return jax.lax.map(bind, [x for x, m in zip(operands, mapped, strict=True) if m])
+    # A loop takes its positions from arrays that are whole along the mapped axis.
+    return jax.lax.map(bind, [_sharding.whole_along_first(x) for x, m in zip(operands, mapped, strict=True) if m])

@@ -85,13 +85,20 @@ def jvp_rule(operator: _Operator) -> Callable[..., Any]:
 
 
 def compiled_bind(primitive: Primitive) -> Callable[..., Any]:
-    """Evaluates a primitive outside of jit by compiling it once for each set of attributes and shapes."""
+    """Evaluates a primitive outside of jit by compiling it once for each set of attributes and shapes.
+
+    Under `jax.disable_jit` as well, as JAX does with its own primitives: what users debug are their functions.
+    """
 
     @functools.lru_cache(maxsize=1024)
     def compiled(params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
         return jax.jit(functools.partial(primitive.bind, **dict(params)))
 
-    return lambda *operands, **params: compiled(tuple(sorted(params.items())))(*operands)
+    def evaluate(*operands: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):
+            return compiled(tuple(sorted(params.items())))(*operands)
+
+    return evaluate
 
 
 def _tangent_primitive(operator: _Operator, derivative: Derivative) -> Primitive:

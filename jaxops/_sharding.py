@@ -50,6 +50,17 @@ def laid_out_as(x: jax.Array, aval: Any) -> jax.Array:
     return jax.sharding.reshard(x, aval.sharding)
 
 
+def whole_along_first(x: jax.Array) -> jax.Array:
+    """On an explicit mesh, `x` with its first axis gathered; anywhere else `x` itself."""
+    mesh = explicit_mesh([x])
+    spec = _full_spec(x)
+    return (
+        x
+        if mesh is None or spec[0] is None
+        else jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(None, *spec[1:])))
+    )
+
+
 def _full_spec(operand: Any) -> PartitionSpec:
     aval = jax.typeof(operand)
     return PartitionSpec(*aval.sharding.spec, *(None,) * (aval.ndim - len(aval.sharding.spec)))

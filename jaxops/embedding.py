@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._derivative import Active, Arrays, Derivative
-from jaxops._errors import require
+from jaxops._errors import require, require_bool, require_present
+from jaxops._ids import wide_ids
 from jaxops._operator import Operator
 
 
@@ -47,6 +48,8 @@ def embedding(
 
     Source: PyTorch `torch.nn.functional.embedding`; the gradient is CANN `aclnnEmbeddingDenseBackward`.
     """
+    require_present("embedding", table=table, indices=indices)
+    require_bool("embedding", "scale_grad_by_freq", scale_grad_by_freq)
     table, indices = jnp.asarray(table), jnp.asarray(indices)
     attributes = {"padding_idx": padding_idx, "counted_rank": indices.ndim if scale_grad_by_freq else None}
     _check(table, indices, **attributes)
@@ -90,13 +93,15 @@ def _check_indices(name: str, indices: Any) -> None:
 
 
 def _lookup(table: jax.Array, indices: jax.Array, **_: Any) -> Arrays:
-    return (table.at[_ids(indices)].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False),)
+    # Ids that are out of range are replaced here: as int64 they would be cut to 32 bits before they are looked up.
+    ids = jnp.where(_live(indices, table.shape[0], None), wide_ids(indices), -1)
+    return (table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False),)
 
 
 def _dense_backward(
     grad: jax.Array, indices: jax.Array, *, num_weights: int, padding_idx: int | None, scale_grad_by_freq: bool
 ) -> Arrays:
-    ids, live = _ids(indices), _live(indices, num_weights, padding_idx)
+    ids, live = wide_ids(indices), _live(indices, num_weights, padding_idx)
     destinations = jnp.where(live, ids, num_weights)  # one past the end, where "drop" drops
     sums = jnp.zeros((num_weights, grad.shape[-1]), _accumulator(grad))
     sums = sums.at[destinations].add(grad.astype(sums.dtype), mode="drop")
@@ -109,7 +114,7 @@ def _dense_backward(
 def _frequency(indices: jax.Array, *, num_weights: int, counted_rank: int) -> Arrays:
     """At each position, how often the last `counted_rank` axes of `indices` hold the id that is there."""
     calls = indices.shape[: indices.ndim - counted_rank]
-    ids = _ids(indices).reshape(*calls, math.prod(indices.shape[len(calls) :]))
+    ids = wide_ids(indices).reshape(*calls, math.prod(indices.shape[len(calls) :]))
     ids = jnp.where(_live(ids, num_weights, None), ids, num_weights)
 
     def count(ids: jax.Array) -> jax.Array:
@@ -121,13 +126,8 @@ def _frequency(indices: jax.Array, *, num_weights: int, counted_rank: int) -> Ar
     return (count(ids).reshape(indices.shape),)
 
 
-def _ids(indices: jax.Array) -> jax.Array:
-    """Ids in a dtype that also holds the number of rows. What does not fit becomes negative: still out of range."""
-    return indices.astype(jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32)
-
-
 def _live(indices: jax.Array, num_weights: int, padding_idx: int | None) -> jax.Array:
-    ids = _ids(indices)
+    ids = wide_ids(indices)
     live = (ids >= 0) & (ids < num_weights)
     return live if padding_idx is None else live & (ids != padding_idx)
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._derivative import Active, Arrays, Derivative
-from jaxops._errors import require
+from jaxops._errors import require, require_present
+from jaxops._ids import wide_ids
 from jaxops._operator import Operator
 from jaxops.embedding import EMBEDDING_DENSE_BACKWARD
 
@@ -54,9 +55,16 @@ def nll_loss(
 
     Source: CANN `aclnnNLLLoss` and `aclnnNLLLoss2d`; PyTorch `torch.nn.functional.nll_loss`.
     """
+    require_present("nll_loss", log_probs=log_probs, labels=labels)
     log_probs, labels = jnp.asarray(log_probs), jnp.asarray(labels)
     weight = None if weight is None else jnp.asarray(weight)
-    require(reduction in REDUCTIONS, "nll_loss", "reduction", f"be one of {', '.join(REDUCTIONS)}", reduction)
+    require(
+        isinstance(reduction, str) and reduction in REDUCTIONS,
+        "nll_loss",
+        "reduction",
+        f"be one of {', '.join(REDUCTIONS)}",
+        reduction,
+    )
     require(log_probs.ndim > 0, "nll_loss", "log_probs", "have an axis of classes", log_probs)
     rank = log_probs.ndim
     require(isinstance(axis, Integral) and -rank <= axis < rank, "nll_loss", "axis", f"be in [{-rank}, {rank})", axis)
@@ -140,7 +148,7 @@ def _backward(
 
 def _classify(labels: jax.Array, classes: int, ignore_index: int) -> Arrays:
     """Labels as ids, whether they are not ignored, and whether they are classes besides."""
-    ids = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
+    ids = wide_ids(labels)
     limits = jnp.iinfo(labels.dtype)
     can_be_ignored = limits.min <= ignore_index <= limits.max
     kept = labels != ignore_index if can_be_ignored else jnp.ones_like(labels, bool)
@@ -148,6 +156,8 @@ def _classify(labels: jax.Array, classes: int, ignore_index: int) -> Arrays:
 
 
 def _weights(weight: jax.Array, ids: jax.Array, live: jax.Array, dtype: Any) -> jax.Array:
+    if weight.size == 0:
+        return jnp.zeros_like(ids, dtype)
     picked = weight.at[jnp.where(live, ids, 0)].get(mode="clip").astype(dtype)
     return jnp.where(live, picked, jnp.zeros((), dtype))
 

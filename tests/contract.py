@@ -4,8 +4,10 @@ They prove consistency: that a transformation of an operator means what the oper
 for the oracles in the operator's own test file.
 """
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -81,6 +83,13 @@ def promise(check: Callable[[Case, tuple[np.ndarray, ...]], None]) -> Promise:
 @promise
 def jit_equals_eager(case: Case, operands: tuple[np.ndarray, ...]) -> None:
     assert_close(jax.jit(case.fn)(*operands), case.fn(*operands))
+
+
+@promise
+def runs_with_jit_disabled(case: Case, operands: tuple[np.ndarray, ...]) -> None:
+    with jax.disable_jit():
+        results = case.fn(*operands)
+    assert_close(results, case.fn(*operands))
 
 
 @promise
@@ -225,13 +234,18 @@ def explicit_mesh_equals_one_device(case: Case, operands: tuple[np.ndarray, ...]
 
 
 def check_mesh(case: Case, operands: tuple[np.ndarray, ...], axis_type: AxisType) -> None:
-    """Under jit with the batch axes sharded, results are those of one device and no large operand is gathered."""
+    """Under jit with the batch axes sharded, results are those of one device and no large operand is gathered.
+
+    The mesh is known from the operands alone, and then is the current one as well.
+    """
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(axis_type,))
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, batch_specs(case), strict=True)]
     functions = [case.fn, gradient(case)] if case.differentiable else [case.fn]
-    for fn in functions:
-        compiled = jax.jit(fn).lower(*placed).compile()
-        assert_close(compiled(*placed), fn(*operands))
+    for fn, enter in itertools.product(functions, (contextlib.nullcontext, functools.partial(jax.set_mesh, mesh))):
+        expected = fn(*operands)
+        with enter():
+            compiled = jax.jit(fn).lower(*placed).compile()
+            assert_close(compiled(*placed), expected)
         largest = max(x.size for x in operands)
         gathered = [size for size in gathered_sizes(compiled.as_text()) if size >= largest]
         assert not gathered, f"gathers {gathered} elements; the largest operand has {largest}"

@@ -105,6 +105,11 @@ REFUSALS = [
     ({"step": jnp.ones((1,))}, 161002, "step must have an integer dtype; got float32[1]"),
     ({"step": jnp.ones((1,), bool)}, 161002, "step must have an integer dtype; got bool[1]"),
     ({"mode": 2, "m": jnp.ones((3,))}, 161002, "mode must be 0 or 1; got 2"),
+    ({"lr": None}, 161002, "lr must be a real number or a 0-d array of one; got None"),
+    ({"eps": "a"}, 161002, "eps must be a real number or a 0-d array of one; got 'a'"),
+    ({"beta1": np.ones(1)}, 161002, "beta1 must be a real number or a 0-d array of one; got float64[1]"),
+    ({"bias_correction": "no"}, 161002, "bias_correction must be a bool; got 'no'"),
+    ({"mode": [1]}, 161002, "mode must be 0 or 1; got [1]"),
     ({"mode": "l2"}, 161002, "mode must be 0 or 1; got 'l2'"),
     ({"grad": jnp.ones(())}, 161002, "grad must have rank 1 to 8; got float32[]"),
     ({"grad": jnp.ones((1,) * 9)}, 161002, f"grad must have rank 1 to 8; got float32{[1] * 9}"),
@@ -116,9 +121,9 @@ REFUSALS = [
 @pytest.mark.parametrize(("changes", "status", "words"), REFUSALS, ids=[words.split(";")[0] for *_, words in REFUSALS])
 def test_aclnn_ema_adam_refuses(changes, status, words):
     names = ("grad", "var", "m", "v", "s", "step")
-    values = {**dict.fromkeys(names, ARRAY), "step": jnp.asarray([1]), "mode": 1, **changes}
-    call = functools.partial(apply_fused_ema_adam, mode=values["mode"], **ATTRIBUTES)
-    operands = [values[name] for name in names]
+    values = {**dict.fromkeys(names, ARRAY), "step": jnp.asarray([1]), "mode": 1, **ATTRIBUTES, **changes}
+    operands = [values.pop(name) for name in names]
+    call = functools.partial(apply_fused_ema_adam, **values)
     for attempt in (call, jax.jit(call), functools.partial(lowering.explain, call)):
         with pytest.raises(BadParamError) as refusal:
             attempt(*operands)

@@ -75,6 +75,11 @@ def test_embedding_dense_backward_drops_indices_out_of_range(scale):
     np.testing.assert_array_equal(out, [[1], [0], [0], [0]])
 
 
+def test_embedding_dense_backward_drops_indices_that_are_no_numbers():
+    indices = jnp.array([0.0, jnp.nan, jnp.inf, -jnp.inf])
+    np.testing.assert_array_equal(embedding_dense_backward(jnp.ones((4, 1)), indices, num_weights=2), [[1], [0]])
+
+
 def test_embedding_dense_backward_keeps_nan_and_infinity_to_their_rows():
     grad = jnp.array([[jnp.nan], [1.0], [jnp.inf], [jnp.nan]])
     out = embedding_dense_backward(grad, jnp.array([0, 1, 2, 3]), num_weights=4, padding_idx=3)
@@ -134,6 +139,7 @@ REFUSALS = {
         161002,
         "num_weights must be positive where there are indices;",
     ),
+    "scale": ((GRAD, INDICES), {**WEIGHTS, "scale_grad_by_freq": "no"}, 161002, "scale_grad_by_freq must be a bool;"),
     "padding": ((GRAD, INDICES), {**WEIGHTS, "padding_idx": None}, 161002, "padding_idx must be an integer; got None"),
 }
 

@@ -190,6 +190,17 @@ REFUSALS = [
         for argument in call
         if "index" not in argument
     ),
+    *(
+        (MAX_SUM, {argument: value}, INVALID, f"be an integer; got {shown}")
+        for argument in ("vocab_start_index", "vocab_end_index")
+        for value, shown in (
+            (None, "None"),
+            ("a", "'a'"),
+            (1.5, "1.5"),
+            (np.zeros(1, np.int32), "int32[1]"),
+            (np.zeros((), np.float32), "float32[]"),
+        )
+    ),
     (MAX_SUM, {"input": HALF.astype(np.float32)}, INVALID, "be float16 or bfloat16; got float32[9, 4]"),
     (MAX_SUM, {"weight": WEIGHT.astype(np.float32)}, INVALID, "have the input's dtype float16; got float32[128, 4]"),
     (MAX_SUM, {"target": TARGET.astype(np.int8)}, INVALID, "be int32 or int64; got int8[9]"),
@@ -229,6 +240,7 @@ REFUSALS = [
     (GRAD, {"sum_exp_logits": ROW[:3]}, INVALID, "have shape [9], as input has rows; got float32[3]"),
     (GRAD, {"weight": WEIGHT[:, :3]}, INVALID, "have shape (V, 4); got float16[128, 3]"),
     (GRAD, {"softmax": SOFTMAX[:, :5]}, INVALID, "have shape [9, 128]; got float32[9, 5]"),
+    (GRAD, {"softmax": SOFTMAX[:, :0]}, INVALID, "have shape [9, 128]; got float32[9, 0]"),
 ]
 
 
@@ -255,9 +267,18 @@ def test_documented_call_refuses(name, change, status, words):
 def test_softmax_needs_a_vocabulary_of_128():
     arguments = {**VALID[GRAD], "weight": WEIGHT[:127]}
     aclnn.fused_linear_cross_entropy_loss_grad(**arguments)
-    with pytest.raises(BadParamError, match="weight must be at least 128 long in V where softmax is given") as refusal:
+    with pytest.raises(BadParamError, match="weight must be empty, or at least 128 long in V where softm") as refusal:
         aclnn.fused_linear_cross_entropy_loss_grad(**arguments, softmax=SOFTMAX[:, :127])
     assert refusal.value.status == INVALID
+    grads = aclnn.fused_linear_cross_entropy_loss_grad(**{**arguments, "weight": WEIGHT[:0]}, softmax=SOFTMAX[:, :0])
+    np.testing.assert_array_equal(grads[0], np.zeros_like(HALF))
+
+
+@pytest.mark.parametrize("as_index", [int, np.int64, np.int32, np.array, jnp.int32])
+def test_max_sum_refuses_known_indices_of_any_kind(as_index):
+    arguments = {**VALID[MAX_SUM], "vocab_start_index": as_index(5), "vocab_end_index": as_index(4)}
+    with pytest.raises(BadParamError, match="vocab_end_index must be at least vocab_start_index 5; got 4"):
+        aclnn.fused_linear_online_max_sum(**arguments)
 
 
 def draw(kind):

@@ -142,7 +142,15 @@ def test_nll_loss_of_nothing(shape, reduction):
     np.testing.assert_array_equal(out, truth)
     assert total_weight == 0
     grad = backward(jnp.ones_like(out), x, target, weight, jnp.ones(1), reduction=reduction, ignore_index=-100)
-    assert grad.shape == shape
+    np.testing.assert_array_equal(grad, np.zeros(shape))
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (2, 0, 2, 2)], ids=str)
+def test_nll_loss_backward_of_no_classes_is_empty(shape):
+    backward = nll_loss2d_backward if len(shape) == 4 else nll_loss_backward
+    target = jnp.zeros((shape[0], *shape[2:]), jnp.int32)
+    attributes = {"reduction": SUM, "ignore_index": 0}
+    assert backward(jnp.ones(()), jnp.ones(shape), target, jnp.ones(0), jnp.ones(()), **attributes).shape == shape
 
 
 def test_nll_loss2d_takes_weight_of_any_shape():

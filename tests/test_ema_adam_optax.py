@@ -453,6 +453,23 @@ REFUSALS = {
     "b1": (lambda: ema_adam(1e-3, b1=1.0), "ema_adam: b1 must lie in [0, 1); got 1.0", 161002),
     "b2": (lambda: ema_adam(1e-3, b2=-0.1), "ema_adam: b2 must lie in [0, 1); got -0.1", 161002),
     "ema_decay": (lambda: ema_adam(1e-3, ema_decay=1.5), "ema_adam: ema_decay must lie in [0, 1]; got 1.5", 161002),
+    "b1-float32": (lambda: ema_adam(1e-3, b1=np.float32(1)), "ema_adam: b1 must lie in [0, 1); got", 161002),
+    "learning_rate": (
+        lambda: ema_adam([1e-3]),
+        "ema_adam: learning_rate must be a real number or a 0-d array of one; got [0.001]",
+        161002,
+    ),
+    "weight_decay": (
+        lambda: ema_adam(1e-3, weight_decay=None),
+        "ema_adam: weight_decay must be a real number or a 0-d array of one; got None",
+        161002,
+    ),
+    "mask": (lambda: ema_adam(1e-3, mask="w"), "ema_adam: mask must be a tree of bools, or a function", 161002),
+    "mu_dtype": (
+        lambda: ema_adam(1e-3, mu_dtype="junk"),
+        "ema_adam: mu_dtype must be a floating dtype; got 'junk'",
+        161002,
+    ),
     "nu_dtype": (
         lambda: ema_adam(1e-3, nu_dtype="int32"),
         "ema_adam: nu_dtype must be a floating dtype; got 'int32'",

@@ -62,6 +62,12 @@ def test_embedding_gives_nan_and_no_gradient_for_ids_out_of_range(rng):
     np.testing.assert_array_equal(tangent[:, 0], [1, 0, 0, 1, 0, 0])
 
 
+def test_embedding_cuts_no_ids_of_64_bits(rng):
+    with jax.enable_x64(True):
+        out = embedding(make_table(rng), jnp.asarray([2**32 + 1, 2**32, -(2**32), 1]))
+    np.testing.assert_array_equal(np.isnan(out[:, 0]), [True, True, True, False])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("scale", [False, True], ids=["sum", "scaled"])
 @pytest.mark.parametrize("padding_idx", [None, 0, 4, -1, -5])
@@ -135,6 +141,7 @@ REFUSALS = {
     "padding-above": ((TABLE, INDICES), {"padding_idx": 4}, "padding_idx must be in [-4, 4); got 4"),
     "padding-below": ((TABLE, INDICES), {"padding_idx": -5}, "padding_idx must be in [-4, 4); got -5"),
     "padding-float": ((TABLE, INDICES), {"padding_idx": 1.0}, "padding_idx must be an integer or None; got 1.0"),
+    "scale": ((TABLE, INDICES), {"scale_grad_by_freq": "no"}, "scale_grad_by_freq must be a bool; got 'no'"),
     "padding-list": ((TABLE, INDICES), {"padding_idx": [1]}, "padding_idx must be an integer or None; got [1]"),
 }
 
@@ -149,6 +156,13 @@ def test_embedding_refuses_bad_input(operands, attributes, words):
             ask(*operands)
         assert str(refusal.value) == f"embedding: {words}"
         assert refusal.value.status == 161002
+
+
+@pytest.mark.parametrize(("given", "missing"), [((None, INDICES), "table"), ((TABLE, None), "indices")])
+def test_embedding_refuses_none(given, missing):
+    with pytest.raises(BadParamError, match=f"embedding: {missing} must be given; got None") as refusal:
+        embedding(*given)
+    assert refusal.value.status == 161001
 
 
 def operands(rng):

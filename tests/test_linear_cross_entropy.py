@@ -204,13 +204,21 @@ def test_linear_cross_entropy_skips_ignored_rows(strategy, rng):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_linear_cross_entropy_of_no_kept_rows(strategy, rng):
-    x, weight, _ = make_case(rng)
-    ignored = np.full(13, IGNORED, np.int32)
-    call = functools.partial(linear_cross_entropy, x, labels=ignored, strategy=strategy, chunk_rows=4)
-    assert np.isnan(call(weight))
-    assert call(weight, reduction="sum") == 0
-    np.testing.assert_array_equal(jax.grad(functools.partial(call, reduction="sum"))(weight), 0)
+@pytest.mark.parametrize("rows", [13, 0])
+def test_linear_cross_entropy_of_no_kept_rows(rows, strategy, rng):
+    x, weight, _ = make_case(rng, rows=(rows,))
+    ignored = np.full(rows, IGNORED, np.int32)
+    for reduction in ("mean", "sum"):
+        options = {"reduction": reduction, "strategy": strategy, "chunk_rows": 4}
+        loss, *grads = value_and_gradients(x, weight, ignored, **options)
+        np.testing.assert_equal(float(loss), np.nan if reduction == "mean" else 0.0)
+        for grad in grads:
+            np.testing.assert_array_equal(grad, np.zeros_like(grad))
+
+
+def test_linear_cross_entropy_raises_no_false_alarm_about_nan(rng):
+    with jax.debug_nans(True):
+        assert np.isfinite(linear_cross_entropy(*make_case(rng)))
 
 
 def test_linear_cross_entropy_of_a_label_that_is_no_class_is_nan(rng):
@@ -346,8 +354,19 @@ REFUSALS = {
         {"strategy": "fast"},
         "strategy must be one of auto, full, grad_in_forward, recompute; got 'fast'",
     ),
-    "label_smoothing": ((X, WEIGHT, LABELS), {"label_smoothing": 1.5}, "label_smoothing must be from 0 to 1; got 1.5"),
-    "softcap": ((X, WEIGHT, LABELS), {"softcap": 0.0}, "softcap must be positive; got 0.0"),
+    "label_smoothing": (
+        (X, WEIGHT, LABELS),
+        {"label_smoothing": 1.5},
+        "label_smoothing must be a number from 0 to 1; got 1.5",
+    ),
+    "label_smoothing-word": (
+        (X, WEIGHT, LABELS),
+        {"label_smoothing": "a"},
+        "label_smoothing must be a number from 0 to 1; got 'a'",
+    ),
+    "softcap": ((X, WEIGHT, LABELS), {"softcap": 0.0}, "softcap must be a positive number; got 0.0"),
+    "softcap-infinite": ((X, WEIGHT, LABELS), {"softcap": np.inf}, "softcap must be a positive number; got inf"),
+    "softcap-array": ((X, WEIGHT, LABELS), {"softcap": X[0, 0:1]}, "softcap must be a positive number; got float32[1]"),
     "chunk_rows": ((X, WEIGHT, LABELS), {"chunk_rows": 0}, "chunk_rows must be a positive integer; got 0"),
     "ignore_index": ((X, WEIGHT, LABELS), {"ignore_index": 1.5}, "ignore_index must be an integer; got 1.5"),
     "vocab_axis": (
@@ -367,6 +386,33 @@ def test_linear_cross_entropy_refuses(operands, attributes, words):
         with pytest.raises(BadParamError, match=re.escape(f"linear_cross_entropy: {words}")) as refusal:
             ask(*operands)
         assert refusal.value.status == 161002
+
+
+@pytest.mark.parametrize("missing", ["x", "weight", "labels"])
+def test_linear_cross_entropy_refuses_none(missing):
+    operands = {"x": X, "weight": WEIGHT, "labels": LABELS, missing: None}
+    with pytest.raises(BadParamError, match=f"linear_cross_entropy: {missing} must be given; got None") as refusal:
+        linear_cross_entropy(**operands)
+    assert refusal.value.status == 161001
+
+
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
+def test_linear_cross_entropy_exports_with_a_symbolic_number_of_rows(strategy, rng):
+    x, weight, labels = make_case(rng)
+    (rows,) = jax.export.symbolic_shape("rows")
+    fn = jax.jit(jax.value_and_grad(functools.partial(linear_cross_entropy, strategy=strategy, chunk_rows=4)))
+    shapes = jax.ShapeDtypeStruct((rows, 6), x.dtype), jax.ShapeDtypeStruct((7, 6), x.dtype)
+    exported = jax.export.export(fn)(*shapes, jax.ShapeDtypeStruct((rows,), labels.dtype))
+    contract.assert_close(exported.call(x, weight, labels), fn(x, weight, labels))
+
+
+@pytest.mark.parametrize("strategy", ["grad_in_forward", "recompute"])
+def test_linear_cross_entropy_copies_no_probabilities_in_chunks(strategy, rng):
+    x, weight, _ = make_case(rng, rows=(256,), hidden=8, classes=512)
+    labels = rng.dirichlet(np.ones(512), size=256).astype(np.float32)
+    loss = functools.partial(linear_cross_entropy, strategy=strategy, chunk_rows=16)
+    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(x, weight, labels).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < labels.nbytes // 2
 
 
 def draw(*, probabilities=False):

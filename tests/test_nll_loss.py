@@ -226,6 +226,13 @@ def test_nll_loss_refuses_bad_input(operands, attributes, words):
         assert refusal.value.status == 161002
 
 
+@pytest.mark.parametrize(("given", "missing"), [((None, LABELS), "log_probs"), ((X, None), "labels")])
+def test_nll_loss_refuses_none(given, missing):
+    with pytest.raises(BadParamError, match=f"nll_loss: {missing} must be given; got None") as refusal:
+        nll_loss(*given)
+    assert refusal.value.status == 161001
+
+
 def rows(rng):
     log_probs, labels, weight = make_case(rng, (16,), 3)
     return np.asarray(log_probs), labels, np.asarray(weight)

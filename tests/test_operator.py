@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import pickle
 
 import contract
 import jax
@@ -126,10 +127,29 @@ def test_vmap_runs_once_over_batch_axes_and_one_by_one_over_shared_operands(rng)
     assert "toy_scale" in str(over_batch)
 
 
+def test_vmap_one_by_one_takes_what_is_split_over_an_explicit_mesh(rng):
+    x, factors = CASE.operands(rng)
+    mesh = jax.make_mesh((8,), ("data",))
+    many = rng.normal(size=(8, *factors.shape)).astype(np.float32)
+    placed = jax.device_put(many, NamedSharding(mesh, P("data")))
+    scaled, total = jax.jit(jax.vmap(toy_scale, (None, 0)))(x, placed)
+    np.testing.assert_allclose(scaled, x * many[:, None], rtol=1e-6)
+    np.testing.assert_allclose(total, np.sum(x * many[:, None], 1), rtol=1e-5)
+
+
 def test_backward_does_no_work_for_a_frozen_operand(rng):
     x, factors = CASE.operands(rng)
     jaxpr = str(jax.make_jaxpr(jax.grad(CASE.loss, 0))(x, factors))
     assert "active=(True, False)" in jaxpr
+
+
+def test_refusal_travels_between_processes():
+    refusal = pickle.loads(pickle.dumps(BadParamError("toy_scale: x must be given; got None", 161001)))
+    assert (type(refusal), str(refusal), refusal.status) == (
+        BadParamError,
+        "toy_scale: x must be given; got None",
+        161001,
+    )
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: functools.partial(lowering.explain, f)])

@@ -6,7 +6,7 @@ from numbers import Integral
 import jax
 import jax.numpy as jnp
 
-from jaxops._errors import require, require_present
+from jaxops._errors import require, require_bool, require_present
 from jaxops.embedding import EMBEDDING_DENSE_BACKWARD
 
 NAME = "embedding_dense_backward"
@@ -57,6 +57,7 @@ def embedding_dense_backward(
         num_weights,
     )
     require(isinstance(padding_idx, Integral), NAME, "padding_idx", "be an integer", padding_idx)
+    require_bool(NAME, "scale_grad_by_freq", scale_grad_by_freq)
     require(2 <= grad.ndim <= MAX_RANK, NAME, "grad", f"have rank 2 to {MAX_RANK}", grad)
     require(1 <= indices.ndim <= MAX_RANK, NAME, "indices", f"have rank 1 to {MAX_RANK}", indices)
     width = grad.shape[-1]
@@ -78,4 +79,6 @@ def _integral(indices: jax.Array) -> jax.Array:
     """Indices as integers: those of float64 as int64, of all other dtypes that are not integers as int32."""
     if jnp.issubdtype(indices.dtype, jnp.integer):
         return indices
+    if jnp.issubdtype(indices.dtype, jnp.floating):
+        indices = jnp.where(jnp.isfinite(indices), indices, -1)  # which no row has
     return indices.astype(jnp.int64 if indices.dtype == jnp.float64 else jnp.int32)

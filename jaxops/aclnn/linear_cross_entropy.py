@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxops._errors import require, require_present
 from jaxops.linear_cross_entropy import OnlineMaxSum as OnlineMaxSum
@@ -67,11 +68,12 @@ def fused_linear_online_max_sum(
     _check_dtype(name, "input", x, INPUT_DTYPES)
     require(weight.dtype == x.dtype, name, "weight", f"have the input's dtype {x.dtype}", weight)
     _check_dtype(name, "target", target, TARGET_DTYPES)
-    start, end = vocab_start_index, vocab_end_index
-    if isinstance(start, Integral):
-        require(int(start) >= 0, name, "vocab_start_index", "not be negative", start)
-        if isinstance(end, Integral):
-            require(int(end) >= int(start), name, "vocab_end_index", f"be at least vocab_start_index {start}", end)
+    start = _index(name, "vocab_start_index", vocab_start_index)
+    end = _index(name, "vocab_end_index", vocab_end_index)
+    if isinstance(start, int):
+        require(start >= 0, name, "vocab_start_index", "not be negative", start)
+        if isinstance(end, int):
+            require(end >= start, name, "vocab_end_index", f"be at least vocab_start_index {start}", end)
     _check_rank(name, 2, input=x, weight=weight)
     return vocab_parallel.fused_linear_online_max_sum(
         x, weight, target, start=start, end=end, return_logits=return_logits
@@ -199,9 +201,27 @@ def fused_linear_cross_entropy_loss_grad(
     if target_mask.dtype == jnp.uint8:
         require(8 * target_mask.size >= rows, name, "target_mask", f"have a bit for each of {rows} rows", target_mask)
     if softmax is not None:
-        rule = f"be at least {LEAST_VOCABULARY_WITH_SOFTMAX} long in V where softmax is given"
-        require(weight.shape[0] >= LEAST_VOCABULARY_WITH_SOFTMAX, name, "weight", rule, weight)
+        shape = (rows, weight.shape[0])
+        require(given["softmax"].shape == shape, name, "softmax", f"have shape {list(shape)}", softmax)
+        rule = f"be empty, or at least {LEAST_VOCABULARY_WITH_SOFTMAX} long in V where softmax is given"
+        fits = weight.shape[0] >= LEAST_VOCABULARY_WITH_SOFTMAX or weight.size == 0
+        require(fits, name, "weight", rule, weight)
     return vocab_parallel.fused_linear_cross_entropy_loss_grad(grad, x, weight, target_mask, masked_target, **given)
+
+
+def _index(name: str, argument: str, value: Any) -> int | jax.Array:
+    """A class index: a Python integer wherever its value is known, else a traced scalar."""
+    if isinstance(value, jax.core.Tracer):
+        is_scalar = value.shape == () and bool(jnp.issubdtype(value.dtype, jnp.integer))
+        require(is_scalar, name, argument, "be an integer", value)
+        return value
+    is_integer = isinstance(value, Integral) or (
+        isinstance(value, np.ndarray | jax.Array)
+        and value.shape == ()
+        and bool(jnp.issubdtype(value.dtype, jnp.integer))
+    )
+    require(is_integer, name, argument, "be an integer", value)
+    return int(value)
 
 
 def _check_dtype(name: str, argument: str, value: jax.Array, dtypes: tuple[str, ...]) -> None:

@@ -30,6 +30,9 @@ def fused_apply(
             grads = jax.grad(loss)(params, batch)
             return jaxops.fused_apply(optimizer, grads, opt_state, params)
 
+    Donated parameters have to come before a donated state, as they do in the results: JAX pairs buffers of the same
+    type in the order in which it meets them, and paired otherwise, every array is copied.
+
     Args:
       transform: any optax transform.
       grads: gradients, of the structure of `params`; a leaf of None leaves its parameter as it is.

@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxops._errors import require, require_present
+from jaxops._errors import require, require_bool, require_number, require_present
 from jaxops.ema_adam.one_pass import OnePass, rows_of
 from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, MODES, Number, compute_dtype, step_coefficients
 
@@ -95,8 +96,13 @@ def ema_adam(
     """
     require(mode in MODES, "ema_adam", "mode", f"be one of {', '.join(MODES)}", mode)
     for name, dtype in {"mu_dtype": mu_dtype, "nu_dtype": nu_dtype, "ema_dtype": ema_dtype}.items():
-        floating = dtype is None or jnp.issubdtype(dtype, jnp.floating)
-        require(floating, "ema_adam", name, "be a floating dtype", dtype)
+        require(dtype is None or _is_floating(dtype), "ema_adam", name, "be a floating dtype", dtype)
+    numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    schedules = {"learning_rate": learning_rate, "ema_decay": ema_decay}
+    for name, number in (numbers | {name: value for name, value in schedules.items() if not callable(value)}).items():
+        require_number("ema_adam", name, number)
+    require_bool("ema_adam", "bias_correction", bias_correction)
+    require(not isinstance(mask, str), "ema_adam", "mask", "be a tree of bools, or a function that returns one", mask)
     _check_decay("b1", b1, below_one=True)
     _check_decay("b2", b2, below_one=True)
     _check_decay("ema_decay", ema_decay, below_one=False)
@@ -215,9 +221,16 @@ def _scheduled(number: Any, count: jax.Array) -> Any:
 
 
 def _check_decay(name: str, decay: Any, *, below_one: bool) -> None:
-    if isinstance(decay, int | float):
-        within = 0 <= decay < 1 if below_one else 0 <= decay <= 1
-        require(within, "ema_adam", name, f"lie in [0, 1{')' if below_one else ']'}", decay)
-    elif hasattr(decay, "dtype"):
+    if hasattr(decay, "dtype"):
         rule = "be at least float32: in 16 bits a decay near 1 is 1 (optax.inject_hyperparams has hyperparam_dtype)"
         require(jnp.dtype(decay.dtype).itemsize >= 4, "ema_adam", name, rule, decay)
+    if isinstance(decay, Real):
+        within = 0 <= float(decay) < 1 if below_one else 0 <= float(decay) <= 1
+        require(within, "ema_adam", name, f"lie in [0, 1{')' if below_one else ']'}", decay)
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False

@@ -1,12 +1,14 @@
 """Cross entropy of a linear layer: the loss of a language model without its logits."""
 
-from numbers import Integral
+import math
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxops._errors import require
+from jaxops._errors import require, require_present
+from jaxops._ids import wide_ids
 from jaxops.linear_cross_entropy.grad_in_forward import RowWeights, row_losses, summed_cross_entropy, target_total
 from jaxops.linear_cross_entropy.logits import RowStatistics, Targets, accumulation_dtype, column
 from jaxops.linear_cross_entropy.row_chunks import SMALL_LOGITS, default_chunk_rows
@@ -79,7 +81,7 @@ def linear_cross_entropy(
       z_loss: the weight of lse^2.
       softcap: the bound of the logits. None: unbounded.
       reduction: "none", "sum", or "mean": the sum over the summed class weights of the kept rows, over the number of
-        rows for probabilities. The mean of no rows is NaN.
+        rows for probabilities. The mean of no rows is NaN, with gradients of zero.
       transpose_weight: whether weight is (H, V).
       vocab_axis: inside shard_map, the mesh axis over which V is split: weight, bias, class_weight and probabilities
         are this device's part, labels and predictions count all classes, and x and labels are the same along the axis.
@@ -88,7 +90,8 @@ def linear_cross_entropy(
         (three products, no logits kept); for a scalar loss without aux on one shard, else it is "recompute".
         "recompute" computes each chunk of logits in both passes (four products, least memory). "auto" is "full" up to
         2^24 logits, then "grad_in_forward".
-      chunk_rows: about how many rows are in a chunk. None: as many as have 2^24 logits, and at least 512.
+      chunk_rows: about how many rows are in a chunk. None: as many as have 2^24 logits, and at least 512. Exported with
+        a symbolic number of rows, all rows are one chunk, and "auto" is "full".
       return_aux: whether to return `LinearCrossEntropyAux` as well.
 
     Returns:
@@ -106,6 +109,7 @@ def linear_cross_entropy(
     Source:
       torch.nn.functional.cross_entropy; aclnnFusedLinearOnlineMaxSum and its companions for the split vocabulary.
     """
+    require_present(_NAME, x=x, weight=weight, labels=labels)
     x, weight, labels = jnp.asarray(x), jnp.asarray(weight), jnp.asarray(labels)
     bias, class_weight = (None if value is None else jnp.asarray(value) for value in (bias, class_weight))
     _check_attributes(ignore_index, label_smoothing, softcap, reduction, strategy, chunk_rows)
@@ -157,12 +161,12 @@ class _Task(NamedTuple):
 def _by_labels(
     labels: jax.Array, class_weight: Any, ignore_index: int, smoothing: float, vocabulary: Vocabulary, dtype: Any
 ) -> _Task:
-    kept, labels = _differs(labels, ignore_index), _wide(labels)
-    zeros = jnp.zeros(labels.shape, dtype)
+    kept, labels = _differs(labels, ignore_index), wide_ids(labels)
+    zeros = jnp.zeros_like(labels, dtype)  # laid out as labels are
     weights = jnp.ones(vocabulary.columns, dtype) if class_weight is None else class_weight.astype(dtype)
     of_label = zeros + 1 if class_weight is None else vocabulary.weights_of(labels, weights)
-    of_label = jnp.where((labels >= 0) & (labels < vocabulary.classes), of_label, zeros + jnp.nan)
     of_label = jnp.where(kept, of_label, zeros)
+    of_label = _nan_unless(~kept | ((labels >= 0) & (labels < vocabulary.classes)), of_label)
     shared = weights if smoothing else jnp.zeros((0,), dtype)
     targets = Targets(vocabulary.local(labels), shared, jnp.zeros((*labels.shape, 0), dtype))
     smooth = jnp.where(kept, zeros + smoothing / vocabulary.classes, zeros)
@@ -172,21 +176,35 @@ def _by_labels(
 def _by_probabilities(
     labels: jax.Array, class_weight: Any, ignore_index: int, smoothing: float, vocabulary: Vocabulary, dtype: Any
 ) -> _Task:
-    probabilities = (1 - smoothing) * labels.astype(dtype) + smoothing / vocabulary.classes
+    # As they are, they are no further array of the logits' size.
+    probabilities = labels
+    if smoothing:
+        probabilities = (1 - smoothing) * labels.astype(dtype) + smoothing / vocabulary.classes
     if class_weight is not None:
-        probabilities = probabilities * jnp.broadcast_to(class_weight.astype(dtype), probabilities.shape)
+        probabilities = probabilities.astype(dtype) * jnp.broadcast_to(class_weight.astype(dtype), probabilities.shape)
     rows = labels.shape[:-1]
     targets = Targets(jnp.full(rows, -1, jnp.int32), jnp.zeros((0,), dtype), probabilities)
     return _Task(targets, jnp.zeros(rows, dtype), jnp.ones(rows, dtype), jnp.ones(rows, bool), jnp.ones(rows, dtype))
 
 
 def _reduced(total: jax.Array, task: _Task, reduction: str) -> jax.Array:
-    return total / jnp.sum(task.divisor) if reduction == "mean" else total
+    if reduction != "mean":
+        return total
+    divisor = jnp.sum(task.divisor)
+    # The mean of nothing is NaN and has gradients of zero, as rows that are skipped do: 1 / 0 must not reach them.
+    is_zero = divisor == 0
+    return _nan_unless(~is_zero, total / jnp.where(is_zero, 1, divisor))
+
+
+@jax.jit
+def _nan_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
+    """Compiled also where nothing else is, so that `jax.debug_nans` sees no NaN but one in the result."""
+    return jnp.where(valid, x, jnp.nan)
 
 
 def _aux(rows: RowStatistics, labels: jax.Array, kept: jax.Array, vocabulary: Vocabulary) -> LinearCrossEntropyAux:
     lse = rows.max_logit + rows.log_sum_exp
-    likeliest = vocabulary.argmax(labels) if _are_probabilities(labels) else _wide(labels)
+    likeliest = vocabulary.argmax(labels) if _are_probabilities(labels) else wide_ids(labels)
     correct = kept & (rows.prediction.astype(likeliest.dtype) == likeliest)
     return LinearCrossEntropyAux(
         lse, correct.astype(lse.dtype), rows.prediction, rows.log_sum_exp - rows.mean_logit, kept
@@ -194,9 +212,10 @@ def _aux(rows: RowStatistics, labels: jax.Array, kept: jax.Array, vocabulary: Vo
 
 
 def _resolve(strategy: str, logits_size: int, scalar: bool) -> str:
-    """The strategy that runs, from shapes and arguments alone."""
+    """The strategy that runs, from shapes and arguments alone; a symbolic size says nothing of how large it is."""
     if strategy == "auto":
-        strategy = "full" if logits_size <= SMALL_LOGITS else "grad_in_forward"
+        is_small = jax.export.is_symbolic_dim(logits_size) or logits_size <= SMALL_LOGITS
+        strategy = "full" if is_small else "grad_in_forward"
     return "recompute" if strategy == "grad_in_forward" and not scalar else strategy
 
 
@@ -206,11 +225,6 @@ def _differs(labels: jax.Array, ignore_index: int) -> jax.Array:
     if not limits.min <= ignore_index <= limits.max:
         return jnp.ones_like(labels, dtype=bool)
     return labels != ignore_index
-
-
-def _wide(labels: jax.Array) -> jax.Array:
-    """Labels in a dtype that holds any number of classes."""
-    return labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
 
 
 def _are_probabilities(labels: jax.Array) -> bool:
@@ -229,10 +243,24 @@ def _check_attributes(
     ignore_index: Any, smoothing: float, softcap: float | None, reduction: str, strategy: str, chunk_rows: Any
 ) -> None:
     require(isinstance(ignore_index, Integral), _NAME, "ignore_index", "be an integer", ignore_index)
-    require(0 <= smoothing <= 1, _NAME, "label_smoothing", "be from 0 to 1", smoothing)
-    require(softcap is None or softcap > 0, _NAME, "softcap", "be positive", softcap)
-    require(reduction in _REDUCTIONS, _NAME, "reduction", f"be one of {', '.join(_REDUCTIONS)}", reduction)
-    require(strategy in _STRATEGIES, _NAME, "strategy", f"be one of {', '.join(_STRATEGIES)}", strategy)
+    valid = isinstance(smoothing, Real) and 0 <= smoothing <= 1
+    require(valid, _NAME, "label_smoothing", "be a number from 0 to 1", smoothing)
+    valid = softcap is None or (isinstance(softcap, Real) and 0 < softcap < math.inf)
+    require(valid, _NAME, "softcap", "be a positive number", softcap)
+    require(
+        isinstance(reduction, str) and reduction in _REDUCTIONS,
+        _NAME,
+        "reduction",
+        f"be one of {', '.join(_REDUCTIONS)}",
+        reduction,
+    )
+    require(
+        isinstance(strategy, str) and strategy in _STRATEGIES,
+        _NAME,
+        "strategy",
+        f"be one of {', '.join(_STRATEGIES)}",
+        strategy,
+    )
     valid = chunk_rows is None or (isinstance(chunk_rows, Integral) and int(chunk_rows) > 0)
     require(valid, _NAME, "chunk_rows", "be a positive integer", chunk_rows)
 

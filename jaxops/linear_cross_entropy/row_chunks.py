@@ -47,22 +47,25 @@ def map_rows(
         rows, sums = body(*operands)
         return tuple(rows), tuple(sums)
     fills = [*fills, *(0,) * (len(operands) - len(fills))]
-    chunks = tuple(_split(x, splits, fill) for x, fill in zip(operands, fills, strict=True))
+    parts = [_split(x, splits, fill) for x, fill in zip(operands, fills, strict=True)]
 
-    def step(sums: Arrays, chunk: Arrays) -> tuple[Arrays, Arrays]:
-        rows, terms = body(*chunk)
+    def step(sums: Arrays, at: jax.Array) -> tuple[Arrays, Arrays]:
+        rows, terms = body(*(_chunk(x, splits, at) for x in parts))
         return tuple(a + b for a, b in zip(sums, terms, strict=True)), tuple(rows)
 
-    _, shapes = jax.eval_shape(lambda *stacked: body(*(x[0] for x in stacked)), *chunks)
+    steps = jnp.arange(math.prod(splits))
+    _, shapes = jax.eval_shape(lambda at: body(*(_chunk(x, splits, at) for x in parts)), steps[0])
     zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
     start = tuple(same_varying_axes([*zeros, *operands])[: len(zeros)])
     # Differentiated once more, a step would keep its logits: together they are what the chunks are there to avoid.
-    sums, rows = jax.lax.scan(jax.checkpoint(step, prevent_cse=False), start, chunks)
+    sums, rows = jax.lax.scan(jax.checkpoint(step, prevent_cse=False), start, steps)
     return tuple(_join(x, splits, batch_shape) for x in rows), sums
 
 
 def _splits(batch_shape: Sequence[int], chunk_rows: int | None) -> tuple[int, ...]:
-    """Into how many steps each batch axis is split. The last axis first: users lay out the first one over devices."""
+    """Into how many steps each batch axis is split; the last axis first, as users lay out the first over devices."""
+    if any(jax.export.is_symbolic_dim(size) for size in batch_shape):
+        return (1,) * len(batch_shape)
     rows = math.prod(batch_shape)
     steps = max(1, math.ceil(rows / chunk_rows)) if chunk_rows else 1
     splits: list[int] = []
@@ -75,19 +78,26 @@ def _splits(batch_shape: Sequence[int], chunk_rows: int | None) -> tuple[int, ..
 
 
 def _split(array: jax.Array, splits: tuple[int, ...], fill: float) -> jax.Array:
-    """(n1 * c1, n2 * c2, ..., rest) -> (c1 * c2 * ..., n1, n2, ..., rest)."""
-    rank, rest = len(splits), array.shape[len(splits) :]
+    """(n1 * c1, n2 * c2, ..., rest) -> (n1, c1, n2, c2, ..., rest), which moves nothing where it splits evenly."""
+    rest = array.shape[len(splits) :]
     parts = tuple(math.ceil(size / count) for size, count in zip(array.shape, splits, strict=False))
     missing = [(0, n * c - size) for n, c, size in zip(parts, splits, array.shape, strict=False)]
     if any(after for _, after in missing):
         array = jnp.pad(array, [*missing, *((0, 0),) * len(rest)], constant_values=jnp.asarray(fill, array.dtype))
-    array = array.reshape(*(size for pair in zip(parts, splits, strict=True) for size in pair), *rest)
-    array = jnp.moveaxis(array, range(1, 2 * rank, 2), range(rank))
-    return array.reshape(math.prod(splits), *parts, *rest)
+    return array.reshape(*(size for pair in zip(parts, splits, strict=True) for size in pair), *rest)
+
+
+def _chunk(array: jax.Array, splits: tuple[int, ...], step: jax.Array) -> jax.Array:
+    """What a step takes of an array from `_split`: (n1, n2, ..., rest)."""
+    positions = jnp.unravel_index(step, splits)
+    # The last axis first: those before it stay where they are.
+    for axis, at in reversed([*enumerate(positions)]):
+        array = jax.lax.dynamic_index_in_dim(array, at, 2 * axis + 1, keepdims=False)
+    return array
 
 
 def _join(array: jax.Array, splits: tuple[int, ...], batch_shape: Sequence[int]) -> jax.Array:
-    """The inverse of `_split`, without what was filled up."""
+    """The results (c1 * c2 * ..., n1, n2, ..., rest) of all steps as (n1 * c1, n2 * c2, ..., rest), without filling."""
     rank = len(splits)
     parts, rest = array.shape[1 : rank + 1], array.shape[rank + 1 :]
     array = jnp.moveaxis(array.reshape(*splits, *parts, *rest), range(rank), range(1, 2 * rank, 2))
