@@ -89,7 +89,7 @@ def jit_equals_eager(case: Case, operands: tuple[np.ndarray, ...]) -> None:
 def runs_with_jit_disabled(case: Case, operands: tuple[np.ndarray, ...]) -> None:
     with jax.disable_jit():
         results = case.fn(*operands)
-    assert_close(results, case.fn(*operands))
+    assert_close(results, jax.jit(case.fn)(*operands))
 
 
 @promise
@@ -109,14 +109,14 @@ def vmap_over_each_operand_equals_a_loop(case: Case, operands: tuple[np.ndarray,
     for position in range(len(operands)):
         mapped = replaced(operands, position, two_of(operands[position]))
         in_axes = replaced((None,) * len(operands), position, 0)
-        loop = [case.fn(*replaced(operands, position, part)) for part in mapped[position]]
+        loop = [jax.jit(case.fn)(*replaced(operands, position, part)) for part in mapped[position]]
         assert_close(jax.jit(jax.vmap(case.fn, in_axes))(*mapped), stacked(loop))
 
 
 @promise
 def vmap_over_all_operands_on_other_axes_equals_a_loop(case: Case, operands: tuple[np.ndarray, ...]) -> None:
     mapped = [np.stack([x, x], axis=-1) for x in operands]
-    assert_close(jax.vmap(case.fn, -1)(*mapped), stacked([case.fn(*operands)] * 2))
+    assert_close(jax.vmap(case.fn, -1)(*mapped), stacked([jax.jit(case.fn)(*operands)] * 2))
 
 
 @promise
@@ -126,7 +126,7 @@ def derivatives_equal_finite_differences_in_float64(case: Case, operands: tuple[
     with jax.enable_x64(True):
         wide = [x.astype(np.float64) if x.dtype == np.float32 else x for x in operands]
         of_differentiable, primals = at_differentiable(case, wide)
-        jax.test_util.check_grads(of_differentiable, primals, order=2, atol=1e-4, rtol=1e-4)
+        jax.test_util.check_grads(jax.jit(of_differentiable), primals, order=2, atol=1e-4, rtol=1e-4)
 
 
 @promise
@@ -135,6 +135,7 @@ def jvp_is_the_transpose_of_vjp(case: Case, operands: tuple[np.ndarray, ...]) ->
     if not primals:
         return
     tangents = [np.cos(np.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in primals]
+    of_differentiable = jax.jit(of_differentiable)
     results, result_tangents = jax.jvp(of_differentiable, primals, tangents)
     cotangents = [jnp.cos(1.0 + jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in results]
     pulled_back = jax.vjp(of_differentiable, *primals)[1](cotangents)
@@ -147,7 +148,7 @@ def jacobians_and_hessians_agree_in_both_modes(case: Case, operands: tuple[np.nd
     for position in case.differentiable:
         loss = functools.partial(at_position, case.loss, operands, position)
         x = operands[position]
-        assert_close(jax.jit(jax.jacfwd(loss))(x), jax.grad(loss)(x))
+        assert_close(jax.jit(jax.jacfwd(loss))(x), jax.jit(jax.grad(loss))(x))
         if x.size <= 64:
             assert_close(jax.jit(jax.hessian(loss))(x), jax.jit(jax.jacrev(jax.jacrev(loss)))(x))
 
@@ -173,7 +174,8 @@ def gradient_of_vmap_equals_a_loop(case: Case, operands: tuple[np.ndarray, ...])
         in_axes = replaced((None,) * len(operands), position, 0)
         mapped = replaced(operands, position, two_of(operands[position]))
         total = jax.grad(lambda *xs, axes=in_axes: jnp.sum(jax.vmap(case.loss, axes)(*xs)), position)
-        loop = [jax.grad(case.loss, position)(*replaced(operands, position, part)) for part in mapped[position]]
+        grad = jax.jit(jax.grad(case.loss, position))
+        loop = [grad(*replaced(operands, position, part)) for part in mapped[position]]
         assert_close(jax.jit(total)(*mapped), stacked(loop))
 
 
@@ -184,7 +186,7 @@ def scan_equals_a_loop(case: Case, operands: tuple[np.ndarray, ...]) -> None:
     def total(*xs: Any) -> jax.Array:
         return jax.lax.scan(lambda carry, x: (carry + case.loss(*x), None), jnp.float32(0), xs)[0]
 
-    assert_close(jax.jit(total)(*mapped), sum(case.loss(*parts) for parts in zip(*mapped, strict=True)))
+    assert_close(jax.jit(total)(*mapped), sum(map(jax.jit(case.loss), *mapped)))
     if case.differentiable:
         loop = [gradient(case)(*parts) for parts in zip(*mapped, strict=True)]
         assert_close(jax.jit(jax.grad(total, case.differentiable))(*mapped), stacked(loop))
@@ -210,7 +212,7 @@ def shard_map_equals_each_part_on_its_own(case: Case, operands: tuple[np.ndarray
         return jax.tree.map(lambda x: vary(x)[None], case.fn(*local))
 
     sharded = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=specs, out_specs=P("data")))
-    assert_close(sharded(*operands), stacked([case.fn(*part) for part in parts]))
+    assert_close(sharded(*operands), stacked([jax.jit(case.fn)(*part) for part in parts]))
 
     def total(*local: Any) -> jax.Array:
         return jax.lax.psum(vary(case.loss(*local)), "data")
@@ -219,7 +221,7 @@ def shard_map_equals_each_part_on_its_own(case: Case, operands: tuple[np.ndarray
         sharded_total = jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=P())
         grads = jax.jit(jax.grad(sharded_total, case.differentiable))(*operands)
         for position, grad in zip(case.differentiable, grads, strict=True):
-            per_part = [jax.grad(case.loss, position)(*part) for part in parts]
+            per_part = [*map(jax.jit(jax.grad(case.loss, position)), *zip(*parts, strict=True))]
             assert_close(grad, sum(per_part) if case.batched[position] is None else jnp.concatenate(per_part))
 
 
@@ -242,7 +244,7 @@ def check_mesh(case: Case, operands: tuple[np.ndarray, ...], axis_type: AxisType
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, batch_specs(case), strict=True)]
     functions = [case.fn, gradient(case)] if case.differentiable else [case.fn]
     for fn, enter in itertools.product(functions, (contextlib.nullcontext, functools.partial(jax.set_mesh, mesh))):
-        expected = fn(*operands)
+        expected = jax.jit(fn)(*operands)
         with enter():
             compiled = jax.jit(fn).lower(*placed).compile()
             assert_close(compiled(*placed), expected)
@@ -260,7 +262,7 @@ def gathered_sizes(compiled_text: str) -> Iterator[int]:
 
 
 def gradient(case: Case) -> Callable[..., Any]:
-    return jax.grad(case.loss, case.differentiable)
+    return jax.jit(jax.grad(case.loss, case.differentiable))
 
 
 def batch_specs(case: Case) -> tuple[P, ...]:
