@@ -40,6 +40,11 @@ class _OneSentence(TyperGroup):
 app = typer.Typer(cls=_OneSentence, add_completion=False, no_args_is_help=True)
 
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+_Function = Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="The function to trace.")]
+_Arguments = Annotated[
+    list[str] | None,
+    typer.Option(metavar="DTYPE[SHAPE]", help="An argument of the function, such as float32[128,64]; once for each."),
+]
 
 
 @app.callback()
@@ -86,17 +91,12 @@ def ops(as_json: _JSON = False) -> None:
 
 @app.command()
 def explain(
-    function: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="The function to trace.")],
+    function: _Function,
     target: Annotated[
         str | None,
         typer.Option(help="What to lower for, such as cpu, tpu-v5e or cuda-h100. By default, the devices here."),
     ] = None,
-    arg: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="DTYPE[SHAPE]", help="An argument of the function, such as float32[128,64]; once for each."
-        ),
-    ] = None,
+    arg: _Arguments = None,
     as_json: _JSON = False,
 ) -> None:
     """Shows which implementation each operator in a function takes on a target, and why.
@@ -114,6 +114,74 @@ def explain(
         print(explanation.to_json())
     else:
         _console().print(explanation.table())
+
+
+@app.command()
+def compile(
+    function: _Function,
+    target: Annotated[str, typer.Option(help="What to compile for, such as cpu, tpu-v5e or cuda-h100.")],
+    arg: _Arguments = None,
+    implementation: Annotated[
+        str, typer.Option(help="How operators are implemented: auto, reference or pallas.")
+    ] = "auto",
+    output: Annotated[Path | None, typer.Option(help="A folder for the program before and after optimisation.")] = None,
+    as_json: _JSON = False,
+) -> None:
+    """Compiles a function with a chip's real compiler, without the chip: kernels, memory and cost.
+
+    Without --arg the arguments are FILE.py's FUNCTION_args: a tuple, or a function without parameters that returns one.
+    """
+    _require_target(target)
+    _require(
+        implementation in ("auto", "reference", "pallas"),
+        "--implementation",
+        "be auto, reference or pallas",
+        repr(implementation),
+    )
+    if output is not None:
+        _require_folder(output)
+    fn, args = load(function, arg or ())
+
+    def compiled() -> lowering.CompiledReport:
+        with lowering.use(implementation):
+            return lowering.compile(fn, *args, target=target)
+
+    report = run_user_code(function, "be traceable with these arguments", compiled)
+    if output is not None:
+        (output / "stablehlo.mlir").write_text(report.stablehlo)
+        (output / "optimized.hlo").write_text(report.hlo)
+    if as_json:
+        print(report.to_json())
+    else:
+        _console().print(report.table())
+
+
+@app.command()
+def targets(as_json: _JSON = False) -> None:
+    """Lists the chips that functions can be explained and compiled for."""
+    records = [
+        {
+            "name": chip.name,
+            "status": lowering.availability(chip),
+            "memory_bytes": chip.memory_bytes,
+            "memory_bytes_per_s": chip.memory_bytes_per_s,
+            "source": chip.source,
+        }
+        for chip in lowering.targets()
+    ]
+    if as_json:
+        print(json.dumps(records, indent=2))
+        return
+    table = Table(title=f"{len(records)} targets", title_justify="left")
+    table.add_column("target", no_wrap=True)
+    table.add_column("status")
+    table.add_column("memory, GB", justify="right")
+    table.add_column("GB/s", justify="right")
+    for chip in lowering.targets():
+        memory = (chip.memory_bytes, chip.memory_bytes_per_s)
+        figures = ("-" if size is None else f"{size / 1e9:,.0f}" for size in memory)
+        table.add_row(chip.name, lowering.availability(chip), *figures)
+    _console().print(table)
 
 
 def _describe(operator: Operator) -> dict[str, Any]:

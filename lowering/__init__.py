@@ -1,5 +1,9 @@
-"""How an operator reaches a backend: targets, selection, registration and explanation."""
+"""How an operator reaches a backend: targets, selection, registration, explanation and compilation."""
 
+from lowering.compile import CompiledReport as CompiledReport
+from lowering.compile import CompileError as CompileError
+from lowering.compile import availability as availability
+from lowering.compile import compile as compile
 from lowering.errors import NotSupportedError as NotSupportedError
 from lowering.explain import Explanation as Explanation
 from lowering.explain import explain as explain
@@ -13,10 +17,14 @@ from lowering.targets import targets as targets
 from pallas_kernels.hardware import Hardware as Target
 
 __all__ = [
+    "CompileError",
+    "CompiledReport",
     "Explanation",
     "NotSupportedError",
     "Target",
     "add_kernel",
+    "availability",
+    "compile",
     "current_selection",
     "explain",
     "register",

@@ -4,11 +4,14 @@
   listed there, as JAX's own cuDNN primitives are; there is no public way to say so.
 * `config._check_vma`: inside shard_map a kernel would have to say over which mesh axes each of its results varies. The
   primitive has already typed its results by then, so kernels are traced without.
+* `xla_bridge.make_pjrt_topology`: the public `jax.experimental.topologies` finds no NVIDIA GPU that is not there.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from jax._src import config, dispatch
+import jax
+from jax._src import config, dispatch, xla_bridge
 from jax.extend.core import Primitive
 
 
@@ -18,3 +21,10 @@ def require_devices_during_lowering(primitive: Primitive) -> None:
 
 def without_varying_axes() -> AbstractContextManager[None]:
     return config._check_vma(False)
+
+
+def cuda_devices(target_config: str) -> Sequence[jax.Device]:
+    """One NVIDIA GPU to compile for; for a process that does nothing else."""
+    jax.devices()  # registers the CUDA plugin, which logs that it finds no device
+    topology = xla_bridge.make_pjrt_topology("cuda", "1x1x1", target_config=target_config, topology="1x1x1")
+    return topology._make_compile_only_devices()

@@ -20,6 +20,7 @@ TARGETS = {
             on_chip_bytes=128 * 2**20,
             memory_bytes=16 * _GIB,
             memory_bytes_per_s=819e9,
+            smallest_slice="v5e:2x2",
             source=_TPU_SOURCE,
         ),
         Hardware(
@@ -30,6 +31,7 @@ TARGETS = {
             on_chip_bytes=64 * 2**20,
             memory_bytes=95 * _GIB,
             memory_bytes_per_s=2765e9,
+            smallest_slice="v5p:2x2x1",
             source=_TPU_SOURCE,
         ),
         Hardware(
@@ -40,6 +42,7 @@ TARGETS = {
             on_chip_bytes=128 * 2**20,
             memory_bytes=32 * _GIB,
             memory_bytes_per_s=1640e9,
+            smallest_slice="v6e:2x2",
             source=_TPU_SOURCE,
         ),
         Hardware(
@@ -49,6 +52,10 @@ TARGETS = {
             compute_capability=(9, 0),
             cores=132,
             on_chip_bytes=227 * 2**10,
+            shared_bytes=228 * 2**10,
+            l2_bytes=50 * 2**20,
+            fp32_lanes=128,
+            clock_hz=1.980e9,
             memory_bytes=80 * 10**9,
             memory_bytes_per_s=3.35e12,
             source=_NVIDIA_SOURCE,
@@ -60,6 +67,10 @@ TARGETS = {
             compute_capability=(9, 0),
             cores=132,
             on_chip_bytes=227 * 2**10,
+            shared_bytes=228 * 2**10,
+            l2_bytes=50 * 2**20,
+            fp32_lanes=128,
+            clock_hz=1.980e9,
             memory_bytes=141 * 10**9,
             memory_bytes_per_s=4.8e12,
             source=_NVIDIA_SOURCE,
@@ -71,6 +82,10 @@ TARGETS = {
             compute_capability=(10, 0),
             cores=148,
             on_chip_bytes=227 * 2**10,
+            shared_bytes=228 * 2**10,
+            l2_bytes=126 * 2**20,
+            fp32_lanes=128,
+            clock_hz=1.965e9,
             memory_bytes=180 * 10**9,
             memory_bytes_per_s=8e12,
             source=_NVIDIA_SOURCE,
@@ -82,6 +97,10 @@ TARGETS = {
             compute_capability=(8, 0),
             cores=108,
             on_chip_bytes=163 * 2**10,
+            shared_bytes=164 * 2**10,
+            l2_bytes=40 * 2**20,
+            fp32_lanes=64,
+            clock_hz=1.410e9,
             memory_bytes=80 * 10**9,
             memory_bytes_per_s=2.039e12,
             source=_NVIDIA_SOURCE,
@@ -112,6 +131,38 @@ def of_device(platform: str, device_kind: str) -> Hardware:
         (hardware for hardware in matches if hardware.device_kind == device_kind),
         Hardware(platform, platform, device_kind),
     )
+
+
+def gpu_target_config(hardware: Hardware) -> str:
+    """What XLA has to know of an NVIDIA GPU to compile for it: a GpuTargetConfigProto in text form."""
+    if hardware.compute_capability is None or hardware.clock_hz is None:
+        raise ValueError(f"lowering: target must be one of NVIDIA's chips; got {hardware.name!r}")
+    major, minor = hardware.compute_capability
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {hardware.shared_bytes}
+  shared_memory_per_block_optin: {hardware.on_chip_bytes}
+  threads_per_core_limit: 2048
+  core_count: {hardware.cores}
+  fpus_per_core: {hardware.fp32_lanes}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {hardware.memory_bytes_per_s:.0f}
+  l2_cache_size: {hardware.l2_bytes}
+  clock_rate_ghz: {hardware.clock_hz / 1e9}
+  device_memory_size: {hardware.memory_bytes}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+device_description_str: "{hardware.device_kind}"
+"""
 
 
 def being_lowered_for(platform: str, platforms: tuple[str, ...]) -> Hardware:

@@ -16,8 +16,13 @@ class Hardware:
       cores: streaming multiprocessors of a GPU, TensorCores of a TPU chip.
       on_chip_bytes: the memory one kernel instance can tile into: VMEM of a TensorCore, shared memory of one thread
         block.
+      shared_bytes: what the thread blocks of a GPU's multiprocessor share.
+      l2_bytes: the cache between a GPU's multiprocessors and its memory.
+      fp32_lanes: float32 operations that one multiprocessor starts in a cycle.
+      clock_hz: of a GPU's multiprocessors, at most.
       memory_bytes: device memory of the chip.
       memory_bytes_per_s: its bandwidth.
+      smallest_slice: of TPU chips that can be compiled for, as `jax.experimental.topologies` names it.
       source: where the figures were published.
     """
 
@@ -27,6 +32,11 @@ class Hardware:
     compute_capability: tuple[int, int] | None = None
     cores: int | None = None
     on_chip_bytes: int | None = None
+    shared_bytes: int | None = None
+    l2_bytes: int | None = None
+    fp32_lanes: int | None = None
+    clock_hz: float | None = None
     memory_bytes: int | None = None
     memory_bytes_per_s: float | None = None
+    smallest_slice: str = ""
     source: str = ""

@@ -140,6 +140,16 @@ REFUSALS = {
         ("explain", "mine.py:loss", "--arg", "float32[4,7]", "--arg", "float32[4]"),
         "nll_loss: labels must ",
     ),
+    "compile without target": (("compile", "mine.py:loss"), "Missing option '--target'"),
+    "compile for an unknown target": (("compile", "mine.py:loss", "--target", "abacus"), "target must be one of cpu,"),
+    "unknown implementation": (
+        ("compile", "mine.py:loss", "--target", "cpu", "--implementation", "fast"),
+        "--implementation must be auto, reference or pallas; got 'fast'",
+    ),
+    "compile what an operator refuses": (
+        ("compile", "mine.py:loss", "--target", "cpu", "--arg", "float32[4,7]", "--arg", "float32[4]"),
+        "nll_loss: labels must ",
+    ),
     "no steps": (("demo", "--steps", "0"), "--steps must be positive; got 0"),
     "steps in words": (("demo", "--steps", "many"), "Invalid value for '--steps'"),
     "negative seed": (("demo", "--seed", "-1"), "--seed must be in [0, 2**32); got -1"),
@@ -171,3 +181,22 @@ def test_demo_says_what_to_install(package: str, monkeypatch: pytest.MonkeyPatch
 
 def test_help_without_arguments() -> None:
     assert "explain" in run().output
+
+
+@pytest.mark.usefixtures("user_file")
+def test_compile_prints_and_saves_the_report(tmp_path: Path) -> None:
+    arguments = ("compile", "mine.py:loss", "--target", "cpu", "--output", "out")
+    report = json.loads(run(*arguments, "--json").stdout)
+    assert report["target"] == "cpu"
+    assert report["memory"]["arguments"] == 4 * (4 * 7 + 4)
+    assert "stablehlo.select" in (tmp_path / "out" / "stablehlo.mlir").read_text()
+    assert (tmp_path / "out" / "optimized.hlo").read_text().startswith("HloModule")
+    assert "temporaries, bytes" in run(*arguments).stdout
+
+
+def test_targets_says_what_can_be_compiled_for() -> None:
+    records = {record["name"]: record for record in json.loads(run("targets", "--json").stdout)}
+    assert records["cpu"]["status"] == "here"
+    assert records["cuda-h100"]["memory_bytes"] == 80 * 10**9
+    table = run("targets").stdout
+    assert all(name in table for name in records)

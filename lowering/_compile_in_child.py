@@ -1,0 +1,48 @@
+"""The process that `lowering.compile` starts: it compiles what it finds in a folder, and leaves the result there.
+
+Compilers for chips that are not here take over settings of the whole process; this one has nothing to lose.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu  # registers the runtime that Mosaic GPU kernels are linked with
+import jax.export
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lowering import _jax_private
+from lowering.compile import compiled_facts
+from lowering.targets import gpu_target_config, named
+from pallas_kernels.hardware import Hardware
+
+
+def main(folder: Path) -> None:
+    """Compiles `folder`'s exported function for the target in its request."""
+    request = json.loads((folder / "request.json").read_text())
+    exported = jax.export.deserialize(bytearray((folder / "exported").read_bytes()))
+    mesh = Mesh(np.array(_devices(named(request["target"]))[:1]), ("chip",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding) for aval in exported.in_avals]
+    lowered = jax.jit(exported.call, donate_argnums=request["donated"]).lower(*operands)
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    facts = compiled_facts(compiled, time.perf_counter() - start)
+    (folder / "hlo").write_text(compiled.as_text() or "")
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def _devices(hardware: Hardware) -> Any:
+    """Chips that can be compiled for, the smallest slice of them."""
+    if hardware.platform == "tpu":
+        return topologies.get_topology_desc(hardware.smallest_slice, platform="tpu").devices
+    return _jax_private.cuda_devices(gpu_target_config(hardware))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

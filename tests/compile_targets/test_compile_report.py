@@ -1,0 +1,81 @@
+"""`lowering.compile` for chips that are not here: in a process of its own, with kernels, memory and refusals whole."""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+import jaxops
+import lowering
+from jaxops._operator import Operator
+from pallas_kernels.kernel import Kernel
+
+SIZES = (256, 512)
+TUPLE_TABLE_BYTES = 2048  # at most
+
+
+@pytest.fixture(
+    params=[
+        *(pytest.param(f"tpu-{chip}", marks=pytest.mark.tpu_compile) for chip in ("v5e", "v5p", "v6e")),
+        *(pytest.param(f"cuda-{chip}", marks=pytest.mark.cuda_compile) for chip in ("h100", "h200", "b200")),
+    ]
+)
+def target(request):
+    module = "libtpu" if request.param.startswith("tpu") else "jax_cuda13_plugin"
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+    return request.param
+
+
+def train_step(optimizer):
+    def step(params, opt_state, x, labels):
+        loss, grads = jax.value_and_grad(lambda w: jaxops.linear_cross_entropy(x, w, labels))(params)
+        return *jaxops.fused_apply(optimizer, grads, opt_state, params), loss
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def test_train_step_compiles_with_the_kernels_that_explain_names(target):
+    optimizer = jaxops.ema_adam(1e-3)
+    params = jax.ShapeDtypeStruct(SIZES, jnp.float32)
+    args = params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((64, SIZES[1]), jnp.float32)
+    args = *args, jax.ShapeDtypeStruct((64,), jnp.int32)
+    step = train_step(optimizer)
+    weight_bytes = 4 * SIZES[0] * SIZES[1]
+    assert all(row.implementation == "reference" for row in lowering.explain(step, *args, target=target).rows)
+    with lowering.use("pallas"):
+        report = lowering.compile(step, *args, target=target)
+        explained = [row.implementation for row in lowering.explain(step, *args, target=target).rows]
+    assert sum(name.startswith("mosaic") for name in explained) == 1
+    assert report.kernels == {"ema_adam": 1}
+    assert report.hlo.count("tpu_custom_call") + report.hlo.count("mosaic_gpu_v2") >= 1
+    assert 0 <= report.memory.aliased - 4 * weight_bytes <= TUPLE_TABLE_BYTES
+    assert report.memory.temporaries < 2 * weight_bytes
+    assert report.call is None
+    if target.startswith("cuda"):
+        (resources,) = report.gpu_resources
+        assert resources.spilled_bytes == 0
+        assert resources.registers <= 128
+
+
+@pytest.mark.tpu_compile
+def test_kernel_that_does_not_compile_is_named_in_one_screen():
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed")
+
+    def run(x, *, config, interpret):
+        def too_large(x_ref, y_ref):
+            y_ref[...] = jnp.sin(x_ref[...])
+
+        # All of it at once is more than a TensorCore's memory.
+        return (pl.pallas_call(too_large, name="too_large", out_shape=jax.typeof(x), interpret=interpret)(x),)
+
+    kernel = Kernel("whole", "tpu", run, lambda *operands: None)
+    operator = Operator("sine", "... -> ...", lambda x: None, lambda x: (jnp.sin(x),), kernels=(kernel,))
+    x = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
+    with lowering.use("pallas"), pytest.raises(lowering.CompileError, match="tpu-v5e's compiler refuses fn") as refusal:
+        lowering.compile(functools.partial(lambda x: operator(x)[0]), x, target="tpu-v5e")
+    assert len(str(refusal.value).splitlines()) <= 30

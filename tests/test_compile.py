@@ -1,0 +1,122 @@
+"""Compiling for a chip: what the report says, on the CPU that is here, and what is said where it cannot be done.
+
+Targets that are not here stand in `tests/compile_targets`.
+"""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxops
+import lowering
+from lowering.compile import GpuResources, _gpu_resources, _kernels, _last_error
+from lowering.targets import named
+
+
+def scaled(x, y):
+    return 2 * x, x @ y
+
+
+X, Y = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((4, 16), jnp.float32)
+
+
+def test_compile_reports_what_the_program_takes():
+    report = lowering.compile(scaled, X, Y, target="cpu")
+    assert report.target == "cpu"
+    assert report.kernels == {}
+    assert report.memory.arguments == 4 * (8 * 4 + 4 * 16)
+    # And a table of two pointers.
+    assert 0 <= report.memory.outputs - 4 * (8 * 4 + 8 * 16) <= 16
+    assert report.memory.peak == report.memory.arguments + report.memory.outputs + report.memory.temporaries
+    assert report.cost["flops"] >= 2 * 8 * 4 * 16
+    assert "stablehlo.dot_general" in report.stablehlo
+    assert report.hlo.startswith("HloModule")
+    assert f'"peak": {report.memory.peak}' in report.to_json()
+
+
+def test_compiled_program_can_be_called_where_its_target_is_here(rng):
+    report = lowering.compile(scaled, X, Y, target="cpu")
+    x, y = (rng.normal(size=shape.shape).astype(np.float32) for shape in (X, Y))
+    np.testing.assert_allclose(report.call(x, y)[1], x @ y, rtol=1e-5)
+
+
+def test_compile_keeps_donation():
+    donating = jax.jit(lambda x: x + 1, donate_argnums=0)
+    assert lowering.compile(donating, X, target="cpu").memory.aliased == 4 * 8 * 4
+
+
+def test_compile_refuses_an_unknown_target():
+    with pytest.raises(ValueError, match=r"target must be one of cpu, tpu-v5e, .*; got 'abacus'"):
+        lowering.compile(scaled, X, Y, target="abacus")
+
+
+def test_compile_refuses_a_platform_without_a_chip():
+    with pytest.raises(lowering.CompileError, match="target must name a chip; got the platform 'tpu'"):
+        lowering.compile(scaled, X, Y, target="tpu")
+
+
+@pytest.mark.parametrize(("target", "extra"), [("tpu-v5e", "tpu-compile"), ("cuda-h100", "cuda-compile")])
+def test_compile_says_what_to_install(target, extra, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    words = rf"{target}', which needs: pip install 'jaxops\[{extra}\]'"
+    with pytest.raises(lowering.CompileError, match=words):
+        lowering.compile(scaled, X, Y, target=target)
+
+
+def test_compile_passes_on_what_an_operator_refuses():
+    with pytest.raises(jaxops.BadParamError, match="nll_loss: labels must be integers"):
+        lowering.compile(jaxops.nll_loss, X, jax.ShapeDtypeStruct((8,), jnp.float32), target="cpu")
+
+
+@pytest.fixture
+def with_compilers(monkeypatch):
+    """As if every compiler were installed."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+
+
+@pytest.mark.usefixtures("with_compilers")
+def test_compile_refuses_functions_of_several_devices():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    with pytest.raises(lowering.CompileError, match="fn must run on one device; got one on 8"):
+        lowering.compile(lambda x: 2 * x, x, target="tpu-v5e")
+
+
+def test_availability_of_the_device_in_hand():
+    assert lowering.availability(named("cpu")) == "here"
+
+
+HLO = """
+  %ema_adam.1 = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/ema_adam/pallas_call"}
+  %a.2 = f32[8]{0} custom-call(%y), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/while/ema_adam/pallas_call"}
+  %b = f32[8]{0} custom-call(%z), custom_call_target="ConcatBitcast", metadata={op_name="jit(f)/concatenate/x"}
+"""  # noqa: E501
+PTXAS = """ptxas info    : Compiling entry function 'one' for 'sm_90a'
+    8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 79 registers, used 2 barriers
+ptxas info    : Compiling entry function 'two' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers
+"""
+
+
+def test_kernels_are_counted_by_name():
+    assert _kernels(HLO) == {"ema_adam": 2}
+
+
+def test_ptxas_report_is_read():
+    assert _gpu_resources(PTXAS) == [GpuResources(79, 28, 2), GpuResources(40, 0, 0)]
+
+
+def test_compiler_error_is_one_screen():
+    stderr = (
+        "Traceback (most recent call last):\n  File x\njax.errors.JaxRuntimeError: INTERNAL: Mosaic failed\n"
+        + 99 * "mlir\n"
+    )
+    assert _last_error(stderr).splitlines()[0] == "jax.errors.JaxRuntimeError: INTERNAL: Mosaic failed"
+    assert len(_last_error(stderr).splitlines()) == 30
