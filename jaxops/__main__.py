@@ -41,6 +41,7 @@ app = typer.Typer(cls=_OneSentence, add_completion=False, no_args_is_help=True)
 
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 _Function = Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="The function to trace.")]
+_Implementation = Annotated[str, typer.Option(help="How operators are implemented: auto, reference or pallas.")]
 _Arguments = Annotated[
     list[str] | None,
     typer.Option(metavar="DTYPE[SHAPE]", help="An argument of the function, such as float32[128,64]; once for each."),
@@ -121,9 +122,7 @@ def compile(
     function: _Function,
     target: Annotated[str, typer.Option(help="What to compile for, such as cpu, tpu-v5e or cuda-h100.")],
     arg: _Arguments = None,
-    implementation: Annotated[
-        str, typer.Option(help="How operators are implemented: auto, reference or pallas.")
-    ] = "auto",
+    implementation: _Implementation = "auto",
     output: Annotated[Path | None, typer.Option(help="A folder for the program before and after optimisation.")] = None,
     as_json: _JSON = False,
 ) -> None:
@@ -132,12 +131,7 @@ def compile(
     Without --arg the arguments are FILE.py's FUNCTION_args: a tuple, or a function without parameters that returns one.
     """
     _require_target(target)
-    _require(
-        implementation in ("auto", "reference", "pallas"),
-        "--implementation",
-        "be auto, reference or pallas",
-        repr(implementation),
-    )
+    _require_implementation(implementation)
     if output is not None:
         _require_folder(output)
     fn, args = load(function, arg or ())
@@ -154,6 +148,47 @@ def compile(
         print(report.to_json())
     else:
         _console().print(report.table())
+
+
+@app.command()
+def export(
+    function: _Function,
+    output: Annotated[Path, typer.Option(help="The file to write.")],
+    platforms: Annotated[str, typer.Option(help="Of cpu, cuda and tpu.")] = "cpu,cuda,tpu",
+    arg: _Arguments = None,
+    implementation: _Implementation = "auto",
+    as_json: _JSON = False,
+) -> None:
+    """Writes a function to one file that runs on several platforms: `lowering.load(FILE).call(...)`.
+
+    Without --arg the arguments are FILE.py's FUNCTION_args: a tuple, or a function without parameters that returns one.
+    """
+    _require_implementation(implementation)
+    fn, args = load(function, arg or ())
+
+    def exported() -> lowering.Artifact:
+        with lowering.use(implementation):
+            return lowering.export(fn, *args, platforms=platforms.split(","))
+
+    artifact = run_user_code(function, "be traceable with these arguments", exported)
+    try:
+        artifact.save(output)
+    except OSError as error:
+        raise CommandError(
+            f"--output must be a file that can be written; got {str(output)!r}: {error.strerror}"
+        ) from None
+    if as_json:
+        record = {"versions": artifact.versions, "implementations": artifact.implementations}
+        print(json.dumps({"output": str(output), "platforms": artifact.platforms, **record}, indent=2))
+        return
+    table = Table(title=f"{output}, {output.stat().st_size:,} bytes", title_justify="left")
+    table.add_column("operator")
+    for platform in artifact.platforms:
+        table.add_column(platform)
+    for operator in artifact.implementations[artifact.platforms[0]]:
+        taken = (", ".join(artifact.implementations[platform][operator]) for platform in artifact.platforms)
+        table.add_row(operator, *taken)
+    _console().print(table)
 
 
 @app.command()
@@ -206,6 +241,11 @@ def _require_target(name: str) -> None:
         named(name)
     except ValueError as error:
         raise CommandError(str(error).removeprefix("lowering: ")) from None
+
+
+def _require_implementation(name: str) -> None:
+    known = ("auto", "reference", "pallas")
+    _require(name in known, "--implementation", f"be one of {', '.join(known)}", repr(name))
 
 
 def _require_folder(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How an operator reaches a backend: targets, selection, registration, explanation and compilation."""
+"""How an operator reaches a backend: targets, selection, registration, explanation, compilation and export."""
 
 from lowering.compile import CompiledReport as CompiledReport
 from lowering.compile import CompileError as CompileError
@@ -7,6 +7,10 @@ from lowering.compile import compile as compile
 from lowering.errors import NotSupportedError as NotSupportedError
 from lowering.explain import Explanation as Explanation
 from lowering.explain import explain as explain
+from lowering.export import Artifact as Artifact
+from lowering.export import ArtifactError as ArtifactError
+from lowering.export import export as export
+from lowering.export import load as load
 from lowering.register import add_kernel as add_kernel
 from lowering.register import register as register
 from lowering.register import remove_kernel as remove_kernel
@@ -17,6 +21,8 @@ from lowering.targets import targets as targets
 from pallas_kernels.hardware import Hardware as Target
 
 __all__ = [
+    "Artifact",
+    "ArtifactError",
     "CompileError",
     "CompiledReport",
     "Explanation",
@@ -27,6 +33,8 @@ __all__ = [
     "compile",
     "current_selection",
     "explain",
+    "export",
+    "load",
     "register",
     "remove_kernel",
     "targets",

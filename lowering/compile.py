@@ -23,7 +23,7 @@ from pallas_kernels.hardware import Hardware
 
 # What a compiler needs, by platform: a module that shows it is installed, and the extra that installs it.
 _COMPILERS = {"tpu": ("libtpu", "tpu-compile"), "cuda": ("jax_cuda13_plugin", "cuda-compile")}
-_KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
+KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
 # Read by libtpu, the CUDA plugin and JAX when they start, which is why the compiler runs in a process of its own.
 _CHILD_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -180,16 +180,19 @@ def _lowered_for(jitted: Any, args: Sequence[Any], hardware: Hardware) -> tuple[
         platform="gpu" if hardware.platform == "cuda" else hardware.platform,
     )
     mesh = AbstractMesh((1,), ("chip",), (AxisType.Auto,), abstract_device=device)
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _KERNEL_CALLS]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
     with jax.sharding.use_abstract_mesh(mesh):
         exported = jax.export.export(jitted, platforms=[hardware.platform], disabled_checks=checks)(*args)
         lowered = jitted.trace(*args).lower(lowering_platforms=(hardware.platform,))
     donated = [argument.donated for argument in jax.tree.leaves(lowered.args_info)]
-    # Trees of users' own types cannot be written down.
+    return flattened(exported), [position for position, is_donated in enumerate(donated) if is_donated]
+
+
+def flattened(exported: jax.export.Exported) -> jax.export.Exported:
+    """The same of flat arguments and results: trees of users' own types cannot be written to a file."""
     in_tree = jax.tree.structure((tuple(exported.in_avals), {}))
     out_tree = jax.tree.structure(tuple(exported.out_avals))
-    flat = dataclasses.replace(exported, in_tree=in_tree, out_tree=out_tree)
-    return flat, [position for position, is_donated in enumerate(donated) if is_donated]
+    return dataclasses.replace(exported, in_tree=in_tree, out_tree=out_tree)
 
 
 def _compiled_in_child(exported: jax.export.Exported, donated: list[int], hardware: Hardware) -> CompiledReport:
@@ -254,7 +257,7 @@ def _report(
 
 def _kernels(hlo: str) -> dict[str, int]:
     """The Pallas kernels in an optimised program: the name that a kernel was given ends the path before the launch."""
-    calls = "|".join(_KERNEL_CALLS)
+    calls = "|".join(KERNEL_CALLS)
     pattern = rf'custom_call_target="(?:{calls})".*?op_name="(?:[^"]*/)?([^"/]+)/[^"/]+"'
     names = re.findall(pattern, hlo)
     return {name: names.count(name) for name in sorted(set(names))}

@@ -174,17 +174,17 @@ def being_lowered_for(platform: str, platforms: tuple[str, ...]) -> Hardware:
     abstract_device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if abstract_device is not None:
         return of_device(platform, abstract_device.device_kind)
-    if len(platforms) == 1 and _runtime_platform() == platform:
+    if len(platforms) == 1 and platform_here() == platform:
         return of_device(platform, jax.devices()[0].device_kind)
     return named(platform)
 
 
 def here() -> Hardware:
     """The chip that this process computes on by default."""
-    return of_device(_runtime_platform(), jax.devices()[0].device_kind)
+    return of_device(platform_here(), jax.devices()[0].device_kind)
 
 
-def _runtime_platform() -> str:
+def platform_here() -> str:
     """The default backend under the name that lowering rules use for it."""
     backend = jax.default_backend()
     return "cuda" if backend == "gpu" else backend

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import jaxops
+import lowering
 from jaxops.__main__ import app
 
 USER_FILE = """
@@ -144,11 +145,19 @@ REFUSALS = {
     "compile for an unknown target": (("compile", "mine.py:loss", "--target", "abacus"), "target must be one of cpu,"),
     "unknown implementation": (
         ("compile", "mine.py:loss", "--target", "cpu", "--implementation", "fast"),
-        "--implementation must be auto, reference or pallas; got 'fast'",
+        "--implementation must be one of auto, reference, pallas; got 'fast'",
     ),
     "compile what an operator refuses": (
         ("compile", "mine.py:loss", "--target", "cpu", "--arg", "float32[4,7]", "--arg", "float32[4]"),
         "nll_loss: labels must ",
+    ),
+    "export for an unknown platform": (
+        ("export", "mine.py:loss", "--output", "out", "--platforms", "cpu,rocm"),
+        "platforms must be of cpu, cuda, tpu; got rocm",
+    ),
+    "export into a file": (
+        ("export", "mine.py:loss", "--output", "mine.py/out"),
+        "--output must be a file that can be written; got 'mine.py/out': Not a directory",
     ),
     "no steps": (("demo", "--steps", "0"), "--steps must be positive; got 0"),
     "steps in words": (("demo", "--steps", "many"), "Invalid value for '--steps'"),
@@ -192,6 +201,15 @@ def test_compile_prints_and_saves_the_report(tmp_path: Path) -> None:
     assert "stablehlo.select" in (tmp_path / "out" / "stablehlo.mlir").read_text()
     assert (tmp_path / "out" / "optimized.hlo").read_text().startswith("HloModule")
     assert "temporaries, bytes" in run(*arguments).stdout
+
+
+@pytest.mark.usefixtures("user_file")
+def test_export_writes_what_load_reads(tmp_path: Path) -> None:
+    arguments = ("export", "mine.py:loss", "--output", "loss.jaxops")
+    record = json.loads(run(*arguments, "--json").stdout)
+    assert record["implementations"]["tpu"] == {"nll_loss": ["reference"]}
+    assert lowering.load(tmp_path / "loss.jaxops").platforms == ("cpu", "cuda", "tpu")
+    assert "nll_loss" in run(*arguments).stdout
 
 
 def test_targets_says_what_can_be_compiled_for() -> None:

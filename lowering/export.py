@@ -1,0 +1,173 @@
+"""One artifact of a function for several platforms, each with its own implementation of every operator."""
+
+import dataclasses
+import json
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+from jax.tree_util import PyTreeDef
+
+from lowering.compile import KERNEL_CALLS, flattened
+from lowering.explain import explain
+from lowering.targets import PLATFORMS, platform_here
+
+_FORMAT = 1
+_PROGRAM, _METADATA = "program", "metadata.json"
+
+
+class ArtifactError(RuntimeError):
+    """A file is no artifact that can be read here, or an artifact cannot be called like this."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Artifact:
+    """A function as StableHLO, with Pallas kernels compiled into it, for one or more platforms.
+
+    Attributes:
+      platforms: what it runs on, of "cpu", "cuda" and "tpu".
+      versions: of JAX and of this library, where it was exported.
+      implementations: of each operator in it, by platform and then by operator.
+      arguments: the structure and types of what it is called with, in words.
+      stablehlo: the program.
+    """
+
+    platforms: tuple[str, ...]
+    versions: dict[str, str]
+    implementations: dict[str, dict[str, list[str]]]
+    arguments: str
+    _exported: jax.export.Exported = dataclasses.field(repr=False)
+    _results: Any = dataclasses.field(repr=False)
+
+    @property
+    def stablehlo(self) -> str:
+        """The program."""
+        return self._exported.mlir_module()
+
+    def call(self, *args: Any) -> Any:
+        """Runs the function, also inside jit.
+
+        Args:
+          *args: arrays, or pytrees of them, of the structure, shapes and dtypes that were exported.
+
+        Returns:
+          What the function returned, in tuples, lists and dicts; other nodes (NamedTuples, dataclasses) as tuples of
+          their children.
+
+        Raises:
+          ArtifactError: if arguments differ in structure, or the artifact does not hold this process' platform.
+        """
+        if platform_here() not in self.platforms:
+            held = ", ".join(self.platforms)
+            raise ArtifactError(f"export: artifact must hold the platform {platform_here()}; got one for {held}")
+        leaves, structure = jax.tree.flatten(args)
+        if str(structure) != self.arguments:
+            raise ArtifactError(f"export: args must have the structure {self.arguments}; got {structure}")
+        return _filled(self._results, iter(jax.jit(self._exported.call)(*leaves)))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the artifact to a file, which `load` reads in any process that has JAX and this library."""
+        record = {
+            "format": _FORMAT,
+            "platforms": self.platforms,
+            "versions": self.versions,
+            "implementations": self.implementations,
+            "arguments": self.arguments,
+            "results": self._results,
+        }
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr(_METADATA, json.dumps(record))
+            file.writestr(_PROGRAM, bytes(self._exported.serialize()))
+
+
+def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFORMS) -> Artifact:
+    """Traces a function once and lowers it for each platform, with the implementations that operators take there.
+
+    Args:
+      fn: a function of arrays, jitted or not.
+      *args: what it is called with: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. Shapes may be symbolic
+        (`jax.export.symbolic_shape`) where the function allows.
+      platforms: of "cpu", "cuda" and "tpu".
+
+    Raises:
+      ArtifactError: for an unknown platform.
+      OperatorError: what an operator has to say about its arguments.
+    """
+    unknown = [name for name in platforms if name not in PLATFORMS]
+    if unknown or not platforms:
+        raise ArtifactError(f"export: platforms must be of {', '.join(PLATFORMS)}; got {', '.join(unknown) or 'none'}")
+    jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
+    exported = jax.export.export(jitted, platforms=list(platforms), disabled_checks=checks)(*args)
+    implementations = {platform: _implementations(jitted, args, platform) for platform in platforms}
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
+    structure = jax.tree.structure(args)
+    return Artifact(
+        tuple(platforms), versions, implementations, str(structure), flattened(exported), _skeleton(exported.out_tree)
+    )
+
+
+def load(path: str | Path) -> Artifact:
+    """Reads what `Artifact.save` has written.
+
+    Raises:
+      ArtifactError: if there is no such file, or it is truncated, of another kind or of a later version.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            record = json.loads(file.read(_METADATA))
+            program = file.read(_PROGRAM)
+    except OSError as error:
+        raise ArtifactError(
+            f"load: path must name a file that can be read; got {str(path)!r}: {error.strerror}"
+        ) from None
+    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, NotImplementedError, RuntimeError):
+        raise ArtifactError(f"load: {str(path)!r} must be a whole file that export has saved") from None
+    if record.get("format") != _FORMAT:
+        raise ArtifactError(f"load: {str(path)!r} must have format {_FORMAT}; got {record.get('format')!r}")
+    return Artifact(
+        platforms=tuple(record["platforms"]),
+        versions=record["versions"],
+        implementations=record["implementations"],
+        arguments=record["arguments"],
+        _exported=jax.export.deserialize(bytearray(program)),
+        _results=record["results"],
+    )
+
+
+def _implementations(jitted: Any, args: Sequence[Any], platform: str) -> dict[str, list[str]]:
+    """The implementations that each operator takes on a platform, of whose chip nothing more is known."""
+    chosen: dict[str, set[str]] = {}
+    for row in explain(jitted, *args, target=platform).rows:
+        chosen.setdefault(row.operator, set()).add(row.implementation)
+    return {operator: sorted(names) for operator, names in sorted(chosen.items())}
+
+
+def _skeleton(tree: PyTreeDef) -> Any:
+    """A structure as JSON: a leaf is 0, None is null, a list or tuple begins with its kind, a dict is one of pairs."""
+    node = tree.node_data()
+    if node is None:
+        return 0
+    kind, keys = node
+    if kind is type(None):
+        return None
+    children = [_skeleton(child) for child in tree.children()]
+    if kind is dict:
+        return {"keys": list(keys), "values": children}
+    return ["list" if kind is list else "tuple", *children]
+
+
+def _filled(skeleton: Any, leaves: Iterator[Any]) -> Any:
+    if skeleton is None:
+        return None
+    if skeleton == 0:
+        return next(leaves)
+    if isinstance(skeleton, dict):
+        return dict(zip(skeleton["keys"], [_filled(child, leaves) for child in skeleton["values"]], strict=True))
+    kind, *children = skeleton
+    filled = [_filled(child, leaves) for child in children]
+    return filled if kind == "list" else tuple(filled)

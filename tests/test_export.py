@@ -1,0 +1,128 @@
+"""Artifacts: one file for three platforms that runs in another process, and one sentence for any other file."""
+
+import json
+import subprocess
+import sys
+import zipfile
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+import lowering
+
+OPTIMIZER = jaxops.ema_adam(1e-2)
+
+
+def step(params, opt_state, x, labels):
+    loss, grads = jax.value_and_grad(lambda p: jaxops.linear_cross_entropy(x, p["head"], labels))(params)
+    return *jaxops.fused_apply(OPTIMIZER, grads, opt_state, params), {
+        "loss": loss,
+        "nothing": None,
+        "pair": [loss, 2.0],
+    }
+
+
+@pytest.fixture
+def args(rng):
+    params = {"head": jnp.asarray(rng.normal(size=(16, 8)), jnp.float32)}
+    x, labels = jnp.asarray(rng.normal(size=(4, 8)), jnp.float32), jnp.asarray([1, 2, 3, 15], jnp.int32)
+    return params, OPTIMIZER.init(params), x, labels
+
+
+@pytest.fixture
+def artifact(args):
+    with lowering.use("pallas"):
+        return lowering.export(step, *args)
+
+
+def test_artifact_holds_the_kernel_of_each_platform(artifact):
+    assert artifact.platforms == ("cpu", "cuda", "tpu")
+    assert artifact.stablehlo.count("tpu_custom_call") >= 1
+    assert artifact.stablehlo.count("mosaic_gpu_v2") >= 1
+    implementations = {p: artifact.implementations[p]["apply_fused_ema_adam"] for p in artifact.platforms}
+    assert implementations == {"cpu": ["reference"], "cuda": ["mosaic_gpu"], "tpu": ["mosaic_tpu"]}
+    assert artifact.versions["jax"] == jax.__version__
+
+
+def test_artifact_runs_in_a_fresh_process(artifact, args, tmp_path):
+    artifact.save(tmp_path / "step.jaxops")
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(args)]
+    np.savez(tmp_path / "args.npz", *leaves)
+    code = """
+import sys, jax, numpy as np, optax, lowering
+from jaxops.ema_adam.transform import EmaParamsState
+artifact = lowering.load(sys.argv[1] + "/step.jaxops")
+head, count, mu, nu, ema, x, labels = np.load(sys.argv[1] + "/args.npz").values()
+state = optax.ScaleByAdamState(count, {"head": mu}, {"head": nu}), EmaParamsState({"head": ema})
+params, (adam, average), rest = artifact.call({"head": head}, state, x, labels)
+assert rest["nothing"] is None and isinstance(rest["pair"], list), rest
+np.savez(sys.argv[1] + "/results.npz", params["head"], average[0]["head"], rest["loss"])
+"""
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
+    params, opt_state, rest = step(*args)
+    expected = params["head"], jaxops.ema_params(opt_state)["head"], rest["loss"]
+    for found, true in zip(np.load(tmp_path / "results.npz").values(), expected, strict=True):
+        np.testing.assert_allclose(found, true, rtol=1e-6)
+
+
+def test_artifact_takes_symbolic_sizes(tmp_path):
+    (rows,) = jax.export.symbolic_shape("rows")
+    x, labels = jax.ShapeDtypeStruct((rows, 8), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    weight = jnp.ones((16, 8))
+    lowering.export(lambda x, y: jaxops.linear_cross_entropy(x, weight, y), x, labels).save(tmp_path / "loss")
+    artifact = lowering.load(tmp_path / "loss")
+    for size in (3, 5):
+        np.testing.assert_allclose(
+            artifact.call(jnp.ones((size, 8)), jnp.zeros(size, jnp.int32)), np.log(16), rtol=1e-6
+        )
+
+
+def test_call_refuses_another_structure(artifact, args):
+    with pytest.raises(lowering.ArtifactError, match=r"args must have the structure .*; got PyTreeDef\(\(\*,\)\)"):
+        artifact.call(args[2])
+
+
+def test_call_refuses_a_platform_that_the_artifact_does_not_hold():
+    artifact = lowering.export(lambda x: x + 1, jnp.ones(3), platforms=["tpu"])
+    with pytest.raises(lowering.ArtifactError, match="artifact must hold the platform cpu; got one for tpu"):
+        artifact.call(jnp.ones(3))
+
+
+@pytest.mark.parametrize(("platforms", "got"), [(["cpu", "rocm"], "rocm"), ([], "none")])
+def test_export_refuses_an_unknown_platform(platforms, got):
+    with pytest.raises(lowering.ArtifactError, match=f"platforms must be of cpu, cuda, tpu; got {got}"):
+        lowering.export(lambda x: x, jnp.ones(3), platforms=platforms)
+
+
+def test_load_refuses_what_export_has_not_saved(artifact, tmp_path):
+    path = tmp_path / "artifact"
+    with pytest.raises(lowering.ArtifactError, match=r"path must name a file that can be read; got .*: No such file"):
+        lowering.load(path)
+    artifact.save(path)
+    whole = path.read_bytes()
+    for wrong in (b"", b"not an artifact", whole[: len(whole) // 2], whole[:-30]):
+        path.write_bytes(wrong)
+        with pytest.raises(lowering.ArtifactError, match="must be a whole file that export has saved"):
+            lowering.load(path)
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 255
+    path.write_bytes(flipped)
+    with pytest.raises(lowering.ArtifactError, match="must be a whole file that export has saved"):
+        lowering.load(path)
+
+
+def test_load_refuses_a_later_format(artifact, tmp_path):
+    artifact.save(tmp_path / "artifact")
+    with zipfile.ZipFile(tmp_path / "artifact") as file:
+        record = {**json.loads(file.read("metadata.json")), "format": 2}
+        program = file.read("program")
+    with zipfile.ZipFile(tmp_path / "later", "w") as file:
+        file.writestr("metadata.json", json.dumps(record))
+        file.writestr("program", program)
+    with pytest.raises(lowering.ArtifactError, match="must have format 1; got 2"):
+        lowering.load(tmp_path / "later")
