@@ -44,7 +44,9 @@ _Function = Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="The 
 _Implementation = Annotated[str, typer.Option(help="How operators are implemented: auto, reference or pallas.")]
 _Arguments = Annotated[
     list[str] | None,
-    typer.Option(metavar="DTYPE[SHAPE]", help="An argument of the function, such as float32[128,64]; once for each."),
+    typer.Option(
+        metavar="DTYPE[SHAPE]", help="An argument of the function, such as float32[128,64] or i32[]; once for each."
+    ),
 ]
 
 
@@ -102,7 +104,7 @@ def explain(
 ) -> None:
     """Shows which implementation each operator in a function takes on a target, and why.
 
-    Without --arg the arguments are FILE.py's FUNCTION_args: a tuple, or a function without parameters that returns one.
+    Without --arg the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
     Nothing is compiled or run.
     """
     if target is not None:
@@ -128,7 +130,7 @@ def compile(
 ) -> None:
     """Compiles a function with a chip's real compiler, without the chip: kernels, memory and cost.
 
-    Without --arg the arguments are FILE.py's FUNCTION_args: a tuple, or a function without parameters that returns one.
+    Without --arg the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
     """
     _require_target(target)
     _require_implementation(implementation)
@@ -161,7 +163,7 @@ def export(
 ) -> None:
     """Writes a function to one file that runs on several platforms: `lowering.load(FILE).call(...)`.
 
-    Without --arg the arguments are FILE.py's FUNCTION_args: a tuple, or a function without parameters that returns one.
+    Without --arg the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
     """
     _require_implementation(implementation)
     fn, args = load(function, arg or ())

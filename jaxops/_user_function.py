@@ -15,9 +15,15 @@ import jax.numpy as jnp
 from jaxops._errors import OperatorError
 from lowering import ArtifactError, CompileError
 
+# Under their own names, and as jaxprs write them.
 DTYPES = {
-    *("bool", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
-    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+    "bool": "bool",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    **{f"{kind}{bits}": f"float{bits}" for kind in ("float", "f") for bits in (16, 32, 64)},
+    **{f"{kind}{bits}": f"int{bits}" for kind in ("int", "i") for bits in (8, 16, 32, 64)},
+    **{f"{kind}{bits}": f"uint{bits}" for kind in ("uint", "u") for bits in (8, 16, 32, 64)},
+    **{f"{kind}{bits}": f"complex{bits}" for kind in ("complex", "c") for bits in (64, 128)},
 }
 
 
@@ -30,8 +36,9 @@ def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., An
 
     Args:
       location: "FILE.py:FUNCTION".
-      arguments: "DTYPE[SHAPE]" for each argument of the function: "float32[128,64]", "int32[]" for a scalar. If empty:
-        the file's FUNCTION_args, a tuple or a function without parameters that returns one; without that, none.
+      arguments: "DTYPE[SHAPE]" for each argument of the function: "float32[128,64]", "i32[]" for a scalar. If empty:
+        the file's FUNCTION_args, else its example_args: a tuple, or a function without parameters that returns one.
+        Without either, none.
 
     Raises:
       CommandError: if there is no such file or function, the file fails, or the arguments do not fit the function.
@@ -49,7 +56,7 @@ def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., An
     try:
         inspect.signature(fn).bind(*args)
     except TypeError as error:
-        advice = f"pass one --arg for each argument, or define {name}_args in the file"
+        advice = "pass one --arg for each argument, or define example_args in the file"
         raise CommandError(f"{name} must be callable with {len(args)} arguments; got {error}: {advice}") from None
     return fn, args
 
@@ -77,18 +84,19 @@ def _import(path: Path) -> ModuleType:
 
 
 def _example_arguments(module: ModuleType, name: str) -> tuple[Any, ...]:
-    args = getattr(module, f"{name}_args", ())
+    source = f"{name}_args" if hasattr(module, f"{name}_args") else "example_args"
+    args = getattr(module, source, ())
     if callable(args):
-        args = run_user_code(f"{name}_args", "return the arguments", args)
-    _require(isinstance(args, tuple), f"{name}_args", "be a tuple, or a function that returns one", type(args).__name__)
+        args = run_user_code(source, "return the arguments", args)
+    _require(isinstance(args, tuple), source, "be a tuple, or a function that returns one", type(args).__name__)
     return args
 
 
 def _parse(argument: str) -> jax.ShapeDtypeStruct:
     match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\]", argument)
     dtype, sizes = match.groups() if match else ("", "")
-    _require(dtype in DTYPES, "--arg", "be DTYPE[SHAPE], such as float32[128,64] or int32[]", repr(argument))
-    return jax.ShapeDtypeStruct(tuple(int(size) for size in sizes.split(",") if size), jnp.dtype(dtype))
+    _require(dtype in DTYPES, "--arg", "be DTYPE[SHAPE], such as float32[128,64] or i32[]", repr(argument))
+    return jax.ShapeDtypeStruct(tuple(int(size) for size in sizes.split(",") if size), jnp.dtype(DTYPES[dtype]))
 
 
 def _require(condition: bool, subject: str, rule: str, got: str) -> None:

@@ -50,6 +50,7 @@ def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with a user's files, which becomes the working directory."""
     (tmp_path / "mine.py").write_text(USER_FILE)
     (tmp_path / "neighbour.py").write_text("ZERO = 0\n")
+    (tmp_path / "example.py").write_text(USER_FILE.replace("loss_args", "example_args"))
     (tmp_path / "broken.py").write_text("import a_module_that_does_not_exist\n")
     (tmp_path / "notes.txt").write_text("not Python\n")
     monkeypatch.chdir(tmp_path)
@@ -73,8 +74,13 @@ def test_ops_lists_every_operator() -> None:
 @pytest.mark.usefixtures("user_file")
 @pytest.mark.parametrize(
     "arguments",
-    [("mine.py:loss",), ("mine.py:loss", "--arg", "float32[4,7]", "--arg", "int32[4]")],
-    ids=["arguments of the file", "arguments of the command"],
+    [
+        ("mine.py:loss",),
+        ("example.py:loss",),
+        ("mine.py:loss", "--arg", "float32[4,7]", "--arg", "int32[4]"),
+        ("mine.py:loss", "--arg", "f32[4,7]", "--arg", "i32[4]"),
+    ],
+    ids=["arguments of the function", "arguments of the file", "arguments of the command", "short"],
 )
 def test_explain_prints_what_lowering_explains(arguments: tuple[str, ...]) -> None:
     explanation = json.loads(run("explain", *arguments, "--target", "tpu-v5e", "--json").stdout)
