@@ -122,7 +122,7 @@ def explain(
 @app.command()
 def compile(
     function: _Function,
-    target: Annotated[str, typer.Option(help="What to compile for, such as cpu, tpu-v5e or cuda-h100.")],
+    target: Annotated[str, typer.Option(help="What to compile for, such as cpu, tpu-v5e or tpu-v5p:8x8x8.")],
     arg: _Arguments = None,
     implementation: _Implementation = "auto",
     output: Annotated[Path | None, typer.Option(help="A folder for the program before and after optimisation.")] = None,
@@ -132,7 +132,7 @@ def compile(
 
     Without --arg the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
     """
-    _require_target(target)
+    _require_target(target.partition(":")[0])
     _require_implementation(implementation)
     if output is not None:
         _require_folder(output)

@@ -14,7 +14,7 @@ import jax.experimental.mosaic.gpu  # registers the runtime that Mosaic GPU kern
 import jax.export
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lowering import _jax_private
 from lowering.compile import compiled_facts
@@ -26,9 +26,14 @@ def main(folder: Path) -> None:
     """Compiles `folder`'s exported function for the target in its request."""
     request = json.loads((folder / "request.json").read_text())
     exported = jax.export.deserialize(bytearray((folder / "exported").read_bytes()))
-    mesh = Mesh(np.array(_devices(named(request["target"]))[:1]), ("chip",))
-    sharding = NamedSharding(mesh, PartitionSpec())
-    operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding) for aval in exported.in_avals]
+    devices = np.array(_devices(named(request["target"]), request["topology"])[: exported.nr_devices])
+    axis_types = tuple(AxisType[name] for name in request["axis_types"])
+    mesh = Mesh(devices.reshape(request["axis_sizes"]), request["axis_names"], axis_types=axis_types)
+    shardings = [sharding or NamedSharding(mesh, PartitionSpec()) for sharding in exported.in_shardings_jax(mesh)]
+    operands = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(exported.in_avals, shardings, strict=True)
+    ]
     lowered = jax.jit(exported.call, donate_argnums=request["donated"]).lower(*operands)
     start = time.perf_counter()
     compiled = lowered.compile()
@@ -37,11 +42,12 @@ def main(folder: Path) -> None:
     (folder / "facts.json").write_text(json.dumps(facts))
 
 
-def _devices(hardware: Hardware) -> Any:
-    """Chips that can be compiled for, the smallest slice of them."""
+def _devices(hardware: Hardware, topology: str) -> Any:
+    """The chips of a topology; without one, of the smallest that can be compiled for."""
     if hardware.platform == "tpu":
-        return topologies.get_topology_desc(hardware.smallest_slice, platform="tpu").devices
-    return _jax_private.cuda_devices(gpu_target_config(hardware))
+        generation, _, smallest = hardware.smallest_slice.partition(":")
+        return topologies.get_topology_desc(f"{generation}:{topology or smallest}", platform="tpu").devices
+    return _jax_private.cuda_devices(gpu_target_config(hardware), topology or "1")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ def without_varying_axes() -> AbstractContextManager[None]:
     return config._check_vma(False)
 
 
-def cuda_devices(target_config: str) -> Sequence[jax.Device]:
-    """One NVIDIA GPU to compile for; for a process that does nothing else."""
+def cuda_devices(target_config: str, count: str) -> Sequence[jax.Device]:
+    """The NVIDIA GPUs of one machine to compile for; for a process that does nothing else."""
     jax.devices()  # registers the CUDA plugin, which logs that it finds no device
-    topology = xla_bridge.make_pjrt_topology("cuda", "1x1x1", target_config=target_config, topology="1x1x1")
+    shape = f"1x1x{count}"
+    topology = xla_bridge.make_pjrt_topology("cuda", shape, target_config=target_config, topology=shape)
     return topology._make_compile_only_devices()

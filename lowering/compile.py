@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.export
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from rich.table import Table
 
 from lowering.targets import here, named
@@ -65,6 +66,21 @@ class GpuResources:
 
 
 @dataclasses.dataclass(frozen=True)
+class Collective:
+    """One kind of communication between chips in a program.
+
+    Attributes:
+      kind: as XLA calls it, such as "all-reduce".
+      count: how often it stands in the program; what stands in a loop runs more often.
+      bytes: of all their results on one chip.
+    """
+
+    kind: str
+    count: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class CompiledReport:
     """What a compiler made of a function.
 
@@ -72,7 +88,8 @@ class CompiledReport:
       target: what was compiled for.
       kernels: how often each Pallas kernel occurs in the optimised program, by name.
       gpu_resources: of each Mosaic GPU kernel that was compiled, in the order of compilation.
-      memory: of the program, as the compiler states it.
+      collectives: what the chips of a slice exchange.
+      memory: of the program on one chip, as the compiler states it.
       cost: the compiler's own estimates, such as "flops"; some give none.
       compile_seconds: what compiling took, without tracing.
       stablehlo: the program as the compiler got it.
@@ -83,6 +100,7 @@ class CompiledReport:
     target: str
     kernels: dict[str, int]
     gpu_resources: tuple[GpuResources, ...]
+    collectives: tuple[Collective, ...]
     memory: Memory
     cost: dict[str, float]
     compile_seconds: float
@@ -96,6 +114,7 @@ class CompiledReport:
             "target": self.target,
             "kernels": self.kernels,
             "gpu_resources": [dataclasses.asdict(resources) for resources in self.gpu_resources],
+            "collectives": [dataclasses.asdict(collective) for collective in self.collectives],
             "memory": {**dataclasses.asdict(self.memory), "peak": self.memory.peak},
             "cost": self.cost,
             "compile_seconds": self.compile_seconds,
@@ -113,6 +132,8 @@ class CompiledReport:
             table.add_row(f"kernel {name}", str(count))
         for resources in self.gpu_resources:
             table.add_row("its registers a thread, spilled bytes", f"{resources.registers}, {resources.spilled_bytes}")
+        for collective in self.collectives:
+            table.add_row(f"{collective.kind}, {collective.count} times, bytes", f"{collective.bytes:,}")
         if "flops" in self.cost:
             table.add_row("flop, as the compiler counts", f"{self.cost['flops']:,.0f}")
         return table
@@ -127,7 +148,7 @@ def availability(hardware: Hardware) -> str:
 
 
 def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
-    """Compiles a function for one chip with the chip's real compiler, whether or not the chip is in this machine.
+    """Compiles a function with a chip's real compiler, whether or not the chip is in this machine.
 
     For another platform than this process computes on, the function is traced and lowered here, and compiled in a
     process that is started for it: nothing in this one changes. Operators take the implementations that
@@ -135,30 +156,43 @@ def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
 
     Args:
       fn: a function of arrays, jitted or not. What it donates is donated.
-      *args: what it is called with: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them, all on one chip.
-      target: the name of one of `targets()`.
+      *args: what it is called with: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. For a slice, with shardings
+        over a mesh of as many devices, which may be a `jax.sharding.AbstractMesh`.
+      target: the name of one of `targets()`; for a slice of several chips with its topology, as in "tpu-v5e:16x16",
+        "tpu-v5p:8x8x8" or "cuda-h100:8".
 
     Raises:
-      CompileError: if the target's compiler is not installed or refuses the function, and for functions over more than
-        one device.
+      CompileError: if the target's compiler is not installed or refuses the function, and for functions over another
+        number of devices than the target has.
       ValueError: for an unknown target.
       OperatorError: what an operator has to say about its arguments.
     """
-    hardware = named(target)
+    name, _, topology = target.partition(":")
+    hardware = named(name)
+    chips = _chips(topology)
     if not hardware.device_kind:
         raise CompileError(f"lowering.compile: target must name a chip; got the platform {target!r}")
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    if availability(hardware) == "here":
+    if availability(hardware) == "here" and not topology:
         return _compiled_here(jitted, args, hardware)
     status = availability(hardware)
     if status != "can compile for":
         raise CompileError(
             f"lowering.compile: target must be one that is here or can be compiled for; got {target!r}, which {status}"
         )
-    exported, donated = _lowered_for(jitted, args, hardware)
-    if exported.nr_devices != 1:
-        raise CompileError(f"lowering.compile: fn must run on one device; got one on {exported.nr_devices}")
-    return _compiled_in_child(exported, donated, hardware)
+    exported, request = _lowered_for(jitted, args, hardware)
+    if exported.nr_devices != chips:
+        raise CompileError(
+            f"lowering.compile: args must lie on {chips} chips, as {target!r} has; got a mesh of {exported.nr_devices}"
+        )
+    return _compiled_in_child(exported, {**request, "topology": topology}, hardware)
+
+
+def _chips(topology: str) -> int:
+    """How many chips a topology such as "16x16" has; 1 for none."""
+    if not re.fullmatch(r"(\d+(x\d+){0,2})?", topology):
+        raise CompileError(f"lowering.compile: target must have a topology such as 16x16 or 8; got {topology!r}")
+    return math.prod(int(size) for size in topology.split("x") if size)
 
 
 def _compiled_here(jitted: Any, args: Sequence[Any], hardware: Hardware) -> CompiledReport:
@@ -172,20 +206,43 @@ def _compiled_here(jitted: Any, args: Sequence[Any], hardware: Hardware) -> Comp
     return _report(hardware, facts, lowered.as_text(), compiled.as_text(), call=compiled)
 
 
-def _lowered_for(jitted: Any, args: Sequence[Any], hardware: Hardware) -> tuple[jax.export.Exported, list[int]]:
-    """The function as StableHLO for the target, of flat arguments and results, and which arguments it donates."""
+def _lowered_for(jitted: Any, args: Sequence[Any], hardware: Hardware) -> tuple[jax.export.Exported, dict[str, Any]]:
+    """The function as StableHLO for the target, of flat arguments and results; its mesh, and what it donates."""
     device = AbstractDevice(
         device_kind=hardware.device_kind,
         num_cores=hardware.cores,
         platform="gpu" if hardware.platform == "cuda" else hardware.platform,
     )
-    mesh = AbstractMesh((1,), ("chip",), (AxisType.Auto,), abstract_device=device)
+    mesh, args = _on_chips(args, device)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
     with jax.sharding.use_abstract_mesh(mesh):
         exported = jax.export.export(jitted, platforms=[hardware.platform], disabled_checks=checks)(*args)
         lowered = jitted.trace(*args).lower(lowering_platforms=(hardware.platform,))
     donated = [argument.donated for argument in jax.tree.leaves(lowered.args_info)]
-    return flattened(exported), [position for position, is_donated in enumerate(donated) if is_donated]
+    return flattened(exported), {
+        "target": hardware.name,
+        "donated": [position for position, is_donated in enumerate(donated) if is_donated],
+        "axis_sizes": mesh.axis_sizes,
+        "axis_names": mesh.axis_names,
+        "axis_types": [axis_type.name for axis_type in mesh.axis_types],
+    }
+
+
+def _on_chips(args: Any, device: AbstractDevice) -> tuple[AbstractMesh, Any]:
+    """A mesh of chips of this kind, like the one that arguments lie on if they do; and their types on it."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1]
+    if not meshes:
+        return AbstractMesh((1,), ("chip",), (AxisType.Auto,), abstract_device=device), args
+    mesh = AbstractMesh(meshes[0].axis_sizes, meshes[0].axis_names, meshes[0].axis_types, abstract_device=device)
+
+    def on_mesh(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+        aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, spec))
+
+    return mesh, jax.tree.map(on_mesh, args)
 
 
 def flattened(exported: jax.export.Exported) -> jax.export.Exported:
@@ -195,11 +252,11 @@ def flattened(exported: jax.export.Exported) -> jax.export.Exported:
     return dataclasses.replace(exported, in_tree=in_tree, out_tree=out_tree)
 
 
-def _compiled_in_child(exported: jax.export.Exported, donated: list[int], hardware: Hardware) -> CompiledReport:
+def _compiled_in_child(exported: jax.export.Exported, request: dict[str, Any], hardware: Hardware) -> CompiledReport:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "exported").write_bytes(exported.serialize())
-        (folder / "request.json").write_text(json.dumps({"target": hardware.name, "donated": donated}))
+        (folder / "request.json").write_text(json.dumps(request))
         paths = [path for path in sys.path if path]
         environment = {
             **os.environ,
@@ -246,6 +303,7 @@ def _report(
         target=hardware.name,
         kernels=_kernels(hlo),
         gpu_resources=gpu_resources,
+        collectives=_collectives(hlo),
         memory=Memory(**facts["memory"]),
         cost=facts["cost"],
         compile_seconds=facts["compile_seconds"],
@@ -261,6 +319,22 @@ def _kernels(hlo: str) -> dict[str, int]:
     pattern = rf'custom_call_target="(?:{calls})".*?op_name="(?:[^"]*/)?([^"/]+)/[^"/]+"'
     names = re.findall(pattern, hlo)
     return {name: names.count(name) for name in sorted(set(names))}
+
+
+def _collectives(hlo: str) -> tuple[Collective, ...]:
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all"
+    found: dict[str, list[int]] = {}
+    for types, kind, start in re.findall(rf"^ *(?:ROOT )?%\S+ = (.*?) ({kinds})(-start)?\(", hlo, re.MULTILINE):
+        sizes = [_array_bytes(dtype, shape) for dtype, shape in re.findall(r"([a-z]\w*)\[([\d,]*)\]", types)]
+        # Where one that is started names its operands and its results, they are half of what it names each.
+        results = sizes[len(sizes) // 2 :] if start and kind != "all-reduce" else sizes
+        found.setdefault(kind, []).append(sum(results))
+    return tuple(Collective(kind, len(sizes), sum(sizes)) for kind, sizes in sorted(found.items()))
+
+
+def _array_bytes(dtype: str, shape: str) -> int:
+    bits = re.search(r"\d+", dtype)
+    return math.prod(int(size) for size in shape.split(",") if size) * (int(bits.group()) if bits else 8) // 8
 
 
 def _gpu_resources(ptxas_report: str) -> list[GpuResources]:

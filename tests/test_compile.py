@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 import lowering
-from lowering.compile import GpuResources, _gpu_resources, _kernels, _last_error
+from lowering.compile import Collective, GpuResources, _collectives, _gpu_resources, _kernels, _last_error
 from lowering.targets import named
 
 
@@ -60,6 +60,12 @@ def test_compile_refuses_a_platform_without_a_chip():
         lowering.compile(scaled, X, Y, target="tpu")
 
 
+@pytest.mark.parametrize("topology", ["4by4", "x", "2x2x2x2"])
+def test_compile_refuses_what_is_no_topology(topology):
+    with pytest.raises(lowering.CompileError, match=f"must have a topology such as 16x16 or 8; got '{topology}'"):
+        lowering.compile(scaled, X, Y, target=f"tpu-v5e:{topology}")
+
+
 @pytest.mark.parametrize(("target", "extra"), [("tpu-v5e", "tpu-compile"), ("cuda-h100", "cuda-compile")])
 def test_compile_says_what_to_install(target, extra, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -80,11 +86,12 @@ def with_compilers(monkeypatch):
 
 
 @pytest.mark.usefixtures("with_compilers")
-def test_compile_refuses_functions_of_several_devices():
+def test_compile_refuses_another_number_of_devices():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    with pytest.raises(lowering.CompileError, match="fn must run on one device; got one on 8"):
-        lowering.compile(lambda x: 2 * x, x, target="tpu-v5e")
+    for target, chips in (("tpu-v5e", 1), ("tpu-v5e:4x4", 16)):
+        with pytest.raises(lowering.CompileError, match=f"args must lie on {chips} chips, as .* has; got a mesh of 8"):
+            lowering.compile(lambda x: 2 * x, x, target=target)
 
 
 def test_availability_of_the_device_in_hand():
@@ -96,6 +103,13 @@ HLO = """
   %a.2 = f32[8]{0} custom-call(%y), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/while/ema_adam/pallas_call"}
   %b = f32[8]{0} custom-call(%z), custom_call_target="ConcatBitcast", metadata={op_name="jit(f)/concatenate/x"}
 """  # noqa: E501
+COLLECTIVES = """
+  %all-reduce.1 = f32[16,64]{1,0} all-reduce(%x), channel_id=1
+  %r = (bf16[8]{0}, f32[]) all-reduce(%x, %y), channel_id=2
+  %start = (bf16[4]{0}, bf16[16]{0}) all-gather-start(%x), channel_id=3
+  %done = bf16[16]{0} all-gather-done(%start)
+  %all-gather-of-users = f32[7]{0} add(%x, %y)
+"""
 PTXAS = """ptxas info    : Compiling entry function 'one' for 'sm_90a'
     8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
 ptxas info    : Used 79 registers, used 2 barriers
@@ -107,6 +121,11 @@ ptxas info    : Used 40 registers
 
 def test_kernels_are_counted_by_name():
     assert _kernels(HLO) == {"ema_adam": 2}
+
+
+def test_collectives_are_counted_with_the_bytes_of_their_results():
+    expected = (Collective("all-gather", 1, 32), Collective("all-reduce", 2, 4096 + 16 + 4))
+    assert _collectives(COLLECTIVES) == expected
 
 
 def test_ptxas_report_is_read():

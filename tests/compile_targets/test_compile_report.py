@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxops
 import lowering
@@ -61,6 +63,34 @@ def test_train_step_compiles_with_the_kernels_that_explain_names(target):
         assert resources.registers <= 128
 
 
+@pytest.mark.parametrize(
+    ("slice_", "axis_sizes"),
+    [
+        pytest.param("tpu-v5e:4x4", (4, 4), marks=pytest.mark.tpu_compile),
+        pytest.param("tpu-v5p:8x8x8", (64, 8), marks=pytest.mark.tpu_compile),
+        pytest.param("cuda-h100:8", (8, 1), marks=pytest.mark.cuda_compile),
+    ],
+)
+def test_slice_compiles_with_its_collectives(slice_, axis_sizes):
+    if importlib.util.find_spec("libtpu" if slice_.startswith("tpu") else "jax_cuda13_plugin") is None:
+        pytest.skip("its compiler is not installed")
+    mesh = AbstractMesh(axis_sizes, ("data", "model"), (AxisType.Explicit,) * 2)
+
+    def placed(shape, dtype, *spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    x, labels = placed((128, 16, 256), jnp.bfloat16, "data"), placed((128, 16), jnp.int32, "data")
+    weight = placed((1024, 256), jnp.bfloat16)
+    loss = functools.partial(jaxops.linear_cross_entropy, strategy="full")
+    report = lowering.compile(jax.value_and_grad(loss, (0, 1)), x, weight, labels, target=slice_)
+    local_bytes = (2 * 128 * 16 * 256 + 4 * 128 * 16) // axis_sizes[0] + 2 * 1024 * 256
+    assert local_bytes <= report.memory.arguments <= 1.05 * local_bytes
+    # The gradient of the weight, summed over rows, and the loss; nothing is gathered.
+    (all_reduce,) = report.collectives
+    assert all_reduce.kind == "all-reduce"
+    assert 2 * 1024 * 256 <= all_reduce.bytes <= 4 * 1024 * 256 + 1024
+
+
 @pytest.mark.tpu_compile
 def test_kernel_that_does_not_compile_is_named_in_one_screen():
     if importlib.util.find_spec("libtpu") is None:
@@ -68,14 +98,14 @@ def test_kernel_that_does_not_compile_is_named_in_one_screen():
 
     def run(x, *, config, interpret):
         def too_large(x_ref, y_ref):
-            y_ref[...] = jnp.sin(x_ref[...])
+            y_ref[...] = 2 * x_ref[...]
 
         # All of it at once is more than a TensorCore's memory.
         return (pl.pallas_call(too_large, name="too_large", out_shape=jax.typeof(x), interpret=interpret)(x),)
 
     kernel = Kernel("whole", "tpu", run, lambda *operands: None)
-    operator = Operator("sine", "... -> ...", lambda x: None, lambda x: (jnp.sin(x),), kernels=(kernel,))
-    x = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
+    operator = Operator("doubled", "... -> ...", lambda x: None, lambda x: (2 * x,), kernels=(kernel,))
+    x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
     with lowering.use("pallas"), pytest.raises(lowering.CompileError, match="tpu-v5e's compiler refuses fn") as refusal:
         lowering.compile(functools.partial(lambda x: operator(x)[0]), x, target="tpu-v5e")
     assert len(str(refusal.value).splitlines()) <= 30
