@@ -16,32 +16,10 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-# What XLA needs to know of an H100 SXM to compile for it, as a GpuTargetConfigProto.
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 84978434048
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  cuda_compute_capability { major: 9 minor: 0 }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
+from lowering._jax_private import cuda_devices
+from lowering.targets import gpu_target_config, named
+
+H100 = named("cuda-h100")
 
 
 @pytest.fixture(scope="session", params=["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
@@ -57,18 +35,14 @@ def tpu_sharding(request):
 def h100_mesh():
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         pytest.skip("the CUDA plugin is not installed; pip install 'jaxops[cuda-compile]'")
-    from jax._src import xla_bridge  # no public way to a CUDA topology without a device, in jax 0.10 to 0.12
-
-    jax.devices()  # registers the plugin, which logs that it finds no device
-    topology = xla_bridge.make_pjrt_topology("cuda", "1x1x1", target_config=H100, topology="1x1x1")
-    devices = np.array(topology._make_compile_only_devices()[:1])
+    devices = np.array(cuda_devices(gpu_target_config(H100), "1"))
     return Mesh(devices, ("device",), axis_types=(AxisType.Auto,))
 
 
 @pytest.fixture
 def h100_sharding(h100_mesh):
     """An array on one H100, while everything is lowered for it."""
-    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    device = AbstractDevice(device_kind=H100.device_kind, num_cores=H100.cores, platform="gpu")
     abstract_mesh = AbstractMesh((1,), ("device",), (AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(abstract_mesh):
         yield NamedSharding(h100_mesh, PartitionSpec())
