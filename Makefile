@@ -28,21 +28,16 @@ lint: $(VENV)/.lint
 notebooks: $(VENV)/.test
 	$(BIN)/pytest --nbmake notebooks $(ARGS)
 
-# The compilers see what users would give them, in one process: libtpu admits no second one.
-compile-tpu compile-cuda: export JAX_PLATFORMS = cpu
+# The compilers see what users would give them.
 compile-tpu compile-cuda: export JAX_DISABLE_MOST_OPTIMIZATIONS = 0
 
-compile-tpu: export TPU_SKIP_MDS_QUERY = 1
-compile-tpu: export TPU_WORKER_HOSTNAMES = localhost
-compile-tpu: export TPU_ACCELERATOR_TYPE = v5litepod-4
 compile-tpu: VENV = .venv-tpu
 compile-tpu: .venv-tpu/.test,tpu-compile
-	$(BIN)/pytest -m tpu_compile tests/compile_targets $(ARGS)
+	$(BIN)/pytest -n 2 -m tpu_compile tests/compile_targets $(ARGS)
 
-compile-cuda: export JAX_SKIP_CUDA_CONSTRAINTS_CHECK = 1
 compile-cuda: VENV = .venv-cuda
 compile-cuda: .venv-cuda/.test,cuda-compile
-	$(BIN)/pytest -m cuda_compile tests/compile_targets $(ARGS)
+	$(BIN)/pytest -n 2 -m cuda_compile tests/compile_targets $(ARGS)
 
 clean:
 	rm -rf .venv .venv-* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

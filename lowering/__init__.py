@@ -1,9 +1,9 @@
 """How an operator reaches a backend: targets, selection, registration, explanation, compilation and export."""
 
-from lowering.compile import CompiledReport as CompiledReport
 from lowering.compile import CompileError as CompileError
 from lowering.compile import availability as availability
 from lowering.compile import compile as compile
+from lowering.compiled_report import CompiledReport as CompiledReport
 from lowering.errors import NotSupportedError as NotSupportedError
 from lowering.explain import Explanation as Explanation
 from lowering.explain import explain as explain

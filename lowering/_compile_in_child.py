@@ -1,11 +1,15 @@
-"""The process that `lowering.compile` starts: it compiles what it finds in a folder, and leaves the result there.
+"""The process that `lowering.compile` starts: it compiles what it finds in folders, and leaves the results there.
 
-Compilers for chips that are not here take over settings of the whole process; this one has nothing to lose.
+Compilers for chips that are not here take over settings of the whole process; this one has nothing to lose. It reads a
+folder's name a line, answers with a line when the folder is done, and ends when nothing has been asked for a while.
 """
 
 import json
+import os
+import select
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +21,32 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lowering import _jax_private
-from lowering.compile import compiled_facts
+from lowering.compiled_report import compiled_facts
 from lowering.targets import gpu_target_config, named
 from pallas_kernels.hardware import Hardware
 
+_IDLE_SECONDS = 120
 
-def main(folder: Path) -> None:
+
+def main() -> None:
+    """Serves requests from standard input."""
+    # Compilers may print; only answers go where the parent listens.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    while select.select([sys.stdin], [], [], _IDLE_SECONDS)[0] and (line := sys.stdin.readline()):
+        folder = Path(line.rstrip("\n"))
+        os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+        try:
+            _compile(folder)
+        except Exception as error:
+            (folder / "error").write_text("".join(traceback.format_exception_only(error)))
+        print("done", file=answers, flush=True)
+
+
+def _compile(folder: Path) -> None:
     """Compiles `folder`'s exported function for the target in its request."""
     request = json.loads((folder / "request.json").read_text())
+    jax.config.update("jax_enable_x64", request["x64"])
     exported = jax.export.deserialize(bytearray((folder / "exported").read_bytes()))
     devices = np.array(_devices(named(request["target"]), request["topology"])[: exported.nr_devices])
     axis_types = tuple(AxisType[name] for name in request["axis_types"])
@@ -51,4 +73,4 @@ def _devices(hardware: Hardware, topology: str) -> Any:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

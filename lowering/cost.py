@@ -1,7 +1,7 @@
 """What a computation costs, counted on its jaxpr: the same for every backend, before any compiler has touched it."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -16,17 +16,36 @@ _FREE = frozenset(
 )
 
 
-def flops(jaxpr: Jaxpr) -> int:
-    """Arithmetic and comparisons: 2mnk a matrix product, one an element elsewhere.
+def flops(jaxpr: Jaxpr, excluding: Collection[str] = ()) -> int:
+    """Arithmetic and comparisons: 2mnk a matrix product, one an element elsewhere; without the primitives excluded.
 
     A loop counts as often as it runs, once where that is not known; all branches of a cond count.
     """
-    return sum(_equation_flops(equation) for equation in jaxpr.eqns)
+    return sum(
+        count * (_product_flops(equation) or _elementwise_flops(equation))
+        for equation, count in _leaves(jaxpr)
+        if equation.primitive.name not in excluding
+    )
+
+
+def matmul_flops(jaxpr: Jaxpr) -> dict[str, int]:
+    """The flops of matrix products and convolutions, by the kind of product that `Hardware` gives a rate for."""
+    found: dict[str, int] = {}
+    for equation, count in _leaves(jaxpr):
+        if product := count * _product_flops(equation):
+            kind = _product_kind(equation)
+            found[kind] = found.get(kind, 0) + product
+    return found
 
 
 def array_bytes(avals: Sequence[Any]) -> int:
     """The bytes of arrays of these shapes and dtypes."""
     return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+
+
+def read_bytes(jaxpr: Jaxpr) -> int:
+    """The bytes that a computation has to read: of an operand that it only looks rows up in, those rows."""
+    return sum(_read_bytes(jaxpr, operand) for operand in jaxpr.invars)
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
@@ -41,21 +60,66 @@ def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
 
 def repetitions(equation: Any) -> int:
     """How often the bodies of this equation run; 1 where that is only known when they run."""
+    if equation.primitive.name == "pallas_call":
+        return math.prod(size for size in equation.params["grid_mapping"].grid if isinstance(size, int))
     return equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
 
 
-def _equation_flops(equation: Any) -> int:
-    bodies = list(inner_jaxprs(equation))
-    if bodies and not equation.primitive.name.startswith(("scatter", "reduce_")):
-        return repetitions(equation) * sum(flops(body) for body in bodies)
-    if equation.primitive.name == "dot_general":
-        ((contracted, _), _) = equation.params["dimension_numbers"]
-        lhs = equation.invars[0].aval.shape
-        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(lhs[axis] for axis in contracted)
-    if equation.primitive.name.startswith("scatter"):
-        return math.prod(equation.invars[2].aval.shape)
-    if equation.primitive.name.startswith(("reduce_", "arg", "cum")):
-        return math.prod(equation.invars[0].aval.shape)
-    if equation.primitive.name in _FREE:
+def _read_bytes(jaxpr: Jaxpr, operand: Any) -> int:
+    whole, rows = array_bytes([operand.aval]), 0
+    for equation in jaxpr.eqns:
+        positions = [position for position, read in enumerate(equation.invars) if read is operand]
+        for position in positions:
+            if equation.primitive.name in ("gather", "dynamic_slice") and position == 0:
+                rows += array_bytes([equation.outvars[0].aval])
+            elif equation.primitive.name in ("jit", "pjit"):
+                body = next(inner_jaxprs(equation))
+                rows += _read_bytes(body, body.invars[position])
+            else:
+                rows = whole
+    return whole if operand in jaxpr.outvars else min(whole, rows)
+
+
+def _leaves(jaxpr: Jaxpr, count: int = 1) -> Iterator[tuple[Any, int]]:
+    """The equations that compute something themselves, and how often each runs."""
+    for equation in jaxpr.eqns:
+        bodies = list(inner_jaxprs(equation))
+        if bodies and not equation.primitive.name.startswith(("scatter", "reduce_")):
+            for body in bodies:
+                yield from _leaves(body, count * repetitions(equation))
+        else:
+            yield equation, count
+
+
+def _product_flops(equation: Any) -> int:
+    """2mnk for a matrix product or a convolution, else 0."""
+    name, params = equation.primitive.name, equation.params
+    if name not in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
         return 0
-    return sum(math.prod(out.aval.shape) for out in equation.outvars)
+    lhs, rhs = (operand.aval.shape for operand in equation.invars[:2])
+    if name == "conv_general_dilated":
+        terms = math.prod(rhs) // max(1, rhs[params["dimension_numbers"].rhs_spec[0]])
+    else:
+        numbers = params.get("dimension_numbers") or params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        terms = math.prod(lhs[axis] for axis in numbers[0][0])
+    return 2 * math.prod(equation.outvars[0].aval.shape) * terms
+
+
+def _product_kind(equation: Any) -> str:
+    """The dtype of the operands, and after it the precision if more than the default is asked for in float32."""
+    dtype = max((operand.aval.dtype for operand in equation.invars[:2]), key=lambda dtype: dtype.itemsize)
+    if dtype.itemsize == 1:
+        return "int8" if dtype.kind in "iu" else "float8"
+    precision = equation.params.get("precision")
+    asked = {getattr(one, "name", "") for one in (precision if isinstance(precision, tuple) else (precision,))}
+    more = next((name for name in ("HIGHEST", "HIGH") if name in asked), "")
+    return f"float32 {more.lower()}" if dtype.name == "float32" and more else dtype.name
+
+
+def _elementwise_flops(equation: Any) -> int:
+    name = equation.primitive.name
+    if name.startswith("scatter"):
+        return math.prod(equation.invars[2].aval.shape)
+    if name.startswith(("reduce_", "arg", "cum")):
+        return math.prod(equation.invars[0].aval.shape)
+    return 0 if name in _FREE else sum(math.prod(out.aval.shape) for out in equation.outvars)

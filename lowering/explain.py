@@ -1,31 +1,37 @@
 """Which implementation every operator of a function takes on a target, and why not the others."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import StringIO
 from typing import Any
 
 import jax
+import jax.export
 from jax.extend.core import Jaxpr
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from lowering import cost, register
-from lowering.select import Refusal
+from lowering.measured_cpu import with_measured_rates
+from lowering.select import Choice, Refusal
 from lowering.targets import here, named
 from pallas_kernels.hardware import Hardware
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One operator at one set of shapes, which the function runs `count` times; flops and bytes are those of one run.
+    """One operator at one set of shapes, which the function runs `count` times.
 
-    `flops` are the reference's; `bytes` are those of operands and results, the least that any implementation moves.
+    What follows is of one run. `flops` are the reference's, and of these `matmul_flops` are on the matrix units, by
+    kind of product; `bytes` are those of operands and results, the least that any implementation moves. `seconds` is
+    the time that the target needs for them at its best, evenly divided where operands lie on a mesh, and `bound` what
+    it waits for: "memory" or "matmul". Both are None where too little is known of the target.
     """
 
     operator: str
@@ -35,7 +41,33 @@ class Row:
     implementation: str
     refusals: tuple[Refusal, ...]
     flops: int
+    matmul_flops: tuple[tuple[str, int], ...]
     bytes: int
+    seconds: float | None
+    bound: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class OperatorUse:
+    """One equation of a function that is an operator of ours, and what is chosen for it.
+
+    Attributes:
+      operator: its record.
+      count: how often the equation runs.
+      operands: their types.
+      results: their types.
+      params: the operator's attributes.
+      choice: the implementation, and what was refused before it.
+      shared_by: over how many devices operands and results are divided.
+    """
+
+    operator: register.Operator
+    count: int
+    operands: Sequence[Any]
+    results: Sequence[Any]
+    params: Mapping[str, Any]
+    choice: Choice
+    shared_by: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +77,7 @@ class Explanation:
     Attributes:
       target: the name of the target that was lowered for.
       rows: one for each operator and set of shapes, in order of first use.
-      total_flops: of the whole function, operators of ours and everything else.
+      total_flops: of the whole function, operators of ours and everything else; by primitives, before any compiler.
     """
 
     target: str
@@ -55,21 +87,37 @@ class Explanation:
     @property
     def share(self) -> float:
         """The part of the function's flops that is spent in our operators, from 0 to 1."""
-        ours = sum(row.count * row.flops for row in self.rows)
-        return ours / self.total_flops if self.total_flops else 0.0
+        return self.flops / self.total_flops if self.total_flops else 0.0
+
+    @property
+    def flops(self) -> int:
+        """Of all runs of these operators."""
+        return sum(row.count * row.flops for row in self.rows)
+
+    @property
+    def bytes(self) -> int:
+        """Of all runs of these operators."""
+        return sum(row.count * row.bytes for row in self.rows)
+
+    @property
+    def seconds(self) -> float | None:
+        """The roofline's time for all runs of these operators; None where that of one is not known."""
+        return _total_seconds(self.rows)
 
     def to_json(self) -> str:
         """Everything, as a JSON object."""
-        return json.dumps({**dataclasses.asdict(self), "share": self.share}, indent=2)
+        totals = {name: getattr(self, name) for name in ("flops", "bytes", "seconds", "share")}
+        return json.dumps({**dataclasses.asdict(self), **totals}, indent=2)
 
     def table(self) -> Table:
         """The rows as a `rich` table: those of one operator together, with the costs of all of their runs."""
         title = f"{self.target}: {self.share:.0%} of {_si(self.total_flops)}flop in these operators"
-        table = Table(title=title, title_justify="left")
-        for name in ("operator and operands", "implementation"):
-            table.add_column(name, overflow="fold")
-        for name in ("runs", "flop", "bytes"):
-            table.add_column(name, justify="right", no_wrap=True)
+        table = Table(title=title, title_justify="left", show_footer=len(self.rows) > 1)
+        totals = ("", _si(self.flops), _si(self.bytes), _si_seconds(self.seconds))
+        table.add_column("operator and operands", "all", overflow="fold")
+        table.add_column("implementation", overflow="fold")
+        for name, total in zip(("runs", "flop", "bytes", "at best"), totals, strict=True):
+            table.add_column(name, total, justify="right", no_wrap=True)
         for rows in _alike(self.rows):
             first = rows[0]
             reasons = [f"{refusal.kernel}: {refusal.reason}" for refusal in first.refusals]
@@ -81,6 +129,7 @@ class Explanation:
                 str(sum(row.count for row in rows)),
                 _si(sum(row.count * row.flops for row in rows)),
                 _si(sum(row.count * row.bytes for row in rows)),
+                "\n".join([_si_seconds(_total_seconds(rows)), *dict.fromkeys(row.bound or "" for row in rows)]).strip(),
             )
         return table
 
@@ -100,55 +149,85 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
       fn: a function of arrays.
       *args: what it is called with: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. Arrays that lie on several
         devices are taken to stay there.
-      target: the name of one of `targets()`; by default, the devices of this process.
+      target: the name of one of `targets()`, also of a slice as `compile` takes it; by default, the devices of this
+        process. What a CPU reaches is measured here, once in a process.
 
     Raises:
       ValueError: for an unknown target.
       OperatorError: what an operator has to say about its arguments, in the words that calling the function would give.
     """
-    hardware = here() if target is None else named(target)
+    hardware = here() if target is None else named(target.partition(":")[0])
     jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
-    device_count = max((len(_devices(leaf)) for leaf in jax.tree.leaves(args)), default=1)
-    rows: dict[Any, Row] = {}
-    for operator, equation, count in _operators(jaxpr, 1):
-        row = _row(operator, equation, count, hardware, device_count)
-        key = dataclasses.replace(row, count=0)
-        rows[key] = dataclasses.replace(row, count=row.count + (rows[key].count if key in rows else 0))
-    elsewhere = cost.flops(jaxpr)
-    ours = sum(row.count * row.flops for row in rows.values())
-    return Explanation(hardware.name, tuple(rows.values()), elsewhere + ours)
+    counts: dict[Row, int] = {}
+    for use in operator_uses(jaxpr, args, hardware):
+        row = _row(use, hardware)
+        counts[row] = counts.get(row, 0) + use.count
+    rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
+    elsewhere = cost.flops(jaxpr, excluding={row.operator for row in rows})
+    return Explanation(hardware.name, rows, elsewhere + sum(row.count * row.flops for row in rows))
 
 
-def _operators(jaxpr: Jaxpr, count: int) -> Iterator[tuple[register.Operator, Any, int]]:
-    """Each operator of ours with its equation and how often that runs."""
+def operator_uses(jaxpr: Jaxpr, args: Any, hardware: Hardware) -> Iterator[OperatorUse]:
+    """Every place where a function of these arguments uses an operator of ours, in order."""
+    device_count = max((_device_count(leaf) for leaf in jax.tree.leaves(args)), default=1)
+    yield from _uses(jaxpr, 1, hardware, device_count)
+
+
+def _uses(jaxpr: Jaxpr, count: int, hardware: Hardware, device_count: int) -> Iterator[OperatorUse]:
     for equation in jaxpr.eqns:
         operator = register.operator_of(equation.primitive)
         if operator is not None:
-            yield operator, equation, count
+            params = dict(equation.params)
+            request = params.pop("selection").request(operator.name)
+            operands, results = ([x.aval for x in side] for side in (equation.invars, equation.outvars))
+            split = register.partitioning(operands, device_count)
+            choice = register.choose(operator, request, hardware, operands, params, split)
+            shared_by = {"auto": device_count, "explicit": register.mesh_of(operands).size}.get(split, 1)
+            yield OperatorUse(operator, count, operands, results, params, choice, shared_by)
         for body in cost.inner_jaxprs(equation):
-            yield from _operators(body, count * cost.repetitions(equation))
+            yield from _uses(body, count * cost.repetitions(equation), hardware, device_count)
 
 
-def _row(operator: register.Operator, equation: Any, count: int, hardware: Hardware, device_count: int) -> Row:
-    params = dict(equation.params)
-    request = params.pop("selection").request(operator.name)
-    operands = [x.aval for x in equation.invars]
-    results = [x.aval for x in equation.outvars]
-    split = register.partitioning(operands, device_count)
-    choice = register.choose(operator, request, hardware, operands, params, split)
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in operands]
-    mesh_axes = list(register.mesh_of(operands).shape.items())
-    reference = jax.make_jaxpr(lambda *x: operator.meaning(*x, **params), axis_env=mesh_axes)(*shapes)
+def _row(use: OperatorUse, hardware: Hardware) -> Row:
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in use.operands]
+    mesh_axes = list(register.mesh_of(use.operands).shape.items())
+    meaning = functools.partial(use.operator.meaning, **use.params)
+    reference = jax.make_jaxpr(meaning, axis_env=mesh_axes)(*shapes).jaxpr
+    matmul_flops, moved = cost.matmul_flops(reference), cost.read_bytes(reference) + cost.array_bytes(use.results)
+    seconds, bound = _roofline(hardware, matmul_flops, moved)
     return Row(
-        operator=operator.name,
-        count=count,
-        operands=tuple(_describe(aval) for aval in operands),
-        results=tuple(_describe(aval) for aval in results),
-        implementation=choice.implementation,
-        refusals=choice.refusals,
-        flops=cost.flops(reference.jaxpr),
-        bytes=cost.array_bytes([*operands, *results]),
+        operator=use.operator.name,
+        count=0,
+        operands=tuple(_describe(aval) for aval in use.operands),
+        results=tuple(_describe(aval) for aval in use.results),
+        implementation=use.choice.implementation,
+        refusals=use.choice.refusals,
+        flops=cost.flops(reference),
+        matmul_flops=tuple(matmul_flops.items()),
+        bytes=moved,
+        seconds=None if seconds is None else seconds / use.shared_by,
+        bound=bound,
     )
+
+
+def _roofline(hardware: Hardware, matmul_flops: dict[str, int], moved: int) -> tuple[float | None, str | None]:
+    """The least time that the chip needs for these products and bytes, and which of the two it waits for."""
+    if jax.export.is_symbolic_dim(moved):
+        return None, None
+    if hardware == here() and hardware.platform == "cpu":
+        hardware = with_measured_rates(hardware, matmul_flops)
+    rates = dict(hardware.matmul_flops_per_s)
+    if hardware.memory_bytes_per_s is None or any(kind not in rates for kind in matmul_flops):
+        return None, None
+    in_products = sum(count / rates[kind] for kind, count in matmul_flops.items())
+    in_memory = moved / hardware.memory_bytes_per_s
+    return max(in_products, in_memory), "matmul" if in_products > in_memory else "memory"
+
+
+def _total_seconds(rows: Sequence[Row]) -> float | None:
+    """Of all runs; None where that of one is not known."""
+    known = [row.count * row.seconds for row in rows if row.seconds is not None]
+    return sum(known) if len(known) == len(rows) else None
 
 
 def _describe(aval: Any) -> str:
@@ -171,11 +250,19 @@ def _brief(operands: tuple[str, ...]) -> str:
     return ", ".join(operand if number == 1 else f"{number} x {operand}" for operand, number in groups)
 
 
-def _devices(leaf: Any) -> set[Any]:
-    return getattr(getattr(leaf, "sharding", None), "device_set", set())
+def _device_count(leaf: Any) -> int:
+    sharding = getattr(leaf, "sharding", None)
+    return 1 if sharding is None else sharding.num_devices
 
 
 def _si(quantity: float) -> str:
     """A number with a decimal prefix: 3 significant digits and then k, M, G, T or P."""
     power = min(int(math.log10(quantity) // 3), 5) if quantity >= 1 else 0
     return f"{quantity / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P')[power]}"
+
+
+def _si_seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    unit, name = next(((unit, name) for unit, name in ((1, "s"), (1e-3, "ms")) if seconds >= unit), (1e-6, "us"))
+    return f"{seconds / unit:.3g} {name}"

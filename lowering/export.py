@@ -12,9 +12,10 @@ import jax
 import jax.export
 from jax.tree_util import PyTreeDef
 
-from lowering.compile import KERNEL_CALLS, flattened
-from lowering.explain import explain
-from lowering.targets import PLATFORMS, platform_here
+from lowering.compile import flattened
+from lowering.compiled_report import KERNEL_CALLS
+from lowering.explain import operator_uses
+from lowering.targets import PLATFORMS, named, platform_here
 
 _FORMAT = 1
 _PROGRAM, _METADATA = "program", "metadata.json"
@@ -142,8 +143,8 @@ def load(path: str | Path) -> Artifact:
 def _implementations(jitted: Any, args: Sequence[Any], platform: str) -> dict[str, list[str]]:
     """The implementations that each operator takes on a platform, of whose chip nothing more is known."""
     chosen: dict[str, set[str]] = {}
-    for row in explain(jitted, *args, target=platform).rows:
-        chosen.setdefault(row.operator, set()).add(row.implementation)
+    for use in operator_uses(jax.make_jaxpr(jitted)(*args).jaxpr, args, named(platform)):
+        chosen.setdefault(use.operator.name, set()).add(use.choice.implementation)
     return {operator: sorted(names) for operator, names in sorted(chosen.items())}
 
 

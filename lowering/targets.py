@@ -1,12 +1,34 @@
 """The chips that can be lowered for, whether or not they are in this machine."""
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.hardware import Hardware
 
 _GIB = 2**30
-_TPU_SOURCE = "Google Cloud TPU documentation, system architecture pages (v5e, v5p, v6e)"
-_NVIDIA_SOURCE = "NVIDIA data sheet; CUDA C++ Programming Guide, compute capabilities"
+_TPU_SOURCE = "Google Cloud TPU documentation, system architecture pages (v5e, v5p, v6e, TPU7x)"
+_NVIDIA_SOURCE = (
+    "NVIDIA data sheet of the SXM module, without sparsity; CUDA C++ Programming Guide, compute capabilities"
+)
+
+
+def _tpu_rates(bfloat16: float, **others: float) -> tuple[tuple[str, float], ...]:
+    """float32 operands are rounded to bfloat16, or split into parts whose products take three or six passes."""
+    passes = {"float32": bfloat16, "float32 high": bfloat16 / 3, "float32 highest": bfloat16 / 6}
+    return tuple({"bfloat16": bfloat16, **passes, **others}.items())
+
+
+def _nvidia_rates(*, float16: float, tf32: float, float32: float, float64: float, **others: float) -> Any:
+    """float32 operands are rounded to TF32 unless the highest precision is asked for."""
+    halves = {"bfloat16": float16, "float16": float16}
+    singles = {"float32": tf32, "float32 high": tf32, "float32 highest": float32}
+    return tuple({**halves, **singles, "float64": float64, **others}.items())
+
+
+_HOPPER_RATES = _nvidia_rates(
+    float16=989.4e12, tf32=494.7e12, float32=66.9e12, float64=66.9e12, int8=1978.9e12, float8=1978.9e12
+)
 
 TARGETS = {
     hardware.name: hardware
@@ -20,6 +42,7 @@ TARGETS = {
             on_chip_bytes=128 * 2**20,
             memory_bytes=16 * _GIB,
             memory_bytes_per_s=819e9,
+            matmul_flops_per_s=_tpu_rates(197e12, int8=393e12),
             smallest_slice="v5e:2x2",
             source=_TPU_SOURCE,
         ),
@@ -31,6 +54,7 @@ TARGETS = {
             on_chip_bytes=64 * 2**20,
             memory_bytes=95 * _GIB,
             memory_bytes_per_s=2765e9,
+            matmul_flops_per_s=_tpu_rates(459e12, int8=918e12),
             smallest_slice="v5p:2x2x1",
             source=_TPU_SOURCE,
         ),
@@ -42,7 +66,22 @@ TARGETS = {
             on_chip_bytes=128 * 2**20,
             memory_bytes=32 * _GIB,
             memory_bytes_per_s=1640e9,
+            matmul_flops_per_s=_tpu_rates(918e12, int8=1836e12),
             smallest_slice="v6e:2x2",
+            source=_TPU_SOURCE,
+        ),
+        # Each of a chip's two TensorCores is a device of its own, with half of the chip's memory.
+        Hardware(
+            "tpu-v7x",
+            "tpu",
+            device_kind="TPU7x",
+            cores=1,
+            on_chip_bytes=64 * 2**20,
+            memory_bytes=96 * _GIB,
+            memory_bytes_per_s=7380e9 / 2,
+            matmul_flops_per_s=_tpu_rates(2307e12 / 2, float8=4614e12 / 2),
+            devices_per_chip=2,
+            smallest_slice="tpu7x:2x2x1",
             source=_TPU_SOURCE,
         ),
         Hardware(
@@ -58,6 +97,7 @@ TARGETS = {
             clock_hz=1.980e9,
             memory_bytes=80 * 10**9,
             memory_bytes_per_s=3.35e12,
+            matmul_flops_per_s=_HOPPER_RATES,
             source=_NVIDIA_SOURCE,
         ),
         Hardware(
@@ -73,6 +113,7 @@ TARGETS = {
             clock_hz=1.980e9,
             memory_bytes=141 * 10**9,
             memory_bytes_per_s=4.8e12,
+            matmul_flops_per_s=_HOPPER_RATES,
             source=_NVIDIA_SOURCE,
         ),
         Hardware(
@@ -87,7 +128,10 @@ TARGETS = {
             fp32_lanes=128,
             clock_hz=1.965e9,
             memory_bytes=180 * 10**9,
-            memory_bytes_per_s=8e12,
+            memory_bytes_per_s=7.7e12,
+            matmul_flops_per_s=_nvidia_rates(
+                float16=2.25e15, tf32=1.1e15, float32=75e12, float64=37e12, int8=4.5e15, float8=4.5e15
+            ),
             source=_NVIDIA_SOURCE,
         ),
         Hardware(
@@ -103,6 +147,9 @@ TARGETS = {
             clock_hz=1.410e9,
             memory_bytes=80 * 10**9,
             memory_bytes_per_s=2.039e12,
+            matmul_flops_per_s=_nvidia_rates(
+                float16=312e12, tf32=156e12, float32=19.5e12, float64=19.5e12, int8=624e12
+            ),
             source=_NVIDIA_SOURCE,
         ),
     )

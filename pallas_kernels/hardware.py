@@ -22,6 +22,9 @@ class Hardware:
       clock_hz: of a GPU's multiprocessors, at most.
       memory_bytes: device memory of the chip.
       memory_bytes_per_s: its bandwidth.
+      matmul_flops_per_s: dense matrix products, by the dtype of their operands at JAX's default precision; what "high"
+        and "highest" precision make of float32 are entries of their own ("float32 highest").
+      devices_per_chip: how many JAX devices a chip has; this record is of one of them.
       smallest_slice: of TPU chips that can be compiled for, as `jax.experimental.topologies` names it.
       source: where the figures were published.
     """
@@ -38,5 +41,7 @@ class Hardware:
     clock_hz: float | None = None
     memory_bytes: int | None = None
     memory_bytes_per_s: float | None = None
+    matmul_flops_per_s: tuple[tuple[str, float], ...] = ()
+    devices_per_chip: int = 1
     smallest_slice: str = ""
     source: str = ""

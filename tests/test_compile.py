@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 import lowering
-from lowering.compile import Collective, GpuResources, _collectives, _gpu_resources, _kernels, _last_error
+from lowering.compiled_report import Collective, GpuResources, _collectives, _kernels, gpu_resources
 from lowering.targets import named
 
 
@@ -90,7 +90,9 @@ def test_compile_refuses_another_number_of_devices():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     for target, chips in (("tpu-v5e", 1), ("tpu-v5e:4x4", 16)):
-        with pytest.raises(lowering.CompileError, match=f"args must lie on {chips} chips, as .* has; got a mesh of 8"):
+        with pytest.raises(
+            lowering.CompileError, match=f"args must lie on {chips} devices, as .* has; got a mesh of 8"
+        ):
             lowering.compile(lambda x: 2 * x, x, target=target)
 
 
@@ -110,12 +112,19 @@ COLLECTIVES = """
   %done = bf16[16]{0} all-gather-done(%start)
   %all-gather-of-users = f32[7]{0} add(%x, %y)
 """
-PTXAS = """ptxas info    : Compiling entry function 'one' for 'sm_90a'
+PTXAS = {
+    "one": """ptxas info    : Compiling entry function 'one_mosaic_gpu_kernel' for 'sm_90a'
     8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
 ptxas info    : Used 79 registers, used 2 barriers
-ptxas info    : Compiling entry function 'two' for 'sm_90a'
+""",
+    "two": """ptxas info    : Compiling entry function 'two' for 'sm_90a'
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 40 registers
+""",
+}
+LAUNCH = """
+    %121 = gpu.launch async [%5] threads(%arg5) in (%arg11 = %c384) dynamic_shared_memory_size %c114752_i32 {
+    %122 = gpu.launch_func async [%9] @one::@one blocks in (%c1) dynamic_shared_memory_size %c1_i32 args(%84)
 """
 
 
@@ -128,14 +137,8 @@ def test_collectives_are_counted_with_the_bytes_of_their_results():
     assert _collectives(COLLECTIVES) == expected
 
 
-def test_ptxas_report_is_read():
-    assert _gpu_resources(PTXAS) == [GpuResources(79, 28, 2), GpuResources(40, 0, 0)]
-
-
-def test_compiler_error_is_one_screen():
-    stderr = (
-        "Traceback (most recent call last):\n  File x\njax.errors.JaxRuntimeError: INTERNAL: Mosaic failed\n"
-        + 99 * "mlir\n"
-    )
-    assert _last_error(stderr).splitlines()[0] == "jax.errors.JaxRuntimeError: INTERNAL: Mosaic failed"
-    assert len(_last_error(stderr).splitlines()) == 30
+def test_dumps_of_mosaic_gpu_are_read(tmp_path):
+    for name, report in PTXAS.items():
+        (tmp_path / f"{name}_0.ptxas").write_text(report)
+        (tmp_path / f"{name}_0.mlir-passes.log").write_text(LAUNCH)
+    assert gpu_resources(tmp_path) == [GpuResources("one", 79, 28, 114752, 2), GpuResources("two", 40, 0, 114752, 0)]

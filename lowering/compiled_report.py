@@ -1,0 +1,216 @@
+"""What a compiler made of a function: the facts that its compiled form and its text hold."""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from pallas_kernels.hardware import Hardware
+
+KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Device memory of a compiled function, in bytes; what is `aliased` counts among arguments and outputs both."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        """What the device holds while the function runs, without the code."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuResources:
+    """What one Mosaic GPU kernel takes on a multiprocessor: a thread's registers, the rest for a thread block.
+
+    Attributes:
+      kernel: what the compiler calls it, which may be the name of its body.
+      registers: of a thread.
+      spilled_bytes: stored to and loaded from memory for want of registers.
+      shared_bytes: of shared memory.
+      barriers: named barriers.
+    """
+
+    kernel: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    barriers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One kind of communication between chips in a program.
+
+    Attributes:
+      kind: as XLA calls it, such as "all-reduce".
+      count: how often it stands in the program; what stands in a loop runs more often.
+      bytes: of all their results on one chip.
+    """
+
+    kind: str
+    count: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledReport:
+    """What a compiler made of a function.
+
+    Attributes:
+      target: what was compiled for.
+      kernels: how often each Pallas kernel occurs in the optimised program, by name.
+      gpu_resources: of each Mosaic GPU kernel that was compiled, in the order of compilation.
+      collectives: what the chips of a slice exchange.
+      memory: of the program on one chip, as the compiler states it.
+      cost: the compiler's own estimates, such as "flops"; some give none.
+      compile_seconds: what compiling took, without tracing.
+      stablehlo: the program as the compiler got it.
+      hlo: the program as the compiler optimised it.
+      call: runs it on arrays; None where the target is not in this machine.
+    """
+
+    target: str
+    kernels: dict[str, int]
+    gpu_resources: tuple[GpuResources, ...]
+    collectives: tuple[Collective, ...]
+    memory: Memory
+    cost: dict[str, float]
+    compile_seconds: float
+    stablehlo: str = dataclasses.field(repr=False)
+    hlo: str = dataclasses.field(repr=False)
+    call: Callable[..., Any] | None = dataclasses.field(default=None, repr=False)
+
+    def to_json(self) -> str:
+        """Everything but the texts of the program, as a JSON object."""
+        record = {
+            "target": self.target,
+            "kernels": self.kernels,
+            "gpu_resources": [dataclasses.asdict(resources) for resources in self.gpu_resources],
+            "collectives": [dataclasses.asdict(collective) for collective in self.collectives],
+            "memory": {**dataclasses.asdict(self.memory), "peak": self.memory.peak},
+            "cost": self.cost,
+            "compile_seconds": self.compile_seconds,
+        }
+        return json.dumps(record, indent=2)
+
+    def table(self) -> Table:
+        """The facts as a `rich` table."""
+        table = Table(title=f"compiled for {self.target} in {self.compile_seconds:.1f} s", title_justify="left")
+        table.add_column("")
+        table.add_column("", justify="right")
+        for name in ("arguments", "outputs", "aliased", "temporaries", "peak"):
+            table.add_row(f"{name}, bytes", f"{getattr(self.memory, name):,}")
+        for name, count in self.kernels.items():
+            table.add_row(f"kernel {name}", str(count))
+        for resources in self.gpu_resources:
+            table.add_row(f"{resources.kernel}, registers of a thread", str(resources.registers))
+            table.add_row(
+                f"{resources.kernel}, spilled and shared bytes",
+                f"{resources.spilled_bytes:,}, {resources.shared_bytes:,}",
+            )
+        for collective in self.collectives:
+            table.add_row(f"{collective.kind}, {collective.count} times, bytes", f"{collective.bytes:,}")
+        if "flops" in self.cost:
+            table.add_row("flop, as the compiler counts", f"{self.cost['flops']:,.0f}")
+        return table
+
+
+def compiled_facts(compiled: Any, seconds: float) -> dict[str, Any]:
+    """What is asked of a compiled program, in either process."""
+    memory = compiled.memory_analysis()
+    cost = compiled.cost_analysis() or {}
+    return {
+        "memory": {
+            "arguments": memory.argument_size_in_bytes,
+            "outputs": memory.output_size_in_bytes,
+            "aliased": memory.alias_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+        },
+        # "bytes accessed3{}" and the like are of single operands; what a compiler cannot estimate is negative.
+        "cost": {name: value for name, value in cost.items() if "{" not in name and value >= 0},
+        "compile_seconds": seconds,
+    }
+
+
+def report_of(
+    hardware: Hardware,
+    facts: dict[str, Any],
+    stablehlo: str,
+    hlo: str,
+    gpu_resources: tuple[GpuResources, ...] = (),
+    call: Callable[..., Any] | None = None,
+) -> CompiledReport:
+    """The report, from `compiled_facts` and the program's text before and after the compiler."""
+    return CompiledReport(
+        target=hardware.name,
+        kernels=_kernels(hlo),
+        gpu_resources=gpu_resources,
+        collectives=_collectives(hlo),
+        memory=Memory(**facts["memory"]),
+        cost=facts["cost"],
+        compile_seconds=facts["compile_seconds"],
+        stablehlo=stablehlo,
+        hlo=hlo,
+        call=call,
+    )
+
+
+def _kernels(hlo: str) -> dict[str, int]:
+    """The Pallas kernels in an optimised program: the name that a kernel was given ends the path before the launch."""
+    calls = "|".join(KERNEL_CALLS)
+    pattern = rf'custom_call_target="(?:{calls})".*?op_name="(?:[^"]*/)?([^"/]+)/[^"/]+"'
+    names = re.findall(pattern, hlo)
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
+def _collectives(hlo: str) -> tuple[Collective, ...]:
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all"
+    found: dict[str, list[int]] = {}
+    for types, kind, start in re.findall(rf"^ *(?:ROOT )?%\S+ = (.*?) ({kinds})(-start)?\(", hlo, re.MULTILINE):
+        sizes = [_array_bytes(dtype, shape) for dtype, shape in re.findall(r"([a-z]\w*)\[([\d,]*)\]", types)]
+        # Where one that is started names its operands and its results, they are half of what it names each.
+        results = sizes[len(sizes) // 2 :] if start and kind != "all-reduce" else sizes
+        found.setdefault(kind, []).append(sum(results))
+    return tuple(Collective(kind, len(sizes), sum(sizes)) for kind, sizes in sorted(found.items()))
+
+
+def _array_bytes(dtype: str, shape: str) -> int:
+    bits = re.search(r"\d+", dtype)
+    return math.prod(int(size) for size in shape.split(",") if size) * (int(bits.group()) if bits else 8) // 8
+
+
+def gpu_resources(dump: Path) -> list[GpuResources]:
+    """Of the kernels that Mosaic GPU has dumped: from ptxas' report, and from the launch in the code before it."""
+    facts = (
+        r"entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?"
+        r"Used (\d+) registers(?:, used (\d+) barriers)?"
+    )
+    found = []
+    for report in sorted(dump.glob("*.ptxas")):
+        passes = report.with_suffix(".mlir-passes.log").read_text(errors="replace")
+        launch = re.search(r"gpu\.launch.*dynamic_shared_memory_size %c(\d+)", passes)
+        for name, stores, loads, registers, barriers in re.findall(
+            facts, report.read_text(errors="replace"), re.DOTALL
+        ):
+            found.append(
+                GpuResources(
+                    kernel=name,
+                    registers=int(registers),
+                    spilled_bytes=int(stores) + int(loads),
+                    shared_bytes=int(launch.group(1)) if launch else 0,
+                    barriers=int(barriers or 0),
+                )
+            )
+    return found

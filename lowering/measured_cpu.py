@@ -1,0 +1,52 @@
+"""What the CPU of this machine reaches: no runtime tells, so it is measured when a roofline first needs it."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.hardware import Hardware
+
+_MATRIX_SIZE = 1024
+_ARRAY_BYTES = 2**28  # beyond any cache
+_REPEATS = 3
+
+
+def with_measured_rates(cpu: Hardware, kinds: Iterable[str]) -> Hardware:
+    """The record of this machine's CPU with its memory bandwidth and its rates for these kinds of matrix products."""
+    rates = tuple((kind, _matmul_flops_per_s(kind.partition(" ")[0])) for kind in kinds)
+    source = "measured on this machine, with XLA"
+    return dataclasses.replace(cpu, memory_bytes_per_s=_bytes_per_s(), matmul_flops_per_s=rates, source=source)
+
+
+@functools.cache
+def _matmul_flops_per_s(dtype: str) -> float:
+    # XLA multiplies what has one byte as some other type, at a rate of its own.
+    one_byte = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
+    accumulated = jnp.int32 if dtype == "int8" else jnp.promote_types(one_byte.get(dtype, dtype), jnp.float32)
+    with jax.default_device(jax.devices("cpu")[0]):
+        matrix = jnp.ones((_MATRIX_SIZE, _MATRIX_SIZE), one_byte.get(dtype, dtype))
+        product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=accumulated))
+        return 2 * _MATRIX_SIZE**3 / _least_seconds(lambda _: product(matrix), None)
+
+
+@functools.cache
+def _bytes_per_s() -> float:
+    with jax.default_device(jax.devices("cpu")[0]):
+        # In place: fresh memory would cost the operating system more than the bandwidth.
+        increment = jax.jit(lambda x: x + 1, donate_argnums=0)
+        return 2 * _ARRAY_BYTES / _least_seconds(increment, jnp.zeros(_ARRAY_BYTES // 4, jnp.float32))
+
+
+def _least_seconds(step: Callable[[Any], Any], state: Any) -> float:
+    """The least time of a few steps: what the machine can do, without what else it was doing."""
+    times = []
+    for _ in range(_REPEATS + 1):  # the first also compiles
+        start = time.perf_counter()
+        state = jax.block_until_ready(step(state))
+        times.append(time.perf_counter() - start)
+    return min(times)
