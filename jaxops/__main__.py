@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 import jaxops
@@ -132,7 +133,7 @@ def compile(
 
     Without --arg the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
     """
-    _require_target(target.partition(":")[0])
+    _require_target(target)
     _require_implementation(implementation)
     if output is not None:
         _require_folder(output)
@@ -202,6 +203,7 @@ def targets(as_json: _JSON = False) -> None:
             "status": lowering.availability(chip),
             "memory_bytes": chip.memory_bytes,
             "memory_bytes_per_s": chip.memory_bytes_per_s,
+            "matmul_flops_per_s": dict(chip.matmul_flops_per_s),
             "source": chip.source,
         }
         for chip in lowering.targets()
@@ -214,10 +216,14 @@ def targets(as_json: _JSON = False) -> None:
     table.add_column("status")
     table.add_column("memory, GB", justify="right")
     table.add_column("GB/s", justify="right")
+    table.add_column("bf16 Tflop/s", justify="right")
     for chip in lowering.targets():
         memory = (chip.memory_bytes, chip.memory_bytes_per_s)
         figures = ("-" if size is None else f"{size / 1e9:,.0f}" for size in memory)
-        table.add_row(chip.name, lowering.availability(chip), *figures)
+        rate = dict(chip.matmul_flops_per_s).get("bfloat16")
+        table.add_row(
+            chip.name, Text(lowering.availability(chip)), *figures, "-" if rate is None else f"{rate / 1e12:,.0f}"
+        )
     _console().print(table)
 
 
@@ -238,9 +244,10 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
-def _require_target(name: str) -> None:
+def _require_target(target: str) -> None:
+    """A chip, or a slice of them with its topology."""
     try:
-        named(name)
+        named(target.partition(":")[0])
     except ValueError as error:
         raise CommandError(str(error).removeprefix("lowering: ")) from None
 

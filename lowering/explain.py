@@ -85,8 +85,10 @@ class Explanation:
     total_flops: int
 
     @property
-    def share(self) -> float:
-        """The part of the function's flops that is spent in our operators, from 0 to 1."""
+    def share(self) -> float | None:
+        """The part of the function's flops that is spent in our operators, from 0 to 1; None for symbolic sizes."""
+        if jax.export.is_symbolic_dim(self.total_flops):
+            return None
         return self.flops / self.total_flops if self.total_flops else 0.0
 
     @property
@@ -107,11 +109,12 @@ class Explanation:
     def to_json(self) -> str:
         """Everything, as a JSON object."""
         totals = {name: getattr(self, name) for name in ("flops", "bytes", "seconds", "share")}
-        return json.dumps({**dataclasses.asdict(self), **totals}, indent=2)
+        return json.dumps({**dataclasses.asdict(self), **totals}, indent=2, default=str)
 
     def table(self) -> Table:
         """The rows as a `rich` table: those of one operator together, with the costs of all of their runs."""
-        title = f"{self.target}: {self.share:.0%} of {_si(self.total_flops)}flop in these operators"
+        share = "a part" if self.share is None else f"{self.share:.0%}"
+        title = f"{self.target}: {share} of {_si(self.total_flops)}flop in these operators"
         table = Table(title=title, title_justify="left", show_footer=len(self.rows) > 1)
         totals = ("", _si(self.flops), _si(self.bytes), _si_seconds(self.seconds))
         table.add_column("operator and operands", "all", overflow="fold")
@@ -255,8 +258,10 @@ def _device_count(leaf: Any) -> int:
     return 1 if sharding is None else sharding.num_devices
 
 
-def _si(quantity: float) -> str:
-    """A number with a decimal prefix: 3 significant digits and then k, M, G, T or P."""
+def _si(quantity: Any) -> str:
+    """A number with a decimal prefix: 3 significant digits and then k, M, G, T or P. A symbolic one as it is."""
+    if jax.export.is_symbolic_dim(quantity):
+        return f"{quantity} "
     power = min(int(math.log10(quantity) // 3), 5) if quantity >= 1 else 0
     return f"{quantity / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P')[power]}"
 
