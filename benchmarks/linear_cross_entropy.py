@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from jaxops.linear_cross_entropy import linear_cross_entropy
+from lowering import timing
 
 STRATEGIES = ("full", "grad_in_forward", "recompute")
 
@@ -40,8 +41,8 @@ def case(rows: int, hidden: int, classes: int, dtype: str, repeats: int) -> dict
     for strategy in STRATEGIES:
         loss = functools.partial(linear_cross_entropy, strategy=strategy)
         candidates[f"jaxops {strategy}"] = candidate(loss, operands)
-    times = harness.times_ms({name: run for name, (run, _) in candidates.items()}, repeats=repeats)
-    found = {name: {**harness.summary(times[name]), **facts} for name, (_, facts) in candidates.items()}
+    times = timing.times_ms({name: run for name, (run, _) in candidates.items()}, repeats=repeats)
+    found = {name: {**timing.summary(times[name]), **facts} for name, (_, facts) in candidates.items()}
     return {"name": f"x {dtype}[{rows}, {hidden}], weight [{classes}, {hidden}]", "candidates": found}
 
 
