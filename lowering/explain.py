@@ -58,6 +58,7 @@ class OperatorUse:
       results: their types.
       params: the operator's attributes.
       choice: the implementation, and what was refused before it.
+      split: how operands are split over devices, as `register.partitioning` says.
       shared_by: over how many devices operands and results are divided.
     """
 
@@ -67,6 +68,7 @@ class OperatorUse:
     results: Sequence[Any]
     params: Mapping[str, Any]
     choice: Choice
+    split: str
     shared_by: int
 
 
@@ -181,12 +183,12 @@ def _uses(jaxpr: Jaxpr, count: int, hardware: Hardware, device_count: int) -> It
         operator = register.operator_of(equation.primitive)
         if operator is not None:
             params = dict(equation.params)
-            request = params.pop("selection").request(operator.name)
+            selection = params.pop("selection")
             operands, results = ([x.aval for x in side] for side in (equation.invars, equation.outvars))
             split = register.partitioning(operands, device_count)
-            choice = register.choose(operator, request, hardware, operands, params, split)
+            choice = register.choose(operator, selection, hardware, operands, params, split)
             shared_by = {"auto": device_count, "explicit": register.mesh_of(operands).size}.get(split, 1)
-            yield OperatorUse(operator, count, operands, results, params, choice, shared_by)
+            yield OperatorUse(operator, count, operands, results, params, choice, split, shared_by)
         for body in cost.inner_jaxprs(equation):
             yield from _uses(body, count * cost.repetitions(equation), hardware, device_count)
 

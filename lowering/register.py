@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 
-from lowering import _jax_private, select
+from lowering import _jax_private, select, tuning
 from lowering.targets import PLATFORMS, being_lowered_for
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
@@ -87,18 +87,27 @@ def operator_of(primitive: Primitive) -> Operator | None:
     return _registered.get(primitive)
 
 
+def kernels_of(operator: Operator) -> tuple[Kernel, ...]:
+    """The operator's kernels in order of preference, after those that were added."""
+    return (*_added_kernels.get(operator.name, ()), *operator.kernels)
+
+
 def choose(
     operator: Operator,
-    request: str,
+    selection: select.Selection,
     hardware: Hardware,
     operands: Sequence[Any],
     params: dict[str, Any],
     split: str,
 ) -> select.Choice:
     """`select.choose` for this operator, where operands are split over devices as `split` (of `partitioning`) says."""
-    kernels = (*_added_kernels.get(operator.name, ()), *operator.kernels)
+    kernels = kernels_of(operator)
+    request = selection.request(operator.name)
     obstacle = _obstacle(split, hardware.platform)
-    return select.choose(operator.name, kernels, request, hardware, operands, params, obstacle)
+    # Outside of shard_map a kernel gets a part of what is split, not the shapes that are known here.
+    is_whole = bool(kernels) and split in ("none", "manual")
+    tuned = tuning.find(selection.tuned, operator.name, hardware, operands, params) if is_whole else None
+    return select.choose(operator.name, kernels, request, hardware, operands, params, obstacle, tuned)
 
 
 def _lower(
@@ -106,10 +115,11 @@ def _lower(
 ) -> Any:
     hardware = being_lowered_for(platform, tuple(ctx.module_context.platforms))
     split = partitioning(ctx.avals_in, getattr(ctx.module_context.axis_context, "num_devices", 1))
-    choice = choose(operator, selection.request(operator.name), hardware, ctx.avals_in, params, split)
+    choice = choose(operator, selection, hardware, ctx.avals_in, params, split)
     if choice.kernel is None:
         return _lower_reference(operator, ctx, *operands, selection=selection, **params)
-    config = choice.kernel.configs(hardware, *ctx.avals_in, **params)[0]
+    first = choice.kernel.configs(hardware, *ctx.avals_in, **params)[0]
+    config = first if choice.config is None else dict(choice.config)
     run = functools.partial(choice.kernel.run, config=config, interpret=choice.interpret, **params)
     if split in ("explicit", "auto"):
         return _lower_fun(lambda *arrays: operator.local_kernel(run, arrays)(*arrays), ctx, *operands)
