@@ -19,11 +19,13 @@ from jaxops._commands.options import (
     Function,
     Implementation,
     Json,
+    Tuned,
     console,
     require,
     require_folder,
     require_implementation,
     require_target,
+    tuned_by,
 )
 from jaxops._demo import report
 from jaxops._demo.train import Settings
@@ -100,6 +102,7 @@ def explain(
         typer.Option(help="What to lower for, such as cpu, tpu-v5e or cuda-h100. By default, the devices here."),
     ] = None,
     arg: Arguments = None,
+    tuned: Tuned = None,
     as_json: Json = False,
 ) -> None:
     """Shows which implementation each operator in a function takes on a target, and why.
@@ -110,9 +113,10 @@ def explain(
     if target is not None:
         require_target(target)
     fn, args = load(function, arg or ())
-    explanation = run_user_code(
-        function, "be traceable with these arguments", lambda: lowering.explain(fn, *args, target=target)
-    )
+    with tuned_by(tuned):
+        explanation = run_user_code(
+            function, "be traceable with these arguments", lambda: lowering.explain(fn, *args, target=target)
+        )
     if as_json:
         print(explanation.to_json())
     else:
@@ -125,6 +129,7 @@ def compile(
     target: Annotated[str, typer.Option(help="What to compile for, such as cpu, tpu-v5e or tpu-v5p:8x8x8.")],
     arg: Arguments = None,
     implementation: Implementation = "auto",
+    tuned: Tuned = None,
     output: Annotated[Path | None, typer.Option(help="A folder for the program before and after optimisation.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -142,7 +147,8 @@ def compile(
         with lowering.use(implementation):
             return lowering.compile(fn, *args, target=target)
 
-    report = run_user_code(function, "be traceable with these arguments", compiled)
+    with tuned_by(tuned):
+        report = run_user_code(function, "be traceable with these arguments", compiled)
     if output is not None:
         (output / "stablehlo.mlir").write_text(report.stablehlo)
         (output / "optimized.hlo").write_text(report.hlo)
@@ -159,6 +165,7 @@ def export(
     platforms: Annotated[str, typer.Option(help="Of cpu, cuda and tpu.")] = "cpu,cuda,tpu",
     arg: Arguments = None,
     implementation: Implementation = "auto",
+    tuned: Tuned = None,
     as_json: Json = False,
 ) -> None:
     """Writes a function to one file that runs on several platforms: `lowering.load(FILE).call(...)`.
@@ -172,7 +179,8 @@ def export(
         with lowering.use(implementation):
             return lowering.export(fn, *args, platforms=platforms.split(","))
 
-    artifact = run_user_code(function, "be traceable with these arguments", exported)
+    with tuned_by(tuned):
+        artifact = run_user_code(function, "be traceable with these arguments", exported)
     try:
         artifact.save(output)
     except OSError as error:

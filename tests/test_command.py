@@ -13,6 +13,7 @@ import jaxops
 import lowering
 from jaxops.__main__ import app
 from lowering import timing
+from lowering.measurements import Entry, Key, Measurement
 
 USER_FILE = """
 import jax
@@ -185,6 +186,14 @@ REFUSALS = {
         ("tune", "mine.py:loss", "--arg", "float32[4,7]", "--arg", "float32[4]"),
         "nll_loss: labels must ",
     ),
+    "tuned by a file of another kind": (
+        ("explain", "mine.py:loss", "--tuned", "notes.txt"),
+        "notes.txt' must be a whole file that tune has written",
+    ),
+    "tuned by no file": (
+        ("bench", "mine.py:loss", "--tuned", "tuned.json"),
+        "'tuned.json' must be a file that can be read; got No such file or directory",
+    ),
     "bench an unknown implementation": (
         ("bench", "mine.py:loss", "--implementation", "auto,fast"),
         "--implementation must be one of auto, reference, pallas; got 'fast'",
@@ -271,6 +280,24 @@ def test_tune_prints_and_keeps_what_it_measured(tmp_path: Path) -> None:
     result = run(*arguments)
     assert (result.exit_code, result.stderr) == (0, "")
     assert "* reference" in result.stdout
+
+
+@pytest.mark.usefixtures("user_file")
+@pytest.mark.parametrize("command", ["explain", "compile", "export"])
+def test_commands_choose_by_what_was_tuned(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = Key("tpu-v5e", "nll_loss", ("float32[4,7]",), "", ())
+    lowering.TuningResult((Entry(key, (Measurement("reference", (), 1.0),), 3),)).save(tmp_path / "tuned.json")
+    seen = []
+    original = getattr(lowering, command)
+
+    def spied(*args: object, **kwargs: object) -> object:
+        seen.append([entry.key for entry in lowering.current_selection().tuned])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(lowering, command, spied)
+    more = {"explain": (), "compile": ("--target", "cpu"), "export": ("--output", "loss.jaxops")}[command]
+    assert run(command, "mine.py:loss", "--tuned", "tuned.json", *more).exit_code == 0
+    assert seen == [[key]]
 
 
 @pytest.mark.usefixtures("user_file")

@@ -13,10 +13,12 @@ from jaxops._commands.options import (
     Arguments,
     Function,
     Json,
+    Tuned,
     console,
     require,
     require_file,
     require_implementation,
+    tuned_by,
 )
 from jaxops._user_function import load, run_user_code
 from lowering.bench import bench as bench_function
@@ -38,7 +40,7 @@ def tune(
     """Measures each operator of a function on this device: the reference and every configuration of every kernel.
 
     Without --arg the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
-    Use the results by `with lowering.TuningResult.load(FILE):`.
+    `with lowering.TuningResult.load(FILE):` uses the results, and so do other commands with --tuned FILE.
     """
     require(0 < budget < math.inf, "--budget", "be a positive number of seconds", str(budget))
     fn, args = load(function, arg or ())
@@ -63,6 +65,7 @@ def bench(
     implementation: Annotated[str, typer.Option(help="Which to compare, of auto, reference and pallas.")] = ",".join(
         IMPLEMENTATIONS
     ),
+    tuned: Tuned = None,
     repeats: Annotated[int, typer.Option(help="How often each is timed.")] = 20,
     output: Annotated[Path | None, typer.Option(help="A file for the results as JSON.")] = None,
     as_json: Json = False,
@@ -79,11 +82,12 @@ def bench(
     if output is not None:
         require_file(output)
     fn, args = load(function, arg or ())
-    result = run_user_code(
-        function,
-        "run here with these arguments",
-        lambda: bench_function(fn, *args, implementations=names, repeats=repeats),
-    )
+    with tuned_by(tuned):
+        result = run_user_code(
+            function,
+            "run here with these arguments",
+            lambda: bench_function(fn, *args, implementations=names, repeats=repeats),
+        )
     if output is not None:
         output.write_text(result.to_json() + "\n")
     if as_json:

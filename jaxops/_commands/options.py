@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from jaxops._user_function import CommandError
+from lowering import TuningError, TuningResult
 from lowering.targets import named
 
 IMPLEMENTATIONS = ("auto", "reference", "pallas")
@@ -22,11 +23,22 @@ Arguments = Annotated[
         metavar="DTYPE[SHAPE]", help="An argument of the function, such as float32[128,64] or i32[]; once for each."
     ),
 ]
+Tuned = Annotated[
+    Path | None, typer.Option(help="A file that `jaxops tune` has written, by which to choose implementations.")
+]
 
 
 def console() -> Console:
     """A terminal's own width; wide enough for the tables where there is no terminal."""
     return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def tuned_by(path: Path | None) -> TuningResult:
+    """What the file holds, as a context; without a file, one that changes nothing."""
+    try:
+        return TuningResult() if path is None else TuningResult.load(path)
+    except TuningError as error:
+        raise CommandError(str(error).removeprefix("load: ")) from None
 
 
 def require_target(target: str) -> None:
