@@ -19,6 +19,7 @@ from rich.text import Text
 
 from lowering import cost, register
 from lowering.measured_cpu import with_measured_rates
+from lowering.patterns import Opportunity, opportunities
 from lowering.select import Choice, Refusal
 from lowering.targets import here, named
 from pallas_kernels.hardware import Hardware
@@ -80,11 +81,13 @@ class Explanation:
       target: the name of the target that was lowered for.
       rows: one for each operator and set of shapes, in order of first use.
       total_flops: of the whole function, operators of ours and everything else; by primitives, before any compiler.
+      opportunities: plain JAX in the function that an operator of ours would replace.
     """
 
     target: str
     rows: tuple[Row, ...]
     total_flops: int
+    opportunities: tuple[Opportunity, ...] = ()
 
     @property
     def share(self) -> float | None:
@@ -141,11 +144,11 @@ class Explanation:
     def __str__(self) -> str:
         text = StringIO()
         Console(file=text, width=140, no_color=True).print(self.table())
-        return text.getvalue().rstrip()
+        return "\n".join([text.getvalue().rstrip(), *map(str, self.opportunities)])
 
 
 def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Explanation:
-    """Traces a function and says what each of our operators in it would run as.
+    """Traces a function and says what each of our operators in it would run as, and what another would replace.
 
     Walks the whole computation, through jit, scan, cond, shard_map, checkpoint and derivative rules. Nothing is
     compiled or run. All branches of a cond count, and one turn of a while loop.
@@ -169,7 +172,8 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
         counts[row] = counts.get(row, 0) + use.count
     rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
     elsewhere = cost.flops(jaxpr, excluding={row.operator for row in rows})
-    return Explanation(hardware.name, rows, elsewhere + sum(row.count * row.flops for row in rows))
+    replaceable = opportunities(jaxpr, register.patterns())
+    return Explanation(hardware.name, rows, elsewhere + sum(row.count * row.flops for row in rows), replaceable)
 
 
 def operator_uses(jaxpr: Jaxpr, args: Any, hardware: Hardware) -> Iterator[OperatorUse]:

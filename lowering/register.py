@@ -10,6 +10,7 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType
 
 from lowering import _jax_private, select, tuning
+from lowering.patterns import Pattern
 from lowering.targets import PLATFORMS, being_lowered_for
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
@@ -31,6 +32,11 @@ class Operator(Protocol):
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """In order of preference."""
+        ...
+
+    @property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """Of plain JAX that it would replace."""
         ...
 
     def meaning(self, *operands: Any, **params: Any) -> tuple[jax.Array, ...]:
@@ -90,6 +96,11 @@ def operator_of(primitive: Primitive) -> Operator | None:
 def kernels_of(operator: Operator) -> tuple[Kernel, ...]:
     """The operator's kernels in order of preference, after those that were added."""
     return (*_added_kernels.get(operator.name, ()), *operator.kernels)
+
+
+def patterns() -> tuple[Pattern, ...]:
+    """Those that the operators would replace."""
+    return tuple(pattern for operator in _registered.values() for pattern in operator.patterns)
 
 
 def choose(

@@ -20,6 +20,7 @@ from jaxops.linear_cross_entropy.logits import (
     linear_logits,
     row_statistics,
 )
+from jaxops.linear_cross_entropy.patterns import LOGITS_CROSS_ENTROPY
 from jaxops.linear_cross_entropy.row_chunks import map_rows
 
 _OPERANDS = "... h, v h, v, ..., v, ... v"
@@ -183,4 +184,5 @@ _STATISTICS = Operator(
     check=check,
     reference=_reference,
     derivative=Derivative(vjp=_vjp, linearize=_linearize, residuals=f"{_OPERANDS}, {_RESULTS}, ... v"),
+    patterns=(LOGITS_CROSS_ENTROPY,),
 )
