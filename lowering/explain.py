@@ -151,7 +151,8 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
     """Traces a function and says what each of our operators in it would run as, and what another would replace.
 
     Walks the whole computation, through jit, scan, cond, shard_map, checkpoint and derivative rules. Nothing is
-    compiled or run. All branches of a cond count, and one turn of a while loop.
+    compiled or run. All branches of a cond count, and one turn of a while loop. Opportunities are looked for in the
+    function and in each body of a loop, a branch or a shard_map, but not across the border between two of them.
 
     Args:
       fn: a function of arrays.

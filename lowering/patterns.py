@@ -240,7 +240,11 @@ def _inline(
     values = dict(zip(jaxpr.invars, arguments, strict=True)) | {x: _argument(x.aval) for x in jaxpr.constvars}
 
     def read(atom: Any) -> Value:
-        return Value(atom.aval, number=atom.val, is_counted=True) if isinstance(atom, Literal) else values[atom]
+        if not isinstance(atom, Literal):
+            return values[atom]
+        constant = Value(atom.aval, is_counted=True)
+        constant.number = None if constant.shape else atom.val
+        return constant
 
     for equation in jaxpr.eqns:
         name, inputs = equation.primitive.name, [read(atom) for atom in equation.invars]

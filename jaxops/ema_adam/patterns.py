@@ -1,7 +1,6 @@
 """A step of Adam, after which the new parameters are averaged."""
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from jaxops.ema_adam.polynomials import Expansion, Monomial, Polynomial, is_square, only
 from lowering.patterns import RESHAPES, Finding, Graph, Operation, Pattern, Value, forward
@@ -9,27 +8,20 @@ from lowering.patterns import RESHAPES, Finding, Graph, Operation, Pattern, Valu
 _SUMS = frozenset({"add", "add_any", "sub", "select_n"})
 
 
-class _Update(NamedTuple):
-    """What new parameters were before, and the directions in which they went."""
-
-    old: Value
-    directions: list[Value]
-
-
 def _find(graph: Graph) -> Iterator[Finding]:
     """Roots of a second moment whose direction updates parameters that are then averaged."""
     roots = {direction: root for root in graph.named("sqrt", "rsqrt", "pow") for direction in _directions(root)}
     # A factor that depends on the direction itself, such as LAMB's ratio of norms, makes another optimizer of it.
     varying = forward(roots, lambda *_: True)
-    updates: dict[Value, _Update] = {}
+    updated: dict[Value, list[Value]] = {}
     for value in _sums(graph, roots):
-        update = _update(Expansion(value.size, roots, varying).apart(value), roots)
-        if update is not None:
-            updates[value] = update
+        directions = _directions_of_update(Expansion(value.size, roots, varying).apart(value), roots)
+        if directions:
+            updated[value] = directions
     found = set()
-    for average in _sums(graph, updates):
-        for new in _averaged(Expansion(average.size, updates, varying).apart(average), updates):
-            for root in dict.fromkeys(roots[direction] for direction in updates[new].directions):
+    for average in _sums(graph, updated):
+        for new in _averaged(Expansion(average.size, updated, varying).apart(average), updated):
+            for root in dict.fromkeys(roots[direction] for direction in updated[new]):
                 if root not in found:
                     found.add(root)
                     yield Finding(root, _detail(average))
@@ -46,10 +38,10 @@ def _directions(root: Operation) -> Iterator[Value]:
         return
     moment = Expansion(root.outputs[0].size).terms(root.inputs[0])
     gradients = {monomial[0] for monomial in moment if is_square(monomial)}
-    old = only(monomial for monomial in moment if not is_square(monomial))
-    if gradients and old is not None:
+    old = [monomial for monomial in moment if not is_square(monomial)]
+    if gradients and (not old or only(old)):
         for numerator, quotient in _quotients(root):
-            if _is_first_moment(numerator, gradients, old):
+            if _is_first_moment(numerator, gradients, only(old)):
                 yield quotient
 
 
@@ -61,6 +53,8 @@ def _quotients(root: Operation) -> Iterator[tuple[Value, Value]]:
     while waiting:
         value, is_inverse = waiting.pop()
         for user in value.users:
+            if not user.outputs:
+                continue
             result = user.outputs[0]
             arrays = [x for x in user.inputs if x is not value and not is_number(x)]
             is_divisor = user.name == "div" and user.inputs[1] is value
@@ -75,34 +69,36 @@ def _is_scaling(operation: Operation, other_arrays: list[Value]) -> bool:
     return not other_arrays and operation.name in RESHAPES | {"add", "mul", "div"}
 
 
-def _is_first_moment(value: Value, gradients: set[Value], second_moment: Value) -> bool:
-    """Whether this averages the gradients with one other array."""
+def _is_first_moment(value: Value, gradients: set[Value], second_moment: Value | None) -> bool:
+    """Whether this averages the gradients with one other array, or with none where both moments start from 0."""
     expansion = Expansion(value.size, gradients)
     terms = expansion.terms(value)
     averaged: set[Monomial] = {(gradient,) for gradient in gradients}
     old = only(terms.keys() - averaged)
-    if old is None or old is second_moment or not terms.keys() >= averaged:
+    if not terms.keys() >= averaged or len(terms) != len(averaged) + (second_moment is not None):
+        return False
+    if second_moment is not None and (old is None or old is second_moment):
         return False
     # Nesterov's variant adds the gradient a second time, to a moment that has it already.
     last = expansion.unscaled(value).producer
     if last is None or last.name not in _SUMS:
         return False
     parts = [expansion.terms(x).keys() for x in last.inputs]
-    return not any(all(monomial in part or not part for part in parts) for monomial in averaged)
+    return not any(all(monomial in part for part in parts) for monomial in averaged)
 
 
-def _update(terms: Polynomial, directions: Iterable[Value]) -> _Update | None:
-    """The update that a sum is: of one array by directions, and nothing else."""
+def _directions_of_update(terms: Polynomial, directions: Iterable[Value]) -> list[Value]:
+    """The directions in which a sum moves one array, if it does nothing else."""
     used = [x for x in directions if (x,) in terms]
     old = only(monomial for monomial in terms if monomial[0] not in used)
-    return _Update(old, used) if used and old is not None else None
+    return used if old is not None else []
 
 
-def _averaged(terms: Polynomial, updates: dict[Value, _Update]) -> list[Value]:
+def _averaged(terms: Polynomial, updated: Iterable[Value]) -> list[Value]:
     """The new parameters of which a sum is an average with one other array."""
-    new = [x for x in updates if (x,) in terms]
+    new = [x for x in updated if (x,) in terms]
     old = only(monomial for monomial in terms if monomial[0] not in new)
-    if not new or old is None or any(old is updates[x].old for x in new):
+    if not new or old is None:
         return []
     weights = [weight for weight in terms.values() if weight is not None]
     if len(weights) < len(terms):

@@ -109,9 +109,9 @@ def _pick_by_label(matmul: Operation, classes: Any, log: Operation) -> Operation
 def _picks(operation: Operation, logits: Value, classes: Any, made_of_logits: set[Value]) -> bool:
     """Whether this picks one of `classes` in each row, by labels that do not come from the logits themselves."""
     rest = [x for x in operation.inputs if x is not logits]
-    if not rest or made_of_logits & set(rest):
+    if not rest or not operation.outputs or made_of_logits & set(rest):
         return False
-    (result,) = operation.outputs[:1]
+    result = operation.outputs[0]
     is_row = bool(result.size * classes == logits.size)
     match operation.name:
         case "gather" | "dynamic_slice":
