@@ -79,20 +79,48 @@ class Value:
         return math.prod(self.shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where an equation was made.
+
+    What a library jits, such as `log_softmax`, is traced once for all of its callers, and remembers the first of them:
+    unless a user's function was called there, `caller` knows better.
+
+    Attributes:
+      traceback: JAX's.
+      caller: where the library's function was called in whose jaxpr the equation is.
+      library: the file of that function.
+    """
+
+    traceback: Any
+    caller: "Site | None" = None
+    library: str | None = None
+
+    def frames(self) -> list[Any]:
+        """Frames of the function that was traced, the innermost first; not those of the call that traced it."""
+        frames = getattr(self.traceback, "frames", ())
+        own = list(itertools.takewhile(lambda frame: not _within(frame.file_name, _HERE), frames))
+        if self.caller is not None:
+            inner = list(itertools.takewhile(lambda frame: _is_library(frame.file_name), own))
+            if len(inner) == len(own) or any(frame.file_name == self.library for frame in inner):
+                return self.caller.frames()
+        return own
+
+
 @dataclasses.dataclass(eq=False)
 class Operation:
-    """One equation, with a traceback into the code that asked for it."""
+    """One equation, and where it was made."""
 
     name: str
     params: dict[str, Any]
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    traceback: Any
+    site: Site
 
     @property
     def source(self) -> str:
         """The user's line, such as "model.py:12 (loss_fn)"."""
-        for frame in self._frames():
+        for frame in self.site.frames():
             if not _is_library(frame.file_name):
                 function = frame.function_name.rpartition("<locals>.")[2]
                 return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({function})"
@@ -101,13 +129,8 @@ class Operation:
     @property
     def is_ours(self) -> bool:
         """Whether one of our own operators is made of this."""
-        made_by_libraries = itertools.takewhile(lambda frame: _is_library(frame.file_name), self._frames())
+        made_by_libraries = itertools.takewhile(lambda frame: _is_library(frame.file_name), self.site.frames())
         return any(_within(frame.file_name, _OPERATORS) for frame in made_by_libraries)
-
-    def _frames(self) -> Iterator[Any]:
-        """Frames of the function, the innermost first: those inside of the call that traced it."""
-        frames = getattr(self.traceback, "frames", ())
-        return itertools.takewhile(lambda frame: not _within(frame.file_name, _HERE), frames)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,9 +257,14 @@ def describe(value: Value) -> str:
 
 
 def _inline(
-    jaxpr: Jaxpr, arguments: list[Value], caller: Any, operations: list[Operation], bodies: list[tuple[Jaxpr, int]]
+    jaxpr: Jaxpr,
+    arguments: list[Value],
+    caller: Site | None,
+    operations: list[Operation],
+    bodies: list[tuple[Jaxpr, int]],
 ) -> list[Value]:
-    """Adds a jaxpr's operations and returns its results; `caller` is the traceback to give them in place of theirs."""
+    """Adds a jaxpr's operations and returns its results; `caller` is where it is called."""
+    library = getattr(jaxpr.debug_info, "func_filename", None)
     values = dict(zip(jaxpr.invars, arguments, strict=True)) | {x: _argument(x.aval) for x in jaxpr.constvars}
 
     def read(atom: Any) -> Value:
@@ -248,19 +276,17 @@ def _inline(
 
     for equation in jaxpr.eqns:
         name, inputs = equation.primitive.name, [read(atom) for atom in equation.invars]
-        traceback = caller or equation.source_info.traceback
+        site = Site(equation.source_info.traceback, caller if library else None, library)
         inner = list(cost.inner_jaxprs(equation)) if name in _CALLS | _BODIES else []
         if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(inputs):
-            # What a library jits is traced once for all of its callers, and remembers the first of them.
-            is_library = _is_library(getattr(inner[0].debug_info, "func_filename", None) or "")
-            results = _inline(inner[0], inputs, traceback if is_library else None, operations, bodies)
+            results = _inline(inner[0], inputs, site, operations, bodies)
         elif name in _SAME or (name == "integer_pow" and equation.params["y"] == 1):
             results = inputs
         else:
             bodies.extend((body, cost.repetitions(equation)) for body in inner)
             is_counted = all(value.is_counted for value in inputs)
             results = [Value(x.aval, is_counted=is_counted) for x in equation.outvars]
-            operation = Operation(name, equation.params, tuple(inputs), tuple(results), traceback)
+            operation = Operation(name, equation.params, tuple(inputs), tuple(results), site)
             operations.append(operation)
             for value in results:
                 value.producer = operation

@@ -238,6 +238,21 @@ def flax_linen_head(x, labels):
 
 
 @planted(LOGITS, X, Y)
+def flax_linen_head_in_lifted_transforms(x, labels):
+    class Head(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(16)(x)  # here
+
+    model = nn.jit(nn.remat(Head))()
+
+    def loss(params):
+        return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, x), labels).mean()
+
+    return jax.value_and_grad(loss)(model.init(jax.random.key(0), x))
+
+
+@planted(LOGITS, X, Y)
 def flax_nnx_head(x, labels):
     model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
 
@@ -249,12 +264,13 @@ def flax_nnx_head(x, labels):
     return nnx.value_and_grad(loss)(model)[0]
 
 
-@planted(LOGITS, W, X, Y)
+@planted(LOGITS, W, f32(7, 8), jax.ShapeDtypeStruct((7,), jnp.int32))
 def second_of_two_alike(w, x, labels):
-    # What JAX jits inside remembers the line of its first caller, which is not this one.
+    # What JAX jits inside remembers the line of its first caller, which is not the one in question.
+    jnp.take_along_axis(jnp.sin(x @ w), labels[:, None], axis=-1)
     jax.nn.log_softmax(x @ w)
     log_probs = jax.nn.log_softmax(x @ w)  # here
-    return -jnp.take_along_axis(log_probs, labels[:, None], axis=-1).mean()
+    return -jnp.take_along_axis(log_probs, labels[:, None], axis=-1).mean()  # picked
 
 
 # Adam, then an average.

@@ -30,9 +30,9 @@ def _users_promotion() -> Iterator[None]:
         yield
 
 
-def marked_line(fn: Callable[..., Any]) -> int:
+def marked_line(fn: Callable[..., Any], mark: str = "# here") -> int:
     lines, first = inspect.getsourcelines(fn)
-    (offset,) = (i for i, line in enumerate(lines) if line.rstrip().endswith("# here"))
+    (offset,) = (i for i, line in enumerate(lines) if line.rstrip().endswith(mark))
     return first + offset
 
 
@@ -57,6 +57,12 @@ def test_explain_finds_the_same_under_vmap(name: str) -> None:
     batched = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), args)
     (found,) = lowering.explain(jax.vmap(fn), *batched).opportunities
     assert found.replacement == replacement
+
+
+def test_explain_names_the_caller_of_what_jax_jits() -> None:
+    fn, args = PLANTED["second_of_two_alike"][:2]
+    (found,) = lowering.explain(fn, *args).opportunities
+    assert f"patterns_planted.py:{marked_line(fn, '# picked')} (" in found.detail
 
 
 POOL = (f32(2, 8, 8, 3),)
