@@ -27,23 +27,16 @@ _BODIES = frozenset({"scan", "while", "cond", "shard_map"})
 # Equations whose results are their operands, in another dtype or place.
 _SAME = frozenset(
     {
-        *(
-            "convert_element_type",
-            "reduce_precision",
-            "copy",
-            "copy_p",
-            "name",
-            "stop_gradient",
-            "optimization_barrier",
-        ),
-        *("sharding_constraint", "reshard", "mesh_cast", "layout_constraint", "pvary", "pcast", "pbroadcast"),
+        *("convert_element_type", "reduce_precision", "copy", "copy_p", "name", "stop_gradient"),
+        *("optimization_barrier", "sharding_constraint", "layout_constraint"),
+        *("reshard", "mesh_cast", "pvary", "pcast", "pbroadcast"),
     }
 )
 RESHAPES = frozenset({"reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
 
 _LIBRARIES = (
     *("jax", "jaxlib", "numpy", "optax", "flax", "equinox", "haiku", "chex", "orbax", "penzai", "distrax", "rlax"),
-    *("jaxtyping", "beartype", "typeguard", "lowering", "pallas_kernels"),
+    *("jaxtyping", "beartype", "typeguard"),
 )
 _IN_LIBRARY = re.compile(rf"[\\/](?:site|dist)-packages[\\/](?:{'|'.join(_LIBRARIES)})[\\/]|^<frozen |^<@beartype")
 _HERE = os.path.dirname(__file__)
