@@ -116,8 +116,10 @@ class Explanation:
         totals = {name: getattr(self, name) for name in ("flops", "bytes", "seconds", "share")}
         return json.dumps({**dataclasses.asdict(self), **totals}, indent=2, default=str)
 
-    def table(self) -> Table:
+    def table(self) -> Table | Text:
         """The rows as a `rich` table: those of one operator together, with the costs of all of their runs."""
+        if not self.rows:
+            return Text(f"{self.target}: none of {_si(self.total_flops)}flop in operators of this library")
         share = "a part" if self.share is None else f"{self.share:.0%}"
         title = f"{self.target}: {share} of {_si(self.total_flops)}flop in these operators"
         table = Table(title=title, title_justify="left", show_footer=len(self.rows) > 1)

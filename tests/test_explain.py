@@ -165,3 +165,8 @@ def test_symbolic_sizes_are_explained_without_a_roofline():
     explanation = lowering.explain(loss, *args, target="tpu-v5e")
     assert explanation.rows[0].seconds is None
     assert "rows,64" in str(explanation)
+
+
+def test_function_without_operators_is_one_line():
+    explanation = lowering.explain(lambda x: x @ x, of("float32", 10, 10), target="tpu-v5e")
+    assert str(explanation) == "tpu-v5e: none of 2 kflop in operators of this library"
