@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 
-LOGITS, ADAM = "jaxops.linear_cross_entropy", "jaxops.ema_adam"
+LOGITS, ADAM, POOLING = "jaxops.linear_cross_entropy", "jaxops.ema_adam", "jaxops.max_pool"
 
 # Of each function: itself, its arguments, what would replace the pattern, and how often that is run.
 PLANTED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str, int]] = {}
@@ -386,3 +386,25 @@ def printed_along_the_way(params, grads, state, average):
     params = optax.apply_updates(params, updates)
     jax.debug.print("{} {}", params, updates)
     return params, state, optax.incremental_update(params, average, 0.01)
+
+
+# Gradients of max pooling.
+
+
+@planted(POOLING, f32(2, 8, 8, 3))
+def reverse_mode_of_max_pooling(x):
+    return jax.grad(lambda x: nn.max_pool(jnp.sin(x), (3, 3), (2, 2), "SAME").sum())(x)  # here
+
+
+@planted(POOLING, f32(2, 8, 8, 3))
+def forward_mode_of_max_pooling(x):
+    return jax.jvp(lambda x: nn.max_pool(x, (2, 2), (2, 2)), (x,), (x,))  # here
+
+
+@planted(POOLING, f32(2, 3, 8, 8))
+def loss_after_reduce_window(x):
+    def loss(x):
+        y = lax.reduce_window(x, -jnp.inf, lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")  # here
+        return jnp.sum(y * y)
+
+    return jax.value_and_grad(loss)(x)

@@ -13,6 +13,7 @@ from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._errors import BAD_PARAM, require
 from jaxops._operator import Operator
 from jaxops.pooling import windows
+from jaxops.pooling.patterns import SELECT_AND_SCATTER
 from jaxops.pooling.windows import Ints, Span
 
 # Beyond this many steps a loop is compiled as one.
@@ -246,6 +247,7 @@ MAX_POOL = Operator(
     _check,
     _maxima,
     Derivative(_vjp, _tangent, _linearize, residuals="... d h w c"),
+    patterns=(SELECT_AND_SCATTER,),
 )
 MAX_POOL_BACKWARD = Operator(
     "max_pool_backward",
