@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-_PACKAGES = ("jaxops", "jax", "jaxlib", "numpy", "optax", "torch", "tokamax")
+_PACKAGES = ("jaxops", "jax", "jaxlib", "numpy", "optax", "flax", "torch", "tokamax")
 
 
 def arguments(description: str) -> argparse.Namespace:
