@@ -39,8 +39,10 @@ def spans(
 ) -> tuple[Span, ...]:
     """The windows along depth, height and width."""
     along_each = (Span(*along) for along in zip(VOLUME_AXES, extents, window, stride, padding, strict=True))
-    # One window has no stride; its own size makes the shortest program.
-    return tuple(span._replace(stride=span.window) if span.outputs == 1 else span for span in along_each)
+    # A single window has any stride that reaches beyond the end; this one makes the shortest gradients.
+    return tuple(
+        span._replace(stride=span.extent + 2 * span.padding) if span.outputs == 1 else span for span in along_each
+    )
 
 
 def squeezed(volume: jax.Array, along: Sequence[Span]) -> tuple[jax.Array, list[Span]]:
