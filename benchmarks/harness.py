@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-_PACKAGES = ("jaxops", "jax", "jaxlib", "numpy", "optax", "torch", "tokamax")
+_PACKAGES = ("jaxops", "jax", "jaxlib", "numpy", "optax", "torch", "tokamax", "liger-kernel", "cut-cross-entropy")
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -47,6 +47,11 @@ def summary(times: list[float]) -> dict[str, Any]:
     """The median of times and the quartiles around it."""
     first, median, third = statistics.quantiles(times, n=4)
     return {"median_ms": round(median, 3), "quartiles_ms": [round(first, 3), round(third, 3)], "repeats": len(times)}
+
+
+def ratio(times: list[float], others: list[float]) -> float:
+    """The median of how many times as long each run took as the other candidate's in the same turn."""
+    return statistics.median(a / b for a, b in zip(times, others, strict=True))
 
 
 def environment() -> dict[str, Any]:
