@@ -84,7 +84,8 @@ def linear_cross_entropy(
       bias: (V,), floating-point. None: no bias.
       class_weight: (V,), floating-point. None: ones.
       ignore_index: rows with this label are skipped, whatever they hold: their loss is 0, and so are their gradients.
-        Without effect on probabilities.
+        On one device and inside shard_map, the matrix products leave out whole chunks of them, wherever the rows lie
+        and unless aux is returned. Without effect on probabilities.
       label_smoothing: s, from 0 to 1.
       z_loss: the weight of lse^2.
       softcap: the bound of the logits. None: unbounded.
