@@ -18,6 +18,7 @@ import optax
 
 import lowering
 from jaxops.ema_adam import ema_adam, fused_apply
+from lowering import timing
 
 LEARNING_RATE, WEIGHT_DECAY, EMA_DECAY = 1e-3, 1e-2, 0.9999
 
@@ -113,8 +114,8 @@ def case(shapes: list[tuple[int, ...]], dtype: str, repeats: int) -> dict[str, A
             candidates["jaxops fused_apply, Pallas"] = our_candidate(params, grads, fused=True)
     if importlib.util.find_spec("torch"):
         candidates["torch fused AdamW + lerp"] = torch_candidate(shapes, dtype)
-    times = harness.times_ms({name: run for name, (run, _) in candidates.items()}, repeats=repeats)
-    rows = {name: {**harness.summary(times[name]), **facts} for name, (_, facts) in candidates.items()}
+    times = timing.times_ms({name: run for name, (run, _) in candidates.items()}, repeats=repeats)
+    rows = {name: {**timing.summary(times[name]), **facts} for name, (_, facts) in candidates.items()}
     elements = sum(map(math.prod, shapes))
     return {"name": f"{elements / 1e6:.1f} M parameters in {len(shapes)} arrays, {dtype}", "candidates": rows}
 

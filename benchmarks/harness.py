@@ -1,20 +1,17 @@
-"""What every benchmark shares: fair timing, the record of where it ran, and the report."""
+"""What every benchmark shares: its command line, the record of where it ran, and the report."""
 
 import argparse
 import datetime
 import json
 import os
 import platform
-import statistics
-import time
-from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 
-_PACKAGES = ("jaxops", "jax", "jaxlib", "numpy", "optax", "torch", "tokamax", "liger-kernel", "cut-cross-entropy")
+_PACKAGES = ("jaxops", "jax", "jaxlib", "numpy", "optax", "torch", "tokamax")
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -23,35 +20,6 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     parser.add_argument("--quick", action="store_true", help="small sizes and few repeats, to see that it runs")
     return parser.parse_args()
-
-
-def times_ms(candidates: Mapping[str, Callable[[], Any]], *, repeats: int, warmups: int = 2) -> dict[str, list[float]]:
-    """Times each candidate `repeats` times, turn by turn, so that a slow minute of the machine slows all of them.
-
-    A candidate returns its results, for which the clock waits, or nothing if it has waited itself.
-    """
-    for run in candidates.values():
-        for _ in range(warmups):
-            jax.block_until_ready(run())
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for turn in range(repeats):
-        # Every other round goes backwards: no candidate always runs after the same neighbour.
-        for name in list(candidates)[:: 1 if turn % 2 == 0 else -1]:
-            start = time.perf_counter()
-            jax.block_until_ready(candidates[name]())
-            times[name].append(1e3 * (time.perf_counter() - start))
-    return times
-
-
-def summary(times: list[float]) -> dict[str, Any]:
-    """The median of times and the quartiles around it."""
-    first, median, third = statistics.quantiles(times, n=4)
-    return {"median_ms": round(median, 3), "quartiles_ms": [round(first, 3), round(third, 3)], "repeats": len(times)}
-
-
-def ratio(times: list[float], others: list[float]) -> float:
-    """The median of how many times as long each run took as the other candidate's in the same turn."""
-    return statistics.median(a / b for a, b in zip(times, others, strict=True))
 
 
 def environment() -> dict[str, Any]:

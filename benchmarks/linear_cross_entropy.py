@@ -7,6 +7,7 @@ memory does not suffice, is reported with its error.
 """
 
 import functools
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 
 import lowering
 from jaxops.linear_cross_entropy import linear_cross_entropy
+from lowering import timing
 
 STRATEGIES = ("full", "grad_in_forward", "recompute")
 # Rows, hidden size, vocabulary.
@@ -52,12 +54,14 @@ def case(rows: int, hidden: int, classes: int, dtype: str, repeats: int) -> dict
             except (jax.errors.JaxRuntimeError, lowering.NotSupportedError) as error:
                 failed[label] = {"error": str(error).splitlines()[0][:200]}
     candidates |= peers.torch_peers(operands)
-    times = harness.times_ms({name: run for name, (run, _) in candidates.items()}, repeats=repeats)
-    found = {name: {**harness.summary(times[name]), **facts} for name, (_, facts) in candidates.items()}
+    times = timing.times_ms({name: run for name, (run, _) in candidates.items()}, repeats=repeats)
+    found = {name: {**timing.summary(times[name]), **facts} for name, (_, facts) in candidates.items()}
     baseline = times.get("logits, optax loss")
     for name in found if baseline else ():
         # Of runs that were neighbours: what slowed the machine slowed both.
-        found[name]["times_of_logits"] = round(harness.ratio(times[name], baseline), 3)
+        found[name]["times_of_logits"] = round(
+            statistics.median(a / b for a, b in zip(times[name], baseline, strict=True)), 3
+        )
     return {"name": f"x {dtype}[{rows}, {hidden}], weight [{classes}, {hidden}]", "candidates": {**found, **failed}}
 
 

@@ -2,23 +2,35 @@
 
 import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 import jaxops
 import lowering
+from jaxops._commands import measure
+from jaxops._commands.options import (
+    Arguments,
+    Function,
+    Implementation,
+    Json,
+    Tuned,
+    console,
+    require,
+    require_folder,
+    require_implementation,
+    require_target,
+    tuned_by,
+)
 from jaxops._demo import report
 from jaxops._demo.train import Settings
 from jaxops._operator import Operator
 from jaxops._user_function import CommandError, load, run_user_code
-from lowering.targets import named
 
 
 class _OneSentence(TyperGroup):
@@ -39,16 +51,6 @@ class _OneSentence(TyperGroup):
 
 app = typer.Typer(cls=_OneSentence, add_completion=False, no_args_is_help=True)
 
-_JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-_Function = Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="The function to trace.")]
-_Implementation = Annotated[str, typer.Option(help="How operators are implemented: auto, reference or pallas.")]
-_Arguments = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="DTYPE[SHAPE]", help="An argument of the function, such as float32[128,64] or i32[]; once for each."
-    ),
-]
-
 
 @app.callback()
 def main() -> None:
@@ -62,20 +64,20 @@ def demo(
     output: Annotated[Path, typer.Option(help="A folder for loss.png and numbers.json.")] = Path("demo_output"),
 ) -> None:
     """Trains a small language model on the source of Python's standard library, and shows what ran."""
-    _require(steps > 0, "--steps", "be positive", str(steps))
-    _require(0 <= seed < 2**32, "--seed", "be in [0, 2**32)", str(seed))
+    require(steps > 0, "--steps", "be positive", str(steps))
+    require(0 <= seed < 2**32, "--seed", "be in [0, 2**32)", str(seed))
     for package in ("tokenizers", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise CommandError(f"{package} must be installed; it is not: pip install 'jaxops[demo]'")
-    _require_folder(output)
+    require_folder(output)
     try:
-        report.run(Settings(steps=steps, seed=seed), output, _console())
+        report.run(Settings(steps=steps, seed=seed), output, console())
     except OSError as error:
         raise CommandError(str(error)) from None
 
 
 @app.command()
-def ops(as_json: _JSON = False) -> None:
+def ops(as_json: Json = False) -> None:
     """Lists the operators: signature, kernels and derivative of each."""
     records = [_describe(operator) for operator in jaxops.operators()]
     if as_json:
@@ -89,18 +91,19 @@ def ops(as_json: _JSON = False) -> None:
     for record in records:
         kernels = ", ".join(kernel["name"] for kernel in record["kernels"])
         table.add_row(record["name"], record["signature"], kernels or "-", record["derivative"])
-    _console().print(table)
+    console().print(table)
 
 
 @app.command()
 def explain(
-    function: _Function,
+    function: Function,
     target: Annotated[
         str | None,
         typer.Option(help="What to lower for, such as cpu, tpu-v5e or cuda-h100. By default, the devices here."),
     ] = None,
-    arg: _Arguments = None,
-    as_json: _JSON = False,
+    arg: Arguments = None,
+    tuned: Tuned = None,
+    as_json: Json = False,
 ) -> None:
     """Shows which implementation each operator in a function takes on a target, and why.
 
@@ -108,71 +111,78 @@ def explain(
     Nothing is compiled or run.
     """
     if target is not None:
-        _require_target(target)
+        require_target(target)
     fn, args = load(function, arg or ())
-    explanation = run_user_code(
-        function, "be traceable with these arguments", lambda: lowering.explain(fn, *args, target=target)
-    )
+    with tuned_by(tuned):
+        explanation = run_user_code(
+            function, "be traceable with these arguments", lambda: lowering.explain(fn, *args, target=target)
+        )
     if as_json:
         print(explanation.to_json())
     else:
-        _console().print(explanation.table())
+        console().print(explanation.table())
+        for opportunity in explanation.opportunities:
+            print(opportunity)
 
 
 @app.command()
 def compile(
-    function: _Function,
+    function: Function,
     target: Annotated[str, typer.Option(help="What to compile for, such as cpu, tpu-v5e or tpu-v5p:8x8x8.")],
-    arg: _Arguments = None,
-    implementation: _Implementation = "auto",
+    arg: Arguments = None,
+    implementation: Implementation = "auto",
+    tuned: Tuned = None,
     output: Annotated[Path | None, typer.Option(help="A folder for the program before and after optimisation.")] = None,
-    as_json: _JSON = False,
+    as_json: Json = False,
 ) -> None:
     """Compiles a function with a chip's real compiler, without the chip: kernels, memory and cost.
 
     Without --arg the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
     """
-    _require_target(target.partition(":")[0])
-    _require_implementation(implementation)
+    require_target(target)
+    require_implementation(implementation)
     if output is not None:
-        _require_folder(output)
+        require_folder(output)
     fn, args = load(function, arg or ())
 
     def compiled() -> lowering.CompiledReport:
         with lowering.use(implementation):
             return lowering.compile(fn, *args, target=target)
 
-    report = run_user_code(function, "be traceable with these arguments", compiled)
+    with tuned_by(tuned):
+        report = run_user_code(function, "be traceable with these arguments", compiled)
     if output is not None:
         (output / "stablehlo.mlir").write_text(report.stablehlo)
         (output / "optimized.hlo").write_text(report.hlo)
     if as_json:
         print(report.to_json())
     else:
-        _console().print(report.table())
+        console().print(report.table())
 
 
 @app.command()
 def export(
-    function: _Function,
+    function: Function,
     output: Annotated[Path, typer.Option(help="The file to write.")],
     platforms: Annotated[str, typer.Option(help="Of cpu, cuda and tpu.")] = "cpu,cuda,tpu",
-    arg: _Arguments = None,
-    implementation: _Implementation = "auto",
-    as_json: _JSON = False,
+    arg: Arguments = None,
+    implementation: Implementation = "auto",
+    tuned: Tuned = None,
+    as_json: Json = False,
 ) -> None:
     """Writes a function to one file that runs on several platforms: `lowering.load(FILE).call(...)`.
 
     Without --arg the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
     """
-    _require_implementation(implementation)
+    require_implementation(implementation)
     fn, args = load(function, arg or ())
 
     def exported() -> lowering.Artifact:
         with lowering.use(implementation):
             return lowering.export(fn, *args, platforms=platforms.split(","))
 
-    artifact = run_user_code(function, "be traceable with these arguments", exported)
+    with tuned_by(tuned):
+        artifact = run_user_code(function, "be traceable with these arguments", exported)
     try:
         artifact.save(output)
     except OSError as error:
@@ -190,11 +200,15 @@ def export(
     for operator in artifact.implementations[artifact.platforms[0]]:
         taken = (", ".join(artifact.implementations[platform][operator]) for platform in artifact.platforms)
         table.add_row(operator, *taken)
-    _console().print(table)
+    console().print(table)
+
+
+app.command()(measure.tune)
+app.command()(measure.bench)
 
 
 @app.command()
-def targets(as_json: _JSON = False) -> None:
+def targets(as_json: Json = False) -> None:
     """Lists the chips that functions can be explained and compiled for."""
     records = [
         {
@@ -202,6 +216,7 @@ def targets(as_json: _JSON = False) -> None:
             "status": lowering.availability(chip),
             "memory_bytes": chip.memory_bytes,
             "memory_bytes_per_s": chip.memory_bytes_per_s,
+            "matmul_flops_per_s": dict(chip.matmul_flops_per_s),
             "source": chip.source,
         }
         for chip in lowering.targets()
@@ -214,11 +229,15 @@ def targets(as_json: _JSON = False) -> None:
     table.add_column("status")
     table.add_column("memory, GB", justify="right")
     table.add_column("GB/s", justify="right")
+    table.add_column("bf16 Tflop/s", justify="right")
     for chip in lowering.targets():
         memory = (chip.memory_bytes, chip.memory_bytes_per_s)
         figures = ("-" if size is None else f"{size / 1e9:,.0f}" for size in memory)
-        table.add_row(chip.name, lowering.availability(chip), *figures)
-    _console().print(table)
+        rate = dict(chip.matmul_flops_per_s).get("bfloat16")
+        table.add_row(
+            chip.name, Text(lowering.availability(chip)), *figures, "-" if rate is None else f"{rate / 1e12:,.0f}"
+        )
+    console().print(table)
 
 
 def _describe(operator: Operator) -> dict[str, Any]:
@@ -231,38 +250,6 @@ def _describe(operator: Operator) -> dict[str, Any]:
         ],
         "derivative": "of the reference" if operator.derivative is None else "own",
     }
-
-
-def _console() -> Console:
-    """A terminal's own width; wide enough for the tables where there is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else 120)
-
-
-def _require_target(name: str) -> None:
-    try:
-        named(name)
-    except ValueError as error:
-        raise CommandError(str(error).removeprefix("lowering: ")) from None
-
-
-def _require_implementation(name: str) -> None:
-    known = ("auto", "reference", "pallas")
-    _require(name in known, "--implementation", f"be one of {', '.join(known)}", repr(name))
-
-
-def _require_folder(path: Path) -> None:
-    """Makes the folder now, because a run that cannot save its results is of no use."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        writable = os.access(path, os.W_OK)
-    except OSError:
-        writable = False
-    _require(writable, "--output", "be a folder that can be written to", repr(str(path)))
-
-
-def _require(condition: bool, subject: str, rule: str, got: str) -> None:
-    if not condition:
-        raise CommandError(f"{subject} must {rule}; got {got}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from jax.interpreters import ad, batching
 import lowering
 from jaxops import _batching, _derivative, _sharding
 from jaxops._signature import Signature
+from lowering.patterns import Pattern
 from pallas_kernels.kernel import Kernel
 
 _operators: dict[str, "Operator"] = {}
@@ -30,6 +31,7 @@ class Operator:
         wherever no kernel is better.
       derivative: how to differentiate with other operators of ours; None differentiates the reference as JAX does.
       kernels: in order of preference.
+      patterns: of plain JAX that the operator would replace; `lowering.explain` looks for them in users' functions.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Operator:
     reference: Callable[..., tuple[jax.Array, ...]]
     derivative: "_derivative.Derivative | None" = None
     kernels: tuple[Kernel, ...] = ()
+    patterns: tuple[Pattern, ...] = ()
     primitive: Primitive = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._errors import OperatorError
-from lowering import ArtifactError, CompileError
+from lowering import ArtifactError, CompileError, TuningError
 
 # Under their own names, and as jaxprs write them.
 DTYPES = {
@@ -65,8 +65,8 @@ def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
     """The result of `code()`. What an operator refuses there is told in its own words, anything else in one line."""
     try:
         return code()
-    except (OperatorError, ArtifactError, CompileError) as error:
-        raise CommandError(re.sub(r"^(lowering\.compile|export): ", "", str(error))) from None
+    except (OperatorError, ArtifactError, CompileError, TuningError) as error:
+        raise CommandError(re.sub(r"^(lowering\.compile|export|load|save|tune): ", "", str(error))) from None
     except (Exception, SystemExit) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise CommandError(f"{subject} must {rule}; got {type(error).__name__}: {first_line}") from None

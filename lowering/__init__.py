@@ -1,4 +1,4 @@
-"""How an operator reaches a backend: targets, selection, registration, explanation, compilation and export."""
+"""How an operator reaches a backend: targets, selection, registration, explanation, compilation, export and tuning."""
 
 from lowering.compile import CompileError as CompileError
 from lowering.compile import availability as availability
@@ -19,6 +19,9 @@ from lowering.select import current_selection as current_selection
 from lowering.select import use as use
 from lowering.select import using as using
 from lowering.targets import targets as targets
+from lowering.tune import tune as tune
+from lowering.tuning import TuningError as TuningError
+from lowering.tuning import TuningResult as TuningResult
 from pallas_kernels.hardware import Hardware as Target
 
 __all__ = [
@@ -29,6 +32,8 @@ __all__ = [
     "Explanation",
     "NotSupportedError",
     "Target",
+    "TuningError",
+    "TuningResult",
     "add_kernel",
     "availability",
     "compile",
@@ -40,6 +45,7 @@ __all__ = [
     "register",
     "remove_kernel",
     "targets",
+    "tune",
     "use",
     "using",
 ]

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from lowering import cost, register
 from lowering.measured_cpu import with_measured_rates
+from lowering.patterns import Opportunity, opportunities
 from lowering.select import Choice, Refusal
 from lowering.targets import here, named
 from pallas_kernels.hardware import Hardware
@@ -58,6 +59,7 @@ class OperatorUse:
       results: their types.
       params: the operator's attributes.
       choice: the implementation, and what was refused before it.
+      split: how operands are split over devices, as `register.partitioning` says.
       shared_by: over how many devices operands and results are divided.
     """
 
@@ -67,6 +69,7 @@ class OperatorUse:
     results: Sequence[Any]
     params: Mapping[str, Any]
     choice: Choice
+    split: str
     shared_by: int
 
 
@@ -78,15 +81,19 @@ class Explanation:
       target: the name of the target that was lowered for.
       rows: one for each operator and set of shapes, in order of first use.
       total_flops: of the whole function, operators of ours and everything else; by primitives, before any compiler.
+      opportunities: plain JAX in the function that an operator of ours would replace.
     """
 
     target: str
     rows: tuple[Row, ...]
     total_flops: int
+    opportunities: tuple[Opportunity, ...] = ()
 
     @property
-    def share(self) -> float:
-        """The part of the function's flops that is spent in our operators, from 0 to 1."""
+    def share(self) -> float | None:
+        """The part of the function's flops that is spent in our operators, from 0 to 1; None for symbolic sizes."""
+        if jax.export.is_symbolic_dim(self.total_flops):
+            return None
         return self.flops / self.total_flops if self.total_flops else 0.0
 
     @property
@@ -107,11 +114,14 @@ class Explanation:
     def to_json(self) -> str:
         """Everything, as a JSON object."""
         totals = {name: getattr(self, name) for name in ("flops", "bytes", "seconds", "share")}
-        return json.dumps({**dataclasses.asdict(self), **totals}, indent=2)
+        return json.dumps({**dataclasses.asdict(self), **totals}, indent=2, default=str)
 
-    def table(self) -> Table:
+    def table(self) -> Table | Text:
         """The rows as a `rich` table: those of one operator together, with the costs of all of their runs."""
-        title = f"{self.target}: {self.share:.0%} of {_si(self.total_flops)}flop in these operators"
+        if not self.rows:
+            return Text(f"{self.target}: none of {_si(self.total_flops)}flop in operators of this library")
+        share = "a part" if self.share is None else f"{self.share:.0%}"
+        title = f"{self.target}: {share} of {_si(self.total_flops)}flop in these operators"
         table = Table(title=title, title_justify="left", show_footer=len(self.rows) > 1)
         totals = ("", _si(self.flops), _si(self.bytes), _si_seconds(self.seconds))
         table.add_column("operator and operands", "all", overflow="fold")
@@ -136,14 +146,15 @@ class Explanation:
     def __str__(self) -> str:
         text = StringIO()
         Console(file=text, width=140, no_color=True).print(self.table())
-        return text.getvalue().rstrip()
+        return "\n".join([text.getvalue().rstrip(), *map(str, self.opportunities)])
 
 
 def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Explanation:
-    """Traces a function and says what each of our operators in it would run as.
+    """Traces a function and says what each of our operators in it would run as, and what another would replace.
 
     Walks the whole computation, through jit, scan, cond, shard_map, checkpoint and derivative rules. Nothing is
-    compiled or run. All branches of a cond count, and one turn of a while loop.
+    compiled or run. All branches of a cond count, and one turn of a while loop. Opportunities are looked for in the
+    function and in each body of a loop, a branch or a shard_map, but not across the border between two of them.
 
     Args:
       fn: a function of arrays.
@@ -164,7 +175,8 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
         counts[row] = counts.get(row, 0) + use.count
     rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
     elsewhere = cost.flops(jaxpr, excluding={row.operator for row in rows})
-    return Explanation(hardware.name, rows, elsewhere + sum(row.count * row.flops for row in rows))
+    replaceable = opportunities(jaxpr, register.patterns())
+    return Explanation(hardware.name, rows, elsewhere + sum(row.count * row.flops for row in rows), replaceable)
 
 
 def operator_uses(jaxpr: Jaxpr, args: Any, hardware: Hardware) -> Iterator[OperatorUse]:
@@ -178,12 +190,12 @@ def _uses(jaxpr: Jaxpr, count: int, hardware: Hardware, device_count: int) -> It
         operator = register.operator_of(equation.primitive)
         if operator is not None:
             params = dict(equation.params)
-            request = params.pop("selection").request(operator.name)
+            selection = params.pop("selection")
             operands, results = ([x.aval for x in side] for side in (equation.invars, equation.outvars))
             split = register.partitioning(operands, device_count)
-            choice = register.choose(operator, request, hardware, operands, params, split)
+            choice = register.choose(operator, selection, hardware, operands, params, split)
             shared_by = {"auto": device_count, "explicit": register.mesh_of(operands).size}.get(split, 1)
-            yield OperatorUse(operator, count, operands, results, params, choice, shared_by)
+            yield OperatorUse(operator, count, operands, results, params, choice, split, shared_by)
         for body in cost.inner_jaxprs(equation):
             yield from _uses(body, count * cost.repetitions(equation), hardware, device_count)
 
@@ -255,8 +267,10 @@ def _device_count(leaf: Any) -> int:
     return 1 if sharding is None else sharding.num_devices
 
 
-def _si(quantity: float) -> str:
-    """A number with a decimal prefix: 3 significant digits and then k, M, G, T or P."""
+def _si(quantity: Any) -> str:
+    """A number with a decimal prefix: 3 significant digits and then k, M, G, T or P. A symbolic one as it is."""
+    if jax.export.is_symbolic_dim(quantity):
+        return f"{quantity} "
     power = min(int(math.log10(quantity) // 3), 5) if quantity >= 1 else 0
     return f"{quantity / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P')[power]}"
 

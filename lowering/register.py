@@ -9,7 +9,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 
-from lowering import _jax_private, select
+from lowering import _jax_private, select, tuning
+from lowering.patterns import Pattern
 from lowering.placement import placed
 from lowering.targets import PLATFORMS, being_lowered_for
 from pallas_kernels.hardware import Hardware
@@ -32,6 +33,11 @@ class Operator(Protocol):
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """In order of preference."""
+        ...
+
+    @property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """Of plain JAX that it would replace."""
         ...
 
     def meaning(self, *operands: Any, **params: Any) -> tuple[jax.Array, ...]:
@@ -88,18 +94,32 @@ def operator_of(primitive: Primitive) -> Operator | None:
     return _registered.get(primitive)
 
 
+def kernels_of(operator: Operator) -> tuple[Kernel, ...]:
+    """The operator's kernels in order of preference, after those that were added."""
+    return (*_added_kernels.get(operator.name, ()), *operator.kernels)
+
+
+def patterns() -> tuple[Pattern, ...]:
+    """Those that the operators would replace."""
+    return tuple(pattern for operator in _registered.values() for pattern in operator.patterns)
+
+
 def choose(
     operator: Operator,
-    request: str,
+    selection: select.Selection,
     hardware: Hardware,
     operands: Sequence[Any],
     params: dict[str, Any],
     split: str,
 ) -> select.Choice:
     """`select.choose` for this operator, where operands are split over devices as `split` (of `partitioning`) says."""
-    kernels = (*_added_kernels.get(operator.name, ()), *operator.kernels)
+    kernels = kernels_of(operator)
+    request = selection.request(operator.name)
     obstacle = _obstacle(split, hardware.platform)
-    return select.choose(operator.name, kernels, request, hardware, operands, params, obstacle)
+    # Outside of shard_map a kernel gets a part of what is split, not the shapes that are known here.
+    is_whole = bool(kernels) and split in ("none", "manual")
+    tuned = tuning.find(selection.tuned, operator.name, hardware, operands, params) if is_whole else None
+    return select.choose(operator.name, kernels, request, hardware, operands, params, obstacle, tuned)
 
 
 def _lower(
@@ -107,10 +127,11 @@ def _lower(
 ) -> Any:
     hardware = being_lowered_for(platform, tuple(ctx.module_context.platforms))
     split = partitioning(ctx.avals_in, _device_count(ctx))
-    choice = choose(operator, selection.request(operator.name), hardware, ctx.avals_in, params, split)
+    choice = choose(operator, selection, hardware, ctx.avals_in, params, split)
     if choice.kernel is None:
         return _lower_reference(operator, platform, ctx, *operands, selection=selection, **params)
-    config = choice.kernel.configs(hardware, *ctx.avals_in, **params)[0]
+    first = choice.kernel.configs(hardware, *ctx.avals_in, **params)[0]
+    config = first if choice.config is None else dict(choice.config)
     run = functools.partial(choice.kernel.run, config=config, interpret=choice.interpret, **params)
     if split in ("explicit", "auto"):
         return _lower_fun(lambda *arrays: operator.local_kernel(run, arrays)(*arrays), ctx, *operands)

@@ -11,6 +11,10 @@ def _single_config(hardware: Any, *operands: Any, **params: Any) -> Sequence[Con
     return ({},)
 
 
+def _no_operand(*operands: Any, **params: Any) -> Sequence[int]:
+    return ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """One hand-written implementation of an operator for one kind of hardware.
@@ -28,6 +32,9 @@ class Kernel:
         default choice, elsewhere it must be asked for.
       interpreter_is_pure: whether `run(interpret=True)` has no side effects. Where it has, as Mosaic GPU's interpreter,
         an operator cannot be lowered to it; tests call `run`.
+      overwrites: `overwrites(*operands, **params)`. The positions of operands whose buffers results of the same type
+        take, in order. XLA copies such an operand first unless nobody needs it afterwards, so that is how the kernel is
+        timed.
     """
 
     name: str
@@ -37,3 +44,4 @@ class Kernel:
     configs: Callable[..., Sequence[Config]] = _single_config
     measured_on: frozenset[str] = frozenset()
     interpreter_is_pure: bool = True
+    overwrites: Callable[..., Sequence[int]] = _no_operand

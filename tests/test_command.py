@@ -5,12 +5,15 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from typer.testing import CliRunner, Result
 
 import jaxops
 import lowering
 from jaxops.__main__ import app
+from lowering import timing
+from lowering.measurements import Entry, Key, Measurement
 
 USER_FILE = """
 import jax
@@ -165,6 +168,45 @@ REFUSALS = {
         ("export", "mine.py:loss", "--output", "mine.py/out"),
         "--output must be a file that can be written; got 'mine.py/out': Not a directory",
     ),
+    "no budget": (("tune", "mine.py:loss", "--budget", "0"), "--budget must be a positive number of seconds; got 0.0"),
+    "endless budget": (("tune", "mine.py:loss", "--budget", "inf"), "--budget must be a positive number of seconds"),
+    "tune into a file of another kind": (
+        ("tune", "mine.py:loss", "--output", "notes.txt"),
+        "notes.txt' must be a whole file that tune has written",
+    ),
+    "tune into no folder": (
+        ("tune", "mine.py:loss", "--output", "nowhere/tuned.json"),
+        "nowhere/tuned.json' must be a file that can be written; got No such file or directory",
+    ),
+    "tune what fails": (
+        ("tune", "mine.py:failing", "--arg", "float32[4]"),
+        "mine.py:failing must be traceable and its operators run here; got RuntimeError: first line",
+    ),
+    "tune what an operator refuses": (
+        ("tune", "mine.py:loss", "--arg", "float32[4,7]", "--arg", "float32[4]"),
+        "nll_loss: labels must ",
+    ),
+    "tuned by a file of another kind": (
+        ("explain", "mine.py:loss", "--tuned", "notes.txt"),
+        "notes.txt' must be a whole file that tune has written",
+    ),
+    "tuned by no file": (
+        ("bench", "mine.py:loss", "--tuned", "tuned.json"),
+        "'tuned.json' must be a file that can be read; got No such file or directory",
+    ),
+    "bench an unknown implementation": (
+        ("bench", "mine.py:loss", "--implementation", "auto,fast"),
+        "--implementation must be one of auto, reference, pallas; got 'fast'",
+    ),
+    "bench once": (("bench", "mine.py:loss", "--repeats", "1"), "--repeats must be at least 2; got 1"),
+    "bench into no folder": (
+        ("bench", "mine.py:loss", "--output", "nowhere/times.json"),
+        "--output must be a file that can be written; got 'nowhere/times.json'",
+    ),
+    "bench what fails": (
+        ("bench", "mine.py:failing", "--arg", "float32[4]"),
+        "mine.py:failing must run here with these arguments; got RuntimeError: first line",
+    ),
     "no steps": (("demo", "--steps", "0"), "--steps must be positive; got 0"),
     "steps in words": (("demo", "--steps", "many"), "Invalid value for '--steps'"),
     "negative seed": (("demo", "--seed", "-1"), "--seed must be in [0, 2**32); got -1"),
@@ -224,3 +266,62 @@ def test_targets_says_what_can_be_compiled_for() -> None:
     assert records["cuda-h100"]["memory_bytes"] == 80 * 10**9
     table = run("targets").stdout
     assert all(name in table for name in records)
+    # Brackets in what is to be installed are no markup.
+    assert records["tpu-v5e"]["status"] in " ".join(table.split())
+
+
+@pytest.mark.usefixtures("user_file")
+def test_tune_prints_and_keeps_what_it_measured(tmp_path: Path) -> None:
+    arguments = ("tune", "mine.py:gradient", "--output", "tuned.json")
+    record = json.loads(run(*arguments, "--json").stdout)
+    assert record == json.loads((tmp_path / "tuned.json").read_text())
+    assert [entry["operator"] for entry in record["entries"]] == ["nll_loss", "nll_loss_backward"]
+    assert record["entries"][0]["winner"] == {"implementation": "reference", "config": {}}
+    result = run(*arguments)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "* reference" in result.stdout
+
+
+@pytest.mark.usefixtures("user_file")
+@pytest.mark.parametrize("command", ["explain", "compile", "export"])
+def test_commands_choose_by_what_was_tuned(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = Key("tpu-v5e", "nll_loss", ("float32[4,7]",), "", ())
+    lowering.TuningResult((Entry(key, (Measurement("reference", (), 1.0),), 3),)).save(tmp_path / "tuned.json")
+    seen = []
+    original = getattr(lowering, command)
+
+    def spied(*args: object, **kwargs: object) -> object:
+        seen.append([entry.key for entry in lowering.current_selection().tuned])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(lowering, command, spied)
+    more = {"explain": (), "compile": ("--target", "cpu"), "export": ("--output", "loss.jaxops")}[command]
+    assert run(command, "mine.py:loss", "--tuned", "tuned.json", *more).exit_code == 0
+    assert seen == [[key]]
+
+
+@pytest.mark.usefixtures("user_file")
+def test_interrupted_tune_says_in_one_sentence_what_it_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(timing, "times_ms", interrupted)
+    result = run("tune", "mine.py:loss", "--output", "tuned.json", "--json")
+    assert result.exit_code == 130
+    assert result.stderr == "jaxops: interrupted after 0 of the function's operators, which tuned.json keeps\n"
+    assert json.loads(result.stdout)["stopped"] == "interrupted"
+    assert not lowering.TuningResult.load(tmp_path / "tuned.json").complete
+
+
+@pytest.mark.usefixtures("user_file")
+def test_bench_times_each_implementation(tmp_path: Path) -> None:
+    arguments = ("bench", "mine.py:gradient", "--repeats", "3", "--output", "times.json")
+    record = json.loads(run(*arguments, "--json").stdout)
+    assert record == json.loads((tmp_path / "times.json").read_text())
+    assert (record["device"], record["versions"]["jax"]) == ("cpu", jax.__version__)
+    assert [row["implementation"] for row in record["rows"]] == ["auto", "reference", "pallas"]
+    for row in record["rows"]:
+        assert row["repeats"] == 3
+        assert row["quartiles_ms"][0] <= row["median_ms"] <= row["quartiles_ms"][1]
+        assert row["taken"] == {"nll_loss": ["reference"], "nll_loss_backward": ["reference"]}
+    assert "the same program as auto" in run(*arguments, "--implementation", "auto,pallas").stdout

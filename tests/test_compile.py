@@ -4,6 +4,7 @@ Targets that are not here stand in `tests/compile_targets`.
 """
 
 import importlib.util
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 import lowering
+from lowering import _compiler_process
 from lowering.compiled_report import Collective, GpuResources, _collectives, _kernels, gpu_resources
 from lowering.targets import named
 
@@ -142,3 +144,31 @@ def test_dumps_of_mosaic_gpu_are_read(tmp_path):
         (tmp_path / f"{name}_0.ptxas").write_text(report)
         (tmp_path / f"{name}_0.mlir-passes.log").write_text(LAUNCH)
     assert gpu_resources(tmp_path) == [GpuResources("one", 79, 28, 114752, 2), GpuResources("two", 40, 0, 114752, 0)]
+
+
+def test_compiler_process_is_kept_and_replaced_when_it_has_ended(tmp_path):
+    def process_of_a_refusal(name):
+        folder = tmp_path / name
+        folder.mkdir()  # without a function to compile
+        _compiler_process.compile_folder(folder, "tpu")
+        assert "request.json" in (folder / "error").read_text()
+        return _compiler_process._running["tpu"]
+
+    first = process_of_a_refusal("first")
+    assert process_of_a_refusal("second") is first
+    first._process.kill()
+    third = process_of_a_refusal("third")
+    assert third is not first
+    third.end()
+    del _compiler_process._running["tpu"]
+
+
+def test_last_words_of_a_compiler_are_told(monkeypatch, tmp_path):
+    dying = tmp_path / "dying"
+    dying.write_text("#!/bin/sh\necho 'F0000 Check failed: too large' >&2\nexit 134\n")
+    dying.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(dying))
+    monkeypatch.setattr(sys.modules["lowering.compile"], "availability", lambda hardware: "can compile for")
+    message = "tpu-v5e's compiler dies of fn: F0000 Check failed: too large"
+    with pytest.raises(lowering.CompileError, match=message):
+        lowering.compile(scaled, X, Y, target="tpu-v5e")

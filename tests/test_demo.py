@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import lowering
 from jaxops._demo import corpus, model, train
 
 SHAPE = model.Shape(vocabulary=61, width=16, heads=2, depth=2, context=8)
@@ -42,11 +43,19 @@ def test_train_step_is_that_of_the_plain_formulation(tokens: jax.Array) -> None:
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_train_step_needs_less_memory_than_the_plain_formulation() -> None:
+def test_train_step_is_explained_and_compiled_and_needs_less_memory_than_the_plain_one() -> None:
     settings, shape = train.Settings(), model.Shape(corpus.VOCABULARY_SIZE)
-    steps = [train.compiled_step(write(settings), settings, shape) for write in (train.operators, train.plain)]
-    ours, plain = map(train.temporary_bytes, steps)
-    assert ours < 0.7 * plain
+    ours = train.operators(settings)
+    step, args = train.train_step(ours, shape), train.step_arguments(ours, settings, shape)
+    explanation = lowering.explain(step, *args, target="cpu")
+    assert {row.implementation for row in explanation.rows} == {"reference"}
+    report = lowering.compile(step, *args, target="cpu")
+    leaf_bytes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(args)]
+    assert report.memory.arguments == sum(leaf_bytes)
+    assert report.memory.aliased == sum(leaf_bytes[:-1])
+    assert report.hlo.count("may-alias") == len(leaf_bytes) - 1
+    plain = train.compiled_step(train.plain(settings), settings, shape)
+    assert report.memory.temporaries < 0.7 * train.temporary_bytes(plain)
 
 
 def test_model_does_not_look_ahead(tokens: jax.Array) -> None:

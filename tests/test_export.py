@@ -10,6 +10,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax_classifier import classifier_step, init_state
 
 import jaxops
 import lowering
@@ -46,6 +47,18 @@ def test_artifact_holds_the_kernel_of_each_platform(artifact):
     implementations = {p: artifact.implementations[p]["apply_fused_ema_adam"] for p in artifact.platforms}
     assert implementations == {"cpu": ["reference"], "cuda": ["mosaic_gpu"], "tpu": ["mosaic_tpu"]}
     assert artifact.versions["jax"] == jax.__version__
+
+
+def test_flax_train_step_is_exported(rng):
+    with jax.numpy_dtype_promotion("standard"):
+        state = init_state(jax.random.key(0))
+        images, labels = rng.normal(size=(4, 28, 28, 1)).astype(np.float32), np.array([3, 1, 4, 1], np.int32)
+        artifact = lowering.export(classifier_step, state, images, labels)
+        expected, loss = classifier_step(state, images, labels)
+        (_, params, _), exported_loss = artifact.call(state, images, labels)
+    assert artifact.platforms == ("cpu", "cuda", "tpu")
+    np.testing.assert_allclose(exported_loss, loss, rtol=1e-5)
+    np.testing.assert_allclose(params["Dense_1"]["kernel"], expected.params["Dense_1"]["kernel"], atol=1e-5)
 
 
 def test_artifact_runs_in_a_fresh_process(artifact, args, tmp_path):

@@ -17,7 +17,16 @@ MAY_IMPORT = {
     "pallas_kernels": ("pallas_kernels",),
 }
 MAY_NOT_IMPORT = {"pallas_kernels.tpu": "pallas_kernels.gpu", "pallas_kernels.gpu": "pallas_kernels.tpu"}
-ABOVE = {"tests", "contract", "conftest", "benchmarks", "notebooks"}
+ABOVE = {
+    "tests",
+    "contract",
+    "conftest",
+    "flax_classifier",
+    "patterns_clean",
+    "patterns_planted",
+    "benchmarks",
+    "notebooks",
+}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for package in MAY_IMPORT

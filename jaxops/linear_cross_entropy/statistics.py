@@ -17,6 +17,7 @@ from jaxops.linear_cross_entropy.logits import (
     linear_logits,
     row_statistics,
 )
+from jaxops.linear_cross_entropy.patterns import LOGITS_CROSS_ENTROPY
 from jaxops.linear_cross_entropy.tiled import tiled_gradients, tiled_statistics
 
 _OPERANDS = "... h, v h, v, ..., v, ... v"
@@ -144,4 +145,5 @@ _STATISTICS = Operator(
     check=check,
     reference=_reference,
     derivative=Derivative(vjp=_vjp, linearize=_linearize, residuals=f"{_OPERANDS}, {_RESULTS}, ... v"),
+    patterns=(LOGITS_CROSS_ENTROPY,),
 )

@@ -138,6 +138,17 @@ def configs(hardware, grad, var, m, v, s, coefficients, *, mode, output):
     return _CONFIGS
 
 
+def overwrites(grad, var, m, v, s, coefficients, *, mode, output):
+    """The operands that are updated in place; see `pallas_kernels.kernel.Kernel.overwrites`."""
+    return tuple(index for index in _result_indices(grad, var, output) if index < 5)
+
+
 KERNEL = Kernel(
-    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
+    name="mosaic_gpu",
+    platform="cuda",
+    run=run,
+    refuses=refuses,
+    configs=configs,
+    interpreter_is_pure=False,
+    overwrites=overwrites,
 )

@@ -97,12 +97,9 @@ def run(grad, var, m, v, s, coefficients, *, mode, output, config, interpret=Fal
     view_shape = _view_shape(grad.shape)
     block_shape = _block_shape(view_shape, config["block_elements"])
     block_spec = pl.BlockSpec(block_shape, lambda *indices: indices)
-    # An update leaves the parameters to their owner, who has yet to apply it, and replaces the gradient if it can.
-    aliases = {3: 1, 4: 2, 5: 3}
-    if output == "params":
-        aliases[2] = 0
-    elif grad.dtype == var.dtype:
-        aliases[1] = 0
+    in_place = overwrites(grad, var, m, v, s, coefficients, mode=mode, output=output)
+    # The coefficients come first; results are var or its update, m, v and s.
+    aliases = {index + 1: max(0, index - 1) for index in in_place}
     if interpret and any(extent % block for extent, block in zip(view_shape, block_shape, strict=True)):
         aliases = {}  # JAX's interpreter (0.10 to 0.12) would hand ragged aliased outputs back with their padding
     results = pl.pallas_call(
@@ -135,4 +132,11 @@ def configs(hardware, grad, var, m, v, s, coefficients, *, mode, output):
     return _CONFIGS
 
 
-KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)
+def overwrites(grad, var, m, v, s, coefficients, *, mode, output):
+    """The operands that are updated in place; see `pallas_kernels.kernel.Kernel.overwrites`."""
+    # An update leaves the parameters to their owner, who has yet to apply it, and replaces the gradient if it can.
+    first = (1,) if output == "params" else (0,) if grad.dtype == var.dtype else ()
+    return *first, 2, 3, 4
+
+
+KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, overwrites=overwrites)

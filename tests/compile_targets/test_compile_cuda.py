@@ -19,7 +19,7 @@ def compile_ema_adam(target, shape, dtypes, *, config, mode="adamw", output="par
     shapes_and_dtypes = [*((shape, dtype) for dtype in dtypes), ((len(COEFFICIENTS),), F32)]
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes_and_dtypes]
     run = functools.partial(ema_adam.run, mode=mode, output=output, config=config)
-    donated = (1 if output == "params" else 0, 2, 3, 4)
+    donated = ema_adam.overwrites(*operands, mode=mode, output=output)
     return lowering.compile(jax.jit(run, donate_argnums=donated), *operands, target=target)
 
 

@@ -12,6 +12,9 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 import lowering
 from jaxops._operator import Operator
+from lowering.measurements import Entry, Key, Measurement
+from lowering.targets import named
+from pallas_kernels.ema_adam_update import COEFFICIENTS
 from pallas_kernels.kernel import Kernel
 
 SIZES = (256, 512)
@@ -47,6 +50,28 @@ def test_train_step_compiles_with_the_kernels_that_explain_names(chip):
         (resources,) = report.gpu_resources
         assert resources.spilled_bytes == 0
         assert resources.registers <= 128
+
+
+def test_what_was_tuned_for_a_chip_is_compiled_for_it_in_its_configuration(chip):
+    optimizer = jaxops.ema_adam(1e-3)
+    params = jax.ShapeDtypeStruct(SIZES, jnp.float32)
+    state = jax.eval_shape(optimizer.init, params)
+    step = jax.jit(lambda *args: jaxops.fused_apply(optimizer, *args), donate_argnums=(1, 2))
+    (operator,) = (operator for operator in jaxops.operators() if operator.name == "apply_fused_ema_adam")
+    (kernel,) = (kernel for kernel in operator.kernels if chip.startswith(kernel.platform))
+    block_elements = 512 if chip.startswith("cuda") else 32768  # of neither kernel the first configuration
+    times = Measurement("reference", (), 9.0), Measurement(kernel.name, (("block_elements", block_elements),), 8.0)
+    operands = [*[params] * 5, jax.ShapeDtypeStruct((len(COEFFICIENTS),), jnp.float32)]
+    key = Key.of(operator.name, named(chip), operands, {"mode": "adamw", "output": "params"})
+    with lowering.TuningResult((Entry(key, times, repeats=3),)):
+        (row,) = lowering.explain(step, params, state, params, target=chip).rows
+        tuned = lowering.compile(step, params, state, params, target=chip)
+    with lowering.use("pallas"):
+        untuned = lowering.compile(step, params, state, params, target=chip)
+    assert row.implementation == f"{kernel.name} (tuned: block_elements={block_elements})"
+    assert tuned.kernels == untuned.kernels == {"ema_adam": 1}
+    assert tuned.stablehlo != untuned.stablehlo
+    assert lowering.compile(step, params, state, params, target=chip).kernels == {}
 
 
 @pytest.mark.parametrize(

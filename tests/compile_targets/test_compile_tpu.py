@@ -23,7 +23,7 @@ def compile_ema_adam(target, shape, dtypes, *, mode="adamw", output="params"):
     assert ema_adam.KERNEL.refuses(named(target), *operands, mode=mode, output=output) is None
     config = ema_adam.KERNEL.configs(named(target), *operands, mode=mode, output=output)[0]
     run = functools.partial(ema_adam.run, mode=mode, output=output, config=config)
-    donated = (1 if output == "params" else 0, 2, 3, 4)
+    donated = ema_adam.overwrites(*operands, mode=mode, output=output)
     report = lowering.compile(jax.jit(run, donate_argnums=donated), *operands, target=target)
     assert report.kernels == {"ema_adam": 1}
     assert report.memory.aliased >= report.memory.outputs - TUPLE_TABLE_BYTES

@@ -1,0 +1,96 @@
+"""`jaxops tune` and `jaxops bench`: what is measured on the device in hand."""
+
+import math
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import lowering
+from jaxops._commands.options import (
+    IMPLEMENTATIONS,
+    Arguments,
+    Function,
+    Json,
+    Tuned,
+    console,
+    require,
+    require_file,
+    require_implementation,
+    tuned_by,
+)
+from jaxops._user_function import load, run_user_code
+from lowering.bench import bench as bench_function
+from lowering.tune import INTERRUPTED
+
+_INTERRUPTED_STATUS = 130  # what shells report of a command that was interrupted from the keyboard
+
+
+def tune(
+    function: Function,
+    arg: Arguments = None,
+    output: Annotated[
+        Path | None, typer.Option(help="A file that keeps the results; what it holds is not measured again.")
+    ] = None,
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="When to stop measuring.")] = 60.0,
+    again: Annotated[bool, typer.Option("--again", help="Measure again what --output holds already.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measures each operator of a function on this device: the reference and every configuration of every kernel.
+
+    Without --arg the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
+    `with lowering.TuningResult.load(FILE):` uses the results, and so do other commands with --tuned FILE.
+    """
+    require(0 < budget < math.inf, "--budget", "be a positive number of seconds", str(budget))
+    fn, args = load(function, arg or ())
+    result = run_user_code(
+        function,
+        "be traceable and its operators run here",
+        lambda: lowering.tune(fn, *args, budget_seconds=budget, path=output, again=again),
+    )
+    if as_json:
+        print(result.to_json())
+    else:
+        console().print(result.table())
+    if result.stopped == INTERRUPTED:
+        kept = "" if output is None else f", which {output} keeps"
+        print(f"jaxops: interrupted after {len(result.entries)} of the function's operators{kept}", file=sys.stderr)
+        raise typer.Exit(_INTERRUPTED_STATUS)
+
+
+def bench(
+    function: Function,
+    arg: Arguments = None,
+    implementation: Annotated[str, typer.Option(help="Which to compare, of auto, reference and pallas.")] = ",".join(
+        IMPLEMENTATIONS
+    ),
+    tuned: Tuned = None,
+    repeats: Annotated[int, typer.Option(help="How often each is timed.")] = 20,
+    output: Annotated[Path | None, typer.Option(help="A file for the results as JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Times a function on this device under each implementation, turn by turn.
+
+    Without --arg the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
+    Arrays are random where only shapes are given.
+    """
+    names = implementation.split(",")
+    for name in names:
+        require_implementation(name)
+    require(repeats >= 2, "--repeats", "be at least 2", str(repeats))
+    if output is not None:
+        require_file(output)
+    fn, args = load(function, arg or ())
+    with tuned_by(tuned):
+        result = run_user_code(
+            function,
+            "run here with these arguments",
+            lambda: bench_function(fn, *args, implementations=names, repeats=repeats),
+        )
+    if output is not None:
+        output.write_text(result.to_json() + "\n")
+    if as_json:
+        print(result.to_json())
+    else:
+        console().print(result.table())

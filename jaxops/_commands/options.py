@@ -1,0 +1,76 @@
+"""What the subcommands of `jaxops` share: options, the console, and refusals of options."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from jaxops._user_function import CommandError
+from lowering import TuningError, TuningResult
+from lowering.targets import named
+
+IMPLEMENTATIONS = ("auto", "reference", "pallas")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Function = Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="The function to trace.")]
+Implementation = Annotated[str, typer.Option(help="How operators are implemented: auto, reference or pallas.")]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="DTYPE[SHAPE]", help="An argument of the function, such as float32[128,64] or i32[]; once for each."
+    ),
+]
+Tuned = Annotated[
+    Path | None, typer.Option(help="A file that `jaxops tune` has written, by which to choose implementations.")
+]
+
+
+def console() -> Console:
+    """A terminal's own width; wide enough for the tables where there is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def tuned_by(path: Path | None) -> TuningResult:
+    """What the file holds, as a context; without a file, one that changes nothing."""
+    try:
+        return TuningResult() if path is None else TuningResult.load(path)
+    except TuningError as error:
+        raise CommandError(str(error).removeprefix("load: ")) from None
+
+
+def require_target(target: str) -> None:
+    """Refuses what is neither a chip nor a slice of them with its topology."""
+    try:
+        named(target.partition(":")[0])
+    except ValueError as error:
+        raise CommandError(str(error).removeprefix("lowering: ")) from None
+
+
+def require_implementation(name: str) -> None:
+    """Refuses a name that is no implementation's."""
+    require(name in IMPLEMENTATIONS, "--implementation", f"be one of {', '.join(IMPLEMENTATIONS)}", repr(name))
+
+
+def require_folder(path: Path) -> None:
+    """Makes the folder now, because a run that cannot save its results is of no use."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        writable = os.access(path, os.W_OK)
+    except OSError:
+        writable = False
+    require(writable, "--output", "be a folder that can be written to", repr(str(path)))
+
+
+def require_file(path: Path) -> None:
+    """Refuses a file that cannot be written, before there is anything to write."""
+    writable = path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()
+    require(writable, "--output", "be a file that can be written", repr(str(path)))
+
+
+def require(condition: bool, subject: str, rule: str, got: str) -> None:
+    """Refuses an option with `"<subject> must <rule>; got <got>"` unless the condition holds."""
+    if not condition:
+        raise CommandError(f"{subject} must {rule}; got {got}")

@@ -1,0 +1,143 @@
+"""A linear layer's logits that are made only for a cross entropy."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from lowering.patterns import RESHAPES, Finding, Graph, Operation, Pattern, Value, backward, describe, forward, unshaped
+
+_LINEAR = frozenset({"add", "add_any", "sub", "neg", "transpose", "slice", *RESHAPES})
+_SUMS = frozenset({"psum", "psum_invariant"})
+
+
+def _find(graph: Graph) -> Iterator[Finding]:
+    """Matrix products whose result is normalised by a log sum exp and read where a label says."""
+    known = set()
+    for log in graph.named("log"):
+        for matmul, classes in _softmax_inputs(log):
+            if matmul in known:
+                continue
+            pick = _pick_by_label(matmul, classes, log)
+            if pick is not None:
+                known.add(matmul)
+                yield Finding(matmul, _detail(matmul, pick))
+                break
+
+
+def _detail(matmul: Operation, pick: Operation) -> str:
+    (logits,) = matmul.outputs
+    is_symbolic = not isinstance(logits.size, int)
+    memory = "" if is_symbolic else f" ({logits.size * logits.aval.dtype.itemsize:,} bytes)"
+    return f"logits {describe(logits)}{memory} for a log-softmax that labels pick from on {pick.source}"
+
+
+def _softmax_inputs(log: Operation) -> list[tuple[Operation, Any]]:
+    """The matrix products of which this is the log of the sum of exponentials, and over how many classes."""
+    found = {}
+    for total in _producers(log.inputs[0], _keeps_sums, "reduce_sum"):
+        (terms,) = total.inputs
+        classes = _reduced(total)
+        for exponential in _producers(terms, _keeps_sums, "exp"):
+            for matmul in _producers(exponential.inputs[0], _keeps_logits, "dot_general"):
+                found[matmul] = classes
+    return list(found.items())
+
+
+def _producers(value: Value, follows: Any, name: str) -> set[Operation]:
+    """The nearest operations of this name that a value comes from."""
+    producers = (x.producer for x in backward(value, follows))
+    return {producer for producer in producers if producer is not None and producer.name == name}
+
+
+def _keeps_logits(operation: Operation, operand: Value) -> bool:
+    """Whether a result holds logits where the operand does: after a bias, a mask, a temperature, a softcap, a shift."""
+    if operation.name in ("mul", "div"):
+        return operand is operation.inputs[0] if operation.name == "div" else _is_scaled(operation, operand)
+    if operation.name in ("select_n", "dynamic_slice"):
+        return _is_selected(operation, operand)
+    return operation.name in _LINEAR or operation.name == "tanh"
+
+
+def _keeps_sums(operation: Operation, operand: Value) -> bool:
+    """The same on the way from exponentials through their sum to its logarithm."""
+    if operation.name == "select_n":
+        return _is_selected(operation, operand)
+    return operation.name in _LINEAR | _SUMS or operation.name in ("mul", "div", "abs", "max")
+
+
+def _keeps_losses(operation: Operation, operand: Value) -> bool:
+    """The same on the way from picked logits to a loss."""
+    if operation.name == "gather":  # optax takes the only column so
+        return operand is operation.inputs[0] and bool(operation.outputs[0].size == operand.size)
+    return operation.name in ("reduce_sum", "mul", "div", *_SUMS) or _keeps_logits(operation, operand)
+
+
+def _is_scaled(operation: Operation, operand: Value) -> bool:
+    """Whether the other factor is smaller: a number, or one for each row or each class."""
+    other = operation.inputs[operation.inputs[0] is operand]
+    return bool(unshaped(other).size != operand.size)
+
+
+def _is_selected(operation: Operation, operand: Value) -> bool:
+    """Whether the operand is what is selected from, and not what decides."""
+    if operation.name == "select_n":
+        return operand is not operation.inputs[0]
+    return operand is operation.inputs[0]
+
+
+def _reduced(operation: Operation) -> Any:
+    """How many elements a sum adds up."""
+    size: Any = 1
+    for axis in operation.params["axes"]:
+        size = size * operation.inputs[0].shape[axis]
+    return size
+
+
+def _pick_by_label(matmul: Operation, classes: Any, log: Operation) -> Operation | None:
+    """The operation that picks one class a row from the log-softmax, or from logits of which it is then the rest."""
+    made_of_logits = forward(matmul.outputs, lambda *_: True)
+    log_probs = forward(log.outputs, _keeps_logits)
+    losses = forward(log.outputs, _keeps_losses)
+    for value in forward(matmul.outputs, _keeps_logits) | log_probs:
+        for operation in value.users:
+            if not _picks(operation, value, classes, made_of_logits):
+                continue
+            if value in log_probs or forward(operation.outputs, _keeps_losses) & losses:
+                return operation
+    return None
+
+
+def _picks(operation: Operation, logits: Value, classes: Any, made_of_logits: set[Value]) -> bool:
+    """Whether this picks one of `classes` in each row, by labels that do not come from the logits themselves."""
+    rest = [x for x in operation.inputs if x is not logits]
+    if not rest or not operation.outputs or made_of_logits & set(rest):
+        return False
+    result = operation.outputs[0]
+    is_row = bool(result.size * classes == logits.size)
+    match operation.name:
+        case "gather" | "dynamic_slice":
+            return logits is operation.inputs[0] and is_row and not all(_is_constant(x) for x in rest)
+        case "dot_general":
+            return bool(rest[0].size == logits.size) and (is_row or result.size == 1)
+        case "mul":
+            return bool(unshaped(rest[0]).size == logits.size) and _is_summed(operation, classes)
+        case "select_n":
+            mask = unshaped(operation.inputs[0])
+            is_one_hot = mask.producer is not None and mask.producer.name == "eq" and mask.size == logits.size
+            return is_one_hot and _is_summed(operation, classes)
+    return operation.name == "nll_loss" and logits is operation.inputs[0]
+
+
+def _is_summed(operation: Operation, classes: Any) -> bool:
+    """Whether what is made is then summed over the classes."""
+    products = forward(operation.outputs, _keeps_logits)
+    sums = (user for product in products for user in product.users if user.name == "reduce_sum")
+    return any(classes in [total.inputs[0].shape[axis] for axis in total.params["axes"]] for total in sums)
+
+
+def _is_constant(value: Value) -> bool:
+    """Whether a value is written in the code: a fixed class is no label."""
+    made_of = backward(value, lambda *_: True)
+    return all(x.number is not None if x.producer is None else x.producer.name != "iota" for x in made_of)
+
+
+LOGITS_CROSS_ENTROPY = Pattern("logits for a cross entropy", "jaxops.linear_cross_entropy", _find)

@@ -1,0 +1,149 @@
+"""The ways to run one operator on the device here: compiled, and compared with the reference before they are timed."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lowering.measurements import REFERENCE, Config, Measurement, config_items, type_text
+from lowering.register import Operator, kernels_of
+from pallas_kernels.hardware import Hardware
+
+# Of the largest value of a result, on top of the error of the reference itself: by the narrowest dtype in the operator.
+_TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+
+Results = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to run an operator that compiles and is right.
+
+    Attributes:
+      implementation: the kernel's name, or "reference".
+      config: of the kernel.
+      run: the compiled program.
+      in_place: the positions of operands that it overwrites.
+    """
+
+    implementation: str
+    config: Config
+    run: Callable[..., Results]
+    in_place: tuple[int, ...] = ()
+
+    def arguments(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """What one run may be given: copies of the operands that it overwrites."""
+        return [jnp.copy(x) if position in self.in_place else x for position, x in enumerate(operands)]
+
+
+def candidates(
+    operator: Operator, hardware: Hardware, operands: Sequence[jax.Array], params: Mapping[str, Any]
+) -> Iterator[Candidate | Measurement]:
+    """The reference, then every configuration of every kernel; those that do not count with the reason.
+
+    Each is compiled and run when it is asked for.
+    """
+    meaning = functools.partial(operator.meaning, **params)
+    kernels = [kernel for kernel in kernels_of(operator) if kernel.platform == hardware.platform]
+    try:
+        reference = _compiled(REFERENCE, (), meaning, operands)
+        expected = reference.run(*operands)
+        truth = _truth(meaning, operands) if kernels else ()
+    except Exception as error:
+        yield Measurement(REFERENCE, discarded=_failure(error))
+        for kernel in kernels:
+            yield Measurement(kernel.name, discarded="there is no reference to compare it with")
+        return
+    yield reference
+    for kernel in kernels:
+        reason = kernel.refuses(hardware, *operands, **params)
+        if reason is not None:
+            yield Measurement(kernel.name, discarded=reason)
+            continue
+        in_place = tuple(kernel.overwrites(*operands, **params))
+        for config in kernel.configs(hardware, *operands, **params):
+            run = functools.partial(kernel.run, config=config, interpret=False, **params)
+            yield _checked(kernel.name, config_items(config), run, operands, in_place, expected, truth)
+
+
+def _checked(
+    implementation: str,
+    config: Config,
+    run: Callable[..., Results],
+    operands: Sequence[jax.Array],
+    in_place: tuple[int, ...],
+    expected: Results,
+    truth: Results,
+) -> Candidate | Measurement:
+    try:
+        candidate = _compiled(implementation, config, run, operands, in_place)
+        results = jax.block_until_ready(candidate.run(*candidate.arguments(operands)))
+    except Exception as error:  # whatever a compiler raises
+        return Measurement(implementation, config, discarded=_failure(error))
+    mistake = _mistake(results, expected, truth, operands)
+    return Measurement(implementation, config, discarded=mistake) if mistake else candidate
+
+
+def _compiled(
+    implementation: str,
+    config: Config,
+    run: Callable[..., Results],
+    operands: Sequence[jax.Array],
+    in_place: tuple[int, ...] = (),
+) -> Candidate:
+    def results(*arrays: jax.Array) -> Results:
+        return tuple(run(*arrays))
+
+    compiled = jax.jit(results, donate_argnums=in_place).lower(*operands).compile()
+    return Candidate(implementation, config, compiled, in_place)
+
+
+def _truth(meaning: Callable[..., Results], operands: Sequence[jax.Array]) -> Results:
+    """The reference in float32, with products as exact as the device has them."""
+    wide = [x.astype(jnp.float32) if _bits(x) < 32 else x for x in operands]
+    with jax.default_matmul_precision("highest"):
+        return jax.block_until_ready(jax.jit(meaning)(*wide))
+
+
+def _mistake(results: Results, expected: Results, truth: Results, operands: Sequence[jax.Array]) -> str:
+    """What is wrong with results, if anything is."""
+    types, right_types = (", ".join(map(type_text, arrays)) for arrays in (results, expected))
+    if types != right_types:
+        return f"wrong: results are {types} instead of {right_types}"
+    for position, (result, reference, exact) in enumerate(zip(results, expected, truth, strict=True)):
+        if not jnp.issubdtype(result.dtype, jnp.inexact):
+            different = int(jnp.sum(result != reference))
+            if different:
+                return f"wrong: {different} of {result.size} elements of result {position} differ"
+            continue
+        narrowest = min([result, *(x for x in operands if jnp.issubdtype(x.dtype, jnp.floating))], key=_bits)
+        own_error = _relative_error(reference, exact)
+        allowed = _TOLERANCES.get(narrowest.dtype.name, 0.1) + (own_error if math.isfinite(own_error) else 0.0)
+        error = _relative_error(result, exact)
+        if not math.isfinite(error):
+            return f"wrong: result {position} is not finite where the reference is"
+        if error > allowed:
+            return (
+                f"wrong: result {position} is off by {error:.2g} of its largest value, where {allowed:.2g} is allowed"
+            )
+    return ""
+
+
+def _relative_error(x: jax.Array, exact: jax.Array) -> float:
+    """The largest error as a part of the largest value; NaN or infinite where only `x` is."""
+    is_known = jnp.isfinite(exact)
+    difference = jnp.max(jnp.where(is_known, jnp.abs(x.astype(exact.dtype) - exact), 0), initial=0)
+    scale = float(jnp.max(jnp.where(is_known, jnp.abs(exact), 0), initial=0))
+    return float(difference) / (scale or 1.0)
+
+
+def _bits(x: Any) -> int:
+    return jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.inexact) else 64
+
+
+def _failure(error: Exception) -> str:
+    return f"fails with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,0 +1,200 @@
+"""What was measured of an operator's implementations: records that can be compared, hashed and written as JSON."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from lowering.targets import TARGETS
+from pallas_kernels.hardware import Hardware
+
+REFERENCE = "reference"
+
+Config = tuple[tuple[str, int], ...]
+
+
+@functools.cache
+def versions() -> tuple[tuple[str, str], ...]:
+    """What measurements depend on: JAX, its compilers and this library, as far as it is installed."""
+    found = []
+    for name in ("jax", "jaxlib", "jaxops"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append((name, metadata.version(name)))
+    return tuple(found)
+
+
+def config_items(config: Mapping[str, int]) -> Config:
+    """A kernel's launch configuration in a form that can be compared and hashed."""
+    return tuple(sorted(config.items()))
+
+
+def config_text(config: Config) -> str:
+    """The same in words."""
+    return ", ".join(f"{name}={value}" for name, value in config)
+
+
+def type_text(x: Any) -> str:
+    """An array's dtype and shape, such as "float32[128,64]"."""
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def device_name(hardware: Hardware) -> str | None:
+    """The target's name; for a chip without a record what the runtime calls it, None where the chip is not known."""
+    known = TARGETS.get(hardware.name)
+    if known is not None and known.device_kind == hardware.device_kind:
+        return hardware.name
+    return f"{hardware.platform} {hardware.device_kind}" if hardware.device_kind else None
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Key:
+    """What a measurement holds for: exactly this, and nothing that is merely similar.
+
+    Attributes:
+      target: of `device_name`.
+      operator: its name.
+      operands: the `type_text` of each.
+      attributes: the operator's, by name.
+      versions: of `versions`, where it was measured.
+    """
+
+    target: str
+    operator: str
+    operands: tuple[str, ...]
+    attributes: str
+    versions: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(
+        cls, operator_name: str, hardware: Hardware, operands: Sequence[Any], params: Mapping[str, Any]
+    ) -> "Key | None":
+        """The key of an operator in this process; None where it is not known which chip will run it."""
+        target = device_name(hardware)
+        if target is None:
+            return None
+        types = tuple(type_text(x) for x in operands)
+        attributes = ", ".join(f"{name}={value!r}" for name, value in sorted(params.items()))
+        return cls(target, operator_name, types, attributes, versions())
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One way to run an operator: the median of its times, or the reason why it does not count."""
+
+    implementation: str
+    config: Config = ()
+    median_us: float | None = None
+    discarded: str = ""
+
+    @property
+    def name(self) -> str:
+        """The implementation with its configuration."""
+        return f"{self.implementation} ({config_text(self.config)})" if self.config else self.implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Everything that was measured of one operator at one set of shapes.
+
+    Attributes:
+      key: what it holds for.
+      candidates: the reference and each configuration of each kernel, in order of preference.
+      repeats: how often each was timed.
+    """
+
+    key: Key
+    candidates: tuple[Measurement, ...]
+    repeats: int
+
+    def __hash__(self) -> int:
+        """Cheap: entries are part of jit's cache key."""
+        return hash(self.key)
+
+    @property
+    def winner(self) -> Measurement | None:
+        """The fastest, the first of equals; None where nothing could be compared with the reference."""
+        return self.best(*{candidate.implementation for candidate in self.candidates})
+
+    def best(self, *implementations: str) -> Measurement | None:
+        """The fastest of these implementations, if one was measured."""
+        timed = [c for c in self.candidates if c.implementation in implementations and c.median_us is not None]
+        return min(timed, key=lambda candidate: candidate.median_us or 0.0, default=None)
+
+    def against(self, kernel: str) -> str | None:
+        """Why a kernel is not taken; None if it is the winner."""
+        winner = self.winner
+        if winner is None or winner.implementation == kernel:
+            return None
+        name = "the reference" if winner.implementation == REFERENCE else winner.implementation
+        own = self.best(kernel)
+        if own is not None:
+            return f"tuned: {name} was faster here ({winner.median_us:.3g} us against {own.median_us:.3g} us)"
+        reasons = [candidate.discarded for candidate in self.candidates if candidate.implementation == kernel]
+        return f"tuned: {reasons[0]}" if reasons else f"tuned: not measured when {name} was found the fastest"
+
+    def to_record(self) -> dict[str, Any]:
+        """The entry as JSON holds it."""
+        winner = self.winner
+        return {
+            "target": self.key.target,
+            "operator": self.key.operator,
+            "operands": list(self.key.operands),
+            "attributes": self.key.attributes,
+            "versions": dict(self.key.versions),
+            "winner": winner and {"implementation": winner.implementation, "config": dict(winner.config)},
+            "repeats": self.repeats,
+            "candidates": [
+                {
+                    "implementation": candidate.implementation,
+                    "config": dict(candidate.config),
+                    "median_us": candidate.median_us,
+                    "discarded": candidate.discarded,
+                }
+                for candidate in self.candidates
+            ],
+        }
+
+    @classmethod
+    def from_record(cls, record: Any) -> "Entry":
+        """Reads what `to_record` has made.
+
+        Raises:
+          ValueError, TypeError or KeyError: for anything else.
+        """
+        key = Key(
+            _text(record["target"]),
+            _text(record["operator"]),
+            tuple(_text(operand) for operand in record["operands"]),
+            _text(record["attributes"]),
+            tuple(sorted((_text(name), _text(version)) for name, version in record["versions"].items())),
+        )
+        candidates = tuple(_measurement(candidate) for candidate in record["candidates"])
+        entry = cls(key, candidates, _integer(record["repeats"]))
+        if entry.to_record() != record:
+            raise ValueError("the record says of itself what does not follow from it")
+        return entry
+
+
+def _measurement(record: Any) -> Measurement:
+    median_us = record["median_us"]
+    if median_us is not None and not (isinstance(median_us, float) and math.isfinite(median_us) and median_us >= 0):
+        raise ValueError(f"no time: {median_us!r}")
+    if (median_us is None) != bool(record["discarded"]):
+        raise ValueError("either a time or a reason")
+    config = config_items({_text(name): _integer(value) for name, value in record["config"].items()})
+    return Measurement(_text(record["implementation"]), config, median_us, _text(record["discarded"]))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"no text: {value!r}")
+    return value
+
+
+def _integer(value: Any) -> int:
+    if not isinstance(value, int):
+        raise TypeError(f"no integer: {value!r}")
+    return value

@@ -1,0 +1,73 @@
+"""Fair timing of several ways to compute the same thing, and the bar that is shown meanwhile."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+clock = time.perf_counter
+
+
+def times_ms(
+    candidates: Mapping[str, Callable[..., Any]],
+    *,
+    repeats: int,
+    warmups: int = 2,
+    prepare: Callable[[str], Sequence[Any]] = lambda name: (),
+    until: float = math.inf,
+    at_least: int = 3,
+    after_round: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Times each candidate `repeats` times, turn by turn, so that a slow minute of the machine slows all of them.
+
+    Args:
+      candidates: each returns its results, for which the clock waits, or nothing if it has waited itself.
+      repeats: rounds, in each of which every candidate runs once.
+      warmups: untimed runs of each candidate before the first round.
+      prepare: makes the arguments of one run of a candidate, before its time starts.
+      until: no further round begins once `clock()` has come this far.
+      at_least: rounds that are finished even so.
+      after_round: called after each.
+
+    Returns:
+      The times of each candidate, as many of one as of another.
+    """
+
+    def elapsed_ms(name: str) -> float:
+        arguments = jax.block_until_ready(prepare(name))
+        start = clock()
+        jax.block_until_ready(candidates[name](*arguments))
+        return 1e3 * (clock() - start)
+
+    for name in candidates:
+        for _ in range(warmups):
+            elapsed_ms(name)
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(repeats):
+        if turn >= at_least and clock() >= until:
+            break
+        # Every other round goes backwards: no candidate always runs after the same neighbour.
+        for name in list(candidates)[:: 1 if turn % 2 == 0 else -1]:
+            times[name].append(elapsed_ms(name))
+        after_round()
+    return times
+
+
+def summary(times: list[float]) -> dict[str, Any]:
+    """The median of times and the quartiles around it."""
+    first, median, third = statistics.quantiles(times, n=4, method="inclusive")
+    return {"median_ms": round(median, 3), "quartiles_ms": [round(first, 3), round(third, 3)], "repeats": len(times)}
+
+
+def progress_bar(total: int, is_shown: bool | None = None) -> Progress:
+    """A bar on stderr with one task, 0; None shows it if that is a terminal."""
+    console = Console(stderr=True, force_terminal=is_shown)
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    bar.add_task("starting", total=total)
+    return bar

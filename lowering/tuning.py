@@ -1,0 +1,179 @@
+"""What was tuned, as a file, as a context for tracing, and as it ships with this library."""
+
+import dataclasses
+import functools
+import json
+import os
+import threading
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lowering.measurements import Entry, Key
+from lowering.select import current_selection, using
+from pallas_kernels.hardware import Hardware
+
+_FORMAT = 1
+_SHIPPED = Path(__file__).parent / "tuned"
+
+
+class TuningError(RuntimeError):
+    """A file holds no tuning that can be read here, or a function cannot be tuned like this."""
+
+
+class _Entered(threading.local):
+    """The contexts that this thread has entered: a result is frozen, and may be entered within itself."""
+
+    def __init__(self) -> None:
+        self.contexts: list[AbstractContextManager[None]] = []
+
+
+_entered = _Entered()
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningResult:
+    """What `tune` has measured. Code that is traced within `with result:` is lowered to what was fastest.
+
+    Contexts nest, with one another and with `lowering.use`; where two know the same operator at the same shapes, the
+    inner one decides. They are part of jit's cache key.
+
+    Attributes:
+      entries: one for each operator at one set of shapes.
+      stopped: why not everything was measured, such as "interrupted"; empty where it was.
+    """
+
+    entries: tuple[Entry, ...] = ()
+    stopped: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that was to be measured was."""
+        return not self.stopped
+
+    def __enter__(self) -> "TuningResult":
+        outer = current_selection()
+        context = using(dataclasses.replace(outer, tuned=merged(outer.tuned, self.entries)))
+        context.__enter__()
+        _entered.contexts.append(context)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _entered.contexts.pop().__exit__(*exception)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the result to a file, at once or not at all.
+
+        Raises:
+          TuningError: if the file cannot be written, or holds anything but an earlier result.
+        """
+        path = Path(path).resolve()
+        if path.exists():
+            self.load(path)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            unfinished.write_text(self.to_json() + "\n")
+            unfinished.replace(path)
+        except OSError as error:
+            raise TuningError(f"save: {str(path)!r} must be a file that can be written; got {error.strerror}") from None
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "TuningResult":
+        """Reads what `save` has written.
+
+        Raises:
+          TuningError: if there is no such file, or it is damaged, of another kind or of another format.
+        """
+        try:
+            record = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise TuningError(f"load: {str(path)!r} must be a file that can be read; got {error.strerror}") from None
+        except (ValueError, RecursionError):
+            record = None
+        held = record.get("format") if isinstance(record, dict) and "entries" in record else None
+        if isinstance(held, int) and held != _FORMAT:
+            raise TuningError(f"load: {str(path)!r} must have format {_FORMAT}; got {held}")
+        try:
+            if held != _FORMAT or not isinstance(record["stopped"], str):
+                raise ValueError("no result")
+            entries = tuple(Entry.from_record(entry) for entry in record["entries"])
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise TuningError(f"load: {str(path)!r} must be a whole file that tune has written") from None
+        return cls(entries, record["stopped"])
+
+    def to_json(self) -> str:
+        """Everything, as a JSON object."""
+        entries = [entry.to_record() for entry in self.entries]
+        return json.dumps({"format": _FORMAT, "stopped": self.stopped, "entries": entries}, indent=2)
+
+    def table(self) -> Table:
+        """The entries as a `rich` table, the fastest of each in bold."""
+        targets = ", ".join(sorted({entry.key.target for entry in self.entries}))
+        title = f"{len(self.entries)} measured" + (f" on {targets}" if targets else "")
+        title += f", {self.stopped}" if self.stopped else ""
+        table = Table(title=title, title_justify="left")
+        for name in ("operator and operands", "implementation"):
+            table.add_column(name, overflow="fold")
+        table.add_column("median, us", justify="right", no_wrap=True)
+        for entry in self.entries:
+            details = [", ".join(entry.key.operands), *([entry.key.attributes] if entry.key.attributes else [])]
+            about = Text.assemble((entry.key.operator, "bold"), *(f"\n  {line}" for line in details))
+            for candidate in entry.candidates:
+                is_winner = candidate is entry.winner
+                reason = f"\n  {candidate.discarded}" if candidate.discarded else ""
+                time = "-" if candidate.median_us is None else f"{candidate.median_us:,.1f}"
+                style = "bold" if is_winner else "dim" if candidate.discarded else ""
+                way = Text(f"{'*' if is_winner else ' '} {candidate.name}{reason}")  # brackets are no markup
+                table.add_row(about, way, time, style=style)
+                about = Text()
+            table.add_section()
+        return table
+
+    def __str__(self) -> str:
+        text = StringIO()
+        Console(file=text, width=140, no_color=True).print(self.table())
+        return text.getvalue().rstrip()
+
+
+def merged(*groups: Iterable[Entry]) -> tuple[Entry, ...]:
+    """The entries of all groups; of those with one key, the last."""
+    return tuple({entry.key: entry for group in groups for entry in group}.values())
+
+
+def find(
+    overlay: Sequence[Entry],
+    operator_name: str,
+    hardware: Hardware,
+    operands: Sequence[Any],
+    params: Mapping[str, Any],
+) -> Entry | None:
+    """What was measured of an operator: in this context, else as shipped; else with other versions."""
+    key = Key.of(operator_name, hardware, operands, params)
+    if key is None:
+        return None
+    known = [*overlay, *_shipped(_SHIPPED / f"{key.target}.json")]
+    exact = next((entry for entry in known if entry.key == key), None)
+    if exact is not None:
+        return exact
+    return next((e for e in known if dataclasses.replace(e.key, versions=key.versions) == key), None)
+
+
+@functools.cache
+def _shipped(path: Path) -> tuple[Entry, ...]:
+    """The entries in a file of this library, read once; a damaged file is reported, and ignored."""
+    if not path.is_file():
+        return ()
+    try:
+        return TuningResult.load(path).entries
+    except TuningError as error:
+        warnings.warn(f"{error}; nothing in it is used", RuntimeWarning, stacklevel=2)
+        return ()

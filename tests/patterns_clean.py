@@ -1,0 +1,258 @@
+"""Small functions in which no operator would replace anything, though many of them come near."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+from jax import lax
+from patterns_planted import ADAMW, PARAMS, W, X, Y, f32, state_of
+
+import jaxops
+
+CLEAN: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+
+
+def clean(*args: Any) -> Callable[[Any], Any]:
+    def enter(fn: Callable[..., Any]) -> Callable[..., Any]:
+        CLEAN[fn.__name__] = (fn, args)
+        return fn
+
+    return enter
+
+
+@clean(W, X)
+def classifier_output(w, x):
+    return jax.nn.log_softmax(x @ w)
+
+
+@clean(W, X)
+def probability_of_one_class(w, x):
+    return jax.nn.log_softmax(x @ w)[:, 1]
+
+
+@clean(W, X)
+def gradient_of_an_output(w, x):
+    return jax.grad(lambda w: jax.nn.log_softmax(x @ w).sum())(w)
+
+
+@clean(*(f32(2, 3, 6, 8),) * 3)
+def attention(query, key, value):
+    scores = jnp.einsum("bhqd,bhkd->bhqk", query, key) / 8**0.5
+    scores = jnp.where(jnp.tril(jnp.ones((6, 6), bool)), scores, -jnp.inf)
+    return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores), value)
+
+
+@clean(*(f32(2, 6, 3, 8),) * 3)
+def gradient_of_attention(query, key, value):
+    return jax.grad(lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True).sum(), (0, 1, 2))(query, key, value)
+
+
+@clean(*(f32(6, 8),) * 3)
+def attention_with_its_log_sum_exp(query, key, value):
+    scores = query @ key.T
+    lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    return jnp.exp(scores - lse) @ value, lse
+
+
+@clean(f32(8, 4), X, f32(4, 8, 8))
+def router_with_z_loss_and_balance(w, x, experts):
+    logits = x @ w
+    probabilities = jax.nn.softmax(logits)
+    gates, chosen = lax.top_k(probabilities, 2)
+    load = jax.nn.one_hot(chosen[:, 0], 4).mean(0)
+    balance = 4 * jnp.sum(load * probabilities.mean(0))
+    z_loss = jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
+    outputs = jnp.einsum("nh,nkhd->nkd", x, experts[chosen])
+    return jnp.einsum("nk,nkd->nd", gates, outputs), balance + z_loss
+
+
+@clean(W, X, jax.eval_shape(lambda: jax.random.key(0)))
+def policy_that_samples_its_actions(w, x, key):
+    logits = x @ w
+    actions = jax.random.categorical(key, logits)
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), actions[:, None], 1)
+
+
+@clean(W, X, f32(16, 16), Y)
+def conditional_random_field(w, x, transitions, labels):
+    emissions = x @ w
+    picked = jnp.take_along_axis(emissions, labels[:, None], 1).sum() + transitions[labels[:-1], labels[1:]].sum()
+
+    def forward(alpha, emission):
+        return jax.nn.logsumexp(alpha[:, None] + transitions, axis=0) + emission, None
+
+    return jax.nn.logsumexp(lax.scan(forward, emissions[0], emissions[1:])[0]) - picked
+
+
+@clean(f32(8, 12), X, Y)
+def mixture_of_gaussians(w, x, y):
+    weights, means, scales = jnp.split(x @ w, 3, axis=1)
+    log_weights = jax.nn.log_softmax(weights)
+    log_densities = -0.5 * (y[:, None] - means) ** 2 * jnp.exp(scales) + scales / 2
+    return -jax.nn.logsumexp(log_weights + log_densities, axis=1).mean()
+
+
+@clean(f32(8, 4 * 5), X, Y, f32(6, 5))
+def distribution_of_values(w, x, actions, target):
+    log_probs = jax.nn.log_softmax((x @ w).reshape(6, 4, 5))
+    of_action = jnp.take_along_axis(log_probs, actions[:, None, None], 1)[:, 0]
+    return -jnp.sum(target * of_action, axis=1).mean()
+
+
+@clean(W, X)
+def entropy(w, x):
+    log_probs = jax.nn.log_softmax(x @ w)
+    return -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1).mean()
+
+
+@clean(W, X, Y)
+def values_of_actions(w, x, actions):
+    return jnp.take_along_axis(x @ w, actions[:, None], 1).mean()
+
+
+@clean(f32(6, 16), Y)
+def loss_of_given_logits(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@clean(f32(8, 1), X, f32(6))
+def binary_cross_entropy(w, x, labels):
+    return optax.sigmoid_binary_cross_entropy((x @ w)[:, 0], labels).mean()
+
+
+@clean(W, X, f32(6, 16))
+def squared_error(w, x, y):
+    return jax.value_and_grad(lambda w: optax.l2_loss(jnp.tanh(x @ w), y).mean())(w)
+
+
+@clean(f32(8, 16), f32(2, 10, 8), jax.ShapeDtypeStruct((2, 3), jnp.int32))
+def connectionist_temporal_classification(w, x, labels):
+    return jax.grad(lambda w: optax.ctc_loss(x @ w, jnp.zeros((2, 10)), labels, jnp.zeros((2, 3))).mean())(w)
+
+
+@clean(f32(16, 8), X, Y)
+def our_cross_entropy(w, x, labels):
+    return jax.value_and_grad(lambda w: jaxops.linear_cross_entropy(x, w, labels))(w)
+
+
+@clean(f32(16, 8), X, Y)
+def second_derivatives_of_our_cross_entropy(w, x, labels):
+    def loss(w):
+        return jaxops.linear_cross_entropy(x, w, labels, strategy="recompute")
+
+    return jax.jvp(jax.grad(loss), (w,), (w,))
+
+
+@clean(PARAMS, PARAMS, state_of(ADAMW))
+def adam_without_an_average(params, grads, state):
+    updates, state = ADAMW.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@clean(PARAMS, PARAMS, state_of(ADAMW), PARAMS)
+def average_of_the_parameters_before(params, grads, state, average):
+    average = optax.incremental_update(params, average, 0.01)
+    updates, state = ADAMW.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, average
+
+
+@clean(PARAMS, PARAMS, state_of(ADAMW), PARAMS)
+def distance_to_the_first_parameters(params, grads, state, first):
+    updates, state = ADAMW.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    return params, state, optax.tree.norm(optax.tree.sub(params, first))
+
+
+@clean(f32(3, 4), f32(3, 4), f32(4), f32(4), state_of(ADAMW, f32(3, 4)))
+def adam_and_batch_norm_statistics(x, w, mean, var, state):
+    updates, state = ADAMW.update(x, state, w)
+    mean = 0.9 * mean + 0.1 * x.mean(0)
+    var = 0.9 * var + 0.1 * x.var(0)
+    return optax.apply_updates(w, updates), (x - mean) / jnp.sqrt(var + 1e-5), mean, var, state
+
+
+@clean(f32(5, 4), jax.ShapeDtypeStruct((), jnp.int32))
+def flax_batch_norm(x, _):
+    model = nn.BatchNorm(use_running_average=False)
+    return model.init_with_output(jax.random.key(0), x)
+
+
+OTHER_OPTIMIZERS = {
+    "sgd": optax.sgd(1e-2, momentum=0.9),
+    "rmsprop": optax.rmsprop(1e-3),
+    "lion": optax.lion(1e-3),
+    "lamb": optax.lamb(1e-3),
+    "nadam": optax.nadam(1e-3),
+    "adabelief": optax.adabelief(1e-3),
+    "amsgrad": optax.amsgrad(1e-3),
+    "adamax": optax.adamax(1e-3),
+    "adafactor": optax.adafactor(1e-3),
+    "adagrad": optax.adagrad(1e-3),
+    "adan": optax.adan(1e-3),
+    "novograd": optax.novograd(1e-3),
+    "radam": optax.radam(1e-3),
+    "yogi": optax.yogi(1e-3),
+    "ademamix": optax.contrib.ademamix(1e-3),
+}
+
+
+def _averaged_after(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    def step(params, grads, state, average):
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return params, state, optax.incremental_update(params, average, 0.01)
+
+    return step
+
+
+for _name, _optimizer in OTHER_OPTIMIZERS.items():
+    CLEAN[f"average_after_{_name}"] = (_averaged_after(_optimizer), (PARAMS, PARAMS, state_of(_optimizer), PARAMS))
+
+ADAM_WITH_MOMENTUM = optax.chain(optax.adam(1e-3), optax.trace(0.9))
+OURS = jaxops.ema_adam(1e-3)
+
+
+@clean(PARAMS, PARAMS, state_of(ADAM_WITH_MOMENTUM))
+def momentum_of_updates(params, grads, state):
+    updates, state = ADAM_WITH_MOMENTUM.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@clean(PARAMS, PARAMS, state_of(OURS))
+def our_optimizer(params, grads, state):
+    updates, state = OURS.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@clean(PARAMS, PARAMS, state_of(OURS))
+def derivative_of_our_optimizer(params, grads, state):
+    def after(params):
+        params, new_state = jaxops.fused_apply(OURS, grads, state, params)
+        return optax.tree.norm(params) + optax.tree.norm(jaxops.ema_params(new_state))
+
+    return jax.grad(after)(params)
+
+
+@clean(f32(2, 8, 8, 3))
+def pooling_without_a_gradient(x):
+    return nn.max_pool(x, (2, 2), (2, 2))
+
+
+@clean(f32(2, 8, 8, 3))
+def gradient_of_average_pooling(x):
+    return jax.grad(lambda x: nn.avg_pool(x, (2, 2), (2, 2)).sum())(x)
+
+
+@clean(f32(2, 8, 8, 3))
+def gradient_of_min_pooling(x):
+    window = (1, 2, 2, 1)
+    return jax.grad(lambda x: lax.reduce_window(x, jnp.inf, lax.min, window, window, "VALID").sum())(x)
+
+
+@clean(f32())
+def nothing_at_all(x):
+    return x
