@@ -21,6 +21,11 @@ def same_varying_axes(operands: Sequence[jax.Array]) -> list[jax.Array]:
     ]
 
 
+def varying_with(arrays: Sequence[jax.Array], operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Inside shard_map, the arrays that a loop starts with, varying over all axes over which what it reads varies."""
+    return tuple(same_varying_axes([*arrays, *operands])[: len(arrays)])
+
+
 def explicit_mesh(operands: Sequence[Any]) -> Any | None:
     """The mesh with explicit axes over which the types of the operands are laid out, if there is one."""
     for operand in operands:

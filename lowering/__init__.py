@@ -11,6 +11,7 @@ from lowering.export import Artifact as Artifact
 from lowering.export import ArtifactError as ArtifactError
 from lowering.export import export as export
 from lowering.export import load as load
+from lowering.placement import placement as placement
 from lowering.register import add_kernel as add_kernel
 from lowering.register import register as register
 from lowering.register import remove_kernel as remove_kernel
@@ -40,6 +41,7 @@ __all__ = [
     "explain",
     "export",
     "load",
+    "placement",
     "register",
     "remove_kernel",
     "targets",

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 from lowering import _jax_private, select, tuning
 from lowering.patterns import Pattern
+from lowering.placement import placed
 from lowering.targets import PLATFORMS, being_lowered_for
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
@@ -56,7 +57,7 @@ def register(operator: Operator) -> None:
     """Installs the lowering rules of the operator's primitive: one a platform, and the reference elsewhere."""
     _registered[operator.primitive] = operator
     select.operator_names.add(operator.name)
-    mlir.register_lowering(operator.primitive, functools.partial(_lower_reference, operator))
+    mlir.register_lowering(operator.primitive, functools.partial(_lower_reference, operator, "other"))
     for platform in PLATFORMS:
         mlir.register_lowering(operator.primitive, functools.partial(_lower, operator, platform), platform=platform)
     if operator.kernels:
@@ -125,10 +126,10 @@ def _lower(
     operator: Operator, platform: str, ctx: Any, *operands: Any, selection: select.Selection, **params: Any
 ) -> Any:
     hardware = being_lowered_for(platform, tuple(ctx.module_context.platforms))
-    split = partitioning(ctx.avals_in, getattr(ctx.module_context.axis_context, "num_devices", 1))
+    split = partitioning(ctx.avals_in, _device_count(ctx))
     choice = choose(operator, selection, hardware, ctx.avals_in, params, split)
     if choice.kernel is None:
-        return _lower_reference(operator, ctx, *operands, selection=selection, **params)
+        return _lower_reference(operator, platform, ctx, *operands, selection=selection, **params)
     first = choice.kernel.configs(hardware, *ctx.avals_in, **params)[0]
     config = first if choice.config is None else dict(choice.config)
     run = functools.partial(choice.kernel.run, config=config, interpret=choice.interpret, **params)
@@ -142,9 +143,16 @@ def _lower(
         return _lower_fun(run, ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
 
 
-def _lower_reference(operator: Operator, ctx: Any, *operands: Any, selection: select.Selection, **params: Any) -> Any:
-    with select.using(selection):
+def _lower_reference(
+    operator: Operator, platform: str, ctx: Any, *operands: Any, selection: select.Selection, **params: Any
+) -> Any:
+    split = partitioning(ctx.avals_in, _device_count(ctx))
+    with select.using(selection), placed(platform, is_split=split not in ("none", "manual")):
         return _lower_fun(functools.partial(operator.meaning, **params), ctx, *operands)
+
+
+def _device_count(ctx: Any) -> int:
+    return getattr(ctx.module_context.axis_context, "num_devices", 1)
 
 
 def _lower_fun(fn: Callable[..., Any], ctx: Any, *operands: Any) -> Any:

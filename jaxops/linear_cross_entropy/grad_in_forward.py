@@ -8,19 +8,24 @@ import jax.numpy as jnp
 
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._operator import Operator
+from jaxops._sharding import varying_with
 from jaxops.linear_cross_entropy import statistics
+from jaxops.linear_cross_entropy.live_rows import live_rows
 from jaxops.linear_cross_entropy.logits import (
     Needs,
     RowPull,
     RowStatistics,
     Targets,
+    accumulation_dtype,
     column,
     given,
     linear_gradients,
     linear_logits,
     row_statistics,
+    target_total,
 )
-from jaxops.linear_cross_entropy.row_chunks import map_rows
+from jaxops.linear_cross_entropy.row_chunks import fold_rows
+from jaxops.linear_cross_entropy.tiled import tiled_statistics
 
 _OPERANDS = "... h, v h, v, ..., v, ... v, ..., ..., ..."
 
@@ -37,13 +42,6 @@ def row_losses(rows: RowStatistics, target_total: jax.Array, weights: RowWeights
     """The loss of each row, from the statistics of its logits and the sum of its target weights t."""
     by_label, by_target, by_square = _terms(rows, target_total)
     return weights.label * by_label + weights.target * by_target + weights.square * by_square
-
-
-def target_total(targets: Targets, like: jax.Array) -> jax.Array:
-    """The sum of the target weights t of each row; 0 where there are none."""
-    if given(targets.row):
-        return jnp.sum(targets.row.astype(like.dtype), axis=-1)
-    return jnp.broadcast_to(jnp.sum(targets.shared.astype(like.dtype)), like.shape)
 
 
 def summed_cross_entropy(
@@ -82,13 +80,13 @@ def _reference(
     softcap: float | None,
     chunk_rows: int | None,
 ) -> Arrays:
-    def chunk(x: jax.Array, labels: jax.Array, row_target: jax.Array, *weights: jax.Array) -> tuple[Arrays, Arrays]:
-        targets = Targets(labels, shared_target, row_target)
-        rows = row_statistics(linear_logits(x, weight, bias, softcap), targets, metrics=False)
-        return (row_losses(rows, target_total(targets, rows.max_logit), RowWeights(*weights)),), ()
-
-    (losses,), _ = map_rows(chunk, (x, labels, row_target, *weights), x.ndim - 1, chunk_rows)
-    return (jnp.sum(losses),)
+    rows = RowStatistics(
+        *tiled_statistics(
+            x, weight, bias, labels, shared_target, row_target, softcap=softcap, chunk_rows=chunk_rows, metrics=False
+        )
+    )
+    total = target_total(Targets(labels, shared_target, row_target), rows.max_logit)
+    return (jnp.sum(row_losses(rows, total, RowWeights(*weights))),)
 
 
 def _reference_with_gradients(
@@ -103,27 +101,46 @@ def _reference_with_gradients(
     chunk_rows: int | None,
     needs: Needs,
 ) -> Arrays:
-    def chunk(x: jax.Array, labels: jax.Array, row_target: jax.Array, *weights: jax.Array) -> tuple[Arrays, Arrays]:
+    def chunk(
+        sums: Arrays, x: jax.Array, labels: jax.Array, row_target: jax.Array, *weights: jax.Array
+    ) -> tuple[Arrays, Arrays]:
         targets, by = Targets(labels, shared_target, row_target), RowWeights(*weights)
         logits = linear_logits(x, weight, bias, softcap)
         rows = row_statistics(logits, targets, metrics=False)
         total = target_total(targets, rows.max_logit)
         lse = rows.max_logit + rows.log_sum_exp
         softmax = by.label + by.target * total + 2 * by.square * lse
-        pull = RowPull(softmax, None, -by.label, -by.target, rows.max_logit, rows.log_sum_exp)
+        # Lest logits - maximum, which is computed again, be kept from before beside the logits themselves.
+        maximum = jax.lax.optimization_barrier(rows.max_logit)
+        pull = RowPull(softmax, None, -by.label, -by.target, maximum, rows.log_sum_exp)
         (x_grad, row_grad), (weight_grad, bias_grad, shared_grad) = linear_gradients(
-            pull, x, weight, targets, logits, softcap, needs
+            pull, x, weight, targets, logits, softcap, needs, sums[1]
         )
         # A target weight also counts in the total, which multiplies log sum exp.
         by_total = by.target * rows.log_sum_exp
-        row_grad, shared_grad = row_grad + column(by_total), shared_grad + jnp.sum(by_total)
-        losses = row_losses(rows, total, by)
-        return (losses, x_grad, row_grad, *_terms(rows, total)), (weight_grad, bias_grad, shared_grad)
+        row_grad = row_grad + column(by_total)
+        loss = jnp.sum(row_losses(rows, total, by))
+        others = (loss, bias_grad, shared_grad + jnp.sum(by_total))
+        loss, bias_grad, shared_grad = (a + b for a, b in zip((sums[0], *sums[2:]), others, strict=True))
+        return (x_grad, row_grad, *_terms(rows, total)), (loss, weight_grad, bias_grad, shared_grad)
 
-    (losses, x_grad, row_grad, *weights_grads), (weight_grad, bias_grad, shared_grad) = map_rows(
-        chunk, (x, labels, row_target, *weights), x.ndim - 1, chunk_rows
+    operands = (x, labels, row_target, *weights)
+    dtype = accumulation_dtype(x)
+    shapes = (
+        (),
+        (weight.shape[0] if needs.weight else 0, x.shape[-1]),
+        (bias.size if needs.bias else 0,),
+        (shared_target.size if needs.shared_target else 0,),
     )
-    return (jnp.sum(losses), x_grad, weight_grad, bias_grad, shared_grad, row_grad, *weights_grads)
+    start = varying_with([jnp.zeros(shape, dtype) for shape in shapes], (*operands, weight, bias, shared_target))
+    # Probabilities are too large to be put in another order.
+    live = None if given(row_target) else live_rows(labels, chunk_rows)
+    if live is None:
+        rows, sums = fold_rows(chunk, start, operands, x.ndim - 1, chunk_rows)
+    else:
+        rows, sums = live.map(chunk, start, operands)
+    x_grad, row_grad, *weights_grads = rows
+    return (*sums[:1], x_grad, *sums[1:], row_grad, *weights_grads)
 
 
 def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:

@@ -6,6 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._derivative import Arrays
+from jaxops.linear_cross_entropy.column_tiles import add_product
+
+# The label of a row that does not count. Its x is zero, so that what is known of it needs no matrix product.
+SKIPPED = -2
 
 
 class RowStatistics(NamedTuple):
@@ -96,22 +100,112 @@ def linear_logits(x: jax.Array, weight: jax.Array, bias: jax.Array, softcap: flo
     logits = jnp.einsum("...h,vh->...v", x, weight, preferred_element_type=accumulation_dtype(x))
     if given(bias):
         logits = logits + across(bias, logits)
-    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    return _bounded(logits, softcap)
 
 
-def row_statistics(logits: jax.Array, targets: Targets, *, metrics: bool) -> RowStatistics:
-    """The statistics of rows of logits; `metrics` asks for the last two."""
+def logits_of_zero(bias: jax.Array, columns: int, softcap: float | None, dtype: Any) -> jax.Array:
+    """The logits (V,) where x is zero."""
+    return _bounded(bias.astype(dtype), softcap) if given(bias) else jnp.zeros(columns, dtype)
+
+
+class RowSums(NamedTuple):
+    """What `RowStatistics` are made of, for some of the columns: sums, so that those of more columns can be added.
+
+    Attributes:
+      max_logit, label_logit, target_logit, prediction: as there. Without columns all are 0, and so is `sum_exp`.
+      sum_exp: sum exp(z - m).
+      target_total: sum t.
+      weighted_logit: sum exp(z - m) (z - m), on request, else 0.
+    """
+
+    max_logit: jax.Array
+    sum_exp: jax.Array
+    label_logit: jax.Array
+    target_logit: jax.Array
+    target_total: jax.Array
+    weighted_logit: jax.Array
+    prediction: jax.Array
+
+    @property
+    def statistics(self) -> RowStatistics:
+        """The statistics of rows that have these columns only."""
+        mean_logit = self.weighted_logit / jnp.where(self.sum_exp == 0, jnp.ones_like(self.sum_exp), self.sum_exp)
+        log_sum_exp = jnp.log(self.sum_exp)
+        return RowStatistics(
+            self.max_logit, log_sum_exp, self.label_logit, self.target_logit, mean_logit, self.prediction
+        )
+
+
+def no_columns(rows: tuple[int, ...], dtype: Any) -> RowSums:
+    """The sums of so many rows of no columns."""
+    zeros = jnp.zeros(rows, dtype)
+    return RowSums(zeros, zeros, zeros, zeros, zeros, zeros, jnp.zeros(rows, jnp.int32))
+
+
+def row_sums(logits: jax.Array, targets: Targets, *, metrics: bool) -> RowSums:
+    """The sums of rows of logits; `metrics` asks for the last two."""
     maximum = row_max(logits)
     shifted = logits - column(maximum)
-    log_sum_exp = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
-    target_logit = mean_logit = jnp.zeros_like(maximum)
+    exp = jnp.exp(shifted)
+    target_logit = weighted_logit = jnp.zeros_like(maximum)
     prediction = jnp.zeros(maximum.shape, jnp.int32)
     if targets.weighted:
         target_logit = jnp.sum(targets.weights(shifted) * shifted, axis=-1)
     if metrics:
-        mean_logit = jnp.sum(jnp.exp(shifted - column(log_sum_exp)) * _finite(shifted), axis=-1)
+        weighted_logit = jnp.sum(exp * _finite(shifted), axis=-1)
         prediction = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return RowStatistics(maximum, log_sum_exp, pick(shifted, targets.labels), target_logit, mean_logit, prediction)
+    total = target_total(targets, maximum)
+    # Picked before the maximum is subtracted: with two uses, the difference would be another array of logits.
+    label_logit = pick(logits, targets.labels, maximum)
+    return RowSums(maximum, jnp.sum(exp, axis=-1), label_logit, target_logit, total, weighted_logit, prediction)
+
+
+def row_statistics(logits: jax.Array, targets: Targets, *, metrics: bool) -> RowStatistics:
+    """The statistics of rows of logits; `metrics` asks for the last two."""
+    return row_sums(logits, targets, metrics=metrics).statistics
+
+
+def target_total(targets: Targets, like: jax.Array) -> jax.Array:
+    """The sum of the target weights t of each row; 0 where there are none."""
+    if given(targets.row):
+        return jnp.sum(targets.row.astype(like.dtype), axis=-1)
+    return jnp.broadcast_to(jnp.sum(targets.shared.astype(like.dtype)), like.shape)
+
+
+def added(left: RowSums, right: RowSums, has_label: tuple[jax.Array, jax.Array]) -> RowSums:
+    """The sums of the columns of both; `has_label` says of which of them each row's label is."""
+    parts = left, right
+    # Without a finite logit the maximum is called 0.
+    maxima = [jnp.where(part.sum_exp == 0, -jnp.inf, part.max_logit) for part in parts]
+    maximum = jax.lax.stop_gradient(jnp.maximum(*maxima))
+    maximum = jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
+    shifts = [
+        jax.lax.stop_gradient(jnp.where(part.sum_exp == 0, jnp.zeros_like(maximum), part.max_logit - maximum))
+        for part in parts
+    ]
+    scales = [jnp.exp(shift) for shift in shifts]
+    label_logit, target_logit, weighted_logit = zip(
+        *(
+            (
+                jnp.where(has, part.label_logit + shift, jnp.zeros_like(shift)),
+                part.target_logit + part.target_total * shift,
+                scale * (part.weighted_logit + shift * part.sum_exp),
+            )
+            for part, shift, scale, has in zip(parts, shifts, scales, has_label, strict=True)
+        ),
+        strict=True,
+    )
+    first = jnp.minimum(left.prediction, right.prediction)
+    best = jnp.where(maxima[0] > maxima[1], left.prediction, right.prediction)
+    return RowSums(
+        maximum,
+        scales[0] * left.sum_exp + scales[1] * right.sum_exp,
+        sum(label_logit),
+        sum(target_logit),
+        left.target_total + right.target_total,
+        sum(weighted_logit),
+        jnp.where(maxima[0] == maxima[1], first, best),
+    )
 
 
 def row_max(logits: jax.Array) -> jax.Array:
@@ -120,10 +214,10 @@ def row_max(logits: jax.Array) -> jax.Array:
     return jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
 
 
-def pick(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """The logit of each row's label; 0 where the label is none of the columns."""
+def pick(logits: jax.Array, labels: jax.Array, maximum: jax.Array) -> jax.Array:
+    """The logit of each row's label, relative to the maximum; 0 where the label is none of the columns."""
     columns = logits.shape[-1]
-    picked = jnp.take_along_axis(logits, column(jnp.clip(labels, 0, columns - 1)), axis=-1)[..., 0]
+    picked = jnp.take_along_axis(logits, column(jnp.clip(labels, 0, columns - 1)), axis=-1)[..., 0] - maximum
     return jnp.where((labels >= 0) & (labels < columns), picked, jnp.zeros_like(picked))
 
 
@@ -135,8 +229,11 @@ def linear_gradients(
     logits: jax.Array,
     softcap: float | None,
     needs: Needs,
+    weight_sum: jax.Array | None = None,
 ) -> tuple[Arrays, Arrays]:
     """The gradients ((x, row target), (weight, bias, shared target)), accumulated in float32; empty where not needed.
+
+    The weight's is added to `weight_sum`, if there is one.
 
     The cotangent of the logits is rounded to the dtype of x before the matrix products, as the documented operators do:
     16-bit inputs run on 16-bit matrix units. The sum for the bias is taken before.
@@ -151,7 +248,9 @@ def linear_gradients(
     bias_grad = shared_grad = jnp.zeros((0,), dtype)
     if needs.x:
         x_grad = jnp.einsum("...v,vh->...h", rounded, weight, preferred_element_type=dtype)
-    if needs.weight:
+    if needs.weight and weight_sum is not None:
+        weight_grad = add_product(weight_sum, rounded, x)
+    elif needs.weight:
         weight_grad = jnp.tensordot(rounded, x, axes=(batch, batch), preferred_element_type=dtype)
     if needs.bias:
         bias_grad = jnp.sum(cotangent, axis=batch)
@@ -172,6 +271,10 @@ def _logits_cotangent(pull: RowPull, targets: Targets, logits: jax.Array) -> jax
     columns = jax.lax.broadcasted_iota(targets.labels.dtype, logits.shape, logits.ndim - 1)
     cotangent = cotangent + jnp.where(columns == column(targets.labels), column(pull.label), jnp.zeros_like(logits))
     return cotangent + column(pull.target) * targets.weights(logits) if targets.weighted else cotangent
+
+
+def _bounded(logits: jax.Array, softcap: float | None) -> jax.Array:
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def _finite(shifted: jax.Array) -> jax.Array:

@@ -9,8 +9,16 @@ import jax.numpy as jnp
 
 from jaxops._errors import require, require_present
 from jaxops._ids import wide_ids
-from jaxops.linear_cross_entropy.grad_in_forward import RowWeights, row_losses, summed_cross_entropy, target_total
-from jaxops.linear_cross_entropy.logits import RowStatistics, Targets, accumulation_dtype, column
+from jaxops.linear_cross_entropy.column_tiles import default_logits
+from jaxops.linear_cross_entropy.grad_in_forward import RowWeights, row_losses, summed_cross_entropy
+from jaxops.linear_cross_entropy.logits import (
+    SKIPPED,
+    RowStatistics,
+    Targets,
+    accumulation_dtype,
+    column,
+    target_total,
+)
 from jaxops.linear_cross_entropy.row_chunks import SMALL_LOGITS, default_chunk_rows
 from jaxops.linear_cross_entropy.statistics import check_linear, linear_row_statistics
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
@@ -76,7 +84,8 @@ def linear_cross_entropy(
       bias: (V,), floating-point. None: no bias.
       class_weight: (V,), floating-point. None: ones.
       ignore_index: rows with this label are skipped, whatever they hold: their loss is 0, and so are their gradients.
-        Without effect on probabilities.
+        On one device and inside shard_map, the matrix products leave out whole chunks of them, wherever the rows lie
+        and unless aux is returned. Without effect on probabilities.
       label_smoothing: s, from 0 to 1.
       z_loss: the weight of lse^2.
       softcap: the bound of the logits. None: unbounded.
@@ -90,8 +99,10 @@ def linear_cross_entropy(
         (three products, no logits kept); for a scalar loss without aux on one shard, else it is "recompute".
         "recompute" computes each chunk of logits in both passes (four products, least memory). "auto" is "full" up to
         2^24 logits, then "grad_in_forward".
-      chunk_rows: about how many rows are in a chunk. None: as many as have 2^24 logits, and at least 512. Exported with
-        a symbolic number of rows, all rows are one chunk, and "auto" is "full".
+      chunk_rows: about how many rows' worth of logits exists at a time. "grad_in_forward" takes so many rows; None: as
+        many as have 2^24 logits, and at least 256 and H / 4. "recompute" takes as many logits in tiles of some columns;
+        None: 2^18, and at least 256 and H / 2 columns of all rows. Exported with a symbolic number of rows, all rows
+        are one chunk, and "auto" is "full".
       return_aux: whether to return `LinearCrossEntropyAux` as well.
 
     Returns:
@@ -124,26 +135,27 @@ def linear_cross_entropy(
     # A skipped row may hold NaN, which a gradient of zero would not remove. Aux tells of skipped rows as well.
     live = task.kept | jnp.all(jnp.isfinite(x), axis=-1) if return_aux else task.kept
     x = jnp.where(column(live), x, jnp.zeros_like(x))
+    targets = task.targets._replace(labels=jnp.where(live, task.targets.labels, SKIPPED))
     bias = jnp.zeros((0,), x.dtype) if bias is None else bias
     scalar = reduction != "none" and not return_aux and vocab_axis is None
     strategy = _resolve(strategy, task.kept.size * weight.shape[0], scalar)
-    chunk_rows = chunk_rows or default_chunk_rows(weight.shape[0])
+    chunk_rows = chunk_rows or _default_chunk_rows(strategy, task.kept.size, weight)
     if strategy == "grad_in_forward":
-        total = summed_cross_entropy(x, weight, bias, task.targets, weights, softcap=softcap, chunk_rows=chunk_rows)
+        total = summed_cross_entropy(x, weight, bias, targets, weights, softcap=softcap, chunk_rows=chunk_rows)
         return _reduced(total, task, reduction)
     keep_logits = strategy == "full"
     rows = linear_row_statistics(
         x,
         weight,
         bias,
-        task.targets,
+        targets,
         softcap=softcap,
         chunk_rows=None if keep_logits else chunk_rows,
         keep_logits=keep_logits,
         metrics=return_aux,
     )
-    rows = vocabulary.merge(rows, task.targets, metrics=return_aux)
-    losses = row_losses(rows, vocabulary.sum(target_total(task.targets, rows.log_sum_exp)), weights)
+    rows = vocabulary.merge(rows, targets, metrics=return_aux)
+    losses = row_losses(rows, vocabulary.sum(target_total(targets, rows.log_sum_exp)), weights)
     loss = losses if reduction == "none" else _reduced(jnp.sum(losses), task, reduction)
     return (loss, _aux(rows, labels, task.kept, vocabulary)) if return_aux else loss
 
@@ -217,6 +229,13 @@ def _resolve(strategy: str, logits_size: int, scalar: bool) -> str:
         is_small = jax.export.is_symbolic_dim(logits_size) or logits_size <= SMALL_LOGITS
         strategy = "full" if is_small else "grad_in_forward"
     return "recompute" if strategy == "grad_in_forward" and not scalar else strategy
+
+
+def _default_chunk_rows(strategy: str, rows: Any, weight: jax.Array) -> int:
+    """How many rows have as many logits as are best computed at a time."""
+    if strategy != "recompute" or jax.export.is_symbolic_dim(rows * weight.size):
+        return default_chunk_rows(*weight.shape)
+    return max(1, default_logits(rows, weight.shape[1]) // weight.shape[0])
 
 
 def _differs(labels: jax.Array, ignore_index: int) -> jax.Array:

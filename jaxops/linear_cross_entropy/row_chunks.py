@@ -7,30 +7,24 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._derivative import Arrays
-from jaxops._sharding import same_varying_axes
+from jaxops._sharding import varying_with
 
 # 64 MiB of float32 logits: what is cheaper to keep than to compute in chunks, and a good size for a chunk.
 SMALL_LOGITS = 2**24
-# With fewer rows the sum of weight gradients, read and written once a chunk, outweighs the matrix products.
-LEAST_CHUNK_ROWS = 512
+_LEAST_CHUNK_ROWS = 256
+
+Step = Callable[..., tuple[Arrays, Arrays]]
 
 
-def default_chunk_rows(vocabulary: int) -> int:
-    """How many rows of logits a chunk has."""
-    return max(LEAST_CHUNK_ROWS, SMALL_LOGITS // max(1, vocabulary))
+def default_chunk_rows(vocabulary: int, features: int) -> int:
+    """How many rows of logits a chunk has: enough that adding to a weight gradient once a chunk is cheap."""
+    return max(_LEAST_CHUNK_ROWS, features // 4, SMALL_LOGITS // max(1, vocabulary))
 
 
 def map_rows(
-    body: Callable[..., tuple[Arrays, Arrays]],
-    operands: Sequence[jax.Array],
-    batch_rank: int,
-    chunk_rows: int | None,
-    fills: Sequence[float] = (),
+    body: Step, operands: Sequence[jax.Array], batch_rank: int, chunk_rows: int | None, fills: Sequence[float] = ()
 ) -> tuple[Arrays, Arrays]:
     """Calls `body` on chunks of about `chunk_rows` rows; puts its row results together again and adds up its sums.
-
-    A batch axis of n * c positions is split into n parts of c positions, and step j takes position j of every part. So
-    an axis that lies in contiguous blocks over devices lies so in every chunk: nothing is gathered.
 
     Args:
       body: `body(*operands of a chunk) -> (row results, sums)`. Row results begin with the batch axes, sums do not
@@ -38,27 +32,59 @@ def map_rows(
       operands: arrays that begin with the batch axes.
       batch_rank: how many batch axes there are.
       chunk_rows: None takes all rows at once.
+      fills: as `fold_rows` has them.
+    """
+    if math.prod(_splits(operands[0].shape[:batch_rank], chunk_rows)) == 1:
+        rows, sums = body(*operands)
+        return tuple(rows), tuple(sums)
+
+    def step(sums: Arrays, *chunk: jax.Array) -> tuple[Arrays, Arrays]:
+        rows, terms = body(*chunk)
+        return tuple(rows), tuple(a + b for a, b in zip(sums, terms, strict=True))
+
+    # Sums do not depend on how many rows a chunk has.
+    _, shapes = jax.eval_shape(body, *operands)
+    zeros = tuple(jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
+    return fold_rows(step, zeros, operands, batch_rank, chunk_rows, fills)
+
+
+def fold_rows(
+    step: Step,
+    start: Arrays,
+    operands: Sequence[jax.Array],
+    batch_rank: int,
+    chunk_rows: int | None,
+    fills: Sequence[float] = (),
+) -> tuple[Arrays, Arrays]:
+    """Calls `row results, sums = step(sums, *operands of a chunk)` chunk by chunk; returns all row results, and sums.
+
+    A batch axis of n * c positions is split into n parts of c positions, and step j takes position j of every part. So
+    an axis that lies in contiguous blocks over devices lies so in every chunk: nothing is gathered.
+
+    Args:
+      step: gets and returns the sums so far; row results begin with the batch axes.
+      start: the sums before the first step.
+      operands: arrays that begin with the batch axes.
+      batch_rank: how many batch axes there are.
+      chunk_rows: about how many rows are in a chunk; None takes all at once.
       fills: what to fill up the last rows of an operand with where an axis cannot be split evenly; zeros where not
-        given. The body's sums must not depend on such rows.
+        given. The sums must not depend on such rows.
     """
     batch_shape = operands[0].shape[:batch_rank]
     splits = _splits(batch_shape, chunk_rows)
     if math.prod(splits) == 1:
-        rows, sums = body(*operands)
+        rows, sums = step(start, *operands)
         return tuple(rows), tuple(sums)
     fills = [*fills, *(0,) * (len(operands) - len(fills))]
     parts = [_split(x, splits, fill) for x, fill in zip(operands, fills, strict=True)]
 
-    def step(sums: Arrays, at: jax.Array) -> tuple[Arrays, Arrays]:
-        rows, terms = body(*(_chunk(x, splits, at) for x in parts))
-        return tuple(a + b for a, b in zip(sums, terms, strict=True)), tuple(rows)
+    def one(sums: Arrays, at: jax.Array) -> tuple[Arrays, Arrays]:
+        rows, sums = step(sums, *(_chunk(x, splits, at) for x in parts))
+        return tuple(sums), tuple(rows)
 
-    steps = jnp.arange(math.prod(splits))
-    _, shapes = jax.eval_shape(lambda at: body(*(_chunk(x, splits, at) for x in parts)), steps[0])
-    zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
-    start = tuple(same_varying_axes([*zeros, *operands])[: len(zeros)])
+    start = varying_with(start, operands)
     # Differentiated once more, a step would keep its logits: together they are what the chunks are there to avoid.
-    sums, rows = jax.lax.scan(jax.checkpoint(step, prevent_cse=False), start, steps)
+    sums, rows = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), start, jnp.arange(math.prod(splits)))
     return tuple(_join(x, splits, batch_shape) for x in rows), sums
 
 

@@ -11,17 +11,14 @@ from jaxops._errors import require
 from jaxops._operator import Operator
 from jaxops.linear_cross_entropy.logits import (
     Needs,
-    RowPull,
     RowStatistics,
     Targets,
     accumulation_dtype,
-    given,
-    linear_gradients,
     linear_logits,
     row_statistics,
 )
 from jaxops.linear_cross_entropy.patterns import LOGITS_CROSS_ENTROPY
-from jaxops.linear_cross_entropy.row_chunks import map_rows
+from jaxops.linear_cross_entropy.tiled import tiled_gradients, tiled_statistics
 
 _OPERANDS = "... h, v h, v, ..., v, ... v"
 _RESULTS = "..., ..., ..., ..., ..., ..."
@@ -48,10 +45,11 @@ def linear_row_statistics(
       x: (..., H).
       weight: (V, H), of x's dtype.
       bias: (V,), or empty for none.
-      targets: labels (...), columns of z; any other integer means that the row has none. Weights of the columns for
-        `target_logit`: `shared` (V,) by all rows, or empty; one set for each `row` (..., V), or (..., 0).
+      targets: labels (...), columns of z; any other integer means that the row has none, and `SKIPPED` that x is zero
+        there as well. Weights of the columns for `target_logit`: `shared` (V,) by all rows, or empty; one set for each
+        `row` (..., V), or (..., 0).
       softcap: z becomes softcap tanh(z / softcap).
-      chunk_rows: about how many rows of z exist at a time; None for all.
+      chunk_rows: about how many rows' worth of z exists at a time, in whichever form; None for all.
       keep_logits: reverse mode keeps z between its two passes (three matrix products), or computes it twice (four).
       metrics: whether `mean_logit` and `prediction` are computed.
     """
@@ -86,24 +84,8 @@ def check(x: Any, weight: Any, *_: Any, **__: Any) -> None:
     check_linear(x, weight)
 
 
-def _reference(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array,
-    labels: jax.Array,
-    shared_target: jax.Array,
-    row_target: jax.Array,
-    *,
-    softcap: float | None,
-    chunk_rows: int | None,
-    metrics: bool,
-    **_: Any,
-) -> Arrays:
-    def chunk(x: jax.Array, labels: jax.Array, row_target: jax.Array) -> tuple[Arrays, Arrays]:
-        logits = linear_logits(x, weight, bias, softcap)
-        return row_statistics(logits, Targets(labels, shared_target, row_target), metrics=metrics), ()
-
-    return map_rows(chunk, (x, labels, row_target), x.ndim - 1, chunk_rows)[0]
+def _reference(*operands: jax.Array, keep_logits: bool, **params: Any) -> Arrays:
+    return tiled_statistics(*operands, **params)
 
 
 def _reference_with_logits(
@@ -111,27 +93,6 @@ def _reference_with_logits(
 ) -> Arrays:
     logits = linear_logits(x, weight, bias, softcap)
     return (*row_statistics(logits, Targets(*targets), metrics=metrics), logits)
-
-
-def _backward_reference(
-    *operands: jax.Array, softcap: float | None, chunk_rows: int | None, metrics: bool, needs: Needs
-) -> Arrays:
-    *pull, x, weight, bias, labels, shared_target, row_target, logits = operands
-
-    def chunk(*rows: jax.Array) -> tuple[Arrays, Arrays]:
-        *pull_values, x, labels, row_target, logits = rows
-        pull = RowPull(*pull_values) if metrics else RowPull(*pull_values)._replace(softmax_slope=None)
-        if not given(logits):
-            logits = linear_logits(x, weight, bias, softcap)
-        return linear_gradients(pull, x, weight, Targets(labels, shared_target, row_target), logits, softcap, needs)
-
-    # Rows that are filled up have no probabilities: their logits are the bias, and exp(bias) alone may overflow.
-    fills = (0, 0, 0, 0, 0, jnp.inf)
-    rows = (*pull, x, labels, row_target, logits)
-    (x_grad, row_grad), (weight_grad, bias_grad, shared_grad) = map_rows(chunk, rows, x.ndim - 1, chunk_rows, fills)
-    gradients = (x_grad, weight_grad, bias_grad, shared_grad, row_grad)
-    dtypes = (x.dtype, weight.dtype, bias.dtype, shared_target.dtype, row_target.dtype)
-    return tuple(gradient.astype(dtype) for gradient, dtype in zip(gradients, dtypes, strict=True))
 
 
 def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
@@ -168,7 +129,7 @@ _BACKWARD = Operator(
     name="linear_cross_entropy_backward",
     signature=f"..., ..., ..., ..., ..., ..., {_OPERANDS}, ... v -> ... h, v h, v, v, ... v",
     check=lambda *operands, **_: None,
-    reference=_backward_reference,
+    reference=tiled_gradients,
 )
 
 _WITH_LOGITS = Operator(

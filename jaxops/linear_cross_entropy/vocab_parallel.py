@@ -174,11 +174,11 @@ def _max_sum(
         logits = linear_logits(x, weight, jnp.zeros((0,), x.dtype), None)
         maximum = jnp.max(logits, axis=-1)
         shifted = logits - column(maximum)
-        predicted = jnp.where(mask, jnp.zeros_like(maximum), pick(shifted, masked_target))
+        predicted = jnp.where(mask, jnp.zeros_like(maximum), pick(logits, masked_target, maximum))
         logits = logits.astype(x.dtype) if return_logits else logits[..., :0].astype(x.dtype)
         return (maximum, jnp.sum(jnp.exp(shifted), axis=-1), predicted, logits), ()
 
-    chunk_rows = None if return_logits else default_chunk_rows(weight.shape[0])
+    chunk_rows = None if return_logits else default_chunk_rows(*weight.shape)
     (maximum, total, predicted, logits), _ = map_rows(chunk, (x, mask, masked_target), x.ndim - 1, chunk_rows)
     return maximum, total, predicted, mask, masked_target, logits
 
@@ -222,7 +222,7 @@ def _grad(grad: jax.Array, x: jax.Array, weight: jax.Array, *rows: jax.Array) ->
     operands = (grad, maximum, total, x, mask, masked_target, softmax)
     # Rows that are filled up get the softmax exp(-inf) / 1.
     fills = (0, jnp.inf, 1)
-    chunk_rows = None if given(softmax) else default_chunk_rows(weight.shape[0])
+    chunk_rows = None if given(softmax) else default_chunk_rows(*weight.shape)
     (x_grad,), (weight_grad,) = map_rows(chunk, operands, x.ndim - 1, chunk_rows, fills)
     return x_grad, weight_grad.astype(weight.dtype)
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 
 from jaxops._errors import require
 from jaxops._operator import Operator
-from jaxops.linear_cross_entropy.grad_in_forward import target_total
-from jaxops.linear_cross_entropy.logits import RowStatistics, Targets
+from jaxops.linear_cross_entropy.logits import RowStatistics, Targets, target_total
 
 
 class Vocabulary(NamedTuple):

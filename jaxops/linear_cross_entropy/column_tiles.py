@@ -1,0 +1,157 @@
+"""One computation over all columns of the logits, a tile of them at a time, without moving columns between devices."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import lowering
+from jaxops._derivative import Arrays
+from jaxops._sharding import varying_with
+
+# With fewer columns, matrix products are too small to be fast.
+_LEAST_COLUMNS = 256
+# 1 MiB of float32 logits: they stay in a processor's cache between the steps that read them.
+_TILE_LOGITS = 2**18
+# Over so many devices a vocabulary may lie under jit without being moved. More parts would be shorter than what memory
+# is laid out in.
+_PARTS = 16
+# A block of a weight gradient, in elements: it stays in a processor's cache while it is added to.
+_BLOCK_SIZE = 2**20
+
+
+class Tile(NamedTuple):
+    """Columns of the logits: `width` positions, from `first` on, of each of the vocabulary's `parts` parts.
+
+    A vocabulary that lies in contiguous blocks over devices lies so in every tile.
+    """
+
+    parts: int
+    part_columns: int
+    width: int
+    first: jax.Array | int
+
+    @property
+    def columns(self) -> int:
+        """How many columns the tile has."""
+        return self.parts * self.width
+
+    def of(self, array: jax.Array, axis: int = 0) -> jax.Array:
+        """The tile's part of an array with all columns along `axis`; an array without any is an operand not given."""
+        if self.width == self.part_columns or array.shape[axis] == 0:
+            return array
+        by_part = self._by_part(array, axis)
+        taken = jax.lax.dynamic_slice_in_dim(by_part, self.first, self.width, axis + 1)
+        return taken.reshape(*array.shape[:axis], self.columns, *array.shape[axis + 1 :])
+
+    def put(self, array: jax.Array, values: jax.Array, axis: int = 0) -> jax.Array:
+        """The array with the tile's part replaced."""
+        if self.width == self.part_columns or array.shape[axis] == 0:
+            return values
+        by_part = self._by_part(array, axis)
+        values = values.reshape(*array.shape[:axis], self.parts, self.width, *array.shape[axis + 1 :])
+        return jax.lax.dynamic_update_slice_in_dim(by_part, values, self.first, axis + 1).reshape(array.shape)
+
+    def local(self, labels: jax.Array) -> jax.Array:
+        """The tile's columns of labels; -1 for other columns and for what is none."""
+        if self.width == self.part_columns:
+            return labels
+        part, position = labels // self.part_columns, labels % self.part_columns - self.first
+        is_inside = (labels >= 0) & (part < self.parts) & (position >= 0) & (position < self.width)
+        return jnp.where(is_inside, part * self.width + position, -1).astype(labels.dtype)
+
+    def precedes(self, labels: jax.Array) -> jax.Array:
+        """Where labels are columns of an earlier tile."""
+        is_column = (labels >= 0) & (labels < self.parts * self.part_columns)
+        return is_column & (labels % self.part_columns < self.first)
+
+    def global_columns(self, columns: jax.Array) -> jax.Array:
+        """Which of all columns the tile's columns are."""
+        if self.width == self.part_columns:
+            return columns
+        return (columns // self.width * self.part_columns + columns % self.width + self.first).astype(columns.dtype)
+
+    def _by_part(self, array: jax.Array, axis: int) -> jax.Array:
+        return array.reshape(*array.shape[:axis], self.parts, self.part_columns, *array.shape[axis + 1 :])
+
+
+def default_logits(rows: int, features: int) -> int:
+    """How many logits a tile has, of all rows: reading and writing each row's sum of features is cheap beside it."""
+    return max(_TILE_LOGITS, rows * max(_LEAST_COLUMNS, features // 2))
+
+
+def tile_columns(rows: Any, weight_shape: tuple[int, ...], chunk_rows: int | None) -> int | None:
+    """How many columns of so many rows make about as many logits as all columns of `chunk_rows` rows; None for all."""
+    vocabulary, features = weight_shape
+    if chunk_rows is None or jax.export.is_symbolic_dim(vocabulary):
+        return None
+    if jax.export.is_symbolic_dim(rows):
+        return max(_LEAST_COLUMNS, features // 2)
+    return math.ceil(chunk_rows * vocabulary / max(1, rows))
+
+
+def fold_columns(
+    step: Callable[[Arrays, Tile], Arrays], start: Arrays, vocabulary: int, tile_columns: int | None
+) -> Arrays:
+    """Calls `carry = step(carry, tile)` for tiles of about `tile_columns` columns; None takes all at once.
+
+    Differentiated once more, a step would keep its logits: together they are what the tiles are there to avoid.
+    """
+    if tile_columns is None or jax.export.is_symbolic_dim(vocabulary) or tile_columns >= vocabulary:
+        return step(start, Tile(1, vocabulary, vocabulary, 0))
+    parts = _parts(vocabulary)
+    part_columns = vocabulary // parts
+    wanted = max(1, min(part_columns, math.ceil(vocabulary / tile_columns)))
+    even = (count for count in range(wanted, min(2 * wanted, part_columns + 1)) if part_columns % count == 0)
+    width = math.ceil(part_columns / next(even, wanted))
+    whole_tiles = part_columns // width
+
+    def one(carry: Arrays, first: Any) -> tuple[Arrays, None]:
+        return varying_with(step(carry, Tile(parts, part_columns, width, first)), carry), None
+
+    carry, _ = jax.lax.scan(
+        jax.checkpoint(one, prevent_cse=False), start, width * jnp.arange(whole_tiles, dtype=jnp.int32)
+    )
+    rest = part_columns - whole_tiles * width
+    if rest:
+        last = Tile(parts, part_columns, rest, whole_tiles * width)
+        carry = jax.checkpoint(lambda carry: tuple(step(carry, last)))(carry)
+    return carry
+
+
+def add_product(total: jax.Array, logits_cotangent: jax.Array, x: jax.Array) -> jax.Array:
+    """Adds to total (V, H) the product of (..., V) and (..., H) over all rows, accumulated in total's dtype."""
+    batch = tuple(range(x.ndim - 1))
+
+    def product(columns: jax.Array) -> jax.Array:
+        return jnp.tensordot(columns, x, axes=(batch, batch), preferred_element_type=total.dtype)
+
+    place = lowering.placement()
+    if place is None or place.platform != "cpu" or jax.export.is_symbolic_dim(total.size):
+        # Compilers for GPUs and TPUs add within the product, and take a sum over devices out of a loop.
+        return total + product(logits_cotangent)
+
+    # XLA's CPU compiler keeps the product by itself before it is added: here, a block of it.
+    vocabulary, features = total.shape
+    parts = _parts(vocabulary)
+    part_columns = vocabulary // parts
+    width = min(part_columns, math.ceil(max(_LEAST_COLUMNS, _BLOCK_SIZE // max(1, features)) / parts))
+
+    def add(step: jax.Array, total: jax.Array) -> jax.Array:
+        # The last block begins earlier than where the one before ends, if they do not fit in evenly.
+        first = jnp.minimum(step * width, part_columns - width)
+        block = Tile(parts, part_columns, width, first)
+        columns = block.of(logits_cotangent, x.ndim - 1)
+        is_new = first + jax.lax.broadcasted_iota(first.dtype, columns.shape, x.ndim - 1) % width >= step * width
+        columns = jnp.where(is_new, columns, jnp.zeros_like(columns))
+        return block.put(total, block.of(total) + product(columns))
+
+    return jax.lax.fori_loop(0, math.ceil(part_columns / width), add, total)
+
+
+def _parts(vocabulary: int) -> int:
+    """Into how many parts a vocabulary is cut, so that devices that share it need nothing of each other."""
+    place = lowering.placement()
+    return 1 if place is not None and not place.is_split else math.gcd(vocabulary, _PARTS)

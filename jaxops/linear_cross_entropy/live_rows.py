@@ -1,0 +1,107 @@
+"""The rows that count, gathered at the front, so that whole chunks of the others are skipped."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import lowering
+from jaxops._derivative import Arrays
+from jaxops._sharding import varying_with
+from jaxops.linear_cross_entropy.logits import SKIPPED
+
+# With fewer rows a chunk is too small for fast matrix products, and so is what is skipped with it.
+_LEAST_CHUNK_ROWS = 512
+_CHUNKS = 8
+
+
+class LiveRows(NamedTuple):
+    """All rows in the order in which they are taken.
+
+    Attributes:
+      order: (chunks * chunk_rows,), the position of each row; past the last row where there is none.
+      live: (), how many rows count; they come first.
+      chunk_rows: how many rows are in a chunk.
+      batch_shape: of the operands.
+    """
+
+    order: jax.Array
+    live: jax.Array
+    chunk_rows: int
+    batch_shape: tuple[int, ...]
+
+    def take(self, array: jax.Array, fill: float = 0) -> jax.Array:
+        """(..., rest) in this order, as (chunks * chunk_rows, rest)."""
+        rest = array.shape[len(self.batch_shape) :]
+        flat = array.reshape(math.prod(self.batch_shape), *rest)
+        return flat.at[self.order].get(mode="fill", fill_value=fill, unique_indices=True)
+
+    def restore(self, rows: jax.Array) -> jax.Array:
+        """What `take` has done, undone."""
+        size = math.prod(self.batch_shape)
+        positions = jnp.arange(len(self.order), dtype=self.order.dtype)
+        places = jnp.zeros_like(self.order, shape=size).at[self.order].set(positions, mode="drop", unique_indices=True)
+        return rows.at[places].get(mode="promise_in_bounds").reshape(*self.batch_shape, *rows.shape[1:])
+
+    def fold(
+        self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, rows: Arrays, operands: Sequence[jax.Array]
+    ) -> tuple[Arrays, Arrays]:
+        """Calls `rows, sums = step(sums, rows, *operands)` on each chunk that has a live row; the others keep theirs.
+
+        `rows` and operands are in this order, or scalars of each row in it. Rows after the last live one in its chunk
+        are computed as well. Runs for a number of steps that depends on the data: not differentiable in reverse.
+        """
+
+        def one(at: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+            rows, sums = carry
+            first = at * self.chunk_rows
+            take = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=self.chunk_rows)
+            results, sums = step(sums, tuple(map(take, rows)), *map(take, operands))
+            pairs = zip(rows, results, strict=True)
+            return tuple(jax.lax.dynamic_update_slice_in_dim(x, new, first, 0) for x, new in pairs), tuple(sums)
+
+        carry = varying_with([*rows, *start], operands)
+        chunks = (self.live + self.chunk_rows - 1) // self.chunk_rows
+        return jax.lax.fori_loop(0, chunks, one, (carry[: len(rows)], carry[len(rows) :]))
+
+    def map(
+        self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, operands: Sequence[jax.Array]
+    ) -> tuple[Arrays, Arrays]:
+        """As `fold_rows` does, but row results are 0 where a whole chunk is skipped."""
+        taken = [self.take(x) for x in operands]
+        shapes, _ = jax.eval_shape(step, start, *taken)
+        zeros = tuple(jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
+
+        def ignoring(sums: Arrays, _: Arrays, *chunk: jax.Array) -> tuple[Arrays, Arrays]:
+            return step(sums, *chunk)
+
+        rows, sums = self.fold(ignoring, start, zeros, taken)
+        return tuple(map(self.restore, rows)), sums
+
+
+def live_rows(labels: jax.Array, chunk_rows: int | None = None) -> LiveRows | None:
+    """The rows whose label is not `SKIPPED`, first; None where rows must stay where they are.
+
+    That is while the rows may be split over devices, while the reference is differentiated, and for a single chunk.
+
+    Args:
+      labels: (...).
+      chunk_rows: about how many rows are in a chunk. None: an eighth of them, and at least 512.
+    """
+    place = lowering.placement()
+    if place is None or place.is_split or jax.export.is_symbolic_dim(labels.size):
+        return None
+    steps = math.ceil(labels.size / (chunk_rows or max(_LEAST_CHUNK_ROWS, labels.size // _CHUNKS)))
+    if steps < 2:
+        return None
+    chunk_rows = math.ceil(labels.size / steps)
+    is_live = labels.reshape(-1) != SKIPPED
+    order = jnp.argsort(~is_live, stable=True).astype(jnp.int32)
+    # Rows that fill up the last chunk have positions past the end, each its own.
+    filling = labels.size + jnp.arange(steps * chunk_rows - labels.size, dtype=order.dtype)
+    return LiveRows(
+        jnp.concatenate([order, filling]), jnp.sum(is_live, dtype=jnp.int32), chunk_rows, tuple(labels.shape)
+    )

@@ -1,0 +1,141 @@
+"""The statistics of rows of logits, and their gradients, of a tile of the columns after the other.
+
+Each tile of the weight is read once, and each tile of its gradient written once. Where rows need not stay where they
+are, those that count go first, and a tile is computed in chunks of them.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._derivative import Arrays
+from jaxops._sharding import varying_with
+from jaxops.linear_cross_entropy.column_tiles import Tile, fold_columns, tile_columns
+from jaxops.linear_cross_entropy.live_rows import live_rows
+from jaxops.linear_cross_entropy.logits import (
+    SKIPPED,
+    Needs,
+    RowPull,
+    RowSums,
+    Targets,
+    accumulation_dtype,
+    added,
+    given,
+    linear_gradients,
+    linear_logits,
+    logits_of_zero,
+    no_columns,
+    row_statistics,
+    row_sums,
+)
+
+
+def tiled_statistics(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array,
+    labels: jax.Array,
+    shared_target: jax.Array,
+    row_target: jax.Array,
+    *,
+    softcap: float | None,
+    chunk_rows: int | None,
+    metrics: bool,
+) -> Arrays:
+    """The `RowStatistics` of x weight^T + bias; operands as in `statistics.linear_row_statistics`."""
+    # Probabilities are too large to be put in another order, and metrics are asked for of all rows.
+    live = None if given(row_target) or metrics else live_rows(labels)
+    operands = (x, labels, row_target)
+    rows = operands if live is None else tuple(map(live.take, operands))
+
+    def add_tile(sums: Arrays, tile: Tile) -> Arrays:
+        weight_part, bias_part, shared_part = tile.of(weight), tile.of(bias), tile.of(shared_target)
+
+        def add(_: Arrays, sums: Arrays, x: jax.Array, labels: jax.Array, row_part: jax.Array) -> tuple[Arrays, Arrays]:
+            targets = Targets(tile.local(labels), shared_part, row_part)
+            here = row_sums(linear_logits(x, weight_part, bias_part, softcap), targets, metrics=metrics)
+            here = here._replace(prediction=tile.global_columns(here.prediction))
+            return added(RowSums(*sums), here, (tile.precedes(labels), targets.labels >= 0)), ()
+
+        x, labels, row_target = rows
+        chunk = (x, labels, tile.of(row_target, row_target.ndim - 1))
+        return add((), sums, *chunk)[0] if live is None else live.fold(add, (), sums, chunk)[0]
+
+    no_sums = no_columns(rows[1].shape, accumulation_dtype(x))
+    start = varying_with(no_sums, (*operands, weight, bias, shared_target))
+    columns = tile_columns(labels.size if live is None else live.chunk_rows, weight.shape, chunk_rows)
+    statistics = RowSums(*fold_columns(add_tile, start, weight.shape[0], columns)).statistics
+    if live is None:
+        return tuple(statistics)
+    skipped = row_statistics(
+        logits_of_zero(bias, weight.shape[0], softcap, accumulation_dtype(x)),
+        Targets(jnp.asarray(SKIPPED, labels.dtype), shared_target, jnp.zeros((0,), row_target.dtype)),
+        metrics=False,
+    )
+    pairs = zip(map(live.restore, statistics), skipped, strict=True)
+    return tuple(jnp.where(labels == SKIPPED, of_skipped, of_live) for of_live, of_skipped in pairs)
+
+
+def tiled_gradients(
+    *operands: jax.Array, softcap: float | None, chunk_rows: int | None, metrics: bool, needs: Needs
+) -> Arrays:
+    """The gradients of x, weight, bias, shared and row targets, from how a loss pulls on the logits.
+
+    Operands are those of `RowPull`, those of `tiled_statistics` and the logits, which are (..., 0) if not kept.
+    """
+    *pull, x, weight, bias, labels, shared_target, row_target, logits = operands
+    live = None if given(row_target) or given(logits) else live_rows(labels)
+    # Rows that are filled up have no probabilities: their logits are the bias, and exp(bias) alone may overflow.
+    fills = (0, 0, 0, 0, 0, jnp.inf, 0, 0, 0, 0)
+    rows = (*pull, x, labels, row_target, logits)
+    if live is not None:
+        rows = tuple(map(live.take, rows, fills))
+    shared = (weight, bias, shared_target)
+
+    def zeros(needed: bool, *shape: int) -> jax.Array:
+        return jnp.zeros(shape if needed else (0, *shape[1:]), accumulation_dtype(x))
+
+    def add_tile(carry: Arrays, tile: Tile) -> Arrays:
+        x_grad, row_grad, *gradients = carry
+        weight_part, bias_part, shared_part = map(tile.of, shared)
+
+        def add(sums: Arrays, results: Arrays, *chunk: jax.Array) -> tuple[Arrays, Arrays]:
+            *pull, x, labels, row_part, logits = chunk
+            row_pull = RowPull(*pull) if metrics else RowPull(*pull)._replace(softmax_slope=None)
+            if not given(logits):
+                logits = linear_logits(x, weight_part, bias_part, softcap)
+            targets = Targets(tile.local(labels), shared_part, row_part)
+            of_rows, of_columns = linear_gradients(row_pull, x, weight_part, targets, logits, softcap, needs)
+            added_columns = tuple(total + part for total, part in zip(sums, of_columns, strict=True))
+            return (results[0] + of_rows[0], of_rows[1]), added_columns
+
+        *others, row_target, logits = rows
+        chunk = (*others, tile.of(row_target, row_target.ndim - 1), logits)
+        sums: Arrays = (
+            zeros(needs.weight, tile.columns, x.shape[-1]),
+            zeros(needs.bias, tile.columns),
+            zeros(needs.shared_target, tile.columns),
+        )
+        if live is None:
+            (x_grad, row_part), sums = add(sums, (x_grad, row_grad), *chunk)
+        else:
+            # Rows are put in order only without targets of their own, so these have no gradient.
+            (x_grad, row_part), sums = live.fold(add, sums, (x_grad, row_grad), chunk)
+        row_grad = tile.put(row_grad, row_part.astype(row_grad.dtype), row_grad.ndim - 1)
+        pairs = zip(gradients, sums, strict=True)
+        return x_grad, row_grad, *(tile.put(total, part.astype(total.dtype)) for total, part in pairs)
+
+    batch = rows[0].shape
+    start = (
+        jnp.zeros((*batch, x.shape[-1] if needs.x else 0), accumulation_dtype(x)),
+        jnp.zeros((*batch, weight.shape[0] if needs.row_target else 0), row_target.dtype),
+        zeros(needs.weight, *weight.shape).astype(weight.dtype),
+        zeros(needs.bias, weight.shape[0]).astype(bias.dtype),
+        zeros(needs.shared_target, weight.shape[0]).astype(shared_target.dtype),
+    )
+    columns = None
+    if not given(logits):
+        columns = tile_columns(labels.size if live is None else live.chunk_rows, weight.shape, chunk_rows)
+    x_grad, row_grad, *gradients = fold_columns(add_tile, varying_with(start, operands), weight.shape[0], columns)
+    if live is not None:
+        x_grad, row_grad = live.restore(x_grad), live.restore(row_grad)
+    return (x_grad.astype(x.dtype), *gradients, row_grad)

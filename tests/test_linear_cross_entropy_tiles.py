@@ -1,0 +1,193 @@
+"""`linear_cross_entropy` computed in pieces: tiles of the vocabulary, chunks of rows, and chunks that are skipped."""
+
+import functools
+
+import contract
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cross_entropy_truth import IGNORED, STRATEGIES, assert_equals_float64, expected, make_case, value_and_gradients
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxops.linear_cross_entropy import linear_cross_entropy
+from jaxops.linear_cross_entropy.live_rows import live_rows
+from jaxops.linear_cross_entropy.logits import SKIPPED
+from lowering.placement import placed
+
+PIECES = ("grad_in_forward", "recompute")
+# More rows than two chunks have, where chunks may be skipped.
+MANY = 1100
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("classes", [50257, 128256])
+def test_linear_cross_entropy_counts_no_padding_of_a_vocabulary(classes, strategy, rng):
+    case = make_case(rng, rows=(5,), hidden=3, classes=classes)
+    # The last classes of all, which any padding would be beside.
+    case[2][:2] = classes - 1, 0
+    options = {"strategy": strategy, "chunk_rows": 2}
+    assert_equals_float64(value_and_gradients(*case, **options), case, options)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("classes", [7, 48, 50])
+def test_linear_cross_entropy_of_many_rows_equals_float64(classes, strategy, rng):
+    x, weight, labels = make_case(rng, rows=(MANY,), hidden=4, classes=classes, ignored=0.5)
+    poisoned = x.at[labels == IGNORED].set(jnp.nan)
+    bias, class_weight = (rng.uniform(0.2, 2, size=classes).astype(np.float32) for _ in range(2))
+    options = {"bias": bias, "class_weight": class_weight, "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}
+    options |= {"strategy": strategy, "chunk_rows": 300}
+    actual = value_and_gradients(poisoned, weight, labels, **options)
+    assert_equals_float64(actual, (x, weight, labels), options, rtol=5e-5)
+
+
+@pytest.mark.parametrize("strategy", PIECES)
+@pytest.mark.parametrize("kept", [0, 1, MANY], ids=["none", "one", "all"])
+def test_linear_cross_entropy_skips_chunks(kept, strategy, rng):
+    x, weight, labels = make_case(rng, rows=(2, MANY // 2), ignored=0)
+    labels.reshape(-1)[: MANY - kept] = IGNORED
+    # exp(bias) overflows: what is computed of a skipped row must not be used.
+    options = {"strategy": strategy, "chunk_rows": 300, "reduction": "sum", "bias": np.full(7, 120, np.float32)}
+    actual = value_and_gradients(x, weight, labels, **options)
+    assert_equals_float64(actual, (x, weight, labels), options, rtol=5e-5)
+
+
+def test_live_rows_runs_no_step_without_a_live_row():
+    labels = jnp.array([SKIPPED, 3, SKIPPED, -1, SKIPPED, SKIPPED, SKIPPED, 0, 5, SKIPPED, SKIPPED])
+    x = jnp.arange(11.0)
+
+    def step(sums, x):
+        (steps,) = sums
+        return (2 * x,), (steps + 1,)
+
+    @jax.jit
+    def doubled(labels, x):
+        with placed("cpu", is_split=False):
+            rows = live_rows(labels, 3)
+        return rows.map(step, (jnp.int32(0),), (x,))
+
+    (results,), (steps,) = doubled(labels, x)
+    # Four live rows fill a chunk and a third of the next, whose others are the first of the rest.
+    assert steps == 2
+    np.testing.assert_array_equal(results, [0, 2, 4, 6, 0, 0, 0, 14, 16, 0, 0])
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_live_rows_leaves_rows_where_they_may_be_split_or_differentiated(is_split):
+    labels = jnp.zeros(12, jnp.int32)
+    assert live_rows(labels, 3) is None
+    with placed("tpu", is_split=is_split):
+        assert (live_rows(labels, 3) is None) == is_split
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_linear_cross_entropy_allows_a_tile_of_forbidden_classes(strategy, rng):
+    x, weight, labels = make_case(rng, rows=(9,), classes=64)
+    bias = np.where(np.arange(64) < 40, 0, -np.inf).astype(np.float32)
+    labels = np.where(labels == IGNORED, IGNORED, labels % 40)
+    loss = functools.partial(linear_cross_entropy, labels=labels, bias=bias, strategy=strategy, chunk_rows=2)
+    truth, x_grad, weight_grad, _ = expected(x, weight[:40], labels)
+    tangents = rng.normal(size=x.shape).astype(np.float32), rng.normal(size=weight.shape).astype(np.float32)
+    value, tangent = jax.jit(functools.partial(jax.jvp, loss))((x, weight), tangents)
+    np.testing.assert_allclose(value, truth, rtol=1e-5)
+    np.testing.assert_allclose(
+        tangent, np.sum(x_grad * tangents[0]) + np.sum(weight_grad * tangents[1][:40]), rtol=1e-4
+    )
+    grads = jax.jit(jax.grad(loss, (0, 1)))(x, weight)
+    contract.assert_close(grads, (x_grad, np.concatenate([weight_grad, np.zeros((24, 6))])))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_linear_cross_entropy_sums_equal_labels_in_float32(strategy):
+    # In bfloat16, a sum of 40960 terms of -7 / 8 would stop at -256.
+    rows = 40960
+    x, weight = jnp.ones((rows, 2), jnp.bfloat16), jnp.zeros((8, 2), jnp.bfloat16)
+    loss = functools.partial(linear_cross_entropy, strategy=strategy, reduction="sum", chunk_rows=4096)
+    grad = jax.jit(jax.grad(loss, 1))(x, weight, np.zeros(rows, np.int32)).astype(jnp.float32)
+    np.testing.assert_array_equal(grad[0], -rows * 7 / 8)
+    np.testing.assert_array_equal(grad[1:], rows / 8)
+
+
+@pytest.mark.parametrize("strategy", ["full", "recompute"])
+def test_linear_cross_entropy_aux_is_differentiable(strategy, rng):
+    x, weight, labels = make_case(rng, classes=64)
+
+    def total(x, name):
+        aux = linear_cross_entropy(x, weight, labels, return_aux=True, strategy=strategy, chunk_rows=4)[1]
+        return jnp.sum(getattr(aux, name))
+
+    z = np.asarray(x).astype(np.float64) @ np.asarray(weight).astype(np.float64).T
+    log_p = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    p = np.exp(log_p)
+    entropy = -(p * log_p).sum(-1, keepdims=True)
+    for name, dz in (("lse", p), ("entropy", -p * (log_p + entropy))):
+        np.testing.assert_allclose(jax.jit(jax.grad(total), static_argnums=1)(x, name), dz @ weight, atol=1e-5)
+
+
+def test_linear_cross_entropy_aux_costs_nothing_unused(rng):
+    x, weight, labels = make_case(rng, classes=1024)
+
+    def loss(x, return_aux):
+        result = linear_cross_entropy(x, weight, labels, return_aux=return_aux, strategy="full")
+        return (result[0], result[1].prediction) if return_aux == "used" else result[0] if return_aux else result
+
+    logits_size = 13 * 1024
+    compiled = [jax.jit(loss, static_argnums=1).lower(x, aux).compile() for aux in ("used", True, False)]
+    used, unused, without = (program.cost_analysis()["flops"] for program in compiled)
+    # Of single rows there is more to do, as which of x are finite; but nothing of each logit.
+    assert without <= unused < without + logits_size / 2
+    assert used > unused + logits_size
+
+
+def test_linear_cross_entropy_meets_its_memory_targets():
+    shapes = (2048, 512), (32000, 512)
+    x, weight = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    labels = jax.ShapeDtypeStruct((2048,), jnp.int32)
+    temporaries = {}
+    for strategy in STRATEGIES:
+        fn = jax.value_and_grad(functools.partial(linear_cross_entropy, strategy=strategy), (0, 1))
+        compiled = jax.jit(fn).lower(x, weight, labels).compile()
+        temporaries[strategy] = compiled.memory_analysis().temp_size_in_bytes
+    logits_bytes = 2 * 2048 * 32000 * 4  # what the plain path takes: logits, and their gradient
+    assert temporaries["full"] < 1.01 * logits_bytes
+    assert temporaries["grad_in_forward"] <= 0.2 * logits_bytes
+    assert temporaries["recompute"] <= 0.05 * logits_bytes
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_linear_cross_entropy_in_tiles_leaves_a_split_weight_split(strategy, axis_type, rng):
+    mesh = jax.make_mesh((2, 4), ("data", "vocab"), axis_types=(axis_type,) * 2)
+    x, weight, labels = make_case(rng, rows=(32,), classes=96)
+    specs = (P("data"), P("vocab"), P("data"))
+    placed = [jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip((x, weight, labels), specs, strict=True)]
+    fn = jax.value_and_grad(functools.partial(linear_cross_entropy, strategy=strategy, chunk_rows=8), (0, 1))
+    compiled = jax.jit(fn).lower(*placed).compile()
+    results = compiled(*placed)
+    contract.assert_close(results, jax.jit(fn)(x, weight, labels))
+    largest = max(contract.gathered_sizes(compiled.as_text()), default=0)
+    # No part of x, of the weight or of the logits is gathered; row statistics may be.
+    assert largest < x.size // 2
+    assert [grad.sharding.spec[0] for grad in results[1]] == ["data", "vocab"]
+
+
+@pytest.mark.parametrize("strategy", PIECES)
+def test_linear_cross_entropy_skips_other_chunks_on_each_device(strategy, rng):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    x, weight, labels = make_case(rng, rows=(2 * MANY,), ignored=0)
+    labels[:MANY] = IGNORED
+
+    def loss(x, weight, labels):
+        return linear_cross_entropy(x, weight, labels, strategy=strategy, chunk_rows=300, reduction="sum")
+
+    def total(x, weight, labels):
+        return jax.lax.psum(loss(x, weight, labels), "data")
+
+    sharded = jax.shard_map(total, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P())
+    results = jax.jit(jax.value_and_grad(sharded, (0, 1)))(x, weight, labels)
+    truth, x_grad, weight_grad, _ = expected(x, weight, labels, reduction="sum")
+    np.testing.assert_allclose(results[0], truth, rtol=1e-5)
+    np.testing.assert_allclose(results[1][0], x_grad, atol=1e-5)
+    np.testing.assert_allclose(results[1][1], weight_grad, atol=1e-3)
