@@ -24,6 +24,7 @@ from pallas_kernels.tpu.linear_cross_entropy.tiles import (
     TARGET,
     affordable,
     at_edge,
+    block_bytes,
     block_size,
     class_vectors,
     dot,
@@ -314,9 +315,9 @@ def configs(hardware, x, weight):
 
 
 def _vmem_bytes(itemsize, features, block_staying, block_streaming, block_hidden):
-    """Double-buffered blocks, the gradient in float32, and a tile of logits with four of what is computed from it."""
-    blocks = 2 * itemsize * (2 * block_staying + block_streaming) * block_hidden
-    gradient = 4 * block_staying * round_up(features, block_hidden)
+    """Blocks, the gradient and its sum in float32, and a tile of logits with four of what is computed from it."""
+    blocks = block_bytes(itemsize, (block_staying + block_streaming) * block_hidden)
+    gradient = 2 * itemsize * block_staying * block_hidden + 4 * block_staying * round_up(features, block_hidden)
     return blocks + gradient + 5 * 4 * block_staying * block_streaming
 
 

@@ -21,6 +21,7 @@ from pallas_kernels.tpu.linear_cross_entropy.tiles import (
     TARGET,
     affordable,
     at_edge,
+    block_bytes,
     block_size,
     class_or_none,
     class_vectors,
@@ -272,8 +273,8 @@ def configs(hardware, x, weight, *operands, **params):
 
 
 def _vmem_bytes(itemsize, block_rows, block_vocab, block_hidden):
-    """Double-buffered blocks of x and weight, and a tile of logits with four of what is computed from it."""
-    return 2 * itemsize * (block_rows + block_vocab) * block_hidden + 5 * 4 * block_rows * block_vocab
+    """Blocks of x and weight, and a tile of logits with four of what is computed from it."""
+    return block_bytes(itemsize, (block_rows + block_vocab) * block_hidden) + 5 * 4 * block_rows * block_vocab
 
 
 def _hbm_bytes(itemsize, shape, classes, block_rows, block_vocab, block_hidden):

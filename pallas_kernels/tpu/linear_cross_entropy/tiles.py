@@ -103,6 +103,11 @@ def class_vectors(bias: jax.Array, target: jax.Array, classes: int) -> jax.Array
     return stacked(vector if vector.size else jnp.zeros((classes,), jnp.float32) for vector in (bias, target))
 
 
+def block_bytes(itemsize: int, elements: int) -> int:
+    """VMEM of a block of an operand: double-buffered, and the bfloat16 parts into which a product splits float32."""
+    return elements * (2 * itemsize + (8 if itemsize == 4 else 0))
+
+
 def vmem_limit_bytes(estimated_bytes: int) -> int:
     """What to ask XLA for: the estimate, and a quarter more for what Mosaic keeps beside the blocks."""
     return max(_DEFAULT_LIMIT_BYTES, math.ceil(1.25 * estimated_bytes))
