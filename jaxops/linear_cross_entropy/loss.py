@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+import lowering
 from jaxops._errors import require, require_present
 from jaxops._ids import wide_ids
 from jaxops.linear_cross_entropy.grad_in_forward import RowWeights, row_losses, summed_cross_entropy, target_total
@@ -88,8 +89,9 @@ def linear_cross_entropy(
       strategy: how the derivative is computed; values do not depend on it beyond rounding. "full" keeps the logits
         (three matrix products). "grad_in_forward" computes a chunk of logits, its loss and its gradients at once
         (three products, no logits kept); for a scalar loss without aux on one shard, else it is "recompute".
-        "recompute" computes each chunk of logits in both passes (four products, least memory). "auto" is "full" up to
-        2^24 logits, then "grad_in_forward".
+        "recompute" computes each chunk of logits in both passes (four products, least memory); it is what the kernels
+        do. "auto" is "full" up to 2^24 logits, then "grad_in_forward", and "recompute" where `lowering.use` asks for
+        kernels.
       chunk_rows: about how many rows are in a chunk. None: as many as have 2^24 logits, and at least 512. Exported with
         a symbolic number of rows, all rows are one chunk, and "auto" is "full".
       return_aux: whether to return `LinearCrossEntropyAux` as well.
@@ -212,7 +214,9 @@ def _aux(rows: RowStatistics, labels: jax.Array, kept: jax.Array, vocabulary: Vo
 
 
 def _resolve(strategy: str, logits_size: int, scalar: bool) -> str:
-    """The strategy that runs, from shapes and arguments alone; a symbolic size says nothing of how large it is."""
+    """The strategy that runs, from shapes, arguments and `lowering.use`; a symbolic size may be of any value."""
+    if strategy == "auto" and lowering.current_selection().request(_NAME).startswith(("pallas", "interpret")):
+        strategy = "recompute"
     if strategy == "auto":
         is_small = jax.export.is_symbolic_dim(logits_size) or logits_size <= SMALL_LOGITS
         strategy = "full" if is_small else "grad_in_forward"

@@ -83,15 +83,14 @@ def _kernel(
         classes_axis = 1 if rows_stay else 0
         rows = rows_ref[...].T if rows_stay else rows_ref[...]
         columns = columns_ref[...] if rows_stay else columns_ref[...].T
-        row, column = (
-            functools.partial(_vector, rows, classes_axis),
-            functools.partial(_vector, columns, 1 - classes_axis),
-        )
+        row = functools.partial(_vector, rows, classes_axis)
+        column = functools.partial(_vector, columns, 1 - classes_axis)
         logits = logits_ref[...]
         if biased:
             logits = logits + column(BIAS)
         if softcap is not None:
-            logits = softcap * jnp.tanh(logits / softcap)
+            bounded = jnp.tanh(logits * (1 / softcap))
+            logits = softcap * bounded
         shifted = logits - row(_MAXIMUM)
         scale = row(_SOFTMAX)
         if metrics:
@@ -103,7 +102,7 @@ def _kernel(
         if weighted:
             cotangent = cotangent + row(_TARGET_PULL) * column(TARGET)
         if softcap is not None:
-            cotangent = cotangent * (1 - jnp.square(logits / softcap))
+            cotangent = cotangent * (1 - bounded * bounded)
         cotangent = masked(cotangent, 1, valid_streaming)
         ref_of["cotangent"][...] = cotangent.astype(ref_of["cotangent"].dtype)
         if "sums" in ref_of:

@@ -105,7 +105,7 @@ def _kernel(
         if biased:
             logits = logits + columns[:, BIAS : BIAS + 1]
         if softcap is not None:
-            logits = softcap * jnp.tanh(logits / softcap)
+            logits = softcap * jnp.tanh(logits * (1 / softcap))
         logits = masked(logits, 0, valid_classes, -jnp.inf)
         block_max = jnp.max(logits, axis=0, keepdims=True)
         old, new = maximum_ref[...], jnp.maximum(maximum_ref[...], block_max)
