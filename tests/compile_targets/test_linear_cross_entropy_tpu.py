@@ -29,14 +29,14 @@ CASES = {  # rows, features, classes, dtype, attributes
 }
 
 
-def compile_for_tpu(sharding, fn, *shapes_and_dtypes):
-    operands = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes_and_dtypes]
+def compile_for(target, fn, *shapes_and_dtypes):
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes_and_dtypes]
     with lowering.use("pallas"):
-        return jax.jit(fn).lower(*operands).compile()
+        return lowering.compile(fn, *operands, target=target)
 
 
-def launches(compiled):
-    return compiled.as_text().count('custom_call_target="tpu_custom_call"')
+FORWARD = {"linear_cross_entropy": 1}
+BACKWARD = {"linear_cross_entropy_x_grad": 1, "linear_cross_entropy_weight_grad": 1}
 
 
 def make_loss(attributes, **options):
@@ -56,46 +56,47 @@ def operands_of(rows, features, classes, dtype, attributes):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_linear_cross_entropy_compiles_without_logits(tpu_sharding, case):
+def test_linear_cross_entropy_compiles_without_logits(tpu, case):
     rows, features, classes, dtype, attributes = case
     operands = operands_of(*case)
     differentiated = (0, 1, 3) if attributes.get("bias") else (0, 1)
-    compiled = compile_for_tpu(tpu_sharding, jax.value_and_grad(make_loss(attributes), differentiated), *operands)
-    assert launches(compiled) == 3
+    report = compile_for(tpu, jax.value_and_grad(make_loss(attributes), differentiated), *operands)
+    assert report.kernels == FORWARD | BACKWARD
     # x without the rows that are skipped, and its gradient with them; neither a copy of the weight, nor more than a
     # hundredth of the logits.
     copies_of_x = 2 * rows * features * jnp.dtype(dtype).itemsize
-    assert compiled.memory_analysis().temp_size_in_bytes < copies_of_x + max(4 * rows * classes // 100, 2**23)
+    assert report.memory.temporaries < copies_of_x + max(4 * rows * classes // 100, 2**23)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_linear_cross_entropy_compiles_with_aux(tpu_sharding, dtype):
-    compiled = compile_for_tpu(tpu_sharding, make_loss({}, return_aux=True), *operands_of(500, 384, 2050, dtype, {}))
-    assert launches(compiled) == 1
+def test_linear_cross_entropy_compiles_with_aux(tpu, dtype):
+    report = compile_for(tpu, make_loss({}, return_aux=True), *operands_of(500, 384, 2050, dtype, {}))
+    assert report.kernels == FORWARD
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_linear_cross_entropy_compiles_with_features_in_parts(tpu_sharding, dtype):
+def test_linear_cross_entropy_compiles_with_features_in_parts(tpu, dtype):
     sizes = {"block_hidden": 512}
     forward = functools.partial(statistics.run, config={**sizes, "block_rows": 128, "block_vocab": 256})
     back = functools.partial(backward.run, config={**sizes, "block_staying": 256, "block_streaming": 128})
     row, none, rows_of_none = ((300,), F32), ((0,), F32), ((300, 0), F32)
     operands = [((300, 1300), dtype), ((777, 1300), dtype), ((777,), F32), ((300,), "int32"), none, rows_of_none]
     attributes = {"softcap": None, "metrics": False}
-    assert launches(compile_for_tpu(tpu_sharding, functools.partial(forward, **attributes), *operands)) == 1
+    report = compile_for(tpu, functools.partial(forward, **attributes), *operands)
+    assert report.kernels == FORWARD
     back = functools.partial(back, needs=Needs(True, True, True, False, False), **attributes)
-    assert launches(compile_for_tpu(tpu_sharding, back, *[row] * 6, *operands, rows_of_none)) == 2
+    assert compile_for(tpu, back, *[row] * 6, *operands, rows_of_none).kernels == BACKWARD
 
 
-def test_linear_cross_entropy_compiles_in_full_precision(tpu_sharding):
+def test_linear_cross_entropy_compiles_in_full_precision(tpu):
     case = (300, 512, 2050, F32, {})
     with jax.default_matmul_precision("highest"):
-        compiled = compile_for_tpu(tpu_sharding, jax.grad(make_loss({}), (0, 1)), *operands_of(*case))
-    assert launches(compiled) == 3
+        report = compile_for(tpu, jax.grad(make_loss({}), (0, 1)), *operands_of(*case))
+    assert report.kernels == FORWARD | BACKWARD
 
 
 @pytest.mark.parametrize(("rows", "features", "classes"), [(4096, 1024, 16032), (77, 100, 1000)])
-def test_aclnn_linear_cross_entropy_compiles(tpu_sharding, rows, features, classes):
+def test_aclnn_linear_cross_entropy_compiles(tpu, rows, features, classes):
     def calls(x, weight, target, grad):
         own = fused_linear_online_max_sum(x, weight, target, start=classes, end=2 * classes)
         statistics = {"logits_max": own.logits_max_local, "sum_exp_logits": own.sum_exp_logits_local}
@@ -103,4 +104,4 @@ def test_aclnn_linear_cross_entropy_compiles(tpu_sharding, rows, features, class
         return own, fused_linear_cross_entropy_loss_grad(grad, x, weight, *masks, **statistics)
 
     operands = [((rows, features), BF16), ((classes, features), BF16), ((rows,), "int32"), ((rows,), F32)]
-    assert launches(compile_for_tpu(tpu_sharding, calls, *operands)) == 3
+    assert compile_for(tpu, calls, *operands).kernels == FORWARD | BACKWARD
