@@ -251,7 +251,7 @@ def test_linear_cross_entropy_runs_on_the_tpu_kernels(rows, hidden, classes, dty
     loss = functools.partial(linear_cross_entropy, labels=labels, reduction="sum", **attributes)
     fn = jax.jit(jax.value_and_grad(lambda x, weight: loss(x, weight), (0, 1)))
     with lowering.use("interpret"):
-        ran = {row.operator: row.implementation for row in lowering.explain(fn, x, weight).rows}
+        ran = {row.operator: row.implementation for row in lowering.explain(fn, x, weight, target="tpu-v5e").rows}
         value, (x_grad, weight_grad) = fn(x, weight)
     for operator in ("linear_cross_entropy", "linear_cross_entropy_backward"):
         assert ran[operator] == "mosaic_tpu (interpreted)"
@@ -274,7 +274,8 @@ def test_aclnn_linear_cross_entropy_runs_on_the_tpu_kernels(rng):
         return rows, aclnn.fused_linear_cross_entropy_loss_grad(grad, x, weight, *masks, **statistics)
 
     with lowering.use("interpret"):
-        ran = {row.operator: row.implementation for row in lowering.explain(calls, x, weight, target, grad).rows}
+        explanation = lowering.explain(calls, x, weight, target, grad, target="tpu-v5e")
+        ran = {row.operator: row.implementation for row in explanation.rows}
         rows, (x_grad, weight_grad) = calls(x, weight, target, grad)
     for operator in ("fused_linear_online_max_sum", "fused_linear_cross_entropy_loss_grad"):
         assert ran[operator] == "mosaic_tpu (interpreted)"
