@@ -27,7 +27,7 @@ def with_measured_rates(cpu: Hardware, kinds: Iterable[str]) -> Hardware:
 def _matmul_flops_per_s(dtype: str) -> float:
     # XLA multiplies what has one byte as some other type, at a rate of its own.
     one_byte = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
-    accumulated = jnp.int32 if dtype == "int8" else jnp.promote_types(one_byte.get(dtype, dtype), jnp.float32)
+    accumulated = {"int8": jnp.int32, "float64": jnp.float64}.get(dtype, jnp.float32)
     with jax.default_device(jax.devices("cpu")[0]):
         matrix = jnp.ones((_MATRIX_SIZE, _MATRIX_SIZE), one_byte.get(dtype, dtype))
         product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=accumulated))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+import lowering
 from jaxops._errors import require, require_present
 from jaxops._ids import wide_ids
 from jaxops.linear_cross_entropy.column_tiles import default_logits
@@ -97,8 +98,9 @@ def linear_cross_entropy(
       strategy: how the derivative is computed; values do not depend on it beyond rounding. "full" keeps the logits
         (three matrix products). "grad_in_forward" computes a chunk of logits, its loss and its gradients at once
         (three products, no logits kept); for a scalar loss without aux on one shard, else it is "recompute".
-        "recompute" computes each chunk of logits in both passes (four products, least memory). "auto" is "full" up to
-        2^24 logits, then "grad_in_forward".
+        "recompute" computes each chunk of logits in both passes (four products, least memory); it is what the kernels
+        do. "auto" is "full" up to 2^24 logits, then "grad_in_forward", and "recompute" where `lowering.use` asks for
+        kernels.
       chunk_rows: about how many rows' worth of logits exists at a time. "grad_in_forward" takes so many rows; None: as
         many as have 2^24 logits, and at least 256 and H / 4. "recompute" takes as many logits in tiles of some columns;
         None: 2^18, and at least 256 and H / 2 columns of all rows. Exported with a symbolic number of rows, all rows
@@ -224,7 +226,9 @@ def _aux(rows: RowStatistics, labels: jax.Array, kept: jax.Array, vocabulary: Vo
 
 
 def _resolve(strategy: str, logits_size: int, scalar: bool) -> str:
-    """The strategy that runs, from shapes and arguments alone; a symbolic size says nothing of how large it is."""
+    """The strategy that runs, from shapes, arguments and `lowering.use`; a symbolic size may be of any value."""
+    if strategy == "auto" and lowering.current_selection().request(_NAME).startswith(("pallas", "interpret")):
+        strategy = "recompute"
     if strategy == "auto":
         is_small = jax.export.is_symbolic_dim(logits_size) or logits_size <= SMALL_LOGITS
         strategy = "full" if is_small else "grad_in_forward"

@@ -19,6 +19,8 @@ from jaxops.linear_cross_entropy.logits import (
 )
 from jaxops.linear_cross_entropy.patterns import LOGITS_CROSS_ENTROPY
 from jaxops.linear_cross_entropy.tiled import tiled_gradients, tiled_statistics
+from pallas_kernels.tpu.linear_cross_entropy import backward as tpu_backward
+from pallas_kernels.tpu.linear_cross_entropy import statistics as tpu_statistics
 
 _OPERANDS = "... h, v h, v, ..., v, ... v"
 _RESULTS = "..., ..., ..., ..., ..., ..."
@@ -130,6 +132,7 @@ _BACKWARD = Operator(
     signature=f"..., ..., ..., ..., ..., ..., {_OPERANDS}, ... v -> ... h, v h, v, v, ... v",
     check=lambda *operands, **_: None,
     reference=tiled_gradients,
+    kernels=(tpu_backward.KERNEL,),
 )
 
 _WITH_LOGITS = Operator(
@@ -145,5 +148,6 @@ _STATISTICS = Operator(
     check=check,
     reference=_reference,
     derivative=Derivative(vjp=_vjp, linearize=_linearize, residuals=f"{_OPERANDS}, {_RESULTS}, ... v"),
+    kernels=(tpu_statistics.KERNEL,),
     patterns=(LOGITS_CROSS_ENTROPY,),
 )

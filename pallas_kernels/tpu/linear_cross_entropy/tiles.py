@@ -1,0 +1,142 @@
+"""Tiles of a linear layer's logits on TPU: blocks that need not divide the arrays, and how much VMEM they may take.
+
+Every block is made of whole (8, 128) tiles and may reach beyond its array, where it holds anything. Along an axis that
+a matrix product or a sum contracts, that is masked away; along any other it only reaches results that are not stored.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.kernel import Config
+
+# The position of each vector over classes among those that are stacked.
+BIAS, TARGET = range(2)
+LANES = 128
+SUBLANES = 8
+_DTYPES = ("float32", "bfloat16")
+_MIB = 2**20
+_SMALLEST_VMEM_BYTES = 64 * _MIB  # of the TPUs that are compiled for; v5p's
+_DEFAULT_LIMIT_BYTES = 16 * _MIB  # what XLA grants a kernel that asks for nothing
+_MOST_CONFIGS = 6
+_MOST_CLASSES = 2**24
+
+
+def block_size(size: int, wanted: int) -> int:
+    """How long a block is along an axis: as wanted, but no longer than the axis in whole tiles."""
+    return min(wanted, round_up(size, LANES))
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple that is not below `size`."""
+    return pl.cdiv(size, multiple) * multiple
+
+
+def at_edge(body: Callable[[int | None], None], index: Any, size: int, block: int) -> None:
+    """Calls body(None) where block `index` is full, and body(its number of valid positions) where it is not."""
+    valid = size % block
+    if not valid:
+        body(None)
+    elif size < block:
+        body(valid)
+    else:
+        pl.when(index < size // block)(lambda: body(None))
+        pl.when(index == size // block)(lambda: body(valid))
+
+
+def masked(values: jax.Array, axis: int, valid: int | None, fill: float = 0) -> jax.Array:
+    """`values`, with `fill` from position `valid` on."""
+    if valid is None:
+        return values
+    position = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
+    return jnp.where(position < valid, values, jnp.asarray(fill, values.dtype))
+
+
+def dot(lhs: jax.Array, rhs: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
+    """A product of matrices, accumulated in float32.
+
+    Products of float32 take one pass on the matrix units or, as XLA's do, more where `jax_default_matmul_precision`
+    asks for it: then as many as keep all bits, since not every JAX offers what lies between.
+    """
+    asked: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined] # added when JAX starts
+    exact = lhs.dtype == jnp.float32 and asked not in (None, "default", "bfloat16")
+    return jax.lax.dot_general(
+        lhs,
+        rhs,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def class_or_none(labels: jax.Array, classes: int) -> jax.Array:
+    """Labels as int32, and -1 for what is no class."""
+    labels = labels if labels.dtype.itemsize == 8 else labels.astype(jnp.int32)
+    return jnp.where((labels >= 0) & (labels < classes), labels, -jnp.ones_like(labels)).astype(jnp.int32)
+
+
+def whole_tile(matrix: jax.Array) -> jax.Array:
+    """A matrix with fewer rows than a tile filled up: how XLA stores those of bfloat16, Mosaic cannot read."""
+    return jnp.pad(matrix, ((0, max(0, SUBLANES - matrix.shape[0])), (0, 0)))
+
+
+def live_blocks(is_live: jax.Array, block_rows: int) -> jax.Array:
+    """1 for each block with a row that is live, 0 for one that can be skipped."""
+    missing = -is_live.size % block_rows
+    return jnp.any(jnp.pad(is_live, (0, missing)).reshape(-1, block_rows), axis=1).astype(jnp.int32)
+
+
+def stacked(rows: Iterable[jax.Array]) -> jax.Array:
+    """Vectors of one size as the rows of a float32 array of eight, which a kernel can transpose."""
+    rows = [row.astype(jnp.float32) for row in rows]
+    return jnp.stack([*rows, *[jnp.zeros_like(rows[0])] * (SUBLANES - len(rows))])
+
+
+def class_vectors(bias: jax.Array, target: jax.Array, classes: int) -> jax.Array | None:
+    """The vectors over classes in the order of `BIAS` and `TARGET`, stacked; None where both are empty."""
+    if not (bias.size or target.size):
+        return None
+    return stacked(vector if vector.size else jnp.zeros((classes,), jnp.float32) for vector in (bias, target))
+
+
+def block_bytes(itemsize: int, elements: int) -> int:
+    """VMEM of a block of an operand: double-buffered, and the bfloat16 parts into which a product splits float32."""
+    return elements * (2 * itemsize + (8 if itemsize == 4 else 0))
+
+
+def vmem_limit_bytes(estimated_bytes: int) -> int:
+    """What to ask XLA for: the estimate, and a quarter more for what Mosaic keeps beside the blocks."""
+    return max(_DEFAULT_LIMIT_BYTES, math.ceil(1.25 * estimated_bytes))
+
+
+def affordable(
+    hardware: Any, configs: Iterable[Config], vmem_bytes: Callable[..., int], hbm_bytes: Callable[..., float]
+) -> list[Config]:
+    """The configurations that fit into VMEM, those with the least traffic to HBM first."""
+    on_chip_bytes = getattr(hardware, "on_chip_bytes", None) or _SMALLEST_VMEM_BYTES
+    unique = {tuple(config.items()): config for config in configs}.values()
+    fitting = [config for config in unique if vmem_limit_bytes(vmem_bytes(**config)) <= 0.9 * on_chip_bytes]
+    return sorted(fitting, key=lambda config: hbm_bytes(**config))[:_MOST_CONFIGS]
+
+
+def dtype_refusal(**operands: Any) -> str | None:
+    """Why Mosaic TPU cannot multiply operands of these dtypes."""
+    for name, operand in operands.items():
+        if jnp.dtype(operand.dtype).name not in _DTYPES:
+            return f"Mosaic TPU multiplies {' and '.join(_DTYPES)}; {name} is {jnp.dtype(operand.dtype).name}"
+    return None
+
+
+def size_refusal(x: Any, weight: Any) -> str | None:
+    """Why there is nothing for a kernel to do, or too much to count."""
+    if any(jax.export.is_symbolic_dim(size) for size in (*x.shape, *weight.shape)):
+        return f"a kernel's blocks need sizes that are numbers; x is {list(x.shape)}, weight {list(weight.shape)}"
+    if 0 in (*x.shape, *weight.shape):
+        return f"a kernel needs rows, features and classes; x is {list(x.shape)}, weight {list(weight.shape)}"
+    if weight.shape[0] > _MOST_CLASSES:
+        return f"the kernel counts classes in float32, up to {_MOST_CLASSES}; weight has {weight.shape[0]}"
+    return None

@@ -1,0 +1,107 @@
+"""The linear cross entropy kernels compiled by the real XLA:TPU and Mosaic compilers; run with `-m tpu_compile`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import lowering
+from jaxops.linear_cross_entropy import (
+    fused_linear_cross_entropy_loss_grad,
+    fused_linear_online_max_sum,
+    linear_cross_entropy,
+)
+from jaxops.linear_cross_entropy.logits import Needs
+from pallas_kernels.tpu.linear_cross_entropy import backward, statistics
+
+pytestmark = pytest.mark.tpu_compile
+
+F32, BF16 = "float32", "bfloat16"
+CASES = {  # rows, features, classes, dtype, attributes
+    "llama3": (16384, 4096, 128256, BF16, {}),
+    "small": (2048, 512, 32000, F32, {}),
+    "gemma2": (8192, 2304, 256000, BF16, {"softcap": 30.0}),
+    "gpt2": (1000, 768, 50257, BF16, {"z_loss": 1e-4, "label_smoothing": 0.1, "bias": True}),
+    "odd": (13, 100, 2050, BF16, {"label_smoothing": 0.1, "bias": True, "softcap": 5.0}),
+    "row": (1, 100, 1000, F32, {"bias": True}),
+    "least": (1, 1, 1, BF16, {}),
+}
+
+
+def compile_for(target, fn, *shapes_and_dtypes):
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes_and_dtypes]
+    with lowering.use("pallas"):
+        return lowering.compile(fn, *operands, target=target)
+
+
+FORWARD = {"linear_cross_entropy": 1}
+BACKWARD = {"linear_cross_entropy_x_grad": 1, "linear_cross_entropy_weight_grad": 1}
+
+
+def make_loss(attributes, **options):
+    """The loss of x, weight, labels and, where attributes ask for it, bias."""
+    attributes = {name: value for name, value in attributes.items() if name != "bias"}
+
+    def loss(x, weight, labels, bias=None):
+        options_too = {**attributes, **options}
+        return linear_cross_entropy(x, weight, labels, bias=bias, strategy="recompute", **options_too)
+
+    return loss
+
+
+def operands_of(rows, features, classes, dtype, attributes):
+    operands = [((rows, features), dtype), ((classes, features), dtype), ((rows,), "int32")]
+    return [*operands, ((classes,), F32)] if attributes.get("bias") else operands
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_linear_cross_entropy_compiles_without_logits(tpu, case):
+    rows, features, classes, dtype, attributes = case
+    operands = operands_of(*case)
+    differentiated = (0, 1, 3) if attributes.get("bias") else (0, 1)
+    report = compile_for(tpu, jax.value_and_grad(make_loss(attributes), differentiated), *operands)
+    assert report.kernels == FORWARD | BACKWARD
+    # x without the rows that are skipped, and its gradient with them; neither a copy of the weight, nor more than a
+    # hundredth of the logits.
+    copies_of_x = 2 * rows * features * jnp.dtype(dtype).itemsize
+    assert report.memory.temporaries < copies_of_x + max(4 * rows * classes // 100, 2**23)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_linear_cross_entropy_compiles_with_aux(tpu, dtype):
+    report = compile_for(tpu, make_loss({}, return_aux=True), *operands_of(500, 384, 2050, dtype, {}))
+    assert report.kernels == FORWARD
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_linear_cross_entropy_compiles_with_features_in_parts(tpu, dtype):
+    sizes = {"block_hidden": 512}
+    forward = functools.partial(statistics.run, config={**sizes, "block_rows": 128, "block_vocab": 256})
+    back = functools.partial(backward.run, config={**sizes, "block_staying": 256, "block_streaming": 128})
+    row, none, rows_of_none = ((300,), F32), ((0,), F32), ((300, 0), F32)
+    operands = [((300, 1300), dtype), ((777, 1300), dtype), ((777,), F32), ((300,), "int32"), none, rows_of_none]
+    attributes = {"softcap": None, "metrics": False}
+    report = compile_for(tpu, functools.partial(forward, **attributes), *operands)
+    assert report.kernels == FORWARD
+    back = functools.partial(back, needs=Needs(True, True, True, False, False), **attributes)
+    assert compile_for(tpu, back, *[row] * 6, *operands, rows_of_none).kernels == BACKWARD
+
+
+def test_linear_cross_entropy_compiles_in_full_precision(tpu):
+    case = (300, 512, 2050, F32, {})
+    with jax.default_matmul_precision("highest"):
+        report = compile_for(tpu, jax.grad(make_loss({}), (0, 1)), *operands_of(*case))
+    assert report.kernels == FORWARD | BACKWARD
+
+
+@pytest.mark.parametrize(("rows", "features", "classes"), [(4096, 1024, 16032), (77, 100, 1000)])
+def test_aclnn_linear_cross_entropy_compiles(tpu, rows, features, classes):
+    def calls(x, weight, target, grad):
+        own = fused_linear_online_max_sum(x, weight, target, start=classes, end=2 * classes)
+        statistics = {"logits_max": own.logits_max_local, "sum_exp_logits": own.sum_exp_logits_local}
+        masks = own.target_mask, own.masked_target
+        return own, fused_linear_cross_entropy_loss_grad(grad, x, weight, *masks, **statistics)
+
+    operands = [((rows, features), BF16), ((classes, features), BF16), ((rows,), "int32"), ((rows,), F32)]
+    assert compile_for(tpu, calls, *operands).kernels == FORWARD | BACKWARD
