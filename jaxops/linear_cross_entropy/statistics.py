@@ -22,6 +22,8 @@ from jaxops.linear_cross_entropy.logits import (
 )
 from jaxops.linear_cross_entropy.patterns import LOGITS_CROSS_ENTROPY
 from jaxops.linear_cross_entropy.row_chunks import map_rows
+from pallas_kernels.gpu.linear_cross_entropy import gradients as gpu_gradients
+from pallas_kernels.gpu.linear_cross_entropy import statistics as gpu_statistics
 
 _OPERANDS = "... h, v h, v, ..., v, ... v"
 _RESULTS = "..., ..., ..., ..., ..., ..."
@@ -169,6 +171,7 @@ _BACKWARD = Operator(
     signature=f"..., ..., ..., ..., ..., ..., {_OPERANDS}, ... v -> ... h, v h, v, v, ... v",
     check=lambda *operands, **_: None,
     reference=_backward_reference,
+    kernels=(gpu_gradients.KERNEL,),
 )
 
 _WITH_LOGITS = Operator(
@@ -184,5 +187,6 @@ _STATISTICS = Operator(
     check=check,
     reference=_reference,
     derivative=Derivative(vjp=_vjp, linearize=_linearize, residuals=f"{_OPERANDS}, {_RESULTS}, ... v"),
+    kernels=(gpu_statistics.KERNEL,),
     patterns=(LOGITS_CROSS_ENTROPY,),
 )
