@@ -23,7 +23,7 @@ from pallas_kernels.gpu.linear_cross_entropy import statistics, tiles
 from pallas_kernels.gpu.linear_cross_entropy.tiles import Tiling
 from pallas_kernels.kernel import Kernel
 
-_STORE_COLUMNS = 64  # 128 bytes, as many as shared memory swizzles
+_STORE_COLUMNS = 32  # the terms of more would not fit the registers beside the tile
 _CHUNK_ELEMENTS = 2**28  # half a GiB of 16-bit values at a time
 _LEAST_CHUNK_COLUMNS = 4096
 
