@@ -252,6 +252,8 @@ def test_linear_cross_entropy_lowers_to_one_kernel_a_pass():
     assert kernels_in(lambda *arrays: loss(*arrays), x, weight, labels) == 1
     assert kernels_in(lambda *arrays: loss(*arrays, return_aux=True)[0], x, weight, labels) == 1
     assert kernels_in(jax.grad(loss, (0, 1)), x, weight, labels) == 2
+    # Kept logits leave nothing to a kernel, and are no reason to refuse the whole step.
+    assert kernels_in(jax.grad(functools.partial(loss, strategy="full"), (0, 1)), x, weight, labels) == 0
     rows = functools.partial(loss, reduction="none")
     pulled = jax.vmap(jax.grad(lambda x, label: rows(x, weight, label)))
     assert kernels_in(pulled, x, jnp.maximum(labels, 0)) == 2

@@ -161,7 +161,8 @@ def _vjp(
     softmax = for_log_sum_exp + for_mean * (1 - rows.mean_logit)
     pull = (softmax, for_mean, for_label, for_target, rows.max_logit, log_sum_exp)
     needs = Needs(*active[:LABELS], *active[LABELS + 1 :])
-    x_grad, weight_grad, bias_grad, shared_grad, row_grad = _BACKWARD(*pull, *operands, logits, needs=needs, **params)
+    backward = _BACKWARD_OF_LOGITS if given(logits) else _BACKWARD
+    x_grad, weight_grad, bias_grad, shared_grad, row_grad = backward(*pull, *operands, logits, needs=needs, **params)
     gradients = (x_grad, weight_grad, bias_grad, None, shared_grad, row_grad)
     return [gradient for gradient, a in zip(gradients, active, strict=True) if a and gradient is not None]
 
@@ -172,6 +173,14 @@ _BACKWARD = Operator(
     check=lambda *operands, **_: None,
     reference=_backward_reference,
     kernels=(gpu_gradients.KERNEL,),
+)
+
+# Logits that were kept leave nothing to a kernel.
+_BACKWARD_OF_LOGITS = Operator(
+    name="linear_cross_entropy_backward_of_logits",
+    signature=_BACKWARD.signature,
+    check=_BACKWARD.check,
+    reference=_backward_reference,
 )
 
 _WITH_LOGITS = Operator(
