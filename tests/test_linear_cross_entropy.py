@@ -375,7 +375,7 @@ CASES = [
         backward=backward,
     )
     for fn, differentiable, operator, backward in (
-        (full_with_aux, (0, 1, 2, 3), "linear_cross_entropy", "linear_cross_entropy_backward"),
+        (full_with_aux, (0, 1, 2, 3), "linear_cross_entropy", "linear_cross_entropy_backward_of_logits"),
         (chunks_by_row, (0, 1, 3), "linear_cross_entropy", "linear_cross_entropy_backward"),
         (chunks_to_scalar, (0, 1, 3), "linear_cross_entropy_sum", "linear_cross_entropy_sum_with_gradients"),
     )

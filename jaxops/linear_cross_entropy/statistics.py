@@ -14,11 +14,14 @@ from jaxops.linear_cross_entropy.logits import (
     RowStatistics,
     Targets,
     accumulation_dtype,
+    given,
     linear_logits,
     row_statistics,
 )
 from jaxops.linear_cross_entropy.patterns import LOGITS_CROSS_ENTROPY
 from jaxops.linear_cross_entropy.tiled import tiled_gradients, tiled_statistics
+from pallas_kernels.gpu.linear_cross_entropy import gradients as gpu_gradients
+from pallas_kernels.gpu.linear_cross_entropy import statistics as gpu_statistics
 from pallas_kernels.tpu.linear_cross_entropy import backward as tpu_backward
 from pallas_kernels.tpu.linear_cross_entropy import statistics as tpu_statistics
 
@@ -122,7 +125,8 @@ def _vjp(
     softmax = for_log_sum_exp + for_mean * (1 - rows.mean_logit)
     pull = (softmax, for_mean, for_label, for_target, rows.max_logit, log_sum_exp)
     needs = Needs(*active[:LABELS], *active[LABELS + 1 :])
-    x_grad, weight_grad, bias_grad, shared_grad, row_grad = _BACKWARD(*pull, *operands, logits, needs=needs, **params)
+    backward = _BACKWARD_OF_LOGITS if given(logits) else _BACKWARD
+    x_grad, weight_grad, bias_grad, shared_grad, row_grad = backward(*pull, *operands, logits, needs=needs, **params)
     gradients = (x_grad, weight_grad, bias_grad, None, shared_grad, row_grad)
     return [gradient for gradient, a in zip(gradients, active, strict=True) if a and gradient is not None]
 
@@ -132,7 +136,15 @@ _BACKWARD = Operator(
     signature=f"..., ..., ..., ..., ..., ..., {_OPERANDS}, ... v -> ... h, v h, v, v, ... v",
     check=lambda *operands, **_: None,
     reference=tiled_gradients,
-    kernels=(tpu_backward.KERNEL,),
+    kernels=(tpu_backward.KERNEL, gpu_gradients.KERNEL),
+)
+
+# Logits that were kept leave nothing to a kernel.
+_BACKWARD_OF_LOGITS = Operator(
+    name="linear_cross_entropy_backward_of_logits",
+    signature=_BACKWARD.signature,
+    check=_BACKWARD.check,
+    reference=tiled_gradients,
 )
 
 _WITH_LOGITS = Operator(
@@ -148,6 +160,6 @@ _STATISTICS = Operator(
     check=check,
     reference=_reference,
     derivative=Derivative(vjp=_vjp, linearize=_linearize, residuals=f"{_OPERANDS}, {_RESULTS}, ... v"),
-    kernels=(tpu_statistics.KERNEL,),
+    kernels=(tpu_statistics.KERNEL, gpu_statistics.KERNEL),
     patterns=(LOGITS_CROSS_ENTROPY,),
 )

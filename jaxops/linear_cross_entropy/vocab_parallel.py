@@ -19,7 +19,8 @@ from jaxops._errors import require
 from jaxops._operator import Operator
 from jaxops.linear_cross_entropy.logits import accumulation_dtype, column, given, linear_logits, pick
 from jaxops.linear_cross_entropy.row_chunks import default_chunk_rows, map_rows
-from pallas_kernels.tpu.linear_cross_entropy import vocab_parallel as tpu_vocab_parallel
+from pallas_kernels.gpu.linear_cross_entropy import vocab_parallel as gpu
+from pallas_kernels.tpu.linear_cross_entropy import vocab_parallel as tpu
 
 
 class OnlineMaxSum(NamedTuple):
@@ -233,7 +234,7 @@ _ONLINE_MAX_SUM = Operator(
     signature="... h, v h, ..., , -> ..., ..., ..., ..., ..., ... v",
     check=_check_max_sum,
     reference=_max_sum,
-    kernels=(tpu_vocab_parallel.MAX_SUM_KERNEL,),
+    kernels=(tpu.MAX_SUM_KERNEL, gpu.MAX_SUM_KERNEL),
 )
 
 # Operators, so that rows which are laid out over an explicit mesh can share a byte.
@@ -252,5 +253,5 @@ _GRAD = Operator(
     signature="..., ... h, v h, ..., ..., ..., ..., ... v -> ... h, v h",
     check=_check_grad,
     reference=_grad,
-    kernels=(tpu_vocab_parallel.GRAD_KERNEL,),
+    kernels=(tpu.GRAD_KERNEL, gpu.GRAD_KERNEL),
 )

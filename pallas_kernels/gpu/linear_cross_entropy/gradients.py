@@ -1,0 +1,266 @@
+"""Gradients of linear cross entropy on Hopper: logits are computed once more, in chunks of the vocabulary.
+
+For a chunk of columns the kernel computes the logits, turns them in registers into what the loss pulls on them with,
+and writes only that, rounded to 16 bits as the matrix units take it. The two products with it are XLA's, from cuBLAS:
+they are plain, large matrix products, which no kernel here would do faster, and neither accumulates across thread
+blocks. A single kernel that did all three would have to add to the gradient of x or of the weight from many thread
+blocks at once, through memory and in no fixed order.
+
+Over chunks of the vocabulary, and not of rows, a chunk's weight gradient is final: only the gradient of x, the smaller
+one, is added up in float32.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.gpu.linear_cross_entropy import statistics, tiles
+from pallas_kernels.gpu.linear_cross_entropy.tiles import Tiling
+from pallas_kernels.kernel import Kernel
+
+_STORE_COLUMNS = 32  # the terms of more would not fit the registers beside the tile
+_CHUNK_ELEMENTS = 2**28  # half a GiB of 16-bit values at a time
+_LEAST_CHUNK_COLUMNS = 4096
+
+
+class Pull(NamedTuple):
+    """How a loss pulls on the logits z of each row; see `jaxops.linear_cross_entropy.logits.RowPull`."""
+
+    softmax: Any
+    slope: Any
+    label: Any
+    target: Any
+    maximum: Any
+    log_sum_exp: Any
+
+
+# Rows that are filled up have the probabilities exp(0 - 0 - inf) = 0.
+_FILLS = Pull(0, 0, 0, 0, 0, math.inf)
+
+
+class _Params(NamedTuple):
+    softcap: float | None
+    has_bias: bool
+    has_target: bool
+    has_slope: bool
+
+
+def _kernel(x_gmem, weight_gmem, pull_gmem, labels_gmem, *refs, tiling, params, interpret):
+    """`refs`: the bias and the target weights, of those that there are; the cotangent; memory to store it from."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    *given, cotangent_gmem, cotangent_smem = refs
+    bias_gmem = given.pop(0) if params.has_bias else None
+    target_gmem = given.pop(0) if params.has_target else None
+    load = functools.partial(tiles.load, interpret=interpret)
+
+    def body(rows, split, fold):
+        labels = load(labels_gmem, rows)
+        is_used = Pull(True, params.has_slope, True, params.has_target, True, True)
+        pull = Pull(*(load(pull_gmem, (field, rows)) if used else None for field, used in enumerate(is_used)))
+        out_smem = cotangent_smem.at[lax.axis_index("warpgroup")]
+
+        def consume(z, column, carry):
+            for first in range(0, tiling.block_columns, _STORE_COLUMNS):
+                part = lax.slice(z, (0, first), (z.shape[0], first + _STORE_COLUMNS))
+                part = cotangent(part, column + first).astype(cotangent_gmem.dtype)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                out_smem[...] = part
+                plgpu.commit_smem()
+                own_columns = pl.ds(column + first, _STORE_COLUMNS)
+                plgpu.copy_smem_to_gmem(out_smem, cotangent_gmem.at[rows, own_columns])
+            return carry
+
+        def cotangent(z, column):
+            columns = lax.broadcasted_iota(jnp.int32, z.shape, 1) + column
+            own_columns = pl.ds(column, _STORE_COLUMNS)
+            if params.has_bias:
+                z = z + tiles.by_column(load(bias_gmem, own_columns), z)
+            if params.softcap is not None:
+                z = tiles.capped(z, params.softcap)
+            shifted = z - tiles.by_row(pull.maximum, z)
+            scale = tiles.by_row(pull.softmax, z)
+            if params.has_slope:
+                finite = jnp.where(shifted == -jnp.inf, 0.0, shifted)
+                scale = scale + tiles.by_row(pull.slope, z) * finite
+            value = scale * jnp.exp2(tiles.LOG2_E * (shifted - tiles.by_row(pull.log_sum_exp, z)))
+            is_label = columns == tiles.by_row(labels, columns)
+            value = value + jnp.where(is_label, tiles.by_row(pull.label, z), 0.0)
+            if params.has_target:
+                value = value + tiles.by_row(pull.target, z) * tiles.by_column(load(target_gmem, own_columns), z)
+            if params.softcap is not None:
+                bounded = z * (1 / params.softcap)
+                value = value * (1 - bounded * bounded)
+            return jnp.where(columns < tiling.columns, value, 0.0)
+
+        fold(consume, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    tiles.fold_tiles(body, x_gmem, weight_gmem, tiling=tiling, interpret=interpret)
+
+
+_Gradients = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def cotangent_of_logits(
+    x: jax.Array,
+    weight: jax.Array,
+    pull: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array,
+    target: jax.Array,
+    *,
+    softcap: float | None,
+    has_slope: bool,
+    config: Any,
+    interpret: Any,
+) -> jax.Array:
+    """The cotangent of the logits x weight^T + bias, in x's dtype; rows in whole blocks, `pull` stacked."""
+    tile_columns = config["block_columns"]
+    tiling = Tiling(
+        rows=x.shape[0],
+        hidden=x.shape[1],
+        columns=weight.shape[0],
+        vocab_splits=min(config["vocab_splits"], math.ceil(weight.shape[0] / tile_columns)),
+        **{name: config[name] for name in ("block_rows", "block_columns", "stages")},
+    )
+    columns = tiling.tiles * tile_columns
+    params = _Params(softcap, bias.size > 0, target.size > 0, has_slope)
+    cotangent = tiles.launch(
+        functools.partial(_kernel, tiling=tiling, params=params, interpret=bool(interpret)),
+        (x, weight, pull, labels, *(tiles.filled(v, (columns,)) for v in (bias, target) if v.size > 0)),
+        jax.ShapeDtypeStruct((tiling.rows, columns), x.dtype),
+        tiling=tiling,
+        name="linear_cross_entropy_backward",
+        interpret=interpret,
+        scratch=[tiles.swizzled_smem((2, config["block_rows"], _STORE_COLUMNS), x.dtype)],
+    )
+    return cotangent[:, : tiling.columns]
+
+
+def linear_gradients(
+    pull: Pull,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array,
+    labels: jax.Array,
+    target: jax.Array,
+    *,
+    softcap: float | None,
+    has_slope: bool,
+    needs: tuple[bool, bool, bool],
+    config: Any,
+    interpret: Any,
+) -> _Gradients:
+    """The gradients of x (n, H), weight and bias in their dtypes; empty where `needs` says that they are not needed.
+
+    The bias gradient sums the rounded cotangent, in float32.
+    """
+    needs_x, needs_weight, needs_bias = needs
+    rows, hidden = x.shape
+    classes = weight.shape[0]
+    block_rows = tiles.thread_block_rows(config)
+    padded_rows = block_rows * math.ceil(rows / block_rows)
+    x_filled = tiles.filled(x, (padded_rows, hidden))
+    fields = [tiles.filled(v, (padded_rows,), fill) for v, fill in zip(pull, _FILLS, strict=True)]
+    stacked, labels = jnp.stack(fields), tiles.filled(labels, (padded_rows,), -1)
+
+    def add_chunk(start: Any, width: int, gradients: _Gradients) -> _Gradients:
+        x_grad, weight_grad, bias_grad = gradients
+        part = lax.dynamic_slice_in_dim(weight, start, width)
+        by_column = (lax.dynamic_slice_in_dim(v.astype(jnp.float32), start, min(width, v.size)) for v in (bias, target))
+        cotangent = cotangent_of_logits(
+            x_filled,
+            part,
+            stacked,
+            labels - start,
+            *by_column,
+            softcap=softcap,
+            has_slope=has_slope,
+            config=config,
+            interpret=interpret,
+        )
+        if needs_x:
+            x_grad = x_grad + jnp.einsum("nv,vh->nh", cotangent, part, preferred_element_type=jnp.float32)
+        if needs_weight:
+            product = jnp.einsum("nv,nh->vh", cotangent, x_filled, preferred_element_type=jnp.float32)
+            weight_grad = lax.dynamic_update_slice_in_dim(weight_grad, product.astype(weight.dtype), start, 0)
+        if needs_bias:
+            total = jnp.sum(cotangent, axis=0, dtype=jnp.float32)
+            bias_grad = lax.dynamic_update_slice_in_dim(bias_grad, total.astype(bias.dtype), start, 0)
+        return x_grad, weight_grad, bias_grad
+
+    gradients = (
+        jnp.zeros((padded_rows, hidden) if needs_x else (rows, 0), jnp.float32),
+        jnp.zeros((classes if needs_weight else 0, hidden), weight.dtype),
+        jnp.zeros((classes if needs_bias else 0,), bias.dtype),
+    )
+    width = min(config["chunk_columns"], classes)
+    chunks, rest = divmod(classes, width)
+    gradients = lax.fori_loop(0, chunks, lambda chunk, found: add_chunk(chunk * width, width, found), gradients)
+    if rest:
+        gradients = add_chunk(classes - rest, rest, gradients)
+    x_grad, weight_grad, bias_grad = gradients
+    return x_grad[:rows].astype(x.dtype), weight_grad, bias_grad
+
+
+def run(*operands, softcap, metrics, needs, config, interpret=False, **_):
+    """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
+    *pull, x, weight, bias, labels, shared_target, row_target, _logits = operands
+    rows = x.shape[:-1]
+    x_grad, weight_grad, bias_grad = linear_gradients(
+        Pull(*(value.reshape(-1) for value in pull)),
+        x.reshape(-1, x.shape[-1]),
+        weight,
+        bias,
+        labels.reshape(-1),
+        shared_target,
+        softcap=softcap,
+        has_slope=metrics,
+        needs=(needs.x, needs.weight, needs.bias),
+        config=config,
+        interpret=interpret,
+    )
+    none = jnp.zeros((0,), shared_target.dtype)
+    return x_grad.reshape(*rows, x_grad.shape[1]), weight_grad, bias_grad, none, jnp.zeros((*rows, 0), row_target.dtype)
+
+
+def refuses(hardware, *operands, needs, **_) -> str | None:
+    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    *_pull, x, weight, _bias, _labels, _shared_target, row_target, logits = operands
+    if logits.shape[-1] > 0:
+        return "the logits are kept, so there are none to compute"
+    if row_target.shape[-1] > 0:
+        return "the kernel takes labels; probabilities of all classes are another array of the logits' size"
+    if needs.shared_target:
+        return "the gradient of target weights needs the logits, which the kernel does not keep"
+    return tiles.refuses_linear(hardware, x, weight)
+
+
+def configs(hardware, *operands, **_):
+    """Tiles, stages, splits and chunks worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    x, weight = operands[6:8]
+    return launch_configs(hardware, math.prod(x.shape[:-1]), *weight.shape)
+
+
+def launch_configs(hardware: Any, rows: int, columns: int, hidden: int) -> tuple[dict[str, int], ...]:
+    """The configurations for gradients over so many rows and columns."""
+    chunk_columns = max(_LEAST_CHUNK_COLUMNS, 2 ** int(math.log2(_CHUNK_ELEMENTS / rows)))
+
+    def config(sizes: dict[str, int], chunk_columns: int) -> dict[str, int]:
+        splits = statistics.splits_for(hardware, sizes, rows, min(columns, chunk_columns), hidden)
+        return {**sizes, "vocab_splits": splits, "chunk_columns": chunk_columns}
+
+    first = tiles.TILE_SIZES[0]
+    others = (config(first, 2 * chunk_columns), config(first, chunk_columns // 2))
+    return (*(config(sizes, chunk_columns) for sizes in tiles.TILE_SIZES), *others)
+
+
+KERNEL = Kernel(
+    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
+)

@@ -1,0 +1,260 @@
+"""Row statistics of a linear layer's logits on Hopper: one pass over the weight, and no logits in device memory.
+
+Each thread block reduces its rows over its run of vocabulary tiles, as online softmax does: a new maximum rescales what
+was summed before. The few numbers per row and run are put together afterwards.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.gpu.linear_cross_entropy import tiles
+from pallas_kernels.gpu.linear_cross_entropy.tiles import Tiling
+from pallas_kernels.kernel import Kernel
+
+# Columns are compared as float32, which tells this many apart.
+_MAX_PREDICTED_COLUMNS = 2**24
+# How many columns of a tile are reduced at a time; the terms of more would not fit the registers beside the tile.
+_PART_COLUMNS = 32
+_MULTIPROCESSORS = 132  # of an H100, where the hardware's record does not say
+
+
+class _Partial(NamedTuple):
+    """What is known of rows after some of their logits z; m is the largest of these, or 0 where there is none yet.
+
+    Attributes:
+      maximum: max z, -inf without any.
+      total: sum exp(z - m).
+      label: the label's z, 0 where it was not among them.
+      target: sum t (z - m), or None.
+      mean: sum exp(z - m) (z - m), or None.
+      prediction: the first column of the largest z, or None.
+    """
+
+    maximum: jax.Array
+    total: jax.Array
+    label: jax.Array
+    target: jax.Array | None
+    mean: jax.Array | None
+    prediction: jax.Array | None
+
+
+class Reduced(NamedTuple):
+    """What is known of whole rows: the fields of `RowStatistics`, with the sum of exp(z - m) for its logarithm."""
+
+    maximum: jax.Array
+    total: jax.Array
+    label: jax.Array
+    target: jax.Array
+    mean: jax.Array
+    prediction: jax.Array
+
+
+def _reference_point(maximum: jax.Array) -> jax.Array:
+    """m; where all logits are -inf so far, z - m must not be NaN."""
+    return jnp.where(maximum == -jnp.inf, 0.0, maximum)
+
+
+def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, softcap, has_bias, has_target, metrics, interpret):
+    """`refs`: the bias; the target weights, and their sum before each part of a split; as far as given. The results."""
+    *given, results_gmem = refs
+    bias_gmem = given.pop(0) if has_bias else None
+    target_gmem, target_sums_gmem = given if has_target else (None, None)
+    load = functools.partial(tiles.load, interpret=interpret)
+
+    def body(rows, split, fold):
+        labels = load(labels_gmem, rows)
+        zeros = jnp.zeros(labels.shape, jnp.float32)
+
+        def consume(z, column, partial):
+            for start in range(0, tiling.block_columns, _PART_COLUMNS):
+                part = lax.slice(z, (0, start), (z.shape[0], start + _PART_COLUMNS))
+                partial = consume_part(part, column + start, partial)
+            return partial
+
+        def consume_part(z, column, partial):
+            own_columns = pl.ds(column, _PART_COLUMNS)
+            columns = lax.broadcasted_iota(jnp.int32, z.shape, 1) + column
+            if has_bias:
+                z = z + tiles.by_column(load(bias_gmem, own_columns), z)
+            if softcap is not None:
+                z = tiles.capped(z, softcap)
+            # exp(-inf - m) = 0: what lies beyond the last column is never counted.
+            z = jnp.where(columns < tiling.columns, z, -jnp.inf)
+            tile_maximum = jnp.max(z, axis=1)
+            maximum = jnp.maximum(partial.maximum, tile_maximum)
+            before, after = _reference_point(partial.maximum), _reference_point(maximum)
+            shifted = z - tiles.by_row(after, z)
+            exponential = jnp.exp2(tiles.LOG2_E * shifted)
+            rescale = jnp.exp2(tiles.LOG2_E * (partial.maximum - after))
+            total = rescale * partial.total + jnp.sum(exponential, axis=1)
+            is_label = columns == tiles.by_row(labels, columns)
+            label = partial.label + jnp.sum(jnp.where(is_label, z, 0.0), axis=1)
+            target, mean, prediction = partial.target, partial.mean, partial.prediction
+            if target_sums_gmem is not None:
+                weights = tiles.by_column(load(target_gmem, own_columns), z)
+                products = jnp.where(columns < tiling.columns, weights * shifted, 0.0)
+                weight_before = target_sums_gmem[lax.div(column, jnp.int32(_PART_COLUMNS))]
+                target = target + weight_before * (before - after) + jnp.sum(products, axis=1)
+            if metrics:
+                finite = jnp.where(shifted == -jnp.inf, 0.0, shifted)
+                mean = rescale * (mean + (before - after) * partial.total) + jnp.sum(exponential * finite, axis=1)
+                is_maximum = z == tiles.by_row(tile_maximum, z)
+                first = -jnp.max(jnp.where(is_maximum, -columns.astype(jnp.float32), -jnp.inf), axis=1)
+                prediction = jnp.where(tile_maximum > partial.maximum, first, prediction)
+            return _Partial(maximum, total, label, target, mean, prediction)
+
+        start = _Partial(
+            zeros - jnp.inf,
+            zeros,
+            zeros,
+            target=zeros if has_target else None,
+            mean=zeros if metrics else None,
+            prediction=zeros if metrics else None,
+        )
+        for field, values in enumerate(value for value in fold(consume, start) if value is not None):
+            results_gmem[field, split, rows] = values
+
+    tiles.fold_tiles(body, x_gmem, weight_gmem, tiling=tiling, interpret=interpret)
+
+
+def reduced_rows(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array,
+    labels: jax.Array,
+    target: jax.Array,
+    *,
+    softcap: float | None,
+    metrics: bool,
+    config: Any,
+    interpret: Any,
+) -> Reduced:
+    """What the kernel finds for rows (n, H); `bias` and `target` (V,) may be empty."""
+    has_bias, has_target = bias.size > 0, target.size > 0
+    rows = x.shape[0]
+    block_rows = tiles.thread_block_rows(config)
+    tiling = Tiling(
+        rows=block_rows * math.ceil(rows / block_rows),
+        hidden=x.shape[1],
+        columns=weight.shape[0],
+        **{name: config[name] for name in ("block_rows", "block_columns", "stages", "vocab_splits")},
+    )
+    columns = tiling.tiles * tiling.block_columns
+    operands = [x, weight, tiles.filled(labels, (tiling.rows,), -1)]
+    if has_bias:
+        operands.append(tiles.filled(bias.astype(jnp.float32), (columns,)))
+    split_weights = jnp.zeros((tiling.vocab_splits,), jnp.float32)
+    if has_target:
+        padded = tiling.vocab_splits * tiling.tiles_per_split * tiling.block_columns
+        target = tiles.filled(target.astype(jnp.float32), (padded,))
+        part_weights = jnp.sum(target.reshape(tiling.vocab_splits, -1, _PART_COLUMNS), axis=2)
+        split_weights = jnp.sum(part_weights, axis=1)
+        operands += [target, (jnp.cumsum(part_weights, axis=1) - part_weights).reshape(-1)]
+    fields = 3 + has_target + 2 * metrics
+    results = tiles.launch(
+        functools.partial(
+            _kernel,
+            tiling=tiling,
+            softcap=softcap,
+            has_bias=has_bias,
+            has_target=has_target,
+            metrics=metrics,
+            interpret=bool(interpret),
+        ),
+        operands,
+        jax.ShapeDtypeStruct((fields, tiling.vocab_splits, tiling.rows), jnp.float32),
+        tiling=tiling,
+        name="linear_cross_entropy",
+        interpret=interpret,
+    )
+    maximum, total, label, *others = results[:, :, :rows]
+    partial = _Partial(
+        maximum,
+        total,
+        label,
+        target=others[0] if has_target else None,
+        mean=others[-2] if metrics else None,
+        prediction=others[-1] if metrics else None,
+    )
+    return _merged(partial, labels, split_weights, weight.shape[0])
+
+
+def _merged(partial: _Partial, labels: jax.Array, split_weights: jax.Array, columns: int) -> Reduced:
+    """Puts together what is known of the vocabulary splits, (splits, rows) each."""
+    maximum = _reference_point(jnp.max(partial.maximum, axis=0))
+    shift = _reference_point(partial.maximum) - maximum[None]
+    rescale = jnp.exp(partial.maximum - maximum[None])
+    total = jnp.sum(rescale * partial.total, axis=0)
+    zeros = jnp.zeros_like(maximum)
+    is_column = (labels >= 0) & (labels < columns)
+    label = jnp.where(is_column, jnp.sum(partial.label, axis=0) - maximum, zeros)
+    target, mean, prediction = zeros, zeros, zeros
+    if partial.target is not None:
+        target = jnp.sum(partial.target + split_weights[:, None] * shift, axis=0)
+    if partial.mean is not None and partial.prediction is not None:
+        mean = jnp.sum(rescale * (partial.mean + shift * partial.total), axis=0) / total
+        # The first of equal ones, as splits are in the order of their columns.
+        best = jnp.argmax(partial.maximum, axis=0)
+        prediction = jnp.take_along_axis(partial.prediction, best[None], axis=0)[0]
+    return Reduced(maximum, total, label, target, mean, prediction.astype(jnp.int32))
+
+
+def run(x, weight, bias, labels, shared_target, row_target, *, softcap, metrics, config, interpret=False, **_):
+    """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
+    rows = x.shape[:-1]
+    found = reduced_rows(
+        x.reshape(-1, x.shape[-1]),
+        weight,
+        bias,
+        labels.reshape(-1),
+        shared_target,
+        softcap=softcap,
+        metrics=metrics,
+        config=config,
+        interpret=interpret,
+    )
+    return tuple(values.reshape(rows) for values in (found.maximum, jnp.log(found.total), *found[2:]))
+
+
+def refuses(hardware, x, weight, bias, labels, shared_target, row_target, *, metrics, **_) -> str | None:
+    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    if row_target.shape[-1] > 0:
+        return "the kernel takes labels; probabilities of all classes are another array of the logits' size"
+    if metrics and weight.shape[0] > _MAX_PREDICTED_COLUMNS:
+        return f"the kernel tells {_MAX_PREDICTED_COLUMNS} columns apart; the vocabulary has {weight.shape[0]}"
+    return tiles.refuses_linear(hardware, x, weight)
+
+
+def configs(hardware, x, weight, *_, **__):
+    """Tiles, stages and vocabulary splits worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    return launch_configs(hardware, math.prod(x.shape[:-1]), *weight.shape)
+
+
+def launch_configs(hardware: Any, rows: int, columns: int, hidden: int) -> tuple[dict[str, int], ...]:
+    """The configurations of a launch that reduces so many rows over so many columns."""
+    return tuple(
+        {**sizes, "vocab_splits": splits_for(hardware, sizes, rows, columns, hidden)} for sizes in tiles.TILE_SIZES
+    )
+
+
+def splits_for(hardware: Any, sizes: Any, rows: int, columns: int, hidden: int) -> int:
+    """How many vocabulary splits suit a launch with tiles of these sizes."""
+    block_rows = tiles.thread_block_rows(sizes)
+    return tiles.vocab_splits(
+        math.ceil(columns / sizes["block_columns"]),
+        math.ceil(rows / block_rows),
+        hidden,
+        block_rows,
+        hardware.cores or _MULTIPROCESSORS,
+    )
+
+
+KERNEL = Kernel(
+    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
+)

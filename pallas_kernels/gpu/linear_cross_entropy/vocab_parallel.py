@@ -1,0 +1,94 @@
+"""The documented operators of a split vocabulary on Hopper: statistics and gradients of one part, by the kernels."""
+
+import math
+
+import jax.numpy as jnp
+
+from pallas_kernels.gpu.linear_cross_entropy import gradients, statistics, tiles
+from pallas_kernels.gpu.linear_cross_entropy.gradients import Pull
+from pallas_kernels.kernel import Kernel
+
+
+def run_max_sum(x, weight, target, start, end, *, return_logits, config, interpret=False):
+    """Launches the kernel of `fused_linear_online_max_sum`; see `pallas_kernels.kernel.Kernel.run`."""
+    rows = x.shape[:-1]
+    mask = (target < start) | (target >= end)
+    masked_target = jnp.where(mask, jnp.zeros_like(target), target - start)
+    columns = jnp.where(mask, -1, masked_target.astype(jnp.int32)).reshape(-1)
+    empty = jnp.zeros((0,), jnp.float32)
+    found = statistics.reduced_rows(
+        x.reshape(-1, x.shape[-1]),
+        weight,
+        empty,
+        columns,
+        empty,
+        softcap=None,
+        metrics=False,
+        config=config,
+        interpret=interpret,
+    )
+    maximum, total, predicted = (values.reshape(rows) for values in (found.maximum, found.total, found.label))
+    return maximum, total, predicted, mask, masked_target, jnp.zeros((*rows, 0), x.dtype)
+
+
+def refuses_max_sum(hardware, x, weight, target, start, end, *, return_logits) -> str | None:
+    """Why that kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    if return_logits:
+        return "the logits are asked for, which the kernel does not write"
+    return tiles.refuses_linear(hardware, x, weight)
+
+
+def configs_max_sum(hardware, x, weight, target, start, end, *, return_logits):
+    """Its tiles, stages and splits worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    return statistics.launch_configs(hardware, math.prod(x.shape[:-1]), *weight.shape)
+
+
+def run_grad(grad, x, weight, mask, masked_target, maximum, total, softmax, *, config, interpret=False):
+    """Launches the kernel of `fused_linear_cross_entropy_loss_grad`; see `pallas_kernels.kernel.Kernel.run`."""
+    grad, zeros = grad.astype(jnp.float32), jnp.zeros(grad.shape, jnp.float32)
+    pull = Pull(grad, zeros, jnp.where(mask, zeros, -grad), zeros, maximum, jnp.log(total))
+    empty = jnp.zeros((0,), jnp.float32)
+    x_grad, weight_grad, _ = gradients.linear_gradients(
+        Pull(*(values.astype(jnp.float32).reshape(-1) for values in pull)),
+        x.reshape(-1, x.shape[-1]),
+        weight,
+        empty,
+        masked_target.astype(jnp.int32).reshape(-1),
+        empty,
+        softcap=None,
+        has_slope=False,
+        needs=(True, True, False),
+        config=config,
+        interpret=interpret,
+    )
+    return x_grad.reshape(x.shape), weight_grad
+
+
+def refuses_grad(hardware, grad, x, weight, mask, masked_target, maximum, total, softmax) -> str | None:
+    """Why that kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    if softmax.shape[-1] > 0:
+        return "the softmax is given, so there are no logits to compute"
+    return tiles.refuses_linear(hardware, x, weight)
+
+
+def configs_grad(hardware, grad, x, weight, *_):
+    """Its tiles, stages, splits and chunks worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    return gradients.launch_configs(hardware, math.prod(x.shape[:-1]), *weight.shape)
+
+
+MAX_SUM_KERNEL = Kernel(
+    name="mosaic_gpu",
+    platform="cuda",
+    run=run_max_sum,
+    refuses=refuses_max_sum,
+    configs=configs_max_sum,
+    interpreter_is_pure=False,
+)
+GRAD_KERNEL = Kernel(
+    name="mosaic_gpu",
+    platform="cuda",
+    run=run_grad,
+    refuses=refuses_grad,
+    configs=configs_grad,
+    interpreter_is_pure=False,
+)
