@@ -99,8 +99,8 @@ def linear_cross_entropy(
         (three matrix products). "grad_in_forward" computes a chunk of logits, its loss and its gradients at once
         (three products, no logits kept); for a scalar loss without aux on one shard, else it is "recompute".
         "recompute" computes each chunk of logits in both passes (four products, least memory); it is what the kernels
-        do. "auto" is "full" up to 2^24 logits, then "grad_in_forward", and "recompute" where `lowering.use` asks for
-        kernels.
+        do. "auto" is "full" up to 2^24 logits, then "grad_in_forward"; for 16-bit operands it is "recompute" where
+        `lowering.use` asks for kernels.
       chunk_rows: about how many rows' worth of logits exists at a time. "grad_in_forward" takes so many rows; None: as
         many as have 2^24 logits, and at least 256 and H / 4. "recompute" takes as many logits in tiles of some columns;
         None: 2^18, and at least 256 and H / 2 columns of all rows. Exported with a symbolic number of rows, all rows
@@ -140,7 +140,7 @@ def linear_cross_entropy(
     targets = task.targets._replace(labels=jnp.where(live, task.targets.labels, SKIPPED))
     bias = jnp.zeros((0,), x.dtype) if bias is None else bias
     scalar = reduction != "none" and not return_aux and vocab_axis is None
-    strategy = _resolve(strategy, task.kept.size * weight.shape[0], scalar)
+    strategy = _resolve(strategy, x, task.kept.size * weight.shape[0], scalar)
     chunk_rows = chunk_rows or _default_chunk_rows(strategy, task.kept.size, weight)
     if strategy == "grad_in_forward":
         total = summed_cross_entropy(x, weight, bias, targets, weights, softcap=softcap, chunk_rows=chunk_rows)
@@ -225,9 +225,11 @@ def _aux(rows: RowStatistics, labels: jax.Array, kept: jax.Array, vocabulary: Vo
     )
 
 
-def _resolve(strategy: str, logits_size: int, scalar: bool) -> str:
+def _resolve(strategy: str, x: jax.Array, logits_size: int, scalar: bool) -> str:
     """The strategy that runs, from shapes, arguments and `lowering.use`; a symbolic size may be of any value."""
-    if strategy == "auto" and lowering.current_selection().request(_NAME).startswith(("pallas", "interpret")):
+    asks_for_kernels = lowering.current_selection().request(_NAME).startswith(("pallas", "interpret"))
+    # The kernels of every platform take 16 bits; those for GPUs refuse float32, which their matrix units would round.
+    if strategy == "auto" and asks_for_kernels and x.dtype.itemsize == 2:
         strategy = "recompute"
     if strategy == "auto":
         is_small = jax.export.is_symbolic_dim(logits_size) or logits_size <= SMALL_LOGITS
