@@ -1,14 +1,15 @@
 """The one place where `lowering` reaches into JAX's private modules (tried on JAX 0.10.2, 0.11.2 and 0.12.0.1).
 
 * `dispatch.prim_requires_devices_during_lowering`: a primitive whose lowering rule uses `custom_partitioning` must be
-  listed there, as JAX's own cuDNN primitives are; there is no public way to say so.
+  listed there, as JAX's own cuDNN primitives are; there is no public way to say so. Where chips
+  are not there, the rule is not used and JAX would refuse in vain.
 * `config._check_vma`: inside shard_map a kernel would have to say over which mesh axes each of its results varies. The
   primitive has already typed its results by then, so kernels are traced without.
 * `xla_bridge.make_pjrt_topology`: the public `jax.experimental.topologies` finds no NVIDIA GPU that is not there.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import jax
 from jax._src import config, dispatch, xla_bridge
@@ -17,6 +18,17 @@ from jax.extend.core import Primitive
 
 def require_devices_during_lowering(primitive: Primitive) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+@contextmanager
+def without_devices(primitives: Iterable[Primitive]) -> Iterator[None]:
+    """Lets these be lowered for a mesh of chips that are not there."""
+    listed = dispatch.prim_requires_devices_during_lowering & set(primitives)
+    dispatch.prim_requires_devices_during_lowering.difference_update(listed)
+    try:
+        yield
+    finally:
+        dispatch.prim_requires_devices_during_lowering.update(listed)
 
 
 def without_varying_axes() -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 from lowering import _compiler_process
 from lowering.compiled_report import KERNEL_CALLS, CompiledReport, compiled_facts, gpu_resources, report_of
+from lowering.register import lowered_without_devices
 from lowering.targets import here, named
 from pallas_kernels.hardware import Hardware
 
@@ -107,7 +108,7 @@ def _lowered_for(jitted: Any, args: Sequence[Any], hardware: Hardware) -> tuple[
     )
     mesh, args = _on_chips(args, device)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh), lowered_without_devices():
         exported = jax.export.export(jitted, platforms=[hardware.platform], disabled_checks=checks)(*args)
         lowered = jitted.trace(*args).lower(lowering_platforms=(hardware.platform,))
     donated = [argument.donated for argument in jax.tree.leaves(lowered.args_info)]

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import jax
@@ -97,6 +98,11 @@ def operator_of(primitive: Primitive) -> Operator | None:
 def kernels_of(operator: Operator) -> tuple[Kernel, ...]:
     """The operator's kernels in order of preference, after those that were added."""
     return (*_added_kernels.get(operator.name, ()), *operator.kernels)
+
+
+def lowered_without_devices() -> AbstractContextManager[None]:
+    """Lets operators be lowered for a mesh of chips that are not here."""
+    return _jax_private.without_devices(_registered)
 
 
 def patterns() -> tuple[Pattern, ...]:
