@@ -56,7 +56,9 @@ def _compile(folder: Path) -> None:
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(exported.in_avals, shardings, strict=True)
     ]
-    lowered = jax.jit(exported.call, donate_argnums=request["donated"]).lower(*operands)
+    # Without operands, results say where the function runs.
+    results = None if operands else tuple(NamedSharding(mesh, PartitionSpec()) for _ in exported.out_avals)
+    lowered = jax.jit(exported.call, donate_argnums=request["donated"], out_shardings=results).lower(*operands)
     start = time.perf_counter()
     try:
         compiled = lowered.compile()
