@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 import jax.export
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from lowering import _compiler_process
 from lowering.compiled_report import KERNEL_CALLS, CompiledReport, compiled_facts, gpu_resources, report_of
 from lowering.register import lowered_without_devices
-from lowering.targets import here, named
+from lowering.targets import abstract_device, compiled_for, here, named
 from pallas_kernels.hardware import Hardware
 
 # What a compiler needs, by platform: a module that shows it is installed, and the extra that installs it.
@@ -55,7 +56,7 @@ def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
 
     Raises:
       CompileError: if the target's compiler is not installed or refuses the function, and for functions over another
-        number of devices than the target has.
+        number of devices than the target has, or of symbolic shapes.
       ValueError: for an unknown target.
       OperatorError: what an operator has to say about its arguments.
     """
@@ -64,6 +65,10 @@ def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
     devices = _chips(topology) * (hardware.devices_per_chip if topology else 1)
     if not hardware.device_kind:
         raise CompileError(f"lowering.compile: target must name a chip; got the platform {target!r}")
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(args)]
+    unknown = [shape for shape in shapes if any(map(jax.export.is_symbolic_dim, shape))]
+    if unknown:
+        raise CompileError(f"lowering.compile: args must have shapes of known sizes; got {unknown[0]}")
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
     if availability(hardware) == "here" and not topology:
         return _compiled_here(jitted, args, hardware)
@@ -101,14 +106,9 @@ def _compiled_here(jitted: Any, args: Sequence[Any], hardware: Hardware) -> Comp
 
 def _lowered_for(jitted: Any, args: Sequence[Any], hardware: Hardware) -> tuple[jax.export.Exported, dict[str, Any]]:
     """The function as StableHLO for the target, of flat arguments and results; its mesh, and what it donates."""
-    device = AbstractDevice(
-        device_kind=hardware.device_kind,
-        num_cores=hardware.cores,
-        platform="gpu" if hardware.platform == "cuda" else hardware.platform,
-    )
-    mesh, args = _on_chips(args, device)
+    mesh, args = _on_chips(args, hardware)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
-    with jax.sharding.use_abstract_mesh(mesh), lowered_without_devices():
+    with compiled_for(hardware), jax.sharding.use_abstract_mesh(mesh), lowered_without_devices():
         exported = jax.export.export(jitted, platforms=[hardware.platform], disabled_checks=checks)(*args)
         lowered = jitted.trace(*args).lower(lowering_platforms=(hardware.platform,))
     donated = [argument.donated for argument in jax.tree.leaves(lowered.args_info)]
@@ -122,13 +122,15 @@ def _lowered_for(jitted: Any, args: Sequence[Any], hardware: Hardware) -> tuple[
     }
 
 
-def _on_chips(args: Any, device: AbstractDevice) -> tuple[AbstractMesh, Any]:
-    """A mesh of chips of this kind, like the one that arguments lie on if they do; and their types on it."""
+def _on_chips(args: Any, hardware: Hardware) -> tuple[AbstractMesh, Any]:
+    """The mesh that arguments lie on, without its devices, or one of a single chip; and their types on it."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1]
     if not meshes:
+        device = abstract_device(hardware)
         return AbstractMesh((1,), ("chip",), (AxisType.Auto,), abstract_device=device), args
-    mesh = AbstractMesh(meshes[0].axis_sizes, meshes[0].axis_names, meshes[0].axis_types, abstract_device=device)
+    # The function may name its mesh, in shard_map for one: what it names has to be the mesh around it.
+    mesh = meshes[0].abstract_mesh
 
     def on_mesh(leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)

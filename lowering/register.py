@@ -1,5 +1,6 @@
 """Makes an operator's primitive lower to the implementation that is chosen for each platform."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -8,12 +9,12 @@ from typing import Any, Protocol
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from lowering import _jax_private, select, tuning
 from lowering.patterns import Pattern
 from lowering.placement import placed
-from lowering.targets import PLATFORMS, being_lowered_for
+from lowering.targets import PLATFORMS, abstract_device, being_lowered_for, is_absent
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 
@@ -139,14 +140,37 @@ def _lower(
     first = choice.kernel.configs(hardware, *ctx.avals_in, **params)[0]
     config = first if choice.config is None else dict(choice.config)
     run = functools.partial(choice.kernel.run, config=config, interpret=choice.interpret, **params)
+    with _on_chips(hardware) if is_absent() else contextlib.nullcontext():
+        return _lower_kernel(operator, run, split, ctx, *operands)
+
+
+def _lower_kernel(operator: Operator, run: Callable[..., Any], split: str, ctx: Any, *operands: Any) -> Any:
     if split in ("explicit", "auto"):
-        return _lower_fun(lambda *arrays: operator.local_kernel(run, arrays)(*arrays), ctx, *operands)
+        avals = [_on_mesh_around(aval) if split == "explicit" else aval for aval in ctx.avals_in]
+        return _lower_fun(
+            lambda *arrays: operator.local_kernel(run, arrays)(*arrays), ctx.replace(avals_in=avals), *operands
+        )
     # A kernel sees plain arrays, also inside shard_map: the primitive has typed the results already.
     plain = [
         [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)
     ]
     with _jax_private.without_varying_axes():
         return _lower_fun(run, ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
+
+
+def _on_chips(hardware: Hardware) -> AbstractContextManager[None]:
+    """The mesh around, of chips of this kind: Pallas asks it for the chip, and would take the one here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = abstract_device(hardware)
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)
+    )
+
+
+def _on_mesh_around(aval: Any) -> Any:
+    """The type of an operand on an explicit mesh, laid out over the mesh around, which may say more of its devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return aval.update(sharding=NamedSharding(mesh, aval.sharding.spec)) if is_absent() else aval
 
 
 def _lower_reference(
@@ -186,4 +210,6 @@ def _obstacle(split: str, platform: str) -> str | None:
         return "inside a shard_map that leaves some mesh axes automatic, a kernel cannot be partitioned"
     if split == "auto" and platform == "tpu":
         return "on a TPU mesh with automatic axes a kernel cannot be partitioned: use shard_map or explicit axes"
+    if split == "auto" and is_absent():
+        return "with automatic axes a kernel is partitioned on GPUs that are here: use shard_map or explicit axes"
     return None

@@ -1,8 +1,10 @@
 """The chips that can be lowered for, whether or not they are in this machine."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+from jax.sharding import AbstractDevice
 
 from pallas_kernels.hardware import Hardware
 
@@ -156,6 +158,9 @@ TARGETS = {
 }
 PLATFORMS = ("cpu", "cuda", "tpu")
 
+# A user context is part of the keys of JAX's caches: what is traced for one chip is not used for another.
+_compiled_for = jax.make_user_context(None)
+
 
 def targets() -> tuple[Hardware, ...]:
     """Every chip that `explain` can be asked about, by its record."""
@@ -215,15 +220,35 @@ device_description_str: "{hardware.device_kind}"
 def being_lowered_for(platform: str, platforms: tuple[str, ...]) -> Hardware:
     """The chip that code for `platform` will run on, as far as it is known while lowering.
 
-    An abstract mesh says which chip it stands for. Otherwise code for this one platform runs on the devices here, if
-    they are of that platform; code that is exported for several platforms may run on any chip of each.
+    `lowering.compile` says so, and so does an abstract mesh of devices of a kind. Otherwise code for this one platform
+    runs on the devices here, if they are of that platform; code that is exported for several platforms may run on any
+    chip of each.
     """
-    abstract_device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if abstract_device is not None:
-        return of_device(platform, abstract_device.device_kind)
+    chip: Hardware | None = _compiled_for.value
+    if chip is not None and chip.platform == platform:
+        return chip
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if device is not None:
+        return of_device(platform, device.device_kind)
     if len(platforms) == 1 and platform_here() == platform:
         return of_device(platform, jax.devices()[0].device_kind)
     return named(platform)
+
+
+def compiled_for(hardware: Hardware) -> AbstractContextManager[None]:
+    """Makes this the chip that code within the context is lowered for."""
+    return _compiled_for(hardware)
+
+
+def is_absent() -> bool:
+    """Whether code is being compiled for a chip that is not here."""
+    return _compiled_for.value is not None
+
+
+def abstract_device(hardware: Hardware) -> AbstractDevice:
+    """What stands for a chip in an abstract mesh."""
+    platform = "gpu" if hardware.platform == "cuda" else hardware.platform
+    return AbstractDevice(device_kind=hardware.device_kind, num_cores=hardware.cores, platform=platform)
 
 
 def here() -> Hardware:

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -74,6 +75,12 @@ def test_compile_says_what_to_install(target, extra, monkeypatch):
     words = rf"{target}', which needs: pip install 'jaxops\[{extra}\]'"
     with pytest.raises(lowering.CompileError, match=words):
         lowering.compile(scaled, X, Y, target=target)
+
+
+def test_compile_refuses_symbolic_shapes():
+    (rows,) = jax.export.symbolic_shape("rows")
+    with pytest.raises(lowering.CompileError, match=r"args must have shapes of known sizes; got \(rows, 3\)"):
+        lowering.compile(jnp.sin, jax.ShapeDtypeStruct((rows, 3), jnp.float32), target="cpu")
 
 
 def test_compile_passes_on_what_an_operator_refuses():

@@ -102,6 +102,40 @@ def test_slice_compiles_with_its_collectives(chip, axis_sizes):
     assert 2 * 1024 * 256 <= all_reduce.bytes <= 4 * 1024 * 256 + 1024
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "chip",
+    [
+        pytest.param("tpu-v5e:2x2", marks=pytest.mark.tpu_compile),
+        pytest.param("cuda-h100:4", marks=pytest.mark.cuda_compile),
+    ],
+    indirect=True,
+)
+def test_kernels_compile_for_a_slice_whose_mesh_the_function_names(chip, axis_type):
+    mesh = AbstractMesh((4,), ("data",), (axis_type,))
+    step = functools.partial(jaxops.fused_apply, jaxops.ema_adam(1e-3))
+
+    def placed(x):
+        spec = P("data") if x.ndim else P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    params = placed(jax.ShapeDtypeStruct((1024, 128), jnp.float32))
+    state = jax.tree.map(placed, jax.eval_shape(jaxops.ema_adam(1e-3).init, params))
+    specs = jax.tree.map(lambda x: x.sharding.spec, (params, state, params))
+    in_shard_map = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[:2])
+    functions = [in_shard_map] if axis_type is AxisType.Auto else [in_shard_map, step]
+    for fn in functions:
+        with jaxops.use("pallas"):
+            report = lowering.compile(fn, params, state, params, target=chip)
+        assert report.kernels == {"ema_adam": 1}
+        assert not report.collectives
+
+
+def test_function_without_arguments_compiles(chip):
+    report = lowering.compile(lambda: jnp.arange(1024, dtype=jnp.float32), target=chip)
+    assert report.memory.outputs == 4096
+
+
 @pytest.mark.tpu_compile
 def test_kernel_that_does_not_compile_is_named_in_one_screen(tpu):
     def run(x, *, config, interpret):
