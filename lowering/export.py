@@ -4,7 +4,6 @@ import dataclasses
 import json
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from jax.tree_util import PyTreeDef
 from lowering.compile import flattened
 from lowering.compiled_report import KERNEL_CALLS
 from lowering.explain import operator_uses
+from lowering.measurements import versions
 from lowering.targets import PLATFORMS, named, platform_here
 
 _FORMAT = 1
@@ -31,7 +31,7 @@ class Artifact:
 
     Attributes:
       platforms: what it runs on, of "cpu", "cuda" and "tpu".
-      versions: of JAX and of this library, where it was exported.
+      versions: of JAX and, as far as it is installed, of this library, where it was exported.
       implementations: of each operator in it, by platform and then by operator.
       arguments: the structure and types of what it is called with, in words.
       stablehlo: the program.
@@ -92,12 +92,13 @@ def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFO
       fn: a function of arrays, jitted or not.
       *args: what it is called with: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. Shapes may be symbolic
         (`jax.export.symbolic_shape`) where the function allows.
-      platforms: of "cpu", "cuda" and "tpu".
+      platforms: of "cpu", "cuda" and "tpu"; one of them as a string.
 
     Raises:
       ArtifactError: for an unknown platform.
       OperatorError: what an operator has to say about its arguments.
     """
+    platforms = (platforms,) if isinstance(platforms, str) else platforms
     unknown = [name for name in platforms if name not in PLATFORMS]
     if unknown or not platforms:
         raise ArtifactError(f"export: platforms must be of {', '.join(PLATFORMS)}; got {', '.join(unknown) or 'none'}")
@@ -105,10 +106,14 @@ def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFO
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
     exported = jax.export.export(jitted, platforms=list(platforms), disabled_checks=checks)(*args)
     implementations = {platform: _implementations(jitted, args, platform) for platform in platforms}
-    versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     structure = jax.tree.structure(args)
     return Artifact(
-        tuple(platforms), versions, implementations, str(structure), flattened(exported), _skeleton(exported.out_tree)
+        tuple(platforms),
+        dict(versions()),
+        implementations,
+        str(structure),
+        flattened(exported),
+        _skeleton(exported.out_tree),
     )
 
 
@@ -128,16 +133,24 @@ def load(path: str | Path) -> Artifact:
         ) from None
     except (zipfile.BadZipFile, KeyError, ValueError, EOFError, NotImplementedError, RuntimeError):
         raise ArtifactError(f"load: {str(path)!r} must be a whole file that export has saved") from None
-    if record.get("format") != _FORMAT:
-        raise ArtifactError(f"load: {str(path)!r} must have format {_FORMAT}; got {record.get('format')!r}")
-    return Artifact(
-        platforms=tuple(record["platforms"]),
-        versions=record["versions"],
-        implementations=record["implementations"],
-        arguments=record["arguments"],
-        _exported=jax.export.deserialize(bytearray(program)),
-        _results=record["results"],
-    )
+    found = record.get("format") if isinstance(record, dict) else None
+    if found != _FORMAT:
+        raise ArtifactError(f"load: {str(path)!r} must have format {_FORMAT}; got {found!r}")
+    try:
+        return Artifact(
+            platforms=tuple(record["platforms"]),
+            versions=record["versions"],
+            implementations=record["implementations"],
+            arguments=record["arguments"],
+            _exported=jax.export.deserialize(bytearray(program)),
+            _results=record["results"],
+        )
+    except Exception as error:  # JAX raises what it stumbles over, and other things for what a later JAX has written.
+        written_with = record.get("versions")
+        raise ArtifactError(
+            f"load: {str(path)!r} must hold a program that JAX {jax.__version__} can read; got one written with "
+            f"{written_with}: {type(error).__name__}"
+        ) from None
 
 
 def _implementations(jitted: Any, args: Sequence[Any], platform: str) -> dict[str, list[str]]:

@@ -129,6 +129,30 @@ def test_load_refuses_what_export_has_not_saved(artifact, tmp_path):
         lowering.load(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("program", b""),
+        ("program", b"not a program" * 9),
+        ("metadata.json", b"[]"),
+        ("metadata.json", b'{"format": 1}'),
+    ],
+)
+def test_load_refuses_what_it_cannot_read_in_a_whole_file(name, text, artifact, tmp_path):
+    artifact.save(tmp_path / "artifact")
+    with zipfile.ZipFile(tmp_path / "artifact") as file:
+        parts = {part: file.read(part) for part in file.namelist()} | {name: text}
+    with zipfile.ZipFile(tmp_path / "other", "w") as file:
+        for part, content in parts.items():
+            file.writestr(part, content)
+    with pytest.raises(lowering.ArtifactError, match=r"must (have format 1|hold a program that JAX .* can read); got"):
+        lowering.load(tmp_path / "other")
+
+
+def test_one_platform_may_be_a_string():
+    assert lowering.export(jnp.sin, jnp.ones(3), platforms="cpu").platforms == ("cpu",)
+
+
 def test_load_refuses_a_later_format(artifact, tmp_path):
     artifact.save(tmp_path / "artifact")
     with zipfile.ZipFile(tmp_path / "artifact") as file:
