@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import json
 import math
-import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from lowering import _compiler_process
 from lowering.compiled_report import KERNEL_CALLS, CompiledReport, compiled_facts, gpu_resources, report_of
 from lowering.register import lowered_without_devices
-from lowering.targets import abstract_device, compiled_for, here, named
+from lowering.targets import TOPOLOGY, abstract_device, compiled_for, here, named
 from pallas_kernels.hardware import Hardware
 
 # What a compiler needs, by platform: a module that shows it is installed, and the extra that installs it.
@@ -72,7 +71,7 @@ def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
     if availability(hardware) == "here" and not topology:
         return _compiled_here(jitted, args, hardware)
-    status = availability(hardware)
+    status = "is no slice" if hardware.platform == "cpu" else availability(hardware)
     if status != "can compile for":
         raise CompileError(
             f"lowering.compile: target must be one that is here or can be compiled for; got {target!r}, which {status}"
@@ -88,7 +87,7 @@ def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
 
 def _chips(topology: str) -> int:
     """How many chips a topology such as "16x16" has; 1 for none."""
-    if not re.fullmatch(r"(\d+(x\d+){0,2})?", topology):
+    if not TOPOLOGY.fullmatch(topology):
         raise CompileError(f"lowering.compile: target must have a topology such as 16x16 or 8; got {topology!r}")
     return math.prod(int(size) for size in topology.split("x") if size)
 

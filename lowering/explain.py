@@ -21,7 +21,7 @@ from lowering import cost, register
 from lowering.measured_cpu import with_measured_rates
 from lowering.patterns import Opportunity, opportunities
 from lowering.select import Choice, Refusal
-from lowering.targets import here, named
+from lowering.targets import here, named_slice
 from pallas_kernels.hardware import Hardware
 
 
@@ -167,7 +167,7 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
       ValueError: for an unknown target.
       OperatorError: what an operator has to say about its arguments, in the words that calling the function would give.
     """
-    hardware = here() if target is None else named(target.partition(":")[0])
+    hardware = here() if target is None else named_slice(target)
     jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
     counts: dict[Row, int] = {}
     for use in operator_uses(jaxpr, args, hardware):

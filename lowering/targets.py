@@ -1,5 +1,6 @@
 """The chips that can be lowered for, whether or not they are in this machine."""
 
+import re
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -157,6 +158,7 @@ TARGETS = {
     )
 }
 PLATFORMS = ("cpu", "cuda", "tpu")
+TOPOLOGY = re.compile(r"([1-9]\d*(x[1-9]\d*){0,2})?")  # none is that of a single chip
 
 # A user context is part of the keys of JAX's caches: what is traced for one chip is not used for another.
 _compiled_for = jax.make_user_context(None)
@@ -174,6 +176,15 @@ def named(name: str) -> Hardware:
     if name in PLATFORMS:
         return Hardware(name, name)
     raise ValueError(f"lowering: target must be one of {', '.join((*TARGETS, *PLATFORMS[1:]))}; got {name!r}")
+
+
+def named_slice(name: str) -> Hardware:
+    """The record of a target that may carry the topology of a slice, as in "tpu-v5e:16x16"."""
+    chip, _, topology = name.partition(":")
+    hardware = named(chip)
+    if not TOPOLOGY.fullmatch(topology):
+        raise ValueError(f"lowering: target must have a topology such as 16x16 or 8; got {topology!r}")
+    return hardware
 
 
 def of_device(platform: str, device_kind: str) -> Hardware:

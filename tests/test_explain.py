@@ -170,3 +170,9 @@ def test_symbolic_sizes_are_explained_without_a_roofline():
 def test_function_without_operators_is_one_line():
     explanation = lowering.explain(lambda x: x @ x, of("float32", 10, 10), target="tpu-v5e")
     assert str(explanation) == "tpu-v5e: none of 2 kflop in operators of this library"
+
+
+@pytest.mark.parametrize("topology", ["banana", "0x4", "4x"])
+def test_explain_refuses_what_is_no_topology(topology):
+    with pytest.raises(ValueError, match=f"must have a topology such as 16x16 or 8; got '{topology}'"):
+        lowering.explain(jnp.sin, jnp.ones(3), target=f"tpu-v5e:{topology}")

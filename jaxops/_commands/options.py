@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxops._user_function import CommandError
 from lowering import TuningError, TuningResult
-from lowering.targets import named
+from lowering.targets import named_slice
 
 IMPLEMENTATIONS = ("auto", "reference", "pallas")
 
@@ -44,7 +44,7 @@ def tuned_by(path: Path | None) -> TuningResult:
 def require_target(target: str) -> None:
     """Refuses what is neither a chip nor a slice of them with its topology."""
     try:
-        named(target.partition(":")[0])
+        named_slice(target)
     except ValueError as error:
         raise CommandError(str(error).removeprefix("lowering: ")) from None
 
