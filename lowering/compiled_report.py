@@ -181,7 +181,9 @@ def _collectives(hlo: str) -> tuple[Collective, ...]:
     for types, kind, start in re.findall(rf"^ *(?:ROOT )?%\S+ = (.*?) ({kinds})(-start)?\(", hlo, re.MULTILINE):
         sizes = [_array_bytes(dtype, shape) for dtype, shape in re.findall(r"([a-z]\w*)\[([\d,]*)\]", types)]
         # Where one that is started names its operands and its results, they are half of what it names each.
-        results = sizes[len(sizes) // 2 :] if start and kind != "all-reduce" else sizes
+        # An all-reduce names its results only, unless a tuple of operands comes first (JAX 0.12).
+        names_both = start and (kind != "all-reduce" or types.startswith("(("))
+        results = sizes[len(sizes) // 2 :] if names_both else sizes
         found.setdefault(kind, []).append(sum(results))
     return tuple(Collective(kind, len(sizes), sum(sizes)) for kind, sizes in sorted(found.items()))
 
