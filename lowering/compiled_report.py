@@ -35,7 +35,7 @@ class GpuResources:
     """What one Mosaic GPU kernel takes on a multiprocessor: a thread's registers, the rest for a thread block.
 
     Attributes:
-      kernel: what the compiler calls it, which may be the name of its body.
+      kernel: its name; in a program with several kernels what the compiler calls it, which may be that of its body.
       registers: of a thread.
       spilled_bytes: stored to and loaded from memory for want of registers.
       shared_bytes: of shared memory.
@@ -153,9 +153,12 @@ def report_of(
     call: Callable[..., Any] | None = None,
 ) -> CompiledReport:
     """The report, from `compiled_facts` and the program's text before and after the compiler."""
+    kernels = _kernels(hlo)
+    if len(kernels) == 1:  # no doubt whose they are, whatever the compiler calls its body
+        gpu_resources = tuple(dataclasses.replace(one, kernel=next(iter(kernels))) for one in gpu_resources)
     return CompiledReport(
         target=hardware.name,
-        kernels=_kernels(hlo),
+        kernels=kernels,
         gpu_resources=gpu_resources,
         collectives=_collectives(hlo),
         memory=Memory(**facts["memory"]),

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from importlib import metadata
 from typing import Any, Protocol
 
 import jax
@@ -107,7 +108,9 @@ def lowered_without_devices() -> AbstractContextManager[None]:
 
 
 def patterns() -> tuple[Pattern, ...]:
-    """Those that the operators would replace."""
+    """Those that the operators would replace, also operators of installed packages that nothing has imported yet."""
+    for package in metadata.entry_points(group="lowering.operators"):
+        package.load()
     return tuple(pattern for operator in _registered.values() for pattern in operator.patterns)
 
 
