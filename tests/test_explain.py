@@ -1,5 +1,6 @@
 """What `lowering.explain` says of cost: against the compiler's own counts, and against rooflines worked by hand."""
 
+import builtins
 import json
 
 import flax.linen as nn
@@ -170,3 +171,13 @@ def test_symbolic_sizes_are_explained_without_a_roofline():
 def test_function_without_operators_is_one_line():
     explanation = lowering.explain(lambda x: x @ x, of("float32", 10, 10), target="tpu-v5e")
     assert str(explanation) == "tpu-v5e: none of 2 kflop in operators of this library"
+
+
+def test_text_is_the_same_in_a_notebook(monkeypatch):
+    explanation = lowering.explain(loss, *output_layer("bfloat16"), target="tpu-v5e")
+    elsewhere = str(explanation)
+    # By this name rich knows that it runs in a notebook, where it would display the table instead of writing it.
+    monkeypatch.setattr(builtins, "get_ipython", type("ZMQInteractiveShell", (), {}), raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does
+    assert "at best" in elsewhere
+    assert str(explanation) == elsewhere
