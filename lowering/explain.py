@@ -145,7 +145,7 @@ class Explanation:
 
     def __str__(self) -> str:
         text = StringIO()
-        Console(file=text, width=140, no_color=True).print(self.table())
+        Console(file=text, width=140, no_color=True, force_terminal=False, force_jupyter=False).print(self.table())
         return "\n".join([text.getvalue().rstrip(), *map(str, self.opportunities)])
 
 

@@ -140,7 +140,7 @@ class TuningResult:
 
     def __str__(self) -> str:
         text = StringIO()
-        Console(file=text, width=140, no_color=True).print(self.table())
+        Console(file=text, width=140, no_color=True, force_terminal=False, force_jupyter=False).print(self.table())
         return text.getvalue().rstrip()
 
 

@@ -1,5 +1,6 @@
 """What `lowering.explain` says of cost: against the compiler's own counts, and against rooflines worked by hand."""
 
+import builtins
 import json
 
 import flax.linen as nn
@@ -176,3 +177,13 @@ def test_function_without_operators_is_one_line():
 def test_explain_refuses_what_is_no_topology(topology):
     with pytest.raises(ValueError, match=f"must have a topology such as 16x16 or 8; got '{topology}'"):
         lowering.explain(jnp.sin, jnp.ones(3), target=f"tpu-v5e:{topology}")
+
+
+def test_text_is_the_same_in_a_notebook(monkeypatch):
+    explanation = lowering.explain(loss, *output_layer("bfloat16"), target="tpu-v5e")
+    elsewhere = str(explanation)
+    # By this name rich knows that it runs in a notebook, where it would display the table instead of writing it.
+    monkeypatch.setattr(builtins, "get_ipython", type("ZMQInteractiveShell", (), {}), raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does
+    assert "at best" in elsewhere
+    assert str(explanation) == elsewhere
