@@ -12,6 +12,8 @@ from jaxops.embedding import embedding as embedding
 from jaxops.linear_cross_entropy import LinearCrossEntropyAux as LinearCrossEntropyAux
 from jaxops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from jaxops.nll_loss import nll_loss as nll_loss
+from jaxops.pooling import avg_pool as avg_pool
+from jaxops.pooling import max_pool as max_pool
 from lowering import use as use
 
 __all__ = [
@@ -20,11 +22,13 @@ __all__ = [
     "NotSupportedError",
     "VersionMismatchError",
     "aclnn",
+    "avg_pool",
     "ema_adam",
     "ema_params",
     "embedding",
     "fused_apply",
     "linear_cross_entropy",
+    "max_pool",
     "nll_loss",
     "operators",
     "use",

@@ -9,6 +9,8 @@ import numpy as np
 from lowering.errors import NotSupportedError, OperatorError
 
 __all__ = [
+    "BAD_PARAM",
+    "NOT_SUPPORTED",
     "BadParamError",
     "NotSupportedError",
     "OperatorError",
@@ -22,6 +24,8 @@ __all__ = [
 
 PARAM_NULLPTR = 161001
 PARAM_INVALID = 161002
+BAD_PARAM = "MCDNN_STATUS_BAD_PARAM"
+NOT_SUPPORTED = "MCDNN_STATUS_NOT_SUPPORTED"
 
 
 class BadParamError(OperatorError):
