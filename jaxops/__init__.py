@@ -1,6 +1,7 @@
 """Operators that chip vendors document, as JAX primitives: for models, optimizers and code ported from those chips."""
 
 from jaxops import aclnn as aclnn
+from jaxops import mcdnn as mcdnn
 from jaxops._errors import BadParamError as BadParamError
 from jaxops._errors import NotSupportedError as NotSupportedError
 from jaxops._errors import VersionMismatchError as VersionMismatchError
@@ -29,6 +30,7 @@ __all__ = [
     "fused_apply",
     "linear_cross_entropy",
     "max_pool",
+    "mcdnn",
     "nll_loss",
     "operators",
     "use",
