@@ -1,6 +1,7 @@
 """Operators that chip vendors document, as JAX primitives: for models, optimizers and code ported from those chips."""
 
 from jaxops import aclnn as aclnn
+from jaxops import mcdnn as mcdnn
 from jaxops._errors import BadParamError as BadParamError
 from jaxops._errors import NotSupportedError as NotSupportedError
 from jaxops._errors import VersionMismatchError as VersionMismatchError
@@ -15,6 +16,8 @@ from jaxops.embedding import embedding as embedding
 from jaxops.linear_cross_entropy import LinearCrossEntropyAux as LinearCrossEntropyAux
 from jaxops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from jaxops.nll_loss import nll_loss as nll_loss
+from jaxops.pooling import avg_pool as avg_pool
+from jaxops.pooling import max_pool as max_pool
 from lowering import use as use
 
 __all__ = [
@@ -24,6 +27,7 @@ __all__ = [
     "NotSupportedError",
     "VersionMismatchError",
     "aclnn",
+    "avg_pool",
     "batch_norm",
     "batch_norm_inference",
     "ema_adam",
@@ -31,6 +35,8 @@ __all__ = [
     "embedding",
     "fused_apply",
     "linear_cross_entropy",
+    "max_pool",
+    "mcdnn",
     "nll_loss",
     "operators",
     "use",

@@ -39,7 +39,7 @@ class Derivative:
         JVP of the operator's reference, which is right unless vjp is deliberately something else.
       linearize: `linearize(operands, active, **params)` returns (results, residuals). None evaluates the operator and
         keeps its operands and results.
-      residuals: the signature of the residuals where `linearize` is given, such as `"... h, v h"`.
+      residuals: the signature of the residuals where `linearize` is given, such as `"... h, v h"`; "" for none.
     """
 
     vjp: Callable[..., Sequence[jax.Array]]
@@ -156,7 +156,7 @@ def _tangent_primitive(operator: _Operator, derivative: Derivative) -> Primitive
         active_axes = [operand for operand, a in zip(axes.operands, params["active"], strict=True) if a]
         residual_axes: Sequence[Axes] = [*axes.operands, *axes.results]
         if derivative.linearize is not None:
-            residual_axes = Signature.parse(f"{derivative.residuals} ->").operands
+            residual_axes = Signature.parse(f"{derivative.residuals} ->").operands if derivative.residuals else ()
         carry = [x.batched for x in (*residual_axes, *active_axes)]
         return _batching.rule(primitive, carry, [result.batched for result in axes.results])(operands, dims, **params)
 

@@ -1,0 +1,55 @@
+"""The documented descriptors, as frozen records that check what they are given."""
+
+import dataclasses
+from numbers import Integral
+from typing import Any
+
+from jaxops._errors import BAD_PARAM, require
+from jaxops.mcdnn.enums import NanPropagation, PoolingMode, member
+from jaxops.pooling.windows import Ints
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolingDescriptor:
+    """How to pool.
+
+    Attributes:
+      mode: a `PoolingMode`. MAX and MAX_DETERMINISTIC are the same: both are deterministic here.
+      window: extents of the windows: two or three integers, or one for all spatial axes.
+      padding: positions before and behind the image that windows may reach over.
+      stride: steps between windows.
+      nan_propagation: a `NanPropagation`, for the maxima; averages always propagate NaN.
+
+    Raises:
+      BadParamError: if an enumeration has no such member, a window or stride is not positive, or something else is no
+        integer.
+    """
+
+    mode: PoolingMode | str | int
+    window: Ints
+    padding: Ints
+    stride: Ints
+    nan_propagation: NanPropagation | str | int = "NOT_PROPAGATE_NAN"
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        mode = member(name, "mode", PoolingMode, self.mode)
+        nan_propagation = member(name, "nan_propagation", NanPropagation, self.nan_propagation)
+        object.__setattr__(self, "mode", mode)
+        object.__setattr__(self, "nan_propagation", nan_propagation)
+        for field, least in (("window", 1), ("padding", None), ("stride", 1)):
+            object.__setattr__(self, field, _integers(name, field, getattr(self, field), least))
+
+
+def _integers(name: str, field: str, value: Any, least: int | None) -> Ints:
+    values = (value,) if isinstance(value, Integral) else value
+    are_integers = isinstance(values, tuple | list) and all(
+        isinstance(x, Integral) and not isinstance(x, bool) for x in values
+    )
+    require(are_integers, name, field, "be an integer or a tuple of them", value, status=BAD_PARAM)
+    integers = tuple(map(int, values))
+    counts = (1,) if isinstance(value, Integral) else (2, 3)
+    require(len(integers) in counts, name, field, "have two or three integers", value, status=BAD_PARAM)
+    if least is not None:
+        require(min(integers) >= least, name, field, f"be at least {least}", value, status=BAD_PARAM)
+    return integers[0] if isinstance(value, Integral) else integers

@@ -1,0 +1,213 @@
+"""The documented calls of pooling."""
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._errors import BAD_PARAM, NOT_SUPPORTED, NotSupportedError, require
+from jaxops.mcdnn import blend
+from jaxops.mcdnn.descriptors import PoolingDescriptor
+from jaxops.mcdnn.enums import NanPropagation, PoolingMode
+from jaxops.pooling import AVG_POOL, AVG_POOL_BACKWARD, MAX_POOL, MAX_POOL_BACKWARD, windows
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+MAXIMA = (PoolingMode.MAX, PoolingMode.MAX_DETERMINISTIC)
+
+
+def pooling_forward(
+    desc: PoolingDescriptor,
+    x: jax.Array,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    y: jax.Array | None = None,
+    layout: str | None = None,
+) -> jax.Array:
+    """Pools windows of images: `alpha * result + beta * y`.
+
+    The result is the maximum of each window's elements inside of x, or their sum divided by the window's size
+    (AVERAGE_COUNT_INCLUDE_PADDING) or by their number (AVERAGE_COUNT_EXCLUDE_PADDING).
+
+    Args:
+      desc: the windows, the mode and, for maxima, what NaN does.
+      x: images of rank 4 or 5; float16, bfloat16, float32 or float64.
+      alpha: factor of the result.
+      beta: factor of the prior; with 0 the prior is not read.
+      y: the prior, with the shape and dtype of the output.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means NCHW or NCDHW, by the rank of x.
+
+    Returns:
+      The dtype and layout of x, with spatial extents `1 + (extent + 2 * padding - window) // stride`.
+
+    Raises:
+      BadParamError: status MCDNN_STATUS_BAD_PARAM if desc, x, alpha, beta or a prior that beta needs is missing, the
+        prior is unlike the output, the rank is not that of the descriptor or the layout, the layout is unknown, or a
+        window is larger than x with its padding.
+      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another rank or dtype, a vectorised layout, or padding
+        that is negative or not less than the window.
+
+    Numerics: computed and blended in float32 (float64 for float64) and rounded once. NOT_PROPAGATE_NAN passes over NaN
+      in maxima; a window of nothing else gives -inf. Averages always propagate NaN.
+
+    Source: mcDNN `mcdnnPoolingForward`. JAX's arrays are packed, so the documented errors of strides cannot arise.
+    """
+    name = "pooling_forward"
+    _require_descriptor(name, desc)
+    _require_present(name, x=x)
+    blend.check_factors(name, alpha=alpha, beta=beta)
+    x, y = jnp.asarray(x), None if y is None else jnp.asarray(y)
+    layout, attributes = _windows(name, desc, x, layout)
+    shape = _output_shape(x.shape, layout, attributes)
+    blend.check_prior(name, "y", y, beta, shape, x.dtype)
+    _require_supported(name, "x", x)
+    volume = windows.to_volume(_wide(x, alpha, beta), layout)
+    if desc.mode in MAXIMA:
+        (result,) = MAX_POOL(volume, **attributes, propagate_nan=_propagates(desc))
+    else:
+        (result,) = AVG_POOL(volume, **attributes, **_average_attributes(desc, x.shape, layout))
+    return blend.blended(windows.from_volume(result, layout), y, alpha, beta, x.dtype)
+
+
+def pooling_backward(
+    desc: PoolingDescriptor,
+    y: jax.Array | None,
+    dy: jax.Array,
+    x: jax.Array | None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    dx: jax.Array | None = None,
+    x_shape: Sequence[int] | None = None,
+    layout: str | None = None,
+) -> jax.Array:
+    """The gradient of `pooling_forward`: `alpha * result + beta * dx`, over the whole of dx.
+
+    Maxima send each dy to the first maximum of its window in row-major order; averages spread `dy / divisor` over the
+    elements inside of x. Where windows overlap, both add up.
+
+    Args:
+      desc: as it was given to `pooling_forward`.
+      y: the output of `pooling_forward`. Only its shape and dtype count: the maxima are found in x, so that a blended
+        y does no harm. May be None for averages.
+      dy: its gradient.
+      x: the images that were pooled. May be None for averages, which do not read it.
+      alpha: factor of the result.
+      beta: factor of the prior; with 0 the prior is not read.
+      dx: the prior, with the shape and dtype of x.
+      x_shape: the shape of x, for averages without x.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means NCHW or NCDHW, by the rank of dy.
+
+    Returns:
+      The shape of x and the dtype of dy.
+
+    Raises:
+      BadParamError: status MCDNN_STATUS_BAD_PARAM if desc, dy, alpha, beta, a prior that beta needs or, for maxima, y
+        or x is missing; shapes of y and dy, or of x and dx, differ; dy has not the shape that pooling x gives; dtypes
+        are not all equal; or for the reasons of `pooling_forward`.
+      NotSupportedError: as of `pooling_forward`.
+
+    Numerics: summed and blended in float32 (float64 for float64) and rounded once, always in the same order. With
+      PROPAGATE_NAN the gradient of a window with NaN goes to its first NaN; with NOT_PROPAGATE_NAN that of a window of
+      nothing else goes to its first element.
+
+    Source: mcDNN `mcdnnPoolingBackward`.
+    """
+    name = "pooling_backward"
+    _require_descriptor(name, desc)
+    _require_present(name, dy=dy)
+    if desc.mode in MAXIMA:
+        _require_present(name, y=y, x=x)
+    blend.check_factors(name, alpha=alpha, beta=beta)
+    dy = jnp.asarray(dy)
+    y, x, dx = (None if array is None else jnp.asarray(array) for array in (y, x, dx))
+    image = jax.ShapeDtypeStruct(_image_shape(name, x, x_shape), dy.dtype if x is None else x.dtype)
+    layout, attributes = _windows(name, desc, image, layout)
+    shape = _output_shape(image.shape, layout, attributes)
+    require(dy.shape == shape, name, "dy", f"have the shape of what was pooled, {shape}", dy, status=BAD_PARAM)
+    if y is not None:
+        require(y.shape == dy.shape, name, "y", f"have the shape of dy, {dy.shape}", y, status=BAD_PARAM)
+    for argument, array in (("y", y), ("x", x)):
+        if array is not None:
+            require(
+                array.dtype == dy.dtype, name, argument, f"have the dtype of dy, {dy.dtype}", array, status=BAD_PARAM
+            )
+    blend.check_prior(name, "dx", dx, beta, image.shape, dy.dtype)
+    _require_supported(name, "dy", dy)
+    gradient = windows.to_volume(_wide(dy, alpha, beta), layout)
+    if x is not None and desc.mode in MAXIMA:
+        volume = windows.to_volume(x, layout)
+        (result,) = MAX_POOL_BACKWARD(volume, gradient, **attributes, propagate_nan=_propagates(desc))
+    else:
+        (result,) = AVG_POOL_BACKWARD(gradient, **attributes, **_average_attributes(desc, image.shape, layout))
+    return blend.blended(windows.from_volume(result, layout), dx, alpha, beta, dy.dtype)
+
+
+def _require_descriptor(name: str, desc: Any) -> None:
+    require(isinstance(desc, PoolingDescriptor), name, "desc", "be a PoolingDescriptor", desc, status=BAD_PARAM)
+
+
+def _require_present(name: str, **arguments: object) -> None:
+    for argument, value in arguments.items():
+        require(value is not None, name, argument, "be given", None, status=BAD_PARAM)
+
+
+def _image_shape(name: str, x: Any, x_shape: Any) -> tuple[int, ...]:
+    require(x is not None or x_shape is not None, name, "x_shape", "be given where x is not", None, status=BAD_PARAM)
+    if x_shape is None:
+        return x.shape
+    are_sizes = isinstance(x_shape, tuple | list) and all(isinstance(n, Integral) and int(n) >= 0 for n in x_shape)
+    require(are_sizes, name, "x_shape", "be a tuple of sizes", x_shape, status=BAD_PARAM)
+    shape = tuple(map(int, x_shape))
+    if x is not None:
+        require(shape == x.shape, name, "x_shape", f"be the shape of x, {x.shape}", x_shape, status=BAD_PARAM)
+    return shape
+
+
+def _windows(name: str, desc: PoolingDescriptor, x: Any, layout: str | None) -> tuple[str, dict[str, Any]]:
+    """The layout and the windows' attributes, checked against the images."""
+    _supports(len(x.shape) in (4, 5), name, "x", "have two or three spatial axes", x)
+    _supports(layout != "NCHW_VECT_C", name, "layout", "not be vectorised", layout)
+    layout = windows.resolved_layout(name, x, layout)
+    extents = windows.spatial_extents(x.shape, layout)
+    numbers = (("window", desc.window), ("stride", desc.stride), ("padding", desc.padding))
+    window, stride, padding = (
+        windows.along_axes(name, f"desc.{field}", value, len(extents)) for field, value in numbers
+    )
+    inside = all(0 <= p < w for p, w in zip(padding, window, strict=True))
+    _supports(inside, name, "desc.padding", f"be at least 0 and less than the window {window}", padding)
+    windows.check_windows(name, extents, window, stride, padding)
+    return layout, windows.volume_attributes(window, stride, padding)
+
+
+def _output_shape(shape: Sequence[int], layout: str, attributes: dict[str, Any]) -> tuple[int, ...]:
+    extents = windows.spatial_extents(shape, layout)
+    along = windows.spans(windows.for_volume(extents, 1), **attributes)
+    outputs = [span.outputs for span in along[len(along) - len(extents) :]]
+    return windows.with_spatial_extents(shape, layout, outputs)
+
+
+def _require_supported(name: str, argument: str, array: Any) -> None:
+    _supports(array.dtype.name in DTYPES, name, argument, f"have a dtype of {', '.join(DTYPES)}", array)
+
+
+def _supports(condition: bool, name: str, argument: str, rule: str, got: object) -> None:
+    require(condition, name, argument, rule, got, status=NOT_SUPPORTED, error=NotSupportedError)
+
+
+def _wide(array: jax.Array, alpha: float, beta: float) -> jax.Array:
+    """In the dtype in which it will be blended, so that the blend is what is rounded."""
+    return array if blend.is_plain(alpha, beta) else array.astype(blend.compute_dtype(array.dtype))
+
+
+def _propagates(desc: PoolingDescriptor) -> bool:
+    return desc.nan_propagation == NanPropagation.PROPAGATE_NAN
+
+
+def _average_attributes(desc: PoolingDescriptor, shape: Sequence[int], layout: str) -> dict[str, Any]:
+    return {
+        "count_include_pad": desc.mode == PoolingMode.AVERAGE_COUNT_INCLUDE_PADDING,
+        "extents": windows.for_volume(windows.spatial_extents(shape, layout), 1),
+    }

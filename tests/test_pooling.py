@@ -1,0 +1,299 @@
+"""`max_pool` and `avg_pool`: values and gradients against loops in NumPy float64, and what every operator promises."""
+
+import contract
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import lowering
+from jaxops import avg_pool, max_pool
+from jaxops._errors import BadParamError
+
+AXES = {"NCHW": (0, 1, 2, 3), "NHWC": (0, 2, 3, 1), "NCDHW": (0, 1, 2, 3, 4), "NDHWC": (0, 2, 3, 4, 1)}
+# extents, window, stride, padding
+GEOMETRIES = {
+    "3-by-2-padded": ((7, 9), (3, 3), (2, 2), (1, 1)),
+    "2-by-2": ((4, 6), (2, 2), (2, 2), (0, 0)),
+    "overlapping": ((5, 6), (3, 2), (1, 1), (2, 1)),
+    "with-gaps": ((8, 5), (2, 1), (3, 2), (1, 0)),
+    "rest-unread": ((8, 7), (3, 3), (3, 3), (0, 0)),
+    "whole": ((5, 3), (5, 3), (1, 1), (0, 0)),
+    "rows-only": ((5, 4), (3, 1), (2, 1), (1, 0)),
+    "long-window": ((40, 3), (18, 2), (3, 1), (4, 1)),
+    "long-stride": ((60, 2), (2, 1), (21, 1), (1, 0)),
+    "volume": ((3, 5, 4), (2, 3, 2), (1, 2, 2), (1, 1, 0)),
+    "volume-of-depth-1": ((1, 4, 4), (3, 2, 2), (1, 2, 2), (1, 0, 0)),
+    "volume-flat-window": ((2, 4, 5), (1, 2, 2), (1, 2, 2), (0, 0, 0)),
+}
+
+
+def window_slices(extents, window, stride, padding):
+    """For each output position, the part of the image that its window covers."""
+    triples = list(zip(extents, window, stride, padding, strict=True))
+    outputs = tuple(1 + (n + 2 * p - k) // s for n, k, s, p in triples)
+    for output in np.ndindex(outputs):
+        starts = [o * s - p for o, (_, _, s, p) in zip(output, triples, strict=True)]
+        inside = (slice(max(a, 0), min(a + k, n)) for a, (n, k, _, _) in zip(starts, triples, strict=True))
+        yield output, tuple(inside)
+
+
+def expected(kind, x, cotangent, geometry):
+    """Values and gradient of images with the channels first, window by window in float64."""
+    window = geometry[1]
+    x, grad = np.asarray(x).astype(np.float64), np.zeros(x.shape)
+    y = np.zeros(cotangent.shape)
+    for output, inside in window_slices(*geometry):
+        for image in np.ndindex(x.shape[:2]):
+            part, dy = x[image][inside], np.float64(cotangent[image][output])
+            if kind == "max":
+                first = np.unravel_index(np.argmax(part), part.shape)  # NumPy's takes NaN for greatest, and the first
+                y[image][output] = part[first]
+                grad[image][inside][first] += dy
+            else:
+                count = part.size if kind == "mean-inside" else np.prod(window)
+                y[image][output] = part.sum() / count
+                grad[image][inside] += dy / count
+    return y, grad
+
+
+def pooled(kind, geometry, layout=None):
+    _, window, stride, padding = geometry
+    attributes = {"stride": stride, "padding": padding, "layout": layout}
+    if kind == "max":
+        return lambda x: max_pool(x, window, **attributes)
+    return lambda x: avg_pool(x, window, **attributes, count_include_pad=kind == "mean")
+
+
+def outputs_of(geometry):
+    return tuple(1 + (n + 2 * p - k) // s for n, k, s, p in zip(*geometry, strict=True))
+
+
+def make_case(rng, geometry, dtype="float32", images=(2, 3)):
+    """Images with many ties, and cotangents of their windows."""
+    x = rng.integers(-4, 4, (*images, *geometry[0])) / 4
+    return x.astype(dtype), rng.normal(size=(*images, *outputs_of(geometry))).astype(dtype)
+
+
+def value_and_gradient(fn, x, cotangent):
+    y, pull_back = jax.vjp(jax.jit(fn), x)
+    return y, pull_back(cotangent)[0]
+
+
+@pytest.mark.parametrize("kind", ["max", "mean", "mean-inside"])
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_pooling_equals_loops_in_float64(geometry, kind, rng):
+    x, cotangent = make_case(rng, geometry)
+    truth = expected(kind, x, cotangent, geometry)
+    for layout in [name for name in AXES if len(name) == x.ndim]:
+        move, back = AXES[layout], np.argsort(AXES[layout])
+        fn = pooled(kind, geometry, layout)
+        y, grad = value_and_gradient(fn, jnp.asarray(x.transpose(move)), jnp.asarray(cotangent.transpose(move)))
+        np.testing.assert_allclose(y.transpose(back), truth[0], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(grad.transpose(back), truth[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["max", "mean", "mean-inside"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_pooling_rounds_once(dtype, kind, rng):
+    geometry = ((6, 7), (3, 3), (1, 1), (1, 1))
+    x = jnp.asarray(rng.normal(size=(2, 2, 6, 7)), dtype)
+    cotangent = jnp.asarray(rng.normal(size=(2, 2, 6, 7)), dtype)
+    truth = expected(kind, x, np.asarray(cotangent), geometry)
+    for actual, exact in zip(value_and_gradient(pooled(kind, geometry), x, cotangent), truth, strict=True):
+        assert actual.dtype == dtype
+        one_rounding = 0.501 * float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(np.asarray(actual, np.float64), exact, rtol=one_rounding, atol=1e-6)
+
+
+def test_avg_pool_of_many_bfloat16_ones_is_one():
+    x = jnp.ones((1, 1, 64, 64), jnp.bfloat16)
+    assert avg_pool(x, 64)[0, 0, 0, 0] == 1
+    # 64 windows of width 64 hold the last column.
+    grad = jax.grad(lambda x: jnp.sum(avg_pool(x, (1, 64), stride=1, padding=(0, 63)).astype(jnp.float32)))(x)
+    np.testing.assert_array_equal(grad.astype(np.float32), 1)
+
+
+def test_pooling_keeps_float64(rng):
+    geometry = ((5, 5), (3, 3), (1, 1), (1, 1))
+    with jax.enable_x64(True):
+        x, cotangent = rng.normal(size=(1, 1, 5, 5)), rng.normal(size=(1, 1, 5, 5))
+        for kind in ("max", "mean"):
+            actual = value_and_gradient(pooled(kind, geometry), x, cotangent)
+            for one, exact in zip(actual, expected(kind, x, cotangent, geometry), strict=True):
+                assert one.dtype == jnp.float64
+                np.testing.assert_allclose(one, exact, rtol=1e-14, atol=1e-15)
+
+
+def test_max_pool_gradient_goes_to_the_first_of_equals():
+    x = np.zeros((1, 1, 3, 3), np.float32)
+    x[0, 0, 0, 2] = x[0, 0, 1, 0] = x[0, 0, 2, 1] = 1  # the first row has its maximum last
+    for given in (x, np.where(x == 0, -0.0, x - 1).astype(np.float32)):  # -0.0 and 0.0 are equal as well
+        grad = jax.grad(lambda x: max_pool(x, 3)[0, 0, 0, 0])(given)
+        first = (0, 2) if given is x else (0, 0)
+        assert [*zip(*np.nonzero(grad[0, 0]), strict=True)] == [first]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_max_pool_passes_nan_on_and_its_gradient_to_the_first(dtype):
+    x = np.array([[3, np.inf, 2, 1], [np.nan, -np.nan, 0, 1], [1, 2, 3, 4]], np.float32)[None, None]
+    x = jnp.asarray(x, dtype)
+    y, grad = value_and_gradient(lambda x: max_pool(x, 2, stride=1), x, jnp.ones((1, 1, 2, 3), dtype))
+    np.testing.assert_array_equal(y[0, 0].astype(np.float32), [[np.nan, np.nan, 2], [np.nan, np.nan, 4]])
+    # NaN at (1, 0) is the first in two windows, that at (1, 1) in the two to its right.
+    expected_grad = [[0, 0, 1, 0], [2, 2, 0, 0], [0, 0, 0, 1]]
+    np.testing.assert_array_equal(grad[0, 0].astype(np.float32), expected_grad)
+
+
+def test_max_pool_never_takes_padding():
+    for value in (-1.0, -np.inf, np.finfo(np.float32).min):
+        x = np.full((1, 1, 3, 3), value, np.float32)
+        y, grad = value_and_gradient(lambda x: max_pool(x, 3, stride=2, padding=2), x, jnp.ones((1, 1, 3, 3)))
+        np.testing.assert_array_equal(y, np.full((1, 1, 3, 3), value, np.float32))
+        # Windows start at -2, 0 and 2, so the first elements inside are at 0, 0 and 2.
+        np.testing.assert_array_equal(grad[0, 0], [[4, 0, 2], [0, 0, 0], [2, 0, 1]])
+
+
+def test_max_pool_keeps_nan_and_infinity_of_cotangents_in_their_place(rng):
+    x = rng.permutation(36).reshape(1, 1, 6, 6).astype(np.float32)
+    cotangent = jnp.ones((1, 1, 3, 3)).at[0, 0, 1, 1].set(jnp.nan).at[0, 0, 0, 0].set(jnp.inf)
+    _, grad = value_and_gradient(lambda x: max_pool(x, 2), x, cotangent)
+    assert np.isnan(grad).sum() == np.isinf(grad).sum() == 1
+
+
+@pytest.mark.parametrize("pool", [max_pool, avg_pool])
+@pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 0, 4, 4)], ids=str)
+def test_pooling_of_no_images(shape, pool):
+    y, grad = value_and_gradient(lambda x: pool(x, 2), jnp.zeros(shape), jnp.zeros((*shape[:2], 2, 2)))
+    assert y.shape == (*shape[:2], 2, 2)
+    assert grad.shape == shape
+
+
+@pytest.mark.parametrize("pool", [max_pool, avg_pool])
+def test_pooling_gradients_scatter_nothing_and_repeat_in_every_bit(pool, rng):
+    x = jnp.asarray(rng.normal(size=(4, 8, 15, 15)), jnp.float32)
+    weights = jnp.asarray(rng.normal(size=(4, 8, 8, 8)), jnp.float32)
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(weights * pool(x, 3, stride=2, padding=1))))
+    assert "scatter" not in gradient.lower(x).as_text()
+    first = np.asarray(gradient(x))
+    assert all(np.array_equal(first, gradient(x)) for _ in range(3))
+
+
+def test_max_pool_takes_no_temporaries_for_each_element_of_a_window():
+    x = jax.ShapeDtypeStruct((4, 16, 32, 32), jnp.float32)
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(max_pool(x, 7, stride=1, padding=3)))))
+    temporary_bytes = gradient.lower(x).compile().memory_analysis().temp_size_in_bytes
+    assert temporary_bytes < 12 * 4 * 4 * 16 * 32 * 32  # twelve times x, where its windows hold 49 times x
+
+
+def test_max_pool_of_long_windows_runs_in_shard_map(rng):
+    x = jnp.asarray(rng.normal(size=(8, 1, 40, 3)), jnp.float32)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    fn = pooled("max", GEOMETRIES["long-window"])
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    for actual, alone in zip(*(value_and_gradient(f, x, jnp.ones(fn(x).shape)) for f in (mapped, fn)), strict=True):
+        np.testing.assert_array_equal(actual, alone)
+    tangent = jax.jvp(jax.jit(mapped), (x,), (x,))[1]
+    np.testing.assert_array_equal(tangent, fn(x))  # the tangent x gives each window its maximum
+
+
+def test_avg_pool_keeps_nothing_for_its_gradient(rng):
+    x = jnp.asarray(rng.normal(size=(1, 2, 6, 6)), jnp.float32)
+    pull_back = jax.vjp(lambda x: avg_pool(x, 2), x)[1]
+    assert jax.tree.leaves(pull_back) == []
+
+
+def test_explain_shows_pooling(rng):
+    def loss(x):
+        return jnp.sum(avg_pool(max_pool(x, 3, stride=2, padding=1), 2))
+
+    rows = lowering.explain(jax.grad(loss), np.zeros((2, 3, 8, 8), np.float32)).rows
+    assert [row.operator for row in rows] == ["max_pool", "avg_pool", "avg_pool_backward", "max_pool_backward"]
+    assert {row.implementation for row in rows} == {"reference"}
+
+
+X = np.zeros((2, 3, 4, 5), np.float32)
+LAYOUTS = "NCHW, NHWC, NCDHW, NDHWC"
+REFUSALS = {
+    "none": (None, 2, {}, "x must be given; got None"),
+    "rank": (X[0], 2, {}, "x must have rank 4 or 5; got float32[3, 4, 5]"),
+    "dtype": (X.astype(np.int32), 2, {}, "x must be floating point; got int32[2, 3, 4, 5]"),
+    "layout": (X, 2, {"layout": "NCWH"}, f"layout must be one of {LAYOUTS}; got 'NCWH'"),
+    "layout-type": (X, 2, {"layout": 3}, f"layout must be one of {LAYOUTS}; got 3"),
+    "layout-rank": (
+        X,
+        2,
+        {"layout": "NDHWC"},
+        "x must have 5 axes, as layout NDHWC says; got float32[2, 3, 4, 5]",
+    ),
+    "window-float": (X, 2.0, {}, "window must be an integer or 2 of them; got 2.0"),
+    "window-length": (X, (2, 2, 2), {}, "window must be an integer or 2 of them; got (2, 2, 2)"),
+    "window-zero": (X, (2, 0), {}, "window must be at least 1; got (2, 0)"),
+    "window-large": (X, (6, 2), {}, "window must be no larger than x with its padding, (4, 5); got (6, 2)"),
+    "stride-zero": (X, 2, {"stride": 0}, "stride must be at least 1; got (0, 0)"),
+    "stride-bool": (X, 2, {"stride": (True, 1)}, "stride must be an integer or 2 of them; got (True, 1)"),
+    "padding-negative": (
+        X,
+        2,
+        {"padding": (-1, 0)},
+        "padding must be at least 0 and less than the window (2, 2); got (-1, 0)",
+    ),
+    "padding-large": (
+        X,
+        (3, 2),
+        {"padding": 2},
+        "padding must be at least 0 and less than the window (3, 2); got (2, 2)",
+    ),
+    "extent": (X[:, :, :0], 2, {"padding": 1}, "x must have spatial extents of at least 1; got (0, 5)"),
+}
+
+
+@pytest.mark.parametrize("pool", [max_pool, avg_pool])
+@pytest.mark.parametrize(("x", "window", "attributes", "words"), REFUSALS.values(), ids=REFUSALS)
+def test_pooling_refuses_bad_input(x, window, attributes, words, pool):
+    def call(*operands):
+        return pool(*operands, window, **attributes)
+
+    asks = (call, jax.jit(call), lambda *operands: lowering.explain(call, *operands))
+    for ask in asks:
+        with pytest.raises(BadParamError) as refusal:
+            ask(x)
+        assert str(refusal.value) == f"{pool.__name__}: {words}"
+        assert refusal.value.status == "MCDNN_STATUS_BAD_PARAM"
+
+
+def test_avg_pool_refuses_other_than_bool():
+    with pytest.raises(BadParamError, match="count_include_pad must be a bool; got 'no'"):
+        avg_pool(X, 2, count_include_pad="no")
+
+
+def images(*shape):
+    """Values far enough apart that finite differences see the same maxima."""
+    return lambda rng: (rng.permutation(int(np.prod(shape))).reshape(shape).astype(np.float32) / 16,)
+
+
+def case(name, pool, shape, *args, **attributes):
+    return contract.Case(
+        name,
+        lambda x: pool(x, *args, **attributes),
+        images(*shape),
+        differentiable=(0,),
+        batched=(0,),
+        operator=pool.__name__,
+        backward=f"{pool.__name__}_backward",
+    )
+
+
+CASES = [
+    case("max-overlapping", max_pool, (8, 1, 5, 4), 3, stride=2, padding=1),
+    case("max-volume", max_pool, (8, 2, 3, 4, 2), (2, 2, 3), stride=2, padding=(1, 0, 1), layout="NDHWC"),
+    case("mean-inside", avg_pool, (8, 4, 3, 2), 3, stride=2, padding=1, count_include_pad=False, layout="NHWC"),
+]
+
+
+@pytest.mark.parametrize("promise", contract.PROMISES, ids=contract.promise_name)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pooling_keeps_promise(case, promise, rng):
+    promise(case, rng)
