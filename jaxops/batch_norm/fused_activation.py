@@ -29,6 +29,7 @@ class FusedActivation(NamedTuple):
 
 
 IDENTITY = FusedActivation("identity")
+RELU = FusedActivation("relu")
 
 
 def requested(operator: str, activation: Any) -> FusedActivation:
@@ -82,3 +83,11 @@ def scaled_by_slope(activation: FusedActivation, gate: jax.Array, grad: jax.Arra
         return grad * jax.nn.sigmoid(u) * jax.nn.sigmoid(-u)
     s = jax.nn.sigmoid(coef * u)
     return grad * (s + coef * u * s * (1 - s))
+
+
+def scaled_by_slope_of_result(activation: FusedActivation, y: jax.Array, grad: jax.Array) -> jax.Array:
+    """`grad` times the derivative of sigmoid, tanh or elu where the activation's result is y."""
+    y = y.astype(grad.dtype)
+    if activation.mode == "elu":
+        return grad * jnp.where(y > 0, 1, y + activation.coef)
+    return grad * (1 - jnp.square(y) if activation.mode == "tanh" else y * (1 - y))

@@ -178,7 +178,7 @@ def train(
     if residual is not None:
         fused = activation or IDENTITY
         results = BATCH_NORM_ADD_ACTIVATION(*operands, view.images(residual), activation=fused, **attributes)
-    elif activation is None or activation == IDENTITY:
+    elif activation is None or activation.mode == "identity":
         results = BATCH_NORM(*operands, **attributes)
     else:
         results = BATCH_NORM_ACTIVATION(*operands, activation=activation, **attributes)

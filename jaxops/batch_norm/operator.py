@@ -45,7 +45,7 @@ def _forward(
     activation: FusedActivation = IDENTITY,
 ) -> Arrays:
     mean, variance = mean_and_variance(x, axis_name)
-    u = _pre_activation(x, scale, bias, *residual, mean=mean, inv_std=inverse_std(variance, epsilon))
+    u = pre_activation(x, scale, bias, *residual, mean=mean, inv_std=inverse_std(variance, epsilon))
     return activated(activation, u).astype(x.dtype), mean, variance
 
 
@@ -54,7 +54,7 @@ def inverse_std(variance: jax.Array, epsilon: float) -> jax.Array:
     return jax.lax.rsqrt(variance + epsilon)
 
 
-def _pre_activation(
+def pre_activation(
     x: jax.Array, scale: jax.Array, bias: jax.Array, *residual: jax.Array, mean: jax.Array, inv_std: jax.Array
 ) -> jax.Array:
     """What the activation is applied to, not yet rounded."""
@@ -79,7 +79,7 @@ def _linearize(
         return results, residuals
     # Its result tells where relu passes; the other slopes need what was activated, before it was rounded.
     from_result = params["activation"].mode in ("relu", "identity")
-    gate = y if from_result else _pre_activation(*operands, mean=mean, inv_std=inv_std)
+    gate = y if from_result else pre_activation(*operands, mean=mean, inv_std=inv_std)
     return results, (*residuals, gate)
 
 
