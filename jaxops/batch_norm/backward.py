@@ -21,6 +21,7 @@ from jaxops.batch_norm.statistics import (
     local_sum,
     spread,
 )
+from pallas_kernels.tpu import batch_norm_backward as tpu
 
 
 def _check(
@@ -87,6 +88,7 @@ BATCH_NORM_BACKWARD = Operator(
     f"{_OPERANDS} -> {_GRADS}",
     functools.partial(_check, name="batch_norm_backward"),
     _backward,
+    kernels=(tpu.KERNEL,),
 )
 # The gate tells the activation's slope: it is u or, for relu, anything that is positive where u is.
 BATCH_NORM_ACTIVATION_BACKWARD = Operator(
@@ -94,10 +96,12 @@ BATCH_NORM_ACTIVATION_BACKWARD = Operator(
     f"{_OPERANDS}, ... n a c b -> {_GRADS}",
     functools.partial(_check, name="batch_norm_activation_backward"),
     _backward,
+    kernels=(tpu.KERNEL,),
 )
 BATCH_NORM_ADD_ACTIVATION_BACKWARD = Operator(
     "batch_norm_add_activation_backward",
     f"{_OPERANDS}, ... n a c b -> {_GRADS}, ... n a c b",
     functools.partial(_check, name="batch_norm_add_activation_backward"),
     functools.partial(_backward, residual_grad=True),
+    kernels=(tpu.RESIDUAL_KERNEL,),
 )
