@@ -13,6 +13,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 import lowering
 from jaxops import batch_norm
+from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.gpu import batch_norm as gpu_forward
+from pallas_kernels.gpu import batch_norm_backward as gpu_backward
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu import batch_norm as tpu_forward
 from pallas_kernels.tpu import batch_norm_backward as tpu_backward
@@ -28,19 +31,34 @@ KERNELS = {
         pltpu.InterpretParams(detect_races=True),
         "tpu_custom_call",
     ),
+    "gpu": (gpu_forward, gpu_backward, {"width": 128}, interpret_gpu_params(detect_races=True), "mosaic_gpu"),
 }
 # As the operators see images: (..., n, a, c, b), with several blocks along each axis, ragged ones, and batch axes.
 SHAPES = {
-    "channels-first": (4, 1, 24, 256),
-    "channels-last": (4, 48, 256, 1),
-    "ragged": (3, 1, 5, 49),
-    "ragged-last": (3, 15, 5, 1),
-    "batch-in-sublanes": (8, 9, 128, 1),
-    "channels-in-lanes": (2, 1, 128, 16),
-    "vectors": (24, 1, 7, 1),
-    "batched": (2, 3, 1, 8, 12),
-    "one": (1, 1, 1, 1),
+    "tpu": {
+        "channels-first": (4, 1, 24, 256),
+        "channels-last": (4, 48, 256, 1),
+        "ragged": (3, 1, 5, 49),
+        "ragged-last": (3, 15, 5, 1),
+        "batch-in-sublanes": (8, 9, 128, 1),
+        "channels-in-lanes": (2, 1, 128, 16),
+        "vectors": (24, 1, 7, 1),
+        "batched": (2, 3, 1, 8, 12),
+        "one": (1, 1, 1, 1),
+    },
+    "gpu": {
+        "channels-first": (2, 1, 3, 256),
+        "overlapping": (2, 1, 2, 300),
+        "one-channel": (2, 200, 1, 1),
+        "channels-last": (2, 32, 256, 1),
+        "folded": (2, 6, 48, 1),
+        "overlapping-last": (1, 3, 200, 1),
+        "vectors": (24, 1, 7, 1),
+    },
 }
+CASES = [
+    pytest.param(name, shape, id=f"{name}-{case}") for name, shapes in SHAPES.items() for case, shape in shapes.items()
+]
 
 
 def draw(shape, dtype="float32", seed=0):
@@ -93,8 +111,7 @@ def check(name, shape, dtype, activation, adds, capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("name", "shape"), CASES)
 def test_batch_norm_kernels_agree_with_float64(name, shape, capfd):
     check(name, shape, "float32", RELU, True, capfd)
 
@@ -102,14 +119,14 @@ def test_batch_norm_kernels_agree_with_float64(name, shape, capfd):
 @pytest.mark.parametrize(("activation", "adds"), [(IDENTITY, False), (IDENTITY, True), (RELU, False)], ids=str)
 @pytest.mark.parametrize("name", KERNELS)
 def test_batch_norm_kernels_fuse_what_they_are_asked_to(name, activation, adds, capfd):
-    check(name, (4, 1, 16, 128), "bfloat16", activation, adds, capfd)
+    check(name, (2, 1, 16, 128), "bfloat16", activation, adds, capfd)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_batch_norm_kernel_keeps_the_digits_of_a_variance_beside_a_large_mean(name):
     forward, _, config, interpret, _ = KERNELS[name]
-    x = (1e4 + np.random.default_rng(0).normal(size=(16, 1, 8, 256))).astype(np.float32)
-    ones = np.ones(8, np.float32)
+    x = (1e4 + np.random.default_rng(0).normal(size=(8, 1, 2, 256))).astype(np.float32)
+    ones = np.ones(2, np.float32)
     launch = functools.partial(forward.run, epsilon=0.0, axis_name=None, config=config, interpret=interpret)
     _, mean, variance = jax.jit(launch)(x, ones, ones)
     np.testing.assert_allclose(mean, x.mean((0, 1, 3), np.float64), rtol=1e-6)
@@ -117,7 +134,7 @@ def test_batch_norm_kernel_keeps_the_digits_of_a_variance_beside_a_large_mean(na
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_batch_norm_gradient_launches_each_kernel_once(name):
+def test_batch_norm_gradient_launches_its_kernels(name):
     platform, custom_call = KERNELS[name][0].KERNEL.platform, KERNELS[name][4]
     x, p = jnp.ones((8, 16, 16, 8)), jnp.ones(16)
 
@@ -129,7 +146,7 @@ def test_batch_norm_gradient_launches_each_kernel_once(name):
 
     with lowering.use("pallas"):
         text = jax.jit(step).trace(x, p, p, x).lower(lowering_platforms=(platform,)).as_text()
-    assert text.count(f"stablehlo.custom_call @{custom_call}") == 2
+    assert text.count(f"stablehlo.custom_call @{custom_call}") == {"tpu": 2, "gpu": 4}[name]
 
 
 def test_batch_norm_runs_the_interpreted_kernel():
@@ -151,6 +168,16 @@ def test_batch_norm_kernels_refuse_what_they_cannot_run():
         return kernel.KERNEL.refuses(hardware, x, x, **{"axis_name": None, "epsilon": 0.0, **params})
 
     v5e = Hardware(name="tpu-v5e", platform="tpu")
+    h100 = Hardware(name="cuda-h100", platform="cuda", compute_capability=(9, 0))
+    a100 = Hardware(name="cuda-a100", platform="cuda", compute_capability=(8, 0))
+    for kernel in (gpu_forward, gpu_backward):
+        assert reason(kernel, h100, (8, 1, 16, 196), "float16") is None
+        assert "cuda-a100 has 8.0" in reason(kernel, a100)
+        assert "x is float64" in reason(kernel, h100, dtype="float64")
+        assert "vmap made 2" in reason(kernel, h100, shape=(2, 8, 1, 16, 256))
+        assert "2147483648" in reason(kernel, h100, shape=(2**10, 1, 2**10, 2**11))
+        assert "[1, 16, 49]" in reason(kernel, h100, shape=(8, 1, 16, 49))
+        assert "relu, not elu" in reason(kernel, h100, activation=("elu", 1.0, True))
     for kernel in (tpu_forward, tpu_backward):
         assert reason(kernel, v5e) is None
         assert "x is float16" in reason(kernel, v5e, dtype="float16")

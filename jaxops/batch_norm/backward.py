@@ -21,6 +21,7 @@ from jaxops.batch_norm.statistics import (
     local_sum,
     spread,
 )
+from pallas_kernels.gpu import batch_norm_backward as gpu
 from pallas_kernels.tpu import batch_norm_backward as tpu
 
 
@@ -88,7 +89,7 @@ BATCH_NORM_BACKWARD = Operator(
     f"{_OPERANDS} -> {_GRADS}",
     functools.partial(_check, name="batch_norm_backward"),
     _backward,
-    kernels=(tpu.KERNEL,),
+    kernels=(tpu.KERNEL, gpu.KERNEL),
 )
 # The gate tells the activation's slope: it is u or, for relu, anything that is positive where u is.
 BATCH_NORM_ACTIVATION_BACKWARD = Operator(
@@ -96,12 +97,12 @@ BATCH_NORM_ACTIVATION_BACKWARD = Operator(
     f"{_OPERANDS}, ... n a c b -> {_GRADS}",
     functools.partial(_check, name="batch_norm_activation_backward"),
     _backward,
-    kernels=(tpu.KERNEL,),
+    kernels=(tpu.KERNEL, gpu.KERNEL),
 )
 BATCH_NORM_ADD_ACTIVATION_BACKWARD = Operator(
     "batch_norm_add_activation_backward",
     f"{_OPERANDS}, ... n a c b -> {_GRADS}, ... n a c b",
     functools.partial(_check, name="batch_norm_add_activation_backward"),
     functools.partial(_backward, residual_grad=True),
-    kernels=(tpu.RESIDUAL_KERNEL,),
+    kernels=(tpu.RESIDUAL_KERNEL, gpu.RESIDUAL_KERNEL),
 )

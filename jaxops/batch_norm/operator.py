@@ -26,6 +26,7 @@ from jaxops.batch_norm.statistics import (
     mean_and_variance,
     spread,
 )
+from pallas_kernels.gpu import batch_norm as gpu
 from pallas_kernels.tpu import batch_norm as tpu
 
 
@@ -153,7 +154,7 @@ def _operator(name: str, operands: str, residuals: str) -> Operator:
             functools.partial(_linearize, operator=name),
             residuals=f"... n a c b, ... c, ... c, ... c{residuals}",
         ),
-        kernels=(tpu.KERNEL,),
+        kernels=(tpu.KERNEL, gpu.KERNEL),
     )
 
 

@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.batch_norm_refusals import IDENTITY, refusal
 from pallas_kernels.kernel import Kernel
 
 _LANES = 128
 _SUBLANES = 8
 _DTYPES = ("float32", "bfloat16")
-_ACTIVATIONS = ("identity", "relu")
-IDENTITY = ("identity", 0.0, True)
 # Of float32 values: seven blocks at most, double-buffered, are within the 16 MiB that XLA grants.
 _CONFIGS = ({"block_elements": 131072}, {"block_elements": 65536}, {"block_elements": 32768})
 
@@ -234,12 +233,8 @@ def refuses(hardware, x, *operands, axis_name, activation=IDENTITY, **_) -> str 
     """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     if jnp.dtype(x.dtype).name not in _DTYPES:
         return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; x is {jnp.dtype(x.dtype).name}"
-    if activation[0] not in _ACTIVATIONS:
-        return f"the kernel fuses relu, not {activation[0]}"
-    if axis_name is not None:
-        return f"the kernel takes the statistics of one device; they are shared over {axis_name!r}"
-    if math.prod(x.shape) == 0:
-        return "there is nothing to normalize"
+    if reason := refusal(x, axis_name, activation):
+        return reason
     if blocks_of(x.shape, x.dtype, _CONFIGS[0]["block_elements"]) is None:
         return f"no block of whole tiles divides images of {list(x.shape[-3:])} and fits VMEM"
     return None

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.batch_norm_refusals import IDENTITY
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu import batch_norm
-from pallas_kernels.tpu.batch_norm import IDENTITY, blocks_of, launch
+from pallas_kernels.tpu.batch_norm import blocks_of, launch
 
 
 def _kernel(grad_ref, scale_ref, mean_ref, inv_std_ref, grad_mean_ref, grad_variance_ref, x_ref, *refs, blocks, gated):
