@@ -44,6 +44,33 @@ def assert_close(actual, truth, dtype="float32"):
     np.testing.assert_allclose(np.asarray(actual).astype(np.float64), truth, rtol=tolerance, atol=tolerance)
 
 
+def ramp(*shape):
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+def test_figures_that_migrated_cudnn_programs_check():
+    """Batch-norm figures of oneapi-src/SYCLomatic-test (dnnl_utils_batch_normalization_2): blends and averages."""
+    x, y = ramp(2, 4, 5, 5) + 4, np.ones((2, 4, 5, 5), np.float32)
+    blend = {"epsilon": 1.0, "alpha": 2.5, "beta": 1.5, "y": y}
+    p = ramp(1, 4, 1, 1)
+    out = mcdnn.batch_normalization_forward_training(
+        "SPATIAL", x, p, p, exponential_average_factor=0.1, running_mean=p, running_variance=p, **blend
+    )
+    np.testing.assert_allclose(np.ravel(out.running_mean), [6.6, 10, 13.4, 16.8], rtol=1e-6)
+    np.testing.assert_allclose(np.ravel(out.running_variance), [260.408, 261.308, 262.208, 263.108], rtol=2e-6)
+    np.testing.assert_allclose(out.y[0, :, 0, 0], [1.5, 0.932347, 0.364693, -0.202961], rtol=5e-6)
+    np.testing.assert_allclose(out.y[1, :, 4, 4], [1.5, 7.06765, 12.6353, 18.203], rtol=5e-6)
+    p = ramp(1, 4, 5, 5)
+    ops = "PER_ACTIVATION", "OPS_BN_ACTIVATION"
+    out = mcdnn.batch_normalization_forward_training_ex(
+        *ops, x, p, p, activation=RELU, exponential_average_factor=0.5, running_mean=p, running_variance=p, **blend
+    )
+    np.testing.assert_allclose(out.running_mean, 27 + p)
+    np.testing.assert_allclose(out.running_variance, 2500 + p / 2, rtol=1e-6)
+    np.testing.assert_allclose(np.ravel(out.y[0])[[0, 1, 99]], [1.5, 1.5005, 1.54949], rtol=5e-6)
+    np.testing.assert_allclose(np.ravel(out.y[1])[[0, 1, 99]], [1.5, 6.4995, 496.451], rtol=5e-6)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_batch_normalization_equals_float64_in_every_mode_and_layout(layout, mode, rng):
