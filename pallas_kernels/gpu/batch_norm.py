@@ -93,7 +93,7 @@ class Block:
         return values if self._layout is None else plgpu.layout_cast(values, self._layout)
 
     def _columns(self, chunk):
-        # Accesses cannot be masked: the last one begins where it ends with the view, and overlaps the one before.
+        # Accesses cannot be masked: where they do not divide the view, the last one overlaps the one before.
         return pl.ds(jnp.minimum(chunk * self.tiling.width, self.tiling.view[2] - self.tiling.width), self.tiling.width)
 
     def _index(self, step):
@@ -147,23 +147,21 @@ def tiling_of(shape, max_width):
     """How images (n, a, c, b) are shared out; None if no access fits them."""
     n, a, c, b = shape[-4:]
     if b > 1 or c == 1:
-        view, channels_last = (n, c, a * b), False
-        if a > 1 and c > 1:
+        view = (n, c, a * b)
+        if (a > 1 and c > 1) or view[2] < _WARPGROUP:
             return None
-    else:
-        folds = (fold for fold in range(-(-_WARPGROUP // c), n * a + 1) if n * a % fold == 0)
-        fold = next(folds, None)
-        if fold is None:
-            return None
-        rows, columns = n * a // fold, fold * c
-        most = max(1, min(_PARTS * max_width // columns, rows // _SLAB_ROWS))
-        slabs = max(slabs for slabs in range(1, most + 1) if rows % slabs == 0)
-        view, channels_last = (slabs, rows // slabs, columns), True
-    if view[2] < _WARPGROUP:
+        width = min(max_width, 1 << (view[2].bit_length() - 1))
+        vector = min(_VECTOR, width // _WARPGROUP) if view[2] % _VECTOR == 0 else 1
+        return Tiling(view, False, c, width, vector)
+    # Rows of pixels side by side, until warpgroups divide them: two blocks must not write the same.
+    fold = _WARPGROUP // math.gcd(c, _WARPGROUP)
+    rows, columns = n * a // fold, fold * c
+    if n * a % fold:
         return None
-    width = min(max_width, 1 << (view[2].bit_length() - 1))
-    vector = min(_VECTOR, width // _WARPGROUP) if view[2] % _VECTOR == 0 else 1
-    return Tiling(view, channels_last, c, width, vector)
+    width = next(width for width in (max_width >> i for i in range(max_width)) if columns % width == 0)
+    most = max(1, min(_PARTS * width // columns, rows // _SLAB_ROWS))
+    slabs = max(slabs for slabs in range(1, most + 1) if rows % slabs == 0)
+    return Tiling((slabs, rows // slabs, columns), True, c, width, min(_VECTOR, width // _WARPGROUP))
 
 
 def _parts_kernel(x_gmem, mean_gmem, squares_gmem, *, tiling, pin_layouts):
