@@ -13,8 +13,8 @@ def refusal(x: Any, axis_name: Any, activation: tuple[str, float, bool] = IDENTI
         return f"the kernels fuse relu, not {activation[0]}"
     if axis_name is not None:
         return f"the kernels take the statistics of one device; these are shared over {axis_name!r}"
-    spec = getattr(getattr(x, "sharding", None), "spec", ())
-    if any(axis is not None for axis in tuple(spec)[-4:]):
+    spec = tuple(getattr(getattr(x, "sharding", None), "spec", ()))
+    if any(axis is not None for axis in spec[max(0, len(x.shape) - 4) :]):
         return f"the kernels take the statistics of one device; x is split over a mesh as {spec}"
     if math.prod(x.shape) == 0:
         return "there is nothing to normalize"

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxops import batch_norm
+import lowering
+from jaxops import NotSupportedError, batch_norm
 
 
 def draw(rng):
@@ -70,3 +71,13 @@ def test_batch_norm_shares_statistics_over_a_mesh_axis(check_vma, rng):
 
     shared, whole = (jax.jit(functools.partial(everything, fn)) for fn in (sharded, loss))
     contract.assert_close(shared(x, scale, bias, residual), whole(x, scale, bias, residual))
+
+
+def test_batch_norm_kernels_refuse_a_split_batch(rng):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    x, scale, bias, _ = draw(rng)
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    with lowering.use("pallas"):
+        traced = jax.jit(lambda x: batch_norm(x, scale, bias).y).trace(x)
+        with pytest.raises(NotSupportedError, match="x is split over a mesh"):
+            traced.lower(lowering_platforms=("tpu",))

@@ -87,7 +87,8 @@ def batch_norm(
       x, so that a large mean costs no digits. With one element a channel the running variance takes the biased one, 0;
       an empty batch leaves the running statistics as they are. The gradient reads x and, with "relu", y; it has all
       modes and orders in x, scale, bias and residual. Statistics carry no gradient. relu'(0) = 0, elu'(0) = coef. What
-      relu stops goes nowhere, NaN included.
+      relu stops goes nowhere, NaN included. Kernels for TPU and for NVIDIA GPUs from Hopper on fuse relu and residual;
+      they run where `jaxops.use("pallas")` asks for them, as they have not been measured on those chips.
 
     Source: mcDNN `mcdnnBatchNormalizationForwardTrainingEx` and `mcdnnBatchNormalizationBackwardEx`; PyTorch
       `torch.nn.functional.batch_norm`, whose running variance is the unbiased one as well.
