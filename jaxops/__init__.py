@@ -6,6 +6,9 @@ from jaxops._errors import BadParamError as BadParamError
 from jaxops._errors import NotSupportedError as NotSupportedError
 from jaxops._errors import VersionMismatchError as VersionMismatchError
 from jaxops._operator import operators as operators
+from jaxops.batch_norm import BatchNormOutput as BatchNormOutput
+from jaxops.batch_norm import batch_norm as batch_norm
+from jaxops.batch_norm import batch_norm_inference as batch_norm_inference
 from jaxops.ema_adam import ema_adam as ema_adam
 from jaxops.ema_adam import ema_params as ema_params
 from jaxops.ema_adam import fused_apply as fused_apply
@@ -19,11 +22,14 @@ from lowering import use as use
 
 __all__ = [
     "BadParamError",
+    "BatchNormOutput",
     "LinearCrossEntropyAux",
     "NotSupportedError",
     "VersionMismatchError",
     "aclnn",
     "avg_pool",
+    "batch_norm",
+    "batch_norm_inference",
     "ema_adam",
     "ema_params",
     "embedding",

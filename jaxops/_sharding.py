@@ -26,6 +26,14 @@ def varying_with(arrays: Sequence[jax.Array], operands: Sequence[jax.Array]) -> 
     return tuple(same_varying_axes([*arrays, *operands])[: len(arrays)])
 
 
+def tracks_varying_axes(axis_name: Any) -> bool:
+    """Whether the shard_map around has `check_vma`: then all devices share the cotangent of a sum over devices.
+
+    Without it each device has its own, and they are to be summed.
+    """
+    return bool(_varying_axes(jax.lax.axis_index(axis_name)))
+
+
 def explicit_mesh(operands: Sequence[Any]) -> Any | None:
     """The mesh with explicit axes over which the types of the operands are laid out, if there is one."""
     for operand in operands:

@@ -1,15 +1,106 @@
 """The mcDNN training calls without prefix and handle: documented checks and statuses, and operators beneath them."""
 
+from jaxops._errors import VersionMismatchError
+from jaxops.mcdnn.batch_normalization import BatchNormTraining as BatchNormTraining
+from jaxops.mcdnn.batch_normalization import batch_normalization_backward as batch_normalization_backward
+from jaxops.mcdnn.batch_normalization import batch_normalization_backward_ex as batch_normalization_backward_ex
+from jaxops.mcdnn.batch_normalization import (
+    batch_normalization_forward_inference as batch_normalization_forward_inference,
+)
+from jaxops.mcdnn.batch_normalization import (
+    batch_normalization_forward_training as batch_normalization_forward_training,
+)
+from jaxops.mcdnn.batch_normalization import (
+    batch_normalization_forward_training_ex as batch_normalization_forward_training_ex,
+)
+from jaxops.mcdnn.descriptors import ActivationDescriptor as ActivationDescriptor
 from jaxops.mcdnn.descriptors import PoolingDescriptor as PoolingDescriptor
+from jaxops.mcdnn.enums import ActivationMode as ActivationMode
+from jaxops.mcdnn.enums import BatchNormMode as BatchNormMode
+from jaxops.mcdnn.enums import BatchNormOps as BatchNormOps
 from jaxops.mcdnn.enums import NanPropagation as NanPropagation
+from jaxops.mcdnn.enums import NormAlgo as NormAlgo
+from jaxops.mcdnn.enums import NormMode as NormMode
+from jaxops.mcdnn.enums import NormOps as NormOps
 from jaxops.mcdnn.enums import PoolingMode as PoolingMode
+from jaxops.mcdnn.norm_calls import BatchNormTrainingEx as BatchNormTrainingEx
+from jaxops.mcdnn.norm_checks import BN_MIN_EPSILON as BN_MIN_EPSILON
+from jaxops.mcdnn.norm_sizes import (
+    get_batch_normalization_backward_ex_workspace_size as get_batch_normalization_backward_ex_workspace_size,
+)
+from jaxops.mcdnn.norm_sizes import (
+    get_batch_normalization_forward_training_ex_workspace_size,
+)
+from jaxops.mcdnn.norm_sizes import (
+    get_batch_normalization_training_ex_reserve_space_size as get_batch_normalization_training_ex_reserve_space_size,
+)
+from jaxops.mcdnn.norm_sizes import (
+    get_normalization_backward_workspace_size as get_normalization_backward_workspace_size,
+)
+from jaxops.mcdnn.norm_sizes import (
+    get_normalization_forward_training_workspace_size as get_normalization_forward_training_workspace_size,
+)
+from jaxops.mcdnn.norm_sizes import (
+    get_normalization_training_reserve_space_size as get_normalization_training_reserve_space_size,
+)
+from jaxops.mcdnn.normalization import normalization_backward as normalization_backward
+from jaxops.mcdnn.normalization import normalization_forward_inference as normalization_forward_inference
+from jaxops.mcdnn.normalization import normalization_forward_training as normalization_forward_training
 from jaxops.mcdnn.pooling import pooling_backward as pooling_backward
 from jaxops.mcdnn.pooling import pooling_forward as pooling_forward
 
 __all__ = [
+    "BN_MIN_EPSILON",
+    "OPS_INFER_VERSION",
+    "OPS_TRAIN_VERSION",
+    "ActivationDescriptor",
+    "ActivationMode",
+    "BatchNormMode",
+    "BatchNormOps",
+    "BatchNormTraining",
+    "BatchNormTrainingEx",
     "NanPropagation",
+    "NormAlgo",
+    "NormMode",
+    "NormOps",
     "PoolingDescriptor",
     "PoolingMode",
+    "batch_normalization_backward",
+    "batch_normalization_backward_ex",
+    "batch_normalization_forward_inference",
+    "batch_normalization_forward_training",
+    "batch_normalization_forward_training_ex",
+    "get_batch_normalization_backward_ex_workspace_size",
+    "get_batch_normalization_forward_training_ex_workspace_size",
+    "get_batch_normalization_training_ex_reserve_space_size",
+    "get_normalization_backward_workspace_size",
+    "get_normalization_forward_training_workspace_size",
+    "get_normalization_training_reserve_space_size",
+    "normalization_backward",
+    "normalization_forward_inference",
+    "normalization_forward_training",
+    "ops_train_version_check",
     "pooling_backward",
     "pooling_forward",
 ]
+
+# The versions of the two halves of the documented library, major * 1000 + minor * 100 + patch. They are one here; a
+# program that replaces a half changes its number.
+OPS_INFER_VERSION = 100
+OPS_TRAIN_VERSION = 100
+
+
+def ops_train_version_check() -> None:
+    """Checks that the training half has the version of the inference half.
+
+    Raises:
+      VersionMismatchError: status MCDNN_STATUS_VERSION_MISMATCH if OPS_TRAIN_VERSION differs from OPS_INFER_VERSION.
+
+    Source: mcDNN `mcdnnOpsTrainVersionCheck`.
+    """
+    if OPS_TRAIN_VERSION != OPS_INFER_VERSION:
+        raise VersionMismatchError(
+            f"ops_train_version_check: OPS_TRAIN_VERSION must be OPS_INFER_VERSION, {OPS_INFER_VERSION!r}; "
+            f"got {OPS_TRAIN_VERSION!r}",
+            "MCDNN_STATUS_VERSION_MISMATCH",
+        )

@@ -1,12 +1,43 @@
 """The documented descriptors, as frozen records that check what they are given."""
 
 import dataclasses
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from jaxops._errors import BAD_PARAM, require
-from jaxops.mcdnn.enums import NanPropagation, PoolingMode, member
+from jaxops.mcdnn.enums import ActivationMode, NanPropagation, PoolingMode, member
 from jaxops.pooling.windows import Ints
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationDescriptor:
+    """Which activation.
+
+    Attributes:
+      mode: an `ActivationMode`.
+      nan_propagation: a `NanPropagation`: whether RELU and CLIPPED_RELU give NaN for NaN, or 0.
+      coef: the ceiling of CLIPPED_RELU and the factor of ELU; of no effect elsewhere.
+      swish_beta: of SWISH.
+
+    Raises:
+      BadParamError: if an enumeration has no such member, or something else is no number.
+    """
+
+    mode: ActivationMode | str | int
+    nan_propagation: NanPropagation | str | int = "NOT_PROPAGATE_NAN"
+    coef: float = 0.0
+    swish_beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        object.__setattr__(self, "mode", member(name, "mode", ActivationMode, self.mode))
+        nan_propagation = member(name, "nan_propagation", NanPropagation, self.nan_propagation)
+        object.__setattr__(self, "nan_propagation", nan_propagation)
+        for field in ("coef", "swish_beta"):
+            value = getattr(self, field)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            require(is_number, name, field, "be a number", value, status=BAD_PARAM)
+            object.__setattr__(self, field, float(value))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,56 @@ from typing import TypeVar
 from jaxops._errors import BAD_PARAM, require
 
 
+class ActivationMode(enum.IntEnum):
+    """An activation."""
+
+    SIGMOID = 0
+    RELU = 1
+    TANH = 2
+    CLIPPED_RELU = 3
+    ELU = 4
+    IDENTITY = 5
+    SWISH = 6
+
+
+class BatchNormMode(enum.IntEnum):
+    """What batch normalization reduces: the batch, or the batch and space."""
+
+    PER_ACTIVATION = 0
+    SPATIAL = 1
+    SPATIAL_PERSISTENT = 2
+
+
+class BatchNormOps(enum.IntEnum):
+    """What follows batch normalization."""
+
+    OPS_BN = 0
+    OPS_BN_ACTIVATION = 1
+    OPS_BN_ADD_ACTIVATION = 2
+
+
+class NormMode(enum.IntEnum):
+    """What normalization reduces: the batch, or the batch and space."""
+
+    PER_ACTIVATION = 0
+    PER_CHANNEL = 1
+
+
+class NormOps(enum.IntEnum):
+    """What follows normalization; the numbers are those of `BatchNormOps`."""
+
+    NORM = 0
+    NORM_ACTIVATION = 1
+    NORM_ADD_ACTIVATION = 2
+
+
+class NormAlgo(enum.IntEnum):
+    """How normalization is computed on the vendor's chip: of no effect on values, and none here."""
+
+    STANDARD = 0
+    PERSIST = 1
+
+
 class PoolingMode(enum.IntEnum):
     """What becomes of a window."""
 

@@ -6,8 +6,9 @@ import jax
 import pytest
 
 import lowering
+from lowering.targets import named
 from pallas_kernels.ema_adam_update import COEFFICIENTS
-from pallas_kernels.gpu import ema_adam
+from pallas_kernels.gpu import batch_norm, batch_norm_backward, ema_adam
 
 pytestmark = pytest.mark.cuda_compile
 
@@ -44,3 +45,34 @@ def test_ema_adam_compiles_for_any_shape(h100, shape, mode, output):
     dtypes = (BF16, BF16, F32, F16, F32)
     report = compile_ema_adam(h100, shape, dtypes, config=ema_adam._CONFIGS[0], mode=mode, output=output)
     assert report.kernels == {"ema_adam": 1}
+
+
+# Images (n, a, c, b) of ResNet-50's stages and stem, channels first and last, and odd ones.
+IMAGES = [
+    *[(32, 1, 64, 112 * 112), (32, 1, 256, 56 * 56), (32, 1, 1024, 196), (3, 1, 5, 201)],
+    *[(32, 112 * 112, 64, 1), (32, 56 * 56, 256, 1), (32, 49, 2048, 1), (4096, 1, 1000, 1), (64, 1, 130, 1)],
+]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("shape", IMAGES, ids=str)
+def test_batch_norm_compiles_in_registers(h100, shape, dtype):
+    image, statistic = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[2:3], F32)
+    relu = {"axis_name": None, "activation": ("relu", 0.0, True)}
+    for kernels, kernel, operands, params in (
+        ({"batch_norm_statistics": 1, "batch_norm": 1}, batch_norm, [image, *[statistic] * 2, image], {"epsilon": 0.0}),
+        (
+            {"batch_norm_sums": 1, "batch_norm_backward": 1},
+            batch_norm_backward,
+            [image, image, *[statistic] * 5, image],
+            {"residual_grad": True},
+        ),
+    ):
+        assert kernel.KERNEL.refuses(named(h100), *operands, **relu, **params) is None
+        run = functools.partial(kernel.run, config=batch_norm._CONFIGS[0], **relu, **params)
+        report = lowering.compile(jax.jit(run), *operands, target=h100)
+        assert report.kernels == kernels
+        # The parts' statistics, and nothing like an image.
+        assert report.memory.temporaries < image.size * image.dtype.itemsize / 4 + 2**20
+        for resources in report.gpu_resources:
+            assert resources.spilled_bytes == 0

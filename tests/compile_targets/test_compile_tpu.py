@@ -7,9 +7,10 @@ import jax
 import pytest
 
 import lowering
+from jaxops import batch_norm as batch_norm_layer
 from lowering.targets import named
 from pallas_kernels.ema_adam_update import COEFFICIENTS
-from pallas_kernels.tpu import ema_adam
+from pallas_kernels.tpu import batch_norm, batch_norm_backward, ema_adam
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -50,3 +51,51 @@ SMALL = [(), (1,), (7,), (129,), (1000,), (3, 5, 7), (257, 129), (5, 1), (64, 64
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 def test_ema_adam_compiles_for_any_shape(tpu, shape, mode, output):
     compile_ema_adam(tpu, shape, (BF16, BF16, F32, BF16, F32), mode=mode, output=output)
+
+
+# Images (n, a, c, b) of ResNet-50's stages and stem, channels first and last, and small and odd ones.
+IMAGES = [
+    *[(32, 1, 64, 112 * 112), (32, 1, 256, 56 * 56), (32, 1, 2048, 49), (3, 1, 5, 49)],
+    *[(32, 112 * 112, 64, 1), (32, 56 * 56, 256, 1), (32, 49, 2048, 1), (4096, 1, 1000, 1), (3, 49, 5, 1)],
+]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("shape", IMAGES, ids=str)
+def test_batch_norm_compiles_forward_and_backward(tpu, shape, dtype):
+    image = jax.ShapeDtypeStruct(shape, dtype)
+    statistic = jax.ShapeDtypeStruct(shape[2:3], F32)
+    relu = {"axis_name": None, "activation": ("relu", 0.0, True)}
+    for name, kernel, operands, params in (
+        ("batch_norm", batch_norm, [image, statistic, statistic, image], {"epsilon": 1e-5}),
+        ("batch_norm_backward", batch_norm_backward, [image, image, *[statistic] * 5, image], {"residual_grad": True}),
+    ):
+        assert kernel.KERNEL.refuses(named(tpu), *operands, **relu, **params) is None
+        for config in kernel.KERNEL.configs(named(tpu), *operands)[:1]:
+            run = functools.partial(kernel.run, config=config, **relu, **params)
+            report = lowering.compile(jax.jit(run), *operands, target=tpu)
+            assert report.kernels == {name: 1}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [("NHWC", (32, 56, 56, 256)), ("NCHW", (32, 256, 56, 56)), ("NHWC", (32, 7, 7, 2048)), ("NCHW", (32, 512, 28, 28))],
+    ids=str,
+)
+def test_batch_norm_moves_no_image_outside_its_kernels(tpu, layout, shape, dtype):
+    """Forward and gradient with relu and residual; XLA makes nothing but the few numbers of each channel."""
+    image, parameter = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((shape[layout.index("C")],), F32)
+
+    def step(x, scale, bias, residual, grad):
+        def y(x, scale, bias, residual):
+            return batch_norm_layer(x, scale, bias, residual=residual, activation="relu", layout=layout).y
+
+        result, pull_back = jax.vjp(y, x, scale, bias, residual)
+        return result, pull_back(grad)
+
+    with lowering.use("pallas"):
+        report = lowering.compile(jax.jit(step), image, parameter, parameter, image, image, target=tpu)
+    assert report.kernels == {"batch_norm": 1, "batch_norm_backward": 1}
+    assert not re.findall(r"= \S+ (?:copy|transpose|reshape)\(", report.hlo)
+    assert report.memory.temporaries < image.size / 10

@@ -1,0 +1,274 @@
+"""Batch normalization as models call it: layouts, running statistics, an activation and a residual."""
+
+import math
+from collections.abc import Hashable, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._errors import BAD_PARAM, require
+from jaxops.batch_norm import fused_activation
+from jaxops.batch_norm.fused_activation import IDENTITY, FusedActivation
+from jaxops.batch_norm.inference import BATCH_NORM_ADD_INFERENCE, BATCH_NORM_INFERENCE
+from jaxops.batch_norm.layouts import View, view_of
+from jaxops.batch_norm.operator import BATCH_NORM, BATCH_NORM_ACTIVATION, BATCH_NORM_ADD_ACTIVATION, inverse_std
+from jaxops.batch_norm.statistics import accumulator, check_like_images
+
+BN_MIN_EPSILON = 0.0
+
+
+class BatchNormOutput(NamedTuple):
+    """What training computes. Only `y` carries a gradient.
+
+    Attributes:
+      y: like x.
+      running_mean: the moved average of means, or None.
+      running_var: the moved average of unbiased variances, or None.
+      saved_mean: the mean of this batch; float32 (float64 for float64).
+      saved_inv_var: 1 / sqrt(biased variance + epsilon) of this batch, which the documents call the inverse variance.
+    """
+
+    y: jax.Array
+    running_mean: jax.Array | None
+    running_var: jax.Array | None
+    saved_mean: jax.Array
+    saved_inv_var: jax.Array
+
+
+def batch_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    running_mean: jax.Array | None = None,
+    running_var: jax.Array | None = None,
+    *,
+    mode: str = "spatial",
+    momentum: float = 0.1,
+    epsilon: float = 1e-5,
+    activation: str | tuple[str, float] | None = None,
+    residual: jax.Array | None = None,
+    layout: str | None = None,
+    axis_name: Hashable = None,
+) -> BatchNormOutput:
+    """Normalizes a batch: `y = act(scale * (x - mean) / sqrt(var + epsilon) + bias + residual)`.
+
+    Mean and biased variance are those of x, over its batch and spatial axes ("spatial") or its batch alone
+    ("per_activation"). The running statistics move towards them:
+
+        running = (1 - momentum) * running + momentum * (mean, or unbiased variance)
+
+    Args:
+      x: (N, C, H, W), or as `layout` says; floating point.
+      scale: (C,), or (C, H, W) for "per_activation" whatever the layout; floating point.
+      bias: like scale.
+      running_mean: like scale, or None together with running_var.
+      running_var: like scale.
+      mode: "spatial" or "per_activation".
+      momentum: the weight of the new statistics, in [0, 1]; at 1 the old ones are not read. 1 / (n + 1) at call n,
+        counted from 0, averages over all calls.
+      epsilon: 0 or more.
+      activation: None, a mode or (mode, coefficient): "sigmoid", "relu", "tanh", "clipped_relu" (the coefficient is its
+        ceiling and must be given), "elu" (its factor, 1), "identity" or "swish" (its beta, 1).
+      residual: like x, added before the activation.
+      layout: "NCHW", "NHWC", "NCDHW", "NDHWC", "NC", "NCL" or "NLC"; None means the one with the channels first, by the
+        rank of x.
+      axis_name: inside shard_map, the mesh axis (or axes) over which the batch is split and the statistics are shared.
+        Under jit a batch that is split over a mesh needs nothing: its statistics are those of all of it.
+
+    Returns:
+      BatchNormOutput: y, the running statistics (None where none are given), and those of this batch.
+
+    Raises:
+      BadParamError: if shapes, dtypes or attributes are others than above, or one running statistic comes alone.
+
+    Numerics: everything in float32 (float64 for float64 x), rounded once at the end; the variance in a second pass over
+      x, so that a large mean costs no digits. With one element a channel the running variance takes the biased one, 0;
+      an empty batch leaves the running statistics as they are. The gradient reads x and, with "relu", y; it has all
+      modes and orders in x, scale, bias and residual. Statistics carry no gradient. relu'(0) = 0, elu'(0) = coef. What
+      relu stops goes nowhere, NaN included. Kernels for TPU and for NVIDIA GPUs from Hopper on fuse relu and residual;
+      they run where `jaxops.use("pallas")` asks for them, as they have not been measured on those chips.
+
+    Source: mcDNN `mcdnnBatchNormalizationForwardTrainingEx` and `mcdnnBatchNormalizationBackwardEx`; PyTorch
+      `torch.nn.functional.batch_norm`, whose running variance is the unbiased one as well.
+    """
+    name = "batch_norm"
+    x, view = _images(name, x, layout, mode)
+    scale, bias = parameters(name, view, scale=scale, bias=bias)
+    check_epsilon(name, epsilon)
+    in_range = is_number(momentum) and 0 <= momentum <= 1
+    require(in_range, name, "momentum", "be a number in [0, 1]", momentum, status=BAD_PARAM)
+    both = (running_mean is None) == (running_var is None)
+    require(both, name, "running_mean", "be given with running_var, or neither", running_mean, status=BAD_PARAM)
+    fused = None if activation is None else fused_activation.requested(name, activation)
+    residual = _residual(name, x, residual)
+    is_name = axis_name is None or isinstance(axis_name, str | tuple)
+    require(is_name, name, "axis_name", "be a mesh axis or a tuple of them", axis_name, status=BAD_PARAM)
+    epsilon = float(epsilon)
+    y, mean, variance = train(view, x, scale, bias, residual, fused, epsilon=epsilon, axis_name=axis_name)
+    mean, variance = jax.lax.stop_gradient((mean, variance))
+    running: tuple[jax.Array | None, jax.Array | None] = (None, None)
+    if running_mean is not None:
+        old = parameters(name, view, running_mean=running_mean, running_var=running_var)
+        running = moved_statistics(view, old, mean, variance, momentum=float(momentum), axis_name=axis_name)
+    saved = view.parameters_back(mean), view.parameters_back(inverse_std(variance, epsilon))
+    return BatchNormOutput(y, *running, *saved)
+
+
+def batch_norm_inference(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    mean: jax.Array,
+    var: jax.Array,
+    *,
+    mode: str = "spatial",
+    epsilon: float = 1e-5,
+    activation: str | tuple[str, float] | None = None,
+    residual: jax.Array | None = None,
+    layout: str | None = None,
+) -> jax.Array:
+    """Normalizes by given statistics: `y = act(scale * (x - mean) / sqrt(var + epsilon) + bias + residual)`.
+
+    Args:
+      x: (N, C, H, W), or as `layout` says; floating point.
+      scale: (C,), or (C, H, W) for "per_activation" whatever the layout; floating point.
+      bias: like scale.
+      mean: like scale.
+      var: like scale: a variance, such as the running one.
+      mode: "spatial" or "per_activation".
+      epsilon: 0 or more.
+      activation: as in `batch_norm`.
+      residual: like x, added before the activation.
+      layout: as in `batch_norm`.
+
+    Returns:
+      An array like x.
+
+    Raises:
+      BadParamError: if shapes, dtypes or attributes are others than above.
+
+    Numerics: in float32 (float64 for float64 x), rounded once. Differentiable in every array, in all modes and orders.
+
+    Source: mcDNN `mcdnnBatchNormalizationForwardInference`; PyTorch `torch.nn.functional.batch_norm` without training.
+    """
+    name = "batch_norm_inference"
+    x, view = _images(name, x, layout, mode)
+    given = parameters(name, view, scale=scale, bias=bias, mean=mean, var=var)
+    check_epsilon(name, epsilon)
+    fused = IDENTITY if activation is None else fused_activation.requested(name, activation)
+    return infer(view, x, given, _residual(name, x, residual), fused, epsilon=float(epsilon))
+
+
+def train(
+    view: View,
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    residual: jax.Array | None,
+    activation: FusedActivation | None,
+    *,
+    epsilon: float,
+    axis_name: Hashable = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of checked arguments: y, and mean and biased variance as the operators have them, (c,)."""
+    dtype = accumulator(x.dtype)
+    operands = [view.images(x), *(view.parameters(values).astype(dtype) for values in (scale, bias))]
+    attributes: dict[str, Any] = {"epsilon": epsilon, "axis_name": axis_name}
+    if residual is not None:
+        fused = activation or IDENTITY
+        results = BATCH_NORM_ADD_ACTIVATION(*operands, view.images(residual), activation=fused, **attributes)
+    elif activation is None or activation.mode == "identity":
+        results = BATCH_NORM(*operands, **attributes)
+    else:
+        results = BATCH_NORM_ACTIVATION(*operands, activation=activation, **attributes)
+    y, mean, variance = results
+    return view.images_back(y), mean, variance
+
+
+def infer(
+    view: View,
+    x: jax.Array,
+    given: Sequence[jax.Array],
+    residual: jax.Array | None,
+    activation: FusedActivation,
+    *,
+    epsilon: float,
+) -> jax.Array:
+    """Of checked arguments, `given` being scale, bias, mean and variance: y."""
+    dtype = accumulator(x.dtype)
+    operands = [view.images(x), *(view.parameters(values).astype(dtype) for values in given)]
+    attributes: dict[str, Any] = {"activation": activation, "epsilon": epsilon}
+    if residual is None:
+        (y,) = BATCH_NORM_INFERENCE(*operands, **attributes)
+    else:
+        (y,) = BATCH_NORM_ADD_INFERENCE(*operands, view.images(residual), **attributes)
+    return view.images_back(y)
+
+
+def moved_statistics(
+    view: View,
+    old: Sequence[jax.Array],
+    mean: jax.Array,
+    variance: jax.Array,
+    *,
+    momentum: float,
+    axis_name: Hashable = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Running mean and variance after a batch with this mean and biased variance, each (c,)."""
+    elements = view.elements * (1 if axis_name is None else jax.lax.axis_size(axis_name))
+    if elements == 0:
+        momentum = 0.0
+    new = mean, variance * (elements / (elements - 1) if elements > 1 else 1.0)
+    moved = []
+    for before, after in zip(jax.lax.stop_gradient(tuple(old)), new, strict=True):
+        after = view.parameters_back(after).reshape(before.shape)
+        if momentum == 0:
+            moved.append(before)
+        elif momentum == 1:  # what was there before may be NaN
+            moved.append(after.astype(before.dtype))
+        else:
+            average = (1 - momentum) * before.astype(after.dtype) + momentum * after
+            moved.append(average.astype(before.dtype))
+    return moved[0], moved[1]
+
+
+def parameters(operator: str, view: View, **arrays: Any) -> list[jax.Array]:
+    """Checked parameters or statistics, as arrays."""
+    checked = []
+    for argument, value in arrays.items():
+        require(value is not None, operator, argument, "be given", None, status=BAD_PARAM)
+        value = jnp.asarray(value)
+        rule = f"have shape {view.parameter_shape}"
+        require(value.shape == view.parameter_shape, operator, argument, rule, value, status=BAD_PARAM)
+        floating = jnp.issubdtype(value.dtype, jnp.floating)
+        require(floating, operator, argument, "be floating point", value, status=BAD_PARAM)
+        checked.append(value)
+    return checked
+
+
+def check_epsilon(operator: str, epsilon: Any) -> None:
+    """Refuses what is no number of 0 or more: a traced value and NaN too."""
+    fits = is_number(epsilon) and BN_MIN_EPSILON <= epsilon < math.inf
+    require(fits, operator, "epsilon", f"be a finite number of {BN_MIN_EPSILON} or more", epsilon, status=BAD_PARAM)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number of Python or NumPy."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _images(operator: str, x: Any, layout: str | None, mode: str) -> tuple[jax.Array, View]:
+    require(x is not None, operator, "x", "be given", None, status=BAD_PARAM)
+    x = jnp.asarray(x)
+    require(jnp.issubdtype(x.dtype, jnp.floating), operator, "x", "be floating point", x, status=BAD_PARAM)
+    return x, view_of(operator, x, layout, mode)
+
+
+def _residual(operator: str, x: jax.Array, residual: Any) -> jax.Array | None:
+    if residual is None:
+        return None
+    residual = jnp.asarray(residual)
+    check_like_images(operator, x, residual=residual)
+    return residual

@@ -1,0 +1,86 @@
+"""Images of every layout as the operators see them, (n, a, c, b), and their parameters as (c,): views, not copies.
+
+spatial         NCHW: (N, 1, C, H * W)    NHWC: (N, H * W, C, 1)    parameters (C,)
+per_activation  (N, 1, C * H * W, 1), in the order in which x has them; parameters (C, H, W) whatever the layout
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._errors import BAD_PARAM, require
+
+MODES = ("spatial", "per_activation")
+LAYOUTS = ("NCHW", "NHWC", "NCDHW", "NDHWC", "NC", "NCL", "NLC")
+_DEFAULT_LAYOUTS = {2: "NC", 3: "NCL", 4: "NCHW", 5: "NCDHW"}
+
+
+class View(NamedTuple):
+    """How images of one shape, layout and mode are seen."""
+
+    shape: tuple[int, ...]
+    channels_last: bool
+    per_activation: bool
+
+    @property
+    def parameter_shape(self) -> tuple[int, ...]:
+        """Of what users pass as parameters and statistics: (C,), or (C, ...) with the extents of the image."""
+        channels = self.shape[-1] if self.channels_last else self.shape[1]
+        return (channels, *self._extents) if self.per_activation else (channels,)
+
+    @property
+    def elements(self) -> int:
+        """How many elements each statistic reduces."""
+        return math.prod(self.shape) // max(1, math.prod(self.parameter_shape))
+
+    def images(self, x: jax.Array) -> jax.Array:
+        """Images as (n, a, c, b)."""
+        # Axes are merged first and added then: an explicit mesh takes the one or the other.
+        return jnp.expand_dims(x.reshape(self._merged), self._added)
+
+    def images_back(self, x: jax.Array) -> jax.Array:
+        """The inverse of `images`."""
+        return jnp.squeeze(x, self._added).reshape(self.shape)
+
+    def parameters(self, values: jax.Array) -> jax.Array:
+        """Parameters as (c,)."""
+        values = values.reshape(self.parameter_shape)
+        if self.per_activation and self.channels_last:
+            values = jnp.moveaxis(values, 0, -1)
+        return values.reshape(math.prod(self.parameter_shape))
+
+    def parameters_back(self, values: jax.Array) -> jax.Array:
+        """The inverse of `parameters`."""
+        if self.per_activation and self.channels_last:
+            return jnp.moveaxis(values.reshape(self.shape[1:]), -1, 0)
+        return values.reshape(self.parameter_shape)
+
+    @property
+    def _merged(self) -> tuple[int, ...]:
+        channels, size = math.prod(self.parameter_shape), math.prod(self._extents)
+        if self.per_activation:
+            return (self.shape[0], channels)
+        return (self.shape[0], size, channels) if self.channels_last else (self.shape[0], channels, size)
+
+    @property
+    def _added(self) -> tuple[int, ...]:
+        return (1, 3) if self.per_activation else (3,) if self.channels_last else (1,)
+
+    @property
+    def _extents(self) -> tuple[int, ...]:
+        return self.shape[1:-1] if self.channels_last else self.shape[2:]
+
+
+def view_of(operator: str, x: Any, layout: str | None, mode: str) -> View:
+    """Checks layout and mode. Gives the view of images like x."""
+    require(len(x.shape) in _DEFAULT_LAYOUTS, operator, "x", "have rank 2 to 5", x, status=BAD_PARAM)
+    layout = _DEFAULT_LAYOUTS[len(x.shape)] if layout is None else layout
+    known = isinstance(layout, str) and layout in LAYOUTS
+    require(known, operator, "layout", f"be one of {', '.join(LAYOUTS)}", layout, status=BAD_PARAM)
+    rule = f"have {len(layout)} axes, as layout {layout} says"
+    require(len(x.shape) == len(layout), operator, "x", rule, x, status=BAD_PARAM)
+    known = isinstance(mode, str) and mode in MODES
+    require(known, operator, "mode", f"be one of {', '.join(MODES)}", mode, status=BAD_PARAM)
+    return View(tuple(x.shape), layout.endswith("C") and layout != "NC", mode == "per_activation")

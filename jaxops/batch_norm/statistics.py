@@ -1,0 +1,71 @@
+"""Sums over a batch of images, on one device or over the devices of a mesh axis.
+
+The operators see images as (..., n, a, c, b) with statistics (..., c): c are the channels that are normalized apart,
+and n, a and b are reduced, of which a or b is what lies in memory before and behind the channels.
+"""
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._errors import BAD_PARAM, require
+
+_REDUCED = (-4, -3, -1)
+
+
+def accumulator(dtype: Any) -> Any:
+    """The dtype of arithmetic, statistics and parameters for data of a dtype."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def spread(statistic: jax.Array) -> jax.Array:
+    """(..., c) to broadcast against images."""
+    return statistic[..., None, None, :, None]
+
+
+def local_sum(x: jax.Array) -> jax.Array:
+    """The sum of each channel, over the images that are here."""
+    return jnp.sum(x, _REDUCED)
+
+
+def global_sum(local: jax.Array, axis_name: Hashable) -> jax.Array:
+    """The sum over the devices of a mesh axis; None stands for no such axis."""
+    return local if axis_name is None else jax.lax.psum(local, axis_name)
+
+
+def count(x: jax.Array, axis_name: Hashable) -> int:
+    """How many elements each statistic reduces, and 1 where there is none: a sum of nothing can be divided by it."""
+    here = math.prod(x.shape[axis] for axis in _REDUCED)
+    return max(1, here * (1 if axis_name is None else jax.lax.axis_size(axis_name)))
+
+
+def mean_and_variance(x: jax.Array, axis_name: Hashable) -> tuple[jax.Array, jax.Array]:
+    """The mean and the biased variance of each channel, in two passes: no digits are lost to a large mean."""
+    x = x.astype(accumulator(x.dtype))
+    elements = count(x, axis_name)
+    mean = global_sum(local_sum(x), axis_name) / elements
+    return mean, global_sum(local_sum(jnp.square(x - spread(mean))), axis_name) / elements
+
+
+def check_images(operator: str, x: Any) -> None:
+    """Refuses what is no floating-point array of images."""
+    require(jnp.issubdtype(x.dtype, jnp.floating), operator, "x", "be floating point", x, status=BAD_PARAM)
+    require(len(x.shape) >= 4, operator, "x", "have shape (..., n, a, c, b)", x, status=BAD_PARAM)
+
+
+def check_like_images(operator: str, x: Any, **arrays: Any) -> None:
+    """Refuses arrays that differ from x in shape or dtype."""
+    for argument, value in arrays.items():
+        same = value.shape == x.shape and value.dtype == x.dtype
+        require(same, operator, argument, f"be like x, {x.dtype}{list(x.shape)}", value, status=BAD_PARAM)
+
+
+def check_statistics(operator: str, x: Any, **statistics: Any) -> None:
+    """Refuses parameters and statistics of another shape or dtype than x asks for."""
+    shape, dtype = (*x.shape[:-4], x.shape[-2]), jnp.dtype(accumulator(x.dtype))
+    for argument, value in statistics.items():
+        fits = value.shape == shape and value.dtype == dtype
+        require(fits, operator, argument, f"be {dtype}{list(shape)}", value, status=BAD_PARAM)

@@ -1,0 +1,259 @@
+"""What the calls of batch normalization and normalization do once their enumerations are read: check, run, blend."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxops.batch_norm import (
+    BATCH_NORM_ACTIVATION_BACKWARD,
+    BATCH_NORM_ADD_ACTIVATION_BACKWARD,
+    BATCH_NORM_BACKWARD,
+)
+from jaxops.batch_norm.fused_activation import IDENTITY, RELU, FusedActivation, scaled_by_slope_of_result
+from jaxops.batch_norm.layer import infer, moved_statistics, train
+from jaxops.batch_norm.layouts import View
+from jaxops.batch_norm.operator import inverse_std, pre_activation
+from jaxops.batch_norm.statistics import mean_and_variance
+from jaxops.mcdnn import blend, reserve_space
+from jaxops.mcdnn.enums import ActivationMode
+from jaxops.mcdnn.norm_checks import DTYPES, Call, as_arrays, wide
+
+FORWARD_ACTIVATIONS = (ActivationMode.RELU, ActivationMode.SWISH)
+BACKWARD_ACTIVATIONS = (ActivationMode.RELU,)
+_MASKED = ("relu", "clipped_relu")
+
+
+class BatchNormTrainingEx(NamedTuple):
+    """What a training call returns.
+
+    Attributes:
+      y: like x.
+      running_mean: the moved average, or None where none was given.
+      running_variance: the moved average of unbiased variances, or None.
+      saved_mean: the mean of this batch.
+      saved_inv_variance: 1 / sqrt(biased variance + epsilon) of this batch.
+      reserve_space: uint8, a bit for each element of x, set where the activation passes; empty without an activation.
+    """
+
+    y: jax.Array
+    running_mean: jax.Array | None
+    running_variance: jax.Array | None
+    saved_mean: jax.Array
+    saved_inv_variance: jax.Array
+    reserve_space: jax.Array
+
+
+def forward_training(
+    call: Call,
+    x: Any,
+    scale: Any,
+    bias: Any,
+    z: Any,
+    *,
+    exponential_average_factor: float,
+    running_mean: Any,
+    running_variance: Any,
+    epsilon: float,
+    alpha: float,
+    beta: float,
+    y: Any,
+    layout: str | None,
+    dtypes: tuple[str, ...] = DTYPES,
+) -> BatchNormTrainingEx:
+    """Checks and runs a training call."""
+    call.present(x=x, scale=scale, bias=bias)
+    if call.adds:
+        call.present(z=z)
+    blend.check_factors(call.name, alpha=alpha, beta=beta)
+    x, scale, bias, z, y = as_arrays(x, scale, bias, z if call.adds else None, y)
+    running_mean, running_variance = as_arrays(running_mean, running_variance)
+    view = call.view(x, layout)
+    call.alike(x, z=z)
+    blend.check_prior(call.name, "y", y, beta, x.shape, x.dtype)
+    call.pair(running_mean=running_mean, running_variance=running_variance)
+    given = {"scale": scale, "bias": bias, "running_mean": running_mean, "running_variance": running_variance}
+    call.parameters(view, **given)
+    call.epsilon(epsilon)
+    call.factor(exponential_average_factor)
+    call.dtypes(x, dtypes, **given)
+    call.supported_ops(view, x, FORWARD_ACTIVATIONS)
+    data = wide(x, alpha, beta)
+    residual = None if z is None else z.astype(data.dtype)
+    result, mean, variance = train(view, data, scale, bias, residual, call.activation, epsilon=float(epsilon))
+    if running_mean is not None:
+        old, factor = (running_mean, running_variance), float(exponential_average_factor)
+        running_mean, running_variance = moved_statistics(view, old, mean, variance, momentum=factor)
+    kept = jnp.zeros(0, jnp.uint8)
+    if call.activation is not None:
+        kept = reserve_space.packed(_passes(call.activation, result))
+    return BatchNormTrainingEx(
+        blend.blended(result, y, alpha, beta, x.dtype),
+        running_mean,
+        running_variance,
+        view.parameters_back(mean).reshape(scale.shape),
+        view.parameters_back(inverse_std(variance, float(epsilon))).reshape(scale.shape),
+        kept,
+    )
+
+
+def forward_inference(
+    call: Call,
+    x: Any,
+    scale: Any,
+    bias: Any,
+    estimated_mean: Any,
+    estimated_variance: Any,
+    z: Any,
+    *,
+    epsilon: float,
+    alpha: float,
+    beta: float,
+    y: Any,
+    layout: str | None,
+) -> jax.Array:
+    """Checks and runs an inference call."""
+    given = {"scale": scale, "bias": bias, "estimated_mean": estimated_mean, "estimated_variance": estimated_variance}
+    call.present(x=x, **given)
+    if call.adds:
+        call.present(z=z)
+    blend.check_factors(call.name, alpha=alpha, beta=beta)
+    x, z, y = as_arrays(x, z if call.adds else None, y)
+    given = dict(zip(given, as_arrays(*given.values()), strict=True))
+    view = call.view(x, layout)
+    call.alike(x, z=z)
+    blend.check_prior(call.name, "y", y, beta, x.shape, x.dtype)
+    call.parameters(view, **given)
+    call.epsilon(epsilon)
+    call.dtypes(x, DTYPES, **given)
+    call.supported_ops(view, x, FORWARD_ACTIVATIONS)
+    data = wide(x, alpha, beta)
+    residual = None if z is None else z.astype(data.dtype)
+    activation = call.activation or IDENTITY
+    result = infer(view, data, list(given.values()), residual, activation, epsilon=float(epsilon))
+    return blend.blended(result, y, alpha, beta, x.dtype)
+
+
+def backward(
+    call: Call,
+    x: Any,
+    dy: Any,
+    scale: Any,
+    *,
+    y: Any = None,
+    bias: Any = None,
+    kept: Any = None,
+    epsilon: float,
+    saved_mean: Any,
+    saved_inv_variance: Any,
+    alpha_data_diff: float,
+    beta_data_diff: float,
+    alpha_param_diff: float,
+    beta_param_diff: float,
+    dx: Any,
+    dscale: Any,
+    dbias: Any,
+    layout: str | None,
+    dtypes: tuple[str, ...] = DTYPES,
+) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
+    """Checks and runs a backward call. Gives dx, dz (None without a residual), dscale and dbias."""
+    call.present(x=x, dy=dy, scale=scale)
+    data_factors = {"alpha_data_diff": alpha_data_diff, "beta_data_diff": beta_data_diff}
+    param_factors = {"alpha_param_diff": alpha_param_diff, "beta_param_diff": beta_param_diff}
+    blend.check_factors(call.name, **data_factors, **param_factors)
+    x, dy, scale, y, bias, kept = as_arrays(x, dy, scale, y, bias, kept)
+    dx, dscale, dbias = as_arrays(dx, dscale, dbias)
+    saved_mean, saved_inv_variance = as_arrays(saved_mean, saved_inv_variance)
+    view = call.view(x, layout)
+    call.alike(x, dy=dy, y=y)
+    blend.check_prior(call.name, "dx", dx, beta_data_diff, x.shape, x.dtype)
+    call.pair(saved_mean=saved_mean, saved_inv_variance=saved_inv_variance)
+    given = {"scale": scale, "bias": bias, "saved_mean": saved_mean, "saved_inv_variance": saved_inv_variance}
+    call.parameters(view, **given)
+    for argument, prior in (("dscale", dscale), ("dbias", dbias)):
+        blend.check_prior(call.name, argument, prior, beta_param_diff, scale.shape, scale.dtype)
+    call.epsilon(epsilon)
+    _check_reserve_space(call, x, kept)
+    call.dtypes(x, dtypes, **given)
+    call.supported_ops(view, x, BACKWARD_ACTIVATIONS)
+    has_backward = call.activation is None or call.activation.mode != "swish"
+    call.support(has_backward, "activation", "not be SWISH, which has no fused gradient", "SWISH")
+
+    data, grad = (view.images(wide(array, alpha_data_diff, beta_data_diff)) for array in (x, dy))
+    mean, inv_std = _statistics(view, x, saved_mean, saved_inv_variance, float(epsilon))
+    factors = view.parameters(scale)
+    activation, gate = RELU, None
+    if call.activation is not None and call.activation.mode != "identity":
+        offsets = None if bias is None or call.adds else view.parameters(bias)
+        y, mask = (None if array is None else view.images(array) for array in (y, _mask(call, kept, x)))
+        activation, gate, grad = _gated(call, data, grad, y, mask, factors, offsets, mean, inv_std)
+    operands = (grad, data, factors, mean, inv_std, jnp.zeros_like(mean), jnp.zeros_like(mean))
+    result_dz = grad
+    if gate is None:
+        result_dx, *result_params = BATCH_NORM_BACKWARD(*operands, axis_name=None)
+    elif call.adds:
+        results = BATCH_NORM_ADD_ACTIVATION_BACKWARD(*operands, gate, axis_name=None, activation=activation)
+        result_dx, *result_params, result_dz = results
+    else:
+        results = BATCH_NORM_ACTIVATION_BACKWARD(*operands, gate, axis_name=None, activation=activation)
+        result_dx, *result_params = results
+    outputs = [blend.blended(view.images_back(result_dx), dx, alpha_data_diff, beta_data_diff, x.dtype)]
+    for result, prior in zip(result_params, (dscale, dbias), strict=True):
+        values = view.parameters_back(result).reshape(scale.shape)
+        outputs.append(blend.blended(values, prior, alpha_param_diff, beta_param_diff, scale.dtype))
+    dz = view.images_back(result_dz).astype(x.dtype) if call.adds else None
+    return outputs[0], dz, outputs[1], outputs[2]
+
+
+def _gated(
+    call: Call,
+    data: jax.Array,
+    grad: jax.Array,
+    y: jax.Array | None,
+    mask: jax.Array | None,
+    scale: jax.Array,
+    bias: jax.Array | None,
+    mean: jax.Array,
+    inv_std: jax.Array,
+) -> tuple[FusedActivation, jax.Array | None, jax.Array]:
+    """The activation and gate of the backward operator, and its gradient; no gate where that has been scaled already.
+
+    Before y, which may have been blended, come what the reserve space keeps and the recomputed pre-activation.
+    """
+    assert call.activation is not None
+    if mask is not None:
+        return RELU, mask, grad
+    if bias is not None:
+        return call.activation, pre_activation(data, scale, bias, mean=mean, inv_std=inv_std), grad
+    call.require(y is not None, "y", "be given with an activation where the reserve space does not tell its slope", y)
+    assert y is not None
+    if call.activation.mode in _MASKED:
+        return RELU, _passes(call.activation, y), grad
+    wide_grad = grad.astype(blend.compute_dtype(grad.dtype))
+    return call.activation, None, scaled_by_slope_of_result(call.activation, y, wide_grad).astype(grad.dtype)
+
+
+def _passes(activation: FusedActivation, y: jax.Array) -> jax.Array:
+    """Where relu and clipped_relu, whose result is y, have slope 1."""
+    return (y > 0) & (y < activation.coef) if activation.mode == "clipped_relu" else y > 0
+
+
+def _mask(call: Call, kept: jax.Array | None, x: jax.Array) -> jax.Array | None:
+    masked = call.activation is not None and call.activation.mode in _MASKED
+    return reserve_space.unpacked(kept, x.shape) if masked and kept is not None else None
+
+
+def _check_reserve_space(call: Call, x: jax.Array, kept: jax.Array | None) -> None:
+    if kept is not None and call.activation is not None:
+        size = reserve_space.size_bytes(x.size)
+        fits = kept.ndim == 1 and kept.dtype == jnp.uint8 and kept.size >= size
+        call.require(fits, "reserve_space", f"be uint8 of {size} bytes or more", kept)
+
+
+def _statistics(
+    view: View, x: jax.Array, saved_mean: jax.Array | None, saved_inv_variance: jax.Array | None, epsilon: float
+) -> tuple[jax.Array, jax.Array]:
+    if saved_mean is not None and saved_inv_variance is not None:
+        return view.parameters(saved_mean), view.parameters(saved_inv_variance)
+    mean, variance = mean_and_variance(view.images(x), None)
+    return mean, inverse_std(variance, epsilon)

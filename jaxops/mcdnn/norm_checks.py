@@ -1,0 +1,180 @@
+"""What every call of batch normalization and normalization refuses, with the documented status."""
+
+import dataclasses
+import math
+from numbers import Integral, Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._errors import BAD_PARAM, NOT_SUPPORTED, NotSupportedError, require
+from jaxops.batch_norm.fused_activation import FusedActivation
+from jaxops.batch_norm.layouts import View, view_of
+from jaxops.mcdnn import blend
+from jaxops.mcdnn.descriptors import ActivationDescriptor
+from jaxops.mcdnn.enums import (
+    ActivationMode,
+    BatchNormMode,
+    BatchNormOps,
+    NanPropagation,
+    NormAlgo,
+    NormMode,
+    NormOps,
+    member,
+)
+
+BN_MIN_EPSILON = 0.0
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+LAYOUTS = ("NCHW", "NHWC", "NCDHW", "NDHWC")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call as its enumerations describe it.
+
+    Attributes:
+      name: of the function, for its errors.
+      per_activation: whether statistics are those of each activation, and not of each channel.
+      ops: what follows the normalization.
+      activation: of `ops`; None for OPS_BN.
+      strict: whether to refuse what the documents do not support although nothing here is in its way.
+      parameter_status: of parameters whose dtype does not go with the data's.
+    """
+
+    name: str
+    per_activation: bool
+    ops: BatchNormOps = BatchNormOps.OPS_BN
+    activation: FusedActivation | None = None
+    strict: bool = False
+    parameter_status: str = NOT_SUPPORTED
+
+    @property
+    def adds(self) -> bool:
+        """Whether a residual is added before the activation."""
+        return self.ops == BatchNormOps.OPS_BN_ADD_ACTIVATION
+
+    def require(self, condition: bool, argument: str, rule: str, got: object) -> None:
+        """Raises BadParamError unless the condition holds."""
+        require(condition, self.name, argument, rule, got, status=BAD_PARAM)
+
+    def support(self, condition: bool, argument: str, rule: str, got: object) -> None:
+        """Raises NotSupportedError unless the condition holds."""
+        require(condition, self.name, argument, rule, got, status=NOT_SUPPORTED, error=NotSupportedError)
+
+    def present(self, **arguments: Any) -> None:
+        """Refuses required arguments that are None."""
+        for argument, value in arguments.items():
+            self.require(value is not None, argument, "be given", None)
+
+    def view(self, x: Any, layout: str | None) -> View:
+        """How x is seen, of rank 4 or 5 and in a documented layout."""
+        self.require(len(x.shape) in (4, 5), "x", "have rank 4 or 5", x)
+        known = layout is None or layout in LAYOUTS
+        self.require(known, "layout", f"be one of {', '.join(LAYOUTS)}", layout)
+        return view_of(self.name, x, layout, "per_activation" if self.per_activation else "spatial")
+
+    def alike(self, x: Any, **arrays: Any) -> None:
+        """Refuses arrays of another shape or dtype than x; None is not given."""
+        for argument, array in arrays.items():
+            if array is not None:
+                same = array.shape == x.shape and array.dtype == x.dtype
+                self.require(same, argument, f"be like x, {x.dtype}{list(x.shape)}", array)
+
+    def parameters(self, view: View, **arrays: Any) -> None:
+        """Refuses parameters and statistics of another shape than the mode asks for; None is not given."""
+        shape = parameter_shape(view)
+        for argument, array in arrays.items():
+            if array is not None:
+                self.require(array.shape == shape, argument, f"have shape {shape}", array)
+
+    def pair(self, **pair: Any) -> None:
+        """Refuses one of two arguments without the other."""
+        (first, one), (second, other) = pair.items()
+        self.require((one is None) == (other is None), first, f"be given with {second}, or neither", one)
+
+    def epsilon(self, epsilon: Any) -> None:
+        """Refuses epsilon below BN_MIN_EPSILON, and NaN."""
+        fits = _is_number(epsilon) and BN_MIN_EPSILON <= epsilon < math.inf
+        self.require(fits, "epsilon", f"be a finite number of {BN_MIN_EPSILON} or more", epsilon)
+
+    def factor(self, factor: Any) -> None:
+        """Refuses an average's factor outside of [0, 1]."""
+        fits = _is_number(factor) and 0 <= factor <= 1
+        self.require(fits, "exponential_average_factor", "be a number in [0, 1]", factor)
+
+    def dtypes(self, x: Any, listed: tuple[str, ...], **parameters: Any) -> None:
+        """Refuses dtypes that are not documented (if strict, not listed for this function) or do not go together."""
+        dtypes = listed if self.strict else DTYPES
+        self.support(x.dtype.name in dtypes, "x", f"have a dtype of {', '.join(dtypes)}", x)
+        dtype = jnp.dtype(blend.compute_dtype(x.dtype))
+        refuse = self.support if self.parameter_status == NOT_SUPPORTED else self.require
+        for argument, array in parameters.items():
+            if array is not None:
+                refuse(array.dtype == dtype, argument, f"be {dtype}, as {x.dtype} data asks for", array)
+
+    def supported_ops(self, view: View, x: Any, listed: tuple[ActivationMode, ...]) -> None:
+        """If strict, refuses layouts, activations and residuals that the documents leave out."""
+        if self.strict and self.activation is not None:
+            self.support(view.channels_last, "layout", "be NHWC or NDHWC with an activation", "channels first")
+            modes = [mode.name for mode in listed]
+            mode = self.activation.mode.upper()
+            self.support(mode in modes, "activation", f"be {' or '.join(modes)}", mode)
+            if self.adds:
+                self.support(x.dtype == jnp.float16, "z", "be float16", x)
+
+
+def batch_norm_call(name: str, mode: Any, ops: Any = 0, activation: Any = None, strict: bool = False) -> Call:
+    """The call of a batch-normalization function."""
+    mode = member(name, "mode", BatchNormMode, mode)
+    ops = member(name, "bn_ops", BatchNormOps, ops)
+    return Call(name, mode == BatchNormMode.PER_ACTIVATION, ops, _fused(name, ops, activation), strict)
+
+
+def norm_call(
+    name: str, mode: Any, ops: Any, algo: Any, activation: Any, strict: bool, parameter_status: str = NOT_SUPPORTED
+) -> Call:
+    """The call of a normalization function."""
+    mode = member(name, "mode", NormMode, mode)
+    ops = BatchNormOps(member(name, "norm_ops", NormOps, ops))
+    member(name, "algo", NormAlgo, algo)
+    fused = _fused(name, ops, activation)
+    return Call(name, mode == NormMode.PER_ACTIVATION, ops, fused, strict, parameter_status)
+
+
+def check_group_count(call: Call, group_cnt: Any) -> None:
+    """Refuses groups, which no version has."""
+    is_integer = isinstance(group_cnt, Integral) and not isinstance(group_cnt, bool)
+    call.require(is_integer, "group_cnt", "be an integer", group_cnt)
+    call.support(group_cnt == 1, "group_cnt", "be 1", group_cnt)
+
+
+def parameter_shape(view: View) -> tuple[int, ...]:
+    """The documented shape of parameters and statistics: (1, C, 1, 1[, 1]), or (1, C[, D], H, W)."""
+    shape = (1, *view.parameter_shape)
+    return shape + (1,) * (len(view.shape) - len(shape))
+
+
+def as_arrays(*arrays: Any) -> list[Any]:
+    """JAX arrays of what is given."""
+    return [None if array is None else jnp.asarray(array) for array in arrays]
+
+
+def wide(x: jax.Array, alpha: float, beta: float) -> jax.Array:
+    """Data in the dtype in which it will be blended, so that the blend is what is rounded."""
+    return x if blend.is_plain(alpha, beta) else x.astype(blend.compute_dtype(x.dtype))
+
+
+def _fused(name: str, ops: BatchNormOps, descriptor: Any) -> FusedActivation | None:
+    if ops == BatchNormOps.OPS_BN:
+        return None
+    is_descriptor = isinstance(descriptor, ActivationDescriptor)
+    require(is_descriptor, name, "activation", "be an ActivationDescriptor", descriptor, status=BAD_PARAM)
+    mode = ActivationMode(descriptor.mode)
+    coef = descriptor.swish_beta if mode == ActivationMode.SWISH else descriptor.coef
+    propagates = descriptor.nan_propagation == NanPropagation.PROPAGATE_NAN
+    return FusedActivation(mode.name.lower(), coef, propagates)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -1,0 +1,21 @@
+"""What no batch-norm kernel takes, whatever its dialect."""
+
+import math
+from typing import Any
+
+IDENTITY = ("identity", 0.0, True)
+_ACTIVATIONS = ("identity", "relu")
+
+
+def refusal(x: Any, axis_name: Any, activation: tuple[str, float, bool] = IDENTITY) -> str | None:
+    """Why no kernel normalizes x, seen as (..., n, a, c, b), with these attributes; None if nothing is in its way."""
+    if activation[0] not in _ACTIVATIONS:
+        return f"the kernels fuse relu, not {activation[0]}"
+    if axis_name is not None:
+        return f"the kernels take the statistics of one device; these are shared over {axis_name!r}"
+    spec = tuple(getattr(getattr(x, "sharding", None), "spec", ()))
+    if any(axis is not None for axis in spec[max(0, len(x.shape) - 4) :]):
+        return f"the kernels take the statistics of one device; x is split over a mesh as {spec}"
+    if math.prod(x.shape) == 0:
+        return "there is nothing to normalize"
+    return None

@@ -1,0 +1,258 @@
+"""Batch norm on NVIDIA GPUs from Hopper on, forward in training: one read of x for statistics, one for the result.
+
+The first launch gives every thread block a part of the images: the pixels of one image in one channel, or some rows of
+pixels in some channels where channels lie last. It computes the part's mean and sum of squared deviations; XLA merges
+those of all parts, which are few (Chan's formula loses no digits to a large mean). The second launch normalizes.
+
+Functions import `mosaic_gpu` themselves: it takes a third of a second, which only those who lower for a GPU should pay.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.batch_norm_refusals import IDENTITY, refusal
+from pallas_kernels.kernel import Kernel
+
+_WARPGROUP = 128  # threads of a block, and so the shortest run of elements that one access can touch
+_VECTOR = 4  # elements of one access of a thread
+_PARTS = 1024  # thread blocks that fill a GPU, about
+_SLAB_ROWS = 16  # at least, or the statistics of parts are no longer few
+_MAX_ELEMENTS = 2**31 - 1
+_DTYPES = ("float32", "bfloat16", "float16")
+_CONFIGS = ({"width": 512}, {"width": 1024}, {"width": 256})
+
+
+class Tiling(NamedTuple):
+    """How images are seen and shared out.
+
+    Attributes:
+      view: (n, c, s), or (slabs, rows, fold * c) where channels lie last.
+      channels_last: which of the two.
+      channels: c.
+      width: elements of one access of a block, along the view's last axis.
+      vector: elements of one access of a thread.
+    """
+
+    view: tuple[int, int, int]
+    channels_last: bool
+    channels: int
+    width: int
+    vector: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The thread blocks: of each image and channel, or of each slab and run of columns."""
+        outer, middle, inner = self.view
+        return (outer, pl.cdiv(inner, self.width)) if self.channels_last else (outer, middle)
+
+    @property
+    def steps(self) -> int:
+        """How many accesses cover a block's part."""
+        return self.view[1] if self.channels_last else pl.cdiv(self.view[2], self.width)
+
+    @property
+    def elements(self) -> int:
+        """How many elements each statistic of a part reduces."""
+        return self.view[1] if self.channels_last else self.view[2]
+
+    @property
+    def parts_shape(self) -> tuple[int, int]:
+        """Of the statistics of all parts."""
+        return (self.view[0], self.view[2] if self.channels_last else self.view[1])
+
+    def by_channel(self, parts: jax.Array) -> jax.Array:
+        """Statistics of all parts as (parts, c)."""
+        return parts.reshape(-1, self.channels)
+
+    def for_parts(self, values: jax.Array) -> jax.Array:
+        """A number for each channel as blocks read them: for each column where channels lie last."""
+        return jnp.tile(values.reshape(-1), self.view[2] // self.channels) if self.channels_last else values.reshape(-1)
+
+
+class Block:
+    """Inside a kernel, the part of one thread block."""
+
+    def __init__(self, tiling: Tiling, pin_layouts: bool) -> None:
+        """The interpreter of jax 0.10 has no layouts to pin."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        self.tiling = tiling
+        self.outer, self.inner = lax.axis_index("outer"), lax.axis_index("inner")
+        self._layout = plgpu.Layout.WG_STRIDED((tiling.width,), vec_size=tiling.vector) if pin_layouts else None
+
+    def _pinned(self, values):
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        return values if self._layout is None else plgpu.layout_cast(values, self._layout)
+
+    def _columns(self, chunk):
+        # Accesses cannot be masked: where they do not divide the view, the last one overlaps the one before.
+        return pl.ds(jnp.minimum(chunk * self.tiling.width, self.tiling.view[2] - self.tiling.width), self.tiling.width)
+
+    def _index(self, step):
+        if self.tiling.channels_last:
+            return self.outer, step, self._columns(self.inner)
+        return self.outer, self.inner, self._columns(step)
+
+    def zeros(self):
+        """One access of zeros."""
+        return self._pinned(jnp.zeros((self.tiling.width,), jnp.float32))
+
+    def load(self, ref, step):
+        """One access to images, in float32."""
+        return self._pinned(ref[self._index(step)]).astype(jnp.float32)
+
+    def store(self, ref, step, values):
+        """Stores one access; where two overlap, they store the same."""
+        ref[self._index(step)] = values.astype(ref.dtype)
+
+    def new(self, step, values):
+        """`values` of an access, 0 where the one before had them already."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        width, extent = self.tiling.width, self.tiling.view[2]
+        if self.tiling.channels_last or extent % width == 0:
+            return values
+        if self._layout is None:
+            offsets = lax.broadcasted_iota(jnp.int32, (width,), 0)
+        else:
+            offsets = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=self._layout)
+        return jnp.where(offsets + jnp.minimum(step * width, extent - width) >= step * width, values, 0.0)
+
+    def parameter(self, ref):
+        """The number, or the numbers, of the block's channels."""
+        return self._pinned(ref[self._columns(self.inner)]) if self.tiling.channels_last else ref[self.inner]
+
+    def first(self, ref):
+        """An element of each of the block's channels."""
+        return self.load(ref, 0) if self.tiling.channels_last else ref[self.outer, self.inner, 0].astype(jnp.float32)
+
+    def total(self, values):
+        """What accesses have added up to, for each of the block's channels."""
+        return values if self.tiling.channels_last else jnp.sum(values)
+
+    def store_part(self, ref, values):
+        """Stores a statistic of the part."""
+        ref[(self.outer, self._columns(self.inner)) if self.tiling.channels_last else (self.outer, self.inner)] = values
+
+
+def tiling_of(shape, max_width):
+    """How images (n, a, c, b) are shared out; None if no access fits them."""
+    n, a, c, b = shape[-4:]
+    if b > 1 or c == 1:
+        view = (n, c, a * b)
+        if (a > 1 and c > 1) or view[2] < _WARPGROUP:
+            return None
+        width = min(max_width, 1 << (view[2].bit_length() - 1))
+        vector = min(_VECTOR, width // _WARPGROUP) if view[2] % _VECTOR == 0 else 1
+        return Tiling(view, False, c, width, vector)
+    # Rows of pixels side by side, until warpgroups divide them: two blocks must not write the same.
+    fold = _WARPGROUP // math.gcd(c, _WARPGROUP)
+    rows, columns = n * a // fold, fold * c
+    if n * a % fold:
+        return None
+    width = next(width for width in (max_width >> i for i in range(max_width)) if columns % width == 0)
+    most = max(1, min(_PARTS * width // columns, rows // _SLAB_ROWS))
+    slabs = max(slabs for slabs in range(1, most + 1) if rows % slabs == 0)
+    return Tiling((slabs, rows // slabs, columns), True, c, width, min(_VECTOR, width // _WARPGROUP))
+
+
+def _parts_kernel(x_gmem, mean_gmem, squares_gmem, *, tiling, pin_layouts):
+    block = Block(tiling, pin_layouts)
+    # Deviations from any element of the part are small enough not to lose the variance's digits.
+    shift = block.first(x_gmem)
+
+    def step(i, sums):
+        deviations = block.new(i, block.load(x_gmem, i) - shift)
+        return sums[0] + deviations, sums[1] + deviations * deviations
+
+    sums = lax.fori_loop(0, tiling.steps, step, (block.zeros(), block.zeros()))
+    total, squares = map(block.total, sums)
+    mean = total / tiling.elements
+    block.store_part(mean_gmem, shift + mean)
+    block.store_part(squares_gmem, squares - mean * total)
+
+
+def _normalize_kernel(x_gmem, mean_gmem, factor_gmem, bias_gmem, *refs, tiling, activation, pin_layouts):
+    *residual_gmem, y_gmem = refs
+    block = Block(tiling, pin_layouts)
+    mean, factor, bias = map(block.parameter, (mean_gmem, factor_gmem, bias_gmem))
+    mode, _, propagate_nan = activation
+
+    def step(i, _):
+        u = (block.load(x_gmem, i) - mean) * factor + bias
+        for ref in residual_gmem:
+            u = u + block.load(ref, i)
+        if mode == "relu":
+            # NaN is not less than 0, and not more.
+            u = jnp.where(u < 0, 0.0, u) if propagate_nan else jnp.where(u > 0, u, 0.0)
+        block.store(y_gmem, i, u)
+
+    lax.fori_loop(0, tiling.steps, step, None)
+
+
+def launch(kernel, name, tiling, operands, results, interpret, **params):
+    """Runs a kernel on all parts."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return pl.kernel(
+        functools.partial(kernel, tiling=tiling, pin_layouts=not interpret, **params),
+        out_type=results,
+        mesh=plgpu.Mesh(grid=tiling.grid, grid_names=("outer", "inner")),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret_gpu_params() if interpret is True else interpret,
+        name=name,
+    )(*operands)
+
+
+def run(x, scale, bias, *residual, epsilon, axis_name, config, activation=IDENTITY, interpret=False):
+    """Launches the kernels; see `pallas_kernels.kernel.Kernel.run`."""
+    tiling = tiling_of(x.shape, config["width"])
+    images = [values.reshape(tiling.view) for values in (x, *residual)]
+    part = jax.ShapeDtypeStruct(tiling.parts_shape, jnp.float32)
+    parts = launch(_parts_kernel, "batch_norm_statistics", tiling, images[:1], [part, part], interpret)
+    means, squares = map(tiling.by_channel, parts)
+    mean = jnp.mean(means, 0)
+    # Within the parts, which all have as many elements, and between them.
+    variance = jnp.mean(squares, 0) / tiling.elements + jnp.mean(jnp.square(means - mean[None]), 0)
+    factor = scale.reshape(-1) * lax.rsqrt(variance + epsilon)
+    parameters = [tiling.for_parts(values) for values in (mean, factor, bias)]
+    operands = (images[0], *parameters, *images[1:])
+    result = jax.ShapeDtypeStruct(tiling.view, x.dtype)
+    (y,) = launch(_normalize_kernel, "batch_norm", tiling, operands, [result], interpret, activation=activation)
+    return y.reshape(x.shape), mean.reshape(scale.shape), variance.reshape(scale.shape)
+
+
+def refuses(hardware, x, *operands, axis_name, activation=IDENTITY, **_) -> str | None:
+    """Why the kernels cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    if hardware.compute_capability is not None and hardware.compute_capability < (9, 0):
+        major, minor = hardware.compute_capability
+        return f"Mosaic GPU needs compute capability 9.0 or later; {hardware.name} has {major}.{minor}"
+    if jnp.dtype(x.dtype).name not in _DTYPES:
+        return f"the kernels take {', '.join(_DTYPES)}; x is {jnp.dtype(x.dtype).name}"
+    if reason := refusal(x, axis_name, activation):
+        return reason
+    if math.prod(x.shape[:-4]) > 1:
+        return f"the kernels take one batch of images; vmap made {math.prod(x.shape[:-4])} of them"
+    if math.prod(x.shape) > _MAX_ELEMENTS:
+        return f"the kernels' 32-bit offsets reach {_MAX_ELEMENTS} elements; x has {math.prod(x.shape)}"
+    if tiling_of(x.shape, _CONFIGS[0]["width"]) is None:
+        return f"a warpgroup reads {_WARPGROUP} elements at a time; images of {list(x.shape[-3:])} have no such runs"
+    return None
+
+
+def configs(hardware, x, *operands, **_):
+    """Widths worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    return _CONFIGS
+
+
+KERNEL = Kernel(
+    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
+)

@@ -1,0 +1,116 @@
+"""Batch norm on NVIDIA GPUs from Hopper on, backward: one read for two sums, one for the gradient of x.
+
+The gradients of activation and residual are part of both: what the activation lets through is never stored, unless it
+is asked for as the residual's gradient. Parts of the images are summed as the forward kernel takes their statistics.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.batch_norm_refusals import IDENTITY
+from pallas_kernels.gpu import batch_norm
+from pallas_kernels.gpu.batch_norm import Block, launch, tiling_of
+from pallas_kernels.kernel import Kernel
+
+
+def _passed(block, grad_gmem, gate_gmem, step):
+    """The gradient that the activation lets through."""
+    d = block.load(grad_gmem, step)
+    for ref in gate_gmem:
+        d = jnp.where(block.load(ref, step) > 0, d, 0.0)
+    return d
+
+
+def _sums_kernel(grad_gmem, x_gmem, mean_gmem, *refs, tiling, pin_layouts):
+    *gate_gmem, sum_gmem, centred_sum_gmem = refs
+    block = Block(tiling, pin_layouts)
+    mean = block.parameter(mean_gmem)
+
+    def step(i, sums):
+        d = block.new(i, _passed(block, grad_gmem, gate_gmem, i))
+        return sums[0] + d, sums[1] + d * (block.load(x_gmem, i) - mean)
+
+    sums = lax.fori_loop(0, tiling.steps, step, (block.zeros(), block.zeros()))
+    for ref, values in zip((sum_gmem, centred_sum_gmem), sums, strict=True):
+        block.store_part(ref, block.total(values))
+
+
+def _gradient_kernel(
+    grad_gmem, x_gmem, mean_gmem, factor_gmem, slope_gmem, offset_gmem, *refs, gates, tiling, pin_layouts
+):
+    gate_gmem, (dx_gmem, *residual_gmem) = refs[:gates], refs[gates:]
+    block = Block(tiling, pin_layouts)
+    mean, factor, slope, offset = map(block.parameter, (mean_gmem, factor_gmem, slope_gmem, offset_gmem))
+
+    def step(i, _):
+        d = _passed(block, grad_gmem, gate_gmem, i)
+        block.store(dx_gmem, i, factor * d + (block.load(x_gmem, i) - mean) * slope + offset)
+        for ref in residual_gmem:
+            block.store(ref, i, d)
+
+    lax.fori_loop(0, tiling.steps, step, None)
+
+
+def run(
+    grad,
+    x,
+    scale,
+    mean,
+    inv_std,
+    grad_mean,
+    grad_variance,
+    *gate,
+    axis_name,
+    config,
+    activation=IDENTITY,
+    residual_grad=False,
+    interpret=False,
+):
+    """Launches the kernels; see `pallas_kernels.kernel.Kernel.run`."""
+    tiling = tiling_of(x.shape, config["width"])
+    # A gate may be a mask; the identity has none to read.
+    gates = [array.astype(x.dtype).reshape(tiling.view) for array in gate if activation[0] == "relu"]
+    images = [values.reshape(tiling.view) for values in (grad, x)]
+    part = jax.ShapeDtypeStruct(tiling.parts_shape, jnp.float32)
+    operands = (*images, tiling.for_parts(mean), *gates)
+    parts = launch(_sums_kernel, "batch_norm_sums", tiling, operands, [part, part], interpret)
+    sum_d, sum_d_centred = (jnp.sum(tiling.by_channel(values), 0).reshape(scale.shape) for values in parts)
+    elements = math.prod(x.shape) // tiling.channels
+    factor = scale * inv_std
+    slope = (2 * grad_variance - factor * jnp.square(inv_std) * sum_d_centred) / elements
+    offset = (grad_mean - factor * sum_d) / elements
+    parameters = [tiling.for_parts(values) for values in (mean, factor, slope, offset)]
+    results = [jax.ShapeDtypeStruct(tiling.view, x.dtype)] * (1 + residual_grad)
+    operands = (*images, *parameters, *gates)
+    dx, *residual = launch(
+        _gradient_kernel, "batch_norm_backward", tiling, operands, results, interpret, gates=len(gates)
+    )
+    grads = dx.reshape(x.shape), sum_d_centred * inv_std, sum_d
+    return (*grads, residual[0].reshape(x.shape)) if residual_grad else grads
+
+
+def refuses(hardware, grad, x, *operands, axis_name, **params) -> str | None:
+    """Why the kernels cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    return batch_norm.refuses(hardware, x, axis_name=axis_name, **params)
+
+
+def configs(hardware, grad, x, *operands, **_):
+    """Widths worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    return batch_norm.configs(hardware, x)
+
+
+KERNEL = Kernel(
+    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
+)
+RESIDUAL_KERNEL = Kernel(
+    name="mosaic_gpu",
+    platform="cuda",
+    run=functools.partial(run, residual_grad=True),
+    refuses=refuses,
+    configs=configs,
+    interpreter_is_pure=False,
+)

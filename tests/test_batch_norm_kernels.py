@@ -1,0 +1,194 @@
+"""The batch-norm kernels under the interpreters of their Pallas dialects, against NumPy float64."""
+
+import functools
+import types
+
+import batch_norm_oracle as oracle
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import lowering
+from jaxops import batch_norm
+from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.gpu import batch_norm as gpu_forward
+from pallas_kernels.gpu import batch_norm_backward as gpu_backward
+from pallas_kernels.hardware import Hardware
+from pallas_kernels.tpu import batch_norm as tpu_forward
+from pallas_kernels.tpu import batch_norm_backward as tpu_backward
+
+EPSILON = 1e-3
+RELU, IDENTITY = ("relu", 0.0, True), ("identity", 0.0, True)
+# Blocks far smaller than the default let small arrays span several of them.
+KERNELS = {
+    "tpu": (
+        tpu_forward,
+        tpu_backward,
+        {"block_elements": 2048},
+        pltpu.InterpretParams(detect_races=True),
+        "tpu_custom_call",
+    ),
+    "gpu": (gpu_forward, gpu_backward, {"width": 128}, interpret_gpu_params(detect_races=True), "mosaic_gpu"),
+}
+# As the operators see images: (..., n, a, c, b), with several blocks along each axis, ragged ones, and batch axes.
+SHAPES = {
+    "tpu": {
+        "channels-first": (4, 1, 24, 256),
+        "channels-last": (4, 48, 256, 1),
+        "ragged": (3, 1, 5, 49),
+        "ragged-last": (3, 15, 5, 1),
+        "batch-in-sublanes": (8, 9, 128, 1),
+        "channels-in-lanes": (2, 1, 128, 16),
+        "vectors": (24, 1, 7, 1),
+        "batched": (2, 3, 1, 8, 12),
+        "one": (1, 1, 1, 1),
+    },
+    "gpu": {
+        "channels-first": (2, 1, 3, 256),
+        "overlapping": (2, 1, 2, 300),
+        "one-channel": (2, 200, 1, 1),
+        "channels-last": (2, 32, 256, 1),
+        "folded": (2, 8, 48, 1),
+        "vectors": (128, 1, 3, 1),
+    },
+}
+CASES = [
+    pytest.param(name, shape, id=f"{name}-{case}") for name, shapes in SHAPES.items() for case, shape in shapes.items()
+]
+
+
+def draw(shape, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    images = [np.asarray(jnp.asarray(rng.normal(3, 2, shape), dtype)) for _ in range(3)]
+    parameters = [rng.normal(size=(*shape[:-4], shape[-2])).astype(np.float32) for _ in range(4)]
+    return *images, *parameters
+
+
+def in_oracle(values, shape):
+    """Images (n, a, c, b) with their channels on axis 1; one batch position."""
+    return np.moveaxis(np.asarray(values).astype(np.float64).reshape(shape[-4:]), 2, 1)
+
+
+def assert_close(actual, truth, dtype, operations=8):
+    assert actual.dtype == jnp.dtype(dtype)
+    tolerance = 0.51 * float(jnp.finfo(dtype).eps) + 2e-6 * operations
+    size = max(1.0, float(np.abs(truth).max()))
+    np.testing.assert_allclose(np.asarray(actual).astype(np.float64), truth, rtol=tolerance, atol=tolerance * size)
+
+
+def check(name, shape, dtype, activation, adds, capfd):
+    forward, backward, config, interpret, _ = KERNELS[name]
+    x, residual, grad, scale, bias, grad_mean, grad_variance = draw(shape, dtype)
+    attributes = {"axis_name": None, "config": config, "interpret": interpret}
+    residuals = (residual,) if adds else ()
+    launch = functools.partial(forward.run, epsilon=EPSILON, activation=activation, **attributes)
+    y, mean, variance = jax.jit(launch)(x, scale, bias, *residuals)
+    inv_std = (1 / np.sqrt(np.float64(variance) + EPSILON)).astype(np.float32)
+    gate = () if activation == IDENTITY and not adds else (y,)
+    launch = functools.partial(backward.run, activation=activation, residual_grad=adds, **attributes)
+    results = jax.jit(launch)(grad, x, scale, mean, inv_std, grad_mean, grad_variance, *gate)
+    for at in np.ndindex(shape[:-4]):
+        images = [in_oracle(values[at], shape) for values in (x, residual, grad)]
+        parameters = {"epsilon": EPSILON, "activation": activation[:2]}
+        extra = images[1] if adds else None
+        truth = oracle.training(images[0], scale[at], bias[at], extra, **parameters)
+        assert_close(np.moveaxis(y[at], 2, 1), truth[0], dtype)
+        assert_close(mean[at], truth[1], "float32")
+        assert_close(variance[at], truth[2], "float32")
+        dx, dscale, dbias, d = oracle.backward(images[2], images[0], scale[at], bias[at], extra, **parameters)
+        elements = images[0].size // scale[at].size
+        centred = images[0] - truth[1].reshape(1, -1, 1, 1)
+        dx = dx + (grad_mean[at].reshape(1, -1, 1, 1) + 2 * grad_variance[at].reshape(1, -1, 1, 1) * centred) / elements
+        assert_close(np.moveaxis(results[0][at], 2, 1), dx, dtype)
+        assert_close(results[1][at], dscale, "float32", 16)
+        assert_close(results[2][at], dbias, "float32", 16)
+        if adds:
+            assert_close(np.moveaxis(results[3][at], 2, 1), d, dtype)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_batch_norm_kernels_agree_with_float64(name, shape, capfd):
+    check(name, shape, "float32", RELU, True, capfd)
+
+
+@pytest.mark.parametrize(("activation", "adds"), [(IDENTITY, False), (IDENTITY, True), (RELU, False)], ids=str)
+@pytest.mark.parametrize("name", KERNELS)
+def test_batch_norm_kernels_fuse_what_they_are_asked_to(name, activation, adds, capfd):
+    check(name, (2, 1, 16, 128), "bfloat16", activation, adds, capfd)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_batch_norm_kernel_keeps_the_digits_of_a_variance_beside_a_large_mean(name):
+    forward, _, config, interpret, _ = KERNELS[name]
+    x = (1e4 + np.random.default_rng(0).normal(size=(8, 1, 2, 256))).astype(np.float32)
+    ones = np.ones(2, np.float32)
+    launch = functools.partial(forward.run, epsilon=0.0, axis_name=None, config=config, interpret=interpret)
+    _, mean, variance = jax.jit(launch)(x, ones, ones)
+    np.testing.assert_allclose(mean, x.mean((0, 1, 3), np.float64), rtol=1e-6)
+    np.testing.assert_allclose(variance, x.astype(np.float64).var((0, 1, 3)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_batch_norm_gradient_launches_its_kernels(name):
+    platform, custom_call = KERNELS[name][0].KERNEL.platform, KERNELS[name][4]
+    x, p = jnp.ones((8, 16, 16, 8)), jnp.ones(16)
+
+    def step(x, scale, bias, residual):
+        y, pull_back = jax.vjp(
+            lambda *xs: batch_norm(*xs[:3], residual=xs[3], activation="relu").y, x, scale, bias, residual
+        )
+        return pull_back(y)
+
+    with lowering.use("pallas"):
+        text = jax.jit(step).trace(x, p, p, x).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count(f"stablehlo.custom_call @{custom_call}") == {"tpu": 2, "gpu": 4}[name]
+
+
+def test_batch_norm_runs_the_interpreted_kernel():
+    rng = np.random.default_rng(0)
+    x, ones = rng.normal(size=(4, 8, 4, 4)).astype(np.float32), np.ones(8, np.float32)
+
+    def loss(x):
+        return jnp.sum(jnp.sin(batch_norm(x, ones, ones, activation="relu").y))
+
+    with lowering.use("interpret:mosaic_tpu"):
+        assert "mosaic_tpu" in str(lowering.explain(jax.grad(loss), x))
+        interpreted = jax.jit(jax.grad(loss))(x)
+    np.testing.assert_allclose(interpreted, jax.grad(loss)(x), atol=1e-5)
+
+
+def test_batch_norm_kernels_refuse_what_they_cannot_run():
+    def reason(kernel, hardware, shape=(8, 1, 16, 64), dtype="float32", **params):
+        x = types.SimpleNamespace(shape=shape, dtype=jnp.dtype(dtype))
+        return kernel.KERNEL.refuses(hardware, x, x, **{"axis_name": None, "epsilon": 0.0, **params})
+
+    v5e = Hardware(name="tpu-v5e", platform="tpu")
+    h100 = Hardware(name="cuda-h100", platform="cuda", compute_capability=(9, 0))
+    a100 = Hardware(name="cuda-a100", platform="cuda", compute_capability=(8, 0))
+    for kernel in (gpu_forward, gpu_backward):
+        assert reason(kernel, h100, (8, 1, 16, 196), "float16") is None
+        assert "cuda-a100 has 8.0" in reason(kernel, a100)
+        assert "x is float64" in reason(kernel, h100, dtype="float64")
+        assert "vmap made 2" in reason(kernel, h100, shape=(2, 8, 1, 16, 256))
+        assert "2147483648" in reason(kernel, h100, shape=(2**10, 1, 2**10, 2**11))
+        assert "[1, 16, 49]" in reason(kernel, h100, shape=(8, 1, 16, 49))
+        assert "[49, 5, 1]" in reason(kernel, h100, shape=(3, 49, 5, 1))
+        assert "relu, not elu" in reason(kernel, h100, activation=("elu", 1.0, True))
+    for kernel in (tpu_forward, tpu_backward):
+        assert reason(kernel, v5e) is None
+        assert "x is float16" in reason(kernel, v5e, dtype="float16")
+        assert "not swish" in reason(kernel, v5e, activation=("swish", 1.0, True))
+        assert "'data'" in reason(kernel, v5e, axis_name="data")
+        assert "nothing" in reason(kernel, v5e, shape=(0, 1, 16, 64))
+        assert "[1, 16, 1000003]" in reason(kernel, v5e, shape=(8, 1, 16, 1000003))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_batch_norm_kernel_configs_are_tried_largest_first(name):
+    x = jnp.zeros((8, 1, 64, 256))
+    configs = KERNELS[name][0].KERNEL.configs(Hardware(name=name, platform=name), x)
+    assert len(configs) == len({tuple(config.items()) for config in configs}) > 0

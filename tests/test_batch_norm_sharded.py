@@ -1,0 +1,83 @@
+"""`batch_norm` of batches that are split over devices: automatic and explicit meshes, and shared statistics."""
+
+import functools
+
+import contract
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lowering
+from jaxops import NotSupportedError, batch_norm
+
+
+def draw(rng):
+    x, residual = (rng.normal(1.5, 2, (16, 4, 3, 2)).astype(np.float32) for _ in range(2))
+    scale, bias = (rng.uniform(0.5, 2, 4).astype(np.float32) for _ in range(2))
+    return x, scale, bias, residual
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_batch_norm_of_a_split_batch_has_the_statistics_of_all_of_it(axis_type, rng):
+    x, scale, bias, residual = draw(rng)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    placed = [*(jax.device_put(a, s) for a, s in ((x, split), (scale, whole), (bias, whole), (residual, split)))]
+
+    @jax.jit
+    def step(x, scale, bias, residual):
+        def loss(x, scale, bias, residual):
+            out = batch_norm(x, scale, bias, 0 * scale, scale, residual=residual, activation="relu")
+            return jnp.sum(jnp.sin(out.y)), out
+
+        return jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(x, scale, bias, residual)
+
+    compiled = step.lower(*placed).compile()
+    contract.assert_close(compiled(*placed), step(x, scale, bias, residual))
+    assert not [size for size in contract.gathered_sizes(compiled.as_text()) if size >= x.size // 8]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_batch_norm_shares_statistics_over_a_mesh_axis(check_vma, rng):
+    x, scale, bias, residual = draw(rng)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(x, scale, bias, residual, axis_name=None):
+        out = batch_norm(
+            *(x, scale, bias, jnp.zeros(4), jnp.ones(4)),
+            **{"residual": residual, "activation": "swish", "axis_name": axis_name, "layout": "NCHW"},
+        )
+        total = jnp.sum(jnp.sin(out.y))
+        return (total if axis_name is None else jax.lax.psum(total, axis_name)), out.running_var
+
+    sharded = jax.shard_map(
+        functools.partial(loss, axis_name="data"),
+        mesh=mesh,
+        in_specs=(P("data"), P(), P(), P("data")),
+        out_specs=(P(), P()),
+        check_vma=check_vma,
+    )
+
+    def everything(fn, *operands):
+        """The result, its gradients, a derivative in forward mode, and a second-order gradient in x."""
+        values, pull_back, _ = jax.vjp(fn, *operands, has_aux=True)
+        x, residual = operands[0], operands[3]
+        along = jax.jvp(lambda x: fn(x, *operands[1:])[0], (x,), (residual,))
+        slope = jax.grad(lambda x: fn(x, *operands[1:])[0])
+        return fn(*operands), pull_back(jnp.ones_like(values)), along, jax.grad(lambda x: jnp.sum(jnp.cos(slope(x))))(x)
+
+    shared, whole = (jax.jit(functools.partial(everything, fn)) for fn in (sharded, loss))
+    contract.assert_close(shared(x, scale, bias, residual), whole(x, scale, bias, residual))
+
+
+def test_batch_norm_kernels_refuse_a_split_batch(rng):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    x, scale, bias, _ = draw(rng)
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    with lowering.use("pallas"):
+        traced = jax.jit(lambda x: batch_norm(x, scale, bias).y).trace(x)
+        with pytest.raises(NotSupportedError, match="x is split over a mesh"):
+            traced.lower(lowering_platforms=("tpu",))
