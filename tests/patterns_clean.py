@@ -103,6 +103,16 @@ def distribution_of_values(w, x, actions, target):
     return -jnp.sum(target * of_action, axis=1).mean()
 
 
+@clean(W, X, f32(6, 16))
+def mixture_of_likelihoods(w, x, likelihoods):
+    return -jnp.log((jax.nn.softmax(x @ w) * likelihoods).sum(-1)).mean()
+
+
+@clean(W, X)
+def log_of_the_probability_of_a_fixed_class(w, x):
+    return -jnp.log(jax.nn.softmax(x @ w)[:, 0]).mean()
+
+
 @clean(W, X)
 def entropy(w, x):
     log_probs = jax.nn.log_softmax(x @ w)

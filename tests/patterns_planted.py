@@ -48,6 +48,28 @@ def optax_one_hot(w, x, labels):
     return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, 16)).mean()
 
 
+@planted(LOGITS, W, X, Y)
+def log_of_picked_probabilities(w, x, labels):
+    probabilities = jax.nn.softmax(x @ w)  # here
+    return -jnp.log(jnp.take_along_axis(probabilities, labels[:, None], axis=-1)).mean()
+
+
+@planted(LOGITS, W, X, Y)
+def gradient_of_the_log_of_picked_probabilities(w, x, labels):
+    def loss(w):
+        probabilities = jax.nn.softmax(x @ w, axis=-1)  # here
+        return -jnp.mean(jnp.log(probabilities[jnp.arange(6), labels] + 1e-9))
+
+    return jax.value_and_grad(loss)(w)
+
+
+@planted(LOGITS, W, X, Y)
+def log_of_probabilities_by_one_hot(w, x, labels):
+    exponentials = jnp.exp(x @ w)  # here
+    probabilities = exponentials / exponentials.sum(-1, keepdims=True)
+    return -jnp.log((probabilities * jax.nn.one_hot(labels, 16)).sum(-1)).sum()
+
+
 @planted(LOGITS, W, X, f32(6, 16))
 def optax_probabilities(w, x, probabilities):
     return optax.softmax_cross_entropy(x @ w, probabilities).sum()  # here

@@ -10,17 +10,45 @@ _SUMS = frozenset({"psum", "psum_invariant"})
 
 
 def _find(graph: Graph) -> Iterator[Finding]:
-    """Matrix products whose result is normalised by a log sum exp and read where a label says."""
+    """Matrix products whose result is normalised over classes and read where a label says, on the way to a log."""
     known = set()
     for log in graph.named("log"):
-        for matmul, classes in _softmax_inputs(log):
-            if matmul in known:
-                continue
-            pick = _pick_by_label(matmul, classes, log)
-            if pick is not None:
+        for matmul, pick in (*_picked_log_softmax(log), *_log_of_picked_softmax(log)):
+            if matmul not in known:
                 known.add(matmul)
                 yield Finding(matmul, _detail(matmul, pick))
-                break
+
+
+def _picked_log_softmax(log: Operation) -> Iterator[tuple[Operation, Operation]]:
+    """The first matrix product of which this is the log sum exp, and what picks from it, or from the log-softmax."""
+    for matmul, classes in _softmax_inputs(log):
+        pick = _pick_by_label(matmul, classes, log)
+        if pick is not None:
+            yield matmul, pick
+            return
+
+
+def _log_of_picked_softmax(log: Operation) -> Iterator[tuple[Operation, Operation]]:
+    """Matrix products from whose softmax one class a row is picked, of which this is the log; and what picks."""
+    for value in backward(log.inputs[0], _keeps_picked):
+        pick = value.producer
+        if pick is None or pick.name not in ("gather", "dynamic_slice", "mul", "select_n"):
+            continue
+        for probabilities in pick.inputs:
+            is_weighted = pick.name == "mul" and not all(_is_one_hot(x) for x in pick.inputs if x is not probabilities)
+            for matmul, classes in () if is_weighted else _softmax_of(probabilities):
+                if _picks(pick, probabilities, classes, forward(matmul.outputs, lambda *_: True)):
+                    yield matmul, pick
+
+
+def _softmax_of(probabilities: Value) -> Iterator[tuple[Operation, Any]]:
+    """The matrix products of which these are exponentials over their sum, and over how many classes that goes."""
+    for quotient in _producers(probabilities, _keeps_shape, "div"):
+        for total in _producers(quotient.inputs[1], _keeps_sums, "reduce_sum"):
+            exponentials = _producers(quotient.inputs[0], _keeps_shape, "exp")
+            for exponential in exponentials & _producers(total.inputs[0], _keeps_shape, "exp"):
+                for matmul in _producers(exponential.inputs[0], _keeps_logits, "dot_general"):
+                    yield matmul, _reduced(total)
 
 
 def _detail(matmul: Operation, pick: Operation) -> str:
@@ -69,6 +97,22 @@ def _keeps_losses(operation: Operation, operand: Value) -> bool:
     if operation.name == "gather":  # optax takes the only column so
         return operand is operation.inputs[0] and bool(operation.outputs[0].size == operand.size)
     return operation.name in ("reduce_sum", "mul", "div", *_SUMS) or _keeps_logits(operation, operand)
+
+
+def _keeps_picked(operation: Operation, operand: Value) -> bool:
+    """The same on the way from probabilities, of which some are picked, to a logarithm."""
+    if operation.name in ("gather", "dynamic_slice", "select_n"):
+        return _is_selected(operation, operand)
+    return operation.name in _LINEAR or operation.name in ("mul", "max", "clamp", "reduce_sum")
+
+
+def _keeps_shape(operation: Operation, operand: Value) -> bool:
+    return operation.name in RESHAPES
+
+
+def _is_one_hot(value: Value) -> bool:
+    producer = unshaped(value).producer
+    return producer is not None and producer.name == "eq"
 
 
 def _is_scaled(operation: Operation, operand: Value) -> bool:
@@ -122,8 +166,7 @@ def _picks(operation: Operation, logits: Value, classes: Any, made_of_logits: se
             return bool(unshaped(rest[0]).size == logits.size) and _is_summed(operation, classes)
         case "select_n":
             mask = unshaped(operation.inputs[0])
-            is_one_hot = mask.producer is not None and mask.producer.name == "eq" and mask.size == logits.size
-            return is_one_hot and _is_summed(operation, classes)
+            return bool(_is_one_hot(mask) and mask.size == logits.size and _is_summed(operation, classes))
     return operation.name == "nll_loss" and logits is operation.inputs[0]
 
 
