@@ -121,8 +121,8 @@ def explain(
         print(explanation.to_json())
     else:
         console().print(explanation.table())
-        for opportunity in explanation.opportunities:
-            print(opportunity)
+        for remark in explanation.remarks:
+            print(remark)
 
 
 @app.command()

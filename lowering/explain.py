@@ -19,6 +19,7 @@ from rich.text import Text
 
 from lowering import cost, register
 from lowering.measured_cpu import with_measured_rates
+from lowering.notes import heard
 from lowering.patterns import Opportunity, opportunities
 from lowering.select import Choice, Refusal
 from lowering.targets import here, named_slice
@@ -82,12 +83,14 @@ class Explanation:
       rows: one for each operator and set of shapes, in order of first use.
       total_flops: of the whole function, operators of ours and everything else; by primitives, before any compiler.
       opportunities: plain JAX in the function that an operator of ours would replace.
+      notes: what operators chose while the function was traced, and why.
     """
 
     target: str
     rows: tuple[Row, ...]
     total_flops: int
     opportunities: tuple[Opportunity, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def share(self) -> float | None:
@@ -146,7 +149,12 @@ class Explanation:
     def __str__(self) -> str:
         text = StringIO()
         Console(file=text, width=140, no_color=True, force_terminal=False, force_jupyter=False).print(self.table())
-        return "\n".join([text.getvalue().rstrip(), *map(str, self.opportunities)])
+        return "\n".join([text.getvalue().rstrip(), *self.remarks])
+
+    @property
+    def remarks(self) -> list[str]:
+        """Notes and opportunities, a line each, as they stand below the table."""
+        return [*self.notes, *map(str, self.opportunities)]
 
 
 def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Explanation:
@@ -168,7 +176,8 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
       OperatorError: what an operator has to say about its arguments, in the words that calling the function would give.
     """
     hardware = here() if target is None else named_slice(target)
-    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    with heard() as notes:
+        jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
     counts: dict[Row, int] = {}
     for use in operator_uses(jaxpr, args, hardware):
         row = _row(use, hardware)
@@ -176,7 +185,9 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
     rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
     elsewhere = cost.flops(jaxpr, excluding={row.operator for row in rows})
     replaceable = opportunities(jaxpr, register.patterns())
-    return Explanation(hardware.name, rows, elsewhere + sum(row.count * row.flops for row in rows), replaceable)
+    return Explanation(
+        hardware.name, rows, elsewhere + sum(row.count * row.flops for row in rows), replaceable, tuple(notes)
+    )
 
 
 def operator_uses(jaxpr: Jaxpr, args: Any, hardware: Hardware) -> Iterator[OperatorUse]:

@@ -386,3 +386,28 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_linear_cross_entropy_keeps_promise(case, promise, rng):
     promise(case, rng)
+
+
+LARGE = "68,157,440 logits are more than 16,777,216"
+BY_ROW = "the loss is no scalar without aux on one shard"
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "options", "implementation", "note"),
+    [
+        (8, "float32", {}, "auto", "full, as 520 logits are at most 16,777,216"),
+        (2**20, "float32", {}, "auto", f"grad_in_forward, as {LARGE}"),
+        (2**20, "float32", {"reduction": "none"}, "auto", f"recompute, as {LARGE}, and {BY_ROW}"),
+        (8, "float32", {"strategy": "recompute"}, "auto", "recompute, as asked"),
+        (8, "bfloat16", {}, "pallas", "recompute, which is what the kernels do"),
+    ],
+)
+def test_explain_says_why_a_strategy_is_taken(rows, dtype, options, implementation, note):
+    shapes = (rows, 16), (65, 16)
+    x, weight = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    loss = jax.jit(functools.partial(linear_cross_entropy, **options))
+    with lowering.use(implementation):
+        for _ in range(2):  # also once it has been traced
+            explanation = lowering.explain(loss, x, weight, jax.ShapeDtypeStruct((rows,), "int32"), target="tpu-v5e")
+            assert explanation.notes == (f"linear_cross_entropy: strategy {note}",)
+    assert explanation.notes[0] in str(explanation)

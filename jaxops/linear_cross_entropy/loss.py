@@ -225,16 +225,23 @@ def _aux(rows: RowStatistics, labels: jax.Array, kept: jax.Array, vocabulary: Vo
     )
 
 
-def _resolve(strategy: str, x: jax.Array, logits_size: int, scalar: bool) -> str:
+def _resolve(strategy: str, x: jax.Array, logits_size: Any, scalar: bool) -> str:
     """The strategy that runs, from shapes, arguments and `lowering.use`; a symbolic size may be of any value."""
+    reason = "as asked"
     asks_for_kernels = lowering.current_selection().request(_NAME).startswith(("pallas", "interpret"))
-    # The kernels of every platform take 16 bits; those for GPUs refuse float32, which their matrix units would round.
     if strategy == "auto" and asks_for_kernels and x.dtype.itemsize == 2:
-        strategy = "recompute"
-    if strategy == "auto":
-        is_small = jax.export.is_symbolic_dim(logits_size) or logits_size <= SMALL_LOGITS
-        strategy = "full" if is_small else "grad_in_forward"
-    return "recompute" if strategy == "grad_in_forward" and not scalar else strategy
+        # The kernels of every platform take 16 bits; those for GPUs refuse float32, which matrix units would round.
+        strategy, reason = "recompute", "which is what the kernels do"
+    elif strategy == "auto" and jax.export.is_symbolic_dim(logits_size):
+        strategy, reason = "full", f"as {logits_size} logits may be few"
+    elif strategy == "auto" and logits_size <= SMALL_LOGITS:
+        strategy, reason = "full", f"as {logits_size:,} logits are at most {SMALL_LOGITS:,}"
+    elif strategy == "auto":
+        strategy, reason = "grad_in_forward", f"as {logits_size:,} logits are more than {SMALL_LOGITS:,}"
+    if strategy == "grad_in_forward" and not scalar:
+        strategy, reason = "recompute", f"{reason}, and the loss is no scalar without aux on one shard"
+    lowering.note(f"{_NAME}: strategy {strategy}, {reason}")
+    return strategy
 
 
 def _default_chunk_rows(strategy: str, rows: Any, weight: jax.Array) -> int:
