@@ -67,7 +67,8 @@ def test_figures_that_migrated_cudnn_programs_check():
     )
     np.testing.assert_allclose(out.running_mean, 27 + p)
     np.testing.assert_allclose(out.running_variance, 2500 + p / 2, rtol=1e-6)
-    np.testing.assert_allclose(np.ravel(out.y[0])[[0, 1, 99]], [1.5, 1.5005, 1.54949], rtol=5e-6)
+    # 99 (1 - 0.9998): what float32 rounds of a hundred is more than the figures' last digit.
+    np.testing.assert_allclose(np.ravel(out.y[0])[[0, 1, 99]], [1.5, 1.5005, 1.54949], atol=3e-5)
     np.testing.assert_allclose(np.ravel(out.y[1])[[0, 1, 99]], [1.5, 6.4995, 496.451], rtol=5e-6)
 
 
