@@ -88,7 +88,7 @@ def test_command_shows_opportunities_below_the_table(tmp_path: Path, monkeypatch
 
 
 def test_explanation_shows_nothing_where_there_is_none() -> None:
-    fn, args = CLEAN["our_cross_entropy"]
+    fn, args = CLEAN["our_optimizer"]
     assert str(lowering.explain(fn, *args)).splitlines()[-1].startswith("└")
 
 
