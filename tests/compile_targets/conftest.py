@@ -16,7 +16,7 @@ def installed(name):
     """The target, if the compiler of its platform is in this environment."""
     status = lowering.availability(named(name.partition(":")[0]))
     if status != "can compile for":
-        pytest.skip(f"{name} {status}")
+        pytest.fail(f"{name} {status}")
     return name
 
 
