@@ -15,6 +15,7 @@ import numpy as np
 
 import lowering
 from jaxops import batch_norm
+from lowering import timing
 
 EPSILON, MOMENTUM = 1e-5, 0.1
 # The axes of NCHW images in each layout.
@@ -125,8 +126,8 @@ def case(shape: tuple[int, ...], layout: str, dtype: str, fused: bool, repeats: 
     candidates["flax BatchNorm"] = jax_candidate(flax_module(layout, fused), operands, fused)
     if importlib.util.find_spec("torch"):
         candidates["torch"] = torch_candidate(operands, layout, fused)
-    times = harness.times_ms({name: run for name, (run, _) in candidates.items()}, repeats=repeats)
-    rows = {name: {**harness.summary(times[name]), **facts} for name, (_, facts) in candidates.items()}
+    times = timing.times_ms({name: run for name, (run, _) in candidates.items()}, repeats=repeats)
+    rows = {name: {**timing.summary(times[name]), **facts} for name, (_, facts) in candidates.items()}
     if "torch" in times:
         for row in rows.values():
             row["of_torch"] = round(row["median_ms"] / rows["torch"]["median_ms"], 2)
