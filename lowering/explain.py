@@ -19,6 +19,7 @@ from rich.text import Text
 
 from lowering import cost, register
 from lowering.measured_cpu import with_measured_rates
+from lowering.measurements import type_text
 from lowering.notes import heard
 from lowering.patterns import Opportunity, opportunities
 from lowering.select import Choice, Refusal
@@ -221,8 +222,8 @@ def _row(use: OperatorUse, hardware: Hardware) -> Row:
     return Row(
         operator=use.operator.name,
         count=0,
-        operands=tuple(_describe(aval) for aval in use.operands),
-        results=tuple(_describe(aval) for aval in use.results),
+        operands=tuple(type_text(aval) for aval in use.operands),
+        results=tuple(type_text(aval) for aval in use.results),
         implementation=use.choice.implementation,
         refusals=use.choice.refusals,
         flops=cost.flops(reference),
@@ -251,10 +252,6 @@ def _total_seconds(rows: Sequence[Row]) -> float | None:
     """Of all runs; None where that of one is not known."""
     known = [row.count * row.seconds for row in rows if row.seconds is not None]
     return sum(known) if len(known) == len(rows) else None
-
-
-def _describe(aval: Any) -> str:
-    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
 def _alike(rows: tuple[Row, ...]) -> list[list[Row]]:
