@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxops import _layouts
 from jaxops._errors import BAD_PARAM, require
 
 MODES = ("spatial", "per_activation")
-LAYOUTS = ("NCHW", "NHWC", "NCDHW", "NDHWC", "NC", "NCL", "NLC")
-_DEFAULT_LAYOUTS = {2: "NC", 3: "NCL", 4: "NCHW", 5: "NCDHW"}
+LAYOUTS = (*_layouts.IMAGES, "NC", "NCL", "NLC")
 
 
 class View(NamedTuple):
@@ -75,12 +75,7 @@ class View(NamedTuple):
 
 def view_of(operator: str, x: Any, layout: str | None, mode: str) -> View:
     """Checks layout and mode. Gives the view of images like x."""
-    require(len(x.shape) in _DEFAULT_LAYOUTS, operator, "x", "have rank 2 to 5", x, status=BAD_PARAM)
-    layout = _DEFAULT_LAYOUTS[len(x.shape)] if layout is None else layout
-    known = isinstance(layout, str) and layout in LAYOUTS
-    require(known, operator, "layout", f"be one of {', '.join(LAYOUTS)}", layout, status=BAD_PARAM)
-    rule = f"have {len(layout)} axes, as layout {layout} says"
-    require(len(x.shape) == len(layout), operator, "x", rule, x, status=BAD_PARAM)
+    layout = _layouts.resolved(operator, x, layout, LAYOUTS)
     known = isinstance(mode, str) and mode in MODES
     require(known, operator, "mode", f"be one of {', '.join(MODES)}", mode, status=BAD_PARAM)
     return View(tuple(x.shape), layout.endswith("C") and layout != "NC", mode == "per_activation")

@@ -21,10 +21,11 @@ from typing import NamedTuple
 import jax
 
 from jaxops.mcdnn import norm_calls
+from jaxops.mcdnn.checks import DTYPES
 from jaxops.mcdnn.descriptors import ActivationDescriptor
 from jaxops.mcdnn.enums import BatchNormMode, BatchNormOps
 from jaxops.mcdnn.norm_calls import BatchNormTrainingEx
-from jaxops.mcdnn.norm_checks import DTYPES, batch_norm_call
+from jaxops.mcdnn.norm_checks import batch_norm_call
 
 _WITHOUT_BFLOAT16 = tuple(dtype for dtype in DTYPES if dtype != "bfloat16")
 

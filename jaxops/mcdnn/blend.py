@@ -46,6 +46,11 @@ def is_plain(alpha: float, beta: float) -> bool:
     return alpha == 1 and beta == 0
 
 
+def widened(x: jax.Array, alpha: float, beta: float) -> jax.Array:
+    """Data in the dtype in which it will be blended, so that the blend is what is rounded."""
+    return x if is_plain(alpha, beta) else x.astype(compute_dtype(x.dtype))
+
+
 def blended(result: jax.Array, prior: jax.Array | None, alpha: float, beta: float, dtype: Any) -> jax.Array:
     """The output in its dtype, rounded once. With beta 0 the prior is not read, and may hold anything."""
     if not is_plain(alpha, beta):

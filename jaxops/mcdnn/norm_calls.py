@@ -16,8 +16,9 @@ from jaxops.batch_norm.layouts import View
 from jaxops.batch_norm.operator import inverse_std, pre_activation
 from jaxops.batch_norm.statistics import mean_and_variance
 from jaxops.mcdnn import blend, reserve_space
+from jaxops.mcdnn.checks import DTYPES, as_arrays
 from jaxops.mcdnn.enums import ActivationMode
-from jaxops.mcdnn.norm_checks import DTYPES, Call, as_arrays, wide
+from jaxops.mcdnn.norm_checks import NormCall
 
 FORWARD_ACTIVATIONS = (ActivationMode.RELU, ActivationMode.SWISH)
 BACKWARD_ACTIVATIONS = (ActivationMode.RELU,)
@@ -45,7 +46,7 @@ class BatchNormTrainingEx(NamedTuple):
 
 
 def forward_training(
-    call: Call,
+    call: NormCall,
     x: Any,
     scale: Any,
     bias: Any,
@@ -78,7 +79,7 @@ def forward_training(
     call.factor(exponential_average_factor)
     call.dtypes(x, dtypes, **given)
     call.supported_ops(view, x, FORWARD_ACTIVATIONS)
-    data = wide(x, alpha, beta)
+    data = blend.widened(x, alpha, beta)
     residual = None if z is None else z.astype(data.dtype)
     result, mean, variance = train(view, data, scale, bias, residual, call.activation, epsilon=float(epsilon))
     if running_mean is not None:
@@ -98,7 +99,7 @@ def forward_training(
 
 
 def forward_inference(
-    call: Call,
+    call: NormCall,
     x: Any,
     scale: Any,
     bias: Any,
@@ -127,7 +128,7 @@ def forward_inference(
     call.epsilon(epsilon)
     call.dtypes(x, DTYPES, **given)
     call.supported_ops(view, x, FORWARD_ACTIVATIONS)
-    data = wide(x, alpha, beta)
+    data = blend.widened(x, alpha, beta)
     residual = None if z is None else z.astype(data.dtype)
     activation = call.activation or IDENTITY
     result = infer(view, data, list(given.values()), residual, activation, epsilon=float(epsilon))
@@ -135,7 +136,7 @@ def forward_inference(
 
 
 def backward(
-    call: Call,
+    call: NormCall,
     x: Any,
     dy: Any,
     scale: Any,
@@ -179,7 +180,7 @@ def backward(
     has_backward = call.activation is None or call.activation.mode != "swish"
     call.support(has_backward, "activation", "not be SWISH, which has no fused gradient", "SWISH")
 
-    data, grad = (view.images(wide(array, alpha_data_diff, beta_data_diff)) for array in (x, dy))
+    data, grad = (view.images(blend.widened(array, alpha_data_diff, beta_data_diff)) for array in (x, dy))
     mean, inv_std = _statistics(view, x, saved_mean, saved_inv_variance, float(epsilon))
     factors = view.parameters(scale)
     activation, gate = RELU, None
@@ -206,7 +207,7 @@ def backward(
 
 
 def _gated(
-    call: Call,
+    call: NormCall,
     data: jax.Array,
     grad: jax.Array,
     y: jax.Array | None,
@@ -238,12 +239,12 @@ def _passes(activation: FusedActivation, y: jax.Array) -> jax.Array:
     return (y > 0) & (y < activation.coef) if activation.mode == "clipped_relu" else y > 0
 
 
-def _mask(call: Call, kept: jax.Array | None, x: jax.Array) -> jax.Array | None:
+def _mask(call: NormCall, kept: jax.Array | None, x: jax.Array) -> jax.Array | None:
     masked = call.activation is not None and call.activation.mode in _MASKED
     return reserve_space.unpacked(kept, x.shape) if masked and kept is not None else None
 
 
-def _check_reserve_space(call: Call, x: jax.Array, kept: jax.Array | None) -> None:
+def _check_reserve_space(call: NormCall, x: jax.Array, kept: jax.Array | None) -> None:
     if kept is not None and call.activation is not None:
         size = reserve_space.size_bytes(x.size)
         fits = kept.ndim == 1 and kept.dtype == jnp.uint8 and kept.size >= size

@@ -5,13 +5,14 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from jaxops._errors import BAD_PARAM, NOT_SUPPORTED, NotSupportedError, require
+from jaxops import _layouts
+from jaxops._errors import BAD_PARAM, NOT_SUPPORTED, require
 from jaxops.batch_norm.fused_activation import FusedActivation
 from jaxops.batch_norm.layouts import View, view_of
 from jaxops.mcdnn import blend
+from jaxops.mcdnn.checks import DTYPES, Call
 from jaxops.mcdnn.descriptors import ActivationDescriptor
 from jaxops.mcdnn.enums import (
     ActivationMode,
@@ -25,16 +26,13 @@ from jaxops.mcdnn.enums import (
 )
 
 BN_MIN_EPSILON = 0.0
-DTYPES = ("float16", "bfloat16", "float32", "float64")
-LAYOUTS = ("NCHW", "NHWC", "NCDHW", "NDHWC")
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class NormCall(Call):
     """A call as its enumerations describe it.
 
     Attributes:
-      name: of the function, for its errors.
       per_activation: whether statistics are those of each activation, and not of each channel.
       ops: what follows the normalization.
       activation: of `ops`; None for OPS_BN.
@@ -42,7 +40,6 @@ class Call:
       parameter_status: of parameters whose dtype does not go with the data's.
     """
 
-    name: str
     per_activation: bool
     ops: BatchNormOps = BatchNormOps.OPS_BN
     activation: FusedActivation | None = None
@@ -54,24 +51,9 @@ class Call:
         """Whether a residual is added before the activation."""
         return self.ops == BatchNormOps.OPS_BN_ADD_ACTIVATION
 
-    def require(self, condition: bool, argument: str, rule: str, got: object) -> None:
-        """Raises BadParamError unless the condition holds."""
-        require(condition, self.name, argument, rule, got, status=BAD_PARAM)
-
-    def support(self, condition: bool, argument: str, rule: str, got: object) -> None:
-        """Raises NotSupportedError unless the condition holds."""
-        require(condition, self.name, argument, rule, got, status=NOT_SUPPORTED, error=NotSupportedError)
-
-    def present(self, **arguments: Any) -> None:
-        """Refuses required arguments that are None."""
-        for argument, value in arguments.items():
-            self.require(value is not None, argument, "be given", None)
-
     def view(self, x: Any, layout: str | None) -> View:
         """How x is seen, of rank 4 or 5 and in a documented layout."""
-        self.require(len(x.shape) in (4, 5), "x", "have rank 4 or 5", x)
-        known = layout is None or layout in LAYOUTS
-        self.require(known, "layout", f"be one of {', '.join(LAYOUTS)}", layout)
+        layout = _layouts.resolved(self.name, x, layout)
         return view_of(self.name, x, layout, "per_activation" if self.per_activation else "spatial")
 
     def alike(self, x: Any, **arrays: Any) -> None:
@@ -106,7 +88,7 @@ class Call:
     def dtypes(self, x: Any, listed: tuple[str, ...], **parameters: Any) -> None:
         """Refuses dtypes that are not documented (if strict, not listed for this function) or do not go together."""
         dtypes = listed if self.strict else DTYPES
-        self.support(x.dtype.name in dtypes, "x", f"have a dtype of {', '.join(dtypes)}", x)
+        self.supported_dtype("x", x, dtypes)
         dtype = jnp.dtype(blend.compute_dtype(x.dtype))
         refuse = self.support if self.parameter_status == NOT_SUPPORTED else self.require
         for argument, array in parameters.items():
@@ -124,25 +106,25 @@ class Call:
                 self.support(x.dtype == jnp.float16, "z", "be float16", x)
 
 
-def batch_norm_call(name: str, mode: Any, ops: Any = 0, activation: Any = None, strict: bool = False) -> Call:
+def batch_norm_call(name: str, mode: Any, ops: Any = 0, activation: Any = None, strict: bool = False) -> NormCall:
     """The call of a batch-normalization function."""
     mode = member(name, "mode", BatchNormMode, mode)
     ops = member(name, "bn_ops", BatchNormOps, ops)
-    return Call(name, mode == BatchNormMode.PER_ACTIVATION, ops, _fused(name, ops, activation), strict)
+    return NormCall(name, mode == BatchNormMode.PER_ACTIVATION, ops, _fused(name, ops, activation), strict)
 
 
 def norm_call(
     name: str, mode: Any, ops: Any, algo: Any, activation: Any, strict: bool, parameter_status: str = NOT_SUPPORTED
-) -> Call:
+) -> NormCall:
     """The call of a normalization function."""
     mode = member(name, "mode", NormMode, mode)
     ops = BatchNormOps(member(name, "norm_ops", NormOps, ops))
     member(name, "algo", NormAlgo, algo)
     fused = _fused(name, ops, activation)
-    return Call(name, mode == NormMode.PER_ACTIVATION, ops, fused, strict, parameter_status)
+    return NormCall(name, mode == NormMode.PER_ACTIVATION, ops, fused, strict, parameter_status)
 
 
-def check_group_count(call: Call, group_cnt: Any) -> None:
+def check_group_count(call: NormCall, group_cnt: Any) -> None:
     """Refuses groups, which no version has."""
     is_integer = isinstance(group_cnt, Integral) and not isinstance(group_cnt, bool)
     call.require(is_integer, "group_cnt", "be an integer", group_cnt)
@@ -153,16 +135,6 @@ def parameter_shape(view: View) -> tuple[int, ...]:
     """The documented shape of parameters and statistics: (1, C, 1, 1[, 1]), or (1, C[, D], H, W)."""
     shape = (1, *view.parameter_shape)
     return shape + (1,) * (len(view.shape) - len(shape))
-
-
-def as_arrays(*arrays: Any) -> list[Any]:
-    """JAX arrays of what is given."""
-    return [None if array is None else jnp.asarray(array) for array in arrays]
-
-
-def wide(x: jax.Array, alpha: float, beta: float) -> jax.Array:
-    """Data in the dtype in which it will be blended, so that the blend is what is rounded."""
-    return x if blend.is_plain(alpha, beta) else x.astype(blend.compute_dtype(x.dtype))
 
 
 def _fused(name: str, ops: BatchNormOps, descriptor: Any) -> FusedActivation | None:

@@ -7,9 +7,10 @@ import math
 from typing import Any
 
 from jaxops.mcdnn import reserve_space
+from jaxops.mcdnn.checks import DTYPES
 from jaxops.mcdnn.descriptors import ActivationDescriptor
 from jaxops.mcdnn.enums import BatchNormMode, BatchNormOps, NormAlgo, NormMode, NormOps
-from jaxops.mcdnn.norm_checks import DTYPES, Call, batch_norm_call, check_group_count, norm_call
+from jaxops.mcdnn.norm_checks import NormCall, batch_norm_call, check_group_count, norm_call
 
 
 def get_batch_normalization_forward_training_ex_workspace_size(
@@ -176,7 +177,7 @@ def get_normalization_training_reserve_space_size(
     return _reserve_space(call, x)
 
 
-def _forward_workspace(call: Call, x: Any, z: Any, y: Any, layout: str | None, **parameters: Any) -> int:
+def _forward_workspace(call: NormCall, x: Any, z: Any, y: Any, layout: str | None, **parameters: Any) -> int:
     call.present(x=x, y=y, **parameters)
     if call.adds:
         call.present(z=z)
@@ -188,7 +189,7 @@ def _forward_workspace(call: Call, x: Any, z: Any, y: Any, layout: str | None, *
 
 
 def _backward_workspace(
-    call: Call, x: Any, y: Any, dy: Any, dz: Any, dx: Any, layout: str | None, **parameters: Any
+    call: NormCall, x: Any, y: Any, dy: Any, dz: Any, dx: Any, layout: str | None, **parameters: Any
 ) -> int:
     call.present(x=x, dy=dy, dx=dx, **parameters)
     view = call.view(x, layout)
@@ -198,7 +199,7 @@ def _backward_workspace(
     return 0
 
 
-def _reserve_space(call: Call, x: Any) -> int:
+def _reserve_space(call: NormCall, x: Any) -> int:
     call.present(x=x)
     call.require(len(x.shape) in (4, 5), "x", "have rank 4 or 5", x)
     return 0 if call.activation is None else reserve_space.size_bytes(math.prod(x.shape))

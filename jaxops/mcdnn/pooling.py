@@ -5,15 +5,14 @@ from numbers import Integral
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxops._errors import BAD_PARAM, NOT_SUPPORTED, NotSupportedError, require
+from jaxops import _layouts
 from jaxops.mcdnn import blend
+from jaxops.mcdnn.checks import Call, as_arrays
 from jaxops.mcdnn.descriptors import PoolingDescriptor
 from jaxops.mcdnn.enums import NanPropagation, PoolingMode
 from jaxops.pooling import AVG_POOL, AVG_POOL_BACKWARD, MAX_POOL, MAX_POOL_BACKWARD, windows
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAXIMA = (PoolingMode.MAX, PoolingMode.MAX_DETERMINISTIC)
 
 
@@ -54,16 +53,16 @@ def pooling_forward(
 
     Source: mcDNN `mcdnnPoolingForward`. JAX's arrays are packed, so the documented errors of strides cannot arise.
     """
-    name = "pooling_forward"
-    _require_descriptor(name, desc)
-    _require_present(name, x=x)
-    blend.check_factors(name, alpha=alpha, beta=beta)
-    x, y = jnp.asarray(x), None if y is None else jnp.asarray(y)
-    layout, attributes = _windows(name, desc, x, layout)
+    call = Call("pooling_forward")
+    call.descriptor(PoolingDescriptor, desc)
+    call.present(x=x)
+    blend.check_factors(call.name, alpha=alpha, beta=beta)
+    x, y = as_arrays(x, y)
+    layout, attributes = _windows(call, desc, x, layout)
     shape = _output_shape(x.shape, layout, attributes)
-    blend.check_prior(name, "y", y, beta, shape, x.dtype)
-    _require_supported(name, "x", x)
-    volume = windows.to_volume(_wide(x, alpha, beta), layout)
+    blend.check_prior(call.name, "y", y, beta, shape, x.dtype)
+    call.supported_dtype("x", x)
+    volume = windows.to_volume(blend.widened(x, alpha, beta), layout)
     if desc.mode in MAXIMA:
         (result,) = MAX_POOL(volume, **attributes, propagate_nan=_propagates(desc))
     else:
@@ -115,28 +114,25 @@ def pooling_backward(
 
     Source: mcDNN `mcdnnPoolingBackward`.
     """
-    name = "pooling_backward"
-    _require_descriptor(name, desc)
-    _require_present(name, dy=dy)
+    call = Call("pooling_backward")
+    call.descriptor(PoolingDescriptor, desc)
+    call.present(dy=dy)
     if desc.mode in MAXIMA:
-        _require_present(name, y=y, x=x)
-    blend.check_factors(name, alpha=alpha, beta=beta)
-    dy = jnp.asarray(dy)
-    y, x, dx = (None if array is None else jnp.asarray(array) for array in (y, x, dx))
-    image = jax.ShapeDtypeStruct(_image_shape(name, x, x_shape), dy.dtype if x is None else x.dtype)
-    layout, attributes = _windows(name, desc, image, layout)
+        call.present(y=y, x=x)
+    blend.check_factors(call.name, alpha=alpha, beta=beta)
+    y, dy, x, dx = as_arrays(y, dy, x, dx)
+    image = jax.ShapeDtypeStruct(_image_shape(call, x, x_shape), dy.dtype if x is None else x.dtype)
+    layout, attributes = _windows(call, desc, image, layout)
     shape = _output_shape(image.shape, layout, attributes)
-    require(dy.shape == shape, name, "dy", f"have the shape of what was pooled, {shape}", dy, status=BAD_PARAM)
+    call.require(dy.shape == shape, "dy", f"have the shape of what was pooled, {shape}", dy)
     if y is not None:
-        require(y.shape == dy.shape, name, "y", f"have the shape of dy, {dy.shape}", y, status=BAD_PARAM)
+        call.require(y.shape == dy.shape, "y", f"have the shape of dy, {dy.shape}", y)
     for argument, array in (("y", y), ("x", x)):
         if array is not None:
-            require(
-                array.dtype == dy.dtype, name, argument, f"have the dtype of dy, {dy.dtype}", array, status=BAD_PARAM
-            )
-    blend.check_prior(name, "dx", dx, beta, image.shape, dy.dtype)
-    _require_supported(name, "dy", dy)
-    gradient = windows.to_volume(_wide(dy, alpha, beta), layout)
+            call.require(array.dtype == dy.dtype, argument, f"have the dtype of dy, {dy.dtype}", array)
+    blend.check_prior(call.name, "dx", dx, beta, image.shape, dy.dtype)
+    call.supported_dtype("dy", dy)
+    gradient = windows.to_volume(blend.widened(dy, alpha, beta), layout)
     if x is not None and desc.mode in MAXIMA:
         volume = windows.to_volume(x, layout)
         (result,) = MAX_POOL_BACKWARD(volume, gradient, **attributes, propagate_nan=_propagates(desc))
@@ -145,61 +141,37 @@ def pooling_backward(
     return blend.blended(windows.from_volume(result, layout), dx, alpha, beta, dy.dtype)
 
 
-def _require_descriptor(name: str, desc: Any) -> None:
-    require(isinstance(desc, PoolingDescriptor), name, "desc", "be a PoolingDescriptor", desc, status=BAD_PARAM)
-
-
-def _require_present(name: str, **arguments: object) -> None:
-    for argument, value in arguments.items():
-        require(value is not None, name, argument, "be given", None, status=BAD_PARAM)
-
-
-def _image_shape(name: str, x: Any, x_shape: Any) -> tuple[int, ...]:
-    require(x is not None or x_shape is not None, name, "x_shape", "be given where x is not", None, status=BAD_PARAM)
+def _image_shape(call: Call, x: Any, x_shape: Any) -> tuple[int, ...]:
+    call.require(x is not None or x_shape is not None, "x_shape", "be given where x is not", None)
     if x_shape is None:
         return x.shape
     are_sizes = isinstance(x_shape, tuple | list) and all(isinstance(n, Integral) and int(n) >= 0 for n in x_shape)
-    require(are_sizes, name, "x_shape", "be a tuple of sizes", x_shape, status=BAD_PARAM)
+    call.require(are_sizes, "x_shape", "be a tuple of sizes", x_shape)
     shape = tuple(map(int, x_shape))
     if x is not None:
-        require(shape == x.shape, name, "x_shape", f"be the shape of x, {x.shape}", x_shape, status=BAD_PARAM)
+        call.require(shape == x.shape, "x_shape", f"be the shape of x, {x.shape}", x_shape)
     return shape
 
 
-def _windows(name: str, desc: PoolingDescriptor, x: Any, layout: str | None) -> tuple[str, dict[str, Any]]:
+def _windows(call: Call, desc: PoolingDescriptor, x: Any, layout: str | None) -> tuple[str, dict[str, Any]]:
     """The layout and the windows' attributes, checked against the images."""
-    _supports(len(x.shape) in (4, 5), name, "x", "have two or three spatial axes", x)
-    _supports(layout != "NCHW_VECT_C", name, "layout", "not be vectorised", layout)
-    layout = windows.resolved_layout(name, x, layout)
-    extents = windows.spatial_extents(x.shape, layout)
+    layout = call.layout(x, layout)
+    extents = _layouts.spatial_extents(x.shape, layout)
     numbers = (("window", desc.window), ("stride", desc.stride), ("padding", desc.padding))
     window, stride, padding = (
-        windows.along_axes(name, f"desc.{field}", value, len(extents)) for field, value in numbers
+        windows.along_axes(call.name, f"desc.{field}", value, len(extents)) for field, value in numbers
     )
     inside = all(0 <= p < w for p, w in zip(padding, window, strict=True))
-    _supports(inside, name, "desc.padding", f"be at least 0 and less than the window {window}", padding)
-    windows.check_windows(name, extents, window, stride, padding)
+    call.support(inside, "desc.padding", f"be at least 0 and less than the window {window}", padding)
+    windows.check_windows(call.name, extents, window, stride, padding)
     return layout, windows.volume_attributes(window, stride, padding)
 
 
 def _output_shape(shape: Sequence[int], layout: str, attributes: dict[str, Any]) -> tuple[int, ...]:
-    extents = windows.spatial_extents(shape, layout)
+    extents = _layouts.spatial_extents(shape, layout)
     along = windows.spans(windows.for_volume(extents, 1), **attributes)
     outputs = [span.outputs for span in along[len(along) - len(extents) :]]
-    return windows.with_spatial_extents(shape, layout, outputs)
-
-
-def _require_supported(name: str, argument: str, array: Any) -> None:
-    _supports(array.dtype.name in DTYPES, name, argument, f"have a dtype of {', '.join(DTYPES)}", array)
-
-
-def _supports(condition: bool, name: str, argument: str, rule: str, got: object) -> None:
-    require(condition, name, argument, rule, got, status=NOT_SUPPORTED, error=NotSupportedError)
-
-
-def _wide(array: jax.Array, alpha: float, beta: float) -> jax.Array:
-    """In the dtype in which it will be blended, so that the blend is what is rounded."""
-    return array if blend.is_plain(alpha, beta) else array.astype(blend.compute_dtype(array.dtype))
+    return _layouts.with_spatial_extents(shape, layout, outputs)
 
 
 def _propagates(desc: PoolingDescriptor) -> bool:
@@ -209,5 +181,5 @@ def _propagates(desc: PoolingDescriptor) -> bool:
 def _average_attributes(desc: PoolingDescriptor, shape: Sequence[int], layout: str) -> dict[str, Any]:
     return {
         "count_include_pad": desc.mode == PoolingMode.AVERAGE_COUNT_INCLUDE_PADDING,
-        "extents": windows.for_volume(windows.spatial_extents(shape, layout), 1),
+        "extents": windows.for_volume(_layouts.spatial_extents(shape, layout), 1),
     }

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxops import _layouts
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._errors import BAD_PARAM, require, require_bool
 from jaxops._operator import Operator
@@ -51,7 +52,7 @@ def avg_pool(
     x = x if x is None else jnp.asarray(x)
     layout, attributes = windows.requested("avg_pool", x, window, stride, padding, layout)
     require_bool("avg_pool", "count_include_pad", count_include_pad)
-    extents = windows.for_volume(windows.spatial_extents(x.shape, layout), 1)
+    extents = windows.for_volume(_layouts.spatial_extents(x.shape, layout), 1)
     attributes |= {"count_include_pad": bool(count_include_pad), "extents": extents}
     (y,) = AVG_POOL(windows.to_volume(x, layout), **attributes)
     return windows.from_volume(y, layout)

@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxops import _layouts
 from jaxops._errors import BAD_PARAM, require
 
 Ints = int | Sequence[int]
 
 # The operators see (..., D, H, W, C). Channels that come first are batch axes, and the last axis is then 1 long; so is
-# the depth of a flat image. Below are the axes of length 1 that make a volume of each layout, and the spatial ones.
+# the depth of a flat image. Below are the axes of length 1 that make a volume of each layout.
 _ADDED_AXES = {"NCHW": (2, 5), "NHWC": (1,), "NCDHW": (5,), "NDHWC": ()}
-_SPATIAL_AXES = {"NCHW": slice(2, 4), "NHWC": slice(1, 3), "NCDHW": slice(2, 5), "NDHWC": slice(1, 4)}
-_DEFAULT_LAYOUTS = {4: "NCHW", 5: "NCDHW"}
 VOLUME_AXES = (-4, -3, -2)
 
 
@@ -100,30 +99,6 @@ def positions(shape: Sequence[int], axis: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, along, len(shape) + axis)
 
 
-def resolved_layout(operator: str, x: Any, layout: str | None) -> str:
-    """The layout that was asked for, or the one that an image of this rank has by default."""
-    require(len(x.shape) in _DEFAULT_LAYOUTS, operator, "x", "have rank 4 or 5", x, status=BAD_PARAM)
-    if layout is None:
-        return _DEFAULT_LAYOUTS[len(x.shape)]
-    known = isinstance(layout, str) and layout in _ADDED_AXES
-    require(known, operator, "layout", f"be one of {', '.join(_ADDED_AXES)}", layout, status=BAD_PARAM)
-    rule = f"have {len(layout)} axes, as layout {layout} says"
-    require(len(x.shape) == len(layout), operator, "x", rule, x, status=BAD_PARAM)
-    return layout
-
-
-def spatial_extents(shape: Sequence[int], layout: str) -> tuple[int, ...]:
-    """The extents over which windows move: two or three."""
-    return tuple(shape[_SPATIAL_AXES[layout]])
-
-
-def with_spatial_extents(shape: Sequence[int], layout: str, extents: Sequence[int]) -> tuple[int, ...]:
-    """The shape of an image with other extents."""
-    changed = list(shape)
-    changed[_SPATIAL_AXES[layout]] = extents
-    return tuple(changed)
-
-
 def to_volume(x: jax.Array, layout: str) -> jax.Array:
     """An image of any layout as the operators see it: nothing is transposed."""
     return jnp.expand_dims(x, _ADDED_AXES[layout])
@@ -162,8 +137,8 @@ def requested(
 ) -> tuple[str, dict[str, Any]]:
     """Checks what a user asks for. Gives the layout and the operator's attributes."""
     require(x is not None, operator, "x", "be given", None, status=BAD_PARAM)
-    layout = resolved_layout(operator, x, layout)
-    extents = spatial_extents(x.shape, layout)
+    layout = _layouts.resolved(operator, x, layout)
+    extents = _layouts.spatial_extents(x.shape, layout)
     check_floating(operator, "x", x)
     window = along_axes(operator, "window", window, len(extents))
     stride = window if stride is None else along_axes(operator, "stride", stride, len(extents))
