@@ -6,6 +6,7 @@ from jaxops._errors import BadParamError as BadParamError
 from jaxops._errors import NotSupportedError as NotSupportedError
 from jaxops._errors import VersionMismatchError as VersionMismatchError
 from jaxops._operator import operators as operators
+from jaxops.activation import activation as activation
 from jaxops.batch_norm import BatchNormOutput as BatchNormOutput
 from jaxops.batch_norm import batch_norm as batch_norm
 from jaxops.batch_norm import batch_norm_inference as batch_norm_inference
@@ -27,6 +28,7 @@ __all__ = [
     "NotSupportedError",
     "VersionMismatchError",
     "aclnn",
+    "activation",
     "avg_pool",
     "batch_norm",
     "batch_norm_inference",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxops._derivative import Arrays
 from jaxops._errors import BAD_PARAM, require
 from jaxops._operator import Operator
-from jaxops.batch_norm.fused_activation import IDENTITY, FusedActivation, scaled_by_slope
+from jaxops.activation.modes import IDENTITY, Activation, scaled_by_slope
 from jaxops.batch_norm.statistics import (
     accumulator,
     check_images,
@@ -55,7 +55,7 @@ def _backward(
     grad_variance: jax.Array,
     *gate: jax.Array,
     axis_name: Hashable,
-    activation: FusedActivation = IDENTITY,
+    activation: Activation = IDENTITY,
     residual_grad: bool = False,
 ) -> Arrays:
     """Gradients where u = scale * xhat + bias (+ residual) and xhat = (x - mean) * inv_std, over M elements a channel.

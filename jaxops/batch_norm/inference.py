@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxops._derivative import Arrays
 from jaxops._operator import Operator
-from jaxops.batch_norm.fused_activation import FusedActivation, activated
+from jaxops.activation.modes import Activation, activated
 from jaxops.batch_norm.statistics import check_images, check_like_images, check_statistics, spread
 
 
@@ -27,7 +27,7 @@ def _inference(
     variance: jax.Array,
     *residual: jax.Array,
     epsilon: float,
-    activation: FusedActivation,
+    activation: Activation,
 ) -> Arrays:
     factor = scale / jnp.sqrt(variance + epsilon)
     u = (x.astype(mean.dtype) - spread(mean)) * spread(factor) + spread(bias)

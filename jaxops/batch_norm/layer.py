@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._errors import BAD_PARAM, require
-from jaxops.batch_norm import fused_activation
-from jaxops.batch_norm.fused_activation import IDENTITY, FusedActivation
+from jaxops.activation.modes import IDENTITY, Activation
+from jaxops.batch_norm.fused_activation import requested
 from jaxops.batch_norm.inference import BATCH_NORM_ADD_INFERENCE, BATCH_NORM_INFERENCE
 from jaxops.batch_norm.layouts import View, view_of
 from jaxops.batch_norm.operator import BATCH_NORM, BATCH_NORM_ACTIVATION, BATCH_NORM_ADD_ACTIVATION, inverse_std
@@ -101,7 +101,7 @@ def batch_norm(
     require(in_range, name, "momentum", "be a number in [0, 1]", momentum, status=BAD_PARAM)
     both = (running_mean is None) == (running_var is None)
     require(both, name, "running_mean", "be given with running_var, or neither", running_mean, status=BAD_PARAM)
-    fused = None if activation is None else fused_activation.requested(name, activation)
+    fused = None if activation is None else requested(name, activation)
     residual = _residual(name, x, residual)
     is_name = axis_name is None or isinstance(axis_name, str | tuple)
     require(is_name, name, "axis_name", "be a mesh axis or a tuple of them", axis_name, status=BAD_PARAM)
@@ -157,7 +157,7 @@ def batch_norm_inference(
     x, view = _images(name, x, layout, mode)
     given = parameters(name, view, scale=scale, bias=bias, mean=mean, var=var)
     check_epsilon(name, epsilon)
-    fused = IDENTITY if activation is None else fused_activation.requested(name, activation)
+    fused = IDENTITY if activation is None else requested(name, activation)
     return infer(view, x, given, _residual(name, x, residual), fused, epsilon=float(epsilon))
 
 
@@ -167,7 +167,7 @@ def train(
     scale: jax.Array,
     bias: jax.Array,
     residual: jax.Array | None,
-    activation: FusedActivation | None,
+    activation: Activation | None,
     *,
     epsilon: float,
     axis_name: Hashable = None,
@@ -192,7 +192,7 @@ def infer(
     x: jax.Array,
     given: Sequence[jax.Array],
     residual: jax.Array | None,
-    activation: FusedActivation,
+    activation: Activation,
     *,
     epsilon: float,
 ) -> jax.Array:

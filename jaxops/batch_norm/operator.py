@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jaxops import _sharding
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._operator import Operator
+from jaxops.activation.modes import IDENTITY, Activation, activated, scaled_by_slope
 from jaxops.batch_norm.backward import (
     BATCH_NORM_ACTIVATION_BACKWARD,
     BATCH_NORM_ADD_ACTIVATION_BACKWARD,
     BATCH_NORM_BACKWARD,
 )
-from jaxops.batch_norm.fused_activation import IDENTITY, FusedActivation, activated, scaled_by_slope
 from jaxops.batch_norm.statistics import (
     check_images,
     check_like_images,
@@ -44,7 +44,7 @@ def _forward(
     *residual: jax.Array,
     epsilon: float,
     axis_name: Hashable,
-    activation: FusedActivation = IDENTITY,
+    activation: Activation = IDENTITY,
 ) -> Arrays:
     mean, variance = mean_and_variance(x, axis_name)
     u = pre_activation(x, scale, bias, *residual, mean=mean, inv_std=inverse_std(variance, epsilon))
@@ -92,7 +92,7 @@ def _tangent(
     *,
     epsilon: float,
     axis_name: Hashable,
-    activation: FusedActivation = IDENTITY,
+    activation: Activation = IDENTITY,
 ) -> Arrays:
     x, scale, mean, inv_std, *gate = residuals
     rest = iter(tangents)
@@ -125,7 +125,7 @@ def _vjp(
     *,
     epsilon: float,
     axis_name: Hashable,
-    activation: FusedActivation = IDENTITY,
+    activation: Activation = IDENTITY,
 ) -> list[jax.Array]:
     x, scale, mean, inv_std, *gate = residuals
     grad, grad_mean, grad_variance = cotangents

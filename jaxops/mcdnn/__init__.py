@@ -1,6 +1,8 @@
 """The mcDNN training calls without prefix and handle: documented checks and statuses, and operators beneath them."""
 
 from jaxops._errors import VersionMismatchError
+from jaxops.mcdnn.activation import activation_backward as activation_backward
+from jaxops.mcdnn.activation import activation_forward as activation_forward
 from jaxops.mcdnn.batch_normalization import BatchNormTraining as BatchNormTraining
 from jaxops.mcdnn.batch_normalization import batch_normalization_backward as batch_normalization_backward
 from jaxops.mcdnn.batch_normalization import batch_normalization_backward_ex as batch_normalization_backward_ex
@@ -65,6 +67,8 @@ __all__ = [
     "NormOps",
     "PoolingDescriptor",
     "PoolingMode",
+    "activation_backward",
+    "activation_forward",
     "batch_normalization_backward",
     "batch_normalization_backward_ex",
     "batch_normalization_forward_inference",

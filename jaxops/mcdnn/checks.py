@@ -10,6 +10,7 @@ from jaxops import _layouts
 from jaxops._errors import BAD_PARAM, NOT_SUPPORTED, NotSupportedError, require
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+MAX_RANK = 8  # of any tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,18 @@ class Call:
         self.support(len(x.shape) in (4, 5), "x", "have two or three spatial axes", x)
         self.support(layout != "NCHW_VECT_C", "layout", "not be vectorised", layout)
         return _layouts.resolved(self.name, x, layout)
+
+    def channel_axis(self, x: Any, layout: str | None, argument: str = "x") -> int:
+        """Where the channels of a tensor of four to eight axes are; beyond five the layout is given by None only."""
+        rank = len(x.shape)
+        self.require(4 <= rank <= MAX_RANK, argument, f"have rank 4 to {MAX_RANK}", x)
+        if layout is None:
+            return 1
+        self.support(layout != "NCHW_VECT_C", "layout", "not be vectorised", layout)
+        is_known = isinstance(layout, str) and layout in _layouts.IMAGES
+        self.require(is_known, "layout", f"be one of {', '.join(_layouts.IMAGES)}", layout)
+        self.require(rank == len(layout), argument, f"have {len(layout)} axes, as layout {layout} says", x)
+        return layout.index("C")
 
 
 def as_arrays(*arrays: Any) -> list[Any]:

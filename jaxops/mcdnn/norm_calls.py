@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxops.activation.modes import IDENTITY, RELU, Activation, scaled_by_slope_of_result
 from jaxops.batch_norm import (
     BATCH_NORM_ACTIVATION_BACKWARD,
     BATCH_NORM_ADD_ACTIVATION_BACKWARD,
     BATCH_NORM_BACKWARD,
 )
-from jaxops.batch_norm.fused_activation import IDENTITY, RELU, FusedActivation, scaled_by_slope_of_result
 from jaxops.batch_norm.layer import infer, moved_statistics, train
 from jaxops.batch_norm.layouts import View
 from jaxops.batch_norm.operator import inverse_std, pre_activation
@@ -216,7 +216,7 @@ def _gated(
     bias: jax.Array | None,
     mean: jax.Array,
     inv_std: jax.Array,
-) -> tuple[FusedActivation, jax.Array | None, jax.Array]:
+) -> tuple[Activation, jax.Array | None, jax.Array]:
     """The activation and gate of the backward operator, and its gradient; no gate where that has been scaled already.
 
     Before y, which may have been blended, come what the reserve space keeps and the recomputed pre-activation.
@@ -234,7 +234,7 @@ def _gated(
     return call.activation, None, scaled_by_slope_of_result(call.activation, y, wide_grad).astype(grad.dtype)
 
 
-def _passes(activation: FusedActivation, y: jax.Array) -> jax.Array:
+def _passes(activation: Activation, y: jax.Array) -> jax.Array:
     """Where relu and clipped_relu, whose result is y, have slope 1."""
     return (y > 0) & (y < activation.coef) if activation.mode == "clipped_relu" else y > 0
 

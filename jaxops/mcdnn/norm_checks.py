@@ -9,16 +9,16 @@ import jax.numpy as jnp
 
 from jaxops import _layouts
 from jaxops._errors import BAD_PARAM, NOT_SUPPORTED, require
-from jaxops.batch_norm.fused_activation import FusedActivation
+from jaxops.activation.modes import Activation
 from jaxops.batch_norm.layouts import View, view_of
 from jaxops.mcdnn import blend
+from jaxops.mcdnn.activation import requested
 from jaxops.mcdnn.checks import DTYPES, Call
 from jaxops.mcdnn.descriptors import ActivationDescriptor
 from jaxops.mcdnn.enums import (
     ActivationMode,
     BatchNormMode,
     BatchNormOps,
-    NanPropagation,
     NormAlgo,
     NormMode,
     NormOps,
@@ -42,7 +42,7 @@ class NormCall(Call):
 
     per_activation: bool
     ops: BatchNormOps = BatchNormOps.OPS_BN
-    activation: FusedActivation | None = None
+    activation: Activation | None = None
     strict: bool = False
     parameter_status: str = NOT_SUPPORTED
 
@@ -137,15 +137,12 @@ def parameter_shape(view: View) -> tuple[int, ...]:
     return shape + (1,) * (len(view.shape) - len(shape))
 
 
-def _fused(name: str, ops: BatchNormOps, descriptor: Any) -> FusedActivation | None:
+def _fused(name: str, ops: BatchNormOps, descriptor: Any) -> Activation | None:
     if ops == BatchNormOps.OPS_BN:
         return None
     is_descriptor = isinstance(descriptor, ActivationDescriptor)
     require(is_descriptor, name, "activation", "be an ActivationDescriptor", descriptor, status=BAD_PARAM)
-    mode = ActivationMode(descriptor.mode)
-    coef = descriptor.swish_beta if mode == ActivationMode.SWISH else descriptor.coef
-    propagates = descriptor.nan_propagation == NanPropagation.PROPAGATE_NAN
-    return FusedActivation(mode.name.lower(), coef, propagates)
+    return requested(descriptor)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,0 +1,131 @@
+"""The activation and its documented gradient, which reads the result or the input, as the mode asks for."""
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._dtypes import accumulator, check_floating
+from jaxops._errors import BAD_PARAM, require
+from jaxops._operator import Operator
+from jaxops.activation.modes import (
+    DEFAULT_COEFFICIENTS,
+    MODES,
+    Activation,
+    activated,
+    scaled_by_slope,
+    scaled_by_slope_of_result,
+)
+
+_READ_RESULT = ("sigmoid", "relu", "tanh", "elu")
+
+
+def activation(x: jax.Array, mode: str, *, coef: float | None = None, swish_beta: float = 1.0) -> jax.Array:
+    """Applies a function to each element.
+
+        "sigmoid"       1 / (1 + exp(-x))
+        "relu"          max(x, 0)
+        "tanh"          tanh(x)
+        "clipped_relu"  min(max(x, 0), coef)
+        "elu"           x if x > 0 else coef * (exp(x) - 1)
+        "identity"      x
+        "swish"         x / (1 + exp(-swish_beta * x))
+
+    Args:
+      x: floating point, of any shape.
+      mode: one of the above.
+      coef: the ceiling of "clipped_relu", which must be given, or the factor of "elu", 1 if None; of no effect on the
+        other modes: "relu" is never clipped.
+      swish_beta: of "swish"; of no effect on the other modes.
+
+    Returns:
+      The shape and dtype of x.
+
+    Raises:
+      BadParamError: if x is not floating point, the mode is none of the above, or a coefficient is missing or no
+        number.
+
+    Numerics: computed in float32 (float64 for float64) and rounded once; nothing overflows on the way, and infinities
+      have the values of the limits. NaN gives NaN. The gradient keeps one array: the result of "sigmoid", "relu",
+      "tanh" and "elu", x of "clipped_relu" and "swish" (and of "elu" with a negative factor, whose result tells no
+      sign), nothing for "identity". relu'(0) = 0, elu'(0) = coef, and "clipped_relu" has slope 0 at both of its
+      corners; where "relu" and "clipped_relu" have slope 0, which is so for NaN as well, nothing passes, NaN included.
+      All modes and orders of derivatives exist. There is no kernel: XLA fuses functions of one element into what
+      computes or reads them, which a kernel would prevent.
+
+    Source: mcDNN `mcdnnActivationForward` and `mcdnnActivationBackward`; PyTorch `torch.nn.functional`.
+    """
+    name = "activation"
+    require(x is not None, name, "x", "be given", None, status=BAD_PARAM)
+    x = jnp.asarray(x)
+    known = isinstance(mode, str) and mode in MODES
+    require(known, name, "mode", f"be one of {', '.join(MODES)}", mode, status=BAD_PARAM)
+    if coef is None:
+        coef = DEFAULT_COEFFICIENTS.get(mode, 0.0)
+        require(coef is not None, name, "coef", f"be given for {mode}", None, status=BAD_PARAM)
+    for argument, value in (("coef", coef), ("swish_beta", swish_beta)):
+        is_number = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+        require(is_number, name, argument, "be a number", value, status=BAD_PARAM)
+    coef = float(swish_beta if mode == "swish" else coef or 0.0)
+    return apply(x, Activation(mode, coef if mode in DEFAULT_COEFFICIENTS else 0.0))
+
+
+def apply(x: jax.Array, activation: Activation) -> jax.Array:
+    """The activation of x, as users bind it."""
+    if activation.mode == "identity":
+        _check(x, activation=activation)
+        return x
+    (y,) = ACTIVATION(x, activation=activation)
+    return y
+
+
+def reads_result(activation: Activation) -> bool:
+    """Whether the documented gradient reads the activation's result, and not its input."""
+    return activation.mode in _READ_RESULT
+
+
+def _check(x: Any, *, activation: Activation) -> None:
+    check_floating("activation", x=x)
+
+
+def _check_backward(gate: Any, grad: Any, *, activation: Activation, of_result: bool) -> None:
+    name = "activation_backward"
+    check_floating(name, gate=gate, grad=grad)
+    require(gate.shape == grad.shape, name, "gate", f"have the shape of grad, {grad.shape}", gate, status=BAD_PARAM)
+
+
+def _forward(x: jax.Array, *, activation: Activation) -> Arrays:
+    return (activated(activation, x.astype(accumulator(x.dtype))).astype(x.dtype),)
+
+
+def _backward(gate: jax.Array, grad: jax.Array, *, activation: Activation, of_result: bool) -> Arrays:
+    """`grad` times the slope where the activation's result or input is `gate`, in the dtype of `grad`."""
+    scaled = scaled_by_slope_of_result if of_result else scaled_by_slope
+    return (scaled(activation, gate, grad.astype(accumulator(grad.dtype))).astype(grad.dtype),)
+
+
+# The Jacobian is diagonal: tangents and cotangents are scaled alike.
+
+
+def _of_result(activation: Activation) -> bool:
+    # An elu with a negative factor is positive on both sides.
+    return reads_result(activation) and not (activation.mode == "elu" and activation.coef < 0)
+
+
+def _linearize(operands: Sequence[jax.Array], active: Active, *, activation: Activation) -> tuple[Arrays, Arrays]:
+    results = ACTIVATION(*operands, activation=activation)
+    return results, results if _of_result(activation) else tuple(operands)
+
+
+def _scaled(residuals: Arrays, grads: Arrays, active: Active, *, activation: Activation) -> Arrays:
+    return ACTIVATION_BACKWARD(*residuals, *grads, activation=activation, of_result=_of_result(activation))
+
+
+ACTIVATION = Operator(
+    "activation", "... -> ...", _check, _forward, Derivative(_scaled, _scaled, _linearize, residuals="...")
+)
+ACTIVATION_BACKWARD = Operator("activation_backward", "..., ... -> ...", _check_backward, _backward)
