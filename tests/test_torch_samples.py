@@ -1,0 +1,108 @@
+"""PyTorch's own sample inputs, values and gradients in float64: where PyTorch and expecttest are installed.
+
+What a sample asks for that the operator here does not have (dilation, another alignment, images without a batch) leaves
+the sample out; each operator says how many samples remain.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("expecttest")  # the database of samples imports it
+database = pytest.importorskip("torch.testing._internal.common_methods_invocations")
+
+
+class LeftOutError(Exception):
+    """The operator here has no such option."""
+
+
+def only(condition):
+    if not condition:
+        raise LeftOutError
+
+
+def max_pool(rank, x, *, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
+    only(not ceil_mode and not return_indices and np.all(np.equal(dilation, 1)) and x.ndim == rank)
+    return jaxops.max_pool(x, kernel_size, stride=stride, padding=padding)
+
+
+def avg_pool(
+    rank, x, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
+):
+    only(not ceil_mode and divisor_override is None and x.ndim == rank)
+    return jaxops.avg_pool(x, kernel_size, stride=stride, padding=padding, count_include_pad=count_include_pad)
+
+
+def batch_norm(x, mean, var, scale, bias, *, training=False, momentum=0.1, eps=1e-5):
+    only(x.ndim > 1 and 0 <= momentum <= 1)
+    if not training:
+        return jaxops.batch_norm_inference(x, *with_defaults(x, scale, bias), mean, var, epsilon=eps)
+    return jaxops.batch_norm(x, *with_defaults(x, scale, bias), mean, var, momentum=momentum, epsilon=eps).y
+
+
+def with_defaults(x, scale, bias):
+    channels = x.shape[1]
+    return jnp.ones(channels) if scale is None else scale, jnp.zeros(channels) if bias is None else bias
+
+
+# Where PyTorch's batch norm takes its running statistics, which neither library differentiates.
+RUNNING = (1, 2)
+
+# The operators, and how many samples each runs at least.
+OPERATORS = [
+    pytest.param("nn.functional.max_pool2d", functools.partial(max_pool, 4), 60, marks=pytest.mark.slow),
+    pytest.param("nn.functional.max_pool3d", functools.partial(max_pool, 5), 40, marks=pytest.mark.slow),
+    ("nn.functional.avg_pool2d", functools.partial(avg_pool, 4), 1),
+    ("nn.functional.avg_pool3d", functools.partial(avg_pool, 5), 1),
+    ("nn.functional.batch_norm", batch_norm, 6),
+]
+
+
+@pytest.mark.parametrize(("name", "ours", "least"), OPERATORS)
+def test_samples_agree(name, ours, least):
+    (operator,) = (one for one in database.op_db if one.name == name and not one.variant_test_name)
+    ran, seen = 0, set()
+    torch.manual_seed(0)
+    for sample in operator.sample_inputs("cpu", torch.float64, requires_grad=False):
+        description = repr((sample.input.shape, sample.args, sample.kwargs))
+        if description not in seen:
+            seen.add(description)
+            ran += agrees(operator.op, ours, (sample.input, *sample.args), sample.kwargs)
+    assert ran >= least, ran
+
+
+def agrees(theirs, ours, operands, attributes):
+    """Whether the sample could run here; fails where values or gradients differ."""
+    arrays = [index for index, operand in enumerate(operands) if torch.is_tensor(operand)]
+    attributes = {key: value.numpy() if torch.is_tensor(value) else value for key, value in attributes.items()}
+    active = [i for i in arrays if operands[i].is_floating_point() and not (ours is batch_norm and i in RUNNING)]
+
+    def call(*moving):
+        given = [operand.numpy() if torch.is_tensor(operand) else operand for operand in operands]
+        for index, value in zip(active, moving, strict=True):
+            given[index] = value
+        return ours(*given, **attributes)
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        try:
+            y, pull_back = jax.vjp(call, *(jnp.asarray(operands[index].numpy()) for index in active))
+        except LeftOutError:
+            return False
+        grad = np.random.default_rng(0).normal(size=y.shape)
+        grads = pull_back(jnp.asarray(grad))
+    moving = {index: operands[index].clone().requires_grad_() for index in active}
+    with torch.enable_grad():
+        expected = theirs(*(moving.get(i, x) for i, x in enumerate(operands)), **attributes)
+    np.testing.assert_allclose(y, expected.detach().numpy(), rtol=1e-9, atol=1e-9)
+    expected_grads = torch.autograd.grad(
+        expected, list(moving.values()), torch.from_numpy(grad), allow_unused=True, materialize_grads=True
+    )
+    for actual, truth in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(actual, truth.numpy(), rtol=1e-8, atol=1e-8)
+    return True
