@@ -19,6 +19,7 @@ from jaxops.linear_cross_entropy import linear_cross_entropy as linear_cross_ent
 from jaxops.nll_loss import nll_loss as nll_loss
 from jaxops.pooling import avg_pool as avg_pool
 from jaxops.pooling import max_pool as max_pool
+from jaxops.softmax import softmax as softmax
 from lowering import use as use
 
 __all__ = [
@@ -41,5 +42,6 @@ __all__ = [
     "mcdnn",
     "nll_loss",
     "operators",
+    "softmax",
     "use",
 ]

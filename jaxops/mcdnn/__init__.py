@@ -25,6 +25,8 @@ from jaxops.mcdnn.enums import NormAlgo as NormAlgo
 from jaxops.mcdnn.enums import NormMode as NormMode
 from jaxops.mcdnn.enums import NormOps as NormOps
 from jaxops.mcdnn.enums import PoolingMode as PoolingMode
+from jaxops.mcdnn.enums import SoftmaxAlgorithm as SoftmaxAlgorithm
+from jaxops.mcdnn.enums import SoftmaxMode as SoftmaxMode
 from jaxops.mcdnn.norm_calls import BatchNormTrainingEx as BatchNormTrainingEx
 from jaxops.mcdnn.norm_checks import BN_MIN_EPSILON as BN_MIN_EPSILON
 from jaxops.mcdnn.norm_sizes import (
@@ -50,6 +52,8 @@ from jaxops.mcdnn.normalization import normalization_forward_inference as normal
 from jaxops.mcdnn.normalization import normalization_forward_training as normalization_forward_training
 from jaxops.mcdnn.pooling import pooling_backward as pooling_backward
 from jaxops.mcdnn.pooling import pooling_forward as pooling_forward
+from jaxops.mcdnn.softmax import softmax_backward as softmax_backward
+from jaxops.mcdnn.softmax import softmax_forward as softmax_forward
 
 __all__ = [
     "BN_MIN_EPSILON",
@@ -67,6 +71,8 @@ __all__ = [
     "NormOps",
     "PoolingDescriptor",
     "PoolingMode",
+    "SoftmaxAlgorithm",
+    "SoftmaxMode",
     "activation_backward",
     "activation_forward",
     "batch_normalization_backward",
@@ -86,6 +92,8 @@ __all__ = [
     "ops_train_version_check",
     "pooling_backward",
     "pooling_forward",
+    "softmax_backward",
+    "softmax_forward",
 ]
 
 # The versions of the two halves of the documented library, major * 1000 + minor * 100 + patch. They are one here; a

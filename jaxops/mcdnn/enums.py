@@ -65,6 +65,21 @@ class PoolingMode(enum.IntEnum):
     MAX_DETERMINISTIC = 3
 
 
+class SoftmaxAlgorithm(enum.IntEnum):
+    """How a softmax is computed, or its logarithm; FAST and ACCURATE are the same here."""
+
+    FAST = 0
+    ACCURATE = 1
+    LOG = 2
+
+
+class SoftmaxMode(enum.IntEnum):
+    """What adds up to 1: an image, or the channels of each of its points."""
+
+    INSTANCE = 0
+    CHANNEL = 1
+
+
 class NanPropagation(enum.IntEnum):
     """Whether NaN counts, or is passed over as if it were minus infinity."""
 

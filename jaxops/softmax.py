@@ -1,0 +1,133 @@
+"""Softmax: the operator and its logarithm over groups of any axes, and the gradients that are documented for them."""
+
+import math
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._dtypes import accumulator, check_floating
+from jaxops._errors import BAD_PARAM, require
+from jaxops._operator import Operator
+from pallas_kernels.softmax_groups import Groups
+
+ALGORITHMS = ("fast", "accurate", "log")
+
+
+def softmax(x: jax.Array, *, axis: int | Sequence[int] = -1, algorithm: str = "accurate") -> jax.Array:
+    """Exponentials that add up to 1: `y = exp(x) / sum(exp(x))` over each group of elements.
+
+    "log" gives the logarithm of that: `y = x - log(sum(exp(x)))`. The gradients, of y alone:
+
+        grad_x = y * (grad_y - sum(y * grad_y))
+        grad_x = grad_y - exp(y) * sum(grad_y)        "log"
+
+    Args:
+      x: floating point, of any shape.
+      axis: a group has the elements along this axis, or along all axes of this tuple. As in PyTorch an array without
+        axes may be given 0 or -1, and is a group of one.
+      algorithm: "accurate", "fast" or "log". "fast" is "accurate" here: the documents let it leave out what keeps
+        exponentials from overflowing, which would save nothing.
+
+    Returns:
+      The shape and dtype of x.
+
+    Raises:
+      BadParamError: if x is not floating point, an axis is out of range or given twice, or the algorithm is none of the
+        above.
+
+    Numerics: the maximum of a group is subtracted first; computed in float32 (float64 for float64) and rounded once.
+      -inf gives 0 (-inf for "log"); a group of nothing but -inf gives NaN, as does one with NaN or inf in it. The
+      gradient keeps y alone; all modes and orders of derivatives exist. Groups may lie along any axes without being
+      transposed. Kernels for TPU and for NVIDIA GPUs from Hopper on, forward and backward, run where
+      `jaxops.use("pallas")` asks for them, as they have not been measured on those chips.
+
+    Source: mcDNN `mcdnnSoftmaxForward` and `mcdnnSoftmaxBackward`; PyTorch `torch.nn.functional.softmax`.
+    """
+    name = "softmax"
+    require(x is not None, name, "x", "be given", None, status=BAD_PARAM)
+    x = jnp.asarray(x)
+    known = isinstance(algorithm, str) and algorithm in ALGORITHMS
+    require(known, name, "algorithm", f"be one of {', '.join(ALGORITHMS)}", algorithm, status=BAD_PARAM)
+    check_floating(name, x=x)
+    groups = Groups.along(x.shape, _checked_axes(x, axis))
+    (y,) = SOFTMAX(groups.of(x), log=algorithm == "log", groups=groups)
+    return groups.in_memory(y)
+
+
+def _checked_axes(x: jax.Array, axis: Any) -> tuple[int, ...]:
+    axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+    rank = max(x.ndim, 1)
+    rule = f"be an integer in [{-rank}, {rank}) or a tuple of different ones"
+    fits = all(isinstance(a, Integral) and not isinstance(a, bool) and -rank <= int(a) < rank for a in axes)
+    require(fits, "softmax", "axis", rule, axis, status=BAD_PARAM)
+    axes = tuple(sorted(int(a) % rank for a in axes))
+    require(len({*axes}) == len(axes), "softmax", "axis", rule, axis, status=BAD_PARAM)
+    return axes if x.ndim else ()
+
+
+def _check(x: Any, *, log: bool, groups: Groups) -> None:
+    check_floating("softmax", x=x)
+    _check_groups("softmax", "x", x, groups)
+
+
+def _check_backward(y: Any, grad: Any, *, log: bool, groups: Groups) -> None:
+    name = "softmax_backward"
+    check_floating(name, y=y, grad=grad)
+    _check_groups(name, "grad", grad, groups)
+    require(y.shape == grad.shape, name, "y", f"have the shape of grad, {grad.shape}", y, status=BAD_PARAM)
+
+
+def _check_groups(operator: str, argument: str, x: Any, groups: Groups) -> None:
+    size, behind = math.prod(groups.sizes), max(groups.behind, default=0)
+    fits = len(x.shape) > behind and x.shape[-1] == size
+    rule = f"have shape (..., {size}) and {behind} more axes at least"
+    require(fits, operator, argument, rule, x, status=BAD_PARAM)
+
+
+def _forward(x: jax.Array, *, log: bool, groups: Groups) -> Arrays:
+    wide = groups.in_memory(x).astype(accumulator(x.dtype))
+    shifted = wide - jnp.max(wide, groups.axes, keepdims=True, initial=-jnp.inf)
+    exponentials = jnp.exp(shifted)
+    total = jnp.sum(exponentials, groups.axes, keepdims=True)
+    y = shifted - jnp.log(total) if log else exponentials / total
+    return (groups.of(y.astype(x.dtype)),)
+
+
+def _backward(y: jax.Array, grad: jax.Array, *, log: bool, groups: Groups) -> Arrays:
+    y, wide = (groups.in_memory(array).astype(accumulator(grad.dtype)) for array in (y, grad))
+    if log:
+        dx = wide - jnp.exp(y) * jnp.sum(wide, groups.axes, keepdims=True)
+    else:
+        dx = y * (wide - jnp.sum(y * wide, groups.axes, keepdims=True))
+    return (groups.of(dx.astype(grad.dtype)),)
+
+
+# The derivative keeps y. The Jacobian of a softmax is symmetric, that of its logarithm is not.
+
+
+def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
+    results = SOFTMAX(*operands, **params)
+    return results, results
+
+
+def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, **params: Any) -> Arrays:
+    return SOFTMAX_BACKWARD(*residuals, *cotangents, **params)
+
+
+def _tangent(residuals: Arrays, tangents: Arrays, active: Active, *, log: bool, groups: Groups) -> Arrays:
+    if not log:
+        return SOFTMAX_BACKWARD(*residuals, *tangents, log=log, groups=groups)
+    (x_dot,) = tangents
+    y, wide = (groups.in_memory(array).astype(accumulator(x_dot.dtype)) for array in (*residuals, x_dot))
+    y_dot = wide - jnp.sum(jnp.exp(y) * wide, groups.axes, keepdims=True)
+    return (groups.of(y_dot.astype(x_dot.dtype)),)
+
+
+SOFTMAX = Operator(
+    "softmax", "... c -> ... c", _check, _forward, Derivative(_vjp, _tangent, _linearize, residuals="... c")
+)
+SOFTMAX_BACKWARD = Operator("softmax_backward", "... c, ... c -> ... c", _check_backward, _backward)
