@@ -10,12 +10,14 @@ from jaxops.activation import activation as activation
 from jaxops.batch_norm import BatchNormOutput as BatchNormOutput
 from jaxops.batch_norm import batch_norm as batch_norm
 from jaxops.batch_norm import batch_norm_inference as batch_norm_inference
+from jaxops.divisive_norm import divisive_norm as divisive_norm
 from jaxops.ema_adam import ema_adam as ema_adam
 from jaxops.ema_adam import ema_params as ema_params
 from jaxops.ema_adam import fused_apply as fused_apply
 from jaxops.embedding import embedding as embedding
 from jaxops.linear_cross_entropy import LinearCrossEntropyAux as LinearCrossEntropyAux
 from jaxops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from jaxops.local_response_norm import local_response_norm as local_response_norm
 from jaxops.nll_loss import nll_loss as nll_loss
 from jaxops.pooling import avg_pool as avg_pool
 from jaxops.pooling import max_pool as max_pool
@@ -33,11 +35,13 @@ __all__ = [
     "avg_pool",
     "batch_norm",
     "batch_norm_inference",
+    "divisive_norm",
     "ema_adam",
     "ema_params",
     "embedding",
     "fused_apply",
     "linear_cross_entropy",
+    "local_response_norm",
     "max_pool",
     "mcdnn",
     "nll_loss",

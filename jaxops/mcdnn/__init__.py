@@ -16,10 +16,19 @@ from jaxops.mcdnn.batch_normalization import (
     batch_normalization_forward_training_ex as batch_normalization_forward_training_ex,
 )
 from jaxops.mcdnn.descriptors import ActivationDescriptor as ActivationDescriptor
+from jaxops.mcdnn.descriptors import LRNDescriptor as LRNDescriptor
 from jaxops.mcdnn.descriptors import PoolingDescriptor as PoolingDescriptor
+from jaxops.mcdnn.divisive_normalization import (
+    divisive_normalization_backward as divisive_normalization_backward,
+)
+from jaxops.mcdnn.divisive_normalization import (
+    divisive_normalization_forward as divisive_normalization_forward,
+)
 from jaxops.mcdnn.enums import ActivationMode as ActivationMode
 from jaxops.mcdnn.enums import BatchNormMode as BatchNormMode
 from jaxops.mcdnn.enums import BatchNormOps as BatchNormOps
+from jaxops.mcdnn.enums import DivNormMode as DivNormMode
+from jaxops.mcdnn.enums import LRNMode as LRNMode
 from jaxops.mcdnn.enums import NanPropagation as NanPropagation
 from jaxops.mcdnn.enums import NormAlgo as NormAlgo
 from jaxops.mcdnn.enums import NormMode as NormMode
@@ -27,6 +36,8 @@ from jaxops.mcdnn.enums import NormOps as NormOps
 from jaxops.mcdnn.enums import PoolingMode as PoolingMode
 from jaxops.mcdnn.enums import SoftmaxAlgorithm as SoftmaxAlgorithm
 from jaxops.mcdnn.enums import SoftmaxMode as SoftmaxMode
+from jaxops.mcdnn.lrn import lrn_cross_channel_backward as lrn_cross_channel_backward
+from jaxops.mcdnn.lrn import lrn_cross_channel_forward as lrn_cross_channel_forward
 from jaxops.mcdnn.norm_calls import BatchNormTrainingEx as BatchNormTrainingEx
 from jaxops.mcdnn.norm_checks import BN_MIN_EPSILON as BN_MIN_EPSILON
 from jaxops.mcdnn.norm_sizes import (
@@ -65,6 +76,9 @@ __all__ = [
     "BatchNormOps",
     "BatchNormTraining",
     "BatchNormTrainingEx",
+    "DivNormMode",
+    "LRNDescriptor",
+    "LRNMode",
     "NanPropagation",
     "NormAlgo",
     "NormMode",
@@ -80,12 +94,16 @@ __all__ = [
     "batch_normalization_forward_inference",
     "batch_normalization_forward_training",
     "batch_normalization_forward_training_ex",
+    "divisive_normalization_backward",
+    "divisive_normalization_forward",
     "get_batch_normalization_backward_ex_workspace_size",
     "get_batch_normalization_forward_training_ex_workspace_size",
     "get_batch_normalization_training_ex_reserve_space_size",
     "get_normalization_backward_workspace_size",
     "get_normalization_forward_training_workspace_size",
     "get_normalization_training_reserve_space_size",
+    "lrn_cross_channel_backward",
+    "lrn_cross_channel_forward",
     "normalization_backward",
     "normalization_forward_inference",
     "normalization_forward_training",

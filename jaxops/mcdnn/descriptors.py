@@ -40,6 +40,50 @@ class ActivationDescriptor:
             object.__setattr__(self, field, float(value))
 
 
+LRN_MIN_N, LRN_MAX_N = 1, 16
+LRN_MIN_K = 1e-5
+LRN_MIN_BETA = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class LRNDescriptor:
+    """How local response normalization and divisive normalization weigh the neighbourhood.
+
+    Attributes:
+      n: extent of the window, LRN_MIN_N to LRN_MAX_N; an even one looks one further ahead.
+      alpha: factor of the mean square; any number.
+      beta: the power, at least LRN_MIN_BETA.
+      k: what is added to the mean square, at least LRN_MIN_K.
+
+    Raises:
+      BadParamError: if n is no integer, something else is no number, or one is out of range.
+    """
+
+    n: int = 5
+    alpha: float = 1e-4
+    beta: float = 0.75
+    k: float = 2.0
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        is_integer = isinstance(self.n, Integral) and not isinstance(self.n, bool)
+        in_range = is_integer and LRN_MIN_N <= int(self.n) <= LRN_MAX_N
+        require(in_range, name, "n", f"be an integer from {LRN_MIN_N} to {LRN_MAX_N}", self.n, status=BAD_PARAM)
+        object.__setattr__(self, "n", int(self.n))
+        for field, least in (("alpha", None), ("beta", LRN_MIN_BETA), ("k", LRN_MIN_K)):
+            value = getattr(self, field)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            require(is_number, name, field, "be a number", value, status=BAD_PARAM)
+            if least is not None:
+                require(float(value) >= least, name, field, f"be at least {least}", value, status=BAD_PARAM)
+            object.__setattr__(self, field, float(value))
+
+    @property
+    def attributes(self) -> dict[str, float]:
+        """As the operators take them, but for the window."""
+        return {"alpha": self.alpha, "beta": self.beta, "k": self.k}
+
+
 @dataclasses.dataclass(frozen=True)
 class PoolingDescriptor:
     """How to pool.

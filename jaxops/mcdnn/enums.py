@@ -56,6 +56,18 @@ class NormAlgo(enum.IntEnum):
     PERSIST = 1
 
 
+class LRNMode(enum.IntEnum):
+    """Over what local response normalization reaches."""
+
+    CROSS_CHANNEL_DIM1 = 0
+
+
+class DivNormMode(enum.IntEnum):
+    """Whence the means of divisive normalization come."""
+
+    PRECOMPUTED_MEANS = 0
+
+
 class PoolingMode(enum.IntEnum):
     """What becomes of a window."""
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxops import _layouts
 from jaxops._errors import BAD_PARAM, require
@@ -84,7 +85,7 @@ def reduced_along(
     """`jax.lax.reduce_window` along one axis."""
     shape, strides, paddings, dilations = [1] * x.ndim, [1] * x.ndim, [(0, 0)] * x.ndim, [1] * x.ndim
     shape[axis], strides[axis], paddings[axis], dilations[axis] = window, stride, padding, dilation
-    start = jnp.asarray(initial, x.dtype)
+    start = np.asarray(initial, x.dtype)  # a constant also under jit: JAX differentiates sums that it recognizes
     return jax.lax.reduce_window(x, start, computation, shape, strides, paddings, base_dilation=dilations)
 
 

@@ -1,0 +1,215 @@
+"""The operators of divisive normalization."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxops import _layouts
+from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._errors import BAD_PARAM, require
+from jaxops._operator import Operator
+from jaxops.divisive_norm import moments
+from jaxops.local_response_norm import check_attributes, negative_power, reach
+from jaxops.pooling import windows
+from jaxops.pooling.windows import Span
+
+_NO_MEANS = (0, 0, 0, 0)
+
+
+def divisive_norm(
+    x: jax.Array,
+    means: jax.Array | None = None,
+    *,
+    n: int = 5,
+    alpha: float = 1e-4,
+    beta: float = 0.75,
+    k: float = 2.0,
+    layout: str | None = None,
+) -> jax.Array:
+    """Divides by a power of the mean squared deviation around each pixel: `y = x * s**-beta`.
+
+        s[i] = k + alpha / n**d * sum of (x[j] - means[i])**2 over the pixels j in the window around i
+
+    in every channel alone, with d spatial axes, along each of which the window reaches from `i - (n - 1) // 2` over n
+    pixels: an even window looks one pixel further ahead. It is clipped at the border; the divisor stays n**d.
+    What is divided is x itself.
+
+    Args:
+      x: images of any floating dtype: (N, C, H, W), or as `layout` says.
+      means: of the shape and dtype of x: what deviates is measured from the mean at the centre of each window. They
+        may come from any function of x: its gradient flows through them. None stands for zeros.
+      n: extent of a window along each spatial axis; may be more than there is.
+      alpha: factor of the mean square.
+      beta: the power.
+      k: what is added to the mean square.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means the one with the channels first, by the rank of x.
+
+    Returns:
+      The shape and dtype of x.
+
+    Raises:
+      BadParamError: if x is not floating point or has another rank than the layout, means differ from x in shape or
+        dtype, n is not a positive integer, or another attribute is not a number.
+
+    Numerics: computed in float32 (float64 for float64) and rounded once, forward and backward; the power as in
+      `local_response_norm`. Without means, squares are summed along one axis after the other. With means, only
+      neighbours are subtracted, in a number of steps that grows with the logarithm of n, so that pixels and means of
+      1e4 keep the digits of deviations of 1; only gradients of x near a mean far from all others lose some. All modes
+      and orders of derivatives exist; the gradient keeps x and means. On every platform it runs as XLA operations:
+      one-dimensional window reductions, or slices of windows that double.
+
+    Source: mcDNN `mcdnnDivisiveNormalizationForward` and `mcdnnDivisiveNormalizationBackward`, whose limits on n, beta
+      and k are not enforced here. Without means it is what Caffe calls a response norm within the channel.
+    """
+    name = "divisive_norm"
+    require(x is not None, name, "x", "be given", None, status=BAD_PARAM)
+    x = jnp.asarray(x)
+    layout = _layouts.resolved(name, x, layout)
+    windows.check_floating(name, "x", x)
+    if means is not None:
+        means = jnp.asarray(means)
+        alike = (means.shape, means.dtype) == (x.shape, x.dtype)
+        require(alike, name, "means", f"have x's shape and dtype, {x.dtype}{list(x.shape)}", means, status=BAD_PARAM)
+    check_attributes(name, n, alpha, beta, k)
+    volume = windows.to_volume(x, layout)
+    (y,) = DIVISIVE_NORM(
+        volume,
+        no_means(volume) if means is None else windows.to_volume(means, layout),
+        window=window_of(int(n), layout),
+        alpha=float(alpha),
+        beta=float(beta),
+        k=float(k),
+    )
+    return windows.from_volume(y, layout)
+
+
+def no_means(volume: jax.Array) -> jax.Array:
+    """What the operators take for means of zero."""
+    return jnp.zeros((*volume.shape[:-4], *_NO_MEANS), volume.dtype)
+
+
+def window_of(n: int, layout: str) -> tuple[int, ...]:
+    """The extents of a window of volumes: n along each spatial axis that the layout has."""
+    return windows.for_volume((n,) * (len(layout) - 2), 1)
+
+
+def _check(x: Any, means: Any, *, name: str = "divisive_norm", **_: Any) -> None:
+    windows.check_volume(name, "x", x)
+    windows.check_floating(name, "means", means)
+    fits = means.shape in (x.shape, (*x.shape[:-4], *_NO_MEANS))
+    require(fits, name, "means", f"have the shape of x, {x.shape}, or be empty", means, status=BAD_PARAM)
+
+
+def _check_backward(x: Any, means: Any, grad: Any, **_: Any) -> None:
+    name = "divisive_norm_backward"
+    _check(x, means, name=name)
+    windows.check_floating(name, "grad", grad)
+    require(grad.shape == x.shape, name, "grad", f"have the shape of x, {x.shape}", grad, status=BAD_PARAM)
+
+
+def _forward(x: jax.Array, means: jax.Array, *, window: tuple[int, ...], alpha: float, beta: float, k: float) -> Arrays:
+    along = _spans(x, window)
+    wide, spans = windows.squeezed(x.astype(windows.accumulator(x.dtype)), along)
+    _, squares = _deviations(wide, _squeezed_means(means, x, along), spans)
+    y = wide * negative_power(k + alpha / math.prod(window) * squares, beta)
+    return (windows.unsqueezed(y.astype(x.dtype), x, along),)
+
+
+def _backward(
+    x: jax.Array, means: jax.Array, grad: jax.Array, *, window: tuple[int, ...], alpha: float, beta: float, k: float
+) -> Arrays:
+    """The gradients of x and of the means, where u = -beta dy x s**(-beta - 1) alpha / n**d.
+
+    dx[j] = dy[j] s[j]**-beta + 2 sum of u[i] (x[j] - means[i]) over the windows i that hold j
+    dmeans[i] = -2 u[i] sum of (x[j] - means[i]) over the window i
+    """
+    along = _spans(x, window)
+    dtype = windows.accumulator(x.dtype)
+    wide, spans = windows.squeezed(x.astype(dtype), along)
+    dy, _ = windows.squeezed(grad.astype(dtype), along)
+    m = _squeezed_means(means, x, along)
+    share = alpha / math.prod(window)
+    deviation, squares = _deviations(wide, m, spans)
+    s = k + share * squares
+    scaled = dy * negative_power(s, beta)
+    u = (-beta * share) * scaled * wide / s
+    # The centres of the windows that hold a pixel lie in the mirror image of its own window.
+    dx = scaled + 2 * _spread(u, wide, m, [_mirrored(span) for span in spans])
+    dmeans = -2 * u * deviation
+    return tuple(windows.unsqueezed(one.astype(grad.dtype), x, along) for one in (dx, dmeans))
+
+
+def _deviations(x: jax.Array, means: jax.Array | None, spans: Sequence[Span]) -> tuple[jax.Array, jax.Array]:
+    """The sums over each window of the deviations from the mean at its centre, and of their squares."""
+    if means is None:
+        return _summed(x, spans), _summed(jnp.square(x), spans)
+    origin, size, total, squares = moments.deviations(x, spans)
+    shift = origin - means
+    return total + size * shift, squares + shift * (2 * total + size * shift)
+
+
+def _spread(u: jax.Array, x: jax.Array, means: jax.Array | None, spans: Sequence[Span]) -> jax.Array:
+    """The sum of `u[i] (x[j] - means[i])` over each window of i."""
+    if means is None:
+        return x * _summed(u, spans)
+    origin, total, moment = moments.weights(u, means, spans)
+    return (x - origin) * total - moment
+
+
+def _summed(x: jax.Array, spans: Sequence[Span]) -> jax.Array:
+    for span in spans:
+        padding = span.padding, span.window - 1 - span.padding
+        x = windows.reduced_along(x, span.axis, 0.0, jax.lax.add, span.window, padding=padding)
+    return x
+
+
+def _spans(x: jax.Array, window: tuple[int, ...]) -> tuple[Span, ...]:
+    """The windows along depth, height and width, without what lies outside of x wherever they stand."""
+    spans = []
+    for axis, n in zip(windows.VOLUME_AXES, window, strict=True):
+        extent = x.shape[axis]
+        before, after = (min(steps, max(extent - 1, 0)) for steps in reach(n))
+        spans.append(Span(axis, extent, before + after + 1, 1, before))
+    return tuple(spans)
+
+
+def _mirrored(span: Span) -> Span:
+    return span._replace(padding=span.window - 1 - span.padding)
+
+
+def _squeezed_means(means: jax.Array, x: jax.Array, along: Sequence[Span]) -> jax.Array | None:
+    if means.shape != x.shape:
+        return None
+    return windows.squeezed(means.astype(windows.accumulator(x.dtype)), along)[0]
+
+
+# The derivative keeps x and means, not y.
+
+
+def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
+    return DIVISIVE_NORM(*operands, **params), tuple(operands)
+
+
+def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, **params: Any) -> Arrays:
+    grads = DIVISIVE_NORM_BACKWARD(*residuals, *cotangents, **params)
+    return tuple(grad for grad, a in zip(grads, active, strict=True) if a)
+
+
+_IMAGES = "... d h w c"
+_MEANS = "... d_means h_means w_means c_means"  # as many as x, or none
+DIVISIVE_NORM = Operator(
+    "divisive_norm",
+    f"{_IMAGES}, {_MEANS} -> {_IMAGES}",
+    _check,
+    _forward,
+    Derivative(_vjp, linearize=_linearize, residuals=f"{_IMAGES}, {_MEANS}"),
+)
+DIVISIVE_NORM_BACKWARD = Operator(
+    "divisive_norm_backward",
+    f"{_IMAGES}, {_MEANS}, {_IMAGES} -> {_IMAGES}, {_IMAGES}",
+    _check_backward,
+    _backward,
+)

@@ -1,0 +1,172 @@
+"""Local response normalization: each activation divided by a power of the squares of its channel's neighbours."""
+
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxops import _layouts
+from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._errors import BAD_PARAM, require
+from jaxops._operator import Operator
+from jaxops.pooling.windows import accumulator, check_floating, reduced_along
+
+# The operators see (..., C, D, H, W). What lies before the channels are batch axes; below are the axes of length 1 that
+# make this of each layout.
+_ADDED_AXES = {"NCHW": (2,), "NHWC": (4, 5, 6), "NCDHW": (), "NDHWC": (5, 6, 7)}
+_CHANNELS = -4
+
+
+def local_response_norm(
+    x: jax.Array,
+    *,
+    n: int = 5,
+    alpha: float = 1e-4,
+    beta: float = 0.75,
+    k: float = 2.0,
+    layout: str | None = None,
+) -> jax.Array:
+    """Divides by a power of the mean square over neighbouring channels: `y = x * s**-beta`.
+
+        s[c] = k + alpha / n * sum of x[j]**2 over the channels j from c - before to c + after
+
+    with `before = (n - 1) // 2` and `after = n - 1 - before`: an even window looks one channel further ahead. It is
+    clipped at the first and last channel; the divisor stays n.
+
+    Args:
+      x: images of any floating dtype: (N, C, H, W), or as `layout` says.
+      n: channels in a window; may be more than there are.
+      alpha: factor of the mean square.
+      beta: the power.
+      k: what is added to the mean square.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means the one with the channels first, by the rank of x.
+
+    Returns:
+      The shape and dtype of x.
+
+    Raises:
+      BadParamError: if x is not floating point or has another rank than the layout, n is not a positive integer, or
+        another attribute is not a number.
+
+    Numerics: computed in float32 (float64 for float64) and rounded once, forward and backward; powers that are no
+      integers as exp(-beta log s), whose relative error is beta |log s| roundings. All modes and orders of derivatives
+      exist; the gradient keeps nothing but x. The kernels for TPU and NVIDIA GPUs are opt-in.
+
+    Source: mcDNN `mcdnnLRNCrossChannelForward` and `mcdnnLRNCrossChannelBackward`, whose limits on n, beta and k are
+      not enforced here. PyTorch's `torch.nn.functional.local_response_norm` adds k = 1 by default and looks one channel
+      further back where n is even.
+    """
+    name = "local_response_norm"
+    require(x is not None, name, "x", "be given", None, status=BAD_PARAM)
+    x = jnp.asarray(x)
+    layout = _layouts.resolved(name, x, layout)
+    check_floating(name, "x", x)
+    check_attributes(name, n, alpha, beta, k)
+    (y,) = LOCAL_RESPONSE_NORM(
+        channels_before_space(x, layout), n=int(n), alpha=float(alpha), beta=float(beta), k=float(k)
+    )
+    return channels_back(y, layout)
+
+
+def channels_before_space(x: jax.Array, layout: str) -> jax.Array:
+    """Images of any layout as the operators see them: nothing is transposed."""
+    return jnp.expand_dims(x, _ADDED_AXES[layout])
+
+
+def channels_back(x: jax.Array, layout: str) -> jax.Array:
+    """The inverse of `channels_before_space`."""
+    return jnp.squeeze(x, _ADDED_AXES[layout])
+
+
+def check_attributes(operator: str, n: Any, alpha: Any, beta: Any, k: Any) -> None:
+    """Refuses windows that are empty, and what is no number of the host."""
+    is_integer = isinstance(n, Integral) and not isinstance(n, bool)
+    require(is_integer and int(n) >= 1, operator, "n", "be a positive integer", n, status=BAD_PARAM)
+    for argument, value in (("alpha", alpha), ("beta", beta), ("k", k)):
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        require(is_number, operator, argument, "be a number", value, status=BAD_PARAM)
+
+
+def reach(n: int) -> tuple[int, int]:
+    """How many positions a window of n holds before and after its centre."""
+    before = (n - 1) // 2
+    return before, n - 1 - before
+
+
+def negative_power(s: jax.Array, beta: float) -> jax.Array:
+    """s**-beta. XLA's `pow` takes several times as long as its exp and log, which vectorise."""
+    return jax.lax.integer_pow(s, -int(beta)) if beta.is_integer() else jnp.exp(-beta * jnp.log(s))
+
+
+def _check(x: Any, **_: Any) -> None:
+    _check_images("local_response_norm", "x", x)
+
+
+def _check_backward(x: Any, grad: Any, **_: Any) -> None:
+    name = "local_response_norm_backward"
+    _check_images(name, "x", x)
+    check_floating(name, "grad", grad)
+    require(grad.shape == x.shape, name, "grad", f"have the shape of x, {x.shape}", grad, status=BAD_PARAM)
+
+
+def _check_images(operator: str, argument: str, x: Any) -> None:
+    check_floating(operator, argument, x)
+    require(len(x.shape) >= 4, operator, argument, "have shape (..., C, D, H, W)", x, status=BAD_PARAM)
+
+
+def _forward(x: jax.Array, *, n: int, alpha: float, beta: float, k: float) -> Arrays:
+    wide = x.astype(accumulator(x.dtype))
+    s = k + alpha / n * _neighbours(jnp.square(wide), *reach(n))
+    return ((wide * negative_power(s, beta)).astype(x.dtype),)
+
+
+def _backward(x: jax.Array, grad: jax.Array, *, n: int, alpha: float, beta: float, k: float) -> Arrays:
+    """The gradient dy s**-beta - 2 alpha beta / n x (sum of dy y / s over the windows that hold the channel)."""
+    dtype = accumulator(x.dtype)
+    wide, dy = x.astype(dtype), grad.astype(dtype)
+    before, after = reach(n)
+    s = k + alpha / n * _neighbours(jnp.square(wide), before, after)
+    scaled = dy * negative_power(s, beta)
+    # The centres of those windows lie in the mirror image of the channel's own window.
+    dx = scaled - (2 * alpha * beta / n) * wide * _neighbours(scaled * wide / s, after, before)
+    return (dx.astype(grad.dtype),)
+
+
+def _neighbours(x: jax.Array, before: int, after: int) -> jax.Array:
+    """The sum over the channels around each."""
+    # XLA finds worse layouts for arrays with axes of length 1.
+    ones = tuple(axis for axis in range(_CHANNELS + 1, 0) if x.shape[axis] == 1)
+    farthest = max(x.shape[_CHANNELS] - 1, 0)
+    padding = min(before, farthest), min(after, farthest)
+    packed = jnp.squeeze(x, ones)
+    axis = _CHANNELS + len(ones)
+    return jnp.expand_dims(reduced_along(packed, axis, 0.0, jax.lax.add, sum(padding) + 1, padding=padding), ones)
+
+
+# The derivative keeps x alone, not y.
+
+
+def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
+    return LOCAL_RESPONSE_NORM(*operands, **params), tuple(operands)
+
+
+def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, **params: Any) -> Arrays:
+    return LOCAL_RESPONSE_NORM_BACKWARD(*residuals, *cotangents, **params)
+
+
+_IMAGES = "... c d h w"
+LOCAL_RESPONSE_NORM = Operator(
+    "local_response_norm",
+    f"{_IMAGES} -> {_IMAGES}",
+    _check,
+    _forward,
+    Derivative(_vjp, linearize=_linearize, residuals=_IMAGES),
+)
+LOCAL_RESPONSE_NORM_BACKWARD = Operator(
+    "local_response_norm_backward",
+    f"{_IMAGES}, {_IMAGES} -> {_IMAGES}",
+    _check_backward,
+    _backward,
+)
