@@ -12,9 +12,12 @@ from jaxops.batch_norm import batch_norm as batch_norm
 from jaxops.batch_norm import batch_norm_inference as batch_norm_inference
 from jaxops.divisive_norm import divisive_norm as divisive_norm
 from jaxops.ema_adam import ema_adam as ema_adam
+from jaxops.ema_adam import ema_adam_rows as ema_adam_rows
 from jaxops.ema_adam import ema_params as ema_params
 from jaxops.ema_adam import fused_apply as fused_apply
+from jaxops.embedding import RowGradients as RowGradients
 from jaxops.embedding import embedding as embedding
+from jaxops.embedding import embedding_row_gradients as embedding_row_gradients
 from jaxops.linear_cross_entropy import LinearCrossEntropyAux as LinearCrossEntropyAux
 from jaxops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from jaxops.local_response_norm import local_response_norm as local_response_norm
@@ -29,6 +32,7 @@ __all__ = [
     "BatchNormOutput",
     "LinearCrossEntropyAux",
     "NotSupportedError",
+    "RowGradients",
     "VersionMismatchError",
     "aclnn",
     "activation",
@@ -37,8 +41,10 @@ __all__ = [
     "batch_norm_inference",
     "divisive_norm",
     "ema_adam",
+    "ema_adam_rows",
     "ema_params",
     "embedding",
+    "embedding_row_gradients",
     "fused_apply",
     "linear_cross_entropy",
     "local_response_norm",

@@ -8,6 +8,7 @@ import jax
 import optax
 
 from jaxops._errors import require_present
+from jaxops.embedding.row_gradients import RowGradients, rows_at, with_rows
 
 Step = Callable[..., tuple[jax.Array, ...]]
 
@@ -35,7 +36,8 @@ def fused_apply(
 
     Args:
       transform: any optax transform.
-      grads: gradients, of the structure of `params`; a leaf of None leaves its parameter as it is.
+      grads: gradients, of the structure of `params`; a leaf of None leaves its parameter as it is. With
+        `ema_adam_rows`, tables may have `RowGradients`.
       opt_state: what `transform.init` or the last step returned.
       params: the parameters.
       **extra_args: passed on to `transform.update`.
@@ -57,7 +59,7 @@ def fused_apply(
 
 def rows_of(tree: Any, *others: Any) -> tuple[list[tuple[Any, ...]], Any]:
     """Each leaf of a tree (None is one) with what other trees have in its place; and the structure of the tree."""
-    structure: Any = jax.tree.structure(tree, is_leaf=_is_none)
+    structure: Any = jax.tree.structure(tree, is_leaf=_is_leaf)
     columns = [structure.flatten_up_to(x) for x in (tree, *others)]
     return list(zip(*columns, strict=True)), structure
 
@@ -127,8 +129,10 @@ def _survey(transform: Any, grads: Any, opt_state: Any, params: Any, extra_args:
 
 
 def _applied(leaf: Any, update: Any) -> Any:
+    if isinstance(update, RowGradients):
+        return with_rows(leaf, update.rows, rows_at(leaf, update.rows, update.values.dtype) + update.values)
     return leaf if update is None else optax.apply_updates(leaf, update)
 
 
-def _is_none(x: Any) -> bool:
-    return x is None
+def _is_leaf(x: Any) -> bool:
+    return x is None or isinstance(x, RowGradients)

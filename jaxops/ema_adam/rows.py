@@ -1,0 +1,90 @@
+"""EMA-Adam on the touched rows of embedding tables."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxops._errors import require, require_present
+from jaxops.ema_adam.one_pass import rows_of
+from jaxops.ema_adam.operator import Number, compute_dtype
+from jaxops.ema_adam.transform import EmaParamsState, ema_adam
+from jaxops.embedding.row_gradients import RowGradients, rows_at, with_rows
+
+_NAME = "ema_adam_rows"
+
+
+def ema_adam_rows(
+    learning_rate: Number | Callable[[jax.Array], jax.typing.ArrayLike], **hyperparameters: Any
+) -> optax.GradientTransformationExtraArgs:
+    """`ema_adam` for embedding tables of whose gradient only the touched rows exist.
+
+    Wherever the tree of gradients has `RowGradients`, as `embedding_row_gradients` computes them, only these rows of
+    the table, of its moments and of its average are read and written. Arrays beside them are updated as by `ema_adam`:
+
+        optimizer = jaxops.ema_adam_rows(1e-3)
+        touched = jaxops.embedding_row_gradients(grad, tokens, num_weights=params["table"].shape[0])
+        grads = {"table": touched, "head": grad_of_head}
+        params, opt_state = jaxops.fused_apply(optimizer, grads, opt_state, params)
+
+    A row is touched by a step if its id is among `RowGradients.rows`: if it was looked up, even if its gradient is
+    zero. A touched row takes exactly the step that `ema_adam` takes for this gradient: its weights decay once, its
+    moments decay once, bias is corrected by the number of all steps, and its average moves once. To any other row
+    nothing happens, and nothing is made up for later: no weight decay, no momentum, no decay of its moments, and its
+    average stands still. So a table that is trained like this has weights and averages that depend on how often a row
+    is looked up; it is what is called lazy Adam elsewhere. With `weight_decay`, rare rows decay less; with
+    `ema_decay`, the average of a row looks back over the steps that touched it.
+
+    Args:
+      learning_rate: as of `ema_adam`.
+      **hyperparameters: all others of `ema_adam`.
+
+    Returns:
+      A transform with the state of `ema_adam`, so that one may follow the other and `ema_params` reads the average. Its
+      updates have `RowGradients` where the gradients have, with the change of each row as values, in float32 for
+      tables of 16 bits; `fused_apply` applies them. Other transforms do not know `RowGradients`: gradients are to be
+      clipped or scaled before `embedding_row_gradients`, not by a chain.
+
+    Raises:
+      BadParamError: as `ema_adam`; by `update` also if the table is not an array of rows of these gradients' width.
+
+    Numerics: as `ema_adam`. With donated parameters and state, memory is proportional to the number of touched rows;
+      XLA's CPU compiler copies tables of bfloat16 that rows are written to.
+    """
+    dense = ema_adam(learning_rate, **hyperparameters)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        require_present(_NAME, params=params)
+        adam, average = state
+        rows, structure = rows_of(grads, params, adam.mu, adam.nu, average.ema)
+        # The step of the touched rows is that of a table which has no others.
+        operands = [_touched(*row) if isinstance(row[0], RowGradients) else row for row in rows]
+        small = [structure.unflatten(column) for column in zip(*operands, strict=True)] if rows else [grads] * 5
+        small_state = adam._replace(mu=small[2], nu=small[3]), EmaParamsState(small[4])
+        updates, (new_adam, new_average) = dense.update(small[0], small_state, small[1], **extra_args)
+        results, _ = rows_of(updates, new_adam.mu, new_adam.nu, new_average.ema)
+        merged = [_merged(*row, *result) for row, result in zip(rows, results, strict=True)]
+        updates, mu, nu, ema = (structure.unflatten(one[i] for one in merged) for i in range(4))
+        return updates, (new_adam._replace(mu=mu, nu=nu), EmaParamsState(ema))
+
+    return optax.GradientTransformationExtraArgs(dense.init, update)
+
+
+def _touched(grad: RowGradients, table: Any, *state: Any) -> tuple[Any, ...]:
+    """Gradient, parameters and state of the touched rows; parameters in the dtype in which they are updated."""
+    shape = jnp.shape(table)
+    fits = len(shape) == 2 and shape[1] == grad.values.shape[-1]
+    require(fits, _NAME, "params", f"have a table (V, {grad.values.shape[-1]}) for RowGradients", table)
+    dtype = compute_dtype(table.dtype)
+    return grad.values, rows_at(table, grad.rows, dtype), *(rows_at(x, grad.rows, x.dtype) for x in state)
+
+
+def _merged(grad: Any, table: Any, m: Any, v: Any, s: Any, *results: Any) -> tuple[Any, ...]:
+    """The update, and the state with the results in the touched rows."""
+    if not isinstance(grad, RowGradients):
+        return results
+    update, *new_rows = results
+    state = (with_rows(x, grad.rows, rows) for x, rows in zip((m, v, s), new_rows, strict=True))
+    return RowGradients(grad.rows, update), *state
