@@ -7,6 +7,7 @@ moved to the origin of the first: windows double along one axis and then along t
 logarithm of their extents.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,12 +18,15 @@ from jaxops.pooling.windows import Span
 
 
 class Deviations(NamedTuple):
-    """Of the elements of each window: their number, and sums of deviations from an origin and of their squares."""
+    """Of the elements of each window: their number, and sums of deviations from an origin and of their squares.
+
+    None stands for zeros: of single elements, which are their own origins.
+    """
 
     origin: jax.Array
     size: jax.Array
-    total: jax.Array
-    squares: jax.Array
+    total: jax.Array | None
+    squares: jax.Array | None
 
 
 class Weights(NamedTuple):
@@ -30,19 +34,25 @@ class Weights(NamedTuple):
 
     origin: jax.Array
     total: jax.Array
-    moment: jax.Array
+    moment: jax.Array | None
 
 
 def deviations(x: jax.Array, spans: Sequence[Span]) -> Deviations:
     """Those of the windows of x along these axes."""
     axes = {span.axis % x.ndim for span in spans}
     ones = jnp.ones([size if axis in axes else 1 for axis, size in enumerate(x.shape)], x.dtype)
-    return _grown(Deviations(x, ones, jnp.zeros_like(x), jnp.zeros_like(x)), _joined_deviations, spans)
+    return _grown(Deviations(x, ones, None, None), _joined_deviations, spans)
 
 
 def weights(weight: jax.Array, x: jax.Array, spans: Sequence[Span]) -> Weights:
     """Those of the windows along these axes, of a weight for each element of x."""
-    return _grown(Weights(x, weight, jnp.zeros_like(weight)), _joined_weights, spans)
+    return _grown(Weights(x, weight, None), _joined_weights, spans)
+
+
+def plus(*terms: jax.Array | None) -> Any:
+    """The sum, where None stands for zeros."""
+    present = [term for term in terms if term is not None]
+    return functools.reduce(jnp.add, present) if present else None
 
 
 def _joined_deviations(first: Deviations, second: Deviations) -> Deviations:
@@ -51,14 +61,14 @@ def _joined_deviations(first: Deviations, second: Deviations) -> Deviations:
     return Deviations(
         first.origin,
         first.size + second.size,
-        first.total + second.total + moved,
-        first.squares + second.squares + shift * (2 * second.total + moved),
+        plus(first.total, second.total, moved),
+        plus(first.squares, second.squares, shift * plus(second.total, second.total, moved)),
     )
 
 
 def _joined_weights(first: Weights, second: Weights) -> Weights:
     moved = second.total * (second.origin - first.origin)
-    return Weights(first.origin, first.total + second.total, first.moment + second.moment + moved)
+    return Weights(first.origin, first.total + second.total, plus(first.moment, second.moment, moved))
 
 
 def _grown(sums: Any, join: Callable[[Any, Any], Any], spans: Sequence[Span]) -> Any:
@@ -72,26 +82,28 @@ def _grown_along(sums: Any, join: Callable[[Any, Any], Any], span: Span) -> Any:
     axis, extent, window = span.axis, span.extent, span.window
     # Beyond the edge stands nothing, and the edge's own element as the origin of windows that begin there.
     origin, *rest = sums
-    padded = [_padded(origin, span, "edge"), *(_padded(x, span, "constant") for x in rest)]
-    part, length = type(sums)(*padded), extent + window - 1
-
-    def cut(start: int, size: int) -> Any:
-        return type(sums)(*(jax.lax.slice_in_dim(x, start, start + size, axis=axis) for x in part))
-
-    whole, covered, width = None, 0, 1
+    part = type(sums)(_padded(origin, span, "edge"), *(_padded(x, span, "constant") for x in rest))
+    whole, covered, width, length = None, 0, 1, extent + window - 1
     while True:
         if window & width:
-            piece = cut(covered, extent)
+            piece = _cut(part, axis, covered, extent)
             whole = piece if whole is None else join(whole, piece)
             covered += width
         if 2 * width > window:
             return whole
         length -= width
-        part = join(cut(0, length), cut(width, length))
+        part = join(_cut(part, axis, 0, length), _cut(part, axis, width, length))
         width *= 2
 
 
-def _padded(x: jax.Array, span: Span, mode: str) -> jax.Array:
+def _cut(sums: Any, axis: int, start: int, size: int) -> Any:
+    """The windows that begin in this range."""
+    return type(sums)(*(x if x is None else jax.lax.slice_in_dim(x, start, start + size, axis=axis) for x in sums))
+
+
+def _padded(x: jax.Array | None, span: Span, mode: str) -> jax.Array | None:
+    if x is None:
+        return None
     widths = [(0, 0)] * x.ndim
     widths[span.axis] = (span.padding, span.window - 1 - span.padding)
     return jnp.pad(x, widths, mode=mode)

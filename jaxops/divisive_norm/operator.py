@@ -148,7 +148,8 @@ def _deviations(x: jax.Array, means: jax.Array | None, spans: Sequence[Span]) ->
         return _summed(x, spans), _summed(jnp.square(x), spans)
     origin, size, total, squares = moments.deviations(x, spans)
     shift = origin - means
-    return total + size * shift, squares + shift * (2 * total + size * shift)
+    moved = size * shift
+    return moments.plus(total, moved), moments.plus(squares, shift * moments.plus(total, total, moved))
 
 
 def _spread(u: jax.Array, x: jax.Array, means: jax.Array | None, spans: Sequence[Span]) -> jax.Array:
@@ -156,7 +157,7 @@ def _spread(u: jax.Array, x: jax.Array, means: jax.Array | None, spans: Sequence
     if means is None:
         return x * _summed(u, spans)
     origin, total, moment = moments.weights(u, means, spans)
-    return (x - origin) * total - moment
+    return (x - origin) * total - (0 if moment is None else moment)
 
 
 def _summed(x: jax.Array, spans: Sequence[Span]) -> jax.Array:
