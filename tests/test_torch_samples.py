@@ -51,6 +51,12 @@ def with_defaults(x, scale, bias):
     return jnp.ones(channels) if scale is None else scale, jnp.zeros(channels) if bias is None else bias
 
 
+def local_response_norm(x, size, alpha=1e-4, beta=0.75, k=1.0):
+    # PyTorch's even windows look back: ahead, of channels in reverse.
+    images = jnp.flip(x, 1)[..., None]
+    return jnp.flip(jaxops.local_response_norm(images, n=size, alpha=alpha, beta=beta, k=k)[..., 0], 1)
+
+
 # Where PyTorch's batch norm takes its running statistics, which neither library differentiates.
 RUNNING = (1, 2)
 
@@ -61,6 +67,7 @@ OPERATORS = [
     ("nn.functional.avg_pool2d", functools.partial(avg_pool, 4), 1),
     ("nn.functional.avg_pool3d", functools.partial(avg_pool, 5), 1),
     ("nn.functional.batch_norm", batch_norm, 6),
+    ("nn.functional.local_response_norm", local_response_norm, 11),
 ]
 
 
