@@ -11,6 +11,7 @@ from jaxops.batch_norm import BatchNormOutput as BatchNormOutput
 from jaxops.batch_norm import batch_norm as batch_norm
 from jaxops.batch_norm import batch_norm_inference as batch_norm_inference
 from jaxops.divisive_norm import divisive_norm as divisive_norm
+from jaxops.dropout import dropout as dropout
 from jaxops.ema_adam import ema_adam as ema_adam
 from jaxops.ema_adam import ema_adam_rows as ema_adam_rows
 from jaxops.ema_adam import ema_params as ema_params
@@ -40,6 +41,7 @@ __all__ = [
     "batch_norm",
     "batch_norm_inference",
     "divisive_norm",
+    "dropout",
     "ema_adam",
     "ema_adam_rows",
     "ema_params",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -61,6 +62,20 @@ def laid_out_as(x: jax.Array, aval: Any) -> jax.Array:
     if AxisType.Explicit not in aval.sharding.mesh.axis_types or jax.typeof(x).sharding == aval.sharding:
         return x
     return jax.sharding.reshard(x, aval.sharding)
+
+
+def reshaped(x: jax.Array, shape: Sequence[int], *, like: jax.Array | None = None) -> jax.Array:
+    """`x` in another shape with the same elements in the same order, wherever it lies.
+
+    On an explicit mesh an axis stays split if it begins an axis of the result, or if the result is `like` an array.
+    """
+    mesh = explicit_mesh([x])
+    if mesh is None or tuple(shape) == x.shape:
+        return jnp.reshape(x, shape)
+    if like is not None:
+        return jax.lax.reshape(x, shape, out_sharding=jax.typeof(like).sharding)
+    spec = list(_full_spec(x))[: len(shape)]
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def whole_along_first(x: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from jaxops.mcdnn.batch_normalization import (
     batch_normalization_forward_training_ex as batch_normalization_forward_training_ex,
 )
 from jaxops.mcdnn.descriptors import ActivationDescriptor as ActivationDescriptor
+from jaxops.mcdnn.descriptors import DropoutDescriptor as DropoutDescriptor
 from jaxops.mcdnn.descriptors import LRNDescriptor as LRNDescriptor
 from jaxops.mcdnn.descriptors import PoolingDescriptor as PoolingDescriptor
 from jaxops.mcdnn.divisive_normalization import (
@@ -24,6 +25,9 @@ from jaxops.mcdnn.divisive_normalization import (
 from jaxops.mcdnn.divisive_normalization import (
     divisive_normalization_forward as divisive_normalization_forward,
 )
+from jaxops.mcdnn.dropout import dropout_backward as dropout_backward
+from jaxops.mcdnn.dropout import dropout_forward as dropout_forward
+from jaxops.mcdnn.dropout import dropout_get_reserve_space_size as dropout_get_reserve_space_size
 from jaxops.mcdnn.enums import ActivationMode as ActivationMode
 from jaxops.mcdnn.enums import BatchNormMode as BatchNormMode
 from jaxops.mcdnn.enums import BatchNormOps as BatchNormOps
@@ -77,6 +81,7 @@ __all__ = [
     "BatchNormTraining",
     "BatchNormTrainingEx",
     "DivNormMode",
+    "DropoutDescriptor",
     "LRNDescriptor",
     "LRNMode",
     "NanPropagation",
@@ -96,6 +101,9 @@ __all__ = [
     "batch_normalization_forward_training_ex",
     "divisive_normalization_backward",
     "divisive_normalization_forward",
+    "dropout_backward",
+    "dropout_forward",
+    "dropout_get_reserve_space_size",
     "get_batch_normalization_backward_ex_workspace_size",
     "get_batch_normalization_forward_training_ex_workspace_size",
     "get_batch_normalization_training_ex_reserve_space_size",

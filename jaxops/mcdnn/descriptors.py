@@ -5,6 +5,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from jaxops._errors import BAD_PARAM, require
+from jaxops.dropout import checked_rate
 from jaxops.mcdnn.enums import ActivationMode, NanPropagation, PoolingMode, member
 from jaxops.pooling.windows import Ints
 
@@ -82,6 +83,24 @@ class LRNDescriptor:
     def attributes(self) -> dict[str, float]:
         """As the operators take them, but for the window."""
         return {"alpha": self.alpha, "beta": self.beta, "k": self.k}
+
+
+@dataclasses.dataclass(frozen=True)
+class DropoutDescriptor:
+    """How much to drop.
+
+    Attributes:
+      dropout: the probability with which an element is dropped, in [0, 1].
+
+    Raises:
+      BadParamError: if that is no number in [0, 1].
+    """
+
+    dropout: float
+
+    def __post_init__(self) -> None:
+        rate = checked_rate(type(self).__name__, "dropout", self.dropout)
+        object.__setattr__(self, "dropout", rate)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,20 @@ def size_bytes(elements: int) -> int:
     return -(-elements // 32) * 4
 
 
+def from_words(words: jax.Array) -> jax.Array:
+    """Words of bits as uint8 reserve space, the least significant byte first."""
+    shifts = jnp.arange(0, 32, 8, dtype=jnp.uint32)
+    return (words.reshape(words.size, 1) >> shifts[None]).astype(jnp.uint8).reshape(4 * words.size)
+
+
+def to_words(reserve_space: jax.Array, elements: int) -> jax.Array:
+    """The words of bits for so many elements that reserve space begins with."""
+    first, second, third, fourth = jnp.unstack(
+        reserve_space[: size_bytes(elements)].reshape(-1, 4).astype(jnp.uint32), axis=-1
+    )
+    return first | second << jnp.uint32(8) | third << jnp.uint32(16) | fourth << jnp.uint32(24)
+
+
 def packed(mask: jax.Array) -> jax.Array:
     """A mask as uint8 reserve space; the bits after the last element are 0."""
     bits = jnp.packbits(mask.reshape(mask.size), bitorder="little")

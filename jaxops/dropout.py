@@ -1,0 +1,217 @@
+"""Dropout: a mask of bits, drawn from a key where they are used, and the gradient, which needs only that mask."""
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxops import _sharding
+from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._errors import BAD_PARAM, require
+from jaxops._operator import Operator
+from pallas_kernels.dropout_mask import WORD_BITS, compared, constant_word, digits, threefry
+
+_STEPS = 2
+
+
+def dropout(key: jax.Array, x: jax.Array, rate: float) -> jax.Array:
+    """Zeroes elements at random and scales the others: `y = x / (1 - rate)` where an element is kept, else 0.
+
+    Which elements are kept depends on the key, the rate and an element's place in row-major order: not on how x is
+    laid out or split over devices, and not on the implementation. The gradient is `grad_y / (1 - rate)` where kept,
+    else 0, from a mask of one bit an element.
+
+    Args:
+      key: a key of `jax.random`, typed or raw, of any implementation. It is used up, like a key that is given to
+        `jax.random.bernoulli`.
+      x: any shape, floating point.
+      rate: the probability with which an element is dropped, in [0, 1]; a Python or NumPy number.
+
+    Returns:
+      The shape and dtype of x.
+
+    Raises:
+      BadParamError: if key is no single key, x is not floating point, or rate is no number in [0, 1].
+
+    Numerics: the probability is rounded to a multiple of 2**-24; rates 0 and 1 are exact. Bits are those of
+      Threefry-2x32 with 20 rounds, counted by element. The scale is `1 / (1 - rate)` in float32 (float64 for float64)
+      and the product is rounded once. Dropped elements are not read: NaN there gives 0. All modes and orders of
+      derivatives exist; backward keeps the mask and nothing of x. Under `vmap` with one key, all mapped calls keep the
+      same elements, as with `jax.random`.
+
+    Source: mcDNN `mcdnnDropoutForward` and `mcdnnDropoutBackward`.
+    """
+    for argument, value in (("key", key), ("x", x)):
+        require(value is not None, "dropout", argument, "be given", None, status=BAD_PARAM)
+    x = jnp.asarray(x)
+    _check_floating("dropout", "x", x)
+    return dropped_out("dropout", key, x, checked_rate("dropout", "rate", rate))[0]
+
+
+def dropped_out(operator: str, key: jax.Array, x: jax.Array, rate: float) -> tuple[jax.Array, jax.Array]:
+    """The result and the words of its mask, as `operator`; x and rate are checked already."""
+    lead, length = row_view(x.shape)
+    key0, key1 = _two_words(operator, key)
+    first_words = _row_indices(lead) * jnp.uint32(_words_of(length))
+    streams = jnp.stack([jnp.broadcast_to(key0, lead), jnp.broadcast_to(key1, lead), first_words], axis=-1)
+    y, words = DROPOUT(streams, _sharding.reshaped(x, (*lead, length)), rate=rate)
+    return _sharding.reshaped(y, x.shape, like=x), words
+
+
+def dropout_gradient(dy: jax.Array, words: jax.Array, rate: float) -> jax.Array:
+    """The gradient, from the words of the mask in any shape."""
+    lead, length = row_view(dy.shape)
+    rows = _sharding.reshaped(dy, (*lead, length))
+    (dx,) = DROPOUT_BACKWARD(rows, words.reshape(*lead, _words_of(length)), rate=rate)
+    return _sharding.reshaped(dx, dy.shape, like=dy)
+
+
+def row_view(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """The leading axes, which may be split over devices, and the length of a row of the others.
+
+    A row is the fewest last axes that are made of whole words; without such, it is everything.
+    """
+    for axis in reversed(range(len(shape))):
+        length = math.prod(shape[axis:])
+        if length % WORD_BITS == 0 and length > 0:
+            return tuple(shape[:axis]), length
+    return (), math.prod(shape)
+
+
+def checked_rate(operator: str, argument: str, rate: Any) -> float:
+    """A rate as a float; BadParamError unless it is a number in [0, 1]."""
+    is_rate = isinstance(rate, Real) and not isinstance(rate, bool) and 0 <= float(rate) <= 1
+    require(is_rate, operator, argument, "be a number of the host in [0, 1]", rate, status=BAD_PARAM)
+    return float(rate)
+
+
+def _two_words(operator: str, key: Any) -> tuple[jax.Array, jax.Array]:
+    """The key of the generator, from a JAX key of any implementation."""
+    is_typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    data = jax.random.key_data(key) if is_typed else jnp.asarray(key)
+    is_key = data.dtype == jnp.uint32 and data.ndim == 1 and data.size >= 2
+    require(is_key, operator, "key", "be one key of jax.random, typed or raw", key, status=BAD_PARAM)
+    first, second, *rest = jnp.unstack(data)
+    for pair in zip(rest[::2], [*rest[1::2], jnp.zeros_like(first)], strict=False):
+        first, second = threefry(first, second, *pair)
+    return first, second
+
+
+def _row_indices(lead: Sequence[int]) -> jax.Array:
+    strides = [math.prod(lead[axis + 1 :]) for axis in range(len(lead))]
+    along = (
+        jax.lax.broadcasted_iota(jnp.uint32, lead, axis) * jnp.uint32(stride) for axis, stride in enumerate(strides)
+    )
+    return sum(along, jnp.zeros(lead, jnp.uint32))
+
+
+def _words_of(elements: int) -> int:
+    return -(-elements // WORD_BITS)
+
+
+def _check_floating(operator: str, argument: str, x: Any) -> None:
+    require(jnp.issubdtype(x.dtype, jnp.floating), operator, argument, "be floating point", x, status=BAD_PARAM)
+
+
+def _check_row(operator: str, argument: str, x: Any) -> None:
+    _check_floating(operator, argument, x)
+    require(len(x.shape) > 0, operator, argument, "have shape (..., N)", x, status=BAD_PARAM)
+
+
+def _check(streams: Any, x: Any, *, rate: float) -> None:
+    _check_row("dropout", "x", x)
+    shape = (*x.shape[:-1], 3)
+    is_stream = streams.shape == shape and streams.dtype == jnp.uint32
+    require(is_stream, "dropout", "streams", f"be uint32{list(shape)}", streams, status=BAD_PARAM)
+    checked_rate("dropout", "rate", rate)
+
+
+def _check_backward(grad: Any, words: Any, *, rate: float) -> None:
+    name = "dropout_backward"
+    _check_row(name, "grad", grad)
+    shape = (*grad.shape[:-1], _words_of(grad.shape[-1]))
+    is_mask = words.shape == shape and words.dtype == jnp.uint32
+    require(is_mask, name, "words", f"be uint32{list(shape)}", words, status=BAD_PARAM)
+    checked_rate(name, "rate", rate)
+
+
+def _drop(streams: jax.Array, x: jax.Array, *, rate: float) -> Arrays:
+    """`streams` are of each row the key's two words and the index of the row's first word."""
+    key0, key1, first = (streams[..., i, None] for i in range(3))
+    count = _words_of(x.shape[-1])
+    shape = (*x.shape[:-1], count)
+    indices = first + jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
+    words = _kept_words((jnp.broadcast_to(key0, shape), jnp.broadcast_to(key1, shape)), indices, rate)
+    if x.shape[-1] % WORD_BITS:
+        last = jnp.arange(count) == count - 1
+        words = jnp.where(last, words & jnp.uint32(2 ** (x.shape[-1] % WORD_BITS) - 1), words)
+    return *_select(x, words, rate=rate), words
+
+
+def _kept_words(keys: tuple[jax.Array, jax.Array], indices: jax.Array, rate: float) -> jax.Array:
+    """Bit b of a word says whether element `32 * index + b` is kept: a uniform number less than `1 - rate` is drawn."""
+    constant = constant_word(rate)
+    if constant is not None:
+        return jnp.full_like(indices, constant)
+    # In a loop, because XLA would otherwise draw a word again for each of its elements.
+    number = digits(rate)
+    step_pairs = -(-len(number) // (2 * _STEPS))
+    padded = np.zeros((_STEPS, 2 * step_pairs), np.uint32)
+    padded.ravel()[: len(number)] = number
+
+    def step(less: jax.Array, xs: Arrays) -> tuple[jax.Array, None]:
+        first_pair, digits_here = xs
+        return compared(less, keys, indices, first_pair, jnp.unstack(digits_here)), None
+
+    steps = (jnp.arange(_STEPS, dtype=jnp.uint32) * jnp.uint32(step_pairs), jnp.asarray(padded))
+    start = _sharding.varying_with([jnp.zeros_like(indices)], [indices, *keys])[0]
+    return jax.lax.scan(step, start, steps, reverse=True)[0]
+
+
+def _select(x: jax.Array, words: jax.Array, *, rate: float) -> Arrays:
+    dtype = np.float64 if x.dtype == jnp.float64 else np.float32
+    scale = dtype(0) if constant_word(rate) == 0 else 1 / (dtype(1) - dtype(rate))
+    bits = jnp.uint32(1) << jnp.arange(WORD_BITS, dtype=jnp.uint32)
+    kept = (words[..., None] & bits.reshape(*(1,) * words.ndim, WORD_BITS)) != 0
+    if x.shape[-1] % WORD_BITS == 0:
+        kept_x = x.reshape(kept.shape)
+    else:
+        kept, kept_x = kept.reshape(*words.shape[:-1], -1)[..., : x.shape[-1]], x
+    y = jnp.where(kept, (kept_x.astype(dtype) * scale).astype(x.dtype), jnp.zeros((), x.dtype))
+    return (y.reshape(x.shape),)
+
+
+# Linear in x, and its own transpose: derivatives of all kinds select by the same mask.
+
+
+def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
+    results = DROPOUT(*operands, **params)
+    return results, results[1:]
+
+
+def _linear(residuals: Arrays, linear: Arrays, active: Active, **params: Any) -> Arrays:
+    return DROPOUT_BACKWARD(linear[0], *residuals, **params)
+
+
+def _linearize_backward(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
+    return DROPOUT_BACKWARD(*operands, **params), tuple(operands[1:])
+
+
+DROPOUT = Operator(
+    "dropout",
+    "... s, ... n -> ... n, ... w",
+    _check,
+    _drop,
+    Derivative(_linear, _linear, _linearize, residuals="... w"),
+)
+DROPOUT_BACKWARD = Operator(
+    "dropout_backward",
+    "... n, ... w -> ... n",
+    _check_backward,
+    _select,
+    Derivative(_linear, _linear, _linearize_backward, residuals="... w"),
+)
