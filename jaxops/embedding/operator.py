@@ -17,6 +17,8 @@ from jaxops._errors import require
 from jaxops._ids import wide_ids
 from jaxops._operator import Operator
 from jaxops.embedding.sums import accumulator, reciprocal, sums_by_id
+from pallas_kernels.gpu import embedding as gpu
+from pallas_kernels.tpu import embedding as tpu
 
 
 def check_lookup(table: Any, indices: Any, *, padding_idx: int | None, counted_rank: int | None) -> None:
@@ -175,5 +177,6 @@ EMBEDDING_DENSE_BACKWARD = Operator(
     check_dense_backward,
     _dense_backward,
     Derivative(_vjp_of_dense_backward, _tangent_of_dense_backward, _linearize_dense_backward, residuals="..."),
+    kernels=(tpu.KERNEL, gpu.KERNEL),
 )
 EMBEDDING_FREQUENCY = Operator("embedding_frequency", "... -> ...", lambda indices, **_: None, _frequency)

@@ -1,0 +1,165 @@
+"""The gradient of an embedding table on NVIDIA GPUs from Hopper on: one pass over the gradient, and no atomics.
+
+XLA sorts the ids; the gradient's rows stay where they are. A thread block takes a chunk of the sorted positions and
+adds up, in registers and in order, the rows of each run of one id. A run that lies within the chunk is that row of the
+result, which its block alone writes, over zeros. What a chunk has of a run that began before it, or goes on after it,
+is a partial sum: at most two a chunk, which the next launch adds up as if they were the gradient. So an id that fills
+the batch costs two launches more and not a long wait.
+
+Functions import `mosaic_gpu` themselves: it takes a third of a second, which only those who lower for a GPU should pay.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.kernel import Kernel
+
+_WARPGROUP = 128  # threads of a block, and so the shortest run of elements that one access can touch
+_VECTOR = 4  # elements of one access of a thread
+_AHEAD = 4  # rows whose loads are under way at a time
+_WIDTHS = (512, 256, 128)
+_MAX_ELEMENTS = 2**31 - 1
+_NO_ROW = 2**31 - 1
+_DTYPES = ("float32", "bfloat16", "float16")
+_CONFIGS = ({"chunk_rows": 32}, {"chunk_rows": 64}, {"chunk_rows": 16})
+
+
+def _kernel(ids_gmem, order_gmem, factors_gmem, rows_gmem, out_gmem, *partial_gmem, chunk_rows, width, pin_layouts):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    chunk = lax.axis_index("chunk")
+    first = chunk * chunk_rows
+    columns = pl.ds(lax.axis_index("column") * width, width)
+    last_position = ids_gmem.shape[0] - 1
+    # What lies before the first chunk and after the last is another id.
+    before = jnp.where(first > 0, ids_gmem[jnp.maximum(first - 1, 0)], -1)
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=min(_VECTOR, width // _WARPGROUP))
+
+    def pinned(values):
+        return plgpu.layout_cast(values, layout) if pin_layouts else values
+
+    def add(group, sums):
+        positions = [first + group * _AHEAD + i for i in range(_AHEAD)]
+        ids = [ids_gmem[position] for position in positions]
+        after = jnp.where(positions[-1] < last_position, ids_gmem[jnp.minimum(positions[-1] + 1, last_position)], -1)
+        rows = [pinned(rows_gmem[order_gmem[position], columns]).astype(jnp.float32) for position in positions]
+        for position, row, row_id, next_id in zip(positions, rows, ids, [*ids[1:], after], strict=True):
+            sums = sums + row
+            is_row, is_end, is_own = row_id != _NO_ROW, next_id != row_id, row_id != before
+
+            @pl.when(is_row & is_end & is_own)
+            def _(position=position, row_id=row_id, sums=sums):
+                out_gmem[row_id, columns] = (sums * factors_gmem[position]).astype(out_gmem.dtype)
+
+            for partial in partial_gmem:
+
+                @pl.when(is_row & is_end & ~is_own)
+                def _(sums=sums, partial=partial):
+                    partial[2 * chunk, columns] = sums
+
+                @pl.when(is_row & ~is_end & (position == first + chunk_rows - 1))
+                def _(sums=sums, partial=partial):
+                    partial[2 * chunk + 1, columns] = sums
+
+            sums = jnp.where(jnp.broadcast_to(is_end, sums.shape), jnp.zeros_like(sums), sums)
+        return sums
+
+    @pl.when(ids_gmem[first] != _NO_ROW)
+    def _():
+        lax.fori_loop(0, chunk_rows // _AHEAD, add, pinned(jnp.zeros((width,), jnp.float32)))
+
+
+def _launch(ids, order, factors, rows, out_ref, chunk_rows, interpret):
+    """Writes the sums of all runs; returns the partial sums of chunks, (2 * chunks, D), unless there is one chunk."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    chunks, width = ids.size // chunk_rows, rows.shape[1]
+    block_width = next(block for block in _WIDTHS if width % block == 0)
+    partial = jax.ShapeDtypeStruct((2 * chunks, width), jnp.float32)
+    return pl.kernel(
+        functools.partial(_kernel, chunk_rows=chunk_rows, width=block_width, pin_layouts=not interpret),
+        out_type=[partial] * (chunks > 1),
+        mesh=plgpu.Mesh(grid=(chunks, width // block_width), grid_names=("chunk", "column")),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret_gpu_params() if interpret is True else interpret,
+        name="embedding_dense_backward",
+    )(ids, order, factors, rows, out_ref)
+
+
+def run(grad, indices, *, num_weights, padding_idx, scale_grad_by_freq, config, interpret=False):
+    """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    chunk_rows, rows = config["chunk_rows"], grad.reshape(-1, grad.shape[-1])
+    ids = indices.reshape(-1)
+    ids = ids if ids.dtype.itemsize == 8 else ids.astype(jnp.int32)
+    live = (ids >= 0) & (ids < num_weights)
+    if padding_idx is not None:
+        live &= ids != padding_idx
+    ids = jnp.where(live, ids, jnp.full_like(ids, _NO_ROW)).astype(jnp.int32)
+    ids, order = _sorted(ids, chunk_rows)
+    factors = jnp.ones(ids.size, jnp.float32)
+    if scale_grad_by_freq:
+        ends = [jnp.searchsorted(ids, ids, side=side) for side in ("left", "right")]
+        factors = 1 / (ends[1] - ends[0]).astype(jnp.float32)
+    out_ref = jax.new_ref(jnp.zeros((num_weights, grad.shape[-1]), grad.dtype), memory_space=plgpu.GMEM)
+    while partial := _launch(ids, order, factors, rows, out_ref, chunk_rows, interpret):
+        (rows,) = partial
+        ids, factors = _of_partial_sums(ids, factors, chunk_rows)
+        ids, order = _sorted(ids, chunk_rows)
+        factors = factors[order]
+    return (jax.freeze(out_ref),)
+
+
+def _sorted(ids, chunk_rows):
+    """Ids in ascending order, those that are no row last, up to a whole chunk; and the positions that hold them."""
+    ids, order = lax.sort((ids, jnp.arange(ids.size, dtype=jnp.int32)), num_keys=1)
+    missing = -ids.size % chunk_rows
+    return jnp.pad(ids, (0, missing), constant_values=_NO_ROW), jnp.pad(order, (0, missing))
+
+
+def _of_partial_sums(ids, factors, chunk_rows):
+    """The ids and factors of the partial sums that chunks leave: of the run they began within, and of the last."""
+    ids, factors = (x.reshape(-1, chunk_rows) for x in (ids, factors))
+    first, last = ids[:, 0], ids[:, -1]
+    edge = jnp.full(1, -1, jnp.int32)
+    goes_on = last == jnp.concatenate([first[1:], edge])
+    began_before = first == jnp.concatenate([edge, last[:-1]])
+    ended = jnp.where(began_before & ~((first == last) & goes_on), first, _NO_ROW)
+    open_ids = jnp.where(goes_on, last, _NO_ROW)
+    return jnp.stack([ended, open_ids], 1).reshape(-1), factors[:, jnp.array([0, -1])].reshape(-1)
+
+
+def refuses(hardware, grad, indices, *, num_weights, **_) -> str | None:
+    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    if hardware.compute_capability is not None and hardware.compute_capability < (9, 0):
+        major, minor = hardware.compute_capability
+        return f"Mosaic GPU needs compute capability 9.0 or later; {hardware.name} has {major}.{minor}"
+    if jnp.dtype(grad.dtype).name not in _DTYPES:
+        return f"the kernel takes {', '.join(_DTYPES)}; grad is {jnp.dtype(grad.dtype).name}"
+    if any(jax.export.is_symbolic_dim(size) for size in grad.shape):
+        return f"the kernel's grid needs sizes that are numbers; grad is {list(grad.shape)}"
+    if 0 in (*grad.shape, num_weights):
+        return f"there is nothing to sum; grad is {list(grad.shape)}"
+    if grad.shape[-1] % _WARPGROUP:
+        return f"a warpgroup reads {_WARPGROUP} elements at a time, which do not divide rows of {grad.shape[-1]}"
+    most = max(math.prod(grad.shape), num_weights * grad.shape[-1])
+    if most > _MAX_ELEMENTS:
+        return f"the kernel's 32-bit offsets reach {_MAX_ELEMENTS} elements; grad or table has {most}"
+    return None
+
+
+def configs(hardware, grad, indices, **_):
+    """Chunks worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    return _CONFIGS
+
+
+KERNEL = Kernel(
+    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
+)

@@ -1,0 +1,81 @@
+"""The gradient of an embedding, compiled for chips that are not here: its kernels, its memory, and no atomics."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import lowering
+from jaxops import embedding
+from lowering.targets import named
+from pallas_kernels.gpu import embedding as gpu_kernel
+from pallas_kernels.tpu import embedding as tpu_kernel
+
+# Rows and width of the table, and positions: of language models, of recommenders, wide, and odd.
+TABLES = [(50257, 768, 8192), (1_000_000, 128, 65536), (32000, 14336, 2048), (1000, 131, 777)]
+
+
+def in_each_configuration(kernel, tables):
+    """All tables in the first of a kernel's configurations, and the first table in all of them."""
+    cases = [
+        *((table, kernel._CONFIGS[0]) for table in tables),
+        *((tables[0], config) for config in kernel._CONFIGS[1:]),
+    ]
+    return pytest.mark.parametrize(("table", "config"), cases, ids=str)
+
+
+CHIPS = [
+    *(pytest.param(name, marks=pytest.mark.tpu_compile) for name in ("tpu-v5e", "tpu-v6e")),
+    pytest.param("cuda-h100", marks=pytest.mark.cuda_compile),
+]
+
+
+def compile_kernel(kernel, target, table, dtype, config, **params):
+    num_weights, width, positions = table
+    operands = jax.ShapeDtypeStruct((positions, width), dtype), jax.ShapeDtypeStruct((positions,), jnp.int32)
+    params = {"num_weights": num_weights, "padding_idx": 0, "scale_grad_by_freq": False} | params
+    assert kernel.refuses(named(target), *operands, **params) is None
+    assert config in kernel.configs(named(target), *operands, **params)
+    return lowering.compile(jax.jit(functools.partial(kernel.run, config=config, **params)), *operands, target=target)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@in_each_configuration(tpu_kernel, TABLES)
+def test_embedding_kernel_compiles_for_tpus(tpu, table, config, dtype):
+    report = compile_kernel(tpu_kernel, tpu, table, dtype, config, scale_grad_by_freq=dtype == "bfloat16")
+    assert report.kernels == {"embedding_dense_backward": 1}
+    # The gradient's rows in order, and what moves them there.
+    padded_width = -(-table[1] // 128) * 128
+    assert report.memory.temporaries <= 1.1 * table[2] * padded_width * jnp.dtype(dtype).itemsize + 2**22
+
+
+@pytest.mark.cuda_compile
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@in_each_configuration(gpu_kernel, TABLES[:3])
+def test_embedding_kernel_compiles_for_h100_in_registers(h100, table, config, dtype):
+    report = compile_kernel(gpu_kernel, h100, table, dtype, config, scale_grad_by_freq=dtype == "bfloat16")
+    assert report.kernels["embedding_dense_backward"] > 1
+    # Partial sums, of at most two rows a chunk in float32; neither gradient nor table is copied.
+    assert report.memory.temporaries <= 1.2 * 8 * table[1] * table[2] / config["chunk_rows"] + 64 * table[2] + 2**20
+    for resources in report.gpu_resources:
+        assert (resources.spilled_bytes, resources.shared_bytes) == (0, 0)
+        # With 64 registers, eight thread blocks fit a multiprocessor.
+        assert resources.registers <= 64
+
+
+@pytest.mark.parametrize("chip", CHIPS, indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_embedding_gradient_compiles_without_a_float32_table(chip, dtype):
+    """And on GPUs no two positions write the same place, which would take atomics."""
+    table, indices = jax.ShapeDtypeStruct((50257, 768), dtype), jax.ShapeDtypeStruct((16, 512), jnp.int32)
+    gradient = jax.grad(lambda table, indices: jnp.sum(embedding(table, indices).astype(jnp.float32) ** 2))
+    report = lowering.compile(gradient, table, indices, target=chip)
+    assert report.kernels == {}
+    if dtype == "bfloat16":
+        assert report.memory.temporaries < 50257 * 768 * 4
+    if chip.startswith("cuda"):
+        scatters = [line for line in report.hlo.splitlines() if re.search(r"= .* scatter\(", line)]
+        assert all("unique_indices=true" in line for line in scatters)

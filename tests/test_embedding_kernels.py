@@ -1,0 +1,141 @@
+"""The kernels of the embedding gradient under the interpreters of their Pallas dialects, against NumPy float64."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from test_embedding import expected_gradient
+
+import lowering
+from jaxops import embedding
+from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.gpu import embedding as gpu
+from pallas_kernels.hardware import Hardware
+from pallas_kernels.tpu import embedding as tpu
+
+# Blocks far smaller than the default let small tables and batches span several of them.
+KERNELS = {
+    "tpu": (tpu, {"block_elements": 2048}, pltpu.InterpretParams(detect_races=True), "tpu_custom_call"),
+    "gpu": (gpu, {"chunk_rows": 8}, interpret_gpu_params(detect_races=True), "mosaic_gpu"),
+}
+# Rows and width of the table, and positions: several tiles of rows or of columns, ragged ones, few rows, one position.
+CASES = [
+    *(pytest.param("tpu", *sizes, id=f"tpu-{sizes}") for sizes in ((50, 128, 40), (3, 131, 60), (20, 300, 20))),
+    *(pytest.param("gpu", *sizes, id=f"gpu-{sizes}") for sizes in ((50, 128, 40), (3, 256, 70), (300, 640, 5))),
+    *(pytest.param(name, 7, 128, 1, id=f"{name}-one") for name in KERNELS),
+]
+
+
+def run(name, grad, indices, *, num_weights, padding_idx=None, scale_grad_by_freq=False):
+    kernel, config, interpret, _ = KERNELS[name]
+    launch = functools.partial(kernel.run, num_weights=num_weights, padding_idx=padding_idx)
+    launch = functools.partial(launch, scale_grad_by_freq=scale_grad_by_freq, config=config, interpret=interpret)
+    return jax.jit(launch)(grad, indices)[0]
+
+
+def check(name, grad, indices, capfd, **attributes):
+    out = run(name, grad, indices, **attributes)
+    assert out.dtype == grad.dtype
+    attributes["rows"] = attributes.pop("num_weights")
+    truth = expected_gradient(grad, indices, **attributes)
+    tolerance = 0.501 * float(jnp.finfo(grad.dtype).eps) + 1e-6
+    np.testing.assert_allclose(np.asarray(out).astype(np.float64), truth, rtol=tolerance, atol=1e-5)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "num_weights", "width", "positions"), CASES)
+def test_embedding_kernel_agrees_with_float64(name, num_weights, width, positions, dtype, rng, capfd):
+    """With ids out of range, padding, and frequencies for one dtype."""
+    grad = jnp.asarray(rng.normal(size=(positions, width)), dtype)
+    indices = np.minimum(rng.zipf(1.5, positions) - 2, num_weights + 1).astype(np.int32)
+    scale = dtype == "bfloat16"
+    check(name, grad, indices, capfd, num_weights=num_weights, padding_idx=1, scale_grad_by_freq=scale)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_embedding_kernel_takes_batch_axes_and_other_ids(name, rng, capfd):
+    grad, indices = jnp.asarray(rng.normal(size=(2, 3, 128)), jnp.float32), rng.integers(0, 4, (2, 3)).astype(np.uint8)
+    check(name, grad, indices, capfd, num_weights=4)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_embedding_kernel_sums_one_id_over_many_blocks(name, capfd):
+    """A run that fills blocks from edge to edge, between two that begin and end at edges; exact in bfloat16."""
+    indices = np.repeat([2, 5, 6], [8, 64, 24]).astype(np.int32)
+    out = run(name, jnp.ones((96, 128), jnp.bfloat16), indices, num_weights=9)
+    np.testing.assert_array_equal(out[:, 0], [0, 0, 8, 0, 0, 64, 24, 0, 0])
+    np.testing.assert_array_equal(out, jnp.broadcast_to(out[:, :1], out.shape))
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_embedding_kernel_keeps_nan_to_its_row(name):
+    grad = jnp.ones((20, 128)).at[jnp.array([1, 4])].set(jnp.nan).at[2].set(jnp.inf)
+    indices = np.full(20, 4)
+    indices[:5] = [5, 0, 1, 5, 3]
+    out = run(name, grad, indices, num_weights=6, padding_idx=3)
+    np.testing.assert_array_equal(out[:, 0], [np.nan, np.inf, 0, 0, 15, 2])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_embedding_kernel_is_the_same_in_every_run_and_order(name, rng):
+    indices, order = rng.integers(0, 4, 20).astype(np.int32), rng.permutation(20)
+    whole = jnp.asarray(rng.integers(-8, 8, (20, 128)), jnp.float32)  # sums exactly, in any order
+    of_id = jnp.asarray(rng.normal(size=(4, 128)), jnp.float32)[indices]
+    for grad in (whole, of_id):
+        first = np.asarray(run(name, grad, indices, num_weights=4))
+        for again in (run(name, grad, indices, num_weights=4), run(name, grad[order], indices[order], num_weights=4)):
+            assert np.asarray(again).tobytes() == first.tobytes()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_embedding_gradient_launches_its_kernel(name):
+    kernel, *_, custom_call = KERNELS[name]
+    table, indices = jnp.ones((16, 128)), jnp.zeros((4, 4), jnp.int32)
+    with lowering.use("pallas"):
+        traced = jax.jit(jax.grad(lambda table: jnp.sum(jnp.sin(embedding(table, indices))))).trace(table)
+        text = traced.lower(lowering_platforms=(kernel.KERNEL.platform,)).as_text()
+    assert text.count(f"stablehlo.custom_call @{custom_call}") == 1
+
+
+def test_embedding_gradient_runs_the_interpreted_kernel(rng):
+    table, indices = jnp.asarray(rng.normal(size=(16, 4)), jnp.float32), rng.integers(0, 16, (4, 4)).astype(np.int32)
+    gradient = jax.grad(lambda table: jnp.sum(jnp.sin(embedding(table, indices, scale_grad_by_freq=True))))
+    expected = gradient(table)
+    with lowering.use("interpret:mosaic_tpu"):
+        assert "mosaic_tpu" in str(lowering.explain(gradient, table))
+        np.testing.assert_allclose(jax.jit(gradient)(table), expected, atol=1e-6)
+
+
+def test_embedding_kernels_refuse_what_they_cannot_run():
+    def reason(kernel, hardware, shape=(64, 256), dtype="float32", num_weights=100):
+        grad = types.SimpleNamespace(shape=shape, dtype=jnp.dtype(dtype))
+        indices = types.SimpleNamespace(shape=shape[:-1], dtype=jnp.dtype("int32"))
+        params = {"num_weights": num_weights, "padding_idx": None, "scale_grad_by_freq": False}
+        return kernel.KERNEL.refuses(hardware, grad, indices, **params)
+
+    v5e = Hardware(name="tpu-v5e", platform="tpu")
+    h100 = Hardware(name="cuda-h100", platform="cuda", compute_capability=(9, 0))
+    a100 = Hardware(name="cuda-a100", platform="cuda", compute_capability=(8, 0))
+    assert reason(gpu, h100, dtype="float16") is None
+    assert "cuda-a100 has 8.0" in reason(gpu, a100)
+    assert "grad is float64" in reason(gpu, h100, dtype="float64")
+    assert "rows of 160" in reason(gpu, h100, shape=(8, 160))
+    assert "3200000000" in reason(gpu, h100, shape=(8, 128), num_weights=25_000_000)
+    assert "grad is [0, 128]" in reason(gpu, h100, shape=(0, 128))
+    assert reason(tpu, v5e, shape=(2, 3, 160), dtype="bfloat16") is None
+    assert "grad is float16" in reason(tpu, v5e, dtype="float16")
+    assert "grad is [4, 0]" in reason(tpu, v5e, shape=(4, 0))
+    assert "rows of 2000000 ids" in reason(tpu, v5e, shape=(8, 16384), num_weights=2_000_000)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_embedding_kernel_configs_differ(name):
+    grad, indices = jnp.zeros((64, 256)), jnp.zeros(64, jnp.int32)
+    configs = KERNELS[name][0].KERNEL.configs(Hardware(name=name, platform=name), grad, indices, num_weights=1000)
+    assert len(configs) == len({tuple(config.items()) for config in configs}) > 1
