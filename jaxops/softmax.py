@@ -12,7 +12,11 @@ from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
 from jaxops._operator import Operator
+from pallas_kernels.gpu import softmax as gpu
+from pallas_kernels.gpu import softmax_backward as gpu_backward
 from pallas_kernels.softmax_groups import Groups
+from pallas_kernels.tpu import softmax as tpu
+from pallas_kernels.tpu import softmax_backward as tpu_backward
 
 ALGORITHMS = ("fast", "accurate", "log")
 
@@ -128,6 +132,17 @@ def _tangent(residuals: Arrays, tangents: Arrays, active: Active, *, log: bool, 
 
 
 SOFTMAX = Operator(
-    "softmax", "... c -> ... c", _check, _forward, Derivative(_vjp, _tangent, _linearize, residuals="... c")
+    "softmax",
+    "... c -> ... c",
+    _check,
+    _forward,
+    Derivative(_vjp, _tangent, _linearize, residuals="... c"),
+    kernels=(tpu.KERNEL, gpu.KERNEL),
 )
-SOFTMAX_BACKWARD = Operator("softmax_backward", "... c, ... c -> ... c", _check_backward, _backward)
+SOFTMAX_BACKWARD = Operator(
+    "softmax_backward",
+    "... c, ... c -> ... c",
+    _check_backward,
+    _backward,
+    kernels=(tpu_backward.KERNEL, gpu_backward.KERNEL),
+)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,3 +47,55 @@ class Groups(NamedTuple):
     def in_memory(self, groups: jax.Array) -> jax.Array:
         """The array that has these groups (..., c)."""
         return jnp.moveaxis(groups.reshape(*groups.shape[:-1], *self.sizes), self._last, self.axes)
+
+
+class View(NamedTuple):
+    """Groups as kernels see them: the array as (outer, c, inner), or as (1, groups, c) where nothing lies behind c.
+
+    Attributes:
+      groups: where they lie.
+      shape: of the view.
+      axis: of the view, along which a group lies: 1 or 2.
+    """
+
+    groups: Groups
+    shape: tuple[int, int, int]
+    axis: int
+
+    @classmethod
+    def of(cls, groups: Groups, shape: Sequence[int]) -> "View":
+        """The view of groups of this shape, (..., c)."""
+        *batch, c = shape
+        # Groups that other axes part are put together first, by XLA.
+        behind = 0 if _is_parted(groups) else max(groups.behind, default=0)
+        outer, inner = math.prod(batch[: len(batch) - behind]), math.prod(batch[len(batch) - behind :])
+        return cls(groups, (1, outer, c), 2) if inner == 1 else cls(groups, (outer, c, inner), 1)
+
+    @property
+    def size(self) -> int:
+        """Of a group."""
+        return self.shape[self.axis]
+
+    def to_view(self, x: jax.Array) -> jax.Array:
+        """Groups (..., c) in this view."""
+        return (x if _is_parted(self.groups) else self.groups.in_memory(x)).reshape(self.shape)
+
+    def from_view(self, y: jax.Array, like: jax.Array) -> jax.Array:
+        """The inverse of `to_view`, for groups of the shape of `like`."""
+        if _is_parted(self.groups):
+            return y.reshape(like.shape)
+        return self.groups.of(y.reshape(jax.eval_shape(self.groups.in_memory, like).shape))
+
+
+def refusal(x: Any) -> str | None:
+    """Why no kernel takes groups of this shape, split over devices as x is; None if nothing is in its way."""
+    if math.prod(x.shape) == 0:
+        return "there is nothing to normalize"
+    spec = tuple(getattr(getattr(x, "sharding", None), "spec", ()))
+    if len(spec) == len(x.shape) and spec[-1] is not None:
+        return f"the kernels take whole groups; x is split over a mesh as {spec}"
+    return None
+
+
+def _is_parted(groups: Groups) -> bool:
+    return len({*groups.behind}) > 1

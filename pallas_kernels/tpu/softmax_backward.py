@@ -1,0 +1,52 @@
+"""The gradient of softmax on TPU: one read of the result and its gradient where groups fit VMEM, and two elsewhere."""
+
+import functools
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.kernel import Kernel
+from pallas_kernels.softmax_groups import View
+from pallas_kernels.tpu.softmax import blocks_of, configs, launch, refuses
+
+
+def _whole_kernel(y_ref, grad_ref, dx_ref, *, blocks, log):
+    y, grad = y_ref[...].astype(jnp.float32), grad_ref[...].astype(jnp.float32)
+    dx_ref[...] = _gradient(y, grad, blocks.sum(_term(y, grad, log)), log).astype(dx_ref.dtype)
+
+
+def _kernel(y_ref, grad_ref, dx_ref, total_ref, *, blocks, log):
+    phase, step = pl.program_id(2), pl.program_id(3)
+    y, grad = y_ref[...].astype(jnp.float32), grad_ref[...].astype(jnp.float32)
+
+    @pl.when((phase == 0) & (step == 0))
+    def _():
+        total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
+
+    @pl.when(phase == 0)
+    def _():
+        total_ref[...] += blocks.sum(blocks.valid(_term(y, grad, log), 0.0))
+
+    @pl.when(phase == 1)
+    def _():
+        dx_ref[...] = _gradient(y, grad, total_ref[...], log).astype(dx_ref.dtype)
+
+
+def _term(y, grad, log):
+    """What is summed over a group."""
+    return grad if log else y * grad
+
+
+def _gradient(y, grad, total, log):
+    return grad - jnp.exp(y) * total if log else y * (grad - total)
+
+
+def run(y, grad, *, log, groups, config, interpret=False):
+    """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
+    blocks = blocks_of(View.of(groups, grad.shape), [y.dtype, grad.dtype], config["block_elements"])
+    body = _whole_kernel if blocks.steps == 1 else _kernel
+    body = functools.partial(body, blocks=blocks, log=log)
+    return (launch(body, "softmax_backward", blocks, [y, grad], 1, interpret),)
+
+
+KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)
