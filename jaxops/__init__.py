@@ -7,6 +7,7 @@ from jaxops._errors import NotSupportedError as NotSupportedError
 from jaxops._errors import VersionMismatchError as VersionMismatchError
 from jaxops._operator import operators as operators
 from jaxops.activation import activation as activation
+from jaxops.affine_grid import affine_grid as affine_grid
 from jaxops.batch_norm import BatchNormOutput as BatchNormOutput
 from jaxops.batch_norm import batch_norm as batch_norm
 from jaxops.batch_norm import batch_norm_inference as batch_norm_inference
@@ -19,6 +20,7 @@ from jaxops.ema_adam import fused_apply as fused_apply
 from jaxops.embedding import RowGradients as RowGradients
 from jaxops.embedding import embedding as embedding
 from jaxops.embedding import embedding_row_gradients as embedding_row_gradients
+from jaxops.grid_sample import grid_sample as grid_sample
 from jaxops.linear_cross_entropy import LinearCrossEntropyAux as LinearCrossEntropyAux
 from jaxops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from jaxops.local_response_norm import local_response_norm as local_response_norm
@@ -37,6 +39,7 @@ __all__ = [
     "VersionMismatchError",
     "aclnn",
     "activation",
+    "affine_grid",
     "avg_pool",
     "batch_norm",
     "batch_norm_inference",
@@ -48,6 +51,7 @@ __all__ = [
     "embedding",
     "embedding_row_gradients",
     "fused_apply",
+    "grid_sample",
     "linear_cross_entropy",
     "local_response_norm",
     "max_pool",

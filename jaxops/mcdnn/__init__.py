@@ -19,6 +19,7 @@ from jaxops.mcdnn.descriptors import ActivationDescriptor as ActivationDescripto
 from jaxops.mcdnn.descriptors import DropoutDescriptor as DropoutDescriptor
 from jaxops.mcdnn.descriptors import LRNDescriptor as LRNDescriptor
 from jaxops.mcdnn.descriptors import PoolingDescriptor as PoolingDescriptor
+from jaxops.mcdnn.descriptors import SpatialTransformerDescriptor as SpatialTransformerDescriptor
 from jaxops.mcdnn.divisive_normalization import (
     divisive_normalization_backward as divisive_normalization_backward,
 )
@@ -38,6 +39,7 @@ from jaxops.mcdnn.enums import NormAlgo as NormAlgo
 from jaxops.mcdnn.enums import NormMode as NormMode
 from jaxops.mcdnn.enums import NormOps as NormOps
 from jaxops.mcdnn.enums import PoolingMode as PoolingMode
+from jaxops.mcdnn.enums import SamplerType as SamplerType
 from jaxops.mcdnn.enums import SoftmaxAlgorithm as SoftmaxAlgorithm
 from jaxops.mcdnn.enums import SoftmaxMode as SoftmaxMode
 from jaxops.mcdnn.lrn import lrn_cross_channel_backward as lrn_cross_channel_backward
@@ -69,6 +71,14 @@ from jaxops.mcdnn.pooling import pooling_backward as pooling_backward
 from jaxops.mcdnn.pooling import pooling_forward as pooling_forward
 from jaxops.mcdnn.softmax import softmax_backward as softmax_backward
 from jaxops.mcdnn.softmax import softmax_forward as softmax_forward
+from jaxops.mcdnn.spatial_transformer import (
+    spatial_tf_grid_generator_backward as spatial_tf_grid_generator_backward,
+)
+from jaxops.mcdnn.spatial_transformer import (
+    spatial_tf_grid_generator_forward as spatial_tf_grid_generator_forward,
+)
+from jaxops.mcdnn.spatial_transformer import spatial_tf_sampler_backward as spatial_tf_sampler_backward
+from jaxops.mcdnn.spatial_transformer import spatial_tf_sampler_forward as spatial_tf_sampler_forward
 
 __all__ = [
     "BN_MIN_EPSILON",
@@ -90,8 +100,10 @@ __all__ = [
     "NormOps",
     "PoolingDescriptor",
     "PoolingMode",
+    "SamplerType",
     "SoftmaxAlgorithm",
     "SoftmaxMode",
+    "SpatialTransformerDescriptor",
     "activation_backward",
     "activation_forward",
     "batch_normalization_backward",
@@ -120,6 +132,10 @@ __all__ = [
     "pooling_forward",
     "softmax_backward",
     "softmax_forward",
+    "spatial_tf_grid_generator_backward",
+    "spatial_tf_grid_generator_forward",
+    "spatial_tf_sampler_backward",
+    "spatial_tf_sampler_forward",
 ]
 
 # The versions of the two halves of the documented library, major * 1000 + minor * 100 + patch. They are one here; a

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxops._errors import BAD_PARAM, require
 from jaxops.dropout import checked_rate
-from jaxops.mcdnn.enums import ActivationMode, NanPropagation, PoolingMode, member
+from jaxops.mcdnn.enums import ActivationMode, NanPropagation, PoolingMode, SamplerType, member
 from jaxops.pooling.windows import Ints
 
 
@@ -133,6 +133,33 @@ class PoolingDescriptor:
         object.__setattr__(self, "nan_propagation", nan_propagation)
         for field, least in (("window", 1), ("padding", None), ("stride", 1)):
             object.__setattr__(self, field, _integers(name, field, getattr(self, field), least))
+
+
+@dataclasses.dataclass(frozen=True)
+class SpatialTransformerDescriptor:
+    """What a spatial transformer makes.
+
+    Attributes:
+      dims: the shape (N, C, H, W) of its output, in this order whatever the layout.
+      sampler: a `SamplerType`.
+
+    Raises:
+      BadParamError: if the enumeration has no such member, or dims is not a tuple of at least four sizes. What has
+        more than four is refused by the calls, as not supported.
+    """
+
+    dims: tuple[int, ...]
+    sampler: SamplerType | str | int = "BILINEAR"
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        object.__setattr__(self, "sampler", member(name, "sampler", SamplerType, self.sampler))
+        are_sizes = isinstance(self.dims, tuple | list) and len(self.dims) >= 4
+        are_sizes = are_sizes and all(
+            isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 0 for n in self.dims
+        )
+        require(are_sizes, name, "dims", "be four sizes, (N, C, H, W)", self.dims, status=BAD_PARAM)
+        object.__setattr__(self, "dims", tuple(map(int, self.dims)))
 
 
 def _integers(name: str, field: str, value: Any, least: int | None) -> Ints:

@@ -99,6 +99,12 @@ class NanPropagation(enum.IntEnum):
     PROPAGATE_NAN = 1
 
 
+class SamplerType(enum.IntEnum):
+    """How a spatial transformer takes values between pixels."""
+
+    BILINEAR = 0
+
+
 Enumeration = TypeVar("Enumeration", bound=enum.IntEnum)
 
 

@@ -1,0 +1,119 @@
+"""Affine grids: where an affine map of the output's pixels says to sample, and the gradient of that map."""
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._errors import BAD_PARAM, require
+from jaxops._operator import Operator
+
+
+def affine_grid(theta: jax.Array, size: Sequence[int]) -> jax.Array:
+    """Applies an affine map to each output pixel: `grid[n, h, w] = theta[n] @ (bx[w], by[h], 1)`.
+
+    The base points `bx[w] = -1 + 2 * w / (W - 1)`, and by likewise, put the centres of the first and last pixels at -1
+    and 1 ("align corners"); where an extent is 1 they are 0. The gradient is
+
+        grad_theta[n, i, k] = sum over h and w of grad_grid[n, h, w, i] * (bx[w], by[h], 1)[k]
+
+    Args:
+      theta: (N, 2, 3), floating point; the rows give x and y.
+      size: (N, C, H, W) of the output of `grid_sample`. C has no effect.
+
+    Returns:
+      (N, H, W, 2), with the dtype of theta: x and y of the point to sample, for `grid_sample`.
+
+    Raises:
+      BadParamError: if theta is not (N, 2, 3) and floating point, or size is not four sizes that begin with N.
+
+    Numerics: computed, and summed, in float32 (float64 for float64), and rounded once. Linear: all modes and orders of
+      derivatives exist, and nothing is kept for them. On every platform it runs as XLA's elementwise operations and
+      sums.
+
+    Source: mcDNN `mcdnnSpatialTfGridGeneratorForward` and `mcdnnSpatialTfGridGeneratorBackward`; PyTorch
+    `torch.nn.functional.affine_grid(align_corners=True)`.
+    """
+    name = "affine_grid"
+    require(theta is not None, name, "theta", "be given", None, status=BAD_PARAM)
+    theta = jnp.asarray(theta)
+    require(theta.ndim == 3, name, "theta", "have shape (N, 2, 3)", theta, status=BAD_PARAM)
+    are_sizes = isinstance(size, Sequence) and len(size) == 4
+    are_sizes = are_sizes and all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 0 for n in size)
+    require(are_sizes, name, "size", "be four sizes, (N, C, H, W)", size, status=BAD_PARAM)
+    rule = f"begin with theta's {theta.shape[0]}"
+    require(int(size[0]) == theta.shape[0], name, "size", rule, size, status=BAD_PARAM)
+    return AFFINE_GRID(theta, extents=(int(size[2]), int(size[3])))[0]
+
+
+def _check(theta: Any, *, extents: tuple[int, int]) -> None:
+    is_map = len(theta.shape) >= 2 and theta.shape[-2:] == (2, 3)
+    require(is_map, "affine_grid", "theta", "have shape (..., 2, 3)", theta, status=BAD_PARAM)
+    is_floating = jnp.issubdtype(theta.dtype, jnp.floating)
+    require(is_floating, "affine_grid", "theta", "be floating point", theta, status=BAD_PARAM)
+
+
+def _check_backward(grad: Any, *, extents: tuple[int, int]) -> None:
+    name, shape = "affine_grid_backward", (*extents, 2)
+    is_grid = len(grad.shape) >= 3 and grad.shape[-3:] == shape
+    require(is_grid, name, "grad", f"have shape {('...', *shape)}", grad, status=BAD_PARAM)
+    require(jnp.issubdtype(grad.dtype, jnp.floating), name, "grad", "be floating point", grad, status=BAD_PARAM)
+
+
+def _grid(theta: jax.Array, *, extents: tuple[int, int]) -> Arrays:
+    by, bx = _base_points(extents, theta.dtype)
+    of_x, of_y, constant = (theta.astype(bx.dtype)[..., None, None, :, k] for k in range(3))
+    shape = (*theta.shape[:-2], *extents, 2)
+    bx, by = (jax.lax.broadcast_in_dim(b, shape, (len(shape) - 4 + axis,)) for b, axis in ((bx, 2), (by, 1)))
+    return ((of_x * bx + of_y * by + constant).astype(theta.dtype),)
+
+
+def _backward(grad: jax.Array, *, extents: tuple[int, int]) -> Arrays:
+    by, bx = _base_points(extents, grad.dtype)
+    columns = jnp.sum(grad.astype(bx.dtype), axis=-3)
+    rows = jnp.sum(grad.astype(by.dtype), axis=-2)
+    of_x, of_y = (
+        jnp.sum(sums * jax.lax.broadcast_in_dim(base, sums.shape, (sums.ndim - 2,)), axis=-2)
+        for sums, base in ((columns, bx), (rows, by))
+    )
+    return (jnp.stack([of_x, of_y, jnp.sum(rows, axis=-2)], axis=-1).astype(grad.dtype),)
+
+
+def _base_points(extents: tuple[int, int], dtype: Any) -> list[jax.Array]:
+    """Of the rows and of the columns; computed in float64."""
+    compute_dtype = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    along = [np.arange(extent) for extent in extents]
+    return [jnp.asarray((2 * i - (len(i) - 1)) / max(len(i) - 1, 1), compute_dtype) for i in along]
+
+
+# Linear, and each the other's transpose: nothing of the operands is kept.
+
+
+def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
+    return AFFINE_GRID(*operands, **params), ()
+
+
+def _linearize_backward(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
+    return AFFINE_GRID_BACKWARD(*operands, **params), ()
+
+
+def _apply(residuals: Arrays, linear: Arrays, active: Active, **params: Any) -> Arrays:
+    return AFFINE_GRID(*linear, **params)
+
+
+def _transpose(residuals: Arrays, linear: Arrays, active: Active, **params: Any) -> Arrays:
+    return AFFINE_GRID_BACKWARD(*linear, **params)
+
+
+AFFINE_GRID = Operator("affine_grid", "... i k -> ... h w i", _check, _grid, Derivative(_transpose, _apply, _linearize))
+AFFINE_GRID_BACKWARD = Operator(
+    "affine_grid_backward",
+    "... h w i -> ... i k",
+    _check_backward,
+    _backward,
+    Derivative(_apply, _transpose, _linearize_backward),
+)

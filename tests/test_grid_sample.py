@@ -1,0 +1,257 @@
+"""`affine_grid` and `grid_sample`: values and gradients against loops in NumPy float64 and PyTorch's conventions."""
+
+import contract
+import grid_sample_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lowering
+from jaxops import affine_grid, grid_sample
+from jaxops._errors import BadParamError
+
+# images, channels, extents of the images, extents of the output
+SHAPES = {
+    "larger": ((2, 3), (4, 5), (6, 7)),
+    "smaller": ((1, 8), (7, 6), (2, 3)),
+    "one-channel": ((3, 1), (3, 3), (4, 4)),
+    "one-row": ((2, 2), (1, 5), (3, 2)),
+    "one-pixel": ((1, 2), (1, 1), (2, 2)),
+}
+
+
+def make_case(rng, shape, dtype="float32"):
+    """Points in and around the images, some of them on pixels, far away or not finite."""
+    images, extents, outputs = shape
+    x, dy = rng.normal(size=(*images, *extents)), rng.normal(size=(*images, *outputs))
+    grid = rng.uniform(-1.6, 1.6, size=(images[0], *outputs, 2))
+    return tuple(array.astype(dtype) for array in (x, grid, dy))
+
+
+def on_pixels(rng, grid, extents):
+    """A grid whose points are at pixel centres, exactly so in float32 where an extent is 2**k + 1."""
+    pixels = [rng.integers(-1, n + 1, size=grid.shape[:-1]) for n in reversed(extents)]
+    return np.stack([-1 + 2 * p / (n - 1) for p, n in zip(pixels, reversed(extents), strict=True)], -1)
+
+
+def value_and_gradients(x, grid, dy):
+    y, pull_back = jax.vjp(jax.jit(grid_sample), jnp.asarray(x), jnp.asarray(grid))
+    return y, *pull_back(jnp.asarray(dy))
+
+
+def assert_all_close(actual, expected, rtol=1e-4, atol=2e-5):
+    for one, exact in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(one).astype(np.float64), exact, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_grid_sample_equals_loops_in_float64(shape, rng):
+    case = make_case(rng, shape)
+    assert_all_close(value_and_gradients(*case), oracle.grid_sample(*case))
+
+
+def test_grid_sample_takes_the_right_hand_derivative_at_pixel_centres(rng):
+    x, grid, dy = make_case(rng, ((2, 3), (5, 9), (8, 8)))
+    grid = on_pixels(rng, grid, (5, 9)).astype(np.float32)
+    assert_all_close(value_and_gradients(x, grid, dy), oracle.grid_sample(x, grid, dy))
+    # Between the first two pixels and right of the last one, worked by hand.
+    line = jnp.asarray([[[[1.0, 5.0]]]])
+    for at, slope in ((-1.0, (5 - 1) / 2), (1.0, (0 - 5) / 2)):
+        grad = jax.grad(lambda p: grid_sample(line, p)[0, 0, 0, 0])(jnp.asarray([[[[at, 0.0]]]]))
+        np.testing.assert_array_equal(grad.ravel(), [slope, 0])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38, -3e38, 50.0], ids=str)
+@pytest.mark.parametrize("coordinate", [0, 1])
+def test_grid_sample_skips_points_that_no_pixel_is_near(coordinate, bad, rng):
+    x, grid, dy = make_case(rng, SHAPES["larger"])
+    grid[1, 2, 3, coordinate] = bad
+    x[:, :, 0, 0] = np.nan  # nothing is read for such a point
+    dy[1, :, 2, 3] = np.nan
+    y, dx, dgrid = value_and_gradients(x, grid, dy)
+    assert not np.any(np.asarray(y)[1, :, 2, 3])
+    assert not np.any(np.asarray(dgrid)[1, 2, 3])
+    assert np.isfinite(dx).all()
+
+
+def test_grid_sample_counts_what_lies_outside_as_zero():
+    x = jnp.ones((1, 1, 2, 2))
+    points = jnp.asarray([[[[-2.0, -1], [2.0, 1], [-3.0, 0], [-2.9, -1], [0, 0]]]])  # pixels are 2 apart
+    np.testing.assert_allclose(grid_sample(x, points)[0, 0, 0], [0.5, 0.5, 0, 0.05, 1], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_grid_sample_rounds_once(dtype, rng):
+    case = [jnp.asarray(array, dtype) for array in make_case(rng, SHAPES["larger"])]
+    for actual, exact in zip(value_and_gradients(*case), oracle.grid_sample(*case), strict=True):
+        assert actual.dtype == dtype
+        tolerance = 0.501 * float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(np.asarray(actual).astype(np.float64), exact, rtol=tolerance, atol=1e-5)
+
+
+def test_grid_sample_adds_many_gradients_in_float32():
+    """4096 points take one pixel; in bfloat16 their sum would stop at 256."""
+    x, grid = jnp.ones((1, 1, 1, 1), jnp.bfloat16), jnp.zeros((1, 64, 64, 2), jnp.bfloat16)
+    grad = jax.grad(lambda x: jnp.sum(grid_sample(x, grid).astype(jnp.float32)))(x)
+    assert grad[0, 0, 0, 0] == 4096
+
+
+def test_grid_sample_takes_wider_grids_than_images(rng):
+    x, grid, dy = make_case(rng, SHAPES["larger"])
+    y, dx, dgrid = value_and_gradients(jnp.asarray(x, jnp.bfloat16), grid, jnp.asarray(dy, jnp.bfloat16))
+    assert (y.dtype, dx.dtype, dgrid.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+
+
+def test_spatial_transformer_keeps_float64(rng):
+    with jax.enable_x64(True):
+        case = make_case(rng, SHAPES["larger"], "float64")
+        assert_all_close(value_and_gradients(*case), oracle.grid_sample(*case), 1e-12, 1e-13)
+        theta = rng.normal(size=(2, 2, 3))
+        np.testing.assert_allclose(affine_grid(theta, (2, 1, 4, 5)), oracle.affine_grid(theta, (4, 5)), rtol=1e-14)
+
+
+def test_grid_sample_repeats_in_every_bit(rng):
+    case = make_case(rng, ((2, 4), (9, 9), (30, 30)))
+    first = value_and_gradients(*case)
+    for again in (value_and_gradients(*case) for _ in range(3)):
+        assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_grid_sample_takes_no_large_temporaries_for_its_gradient():
+    x, grid = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 8, 32, 32), (16, 32, 32, 2)))
+    gradient = jax.jit(jax.grad(lambda x, grid: jnp.sum(jnp.sin(grid_sample(x, grid))), (0, 1)))
+    temporary_bytes = gradient.lower(x, grid).compile().memory_analysis().temp_size_in_bytes
+    assert temporary_bytes < 2 * 4 * 16 * 8 * 32 * 32  # twice x, where its products hold four times y
+
+
+@pytest.mark.parametrize("images", [(0, 3), (2, 0)], ids=str)
+def test_grid_sample_of_nothing(images, rng):
+    for shape in ((images, (3, 4), (2, 2)), ((2, 3), (3, 4), (0, 2))):
+        case = make_case(rng, shape)
+        assert [array.shape for array in value_and_gradients(*case)] == [case[i].shape for i in (2, 0, 1)]
+
+
+THETA = np.array([[[1, 0, 0], [0, 1, 0]], [[0.5, -0.25, 1], [2, 0.125, -1]]], np.float32)
+
+
+@pytest.mark.parametrize("extents", [(4, 5), (1, 3), (3, 1), (1, 1), (2, 2), (0, 3)], ids=str)
+def test_affine_grid_equals_loops_in_float64(extents, rng):
+    dgrid = rng.normal(size=(2, *extents, 2)).astype(np.float32)
+    grid, pull_back = jax.vjp(jax.jit(lambda theta: affine_grid(theta, (2, 3, *extents))), THETA)
+    np.testing.assert_allclose(grid, oracle.affine_grid(THETA, extents), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        pull_back(jnp.asarray(dgrid))[0], oracle.affine_grid_gradient(dgrid), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_affine_grid_gives_worked_points():
+    grid = affine_grid(THETA[:1], (1, 1, 2, 3))
+    np.testing.assert_array_equal(grid[0], [[[-1, -1], [0, -1], [1, -1]], [[-1, 1], [0, 1], [1, 1]]])
+    np.testing.assert_array_equal(affine_grid(THETA, (2, 1, 1, 1))[:, 0, 0], [[0, 0], [1, -1]])  # the base is 0
+
+
+def test_affine_grid_adds_many_bfloat16_gradients_in_float32():
+    theta = jnp.zeros((1, 2, 3), jnp.bfloat16)
+    grad = jax.grad(lambda theta: jnp.sum(affine_grid(theta, (1, 1, 64, 64)).astype(jnp.float32)))(theta)
+    np.testing.assert_array_equal(grad[0, :, 2].astype(np.float32), 4096)
+
+
+def test_affine_grid_keeps_nothing_for_its_gradient():
+    pull_back = jax.vjp(lambda theta: affine_grid(theta, (2, 1, 3, 3)), THETA)[1]
+    assert jax.tree.leaves(pull_back) == []
+
+
+@pytest.mark.parametrize("shape", ["larger", "smaller", "one-row"])
+def test_spatial_transformer_equals_torch(shape, rng):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    images, _, outputs = SHAPES[shape]
+    x, _, dy = make_case(rng, SHAPES[shape])
+    theta = rng.normal(size=(images[0], 2, 3)).astype(np.float32)
+
+    def ours(x, theta):
+        return grid_sample(x, affine_grid(theta, (*images, *outputs)))
+
+    y, pull_back = jax.vjp(ours, x, theta)
+    their_x, their_theta = (torch.from_numpy(array).requires_grad_() for array in (x, theta))
+    grid = torch.nn.functional.affine_grid(their_theta, (*images, *outputs), align_corners=True)
+    their_y = torch.nn.functional.grid_sample(their_x, grid, align_corners=True)
+    their_y.backward(torch.from_numpy(dy))
+    theirs = their_y.detach(), their_x.grad, their_theta.grad
+    assert_all_close((y, *pull_back(jnp.asarray(dy))), [array.numpy() for array in theirs])
+
+
+def test_explain_shows_the_spatial_transformer(rng):
+    def loss(x, theta):
+        return jnp.sum(grid_sample(x, affine_grid(theta, (2, 3, 4, 4))))
+
+    rows = lowering.explain(jax.grad(loss, (0, 1)), np.zeros((2, 3, 4, 4), np.float32), THETA).rows
+    names = ["affine_grid", "grid_sample", "grid_sample_backward", "affine_grid_backward"]
+    assert [row.operator for row in rows] == names
+
+
+X, GRID = np.zeros((2, 3, 4, 5), np.float32), np.zeros((2, 6, 7, 2), np.float32)
+REFUSALS = {
+    "x": (lambda: grid_sample(None, GRID), "grid_sample: x must be given; got None"),
+    "grid": (lambda: grid_sample(X, None), "grid_sample: grid must be given; got None"),
+    "x-rank": (lambda: grid_sample(X[0], GRID), "grid_sample: x must have shape (N, C, H_in, W_in); got float32[3,"),
+    "grid-rank": (lambda: grid_sample(X, GRID[0]), "grid_sample: grid must have shape (N, H, W, 2); got float32[6,"),
+    "grid-last": (
+        lambda: grid_sample(X, GRID[..., :1]),
+        "grid_sample: grid must have shape (2, 'H', 'W', 2); got float32[2, 6, 7, 1]",
+    ),
+    "grid-batch": (lambda: grid_sample(X, GRID[:1]), "grid_sample: grid must have shape (2, 'H', 'W', 2); got"),
+    "pixels": (lambda: grid_sample(X[:, :, :0], GRID), "grid_sample: x must have shape (..., C, H_in, W_in) with at"),
+    "integers": (lambda: grid_sample(np.int32(X), GRID), "grid_sample: x must be floating point; got int32[2, 3,"),
+    "integer-grid": (lambda: grid_sample(X, np.int32(GRID)), "grid_sample: grid must be floating point; got int32"),
+    "theta": (lambda: affine_grid(None, X.shape), "affine_grid: theta must be given; got None"),
+    "theta-rank": (lambda: affine_grid(THETA[0], X.shape), "affine_grid: theta must have shape (N, 2, 3); got"),
+    "theta-shape": (lambda: affine_grid(THETA[:, :, :2], X.shape), "affine_grid: theta must have shape (..., 2, 3)"),
+    "theta-dtype": (lambda: affine_grid(np.int32(THETA), X.shape), "affine_grid: theta must be floating point; got"),
+    "size": (lambda: affine_grid(THETA, (2, 3, 4)), "affine_grid: size must be four sizes, (N, C, H, W); got (2, 3,"),
+    "size-float": (lambda: affine_grid(THETA, (2, 3, 4, 5.0)), "affine_grid: size must be four sizes, (N, C, H, W);"),
+    "size-batch": (lambda: affine_grid(THETA, (3, 3, 4, 5)), "affine_grid: size must begin with theta's 2; got (3, 3"),
+}
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSALS.values(), ids=REFUSALS)
+def test_spatial_transformer_refuses_bad_input(call, words):
+    with pytest.raises(BadParamError) as refusal:
+        call()
+    assert str(refusal.value).startswith(words)
+    assert refusal.value.status == "MCDNN_STATUS_BAD_PARAM"
+
+
+def between_pixels(rng):
+    """Images, and points that finite differences do not move over a pixel."""
+    x = rng.normal(size=(8, 2, 3, 4)).astype(np.float32)
+    pixels = rng.integers(-2, 4, size=(8, 2, 2, 2)) + rng.uniform(0.2, 0.8, size=(8, 2, 2, 2))
+    return x, (2 * pixels / (3, 2) - 1).astype(np.float32)
+
+
+CASES = [
+    contract.Case(
+        "grid-sample",
+        grid_sample,
+        between_pixels,
+        differentiable=(0, 1),
+        batched=(0, 0),
+        operator="grid_sample",
+        backward="grid_sample_backward",
+    ),
+    contract.Case(
+        "affine-grid",
+        lambda theta: affine_grid(theta, (theta.shape[0], 1, 3, 2)),
+        lambda rng: (rng.normal(size=(8, 2, 3)).astype(np.float32),),
+        differentiable=(0,),
+        batched=(0,),
+        operator="affine_grid",
+        backward="affine_grid_backward",
+    ),
+]
+
+
+@pytest.mark.parametrize("promise", contract.PROMISES, ids=contract.promise_name)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_spatial_transformer_keeps_promise(case, promise, rng):
+    promise(case, rng)
