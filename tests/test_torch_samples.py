@@ -60,6 +60,26 @@ def local_response_norm(x, size, alpha=1e-4, beta=0.75, k=1.0):
 # Where PyTorch's batch norm takes its running statistics, which neither library differentiates.
 RUNNING = (1, 2)
 
+
+def hardtanh(x, min_val=-1.0, max_val=1.0):
+    only(min_val == 0)
+    return jaxops.activation(x, "clipped_relu", coef=max_val)
+
+
+def grid_sample(x, grid, *, mode, padding_mode, align_corners):
+    only(x.ndim == 4 and mode == "bilinear" and padding_mode == "zeros" and align_corners)
+    return jaxops.grid_sample(x, grid)
+
+
+def embedding(table, indices, *, max_norm=None, norm_type=2.0, sparse=False, **attributes):
+    only(max_norm is None and not sparse)
+    return jaxops.embedding(table, indices, **attributes)
+
+
+def nll_loss(log_probs, labels, *, weight=None, **attributes):
+    return jaxops.nll_loss(log_probs, labels, weight, axis=min(1, log_probs.ndim - 1), **attributes)
+
+
 # The operators, and how many samples each runs at least.
 OPERATORS = [
     pytest.param("nn.functional.max_pool2d", functools.partial(max_pool, 4), 60, marks=pytest.mark.slow),
@@ -67,6 +87,22 @@ OPERATORS = [
     ("nn.functional.avg_pool2d", functools.partial(avg_pool, 4), 1),
     ("nn.functional.avg_pool3d", functools.partial(avg_pool, 5), 1),
     ("nn.functional.batch_norm", batch_norm, 6),
+    *(
+        (name, functools.partial(jaxops.activation, mode=mode), 1)
+        for name, mode in (
+            ("sigmoid", "sigmoid"),
+            ("tanh", "tanh"),
+            ("nn.functional.relu", "relu"),
+            ("nn.functional.elu", "elu"),
+            ("nn.functional.silu", "swish"),
+        )
+    ),
+    ("nn.functional.hardtanh", hardtanh, 1),
+    ("softmax", lambda x, axis: jaxops.softmax(x, axis=axis), 7),
+    ("log_softmax", lambda x, axis: jaxops.softmax(x, axis=axis, algorithm="log"), 7),
+    ("nn.functional.grid_sample", grid_sample, 1),
+    ("nn.functional.embedding", embedding, 5),
+    ("nn.functional.nll_loss", nll_loss, 40),
     ("nn.functional.local_response_norm", local_response_norm, 11),
 ]
 
@@ -87,14 +123,14 @@ def test_samples_agree(name, ours, least):
 def agrees(theirs, ours, operands, attributes):
     """Whether the sample could run here; fails where values or gradients differ."""
     arrays = [index for index, operand in enumerate(operands) if torch.is_tensor(operand)]
-    attributes = {key: value.numpy() if torch.is_tensor(value) else value for key, value in attributes.items()}
     active = [i for i in arrays if operands[i].is_floating_point() and not (ours is batch_norm and i in RUNNING)]
 
     def call(*moving):
         given = [operand.numpy() if torch.is_tensor(operand) else operand for operand in operands]
         for index, value in zip(active, moving, strict=True):
             given[index] = value
-        return ours(*given, **attributes)
+        named = {name: value.numpy() if torch.is_tensor(value) else value for name, value in attributes.items()}
+        return ours(*given, **named)
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         try:
