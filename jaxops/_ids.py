@@ -9,3 +9,11 @@ def wide_ids(ids: jax.Array) -> jax.Array:
     if ids.dtype == jnp.int64:
         return ids
     return ids.astype(jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32)
+
+
+def ids_of_part(ids: jax.Array, size: int, axis_name: str) -> tuple[jax.Array, jax.Array]:
+    """Ids as counted from the first of the `size` that this device has, -1 where it has them not; and where it has."""
+    ids = wide_ids(ids)
+    start = (jax.lax.axis_index(axis_name) * size).astype(ids.dtype)
+    is_here = (ids >= start) & (ids < start + size)
+    return jnp.where(is_here, ids - start, -jnp.ones_like(ids)), is_here

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from jaxops._derivative import Arrays
 from jaxops._errors import require, require_bool, require_present
-from jaxops._ids import wide_ids
+from jaxops._ids import ids_of_part, wide_ids
 from jaxops._operator import Operator
-from jaxops.embedding.operator import EMBEDDING_DENSE_BACKWARD, check_dense_backward
+from jaxops._sharding import explicit_mesh
+from jaxops.embedding.operator import EMBEDDING, EMBEDDING_DENSE_BACKWARD, check_dense_backward
 
 _NAME = "embedding_row_gradients"
 NO_ROW = jnp.iinfo(jnp.int32).max
@@ -37,6 +38,7 @@ def embedding_row_gradients(
     num_weights: int,
     padding_idx: int | None = None,
     scale_grad_by_freq: bool = False,
+    vocab_axis: str | None = None,
 ) -> RowGradients:
     """Computes the rows of an embedding table's gradient that a lookup touched: those whose id `indices` hold.
 
@@ -48,7 +50,11 @@ def embedding_row_gradients(
         touched = jaxops.embedding_row_gradients(grad, indices, num_weights=table.shape[0])
 
     `table.at[touched.rows].add(-0.1 * touched.values, mode="drop")` is then a step of gradient descent, and
-    `ema_adam_rows` takes them in place of a dense gradient.
+    `ema_adam_rows` takes them in place of a dense gradient. Where the batch is split over devices, what they have found
+    is exchanged and summed again:
+
+        rows, values = (jax.lax.all_gather(x, "data", tiled=True) for x in touched)
+        touched = jaxops.embedding_row_gradients(values, rows, num_weights=table.shape[0])
 
     Args:
       grad: (..., D), the cotangent of the looked-up rows; floating point.
@@ -57,6 +63,8 @@ def embedding_row_gradients(
       padding_idx: the id whose row is never touched, in [-V, V); negative ones count from the end. None means no such
         id.
       scale_grad_by_freq: divides each row by the number of positions that hold its id.
+      vocab_axis: inside `shard_map`, the mesh axis over which the rows of the table are split: each device gets the
+        rows that it owns, counted from its first.
 
     Returns:
       `RowGradients(rows, values)` with K = min(number of indices, V) rows, whatever the indices are: int32 (K,) and
@@ -77,7 +85,14 @@ def embedding_row_gradients(
         in_range = isinstance(padding_idx, Integral) and -num_weights <= padding_idx < num_weights
         require(in_range, _NAME, "padding_idx", f"be None or in [{-num_weights}, {num_weights})", padding_idx)
         padding_idx = int(padding_idx) % num_weights
-    rows, slots = EMBEDDING_ROWS(indices, num_weights=int(num_weights), padding_idx=padding_idx)
+    size = int(num_weights)
+    if vocab_axis is not None:
+        if padding_idx is not None:
+            indices = jnp.where(wide_ids(indices) == padding_idx, -1, wide_ids(indices))
+        size, rest = divmod(size, jax.lax.axis_size(vocab_axis))
+        require(rest == 0, _NAME, "num_weights", f"be a multiple of the devices along {vocab_axis}", num_weights)
+        (indices, _), padding_idx = ids_of_part(indices, size, vocab_axis), None
+    rows, slots = EMBEDDING_ROWS(indices, num_weights=size, padding_idx=padding_idx)
     attributes = {"padding_idx": None, "scale_grad_by_freq": bool(scale_grad_by_freq)}
     (values,) = EMBEDDING_DENSE_BACKWARD(grad, slots, num_weights=rows.size, **attributes)
     return RowGradients(rows, values)
@@ -85,13 +100,16 @@ def embedding_row_gradients(
 
 def rows_at(table: jax.Array, rows: jax.Array, dtype: Any) -> jax.Array:
     """The rows of a table in another dtype; zeros where there is no row."""
-    return table.at[rows].get(mode="fill", fill_value=0, indices_are_sorted=True).astype(dtype)
+    (found,) = EMBEDDING(jnp.asarray(table), rows, padding_idx=None, counted_rank=None)
+    return jnp.where((rows != NO_ROW)[:, None], found.astype(dtype), jnp.zeros((), dtype))
 
 
 def with_rows(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
     """The table with these rows replaced, in place where it is donated."""
-    values = values.astype(table.dtype)
-    return table.at[rows].set(values, mode="drop", indices_are_sorted=True, unique_indices=True)
+    table, values = jnp.asarray(table), values.astype(table.dtype)
+    sharding = None if explicit_mesh([table]) is None else jax.typeof(table).sharding
+    options = {"indices_are_sorted": True, "unique_indices": True}
+    return table.at[rows].set(values, mode="drop", out_sharding=sharding, **options)
 
 
 def _rows(indices: jax.Array, *, num_weights: int, padding_idx: int | None) -> Arrays:

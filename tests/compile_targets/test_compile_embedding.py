@@ -17,19 +17,17 @@ from pallas_kernels.tpu import embedding as tpu_kernel
 TABLES = [(50257, 768, 8192), (1_000_000, 128, 65536), (32000, 14336, 2048), (1000, 131, 777)]
 
 
-def in_each_configuration(kernel, tables):
-    """All tables in the first of a kernel's configurations, and the first table in all of them."""
-    cases = [
-        *((table, kernel._CONFIGS[0]) for table in tables),
-        *((tables[0], config) for config in kernel._CONFIGS[1:]),
-    ]
-    return pytest.mark.parametrize(("table", "config"), cases, ids=str)
-
-
 CHIPS = [
     *(pytest.param(name, marks=pytest.mark.tpu_compile) for name in ("tpu-v5e", "tpu-v6e")),
     pytest.param("cuda-h100", marks=pytest.mark.cuda_compile),
 ]
+
+
+def in_each_configuration(kernel, tables):
+    """All tables in bfloat16 and the first of a kernel's configurations, and the first table in float32 in each."""
+    first_cases = [(table, kernel._CONFIGS[0], "bfloat16") for table in tables]
+    cases = [*first_cases, *((tables[0], config, "float32") for config in kernel._CONFIGS)]
+    return pytest.mark.parametrize(("table", "config", "dtype"), cases, ids=str)
 
 
 def compile_kernel(kernel, target, table, dtype, config, **params):
@@ -42,7 +40,6 @@ def compile_kernel(kernel, target, table, dtype, config, **params):
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @in_each_configuration(tpu_kernel, TABLES)
 def test_embedding_kernel_compiles_for_tpus(tpu, table, config, dtype):
     report = compile_kernel(tpu_kernel, tpu, table, dtype, config, scale_grad_by_freq=dtype == "bfloat16")
@@ -53,7 +50,6 @@ def test_embedding_kernel_compiles_for_tpus(tpu, table, config, dtype):
 
 
 @pytest.mark.cuda_compile
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @in_each_configuration(gpu_kernel, TABLES[:3])
 def test_embedding_kernel_compiles_for_h100_in_registers(h100, table, config, dtype):
     report = compile_kernel(gpu_kernel, h100, table, dtype, config, scale_grad_by_freq=dtype == "bfloat16")
