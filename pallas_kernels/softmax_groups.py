@@ -50,26 +50,28 @@ class Groups(NamedTuple):
 
 
 class View(NamedTuple):
-    """Groups as kernels see them: the array as (outer, c, inner), or as (1, groups, c) where nothing lies behind c.
+    """Groups as a kernel sees them: an array of which one axis is theirs.
 
     Attributes:
       groups: where they lie.
       shape: of the view.
-      axis: of the view, along which a group lies: 1 or 2.
+      axis: of the view, along which a group lies.
+      moves: whether a group's elements are put side by side first, so that the view is one of (..., c).
     """
 
     groups: Groups
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     axis: int
+    moves: bool
 
     @classmethod
-    def of(cls, groups: Groups, shape: Sequence[int]) -> "View":
-        """The view of groups of this shape, (..., c)."""
+    def in_memory(cls, groups: Groups, shape: Sequence[int]) -> "View":
+        """Groups (..., c) of this shape as (outer, c, inner), or (1, outer, c) if nothing lies behind c."""
         *batch, c = shape
-        # Groups that other axes part are put together first, by XLA.
-        behind = 0 if _is_parted(groups) else max(groups.behind, default=0)
+        moves = len({*groups.behind}) > 1
+        behind = 0 if moves else max(groups.behind, default=0)
         outer, inner = math.prod(batch[: len(batch) - behind]), math.prod(batch[len(batch) - behind :])
-        return cls(groups, (1, outer, c), 2) if inner == 1 else cls(groups, (outer, c, inner), 1)
+        return cls(groups, (1, outer, c), 2, moves) if inner == 1 else cls(groups, (outer, c, inner), 1, moves)
 
     @property
     def size(self) -> int:
@@ -78,11 +80,11 @@ class View(NamedTuple):
 
     def to_view(self, x: jax.Array) -> jax.Array:
         """Groups (..., c) in this view."""
-        return (x if _is_parted(self.groups) else self.groups.in_memory(x)).reshape(self.shape)
+        return (x if self.moves else self.groups.in_memory(x)).reshape(self.shape)
 
     def from_view(self, y: jax.Array, like: jax.Array) -> jax.Array:
         """The inverse of `to_view`, for groups of the shape of `like`."""
-        if _is_parted(self.groups):
+        if self.moves:
             return y.reshape(like.shape)
         return self.groups.of(y.reshape(jax.eval_shape(self.groups.in_memory, like).shape))
 
@@ -95,7 +97,3 @@ def refusal(x: Any) -> str | None:
     if len(spec) == len(x.shape) and spec[-1] is not None:
         return f"the kernels take whole groups; x is split over a mesh as {spec}"
     return None
-
-
-def _is_parted(groups: Groups) -> bool:
-    return len({*groups.behind}) > 1

@@ -207,7 +207,7 @@ def launch(body, name, operands, log, groups, config, interpret):
     """Runs `body(part, *refs, log)` on all parts; its refs are the operands and a result like the last of them."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    view = View.of(groups, operands[-1].shape)
+    view = View.in_memory(groups, operands[-1].shape)
     tiling = tiling_of(view, config["width"], len(operands))
     (y,) = pl.kernel(
         functools.partial(_kernel, body=body, tiling=tiling, log=log, pin_layouts=not interpret),
@@ -239,7 +239,7 @@ def refuses(hardware, *operands, log, groups) -> str | None:
         return reason
     if math.prod(shape) > _MAX_ELEMENTS:
         return f"the kernels' 32-bit offsets reach {_MAX_ELEMENTS} elements; there are {math.prod(shape)}"
-    view = View.of(groups, shape)
+    view = View.in_memory(groups, shape)
     if tiling_of(view, _WARPGROUP) is None:
         return f"a warpgroup reads {_WARPGROUP} elements at a time; the last axis in memory has {view.shape[2]}"
     return None
@@ -248,7 +248,7 @@ def refuses(hardware, *operands, log, groups) -> str | None:
 def configs(hardware, *operands, log, groups):
     """Widths worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     # Neighbouring groups fill the registers with as many steps as a group has elements.
-    widths = _WIDTHS if View.of(groups, operands[-1].shape).axis == 2 else _WIDTHS[::-1]
+    widths = _WIDTHS if View.in_memory(groups, operands[-1].shape).axis == 2 else _WIDTHS[::-1]
     return [{"width": width} for width in widths]
 
 

@@ -2,7 +2,7 @@
 
 A group that fits is normalized in registers. A longer one passes through VMEM twice: first its maximum and sum are
 found block by block, where a new maximum rescales what was summed before, and then it is normalized. Groups lie along
-lanes or, where other axes lie behind them in memory, along sublanes: nothing is transposed.
+lanes, sublanes or across tiles, as XLA most likely stores them, so that seeing them so moves nothing.
 """
 
 import functools
@@ -17,24 +17,25 @@ from pallas_kernels.kernel import Kernel
 from pallas_kernels.softmax_groups import View, refusal
 
 _LANES = 128
+_SUBLANES = 8
 _DTYPES = ("float32", "bfloat16")
 _MIB = 2**20
 _DEFAULT_LIMIT_BYTES = 16 * _MIB  # what XLA grants a kernel that asks for nothing
 # The largest takes 50 MiB of VMEM in the backward kernel, of 64 or more.
 _BLOCK_ELEMENTS = (2**18, 2**19, 2**20)
-_WIDEST = 512  # lanes of a block of groups along sublanes: its parts of a row lie apart in memory
+_WIDEST = 512  # columns of a block whose groups lie across them
 
 
 class Blocks(NamedTuple):
     """How a view is cut.
 
     Attributes:
-      view: of the groups.
+      view: of the groups, with four axes.
       block: its shape. It may reach beyond the view, where it holds anything.
     """
 
     view: View
-    block: tuple[int, int, int]
+    block: tuple[int, ...]
 
     @property
     def steps(self) -> int:
@@ -42,10 +43,11 @@ class Blocks(NamedTuple):
         return pl.cdiv(self.view.size, self.block[self.view.axis])
 
     @property
-    def grid(self) -> tuple[int, int, int, int]:
-        """Blocks of groups, along both other axes, then phases and blocks of a group."""
-        outer, across = (pl.cdiv(self.view.shape[axis], self.block[axis]) for axis in (0, 3 - self.view.axis))
-        return outer, across, 1 if self.steps == 1 else 2, self.steps
+    def grid(self) -> tuple[int, ...]:
+        """Blocks along the three other axes, then phases and blocks of a group."""
+        counts = [pl.cdiv(size, block) for size, block in zip(self.view.shape, self.block, strict=True)]
+        del counts[self.view.axis]
+        return *counts, 1 if self.steps == 1 else 2, self.steps
 
     @property
     def statistics_shape(self) -> tuple[int, ...]:
@@ -55,46 +57,61 @@ class Blocks(NamedTuple):
     def spec(self, always: bool) -> pl.BlockSpec:
         """Blocks of the view; unless `always`, in the first phase none but the one that the second begins with."""
 
-        def index(outer, across, phase, step):
-            step = step if always else step * phase
-            return (outer, across, step) if self.view.axis == 2 else (outer, step, across)
+        def index(*position):
+            *others, phase, step = position
+            others.insert(self.view.axis, step if always or self.steps == 1 else step * phase)
+            return tuple(others)
 
-        return pl.BlockSpec(
-            self.block, index if self.steps > 1 else lambda outer, across, *_: index(outer, across, 0, 0)
-        )
+        return pl.BlockSpec(self.block, index)
 
-    def valid(self, values, fill):
-        """`values` of the block of this step, with `fill` beyond the end of their groups."""
-        size = self.view.size
-        if size % self.block[self.view.axis] == 0:
+    def valid(self, values, step, fill):
+        """`values` of a block of this step, with `fill` beyond the end of their groups."""
+        size = self.block[self.view.axis]
+        if self.view.size % size == 0:
             return values
         position = jax.lax.broadcasted_iota(jnp.int32, values.shape, self.view.axis)
-        return jnp.where(position < size - pl.program_id(3) * self.block[self.view.axis], values, fill)
+        return jnp.where(position < self.view.size - step * size, values, fill)
 
     def sum(self, values):
         """The sum over each group, of this step."""
         return jnp.sum(values, self.view.axis, keepdims=True)
 
 
-def blocks_of(view, dtypes, block_elements):
-    """Blocks of about that many elements at most."""
-    rows_multiple = 32 // min(jnp.dtype(dtype).itemsize for dtype in dtypes)
-    outer, rows, columns = view.shape
+def view_of(groups, shape):
+    """Groups (..., c) of this shape as (1, 1, groups, c), (outer, 1, c, inner) or (outer, c, rows, columns)."""
+    view = View.in_memory(groups, shape)
     if view.axis == 2:
-        columns = min(columns, max(_LANES, block_elements // rows_multiple // _LANES * _LANES))
-        rows = _whole_or_multiple(rows, block_elements // _round_up(columns, _LANES), rows_multiple)
-    else:
-        columns = columns if columns <= _WIDEST else _WIDEST
-        while columns > _LANES and rows * columns > block_elements:
-            columns = max(_LANES, columns // 2 // _LANES * _LANES)
-        rows = _whole_or_multiple(rows, block_elements // _round_up(columns, _LANES), rows_multiple)
-    padded = _round_up(rows, rows_multiple) * _round_up(columns, _LANES)
-    whole = (rows, columns)[view.axis - 1] == view.size
-    return Blocks(view, (min(outer, max(1, block_elements // padded)) if whole else 1, rows, columns))
+        return view._replace(shape=(1, *view.shape), axis=3)
+    (outer, c, inner), columns = view.shape, shape[-2]
+    # XLA pads the two minor axes to tiles, and stores an array so that they are those that it pads least. A wrong guess
+    # costs copies, never the result.
+    if _padding(columns, c) < _padding(c if inner == columns else inner // columns, columns):
+        return View(groups, (1, 1, outer * inner, c), 3, True)
+    if inner == columns:
+        return view._replace(shape=(outer, 1, c, inner), axis=2)
+    return view._replace(shape=(outer, c, inner // columns, columns))
 
 
-def _whole_or_multiple(size, most, multiple):
-    return size if size <= most else max(multiple, most // multiple * multiple)
+def blocks_of(view, dtypes, block_elements):
+    """Blocks of about that many elements, padded ones included: of whole groups, if those are not too many."""
+    multiples = (1, 1, 32 // min(jnp.dtype(dtype).itemsize for dtype in dtypes), _LANES)
+    block = list(map(min, view.shape, multiples))
+    for axis in (view.axis, 3, 2, 1, 0):
+        size, multiple = view.shape[axis], multiples[axis]
+        most = block_elements // (_padded(block, multiples) // _round_up(block[axis], multiple))
+        if axis == 3 and view.axis != 3:
+            most = min(most, _WIDEST)
+        block[axis] = size if size <= most else max(block[axis], most // multiple * multiple)
+    return Blocks(view, tuple(block))
+
+
+def _padded(block, multiples):
+    return math.prod(map(_round_up, block, multiples))
+
+
+def _padding(rows, columns):
+    """How much more an array takes whose minor axes are these, in tiles."""
+    return _padded((rows, columns), (_SUBLANES, _LANES)) / (rows * columns)
 
 
 def _round_up(size, multiple):
@@ -110,8 +127,8 @@ def _whole_kernel(x_ref, y_ref, *, blocks, log):
 
 
 def _kernel(x_ref, y_ref, maximum_ref, total_ref, *, blocks, log):
-    phase, step = pl.program_id(2), pl.program_id(3)
-    x = blocks.valid(x_ref[...].astype(jnp.float32), -jnp.inf)
+    phase, step = pl.program_id(3), pl.program_id(4)
+    x = blocks.valid(x_ref[...].astype(jnp.float32), step, -jnp.inf)
 
     @pl.when((phase == 0) & (step == 0))
     def _():
@@ -139,7 +156,7 @@ def _finite(maximum):
 
 def run(x, *, log, groups, config, interpret=False):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
-    blocks = blocks_of(View.of(groups, x.shape), [x.dtype], config["block_elements"])
+    blocks = blocks_of(view_of(groups, x.shape), [x.dtype], config["block_elements"])
     body = _whole_kernel if blocks.steps == 1 else _kernel
     return (launch(functools.partial(body, blocks=blocks, log=log), "softmax", blocks, [x], 2, interpret),)
 
@@ -150,7 +167,7 @@ def launch(body, name, blocks, operands, statistics, interpret):
 
     result = jax.ShapeDtypeStruct(blocks.view.shape, operands[-1].dtype)
     arrays = [*operands, result]
-    elements = math.prod(blocks.block[:-2]) * _round_up(blocks.block[-2], 8) * _round_up(blocks.block[-1], _LANES)
+    elements = _padded(blocks.block, (1, 1, _SUBLANES, _LANES))
     # Each array twice, to be moved while another is worked on, and four float32 of what is computed.
     vmem_bytes = elements * (2 * sum(array.dtype.itemsize for array in arrays) + 4 * 4)
     y = pl.pallas_call(
@@ -162,7 +179,7 @@ def launch(body, name, blocks, operands, statistics, interpret):
         out_shape=result,
         scratch_shapes=[pltpu.VMEM(blocks.statistics_shape, jnp.float32)] * (statistics if blocks.steps > 1 else 0),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=max(_DEFAULT_LIMIT_BYTES, vmem_bytes + vmem_bytes // 4),
         ),
         interpret=interpret,
@@ -181,7 +198,7 @@ def refuses(hardware, *operands, log, groups) -> str | None:
 
 def configs(hardware, *operands, log, groups):
     """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
-    view, dtypes = View.of(groups, operands[-1].shape), [operand.dtype for operand in operands]
+    view, dtypes = view_of(groups, operands[-1].shape), [operand.dtype for operand in operands]
     # The smallest that reads each group once, if there is one, comes first.
     once = [size for size in _BLOCK_ELEMENTS if blocks_of(view, dtypes, size).steps == 1]
     rest = [size for size in _BLOCK_ELEMENTS if size not in once[:1]]

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.kernel import Kernel
-from pallas_kernels.softmax_groups import View
-from pallas_kernels.tpu.softmax import blocks_of, configs, launch, refuses
+from pallas_kernels.tpu.softmax import blocks_of, configs, launch, refuses, view_of
 
 
 def _whole_kernel(y_ref, grad_ref, dx_ref, *, blocks, log):
@@ -16,7 +15,7 @@ def _whole_kernel(y_ref, grad_ref, dx_ref, *, blocks, log):
 
 
 def _kernel(y_ref, grad_ref, dx_ref, total_ref, *, blocks, log):
-    phase, step = pl.program_id(2), pl.program_id(3)
+    phase, step = pl.program_id(3), pl.program_id(4)
     y, grad = y_ref[...].astype(jnp.float32), grad_ref[...].astype(jnp.float32)
 
     @pl.when((phase == 0) & (step == 0))
@@ -25,7 +24,7 @@ def _kernel(y_ref, grad_ref, dx_ref, total_ref, *, blocks, log):
 
     @pl.when(phase == 0)
     def _():
-        total_ref[...] += blocks.sum(blocks.valid(_term(y, grad, log), 0.0))
+        total_ref[...] += blocks.sum(blocks.valid(_term(y, grad, log), step, 0.0))
 
     @pl.when(phase == 1)
     def _():
@@ -43,7 +42,7 @@ def _gradient(y, grad, total, log):
 
 def run(y, grad, *, log, groups, config, interpret=False):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
-    blocks = blocks_of(View.of(groups, grad.shape), [y.dtype, grad.dtype], config["block_elements"])
+    blocks = blocks_of(view_of(groups, grad.shape), [y.dtype, grad.dtype], config["block_elements"])
     body = _whole_kernel if blocks.steps == 1 else _kernel
     body = functools.partial(body, blocks=blocks, log=log)
     return (launch(body, "softmax_backward", blocks, [y, grad], 1, interpret),)
