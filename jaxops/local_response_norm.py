@@ -12,6 +12,8 @@ from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._errors import BAD_PARAM, require
 from jaxops._operator import Operator
 from jaxops.pooling.windows import accumulator, check_floating, reduced_along
+from pallas_kernels.gpu import local_response_norm as gpu
+from pallas_kernels.tpu import local_response_norm as tpu
 
 # The operators see (..., C, D, H, W). What lies before the channels are batch axes; below are the axes of length 1 that
 # make this of each layout.
@@ -163,10 +165,12 @@ LOCAL_RESPONSE_NORM = Operator(
     _check,
     _forward,
     Derivative(_vjp, linearize=_linearize, residuals=_IMAGES),
+    kernels=(tpu.KERNEL, gpu.KERNEL),
 )
 LOCAL_RESPONSE_NORM_BACKWARD = Operator(
     "local_response_norm_backward",
     f"{_IMAGES}, {_IMAGES} -> {_IMAGES}",
     _check_backward,
     _backward,
+    kernels=(tpu.BACKWARD_KERNEL, gpu.BACKWARD_KERNEL),
 )

@@ -5,7 +5,6 @@ how an array is tiled in HBM would cost as much again as the operator itself; th
 """
 
 import functools
-import itertools
 import math
 
 import jax
@@ -14,10 +13,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.ema_adam_update import COEFFICIENTS, ema_adam_update
 from pallas_kernels.kernel import Kernel
+from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_order
 
-_LANES = 128
-_SUBLANES = 8
-_TILE = _SUBLANES * _LANES
+_TILE = SUBLANES * LANES
 _MAX_LOOSE_VECTOR = 2**20  # reshaping a longer vector that is not made of whole tiles outweighs the update
 _DTYPES = ("float32", "bfloat16")
 # Five inputs and four outputs, double-buffered: 9.4 MB of float32 with the largest, within the 16 MiB that XLA grants.
@@ -33,57 +31,35 @@ def _kernel(coefficients_ref, grad_ref, var_ref, m_ref, v_ref, s_ref, *out_refs,
         out_ref[...] = result.astype(out_ref.dtype)
 
 
-def _round_up(size: int, multiple: int) -> int:
-    return pl.cdiv(size, multiple) * multiple
-
-
-def _padded_size(shape: tuple[int, ...], second: int, minor: int) -> int:
-    """Elements that `shape` occupies in HBM when these two axes are the tiled ones."""
-    tile_rows = min(_SUBLANES, pl.next_power_of_2(shape[second]))
-    tiled = {second: _round_up(shape[second], tile_rows), minor: _round_up(shape[minor], _LANES)}
-    return math.prod(tiled.get(axis, size) for axis, size in enumerate(shape))
-
-
-def _order(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The major-to-minor order in which XLA:TPU stores an array of this shape: the one that pads least.
-
-    Pallas takes operands in row-major order, so an array whose axes are first put in this order reaches the kernel as
-    it is; otherwise XLA would transpose it on the way in and out. A wrong guess costs those copies, never the result.
-    """
-    pairs = itertools.permutations(range(len(shape)), 2)
-    second, minor = min(pairs, key=lambda pair: (_padded_size(shape, *pair), -pair[1], -pair[0]))
-    return (*(axis for axis in range(len(shape)) if axis not in (second, minor)), second, minor)
-
-
 def _view_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """(untiled, rows, columns): collapsing the untiled major axes moves nothing."""
     if len(shape) >= 2:
-        *untiled, rows, columns = (shape[axis] for axis in _order(shape))
+        *untiled, rows, columns = (shape[axis] for axis in stored_order(shape))
         return math.prod(untiled), rows, columns
     size = math.prod(shape)
     # A vector of whole tiles is already stored as rows of lanes; any other has to be moved into a single row.
-    return (1, 1, size) if size % _TILE else (1, size // _LANES, _LANES)
+    return (1, 1, size) if size % _TILE else (1, size // LANES, LANES)
 
 
 def _to_view(x: jax.Array) -> jax.Array:
-    return (jnp.transpose(x, _order(x.shape)) if x.ndim >= 2 else x).reshape(_view_shape(x.shape))
+    return (jnp.transpose(x, stored_order(x.shape)) if x.ndim >= 2 else x).reshape(_view_shape(x.shape))
 
 
 def _from_view(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if len(shape) < 2:
         return x.reshape(shape)
-    order = _order(shape)
+    order = stored_order(shape)
     return jnp.transpose(x.reshape([shape[axis] for axis in order]), [order.index(axis) for axis in range(len(shape))])
 
 
 def _block_shape(view_shape: tuple[int, int, int], block_elements: int) -> tuple[int, int, int]:
     """The largest block of about `block_elements` padded elements, grown from the minor axis outwards."""
     untiled, rows, columns = view_shape
-    min_rows = min(_round_up(rows, _SUBLANES), 2 * _SUBLANES)  # two tiles of rows fill a register of 16-bit values
-    block_columns = min(columns, block_elements // min_rows // _LANES * _LANES)
-    padded_columns = _round_up(block_columns, _LANES)
+    min_rows = min(round_up(rows, SUBLANES), 2 * SUBLANES)  # two tiles of rows fill a register of 16-bit values
+    block_columns = min(columns, block_elements // min_rows // LANES * LANES)
+    padded_columns = round_up(block_columns, LANES)
     block_rows = min(rows, block_elements // padded_columns // min_rows * min_rows)
-    block_untiled = min(untiled, block_elements // (_round_up(block_rows, _SUBLANES) * padded_columns))
+    block_untiled = min(untiled, block_elements // (round_up(block_rows, SUBLANES) * padded_columns))
     return block_untiled, block_rows, block_columns
 
 

@@ -1,0 +1,197 @@
+"""Local response normalization on NVIDIA GPUs from Hopper on, with channels before space: one read, one write.
+
+A thread block takes a run of pixels of one image and walks through the channels, a few at a time. What a window still
+needs of the channels behind it stays in registers, so that every element is loaded once; the loads of one step do not
+wait for each other.
+
+Functions import `mosaic_gpu` themselves: it takes a third of a second, which only those who lower for a GPU should pay.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.kernel import Kernel
+from pallas_kernels.local_response_norm_windows import reach, refusal
+
+_WARPGROUP = 128  # threads of a block, and so the shortest run of elements that one access can touch
+_MAX_WINDOW = 16  # channels of which a thread keeps numbers in registers
+_MAX_ELEMENTS = 2**31 - 1
+_DTYPES = ("float32", "bfloat16", "float16")
+_CONFIGS = ({"width": 128, "channels": 8}, {"width": 128, "channels": 4}, {"width": 256, "channels": 4})
+_CHANNELS = -4
+
+
+class Pixels:
+    """Inside a kernel, a run of pixels of one image."""
+
+    def __init__(self, start: jax.Array, width: int, channels: int, pin_layouts: bool) -> None:
+        """The interpreter of jax 0.10 has no layouts to pin."""
+        self.image, self.columns, self.channels = lax.axis_index("image"), pl.ds(start, width), channels
+        self._width, self._layout = width, None
+        self._offsets = lax.broadcasted_iota(jnp.int32, (width,), 0)
+        if pin_layouts:
+            from jax.experimental.pallas import mosaic_gpu as plgpu
+
+            # A run may start anywhere, which rules out vectors.
+            self._layout = plgpu.Layout.WG_STRIDED((width,), vec_size=1)
+            self._offsets = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=self._layout)
+
+    def _pinned(self, values):
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        return values if self._layout is None else plgpu.layout_cast(values, self._layout)
+
+    def zeros(self):
+        """Of the channels outside of the image."""
+        return self._pinned(jnp.zeros((self._width,), jnp.float32))
+
+    def load(self, ref, channel):
+        """One channel in float32; zeros beyond the last one."""
+        values = self._pinned(ref[self.image, jnp.minimum(channel, self.channels - 1), self.columns])
+        # Compared element by element: Mosaic broadcasts no scalar condition.
+        limit = jnp.where(channel < self.channels, self._width, 0)
+        return jnp.where(self._offsets < limit, values.astype(jnp.float32), 0.0)
+
+    def store(self, ref, channel, values):
+        """Stores one channel."""
+        ref[self.image, channel, self.columns] = values.astype(ref.dtype)
+
+
+def _sums(values, window):
+    """The sum of each run of as many values."""
+    return [functools.reduce(jnp.add, values[i : i + window]) for i in range(len(values) - window + 1)]
+
+
+def _normalize(pixels, x_gmem, y_gmem, *, group, n, alpha, beta, k):
+    before, after = reach(n, pixels.channels)
+
+    def step(i, carried):
+        # The squares of the channels from `first - before` on, and what of the image itself is not done.
+        squares, ahead = carried
+        first = i * group
+        fresh = [pixels.load(x_gmem, first + after + j) for j in range(group)]
+        ahead, squares = [*ahead, *fresh], [*squares, *(x * x for x in fresh)]
+        for j, total in enumerate(_sums(squares, before + after + 1)):
+            s = k + alpha / n * total
+            pixels.store(y_gmem, first + j, ahead[j] * jnp.exp(-beta * jnp.log(s)))
+        return tuple(squares[group:]), tuple(ahead[group:])
+
+    ahead = [pixels.load(x_gmem, channel) for channel in range(after)]
+    squares = [*[pixels.zeros()] * before, *(x * x for x in ahead)]
+    lax.fori_loop(0, pixels.channels // group, step, (tuple(squares), tuple(ahead)))
+
+
+def _differentiate(pixels, x_gmem, grad_gmem, dx_gmem, *, group, n, alpha, beta, k):
+    before, after = reach(n, pixels.channels)
+    window = before + after + 1
+
+    def shares(x, total, channel):
+        """Of a channel's gradient, what stays there, and what its neighbours get, before their own factor."""
+        s = k + alpha / n * total
+        scaled = pixels.load(grad_gmem, channel) * jnp.exp(-beta * jnp.log(s))
+        return scaled, scaled * x / s
+
+    def step(i, carried):
+        # The channels from `first` on; what the windows around those from `first - after` to `first + before - 1` give
+        # to neighbours; and what stays at those from `first` to `first + before - 1`.
+        ahead, given, kept = carried
+        first = i * group
+        fresh = [pixels.load(x_gmem, first + window - 1 + j) for j in range(group)]
+        ahead = [*ahead, *fresh]
+        totals = _sums([x * x for x in ahead], window)
+        pairs = [shares(ahead[before + j], totals[j], first + before + j) for j in range(group)]
+        kept, given = [*kept, *(pair[0] for pair in pairs)], [*given, *(pair[1] for pair in pairs)]
+        # The windows that hold a channel have their centres in the mirror image of its own window.
+        for j, shared in enumerate(_sums(given, window)):
+            pixels.store(dx_gmem, first + j, kept[j] - (2 * alpha * beta / n) * ahead[j] * shared)
+        return tuple(ahead[group:]), tuple(given[group:]), tuple(kept[group:])
+
+    ahead = [pixels.load(x_gmem, channel) for channel in range(window - 1)]
+    squares = [*[pixels.zeros()] * before, *(x * x for x in ahead)]
+    pairs = [shares(ahead[j], total, j) for j, total in enumerate(_sums(squares, window)[:before])]
+    given = [*[pixels.zeros()] * after, *(pair[1] for pair in pairs)]
+    carried = tuple(ahead), tuple(given), tuple(pair[0] for pair in pairs)
+    lax.fori_loop(0, pixels.channels // group, step, carried)
+
+
+def _kernel(*refs, body, width, group, pin_layouts, **params):
+    _, channels, pixels = refs[0].shape
+    run = lax.axis_index("run")
+
+    def normalize(start):
+        body(Pixels(start, width, channels, pin_layouts), *refs, group=group, **params)
+
+    normalize(run * width)
+    if pixels % width:
+        # Accesses cannot be masked: the last block covers the rest with a run that overlaps its first one, and stores
+        # the same there.
+        pl.when(run == pixels // width - 1)(lambda: normalize(pixels - width))
+
+
+def _launch(body, name, *operands, config, interpret, **params):
+    """Runs a body over all pixels; the result is like the last operand."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    *batch, channels, depth, height, columns = operands[0].shape
+    view = (math.prod(batch), channels, depth * height * columns)
+    group = max(size for size in range(1, config["channels"] + 1) if channels % size == 0)
+    (result,) = pl.kernel(
+        functools.partial(_kernel, body=body, width=config["width"], group=group, pin_layouts=not interpret, **params),
+        out_type=[jax.ShapeDtypeStruct(view, operands[-1].dtype)],
+        mesh=plgpu.Mesh(grid=(view[0], view[2] // config["width"]), grid_names=("image", "run")),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret_gpu_params() if interpret is True else interpret,
+        name=name,
+    )(*(operand.reshape(view) for operand in operands))
+    return (result.reshape(operands[0].shape),)
+
+
+def run(x, *, config, interpret=False, **params):
+    """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
+    return _launch(_normalize, "local_response_norm", x, config=config, interpret=interpret, **params)
+
+
+def run_backward(x, grad, *, config, interpret=False, **params):
+    """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
+    return _launch(
+        _differentiate, "local_response_norm_backward", x, grad, config=config, interpret=interpret, **params
+    )
+
+
+def refuses(hardware, x, *grad, n, alpha, k, **_) -> str | None:
+    """Why the kernels cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    if hardware.compute_capability is not None and hardware.compute_capability < (9, 0):
+        major, minor = hardware.compute_capability
+        return f"Mosaic GPU needs compute capability 9.0 or later; {hardware.name} has {major}.{minor}"
+    for name, operand in zip(("x", "grad"), (x, *grad), strict=False):
+        if jnp.dtype(operand.dtype).name not in _DTYPES:
+            return f"the kernels take {', '.join(_DTYPES)}; {name} is {jnp.dtype(operand.dtype).name}"
+    if reason := refusal(x, alpha=alpha, k=k):
+        return reason
+    if n > _MAX_WINDOW:
+        return f"the kernels keep windows in registers, of {_MAX_WINDOW} channels at most; n is {n}"
+    if math.prod(x.shape) > _MAX_ELEMENTS:
+        return f"the kernels' 32-bit offsets reach {_MAX_ELEMENTS} elements; x has {math.prod(x.shape)}"
+    pixels = math.prod(x.shape[_CHANNELS + 1 :])
+    if pixels < _WARPGROUP:
+        return f"a warpgroup takes {_WARPGROUP} pixels that lie side by side; behind the channels of x lie {pixels}"
+    return None
+
+
+def configs(hardware, x, *operands, **_):
+    """Runs of pixels worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    return [config for config in _CONFIGS if config["width"] <= math.prod(x.shape[_CHANNELS + 1 :])]
+
+
+KERNEL = Kernel(
+    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
+)
+BACKWARD_KERNEL = Kernel(
+    name="mosaic_gpu", platform="cuda", run=run_backward, refuses=refuses, configs=configs, interpreter_is_pure=False
+)

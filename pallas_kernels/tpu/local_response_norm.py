@@ -1,0 +1,188 @@
+"""Local response normalization on TPU, forward and backward: each image passes through VMEM once.
+
+A block holds all channels of some pixels. XLA keeps the channels in lanes, in sublanes, or before both, wherever the
+array pads least; the kernel takes it as it lies, and moves a block along that axis to bring neighbours together.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.kernel import Kernel
+from pallas_kernels.local_response_norm_windows import reach, refusal
+from pallas_kernels.tpu.stored_order import LANES, round_up, stored_order
+
+_ROWS = 16  # fill a register of 16-bit values; a multiple of the eight of 32-bit ones
+_DTYPES = ("float32", "bfloat16")
+# Of float32 values: three blocks, double-buffered, and what is computed on the way are within the 16 MiB that XLA
+# grants.
+_CONFIGS = ({"block_elements": 65536}, {"block_elements": 131072}, {"block_elements": 262144})
+_CHANNELS = -4
+
+
+class View(NamedTuple):
+    """Images as they are stored.
+
+    Attributes:
+      order: of the axes of the images that are longer than 1.
+      shape: five axes: what lies before the channels, the channels or 1, what lies between, rows and columns.
+      channel_axis: 1, 3 or 4.
+    """
+
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+    channel_axis: int
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """Images in this view."""
+        rest = (axis for axis in range(x.ndim) if axis not in self.order)
+        return jnp.transpose(x, (*rest, *self.order)).reshape(self.shape)
+
+    def back(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The inverse of `of`, for images of this shape."""
+        rest = [axis for axis in range(len(shape)) if axis not in self.order]
+        order = [*rest, *self.order]
+        return jnp.transpose(x.reshape([shape[axis] for axis in order]), [order.index(i) for i in range(len(shape))])
+
+
+def view_of(shape):
+    """How images (..., c, d, h, w) are stored."""
+    channels = len(shape) + _CHANNELS
+    kept = [axis for axis, size in enumerate(shape) if size > 1 or axis == channels]
+    kept = kept if len(kept) > 1 else [next(axis for axis in range(len(shape)) if axis != channels), *kept]
+    order = tuple(kept[i] for i in stored_order(tuple(shape[axis] for axis in kept)))
+    sizes = [shape[axis] for axis in order]
+    place = order.index(channels)
+    if place < len(order) - 2:
+        untiled = (math.prod(sizes[:place]), sizes[place], math.prod(sizes[place + 1 : -2]))
+        return View(order, (*untiled, *sizes[-2:]), 1)
+    return View(order, (math.prod(sizes[:-2]), 1, 1, *sizes[-2:]), place - len(order) + 5)
+
+
+def block_of(view, block_elements):
+    """A block of about that many padded elements at most, with all channels; None if it cannot be that small."""
+    block = [min(size, least) for size, least in zip(view.shape, (1, 1, 1, _ROWS, LANES), strict=True)]
+    block[view.channel_axis] = view.shape[view.channel_axis]
+    for axis, unit in ((4, LANES), (3, _ROWS), (2, 1), (0, 1)):
+        if axis != view.channel_axis:
+            others = _padded_elements([1 if i == axis else size for i, size in enumerate(block)]) // (
+                {4: LANES, 3: _ROWS}.get(axis, 1)
+            )
+            block[axis] = max(block[axis], min(view.shape[axis], block_elements // others // unit * unit))
+    return tuple(block) if _padded_elements(block) <= block_elements else None
+
+
+def _padded_elements(block):
+    *untiled, rows, columns = block
+    return math.prod(untiled) * round_up(rows, _ROWS) * round_up(columns, LANES)
+
+
+def _moved(x, steps, axis):
+    """`x[i + steps]`, with zeros beyond the edge."""
+    if steps == 0:
+        return x
+    size, zeros = x.shape[axis], list(x.shape)
+    zeros[axis] = abs(steps)
+    edge = jnp.zeros(zeros, x.dtype)
+    if steps > 0:
+        return jnp.concatenate([lax.slice_in_dim(x, steps, size, axis=axis), edge], axis)
+    return jnp.concatenate([edge, lax.slice_in_dim(x, 0, size + steps, axis=axis)], axis)
+
+
+def _run_of(x, count, direction, axis):
+    """The sum of `x[i + direction * step]` for steps below count, doubling what is summed."""
+    total, covered, width = None, 0, 1
+    while covered < count:
+        if count & width:
+            piece = _moved(x, direction * covered, axis)
+            total = piece if total is None else total + piece
+            covered += width
+        if covered < count:
+            x = x + _moved(x, direction * width, axis)
+            width *= 2
+    return total
+
+
+def _neighbours(x, before, after, axis):
+    total = _run_of(x, after + 1, 1, axis)
+    return total + _moved(_run_of(x, before, -1, axis), -1, axis) if before else total
+
+
+def _normalizer(x, channel_axis, n, alpha, k):
+    before, after = reach(n, x.shape[channel_axis])
+    return k + alpha / n * _neighbours(x * x, before, after, channel_axis)
+
+
+def _kernel(x_ref, y_ref, *, channel_axis, n, alpha, beta, k):
+    x = x_ref[...].astype(jnp.float32)
+    s = _normalizer(x, channel_axis, n, alpha, k)
+    y_ref[...] = (x * jnp.exp(-beta * jnp.log(s))).astype(y_ref.dtype)
+
+
+def _backward_kernel(x_ref, grad_ref, dx_ref, *, channel_axis, n, alpha, beta, k):
+    x = x_ref[...].astype(jnp.float32)
+    before, after = reach(n, x.shape[channel_axis])
+    s = _normalizer(x, channel_axis, n, alpha, k)
+    scaled = grad_ref[...].astype(jnp.float32) * jnp.exp(-beta * jnp.log(s))
+    # The windows that hold a channel have their centres in the mirror image of its own window.
+    shared = _neighbours(scaled * x / s, after, before, channel_axis)
+    dx_ref[...] = (scaled - (2 * alpha * beta / n) * x * shared).astype(dx_ref.dtype)
+
+
+def _launch(body, name, *operands, config, interpret, **params):
+    """Runs a body over blocks; the result is like the last operand."""
+    from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
+
+    view = view_of(operands[0].shape)
+    block = block_of(view, config["block_elements"])
+    spec = pl.BlockSpec(block, lambda *indices: indices)
+    result = pl.pallas_call(
+        functools.partial(body, channel_axis=view.channel_axis, **params),
+        name=name,
+        grid=tuple(map(pl.cdiv, view.shape, block)),
+        in_specs=[spec] * len(operands),
+        out_specs=spec,
+        out_shape=jax.ShapeDtypeStruct(view.shape, operands[-1].dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 5),
+        interpret=interpret,
+    )(*map(view.of, operands))
+    return (view.back(result, operands[0].shape),)
+
+
+def run(x, *, config, interpret=False, **params):
+    """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
+    return _launch(_kernel, "local_response_norm", x, config=config, interpret=interpret, **params)
+
+
+def run_backward(x, grad, *, config, interpret=False, **params):
+    """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
+    return _launch(
+        _backward_kernel, "local_response_norm_backward", x, grad, config=config, interpret=interpret, **params
+    )
+
+
+def refuses(hardware, x, *grad, alpha, k, **_) -> str | None:
+    """Why the kernels cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    for name, operand in zip(("x", "grad"), (x, *grad), strict=False):
+        if jnp.dtype(operand.dtype).name not in _DTYPES:
+            return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; {name} is {jnp.dtype(operand.dtype).name}"
+    if reason := refusal(x, alpha=alpha, k=k):
+        return reason
+    if not configs(hardware, x):
+        return f"VMEM holds no block with all {x.shape[_CHANNELS]} channels of some pixels"
+    return None
+
+
+def configs(hardware, x, *operands, **_):
+    """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    view = view_of(x.shape)
+    return [config for config in _CONFIGS if block_of(view, config["block_elements"]) is not None]
+
+
+KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)
+BACKWARD_KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run_backward, refuses=refuses, configs=configs)
