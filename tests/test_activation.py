@@ -109,6 +109,12 @@ def test_activation_of_nan_is_nan_and_corners_stop_its_gradient(mode):
     np.testing.assert_array_equal(slope[0], np.float32(expected))
 
 
+def test_clipped_relu_compares_what_it_is_given_with_the_ceiling_unrounded():
+    x = jnp.asarray([0.69921875, 0.703125], jnp.bfloat16)  # the neighbours of 0.7
+    _, pull_back = jax.vjp(lambda x: activation(x, "clipped_relu", coef=0.7), x)
+    np.testing.assert_array_equal(np.asarray(pull_back(jnp.ones_like(x))[0], np.float32), [1, 0])
+
+
 @pytest.mark.parametrize("mode", ["relu", "clipped_relu"])
 def test_activation_stops_nan_where_its_slope_is_zero(mode):
     x = np.float32([-1, 0, 0.5, 2])

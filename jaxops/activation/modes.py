@@ -62,9 +62,9 @@ def scaled_by_slope(activation: Activation, gate: jax.Array, grad: jax.Array) ->
         return grad
     if mode == "relu":
         return jnp.where(gate if gate.dtype == jnp.bool_ else gate > 0, grad, 0)
-    if mode == "clipped_relu":
-        return jnp.where((gate > 0) & (gate < coef), grad, 0)
     u = gate.astype(grad.dtype)
+    if mode == "clipped_relu":
+        return jnp.where((u > 0) & (u < coef), grad, 0)
     if mode == "elu":
         # Where u is positive the other branch must not overflow: its derivative would be NaN.
         return grad * jnp.where(u > 0, 1, coef * jnp.exp(jnp.where(u > 0, 0, u)))
