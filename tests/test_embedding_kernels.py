@@ -25,16 +25,22 @@ KERNELS = {
 # Rows and width of the table, and positions: several tiles of rows or of columns, ragged ones, few rows, one position.
 CASES = [
     *(pytest.param("tpu", *sizes, id=f"tpu-{sizes}") for sizes in ((50, 128, 40), (3, 131, 60), (20, 300, 20))),
-    *(pytest.param("gpu", *sizes, id=f"gpu-{sizes}") for sizes in ((50, 128, 40), (3, 256, 70), (300, 640, 5))),
+    *(
+        pytest.param("gpu", *sizes, id=f"gpu-{sizes}")
+        for sizes in ((50, 128, 40), (3, 256, 70), (20, 300, 20), (20, 6, 20))
+    ),
     *(pytest.param(name, 7, 128, 1, id=f"{name}-one") for name in KERNELS),
 ]
 
 
-def run(name, grad, indices, *, num_weights, padding_idx=None, scale_grad_by_freq=False):
+def launch(name, *, num_weights, padding_idx=None, scale_grad_by_freq=False):
     kernel, config, interpret, _ = KERNELS[name]
-    launch = functools.partial(kernel.run, num_weights=num_weights, padding_idx=padding_idx)
-    launch = functools.partial(launch, scale_grad_by_freq=scale_grad_by_freq, config=config, interpret=interpret)
-    return jax.jit(launch)(grad, indices)[0]
+    params = {"num_weights": num_weights, "padding_idx": padding_idx, "scale_grad_by_freq": scale_grad_by_freq}
+    return jax.jit(functools.partial(kernel.run, config=config, interpret=interpret, **params))
+
+
+def run(name, grad, indices, **params):
+    return launch(name, **params)(grad, indices)[0]
 
 
 def check(name, grad, indices, capfd, **attributes):
@@ -87,10 +93,11 @@ def test_embedding_kernel_is_the_same_in_every_run_and_order(name, rng):
     indices, order = rng.integers(0, 4, 20).astype(np.int32), rng.permutation(20)
     whole = jnp.asarray(rng.integers(-8, 8, (20, 128)), jnp.float32)  # sums exactly, in any order
     of_id = jnp.asarray(rng.normal(size=(4, 128)), jnp.float32)[indices]
+    gradient = launch(name, num_weights=4)
     for grad in (whole, of_id):
-        first = np.asarray(run(name, grad, indices, num_weights=4))
-        for again in (run(name, grad, indices, num_weights=4), run(name, grad[order], indices[order], num_weights=4)):
-            assert np.asarray(again).tobytes() == first.tobytes()
+        first = np.asarray(gradient(grad, indices)[0])
+        for again in (gradient(grad, indices), gradient(grad[order], indices[order])):
+            assert np.asarray(again[0]).tobytes() == first.tobytes()
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -125,7 +132,6 @@ def test_embedding_kernels_refuse_what_they_cannot_run():
     assert reason(gpu, h100, dtype="float16") is None
     assert "cuda-a100 has 8.0" in reason(gpu, a100)
     assert "grad is float64" in reason(gpu, h100, dtype="float64")
-    assert "rows of 160" in reason(gpu, h100, shape=(8, 160))
     assert "3200000000" in reason(gpu, h100, shape=(8, 128), num_weights=25_000_000)
     assert "grad is [0, 128]" in reason(gpu, h100, shape=(0, 128))
     assert reason(tpu, v5e, shape=(2, 3, 160), dtype="bfloat16") is None

@@ -1,5 +1,8 @@
 """`nll_loss`: values and gradients against NumPy float64, bad input, and the promises of every operator."""
 
+import math
+import re
+
 import contract
 import jax
 import jax.numpy as jnp
@@ -125,6 +128,17 @@ def test_nll_loss_of_zero_weights_is_nan_as_a_mean(rng):
     log_probs, labels, weight = make_case(rng)
     assert np.isnan(nll_loss(log_probs, labels, 0 * weight))
     assert nll_loss(log_probs, labels, 0 * weight, reduction="sum") == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("shape", "axis"), [((512, 300), -1), ((2, 30, 16, 20), 1)], ids=str)
+def test_nll_loss_writes_its_gradient_once(shape, axis, dtype):
+    log_probs, labels = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(np.delete(shape, axis), np.int32)
+    compiled = jax.jit(jax.grad(lambda x, labels: nll_loss(x, labels, axis=axis))).lower(log_probs, labels).compile()
+    entry = compiled.as_text().split("ENTRY")[1]
+    arrays = re.findall(rf"= \w+\[{','.join(map(str, shape))}\]\S* (\w+)", entry)
+    assert sorted(arrays) == ["fusion", "parameter"]
+    assert compiled.memory_analysis().temp_size_in_bytes < 20 * math.prod(labels.shape)
 
 
 @pytest.mark.parametrize("label", [3, -1, -2147483648, 2147483647])

@@ -11,6 +11,7 @@ Functions import `mosaic_gpu` themselves: it takes a third of a second, which on
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,62 +31,96 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _CONFIGS = ({"chunk_rows": 32}, {"chunk_rows": 64}, {"chunk_rows": 16})
 
 
-def _kernel(ids_gmem, order_gmem, factors_gmem, rows_gmem, out_gmem, *partial_gmem, chunk_rows, width, pin_layouts):
+def _kernel(ids_gmem, order_gmem, factors_gmem, rows_gmem, out_gmem, *partial_gmem, chunk_rows, columns, pin_layouts):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     chunk = lax.axis_index("chunk")
     first = chunk * chunk_rows
-    columns = pl.ds(lax.axis_index("column") * width, width)
     last_position = ids_gmem.shape[0] - 1
     # What lies before the first chunk and after the last is another id.
     before = jnp.where(first > 0, ids_gmem[jnp.maximum(first - 1, 0)], -1)
-    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=min(_VECTOR, width // _WARPGROUP))
+    layout = plgpu.Layout.WG_STRIDED((columns.width,), vec_size=columns.vector)
 
     def pinned(values):
         return plgpu.layout_cast(values, layout) if pin_layouts else values
 
-    def add(group, sums):
+    def add(run, group, sums):
         positions = [first + group * _AHEAD + i for i in range(_AHEAD)]
         ids = [ids_gmem[position] for position in positions]
         after = jnp.where(positions[-1] < last_position, ids_gmem[jnp.minimum(positions[-1] + 1, last_position)], -1)
-        rows = [pinned(rows_gmem[order_gmem[position], columns]).astype(jnp.float32) for position in positions]
+        rows = [pinned(rows_gmem[order_gmem[position], run]).astype(jnp.float32) for position in positions]
         for position, row, row_id, next_id in zip(positions, rows, ids, [*ids[1:], after], strict=True):
             sums = sums + row
             is_row, is_end, is_own = row_id != _NO_ROW, next_id != row_id, row_id != before
 
             @pl.when(is_row & is_end & is_own)
             def _(position=position, row_id=row_id, sums=sums):
-                out_gmem[row_id, columns] = (sums * factors_gmem[position]).astype(out_gmem.dtype)
+                out_gmem[row_id, run] = (sums * factors_gmem[position]).astype(out_gmem.dtype)
 
             for partial in partial_gmem:
 
                 @pl.when(is_row & is_end & ~is_own)
                 def _(sums=sums, partial=partial):
-                    partial[2 * chunk, columns] = sums
+                    partial[2 * chunk, run] = sums
 
                 @pl.when(is_row & ~is_end & (position == first + chunk_rows - 1))
                 def _(sums=sums, partial=partial):
-                    partial[2 * chunk + 1, columns] = sums
+                    partial[2 * chunk + 1, run] = sums
 
+            # One condition for all elements: Mosaic GPU selects by none that is a scalar.
             sums = jnp.where(jnp.broadcast_to(is_end, sums.shape), jnp.zeros_like(sums), sums)
         return sums
 
     @pl.when(ids_gmem[first] != _NO_ROW)
     def _():
-        lax.fori_loop(0, chunk_rows // _AHEAD, add, pinned(jnp.zeros((width,), jnp.float32)))
+        for start in columns.starts(lax.axis_index("column")):
+            run = pl.ds(start, columns.width)
+            nothing = pinned(jnp.zeros((columns.width,), jnp.float32))
+            lax.fori_loop(0, chunk_rows // _AHEAD, functools.partial(add, run), nothing)
+
+
+class Columns(NamedTuple):
+    """How rows are cut for the accesses of a warpgroup, which cannot be masked.
+
+    Attributes:
+      total: the width of a row.
+      width: of an access.
+      vector: elements of one access of a thread.
+    """
+
+    total: int
+    width: int
+    vector: int
+
+    @classmethod
+    def of(cls, total: int) -> "Columns":
+        """The widest accesses that divide a row; else narrow ones, the last of which overlaps the one before."""
+        width = next((width for width in _WIDTHS if total % width == 0), _WARPGROUP)
+        vector = min(_VECTOR, width // _WARPGROUP)
+        return cls(total, width, math.gcd(vector, total))
+
+    @property
+    def blocks(self) -> int:
+        """How many thread blocks share a row: one where accesses overlap, as no two may write the same."""
+        return 1 if self.total % self.width else self.total // self.width
+
+    def starts(self, block: jax.Array) -> list[Any]:
+        """Where the accesses of a thread block begin."""
+        if self.total % self.width == 0:
+            return [block * self.width]
+        return [*range(0, self.total - self.width, self.width), self.total - self.width]
 
 
 def _launch(ids, order, factors, rows, out_ref, chunk_rows, interpret):
     """Writes the sums of all runs; returns the partial sums of chunks, (2 * chunks, D), unless there is one chunk."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    chunks, width = ids.size // chunk_rows, rows.shape[1]
-    block_width = next(block for block in _WIDTHS if width % block == 0)
-    partial = jax.ShapeDtypeStruct((2 * chunks, width), jnp.float32)
+    chunks, columns = ids.size // chunk_rows, Columns.of(rows.shape[1])
+    partial = jax.ShapeDtypeStruct((2 * chunks, columns.total), jnp.float32)
     return pl.kernel(
-        functools.partial(_kernel, chunk_rows=chunk_rows, width=block_width, pin_layouts=not interpret),
+        functools.partial(_kernel, chunk_rows=chunk_rows, columns=columns, pin_layouts=not interpret),
         out_type=[partial] * (chunks > 1),
-        mesh=plgpu.Mesh(grid=(chunks, width // block_width), grid_names=("chunk", "column")),
+        mesh=plgpu.Mesh(grid=(chunks, columns.blocks), grid_names=("chunk", "column")),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret_gpu_params() if interpret is True else interpret,
         name="embedding_dense_backward",
@@ -96,7 +131,8 @@ def run(grad, indices, *, num_weights, padding_idx, scale_grad_by_freq, config, 
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    chunk_rows, rows = config["chunk_rows"], grad.reshape(-1, grad.shape[-1])
+    chunk_rows, width = config["chunk_rows"], grad.shape[-1]
+    rows = jnp.pad(grad.reshape(-1, width), ((0, 0), (0, max(0, _WARPGROUP - width))))
     ids = indices.reshape(-1)
     ids = ids if ids.dtype.itemsize == 8 else ids.astype(jnp.int32)
     live = (ids >= 0) & (ids < num_weights)
@@ -108,13 +144,13 @@ def run(grad, indices, *, num_weights, padding_idx, scale_grad_by_freq, config, 
     if scale_grad_by_freq:
         ends = [jnp.searchsorted(ids, ids, side=side) for side in ("left", "right")]
         factors = 1 / (ends[1] - ends[0]).astype(jnp.float32)
-    out_ref = jax.new_ref(jnp.zeros((num_weights, grad.shape[-1]), grad.dtype), memory_space=plgpu.GMEM)
+    out_ref = jax.new_ref(jnp.zeros((num_weights, rows.shape[1]), grad.dtype), memory_space=plgpu.GMEM)
     while partial := _launch(ids, order, factors, rows, out_ref, chunk_rows, interpret):
         (rows,) = partial
         ids, factors = _of_partial_sums(ids, factors, chunk_rows)
         ids, order = _sorted(ids, chunk_rows)
         factors = factors[order]
-    return (jax.freeze(out_ref),)
+    return (jax.freeze(out_ref)[:, :width],)
 
 
 def _sorted(ids, chunk_rows):
@@ -147,9 +183,7 @@ def refuses(hardware, grad, indices, *, num_weights, **_) -> str | None:
         return f"the kernel's grid needs sizes that are numbers; grad is {list(grad.shape)}"
     if 0 in (*grad.shape, num_weights):
         return f"there is nothing to sum; grad is {list(grad.shape)}"
-    if grad.shape[-1] % _WARPGROUP:
-        return f"a warpgroup reads {_WARPGROUP} elements at a time, which do not divide rows of {grad.shape[-1]}"
-    most = max(math.prod(grad.shape), num_weights * grad.shape[-1])
+    most = max(math.prod(indices.shape), num_weights) * max(_WARPGROUP, grad.shape[-1])
     if most > _MAX_ELEMENTS:
         return f"the kernel's 32-bit offsets reach {_MAX_ELEMENTS} elements; grad or table has {most}"
     return None

@@ -44,10 +44,11 @@ def test_demo_step_is_compiled_as_it_is_explained(chip):
         counts[row.operator] = counts.get(row.operator, 0) + row.count * row.implementation.startswith("mosaic")
     # One update a parameter array.
     assert report.kernels["ema_adam"] == counts["apply_fused_ema_adam"] == len(jax.tree.leaves(args[0]))
-    # A warpgroup does not divide the rows of the demo's table.
-    assert counts["embedding_dense_backward"] == chip.startswith("tpu")
+    assert sum(counts.values()) == counts["apply_fused_ema_adam"] + counts["embedding_dense_backward"]
+    # On a GPU one gradient of an embedding is several launches.
+    assert report.kernels["embedding_dense_backward"] >= counts["embedding_dense_backward"] == 1
     launches = len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu_v2)"', report.hlo))
-    assert sum(report.kernels.values()) == sum(counts.values()) == launches
+    assert sum(report.kernels.values()) == launches
     assert explanation.seconds > 0
     declared = bytes_of_parameters(report.hlo)
     assert declared <= report.memory.arguments <= 1.05 * declared
