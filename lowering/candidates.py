@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from lowering.measurements import REFERENCE, Config, Measurement, config_items, type_text
+from lowering.placement import placed
 from lowering.register import Operator, kernels_of
 from pallas_kernels.hardware import Hardware
 
@@ -50,7 +51,7 @@ def candidates(
     meaning = functools.partial(operator.meaning, **params)
     kernels = [kernel for kernel in kernels_of(operator) if kernel.platform == hardware.platform]
     try:
-        reference = _compiled(REFERENCE, (), meaning, operands)
+        reference = _compiled(REFERENCE, (), _as_lowered(meaning, hardware), operands)
         expected = reference.run(*operands)
         truth = _truth(meaning, operands) if kernels else ()
     except Exception as error:
@@ -100,6 +101,16 @@ def _compiled(
 
     compiled = jax.jit(results, donate_argnums=in_place).lower(*operands).compile()
     return Candidate(implementation, config, compiled, in_place)
+
+
+def _as_lowered(meaning: Callable[..., Results], hardware: Hardware) -> Callable[..., Results]:
+    """The reference in the form that it has on this hardware, if it has several."""
+
+    def placed_meaning(*arrays: jax.Array) -> Results:
+        with placed(hardware.platform, is_split=False):
+            return meaning(*arrays)
+
+    return placed_meaning
 
 
 def _truth(meaning: Callable[..., Results], operands: Sequence[jax.Array]) -> Results:

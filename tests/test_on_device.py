@@ -131,3 +131,38 @@ def test_split_vocabulary_kernels_agree_with_their_references():
             results.append(jax.jit(step)(x, part, jnp.maximum(labels, 0)))
     for kernel, reference in zip(*results, strict=True):
         np.testing.assert_allclose(kernel, reference, rtol=0.02, atol=0.01 * np.abs(reference).max())
+
+
+# Rows and width of the table, positions, and the part of them that hold one id.
+TABLES = [(50257, 768, 8192, 0.0), (1_000_000, 128, 65536, 0.0), (1000, 160, 777, 0.5), (4000, 1024, 65536, 1.0)]
+
+
+@needs_hopper
+@pytest.mark.parametrize("scale", [False, True], ids=["sum", "scaled"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("table", TABLES, ids=str)
+def test_embedding_gradients_agree_with_float64_and_repeat_bit_by_bit(table, dtype, scale):
+    """The kernel, and the reference, which sums runs of sorted ids."""
+    num_weights, width, positions, share = table
+    rng = np.random.default_rng(0)
+    ids = np.where(rng.uniform(size=positions) < share, num_weights // 2, rng.integers(0, num_weights, positions))
+    grad, indices = jnp.asarray(rng.standard_normal((positions, width), np.float32), dtype), jnp.asarray(ids, "int32")
+    truth = np.zeros((num_weights, width))
+    np.add.at(truth, ids, np.asarray(grad).astype(np.float64))
+    if scale:
+        truth /= np.maximum(np.bincount(ids, minlength=num_weights), 1)[:, None]
+    for implementation in ("pallas", "reference"):
+
+        def gradient(grad, indices):
+            return aclnn.embedding_dense_backward(grad, indices, num_weights=num_weights, scale_grad_by_freq=scale)
+
+        with lowering.use(implementation):
+            lowered = jax.jit(gradient).lower(grad, indices)
+        assert ("mosaic_gpu" in lowered.as_text()) == (implementation == "pallas")
+        compiled = lowered.compile()
+        first = np.asarray(compiled(grad, indices))
+        assert all(np.asarray(compiled(grad, indices)).tobytes() == first.tobytes() for _ in range(3))
+        tolerance = 0.51 * float(jnp.finfo(dtype).eps) + 1e-6 * np.sqrt(max(1, share * positions))
+        np.testing.assert_allclose(
+            first.astype(np.float64), truth, rtol=tolerance, atol=tolerance * np.abs(truth).max()
+        )

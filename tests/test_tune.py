@@ -254,3 +254,15 @@ def test_result_prints_as_a_table(result):
     text = str(result)
     assert "* cpu_kernel (kind=0)" in text
     assert "the compiler [gives] up" in text
+
+
+def test_tune_times_the_reference_in_the_form_that_it_is_lowered_to():
+    places = []
+
+    def reference(x):
+        places.append(lowering.placement())
+        return (x + 1,)
+
+    placed = Operator("toy_placed", "... -> ...", lambda x: None, reference)
+    lowering.tune(lambda x: placed(x)[0], X)
+    assert any(place is not None and (place.platform, place.is_split) == ("cpu", False) for place in places)
