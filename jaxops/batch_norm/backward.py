@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._derivative import Arrays
+from jaxops._dtypes import accumulator
 from jaxops._errors import BAD_PARAM, require
 from jaxops._operator import Operator
 from jaxops.activation.modes import IDENTITY, Activation, scaled_by_slope
 from jaxops.batch_norm.statistics import (
-    accumulator,
     check_images,
     check_like_images,
     check_statistics,

@@ -11,14 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxops._dtypes import accumulator
 from jaxops._errors import BAD_PARAM, require
 
 _REDUCED = (-4, -3, -1)
-
-
-def accumulator(dtype: Any) -> Any:
-    """The dtype of arithmetic, statistics and parameters for data of a dtype."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def spread(statistic: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops import _layouts
+from jaxops._dtypes import accumulator as accumulator
 from jaxops._errors import BAD_PARAM, require
 
 Ints = int | Sequence[int]
@@ -87,11 +88,6 @@ def reduced_along(
     shape[axis], strides[axis], paddings[axis], dilations[axis] = window, stride, padding, dilation
     start = np.asarray(initial, x.dtype)  # a constant also under jit: JAX differentiates sums that it recognizes
     return jax.lax.reduce_window(x, start, computation, shape, strides, paddings, base_dilation=dilations)
-
-
-def accumulator(dtype: Any) -> Any:
-    """The dtype in which elements of this one are summed."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def positions(shape: Sequence[int], axis: int) -> jax.Array:
