@@ -15,6 +15,8 @@ from jaxops._operator import Operator
 from jaxops.pooling import windows
 from jaxops.pooling.patterns import SELECT_AND_SCATTER
 from jaxops.pooling.windows import Ints, Span
+from pallas_kernels.gpu import max_pool_backward as gpu
+from pallas_kernels.tpu import max_pool_backward as tpu
 
 # Beyond this many steps a loop is compiled as one.
 UNROLLED_STEPS = 16
@@ -48,7 +50,9 @@ def max_pool(
       gradient to its first element inside of x. Gradients are summed in float32 (float64 for float64), always in the
       same order, without scatters: repeated runs agree in every bit. All modes and orders of derivatives exist. On
       every platform it runs as XLA operations: one-dimensional window reductions forward, slices and comparisons
-      backward.
+      backward. For images with their channels last, kernels of the gradient are opt-in: on TPUs where XLA keeps 128
+      channels or so in lanes and an image fits VMEM, on NVIDIA GPUs where windows share no element. Windows along a
+      minor axis would have their elements in lanes that are not theirs, for which neither chip has strided loads.
 
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.max_pool2d`.
     """
@@ -255,6 +259,7 @@ MAX_POOL_BACKWARD = Operator(
     _check_backward,
     _backward,
     Derivative(_backward_vjp, _backward_tangent),
+    kernels=(tpu.KERNEL, gpu.KERNEL),
 )
 MAX_POOL_AT = Operator(
     "max_pool_at",

@@ -1,0 +1,142 @@
+"""The gradient of max pooling on NVIDIA GPUs from Hopper on, for channels that lie last and windows that lie apart.
+
+No two windows share an element, so that each is read once and written once: a thread takes some channels, and a thread
+block a row of windows with the pixels up to the next ones.
+
+Functions import `mosaic_gpu` themselves: it takes a third of a second, which only those who lower for a GPU should pay.
+"""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.kernel import Kernel
+
+_WARPGROUP = 128  # threads of a block, and so the shortest run of elements that one access can touch
+_VECTOR = 4  # elements of one access of a thread
+_MAX_ELEMENTS = 2**31 - 1
+_MAX_WINDOW = 16  # elements of which a thread keeps one in a register
+_DTYPES = ("float32", "bfloat16", "float16")
+_CONFIGS = ({"width": 128}, {"width": 256}, {"width": 512})
+
+
+def _kernel(x_gmem, grad_gmem, dx_gmem, *, window, stride, width, propagate_nan, pin_layouts):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    _, height, columns, channels = x_gmem.shape
+    _, output_rows, output_columns, _ = grad_gmem.shape
+    image, cell_row = lax.axis_index("image"), lax.axis_index("row")
+    layout = None
+    lanes = lax.broadcasted_iota(jnp.int32, (width,), 0)
+    if pin_layouts:
+        vector = min(_VECTOR, width // _WARPGROUP) if channels % _VECTOR == 0 else 1
+        layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
+        lanes = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
+
+    def load(ref, row, column, run):
+        values = ref[image, row, column, run]
+        return (values if layout is None else plgpu.layout_cast(values, layout)).astype(jnp.float32)
+
+    def cell(i, run):
+        """One window, and the pixels up to the next ones."""
+        first_row, first_column = cell_row * stride[0], i * stride[1]
+
+        def element(offset):
+            row, column = (
+                jnp.minimum(first_row + offset[0], height - 1),
+                jnp.minimum(first_column + offset[1], columns - 1),
+            )
+            value = load(x_gmem, row, column, run)
+            return value if propagate_nan else jnp.where(value == value, value, -jnp.inf)
+
+        offsets = list(itertools.product(*map(range, window)))
+        best, winner = element(offsets[0]), jnp.zeros_like(lanes)
+        for number, offset in enumerate(offsets[1:], 1):
+            value = element(offset)
+            # The first of equals stays, and the first NaN, which is neither more nor less nor equal.
+            wins = jnp.where(value > best, 1, jnp.where(value == value, 0, jnp.where(best == best, 1, 0)))
+            best, winner = jnp.where(wins == 1, value, best), jnp.where(wins == 1, number, winner)
+        # Of the pixels that are left over, which fill no window, there is no gradient. Compared element by element:
+        # Mosaic broadcasts no scalar condition.
+        grad = load(grad_gmem, jnp.minimum(cell_row, output_rows - 1), jnp.minimum(i, output_columns - 1), run)
+        limit = jnp.where((cell_row < output_rows) & (i < output_columns), width, 0)
+        grad = jnp.where(lanes < limit, grad, 0.0)
+        for offset in itertools.product(*map(range, stride)):
+            values = (
+                jnp.where(winner == offsets.index(offset), grad, 0.0) if offset in offsets else jnp.zeros_like(grad)
+            )
+            row, column = first_row + offset[0], first_column + offset[1]
+
+            @pl.when((row < height) & (column < columns))
+            def _(row=row, column=column, values=values):
+                dx_gmem[image, row, column, run] = values.astype(dx_gmem.dtype)
+
+    def cells(i, _):
+        # Accesses cannot be masked: the last run may overlap the one before, and stores the same there.
+        for start in range(0, channels, width):
+            cell(i, pl.ds(min(start, channels - width), width))
+
+    lax.fori_loop(0, pl.cdiv(columns, stride[1]), cells, None)
+
+
+def run(x, grad, *, window, stride, padding, propagate_nan, config, interpret=False):
+    """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    images = math.prod(x.shape[:-3])
+    view = (images, *x.shape[-3:])
+    (dx,) = pl.kernel(
+        functools.partial(
+            _kernel,
+            window=window[1:],
+            stride=stride[1:],
+            width=config["width"],
+            propagate_nan=propagate_nan,
+            pin_layouts=not interpret,  # the interpreter of jax 0.10 has no layouts
+        ),
+        out_type=[jax.ShapeDtypeStruct(view, grad.dtype)],
+        mesh=plgpu.Mesh(grid=(images, pl.cdiv(view[1], stride[1])), grid_names=("image", "row")),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret_gpu_params() if interpret is True else interpret,
+        name="max_pool_backward",
+    )(x.reshape(view), grad.reshape(images, *grad.shape[-3:]))
+    return (dx.reshape(x.shape),)
+
+
+def refuses(hardware, x, grad, *, window, stride, padding, **_) -> str | None:
+    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    if hardware.compute_capability is not None and hardware.compute_capability < (9, 0):
+        major, minor = hardware.compute_capability
+        return f"Mosaic GPU needs compute capability 9.0 or later; {hardware.name} has {major}.{minor}"
+    for name, operand in (("x", x), ("grad", grad)):
+        if jnp.dtype(operand.dtype).name not in _DTYPES:
+            return f"the kernel takes {', '.join(_DTYPES)}; {name} is {jnp.dtype(operand.dtype).name}"
+    if math.prod(x.shape) == 0:
+        return "there is nothing to pool"
+    if (window[0], stride[0], padding[0]) != (1, 1, 0):
+        return "the kernel pools rows and columns; these windows reach over the depth as well"
+    if any(padding) or any(k > s for k, s in zip(window, stride, strict=True)):
+        return "the kernel takes windows that share no element and no padding: others would be read several times"
+    if math.prod(stride) > _MAX_WINDOW:
+        return f"the kernel is written out for up to {_MAX_WINDOW} pixels from window to window; these are {stride[1:]}"
+    if x.shape[-1] < _WARPGROUP:
+        return f"a warpgroup takes {_WARPGROUP} channels that lie side by side; the last axis of x has {x.shape[-1]}"
+    if math.prod(x.shape) > _MAX_ELEMENTS:
+        return f"the kernel's 32-bit offsets reach {_MAX_ELEMENTS} elements; x has {math.prod(x.shape)}"
+    return None
+
+
+def configs(hardware, x, *operands, **_):
+    """Runs of channels worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    return [config for config in _CONFIGS if config["width"] <= x.shape[-1]]
+
+
+KERNEL = Kernel(
+    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
+)

@@ -1,0 +1,83 @@
+"""The kernels of max pooling's gradient, compiled by the real TPU and NVIDIA compilers."""
+
+import functools
+import math
+import re
+
+import jax
+import pytest
+
+import lowering
+from jaxops import max_pool
+from lowering.targets import named
+from pallas_kernels.gpu import max_pool_backward as gpu
+from pallas_kernels.tpu import max_pool_backward as tpu_kernel
+
+F32, BF16, F16 = "float32", "bfloat16", "float16"
+
+
+def report_of(target, shape, dtype, window, stride, padding):
+    """Of the gradient of images with their channels last."""
+
+    def gradient(x, weights):
+        pooled = functools.partial(max_pool, window=window, stride=stride, padding=padding, layout="NHWC")
+        return jax.vjp(pooled, x)[1](weights)
+
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    outputs = tuple(1 + (n + 2 * padding - window) // stride for n in shape[1:3])
+    grad = jax.ShapeDtypeStruct((shape[0], *outputs, shape[3]), dtype)
+    with lowering.use(max_pool_backward="pallas"):
+        return lowering.compile(jax.jit(gradient), x, grad, target=target)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    ("shape", "window", "stride", "padding"),
+    [
+        ((8, 56, 56, 256), 3, 2, 1),
+        ((8, 112, 112, 128), 2, 2, 0),
+        ((8, 33, 40, 200), 3, 1, 1),
+        ((4, 600, 24, 128), 2, 3, 0),
+    ],
+    ids=str,
+)
+def test_max_pool_gradient_compiles_for_tpus(tpu, shape, window, stride, padding, dtype):
+    report = report_of(tpu, shape, dtype, window, stride, padding)
+    assert report.kernels == {"max_pool_backward": 1}
+    # Gradients of windows may be stored in another order; images are not moved.
+    moved = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", report.hlo)
+    assert all(math.prod(map(int, extents.split(","))) < math.prod(shape) for extents in moved)
+
+
+@pytest.mark.tpu_compile
+def test_max_pool_gradient_compiles_in_every_configuration(tpu):
+    x, grad = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((4, 1, 56, 56, 256), (4, 1, 28, 28, 256)))
+    geometry = {"window": (1, 2, 2), "stride": (1, 2, 2), "padding": (0, 0, 0)}
+    for config in tpu_kernel.configs(named(tpu), x, grad, **geometry):
+        run = functools.partial(tpu_kernel.run, **geometry, propagate_nan=False, config=config)
+        assert lowering.compile(jax.jit(run), x, grad, target=tpu).kernels == {"max_pool_backward": 1}
+
+
+@pytest.mark.cuda_compile
+@pytest.mark.parametrize(
+    ("shape", "window", "stride", "dtype"),
+    [((32, 56, 56, 256), 2, 2, F32), ((32, 15, 13, 192), 2, 3, BF16), ((8, 27, 27, 512), 3, 3, F16)],
+    ids=str,
+)
+def test_max_pool_gradient_compiles_in_registers(h100, shape, window, stride, dtype):
+    report = report_of(h100, shape, dtype, window, stride, 0)
+    assert report.kernels == {"max_pool_backward": 1}
+    assert report.memory.temporaries < 1024
+    (resources,) = report.gpu_resources
+    assert (resources.spilled_bytes, resources.shared_bytes) == (0, 0)
+    assert resources.registers <= 64
+
+
+@pytest.mark.cuda_compile
+@pytest.mark.parametrize("config", gpu._CONFIGS, ids=str)
+def test_max_pool_gradient_compiles_in_every_gpu_configuration(h100, config):
+    x, grad = (jax.ShapeDtypeStruct(shape, F32) for shape in ((2, 1, 9, 8, 640), (2, 1, 4, 4, 640)))
+    geometry = {"window": (1, 2, 2), "stride": (1, 2, 2), "padding": (0, 0, 0)}
+    run = functools.partial(gpu.run, **geometry, propagate_nan=False, config=config)
+    assert lowering.compile(jax.jit(run), x, grad, target=h100).kernels == {"max_pool_backward": 1}

@@ -1,0 +1,143 @@
+"""The kernels of max pooling's gradient under the interpreters of their dialects, against loops in NumPy float64."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from test_pooling import expected, make_case
+
+import lowering
+from jaxops import max_pool
+from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.gpu import max_pool_backward as gpu
+from pallas_kernels.hardware import Hardware
+from pallas_kernels.tpu import max_pool_backward as tpu
+
+KERNELS = {
+    "tpu": (tpu, {"vmem_bytes": 12 * 2**20}, pltpu.InterpretParams(detect_races=True), "tpu_custom_call"),
+    "gpu": (gpu, {"width": 128}, interpret_gpu_params(detect_races=True), "mosaic_gpu"),
+}
+BAND_BYTES = 6 * 4 * 128 * 8 * 8  # of eight rows of eight columns
+# Extents, window, stride, padding; how many channels; and what VMEM may be used, where it is to be little.
+CASES = [
+    pytest.param(name, geometry, channels, vmem_bytes, id=f"{name}-{case}")
+    for name, case, geometry, channels, vmem_bytes in (
+        ("tpu", "overlapping-and-padded", ((7, 9), (3, 3), (2, 2), (1, 1)), 5, None),
+        ("tpu", "every-pixel", ((5, 6), (3, 2), (1, 1), (2, 1)), 3, None),
+        ("tpu", "blocks-of-channels", ((4, 6), (2, 2), (2, 2), (0, 0)), 200, None),
+        ("tpu", "bands-with-gaps-and-rest", ((21, 8), (2, 1), (4, 3), (0, 0)), 4, BAND_BYTES),
+        ("tpu", "rows-without-windows", ((9, 8), (2, 2), (4, 2), (0, 0)), 4, BAND_BYTES // 2),
+        ("tpu", "whole", ((5, 3), (5, 3), (1, 1), (0, 0)), 4, None),
+        ("gpu", "2-by-2", ((4, 6), (2, 2), (2, 2), (0, 0)), 128, None),
+        ("gpu", "gaps-and-rest", ((9, 8), (2, 1), (4, 3), (0, 0)), 160, None),
+        ("gpu", "whole", ((5, 3), (5, 3), (5, 3), (0, 0)), 256, None),
+    )
+]
+
+
+def launched(name, x, grad, geometry, vmem_bytes=None, propagate_nan=True):
+    """The gradient of images with their channels first."""
+    kernel, config, interpret, _ = KERNELS[name]
+    window, stride, padding = geometry[1:]
+    run = functools.partial(
+        kernel.run,
+        window=(1, *window),
+        stride=(1, *stride),
+        padding=(0, *padding),
+        propagate_nan=propagate_nan,
+        config=config if vmem_bytes is None else {"vmem_bytes": vmem_bytes},
+        interpret=interpret,
+    )
+    (dx,) = jax.jit(run)(*(jnp.moveaxis(jnp.asarray(array), 1, -1)[:, None] for array in (x, grad)))
+    return np.moveaxis(np.asarray(dx)[:, 0], -1, 1)
+
+
+@pytest.mark.parametrize(("name", "geometry", "channels", "vmem_bytes"), CASES)
+def test_max_pool_kernels_agree_with_float64(name, geometry, channels, vmem_bytes, rng, capfd):
+    x, grad = make_case(rng, geometry, images=(2, channels))
+    truth = expected("max", x, grad, geometry)[1]
+    np.testing.assert_allclose(launched(name, x, grad, geometry, vmem_bytes), truth, rtol=1e-6, atol=1e-6)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_max_pool_kernels_round_once(name, rng):
+    geometry = ((4, 4), (2, 2), (2, 2), (0, 0))
+    x, grad = make_case(rng, geometry, images=(1, 128))
+    x, grad = jnp.asarray(x, jnp.bfloat16), jnp.asarray(grad, jnp.bfloat16)
+    dx = launched(name, x, grad, geometry)
+    assert dx.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(dx.astype(np.float64), expected("max", x, np.asarray(grad), geometry)[1])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_max_pool_kernels_treat_nan_infinity_and_zeros_as_the_operator_does(name):
+    nan, inf = np.nan, np.inf
+    windows = [[3, nan, nan, 4], [-inf, nan, -inf, nan], [nan, -inf, -1, inf], [-0.0, 0.0, -0.0, 0.0], [-inf] * 4]
+    x = np.array(windows, np.float32).reshape(1, 5, 1, 2, 2).repeat(128, 1).reshape(1, 5 * 128, 2, 2)
+    grad = np.ones((1, 5 * 128, 1, 1), np.float32)
+    geometry = ((2, 2), (2, 2), (2, 2), (0, 0))
+    for propagate_nan, firsts in ((True, [1, 1, 0, 0, 0]), (False, [3, 0, 3, 0, 0])):
+        dx = launched(name, x, grad, geometry, propagate_nan=propagate_nan).reshape(5, 128, 4)
+        np.testing.assert_array_equal(dx, np.eye(4)[firsts][:, None].repeat(128, 1))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_max_pool_gradient_launches_its_kernel(name):
+    platform, custom_call = KERNELS[name][0].KERNEL.platform, KERNELS[name][3]
+    gradient = jax.grad(lambda x: jnp.sum(max_pool(x, 2, layout="NHWC")))
+    with lowering.use("pallas"):
+        text = jax.jit(gradient).trace(jnp.ones((2, 8, 8, 128))).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count(f"stablehlo.custom_call @{custom_call}") == 1
+
+
+def test_max_pool_runs_the_interpreted_kernel(rng):
+    x = jnp.asarray(rng.normal(size=(2, 8, 8, 128)), jnp.float32)
+
+    def loss(x):
+        return jnp.sum(jnp.sin(max_pool(x, 3, stride=2, padding=1, layout="NHWC")))
+
+    with lowering.use("interpret:mosaic_tpu"):
+        assert "mosaic_tpu" in str(lowering.explain(jax.grad(loss), x))
+        interpreted = jax.jit(jax.grad(loss))(x)
+    np.testing.assert_allclose(interpreted, jax.grad(loss)(x), atol=1e-6)
+
+
+def test_max_pool_kernels_refuse_what_they_cannot_run():
+    def reason(kernel, hardware, shape=(8, 1, 8, 8, 128), dtype="float32", **geometry):
+        x = types.SimpleNamespace(shape=shape, dtype=jnp.dtype(dtype))
+        grad = types.SimpleNamespace(shape=shape, dtype=jnp.dtype(dtype))
+        return kernel.KERNEL.refuses(
+            hardware, x, grad, **{"window": (1, 2, 2), "stride": (1, 2, 2), "padding": (0, 0, 0), **geometry}
+        )
+
+    v5e = Hardware(name="tpu-v5e", platform="tpu")
+    h100 = Hardware(name="cuda-h100", platform="cuda", compute_capability=(9, 0))
+    a100 = Hardware(name="cuda-a100", platform="cuda", compute_capability=(8, 0))
+    for kernel, hardware in ((tpu, v5e), (gpu, h100)):
+        assert reason(kernel, hardware) is None
+        assert "x is float64" in reason(kernel, hardware, dtype="float64")
+        assert "nothing" in reason(kernel, hardware, shape=(0, 1, 8, 8, 128))
+        assert "depth" in reason(kernel, hardware, window=(2, 2, 2))
+    assert "x is float16" in reason(tpu, v5e, dtype="float16")
+    assert "channels in lanes" in reason(tpu, v5e, shape=(8, 64, 1, 64, 128, 1))
+    assert "[512, 512] pixels" in reason(tpu, v5e, shape=(8, 1, 512, 512, 128), window=(1, 3, 3))
+    assert reason(tpu, v5e, shape=(8, 1, 512, 512, 128)) is None
+    assert "cuda-a100 has 8.0" in reason(gpu, a100)
+    assert "share no element" in reason(gpu, h100, window=(1, 3, 3))
+    assert "no padding" in reason(gpu, h100, padding=(0, 1, 0))
+    assert "(5, 5)" in reason(gpu, h100, stride=(1, 5, 5))
+    assert "the last axis of x has 64" in reason(gpu, h100, shape=(8, 1, 8, 8, 64))
+    assert "2147483648" in reason(gpu, h100, shape=(2**14, 1, 32, 32, 128))
+
+
+def test_max_pool_kernels_offer_configurations():
+    x = jnp.zeros((2, 1, 56, 56, 256))
+    geometry = {"window": (1, 2, 2), "stride": (1, 2, 2), "padding": (0, 0, 0)}
+    for kernel in (tpu, gpu):
+        configs = kernel.KERNEL.configs(None, x, None, **geometry)
+        assert len(configs) == len({tuple(config.items()) for config in configs}) > 1
