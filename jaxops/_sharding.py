@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxops._signature import Signature
+from jaxops._signature import Axes, Signature
 
 
 def same_varying_axes(operands: Sequence[jax.Array]) -> list[jax.Array]:
@@ -107,27 +107,27 @@ def per_device(axes: Signature, run: Callable[..., Any], operands: Sequence[Any]
     mesh = explicit_mesh(operands)
     if mesh is None:
         return _per_device_auto(axes, run)
-    specs = [_batch_spec(operand_axes, _full_spec(x)) for operand_axes, x in zip(axes.operands, operands, strict=True)]
+    specs = _batch_specs(axes, [_full_spec(x) for x in operands])
     ranks = tuple(len(spec) for spec in specs)
     results_ranks = _result_ranks(axes, ranks)
     local = _summed_over_batch(axes, run, _batch_mesh_axes(axes, specs))
-    return jax.shard_map(
+    mapped = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=tuple(specs),
         out_specs=axes.result_specs(tuple(specs), results_ranks),
         check_vma=False,
     )
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    return lambda *arrays: mapped(*map(jax.sharding.reshard, arrays, shardings))
 
 
 def _per_device_auto(axes: Signature, run: Callable[..., Any]) -> Callable[..., Any]:
     """The same where the compiler decides how operands are laid out, and asks when it has decided."""
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
-        specs = [
-            _batch_spec(operand_axes, PartitionSpec(*x.sharding.spec, *(None,) * (len(x.shape) - len(x.sharding.spec))))
-            for operand_axes, x in zip(axes.operands, operands, strict=True)
-        ]
+        full = [PartitionSpec(*x.sharding.spec, *(None,) * (len(x.shape) - len(x.sharding.spec))) for x in operands]
+        specs = _batch_specs(axes, full)
         result_specs = axes.result_specs(tuple(specs), tuple(len(result.shape) for result in results))
         local = _summed_over_batch(axes, run, _batch_mesh_axes(axes, specs))
         layout = [tuple(NamedSharding(mesh, spec) for spec in side) for side in (result_specs, specs)]
@@ -142,10 +142,13 @@ def _per_device_auto(axes: Signature, run: Callable[..., Any]) -> Callable[..., 
     return partitioned
 
 
-def _batch_spec(axes: Any, spec: PartitionSpec) -> PartitionSpec:
-    """Keeps how the batch axes are split and gathers the named ones."""
-    batch_rank = axes.batch_rank(len(spec))
-    return PartitionSpec(*spec[:batch_rank], *(None,) * (len(spec) - batch_rank))
+def _batch_specs(axes: Signature, specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
+    """Splits the batch axes of all operands that carry them as those of the first that are split; gathers the rest."""
+    ranks = [operand.batch_rank(len(spec)) for operand, spec in zip(axes.operands, specs, strict=True)]
+    (batch,) = Signature(axes.operands, (Axes(True, ()),)).result_specs(tuple(specs), (max(ranks),))
+    return [
+        PartitionSpec(*batch[:rank], *(None,) * (len(spec) - rank)) for rank, spec in zip(ranks, specs, strict=True)
+    ]
 
 
 def _batch_mesh_axes(axes: Signature, specs: Sequence[PartitionSpec]) -> tuple[str, ...]:

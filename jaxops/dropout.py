@@ -13,7 +13,9 @@ from jaxops import _sharding
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._errors import BAD_PARAM, require
 from jaxops._operator import Operator
-from pallas_kernels.dropout_mask import WORD_BITS, compared, constant_word, digits, threefry
+from pallas_kernels.dropout_mask import WORD_BITS, compared, constant_word, digits, scale, threefry
+from pallas_kernels.gpu import dropout as gpu
+from pallas_kernels.tpu import dropout as tpu
 
 _STEPS = 2
 
@@ -173,15 +175,15 @@ def _kept_words(keys: tuple[jax.Array, jax.Array], indices: jax.Array, rate: flo
 
 
 def _select(x: jax.Array, words: jax.Array, *, rate: float) -> Arrays:
-    dtype = np.float64 if x.dtype == jnp.float64 else np.float32
-    scale = dtype(0) if constant_word(rate) == 0 else 1 / (dtype(1) - dtype(rate))
+    dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    factor = scale(rate, x.dtype.itemsize)
     bits = jnp.uint32(1) << jnp.arange(WORD_BITS, dtype=jnp.uint32)
     kept = (words[..., None] & bits.reshape(*(1,) * words.ndim, WORD_BITS)) != 0
     if x.shape[-1] % WORD_BITS == 0:
         kept_x = x.reshape(kept.shape)
     else:
         kept, kept_x = kept.reshape(*words.shape[:-1], -1)[..., : x.shape[-1]], x
-    y = jnp.where(kept, (kept_x.astype(dtype) * scale).astype(x.dtype), jnp.zeros((), x.dtype))
+    y = jnp.where(kept, (kept_x.astype(dtype) * factor).astype(x.dtype), jnp.zeros((), x.dtype))
     return (y.reshape(x.shape),)
 
 
@@ -207,6 +209,7 @@ DROPOUT = Operator(
     _check,
     _drop,
     Derivative(_linear, _linear, _linearize, residuals="... w"),
+    kernels=(tpu.KERNEL, gpu.KERNEL),
 )
 DROPOUT_BACKWARD = Operator(
     "dropout_backward",
@@ -214,4 +217,5 @@ DROPOUT_BACKWARD = Operator(
     _check_backward,
     _select,
     Derivative(_linear, _linear, _linearize_backward, residuals="... w"),
+    kernels=(tpu.BACKWARD_KERNEL, gpu.BACKWARD_KERNEL),
 )

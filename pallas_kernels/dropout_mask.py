@@ -3,6 +3,7 @@
 Written once, for the reference and for kernels of any dialect, so that all of them keep the same elements.
 """
 
+import struct
 from collections.abc import Sequence
 
 import jax
@@ -41,6 +42,19 @@ def constant_word(rate: float) -> int | None:
 def digits(rate: float) -> list[int]:
     """The binary digits of `1 - rate` behind the point, without zeros at the end; each 0 or 2**32 - 1."""
     return [(2**WORD_BITS - 1) * int(digit) for digit in f"{_kept(rate):0{RESOLUTION_BITS}b}".rstrip("0")]
+
+
+def scale(rate: float, itemsize: int) -> float:
+    """`1 / (1 - rate)` in float32, or in float64 for items of its size; 0 where everything is dropped."""
+    if constant_word(rate) == 0:
+        return 0.0
+    rounded = _rounded_to_float32 if itemsize < 8 else float
+    # Rounding what float64 gives to float32 is what float32 gives: float64 has more than twice the digits.
+    return rounded(1 / rounded(1 - rounded(rate)))
+
+
+def _rounded_to_float32(x: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", x))[0])
 
 
 def _kept(rate: float) -> int:

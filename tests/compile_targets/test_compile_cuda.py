@@ -8,7 +8,7 @@ import pytest
 import lowering
 from lowering.targets import named
 from pallas_kernels.ema_adam_update import COEFFICIENTS
-from pallas_kernels.gpu import batch_norm, batch_norm_backward, ema_adam
+from pallas_kernels.gpu import batch_norm, batch_norm_backward, dropout, ema_adam
 
 pytestmark = pytest.mark.cuda_compile
 
@@ -76,3 +76,20 @@ def test_batch_norm_compiles_in_registers(h100, shape, dtype):
         assert report.memory.temporaries < image.size * image.dtype.itemsize / 4 + 2**20
         for resources in report.gpu_resources:
             assert resources.spilled_bytes == 0
+
+
+@pytest.mark.parametrize(("shape", "dtype", "rate"), [((1024, 4096), F32, 0.1), ((10, 100, 4160), BF16, 0.25)], ids=str)
+def test_dropout_compiles_in_registers(h100, shape, dtype, rate):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    streams, words = (jax.ShapeDtypeStruct((*shape[:-1], last), "uint32") for last in (3, shape[-1] // 32))
+    for name, kernel, run, operands in (
+        ("dropout", dropout.KERNEL, dropout.run, (streams, x)),
+        ("dropout_backward", dropout.BACKWARD_KERNEL, dropout.run_backward, (x, words)),
+    ):
+        assert kernel.refuses(named(h100), *operands, rate=rate) is None
+        report = lowering.compile(functools.partial(run, rate=rate, config={}), *operands, target=h100)
+        assert report.kernels == {name: 1}
+        assert report.memory.temporaries == 0
+        (resources,) = report.gpu_resources
+        assert resources.spilled_bytes == 0
+        assert resources.registers <= 64  # a multiprocessor then holds as many threads as it can

@@ -8,9 +8,10 @@ import pytest
 
 import lowering
 from jaxops import batch_norm as batch_norm_layer
+from jaxops import dropout as dropout_layer
 from lowering.targets import named
 from pallas_kernels.ema_adam_update import COEFFICIENTS
-from pallas_kernels.tpu import batch_norm, batch_norm_backward, ema_adam
+from pallas_kernels.tpu import batch_norm, batch_norm_backward, dropout, ema_adam
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -99,3 +100,44 @@ def test_batch_norm_moves_no_image_outside_its_kernels(tpu, layout, shape, dtype
     assert report.kernels == {"batch_norm": 1, "batch_norm_backward": 1}
     assert not re.findall(r"= \S+ (?:copy|transpose|reshape)\(", report.hlo)
     assert report.memory.temporaries < image.size / 10
+
+
+# Rows of activations of transformers and convolutions, a single long row, and odd ones.
+ROWS = [
+    ((1024, 4096), 0.1),
+    ((8, 1024, 768), 0.1),
+    ((1000, 4160), 0.25),
+    ((4, 3136), 0.1),
+    ((2**20,), 0.5),
+    ((13, 96), 0.5),
+]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("shape", "rate"), ROWS, ids=str)
+def test_dropout_compiles_each_way(tpu, shape, rate, dtype):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    streams, words = (jax.ShapeDtypeStruct((*shape[:-1], last), "uint32") for last in (3, shape[-1] // 32))
+    for name, kernel, run, operands in (
+        ("dropout", dropout.KERNEL, dropout.run, (streams, x)),
+        ("dropout_backward", dropout.BACKWARD_KERNEL, dropout.run_backward, (x, words)),
+    ):
+        assert kernel.refuses(named(tpu), *operands, rate=rate) is None
+        config = kernel.configs(named(tpu), *operands, rate=rate)[0]
+        report = lowering.compile(functools.partial(run, rate=rate, config=config), *operands, target=tpu)
+        assert report.kernels == {name: 1}
+
+
+def test_dropout_makes_no_words_outside_its_kernels(tpu):
+    """A step that drops activations forward and backward: XLA makes nothing but the numbers that begin each row."""
+    x = jax.ShapeDtypeStruct((4096, 4096), BF16)
+
+    def step(x, grad):
+        y, pull_back = jax.vjp(lambda x: dropout_layer(jax.random.key(0), x, 0.1), x)
+        return y, pull_back(grad)
+
+    with lowering.use("pallas"):
+        report = lowering.compile(jax.jit(step), x, x, target=tpu)
+    assert report.kernels == {"dropout": 1, "dropout_backward": 1}
+    words_bytes, streams_bytes = x.size // 8, 4096 * 128 * 4
+    assert report.memory.temporaries < words_bytes + 2 * streams_bytes

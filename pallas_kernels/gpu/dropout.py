@@ -1,0 +1,162 @@
+"""Dropout on NVIDIA GPUs from Hopper on: the mask is drawn by the thread block that needs it, in one pass over memory.
+
+A block has 4096 neighbouring elements of a row. Each of its 128 threads draws one word of the mask, for 32 of them, and
+hands it over through shared memory: four words are all that 128 elements, an element a thread, need of the mask.
+
+Functions import `mosaic_gpu` themselves: it takes a third of a second, which only those who lower for a GPU should pay.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.dropout_mask import WORD_BITS, compared, constant_word, digits, scale
+from pallas_kernels.kernel import Kernel
+
+_WARPGROUP = 128  # threads of a block, elements of an access, and words of a block
+_BLOCK = _WARPGROUP * WORD_BITS
+_ACCESSES = _BLOCK // _WARPGROUP
+_MAX_ELEMENTS = 2**31 - 1
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class _Block:
+    """Inside a kernel, the part of one thread block."""
+
+    def __init__(self, words, pin_layouts):
+        """The interpreter of jax 0.10 has no layouts to pin. Accesses cannot be masked, so that blocks may overlap."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        self.row = lax.axis_index("row")
+        self.first_word = jnp.minimum(lax.axis_index("block") * _WARPGROUP, words - _WARPGROUP)
+        self._layout = plgpu.Layout.WG_STRIDED((_WARPGROUP,), vec_size=1) if pin_layouts else None
+
+    def pinned(self, values):
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        return values if self._layout is None else plgpu.layout_cast(values, self._layout)
+
+    def iota(self):
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        if self._layout is None:
+            return lax.broadcasted_iota(jnp.int32, (_WARPGROUP,), 0)
+        return plgpu.broadcasted_iota(jnp.int32, (_WARPGROUP,), 0, layout=self._layout)
+
+    def words(self):
+        return self.row, pl.ds(self.first_word, _WARPGROUP)
+
+    def select(self, words_smem, x_gmem, y_gmem, rate):
+        thread = self.iota()
+        bit = jnp.uint32(1) << (thread % WORD_BITS).astype(jnp.uint32)
+        factor = scale(rate, 4)
+        per_access = _WARPGROUP // WORD_BITS
+
+        def access(i, _):
+            where = self.row, pl.ds(self.first_word * WORD_BITS + i * _WARPGROUP, _WARPGROUP)
+            words = [words_smem[i * per_access + k] for k in range(per_access)]
+            word = jnp.full((_WARPGROUP,), 1, jnp.uint32) * words[0]
+            for k in range(1, per_access):
+                word = jnp.where(thread >= k * WORD_BITS, words[k], word)
+            x = self.pinned(x_gmem[where]).astype(jnp.float32)
+            y_gmem[where] = jnp.where((word & bit) != 0, x * factor, 0.0).astype(y_gmem.dtype)
+
+        lax.fori_loop(0, _ACCESSES, access, None, unroll=True)
+
+
+def _kernel(streams_gmem, x_gmem, y_gmem, words_gmem, words_smem, *, rate, pin_layouts):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    block = _Block(words_gmem.shape[1], pin_layouts)
+    constant = constant_word(rate)
+    ones = jnp.full((_WARPGROUP,), 1, jnp.uint32)
+    if constant is None:
+        key0, key1, first = (ones * streams_gmem[block.row, i] for i in range(3))
+        indices = first + block.first_word.astype(jnp.uint32) + block.iota().astype(jnp.uint32)
+        number = digits(rate)
+        number += [0] * (len(number) % 2)
+        words = compared(indices * jnp.uint32(0), (key0, key1), indices, 0, number)
+    else:
+        words = ones * jnp.uint32(constant)
+    words_gmem[block.words()] = words
+    words_smem[...] = words
+    plgpu.commit_smem()
+    block.select(words_smem, x_gmem, y_gmem, rate)
+
+
+def _backward_kernel(grad_gmem, words_gmem, out_gmem, words_smem, *, rate, pin_layouts):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    block = _Block(words_gmem.shape[1], pin_layouts)
+    words_smem[...] = block.pinned(words_gmem[block.words()])
+    plgpu.commit_smem()
+    block.select(words_smem, grad_gmem, out_gmem, rate)
+
+
+def _launch(kernel, name, rows, columns, results, interpret, operands, rate):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return pl.kernel(
+        functools.partial(kernel, rate=rate, pin_layouts=not interpret),
+        out_type=results,
+        mesh=plgpu.Mesh(grid=(rows, pl.cdiv(columns, _BLOCK)), grid_names=("row", "block")),
+        scratch_types=[plgpu.SMEM((_WARPGROUP,), jnp.uint32)],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret_gpu_params() if interpret is True else interpret,
+        name=name,
+    )(*operands)
+
+
+def run(streams, x, *, rate, config, interpret=False):
+    """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    words = columns // WORD_BITS
+    results = [jax.ShapeDtypeStruct((rows, columns), x.dtype), jax.ShapeDtypeStruct((rows, words), jnp.uint32)]
+    operands = streams.reshape(rows, 3), x.reshape(rows, columns)
+    y, mask = _launch(_kernel, "dropout", rows, columns, results, interpret, operands, rate)
+    return y.reshape(x.shape), mask.reshape(*x.shape[:-1], words)
+
+
+def run_backward(grad, words, *, rate, config, interpret=False):
+    """Launches the kernel of the gradient; see `pallas_kernels.kernel.Kernel.run`."""
+    rows, columns = math.prod(grad.shape[:-1]), grad.shape[-1]
+    results = [jax.ShapeDtypeStruct((rows, columns), grad.dtype)]
+    operands = grad.reshape(rows, columns), words.reshape(rows, columns // WORD_BITS)
+    (out,) = _launch(_backward_kernel, "dropout_backward", rows, columns, results, interpret, operands, rate)
+    return (out.reshape(grad.shape),)
+
+
+def _refusal(hardware, x) -> str | None:
+    if hardware.compute_capability is not None and hardware.compute_capability < (9, 0):
+        major, minor = hardware.compute_capability
+        return f"Mosaic GPU needs compute capability 9.0 or later; {hardware.name} has {major}.{minor}"
+    if jnp.dtype(x.dtype).name not in _DTYPES:
+        return f"the kernel takes {', '.join(_DTYPES)}; the operand is {jnp.dtype(x.dtype).name}"
+    if math.prod(x.shape) > _MAX_ELEMENTS:
+        return f"the kernel's 32-bit offsets reach {_MAX_ELEMENTS} elements; the operand has {math.prod(x.shape)}"
+    if math.prod(x.shape) == 0:
+        return "there is nothing to drop"
+    if x.shape[-1] < _BLOCK or x.shape[-1] % WORD_BITS:
+        return f"a thread block takes {_BLOCK} elements of a row made of whole words; a row has {x.shape[-1]}"
+    return None
+
+
+def refuses(hardware, streams, x, *, rate) -> str | None:
+    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    return _refusal(hardware, x)
+
+
+def refuses_backward(hardware, grad, words, *, rate) -> str | None:
+    """Why the kernel of the gradient cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    return _refusal(hardware, grad)
+
+
+KERNEL = Kernel(name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, interpreter_is_pure=False)
+BACKWARD_KERNEL = Kernel(
+    name="mosaic_gpu", platform="cuda", run=run_backward, refuses=refuses_backward, interpreter_is_pure=False
+)

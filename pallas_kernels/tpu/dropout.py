@@ -1,0 +1,143 @@
+"""Dropout on TPU: the mask is drawn in registers, beside the elements that it keeps or drops, in one pass over HBM.
+
+XLA's own program draws the words of the mask in one loop and spreads each over its 32 elements in another. Here both
+happen in VMEM. A word holds 32 neighbouring lanes, so a register of elements takes four words of each of its rows.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.dropout_mask import WORD_BITS, compared, constant_word, digits, scale
+from pallas_kernels.kernel import Kernel
+
+_LANES = 128
+_DTYPES = ("float32", "bfloat16")
+_BLOCK_COLUMNS = _LANES * WORD_BITS  # a register of words
+_CONFIGS = ({"block_elements": 131072}, {"block_elements": 65536}, {"block_elements": 262144})
+
+
+def _words(streams_ref, shape, rate):
+    constant = constant_word(rate)
+    if constant is not None:
+        return jnp.full(shape, constant, jnp.uint32)
+    key0, key1, first = (jnp.broadcast_to(streams_ref[:, i : i + 1], shape) for i in range(3))
+    column = jax.lax.broadcasted_iota(jnp.int32, shape, 1).astype(jnp.uint32)
+    words = first + (pl.program_id(1) * shape[1]).astype(jnp.uint32) + column
+    number = digits(rate)
+    number += [0] * (len(number) % 2)
+    return compared(jnp.zeros(shape, jnp.uint32), (key0, key1), words, 0, number)
+
+
+def _select(words, x_ref, y_ref, factor):
+    """Lane by lane: bit `lane % 32` of one of the four words that a register of elements needs."""
+    rows, columns = x_ref.shape
+    for start in range(0, columns, _LANES):
+        lanes = min(_LANES, columns - start)
+        lane = jax.lax.broadcasted_iota(jnp.int32, (rows, lanes), 1)
+        first = start // WORD_BITS
+        spread = jnp.broadcast_to(words[:, first : first + 1], (rows, lanes))
+        for i in range(1, lanes // WORD_BITS):
+            word = jnp.broadcast_to(words[:, first + i : first + i + 1], (rows, lanes))
+            spread = jnp.where(lane >= i * WORD_BITS, word, spread)
+        bit = jax.lax.shift_right_logical(spread, (lane % WORD_BITS).astype(jnp.uint32)) & jnp.uint32(1)
+        x = x_ref[:, start : start + lanes].astype(jnp.float32)
+        y_ref[:, start : start + lanes] = jnp.where(bit.astype(jnp.int32) != 0, x * factor, 0.0).astype(y_ref.dtype)
+
+
+def _kernel(streams_ref, x_ref, y_ref, words_ref, *, rate):
+    words = _words(streams_ref, words_ref.shape, rate)
+    words_ref[...] = words
+    _select(words, x_ref, y_ref, scale(rate, 4))
+
+
+def _backward_kernel(grad_ref, words_ref, out_ref, *, rate):
+    _select(words_ref[...], grad_ref, out_ref, scale(rate, 4))
+
+
+def _blocks(rows, columns, block_elements):
+    """Of elements and of words; rows are cut where a register of words ends."""
+    block_columns = min(columns, _BLOCK_COLUMNS)
+    block_rows = min(rows, max(16, block_elements // max(block_columns, _LANES) // 16 * 16))
+    grid = (pl.cdiv(rows, block_rows), pl.cdiv(columns, block_columns))
+    specs = [
+        pl.BlockSpec((block_rows, width), lambda row, column: (row, column))
+        for width in (block_columns, block_columns // WORD_BITS)
+    ]
+    return grid, pl.BlockSpec((block_rows, 3), lambda row, column: (row, 0)), *specs
+
+
+def _launch(kernel, name, grid, in_specs, out_specs, results, interpret, operands):
+    from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
+
+    return pl.pallas_call(
+        kernel,
+        name=name,
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=results,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        interpret=interpret,
+    )(*operands)
+
+
+def run(streams, x, *, rate, config, interpret=False):
+    """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
+    rows, columns = _rows(x)
+    grid, stream_spec, spec, word_spec = _blocks(rows, columns, config["block_elements"])
+    results = [
+        jax.ShapeDtypeStruct((rows, columns), x.dtype),
+        jax.ShapeDtypeStruct((rows, columns // WORD_BITS), jnp.uint32),
+    ]
+    kernel, operands = functools.partial(_kernel, rate=rate), (streams.reshape(rows, 3), x.reshape(rows, columns))
+    outs = [spec, word_spec]
+    y, words = _launch(kernel, "dropout", grid, [stream_spec, spec], outs, results, interpret, operands)
+    return y.reshape(x.shape), words.reshape(*x.shape[:-1], columns // WORD_BITS)
+
+
+def run_backward(grad, words, *, rate, config, interpret=False):
+    """Launches the kernel of the gradient; see `pallas_kernels.kernel.Kernel.run`."""
+    rows, columns = _rows(grad)
+    grid, _, spec, word_spec = _blocks(rows, columns, config["block_elements"])
+    results = jax.ShapeDtypeStruct((rows, columns), grad.dtype)
+    operands = grad.reshape(rows, columns), words.reshape(rows, columns // WORD_BITS)
+    kernel = functools.partial(_backward_kernel, rate=rate)
+    out = _launch(kernel, "dropout_backward", grid, [spec, word_spec], spec, results, interpret, operands)
+    return (out.reshape(grad.shape),)
+
+
+def _rows(x):
+    return math.prod(x.shape[:-1]), x.shape[-1]
+
+
+def _refusal(x) -> str | None:
+    if jnp.dtype(x.dtype).name not in _DTYPES:
+        return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; the operand is {jnp.dtype(x.dtype).name}"
+    if math.prod(x.shape) == 0:
+        return "there is nothing to drop"
+    if x.shape[-1] % WORD_BITS:
+        return f"rows of whole words of {WORD_BITS} elements are spread over lanes; a row has {x.shape[-1]}"
+    return None
+
+
+def refuses(hardware, streams, x, *, rate) -> str | None:
+    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    return _refusal(x)
+
+
+def refuses_backward(hardware, grad, words, *, rate) -> str | None:
+    """Why the kernel of the gradient cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    return _refusal(grad)
+
+
+def configs(hardware, *operands, rate):
+    """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    return _CONFIGS
+
+
+KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)
+BACKWARD_KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run_backward, refuses=refuses_backward, configs=configs)

@@ -1,0 +1,167 @@
+"""The dropout kernels under the interpreters of both Pallas dialects, against NumPy."""
+
+import functools
+import types
+
+import dropout_oracle as oracle
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lowering
+from jaxops import dropout
+from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.gpu import dropout as gpu_dropout
+from pallas_kernels.hardware import Hardware
+from pallas_kernels.tpu import dropout as tpu_dropout
+
+KEY_WORDS = (0x9E3779B9, 0x7F4A7C15)
+F32, BF16, F16 = "float32", "bfloat16", "float16"
+# Blocks far smaller than the default let small arrays span several of them.
+KERNELS = {
+    "tpu": (tpu_dropout, {"block_elements": 8192}, pltpu.InterpretParams(detect_races=True), "tpu_custom_call"),
+    "gpu": (gpu_dropout, {}, interpret_gpu_params(detect_races=True), "mosaic_gpu"),
+}
+CASES = [
+    *[("tpu", shape, dtype, rate) for shape, dtype, rate in (((40, 768), F32, 0.25), ((3, 32), BF16, 0.5))],
+    *[("tpu", shape, dtype, rate) for shape, dtype, rate in (((2, 3, 4160), F32, 0.75), ((20, 96), F32, 0.1))],
+    *[("tpu", (17, 64), F32, rate) for rate in (0.0, 1.0)],
+    *[("gpu", shape, dtype, rate) for shape, dtype, rate in (((2, 4096), F32, 0.25), ((4160,), BF16, 0.5))],
+    *[("gpu", shape, dtype, rate) for shape, dtype, rate in (((2, 1, 4128), F16, 0.75), ((4096,), F32, 0.1))],
+    *[("gpu", (4096,), F32, rate) for rate in (0.0, 1.0)],
+]
+
+
+def make_streams(shape):
+    rows, row_words = int(np.prod(shape[:-1])), shape[-1] // 32
+    first = np.arange(rows) * row_words + 5
+    streams = np.stack([np.full(rows, KEY_WORDS[0]), np.full(rows, KEY_WORDS[1]), first], axis=-1)
+    return jnp.asarray(streams.reshape(*shape[:-1], 3).astype(np.uint32))
+
+
+def expected(x, mask, rate):
+    scale = 0 if rate == 1 else np.float32(1) / (np.float32(1) - np.float32(rate))
+    return np.where(mask, np.asarray(jnp.asarray(np.asarray(x).astype(np.float32) * scale, x.dtype)), 0)
+
+
+@pytest.mark.parametrize(("name", "shape", "dtype", "rate"), CASES, ids=str)
+def test_dropout_kernels_draw_the_same_mask(name, shape, dtype, rate, rng, capfd):
+    kernel, config, interpret, _ = KERNELS[name]
+    options = {"rate": rate, "config": config, "interpret": interpret}
+    x, grad = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
+    mask = oracle.kept(KEY_WORDS, x.size, rate, first=5).reshape(shape)
+    y, words = jax.jit(functools.partial(kernel.run, **options))(make_streams(shape), x)
+    np.testing.assert_array_equal(words, oracle.packed(mask))
+    np.testing.assert_array_equal(y, expected(x, mask, rate))
+    dropped_nan = jnp.where(mask, grad, jnp.nan)
+    (dx,) = jax.jit(functools.partial(kernel.run_backward, **options))(dropped_nan, words)
+    np.testing.assert_array_equal(dx, expected(grad, mask, rate))
+    assert (y.dtype, dx.dtype) == (dtype, dtype)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.75, 2**-20, 1 / 3])
+def test_dropout_reference_draws_the_same_mask(rate):
+    key = jnp.asarray(KEY_WORDS, jnp.uint32)
+    np.testing.assert_array_equal(dropout(key, jnp.ones(1001), rate) != 0, oracle.kept(KEY_WORDS, 1001, rate))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("split", ["none", "shard_map", "explicit"])
+def test_dropout_launches_a_kernel_each_way_for_each_devices_part(name, split):
+    kernel, _, _, custom_call = KERNELS[name]
+    x = jnp.ones((16, 4096))
+    axis_type = AxisType.Explicit if split == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+
+    def value_and_gradient(x):
+        y, pull_back = jax.vjp(lambda x: dropout(jax.random.key(0), x, 0.25), x)
+        return y, *pull_back(y)
+
+    if split == "shard_map":
+        value_and_gradient = jax.shard_map(value_and_gradient, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    elif split == "explicit":
+        x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    with lowering.use("pallas"):
+        text = jax.jit(value_and_gradient).trace(x).lower(lowering_platforms=(kernel.KERNEL.platform,)).as_text()
+    assert text.count(f"stablehlo.custom_call @{custom_call}") == 2
+    assert ("tensor<2x4096xf32>" in text) == (split != "none")
+
+
+def test_dropout_runs_the_tpu_kernel_in_a_gradient(rng):
+    """Interpreted as a user can ask for it, on every element of a model's activations."""
+    x = jnp.asarray(rng.normal(size=(4, 8, 64)), F32)
+    loss = jax.value_and_grad(lambda x: jnp.sum(jnp.sin(dropout(jax.random.key(1), x, 0.25))))
+    expected_loss, expected_grad = loss(x)
+    with lowering.use("interpret"):
+        value, grad = jax.jit(loss)(x)
+        rows = lowering.explain(loss, x).rows
+    assert [row.implementation for row in rows] == ["mosaic_tpu (interpreted)"] * 2
+    np.testing.assert_allclose(value, expected_loss, rtol=1e-6)
+    np.testing.assert_allclose(grad, expected_grad, rtol=1e-6)
+
+
+def test_dropout_kernels_keep_the_same_elements_on_an_automatic_mesh(rng):
+    x = jnp.asarray(rng.normal(size=(8, 3, 64)), F32)
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    split = jax.device_put(x, NamedSharding(mesh, P("a", None, "b")))
+    loss = jax.value_and_grad(lambda x: jnp.sum(jnp.sin(dropout(jax.random.key(1), x, 0.25))))
+    with lowering.use("interpret"):
+        _, grad = jax.jit(loss)(split)
+    np.testing.assert_allclose(grad, loss(x)[1], rtol=1e-6)
+
+
+def test_dropout_exports_to_every_platform_with_its_own_kernel():
+    def drop(x):
+        return dropout(jax.random.key(2), x, 0.25)
+
+    x = jnp.ones((2, 4096))
+    kernels_call_custom = jax.export.DisabledSafetyCheck.custom_call
+    checks = [kernels_call_custom(name) for name in ("tpu_custom_call", "mosaic_gpu", "mosaic_gpu_v2")]
+    with lowering.use("pallas"):
+        exported = jax.export.export(jax.jit(drop), platforms=["cpu", "cuda", "tpu"], disabled_checks=checks)(x)
+    for _, _, _, custom_call in KERNELS.values():
+        assert exported.mlir_module().count(f"stablehlo.custom_call @{custom_call}") == 1
+    np.testing.assert_array_equal(jax.export.deserialize(exported.serialize()).call(x), drop(x))
+
+
+def test_dropout_kernels_refuse_what_they_cannot_run():
+    def reasons(kernel, hardware, shape, dtype=F32):
+        x = types.SimpleNamespace(shape=shape, dtype=dtype)
+        other = types.SimpleNamespace(shape=(), dtype="uint32")
+        forward = kernel.KERNEL.refuses(hardware, other, x, rate=0.5)
+        assert kernel.BACKWARD_KERNEL.refuses(hardware, x, other, rate=0.5) == forward
+        return forward
+
+    v5e = Hardware(name="tpu-v5e", platform="tpu")
+    h100 = Hardware(name="cuda-h100", platform="cuda", compute_capability=(9, 0))
+    a100 = Hardware(name="cuda-a100", platform="cuda", compute_capability=(8, 0))
+    assert reasons(tpu_dropout, v5e, (3, 96), BF16) is None
+    assert "float16" in reasons(tpu_dropout, v5e, (3, 96), F16)
+    assert "a row has 97" in reasons(tpu_dropout, v5e, (3, 97))
+    assert "nothing to drop" in reasons(tpu_dropout, v5e, (0, 96))
+    assert reasons(gpu_dropout, h100, (3, 4096), F16) is None
+    assert reasons(gpu_dropout, Hardware(name="cuda", platform="cuda"), (4096,)) is None
+    assert "float64" in reasons(gpu_dropout, h100, (3, 4096), "float64")
+    assert "a row has 4064" in reasons(gpu_dropout, h100, (3, 4064))
+    assert "a row has 4100" in reasons(gpu_dropout, h100, (3, 4100))
+    assert "nothing to drop" in reasons(gpu_dropout, h100, (0, 4096))
+    assert "2147483648" in reasons(gpu_dropout, h100, (2**19, 2**12))
+    assert "cuda-a100 has 8.0" in reasons(gpu_dropout, a100, (3, 4096))
+
+
+def test_dropout_tpu_kernel_configs_agree(rng):
+    x = jnp.asarray(rng.normal(size=(300, 512)), F32)
+    configs = tpu_dropout.KERNEL.configs(Hardware(name="tpu-v5e", platform="tpu"), make_streams(x.shape), x, rate=0.5)
+    assert len(configs) == len({tuple(config.items()) for config in configs})
+    mask = oracle.kept(KEY_WORDS, x.size, 0.5, first=5).reshape(x.shape)
+    for config in configs:
+        run = functools.partial(tpu_dropout.run, rate=0.5, config=config, interpret=True)
+        y, words = jax.jit(run)(make_streams(x.shape), x)
+        np.testing.assert_array_equal(words, oracle.packed(mask))
+        np.testing.assert_array_equal(y, expected(x, mask, 0.5))
