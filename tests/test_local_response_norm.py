@@ -162,7 +162,7 @@ def test_local_response_norm_refuses_bad_input(x, attributes, words):
         assert refusal.value.status == "MCDNN_STATUS_BAD_PARAM"
 
 
-def case(name, shape, **attributes):
+def case(name, shape, implementation="auto", **attributes):
     return contract.Case(
         name,
         lambda x: local_response_norm(x, **STRONG, **attributes),
@@ -171,10 +171,16 @@ def case(name, shape, **attributes):
         batched=(0,),
         operator="local_response_norm",
         backward="local_response_norm_backward",
+        exact_derivative=implementation == "auto",  # is found in float64, which no kernel takes
+        implementation=implementation,
     )
 
 
-CASES = [case("odd", (8, 4, 2, 1), n=3), case("even-channels-last", (8, 2, 1, 2, 3), n=4, layout="NDHWC")]
+CASES = [
+    case("odd", (8, 4, 2, 1), n=3),
+    case("even-channels-last", (8, 2, 1, 2, 3), n=4, layout="NDHWC"),
+    case("kernel", (8, 4, 2, 1), n=2, implementation="interpret:mosaic_tpu"),
+]
 
 
 @pytest.mark.parametrize("promise", contract.PROMISES, ids=contract.promise_name)
