@@ -1,7 +1,8 @@
 """What the kernels of local response normalization share: the windows, and what no dialect takes."""
 
-import math
 from typing import Any
+
+from pallas_kernels import whole_images
 
 
 def reach(n: int, channels: int) -> tuple[int, int]:
@@ -12,8 +13,6 @@ def reach(n: int, channels: int) -> tuple[int, int]:
 
 def refusal(x: Any, *, alpha: float, k: float) -> str | None:
     """Why no kernel normalizes x, seen as (..., c, d, h, w), with these attributes; None if nothing is in its way."""
-    if math.prod(x.shape) == 0:
-        return "there is nothing to normalize"
     if alpha < 0 or k <= 0:
         return f"the kernels take logarithms, of what alpha {alpha} and k {k} may let be negative or 0"
-    return None
+    return whole_images.refusal(x)

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_pooling import expected, make_case
 
 import lowering
 from jaxops import max_pool
+from jaxops._errors import NotSupportedError
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.gpu import max_pool_backward as gpu
 from pallas_kernels.hardware import Hardware
@@ -133,6 +136,19 @@ def test_max_pool_kernels_refuse_what_they_cannot_run():
     assert "(5, 5)" in reason(gpu, h100, stride=(1, 5, 5))
     assert "the last axis of x has 64" in reason(gpu, h100, shape=(8, 1, 8, 8, 64))
     assert "2147483648" in reason(gpu, h100, shape=(2**14, 1, 32, 32, 128))
+
+
+def test_max_pool_kernel_runs_where_images_are_and_refuses_to_gather_their_parts(rng):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    x = jnp.asarray(rng.normal(size=(8, 8, 8, 128)), jnp.float32)
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(max_pool(x, 2, layout="NHWC"))))
+    images, rows = (jax.device_put(x, NamedSharding(mesh, spec)) for spec in (P("data"), P(None, "data")))
+    plain = jax.jit(gradient)(x)
+    np.testing.assert_allclose(jax.jit(gradient)(rows), plain, atol=1e-6)
+    with lowering.use(max_pool_backward="interpret:mosaic_tpu"):
+        np.testing.assert_allclose(jax.jit(gradient)(images), plain, atol=1e-6)
+        with pytest.raises(NotSupportedError, match="would gather x"):
+            jax.jit(gradient)(rows)
 
 
 def test_max_pool_kernels_offer_configurations():

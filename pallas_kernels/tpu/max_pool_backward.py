@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels import whole_images
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_order
 
@@ -152,8 +153,8 @@ def refuses(hardware, x, grad, *, window, stride, padding, **_) -> str | None:
     for name, operand in (("x", x), ("grad", grad)):
         if jnp.dtype(operand.dtype).name not in _DTYPES:
             return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; {name} is {jnp.dtype(operand.dtype).name}"
-    if math.prod(x.shape) == 0:
-        return "there is nothing to pool"
+    if reason := whole_images.refusal(x):
+        return reason
     if (window[0], stride[0], padding[0]) != (1, 1, 0):
         return "the kernel pools rows and columns; these windows reach over the depth as well"
     shape = tuple(size for axis, size in enumerate(x.shape) if size > 1 or axis >= len(x.shape) - 3)
