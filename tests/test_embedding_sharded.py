@@ -153,3 +153,27 @@ def test_ema_adam_rows_leaves_a_split_table_split(spec, axis_type, rng):
     contract.assert_close(found, expected)
     assert found[0].sharding.is_equivalent_to(sharding, 2)
     assert [size for size in contract.gathered_sizes(compiled.as_text()) if size >= table.size // 4] == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_embedding_gradient_takes_every_form_inside_shard_map(dtype, rng):
+    """One that runs here, and those of other platforms as far as they can be lowered."""
+    table, indices = draw(rng)
+    table = jnp.asarray(np.concatenate([table, table]), dtype)  # of more rows than a device has positions
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def total(table, indices):
+        rows = embedding(table, indices, scale_grad_by_freq=True)
+        return jax.lax.psum(jnp.sum(jnp.sin(rows.astype(jnp.float32))), "data")
+
+    gradient = jax.jit(jax.grad(jax.shard_map(total, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())))
+    parts = np.split(indices, 8)
+    expected = sum(
+        np.asarray(jax.grad(loss)(table.astype(jnp.float32), part, scale_grad_by_freq=True)) for part in parts
+    )
+    tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(gradient(table, indices).astype(jnp.float32), expected, rtol=tolerance, atol=tolerance)
+    for platform in ("cuda", "tpu"):
+        assert (
+            "func.func public @main" in gradient.trace(table, indices).lower(lowering_platforms=(platform,)).as_text()
+        )

@@ -2,7 +2,7 @@
 
     out[w] = sum of rows[r] over {r : ids[r] = w},   divided by the number of its terms if that is asked for
 
-Each form adds the rows of an id in a fixed order, so that a result is the same bit by bit in every run.
+On one device each form adds the rows of an id in a fixed order, so that a result is the same bit by bit in every run.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def reciprocal(counts: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _scattered(rows: jax.Array, ids: jax.Array, size: int, averaged: bool) -> jax.Array:
-    """One scatter. CPUs and TPUs scatter in order, and at the speed of memory; any mesh can split it."""
+    """One scatter, which a mesh can split. CPUs scatter in order, and at the speed of memory; TPUs have no atomics."""
     sums = jnp.zeros((size, rows.shape[-1]), accumulator(rows.dtype))
     sums = sums.at[ids].add(rows.astype(sums.dtype), mode="drop")
     if averaged:
