@@ -24,7 +24,10 @@ KERNELS = {
 }
 # Rows and width of the table, and positions: several tiles of rows or of columns, ragged ones, few rows, one position.
 CASES = [
-    *(pytest.param("tpu", *sizes, id=f"tpu-{sizes}") for sizes in ((50, 128, 40), (3, 131, 60), (20, 300, 20))),
+    *(
+        pytest.param("tpu", *sizes, id=f"tpu-{sizes}")
+        for sizes in ((50, 128, 40), (3, 131, 60), (20, 300, 20), (9, 1, 20))
+    ),
     *(
         pytest.param("gpu", *sizes, id=f"gpu-{sizes}")
         for sizes in ((50, 128, 40), (3, 256, 70), (20, 300, 20), (20, 6, 20))
@@ -56,10 +59,10 @@ def check(name, grad, indices, capfd, **attributes):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("name", "num_weights", "width", "positions"), CASES)
 def test_embedding_kernel_agrees_with_float64(name, num_weights, width, positions, dtype, rng, capfd):
-    """With ids out of range, padding, and frequencies for one dtype."""
+    """With ids out of range and padding; with and without frequencies."""
     grad = jnp.asarray(rng.normal(size=(positions, width)), dtype)
     indices = np.minimum(rng.zipf(1.5, positions) - 2, num_weights + 1).astype(np.int32)
-    scale = dtype == "bfloat16"
+    scale = (dtype == "bfloat16") != (num_weights % 2 == 1)
     check(name, grad, indices, capfd, num_weights=num_weights, padding_idx=1, scale_grad_by_freq=scale)
 
 

@@ -12,6 +12,7 @@ import optax
 from jaxops._errors import require, require_bool, require_number, require_present
 from jaxops.ema_adam.one_pass import OnePass, rows_of
 from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, MODES, Number, compute_dtype, step_coefficients
+from jaxops.embedding.row_gradients import RowGradients
 
 Schedule = Callable[[jax.Array], jax.typing.ArrayLike]
 
@@ -139,6 +140,8 @@ def ema_adam(
             if grad is None:
                 return None, m, v, s
             require(var is not None, "ema_adam", "params", "have an array where grads has one", None)
+            is_array = not isinstance(grad, RowGradients)
+            require(is_array, "ema_adam", "grads", "hold arrays (ema_adam_rows takes the others)", type(grad).__name__)
             operands = [jnp.asarray(x) for x in (grad, var, m, v, s)]
             vector = coefficients(compute_dtype(operands[1].dtype), decays)
             operator = functools.partial(APPLY_FUSED_EMA_ADAM, *operands, vector, mode=mode)

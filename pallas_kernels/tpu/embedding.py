@@ -78,14 +78,16 @@ def _schedule(ids: jax.Array, blocks: Blocks) -> tuple[jax.Array, ...]:
     return tile, chunk, begin, jnp.where(is_idle, 0, end)
 
 
-def _kernel(tile_ref, chunk_ref, begin_ref, end_ref, ids_ref, grad_ref, out_ref, sums_ref, *scratch_refs, steps):
+def _kernel(
+    tile_ref, chunk_ref, begin_ref, end_ref, ids_ref, grad_ref, out_ref, sums_ref, *scratch_refs, steps, averaged
+):
     del chunk_ref
     step = pl.program_id(1)
     tile, begin, end = tile_ref[step], begin_ref[step], end_ref[step]
     is_first = (step == 0) | (tile_ref[jnp.maximum(step - 1, 0)] != tile)
     is_last = (step == steps - 1) | (tile_ref[jnp.minimum(step + 1, steps - 1)] != tile)
     scratch = list(scratch_refs)
-    counts_ref = scratch.pop() if scratch and scratch[-1].shape[1] == 1 else None
+    counts_ref = scratch.pop() if averaged else None
     wide_ref = scratch.pop() if scratch else grad_ref
     first_row = tile * sums_ref.shape[0]
 
@@ -130,7 +132,7 @@ def run(grad, indices, *, num_weights, padding_idx, scale_grad_by_freq, config, 
     rows = grad.reshape(positions, width)[jnp.pad(order, (0, missing))]
     schedule = _schedule(ids, blocks)
     out = pl.pallas_call(
-        functools.partial(_kernel, steps=blocks.steps),
+        functools.partial(_kernel, steps=blocks.steps, averaged=scale_grad_by_freq),
         name="embedding_dense_backward",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(schedule),

@@ -6,6 +6,8 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import lowering
 from jaxops import embedding
@@ -75,3 +77,33 @@ def test_embedding_gradient_compiles_without_a_float32_table(chip, dtype):
     if chip.startswith("cuda"):
         scatters = [line for line in report.hlo.splitlines() if re.search(r"= .* scatter\(", line)]
         assert all("unique_indices=true" in line for line in scatters)
+
+
+SLICES = (
+    pytest.param("cuda-h100:4", marks=pytest.mark.cuda_compile),
+    pytest.param("tpu-v5e:2x2", marks=pytest.mark.tpu_compile),
+)
+ROWS, WIDTH, POSITIONS = 65536, 256, 1024
+
+
+@pytest.mark.parametrize("chip", SLICES, indirect=True)
+@pytest.mark.parametrize("in_shard_map", [False, True], ids=["jit", "shard_map"])
+def test_embedding_leaves_a_table_split_by_rows_where_it_is(chip, in_shard_map):
+    mesh = AbstractMesh((4,), ("chips",), axis_types=(AxisType.Auto,))
+    lookup = embedding
+    if in_shard_map:
+        lookup = functools.partial(embedding, vocab_axis="chips")
+        lookup = jax.shard_map(lookup, mesh=mesh, in_specs=(P("chips"), P()), out_specs=P())
+    table, indices = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in (((ROWS, WIDTH), jnp.float32, P("chips")), ((POSITIONS,), jnp.int32, P()))
+    )
+
+    def step(table, indices):
+        return table - 0.1 * jax.grad(lambda table: jnp.sum(jnp.sin(lookup(table, indices))))(table)
+
+    report = lowering.compile(step, table, indices, target=chip)
+    # Chips exchange the rows that were looked up; of the gradient, each has the rows of its part.
+    assert {collective.kind for collective in report.collectives} == {"all-reduce"}
+    assert sum(collective.bytes for collective in report.collectives) <= 4 * POSITIONS * WIDTH + 4096
+    assert report.memory.outputs + report.memory.temporaries <= 2 * 4 * ROWS * WIDTH // 4 + 2**22
