@@ -54,24 +54,27 @@ class View(NamedTuple):
 
     Attributes:
       groups: where they lie.
+      order: the array's axes in the order of the view, which merges some of them; None if the view is not of the array
+        but of its groups (..., c), whose elements are put side by side first.
       shape: of the view.
       axis: of the view, along which a group lies.
-      moves: whether a group's elements are put side by side first, so that the view is one of (..., c).
     """
 
     groups: Groups
+    order: tuple[int, ...] | None
     shape: tuple[int, ...]
     axis: int
-    moves: bool
 
     @classmethod
     def in_memory(cls, groups: Groups, shape: Sequence[int]) -> "View":
         """Groups (..., c) of this shape as (outer, c, inner), or (1, outer, c) if nothing lies behind c."""
         *batch, c = shape
-        moves = len({*groups.behind}) > 1
-        behind = 0 if moves else max(groups.behind, default=0)
+        array = array_shape(groups, shape)
+        is_parted = len({*groups.behind}) > 1
+        order = None if is_parted else tuple(range(len(array)))
+        behind = 0 if is_parted else max(groups.behind, default=0)
         outer, inner = math.prod(batch[: len(batch) - behind]), math.prod(batch[len(batch) - behind :])
-        return cls(groups, (1, outer, c), 2, moves) if inner == 1 else cls(groups, (outer, c, inner), 1, moves)
+        return cls(groups, order, (1, outer, c), 2) if inner == 1 else cls(groups, order, (outer, c, inner), 1)
 
     @property
     def size(self) -> int:
@@ -80,13 +83,22 @@ class View(NamedTuple):
 
     def to_view(self, x: jax.Array) -> jax.Array:
         """Groups (..., c) in this view."""
-        return (x if self.moves else self.groups.in_memory(x)).reshape(self.shape)
+        if self.order is not None:
+            x = jnp.transpose(self.groups.in_memory(x), self.order)
+        return x.reshape(self.shape)
 
-    def from_view(self, y: jax.Array, like: jax.Array) -> jax.Array:
-        """The inverse of `to_view`, for groups of the shape of `like`."""
-        if self.moves:
-            return y.reshape(like.shape)
-        return self.groups.of(y.reshape(jax.eval_shape(self.groups.in_memory, like).shape))
+    def from_view(self, y: jax.Array, shape: Sequence[int]) -> jax.Array:
+        """The inverse of `to_view`, for groups of this shape."""
+        if self.order is None:
+            return y.reshape(shape)
+        array = array_shape(self.groups, shape)
+        y = y.reshape([array[axis] for axis in self.order])
+        return self.groups.of(jnp.transpose(y, [self.order.index(axis) for axis in range(len(array))]))
+
+
+def array_shape(groups: Groups, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the array that has groups (..., c) of this shape."""
+    return jax.eval_shape(groups.in_memory, jax.ShapeDtypeStruct(shape, jnp.float32)).shape
 
 
 def refusal(x: Any) -> str | None:

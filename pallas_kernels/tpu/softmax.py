@@ -2,7 +2,7 @@
 
 A group that fits is normalized in registers. A longer one passes through VMEM twice: first its maximum and sum are
 found block by block, where a new maximum rescales what was summed before, and then it is normalized. Groups lie along
-lanes, sublanes or across tiles, as XLA most likely stores them, so that seeing them so moves nothing.
+lanes, sublanes or across tiles, as XLA stores them, so that nothing is transposed.
 """
 
 import functools
@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.kernel import Kernel
-from pallas_kernels.softmax_groups import View, refusal
+from pallas_kernels.softmax_groups import View, array_shape, refusal
+from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_order
 
-_LANES = 128
-_SUBLANES = 8
 _DTYPES = ("float32", "bfloat16")
 _MIB = 2**20
 _DEFAULT_LIMIT_BYTES = 16 * _MIB  # what XLA grants a kernel that asks for nothing
@@ -30,7 +29,7 @@ class Blocks(NamedTuple):
     """How a view is cut.
 
     Attributes:
-      view: of the groups, with four axes.
+      view: of the groups, with five axes.
       block: its shape. It may reach beyond the view, where it holds anything.
     """
 
@@ -44,7 +43,7 @@ class Blocks(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Blocks along the three other axes, then phases and blocks of a group."""
+        """Blocks along the four other axes, then phases and blocks of a group."""
         counts = [pl.cdiv(size, block) for size, block in zip(self.view.shape, self.block, strict=True)]
         del counts[self.view.axis]
         return *counts, 1 if self.steps == 1 else 2, self.steps
@@ -78,44 +77,38 @@ class Blocks(NamedTuple):
 
 
 def view_of(groups, shape):
-    """Groups (..., c) of this shape as (1, 1, groups, c), (outer, 1, c, inner) or (outer, c, rows, columns)."""
-    view = View.in_memory(groups, shape)
-    if view.axis == 2:
-        return view._replace(shape=(1, *view.shape), axis=3)
-    (outer, c, inner), columns = view.shape, shape[-2]
-    # XLA pads the two minor axes to tiles, and stores an array so that they are those that it pads least. A wrong guess
-    # costs copies, never the result.
-    if _padding(columns, c) < _padding(c if inner == columns else inner // columns, columns):
-        return View(groups, (1, 1, outer * inner, c), 3, True)
-    if inner == columns:
-        return view._replace(shape=(outer, 1, c, inner), axis=2)
-    return view._replace(shape=(outer, c, inner // columns, columns))
+    """Groups (..., c) of this shape, of which the view's last two axes are tiled.
+
+    They are (outer, c, between, rows, columns), (1, 1, outer, c, columns) or (1, 1, outer, rows, c).
+    """
+    array = array_shape(groups, shape)
+    if len(groups.sizes) != 1 or len(array) == 1:
+        # Of a group with several axes, XLA makes one first.
+        return View(groups, None, (1, 1, 1, math.prod(shape[:-1]), shape[-1]), 4)
+    order = stored_order(array)
+    *untiled, rows, columns = (array[axis] for axis in order)
+    position = order.index(len(array) + groups.axes[0])
+    if position >= len(untiled):
+        return View(groups, order, (1, 1, math.prod(untiled), rows, columns), 3 + position - len(untiled))
+    outer, between = math.prod(untiled[:position]), math.prod(untiled[position + 1 :])
+    return View(groups, order, (outer, untiled[position], between, rows, columns), 1)
 
 
 def blocks_of(view, dtypes, block_elements):
     """Blocks of about that many elements, padded ones included: of whole groups, if those are not too many."""
-    multiples = (1, 1, 32 // min(jnp.dtype(dtype).itemsize for dtype in dtypes), _LANES)
+    multiples = (1, 1, 1, 32 // min(jnp.dtype(dtype).itemsize for dtype in dtypes), LANES)
     block = list(map(min, view.shape, multiples))
-    for axis in (view.axis, 3, 2, 1, 0):
+    for axis in (view.axis, 4, 3, 2, 1, 0):
         size, multiple = view.shape[axis], multiples[axis]
-        most = block_elements // (_padded(block, multiples) // _round_up(block[axis], multiple))
-        if axis == 3 and view.axis != 3:
+        most = block_elements // (_padded(block, multiples) // round_up(block[axis], multiple))
+        if axis == 4 and view.axis != 4:
             most = min(most, _WIDEST)
         block[axis] = size if size <= most else max(block[axis], most // multiple * multiple)
     return Blocks(view, tuple(block))
 
 
 def _padded(block, multiples):
-    return math.prod(map(_round_up, block, multiples))
-
-
-def _padding(rows, columns):
-    """How much more an array takes whose minor axes are these, in tiles."""
-    return _padded((rows, columns), (_SUBLANES, _LANES)) / (rows * columns)
-
-
-def _round_up(size, multiple):
-    return pl.cdiv(size, multiple) * multiple
+    return math.prod(map(round_up, block, multiples))
 
 
 def _whole_kernel(x_ref, y_ref, *, blocks, log):
@@ -127,7 +120,7 @@ def _whole_kernel(x_ref, y_ref, *, blocks, log):
 
 
 def _kernel(x_ref, y_ref, maximum_ref, total_ref, *, blocks, log):
-    phase, step = pl.program_id(3), pl.program_id(4)
+    phase, step = pl.program_id(4), pl.program_id(5)
     x = blocks.valid(x_ref[...].astype(jnp.float32), step, -jnp.inf)
 
     @pl.when((phase == 0) & (step == 0))
@@ -167,7 +160,7 @@ def launch(body, name, blocks, operands, statistics, interpret):
 
     result = jax.ShapeDtypeStruct(blocks.view.shape, operands[-1].dtype)
     arrays = [*operands, result]
-    elements = _padded(blocks.block, (1, 1, _SUBLANES, _LANES))
+    elements = _padded(blocks.block, (1, 1, 1, SUBLANES, LANES))
     # Each array twice, to be moved while another is worked on, and four float32 of what is computed.
     vmem_bytes = elements * (2 * sum(array.dtype.itemsize for array in arrays) + 4 * 4)
     y = pl.pallas_call(
@@ -179,12 +172,12 @@ def launch(body, name, blocks, operands, statistics, interpret):
         out_shape=result,
         scratch_shapes=[pltpu.VMEM(blocks.statistics_shape, jnp.float32)] * (statistics if blocks.steps > 1 else 0),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary"),
+            dimension_semantics=("parallel",) * 4 + ("arbitrary",) * 2,
             vmem_limit_bytes=max(_DEFAULT_LIMIT_BYTES, vmem_bytes + vmem_bytes // 4),
         ),
         interpret=interpret,
     )(*map(blocks.view.to_view, operands))
-    return blocks.view.from_view(y, operands[-1])
+    return blocks.view.from_view(y, operands[-1].shape)
 
 
 def refuses(hardware, *operands, log, groups) -> str | None:

@@ -15,7 +15,7 @@ def _whole_kernel(y_ref, grad_ref, dx_ref, *, blocks, log):
 
 
 def _kernel(y_ref, grad_ref, dx_ref, total_ref, *, blocks, log):
-    phase, step = pl.program_id(3), pl.program_id(4)
+    phase, step = pl.program_id(4), pl.program_id(5)
     y, grad = y_ref[...].astype(jnp.float32), grad_ref[...].astype(jnp.float32)
 
     @pl.when((phase == 0) & (step == 0))

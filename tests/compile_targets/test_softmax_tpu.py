@@ -50,7 +50,14 @@ def test_softmax_compiles_in_every_configuration(tpu, shape, axes, config_index)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("shape", "axis"),
-    [((1024, 4096), -1), ((16, 64, 56, 56), 1), ((16, 56, 56, 64), -1), ((8, 21, 512, 512), 1), ((8, 256, 400), 1)],
+    [
+        ((1024, 4096), -1),
+        ((16, 64, 56, 56), 1),
+        ((16, 56, 56, 64), -1),
+        ((8, 21, 512, 512), 1),
+        ((8, 256, 400), 1),
+        ((8, 2048, 7, 7), 1),
+    ],
     ids=str,
 )
 def test_softmax_moves_nothing_outside_its_kernels(tpu, shape, axis, dtype):
