@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import softmax_oracle
 
 import lowering
-from jaxops import aclnn
+from jaxops import aclnn, softmax
 from jaxops.linear_cross_entropy import linear_cross_entropy
 from jaxops.linear_cross_entropy.logits import Needs
 from lowering.targets import here
@@ -166,3 +167,30 @@ def test_embedding_gradients_agree_with_float64_and_repeat_bit_by_bit(table, dty
         np.testing.assert_allclose(
             first.astype(np.float64), truth, rtol=tolerance, atol=tolerance * np.abs(truth).max()
         )
+
+
+# Rows that registers hold and that they do not, that accesses overlap in, and channels of the same kinds.
+GROUPS = [((64, 1000), 1), ((8, 50257), 1), ((33, 129), 1), ((4, 21, 17, 19), 1), ((2, 700, 40, 40), 1)]
+
+
+@needs_hopper
+@pytest.mark.parametrize("algorithm", ["accurate", "log"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("shape", "axis"), GROUPS, ids=str)
+def test_softmax_kernels_round_once(shape, axis, dtype, algorithm):
+    rng = np.random.default_rng(0)
+    x, dy = (jnp.asarray(4 * rng.standard_normal(shape, np.float32), dtype) for _ in range(2))
+
+    def both(x, dy):
+        y, pull_back = jax.vjp(lambda x: softmax(x, axis=axis, algorithm=algorithm), x)
+        return y, pull_back(dy)[0]
+
+    with lowering.use("pallas"):
+        lowered = jax.jit(both).lower(x, dy)
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 2
+    y, dx = lowered.compile()(x, dy)
+    log = algorithm == "log"
+    truths = softmax_oracle.forward(x, axis, log), softmax_oracle.backward(y, dy, axis, log)
+    for actual, truth in zip((y, dx), truths, strict=True):
+        tolerance = 0.51 * float(jnp.finfo(dtype).eps) + 1e-5
+        np.testing.assert_allclose(np.asarray(actual).astype(np.float64), truth, rtol=tolerance, atol=tolerance)

@@ -51,7 +51,7 @@ class Call:
         return _layouts.resolved(self.name, x, layout)
 
     def channel_axis(self, x: Any, layout: str | None, argument: str = "x") -> int:
-        """Where the channels of a tensor of four to eight axes are; beyond five the layout is given by None only."""
+        """Where the channels of a tensor of four to eight axes are; with more than five the layout must be None."""
         rank = len(x.shape)
         self.require(4 <= rank <= MAX_RANK, argument, f"have rank 4 to {MAX_RANK}", x)
         if layout is None:

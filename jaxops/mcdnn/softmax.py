@@ -44,8 +44,8 @@ def softmax_forward(
 
     Numerics: computed and blended in float32 (float64 for float64) and rounded once; see `jaxops.softmax`.
 
-    Source: mcDNN `mcdnnSoftmaxForward`. JAX's arrays are packed, share their strides with all of their shape, and never
-      coincide with a result, so that the documented errors of strides and of calls in place cannot arise; to reuse a
+    Source: mcDNN `mcdnnSoftmaxForward`. JAX's arrays are packed, so that equal shapes have equal strides, and a
+      result never lies in an operand: the documented errors of strides and of calls in place cannot arise. To reuse a
       buffer, donate it to jit.
     """
     call = Call("softmax_forward")
