@@ -1,5 +1,6 @@
 """Softmax: the operator and its logarithm over groups of any axes, and the gradients that are documented for them."""
 
+import functools
 import math
 from collections.abc import Sequence
 from numbers import Integral
@@ -33,8 +34,8 @@ def softmax(x: jax.Array, *, axis: int | Sequence[int] = -1, algorithm: str = "a
       x: floating point, of any shape.
       axis: a group has the elements along this axis, or along all axes of this tuple. As in PyTorch an array without
         axes may be given 0 or -1, and is a group of one.
-      algorithm: "accurate", "fast" or "log". "fast" is "accurate" here: the documents let it leave out what keeps
-        exponentials from overflowing, which would save nothing.
+      algorithm: "accurate", "fast" or "log". "fast" is "accurate" here: the documents let it leave out the maximum, and
+        overflow.
 
     Returns:
       The shape and dtype of x.
@@ -57,9 +58,24 @@ def softmax(x: jax.Array, *, axis: int | Sequence[int] = -1, algorithm: str = "a
     known = isinstance(algorithm, str) and algorithm in ALGORITHMS
     require(known, name, "algorithm", f"be one of {', '.join(ALGORITHMS)}", algorithm, status=BAD_PARAM)
     check_floating(name, x=x)
-    groups = Groups.along(x.shape, _checked_axes(x, axis))
-    (y,) = SOFTMAX(groups.of(x), log=algorithm == "log", groups=groups)
+    return over_groups(x, log=algorithm == "log", groups=Groups.along(x.shape, _checked_axes(x, axis)))
+
+
+# Compiled as a whole outside of jit, too, so that what puts groups last and back cancels out there as well.
+
+
+@functools.partial(jax.jit, static_argnames=("log", "groups"), inline=True)
+def over_groups(x: jax.Array, *, log: bool, groups: Groups) -> jax.Array:
+    """The softmax, or its logarithm, of an array over its groups."""
+    (y,) = SOFTMAX(groups.of(x), log=log, groups=groups)
     return groups.in_memory(y)
+
+
+@functools.partial(jax.jit, static_argnames=("log", "groups"), inline=True)
+def gradient_over_groups(y: jax.Array, grad: jax.Array, *, log: bool, groups: Groups) -> jax.Array:
+    """The documented gradient of that, of its result and the result's gradient."""
+    (dx,) = SOFTMAX_BACKWARD(groups.of(y), groups.of(grad), log=log, groups=groups)
+    return groups.in_memory(dx)
 
 
 def _checked_axes(x: jax.Array, axis: Any) -> tuple[int, ...]:

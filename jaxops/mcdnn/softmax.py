@@ -7,7 +7,7 @@ import jax
 from jaxops.mcdnn import blend
 from jaxops.mcdnn.checks import Call, as_arrays
 from jaxops.mcdnn.enums import SoftmaxAlgorithm, SoftmaxMode, member
-from jaxops.softmax import SOFTMAX, SOFTMAX_BACKWARD
+from jaxops.softmax import gradient_over_groups, over_groups
 from pallas_kernels.softmax_groups import Groups
 
 
@@ -56,8 +56,8 @@ def softmax_forward(
     groups = _groups(call, mode, x, layout, "x")
     blend.check_prior(call.name, "y", y, beta, x.shape, x.dtype)
     call.supported_dtype("x", x)
-    (result,) = SOFTMAX(groups.of(blend.widened(x, alpha, beta)), log=log, groups=groups)
-    return blend.blended(groups.in_memory(result), y, alpha, beta, x.dtype)
+    result = over_groups(blend.widened(x, alpha, beta), log=log, groups=groups)
+    return blend.blended(result, y, alpha, beta, x.dtype)
 
 
 def softmax_backward(
@@ -109,9 +109,8 @@ def softmax_backward(
     call.require(alike, "y", f"have the shape and dtype of dy, {dy.dtype}{list(dy.shape)}", y)
     blend.check_prior(call.name, "dx", dx, beta, dy.shape, dy.dtype)
     call.supported_dtype("dy", dy)
-    operands = (groups.of(y), groups.of(blend.widened(dy, alpha, beta)))
-    (result,) = SOFTMAX_BACKWARD(*operands, log=log, groups=groups)
-    return blend.blended(groups.in_memory(result), dx, alpha, beta, dy.dtype)
+    result = gradient_over_groups(y, blend.widened(dy, alpha, beta), log=log, groups=groups)
+    return blend.blended(result, dx, alpha, beta, dy.dtype)
 
 
 def _members(call: Call, algorithm: Any, mode: Any) -> tuple[bool, SoftmaxMode]:
