@@ -96,6 +96,7 @@ class _Points(NamedTuple):
         return (1 - a) * (1 - b), a * (1 - b), (1 - a) * b, a * b
 
 
+_FEW_CHANNELS = 8
 _CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))
 
 
@@ -162,10 +163,7 @@ def _gradients_of_image(
         left, right = weights[2 * down : 2 * down + 2]
         total = _add_runs(total, start, jnp.concatenate([dy * left, dy * right], axis=1))
         pairs = _runs(pixels.ravel(), start, 2 * channels).reshape(points.row.size, 2, channels)
-        products = (pairs * dy[:, None, :]).reshape(2 * points.row.size, channels)
-        # A product with ones, because XLA adds up the last axis one by one.
-        ones = jnp.ones(channels, dtype)
-        sums += jnp.unstack(jnp.dot(products, ones, precision=jax.lax.Precision.HIGHEST).reshape(-1, 2), axis=1)
+        sums += _sums_over_channels(pairs, dy, materialized)
     upper_left, upper_right, lower_left, lower_right = sums
     a, b = points.right, points.below
     along_x = (upper_right - upper_left) * (1 - b) + (lower_right - lower_left) * b
@@ -174,6 +172,18 @@ def _gradients_of_image(
     grad_points = jnp.where(points.is_near[:, None], grad_points, 0)
     grad_x = jnp.moveaxis(total.reshape(pixels.shape)[1:-1, 1:-1], -1, 0)
     return grad_x.astype(x.dtype), grad_points.reshape(grid.shape).astype(grid.dtype)
+
+
+def _sums_over_channels(pairs: jax.Array, dy: jax.Array, materialized: Callable[[Any], Any]) -> list[jax.Array]:
+    """For each of the two pixels, `sum over c of pixel[c] * dy[c]`; XLA adds up a last axis one by one."""
+    channels = dy.shape[1]
+    if channels <= _FEW_CHANNELS:
+        pairs = materialized(pairs)
+        zeros = jnp.zeros(dy.shape[:1], dy.dtype)
+        return [sum((pairs[:, i, c] * dy[:, c] for c in range(channels)), zeros) for i in range(2)]
+    products = (pairs * dy[:, None, :]).reshape(2 * dy.shape[0], channels)
+    sums = jnp.dot(products, jnp.ones(channels, dy.dtype), precision=jax.lax.Precision.HIGHEST)
+    return list(jnp.unstack(sums.reshape(-1, 2), axis=1))
 
 
 def _runs(array: jax.Array, starts: jax.Array, length: int) -> jax.Array:

@@ -14,7 +14,7 @@ from jaxops._errors import BadParamError
 # images, channels, extents of the images, extents of the output
 SHAPES = {
     "larger": ((2, 3), (4, 5), (6, 7)),
-    "smaller": ((1, 8), (7, 6), (2, 3)),
+    "smaller": ((1, 9), (7, 6), (2, 3)),
     "one-channel": ((3, 1), (3, 3), (4, 4)),
     "one-row": ((2, 2), (1, 5), (3, 2)),
     "one-pixel": ((1, 2), (1, 1), (2, 2)),

@@ -25,15 +25,16 @@ _MAX_ELEMENTS = 2**31 - 1
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-class _Block:
-    """Inside a kernel, the part of one thread block."""
+class _Run:
+    """Inside a kernel, 4096 elements of a row and the 128 words of their mask."""
 
-    def __init__(self, words, pin_layouts):
-        """The interpreter of jax 0.10 has no layouts to pin. Accesses cannot be masked, so that blocks may overlap."""
+    def __init__(self, first_word, words_smem, pin_layouts):
+        """The interpreter of jax 0.10 has no layouts to pin."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         self.row = lax.axis_index("row")
-        self.first_word = jnp.minimum(lax.axis_index("block") * _WARPGROUP, words - _WARPGROUP)
+        self.first_word = first_word
+        self.words_smem = words_smem
         self._layout = plgpu.Layout.WG_STRIDED((_WARPGROUP,), vec_size=1) if pin_layouts else None
 
     def pinned(self, values):
@@ -41,7 +42,7 @@ class _Block:
 
         return values if self._layout is None else plgpu.layout_cast(values, self._layout)
 
-    def iota(self):
+    def threads(self):
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         if self._layout is None:
@@ -51,64 +52,81 @@ class _Block:
     def words(self):
         return self.row, pl.ds(self.first_word, _WARPGROUP)
 
-    def select(self, words_smem, x_gmem, y_gmem, rate):
-        thread = self.iota()
+    def drawn(self, streams_gmem, rate):
+        """A word for each thread."""
+        ones = jnp.full((_WARPGROUP,), 1, jnp.uint32)
+        constant = constant_word(rate)
+        if constant is not None:
+            return ones * jnp.uint32(constant)
+        key0, key1, first = (ones * streams_gmem[self.row, i] for i in range(3))
+        indices = first + self.first_word.astype(jnp.uint32) + self.threads().astype(jnp.uint32)
+        number = digits(rate)
+        number += [0] * (len(number) % 2)
+        return compared(indices * jnp.uint32(0), (key0, key1), indices, 0, number)
+
+    def select(self, words, x_gmem, y_gmem, rate):
+        """Keeps and drops elements; `words` are those of the threads."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.commit_smem()  # taken for its barrier: an earlier run has read its words
+        self.words_smem[...] = words
+        plgpu.commit_smem()
+        thread = self.threads()
         bit = jnp.uint32(1) << (thread % WORD_BITS).astype(jnp.uint32)
         factor = scale(rate, 4)
         per_access = _WARPGROUP // WORD_BITS
 
         def access(i, _):
             where = self.row, pl.ds(self.first_word * WORD_BITS + i * _WARPGROUP, _WARPGROUP)
-            words = [words_smem[i * per_access + k] for k in range(per_access)]
+            words = [self.words_smem[i * per_access + k] for k in range(per_access)]
             word = jnp.full((_WARPGROUP,), 1, jnp.uint32) * words[0]
             for k in range(1, per_access):
                 word = jnp.where(thread >= k * WORD_BITS, words[k], word)
             x = self.pinned(x_gmem[where]).astype(jnp.float32)
             y_gmem[where] = jnp.where((word & bit) != 0, x * factor, 0.0).astype(y_gmem.dtype)
 
-        lax.fori_loop(0, _ACCESSES, access, None, unroll=True)
+        lax.fori_loop(0, _ACCESSES, access, None, unroll=8)
+
+
+def _for_each_run(words, words_smem, pin_layouts, process):
+    """Shares a row out. Accesses cannot be masked: the last block takes the rest in a run that overlaps its own."""
+    block, blocks = lax.axis_index("block"), words // _WARPGROUP
+    process(_Run(block * _WARPGROUP, words_smem, pin_layouts))
+    if words % _WARPGROUP:
+
+        @pl.when(block == blocks - 1)
+        def _():
+            process(_Run(jnp.int32(words - _WARPGROUP), words_smem, pin_layouts))
 
 
 def _kernel(streams_gmem, x_gmem, y_gmem, words_gmem, words_smem, *, rate, pin_layouts):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    def process(run):
+        words = run.drawn(streams_gmem, rate)
+        words_gmem[run.words()] = words
+        run.select(words, x_gmem, y_gmem, rate)
 
-    block = _Block(words_gmem.shape[1], pin_layouts)
-    constant = constant_word(rate)
-    ones = jnp.full((_WARPGROUP,), 1, jnp.uint32)
-    if constant is None:
-        key0, key1, first = (ones * streams_gmem[block.row, i] for i in range(3))
-        indices = first + block.first_word.astype(jnp.uint32) + block.iota().astype(jnp.uint32)
-        number = digits(rate)
-        number += [0] * (len(number) % 2)
-        words = compared(indices * jnp.uint32(0), (key0, key1), indices, 0, number)
-    else:
-        words = ones * jnp.uint32(constant)
-    words_gmem[block.words()] = words
-    words_smem[...] = words
-    plgpu.commit_smem()
-    block.select(words_smem, x_gmem, y_gmem, rate)
+    _for_each_run(words_gmem.shape[1], words_smem, pin_layouts, process)
 
 
 def _backward_kernel(grad_gmem, words_gmem, out_gmem, words_smem, *, rate, pin_layouts):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    def process(run):
+        run.select(run.pinned(words_gmem[run.words()]), grad_gmem, out_gmem, rate)
 
-    block = _Block(words_gmem.shape[1], pin_layouts)
-    words_smem[...] = block.pinned(words_gmem[block.words()])
-    plgpu.commit_smem()
-    block.select(words_smem, grad_gmem, out_gmem, rate)
+    _for_each_run(words_gmem.shape[1], words_smem, pin_layouts, process)
 
 
 def _launch(kernel, name, rows, columns, results, interpret, operands, rate):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return pl.kernel(
+    return plgpu.kernel(
         functools.partial(kernel, rate=rate, pin_layouts=not interpret),
         out_type=results,
-        mesh=plgpu.Mesh(grid=(rows, pl.cdiv(columns, _BLOCK)), grid_names=("row", "block")),
+        grid=(rows, columns // _BLOCK),
+        grid_names=("row", "block"),
         scratch_types=[plgpu.SMEM((_WARPGROUP,), jnp.uint32)],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        interpret=interpret_gpu_params() if interpret is True else interpret,
-        name=name,
+        interpret=interpret_gpu_params() if interpret is True else interpret or None,
+        kernel_name=name,
     )(*operands)
 
 

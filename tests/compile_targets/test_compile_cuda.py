@@ -89,7 +89,7 @@ def test_dropout_compiles_in_registers(h100, shape, dtype, rate):
         assert kernel.refuses(named(h100), *operands, rate=rate) is None
         report = lowering.compile(functools.partial(run, rate=rate, config={}), *operands, target=h100)
         assert report.kernels == {name: 1}
-        assert report.memory.temporaries == 0
+        assert report.memory.temporaries <= TUPLE_TABLE_BYTES
         (resources,) = report.gpu_resources
         assert resources.spilled_bytes == 0
         assert resources.registers <= 64  # a multiprocessor then holds as many threads as it can
