@@ -47,8 +47,9 @@ def test_threefry_gives_the_published_words():
         assert tuple(map(int, threefry(*map(jnp.uint32, inputs)))) == words
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.75])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "rate"), [*((shape, 0.75) for shape in SHAPES), ((1000,), 0.1), ((8, 64), 0.5)], ids=str
+)
 def test_dropout_scales_what_it_keeps_and_zeroes_the_rest(shape, rate, rng):
     x, dy = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
     y, dx = value_and_gradient(KEY, x, dy, rate)
@@ -68,9 +69,9 @@ def test_dropout_masks_elements_by_their_place_in_row_major_order(shape):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_dropout_multiplies_in_float32_and_rounds_once(dtype, rng):
     x = jnp.asarray(rng.normal(size=(40, 33)), dtype)
-    y = dropout(KEY, x, 0.3)
+    y = dropout(KEY, x, 0.375)
     assert y.dtype == dtype
-    exact = np.asarray(x).astype(np.float32) * (np.float32(1) / (np.float32(1) - np.float32(0.3)))
+    exact = np.asarray(x).astype(np.float32) * (np.float32(1) / (np.float32(1) - np.float32(0.375)))
     expected = np.where(np.asarray(y) != 0, np.asarray(jnp.asarray(exact, dtype)).astype(np.float32), 0)
     np.testing.assert_array_equal(np.asarray(y).astype(np.float32), expected)
 
@@ -78,9 +79,9 @@ def test_dropout_multiplies_in_float32_and_rounds_once(dtype, rng):
 def test_dropout_keeps_float64(rng):
     with jax.enable_x64(True):
         x = rng.normal(size=200)
-        y = np.asarray(dropout(KEY, x, 0.3))
+        y = np.asarray(dropout(KEY, x, 0.375))
         assert y.dtype == np.float64
-        np.testing.assert_allclose(y[y != 0], x[y != 0] / 0.7, rtol=1e-15)
+        np.testing.assert_allclose(y[y != 0], x[y != 0] / 0.625, rtol=1e-15)
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 64)], ids=str)
@@ -98,12 +99,12 @@ def test_dropout_at_rates_beside_zero_and_one_keeps_all_or_nothing():
 
 
 def test_dropout_leaves_nan_and_infinity_of_dropped_elements_behind(rng):
-    mask = kept(KEY, 300, 0.4)
+    mask = kept(KEY, 300, 0.375)
     bad = jnp.asarray(np.where(mask, 1.0, np.where(np.arange(300) % 2, np.nan, np.inf)), jnp.float32)
-    y, dx = value_and_gradient(KEY, bad, bad, 0.4)
+    y, dx = value_and_gradient(KEY, bad, bad, 0.375)
     assert np.isfinite(y).all()
     assert np.isfinite(dx).all()
-    tangent = jax.jvp(lambda x: dropout(KEY, x, 0.4), (bad,), (bad,))[1]
+    tangent = jax.jvp(lambda x: dropout(KEY, x, 0.375), (bad,), (bad,))[1]
     assert np.isfinite(tangent).all()
 
 
@@ -173,18 +174,18 @@ def test_dropout_takes_typed_and_raw_keys_of_every_implementation(impl):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_dropout_keeps_the_same_elements_however_they_are_split(axis_type, shape, rng):
     x, dy = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
-    alone = value_and_gradient(KEY, x, dy, 0.3)
+    alone = value_and_gradient(KEY, x, dy, 0.25)
     specs = [P("a"), P("a", "b")] if shape[1] % 2 == 0 else [P("a")]
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(axis_type,) * 2)
     for spec in specs:
         split = [jax.device_put(array, NamedSharding(mesh, spec)) for array in (x, dy)]
-        for actual, expected in zip(value_and_gradient(KEY, *split, 0.3), alone, strict=True):
+        for actual, expected in zip(value_and_gradient(KEY, *split, 0.25), alone, strict=True):
             np.testing.assert_array_equal(actual, expected)
 
 
 def test_dropout_keeps_one_bit_an_element_for_its_gradient(rng):
     x = jnp.asarray(rng.normal(size=(32, 64)), jnp.float32)
-    saved = jax.tree.leaves(jax.vjp(lambda x: dropout(KEY, x, 0.3), x)[1])
+    saved = jax.tree.leaves(jax.vjp(lambda x: dropout(KEY, x, 0.25), x)[1])
     assert sum(array.nbytes for array in saved) == x.size / 8
 
 
@@ -198,7 +199,7 @@ def test_dropout_under_vmap_keeps_what_each_key_says():
 
 
 def test_explain_shows_dropout():
-    rows = lowering.explain(jax.grad(lambda x: jnp.sum(dropout(KEY, x, 0.3) ** 2)), jnp.ones((4, 64))).rows
+    rows = lowering.explain(jax.grad(lambda x: jnp.sum(dropout(KEY, x, 0.25) ** 2)), jnp.ones((4, 64))).rows
     assert [row.operator for row in rows] == ["dropout", "dropout_backward"]
 
 
