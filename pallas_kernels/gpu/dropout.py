@@ -96,7 +96,7 @@ def _for_each_run(words, words_smem, pin_layouts, process):
 
         @pl.when(block == blocks - 1)
         def _():
-            process(_Run(jnp.int32(words - _WARPGROUP), words_smem, pin_layouts))
+            process(_Run(block * _WARPGROUP + words % _WARPGROUP, words_smem, pin_layouts))
 
 
 def _kernel(streams_gmem, x_gmem, y_gmem, words_gmem, words_smem, *, rate, pin_layouts):
