@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from jaxops import _layouts
 from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
 from jaxops._operator import Operator
-from jaxops.pooling.windows import accumulator, check_floating, reduced_along
+from jaxops.pooling.windows import reduced_along
 from pallas_kernels.gpu import local_response_norm as gpu
 from pallas_kernels.tpu import local_response_norm as tpu
 
@@ -64,7 +65,7 @@ def local_response_norm(
     require(x is not None, name, "x", "be given", None, status=BAD_PARAM)
     x = jnp.asarray(x)
     layout = _layouts.resolved(name, x, layout)
-    check_floating(name, "x", x)
+    check_floating(name, x=x)
     check_attributes(name, n, alpha, beta, k)
     (y,) = LOCAL_RESPONSE_NORM(
         channels_before_space(x, layout), n=int(n), alpha=float(alpha), beta=float(beta), k=float(k)
@@ -109,12 +110,12 @@ def _check(x: Any, **_: Any) -> None:
 def _check_backward(x: Any, grad: Any, **_: Any) -> None:
     name = "local_response_norm_backward"
     _check_images(name, "x", x)
-    check_floating(name, "grad", grad)
+    check_floating(name, grad=grad)
     require(grad.shape == x.shape, name, "grad", f"have the shape of x, {x.shape}", grad, status=BAD_PARAM)
 
 
 def _check_images(operator: str, argument: str, x: Any) -> None:
-    check_floating(operator, argument, x)
+    check_floating(operator, **{argument: x})
     require(len(x.shape) >= 4, operator, argument, "have shape (..., C, D, H, W)", x, status=BAD_PARAM)
 
 

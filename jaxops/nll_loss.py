@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._dtypes import accumulator
 from jaxops._errors import require, require_present
 from jaxops._ids import wide_ids
 from jaxops._operator import Operator
@@ -129,7 +130,7 @@ def _loss(log_probs: jax.Array, labels: jax.Array, weight: jax.Array, *, axis: i
     ids, kept, live = _classify(labels, weight.shape[0], ignore_index)
     safe_ids = jnp.expand_dims(jnp.where(live, ids, 0), axis)
     picked = jnp.take_along_axis(log_probs, safe_ids, axis, mode="clip").squeeze(axis)
-    dtype = _accumulator(log_probs.dtype)
+    dtype = accumulator(log_probs.dtype)
     # Masked where it is read, and not only in the result: a NaN that is skipped must not reach derivatives either.
     picked = jnp.where(live, picked, jnp.zeros((), picked.dtype)).astype(dtype)
     weights = _weights(weight, ids, live, dtype)
@@ -141,7 +142,7 @@ def _backward(
     grad: jax.Array, labels: jax.Array, weight: jax.Array, *, axis: int, ignore_index: int, dtype: Any
 ) -> Arrays:
     ids, _, live = _classify(labels, weight.shape[0], ignore_index)
-    weights = _weights(weight, ids, live, _accumulator(grad.dtype))
+    weights = _weights(weight, ids, live, accumulator(grad.dtype))
     values = (-grad.astype(weights.dtype) * weights).astype(dtype)
     # A comparison writes the zeros and the values in one pass; a scatter writes the zeros first.
     shape = list(labels.shape)
@@ -165,10 +166,6 @@ def _weights(weight: jax.Array, ids: jax.Array, live: jax.Array, dtype: Any) -> 
         return jnp.zeros_like(ids, dtype)
     picked = weight.at[jnp.where(live, ids, 0)].get(mode="clip").astype(dtype)
     return jnp.where(live, picked, jnp.zeros((), dtype))
-
-
-def _accumulator(dtype: Any) -> Any:
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, *, axis: int, ignore_index: int) -> list[jax.Array]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops._dtypes import accumulator
+from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
 from jaxops.activation.modes import IDENTITY, Activation
 from jaxops.batch_norm.fused_activation import requested
@@ -263,7 +263,7 @@ def is_number(value: Any) -> bool:
 def _images(operator: str, x: Any, layout: str | None, mode: str) -> tuple[jax.Array, View]:
     require(x is not None, operator, "x", "be given", None, status=BAD_PARAM)
     x = jnp.asarray(x)
-    require(jnp.issubdtype(x.dtype, jnp.floating), operator, "x", "be floating point", x, status=BAD_PARAM)
+    check_floating(operator, x=x)
     return x, view_of(operator, x, layout, mode)
 
 

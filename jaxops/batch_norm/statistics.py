@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._dtypes import accumulator
+from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
 
 _REDUCED = (-4, -3, -1)
@@ -48,7 +48,7 @@ def mean_and_variance(x: jax.Array, axis_name: Hashable) -> tuple[jax.Array, jax
 
 def check_images(operator: str, x: Any) -> None:
     """Refuses what is no floating-point array of images."""
-    require(jnp.issubdtype(x.dtype, jnp.floating), operator, "x", "be floating point", x, status=BAD_PARAM)
+    check_floating(operator, x=x)
     require(len(x.shape) >= 4, operator, "x", "have shape (..., n, a, c, b)", x, status=BAD_PARAM)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxops import _layouts
 from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
 from jaxops._operator import Operator
 from jaxops.divisive_norm import moments
@@ -68,7 +69,7 @@ def divisive_norm(
     require(x is not None, name, "x", "be given", None, status=BAD_PARAM)
     x = jnp.asarray(x)
     layout = _layouts.resolved(name, x, layout)
-    windows.check_floating(name, "x", x)
+    check_floating(name, x=x)
     if means is not None:
         means = jnp.asarray(means)
         alike = (means.shape, means.dtype) == (x.shape, x.dtype)
@@ -98,7 +99,7 @@ def window_of(n: int, layout: str) -> tuple[int, ...]:
 
 def _check(x: Any, means: Any, *, name: str = "divisive_norm", **_: Any) -> None:
     windows.check_volume(name, "x", x)
-    windows.check_floating(name, "means", means)
+    check_floating(name, means=means)
     fits = means.shape in (x.shape, (*x.shape[:-4], *_NO_MEANS))
     require(fits, name, "means", f"have the shape of x, {x.shape}, or be empty", means, status=BAD_PARAM)
 
@@ -106,13 +107,13 @@ def _check(x: Any, means: Any, *, name: str = "divisive_norm", **_: Any) -> None
 def _check_backward(x: Any, means: Any, grad: Any, **_: Any) -> None:
     name = "divisive_norm_backward"
     _check(x, means, name=name)
-    windows.check_floating(name, "grad", grad)
+    check_floating(name, grad=grad)
     require(grad.shape == x.shape, name, "grad", f"have the shape of x, {x.shape}", grad, status=BAD_PARAM)
 
 
 def _forward(x: jax.Array, means: jax.Array, *, window: tuple[int, ...], alpha: float, beta: float, k: float) -> Arrays:
     along = _spans(x, window)
-    wide, spans = windows.squeezed(x.astype(windows.accumulator(x.dtype)), along)
+    wide, spans = windows.squeezed(x.astype(accumulator(x.dtype)), along)
     _, squares = _deviations(wide, _squeezed_means(means, x, along), spans)
     y = wide * negative_power(k + alpha / math.prod(window) * squares, beta)
     return (windows.unsqueezed(y.astype(x.dtype), x, along),)
@@ -127,7 +128,7 @@ def _backward(
     dmeans[i] = -2 u[i] sum of (x[j] - means[i]) over the window i
     """
     along = _spans(x, window)
-    dtype = windows.accumulator(x.dtype)
+    dtype = accumulator(x.dtype)
     wide, spans = windows.squeezed(x.astype(dtype), along)
     dy, _ = windows.squeezed(grad.astype(dtype), along)
     m = _squeezed_means(means, x, along)
@@ -184,7 +185,7 @@ def _mirrored(span: Span) -> Span:
 def _squeezed_means(means: jax.Array, x: jax.Array, along: Sequence[Span]) -> jax.Array | None:
     if means.shape != x.shape:
         return None
-    return windows.squeezed(means.astype(windows.accumulator(x.dtype)), along)[0]
+    return windows.squeezed(means.astype(accumulator(x.dtype)), along)[0]
 
 
 # The derivative keeps x and means, not y.

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._dtypes import accumulator
 from jaxops._errors import require
 from jaxops._ids import wide_ids
 from jaxops._operator import Operator
-from jaxops.embedding.sums import accumulator, reciprocal, sums_by_id
+from jaxops.embedding.sums import reciprocal, sums_by_id
 from pallas_kernels.gpu import embedding as gpu
 from pallas_kernels.tpu import embedding as tpu
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import lowering
+from jaxops._dtypes import accumulator
 
 
 def sums_by_id(rows: jax.Array, ids: jax.Array, size: int, *, averaged: bool) -> jax.Array:
@@ -25,11 +26,6 @@ def sums_by_id(rows: jax.Array, ids: jax.Array, size: int, *, averaged: bool) ->
     if rows.dtype.itemsize < 4 and ids.size < size:
         return _by_owner(rows, ids, size, averaged)
     return _scattered(rows, ids, size, averaged)
-
-
-def accumulator(dtype: Any) -> Any:
-    """The dtype in which values of this one are summed."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def reciprocal(counts: jax.Array, dtype: Any) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxops import _layouts
 from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._dtypes import accumulator
 from jaxops._errors import BAD_PARAM, require, require_bool
 from jaxops._operator import Operator
 from jaxops.pooling import windows
@@ -74,7 +75,7 @@ def _check_backward(grad: Any, *, extents: tuple[int, ...], count_include_pad: b
 
 def _means(x: jax.Array, *, extents: tuple[int, ...], count_include_pad: bool, **attributes: Any) -> Arrays:
     along = windows.spans(extents, **attributes)
-    total, spans = windows.squeezed(x.astype(windows.accumulator(x.dtype)), along)
+    total, spans = windows.squeezed(x.astype(accumulator(x.dtype)), along)
     for span in spans:
         total = windows.pooled_along(total, span, 0.0, jax.lax.add)
     mean = (total / _counts(spans, count_include_pad, total)).astype(x.dtype)
@@ -83,7 +84,7 @@ def _means(x: jax.Array, *, extents: tuple[int, ...], count_include_pad: bool, *
 
 def _backward(grad: jax.Array, *, extents: tuple[int, ...], count_include_pad: bool, **attributes: Any) -> Arrays:
     along = windows.spans(extents, **attributes)
-    total, spans = windows.squeezed(grad.astype(windows.accumulator(grad.dtype)), along)
+    total, spans = windows.squeezed(grad.astype(accumulator(grad.dtype)), along)
     total = total / _counts(spans, count_include_pad, total)
     for span in spans:
         total = _spread_along(total, span)

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxops import _sharding
 from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
 from jaxops._operator import Operator
 from jaxops.pooling import windows
@@ -71,7 +72,7 @@ def _check_backward(x: Any, grad: Any, *, propagate_nan: bool, **attributes: Any
     name = "max_pool_backward"
     windows.check_volume(name, "x", x)
     windows.check_windows(name, x.shape[-4:-1], **attributes)
-    windows.check_floating(name, "grad", grad)
+    check_floating(name, grad=grad)
     shape = windows.pooled_shape(x.shape, **attributes)
     require(grad.shape == shape, name, "grad", f"have the shape of the windows, {shape}", grad, status=BAD_PARAM)
 
@@ -80,7 +81,7 @@ def _check_at(x: Any, values: Any, *, propagate_nan: bool, **attributes: Any) ->
     name = "max_pool_at"
     windows.check_volume(name, "x", x)
     windows.check_windows(name, x.shape[-4:-1], **attributes)
-    windows.check_floating(name, "values", values)
+    check_floating(name, values=values)
     require(values.shape == x.shape, name, "values", f"have the shape of x, {x.shape}", values, status=BAD_PARAM)
 
 
@@ -97,7 +98,7 @@ def _maxima(x: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
 def _backward(x: jax.Array, grad: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
     along = windows.spans(x.shape[-4:-1], **attributes)
     image, spans = windows.squeezed(x, along)
-    total, _ = windows.squeezed(grad.astype(windows.accumulator(grad.dtype)), along)
+    total, _ = windows.squeezed(grad.astype(accumulator(grad.dtype)), along)
     keys = _keys(image, propagate_nan)
     won = []
     # Columns before rows: the first of equal rows wins, and in it the first of its columns.
@@ -122,7 +123,7 @@ def _at(x: jax.Array, values: jax.Array, *, propagate_nan: bool, **attributes: A
 
 def _keys(x: jax.Array, propagate_nan: bool) -> jax.Array:
     """Integers in the order of x: equal for equal numbers, and more than the least integer, which is for padding."""
-    x = x.astype(windows.accumulator(x.dtype))
+    x = x.astype(accumulator(x.dtype))
     if not propagate_nan:
         x = jnp.where(jnp.isnan(x), -jnp.inf, x)
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops import _layouts
-from jaxops._dtypes import accumulator as accumulator
+from jaxops._dtypes import check_floating
 from jaxops._errors import BAD_PARAM, require
 
 Ints = int | Sequence[int]
@@ -136,17 +136,12 @@ def requested(
     require(x is not None, operator, "x", "be given", None, status=BAD_PARAM)
     layout = _layouts.resolved(operator, x, layout)
     extents = _layouts.spatial_extents(x.shape, layout)
-    check_floating(operator, "x", x)
+    check_floating(operator, x=x)
     window = along_axes(operator, "window", window, len(extents))
     stride = window if stride is None else along_axes(operator, "stride", stride, len(extents))
     padding = along_axes(operator, "padding", padding, len(extents))
     check_windows(operator, extents, window, stride, padding)
     return layout, volume_attributes(window, stride, padding)
-
-
-def check_floating(operator: str, argument: str, x: Any) -> None:
-    """Refuses operands that are not floating point."""
-    require(jnp.issubdtype(x.dtype, jnp.floating), operator, argument, "be floating point", x, status=BAD_PARAM)
 
 
 def check_windows(
@@ -169,7 +164,7 @@ def check_windows(
 
 def check_volume(operator: str, argument: str, x: Any) -> None:
     """Refuses operands that are no floating-point volumes."""
-    check_floating(operator, argument, x)
+    check_floating(operator, **{argument: x})
     require(len(x.shape) >= 4, operator, argument, "have shape (..., D, H, W, C)", x, status=BAD_PARAM)
 
 
