@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
 from jaxops._operator import Operator
 
@@ -53,15 +54,14 @@ def affine_grid(theta: jax.Array, size: Sequence[int]) -> jax.Array:
 def _check(theta: Any, *, extents: tuple[int, int]) -> None:
     is_map = len(theta.shape) >= 2 and theta.shape[-2:] == (2, 3)
     require(is_map, "affine_grid", "theta", "have shape (..., 2, 3)", theta, status=BAD_PARAM)
-    is_floating = jnp.issubdtype(theta.dtype, jnp.floating)
-    require(is_floating, "affine_grid", "theta", "be floating point", theta, status=BAD_PARAM)
+    check_floating("affine_grid", theta=theta)
 
 
 def _check_backward(grad: Any, *, extents: tuple[int, int]) -> None:
     name, shape = "affine_grid_backward", (*extents, 2)
     is_grid = len(grad.shape) >= 3 and grad.shape[-3:] == shape
     require(is_grid, name, "grad", f"have shape {('...', *shape)}", grad, status=BAD_PARAM)
-    require(jnp.issubdtype(grad.dtype, jnp.floating), name, "grad", "be floating point", grad, status=BAD_PARAM)
+    check_floating(name, grad=grad)
 
 
 def _grid(theta: jax.Array, *, extents: tuple[int, int]) -> Arrays:
@@ -85,7 +85,7 @@ def _backward(grad: jax.Array, *, extents: tuple[int, int]) -> Arrays:
 
 def _base_points(extents: tuple[int, int], dtype: Any) -> list[jax.Array]:
     """Of the rows and of the columns; computed in float64."""
-    compute_dtype = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    compute_dtype = accumulator(dtype)
     along = [np.arange(extent) for extent in extents]
     return [jnp.asarray((2 * i - (len(i) - 1)) / max(len(i) - 1, 1), compute_dtype) for i in along]
 

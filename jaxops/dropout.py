@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxops import _sharding
 from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._dtypes import check_floating
 from jaxops._errors import BAD_PARAM, require
 from jaxops._operator import Operator
 from pallas_kernels.dropout_mask import WORD_BITS, compared, constant_word, digits, scale, threefry
@@ -50,7 +51,7 @@ def dropout(key: jax.Array, x: jax.Array, rate: float) -> jax.Array:
     for argument, value in (("key", key), ("x", x)):
         require(value is not None, "dropout", argument, "be given", None, status=BAD_PARAM)
     x = jnp.asarray(x)
-    _check_floating("dropout", "x", x)
+    check_floating("dropout", x=x)
     return dropped_out("dropout", key, x, checked_rate("dropout", "rate", rate))[0]
 
 
@@ -115,12 +116,8 @@ def _words_of(elements: int) -> int:
     return -(-elements // WORD_BITS)
 
 
-def _check_floating(operator: str, argument: str, x: Any) -> None:
-    require(jnp.issubdtype(x.dtype, jnp.floating), operator, argument, "be floating point", x, status=BAD_PARAM)
-
-
 def _check_row(operator: str, argument: str, x: Any) -> None:
-    _check_floating(operator, argument, x)
+    check_floating(operator, **{argument: x})
     require(len(x.shape) > 0, operator, argument, "have shape (..., N)", x, status=BAD_PARAM)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 import lowering
 from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._dtypes import check_floating
 from jaxops._errors import BAD_PARAM, require
 from jaxops._operator import Operator
 
@@ -59,8 +60,7 @@ def grid_sample(x: jax.Array, grid: jax.Array) -> jax.Array:
 
 
 def _check_operands(name: str, x: Any, grid: Any) -> None:
-    for argument, array in (("x", x), ("grid", grid)):
-        require(jnp.issubdtype(array.dtype, jnp.floating), name, argument, "be floating point", array, status=BAD_PARAM)
+    check_floating(name, x=x, grid=grid)
     has_pixels = len(x.shape) >= 3 and min(x.shape[-2:]) >= 1
     require(has_pixels, name, "x", "have shape (..., C, H_in, W_in) with at least one pixel", x, status=BAD_PARAM)
     batch = x.shape[:-3]
@@ -75,7 +75,7 @@ def _check(x: Any, grid: Any) -> None:
 def _check_backward(x: Any, grid: Any, grad: Any) -> None:
     name = "grid_sample_backward"
     _check_operands(name, x, grid)
-    require(jnp.issubdtype(grad.dtype, jnp.floating), name, "grad", "be floating point", grad, status=BAD_PARAM)
+    check_floating(name, grad=grad)
     shape = (*x.shape[:-2], *grid.shape[-3:-1])
     require(grad.shape == shape, name, "grad", f"have shape {shape}", grad, status=BAD_PARAM)
 
