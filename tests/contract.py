@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax.export
 import jax.numpy as jnp
 import jax.test_util
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -61,6 +62,16 @@ class Case:
 
 Promise = Callable[[Case, np.random.Generator], None]
 PROMISES: list[Promise] = []
+
+
+def one_of_each_operator(cases: Sequence[Case]) -> list[Any]:
+    """The cases, all but the first of each operator as slow tests, which CI runs and `make test` does not."""
+    seen: set[str] = set()
+    rows = []
+    for case in cases:
+        rows.append(pytest.param(case, marks=pytest.mark.slow) if case.operator in seen else case)
+        seen.add(case.operator)
+    return rows
 
 
 def promise_name(promise: Promise) -> str:
