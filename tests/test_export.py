@@ -49,6 +49,7 @@ def test_artifact_holds_the_kernel_of_each_platform(artifact):
     assert artifact.versions["jax"] == jax.__version__
 
 
+@pytest.mark.slow
 def test_flax_train_step_is_exported(rng):
     with jax.numpy_dtype_promotion("standard"):
         state = init_state(jax.random.key(0))
