@@ -2,11 +2,12 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import lowering
 from jaxops._derivative import Active, Arrays, Derivative
@@ -38,14 +39,16 @@ def grid_sample(x: jax.Array, grid: jax.Array) -> jax.Array:
       (N, C, H, W), with the dtype of x.
 
     Raises:
-      BadParamError: if the shapes are not these, x has no pixels, or an operand is not floating point.
+      BadParamError: if the shapes are not these, x has no pixels or images of 2**31 elements, or an operand is not
+        floating point.
 
     Numerics: computed in float32 (float64 where an operand is float64) and rounded once; gradients are summed so, on a
       CPU always in the same order. Points that are not finite are skipped: they give 0, and nothing of their gradient
       or of the image is read. At the centre of a pixel the gradient of the grid is the right-hand one. All modes of
       derivatives exist, to second order; the floor counts as constant. On every platform it runs as XLA's gathers and
-      scatters, on a CPU image by image in the gradient, whose products then stay in the cache. There is no kernel: a
-      TPU's own gather reaches over a register, not over an image, and a GPU's pixels come through its cache anyway.
+      scatters; on a CPU without temporaries of the size of all products, the gradient of x two images at a time. There
+      is no kernel: a TPU's own gather reaches over a register, not over an image, and a GPU's pixels come through its
+      cache anyway.
 
     Source: mcDNN `mcdnnSpatialTfSamplerForward` and `mcdnnSpatialTfSamplerBackward`; PyTorch
     `torch.nn.functional.grid_sample(align_corners=True)`.
@@ -61,8 +64,12 @@ def grid_sample(x: jax.Array, grid: jax.Array) -> jax.Array:
 
 def _check_operands(name: str, x: Any, grid: Any) -> None:
     check_floating(name, x=x, grid=grid)
-    has_pixels = len(x.shape) >= 3 and min(x.shape[-2:]) >= 1
+    has_pixels = len(x.shape) >= 3 and 0 not in x.shape[-2:]
     require(has_pixels, name, "x", "have shape (..., C, H_in, W_in) with at least one pixel", x, status=BAD_PARAM)
+    channels, height, width = x.shape[-3:]
+    elements = channels * (height + 3) * (width + 2)  # of the gradient of an image, with its border
+    is_indexed = jax.export.is_symbolic_dim(elements) or elements < 2**31
+    require(is_indexed, name, "x", "have images of less than 2**31 elements", x, status=BAD_PARAM)
     batch = x.shape[:-3]
     is_grid = len(grid.shape) == len(x.shape) and grid.shape[:-3] == batch and grid.shape[-1] == 2
     require(is_grid, name, "grid", f"have shape {(*batch, 'H', 'W', 2)}", grid, status=BAD_PARAM)
@@ -81,119 +88,194 @@ def _check_backward(x: Any, grid: Any, grad: Any) -> None:
 
 
 class _Points(NamedTuple):
-    """Where each point of a grid lies: the pixel before it, how far behind that it is, and whether it counts at all."""
+    """Where the points of a grid lie: the pixel before each, and how far behind it. Each array is (..., H * W)."""
 
     row: jax.Array
     column: jax.Array
     below: jax.Array
     right: jax.Array
-    is_near: jax.Array
-
-    @property
-    def weights(self) -> tuple[jax.Array, ...]:
-        """Of the four pixels around, in the order of `_CORNERS`."""
-        a, b = self.right, self.below
-        return (1 - a) * (1 - b), a * (1 - b), (1 - a) * b, a * b
 
 
-_FEW_CHANNELS = 8
+# The pixels around a point, as steps down and to the right.
 _CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))
+# The most channels for which a CPU samples all of them in one loop over the points.
+_FEW_CHANNELS = 4
 
 
 def _points(grid: jax.Array, extents: tuple[int, ...], dtype: Any) -> _Points:
-    """The points of a grid (..., 2); those that no pixel is near count as if they lay before the first."""
+    """The points of a grid (..., H, W, 2); those that no pixel is near count as if they lay below the last row."""
+    grid = grid.reshape(*grid.shape[:-3], math.prod(grid.shape[-3:-1]), 2).astype(dtype)
     height, width = extents
-    x, y = ((grid[..., i].astype(dtype) + 1) / 2 * (extent - 1) for i, extent in ((0, width), (1, height)))
+    x, y = ((grid[..., i] + 1) / 2 * (extent - 1) for i, extent in ((0, width), (1, height)))
     is_near = (x >= -1) & (x < width) & (y >= -1) & (y < height)
-    x, y = (jnp.where(is_near, p, -1) for p in (x, y))
+    x, y = jnp.where(is_near, x, 0), jnp.where(is_near, y, height)
     column, row = jnp.floor(x), jnp.floor(y)
-    return _Points(row.astype(jnp.int32), column.astype(jnp.int32), y - row, x - column, is_near)
+    return _Points(row.astype(jnp.int32), column.astype(jnp.int32), y - row, x - column)
+
+
+def _corner(points: _Points, corner: tuple[Any, Any], extents: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Of the pixels at this corner of the points: their numbers, whether they are in the image, and their weights."""
+    (down, right), (height, width) = corner, extents
+    row, column = points.row + down, points.column + right
+    is_inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    weight = jnp.where(down, points.below, 1 - points.below) * jnp.where(right, points.right, 1 - points.right)
+    return jnp.where(is_inside, row * width + column, 0), is_inside, weight
+
+
+def _slopes(points: _Points, corners: Sequence[jax.Array], extents: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """By how much a grid's x and y change what is interpolated between these values at the corners of its points."""
+    (upper_left, upper_right, lower_left, lower_right), (height, width) = corners, extents
+    a, b = points.right, points.below
+    along_x = (upper_right - upper_left) * (1 - b) + (lower_right - lower_left) * b
+    along_y = (lower_left - upper_left) * (1 - a) + (lower_right - upper_right) * a
+    return along_x * ((width - 1) / 2), along_y * ((height - 1) / 2)
 
 
 def _sample(x: jax.Array, grid: jax.Array) -> Arrays:
-    shape = (*x.shape[:-2], *grid.shape[-3:-1])
-    images, points_xy = _flat(x, 3), _flat(grid, 3)
-    return (jax.vmap(_sample_image)(images, points_xy).reshape(shape),)
+    images, grids = _flat(x, 3), _flat(grid, 3)
+    if _is_on_one_cpu(x) and 1 <= x.shape[-3] <= _FEW_CHANNELS:
+        y = _sample_few_channels(images, grids)
+    else:
+        y = jax.vmap(_sample_image)(images, grids)
+    return (y.reshape(*x.shape[:-2], *grid.shape[-3:-1]),)
 
 
 def _sample_image(x: jax.Array, grid: jax.Array) -> jax.Array:
-    (channels, height, width), dtype = x.shape, _compute_dtype(x, grid)
-    points = _points(grid.reshape(-1, 2), (height, width), dtype)
-    pixels = x.reshape(channels, height * width)
-    total = jnp.zeros((channels, points.row.size), dtype)
-    for (down, right), weight in zip(_CORNERS, points.weights, strict=True):
-        row, column = points.row + down, points.column + right
-        is_inside = points.is_near & (row >= 0) & (row < height) & (column >= 0) & (column < width)
-        index = jnp.where(is_inside, row * width + column, 0)
+    dtype = _compute_dtype(x, grid)
+    points, pixels = _points(grid, x.shape[1:], dtype), x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    total = jnp.zeros((), dtype)
+    for corner in _CORNERS:
+        index, is_inside, weight = _corner(points, corner, x.shape[1:])
         values = pixels.at[:, index].get(mode="promise_in_bounds", wrap_negative_indices=False)
         total = total + jnp.where(is_inside[None], values.astype(dtype), 0) * weight[None]
     return total.astype(x.dtype)
 
 
+def _sample_few_channels(x: jax.Array, grid: jax.Array) -> jax.Array:
+    """Of a stack of images, with the corners along an axis: what the channels share is computed once."""
+    dtype, extents = _compute_dtype(x, grid), x.shape[2:]
+    points = _with_axis(_points(grid, extents, dtype))
+    down, right = jnp.asarray(_CORNERS, jnp.int32).T[:, None, :, None]
+    index, is_inside, weight = _corner(points, (down, right), extents)
+    channels = [_pixels(x, [i], index, is_inside, dtype) * weight for i in range(x.shape[1])]
+    return jnp.stack(_sums(channels), axis=1).astype(x.dtype)
+
+
 def _sample_backward(x: jax.Array, grid: jax.Array, grad: jax.Array) -> Arrays:
-    images = _flat(x, 3), _flat(grid, 3), _flat(grad, 3)
-    place = lowering.placement()
-    if place is not None and place.platform == "cpu" and not place.is_split:
-        # Products of all images at once would be large, and to have fresh memory takes longer than to compute.
-        in_cache = functools.partial(_gradients_of_image, materialized=jax.lax.optimization_barrier)
-        results = jax.lax.map(lambda image: in_cache(*image), images)
+    images, grids, grads = _flat(x, 3), _flat(grid, 3), _flat(grad, 3)
+    extents, dtype = x.shape[-2:], _compute_dtype(x, grid)
+    points = _points(grids, extents, dtype)
+    # With a border of zeros the two pixels of a point on one row are always one run of memory, channels last.
+    starts = ((points.row + 1) * (extents[1] + 2) + points.column + 1) * x.shape[-3]
+    of_image = functools.partial(_gradient_of_image, extents=extents)
+    if _is_on_one_cpu(x):
+        grad_x = _in_pairs(_side_by_side(of_image))(starts, points, grads)
+        over_grids = _gradient_of_grids if x.shape[-3] <= _FEW_CHANNELS else _in_pairs(_gradient_of_grids)
+        grad_grid = over_grids(images, points, grads)
     else:
-        results = jax.vmap(_gradients_of_image)(*images)
-    grad_x, grad_grid = results
-    return grad_x.reshape(x.shape), grad_grid.reshape(grid.shape)
+        grad_x = jax.vmap(of_image)(starts, points, grads)
+        grad_grid = jax.vmap(_gradient_of_grid)(images, starts, points, grads)
+    return grad_x.astype(x.dtype).reshape(x.shape), grad_grid.astype(grid.dtype).reshape(grid.shape)
 
 
-def _gradients_of_image(
-    x: jax.Array, grid: jax.Array, grad: jax.Array, materialized: Callable[[Any], Any] = lambda arrays: arrays
-) -> Arrays:
-    """With channels last and a border of zeros, the two pixels on one row that a point takes are one run in memory."""
-    (channels, height, width), dtype = x.shape, _compute_dtype(x, grid)
-    points = _points(grid.reshape(-1, 2), (height, width), dtype)
-    weights = [jnp.where(points.is_near, weight, 0)[:, None] for weight in points.weights]
-    upper = ((points.row + 1) * (width + 2) + points.column + 1)[:, None] * channels
-    points, weights, upper = materialized((points, weights, upper))
-    starts = upper, upper + (width + 2) * channels
-    dy = jnp.where(points.is_near[:, None], grad.reshape(channels, points.row.size).T.astype(dtype), 0)
-    pixels = jnp.pad(jnp.moveaxis(x.astype(dtype), 0, -1), ((1, 1), (1, 1), (0, 0)))
-    dy, pixels = materialized((dy, pixels))
-
-    total = jnp.zeros(pixels.size, dtype)
-    sums: list[jax.Array] = []
-    for down, start in enumerate(starts):
-        left, right = weights[2 * down : 2 * down + 2]
-        total = _add_runs(total, start, jnp.concatenate([dy * left, dy * right], axis=1))
-        pairs = _runs(pixels.ravel(), start, 2 * channels).reshape(points.row.size, 2, channels)
-        sums += _sums_over_channels(pairs, dy, materialized)
-    upper_left, upper_right, lower_left, lower_right = sums
-    a, b = points.right, points.below
-    along_x = (upper_right - upper_left) * (1 - b) + (lower_right - lower_left) * b
-    along_y = (lower_left - upper_left) * (1 - a) + (lower_right - upper_right) * a
-    grad_points = jnp.stack([along_x * ((width - 1) / 2), along_y * ((height - 1) / 2)], axis=-1)
-    grad_points = jnp.where(points.is_near[:, None], grad_points, 0)
-    grad_x = jnp.moveaxis(total.reshape(pixels.shape)[1:-1, 1:-1], -1, 0)
-    return grad_x.astype(x.dtype), grad_points.reshape(grid.shape).astype(grid.dtype)
+def _gradient_of_image(starts: jax.Array, points: _Points, grad: jax.Array, *, extents: tuple[int, ...]) -> jax.Array:
+    """(C, H_in, W_in), from (C, H, W). Points that no pixel is near add to the border, which is cut off."""
+    channels, (height, width), dtype = grad.shape[0], extents, points.below.dtype
+    dy = grad.reshape(channels, starts.size).T[:, None].astype(dtype)
+    a, b, is_right = points.right[:, None, None], points.below[:, None, None], np.array([[[False], [True]]])
+    total = jnp.zeros((height + 3) * (width + 2) * channels, dtype)
+    for down, weight in enumerate((1 - b, b)):
+        runs = (jnp.where(is_right, a, 1 - a) * weight * dy).reshape(starts.size, 2 * channels)
+        total = _add_runs(total, starts + down * (width + 2) * channels, runs)
+    return jnp.moveaxis(total.reshape(height + 3, width + 2, channels)[1:-2, 1:-1], -1, 0)
 
 
-def _sums_over_channels(pairs: jax.Array, dy: jax.Array, materialized: Callable[[Any], Any]) -> list[jax.Array]:
-    """For each of the two pixels, `sum over c of pixel[c] * dy[c]`; XLA adds up a last axis one by one."""
-    channels = dy.shape[1]
-    if channels <= _FEW_CHANNELS:
-        pairs = materialized(pairs)
-        zeros = jnp.zeros(dy.shape[:1], dy.dtype)
-        return [sum((pairs[:, i, c] * dy[:, c] for c in range(channels)), zeros) for i in range(2)]
-    products = (pairs * dy[:, None, :]).reshape(2 * dy.shape[0], channels)
-    sums = jnp.dot(products, jnp.ones(channels, dy.dtype), precision=jax.lax.Precision.HIGHEST)
-    return list(jnp.unstack(sums.reshape(-1, 2), axis=1))
+def _gradient_of_grid(x: jax.Array, starts: jax.Array, points: _Points, grad: jax.Array) -> jax.Array:
+    """(H * W, 2), with two runs of pixels read for each point."""
+    (channels, height, width), dtype = x.shape, points.below.dtype
+    pixels = jnp.pad(jnp.moveaxis(x.astype(dtype), 0, -1), ((1, 2), (1, 1), (0, 0))).ravel()
+    is_near = points.row < height
+    dy = jnp.where(is_near[:, None], grad.reshape(channels, starts.size).T.astype(dtype), 0)[:, None]
+    sums = []
+    for start in (starts, starts + (width + 2) * channels):
+        pairs = _runs(pixels, start, 2 * channels).reshape(starts.size, 2, channels)
+        sums += list(jnp.unstack((pairs * dy).sum(-1), axis=1))
+    return jnp.where(is_near[:, None], jnp.stack(_slopes(points, sums, (height, width)), axis=-1), 0)
+
+
+def _gradient_of_grids(x: jax.Array, points: _Points, grad: jax.Array) -> jax.Array:
+    """As `_gradient_of_grid` of each image of a stack, in one loop that reads pixel by pixel and stores none."""
+    dtype, extents = points.below.dtype, x.shape[2:]
+    points = _with_axis(points)
+    corners = [_corner(points, corner, extents)[:2] for corner in _CORNERS]
+    pixels = [_pixels(x, range(x.shape[1]), index, is_inside, dtype) for index, is_inside in corners]
+    dy = grad.reshape(*grad.shape[:2], points.row.shape[-1]).astype(dtype)
+    dy = jnp.where(points.row < extents[0], dy, 0)
+    return jnp.stack(_sums([slope * dy for slope in _slopes(points, pixels, extents)]), axis=-1)
+
+
+def _with_axis(points: _Points) -> _Points:
+    """The points of a stack, with an axis for channels or corners: (N, 1, H * W)."""
+    return _Points(*(array[:, None] for array in points))
+
+
+def _pixels(x: jax.Array, channels: Sequence[int], index: jax.Array, is_inside: jax.Array, dtype: Any) -> jax.Array:
+    """Pixels of some channels of each image. XLA need not store an index into all of the stack before it reads."""
+    planes = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None] * x.shape[1] + jnp.asarray(channels, jnp.int32)[None]
+    index = planes[..., None] * math.prod(x.shape[2:]) + index
+    values = x.ravel().at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return jnp.where(is_inside, values.astype(dtype), 0)
+
+
+def _sums(arrays: list[jax.Array]) -> tuple[jax.Array, ...]:
+    """Of each array along its second axis, in one loop, which computes once what the arrays share."""
+    zeros = [np.zeros((), array.dtype) for array in arrays]
+    return tuple(jax.lax.reduce(arrays, zeros, lambda a, b: [p + q for p, q in zip(a, b, strict=True)], (1,)))
+
+
+def _is_on_one_cpu(x: jax.Array) -> bool:
+    """Whether images are on a single CPU, and few enough for an index into all of them."""
+    place = lowering.placement()
+    is_placed = place is not None and place.platform == "cpu" and not place.is_split
+    return is_placed and not jax.export.is_symbolic_dim(x.size) and x.size < 2**31
+
+
+def _in_pairs(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A function of stacks of images, mapped over stacks of two.
+
+    Temporaries stay in the cache, and XLA computes an operand first, not anew where each of its elements is read.
+    """
+
+    def mapped(*stacks: Any) -> jax.Array:
+        count = jax.tree.leaves(stacks)[0].shape[0]
+        even = count - count % 2
+        pairs = jax.tree.map(lambda array: array[:even].reshape(even // 2, 2, *array.shape[1:]), stacks)
+        results = jax.lax.map(lambda pair: fn(*pair), pairs)
+        results = results.reshape(even, *results.shape[2:])
+        last = jax.tree.map(lambda array: array[even:], stacks)
+        return jnp.concatenate([results, fn(*last)]) if count % 2 else results
+
+    return mapped
+
+
+def _side_by_side(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A function of one image, for a stack: what XLA would run in one thread it runs for each image in its own."""
+
+    def stacked(*stacks: Any) -> jax.Array:
+        count = jax.tree.leaves(stacks)[0].shape[0]
+        return jnp.stack([fn(*jax.tree.map(lambda array, i=i: array[i], stacks)) for i in range(count)])
+
+    return stacked
 
 
 def _runs(array: jax.Array, starts: jax.Array, length: int) -> jax.Array:
     numbers = jax.lax.GatherDimensionNumbers((1,), (), (0,))
-    return jax.lax.gather(array, starts, numbers, (length,), mode="promise_in_bounds")
+    return jax.lax.gather(array, starts[:, None], numbers, (length,), mode="promise_in_bounds")
 
 
 def _add_runs(array: jax.Array, starts: jax.Array, runs: jax.Array) -> jax.Array:
     numbers = jax.lax.ScatterDimensionNumbers((1,), (), (0,))
-    return jax.lax.scatter_add(array, starts, runs, numbers, mode="promise_in_bounds")
+    return jax.lax.scatter_add(array, starts[:, None], runs, numbers, mode="promise_in_bounds")
 
 
 def _flat(x: jax.Array, rank: int) -> jax.Array:
