@@ -170,6 +170,7 @@ def _sample_backward(x: jax.Array, grid: jax.Array, grad: jax.Array) -> Arrays:
     of_image = functools.partial(_gradient_of_image, extents=extents)
     if _is_on_one_cpu(x):
         grad_x = _in_pairs(_side_by_side(of_image))(starts, points, grads)
+        # The sums that are y of few channels XLA stores; what follows from y can be read without the loop over pairs.
         over_grids = _gradient_of_grids if x.shape[-3] <= _FEW_CHANNELS else _in_pairs(_gradient_of_grids)
         grad_grid = over_grids(images, points, grads)
     else:

@@ -64,7 +64,7 @@ Promise = Callable[[Case, np.random.Generator], None]
 PROMISES: list[Promise] = []
 
 
-def first_in_every_run(cases: Sequence[Case]) -> list[Any]:
+def first_in_every_run(cases: Sequence[Any]) -> list[Any]:
     """The cases, all but the first as slow tests, which CI runs and `make test` does not."""
     return [*cases[:1], *(pytest.param(case, marks=pytest.mark.slow) for case in cases[1:])]
 

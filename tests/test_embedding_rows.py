@@ -184,6 +184,7 @@ def test_ema_adam_rows_refuses_what_does_not_fit():
         jaxops.ema_adam_rows(1e-3, nonsense=1)
 
 
+@pytest.mark.slow
 def test_row_gradients_train_the_embedding_of_the_demo_to_the_loss_of_dense_ones():
     """With a head of its own, since a tied one touches all rows."""
     shape = model.Shape(vocabulary=64, width=32, heads=2, depth=1, context=16)

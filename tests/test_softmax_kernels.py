@@ -34,7 +34,7 @@ ARRAYS = {
         "rows-of-ragged-blocks": ((3, 701), (1,), False),
         "channels": ((3, 2, 5, 40), (1,), True),
         "channels-of-blocks": ((2, 32, 200), (1,), False),
-        "channels-of-ragged-blocks": ((1, 45, 9, 100), (1,), False),
+        "channels-of-ragged-blocks": ((1, 5, 9, 100), (1,), False),
         "channels-in-sublanes": ((9, 16, 100), (1,), True),
         "channels-in-ragged-sublanes": ((2, 45, 200), (1,), False),
         "channels-in-lanes": ((2, 64, 3, 5), (1,), True),
