@@ -83,7 +83,7 @@ def value_and_gradient(fn, x, cotangent):
     return y, pull_back(cotangent)[0]
 
 
-@pytest.mark.parametrize("kind", ["max", "mean", "mean-inside"])
+@pytest.mark.parametrize("kind", ["max", "mean", pytest.param("mean-inside", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_pooling_equals_loops_in_float64(geometry, kind, rng):
     x, cotangent = make_case(rng, geometry)
