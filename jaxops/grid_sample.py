@@ -236,9 +236,7 @@ def _sums(arrays: list[jax.Array]) -> tuple[jax.Array, ...]:
 
 def _is_on_one_cpu(x: jax.Array) -> bool:
     """Whether images are on a single CPU, and few enough for an index into all of them."""
-    place = lowering.placement()
-    is_placed = place is not None and place.platform == "cpu" and not place.is_split
-    return is_placed and not jax.export.is_symbolic_dim(x.size) and x.size < 2**31
+    return lowering.is_on_one_cpu() and not jax.export.is_symbolic_dim(x.size) and x.size < 2**31
 
 
 def _in_pairs(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

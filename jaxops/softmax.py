@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import lowering
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
@@ -20,6 +21,8 @@ from pallas_kernels.tpu import softmax as tpu
 from pallas_kernels.tpu import softmax_backward as tpu_backward
 
 ALGORITHMS = ("fast", "accurate", "log")
+# From how many elements on a product with ones sums a row faster than a sum, measured on x86.
+_LONG_ROW = 512
 
 
 def softmax(x: jax.Array, *, axis: int | Sequence[int] = -1, algorithm: str = "accurate") -> jax.Array:
@@ -120,10 +123,31 @@ def _forward(x: jax.Array, *, log: bool, groups: Groups) -> Arrays:
 def _backward(y: jax.Array, grad: jax.Array, *, log: bool, groups: Groups) -> Arrays:
     y, wide = (groups.in_memory(array).astype(accumulator(grad.dtype)) for array in (y, grad))
     if log:
-        dx = wide - jnp.exp(y) * jnp.sum(wide, groups.axes, keepdims=True)
+        dx = wide - jnp.exp(y) * _totals(grad, groups)
     else:
         dx = y * (wide - jnp.sum(y * wide, groups.axes, keepdims=True))
     return (groups.of(dx.astype(grad.dtype)),)
+
+
+def _totals(grad: jax.Array, groups: Groups) -> jax.Array:
+    """The sum of each group (..., c), in the array that has them."""
+    array = groups.in_memory(grad)
+    if not _sums_rows_by_product(grad, groups):
+        return jnp.sum(array, groups.axes, keepdims=True, dtype=accumulator(grad.dtype))
+    total = jnp.tensordot(array, jnp.ones(groups.sizes, array.dtype), len(groups.sizes), precision="highest")
+    return jnp.expand_dims(total, groups.axes)
+
+
+def _sums_rows_by_product(grad: jax.Array, groups: Groups) -> bool:
+    """Whether groups are rows whose sum is better a product with ones.
+
+    XLA's CPU compiler fuses a sum of rows with what reads it, exponentials too, and that is slower than a sum first and
+    then the exponentials in a loop of their own. A product would need a wider copy of what is narrow.
+    """
+    size = grad.shape[-1]
+    is_long = not jax.export.is_symbolic_dim(size) and size >= _LONG_ROW
+    is_wide = grad.dtype == accumulator(grad.dtype)
+    return lowering.is_on_one_cpu() and is_long and is_wide and not any(groups.behind)
 
 
 # The derivative keeps y. The Jacobian of a softmax is symmetric, that of its logarithm is not.

@@ -12,6 +12,7 @@ from lowering.export import ArtifactError as ArtifactError
 from lowering.export import export as export
 from lowering.export import load as load
 from lowering.notes import note as note
+from lowering.placement import is_on_one_cpu as is_on_one_cpu
 from lowering.placement import placement as placement
 from lowering.register import add_kernel as add_kernel
 from lowering.register import register as register
@@ -41,6 +42,7 @@ __all__ = [
     "current_selection",
     "explain",
     "export",
+    "is_on_one_cpu",
     "load",
     "note",
     "placement",

@@ -26,6 +26,11 @@ def placement() -> Placement | None:
     return _placement.get()
 
 
+def is_on_one_cpu() -> bool:
+    """Whether `placement` is a single CPU, for forms that suit its compiler alone."""
+    return _placement.get() == Placement("cpu", is_split=False)
+
+
 @contextlib.contextmanager
 def placed(platform: str, is_split: bool) -> Iterator[None]:
     """Makes this the placement of what is traced within the context."""

@@ -107,6 +107,28 @@ def test_softmax_has_worked_values():
     np.testing.assert_allclose(dx, [-0.5, -0.75, 1.25], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("shape", "axis", "dtype", "by_product"),
+    [
+        pytest.param((3, 512), -1, "float32", True, id="long"),
+        pytest.param((2, 3, 700), 2, "float32", True, id="long-of-stack"),
+        pytest.param((513,), 0, "float32", True, id="vector"),
+        pytest.param((2, 16, 8, 8), (1, 2, 3), "float32", True, id="image"),
+        pytest.param((3, 511), -1, "float32", False, id="short"),
+        pytest.param((600, 3), 0, "float32", False, id="columns"),
+        pytest.param((3, 600), -1, "bfloat16", False, id="narrow"),
+    ],
+)
+def test_softmax_sums_long_rows_on_a_cpu_by_a_product(shape, axis, dtype, by_product, rng):
+    x, dy = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
+    y, pull_back = jax.vjp(lambda x: softmax(x, axis=axis, algorithm="log"), x)
+    gradient = jax.jit(lambda dy: pull_back(dy)[0])
+    assert ("dot_general" in gradient.lower(dy).as_text()) == by_product
+    exact = oracle.backward(y, dy, along(axis, shape), True)
+    rounding = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(gradient(dy), np.float64), exact, rtol=rounding, atol=2e-5)
+
+
 INF, NAN = np.inf, np.nan
 SPECIAL = {
     "some-minus-inf": ([-INF, 0, -INF, 0], [0, 0.5, 0, 0.5]),
