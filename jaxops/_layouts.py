@@ -1,7 +1,10 @@
 """The layouts of images: the order of batch, channels and spatial axes."""
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
+
+import jax
 
 from jaxops._errors import BAD_PARAM, require
 
@@ -22,6 +25,17 @@ def resolved(operator: str, x: Any, layout: str | None, known: Sequence[str] = I
     rule = f"have {len(layout)} axes, as layout {layout} says"
     require(len(x.shape) == len(layout), operator, "x", rule, x, status=BAD_PARAM)
     return layout
+
+
+def sizes(value: Any) -> tuple[int, ...] | None:
+    """A shape as a user gives it, which may have symbolic sizes; None if it is none."""
+    if not isinstance(value, tuple | list):
+        return None
+    are_integers = (isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 0 for n in value)
+    are_symbolic = map(jax.export.is_symbolic_dim, value)
+    if not all(a or b for a, b in zip(are_integers, are_symbolic, strict=True)):
+        return None
+    return tuple(n if jax.export.is_symbolic_dim(n) else int(n) for n in value)
 
 
 def spatial_extents(shape: Sequence[int], layout: str) -> tuple[int, ...]:

@@ -1,13 +1,13 @@
 """Affine grids: where an affine map of the output's pixels says to sample, and the gradient of that map."""
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxops import _layouts
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
@@ -43,12 +43,10 @@ def affine_grid(theta: jax.Array, size: Sequence[int]) -> jax.Array:
     require(theta is not None, name, "theta", "be given", None, status=BAD_PARAM)
     theta = jnp.asarray(theta)
     require(theta.ndim == 3, name, "theta", "have shape (N, 2, 3)", theta, status=BAD_PARAM)
-    are_sizes = isinstance(size, Sequence) and len(size) == 4
-    are_sizes = are_sizes and all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 0 for n in size)
-    require(are_sizes, name, "size", "be four sizes, (N, C, H, W)", size, status=BAD_PARAM)
-    rule = f"begin with theta's {theta.shape[0]}"
-    require(int(size[0]) == theta.shape[0], name, "size", rule, size, status=BAD_PARAM)
-    return AFFINE_GRID(theta, extents=(int(size[2]), int(size[3])))[0]
+    batch, _, *extents = _layouts.sizes(size) or (None, None)
+    require(len(extents) == 2, name, "size", "be four sizes, (N, C, H, W)", size, status=BAD_PARAM)
+    require(batch == theta.shape[0], name, "size", f"begin with theta's {theta.shape[0]}", size, status=BAD_PARAM)
+    return AFFINE_GRID(theta, extents=tuple(extents))[0]
 
 
 def _check(theta: Any, *, extents: tuple[int, int]) -> None:
@@ -84,10 +82,15 @@ def _backward(grad: jax.Array, *, extents: tuple[int, int]) -> Arrays:
 
 
 def _base_points(extents: tuple[int, int], dtype: Any) -> list[jax.Array]:
-    """Of the rows and of the columns; computed in float64."""
-    compute_dtype = accumulator(dtype)
-    along = [np.arange(extent) for extent in extents]
-    return [jnp.asarray((2 * i - (len(i) - 1)) / max(len(i) - 1, 1), compute_dtype) for i in along]
+    """Of the rows and of the columns; computed in float64 unless their number is symbolic."""
+    return [_base_points_along(extent, accumulator(dtype)) for extent in extents]
+
+
+def _base_points_along(extent: int, dtype: Any) -> jax.Array:
+    if not jax.export.is_symbolic_dim(extent):
+        return jnp.asarray((2 * np.arange(extent) - (extent - 1)) / max(extent - 1, 1), dtype)
+    last = jnp.asarray(extent - 1, dtype)
+    return (2 * jnp.arange(extent, dtype=dtype) - last) / jnp.maximum(last, 1)
 
 
 # Linear, and each the other's transpose: nothing of the operands is kept.

@@ -145,9 +145,10 @@ def _drop(streams: jax.Array, x: jax.Array, *, rate: float) -> Arrays:
     shape = (*x.shape[:-1], count)
     indices = first + jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
     words = _kept_words((jnp.broadcast_to(key0, shape), jnp.broadcast_to(key1, shape)), indices, rate)
-    if x.shape[-1] % WORD_BITS:
+    unused_bits = -x.shape[-1] % WORD_BITS
+    if jax.export.is_symbolic_dim(unused_bits) or unused_bits:
         last = jnp.arange(count) == count - 1
-        words = jnp.where(last, words & jnp.uint32(2 ** (x.shape[-1] % WORD_BITS) - 1), words)
+        words = jnp.where(last, words & (jnp.uint32(2**WORD_BITS - 1) >> jnp.asarray(unused_bits, jnp.uint32)), words)
     return *_select(x, words, rate=rate), words
 
 

@@ -141,7 +141,8 @@ def _neighbours(x: jax.Array, before: int, after: int) -> jax.Array:
     """The sum over the channels around each."""
     # XLA finds worse layouts for arrays with axes of length 1.
     ones = tuple(axis for axis in range(_CHANNELS + 1, 0) if x.shape[axis] == 1)
-    farthest = max(x.shape[_CHANNELS] - 1, 0)
+    channels = x.shape[_CHANNELS]
+    farthest = max(before, after) if jax.export.is_symbolic_dim(channels) else max(channels - 1, 0)
     padding = min(before, farthest), min(after, farthest)
     packed = jnp.squeeze(x, ones)
     axis = _CHANNELS + len(ones)

@@ -153,7 +153,7 @@ def choose(
     mode, _, kernel_name = request.partition(":")
 
     def refusal(kernel: Kernel) -> str | None:
-        reason = _platform_reason(kernel, mode, hardware) or obstacle
+        reason = _platform_reason(kernel, mode, hardware) or obstacle or _size_reason(operands)
         if kernel_name and kernel.name != kernel_name:
             reason = f"{kernel_name} was asked for"
         chip = Hardware(kernel.platform, kernel.platform) if mode == "interpret" else hardware
@@ -189,6 +189,13 @@ def _platform_reason(kernel: Kernel, mode: str, hardware: Hardware) -> str | Non
     if mode == "interpret":
         return None if kernel.interpreter_is_pure else "its interpreter has side effects, which a primitive cannot have"
     return None if kernel.platform == hardware.platform else f"runs on {kernel.platform} only"
+
+
+def _size_reason(operands: Sequence[Any]) -> str | None:
+    for operand in operands:
+        if any(map(jax.export.is_symbolic_dim, operand.shape)):
+            return f"a kernel's blocks need sizes that are numbers; an operand is {list(operand.shape)}"
+    return None
 
 
 def _setback(

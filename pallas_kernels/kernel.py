@@ -25,7 +25,8 @@ class Kernel:
       run: `run(*operands, config, interpret=False, **params) -> outputs`. Launches the kernel on arrays; the only place
         that does. `interpret` is False, True, or the interpreter parameters of the kernel's own dialect.
       refuses: `refuses(hardware, *operands, **params) -> str | None`. Why this kernel cannot take operands of these
-        shapes and dtypes on this hardware, in words that a user can act on; None where it can. Never raises.
+        shapes and dtypes on this hardware, in words that a user can act on; None where it can. Never raises. Symbolic
+        sizes, which no kernel takes, are refused before.
       configs: `configs(hardware, *operands, **params)`. The launch configurations worth trying there, the default
         first.
       measured_on: names of the targets on which it was measured at least as fast as the reference; there it is the

@@ -80,12 +80,20 @@ def test_max_pool_kernels_round_once(name, rng):
 @pytest.mark.parametrize("name", KERNELS)
 def test_max_pool_kernels_treat_nan_infinity_and_zeros_as_the_operator_does(name):
     nan, inf = np.nan, np.inf
-    windows = [[3, nan, nan, 4], [-inf, nan, -inf, nan], [nan, -inf, -1, inf], [-0.0, 0.0, -0.0, 0.0], [-inf] * 4]
-    x = np.array(windows, np.float32).reshape(1, 5, 1, 2, 2).repeat(128, 1).reshape(1, 5 * 128, 2, 2)
-    grad = np.ones((1, 5 * 128, 1, 1), np.float32)
+    windows = [
+        [3, nan, nan, 4],
+        [-inf, nan, -inf, nan],
+        [nan, -inf, -1, inf],
+        [-0.0, 0.0, -0.0, 0.0],
+        [-inf] * 4,
+        [nan, -inf, -inf, nan],
+        [nan] * 4,
+    ]
+    x = np.array(windows, np.float32).reshape(1, 7, 1, 2, 2).repeat(128, 1).reshape(1, 7 * 128, 2, 2)
+    grad = np.ones((1, 7 * 128, 1, 1), np.float32)
     geometry = ((2, 2), (2, 2), (2, 2), (0, 0))
-    for propagate_nan, firsts in ((True, [1, 1, 0, 0, 0]), (False, [3, 0, 3, 0, 0])):
-        dx = launched(name, x, grad, geometry, propagate_nan=propagate_nan).reshape(5, 128, 4)
+    for propagate_nan, firsts in ((True, [1, 1, 0, 0, 0, 0, 0]), (False, [3, 0, 3, 0, 0, 1, 0])):
+        dx = launched(name, x, grad, geometry, propagate_nan=propagate_nan).reshape(7, 128, 4)
         np.testing.assert_array_equal(dx, np.eye(4)[firsts][:, None].repeat(128, 1))
 
 

@@ -127,6 +127,22 @@ def test_pooling_that_passes_over_nan_finds_minus_infinity_where_nothing_else_is
     np.testing.assert_array_equal(pooling_backward(desc, y, np.ones_like(y), x), np.ones((1, 1, 2, 2)))
 
 
+@pytest.mark.parametrize(
+    ("window", "first"),
+    [
+        ([np.nan, -np.inf, -np.inf, np.nan], 1),
+        ([np.nan, np.nan, np.nan, -np.inf], 3),
+        ([-np.inf, np.nan, -np.inf, np.nan], 0),
+        ([np.nan] * 4, 0),
+    ],
+    ids=str,
+)
+def test_pooling_that_passes_over_nan_prefers_even_minus_infinity(window, first):
+    x, one = np.float32(window).reshape(1, 1, 2, 2), np.ones((1, 1, 1, 1), np.float32)
+    dx = pooling_backward(PoolingDescriptor("MAX", 2, 0, 2), one, one, x)
+    np.testing.assert_array_equal(dx.ravel(), np.eye(4)[first])
+
+
 def test_pooling_averages_always_propagate_nan():
     for propagation in NAN:
         desc = PoolingDescriptor("AVERAGE_COUNT_INCLUDE_PADDING", 2, 0, 2, propagation)

@@ -146,6 +146,9 @@ def test_lrn_descriptors_have_the_documented_defaults_and_limits():
     assert LRNDescriptor() == LRNDescriptor(n=5, alpha=1e-4, beta=0.75, k=2.0)
     for limits in ({"n": 1}, {"n": 16}, {"k": 1e-5}, {"beta": 0.01}, {"alpha": -1e9}, {"alpha": 0}):
         LRNDescriptor(**limits)
+    # In float32 the limits are a little less than as they are written.
+    for limits in ({"k": np.float32(1e-5)}, {"beta": np.float32(0.01)}):
+        LRNDescriptor(**limits)
     assert hash(LRNDescriptor(np.int64(5))) == hash(LRNDescriptor())
 
 

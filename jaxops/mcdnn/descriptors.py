@@ -4,6 +4,9 @@ import dataclasses
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
+from jaxops import _layouts
 from jaxops._errors import BAD_PARAM, require
 from jaxops.dropout import checked_rate
 from jaxops.mcdnn.enums import ActivationMode, NanPropagation, PoolingMode, SamplerType, member
@@ -76,7 +79,9 @@ class LRNDescriptor:
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             require(is_number, name, field, "be a number", value, status=BAD_PARAM)
             if least is not None:
-                require(float(value) >= least, name, field, f"be at least {least}", value, status=BAD_PARAM)
+                # A float32 that was made of the limit is at the limit.
+                limit = type(value)(least) if isinstance(value, np.floating) else least
+                require(value >= limit, name, field, f"be at least {least}", value, status=BAD_PARAM)
             object.__setattr__(self, field, float(value))
 
     @property
@@ -154,12 +159,10 @@ class SpatialTransformerDescriptor:
     def __post_init__(self) -> None:
         name = type(self).__name__
         object.__setattr__(self, "sampler", member(name, "sampler", SamplerType, self.sampler))
-        are_sizes = isinstance(self.dims, tuple | list) and len(self.dims) >= 4
-        are_sizes = are_sizes and all(
-            isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 0 for n in self.dims
-        )
-        require(are_sizes, name, "dims", "be four sizes, (N, C, H, W)", self.dims, status=BAD_PARAM)
-        object.__setattr__(self, "dims", tuple(map(int, self.dims)))
+        dims = _layouts.sizes(self.dims)
+        are_four = dims is not None and len(dims) >= 4
+        require(are_four, name, "dims", "be four sizes, (N, C, H, W)", self.dims, status=BAD_PARAM)
+        object.__setattr__(self, "dims", dims)
 
 
 def _integers(name: str, field: str, value: Any, least: int | None) -> Ints:

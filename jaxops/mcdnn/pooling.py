@@ -1,7 +1,6 @@
 """The documented calls of pooling."""
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import jax
@@ -145,9 +144,9 @@ def _image_shape(call: Call, x: Any, x_shape: Any) -> tuple[int, ...]:
     call.require(x is not None or x_shape is not None, "x_shape", "be given where x is not", None)
     if x_shape is None:
         return x.shape
-    are_sizes = isinstance(x_shape, tuple | list) and all(isinstance(n, Integral) and int(n) >= 0 for n in x_shape)
-    call.require(are_sizes, "x_shape", "be a tuple of sizes", x_shape)
-    shape = tuple(map(int, x_shape))
+    shape = _layouts.sizes(x_shape)
+    call.require(shape is not None, "x_shape", "be a tuple of sizes", x_shape)
+    assert shape is not None
     if x is not None:
         call.require(shape == x.shape, "x_shape", f"be the shape of x, {x.shape}", x_shape)
     return shape

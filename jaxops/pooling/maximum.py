@@ -122,20 +122,22 @@ def _at(x: jax.Array, values: jax.Array, *, propagate_nan: bool, **attributes: A
 
 
 def _keys(x: jax.Array, propagate_nan: bool) -> jax.Array:
-    """Integers in the order of x: equal for equal numbers, and more than the least integer, which is for padding."""
+    """Integers in the order of x: equal for equal numbers, and more than the least integer, which is for padding.
+
+    NaN is more than infinity if it is propagated, and less than -infinity otherwise.
+    """
     x = x.astype(accumulator(x.dtype))
-    if not propagate_nan:
-        x = jnp.where(jnp.isnan(x), -jnp.inf, x)
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-    greatest = np.iinfo(bits.dtype).max
-    # Negative numbers count down from the sign bit. What is left of NaN is more than infinity.
-    return jnp.where(jnp.isnan(x), greatest, jnp.where(bits < 0, bits ^ greatest, bits))
+    least, greatest = np.iinfo(bits.dtype).min, np.iinfo(bits.dtype).max
+    # Negative numbers count down from the sign bit.
+    return jnp.where(jnp.isnan(x), greatest if propagate_nan else least + 1, jnp.where(bits < 0, bits ^ greatest, bits))
 
 
 def _winners(keys: jax.Array, values: jax.Array, span: Span) -> Arrays:
     """The greatest key of each window along one axis, and the value that lies beside the first one of them."""
     reach = (span.outputs - 1) * span.stride + span.window
-    behind = max(reach - span.padding - span.extent, 0)
+    # The windows end within the padding.
+    behind = _at_least_0(reach - span.padding - span.extent, limit=span.padding)
     keys = _padded(keys, span.axis, span.padding, behind, np.iinfo(keys.dtype).min)
     values = _padded(values, span.axis, span.padding, behind, 0)
 
@@ -161,7 +163,7 @@ def _returned(grad: jax.Array, winners: jax.Array, span: Span) -> jax.Array:
     # Position `stride * group + phase` lies in the windows `group - shift`, for a few shifts.
     shifts = range(-((padding + stride - 1) // stride), (window - 1 - padding) // stride + 1)
     groups = -(-extent // stride)
-    behind = max(groups - shifts[0] - span.outputs, 0)
+    behind = _at_least_0(groups - shifts[0] - span.outputs, limit=2 + window // stride)
     grad = _padded(grad, axis, shifts[-1], behind, 0)
     winners = _padded(winners, axis, shifts[-1], behind, -1)
 
@@ -190,6 +192,11 @@ def _returned(grad: jax.Array, winners: jax.Array, span: Span) -> jax.Array:
     shape = list(grad.shape)
     shape[axis] = groups * stride
     return jax.lax.slice_in_dim(by_phase.reshape(shape), 0, extent, axis=axis)
+
+
+def _at_least_0(size: int, *, limit: int) -> int:
+    """A size of padding, if it is positive; a symbolic one is replaced by what it never exceeds."""
+    return limit if jax.export.is_symbolic_dim(size) else max(size, 0)
 
 
 def _padded(x: jax.Array, axis: int, before: int, behind: int, value: float) -> jax.Array:

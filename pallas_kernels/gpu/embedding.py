@@ -179,8 +179,6 @@ def refuses(hardware, grad, indices, *, num_weights, **_) -> str | None:
         return f"Mosaic GPU needs compute capability 9.0 or later; {hardware.name} has {major}.{minor}"
     if jnp.dtype(grad.dtype).name not in _DTYPES:
         return f"the kernel takes {', '.join(_DTYPES)}; grad is {jnp.dtype(grad.dtype).name}"
-    if any(jax.export.is_symbolic_dim(size) for size in grad.shape):
-        return f"the kernel's grid needs sizes that are numbers; grad is {list(grad.shape)}"
     if 0 in (*grad.shape, num_weights):
         return f"there is nothing to sum; grad is {list(grad.shape)}"
     most = max(math.prod(indices.shape), num_weights) * max(_WARPGROUP, grad.shape[-1])

@@ -53,15 +53,16 @@ def _kernel(x_gmem, grad_gmem, dx_gmem, *, window, stride, width, propagate_nan,
                 jnp.minimum(first_row + offset[0], height - 1),
                 jnp.minimum(first_column + offset[1], columns - 1),
             )
-            value = load(x_gmem, row, column, run)
-            return value if propagate_nan else jnp.where(value == value, value, -jnp.inf)
+            return load(x_gmem, row, column, run)
 
         offsets = list(itertools.product(*map(range, window)))
         best, winner = element(offsets[0]), jnp.zeros_like(lanes)
         for number, offset in enumerate(offsets[1:], 1):
             value = element(offset)
-            # The first of equals stays, and the first NaN, which is neither more nor less nor equal.
-            wins = jnp.where(value > best, 1, jnp.where(value == value, 0, jnp.where(best == best, 1, 0)))
+            # The first of equals stays, and the first NaN, neither more nor less nor equal. It wins against any
+            # number if it is propagated, and otherwise any number wins against it.
+            stronger, weaker = (best, value) if propagate_nan else (value, best)
+            wins = jnp.where(value > best, 1, jnp.where(weaker == weaker, 0, jnp.where(stronger == stronger, 1, 0)))
             best, winner = jnp.where(wins == 1, value, best), jnp.where(wins == 1, number, winner)
         # Of the pixels that are left over, which fill no window, there is no gradient. Compared element by element:
         # Mosaic broadcasts no scalar condition.

@@ -177,8 +177,6 @@ def refuses(hardware, grad, indices, *, num_weights, **_) -> str | None:
     """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     if jnp.dtype(grad.dtype).name not in _DTYPES:
         return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; grad is {jnp.dtype(grad.dtype).name}"
-    if any(jax.export.is_symbolic_dim(size) for size in grad.shape):
-        return f"a kernel's blocks need sizes that are numbers; grad is {list(grad.shape)}"
     if 0 in (*grad.shape, num_weights):
         return f"there is nothing to sum; grad is {list(grad.shape)}"
     if not configs(hardware, grad, indices, num_weights=num_weights):

@@ -81,14 +81,14 @@ def blocks_of(x_shape, vmem_bytes, *, window, stride, padding):
 
 
 def _keys(x, propagate_nan):
-    """Integers in the order of x: equal for equal numbers."""
+    """Integers in the order of x: equal for equal numbers. NaN is the greatest if it is propagated, else the least."""
     x = x.astype(jnp.float32)
-    if not propagate_nan:
-        x = jnp.where(jnp.isnan(x), -jnp.inf, x)
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     greatest = jnp.iinfo(jnp.int32).max
-    # Negative numbers count down from the sign bit. What is left of NaN is more than infinity.
-    return jnp.where(jnp.isnan(x), greatest, jnp.where(bits < 0, bits ^ greatest, bits))
+    # Negative numbers count down from the sign bit.
+    return jnp.where(
+        jnp.isnan(x), greatest if propagate_nan else _LEAST + 1, jnp.where(bits < 0, bits ^ greatest, bits)
+    )
 
 
 def _kernel(x_ref, grad_ref, dx_ref, keys_vmem, sums_vmem, *, blocks, propagate_nan):

@@ -133,8 +133,6 @@ def dtype_refusal(**operands: Any) -> str | None:
 
 def size_refusal(x: Any, weight: Any) -> str | None:
     """Why there is nothing for a kernel to do, or too much to count."""
-    if any(jax.export.is_symbolic_dim(size) for size in (*x.shape, *weight.shape)):
-        return f"a kernel's blocks need sizes that are numbers; x is {list(x.shape)}, weight {list(weight.shape)}"
     if 0 in (*x.shape, *weight.shape):
         return f"a kernel needs rows, features and classes; x is {list(x.shape)}, weight {list(weight.shape)}"
     if weight.shape[0] > _MOST_CLASSES:

@@ -1,0 +1,86 @@
+"""Sizes that are known when an artifact is called: operators export with them for all platforms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+import lowering
+from jaxops import mcdnn
+
+KEY = jax.random.key(3)
+PLATFORMS = ("cpu", "cuda", "tpu")
+
+
+def transformed(x):
+    """A spatial transformer whose maps are pixels, in the documented calls."""
+    desc = mcdnn.SpatialTransformerDescriptor(x.shape)
+    grid = mcdnn.spatial_tf_grid_generator_forward(desc, x[:, :2, :3, 0])
+    return mcdnn.spatial_tf_sampler_forward(desc, x, grid)
+
+
+def spread(dy):
+    """The gradient of an average whose images are given by their shape alone."""
+    desc = mcdnn.PoolingDescriptor("AVERAGE_COUNT_INCLUDE_PADDING", 2, 0, 2)
+    return mcdnn.pooling_backward(desc, None, dy, None, x_shape=(dy.shape[0], 3, 8, 10))
+
+
+# symbolic shape, what is known of it, shapes that fit it
+IMAGES = ("n, 3, h, w", ("h >= 4", "w >= 4"), [(2, 3, 6, 7), (4, 3, 4, 9)])
+CHANNELS = ("n, c, 4, w", (), [(2, 3, 4, 5), (1, 1, 4, 3), (1, 9, 4, 3)])
+COLUMNS = ("n, 3, 4, w", (), [(2, 3, 4, 5), (1, 3, 4, 1)])
+BATCH = ("n, 3, 4, 5", (), [(2, 3, 4, 5), (1, 3, 4, 5)])
+CASES = {
+    "softmax": (lambda x: jaxops.softmax(x, axis=(1, 2, 3)), IMAGES),
+    "log-softmax": (lambda x: jaxops.softmax(x, algorithm="log"), IMAGES),
+    "dropout": (lambda x: jaxops.dropout(KEY, x, 0.4), IMAGES),
+    "batch-norm": (lambda x: jaxops.batch_norm(x, jnp.ones(3), jnp.zeros(3))[0], IMAGES),
+    "max-pool": (lambda x: jaxops.max_pool(x, 2), IMAGES),
+    "max-pool-overlapping": (lambda x: jaxops.max_pool(x, 3, stride=2, padding=1), IMAGES),
+    "max-pool-far": (lambda x: jaxops.max_pool(x, 2, stride=3), IMAGES),
+    "avg-pool": (lambda x: jaxops.avg_pool(x, 3, stride=2, padding=1, count_include_pad=False), IMAGES),
+    "local-response-norm": (lambda x: jaxops.local_response_norm(x, n=4, alpha=2.0), CHANNELS),
+    "grid-sample": (lambda x: jaxops.grid_sample(x, jnp.zeros((x.shape[0], 2, 3, 2))), IMAGES),
+    "affine-grid": (lambda x: jaxops.affine_grid(x[:, :2, :3, 0], (x.shape[0], 3, 4, x.shape[3])), COLUMNS),
+    "spatial-transformer": (transformed, COLUMNS),
+    "pooling-backward": (spread, BATCH),
+    "activation": (lambda x: jaxops.activation(x, "swish"), IMAGES),
+}
+
+
+@pytest.mark.parametrize(("fn", "sizes"), CASES.values(), ids=CASES)
+def test_operators_export_with_symbolic_sizes(fn, sizes, rng):
+    text, constraints, shapes = sizes
+    symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape(text, constraints=constraints), jnp.float32)
+
+    def value_and_gradient(x):
+        y, pull_back = jax.vjp(fn, x)
+        return y, *pull_back(jnp.cos(y))
+
+    artifact = lowering.export(value_and_gradient, symbolic, platforms=PLATFORMS)
+    for shape in shapes:
+        x = jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for actual, expected in zip(artifact.call(x), value_and_gradient(x), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+def test_dropout_of_symbolic_sizes_keeps_the_same_elements(rate):
+    (n,) = jax.export.symbolic_shape("n")
+
+    def forward(x):
+        return mcdnn.dropout_forward(mcdnn.DropoutDescriptor(rate), KEY, x)
+
+    artifact = lowering.export(forward, jax.ShapeDtypeStruct((n,), jnp.float32), platforms=["cpu"])
+    for size in (1, 31, 32, 33, 64, 96):
+        for actual, expected in zip(artifact.call(jnp.ones(size)), forward(jnp.ones(size)), strict=True):
+            np.testing.assert_array_equal(actual, expected)
+
+
+def test_kernels_refuse_symbolic_sizes_in_one_sentence():
+    symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 128"), jnp.float32)
+    table = str(lowering.explain(jaxops.softmax, symbolic, target="cuda-h100"))
+    assert "a kernel's blocks need sizes that are numbers" in " ".join(table.replace("│", " ").split())
+    with lowering.use("pallas"), pytest.raises(lowering.NotSupportedError, match="sizes that are numbers"):
+        lowering.export(jaxops.softmax, symbolic, platforms=["cuda"])
