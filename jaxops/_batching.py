@@ -21,7 +21,9 @@ def rule(primitive: Primitive, operands_carry: Sequence[bool], results_carry: Se
 
     def batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Sequence[Any], Sequence[int]]:
         mapped = [dim is not None for dim in dims]
-        operands = [jnp.moveaxis(x, dim, 0) if m else x for x, dim, m in zip(operands, dims, mapped, strict=True)]
+        operands = [
+            jnp.moveaxis(x, dim, 0) if m else as_array(x) for x, dim, m in zip(operands, dims, mapped, strict=True)
+        ]
         if all(results_carry) and all(carries or not m for carries, m in zip(operands_carry, mapped, strict=True)):
             size = next(x.shape[0] for x, m in zip(operands, mapped, strict=True) if m)
             operands = [
@@ -34,6 +36,11 @@ def rule(primitive: Primitive, operands_carry: Sequence[bool], results_carry: Se
         return results, (0,) * len(results)
 
     return batch
+
+
+def as_array(x: Any) -> Any:
+    """An operand, tangent or cotangent as an array: JAX passes on the numbers of the host that users give."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x, jax.typeof(x).dtype)
 
 
 def _one_by_one(primitive: Primitive, operands: Sequence[Any], mapped: Sequence[bool], params: dict[str, Any]) -> Any:

@@ -120,7 +120,7 @@ def _tangent_primitive(operator: _Operator, derivative: Derivative) -> Primitive
     def transpose(cotangents: Any, *operands: Any, active: Active, selection: Any, params: Any) -> list[Any]:
         residuals, tangents = _split(operands, active)
         with lowering.using(selection):
-            cotangents = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+            cotangents = [_batching.as_array(ad.instantiate_zeros(cotangent)) for cotangent in cotangents]
             results = derivative.vjp(residuals, cotangents, active, **dict(params))
         laid_out = [_sharding.laid_out_as(x, tangent.aval) for x, tangent in zip(results, tangents, strict=True)]
         return [None] * len(residuals) + laid_out

@@ -177,6 +177,26 @@ def test_activation_formula_is_differentiated_as_the_operator_is(mode):
     np.testing.assert_allclose(slope, value_and_slope(mode, x)[1], rtol=1e-5, atol=5e-7)
 
 
+def test_swish_of_no_beta_is_half_of_x_up_to_infinity():
+    x = np.float32([-np.inf, -3, 0, 2, np.inf])
+    y, pull_back = jax.vjp(lambda x: activation(x, "swish", swish_beta=0.0), x)
+    np.testing.assert_array_equal(y, x / 2)
+    np.testing.assert_array_equal(*pull_back(np.ones_like(x)), np.full_like(x, 0.5))
+
+
+@pytest.mark.parametrize("mode", ["tanh", "swish"])
+def test_activation_takes_numbers_of_the_host_as_tangents_and_cotangents(mode):
+    def f(x):
+        return activation(x, **attributes_of(mode))
+
+    x = np.float32([-2.5, 0.0, 0.7])
+    expected = value_and_slope(mode, x)[1]
+    slopes = [jax.vjp(f, each)[1](1.0)[0] for each in x]
+    np.testing.assert_allclose(slopes, expected, rtol=1e-5)
+    for slope in (lambda each: jax.vjp(f, each)[1](1.0)[0], lambda each: jax.jvp(f, (each,), (1.0,))[1]):
+        np.testing.assert_allclose(jax.vmap(slope)(x), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 1, 3, 1, 2, 1)], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_activation_takes_any_shape(mode, shape, rng):

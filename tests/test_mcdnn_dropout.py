@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxops import dropout
 from jaxops._errors import BadParamError, NotSupportedError
@@ -119,8 +121,31 @@ def test_dropout_backward_refuses(change, status, argument):
     assert_refused(dropout_backward, {"desc": HALF, "dy": X, "reserve_space": SPACE, **change}, status, argument)
 
 
-def test_dropout_reserve_space_size_refuses_nothing_given():
-    assert_refused(dropout_get_reserve_space_size, {"x": None}, BAD, "x")
+@pytest.mark.parametrize("x", [None, 5], ids=str)
+def test_dropout_reserve_space_size_refuses_what_has_no_shape(x):
+    assert_refused(dropout_get_reserve_space_size, {"x": x}, BAD, "x")
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 8, 8), (4, 4, 32), (8, 32), (4, 33)], ids=str)
+@pytest.mark.parametrize("spec", [P("m"), P(None, "m")], ids=str)
+def test_dropout_has_the_same_reserve_space_on_an_explicit_mesh(spec, shape, rng):
+    if spec != P("m") and shape[1] % 4:
+        pytest.skip("the mesh does not split this axis")
+    x = rng.normal(size=shape).astype(np.float32)
+    y, reserve_space = dropout_forward(HALF, KEY, x)
+    mesh = jax.make_mesh((4,), ("m",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    split = jax.device_put(x, jax.NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        split_y, split_space = jax.jit(lambda x: dropout_forward(HALF, KEY, x))(split)
+        split_dx = jax.jit(lambda dy, space: dropout_backward(HALF, dy, space))(split, split_space)
+    for result in (split_y, split_dx):
+        assert result.sharding.is_equivalent_to(split.sharding, x.ndim)
+    for actual, expected in (
+        (split_y, y),
+        (split_space, reserve_space),
+        (split_dx, dropout_backward(HALF, x, reserve_space)),
+    ):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5, float("nan"), None, "0.5", True], ids=str)

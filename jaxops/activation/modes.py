@@ -40,7 +40,7 @@ def activated(activation: Activation, u: jax.Array) -> jax.Array:
         return jnp.where(u > 0, u, coef * jnp.expm1(jnp.where(u > 0, 0, u)))
     if mode == "swish":
         # The limit at an infinity is 0, and not infinity times 0.
-        s = jax.nn.sigmoid(coef * u)
+        s = jax.nn.sigmoid(_times(coef, u))
         return jnp.where(s == 0, 0, u * s)
     return {"sigmoid": jax.nn.sigmoid, "tanh": jnp.tanh, "identity": lambda u: u}[mode](u)
 
@@ -72,9 +72,15 @@ def scaled_by_slope(activation: Activation, gate: jax.Array, grad: jax.Array) ->
         return grad * (1 - jnp.square(jnp.tanh(u)))
     if mode == "sigmoid":
         return grad * jax.nn.sigmoid(u) * jax.nn.sigmoid(-u)
-    s, rest = jax.nn.sigmoid(coef * u), jax.nn.sigmoid(-coef * u)
+    scaled = _times(coef, u)
+    s, rest = jax.nn.sigmoid(scaled), jax.nn.sigmoid(-scaled)
     # Where one of the two is 0, u may be infinite.
-    return grad * (s + jnp.where(s * rest == 0, 0, coef * u) * s * rest)
+    return grad * (s + jnp.where(s * rest == 0, 0, scaled) * s * rest)
+
+
+def _times(factor: float, u: jax.Array) -> jax.Array:
+    """Their product, which is 0 for a factor of 0 even if u is infinite."""
+    return factor * u if factor else jnp.zeros_like(u)
 
 
 def scaled_by_slope_of_result(activation: Activation, y: jax.Array, grad: jax.Array) -> jax.Array:

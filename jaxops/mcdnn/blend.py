@@ -29,7 +29,9 @@ def check_prior(
     error: type[OperatorError] = BadParamError,
 ) -> None:
     """Refuses a prior that is missing where beta is not zero, or unlike the output: with the function's own status."""
-    require(prior is not None or beta == 0, operator, argument, "be given where beta is not 0", None, status=BAD_PARAM)
+    require(
+        prior is not None or beta == 0, operator, argument, "be given where its beta is not 0", None, status=BAD_PARAM
+    )
     if prior is not None:
         alike = (tuple(prior.shape), prior.dtype) == (tuple(shape), dtype)
         rule = f"have the output's shape and dtype, {dtype}{list(shape)}"

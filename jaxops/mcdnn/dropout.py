@@ -84,11 +84,13 @@ def dropout_get_reserve_space_size(x: Any) -> int:
       x: an array, or anything else with a shape, such as `jax.ShapeDtypeStruct`.
 
     Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if x is missing.
+      BadParamError: status MCDNN_STATUS_BAD_PARAM if x is missing, or has no shape.
 
     Source: mcDNN `mcdnnDropoutGetReserveSpaceSize`.
     """
-    Call("dropout_get_reserve_space_size").present(x=x)
+    call = Call("dropout_get_reserve_space_size")
+    call.present(x=x)
+    call.require(hasattr(x, "shape"), "x", "have a shape", x)
     return bits.size_bytes(math.prod(x.shape))
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxops import _sharding
+
 
 def size_bytes(elements: int) -> int:
     """The bytes that a bit for each element takes, in words of 32."""
@@ -18,7 +20,8 @@ def size_bytes(elements: int) -> int:
 def from_words(words: jax.Array) -> jax.Array:
     """Words of bits as uint8 reserve space, the least significant byte first."""
     shifts = jnp.arange(0, 32, 8, dtype=jnp.uint32)
-    return (words.reshape(words.size, 1) >> shifts[None]).astype(jnp.uint8).reshape(4 * words.size)
+    flat = _sharding.reshaped(words, (words.size,))
+    return _sharding.reshaped((flat[:, None] >> shifts[None]).astype(jnp.uint8), (4 * words.size,))
 
 
 def to_words(reserve_space: jax.Array, elements: int) -> jax.Array:
