@@ -84,9 +84,20 @@ def outliers(rng, shape):
     return x, means
 
 
+def heavy_tails(rng, shape):
+    """Many pixels far from all others, also where windows begin."""
+    return np.exp(3 * rng.normal(size=shape)), rng.normal(size=shape)
+
+
+def many_outliers(rng, shape):
+    x, means = rng.normal(size=shape), rng.normal(size=shape)
+    x[rng.random(shape) < 0.02] *= 1e4
+    return x, means
+
+
 # What float32 differences of neighbours can keep of y and, beside the largest, of the gradients. A gradient that the
 # outlying mean hardly touches is a difference of what is far from it.
-IMAGES = {"far-from-zero": (far_from_zero, 3e-6, 3e-6), "ramp": (ramp, 1e-5, 1e-5), "outliers": (outliers, 1e-5, 1e-4)}
+IMAGES = {"far-from-zero": (far_from_zero, 3e-6, 3e-6), "ramp": (ramp, 1e-5, 1e-5), "outliers": (outliers, 2e-6, 1e-4)}
 
 
 @pytest.mark.parametrize(("images", "of_y", "of_gradients"), IMAGES.values(), ids=IMAGES)
@@ -100,6 +111,34 @@ def test_divisive_norm_keeps_the_digits_of_deviations(n, images, of_y, of_gradie
     np.testing.assert_allclose(y, truth[0], rtol=of_y)
     for actual, exact in zip(gradients, truth[1:], strict=True):
         np.testing.assert_allclose(actual, exact, rtol=0, atol=of_gradients * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("images", [heavy_tails, many_outliers])
+@pytest.mark.parametrize("n", [5, 16])
+@pytest.mark.parametrize("shape", [(1, 1, 24, 24), (1, 1, 9, 10, 11)], ids=["images", "volumes"])
+def test_divisive_norm_keeps_the_digits_of_outliers(shape, n, images, rng):
+    """As sums of squared differences do."""
+    attributes = {"n": n, "alpha": 1.0, "beta": 0.75, "k": 1e-5}
+    x, means = (array.astype(np.float32) for array in images(rng, shape))
+    dy = rng.normal(size=shape).astype(np.float32)
+    truth = oracle.within_channels(x, means, dy, **attributes)
+    y, dx, dmeans = results(x, means, dy, **attributes)
+    np.testing.assert_allclose(y, truth[0], rtol=2e-6)
+    for actual, exact in zip((dx, dmeans), truth[1:], strict=True):
+        np.testing.assert_allclose(actual, exact, rtol=0, atol=2e-6 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("pixel", [np.inf, -np.inf, 1e25, np.nan])
+def test_divisive_norm_keeps_what_overflows_to_its_windows(pixel, n, rng):
+    x, means, dy = (rng.normal(size=(3, 1, 6, 5)).astype(np.float32) for _ in range(3))
+    zeros = np.zeros_like(x)
+    for image, at in enumerate([(0, 0), (2, 3), (5, 4)]):
+        x[image, 0, *at] = pixel
+    with np.errstate(over="ignore", invalid="ignore"):
+        truth = [oracle.within_channels(x, m, dy, n=n, **STRONG)[0] for m in (zeros, means)]
+    for m, exact in zip((None, zeros, means), (truth[0], *truth), strict=True):
+        np.testing.assert_allclose(divisive_norm(x, m, n=n, **STRONG), exact, rtol=1e-5, atol=1e-11)
 
 
 @pytest.mark.parametrize("with_means", [False, True], ids=["zero-means", "means"])

@@ -56,11 +56,13 @@ def divisive_norm(
         dtype, n is not a positive integer, or another attribute is not a number.
 
     Numerics: computed in float32 (float64 for float64) and rounded once, forward and backward; the power as in
-      `local_response_norm`. Without means, squares are summed along one axis after the other. With means, only
-      neighbours are subtracted, in a number of steps that grows with the logarithm of n, so that pixels and means of
-      1e4 keep the digits of deviations of 1; only gradients of x near a mean far from all others lose some. All modes
-      and orders of derivatives exist; the gradient keeps x and means. On every platform it runs as XLA operations:
-      one-dimensional window reductions, or slices of windows that double.
+      `local_response_norm`. Without means, squares are summed along one axis after the other. With means, each window's
+      squares are taken about its own mean, in a number of steps that grows with the logarithm of n: only what is never
+      negative is added, so that pixels and means of 1e4 keep the digits of deviations of 1, and pixels far from all
+      others cost few. Only gradients of x near a mean far from all others lose some. A window with an infinite pixel
+      has an infinite s, and one with a NaN is NaN; where there are means, pixels beyond an eighth of the largest number
+      count as that in s. All modes and orders of derivatives exist; the gradient keeps x and means. On every platform
+      it runs as XLA operations: one-dimensional window reductions, or slices of windows that double.
 
     Source: mcDNN `mcdnnDivisiveNormalizationForward` and `mcdnnDivisiveNormalizationBackward`, whose limits on n, beta
       and k are not enforced here. Without means it is what Caffe calls a response norm within the channel.
@@ -147,10 +149,12 @@ def _deviations(x: jax.Array, means: jax.Array | None, spans: Sequence[Span]) ->
     """The sums over each window of the deviations from the mean at its centre, and of their squares."""
     if means is None:
         return _summed(x, spans), _summed(jnp.square(x), spans)
-    origin, size, total, squares = moments.deviations(x, spans)
-    shift = origin - means
-    moved = size * shift
-    return moments.plus(total, moved), moments.plus(squares, shift * moments.plus(total, total, moved))
+    # Of numbers up to here no difference is infinite, but squares are, as those of an infinite pixel must be.
+    largest = float(jnp.finfo(x.dtype).max) / 8
+    origin, offset, variance = moments.deviations(jnp.clip(x, -largest, largest), spans)
+    size = jnp.asarray(moments.counts(x, spans))
+    deviation = (origin - means) + (0 if offset is None else offset)
+    return size * deviation, size * ((0 if variance is None else variance) + jnp.square(deviation))
 
 
 def _spread(u: jax.Array, x: jax.Array, means: jax.Array | None, spans: Sequence[Span]) -> jax.Array:
@@ -173,7 +177,8 @@ def _spans(x: jax.Array, window: tuple[int, ...]) -> tuple[Span, ...]:
     spans = []
     for axis, n in zip(windows.VOLUME_AXES, window, strict=True):
         extent = x.shape[axis]
-        before, after = (min(steps, max(extent - 1, 0)) for steps in reach(n))
+        farthest = n if jax.export.is_symbolic_dim(extent) else max(extent - 1, 0)
+        before, after = (min(steps, farthest) for steps in reach(n))
         spans.append(Span(axis, extent, before + after + 1, 1, before))
     return tuple(spans)
 
