@@ -35,7 +35,8 @@ def sizes(value: Any) -> tuple[int, ...] | None:
     are_symbolic = map(jax.export.is_symbolic_dim, value)
     if not all(a or b for a, b in zip(are_integers, are_symbolic, strict=True)):
         return None
-    return tuple(n if jax.export.is_symbolic_dim(n) else int(n) for n in value)
+    shape: list[Any] = [n if jax.export.is_symbolic_dim(n) else int(n) for n in value]
+    return tuple(shape)
 
 
 def spatial_extents(shape: Sequence[int], layout: str) -> tuple[int, ...]:

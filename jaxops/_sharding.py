@@ -1,6 +1,6 @@
 """How operators behave on more than one device, driven by their signatures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxops._errors import require
 from jaxops._signature import Axes, Signature
 
 
@@ -62,6 +63,15 @@ def laid_out_as(x: jax.Array, aval: Any) -> jax.Array:
     if AxisType.Explicit not in aval.sharding.mesh.axis_types or jax.typeof(x).sharding == aval.sharding:
         return x
     return jax.sharding.reshard(x, aval.sharding)
+
+
+def axis_size(operator: str, argument: str, axis: Hashable) -> int:
+    """The number of devices along a mesh axis, or several. BadParamError if no shard_map around splits over them."""
+    try:
+        return jax.lax.axis_size(axis)
+    except NameError:
+        require(False, operator, argument, "name a mesh axis of the surrounding shard_map", axis)
+        raise
 
 
 def reshaped(x: jax.Array, shape: Sequence[int], *, like: jax.Array | None = None) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowering
-from jaxops import NotSupportedError, batch_norm
+from jaxops import BadParamError, NotSupportedError, batch_norm, mcdnn
 
 
 def draw(rng):
@@ -71,6 +71,37 @@ def test_batch_norm_shares_statistics_over_a_mesh_axis(check_vma, rng):
 
     shared, whole = (jax.jit(functools.partial(everything, fn)) for fn in (sharded, loss))
     contract.assert_close(shared(x, scale, bias, residual), whole(x, scale, bias, residual))
+
+
+@pytest.mark.parametrize("axis_name", ["batch", ("batch",)], ids=str)
+def test_batch_norm_refuses_an_axis_that_no_shard_map_splits(axis_name, rng):
+    x, scale, bias, _ = draw(rng)
+
+    def train(x):
+        return batch_norm(x, scale, bias, axis_name=axis_name).y
+
+    message = "batch_norm: axis_name must name a mesh axis of the surrounding shard_map; got "
+    for call in (train, jax.vmap(train, axis_name="batch"), jax.jit(jax.vmap(train, axis_name="batch"))):
+        with pytest.raises(BadParamError, match=message):
+            call(x if call is train else x[None])
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P(None, None, "data")], ids=str)
+def test_batch_norm_has_the_same_reserve_space_on_an_explicit_mesh(spec, rng):
+    x = rng.normal(size=(8, 6, 8, 2)).astype(np.float32)
+    ones, relu = np.ones((1, 6, 1, 1), np.float32), mcdnn.ActivationDescriptor("RELU")
+
+    def train(x):
+        return mcdnn.batch_normalization_forward_training_ex(
+            "SPATIAL", "OPS_BN_ACTIVATION", x, ones, ones, exponential_average_factor=0.1, activation=relu
+        )
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        split = jax.jit(train)(jax.device_put(x, NamedSharding(mesh, spec)))
+    whole = train(x)
+    np.testing.assert_array_equal(split.reserve_space, whole.reserve_space)
+    np.testing.assert_allclose(split.y, whole.y, rtol=1e-5, atol=1e-5)
 
 
 def test_batch_norm_kernels_refuse_a_split_batch(rng):

@@ -253,3 +253,15 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_row_gradients_keep_promise(case, promise, rng):
     promise(case, rng)
+
+
+def test_ema_adam_rows_takes_injected_hyperparameters(rng):
+    grad, indices = draw(rng)
+    params = {"table": jnp.asarray(rng.normal(size=(V, WIDTH)), jnp.float32)}
+    grads = {"table": embedding_row_gradients(grad, indices, num_weights=V)}
+    plain = jaxops.ema_adam_rows(1e-2, b1=0.8)
+    injected = optax.inject_hyperparams(jaxops.ema_adam_rows)(1e-2, b1=0.8)
+    expected, actual = (
+        jaxops.fused_apply(optimizer, grads, optimizer.init(params), params)[0] for optimizer in (plain, injected)
+    )
+    np.testing.assert_allclose(actual["table"], expected["table"], rtol=1e-6)

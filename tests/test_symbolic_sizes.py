@@ -31,16 +31,20 @@ IMAGES = ("n, 3, h, w", ("h >= 4", "w >= 4"), [(2, 3, 6, 7), (4, 3, 4, 9)])
 CHANNELS = ("n, c, 4, w", (), [(2, 3, 4, 5), (1, 1, 4, 3), (1, 9, 4, 3)])
 COLUMNS = ("n, 3, 4, w", (), [(2, 3, 4, 5), (1, 3, 4, 1)])
 BATCH = ("n, 3, 4, 5", (), [(2, 3, 4, 5), (1, 3, 4, 5)])
+SQUARES = [(2, 3, 4, 4), (1, 3, 1, 1)]
 CASES = {
     "softmax": (lambda x: jaxops.softmax(x, axis=(1, 2, 3)), IMAGES),
     "log-softmax": (lambda x: jaxops.softmax(x, algorithm="log"), IMAGES),
     "dropout": (lambda x: jaxops.dropout(KEY, x, 0.4), IMAGES),
     "batch-norm": (lambda x: jaxops.batch_norm(x, jnp.ones(3), jnp.zeros(3))[0], IMAGES),
+    "running-statistics": (lambda x: jaxops.batch_norm(x, *[jnp.ones(3)] * 4).running_var, ("n, 3, h, h", (), SQUARES)),
     "max-pool": (lambda x: jaxops.max_pool(x, 2), IMAGES),
     "max-pool-overlapping": (lambda x: jaxops.max_pool(x, 3, stride=2, padding=1), IMAGES),
     "max-pool-far": (lambda x: jaxops.max_pool(x, 2, stride=3), IMAGES),
     "avg-pool": (lambda x: jaxops.avg_pool(x, 3, stride=2, padding=1, count_include_pad=False), IMAGES),
     "local-response-norm": (lambda x: jaxops.local_response_norm(x, n=4, alpha=2.0), CHANNELS),
+    "divisive-norm": (lambda x: jaxops.divisive_norm(x, n=5, alpha=2.0), ("n, 3, h, h", (), SQUARES)),
+    "divisive-norm-means": (lambda x: jaxops.divisive_norm(x, jnp.roll(x, 1, -1), n=5, alpha=2.0), IMAGES),
     "grid-sample": (lambda x: jaxops.grid_sample(x, jnp.zeros((x.shape[0], 2, 3, 2))), IMAGES),
     "affine-grid": (lambda x: jaxops.affine_grid(x[:, :2, :3, 0], (x.shape[0], 3, 4, x.shape[3])), COLUMNS),
     "spatial-transformer": (transformed, COLUMNS),

@@ -67,8 +67,8 @@ def batch_norm(
       running_mean: like scale, or None together with running_var.
       running_var: like scale.
       mode: "spatial" or "per_activation".
-      momentum: the weight of the new statistics, in [0, 1]; at 1 the old ones are not read. 1 / (n + 1) at call n,
-        counted from 0, averages over all calls.
+      momentum: the weight of the new statistics, in [0, 1]; a number of the host, of which each value is compiled anew.
+        At 1 the old statistics are not read; 1 / (n + 1) at call n, counted from 0, averages over all calls.
       epsilon: 0 or more.
       activation: None, a mode or (mode, coefficient): "sigmoid", "relu", "tanh", "clipped_relu" (the coefficient is its
         ceiling and must be given), "elu" (its factor, 1), "identity" or "swish" (its beta, 1).
@@ -82,7 +82,8 @@ def batch_norm(
       BatchNormOutput: y, the running statistics (None where none are given), and those of this batch.
 
     Raises:
-      BadParamError: if shapes, dtypes or attributes are others than above, or one running statistic comes alone.
+      BadParamError: if shapes, dtypes or attributes are others than above, one running statistic comes alone, or no
+        shard_map around splits over axis_name (that of a vmap is none).
 
     Numerics: everything in float32 (float64 for float64 x), rounded once at the end; the variance in a second pass over
       x, so that a large mean costs no digits. With one element a channel the running variance takes the biased one, 0;
@@ -99,13 +100,16 @@ def batch_norm(
     scale, bias = parameters(name, view, scale=scale, bias=bias)
     check_epsilon(name, epsilon)
     in_range = is_number(momentum) and 0 <= momentum <= 1
-    require(in_range, name, "momentum", "be a number in [0, 1]", momentum, status=BAD_PARAM)
+    require(in_range, name, "momentum", "be a number of the host in [0, 1]", momentum, status=BAD_PARAM)
     both = (running_mean is None) == (running_var is None)
     require(both, name, "running_mean", "be given with running_var, or neither", running_mean, status=BAD_PARAM)
     fused = None if activation is None else requested(name, activation)
     residual = _residual(name, x, residual)
     is_name = axis_name is None or isinstance(axis_name, str | tuple)
     require(is_name, name, "axis_name", "be a mesh axis or a tuple of them", axis_name, status=BAD_PARAM)
+    axes = {*axis_name} if isinstance(axis_name, tuple) else {axis_name} - {None}
+    is_split = axes <= {*jax.sharding.get_abstract_mesh().manual_axes}
+    require(is_split, name, "axis_name", "name a mesh axis of the surrounding shard_map", axis_name, status=BAD_PARAM)
     epsilon = float(epsilon)
     y, mean, variance = train(view, x, scale, bias, residual, fused, epsilon=epsilon, axis_name=axis_name)
     mean, variance = jax.lax.stop_gradient((mean, variance))
@@ -221,7 +225,7 @@ def moved_statistics(
     elements = view.elements * (1 if axis_name is None else jax.lax.axis_size(axis_name))
     if elements == 0:
         momentum = 0.0
-    new = mean, variance * (elements / (elements - 1) if elements > 1 else 1.0)
+    new = mean, variance * _unbiased(elements)
     moved = []
     for before, after in zip(jax.lax.stop_gradient(tuple(old)), new, strict=True):
         after = view.parameters_back(after).reshape(before.shape)
@@ -233,6 +237,14 @@ def moved_statistics(
             average = (1 - momentum) * before.astype(after.dtype) + momentum * after
             moved.append(average.astype(before.dtype))
     return moved[0], moved[1]
+
+
+def _unbiased(elements: int) -> float | jax.Array:
+    """By what the biased variance of so many elements is multiplied; 1 for a single one."""
+    if jax.export.is_symbolic_dim(elements):
+        count = jnp.asarray(elements, jnp.float32)
+        return jnp.where(count > 1, count / jnp.maximum(count - 1, 1), 1)
+    return elements / (elements - 1) if elements > 1 else 1.0
 
 
 def parameters(operator: str, view: View, **arrays: Any) -> list[jax.Array]:

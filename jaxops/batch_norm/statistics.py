@@ -35,7 +35,8 @@ def global_sum(local: jax.Array, axis_name: Hashable) -> jax.Array:
 def count(x: jax.Array, axis_name: Hashable) -> int:
     """How many elements each statistic reduces, and 1 where there is none: a sum of nothing can be divided by it."""
     here = math.prod(x.shape[axis] for axis in _REDUCED)
-    return max(1, here * (1 if axis_name is None else jax.lax.axis_size(axis_name)))
+    # In this order symbolic sizes, of 1 or more, can be compared.
+    return max(here * (1 if axis_name is None else jax.lax.axis_size(axis_name)), 1)
 
 
 def mean_and_variance(x: jax.Array, axis_name: Hashable) -> tuple[jax.Array, jax.Array]:

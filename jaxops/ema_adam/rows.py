@@ -3,21 +3,32 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from jaxops._errors import require, require_present
 from jaxops.ema_adam.one_pass import rows_of
 from jaxops.ema_adam.operator import Number, compute_dtype
-from jaxops.ema_adam.transform import EmaParamsState, ema_adam
+from jaxops.ema_adam.transform import EmaParamsState, Schedule, ema_adam
 from jaxops.embedding.row_gradients import RowGradients, rows_at, with_rows
 
 _NAME = "ema_adam_rows"
 
 
 def ema_adam_rows(
-    learning_rate: Number | Callable[[jax.Array], jax.typing.ArrayLike], **hyperparameters: Any
+    learning_rate: Number | Schedule,
+    *,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.0,
+    mode: str = "adamw",
+    bias_correction: bool = True,
+    ema_decay: Number | Schedule = 0.9999,
+    mu_dtype: Any | None = None,
+    nu_dtype: Any | None = None,
+    ema_dtype: Any | None = None,
+    mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """`ema_adam` for embedding tables of whose gradient only the touched rows exist.
 
@@ -38,8 +49,18 @@ def ema_adam_rows(
     `ema_decay`, the average of a row looks back over the steps that touched it.
 
     Args:
-      learning_rate: as of `ema_adam`.
-      **hyperparameters: all others of `ema_adam`.
+      learning_rate: as of `ema_adam`, like all others.
+      b1: of the first moment.
+      b2: of the second moment.
+      eps: what is added to the root of the second moment.
+      weight_decay: factor of the parameters.
+      mode: "adamw" or "l2".
+      bias_correction: whether moments are corrected.
+      ema_decay: of the average.
+      mu_dtype: of the first moment.
+      nu_dtype: of the second moment.
+      ema_dtype: of the average.
+      mask: which parameters decay.
 
     Returns:
       A transform with the state of `ema_adam`, so that one may follow the other and `ema_params` reads the average. Its
@@ -53,7 +74,20 @@ def ema_adam_rows(
     Numerics: as `ema_adam`. With donated parameters and state, memory is proportional to the number of touched rows;
       XLA's CPU compiler copies tables of bfloat16 that rows are written to.
     """
-    dense = ema_adam(learning_rate, **hyperparameters)
+    dense = ema_adam(
+        learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        mode=mode,
+        bias_correction=bias_correction,
+        ema_decay=ema_decay,
+        mu_dtype=mu_dtype,
+        nu_dtype=nu_dtype,
+        ema_dtype=ema_dtype,
+        mask=mask,
+    )
 
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         require_present(_NAME, params=params)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxops import _sharding
 from jaxops._errors import require_bool, require_present
 from jaxops._ids import ids_of_part, wide_ids
 from jaxops.embedding.operator import EMBEDDING, check_lookup
@@ -66,7 +67,8 @@ def _of_split_table(
     table: jax.Array, indices: jax.Array, vocab_axis: str, *, padding_idx: int | None, counted_rank: int | None
 ) -> jax.Array:
     """Every device contributes the rows that it has, and zeros for all others."""
-    whole = jax.ShapeDtypeStruct((table.shape[0] * jax.lax.axis_size(vocab_axis), *table.shape[1:]), table.dtype)
+    parts = _sharding.axis_size("embedding", "vocab_axis", vocab_axis)
+    whole = jax.ShapeDtypeStruct((table.shape[0] * parts, *table.shape[1:]), table.dtype)
     check_lookup(whole, indices, padding_idx=padding_idx, counted_rank=counted_rank)
     ids = wide_ids(indices)
     ids_here, is_here = ids_of_part(indices, table.shape[0], vocab_axis)

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxops import _sharding
 from jaxops._derivative import Arrays
 from jaxops._errors import require, require_bool, require_present
 from jaxops._ids import ids_of_part, wide_ids
 from jaxops._operator import Operator
-from jaxops._sharding import explicit_mesh
 from jaxops.embedding.operator import EMBEDDING, EMBEDDING_DENSE_BACKWARD, check_dense_backward
 
 _NAME = "embedding_row_gradients"
@@ -89,7 +89,7 @@ def embedding_row_gradients(
     if vocab_axis is not None:
         if padding_idx is not None:
             indices = jnp.where(wide_ids(indices) == padding_idx, -1, wide_ids(indices))
-        size, rest = divmod(size, jax.lax.axis_size(vocab_axis))
+        size, rest = divmod(size, _sharding.axis_size(_NAME, "vocab_axis", vocab_axis))
         require(rest == 0, _NAME, "num_weights", f"be a multiple of the devices along {vocab_axis}", num_weights)
         (indices, _), padding_idx = ids_of_part(indices, size, vocab_axis), None
     rows, slots = EMBEDDING_ROWS(indices, num_weights=size, padding_idx=padding_idx)
@@ -107,7 +107,7 @@ def rows_at(table: jax.Array, rows: jax.Array, dtype: Any) -> jax.Array:
 def with_rows(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
     """The table with these rows replaced, in place where it is donated."""
     table, values = jnp.asarray(table), values.astype(table.dtype)
-    sharding = None if explicit_mesh([table]) is None else jax.typeof(table).sharding
+    sharding = None if _sharding.explicit_mesh([table]) is None else jax.typeof(table).sharding
     options = {"indices_are_sorted": True, "unique_indices": True}
     return table.at[rows].set(values, mode="drop", out_sharding=sharding, **options)
 

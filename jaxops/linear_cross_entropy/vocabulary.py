@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops._errors import require
+from jaxops import _sharding
 from jaxops._operator import Operator
 from jaxops.linear_cross_entropy.logits import RowStatistics, Targets, target_total
 
@@ -22,12 +22,7 @@ class Vocabulary(NamedTuple):
         """The vocabulary of which this device has so many columns."""
         if axis is None:
             return cls(columns, columns, None)
-        try:
-            shards = jax.lax.axis_size(axis)
-        except NameError:
-            shards = 0
-        require(shards > 0, "linear_cross_entropy", "vocab_axis", "name a mesh axis of the surrounding shard_map", axis)
-        return cls(columns, columns * shards, axis)
+        return cls(columns, columns * _sharding.axis_size("linear_cross_entropy", "vocab_axis", axis), axis)
 
     @property
     def first(self) -> jax.Array | int:

@@ -61,10 +61,12 @@ def batch_normalization_forward_training(
     Args:
       mode: a `BatchNormMode`: what the statistics reduce.
       x: the images.
-      scale: the factor of each channel or activation.
-      bias: what is added to each.
-      exponential_average_factor: the weight of this batch in the running statistics, in [0, 1]: 1 / (1 + n) at call n,
-        counted from 0, averages over all calls; at 1 the old ones are not read.
+      scale: the factor of each channel or activation: (1, C, 1, 1[, 1]), or (1, C[, D], H, W) for PER_ACTIVATION,
+        whatever the layout; float32, or float64 where x is. All other parameters and statistics are like it.
+      bias: what is added to each, like scale.
+      exponential_average_factor: the weight of this batch in the running statistics, in [0, 1]; a number of the host,
+        of which each value is compiled anew. 1 / (1 + n) at call n, counted from 0, averages over all calls; at 1 the
+        old ones are not read.
       running_mean: the moved average so far, or None together with running_variance.
       running_variance: of unbiased variances.
       epsilon: at least BN_MIN_EPSILON, 0.
@@ -130,8 +132,9 @@ def batch_normalization_forward_training_ex(
       mode: a `BatchNormMode`: what the statistics reduce.
       bn_ops: a `BatchNormOps`: OPS_BN, OPS_BN_ACTIVATION or OPS_BN_ADD_ACTIVATION.
       x: the images.
-      scale: the factor of each channel or activation.
-      bias: what is added to each.
+      scale: the factor of each channel or activation: (1, C, 1, 1[, 1]), or (1, C[, D], H, W) for PER_ACTIVATION,
+        whatever the layout; float32, or float64 where x is. All other parameters and statistics are like it.
+      bias: what is added to each, like scale.
       z: the residual, like x; read by OPS_BN_ADD_ACTIVATION only.
       activation: read by the two ops that activate.
       exponential_average_factor: as in `batch_normalization_forward_training`, and so are those that follow.
@@ -193,8 +196,9 @@ def batch_normalization_forward_inference(
     Args:
       mode: a `BatchNormMode`.
       x: the images.
-      scale: the factor of each channel or activation.
-      bias: what is added to each.
+      scale: the factor of each channel or activation: (1, C, 1, 1[, 1]), or (1, C[, D], H, W) for PER_ACTIVATION,
+        whatever the layout; float32, or float64 where x is. All other parameters and statistics are like it.
+      bias: what is added to each, like scale.
       estimated_mean: such as the running one.
       estimated_variance: a variance, and not its inverse.
       epsilon: at least BN_MIN_EPSILON, 0.

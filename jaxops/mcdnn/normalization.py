@@ -42,8 +42,9 @@ def normalization_forward_training(
       norm_ops: a `NormOps`: NORM, NORM_ACTIVATION or NORM_ADD_ACTIVATION.
       algo: a `NormAlgo`; changes nothing.
       x: the images.
-      scale: the factor of each channel or activation.
-      bias: what is added to each.
+      scale: the factor of each channel or activation: (1, C, 1, 1[, 1]), or (1, C[, D], H, W) for PER_ACTIVATION,
+        whatever the layout; float32, or float64 where x is. All other parameters and statistics are like it.
+      bias: what is added to each, like scale.
       z: the residual, like x; read by NORM_ADD_ACTIVATION only.
       activation: read by the two ops that activate.
       exponential_average_factor: the weight of this batch in the running statistics, in [0, 1].
@@ -115,8 +116,9 @@ def normalization_forward_inference(
       norm_ops: a `NormOps`.
       algo: a `NormAlgo`; changes nothing.
       x: the images.
-      scale: the factor of each channel or activation.
-      bias: what is added to each.
+      scale: the factor of each channel or activation: (1, C, 1, 1[, 1]), or (1, C[, D], H, W) for PER_ACTIVATION,
+        whatever the layout; float32, or float64 where x is. All other parameters and statistics are like it.
+      bias: what is added to each, like scale.
       estimated_mean: such as the running one.
       estimated_variance: a variance, and not its inverse.
       z: the residual, like x; read by NORM_ADD_ACTIVATION only.

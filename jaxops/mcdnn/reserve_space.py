@@ -34,7 +34,7 @@ def to_words(reserve_space: jax.Array, elements: int) -> jax.Array:
 
 def packed(mask: jax.Array) -> jax.Array:
     """A mask as uint8 reserve space; the bits after the last element are 0."""
-    bits = jnp.packbits(mask.reshape(mask.size), bitorder="little")
+    bits = jnp.packbits(_sharding.reshaped(mask, (mask.size,)), bitorder="little")
     return jnp.pad(bits, (0, size_bytes(mask.size) - bits.size))
 
 
