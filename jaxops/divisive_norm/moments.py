@@ -67,7 +67,7 @@ def counts(x: jax.Array, spans: Sequence[Span]) -> np.ndarray:
 
 def _joined_deviations(first: Deviations, second: Deviations, sizes: Sequence[np.ndarray]) -> Deviations:
     size: Any = sum(sizes)
-    size = size + (size == 0)
+    size = size + (size == 0).astype(size.dtype)
     before, after = (part / size for part in sizes)
     shares = (before, after, before * after)
     of_first, of_second, of_both = (share.astype(first.origin.dtype) for share in shares)
@@ -134,6 +134,7 @@ def _held(x: jax.Array, span: Span, start: int, width: int, number: int) -> np.n
     numpy: Any = jnp if jax.export.is_symbolic_dim(number) else np
     first = numpy.arange(number) + start - span.padding
     inside = numpy.clip(first + width, 0, span.extent) - numpy.clip(first, 0, span.extent)
+    inside = inside if numpy is np else inside.astype(x.dtype)
     return inside.reshape([-1 if axis == span.axis % x.ndim else 1 for axis in range(x.ndim)])
 
 
