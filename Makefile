@@ -31,21 +31,17 @@ notebooks: $(VENV)/.test
 # The compilers see what users would give them.
 compile-tpu compile-cuda: export JAX_DISABLE_MOST_OPTIMIZATIONS = 0
 
-compile-tpu: VENV = .venv-tpu
-compile-tpu: .venv-tpu/.test,tpu-compile
-	$(BIN)/pytest -n 2 -m tpu_compile tests/compile_targets $(ARGS)
-
-compile-cuda: VENV = .venv-cuda
-compile-cuda: .venv-cuda/.test,cuda-compile
-	$(BIN)/pytest -n 2 -m cuda_compile tests/compile_targets $(ARGS)
+compile-tpu compile-cuda: compile-%: $(VENV)/.test
+	$(BIN)/jaxops targets --install $* >/dev/null
+	$(BIN)/pytest -n 2 -m "$*_compile and not slow" tests/compile_targets $(ARGS)
 
 clean:
 	rm -rf .venv .venv-* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# An environment with this repository and the extras that the stamp is named after.
+# An environment with this repository and the extra that the stamp is named after.
 INSTALLED = demo test lint
-$(INSTALLED:%=$(VENV)/.%) .venv-tpu/.test,tpu-compile .venv-cuda/.test,cuda-compile: pyproject.toml
+$(INSTALLED:%=$(VENV)/.%): pyproject.toml
 	@test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' 2>/dev/null || \
 		{ echo "jaxops needs Python 3.11, 3.12 or 3.13: name one with PYTHON=/path/to/python3.12" >&2; exit 2; }
 	@echo "Installing jaxops[$(patsubst .%,%,$(@F))] into $(@D), which takes a minute the first time"

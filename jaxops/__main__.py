@@ -31,6 +31,7 @@ from jaxops._demo import report
 from jaxops._demo.train import Settings
 from jaxops._operator import Operator
 from jaxops._user_function import CommandError, load, run_user_code
+from lowering.progress import shown
 
 
 class _OneSentence(TyperGroup):
@@ -208,8 +209,18 @@ app.command()(measure.bench)
 
 
 @app.command()
-def targets(as_json: Json = False) -> None:
-    """Lists the chips that functions can be explained and compiled for."""
+def targets(
+    install: Annotated[
+        str | None,
+        typer.Option(
+            help="First make an environment in the user's cache folder for this platform's compiler: tpu, cuda."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Lists the chips that functions can be explained and compiled for, and installs the compilers for them."""
+    if install is not None:
+        _install_compiler(install)
     records = [
         {
             "name": chip.name,
@@ -238,6 +249,16 @@ def targets(as_json: Json = False) -> None:
             chip.name, Text(lowering.availability(chip)), *figures, "-" if rate is None else f"{rate / 1e12:,.0f}"
         )
     console().print(table)
+
+
+def _install_compiler(platform: str) -> None:
+    platforms = lowering.compilers.PLATFORMS
+    require(platform in platforms, "--install", f"be one of {', '.join(platforms)}", platform)
+    try:
+        with shown(f"installing the compiler for {platform}, about a gigabyte"):
+            lowering.compilers.install(platform)
+    except lowering.compilers.InstallError as error:
+        raise CommandError(str(error)) from None
 
 
 def _describe(operator: Operator) -> dict[str, Any]:

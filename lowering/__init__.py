@@ -1,5 +1,6 @@
 """How an operator reaches a backend: targets, selection, registration, explanation, compilation, export and tuning."""
 
+from lowering import compilers as compilers
 from lowering.compile import CompileError as CompileError
 from lowering.compile import availability as availability
 from lowering.compile import compile as compile
@@ -39,6 +40,7 @@ __all__ = [
     "add_kernel",
     "availability",
     "compile",
+    "compilers",
     "current_selection",
     "explain",
     "export",
@@ -53,3 +55,6 @@ __all__ = [
     "use",
     "using",
 ]
+
+# Before JAX first needs a device: see there.
+compilers.keep_quiet_without_chips()

@@ -1,9 +1,9 @@
 """Compiles a function for a chip, in this machine or not, with that chip's real compiler."""
 
 import dataclasses
-import importlib.util
 import json
 import math
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -15,14 +15,13 @@ import jax.export
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from lowering import _compiler_process
+from lowering import _compiler_process, compilers
 from lowering.compiled_report import KERNEL_CALLS, CompiledReport, compiled_facts, gpu_resources, report_of
+from lowering.progress import shown
 from lowering.register import lowered_without_devices
 from lowering.targets import TOPOLOGY, abstract_device, compiled_for, here, named
 from pallas_kernels.hardware import Hardware
 
-# What a compiler needs, by platform: a module that shows it is installed, and the extra that installs it.
-_COMPILERS = {"tpu": ("libtpu", "tpu-compile"), "cuda": ("jax_cuda13_plugin", "cuda-compile")}
 _SCREEN = 30  # lines
 
 
@@ -31,18 +30,20 @@ class CompileError(RuntimeError):
 
 
 def availability(hardware: Hardware) -> str:
-    """Whether a target is "here", this environment "can compile for" it, or what that "needs: pip install ..."."""
+    """Whether a target is "here", this machine "can compile for" it, or what that "needs: jaxops targets --install"."""
     if hardware.platform == "cpu" or hardware == here():
         return "here"
-    module, extra = _COMPILERS[hardware.platform]
-    return "can compile for" if importlib.util.find_spec(module) else f"needs: pip install 'jaxops[{extra}]'"
+    if compilers.interpreter(hardware.platform):
+        return "can compile for"
+    return f"needs: {compilers.command(hardware.platform)}"
 
 
 def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
     """Compiles a function with a chip's real compiler, whether or not the chip is in this machine.
 
     For another platform than this process computes on, the function is traced and lowered here, and compiled in a
-    process that is started for that, and kept for a while for the next one: nothing in this one changes. Operators take
+    process that is started for that, and kept for a while for the next one: nothing in this one changes. On a terminal,
+    what is being done and for how long is shown meanwhile. Operators take
     the implementations that `lowering.explain` names for the target; `jaxops.use("pallas")` around the call asks for
     kernels.
 
@@ -70,19 +71,22 @@ def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
         raise CompileError(f"lowering.compile: args must have shapes of known sizes; got {unknown[0]}")
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
     if availability(hardware) == "here" and not topology:
-        return _compiled_here(jitted, args, hardware)
+        with shown(f"compiling for {target}"):
+            return _compiled_here(jitted, args, hardware)
     status = "is no slice" if hardware.platform == "cpu" else availability(hardware)
     if status != "can compile for":
         raise CompileError(
             f"lowering.compile: target must be one that is here or can be compiled for; got {target!r}, which {status}"
         )
-    exported, request = _lowered_for(jitted, args, hardware)
+    with shown(f"tracing and lowering for {target}"):
+        exported, request = _lowered_for(jitted, args, hardware)
     if exported.nr_devices != devices:
         raise CompileError(
             f"lowering.compile: args must lie on {devices} devices, as {target!r} has; "
             f"got a mesh of {exported.nr_devices}"
         )
-    return _compiled_in_child(exported, {**request, "topology": topology}, hardware)
+    with shown(f"compiling for {target}"):
+        return _compiled_in_child(exported, {**request, "topology": topology}, hardware)
 
 
 def _chips(topology: str) -> int:
@@ -109,8 +113,7 @@ def _lowered_for(jitted: Any, args: Sequence[Any], hardware: Hardware) -> tuple[
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
     with compiled_for(hardware), jax.sharding.use_abstract_mesh(mesh), lowered_without_devices():
         exported = jax.export.export(jitted, platforms=[hardware.platform], disabled_checks=checks)(*args)
-        lowered = jitted.trace(*args).lower(lowering_platforms=(hardware.platform,))
-    donated = [argument.donated for argument in jax.tree.leaves(lowered.args_info)]
+        donated = [argument.donated for argument in jax.tree.leaves(jitted.trace(*args).args_info)]
     return flattened(exported), {
         "target": hardware.name,
         "x64": bool(jax.config.read("jax_enable_x64")),
@@ -148,12 +151,14 @@ def flattened(exported: jax.export.Exported) -> jax.export.Exported:
 
 
 def _compiled_in_child(exported: jax.export.Exported, request: dict[str, Any], hardware: Hardware) -> CompiledReport:
+    stablehlo = exported.mlir_module()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "exported").write_bytes(exported.serialize())
         (folder / "request.json").write_text(json.dumps(request))
         try:
-            _compiler_process.compile_folder(folder, hardware.platform)
+            gpu_kernels = hardware.name, _mosaic_gpu_kernels(stablehlo)
+            _compiler_process.compile_folder(folder, hardware.platform, gpu_kernels)
         except _compiler_process.CompilerEndedError as error:
             lines = str(error).strip().splitlines()
             raise CompileError(
@@ -165,7 +170,12 @@ def _compiled_in_child(exported: jax.export.Exported, request: dict[str, Any], h
             raise CompileError(f"lowering.compile: {hardware.name}'s compiler refuses fn: {_screen(lines[:_SCREEN])}")
         facts = json.loads((folder / "facts.json").read_text())
         resources = tuple(gpu_resources(folder))
-        return report_of(hardware, facts, exported.mlir_module(), (folder / "hlo").read_text(), resources)
+        return report_of(hardware, facts, stablehlo, (folder / "hlo").read_text(), resources)
+
+
+def _mosaic_gpu_kernels(stablehlo: str) -> frozenset[str]:
+    """The hashes of a program's Mosaic GPU kernels, each of which is dumped once a process: when first compiled."""
+    return frozenset(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', stablehlo))
 
 
 def _screen(lines: Sequence[str]) -> str:

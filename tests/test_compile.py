@@ -16,9 +16,15 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 import lowering
-from lowering import _compiler_process
+from lowering import _compiler_process, compilers
 from lowering.compiled_report import Collective, GpuResources, _collectives, _kernels, gpu_resources
 from lowering.targets import named
+
+
+@pytest.fixture(autouse=True)
+def no_compilers_of_their_own(monkeypatch, tmp_path):
+    """Those in the user's cache folder are left alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def scaled(x, y):
@@ -69,12 +75,47 @@ def test_compile_refuses_what_is_no_topology(topology):
         lowering.compile(scaled, X, Y, target=f"tpu-v5e:{topology}")
 
 
-@pytest.mark.parametrize(("target", "extra"), [("tpu-v5e", "tpu-compile"), ("cuda-h100", "cuda-compile")])
-def test_compile_says_what_to_install(target, extra, monkeypatch):
+@pytest.mark.parametrize(("target", "platform"), [("tpu-v5e", "tpu"), ("cuda-h100", "cuda")])
+def test_compile_says_what_to_install(target, platform, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    words = rf"{target}', which needs: pip install 'jaxops\[{extra}\]'"
+    words = f"{target}', which needs: jaxops targets --install {platform}"
     with pytest.raises(lowering.CompileError, match=words):
         lowering.compile(scaled, X, Y, target=target)
+
+
+def test_compiler_in_an_environment_of_its_own_comes_first(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert compilers.interpreter("tpu") == sys.executable
+    python = compilers.environment("tpu") / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert compilers.interpreter("tpu") == str(python)
+    assert f"tpu-jax{jax.__version__}-" in str(python)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert lowering.availability(named("tpu-v5e")) == "can compile for"
+    assert lowering.availability(named("cuda-h100")) == "needs: jaxops targets --install cuda"
+
+
+@pytest.mark.parametrize(("platform", "package"), [("tpu", "jax[tpu]"), ("cuda", "jax[cuda13-local]")])
+def test_compilers_have_the_version_that_this_jax_pins(platform, package):
+    requirements = compilers._requirements(compilers._COMPILERS[platform].extra)
+    assert requirements[0] == f"{package}=={jax.__version__}"
+
+
+@pytest.mark.slow  # makes an environment
+def test_installation_that_fails_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr(compilers, "_requirements", lambda extra: ["./there-is-no-such-file.whl"])
+    with pytest.raises(compilers.InstallError, match=r"pip cannot install \./there-is-no-such-file\.whl: ERROR"):
+        compilers.install("tpu")
+    assert not [*compilers.environment("tpu").parent.iterdir()]
+
+
+def test_long_work_is_shown_on_a_terminal_and_nowhere_else(monkeypatch, capsys):
+    lowering.compile(scaled, X, Y, target="cpu")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    lowering.compile(scaled, X, Y, target="cpu")
+    assert "compiling for cpu" in capsys.readouterr().err
 
 
 def test_compile_refuses_symbolic_shapes():

@@ -5,11 +5,23 @@ import pytest
 import lowering
 from lowering.targets import named
 
+# Every case is compiled for the first of them. Of each test the others get the first case, the rest are slow tests.
 TPUS = ("tpu-v5e", "tpu-v5p", "tpu-v6e")
 CHIPS = (
     *(pytest.param(name, marks=pytest.mark.tpu_compile) for name in (*TPUS, "tpu-v7x")),
     *(pytest.param(name, marks=pytest.mark.cuda_compile) for name in ("cuda-h100", "cuda-h200", "cuda-b200")),
 )
+
+
+def pytest_collection_modifyitems(items):
+    seen = set()
+    for item in items:
+        tpu = item.callspec.params.get("tpu") if hasattr(item, "callspec") else None
+        if tpu in TPUS[1:]:
+            test = (item.path, item.originalname, tpu)
+            if test in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(test)
 
 
 def installed(name):

@@ -1,6 +1,8 @@
 """`lowering.compile` for chips that are not here: in a process of its own, with kernels, memory and refusals whole."""
 
 import functools
+import os
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 import lowering
 from jaxops._operator import Operator
+from lowering import _compiler_process, compilers
 from lowering.measurements import Entry, Key, Measurement
 from lowering.targets import named
 from pallas_kernels.ema_adam_update import COEFFICIENTS
@@ -151,3 +154,39 @@ def test_kernel_that_does_not_compile_is_named_in_one_screen(tpu):
     with lowering.use("pallas"), pytest.raises(lowering.CompileError, match=f"{tpu}'s compiler refuses fn") as refusal:
         lowering.compile(functools.partial(lambda x: operator(x)[0]), x, target=tpu)
     assert len(str(refusal.value).splitlines()) <= 30
+
+
+@pytest.mark.cuda_compile
+def test_process_is_kept_until_a_kernel_is_compiled_again(h100):
+    def compiled(size):
+        params = jax.ShapeDtypeStruct((size,), jnp.float32)
+        optimizer = jaxops.ema_adam(1e-3)
+        args = params, jax.eval_shape(optimizer.init, params), params
+        with lowering.use("pallas"):
+            report = lowering.compile(functools.partial(jaxops.fused_apply, optimizer), *args, target=h100)
+        (resources,) = report.gpu_resources
+        assert 0 < resources.registers <= 128
+        return _compiler_process._running["cuda"]
+
+    first = compiled(4096)
+    assert compiled(8192) is first
+    assert compiled(4096) is not first
+
+
+@pytest.mark.parametrize(
+    "chip",
+    [
+        pytest.param("tpu-v5e", marks=pytest.mark.tpu_compile),
+        pytest.param("cuda-h100", marks=pytest.mark.cuda_compile),
+    ],
+    indirect=True,
+)
+def test_process_with_a_compiler_beside_it_starts_without_a_word(chip):
+    """Where the compiler shares the environment, as the extras install it."""
+    code = "import jaxops, jax.numpy as jnp; print(jnp.ones(3) * 2)"
+    python = compilers.interpreter(named(chip).platform)
+    variables = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    done = subprocess.run(
+        [python, "-c", code], env=compilers.with_this_path(variables), capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("[2. 2. 2.]\n", "")

@@ -1,0 +1,134 @@
+"""The compilers for chips that are not here: where each is installed, and how to install it apart from everything else.
+
+A compiler may share the environment of its caller (an extra installs it there) or have one of its own in the user's
+cache folder, which `install` makes. Its own comes first: JAX loads every plugin that it finds in its environment, and
+that of a compiler complains in each process of a machine without the chip.
+"""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import platformdirs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compiler:
+    """What a platform's compiler needs.
+
+    Attributes:
+      module: shows that it is installed.
+      extra: of this library; lists the packages.
+      quiet: environment variables under which JAX starts without complaints where the chip is missing.
+    """
+
+    module: str
+    extra: str
+    quiet: dict[str, str]
+
+
+_COMPILERS = {
+    "tpu": _Compiler(
+        "libtpu", "tpu-compile", {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+    ),
+    "cuda": _Compiler("jax_cuda13_plugin", "cuda-compile", {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}),
+}
+PLATFORMS = tuple(_COMPILERS)
+QUIET = {name: value for compiler in _COMPILERS.values() for name, value in compiler.quiet.items()}
+
+
+class InstallError(RuntimeError):
+    """A compiler's environment cannot be made."""
+
+
+def interpreter(platform: str) -> str | None:
+    """The Python that has a platform's compiler: of its own environment, else this one; None where neither has it."""
+    own = _python(environment(platform))
+    if own.exists():
+        return str(own)
+    return sys.executable if _is_here(platform) else None
+
+
+def environment(platform: str) -> Path:
+    """Where the platform's compiler has an environment of its own, or would have it, for this JAX and this Python."""
+    version = ".".join(map(str, sys.version_info[:2]))
+    return platformdirs.user_cache_path("jaxops") / "compilers" / f"{platform}-jax{jax.__version__}-python{version}"
+
+
+def command(platform: str) -> str:
+    """What installs the platform's compiler."""
+    return f"jaxops targets --install {platform}"
+
+
+def install(platform: str) -> Path:
+    """Makes the environment of a platform's compiler, with the versions that this JAX pins, unless it is there.
+
+    What the caller's environment has is used from there, so that only the compiler itself is downloaded.
+
+    Raises:
+      InstallError: if the packages cannot be installed; nothing is left behind.
+    """
+    folder = environment(platform)
+    if _python(folder).exists():
+        return folder
+    requirements = _requirements(_COMPILERS[platform].extra)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Made beside its place and moved there when whole: whoever finds an environment there can rely on it.
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{platform}-") as name:
+        made = Path(name) / "environment"
+        venv.create(made, with_pip=True)
+        pip = [str(_python(made)), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off"]
+        done = subprocess.run([*pip, *requirements], env=with_this_path(os.environ), capture_output=True, text=True)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            raise InstallError(f"pip cannot install {' '.join(requirements)}: {' '.join(errors[-1:]) or done.stderr}")
+        with contextlib.suppress(OSError):  # Another process was faster: its environment is as good.
+            made.rename(folder)
+    return folder
+
+
+def with_this_path(variables: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables for a process that finds all modules which this one finds."""
+    return {**variables, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def keep_quiet_without_chips() -> None:
+    """Lets JAX start without complaints where compilers share this environment and their chips are missing.
+
+    JAX reads these variables when it first needs a device. Where there is a chip they are left alone, and so is
+    whatever the user has set.
+    """
+    # JAX has set this on import where it found no TPU.
+    missing = {"tpu": os.environ.get("TPU_SKIP_MDS_QUERY") == "1", "cuda": not Path("/dev/nvidiactl").exists()}
+    for platform, compiler in _COMPILERS.items():
+        if missing[platform] and _is_here(platform):
+            for name, value in compiler.quiet.items():
+                os.environ.setdefault(name, value)
+
+
+def _is_here(platform: str) -> bool:
+    return importlib.util.find_spec(_COMPILERS[platform].module) is not None
+
+
+def _python(environment: Path) -> Path:
+    return environment / "bin" / "python"
+
+
+def _requirements(extra: str) -> list[str]:
+    """The packages of an extra of this library, with JAX's own at the version that is running."""
+    try:
+        listed = importlib.metadata.requires("jaxops") or []
+    except importlib.metadata.PackageNotFoundError:
+        raise InstallError("jaxops must itself be installed by pip, which records the packages of its extras") from None
+    names = [line.partition(";")[0].strip() for line in listed if re.search(rf"extra == ['\"]{extra}['\"]", line)]
+    return [f"{name}=={jax.__version__}" if name.startswith("jax[") else name for name in names]
