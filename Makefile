@@ -18,7 +18,7 @@ demo: $(VENV)/.demo
 	$(BIN)/jaxops demo $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/pytest -n 2 --nbmake $(TESTS) $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal --nbmake $(TESTS) $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check

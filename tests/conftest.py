@@ -1,6 +1,9 @@
 """One environment for every test: CPU, eight virtual devices, strict promotion, one seed."""
 
+import collections
 import os
+
+import platformdirs
 
 # XLA and JAX read these when they start, so they stand above the first import of jax.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
@@ -8,6 +11,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling tiny programs takes most of the time, and 0.6 of that without LLVM's optimizations. XLA's own passes still
 # run, so what tests read in compiled programs (fusions, collectives, memory) stays. CI sets 0 in one of its runs.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# What was compiled once, by any process or any run before, is read from a file: half of the time of a second run.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(platformdirs.user_cache_path("jaxops") / "tests"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import hypothesis
 import jax
@@ -15,6 +22,7 @@ import numpy as np
 import pytest
 
 SEED = 20260
+SAMPLE = 5
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -28,6 +36,18 @@ pytest.register_assert_rewrite("contract")
 
 def pytest_report_header() -> str:
     return f"jax {jax.__version__}, {jax.device_count()} devices ({jax.default_backend()}), seed {SEED}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked `sampled`, makes slow tests of all cases but one in five, beginning with the first."""
+    cases: collections.Counter[tuple[object, str]] = collections.Counter()
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
+            test = item.path, item.originalname
+            if cases[test] % SAMPLE:
+                item.add_marker(pytest.mark.slow)
+            cases[test] += 1
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 import lowering
 
 DEVICES = 8
+NOT_DIFFERENTIABLE = "not differentiable in any operand"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,26 @@ class Case:
         """A scalar that depends on every floating-point result, and not linearly."""
         return sum(jnp.sum(jnp.sin(result)) for result in floating(self.fn(*operands)))
 
+    # Kept with the case, as each promise needs them at the same shapes: they are traced and compiled once.
+
+    @functools.cached_property
+    def jitted(self) -> Callable[..., Any]:
+        return jax.jit(self.fn)
+
+    @functools.cached_property
+    def jitted_loss(self) -> Callable[..., Any]:
+        return jax.jit(self.loss)
+
+    @functools.cached_property
+    def gradient(self) -> Callable[..., Any]:
+        """Of the loss, by all differentiable operands."""
+        return jax.jit(jax.grad(self.loss, self.differentiable))
+
+    @functools.cached_property
+    def partial_gradients(self) -> dict[int, Callable[..., Any]]:
+        """Of the loss, by each differentiable operand."""
+        return {position: jax.jit(jax.grad(self.loss, position)) for position in self.differentiable}
+
 
 Promise = Callable[[Case, np.random.Generator], None]
 PROMISES: list[Promise] = []
@@ -88,14 +109,14 @@ def promise(check: Callable[[Case, tuple[np.ndarray, ...]], None]) -> Promise:
 
 @promise
 def jit_equals_eager(case: Case, operands: tuple[np.ndarray, ...]) -> None:
-    assert_close(jax.jit(case.fn)(*operands), case.fn(*operands))
+    assert_close(case.jitted(*operands), case.fn(*operands))
 
 
 @promise
 def runs_with_jit_disabled(case: Case, operands: tuple[np.ndarray, ...]) -> None:
     with jax.disable_jit():
         results = case.fn(*operands)
-    assert_close(results, jax.jit(case.fn)(*operands))
+    assert_close(results, case.jitted(*operands))
 
 
 @promise
@@ -105,9 +126,9 @@ def binds_its_primitive(case: Case, operands: tuple[np.ndarray, ...]) -> None:
 
 @promise
 def gradient_binds_the_backward_operator(case: Case, operands: tuple[np.ndarray, ...]) -> None:
-    if case.backward is not None:
-        assert case.backward in primitives(gradient(case), *operands)
-        assert case.backward in primitives(jax.vmap(gradient(case)), *map(two_of, operands))
+    applies(case.backward is not None, "its gradient is JAX's own")
+    assert case.backward in primitives(case.gradient, *operands)
+    assert case.backward in primitives(jax.vmap(case.gradient), *map(two_of, operands))
 
 
 @promise
@@ -115,20 +136,20 @@ def vmap_over_each_operand_equals_a_loop(case: Case, operands: tuple[np.ndarray,
     for position in range(len(operands)):
         mapped = replaced(operands, position, two_of(operands[position]))
         in_axes = replaced((None,) * len(operands), position, 0)
-        loop = [jax.jit(case.fn)(*replaced(operands, position, part)) for part in mapped[position]]
+        loop = [case.jitted(*replaced(operands, position, part)) for part in mapped[position]]
         assert_close(jax.jit(jax.vmap(case.fn, in_axes))(*mapped), stacked(loop))
 
 
 @promise
 def vmap_over_all_operands_on_other_axes_equals_a_loop(case: Case, operands: tuple[np.ndarray, ...]) -> None:
     mapped = [np.stack([x, x], axis=-1) for x in operands]
-    assert_close(jax.vmap(case.fn, -1)(*mapped), stacked([jax.jit(case.fn)(*operands)] * 2))
+    assert_close(jax.vmap(case.fn, -1)(*mapped), stacked([case.jitted(*operands)] * 2))
 
 
 @promise
 def derivatives_equal_finite_differences_in_float64(case: Case, operands: tuple[np.ndarray, ...]) -> None:
-    if not (case.differentiable and case.exact_derivative):
-        return
+    applies(case.differentiable, NOT_DIFFERENTIABLE)
+    applies(case.exact_derivative, "the documented gradient is another function than the derivative")
     with jax.enable_x64(True):
         wide = [x.astype(np.float64) if x.dtype == np.float32 else x for x in operands]
         of_differentiable, primals = at_differentiable(case, wide)
@@ -137,9 +158,8 @@ def derivatives_equal_finite_differences_in_float64(case: Case, operands: tuple[
 
 @promise
 def jvp_is_the_transpose_of_vjp(case: Case, operands: tuple[np.ndarray, ...]) -> None:
+    applies(case.differentiable, NOT_DIFFERENTIABLE)
     of_differentiable, primals = at_differentiable(case, operands)
-    if not primals:
-        return
     tangents = [np.cos(np.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in primals]
     of_differentiable = jax.jit(of_differentiable)
     results, result_tangents = jax.jvp(of_differentiable, primals, tangents)
@@ -151,41 +171,42 @@ def jvp_is_the_transpose_of_vjp(case: Case, operands: tuple[np.ndarray, ...]) ->
 
 @promise
 def jacobians_and_hessians_agree_in_both_modes(case: Case, operands: tuple[np.ndarray, ...]) -> None:
+    applies(case.differentiable, NOT_DIFFERENTIABLE)
     for position in case.differentiable:
         loss = functools.partial(at_position, case.loss, operands, position)
         x = operands[position]
         assert_close(jax.jit(jax.jacfwd(loss))(x), jax.jit(jax.grad(loss))(x))
     # Finite differences have checked all second derivatives; here, of one operand, that all columns come out at once.
-    if case.differentiable:
-        smallest = min(case.differentiable, key=lambda position: operands[position].size)
-        loss = functools.partial(at_position, case.loss, operands, smallest)
-        assert_close(
-            jax.jit(jax.hessian(loss))(operands[smallest]), jax.jit(jax.jacrev(jax.jacrev(loss)))(operands[smallest])
-        )
+    smallest = min(case.differentiable, key=lambda position: operands[position].size)
+    loss = functools.partial(at_position, case.loss, operands, smallest)
+    assert_close(
+        jax.jit(jax.hessian(loss))(operands[smallest]), jax.jit(jax.jacrev(jax.jacrev(loss)))(operands[smallest])
+    )
 
 
 @promise
 def checkpoint_keeps_the_gradient(case: Case, operands: tuple[np.ndarray, ...]) -> None:
-    if case.differentiable:
-        wrapped = jax.grad(jax.checkpoint(case.loss), case.differentiable)
-        assert_close(jax.jit(wrapped)(*operands), gradient(case)(*operands))
+    applies(case.differentiable, NOT_DIFFERENTIABLE)
+    wrapped = jax.grad(jax.checkpoint(case.loss), case.differentiable)
+    assert_close(jax.jit(wrapped)(*operands), case.gradient(*operands))
 
 
 @promise
 def vmap_of_gradient_equals_a_loop(case: Case, operands: tuple[np.ndarray, ...]) -> None:
-    if case.differentiable:
-        mapped = [two_of(x) for x in operands]
-        loop = [gradient(case)(*parts) for parts in zip(*mapped, strict=True)]
-        assert_close(jax.jit(jax.vmap(gradient(case)))(*mapped), stacked(loop))
+    applies(case.differentiable, NOT_DIFFERENTIABLE)
+    mapped = [two_of(x) for x in operands]
+    loop = [case.gradient(*parts) for parts in zip(*mapped, strict=True)]
+    assert_close(jax.jit(jax.vmap(case.gradient))(*mapped), stacked(loop))
 
 
 @promise
 def gradient_of_vmap_equals_a_loop(case: Case, operands: tuple[np.ndarray, ...]) -> None:
+    applies(case.differentiable, NOT_DIFFERENTIABLE)
     for position in case.differentiable:
         in_axes = replaced((None,) * len(operands), position, 0)
         mapped = replaced(operands, position, two_of(operands[position]))
         total = jax.grad(lambda *xs, axes=in_axes: jnp.sum(jax.vmap(case.loss, axes)(*xs)), position)
-        grad = jax.jit(jax.grad(case.loss, position))
+        grad = case.partial_gradients[position]
         loop = [grad(*replaced(operands, position, part)) for part in mapped[position]]
         assert_close(jax.jit(total)(*mapped), stacked(loop))
 
@@ -197,15 +218,15 @@ def scan_equals_a_loop(case: Case, operands: tuple[np.ndarray, ...]) -> None:
     def total(*xs: Any) -> jax.Array:
         return jax.lax.scan(lambda carry, x: (carry + case.loss(*x), None), jnp.float32(0), xs)[0]
 
-    assert_close(jax.jit(total)(*mapped), sum(map(jax.jit(case.loss), *mapped)))
+    assert_close(jax.jit(total)(*mapped), sum(map(case.jitted_loss, *mapped)))
     if case.differentiable:
-        loop = [gradient(case)(*parts) for parts in zip(*mapped, strict=True)]
+        loop = [case.gradient(*parts) for parts in zip(*mapped, strict=True)]
         assert_close(jax.jit(jax.grad(total, case.differentiable))(*mapped), stacked(loop))
 
 
 @promise
 def exports_to_every_platform_and_back(case: Case, operands: tuple[np.ndarray, ...]) -> None:
-    exported = jax.export.export(jax.jit(case.fn), platforms=["cpu", "cuda", "tpu"])(*operands)
+    exported = jax.export.export(case.jitted, platforms=["cpu", "cuda", "tpu"])(*operands)
     restored = jax.export.deserialize(exported.serialize())
     assert_close(jax.jit(restored.call)(*operands), case.fn(*operands))
 
@@ -223,7 +244,7 @@ def shard_map_equals_each_part_on_its_own(case: Case, operands: tuple[np.ndarray
         return jax.tree.map(lambda x: vary(x)[None], case.fn(*local))
 
     sharded = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=specs, out_specs=P("data")))
-    assert_close(sharded(*operands), stacked([jax.jit(case.fn)(*part) for part in parts]))
+    assert_close(sharded(*operands), stacked([case.jitted(*part) for part in parts]))
 
     def total(*local: Any) -> jax.Array:
         return jax.lax.psum(vary(case.loss(*local)), "data")
@@ -232,7 +253,7 @@ def shard_map_equals_each_part_on_its_own(case: Case, operands: tuple[np.ndarray
         sharded_total = jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=P())
         grads = jax.jit(jax.grad(sharded_total, case.differentiable))(*operands)
         for position, grad in zip(case.differentiable, grads, strict=True):
-            per_part = [*map(jax.jit(jax.grad(case.loss, position)), *zip(*parts, strict=True))]
+            per_part = [*map(case.partial_gradients[position], *zip(*parts, strict=True))]
             assert_close(grad, sum(per_part) if case.batched[position] is None else jnp.concatenate(per_part))
 
 
@@ -253,11 +274,11 @@ def check_mesh(case: Case, operands: tuple[np.ndarray, ...], axis_type: AxisType
     """
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(axis_type,))
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, batch_specs(case), strict=True)]
-    functions = [case.fn, gradient(case)] if case.differentiable else [case.fn]
+    functions = [case.jitted, case.gradient] if case.differentiable else [case.jitted]
     for fn, enter in itertools.product(functions, (contextlib.nullcontext, functools.partial(jax.set_mesh, mesh))):
-        expected = jax.jit(fn)(*operands)
+        expected = fn(*operands)
         with enter():
-            compiled = jax.jit(fn).lower(*placed).compile()
+            compiled = fn.lower(*placed).compile()
             assert_close(compiled(*placed), expected)
         largest = max(x.size for x in operands)
         gathered = [size for size in gathered_sizes(compiled.as_text()) if size >= largest]
@@ -272,8 +293,10 @@ def gathered_sizes(compiled_text: str) -> Iterator[int]:
                 yield int(np.prod([int(size) for size in shape.split(",") if size]))
 
 
-def gradient(case: Case) -> Callable[..., Any]:
-    return jax.jit(jax.grad(case.loss, case.differentiable))
+def applies(condition: object, otherwise: str) -> None:
+    """Skips a promise that cannot apply to a case, with the reason."""
+    if not condition:
+        pytest.skip(otherwise)
 
 
 def batch_specs(case: Case) -> tuple[P, ...]:

@@ -80,6 +80,7 @@ def test_batch_norm_equals_float64_in_every_layout(layout, mode, rng):
         assert_close(actual, true, scale=4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", oracle.ACTIVATIONS)
 def test_batch_norm_fuses_every_activation(mode, rng):
     x, scale, bias, residual, grad = draw(rng)

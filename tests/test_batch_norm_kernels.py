@@ -110,11 +110,13 @@ def check(name, shape, dtype, activation, adds, capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_batch_norm_kernels_agree_with_float64(name, shape, capfd):
     check(name, shape, "float32", RELU, True, capfd)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("activation", "adds"), [(IDENTITY, False), (IDENTITY, True), (RELU, False)], ids=str)
 @pytest.mark.parametrize("name", KERNELS)
 def test_batch_norm_kernels_fuse_what_they_are_asked_to(name, activation, adds, capfd):

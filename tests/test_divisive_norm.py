@@ -33,6 +33,7 @@ def results(x, means, dy, **attributes):
     return y, *pull_back(jnp.asarray(dy))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("with_means", [False, True], ids=["zero-means", "means"])
 @pytest.mark.parametrize("shape", [(2, 3, 5, 6), (1, 2, 3, 4, 3)], ids=["images", "volumes"])
 @pytest.mark.parametrize("attributes", ATTRIBUTES.values(), ids=ATTRIBUTES)
@@ -113,6 +114,7 @@ def test_divisive_norm_keeps_the_digits_of_deviations(n, images, of_y, of_gradie
         np.testing.assert_allclose(actual, exact, rtol=0, atol=of_gradients * np.abs(exact).max())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("images", [heavy_tails, many_outliers])
 @pytest.mark.parametrize("n", [5, 16])
 @pytest.mark.parametrize("shape", [(1, 1, 24, 24), (1, 1, 9, 10, 11)], ids=["images", "volumes"])

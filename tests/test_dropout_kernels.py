@@ -49,6 +49,7 @@ def expected(x, mask, rate):
     return np.where(mask, np.asarray(jnp.asarray(np.asarray(x).astype(np.float32) * scale, x.dtype)), 0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "shape", "dtype", "rate"), CASES, ids=str)
 def test_dropout_kernels_draw_the_same_mask(name, shape, dtype, rate, rng, capfd):
     kernel, config, interpret, _ = KERNELS[name]

@@ -98,6 +98,7 @@ def launch(name, operands, *, mode, output, interpret):
     return jax.jit(run)(*operands, make_coefficients())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", KERNELS)
 def test_ema_adam_kernel_takes_any_shape(name, shape, capfd):
@@ -107,6 +108,7 @@ def test_ema_adam_kernel_takes_any_shape(name, shape, capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("mode", "output"), [("adamw", "update"), ("l2", "params")])
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("name", KERNELS)
@@ -117,6 +119,7 @@ def test_ema_adam_kernel_agrees_with_float64(name, dtypes, mode, output, capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_ema_adam_tpu_kernel_interprets_as_hlo(shape):
     operands = make_operands(shape, DTYPES["bfloat16"])
@@ -146,6 +149,7 @@ def test_ema_adam_kernel_keeps_nan_and_infinity_to_their_elements(name):
     assert sorted(np.flatnonzero(np.isnan(results[0]))) == [5, 9]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("grad_dtype", [F32, BF16])
 @pytest.mark.parametrize("output", ["params", "update"])
 @pytest.mark.parametrize("name", KERNELS)

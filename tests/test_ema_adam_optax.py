@@ -87,6 +87,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("scheduled", "fused"), [(False, False), (True, True)], ids=["constant-update", "schedule-fused_apply"]
 )
@@ -198,6 +199,7 @@ def jitted(optimizer):
     return optax.GradientTransformationExtraArgs(optimizer.init, jax.jit(optimizer.update))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_fused_apply_equals_update_and_apply(name):
     wrap, count = WRAPPERS[name]
@@ -208,6 +210,7 @@ def test_fused_apply_equals_update_and_apply(name):
     assert jaxpr.count("output=params") == count
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "not ours"])
 def test_ema_adam_inside_wrappers_equals_optax(name):
     wrap, _ = WRAPPERS[name]

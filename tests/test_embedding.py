@@ -68,6 +68,7 @@ def test_embedding_cuts_no_ids_of_64_bits(rng):
     np.testing.assert_array_equal(np.isnan(out[:, 0]), [True, True, True, False])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("scale", [False, True], ids=["sum", "scaled"])
 @pytest.mark.parametrize("padding_idx", [None, 0, 4, -1, -5])

@@ -57,6 +57,7 @@ def check(name, grad, indices, capfd, **attributes):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", contract.first_in_every_run(["float32", "bfloat16"]))
 @pytest.mark.parametrize(("name", "num_weights", "width", "positions"), CASES)
 def test_embedding_kernel_agrees_with_float64(name, num_weights, width, positions, dtype, rng, capfd):

@@ -31,6 +31,7 @@ def placed_in_zeros(touched, rows=V):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scale", [False, True], ids=["sum", "scaled"])
 @pytest.mark.parametrize("positions", [(), (1,), (0,), (3, 7), (200,)], ids=str)

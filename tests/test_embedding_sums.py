@@ -29,6 +29,7 @@ def gradient(place, grad, indices, *, num_weights, padding_idx=None, scale_grad_
     return jax.jit(run)(grad, indices)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scale", [False, True], ids=["sum", "scaled"])

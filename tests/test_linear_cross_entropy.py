@@ -24,6 +24,7 @@ ATTRIBUTES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("by", contract.first_in_every_run(["labels", "probabilities"]))
 @pytest.mark.parametrize("attributes", ATTRIBUTES.values(), ids=ATTRIBUTES)
 def test_linear_cross_entropy_equals_float64(attributes, by, rng):
@@ -41,6 +42,7 @@ def test_linear_cross_entropy_equals_float64(attributes, by, rng):
         assert_equals_float64(value_and_gradients(x, weight, labels, **options), (x, weight, labels), options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_linear_cross_entropy_strategy_does_not_change_reductions(reduction, strategy, rng):
@@ -49,6 +51,7 @@ def test_linear_cross_entropy_strategy_does_not_change_reductions(reduction, str
     assert_equals_float64(value_and_gradients(*case, **options), case, options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("rows", "classes"),
     [((), 7), ((0,), 3), ((1,), 1), ((1,), 1000), ((5,), 2050), ((2, 3, 1), 7), ((17,), 2)],
@@ -66,6 +69,7 @@ def test_linear_cross_entropy_takes_no_features(rng):
     np.testing.assert_allclose(linear_cross_entropy(x, weight, labels), np.log(5), rtol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_linear_cross_entropy_keeps_float32_logits(dtype, strategy, rng):
@@ -89,6 +93,7 @@ def test_linear_cross_entropy_of_float16_keeps_small_gradients(strategy):
     np.testing.assert_allclose(np.asarray(grad[1:]).astype(np.float32), 1 / 64, rtol=2e-3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("scale", [1.0, 40.0, 640.0])
 def test_linear_cross_entropy_takes_large_logits(scale, strategy, rng):
@@ -126,6 +131,7 @@ def test_linear_cross_entropy_skips_ignored_rows(strategy, rng):
     np.testing.assert_allclose(weight_grad, truth[2], atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rows", [13, 0])
 def test_linear_cross_entropy_of_no_kept_rows(rows, strategy, rng):
@@ -319,6 +325,7 @@ def test_linear_cross_entropy_refuses_none(missing):
     assert refusal.value.status == 161001
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
 def test_linear_cross_entropy_exports_with_a_symbolic_number_of_rows(strategy, rng):
     x, weight, labels = make_case(rng)

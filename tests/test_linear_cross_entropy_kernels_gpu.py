@@ -86,6 +86,7 @@ STATISTICS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", STATISTICS)
 def test_linear_cross_entropy_statistics_agree_with_float64(name, capfd):
     (operands, softcap), metrics, sizes = STATISTICS[name]
@@ -157,6 +158,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_linear_cross_entropy_gradients_agree_with_float64(name, capfd):
     (operands, softcap), has_slope, sizes = GRADIENTS[name]

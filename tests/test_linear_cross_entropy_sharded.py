@@ -30,6 +30,7 @@ def draw(rng, kind):
     return *(v.astype(np.float32) for v in (x, weight, *vectors)), labels
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", ["auto", "grad_in_forward", "recompute"])
 @pytest.mark.parametrize("kind", ["labels", "probabilities"])
 @pytest.mark.parametrize("shards", contract.first_in_every_run([2, 8]))
@@ -76,6 +77,7 @@ def test_linear_cross_entropy_over_a_split_vocabulary_allows_a_part_without_clas
     contract.assert_close(jax.jit(jax.value_and_grad(split, (0, 1)))(x, weight, bias), whole(x, weight))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("strategy", ["full", "grad_in_forward", "recompute"])
 def test_linear_cross_entropy_gathers_neither_rows_nor_logits(strategy, axis_type, rng):
@@ -132,6 +134,7 @@ def documented_protocol(x, weight, target, grad, softmax_given):
     return loss, jax.lax.psum(x_grad.astype(jnp.float32), "vocab"), weight_grad
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("softmax_given", [True, False], ids=["softmax", "memory-friendly"])
 @pytest.mark.parametrize("shards", [2, 8])
 def test_documented_steps_over_a_split_vocabulary_equal_float64(shards, softmax_given, rng):

@@ -21,6 +21,7 @@ PIECES = ("grad_in_forward", "recompute")
 MANY = 1100
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("classes", [50257, 128256])
 def test_linear_cross_entropy_counts_no_padding_of_a_vocabulary(classes, strategy, rng):
@@ -43,6 +44,7 @@ def test_linear_cross_entropy_of_many_rows_equals_float64(classes, strategy, rng
     assert_equals_float64(actual, (x, weight, labels), options, rtol=5e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", PIECES)
 @pytest.mark.parametrize("kept", [0, 1, MANY], ids=["none", "one", "all"])
 def test_linear_cross_entropy_skips_chunks(kept, strategy, rng):

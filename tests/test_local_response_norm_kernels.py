@@ -67,6 +67,7 @@ def check(name, shape, n, dtypes=("float32", "float32")):
         np.testing.assert_allclose(in_oracle(actual, shape), exact, rtol=rounding, atol=4e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "shape", "n", "axis"), CASES)
 def test_local_response_norm_kernels_agree_with_float64(name, shape, n, axis, capfd):
     if axis is not None:
@@ -75,6 +76,7 @@ def test_local_response_norm_kernels_agree_with_float64(name, shape, n, axis, ca
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "float32")], ids=str)
 @pytest.mark.parametrize("name", KERNELS)
 def test_local_response_norm_kernels_round_once(name, dtypes):

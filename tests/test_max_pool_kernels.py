@@ -59,6 +59,7 @@ def launched(name, x, grad, geometry, vmem_bytes=None, propagate_nan=True):
     return np.moveaxis(np.asarray(dx)[:, 0], -1, 1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "geometry", "channels", "vmem_bytes"), CASES)
 def test_max_pool_kernels_agree_with_float64(name, geometry, channels, vmem_bytes, rng, capfd):
     x, grad = make_case(rng, geometry, images=(2, channels))

@@ -46,6 +46,7 @@ def assert_rounded_once(actual, exact, dtype):
     np.testing.assert_allclose(np.asarray(actual, np.float64), exact, rtol=one_rounding, atol=2e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", SHAPES, ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_activation_is_the_documented_one_in_every_layout(mode, layout, rng):
@@ -100,6 +101,7 @@ def test_activation_reads_no_prior_with_beta_zero(mode, rng):
     assert np.isfinite(activation_backward(desc, y, dy, x, alpha=2.0, dx=nothing)).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 def test_activation_switches_what_nan_does(mode):
     nan, one = jnp.full((1, 1, 1, 1), jnp.nan), jnp.ones((1, 1, 1, 1))

@@ -17,6 +17,7 @@ HALF = DropoutDescriptor(0.5)
 SHAPES = [(7,), (1000,), (2, 3, 4, 5), (2, 4, 8, 8), (), (0, 4)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("elements", "size"), [(1000, 128), (7, 4), (0, 0), (32, 4), (33, 8)])
 def test_dropout_takes_the_documented_reserve_space(elements, size):
     x = jnp.ones(elements)
@@ -25,6 +26,7 @@ def test_dropout_takes_the_documented_reserve_space(elements, size):
     assert dropout_forward(HALF, KEY, x)[1].shape == (size,)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_dropout_reserve_space_has_a_bit_for_each_element(shape, rng):
     x = jnp.asarray(rng.uniform(1, 2, size=shape), jnp.float32)
@@ -48,6 +50,7 @@ def test_dropout_backward_reads_nothing_but_the_bits(rng):
     np.testing.assert_array_equal(dx, np.where(bits.reshape(3, 25), 4 * np.asarray(dy), 0))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", contract.first_in_every_run(["bfloat16", "float16", "float32"]))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_dropout_backward_takes_the_mask_of_forward(shape, dtype, rng):

@@ -72,6 +72,7 @@ def test_figures_that_migrated_cudnn_programs_check():
     np.testing.assert_allclose(np.ravel(out.y[1])[[0, 1, 99]], [1.5, 6.4995, 496.451], rtol=5e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_batch_normalization_equals_float64_in_every_mode_and_layout(layout, mode, rng):
@@ -99,6 +100,7 @@ def test_batch_normalization_equals_float64_in_every_mode_and_layout(layout, mod
     assert_close(inferred, truth.transpose(LAYOUTS[layout]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ops", ["OPS_BN", "OPS_BN_ACTIVATION", "OPS_BN_ADD_ACTIVATION"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_extended_calls_equal_float64_and_their_twins(dtype, ops, rng):
@@ -210,6 +212,7 @@ def test_reserve_space_survives_jit_checkpoint_and_export(rng):
     assert exported.call(x, scale, bias, z, dy)[0].shape == x.shape
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", ["SIGMOID", "TANH", "CLIPPED_RELU", "ELU", "IDENTITY", "SWISH"])
 @pytest.mark.parametrize("ops", ["OPS_BN_ACTIVATION", "OPS_BN_ADD_ACTIVATION"])
 def test_every_activation_is_fused(ops, mode, rng):

@@ -30,6 +30,7 @@ def assert_rounded_once(actual, exact, dtype):
     np.testing.assert_allclose(np.asarray(actual, np.float64), exact, rtol=one_rounding, atol=2e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", KINDS)
 @pytest.mark.parametrize("geometry", ["3-by-2-padded", "volume"])
 def test_pooling_equals_loops_in_every_layout(geometry, mode, rng):

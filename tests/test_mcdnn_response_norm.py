@@ -56,6 +56,7 @@ LAYOUTS = {
 CALLS = [pytest.param(calls, id=calls.__name__) for calls in LAYOUTS]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("calls", "layout"), [(calls, layout) for calls, names in LAYOUTS.items() for layout in names])
 def test_response_norms_equal_loops_in_every_layout(calls, layout, rng):
     arrays = draw(rng, (2, 5, 2, 3, 2)[: len(layout)])
@@ -66,6 +67,7 @@ def test_response_norms_equal_loops_in_every_layout(calls, layout, rng):
             np.testing.assert_allclose(actual, exact.transpose(AXES[layout]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("calls", CALLS)
 def test_response_norms_blend_before_they_round(calls, dtype, rng):

@@ -34,6 +34,7 @@ def assert_rounded_once(actual, exact, dtype):
     np.testing.assert_allclose(np.asarray(actual, np.float64), exact, rtol=one_rounding, atol=4e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", SHAPES, ids=str)
 @pytest.mark.parametrize(("algorithm", "mode"), COMBINATIONS)
 def test_softmax_is_the_documented_one_in_every_layout(algorithm, mode, layout, rng):

@@ -43,6 +43,7 @@ def test_grid_generator_equals_loops_in_float64(dtype, rng):
     np.testing.assert_array_equal(grid, affine_grid(theta, DESC.dims))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("layout", [None, "NCHW", "NHWC"])
 def test_sampler_blends_before_it_rounds(layout, dtype, rng):

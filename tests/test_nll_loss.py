@@ -65,6 +65,7 @@ def assert_rounded_once(actual, truth, dtype):
     np.testing.assert_allclose(np.asarray(actual).astype(np.float64), truth, rtol=tolerance, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_nll_loss_equals_float64(reduction, dtype, rng):
@@ -77,6 +78,7 @@ def test_nll_loss_equals_float64(reduction, dtype, rng):
     assert_rounded_once(unweighted, expected(log_probs, labels, reduction=reduction)[0], jnp.dtype(dtype))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("shape", "axis"),
     [((), 0), ((1,), -1), ((7,), 0), ((2, 3), 1), ((2, 3, 4), 1), ((2, 3, 4), -3), ((2, 3, 4, 2), 1), ((2, 3, 4), 0)],

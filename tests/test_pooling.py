@@ -83,6 +83,7 @@ def value_and_gradient(fn, x, cotangent):
     return y, pull_back(cotangent)[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["max", "mean", pytest.param("mean-inside", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_pooling_equals_loops_in_float64(geometry, kind, rng):
@@ -97,6 +98,7 @@ def test_pooling_equals_loops_in_float64(geometry, kind, rng):
         np.testing.assert_allclose(grad.transpose(back), truth[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["max", "mean", "mean-inside"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_pooling_rounds_once(dtype, kind, rng):

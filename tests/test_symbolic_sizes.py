@@ -53,6 +53,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("fn", "sizes"), CASES.values(), ids=CASES)
 def test_operators_export_with_symbolic_sizes(fn, sizes, rng):
     text, constraints, shapes = sizes
