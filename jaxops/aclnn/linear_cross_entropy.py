@@ -166,8 +166,10 @@ def fused_linear_cross_entropy_loss_grad(
       BadParamError: status 161001 for None, 161002 for other dtypes, ranks, shapes or label_smoothing.
 
     Numerics:
-      P is float32 and rounded to the input's dtype before both products, which accumulate in float32. The documented
-      kernel destroys `softmax`; here it stays. Its tiling limits (BT, V, H <= 65535) are not enforced.
+      P is float32 and rounded to the input's dtype before both products, which accumulate in float32. To float16 a row
+      is rounded after it was divided by a power of two near its `grad`, which the products take back: what a small or
+      large `grad` would take out of float16's range keeps its digits. The documented kernel destroys `softmax`; here it
+      stays. Its tiling limits (BT, V, H <= 65535) are not enforced.
 
     Source:
       CANN aclnnFusedLinearCrossEntropyLossGrad.

@@ -121,12 +121,18 @@ def fold_columns(
     return carry
 
 
-def add_product(total: jax.Array, logits_cotangent: jax.Array, x: jax.Array) -> jax.Array:
-    """Adds to total (V, H) the product of (..., V) and (..., H) over all rows, accumulated in total's dtype."""
+def add_product(
+    total: jax.Array, logits_cotangent: jax.Array, x: jax.Array, factor: jax.Array | None = None
+) -> jax.Array:
+    """Adds to total (V, H) the product of (..., V) and (..., H) over all rows, accumulated in total's dtype.
+
+    A factor, (), multiplies the product.
+    """
     batch = tuple(range(x.ndim - 1))
 
     def product(columns: jax.Array) -> jax.Array:
-        return jnp.tensordot(columns, x, axes=(batch, batch), preferred_element_type=total.dtype)
+        terms = jnp.tensordot(columns, x, axes=(batch, batch), preferred_element_type=total.dtype)
+        return terms if factor is None else factor * terms
 
     place = lowering.placement()
     if place is None or place.platform != "cpu" or jax.export.is_symbolic_dim(total.size):

@@ -1,12 +1,13 @@
 """The logits of a linear layer, what cross entropy needs to know of a row of them, and how a loss pulls on each."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxops._derivative import Arrays
-from jaxops.linear_cross_entropy.column_tiles import add_product
+from jaxops.linear_cross_entropy.rounded_products import rounded_products
 
 # The label of a row that does not count. Its x is zero, so that what is known of it needs no matrix product.
 SKIPPED = -2
@@ -242,16 +243,10 @@ def linear_gradients(
     cotangent = _logits_cotangent(pull, targets, logits)
     if softcap is not None:
         cotangent = cotangent * (1 - jnp.square(logits / softcap))
-    rounded = cotangent.astype(x.dtype)
-    x_grad = jnp.zeros((*x.shape[:-1], 0), dtype)
-    weight_grad = jnp.zeros((0, x.shape[-1]), dtype)
+    bound = functools.partial(_cotangent_bound, pull, targets)
+    needed = needs.x, needs.weight
+    x_grad, weight_grad = rounded_products(needed, cotangent, bound, x, weight, weight_sum)
     bias_grad = shared_grad = jnp.zeros((0,), dtype)
-    if needs.x:
-        x_grad = jnp.einsum("...v,vh->...h", rounded, weight, preferred_element_type=dtype)
-    if needs.weight and weight_sum is not None:
-        weight_grad = add_product(weight_sum, rounded, x)
-    elif needs.weight:
-        weight_grad = jnp.tensordot(rounded, x, axes=(batch, batch), preferred_element_type=dtype)
     if needs.bias:
         bias_grad = jnp.sum(cotangent, axis=batch)
     target_grad = column(pull.target) * (logits - column(pull.maximum))
@@ -259,6 +254,17 @@ def linear_gradients(
         shared_grad = jnp.sum(target_grad, axis=batch)
     row_grad = target_grad if needs.row_target else target_grad[..., :0]
     return (x_grad, row_grad), (weight_grad, bias_grad, shared_grad)
+
+
+def _cotangent_bound(pull: RowPull, targets: Targets) -> jax.Array:
+    """How large the cotangent of each row of logits may be, within a small factor."""
+    # exp(-d) d is below 1: a slope counts as what it is.
+    slope = jnp.zeros_like(pull.label) if pull.softmax_slope is None else jnp.abs(pull.softmax_slope)
+    bound = jnp.abs(pull.softmax) + slope + jnp.abs(pull.label)
+    if not targets.weighted:
+        return bound
+    weights = jnp.abs(targets.row if given(targets.row) else targets.shared)
+    return bound + jnp.abs(pull.target) * jnp.max(weights, axis=-1).astype(bound.dtype)
 
 
 def _logits_cotangent(pull: RowPull, targets: Targets, logits: jax.Array) -> jax.Array:

@@ -116,7 +116,9 @@ def linear_cross_entropy(
 
     Numerics:
       Logits are float32 whatever the inputs' dtype and never rounded to 16 bit; their gradient is rounded to x's dtype
-      before the matrix products, which accumulate in float32. A large common offset of the logits costs no digits.
+      before the matrix products, which accumulate in float32; to float16 with a power of two for each row, so that
+      neither a mean over many rows nor a loss scale takes it out of range. A large common offset of the logits costs no
+      digits.
       Differentiable in x, weight, bias, class_weight and probabilities, in forward and reverse mode and repeatedly.
 
     Source:
@@ -145,6 +147,10 @@ def linear_cross_entropy(
     if strategy == "grad_in_forward":
         total = summed_cross_entropy(x, weight, bias, targets, weights, softcap=softcap, chunk_rows=chunk_rows)
         return _reduced(total, task, reduction)
+    if vocab_axis is not None and x.dtype == jnp.float16:
+        # Each part of the vocabulary has its share of x's gradient, and float16 has too few digits for a share of a
+        # mean's: they are added in float32.
+        x = x.astype(jnp.float32)
     keep_logits = strategy == "full"
     rows = linear_row_statistics(
         x,
@@ -299,6 +305,7 @@ def _check_attributes(
 
 def _check_operands(x: jax.Array, weight: jax.Array, labels: jax.Array, bias: Any, class_weight: Any) -> None:
     check_linear(x, weight)
+    require(weight.dtype == x.dtype, _NAME, "weight", f"have x's dtype {x.dtype}", weight)
     rows, classes = x.shape[:-1], weight.shape[0]
     if _are_probabilities(labels):
         require(

@@ -47,8 +47,8 @@ def linear_row_statistics(
     """The statistics of the logits z = x weight^T + bias, which are never needed all at once.
 
     Args:
-      x: (..., H).
-      weight: (V, H), of x's dtype.
+      x: (..., H), of the weight's dtype. Of a wider one it is rounded to that before any product; its gradient is not.
+      weight: (V, H).
       bias: (V,), or empty for none.
       targets: labels (...), columns of z; any other integer means that the row has none, and `SKIPPED` that x is zero
         there as well. Weights of the columns for `target_logit`: `shared` (V,) by all rows, or empty; one set for each
@@ -81,7 +81,6 @@ def check_linear(x: Any, weight: Any) -> None:
         weight,
     )
     rule(weight.shape[0] > 0, "weight", "have a vocabulary of at least 1", weight)
-    rule(weight.dtype == x.dtype, "weight", f"have x's dtype {x.dtype}", weight)
 
 
 def check(x: Any, weight: Any, *_: Any, **__: Any) -> None:
@@ -96,7 +95,7 @@ def _reference(*operands: jax.Array, keep_logits: bool, **params: Any) -> Arrays
 def _reference_with_logits(
     x: jax.Array, weight: jax.Array, bias: jax.Array, *targets: jax.Array, softcap: float | None, metrics: bool
 ) -> Arrays:
-    logits = linear_logits(x, weight, bias, softcap)
+    logits = linear_logits(x.astype(weight.dtype), weight, bias, softcap)
     return (*row_statistics(logits, Targets(*targets), metrics=metrics), logits)
 
 

@@ -42,6 +42,7 @@ def tiled_statistics(
     metrics: bool,
 ) -> Arrays:
     """The `RowStatistics` of x weight^T + bias; operands as in `statistics.linear_row_statistics`."""
+    x = x.astype(weight.dtype)
     # Probabilities are too large to be put in another order, and metrics are asked for of all rows.
     live = None if given(row_target) or metrics else live_rows(labels)
     operands = (x, labels, row_target)
@@ -83,6 +84,7 @@ def tiled_gradients(
     Operands are those of `RowPull`, those of `tiled_statistics` and the logits, which are (..., 0) if not kept.
     """
     *pull, x, weight, bias, labels, shared_target, row_target, logits = operands
+    x_dtype, x = x.dtype, x.astype(weight.dtype)
     live = None if given(row_target) or given(logits) else live_rows(labels)
     # Rows that are filled up have no probabilities: their logits are the bias, and exp(bias) alone may overflow.
     fills = (0, 0, 0, 0, 0, jnp.inf, 0, 0, 0, 0)
@@ -138,4 +140,4 @@ def tiled_gradients(
     x_grad, row_grad, *gradients = fold_columns(add_tile, varying_with(start, operands), weight.shape[0], columns)
     if live is not None:
         x_grad, row_grad = live.restore(x_grad), live.restore(row_grad)
-    return (x_grad.astype(x.dtype), *gradients, row_grad)
+    return (x_grad.astype(x_dtype), *gradients, row_grad)

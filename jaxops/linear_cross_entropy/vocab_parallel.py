@@ -18,6 +18,7 @@ from jaxops._derivative import Arrays
 from jaxops._errors import require
 from jaxops._operator import Operator
 from jaxops.linear_cross_entropy.logits import accumulation_dtype, column, given, linear_logits, pick
+from jaxops.linear_cross_entropy.rounded_products import rounded_products
 from jaxops.linear_cross_entropy.row_chunks import default_chunk_rows, map_rows
 from pallas_kernels.gpu.linear_cross_entropy import vocab_parallel as gpu
 from pallas_kernels.tpu.linear_cross_entropy import vocab_parallel as tpu
@@ -200,8 +201,6 @@ def _loss(logits_max: jax.Array, sum_exp_logits: jax.Array, predicted_logits: ja
 
 
 def _grad(grad: jax.Array, x: jax.Array, weight: jax.Array, *rows: jax.Array) -> Arrays:
-    dtype, batch = accumulation_dtype(x), tuple(range(x.ndim - 1))
-
     def chunk(
         grad: jax.Array,
         maximum: jax.Array,
@@ -216,9 +215,9 @@ def _grad(grad: jax.Array, x: jax.Array, weight: jax.Array, *rows: jax.Array) ->
             softmax = jnp.exp(logits - column(maximum)) / column(total)
         columns = jax.lax.broadcasted_iota(masked_target.dtype, softmax.shape, softmax.ndim - 1)
         is_target = (columns == column(masked_target)) & ~column(mask)
-        pull = ((softmax - is_target.astype(softmax.dtype)) * column(grad)).astype(x.dtype)
-        x_grad = jnp.einsum("...v,vh->...h", pull, weight, preferred_element_type=dtype)
-        return (x_grad.astype(x.dtype),), (jnp.tensordot(pull, x, axes=(batch, batch), preferred_element_type=dtype),)
+        pull = ((softmax - is_target.astype(softmax.dtype)) * column(grad)).astype(accumulation_dtype(x))
+        x_grad, weight_grad = rounded_products((True, True), pull, lambda: jnp.abs(grad), x, weight)
+        return (x_grad.astype(x.dtype),), (weight_grad,)
 
     mask, masked_target, maximum, total, softmax = rows
     operands = (grad, maximum, total, x, mask, masked_target, softmax)

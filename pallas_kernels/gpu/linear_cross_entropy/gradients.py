@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.float16_rows import RowPowers
 from pallas_kernels.gpu.linear_cross_entropy import statistics, tiles
 from pallas_kernels.gpu.linear_cross_entropy.tiles import Tiling
 from pallas_kernels.kernel import Kernel
@@ -159,16 +160,17 @@ def linear_gradients(
 ) -> _Gradients:
     """The gradients of x (n, H), weight and bias in their dtypes; empty where `needs` says that they are not needed.
 
-    The bias gradient sums the rounded cotangent, in float32.
+    The bias gradient sums the rounded cotangent, in float32. x is rounded to the weight's dtype; its gradient is not.
     """
     needs_x, needs_weight, needs_bias = needs
     rows, hidden = x.shape
     classes = weight.shape[0]
     block_rows = tiles.thread_block_rows(config)
     padded_rows = block_rows * math.ceil(rows / block_rows)
-    x_filled = tiles.filled(x, (padded_rows, hidden))
-    fields = [tiles.filled(v, (padded_rows,), fill) for v, fill in zip(pull, _FILLS, strict=True)]
-    stacked, labels = jnp.stack(fields), tiles.filled(labels, (padded_rows,), -1)
+    x_filled = tiles.filled(x.astype(weight.dtype), (padded_rows, hidden))
+    pull = Pull(*(tiles.filled(v, (padded_rows,), fill) for v, fill in zip(pull, _FILLS, strict=True)))
+    powers, x_scaled, pull = _in_range(x_filled, pull, target)
+    stacked, labels = jnp.stack(pull), tiles.filled(labels, (padded_rows,), -1)
 
     def add_chunk(start: Any, width: int, gradients: _Gradients) -> _Gradients:
         x_grad, weight_grad, bias_grad = gradients
@@ -188,10 +190,12 @@ def linear_gradients(
         if needs_x:
             x_grad = x_grad + jnp.einsum("nv,vh->nh", cotangent, part, preferred_element_type=jnp.float32)
         if needs_weight:
-            product = jnp.einsum("nv,nh->vh", cotangent, x_filled, preferred_element_type=jnp.float32)
+            product = jnp.einsum("nv,nh->vh", cotangent, x_scaled, preferred_element_type=jnp.float32)
+            product = product if powers is None else powers.largest * product
             weight_grad = lax.dynamic_update_slice_in_dim(weight_grad, product.astype(weight.dtype), start, 0)
         if needs_bias:
-            total = jnp.sum(cotangent, axis=0, dtype=jnp.float32)
+            by_row = cotangent if powers is None else cotangent.astype(jnp.float32) * powers.rows[:, None]
+            total = jnp.sum(by_row, axis=0, dtype=jnp.float32)
             bias_grad = lax.dynamic_update_slice_in_dim(bias_grad, total.astype(bias.dtype), start, 0)
         return x_grad, weight_grad, bias_grad
 
@@ -206,7 +210,18 @@ def linear_gradients(
     if rest:
         gradients = add_chunk(classes - rest, rest, gradients)
     x_grad, weight_grad, bias_grad = gradients
+    x_grad = x_grad if powers is None else powers.rows[: len(x_grad), None] * x_grad
     return x_grad[:rows].astype(x.dtype), weight_grad, bias_grad
+
+
+def _in_range(x: jax.Array, pull: Pull, target: jax.Array) -> tuple[RowPowers | None, jax.Array, Pull]:
+    """What brings the rows of a cotangent into float16's range; x and the pull with that. Other dtypes need nothing."""
+    if x.dtype != jnp.float16:
+        return None, x, pull
+    softmax, slope, label, by_target = (jnp.abs(v) for v in pull[:4])
+    powers = RowPowers.of(softmax + slope + label + by_target * jnp.max(jnp.abs(target), initial=0).astype(jnp.float32))
+    scaled = {name: getattr(pull, name) / powers.rows for name in Pull._fields[:4]}
+    return powers, powers.multiplied(x), pull._replace(**scaled)
 
 
 def run(*operands, softcap, metrics, needs, config, interpret=False, **_):

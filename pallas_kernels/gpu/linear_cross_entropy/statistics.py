@@ -209,7 +209,7 @@ def run(x, weight, bias, labels, shared_target, row_target, *, softcap, metrics,
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
     rows = x.shape[:-1]
     found = reduced_rows(
-        x.reshape(-1, x.shape[-1]),
+        x.reshape(-1, x.shape[-1]).astype(weight.dtype),
         weight,
         bias,
         labels.reshape(-1),

@@ -320,7 +320,8 @@ def refuses_linear(hardware: Any, x: Any, weight: Any) -> str | None:
         return (
             f"the kernel is written for the matrix units of compute capability 9.0; {hardware.name} has {major}.{minor}"
         )
-    dtype = jnp.dtype(x.dtype).name
+    # Which x is rounded to, where its gradient is asked for in a wider one.
+    dtype = jnp.dtype(weight.dtype).name
     if dtype == "float32":
         return "the matrix units would round float32 to 10 bits (tf32)"
     if dtype not in _DTYPES:
