@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_pooling import expected, make_case
+from test_pooling import expected, make_case, sides
 
 import lowering
 from jaxops import max_pool
@@ -31,6 +31,8 @@ CASES = [
     for name, case, geometry, channels, vmem_bytes in (
         ("tpu", "overlapping-and-padded", ((7, 9), (3, 3), (2, 2), (1, 1)), 5, None),
         ("tpu", "every-pixel", ((5, 6), (3, 2), (1, 1), (2, 1)), 3, None),
+        ("tpu", "before-only", ((7, 6), (3, 2), (2, 2), ((2, 0), (1, 0))), 4, None),
+        ("tpu", "behind-only", ((21, 8), (2, 2), (4, 2), ((0, 1), (0, 1))), 4, None),
         ("tpu", "blocks-of-channels", ((4, 6), (2, 2), (2, 2), (0, 0)), 200, None),
         ("tpu", "bands-with-gaps-and-rest", ((21, 8), (2, 1), (4, 3), (0, 0)), 4, BAND_BYTES),
         ("tpu", "rows-without-windows", ((9, 8), (2, 2), (4, 2), (0, 0)), 4, BAND_BYTES // 2),
@@ -50,7 +52,7 @@ def launched(name, x, grad, geometry, vmem_bytes=None, propagate_nan=True):
         kernel.run,
         window=(1, *window),
         stride=(1, *stride),
-        padding=(0, *padding),
+        padding=((0, 0), *sides(padding)),
         propagate_nan=propagate_nan,
         config=config if vmem_bytes is None else {"vmem_bytes": vmem_bytes},
         interpret=interpret,
@@ -124,7 +126,7 @@ def test_max_pool_kernels_refuse_what_they_cannot_run():
         x = types.SimpleNamespace(shape=shape, dtype=jnp.dtype(dtype))
         grad = types.SimpleNamespace(shape=shape, dtype=jnp.dtype(dtype))
         return kernel.KERNEL.refuses(
-            hardware, x, grad, **{"window": (1, 2, 2), "stride": (1, 2, 2), "padding": (0, 0, 0), **geometry}
+            hardware, x, grad, **{"window": (1, 2, 2), "stride": (1, 2, 2), "padding": ((0, 0),) * 3, **geometry}
         )
 
     v5e = Hardware(name="tpu-v5e", platform="tpu")
@@ -141,7 +143,9 @@ def test_max_pool_kernels_refuse_what_they_cannot_run():
     assert reason(tpu, v5e, shape=(8, 1, 512, 512, 128)) is None
     assert "cuda-a100 has 8.0" in reason(gpu, a100)
     assert "share no element" in reason(gpu, h100, window=(1, 3, 3))
-    assert "no padding" in reason(gpu, h100, padding=(0, 1, 0))
+    assert "no padding" in reason(gpu, h100, padding=((0, 0), (0, 1), (0, 0)))
+    behind = ((0, 0), (0, 1), (0, 0))
+    assert "[512, 512] pixels" in reason(tpu, v5e, shape=(8, 1, 512, 512, 128), padding=behind)
     assert "(5, 5)" in reason(gpu, h100, stride=(1, 5, 5))
     assert "the last axis of x has 64" in reason(gpu, h100, shape=(8, 1, 8, 8, 64))
     assert "2147483648" in reason(gpu, h100, shape=(2**14, 1, 32, 32, 128))
@@ -162,7 +166,7 @@ def test_max_pool_kernel_runs_where_images_are_and_refuses_to_gather_their_parts
 
 def test_max_pool_kernels_offer_configurations():
     x = jnp.zeros((2, 1, 56, 56, 256))
-    geometry = {"window": (1, 2, 2), "stride": (1, 2, 2), "padding": (0, 0, 0)}
+    geometry = {"window": (1, 2, 2), "stride": (1, 2, 2), "padding": ((0, 0),) * 3}
     for kernel in (tpu, gpu):
         configs = kernel.KERNEL.configs(None, x, None, **geometry)
         assert len(configs) == len({tuple(config.items()) for config in configs}) > 1

@@ -1,10 +1,13 @@
 """`max_pool` and `avg_pool`: values and gradients against loops in NumPy float64, and what every operator promises."""
 
 import contract
+import flax.linen as nn
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -25,18 +28,25 @@ GEOMETRIES = {
     "rows-only": ((5, 4), (3, 1), (2, 1), (1, 0)),
     "long-window": ((40, 3), (18, 2), (3, 1), (4, 1)),
     "long-stride": ((60, 2), (2, 1), (21, 1), (1, 0)),
+    "before-only": ((7, 6), (3, 2), (2, 2), ((2, 0), (1, 0))),
+    "behind-only": ((7, 6), (3, 3), (2, 1), ((0, 2), 1)),
+    "volume-sides": ((2, 5, 4), (2, 3, 2), (1, 2, 2), ((0, 1), (2, 1), 0)),
     "volume": ((3, 5, 4), (2, 3, 2), (1, 2, 2), (1, 1, 0)),
     "volume-of-depth-1": ((1, 4, 4), (3, 2, 2), (1, 2, 2), (1, 0, 0)),
     "volume-flat-window": ((2, 4, 5), (1, 2, 2), (1, 2, 2), (0, 0, 0)),
 }
 
 
+def sides(padding):
+    """Pairs, of what may be a number for both sides."""
+    return [(pad, pad) if isinstance(pad, int) else pad for pad in padding]
+
+
 def window_slices(extents, window, stride, padding):
     """For each output position, the part of the image that its window covers."""
-    triples = list(zip(extents, window, stride, padding, strict=True))
-    outputs = tuple(1 + (n + 2 * p - k) // s for n, k, s, p in triples)
-    for output in np.ndindex(outputs):
-        starts = [o * s - p for o, (_, _, s, p) in zip(output, triples, strict=True)]
+    triples = list(zip(extents, window, stride, sides(padding), strict=True))
+    for output in np.ndindex(outputs_of((extents, window, stride, padding))):
+        starts = [o * s - p[0] for o, (_, _, s, p) in zip(output, triples, strict=True)]
         inside = (slice(max(a, 0), min(a + k, n)) for a, (n, k, _, _) in zip(starts, triples, strict=True))
         yield output, tuple(inside)
 
@@ -69,7 +79,8 @@ def pooled(kind, geometry, layout=None):
 
 
 def outputs_of(geometry):
-    return tuple(1 + (n + 2 * p - k) // s for n, k, s, p in zip(*geometry, strict=True))
+    *numbers, padding = geometry
+    return tuple(1 + (n + sum(p) - k) // s for n, k, s, p in zip(*numbers, sides(padding), strict=True))
 
 
 def make_case(rng, geometry, dtype="float32", images=(2, 3)):
@@ -110,6 +121,92 @@ def test_pooling_rounds_once(dtype, kind, rng):
         assert actual.dtype == dtype
         one_rounding = 0.501 * float(jnp.finfo(dtype).eps)
         np.testing.assert_allclose(np.asarray(actual, np.float64), exact, rtol=one_rounding, atol=1e-6)
+
+
+def xla_pool(kind, x, window, stride, padding):
+    """`lax.reduce_window` in float64, of images with their channels last."""
+    shape, strides = (1, *window, 1), (1, *stride, 1)
+    if kind == "max":
+        return lax.reduce_window(x, -jnp.inf, lax.max, shape, strides, padding)
+    counted = jnp.ones_like(x) if kind == "mean-inside" else None
+    total = lax.reduce_window(x, 0.0, lax.add, shape, strides, padding)
+    count = (
+        float(np.prod(window)) if counted is None else lax.reduce_window(counted, 0.0, lax.add, shape, strides, padding)
+    )
+    return total / count
+
+
+SAME = {
+    "odd-rest": ((7, 9), (3, 2), (2, 3)),
+    "one-behind": ((8, 8), (3, 3), (2, 2)),
+    "gaps": ((7, 5), (2, 1), (4, 3)),
+    "longer-than-x": ((2, 1), (5, 4), (1, 1)),
+    "volume": ((3, 4, 5), (2, 3, 2), (2, 1, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", ["max", pytest.param("mean", marks=pytest.mark.slow), "mean-inside"])
+@pytest.mark.parametrize("extents_window_stride", SAME.values(), ids=SAME)
+def test_pooling_pads_by_name_as_xla_does(extents_window_stride, kind, rng):
+    extents, window, stride = extents_window_stride
+    with jax.enable_x64(True):
+        x = jnp.asarray(rng.permutation(2 * 3 * int(np.prod(extents))).reshape(2, *extents, 3) / 7)
+        fits = all(k <= n for k, n in zip(window, extents, strict=True))
+        for padding in ("SAME", "VALID") if fits else ("SAME",):
+            ours = pooled(kind, (extents, window, stride, padding), "NHWC" if len(extents) == 2 else "NDHWC")
+            y, pull_back = jax.vjp(lambda x: xla_pool(kind, x, window, stride, padding), x)  # noqa: B023
+            cotangent = jnp.asarray(rng.normal(size=y.shape))
+            actual = value_and_gradient(ours, x, cotangent)
+            np.testing.assert_allclose(actual[0], y, rtol=1e-14)
+            np.testing.assert_allclose(actual[1], pull_back(cotangent)[0], rtol=1e-12, atol=1e-14)
+
+
+def test_pooling_takes_paddings_as_flax_does(rng):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        x = jnp.asarray(rng.normal(size=(2, 7, 6, 3)))
+        for padding in ("SAME", "VALID", ((1, 0), (0, 2))):
+            attributes = {"stride": (2, 1), "padding": padding, "layout": "NHWC"}
+            truth = nn.max_pool(x, (3, 3), (2, 1), padding)
+            np.testing.assert_array_equal(max_pool(x, 3, **attributes), truth)
+            for inside in (True, False):
+                truth = nn.avg_pool(x, (3, 3), (2, 1), padding, count_include_pad=inside)
+                actual = avg_pool(x, 3, **attributes, count_include_pad=inside)
+                np.testing.assert_allclose(actual, truth, rtol=1e-14)
+
+
+@pytest.mark.parametrize("pool", [max_pool, avg_pool])
+@pytest.mark.parametrize("layout", [None, *AXES])
+def test_pooling_of_one_image_is_that_of_a_batch_of_one(layout, pool, rng):
+    shape = {None: (3, 5, 4), "NCHW": (3, 5, 4), "NHWC": (5, 4, 3), "NCDHW": (3, 2, 5, 4), "NDHWC": (2, 5, 4, 3)}[
+        layout
+    ]
+    x = jnp.asarray(rng.permutation(int(np.prod(shape))).reshape(shape), jnp.float32)
+
+    def one(x):
+        return pool(x, 2, stride=1, padding="SAME", layout=layout)
+
+    def batch(x):
+        return pool(x[None], 2, stride=1, padding="SAME", layout=layout)[0]
+
+    weights = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    for alone, among in zip(value_and_gradient(one, x, weights), value_and_gradient(batch, x, weights), strict=True):
+        assert alone.shape == shape
+        np.testing.assert_array_equal(alone, among)
+
+
+def test_padding_by_name_follows_symbolic_sizes_where_it_can():
+    (n,) = jax.export.symbolic_shape("n")
+
+    def output_shape(extent, stride):
+        x = jax.ShapeDtypeStruct((1, 1, extent, 8), jnp.float32)
+        return jax.eval_shape(lambda x: max_pool(x, 3, stride=stride, padding="SAME"), x).shape
+
+    assert output_shape(n, 1) == (1, 1, n, 8)
+    assert output_shape(2 * n, 2) == (1, 1, n, 4)
+    with pytest.raises(
+        BadParamError, match=r"^max_pool: padding must be in numbers where it depends on a symbolic size"
+    ):
+        output_shape(n, 2)
 
 
 def test_avg_pool_of_many_bfloat16_ones_is_one():
@@ -219,18 +316,19 @@ def test_explain_shows_pooling(rng):
 
 
 X = np.zeros((2, 3, 4, 5), np.float32)
+FORMS = 'be "SAME", "VALID", an integer, or 2 of these: an integer or a pair (before, behind)'
 LAYOUTS = "NCHW, NHWC, NCDHW, NDHWC"
 REFUSALS = {
     "none": (None, 2, {}, "x must be given; got None"),
-    "rank": (X[0], 2, {}, "x must have rank 4 or 5; got float32[3, 4, 5]"),
+    "rank": (X[0, 0], 2, {}, "x must have rank 3, 4 or 5; got float32[4, 5]"),
     "dtype": (X.astype(np.int32), 2, {}, "x must be floating point; got int32[2, 3, 4, 5]"),
     "layout": (X, 2, {"layout": "NCWH"}, f"layout must be one of {LAYOUTS}; got 'NCWH'"),
     "layout-type": (X, 2, {"layout": 3}, f"layout must be one of {LAYOUTS}; got 3"),
     "layout-rank": (
-        X,
+        X[0],
         2,
         {"layout": "NDHWC"},
-        "x must have 5 axes, as layout NDHWC says; got float32[2, 3, 4, 5]",
+        "x must have 5 axes, or 4 without a batch, as layout NDHWC says; got float32[3, 4, 5]",
     ),
     "window-float": (X, 2.0, {}, "window must be an integer or 2 of them; got 2.0"),
     "window-length": (X, (2, 2, 2), {}, "window must be an integer or 2 of them; got (2, 2, 2)"),
@@ -249,6 +347,29 @@ REFUSALS = {
         (3, 2),
         {"padding": 2},
         "padding must be at least 0 and less than the window (3, 2); got (2, 2)",
+    ),
+    "padding-of-one-side": (
+        X,
+        (3, 2),
+        {"padding": ((2, 3), (1, 0))},
+        "padding must be at least 0 and less than the window (3, 2); got ((2, 3), (1, 0))",
+    ),
+    **{
+        f"padding-{name}": (X, 2, {"padding": value}, f"padding must {FORMS}; got {value!r}")
+        for name, value in {
+            "word": "same",
+            "float": 1.0,
+            "length": (1, 1, 1),
+            "triple": ((1, 1, 1), 0),
+            "bool": ((True, 1), 0),
+            "nested": (((0, 1), 0), 0),
+        }.items()
+    },
+    "padding-endless": (
+        X,
+        2**40,
+        {"padding": 2**40 - 1},
+        f"padding must make x at most 2147483647 positions long; got {(2**40 - 1,) * 2}",
     ),
     "extent": (X[:, :, :0], 2, {"padding": 1}, "x must have spatial extents of at least 1; got (0, 5)"),
 }

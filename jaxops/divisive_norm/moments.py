@@ -132,7 +132,7 @@ def _grown_along(sums: Any, join: Callable[[Any, Any, Sequence[np.ndarray]], Any
 def _held(x: jax.Array, span: Span, start: int, width: int, number: int) -> np.ndarray:
     """How many elements lie in stretches of this width, that begin so far behind the start of each window."""
     numpy: Any = jnp if jax.export.is_symbolic_dim(number) else np
-    first = numpy.arange(number) + start - span.padding
+    first = numpy.arange(number) + start - span.before
     inside = numpy.clip(first + width, 0, span.extent) - numpy.clip(first, 0, span.extent)
     inside = inside if numpy is np else inside.astype(x.dtype)
     return inside.reshape([-1 if axis == span.axis % x.ndim else 1 for axis in range(x.ndim)])
@@ -147,5 +147,5 @@ def _padded(x: jax.Array | None, span: Span, mode: str) -> jax.Array | None:
     if x is None:
         return None
     widths = [(0, 0)] * x.ndim
-    widths[span.axis] = (span.padding, span.window - 1 - span.padding)
+    widths[span.axis] = (span.before, span.behind)
     return jnp.pad(x, widths, mode=mode)

@@ -167,8 +167,7 @@ def _spread(u: jax.Array, x: jax.Array, means: jax.Array | None, spans: Sequence
 
 def _summed(x: jax.Array, spans: Sequence[Span]) -> jax.Array:
     for span in spans:
-        padding = span.padding, span.window - 1 - span.padding
-        x = windows.reduced_along(x, span.axis, 0.0, jax.lax.add, span.window, padding=padding)
+        x = windows.pooled_along(x, span, 0.0, jax.lax.add)
     return x
 
 
@@ -179,12 +178,12 @@ def _spans(x: jax.Array, window: tuple[int, ...]) -> tuple[Span, ...]:
         extent = x.shape[axis]
         farthest = n if jax.export.is_symbolic_dim(extent) else max(extent - 1, 0)
         before, after = (min(steps, farthest) for steps in reach(n))
-        spans.append(Span(axis, extent, before + after + 1, 1, before))
+        spans.append(Span(axis, extent, before + after + 1, 1, before, after))
     return tuple(spans)
 
 
 def _mirrored(span: Span) -> Span:
-    return span._replace(padding=span.window - 1 - span.padding)
+    return span._replace(before=span.behind, behind=span.before)
 
 
 def _squeezed_means(means: jax.Array, x: jax.Array, along: Sequence[Span]) -> jax.Array | None:

@@ -162,8 +162,9 @@ def _windows(call: Call, desc: PoolingDescriptor, x: Any, layout: str | None) ->
     )
     inside = all(0 <= p < w for p, w in zip(padding, window, strict=True))
     call.support(inside, "desc.padding", f"be at least 0 and less than the window {window}", padding)
-    windows.check_windows(call.name, extents, window, stride, padding)
-    return layout, windows.volume_attributes(window, stride, padding)
+    pairs = windows.both_sides(padding)
+    windows.check_windows(call.name, extents, window, stride, pairs)
+    return layout, windows.volume_attributes(window, stride, pairs)
 
 
 def _output_shape(shape: Sequence[int], layout: str, attributes: dict[str, Any]) -> tuple[int, ...]:

@@ -7,13 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops import _layouts
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dtypes import accumulator
 from jaxops._errors import BAD_PARAM, require, require_bool
 from jaxops._operator import Operator
 from jaxops.pooling import windows
-from jaxops.pooling.windows import Ints, Span
+from jaxops.pooling.windows import Ints, Padding, Span
 
 
 def avg_pool(
@@ -21,24 +20,28 @@ def avg_pool(
     window: Ints,
     *,
     stride: Ints | None = None,
-    padding: Ints = 0,
+    padding: Padding = 0,
     count_include_pad: bool = True,
     layout: str | None = None,
 ) -> jax.Array:
-    """The mean of each window: `y[o] = sum over k of x[o * stride - padding + k] / count[o]`, with zeros around x.
+    """The mean of each window: `y[o] = sum over k of x[o * stride - before + k] / count[o]`, with zeros around x.
 
     The gradient spreads evenly: `grad_x[i] = sum of grad_y[o] / count[o] over the windows o that hold i`.
 
     Args:
-      x: images of any floating dtype: (N, C, H, W), or as `layout` says.
+      x: images of any floating dtype: (N, C, H, W) or (C, H, W), or as `layout` says.
       window: extents of the windows: one for all spatial axes, or one each.
       stride: steps between windows; None means the window.
-      padding: positions before and behind x that windows may reach over, fewer than the window has.
+      padding: how many positions windows may reach over before and behind x, fewer than the window has: one number for
+        all sides, or for each spatial axis a number or a pair (before, behind). "VALID" is 0; "SAME" is what makes
+        `ceil(extent / stride)` windows, half before x and half behind it, with an odd one behind.
       count_include_pad: whether count is the size of the window everywhere, or that of its part inside of x.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means the one with the channels first, by the rank of x.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC", of which x may lack the N: "NHWC" with three axes is one image
+        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). None means NCHW for three and four axes, NCDHW for
+        five.
 
     Returns:
-      The dtype and layout of x, with spatial extents `1 + (extent + 2 * padding - window) // stride`.
+      The dtype and layout of x, with spatial extents `1 + (extent + before + behind - window) // stride`.
 
     Raises:
       BadParamError: if x is not floating point or has another rank than the layout, a number is out of range, or the
@@ -51,9 +54,8 @@ def avg_pool(
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.avg_pool2d`.
     """
     x = x if x is None else jnp.asarray(x)
-    layout, attributes = windows.requested("avg_pool", x, window, stride, padding, layout)
+    layout, extents, attributes = windows.requested("avg_pool", x, window, stride, padding, layout)
     require_bool("avg_pool", "count_include_pad", count_include_pad)
-    extents = windows.for_volume(_layouts.spatial_extents(x.shape, layout), 1)
     attributes |= {"count_include_pad": bool(count_include_pad), "extents": extents}
     (y,) = AVG_POOL(windows.to_volume(x, layout), **attributes)
     return windows.from_volume(y, layout)
@@ -98,7 +100,7 @@ def _counts(spans: Sequence[Span], include_padding: bool, pooled: jax.Array) -> 
     counts = jnp.ones((), pooled.dtype)
     for span in spans:
         # From the extents: XLA would evaluate windows over ones while compiling, for minutes.
-        starts = span.stride * windows.positions(pooled.shape, span.axis) - span.padding
+        starts = span.stride * windows.positions(pooled.shape, span.axis) - span.before
         inside = jnp.minimum(starts + span.window, span.extent) - jnp.maximum(starts, 0)
         counts = counts * inside.astype(pooled.dtype)
     return counts
@@ -107,8 +109,8 @@ def _counts(spans: Sequence[Span], include_padding: bool, pooled: jax.Array) -> 
 def _spread_along(grad: jax.Array, span: Span) -> jax.Array:
     """Along one axis, the sum at each position of the gradients of the windows that hold it."""
     # With `stride - 1` holes between the gradients, those windows lie side by side, and their sum is a window's again.
-    before = span.window - 1 - span.padding
-    behind = span.extent + span.padding - (span.outputs - 1) * span.stride - 1
+    before = span.window - 1 - span.before
+    behind = span.extent + span.before - (span.outputs - 1) * span.stride - 1
     return windows.reduced_along(
         grad, span.axis, 0.0, jax.lax.add, span.window, padding=(before, behind), dilation=span.stride
     )

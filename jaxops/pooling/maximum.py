@@ -15,7 +15,7 @@ from jaxops._errors import BAD_PARAM, require
 from jaxops._operator import Operator
 from jaxops.pooling import windows
 from jaxops.pooling.patterns import SELECT_AND_SCATTER
-from jaxops.pooling.windows import Ints, Span
+from jaxops.pooling.windows import Ints, Padding, Span
 from pallas_kernels.gpu import max_pool_backward as gpu
 from pallas_kernels.tpu import max_pool_backward as tpu
 
@@ -24,24 +24,28 @@ UNROLLED_STEPS = 16
 
 
 def max_pool(
-    x: jax.Array, window: Ints, *, stride: Ints | None = None, padding: Ints = 0, layout: str | None = None
+    x: jax.Array, window: Ints, *, stride: Ints | None = None, padding: Padding = 0, layout: str | None = None
 ) -> jax.Array:
-    """The maximum of each window: `y[o] = max over k of x[o * stride - padding + k]`, inside of x only.
+    """The maximum of each window: `y[o] = max over k of x[o * stride - before + k]`, inside of x only.
 
     The gradient goes to the first maximum of each window in row-major order; where windows overlap it adds up:
 
         grad_x[i] = sum of grad_y[o] over {o : i is the first maximum of window o}
 
     Args:
-      x: images of any floating dtype: (N, C, H, W), or as `layout` says.
+      x: images of any floating dtype: (N, C, H, W) or (C, H, W), or as `layout` says.
       window: extents of the windows: one for all spatial axes, or one each.
       stride: steps between windows; None means the window.
-      padding: positions before and behind x that windows may reach over, fewer than the window has. They are never a
+      padding: how many positions windows may reach over before and behind x, fewer than the window has: one number for
+        all sides, or for each spatial axis a number or a pair (before, behind). "VALID" is 0; "SAME" is what makes
+        `ceil(extent / stride)` windows, half before x and half behind it, with an odd one behind. Padding is never a
         maximum: a window of negative numbers has a negative one.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means the one with the channels first, by the rank of x.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC", of which x may lack the N: "NHWC" with three axes is one image
+        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). None means NCHW for three and four axes, NCDHW for
+        five.
 
     Returns:
-      The dtype and layout of x, with spatial extents `1 + (extent + 2 * padding - window) // stride`.
+      The dtype and layout of x, with spatial extents `1 + (extent + before + behind - window) // stride`.
 
     Raises:
       BadParamError: if x is not floating point or has another rank than the layout, a number is out of range, or the
@@ -58,7 +62,7 @@ def max_pool(
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.max_pool2d`.
     """
     x = x if x is None else jnp.asarray(x)
-    layout, attributes = windows.requested("max_pool", x, window, stride, padding, layout)
+    layout, _, attributes = windows.requested("max_pool", x, window, stride, padding, layout)
     (y,) = MAX_POOL(windows.to_volume(x, layout), **attributes, propagate_nan=True)
     return windows.from_volume(y, layout)
 
@@ -137,9 +141,9 @@ def _winners(keys: jax.Array, values: jax.Array, span: Span) -> Arrays:
     """The greatest key of each window along one axis, and the value that lies beside the first one of them."""
     reach = (span.outputs - 1) * span.stride + span.window
     # The windows end within the padding.
-    behind = _at_least_0(reach - span.padding - span.extent, limit=span.padding)
-    keys = _padded(keys, span.axis, span.padding, behind, np.iinfo(keys.dtype).min)
-    values = _padded(values, span.axis, span.padding, behind, 0)
+    behind = _at_least_0(reach - span.before - span.extent, limit=span.behind)
+    keys = _padded(keys, span.axis, span.before, behind, np.iinfo(keys.dtype).min)
+    values = _padded(values, span.axis, span.before, behind, 0)
 
     def element(x: jax.Array, offset: Any) -> jax.Array:
         length = reach - span.window + 1
@@ -159,9 +163,9 @@ def _winners(keys: jax.Array, values: jax.Array, span: Span) -> Arrays:
 
 def _returned(grad: jax.Array, winners: jax.Array, span: Span) -> jax.Array:
     """Along one axis, the sum at each position of the gradients of the windows that it won."""
-    axis, extent, window, stride, padding = span
+    axis, extent, window, stride, before, _ = span
     # Position `stride * group + phase` lies in the windows `group - shift`, for a few shifts.
-    shifts = range(-((padding + stride - 1) // stride), (window - 1 - padding) // stride + 1)
+    shifts = range(-((before + stride - 1) // stride), (window - 1 - before) // stride + 1)
     groups = -(-extent // stride)
     behind = _at_least_0(groups - shifts[0] - span.outputs, limit=2 + window // stride)
     grad = _padded(grad, axis, shifts[-1], behind, 0)
@@ -174,7 +178,7 @@ def _returned(grad: jax.Array, winners: jax.Array, span: Span) -> jax.Array:
         total = jnp.zeros_like(shifted(grad, 0))
         positions = stride * windows.positions(total.shape, axis) + phase
         for shift in shifts:
-            if 0 <= stride * shift + phase + padding < window:
+            if 0 <= stride * shift + phase + before < window:
                 total += jnp.where(shifted(winners, shift) == positions, shifted(grad, shift), 0.0)
         return total
 

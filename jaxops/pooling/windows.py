@@ -1,6 +1,6 @@
 """Where pooling windows lie, and images of every layout seen as volumes with their channels last."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -13,37 +13,52 @@ from jaxops._dtypes import check_floating
 from jaxops._errors import BAD_PARAM, require
 
 Ints = int | Sequence[int]
+Padding = str | int | Sequence[int | Sequence[int]]
+Pairs = Sequence[tuple[int, int]]
 
 # The operators see (..., D, H, W, C). Channels that come first are batch axes, and the last axis is then 1 long; so is
 # the depth of a flat image. Below are the axes of length 1 that make a volume of each layout.
-_ADDED_AXES = {"NCHW": (2, 5), "NHWC": (1,), "NCDHW": (5,), "NDHWC": ()}
+_ADDED_AXES = {"NCHW": (-4, -1), "NHWC": (-4,), "NCDHW": (-1,), "NDHWC": ()}
+_DEFAULT_LAYOUTS = {3: "NCHW", 4: "NCHW", 5: "NCDHW"}
 VOLUME_AXES = (-4, -3, -2)
+_MAX_EXTENT = 2**31 - 1  # positions are counted in int32
 
 
 class Span(NamedTuple):
-    """The windows along one axis of a volume: `stride` apart, the first one starting `padding` before the volume."""
+    """The windows along one axis of a volume.
+
+    They are `stride` apart, the first one starts `before` the volume, and the last one ends at most `behind` it.
+    """
 
     axis: int
     extent: int
     window: int
     stride: int
-    padding: int
+    before: int
+    behind: int
+
+    @property
+    def padded(self) -> int:
+        """The extent with its padding."""
+        return self.extent + self.before + self.behind
 
     @property
     def outputs(self) -> int:
         """How many windows there are."""
-        return 1 + (self.extent + 2 * self.padding - self.window) // self.stride
+        return 1 + (self.padded - self.window) // self.stride
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether each position is a window."""
+        return self[2:] == (1, 1, 0, 0)
 
 
-def spans(
-    extents: Sequence[int], window: Sequence[int], stride: Sequence[int], padding: Sequence[int]
-) -> tuple[Span, ...]:
+def spans(extents: Sequence[int], window: Sequence[int], stride: Sequence[int], padding: Pairs) -> tuple[Span, ...]:
     """The windows along depth, height and width."""
-    along_each = (Span(*along) for along in zip(VOLUME_AXES, extents, window, stride, padding, strict=True))
+    along_each = zip(VOLUME_AXES, extents, window, stride, padding, strict=True)
+    found = [Span(axis, n, k, s, before, behind) for axis, n, k, s, (before, behind) in along_each]
     # A single window has any stride that reaches beyond the end; this one makes the shortest gradients.
-    return tuple(
-        span._replace(stride=span.extent + 2 * span.padding) if span.outputs == 1 else span for span in along_each
-    )
+    return tuple(span._replace(stride=span.padded) if span.outputs == 1 else span for span in found)
 
 
 def squeezed(volume: jax.Array, along: Sequence[Span]) -> tuple[jax.Array, list[Span]]:
@@ -51,7 +66,7 @@ def squeezed(volume: jax.Array, along: Sequence[Span]) -> tuple[jax.Array, list[
 
     XLA finds worse layouts for arrays with such axes.
     """
-    spans = [span for span in along if (span.window, span.stride, span.padding) != (1, 1, 0)]
+    spans = [span for span in along if not span.is_trivial]
     axes = _ones(volume, along)
     return jnp.squeeze(volume, axes), [span._replace(axis=span.axis + (-1 in axes)) for span in spans]
 
@@ -62,13 +77,13 @@ def unsqueezed(image: jax.Array, volume: jax.Array, along: Sequence[Span]) -> ja
 
 
 def _ones(volume: jax.Array, along: Sequence[Span]) -> tuple[int, ...]:
-    flat = along[0][1:] == (1, 1, 1, 0)
+    flat = along[0].extent == 1 and along[0].is_trivial
     return (-4,) * flat + (-1,) * (volume.shape[-1] == 1)
 
 
 def pooled_along(x: jax.Array, span: Span, initial: float, computation: Callable[..., Any]) -> jax.Array:
     """Reduces the windows along one axis; axis by axis costs the sum of a window's extents, not their product."""
-    padding = (span.padding, span.padding)
+    padding = (span.before, span.behind)
     return reduced_along(x, span.axis, initial, computation, span.window, stride=span.stride, padding=padding)
 
 
@@ -111,56 +126,110 @@ def for_volume(numbers: Sequence[int], flat: int) -> tuple[int, ...]:
     return (flat,) * (len(VOLUME_AXES) - len(numbers)) + tuple(numbers)
 
 
-def volume_attributes(window: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> dict[str, Any]:
+def volume_attributes(window: Sequence[int], stride: Sequence[int], padding: Pairs) -> dict[str, Any]:
     """The attributes with which the operators take windows of two or three axes."""
     return {
         "window": for_volume(window, 1),
         "stride": for_volume(stride, 1),
-        "padding": for_volume(padding, 0),
+        "padding": ((0, 0),) * (len(VOLUME_AXES) - len(padding)) + tuple(padding),
     }
 
 
 def along_axes(operator: str, argument: str, value: Any, count: int) -> tuple[int, ...]:
     """An integer for each of the spatial axes, from one for all of them or a sequence."""
-    values = (value,) * count if isinstance(value, Integral) else value
-    are_integers = isinstance(values, tuple | list) and len(values) == count
-    are_integers = are_integers and all(isinstance(x, Integral) and not isinstance(x, bool) for x in values)
-    require(are_integers, operator, argument, f"be an integer or {count} of them", value, status=BAD_PARAM)
-    return tuple(map(int, values))
+    numbers = _each(value, count)
+    require(numbers is not None, operator, argument, f"be an integer or {count} of them", value, status=BAD_PARAM)
+    assert numbers is not None
+    return numbers
+
+
+def both_sides(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """The same padding before and behind each axis."""
+    return tuple((number, number) for number in numbers)
 
 
 def requested(
-    operator: str, x: Any, window: Ints, stride: Ints | None, padding: Ints, layout: str | None
-) -> tuple[str, dict[str, Any]]:
-    """Checks what a user asks for. Gives the layout and the operator's attributes."""
+    operator: str, x: Any, window: Ints, stride: Ints | None, padding: Padding, layout: str | None
+) -> tuple[str, tuple[int, ...], dict[str, Any]]:
+    """Checks what a user asks for. Gives the layout, the extents of a volume, and the operator's attributes."""
     require(x is not None, operator, "x", "be given", None, status=BAD_PARAM)
-    layout = _layouts.resolved(operator, x, layout)
-    extents = _layouts.spatial_extents(x.shape, layout)
+    layout = _layout(operator, x, layout)
+    extents = _layouts.spatial_extents((1,) * (len(layout) - len(x.shape)) + x.shape, layout)
     check_floating(operator, x=x)
     window = along_axes(operator, "window", window, len(extents))
     stride = window if stride is None else along_axes(operator, "stride", stride, len(extents))
-    padding = along_axes(operator, "padding", padding, len(extents))
-    check_windows(operator, extents, window, stride, padding)
-    return layout, volume_attributes(window, stride, padding)
+    check_numbers(operator, extents, window, stride)
+    pairs = _padding(operator, padding, extents, window, stride)
+    check_windows(operator, extents, window, stride, pairs)
+    return layout, for_volume(extents, 1), volume_attributes(window, stride, pairs)
+
+
+def _layout(operator: str, x: Any, layout: Any) -> str:
+    """The layout that was asked for or that x has by default; x may lack the batch axis N."""
+    rank = len(x.shape)
+    require(rank in _DEFAULT_LAYOUTS, operator, "x", "have rank 3, 4 or 5", x, status=BAD_PARAM)
+    if layout is None:
+        return _DEFAULT_LAYOUTS[rank]
+    known = isinstance(layout, str) and layout in _ADDED_AXES
+    require(known, operator, "layout", f"be one of {', '.join(_ADDED_AXES)}", layout, status=BAD_PARAM)
+    axes = len(layout)
+    rule = f"have {axes} axes, or {axes - 1} without a batch, as layout {layout} says"
+    require(rank in (axes, axes - 1), operator, "x", rule, x, status=BAD_PARAM)
+    return str(layout)
+
+
+def _padding(
+    operator: str, value: Any, extents: Sequence[int], window: Sequence[int], stride: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """What lies before and behind each axis, however it was said."""
+    count = len(extents)
+    if isinstance(value, str) and value == "VALID":
+        return both_sides((0,) * count)
+    if isinstance(value, str) and value == "SAME":
+        sums = [(-(-n // s) - 1) * s + k - n for n, k, s in zip(extents, window, stride, strict=True)]
+        known = not any(map(jax.export.is_symbolic_dim, sums))
+        rule = "be in numbers where it depends on a symbolic size"
+        require(known, operator, "padding", rule, value, status=BAD_PARAM)
+        return tuple((max(total, 0) // 2, max(total, 0) - max(total, 0) // 2) for total in sums)
+    numbers = _each(value, count)
+    if numbers is not None:
+        return both_sides(numbers)
+    pairs = [_each(pair, 2) for pair in value] if isinstance(value, tuple | list) else []
+    found = tuple((pair[0], pair[1]) for pair in pairs if pair is not None)
+    rule = f'be "SAME", "VALID", an integer, or {count} of these: an integer or a pair (before, behind)'
+    require(len(found) == len(pairs) == count, operator, "padding", rule, value, status=BAD_PARAM)
+    return found
+
+
+def _each(value: Any, count: int) -> tuple[int, ...] | None:
+    """One integer as many, or as many in a sequence; None for anything else."""
+    values = value if isinstance(value, tuple | list) else (value,) * count
+    are_integers = (isinstance(x, Integral) and not isinstance(x, bool) for x in values)
+    return tuple(map(int, values)) if len(values) == count and all(are_integers) else None
+
+
+def check_numbers(operator: str, extents: Sequence[int], window: Sequence[int], stride: Sequence[int]) -> None:
+    """Refuses images without pixels, and windows and strides that are not positive."""
+    require(min(window) >= 1, operator, "window", "be at least 1", window, status=BAD_PARAM)
+    require(min(stride) >= 1, operator, "stride", "be at least 1", stride, status=BAD_PARAM)
+    has_pixels = all(extent >= 1 for extent in extents)
+    require(has_pixels, operator, "x", "have spatial extents of at least 1", extents, status=BAD_PARAM)
 
 
 def check_windows(
-    operator: str,
-    extents: Sequence[int],
-    window: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
+    operator: str, extents: Sequence[int], window: Sequence[int], stride: Sequence[int], padding: Pairs
 ) -> None:
     """Refuses windows that do not lie in an image of these extents, or are nothing but padding."""
-    require(min(window) >= 1, operator, "window", "be at least 1", window, status=BAD_PARAM)
-    require(min(stride) >= 1, operator, "stride", "be at least 1", stride, status=BAD_PARAM)
-    fits = all(0 <= p < w for p, w in zip(padding, window, strict=True))
-    require(fits, operator, "padding", f"be at least 0 and less than the window {window}", padding, status=BAD_PARAM)
-    has_pixels = all(extent >= 1 for extent in extents)
-    require(has_pixels, operator, "x", "have spatial extents of at least 1", extents, status=BAD_PARAM)
-    padded = tuple(n + 2 * p for n, p in zip(extents, padding, strict=True))
+    check_numbers(operator, extents, window, stride)
+    fits = all(0 <= p < w for pair, w in zip(padding, window, strict=True) for p in pair)
+    shown = tuple(low if low == high else (low, high) for low, high in padding)
+    require(fits, operator, "padding", f"be at least 0 and less than the window {window}", shown, status=BAD_PARAM)
+    padded = tuple(n + low + high for n, (low, high) in zip(extents, padding, strict=True))
     fits = all(w <= n for w, n in zip(window, padded, strict=True))
     require(fits, operator, "window", f"be no larger than x with its padding, {padded}", window, status=BAD_PARAM)
+    countable = all(jax.export.is_symbolic_dim(n) or n <= _MAX_EXTENT for n in padded)
+    rule = f"make x at most {_MAX_EXTENT} positions long"
+    require(countable, operator, "padding", rule, shown, status=BAD_PARAM)
 
 
 def check_volume(operator: str, argument: str, x: Any) -> None:
@@ -169,7 +238,7 @@ def check_volume(operator: str, argument: str, x: Any) -> None:
     require(len(x.shape) >= 4, operator, argument, "have shape (..., D, H, W, C)", x, status=BAD_PARAM)
 
 
-def pooled_shape(shape: Sequence[int], **attributes: Sequence[int]) -> tuple[int, ...]:
+def pooled_shape(shape: Sequence[int], **attributes: Any) -> tuple[int, ...]:
     """The shape of a volume's windows."""
     along = spans(shape[-4:-1], attributes["window"], attributes["stride"], attributes["padding"])
     return (*shape[:-4], *(span.outputs for span in along), shape[-1])

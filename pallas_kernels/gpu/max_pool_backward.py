@@ -121,9 +121,9 @@ def refuses(hardware, x, grad, *, window, stride, padding, **_) -> str | None:
             return f"the kernel takes {', '.join(_DTYPES)}; {name} is {jnp.dtype(operand.dtype).name}"
     if reason := whole_images.refusal(x):
         return reason
-    if (window[0], stride[0], padding[0]) != (1, 1, 0):
+    if (window[0], stride[0], padding[0]) != (1, 1, (0, 0)):
         return "the kernel pools rows and columns; these windows reach over the depth as well"
-    if any(padding) or any(k > s for k, s in zip(window, stride, strict=True)):
+    if any(map(any, padding)) or any(k > s for k, s in zip(window, stride, strict=True)):
         return "the kernel takes windows that share no element and no padding: others would be read several times"
     if math.prod(stride) > _MAX_WINDOW:
         return f"the kernel is written out for up to {_MAX_WINDOW} pixels from window to window; these are {stride[1:]}"

@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
       outputs: of its windows.
       window: rows and columns of each.
       stride: from one to the next.
-      padding: before the image.
+      before: how far the first windows reach beyond the image.
       output_rows: windows along the rows of a block.
       channels: of a block.
     """
@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
     outputs: tuple[int, int]
     window: tuple[int, int]
     stride: tuple[int, int]
-    padding: tuple[int, int]
+    before: tuple[int, int]
     output_rows: int
     channels: int
 
@@ -60,7 +60,7 @@ class Blocks(NamedTuple):
         )
         rows, columns = (
             max(size + p, least)
-            for size, p, least in zip((self.rows, self.image[1]), self.padding, reached, strict=True)
+            for size, p, least in zip((self.rows, self.image[1]), self.before, reached, strict=True)
         )
         return rows, columns
 
@@ -69,11 +69,13 @@ def blocks_of(x_shape, vmem_bytes, *, window, stride, padding):
     """The largest blocks for which VMEM suffices; None if it holds not even the smallest."""
     *_, height, width, channels = x_shape
     image, window, stride, padding = (height, width), window[1:], stride[1:], padding[1:]
-    outputs = tuple(1 + (n + 2 * p - k) // s for n, k, s, p in zip(image, window, stride, padding, strict=True))
-    apart = window[0] <= stride[0] and padding[0] == 0
+    outputs = tuple(1 + (n + sum(p) - k) // s for n, k, s, p in zip(image, window, stride, padding, strict=True))
+    before = tuple(p[0] for p in padding)
+    # In the last block, rows behind the image hold anything: no window may reach them.
+    apart = window[0] <= stride[0] and padding[0] == (0, 0)
     for output_rows in range(outputs[0], 0, -1) if apart else outputs[:1]:
         # Slices with a stride are of one tile's lanes.
-        blocks = Blocks(image, outputs, window, stride, padding, output_rows, min(channels, LANES))
+        blocks = Blocks(image, outputs, window, stride, before, output_rows, min(channels, LANES))
         rows, columns = blocks.padded
         if _BUFFERS * 4 * rows * round_up(columns, SUBLANES) * LANES <= vmem_bytes:
             return blocks
@@ -92,7 +94,7 @@ def _keys(x, propagate_nan):
 
 
 def _kernel(x_ref, grad_ref, dx_ref, keys_vmem, sums_vmem, *, blocks, propagate_nan):
-    (top, left), (height, width) = blocks.padding, (blocks.rows, blocks.image[1])
+    (top, left), (height, width) = blocks.before, (blocks.rows, blocks.image[1])
     keys_vmem[...] = jnp.full_like(keys_vmem, _LEAST)
     sums_vmem[...] = jnp.zeros_like(sums_vmem)
     keys_vmem[top : top + height, left : left + width] = _keys(x_ref[0], propagate_nan)
@@ -155,7 +157,7 @@ def refuses(hardware, x, grad, *, window, stride, padding, **_) -> str | None:
             return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; {name} is {jnp.dtype(operand.dtype).name}"
     if reason := whole_images.refusal(x):
         return reason
-    if (window[0], stride[0], padding[0]) != (1, 1, 0):
+    if (window[0], stride[0], padding[0]) != (1, 1, (0, 0)):
         return "the kernel pools rows and columns; these windows reach over the depth as well"
     shape = tuple(size for axis, size in enumerate(x.shape) if size > 1 or axis >= len(x.shape) - 3)
     if stored_order(shape)[-2:] != (len(shape) - 2, len(shape) - 1):

@@ -53,7 +53,7 @@ def test_max_pool_gradient_compiles_for_tpus(tpu, shape, window, stride, padding
 @pytest.mark.tpu_compile
 def test_max_pool_gradient_compiles_in_every_configuration(tpu):
     x, grad = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((4, 1, 56, 56, 256), (4, 1, 28, 28, 256)))
-    geometry = {"window": (1, 2, 2), "stride": (1, 2, 2), "padding": (0, 0, 0)}
+    geometry = {"window": (1, 2, 2), "stride": (1, 2, 2), "padding": ((0, 0),) * 3}
     for config in tpu_kernel.configs(named(tpu), x, grad, **geometry):
         run = functools.partial(tpu_kernel.run, **geometry, propagate_nan=False, config=config)
         assert lowering.compile(jax.jit(run), x, grad, target=tpu).kernels == {"max_pool_backward": 1}
@@ -78,6 +78,6 @@ def test_max_pool_gradient_compiles_in_registers(h100, shape, window, stride, dt
 @pytest.mark.parametrize("config", gpu._CONFIGS, ids=str)
 def test_max_pool_gradient_compiles_in_every_gpu_configuration(h100, config):
     x, grad = (jax.ShapeDtypeStruct(shape, F32) for shape in ((2, 1, 9, 8, 640), (2, 1, 4, 4, 640)))
-    geometry = {"window": (1, 2, 2), "stride": (1, 2, 2), "padding": (0, 0, 0)}
+    geometry = {"window": (1, 2, 2), "stride": (1, 2, 2), "padding": ((0, 0),) * 3}
     run = functools.partial(gpu.run, **geometry, propagate_nan=False, config=config)
     assert lowering.compile(jax.jit(run), x, grad, target=h100).kernels == {"max_pool_backward": 1}
