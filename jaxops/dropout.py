@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxops import _sharding
 from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._dropout_pattern import DROPOUT_BY_UNIFORM
 from jaxops._dtypes import check_floating
 from jaxops._errors import BAD_PARAM, require
 from jaxops._operator import Operator
@@ -208,6 +209,7 @@ DROPOUT = Operator(
     _drop,
     Derivative(_linear, _linear, _linearize, residuals="... w"),
     kernels=(tpu.KERNEL, gpu.KERNEL),
+    patterns=(DROPOUT_BY_UNIFORM,),
 )
 DROPOUT_BACKWARD = Operator(
     "dropout_backward",

@@ -83,8 +83,9 @@ class Explanation:
       target: the name of the target that was lowered for.
       rows: one for each operator and set of shapes, in order of first use.
       total_flops: of the whole function, operators of ours and everything else; by primitives, before any compiler.
-      opportunities: plain JAX in the function that an operator of ours would replace.
+      opportunities: plain JAX in the function that an operator of ours would replace, what saves most first.
       notes: what operators chose while the function was traced, and why.
+      near_misses: plain JAX that an operator computes as well, and what keeps that from saving anything.
     """
 
     target: str
@@ -92,6 +93,7 @@ class Explanation:
     total_flops: int
     opportunities: tuple[Opportunity, ...] = ()
     notes: tuple[str, ...] = ()
+    near_misses: tuple[Opportunity, ...] = ()
 
     @property
     def share(self) -> float | None:
@@ -154,8 +156,8 @@ class Explanation:
 
     @property
     def remarks(self) -> list[str]:
-        """Notes and opportunities, a line each, as they stand below the table."""
-        return [*self.notes, *map(str, self.opportunities)]
+        """Notes, opportunities and near misses, a line each, as they stand below the table."""
+        return [*self.notes, *map(str, self.opportunities), *map(str, self.near_misses)]
 
 
 def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Explanation:
@@ -185,9 +187,14 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
         counts[row] = counts.get(row, 0) + use.count
     rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
     elsewhere = cost.flops(jaxpr, excluding={row.operator for row in rows})
-    replaceable = opportunities(jaxpr, register.patterns())
+    found = opportunities(jaxpr, register.patterns(), hardware.platform)
     return Explanation(
-        hardware.name, rows, elsewhere + sum(row.count * row.flops for row in rows), replaceable, tuple(notes)
+        hardware.name,
+        rows,
+        elsewhere + sum(row.count * row.flops for row in rows),
+        opportunities=tuple(x for x in found if not x.obstacle),
+        notes=tuple(notes),
+        near_misses=tuple(x for x in found if x.obstacle),
     )
 
 

@@ -1,20 +1,16 @@
-"""Patterns of plain JAX that an operator would replace: a jaxpr as a flow of data, and where they stand in the code."""
+"""Patterns of plain JAX that an operator would replace, in a jaxpr as a flow of data."""
 
 import dataclasses
 import functools
-import itertools
 import math
-import os
-import re
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 
 from lowering import cost
+from lowering.source_lines import Site
 
 # Equations whose one body runs once, with their own operands.
 _CALLS = frozenset(
@@ -33,14 +29,6 @@ _SAME = frozenset(
     }
 )
 RESHAPES = frozenset({"reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
-
-_LIBRARIES = (
-    *("jax", "jaxlib", "numpy", "optax", "flax", "equinox", "haiku", "chex", "orbax", "penzai", "distrax", "rlax"),
-    *("jaxtyping", "beartype", "typeguard"),
-)
-_IN_LIBRARY = re.compile(rf"[\\/](?:site|dist)-packages[\\/](?:{'|'.join(_LIBRARIES)})[\\/]|^<frozen |^<@beartype")
-_HERE = os.path.dirname(__file__)
-_OPERATORS = os.path.join(os.path.dirname(_HERE), "jaxops")
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,34 +60,6 @@ class Value:
         return math.prod(self.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """Where an equation was made.
-
-    What a library jits, such as `log_softmax`, is traced once for all of its callers, and remembers the first of them:
-    unless a user's function was called there, `caller` knows better.
-
-    Attributes:
-      traceback: JAX's.
-      caller: where the library's function was called in whose jaxpr the equation is.
-      library: the file of that function.
-    """
-
-    traceback: Any
-    caller: "Site | None" = None
-    library: str | None = None
-
-    def frames(self) -> list[Any]:
-        """Frames of the function that was traced, the innermost first; not those of the call that traced it."""
-        frames = getattr(self.traceback, "frames", ())
-        own = list(itertools.takewhile(lambda frame: not _within(frame.file_name, _HERE), frames))
-        if self.caller is not None:
-            inner = list(itertools.takewhile(lambda frame: _is_library(frame.file_name), own))
-            if len(inner) == len(own) or any(frame.file_name == self.library for frame in inner):
-                return self.caller.frames()
-        return own
-
-
 @dataclasses.dataclass(eq=False)
 class Operation:
     """One equation, and where it was made."""
@@ -113,25 +73,46 @@ class Operation:
     @property
     def source(self) -> str:
         """The user's line, such as "model.py:12 (loss_fn)"."""
-        for frame in self.site.frames():
-            if not _is_library(frame.file_name):
-                function = frame.function_name.rpartition("<locals>.")[2]
-                return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({function})"
-        return "an unknown line"
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether one of our own operators is made of this."""
-        made_by_libraries = itertools.takewhile(lambda frame: _is_library(frame.file_name), self.site.frames())
-        return any(_within(frame.file_name, _OPERATORS) for frame in made_by_libraries)
+        return self.site.line
 
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """The operations of a jaxpr in order, through jit, checkpoint and custom derivatives; and how often they run."""
+    """A jaxpr as a flow of data, through jit, checkpoint and custom derivatives.
+
+    Attributes:
+      operations: in order.
+      results: what is returned, without what a loop or a branch returns for its own gradient alone.
+      count: how often it runs.
+    """
 
     operations: tuple[Operation, ...]
+    results: frozenset[Value]
     count: int
+
+    def alike(self, operation: Operation) -> list[Operation]:
+        """This operation and those that compute the same of the same, of which XLA makes one."""
+        return [x for x in self.operations if self._numbers[x] == self._numbers[operation]]
+
+    @functools.cached_property
+    def _numbers(self) -> dict[Operation, int]:
+        """The same number for operations that compute the same."""
+        numbers: dict[Any, int] = {}
+        found: dict[Operation, int] = {}
+
+        def number(value: Value) -> int:
+            key: Any = value
+            if value.producer is not None:
+                key = found[value.producer], value.producer.outputs.index(value)
+            elif value.number is not None:
+                key = str(value.aval), str(value.number)
+            return numbers.setdefault(key, len(numbers))
+
+        for operation in self.operations:
+            params = tuple(sorted(operation.params.items()))
+            key = (operation.name, params, tuple(map(number, operation.inputs)))
+            found[operation] = numbers.setdefault(key if _is_hashable(params) else operation, len(numbers))
+        return found
 
     def named(self, *names: str) -> Iterator[Operation]:
         """The operations of these primitives."""
@@ -140,10 +121,19 @@ class Graph:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A pattern that was found: the operation at which it begins, and in words what stands there."""
+    """A pattern that was found.
+
+    Attributes:
+      operation: where it begins.
+      detail: what stands there, in words.
+      saved_bytes: the least that replacing it saves of temporaries; None where sizes are symbolic.
+      obstacle: why that saves nothing all the same, in words; empty where it saves.
+    """
 
     operation: Operation
     detail: str
+    saved_bytes: int | None
+    obstacle: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,13 +143,18 @@ class Pattern:
     Attributes:
       name: of the pattern, in a few words.
       replacement: the public name of what would replace it.
-      find: yields the places where a graph has it, each once. Gradients carry the source of what they are gradients
-        of, so it looks for something of which a function and its gradient together have one.
+      find: yields the places where a graph has it and the replacement could stand, each once. Gradients carry the
+        source of what they are gradients of, so it looks for something of which a function and its gradient together
+        have one.
+      remark: when that saves what the findings say, or what else changes.
+      platforms: where it was found to save anything; None for all.
     """
 
     name: str
     replacement: str
     find: Callable[[Graph], Iterable[Finding]]
+    remark: str = ""
+    platforms: frozenset[str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +167,9 @@ class Opportunity:
       source: the line where it begins, such as "model.py:12 (loss_fn)".
       detail: what stands there.
       count: how often that is run.
+      saved_bytes: the least that the replacement saves of temporaries; None where sizes are symbolic.
+      remark: when it does, or what else changes.
+      obstacle: why it would save nothing; empty where it saves.
     """
 
     pattern: str
@@ -179,36 +177,87 @@ class Opportunity:
     source: str
     detail: str
     count: int
+    saved_bytes: int | None
+    remark: str
+    obstacle: str
 
     def __str__(self) -> str:
         times = f"{self.count} x " if self.count != 1 else ""
-        return f"{self.source}: {times}{self.detail}: {self.replacement} would replace this"
+        found = f"{self.source}: {times}{self.detail}: {self.replacement} would"
+        if self.obstacle:
+            return f"{found} save nothing, as {self.obstacle}"
+        size = "" if self.saved_bytes is None else f" at least {_megabytes(self.saved_bytes)} of"
+        return " ".join(filter(None, (f"{found} replace this and save{size} temporaries", self.remark)))
 
 
-def opportunities(jaxpr: Jaxpr, patterns: Iterable[Pattern]) -> tuple[Opportunity, ...]:
-    """Where a jaxpr has these patterns: each line of the user's code once, in the order of the jaxpr."""
-    patterns = tuple(patterns)
-    found: dict[tuple[str, str], Opportunity] = {}
+def opportunities(jaxpr: Jaxpr, patterns: Iterable[Pattern], platform: str) -> tuple[Opportunity, ...]:
+    """Where a jaxpr has these patterns: each line of the user's code once, what saves most first, obstacles last."""
+    patterns = [pattern for pattern in patterns if pattern.platforms is None or platform in pattern.platforms]
+    found: dict[tuple[str, str, str], Opportunity] = {}
     for graph in graphs(jaxpr) if patterns else ():
         for pattern in patterns:
             for finding in pattern.find(graph):
-                if finding.operation.is_ours:
+                if finding.operation.site.is_ours or finding.saved_bytes == 0:
                     continue
-                source = finding.operation.source
-                first = Opportunity(pattern.name, pattern.replacement, source, finding.detail, 0)
-                known = found.get((pattern.name, source), first)
-                found[pattern.name, source] = dataclasses.replace(known, count=known.count + graph.count)
-    return tuple(found.values())
+                one = _opportunity(pattern, finding, graph.count)
+                key = (one.pattern, one.source, one.obstacle)
+                if key in found:
+                    before = found[key]
+                    saved = max((x.saved_bytes for x in (before, one) if x.saved_bytes is not None), default=None)
+                    one = dataclasses.replace(before, count=before.count + one.count, saved_bytes=saved)
+                found[key] = one
+    return tuple(sorted(found.values(), key=lambda x: (bool(x.obstacle), -(x.saved_bytes or 0))))
 
 
-def graphs(jaxpr: Jaxpr, count: int = 1) -> Iterator[Graph]:
+def _opportunity(pattern: Pattern, finding: Finding, count: int) -> Opportunity:
+    return Opportunity(
+        pattern=pattern.name,
+        replacement=pattern.replacement,
+        source=finding.operation.source,
+        detail=finding.detail,
+        count=count,
+        saved_bytes=finding.saved_bytes,
+        remark=pattern.remark,
+        obstacle=finding.obstacle,
+    )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.3g} MB" if size < 1e9 else f"{size / 1e9:.3g} GB"
+
+
+def graphs(jaxpr: Jaxpr) -> Iterator[Graph]:
     """A graph of the jaxpr, and one of each body of a loop, a branch or a shard_map in it."""
+    yield from _graphs(jaxpr, 1, [True] * len(jaxpr.outvars))
+
+
+def _graphs(jaxpr: Jaxpr, count: int, is_kept: Sequence[bool]) -> Iterator[Graph]:
+    """The same of a body, of whose results some are kept by more than its own gradient."""
     operations: list[Operation] = []
-    bodies: list[tuple[Jaxpr, int]] = []
-    _inline(jaxpr, [_argument(x.aval) for x in jaxpr.invars], None, operations, bodies)
-    yield Graph(tuple(operations), count)
-    for body, repetitions in bodies:
-        yield from graphs(body, count * repetitions)
+    bodies: list[_Body] = []
+    returned = _inline(jaxpr, [_argument(x.aval) for x in jaxpr.invars], None, operations, bodies)
+    results = frozenset(value for value, kept in zip(returned, is_kept, strict=True) if kept)
+    yield Graph(tuple(operations), results, count)
+    for body in bodies:
+        yield from _graphs(body.jaxpr, count * body.repetitions, body.kept_results(results))
+
+
+class _Body(NamedTuple):
+    """A jaxpr in an operation that is a loop, a branch or a shard_map."""
+
+    jaxpr: Jaxpr
+    repetitions: int
+    operation: Operation
+
+    def kept_results(self, results: frozenset[Value]) -> list[bool]:
+        """Whether each result is returned, or read by anything but the operation's own gradient."""
+        outputs = self.operation.outputs
+        if len(outputs) != len(self.jaxpr.outvars):
+            return [False] * len(self.jaxpr.outvars)
+        return [x in results or any(self._is_other(user) for user in x.users) for x in outputs]
+
+    def _is_other(self, user: Operation) -> bool:
+        return (user.name, user.source) != (self.operation.name, self.operation.source)
 
 
 def forward(values: Iterable[Value], follows: Callable[[Operation, Value], bool]) -> set[Value]:
@@ -254,7 +303,7 @@ def _inline(
     arguments: list[Value],
     caller: Site | None,
     operations: list[Operation],
-    bodies: list[tuple[Jaxpr, int]],
+    bodies: list[_Body],
 ) -> list[Value]:
     """Adds a jaxpr's operations and returns its results; `caller` is where it is called."""
     library = getattr(jaxpr.debug_info, "func_filename", None)
@@ -276,11 +325,11 @@ def _inline(
         elif name in _SAME or (name == "integer_pow" and equation.params["y"] == 1):
             results = inputs
         else:
-            bodies.extend((body, cost.repetitions(equation)) for body in inner)
             is_counted = all(value.is_counted for value in inputs)
             results = [Value(x.aval, is_counted=is_counted) for x in equation.outvars]
             operation = Operation(name, equation.params, tuple(inputs), tuple(results), site)
             operations.append(operation)
+            bodies.extend(_Body(body, cost.repetitions(equation), operation) for body in inner)
             for value in results:
                 value.producer = operation
             for value in dict.fromkeys(inputs):
@@ -289,20 +338,13 @@ def _inline(
     return [read(atom) for atom in jaxpr.outvars]
 
 
+def _is_hashable(params: tuple[tuple[str, Any], ...]) -> bool:
+    try:
+        hash(params)
+    except TypeError:
+        return False
+    return True
+
+
 def _argument(aval: Any) -> Value:
     return Value(aval, is_counted=hasattr(aval, "dtype") and bool(jnp.issubdtype(aval.dtype, jnp.integer)))
-
-
-def _within(path: str, folder: str) -> bool:
-    return path.startswith(folder + os.sep)
-
-
-@functools.cache
-def _is_library(path: str) -> bool:
-    """Whether a file is no user's: of JAX, of a library that is built on it, or of Python."""
-    if _IN_LIBRARY.search(path):
-        return True
-    if _within(path, os.path.dirname(jax.__file__)) or _within(path, _OPERATORS):
-        return True
-    installed = ("site-packages", "dist-packages")
-    return _within(path, sysconfig.get_path("stdlib")) and not any(folder in path for folder in installed)

@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from lowering import _jax_private, select, tuning
+from lowering import _jax_private, select, source_lines, tuning
 from lowering.patterns import Pattern
 from lowering.placement import placed
 from lowering.targets import PLATFORMS, abstract_device, being_lowered_for, is_absent
@@ -60,6 +60,7 @@ def register(operator: Operator) -> None:
     """Installs the lowering rules of the operator's primitive: one a platform, and the reference elsewhere."""
     _registered[operator.primitive] = operator
     select.operator_names.add(operator.name)
+    source_lines.add_operators(type(operator).__module__.partition(".")[0])
     mlir.register_lowering(operator.primitive, functools.partial(_lower_reference, operator, "other"))
     for platform in PLATFORMS:
         mlir.register_lowering(operator.primitive, functools.partial(_lower, operator, platform), platform=platform)

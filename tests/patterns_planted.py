@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 
-LOGITS, ADAM, POOLING = "jaxops.linear_cross_entropy", "jaxops.ema_adam", "jaxops.max_pool"
+LOGITS, POOLING, DROPOUT = "jaxops.linear_cross_entropy", "jaxops.max_pool", "jaxops.dropout"
 
 # Of each function: itself, its arguments, what would replace the pattern, and how often that is run.
 PLANTED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str, int]] = {}
@@ -130,7 +131,12 @@ def one_hot_by_einsum(w, x, labels):
     return -jnp.einsum("nv,nv->n", log_probs, jax.nn.one_hot(labels, 16)).mean()
 
 
-@planted(LOGITS, jax.ShapeDtypeStruct((8, 16), jnp.bfloat16), jax.ShapeDtypeStruct((6, 8), jnp.bfloat16), Y)
+@planted(
+    LOGITS,
+    jax.ShapeDtypeStruct((8, 16), jnp.bfloat16),
+    jax.ShapeDtypeStruct((600, 8), jnp.bfloat16),
+    jax.ShapeDtypeStruct((600,), jnp.int32),
+)
 def sixteen_bits(w, x, labels):
     logits = (x @ w).astype(jnp.float32)  # here
     lse = jax.nn.logsumexp(logits, axis=-1)
@@ -160,13 +166,6 @@ def vmap_over_rows(w, x, labels):
         return -jax.nn.log_softmax(x @ w)[label]  # here
 
     return jax.vmap(row)(x, labels).mean()
-
-
-@planted(LOGITS, W, X, Y)
-def printed_logits(w, x, labels):
-    logits = x @ w  # here
-    jax.debug.print("{} {}", logits, labels)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 @planted(LOGITS, W, X, Y)
@@ -295,121 +294,6 @@ def second_of_two_alike(w, x, labels):
     return -jnp.take_along_axis(log_probs, labels[:, None], axis=-1).mean()  # picked
 
 
-# Adam, then an average.
-
-
-PARAMS = {"p0": f32(3, 4), "p1": f32(4)}
-
-
-def state_of(optimizer: optax.GradientTransformation, params: Any = None) -> Any:
-    return jax.eval_shape(optimizer.init, PARAMS if params is None else params)
-
-
-ADAMW = optax.adamw(1e-3)
-CHAIN = optax.chain(
-    optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 100), mu_dtype="bfloat16")
-)
-HYPERPARAMS = optax.inject_hyperparams(optax.adamw)(1e-3)
-FROM_OPTAX_EMA = optax.ema(0.99, debias=True)
-
-
-@planted(ADAM, PARAMS, PARAMS, state_of(ADAMW), PARAMS, count=2)
-def adamw_and_incremental_update(params, grads, state, average):
-    updates, state = ADAMW.update(grads, state, params)  # here
-    params = optax.apply_updates(params, updates)
-    return params, state, optax.incremental_update(params, average, 0.01)
-
-
-@planted(ADAM, PARAMS, PARAMS, state_of(CHAIN), PARAMS, f32(), count=2)
-def chain_and_lerp_with_a_traced_decay(params, grads, state, average, decay):
-    updates, state = CHAIN.update(grads, state, params)  # here
-    params = optax.apply_updates(params, updates)
-    return params, state, jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, average, params)
-
-
-@planted(ADAM, PARAMS, PARAMS, state_of(HYPERPARAMS), PARAMS, count=2)
-def injected_hyperparams_and_increment(params, grads, state, average):
-    updates, state = HYPERPARAMS.update(grads, state, params)  # here
-    params = optax.apply_updates(params, updates)
-    return params, state, jax.tree.map(lambda e, p: e + 0.01 * (p - e), average, params)
-
-
-@planted(ADAM, PARAMS, PARAMS, state_of(ADAMW), state_of(FROM_OPTAX_EMA), count=2)
-def adamw_and_optax_ema(params, grads, state, average):
-    updates, state = ADAMW.update(grads, state, params)  # here
-    params = optax.apply_updates(params, updates)
-    return params, state, FROM_OPTAX_EMA.update(params, average)
-
-
-@planted(ADAM, *(f32(5),) * 5, jax.ShapeDtypeStruct((), jnp.int32))
-def hand_written_adam(param, grad, mu, nu, average, step):
-    mu = 0.9 * mu + 0.1 * grad
-    nu = 0.999 * nu + (1 - 0.999) * grad * grad
-    mu_hat, nu_hat = mu / (1 - 0.9**step), nu / (1 - 0.999**step)
-    param = param * (1 - 1e-5) - 1e-3 * mu_hat / (jnp.sqrt(nu_hat) + 1e-8)  # here
-    return param, mu, nu, 0.99 * average + 0.01 * param
-
-
-@planted(ADAM, *(f32(5),) * 5)
-def hand_written_adam_by_rsqrt(param, grad, mu, nu, average):
-    grad = grad + 0.01 * param
-    mu = mu + 0.1 * (grad - mu)
-    nu = nu + 0.001 * (jnp.square(grad) - nu)
-    param = param - 1e-3 * (mu * lax.rsqrt(nu + 1e-8))  # here
-    average = param + 0.99 * (average - param)
-    return param, mu, nu, average
-
-
-@planted(ADAM, *(f32(),) * 4, state_of(ADAMW, f32()))
-def a_scalar_parameter(param, x, average, grad_scale, state):
-    grad = jax.grad(lambda p: jnp.sin(p * x))(param) * grad_scale
-    updates, state = ADAMW.update(grad, state, param)  # here
-    param = optax.apply_updates(param, updates)
-    return param, state, 0.9 * average + 0.1 * param
-
-
-@planted(ADAM, PARAMS, state_of(optax.adam(1e-2)), PARAMS, f32(7, 3), count=14)
-def training_loop(params, state, average, batches):
-    optimizer = optax.adam(1e-2)
-
-    def loss(params, x):
-        return jnp.mean(jnp.tanh(x @ params["p0"] + params["p1"]) ** 2)
-
-    @jax.jit
-    def step(carry, x):
-        params, state, average = carry
-        grads = jax.grad(loss)(params, x)
-        updates, state = optimizer.update(grads, state, params)  # here
-        params = optax.apply_updates(params, updates)
-        return (params, state, optax.incremental_update(params, average, 0.01)), None
-
-    return lax.scan(step, (params, state, average), batches)[0]
-
-
-@planted(ADAM, PARAMS, count=2)
-def first_step_of_all(params):
-    grads = jax.grad(lambda params: optax.tree.norm(params, squared=True))(params)
-    updates, state = ADAMW.update(grads, ADAMW.init(params), params)  # here
-    return optax.incremental_update(optax.apply_updates(params, updates), params, 0.01), state
-
-
-@planted(ADAM, PARAMS, [PARAMS, PARAMS], state_of(ADAMW), PARAMS, count=4)
-def two_steps_unrolled(params, gradients, state, average):
-    for grads in gradients:
-        updates, state = ADAMW.update(grads, state, params)  # here
-        params = optax.apply_updates(params, updates)
-        average = optax.incremental_update(params, average, 0.01)
-    return params, state, average
-
-
-@planted(ADAM, PARAMS, PARAMS, state_of(ADAMW), PARAMS, count=2)
-def printed_along_the_way(params, grads, state, average):
-    updates, state = ADAMW.update(grads, state, params)  # here
-    params = optax.apply_updates(params, updates)
-    jax.debug.print("{} {}", params, updates)
-    return params, state, optax.incremental_update(params, average, 0.01)
-
-
 # Gradients of max pooling.
 
 
@@ -430,3 +314,41 @@ def loss_after_reduce_window(x):
         return jnp.sum(y * y)
 
     return jax.value_and_grad(loss)(x)
+
+
+@planted(POOLING, f32(2, 5, 8, 8, 3))
+def pooling_of_volumes_with_padding_of_its_own(x):
+    padding = ((0, 0), (1, 0), (0, 2), (1, 1), (0, 0))
+
+    def loss(x):
+        y = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 3, 3, 1), (1, 1, 2, 2, 1), padding)  # here
+        return jnp.sum(y * y)
+
+    return jax.grad(loss)(x)
+
+
+# Dropout.
+
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+@planted(DROPOUT, KEY, f32(6, 8))
+def flax_dropout(key, x):
+    return nn.Dropout(0.1, deterministic=False).apply({}, x, rngs={"dropout": key})  # here
+
+
+@planted(DROPOUT, KEY, f32(6, 8))
+def gradient_of_equinox_dropout(key, x):
+    return jax.grad(lambda x: jnp.sum(eqx.nn.Dropout(0.5)(x, key=key) ** 2))(x)  # here
+
+
+@planted(DROPOUT, jax.ShapeDtypeStruct((2,), jnp.uint32), jax.ShapeDtypeStruct((6, 8), jnp.bfloat16))
+def dropout_by_a_product(key, x):
+    kept = jax.random.bernoulli(key, 0.9, x.shape)
+    return x * kept / 0.9  # here
+
+
+@planted(DROPOUT, KEY, f32(6, 8))
+def dropout_that_scales_afterwards(key, x):
+    dropped = jax.random.uniform(key, x.shape) < 0.1
+    return jnp.where(dropped, 0.0, x) / 0.9  # here

@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxops._errors import require
 from jaxops._operator import Operator
-from jaxops.ema_adam.patterns import ADAM_AND_AVERAGE
 from pallas_kernels.gpu import ema_adam as gpu
 from pallas_kernels.tpu import ema_adam as tpu
 
@@ -152,5 +151,4 @@ APPLY_FUSED_EMA_ADAM = Operator(
     check=check,
     reference=_reference,
     kernels=(tpu.KERNEL, gpu.KERNEL),
-    patterns=(ADAM_AND_AVERAGE,),
 )

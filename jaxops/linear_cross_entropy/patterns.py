@@ -1,8 +1,11 @@
 """A linear layer's logits that are made only for a cross entropy."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
+from jaxops.linear_cross_entropy import row_chunks
+from jaxops.linear_cross_entropy.readers import other_readers
 from lowering.patterns import RESHAPES, Finding, Graph, Operation, Pattern, Value, backward, describe, forward, unshaped
 
 _LINEAR = frozenset({"add", "add_any", "sub", "neg", "transpose", "slice", *RESHAPES})
@@ -13,23 +16,41 @@ def _find(graph: Graph) -> Iterator[Finding]:
     """Matrix products whose result is normalised over classes and read where a label says, on the way to a log."""
     known = set()
     for log in graph.named("log"):
-        for matmul, pick in (*_picked_log_softmax(log), *_log_of_picked_softmax(log)):
+        for matmul, classes, pick in (*_picked_log_softmax(graph, log), *_log_of_picked_softmax(graph, log)):
             if matmul not in known:
                 known.add(matmul)
-                yield Finding(matmul, _detail(matmul, pick))
+                saved = _saved_bytes(matmul, classes)
+                readers = other_readers(graph, matmul, classes) if saved != 0 else []
+                obstacle = f"the logits are also {' and '.join(readers)}" if readers else ""
+                yield Finding(matmul, _detail(matmul, pick), saved, obstacle)
 
 
-def _picked_log_softmax(log: Operation) -> Iterator[tuple[Operation, Operation]]:
-    """The first matrix product of which this is the log sum exp, and what picks from it, or from the log-softmax."""
+def _saved_bytes(matmul: Operation, classes: Any) -> int | None:
+    """The least that compilers were seen to save with gradients in the forward pass: all logits but a chunk of them."""
+    (logits,) = matmul.outputs
+    features = math.prod(matmul.inputs[0].shape[axis] for axis in matmul.params["dimension_numbers"][0][0])
+    if not all(isinstance(size, int) for size in (logits.size, classes, features)):
+        return None
+    if logits.size <= row_chunks.SMALL_LOGITS:
+        return 0
+    chunk_bytes = 4 * row_chunks.default_chunk_rows(classes, features) * classes
+    # The gradient of a weight of 16 bits is added up in float32.
+    is_wide = all(x.aval.dtype.itemsize > 2 for x in matmul.inputs)
+    sum_bytes = 0 if is_wide else 4 * classes * features
+    return max(0, logits.size * logits.aval.dtype.itemsize - 5 * chunk_bytes // 4 - sum_bytes)
+
+
+def _picked_log_softmax(graph: Graph, log: Operation) -> Iterator[tuple[Operation, Any, Operation]]:
+    """The first matrix product of which this is the log sum exp, its classes, and what picks from the log-softmax."""
     for matmul, classes in _softmax_inputs(log):
-        pick = _pick_by_label(matmul, classes, log)
+        pick = _pick_by_label(matmul, classes, log, _made_of(graph, matmul))
         if pick is not None:
-            yield matmul, pick
+            yield matmul, classes, pick
             return
 
 
-def _log_of_picked_softmax(log: Operation) -> Iterator[tuple[Operation, Operation]]:
-    """Matrix products from whose softmax one class a row is picked, of which this is the log; and what picks."""
+def _log_of_picked_softmax(graph: Graph, log: Operation) -> Iterator[tuple[Operation, Any, Operation]]:
+    """Matrix products from whose softmax one class a row is picked, of which this is the log; classes, what picks."""
     for value in backward(log.inputs[0], _keeps_picked):
         pick = value.producer
         if pick is None or pick.name not in ("gather", "dynamic_slice", "mul", "select_n"):
@@ -37,8 +58,8 @@ def _log_of_picked_softmax(log: Operation) -> Iterator[tuple[Operation, Operatio
         for probabilities in pick.inputs:
             is_weighted = pick.name == "mul" and not all(_is_one_hot(x) for x in pick.inputs if x is not probabilities)
             for matmul, classes in () if is_weighted else _softmax_of(probabilities):
-                if _picks(pick, probabilities, classes, forward(matmul.outputs, lambda *_: True)):
-                    yield matmul, pick
+                if _picks(pick, probabilities, classes, _made_of(graph, matmul)):
+                    yield matmul, classes, pick
 
 
 def _softmax_of(probabilities: Value) -> Iterator[tuple[Operation, Any]]:
@@ -136,9 +157,8 @@ def _reduced(operation: Operation) -> Any:
     return size
 
 
-def _pick_by_label(matmul: Operation, classes: Any, log: Operation) -> Operation | None:
+def _pick_by_label(matmul: Operation, classes: Any, log: Operation, made_of_logits: set[Value]) -> Operation | None:
     """The operation that picks one class a row from the log-softmax, or from logits of which it is then the rest."""
-    made_of_logits = forward(matmul.outputs, lambda *_: True)
     log_probs = forward(log.outputs, _keeps_logits)
     losses = forward(log.outputs, _keeps_losses)
     for value in forward(matmul.outputs, _keeps_logits) | log_probs:
@@ -148,6 +168,11 @@ def _pick_by_label(matmul: Operation, classes: Any, log: Operation) -> Operation
             if value in log_probs or forward(operation.outputs, _keeps_losses) & losses:
                 return operation
     return None
+
+
+def _made_of(graph: Graph, matmul: Operation) -> set[Value]:
+    """What depends on these logits, also where they are computed once more."""
+    return forward((x for same in graph.alike(matmul) for x in same.outputs), lambda *_: True)
 
 
 def _picks(operation: Operation, logits: Value, classes: Any, made_of_logits: set[Value]) -> bool:
@@ -183,4 +208,6 @@ def _is_constant(value: Value) -> bool:
     return all(x.number is not None if x.producer is None else x.producer.name != "iota" for x in made_of)
 
 
-LOGITS_CROSS_ENTROPY = Pattern("logits for a cross entropy", "jaxops.linear_cross_entropy", _find)
+LOGITS_CROSS_ENTROPY = Pattern(
+    "logits for a cross entropy", "jaxops.linear_cross_entropy", _find, remark="where it is differentiated"
+)

@@ -1,0 +1,96 @@
+"""Where in the user's code an equation was made, and which files are no user's."""
+
+import dataclasses
+import functools
+import itertools
+import os
+import re
+import sys
+import sysconfig
+from typing import Any
+
+import jax
+
+_HERE = os.path.dirname(__file__)
+_JAX = os.path.dirname(jax.__file__)
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/](\w+)")
+_MADE_UP = re.compile(r"^<frozen |^<@beartype")
+
+_operator_folders: set[str] = set()
+
+
+def add_operators(package: str) -> None:
+    """Makes known a package that defines operators: what it makes of them is no user's code."""
+    folders = getattr(sys.modules[package], "__path__", ())
+    _operator_folders.update(map(os.path.abspath, folders))
+    is_library.cache_clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where an equation was made.
+
+    What a library jits, such as `log_softmax`, is traced once for all of its callers, and remembers the first of them:
+    unless a user's function was called there, `caller` knows better.
+
+    Attributes:
+      traceback: JAX's.
+      caller: where the library's function was called in whose jaxpr the equation is.
+      library: the file of that function.
+    """
+
+    traceback: Any
+    caller: "Site | None" = None
+    library: str | None = None
+
+    def frames(self) -> list[Any]:
+        """Frames of the function that was traced, the innermost first; not those of the call that traced it."""
+        frames = getattr(self.traceback, "frames", ())
+        own = list(itertools.takewhile(lambda frame: not _within(frame.file_name, _HERE), frames))
+        if self.caller is not None:
+            inner = list(itertools.takewhile(lambda frame: is_library(frame.file_name), own))
+            if len(inner) == len(own) or any(frame.file_name == self.library for frame in inner):
+                return self.caller.frames()
+        return own
+
+    @property
+    def line(self) -> str:
+        """The user's line, such as "model.py:12 (loss_fn)"; the traced package's own where all code is installed."""
+        frames = self.frames()
+        users = [frame for frame in frames if not is_library(frame.file_name)]
+        packages = {frame: _package(frame.file_name) for frame in frames}
+        installed = [frame for frame in frames if packages[frame]]
+        outermost = [frame for frame in installed if packages[frame] == packages[installed[-1]]]
+        for frame in (*users, *outermost):
+            function = frame.function_name.rpartition("<locals>.")[2]
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({function})"
+        return "an unknown line"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether one of our own operators made this."""
+        made_by_libraries = itertools.takewhile(lambda frame: is_library(frame.file_name), self.frames())
+        return any(_is_operators(frame.file_name) for frame in made_by_libraries)
+
+
+@functools.cache
+def is_library(path: str) -> bool:
+    """Whether a file is no user's: installed, of JAX, of our operators or of Python."""
+    if _INSTALLED.search(path) or _MADE_UP.search(path):
+        return True
+    return _within(path, _JAX) or _is_operators(path) or _within(path, _STANDARD_LIBRARY)
+
+
+def _package(path: str) -> str:
+    """The installed package that a file belongs to; "" for JAX's own and for what is not installed."""
+    found = _INSTALLED.search(path)
+    return "" if found is None or found[1] in ("jax", "jaxlib") or _is_operators(path) else found[1]
+
+
+def _is_operators(path: str) -> bool:
+    return any(_within(path, folder) for folder in _operator_folders)
+
+
+def _within(path: str, folder: str) -> bool:
+    return path.startswith(folder + os.sep)
