@@ -25,6 +25,7 @@ from jaxops._commands.options import (
     require_folder,
     require_implementation,
     require_target,
+    show,
     tuned_by,
 )
 from jaxops._demo import report
@@ -92,7 +93,7 @@ def ops(as_json: Json = False) -> None:
     for record in records:
         kernels = ", ".join(kernel["name"] for kernel in record["kernels"])
         table.add_row(record["name"], record["signature"], kernels or "-", record["derivative"])
-    console().print(table)
+    show(table)
 
 
 @app.command()
@@ -121,7 +122,7 @@ def explain(
     if as_json:
         print(explanation.to_json())
     else:
-        console().print(explanation.table())
+        show(explanation.table())
         for remark in explanation.remarks:
             print(remark)
 
@@ -158,7 +159,7 @@ def compile(
     if as_json:
         print(report.to_json())
     else:
-        console().print(report.table())
+        show(report.table())
 
 
 @app.command()
@@ -194,14 +195,18 @@ def export(
         record = {"versions": artifact.versions, "implementations": artifact.implementations}
         print(json.dumps({"output": str(output), "platforms": artifact.platforms, **record}, indent=2))
         return
-    table = Table(title=f"{output}, {output.stat().st_size:,} bytes", title_justify="left")
+    written = f"{output}, {output.stat().st_size:,} bytes"
+    if not artifact.implementations[artifact.platforms[0]]:
+        print(f"{written}: {function} has none of this library's operators")
+        return
+    table = Table(title=written, title_justify="left")
     table.add_column("operator")
     for platform in artifact.platforms:
         table.add_column(platform)
     for operator in artifact.implementations[artifact.platforms[0]]:
         taken = (", ".join(artifact.implementations[platform][operator]) for platform in artifact.platforms)
         table.add_row(operator, *taken)
-    console().print(table)
+    show(table)
 
 
 app.command()(measure.tune)
@@ -248,7 +253,7 @@ def targets(
         table.add_row(
             chip.name, Text(lowering.availability(chip)), *figures, "-" if rate is None else f"{rate / 1e12:,.0f}"
         )
-    console().print(table)
+    show(table)
 
 
 def _install_compiler(platform: str) -> None:

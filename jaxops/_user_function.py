@@ -43,7 +43,10 @@ def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., An
     Raises:
       CommandError: if there is no such file or function, the file fails, or the arguments do not fit the function.
     """
-    file, _, name = location.rpartition(":")
+    file, separator, name = location.rpartition(":")
+    if not separator or not name:
+        stem = location.removesuffix(":")
+        raise CommandError(f"FILE.py:FUNCTION must name a function after the file, as in {stem}:step; got {location!r}")
     path = Path(file)
     _require(
         path.suffix == ".py" and path.is_file(), "FILE.py:FUNCTION", "name an existing Python file", repr(location)

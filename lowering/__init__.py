@@ -5,11 +5,11 @@ from lowering.compile import CompileError as CompileError
 from lowering.compile import availability as availability
 from lowering.compile import compile as compile
 from lowering.compiled_report import CompiledReport as CompiledReport
+from lowering.errors import ArtifactError as ArtifactError
 from lowering.errors import NotSupportedError as NotSupportedError
 from lowering.explain import Explanation as Explanation
 from lowering.explain import explain as explain
 from lowering.export import Artifact as Artifact
-from lowering.export import ArtifactError as ArtifactError
 from lowering.export import export as export
 from lowering.export import load as load
 from lowering.notes import note as note

@@ -17,6 +17,7 @@ from lowering.explain import explain
 from lowering.inputs import made_up
 from lowering.measurements import device_name, versions
 from lowering.select import use
+from lowering.static_leaves import of_arrays
 from lowering.targets import here
 
 
@@ -87,7 +88,7 @@ def bench(
     Raises:
       OperatorError: what an operator has to say about its arguments.
     """
-    args = _arrays(args)
+    fn, args = of_arrays(fn, _arrays(args))
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
     rows: dict[str, Row] = {}
     compiled: dict[str, Any] = {}
@@ -128,7 +129,9 @@ def bench(
 def _arrays(args: Any) -> Any:
     leaves, structure = jax.tree.flatten(args)
     types = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
-    given = [size for leaf in leaves if not isinstance(leaf, jax.ShapeDtypeStruct) for size in jnp.shape(leaf)]
+    given = [
+        size for leaf in leaves if not isinstance(leaf, jax.ShapeDtypeStruct) for size in getattr(leaf, "shape", ())
+    ]
     arrays = iter(made_up(types, given))
     filled = [next(arrays) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
     return jax.tree.unflatten(structure, filled)

@@ -15,7 +15,7 @@ import jax.export
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from lowering import _compiler_process, compilers
+from lowering import _compiler_process, compilers, static_leaves
 from lowering.compiled_report import KERNEL_CALLS, CompiledReport, compiled_facts, gpu_resources, report_of
 from lowering.progress import shown
 from lowering.register import lowered_without_devices
@@ -65,6 +65,8 @@ def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
     devices = _chips(topology) * (hardware.devices_per_chip if topology else 1)
     if not hardware.device_kind:
         raise CompileError(f"lowering.compile: target must name a chip; got the platform {target!r}")
+    given = fn
+    fn, args = static_leaves.of_arrays(fn, args)
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(args)]
     unknown = [shape for shape in shapes if any(map(jax.export.is_symbolic_dim, shape))]
     if unknown:
@@ -72,7 +74,11 @@ def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
     if availability(hardware) == "here" and not topology:
         with shown(f"compiling for {target}"):
-            return _compiled_here(jitted, args, hardware)
+            report = _compiled_here(jitted, args, hardware)
+        call = report.call
+        if fn is given or call is None:
+            return report
+        return dataclasses.replace(report, call=lambda *args: call(*static_leaves.without_fixed(given, args)))
     status = "is no slice" if hardware.platform == "cpu" else availability(hardware)
     if status != "can compile for":
         raise CompileError(

@@ -1,4 +1,4 @@
-"""Errors that carry the status code a vendor documents for them."""
+"""What is raised in more than one module: errors with the status that a vendor documents, and those of artifacts."""
 
 from typing import Any
 
@@ -18,3 +18,7 @@ class OperatorError(ValueError):
 
 class NotSupportedError(OperatorError):
     """The call is well formed, but this operator, platform or kernel does not offer it."""
+
+
+class ArtifactError(RuntimeError):
+    """A file is no artifact that can be read here, or an artifact cannot be called like this."""

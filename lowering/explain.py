@@ -7,22 +7,21 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import StringIO
 from typing import Any
 
 import jax
 import jax.export
 from jax.extend.core import Jaxpr
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowering import cost, register
+from lowering import cost, register, tables
 from lowering.measured_cpu import with_measured_rates
 from lowering.measurements import type_text
 from lowering.notes import heard
 from lowering.patterns import Opportunity, opportunities
 from lowering.select import Choice, Refusal
+from lowering.static_leaves import of_arrays
 from lowering.targets import here, named_slice
 from pallas_kernels.hardware import Hardware
 
@@ -150,9 +149,7 @@ class Explanation:
         return table
 
     def __str__(self) -> str:
-        text = StringIO()
-        Console(file=text, width=140, no_color=True, force_terminal=False, force_jupyter=False).print(self.table())
-        return "\n".join([text.getvalue().rstrip(), *self.remarks])
+        return "\n".join([tables.text(self.table()), *self.remarks])
 
     @property
     def remarks(self) -> list[str]:
@@ -170,7 +167,7 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
     Args:
       fn: a function of arrays.
       *args: what it is called with: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. Arrays that lie on several
-        devices are taken to stay there.
+        devices are taken to stay there. What else is in a pytree, as in modules of Equinox, is fixed.
       target: the name of one of `targets()`, also of a slice as `compile` takes it; by default, the devices of this
         process. What a CPU reaches is measured here, once in a process.
 
@@ -179,6 +176,7 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
       OperatorError: what an operator has to say about its arguments, in the words that calling the function would give.
     """
     hardware = here() if target is None else named_slice(target)
+    fn, args = of_arrays(fn, args)
     with heard() as notes:
         jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
     counts: dict[Row, int] = {}

@@ -11,18 +11,17 @@ import jax
 import jax.export
 from jax.tree_util import PyTreeDef
 
+from lowering import static_leaves
+from lowering.artifact_arguments import checked_leaves, fixed_text, types_by_path
 from lowering.compile import flattened
 from lowering.compiled_report import KERNEL_CALLS
+from lowering.errors import ArtifactError
 from lowering.explain import operator_uses
 from lowering.measurements import versions
 from lowering.targets import PLATFORMS, named, platform_here
 
-_FORMAT = 1
+_FORMAT = 2
 _PROGRAM, _METADATA = "program", "metadata.json"
-
-
-class ArtifactError(RuntimeError):
-    """A file is no artifact that can be read here, or an artifact cannot be called like this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +32,23 @@ class Artifact:
       platforms: what it runs on, of "cpu", "cuda" and "tpu".
       versions: of JAX and, as far as it is installed, of this library, where it was exported.
       implementations: of each operator in it, by platform and then by operator.
-      arguments: the structure and types of what it is called with, in words.
+      arguments: the type of each array that it is called with, such as "float32[8,128]", by its path in the arguments,
+        such as "args[0]['weight']".
+      fixed: Python numbers and strings in the arguments that were fixed, as text, by their paths.
       stablehlo: the program.
     """
 
     platforms: tuple[str, ...]
     versions: dict[str, str]
     implementations: dict[str, dict[str, list[str]]]
-    arguments: str
+    arguments: dict[str, str]
+    fixed: dict[str, str]
     _exported: jax.export.Exported = dataclasses.field(repr=False)
     _results: Any = dataclasses.field(repr=False)
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.arguments)} arrays, {len(next(iter(self.implementations.values())))} operators"
+        return f"Artifact for {', '.join(self.platforms)}: {counts}, exported with JAX {self.versions.get('jax')}"
 
     @property
     def stablehlo(self) -> str:
@@ -53,21 +59,21 @@ class Artifact:
         """Runs the function, also inside jit.
 
         Args:
-          *args: arrays, or pytrees of them, of the structure, shapes and dtypes that were exported.
+          *args: arrays, or pytrees of them, of the structure, shapes and dtypes that were exported. What was fixed in
+            them has to be the same; functions are not looked at.
 
         Returns:
           What the function returned, in tuples, lists and dicts; other nodes (NamedTuples, dataclasses) as tuples of
           their children.
 
         Raises:
-          ArtifactError: if arguments differ in structure, or the artifact does not hold this process' platform.
+          ArtifactError: if an argument is missing, too many or of another type, or the artifact does not hold this
+            process' platform.
         """
         if platform_here() not in self.platforms:
             held = ", ".join(self.platforms)
             raise ArtifactError(f"export: artifact must hold the platform {platform_here()}; got one for {held}")
-        leaves, structure = jax.tree.flatten(args)
-        if str(structure) != self.arguments:
-            raise ArtifactError(f"export: args must have the structure {self.arguments}; got {structure}")
+        leaves = checked_leaves(args, self.arguments, self.fixed, self._exported.in_avals)
         return _filled(self._results, iter(jax.jit(self._exported.call)(*leaves)))
 
     def save(self, path: str | Path) -> None:
@@ -78,6 +84,7 @@ class Artifact:
             "versions": self.versions,
             "implementations": self.implementations,
             "arguments": self.arguments,
+            "fixed": self.fixed,
             "results": self._results,
         }
         with zipfile.ZipFile(path, "w") as file:
@@ -91,7 +98,8 @@ def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFO
     Args:
       fn: a function of arrays, jitted or not.
       *args: what it is called with: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. Shapes may be symbolic
-        (`jax.export.symbolic_shape`) where the function allows.
+        (`jax.export.symbolic_shape`) where the function allows. What else is in a pytree, as in modules of Equinox, is
+        fixed; results have None in its place.
       platforms: of "cpu", "cuda" and "tpu"; one of them as a string.
 
     Raises:
@@ -102,16 +110,18 @@ def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFO
     unknown = [name for name in platforms if name not in PLATFORMS]
     if unknown or not platforms:
         raise ArtifactError(f"export: platforms must be of {', '.join(PLATFORMS)}; got {', '.join(unknown) or 'none'}")
+    fixed = fixed_text(args, static_leaves.without_fixed(fn, args))
+    fn, args = static_leaves.of_arrays(fn, args)
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
     exported = jax.export.export(jitted, platforms=list(platforms), disabled_checks=checks)(*args)
     implementations = {platform: _implementations(jitted, args, platform) for platform in platforms}
-    structure = jax.tree.structure(args)
     return Artifact(
         tuple(platforms),
         dict(versions()),
         implementations,
-        str(structure),
+        types_by_path(args, exported.in_avals),
+        fixed,
         flattened(exported),
         _skeleton(exported.out_tree),
     )
@@ -142,6 +152,7 @@ def load(path: str | Path) -> Artifact:
             versions=record["versions"],
             implementations=record["implementations"],
             arguments=record["arguments"],
+            fixed=record["fixed"],
             _exported=jax.export.deserialize(bytearray(program)),
             _results=record["results"],
         )

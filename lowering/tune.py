@@ -18,6 +18,7 @@ from lowering.explain import operator_uses
 from lowering.inputs import made_up
 from lowering.measurements import Entry, Key, Measurement
 from lowering.register import Operator, operator_of
+from lowering.static_leaves import of_arrays
 from lowering.targets import here, named
 from lowering.tuning import TuningError, TuningResult, merged
 from pallas_kernels.hardware import Hardware
@@ -90,7 +91,7 @@ def tune(
     for name, value in {"budget_seconds": budget_seconds, "repeats": repeats}.items():
         if not value > 0:
             raise TuningError(f"tune: {name} must be positive; got {value}")
-    problems, left_out = _problems(functools.partial(fn, **params), args, hardware)
+    problems, left_out = _problems(*of_arrays(functools.partial(fn, **params) if params else fn, args), hardware)
     if _is_operator(fn) and not any(isinstance(x, jax.ShapeDtypeStruct) for x in args):
         arrays = tuple(jnp.asarray(x) for x in args)
         problems = {key: dataclasses.replace(problem, operands=arrays) for key, problem in problems.items()}

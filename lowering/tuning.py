@@ -8,14 +8,13 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lowering import tables
 from lowering.measurements import Entry, Key
 from lowering.select import current_selection, using
 from pallas_kernels.hardware import Hardware
@@ -139,9 +138,7 @@ class TuningResult:
         return table
 
     def __str__(self) -> str:
-        text = StringIO()
-        Console(file=text, width=140, no_color=True, force_terminal=False, force_jupyter=False).print(self.table())
-        return text.getvalue().rstrip()
+        return tables.text(self.table())
 
 
 def merged(*groups: Iterable[Entry]) -> tuple[Entry, ...]:

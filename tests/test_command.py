@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -111,7 +112,14 @@ REFUSALS = {
         ("explain", "yours.py:loss"),
         "FILE.py:FUNCTION must name an existing Python file; got 'yours.py:loss'",
     ),
-    "no function": (("explain", "mine.py"), "FILE.py:FUNCTION must name an existing Python file; got 'mine.py'"),
+    "no function": (
+        ("explain", "mine.py"),
+        "FILE.py:FUNCTION must name a function after the file, as in mine.py:step; got 'mine.py'",
+    ),
+    "empty function": (
+        ("explain", "mine.py:"),
+        "FILE.py:FUNCTION must name a function after the file, as in mine.py:step; got 'mine.py:'",
+    ),
     "not Python": (("explain", "notes.txt:loss"), "must name an existing Python file; got 'notes.txt:loss'"),
     "unknown function": (("explain", "mine.py:losss"), "FILE.py:FUNCTION must name a function of mine.py; got 'losss'"),
     "broken file": (
@@ -325,3 +333,37 @@ def test_bench_times_each_implementation(tmp_path: Path) -> None:
         assert row["quartiles_ms"][0] <= row["median_ms"] <= row["quartiles_ms"][1]
         assert row["taken"] == {"nll_loss": ["reference"], "nll_loss_backward": ["reference"]}
     assert "the same program as auto" in run(*arguments, "--implementation", "auto,pallas").stdout
+
+
+@pytest.mark.usefixtures("user_file")
+@pytest.mark.parametrize("columns", [40, 80])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("ops",),
+        ("targets",),
+        ("explain", "mine.py:gradient", "--target", "tpu-v5e"),
+        ("export", "mine.py:gradient", "--output", "gradient"),
+        ("tune", "mine.py:gradient", "--budget", "60"),
+        ("bench", "mine.py:gradient", "--repeats", "2"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_narrow_tables_break_no_names(
+    arguments: tuple[str, ...], columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    narrow = run(*arguments).stdout
+    assert max(map(len, narrow.splitlines())) <= columns
+    monkeypatch.setenv("COLUMNS", "300")
+    names = re.findall(r"[a-z]\w*_\w+|tpu-\w+|cuda-\w+", run(*arguments).stdout)
+    assert names
+    assert [name for name in names if name not in narrow] == []
+
+
+@pytest.mark.usefixtures("user_file")
+def test_functions_without_operators_are_told_in_a_sentence() -> None:
+    sentence = "mine.py:unlucky has none of this library's operators"
+    assert run("tune", "mine.py:unlucky", "--arg", "f32[3]").stdout == f"{sentence}: there is nothing to tune\n"
+    exported = run("export", "mine.py:unlucky", "--arg", "f32[3]", "--output", "plain").stdout
+    assert exported == f"plain, {Path('plain').stat().st_size:,} bytes: {sentence}\n"

@@ -97,8 +97,46 @@ def test_artifact_takes_symbolic_sizes(tmp_path):
 
 
 def test_call_refuses_another_structure(artifact, args):
-    with pytest.raises(lowering.ArtifactError, match=r"args must have the structure .*; got PyTreeDef\(\(\*,\)\)"):
-        artifact.call(args[2])
+    params, opt_state, x, labels = args
+    no_arrays = "export: args[2] must be float32[4,8]; got"
+    refused = {
+        "export: args[0]['head'] must be float32[16,8]; got nothing": ({}, opt_state, x, labels),
+        "export: args[0]['tail'] must not be given; got float32[4,8]": (params | {"tail": x}, opt_state, x, labels),
+        "export: args[0]['head'] must be float32[16,8]; got float32[4,8]": ({"head": x}, opt_state, x, labels),
+        "export: args[3] must be int32[4]; got float32[4]": (params, opt_state, x, labels.astype(jnp.float32)),
+        f"{no_arrays} 1.5": (params, opt_state, 1.5, labels),
+        f"{no_arrays} 'x'": (params, opt_state, "x", labels),
+        f"{no_arrays} a object": (params, opt_state, object(), labels),
+        "export: args[4] must not be given; got float32[4,8]": (*args, x),
+    }
+    for sentence, wrong in refused.items():
+        with pytest.raises(lowering.ArtifactError) as refusal:
+            artifact.call(*wrong)
+        assert str(refusal.value) == sentence
+
+
+def test_artifact_says_what_it_is_called_with(artifact, tmp_path):
+    artifact.save(tmp_path / "step")
+    for one in (artifact, lowering.load(tmp_path / "step")):
+        assert one.arguments["args[0]['head']"] == one.arguments["args[1][0].mu['head']"] == "float32[16,8]"
+        assert one.arguments["args[3]"] == "int32[4]"
+        assert len(one.arguments) == 7
+        operators = len(one.implementations["cpu"])
+        assert (
+            str(one)
+            == repr(one)
+            == (f"Artifact for cpu, cuda, tpu: 7 arrays, {operators} operators, exported with JAX {jax.__version__}")
+        )
+
+
+def test_call_refuses_symbolic_sizes_that_disagree():
+    (rows,) = jax.export.symbolic_shape("rows")
+    x, y = jax.ShapeDtypeStruct((rows, 8), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.float32)
+    artifact = lowering.export(lambda x, y: x.sum(1) + y, x, y)
+    assert artifact.arguments == {"args[0]": "float32[rows,8]", "args[1]": "float32[rows]"}
+    sentence = r"export: args\[1\] must be float32\[rows\] with rows = 3, as args\[0\] is; got float32\[4\]"
+    with pytest.raises(lowering.ArtifactError, match=sentence):
+        artifact.call(jnp.ones((3, 8)), jnp.ones(4))
 
 
 def test_call_refuses_a_platform_that_the_artifact_does_not_hold():
@@ -136,7 +174,7 @@ def test_load_refuses_what_export_has_not_saved(artifact, tmp_path):
         ("program", b""),
         ("program", b"not a program" * 9),
         ("metadata.json", b"[]"),
-        ("metadata.json", b'{"format": 1}'),
+        ("metadata.json", b'{"format": 2}'),
     ],
 )
 def test_load_refuses_what_it_cannot_read_in_a_whole_file(name, text, artifact, tmp_path):
@@ -146,7 +184,7 @@ def test_load_refuses_what_it_cannot_read_in_a_whole_file(name, text, artifact, 
     with zipfile.ZipFile(tmp_path / "other", "w") as file:
         for part, content in parts.items():
             file.writestr(part, content)
-    with pytest.raises(lowering.ArtifactError, match=r"must (have format 1|hold a program that JAX .* can read); got"):
+    with pytest.raises(lowering.ArtifactError, match=r"must (have format 2|hold a program that JAX .* can read); got"):
         lowering.load(tmp_path / "other")
 
 
@@ -157,10 +195,10 @@ def test_one_platform_may_be_a_string():
 def test_load_refuses_a_later_format(artifact, tmp_path):
     artifact.save(tmp_path / "artifact")
     with zipfile.ZipFile(tmp_path / "artifact") as file:
-        record = {**json.loads(file.read("metadata.json")), "format": 2}
+        record = {**json.loads(file.read("metadata.json")), "format": 3}
         program = file.read("program")
     with zipfile.ZipFile(tmp_path / "later", "w") as file:
         file.writestr("metadata.json", json.dumps(record))
         file.writestr("program", program)
-    with pytest.raises(lowering.ArtifactError, match="must have format 1; got 2"):
+    with pytest.raises(lowering.ArtifactError, match="must have format 2; got 3"):
         lowering.load(tmp_path / "later")

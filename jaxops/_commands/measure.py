@@ -14,10 +14,10 @@ from jaxops._commands.options import (
     Function,
     Json,
     Tuned,
-    console,
     require,
     require_file,
     require_implementation,
+    show,
     tuned_by,
 )
 from jaxops._user_function import load, run_user_code
@@ -51,8 +51,10 @@ def tune(
     )
     if as_json:
         print(result.to_json())
+    elif result.entries or result.stopped:
+        show(result.table())
     else:
-        console().print(result.table())
+        print(f"{function} has none of this library's operators: there is nothing to tune")
     if result.stopped == INTERRUPTED:
         kept = "" if output is None else f", which {output} keeps"
         print(f"jaxops: interrupted after {len(result.entries)} of the function's operators{kept}", file=sys.stderr)
@@ -93,4 +95,4 @@ def bench(
     if as_json:
         print(result.to_json())
     else:
-        console().print(result.table())
+        show(result.table())

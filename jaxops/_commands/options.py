@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from jaxops._user_function import CommandError
 from lowering import TuningError, TuningResult
+from lowering.tables import fitted
 from lowering.targets import named_slice
 
 IMPLEMENTATIONS = ("auto", "reference", "pallas")
@@ -29,8 +30,15 @@ Tuned = Annotated[
 
 
 def console() -> Console:
-    """A terminal's own width; wide enough for the tables where there is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else 120)
+    """A terminal's own width, or what COLUMNS says; wide enough for the tables where there is neither."""
+    asked = os.environ.get("COLUMNS", "").isdigit()
+    return Console(width=None if sys.stdout.isatty() or asked else 120)
+
+
+def show(table: RenderableType) -> None:
+    """Prints a table as the console is wide."""
+    where = console()
+    where.print(fitted(table, where))
 
 
 def tuned_by(path: Path | None) -> TuningResult:

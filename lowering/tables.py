@@ -1,0 +1,67 @@
+"""Tables for people, in which no name is broken in the middle, however narrow the console."""
+
+from io import StringIO
+
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+_BORDERS_AND_PADDING = 3  # characters of each column, and one more
+
+
+def fitted(table: RenderableType, console: Console) -> RenderableType:
+    """A table with columns as wide as their longest words at least; where that is too wide, its rows as lists."""
+    if not isinstance(table, Table):
+        return table
+    sizes = [_sizes(table, index, console) for index in range(len(table.columns))]
+    spare = console.width - sum(least for least, _ in sizes) - _BORDERS_AND_PADDING * len(sizes) - 1
+    if spare < 0:
+        return _as_lists(table)
+    if sum(most - least for least, most in sizes) > spare:
+        for column, (least, most) in zip(table.columns, sizes, strict=True):
+            column.width = least + min(most - least, spare)
+            spare -= column.width - least
+    return table
+
+
+def text(table: RenderableType) -> str:
+    """What `print` shows, the same everywhere."""
+    file = StringIO()
+    console = Console(file=file, width=140, no_color=True, force_terminal=False, force_jupyter=False)
+    console.print(fitted(table, console))
+    return file.getvalue().rstrip()
+
+
+def _sizes(table: Table, index: int, console: Console) -> Measurement:
+    """The width of a column's longest word, and of its longest line."""
+    column = table.columns[index]
+    footers = [column.footer] if table.show_footer else []
+    cells = [column.header, *column.cells, *footers]
+    found = [Measurement.get(console, console.options.update(width=10_000), cell) for cell in cells]
+    most = max(size.maximum for size in found)
+    return Measurement(most if column.no_wrap else max(size.minimum for size in found), most)
+
+
+def _as_lists(table: Table) -> Group:
+    """Each row as its first cell, the other words below it, and its numbers in one line."""
+    lines: list[RenderableType] = [] if table.title is None else [table.title]
+    for name, *values in zip(*(column.cells for column in table.columns), strict=True):
+        cells = list(zip(table.columns[1:], values, strict=True))
+        words = [value for column, value in cells if column.justify != "right"]
+        lines += [_plain(name), *(Text.assemble("  ", _plain(word)) for word in words)]
+        lines += _numbers([(column.header, value) for column, value in cells if column.justify == "right"])
+    if table.show_footer:
+        lines += [_plain(table.columns[0].footer)]
+        lines += _numbers([(column.header, column.footer) for column in table.columns[1:]])
+    return Group(*(line for line in lines if str(line).strip()))
+
+
+def _numbers(cells: list[tuple[RenderableType, RenderableType]]) -> list[RenderableType]:
+    """In one line, without line breaks."""
+    named = [f"{' '.join(str(header).split())} {' '.join(str(value).split())}" for header, value in cells if value]
+    return [f"  {', '.join(named)}"] if named else []
+
+
+def _plain(cell: RenderableType) -> Text:
+    return cell if isinstance(cell, Text) else Text(str(cell))
