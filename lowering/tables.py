@@ -19,9 +19,8 @@ def fitted(table: RenderableType, console: Console) -> RenderableType:
     if spare < 0:
         return _as_lists(table)
     if sum(most - least for least, most in sizes) > spare:
-        for column, (least, most) in zip(table.columns, sizes, strict=True):
-            column.width = least + min(most - least, spare)
-            spare -= column.width - least
+        for column, width in zip(table.columns, _widths(sizes, spare), strict=True):
+            column.width = width
     return table
 
 
@@ -31,6 +30,15 @@ def text(table: RenderableType) -> str:
     console = Console(file=file, width=140, no_color=True, force_terminal=False, force_jupyter=False)
     console.print(fitted(table, console))
     return file.getvalue().rstrip()
+
+
+def _widths(sizes: list[Measurement], spare: int) -> list[int]:
+    """The least widths and what is to spare, given to the narrowest column that wants more."""
+    widths = [least for least, _ in sizes]
+    for _ in range(spare):
+        wanting = [(width, index) for index, width in enumerate(widths) if width < sizes[index].maximum]
+        widths[min(wanting)[1]] += 1
+    return widths
 
 
 def _sizes(table: Table, index: int, console: Console) -> Measurement:
