@@ -5,6 +5,7 @@ from numbers import Number
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from lowering.errors import ArtifactError
@@ -23,7 +24,9 @@ def fixed_text(args: Any, moving: Any) -> dict[str, str]:
     return {path: repr(x) for path, x in _leaves(args) if path not in arrays and isinstance(x, Number | str)}
 
 
-def checked_leaves(args: Any, types: Mapping[str, str], fixed: Mapping[str, str], avals: Sequence[Any]) -> list[Any]:
+def checked_leaves(
+    args: Any, types: Mapping[str, str], fixed: Mapping[str, str], exported: jax.export.Exported
+) -> list[Any]:
     """The arrays among the arguments, in order, if they are of these types.
 
     Raises:
@@ -33,13 +36,25 @@ def checked_leaves(args: Any, types: Mapping[str, str], fixed: Mapping[str, str]
     for path, text in fixed.items():
         _require(repr(given.get(path)) == text, path, f"be {text}, as it was exported", repr(given.get(path)))
     sizes: dict[str, tuple[int, str]] = {}
-    for (path, text), aval in zip(types.items(), avals, strict=True):
+    for (path, text), aval in zip(types.items(), exported.in_avals, strict=True):
         _require(path in given, path, f"be {text}", "nothing")
         _check(path, text, given[path], aval, sizes)
     for path, leaf in given.items():
         is_known = path in types or path in fixed or not (is_array(leaf) or isinstance(leaf, Number | str))
         _require(is_known, path, "not be given", _shown(leaf))
-    return [given[path] for path in types]
+    leaves = [given[path] for path in types]
+    if any(jax.export.is_symbolic_dim(size) for aval in exported.in_avals for size in aval.shape):
+        _check_sizes(exported, leaves)
+    return leaves
+
+
+def _check_sizes(exported: jax.export.Exported, leaves: Sequence[Any]) -> None:
+    """Refuses sizes of which JAX says that the symbolic ones, such as 2 * rows, cannot have them."""
+    try:
+        jax.eval_shape(exported.call, *leaves)
+    except ValueError as error:
+        reason = " ".join(str(error).split()).partition(" Using the following")[0]
+        raise ArtifactError(f"export: args must have sizes that were exported; got others: {reason}") from None
 
 
 def _check(path: str, text: str, leaf: Any, aval: Any, sizes: dict[str, tuple[int, str]]) -> None:

@@ -73,7 +73,7 @@ class Artifact:
         if platform_here() not in self.platforms:
             held = ", ".join(self.platforms)
             raise ArtifactError(f"export: artifact must hold the platform {platform_here()}; got one for {held}")
-        leaves = checked_leaves(args, self.arguments, self.fixed, self._exported.in_avals)
+        leaves = checked_leaves(args, self.arguments, self.fixed, self._exported)
         return _filled(self._results, iter(jax.jit(self._exported.call)(*leaves)))
 
     def save(self, path: str | Path) -> None:

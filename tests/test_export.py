@@ -137,6 +137,10 @@ def test_call_refuses_symbolic_sizes_that_disagree():
     sentence = r"export: args\[1\] must be float32\[rows\] with rows = 3, as args\[0\] is; got float32\[4\]"
     with pytest.raises(lowering.ArtifactError, match=sentence):
         artifact.call(jnp.ones((3, 8)), jnp.ones(4))
+    doubled = lowering.export(lambda x, y: x.sum() + y.sum(), x, jax.ShapeDtypeStruct((2 * rows,), jnp.float32))
+    assert doubled.call(jnp.ones((3, 8)), jnp.ones(6)) == 30
+    with pytest.raises(lowering.ArtifactError, match=r"^export: args must have sizes that were exported; got others: "):
+        doubled.call(jnp.ones((3, 8)), jnp.ones(5))
 
 
 def test_call_refuses_a_platform_that_the_artifact_does_not_hold():
