@@ -1,9 +1,9 @@
 """How a call is refused: one sentence with operator, argument, rule and value, and the documented status."""
 
-from numbers import Integral, Real
+import re
+from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from lowering.errors import NotSupportedError, OperatorError
@@ -16,8 +16,6 @@ __all__ = [
     "OperatorError",
     "VersionMismatchError",
     "require",
-    "require_bool",
-    "require_number",
     "require_present",
     "show",
 ]
@@ -26,6 +24,8 @@ PARAM_NULLPTR = 161001
 PARAM_INVALID = 161002
 BAD_PARAM = "MCDNN_STATUS_BAD_PARAM"
 NOT_SUPPORTED = "MCDNN_STATUS_NOT_SUPPORTED"
+_MAX_SHOWN = 160  # characters of a value in a message
+_MAX_SHOWN_BITS = 256
 
 
 class BadParamError(OperatorError):
@@ -51,28 +51,34 @@ def require(
         raise error(f"{operator}: {argument} must {rule}; got {show(got)}", status)
 
 
-def require_present(operator: str, **arguments: object) -> None:
-    """Raises BadParamError with status 161001 for the first required argument that is None."""
+def require_present(operator: str, arguments: Mapping[str, object], *, status: int | str = PARAM_INVALID) -> None:
+    """Raises BadParamError for the first required argument that is None; CANN's status for that is one of its own."""
+    missing = PARAM_NULLPTR if status == PARAM_INVALID else status
     for name, value in arguments.items():
-        require(value is not None, operator, name, "be given", None, status=PARAM_NULLPTR)
-
-
-def require_number(operator: str, argument: str, value: Any) -> None:
-    """Raises BadParamError unless the value is a real number: of Python, of NumPy, or a 0-d array, traced or not."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number and hasattr(value, "dtype") and hasattr(value, "shape"):
-        is_number = value.shape == () and jnp.issubdtype(value.dtype, jnp.number)
-    require(is_number, operator, argument, "be a real number or a 0-d array of one", value)
-
-
-def require_bool(operator: str, argument: str, value: Any) -> None:
-    """Raises BadParamError unless the value is a bool of Python or NumPy, or 0 or 1 as C calls have it."""
-    is_bool = isinstance(value, bool | np.bool_) or (isinstance(value, Integral) and value in (0, 1))
-    require(is_bool, operator, argument, "be a bool", value)
+        require(value is not None, operator, name, "be given", None, status=missing)
 
 
 def show(value: Any) -> str:
-    """Shape and dtype of anything like an array (a tracer included), the repr of anything else."""
-    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic):
+    """Shape and dtype of anything like an array (a tracer included), the repr of anything else on one line."""
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic | type):
         return f"{value.dtype}{list(value.shape)}"
-    return repr(value)
+    if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    # Where an object lies in memory tells nobody anything.
+    text = _show_elements(value) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def _show_elements(value: Any) -> str | None:
+    """A container element by element, as an element may be a tracer; None for anything else."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        fields = zip(value._fields, value, strict=True)
+        return f"{type(value).__name__}({', '.join(f'{name}={show(each)}' for name, each in fields)})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(show, value[:_MAX_SHOWN]))}{',' * (len(value) == 1)})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(show, value[:_MAX_SHOWN]))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {show(each)}' for key, each in value.items())}}}"
+    return None

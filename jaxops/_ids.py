@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def wide_ids(ids: jax.Array) -> jax.Array:
@@ -9,6 +10,15 @@ def wide_ids(ids: jax.Array) -> jax.Array:
     if ids.dtype == jnp.int64:
         return ids
     return ids.astype(jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32)
+
+
+def differ_from(ids: jax.Array, one: int) -> jax.Array:
+    """Where ids are not this one, which their dtype may be unable to hold."""
+    limits = jnp.iinfo(ids.dtype)
+    if not limits.min <= one <= limits.max:
+        return jnp.ones_like(ids, dtype=bool)
+    # In the ids' own dtype: JAX would take a Python number as a signed one, which may not hold it.
+    return ids != np.asarray(one, ids.dtype)
 
 
 def ids_of_part(ids: jax.Array, size: int, axis_name: str) -> tuple[jax.Array, jax.Array]:

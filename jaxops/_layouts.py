@@ -1,11 +1,11 @@
 """The layouts of images: the order of batch, channels and spatial axes."""
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import jax
 
+from jaxops._attributes import INT32_MAX, is_integer, require_choice
 from jaxops._errors import BAD_PARAM, require
 
 IMAGES = ("NCHW", "NHWC", "NCDHW", "NDHWC")
@@ -20,18 +20,17 @@ def resolved(operator: str, x: Any, layout: str | None, known: Sequence[str] = I
     require(len(x.shape) in ranks, operator, "x", rule, x, status=BAD_PARAM)
     if layout is None:
         return _DEFAULTS[len(x.shape)]
-    is_known = isinstance(layout, str) and layout in known
-    require(is_known, operator, "layout", f"be one of {', '.join(known)}", layout, status=BAD_PARAM)
+    layout = require_choice(operator, "layout", layout, known, status=BAD_PARAM)
     rule = f"have {len(layout)} axes, as layout {layout} says"
     require(len(x.shape) == len(layout), operator, "x", rule, x, status=BAD_PARAM)
     return layout
 
 
 def sizes(value: Any) -> tuple[int, ...] | None:
-    """A shape as a user gives it, which may have symbolic sizes; None if it is none."""
+    """A shape as a user gives it, which may have symbolic sizes; None if it is none, or has a size beyond int32."""
     if not isinstance(value, tuple | list):
         return None
-    are_integers = (isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 0 for n in value)
+    are_integers = (is_integer(n) and 0 <= int(n) <= INT32_MAX for n in value)
     are_symbolic = map(jax.export.is_symbolic_dim, value)
     if not all(a or b for a, b in zip(are_integers, are_symbolic, strict=True)):
         return None

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxops._attributes import require_axis_names
 from jaxops._errors import require
 from jaxops._signature import Axes, Signature
 
@@ -67,6 +68,7 @@ def laid_out_as(x: jax.Array, aval: Any) -> jax.Array:
 
 def axis_size(operator: str, argument: str, axis: Hashable) -> int:
     """The number of devices along a mesh axis, or several. BadParamError if no shard_map around splits over them."""
+    require_axis_names(operator, argument, axis)
     try:
         return jax.lax.axis_size(axis)
     except NameError:

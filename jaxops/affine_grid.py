@@ -11,6 +11,7 @@ from jaxops import _layouts
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
+from jaxops._operands import as_array
 from jaxops._operator import Operator
 
 
@@ -40,8 +41,7 @@ def affine_grid(theta: jax.Array, size: Sequence[int]) -> jax.Array:
     `torch.nn.functional.affine_grid(align_corners=True)`.
     """
     name = "affine_grid"
-    require(theta is not None, name, "theta", "be given", None, status=BAD_PARAM)
-    theta = jnp.asarray(theta)
+    theta = as_array(name, "theta", theta, status=BAD_PARAM)
     require(theta.ndim == 3, name, "theta", "have shape (N, 2, 3)", theta, status=BAD_PARAM)
     batch, _, *extents = _layouts.sizes(size) or (None, None)
     require(len(extents) == 2, name, "size", "be four sizes, (N, C, H, W)", size, status=BAD_PARAM)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 import jax
@@ -10,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops import _sharding
+from jaxops._attributes import require_real
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dropout_pattern import DROPOUT_BY_UNIFORM
 from jaxops._dtypes import check_floating
-from jaxops._errors import BAD_PARAM, require
+from jaxops._errors import BAD_PARAM, require, require_present
+from jaxops._operands import as_array, as_key
 from jaxops._operator import Operator
 from pallas_kernels.dropout_mask import WORD_BITS, compared, constant_word, digits, scale, threefry
 from pallas_kernels.gpu import dropout as gpu
@@ -49,9 +50,8 @@ def dropout(key: jax.Array, x: jax.Array, rate: float) -> jax.Array:
 
     Source: mcDNN `mcdnnDropoutForward` and `mcdnnDropoutBackward`.
     """
-    for argument, value in (("key", key), ("x", x)):
-        require(value is not None, "dropout", argument, "be given", None, status=BAD_PARAM)
-    x = jnp.asarray(x)
+    require_present("dropout", {"key": key, "x": x}, status=BAD_PARAM)
+    x = as_array("dropout", "x", x, status=BAD_PARAM)
     check_floating("dropout", x=x)
     return dropped_out("dropout", key, x, checked_rate("dropout", "rate", rate))[0]
 
@@ -88,18 +88,15 @@ def row_view(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 def checked_rate(operator: str, argument: str, rate: Any) -> float:
     """A rate as a float; BadParamError unless it is a number in [0, 1]."""
-    is_rate = isinstance(rate, Real) and not isinstance(rate, bool) and 0 <= float(rate) <= 1
-    require(is_rate, operator, argument, "be a number of the host in [0, 1]", rate, status=BAD_PARAM)
+    rate = require_real(
+        operator, argument, rate, "be a Python or NumPy number in [0, 1]", least=0, most=1, status=BAD_PARAM
+    )
     return float(rate)
 
 
 def _two_words(operator: str, key: Any) -> tuple[jax.Array, jax.Array]:
     """The key of the generator, from a JAX key of any implementation."""
-    is_typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    data = jax.random.key_data(key) if is_typed else jnp.asarray(key)
-    is_key = data.dtype == jnp.uint32 and data.ndim == 1 and data.size >= 2
-    require(is_key, operator, "key", "be one key of jax.random, typed or raw", key, status=BAD_PARAM)
-    first, second, *rest = jnp.unstack(data)
+    first, second, *rest = jnp.unstack(as_key(operator, "key", key, status=BAD_PARAM))
     for pair in zip(rest[::2], [*rest[1::2], jnp.zeros_like(first)], strict=False):
         first, second = threefry(first, second, *pair)
     return first, second

@@ -13,6 +13,7 @@ import lowering
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dtypes import check_floating
 from jaxops._errors import BAD_PARAM, require
+from jaxops._operands import as_arrays
 from jaxops._operator import Operator
 
 
@@ -54,9 +55,7 @@ def grid_sample(x: jax.Array, grid: jax.Array) -> jax.Array:
     `torch.nn.functional.grid_sample(align_corners=True)`.
     """
     name = "grid_sample"
-    for argument, value in (("x", x), ("grid", grid)):
-        require(value is not None, name, argument, "be given", None, status=BAD_PARAM)
-    x, grid = jnp.asarray(x), jnp.asarray(grid)
+    x, grid = as_arrays(name, {"x": x, "grid": grid}, status=BAD_PARAM)
     require(x.ndim == 4, name, "x", "have shape (N, C, H_in, W_in)", x, status=BAD_PARAM)
     require(grid.ndim == 4, name, "grid", "have shape (N, H, W, 2)", grid, status=BAD_PARAM)
     return GRID_SAMPLE(x, grid)[0]

@@ -1,16 +1,17 @@
 """Local response normalization: each activation divided by a power of the squares of its channel's neighbours."""
 
 from collections.abc import Sequence
-from numbers import Integral, Real
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxops import _layouts
+from jaxops._attributes import INT32_MAX, require_integer, require_real
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
+from jaxops._operands import as_array
 from jaxops._operator import Operator
 from jaxops.pooling.windows import reduced_along
 from pallas_kernels.gpu import local_response_norm as gpu
@@ -62,8 +63,7 @@ def local_response_norm(
       further back where n is even.
     """
     name = "local_response_norm"
-    require(x is not None, name, "x", "be given", None, status=BAD_PARAM)
-    x = jnp.asarray(x)
+    x = as_array(name, "x", x, status=BAD_PARAM)
     layout = _layouts.resolved(name, x, layout)
     check_floating(name, x=x)
     check_attributes(name, n, alpha, beta, k)
@@ -84,12 +84,10 @@ def channels_back(x: jax.Array, layout: str) -> jax.Array:
 
 
 def check_attributes(operator: str, n: Any, alpha: Any, beta: Any, k: Any) -> None:
-    """Refuses windows that are empty, and what is no number of the host."""
-    is_integer = isinstance(n, Integral) and not isinstance(n, bool)
-    require(is_integer and int(n) >= 1, operator, "n", "be a positive integer", n, status=BAD_PARAM)
+    """Refuses windows that are empty, and what is not a finite number."""
+    require_integer(operator, "n", n, f"be an integer from 1 to {INT32_MAX}", least=1, most=INT32_MAX, status=BAD_PARAM)
     for argument, value in (("alpha", alpha), ("beta", beta), ("k", k)):
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        require(is_number, operator, argument, "be a number", value, status=BAD_PARAM)
+        require_real(operator, argument, value, status=BAD_PARAM)
 
 
 def reach(n: int) -> tuple[int, int]:

@@ -7,16 +7,17 @@ it goes on into the gradient of a log-softmax, so that it never exists by itself
 
 import functools
 import math
-from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxops._attributes import require_choice, require_integer
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dtypes import accumulator
-from jaxops._errors import require, require_present
-from jaxops._ids import wide_ids
+from jaxops._errors import require
+from jaxops._ids import differ_from, wide_ids
+from jaxops._operands import as_arrays, as_optional
 from jaxops._operator import Operator
 from jaxops.embedding import EMBEDDING_DENSE_BACKWARD
 
@@ -61,24 +62,18 @@ def nll_loss(
 
     Source: CANN `aclnnNLLLoss` and `aclnnNLLLoss2d`; PyTorch `torch.nn.functional.nll_loss`.
     """
-    require_present("nll_loss", log_probs=log_probs, labels=labels)
-    log_probs, labels = jnp.asarray(log_probs), jnp.asarray(labels)
-    weight = None if weight is None else jnp.asarray(weight)
-    require(
-        isinstance(reduction, str) and reduction in REDUCTIONS,
-        "nll_loss",
-        "reduction",
-        f"be one of {', '.join(REDUCTIONS)}",
-        reduction,
-    )
+    log_probs, labels = as_arrays("nll_loss", {"log_probs": log_probs, "labels": labels})
+    weight = as_optional("nll_loss", "weight", weight)
+    require_choice("nll_loss", "reduction", reduction, REDUCTIONS)
     require(log_probs.ndim > 0, "nll_loss", "log_probs", "have an axis of classes", log_probs)
     rank = log_probs.ndim
-    require(isinstance(axis, Integral) and -rank <= axis < rank, "nll_loss", "axis", f"be in [{-rank}, {rank})", axis)
-    axis = int(axis) % rank - rank
+    axis = require_integer("nll_loss", "axis", axis, f"be in [{-rank}, {rank})", least=-rank, most=rank - 1)
+    axis = axis % rank - rank
+    ignore_index = require_integer("nll_loss", "ignore_index", ignore_index)
     _check(log_probs, labels, weight, name="nll_loss", axis=axis, ignore_index=ignore_index)
     if weight is None:
         weight = jnp.ones(log_probs.shape[axis], jnp.float32)
-    losses, weights = _at_positions(log_probs, labels, weight, axis=axis, ignore_index=int(ignore_index))
+    losses, weights = _at_positions(log_probs, labels, weight, axis=axis, ignore_index=ignore_index)
     return reduced(losses, weights, reduction).astype(log_probs.dtype)
 
 
@@ -115,7 +110,6 @@ def _check(log_probs: Any, labels: Any, weight: Any, *, name: str, axis: int, ig
     if weight is not None:
         require(weight.shape == (classes,), name, "weight", f"have shape ({classes},), one for each class", weight)
         require(jnp.issubdtype(weight.dtype, jnp.floating), name, "weight", "be floating point", weight)
-    require(isinstance(ignore_index, Integral), name, "ignore_index", "be an integer", ignore_index)
 
 
 def _check_backward(grad: Any, labels: Any, weight: Any, *, name: str, ignore_index: int, dtype: Any) -> None:
@@ -155,9 +149,7 @@ def _backward(
 def _classify(labels: jax.Array, classes: int, ignore_index: int) -> Arrays:
     """Labels as ids, whether they are not ignored, and whether they are classes besides."""
     ids = wide_ids(labels)
-    limits = jnp.iinfo(labels.dtype)
-    can_be_ignored = limits.min <= ignore_index <= limits.max
-    kept = labels != ignore_index if can_be_ignored else jnp.ones_like(labels, bool)
+    kept = differ_from(labels, ignore_index)
     return ids, kept, kept & (ids >= 0) & (ids < classes)
 
 

@@ -3,16 +3,17 @@
 import functools
 import math
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import lowering
+from jaxops._attributes import is_integer, require_choice
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
+from jaxops._operands import as_array
 from jaxops._operator import Operator
 from pallas_kernels.gpu import softmax as gpu
 from pallas_kernels.gpu import softmax_backward as gpu_backward
@@ -56,10 +57,8 @@ def softmax(x: jax.Array, *, axis: int | Sequence[int] = -1, algorithm: str = "a
     Source: mcDNN `mcdnnSoftmaxForward` and `mcdnnSoftmaxBackward`; PyTorch `torch.nn.functional.softmax`.
     """
     name = "softmax"
-    require(x is not None, name, "x", "be given", None, status=BAD_PARAM)
-    x = jnp.asarray(x)
-    known = isinstance(algorithm, str) and algorithm in ALGORITHMS
-    require(known, name, "algorithm", f"be one of {', '.join(ALGORITHMS)}", algorithm, status=BAD_PARAM)
+    x = as_array(name, "x", x, status=BAD_PARAM)
+    require_choice(name, "algorithm", algorithm, ALGORITHMS, status=BAD_PARAM)
     check_floating(name, x=x)
     return over_groups(x, log=algorithm == "log", groups=Groups.along(x.shape, _checked_axes(x, axis)))
 
@@ -85,7 +84,7 @@ def _checked_axes(x: jax.Array, axis: Any) -> tuple[int, ...]:
     axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
     rank = max(x.ndim, 1)
     rule = f"be an integer in [{-rank}, {rank}) or a tuple of different ones"
-    fits = all(isinstance(a, Integral) and not isinstance(a, bool) and -rank <= int(a) < rank for a in axes)
+    fits = all(is_integer(a) and -rank <= int(a) < rank for a in axes)
     require(fits, "softmax", "axis", rule, axis, status=BAD_PARAM)
     axes = tuple(sorted(int(a) % rank for a in axes))
     require(len({*axes}) == len(axes), "softmax", "axis", rule, axis, status=BAD_PARAM)

@@ -56,8 +56,7 @@ def using(selection: Selection) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def use(implementation: str | None = None, /, **by_operator: str) -> Iterator[None]:
+def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.AbstractContextManager[None]:
     """Chooses how operators are implemented in the code that is traced within the context.
 
     The choice is made while tracing and is part of `jax.jit`'s cache key, so that one function can be compiled under
@@ -83,6 +82,11 @@ def use(implementation: str | None = None, /, **by_operator: str) -> Iterator[No
     for name in by_operator:
         if name not in operator_names:
             raise ValueError(f"use: operator must be one of {', '.join(sorted(operator_names))}; got {name!r}")
+    return _used(implementation, by_operator)
+
+
+@contextlib.contextmanager
+def _used(implementation: str | None, by_operator: Mapping[str, str]) -> Iterator[None]:
     outer = current_selection()
     merged = dict(outer.by_operator) if implementation is None else {}
     merged.update(by_operator)

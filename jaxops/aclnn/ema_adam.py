@@ -1,12 +1,13 @@
 """`aclnnApplyFusedEmaAdam` under its own name."""
 
 import math
-from numbers import Integral
 
 import jax
 import jax.numpy as jnp
 
-from jaxops._errors import require, require_bool, require_number, require_present
+from jaxops._attributes import require_bool, require_integer, require_real
+from jaxops._errors import require
+from jaxops._operands import as_arrays
 from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, Number, compute_dtype, step_coefficients
 
 _NAME = "apply_fused_ema_adam"
@@ -72,8 +73,8 @@ def apply_fused_ema_adam(
 
     Source: CANN `aclnnApplyFusedEmaAdam`.
     """
-    require_present(_NAME, grad=grad, var=var, m=m, v=v, s=s, step=step)
-    grad, var, m, v, s, step = (jnp.asarray(x) for x in (grad, var, m, v, s, step))
+    operands = {"grad": grad, "var": var, "m": m, "v": v, "s": s, "step": step}
+    grad, var, m, v, s, step = as_arrays(_NAME, operands)
     _check({"grad": grad, "var": var, "m": m, "v": v, "s": s}, step, mode)
     numbers = {
         "lr": lr,
@@ -83,18 +84,14 @@ def apply_fused_ema_adam(
         "eps": eps,
         "weight_decay": weight_decay,
     }
-    for name, number in numbers.items():
-        require_number(_NAME, name, number)
-    require_bool(_NAME, "bias_correction", bias_correction)
+    rule = "be a finite number or a 0-d array of one"
+    numbers = {name: require_real(_NAME, name, number, rule, traced=True) for name, number in numbers.items()}
+    bias_correction = require_bool(_NAME, "bias_correction", bias_correction, or_int=True)
     coefficients = step_coefficients(
         step.reshape(-1)[0],
         compute_dtype(var.dtype),
-        learning_rate=lr,
-        ema_decay=ema_decay,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
+        learning_rate=numbers.pop("lr"),
+        **numbers,
         bias_correction=bias_correction,
     )
     new_var, m, v, s = APPLY_FUSED_EMA_ADAM(grad, var, m, v, s, coefficients, mode=_MODES[mode], output="params")
@@ -107,7 +104,7 @@ def _check(tensors: dict[str, jax.Array], step: jax.Array, mode: int) -> None:
     for name, tensor in tensors.items():
         require(tensor.dtype == grad.dtype, _NAME, name, f"have grad's dtype {grad.dtype}", tensor)
     require(jnp.issubdtype(step.dtype, jnp.integer), _NAME, "step", "have an integer dtype", step)
-    require(isinstance(mode, Integral) and mode in _MODES, _NAME, "mode", "be 0 or 1", mode)
+    require_integer(_NAME, "mode", mode, "be 0 or 1", least=0, most=1)
     require(1 <= grad.ndim <= _MAX_RANK, _NAME, "grad", f"have rank 1 to {_MAX_RANK}", grad)
     for name, tensor in tensors.items():
         require(tensor.shape == grad.shape, _NAME, name, f"have grad's shape {list(grad.shape)}", tensor)

@@ -1,12 +1,13 @@
 """The documented call for the gradient of an embedding table."""
 
 import math
-from numbers import Integral
 
 import jax
 import jax.numpy as jnp
 
-from jaxops._errors import require, require_bool, require_present
+from jaxops._attributes import require_bool, require_integer
+from jaxops._errors import require
+from jaxops._operands import as_arrays
 from jaxops.embedding import EMBEDDING_DENSE_BACKWARD
 
 NAME = "embedding_dense_backward"
@@ -45,19 +46,12 @@ def embedding_dense_backward(
       series the width with scale_grad_by_freq, D < (180192 - 4 * counts) / 36 for int32 and (180192 - 8 * counts) / 20
       for int64 indices, counts being the weights of a core; on A2 and A3 more than 2**31 - 1 rows or weights.
     """
-    require_present(NAME, grad=grad, indices=indices)
-    grad, indices = jnp.asarray(grad), jnp.asarray(indices)
+    grad, indices = as_arrays(NAME, {"grad": grad, "indices": indices})
     require(grad.dtype.name in GRAD_DTYPES, NAME, "grad", f"be one of {', '.join(GRAD_DTYPES)}", grad)
     require(indices.dtype.name in INDEX_DTYPES, NAME, "indices", f"be one of {', '.join(INDEX_DTYPES)}", indices)
-    require(
-        isinstance(num_weights, Integral) and num_weights >= 0,
-        NAME,
-        "num_weights",
-        "be a non-negative integer",
-        num_weights,
-    )
-    require(isinstance(padding_idx, Integral), NAME, "padding_idx", "be an integer", padding_idx)
-    require_bool(NAME, "scale_grad_by_freq", scale_grad_by_freq)
+    num_weights = require_integer(NAME, "num_weights", num_weights, "be a non-negative integer", least=0)
+    padding_idx = require_integer(NAME, "padding_idx", padding_idx)
+    scale_grad_by_freq = require_bool(NAME, "scale_grad_by_freq", scale_grad_by_freq, or_int=True)
     require(2 <= grad.ndim <= MAX_RANK, NAME, "grad", f"have rank 2 to {MAX_RANK}", grad)
     require(1 <= indices.ndim <= MAX_RANK, NAME, "indices", f"have rank 1 to {MAX_RANK}", indices)
     width = grad.shape[-1]
@@ -68,9 +62,9 @@ def embedding_dense_backward(
     (out,) = EMBEDDING_DENSE_BACKWARD(
         grad,
         _integral(indices).reshape(grad.shape[:-1]),
-        num_weights=int(num_weights),
-        padding_idx=int(padding_idx) if 0 <= padding_idx < num_weights else None,
-        scale_grad_by_freq=bool(scale_grad_by_freq),
+        num_weights=num_weights,
+        padding_idx=padding_idx if 0 <= padding_idx < num_weights else None,
+        scale_grad_by_freq=scale_grad_by_freq,
     )
     return out
 

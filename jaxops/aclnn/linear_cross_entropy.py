@@ -1,13 +1,13 @@
 """The documented calls of linear cross entropy over a vocabulary that is split between devices."""
 
-from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jaxops._attributes import require_bool, require_integer, require_real
 from jaxops._errors import require, require_present
+from jaxops._operands import as_array, as_arrays, as_optional
 from jaxops.linear_cross_entropy import OnlineMaxSum as OnlineMaxSum
 from jaxops.linear_cross_entropy import vocab_parallel
 
@@ -63,13 +63,13 @@ def fused_linear_online_max_sum(
       CANN aclnnFusedLinearOnlineMaxSum.
     """
     name = "fused_linear_online_max_sum"
-    require_present(name, input=input, weight=weight, target=target)
-    x, weight, target = jnp.asarray(input), jnp.asarray(weight), jnp.asarray(target)
+    x, weight, target = as_arrays(name, {"input": input, "weight": weight, "target": target})
     _check_dtype(name, "input", x, INPUT_DTYPES)
     require(weight.dtype == x.dtype, name, "weight", f"have the input's dtype {x.dtype}", weight)
     _check_dtype(name, "target", target, TARGET_DTYPES)
-    start = _index(name, "vocab_start_index", vocab_start_index)
-    end = _index(name, "vocab_end_index", vocab_end_index)
+    start = require_integer(name, "vocab_start_index", vocab_start_index, traced=True)
+    end = require_integer(name, "vocab_end_index", vocab_end_index, traced=True)
+    return_logits = require_bool(name, "return_logits", return_logits, or_int=True)
     if isinstance(start, int):
         require(start >= 0, name, "vocab_start_index", "not be negative", start)
         if isinstance(end, int):
@@ -115,13 +115,11 @@ def fused_cross_entropy_loss_with_max_sum(
     """
     name = "fused_cross_entropy_loss_with_max_sum"
     statistics = {"logits_max": logits_max, "sum_exp_logits": sum_exp_logits, "predicted_logits": predicted_logits}
-    require_present(name, **statistics)
-    maximum, total, predicted = map(jnp.asarray, statistics.values())
+    maximum, total, predicted = as_arrays(name, statistics)
     for argument, value in zip(statistics, (maximum, total, predicted), strict=True):
         _check_dtype(name, argument, value, ("float32",))
-    logits = vocab_parallel_logits
+    logits = as_optional(name, "vocab_parallel_logits", vocab_parallel_logits)
     if logits is not None:
-        logits = jnp.asarray(logits)
         _check_dtype(name, "vocab_parallel_logits", logits, LOGITS_DTYPES)
     _check_no_smoothing(name, label_smoothing)
     _check_rank(name, 1, logits_max=maximum)
@@ -182,14 +180,14 @@ def fused_linear_cross_entropy_loss_grad(
         "target_mask": target_mask,
         "masked_target": masked_target,
     }
-    require_present(name, **required)
+    require_present(name, required)
     if softmax is None:
-        require_present(name, logits_max=logits_max, sum_exp_logits=sum_exp_logits)
+        require_present(name, {"logits_max": logits_max, "sum_exp_logits": sum_exp_logits})
     else:
         logits_max = sum_exp_logits = None
-    grad, x, weight, target_mask, masked_target = map(jnp.asarray, required.values())
+    grad, x, weight, target_mask, masked_target = as_arrays(name, required)
     optional = {"logits_max": logits_max, "sum_exp_logits": sum_exp_logits, "softmax": softmax}
-    given = {argument: jnp.asarray(value) for argument, value in optional.items() if value is not None}
+    given = {argument: as_array(name, argument, value) for argument, value in optional.items() if value is not None}
     for argument, value in {"grad": grad, **given}.items():
         _check_dtype(name, argument, value, ("float32",))
     _check_dtype(name, "input", x, INPUT_DTYPES)
@@ -211,21 +209,6 @@ def fused_linear_cross_entropy_loss_grad(
     return vocab_parallel.fused_linear_cross_entropy_loss_grad(grad, x, weight, target_mask, masked_target, **given)
 
 
-def _index(name: str, argument: str, value: Any) -> int | jax.Array:
-    """A class index: a Python integer wherever its value is known, else a traced scalar."""
-    if isinstance(value, jax.core.Tracer):
-        is_scalar = value.shape == () and bool(jnp.issubdtype(value.dtype, jnp.integer))
-        require(is_scalar, name, argument, "be an integer", value)
-        return value
-    is_integer = isinstance(value, Integral) or (
-        isinstance(value, np.ndarray | jax.Array)
-        and value.shape == ()
-        and bool(jnp.issubdtype(value.dtype, jnp.integer))
-    )
-    require(is_integer, name, argument, "be an integer", value)
-    return int(value)
-
-
 def _check_dtype(name: str, argument: str, value: jax.Array, dtypes: tuple[str, ...]) -> None:
     require(value.dtype.name in dtypes, name, argument, f"be {' or '.join(dtypes)}", value)
 
@@ -236,4 +219,4 @@ def _check_rank(name: str, rank: int, **arguments: jax.Array) -> None:
 
 
 def _check_no_smoothing(name: str, label_smoothing: float) -> None:
-    require(label_smoothing == 0, name, "label_smoothing", "be 0", label_smoothing)
+    require_real(name, "label_smoothing", label_smoothing, "be 0", least=0, most=0)

@@ -1,12 +1,13 @@
 """The documented calls of the negative log-likelihood family."""
 
-from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxops._errors import require, require_present
+from jaxops._attributes import require_integer
+from jaxops._errors import require
+from jaxops._operands import as_arrays
 from jaxops._operator import Operator
 from jaxops.nll_loss import NLL_LOSS, NLL_LOSS2D, NLL_LOSS2D_BACKWARD, NLL_LOSS_BACKWARD, reduced
 
@@ -145,8 +146,7 @@ def nll_loss2d_backward(
 def _forward(
     operator: Operator, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> tuple[jax.Array, jax.Array]:
-    require_present(operator.name, x=x, target=target, weight=weight)
-    x, target, weight = map(jnp.asarray, (x, target, weight))
+    x, target, weight = as_arrays(operator.name, {"x": x, "target": target, "weight": weight})
     _check_dtypes(operator.name, x, target, weight=weight)
     _check_attributes(operator.name, reduction, ignore_index)
     _check_shapes(operator.name, x, target, weight)
@@ -158,8 +158,7 @@ def _forward(
 
 def _backward(operator: Operator, operands: tuple[Any, ...], reduction: int, ignore_index: int) -> jax.Array:
     names = ("grad_output", "x", "target", "weight", "total_weight")
-    require_present(operator.name, **dict(zip(names, operands, strict=True)))
-    grad, x, target, weight, total_weight = map(jnp.asarray, operands)
+    grad, x, target, weight, total_weight = as_arrays(operator.name, dict(zip(names, operands, strict=True)))
     _check_dtypes(operator.name, x, target, grad_output=grad, weight=weight, total_weight=total_weight)
     _check_attributes(operator.name, reduction, ignore_index)
     _check_shapes(operator.name, x, target, weight)
@@ -184,8 +183,8 @@ def _check_dtypes(name: str, x: Any, target: Any, **like_x: Any) -> None:
 
 
 def _check_attributes(name: str, reduction: Any, ignore_index: Any) -> None:
-    require(isinstance(reduction, Integral) and reduction in REDUCTIONS, name, "reduction", "be 0, 1 or 2", reduction)
-    require(isinstance(ignore_index, Integral), name, "ignore_index", "be an integer", ignore_index)
+    require_integer(name, "reduction", reduction, "be 0, 1 or 2", least=0, most=2)
+    require_integer(name, "ignore_index", ignore_index)
 
 
 def _check_shapes(name: str, x: Any, target: Any, weight: Any) -> None:

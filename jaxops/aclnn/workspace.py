@@ -1,11 +1,36 @@
 """The first of the two phases of every aclnn call: validate and plan now, run later."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+
+from jaxops._errors import require
+from jaxops._operands import as_array
+from jaxops.aclnn.ema_adam import apply_fused_ema_adam
+from jaxops.aclnn.embedding import embedding_dense_backward
+from jaxops.aclnn.linear_cross_entropy import (
+    fused_cross_entropy_loss_with_max_sum,
+    fused_linear_cross_entropy_loss_grad,
+    fused_linear_online_max_sum,
+)
+from jaxops.aclnn.nll_loss import nll_loss, nll_loss2d, nll_loss2d_backward, nll_loss_backward
+
+_OPERATIONS = (
+    apply_fused_ema_adam,
+    embedding_dense_backward,
+    fused_cross_entropy_loss_with_max_sum,
+    fused_linear_cross_entropy_loss_grad,
+    fused_linear_online_max_sum,
+    nll_loss,
+    nll_loss2d,
+    nll_loss2d_backward,
+    nll_loss_backward,
+)
+_TENSORS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 def get_workspace_size(operation: Callable[..., Any], *args: Any, **attributes: Any) -> tuple[int, Callable[..., Any]]:
@@ -22,15 +47,24 @@ def get_workspace_size(operation: Callable[..., Any], *args: Any, **attributes: 
       passed to the executor by name; those that were planned with data may be left out.
 
     Raises:
-      BadParamError: what `operation` raises for these arguments, with its status.
+      BadParamError: what `operation` raises for these arguments, with its status; 161002 if it is none of this layer's
+        functions.
 
     Source: CANN's two-phase calls, `aclnn<Operator>GetWorkspaceSize(..., &workspaceSize, &executor)`.
     """
-    attributes = {name: value.item() if isinstance(value, np.generic) else value for name, value in attributes.items()}
-    tensors = {name: value for name, value in attributes.items() if hasattr(value, "shape")}
+    is_known = any(operation is one for one in _OPERATIONS)
+    require(is_known, "get_workspace_size", "operation", "be one of the other functions of jaxops.aclnn", operation)
+    names = inspect.signature(operation).bind(*args, **attributes).arguments
+    operands = [_planned(operation.__name__, name, value) for name, value in zip(names, args, strict=False)]
+    tensors = {key: value for key, value in attributes.items() if isinstance(value, _TENSORS)}
     constants = {name: value for name, value in attributes.items() if name not in tensors}
-    compiled = jax.jit(functools.partial(operation, **constants)).lower(*args, **tensors).compile()
+    compiled = jax.jit(functools.partial(operation, **constants)).lower(*operands, **tensors).compile()
     planned = {name: value for name, value in tensors.items() if not isinstance(value, jax.ShapeDtypeStruct)}
     memory = compiled.memory_analysis()
     workspace_bytes = 0 if memory is None else memory.temp_size_in_bytes
     return workspace_bytes, lambda *run_args, **run_tensors: compiled(*run_args, **{**planned, **run_tensors})
+
+
+def _planned(operator: str, argument: str, value: Any) -> Any:
+    """An operand to plan with; the operation itself refuses None, which it knows the status of."""
+    return value if value is None or isinstance(value, jax.ShapeDtypeStruct) else as_array(operator, argument, value)

@@ -1,16 +1,15 @@
 """The activation and its documented gradient, which reads the result or the input, as the mode asks for."""
 
-import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from jaxops._attributes import require_choice, require_real
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
+from jaxops._operands import as_array
 from jaxops._operator import Operator
 from jaxops.activation.modes import (
     DEFAULT_COEFFICIENTS,
@@ -60,17 +59,14 @@ def activation(x: jax.Array, mode: str, *, coef: float | None = None, swish_beta
     Source: mcDNN `mcdnnActivationForward` and `mcdnnActivationBackward`; PyTorch `torch.nn.functional`.
     """
     name = "activation"
-    require(x is not None, name, "x", "be given", None, status=BAD_PARAM)
-    x = jnp.asarray(x)
-    known = isinstance(mode, str) and mode in MODES
-    require(known, name, "mode", f"be one of {', '.join(MODES)}", mode, status=BAD_PARAM)
+    x = as_array(name, "x", x, status=BAD_PARAM)
+    mode = require_choice(name, "mode", mode, MODES, status=BAD_PARAM)
     if coef is None:
         coef = DEFAULT_COEFFICIENTS.get(mode, 0.0)
         require(coef is not None, name, "coef", f"be given for {mode}", None, status=BAD_PARAM)
-    for argument, value in (("coef", coef), ("swish_beta", swish_beta)):
-        is_number = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
-        require(is_number, name, argument, "be a number", value, status=BAD_PARAM)
-    coef = float(swish_beta if mode == "swish" else coef or 0.0)
+    coef = require_real(name, "coef", coef, status=BAD_PARAM)
+    swish_beta = require_real(name, "swish_beta", swish_beta, status=BAD_PARAM)
+    coef = swish_beta if mode == "swish" else coef
     return apply(x, Activation(mode, coef if mode in DEFAULT_COEFFICIENTS else 0.0))
 
 

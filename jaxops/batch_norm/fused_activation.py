@@ -1,9 +1,8 @@
 """The activation that batch normalization is asked to apply before its result is rounded."""
 
-import math
-from numbers import Real
 from typing import Any
 
+from jaxops._attributes import require_real
 from jaxops._errors import BAD_PARAM, require
 from jaxops.activation.modes import DEFAULT_COEFFICIENTS, MODES, Activation
 
@@ -18,6 +17,6 @@ def requested(operator: str, activation: Any) -> Activation:
     require(known, operator, "activation", f"be one of {', '.join(MODES)}", activation, status=BAD_PARAM)
     if coef is None:
         coef = DEFAULT_COEFFICIENTS.get(mode, 0.0)
-    is_number = isinstance(coef, Real) and not isinstance(coef, bool) and not math.isnan(coef)
-    require(is_number, operator, "activation", "have a number as its coefficient", activation, status=BAD_PARAM)
-    return Activation(mode, float(coef))
+    require(coef is not None, operator, "activation", "have a number as its coefficient", activation, status=BAD_PARAM)
+    rule = "have a finite number as its coefficient"
+    return Activation(str(mode), require_real(operator, "activation", coef, rule, status=BAD_PARAM))

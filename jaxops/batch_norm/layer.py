@@ -1,15 +1,15 @@
 """Batch normalization as models call it: layouts, running statistics, an activation and a residual."""
 
-import math
 from collections.abc import Hashable, Sequence
-from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxops._attributes import require_axis_names, require_real
 from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
+from jaxops._operands import as_array, as_arrays, as_optional
 from jaxops.activation.modes import IDENTITY, Activation
 from jaxops.batch_norm.fused_activation import requested
 from jaxops.batch_norm.inference import BATCH_NORM_ADD_INFERENCE, BATCH_NORM_INFERENCE
@@ -98,25 +98,24 @@ def batch_norm(
     name = "batch_norm"
     x, view = _images(name, x, layout, mode)
     scale, bias = parameters(name, view, scale=scale, bias=bias)
-    check_epsilon(name, epsilon)
-    in_range = is_number(momentum) and 0 <= momentum <= 1
-    require(in_range, name, "momentum", "be a number of the host in [0, 1]", momentum, status=BAD_PARAM)
+    epsilon = checked_epsilon(name, epsilon)
+    rule = "be a Python or NumPy number in [0, 1]"
+    momentum = require_real(name, "momentum", momentum, rule, least=0, most=1, status=BAD_PARAM)
     both = (running_mean is None) == (running_var is None)
     require(both, name, "running_mean", "be given with running_var, or neither", running_mean, status=BAD_PARAM)
     fused = None if activation is None else requested(name, activation)
     residual = _residual(name, x, residual)
-    is_name = axis_name is None or isinstance(axis_name, str | tuple)
-    require(is_name, name, "axis_name", "be a mesh axis or a tuple of them", axis_name, status=BAD_PARAM)
-    axes = {*axis_name} if isinstance(axis_name, tuple) else {axis_name} - {None}
-    is_split = axes <= {*jax.sharding.get_abstract_mesh().manual_axes}
-    require(is_split, name, "axis_name", "name a mesh axis of the surrounding shard_map", axis_name, status=BAD_PARAM)
-    epsilon = float(epsilon)
+    if axis_name is not None:
+        axes = {*require_axis_names(name, "axis_name", axis_name, status=BAD_PARAM)}
+        is_split = axes <= {*jax.sharding.get_abstract_mesh().manual_axes}
+        rule = "name a mesh axis of the surrounding shard_map"
+        require(is_split, name, "axis_name", rule, axis_name, status=BAD_PARAM)
     y, mean, variance = train(view, x, scale, bias, residual, fused, epsilon=epsilon, axis_name=axis_name)
     mean, variance = jax.lax.stop_gradient((mean, variance))
     running: tuple[jax.Array | None, jax.Array | None] = (None, None)
     if running_mean is not None:
         old = parameters(name, view, running_mean=running_mean, running_var=running_var)
-        running = moved_statistics(view, old, mean, variance, momentum=float(momentum), axis_name=axis_name)
+        running = moved_statistics(view, old, mean, variance, momentum=momentum, axis_name=axis_name)
     saved = view.parameters_back(mean), view.parameters_back(inverse_std(variance, epsilon))
     return BatchNormOutput(y, *running, *saved)
 
@@ -161,9 +160,9 @@ def batch_norm_inference(
     name = "batch_norm_inference"
     x, view = _images(name, x, layout, mode)
     given = parameters(name, view, scale=scale, bias=bias, mean=mean, var=var)
-    check_epsilon(name, epsilon)
+    epsilon = checked_epsilon(name, epsilon)
     fused = IDENTITY if activation is None else requested(name, activation)
-    return infer(view, x, given, _residual(name, x, residual), fused, epsilon=float(epsilon))
+    return infer(view, x, given, _residual(name, x, residual), fused, epsilon=epsilon)
 
 
 def train(
@@ -249,39 +248,30 @@ def _unbiased(elements: int) -> float | jax.Array:
 
 def parameters(operator: str, view: View, **arrays: Any) -> list[jax.Array]:
     """Checked parameters or statistics, as arrays."""
-    checked = []
-    for argument, value in arrays.items():
-        require(value is not None, operator, argument, "be given", None, status=BAD_PARAM)
-        value = jnp.asarray(value)
+    checked = as_arrays(operator, arrays, status=BAD_PARAM)
+    for argument, value in zip(arrays, checked, strict=True):
         rule = f"have shape {view.parameter_shape}"
         require(value.shape == view.parameter_shape, operator, argument, rule, value, status=BAD_PARAM)
         floating = jnp.issubdtype(value.dtype, jnp.floating)
         require(floating, operator, argument, "be floating point", value, status=BAD_PARAM)
-        checked.append(value)
     return checked
 
 
-def check_epsilon(operator: str, epsilon: Any) -> None:
-    """Refuses what is no number of 0 or more: a traced value and NaN too."""
-    fits = is_number(epsilon) and BN_MIN_EPSILON <= epsilon < math.inf
-    require(fits, operator, "epsilon", f"be a finite number of {BN_MIN_EPSILON} or more", epsilon, status=BAD_PARAM)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a real number of Python or NumPy."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+def checked_epsilon(operator: str, epsilon: Any) -> float:
+    """Epsilon as a float; BadParamError unless it is a finite number of BN_MIN_EPSILON or more."""
+    rule = f"be a finite number of {BN_MIN_EPSILON} or more"
+    number: float = require_real(operator, "epsilon", epsilon, rule, least=BN_MIN_EPSILON, status=BAD_PARAM)
+    return number
 
 
 def _images(operator: str, x: Any, layout: str | None, mode: str) -> tuple[jax.Array, View]:
-    require(x is not None, operator, "x", "be given", None, status=BAD_PARAM)
-    x = jnp.asarray(x)
+    x = as_array(operator, "x", x, status=BAD_PARAM)
     check_floating(operator, x=x)
     return x, view_of(operator, x, layout, mode)
 
 
 def _residual(operator: str, x: jax.Array, residual: Any) -> jax.Array | None:
-    if residual is None:
-        return None
-    residual = jnp.asarray(residual)
-    check_like_images(operator, x, residual=residual)
+    residual = as_optional(operator, "residual", residual, status=BAD_PARAM)
+    if residual is not None:
+        check_like_images(operator, x, residual=residual)
     return residual

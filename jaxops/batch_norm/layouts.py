@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxops import _layouts
-from jaxops._errors import BAD_PARAM, require
+from jaxops._attributes import require_choice
+from jaxops._errors import BAD_PARAM
 
 MODES = ("spatial", "per_activation")
 LAYOUTS = (*_layouts.IMAGES, "NC", "NCL", "NLC")
@@ -76,6 +77,5 @@ class View(NamedTuple):
 def view_of(operator: str, x: Any, layout: str | None, mode: str) -> View:
     """Checks layout and mode. Gives the view of images like x."""
     layout = _layouts.resolved(operator, x, layout, LAYOUTS)
-    known = isinstance(mode, str) and mode in MODES
-    require(known, operator, "mode", f"be one of {', '.join(MODES)}", mode, status=BAD_PARAM)
+    mode = require_choice(operator, "mode", mode, MODES, status=BAD_PARAM)
     return View(tuple(x.shape), layout.endswith("C") and layout != "NC", mode == "per_activation")

@@ -11,6 +11,7 @@ from jaxops import _layouts
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
+from jaxops._operands import as_array, as_optional
 from jaxops._operator import Operator
 from jaxops.divisive_norm import moments
 from jaxops.local_response_norm import check_attributes, negative_power, reach
@@ -68,12 +69,11 @@ def divisive_norm(
       and k are not enforced here. Without means it is what Caffe calls a response norm within the channel.
     """
     name = "divisive_norm"
-    require(x is not None, name, "x", "be given", None, status=BAD_PARAM)
-    x = jnp.asarray(x)
+    x = as_array(name, "x", x, status=BAD_PARAM)
+    means = as_optional(name, "means", means, status=BAD_PARAM)
     layout = _layouts.resolved(name, x, layout)
     check_floating(name, x=x)
     if means is not None:
-        means = jnp.asarray(means)
         alike = (means.shape, means.dtype) == (x.shape, x.dtype)
         require(alike, name, "means", f"have x's shape and dtype, {x.dtype}{list(x.shape)}", means, status=BAD_PARAM)
     check_attributes(name, n, alpha, beta, k)

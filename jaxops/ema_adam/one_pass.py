@@ -7,10 +7,13 @@ from typing import Any
 import jax
 import optax
 
-from jaxops._errors import require_present
+from jaxops._errors import PARAM_INVALID, BadParamError, OperatorError, require, require_present, show
+from jaxops._operands import as_array
 from jaxops.embedding.row_gradients import RowGradients, rows_at, with_rows
 
 Step = Callable[..., tuple[jax.Array, ...]]
+
+_NAME = "fused_apply"
 
 
 def fused_apply(
@@ -46,21 +49,42 @@ def fused_apply(
       The new parameters, with the dtypes of `params`, and the new state.
 
     Raises:
-      BadParamError: if `params` is None.
+      BadParamError: if `transform` is not a transform, `params` is None, a tree holds anything but arrays, or the
+        trees do not match each other.
     """
-    require_present("fused_apply", params=params)
-    transform = optax.with_extra_args_support(transform)
-    outputs, is_written = _survey(transform, grads, opt_state, params, extra_args)
-    updates, opt_state = transform.update(grads, opt_state, params, one_pass=_Plan(outputs), **extra_args)
-    rows, structure = rows_of(params, updates)
+    is_transform = callable(getattr(transform, "init", None)) and callable(getattr(transform, "update", None))
+    require(is_transform, _NAME, "transform", "be a transform of optax", transform)
+    require_present(_NAME, {"params": params})
+    rows_of(_NAME, grads=grads, params=params)
+    for argument, tree in {"grads": grads, "params": params}.items():
+        for leaf in jax.tree.leaves(tree):
+            as_array(_NAME, argument, leaf)
+    extended = optax.with_extra_args_support(transform)
+    try:
+        outputs, is_written = _survey(extended, grads, opt_state, params, extra_args)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if not isinstance(error, OperatorError):
+            _require_own_state(transform, opt_state, params)
+        raise
+    updates, opt_state = extended.update(grads, opt_state, params, one_pass=_Plan(outputs), **extra_args)
+    rows, structure = rows_of(_NAME, params=params, updates=updates)
     new_params = [x if done else _applied(old, x) for (old, x), done in zip(rows, is_written, strict=True)]
     return structure.unflatten(new_params), opt_state
 
 
-def rows_of(tree: Any, *others: Any) -> tuple[list[tuple[Any, ...]], Any]:
-    """Each leaf of a tree (None is one) with what other trees have in its place; and the structure of the tree."""
-    structure: Any = jax.tree.structure(tree, is_leaf=_is_leaf)
-    columns = [structure.flatten_up_to(x) for x in (tree, *others)]
+def rows_of(operator: str, /, **trees: Any) -> tuple[list[tuple[Any, ...]], Any]:
+    """Each leaf of the first tree (None is one) with what others have in its place; and the structure of the first."""
+    first = next(iter(trees))
+    structure: Any = jax.tree.structure(trees[first], is_leaf=_is_leaf)
+    columns = []
+    for argument, tree in trees.items():
+        try:
+            columns.append(structure.flatten_up_to(tree))
+        except (TypeError, ValueError):
+            message = (
+                f"{operator}: {argument} must have the structure of {first}, {show(trees[first])}; got {show(tree)}"
+            )
+            raise BadParamError(message, PARAM_INVALID) from None
     return list(zip(*columns, strict=True)), structure
 
 
@@ -116,7 +140,7 @@ def _survey(transform: Any, grads: Any, opt_state: Any, params: Any, extra_args:
         updates, new_state = transform.update(grads, opt_state, params, one_pass=survey, **extra_args)
         steps.extend((var_id, id(update())) for var_id, update in survey.steps)
         alive = {step: update() for step, (_, update) in zip(steps, survey.steps, strict=True) if update() is not None}
-        places.extend((id(leaf), id(update)) for leaf, update in rows_of(params, updates)[0])
+        places.extend((id(leaf), id(update)) for leaf, update in rows_of(_NAME, params=params, updates=updates)[0])
         untouched.extend(place for place in places if place in alive)
         return [alive[place] for place in untouched], new_state
 
@@ -126,6 +150,17 @@ def _survey(transform: Any, grads: Any, opt_state: Any, params: Any, extra_args:
     # The first outputs of the jaxpr are the untouched updates.
     free = {step for step, variable in zip(untouched, jaxpr.outvars, strict=False) if id(variable) not in read}
     return ["params" if step in free else "update" for step in steps], [place in free for place in places]
+
+
+def _require_own_state(transform: optax.GradientTransformation, opt_state: Any, params: Any) -> None:
+    """Refuses a state that is not this transform's, once the transform has failed on it."""
+    try:
+        own = jax.eval_shape(transform.init, params)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return  # then it is not the state that was at fault
+    structures: list[Any] = [jax.tree.structure(state) for state in (own, opt_state)]
+    is_own = bool(structures[0] == structures[1])
+    require(is_own, _NAME, "opt_state", "be what transform.init returned for these params", opt_state)
 
 
 def _applied(leaf: Any, update: Any) -> Any:

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import optax
 
 from jaxops._errors import require, require_present
+from jaxops._operands import as_array
 from jaxops.ema_adam.one_pass import rows_of
 from jaxops.ema_adam.operator import Number, compute_dtype
-from jaxops.ema_adam.transform import EmaParamsState, Schedule, ema_adam
+from jaxops.ema_adam.transform import EmaParamsState, Schedule, checked_state, ema_adam
 from jaxops.embedding.row_gradients import RowGradients, rows_at, with_rows
 
 _NAME = "ema_adam_rows"
+_ARGUMENTS = ("params", "mu", "nu", "ema")
 
 
 def ema_adam_rows(
@@ -90,15 +92,15 @@ def ema_adam_rows(
     )
 
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        require_present(_NAME, params=params)
-        adam, average = state
-        rows, structure = rows_of(grads, params, adam.mu, adam.nu, average.ema)
+        require_present(_NAME, {"params": params})
+        adam, average = checked_state(_NAME, state)
+        rows, structure = rows_of(_NAME, grads=grads, params=params, mu=adam.mu, nu=adam.nu, ema=average.ema)
         # The step of the touched rows is that of a table which has no others.
         operands = [_touched(*row) if isinstance(row[0], RowGradients) else row for row in rows]
         small = [structure.unflatten(column) for column in zip(*operands, strict=True)] if rows else [grads] * 5
         small_state = adam._replace(mu=small[2], nu=small[3]), EmaParamsState(small[4])
         updates, (new_adam, new_average) = dense.update(small[0], small_state, small[1], **extra_args)
-        results, _ = rows_of(updates, new_adam.mu, new_adam.nu, new_average.ema)
+        results, _ = rows_of(_NAME, updates=updates, mu=new_adam.mu, nu=new_adam.nu, ema=new_average.ema)
         merged = [_merged(*row, *result) for row, result in zip(rows, results, strict=True)]
         updates, mu, nu, ema = (structure.unflatten(one[i] for one in merged) for i in range(4))
         return updates, (new_adam._replace(mu=mu, nu=nu), EmaParamsState(ema))
@@ -108,11 +110,15 @@ def ema_adam_rows(
 
 def _touched(grad: RowGradients, table: Any, *state: Any) -> tuple[Any, ...]:
     """Gradient, parameters and state of the touched rows; parameters in the dtype in which they are updated."""
-    shape = jnp.shape(table)
-    fits = len(shape) == 2 and shape[1] == grad.values.shape[-1]
-    require(fits, _NAME, "params", f"have a table (V, {grad.values.shape[-1]}) for RowGradients", table)
+    rows, values = as_array(_NAME, "grads", grad.rows), as_array(_NAME, "grads", grad.values)
+    is_pair = rows.ndim == 1 and values.ndim == 2 and values.shape[0] == rows.size
+    is_pair = is_pair and bool(jnp.issubdtype(rows.dtype, jnp.integer) and jnp.issubdtype(values.dtype, jnp.floating))
+    require(is_pair, _NAME, "grads", "hold RowGradients of integer rows (K,) and floating-point values (K, D)", grad)
+    table, *moments = (as_array(_NAME, argument, x) for argument, x in zip(_ARGUMENTS, (table, *state), strict=True))
+    fits = table.ndim == 2 and table.shape[1] == values.shape[-1]
+    require(fits, _NAME, "params", f"have a table (V, {values.shape[-1]}) for RowGradients", table)
     dtype = compute_dtype(table.dtype)
-    return grad.values, rows_at(table, grad.rows, dtype), *(rows_at(x, grad.rows, x.dtype) for x in state)
+    return values, rows_at(table, rows, dtype), *(rows_at(x, rows, x.dtype) for x in moments)
 
 
 def _merged(grad: Any, table: Any, m: Any, v: Any, s: Any, *results: Any) -> tuple[Any, ...]:

@@ -2,19 +2,24 @@
 
 import functools
 from collections.abc import Callable
-from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jaxops._errors import require, require_bool, require_number, require_present
+from jaxops._attributes import is_bool, require_bool, require_choice, require_floating_dtype, require_real
+from jaxops._errors import OperatorError, require, require_present
+from jaxops._operands import as_array
 from jaxops.ema_adam.one_pass import OnePass, rows_of
 from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, MODES, Number, compute_dtype, step_coefficients
 from jaxops.embedding.row_gradients import RowGradients
 
 Schedule = Callable[[jax.Array], jax.typing.ArrayLike]
+
+
+_NAME = "ema_adam"
 
 
 class EmaParamsState(NamedTuple):
@@ -95,18 +100,19 @@ def ema_adam(
 
     Source: CANN `aclnnApplyFusedEmaAdam`; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
-    require(mode in MODES, "ema_adam", "mode", f"be one of {', '.join(MODES)}", mode)
+    mode = require_choice(_NAME, "mode", mode, MODES)
     for name, dtype in {"mu_dtype": mu_dtype, "nu_dtype": nu_dtype, "ema_dtype": ema_dtype}.items():
-        require(dtype is None or _is_floating(dtype), "ema_adam", name, "be a floating dtype", dtype)
-    numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-    schedules = {"learning_rate": learning_rate, "ema_decay": ema_decay}
-    for name, number in (numbers | {name: value for name, value in schedules.items() if not callable(value)}).items():
-        require_number("ema_adam", name, number)
-    require_bool("ema_adam", "bias_correction", bias_correction)
-    require(not isinstance(mask, str), "ema_adam", "mask", "be a tree of bools, or a function that returns one", mask)
-    _check_decay("b1", b1, below_one=True)
-    _check_decay("b2", b2, below_one=True)
-    _check_decay("ema_decay", ema_decay, below_one=False)
+        if dtype is not None:
+            require_floating_dtype(_NAME, name, dtype)
+    b1, b2 = _checked_decay("b1", b1, below_one=True), _checked_decay("b2", b2, below_one=True)
+    eps, weight_decay = _checked_number("eps", eps), _checked_number("weight_decay", weight_decay)
+    if not _is_schedule(learning_rate):
+        learning_rate = _checked_number("learning_rate", learning_rate)
+    if not _is_schedule(ema_decay):
+        ema_decay = _checked_decay("ema_decay", ema_decay, below_one=False)
+    bias_correction = require_bool(_NAME, "bias_correction", bias_correction)
+    if not _is_function(mask):
+        _check_mask(mask)
 
     def init(params: Any) -> Any:
         mu = _like(params, mu_dtype, jnp.zeros_like)
@@ -118,8 +124,8 @@ def ema_adam(
         grads: Any, state: Any, params: Any = None, *, one_pass: OnePass | None = None, **extra_args: Any
     ) -> Any:
         del extra_args
-        require_present("ema_adam", params=params)
-        adam, average = state
+        require_present(_NAME, {"params": params})
+        adam, average = checked_state(_NAME, state)
         count = optax.safe_increment(adam.count)
 
         @functools.cache
@@ -127,8 +133,8 @@ def ema_adam(
             return step_coefficients(
                 count,
                 dtype,
-                learning_rate=_scheduled(learning_rate, adam.count),
-                ema_decay=_scheduled(ema_decay, adam.count),
+                learning_rate=_scheduled("learning_rate", learning_rate, adam.count),
+                ema_decay=_scheduled("ema_decay", ema_decay, adam.count),
                 beta1=b1,
                 beta2=b2,
                 eps=eps,
@@ -139,15 +145,18 @@ def ema_adam(
         def step(grad: Any, var: Any, m: Any, v: Any, s: Any, decays: bool) -> tuple[Any, ...]:
             if grad is None:
                 return None, m, v, s
-            require(var is not None, "ema_adam", "params", "have an array where grads has one", None)
+            require(var is not None, _NAME, "params", "have an array where grads has one", None)
             is_array = not isinstance(grad, RowGradients)
-            require(is_array, "ema_adam", "grads", "hold arrays (ema_adam_rows takes the others)", type(grad).__name__)
-            operands = [jnp.asarray(x) for x in (grad, var, m, v, s)]
+            require(is_array, _NAME, "grads", "hold arrays (ema_adam_rows takes the others)", type(grad).__name__)
+            named = zip(("grads", "params", "mu", "nu", "ema"), (grad, var, m, v, s), strict=True)
+            operands = [as_array(_NAME, argument, x) for argument, x in named]
             vector = coefficients(compute_dtype(operands[1].dtype), decays)
             operator = functools.partial(APPLY_FUSED_EMA_ADAM, *operands, vector, mode=mode)
             return operator(output="update") if one_pass is None else one_pass.step(operator, var)
 
-        rows, structure = rows_of(grads, params, adam.mu, adam.nu, average.ema, _decay_mask(mask, params))
+        decays = _decay_mask(mask, params)
+        trees = {"grads": grads, "params": params, "mu": adam.mu, "nu": adam.nu, "ema": average.ema, "mask": decays}
+        rows, structure = rows_of(_NAME, **trees)
         results = [step(*row) for row in rows]
         updates, mu, nu, ema = (structure.unflatten(result[i] for result in results) for i in range(4))
         return updates, (optax.ScaleByAdamState(count, mu, nu), EmaParamsState(ema))
@@ -176,10 +185,19 @@ def ema_params(opt_state: Any, params: Any = None) -> Any:
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, EmaParamsState))
     averages = [node.ema for node in nodes if isinstance(node, EmaParamsState)]
     require(bool(averages), "ema_params", "opt_state", "hold the state of an ema_adam", type(opt_state).__name__)
-    merged = functools.reduce(_merged, averages)
+    try:
+        merged = functools.reduce(_merged, averages)
+    except (TypeError, ValueError) as error:
+        is_ours = isinstance(error, OperatorError)
+        require(is_ours, "ema_params", "opt_state", "hold averages of one tree of parameters only", averages)
+        raise
     if params is None:
         return merged
-    return jax.tree.map(lambda ema, rest: rest if _is_masked(ema) else ema, merged, params, is_leaf=_is_masked)
+    try:
+        return jax.tree.map(lambda ema, rest: rest if _is_masked(ema) else ema, merged, params, is_leaf=_is_masked)
+    except (TypeError, ValueError):
+        require(False, "ema_params", "params", "have the structure of the parameters that opt_state averages", params)
+        raise
 
 
 def _merged(left: Any, right: Any) -> Any:
@@ -202,7 +220,9 @@ def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
     """`make(x, dtype=...)` of every parameter, or the type of that for parameters of which only the type is known."""
 
     def like(x: Any) -> Any:
-        own = jnp.result_type(x)
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            x = as_array(_NAME, "params", x)
+        own = x.dtype
         narrow = jnp.issubdtype(own, jnp.floating) and own.itemsize < 4
         wanted = jax.dtypes.canonicalize_dtype(dtype or (jnp.float32 if narrow else own))
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -212,28 +232,64 @@ def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
     return jax.tree.map(like, params)
 
 
+def checked_state(operator: str, state: Any) -> tuple[optax.ScaleByAdamState, EmaParamsState]:
+    """The two parts of an `ema_adam`'s state; BadParamError if it is that of anything else."""
+    is_pair = isinstance(state, tuple | list) and len(state) == 2
+    is_own = is_pair and isinstance(state[0], optax.ScaleByAdamState) and isinstance(state[1], EmaParamsState)
+    require(is_own, operator, "state", "be what the init of this transform returned", state)
+    count = as_array(operator, "state", state[0].count)
+    is_count = count.shape == () and bool(jnp.issubdtype(count.dtype, jnp.integer))
+    require(is_count, operator, "state", "have a 0-d integer as its count", count)
+    return state[0], state[1]
+
+
 def _decay_mask(mask: Any, params: Any) -> Any:
     """A bool for every parameter: whether it decays."""
-    is_function = callable(mask) and jax.tree_util.all_leaves([mask])
-    chosen = mask(params) if is_function else True if mask is None else mask
-    return jax.tree.broadcast(jax.tree.map(bool, chosen), params)
+    chosen = mask(params) if _is_function(mask) else True if mask is None else mask
+    _check_mask(chosen)
+    try:
+        return jax.tree.broadcast(jax.tree.map(bool, chosen), params)
+    except (TypeError, ValueError):
+        require(False, _NAME, "mask", "have the structure of params, or a prefix of it", chosen)
+        raise
 
 
-def _scheduled(number: Any, count: jax.Array) -> Any:
-    return number(count) if callable(number) else number
+def _check_mask(mask: Any) -> None:
+    """Refuses masks with anything but bools as leaves."""
+    for leaf in jax.tree.leaves(mask):
+        is_array = isinstance(leaf, np.ndarray | jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        fits = is_bool(leaf) or (is_array and leaf.shape == () and leaf.dtype == jnp.bool_)
+        require(fits, _NAME, "mask", "be a tree of bools, or a function that returns one", leaf)
 
 
-def _check_decay(name: str, decay: Any, *, below_one: bool) -> None:
+def _is_function(mask: Any) -> bool:
+    # A module that can be called may be a tree of bools all the same.
+    return callable(mask) and jax.tree_util.all_leaves([mask]) and not isinstance(mask, type)
+
+
+def _is_schedule(number: Any) -> bool:
+    return callable(number) and not isinstance(number, type)
+
+
+def _scheduled(name: str, number: Any, count: jax.Array) -> Any:
+    if not _is_schedule(number):
+        return number
+    rule = "be a schedule that returns a finite number or a 0-d array of one"
+    return require_real(_NAME, name, number(count), rule, traced=True)
+
+
+def _checked_number(name: str, number: Any) -> Any:
+    return require_real(_NAME, name, number, "be a finite number or a 0-d array of one", traced=True)
+
+
+def _checked_decay(name: str, decay: Any, *, below_one: bool) -> Any:
+    number = _checked_number(name, decay)
     if hasattr(decay, "dtype"):
         rule = "be at least float32: in 16 bits a decay near 1 is 1 (optax.inject_hyperparams has hyperparam_dtype)"
-        require(jnp.dtype(decay.dtype).itemsize >= 4, "ema_adam", name, rule, decay)
-    if isinstance(decay, Real):
-        within = 0 <= float(decay) < 1 if below_one else 0 <= float(decay) <= 1
-        require(within, "ema_adam", name, f"lie in [0, 1{')' if below_one else ']'}", decay)
-
-
-def _is_floating(dtype: Any) -> bool:
-    try:
-        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
-    except TypeError:
-        return False
+        require(jnp.dtype(decay.dtype).itemsize >= 4, _NAME, name, rule, decay)
+    if isinstance(number, float):
+        below = 1.0 if below_one else None
+        require_real(
+            _NAME, name, decay, f"lie in [0, 1{')' if below_one else ']'}", least=0, most=1, below=below, traced=True
+        )
+    return number

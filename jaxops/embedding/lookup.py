@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxops import _sharding
-from jaxops._errors import require_bool, require_present
+from jaxops._attributes import require_bool
 from jaxops._ids import ids_of_part, wide_ids
+from jaxops._operands import as_arrays
 from jaxops.embedding.operator import EMBEDDING, check_lookup
 
 
@@ -53,9 +54,8 @@ def embedding(
 
     Source: PyTorch `torch.nn.functional.embedding`; the gradient is CANN `aclnnEmbeddingDenseBackward`.
     """
-    require_present("embedding", table=table, indices=indices)
+    table, indices = as_arrays("embedding", {"table": table, "indices": indices})
     require_bool("embedding", "scale_grad_by_freq", scale_grad_by_freq)
-    table, indices = jnp.asarray(table), jnp.asarray(indices)
     attributes = {"padding_idx": padding_idx, "counted_rank": indices.ndim if scale_grad_by_freq else None}
     if vocab_axis is not None:
         return _of_split_table(table, indices, vocab_axis, **attributes)

@@ -6,12 +6,12 @@ all orders bind these operators again.
 
 import math
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxops._attributes import require_integer
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dtypes import accumulator
 from jaxops._errors import require
@@ -30,7 +30,7 @@ def check_lookup(table: Any, indices: Any, *, padding_idx: int | None, counted_r
     rows = table.shape[0]
     require(rows > 0 or indices.size == 0, "embedding", "table", "have at least one row", table)
     if padding_idx is not None:
-        require(isinstance(padding_idx, Integral), "embedding", "padding_idx", "be an integer or None", padding_idx)
+        require_integer("embedding", "padding_idx", padding_idx, "be an integer or None")
         require(-rows <= padding_idx < rows, "embedding", "padding_idx", f"be in [{-rows}, {rows})", padding_idx)
 
 
@@ -43,13 +43,8 @@ def check_dense_backward(
     require(
         grad.shape[:-1] == indices.shape and grad.ndim > 0, name, "grad", f"have shape {(*indices.shape, 'D')}", grad
     )
-    require(
-        isinstance(num_weights, Integral) and num_weights >= 0,
-        name,
-        "num_weights",
-        "be a non-negative integer",
-        num_weights,
-    )
+    most = jnp.iinfo(wide_ids(indices).dtype).max
+    require_integer(name, "num_weights", num_weights, f"be an integer from 0 to {most}", least=0, most=most)
     require(
         num_weights > 0 or indices.size == 0, name, "num_weights", "be positive where there are indices", num_weights
     )

@@ -1,16 +1,17 @@
 """The gradient of an embedding table as the rows that were looked up, for tables too large to have a dense one."""
 
 import math
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxops import _sharding
+from jaxops._attributes import require_bool, require_integer
 from jaxops._derivative import Arrays
-from jaxops._errors import require, require_bool, require_present
+from jaxops._errors import require
 from jaxops._ids import ids_of_part, wide_ids
+from jaxops._operands import as_arrays
 from jaxops._operator import Operator
 from jaxops.embedding.operator import EMBEDDING, EMBEDDING_DENSE_BACKWARD, check_dense_backward
 
@@ -76,15 +77,14 @@ def embedding_row_gradients(
     Numerics: summed, and scaled, in float32 (float64 for float64) and rounded once, in the same order in every run.
       Differentiable in `grad`.
     """
-    require_present(_NAME, grad=grad, indices=indices)
+    grad, indices = as_arrays(_NAME, {"grad": grad, "indices": indices})
     require_bool(_NAME, "scale_grad_by_freq", scale_grad_by_freq)
-    grad, indices = jnp.asarray(grad), jnp.asarray(indices)
     check_dense_backward(grad, indices, num_weights=num_weights, name=_NAME)
     require(num_weights <= NO_ROW, _NAME, "num_weights", f"be at most {NO_ROW}", num_weights)
     if padding_idx is not None:
-        in_range = isinstance(padding_idx, Integral) and -num_weights <= padding_idx < num_weights
-        require(in_range, _NAME, "padding_idx", f"be None or in [{-num_weights}, {num_weights})", padding_idx)
-        padding_idx = int(padding_idx) % num_weights
+        rule = f"be None or in [{-num_weights}, {num_weights})"
+        least, most = -num_weights, num_weights - 1
+        padding_idx = require_integer(_NAME, "padding_idx", padding_idx, rule, least=least, most=most) % num_weights
     size = int(num_weights)
     if vocab_axis is not None:
         if padding_idx is not None:
@@ -100,16 +100,15 @@ def embedding_row_gradients(
 
 def rows_at(table: jax.Array, rows: jax.Array, dtype: Any) -> jax.Array:
     """The rows of a table in another dtype; zeros where there is no row."""
-    (found,) = EMBEDDING(jnp.asarray(table), rows, padding_idx=None, counted_rank=None)
+    (found,) = EMBEDDING(table, rows, padding_idx=None, counted_rank=None)
     return jnp.where((rows != NO_ROW)[:, None], found.astype(dtype), jnp.zeros((), dtype))
 
 
 def with_rows(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """The table with these rows replaced, in place where it is donated."""
-    table, values = jnp.asarray(table), values.astype(table.dtype)
+    """The table with these rows replaced, in place where it is donated. What is no row of it is dropped."""
     sharding = None if _sharding.explicit_mesh([table]) is None else jax.typeof(table).sharding
-    options = {"indices_are_sorted": True, "unique_indices": True}
-    return table.at[rows].set(values, mode="drop", out_sharding=sharding, **options)
+    options = {"indices_are_sorted": True, "unique_indices": True, "wrap_negative_indices": False}
+    return table.at[rows].set(values.astype(table.dtype), mode="drop", out_sharding=sharding, **options)
 
 
 def _rows(indices: jax.Array, *, num_weights: int, padding_idx: int | None) -> Arrays:

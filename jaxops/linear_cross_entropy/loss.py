@@ -1,15 +1,15 @@
 """Cross entropy of a linear layer: the loss of a language model without its logits."""
 
-import math
-from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import lowering
-from jaxops._errors import require, require_present
-from jaxops._ids import wide_ids
+from jaxops._attributes import INT32_MAX, require_bool, require_choice, require_integer, require_real
+from jaxops._errors import require
+from jaxops._ids import differ_from, wide_ids
+from jaxops._operands import as_arrays, as_optional
 from jaxops.linear_cross_entropy.column_tiles import default_logits
 from jaxops.linear_cross_entropy.grad_in_forward import RowWeights, row_losses, summed_cross_entropy
 from jaxops.linear_cross_entropy.logits import (
@@ -124,10 +124,21 @@ def linear_cross_entropy(
     Source:
       torch.nn.functional.cross_entropy; aclnnFusedLinearOnlineMaxSum and its companions for the split vocabulary.
     """
-    require_present(_NAME, x=x, weight=weight, labels=labels)
-    x, weight, labels = jnp.asarray(x), jnp.asarray(weight), jnp.asarray(labels)
-    bias, class_weight = (None if value is None else jnp.asarray(value) for value in (bias, class_weight))
-    _check_attributes(ignore_index, label_smoothing, softcap, reduction, strategy, chunk_rows)
+    x, weight, labels = as_arrays(_NAME, {"x": x, "weight": weight, "labels": labels})
+    bias, class_weight = as_optional(_NAME, "bias", bias), as_optional(_NAME, "class_weight", class_weight)
+    ignore_index = require_integer(_NAME, "ignore_index", ignore_index)
+    rule = "be a number from 0 to 1"
+    label_smoothing = require_real(_NAME, "label_smoothing", label_smoothing, rule, least=0, most=1)
+    z_loss = require_real(_NAME, "z_loss", z_loss, "be a finite number or a 0-d array of one", traced=True)
+    if softcap is not None:
+        softcap = require_real(_NAME, "softcap", softcap, "be a positive number that float32 can hold", above=0)
+    if chunk_rows is not None:
+        rule = f"be a positive integer up to {INT32_MAX}"
+        chunk_rows = require_integer(_NAME, "chunk_rows", chunk_rows, rule, least=1, most=INT32_MAX)
+    require_choice(_NAME, "reduction", reduction, _REDUCTIONS)
+    require_choice(_NAME, "strategy", strategy, _STRATEGIES)
+    require_bool(_NAME, "transpose_weight", transpose_weight)
+    require_bool(_NAME, "return_aux", return_aux)
     weight = _by_class(weight, transpose_weight)
     _check_operands(x, weight, labels, bias, class_weight)
     vocabulary = Vocabulary.of(weight.shape[0], vocab_axis)
@@ -181,7 +192,7 @@ class _Task(NamedTuple):
 def _by_labels(
     labels: jax.Array, class_weight: Any, ignore_index: int, smoothing: float, vocabulary: Vocabulary, dtype: Any
 ) -> _Task:
-    kept, labels = _differs(labels, ignore_index), wide_ids(labels)
+    kept, labels = differ_from(labels, ignore_index), wide_ids(labels)
     zeros = jnp.zeros_like(labels, dtype)  # laid out as labels are
     weights = jnp.ones(vocabulary.columns, dtype) if class_weight is None else class_weight.astype(dtype)
     of_label = zeros + 1 if class_weight is None else vocabulary.weights_of(labels, weights)
@@ -257,14 +268,6 @@ def _default_chunk_rows(strategy: str, rows: Any, weight: jax.Array) -> int:
     return max(1, default_logits(rows, weight.shape[1]) // weight.shape[0])
 
 
-def _differs(labels: jax.Array, ignore_index: int) -> jax.Array:
-    """Where labels are not `ignore_index`, which their dtype may be unable to hold."""
-    limits = jnp.iinfo(labels.dtype)
-    if not limits.min <= ignore_index <= limits.max:
-        return jnp.ones_like(labels, dtype=bool)
-    return labels != ignore_index
-
-
 def _are_probabilities(labels: jax.Array) -> bool:
     return bool(jnp.issubdtype(labels.dtype, jnp.floating))
 
@@ -275,32 +278,6 @@ def _by_class(weight: jax.Array, transposed: bool) -> jax.Array:
         return weight
     require(weight.ndim == 2, _NAME, "weight", "have shape (H, V)", weight)
     return weight.T
-
-
-def _check_attributes(
-    ignore_index: Any, smoothing: float, softcap: float | None, reduction: str, strategy: str, chunk_rows: Any
-) -> None:
-    require(isinstance(ignore_index, Integral), _NAME, "ignore_index", "be an integer", ignore_index)
-    valid = isinstance(smoothing, Real) and 0 <= smoothing <= 1
-    require(valid, _NAME, "label_smoothing", "be a number from 0 to 1", smoothing)
-    valid = softcap is None or (isinstance(softcap, Real) and 0 < softcap < math.inf)
-    require(valid, _NAME, "softcap", "be a positive number", softcap)
-    require(
-        isinstance(reduction, str) and reduction in _REDUCTIONS,
-        _NAME,
-        "reduction",
-        f"be one of {', '.join(_REDUCTIONS)}",
-        reduction,
-    )
-    require(
-        isinstance(strategy, str) and strategy in _STRATEGIES,
-        _NAME,
-        "strategy",
-        f"be one of {', '.join(_STRATEGIES)}",
-        strategy,
-    )
-    valid = chunk_rows is None or (isinstance(chunk_rows, Integral) and int(chunk_rows) > 0)
-    require(valid, _NAME, "chunk_rows", "be a positive integer", chunk_rows)
 
 
 def _check_operands(x: jax.Array, weight: jax.Array, labels: jax.Array, bias: Any, class_weight: Any) -> None:

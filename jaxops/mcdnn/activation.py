@@ -4,11 +4,12 @@ from typing import Any
 
 import jax
 
-from jaxops._errors import NOT_SUPPORTED, NotSupportedError
+from jaxops._attributes import require_bool
+from jaxops._errors import BAD_PARAM, NOT_SUPPORTED, NotSupportedError
 from jaxops.activation import ACTIVATION_BACKWARD, operator
 from jaxops.activation.modes import Activation
 from jaxops.mcdnn import blend
-from jaxops.mcdnn.checks import Call, as_arrays
+from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.descriptors import ActivationDescriptor
 from jaxops.mcdnn.enums import ActivationMode, NanPropagation, member
 
@@ -54,7 +55,7 @@ def activation_forward(
     call.descriptor(ActivationDescriptor, desc)
     call.present(x=x)
     blend.check_factors(call.name, alpha=alpha, beta=beta)
-    x, y = as_arrays(x, y)
+    x, y = call.arrays(x=x, y=y)
     call.channel_axis(x, layout)
     blend.check_prior(call.name, "y", y, beta, x.shape, x.dtype)
     call.supported_dtype("x", x)
@@ -115,7 +116,7 @@ def activation_backward(
     call.descriptor(ActivationDescriptor, desc)
     call.present(y=y, dy=dy, x=x)
     blend.check_factors(call.name, alpha=alpha, beta=beta)
-    y, dy, x, dx = as_arrays(y, dy, x, dx)
+    y, dy, x, dx = call.arrays(y=y, dy=dy, x=x, dx=dx)
     call.channel_axis(dy, layout, "dy")
     for argument, array in (("y", y), ("x", x)):
         alike = (array.shape, array.dtype) == (dy.shape, dy.dtype)
@@ -140,5 +141,6 @@ def requested(descriptor: ActivationDescriptor) -> Activation:
 
 
 def _check_mode(call: Call, desc: ActivationDescriptor, strict: Any) -> None:
+    strict = require_bool(call.name, "strict", strict, or_int=True, status=BAD_PARAM)
     is_identity = desc.mode == ActivationMode.IDENTITY
     call.support(not (strict and is_identity), "desc.mode", "not be IDENTITY outside of fused calls", "IDENTITY")

@@ -1,20 +1,19 @@
 """How results are blended with what the output held before: `alpha * result + beta * prior`."""
 
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxops._attributes import require_real
 from jaxops._errors import BAD_PARAM, BadParamError, OperatorError, require
 
 
 def check_factors(operator: str, **factors: Any) -> None:
-    """Refuses alpha and beta that are no numbers of the host."""
+    """Refuses alpha and beta that are not finite Python or NumPy numbers."""
     for name, value in factors.items():
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        require(is_number, operator, name, "be a real number", value, status=BAD_PARAM)
+        require_real(operator, name, value, status=BAD_PARAM)
 
 
 def check_prior(

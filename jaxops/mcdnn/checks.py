@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxops import _layouts
-from jaxops._errors import BAD_PARAM, NOT_SUPPORTED, NotSupportedError, require
+from jaxops._attributes import require_choice
+from jaxops._errors import BAD_PARAM, NOT_SUPPORTED, NotSupportedError, require, require_present
+from jaxops._operands import as_optional, as_shape
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_RANK = 8  # of any tensor
@@ -33,8 +33,18 @@ class Call:
 
     def present(self, **arguments: Any) -> None:
         """Refuses required arguments that are None."""
-        for argument, value in arguments.items():
-            self.require(value is not None, argument, "be given", None)
+        require_present(self.name, arguments, status=BAD_PARAM)
+
+    def arrays(self, **operands: Any) -> list[Any]:
+        """Operands as arrays; what `present` has not refused may be None."""
+        return [as_optional(self.name, argument, value, status=BAD_PARAM) for argument, value in operands.items()]
+
+    def shapes(self, **operands: Any) -> list[Any]:
+        """Shapes and dtypes of operands, which need not have values and may be None."""
+        return [
+            None if value is None else as_shape(self.name, argument, value, status=BAD_PARAM)
+            for argument, value in operands.items()
+        ]
 
     def descriptor(self, kind: type, value: Any, argument: str = "desc") -> None:
         """Refuses anything but a descriptor of this kind."""
@@ -47,7 +57,7 @@ class Call:
     def layout(self, x: Any, layout: str | None) -> str:
         """The layout of images: the one that was asked for, or the first of x's rank."""
         self.support(len(x.shape) in (4, 5), "x", "have two or three spatial axes", x)
-        self.support(layout != "NCHW_VECT_C", "layout", "not be vectorised", layout)
+        self._check_packed(layout)
         return _layouts.resolved(self.name, x, layout)
 
     def channel_axis(self, x: Any, layout: str | None, argument: str = "x") -> int:
@@ -56,13 +66,11 @@ class Call:
         self.require(4 <= rank <= MAX_RANK, argument, f"have rank 4 to {MAX_RANK}", x)
         if layout is None:
             return 1
-        self.support(layout != "NCHW_VECT_C", "layout", "not be vectorised", layout)
-        is_known = isinstance(layout, str) and layout in _layouts.IMAGES
-        self.require(is_known, "layout", f"be one of {', '.join(_layouts.IMAGES)}", layout)
+        self._check_packed(layout)
+        layout = require_choice(self.name, "layout", layout, _layouts.IMAGES, status=BAD_PARAM)
         self.require(rank == len(layout), argument, f"have {len(layout)} axes, as layout {layout} says", x)
         return layout.index("C")
 
-
-def as_arrays(*arrays: Any) -> list[Any]:
-    """JAX arrays of what is given."""
-    return [None if array is None else jnp.asarray(array) for array in arrays]
+    def _check_packed(self, layout: Any) -> None:
+        is_vectorised = isinstance(layout, str) and layout == "NCHW_VECT_C"
+        self.support(not is_vectorised, "layout", "not be vectorised", layout)

@@ -1,12 +1,12 @@
 """The documented descriptors, as frozen records that check what they are given."""
 
 import dataclasses
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
 from jaxops import _layouts
+from jaxops._attributes import INT32_MAX, is_integer, require_integer, require_real
 from jaxops._errors import BAD_PARAM, require
 from jaxops.dropout import checked_rate
 from jaxops.mcdnn.enums import ActivationMode, NanPropagation, PoolingMode, SamplerType, member
@@ -38,10 +38,7 @@ class ActivationDescriptor:
         nan_propagation = member(name, "nan_propagation", NanPropagation, self.nan_propagation)
         object.__setattr__(self, "nan_propagation", nan_propagation)
         for field in ("coef", "swish_beta"):
-            value = getattr(self, field)
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
-            require(is_number, name, field, "be a number", value, status=BAD_PARAM)
-            object.__setattr__(self, field, float(value))
+            object.__setattr__(self, field, require_real(name, field, getattr(self, field), status=BAD_PARAM))
 
 
 LRN_MIN_N, LRN_MAX_N = 1, 16
@@ -70,19 +67,17 @@ class LRNDescriptor:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        is_integer = isinstance(self.n, Integral) and not isinstance(self.n, bool)
-        in_range = is_integer and LRN_MIN_N <= int(self.n) <= LRN_MAX_N
-        require(in_range, name, "n", f"be an integer from {LRN_MIN_N} to {LRN_MAX_N}", self.n, status=BAD_PARAM)
-        object.__setattr__(self, "n", int(self.n))
+        rule = f"be an integer from {LRN_MIN_N} to {LRN_MAX_N}"
+        n = require_integer(name, "n", self.n, rule, least=LRN_MIN_N, most=LRN_MAX_N, status=BAD_PARAM)
+        object.__setattr__(self, "n", n)
         for field, least in (("alpha", None), ("beta", LRN_MIN_BETA), ("k", LRN_MIN_K)):
             value = getattr(self, field)
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
-            require(is_number, name, field, "be a number", value, status=BAD_PARAM)
+            number = require_real(name, field, value, status=BAD_PARAM)
             if least is not None:
                 # A float32 that was made of the limit is at the limit.
-                limit = type(value)(least) if isinstance(value, np.floating) else least
-                require(value >= limit, name, field, f"be at least {least}", value, status=BAD_PARAM)
-            object.__setattr__(self, field, float(value))
+                limit = float(type(value)(least)) if isinstance(value, np.floating) else least
+                require(number >= limit, name, field, f"be at least {least}", value, status=BAD_PARAM)
+            object.__setattr__(self, field, number)
 
     @property
     def attributes(self) -> dict[str, float]:
@@ -166,14 +161,13 @@ class SpatialTransformerDescriptor:
 
 
 def _integers(name: str, field: str, value: Any, least: int | None) -> Ints:
-    values = (value,) if isinstance(value, Integral) else value
-    are_integers = isinstance(values, tuple | list) and all(
-        isinstance(x, Integral) and not isinstance(x, bool) for x in values
-    )
+    values = (value,) if is_integer(value) else value
+    are_integers = isinstance(values, tuple | list) and all(map(is_integer, values))
     require(are_integers, name, field, "be an integer or a tuple of them", value, status=BAD_PARAM)
     integers = tuple(map(int, values))
-    counts = (1,) if isinstance(value, Integral) else (2, 3)
+    counts = (1,) if is_integer(value) else (2, 3)
     require(len(integers) in counts, name, field, "have two or three integers", value, status=BAD_PARAM)
+    require(max(integers) <= INT32_MAX, name, field, f"be at most {INT32_MAX}", value, status=BAD_PARAM)
     if least is not None:
         require(min(integers) >= least, name, field, f"be at least {least}", value, status=BAD_PARAM)
-    return integers[0] if isinstance(value, Integral) else integers
+    return integers[0] if is_integer(value) else integers

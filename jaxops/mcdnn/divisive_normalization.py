@@ -6,7 +6,7 @@ import jax
 
 from jaxops.divisive_norm import DIVISIVE_NORM, DIVISIVE_NORM_BACKWARD, no_means, window_of
 from jaxops.mcdnn import blend
-from jaxops.mcdnn.checks import Call, as_arrays
+from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.descriptors import LRNDescriptor
 from jaxops.mcdnn.enums import DivNormMode, member
 from jaxops.pooling import windows
@@ -59,7 +59,7 @@ def divisive_normalization_forward(
     """
     call = Call("divisive_normalization_forward")
     _check_call(call, desc, mode, alpha, beta, x=x)
-    x, means, y = as_arrays(x, means, y)
+    x, means, y = call.arrays(x=x, means=means, y=y)
     layout = _layout(call, x, layout)
     _check_alike(call, x, means=means)
     blend.check_prior(call.name, "y", y, beta, x.shape, x.dtype)
@@ -120,7 +120,7 @@ def divisive_normalization_backward(
     """
     call = Call("divisive_normalization_backward")
     _check_call(call, desc, mode, alpha, beta, x=x, dy=dy)
-    x, means, dy, dx, dmeans = as_arrays(x, means, dy, dx, dmeans)
+    x, means, dy, dx, dmeans = call.arrays(x=x, means=means, dy=dy, dx=dx, dmeans=dmeans)
     layout = _layout(call, x, layout)
     _check_alike(call, x, means=means, dy=dy)
     for argument, prior, wanted in (("dx", dx, True), ("dmeans", dmeans, dmeans is not None)):

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxops.dropout import dropout_gradient, dropped_out
 from jaxops.mcdnn import reserve_space as bits
-from jaxops.mcdnn.checks import Call, as_arrays
+from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.descriptors import DropoutDescriptor
 
 
@@ -38,7 +38,7 @@ def dropout_forward(desc: DropoutDescriptor, key: jax.Array, x: jax.Array) -> tu
     call = Call("dropout_forward")
     call.descriptor(DropoutDescriptor, desc)
     call.present(key=key, x=x)
-    (x,) = as_arrays(x)
+    (x,) = call.arrays(x=x)
     call.supported_dtype("x", x)
     y, words = dropped_out(call.name, key, x, _rate(desc))
     return y, bits.from_words(words)
@@ -69,7 +69,7 @@ def dropout_backward(desc: DropoutDescriptor, dy: jax.Array, reserve_space: jax.
     call = Call("dropout_backward")
     call.descriptor(DropoutDescriptor, desc)
     call.present(dy=dy, reserve_space=reserve_space)
-    dy, reserve_space = as_arrays(dy, reserve_space)
+    dy, reserve_space = call.arrays(dy=dy, reserve_space=reserve_space)
     size = bits.size_bytes(dy.size)
     is_space = reserve_space.dtype == np.uint8 and reserve_space.ndim == 1 and reserve_space.size >= size
     call.require(is_space, "reserve_space", f"be uint8 and at least {size} long", reserve_space)
@@ -81,16 +81,16 @@ def dropout_get_reserve_space_size(x: Any) -> int:
     """The bytes of reserve space that `dropout_forward` returns for x: a bit for each element, in words of 32.
 
     Args:
-      x: an array, or anything else with a shape, such as `jax.ShapeDtypeStruct`.
+      x: an array or a `jax.ShapeDtypeStruct`.
 
     Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if x is missing, or has no shape.
+      BadParamError: status MCDNN_STATUS_BAD_PARAM if x is missing, or neither of these.
 
     Source: mcDNN `mcdnnDropoutGetReserveSpaceSize`.
     """
     call = Call("dropout_get_reserve_space_size")
     call.present(x=x)
-    call.require(hasattr(x, "shape"), "x", "have a shape", x)
+    (x,) = call.shapes(x=x)
     return bits.size_bytes(math.prod(x.shape))
 
 

@@ -12,7 +12,7 @@ from jaxops.local_response_norm import (
     channels_before_space,
 )
 from jaxops.mcdnn import blend
-from jaxops.mcdnn.checks import Call, as_arrays
+from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.descriptors import LRNDescriptor
 from jaxops.mcdnn.enums import LRNMode, member
 
@@ -60,7 +60,7 @@ def lrn_cross_channel_forward(
     """
     call = Call("lrn_cross_channel_forward")
     _check_call(call, desc, mode, alpha, beta, x=x)
-    x, y = as_arrays(x, y)
+    x, y = call.arrays(x=x, y=y)
     layout = _layout(call, layout, x=x)
     _check_prior(call, "y", y, beta, x)
     call.supported_dtype("x", x)
@@ -113,7 +113,7 @@ def lrn_cross_channel_backward(
     """
     call = Call("lrn_cross_channel_backward")
     _check_call(call, desc, mode, alpha, beta, y=y, dy=dy, x=x)
-    y, dy, x, dx = as_arrays(y, dy, x, dx)
+    y, dy, x, dx = call.arrays(y=y, dy=dy, x=x, dx=dx)
     layout = _layout(call, layout, x=x, y=y, dy=dy)
     for argument, array in (("y", y), ("dy", dy)):
         call.support(array.dtype == x.dtype, argument, f"have the dtype of x, {x.dtype}", array)

@@ -16,7 +16,7 @@ from jaxops.batch_norm.layouts import View
 from jaxops.batch_norm.operator import inverse_std, pre_activation
 from jaxops.batch_norm.statistics import mean_and_variance
 from jaxops.mcdnn import blend, reserve_space
-from jaxops.mcdnn.checks import DTYPES, as_arrays
+from jaxops.mcdnn.checks import DTYPES
 from jaxops.mcdnn.enums import ActivationMode
 from jaxops.mcdnn.norm_checks import NormCall
 
@@ -67,23 +67,23 @@ def forward_training(
     if call.adds:
         call.present(z=z)
     blend.check_factors(call.name, alpha=alpha, beta=beta)
-    x, scale, bias, z, y = as_arrays(x, scale, bias, z if call.adds else None, y)
-    running_mean, running_variance = as_arrays(running_mean, running_variance)
+    x, scale, bias, z, y = call.arrays(x=x, scale=scale, bias=bias, z=z if call.adds else None, y=y)
+    running_mean, running_variance = call.arrays(running_mean=running_mean, running_variance=running_variance)
     view = call.view(x, layout)
     call.alike(x, z=z)
     blend.check_prior(call.name, "y", y, beta, x.shape, x.dtype)
     call.pair(running_mean=running_mean, running_variance=running_variance)
     given = {"scale": scale, "bias": bias, "running_mean": running_mean, "running_variance": running_variance}
     call.parameters(view, **given)
-    call.epsilon(epsilon)
-    call.factor(exponential_average_factor)
+    epsilon = call.epsilon(epsilon)
+    factor = call.factor(exponential_average_factor)
     call.dtypes(x, dtypes, **given)
     call.supported_ops(view, x, FORWARD_ACTIVATIONS)
     data = blend.widened(x, alpha, beta)
     residual = None if z is None else z.astype(data.dtype)
-    result, mean, variance = train(view, data, scale, bias, residual, call.activation, epsilon=float(epsilon))
+    result, mean, variance = train(view, data, scale, bias, residual, call.activation, epsilon=epsilon)
     if running_mean is not None:
-        old, factor = (running_mean, running_variance), float(exponential_average_factor)
+        old = (running_mean, running_variance)
         running_mean, running_variance = moved_statistics(view, old, mean, variance, momentum=factor)
     kept = jnp.zeros(0, jnp.uint8)
     if call.activation is not None:
@@ -93,7 +93,7 @@ def forward_training(
         running_mean,
         running_variance,
         view.parameters_back(mean).reshape(scale.shape),
-        view.parameters_back(inverse_std(variance, float(epsilon))).reshape(scale.shape),
+        view.parameters_back(inverse_std(variance, epsilon)).reshape(scale.shape),
         kept,
     )
 
@@ -119,19 +119,19 @@ def forward_inference(
     if call.adds:
         call.present(z=z)
     blend.check_factors(call.name, alpha=alpha, beta=beta)
-    x, z, y = as_arrays(x, z if call.adds else None, y)
-    given = dict(zip(given, as_arrays(*given.values()), strict=True))
+    x, z, y = call.arrays(x=x, z=z if call.adds else None, y=y)
+    given = dict(zip(given, call.arrays(**given), strict=True))
     view = call.view(x, layout)
     call.alike(x, z=z)
     blend.check_prior(call.name, "y", y, beta, x.shape, x.dtype)
     call.parameters(view, **given)
-    call.epsilon(epsilon)
+    epsilon = call.epsilon(epsilon)
     call.dtypes(x, DTYPES, **given)
     call.supported_ops(view, x, FORWARD_ACTIVATIONS)
     data = blend.widened(x, alpha, beta)
     residual = None if z is None else z.astype(data.dtype)
     activation = call.activation or IDENTITY
-    result = infer(view, data, list(given.values()), residual, activation, epsilon=float(epsilon))
+    result = infer(view, data, list(given.values()), residual, activation, epsilon=epsilon)
     return blend.blended(result, y, alpha, beta, x.dtype)
 
 
@@ -162,9 +162,9 @@ def backward(
     data_factors = {"alpha_data_diff": alpha_data_diff, "beta_data_diff": beta_data_diff}
     param_factors = {"alpha_param_diff": alpha_param_diff, "beta_param_diff": beta_param_diff}
     blend.check_factors(call.name, **data_factors, **param_factors)
-    x, dy, scale, y, bias, kept = as_arrays(x, dy, scale, y, bias, kept)
-    dx, dscale, dbias = as_arrays(dx, dscale, dbias)
-    saved_mean, saved_inv_variance = as_arrays(saved_mean, saved_inv_variance)
+    x, dy, scale, y, bias, kept = call.arrays(x=x, dy=dy, scale=scale, y=y, bias=bias, reserve_space=kept)
+    dx, dscale, dbias = call.arrays(dx=dx, dscale=dscale, dbias=dbias)
+    saved_mean, saved_inv_variance = call.arrays(saved_mean=saved_mean, saved_inv_variance=saved_inv_variance)
     view = call.view(x, layout)
     call.alike(x, dy=dy, y=y)
     blend.check_prior(call.name, "dx", dx, beta_data_diff, x.shape, x.dtype)
@@ -173,7 +173,7 @@ def backward(
     call.parameters(view, **given)
     for argument, prior in (("dscale", dscale), ("dbias", dbias)):
         blend.check_prior(call.name, argument, prior, beta_param_diff, scale.shape, scale.dtype)
-    call.epsilon(epsilon)
+    epsilon = call.epsilon(epsilon)
     _check_reserve_space(call, x, kept)
     call.dtypes(x, dtypes, **given)
     call.supported_ops(view, x, BACKWARD_ACTIVATIONS)
@@ -181,7 +181,7 @@ def backward(
     call.support(has_backward, "activation", "not be SWISH, which has no fused gradient", "SWISH")
 
     data, grad = (view.images(blend.widened(array, alpha_data_diff, beta_data_diff)) for array in (x, dy))
-    mean, inv_std = _statistics(view, x, saved_mean, saved_inv_variance, float(epsilon))
+    mean, inv_std = _statistics(view, x, saved_mean, saved_inv_variance, epsilon)
     factors = view.parameters(scale)
     activation, gate = RELU, None
     if call.activation is not None and call.activation.mode != "identity":

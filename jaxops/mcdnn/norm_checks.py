@@ -1,15 +1,16 @@
 """What every call of batch normalization and normalization refuses, with the documented status."""
 
 import dataclasses
-import math
-from numbers import Integral, Real
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxops import _layouts
+from jaxops._attributes import require_bool, require_integer, require_real
 from jaxops._errors import BAD_PARAM, NOT_SUPPORTED, require
 from jaxops.activation.modes import Activation
+from jaxops.batch_norm.layer import BN_MIN_EPSILON as BN_MIN_EPSILON
+from jaxops.batch_norm.layer import checked_epsilon
 from jaxops.batch_norm.layouts import View, view_of
 from jaxops.mcdnn import blend
 from jaxops.mcdnn.activation import requested
@@ -24,8 +25,6 @@ from jaxops.mcdnn.enums import (
     NormOps,
     member,
 )
-
-BN_MIN_EPSILON = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +74,15 @@ class NormCall(Call):
         (first, one), (second, other) = pair.items()
         self.require((one is None) == (other is None), first, f"be given with {second}, or neither", one)
 
-    def epsilon(self, epsilon: Any) -> None:
-        """Refuses epsilon below BN_MIN_EPSILON, and NaN."""
-        fits = _is_number(epsilon) and BN_MIN_EPSILON <= epsilon < math.inf
-        self.require(fits, "epsilon", f"be a finite number of {BN_MIN_EPSILON} or more", epsilon)
+    def epsilon(self, epsilon: Any) -> float:
+        """Epsilon as a float; refuses it below BN_MIN_EPSILON, and NaN."""
+        return checked_epsilon(self.name, epsilon)
 
-    def factor(self, factor: Any) -> None:
-        """Refuses an average's factor outside of [0, 1]."""
-        fits = _is_number(factor) and 0 <= factor <= 1
-        self.require(fits, "exponential_average_factor", "be a number in [0, 1]", factor)
+    def factor(self, factor: Any) -> float:
+        """An average's factor as a float; refuses it outside of [0, 1]."""
+        argument, rule = "exponential_average_factor", "be a number in [0, 1]"
+        number: float = require_real(self.name, argument, factor, rule, least=0, most=1, status=BAD_PARAM)
+        return number
 
     def dtypes(self, x: Any, listed: tuple[str, ...], **parameters: Any) -> None:
         """Refuses dtypes that are not documented (if strict, not listed for this function) or do not go together."""
@@ -109,6 +108,7 @@ class NormCall(Call):
 def batch_norm_call(name: str, mode: Any, ops: Any = 0, activation: Any = None, strict: bool = False) -> NormCall:
     """The call of a batch-normalization function."""
     mode = member(name, "mode", BatchNormMode, mode)
+    strict = require_bool(name, "strict", strict, or_int=True, status=BAD_PARAM)
     ops = member(name, "bn_ops", BatchNormOps, ops)
     return NormCall(name, mode == BatchNormMode.PER_ACTIVATION, ops, _fused(name, ops, activation), strict)
 
@@ -118,6 +118,7 @@ def norm_call(
 ) -> NormCall:
     """The call of a normalization function."""
     mode = member(name, "mode", NormMode, mode)
+    strict = require_bool(name, "strict", strict, or_int=True, status=BAD_PARAM)
     ops = BatchNormOps(member(name, "norm_ops", NormOps, ops))
     member(name, "algo", NormAlgo, algo)
     fused = _fused(name, ops, activation)
@@ -126,8 +127,7 @@ def norm_call(
 
 def check_group_count(call: NormCall, group_cnt: Any) -> None:
     """Refuses groups, which no version has."""
-    is_integer = isinstance(group_cnt, Integral) and not isinstance(group_cnt, bool)
-    call.require(is_integer, "group_cnt", "be an integer", group_cnt)
+    require_integer(call.name, "group_cnt", group_cnt, status=BAD_PARAM)
     call.support(group_cnt == 1, "group_cnt", "be 1", group_cnt)
 
 
@@ -143,7 +143,3 @@ def _fused(name: str, ops: BatchNormOps, descriptor: Any) -> Activation | None:
     is_descriptor = isinstance(descriptor, ActivationDescriptor)
     require(is_descriptor, name, "activation", "be an ActivationDescriptor", descriptor, status=BAD_PARAM)
     return requested(descriptor)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)

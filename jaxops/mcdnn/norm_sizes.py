@@ -181,8 +181,10 @@ def _forward_workspace(call: NormCall, x: Any, z: Any, y: Any, layout: str | Non
     call.present(x=x, y=y, **parameters)
     if call.adds:
         call.present(z=z)
+    x, y, z = call.shapes(x=x, y=y, z=z if call.adds else None)
+    parameters = dict(zip(parameters, call.shapes(**parameters), strict=True))
     view = call.view(x, layout)
-    call.alike(x, y=y, z=z if call.adds else None)
+    call.alike(x, y=y, z=z)
     call.parameters(view, **parameters)
     call.dtypes(x, DTYPES, **parameters)
     return 0
@@ -192,6 +194,8 @@ def _backward_workspace(
     call: NormCall, x: Any, y: Any, dy: Any, dz: Any, dx: Any, layout: str | None, **parameters: Any
 ) -> int:
     call.present(x=x, dy=dy, dx=dx, **parameters)
+    x, y, dy, dz, dx = call.shapes(x=x, y=y, dy=dy, dz=dz, dx=dx)
+    parameters = dict(zip(parameters, call.shapes(**parameters), strict=True))
     view = call.view(x, layout)
     call.alike(x, dy=dy, dx=dx, y=y, dz=dz)
     call.parameters(view, **parameters)
@@ -201,5 +205,6 @@ def _backward_workspace(
 
 def _reserve_space(call: NormCall, x: Any) -> int:
     call.present(x=x)
+    (x,) = call.shapes(x=x)
     call.require(len(x.shape) in (4, 5), "x", "have rank 4 or 5", x)
     return 0 if call.activation is None else reserve_space.size_bytes(math.prod(x.shape))

@@ -7,7 +7,7 @@ import jax
 
 from jaxops import _layouts
 from jaxops.mcdnn import blend
-from jaxops.mcdnn.checks import Call, as_arrays
+from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.descriptors import PoolingDescriptor
 from jaxops.mcdnn.enums import NanPropagation, PoolingMode
 from jaxops.pooling import AVG_POOL, AVG_POOL_BACKWARD, MAX_POOL, MAX_POOL_BACKWARD, windows
@@ -56,7 +56,7 @@ def pooling_forward(
     call.descriptor(PoolingDescriptor, desc)
     call.present(x=x)
     blend.check_factors(call.name, alpha=alpha, beta=beta)
-    x, y = as_arrays(x, y)
+    x, y = call.arrays(x=x, y=y)
     layout, attributes = _windows(call, desc, x, layout)
     shape = _output_shape(x.shape, layout, attributes)
     blend.check_prior(call.name, "y", y, beta, shape, x.dtype)
@@ -119,7 +119,7 @@ def pooling_backward(
     if desc.mode in MAXIMA:
         call.present(y=y, x=x)
     blend.check_factors(call.name, alpha=alpha, beta=beta)
-    y, dy, x, dx = as_arrays(y, dy, x, dx)
+    y, dy, x, dx = call.arrays(y=y, dy=dy, x=x, dx=dx)
     image = jax.ShapeDtypeStruct(_image_shape(call, x, x_shape), dy.dtype if x is None else x.dtype)
     layout, attributes = _windows(call, desc, image, layout)
     shape = _output_shape(image.shape, layout, attributes)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from jaxops.mcdnn import blend
-from jaxops.mcdnn.checks import Call, as_arrays
+from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.enums import SoftmaxAlgorithm, SoftmaxMode, member
 from jaxops.softmax import gradient_over_groups, over_groups
 from pallas_kernels.softmax_groups import Groups
@@ -52,7 +52,7 @@ def softmax_forward(
     log, mode = _members(call, algorithm, mode)
     call.present(x=x)
     blend.check_factors(call.name, alpha=alpha, beta=beta)
-    x, y = as_arrays(x, y)
+    x, y = call.arrays(x=x, y=y)
     groups = _groups(call, mode, x, layout, "x")
     blend.check_prior(call.name, "y", y, beta, x.shape, x.dtype)
     call.supported_dtype("x", x)
@@ -103,7 +103,7 @@ def softmax_backward(
     log, mode = _members(call, algorithm, mode)
     call.present(y=y, dy=dy)
     blend.check_factors(call.name, alpha=alpha, beta=beta)
-    y, dy, dx = as_arrays(y, dy, dx)
+    y, dy, dx = call.arrays(y=y, dy=dy, dx=dx)
     groups = _groups(call, mode, dy, layout, "dy")
     alike = (y.shape, y.dtype) == (dy.shape, dy.dtype)
     call.require(alike, "y", f"have the shape and dtype of dy, {dy.dtype}{list(dy.shape)}", y)

@@ -9,7 +9,7 @@ from jaxops import _layouts
 from jaxops.affine_grid import AFFINE_GRID, AFFINE_GRID_BACKWARD
 from jaxops.grid_sample import GRID_SAMPLE, GRID_SAMPLE_BACKWARD
 from jaxops.mcdnn import blend
-from jaxops.mcdnn.checks import Call, as_arrays
+from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.descriptors import SpatialTransformerDescriptor
 
 
@@ -36,7 +36,7 @@ def spatial_tf_grid_generator_forward(desc: SpatialTransformerDescriptor, theta:
     call = Call("spatial_tf_grid_generator_forward")
     batch, _, *extents = _output_shape(call, desc)
     call.present(theta=theta)
-    (theta,) = as_arrays(theta)
+    (theta,) = call.arrays(theta=theta)
     call.require(theta.shape == (batch, 2, 3), "theta", f"have shape {(batch, 2, 3)}", theta)
     call.supported_dtype("theta", theta)
     return AFFINE_GRID(theta, extents=tuple(extents))[0]
@@ -64,7 +64,7 @@ def spatial_tf_grid_generator_backward(desc: SpatialTransformerDescriptor, dgrid
     call = Call("spatial_tf_grid_generator_backward")
     batch, _, *extents = _output_shape(call, desc)
     call.present(dgrid=dgrid)
-    (dgrid,) = as_arrays(dgrid)
+    (dgrid,) = call.arrays(dgrid=dgrid)
     shape = (batch, *extents, 2)
     call.require(dgrid.shape == shape, "dgrid", f"have shape {shape}", dgrid)
     call.supported_dtype("dgrid", dgrid)
@@ -110,7 +110,7 @@ def spatial_tf_sampler_forward(
     shape = _output_shape(call, desc)
     call.present(x=x, grid=grid)
     blend.check_factors(call.name, alpha=alpha, beta=beta)
-    x, grid, y = as_arrays(x, grid, y)
+    x, grid, y = call.arrays(x=x, grid=grid, y=y)
     channels = _channel_axis(call, desc, x, grid, layout)
     expected = _from_channels_first(shape, channels)
     blend.check_prior(call.name, "y", y, beta, expected, x.dtype)
@@ -167,7 +167,7 @@ def spatial_tf_sampler_backward(
     call.present(x=x, dy=dy, grid=grid)
     factors = {"alpha": alpha, "beta": beta, "alpha_dgrid": alpha_dgrid, "beta_dgrid": beta_dgrid}
     blend.check_factors(call.name, **factors)
-    x, dy, grid, dx, dgrid = as_arrays(x, dy, grid, dx, dgrid)
+    x, dy, grid, dx, dgrid = call.arrays(x=x, dy=dy, grid=grid, dx=dx, dgrid=dgrid)
     channels = _channel_axis(call, desc, x, grid, layout)
     expected = _from_channels_first(shape, channels)
     call.require(dy.shape == expected, "dy", f"have the shape of desc, {expected}", dy)

@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxops._attributes import require_bool
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dtypes import accumulator
-from jaxops._errors import BAD_PARAM, require, require_bool
+from jaxops._errors import BAD_PARAM, require
+from jaxops._operands import as_array
 from jaxops._operator import Operator
 from jaxops.pooling import windows
 from jaxops.pooling.windows import Ints, Padding, Span
@@ -53,10 +55,10 @@ def avg_pool(
 
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.avg_pool2d`.
     """
-    x = x if x is None else jnp.asarray(x)
+    x = as_array("avg_pool", "x", x, status=BAD_PARAM)
     layout, extents, attributes = windows.requested("avg_pool", x, window, stride, padding, layout)
-    require_bool("avg_pool", "count_include_pad", count_include_pad)
-    attributes |= {"count_include_pad": bool(count_include_pad), "extents": extents}
+    count_include_pad = require_bool("avg_pool", "count_include_pad", count_include_pad, status=BAD_PARAM)
+    attributes |= {"count_include_pad": count_include_pad, "extents": extents}
     (y,) = AVG_POOL(windows.to_volume(x, layout), **attributes)
     return windows.from_volume(y, layout)
 

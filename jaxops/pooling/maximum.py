@@ -12,6 +12,7 @@ from jaxops import _sharding
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
+from jaxops._operands import as_array
 from jaxops._operator import Operator
 from jaxops.pooling import windows
 from jaxops.pooling.patterns import SELECT_AND_SCATTER
@@ -61,7 +62,7 @@ def max_pool(
 
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.max_pool2d`.
     """
-    x = x if x is None else jnp.asarray(x)
+    x = as_array("max_pool", "x", x, status=BAD_PARAM)
     layout, _, attributes = windows.requested("max_pool", x, window, stride, padding, layout)
     (y,) = MAX_POOL(windows.to_volume(x, layout), **attributes, propagate_nan=True)
     return windows.from_volume(y, layout)

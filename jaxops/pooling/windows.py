@@ -1,7 +1,6 @@
 """Where pooling windows lie, and images of every layout seen as volumes with their channels last."""
 
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops import _layouts
+from jaxops._attributes import INT32_MAX, is_integer
 from jaxops._dtypes import check_floating
 from jaxops._errors import BAD_PARAM, require
 
@@ -21,7 +21,6 @@ Pairs = Sequence[tuple[int, int]]
 _ADDED_AXES = {"NCHW": (-4, -1), "NHWC": (-4,), "NCDHW": (-1,), "NDHWC": ()}
 _DEFAULT_LAYOUTS = {3: "NCHW", 4: "NCHW", 5: "NCDHW"}
 VOLUME_AXES = (-4, -3, -2)
-_MAX_EXTENT = 2**31 - 1  # positions are counted in int32
 
 
 class Span(NamedTuple):
@@ -149,10 +148,9 @@ def both_sides(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def requested(
-    operator: str, x: Any, window: Ints, stride: Ints | None, padding: Padding, layout: str | None
+    operator: str, x: jax.Array, window: Ints, stride: Ints | None, padding: Padding, layout: str | None
 ) -> tuple[str, tuple[int, ...], dict[str, Any]]:
     """Checks what a user asks for. Gives the layout, the extents of a volume, and the operator's attributes."""
-    require(x is not None, operator, "x", "be given", None, status=BAD_PARAM)
     layout = _layout(operator, x, layout)
     extents = _layouts.spatial_extents((1,) * (len(layout) - len(x.shape)) + x.shape, layout)
     check_floating(operator, x=x)
@@ -204,8 +202,7 @@ def _padding(
 def _each(value: Any, count: int) -> tuple[int, ...] | None:
     """One integer as many, or as many in a sequence; None for anything else."""
     values = value if isinstance(value, tuple | list) else (value,) * count
-    are_integers = (isinstance(x, Integral) and not isinstance(x, bool) for x in values)
-    return tuple(map(int, values)) if len(values) == count and all(are_integers) else None
+    return tuple(map(int, values)) if len(values) == count and all(map(is_integer, values)) else None
 
 
 def check_numbers(operator: str, extents: Sequence[int], window: Sequence[int], stride: Sequence[int]) -> None:
@@ -227,8 +224,9 @@ def check_windows(
     padded = tuple(n + low + high for n, (low, high) in zip(extents, padding, strict=True))
     fits = all(w <= n for w, n in zip(window, padded, strict=True))
     require(fits, operator, "window", f"be no larger than x with its padding, {padded}", window, status=BAD_PARAM)
-    countable = all(jax.export.is_symbolic_dim(n) or n <= _MAX_EXTENT for n in padded)
-    rule = f"make x at most {_MAX_EXTENT} positions long"
+    # Positions are counted in int32.
+    countable = all(jax.export.is_symbolic_dim(n) or n <= INT32_MAX for n in padded)
+    rule = f"make x at most {INT32_MAX} positions long"
     require(countable, operator, "padding", rule, shown, status=BAD_PARAM)
 
 
