@@ -1,15 +1,20 @@
 """Ids of classes and rows, whatever integer dtype users keep them in."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 
+def wide_dtype(dtype: Any) -> Any:
+    """The dtype of `wide_ids` for ids of a dtype."""
+    return jnp.dtype(jnp.int64 if dtype.itemsize == 8 else jnp.int32)
+
+
 def wide_ids(ids: jax.Array) -> jax.Array:
     """Ids in a signed dtype that holds any number of classes. What does not fit becomes negative, so out of range."""
-    if ids.dtype == jnp.int64:
-        return ids
-    return ids.astype(jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32)
+    return ids.astype(wide_dtype(ids.dtype))
 
 
 def differ_from(ids: jax.Array, one: int) -> jax.Array:

@@ -53,9 +53,11 @@ def as_arrays(operator: str, operands: Mapping[str, Any], *, status: int | str =
 def as_shape(
     operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID
 ) -> jax.ShapeDtypeStruct | jax.core.ShapedArray:
-    """The shape and dtype of an operand that need not have values."""
+    """The shape and dtype of an operand that must have these, but need not have values."""
     if isinstance(value, jax.ShapeDtypeStruct | jax.core.ShapedArray):
         return value
+    if not hasattr(value, "shape"):
+        raise _refusal(operator, argument, value, status)
     array = as_array(operator, argument, value, status=status)
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 

@@ -249,10 +249,14 @@ REFUSALS = {
     "mode-upper": ((X, "RELU"), {}, f"mode must be one of {MODE_NAMES}; got 'RELU'"),
     "mode-number": ((X, 1), {}, f"mode must be one of {MODE_NAMES}; got 1"),
     "coef-missing": ((X, "clipped_relu"), {}, "coef must be given for clipped_relu; got None"),
-    "coef-nan": ((X, "elu"), {"coef": float("nan")}, "coef must be a number; got nan"),
-    "coef-text": ((X, "relu"), {"coef": "6"}, "coef must be a number; got '6'"),
-    "coef-bool": ((X, "elu"), {"coef": True}, "coef must be a number; got True"),
-    "beta-none": ((X, "swish"), {"swish_beta": None}, "swish_beta must be a number; got None"),
+    "coef-nan": ((X, "elu"), {"coef": float("nan")}, "coef must be a finite number that float32 can hold; got nan"),
+    "coef-text": ((X, "relu"), {"coef": "6"}, "coef must be a finite number that float32 can hold; got '6'"),
+    "coef-bool": ((X, "elu"), {"coef": True}, "coef must be a finite number that float32 can hold; got True"),
+    "beta-none": (
+        (X, "swish"),
+        {"swish_beta": None},
+        "swish_beta must be a finite number that float32 can hold; got None",
+    ),
 }
 
 

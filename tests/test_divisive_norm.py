@@ -232,8 +232,8 @@ REFUSALS = {
         {},
         "means must have x's shape and dtype, float32[2, 3, 4, 5]; got float16[2, 3, 4, 5]",
     ),
-    "n-zero": (X, None, {"n": 0}, "n must be a positive integer; got 0"),
-    "alpha": (X, None, {"alpha": None}, "alpha must be a number; got None"),
+    "n-zero": (X, None, {"n": 0}, "n must be an integer from 1 to 2147483647; got 0"),
+    "alpha": (X, None, {"alpha": None}, "alpha must be a finite number that float32 can hold; got None"),
 }
 
 

@@ -210,11 +210,11 @@ REFUSALS = {
     "integers": (KEY, X.astype(np.int32), 0.5, "x must be floating point; got int32[4, 8]"),
     "keys": (jax.random.split(KEY, 3), X, 0.5, "key must be one key of jax.random, typed or raw; got key<fry>"),
     "seed": (np.int32(3), X, 0.5, "key must be one key of jax.random, typed or raw; got "),
-    "negative": (KEY, X, -0.1, "rate must be a number of the host in [0, 1]; got -0.1"),
-    "above": (KEY, X, 1.1, "rate must be a number of the host in [0, 1]; got 1.1"),
-    "nan": (KEY, X, math.nan, "rate must be a number of the host in [0, 1]; got nan"),
-    "bool": (KEY, X, True, "rate must be a number of the host in [0, 1]; got True"),
-    "array": (KEY, X, jnp.float32(0.5), "rate must be a number of the host in [0, 1]; got float32[]"),
+    "negative": (KEY, X, -0.1, "rate must be a Python or NumPy number in [0, 1]; got -0.1"),
+    "above": (KEY, X, 1.1, "rate must be a Python or NumPy number in [0, 1]; got 1.1"),
+    "nan": (KEY, X, math.nan, "rate must be a Python or NumPy number in [0, 1]; got nan"),
+    "bool": (KEY, X, True, "rate must be a Python or NumPy number in [0, 1]; got True"),
+    "array": (KEY, X, jnp.float32(0.5), "rate must be a Python or NumPy number in [0, 1]; got float32[]"),
 }
 
 

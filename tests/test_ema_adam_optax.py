@@ -459,12 +459,12 @@ REFUSALS = {
     "b1-float32": (lambda: ema_adam(1e-3, b1=np.float32(1)), "ema_adam: b1 must lie in [0, 1); got", 161002),
     "learning_rate": (
         lambda: ema_adam([1e-3]),
-        "ema_adam: learning_rate must be a real number or a 0-d array of one; got [0.001]",
+        "ema_adam: learning_rate must be a finite number or a 0-d array of one; got [0.001]",
         161002,
     ),
     "weight_decay": (
         lambda: ema_adam(1e-3, weight_decay=None),
-        "ema_adam: weight_decay must be a real number or a 0-d array of one; got None",
+        "ema_adam: weight_decay must be a finite number or a 0-d array of one; got None",
         161002,
     ),
     "mask": (lambda: ema_adam(1e-3, mask="w"), "ema_adam: mask must be a tree of bools, or a function", 161002),

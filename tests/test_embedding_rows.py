@@ -78,7 +78,11 @@ REFUSALS = {
     "int-grad": ((GRAD.astype(np.int32), INDICES), {}, "grad must be floating point; got int32[2, 3]"),
     "shape": ((GRAD, INDICES[:1]), {}, "grad must have shape (1, 'D'); got float32[2, 3]"),
     "weights": ((GRAD, INDICES), {"num_weights": 0}, "num_weights must be positive where there are indices; got 0"),
-    "many": ((GRAD, INDICES), {"num_weights": 2**31}, "num_weights must be at most 2147483647; got 2147483648"),
+    "many": (
+        (GRAD, INDICES),
+        {"num_weights": 2**31},
+        "num_weights must be an integer from 0 to 2147483647; got 2147483648",
+    ),
     "padding": ((GRAD, INDICES), {"padding_idx": 5}, "padding_idx must be None or in [-5, 5); got 5"),
     "scale": ((GRAD, INDICES), {"scale_grad_by_freq": "no"}, "scale_grad_by_freq must be a bool; got 'no'"),
 }

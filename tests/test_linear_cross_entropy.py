@@ -293,10 +293,26 @@ REFUSALS = {
         {"label_smoothing": "a"},
         "label_smoothing must be a number from 0 to 1; got 'a'",
     ),
-    "softcap": ((X, WEIGHT, LABELS), {"softcap": 0.0}, "softcap must be a positive number; got 0.0"),
-    "softcap-infinite": ((X, WEIGHT, LABELS), {"softcap": np.inf}, "softcap must be a positive number; got inf"),
-    "softcap-array": ((X, WEIGHT, LABELS), {"softcap": X[0, 0:1]}, "softcap must be a positive number; got float32[1]"),
-    "chunk_rows": ((X, WEIGHT, LABELS), {"chunk_rows": 0}, "chunk_rows must be a positive integer; got 0"),
+    "softcap": (
+        (X, WEIGHT, LABELS),
+        {"softcap": 0.0},
+        "softcap must be a positive number that float32 can hold; got 0.0",
+    ),
+    "softcap-infinite": (
+        (X, WEIGHT, LABELS),
+        {"softcap": np.inf},
+        "softcap must be a positive number that float32 can hold; got inf",
+    ),
+    "softcap-array": (
+        (X, WEIGHT, LABELS),
+        {"softcap": X[0, 0:1]},
+        "softcap must be a positive number that float32 can hold; got float32[1]",
+    ),
+    "chunk_rows": (
+        (X, WEIGHT, LABELS),
+        {"chunk_rows": 0},
+        "chunk_rows must be a positive integer up to 2147483647; got 0",
+    ),
     "ignore_index": ((X, WEIGHT, LABELS), {"ignore_index": 1.5}, "ignore_index must be an integer; got 1.5"),
     "vocab_axis": (
         (X, WEIGHT, LABELS),

@@ -141,12 +141,12 @@ REFUSALS = {
     "dtype": (X.astype(np.int32), {}, "x must be floating point; got int32[2, 3, 4, 5]"),
     "layout": (X, {"layout": "NCWH"}, "layout must be one of NCHW, NHWC, NCDHW, NDHWC; got 'NCWH'"),
     "layout-rank": (X, {"layout": "NDHWC"}, "x must have 5 axes, as layout NDHWC says; got float32[2, 3, 4, 5]"),
-    "n-zero": (X, {"n": 0}, "n must be a positive integer; got 0"),
-    "n-float": (X, {"n": 5.0}, "n must be a positive integer; got 5.0"),
-    "n-bool": (X, {"n": True}, "n must be a positive integer; got True"),
-    "alpha": (X, {"alpha": None}, "alpha must be a number; got None"),
-    "beta": (X, {"beta": "0.75"}, "beta must be a number; got '0.75'"),
-    "k": (X, {"k": 1j}, "k must be a number; got 1j"),
+    "n-zero": (X, {"n": 0}, "n must be an integer from 1 to 2147483647; got 0"),
+    "n-float": (X, {"n": 5.0}, "n must be an integer from 1 to 2147483647; got 5.0"),
+    "n-bool": (X, {"n": True}, "n must be an integer from 1 to 2147483647; got True"),
+    "alpha": (X, {"alpha": None}, "alpha must be a finite number that float32 can hold; got None"),
+    "beta": (X, {"beta": "0.75"}, "beta must be a finite number that float32 can hold; got '0.75'"),
+    "k": (X, {"k": 1j}, "k must be a finite number that float32 can hold; got 1j"),
 }
 
 

@@ -130,7 +130,8 @@ def test_shapes_need_no_values():
     abstract = jax.ShapeDtypeStruct((2, 3), jnp.float32)
     assert as_shape("op", "x", abstract) is abstract
     assert as_shape("op", "x", np.ones((2, 3), np.float32)) == abstract
-    assert "must be an array" in str(refusal(as_shape, "abc"))
+    for value in ("abc", 5, [1.0], ForeignTensor()):
+        assert "must be an array" in str(refusal(as_shape, value))
 
 
 def test_keys_are_typed_or_raw():

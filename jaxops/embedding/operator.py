@@ -15,7 +15,7 @@ from jaxops._attributes import require_integer
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dtypes import accumulator
 from jaxops._errors import require
-from jaxops._ids import wide_ids
+from jaxops._ids import wide_dtype, wide_ids
 from jaxops._operator import Operator
 from jaxops.embedding.sums import reciprocal, sums_by_id
 from pallas_kernels.gpu import embedding as gpu
@@ -43,7 +43,7 @@ def check_dense_backward(
     require(
         grad.shape[:-1] == indices.shape and grad.ndim > 0, name, "grad", f"have shape {(*indices.shape, 'D')}", grad
     )
-    most = jnp.iinfo(wide_ids(indices).dtype).max
+    most = jnp.iinfo(wide_dtype(indices.dtype)).max
     require_integer(name, "num_weights", num_weights, f"be an integer from 0 to {most}", least=0, most=most)
     require(
         num_weights > 0 or indices.size == 0, name, "num_weights", "be positive where there are indices", num_weights
