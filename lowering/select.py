@@ -78,7 +78,7 @@ def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.
     """
     for request in [*([] if implementation is None else [implementation]), *by_operator.values()]:
         if not _is_request(request):
-            raise ValueError(f"use: implementation must be one of {', '.join(MODES)}; got {request!r}")
+            raise ValueError(f"use: implementation must be one of {', '.join(MODES)}; got {_shown(request)}")
     for name in by_operator:
         if name not in operator_names:
             raise ValueError(f"use: operator must be one of {', '.join(sorted(operator_names))}; got {name!r}")
@@ -92,6 +92,10 @@ def _used(implementation: str | None, by_operator: Mapping[str, str]) -> Iterato
     merged.update(by_operator)
     with using(Selection(implementation or outer.default, tuple(sorted(merged.items())), outer.tuned)):
         yield
+
+
+def _shown(request: Any) -> str:
+    return repr(request) if isinstance(request, str) else f"a value of type {type(request).__name__}"
 
 
 def _is_request(request: Any) -> bool:

@@ -15,6 +15,7 @@ INPUT_DTYPES = ("float16", "bfloat16")
 TARGET_DTYPES = ("int32", "int64")
 LOGITS_DTYPES = ("float32", "float16", "bfloat16")
 LEAST_VOCABULARY_WITH_SOFTMAX = 128
+_INT64_MAX = 2**63 - 1
 
 
 def fused_linear_online_max_sum(
@@ -67,8 +68,8 @@ def fused_linear_online_max_sum(
     _check_dtype(name, "input", x, INPUT_DTYPES)
     require(weight.dtype == x.dtype, name, "weight", f"have the input's dtype {x.dtype}", weight)
     _check_dtype(name, "target", target, TARGET_DTYPES)
-    start = require_integer(name, "vocab_start_index", vocab_start_index, traced=True)
-    end = require_integer(name, "vocab_end_index", vocab_end_index, traced=True)
+    start = require_integer(name, "vocab_start_index", vocab_start_index, most=_INT64_MAX, traced=True)
+    end = require_integer(name, "vocab_end_index", vocab_end_index, most=_INT64_MAX, traced=True)
     return_logits = require_bool(name, "return_logits", return_logits, or_int=True)
     if isinstance(start, int):
         require(start >= 0, name, "vocab_start_index", "not be negative", start)

@@ -62,7 +62,7 @@ def fused_apply(
     extended = optax.with_extra_args_support(transform)
     try:
         outputs, is_written = _survey(extended, grads, opt_state, params, extra_args)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if not isinstance(error, OperatorError):
             _require_own_state(transform, opt_state, params)
         raise
@@ -165,6 +165,7 @@ def _require_own_state(transform: optax.GradientTransformation, opt_state: Any, 
 
 def _applied(leaf: Any, update: Any) -> Any:
     if isinstance(update, RowGradients):
+        leaf = as_array(_NAME, "params", leaf)
         return with_rows(leaf, update.rows, rows_at(leaf, update.rows, update.values.dtype) + update.values)
     return leaf if update is None else optax.apply_updates(leaf, update)
 

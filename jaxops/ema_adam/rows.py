@@ -126,5 +126,6 @@ def _merged(grad: Any, table: Any, m: Any, v: Any, s: Any, *results: Any) -> tup
     if not isinstance(grad, RowGradients):
         return results
     update, *new_rows = results
-    state = (with_rows(x, grad.rows, rows) for x, rows in zip((m, v, s), new_rows, strict=True))
+    old = (as_array(_NAME, "state", x) for x in (m, v, s))
+    state = (with_rows(x, grad.rows, rows) for x, rows in zip(old, new_rows, strict=True))
     return RowGradients(grad.rows, update), *state

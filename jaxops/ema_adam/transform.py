@@ -125,6 +125,8 @@ def ema_adam(
     ) -> Any:
         del extra_args
         require_present(_NAME, {"params": params})
+        is_plan = one_pass is None or isinstance(one_pass, OnePass)
+        require(is_plan, _NAME, "one_pass", "be what fused_apply passes", one_pass)
         adam, average = checked_state(_NAME, state)
         count = optax.safe_increment(adam.count)
 
@@ -223,6 +225,7 @@ def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
         if not isinstance(x, jax.ShapeDtypeStruct):
             x = as_array(_NAME, "params", x)
         own = x.dtype
+        require(bool(jnp.issubdtype(own, np.number)), _NAME, "params", "hold arrays of numbers", x)
         narrow = jnp.issubdtype(own, jnp.floating) and own.itemsize < 4
         wanted = jax.dtypes.canonicalize_dtype(dtype or (jnp.float32 if narrow else own))
         if isinstance(x, jax.ShapeDtypeStruct):
