@@ -1,4 +1,4 @@
-"""Every argument of every public function, given what it cannot take: one sentence of the library, or a named exception.
+"""Every argument of every public function, given what it cannot take: one sentence, unless the table says otherwise.
 
 Whatever stands in a signature is tried, also what the valid call leaves out. Calls run under `eval_shape`: neither
 refusals nor what is accepted compiles anything.
@@ -8,7 +8,6 @@ import datetime
 import decimal
 import enum
 import fractions
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -129,7 +128,7 @@ SOMETHINGS: dict[str, Any] = {
     "integers": (2, 2),
     "function": lambda *_: None,
     "function-of-rows": lambda *_: np.ones(2, np.float32),
-    "builtin": len,
+    "builtin": callable,
     "class": dict,
     "float-class": float,
     "jax-class": jnp.float32,
@@ -155,6 +154,62 @@ if importlib.util.find_spec("torch"):
     NOTHINGS["torch"] = importlib.import_module("torch").ones(2, 3)
 VALUES = NOTHINGS | SOMETHINGS
 
+INTEGERS = {"0", "1", "-1", "2", "numpy-int", "2**31", "2**40", "2**63", "2**64", "-2**70"}
+ANY_INTEGER = INTEGERS | {"huge", "-huge", "more-than-huge"}
+NUMBERS = INTEGERS | {"half", "-half", "third", "numpy-half", "tiny"}
+SCALARS = NUMBERS | {"numpy-0d", "jax-0d"}
+BOOLS = {"true", "numpy-true"}
+# Values of data are nobody's business; shapes and dtypes are each operator's own, and tested there.
+ARRAYS = {"nan", "inf", "-inf", "beyond-float32", "numpy-inf", "numbers-of-rank-9", "bools-of-rank-6", "jax-0d-bool"}
+ARRAYS |= {"half", "-half", "numpy-half", "tiny", "0", "1", "-1", "2", "numpy-int", "true", "numpy-true", "numpy-0d"}
+ARRAYS |= {"jax-0d", "rows", "half-rows", "column", "ids", "no-elements", "empty-tuple", "empty-list", "numbers"}
+ARRAYS |= {"integers"}
+ABSTRACT = {"abstract", "abstract-image", "aval"}
+TREES = ARRAYS | ABSTRACT | {"none", "nones", "dict", "dicts", "empty-dict", "nested", "tree", "row-gradients", "state"}
+# What arguments may take of these values, by their names; all others are arrays, or take none. None is tried too, and
+# may be accepted where it is the default.
+ACCEPTED: dict[str, set[str]] = {
+    **dict.fromkeys(("alpha", "beta", "k", "epsilon", "momentum", "rate", "dropout", "label_smoothing"), NUMBERS),
+    **dict.fromkeys(("alpha_data_diff", "beta_data_diff", "alpha_param_diff", "beta_param_diff"), NUMBERS),
+    **dict.fromkeys(("alpha_dgrid", "beta_dgrid", "exponential_average_factor", "swish_beta", "softcap"), NUMBERS),
+    **dict.fromkeys(("lr", "beta1", "beta2", "b1", "b2", "eps", "weight_decay", "z_loss"), SCALARS),
+    **dict.fromkeys(("learning_rate", "ema_decay"), SCALARS),
+    "coef": NUMBERS,
+    **dict.fromkeys(("ignore_index", "vocab_start_index", "vocab_end_index"), ANY_INTEGER),
+    **{key: {"1", "2", "numpy-int"} for key in ("n", "group_cnt", "num_weights", "chunk_rows")},
+    "axis": {"0", "1", "-1", "numpy-int", "empty-tuple", "empty-list"},
+    "padding_idx": {"0", "1", "-1", "2", "numpy-int"},
+    **{key: {"empty-tuple"} for key in ("axis_name", "vocab_axis")},
+    **{key: {"0", "1", "2", "numpy-int", "integers"} for key in ("window", "stride", "padding")},
+    **dict.fromkeys(("bias_correction", "count_include_pad", "return_aux", "transpose_weight"), BOOLS),
+    **dict.fromkeys(("scale_grad_by_freq", "return_logits", "strict"), BOOLS),
+    **{key: {"float-class", "jax-class"} for key in ("mu_dtype", "nu_dtype", "ema_dtype")},
+    "mask": BOOLS | {"jax-0d-bool"},
+    "key": {"key"},
+    "implementation": {"none"},
+    # An enumeration or a descriptor is none of these values, and neither is a shape, a layout or the name of a mode.
+    **{key: set() for key in ("activation", "algo", "algorithm", "bn_ops", "desc", "dims", "layout", "mode")},
+    **{key: set() for key in ("nan_propagation", "norm_ops", "one_pass", "operation", "operator", "opt_state")},
+    **{key: set() for key in ("reduction", "sampler", "size", "state", "strategy", "transform", "x_shape")},
+    "params": set(),
+    "grads": {"none"},
+    "ema_adam.init params": TREES,
+    "mcdnn.PoolingDescriptor padding": INTEGERS | {"integers"},
+    "mcdnn.divisive_normalization_backward means": ARRAYS | {"none"},
+    "aclnn.embedding_dense_backward padding_idx": ANY_INTEGER,
+    **{
+        f"mcdnn.get_{kind}_workspace_size {argument}": {"none"}
+        for kind in ("batch_normalization_backward_ex", "normalization_backward")
+        for argument in ("y", "dz")
+    },
+}
+# C has neither bools nor enumerations.
+OF_C = ("strict", "return_logits", "scale_grad_by_freq", "bias_correction", "mode", "algo", "algorithm", "bn_ops")
+OF_C += ("norm_ops", "nan_propagation", "sampler", "reduction")
+SENTENCE = re.compile(r"[\w.]+: [\w.]+ must [^\n]+; got [^\n]+")
+NO_CALLS = {"operators", "ops_train_version_check"}
+QUICK = 3
+
 
 def arguments_of(name):
     """What the signature has, and what the valid call gives."""
@@ -163,13 +218,88 @@ def arguments_of(name):
     function = getattr(public, name.split(".")[-1].split("-")[0], call)
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
-    return [*valid, *(one.name for one in parameters if one.kind in kinds and one.name not in valid)]
+    optional = {one.name for one in parameters if one.default is None}
+    return dict.fromkeys([*valid, *(one.name for one in parameters if one.kind in kinds)]), optional
 
 
-def run(call, arguments):
-    """The call, without compiling what JAX would run."""
+def accepted(name, argument, optional):
+    """The labels that an argument may take."""
+    of_operands = ARRAYS | ABSTRACT if ".get_" in name or "_get_" in name else ARRAYS
+    labels = ACCEPTED.get(f"{name} {argument}", ACCEPTED.get(argument, of_operands))
+    if name.startswith(("aclnn.", "mcdnn.")) and argument in OF_C:
+        labels = labels | {"0", "1", "2", "numpy-int"}
+    return labels | {"none"} if argument in optional else labels
+
+
+def outcome(call, arguments):
+    """None where the call is accepted, else the message of its refusal; nothing is compiled."""
 
     def traced():
         call(**arguments)
 
-    jax.eval_shape(traced)
+    try:
+        jax.eval_shape(traced)
+    except OperatorError as refusal:
+        return str(refusal)
+    except ValueError as refusal:  # `use` is lowering's, whose errors have no status
+        if str(refusal).startswith("use: "):
+            return str(refusal)
+        raise
+    return None
+
+
+def check(name, argument, label, optional):
+    call, valid = CALLS[name]
+    where = f"{name}({argument}={label})"
+    try:
+        message = outcome(call, {**valid, argument: VALUES[label]})
+    except Exception as error:
+        return f"{where}: {type(error).__name__}: {str(error)[:200]}"
+    if message is None:
+        return None if label in accepted(name, argument, optional) else f"{where} was accepted"
+    is_sentence = (
+        SENTENCE.fullmatch(message) and len(message) < 500 and not re.search("Traced|Tracer|PyTreeDef", message)
+    )
+    return None if is_sentence else f"{where}: {message}"
+
+
+def failures(name, labels_of):
+    arguments, optional = arguments_of(name)
+    found = (
+        check(name, argument, label, optional)
+        for i, argument in enumerate(arguments)
+        for label in labels_of(i)
+        if argument != "self"
+    )
+    return [failure for failure in found if failure is not None]
+
+
+def test_table_has_every_public_function():
+    public = {
+        f"{prefix}{name}": getattr(module, name)
+        for prefix, module in (("", jaxops), ("aclnn.", aclnn), ("mcdnn.", mcdnn))
+        for name in module.__all__
+        if name not in NO_CALLS
+    }
+    functions = {name for name, value in public.items() if inspect.isfunction(value) or name.endswith("Descriptor")}
+    assert functions <= {name.split("-")[0] for name in CALLS}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_valid_call_is_accepted(name):
+    call, valid = CALLS[name]
+    assert outcome(call, valid) is None
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bad_values_are_refused_in_one_sentence(name):
+    """A few values for each argument, others for each function; the slow test has all."""
+    labels, start = list(VALUES), 5 * list(CALLS).index(name)
+    step = len(labels) // QUICK
+    assert failures(name, lambda i: [labels[(start + 3 * i + step * k) % len(labels)] for k in range(QUICK)]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_all_bad_values_are_refused_in_one_sentence(name):
+    assert failures(name, lambda _: VALUES) == []

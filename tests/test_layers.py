@@ -24,6 +24,7 @@ ABOVE = {
     "flax_classifier",
     "patterns_clean",
     "patterns_planted",
+    "public_calls",
     "benchmarks",
     "notebooks",
 }

@@ -56,7 +56,11 @@ def get_workspace_size(operation: Callable[..., Any], *args: Any, **attributes: 
     require(is_known, "get_workspace_size", "operation", "be one of the other functions of jaxops.aclnn", operation)
     names = inspect.signature(operation).bind(*args, **attributes).arguments
     operands = [_planned(operation.__name__, name, value) for name, value in zip(names, args, strict=False)]
-    tensors = {key: value for key, value in attributes.items() if isinstance(value, _TENSORS)}
+    tensors = {
+        name: _planned(operation.__name__, name, value)
+        for name, value in attributes.items()
+        if isinstance(value, _TENSORS)
+    }
     constants = {name: value for name, value in attributes.items() if name not in tensors}
     compiled = jax.jit(functools.partial(operation, **constants)).lower(*operands, **tensors).compile()
     planned = {name: value for name, value in tensors.items() if not isinstance(value, jax.ShapeDtypeStruct)}

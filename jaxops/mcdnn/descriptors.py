@@ -167,7 +167,8 @@ def _integers(name: str, field: str, value: Any, least: int | None) -> Ints:
     integers = tuple(map(int, values))
     counts = (1,) if is_integer(value) else (2, 3)
     require(len(integers) in counts, name, field, "have two or three integers", value, status=BAD_PARAM)
-    require(max(integers) <= INT32_MAX, name, field, f"be at most {INT32_MAX}", value, status=BAD_PARAM)
+    is_small = max(map(abs, integers)) <= INT32_MAX
+    require(is_small, name, field, f"be at most {INT32_MAX}", value, status=BAD_PARAM)
     if least is not None:
         require(min(integers) >= least, name, field, f"be at least {least}", value, status=BAD_PARAM)
     return integers[0] if is_integer(value) else integers
