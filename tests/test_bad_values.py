@@ -165,7 +165,11 @@ ARRAYS |= {"half", "-half", "numpy-half", "tiny", "0", "1", "-1", "2", "numpy-in
 ARRAYS |= {"jax-0d", "rows", "half-rows", "column", "ids", "no-elements", "empty-tuple", "empty-list", "numbers"}
 ARRAYS |= {"integers"}
 ABSTRACT = {"abstract", "abstract-image", "aval"}
-TREES = ARRAYS | ABSTRACT | {"none", "nones", "dict", "dicts", "empty-dict", "nested", "tree", "row-gradients", "state"}
+TREES = (
+    ARRAYS
+    | ABSTRACT
+    | {"none", "nones", "dict", "dicts", "empty-dict", "nested", "tree", "row-gradients", "state", "ragged"}
+)
 # What arguments may take of these values, by their names; all others are arrays, or take none. None is tried too, and
 # may be accepted where it is the default.
 ACCEPTED: dict[str, set[str]] = {
@@ -184,7 +188,7 @@ ACCEPTED: dict[str, set[str]] = {
     **dict.fromkeys(("bias_correction", "count_include_pad", "return_aux", "transpose_weight"), BOOLS),
     **dict.fromkeys(("scale_grad_by_freq", "return_logits", "strict"), BOOLS),
     **{key: {"float-class", "jax-class"} for key in ("mu_dtype", "nu_dtype", "ema_dtype")},
-    "mask": BOOLS | {"jax-0d-bool"},
+    "mask": BOOLS | {"jax-0d-bool", "builtin"},  # the last is a function that returns a bool
     "key": {"key"},
     "implementation": {"none"},
     # An enumeration or a descriptor is none of these values, and neither is a shape, a layout or the name of a mode.
@@ -193,7 +197,8 @@ ACCEPTED: dict[str, set[str]] = {
     **{key: set() for key in ("reduction", "sampler", "size", "state", "strategy", "transform", "x_shape")},
     "params": set(),
     "grads": {"none"},
-    "ema_adam.init params": TREES,
+    "ema_adam.init params": TREES | {"complex", "complex64", "complex-array"},
+    "fused_apply transform": {"transform"},  # which has no state of its own
     "mcdnn.PoolingDescriptor padding": INTEGERS | {"integers"},
     "mcdnn.divisive_normalization_backward means": ARRAYS | {"none"},
     "aclnn.embedding_dense_backward padding_idx": ANY_INTEGER,
