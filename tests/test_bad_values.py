@@ -201,6 +201,7 @@ ACCEPTED: dict[str, set[str]] = {
     "fused_apply transform": {"transform"},  # which has no state of its own
     "mcdnn.PoolingDescriptor padding": INTEGERS | {"integers"},
     "mcdnn.divisive_normalization_backward means": ARRAYS | {"none"},
+    "mcdnn.dropout_get_reserve_space_size x": ARRAYS | ABSTRACT | {"complex64", "complex-array", "key", "keys"},
     "aclnn.embedding_dense_backward padding_idx": ANY_INTEGER,
     **{
         f"mcdnn.get_{kind}_workspace_size {argument}": {"none"}
