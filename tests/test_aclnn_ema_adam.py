@@ -54,6 +54,7 @@ def test_aclnn_ema_adam_of_known_values():
     assert [x.tolist() for x in coupled] == [[0.5, 2.5], [2.5, -3.0], [6.25, 9.0], [0.125, 0.625]]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32"])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 2)], ids=str)
 def test_aclnn_ema_adam_reads_the_first_step_only(dtype, shape):

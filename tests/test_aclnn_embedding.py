@@ -41,6 +41,7 @@ def test_embedding_dense_backward_gives_the_documented_examples(grad, indices, a
     np.testing.assert_array_equal(out, truth)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("scale", [False, True], ids=["sum", "scaled"])
 @pytest.mark.parametrize("padding_idx", [3, 0, -1, 7, -1819776, 392092, 2**64 - 1])

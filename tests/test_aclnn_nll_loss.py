@@ -52,6 +52,7 @@ def test_nll_loss2d_backward_gives_the_documented_example():
     np.testing.assert_array_equal(out.reshape(4, 3), truth)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3, 5)], ids=str)
@@ -70,6 +71,7 @@ def test_nll_loss_and_backward_equal_float64(shape, reduction, dtype, rng):
     assert_rounded_once(grad, grad_truth, x.dtype)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["int64", "int32", "uint8"])
 @pytest.mark.parametrize("ignore_index", [-100, 2, 255, 2**40], ids=str)
 def test_nll_loss_takes_every_target_dtype_and_ignore_index(ignore_index, dtype):

@@ -154,6 +154,7 @@ def test_activation_keeps_no_more_than_its_gradient_reads(mode):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 def test_batch_norm_fuses_the_same_activation(mode):
     x = POINTS[np.isfinite(POINTS)].astype(np.float32).reshape(-1, 1)
@@ -197,6 +198,7 @@ def test_activation_takes_numbers_of_the_host_as_tangents_and_cotangents(mode):
         np.testing.assert_allclose(jax.vmap(slope)(x), expected, rtol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 1, 3, 1, 2, 1)], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_activation_takes_any_shape(mode, shape, rng):

@@ -185,6 +185,7 @@ def test_batch_norm_gradient_skips_what_relu_stops():
         assert np.all(np.isfinite(result))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", ["spatial", "per_activation"])
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC", "NCDHW", "NDHWC"])
 def test_batch_norm_transposes_no_image(layout, mode, rng):

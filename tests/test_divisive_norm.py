@@ -45,6 +45,7 @@ def test_divisive_norm_equals_loops_in_float64(attributes, shape, with_means, rn
         np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", AXES)
 def test_divisive_norm_takes_every_layout(layout, rng):
     arrays = draw(rng, (2, 2, 3, 4, 2)[: len(layout)])
@@ -101,6 +102,7 @@ def many_outliers(rng, shape):
 IMAGES = {"far-from-zero": (far_from_zero, 3e-6, 3e-6), "ramp": (ramp, 1e-5, 1e-5), "outliers": (outliers, 2e-6, 1e-4)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("images", "of_y", "of_gradients"), IMAGES.values(), ids=IMAGES)
 @pytest.mark.parametrize("n", [6, 15])
 def test_divisive_norm_keeps_the_digits_of_deviations(n, images, of_y, of_gradients, rng):

@@ -47,6 +47,7 @@ def test_threefry_gives_the_published_words():
         assert tuple(map(int, threefry(*map(jnp.uint32, inputs)))) == words
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("shape", "rate"), [*((shape, 0.75) for shape in SHAPES), ((1000,), 0.1), ((8, 64), 0.5)], ids=str
 )
@@ -59,6 +60,7 @@ def test_dropout_scales_what_it_keeps_and_zeroes_the_rest(shape, rate, rng):
     np.testing.assert_array_equal(dx, np.where(mask, np.asarray(dy) * scale, 0))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_dropout_masks_elements_by_their_place_in_row_major_order(shape):
     flat = kept(KEY, math.prod(shape), 0.25)
@@ -170,6 +172,7 @@ def test_dropout_takes_typed_and_raw_keys_of_every_implementation(impl):
     assert (mask != kept(jax.random.key(6, impl=impl), 4096, 0.5)).any()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(8, 64), (8, 5), (8, 2, 3, 32), (8, 3, 4, 8)], ids=str)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_dropout_keeps_the_same_elements_however_they_are_split(axis_type, shape, rng):

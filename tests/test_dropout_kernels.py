@@ -72,6 +72,7 @@ def test_dropout_reference_draws_the_same_mask(rate):
     np.testing.assert_array_equal(dropout(key, jnp.ones(1001), rate) != 0, oracle.kept(KEY_WORDS, 1001, rate))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("split", ["none", "shard_map", "explicit"])
 def test_dropout_launches_a_kernel_each_way_for_each_devices_part(name, split):

@@ -104,6 +104,7 @@ def make_state(rng, optimizer, dtype="float32"):
     return params, (adam._replace(count=adam.count + 6, mu=noisy(adam.mu), nu=noisy(adam.nu)), noisy(average))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["adamw", "l2"])
 def test_ema_adam_rows_is_ema_adam_on_touched_rows_and_nothing_elsewhere(mode, dtype, rng):

@@ -87,6 +87,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("axis_type", "options"), [(AxisType.Auto, OPTIONS["scaled"]), (AxisType.Explicit, {})], ids=str
 )
@@ -135,6 +136,7 @@ def test_row_gradients_of_a_split_batch_are_exchanged_and_summed_again(rng):
         contract.assert_close(jax.tree.map(lambda x, at=device: x[at], every), expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("model", None), P(None, "model")], ids=str)
 def test_ema_adam_rows_leaves_a_split_table_split(spec, axis_type, rng):

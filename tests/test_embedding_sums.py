@@ -47,6 +47,7 @@ def test_embedding_gradient_equals_float64_in_every_form(positions, scale, dtype
         np.testing.assert_allclose(np.asarray(out).astype(np.float64), truth, rtol=tolerance, atol=2e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("num_weights", [2, 50257])
 def test_embedding_gradient_counts_40960_ones_in_every_form(num_weights, place):
@@ -56,6 +57,7 @@ def test_embedding_gradient_counts_40960_ones_in_every_form(num_weights, place):
     assert jnp.sum(out != 0) == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("num_weights", [6, 600])
 def test_embedding_gradient_keeps_nan_to_its_row_in_every_form(num_weights, place):
@@ -64,6 +66,7 @@ def test_embedding_gradient_keeps_nan_to_its_row_in_every_form(num_weights, plac
     np.testing.assert_array_equal(np.asarray(out[:6, 0], np.float32), [np.nan, np.inf, 0, 0, 1, 2])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", contract.first_in_every_run(["bfloat16", "float32"]))
 def test_embedding_gradient_is_the_same_in_every_run_and_order(dtype, place, rng):

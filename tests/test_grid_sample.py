@@ -45,6 +45,7 @@ def assert_all_close(actual, expected, rtol=1e-4, atol=2e-5):
         np.testing.assert_allclose(np.asarray(one).astype(np.float64), exact, rtol=rtol, atol=atol)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_grid_sample_equals_loops_in_float64(shape, rng):
     case = make_case(rng, shape)

@@ -108,6 +108,7 @@ def test_linear_cross_entropy_statistics_agree_with_float64(name, capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_linear_cross_entropy_statistics_take_the_first_of_equal_logits_and_skip_excluded_classes():
     """A bias of -inf excludes classes, here all of the first tile. Of three splits of four tiles the last has none."""
     x = jnp.asarray([[1.0] * 8, [0.0] * 8], "bfloat16")
@@ -208,6 +209,7 @@ def test_linear_cross_entropy_gradients_compute_only_what_is_needed():
         ]
 
 
+@pytest.mark.slow
 def test_linear_cross_entropy_split_vocabulary_runs_on_the_kernels():
     """The documented calls on two parts of a vocabulary, with the kernels and with their references."""
     (x, weight, _, _, _), _ = make_case(6, 64, 140)
@@ -248,6 +250,7 @@ def kernels_in(function, *operands):
     return text.count("stablehlo.custom_call @mosaic_gpu")
 
 
+@pytest.mark.slow
 def test_linear_cross_entropy_lowers_to_one_kernel_a_pass():
     (x, weight, _, labels, _), _ = make_case(16, 64, 300)
     loss = functools.partial(linear_cross_entropy, strategy="recompute", label_smoothing=0.1, softcap=30.0)

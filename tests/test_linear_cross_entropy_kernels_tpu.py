@@ -120,6 +120,7 @@ def assert_close(actual, expected, rtol=2e-5):
     np.testing.assert_allclose(wide(actual), expected, rtol=rtol, atol=rtol * scale)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_linear_cross_entropy_tpu_kernels_agree_with_float64(variant, rng):
     attributes = {"softcap": variant.get("softcap"), "metrics": variant.get("metrics", False)}

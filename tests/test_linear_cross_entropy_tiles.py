@@ -32,6 +32,7 @@ def test_linear_cross_entropy_counts_no_padding_of_a_vocabulary(classes, strateg
     assert_equals_float64(value_and_gradients(*case, **options), case, options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("classes", contract.first_in_every_run([50, 48, 7]))
 def test_linear_cross_entropy_of_many_rows_equals_float64(classes, strategy, rng):

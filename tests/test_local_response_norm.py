@@ -32,6 +32,7 @@ def value_and_gradient(fn, x, cotangent):
     return y, pull_back(cotangent)[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("attributes", ATTRIBUTES.values(), ids=ATTRIBUTES)
 def test_local_response_norm_equals_loops_in_float64(attributes, rng):
     x, dy = draw(rng)
@@ -42,6 +43,7 @@ def test_local_response_norm_equals_loops_in_float64(attributes, rng):
         np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", AXES)
 @pytest.mark.parametrize("n", [4, 5])
 def test_local_response_norm_takes_every_layout(n, layout, rng):
