@@ -18,14 +18,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.batch_norm_refusals import IDENTITY, refusal
+from pallas_kernels.gpu import hopper
+from pallas_kernels.gpu.hopper import VECTOR, WARPGROUP
 from pallas_kernels.kernel import Kernel
 
-_WARPGROUP = 128  # threads of a block, and so the shortest run of elements that one access can touch
-_VECTOR = 4  # elements of one access of a thread
 _PARTS = 1024  # thread blocks that fill a GPU, about
 _SLAB_ROWS = 16  # at least, or the statistics of parts are no longer few
-_MAX_ELEMENTS = 2**31 - 1
-_DTYPES = ("float32", "bfloat16", "float16")
 _CONFIGS = ({"width": 512}, {"width": 1024}, {"width": 256})
 
 
@@ -148,20 +146,20 @@ def tiling_of(shape, max_width):
     n, a, c, b = shape[-4:]
     if b > 1 or c == 1:
         view = (n, c, a * b)
-        if (a > 1 and c > 1) or view[2] < _WARPGROUP:
+        if (a > 1 and c > 1) or view[2] < WARPGROUP:
             return None
         width = min(max_width, 1 << (view[2].bit_length() - 1))
-        vector = min(_VECTOR, width // _WARPGROUP) if view[2] % _VECTOR == 0 else 1
+        vector = min(VECTOR, width // WARPGROUP) if view[2] % VECTOR == 0 else 1
         return Tiling(view, False, c, width, vector)
     # Rows of pixels side by side, until warpgroups divide them: two blocks must not write the same.
-    fold = _WARPGROUP // math.gcd(c, _WARPGROUP)
+    fold = WARPGROUP // math.gcd(c, WARPGROUP)
     rows, columns = n * a // fold, fold * c
     if n * a % fold:
         return None
     width = next(width for width in (max_width >> i for i in range(max_width)) if columns % width == 0)
     most = max(1, min(_PARTS * width // columns, rows // _SLAB_ROWS))
     slabs = max(slabs for slabs in range(1, most + 1) if rows % slabs == 0)
-    return Tiling((slabs, rows // slabs, columns), True, c, width, min(_VECTOR, width // _WARPGROUP))
+    return Tiling((slabs, rows // slabs, columns), True, c, width, min(VECTOR, width // WARPGROUP))
 
 
 def _parts_kernel(x_gmem, mean_gmem, squares_gmem, *, tiling, pin_layouts):
@@ -232,19 +230,12 @@ def run(x, scale, bias, *residual, epsilon, axis_name, config, activation=IDENTI
 
 def refuses(hardware, x, *operands, axis_name, activation=IDENTITY, **_) -> str | None:
     """Why the kernels cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
-    if hardware.compute_capability is not None and hardware.compute_capability < (9, 0):
-        major, minor = hardware.compute_capability
-        return f"Mosaic GPU needs compute capability 9.0 or later; {hardware.name} has {major}.{minor}"
-    if jnp.dtype(x.dtype).name not in _DTYPES:
-        return f"the kernels take {', '.join(_DTYPES)}; x is {jnp.dtype(x.dtype).name}"
-    if reason := refusal(x, axis_name, activation):
+    if reason := hopper.refusal(hardware, x=x) or refusal(x, axis_name, activation):
         return reason
     if math.prod(x.shape[:-4]) > 1:
         return f"the kernels take one batch of images; vmap made {math.prod(x.shape[:-4])} of them"
-    if math.prod(x.shape) > _MAX_ELEMENTS:
-        return f"the kernels' 32-bit offsets reach {_MAX_ELEMENTS} elements; x has {math.prod(x.shape)}"
     if tiling_of(x.shape, _CONFIGS[0]["width"]) is None:
-        return f"a warpgroup reads {_WARPGROUP} elements at a time; images of {list(x.shape[-3:])} have no such runs"
+        return f"a warpgroup reads {WARPGROUP} elements at a time; images of {list(x.shape[-3:])} have no such runs"
     return None
 
 

@@ -7,7 +7,6 @@ Functions import `mosaic_gpu` themselves: it takes a third of a second, which on
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +15,16 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.ema_adam_update import COEFFICIENTS, ema_adam_update
+from pallas_kernels.gpu import hopper
+from pallas_kernels.gpu.hopper import VECTOR, WARPGROUP
 from pallas_kernels.kernel import Kernel
 
-_WARPGROUP = 128  # threads of a block, and so the shortest run of elements that one access can touch
-_VECTOR = 4  # elements of one access of a thread: 16 bytes of float32, the most there is
-_MAX_ELEMENTS = 2**31 - 1
-_DTYPES = ("float32", "bfloat16", "float16")
 _CONFIGS = ({"block_elements": 1024}, {"block_elements": 512}, {"block_elements": 2048})
 
 
 def _full_blocks(size: int, block_elements: int) -> int:
     """How many blocks are updated whole; what they leave over is nothing, or enough to fill a warpgroup."""
-    return size // block_elements if size % block_elements == 0 else (size - _WARPGROUP) // block_elements
+    return size // block_elements if size % block_elements == 0 else (size - WARPGROUP) // block_elements
 
 
 def _sqrt(x: jax.Array) -> jax.Array:
@@ -60,7 +57,7 @@ def _kernel(coefficients_gmem, *refs, result_indices, mode, output, block_elemen
     @pl.when(block < full_blocks)
     def _():
         start = block * block_elements
-        update(start, block_elements, load(start, block_elements, min(_VECTOR, block_elements // _WARPGROUP)))
+        update(start, block_elements, load(start, block_elements, min(VECTOR, block_elements // WARPGROUP)))
 
     rest = full_blocks * block_elements
     if rest < size:
@@ -91,7 +88,7 @@ def run(grad, var, m, v, s, coefficients, *, mode, output, config, interpret=Fal
 
     if grad.size == 0:
         return var, m, v, s
-    block_elements, padding = config["block_elements"], max(0, _WARPGROUP - grad.size)
+    block_elements, padding = config["block_elements"], max(0, WARPGROUP - grad.size)
     operands = [x.reshape(-1) for x in (grad, var, m, v, s)]
     if padding:
         operands = [jnp.pad(x, (0, padding)) for x in operands]
@@ -122,15 +119,7 @@ def run(grad, var, m, v, s, coefficients, *, mode, output, config, interpret=Fal
 
 def refuses(hardware, grad, var, m, v, s, coefficients, *, mode, output) -> str | None:
     """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
-    if hardware.compute_capability is not None and hardware.compute_capability < (9, 0):
-        major, minor = hardware.compute_capability
-        return f"Mosaic GPU needs compute capability 9.0 or later; {hardware.name} has {major}.{minor}"
-    for name, operand in {"grad": grad, "var": var, "m": m, "v": v, "s": s}.items():
-        if jnp.dtype(operand.dtype).name not in _DTYPES:
-            return f"the kernel takes {', '.join(_DTYPES)}; {name} is {jnp.dtype(operand.dtype).name}"
-    if math.prod(grad.shape) > _MAX_ELEMENTS:
-        return f"the kernel's 32-bit offsets reach {_MAX_ELEMENTS} elements; grad has {math.prod(grad.shape)}"
-    return None
+    return hopper.refusal(hardware, grad=grad, var=var, m=m, v=v, s=s)
 
 
 def configs(hardware, grad, var, m, v, s, coefficients, *, mode, output):

@@ -19,15 +19,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.gpu import hopper
+from pallas_kernels.gpu.hopper import MAX_ELEMENTS, VECTOR, WARPGROUP
 from pallas_kernels.kernel import Kernel
 
-_WARPGROUP = 128  # threads of a block, and so the shortest run of elements that one access can touch
-_VECTOR = 4  # elements of one access of a thread
 _AHEAD = 4  # rows whose loads are under way at a time
 _WIDTHS = (512, 256, 128)
-_MAX_ELEMENTS = 2**31 - 1
 _NO_ROW = 2**31 - 1
-_DTYPES = ("float32", "bfloat16", "float16")
 _CONFIGS = ({"chunk_rows": 32}, {"chunk_rows": 64}, {"chunk_rows": 16})
 
 
@@ -95,8 +93,8 @@ class Columns(NamedTuple):
     @classmethod
     def of(cls, total: int) -> "Columns":
         """The widest accesses that divide a row; else narrow ones, the last of which overlaps the one before."""
-        width = next((width for width in _WIDTHS if total % width == 0), _WARPGROUP)
-        vector = min(_VECTOR, width // _WARPGROUP)
+        width = next((width for width in _WIDTHS if total % width == 0), WARPGROUP)
+        vector = min(VECTOR, width // WARPGROUP)
         return cls(total, width, math.gcd(vector, total))
 
     @property
@@ -132,7 +130,7 @@ def run(grad, indices, *, num_weights, padding_idx, scale_grad_by_freq, config, 
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     chunk_rows, width = config["chunk_rows"], grad.shape[-1]
-    rows = jnp.pad(grad.reshape(-1, width), ((0, 0), (0, max(0, _WARPGROUP - width))))
+    rows = jnp.pad(grad.reshape(-1, width), ((0, 0), (0, max(0, WARPGROUP - width))))
     ids = indices.reshape(-1)
     ids = ids if ids.dtype.itemsize == 8 else ids.astype(jnp.int32)
     live = (ids >= 0) & (ids < num_weights)
@@ -174,16 +172,13 @@ def _of_partial_sums(ids, factors, chunk_rows):
 
 def refuses(hardware, grad, indices, *, num_weights, **_) -> str | None:
     """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
-    if hardware.compute_capability is not None and hardware.compute_capability < (9, 0):
-        major, minor = hardware.compute_capability
-        return f"Mosaic GPU needs compute capability 9.0 or later; {hardware.name} has {major}.{minor}"
-    if jnp.dtype(grad.dtype).name not in _DTYPES:
-        return f"the kernel takes {', '.join(_DTYPES)}; grad is {jnp.dtype(grad.dtype).name}"
+    if reason := hopper.refusal(hardware, grad=grad):
+        return reason
     if 0 in (*grad.shape, num_weights):
         return f"there is nothing to sum; grad is {list(grad.shape)}"
-    most = max(math.prod(indices.shape), num_weights) * max(_WARPGROUP, grad.shape[-1])
-    if most > _MAX_ELEMENTS:
-        return f"the kernel's 32-bit offsets reach {_MAX_ELEMENTS} elements; grad or table has {most}"
+    most = max(math.prod(indices.shape), num_weights) * max(WARPGROUP, grad.shape[-1])
+    if most > MAX_ELEMENTS:
+        return f"the kernel's 32-bit offsets reach {MAX_ELEMENTS} elements; grad or table has {most}"
     return None
 
 

@@ -16,13 +16,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.gpu import hopper
+from pallas_kernels.gpu.hopper import WARPGROUP
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.local_response_norm_windows import reach, refusal
 
-_WARPGROUP = 128  # threads of a block, and so the shortest run of elements that one access can touch
 _MAX_WINDOW = 16  # channels of which a thread keeps numbers in registers
-_MAX_ELEMENTS = 2**31 - 1
-_DTYPES = ("float32", "bfloat16", "float16")
 _CONFIGS = ({"width": 128, "channels": 8}, {"width": 128, "channels": 4}, {"width": 256, "channels": 4})
 _CHANNELS = -4
 
@@ -166,21 +165,14 @@ def run_backward(x, grad, *, config, interpret=False, **params):
 
 def refuses(hardware, x, *grad, n, alpha, k, **_) -> str | None:
     """Why the kernels cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
-    if hardware.compute_capability is not None and hardware.compute_capability < (9, 0):
-        major, minor = hardware.compute_capability
-        return f"Mosaic GPU needs compute capability 9.0 or later; {hardware.name} has {major}.{minor}"
-    for name, operand in zip(("x", "grad"), (x, *grad), strict=False):
-        if jnp.dtype(operand.dtype).name not in _DTYPES:
-            return f"the kernels take {', '.join(_DTYPES)}; {name} is {jnp.dtype(operand.dtype).name}"
-    if reason := refusal(x, alpha=alpha, k=k):
+    operands = dict(zip(("x", "grad"), (x, *grad), strict=False))
+    if reason := hopper.refusal(hardware, **operands) or refusal(x, alpha=alpha, k=k):
         return reason
     if n > _MAX_WINDOW:
         return f"the kernels keep windows in registers, of {_MAX_WINDOW} channels at most; n is {n}"
-    if math.prod(x.shape) > _MAX_ELEMENTS:
-        return f"the kernels' 32-bit offsets reach {_MAX_ELEMENTS} elements; x has {math.prod(x.shape)}"
     pixels = math.prod(x.shape[_CHANNELS + 1 :])
-    if pixels < _WARPGROUP:
-        return f"a warpgroup takes {_WARPGROUP} pixels that lie side by side; behind the channels of x lie {pixels}"
+    if pixels < WARPGROUP:
+        return f"a warpgroup takes {WARPGROUP} pixels that lie side by side; behind the channels of x lie {pixels}"
     return None
 
 

@@ -17,13 +17,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import whole_images
 from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.gpu import hopper
+from pallas_kernels.gpu.hopper import VECTOR, WARPGROUP
 from pallas_kernels.kernel import Kernel
 
-_WARPGROUP = 128  # threads of a block, and so the shortest run of elements that one access can touch
-_VECTOR = 4  # elements of one access of a thread
-_MAX_ELEMENTS = 2**31 - 1
 _MAX_WINDOW = 16  # elements of which a thread keeps one in a register
-_DTYPES = ("float32", "bfloat16", "float16")
 _CONFIGS = ({"width": 128}, {"width": 256}, {"width": 512})
 
 
@@ -36,7 +34,7 @@ def _kernel(x_gmem, grad_gmem, dx_gmem, *, window, stride, width, propagate_nan,
     layout = None
     lanes = lax.broadcasted_iota(jnp.int32, (width,), 0)
     if pin_layouts:
-        vector = min(_VECTOR, width // _WARPGROUP) if channels % _VECTOR == 0 else 1
+        vector = min(VECTOR, width // WARPGROUP) if channels % VECTOR == 0 else 1
         layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
         lanes = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
 
@@ -113,13 +111,7 @@ def run(x, grad, *, window, stride, padding, propagate_nan, config, interpret=Fa
 
 def refuses(hardware, x, grad, *, window, stride, padding, **_) -> str | None:
     """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
-    if hardware.compute_capability is not None and hardware.compute_capability < (9, 0):
-        major, minor = hardware.compute_capability
-        return f"Mosaic GPU needs compute capability 9.0 or later; {hardware.name} has {major}.{minor}"
-    for name, operand in (("x", x), ("grad", grad)):
-        if jnp.dtype(operand.dtype).name not in _DTYPES:
-            return f"the kernel takes {', '.join(_DTYPES)}; {name} is {jnp.dtype(operand.dtype).name}"
-    if reason := whole_images.refusal(x):
+    if reason := hopper.refusal(hardware, x=x, grad=grad) or whole_images.refusal(x):
         return reason
     if (window[0], stride[0], padding[0]) != (1, 1, (0, 0)):
         return "the kernel pools rows and columns; these windows reach over the depth as well"
@@ -127,10 +119,8 @@ def refuses(hardware, x, grad, *, window, stride, padding, **_) -> str | None:
         return "the kernel takes windows that share no element and no padding: others would be read several times"
     if math.prod(stride) > _MAX_WINDOW:
         return f"the kernel is written out for up to {_MAX_WINDOW} pixels from window to window; these are {stride[1:]}"
-    if x.shape[-1] < _WARPGROUP:
-        return f"a warpgroup takes {_WARPGROUP} channels that lie side by side; the last axis of x has {x.shape[-1]}"
-    if math.prod(x.shape) > _MAX_ELEMENTS:
-        return f"the kernel's 32-bit offsets reach {_MAX_ELEMENTS} elements; x has {math.prod(x.shape)}"
+    if x.shape[-1] < WARPGROUP:
+        return f"a warpgroup takes {WARPGROUP} channels that lie side by side; the last axis of x has {x.shape[-1]}"
     return None
 
 

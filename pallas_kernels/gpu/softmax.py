@@ -18,14 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.gpu import hopper
+from pallas_kernels.gpu.hopper import VECTOR, WARPGROUP
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.softmax_groups import View, refusal
 
-_WARPGROUP = 128  # threads of a block, and so the shortest run of elements that one access can touch
-_VECTOR = 4  # elements of one access of a thread
 _HELD = 64  # values that a thread holds of all operands, at most
-_MAX_ELEMENTS = 2**31 - 1
-_DTYPES = ("float32", "bfloat16", "float16")
 _WIDTHS = (512, 256, 128)
 
 
@@ -50,7 +48,7 @@ class Tiling(NamedTuple):
     @property
     def vector(self) -> int:
         """Elements of one access of a thread."""
-        return min(_VECTOR, self.width // _WARPGROUP) if self.view.shape[2] % _VECTOR == 0 else 1
+        return min(VECTOR, self.width // WARPGROUP) if self.view.shape[2] % VECTOR == 0 else 1
 
     @property
     def runs(self) -> int:
@@ -70,13 +68,13 @@ class Tiling(NamedTuple):
     @property
     def is_held(self) -> bool:
         """Whether registers hold what a block has."""
-        return self.operands * self.steps * self.width <= _HELD * _WARPGROUP
+        return self.operands * self.steps * self.width <= _HELD * WARPGROUP
 
 
 def tiling_of(view, max_width, operands=1):
     """How a view is shared out; None if no access fits its last axis."""
     extent = view.shape[2]
-    if extent < _WARPGROUP:
+    if extent < WARPGROUP:
         return None
     return Tiling(view, min(max_width, 1 << (extent.bit_length() - 1)), operands)
 
@@ -227,21 +225,13 @@ def run(x, *, log, groups, config, interpret=False):
 
 def refuses(hardware, *operands, log, groups) -> str | None:
     """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
-    if hardware.compute_capability is not None and hardware.compute_capability < (9, 0):
-        major, minor = hardware.compute_capability
-        return f"Mosaic GPU needs compute capability 9.0 or later; {hardware.name} has {major}.{minor}"
-    for operand in operands:
-        dtype = jnp.dtype(operand.dtype).name
-        if dtype not in _DTYPES:
-            return f"the kernels take {', '.join(_DTYPES)}; an operand is {dtype}"
+    names = ("y", "grad") if len(operands) > 1 else ("x",)
     shape = operands[-1].shape
-    if reason := refusal(operands[-1]):
+    if reason := hopper.refusal(hardware, **dict(zip(names, operands, strict=True))) or refusal(operands[-1]):
         return reason
-    if math.prod(shape) > _MAX_ELEMENTS:
-        return f"the kernels' 32-bit offsets reach {_MAX_ELEMENTS} elements; there are {math.prod(shape)}"
     view = View.in_memory(groups, shape)
-    if tiling_of(view, _WARPGROUP) is None:
-        return f"a warpgroup reads {_WARPGROUP} elements at a time; the last axis in memory has {view.shape[2]}"
+    if tiling_of(view, WARPGROUP) is None:
+        return f"a warpgroup reads {WARPGROUP} elements at a time; the last axis in memory has {view.shape[2]}"
     return None
 
 

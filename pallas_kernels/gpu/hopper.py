@@ -1,0 +1,25 @@
+"""What kernels for NVIDIA GPUs from Hopper on have in common. Each thread block of theirs is a warpgroup, or a few."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+WARPGROUP = 128  # threads, and so the shortest run of elements that one access of a warpgroup can touch
+VECTOR = 4  # elements of one access of a thread: 16 bytes of float32, the most there is
+MAX_ELEMENTS = 2**31 - 1
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def refusal(hardware: Any, **operands: Any) -> str | None:
+    """Why a kernel cannot run on a chip with these operands: an older GPU, another dtype, or too many elements."""
+    if hardware.compute_capability is not None and hardware.compute_capability < (9, 0):
+        major, minor = hardware.compute_capability
+        return f"Mosaic GPU needs compute capability 9.0 or later; {hardware.name} has {major}.{minor}"
+    for name, operand in operands.items():
+        dtype = jnp.dtype(operand.dtype).name
+        if dtype not in DTYPES:
+            return f"the kernel takes {', '.join(DTYPES)}; {name} is {dtype}"
+        if math.prod(operand.shape) > MAX_ELEMENTS:
+            return f"the kernel's 32-bit offsets reach {MAX_ELEMENTS} elements; {name} has {math.prod(operand.shape)}"
+    return None
