@@ -133,7 +133,7 @@ def test_linear_cross_entropy_aux_costs_nothing_unused(rng):
     x, weight, labels = make_case(rng, classes=1024)
 
     def loss(x, return_aux):
-        result = linear_cross_entropy(x, weight, labels, return_aux=return_aux, strategy="full")
+        result = linear_cross_entropy(x, weight, labels, return_aux=bool(return_aux), strategy="full")
         return (result[0], result[1].prediction) if return_aux == "used" else result[0] if return_aux else result
 
     logits_size = 13 * 1024
