@@ -26,12 +26,14 @@ def as_array(operator: str, argument: str, value: Any, *, status: int | str = PA
         raise _refusal(operator, argument, value, status)
     _check_integers(operator, argument, value, status)
     try:
-        array = jnp.asarray(value)
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-    ):  # as JAX and NumPy say of ragged lists, and of numbers without a dtype in JAX
+        with np.errstate(over="raise"):
+            if isinstance(value, float | complex):  # which JAX casts only where they are used
+                np.asarray(value, jax.dtypes.canonicalize_dtype(type(value)))
+            array = jnp.asarray(value)
+    except FloatingPointError:
+        rule = f"hold numbers that fit {jax.dtypes.canonicalize_dtype(float)}, as jax_enable_x64 is off"
+        raise BadParamError(f"{operator}: {argument} must {rule}; got {show(value)}", status) from None
+    except (TypeError, ValueError, OverflowError):  # ragged lists, and numbers that have no dtype in JAX
         raise _refusal(operator, argument, value, status) from None
     # JAX takes arrays of `float0`, which hold nothing.
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended)):

@@ -160,7 +160,7 @@ NUMBERS = INTEGERS | {"half", "-half", "third", "numpy-half", "tiny"}
 SCALARS = NUMBERS | {"numpy-0d", "jax-0d"}
 BOOLS = {"true", "numpy-true"}
 # Values of data are nobody's business; shapes and dtypes are each operator's own, and tested there.
-ARRAYS = {"nan", "inf", "-inf", "beyond-float32", "numpy-inf", "numbers-of-rank-9", "bools-of-rank-6", "jax-0d-bool"}
+ARRAYS = {"nan", "inf", "-inf", "numpy-inf", "numbers-of-rank-9", "bools-of-rank-6", "jax-0d-bool"}
 ARRAYS |= {"half", "-half", "numpy-half", "tiny", "0", "1", "-1", "2", "numpy-int", "true", "numpy-true", "numpy-0d"}
 ARRAYS |= {"jax-0d", "rows", "half-rows", "column", "ids", "no-elements", "empty-tuple", "empty-list", "numbers"}
 ARRAYS |= {"integers"}
@@ -204,7 +204,7 @@ ACCEPTED: dict[str, set[str]] = {
     "mcdnn.dropout_get_reserve_space_size x": ARRAYS | ABSTRACT | {"complex64", "complex-array", "key", "keys"},
     "aclnn.embedding_dense_backward padding_idx": ANY_INTEGER,
     **{
-        f"mcdnn.get_{kind}_workspace_size {argument}": {"none"}
+        f"mcdnn.get_{kind}_workspace_size {argument}": {"none", "abstract-image"}
         for kind in ("batch_normalization_backward_ex", "normalization_backward")
         for argument in ("y", "dz")
     },
@@ -239,19 +239,20 @@ def accepted(name, argument, optional):
 
 def outcome(call, arguments):
     """None where the call is accepted, else the message of its refusal; nothing is compiled."""
+    refusals = []
 
     def traced():
-        call(**arguments)
+        # Caught in here: JAX would take longer to shorten the traceback than everything else takes.
+        try:
+            call(**arguments)
+        except ValueError as refusal:
+            # `use` is lowering's, whose errors have no status.
+            if not isinstance(refusal, OperatorError) and not str(refusal).startswith("use: "):
+                raise
+            refusals.append(str(refusal))
 
-    try:
-        jax.eval_shape(traced)
-    except OperatorError as refusal:
-        return str(refusal)
-    except ValueError as refusal:  # `use` is lowering's, whose errors have no status
-        if str(refusal).startswith("use: "):
-            return str(refusal)
-        raise
-    return None
+    jax.eval_shape(traced)
+    return refusals[0] if refusals else None
 
 
 def check(name, argument, label, optional):
@@ -277,7 +278,7 @@ def failures(name, labels_of):
         for label in labels_of(i)
         if argument != "self"
     )
-    return [failure for failure in found if failure is not None]
+    return "\n".join(failure for failure in found if failure is not None)
 
 
 def test_table_has_every_public_function():
@@ -302,10 +303,10 @@ def test_bad_values_are_refused_in_one_sentence(name):
     """A few values for each argument, others for each function; the slow test has all."""
     labels, start = list(VALUES), 5 * list(CALLS).index(name)
     step = len(labels) // QUICK
-    assert failures(name, lambda i: [labels[(start + 3 * i + step * k) % len(labels)] for k in range(QUICK)]) == []
+    assert failures(name, lambda i: [labels[(start + 3 * i + step * k) % len(labels)] for k in range(QUICK)]) == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_all_bad_values_are_refused_in_one_sentence(name):
-    assert failures(name, lambda _: VALUES) == []
+    assert failures(name, lambda _: VALUES) == ""

@@ -126,6 +126,18 @@ def test_ids_that_32_bits_would_cut_are_refused(value):
         np.testing.assert_array_equal(as_array("op", "x", value), value)
 
 
+@pytest.mark.parametrize("value", [1e39, -3.5e38, [1.0, 1e39], np.float64(1e39), np.array([1e39]), 1e39 + 0j])
+def test_numbers_that_float32_cannot_hold_are_refused(value):
+    """Also while tracing, where JAX leaves the cast of a Python number to whatever comes next."""
+    messages = [str(refusal(as_array, value))]
+    jax.eval_shape(lambda: messages.append(str(refusal(as_array, value))))
+    for message in messages:
+        assert message.startswith("op: x must hold numbers that fit float32, as jax_enable_x64 is off; got ")
+    assert np.isinf(as_array("op", "x", [np.inf])).all()
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(as_array("op", "x", value), value)
+
+
 def test_shapes_need_no_values():
     abstract = jax.ShapeDtypeStruct((2, 3), jnp.float32)
     assert as_shape("op", "x", abstract) is abstract

@@ -206,9 +206,11 @@ def _each(value: Any, count: int) -> tuple[int, ...] | None:
 
 
 def check_numbers(operator: str, extents: Sequence[int], window: Sequence[int], stride: Sequence[int]) -> None:
-    """Refuses images without pixels, and windows and strides that are not positive."""
-    require(min(window) >= 1, operator, "window", "be at least 1", window, status=BAD_PARAM)
-    require(min(stride) >= 1, operator, "stride", "be at least 1", stride, status=BAD_PARAM)
+    """Refuses images without pixels, and windows and strides that are not positive int32 numbers."""
+    for argument, numbers in (("window", window), ("stride", stride)):
+        require(min(numbers) >= 1, operator, argument, "be at least 1", numbers, status=BAD_PARAM)
+        # Positions are counted in int32.
+        require(max(numbers) <= INT32_MAX, operator, argument, f"be at most {INT32_MAX}", numbers, status=BAD_PARAM)
     has_pixels = all(extent >= 1 for extent in extents)
     require(has_pixels, operator, "x", "have spatial extents of at least 1", extents, status=BAD_PARAM)
 
@@ -224,7 +226,6 @@ def check_windows(
     padded = tuple(n + low + high for n, (low, high) in zip(extents, padding, strict=True))
     fits = all(w <= n for w, n in zip(window, padded, strict=True))
     require(fits, operator, "window", f"be no larger than x with its padding, {padded}", window, status=BAD_PARAM)
-    # Positions are counted in int32.
     countable = all(jax.export.is_symbolic_dim(n) or n <= INT32_MAX for n in padded)
     rule = f"make x at most {INT32_MAX} positions long"
     require(countable, operator, "padding", rule, shown, status=BAD_PARAM)
