@@ -21,7 +21,8 @@ _FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 
 def is_integer(value: Any) -> bool:
     """Whether a value is an integer of Python or NumPy."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    # NumPy counts durations among its integers.
+    return isinstance(value, Integral) and not isinstance(value, bool | np.timedelta64)
 
 
 def is_bool(value: Any) -> bool:
@@ -127,9 +128,9 @@ def require_axis_names(
 def require_floating_dtype(operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID) -> np.dtype:
     """A floating-point dtype that JAX has, given as a dtype, its type or its name."""
     dtype = _as_dtype(value)
-    # NumPy has wider ones than JAX.
-    is_floating = dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize <= 8
-    require(is_floating, operator, argument, "be a floating dtype", value, status=status)
+    # NumPy has wider ones than JAX, and others with their bytes reversed.
+    fits = dtype is not None and dtype.itemsize <= 8 and dtype.isnative and bool(jnp.issubdtype(dtype, jnp.floating))
+    require(fits, operator, argument, "be a floating dtype", value, status=status)
     return jnp.dtype(value)
 
 
@@ -144,7 +145,8 @@ def _as_float(value: Any, zero_rank: bool) -> float | None:
 
 
 def _is_real(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
+    is_number = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    return bool(is_number) and dtype.kind != "m"
 
 
 def _as_dtype(value: Any) -> np.dtype | None:

@@ -65,9 +65,17 @@ def show(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"
     # Where an object lies in memory tells nobody anything.
-    text = _show_elements(value) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    text = _show_elements(value) or re.sub(r" at 0x[0-9a-f]+", "", _written(value))
     text = " ".join(text.split())
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def _written(value: Any) -> str:
+    """The repr, unless it fails, as those of objects that are not whole do: the refusal matters more."""
+    try:
+        return repr(value)
+    except Exception:
+        return f"a value of type {type(value).__qualname__}"
 
 
 def _show_elements(value: Any) -> str | None:

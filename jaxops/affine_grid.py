@@ -43,8 +43,9 @@ def affine_grid(theta: jax.Array, size: Sequence[int]) -> jax.Array:
     name = "affine_grid"
     theta = as_array(name, "theta", theta, status=BAD_PARAM)
     require(theta.ndim == 3, name, "theta", "have shape (N, 2, 3)", theta, status=BAD_PARAM)
-    batch, _, *extents = _layouts.sizes(size) or (None, None)
-    require(len(extents) == 2, name, "size", "be four sizes, (N, C, H, W)", size, status=BAD_PARAM)
+    sizes = _layouts.sizes(size) or ()
+    require(len(sizes) == 4, name, "size", "be four sizes, (N, C, H, W)", size, status=BAD_PARAM)
+    batch, _, *extents = sizes
     require(batch == theta.shape[0], name, "size", f"begin with theta's {theta.shape[0]}", size, status=BAD_PARAM)
     return AFFINE_GRID(theta, extents=tuple(extents))[0]
 

@@ -37,6 +37,13 @@ class ForeignTensor:
         return np.ones((2, 3), np.float32)
 
 
+class Unfinished:
+    """What cannot show itself, as its `__init__` failed."""
+
+    def __repr__(self):
+        return self.name
+
+
 class Color(enum.Enum):
     """An enumeration of somebody else's."""
 
@@ -67,9 +74,11 @@ NOTHINGS: dict[str, Any] = {
     "module": math,
     "path": pathlib.Path("zzz"),
     "date": datetime.date(2026, 1, 1),
+    "duration": np.timedelta64(1, "s"),
     "pattern": re.compile("z"),
     "error": ValueError("zzz"),
     "enum": Color.RED,
+    "unfinished": Unfinished(),
     "generator-of-numbers": np.random.default_rng(0),
     "decimal": decimal.Decimal("0.5"),
     "complex": 1j,
@@ -99,6 +108,8 @@ NOTHINGS: dict[str, Any] = {
     "mesh-axis": ("a", "b"),
     "state": optax.sgd(0.1, momentum=0.9).init(PARAMS),
     "transform": optax.sgd(0.1),
+    "reversed-dtype": np.dtype(">f4"),
+    "reversed-bytes": np.ones((2, 3), ">f4"),
 }
 # Some functions take these.
 SOMETHINGS: dict[str, Any] = {
@@ -126,6 +137,7 @@ SOMETHINGS: dict[str, Any] = {
     "dict": {"a": 1.0},
     "numbers": [1.0, 2.0],
     "integers": (2, 2),
+    "one-integer": (1,),
     "function": lambda *_: None,
     "function-of-rows": lambda *_: np.ones(2, np.float32),
     "builtin": callable,
@@ -163,7 +175,7 @@ BOOLS = {"true", "numpy-true"}
 ARRAYS = {"nan", "inf", "-inf", "numpy-inf", "numbers-of-rank-9", "bools-of-rank-6", "jax-0d-bool"}
 ARRAYS |= {"half", "-half", "numpy-half", "tiny", "0", "1", "-1", "2", "numpy-int", "true", "numpy-true", "numpy-0d"}
 ARRAYS |= {"jax-0d", "rows", "half-rows", "column", "ids", "no-elements", "empty-tuple", "empty-list", "numbers"}
-ARRAYS |= {"integers"}
+ARRAYS |= {"integers", "one-integer"}
 ABSTRACT = {"abstract", "abstract-image", "aval"}
 TREES = (
     ARRAYS
@@ -181,7 +193,7 @@ ACCEPTED: dict[str, set[str]] = {
     "coef": NUMBERS,
     **dict.fromkeys(("ignore_index", "vocab_start_index", "vocab_end_index"), ANY_INTEGER),
     **{key: {"1", "2", "numpy-int"} for key in ("n", "group_cnt", "num_weights", "chunk_rows")},
-    "axis": {"0", "1", "-1", "numpy-int", "empty-tuple", "empty-list"},
+    "axis": {"0", "1", "-1", "numpy-int", "empty-tuple", "empty-list", "one-integer"},
     "padding_idx": {"0", "1", "-1", "2", "numpy-int"},
     **{key: {"empty-tuple"} for key in ("axis_name", "vocab_axis")},
     **{key: {"0", "1", "2", "numpy-int", "integers"} for key in ("window", "stride", "padding")},

@@ -485,7 +485,7 @@ REFUSALS = {
         "fused_apply: params must be given; got None",
         161001,
     ),
-    "none": (lambda: ema_params(optax.adam(1e-3).init(1.0)), "hold the state of an ema_adam; got 'tuple'", 161002),
+    "none": (lambda: ema_params(optax.adam(1e-3).init(1.0)), "hold the state of an ema_adam; got (ScaleBy", 161002),
     "two": (
         lambda: ema_params(optax.chain(ema_adam(1e-3), ema_adam(1e-3)).init(jnp.ones((2,)))),
         "ema_params: opt_state must hold no more than one average of a parameter; got float32[2]",

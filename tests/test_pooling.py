@@ -365,11 +365,18 @@ REFUSALS = {
             "nested": (((0, 1), 0), 0),
         }.items()
     },
+    "window-endless": (X, 2**40, {"padding": 2**40 - 1}, f"window must be at most {2**31 - 1}; got {(2**40, 2**40)}"),
+    "stride-endless": (
+        X,
+        2,
+        {"stride": (1, 10**5000)},
+        f"stride must be at most {2**31 - 1}; got (1, an integer of 16610 bits)",
+    ),
     "padding-endless": (
         X,
-        2**40,
-        {"padding": 2**40 - 1},
-        f"padding must make x at most 2147483647 positions long; got {(2**40 - 1,) * 2}",
+        2**31 - 1,
+        {"padding": 2**31 - 2},
+        f"padding must make x at most {2**31 - 1} positions long; got {(2**31 - 2, 2**31 - 2)}",
     ),
     "extent": (X[:, :, :0], 2, {"padding": 1}, "x must have spatial extents of at least 1; got (0, 5)"),
 }

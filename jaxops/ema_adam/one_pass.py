@@ -80,7 +80,7 @@ def rows_of(operator: str, /, **trees: Any) -> tuple[list[tuple[Any, ...]], Any]
     for argument, tree in trees.items():
         try:
             columns.append(structure.flatten_up_to(tree))
-        except (TypeError, ValueError):
+        except Exception:  # JAX's own words show a leaf, whose repr may fail
             message = (
                 f"{operator}: {argument} must have the structure of {first}, {show(trees[first])}; got {show(tree)}"
             )

@@ -186,7 +186,7 @@ def ema_params(opt_state: Any, params: Any = None) -> Any:
     """
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, EmaParamsState))
     averages = [node.ema for node in nodes if isinstance(node, EmaParamsState)]
-    require(bool(averages), "ema_params", "opt_state", "hold the state of an ema_adam", type(opt_state).__name__)
+    require(bool(averages), "ema_params", "opt_state", "hold the state of an ema_adam", opt_state)
     try:
         merged = functools.reduce(_merged, averages)
     except (TypeError, ValueError) as error:
