@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxops._errors import PARAM_INVALID, BadParamError, require, require_present, show
 
+_RAW_KEY_WORDS = (2, 4)  # of threefry2x32; of rbg and unsafe_rbg
 _NUMBERS = (bool, int, float, complex)
 _NUMPY = (np.ndarray, np.generic)
 
@@ -69,7 +70,8 @@ def as_key(operator: str, argument: str, value: Any, *, status: int | str = PARA
     key = as_array(operator, argument, value, status=status)
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     data = jax.random.key_data(key) if is_typed else key
-    is_key = data.dtype == jnp.uint32 and data.ndim == 1 and data.size >= 2
+    is_key = data.dtype == jnp.uint32 and data.ndim == 1
+    is_key = is_key and (data.size >= 2 if is_typed else data.size in _RAW_KEY_WORDS)
     require(is_key, operator, argument, "be one key of jax.random, typed or raw", key, status=status)
     return data
 
@@ -77,9 +79,10 @@ def as_key(operator: str, argument: str, value: Any, *, status: int | str = PARA
 def _may_be_array(value: Any) -> bool:
     """Whether a value is an array, a number, or a list of nothing else: JAX would read strings in lists as dtypes."""
     if isinstance(value, list | tuple):
-        return all(map(_may_be_array, value))
+        # A tuple with names holds different things: it is a state or a result, even where JAX could stack it.
+        return not hasattr(value, "_fields") and all(map(_may_be_array, value))
     if isinstance(value, _NUMPY):
-        return value.dtype.kind not in "OSUMm"
+        return value.dtype.kind not in "OSUMm" and not isinstance(value, np.ma.MaskedArray)
     return isinstance(value, (jax.Array, *_NUMBERS)) or hasattr(value, "__jax_array__")
 
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 import inspect
+import math
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -48,9 +50,9 @@ def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., An
         stem = location.removesuffix(":")
         raise CommandError(f"FILE.py:FUNCTION must name a function after the file, as in {stem}:step; got {location!r}")
     path = Path(file)
-    _require(
-        path.suffix == ".py" and path.is_file(), "FILE.py:FUNCTION", "name an existing Python file", repr(location)
-    )
+    # Unlike `path.is_file()`, which raises for names that are too long.
+    is_file = path.suffix == ".py" and os.path.isfile(path)
+    _require(is_file, "FILE.py:FUNCTION", "name an existing Python file", repr(location))
     module = run_user_code(file, "be importable", lambda: _import(path))
     fn = getattr(module, name, None)
     if not callable(fn):
@@ -58,6 +60,8 @@ def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., An
     args = tuple(_parse(argument) for argument in arguments) or _example_arguments(module, name)
     try:
         inspect.signature(fn).bind(*args)
+    except ValueError:  # some functions written in C say nothing of their arguments
+        pass
     except TypeError as error:
         advice = "pass one --arg for each argument, or define example_args in the file"
         raise CommandError(f"{name} must be callable with {len(args)} arguments; got {error}: {advice}") from None
@@ -71,8 +75,8 @@ def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
     except (OperatorError, ArtifactError, CompileError, TuningError) as error:
         raise CommandError(re.sub(r"^(lowering\.compile|export|load|save|tune): ", "", str(error))) from None
     except (Exception, SystemExit) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise CommandError(f"{subject} must {rule}; got {type(error).__name__}: {first_line}") from None
+        kind, first_line = type(error).__name__, str(error).strip().partition("\n")[0]
+        raise CommandError(f"{subject} must {rule}; got {kind}{': ' * bool(first_line)}{first_line}") from None
 
 
 def _import(path: Path) -> ModuleType:
@@ -99,7 +103,9 @@ def _parse(argument: str) -> jax.ShapeDtypeStruct:
     match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\]", argument)
     dtype, sizes = match.groups() if match else ("", "")
     _require(dtype in DTYPES, "--arg", "be DTYPE[SHAPE], such as float32[128,64] or i32[]", repr(argument))
-    return jax.ShapeDtypeStruct(tuple(int(size) for size in sizes.split(",") if size), jnp.dtype(DTYPES[dtype]))
+    shape = tuple(int(size) for size in sizes.split(",") if size)
+    _require(math.prod(shape) < 2**63, "--arg", "have fewer than 2**63 elements", repr(argument))
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(DTYPES[dtype]))
 
 
 def _require(condition: bool, subject: str, rule: str, got: str) -> None:

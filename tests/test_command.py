@@ -41,6 +41,8 @@ def failing(x):
 listed = loss
 listed_args = [1, 2]
 
+largest = max
+
 def unlucky(x):
     return x
 
@@ -112,6 +114,7 @@ REFUSALS = {
         ("explain", "yours.py:loss"),
         "FILE.py:FUNCTION must name an existing Python file; got 'yours.py:loss'",
     ),
+    "long file": (("explain", f"{300 * 'a'}.py:loss"), "FILE.py:FUNCTION must name an existing Python file; got 'aaa"),
     "no function": (
         ("explain", "mine.py"),
         "FILE.py:FUNCTION must name a function after the file, as in mine.py:step; got 'mine.py'",
@@ -137,6 +140,14 @@ REFUSALS = {
     "bad dtype": (
         ("explain", "mine.py:loss", "--arg", "float31[4]"),
         "--arg must be DTYPE[SHAPE], such as float32[128,64]",
+    ),
+    "endless shape": (
+        ("compile", "mine.py:unlucky", "--target", "cpu", "--arg", f"float32[{10**20}]"),
+        "--arg must have fewer than 2**63 elements; got 'float32[100000000000000000000]'",
+    ),
+    "function without a signature": (
+        ("explain", "mine.py:largest", "--arg", "float32[]", "--arg", "float32[]"),
+        "mine.py:largest must be traceable with these arguments; got TracerBoolConversionError: Attempted boolean",
     ),
     "too few arguments": (
         ("explain", "mine.py:loss", "--arg", "float32[4,7]"),

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxops import BadParamError
+from jaxops import BadParamError, RowGradients
 from jaxops._attributes import (
     require_axis_names,
     require_bool,
@@ -79,6 +79,8 @@ REFUSED = {
     "float0": (np.zeros(2, jax.dtypes.float0), "[('float0', 'V')][2]"),
     "longdouble": (np.zeros(2, np.longdouble), "float128[2]"),
     "masked": (np.ma.array([1.0], mask=[True]), "float64[1]"),
+    "masked-in-list": ([1.0, np.ma.masked], "[1.0, float64[]]"),
+    "named-tuple": (RowGradients(1.0, 2.0), "RowGradients(rows=1.0, values=2.0)"),
     "abstract": (jax.ShapeDtypeStruct((2,), jnp.float32), "ShapeDtypeStruct float32[2]"),
     "foreign": (ForeignTensor(), "ForeignTensor foreign.float32[2]"),
     "foreign-in-list": ([ForeignTensor(), "a"], "[foreign.float32[2], 'a']"),
@@ -151,7 +153,10 @@ def test_keys_are_typed_or_raw():
     words = jax.random.key_data(typed)
     for key in (typed, words, np.asarray(words)):
         np.testing.assert_array_equal(as_key("op", "key", key), words)
-    for key in (jnp.ones(2), jax.random.split(typed), words[:1]):
+    long = jax.random.key(7, impl="rbg")
+    for key in (long, jax.random.key_data(long)):
+        np.testing.assert_array_equal(as_key("op", "key", key), jax.random.key_data(long))
+    for key in (jnp.ones(2), jax.random.split(typed), words[:1], np.arange(3, dtype=np.uint32)):
         assert "be one key of jax.random" in str(refusal(as_key, key))
 
 
