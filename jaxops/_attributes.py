@@ -86,7 +86,7 @@ def require_integer(
 
     With `traced` it may be a 0-d array as well; one that is traced is returned as it is.
     """
-    if traced and isinstance(value, np.ndarray | jax.Array) and value.shape == ():
+    if traced and (_is_scalar(value) or (isinstance(value, jax.Array) and value.shape == ())):
         is_id = bool(jnp.issubdtype(value.dtype, jnp.integer))
         require(is_id, operator, argument, rule, value, status=status)
         if isinstance(value, jax.core.Tracer):
@@ -136,12 +136,17 @@ def require_floating_dtype(operator: str, argument: str, value: Any, *, status: 
 
 def _as_float(value: Any, zero_rank: bool) -> float | None:
     """The number that a value is; None if it is none, or beyond all numbers."""
-    is_array = isinstance(value, np.generic) or (zero_rank and isinstance(value, np.ndarray) and value.shape == ())
+    is_array = isinstance(value, np.generic) or (zero_rank and _is_scalar(value))
     is_number = _is_real(value.dtype) if is_array else isinstance(value, Real) and not isinstance(value, bool)
     try:
         return float(value) if is_number else None
     except OverflowError:
         return None
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether a value is a 0-d array of NumPy that has a value: what is masked has none."""
+    return isinstance(value, np.ndarray) and value.shape == () and not isinstance(value, np.ma.MaskedArray)
 
 
 def _is_real(dtype: Any) -> bool:

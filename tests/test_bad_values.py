@@ -99,6 +99,8 @@ NOTHINGS: dict[str, Any] = {
     "float0": np.zeros((2, 3), jax.dtypes.float0),
     "longdouble": np.zeros((2, 3), np.longdouble),
     "masked": np.ma.array(np.ones((2, 3), np.float32), mask=True),
+    "masked-constant": np.ma.masked,
+    "masked-integer": np.ma.array(1, mask=True),
     "complex-array": np.ones((2, 3), np.complex64),
     "bools-of-rank-6": np.ones((1,) * 6, bool),
     "numbers-of-rank-9": np.ones((1,) * 9, np.float32),

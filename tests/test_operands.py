@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxops import BadParamError, RowGradients
+from jaxops import BadParamError, RowGradients, ema_adam, fused_apply
 from jaxops._attributes import (
     require_axis_names,
     require_bool,
@@ -138,6 +138,13 @@ def test_numbers_that_float32_cannot_hold_are_refused(value):
     assert np.isinf(as_array("op", "x", [np.inf])).all()
     with jax.enable_x64(True):
         np.testing.assert_array_equal(as_array("op", "x", value), value)
+
+
+def test_trees_of_one_pass_hold_whatever_is_an_array():
+    """The first step of Adam moves a parameter by the learning rate against the sign of its gradient."""
+    transform, params = ema_adam(0.5, ema_decay=0.0), {"w": Wrapped()}
+    new_params, _ = fused_apply(transform, {"w": Wrapped()}, transform.init(params), params)
+    np.testing.assert_allclose(new_params["w"], [0.0, 0.5], rtol=1e-6)
 
 
 def test_shapes_need_no_values():

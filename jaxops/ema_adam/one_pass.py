@@ -1,5 +1,6 @@
 """Updates parameters and optimizer state in one pass, whatever transforms stand around `ema_adam`."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -56,9 +57,8 @@ def fused_apply(
     require(is_transform, _NAME, "transform", "be a transform of optax", transform)
     require_present(_NAME, {"params": params})
     rows_of(_NAME, grads=grads, params=params)
-    for argument, tree in {"grads": grads, "params": params}.items():
-        for leaf in jax.tree.leaves(tree):
-            as_array(_NAME, argument, leaf)
+    grads = jax.tree.map(functools.partial(as_array, _NAME, "grads"), grads)
+    params = jax.tree.map(functools.partial(as_array, _NAME, "params"), params)
     extended = optax.with_extra_args_support(transform)
     try:
         outputs, is_written = _survey(extended, grads, opt_state, params, extra_args)
