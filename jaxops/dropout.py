@@ -6,24 +6,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxops import _sharding
 from jaxops._attributes import require_real
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._dropout_pattern import DROPOUT_BY_UNIFORM
-from jaxops._dtypes import check_floating
+from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require, require_present
 from jaxops._operands import as_array, as_key
 from jaxops._operator import Operator
-from pallas_kernels.dropout_mask import WORD_BITS, compared, constant_word, digits, scale, threefry
+from pallas_kernels.dropout_mask import (
+    RESOLUTION_BITS,
+    WORD_BITS,
+    compared,
+    digits,
+    probability_and_scale,
+    threefry,
+    threshold,
+)
 from pallas_kernels.gpu import dropout as gpu
 from pallas_kernels.tpu import dropout as tpu
 
-_STEPS = 2
+_STEP_PAIRS = 2
 
 
-def dropout(key: jax.Array, x: jax.Array, rate: float) -> jax.Array:
+def dropout(key: jax.Array, x: jax.Array, rate: float | jax.Array) -> jax.Array:
     """Zeroes elements at random and scales the others: `y = x / (1 - rate)` where an element is kept, else 0.
 
     Which elements are kept depends on the key, the rate and an element's place in row-major order: not on how x is
@@ -34,19 +41,21 @@ def dropout(key: jax.Array, x: jax.Array, rate: float) -> jax.Array:
       key: a key of `jax.random`, typed or raw, of any implementation. It is used up, like a key that is given to
         `jax.random.bernoulli`.
       x: any shape, floating point.
-      rate: the probability with which an element is dropped, in [0, 1]; a Python or NumPy number.
+      rate: the probability with which an element is dropped, in [0, 1]: a Python or NumPy number, or a traced scalar. A
+        new value does not recompile.
 
     Returns:
       The shape and dtype of x.
 
     Raises:
-      BadParamError: if key is no single key, x is not floating point, or rate is no number in [0, 1].
+      BadParamError: if key is no single key, x is not floating point, or rate is no number in [0, 1]. The value of a
+        JAX array is not checked: it is clamped to [0, 1], and NaN gives NaN.
 
     Numerics: the probability is rounded to a multiple of 2**-24; rates 0 and 1 are exact. Bits are those of
       Threefry-2x32 with 20 rounds, counted by element. The scale is `1 / (1 - rate)` in float32 (float64 for float64)
       and the product is rounded once. Dropped elements are not read: NaN there gives 0. All modes and orders of
-      derivatives exist; backward keeps the mask and nothing of x. Under `vmap` with one key, all mapped calls keep the
-      same elements, as with `jax.random`.
+      derivatives exist in x, and none in the rate; backward keeps the mask and nothing of x. Under `vmap` with one key,
+      all mapped calls keep the same elements, as with `jax.random`.
 
     Source: mcDNN `mcdnnDropoutForward` and `mcdnnDropoutBackward`.
     """
@@ -56,21 +65,21 @@ def dropout(key: jax.Array, x: jax.Array, rate: float) -> jax.Array:
     return dropped_out("dropout", key, x, checked_rate("dropout", "rate", rate))[0]
 
 
-def dropped_out(operator: str, key: jax.Array, x: jax.Array, rate: float) -> tuple[jax.Array, jax.Array]:
+def dropped_out(operator: str, key: jax.Array, x: jax.Array, rate: float | jax.Array) -> tuple[jax.Array, jax.Array]:
     """The result and the words of its mask, as `operator`; x and rate are checked already."""
     lead, length = row_view(x.shape)
     key0, key1 = _two_words(operator, key)
     first_words = _row_indices(lead) * jnp.uint32(_words_of(length))
     streams = jnp.stack([jnp.broadcast_to(key0, lead), jnp.broadcast_to(key1, lead), first_words], axis=-1)
-    y, words = DROPOUT(streams, _sharding.reshaped(x, (*lead, length)), rate=rate)
+    y, words = DROPOUT(streams, _sharding.reshaped(x, (*lead, length)), _keep(rate, x.dtype))
     return _sharding.reshaped(y, x.shape, like=x), words
 
 
-def dropout_gradient(dy: jax.Array, words: jax.Array, rate: float) -> jax.Array:
+def dropout_gradient(dy: jax.Array, words: jax.Array, rate: float | jax.Array) -> jax.Array:
     """The gradient, from the words of the mask in any shape."""
     lead, length = row_view(dy.shape)
     rows = _sharding.reshaped(dy, (*lead, length))
-    (dx,) = DROPOUT_BACKWARD(rows, words.reshape(*lead, _words_of(length)), rate=rate)
+    (dx,) = DROPOUT_BACKWARD(rows, words.reshape(*lead, _words_of(length)), _keep(rate, dy.dtype))
     return _sharding.reshaped(dx, dy.shape, like=dy)
 
 
@@ -86,12 +95,17 @@ def row_view(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
     return (), math.prod(shape)
 
 
-def checked_rate(operator: str, argument: str, rate: Any) -> float:
-    """A rate as a float; BadParamError unless it is a number in [0, 1]."""
-    rate = require_real(
-        operator, argument, rate, "be a Python or NumPy number in [0, 1]", least=0, most=1, status=BAD_PARAM
+def checked_rate(operator: str, argument: str, rate: Any) -> float | jax.Array:
+    """A rate as a float or a scalar of JAX; BadParamError for a number outside of [0, 1]."""
+    checked: float | jax.Array = require_real(
+        operator, argument, rate, "be a number in [0, 1]", least=0, most=1, traced=True, status=BAD_PARAM
     )
-    return float(rate)
+    return checked
+
+
+def _keep(rate: float | jax.Array, dtype: Any) -> jax.Array:
+    # Which elements are kept does not change smoothly with the rate: a derivative of the scale alone would mislead.
+    return jax.lax.stop_gradient(jnp.asarray(probability_and_scale(rate, accumulator(dtype))))
 
 
 def _two_words(operator: str, key: Any) -> tuple[jax.Array, jax.Array]:
@@ -119,100 +133,103 @@ def _check_row(operator: str, argument: str, x: Any) -> None:
     require(len(x.shape) > 0, operator, argument, "have shape (..., N)", x, status=BAD_PARAM)
 
 
-def _check(streams: Any, x: Any, *, rate: float) -> None:
+def _check_keep(operator: str, keep: Any, data: Any) -> None:
+    is_pair = keep.shape == (2,) and keep.dtype == accumulator(data.dtype)
+    require(is_pair, operator, "keep", f"be {accumulator(data.dtype)}[2]", keep, status=BAD_PARAM)
+
+
+def _check(streams: Any, x: Any, keep: Any) -> None:
     _check_row("dropout", "x", x)
     shape = (*x.shape[:-1], 3)
     is_stream = streams.shape == shape and streams.dtype == jnp.uint32
     require(is_stream, "dropout", "streams", f"be uint32{list(shape)}", streams, status=BAD_PARAM)
-    checked_rate("dropout", "rate", rate)
+    _check_keep("dropout", keep, x)
 
 
-def _check_backward(grad: Any, words: Any, *, rate: float) -> None:
+def _check_backward(grad: Any, words: Any, keep: Any) -> None:
     name = "dropout_backward"
     _check_row(name, "grad", grad)
     shape = (*grad.shape[:-1], _words_of(grad.shape[-1]))
     is_mask = words.shape == shape and words.dtype == jnp.uint32
     require(is_mask, name, "words", f"be uint32{list(shape)}", words, status=BAD_PARAM)
-    checked_rate(name, "rate", rate)
+    _check_keep(name, keep, grad)
 
 
-def _drop(streams: jax.Array, x: jax.Array, *, rate: float) -> Arrays:
-    """`streams` are of each row the key's two words and the index of the row's first word."""
+def _drop(streams: jax.Array, x: jax.Array, keep: jax.Array) -> Arrays:
+    """`streams` are of each row the key's two words and the index of its first word; `keep` is what a rate says."""
     key0, key1, first = (streams[..., i, None] for i in range(3))
     count = _words_of(x.shape[-1])
     shape = (*x.shape[:-1], count)
     indices = first + jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
-    words = _kept_words((jnp.broadcast_to(key0, shape), jnp.broadcast_to(key1, shape)), indices, rate)
+    words = _kept_words((jnp.broadcast_to(key0, shape), jnp.broadcast_to(key1, shape)), indices, keep[0])
     unused_bits = -x.shape[-1] % WORD_BITS
     if jax.export.is_symbolic_dim(unused_bits) or unused_bits:
         last = jnp.arange(count) == count - 1
         words = jnp.where(last, words & (jnp.uint32(2**WORD_BITS - 1) >> jnp.asarray(unused_bits, jnp.uint32)), words)
-    return *_select(x, words, rate=rate), words
+    return *_select(x, words, keep), words
 
 
-def _kept_words(keys: tuple[jax.Array, jax.Array], indices: jax.Array, rate: float) -> jax.Array:
-    """Bit b of a word says whether element `32 * index + b` is kept: a uniform number less than `1 - rate` is drawn."""
-    constant = constant_word(rate)
-    if constant is not None:
-        return jnp.full_like(indices, constant)
-    # In a loop, because XLA would otherwise draw a word again for each of its elements.
-    number = digits(rate)
-    step_pairs = -(-len(number) // (2 * _STEPS))
-    padded = np.zeros((_STEPS, 2 * step_pairs), np.uint32)
-    padded.ravel()[: len(number)] = number
+def _kept_words(keys: tuple[jax.Array, jax.Array], indices: jax.Array, kept: jax.Array) -> jax.Array:
+    """Bit b of a word says whether element `32 * index + b` is kept: a uniform number less than `kept` is drawn."""
+    above = threshold(kept)
+    less, number = digits(above)
+    table = jnp.stack(number).reshape(-1, 2 * _STEP_PAIRS)
+    zeros_at_end = jax.lax.population_count((above & -above) - jnp.uint32(1)).astype(jnp.int32)
+    digits_left = jnp.maximum(RESOLUTION_BITS - zeros_at_end, 0)
+    # Zeros at the end decide nothing. In a loop, which one step alone is not for XLA: it would otherwise draw a word
+    # again for each of its elements.
+    steps = -(-digits_left // table.shape[1])
+    steps = jnp.where(steps == 1, 2, steps)
 
-    def step(less: jax.Array, xs: Arrays) -> tuple[jax.Array, None]:
-        first_pair, digits_here = xs
-        return compared(less, keys, indices, first_pair, jnp.unstack(digits_here)), None
+    def step(i: jax.Array, less: jax.Array) -> jax.Array:
+        group = steps - 1 - i
+        return compared(less, keys, indices, group * _STEP_PAIRS, jnp.unstack(table[group]))
 
-    steps = (jnp.arange(_STEPS, dtype=jnp.uint32) * jnp.uint32(step_pairs), jnp.asarray(padded))
-    start = _sharding.varying_with([jnp.zeros_like(indices)], [indices, *keys])[0]
-    return jax.lax.scan(step, start, steps, reverse=True)[0]
+    start = _sharding.varying_with([jnp.full_like(indices, less)], [indices, *keys])[0]
+    return jax.lax.fori_loop(0, steps, step, start)
 
 
-def _select(x: jax.Array, words: jax.Array, *, rate: float) -> Arrays:
-    dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    factor = scale(rate, x.dtype.itemsize)
+def _select(x: jax.Array, words: jax.Array, keep: jax.Array) -> Arrays:
     bits = jnp.uint32(1) << jnp.arange(WORD_BITS, dtype=jnp.uint32)
     kept = (words[..., None] & bits.reshape(*(1,) * words.ndim, WORD_BITS)) != 0
     if x.shape[-1] % WORD_BITS == 0:
         kept_x = x.reshape(kept.shape)
     else:
         kept, kept_x = kept.reshape(*words.shape[:-1], -1)[..., : x.shape[-1]], x
-    y = jnp.where(kept, (kept_x.astype(dtype) * factor).astype(x.dtype), jnp.zeros((), x.dtype))
+    y = jnp.where(kept, (kept_x.astype(keep.dtype) * keep[1]).astype(x.dtype), jnp.zeros((), x.dtype))
     return (y.reshape(x.shape),)
 
 
 # Linear in x, and its own transpose: derivatives of all kinds select by the same mask.
 
 
-def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
-    results = DROPOUT(*operands, **params)
-    return results, results[1:]
+def _linearize(operands: Sequence[jax.Array], active: Active) -> tuple[Arrays, Arrays]:
+    y, words = DROPOUT(*operands)
+    return (y, words), (words, operands[2])
 
 
-def _linear(residuals: Arrays, linear: Arrays, active: Active, **params: Any) -> Arrays:
-    return DROPOUT_BACKWARD(linear[0], *residuals, **params)
+def _linear(residuals: Arrays, linear: Arrays, active: Active) -> Arrays:
+    return DROPOUT_BACKWARD(linear[0], *residuals)
 
 
-def _linearize_backward(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
-    return DROPOUT_BACKWARD(*operands, **params), tuple(operands[1:])
+def _linearize_backward(operands: Sequence[jax.Array], active: Active) -> tuple[Arrays, Arrays]:
+    return DROPOUT_BACKWARD(*operands), tuple(operands[1:])
 
 
 DROPOUT = Operator(
     "dropout",
-    "... s, ... n -> ... n, ... w",
+    "... s, ... n, k -> ... n, ... w",
     _check,
     _drop,
-    Derivative(_linear, _linear, _linearize, residuals="... w"),
+    Derivative(_linear, _linear, _linearize, residuals="... w, k"),
     kernels=(tpu.KERNEL, gpu.KERNEL),
     patterns=(DROPOUT_BY_UNIFORM,),
 )
 DROPOUT_BACKWARD = Operator(
     "dropout_backward",
-    "... n, ... w -> ... n",
+    "... n, ... w, k -> ... n",
     _check_backward,
     _select,
-    Derivative(_linear, _linear, _linearize_backward, residuals="... w"),
+    Derivative(_linear, _linear, _linearize_backward, residuals="... w, k"),
     kernels=(tpu.BACKWARD_KERNEL, gpu.BACKWARD_KERNEL),
 )

@@ -3,11 +3,12 @@
 Written once, for the reference and for kernels of any dialect, so that all of them keep the same elements.
 """
 
-import struct
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 WORD_BITS = 32
 RESOLUTION_BITS = 24
@@ -34,31 +35,43 @@ def threefry(key0: jax.Array, key1: jax.Array, count0: jax.Array, count1: jax.Ar
     return x0, x1
 
 
-def constant_word(rate: float) -> int | None:
-    """What all words are where the rate, rounded to 24 binary digits, is 1 or 0; else None."""
-    return {0: 0, 2**RESOLUTION_BITS: 2**WORD_BITS - 1}.get(_kept(rate))
+def probability_and_scale(rate: float | jax.Array, dtype: Any) -> Any:
+    """What kernels read of a rate, (2,): `1 - rate` rounded to 24 binary digits, and `1 / (1 - rate)`, or 0 for none.
+
+    Args:
+      rate: a number in [0, 1], or a traced scalar, which is clamped to [0, 1]; NaN keeps everything, as NaN.
+      dtype: of the result, and of the arithmetic of the scale: float32 or float64.
+    """
+    # float32 rounds `1 - rate` to just these digits, halves to even as Python does: a number and a scalar of the same
+    # value keep the same elements.
+    if isinstance(rate, jax.Array):
+        rate = jnp.clip(rate.astype(jnp.promote_types(rate.dtype, jnp.float32)), 0, 1)
+        kept = jnp.where(jnp.isnan(rate), 1, jnp.round((1 - rate) * 2**RESOLUTION_BITS) / 2**RESOLUTION_BITS)
+        scale = jnp.where(kept == 0, 0, 1 / (1 - rate.astype(dtype)))
+        return jnp.stack([kept.astype(dtype), scale.astype(dtype)])
+    kept = round((1 - rate) * 2**RESOLUTION_BITS) / 2**RESOLUTION_BITS
+    one = np.ones((), dtype)
+    return np.stack([np.asarray(kept, dtype), one / (one - np.asarray(rate, dtype)) if kept else 0 * one])
 
 
-def digits(rate: float) -> list[int]:
-    """The binary digits of `1 - rate` behind the point, without zeros at the end; each 0 or 2**32 - 1."""
-    return [(2**WORD_BITS - 1) * int(digit) for digit in f"{_kept(rate):0{RESOLUTION_BITS}b}".rstrip("0")]
+def threshold(kept: jax.Array) -> jax.Array:
+    """A probability of 24 binary digits in units of the last digit, as uint32: from 0 to 2**24."""
+    return (kept * 2**RESOLUTION_BITS).astype(jnp.int32).astype(jnp.uint32)
 
 
-def scale(rate: float, itemsize: int) -> float:
-    """`1 / (1 - rate)` in float32, or in float64 for items of its size; 0 where everything is dropped."""
-    if constant_word(rate) == 0:
-        return 0.0
-    rounded = _rounded_to_float32 if itemsize < 8 else float
-    # Rounding what float64 gives to float32 is what float32 gives: float64 has more than twice the digits.
-    return rounded(1 / rounded(1 - rounded(rate)))
+def digits(threshold: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+    """What `compared` starts with and the 24 digits of a threshold; each 0 or 2**32 - 1.
+
+    1 has no digits behind the point: it is 0.111... to the last digit, and by the start everywhere behind that.
+    """
+    is_one = threshold >> jnp.uint32(RESOLUTION_BITS)
+    number = threshold - is_one
+    shifts = reversed(range(RESOLUTION_BITS))
+    return _repeated(is_one), [_repeated((number >> jnp.uint32(shift)) & jnp.uint32(1)) for shift in shifts]
 
 
-def _rounded_to_float32(x: float) -> float:
-    return float(struct.unpack("f", struct.pack("f", x))[0])
-
-
-def _kept(rate: float) -> int:
-    return round((1 - rate) * 2**RESOLUTION_BITS)
+def _repeated(bit: jax.Array) -> jax.Array:
+    return jnp.uint32(0) - bit
 
 
 def compared(
@@ -74,7 +87,7 @@ def compared(
     word, and where it equals that of the number, the digits behind it decide.
 
     Args:
-      less: what the digits behind these say; 0 where these are the last.
+      less: what the digits behind these say.
       keys: of the generator.
       words: which words of the mask these are.
       first_pair: the first of these digits, counted in pairs.

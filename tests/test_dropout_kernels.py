@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import lowering
 from jaxops import dropout
 from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.dropout_mask import probability_and_scale
 from pallas_kernels.gpu import dropout as gpu_dropout
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu import dropout as tpu_dropout
@@ -44,6 +45,10 @@ def make_streams(shape):
     return jnp.asarray(streams.reshape(*shape[:-1], 3).astype(np.uint32))
 
 
+def make_keep(rate):
+    return jnp.asarray(probability_and_scale(rate, F32))
+
+
 def expected(x, mask, rate):
     scale = 0 if rate == 1 else np.float32(1) / (np.float32(1) - np.float32(rate))
     return np.where(mask, np.asarray(jnp.asarray(np.asarray(x).astype(np.float32) * scale, x.dtype)), 0)
@@ -53,14 +58,14 @@ def expected(x, mask, rate):
 @pytest.mark.parametrize(("name", "shape", "dtype", "rate"), CASES, ids=str)
 def test_dropout_kernels_draw_the_same_mask(name, shape, dtype, rate, rng, capfd):
     kernel, config, interpret, _ = KERNELS[name]
-    options = {"rate": rate, "config": config, "interpret": interpret}
+    options = {"config": config, "interpret": interpret}
     x, grad = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
     mask = oracle.kept(KEY_WORDS, x.size, rate, first=5).reshape(shape)
-    y, words = jax.jit(functools.partial(kernel.run, **options))(make_streams(shape), x)
+    y, words = jax.jit(functools.partial(kernel.run, **options))(make_streams(shape), x, make_keep(rate))
     np.testing.assert_array_equal(words, oracle.packed(mask))
     np.testing.assert_array_equal(y, expected(x, mask, rate))
     dropped_nan = jnp.where(mask, grad, jnp.nan)
-    (dx,) = jax.jit(functools.partial(kernel.run_backward, **options))(dropped_nan, words)
+    (dx,) = jax.jit(functools.partial(kernel.run_backward, **options))(dropped_nan, words, make_keep(rate))
     np.testing.assert_array_equal(dx, expected(grad, mask, rate))
     assert (y.dtype, dx.dtype) == (dtype, dtype)
     assert "RACE DETECTED" not in capfd.readouterr().out
@@ -136,8 +141,8 @@ def test_dropout_kernels_refuse_what_they_cannot_run():
     def reasons(kernel, hardware, shape, dtype=F32):
         x = types.SimpleNamespace(shape=shape, dtype=dtype)
         other = types.SimpleNamespace(shape=(), dtype="uint32")
-        forward = kernel.KERNEL.refuses(hardware, other, x, rate=0.5)
-        assert kernel.BACKWARD_KERNEL.refuses(hardware, x, other, rate=0.5) == forward
+        forward = kernel.KERNEL.refuses(hardware, other, x, other)
+        assert kernel.BACKWARD_KERNEL.refuses(hardware, x, other, other) == forward
         return forward
 
     v5e = Hardware(name="tpu-v5e", platform="tpu")
@@ -159,11 +164,12 @@ def test_dropout_kernels_refuse_what_they_cannot_run():
 
 def test_dropout_tpu_kernel_configs_agree(rng):
     x = jnp.asarray(rng.normal(size=(300, 512)), F32)
-    configs = tpu_dropout.KERNEL.configs(Hardware(name="tpu-v5e", platform="tpu"), make_streams(x.shape), x, rate=0.5)
+    operands = make_streams(x.shape), x, make_keep(0.5)
+    configs = tpu_dropout.KERNEL.configs(Hardware(name="tpu-v5e", platform="tpu"), *operands)
     assert len(configs) == len({tuple(config.items()) for config in configs})
     mask = oracle.kept(KEY_WORDS, x.size, 0.5, first=5).reshape(x.shape)
     for config in configs:
-        run = functools.partial(tpu_dropout.run, rate=0.5, config=config, interpret=True)
-        y, words = jax.jit(run)(make_streams(x.shape), x)
+        run = functools.partial(tpu_dropout.run, config=config, interpret=True)
+        y, words = jax.jit(run)(*operands)
         np.testing.assert_array_equal(words, oracle.packed(mask))
         np.testing.assert_array_equal(y, expected(x, mask, 0.5))

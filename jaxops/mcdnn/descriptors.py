@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxops import _layouts
@@ -90,13 +91,14 @@ class DropoutDescriptor:
     """How much to drop.
 
     Attributes:
-      dropout: the probability with which an element is dropped, in [0, 1].
+      dropout: the probability with which an element is dropped, in [0, 1]: a Python or NumPy number, or a traced
+        scalar, whose value is not checked: it is clamped to [0, 1], and NaN gives NaN.
 
     Raises:
       BadParamError: if that is no number in [0, 1].
     """
 
-    dropout: float
+    dropout: float | jax.Array
 
     def __post_init__(self) -> None:
         rate = checked_rate(type(self).__name__, "dropout", self.dropout)

@@ -94,5 +94,6 @@ def dropout_get_reserve_space_size(x: Any) -> int:
     return bits.size_bytes(math.prod(x.shape))
 
 
-def _rate(desc: DropoutDescriptor) -> float:
-    return float(np.float32(desc.dropout))
+def _rate(desc: DropoutDescriptor) -> float | jax.Array:
+    rate = desc.dropout
+    return rate.astype(np.float32) if isinstance(rate, jax.Array) else float(np.float32(rate))

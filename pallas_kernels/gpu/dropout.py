@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._jax_private import interpret_gpu_params
-from pallas_kernels.dropout_mask import WORD_BITS, compared, constant_word, digits, scale
+from pallas_kernels.dropout_mask import WORD_BITS, compared, digits, threshold
 from pallas_kernels.kernel import Kernel
 
 _WARPGROUP = 128  # threads of a block, elements of an access, and words of a block
@@ -52,19 +52,15 @@ class _Run:
     def words(self):
         return self.row, pl.ds(self.first_word, _WARPGROUP)
 
-    def drawn(self, streams_gmem, rate):
+    def drawn(self, streams_gmem, keep_gmem):
         """A word for each thread."""
         ones = jnp.full((_WARPGROUP,), 1, jnp.uint32)
-        constant = constant_word(rate)
-        if constant is not None:
-            return ones * jnp.uint32(constant)
         key0, key1, first = (ones * streams_gmem[self.row, i] for i in range(3))
         indices = first + self.first_word.astype(jnp.uint32) + self.threads().astype(jnp.uint32)
-        number = digits(rate)
-        number += [0] * (len(number) % 2)
-        return compared(indices * jnp.uint32(0), (key0, key1), indices, 0, number)
+        less, number = digits(threshold(keep_gmem[0]))
+        return compared(indices * jnp.uint32(0) + less, (key0, key1), indices, 0, number)
 
-    def select(self, words, x_gmem, y_gmem, rate):
+    def select(self, words, x_gmem, y_gmem, keep_gmem):
         """Keeps and drops elements; `words` are those of the threads."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -73,7 +69,7 @@ class _Run:
         plgpu.commit_smem()
         thread = self.threads()
         bit = jnp.uint32(1) << (thread % WORD_BITS).astype(jnp.uint32)
-        factor = scale(rate, 4)
+        factor = keep_gmem[1]
         per_access = _WARPGROUP // WORD_BITS
 
         def access(i, _):
@@ -99,27 +95,27 @@ def _for_each_run(words, words_smem, pin_layouts, process):
             process(_Run(block * _WARPGROUP + words % _WARPGROUP, words_smem, pin_layouts))
 
 
-def _kernel(streams_gmem, x_gmem, y_gmem, words_gmem, words_smem, *, rate, pin_layouts):
+def _kernel(streams_gmem, x_gmem, keep_gmem, y_gmem, words_gmem, words_smem, *, pin_layouts):
     def process(run):
-        words = run.drawn(streams_gmem, rate)
+        words = run.drawn(streams_gmem, keep_gmem)
         words_gmem[run.words()] = words
-        run.select(words, x_gmem, y_gmem, rate)
+        run.select(words, x_gmem, y_gmem, keep_gmem)
 
     _for_each_run(words_gmem.shape[1], words_smem, pin_layouts, process)
 
 
-def _backward_kernel(grad_gmem, words_gmem, out_gmem, words_smem, *, rate, pin_layouts):
+def _backward_kernel(grad_gmem, words_gmem, keep_gmem, out_gmem, words_smem, *, pin_layouts):
     def process(run):
-        run.select(run.pinned(words_gmem[run.words()]), grad_gmem, out_gmem, rate)
+        run.select(run.pinned(words_gmem[run.words()]), grad_gmem, out_gmem, keep_gmem)
 
     _for_each_run(words_gmem.shape[1], words_smem, pin_layouts, process)
 
 
-def _launch(kernel, name, rows, columns, results, interpret, operands, rate):
+def _launch(kernel, name, rows, columns, results, interpret, operands):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.kernel(
-        functools.partial(kernel, rate=rate, pin_layouts=not interpret),
+        functools.partial(kernel, pin_layouts=not interpret),
         out_type=results,
         grid=(rows, columns // _BLOCK),
         grid_names=("row", "block"),
@@ -130,22 +126,22 @@ def _launch(kernel, name, rows, columns, results, interpret, operands, rate):
     )(*operands)
 
 
-def run(streams, x, *, rate, config, interpret=False):
+def run(streams, x, keep, *, config, interpret=False):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
     words = columns // WORD_BITS
     results = [jax.ShapeDtypeStruct((rows, columns), x.dtype), jax.ShapeDtypeStruct((rows, words), jnp.uint32)]
-    operands = streams.reshape(rows, 3), x.reshape(rows, columns)
-    y, mask = _launch(_kernel, "dropout", rows, columns, results, interpret, operands, rate)
+    operands = streams.reshape(rows, 3), x.reshape(rows, columns), keep
+    y, mask = _launch(_kernel, "dropout", rows, columns, results, interpret, operands)
     return y.reshape(x.shape), mask.reshape(*x.shape[:-1], words)
 
 
-def run_backward(grad, words, *, rate, config, interpret=False):
+def run_backward(grad, words, keep, *, config, interpret=False):
     """Launches the kernel of the gradient; see `pallas_kernels.kernel.Kernel.run`."""
     rows, columns = math.prod(grad.shape[:-1]), grad.shape[-1]
     results = [jax.ShapeDtypeStruct((rows, columns), grad.dtype)]
-    operands = grad.reshape(rows, columns), words.reshape(rows, columns // WORD_BITS)
-    (out,) = _launch(_backward_kernel, "dropout_backward", rows, columns, results, interpret, operands, rate)
+    operands = grad.reshape(rows, columns), words.reshape(rows, columns // WORD_BITS), keep
+    (out,) = _launch(_backward_kernel, "dropout_backward", rows, columns, results, interpret, operands)
     return (out.reshape(grad.shape),)
 
 
@@ -164,12 +160,12 @@ def _refusal(hardware, x) -> str | None:
     return None
 
 
-def refuses(hardware, streams, x, *, rate) -> str | None:
+def refuses(hardware, streams, x, keep) -> str | None:
     """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     return _refusal(hardware, x)
 
 
-def refuses_backward(hardware, grad, words, *, rate) -> str | None:
+def refuses_backward(hardware, grad, words, keep) -> str | None:
     """Why the kernel of the gradient cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     return _refusal(hardware, grad)
 

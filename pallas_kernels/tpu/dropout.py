@@ -4,14 +4,13 @@ XLA's own program draws the words of the mask in one loop and spreads each over 
 happen in VMEM. A word holds 32 neighbouring lanes, so a register of elements takes four words of each of its rows.
 """
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.dropout_mask import WORD_BITS, compared, constant_word, digits, scale
+from pallas_kernels.dropout_mask import WORD_BITS, compared, digits, threshold
 from pallas_kernels.kernel import Kernel
 
 _LANES = 128
@@ -20,16 +19,12 @@ _BLOCK_COLUMNS = _LANES * WORD_BITS  # a register of words
 _CONFIGS = ({"block_elements": 131072}, {"block_elements": 65536}, {"block_elements": 262144})
 
 
-def _words(streams_ref, shape, rate):
-    constant = constant_word(rate)
-    if constant is not None:
-        return jnp.full(shape, constant, jnp.uint32)
+def _words(streams_ref, shape, kept):
     key0, key1, first = (jnp.broadcast_to(streams_ref[:, i : i + 1], shape) for i in range(3))
     column = jax.lax.broadcasted_iota(jnp.int32, shape, 1).astype(jnp.uint32)
     words = first + (pl.program_id(1) * shape[1]).astype(jnp.uint32) + column
-    number = digits(rate)
-    number += [0] * (len(number) % 2)
-    return compared(jnp.zeros(shape, jnp.uint32), (key0, key1), words, 0, number)
+    less, number = digits(threshold(kept))
+    return compared(jnp.full(shape, less), (key0, key1), words, 0, number)
 
 
 def _select(words, x_ref, y_ref, factor):
@@ -48,14 +43,14 @@ def _select(words, x_ref, y_ref, factor):
         y_ref[:, start : start + lanes] = jnp.where(bit.astype(jnp.int32) != 0, x * factor, 0.0).astype(y_ref.dtype)
 
 
-def _kernel(streams_ref, x_ref, y_ref, words_ref, *, rate):
-    words = _words(streams_ref, words_ref.shape, rate)
+def _kernel(keep_ref, streams_ref, x_ref, y_ref, words_ref):
+    words = _words(streams_ref, words_ref.shape, keep_ref[0])
     words_ref[...] = words
-    _select(words, x_ref, y_ref, scale(rate, 4))
+    _select(words, x_ref, y_ref, keep_ref[1])
 
 
-def _backward_kernel(grad_ref, words_ref, out_ref, *, rate):
-    _select(words_ref[...], grad_ref, out_ref, scale(rate, 4))
+def _backward_kernel(keep_ref, grad_ref, words_ref, out_ref):
+    _select(words_ref[...], grad_ref, out_ref, keep_ref[1])
 
 
 def _blocks(rows, columns, block_elements):
@@ -77,7 +72,7 @@ def _launch(kernel, name, grid, in_specs, out_specs, results, interpret, operand
         kernel,
         name=name,
         grid=grid,
-        in_specs=in_specs,
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *in_specs],
         out_specs=out_specs,
         out_shape=results,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
@@ -85,7 +80,7 @@ def _launch(kernel, name, grid, in_specs, out_specs, results, interpret, operand
     )(*operands)
 
 
-def run(streams, x, *, rate, config, interpret=False):
+def run(streams, x, keep, *, config, interpret=False):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
     rows, columns = _rows(x)
     grid, stream_spec, spec, word_spec = _blocks(rows, columns, config["block_elements"])
@@ -93,20 +88,19 @@ def run(streams, x, *, rate, config, interpret=False):
         jax.ShapeDtypeStruct((rows, columns), x.dtype),
         jax.ShapeDtypeStruct((rows, columns // WORD_BITS), jnp.uint32),
     ]
-    kernel, operands = functools.partial(_kernel, rate=rate), (streams.reshape(rows, 3), x.reshape(rows, columns))
+    operands = keep, streams.reshape(rows, 3), x.reshape(rows, columns)
     outs = [spec, word_spec]
-    y, words = _launch(kernel, "dropout", grid, [stream_spec, spec], outs, results, interpret, operands)
+    y, words = _launch(_kernel, "dropout", grid, [stream_spec, spec], outs, results, interpret, operands)
     return y.reshape(x.shape), words.reshape(*x.shape[:-1], columns // WORD_BITS)
 
 
-def run_backward(grad, words, *, rate, config, interpret=False):
+def run_backward(grad, words, keep, *, config, interpret=False):
     """Launches the kernel of the gradient; see `pallas_kernels.kernel.Kernel.run`."""
     rows, columns = _rows(grad)
     grid, _, spec, word_spec = _blocks(rows, columns, config["block_elements"])
     results = jax.ShapeDtypeStruct((rows, columns), grad.dtype)
-    operands = grad.reshape(rows, columns), words.reshape(rows, columns // WORD_BITS)
-    kernel = functools.partial(_backward_kernel, rate=rate)
-    out = _launch(kernel, "dropout_backward", grid, [spec, word_spec], spec, results, interpret, operands)
+    operands = keep, grad.reshape(rows, columns), words.reshape(rows, columns // WORD_BITS)
+    out = _launch(_backward_kernel, "dropout_backward", grid, [spec, word_spec], spec, results, interpret, operands)
     return (out.reshape(grad.shape),)
 
 
@@ -124,17 +118,17 @@ def _refusal(x) -> str | None:
     return None
 
 
-def refuses(hardware, streams, x, *, rate) -> str | None:
+def refuses(hardware, streams, x, keep) -> str | None:
     """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     return _refusal(x)
 
 
-def refuses_backward(hardware, grad, words, *, rate) -> str | None:
+def refuses_backward(hardware, grad, words, keep) -> str | None:
     """Why the kernel of the gradient cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     return _refusal(grad)
 
 
-def configs(hardware, *operands, rate):
+def configs(hardware, *operands):
     """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     return _CONFIGS
 

@@ -78,16 +78,17 @@ def test_batch_norm_compiles_in_registers(h100, shape, dtype):
             assert resources.spilled_bytes == 0
 
 
-@pytest.mark.parametrize(("shape", "dtype", "rate"), [((1024, 4096), F32, 0.1), ((10, 100, 4160), BF16, 0.25)], ids=str)
-def test_dropout_compiles_in_registers(h100, shape, dtype, rate):
+@pytest.mark.parametrize(("shape", "dtype"), [((1024, 4096), F32), ((10, 100, 4160), BF16)], ids=str)
+def test_dropout_compiles_in_registers(h100, shape, dtype):
     x = jax.ShapeDtypeStruct(shape, dtype)
     streams, words = (jax.ShapeDtypeStruct((*shape[:-1], last), "uint32") for last in (3, shape[-1] // 32))
+    keep = jax.ShapeDtypeStruct((2,), F32)
     for name, kernel, run, operands in (
-        ("dropout", dropout.KERNEL, dropout.run, (streams, x)),
-        ("dropout_backward", dropout.BACKWARD_KERNEL, dropout.run_backward, (x, words)),
+        ("dropout", dropout.KERNEL, dropout.run, (streams, x, keep)),
+        ("dropout_backward", dropout.BACKWARD_KERNEL, dropout.run_backward, (x, words, keep)),
     ):
-        assert kernel.refuses(named(h100), *operands, rate=rate) is None
-        report = lowering.compile(functools.partial(run, rate=rate, config={}), *operands, target=h100)
+        assert kernel.refuses(named(h100), *operands) is None
+        report = lowering.compile(functools.partial(run, config={}), *operands, target=h100)
         assert report.kernels == {name: 1}
         assert report.memory.temporaries <= TUPLE_TABLE_BYTES
         (resources,) = report.gpu_resources
