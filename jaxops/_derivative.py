@@ -90,15 +90,17 @@ def compiled_bind(primitive: Primitive) -> Callable[..., Any]:
     Under `jax.disable_jit` as well, as JAX does with its own primitives: what users debug are their functions.
     """
 
-    @functools.lru_cache(maxsize=1024)
-    def compiled(params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-        return jax.jit(functools.partial(primitive.bind, **dict(params)))
-
     def evaluate(*operands: Any, **params: Any) -> Any:
         with jax.disable_jit(False):
-            return compiled(tuple(sorted(params.items())))(*operands)
+            return _compiled(primitive, tuple(sorted(params.items())))(*operands)
 
     return evaluate
+
+
+# Bounded for all primitives together: a compiled program takes 1 to 4 MB, and attributes may take any number of values.
+@functools.lru_cache(maxsize=128)
+def _compiled(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    return jax.jit(functools.partial(primitive.bind, **dict(params)))
 
 
 def _tangent_primitive(operator: _Operator, derivative: Derivative) -> Primitive:

@@ -45,7 +45,7 @@ def probability_and_scale(rate: float | jax.Array, dtype: Any) -> Any:
     # float32 rounds `1 - rate` to just these digits, halves to even as Python does: a number and a scalar of the same
     # value keep the same elements.
     if isinstance(rate, jax.Array):
-        rate = jnp.clip(rate.astype(jnp.promote_types(rate.dtype, jnp.float32)), 0, 1)
+        rate = jnp.clip(rate.astype(jnp.float64 if rate.dtype == jnp.float64 else jnp.float32), 0, 1)
         kept = jnp.where(jnp.isnan(rate), 1, jnp.round((1 - rate) * 2**RESOLUTION_BITS) / 2**RESOLUTION_BITS)
         scale = jnp.where(kept == 0, 0, 1 / (1 - rate.astype(dtype)))
         return jnp.stack([kept.astype(dtype), scale.astype(dtype)])

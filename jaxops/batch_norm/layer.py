@@ -46,7 +46,7 @@ def batch_norm(
     running_var: jax.Array | None = None,
     *,
     mode: str = "spatial",
-    momentum: float = 0.1,
+    momentum: float | jax.Array = 0.1,
     epsilon: float = 1e-5,
     activation: str | tuple[str, float] | None = None,
     residual: jax.Array | None = None,
@@ -67,8 +67,9 @@ def batch_norm(
       running_mean: like scale, or None together with running_var.
       running_var: like scale.
       mode: "spatial" or "per_activation".
-      momentum: the weight of the new statistics, in [0, 1]; a number of the host, of which each value is compiled anew.
-        At 1 the old statistics are not read; 1 / (n + 1) at call n, counted from 0, averages over all calls.
+      momentum: the weight of the new statistics, in [0, 1]: a Python or NumPy number, or a traced scalar, whose value
+        is not checked. A new value does not recompile. At 1 the old statistics are not read; 1 / (n + 1) at call n,
+        counted from 0, averages over all calls.
       epsilon: 0 or more.
       activation: None, a mode or (mode, coefficient): "sigmoid", "relu", "tanh", "clipped_relu" (the coefficient is its
         ceiling and must be given), "elu" (its factor, 1), "identity" or "swish" (its beta, 1).
@@ -99,8 +100,7 @@ def batch_norm(
     x, view = _images(name, x, layout, mode)
     scale, bias = parameters(name, view, scale=scale, bias=bias)
     epsilon = checked_epsilon(name, epsilon)
-    rule = "be a Python or NumPy number in [0, 1]"
-    momentum = require_real(name, "momentum", momentum, rule, least=0, most=1, status=BAD_PARAM)
+    momentum = checked_momentum(name, "momentum", momentum)
     both = (running_mean is None) == (running_var is None)
     require(both, name, "running_mean", "be given with running_var, or neither", running_mean, status=BAD_PARAM)
     fused = None if activation is None else requested(name, activation)
@@ -217,25 +217,31 @@ def moved_statistics(
     mean: jax.Array,
     variance: jax.Array,
     *,
-    momentum: float,
+    momentum: float | jax.Array,
     axis_name: Hashable = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Running mean and variance after a batch with this mean and biased variance, each (c,)."""
     elements = view.elements * (1 if axis_name is None else jax.lax.axis_size(axis_name))
     if elements == 0:
         momentum = 0.0
-    new = mean, variance * _unbiased(elements)
-    moved = []
-    for before, after in zip(jax.lax.stop_gradient(tuple(old)), new, strict=True):
-        after = view.parameters_back(after).reshape(before.shape)
-        if momentum == 0:
-            moved.append(before)
-        elif momentum == 1:  # what was there before may be NaN
-            moved.append(after.astype(before.dtype))
-        else:
-            average = (1 - momentum) * before.astype(after.dtype) + momentum * after
-            moved.append(average.astype(before.dtype))
-    return moved[0], moved[1]
+    old_mean, old_variance = jax.lax.stop_gradient(tuple(old))
+
+    def moved(before: jax.Array, after: jax.Array) -> jax.Array:
+        return _moved(before, view.parameters_back(after).reshape(before.shape), momentum)
+
+    return moved(old_mean, mean), moved(old_variance, variance * _unbiased(elements))
+
+
+def _moved(before: jax.Array, after: jax.Array, momentum: float | jax.Array) -> jax.Array:
+    """The weighted average; at momentum 0 and 1 it is one of both, whatever the other holds."""
+    new = after.astype(before.dtype)
+    if not isinstance(momentum, jax.Array):
+        if momentum in (0, 1):
+            return new if momentum else before
+        return ((1 - momentum) * before.astype(after.dtype) + momentum * after).astype(before.dtype)
+    weight = jax.lax.stop_gradient(momentum).astype(after.dtype)
+    average = (1 - weight) * before.astype(after.dtype) + weight * after
+    return jnp.where(weight == 0, before, jnp.where(weight == 1, new, average.astype(before.dtype)))
 
 
 def _unbiased(elements: int) -> float | jax.Array:
@@ -262,6 +268,15 @@ def checked_epsilon(operator: str, epsilon: Any) -> float:
     rule = f"be a finite number of {BN_MIN_EPSILON} or more"
     number: float = require_real(operator, "epsilon", epsilon, rule, least=BN_MIN_EPSILON, status=BAD_PARAM)
     return number
+
+
+def checked_momentum(operator: str, argument: str, momentum: Any) -> float | jax.Array:
+    """A momentum as a float or a traced scalar; BadParamError for a number outside of [0, 1]."""
+    rule = "be a number in [0, 1]"
+    checked: float | jax.Array = require_real(
+        operator, argument, momentum, rule, least=0, most=1, traced=True, status=BAD_PARAM
+    )
+    return checked
 
 
 def _images(operator: str, x: Any, layout: str | None, mode: str) -> tuple[jax.Array, View]:

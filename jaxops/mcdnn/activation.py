@@ -8,7 +8,7 @@ from jaxops._attributes import require_bool
 from jaxops._errors import BAD_PARAM, NOT_SUPPORTED, NotSupportedError
 from jaxops.activation import ACTIVATION_BACKWARD, operator
 from jaxops.activation.modes import Activation
-from jaxops.mcdnn import blend
+from jaxops.mcdnn.blend import Blend
 from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.descriptors import ActivationDescriptor
 from jaxops.mcdnn.enums import ActivationMode, NanPropagation, member
@@ -18,8 +18,8 @@ def activation_forward(
     desc: ActivationDescriptor,
     x: jax.Array,
     *,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     y: jax.Array | None = None,
     layout: str | None = None,
     strict: bool = False,
@@ -30,8 +30,8 @@ def activation_forward(
       desc: the mode with its coefficients and, for RELU and CLIPPED_RELU, what NaN does: with NOT_PROPAGATE_NAN it
         becomes 0. RELU ignores `coef`.
       x: a tensor of four to eight axes; float16, bfloat16, float32 or float64.
-      alpha: factor of the result.
-      beta: factor of the prior; with 0 the prior is not read.
+      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
+      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
       y: the prior, with the shape and dtype of x.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None is the one with the channels first. Of no effect on values.
       strict: whether to refuse IDENTITY, which the documents have as a part of fused calls only.
@@ -54,14 +54,14 @@ def activation_forward(
     call = Call("activation_forward")
     call.descriptor(ActivationDescriptor, desc)
     call.present(x=x)
-    blend.check_factors(call.name, alpha=alpha, beta=beta)
-    x, y = call.arrays(x=x, y=y)
+    blend = Blend.requested(call.name, alpha=alpha, beta=beta, y=y)
+    (x,) = call.arrays(x=x)
     call.channel_axis(x, layout)
-    blend.check_prior(call.name, "y", y, beta, x.shape, x.dtype)
+    blend.check(x.shape, x.dtype)
     call.supported_dtype("x", x)
     _check_mode(call, desc, strict)
-    result = operator.apply(blend.widened(x, alpha, beta), requested(desc))
-    return blend.blended(result, y, alpha, beta, x.dtype)
+    result = operator.apply(blend.widen(x), requested(desc))
+    return blend.apply(result, x.dtype)
 
 
 def activation_backward(
@@ -70,8 +70,8 @@ def activation_backward(
     dy: jax.Array,
     x: jax.Array,
     *,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     dx: jax.Array | None = None,
     layout: str | None = None,
     strict: bool = False,
@@ -92,8 +92,8 @@ def activation_backward(
         it holds, and not the derivative of the blend.
       dy: its gradient.
       x: what the activation was applied to.
-      alpha: factor of the result.
-      beta: factor of the prior; with 0 the prior is not read.
+      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
+      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
       dx: the prior, with the shape and dtype of dy.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None is the one with the channels first. Of no effect on values.
       strict: whether to refuse IDENTITY, which the documents have as a part of fused calls only.
@@ -115,21 +115,21 @@ def activation_backward(
     call = Call("activation_backward")
     call.descriptor(ActivationDescriptor, desc)
     call.present(y=y, dy=dy, x=x)
-    blend.check_factors(call.name, alpha=alpha, beta=beta)
-    y, dy, x, dx = call.arrays(y=y, dy=dy, x=x, dx=dx)
+    blend = Blend.requested(call.name, alpha=alpha, beta=beta, dx=dx)
+    y, dy, x = call.arrays(y=y, dy=dy, x=x)
     call.channel_axis(dy, layout, "dy")
     for argument, array in (("y", y), ("x", x)):
         alike = (array.shape, array.dtype) == (dy.shape, dy.dtype)
         call.support(alike, argument, f"have the shape and dtype of dy, {dy.dtype}{list(dy.shape)}", array)
-    blend.check_prior(call.name, "dx", dx, beta, dy.shape, dy.dtype, status=NOT_SUPPORTED, error=NotSupportedError)
+    blend.check(dy.shape, dy.dtype, status=NOT_SUPPORTED, error=NotSupportedError)
     call.supported_dtype("dy", dy)
     _check_mode(call, desc, strict)
     activation = requested(desc)
-    result = blend.widened(dy, alpha, beta)
+    result = blend.widen(dy)
     if activation.mode != "identity":
         of_result = operator.reads_result(activation)
         (result,) = ACTIVATION_BACKWARD(y if of_result else x, result, activation=activation, of_result=of_result)
-    return blend.blended(result, dx, alpha, beta, dy.dtype)
+    return blend.apply(result, dy.dtype)
 
 
 def requested(descriptor: ActivationDescriptor) -> Activation:

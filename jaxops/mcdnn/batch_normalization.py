@@ -46,12 +46,12 @@ def batch_normalization_forward_training(
     scale: jax.Array,
     bias: jax.Array,
     *,
-    exponential_average_factor: float,
+    exponential_average_factor: float | jax.Array,
     running_mean: jax.Array | None = None,
     running_variance: jax.Array | None = None,
     epsilon: float = 1e-5,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     y: jax.Array | None = None,
     layout: str | None = None,
     strict: bool = False,
@@ -64,14 +64,14 @@ def batch_normalization_forward_training(
       scale: the factor of each channel or activation: (1, C, 1, 1[, 1]), or (1, C[, D], H, W) for PER_ACTIVATION,
         whatever the layout; float32, or float64 where x is. All other parameters and statistics are like it.
       bias: what is added to each, like scale.
-      exponential_average_factor: the weight of this batch in the running statistics, in [0, 1]; a number of the host,
-        of which each value is compiled anew. 1 / (1 + n) at call n, counted from 0, averages over all calls; at 1 the
-        old ones are not read.
+      exponential_average_factor: the weight of this batch in the running statistics, in [0, 1]: a Python or NumPy
+        number, or a traced scalar, whose value is not checked. 1 / (1 + n) at call n, counted from 0, averages over all
+        calls; at 1 the old ones are not read.
       running_mean: the moved average so far, or None together with running_variance.
       running_variance: of unbiased variances.
       epsilon: at least BN_MIN_EPSILON, 0.
-      alpha: factor of the result.
-      beta: factor of the prior.
+      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
+      beta: factor of the prior, likewise; a traced one needs a prior.
       y: the prior, like x.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC".
       strict: whether to keep to what the documents support.
@@ -116,12 +116,12 @@ def batch_normalization_forward_training_ex(
     *,
     z: jax.Array | None = None,
     activation: ActivationDescriptor | None = None,
-    exponential_average_factor: float,
+    exponential_average_factor: float | jax.Array,
     running_mean: jax.Array | None = None,
     running_variance: jax.Array | None = None,
     epsilon: float = 1e-5,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     y: jax.Array | None = None,
     layout: str | None = None,
     strict: bool = False,
@@ -141,8 +141,8 @@ def batch_normalization_forward_training_ex(
       running_mean: the moved average so far, or None together with running_variance.
       running_variance: of unbiased variances.
       epsilon: at least BN_MIN_EPSILON, 0.
-      alpha: factor of the result.
-      beta: factor of the prior.
+      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
+      beta: factor of the prior, likewise; a traced one needs a prior.
       y: the prior, like x.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC".
       strict: whether to keep to what the documents support.
@@ -186,8 +186,8 @@ def batch_normalization_forward_inference(
     estimated_variance: jax.Array,
     *,
     epsilon: float = 1e-5,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     y: jax.Array | None = None,
     layout: str | None = None,
 ) -> jax.Array:
@@ -202,8 +202,8 @@ def batch_normalization_forward_inference(
       estimated_mean: such as the running one.
       estimated_variance: a variance, and not its inverse.
       epsilon: at least BN_MIN_EPSILON, 0.
-      alpha: factor of the result.
-      beta: factor of the prior.
+      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
+      beta: factor of the prior, likewise; a traced one needs a prior.
       y: the prior, like x.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC".
 
@@ -219,8 +219,10 @@ def batch_normalization_forward_inference(
     """
     call = batch_norm_call("batch_normalization_forward_inference", mode)
     statistics = (estimated_mean, estimated_variance)
-    attributes = {"epsilon": epsilon, "alpha": alpha, "beta": beta}
-    return norm_calls.forward_inference(call, x, scale, bias, *statistics, None, **attributes, y=y, layout=layout)
+    factors = {"alpha": alpha, "beta": beta}
+    return norm_calls.forward_inference(
+        call, x, scale, bias, *statistics, None, epsilon=epsilon, **factors, y=y, layout=layout
+    )
 
 
 def batch_normalization_backward(
@@ -232,10 +234,10 @@ def batch_normalization_backward(
     epsilon: float = 1e-5,
     saved_mean: jax.Array | None = None,
     saved_inv_variance: jax.Array | None = None,
-    alpha_data_diff: float = 1.0,
-    beta_data_diff: float = 0.0,
-    alpha_param_diff: float = 1.0,
-    beta_param_diff: float = 0.0,
+    alpha_data_diff: float | jax.Array = 1.0,
+    beta_data_diff: float | jax.Array = 0.0,
+    alpha_param_diff: float | jax.Array = 1.0,
+    beta_param_diff: float | jax.Array = 0.0,
     dx: jax.Array | None = None,
     dscale: jax.Array | None = None,
     dbias: jax.Array | None = None,
@@ -257,10 +259,10 @@ def batch_normalization_backward(
       saved_mean: as the forward call returned it, or None together with saved_inv_variance: both are computed once
         more.
       saved_inv_variance: 1 / sqrt(variance + epsilon).
-      alpha_data_diff: factor of dx.
-      beta_data_diff: factor of dx's prior.
-      alpha_param_diff: factor of dscale and dbias.
-      beta_param_diff: factor of their priors.
+      alpha_data_diff: factor of dx: a Python or NumPy number, or a traced scalar.
+      beta_data_diff: factor of dx's prior, likewise; a traced one needs a prior.
+      alpha_param_diff: factor of dscale and dbias, likewise.
+      beta_param_diff: factor of their priors, likewise.
       dx: the prior, like x.
       dscale: the prior, like scale.
       dbias: the prior, like scale.
@@ -314,10 +316,10 @@ def batch_normalization_backward_ex(
     epsilon: float = 1e-5,
     saved_mean: jax.Array | None = None,
     saved_inv_variance: jax.Array | None = None,
-    alpha_data_diff: float = 1.0,
-    beta_data_diff: float = 0.0,
-    alpha_param_diff: float = 1.0,
-    beta_param_diff: float = 0.0,
+    alpha_data_diff: float | jax.Array = 1.0,
+    beta_data_diff: float | jax.Array = 0.0,
+    alpha_param_diff: float | jax.Array = 1.0,
+    beta_param_diff: float | jax.Array = 0.0,
     dx: jax.Array | None = None,
     dscale: jax.Array | None = None,
     dbias: jax.Array | None = None,
@@ -343,10 +345,10 @@ def batch_normalization_backward_ex(
       epsilon: as in `batch_normalization_backward`, and so are those that follow.
       saved_mean: as the forward call returned it, or None together with saved_inv_variance.
       saved_inv_variance: 1 / sqrt(variance + epsilon).
-      alpha_data_diff: factor of dx.
-      beta_data_diff: factor of dx's prior.
-      alpha_param_diff: factor of dscale and dbias.
-      beta_param_diff: factor of their priors.
+      alpha_data_diff: factor of dx: a Python or NumPy number, or a traced scalar.
+      beta_data_diff: factor of dx's prior, likewise; a traced one needs a prior.
+      alpha_param_diff: factor of dscale and dbias, likewise.
+      beta_param_diff: factor of their priors, likewise.
       dx: the prior, like x.
       dscale: the prior, like scale.
       dbias: the prior, like scale.

@@ -1,5 +1,6 @@
 """How results are blended with what the output held before: `alpha * result + beta * prior`."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,55 +8,72 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._attributes import require_real
+from jaxops._dtypes import accumulator
 from jaxops._errors import BAD_PARAM, BadParamError, OperatorError, require
+from jaxops._operands import as_optional
 
 
-def check_factors(operator: str, **factors: Any) -> None:
-    """Refuses alpha and beta that are not finite Python or NumPy numbers."""
-    for name, value in factors.items():
-        require_real(operator, name, value, status=BAD_PARAM)
+@dataclasses.dataclass(frozen=True)
+class Blend:
+    """How one output of a call is made of its result.
+
+    Attributes:
+      operator: of errors.
+      alpha: factor of the result; a number, or a traced scalar.
+      beta: factor of the prior, in the same ways. Where it is 0 the prior is not read, and may hold anything.
+      argument: what the call names the prior.
+      prior: what the output held before, or None.
+    """
+
+    operator: str
+    alpha: float | jax.Array
+    beta: float | jax.Array
+    argument: str
+    prior: jax.Array | None
+
+    @classmethod
+    def requested(cls, operator: str, **arguments: Any) -> "Blend":
+        """From alpha, beta and the prior, in this order, by the names that the call gives them."""
+        *factors, (argument, prior) = arguments.items()
+        alpha, beta = (require_real(operator, *factor, traced=True, status=BAD_PARAM) for factor in factors)
+        return cls(operator, alpha, beta, argument, as_optional(operator, argument, prior, status=BAD_PARAM))
+
+    @property
+    def reads_prior(self) -> bool:
+        """Whether the prior is read, or may be: nothing tells whether a traced beta is 0."""
+        return isinstance(self.beta, jax.Array) or self.beta != 0
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the result is stored as it is."""
+        return not self.reads_prior and not isinstance(self.alpha, jax.Array) and self.alpha == 1
+
+    def check(
+        self, shape: Sequence[int], dtype: Any, *, status: str = BAD_PARAM, error: type[OperatorError] = BadParamError
+    ) -> None:
+        """Refuses a missing prior that is read, and one unlike the output: with the function's own status."""
+        given = self.prior is not None or not self.reads_prior
+        require(given, self.operator, self.argument, "be given where its beta is not 0", None, status=BAD_PARAM)
+        if self.prior is not None:
+            alike = (tuple(self.prior.shape), self.prior.dtype) == (tuple(shape), dtype)
+            rule = f"have the output's shape and dtype, {dtype}{list(shape)}"
+            require(alike, self.operator, self.argument, rule, self.prior, status=status, error=error)
+
+    def widen(self, x: jax.Array) -> jax.Array:
+        """Data in the dtype in which it will be blended, so that the blend is what is rounded."""
+        return x if self._is_plain else x.astype(accumulator(x.dtype))
+
+    def apply(self, result: jax.Array, dtype: Any) -> jax.Array:
+        """The output in its dtype, rounded once."""
+        if self._is_plain:
+            return result.astype(dtype)
+        alpha, beta = (_factor(factor, accumulator(dtype)) for factor in (self.alpha, self.beta))
+        result = alpha * result.astype(accumulator(dtype))
+        if self.reads_prior and self.prior is not None:
+            prior = self.prior.astype(result.dtype)
+            result = result + beta * (jnp.where(beta == 0, 0, prior) if isinstance(beta, jax.Array) else prior)
+        return result.astype(dtype)
 
 
-def check_prior(
-    operator: str,
-    argument: str,
-    prior: Any,
-    beta: float,
-    shape: Sequence[int],
-    dtype: Any,
-    *,
-    status: str = BAD_PARAM,
-    error: type[OperatorError] = BadParamError,
-) -> None:
-    """Refuses a prior that is missing where beta is not zero, or unlike the output: with the function's own status."""
-    require(
-        prior is not None or beta == 0, operator, argument, "be given where its beta is not 0", None, status=BAD_PARAM
-    )
-    if prior is not None:
-        alike = (tuple(prior.shape), prior.dtype) == (tuple(shape), dtype)
-        rule = f"have the output's shape and dtype, {dtype}{list(shape)}"
-        require(alike, operator, argument, rule, prior, status=status, error=error)
-
-
-def compute_dtype(dtype: Any) -> Any:
-    """The dtype in which data of this one is computed and blended."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
-
-
-def is_plain(alpha: float, beta: float) -> bool:
-    """Whether the result is stored as it is."""
-    return alpha == 1 and beta == 0
-
-
-def widened(x: jax.Array, alpha: float, beta: float) -> jax.Array:
-    """Data in the dtype in which it will be blended, so that the blend is what is rounded."""
-    return x if is_plain(alpha, beta) else x.astype(compute_dtype(x.dtype))
-
-
-def blended(result: jax.Array, prior: jax.Array | None, alpha: float, beta: float, dtype: Any) -> jax.Array:
-    """The output in its dtype, rounded once. With beta 0 the prior is not read, and may hold anything."""
-    if not is_plain(alpha, beta):
-        result = float(alpha) * result.astype(compute_dtype(dtype))
-        if prior is not None and beta != 0:
-            result = result + float(beta) * prior.astype(result.dtype)
-    return result.astype(dtype)
+def _factor(factor: float | jax.Array, dtype: Any) -> float | jax.Array:
+    return factor.astype(dtype) if isinstance(factor, jax.Array) else factor

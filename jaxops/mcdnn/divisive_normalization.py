@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from jaxops.divisive_norm import DIVISIVE_NORM, DIVISIVE_NORM_BACKWARD, no_means, window_of
-from jaxops.mcdnn import blend
+from jaxops.mcdnn.blend import Blend
 from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.descriptors import LRNDescriptor
 from jaxops.mcdnn.enums import DivNormMode, member
@@ -18,8 +18,8 @@ def divisive_normalization_forward(
     means: jax.Array | None = None,
     *,
     mode: DivNormMode | str | int = "PRECOMPUTED_MEANS",
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     y: jax.Array | None = None,
     layout: str | None = None,
 ) -> jax.Array:
@@ -36,8 +36,8 @@ def divisive_normalization_forward(
       x: images of rank 4 or 5; float16, bfloat16, float32 or float64.
       means: with the shape and dtype of x. None stands for zeros.
       mode: the only `DivNormMode`.
-      alpha: factor of the result.
-      beta: factor of the prior; with 0 the prior is not read.
+      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
+      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
       y: the prior, with the shape and dtype of x.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means NCHW or NCDHW, by the rank of x. The documents know images
         with the channels last as strides of NCHW.
@@ -58,15 +58,16 @@ def divisive_normalization_forward(
       (temp, temp2) or output cannot arise: JAX's arrays are packed, and XLA allocates.
     """
     call = Call("divisive_normalization_forward")
-    _check_call(call, desc, mode, alpha, beta, x=x)
-    x, means, y = call.arrays(x=x, means=means, y=y)
+    _check_call(call, desc, mode, x=x)
+    blend = Blend.requested(call.name, alpha=alpha, beta=beta, y=y)
+    x, means = call.arrays(x=x, means=means)
     layout = _layout(call, x, layout)
     _check_alike(call, x, means=means)
-    blend.check_prior(call.name, "y", y, beta, x.shape, x.dtype)
+    blend.check(x.shape, x.dtype)
     call.supported_dtype("x", x)
-    volume = windows.to_volume(blend.widened(x, alpha, beta), layout)
+    volume = windows.to_volume(blend.widen(x), layout)
     (result,) = DIVISIVE_NORM(volume, _means(means, volume, layout), **_attributes(desc, layout))
-    return blend.blended(windows.from_volume(result, layout), y, alpha, beta, x.dtype)
+    return blend.apply(windows.from_volume(result, layout), x.dtype)
 
 
 def divisive_normalization_backward(
@@ -76,8 +77,8 @@ def divisive_normalization_backward(
     dy: jax.Array,
     *,
     mode: DivNormMode | str | int = "PRECOMPUTED_MEANS",
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     dx: jax.Array | None = None,
     dmeans: jax.Array | None = None,
     layout: str | None = None,
@@ -97,11 +98,11 @@ def divisive_normalization_backward(
       means: as they were given to `divisive_normalization_forward`. None stands for zeros.
       dy: the gradient of its result, with the shape and dtype of x.
       mode: the only `DivNormMode`.
-      alpha: factor of both results.
-      beta: factor of both priors; with 0 the priors are not read.
+      alpha: factor of both results: a Python or NumPy number, or a traced scalar.
+      beta: factor of both priors, likewise; with 0 the priors are not read, but a traced beta needs one.
       dx: the prior of the gradient of x, with its shape and dtype.
-      dmeans: the prior of the gradient of the means, with the shape and dtype of x. None with a beta that is not 0 says
-        that this gradient is not wanted.
+      dmeans: the prior of the gradient of the means, with the shape and dtype of x. None with a beta that is not 0,
+        or that is traced, says that this gradient is not wanted.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means NCHW or NCDHW, by the rank of x.
 
     Returns:
@@ -119,27 +120,27 @@ def divisive_normalization_backward(
       outputs that differ, cannot arise, nor can its errors of missing scratch memory.
     """
     call = Call("divisive_normalization_backward")
-    _check_call(call, desc, mode, alpha, beta, x=x, dy=dy)
-    x, means, dy, dx, dmeans = call.arrays(x=x, means=means, dy=dy, dx=dx, dmeans=dmeans)
+    _check_call(call, desc, mode, x=x, dy=dy)
+    blend = Blend.requested(call.name, alpha=alpha, beta=beta, dx=dx)
+    means_blend = Blend.requested(call.name, alpha=alpha, beta=beta, dmeans=dmeans)
+    wants_means = means_blend.prior is not None or not means_blend.reads_prior
+    x, means, dy = call.arrays(x=x, means=means, dy=dy)
     layout = _layout(call, x, layout)
     _check_alike(call, x, means=means, dy=dy)
-    for argument, prior, wanted in (("dx", dx, True), ("dmeans", dmeans, dmeans is not None)):
-        blend.check_prior(call.name, argument, prior, beta if wanted else 0.0, x.shape, x.dtype)
+    blend.check(x.shape, x.dtype)
+    if wants_means:
+        means_blend.check(x.shape, x.dtype)
     call.supported_dtype("x", x)
-    volume, grad = (windows.to_volume(array, layout) for array in (x, blend.widened(dy, alpha, beta)))
+    volume, grad = (windows.to_volume(array, layout) for array in (x, blend.widen(dy)))
     results = DIVISIVE_NORM_BACKWARD(volume, _means(means, volume, layout), grad, **_attributes(desc, layout))
     of_x, of_means = (windows.from_volume(result, layout) for result in results)
-    return (
-        blend.blended(of_x, dx, alpha, beta, x.dtype),
-        blend.blended(of_means, dmeans, alpha, beta, x.dtype) if beta == 0 or dmeans is not None else None,
-    )
+    return blend.apply(of_x, x.dtype), means_blend.apply(of_means, x.dtype) if wants_means else None
 
 
-def _check_call(call: Call, desc: Any, mode: Any, alpha: Any, beta: Any, **arrays: Any) -> None:
+def _check_call(call: Call, desc: Any, mode: Any, **arrays: Any) -> None:
     call.descriptor(LRNDescriptor, desc)
     member(call.name, "mode", DivNormMode, mode)
     call.present(**arrays)
-    blend.check_factors(call.name, alpha=alpha, beta=beta)
 
 
 def _layout(call: Call, x: jax.Array, layout: str | None) -> str:

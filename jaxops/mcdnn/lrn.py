@@ -11,7 +11,7 @@ from jaxops.local_response_norm import (
     channels_back,
     channels_before_space,
 )
-from jaxops.mcdnn import blend
+from jaxops.mcdnn.blend import Blend
 from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.descriptors import LRNDescriptor
 from jaxops.mcdnn.enums import LRNMode, member
@@ -22,8 +22,8 @@ def lrn_cross_channel_forward(
     x: jax.Array,
     *,
     mode: LRNMode | str | int = "CROSS_CHANNEL_DIM1",
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     y: jax.Array | None = None,
     layout: str | None = None,
 ) -> jax.Array:
@@ -38,8 +38,8 @@ def lrn_cross_channel_forward(
       desc: n, alpha, beta and k.
       x: images; float16, bfloat16, float32 or float64.
       mode: the only `LRNMode`.
-      alpha: factor of the result.
-      beta: factor of the prior; with 0 the prior is not read.
+      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
+      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
       y: the prior, with the shape and dtype of x.
       layout: "NCHW", "NHWC" or "NCDHW"; None means NCHW or NCDHW, by the rank of x.
 
@@ -59,14 +59,15 @@ def lrn_cross_channel_forward(
       of strides and of a missing output cannot arise.
     """
     call = Call("lrn_cross_channel_forward")
-    _check_call(call, desc, mode, alpha, beta, x=x)
-    x, y = call.arrays(x=x, y=y)
+    _check_call(call, desc, mode, x=x)
+    blend = Blend.requested(call.name, alpha=alpha, beta=beta, y=y)
+    (x,) = call.arrays(x=x)
     layout = _layout(call, layout, x=x)
-    _check_prior(call, "y", y, beta, x)
+    blend.check(x.shape, x.dtype, status=NOT_SUPPORTED, error=NotSupportedError)
     call.supported_dtype("x", x)
-    images = channels_before_space(blend.widened(x, alpha, beta), layout)
+    images = channels_before_space(blend.widen(x), layout)
     (result,) = LOCAL_RESPONSE_NORM(images, n=desc.n, **desc.attributes)
-    return blend.blended(channels_back(result, layout), y, alpha, beta, x.dtype)
+    return blend.apply(channels_back(result, layout), x.dtype)
 
 
 def lrn_cross_channel_backward(
@@ -76,8 +77,8 @@ def lrn_cross_channel_backward(
     x: jax.Array,
     *,
     mode: LRNMode | str | int = "CROSS_CHANNEL_DIM1",
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     dx: jax.Array | None = None,
     layout: str | None = None,
 ) -> jax.Array:
@@ -95,8 +96,8 @@ def lrn_cross_channel_backward(
       dy: its gradient.
       x: the images.
       mode: the only `LRNMode`.
-      alpha: factor of the result.
-      beta: factor of the prior; with 0 the prior is not read.
+      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
+      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
       dx: the prior, with the shape and dtype of x.
       layout: "NCHW", "NHWC" or "NCDHW"; None means NCHW or NCDHW, by the rank of x.
 
@@ -112,24 +113,24 @@ def lrn_cross_channel_backward(
     Source: mcDNN `mcdnnLRNCrossChannelBackward`. The documented errors of strides cannot arise: arrays are packed.
     """
     call = Call("lrn_cross_channel_backward")
-    _check_call(call, desc, mode, alpha, beta, y=y, dy=dy, x=x)
-    y, dy, x, dx = call.arrays(y=y, dy=dy, x=x, dx=dx)
+    _check_call(call, desc, mode, y=y, dy=dy, x=x)
+    blend = Blend.requested(call.name, alpha=alpha, beta=beta, dx=dx)
+    y, dy, x = call.arrays(y=y, dy=dy, x=x)
     layout = _layout(call, layout, x=x, y=y, dy=dy)
     for argument, array in (("y", y), ("dy", dy)):
         call.support(array.dtype == x.dtype, argument, f"have the dtype of x, {x.dtype}", array)
         call.support(array.shape == x.shape, argument, f"have the shape of x, {x.shape}", array)
-    _check_prior(call, "dx", dx, beta, x)
+    blend.check(x.shape, x.dtype, status=NOT_SUPPORTED, error=NotSupportedError)
     call.supported_dtype("x", x)
-    images, grad = (channels_before_space(array, layout) for array in (x, blend.widened(dy, alpha, beta)))
+    images, grad = (channels_before_space(array, layout) for array in (x, blend.widen(dy)))
     (result,) = LOCAL_RESPONSE_NORM_BACKWARD(images, grad, n=desc.n, **desc.attributes)
-    return blend.blended(channels_back(result, layout), dx, alpha, beta, x.dtype)
+    return blend.apply(channels_back(result, layout), x.dtype)
 
 
-def _check_call(call: Call, desc: Any, mode: Any, alpha: Any, beta: Any, **arrays: Any) -> None:
+def _check_call(call: Call, desc: Any, mode: Any, **arrays: Any) -> None:
     call.descriptor(LRNDescriptor, desc)
     member(call.name, "mode", LRNMode, mode)
     call.present(**arrays)
-    blend.check_factors(call.name, alpha=alpha, beta=beta)
 
 
 def _layout(call: Call, layout: str | None, **arrays: Any) -> str:
@@ -138,8 +139,3 @@ def _layout(call: Call, layout: str | None, **arrays: Any) -> str:
     layout = call.layout(arrays["x"], layout)
     call.require(layout != "NDHWC", "layout", "be NCDHW for images with five axes", layout)
     return layout
-
-
-def _check_prior(call: Call, argument: str, prior: Any, beta: float, x: jax.Array) -> None:
-    refusal: dict[str, Any] = {"status": NOT_SUPPORTED, "error": NotSupportedError}
-    blend.check_prior(call.name, argument, prior, beta, x.shape, x.dtype, **refusal)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxops._dtypes import accumulator
 from jaxops.activation.modes import IDENTITY, RELU, Activation, scaled_by_slope_of_result
 from jaxops.batch_norm import (
     BATCH_NORM_ACTIVATION_BACKWARD,
@@ -15,7 +16,8 @@ from jaxops.batch_norm.layer import infer, moved_statistics, train
 from jaxops.batch_norm.layouts import View
 from jaxops.batch_norm.operator import inverse_std, pre_activation
 from jaxops.batch_norm.statistics import mean_and_variance
-from jaxops.mcdnn import blend, reserve_space
+from jaxops.mcdnn import reserve_space
+from jaxops.mcdnn.blend import Blend
 from jaxops.mcdnn.checks import DTYPES
 from jaxops.mcdnn.enums import ActivationMode
 from jaxops.mcdnn.norm_checks import NormCall
@@ -52,12 +54,12 @@ def forward_training(
     bias: Any,
     z: Any,
     *,
-    exponential_average_factor: float,
+    exponential_average_factor: float | jax.Array,
     running_mean: Any,
     running_variance: Any,
     epsilon: float,
-    alpha: float,
-    beta: float,
+    alpha: float | jax.Array,
+    beta: float | jax.Array,
     y: Any,
     layout: str | None,
     dtypes: tuple[str, ...] = DTYPES,
@@ -66,12 +68,12 @@ def forward_training(
     call.present(x=x, scale=scale, bias=bias)
     if call.adds:
         call.present(z=z)
-    blend.check_factors(call.name, alpha=alpha, beta=beta)
-    x, scale, bias, z, y = call.arrays(x=x, scale=scale, bias=bias, z=z if call.adds else None, y=y)
+    blend = Blend.requested(call.name, alpha=alpha, beta=beta, y=y)
+    x, scale, bias, z = call.arrays(x=x, scale=scale, bias=bias, z=z if call.adds else None)
     running_mean, running_variance = call.arrays(running_mean=running_mean, running_variance=running_variance)
     view = call.view(x, layout)
     call.alike(x, z=z)
-    blend.check_prior(call.name, "y", y, beta, x.shape, x.dtype)
+    blend.check(x.shape, x.dtype)
     call.pair(running_mean=running_mean, running_variance=running_variance)
     given = {"scale": scale, "bias": bias, "running_mean": running_mean, "running_variance": running_variance}
     call.parameters(view, **given)
@@ -79,7 +81,7 @@ def forward_training(
     factor = call.factor(exponential_average_factor)
     call.dtypes(x, dtypes, **given)
     call.supported_ops(view, x, FORWARD_ACTIVATIONS)
-    data = blend.widened(x, alpha, beta)
+    data = blend.widen(x)
     residual = None if z is None else z.astype(data.dtype)
     result, mean, variance = train(view, data, scale, bias, residual, call.activation, epsilon=epsilon)
     if running_mean is not None:
@@ -89,7 +91,7 @@ def forward_training(
     if call.activation is not None:
         kept = reserve_space.packed(_passes(call.activation, result))
     return BatchNormTrainingEx(
-        blend.blended(result, y, alpha, beta, x.dtype),
+        blend.apply(result, x.dtype),
         running_mean,
         running_variance,
         view.parameters_back(mean).reshape(scale.shape),
@@ -108,8 +110,8 @@ def forward_inference(
     z: Any,
     *,
     epsilon: float,
-    alpha: float,
-    beta: float,
+    alpha: float | jax.Array,
+    beta: float | jax.Array,
     y: Any,
     layout: str | None,
 ) -> jax.Array:
@@ -118,21 +120,21 @@ def forward_inference(
     call.present(x=x, **given)
     if call.adds:
         call.present(z=z)
-    blend.check_factors(call.name, alpha=alpha, beta=beta)
-    x, z, y = call.arrays(x=x, z=z if call.adds else None, y=y)
+    blend = Blend.requested(call.name, alpha=alpha, beta=beta, y=y)
+    x, z = call.arrays(x=x, z=z if call.adds else None)
     given = dict(zip(given, call.arrays(**given), strict=True))
     view = call.view(x, layout)
     call.alike(x, z=z)
-    blend.check_prior(call.name, "y", y, beta, x.shape, x.dtype)
+    blend.check(x.shape, x.dtype)
     call.parameters(view, **given)
     epsilon = call.epsilon(epsilon)
     call.dtypes(x, DTYPES, **given)
     call.supported_ops(view, x, FORWARD_ACTIVATIONS)
-    data = blend.widened(x, alpha, beta)
+    data = blend.widen(x)
     residual = None if z is None else z.astype(data.dtype)
     activation = call.activation or IDENTITY
     result = infer(view, data, list(given.values()), residual, activation, epsilon=epsilon)
-    return blend.blended(result, y, alpha, beta, x.dtype)
+    return blend.apply(result, x.dtype)
 
 
 def backward(
@@ -147,10 +149,10 @@ def backward(
     epsilon: float,
     saved_mean: Any,
     saved_inv_variance: Any,
-    alpha_data_diff: float,
-    beta_data_diff: float,
-    alpha_param_diff: float,
-    beta_param_diff: float,
+    alpha_data_diff: float | jax.Array,
+    beta_data_diff: float | jax.Array,
+    alpha_param_diff: float | jax.Array,
+    beta_param_diff: float | jax.Array,
     dx: Any,
     dscale: Any,
     dbias: Any,
@@ -159,20 +161,21 @@ def backward(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
     """Checks and runs a backward call. Gives dx, dz (None without a residual), dscale and dbias."""
     call.present(x=x, dy=dy, scale=scale)
-    data_factors = {"alpha_data_diff": alpha_data_diff, "beta_data_diff": beta_data_diff}
     param_factors = {"alpha_param_diff": alpha_param_diff, "beta_param_diff": beta_param_diff}
-    blend.check_factors(call.name, **data_factors, **param_factors)
+    blend = Blend.requested(call.name, alpha_data_diff=alpha_data_diff, beta_data_diff=beta_data_diff, dx=dx)
+    param_blends = [
+        Blend.requested(call.name, **param_factors, **prior) for prior in ({"dscale": dscale}, {"dbias": dbias})
+    ]
     x, dy, scale, y, bias, kept = call.arrays(x=x, dy=dy, scale=scale, y=y, bias=bias, reserve_space=kept)
-    dx, dscale, dbias = call.arrays(dx=dx, dscale=dscale, dbias=dbias)
     saved_mean, saved_inv_variance = call.arrays(saved_mean=saved_mean, saved_inv_variance=saved_inv_variance)
     view = call.view(x, layout)
     call.alike(x, dy=dy, y=y)
-    blend.check_prior(call.name, "dx", dx, beta_data_diff, x.shape, x.dtype)
+    blend.check(x.shape, x.dtype)
     call.pair(saved_mean=saved_mean, saved_inv_variance=saved_inv_variance)
     given = {"scale": scale, "bias": bias, "saved_mean": saved_mean, "saved_inv_variance": saved_inv_variance}
     call.parameters(view, **given)
-    for argument, prior in (("dscale", dscale), ("dbias", dbias)):
-        blend.check_prior(call.name, argument, prior, beta_param_diff, scale.shape, scale.dtype)
+    for param_blend in param_blends:
+        param_blend.check(scale.shape, scale.dtype)
     epsilon = call.epsilon(epsilon)
     _check_reserve_space(call, x, kept)
     call.dtypes(x, dtypes, **given)
@@ -180,7 +183,7 @@ def backward(
     has_backward = call.activation is None or call.activation.mode != "swish"
     call.support(has_backward, "activation", "not be SWISH, which has no fused gradient", "SWISH")
 
-    data, grad = (view.images(blend.widened(array, alpha_data_diff, beta_data_diff)) for array in (x, dy))
+    data, grad = (view.images(blend.widen(array)) for array in (x, dy))
     mean, inv_std = _statistics(view, x, saved_mean, saved_inv_variance, epsilon)
     factors = view.parameters(scale)
     activation, gate = RELU, None
@@ -198,12 +201,12 @@ def backward(
     else:
         results = BATCH_NORM_ACTIVATION_BACKWARD(*operands, gate, axis_name=None, activation=activation)
         result_dx, *result_params = results
-    outputs = [blend.blended(view.images_back(result_dx), dx, alpha_data_diff, beta_data_diff, x.dtype)]
-    for result, prior in zip(result_params, (dscale, dbias), strict=True):
-        values = view.parameters_back(result).reshape(scale.shape)
-        outputs.append(blend.blended(values, prior, alpha_param_diff, beta_param_diff, scale.dtype))
+    result_dscale, result_dbias = (
+        param_blend.apply(view.parameters_back(result).reshape(scale.shape), scale.dtype)
+        for param_blend, result in zip(param_blends, result_params, strict=True)
+    )
     dz = view.images_back(result_dz).astype(x.dtype) if call.adds else None
-    return outputs[0], dz, outputs[1], outputs[2]
+    return blend.apply(view.images_back(result_dx), x.dtype), dz, result_dscale, result_dbias
 
 
 def _gated(
@@ -230,7 +233,7 @@ def _gated(
     assert y is not None
     if call.activation.mode in _MASKED:
         return RELU, _passes(call.activation, y), grad
-    wide_grad = grad.astype(blend.compute_dtype(grad.dtype))
+    wide_grad = grad.astype(accumulator(grad.dtype))
     return call.activation, None, scaled_by_slope_of_result(call.activation, y, wide_grad).astype(grad.dtype)
 
 

@@ -3,16 +3,17 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxops import _layouts
-from jaxops._attributes import require_bool, require_integer, require_real
+from jaxops._attributes import require_bool, require_integer
+from jaxops._dtypes import accumulator
 from jaxops._errors import BAD_PARAM, NOT_SUPPORTED, require
 from jaxops.activation.modes import Activation
 from jaxops.batch_norm.layer import BN_MIN_EPSILON as BN_MIN_EPSILON
-from jaxops.batch_norm.layer import checked_epsilon
+from jaxops.batch_norm.layer import checked_epsilon, checked_momentum
 from jaxops.batch_norm.layouts import View, view_of
-from jaxops.mcdnn import blend
 from jaxops.mcdnn.activation import requested
 from jaxops.mcdnn.checks import DTYPES, Call
 from jaxops.mcdnn.descriptors import ActivationDescriptor
@@ -78,17 +79,15 @@ class NormCall(Call):
         """Epsilon as a float; refuses it below BN_MIN_EPSILON, and NaN."""
         return checked_epsilon(self.name, epsilon)
 
-    def factor(self, factor: Any) -> float:
-        """An average's factor as a float; refuses it outside of [0, 1]."""
-        argument, rule = "exponential_average_factor", "be a number in [0, 1]"
-        number: float = require_real(self.name, argument, factor, rule, least=0, most=1, status=BAD_PARAM)
-        return number
+    def factor(self, factor: Any) -> float | jax.Array:
+        """An average's factor as a float or a traced scalar; refuses numbers outside of [0, 1]."""
+        return checked_momentum(self.name, "exponential_average_factor", factor)
 
     def dtypes(self, x: Any, listed: tuple[str, ...], **parameters: Any) -> None:
         """Refuses dtypes that are not documented (if strict, not listed for this function) or do not go together."""
         dtypes = listed if self.strict else DTYPES
         self.supported_dtype("x", x, dtypes)
-        dtype = jnp.dtype(blend.compute_dtype(x.dtype))
+        dtype = jnp.dtype(accumulator(x.dtype))
         refuse = self.support if self.parameter_status == NOT_SUPPORTED else self.require
         for argument, array in parameters.items():
             if array is not None:

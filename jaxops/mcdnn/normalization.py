@@ -24,12 +24,12 @@ def normalization_forward_training(
     *,
     z: jax.Array | None = None,
     activation: ActivationDescriptor | None = None,
-    exponential_average_factor: float,
+    exponential_average_factor: float | jax.Array,
     running_mean: jax.Array | None = None,
     running_variance: jax.Array | None = None,
     epsilon: float = 1e-5,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     y: jax.Array | None = None,
     layout: str | None = None,
     group_cnt: int = 1,
@@ -47,12 +47,13 @@ def normalization_forward_training(
       bias: what is added to each, like scale.
       z: the residual, like x; read by NORM_ADD_ACTIVATION only.
       activation: read by the two ops that activate.
-      exponential_average_factor: the weight of this batch in the running statistics, in [0, 1].
+      exponential_average_factor: the weight of this batch in the running statistics, in [0, 1]: a Python or NumPy
+        number, or a traced scalar, whose value is not checked.
       running_mean: the moved average so far, or None together with running_variance.
       running_variance: of unbiased variances.
       epsilon: 0 or more.
-      alpha: factor of the result.
-      beta: factor of the prior.
+      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
+      beta: factor of the prior, likewise; a traced one needs a prior.
       y: the prior, like x.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC".
       group_cnt: 1.
@@ -102,8 +103,8 @@ def normalization_forward_inference(
     z: jax.Array | None = None,
     activation: ActivationDescriptor | None = None,
     epsilon: float = 1e-5,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     y: jax.Array | None = None,
     layout: str | None = None,
     group_cnt: int = 1,
@@ -124,8 +125,8 @@ def normalization_forward_inference(
       z: the residual, like x; read by NORM_ADD_ACTIVATION only.
       activation: read by the two ops that activate.
       epsilon: 0 or more.
-      alpha: factor of the result.
-      beta: factor of the prior.
+      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
+      beta: factor of the prior, likewise; a traced one needs a prior.
       y: the prior, like x.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC".
       group_cnt: 1.
@@ -144,8 +145,10 @@ def normalization_forward_inference(
     call = norm_call("normalization_forward_inference", mode, norm_ops, algo, activation, strict)
     check_group_count(call, group_cnt)
     statistics = (estimated_mean, estimated_variance)
-    attributes = {"epsilon": epsilon, "alpha": alpha, "beta": beta}
-    return norm_calls.forward_inference(call, x, scale, bias, *statistics, z, **attributes, y=y, layout=layout)
+    factors = {"alpha": alpha, "beta": beta}
+    return norm_calls.forward_inference(
+        call, x, scale, bias, *statistics, z, epsilon=epsilon, **factors, y=y, layout=layout
+    )
 
 
 def normalization_backward(
@@ -163,10 +166,10 @@ def normalization_backward(
     epsilon: float = 1e-5,
     saved_mean: jax.Array | None = None,
     saved_inv_variance: jax.Array | None = None,
-    alpha_data_diff: float = 1.0,
-    beta_data_diff: float = 0.0,
-    alpha_param_diff: float = 1.0,
-    beta_param_diff: float = 0.0,
+    alpha_data_diff: float | jax.Array = 1.0,
+    beta_data_diff: float | jax.Array = 0.0,
+    alpha_param_diff: float | jax.Array = 1.0,
+    beta_param_diff: float | jax.Array = 0.0,
     dx: jax.Array | None = None,
     dscale: jax.Array | None = None,
     dbias: jax.Array | None = None,
@@ -193,10 +196,10 @@ def normalization_backward(
       saved_mean: as the forward call returned it, or None together with saved_inv_variance: both are computed once
         more.
       saved_inv_variance: 1 / sqrt(variance + epsilon).
-      alpha_data_diff: factor of dx.
-      beta_data_diff: factor of dx's prior.
-      alpha_param_diff: factor of dscale and dbias.
-      beta_param_diff: factor of their priors.
+      alpha_data_diff: factor of dx: a Python or NumPy number, or a traced scalar.
+      beta_data_diff: factor of dx's prior, likewise; a traced one needs a prior.
+      alpha_param_diff: factor of dscale and dbias, likewise.
+      beta_param_diff: factor of their priors, likewise.
       dx: the prior, like x.
       dscale: the prior, like scale.
       dbias: the prior, like scale.

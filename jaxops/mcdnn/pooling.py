@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxops import _layouts
-from jaxops.mcdnn import blend
+from jaxops.mcdnn.blend import Blend
 from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.descriptors import PoolingDescriptor
 from jaxops.mcdnn.enums import NanPropagation, PoolingMode
@@ -19,8 +19,8 @@ def pooling_forward(
     desc: PoolingDescriptor,
     x: jax.Array,
     *,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     y: jax.Array | None = None,
     layout: str | None = None,
 ) -> jax.Array:
@@ -32,8 +32,8 @@ def pooling_forward(
     Args:
       desc: the windows, the mode and, for maxima, what NaN does.
       x: images of rank 4 or 5; float16, bfloat16, float32 or float64.
-      alpha: factor of the result.
-      beta: factor of the prior; with 0 the prior is not read.
+      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
+      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
       y: the prior, with the shape and dtype of the output.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means NCHW or NCDHW, by the rank of x.
 
@@ -55,18 +55,18 @@ def pooling_forward(
     call = Call("pooling_forward")
     call.descriptor(PoolingDescriptor, desc)
     call.present(x=x)
-    blend.check_factors(call.name, alpha=alpha, beta=beta)
-    x, y = call.arrays(x=x, y=y)
+    blend = Blend.requested(call.name, alpha=alpha, beta=beta, y=y)
+    (x,) = call.arrays(x=x)
     layout, attributes = _windows(call, desc, x, layout)
     shape = _output_shape(x.shape, layout, attributes)
-    blend.check_prior(call.name, "y", y, beta, shape, x.dtype)
+    blend.check(shape, x.dtype)
     call.supported_dtype("x", x)
-    volume = windows.to_volume(blend.widened(x, alpha, beta), layout)
+    volume = windows.to_volume(blend.widen(x), layout)
     if desc.mode in MAXIMA:
         (result,) = MAX_POOL(volume, **attributes, propagate_nan=_propagates(desc))
     else:
         (result,) = AVG_POOL(volume, **attributes, **_average_attributes(desc, x.shape, layout))
-    return blend.blended(windows.from_volume(result, layout), y, alpha, beta, x.dtype)
+    return blend.apply(windows.from_volume(result, layout), x.dtype)
 
 
 def pooling_backward(
@@ -75,8 +75,8 @@ def pooling_backward(
     dy: jax.Array,
     x: jax.Array | None,
     *,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     dx: jax.Array | None = None,
     x_shape: Sequence[int] | None = None,
     layout: str | None = None,
@@ -92,8 +92,8 @@ def pooling_backward(
         y does no harm. May be None for averages.
       dy: its gradient.
       x: the images that were pooled. May be None for averages, which do not read it.
-      alpha: factor of the result.
-      beta: factor of the prior; with 0 the prior is not read.
+      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
+      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
       dx: the prior, with the shape and dtype of x.
       x_shape: the shape of x, for averages without x.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means NCHW or NCDHW, by the rank of dy.
@@ -118,8 +118,8 @@ def pooling_backward(
     call.present(dy=dy)
     if desc.mode in MAXIMA:
         call.present(y=y, x=x)
-    blend.check_factors(call.name, alpha=alpha, beta=beta)
-    y, dy, x, dx = call.arrays(y=y, dy=dy, x=x, dx=dx)
+    blend = Blend.requested(call.name, alpha=alpha, beta=beta, dx=dx)
+    y, dy, x = call.arrays(y=y, dy=dy, x=x)
     image = jax.ShapeDtypeStruct(_image_shape(call, x, x_shape), dy.dtype if x is None else x.dtype)
     layout, attributes = _windows(call, desc, image, layout)
     shape = _output_shape(image.shape, layout, attributes)
@@ -129,15 +129,15 @@ def pooling_backward(
     for argument, array in (("y", y), ("x", x)):
         if array is not None:
             call.require(array.dtype == dy.dtype, argument, f"have the dtype of dy, {dy.dtype}", array)
-    blend.check_prior(call.name, "dx", dx, beta, image.shape, dy.dtype)
+    blend.check(image.shape, dy.dtype)
     call.supported_dtype("dy", dy)
-    gradient = windows.to_volume(blend.widened(dy, alpha, beta), layout)
+    gradient = windows.to_volume(blend.widen(dy), layout)
     if x is not None and desc.mode in MAXIMA:
         volume = windows.to_volume(x, layout)
         (result,) = MAX_POOL_BACKWARD(volume, gradient, **attributes, propagate_nan=_propagates(desc))
     else:
         (result,) = AVG_POOL_BACKWARD(gradient, **attributes, **_average_attributes(desc, image.shape, layout))
-    return blend.blended(windows.from_volume(result, layout), dx, alpha, beta, dy.dtype)
+    return blend.apply(windows.from_volume(result, layout), dy.dtype)
 
 
 def _image_shape(call: Call, x: Any, x_shape: Any) -> tuple[int, ...]:

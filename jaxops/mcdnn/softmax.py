@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jaxops.mcdnn import blend
+from jaxops.mcdnn.blend import Blend
 from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.enums import SoftmaxAlgorithm, SoftmaxMode, member
 from jaxops.softmax import gradient_over_groups, over_groups
@@ -16,8 +16,8 @@ def softmax_forward(
     mode: SoftmaxMode | str | int,
     x: jax.Array,
     *,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     y: jax.Array | None = None,
     layout: str | None = None,
 ) -> jax.Array:
@@ -28,8 +28,8 @@ def softmax_forward(
         or FAST, which is ACCURATE here: the documents let it leave out the maximum, and then it overflows from 88.7 on.
       mode: INSTANCE, where a group is all of an image, or CHANNEL, where it is the channels of one of its points.
       x: a tensor of four to eight axes; float16, bfloat16, float32 or float64.
-      alpha: factor of the result.
-      beta: factor of the prior; with 0 the prior is not read.
+      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
+      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
       y: the prior, with the shape and dtype of x.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None is the one with the channels first.
 
@@ -51,13 +51,13 @@ def softmax_forward(
     call = Call("softmax_forward")
     log, mode = _members(call, algorithm, mode)
     call.present(x=x)
-    blend.check_factors(call.name, alpha=alpha, beta=beta)
-    x, y = call.arrays(x=x, y=y)
+    blend = Blend.requested(call.name, alpha=alpha, beta=beta, y=y)
+    (x,) = call.arrays(x=x)
     groups = _groups(call, mode, x, layout, "x")
-    blend.check_prior(call.name, "y", y, beta, x.shape, x.dtype)
+    blend.check(x.shape, x.dtype)
     call.supported_dtype("x", x)
-    result = over_groups(blend.widened(x, alpha, beta), log=log, groups=groups)
-    return blend.blended(result, y, alpha, beta, x.dtype)
+    result = over_groups(blend.widen(x), log=log, groups=groups)
+    return blend.apply(result, x.dtype)
 
 
 def softmax_backward(
@@ -66,8 +66,8 @@ def softmax_backward(
     y: jax.Array,
     dy: jax.Array,
     *,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     dx: jax.Array | None = None,
     layout: str | None = None,
 ) -> jax.Array:
@@ -81,8 +81,8 @@ def softmax_backward(
       mode: as it was given to `softmax_forward`.
       y: the output of `softmax_forward`, as it was stored.
       dy: its gradient.
-      alpha: factor of the result.
-      beta: factor of the prior; with 0 the prior is not read.
+      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
+      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
       dx: the prior, with the shape and dtype of dy.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None is the one with the channels first.
 
@@ -102,15 +102,15 @@ def softmax_backward(
     call = Call("softmax_backward")
     log, mode = _members(call, algorithm, mode)
     call.present(y=y, dy=dy)
-    blend.check_factors(call.name, alpha=alpha, beta=beta)
-    y, dy, dx = call.arrays(y=y, dy=dy, dx=dx)
+    blend = Blend.requested(call.name, alpha=alpha, beta=beta, dx=dx)
+    y, dy = call.arrays(y=y, dy=dy)
     groups = _groups(call, mode, dy, layout, "dy")
     alike = (y.shape, y.dtype) == (dy.shape, dy.dtype)
     call.require(alike, "y", f"have the shape and dtype of dy, {dy.dtype}{list(dy.shape)}", y)
-    blend.check_prior(call.name, "dx", dx, beta, dy.shape, dy.dtype)
+    blend.check(dy.shape, dy.dtype)
     call.supported_dtype("dy", dy)
-    result = gradient_over_groups(y, blend.widened(dy, alpha, beta), log=log, groups=groups)
-    return blend.blended(result, dx, alpha, beta, dy.dtype)
+    result = gradient_over_groups(y, blend.widen(dy), log=log, groups=groups)
+    return blend.apply(result, dy.dtype)
 
 
 def _members(call: Call, algorithm: Any, mode: Any) -> tuple[bool, SoftmaxMode]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxops import _layouts
 from jaxops.affine_grid import AFFINE_GRID, AFFINE_GRID_BACKWARD
 from jaxops.grid_sample import GRID_SAMPLE, GRID_SAMPLE_BACKWARD
-from jaxops.mcdnn import blend
+from jaxops.mcdnn.blend import Blend
 from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.descriptors import SpatialTransformerDescriptor
 
@@ -76,8 +76,8 @@ def spatial_tf_sampler_forward(
     x: jax.Array,
     grid: jax.Array,
     *,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     y: jax.Array | None = None,
     layout: str | None = None,
 ) -> jax.Array:
@@ -87,8 +87,8 @@ def spatial_tf_sampler_forward(
       desc: the shape (N, C, H, W) of the output, in this order whatever the layout.
       x: N images of C channels and any extents; float16, bfloat16, float32 or float64.
       grid: (N, H, W, 2); x and y from -1, the centre of the first pixel, to 1, that of the last.
-      alpha: factor of the result.
-      beta: factor of the prior; with 0 the prior is not read.
+      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
+      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
       y: the prior, with the shape and dtype of the output.
       layout: "NCHW" or "NHWC", of x and y; None means NCHW.
 
@@ -109,14 +109,14 @@ def spatial_tf_sampler_forward(
     call = Call("spatial_tf_sampler_forward")
     shape = _output_shape(call, desc)
     call.present(x=x, grid=grid)
-    blend.check_factors(call.name, alpha=alpha, beta=beta)
-    x, grid, y = call.arrays(x=x, grid=grid, y=y)
+    blend = Blend.requested(call.name, alpha=alpha, beta=beta, y=y)
+    x, grid = call.arrays(x=x, grid=grid)
     channels = _channel_axis(call, desc, x, grid, layout)
     expected = _from_channels_first(shape, channels)
-    blend.check_prior(call.name, "y", y, beta, expected, x.dtype)
-    images = jnp.moveaxis(blend.widened(x, alpha, beta), channels, 1)
+    blend.check(expected, x.dtype)
+    images = jnp.moveaxis(blend.widen(x), channels, 1)
     (result,) = GRID_SAMPLE(images, grid)
-    return blend.blended(jnp.moveaxis(result, 1, channels), y, alpha, beta, x.dtype)
+    return blend.apply(jnp.moveaxis(result, 1, channels), x.dtype)
 
 
 def spatial_tf_sampler_backward(
@@ -125,11 +125,11 @@ def spatial_tf_sampler_backward(
     dy: jax.Array,
     grid: jax.Array,
     *,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    alpha: float | jax.Array = 1.0,
+    beta: float | jax.Array = 0.0,
     dx: jax.Array | None = None,
-    alpha_dgrid: float = 1.0,
-    beta_dgrid: float = 0.0,
+    alpha_dgrid: float | jax.Array = 1.0,
+    beta_dgrid: float | jax.Array = 0.0,
     dgrid: jax.Array | None = None,
     layout: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -140,11 +140,11 @@ def spatial_tf_sampler_backward(
       x: as it was given there.
       dy: the gradient of y.
       grid: as it was given there.
-      alpha: factor of the gradient of x.
-      beta: factor of its prior; with 0 that is not read.
+      alpha: factor of the gradient of x: a Python or NumPy number, or a traced scalar.
+      beta: factor of its prior, likewise; with 0 that is not read, but a traced beta needs one.
       dx: the prior of the gradient of x, with the shape and dtype of x.
-      alpha_dgrid: factor of the gradient of grid.
-      beta_dgrid: factor of its prior; with 0 that is not read.
+      alpha_dgrid: factor of the gradient of grid, likewise.
+      beta_dgrid: factor of its prior, likewise; with 0 that is not read, but a traced beta needs one.
       dgrid: the prior of the gradient of grid, with the shape and dtype of grid.
       layout: "NCHW" or "NHWC", of x, dy and dx; None means NCHW.
 
@@ -165,22 +165,18 @@ def spatial_tf_sampler_backward(
     call = Call("spatial_tf_sampler_backward")
     shape = _output_shape(call, desc)
     call.present(x=x, dy=dy, grid=grid)
-    factors = {"alpha": alpha, "beta": beta, "alpha_dgrid": alpha_dgrid, "beta_dgrid": beta_dgrid}
-    blend.check_factors(call.name, **factors)
-    x, dy, grid, dx, dgrid = call.arrays(x=x, dy=dy, grid=grid, dx=dx, dgrid=dgrid)
+    blend = Blend.requested(call.name, alpha=alpha, beta=beta, dx=dx)
+    grid_blend = Blend.requested(call.name, alpha_dgrid=alpha_dgrid, beta_dgrid=beta_dgrid, dgrid=dgrid)
+    x, dy, grid = call.arrays(x=x, dy=dy, grid=grid)
     channels = _channel_axis(call, desc, x, grid, layout)
     expected = _from_channels_first(shape, channels)
     call.require(dy.shape == expected, "dy", f"have the shape of desc, {expected}", dy)
     call.require(dy.dtype == x.dtype, "dy", f"have the dtype of x, {x.dtype}", dy)
-    blend.check_prior(call.name, "dx", dx, beta, x.shape, x.dtype)
-    blend.check_prior(call.name, "dgrid", dgrid, beta_dgrid, grid.shape, grid.dtype)
-    images = jnp.moveaxis(blend.widened(x, alpha, beta), channels, 1)
-    points = blend.widened(grid, alpha_dgrid, beta_dgrid)
-    of_x, of_grid = GRID_SAMPLE_BACKWARD(images, points, jnp.moveaxis(dy, channels, 1))
-    return (
-        blend.blended(jnp.moveaxis(of_x, 1, channels), dx, alpha, beta, x.dtype),
-        blend.blended(of_grid, dgrid, alpha_dgrid, beta_dgrid, grid.dtype),
-    )
+    blend.check(x.shape, x.dtype)
+    grid_blend.check(grid.shape, grid.dtype)
+    images = jnp.moveaxis(blend.widen(x), channels, 1)
+    of_x, of_grid = GRID_SAMPLE_BACKWARD(images, grid_blend.widen(grid), jnp.moveaxis(dy, channels, 1))
+    return blend.apply(jnp.moveaxis(of_x, 1, channels), x.dtype), grid_blend.apply(of_grid, grid.dtype)
 
 
 def _output_shape(call: Call, desc: Any) -> tuple[int, ...]:
