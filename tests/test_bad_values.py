@@ -187,9 +187,15 @@ TREES = (
 # What arguments may take of these values, by their names; all others are arrays, or take none. None is tried too, and
 # may be accepted where it is the default.
 ACCEPTED: dict[str, set[str]] = {
-    **dict.fromkeys(("alpha", "beta", "k", "epsilon", "momentum", "rate", "dropout", "label_smoothing"), NUMBERS),
-    **dict.fromkeys(("alpha_data_diff", "beta_data_diff", "alpha_param_diff", "beta_param_diff"), NUMBERS),
-    **dict.fromkeys(("alpha_dgrid", "beta_dgrid", "exponential_average_factor", "swish_beta", "softcap"), NUMBERS),
+    **dict.fromkeys(("k", "epsilon", "label_smoothing", "swish_beta", "softcap"), NUMBERS),
+    **dict.fromkeys(("alpha", "beta", "momentum", "rate", "dropout", "exponential_average_factor"), SCALARS),
+    **dict.fromkeys(("alpha_data_diff", "beta_data_diff", "alpha_param_diff", "beta_param_diff"), SCALARS),
+    **dict.fromkeys(("alpha_dgrid", "beta_dgrid"), SCALARS),
+    **{
+        f"{name} {argument}": NUMBERS
+        for name in ("local_response_norm", "divisive_norm", "mcdnn.LRNDescriptor")
+        for argument in ("alpha", "beta")
+    },
     **dict.fromkeys(("lr", "beta1", "beta2", "b1", "b2", "eps", "weight_decay", "z_loss"), SCALARS),
     **dict.fromkeys(("learning_rate", "ema_decay"), SCALARS),
     "coef": NUMBERS,
