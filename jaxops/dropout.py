@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxops import _sharding
 from jaxops._attributes import require_real
@@ -20,7 +21,6 @@ from pallas_kernels.dropout_mask import (
     WORD_BITS,
     compared,
     digits,
-    probability_and_scale,
     threefry,
     threshold,
 )
@@ -71,7 +71,9 @@ def dropped_out(operator: str, key: jax.Array, x: jax.Array, rate: float | jax.A
     key0, key1 = _two_words(operator, key)
     first_words = _row_indices(lead) * jnp.uint32(_words_of(length))
     streams = jnp.stack([jnp.broadcast_to(key0, lead), jnp.broadcast_to(key1, lead), first_words], axis=-1)
-    y, words = DROPOUT(streams, _sharding.reshaped(x, (*lead, length)), _keep(rate, x.dtype))
+    y, words = DROPOUT(
+        streams, _sharding.reshaped(x, (*lead, length)), probability_and_scale(rate, accumulator(x.dtype))
+    )
     return _sharding.reshaped(y, x.shape, like=x), words
 
 
@@ -79,7 +81,9 @@ def dropout_gradient(dy: jax.Array, words: jax.Array, rate: float | jax.Array) -
     """The gradient, from the words of the mask in any shape."""
     lead, length = row_view(dy.shape)
     rows = _sharding.reshaped(dy, (*lead, length))
-    (dx,) = DROPOUT_BACKWARD(rows, words.reshape(*lead, _words_of(length)), _keep(rate, dy.dtype))
+    (dx,) = DROPOUT_BACKWARD(
+        rows, words.reshape(*lead, _words_of(length)), probability_and_scale(rate, accumulator(dy.dtype))
+    )
     return _sharding.reshaped(dx, dy.shape, like=dy)
 
 
@@ -103,9 +107,24 @@ def checked_rate(operator: str, argument: str, rate: Any) -> float | jax.Array:
     return checked
 
 
-def _keep(rate: float | jax.Array, dtype: Any) -> jax.Array:
+def probability_and_scale(rate: float | jax.Array, dtype: Any) -> jax.Array:
+    """What operators read of a rate, (2,): `1 - rate` rounded to 24 binary digits, and `1 / (1 - rate)`, or 0 for none.
+
+    Args:
+      rate: a number in [0, 1], or a traced scalar, which is clamped to [0, 1]; NaN keeps everything, as NaN.
+      dtype: of the result, and of the arithmetic of the scale: float32 or float64.
+    """
+    # float32 rounds `1 - rate` to just these digits, halves to even as Python does: a number and a scalar of the same
+    # value keep the same elements.
+    if not isinstance(rate, jax.Array):
+        kept = round((1 - rate) * 2**RESOLUTION_BITS) / 2**RESOLUTION_BITS
+        one = np.ones((), dtype)
+        return jnp.asarray([kept, one / (one - np.asarray(rate, dtype)) if kept else 0], dtype)
     # Which elements are kept does not change smoothly with the rate: a derivative of the scale alone would mislead.
-    return jax.lax.stop_gradient(jnp.asarray(probability_and_scale(rate, accumulator(dtype))))
+    rate = jax.lax.stop_gradient(jnp.clip(rate.astype(accumulator(rate.dtype)), 0, 1))
+    kept = jnp.where(jnp.isnan(rate), 1, jnp.round((1 - rate) * 2**RESOLUTION_BITS) / 2**RESOLUTION_BITS)
+    scale = jnp.where(kept == 0, 0, 1 / (1 - rate.astype(dtype)))
+    return jnp.stack([kept.astype(dtype), scale.astype(dtype)])
 
 
 def _two_words(operator: str, key: Any) -> tuple[jax.Array, jax.Array]:

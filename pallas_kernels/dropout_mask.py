@@ -4,11 +4,9 @@ Written once, for the reference and for kernels of any dialect, so that all of t
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 WORD_BITS = 32
 RESOLUTION_BITS = 24
@@ -33,25 +31,6 @@ def threefry(key0: jax.Array, key1: jax.Array, count0: jax.Array, count1: jax.Ar
         x0 = x0 + keys[(group + 1) % 3]
         x1 = x1 + keys[(group + 2) % 3] + jnp.uint32(group + 1)
     return x0, x1
-
-
-def probability_and_scale(rate: float | jax.Array, dtype: Any) -> Any:
-    """What kernels read of a rate, (2,): `1 - rate` rounded to 24 binary digits, and `1 / (1 - rate)`, or 0 for none.
-
-    Args:
-      rate: a number in [0, 1], or a traced scalar, which is clamped to [0, 1]; NaN keeps everything, as NaN.
-      dtype: of the result, and of the arithmetic of the scale: float32 or float64.
-    """
-    # float32 rounds `1 - rate` to just these digits, halves to even as Python does: a number and a scalar of the same
-    # value keep the same elements.
-    if isinstance(rate, jax.Array):
-        rate = jnp.clip(rate.astype(jnp.float64 if rate.dtype == jnp.float64 else jnp.float32), 0, 1)
-        kept = jnp.where(jnp.isnan(rate), 1, jnp.round((1 - rate) * 2**RESOLUTION_BITS) / 2**RESOLUTION_BITS)
-        scale = jnp.where(kept == 0, 0, 1 / (1 - rate.astype(dtype)))
-        return jnp.stack([kept.astype(dtype), scale.astype(dtype)])
-    kept = round((1 - rate) * 2**RESOLUTION_BITS) / 2**RESOLUTION_BITS
-    one = np.ones((), dtype)
-    return np.stack([np.asarray(kept, dtype), one / (one - np.asarray(rate, dtype)) if kept else 0 * one])
 
 
 def threshold(kept: jax.Array) -> jax.Array:

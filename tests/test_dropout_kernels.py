@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import lowering
 from jaxops import dropout
+from jaxops.dropout import probability_and_scale
 from pallas_kernels._jax_private import interpret_gpu_params
-from pallas_kernels.dropout_mask import probability_and_scale
 from pallas_kernels.gpu import dropout as gpu_dropout
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu import dropout as tpu_dropout
@@ -46,7 +46,7 @@ def make_streams(shape):
 
 
 def make_keep(rate):
-    return jnp.asarray(probability_and_scale(rate, F32))
+    return probability_and_scale(rate, F32)
 
 
 def expected(x, mask, rate):
