@@ -39,7 +39,7 @@ def rule(primitive: Primitive, operands_carry: Sequence[bool], results_carry: Se
 
 
 def as_array(x: Any) -> Any:
-    """An operand, tangent or cotangent as an array: JAX passes on the numbers of the host that users give."""
+    """An operand, tangent or cotangent as an array: JAX passes on the Python numbers that users give."""
     return x if isinstance(x, jax.Array) else jnp.asarray(x, jax.typeof(x).dtype)
 
 

@@ -94,7 +94,7 @@ def _refusal(operator: str, argument: str, value: Any, status: int | str) -> Bad
 
 
 def _check_integers(operator: str, argument: str, value: Any, status: int | str) -> None:
-    """Refuses integers of the host that JAX would cut to 32 bits, unless they have the same value in 32."""
+    """Refuses Python and NumPy integers that JAX would cut to 32 bits, unless they have the same value in 32."""
     if not isinstance(value, (list, tuple, *_NUMBERS, *_NUMPY)):
         return
     try:

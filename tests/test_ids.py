@@ -1,4 +1,4 @@
-"""Ids at the ends of their dtypes: unsigned ones, ids that are ignored, ids that are nothing, and ids of the host."""
+"""Ids at the ends of their dtypes: unsigned ones, ids that are ignored, ids that are nothing, and ids from NumPy."""
 
 import jax
 import jax.numpy as jnp
