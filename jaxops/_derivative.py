@@ -124,7 +124,9 @@ def _tangent_primitive(operator: _Operator, derivative: Derivative) -> Primitive
         with lowering.using(selection):
             cotangents = [_batching.as_array(ad.instantiate_zeros(cotangent)) for cotangent in cotangents]
             results = derivative.vjp(residuals, cotangents, active, **dict(params))
-        laid_out = [_sharding.laid_out_as(x, tangent.aval) for x, tangent in zip(results, tangents, strict=True)]
+        laid_out = [
+            _sharding.laid_out_as(x, tangent.aval.sharding) for x, tangent in zip(results, tangents, strict=True)
+        ]
         return [None] * len(residuals) + laid_out
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:

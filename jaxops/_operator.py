@@ -61,7 +61,8 @@ class Operator:
         # Abstract evaluation checks too, but under vmap only this place sees the shapes that the user wrote.
         self.check(*operands, **params)
         selection = lowering.current_selection()
-        return tuple(self.primitive.bind(*_sharding.same_varying_axes(operands), selection=selection, **params))
+        operands = tuple(_sharding.same_varying_axes(_sharding.agreeing(self.signature, *operands)))
+        return tuple(self.primitive.bind(*operands, selection=selection, **params))
 
     @property
     def axes(self) -> Signature:

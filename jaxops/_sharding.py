@@ -1,6 +1,7 @@
 """How operators behave on more than one device, driven by their signatures."""
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxops._attributes import require_axis_names
 from jaxops._errors import require
-from jaxops._signature import Axes, Signature
+from jaxops._signature import Axes, Signature, entry_of, names_of
 
 
 def same_varying_axes(operands: Sequence[jax.Array]) -> list[jax.Array]:
@@ -59,11 +60,11 @@ def sharded_as_signature(
     return jax.sharding.auto_axes(lambda *arrays: fn(*arrays, **params), out_sharding=shardings)(*operands)
 
 
-def laid_out_as(x: jax.Array, aval: Any) -> jax.Array:
-    """On an explicit mesh, `x` laid out as a type says: a cotangent has to lie as its operand does."""
-    if AxisType.Explicit not in aval.sharding.mesh.axis_types or jax.typeof(x).sharding == aval.sharding:
+def laid_out_as(x: jax.Array, sharding: Any) -> jax.Array:
+    """On an explicit mesh, `x` laid out as a type's sharding says: a cotangent has to lie as its operand does."""
+    if AxisType.Explicit not in sharding.mesh.axis_types or jax.typeof(x).sharding == sharding:
         return x
-    return jax.sharding.reshard(x, aval.sharding)
+    return jax.sharding.reshard(x, sharding)
 
 
 def axis_size(operator: str, argument: str, axis: Hashable) -> int:
@@ -76,29 +77,82 @@ def axis_size(operator: str, argument: str, axis: Hashable) -> int:
         raise
 
 
-def reshaped(x: jax.Array, shape: Sequence[int], *, like: jax.Array | None = None) -> jax.Array:
+def agreeing(signature: str, *operands: Any) -> list[Any]:
+    """Operands of a signature; on an explicit mesh moved, so that none splits an axis otherwise than another.
+
+    Types of operands that do cannot be combined. Where two disagree, `Signature.agreed_specs` decides; what agrees
+    already, or is whole along an axis, stays.
+    """
+    mesh = explicit_mesh(operands)
+    if mesh is None:
+        return list(operands)
+    specs = Signature.parse(signature).agreed_specs(tuple(map(_full_spec, operands)))
+    return [_moved(x, mesh, spec) for x, spec in zip(operands, specs, strict=True)]
+
+
+def reshaped(x: jax.Array, shape: Sequence[int], *, sharding: Any = None) -> jax.Array:
     """`x` in another shape with the same elements in the same order, wherever it lies.
 
-    On an explicit mesh an axis stays split if it begins an axis of the result, or if the result is `like` an array.
+    On an explicit mesh axes that are merged or parted are split, before and after, along the first of them: so each
+    device has whole runs of elements in either shape. A later axis that is split is exchanged for the first between
+    devices, at no cost in memory; it is gathered only if the first cannot be divided by as many devices. The result is
+    then laid out as a type's `sharding` says, if that is given.
     """
     mesh = explicit_mesh([x])
-    if mesh is None or tuple(shape) == x.shape:
-        return jnp.reshape(x, shape)
-    if like is not None:
-        return jax.lax.reshape(x, shape, out_sharding=jax.typeof(like).sharding)
-    spec = list(_full_spec(x))[: len(shape)]
-    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+    if mesh is None or not any(_full_spec(x)):
+        y = jnp.reshape(x, shape)
+    else:
+        before, after = _specs_of_reshape(mesh, x, tuple(shape))
+        y = jax.lax.reshape(_moved(x, mesh, before), tuple(shape), out_sharding=NamedSharding(mesh, after))
+    return y if sharding is None else laid_out_as(y, sharding)
+
+
+def _specs_of_reshape(mesh: Any, x: jax.Array, shape: tuple[int, ...]) -> tuple[PartitionSpec, PartitionSpec]:
+    """How an array is to be split so that a reshape moves nothing between devices, and how the result is split then."""
+    spec = _full_spec(x)
+    before: list[Any] = [None] * x.ndim
+    after: list[Any] = [None] * len(shape)
+    for olds, news in _runs(x.shape, shape):
+        if not olds or not news:
+            continue
+        old, new = (_first_long(sizes, run) for sizes, run in ((x.shape, olds), (shape, news)))
+        kept: list[str] = []
+        for name in (name for axis in (old, *olds) for name in names_of(spec[axis]) if name not in kept):
+            parts = math.prod(mesh.shape[one] for one in (*kept, name))
+            if x.shape[old] % parts == 0 and shape[new] % parts == 0:
+                kept.append(name)
+        before[old] = after[new] = entry_of(kept)
+    return PartitionSpec(*before), PartitionSpec(*after)
+
+
+def _runs(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """The fewest neighbouring axes of the one shape that have as many elements as some of the other, one by one."""
+    at, to = 0, 0
+    while at < len(old) or to < len(new):
+        first, first_new = at, to
+        at, to = min(at + 1, len(old)), min(to + 1, len(new))
+        while (left := math.prod(old[first:at])) != (right := math.prod(new[first_new:to])):
+            if (left < right or to == len(new)) and at < len(old):
+                at += 1
+            elif to < len(new):
+                to += 1
+            else:  # beyond an axis of size 0
+                break
+        yield range(first, at), range(first_new, to)
+
+
+def _first_long(sizes: Sequence[int], axes: range) -> int:
+    return next((axis for axis in axes if sizes[axis] != 1), axes[0])
+
+
+def _moved(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
+    return x if spec == _full_spec(x) else jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def whole_along_first(x: jax.Array) -> jax.Array:
     """On an explicit mesh, `x` with its first axis gathered; anywhere else `x` itself."""
     mesh = explicit_mesh([x])
-    spec = _full_spec(x)
-    return (
-        x
-        if mesh is None or spec[0] is None
-        else jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(None, *spec[1:])))
-    )
+    return x if mesh is None else _moved(x, mesh, PartitionSpec(None, *_full_spec(x)[1:]))
 
 
 def _full_spec(operand: Any) -> PartitionSpec:
@@ -108,6 +162,15 @@ def _full_spec(operand: Any) -> PartitionSpec:
 
 def _varying_axes(operand: Any) -> frozenset[str]:
     return jax.typeof(operand).manual_axis_type.varying
+
+
+def sharding_of_result(signature: str, *operands: Any) -> Any:
+    """How the result of a signature lies where operands like these are given."""
+    axes = Signature.parse(signature)
+    specs = tuple(map(_full_spec, operands))
+    (spec,) = axes.result_specs(specs, _result_ranks(axes, tuple(map(len, specs))))
+    mesh = explicit_mesh(operands)
+    return jax.typeof(operands[0]).sharding if mesh is None else NamedSharding(mesh, spec)
 
 
 def per_device(axes: Signature, run: Callable[..., Any], operands: Sequence[Any]) -> Callable[..., Any]:
@@ -164,8 +227,7 @@ def _batch_specs(axes: Signature, specs: Sequence[PartitionSpec]) -> list[Partit
 
 
 def _batch_mesh_axes(axes: Signature, specs: Sequence[PartitionSpec]) -> tuple[str, ...]:
-    entries = [entry for spec in specs for entry in spec if entry is not None]
-    return tuple(dict.fromkeys(name for entry in entries for name in (entry if isinstance(entry, tuple) else (entry,))))
+    return tuple(dict.fromkeys(name for spec in specs for entry in spec for name in names_of(entry)))
 
 
 def _summed_over_batch(axes: Signature, run: Callable[..., Any], mesh_axes: tuple[str, ...]) -> Callable[..., Any]:

@@ -1,6 +1,8 @@
 """An operator's signature: which operands and results carry the batch axes, and what the other axes are called."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -18,6 +20,10 @@ class Axes:
     def batch_rank(self, rank: int) -> int:
         """How many batch axes an array of this rank has."""
         return rank - len(self.names) if self.batched else 0
+
+    def keys(self, rank: int) -> tuple[int | str, ...]:
+        """What each axis of an array of this rank is called: batch axes by their number."""
+        return (*range(self.batch_rank(rank)), *self.names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +46,28 @@ class Signature:
 
     def __str__(self) -> str:
         return " -> ".join(", ".join(map(str, side)) for side in (self.operands, self.results))
+
+    def agreed_specs(self, specs: tuple[PartitionSpec, ...]) -> tuple[PartitionSpec, ...]:
+        """The layouts of operands, made to agree where two of them with batch axes would split an axis differently.
+
+        The operand with the most axes decides, then the first. Two axes of one operand are not split over the same mesh
+        axis, not even by different operands. Operands that all positions of the batch share are left as they are.
+        """
+        keys = [axes.keys(len(spec)) for axes, spec in zip(self.operands, specs, strict=True)]
+        batched = [i for i, axes in enumerate(self.operands) if axes.batched]
+        agreed: dict[int | str, tuple[str, ...]] = {}
+        for i in sorted(batched, key=lambda i: -len(specs[i])):
+            for key, entry in zip(keys[i], specs[i], strict=True):
+                if entry is not None and key not in agreed:
+                    beside = {other for one in keys if key in one for other in one}
+                    taken = {name for other in beside for name in agreed.get(other, ())}
+                    agreed[key] = tuple(name for name in names_of(entry) if name not in taken)
+        return tuple(
+            PartitionSpec(*(entry and entry_of(agreed[key]) for key, entry in zip(keys[i], spec, strict=True)))
+            if i in batched
+            else spec
+            for i, spec in enumerate(specs)
+        )
 
     def result_specs(
         self, specs: tuple[PartitionSpec, ...], result_ranks: tuple[int, ...]
@@ -74,8 +102,16 @@ def _without_repeats(entries: list[object]) -> PartitionSpec:
     seen: set[object] = set()
     kept = []
     for entry in entries:
-        mesh_axes = entry if isinstance(entry, tuple) else (entry,)
-        repeated = entry is not None and not seen.isdisjoint(mesh_axes)
-        kept.append(None if repeated else entry)
-        seen.update(mesh_axes)
+        kept.append(entry if seen.isdisjoint(names_of(entry)) else None)
+        seen.update(names_of(entry))
     return PartitionSpec(*kept)
+
+
+def names_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes over which an entry of a PartitionSpec splits its axis."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def entry_of(names: Sequence[str]) -> str | tuple[str, ...] | None:
+    """The inverse of `names_of`."""
+    return names[0] if len(names) == 1 else tuple(names) or None

@@ -74,7 +74,7 @@ def dropped_out(operator: str, key: jax.Array, x: jax.Array, rate: float | jax.A
     y, words = DROPOUT(
         streams, _sharding.reshaped(x, (*lead, length)), probability_and_scale(rate, accumulator(x.dtype))
     )
-    return _sharding.reshaped(y, x.shape, like=x), words
+    return _sharding.reshaped(y, x.shape, sharding=jax.typeof(x).sharding), words
 
 
 def dropout_gradient(dy: jax.Array, words: jax.Array, rate: float | jax.Array) -> jax.Array:
@@ -82,9 +82,9 @@ def dropout_gradient(dy: jax.Array, words: jax.Array, rate: float | jax.Array) -
     lead, length = row_view(dy.shape)
     rows = _sharding.reshaped(dy, (*lead, length))
     (dx,) = DROPOUT_BACKWARD(
-        rows, words.reshape(*lead, _words_of(length)), probability_and_scale(rate, accumulator(dy.dtype))
+        rows, _sharding.reshaped(words, (*lead, _words_of(length))), probability_and_scale(rate, accumulator(dy.dtype))
     )
-    return _sharding.reshaped(dx, dy.shape, like=dy)
+    return _sharding.reshaped(dx, dy.shape, sharding=jax.typeof(dy).sharding)
 
 
 def row_view(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
@@ -129,7 +129,8 @@ def probability_and_scale(rate: float | jax.Array, dtype: Any) -> jax.Array:
 
 def _two_words(operator: str, key: Any) -> tuple[jax.Array, jax.Array]:
     """The key of the generator, from a JAX key of any implementation."""
-    first, second, *rest = jnp.unstack(as_key(operator, "key", key, status=BAD_PARAM))
+    words = as_key(operator, "key", key, status=BAD_PARAM)
+    first, second, *rest = jnp.unstack(_sharding.whole_along_first(words))
     for pair in zip(rest[::2], [*rest[1::2], jnp.zeros_like(first)], strict=False):
         first, second = threefry(first, second, *pair)
     return first, second

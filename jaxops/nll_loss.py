@@ -19,6 +19,7 @@ from jaxops._errors import require
 from jaxops._ids import differ_from, wide_ids
 from jaxops._operands import as_arrays, as_optional
 from jaxops._operator import Operator
+from jaxops._sharding import reshaped, sharding_of_result
 from jaxops.embedding import EMBEDDING_DENSE_BACKWARD
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -60,6 +61,10 @@ def nll_loss(
       zero. The gradient is one write of the whole array. Differentiable in `log_probs` and `weight`, in all modes and
       orders.
 
+    Meshes: any axis may be split. Where three or more axes lie behind the classes, what is split along the third or a
+      later one is exchanged between devices, so that it is split along the second, and is gathered only if that cannot
+      be divided by as many devices.
+
     Source: CANN `aclnnNLLLoss` and `aclnnNLLLoss2d`; PyTorch `torch.nn.functional.nll_loss`.
     """
     log_probs, labels = as_arrays("nll_loss", {"log_probs": log_probs, "labels": labels})
@@ -94,9 +99,12 @@ def _at_positions(
     # Whatever axes stand behind the classes can be seen as the two of an image without moving data.
     before, classes, behind = log_probs.shape[:axis], log_probs.shape[axis], log_probs.shape[axis + 1 :]
     image = (behind[0], math.prod(behind[1:]))
-    images = log_probs.reshape(*before, classes, *image), labels.reshape(*before, *image)
-    losses, weights = NLL_LOSS2D(*images, weight, ignore_index=ignore_index)
-    return losses.reshape(labels.shape), weights.reshape(labels.shape)
+    images = reshaped(log_probs, (*before, classes, *image)), reshaped(labels, (*before, *image))
+    results = NLL_LOSS2D(*images, weight, ignore_index=ignore_index)
+    axes = " ".join(f"axis{i}" for i in range(len(behind)))
+    sharding = sharding_of_result(f"... c {axes}, ... {axes} -> ... {axes}", log_probs, labels)
+    losses, weights = (reshaped(result, labels.shape, sharding=sharding) for result in results)
+    return losses, weights
 
 
 def _check(log_probs: Any, labels: Any, weight: Any, *, name: str, axis: int, ignore_index: int) -> None:

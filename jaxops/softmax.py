@@ -15,6 +15,7 @@ from jaxops._dtypes import accumulator, check_floating
 from jaxops._errors import BAD_PARAM, require
 from jaxops._operands import as_array
 from jaxops._operator import Operator
+from jaxops._sharding import laid_out_as, reshaped
 from pallas_kernels.gpu import softmax as gpu
 from pallas_kernels.gpu import softmax_backward as gpu_backward
 from pallas_kernels.softmax_groups import Groups
@@ -54,6 +55,10 @@ def softmax(x: jax.Array, *, axis: int | Sequence[int] = -1, algorithm: str = "a
       transposed. Kernels for TPU and for NVIDIA GPUs from Hopper on, forward and backward, run where
       `jaxops.use("pallas")` asks for them, as they have not been measured on those chips.
 
+    Meshes: any axis may be split, and y lies as x does. Groups of several axes that are split behind their first are
+      exchanged between devices, so that they are split along the first; they are gathered only if it cannot be divided
+      by as many devices.
+
     Source: mcDNN `mcdnnSoftmaxForward` and `mcdnnSoftmaxBackward`; PyTorch `torch.nn.functional.softmax`.
     """
     name = "softmax"
@@ -69,15 +74,15 @@ def softmax(x: jax.Array, *, axis: int | Sequence[int] = -1, algorithm: str = "a
 @functools.partial(jax.jit, static_argnames=("log", "groups"), inline=True)
 def over_groups(x: jax.Array, *, log: bool, groups: Groups) -> jax.Array:
     """The softmax, or its logarithm, of an array over its groups."""
-    (y,) = SOFTMAX(groups.of(x), log=log, groups=groups)
-    return groups.in_memory(y)
+    (y,) = SOFTMAX(groups.of(x, reshaped), log=log, groups=groups)
+    return laid_out_as(groups.in_memory(y, reshaped), jax.typeof(x).sharding)
 
 
 @functools.partial(jax.jit, static_argnames=("log", "groups"), inline=True)
 def gradient_over_groups(y: jax.Array, grad: jax.Array, *, log: bool, groups: Groups) -> jax.Array:
     """The documented gradient of that, of its result and the result's gradient."""
-    (dx,) = SOFTMAX_BACKWARD(groups.of(y), groups.of(grad), log=log, groups=groups)
-    return groups.in_memory(dx)
+    (dx,) = SOFTMAX_BACKWARD(groups.of(y, reshaped), groups.of(grad, reshaped), log=log, groups=groups)
+    return laid_out_as(groups.in_memory(dx, reshaped), jax.typeof(grad).sharding)
 
 
 def _checked_axes(x: jax.Array, axis: Any) -> tuple[int, ...]:
@@ -165,9 +170,9 @@ def _tangent(residuals: Arrays, tangents: Arrays, active: Active, *, log: bool, 
     if not log:
         return SOFTMAX_BACKWARD(*residuals, *tangents, log=log, groups=groups)
     (x_dot,) = tangents
-    y, wide = (groups.in_memory(array).astype(accumulator(x_dot.dtype)) for array in (*residuals, x_dot))
+    y, wide = (groups.in_memory(array, reshaped).astype(accumulator(x_dot.dtype)) for array in (*residuals, x_dot))
     y_dot = wide - jnp.sum(jnp.exp(y) * wide, groups.axes, keepdims=True)
-    return (groups.of(y_dot.astype(x_dot.dtype)),)
+    return (groups.of(y_dot.astype(x_dot.dtype), reshaped),)
 
 
 SOFTMAX = Operator(

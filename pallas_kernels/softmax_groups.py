@@ -1,11 +1,13 @@
 """Where the groups of a softmax lie in memory, and what no softmax kernel takes, whatever its dialect."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+Reshape = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
 
 class Groups(NamedTuple):
@@ -39,14 +41,14 @@ class Groups(NamedTuple):
     def _last(self) -> tuple[int, ...]:
         return tuple(range(-len(self.sizes), 0))
 
-    def of(self, x: jax.Array) -> jax.Array:
+    def of(self, x: jax.Array, reshape: Reshape = jnp.reshape) -> jax.Array:
         """(..., c): the groups of an array."""
         moved = jnp.moveaxis(x, self.axes, self._last)
-        return moved.reshape(*moved.shape[: moved.ndim - len(self.sizes)], math.prod(self.sizes))
+        return reshape(moved, (*moved.shape[: moved.ndim - len(self.sizes)], math.prod(self.sizes)))
 
-    def in_memory(self, groups: jax.Array) -> jax.Array:
+    def in_memory(self, groups: jax.Array, reshape: Reshape = jnp.reshape) -> jax.Array:
         """The array that has these groups (..., c)."""
-        return jnp.moveaxis(groups.reshape(*groups.shape[:-1], *self.sizes), self._last, self.axes)
+        return jnp.moveaxis(reshape(groups, (*groups.shape[:-1], *self.sizes)), self._last, self.axes)
 
 
 class View(NamedTuple):

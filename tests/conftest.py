@@ -31,7 +31,7 @@ hypothesis.settings.register_profile("jaxops", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("jaxops")
 
 # The promises are asserted there, not in the test modules that call them.
-pytest.register_assert_rewrite("contract")
+pytest.register_assert_rewrite("contract", "splits")
 
 
 def pytest_report_header() -> str:

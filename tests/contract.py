@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import jax.test_util
 import numpy as np
 import pytest
+import splits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowering
+from jaxops import NotSupportedError
 
 DEVICES = 8
 NOT_DIFFERENTIABLE = "not differentiable in any operand"
@@ -82,7 +84,7 @@ class Case:
 
 
 Promise = Callable[[Case, np.random.Generator], None]
-PROMISES: list[Promise] = []
+PROMISES: list[Any] = []  # each a parameter of pytest
 
 
 def first_in_every_run(cases: Sequence[Any]) -> list[Any]:
@@ -95,15 +97,15 @@ def promise_name(promise: Promise) -> str:
     return promise.__name__
 
 
-def promise(check: Callable[[Case, tuple[np.ndarray, ...]], None]) -> Promise:
-    """Adds a check to PROMISES; it gets the case and operands drawn for it."""
+def promise(check: Callable[[Case, tuple[np.ndarray, ...]], None], marks: Any = ()) -> Promise:
+    """Adds a check to PROMISES, with marks of pytest; it gets the case and operands drawn for it."""
 
     @functools.wraps(check)
     def run(case: Case, rng: np.random.Generator) -> None:
         with lowering.use(case.implementation):
             check(case, case.operands(rng))
 
-    PROMISES.append(run)
+    PROMISES.append(pytest.param(run, marks=marks))
     return run
 
 
@@ -272,9 +274,9 @@ def check_mesh(case: Case, operands: tuple[np.ndarray, ...], axis_type: AxisType
 
     The mesh is known from the operands alone, and then is the current one as well.
     """
+    functions = [case.jitted, case.gradient] if case.differentiable else [case.jitted]
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(axis_type,))
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, batch_specs(case), strict=True)]
-    functions = [case.jitted, case.gradient] if case.differentiable else [case.jitted]
     for fn, enter in itertools.product(functions, (contextlib.nullcontext, functools.partial(jax.set_mesh, mesh))):
         expected = fn(*operands)
         with enter():
@@ -283,6 +285,34 @@ def check_mesh(case: Case, operands: tuple[np.ndarray, ...], axis_type: AxisType
         largest = max(x.size for x in operands)
         gathered = [size for size in gathered_sizes(compiled.as_text()) if size >= largest]
         assert not gathered, f"gathers {gathered} elements; the largest operand has {largest}"
+    assert_case_equal_when_split(case, operands, splits.crossed(operands), axis_type)
+
+
+@functools.partial(promise, marks=pytest.mark.slow)
+def every_split_equals_one_device(case: Case, operands: tuple[np.ndarray, ...]) -> None:
+    for specs, axis_type in itertools.product(splits.of(operands, together=1), (AxisType.Auto, AxisType.Explicit)):
+        assert_case_equal_when_split(case, operands, specs, axis_type)
+
+
+def assert_case_equal_when_split(
+    case: Case, operands: tuple[np.ndarray, ...], specs: Sequence[P], axis_type: AxisType
+) -> None:
+    """Of the gradient, in which the values are: the loss is not linear in them."""
+    fn = case.gradient if case.differentiable else case.jitted
+    try:
+        assert_close(splits.results(fn, operands, specs, axis_type), fn(*operands))
+    except NotSupportedError as refusal:
+        # A kernel that was asked for may refuse to gather an axis that it mixes over.
+        if case.implementation == "auto" or "is split over a mesh as" not in str(refusal):
+            raise
+
+
+@promise
+def explicit_mesh_takes_every_split(case: Case, operands: tuple[np.ndarray, ...]) -> None:
+    """Splits that do not fit each other are found in the types, without compiling."""
+    splits.check(case.fn, operands)
+    if case.differentiable:
+        splits.check(jax.grad(case.loss, case.differentiable), operands, case.differentiable)
 
 
 def gathered_sizes(compiled_text: str) -> Iterator[int]:

@@ -283,11 +283,11 @@ def test_max_sum_refuses_known_indices_of_any_kind(as_index):
 
 def draw(kind):
     def operands(rng):
-        x, weight, row = rng.normal(size=(16, 3)), rng.normal(size=(5, 3)), rng.normal(size=16)
+        x, weight, row = rng.normal(size=(16, 3)), rng.normal(size=(6, 3)), rng.normal(size=16)
         target = rng.integers(0, 9, size=16).astype(np.int32)
         drawn = {
             MAX_SUM: (x, weight, target),
-            LOSS: (row, np.exp(row), row - 1, rng.normal(size=(16, 5))),
+            LOSS: (row, np.exp(row), row - 1, rng.normal(size=(16, 6))),
             GRAD: (row, x, weight, target, 3 + row, 2 + np.exp(row)),
         }[kind]
         return tuple(v if v.dtype == np.int32 else v.astype(np.float32) for v in drawn)
@@ -296,7 +296,7 @@ def draw(kind):
 
 
 def max_sum(x, weight, target):
-    start, end = jnp.int32(2), jnp.int32(7)
+    start, end = jnp.int32(2), jnp.int32(8)
     # A plain tuple, as exporting knows no other.
     return tuple(
         vocab_parallel.fused_linear_online_max_sum(x, weight, target, start=start, end=end, return_logits=True)

@@ -167,7 +167,7 @@ def test_embedding_refuses_none(given, missing):
 
 
 def operands(rng):
-    return rng.normal(size=(5, WIDTH)).astype(np.float32), rng.integers(0, 5, size=(8, 2)).astype(np.int32)
+    return rng.normal(size=(6, WIDTH)).astype(np.float32), rng.integers(0, 6, size=(8, 2)).astype(np.int32)
 
 
 PROMISED = {

@@ -363,9 +363,9 @@ def test_linear_cross_entropy_copies_no_probabilities_in_chunks(strategy, rng):
 
 def draw(*, probabilities=False):
     def operands(rng):
-        x, weight = rng.normal(size=(16, 3)), rng.normal(size=(5, 3))
-        labels = rng.dirichlet(np.ones(5), size=16) if probabilities else rng.integers(-1, 5, size=16).astype(np.int32)
-        vector = rng.uniform(0.5, 2, size=5)
+        x, weight = rng.normal(size=(16, 3)), rng.normal(size=(6, 3))
+        labels = rng.dirichlet(np.ones(6), size=16) if probabilities else rng.integers(-1, 6, size=16).astype(np.int32)
+        vector = rng.uniform(0.5, 2, size=6)
         return tuple(v if v.dtype == np.int32 else v.astype(np.float32) for v in (x, weight, labels, vector))
 
     return operands

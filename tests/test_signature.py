@@ -26,3 +26,23 @@ def test_parse_reads_batch_axes_and_names():
 )
 def test_result_specs_keep_batch_axes_and_names_and_use_a_mesh_axis_once(text, specs, ranks, expected):
     assert list(Signature.parse(text).result_specs(tuple(specs), tuple(ranks))) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "specs", "expected"),
+    [
+        # The residual lies as x does, and the scale is not split over what splits the batch.
+        ("... n c, ... c, ... n c ->", [P("b", None), P("b"), P(None, "b")], [P("b", None), P(None), P(None, None)]),
+        ("..., ... ->", [P("a", None), P("b", "a")], [P("a", None), P("a", None)]),
+        ("..., ... ->", [P(None, None), P("b", "a")], [P(None, None), P("b", "a")]),
+        # What has more axes decides.
+        ("..., ... h ->", [P("b", None), P("a", None, "b")], [P("a", None), P("a", None, "b")]),
+        # Axes that are never beside each other may be split over the same mesh axis.
+        ("... h, ... v ->", [P("b", "a"), P("b", "a")], [P("b", "a"), P("b", "a")]),
+        # Operands without batch axes are the operator's own affair.
+        ("... h, v h ->", [P("b", None), P(None, "b")], [P("b", None), P(None, "b")]),
+        ("... h, ... ->", [P(None, "b"), P(("b", "a"))], [P(None, "b"), P("a")]),
+    ],
+)
+def test_agreed_specs_let_no_two_operands_split_an_axis_differently(text, specs, expected):
+    assert list(Signature.parse(text).agreed_specs(tuple(specs))) == expected

@@ -245,7 +245,11 @@ def test_groups_are_put_back_where_they_lay(axes, rng):
         np.testing.assert_array_equal(view.from_view(seen, of_each.shape), of_each)
 
 
-MESHES = [one for one in contract.PROMISES if any(word in one.__name__ for word in ("mesh", "shard", "vmap"))]
+MESHES = [
+    one
+    for one in contract.PROMISES
+    if any(word in contract.promise_name(*one.values) for word in ("mesh", "shard", "vmap", "split"))
+]
 
 
 @pytest.mark.parametrize("promise", MESHES, ids=contract.promise_name)

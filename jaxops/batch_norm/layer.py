@@ -93,6 +93,11 @@ def batch_norm(
       relu stops goes nowhere, NaN included. Kernels for TPU and for NVIDIA GPUs from Hopper on fuse relu and residual;
       they run where `jaxops.use("pallas")` asks for them, as they have not been measured on those chips.
 
+    Meshes: any axis of any array may be split. Pixels (activations for "per_activation") that are split along an axis
+      behind their first are exchanged between devices, so that they are split along the first, and back; they are
+      gathered only if the first cannot be divided by as many devices. On an explicit mesh y lies as x does, running
+      statistics as those given and saved ones as scale; a residual that is split otherwise than x is moved.
+
     Source: mcDNN `mcdnnBatchNormalizationForwardTrainingEx` and `mcdnnBatchNormalizationBackwardEx`; PyTorch
       `torch.nn.functional.batch_norm`, whose running variance is the unbiased one as well.
     """
@@ -116,7 +121,7 @@ def batch_norm(
     if running_mean is not None:
         old = parameters(name, view, running_mean=running_mean, running_var=running_var)
         running = moved_statistics(view, old, mean, variance, momentum=momentum, axis_name=axis_name)
-    saved = view.parameters_back(mean), view.parameters_back(inverse_std(variance, epsilon))
+    saved = (view.parameters_back(values, scale) for values in (mean, inverse_std(variance, epsilon)))
     return BatchNormOutput(y, *running, *saved)
 
 
@@ -155,6 +160,8 @@ def batch_norm_inference(
 
     Numerics: in float32 (float64 for float64 x), rounded once. Differentiable in every array, in all modes and orders.
 
+    Meshes: as in `batch_norm`.
+
     Source: mcDNN `mcdnnBatchNormalizationForwardInference`; PyTorch `torch.nn.functional.batch_norm` without training.
     """
     name = "batch_norm_inference"
@@ -188,7 +195,7 @@ def train(
     else:
         results = BATCH_NORM_ACTIVATION(*operands, activation=activation, **attributes)
     y, mean, variance = results
-    return view.images_back(y), mean, variance
+    return view.images_back(y, x), mean, variance
 
 
 def infer(
@@ -208,7 +215,7 @@ def infer(
         (y,) = BATCH_NORM_INFERENCE(*operands, **attributes)
     else:
         (y,) = BATCH_NORM_ADD_INFERENCE(*operands, view.images(residual), **attributes)
-    return view.images_back(y)
+    return view.images_back(y, x)
 
 
 def moved_statistics(
@@ -227,7 +234,7 @@ def moved_statistics(
     old_mean, old_variance = jax.lax.stop_gradient(tuple(old))
 
     def moved(before: jax.Array, after: jax.Array) -> jax.Array:
-        return _moved(before, view.parameters_back(after).reshape(before.shape), momentum)
+        return _moved(before, view.parameters_back(after, before), momentum)
 
     return moved(old_mean, mean), moved(old_variance, variance * _unbiased(elements))
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops import _layouts
+from jaxops import _layouts, _sharding
 from jaxops._attributes import require_choice
 from jaxops._errors import BAD_PARAM
 
@@ -38,25 +38,24 @@ class View(NamedTuple):
 
     def images(self, x: jax.Array) -> jax.Array:
         """Images as (n, a, c, b)."""
-        # Axes are merged first and added then: an explicit mesh takes the one or the other.
-        return jnp.expand_dims(x.reshape(self._merged), self._added)
+        return jnp.expand_dims(_sharding.reshaped(x, self._merged), self._added)
 
-    def images_back(self, x: jax.Array) -> jax.Array:
-        """The inverse of `images`."""
-        return jnp.squeeze(x, self._added).reshape(self.shape)
+    def images_back(self, y: jax.Array, x: jax.Array) -> jax.Array:
+        """The inverse of `images`, laid out as the images x are."""
+        return _sharding.reshaped(jnp.squeeze(y, self._added), self.shape, sharding=jax.typeof(x).sharding)
 
     def parameters(self, values: jax.Array) -> jax.Array:
         """Parameters as (c,)."""
-        values = values.reshape(self.parameter_shape)
+        values = _sharding.reshaped(values, self.parameter_shape)
         if self.per_activation and self.channels_last:
             values = jnp.moveaxis(values, 0, -1)
-        return values.reshape(math.prod(self.parameter_shape))
+        return _sharding.reshaped(values, (math.prod(self.parameter_shape),))
 
-    def parameters_back(self, values: jax.Array) -> jax.Array:
-        """The inverse of `parameters`."""
+    def parameters_back(self, values: jax.Array, like: jax.Array) -> jax.Array:
+        """The inverse of `parameters`, laid out and with axes of size 1 as the parameters `like` have."""
         if self.per_activation and self.channels_last:
-            return jnp.moveaxis(values.reshape(self.shape[1:]), -1, 0)
-        return values.reshape(self.parameter_shape)
+            values = jnp.moveaxis(_sharding.reshaped(values, self.shape[1:]), -1, 0)
+        return _sharding.reshaped(values, like.shape, sharding=jax.typeof(like).sharding)
 
     @property
     def _merged(self) -> tuple[int, ...]:

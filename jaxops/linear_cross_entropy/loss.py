@@ -10,6 +10,7 @@ from jaxops._attributes import INT32_MAX, require_bool, require_choice, require_
 from jaxops._errors import require
 from jaxops._ids import differ_from, wide_ids
 from jaxops._operands import as_arrays, as_optional
+from jaxops._sharding import agreeing
 from jaxops.linear_cross_entropy.column_tiles import default_logits
 from jaxops.linear_cross_entropy.grad_in_forward import RowWeights, row_losses, summed_cross_entropy
 from jaxops.linear_cross_entropy.logits import (
@@ -121,6 +122,9 @@ def linear_cross_entropy(
       digits.
       Differentiable in x, weight, bias, class_weight and probabilities, in forward and reverse mode and repeatedly.
 
+    Meshes:
+      Any axis may be split. On an explicit mesh labels that are split otherwise than the rows of x are moved.
+
     Source:
       torch.nn.functional.cross_entropy; aclnnFusedLinearOnlineMaxSum and its companions for the split vocabulary.
     """
@@ -141,6 +145,7 @@ def linear_cross_entropy(
     require_bool(_NAME, "return_aux", return_aux)
     weight = _by_class(weight, transpose_weight)
     _check_operands(x, weight, labels, bias, class_weight)
+    x, labels = agreeing("... h, ... v ->" if _are_probabilities(labels) else "... h, ... ->", x, labels)
     vocabulary = Vocabulary.of(weight.shape[0], vocab_axis)
     describe = _by_probabilities if _are_probabilities(labels) else _by_labels
     task = describe(labels, class_weight, ignore_index, label_smoothing, vocabulary, accumulation_dtype(x))
@@ -212,7 +217,8 @@ def _by_probabilities(
     if smoothing:
         probabilities = (1 - smoothing) * labels.astype(dtype) + smoothing / vocabulary.classes
     if class_weight is not None:
-        probabilities = probabilities.astype(dtype) * jnp.broadcast_to(class_weight.astype(dtype), probabilities.shape)
+        probabilities, class_weight = agreeing("... v, ... v ->", probabilities.astype(dtype), class_weight)
+        probabilities = probabilities * jnp.broadcast_to(class_weight.astype(dtype), probabilities.shape)
     rows = labels.shape[:-1]
     targets = Targets(jnp.full(rows, -1, jnp.int32), jnp.zeros((0,), dtype), probabilities)
     return _Task(targets, jnp.zeros(rows, dtype), jnp.ones(rows, dtype), jnp.ones(rows, bool), jnp.ones(rows, dtype))

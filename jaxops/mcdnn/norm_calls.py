@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxops import _sharding
 from jaxops._dtypes import accumulator
 from jaxops.activation.modes import IDENTITY, RELU, Activation, scaled_by_slope_of_result
 from jaxops.batch_norm import (
@@ -94,8 +95,8 @@ def forward_training(
         blend.apply(result, x.dtype),
         running_mean,
         running_variance,
-        view.parameters_back(mean).reshape(scale.shape),
-        view.parameters_back(inverse_std(variance, epsilon)).reshape(scale.shape),
+        view.parameters_back(mean, scale),
+        view.parameters_back(inverse_std(variance, epsilon), scale),
         kept,
     )
 
@@ -202,11 +203,11 @@ def backward(
         results = BATCH_NORM_ACTIVATION_BACKWARD(*operands, gate, axis_name=None, activation=activation)
         result_dx, *result_params = results
     result_dscale, result_dbias = (
-        param_blend.apply(view.parameters_back(result).reshape(scale.shape), scale.dtype)
+        param_blend.apply(view.parameters_back(result, scale), scale.dtype)
         for param_blend, result in zip(param_blends, result_params, strict=True)
     )
-    dz = view.images_back(result_dz).astype(x.dtype) if call.adds else None
-    return blend.apply(view.images_back(result_dx), x.dtype), dz, result_dscale, result_dbias
+    dz = view.images_back(result_dz, x).astype(x.dtype) if call.adds else None
+    return blend.apply(view.images_back(result_dx, x), x.dtype), dz, result_dscale, result_dbias
 
 
 def _gated(
@@ -228,12 +229,14 @@ def _gated(
     if mask is not None:
         return RELU, mask, grad
     if bias is not None:
+        operands = _sharding.agreeing("... n a c b, ... c, ... c, ... c, ... c ->", data, scale, bias, mean, inv_std)
+        data, scale, bias, mean, inv_std = operands
         return call.activation, pre_activation(data, scale, bias, mean=mean, inv_std=inv_std), grad
     call.require(y is not None, "y", "be given with an activation where the reserve space does not tell its slope", y)
     assert y is not None
     if call.activation.mode in _MASKED:
         return RELU, _passes(call.activation, y), grad
-    wide_grad = grad.astype(accumulator(grad.dtype))
+    y, wide_grad = _sharding.agreeing("..., ... ->", y, grad.astype(accumulator(grad.dtype)))
     return call.activation, None, scaled_by_slope_of_result(call.activation, y, wide_grad).astype(grad.dtype)
 
 

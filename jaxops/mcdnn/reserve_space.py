@@ -26,9 +26,8 @@ def from_words(words: jax.Array) -> jax.Array:
 
 def to_words(reserve_space: jax.Array, elements: int) -> jax.Array:
     """The words of bits for so many elements that reserve space begins with."""
-    first, second, third, fourth = jnp.unstack(
-        reserve_space[: size_bytes(elements)].reshape(-1, 4).astype(jnp.uint32), axis=-1
-    )
+    words = _sharding.reshaped(_beginning(reserve_space, elements), (size_bytes(elements) // 4, 4))
+    first, second, third, fourth = jnp.unstack(words.astype(jnp.uint32), axis=-1)
     return first | second << jnp.uint32(8) | third << jnp.uint32(16) | fourth << jnp.uint32(24)
 
 
@@ -41,5 +40,10 @@ def packed(mask: jax.Array) -> jax.Array:
 def unpacked(reserve_space: jax.Array, shape: Sequence[int]) -> jax.Array:
     """The mask, of this shape, that reserve space begins with."""
     elements = math.prod(shape)
-    taken = reserve_space[: size_bytes(elements)]
-    return jnp.unpackbits(taken, count=elements, bitorder="little").astype(bool).reshape(shape)
+    bits = jnp.unpackbits(_beginning(reserve_space, elements), count=elements, bitorder="little").astype(bool)
+    return _sharding.reshaped(bits, shape)
+
+
+def _beginning(reserve_space: jax.Array, elements: int) -> jax.Array:
+    size = size_bytes(elements)
+    return reserve_space if reserve_space.size == size else _sharding.whole_along_first(reserve_space)[:size]
