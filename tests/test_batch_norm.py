@@ -271,7 +271,7 @@ REFUSALS = {
     ),
     "epsilon": ((X, ONE, ONE), {"epsilon": -1e-9}, "epsilon must be a finite number of 0.0 or more; got -1e-09"),
     "epsilon-nan": ((X, ONE, ONE), {"epsilon": np.nan}, "epsilon must be a finite number of 0.0 or more; got nan"),
-    "momentum": ((X, ONE, ONE), {"momentum": 1.1}, "momentum must be a Python or NumPy number in [0, 1]; got 1.1"),
+    "momentum": ((X, ONE, ONE), {"momentum": 1.1}, "momentum must be a number in [0, 1]; got 1.1"),
     "activation": (
         (X, ONE, ONE),
         {"activation": "gelu"},
