@@ -177,7 +177,9 @@ def test_reshaped_keeps_split_what_it_can(shape, spec, new_shape, expected):
     with jax.set_mesh(mesh):
         result = jax.jit(lambda x: reshaped(x, new_shape))(jax.device_put(x, NamedSharding(mesh, spec)))
     assert jax.typeof(result).sharding.spec == expected
-    np.testing.assert_array_equal(np.asarray(result), x.reshape(new_shape))
+    assert result.shape == new_shape
+    if x.size:  # JAX 0.10 cannot fetch an array that is split and has no elements
+        np.testing.assert_array_equal(np.asarray(result), x.reshape(new_shape))
 
 
 IMAGES, ROW, WORDS = (4, 6, 2, 6), (1, 6, 1, 1), 36
