@@ -16,13 +16,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.dropout_mask import WORD_BITS, compared, digits, threshold
+from pallas_kernels.gpu import hopper
+from pallas_kernels.gpu.hopper import WARPGROUP
 from pallas_kernels.kernel import Kernel
 
-_WARPGROUP = 128  # threads of a block, elements of an access, and words of a block
-_BLOCK = _WARPGROUP * WORD_BITS
-_ACCESSES = _BLOCK // _WARPGROUP
-_MAX_ELEMENTS = 2**31 - 1
-_DTYPES = ("float32", "bfloat16", "float16")
+_BLOCK = WARPGROUP * WORD_BITS  # a thread for each word of the mask
+_ACCESSES = _BLOCK // WARPGROUP
 
 
 class _Run:
@@ -35,7 +34,7 @@ class _Run:
         self.row = lax.axis_index("row")
         self.first_word = first_word
         self.words_smem = words_smem
-        self._layout = plgpu.Layout.WG_STRIDED((_WARPGROUP,), vec_size=1) if pin_layouts else None
+        self._layout = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1) if pin_layouts else None
 
     def pinned(self, values):
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -46,15 +45,15 @@ class _Run:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         if self._layout is None:
-            return lax.broadcasted_iota(jnp.int32, (_WARPGROUP,), 0)
-        return plgpu.broadcasted_iota(jnp.int32, (_WARPGROUP,), 0, layout=self._layout)
+            return lax.broadcasted_iota(jnp.int32, (WARPGROUP,), 0)
+        return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=self._layout)
 
     def words(self):
-        return self.row, pl.ds(self.first_word, _WARPGROUP)
+        return self.row, pl.ds(self.first_word, WARPGROUP)
 
     def drawn(self, streams_gmem, keep_gmem):
         """A word for each thread."""
-        ones = jnp.full((_WARPGROUP,), 1, jnp.uint32)
+        ones = jnp.full((WARPGROUP,), 1, jnp.uint32)
         key0, key1, first = (ones * streams_gmem[self.row, i] for i in range(3))
         indices = first + self.first_word.astype(jnp.uint32) + self.threads().astype(jnp.uint32)
         less, number = digits(threshold(keep_gmem[0]))
@@ -70,12 +69,12 @@ class _Run:
         thread = self.threads()
         bit = jnp.uint32(1) << (thread % WORD_BITS).astype(jnp.uint32)
         factor = keep_gmem[1]
-        per_access = _WARPGROUP // WORD_BITS
+        per_access = WARPGROUP // WORD_BITS
 
         def access(i, _):
-            where = self.row, pl.ds(self.first_word * WORD_BITS + i * _WARPGROUP, _WARPGROUP)
+            where = self.row, pl.ds(self.first_word * WORD_BITS + i * WARPGROUP, WARPGROUP)
             words = [self.words_smem[i * per_access + k] for k in range(per_access)]
-            word = jnp.full((_WARPGROUP,), 1, jnp.uint32) * words[0]
+            word = jnp.full((WARPGROUP,), 1, jnp.uint32) * words[0]
             for k in range(1, per_access):
                 word = jnp.where(thread >= k * WORD_BITS, words[k], word)
             x = self.pinned(x_gmem[where]).astype(jnp.float32)
@@ -86,13 +85,13 @@ class _Run:
 
 def _for_each_run(words, words_smem, pin_layouts, process):
     """Shares a row out. Accesses cannot be masked: the last block takes the rest in a run that overlaps its own."""
-    block, blocks = lax.axis_index("block"), words // _WARPGROUP
-    process(_Run(block * _WARPGROUP, words_smem, pin_layouts))
-    if words % _WARPGROUP:
+    block, blocks = lax.axis_index("block"), words // WARPGROUP
+    process(_Run(block * WARPGROUP, words_smem, pin_layouts))
+    if words % WARPGROUP:
 
         @pl.when(block == blocks - 1)
         def _():
-            process(_Run(block * _WARPGROUP + words % _WARPGROUP, words_smem, pin_layouts))
+            process(_Run(block * WARPGROUP + words % WARPGROUP, words_smem, pin_layouts))
 
 
 def _kernel(streams_gmem, x_gmem, keep_gmem, y_gmem, words_gmem, words_smem, *, pin_layouts):
@@ -119,7 +118,7 @@ def _launch(kernel, name, rows, columns, results, interpret, operands):
         out_type=results,
         grid=(rows, columns // _BLOCK),
         grid_names=("row", "block"),
-        scratch_types=[plgpu.SMEM((_WARPGROUP,), jnp.uint32)],
+        scratch_types=[plgpu.SMEM((WARPGROUP,), jnp.uint32)],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret_gpu_params() if interpret is True else interpret or None,
         kernel_name=name,
@@ -146,13 +145,8 @@ def run_backward(grad, words, keep, *, config, interpret=False):
 
 
 def _refusal(hardware, x) -> str | None:
-    if hardware.compute_capability is not None and hardware.compute_capability < (9, 0):
-        major, minor = hardware.compute_capability
-        return f"Mosaic GPU needs compute capability 9.0 or later; {hardware.name} has {major}.{minor}"
-    if jnp.dtype(x.dtype).name not in _DTYPES:
-        return f"the kernel takes {', '.join(_DTYPES)}; the operand is {jnp.dtype(x.dtype).name}"
-    if math.prod(x.shape) > _MAX_ELEMENTS:
-        return f"the kernel's 32-bit offsets reach {_MAX_ELEMENTS} elements; the operand has {math.prod(x.shape)}"
+    if reason := hopper.refusal(hardware, x=x):
+        return reason
     if math.prod(x.shape) == 0:
         return "there is nothing to drop"
     if x.shape[-1] < _BLOCK or x.shape[-1] % WORD_BITS:
