@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxops._derivative import Active, Arrays, Derivative
 from jaxops._operator import Operator
-from jaxops._sharding import varying_with
+from jaxops._sharding import laid_out_as, varying_with
 from jaxops.linear_cross_entropy import statistics
 from jaxops.linear_cross_entropy.live_rows import live_rows
 from jaxops.linear_cross_entropy.logits import (
@@ -150,10 +150,11 @@ def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> 
 
 
 def _active_gradients(residuals: Sequence[jax.Array], active: Active) -> list[tuple[jax.Array, jax.Array]]:
-    """Each active operand with its gradient in float32."""
+    """Each active operand with its gradient in float32, which on an explicit mesh lies as the operand does."""
     operands, gradients = list(residuals[: len(active)]), list(residuals[len(active) :])
     gradients.insert(statistics.LABELS, operands[statistics.LABELS])
-    return [(x, gradient) for x, gradient, a in zip(operands, gradients, active, strict=True) if a]
+    pairs = [(x, gradient) for x, gradient, a in zip(operands, gradients, active, strict=True) if a]
+    return [(x, laid_out_as(gradient, jax.typeof(x).sharding)) for x, gradient in pairs]
 
 
 def _tangent(residuals: Sequence[jax.Array], tangents: Sequence[jax.Array], active: Active, **_: Any) -> Arrays:
