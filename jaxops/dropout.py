@@ -48,8 +48,8 @@ def dropout(key: jax.Array, x: jax.Array, rate: float | jax.Array) -> jax.Array:
       The shape and dtype of x.
 
     Raises:
-      BadParamError: if key is no single key, x is not floating point, or rate is no number in [0, 1]. The value of a
-        JAX array is not checked: it is clamped to [0, 1], and NaN gives NaN.
+      BadParamError: if key is not a single key, x is not floating point, or rate is not a number in [0, 1]. The value
+        of a JAX array is not checked: it is clamped to [0, 1], and NaN gives NaN.
 
     Numerics: the probability is rounded to a multiple of 2**-24; rates 0 and 1 are exact. Bits are those of
       Threefry-2x32 with 20 rounds, counted by element. The scale is `1 / (1 - rate)` in float32 (float64 for float64)

@@ -49,7 +49,7 @@ def checked_leaves(
 
 
 def _check_sizes(exported: jax.export.Exported, leaves: Sequence[Any]) -> None:
-    """Refuses sizes of which JAX says that the symbolic ones, such as 2 * rows, cannot have them."""
+    """Refuses sizes that, as JAX finds, the symbolic ones cannot have, such as an odd one for 2 * rows."""
     try:
         jax.eval_shape(exported.call, *leaves)
     except ValueError as error:

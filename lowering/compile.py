@@ -180,7 +180,7 @@ def _compiled_in_child(exported: jax.export.Exported, request: dict[str, Any], h
 
 
 def _mosaic_gpu_kernels(stablehlo: str) -> frozenset[str]:
-    """The hashes of a program's Mosaic GPU kernels, each of which is dumped once a process: when first compiled."""
+    """The hashes of a program's Mosaic GPU kernels. A process dumps each only once: when it first compiles it."""
     return frozenset(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', stablehlo))
 
 

@@ -21,4 +21,4 @@ class NotSupportedError(OperatorError):
 
 
 class ArtifactError(RuntimeError):
-    """A file is no artifact that can be read here, or an artifact cannot be called like this."""
+    """A file cannot be read as an artifact, or an artifact cannot be called like this."""

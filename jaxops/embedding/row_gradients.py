@@ -105,7 +105,7 @@ def rows_at(table: jax.Array, rows: jax.Array, dtype: Any) -> jax.Array:
 
 
 def with_rows(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """The table with these rows replaced, in place where it is donated. What is no row of it is dropped."""
+    """The table with these rows replaced, in place where it is donated. Other ids are dropped."""
     sharding = None if _sharding.explicit_mesh([table]) is None else jax.typeof(table).sharding
     options = {"indices_are_sorted": True, "unique_indices": True, "wrap_negative_indices": False}
     return table.at[rows].set(values.astype(table.dtype), mode="drop", out_sharding=sharding, **options)

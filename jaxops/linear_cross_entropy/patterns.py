@@ -41,7 +41,7 @@ def _saved_bytes(matmul: Operation, classes: Any) -> int | None:
 
 
 def _picked_log_softmax(graph: Graph, log: Operation) -> Iterator[tuple[Operation, Any, Operation]]:
-    """The first matrix product of which this is the log sum exp, its classes, and what picks from the log-softmax."""
+    """The first matrix product whose log sum exp this is, its classes, and what picks from the log-softmax."""
     for matmul, classes in _softmax_inputs(log):
         pick = _pick_by_label(matmul, classes, log, _made_of(graph, matmul))
         if pick is not None:
@@ -50,7 +50,7 @@ def _picked_log_softmax(graph: Graph, log: Operation) -> Iterator[tuple[Operatio
 
 
 def _log_of_picked_softmax(graph: Graph, log: Operation) -> Iterator[tuple[Operation, Any, Operation]]:
-    """Matrix products from whose softmax one class a row is picked, of which this is the log; classes, what picks."""
+    """Matrix products whose softmax, picked at one class a row, this is the log of; the classes; and what picks."""
     for value in backward(log.inputs[0], _keeps_picked):
         pick = value.producer
         if pick is None or pick.name not in ("gather", "dynamic_slice", "mul", "select_n"):

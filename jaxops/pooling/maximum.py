@@ -41,7 +41,7 @@ def max_pool(
         all sides, or for each spatial axis a number or a pair (before, behind). "VALID" is 0; "SAME" is what makes
         `ceil(extent / stride)` windows, half before x and half behind it, with an odd one behind. Padding is never a
         maximum: a window of negative numbers has a negative one.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC", of which x may lack the N: "NHWC" with three axes is one image
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". x may lack the batch axis N: "NHWC" with three axes is one image
         (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). None means NCHW for three and four axes, NCDHW for
         five.
 
