@@ -60,6 +60,9 @@ def max_pool(
       channels or so in lanes and an image fits VMEM, on NVIDIA GPUs where windows share no element. Windows along a
       minor axis would have their elements in lanes that are not theirs, for which neither chip has strided loads.
 
+    Meshes: split images over their batch or channels. Where rows of pixels are split, one a device, XLA's partitioner
+      was seen to misplace the gradient (JAX 0.10.2).
+
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.max_pool2d`.
     """
     x = as_array("max_pool", "x", x, status=BAD_PARAM)
