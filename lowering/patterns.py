@@ -91,7 +91,7 @@ class Graph:
     count: int
 
     def alike(self, operation: Operation) -> list[Operation]:
-        """This operation and those that compute the same of the same, of which XLA makes one."""
+        """This operation and its duplicates, which XLA merges into one."""
         return [x for x in self.operations if self._numbers[x] == self._numbers[operation]]
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Where in the user's code an equation was made, and which files are no user's."""
+"""Where in the user's code an equation was made, and which files belong to libraries."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ _operator_folders: set[str] = set()
 
 
 def add_operators(package: str) -> None:
-    """Makes known a package that defines operators: what it makes of them is no user's code."""
+    """Registers a package that defines operators, so that its files count as library code."""
     folders = getattr(sys.modules[package], "__path__", ())
     _operator_folders.update(map(os.path.abspath, folders))
     is_library.cache_clear()
@@ -76,7 +76,7 @@ class Site:
 
 @functools.cache
 def is_library(path: str) -> bool:
-    """Whether a file is no user's: installed, of JAX, of our operators or of Python."""
+    """Whether a file belongs to a library: an installed package, JAX, our operators or Python."""
     if _INSTALLED.search(path) or _MADE_UP.search(path):
         return True
     return _within(path, _JAX) or _is_operators(path) or _within(path, _STANDARD_LIBRARY)

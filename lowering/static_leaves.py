@@ -45,7 +45,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def _fixed(fn: Any, args: Sequence[Any]) -> list[bool]:
-    """Of each leaf, whether it is fixed."""
+    """Whether each leaf is fixed."""
     fixed = []
     for arg in args:
         leaves, structure = jax.tree.flatten(arg)

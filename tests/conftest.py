@@ -40,7 +40,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is marked `sampled`, makes slow tests of all cases but one in five, beginning with the first."""
+    """Marks four in five cases of each `sampled` test as slow; the first case always runs."""
     cases: collections.Counter[tuple[object, str]] = collections.Counter()
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):

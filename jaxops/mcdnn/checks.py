@@ -36,7 +36,7 @@ class Call:
         require_present(self.name, arguments, status=BAD_PARAM)
 
     def arrays(self, **operands: Any) -> list[Any]:
-        """Operands as arrays; what `present` has not refused may be None."""
+        """Operands as arrays; None stays None where `present` allows it."""
         return [as_optional(self.name, argument, value, status=BAD_PARAM) for argument, value in operands.items()]
 
     def shapes(self, **operands: Any) -> list[Any]:
