@@ -1,7 +1,10 @@
 """One environment for every test: CPU, eight virtual devices, strict promotion, one seed."""
 
 import collections
+import csv
+import itertools
 import os
+import pathlib
 
 import platformdirs
 
@@ -36,6 +39,29 @@ pytest.register_assert_rewrite("contract", "splits")
 
 def pytest_report_header() -> str:
     return f"jax {jax.__version__}, {jax.device_count()} devices ({jax.default_backend()}), seed {SEED}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--times", type=pathlib.Path, metavar="FILE", help="write how long each test file took, as CSV")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Writes the file of `--times`: seconds of work, which several processes share, the slowest file first."""
+    target = terminalreporter.config.option.times
+    if target is None:
+        return
+    seconds: collections.Counter[str] = collections.Counter()
+    tests: dict[str, set[str]] = collections.defaultdict(set)
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            file = report.nodeid.split("::")[0]
+            seconds[file] += report.duration
+            tests[file].add(report.nodeid)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("w", newline="") as stream:
+        rows = csv.writer(stream)
+        rows.writerow(["file", "tests", "seconds"])
+        rows.writerows([file, len(tests[file]), round(total, 2)] for file, total in seconds.most_common())
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -427,8 +427,5 @@ CASES = [
 
 @pytest.mark.parametrize("promise", contract.PROMISES, ids=contract.promise_name)
 @pytest.mark.parametrize("case", contract.first_in_every_run(CASES), ids=str)
-def test_pooling_keeps_promise(case, promise, rng, request):
-    if (case.name, contract.promise_name(promise)) == ("max-volume", "every_split_equals_one_device"):
-        reason = "XLA's partitioner misplaces the gradient of maxima where rows of pixels are split one a device"
-        request.applymarker(pytest.mark.xfail(raises=AssertionError, reason=reason))
+def test_pooling_keeps_promise(case, promise, rng):
     promise(case, rng)

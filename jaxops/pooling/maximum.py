@@ -60,9 +60,6 @@ def max_pool(
       channels or so in lanes and an image fits VMEM, on NVIDIA GPUs where windows share no element. Windows along a
       minor axis would have their elements in lanes that are not theirs, for which neither chip has strided loads.
 
-    Meshes: split images over their batch or channels. Where rows of pixels are split, one a device, XLA's partitioner
-      was seen to misplace the gradient (JAX 0.10.2).
-
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.max_pool2d`.
     """
     x = as_array("max_pool", "x", x, status=BAD_PARAM)
@@ -148,13 +145,15 @@ def _winners(keys: jax.Array, values: jax.Array, span: Span) -> Arrays:
     behind = _at_least_0(reach - span.before - span.extent, limit=span.behind)
     keys = _padded(keys, span.axis, span.before, behind, np.iinfo(keys.dtype).min)
     values = _padded(values, span.axis, span.before, behind, 0)
+    # XLA's partitioner takes the wrong position of a split axis for a slice with one element and a longer stride.
+    stride = 1 if span.outputs == 1 else span.stride
 
     def element(x: jax.Array, offset: Any) -> jax.Array:
         length = reach - span.window + 1
         if isinstance(offset, int):
-            return jax.lax.slice_in_dim(x, offset, offset + length, span.stride, span.axis)
+            return jax.lax.slice_in_dim(x, offset, offset + length, stride, span.axis)
         across = jax.lax.dynamic_slice_in_dim(x, offset, length, span.axis)
-        return jax.lax.slice_in_dim(across, 0, None, span.stride, span.axis)
+        return jax.lax.slice_in_dim(across, 0, None, stride, span.axis)
 
     def challenge(offset: Any, best: Arrays) -> Arrays:
         key, value = element(keys, offset), element(values, offset)
