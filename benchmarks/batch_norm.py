@@ -15,7 +15,7 @@ import numpy as np
 
 import lowering
 from jaxops import batch_norm
-from lowering import timing
+from lowering.measuring import timing
 
 EPSILON, MOMENTUM = 1e-5, 0.1
 # The axes of NCHW images in each layout.

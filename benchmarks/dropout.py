@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops import dropout
-from lowering import timing
+from lowering.measuring import timing
 
 Dropout = Callable[[jax.Array, jax.Array, float], jax.Array]
 

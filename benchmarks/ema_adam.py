@@ -18,7 +18,7 @@ import optax
 
 import lowering
 from jaxops.ema_adam import ema_adam, fused_apply
-from lowering import timing
+from lowering.measuring import timing
 
 LEARNING_RATE, WEIGHT_DECAY, EMA_DECAY = 1e-3, 1e-2, 0.9999
 

@@ -15,7 +15,7 @@ import numpy as np
 
 import lowering
 from jaxops import embedding, embedding_row_gradients
-from lowering import timing
+from lowering.measuring import timing
 
 # Rows and width of the table, positions, and how ids are drawn.
 CASES = ((50257, 768, 8192, "zipf"), (1_000_000, 128, 65536, "uniform"), (50257, 768, 65536, "one"))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops import affine_grid, grid_sample
-from lowering import timing
+from lowering.measuring import timing
 
 # Features of a network's middle, and the images of its input.
 SHAPES = ((16, 64, 56, 56), (16, 3, 224, 224))

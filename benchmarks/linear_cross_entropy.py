@@ -19,7 +19,7 @@ import numpy as np
 
 import lowering
 from jaxops.linear_cross_entropy import linear_cross_entropy
-from lowering import timing
+from lowering.measuring import timing
 
 STRATEGIES = ("full", "grad_in_forward", "recompute")
 # Rows, hidden size, vocabulary.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops import avg_pool, max_pool, mcdnn
-from lowering import timing
+from lowering.measuring import timing
 
 # window, stride, padding
 GEOMETRIES = ((3, 2, 1), (2, 2, 0))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops import activation, softmax
-from lowering import timing
+from lowering.measuring import timing
 
 # What one writes without a library.
 JNP = {

@@ -2,10 +2,10 @@
 
 from jaxops import aclnn as aclnn
 from jaxops import mcdnn as mcdnn
-from jaxops._errors import BadParamError as BadParamError
-from jaxops._errors import NotSupportedError as NotSupportedError
-from jaxops._errors import VersionMismatchError as VersionMismatchError
-from jaxops._operator import operators as operators
+from jaxops._checks.errors import BadParamError as BadParamError
+from jaxops._checks.errors import NotSupportedError as NotSupportedError
+from jaxops._checks.errors import VersionMismatchError as VersionMismatchError
+from jaxops._primitive.operator import operators as operators
 from jaxops.activation import activation as activation
 from jaxops.affine_grid import affine_grid as affine_grid
 from jaxops.batch_norm import BatchNormOutput as BatchNormOutput

@@ -28,11 +28,11 @@ from jaxops._commands.options import (
     show,
     tuned_by,
 )
+from jaxops._commands.user_function import CommandError, load, run_user_code
 from jaxops._demo import report
 from jaxops._demo.train import Settings
-from jaxops._operator import Operator
-from jaxops._user_function import CommandError, load, run_user_code
-from lowering.progress import shown
+from jaxops._primitive.operator import Operator
+from lowering.compiling.progress import shown
 
 
 class _OneSentence(TyperGroup):

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops import _layouts
-from jaxops._derivative import Active, Arrays, Derivative
-from jaxops._dtypes import accumulator, check_floating
-from jaxops._errors import BAD_PARAM, require
-from jaxops._operands import as_array
-from jaxops._operator import Operator
+from jaxops._checks import layouts
+from jaxops._checks.dtypes import accumulator, check_floating
+from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.operands import as_array
+from jaxops._primitive.derivative import Active, Arrays, Derivative
+from jaxops._primitive.operator import Operator
 
 
 def affine_grid(theta: jax.Array, size: Sequence[int]) -> jax.Array:
@@ -43,7 +43,7 @@ def affine_grid(theta: jax.Array, size: Sequence[int]) -> jax.Array:
     name = "affine_grid"
     theta = as_array(name, "theta", theta, status=BAD_PARAM)
     require(theta.ndim == 3, name, "theta", "have shape (N, 2, 3)", theta, status=BAD_PARAM)
-    sizes = _layouts.sizes(size) or ()
+    sizes = layouts.sizes(size) or ()
     require(len(sizes) == 4, name, "size", "be four sizes, (N, C, H, W)", size, status=BAD_PARAM)
     batch, _, *extents = sizes
     require(batch == theta.shape[0], name, "size", f"begin with theta's {theta.shape[0]}", size, status=BAD_PARAM)

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops import _sharding
-from jaxops._attributes import require_real
-from jaxops._derivative import Active, Arrays, Derivative
+from jaxops._checks.attributes import require_real
+from jaxops._checks.dtypes import accumulator, check_floating
+from jaxops._checks.errors import BAD_PARAM, require, require_present
+from jaxops._checks.operands import as_array, as_key
 from jaxops._dropout_pattern import DROPOUT_BY_UNIFORM
-from jaxops._dtypes import accumulator, check_floating
-from jaxops._errors import BAD_PARAM, require, require_present
-from jaxops._operands import as_array, as_key
-from jaxops._operator import Operator
+from jaxops._primitive import sharding
+from jaxops._primitive.derivative import Active, Arrays, Derivative
+from jaxops._primitive.operator import Operator
 from pallas_kernels.dropout_mask import (
     RESOLUTION_BITS,
     WORD_BITS,
@@ -72,19 +72,19 @@ def dropped_out(operator: str, key: jax.Array, x: jax.Array, rate: float | jax.A
     first_words = _row_indices(lead) * jnp.uint32(_words_of(length))
     streams = jnp.stack([jnp.broadcast_to(key0, lead), jnp.broadcast_to(key1, lead), first_words], axis=-1)
     y, words = DROPOUT(
-        streams, _sharding.reshaped(x, (*lead, length)), probability_and_scale(rate, accumulator(x.dtype))
+        streams, sharding.reshaped(x, (*lead, length)), probability_and_scale(rate, accumulator(x.dtype))
     )
-    return _sharding.reshaped(y, x.shape, sharding=jax.typeof(x).sharding), words
+    return sharding.reshaped(y, x.shape, sharding=jax.typeof(x).sharding), words
 
 
 def dropout_gradient(dy: jax.Array, words: jax.Array, rate: float | jax.Array) -> jax.Array:
     """The gradient, from the words of the mask in any shape."""
     lead, length = row_view(dy.shape)
-    rows = _sharding.reshaped(dy, (*lead, length))
+    rows = sharding.reshaped(dy, (*lead, length))
     (dx,) = DROPOUT_BACKWARD(
-        rows, _sharding.reshaped(words, (*lead, _words_of(length))), probability_and_scale(rate, accumulator(dy.dtype))
+        rows, sharding.reshaped(words, (*lead, _words_of(length))), probability_and_scale(rate, accumulator(dy.dtype))
     )
-    return _sharding.reshaped(dx, dy.shape, sharding=jax.typeof(dy).sharding)
+    return sharding.reshaped(dx, dy.shape, sharding=jax.typeof(dy).sharding)
 
 
 def row_view(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
@@ -130,7 +130,7 @@ def probability_and_scale(rate: float | jax.Array, dtype: Any) -> jax.Array:
 def _two_words(operator: str, key: Any) -> tuple[jax.Array, jax.Array]:
     """The key of the generator, from a JAX key of any implementation."""
     words = as_key(operator, "key", key, status=BAD_PARAM)
-    first, second, *rest = jnp.unstack(_sharding.whole_along_first(words))
+    first, second, *rest = jnp.unstack(sharding.whole_along_first(words))
     for pair in zip(rest[::2], [*rest[1::2], jnp.zeros_like(first)], strict=False):
         first, second = threefry(first, second, *pair)
     return first, second
@@ -205,7 +205,7 @@ def _kept_words(keys: tuple[jax.Array, jax.Array], indices: jax.Array, kept: jax
         group = steps - 1 - i
         return compared(less, keys, indices, group * _STEP_PAIRS, jnp.unstack(table[group]))
 
-    start = _sharding.varying_with([jnp.full_like(indices, less)], [indices, *keys])[0]
+    start = sharding.varying_with([jnp.full_like(indices, less)], [indices, *keys])[0]
     return jax.lax.fori_loop(0, steps, step, start)
 
 

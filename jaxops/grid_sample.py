@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import lowering
-from jaxops._derivative import Active, Arrays, Derivative
-from jaxops._dtypes import check_floating
-from jaxops._errors import BAD_PARAM, require
-from jaxops._operands import as_arrays
-from jaxops._operator import Operator
+from jaxops._checks.dtypes import check_floating
+from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.operands import as_arrays
+from jaxops._primitive.derivative import Active, Arrays, Derivative
+from jaxops._primitive.operator import Operator
 
 
 def grid_sample(x: jax.Array, grid: jax.Array) -> jax.Array:

@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops import _layouts
-from jaxops._attributes import INT32_MAX, require_integer, require_real
-from jaxops._derivative import Active, Arrays, Derivative
-from jaxops._dtypes import accumulator, check_floating
-from jaxops._errors import BAD_PARAM, require
-from jaxops._operands import as_array
-from jaxops._operator import Operator
+from jaxops._checks import layouts
+from jaxops._checks.attributes import INT32_MAX, require_integer, require_real
+from jaxops._checks.dtypes import accumulator, check_floating
+from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.operands import as_array
+from jaxops._primitive.derivative import Active, Arrays, Derivative
+from jaxops._primitive.operator import Operator
 from jaxops.pooling.windows import reduced_along
 from pallas_kernels.gpu import local_response_norm as gpu
 from pallas_kernels.tpu import local_response_norm as tpu
@@ -64,7 +64,7 @@ def local_response_norm(
     """
     name = "local_response_norm"
     x = as_array(name, "x", x, status=BAD_PARAM)
-    layout = _layouts.resolved(name, x, layout)
+    layout = layouts.resolved(name, x, layout)
     check_floating(name, x=x)
     check_attributes(name, n, alpha, beta, k)
     (y,) = LOCAL_RESPONSE_NORM(

@@ -12,14 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._attributes import require_choice, require_integer
-from jaxops._derivative import Active, Arrays, Derivative
-from jaxops._dtypes import accumulator
-from jaxops._errors import require
-from jaxops._ids import differ_from, wide_ids
-from jaxops._operands import as_arrays, as_optional
-from jaxops._operator import Operator
-from jaxops._sharding import reshaped, sharding_of_result
+from jaxops._checks.attributes import require_choice, require_integer
+from jaxops._checks.dtypes import accumulator
+from jaxops._checks.errors import require
+from jaxops._checks.ids import differ_from, wide_ids
+from jaxops._checks.operands import as_arrays, as_optional
+from jaxops._primitive.derivative import Active, Arrays, Derivative
+from jaxops._primitive.operator import Operator
+from jaxops._primitive.sharding import reshaped, sharding_of_result
 from jaxops.embedding import EMBEDDING_DENSE_BACKWARD
 
 REDUCTIONS = ("none", "mean", "sum")

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 import lowering
-from jaxops._attributes import is_integer, require_choice
-from jaxops._derivative import Active, Arrays, Derivative
-from jaxops._dtypes import accumulator, check_floating
-from jaxops._errors import BAD_PARAM, require
-from jaxops._operands import as_array
-from jaxops._operator import Operator
-from jaxops._sharding import laid_out_as, reshaped
+from jaxops._checks.attributes import is_integer, require_choice
+from jaxops._checks.dtypes import accumulator, check_floating
+from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.operands import as_array
+from jaxops._primitive.derivative import Active, Arrays, Derivative
+from jaxops._primitive.operator import Operator
+from jaxops._primitive.sharding import laid_out_as, reshaped
 from pallas_kernels.gpu import softmax as gpu
 from pallas_kernels.gpu import softmax_backward as gpu_backward
 from pallas_kernels.softmax_groups import Groups

@@ -1,10 +1,10 @@
 """How an operator reaches a backend: targets, selection, registration, explanation, compilation, export and tuning."""
 
-from lowering import compilers as compilers
-from lowering.compile import CompileError as CompileError
-from lowering.compile import availability as availability
-from lowering.compile import compile as compile
-from lowering.compiled_report import CompiledReport as CompiledReport
+from lowering.compiling import compilers as compilers
+from lowering.compiling.compile import CompileError as CompileError
+from lowering.compiling.compile import availability as availability
+from lowering.compiling.compile import compile as compile
+from lowering.compiling.report import CompiledReport as CompiledReport
 from lowering.errors import ArtifactError as ArtifactError
 from lowering.errors import NotSupportedError as NotSupportedError
 from lowering.explain import Explanation as Explanation
@@ -12,6 +12,7 @@ from lowering.explain import explain as explain
 from lowering.export import Artifact as Artifact
 from lowering.export import export as export
 from lowering.export import load as load
+from lowering.measuring.tune import tune as tune
 from lowering.notes import note as note
 from lowering.placement import is_on_one_cpu as is_on_one_cpu
 from lowering.placement import placement as placement
@@ -22,7 +23,6 @@ from lowering.select import current_selection as current_selection
 from lowering.select import use as use
 from lowering.select import using as using
 from lowering.targets import targets as targets
-from lowering.tune import tune as tune
 from lowering.tuning import TuningError as TuningError
 from lowering.tuning import TuningResult as TuningResult
 from pallas_kernels.hardware import Hardware as Target

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowering import cost, register, tables
-from lowering.measured_cpu import with_measured_rates
+from lowering.cpu_rates import with_measured_rates
 from lowering.measurements import type_text
 from lowering.notes import heard
 from lowering.patterns import Opportunity, opportunities

@@ -13,8 +13,8 @@ from jax.tree_util import PyTreeDef
 
 from lowering import static_leaves
 from lowering.artifact_arguments import checked_leaves, fixed_text, types_by_path
-from lowering.compile import flattened
-from lowering.compiled_report import KERNEL_CALLS
+from lowering.compiling.compile import flattened
+from lowering.compiling.report import KERNEL_CALLS
 from lowering.errors import ArtifactError
 from lowering.explain import operator_uses
 from lowering.measurements import versions

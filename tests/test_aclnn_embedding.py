@@ -10,7 +10,7 @@ import pytest
 from test_embedding import expected_gradient
 
 import lowering
-from jaxops._errors import BadParamError
+from jaxops._checks.errors import BadParamError
 from jaxops.aclnn.embedding import embedding_dense_backward
 
 EXAMPLES = {  # grad, indices, attributes, the rows of the result that are not zero

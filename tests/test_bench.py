@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxops._operator import Operator
-from lowering.bench import bench
-from lowering.inputs import made_up
+from jaxops._primitive.operator import Operator
+from lowering.measuring.bench import bench
+from lowering.measuring.inputs import made_up
 from pallas_kernels.kernel import Kernel
 
 X = np.ones((4, 8), np.float32)

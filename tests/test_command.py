@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 import jaxops
 import lowering
 from jaxops.__main__ import app
-from lowering import timing
 from lowering.measurements import Entry, Key, Measurement
+from lowering.measuring import timing
 
 USER_FILE = """
 import jax

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 import lowering
-from lowering import _compiler_process, compilers
-from lowering.compiled_report import Collective, GpuResources, _collectives, _kernels, gpu_resources
+from lowering.compiling import compilers, process
+from lowering.compiling.report import Collective, GpuResources, _collectives, _kernels, gpu_resources
 from lowering.targets import named
 
 
@@ -198,9 +198,9 @@ def test_compiler_process_is_kept_and_replaced_when_it_has_ended(tmp_path):
     def process_of_a_refusal(name):
         folder = tmp_path / name
         folder.mkdir()  # without a function to compile
-        _compiler_process.compile_folder(folder, "tpu")
+        process.compile_folder(folder, "tpu")
         assert "request.json" in (folder / "error").read_text()
-        return _compiler_process._running["tpu"]
+        return process._running["tpu"]
 
     first = process_of_a_refusal("first")
     assert process_of_a_refusal("second") is first
@@ -208,7 +208,7 @@ def test_compiler_process_is_kept_and_replaced_when_it_has_ended(tmp_path):
     third = process_of_a_refusal("third")
     assert third is not first
     third.end()
-    del _compiler_process._running["tpu"]
+    del process._running["tpu"]
 
 
 def test_last_words_of_a_compiler_are_told(monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import lowering
-from jaxops._errors import BadParamError
+from jaxops._checks.errors import BadParamError
 from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, Coefficients, step_coefficients
 from pallas_kernels import ema_adam_update
 

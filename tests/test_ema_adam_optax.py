@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowering
-from jaxops._errors import BadParamError
+from jaxops._checks.errors import BadParamError
 from jaxops.ema_adam import EmaParamsState, ema_adam, ema_params, fused_apply
 
 

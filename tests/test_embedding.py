@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import lowering
-from jaxops._errors import BadParamError
+from jaxops._checks.errors import BadParamError
 from jaxops.embedding import embedding
 
 WIDTH = 3

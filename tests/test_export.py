@@ -68,7 +68,7 @@ def test_artifact_runs_in_a_fresh_process(artifact, args, tmp_path):
     np.savez(tmp_path / "args.npz", *leaves)
     code = """
 import sys, jax, numpy as np, optax, lowering
-from jaxops.ema_adam.transform import EmaParamsState
+from jaxops.ema_adam.api import EmaParamsState
 artifact = lowering.load(sys.argv[1] + "/step.jaxops")
 head, count, mu, nu, ema, x, labels = np.load(sys.argv[1] + "/args.npz").values()
 state = optax.ScaleByAdamState(count, {"head": mu}, {"head": nu}), EmaParamsState({"head": ema})

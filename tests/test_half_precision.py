@@ -13,9 +13,9 @@ import batch_norm_oracle
 import grid_sample_oracle
 import jax
 import jax.numpy as jnp
+import local_response_norm_oracle
 import numpy as np
 import pytest
-import response_norm_oracle
 import softmax_oracle
 
 import jaxops
@@ -101,12 +101,12 @@ ROWS = {
     "local_response_norm": Row(
         lambda x: jaxops.local_response_norm(x, **RESPONSE),
         ((1, 9, 4, 4),),
-        lambda dy, x: response_norm_oracle.across_channels(x, dy, **RESPONSE)[1:],
+        lambda dy, x: local_response_norm_oracle.across_channels(x, dy, **RESPONSE)[1:],
     ),
     "divisive_norm": Row(
         lambda x, means: jaxops.divisive_norm(x, means, **RESPONSE),
         ((1, 2, 6, 7), (1, 2, 6, 7)),
-        lambda dy, x, means: response_norm_oracle.within_channels(x, means, dy, **RESPONSE)[1:],
+        lambda dy, x, means: local_response_norm_oracle.within_channels(x, means, dy, **RESPONSE)[1:],
     ),
     "grid_sample": Row(
         jaxops.grid_sample,

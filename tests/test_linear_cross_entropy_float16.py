@@ -11,9 +11,9 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cross_entropy_truth import STRATEGIES
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from linear_cross_entropy_oracle import STRATEGIES
 
 import lowering
 from jaxops import aclnn

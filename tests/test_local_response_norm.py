@@ -3,14 +3,14 @@
 import contract
 import jax
 import jax.numpy as jnp
+import local_response_norm_oracle as oracle
 import numpy as np
 import pytest
-import response_norm_oracle as oracle
 from test_pooling import AXES
 
 import lowering
 from jaxops import local_response_norm
-from jaxops._errors import BadParamError
+from jaxops._checks.errors import BadParamError
 
 STRONG = {"alpha": 1.5, "beta": 0.75, "k": 0.5}  # the defaults hardly normalize anything of size 1
 ATTRIBUTES = {

@@ -5,9 +5,9 @@ import types
 
 import jax
 import jax.numpy as jnp
+import local_response_norm_oracle as oracle
 import numpy as np
 import pytest
-import response_norm_oracle as oracle
 from jax.experimental.pallas import tpu as pltpu
 
 import lowering

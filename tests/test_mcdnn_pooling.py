@@ -7,7 +7,7 @@ import pytest
 from test_pooling import AXES, GEOMETRIES, expected, make_case
 
 from jaxops import mcdnn
-from jaxops._errors import BadParamError, NotSupportedError
+from jaxops._checks.errors import BadParamError, NotSupportedError
 from jaxops.mcdnn import NanPropagation, PoolingDescriptor, PoolingMode, pooling_backward, pooling_forward
 
 KINDS = {

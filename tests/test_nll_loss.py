@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lowering
-from jaxops._errors import BadParamError
+from jaxops._checks.errors import BadParamError
 from jaxops.nll_loss import nll_loss
 
 IGNORED = -100

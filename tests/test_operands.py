@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxops import BadParamError, RowGradients, ema_adam, fused_apply
-from jaxops._attributes import (
+from jaxops._checks.attributes import (
     require_axis_names,
     require_bool,
     require_choice,
@@ -19,8 +19,8 @@ from jaxops._attributes import (
     require_integer,
     require_real,
 )
-from jaxops._errors import BAD_PARAM
-from jaxops._operands import as_array, as_arrays, as_key, as_optional, as_shape
+from jaxops._checks.errors import BAD_PARAM
+from jaxops._checks.operands import as_array, as_arrays, as_key, as_optional, as_shape
 
 
 class Wrapped:

@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowering
-from jaxops._derivative import Derivative
-from jaxops._errors import BadParamError, require
-from jaxops._operator import Operator
+from jaxops._checks.errors import BadParamError, require
+from jaxops._primitive.derivative import Derivative
+from jaxops._primitive.operator import Operator
 from pallas_kernels.kernel import Kernel
 
 

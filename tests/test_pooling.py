@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import lowering
 from jaxops import avg_pool, max_pool
-from jaxops._errors import BadParamError
+from jaxops._checks.errors import BadParamError
 
 AXES = {"NCHW": (0, 1, 2, 3), "NHWC": (0, 2, 3, 1), "NCDHW": (0, 1, 2, 3, 4), "NDHWC": (0, 2, 3, 4, 1)}
 # extents, window, stride, padding

@@ -3,7 +3,7 @@
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxops._signature import Axes, Signature
+from jaxops._primitive.signature import Axes, Signature
 
 
 def test_parse_reads_batch_axes_and_names():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import lowering
-from jaxops._operator import Operator
-from lowering import timing
+from jaxops._primitive.operator import Operator
+from lowering.measuring import timing
 from pallas_kernels.kernel import Kernel
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)

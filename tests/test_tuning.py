@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import lowering
-from jaxops._operator import Operator
+from jaxops._primitive.operator import Operator
 from lowering import select, tuning
 from lowering.measurements import Entry, Key, Measurement, versions
 from lowering.targets import named

@@ -20,9 +20,9 @@ from jaxops._commands.options import (
     show,
     tuned_by,
 )
-from jaxops._user_function import load, run_user_code
-from lowering.bench import bench as bench_function
-from lowering.tune import INTERRUPTED
+from jaxops._commands.user_function import load, run_user_code
+from lowering.measuring.bench import bench as bench_function
+from lowering.measuring.tune import INTERRUPTED
 
 _INTERRUPTED_STATUS = 130  # what shells report of a command that was interrupted from the keyboard
 

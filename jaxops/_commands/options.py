@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console, RenderableType
 
-from jaxops._user_function import CommandError
+from jaxops._commands.user_function import CommandError
 from lowering import TuningError, TuningResult
 from lowering.tables import fitted
 from lowering.targets import named_slice

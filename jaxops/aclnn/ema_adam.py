@@ -5,9 +5,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxops._attributes import require_bool, require_integer, require_real
-from jaxops._errors import require
-from jaxops._operands import as_arrays
+from jaxops._checks.attributes import require_bool, require_integer, require_real
+from jaxops._checks.errors import require
+from jaxops._checks.operands import as_arrays
 from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, Number, compute_dtype, step_coefficients
 
 _NAME = "apply_fused_ema_adam"

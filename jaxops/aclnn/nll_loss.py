@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._attributes import require_integer
-from jaxops._errors import require
-from jaxops._operands import as_arrays
-from jaxops._operator import Operator
+from jaxops._checks.attributes import require_integer
+from jaxops._checks.errors import require
+from jaxops._checks.operands import as_arrays
+from jaxops._primitive.operator import Operator
 from jaxops.nll_loss import NLL_LOSS, NLL_LOSS2D, NLL_LOSS2D_BACKWARD, NLL_LOSS_BACKWARD, reduced
 
 DTYPES = ("float32", "float16", "bfloat16")

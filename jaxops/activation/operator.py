@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 
-from jaxops._attributes import require_choice, require_real
-from jaxops._derivative import Active, Arrays, Derivative
-from jaxops._dtypes import accumulator, check_floating
-from jaxops._errors import BAD_PARAM, require
-from jaxops._operands import as_array
-from jaxops._operator import Operator
+from jaxops._checks.attributes import require_choice, require_real
+from jaxops._checks.dtypes import accumulator, check_floating
+from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.operands import as_array
+from jaxops._primitive.derivative import Active, Arrays, Derivative
+from jaxops._primitive.operator import Operator
 from jaxops.activation.modes import (
     DEFAULT_COEFFICIENTS,
     MODES,

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._derivative import Arrays
-from jaxops._dtypes import accumulator
-from jaxops._errors import BAD_PARAM, require
-from jaxops._operator import Operator
+from jaxops._checks.dtypes import accumulator
+from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._primitive.derivative import Arrays
+from jaxops._primitive.operator import Operator
 from jaxops.activation.modes import IDENTITY, Activation, scaled_by_slope
 from jaxops.batch_norm.statistics import (
     check_images,

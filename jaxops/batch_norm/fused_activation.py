@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from jaxops._attributes import require_real
-from jaxops._errors import BAD_PARAM, require
+from jaxops._checks.attributes import require_real
+from jaxops._checks.errors import BAD_PARAM, require
 from jaxops.activation.modes import DEFAULT_COEFFICIENTS, MODES, Activation
 
 

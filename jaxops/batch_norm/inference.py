@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._derivative import Arrays
-from jaxops._operator import Operator
+from jaxops._primitive.derivative import Arrays
+from jaxops._primitive.operator import Operator
 from jaxops.activation.modes import Activation, activated
 from jaxops.batch_norm.statistics import check_images, check_like_images, check_statistics, spread
 

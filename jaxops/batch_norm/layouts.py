@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops import _layouts, _sharding
-from jaxops._attributes import require_choice
-from jaxops._errors import BAD_PARAM
+from jaxops._checks import layouts
+from jaxops._checks.attributes import require_choice
+from jaxops._checks.errors import BAD_PARAM
+from jaxops._primitive import sharding
 
 MODES = ("spatial", "per_activation")
-LAYOUTS = (*_layouts.IMAGES, "NC", "NCL", "NLC")
+LAYOUTS = (*layouts.IMAGES, "NC", "NCL", "NLC")
 
 
 class View(NamedTuple):
@@ -38,24 +39,24 @@ class View(NamedTuple):
 
     def images(self, x: jax.Array) -> jax.Array:
         """Images as (n, a, c, b)."""
-        return jnp.expand_dims(_sharding.reshaped(x, self._merged), self._added)
+        return jnp.expand_dims(sharding.reshaped(x, self._merged), self._added)
 
     def images_back(self, y: jax.Array, x: jax.Array) -> jax.Array:
         """The inverse of `images`, laid out as the images x are."""
-        return _sharding.reshaped(jnp.squeeze(y, self._added), self.shape, sharding=jax.typeof(x).sharding)
+        return sharding.reshaped(jnp.squeeze(y, self._added), self.shape, sharding=jax.typeof(x).sharding)
 
     def parameters(self, values: jax.Array) -> jax.Array:
         """Parameters as (c,)."""
-        values = _sharding.reshaped(values, self.parameter_shape)
+        values = sharding.reshaped(values, self.parameter_shape)
         if self.per_activation and self.channels_last:
             values = jnp.moveaxis(values, 0, -1)
-        return _sharding.reshaped(values, (math.prod(self.parameter_shape),))
+        return sharding.reshaped(values, (math.prod(self.parameter_shape),))
 
     def parameters_back(self, values: jax.Array, like: jax.Array) -> jax.Array:
         """The inverse of `parameters`, laid out and with axes of size 1 as the parameters `like` have."""
         if self.per_activation and self.channels_last:
-            values = jnp.moveaxis(_sharding.reshaped(values, self.shape[1:]), -1, 0)
-        return _sharding.reshaped(values, like.shape, sharding=jax.typeof(like).sharding)
+            values = jnp.moveaxis(sharding.reshaped(values, self.shape[1:]), -1, 0)
+        return sharding.reshaped(values, like.shape, sharding=jax.typeof(like).sharding)
 
     @property
     def _merged(self) -> tuple[int, ...]:
@@ -75,6 +76,6 @@ class View(NamedTuple):
 
 def view_of(operator: str, x: Any, layout: str | None, mode: str) -> View:
     """Checks layout and mode. Gives the view of images like x."""
-    layout = _layouts.resolved(operator, x, layout, LAYOUTS)
+    layout = layouts.resolved(operator, x, layout, LAYOUTS)
     mode = require_choice(operator, "mode", mode, MODES, status=BAD_PARAM)
     return View(tuple(x.shape), layout.endswith("C") and layout != "NC", mode == "per_activation")

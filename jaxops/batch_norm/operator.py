@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops import _sharding
-from jaxops._derivative import Active, Arrays, Derivative
-from jaxops._operator import Operator
+from jaxops._primitive import sharding
+from jaxops._primitive.derivative import Active, Arrays, Derivative
+from jaxops._primitive.operator import Operator
 from jaxops.activation.modes import IDENTITY, Activation, activated, scaled_by_slope
 from jaxops.batch_norm.backward import (
     BATCH_NORM_ACTIVATION_BACKWARD,
@@ -129,7 +129,7 @@ def _vjp(
 ) -> list[jax.Array]:
     x, scale, mean, inv_std, *gate = residuals
     grad, grad_mean, grad_variance = cotangents
-    if axis_name is not None and not _sharding.tracks_varying_axes(axis_name):
+    if axis_name is not None and not sharding.tracks_varying_axes(axis_name):
         grad_mean, grad_variance = jax.lax.psum((grad_mean, grad_variance), axis_name)
     operands = (grad, x, scale, mean, inv_std, grad_mean, grad_variance, *gate)
     grads: Sequence[jax.Array]

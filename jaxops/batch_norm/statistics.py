@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._dtypes import accumulator, check_floating
-from jaxops._errors import BAD_PARAM, require
+from jaxops._checks.dtypes import accumulator, check_floating
+from jaxops._checks.errors import BAD_PARAM, require
 
 _REDUCED = (-4, -3, -1)
 

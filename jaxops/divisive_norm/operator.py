@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops import _layouts
-from jaxops._derivative import Active, Arrays, Derivative
-from jaxops._dtypes import accumulator, check_floating
-from jaxops._errors import BAD_PARAM, require
-from jaxops._operands import as_array, as_optional
-from jaxops._operator import Operator
+from jaxops._checks import layouts
+from jaxops._checks.dtypes import accumulator, check_floating
+from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.operands import as_array, as_optional
+from jaxops._primitive.derivative import Active, Arrays, Derivative
+from jaxops._primitive.operator import Operator
 from jaxops.divisive_norm import moments
 from jaxops.local_response_norm import check_attributes, negative_power, reach
 from jaxops.pooling import windows
@@ -71,7 +71,7 @@ def divisive_norm(
     name = "divisive_norm"
     x = as_array(name, "x", x, status=BAD_PARAM)
     means = as_optional(name, "means", means, status=BAD_PARAM)
-    layout = _layouts.resolved(name, x, layout)
+    layout = layouts.resolved(name, x, layout)
     check_floating(name, x=x)
     if means is not None:
         alike = (means.shape, means.dtype) == (x.shape, x.dtype)

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._attributes import require_integer
-from jaxops._derivative import Active, Arrays, Derivative
-from jaxops._dtypes import accumulator
-from jaxops._errors import require
-from jaxops._ids import wide_dtype, wide_ids
-from jaxops._operator import Operator
+from jaxops._checks.attributes import require_integer
+from jaxops._checks.dtypes import accumulator
+from jaxops._checks.errors import require
+from jaxops._checks.ids import wide_dtype, wide_ids
+from jaxops._primitive.derivative import Active, Arrays, Derivative
+from jaxops._primitive.operator import Operator
 from jaxops.embedding.sums import reciprocal, sums_by_id
 from pallas_kernels.gpu import embedding as gpu
 from pallas_kernels.tpu import embedding as tpu

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import lowering
-from jaxops._dtypes import accumulator
+from jaxops._checks.dtypes import accumulator
 
 
 def sums_by_id(rows: jax.Array, ids: jax.Array, size: int, *, averaged: bool) -> jax.Array:

@@ -1,7 +1,7 @@
 """Linear cross entropy: a model's loss from its hidden states, and the documented operators for a split vocabulary."""
 
-from jaxops.linear_cross_entropy.loss import LinearCrossEntropyAux as LinearCrossEntropyAux
-from jaxops.linear_cross_entropy.loss import linear_cross_entropy as linear_cross_entropy
+from jaxops.linear_cross_entropy.api import LinearCrossEntropyAux as LinearCrossEntropyAux
+from jaxops.linear_cross_entropy.api import linear_cross_entropy as linear_cross_entropy
 from jaxops.linear_cross_entropy.vocab_parallel import OnlineMaxSum as OnlineMaxSum
 from jaxops.linear_cross_entropy.vocab_parallel import (
     fused_cross_entropy_loss_with_max_sum as fused_cross_entropy_loss_with_max_sum,

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 import lowering
-from jaxops._derivative import Arrays
-from jaxops._sharding import varying_with
+from jaxops._primitive.derivative import Arrays
+from jaxops._primitive.sharding import varying_with
 
 # With fewer columns, matrix products are too small to be fast.
 _LEAST_COLUMNS = 256

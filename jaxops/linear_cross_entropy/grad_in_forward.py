@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops._derivative import Active, Arrays, Derivative
-from jaxops._operator import Operator
-from jaxops._sharding import laid_out_as, varying_with
-from jaxops.linear_cross_entropy import statistics
+from jaxops._primitive.derivative import Active, Arrays, Derivative
+from jaxops._primitive.operator import Operator
+from jaxops._primitive.sharding import laid_out_as, varying_with
+from jaxops.linear_cross_entropy import operator
 from jaxops.linear_cross_entropy.live_rows import live_rows
 from jaxops.linear_cross_entropy.logits import (
     Needs,
@@ -54,7 +54,7 @@ def summed_cross_entropy(
     softcap: float | None,
     chunk_rows: int | None,
 ) -> jax.Array:
-    """The sum of `row_losses`; operands as in `statistics.linear_row_statistics`.
+    """The sum of `row_losses`; operands as in `operator.linear_row_statistics`.
 
     It is a plain sum, without the 1 / rows of a mean: the gradients are kept before the loss' own cotangent is known,
     and the factor would push them out of float16's range where they are rounded for the matrix products.
@@ -144,7 +144,7 @@ def _reference_with_gradients(
 
 
 def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
-    before, after = active[: statistics.LABELS], active[statistics.LABELS + 1 : 6]
+    before, after = active[: operator.LABELS], active[operator.LABELS + 1 : 6]
     loss, *gradients = _SUM_WITH_GRADIENTS(*operands, needs=Needs(*before, *after), **params)
     return (loss,), (*operands, *gradients)
 
@@ -152,7 +152,7 @@ def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> 
 def _active_gradients(residuals: Sequence[jax.Array], active: Active) -> list[tuple[jax.Array, jax.Array]]:
     """Each active operand with its gradient in float32, which on an explicit mesh lies as the operand does."""
     operands, gradients = list(residuals[: len(active)]), list(residuals[len(active) :])
-    gradients.insert(statistics.LABELS, operands[statistics.LABELS])
+    gradients.insert(operator.LABELS, operands[operator.LABELS])
     pairs = [(x, gradient) for x, gradient, a in zip(operands, gradients, active, strict=True) if a]
     return [(x, laid_out_as(gradient, jax.typeof(x).sharding)) for x, gradient in pairs]
 
@@ -173,14 +173,14 @@ _GRADIENTS = "... h, v h, v, v, ... v, ..., ..., ..."
 _SUM_WITH_GRADIENTS = Operator(
     name="linear_cross_entropy_sum_with_gradients",
     signature=f"{_OPERANDS} -> , {_GRADIENTS}",
-    check=statistics.check,
+    check=operator.check,
     reference=_reference_with_gradients,
 )
 
 _SUM = Operator(
     name="linear_cross_entropy_sum",
     signature=f"{_OPERANDS} ->",
-    check=statistics.check,
+    check=operator.check,
     reference=_reference,
     derivative=Derivative(vjp=_vjp, tangent=_tangent, linearize=_linearize, residuals=f"{_OPERANDS}, {_GRADIENTS}"),
 )

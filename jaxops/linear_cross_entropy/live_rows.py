@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 import lowering
-from jaxops._derivative import Arrays
-from jaxops._sharding import varying_with
+from jaxops._primitive.derivative import Arrays
+from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.logits import SKIPPED
 
 # With fewer rows a chunk is too small for fast matrix products, and so is what is skipped with it.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops._derivative import Arrays
+from jaxops._primitive.derivative import Arrays
 from jaxops.linear_cross_entropy.rounded_products import rounded_products
 
 # The label of a row that does not count. Its x is zero, so that what is known of it needs no matrix product.

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._derivative import Arrays
+from jaxops._primitive.derivative import Arrays
 from jaxops.linear_cross_entropy.column_tiles import add_product
 from pallas_kernels.float16_rows import RowPowers
 

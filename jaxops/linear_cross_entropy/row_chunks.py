@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxops._derivative import Arrays
-from jaxops._sharding import varying_with
+from jaxops._primitive.derivative import Arrays
+from jaxops._primitive.sharding import varying_with
 
 # 64 MiB of float32 logits: what is cheaper to keep than to compute in chunks, and a good size for a chunk.
 SMALL_LOGITS = 2**24

@@ -7,8 +7,8 @@ are, those that count go first, and a tile is computed in chunks of them.
 import jax
 import jax.numpy as jnp
 
-from jaxops._derivative import Arrays
-from jaxops._sharding import varying_with
+from jaxops._primitive.derivative import Arrays
+from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.column_tiles import Tile, fold_columns, tile_columns
 from jaxops.linear_cross_entropy.live_rows import live_rows
 from jaxops.linear_cross_entropy.logits import (
@@ -41,7 +41,7 @@ def tiled_statistics(
     chunk_rows: int | None,
     metrics: bool,
 ) -> Arrays:
-    """The `RowStatistics` of x weight^T + bias; operands as in `statistics.linear_row_statistics`."""
+    """The `RowStatistics` of x weight^T + bias; operands as in `operator.linear_row_statistics`."""
     x = x.astype(weight.dtype)
     # Probabilities are too large to be put in another order, and metrics are asked for of all rows.
     live = None if given(row_target) or metrics else live_rows(labels)

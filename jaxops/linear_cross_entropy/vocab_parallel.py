@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops._derivative import Arrays
-from jaxops._errors import require
-from jaxops._operator import Operator
+from jaxops._checks.errors import require
+from jaxops._primitive.derivative import Arrays
+from jaxops._primitive.operator import Operator
 from jaxops.linear_cross_entropy.logits import accumulation_dtype, column, given, linear_logits, pick
 from jaxops.linear_cross_entropy.rounded_products import rounded_products
 from jaxops.linear_cross_entropy.row_chunks import default_chunk_rows, map_rows

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops import _sharding
-from jaxops._operator import Operator
+from jaxops._primitive import sharding
+from jaxops._primitive.operator import Operator
 from jaxops.linear_cross_entropy.logits import RowStatistics, Targets, target_total
 
 
@@ -22,7 +22,7 @@ class Vocabulary(NamedTuple):
         """The vocabulary of which this device has so many columns."""
         if axis is None:
             return cls(columns, columns, None)
-        return cls(columns, columns * _sharding.axis_size("linear_cross_entropy", "vocab_axis", axis), axis)
+        return cls(columns, columns * sharding.axis_size("linear_cross_entropy", "vocab_axis", axis), axis)
 
     @property
     def first(self) -> jax.Array | int:

@@ -1,29 +1,17 @@
 """The mcDNN training calls without prefix and handle: documented checks and statuses, and operators beneath them."""
 
-from jaxops._errors import VersionMismatchError
+from jaxops._checks.errors import VersionMismatchError
 from jaxops.mcdnn.activation import activation_backward as activation_backward
 from jaxops.mcdnn.activation import activation_forward as activation_forward
-from jaxops.mcdnn.batch_normalization import BatchNormTraining as BatchNormTraining
-from jaxops.mcdnn.batch_normalization import batch_normalization_backward as batch_normalization_backward
-from jaxops.mcdnn.batch_normalization import batch_normalization_backward_ex as batch_normalization_backward_ex
-from jaxops.mcdnn.batch_normalization import (
-    batch_normalization_forward_inference as batch_normalization_forward_inference,
-)
-from jaxops.mcdnn.batch_normalization import (
-    batch_normalization_forward_training as batch_normalization_forward_training,
-)
-from jaxops.mcdnn.batch_normalization import (
-    batch_normalization_forward_training_ex as batch_normalization_forward_training_ex,
-)
 from jaxops.mcdnn.descriptors import ActivationDescriptor as ActivationDescriptor
 from jaxops.mcdnn.descriptors import DropoutDescriptor as DropoutDescriptor
 from jaxops.mcdnn.descriptors import LRNDescriptor as LRNDescriptor
 from jaxops.mcdnn.descriptors import PoolingDescriptor as PoolingDescriptor
 from jaxops.mcdnn.descriptors import SpatialTransformerDescriptor as SpatialTransformerDescriptor
-from jaxops.mcdnn.divisive_normalization import (
+from jaxops.mcdnn.divisive_norm import (
     divisive_normalization_backward as divisive_normalization_backward,
 )
-from jaxops.mcdnn.divisive_normalization import (
+from jaxops.mcdnn.divisive_norm import (
     divisive_normalization_forward as divisive_normalization_forward,
 )
 from jaxops.mcdnn.dropout import dropout_backward as dropout_backward
@@ -42,31 +30,43 @@ from jaxops.mcdnn.enums import PoolingMode as PoolingMode
 from jaxops.mcdnn.enums import SamplerType as SamplerType
 from jaxops.mcdnn.enums import SoftmaxAlgorithm as SoftmaxAlgorithm
 from jaxops.mcdnn.enums import SoftmaxMode as SoftmaxMode
-from jaxops.mcdnn.lrn import lrn_cross_channel_backward as lrn_cross_channel_backward
-from jaxops.mcdnn.lrn import lrn_cross_channel_forward as lrn_cross_channel_forward
-from jaxops.mcdnn.norm_calls import BatchNormTrainingEx as BatchNormTrainingEx
-from jaxops.mcdnn.norm_checks import BN_MIN_EPSILON as BN_MIN_EPSILON
-from jaxops.mcdnn.norm_sizes import (
+from jaxops.mcdnn.local_response_norm import lrn_cross_channel_backward as lrn_cross_channel_backward
+from jaxops.mcdnn.local_response_norm import lrn_cross_channel_forward as lrn_cross_channel_forward
+from jaxops.mcdnn.norm.batch_normalization import BatchNormTraining as BatchNormTraining
+from jaxops.mcdnn.norm.batch_normalization import batch_normalization_backward as batch_normalization_backward
+from jaxops.mcdnn.norm.batch_normalization import batch_normalization_backward_ex as batch_normalization_backward_ex
+from jaxops.mcdnn.norm.batch_normalization import (
+    batch_normalization_forward_inference as batch_normalization_forward_inference,
+)
+from jaxops.mcdnn.norm.batch_normalization import (
+    batch_normalization_forward_training as batch_normalization_forward_training,
+)
+from jaxops.mcdnn.norm.batch_normalization import (
+    batch_normalization_forward_training_ex as batch_normalization_forward_training_ex,
+)
+from jaxops.mcdnn.norm.calls import BatchNormTrainingEx as BatchNormTrainingEx
+from jaxops.mcdnn.norm.checks import BN_MIN_EPSILON as BN_MIN_EPSILON
+from jaxops.mcdnn.norm.normalization import normalization_backward as normalization_backward
+from jaxops.mcdnn.norm.normalization import normalization_forward_inference as normalization_forward_inference
+from jaxops.mcdnn.norm.normalization import normalization_forward_training as normalization_forward_training
+from jaxops.mcdnn.norm.sizes import (
     get_batch_normalization_backward_ex_workspace_size as get_batch_normalization_backward_ex_workspace_size,
 )
-from jaxops.mcdnn.norm_sizes import (
+from jaxops.mcdnn.norm.sizes import (
     get_batch_normalization_forward_training_ex_workspace_size,
 )
-from jaxops.mcdnn.norm_sizes import (
+from jaxops.mcdnn.norm.sizes import (
     get_batch_normalization_training_ex_reserve_space_size as get_batch_normalization_training_ex_reserve_space_size,
 )
-from jaxops.mcdnn.norm_sizes import (
+from jaxops.mcdnn.norm.sizes import (
     get_normalization_backward_workspace_size as get_normalization_backward_workspace_size,
 )
-from jaxops.mcdnn.norm_sizes import (
+from jaxops.mcdnn.norm.sizes import (
     get_normalization_forward_training_workspace_size as get_normalization_forward_training_workspace_size,
 )
-from jaxops.mcdnn.norm_sizes import (
+from jaxops.mcdnn.norm.sizes import (
     get_normalization_training_reserve_space_size as get_normalization_training_reserve_space_size,
 )
-from jaxops.mcdnn.normalization import normalization_backward as normalization_backward
-from jaxops.mcdnn.normalization import normalization_forward_inference as normalization_forward_inference
-from jaxops.mcdnn.normalization import normalization_forward_training as normalization_forward_training
 from jaxops.mcdnn.pooling import pooling_backward as pooling_backward
 from jaxops.mcdnn.pooling import pooling_forward as pooling_forward
 from jaxops.mcdnn.softmax import softmax_backward as softmax_backward

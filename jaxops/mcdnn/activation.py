@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
-from jaxops._attributes import require_bool
-from jaxops._errors import BAD_PARAM, NOT_SUPPORTED, NotSupportedError
+from jaxops._checks.attributes import require_bool
+from jaxops._checks.errors import BAD_PARAM, NOT_SUPPORTED, NotSupportedError
 from jaxops.activation import ACTIVATION_BACKWARD, operator
 from jaxops.activation.modes import Activation
 from jaxops.mcdnn.blend import Blend

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops import _sharding
-from jaxops._attributes import require_real
-from jaxops._dtypes import accumulator
-from jaxops._errors import BAD_PARAM, BadParamError, OperatorError, require
-from jaxops._operands import as_optional
+from jaxops._checks.attributes import require_real
+from jaxops._checks.dtypes import accumulator
+from jaxops._checks.errors import BAD_PARAM, BadParamError, OperatorError, require
+from jaxops._checks.operands import as_optional
+from jaxops._primitive import sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Blend:
         alpha, beta = (_factor(factor, accumulator(dtype)) for factor in (self.alpha, self.beta))
         result = alpha * result.astype(accumulator(dtype))
         if self.reads_prior and self.prior is not None:
-            result, prior = _sharding.agreeing("..., ... ->", result, self.prior)
+            result, prior = sharding.agreeing("..., ... ->", result, self.prior)
             prior = prior.astype(result.dtype)
             result = result + beta * (jnp.where(beta == 0, 0, prior) if isinstance(beta, jax.Array) else prior)
         return result.astype(dtype)

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxops import _layouts
-from jaxops._attributes import require_choice
-from jaxops._errors import BAD_PARAM, NOT_SUPPORTED, NotSupportedError, require, require_present
-from jaxops._operands import as_optional, as_shape
+from jaxops._checks import layouts
+from jaxops._checks.attributes import require_choice
+from jaxops._checks.errors import BAD_PARAM, NOT_SUPPORTED, NotSupportedError, require, require_present
+from jaxops._checks.operands import as_optional, as_shape
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_RANK = 8  # of any tensor
@@ -58,7 +58,7 @@ class Call:
         """The layout of images: the one that was asked for, or the first of x's rank."""
         self.support(len(x.shape) in (4, 5), "x", "have two or three spatial axes", x)
         self._check_packed(layout)
-        return _layouts.resolved(self.name, x, layout)
+        return layouts.resolved(self.name, x, layout)
 
     def channel_axis(self, x: Any, layout: str | None, argument: str = "x") -> int:
         """Where the channels of a tensor of four to eight axes are; with more than five the layout must be None."""
@@ -67,7 +67,7 @@ class Call:
         if layout is None:
             return 1
         self._check_packed(layout)
-        layout = require_choice(self.name, "layout", layout, _layouts.IMAGES, status=BAD_PARAM)
+        layout = require_choice(self.name, "layout", layout, layouts.IMAGES, status=BAD_PARAM)
         self.require(rank == len(layout), argument, f"have {len(layout)} axes, as layout {layout} says", x)
         return layout.index("C")
 

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxops import _layouts
-from jaxops._attributes import INT32_MAX, is_integer, require_integer, require_real
-from jaxops._errors import BAD_PARAM, require
+from jaxops._checks import layouts
+from jaxops._checks.attributes import INT32_MAX, is_integer, require_integer, require_real
+from jaxops._checks.errors import BAD_PARAM, require
 from jaxops.dropout import checked_rate
 from jaxops.mcdnn.enums import ActivationMode, NanPropagation, PoolingMode, SamplerType, member
 from jaxops.pooling.windows import Ints
@@ -156,7 +156,7 @@ class SpatialTransformerDescriptor:
     def __post_init__(self) -> None:
         name = type(self).__name__
         object.__setattr__(self, "sampler", member(name, "sampler", SamplerType, self.sampler))
-        dims = _layouts.sizes(self.dims)
+        dims = layouts.sizes(self.dims)
         are_four = dims is not None and len(dims) >= 4
         require(are_four, name, "dims", "be four sizes, (N, C, H, W)", self.dims, status=BAD_PARAM)
         object.__setattr__(self, "dims", dims)

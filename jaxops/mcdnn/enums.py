@@ -3,7 +3,7 @@
 import enum
 from typing import TypeVar
 
-from jaxops._errors import BAD_PARAM, require
+from jaxops._checks.errors import BAD_PARAM, require
 
 
 class ActivationMode(enum.IntEnum):

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxops import _layouts
+from jaxops._checks import layouts
 from jaxops.mcdnn.blend import Blend
 from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.descriptors import PoolingDescriptor
@@ -144,7 +144,7 @@ def _image_shape(call: Call, x: Any, x_shape: Any) -> tuple[int, ...]:
     call.require(x is not None or x_shape is not None, "x_shape", "be given where x is not", None)
     if x_shape is None:
         return x.shape
-    shape = _layouts.sizes(x_shape)
+    shape = layouts.sizes(x_shape)
     call.require(shape is not None, "x_shape", "be a tuple of sizes", x_shape)
     assert shape is not None
     if x is not None:
@@ -155,7 +155,7 @@ def _image_shape(call: Call, x: Any, x_shape: Any) -> tuple[int, ...]:
 def _windows(call: Call, desc: PoolingDescriptor, x: Any, layout: str | None) -> tuple[str, dict[str, Any]]:
     """The layout and the windows' attributes, checked against the images."""
     layout = call.layout(x, layout)
-    extents = _layouts.spatial_extents(x.shape, layout)
+    extents = layouts.spatial_extents(x.shape, layout)
     numbers = (("window", desc.window), ("stride", desc.stride), ("padding", desc.padding))
     window, stride, padding = (
         windows.along_axes(call.name, f"desc.{field}", value, len(extents)) for field, value in numbers
@@ -168,10 +168,10 @@ def _windows(call: Call, desc: PoolingDescriptor, x: Any, layout: str | None) ->
 
 
 def _output_shape(shape: Sequence[int], layout: str, attributes: dict[str, Any]) -> tuple[int, ...]:
-    extents = _layouts.spatial_extents(shape, layout)
+    extents = layouts.spatial_extents(shape, layout)
     along = windows.spans(windows.for_volume(extents, 1), **attributes)
     outputs = [span.outputs for span in along[len(along) - len(extents) :]]
-    return _layouts.with_spatial_extents(shape, layout, outputs)
+    return layouts.with_spatial_extents(shape, layout, outputs)
 
 
 def _propagates(desc: PoolingDescriptor) -> bool:
@@ -181,5 +181,5 @@ def _propagates(desc: PoolingDescriptor) -> bool:
 def _average_attributes(desc: PoolingDescriptor, shape: Sequence[int], layout: str) -> dict[str, Any]:
     return {
         "count_include_pad": desc.mode == PoolingMode.AVERAGE_COUNT_INCLUDE_PADDING,
-        "extents": windows.for_volume(_layouts.spatial_extents(shape, layout), 1),
+        "extents": windows.for_volume(layouts.spatial_extents(shape, layout), 1),
     }

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxops import _sharding
+from jaxops._primitive import sharding
 
 
 def size_bytes(elements: int) -> int:
@@ -20,20 +20,20 @@ def size_bytes(elements: int) -> int:
 def from_words(words: jax.Array) -> jax.Array:
     """Words of bits as uint8 reserve space, the least significant byte first."""
     shifts = jnp.arange(0, 32, 8, dtype=jnp.uint32)
-    flat = _sharding.reshaped(words, (words.size,))
-    return _sharding.reshaped((flat[:, None] >> shifts[None]).astype(jnp.uint8), (4 * words.size,))
+    flat = sharding.reshaped(words, (words.size,))
+    return sharding.reshaped((flat[:, None] >> shifts[None]).astype(jnp.uint8), (4 * words.size,))
 
 
 def to_words(reserve_space: jax.Array, elements: int) -> jax.Array:
     """The words of bits for so many elements that reserve space begins with."""
-    words = _sharding.reshaped(_beginning(reserve_space, elements), (size_bytes(elements) // 4, 4))
+    words = sharding.reshaped(_beginning(reserve_space, elements), (size_bytes(elements) // 4, 4))
     first, second, third, fourth = jnp.unstack(words.astype(jnp.uint32), axis=-1)
     return first | second << jnp.uint32(8) | third << jnp.uint32(16) | fourth << jnp.uint32(24)
 
 
 def packed(mask: jax.Array) -> jax.Array:
     """A mask as uint8 reserve space; the bits after the last element are 0."""
-    bits = jnp.packbits(_sharding.reshaped(mask, (mask.size,)), bitorder="little")
+    bits = jnp.packbits(sharding.reshaped(mask, (mask.size,)), bitorder="little")
     return jnp.pad(bits, (0, size_bytes(mask.size) - bits.size))
 
 
@@ -41,9 +41,9 @@ def unpacked(reserve_space: jax.Array, shape: Sequence[int]) -> jax.Array:
     """The mask, of this shape, that reserve space begins with."""
     elements = math.prod(shape)
     bits = jnp.unpackbits(_beginning(reserve_space, elements), count=elements, bitorder="little").astype(bool)
-    return _sharding.reshaped(bits, shape)
+    return sharding.reshaped(bits, shape)
 
 
 def _beginning(reserve_space: jax.Array, elements: int) -> jax.Array:
     size = size_bytes(elements)
-    return reserve_space if reserve_space.size == size else _sharding.whole_along_first(reserve_space)[:size]
+    return reserve_space if reserve_space.size == size else sharding.whole_along_first(reserve_space)[:size]

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops import _layouts
+from jaxops._checks import layouts
 from jaxops.affine_grid import AFFINE_GRID, AFFINE_GRID_BACKWARD
 from jaxops.grid_sample import GRID_SAMPLE, GRID_SAMPLE_BACKWARD
 from jaxops.mcdnn.blend import Blend
@@ -193,7 +193,7 @@ def _channel_axis(call: Call, desc: Any, x: Any, grid: Any, layout: str | None) 
     batch, channel_count, *extents = desc.dims
     is_image = (x.shape[0], x.shape[channels]) == (batch, channel_count)
     call.require(is_image, "x", f"be {batch} images of {channel_count} channels", x)
-    pixels = _layouts.spatial_extents(x.shape, "NCHW" if channels == 1 else "NHWC")
+    pixels = layouts.spatial_extents(x.shape, "NCHW" if channels == 1 else "NHWC")
     call.require(0 not in pixels, "x", "have at least one pixel", x)
     shape = (batch, *extents, 2)
     call.require(grid.shape == shape, "grid", f"have shape {shape}", grid)

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops import _layouts
-from jaxops._attributes import INT32_MAX, is_integer
-from jaxops._dtypes import check_floating
-from jaxops._errors import BAD_PARAM, require
+from jaxops._checks import layouts
+from jaxops._checks.attributes import INT32_MAX, is_integer
+from jaxops._checks.dtypes import check_floating
+from jaxops._checks.errors import BAD_PARAM, require
 
 Ints = int | Sequence[int]
 Padding = str | int | Sequence[int | Sequence[int]]
@@ -152,7 +152,7 @@ def requested(
 ) -> tuple[str, tuple[int, ...], dict[str, Any]]:
     """Checks what a user asks for. Gives the layout, the extents of a volume, and the operator's attributes."""
     layout = _layout(operator, x, layout)
-    extents = _layouts.spatial_extents((1,) * (len(layout) - len(x.shape)) + x.shape, layout)
+    extents = layouts.spatial_extents((1,) * (len(layout) - len(x.shape)) + x.shape, layout)
     check_floating(operator, x=x)
     window = along_axes(operator, "window", window, len(extents))
     stride = window if stride is None else along_axes(operator, "stride", stride, len(extents))

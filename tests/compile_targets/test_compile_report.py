@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 import lowering
-from jaxops._operator import Operator
-from lowering import _compiler_process, compilers
+from jaxops._primitive.operator import Operator
+from lowering.compiling import compilers, process
 from lowering.measurements import Entry, Key, Measurement
 from lowering.targets import named
 from pallas_kernels.ema_adam_update import COEFFICIENTS
@@ -166,7 +166,7 @@ def test_process_is_kept_until_a_kernel_is_compiled_again(h100):
             report = lowering.compile(functools.partial(jaxops.fused_apply, optimizer), *args, target=h100)
         (resources,) = report.gpu_resources
         assert 0 < resources.registers <= 128
-        return _compiler_process._running["cuda"]
+        return process._running["cuda"]
 
     first = compiled(4096)
     assert compiled(8192) is first

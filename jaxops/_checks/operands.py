@@ -1,0 +1,109 @@
+"""The one door for operands: what counts as an array, and one sentence for everything else.
+
+Arrays are those of JAX (traced ones too) and of NumPy, numbers, nested lists and tuples of numbers, and whatever has
+`__jax_array__`. Tensors of other frameworks are refused: JAX would copy them through the host without saying so.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxops._checks.errors import PARAM_INVALID, BadParamError, require, require_present, show
+
+_RAW_KEY_WORDS = (2, 4)  # of threefry2x32; of rbg and unsafe_rbg
+_NUMBERS = (bool, int, float, complex)
+_NUMPY = (np.ndarray, np.generic)
+
+
+def as_array(operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID) -> jax.Array:
+    """A required operand as a JAX array; BadParamError if it is None or anything but an array."""
+    if isinstance(value, jax.Array):
+        return value
+    require_present(operator, {argument: value}, status=status)
+    if not _may_be_array(value):
+        raise _refusal(operator, argument, value, status)
+    _check_integers(operator, argument, value, status)
+    try:
+        with np.errstate(over="raise"):
+            if isinstance(value, float | complex):  # which JAX casts only where they are used
+                np.asarray(value, jax.dtypes.canonicalize_dtype(type(value)))
+            array = jnp.asarray(value)
+    except FloatingPointError:
+        rule = f"hold numbers that fit {jax.dtypes.canonicalize_dtype(float)}, as jax_enable_x64 is off"
+        raise BadParamError(f"{operator}: {argument} must {rule}; got {show(value)}", status) from None
+    except (TypeError, ValueError, OverflowError):  # ragged lists, and numbers that have no dtype in JAX
+        raise _refusal(operator, argument, value, status) from None
+    # JAX takes arrays of `float0`, which hold nothing.
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended)):
+        raise _refusal(operator, argument, value, status)
+    return array
+
+
+def as_optional(operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID) -> jax.Array | None:
+    """`as_array` of an operand that may be None."""
+    return None if value is None else as_array(operator, argument, value, status=status)
+
+
+def as_arrays(operator: str, operands: Mapping[str, Any], *, status: int | str = PARAM_INVALID) -> list[jax.Array]:
+    """`as_array` of each of several required operands, by name; first none of them may be None."""
+    require_present(operator, operands, status=status)
+    return [as_array(operator, argument, value, status=status) for argument, value in operands.items()]
+
+
+def as_shape(
+    operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID
+) -> jax.ShapeDtypeStruct | jax.core.ShapedArray:
+    """The shape and dtype of an operand that must have these, but need not have values."""
+    if isinstance(value, jax.ShapeDtypeStruct | jax.core.ShapedArray):
+        return value
+    if not hasattr(value, "shape"):
+        raise _refusal(operator, argument, value, status)
+    array = as_array(operator, argument, value, status=status)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def as_key(operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID) -> jax.Array:
+    """The uint32 words of one key of `jax.random`, typed or raw."""
+    key = as_array(operator, argument, value, status=status)
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    data = jax.random.key_data(key) if is_typed else key
+    is_key = data.dtype == jnp.uint32 and data.ndim == 1
+    is_key = is_key and (data.size >= 2 if is_typed else data.size in _RAW_KEY_WORDS)
+    require(is_key, operator, argument, "be one key of jax.random, typed or raw", key, status=status)
+    return data
+
+
+def _may_be_array(value: Any) -> bool:
+    """Whether a value is an array, a number, or a list of nothing else: JAX would read strings in lists as dtypes."""
+    if isinstance(value, list | tuple):
+        # A tuple with names holds different things: it is a state or a result, even where JAX could stack it.
+        return not hasattr(value, "_fields") and all(map(_may_be_array, value))
+    if isinstance(value, _NUMPY):
+        return value.dtype.kind not in "OSUMm" and not isinstance(value, np.ma.MaskedArray)
+    return isinstance(value, (jax.Array, *_NUMBERS)) or hasattr(value, "__jax_array__")
+
+
+def _refusal(operator: str, argument: str, value: Any, status: int | str) -> BadParamError:
+    shown, kind = show(value), type(value).__qualname__
+    if not isinstance(value, np.ndarray) and hasattr(value, "shape") and hasattr(value, "dtype"):
+        shown = f"{kind} {shown}"  # which shape and dtype alone would make an array
+    return BadParamError(f"{operator}: {argument} must be an array of JAX or NumPy, or numbers; got {shown}", status)
+
+
+def _check_integers(operator: str, argument: str, value: Any, status: int | str) -> None:
+    """Refuses Python and NumPy integers that JAX would cut to 32 bits, unless they have the same value in 32."""
+    if not isinstance(value, (list, tuple, *_NUMBERS, *_NUMPY)):
+        return
+    try:
+        host = np.asarray(value)
+    except (TypeError, ValueError):  # a list with traced numbers in it, or a ragged one
+        return
+    if host.dtype.kind not in "iu" or host.size == 0:
+        return
+    limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(host.dtype))
+    for extreme in (int(host.min()), int(host.max())):
+        rule = f"hold integers that fit {limits.dtype}, as jax_enable_x64 is off"
+        require(limits.min <= extreme <= limits.max, operator, argument, rule, extreme, status=status)

@@ -1,0 +1,113 @@
+"""A function in a user's own file, as the command line names it, with arguments to trace it with."""
+
+import importlib.util
+import inspect
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._checks.errors import OperatorError
+from lowering import ArtifactError, CompileError, TuningError
+
+# Under their own names, and as jaxprs write them.
+DTYPES = {
+    "bool": "bool",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    **{f"{kind}{bits}": f"float{bits}" for kind in ("float", "f") for bits in (16, 32, 64)},
+    **{f"{kind}{bits}": f"int{bits}" for kind in ("int", "i") for bits in (8, 16, 32, 64)},
+    **{f"{kind}{bits}": f"uint{bits}" for kind in ("uint", "u") for bits in (8, 16, 32, 64)},
+    **{f"{kind}{bits}": f"complex{bits}" for kind in ("complex", "c") for bits in (64, 128)},
+}
+
+
+class CommandError(Exception):
+    """Why a command cannot do what it was asked, in one sentence."""
+
+
+def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Finds a function and the arguments to trace it with.
+
+    Args:
+      location: "FILE.py:FUNCTION".
+      arguments: "DTYPE[SHAPE]" for each argument of the function: "float32[128,64]", "i32[]" for a scalar. If empty:
+        the file's FUNCTION_args, else its example_args: a tuple, or a function without parameters that returns one.
+        Without either, none.
+
+    Raises:
+      CommandError: if there is no such file or function, the file fails, or the arguments do not fit the function.
+    """
+    file, separator, name = location.rpartition(":")
+    if not separator or not name:
+        stem = location.removesuffix(":")
+        raise CommandError(f"FILE.py:FUNCTION must name a function after the file, as in {stem}:step; got {location!r}")
+    path = Path(file)
+    # Unlike `path.is_file()`, which raises for names that are too long.
+    is_file = path.suffix == ".py" and os.path.isfile(path)
+    _require(is_file, "FILE.py:FUNCTION", "name an existing Python file", repr(location))
+    module = run_user_code(file, "be importable", lambda: _import(path))
+    fn = getattr(module, name, None)
+    if not callable(fn):
+        raise CommandError(f"FILE.py:FUNCTION must name a function of {file}; got {name!r}")
+    args = tuple(_parse(argument) for argument in arguments) or _example_arguments(module, name)
+    try:
+        inspect.signature(fn).bind(*args)
+    except ValueError:  # some functions written in C say nothing of their arguments
+        pass
+    except TypeError as error:
+        advice = "pass one --arg for each argument, or define example_args in the file"
+        raise CommandError(f"{name} must be callable with {len(args)} arguments; got {error}: {advice}") from None
+    return fn, args
+
+
+def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
+    """The result of `code()`. What an operator refuses there is told in its own words, anything else in one line."""
+    try:
+        return code()
+    except (OperatorError, ArtifactError, CompileError, TuningError) as error:
+        raise CommandError(re.sub(r"^(lowering\.compile|export|load|save|tune): ", "", str(error))) from None
+    except (Exception, SystemExit) as error:
+        kind, first_line = type(error).__name__, str(error).strip().partition("\n")[0]
+        raise CommandError(f"{subject} must {rule}; got {kind}{': ' * bool(first_line)}{first_line}") from None
+
+
+def _import(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"nothing loads {path}")
+    module = importlib.util.module_from_spec(spec)
+    # A file finds its neighbours, as it does when Python runs it.
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _example_arguments(module: ModuleType, name: str) -> tuple[Any, ...]:
+    source = f"{name}_args" if hasattr(module, f"{name}_args") else "example_args"
+    args = getattr(module, source, ())
+    if callable(args):
+        args = run_user_code(source, "return the arguments", args)
+    _require(isinstance(args, tuple), source, "be a tuple, or a function that returns one", type(args).__name__)
+    return args
+
+
+def _parse(argument: str) -> jax.ShapeDtypeStruct:
+    match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\]", argument)
+    dtype, sizes = match.groups() if match else ("", "")
+    _require(dtype in DTYPES, "--arg", "be DTYPE[SHAPE], such as float32[128,64] or i32[]", repr(argument))
+    shape = tuple(int(size) for size in sizes.split(",") if size)
+    _require(math.prod(shape) < 2**63, "--arg", "have fewer than 2**63 elements", repr(argument))
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(DTYPES[dtype]))
+
+
+def _require(condition: bool, subject: str, rule: str, got: str) -> None:
+    if not condition:
+        raise CommandError(f"{subject} must {rule}; got {got}")

@@ -1,0 +1,54 @@
+"""One rule of `vmap` for every primitive of ours."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+
+from jaxops._primitive import sharding
+
+
+def batching_rule(
+    primitive: Primitive, operands_carry: Sequence[bool], results_carry: Sequence[bool]
+) -> Callable[..., Any]:
+    """The batching rule of a primitive some of whose operands and results carry leading batch axes.
+
+    Where everything that is mapped carries batch axes, so do all results, and the mapped axis becomes one more of them:
+    the primitive runs once. Otherwise a shared operand is mapped, or a result reduces over the batch axes, and the
+    primitive runs once for each position of the mapped axis. It stays the same primitive, with its derivative and its
+    kernels.
+    """
+
+    def batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Sequence[Any], Sequence[int]]:
+        mapped = [dim is not None for dim in dims]
+        operands = [
+            jnp.moveaxis(x, dim, 0) if m else as_array(x) for x, dim, m in zip(operands, dims, mapped, strict=True)
+        ]
+        if all(results_carry) and all(carries or not m for carries, m in zip(operands_carry, mapped, strict=True)):
+            size = next(x.shape[0] for x, m in zip(operands, mapped, strict=True) if m)
+            operands = [
+                jnp.broadcast_to(x, (size, *x.shape)) if carries and not m else x
+                for x, carries, m in zip(operands, operands_carry, mapped, strict=True)
+            ]
+            results = primitive.bind(*operands, **params)
+        else:
+            results = _one_by_one(primitive, operands, mapped, params)
+        return results, (0,) * len(results)
+
+    return batch
+
+
+def as_array(x: Any) -> Any:
+    """An operand, tangent or cotangent as an array: JAX passes on the Python numbers that users give."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x, jax.typeof(x).dtype)
+
+
+def _one_by_one(primitive: Primitive, operands: Sequence[Any], mapped: Sequence[bool], params: dict[str, Any]) -> Any:
+    def bind(mapped_operands: Sequence[Any]) -> Any:
+        rest = iter(mapped_operands)
+        return primitive.bind(*(next(rest) if m else x for x, m in zip(operands, mapped, strict=True)), **params)
+
+    # A loop takes its positions from arrays that are whole along the mapped axis.
+    return jax.lax.map(bind, [sharding.whole_along_first(x) for x, m in zip(operands, mapped, strict=True) if m])

@@ -1,0 +1,89 @@
+"""An operator as a record, and the JAX primitive that it becomes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+
+import lowering
+from jaxops._primitive import sharding
+from jaxops._primitive.batching import batching_rule
+from jaxops._primitive.derivative import Derivative, compiled_bind, jvp_rule
+from jaxops._primitive.signature import Signature
+from lowering.patterns import Pattern
+from pallas_kernels.kernel import Kernel
+
+_operators: dict[str, "Operator"] = {}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operator:
+    """What an operator is. Constructing the record makes the primitive and installs all of its rules.
+
+    Attributes:
+      name: of the operator and of its primitive, as jaxprs print it.
+      signature: which operands and results carry batch axes; `signature.Signature` describes the notation. Drives
+        batching and sharding.
+      check: `check(*operands, **params)` raises BadParamError where shapes, dtypes or attributes break the documented
+        rules; it sees anything with shape and dtype.
+      reference: `reference(*operands, **params) -> tuple of results`. The operator's meaning in jnp, and what runs
+        wherever no kernel is better.
+      derivative: how to differentiate with other operators of ours; None differentiates the reference as JAX does.
+      kernels: in order of preference.
+      patterns: of plain JAX that the operator would replace; `lowering.explain` looks for them in users' functions.
+    """
+
+    name: str
+    signature: str
+    check: Callable[..., None]
+    reference: Callable[..., tuple[jax.Array, ...]]
+    derivative: Derivative | None = None
+    kernels: tuple[Kernel, ...] = ()
+    patterns: tuple[Pattern, ...] = ()
+    primitive: Primitive = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        primitive = Primitive(self.name)
+        primitive.multiple_results = True
+        object.__setattr__(self, "primitive", primitive)
+        axes = self.axes
+        primitive.def_impl(compiled_bind(primitive))
+        primitive.def_abstract_eval(self._abstract_eval)
+        lowering.register(self)
+        carries_batch = ([operand.batched for operand in axes.operands], [result.batched for result in axes.results])
+        batching.primitive_batchers[primitive] = batching_rule(primitive, *carries_batch)
+        ad.primitive_jvps[primitive] = jvp_rule(self)
+        _operators[self.name] = self
+
+    def __call__(self, *operands: jax.Array, **params: Any) -> tuple[jax.Array, ...]:
+        """Binds the primitive. Operands are arrays already; `params` are hashable."""
+        # Abstract evaluation checks too, but under vmap only this place sees the shapes that the user wrote.
+        self.check(*operands, **params)
+        selection = lowering.current_selection()
+        operands = tuple(sharding.same_varying_axes(sharding.agreeing(self.signature, *operands)))
+        return tuple(self.primitive.bind(*operands, selection=selection, **params))
+
+    @property
+    def axes(self) -> Signature:
+        return Signature.parse(self.signature)
+
+    def meaning(self, *operands: Any, **params: Any) -> tuple[jax.Array, ...]:
+        """The reference, with results laid out over an explicit mesh as the signature says."""
+        return sharding.sharded_as_signature(self.axes, self.reference, operands, params)
+
+    def local_kernel(self, run: Callable[..., Any], operands: Any) -> Callable[..., Any]:
+        """A kernel's `run`, applied to each device's own part of operands on an explicit or automatic mesh."""
+        return sharding.per_device(self.axes, run, operands)
+
+    def _abstract_eval(self, *operands: Any, selection: Any, **params: Any) -> list[Any]:
+        self.check(*operands, **params)
+        results = jax.make_jaxpr(lambda *arrays: self.meaning(*arrays, **params))(*operands)
+        return list(results.out_avals)
+
+
+def operators() -> tuple[Operator, ...]:
+    """The records of all operators, by name, for tools and tests."""
+    return tuple(_operators[name] for name in sorted(_operators))

@@ -1,0 +1,299 @@
+"""Batch normalization as models call it: layouts, running statistics, an activation and a residual."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._checks.attributes import require_axis_names, require_real
+from jaxops._checks.dtypes import accumulator, check_floating
+from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.operands import as_array, as_arrays, as_optional
+from jaxops.activation.modes import IDENTITY, Activation
+from jaxops.batch_norm.fused_activation import requested
+from jaxops.batch_norm.inference import BATCH_NORM_ADD_INFERENCE, BATCH_NORM_INFERENCE
+from jaxops.batch_norm.layouts import View, view_of
+from jaxops.batch_norm.operator import BATCH_NORM, BATCH_NORM_ACTIVATION, BATCH_NORM_ADD_ACTIVATION, inverse_std
+from jaxops.batch_norm.statistics import check_like_images
+
+BN_MIN_EPSILON = 0.0
+
+
+class BatchNormOutput(NamedTuple):
+    """What training computes. Only `y` carries a gradient.
+
+    Attributes:
+      y: like x.
+      running_mean: the moved average of means, or None.
+      running_var: the moved average of unbiased variances, or None.
+      saved_mean: the mean of this batch; float32 (float64 for float64).
+      saved_inv_var: 1 / sqrt(biased variance + epsilon) of this batch, which the documents call the inverse variance.
+    """
+
+    y: jax.Array
+    running_mean: jax.Array | None
+    running_var: jax.Array | None
+    saved_mean: jax.Array
+    saved_inv_var: jax.Array
+
+
+def batch_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    running_mean: jax.Array | None = None,
+    running_var: jax.Array | None = None,
+    *,
+    mode: str = "spatial",
+    momentum: float | jax.Array = 0.1,
+    epsilon: float = 1e-5,
+    activation: str | tuple[str, float] | None = None,
+    residual: jax.Array | None = None,
+    layout: str | None = None,
+    axis_name: Hashable = None,
+) -> BatchNormOutput:
+    """Normalizes a batch: `y = act(scale * (x - mean) / sqrt(var + epsilon) + bias + residual)`.
+
+    Mean and biased variance are those of x, over its batch and spatial axes ("spatial") or its batch alone
+    ("per_activation"). The running statistics move towards them:
+
+        running = (1 - momentum) * running + momentum * (mean, or unbiased variance)
+
+    Args:
+      x: (N, C, H, W), or as `layout` says; floating point.
+      scale: (C,), or (C, H, W) for "per_activation" whatever the layout; floating point.
+      bias: like scale.
+      running_mean: like scale, or None together with running_var.
+      running_var: like scale.
+      mode: "spatial" or "per_activation".
+      momentum: the weight of the new statistics, in [0, 1]: a Python or NumPy number, or a traced scalar, whose value
+        is not checked. A new value does not recompile. At 1 the old statistics are not read; 1 / (n + 1) at call n,
+        counted from 0, averages over all calls.
+      epsilon: 0 or more.
+      activation: None, a mode or (mode, coefficient): "sigmoid", "relu", "tanh", "clipped_relu" (the coefficient is its
+        ceiling and must be given), "elu" (its factor, 1), "identity" or "swish" (its beta, 1).
+      residual: like x, added before the activation.
+      layout: "NCHW", "NHWC", "NCDHW", "NDHWC", "NC", "NCL" or "NLC"; None means the one with the channels first, by the
+        rank of x.
+      axis_name: inside shard_map, the mesh axis (or axes) over which the batch is split and the statistics are shared.
+        Under jit a batch that is split over a mesh needs nothing: its statistics are those of all of it.
+
+    Returns:
+      BatchNormOutput: y, the running statistics (None where none are given), and those of this batch.
+
+    Raises:
+      BadParamError: if shapes, dtypes or attributes are others than above, one running statistic comes alone, or no
+        shard_map around splits over axis_name (that of a vmap is none).
+
+    Numerics: everything in float32 (float64 for float64 x), rounded once at the end; the variance in a second pass over
+      x, so that a large mean costs no digits. With one element a channel the running variance takes the biased one, 0;
+      an empty batch leaves the running statistics as they are. The gradient reads x and, with "relu", y; it has all
+      modes and orders in x, scale, bias and residual. Statistics carry no gradient. relu'(0) = 0, elu'(0) = coef. What
+      relu stops goes nowhere, NaN included. Kernels for TPU and for NVIDIA GPUs from Hopper on fuse relu and residual;
+      they run where `jaxops.use("pallas")` asks for them, as they have not been measured on those chips.
+
+    Meshes: any axis of any array may be split. Pixels (activations for "per_activation") that are split along an axis
+      behind their first are exchanged between devices, so that they are split along the first, and back; they are
+      gathered only if the first cannot be divided by as many devices. On an explicit mesh y lies as x does, running
+      statistics as those given and saved ones as scale; a residual that is split otherwise than x is moved.
+
+    Source: mcDNN `mcdnnBatchNormalizationForwardTrainingEx` and `mcdnnBatchNormalizationBackwardEx`; PyTorch
+      `torch.nn.functional.batch_norm`, whose running variance is the unbiased one as well.
+    """
+    name = "batch_norm"
+    x, view = _images(name, x, layout, mode)
+    scale, bias = parameters(name, view, scale=scale, bias=bias)
+    epsilon = checked_epsilon(name, epsilon)
+    momentum = checked_momentum(name, "momentum", momentum)
+    both = (running_mean is None) == (running_var is None)
+    require(both, name, "running_mean", "be given with running_var, or neither", running_mean, status=BAD_PARAM)
+    fused = None if activation is None else requested(name, activation)
+    residual = _residual(name, x, residual)
+    if axis_name is not None:
+        axes = {*require_axis_names(name, "axis_name", axis_name, status=BAD_PARAM)}
+        is_split = axes <= {*jax.sharding.get_abstract_mesh().manual_axes}
+        rule = "name a mesh axis of the surrounding shard_map"
+        require(is_split, name, "axis_name", rule, axis_name, status=BAD_PARAM)
+    y, mean, variance = train(view, x, scale, bias, residual, fused, epsilon=epsilon, axis_name=axis_name)
+    mean, variance = jax.lax.stop_gradient((mean, variance))
+    running: tuple[jax.Array | None, jax.Array | None] = (None, None)
+    if running_mean is not None:
+        old = parameters(name, view, running_mean=running_mean, running_var=running_var)
+        running = moved_statistics(view, old, mean, variance, momentum=momentum, axis_name=axis_name)
+    saved = (view.parameters_back(values, scale) for values in (mean, inverse_std(variance, epsilon)))
+    return BatchNormOutput(y, *running, *saved)
+
+
+def batch_norm_inference(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    mean: jax.Array,
+    var: jax.Array,
+    *,
+    mode: str = "spatial",
+    epsilon: float = 1e-5,
+    activation: str | tuple[str, float] | None = None,
+    residual: jax.Array | None = None,
+    layout: str | None = None,
+) -> jax.Array:
+    """Normalizes by given statistics: `y = act(scale * (x - mean) / sqrt(var + epsilon) + bias + residual)`.
+
+    Args:
+      x: (N, C, H, W), or as `layout` says; floating point.
+      scale: (C,), or (C, H, W) for "per_activation" whatever the layout; floating point.
+      bias: like scale.
+      mean: like scale.
+      var: like scale: a variance, such as the running one.
+      mode: "spatial" or "per_activation".
+      epsilon: 0 or more.
+      activation: as in `batch_norm`.
+      residual: like x, added before the activation.
+      layout: as in `batch_norm`.
+
+    Returns:
+      An array like x.
+
+    Raises:
+      BadParamError: if shapes, dtypes or attributes are others than above.
+
+    Numerics: in float32 (float64 for float64 x), rounded once. Differentiable in every array, in all modes and orders.
+
+    Meshes: as in `batch_norm`.
+
+    Source: mcDNN `mcdnnBatchNormalizationForwardInference`; PyTorch `torch.nn.functional.batch_norm` without training.
+    """
+    name = "batch_norm_inference"
+    x, view = _images(name, x, layout, mode)
+    given = parameters(name, view, scale=scale, bias=bias, mean=mean, var=var)
+    epsilon = checked_epsilon(name, epsilon)
+    fused = IDENTITY if activation is None else requested(name, activation)
+    return infer(view, x, given, _residual(name, x, residual), fused, epsilon=epsilon)
+
+
+def train(
+    view: View,
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    residual: jax.Array | None,
+    activation: Activation | None,
+    *,
+    epsilon: float,
+    axis_name: Hashable = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of checked arguments: y, and mean and biased variance as the operators have them, (c,)."""
+    dtype = accumulator(x.dtype)
+    operands = [view.images(x), *(view.parameters(values).astype(dtype) for values in (scale, bias))]
+    attributes: dict[str, Any] = {"epsilon": epsilon, "axis_name": axis_name}
+    if residual is not None:
+        fused = activation or IDENTITY
+        results = BATCH_NORM_ADD_ACTIVATION(*operands, view.images(residual), activation=fused, **attributes)
+    elif activation is None or activation.mode == "identity":
+        results = BATCH_NORM(*operands, **attributes)
+    else:
+        results = BATCH_NORM_ACTIVATION(*operands, activation=activation, **attributes)
+    y, mean, variance = results
+    return view.images_back(y, x), mean, variance
+
+
+def infer(
+    view: View,
+    x: jax.Array,
+    given: Sequence[jax.Array],
+    residual: jax.Array | None,
+    activation: Activation,
+    *,
+    epsilon: float,
+) -> jax.Array:
+    """Of checked arguments, `given` being scale, bias, mean and variance: y."""
+    dtype = accumulator(x.dtype)
+    operands = [view.images(x), *(view.parameters(values).astype(dtype) for values in given)]
+    attributes: dict[str, Any] = {"activation": activation, "epsilon": epsilon}
+    if residual is None:
+        (y,) = BATCH_NORM_INFERENCE(*operands, **attributes)
+    else:
+        (y,) = BATCH_NORM_ADD_INFERENCE(*operands, view.images(residual), **attributes)
+    return view.images_back(y, x)
+
+
+def moved_statistics(
+    view: View,
+    old: Sequence[jax.Array],
+    mean: jax.Array,
+    variance: jax.Array,
+    *,
+    momentum: float | jax.Array,
+    axis_name: Hashable = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Running mean and variance after a batch with this mean and biased variance, each (c,)."""
+    elements = view.elements * (1 if axis_name is None else jax.lax.axis_size(axis_name))
+    if elements == 0:
+        momentum = 0.0
+    old_mean, old_variance = jax.lax.stop_gradient(tuple(old))
+
+    def moved(before: jax.Array, after: jax.Array) -> jax.Array:
+        return _moved(before, view.parameters_back(after, before), momentum)
+
+    return moved(old_mean, mean), moved(old_variance, variance * _unbiased(elements))
+
+
+def _moved(before: jax.Array, after: jax.Array, momentum: float | jax.Array) -> jax.Array:
+    """The weighted average; at momentum 0 and 1 it is one of both, whatever the other holds."""
+    new = after.astype(before.dtype)
+    if not isinstance(momentum, jax.Array):
+        if momentum in (0, 1):
+            return new if momentum else before
+        return ((1 - momentum) * before.astype(after.dtype) + momentum * after).astype(before.dtype)
+    weight = jax.lax.stop_gradient(momentum).astype(after.dtype)
+    average = (1 - weight) * before.astype(after.dtype) + weight * after
+    return jnp.where(weight == 0, before, jnp.where(weight == 1, new, average.astype(before.dtype)))
+
+
+def _unbiased(elements: int) -> float | jax.Array:
+    """By what the biased variance of so many elements is multiplied; 1 for a single one."""
+    if jax.export.is_symbolic_dim(elements):
+        count = jnp.asarray(elements, jnp.float32)
+        return jnp.where(count > 1, count / jnp.maximum(count - 1, 1), 1)
+    return elements / (elements - 1) if elements > 1 else 1.0
+
+
+def parameters(operator: str, view: View, **arrays: Any) -> list[jax.Array]:
+    """Checked parameters or statistics, as arrays."""
+    checked = as_arrays(operator, arrays, status=BAD_PARAM)
+    for argument, value in zip(arrays, checked, strict=True):
+        rule = f"have shape {view.parameter_shape}"
+        require(value.shape == view.parameter_shape, operator, argument, rule, value, status=BAD_PARAM)
+        floating = jnp.issubdtype(value.dtype, jnp.floating)
+        require(floating, operator, argument, "be floating point", value, status=BAD_PARAM)
+    return checked
+
+
+def checked_epsilon(operator: str, epsilon: Any) -> float:
+    """Epsilon as a float; BadParamError unless it is a finite number of BN_MIN_EPSILON or more."""
+    rule = f"be a finite number of {BN_MIN_EPSILON} or more"
+    number: float = require_real(operator, "epsilon", epsilon, rule, least=BN_MIN_EPSILON, status=BAD_PARAM)
+    return number
+
+
+def checked_momentum(operator: str, argument: str, momentum: Any) -> float | jax.Array:
+    """A momentum as a float or a traced scalar; BadParamError for a number outside of [0, 1]."""
+    rule = "be a number in [0, 1]"
+    checked: float | jax.Array = require_real(
+        operator, argument, momentum, rule, least=0, most=1, traced=True, status=BAD_PARAM
+    )
+    return checked
+
+
+def _images(operator: str, x: Any, layout: str | None, mode: str) -> tuple[jax.Array, View]:
+    x = as_array(operator, "x", x, status=BAD_PARAM)
+    check_floating(operator, x=x)
+    return x, view_of(operator, x, layout, mode)
+
+
+def _residual(operator: str, x: jax.Array, residual: Any) -> jax.Array | None:
+    residual = as_optional(operator, "residual", residual, status=BAD_PARAM)
+    if residual is not None:
+        check_like_images(operator, x, residual=residual)
+    return residual

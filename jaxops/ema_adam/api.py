@@ -1,0 +1,298 @@
+"""EMA-Adam as an optax transform."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxops._checks.attributes import is_bool, require_bool, require_choice, require_floating_dtype, require_real
+from jaxops._checks.errors import OperatorError, require, require_present
+from jaxops._checks.operands import as_array
+from jaxops.ema_adam.fused_apply import OnePass, rows_of
+from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, MODES, Number, compute_dtype, step_coefficients
+from jaxops.embedding.embedding_row_gradients import RowGradients
+
+Schedule = Callable[[jax.Array], jax.typing.ArrayLike]
+
+
+_NAME = "ema_adam"
+
+
+class EmaParamsState(NamedTuple):
+    """The exponential moving average of the parameters."""
+
+    ema: Any
+
+
+def ema_adam(
+    learning_rate: Number | Schedule,
+    *,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.0,
+    mode: str = "adamw",
+    bias_correction: bool = True,
+    ema_decay: Number | Schedule = 0.9999,
+    mu_dtype: Any | None = None,
+    nu_dtype: Any | None = None,
+    ema_dtype: Any | None = None,
+    mask: Any | Callable[[Any], Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam or AdamW that keeps an exponential moving average of the parameters, in one pass over memory.
+
+        g  = grad + weight_decay * params   ("l2")  |  grad   ("adamw")
+        mu = b1 * mu + (1 - b1) * g
+        nu = b2 * nu + (1 - b2) * g^2
+        u  = (mu / c1) / (sqrt(nu / c2) + eps)   [+ weight_decay * params, in "adamw"]
+        params = params - learning_rate * u
+        ema    = ema_decay * ema + (1 - ema_decay) * params
+
+    with c1 = 1 - b1^t and c2 = 1 - b2^t at step t = 1, 2, ... It equals `optax.adamw` ("adamw"), or `optax.adam` after
+    `optax.add_decayed_weights` ("l2"), followed by an average of the parameters. `ema_params` reads the average, and
+    `fused_apply` takes a step without materialising updates.
+
+    The average is that of the parameters which the update of this transform gives: let it be the last of a chain.
+
+    Args:
+      learning_rate: a number or a schedule: a function of the count of steps already taken.
+      b1: the decay of the first moment.
+      b2: the decay of the second moment.
+      eps: added to the square root, after bias correction.
+      weight_decay: strength of the decay.
+      mode: "adamw" decays parameters beside the moments, "l2" through the gradient.
+      bias_correction: False takes c1 = c2 = 1.
+      ema_decay: the decay of the average; a number or a schedule.
+      mu_dtype: of the first moment. By default float32 for parameters of 16 bits or fewer, else the parameters' own.
+      nu_dtype: of the second moment, with the same default: at b2 = 0.999 a bfloat16 one would stop halfway.
+      ema_dtype: of the average, with the same default: at 0.9999 a bfloat16 one would never move.
+      mask: which parameters decay: a tree of bools (a prefix of the parameters' tree), or a function of the
+        parameters that returns one. By default all.
+
+    Returns:
+      A transform whose `update` requires `params` and returns updates in their dtype. Its state is the tuple
+      `(optax.ScaleByAdamState(count, mu, nu), EmaParamsState(ema))`. The average starts equal to the parameters, in
+      buffers of its own. For parameters that are `jax.ShapeDtypeStruct`s, so are the state's. State and results keep
+      the parameters' sharding. A gradient of None leaves its parameter and state as they are.
+
+    Raises:
+      BadParamError: for an unknown mode, a dtype that is not floating, b1 or b2 outside of [0, 1), ema_decay outside
+        of [0, 1], decays given as 16-bit arrays, and by `update` without `params`.
+
+    Numerics:
+      Everything is computed in float32 (float64 for float64 parameters) without intermediate rounding, whatever the
+      dtypes of gradients, parameters and state. Decays given as Python numbers lose nothing in 1 - b. Differentiable
+      in gradients, parameters, state and those coefficients that are arrays, in both modes and to any order.
+
+    Example:
+      Under `optax.inject_hyperparams` numbers become arrays in the widest dtype of the parameters. If that has 16
+      bits, where 0.999 is 1, `inject_hyperparams(ema_adam, hyperparam_dtype=jnp.float32)` is needed.
+
+      A checkpoint of `optax.adamw` continues as
+
+        fresh = optimizer.init(params)
+        moments = jax.tree.map(lambda new, old: old.astype(new.dtype), fresh[0], adamw_state[0])
+        opt_state = (moments, fresh[1])
+
+    Source: CANN `aclnnApplyFusedEmaAdam`; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
+    """
+    mode = require_choice(_NAME, "mode", mode, MODES)
+    for name, dtype in {"mu_dtype": mu_dtype, "nu_dtype": nu_dtype, "ema_dtype": ema_dtype}.items():
+        if dtype is not None:
+            require_floating_dtype(_NAME, name, dtype)
+    b1, b2 = _checked_decay("b1", b1, below_one=True), _checked_decay("b2", b2, below_one=True)
+    eps, weight_decay = _checked_number("eps", eps), _checked_number("weight_decay", weight_decay)
+    if not _is_schedule(learning_rate):
+        learning_rate = _checked_number("learning_rate", learning_rate)
+    if not _is_schedule(ema_decay):
+        ema_decay = _checked_decay("ema_decay", ema_decay, below_one=False)
+    bias_correction = require_bool(_NAME, "bias_correction", bias_correction)
+    if not _is_function(mask):
+        _check_mask(mask)
+
+    def init(params: Any) -> Any:
+        mu = _like(params, mu_dtype, jnp.zeros_like)
+        nu = _like(params, nu_dtype, jnp.zeros_like)
+        adam = optax.ScaleByAdamState(count=jnp.zeros([], jnp.int32), mu=mu, nu=nu)
+        return adam, EmaParamsState(_like(params, ema_dtype, functools.partial(jnp.array, copy=True)))
+
+    def update(
+        grads: Any, state: Any, params: Any = None, *, one_pass: OnePass | None = None, **extra_args: Any
+    ) -> Any:
+        del extra_args
+        require_present(_NAME, {"params": params})
+        is_plan = one_pass is None or isinstance(one_pass, OnePass)
+        require(is_plan, _NAME, "one_pass", "be what fused_apply passes", one_pass)
+        adam, average = checked_state(_NAME, state)
+        count = optax.safe_increment(adam.count)
+
+        @functools.cache
+        def coefficients(dtype: Any, decays: bool) -> jax.Array:
+            return step_coefficients(
+                count,
+                dtype,
+                learning_rate=_scheduled("learning_rate", learning_rate, adam.count),
+                ema_decay=_scheduled("ema_decay", ema_decay, adam.count),
+                beta1=b1,
+                beta2=b2,
+                eps=eps,
+                weight_decay=weight_decay if decays else 0.0,
+                bias_correction=bias_correction,
+            )
+
+        def step(grad: Any, var: Any, m: Any, v: Any, s: Any, decays: bool) -> tuple[Any, ...]:
+            if grad is None:
+                return None, m, v, s
+            require(var is not None, _NAME, "params", "have an array where grads has one", None)
+            is_array = not isinstance(grad, RowGradients)
+            require(is_array, _NAME, "grads", "hold arrays (ema_adam_rows takes the others)", type(grad).__name__)
+            named = zip(("grads", "params", "mu", "nu", "ema"), (grad, var, m, v, s), strict=True)
+            operands = [as_array(_NAME, argument, x) for argument, x in named]
+            vector = coefficients(compute_dtype(operands[1].dtype), decays)
+            operator = functools.partial(APPLY_FUSED_EMA_ADAM, *operands, vector, mode=mode)
+            return operator(output="update") if one_pass is None else one_pass.step(operator, var)
+
+        decays = _decay_mask(mask, params)
+        trees = {"grads": grads, "params": params, "mu": adam.mu, "nu": adam.nu, "ema": average.ema, "mask": decays}
+        rows, structure = rows_of(_NAME, **trees)
+        results = [step(*row) for row in rows]
+        updates, mu, nu, ema = (structure.unflatten(result[i] for result in results) for i in range(4))
+        return updates, (optax.ScaleByAdamState(count, mu, nu), EmaParamsState(ema))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def ema_params(opt_state: Any, params: Any = None) -> Any:
+    """The average of the parameters that `ema_adam` keeps, from any optax state that holds it.
+
+    Looks into `optax.chain`, `inject_hyperparams`, `MultiSteps`, `masked`, `multi_transform` and every other state
+    that is a pytree. Where several `ema_adam`s share the parameters between them, their averages are merged.
+
+    Args:
+      opt_state: the state.
+      params: what to return for parameters that no `ema_adam` averages. By default their places hold
+      `optax.MaskedNode()`.
+
+    Returns:
+      A tree of the parameters' structure, in the dtypes of the averages (see `ema_dtype`): the arrays of the state,
+      not copies.
+
+    Raises:
+      BadParamError: if no average is found, or more than one of some parameter.
+    """
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, EmaParamsState))
+    averages = [node.ema for node in nodes if isinstance(node, EmaParamsState)]
+    require(bool(averages), "ema_params", "opt_state", "hold the state of an ema_adam", opt_state)
+    try:
+        merged = functools.reduce(_merged, averages)
+    except (TypeError, ValueError) as error:
+        is_ours = isinstance(error, OperatorError)
+        require(is_ours, "ema_params", "opt_state", "hold averages of one tree of parameters only", averages)
+        raise
+    if params is None:
+        return merged
+    try:
+        return jax.tree.map(lambda ema, rest: rest if _is_masked(ema) else ema, merged, params, is_leaf=_is_masked)
+    except (TypeError, ValueError):
+        require(False, "ema_params", "params", "have the structure of the parameters that opt_state averages", params)
+        raise
+
+
+def _merged(left: Any, right: Any) -> Any:
+    """One tree of two that are masked in different places; a masked place may stand for a whole subtree."""
+    if _is_masked(left):
+        return right
+    if _is_masked(right):
+        return left
+    one_level: Any = jax.tree.structure(left, is_leaf=lambda x: x is not left)
+    is_leaf = jax.tree_util.treedef_is_leaf(one_level)
+    require(not is_leaf, "ema_params", "opt_state", "hold no more than one average of a parameter", left)
+    return one_level.unflatten(map(_merged, *map(one_level.flatten_up_to, (left, right))))
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+
+def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
+    """`make(x, dtype=...)` of every parameter, or the type of that for parameters of which only the type is known."""
+
+    def like(x: Any) -> Any:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            x = as_array(_NAME, "params", x)
+        own = x.dtype
+        require(bool(jnp.issubdtype(own, np.number)), _NAME, "params", "hold arrays of numbers", x)
+        narrow = jnp.issubdtype(own, jnp.floating) and own.itemsize < 4
+        wanted = jax.dtypes.canonicalize_dtype(dtype or (jnp.float32 if narrow else own))
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, wanted, sharding=x.sharding)
+        return make(x, dtype=wanted)
+
+    return jax.tree.map(like, params)
+
+
+def checked_state(operator: str, state: Any) -> tuple[optax.ScaleByAdamState, EmaParamsState]:
+    """The two parts of an `ema_adam`'s state; BadParamError if it is that of anything else."""
+    is_pair = isinstance(state, tuple | list) and len(state) == 2
+    is_own = is_pair and isinstance(state[0], optax.ScaleByAdamState) and isinstance(state[1], EmaParamsState)
+    require(is_own, operator, "state", "be what the init of this transform returned", state)
+    count = as_array(operator, "state", state[0].count)
+    is_count = count.shape == () and bool(jnp.issubdtype(count.dtype, jnp.integer))
+    require(is_count, operator, "state", "have a 0-d integer as its count", count)
+    return state[0], state[1]
+
+
+def _decay_mask(mask: Any, params: Any) -> Any:
+    """A bool for every parameter: whether it decays."""
+    chosen = mask(params) if _is_function(mask) else True if mask is None else mask
+    _check_mask(chosen)
+    try:
+        return jax.tree.broadcast(jax.tree.map(bool, chosen), params)
+    except (TypeError, ValueError):
+        require(False, _NAME, "mask", "have the structure of params, or a prefix of it", chosen)
+        raise
+
+
+def _check_mask(mask: Any) -> None:
+    """Refuses masks with anything but bools as leaves."""
+    for leaf in jax.tree.leaves(mask):
+        is_array = isinstance(leaf, np.ndarray | jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        fits = is_bool(leaf) or (is_array and leaf.shape == () and leaf.dtype == jnp.bool_)
+        require(fits, _NAME, "mask", "be a tree of bools, or a function that returns one", leaf)
+
+
+def _is_function(mask: Any) -> bool:
+    # A module that can be called may be a tree of bools all the same.
+    return callable(mask) and jax.tree_util.all_leaves([mask]) and not isinstance(mask, type)
+
+
+def _is_schedule(number: Any) -> bool:
+    return callable(number) and not isinstance(number, type)
+
+
+def _scheduled(name: str, number: Any, count: jax.Array) -> Any:
+    if not _is_schedule(number):
+        return number
+    rule = "be a schedule that returns a finite number or a 0-d array of one"
+    return require_real(_NAME, name, number(count), rule, traced=True)
+
+
+def _checked_number(name: str, number: Any) -> Any:
+    return require_real(_NAME, name, number, "be a finite number or a 0-d array of one", traced=True)
+
+
+def _checked_decay(name: str, decay: Any, *, below_one: bool) -> Any:
+    number = _checked_number(name, decay)
+    if hasattr(decay, "dtype"):
+        rule = "be at least float32: in 16 bits a decay near 1 is 1 (optax.inject_hyperparams has hyperparam_dtype)"
+        require(jnp.dtype(decay.dtype).itemsize >= 4, _NAME, name, rule, decay)
+    if isinstance(number, float):
+        below = 1.0 if below_one else None
+        require_real(
+            _NAME, name, decay, f"lie in [0, 1{')' if below_one else ']'}", least=0, most=1, below=below, traced=True
+        )
+    return number

@@ -1,0 +1,174 @@
+"""Updates parameters and optimizer state in one pass, whatever transforms stand around `ema_adam`."""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import optax
+
+from jaxops._checks.errors import PARAM_INVALID, BadParamError, OperatorError, require, require_present, show
+from jaxops._checks.operands import as_array
+from jaxops.embedding.embedding_row_gradients import RowGradients, rows_at, with_rows
+
+Step = Callable[..., tuple[jax.Array, ...]]
+
+_NAME = "fused_apply"
+
+
+def fused_apply(
+    transform: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, **extra_args: Any
+) -> tuple[Any, Any]:
+    """Computes one optimizer step: `transform.update`, then `optax.apply_updates`, in one pass over memory.
+
+    Where an update made by `ema_adam` is what the whole transform returns, the operator writes the new parameters
+    itself: for `ema_adam` alone, and inside `optax.chain` after clipping, `inject_hyperparams`, `multi_transform`,
+    `masked`. Updates that anything reads or changes afterwards, or that other transforms make, are added to the
+    parameters as usual. Parameters of 16 bits that are written directly are rounded once, not twice; beyond that the
+    results are those of the two calls.
+
+    Made for donated buffers, so that parameters and state are updated in place:
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def train_step(params, opt_state, batch):
+            grads = jax.grad(loss)(params, batch)
+            return jaxops.fused_apply(optimizer, grads, opt_state, params)
+
+    Donated parameters have to come before a donated state, as they do in the results: JAX pairs buffers of the same
+    type in the order in which it meets them, and paired otherwise, every array is copied.
+
+    Args:
+      transform: any optax transform.
+      grads: gradients, of the structure of `params`; a leaf of None leaves its parameter as it is. With
+        `ema_adam_rows`, tables may have `RowGradients`.
+      opt_state: what `transform.init` or the last step returned.
+      params: the parameters.
+      **extra_args: passed on to `transform.update`.
+
+    Returns:
+      The new parameters, with the dtypes of `params`, and the new state.
+
+    Raises:
+      BadParamError: if `transform` is not a transform, `params` is None, a tree holds anything but arrays, or the
+        trees do not match each other.
+    """
+    is_transform = callable(getattr(transform, "init", None)) and callable(getattr(transform, "update", None))
+    require(is_transform, _NAME, "transform", "be a transform of optax", transform)
+    require_present(_NAME, {"params": params})
+    rows_of(_NAME, grads=grads, params=params)
+    grads = jax.tree.map(functools.partial(as_array, _NAME, "grads"), grads)
+    params = jax.tree.map(functools.partial(as_array, _NAME, "params"), params)
+    extended = optax.with_extra_args_support(transform)
+    try:
+        outputs, is_written = _survey(extended, grads, opt_state, params, extra_args)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if not isinstance(error, OperatorError):
+            _require_own_state(transform, opt_state, params)
+        raise
+    updates, opt_state = extended.update(grads, opt_state, params, one_pass=_Plan(outputs), **extra_args)
+    rows, structure = rows_of(_NAME, params=params, updates=updates)
+    new_params = [x if done else _applied(old, x) for (old, x), done in zip(rows, is_written, strict=True)]
+    return structure.unflatten(new_params), opt_state
+
+
+def rows_of(operator: str, /, **trees: Any) -> tuple[list[tuple[Any, ...]], Any]:
+    """Each leaf of the first tree (None is one) with what others have in its place; and the structure of the first."""
+    first = next(iter(trees))
+    structure: Any = jax.tree.structure(trees[first], is_leaf=_is_leaf)
+    columns = []
+    for argument, tree in trees.items():
+        try:
+            columns.append(structure.flatten_up_to(tree))
+        except Exception:  # JAX's own words show a leaf, whose repr may fail
+            message = (
+                f"{operator}: {argument} must have the structure of {first}, {show(trees[first])}; got {show(tree)}"
+            )
+            raise BadParamError(message, PARAM_INVALID) from None
+    return list(zip(*columns, strict=True)), structure
+
+
+class OnePass:
+    """What `fused_apply` passes to the `ema_adam`s inside a transform, as the extra argument `one_pass`.
+
+    It decides, array by array, whether they return the update or the new parameters. It has no leaves and equals only
+    itself, so that transforms that jit their update trace again for each.
+    """
+
+    def step(self, step: Step, var: jax.Array) -> tuple[jax.Array, ...]:
+        """Runs `step(output="params")` or `step(output="update")` for the parameters `var`."""
+        raise NotImplementedError
+
+
+@jax.tree_util.register_static
+class _Survey(OnePass):
+    """Notes, for each step, the identity of its parameters and its update, without keeping tracers alive."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, weakref.ref[jax.Array]]] = []
+
+    def step(self, step: Step, var: jax.Array) -> tuple[jax.Array, ...]:
+        results = step(output="update")
+        self.steps.append((id(var), weakref.ref(results[0])))
+        return results
+
+
+@jax.tree_util.register_static
+class _Plan(OnePass):
+    """Hands out what the survey found, in the same order."""
+
+    def __init__(self, outputs: Iterable[str]) -> None:
+        self._outputs = iter(outputs)
+
+    def step(self, step: Step, var: jax.Array) -> tuple[jax.Array, ...]:
+        return step(output=next(self._outputs))
+
+
+def _survey(transform: Any, grads: Any, opt_state: Any, params: Any, extra_args: Any) -> tuple[list[str], list[bool]]:
+    """What each step inside the transform may return, and which leaves of `params` are then written already.
+
+    The transform is traced once, and nothing of it is computed. An update comes out untouched if, at the place of its
+    own parameters, it is the very tracer that its step returned; and nothing looked at it if no equation and no state
+    uses it.
+    """
+    survey = _Survey()
+    steps: list[tuple[int, int]] = []
+    places: list[tuple[int, int]] = []
+    untouched: list[tuple[int, int]] = []
+
+    def trace(grads: Any, opt_state: Any, params: Any) -> Any:
+        updates, new_state = transform.update(grads, opt_state, params, one_pass=survey, **extra_args)
+        steps.extend((var_id, id(update())) for var_id, update in survey.steps)
+        alive = {step: update() for step, (_, update) in zip(steps, survey.steps, strict=True) if update() is not None}
+        places.extend((id(leaf), id(update)) for leaf, update in rows_of(_NAME, params=params, updates=updates)[0])
+        untouched.extend(place for place in places if place in alive)
+        return [alive[place] for place in untouched], new_state
+
+    jaxpr = jax.make_jaxpr(trace)(grads, opt_state, params).jaxpr
+    readers = [*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars[len(untouched) :]]
+    read = {id(variable) for variables in readers for variable in variables}
+    # The first outputs of the jaxpr are the untouched updates.
+    free = {step for step, variable in zip(untouched, jaxpr.outvars, strict=False) if id(variable) not in read}
+    return ["params" if step in free else "update" for step in steps], [place in free for place in places]
+
+
+def _require_own_state(transform: optax.GradientTransformation, opt_state: Any, params: Any) -> None:
+    """Refuses a state that is not this transform's, once the transform has failed on it."""
+    try:
+        own = jax.eval_shape(transform.init, params)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return  # then it is not the state that was at fault
+    structures: list[Any] = [jax.tree.structure(state) for state in (own, opt_state)]
+    is_own = bool(structures[0] == structures[1])
+    require(is_own, _NAME, "opt_state", "be what transform.init returned for these params", opt_state)
+
+
+def _applied(leaf: Any, update: Any) -> Any:
+    if isinstance(update, RowGradients):
+        leaf = as_array(_NAME, "params", leaf)
+        return with_rows(leaf, update.rows, rows_at(leaf, update.rows, update.values.dtype) + update.values)
+    return leaf if update is None else optax.apply_updates(leaf, update)
+
+
+def _is_leaf(x: Any) -> bool:
+    return x is None or isinstance(x, RowGradients)

@@ -1,0 +1,134 @@
+"""The gradient of an embedding table as the rows that were looked up, for tables too large to have a dense one."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._checks.attributes import require_bool, require_integer
+from jaxops._checks.errors import require
+from jaxops._checks.ids import ids_of_part, wide_ids
+from jaxops._checks.operands import as_arrays
+from jaxops._primitive import sharding
+from jaxops._primitive.derivative import Arrays
+from jaxops._primitive.operator import Operator
+from jaxops.embedding.operator import EMBEDDING, EMBEDDING_DENSE_BACKWARD, check_dense_backward
+
+_NAME = "embedding_row_gradients"
+NO_ROW = jnp.iinfo(jnp.int32).max
+
+
+class RowGradients(NamedTuple):
+    """The rows of a table's gradient whose ids were looked up; the gradient of all others is zero.
+
+    Attributes:
+      rows: int32 (K,), ids in ascending order, each once; 2**31 - 1, which is no row of any table, where fewer than K
+        ids were looked up.
+      values: (K, D), the gradients of these rows; zeros where there is no row.
+    """
+
+    rows: jax.Array
+    values: jax.Array
+
+
+def embedding_row_gradients(
+    grad: jax.Array,
+    indices: jax.Array,
+    *,
+    num_weights: int,
+    padding_idx: int | None = None,
+    scale_grad_by_freq: bool = False,
+    vocab_axis: str | None = None,
+) -> RowGradients:
+    """Computes the rows of an embedding table's gradient that a lookup touched: those whose id `indices` hold.
+
+    Differentiate in what was looked up, not in the table, and neither the table's gradient nor anything else of the
+    table's size is ever made:
+
+        looked_up = jaxops.embedding(table, indices)
+        grad = jax.grad(loss)(looked_up)
+        touched = jaxops.embedding_row_gradients(grad, indices, num_weights=table.shape[0])
+
+    `table.at[touched.rows].add(-0.1 * touched.values, mode="drop")` is then a step of gradient descent, and
+    `ema_adam_rows` takes them in place of a dense gradient. Where the batch is split over devices, what they have found
+    is exchanged and summed again:
+
+        rows, values = (jax.lax.all_gather(x, "data", tiled=True) for x in touched)
+        touched = jaxops.embedding_row_gradients(values, rows, num_weights=table.shape[0])
+
+    Args:
+      grad: (..., D), the cotangent of the looked-up rows; floating point.
+      indices: (...), integers in [0, V). Others are no rows, and are dropped.
+      num_weights: V, the rows of the table, at most 2**31 - 1.
+      padding_idx: the id whose row is never touched, in [-V, V); negative ones count from the end. None means no such
+        id.
+      scale_grad_by_freq: divides each row by the number of positions that hold its id.
+      vocab_axis: inside `shard_map`, the mesh axis over which the rows of the table are split: each device gets the
+        rows that it owns, counted from its first.
+
+    Returns:
+      `RowGradients(rows, values)` with K = min(number of indices, V) rows, whatever the indices are: int32 (K,) and
+      (K, D) of grad's dtype. Placed in a zero table they are the dense gradient, bit by bit.
+
+    Raises:
+      BadParamError: if shapes, dtypes, `num_weights` or `padding_idx` are others than above.
+
+    Numerics: summed, and scaled, in float32 (float64 for float64) and rounded once, in the same order in every run.
+      Differentiable in `grad`.
+    """
+    grad, indices = as_arrays(_NAME, {"grad": grad, "indices": indices})
+    require_bool(_NAME, "scale_grad_by_freq", scale_grad_by_freq)
+    check_dense_backward(grad, indices, num_weights=num_weights, name=_NAME)
+    require(num_weights <= NO_ROW, _NAME, "num_weights", f"be at most {NO_ROW}", num_weights)
+    if padding_idx is not None:
+        rule = f"be None or in [{-num_weights}, {num_weights})"
+        least, most = -num_weights, num_weights - 1
+        padding_idx = require_integer(_NAME, "padding_idx", padding_idx, rule, least=least, most=most) % num_weights
+    size = int(num_weights)
+    if vocab_axis is not None:
+        if padding_idx is not None:
+            indices = jnp.where(wide_ids(indices) == padding_idx, -1, wide_ids(indices))
+        size, rest = divmod(size, sharding.axis_size(_NAME, "vocab_axis", vocab_axis))
+        require(rest == 0, _NAME, "num_weights", f"be a multiple of the devices along {vocab_axis}", num_weights)
+        (indices, _), padding_idx = ids_of_part(indices, size, vocab_axis), None
+    rows, slots = EMBEDDING_ROWS(indices, num_weights=size, padding_idx=padding_idx)
+    attributes = {"padding_idx": None, "scale_grad_by_freq": bool(scale_grad_by_freq)}
+    (values,) = EMBEDDING_DENSE_BACKWARD(grad, slots, num_weights=rows.size, **attributes)
+    return RowGradients(rows, values)
+
+
+def rows_at(table: jax.Array, rows: jax.Array, dtype: Any) -> jax.Array:
+    """The rows of a table in another dtype; zeros where there is no row."""
+    (found,) = EMBEDDING(table, rows, padding_idx=None, counted_rank=None)
+    return jnp.where((rows != NO_ROW)[:, None], found.astype(dtype), jnp.zeros((), dtype))
+
+
+def with_rows(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
+    """The table with these rows replaced, in place where it is donated. Other ids are dropped."""
+    out_sharding = None if sharding.explicit_mesh([table]) is None else jax.typeof(table).sharding
+    options = {"indices_are_sorted": True, "unique_indices": True, "wrap_negative_indices": False}
+    return table.at[rows].set(values.astype(table.dtype), mode="drop", out_sharding=out_sharding, **options)
+
+
+def _rows(indices: jax.Array, *, num_weights: int, padding_idx: int | None) -> Arrays:
+    """The distinct ids among indices, and for each position which of them it holds: none is one past the end."""
+    count, size = math.prod(indices.shape), min(math.prod(indices.shape), num_weights)
+    ids = wide_ids(indices).reshape(count)
+    live = (ids >= 0) & (ids < num_weights)
+    if padding_idx is not None:
+        live &= ids != padding_idx
+    ids = jnp.where(live, ids, NO_ROW).astype(jnp.int32)
+    ids, order = jax.lax.sort((ids, jnp.arange(count, dtype=jnp.int32)), num_keys=1)
+    is_first = jnp.concatenate([jnp.ones(min(count, 1), bool), ids[1:] != ids[:-1]])
+    ranks = jnp.where(ids == NO_ROW, size, jnp.cumsum(is_first, dtype=jnp.int32) - 1)
+    rows = jnp.full(size, NO_ROW, jnp.int32).at[ranks].set(ids, mode="drop", indices_are_sorted=True)
+    slots = jnp.zeros(count, jnp.int32).at[order].set(ranks, unique_indices=True)
+    return rows, slots.reshape(indices.shape)
+
+
+def _check_rows(indices: Any, **_: Any) -> None:
+    """The public function has checked."""
+
+
+EMBEDDING_ROWS = Operator("embedding_rows", "... -> k, ...", _check_rows, _rows)

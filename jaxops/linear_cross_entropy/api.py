@@ -1,0 +1,303 @@
+"""Cross entropy of a linear layer: the loss of a language model without its logits."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import lowering
+from jaxops._checks.attributes import INT32_MAX, require_bool, require_choice, require_integer, require_real
+from jaxops._checks.errors import require
+from jaxops._checks.ids import differ_from, wide_ids
+from jaxops._checks.operands import as_arrays, as_optional
+from jaxops._primitive.sharding import agreeing
+from jaxops.linear_cross_entropy.column_tiles import default_logits
+from jaxops.linear_cross_entropy.grad_in_forward import RowWeights, row_losses, summed_cross_entropy
+from jaxops.linear_cross_entropy.logits import (
+    SKIPPED,
+    RowStatistics,
+    Targets,
+    accumulation_dtype,
+    column,
+    target_total,
+)
+from jaxops.linear_cross_entropy.operator import check_linear, linear_row_statistics
+from jaxops.linear_cross_entropy.row_chunks import SMALL_LOGITS, default_chunk_rows
+from jaxops.linear_cross_entropy.vocabulary import Vocabulary
+
+_NAME = "linear_cross_entropy"
+_REDUCTIONS = ("none", "mean", "sum")
+_STRATEGIES = ("auto", "full", "grad_in_forward", "recompute")
+
+
+class LinearCrossEntropyAux(NamedTuple):
+    """What else is known of each row, of shape (...) each.
+
+    Ignored rows are treated alike, but as x = 0 where their x is not finite.
+
+    Attributes:
+      lse: log sum exp of the logits; differentiable.
+      accuracy: 1.0 where the prediction is the label (the likeliest class, for probabilities) and the row is kept,
+        else 0.0.
+      prediction: int32, the class of the largest logit; the first of equal ones.
+      entropy: of softmax(logits), in nats; differentiable.
+      kept: bool, whether the row counts: its label is not ignore_index.
+    """
+
+    lse: jax.Array
+    accuracy: jax.Array
+    prediction: jax.Array
+    entropy: jax.Array
+    kept: jax.Array
+
+
+def linear_cross_entropy(
+    x: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    bias: Any = None,
+    class_weight: Any = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    transpose_weight: bool = False,
+    vocab_axis: str | None = None,
+    strategy: str = "auto",
+    chunk_rows: int | None = None,
+    return_aux: bool = False,
+) -> Any:
+    """Computes the cross entropy between labels and the softmax of x weight^T + bias, without keeping the logits.
+
+    With z = x weight^T + bias (then softcap tanh(z / softcap)), lse = log sum_c exp z_c, class weights w, smoothing s
+    and V classes, the loss of a row with label y is
+
+        (1 - s) w_y (lse - z_y) + s / V sum_c w_c (lse - z_c) + z_loss lse^2
+
+    and with label probabilities q it is sum_c ((1 - s) q_c + s / V) w_c (lse - z_c) + z_loss lse^2. Both are PyTorch's.
+
+    Args:
+      x: (..., H), floating-point.
+      weight: (V, H), or (H, V) with `transpose_weight`; of x's dtype.
+      labels: (...) integers in [0, V), or (..., V) floating-point probabilities. The loss of a label that is neither a
+        class nor `ignore_index` is NaN.
+      bias: (V,), floating-point. None: no bias.
+      class_weight: (V,), floating-point. None: ones.
+      ignore_index: rows with this label are skipped, whatever they hold: their loss is 0, and so are their gradients.
+        On one device and inside shard_map, the matrix products leave out whole chunks of them, wherever the rows lie
+        and unless aux is returned. Without effect on probabilities.
+      label_smoothing: s, from 0 to 1.
+      z_loss: the weight of lse^2.
+      softcap: the bound of the logits. None: unbounded.
+      reduction: "none", "sum", or "mean": the sum over the summed class weights of the kept rows, over the number of
+        rows for probabilities. The mean of no rows is NaN, with gradients of zero.
+      transpose_weight: whether weight is (H, V).
+      vocab_axis: inside shard_map, the mesh axis over which V is split: weight, bias, class_weight and probabilities
+        are this device's part, labels and predictions count all classes, and x and labels are the same along the axis.
+      strategy: how the derivative is computed; values do not depend on it beyond rounding. "full" keeps the logits
+        (three matrix products). "grad_in_forward" computes a chunk of logits, its loss and its gradients at once
+        (three products, no logits kept); for a scalar loss without aux on one shard, else it is "recompute".
+        "recompute" computes each chunk of logits in both passes (four products, least memory); it is what the kernels
+        do. "auto" is "full" up to 2^24 logits, then "grad_in_forward"; for 16-bit operands it is "recompute" where
+        `lowering.use` asks for kernels.
+      chunk_rows: about how many rows' worth of logits exists at a time. "grad_in_forward" takes so many rows; None: as
+        many as have 2^24 logits, and at least 256 and H / 4. "recompute" takes as many logits in tiles of some columns;
+        None: 2^18, and at least 256 and H / 2 columns of all rows. Exported with a symbolic number of rows, all rows
+        are one chunk, and "auto" is "full".
+      return_aux: whether to return `LinearCrossEntropyAux` as well.
+
+    Returns:
+      The loss, () or (...), and with `return_aux` a pair of it and a `LinearCrossEntropyAux`. float32, or float64 for
+      float64.
+
+    Raises:
+      BadParamError: for shapes, dtypes or attributes other than these.
+
+    Numerics:
+      Logits are float32 whatever the inputs' dtype and never rounded to 16 bit; their gradient is rounded to x's dtype
+      before the matrix products, which accumulate in float32; to float16 with a power of two for each row, so that
+      neither a mean over many rows nor a loss scale takes it out of range. A large common offset of the logits costs no
+      digits.
+      Differentiable in x, weight, bias, class_weight and probabilities, in forward and reverse mode and repeatedly.
+
+    Meshes:
+      Any axis may be split. On an explicit mesh labels that are split otherwise than the rows of x are moved.
+
+    Source:
+      torch.nn.functional.cross_entropy; aclnnFusedLinearOnlineMaxSum and its companions for the split vocabulary.
+    """
+    x, weight, labels = as_arrays(_NAME, {"x": x, "weight": weight, "labels": labels})
+    bias, class_weight = as_optional(_NAME, "bias", bias), as_optional(_NAME, "class_weight", class_weight)
+    ignore_index = require_integer(_NAME, "ignore_index", ignore_index)
+    rule = "be a number from 0 to 1"
+    label_smoothing = require_real(_NAME, "label_smoothing", label_smoothing, rule, least=0, most=1)
+    z_loss = require_real(_NAME, "z_loss", z_loss, "be a finite number or a 0-d array of one", traced=True)
+    if softcap is not None:
+        softcap = require_real(_NAME, "softcap", softcap, "be a positive number that float32 can hold", above=0)
+    if chunk_rows is not None:
+        rule = f"be a positive integer up to {INT32_MAX}"
+        chunk_rows = require_integer(_NAME, "chunk_rows", chunk_rows, rule, least=1, most=INT32_MAX)
+    require_choice(_NAME, "reduction", reduction, _REDUCTIONS)
+    require_choice(_NAME, "strategy", strategy, _STRATEGIES)
+    require_bool(_NAME, "transpose_weight", transpose_weight)
+    require_bool(_NAME, "return_aux", return_aux)
+    weight = _by_class(weight, transpose_weight)
+    _check_operands(x, weight, labels, bias, class_weight)
+    x, labels = agreeing("... h, ... v ->" if _are_probabilities(labels) else "... h, ... ->", x, labels)
+    vocabulary = Vocabulary.of(weight.shape[0], vocab_axis)
+    describe = _by_probabilities if _are_probabilities(labels) else _by_labels
+    task = describe(labels, class_weight, ignore_index, label_smoothing, vocabulary, accumulation_dtype(x))
+    square = jnp.where(task.kept, jnp.asarray(z_loss, task.divisor.dtype), 0)
+    weights = RowWeights(task.label_weight, task.target_weight, square)
+
+    # A skipped row may hold NaN, which a gradient of zero would not remove. Aux tells of skipped rows as well.
+    live = task.kept | jnp.all(jnp.isfinite(x), axis=-1) if return_aux else task.kept
+    x = jnp.where(column(live), x, jnp.zeros_like(x))
+    targets = task.targets._replace(labels=jnp.where(live, task.targets.labels, SKIPPED))
+    bias = jnp.zeros((0,), x.dtype) if bias is None else bias
+    scalar = reduction != "none" and not return_aux and vocab_axis is None
+    strategy = _resolve(strategy, x, task.kept.size * weight.shape[0], scalar)
+    chunk_rows = chunk_rows or _default_chunk_rows(strategy, task.kept.size, weight)
+    if strategy == "grad_in_forward":
+        total = summed_cross_entropy(x, weight, bias, targets, weights, softcap=softcap, chunk_rows=chunk_rows)
+        return _reduced(total, task, reduction)
+    if vocab_axis is not None and x.dtype == jnp.float16:
+        # Each part of the vocabulary has its share of x's gradient, and float16 has too few digits for a share of a
+        # mean's: they are added in float32.
+        x = x.astype(jnp.float32)
+    keep_logits = strategy == "full"
+    rows = linear_row_statistics(
+        x,
+        weight,
+        bias,
+        targets,
+        softcap=softcap,
+        chunk_rows=None if keep_logits else chunk_rows,
+        keep_logits=keep_logits,
+        metrics=return_aux,
+    )
+    rows = vocabulary.merge(rows, targets, metrics=return_aux)
+    losses = row_losses(rows, vocabulary.sum(target_total(targets, rows.log_sum_exp)), weights)
+    loss = losses if reduction == "none" else _reduced(jnp.sum(losses), task, reduction)
+    return (loss, _aux(rows, labels, task.kept, vocabulary)) if return_aux else loss
+
+
+class _Task(NamedTuple):
+    """What labels ask of each row: targets, the weights of both terms that compare with them, the part in a divisor."""
+
+    targets: Targets
+    label_weight: jax.Array
+    target_weight: jax.Array
+    kept: jax.Array
+    divisor: jax.Array
+
+
+def _by_labels(
+    labels: jax.Array, class_weight: Any, ignore_index: int, smoothing: float, vocabulary: Vocabulary, dtype: Any
+) -> _Task:
+    kept, labels = differ_from(labels, ignore_index), wide_ids(labels)
+    zeros = jnp.zeros_like(labels, dtype)  # laid out as labels are
+    weights = jnp.ones(vocabulary.columns, dtype) if class_weight is None else class_weight.astype(dtype)
+    of_label = zeros + 1 if class_weight is None else vocabulary.weights_of(labels, weights)
+    of_label = jnp.where(kept, of_label, zeros)
+    of_label = _nan_unless(~kept | ((labels >= 0) & (labels < vocabulary.classes)), of_label)
+    shared = weights if smoothing else jnp.zeros((0,), dtype)
+    targets = Targets(vocabulary.local(labels), shared, jnp.zeros((*labels.shape, 0), dtype))
+    smooth = jnp.where(kept, zeros + smoothing / vocabulary.classes, zeros)
+    return _Task(targets, (1 - smoothing) * of_label, smooth, kept, of_label)
+
+
+def _by_probabilities(
+    labels: jax.Array, class_weight: Any, ignore_index: int, smoothing: float, vocabulary: Vocabulary, dtype: Any
+) -> _Task:
+    # As they are, they are no further array of the logits' size.
+    probabilities = labels
+    if smoothing:
+        probabilities = (1 - smoothing) * labels.astype(dtype) + smoothing / vocabulary.classes
+    if class_weight is not None:
+        probabilities, class_weight = agreeing("... v, ... v ->", probabilities.astype(dtype), class_weight)
+        probabilities = probabilities * jnp.broadcast_to(class_weight.astype(dtype), probabilities.shape)
+    rows = labels.shape[:-1]
+    targets = Targets(jnp.full(rows, -1, jnp.int32), jnp.zeros((0,), dtype), probabilities)
+    return _Task(targets, jnp.zeros(rows, dtype), jnp.ones(rows, dtype), jnp.ones(rows, bool), jnp.ones(rows, dtype))
+
+
+def _reduced(total: jax.Array, task: _Task, reduction: str) -> jax.Array:
+    if reduction != "mean":
+        return total
+    divisor = jnp.sum(task.divisor)
+    # The mean of nothing is NaN and has gradients of zero, as rows that are skipped do: 1 / 0 must not reach them.
+    is_zero = divisor == 0
+    return _nan_unless(~is_zero, total / jnp.where(is_zero, 1, divisor))
+
+
+@jax.jit
+def _nan_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
+    """Compiled also where nothing else is, so that `jax.debug_nans` sees no NaN but one in the result."""
+    return jnp.where(valid, x, jnp.nan)
+
+
+def _aux(rows: RowStatistics, labels: jax.Array, kept: jax.Array, vocabulary: Vocabulary) -> LinearCrossEntropyAux:
+    lse = rows.max_logit + rows.log_sum_exp
+    likeliest = vocabulary.argmax(labels) if _are_probabilities(labels) else wide_ids(labels)
+    correct = kept & (rows.prediction.astype(likeliest.dtype) == likeliest)
+    return LinearCrossEntropyAux(
+        lse, correct.astype(lse.dtype), rows.prediction, rows.log_sum_exp - rows.mean_logit, kept
+    )
+
+
+def _resolve(strategy: str, x: jax.Array, logits_size: Any, scalar: bool) -> str:
+    """The strategy that runs, from shapes, arguments and `lowering.use`; a symbolic size may be of any value."""
+    reason = "as asked"
+    asks_for_kernels = lowering.current_selection().request(_NAME).startswith(("pallas", "interpret"))
+    if strategy == "auto" and asks_for_kernels and x.dtype.itemsize == 2:
+        # The kernels of every platform take 16 bits; those for GPUs refuse float32, which matrix units would round.
+        strategy, reason = "recompute", "which is what the kernels do"
+    elif strategy == "auto" and jax.export.is_symbolic_dim(logits_size):
+        strategy, reason = "full", f"as {logits_size} logits may be few"
+    elif strategy == "auto" and logits_size <= SMALL_LOGITS:
+        strategy, reason = "full", f"as {logits_size:,} logits are at most {SMALL_LOGITS:,}"
+    elif strategy == "auto":
+        strategy, reason = "grad_in_forward", f"as {logits_size:,} logits are more than {SMALL_LOGITS:,}"
+    if strategy == "grad_in_forward" and not scalar:
+        strategy, reason = "recompute", f"{reason}, and the loss is no scalar without aux on one shard"
+    lowering.note(f"{_NAME}: strategy {strategy}, {reason}")
+    return strategy
+
+
+def _default_chunk_rows(strategy: str, rows: Any, weight: jax.Array) -> int:
+    """How many rows have as many logits as are best computed at a time."""
+    if strategy != "recompute" or jax.export.is_symbolic_dim(rows * weight.size):
+        return default_chunk_rows(*weight.shape)
+    return max(1, default_logits(rows, weight.shape[1]) // weight.shape[0])
+
+
+def _are_probabilities(labels: jax.Array) -> bool:
+    return bool(jnp.issubdtype(labels.dtype, jnp.floating))
+
+
+def _by_class(weight: jax.Array, transposed: bool) -> jax.Array:
+    """The weight as (V, H)."""
+    if not transposed:
+        return weight
+    require(weight.ndim == 2, _NAME, "weight", "have shape (H, V)", weight)
+    return weight.T
+
+
+def _check_operands(x: jax.Array, weight: jax.Array, labels: jax.Array, bias: Any, class_weight: Any) -> None:
+    check_linear(x, weight)
+    require(weight.dtype == x.dtype, _NAME, "weight", f"have x's dtype {x.dtype}", weight)
+    rows, classes = x.shape[:-1], weight.shape[0]
+    if _are_probabilities(labels):
+        require(
+            labels.shape == (*rows, classes), _NAME, "labels", f"have shape {[*rows, classes]} as probabilities", labels
+        )
+    else:
+        integers = bool(jnp.issubdtype(labels.dtype, jnp.integer))
+        require(integers, _NAME, "labels", "be integers, or floating-point probabilities", labels)
+        require(labels.shape == rows, _NAME, "labels", f"have shape {list(rows)}, as x has rows", labels)
+    for argument, value in (("bias", bias), ("class_weight", class_weight)):
+        valid = value is None or (value.shape == (classes,) and bool(jnp.issubdtype(value.dtype, jnp.floating)))
+        require(valid, _NAME, argument, f"be a floating-point array of shape [{classes}]", value)

@@ -1,0 +1,154 @@
+"""Average pooling: the operator, and the gradient that spreads each window's over its elements."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._checks.attributes import require_bool
+from jaxops._checks.dtypes import accumulator
+from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.operands import as_array
+from jaxops._primitive.derivative import Active, Arrays, Derivative
+from jaxops._primitive.operator import Operator
+from jaxops.pooling import windows
+from jaxops.pooling.windows import Ints, Padding, Span
+
+
+def avg_pool(
+    x: jax.Array,
+    window: Ints,
+    *,
+    stride: Ints | None = None,
+    padding: Padding = 0,
+    count_include_pad: bool = True,
+    layout: str | None = None,
+) -> jax.Array:
+    """The mean of each window: `y[o] = sum over k of x[o * stride - before + k] / count[o]`, with zeros around x.
+
+    The gradient spreads evenly: `grad_x[i] = sum of grad_y[o] / count[o] over the windows o that hold i`.
+
+    Args:
+      x: images of any floating dtype: (N, C, H, W) or (C, H, W), or as `layout` says.
+      window: extents of the windows: one for all spatial axes, or one each.
+      stride: steps between windows; None means the window.
+      padding: how many positions windows may reach over before and behind x, fewer than the window has: one number for
+        all sides, or for each spatial axis a number or a pair (before, behind). "VALID" is 0; "SAME" is what makes
+        `ceil(extent / stride)` windows, half before x and half behind it, with an odd one behind.
+      count_include_pad: whether count is the size of the window everywhere, or that of its part inside of x.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". x may lack the batch axis N: "NHWC" with three axes is one image
+        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). None means NCHW for three and four axes, NCDHW for
+        five.
+
+    Returns:
+      The dtype and layout of x, with spatial extents `1 + (extent + before + behind - window) // stride`.
+
+    Raises:
+      BadParamError: if x is not floating point or has another rank than the layout, a number is out of range, or the
+        window is larger than x with its padding.
+
+    Numerics: sums in float32 (float64 for float64), divides and rounds once, forward and backward. All modes and orders
+      of derivatives exist; the gradient does not read x. On every platform it runs as XLA's one-dimensional window
+      reductions.
+
+    Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.avg_pool2d`.
+    """
+    x = as_array("avg_pool", "x", x, status=BAD_PARAM)
+    layout, extents, attributes = windows.requested("avg_pool", x, window, stride, padding, layout)
+    count_include_pad = require_bool("avg_pool", "count_include_pad", count_include_pad, status=BAD_PARAM)
+    attributes |= {"count_include_pad": count_include_pad, "extents": extents}
+    (y,) = AVG_POOL(windows.to_volume(x, layout), **attributes)
+    return windows.from_volume(y, layout)
+
+
+def _check(x: Any, *, extents: tuple[int, ...], count_include_pad: bool, **attributes: Any) -> None:
+    windows.check_volume("avg_pool", "x", x)
+    require(x.shape[-4:-1] == extents, "avg_pool", "x", f"have the extents {extents}", x, status=BAD_PARAM)
+    windows.check_windows("avg_pool", extents, **attributes)
+
+
+def _check_backward(grad: Any, *, extents: tuple[int, ...], count_include_pad: bool, **attributes: Any) -> None:
+    name = "avg_pool_backward"
+    windows.check_volume(name, "grad", grad)
+    windows.check_windows(name, extents, **attributes)
+    outputs = tuple(span.outputs for span in windows.spans(extents, **attributes))
+    require(grad.shape[-4:-1] == outputs, name, "grad", f"have the extents {outputs}", grad, status=BAD_PARAM)
+
+
+def _means(x: jax.Array, *, extents: tuple[int, ...], count_include_pad: bool, **attributes: Any) -> Arrays:
+    along = windows.spans(extents, **attributes)
+    total, spans = windows.squeezed(x.astype(accumulator(x.dtype)), along)
+    for span in spans:
+        total = windows.pooled_along(total, span, 0.0, jax.lax.add)
+    mean = (total / _counts(spans, count_include_pad, total)).astype(x.dtype)
+    return (windows.unsqueezed(mean, x, along),)
+
+
+def _backward(grad: jax.Array, *, extents: tuple[int, ...], count_include_pad: bool, **attributes: Any) -> Arrays:
+    along = windows.spans(extents, **attributes)
+    total, spans = windows.squeezed(grad.astype(accumulator(grad.dtype)), along)
+    total = total / _counts(spans, count_include_pad, total)
+    for span in spans:
+        total = _spread_along(total, span)
+    return (windows.unsqueezed(total.astype(grad.dtype), grad, along),)
+
+
+def _counts(spans: Sequence[Span], include_padding: bool, pooled: jax.Array) -> jax.Array | int:
+    """How many elements each window counts, to broadcast against what was pooled."""
+    if include_padding:
+        return math.prod(span.window for span in spans)
+    counts = jnp.ones((), pooled.dtype)
+    for span in spans:
+        # From the extents: XLA would evaluate windows over ones while compiling, for minutes.
+        starts = span.stride * windows.positions(pooled.shape, span.axis) - span.before
+        inside = jnp.minimum(starts + span.window, span.extent) - jnp.maximum(starts, 0)
+        counts = counts * inside.astype(pooled.dtype)
+    return counts
+
+
+def _spread_along(grad: jax.Array, span: Span) -> jax.Array:
+    """Along one axis, the sum at each position of the gradients of the windows that hold it."""
+    # With `stride - 1` holes between the gradients, those windows lie side by side, and their sum is a window's again.
+    before = span.window - 1 - span.before
+    behind = span.extent + span.before - (span.outputs - 1) * span.stride - 1
+    return windows.reduced_along(
+        grad, span.axis, 0.0, jax.lax.add, span.window, padding=(before, behind), dilation=span.stride
+    )
+
+
+# Linear: its tangents are pooled, and nothing of x is kept.
+
+
+def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
+    return AVG_POOL(*operands, **params), ()
+
+
+def _tangent(residuals: Arrays, tangents: Arrays, active: Active, **params: Any) -> Arrays:
+    return AVG_POOL(*tangents, **params)
+
+
+def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, **params: Any) -> Arrays:
+    return AVG_POOL_BACKWARD(*cotangents, **params)
+
+
+def _linearize_backward(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
+    return AVG_POOL_BACKWARD(*operands, **params), ()
+
+
+AVG_POOL = Operator(
+    "avg_pool",
+    "... d h w c -> ... d_out h_out w_out c",
+    _check,
+    _means,
+    Derivative(_vjp, _tangent, _linearize),
+)
+# Each of the two is the other's transpose.
+AVG_POOL_BACKWARD = Operator(
+    "avg_pool_backward",
+    "... d_out h_out w_out c -> ... d h w c",
+    _check_backward,
+    _backward,
+    Derivative(_tangent, _vjp, _linearize_backward),
+)

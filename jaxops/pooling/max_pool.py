@@ -1,0 +1,285 @@
+"""Max pooling: the operator, the gradient that goes to each window's first maximum, and that gradient's transpose."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxops._checks.dtypes import accumulator, check_floating
+from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.operands import as_array
+from jaxops._primitive import sharding
+from jaxops._primitive.derivative import Active, Arrays, Derivative
+from jaxops._primitive.operator import Operator
+from jaxops.pooling import windows
+from jaxops.pooling.patterns import SELECT_AND_SCATTER
+from jaxops.pooling.windows import Ints, Padding, Span
+from pallas_kernels.gpu import max_pool_backward as gpu
+from pallas_kernels.tpu import max_pool_backward as tpu
+
+# Beyond this many steps a loop is compiled as one.
+UNROLLED_STEPS = 16
+
+
+def max_pool(
+    x: jax.Array, window: Ints, *, stride: Ints | None = None, padding: Padding = 0, layout: str | None = None
+) -> jax.Array:
+    """The maximum of each window: `y[o] = max over k of x[o * stride - before + k]`, inside of x only.
+
+    The gradient goes to the first maximum of each window in row-major order; where windows overlap it adds up:
+
+        grad_x[i] = sum of grad_y[o] over {o : i is the first maximum of window o}
+
+    Args:
+      x: images of any floating dtype: (N, C, H, W) or (C, H, W), or as `layout` says.
+      window: extents of the windows: one for all spatial axes, or one each.
+      stride: steps between windows; None means the window.
+      padding: how many positions windows may reach over before and behind x, fewer than the window has: one number for
+        all sides, or for each spatial axis a number or a pair (before, behind). "VALID" is 0; "SAME" is what makes
+        `ceil(extent / stride)` windows, half before x and half behind it, with an odd one behind. Padding is never a
+        maximum: a window of negative numbers has a negative one.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". x may lack the batch axis N: "NHWC" with three axes is one image
+        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). None means NCHW for three and four axes, NCDHW for
+        five.
+
+    Returns:
+      The dtype and layout of x, with spatial extents `1 + (extent + before + behind - window) // stride`.
+
+    Raises:
+      BadParamError: if x is not floating point or has another rank than the layout, a number is out of range, or the
+        window is larger than x with its padding.
+
+    Numerics: a window with NaN has the maximum NaN, and its gradient goes to the first NaN; a window of -inf passes its
+      gradient to its first element inside of x. Gradients are summed in float32 (float64 for float64), always in the
+      same order, without scatters: repeated runs agree in every bit. All modes and orders of derivatives exist. On
+      every platform it runs as XLA operations: one-dimensional window reductions forward, slices and comparisons
+      backward. For images with their channels last, kernels of the gradient are opt-in: on TPUs where XLA keeps 128
+      channels or so in lanes and an image fits VMEM, on NVIDIA GPUs where windows share no element. Windows along a
+      minor axis would have their elements in lanes that are not theirs, for which neither chip has strided loads.
+
+    Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.max_pool2d`.
+    """
+    x = as_array("max_pool", "x", x, status=BAD_PARAM)
+    layout, _, attributes = windows.requested("max_pool", x, window, stride, padding, layout)
+    (y,) = MAX_POOL(windows.to_volume(x, layout), **attributes, propagate_nan=True)
+    return windows.from_volume(y, layout)
+
+
+def _check(x: Any, *, propagate_nan: bool, **attributes: Any) -> None:
+    windows.check_volume("max_pool", "x", x)
+    windows.check_windows("max_pool", x.shape[-4:-1], **attributes)
+
+
+def _check_backward(x: Any, grad: Any, *, propagate_nan: bool, **attributes: Any) -> None:
+    name = "max_pool_backward"
+    windows.check_volume(name, "x", x)
+    windows.check_windows(name, x.shape[-4:-1], **attributes)
+    check_floating(name, grad=grad)
+    shape = windows.pooled_shape(x.shape, **attributes)
+    require(grad.shape == shape, name, "grad", f"have the shape of the windows, {shape}", grad, status=BAD_PARAM)
+
+
+def _check_at(x: Any, values: Any, *, propagate_nan: bool, **attributes: Any) -> None:
+    name = "max_pool_at"
+    windows.check_volume(name, "x", x)
+    windows.check_windows(name, x.shape[-4:-1], **attributes)
+    check_floating(name, values=values)
+    require(values.shape == x.shape, name, "values", f"have the shape of x, {x.shape}", values, status=BAD_PARAM)
+
+
+def _maxima(x: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
+    along = windows.spans(x.shape[-4:-1], **attributes)
+    y, spans = windows.squeezed(x, along)
+    if not propagate_nan:
+        y = jnp.where(jnp.isnan(y), -jnp.inf, y)
+    for span in spans:
+        y = windows.pooled_along(y, span, -np.inf, jax.lax.max)
+    return (windows.unsqueezed(y, x, along),)
+
+
+def _backward(x: jax.Array, grad: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
+    along = windows.spans(x.shape[-4:-1], **attributes)
+    image, spans = windows.squeezed(x, along)
+    total, _ = windows.squeezed(grad.astype(accumulator(grad.dtype)), along)
+    keys = _keys(image, propagate_nan)
+    won = []
+    # Columns before rows: the first of equal rows wins, and in it the first of its columns.
+    for span in reversed(spans):
+        keys, winners = _winners(keys, windows.positions(keys.shape, span.axis), span)
+        won.append((span, winners))
+    for span, winners in reversed(won):
+        total = _returned(total, winners, span)
+    return (windows.unsqueezed(total.astype(grad.dtype), x, along),)
+
+
+def _at(x: jax.Array, values: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
+    """`values` where the windows of x have their first maxima: linear in `values`."""
+    along = windows.spans(x.shape[-4:-1], **attributes)
+    image, spans = windows.squeezed(x, along)
+    picked, _ = windows.squeezed(values, along)
+    keys = _keys(image, propagate_nan)
+    for span in reversed(spans):
+        keys, picked = _winners(keys, picked, span)
+    return (windows.unsqueezed(picked, x, along),)
+
+
+def _keys(x: jax.Array, propagate_nan: bool) -> jax.Array:
+    """Integers in the order of x: equal for equal numbers, and more than the least integer, which is for padding.
+
+    NaN is more than infinity if it is propagated, and less than -infinity otherwise.
+    """
+    x = x.astype(accumulator(x.dtype))
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+    least, greatest = np.iinfo(bits.dtype).min, np.iinfo(bits.dtype).max
+    # Negative numbers count down from the sign bit.
+    return jnp.where(jnp.isnan(x), greatest if propagate_nan else least + 1, jnp.where(bits < 0, bits ^ greatest, bits))
+
+
+def _winners(keys: jax.Array, values: jax.Array, span: Span) -> Arrays:
+    """The greatest key of each window along one axis, and the value that lies beside the first one of them."""
+    reach = (span.outputs - 1) * span.stride + span.window
+    # The windows end within the padding.
+    behind = _at_least_0(reach - span.before - span.extent, limit=span.behind)
+    keys = _padded(keys, span.axis, span.before, behind, np.iinfo(keys.dtype).min)
+    values = _padded(values, span.axis, span.before, behind, 0)
+    # XLA's partitioner takes the wrong position of a split axis for a slice with one element and a longer stride.
+    stride = 1 if span.outputs == 1 else span.stride
+
+    def element(x: jax.Array, offset: Any) -> jax.Array:
+        length = reach - span.window + 1
+        if isinstance(offset, int):
+            return jax.lax.slice_in_dim(x, offset, offset + length, stride, span.axis)
+        across = jax.lax.dynamic_slice_in_dim(x, offset, length, span.axis)
+        return jax.lax.slice_in_dim(across, 0, None, stride, span.axis)
+
+    def challenge(offset: Any, best: Arrays) -> Arrays:
+        key, value = element(keys, offset), element(values, offset)
+        return jnp.maximum(key, best[0]), jnp.where(key > best[0], value, best[1])
+
+    key = element(keys, 0)
+    value = jnp.broadcast_to(element(values, 0), key.shape)
+    return _repeat(1, span.window, challenge, tuple(sharding.same_varying_axes([key, value])))
+
+
+def _returned(grad: jax.Array, winners: jax.Array, span: Span) -> jax.Array:
+    """Along one axis, the sum at each position of the gradients of the windows that it won."""
+    axis, extent, window, stride, before, _ = span
+    # Position `stride * group + phase` lies in the windows `group - shift`, for a few shifts.
+    shifts = range(-((before + stride - 1) // stride), (window - 1 - before) // stride + 1)
+    groups = -(-extent // stride)
+    behind = _at_least_0(groups - shifts[0] - span.outputs, limit=2 + window // stride)
+    grad = _padded(grad, axis, shifts[-1], behind, 0)
+    winners = _padded(winners, axis, shifts[-1], behind, -1)
+
+    def shifted(x: jax.Array, shift: Any) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, shifts[-1] - shift, groups, axis)
+
+    def at_phase(phase: int) -> jax.Array:
+        total = jnp.zeros_like(shifted(grad, 0))
+        positions = stride * windows.positions(total.shape, axis) + phase
+        for shift in shifts:
+            if 0 <= stride * shift + phase + before < window:
+                total += jnp.where(shifted(winners, shift) == positions, shifted(grad, shift), 0.0)
+        return total
+
+    def add_shift(step: Any, total: jax.Array) -> jax.Array:
+        winner, each = (jnp.expand_dims(shifted(x, shifts[0] + step), axis) for x in (winners, grad))
+        positions = stride * windows.positions(total.shape, axis - 1) + windows.positions(total.shape, axis)
+        return total + jnp.where(winner == positions, each, 0.0)
+
+    if max(window, stride) <= UNROLLED_STEPS:
+        # XLA makes loops of this that vectorise, and that do not find winners again for every phase.
+        by_phase = jnp.stack([at_phase(phase) for phase in range(stride)], axis)
+    else:
+        nothing = jnp.expand_dims(jnp.zeros_like(shifted(grad, 0)), axis)
+        by_phase = _repeat(0, len(shifts), add_shift, jnp.repeat(nothing, stride, axis))
+    shape = list(grad.shape)
+    shape[axis] = groups * stride
+    return jax.lax.slice_in_dim(by_phase.reshape(shape), 0, extent, axis=axis)
+
+
+def _at_least_0(size: int, *, limit: int) -> int:
+    """A size of padding, if it is positive; a symbolic one is replaced by what it never exceeds."""
+    return limit if jax.export.is_symbolic_dim(size) else max(size, 0)
+
+
+def _padded(x: jax.Array, axis: int, before: int, behind: int, value: float) -> jax.Array:
+    widths = [(0, 0, 0)] * x.ndim
+    widths[axis] = (before, behind, 0)
+    return jax.lax.pad(x, jnp.asarray(value, x.dtype), widths)
+
+
+def _repeat(start: int, stop: int, step: Callable[[Any, Any], Any], state: Any) -> Any:
+    """`state = step(i, state)` for i from start to stop: written out, or a loop where that would be a long program."""
+    if stop - start > UNROLLED_STEPS:
+        return jax.lax.fori_loop(start, stop, step, state)
+    return functools.reduce(lambda state, i: step(i, state), range(start, stop), state)
+
+
+def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
+    (x,) = operands
+    return MAX_POOL(x, **params), (x,)
+
+
+def _tangent(residuals: Arrays, tangents: Arrays, active: Active, **params: Any) -> Arrays:
+    return MAX_POOL_AT(*residuals, *tangents, **params)
+
+
+def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, **params: Any) -> Arrays:
+    return MAX_POOL_BACKWARD(*residuals, *cotangents, **params)
+
+
+# The other two operators are linear in their second operand, and each other's transpose. Of x they read the order of
+# its elements, so that its own derivative is zero.
+
+
+def _backward_tangent(residuals: Arrays, tangents: Arrays, active: Active, **params: Any) -> Arrays:
+    x, _, result = residuals
+    return MAX_POOL_BACKWARD(x, tangents[-1], **params) if active[1] else (jnp.zeros_like(result),)
+
+
+def _backward_vjp(residuals: Arrays, cotangents: Arrays, active: Active, **params: Any) -> Arrays:
+    x = residuals[0]
+    return _zero_if(active[0], x) + (MAX_POOL_AT(x, *cotangents, **params) if active[1] else ())
+
+
+def _at_tangent(residuals: Arrays, tangents: Arrays, active: Active, **params: Any) -> Arrays:
+    x, _, result = residuals
+    return MAX_POOL_AT(x, tangents[-1], **params) if active[1] else (jnp.zeros_like(result),)
+
+
+def _at_vjp(residuals: Arrays, cotangents: Arrays, active: Active, **params: Any) -> Arrays:
+    x = residuals[0]
+    return _zero_if(active[0], x) + (MAX_POOL_BACKWARD(x, *cotangents, **params) if active[1] else ())
+
+
+def _zero_if(active: bool, x: jax.Array) -> Arrays:
+    return (jnp.zeros_like(x),) if active else ()
+
+
+MAX_POOL = Operator(
+    "max_pool",
+    "... d h w c -> ... d_out h_out w_out c",
+    _check,
+    _maxima,
+    Derivative(_vjp, _tangent, _linearize, residuals="... d h w c"),
+    patterns=(SELECT_AND_SCATTER,),
+)
+MAX_POOL_BACKWARD = Operator(
+    "max_pool_backward",
+    "... d h w c, ... d_out h_out w_out c -> ... d h w c",
+    _check_backward,
+    _backward,
+    Derivative(_backward_vjp, _backward_tangent),
+    kernels=(tpu.KERNEL, gpu.KERNEL),
+)
+MAX_POOL_AT = Operator(
+    "max_pool_at",
+    "... d h w c, ... d h w c -> ... d_out h_out w_out c",
+    _check_at,
+    _at,
+    Derivative(_at_vjp, _at_tangent),
+)

@@ -1,0 +1,85 @@
+"""The process that `lowering.compile` starts: it compiles what it finds in folders, and leaves the results there.
+
+Compilers for chips that are not here take over settings of the whole process; this one has nothing to lose. It reads a
+folder's name a line, answers with a line when the folder is done, and ends when nothing has been asked for a while.
+"""
+
+import json
+import os
+import select
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu  # registers the runtime that Mosaic GPU kernels are linked with
+import jax.export
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from lowering import _jax_private
+from lowering.compiling.report import compiled_facts
+from lowering.targets import gpu_target_config, named
+from pallas_kernels.hardware import Hardware
+
+_IDLE_SECONDS = 120
+
+
+def main() -> None:
+    """Serves requests from standard input."""
+    # Compilers may print; only answers go where the parent listens.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    while select.select([sys.stdin], [], [], _IDLE_SECONDS)[0] and (line := sys.stdin.readline()):
+        folder = Path(line.rstrip("\n"))
+        os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+        try:
+            _compile(folder)
+        except Exception as error:
+            (folder / "error").write_text("".join(traceback.format_exception_only(error)))
+        print("done", file=answers, flush=True)
+
+
+def _compile(folder: Path) -> None:
+    """Compiles `folder`'s exported function for the target in its request."""
+    request = json.loads((folder / "request.json").read_text())
+    jax.config.update("jax_enable_x64", request["x64"])
+    exported = jax.export.deserialize(bytearray((folder / "exported").read_bytes()))
+    devices = np.array(_devices(named(request["target"]), request["topology"])[: exported.nr_devices])
+    axis_types = tuple(AxisType[name] for name in request["axis_types"])
+    mesh = Mesh(devices.reshape(request["axis_sizes"]), request["axis_names"], axis_types=axis_types)
+    shardings = [sharding or NamedSharding(mesh, PartitionSpec()) for sharding in exported.in_shardings_jax(mesh)]
+    operands = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(exported.in_avals, shardings, strict=True)
+    ]
+    # Without operands, results say where the function runs.
+    results = None if operands else tuple(NamedSharding(mesh, PartitionSpec()) for _ in exported.out_avals)
+    lowered = jax.jit(exported.call, donate_argnums=request["donated"], out_shardings=results).lower(*operands)
+    start = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        # XLA chooses tiles for Triton by trying them on the GPU. Without one it guesses; where the guess does not fit
+        # (JAX 0.10), matrix products are left to cuBLAS, which is the other thing that it would have tried.
+        if "output tile sizes" not in str(error):
+            raise
+        compiled = lowered.compile({"xla_gpu_enable_triton_gemm": False})
+    facts = compiled_facts(compiled, time.perf_counter() - start)
+    (folder / "hlo").write_text(compiled.as_text() or "")
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def _devices(hardware: Hardware, topology: str) -> Any:
+    """The chips of a topology; without one, of the smallest that can be compiled for."""
+    if hardware.platform == "tpu":
+        generation, _, smallest = hardware.smallest_slice.partition(":")
+        return topologies.get_topology_desc(f"{generation}:{topology or smallest}", platform="tpu").devices
+    return _jax_private.cuda_devices(gpu_target_config(hardware), topology or "1")
+
+
+if __name__ == "__main__":
+    main()

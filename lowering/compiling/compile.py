@@ -1,0 +1,189 @@
+"""Compiles a function for a chip, in this machine or not, with that chip's real compiler."""
+
+import dataclasses
+import json
+import math
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from lowering import static_leaves
+from lowering.compiling import compilers, process
+from lowering.compiling.progress import shown
+from lowering.compiling.report import KERNEL_CALLS, CompiledReport, compiled_facts, gpu_resources, report_of
+from lowering.register import lowered_without_devices
+from lowering.targets import TOPOLOGY, abstract_device, compiled_for, here, named
+from pallas_kernels.hardware import Hardware
+
+_SCREEN = 30  # lines
+
+
+class CompileError(RuntimeError):
+    """The compiler for a target refuses a function, or is not installed."""
+
+
+def availability(hardware: Hardware) -> str:
+    """Whether a target is "here", this machine "can compile for" it, or what that "needs: jaxops targets --install"."""
+    if hardware.platform == "cpu" or hardware == here():
+        return "here"
+    if compilers.interpreter(hardware.platform):
+        return "can compile for"
+    return f"needs: {compilers.command(hardware.platform)}"
+
+
+def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
+    """Compiles a function with a chip's real compiler, whether or not the chip is in this machine.
+
+    For another platform than this process computes on, the function is traced and lowered here, and compiled in a
+    process that is started for that, and kept for a while for the next one: nothing in this one changes. On a terminal,
+    what is being done and for how long is shown meanwhile. Operators take
+    the implementations that `lowering.explain` names for the target; `jaxops.use("pallas")` around the call asks for
+    kernels.
+
+    Args:
+      fn: a function of arrays, jitted or not. What it donates is donated.
+      *args: what it is called with: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. For a slice, with shardings
+        over a mesh of as many devices, which may be a `jax.sharding.AbstractMesh`.
+      target: the name of one of `targets()`; for a slice of several chips with its topology, as in "tpu-v5e:16x16",
+        "tpu-v5p:8x8x8" or "cuda-h100:8".
+
+    Raises:
+      CompileError: if the target's compiler is not installed or refuses the function, and for functions over another
+        number of devices than the target has, or of symbolic shapes.
+      ValueError: for an unknown target.
+      OperatorError: what an operator has to say about its arguments.
+    """
+    name, _, topology = target.partition(":")
+    hardware = named(name)
+    devices = _chips(topology) * (hardware.devices_per_chip if topology else 1)
+    if not hardware.device_kind:
+        raise CompileError(f"lowering.compile: target must name a chip; got the platform {target!r}")
+    given = fn
+    fn, args = static_leaves.of_arrays(fn, args)
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(args)]
+    unknown = [shape for shape in shapes if any(map(jax.export.is_symbolic_dim, shape))]
+    if unknown:
+        raise CompileError(f"lowering.compile: args must have shapes of known sizes; got {unknown[0]}")
+    jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
+    if availability(hardware) == "here" and not topology:
+        with shown(f"compiling for {target}"):
+            report = _compiled_here(jitted, args, hardware)
+        call = report.call
+        if fn is given or call is None:
+            return report
+        return dataclasses.replace(report, call=lambda *args: call(*static_leaves.without_fixed(given, args)))
+    status = "is no slice" if hardware.platform == "cpu" else availability(hardware)
+    if status != "can compile for":
+        raise CompileError(
+            f"lowering.compile: target must be one that is here or can be compiled for; got {target!r}, which {status}"
+        )
+    with shown(f"tracing and lowering for {target}"):
+        exported, request = _lowered_for(jitted, args, hardware)
+    if exported.nr_devices != devices:
+        raise CompileError(
+            f"lowering.compile: args must lie on {devices} devices, as {target!r} has; "
+            f"got a mesh of {exported.nr_devices}"
+        )
+    with shown(f"compiling for {target}"):
+        return _compiled_in_child(exported, {**request, "topology": topology}, hardware)
+
+
+def _chips(topology: str) -> int:
+    """How many chips a topology such as "16x16" has; 1 for none."""
+    if not TOPOLOGY.fullmatch(topology):
+        raise CompileError(f"lowering.compile: target must have a topology such as 16x16 or 8; got {topology!r}")
+    return math.prod(int(size) for size in topology.split("x") if size)
+
+
+def _compiled_here(jitted: Any, args: Sequence[Any], hardware: Hardware) -> CompiledReport:
+    platform = "gpu" if hardware.platform == "cuda" else hardware.platform
+    with jax.default_device(jax.devices(platform)[0]):
+        lowered = jitted.lower(*args)
+        start = time.perf_counter()
+        compiled = lowered.compile()
+        seconds = time.perf_counter() - start
+    facts = compiled_facts(compiled, seconds)
+    return report_of(hardware, facts, lowered.as_text(), compiled.as_text(), call=compiled)
+
+
+def _lowered_for(jitted: Any, args: Sequence[Any], hardware: Hardware) -> tuple[jax.export.Exported, dict[str, Any]]:
+    """The function as StableHLO for the target, of flat arguments and results; its mesh, and what it donates."""
+    mesh, args = _on_chips(args, hardware)
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
+    with compiled_for(hardware), jax.sharding.use_abstract_mesh(mesh), lowered_without_devices():
+        exported = jax.export.export(jitted, platforms=[hardware.platform], disabled_checks=checks)(*args)
+        donated = [argument.donated for argument in jax.tree.leaves(jitted.trace(*args).args_info)]
+    return flattened(exported), {
+        "target": hardware.name,
+        "x64": bool(jax.config.read("jax_enable_x64")),
+        "donated": [position for position, is_donated in enumerate(donated) if is_donated],
+        "axis_sizes": mesh.axis_sizes,
+        "axis_names": mesh.axis_names,
+        "axis_types": [axis_type.name for axis_type in mesh.axis_types],
+    }
+
+
+def _on_chips(args: Any, hardware: Hardware) -> tuple[AbstractMesh, Any]:
+    """The mesh that arguments lie on, without its devices, or one of a single chip; and their types on it."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1]
+    if not meshes:
+        device = abstract_device(hardware)
+        return AbstractMesh((1,), ("chip",), (AxisType.Auto,), abstract_device=device), args
+    # The function may name its mesh, in shard_map for one: what it names has to be the mesh around it.
+    mesh = meshes[0].abstract_mesh
+
+    def on_mesh(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+        aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, spec))
+
+    return mesh, jax.tree.map(on_mesh, args)
+
+
+def flattened(exported: jax.export.Exported) -> jax.export.Exported:
+    """The same of flat arguments and results: trees of users' own types cannot be written to a file."""
+    in_tree = jax.tree.structure((tuple(exported.in_avals), {}))
+    out_tree = jax.tree.structure(tuple(exported.out_avals))
+    return dataclasses.replace(exported, in_tree=in_tree, out_tree=out_tree)
+
+
+def _compiled_in_child(exported: jax.export.Exported, request: dict[str, Any], hardware: Hardware) -> CompiledReport:
+    stablehlo = exported.mlir_module()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "exported").write_bytes(exported.serialize())
+        (folder / "request.json").write_text(json.dumps(request))
+        try:
+            gpu_kernels = hardware.name, _mosaic_gpu_kernels(stablehlo)
+            process.compile_folder(folder, hardware.platform, gpu_kernels)
+        except process.CompilerEndedError as error:
+            lines = str(error).strip().splitlines()
+            raise CompileError(
+                f"lowering.compile: {hardware.name}'s compiler dies of fn: {_screen(lines[-_SCREEN:])}"
+            ) from None
+        refusal = folder / "error"
+        if refusal.exists():
+            lines = refusal.read_text().strip().splitlines()
+            raise CompileError(f"lowering.compile: {hardware.name}'s compiler refuses fn: {_screen(lines[:_SCREEN])}")
+        facts = json.loads((folder / "facts.json").read_text())
+        resources = tuple(gpu_resources(folder))
+        return report_of(hardware, facts, stablehlo, (folder / "hlo").read_text(), resources)
+
+
+def _mosaic_gpu_kernels(stablehlo: str) -> frozenset[str]:
+    """The hashes of a program's Mosaic GPU kernels. A process dumps each only once: when it first compiles it."""
+    return frozenset(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', stablehlo))
+
+
+def _screen(lines: Sequence[str]) -> str:
+    return "\n".join(lines) or "no message"

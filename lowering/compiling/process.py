@@ -1,0 +1,108 @@
+"""The processes that compile for chips which are not here."""
+
+import atexit
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from lowering.compiling import compilers
+
+# Read by libtpu, the CUDA plugin and JAX when they start, which is why compilers run in processes of their own.
+_ENVIRONMENT = {
+    **compilers.QUIET,
+    "JAX_PLATFORMS": "cpu",
+    # What comes from a cache was not compiled: nothing would be dumped, and the time would not be the compiler's.
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "MOSAIC_GPU_DUMP_PTXAS": "1",
+}
+_running: dict[str, "_Process"] = {}
+_lock = threading.Lock()
+
+
+class CompilerEndedError(RuntimeError):
+    """The process ended in the middle of its work; the message is the last that it wrote."""
+
+
+def compile_folder(folder: Path, platform: str, gpu_kernels: tuple[str, frozenset[str]] = ("", frozenset())) -> None:
+    """Has `lowering.compiling.child` compile what is in this folder, in the process for the platform.
+
+    Args:
+      folder: what to compile; the results are written there.
+      platform: one process is kept for each.
+      gpu_kernels: the chip, and the Mosaic GPU kernels to be compiled for it. A process reports a kernel only when it
+        compiles it for the first time, and keeps to the architecture of its first: where it has compiled one of these
+        before, or any for another chip, it is replaced by a new one.
+
+    Raises:
+      CompilerEndedError: if the process dies of it.
+    """
+    with _lock:
+        process = _running.pop(platform, None)
+        if process is not None and not process.can_report(*gpu_kernels):
+            process.end()
+            process = None
+        # A process that has had nothing to do ends by itself, and may do so just now.
+        if process is None or process.last_words_about(folder) is not None:
+            process = _Process(platform)
+            last_words = process.last_words_about(folder)
+            if last_words is not None:
+                raise CompilerEndedError(last_words)
+        process.add_reported(*gpu_kernels)
+        _running[platform] = process
+
+
+class _Process:
+    """One compiler process, its pipes, the file that it complains to, and the kernels that it has reported."""
+
+    def __init__(self, platform: str) -> None:
+        self._chip = ""
+        self._reported: frozenset[str] = frozenset()
+        # A file, and not a pipe: nobody reads it while the compiler writes.
+        self._complaints = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 it outlives this function
+        self._process = subprocess.Popen(
+            [compilers.interpreter(platform) or sys.executable, "-m", "lowering.compiling.child"],
+            env=compilers.with_this_path({**os.environ, **_ENVIRONMENT}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            text=True,
+        )
+        atexit.register(self.end)
+
+    def can_report(self, chip: str, kernels: frozenset[str]) -> bool:
+        """Whether Mosaic GPU kernels for a chip are new to this process, and it has compiled none for other chips."""
+        return not kernels or (self._chip in ("", chip) and self._reported.isdisjoint(kernels))
+
+    def add_reported(self, chip: str, kernels: frozenset[str]) -> None:
+        """Takes down what this process has compiled."""
+        if kernels:
+            self._chip = chip
+            self._reported |= kernels
+
+    def last_words_about(self, folder: Path) -> str | None:
+        """Hands over a folder and waits until it is done; what the process has written, if it ends instead."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{folder}\n")
+            self._process.stdin.flush()
+            if self._process.stdout.readline():
+                return None
+        self._complaints.seek(0)
+        last_words = self._complaints.read()
+        self.end()
+        return last_words
+
+    def end(self) -> None:
+        """Ends the process."""
+        atexit.unregister(self.end)
+        self._process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
+        self._complaints.close()
