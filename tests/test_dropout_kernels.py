@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import lowering
 from jaxops import dropout
-from jaxops.dropout import probability_and_scale
+from jaxops.dropout.api import probability_and_scale
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.gpu import dropout as gpu_dropout
 from pallas_kernels.hardware import Hardware

@@ -12,9 +12,15 @@ from jaxops._checks.errors import BAD_PARAM, require
 from jaxops._checks.operands import as_array, as_arrays, as_optional
 from jaxops.activation.modes import IDENTITY, Activation
 from jaxops.batch_norm.fused_activation import requested
-from jaxops.batch_norm.inference import BATCH_NORM_ADD_INFERENCE, BATCH_NORM_INFERENCE
 from jaxops.batch_norm.layouts import View, view_of
-from jaxops.batch_norm.operator import BATCH_NORM, BATCH_NORM_ACTIVATION, BATCH_NORM_ADD_ACTIVATION, inverse_std
+from jaxops.batch_norm.operator import (
+    BATCH_NORM,
+    BATCH_NORM_ACTIVATION,
+    BATCH_NORM_ADD_ACTIVATION,
+    BATCH_NORM_ADD_INFERENCE,
+    BATCH_NORM_INFERENCE,
+    inverse_std,
+)
 from jaxops.batch_norm.statistics import check_like_images
 
 BN_MIN_EPSILON = 0.0

@@ -1,4 +1,4 @@
-"""The operators of batch normalization in training, and how they are differentiated."""
+"""The operators of batch normalization in training and in inference, and how they are differentiated."""
 
 import functools
 from collections.abc import Hashable, Sequence
@@ -49,6 +49,32 @@ def _forward(
     mean, variance = mean_and_variance(x, axis_name)
     u = pre_activation(x, scale, bias, *residual, mean=mean, inv_std=inverse_std(variance, epsilon))
     return activated(activation, u).astype(x.dtype), mean, variance
+
+
+def _check_inference(
+    x: Any, scale: Any, bias: Any, mean: Any, variance: Any, *residual: Any, name: str, **_: Any
+) -> None:
+    check_images(name, x)
+    check_statistics(name, x, scale=scale, bias=bias, mean=mean, variance=variance)
+    for array in residual:
+        check_like_images(name, x, residual=array)
+
+
+def _inference(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    mean: jax.Array,
+    variance: jax.Array,
+    *residual: jax.Array,
+    epsilon: float,
+    activation: Activation,
+) -> Arrays:
+    factor = scale / jnp.sqrt(variance + epsilon)
+    u = (x.astype(mean.dtype) - spread(mean)) * spread(factor) + spread(bias)
+    for array in residual:
+        u = u + array.astype(u.dtype)
+    return (activated(activation, u).astype(x.dtype),)
 
 
 def inverse_std(variance: jax.Array, epsilon: float) -> jax.Array:
@@ -162,3 +188,16 @@ BATCH_NORM = _operator("batch_norm", "", "")
 BATCH_NORM_ACTIVATION = _operator("batch_norm_activation", "", ", ... n a c b")
 BATCH_NORM_ADD_ACTIVATION = _operator("batch_norm_add_activation", ", ... n a c b", ", ... n a c b")
 _FORWARD = {operator.name: operator for operator in (BATCH_NORM, BATCH_NORM_ACTIVATION, BATCH_NORM_ADD_ACTIVATION)}
+
+BATCH_NORM_INFERENCE = Operator(
+    "batch_norm_inference",
+    "... n a c b, ... c, ... c, ... c, ... c -> ... n a c b",
+    functools.partial(_check_inference, name="batch_norm_inference"),
+    _inference,
+)
+BATCH_NORM_ADD_INFERENCE = Operator(
+    "batch_norm_add_inference",
+    "... n a c b, ... c, ... c, ... c, ... c, ... n a c b -> ... n a c b",
+    functools.partial(_check_inference, name="batch_norm_add_inference"),
+    _inference,
+)

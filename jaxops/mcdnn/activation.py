@@ -6,8 +6,9 @@ import jax
 
 from jaxops._checks.attributes import require_bool
 from jaxops._checks.errors import BAD_PARAM, NOT_SUPPORTED, NotSupportedError
-from jaxops.activation import ACTIVATION_BACKWARD, operator
+from jaxops.activation.api import apply
 from jaxops.activation.modes import Activation
+from jaxops.activation.operator import ACTIVATION_BACKWARD, reads_result
 from jaxops.mcdnn.blend import Blend
 from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.descriptors import ActivationDescriptor
@@ -60,7 +61,7 @@ def activation_forward(
     blend.check(x.shape, x.dtype)
     call.supported_dtype("x", x)
     _check_mode(call, desc, strict)
-    result = operator.apply(blend.widen(x), requested(desc))
+    result = apply(blend.widen(x), requested(desc))
     return blend.apply(result, x.dtype)
 
 
@@ -127,7 +128,7 @@ def activation_backward(
     activation = requested(desc)
     result = blend.widen(dy)
     if activation.mode != "identity":
-        of_result = operator.reads_result(activation)
+        of_result = reads_result(activation)
         (result,) = ACTIVATION_BACKWARD(y if of_result else x, result, activation=activation, of_result=of_result)
     return blend.apply(result, dy.dtype)
 

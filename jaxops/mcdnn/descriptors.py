@@ -9,7 +9,7 @@ import numpy as np
 from jaxops._checks import layouts
 from jaxops._checks.attributes import INT32_MAX, is_integer, require_integer, require_real
 from jaxops._checks.errors import BAD_PARAM, require
-from jaxops.dropout import checked_rate
+from jaxops.dropout.api import checked_rate
 from jaxops.mcdnn.enums import ActivationMode, NanPropagation, PoolingMode, SamplerType, member
 from jaxops.pooling.windows import Ints
 

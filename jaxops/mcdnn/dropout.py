@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxops.dropout import dropout_gradient, dropped_out
+from jaxops.dropout.api import dropout_gradient, dropped_out
 from jaxops.mcdnn import reserve_space as bits
 from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.descriptors import DropoutDescriptor

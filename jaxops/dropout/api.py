@@ -1,4 +1,4 @@
-"""Dropout: a mask of bits, drawn from a key where they are used, and the gradient, which needs only that mask."""
+"""Dropout as users call it: keys, rates and shapes become what the operators take."""
 
 import math
 from collections.abc import Sequence
@@ -10,24 +10,11 @@ import numpy as np
 
 from jaxops._checks.attributes import require_real
 from jaxops._checks.dtypes import accumulator, check_floating
-from jaxops._checks.errors import BAD_PARAM, require, require_present
+from jaxops._checks.errors import BAD_PARAM, require_present
 from jaxops._checks.operands import as_array, as_key
-from jaxops._dropout_pattern import DROPOUT_BY_UNIFORM
 from jaxops._primitive import sharding
-from jaxops._primitive.derivative import Active, Arrays, Derivative
-from jaxops._primitive.operator import Operator
-from pallas_kernels.dropout_mask import (
-    RESOLUTION_BITS,
-    WORD_BITS,
-    compared,
-    digits,
-    threefry,
-    threshold,
-)
-from pallas_kernels.gpu import dropout as gpu
-from pallas_kernels.tpu import dropout as tpu
-
-_STEP_PAIRS = 2
+from jaxops.dropout.operator import DROPOUT, DROPOUT_BACKWARD, words_of
+from pallas_kernels.dropout_mask import RESOLUTION_BITS, WORD_BITS, threefry
 
 
 def dropout(key: jax.Array, x: jax.Array, rate: float | jax.Array) -> jax.Array:
@@ -69,7 +56,7 @@ def dropped_out(operator: str, key: jax.Array, x: jax.Array, rate: float | jax.A
     """The result and the words of its mask, as `operator`; x and rate are checked already."""
     lead, length = row_view(x.shape)
     key0, key1 = _two_words(operator, key)
-    first_words = _row_indices(lead) * jnp.uint32(_words_of(length))
+    first_words = _row_indices(lead) * jnp.uint32(words_of(length))
     streams = jnp.stack([jnp.broadcast_to(key0, lead), jnp.broadcast_to(key1, lead), first_words], axis=-1)
     y, words = DROPOUT(
         streams, sharding.reshaped(x, (*lead, length)), probability_and_scale(rate, accumulator(x.dtype))
@@ -82,7 +69,7 @@ def dropout_gradient(dy: jax.Array, words: jax.Array, rate: float | jax.Array) -
     lead, length = row_view(dy.shape)
     rows = sharding.reshaped(dy, (*lead, length))
     (dx,) = DROPOUT_BACKWARD(
-        rows, sharding.reshaped(words, (*lead, _words_of(length))), probability_and_scale(rate, accumulator(dy.dtype))
+        rows, sharding.reshaped(words, (*lead, words_of(length))), probability_and_scale(rate, accumulator(dy.dtype))
     )
     return sharding.reshaped(dx, dy.shape, sharding=jax.typeof(dy).sharding)
 
@@ -142,114 +129,3 @@ def _row_indices(lead: Sequence[int]) -> jax.Array:
         jax.lax.broadcasted_iota(jnp.uint32, lead, axis) * jnp.uint32(stride) for axis, stride in enumerate(strides)
     )
     return sum(along, jnp.zeros(lead, jnp.uint32))
-
-
-def _words_of(elements: int) -> int:
-    return -(-elements // WORD_BITS)
-
-
-def _check_row(operator: str, argument: str, x: Any) -> None:
-    check_floating(operator, **{argument: x})
-    require(len(x.shape) > 0, operator, argument, "have shape (..., N)", x, status=BAD_PARAM)
-
-
-def _check_keep(operator: str, keep: Any, data: Any) -> None:
-    is_pair = keep.shape == (2,) and keep.dtype == accumulator(data.dtype)
-    require(is_pair, operator, "keep", f"be {accumulator(data.dtype)}[2]", keep, status=BAD_PARAM)
-
-
-def _check(streams: Any, x: Any, keep: Any) -> None:
-    _check_row("dropout", "x", x)
-    shape = (*x.shape[:-1], 3)
-    is_stream = streams.shape == shape and streams.dtype == jnp.uint32
-    require(is_stream, "dropout", "streams", f"be uint32{list(shape)}", streams, status=BAD_PARAM)
-    _check_keep("dropout", keep, x)
-
-
-def _check_backward(grad: Any, words: Any, keep: Any) -> None:
-    name = "dropout_backward"
-    _check_row(name, "grad", grad)
-    shape = (*grad.shape[:-1], _words_of(grad.shape[-1]))
-    is_mask = words.shape == shape and words.dtype == jnp.uint32
-    require(is_mask, name, "words", f"be uint32{list(shape)}", words, status=BAD_PARAM)
-    _check_keep(name, keep, grad)
-
-
-def _drop(streams: jax.Array, x: jax.Array, keep: jax.Array) -> Arrays:
-    """`streams` are of each row the key's two words and the index of its first word; `keep` is what a rate says."""
-    key0, key1, first = (streams[..., i, None] for i in range(3))
-    count = _words_of(x.shape[-1])
-    shape = (*x.shape[:-1], count)
-    indices = first + jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
-    words = _kept_words((jnp.broadcast_to(key0, shape), jnp.broadcast_to(key1, shape)), indices, keep[0])
-    unused_bits = -x.shape[-1] % WORD_BITS
-    if jax.export.is_symbolic_dim(unused_bits) or unused_bits:
-        last = jnp.arange(count) == count - 1
-        words = jnp.where(last, words & (jnp.uint32(2**WORD_BITS - 1) >> jnp.asarray(unused_bits, jnp.uint32)), words)
-    return *_select(x, words, keep), words
-
-
-def _kept_words(keys: tuple[jax.Array, jax.Array], indices: jax.Array, kept: jax.Array) -> jax.Array:
-    """Bit b of a word says whether element `32 * index + b` is kept: a uniform number less than `kept` is drawn."""
-    above = threshold(kept)
-    less, number = digits(above)
-    table = jnp.stack(number).reshape(-1, 2 * _STEP_PAIRS)
-    zeros_at_end = jax.lax.population_count((above & -above) - jnp.uint32(1)).astype(jnp.int32)
-    digits_left = jnp.maximum(RESOLUTION_BITS - zeros_at_end, 0)
-    # Zeros at the end decide nothing. In a loop, which one step alone is not for XLA: it would otherwise draw a word
-    # again for each of its elements.
-    steps = -(-digits_left // table.shape[1])
-    steps = jnp.where(steps == 1, 2, steps)
-
-    def step(i: jax.Array, less: jax.Array) -> jax.Array:
-        group = steps - 1 - i
-        return compared(less, keys, indices, group * _STEP_PAIRS, jnp.unstack(table[group]))
-
-    start = sharding.varying_with([jnp.full_like(indices, less)], [indices, *keys])[0]
-    return jax.lax.fori_loop(0, steps, step, start)
-
-
-def _select(x: jax.Array, words: jax.Array, keep: jax.Array) -> Arrays:
-    bits = jnp.uint32(1) << jnp.arange(WORD_BITS, dtype=jnp.uint32)
-    kept = (words[..., None] & bits.reshape(*(1,) * words.ndim, WORD_BITS)) != 0
-    if x.shape[-1] % WORD_BITS == 0:
-        kept_x = x.reshape(kept.shape)
-    else:
-        kept, kept_x = kept.reshape(*words.shape[:-1], -1)[..., : x.shape[-1]], x
-    y = jnp.where(kept, (kept_x.astype(keep.dtype) * keep[1]).astype(x.dtype), jnp.zeros((), x.dtype))
-    return (y.reshape(x.shape),)
-
-
-# Linear in x, and its own transpose: derivatives of all kinds select by the same mask.
-
-
-def _linearize(operands: Sequence[jax.Array], active: Active) -> tuple[Arrays, Arrays]:
-    y, words = DROPOUT(*operands)
-    return (y, words), (words, operands[2])
-
-
-def _linear(residuals: Arrays, linear: Arrays, active: Active) -> Arrays:
-    return DROPOUT_BACKWARD(linear[0], *residuals)
-
-
-def _linearize_backward(operands: Sequence[jax.Array], active: Active) -> tuple[Arrays, Arrays]:
-    return DROPOUT_BACKWARD(*operands), tuple(operands[1:])
-
-
-DROPOUT = Operator(
-    "dropout",
-    "... s, ... n, k -> ... n, ... w",
-    _check,
-    _drop,
-    Derivative(_linear, _linear, _linearize, residuals="... w, k"),
-    kernels=(tpu.KERNEL, gpu.KERNEL),
-    patterns=(DROPOUT_BY_UNIFORM,),
-)
-DROPOUT_BACKWARD = Operator(
-    "dropout_backward",
-    "... n, ... w, k -> ... n",
-    _check_backward,
-    _select,
-    Derivative(_linear, _linear, _linearize_backward, residuals="... w, k"),
-    kernels=(tpu.BACKWARD_KERNEL, gpu.BACKWARD_KERNEL),
-)

@@ -1,0 +1,5 @@
+"""Dropout whose mask is one bit an element."""
+
+from jaxops.dropout.api import dropout as dropout
+from jaxops.dropout.operator import DROPOUT as DROPOUT
+from jaxops.dropout.operator import DROPOUT_BACKWARD as DROPOUT_BACKWARD
