@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops._checks import layouts
-from jaxops._checks.dtypes import accumulator, check_floating
-from jaxops._checks.errors import BAD_PARAM, require
-from jaxops._checks.operands import as_array
+from jaxops._checks.dtypes import accumulation_dtype, check_floating
+from jaxops._checks.mcdnn import as_array, require
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 
@@ -41,25 +40,25 @@ def affine_grid(theta: jax.Array, size: Sequence[int]) -> jax.Array:
     `torch.nn.functional.affine_grid(align_corners=True)`.
     """
     name = "affine_grid"
-    theta = as_array(name, "theta", theta, status=BAD_PARAM)
-    require(theta.ndim == 3, name, "theta", "have shape (N, 2, 3)", theta, status=BAD_PARAM)
+    theta = as_array(name, "theta", theta)
+    require(theta.ndim == 3, name, "theta", "have shape (N, 2, 3)", theta)
     sizes = layouts.sizes(size) or ()
-    require(len(sizes) == 4, name, "size", "be four sizes, (N, C, H, W)", size, status=BAD_PARAM)
+    require(len(sizes) == 4, name, "size", "be four sizes, (N, C, H, W)", size)
     batch, _, *extents = sizes
-    require(batch == theta.shape[0], name, "size", f"begin with theta's {theta.shape[0]}", size, status=BAD_PARAM)
+    require(batch == theta.shape[0], name, "size", f"begin with theta's {theta.shape[0]}", size)
     return AFFINE_GRID(theta, extents=tuple(extents))[0]
 
 
 def _check(theta: Any, *, extents: tuple[int, int]) -> None:
     is_map = len(theta.shape) >= 2 and theta.shape[-2:] == (2, 3)
-    require(is_map, "affine_grid", "theta", "have shape (..., 2, 3)", theta, status=BAD_PARAM)
+    require(is_map, "affine_grid", "theta", "have shape (..., 2, 3)", theta)
     check_floating("affine_grid", theta=theta)
 
 
 def _check_backward(grad: Any, *, extents: tuple[int, int]) -> None:
     name, shape = "affine_grid_backward", (*extents, 2)
     is_grid = len(grad.shape) >= 3 and grad.shape[-3:] == shape
-    require(is_grid, name, "grad", f"have shape {('...', *shape)}", grad, status=BAD_PARAM)
+    require(is_grid, name, "grad", f"have shape {('...', *shape)}", grad)
     check_floating(name, grad=grad)
 
 
@@ -84,7 +83,7 @@ def _backward(grad: jax.Array, *, extents: tuple[int, int]) -> Arrays:
 
 def _base_points(extents: tuple[int, int], dtype: Any) -> list[jax.Array]:
     """Of the rows and of the columns; computed in float64 unless their number is symbolic."""
-    return [_base_points_along(extent, accumulator(dtype)) for extent in extents]
+    return [_base_points_along(extent, accumulation_dtype(dtype)) for extent in extents]
 
 
 def _base_points_along(extent: int, dtype: Any) -> jax.Array:

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import lowering
-from jaxops._checks.dtypes import check_floating
-from jaxops._checks.errors import BAD_PARAM, require
-from jaxops._checks.operands import as_arrays
+from jaxops._checks.dtypes import accumulation_dtype, check_floating
+from jaxops._checks.mcdnn import as_arrays, require
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 
@@ -55,23 +54,23 @@ def grid_sample(x: jax.Array, grid: jax.Array) -> jax.Array:
     `torch.nn.functional.grid_sample(align_corners=True)`.
     """
     name = "grid_sample"
-    x, grid = as_arrays(name, {"x": x, "grid": grid}, status=BAD_PARAM)
-    require(x.ndim == 4, name, "x", "have shape (N, C, H_in, W_in)", x, status=BAD_PARAM)
-    require(grid.ndim == 4, name, "grid", "have shape (N, H, W, 2)", grid, status=BAD_PARAM)
+    x, grid = as_arrays(name, {"x": x, "grid": grid})
+    require(x.ndim == 4, name, "x", "have shape (N, C, H_in, W_in)", x)
+    require(grid.ndim == 4, name, "grid", "have shape (N, H, W, 2)", grid)
     return GRID_SAMPLE(x, grid)[0]
 
 
 def _check_operands(name: str, x: Any, grid: Any) -> None:
     check_floating(name, x=x, grid=grid)
     has_pixels = len(x.shape) >= 3 and 0 not in x.shape[-2:]
-    require(has_pixels, name, "x", "have shape (..., C, H_in, W_in) with at least one pixel", x, status=BAD_PARAM)
+    require(has_pixels, name, "x", "have shape (..., C, H_in, W_in) with at least one pixel", x)
     channels, height, width = x.shape[-3:]
     elements = channels * (height + 3) * (width + 2)  # of the gradient of an image, with its border
     is_indexed = jax.export.is_symbolic_dim(elements) or elements < 2**31
-    require(is_indexed, name, "x", "have images of less than 2**31 elements", x, status=BAD_PARAM)
+    require(is_indexed, name, "x", "have images of less than 2**31 elements", x)
     batch = x.shape[:-3]
     is_grid = len(grid.shape) == len(x.shape) and grid.shape[:-3] == batch and grid.shape[-1] == 2
-    require(is_grid, name, "grid", f"have shape {(*batch, 'H', 'W', 2)}", grid, status=BAD_PARAM)
+    require(is_grid, name, "grid", f"have shape {(*batch, 'H', 'W', 2)}", grid)
 
 
 def _check(x: Any, grid: Any) -> None:
@@ -83,7 +82,7 @@ def _check_backward(x: Any, grid: Any, grad: Any) -> None:
     _check_operands(name, x, grid)
     check_floating(name, grad=grad)
     shape = (*x.shape[:-2], *grid.shape[-3:-1])
-    require(grad.shape == shape, name, "grad", f"have shape {shape}", grad, status=BAD_PARAM)
+    require(grad.shape == shape, name, "grad", f"have shape {shape}", grad)
 
 
 class _Points(NamedTuple):
@@ -140,7 +139,7 @@ def _sample(x: jax.Array, grid: jax.Array) -> Arrays:
 
 
 def _sample_image(x: jax.Array, grid: jax.Array) -> jax.Array:
-    dtype = _compute_dtype(x, grid)
+    dtype = accumulation_dtype(x.dtype, grid.dtype)
     points, pixels = _points(grid, x.shape[1:], dtype), x.reshape(x.shape[0], math.prod(x.shape[1:]))
     total = jnp.zeros((), dtype)
     for corner in _CORNERS:
@@ -152,7 +151,7 @@ def _sample_image(x: jax.Array, grid: jax.Array) -> jax.Array:
 
 def _sample_few_channels(x: jax.Array, grid: jax.Array) -> jax.Array:
     """Of a stack of images, with the corners along an axis: what the channels share is computed once."""
-    dtype, extents = _compute_dtype(x, grid), x.shape[2:]
+    dtype, extents = accumulation_dtype(x.dtype, grid.dtype), x.shape[2:]
     points = _with_axis(_points(grid, extents, dtype))
     down, right = jnp.asarray(_CORNERS, jnp.int32).T[:, None, :, None]
     index, is_inside, weight = _corner(points, (down, right), extents)
@@ -162,7 +161,7 @@ def _sample_few_channels(x: jax.Array, grid: jax.Array) -> jax.Array:
 
 def _sample_backward(x: jax.Array, grid: jax.Array, grad: jax.Array) -> Arrays:
     images, grids, grads = _flat(x, 3), _flat(grid, 3), _flat(grad, 3)
-    extents, dtype = x.shape[-2:], _compute_dtype(x, grid)
+    extents, dtype = x.shape[-2:], accumulation_dtype(x.dtype, grid.dtype)
     points = _points(grids, extents, dtype)
     # With a border of zeros the two pixels of a point on one row are always one run of memory, channels last.
     starts = ((points.row + 1) * (extents[1] + 2) + points.column + 1) * x.shape[-3]
@@ -279,10 +278,6 @@ def _add_runs(array: jax.Array, starts: jax.Array, runs: jax.Array) -> jax.Array
 def _flat(x: jax.Array, rank: int) -> jax.Array:
     """With a single batch axis before the last `rank`."""
     return x.reshape(math.prod(x.shape[:-rank]), *x.shape[-rank:])
-
-
-def _compute_dtype(*operands: jax.Array) -> Any:
-    return jnp.float64 if any(x.dtype == jnp.float64 for x in operands) else jnp.float32
 
 
 def _vjp(residuals: Arrays, cotangents: Arrays, active: Active) -> Arrays:

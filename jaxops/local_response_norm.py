@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks import layouts
-from jaxops._checks.attributes import INT32_MAX, require_integer, require_real
-from jaxops._checks.dtypes import accumulator, check_floating
-from jaxops._checks.errors import BAD_PARAM, require
-from jaxops._checks.operands import as_array
+from jaxops._checks.attributes import INT32_MAX
+from jaxops._checks.dtypes import accumulation_dtype, check_floating
+from jaxops._checks.mcdnn import as_array, require, require_integer, require_real
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.pooling.windows import reduced_along
@@ -63,7 +62,7 @@ def local_response_norm(
       further back where n is even.
     """
     name = "local_response_norm"
-    x = as_array(name, "x", x, status=BAD_PARAM)
+    x = as_array(name, "x", x)
     layout = layouts.resolved(name, x, layout)
     check_floating(name, x=x)
     check_attributes(name, n, alpha, beta, k)
@@ -85,9 +84,9 @@ def channels_back(x: jax.Array, layout: str) -> jax.Array:
 
 def check_attributes(operator: str, n: Any, alpha: Any, beta: Any, k: Any) -> None:
     """Refuses windows that are empty, and what is not a finite number."""
-    require_integer(operator, "n", n, f"be an integer from 1 to {INT32_MAX}", least=1, most=INT32_MAX, status=BAD_PARAM)
+    require_integer(operator, "n", n, f"be an integer from 1 to {INT32_MAX}", least=1, most=INT32_MAX)
     for argument, value in (("alpha", alpha), ("beta", beta), ("k", k)):
-        require_real(operator, argument, value, status=BAD_PARAM)
+        require_real(operator, argument, value)
 
 
 def reach(n: int) -> tuple[int, int]:
@@ -109,23 +108,23 @@ def _check_backward(x: Any, grad: Any, **_: Any) -> None:
     name = "local_response_norm_backward"
     _check_images(name, "x", x)
     check_floating(name, grad=grad)
-    require(grad.shape == x.shape, name, "grad", f"have the shape of x, {x.shape}", grad, status=BAD_PARAM)
+    require(grad.shape == x.shape, name, "grad", f"have the shape of x, {x.shape}", grad)
 
 
 def _check_images(operator: str, argument: str, x: Any) -> None:
     check_floating(operator, **{argument: x})
-    require(len(x.shape) >= 4, operator, argument, "have shape (..., C, D, H, W)", x, status=BAD_PARAM)
+    require(len(x.shape) >= 4, operator, argument, "have shape (..., C, D, H, W)", x)
 
 
 def _forward(x: jax.Array, *, n: int, alpha: float, beta: float, k: float) -> Arrays:
-    wide = x.astype(accumulator(x.dtype))
+    wide = x.astype(accumulation_dtype(x.dtype))
     s = k + alpha / n * _neighbours(jnp.square(wide), *reach(n))
     return ((wide * negative_power(s, beta)).astype(x.dtype),)
 
 
 def _backward(x: jax.Array, grad: jax.Array, *, n: int, alpha: float, beta: float, k: float) -> Arrays:
     """The gradient dy s**-beta - 2 alpha beta / n x (sum of dy y / s over the windows that hold the channel)."""
-    dtype = accumulator(x.dtype)
+    dtype = accumulation_dtype(x.dtype)
     wide, dy = x.astype(dtype), grad.astype(dtype)
     before, after = reach(n)
     s = k + alpha / n * _neighbours(jnp.square(wide), before, after)

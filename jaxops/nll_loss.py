@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.attributes import require_choice, require_integer
-from jaxops._checks.dtypes import accumulator
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
 from jaxops._checks.ids import differ_from, wide_ids
 from jaxops._checks.operands import as_arrays, as_optional
@@ -132,7 +132,7 @@ def _loss(log_probs: jax.Array, labels: jax.Array, weight: jax.Array, *, axis: i
     ids, kept, live = _classify(labels, weight.shape[0], ignore_index)
     safe_ids = jnp.expand_dims(jnp.where(live, ids, 0), axis)
     picked = jnp.take_along_axis(log_probs, safe_ids, axis, mode="clip").squeeze(axis)
-    dtype = accumulator(log_probs.dtype)
+    dtype = accumulation_dtype(log_probs.dtype)
     # Masked where it is read, and not only in the result: a NaN that is skipped must not reach derivatives either.
     picked = jnp.where(live, picked, jnp.zeros((), picked.dtype)).astype(dtype)
     weights = _weights(weight, ids, live, dtype)
@@ -144,7 +144,7 @@ def _backward(
     grad: jax.Array, labels: jax.Array, weight: jax.Array, *, axis: int, ignore_index: int, dtype: Any
 ) -> Arrays:
     ids, _, live = _classify(labels, weight.shape[0], ignore_index)
-    weights = _weights(weight, ids, live, accumulator(grad.dtype))
+    weights = _weights(weight, ids, live, accumulation_dtype(grad.dtype))
     values = (-grad.astype(weights.dtype) * weights).astype(dtype)
     # A comparison writes the zeros and the values in one pass; a scatter writes the zeros first.
     shape = list(labels.shape)

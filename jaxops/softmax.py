@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 
 import lowering
-from jaxops._checks.attributes import is_integer, require_choice
-from jaxops._checks.dtypes import accumulator, check_floating
-from jaxops._checks.errors import BAD_PARAM, require
-from jaxops._checks.operands import as_array
+from jaxops._checks.attributes import is_integer
+from jaxops._checks.dtypes import accumulation_dtype, check_floating
+from jaxops._checks.mcdnn import as_array, require, require_choice
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import laid_out_as, reshaped
@@ -62,8 +61,8 @@ def softmax(x: jax.Array, *, axis: int | Sequence[int] = -1, algorithm: str = "a
     Source: mcDNN `mcdnnSoftmaxForward` and `mcdnnSoftmaxBackward`; PyTorch `torch.nn.functional.softmax`.
     """
     name = "softmax"
-    x = as_array(name, "x", x, status=BAD_PARAM)
-    require_choice(name, "algorithm", algorithm, ALGORITHMS, status=BAD_PARAM)
+    x = as_array(name, "x", x)
+    require_choice(name, "algorithm", algorithm, ALGORITHMS)
     check_floating(name, x=x)
     return over_groups(x, log=algorithm == "log", groups=Groups.along(x.shape, _checked_axes(x, axis)))
 
@@ -90,9 +89,9 @@ def _checked_axes(x: jax.Array, axis: Any) -> tuple[int, ...]:
     rank = max(x.ndim, 1)
     rule = f"be an integer in [{-rank}, {rank}) or a tuple of different ones"
     fits = all(is_integer(a) and -rank <= int(a) < rank for a in axes)
-    require(fits, "softmax", "axis", rule, axis, status=BAD_PARAM)
+    require(fits, "softmax", "axis", rule, axis)
     axes = tuple(sorted(int(a) % rank for a in axes))
-    require(len({*axes}) == len(axes), "softmax", "axis", rule, axis, status=BAD_PARAM)
+    require(len({*axes}) == len(axes), "softmax", "axis", rule, axis)
     return axes if x.ndim else ()
 
 
@@ -105,18 +104,18 @@ def _check_backward(y: Any, grad: Any, *, log: bool, groups: Groups) -> None:
     name = "softmax_backward"
     check_floating(name, y=y, grad=grad)
     _check_groups(name, "grad", grad, groups)
-    require(y.shape == grad.shape, name, "y", f"have the shape of grad, {grad.shape}", y, status=BAD_PARAM)
+    require(y.shape == grad.shape, name, "y", f"have the shape of grad, {grad.shape}", y)
 
 
 def _check_groups(operator: str, argument: str, x: Any, groups: Groups) -> None:
     size, behind = math.prod(groups.sizes), max(groups.behind, default=0)
     fits = len(x.shape) > behind and x.shape[-1] == size
     rule = f"have shape (..., {size}) and {behind} more axes at least"
-    require(fits, operator, argument, rule, x, status=BAD_PARAM)
+    require(fits, operator, argument, rule, x)
 
 
 def _forward(x: jax.Array, *, log: bool, groups: Groups) -> Arrays:
-    wide = groups.in_memory(x).astype(accumulator(x.dtype))
+    wide = groups.in_memory(x).astype(accumulation_dtype(x.dtype))
     shifted = wide - jnp.max(wide, groups.axes, keepdims=True, initial=-jnp.inf)
     exponentials = jnp.exp(shifted)
     total = jnp.sum(exponentials, groups.axes, keepdims=True)
@@ -125,7 +124,7 @@ def _forward(x: jax.Array, *, log: bool, groups: Groups) -> Arrays:
 
 
 def _backward(y: jax.Array, grad: jax.Array, *, log: bool, groups: Groups) -> Arrays:
-    y, wide = (groups.in_memory(array).astype(accumulator(grad.dtype)) for array in (y, grad))
+    y, wide = (groups.in_memory(array).astype(accumulation_dtype(grad.dtype)) for array in (y, grad))
     if log:
         dx = wide - jnp.exp(y) * _totals(grad, groups)
     else:
@@ -137,7 +136,7 @@ def _totals(grad: jax.Array, groups: Groups) -> jax.Array:
     """The sum of each group (..., c), in the array that has them."""
     array = groups.in_memory(grad)
     if not _sums_rows_by_product(grad, groups):
-        return jnp.sum(array, groups.axes, keepdims=True, dtype=accumulator(grad.dtype))
+        return jnp.sum(array, groups.axes, keepdims=True, dtype=accumulation_dtype(grad.dtype))
     total = jnp.tensordot(array, jnp.ones(groups.sizes, array.dtype), len(groups.sizes), precision="highest")
     return jnp.expand_dims(total, groups.axes)
 
@@ -150,7 +149,7 @@ def _sums_rows_by_product(grad: jax.Array, groups: Groups) -> bool:
     """
     size = grad.shape[-1]
     is_long = not jax.export.is_symbolic_dim(size) and size >= _LONG_ROW
-    is_wide = grad.dtype == accumulator(grad.dtype)
+    is_wide = grad.dtype == accumulation_dtype(grad.dtype)
     return lowering.is_on_one_cpu() and is_long and is_wide and not any(groups.behind)
 
 
@@ -170,7 +169,9 @@ def _tangent(residuals: Arrays, tangents: Arrays, active: Active, *, log: bool, 
     if not log:
         return SOFTMAX_BACKWARD(*residuals, *tangents, log=log, groups=groups)
     (x_dot,) = tangents
-    y, wide = (groups.in_memory(array, reshaped).astype(accumulator(x_dot.dtype)) for array in (*residuals, x_dot))
+    y, wide = (
+        groups.in_memory(array, reshaped).astype(accumulation_dtype(x_dot.dtype)) for array in (*residuals, x_dot)
+    )
     y_dot = wide - jnp.sum(jnp.exp(y) * wide, groups.axes, keepdims=True)
     return (groups.of(y_dot.astype(x_dot.dtype), reshaped),)
 

@@ -4,15 +4,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.mcdnn import require
 
 
-def accumulator(dtype: Any) -> Any:
-    """The dtype of arithmetic and sums for data of a dtype."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+def accumulation_dtype(*dtypes: Any) -> Any:
+    """The dtype of arithmetic and sums over data of these dtypes: float64 if one of them is, otherwise float32."""
+    return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)
 
 
 def check_floating(operator: str, **operands: Any) -> None:
     """Refuses operands that are not floating point."""
     for argument, x in operands.items():
-        require(jnp.issubdtype(x.dtype, jnp.floating), operator, argument, "be floating point", x, status=BAD_PARAM)
+        require(jnp.issubdtype(x.dtype, jnp.floating), operator, argument, "be floating point", x)

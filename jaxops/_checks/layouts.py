@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from jaxops._checks.attributes import INT32_MAX, is_integer, require_choice
-from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.attributes import INT32_MAX, is_integer
+from jaxops._checks.mcdnn import require, require_choice
 
 IMAGES = ("NCHW", "NHWC", "NCDHW", "NDHWC")
 _SPATIAL_AXES = {"NCHW": slice(2, 4), "NHWC": slice(1, 3), "NCDHW": slice(2, 5), "NDHWC": slice(1, 4)}
@@ -17,12 +17,12 @@ def resolved(operator: str, x: Any, layout: str | None, known: Sequence[str] = I
     """The layout that was asked for, or the one that x has by default, by its rank; checked against x."""
     ranks = sorted({len(one) for one in known})
     rule = f"have rank {' or '.join(map(str, ranks))}" if len(ranks) < 3 else f"have rank {ranks[0]} to {ranks[-1]}"
-    require(len(x.shape) in ranks, operator, "x", rule, x, status=BAD_PARAM)
+    require(len(x.shape) in ranks, operator, "x", rule, x)
     if layout is None:
         return _DEFAULTS[len(x.shape)]
-    layout = require_choice(operator, "layout", layout, known, status=BAD_PARAM)
+    layout = require_choice(operator, "layout", layout, known)
     rule = f"have {len(layout)} axes, as layout {layout} says"
-    require(len(x.shape) == len(layout), operator, "x", rule, x, status=BAD_PARAM)
+    require(len(x.shape) == len(layout), operator, "x", rule, x)
     return layout
 
 

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.attributes import require_bool, require_integer, require_real
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
 from jaxops._checks.operands import as_arrays
-from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, Number, compute_dtype, step_coefficients
+from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, Number, step_coefficients
 
 _NAME = "apply_fused_ema_adam"
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -89,7 +90,7 @@ def apply_fused_ema_adam(
     bias_correction = require_bool(_NAME, "bias_correction", bias_correction, or_int=True)
     coefficients = step_coefficients(
         step.reshape(-1)[0],
-        compute_dtype(var.dtype),
+        accumulation_dtype(var.dtype),
         learning_rate=numbers.pop("lr"),
         **numbers,
         bias_correction=bias_correction,

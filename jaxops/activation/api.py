@@ -2,9 +2,7 @@
 
 import jax
 
-from jaxops._checks.attributes import require_choice, require_real
-from jaxops._checks.errors import BAD_PARAM, require
-from jaxops._checks.operands import as_array
+from jaxops._checks.mcdnn import as_array, require, require_choice, require_real
 from jaxops.activation.modes import DEFAULT_COEFFICIENTS, MODES, Activation
 from jaxops.activation.operator import ACTIVATION, check
 
@@ -45,13 +43,13 @@ def activation(x: jax.Array, mode: str, *, coef: float | None = None, swish_beta
     Source: mcDNN `mcdnnActivationForward` and `mcdnnActivationBackward`; PyTorch `torch.nn.functional`.
     """
     name = "activation"
-    x = as_array(name, "x", x, status=BAD_PARAM)
-    mode = require_choice(name, "mode", mode, MODES, status=BAD_PARAM)
+    x = as_array(name, "x", x)
+    mode = require_choice(name, "mode", mode, MODES)
     if coef is None:
         coef = DEFAULT_COEFFICIENTS.get(mode, 0.0)
-        require(coef is not None, name, "coef", f"be given for {mode}", None, status=BAD_PARAM)
-    coef = require_real(name, "coef", coef, status=BAD_PARAM)
-    swish_beta = require_real(name, "swish_beta", swish_beta, status=BAD_PARAM)
+        require(coef is not None, name, "coef", f"be given for {mode}", None)
+    coef = require_real(name, "coef", coef)
+    swish_beta = require_real(name, "swish_beta", swish_beta)
     coef = swish_beta if mode == "swish" else coef
     return apply(x, Activation(mode, coef if mode in DEFAULT_COEFFICIENTS else 0.0))
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from jaxops._checks.dtypes import accumulator, check_floating
-from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.dtypes import accumulation_dtype, check_floating
+from jaxops._checks.mcdnn import require
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.activation.modes import (
@@ -32,17 +32,17 @@ def check(x: Any, *, activation: Activation) -> None:
 def _check_backward(gate: Any, grad: Any, *, activation: Activation, of_result: bool) -> None:
     name = "activation_backward"
     check_floating(name, gate=gate, grad=grad)
-    require(gate.shape == grad.shape, name, "gate", f"have the shape of grad, {grad.shape}", gate, status=BAD_PARAM)
+    require(gate.shape == grad.shape, name, "gate", f"have the shape of grad, {grad.shape}", gate)
 
 
 def _forward(x: jax.Array, *, activation: Activation) -> Arrays:
-    return (activated(activation, x.astype(accumulator(x.dtype))).astype(x.dtype),)
+    return (activated(activation, x.astype(accumulation_dtype(x.dtype))).astype(x.dtype),)
 
 
 def _backward(gate: jax.Array, grad: jax.Array, *, activation: Activation, of_result: bool) -> Arrays:
     """`grad` times the slope where the activation's result or input is `gate`, in the dtype of `grad`."""
     scaled = scaled_by_slope_of_result if of_result else scaled_by_slope
-    return (scaled(activation, gate, grad.astype(accumulator(grad.dtype))).astype(grad.dtype),)
+    return (scaled(activation, gate, grad.astype(accumulation_dtype(grad.dtype))).astype(grad.dtype),)
 
 
 # The Jacobian is diagonal: tangents and cotangents are scaled alike.

@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.attributes import require_axis_names, require_real
-from jaxops._checks.dtypes import accumulator, check_floating
-from jaxops._checks.errors import BAD_PARAM, require
-from jaxops._checks.operands import as_array, as_arrays, as_optional
+from jaxops._checks.dtypes import accumulation_dtype, check_floating
+from jaxops._checks.mcdnn import as_array, as_arrays, as_optional, require, require_axis_names, require_real
 from jaxops.activation.modes import IDENTITY, Activation
 from jaxops.batch_norm.fused_activation import requested
 from jaxops.batch_norm.layouts import View, view_of
@@ -113,14 +111,14 @@ def batch_norm(
     epsilon = checked_epsilon(name, epsilon)
     momentum = checked_momentum(name, "momentum", momentum)
     both = (running_mean is None) == (running_var is None)
-    require(both, name, "running_mean", "be given with running_var, or neither", running_mean, status=BAD_PARAM)
+    require(both, name, "running_mean", "be given with running_var, or neither", running_mean)
     fused = None if activation is None else requested(name, activation)
     residual = _residual(name, x, residual)
     if axis_name is not None:
-        axes = {*require_axis_names(name, "axis_name", axis_name, status=BAD_PARAM)}
+        axes = {*require_axis_names(name, "axis_name", axis_name)}
         is_split = axes <= {*jax.sharding.get_abstract_mesh().manual_axes}
         rule = "name a mesh axis of the surrounding shard_map"
-        require(is_split, name, "axis_name", rule, axis_name, status=BAD_PARAM)
+        require(is_split, name, "axis_name", rule, axis_name)
     y, mean, variance = train(view, x, scale, bias, residual, fused, epsilon=epsilon, axis_name=axis_name)
     mean, variance = jax.lax.stop_gradient((mean, variance))
     running: tuple[jax.Array | None, jax.Array | None] = (None, None)
@@ -190,7 +188,7 @@ def train(
     axis_name: Hashable = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of checked arguments: y, and mean and biased variance as the operators have them, (c,)."""
-    dtype = accumulator(x.dtype)
+    dtype = accumulation_dtype(x.dtype)
     operands = [view.images(x), *(view.parameters(values).astype(dtype) for values in (scale, bias))]
     attributes: dict[str, Any] = {"epsilon": epsilon, "axis_name": axis_name}
     if residual is not None:
@@ -214,7 +212,7 @@ def infer(
     epsilon: float,
 ) -> jax.Array:
     """Of checked arguments, `given` being scale, bias, mean and variance: y."""
-    dtype = accumulator(x.dtype)
+    dtype = accumulation_dtype(x.dtype)
     operands = [view.images(x), *(view.parameters(values).astype(dtype) for values in given)]
     attributes: dict[str, Any] = {"activation": activation, "epsilon": epsilon}
     if residual is None:
@@ -267,39 +265,37 @@ def _unbiased(elements: int) -> float | jax.Array:
 
 def parameters(operator: str, view: View, **arrays: Any) -> list[jax.Array]:
     """Checked parameters or statistics, as arrays."""
-    checked = as_arrays(operator, arrays, status=BAD_PARAM)
+    checked = as_arrays(operator, arrays)
     for argument, value in zip(arrays, checked, strict=True):
         rule = f"have shape {view.parameter_shape}"
-        require(value.shape == view.parameter_shape, operator, argument, rule, value, status=BAD_PARAM)
+        require(value.shape == view.parameter_shape, operator, argument, rule, value)
         floating = jnp.issubdtype(value.dtype, jnp.floating)
-        require(floating, operator, argument, "be floating point", value, status=BAD_PARAM)
+        require(floating, operator, argument, "be floating point", value)
     return checked
 
 
 def checked_epsilon(operator: str, epsilon: Any) -> float:
     """Epsilon as a float; BadParamError unless it is a finite number of BN_MIN_EPSILON or more."""
     rule = f"be a finite number of {BN_MIN_EPSILON} or more"
-    number: float = require_real(operator, "epsilon", epsilon, rule, least=BN_MIN_EPSILON, status=BAD_PARAM)
+    number: float = require_real(operator, "epsilon", epsilon, rule, least=BN_MIN_EPSILON)
     return number
 
 
 def checked_momentum(operator: str, argument: str, momentum: Any) -> float | jax.Array:
     """A momentum as a float or a traced scalar; BadParamError for a number outside of [0, 1]."""
     rule = "be a number in [0, 1]"
-    checked: float | jax.Array = require_real(
-        operator, argument, momentum, rule, least=0, most=1, traced=True, status=BAD_PARAM
-    )
+    checked: float | jax.Array = require_real(operator, argument, momentum, rule, least=0, most=1, traced=True)
     return checked
 
 
 def _images(operator: str, x: Any, layout: str | None, mode: str) -> tuple[jax.Array, View]:
-    x = as_array(operator, "x", x, status=BAD_PARAM)
+    x = as_array(operator, "x", x)
     check_floating(operator, x=x)
     return x, view_of(operator, x, layout, mode)
 
 
 def _residual(operator: str, x: jax.Array, residual: Any) -> jax.Array | None:
-    residual = as_optional(operator, "residual", residual, status=BAD_PARAM)
+    residual = as_optional(operator, "residual", residual)
     if residual is not None:
         check_like_images(operator, x, residual=residual)
     return residual

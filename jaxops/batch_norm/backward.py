@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.dtypes import accumulator
-from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.dtypes import accumulation_dtype
+from jaxops._checks.mcdnn import require
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator
 from jaxops.activation.modes import IDENTITY, Activation, scaled_by_slope
@@ -42,7 +42,7 @@ def _check(
     statistics = {"scale": scale, "mean": mean, "inv_std": inv_std}
     check_statistics(name, x, **statistics, grad_mean=grad_mean, grad_variance=grad_variance)
     for array in gate:
-        require(array.shape == x.shape, name, "gate", f"have the shape of x, {x.shape}", array, status=BAD_PARAM)
+        require(array.shape == x.shape, name, "gate", f"have the shape of x, {x.shape}", array)
 
 
 def _backward(
@@ -66,7 +66,7 @@ def _backward(
     The last term is of the statistics as results of their own, which the documents do not differentiate: there it is 0.
     Over a mesh axis dx takes the sums of all devices; dscale and dbias stay those of this one.
     """
-    dtype = accumulator(x.dtype)
+    dtype = accumulation_dtype(x.dtype)
     d = grad.astype(dtype)
     for array in gate:
         d = scaled_by_slope(activation, array, d)

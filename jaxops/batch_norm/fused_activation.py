@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from jaxops._checks.attributes import require_real
-from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.mcdnn import require, require_real
 from jaxops.activation.modes import DEFAULT_COEFFICIENTS, MODES, Activation
 
 
@@ -14,9 +13,9 @@ def requested(operator: str, activation: Any) -> Activation:
     if isinstance(activation, tuple) and len(activation) == 2:
         mode, coef = activation
     known = isinstance(mode, str) and mode in MODES
-    require(known, operator, "activation", f"be one of {', '.join(MODES)}", activation, status=BAD_PARAM)
+    require(known, operator, "activation", f"be one of {', '.join(MODES)}", activation)
     if coef is None:
         coef = DEFAULT_COEFFICIENTS.get(mode, 0.0)
-    require(coef is not None, operator, "activation", "have a number as its coefficient", activation, status=BAD_PARAM)
+    require(coef is not None, operator, "activation", "have a number as its coefficient", activation)
     rule = "have a finite number as its coefficient"
-    return Activation(str(mode), require_real(operator, "activation", coef, rule, status=BAD_PARAM))
+    return Activation(str(mode), require_real(operator, "activation", coef, rule))

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks import layouts
-from jaxops._checks.attributes import require_choice
-from jaxops._checks.errors import BAD_PARAM
+from jaxops._checks.mcdnn import require_choice
 from jaxops._primitive import sharding
 
 MODES = ("spatial", "per_activation")
@@ -77,5 +76,5 @@ class View(NamedTuple):
 def view_of(operator: str, x: Any, layout: str | None, mode: str) -> View:
     """Checks layout and mode. Gives the view of images like x."""
     layout = layouts.resolved(operator, x, layout, LAYOUTS)
-    mode = require_choice(operator, "mode", mode, MODES, status=BAD_PARAM)
+    mode = require_choice(operator, "mode", mode, MODES)
     return View(tuple(x.shape), layout.endswith("C") and layout != "NC", mode == "per_activation")

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.dtypes import accumulator, check_floating
-from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.dtypes import accumulation_dtype, check_floating
+from jaxops._checks.mcdnn import require
 
 _REDUCED = (-4, -3, -1)
 
@@ -41,7 +41,7 @@ def count(x: jax.Array, axis_name: Hashable) -> int:
 
 def mean_and_variance(x: jax.Array, axis_name: Hashable) -> tuple[jax.Array, jax.Array]:
     """The mean and the biased variance of each channel, in two passes: no digits are lost to a large mean."""
-    x = x.astype(accumulator(x.dtype))
+    x = x.astype(accumulation_dtype(x.dtype))
     elements = count(x, axis_name)
     mean = global_sum(local_sum(x), axis_name) / elements
     return mean, global_sum(local_sum(jnp.square(x - spread(mean))), axis_name) / elements
@@ -50,19 +50,19 @@ def mean_and_variance(x: jax.Array, axis_name: Hashable) -> tuple[jax.Array, jax
 def check_images(operator: str, x: Any) -> None:
     """Refuses what is no floating-point array of images."""
     check_floating(operator, x=x)
-    require(len(x.shape) >= 4, operator, "x", "have shape (..., n, a, c, b)", x, status=BAD_PARAM)
+    require(len(x.shape) >= 4, operator, "x", "have shape (..., n, a, c, b)", x)
 
 
 def check_like_images(operator: str, x: Any, **arrays: Any) -> None:
     """Refuses arrays that differ from x in shape or dtype."""
     for argument, value in arrays.items():
         same = value.shape == x.shape and value.dtype == x.dtype
-        require(same, operator, argument, f"be like x, {x.dtype}{list(x.shape)}", value, status=BAD_PARAM)
+        require(same, operator, argument, f"be like x, {x.dtype}{list(x.shape)}", value)
 
 
 def check_statistics(operator: str, x: Any, **statistics: Any) -> None:
     """Refuses parameters and statistics of another shape or dtype than x asks for."""
-    shape, dtype = (*x.shape[:-4], x.shape[-2]), jnp.dtype(accumulator(x.dtype))
+    shape, dtype = (*x.shape[:-4], x.shape[-2]), accumulation_dtype(x.dtype)
     for argument, value in statistics.items():
         fits = value.shape == shape and value.dtype == dtype
-        require(fits, operator, argument, f"be {dtype}{list(shape)}", value, status=BAD_PARAM)
+        require(fits, operator, argument, f"be {dtype}{list(shape)}", value)

@@ -4,8 +4,7 @@ import jax
 
 from jaxops._checks import layouts
 from jaxops._checks.dtypes import check_floating
-from jaxops._checks.errors import BAD_PARAM, require
-from jaxops._checks.operands import as_array, as_optional
+from jaxops._checks.mcdnn import as_array, as_optional, require
 from jaxops.divisive_norm.operator import DIVISIVE_NORM, no_means, window_of
 from jaxops.local_response_norm import check_attributes
 from jaxops.pooling import windows
@@ -59,13 +58,13 @@ def divisive_norm(
       and k are not enforced here. Without means it is what Caffe calls a response norm within the channel.
     """
     name = "divisive_norm"
-    x = as_array(name, "x", x, status=BAD_PARAM)
-    means = as_optional(name, "means", means, status=BAD_PARAM)
+    x = as_array(name, "x", x)
+    means = as_optional(name, "means", means)
     layout = layouts.resolved(name, x, layout)
     check_floating(name, x=x)
     if means is not None:
         alike = (means.shape, means.dtype) == (x.shape, x.dtype)
-        require(alike, name, "means", f"have x's shape and dtype, {x.dtype}{list(x.shape)}", means, status=BAD_PARAM)
+        require(alike, name, "means", f"have x's shape and dtype, {x.dtype}{list(x.shape)}", means)
     check_attributes(name, n, alpha, beta, k)
     volume = windows.to_volume(x, layout)
     (y,) = DIVISIVE_NORM(

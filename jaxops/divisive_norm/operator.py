@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.dtypes import accumulator, check_floating
-from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.dtypes import accumulation_dtype, check_floating
+from jaxops._checks.mcdnn import require
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.divisive_norm import moments
@@ -33,19 +33,19 @@ def _check(x: Any, means: Any, *, name: str = "divisive_norm", **_: Any) -> None
     windows.check_volume(name, "x", x)
     check_floating(name, means=means)
     fits = means.shape in (x.shape, (*x.shape[:-4], *_NO_MEANS))
-    require(fits, name, "means", f"have the shape of x, {x.shape}, or be empty", means, status=BAD_PARAM)
+    require(fits, name, "means", f"have the shape of x, {x.shape}, or be empty", means)
 
 
 def _check_backward(x: Any, means: Any, grad: Any, **_: Any) -> None:
     name = "divisive_norm_backward"
     _check(x, means, name=name)
     check_floating(name, grad=grad)
-    require(grad.shape == x.shape, name, "grad", f"have the shape of x, {x.shape}", grad, status=BAD_PARAM)
+    require(grad.shape == x.shape, name, "grad", f"have the shape of x, {x.shape}", grad)
 
 
 def _forward(x: jax.Array, means: jax.Array, *, window: tuple[int, ...], alpha: float, beta: float, k: float) -> Arrays:
     along = _spans(x, window)
-    wide, spans = windows.squeezed(x.astype(accumulator(x.dtype)), along)
+    wide, spans = windows.squeezed(x.astype(accumulation_dtype(x.dtype)), along)
     _, squares = _deviations(wide, _squeezed_means(means, x, along), spans)
     y = wide * negative_power(k + alpha / math.prod(window) * squares, beta)
     return (windows.unsqueezed(y.astype(x.dtype), x, along),)
@@ -60,7 +60,7 @@ def _backward(
     dmeans[i] = -2 u[i] sum of (x[j] - means[i]) over the window i
     """
     along = _spans(x, window)
-    dtype = accumulator(x.dtype)
+    dtype = accumulation_dtype(x.dtype)
     wide, spans = windows.squeezed(x.astype(dtype), along)
     dy, _ = windows.squeezed(grad.astype(dtype), along)
     m = _squeezed_means(means, x, along)
@@ -119,7 +119,7 @@ def _mirrored(span: Span) -> Span:
 def _squeezed_means(means: jax.Array, x: jax.Array, along: Sequence[Span]) -> jax.Array | None:
     if means.shape != x.shape:
         return None
-    return windows.squeezed(means.astype(accumulator(x.dtype)), along)[0]
+    return windows.squeezed(means.astype(accumulation_dtype(x.dtype)), along)[0]
 
 
 # The derivative keeps x and means, not y.

@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._checks.attributes import require_real
-from jaxops._checks.dtypes import accumulator, check_floating
-from jaxops._checks.errors import BAD_PARAM, require_present
-from jaxops._checks.operands import as_array, as_key
+from jaxops._checks.dtypes import accumulation_dtype, check_floating
+from jaxops._checks.mcdnn import as_array, as_key, require_present, require_real
 from jaxops._primitive import sharding
 from jaxops.dropout.operator import DROPOUT, DROPOUT_BACKWARD, words_of
 from pallas_kernels.dropout_mask import RESOLUTION_BITS, WORD_BITS, threefry
@@ -46,8 +44,8 @@ def dropout(key: jax.Array, x: jax.Array, rate: float | jax.Array) -> jax.Array:
 
     Source: mcDNN `mcdnnDropoutForward` and `mcdnnDropoutBackward`.
     """
-    require_present("dropout", {"key": key, "x": x}, status=BAD_PARAM)
-    x = as_array("dropout", "x", x, status=BAD_PARAM)
+    require_present("dropout", {"key": key, "x": x})
+    x = as_array("dropout", "x", x)
     check_floating("dropout", x=x)
     return dropped_out("dropout", key, x, checked_rate("dropout", "rate", rate))[0]
 
@@ -59,7 +57,7 @@ def dropped_out(operator: str, key: jax.Array, x: jax.Array, rate: float | jax.A
     first_words = _row_indices(lead) * jnp.uint32(words_of(length))
     streams = jnp.stack([jnp.broadcast_to(key0, lead), jnp.broadcast_to(key1, lead), first_words], axis=-1)
     y, words = DROPOUT(
-        streams, sharding.reshaped(x, (*lead, length)), probability_and_scale(rate, accumulator(x.dtype))
+        streams, sharding.reshaped(x, (*lead, length)), probability_and_scale(rate, accumulation_dtype(x.dtype))
     )
     return sharding.reshaped(y, x.shape, sharding=jax.typeof(x).sharding), words
 
@@ -69,7 +67,9 @@ def dropout_gradient(dy: jax.Array, words: jax.Array, rate: float | jax.Array) -
     lead, length = row_view(dy.shape)
     rows = sharding.reshaped(dy, (*lead, length))
     (dx,) = DROPOUT_BACKWARD(
-        rows, sharding.reshaped(words, (*lead, words_of(length))), probability_and_scale(rate, accumulator(dy.dtype))
+        rows,
+        sharding.reshaped(words, (*lead, words_of(length))),
+        probability_and_scale(rate, accumulation_dtype(dy.dtype)),
     )
     return sharding.reshaped(dx, dy.shape, sharding=jax.typeof(dy).sharding)
 
@@ -89,7 +89,7 @@ def row_view(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
 def checked_rate(operator: str, argument: str, rate: Any) -> float | jax.Array:
     """A rate as a float or a scalar of JAX; BadParamError for a number outside of [0, 1]."""
     checked: float | jax.Array = require_real(
-        operator, argument, rate, "be a number in [0, 1]", least=0, most=1, traced=True, status=BAD_PARAM
+        operator, argument, rate, "be a number in [0, 1]", least=0, most=1, traced=True
     )
     return checked
 
@@ -108,7 +108,7 @@ def probability_and_scale(rate: float | jax.Array, dtype: Any) -> jax.Array:
         one = np.ones((), dtype)
         return jnp.asarray([kept, one / (one - np.asarray(rate, dtype)) if kept else 0], dtype)
     # Which elements are kept does not change smoothly with the rate: a derivative of the scale alone would mislead.
-    rate = jax.lax.stop_gradient(jnp.clip(rate.astype(accumulator(rate.dtype)), 0, 1))
+    rate = jax.lax.stop_gradient(jnp.clip(rate.astype(accumulation_dtype(rate.dtype)), 0, 1))
     kept = jnp.where(jnp.isnan(rate), 1, jnp.round((1 - rate) * 2**RESOLUTION_BITS) / 2**RESOLUTION_BITS)
     scale = jnp.where(kept == 0, 0, 1 / (1 - rate.astype(dtype)))
     return jnp.stack([kept.astype(dtype), scale.astype(dtype)])
@@ -116,7 +116,7 @@ def probability_and_scale(rate: float | jax.Array, dtype: Any) -> jax.Array:
 
 def _two_words(operator: str, key: Any) -> tuple[jax.Array, jax.Array]:
     """The key of the generator, from a JAX key of any implementation."""
-    words = as_key(operator, "key", key, status=BAD_PARAM)
+    words = as_key(operator, "key", key)
     first, second, *rest = jnp.unstack(sharding.whole_along_first(words))
     for pair in zip(rest[::2], [*rest[1::2], jnp.zeros_like(first)], strict=False):
         first, second = threefry(first, second, *pair)

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.dtypes import accumulator, check_floating
-from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.dtypes import accumulation_dtype, check_floating
+from jaxops._checks.mcdnn import require
 from jaxops._primitive import sharding
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
@@ -32,19 +32,19 @@ def words_of(elements: int) -> int:
 
 def _check_row(operator: str, argument: str, x: Any) -> None:
     check_floating(operator, **{argument: x})
-    require(len(x.shape) > 0, operator, argument, "have shape (..., N)", x, status=BAD_PARAM)
+    require(len(x.shape) > 0, operator, argument, "have shape (..., N)", x)
 
 
 def _check_keep(operator: str, keep: Any, data: Any) -> None:
-    is_pair = keep.shape == (2,) and keep.dtype == accumulator(data.dtype)
-    require(is_pair, operator, "keep", f"be {accumulator(data.dtype)}[2]", keep, status=BAD_PARAM)
+    is_pair = keep.shape == (2,) and keep.dtype == accumulation_dtype(data.dtype)
+    require(is_pair, operator, "keep", f"be {accumulation_dtype(data.dtype)}[2]", keep)
 
 
 def _check(streams: Any, x: Any, keep: Any) -> None:
     _check_row("dropout", "x", x)
     shape = (*x.shape[:-1], 3)
     is_stream = streams.shape == shape and streams.dtype == jnp.uint32
-    require(is_stream, "dropout", "streams", f"be uint32{list(shape)}", streams, status=BAD_PARAM)
+    require(is_stream, "dropout", "streams", f"be uint32{list(shape)}", streams)
     _check_keep("dropout", keep, x)
 
 
@@ -53,7 +53,7 @@ def _check_backward(grad: Any, words: Any, keep: Any) -> None:
     _check_row(name, "grad", grad)
     shape = (*grad.shape[:-1], words_of(grad.shape[-1]))
     is_mask = words.shape == shape and words.dtype == jnp.uint32
-    require(is_mask, name, "words", f"be uint32{list(shape)}", words, status=BAD_PARAM)
+    require(is_mask, name, "words", f"be uint32{list(shape)}", words)
     _check_keep(name, keep, grad)
 
 

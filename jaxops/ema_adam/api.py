@@ -10,10 +10,11 @@ import numpy as np
 import optax
 
 from jaxops._checks.attributes import is_bool, require_bool, require_choice, require_floating_dtype, require_real
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import OperatorError, require, require_present
 from jaxops._checks.operands import as_array
 from jaxops.ema_adam.fused_apply import OnePass, rows_of
-from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, MODES, Number, compute_dtype, step_coefficients
+from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, MODES, Number, step_coefficients
 from jaxops.embedding.embedding_row_gradients import RowGradients
 
 Schedule = Callable[[jax.Array], jax.typing.ArrayLike]
@@ -152,7 +153,7 @@ def ema_adam(
             require(is_array, _NAME, "grads", "hold arrays (ema_adam_rows takes the others)", type(grad).__name__)
             named = zip(("grads", "params", "mu", "nu", "ema"), (grad, var, m, v, s), strict=True)
             operands = [as_array(_NAME, argument, x) for argument, x in named]
-            vector = coefficients(compute_dtype(operands[1].dtype), decays)
+            vector = coefficients(accumulation_dtype(operands[1].dtype), decays)
             operator = functools.partial(APPLY_FUSED_EMA_ADAM, *operands, vector, mode=mode)
             return operator(output="update") if one_pass is None else one_pass.step(operator, var)
 

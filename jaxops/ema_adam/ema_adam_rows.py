@@ -6,11 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require, require_present
 from jaxops._checks.operands import as_array
 from jaxops.ema_adam.api import EmaParamsState, Schedule, checked_state, ema_adam
 from jaxops.ema_adam.fused_apply import rows_of
-from jaxops.ema_adam.operator import Number, compute_dtype
+from jaxops.ema_adam.operator import Number
 from jaxops.embedding.embedding_row_gradients import RowGradients, rows_at, with_rows
 
 _NAME = "ema_adam_rows"
@@ -117,7 +118,7 @@ def _touched(grad: RowGradients, table: Any, *state: Any) -> tuple[Any, ...]:
     table, *moments = (as_array(_NAME, argument, x) for argument, x in zip(_ARGUMENTS, (table, *state), strict=True))
     fits = table.ndim == 2 and table.shape[1] == values.shape[-1]
     require(fits, _NAME, "params", f"have a table (V, {values.shape[-1]}) for RowGradients", table)
-    dtype = compute_dtype(table.dtype)
+    dtype = accumulation_dtype(table.dtype)
     return values, rows_at(table, rows, dtype), *(rows_at(x, rows, x.dtype) for x in moments)
 
 

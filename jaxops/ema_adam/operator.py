@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
 from jaxops._primitive.operator import Operator
 from pallas_kernels.gpu import ema_adam as gpu
@@ -101,14 +102,9 @@ def check(
     require(output in _OUTPUTS, _NAME, "output", f"be one of {', '.join(_OUTPUTS)}", output)
     for name, array in arrays.items():
         require(array.shape == grad.shape, _NAME, name, f"have grad's shape {list(grad.shape)}", array)
-    expected = compute_dtype(var.dtype)
+    expected = accumulation_dtype(var.dtype)
     is_vector = coefficients.shape == (len(Coefficients._fields),) and coefficients.dtype == expected
     require(is_vector, _NAME, "coefficients", f"be {expected}[{len(Coefficients._fields)}]", coefficients)
-
-
-def compute_dtype(var_dtype: Any) -> Any:
-    """The dtype in which parameters of this dtype are updated."""
-    return jnp.dtype(jnp.float64 if var_dtype == jnp.float64 else jnp.float32)
 
 
 def _reference(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.attributes import require_integer
-from jaxops._checks.dtypes import accumulator
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
 from jaxops._checks.ids import wide_dtype, wide_ids
 from jaxops._primitive.derivative import Active, Arrays, Derivative
@@ -130,7 +130,7 @@ def _vjp(
 def _scaled_by_frequency(rows: jax.Array, indices: jax.Array, num_weights: int, counted_rank: int) -> jax.Array:
     """Rows divided by the frequency of their id within its call, not yet rounded."""
     (counts,) = EMBEDDING_FREQUENCY(indices, num_weights=num_weights, counted_rank=counted_rank)
-    dtype = accumulator(rows.dtype)
+    dtype = accumulation_dtype(rows.dtype)
     return rows.astype(dtype) * reciprocal(counts, dtype)[..., None]
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import lowering
-from jaxops._checks.dtypes import accumulator
+from jaxops._checks.dtypes import accumulation_dtype
 
 
 def sums_by_id(rows: jax.Array, ids: jax.Array, size: int, *, averaged: bool) -> jax.Array:
@@ -35,7 +35,7 @@ def reciprocal(counts: jax.Array, dtype: Any) -> jax.Array:
 
 def _scattered(rows: jax.Array, ids: jax.Array, size: int, averaged: bool) -> jax.Array:
     """One scatter, which a mesh can split. CPUs scatter in order, and at the speed of memory; TPUs have no atomics."""
-    sums = jnp.zeros((size, rows.shape[-1]), accumulator(rows.dtype))
+    sums = jnp.zeros((size, rows.shape[-1]), accumulation_dtype(rows.dtype))
     sums = sums.at[ids].add(rows.astype(sums.dtype), mode="drop")
     if averaged:
         sums = sums * reciprocal(_counts(ids, size), sums.dtype)[:, None]
@@ -60,7 +60,7 @@ def _by_run(rows: jax.Array, ids: jax.Array, size: int, averaged: bool) -> jax.A
     A scan in logarithmic depth, so that an id which fills the batch takes no longer than many different ones.
     """
     ids, order = jax.lax.sort((ids, jnp.arange(ids.size, dtype=jnp.int32)), num_keys=1)
-    rows_by_id = rows[order].astype(accumulator(rows.dtype))
+    rows_by_id = rows[order].astype(accumulation_dtype(rows.dtype))
     changes = ids[1:] != ids[:-1]
     edge = jnp.ones(1, bool)
     is_first, is_last = jnp.concatenate([edge, changes]), jnp.concatenate([changes, edge])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 import lowering
 from jaxops._checks.attributes import INT32_MAX, require_bool, require_choice, require_integer, require_real
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
 from jaxops._checks.ids import differ_from, wide_ids
 from jaxops._checks.operands import as_arrays, as_optional
@@ -17,7 +18,6 @@ from jaxops.linear_cross_entropy.logits import (
     SKIPPED,
     RowStatistics,
     Targets,
-    accumulation_dtype,
     column,
     target_total,
 )
@@ -148,7 +148,7 @@ def linear_cross_entropy(
     x, labels = agreeing("... h, ... v ->" if _are_probabilities(labels) else "... h, ... ->", x, labels)
     vocabulary = Vocabulary.of(weight.shape[0], vocab_axis)
     describe = _by_probabilities if _are_probabilities(labels) else _by_labels
-    task = describe(labels, class_weight, ignore_index, label_smoothing, vocabulary, accumulation_dtype(x))
+    task = describe(labels, class_weight, ignore_index, label_smoothing, vocabulary, accumulation_dtype(x.dtype))
     square = jnp.where(task.kept, jnp.asarray(z_loss, task.divisor.dtype), 0)
     weights = RowWeights(task.label_weight, task.target_weight, square)
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import laid_out_as, varying_with
@@ -16,7 +17,6 @@ from jaxops.linear_cross_entropy.logits import (
     RowPull,
     RowStatistics,
     Targets,
-    accumulation_dtype,
     column,
     given,
     linear_gradients,
@@ -125,7 +125,7 @@ def _reference_with_gradients(
         return (x_grad, row_grad, *_terms(rows, total)), (loss, weight_grad, bias_grad, shared_grad)
 
     operands = (x, labels, row_target, *weights)
-    dtype = accumulation_dtype(x)
+    dtype = accumulation_dtype(x.dtype)
     shapes = (
         (),
         (weight.shape[0] if needs.weight else 0, x.shape[-1]),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Arrays
 from jaxops.linear_cross_entropy.rounded_products import rounded_products
 
@@ -76,11 +77,6 @@ class Needs(NamedTuple):
     row_target: bool
 
 
-def accumulation_dtype(x: Any) -> Any:
-    """float32, or float64 for float64."""
-    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-
-
 def given(operand: Any) -> bool:
     """Whether an optional operand is there: primitives have none, so an empty array stands for one that is missing."""
     return operand.shape[-1] > 0
@@ -98,7 +94,7 @@ def across(column_values: jax.Array, like: jax.Array) -> jax.Array:
 
 def linear_logits(x: jax.Array, weight: jax.Array, bias: jax.Array, softcap: float | None) -> jax.Array:
     """Computes x weight^T + bias, accumulated and kept in float32; bounded by softcap tanh(z / softcap) if given."""
-    logits = jnp.einsum("...h,vh->...v", x, weight, preferred_element_type=accumulation_dtype(x))
+    logits = jnp.einsum("...h,vh->...v", x, weight, preferred_element_type=accumulation_dtype(x.dtype))
     if given(bias):
         logits = logits + across(bias, logits)
     return _bounded(logits, softcap)
@@ -239,7 +235,7 @@ def linear_gradients(
     The cotangent of the logits is rounded to the dtype of x before the matrix products, as the documented operators do:
     16-bit inputs run on 16-bit matrix units. The sum for the bias is taken before.
     """
-    dtype, batch = accumulation_dtype(x), tuple(range(x.ndim - 1))
+    dtype, batch = accumulation_dtype(x.dtype), tuple(range(x.ndim - 1))
     cotangent = _logits_cotangent(pull, targets, logits)
     if softcap is not None:
         cotangent = cotangent * (1 - jnp.square(logits / softcap))

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
@@ -13,7 +14,6 @@ from jaxops.linear_cross_entropy.logits import (
     Needs,
     RowStatistics,
     Targets,
-    accumulation_dtype,
     given,
     linear_logits,
     row_statistics,
@@ -104,7 +104,7 @@ def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> 
         *statistics, logits = _WITH_LOGITS(*operands, softcap=params["softcap"], metrics=params["metrics"])
     else:
         statistics = list(_STATISTICS(*operands, **params))
-        logits = jnp.zeros((*operands[0].shape[:-1], 0), accumulation_dtype(operands[0]))
+        logits = jnp.zeros((*operands[0].shape[:-1], 0), accumulation_dtype(operands[0].dtype))
     return tuple(statistics), (*operands, *statistics, logits)
 
 

@@ -7,6 +7,7 @@ are, those that count go first, and a tile is computed in chunks of them.
 import jax
 import jax.numpy as jnp
 
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.column_tiles import Tile, fold_columns, tile_columns
@@ -17,7 +18,6 @@ from jaxops.linear_cross_entropy.logits import (
     RowPull,
     RowSums,
     Targets,
-    accumulation_dtype,
     added,
     given,
     linear_gradients,
@@ -61,14 +61,14 @@ def tiled_statistics(
         chunk = (x, labels, tile.of(row_target, row_target.ndim - 1))
         return add((), sums, *chunk)[0] if live is None else live.fold(add, (), sums, chunk)[0]
 
-    no_sums = no_columns(rows[1].shape, accumulation_dtype(x))
+    no_sums = no_columns(rows[1].shape, accumulation_dtype(x.dtype))
     start = varying_with(no_sums, (*operands, weight, bias, shared_target))
     columns = tile_columns(labels.size if live is None else live.chunk_rows, weight.shape, chunk_rows)
     statistics = RowSums(*fold_columns(add_tile, start, weight.shape[0], columns)).statistics
     if live is None:
         return tuple(statistics)
     skipped = row_statistics(
-        logits_of_zero(bias, weight.shape[0], softcap, accumulation_dtype(x)),
+        logits_of_zero(bias, weight.shape[0], softcap, accumulation_dtype(x.dtype)),
         Targets(jnp.asarray(SKIPPED, labels.dtype), shared_target, jnp.zeros((0,), row_target.dtype)),
         metrics=False,
     )
@@ -94,7 +94,7 @@ def tiled_gradients(
     shared = (weight, bias, shared_target)
 
     def zeros(needed: bool, *shape: int) -> jax.Array:
-        return jnp.zeros(shape if needed else (0, *shape[1:]), accumulation_dtype(x))
+        return jnp.zeros(shape if needed else (0, *shape[1:]), accumulation_dtype(x.dtype))
 
     def add_tile(carry: Arrays, tile: Tile) -> Arrays:
         x_grad, row_grad, *gradients = carry
@@ -128,7 +128,7 @@ def tiled_gradients(
 
     batch = rows[0].shape
     start = (
-        jnp.zeros((*batch, x.shape[-1] if needs.x else 0), accumulation_dtype(x)),
+        jnp.zeros((*batch, x.shape[-1] if needs.x else 0), accumulation_dtype(x.dtype)),
         jnp.zeros((*batch, weight.shape[0] if needs.row_target else 0), row_target.dtype),
         zeros(needs.weight, *weight.shape).astype(weight.dtype),
         zeros(needs.bias, weight.shape[0]).astype(bias.dtype),

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator
-from jaxops.linear_cross_entropy.logits import accumulation_dtype, column, given, linear_logits, pick
+from jaxops.linear_cross_entropy.logits import column, given, linear_logits, pick
 from jaxops.linear_cross_entropy.rounded_products import rounded_products
 from jaxops.linear_cross_entropy.row_chunks import default_chunk_rows, map_rows
 from pallas_kernels.gpu.linear_cross_entropy import vocab_parallel as gpu
@@ -111,7 +112,7 @@ def fused_linear_cross_entropy_loss_grad(
     mask = target_mask
     if mask.dtype != jnp.bool_:
         (mask,) = _UNPACK(mask, grad)
-    dtype = accumulation_dtype(x)
+    dtype = accumulation_dtype(x.dtype)
     maximum, total = (jnp.zeros(rows, dtype) if v is None else v for v in (logits_max, sum_exp_logits))
     softmax = jnp.zeros((*rows, 0), dtype) if softmax is None else softmax
     return _GRAD(grad, x, weight, mask, masked_target, maximum, total, softmax)  # type: ignore[return-value]
@@ -215,7 +216,7 @@ def _grad(grad: jax.Array, x: jax.Array, weight: jax.Array, *rows: jax.Array) ->
             softmax = jnp.exp(logits - column(maximum)) / column(total)
         columns = jax.lax.broadcasted_iota(masked_target.dtype, softmax.shape, softmax.ndim - 1)
         is_target = (columns == column(masked_target)) & ~column(mask)
-        pull = ((softmax - is_target.astype(softmax.dtype)) * column(grad)).astype(accumulation_dtype(x))
+        pull = ((softmax - is_target.astype(softmax.dtype)) * column(grad)).astype(accumulation_dtype(x.dtype))
         x_grad, weight_grad = rounded_products((True, True), pull, lambda: jnp.abs(grad), x, weight)
         return (x_grad.astype(x.dtype),), (weight_grad,)
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
-from jaxops._checks.attributes import require_bool
-from jaxops._checks.errors import BAD_PARAM, NOT_SUPPORTED, NotSupportedError
+from jaxops._checks.errors import NOT_SUPPORTED, NotSupportedError
+from jaxops._checks.mcdnn import require_bool
 from jaxops.activation.api import apply
 from jaxops.activation.modes import Activation
 from jaxops.activation.operator import ACTIVATION_BACKWARD, reads_result
@@ -142,6 +142,6 @@ def requested(descriptor: ActivationDescriptor) -> Activation:
 
 
 def _check_mode(call: Call, desc: ActivationDescriptor, strict: Any) -> None:
-    strict = require_bool(call.name, "strict", strict, or_int=True, status=BAD_PARAM)
+    strict = require_bool(call.name, "strict", strict, or_int=True)
     is_identity = desc.mode == ActivationMode.IDENTITY
     call.support(not (strict and is_identity), "desc.mode", "not be IDENTITY outside of fused calls", "IDENTITY")

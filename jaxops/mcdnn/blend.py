@@ -7,10 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.attributes import require_real
-from jaxops._checks.dtypes import accumulator
-from jaxops._checks.errors import BAD_PARAM, BadParamError, OperatorError, require
-from jaxops._checks.operands import as_optional
+from jaxops._checks.dtypes import accumulation_dtype
+from jaxops._checks.errors import BAD_PARAM, BadParamError, OperatorError
+from jaxops._checks.mcdnn import as_optional, require, require_real
 from jaxops._primitive import sharding
 
 
@@ -36,8 +35,8 @@ class Blend:
     def requested(cls, operator: str, **arguments: Any) -> "Blend":
         """From alpha, beta and the prior, in this order, by the names that the call gives them."""
         *factors, (argument, prior) = arguments.items()
-        alpha, beta = (require_real(operator, *factor, traced=True, status=BAD_PARAM) for factor in factors)
-        return cls(operator, alpha, beta, argument, as_optional(operator, argument, prior, status=BAD_PARAM))
+        alpha, beta = (require_real(operator, *factor, traced=True) for factor in factors)
+        return cls(operator, alpha, beta, argument, as_optional(operator, argument, prior))
 
     @property
     def reads_prior(self) -> bool:
@@ -54,7 +53,7 @@ class Blend:
     ) -> None:
         """Refuses a missing prior that is read, and one unlike the output: with the function's own status."""
         given = self.prior is not None or not self.reads_prior
-        require(given, self.operator, self.argument, "be given where its beta is not 0", None, status=BAD_PARAM)
+        require(given, self.operator, self.argument, "be given where its beta is not 0", None)
         if self.prior is not None:
             alike = (tuple(self.prior.shape), self.prior.dtype) == (tuple(shape), dtype)
             rule = f"have the output's shape and dtype, {dtype}{list(shape)}"
@@ -62,14 +61,14 @@ class Blend:
 
     def widen(self, x: jax.Array) -> jax.Array:
         """Data in the dtype in which it will be blended, so that the blend is what is rounded."""
-        return x if self._is_plain else x.astype(accumulator(x.dtype))
+        return x if self._is_plain else x.astype(accumulation_dtype(x.dtype))
 
     def apply(self, result: jax.Array, dtype: Any) -> jax.Array:
         """The output in its dtype, rounded once."""
         if self._is_plain:
             return result.astype(dtype)
-        alpha, beta = (_factor(factor, accumulator(dtype)) for factor in (self.alpha, self.beta))
-        result = alpha * result.astype(accumulator(dtype))
+        alpha, beta = (_factor(factor, accumulation_dtype(dtype)) for factor in (self.alpha, self.beta))
+        result = alpha * result.astype(accumulation_dtype(dtype))
         if self.reads_prior and self.prior is not None:
             result, prior = sharding.agreeing("..., ... ->", result, self.prior)
             prior = prior.astype(result.dtype)

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxops._checks import layouts
-from jaxops._checks.attributes import require_choice
-from jaxops._checks.errors import BAD_PARAM, NOT_SUPPORTED, NotSupportedError, require, require_present
-from jaxops._checks.operands import as_optional, as_shape
+from jaxops._checks.errors import NOT_SUPPORTED, NotSupportedError
+from jaxops._checks.mcdnn import as_optional, as_shape, require, require_choice, require_present
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_RANK = 8  # of any tensor
@@ -25,7 +24,7 @@ class Call:
 
     def require(self, condition: bool, argument: str, rule: str, got: object) -> None:
         """Raises BadParamError unless the condition holds."""
-        require(condition, self.name, argument, rule, got, status=BAD_PARAM)
+        require(condition, self.name, argument, rule, got)
 
     def support(self, condition: bool, argument: str, rule: str, got: object) -> None:
         """Raises NotSupportedError unless the condition holds."""
@@ -33,18 +32,15 @@ class Call:
 
     def present(self, **arguments: Any) -> None:
         """Refuses required arguments that are None."""
-        require_present(self.name, arguments, status=BAD_PARAM)
+        require_present(self.name, arguments)
 
     def arrays(self, **operands: Any) -> list[Any]:
         """Operands as arrays; None stays None where `present` allows it."""
-        return [as_optional(self.name, argument, value, status=BAD_PARAM) for argument, value in operands.items()]
+        return [as_optional(self.name, argument, value) for argument, value in operands.items()]
 
     def shapes(self, **operands: Any) -> list[Any]:
         """Shapes and dtypes of operands, which need not have values and may be None."""
-        return [
-            None if value is None else as_shape(self.name, argument, value, status=BAD_PARAM)
-            for argument, value in operands.items()
-        ]
+        return [None if value is None else as_shape(self.name, argument, value) for argument, value in operands.items()]
 
     def descriptor(self, kind: type, value: Any, argument: str = "desc") -> None:
         """Refuses anything but a descriptor of this kind."""
@@ -67,7 +63,7 @@ class Call:
         if layout is None:
             return 1
         self._check_packed(layout)
-        layout = require_choice(self.name, "layout", layout, layouts.IMAGES, status=BAD_PARAM)
+        layout = require_choice(self.name, "layout", layout, layouts.IMAGES)
         self.require(rank == len(layout), argument, f"have {len(layout)} axes, as layout {layout} says", x)
         return layout.index("C")
 

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from jaxops._checks import layouts
-from jaxops._checks.attributes import INT32_MAX, is_integer, require_integer, require_real
-from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.attributes import INT32_MAX, is_integer
+from jaxops._checks.mcdnn import require, require_integer, require_real
 from jaxops.dropout.api import checked_rate
 from jaxops.mcdnn.enums import ActivationMode, NanPropagation, PoolingMode, SamplerType, member
 from jaxops.pooling.windows import Ints
@@ -39,7 +39,7 @@ class ActivationDescriptor:
         nan_propagation = member(name, "nan_propagation", NanPropagation, self.nan_propagation)
         object.__setattr__(self, "nan_propagation", nan_propagation)
         for field in ("coef", "swish_beta"):
-            object.__setattr__(self, field, require_real(name, field, getattr(self, field), status=BAD_PARAM))
+            object.__setattr__(self, field, require_real(name, field, getattr(self, field)))
 
 
 LRN_MIN_N, LRN_MAX_N = 1, 16
@@ -69,15 +69,15 @@ class LRNDescriptor:
     def __post_init__(self) -> None:
         name = type(self).__name__
         rule = f"be an integer from {LRN_MIN_N} to {LRN_MAX_N}"
-        n = require_integer(name, "n", self.n, rule, least=LRN_MIN_N, most=LRN_MAX_N, status=BAD_PARAM)
+        n = require_integer(name, "n", self.n, rule, least=LRN_MIN_N, most=LRN_MAX_N)
         object.__setattr__(self, "n", n)
         for field, least in (("alpha", None), ("beta", LRN_MIN_BETA), ("k", LRN_MIN_K)):
             value = getattr(self, field)
-            number = require_real(name, field, value, status=BAD_PARAM)
+            number = require_real(name, field, value)
             if least is not None:
                 # A float32 that was made of the limit is at the limit.
                 limit = float(type(value)(least)) if isinstance(value, np.floating) else least
-                require(number >= limit, name, field, f"be at least {least}", value, status=BAD_PARAM)
+                require(number >= limit, name, field, f"be at least {least}", value)
             object.__setattr__(self, field, number)
 
     @property
@@ -158,19 +158,19 @@ class SpatialTransformerDescriptor:
         object.__setattr__(self, "sampler", member(name, "sampler", SamplerType, self.sampler))
         dims = layouts.sizes(self.dims)
         are_four = dims is not None and len(dims) >= 4
-        require(are_four, name, "dims", "be four sizes, (N, C, H, W)", self.dims, status=BAD_PARAM)
+        require(are_four, name, "dims", "be four sizes, (N, C, H, W)", self.dims)
         object.__setattr__(self, "dims", dims)
 
 
 def _integers(name: str, field: str, value: Any, least: int | None) -> Ints:
     values = (value,) if is_integer(value) else value
     are_integers = isinstance(values, tuple | list) and all(map(is_integer, values))
-    require(are_integers, name, field, "be an integer or a tuple of them", value, status=BAD_PARAM)
+    require(are_integers, name, field, "be an integer or a tuple of them", value)
     integers = tuple(map(int, values))
     counts = (1,) if is_integer(value) else (2, 3)
-    require(len(integers) in counts, name, field, "have two or three integers", value, status=BAD_PARAM)
+    require(len(integers) in counts, name, field, "have two or three integers", value)
     is_small = max(map(abs, integers)) <= INT32_MAX
-    require(is_small, name, field, f"be at most {INT32_MAX}", value, status=BAD_PARAM)
+    require(is_small, name, field, f"be at most {INT32_MAX}", value)
     if least is not None:
-        require(min(integers) >= least, name, field, f"be at least {least}", value, status=BAD_PARAM)
+        require(min(integers) >= least, name, field, f"be at least {least}", value)
     return integers[0] if is_integer(value) else integers

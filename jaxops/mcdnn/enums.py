@@ -3,7 +3,7 @@
 import enum
 from typing import TypeVar
 
-from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.mcdnn import require
 
 
 class ActivationMode(enum.IntEnum):
@@ -113,5 +113,5 @@ def member(operator: str, argument: str, enumeration: type[Enumeration], value: 
     names, numbers = isinstance(value, str), type(value) in (int, enumeration)
     named = [one for one in enumeration if (names and one.name == value) or (numbers and one == value)]
     rule = f"be one of {', '.join(one.name for one in enumeration)}"
-    require(bool(named), operator, argument, rule, value, status=BAD_PARAM)
+    require(bool(named), operator, argument, rule, value)
     return named[0]

@@ -7,10 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.attributes import require_bool
-from jaxops._checks.dtypes import accumulator
-from jaxops._checks.errors import BAD_PARAM, require
-from jaxops._checks.operands import as_array
+from jaxops._checks.dtypes import accumulation_dtype
+from jaxops._checks.mcdnn import as_array, require, require_bool
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.pooling import windows
@@ -55,9 +53,9 @@ def avg_pool(
 
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.avg_pool2d`.
     """
-    x = as_array("avg_pool", "x", x, status=BAD_PARAM)
+    x = as_array("avg_pool", "x", x)
     layout, extents, attributes = windows.requested("avg_pool", x, window, stride, padding, layout)
-    count_include_pad = require_bool("avg_pool", "count_include_pad", count_include_pad, status=BAD_PARAM)
+    count_include_pad = require_bool("avg_pool", "count_include_pad", count_include_pad)
     attributes |= {"count_include_pad": count_include_pad, "extents": extents}
     (y,) = AVG_POOL(windows.to_volume(x, layout), **attributes)
     return windows.from_volume(y, layout)
@@ -65,7 +63,7 @@ def avg_pool(
 
 def _check(x: Any, *, extents: tuple[int, ...], count_include_pad: bool, **attributes: Any) -> None:
     windows.check_volume("avg_pool", "x", x)
-    require(x.shape[-4:-1] == extents, "avg_pool", "x", f"have the extents {extents}", x, status=BAD_PARAM)
+    require(x.shape[-4:-1] == extents, "avg_pool", "x", f"have the extents {extents}", x)
     windows.check_windows("avg_pool", extents, **attributes)
 
 
@@ -74,12 +72,12 @@ def _check_backward(grad: Any, *, extents: tuple[int, ...], count_include_pad: b
     windows.check_volume(name, "grad", grad)
     windows.check_windows(name, extents, **attributes)
     outputs = tuple(span.outputs for span in windows.spans(extents, **attributes))
-    require(grad.shape[-4:-1] == outputs, name, "grad", f"have the extents {outputs}", grad, status=BAD_PARAM)
+    require(grad.shape[-4:-1] == outputs, name, "grad", f"have the extents {outputs}", grad)
 
 
 def _means(x: jax.Array, *, extents: tuple[int, ...], count_include_pad: bool, **attributes: Any) -> Arrays:
     along = windows.spans(extents, **attributes)
-    total, spans = windows.squeezed(x.astype(accumulator(x.dtype)), along)
+    total, spans = windows.squeezed(x.astype(accumulation_dtype(x.dtype)), along)
     for span in spans:
         total = windows.pooled_along(total, span, 0.0, jax.lax.add)
     mean = (total / _counts(spans, count_include_pad, total)).astype(x.dtype)
@@ -88,7 +86,7 @@ def _means(x: jax.Array, *, extents: tuple[int, ...], count_include_pad: bool, *
 
 def _backward(grad: jax.Array, *, extents: tuple[int, ...], count_include_pad: bool, **attributes: Any) -> Arrays:
     along = windows.spans(extents, **attributes)
-    total, spans = windows.squeezed(grad.astype(accumulator(grad.dtype)), along)
+    total, spans = windows.squeezed(grad.astype(accumulation_dtype(grad.dtype)), along)
     total = total / _counts(spans, count_include_pad, total)
     for span in spans:
         total = _spread_along(total, span)

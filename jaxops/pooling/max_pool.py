@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._checks.dtypes import accumulator, check_floating
-from jaxops._checks.errors import BAD_PARAM, require
-from jaxops._checks.operands import as_array
+from jaxops._checks.dtypes import accumulation_dtype, check_floating
+from jaxops._checks.mcdnn import as_array, require
 from jaxops._primitive import sharding
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
@@ -62,7 +61,7 @@ def max_pool(
 
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.max_pool2d`.
     """
-    x = as_array("max_pool", "x", x, status=BAD_PARAM)
+    x = as_array("max_pool", "x", x)
     layout, _, attributes = windows.requested("max_pool", x, window, stride, padding, layout)
     (y,) = MAX_POOL(windows.to_volume(x, layout), **attributes, propagate_nan=True)
     return windows.from_volume(y, layout)
@@ -79,7 +78,7 @@ def _check_backward(x: Any, grad: Any, *, propagate_nan: bool, **attributes: Any
     windows.check_windows(name, x.shape[-4:-1], **attributes)
     check_floating(name, grad=grad)
     shape = windows.pooled_shape(x.shape, **attributes)
-    require(grad.shape == shape, name, "grad", f"have the shape of the windows, {shape}", grad, status=BAD_PARAM)
+    require(grad.shape == shape, name, "grad", f"have the shape of the windows, {shape}", grad)
 
 
 def _check_at(x: Any, values: Any, *, propagate_nan: bool, **attributes: Any) -> None:
@@ -87,7 +86,7 @@ def _check_at(x: Any, values: Any, *, propagate_nan: bool, **attributes: Any) ->
     windows.check_volume(name, "x", x)
     windows.check_windows(name, x.shape[-4:-1], **attributes)
     check_floating(name, values=values)
-    require(values.shape == x.shape, name, "values", f"have the shape of x, {x.shape}", values, status=BAD_PARAM)
+    require(values.shape == x.shape, name, "values", f"have the shape of x, {x.shape}", values)
 
 
 def _maxima(x: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
@@ -103,7 +102,7 @@ def _maxima(x: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
 def _backward(x: jax.Array, grad: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
     along = windows.spans(x.shape[-4:-1], **attributes)
     image, spans = windows.squeezed(x, along)
-    total, _ = windows.squeezed(grad.astype(accumulator(grad.dtype)), along)
+    total, _ = windows.squeezed(grad.astype(accumulation_dtype(grad.dtype)), along)
     keys = _keys(image, propagate_nan)
     won = []
     # Columns before rows: the first of equal rows wins, and in it the first of its columns.
@@ -131,7 +130,7 @@ def _keys(x: jax.Array, propagate_nan: bool) -> jax.Array:
 
     NaN is more than infinity if it is propagated, and less than -infinity otherwise.
     """
-    x = x.astype(accumulator(x.dtype))
+    x = x.astype(accumulation_dtype(x.dtype))
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))
     least, greatest = np.iinfo(bits.dtype).min, np.iinfo(bits.dtype).max
     # Negative numbers count down from the sign bit.

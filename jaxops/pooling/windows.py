@@ -10,7 +10,7 @@ import numpy as np
 from jaxops._checks import layouts
 from jaxops._checks.attributes import INT32_MAX, is_integer
 from jaxops._checks.dtypes import check_floating
-from jaxops._checks.errors import BAD_PARAM, require
+from jaxops._checks.mcdnn import require
 
 Ints = int | Sequence[int]
 Padding = str | int | Sequence[int | Sequence[int]]
@@ -137,7 +137,7 @@ def volume_attributes(window: Sequence[int], stride: Sequence[int], padding: Pai
 def along_axes(operator: str, argument: str, value: Any, count: int) -> tuple[int, ...]:
     """An integer for each of the spatial axes, from one for all of them or a sequence."""
     numbers = _each(value, count)
-    require(numbers is not None, operator, argument, f"be an integer or {count} of them", value, status=BAD_PARAM)
+    require(numbers is not None, operator, argument, f"be an integer or {count} of them", value)
     assert numbers is not None
     return numbers
 
@@ -165,14 +165,14 @@ def requested(
 def _layout(operator: str, x: Any, layout: Any) -> str:
     """The layout that was asked for or that x has by default; x may lack the batch axis N."""
     rank = len(x.shape)
-    require(rank in _DEFAULT_LAYOUTS, operator, "x", "have rank 3, 4 or 5", x, status=BAD_PARAM)
+    require(rank in _DEFAULT_LAYOUTS, operator, "x", "have rank 3, 4 or 5", x)
     if layout is None:
         return _DEFAULT_LAYOUTS[rank]
     known = isinstance(layout, str) and layout in _ADDED_AXES
-    require(known, operator, "layout", f"be one of {', '.join(_ADDED_AXES)}", layout, status=BAD_PARAM)
+    require(known, operator, "layout", f"be one of {', '.join(_ADDED_AXES)}", layout)
     axes = len(layout)
     rule = f"have {axes} axes, or {axes - 1} without a batch, as layout {layout} says"
-    require(rank in (axes, axes - 1), operator, "x", rule, x, status=BAD_PARAM)
+    require(rank in (axes, axes - 1), operator, "x", rule, x)
     return str(layout)
 
 
@@ -187,7 +187,7 @@ def _padding(
         sums = [(-(-n // s) - 1) * s + k - n for n, k, s in zip(extents, window, stride, strict=True)]
         known = not any(map(jax.export.is_symbolic_dim, sums))
         rule = "be in numbers where it depends on a symbolic size"
-        require(known, operator, "padding", rule, value, status=BAD_PARAM)
+        require(known, operator, "padding", rule, value)
         return tuple((max(total, 0) // 2, max(total, 0) - max(total, 0) // 2) for total in sums)
     numbers = _each(value, count)
     if numbers is not None:
@@ -195,7 +195,7 @@ def _padding(
     pairs = [_each(pair, 2) for pair in value] if isinstance(value, tuple | list) else []
     found = tuple((pair[0], pair[1]) for pair in pairs if pair is not None)
     rule = f'be "SAME", "VALID", an integer, or {count} of these: an integer or a pair (before, behind)'
-    require(len(found) == len(pairs) == count, operator, "padding", rule, value, status=BAD_PARAM)
+    require(len(found) == len(pairs) == count, operator, "padding", rule, value)
     return found
 
 
@@ -208,11 +208,11 @@ def _each(value: Any, count: int) -> tuple[int, ...] | None:
 def check_numbers(operator: str, extents: Sequence[int], window: Sequence[int], stride: Sequence[int]) -> None:
     """Refuses images without pixels, and windows and strides that are not positive int32 numbers."""
     for argument, numbers in (("window", window), ("stride", stride)):
-        require(min(numbers) >= 1, operator, argument, "be at least 1", numbers, status=BAD_PARAM)
+        require(min(numbers) >= 1, operator, argument, "be at least 1", numbers)
         # Positions are counted in int32.
-        require(max(numbers) <= INT32_MAX, operator, argument, f"be at most {INT32_MAX}", numbers, status=BAD_PARAM)
+        require(max(numbers) <= INT32_MAX, operator, argument, f"be at most {INT32_MAX}", numbers)
     has_pixels = all(extent >= 1 for extent in extents)
-    require(has_pixels, operator, "x", "have spatial extents of at least 1", extents, status=BAD_PARAM)
+    require(has_pixels, operator, "x", "have spatial extents of at least 1", extents)
 
 
 def check_windows(
@@ -222,19 +222,19 @@ def check_windows(
     check_numbers(operator, extents, window, stride)
     fits = all(0 <= p < w for pair, w in zip(padding, window, strict=True) for p in pair)
     shown = tuple(low if low == high else (low, high) for low, high in padding)
-    require(fits, operator, "padding", f"be at least 0 and less than the window {window}", shown, status=BAD_PARAM)
+    require(fits, operator, "padding", f"be at least 0 and less than the window {window}", shown)
     padded = tuple(n + low + high for n, (low, high) in zip(extents, padding, strict=True))
     fits = all(w <= n for w, n in zip(window, padded, strict=True))
-    require(fits, operator, "window", f"be no larger than x with its padding, {padded}", window, status=BAD_PARAM)
+    require(fits, operator, "window", f"be no larger than x with its padding, {padded}", window)
     countable = all(jax.export.is_symbolic_dim(n) or n <= INT32_MAX for n in padded)
     rule = f"make x at most {INT32_MAX} positions long"
-    require(countable, operator, "padding", rule, shown, status=BAD_PARAM)
+    require(countable, operator, "padding", rule, shown)
 
 
 def check_volume(operator: str, argument: str, x: Any) -> None:
     """Refuses operands that are no floating-point volumes."""
     check_floating(operator, **{argument: x})
-    require(len(x.shape) >= 4, operator, argument, "have shape (..., D, H, W, C)", x, status=BAD_PARAM)
+    require(len(x.shape) >= 4, operator, argument, "have shape (..., D, H, W, C)", x)
 
 
 def pooled_shape(shape: Sequence[int], **attributes: Any) -> tuple[int, ...]:

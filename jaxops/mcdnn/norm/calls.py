@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.dtypes import accumulator
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive import sharding
 from jaxops.activation.modes import IDENTITY, RELU, Activation, scaled_by_slope_of_result
 from jaxops.batch_norm import (
@@ -236,7 +236,7 @@ def _gated(
     assert y is not None
     if call.activation.mode in _MASKED:
         return RELU, _passes(call.activation, y), grad
-    y, wide_grad = sharding.agreeing("..., ... ->", y, grad.astype(accumulator(grad.dtype)))
+    y, wide_grad = sharding.agreeing("..., ... ->", y, grad.astype(accumulation_dtype(grad.dtype)))
     return call.activation, None, scaled_by_slope_of_result(call.activation, y, wide_grad).astype(grad.dtype)
 
 

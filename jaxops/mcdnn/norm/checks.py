@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks import layouts
-from jaxops._checks.attributes import require_bool, require_integer
-from jaxops._checks.dtypes import accumulator
-from jaxops._checks.errors import BAD_PARAM, NOT_SUPPORTED, require
+from jaxops._checks.dtypes import accumulation_dtype
+from jaxops._checks.errors import NOT_SUPPORTED
+from jaxops._checks.mcdnn import require, require_bool, require_integer
 from jaxops.activation.modes import Activation
 from jaxops.batch_norm.api import BN_MIN_EPSILON as BN_MIN_EPSILON
 from jaxops.batch_norm.api import checked_epsilon, checked_momentum
@@ -87,7 +87,7 @@ class NormCall(Call):
         """Refuses dtypes that are not documented (if strict, not listed for this function) or do not go together."""
         dtypes = listed if self.strict else DTYPES
         self.supported_dtype("x", x, dtypes)
-        dtype = jnp.dtype(accumulator(x.dtype))
+        dtype = accumulation_dtype(x.dtype)
         refuse = self.support if self.parameter_status == NOT_SUPPORTED else self.require
         for argument, array in parameters.items():
             if array is not None:
@@ -107,7 +107,7 @@ class NormCall(Call):
 def batch_norm_call(name: str, mode: Any, ops: Any = 0, activation: Any = None, strict: bool = False) -> NormCall:
     """The call of a batch-normalization function."""
     mode = member(name, "mode", BatchNormMode, mode)
-    strict = require_bool(name, "strict", strict, or_int=True, status=BAD_PARAM)
+    strict = require_bool(name, "strict", strict, or_int=True)
     ops = member(name, "bn_ops", BatchNormOps, ops)
     return NormCall(name, mode == BatchNormMode.PER_ACTIVATION, ops, _fused(name, ops, activation), strict)
 
@@ -117,7 +117,7 @@ def norm_call(
 ) -> NormCall:
     """The call of a normalization function."""
     mode = member(name, "mode", NormMode, mode)
-    strict = require_bool(name, "strict", strict, or_int=True, status=BAD_PARAM)
+    strict = require_bool(name, "strict", strict, or_int=True)
     ops = BatchNormOps(member(name, "norm_ops", NormOps, ops))
     member(name, "algo", NormAlgo, algo)
     fused = _fused(name, ops, activation)
@@ -126,7 +126,7 @@ def norm_call(
 
 def check_group_count(call: NormCall, group_cnt: Any) -> None:
     """Refuses groups, which no version has."""
-    require_integer(call.name, "group_cnt", group_cnt, status=BAD_PARAM)
+    require_integer(call.name, "group_cnt", group_cnt)
     call.support(group_cnt == 1, "group_cnt", "be 1", group_cnt)
 
 
@@ -140,5 +140,5 @@ def _fused(name: str, ops: BatchNormOps, descriptor: Any) -> Activation | None:
     if ops == BatchNormOps.OPS_BN:
         return None
     is_descriptor = isinstance(descriptor, ActivationDescriptor)
-    require(is_descriptor, name, "activation", "be an ActivationDescriptor", descriptor, status=BAD_PARAM)
+    require(is_descriptor, name, "activation", "be an ActivationDescriptor", descriptor)
     return requested(descriptor)
