@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 import lowering
-from jaxops.ema_adam import ema_adam, fused_apply
+from jaxops import ema_adam, fused_apply
 from lowering.measuring import timing
 
 LEARNING_RATE, WEIGHT_DECAY, EMA_DECAY = 1e-3, 1e-2, 0.9999

@@ -1,7 +1,8 @@
 """Operators that chip vendors document, as JAX primitives: for models, optimizers and code ported from those chips."""
 
-from jaxops import aclnn as aclnn
-from jaxops import mcdnn as mcdnn
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jaxops._checks.errors import BadParamError as BadParamError
 from jaxops._checks.errors import NotSupportedError as NotSupportedError
 from jaxops._checks.errors import VersionMismatchError as VersionMismatchError
@@ -13,10 +14,7 @@ from jaxops.batch_norm import batch_norm as batch_norm
 from jaxops.batch_norm import batch_norm_inference as batch_norm_inference
 from jaxops.divisive_norm import divisive_norm as divisive_norm
 from jaxops.dropout import dropout as dropout
-from jaxops.ema_adam import ema_adam as ema_adam
-from jaxops.ema_adam import ema_adam_rows as ema_adam_rows
-from jaxops.ema_adam import ema_params as ema_params
-from jaxops.ema_adam import fused_apply as fused_apply
+from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM  # noqa: F401  registered with the others, without optax
 from jaxops.embedding import RowGradients as RowGradients
 from jaxops.embedding import embedding as embedding
 from jaxops.embedding import embedding_row_gradients as embedding_row_gradients
@@ -29,6 +27,14 @@ from jaxops.pooling import avg_pool as avg_pool
 from jaxops.pooling import max_pool as max_pool
 from jaxops.softmax import softmax as softmax
 from lowering import use as use
+
+if TYPE_CHECKING:
+    from jaxops import aclnn as aclnn
+    from jaxops import mcdnn as mcdnn
+    from jaxops.ema_adam.api import ema_adam as ema_adam
+    from jaxops.ema_adam.api import ema_params as ema_params
+    from jaxops.ema_adam.ema_adam_rows import ema_adam_rows as ema_adam_rows
+    from jaxops.ema_adam.fused_apply import fused_apply as fused_apply
 
 __all__ = [
     "BadParamError",
@@ -61,3 +67,28 @@ __all__ = [
     "softmax",
     "use",
 ]
+
+# Imported when they are first asked for: optax alone takes 0.1 s, and few programs need both vendors' calls.
+_IMPORTED_LATER = {
+    "aclnn": "jaxops.aclnn",
+    "ema_adam": "jaxops.ema_adam.api",
+    "ema_adam_rows": "jaxops.ema_adam.ema_adam_rows",
+    "ema_params": "jaxops.ema_adam.api",
+    "fused_apply": "jaxops.ema_adam.fused_apply",
+    "mcdnn": "jaxops.mcdnn",
+}
+# The import of its operator has bound this name to the package, which would keep the function of that name hidden.
+del ema_adam
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _IMPORTED_LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_IMPORTED_LATER[name])
+    value = getattr(module, name, module)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowering
-from jaxops.ema_adam import APPLY_FUSED_EMA_ADAM
+from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.ema_adam_update import COEFFICIENTS
 from pallas_kernels.gpu import ema_adam as gpu_ema_adam

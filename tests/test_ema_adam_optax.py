@@ -12,8 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowering
+from jaxops import ema_adam, ema_params, fused_apply
 from jaxops._checks.errors import BadParamError
-from jaxops.ema_adam import EmaParamsState, ema_adam, ema_params, fused_apply
+from jaxops.ema_adam.api import EmaParamsState
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ ABOVE = {
     "tests",
     "contract",
     "conftest",
+    "typed_user_program",
     "flax_classifier",
     "patterns_clean",
     "patterns_planted",
@@ -46,7 +47,7 @@ DEFERRED = {
 }
 # What `import jaxops` must not load: the above, unless JAX does, and what only the command and the tests need.
 NOT_LOADED = {*DEFERRED} - {"jax._src.pallas.mosaic_gpu.interpret.params"}
-NOT_LOADED |= {"hypothesis", "orbax", "pytest", "sklearn", "typer"}
+NOT_LOADED |= {"hypothesis", "optax", "orbax", "pytest", "sklearn", "typer"}
 
 
 def _tree(module: str) -> ast.Module:

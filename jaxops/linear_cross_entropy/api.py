@@ -1,6 +1,6 @@
 """Cross entropy of a linear layer: the loss of a language model without its logits."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -51,13 +51,51 @@ class LinearCrossEntropyAux(NamedTuple):
     kept: jax.Array
 
 
+@overload
 def linear_cross_entropy(
-    x: Any,
-    weight: Any,
-    labels: Any,
+    x: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
     *,
-    bias: Any = None,
-    class_weight: Any = None,
+    bias: jax.Array | None = ...,
+    class_weight: jax.Array | None = ...,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    softcap: float | None = ...,
+    reduction: str = ...,
+    transpose_weight: bool = ...,
+    vocab_axis: str | None = ...,
+    strategy: str = ...,
+    chunk_rows: int | None = ...,
+    return_aux: Literal[False] = ...,
+) -> jax.Array: ...
+@overload
+def linear_cross_entropy(
+    x: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = ...,
+    class_weight: jax.Array | None = ...,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    softcap: float | None = ...,
+    reduction: str = ...,
+    transpose_weight: bool = ...,
+    vocab_axis: str | None = ...,
+    strategy: str = ...,
+    chunk_rows: int | None = ...,
+    return_aux: Literal[True],
+) -> tuple[jax.Array, LinearCrossEntropyAux]: ...
+def linear_cross_entropy(
+    x: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    class_weight: jax.Array | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -68,7 +106,7 @@ def linear_cross_entropy(
     strategy: str = "auto",
     chunk_rows: int | None = None,
     return_aux: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, LinearCrossEntropyAux]:
     """Computes the cross entropy between labels and the softmax of x weight^T + bias, without keeping the logits.
 
     With z = x weight^T + bias (then softcap tanh(z / softcap)), lse = log sum_c exp z_c, class weights w, smoothing s
