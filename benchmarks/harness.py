@@ -16,10 +16,15 @@ _PACKAGES = ("jaxops", "jax", "jaxlib", "numpy", "optax", "flax", "torch", "toka
 
 def arguments(description: str) -> argparse.Namespace:
     """The command line of a benchmark: `--output` and `--quick`."""
+    return parser(description).parse_args()
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The same, for benchmarks that have more arguments."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     parser.add_argument("--quick", action="store_true", help="small sizes and few repeats, to see that it runs")
-    return parser.parse_args()
+    return parser
 
 
 def environment() -> dict[str, Any]:

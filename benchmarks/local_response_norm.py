@@ -1,6 +1,6 @@
 """Local response and divisive normalization with their gradients, beside what one writes in jnp and PyTorch.
 
-python benchmarks/local_response_norm.py --output benchmarks/results/lrn_cpu.json
+python benchmarks/local_response_norm.py --output benchmarks/results/local_response_norm_cpu.json
 """
 
 import functools
@@ -25,7 +25,7 @@ def window_sum(x: jax.Array, window: Sequence[int]) -> jax.Array:
     return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, (1,) * x.ndim, padding)
 
 
-def obvious_lrn(x: jax.Array, n: int, channel_axis: int = 1) -> jax.Array:
+def obvious_response_norm(x: jax.Array, n: int, channel_axis: int = 1) -> jax.Array:
     window = [n if axis == channel_axis else 1 for axis in range(x.ndim)]
     return x / (K + ALPHA / n * window_sum(x * x, window)) ** BETA
 
@@ -75,16 +75,16 @@ def case(name: str, candidates: dict[str, tuple[Callable[[], Any], Any]], repeat
     return {"name": name, "candidates": rows}
 
 
-def lrn_case(shape: tuple[int, int, int, int], n: int, repeats: int) -> dict[str, Any]:
+def response_norm_case(shape: tuple[int, int, int, int], n: int, repeats: int) -> dict[str, Any]:
     x, dy = (np.random.default_rng(seed).standard_normal(shape, np.float32) for seed in range(2))
     first = [jnp.asarray(array) for array in (x, dy)]
     last = [jnp.asarray(np.ascontiguousarray(np.moveaxis(array, 1, -1))) for array in (x, dy)]
     candidates = {
         "jaxops": value_and_gradient(functools.partial(local_response_norm, n=n), *first),
-        "reduce_window + jax.grad": value_and_gradient(functools.partial(obvious_lrn, n=n), *first),
+        "reduce_window + jax.grad": value_and_gradient(functools.partial(obvious_response_norm, n=n), *first),
         "jaxops, NHWC": value_and_gradient(functools.partial(local_response_norm, n=n, layout="NHWC"), *last),
         "reduce_window + jax.grad, NHWC": value_and_gradient(
-            functools.partial(obvious_lrn, n=n, channel_axis=3), *last
+            functools.partial(obvious_response_norm, n=n, channel_axis=3), *last
         ),
     }
     if importlib.util.find_spec("torch") is not None:
@@ -111,9 +111,9 @@ def main() -> None:
     options = harness.arguments(__doc__.splitlines()[0])
     shape = (2, 8, 20, 20) if options.quick else (16, 64, 56, 56)
     repeats = 3 if options.quick else 15
-    found = [lrn_case(shape, 5, repeats)]
+    found = [response_norm_case(shape, 5, repeats)]
     found += [divisive_case(shape, n, with_means, repeats) for with_means in (False, True) for n in (5, 15)]
-    harness.report("lrn", found, options.output)
+    harness.report("local_response_norm", found, options.output)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""What the README shows is what happens."""
+"""What the README and the pages in `docs/` show is what happens."""
 
 import functools
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 
 import jaxops
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # The four documents of CANN, with their companions, and the one of mcDNN.
 DOCUMENTED = {
@@ -45,9 +48,29 @@ def test_readme_examples_run_as_pasted(capsys: pytest.CaptureFixture[str]) -> No
     assert printed == shown
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", page.read_text())
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_pages_name_exist(page: Path) -> None:
+    named = re.findall(
+        r"`((?:jaxops|lowering|pallas_kernels|tests|benchmarks|notebooks)/[\w/]+(?:\.\w+|/))`", page.read_text()
+    )
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_public_functions_stand_where_the_architecture_says() -> None:
+    functions = {name: getattr(jaxops, name) for name in jaxops.__all__ if name not in ("operators", "use")}
+    places = {name: fn.__module__.rpartition(".")[2] for name, fn in functions.items() if inspect.isfunction(fn)}
+    assert {name: place for name, place in places.items() if place not in (name, "api")} == {}
+
+
 def test_conformance_table_says_what_there_is() -> None:
     """Every documented function has a row; functions and operators exist, and have kernels where the table says."""
-    table = README.read_text().split("| documented function |", 1)[1].split("\n\n", 1)[0]
+    table = (ROOT / "docs" / "operators.md").read_text().split("| documented function |", 1)[1].split("\n\n", 1)[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     assert sorted(name for row in rows for name in named(row[0])) == sorted(DOCUMENTED)
     operators = {operator.name: operator for operator in jaxops.operators()}
