@@ -10,8 +10,18 @@ import orbax.checkpoint
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optimizers import (
+    WRAPPERS,
+    assert_trees_close,
+    is_matrix,
+    make_grads,
+    make_params,
+    one_pass,
+    run,
+    schedule,
+    two_calls,
+)
 
-import lowering
 from jaxops import ema_adam, ema_params, fused_apply
 from jaxops._checks.errors import BadParamError
 from jaxops.ema_adam.api import EmaParamsState
@@ -22,53 +32,6 @@ def _standard_promotion():
     """Optax itself mixes dtypes (`MultiSteps`, `clip_by_global_norm`), which strict promotion refuses."""
     with jax.numpy_dtype_promotion("standard"):
         yield
-
-
-def make_params(dtype="float32"):
-    rng = np.random.default_rng(1)
-
-    def leaf(*shape):
-        return jnp.asarray(rng.normal(size=shape), dtype)
-
-    return {"layers": [{"kernel": leaf(3, 5), "bias": leaf(5)}, None], "scale": leaf()}
-
-
-def make_grads(params, seed):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
-
-
-def is_matrix(params):
-    return jax.tree.map(lambda p: p.ndim > 1, params)
-
-
-def run(step, opt_state, params, steps=3):
-    for seed in range(steps):
-        params, opt_state = step(make_grads(params, seed), opt_state, params)
-    return params, opt_state
-
-
-def two_calls(optimizer):
-    def step(grads, opt_state, params):
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return jax.jit(step)
-
-
-def one_pass(optimizer):
-    return jax.jit(functools.partial(fused_apply, optimizer))
-
-
-def assert_trees_close(actual, expected, rtol=1e-6):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=rtol)
-
-
-def schedule(count):
-    return 1e-2 / (1.0 + 0.1 * count)
 
 
 def ema_schedule(count):
@@ -168,49 +131,6 @@ def test_ema_adam_second_moment_of_a_constant_gradient(dtype):
     assert np.all(np.asarray(ema_params(state)) < 1)
 
 
-WRAPPERS = {  # and in how many of the three arrays the parameters are written by the operator itself
-    "itself": (lambda make: make(1e-2), 3),
-    "clipping": (lambda make: optax.chain(optax.clip_by_global_norm(0.1), make(1e-2)), 3),
-    "inject_hyperparams": (lambda make: optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)(1e-2), 3),
-    "injected schedule": (lambda make: optax.inject_hyperparams(make)(schedule), 3),
-    "masked": (lambda make: optax.masked(make(1e-2), is_matrix), 1),
-    "multi_transform": (
-        lambda make: optax.multi_transform(
-            {"ours": make(1e-2), "theirs": optax.sgd(0.1)}, {"layers": "ours", "scale": "theirs"}
-        ),
-        2,
-    ),
-    "MultiSteps": (lambda make: optax.MultiSteps(make(1e-2), 2), 0),
-    "apply_if_finite": (lambda make: optax.apply_if_finite(make(1e-2), 2), 0),
-    "touched afterwards": (lambda make: optax.chain(make(1e-2), optax.scale(0.5)), 0),
-    "read afterwards": (lambda make: optax.chain(make(1e-2), remember(optax.tree_utils.tree_norm)), 0),
-    "kept afterwards": (lambda make: optax.chain(make(1e-2), remember(lambda updates: updates)), 0),
-    "jitted": (lambda make: jitted(make(1e-2)), 0),
-    "not ours": (lambda make: optax.sgd(0.1), 0),
-}
-
-
-def remember(summarise):
-    """A transform that returns updates as they are, and something of them as its state."""
-    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-    return optax.GradientTransformation(lambda params: summarise(zeros(params)), lambda u, state, _: (u, summarise(u)))
-
-
-def jitted(optimizer):
-    return optax.GradientTransformationExtraArgs(optimizer.init, jax.jit(optimizer.update))
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_fused_apply_equals_update_and_apply(name):
-    wrap, count = WRAPPERS[name]
-    optimizer, params = wrap(ema_adam), make_params()
-    expected = run(two_calls(optimizer), optimizer.init(params), params)
-    assert_trees_close(run(one_pass(optimizer), optimizer.init(params), params), expected)
-    jaxpr = str(jax.make_jaxpr(functools.partial(fused_apply, optimizer))(params, optimizer.init(params), params))
-    assert jaxpr.count("output=params") == count
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "not ours"])
 def test_ema_adam_inside_wrappers_equals_optax(name):
@@ -222,68 +142,6 @@ def test_ema_adam_inside_wrappers_equals_optax(name):
     assert_trees_close(actual, expected, rtol=1e-5)
     averages = ema_params(state, params)
     assert jax.tree.structure(averages) == jax.tree.structure(params)
-
-
-def test_fused_apply_passes_extra_arguments_on():
-    seen = []
-
-    def update(updates, state, params=None, *, value, **extra_args):
-        seen.append(value)
-        return updates, state
-
-    first = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-    optimizer, params = optax.chain(first, ema_adam(1e-2)), make_params()
-    fused_apply(optimizer, params, optimizer.init(params), params, value=3.0)
-    assert set(seen) == {3.0}
-
-
-def test_fused_apply_leaks_no_tracers():
-    optimizer, params = jitted(ema_adam(1e-2)), make_params()
-    with jax.checking_leaks():
-        for transform in (optimizer, ema_adam(1e-2)):
-            one_pass(transform)(params, transform.init(params), params)
-
-
-def test_fused_apply_never_takes_an_update_for_parameters():
-    """A wrapper that shows other parameters to the transform inside gets updates: adding them is up to it."""
-    inner = ema_adam(1e-2)
-    ahead = optax.GradientTransformation(
-        inner.init, lambda grads, state, params: inner.update(grads, state, jax.tree.map(lambda p: p + 1, params))
-    )
-    params = make_params()
-    expected = run(two_calls(ahead), ahead.init(params), params)
-    assert_trees_close(run(one_pass(ahead), ahead.init(params), params), expected)
-
-
-@pytest.mark.parametrize("name", ["itself", "inject_hyperparams", "multi_transform"])
-def test_fused_apply_works_in_place(name):
-    """With donated buffers everything is aliased, and temporaries stay below one leaf."""
-    optimizer = WRAPPERS[name][0](ema_adam)
-    params = {"layers": [jnp.ones((256, 256 + i)) for i in range(4)], "scale": jnp.ones((100,))}
-    opt_state = optimizer.init(params)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state, grads):
-        return fused_apply(optimizer, grads, opt_state, params)
-
-    memory = step.lower(params, opt_state, params).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < max(leaf.nbytes for leaf in jax.tree.leaves(params))
-    assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves((params, opt_state)))
-    new_params, new_state = step(params, opt_state, jax.tree.map(jnp.ones_like, params))
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((new_params, new_state)))
-
-
-def test_fused_apply_takes_kernels():
-    optimizer, params = ema_adam(1e-2, weight_decay=0.1), make_params()
-    expected = run(one_pass(optimizer), optimizer.init(params), params, steps=1)
-    with lowering.use("interpret:mosaic_tpu"):
-        assert_trees_close(run(one_pass(optimizer), optimizer.init(params), params, steps=1), expected)
-    with lowering.use("pallas"):
-        lowered = one_pass(optimizer).trace(params, optimizer.init(params), params).lower(lowering_platforms=("tpu",))
-    assert lowered.as_text().count("tpu_custom_call") >= 1
-    explanation = lowering.explain(one_pass(optimizer), params, optimizer.init(params), params, target="tpu-v5e")
-    assert {row.operator for row in explanation.rows} == {"apply_fused_ema_adam"}
-    assert sum(row.count for row in explanation.rows) == 3
 
 
 def test_ema_adam_leaves_parameters_without_gradient_alone():
@@ -374,15 +232,6 @@ def test_ema_adam_keeps_automatic_shardings():
     assert "all-gather" not in step.lower(params, state, params).compile().as_text()
     abstract = jax.ShapeDtypeStruct(params.shape, params.dtype, sharding=sharding)
     assert optimizer.init(abstract)[1].ema.sharding == sharding
-
-
-def test_fused_apply_inside_shard_map():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    optimizer, params, grads = ema_adam(1e-2), jnp.arange(16.0), jnp.cos(jnp.arange(16.0))
-    state = optimizer.init(params)
-    specs = (P("x"), jax.tree.map(lambda leaf: P("x") if leaf.ndim else P(), state), P("x"))
-    step = jax.shard_map(functools.partial(fused_apply, optimizer), mesh=mesh, in_specs=specs, out_specs=specs[:0:-1])
-    assert_trees_close(jax.jit(step)(grads, state, params), fused_apply(optimizer, grads, state, params))
 
 
 def test_ema_adam_survives_orbax(tmp_path):

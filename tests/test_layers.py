@@ -23,6 +23,7 @@ ABOVE = {
     "conftest",
     "typed_user_program",
     "flax_classifier",
+    "optimizers",
     "patterns_clean",
     "patterns_planted",
     "public_calls",
