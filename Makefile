@@ -11,7 +11,7 @@ SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
 VENV ?= .venv
-TESTS ?= notebooks tests
+TESTS ?= tests
 BIN = $(VENV)/bin
 
 demo: $(VENV)/.demo

@@ -279,7 +279,8 @@ def test_export_writes_what_load_reads(tmp_path: Path) -> None:
     assert "nll_loss" in run(*arguments).stdout
 
 
-def test_targets_says_what_can_be_compiled_for() -> None:
+def test_targets_says_what_can_be_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # no cell is wrapped
     records = {record["name"]: record for record in json.loads(run("targets", "--json").stdout)}
     assert records["cpu"]["status"] == "here"
     assert records["cuda-h100"]["memory_bytes"] == 80 * 10**9
