@@ -61,7 +61,7 @@ def activation_forward(
     blend.check(x.shape, x.dtype)
     call.supported_dtype("x", x)
     _check_mode(call, desc, strict)
-    result = apply(blend.widen(x), requested(desc))
+    result = apply(blend.upcast(x), requested(desc))
     return blend.apply(result, x.dtype)
 
 
@@ -120,13 +120,13 @@ def activation_backward(
     y, dy, x = call.arrays(y=y, dy=dy, x=x)
     call.channel_axis(dy, layout, "dy")
     for argument, array in (("y", y), ("x", x)):
-        alike = (array.shape, array.dtype) == (dy.shape, dy.dtype)
-        call.support(alike, argument, f"have the shape and dtype of dy, {dy.dtype}{list(dy.shape)}", array)
+        same = (array.shape, array.dtype) == (dy.shape, dy.dtype)
+        call.support(same, argument, f"have the shape and dtype of dy, {dy.dtype}{list(dy.shape)}", array)
     blend.check(dy.shape, dy.dtype, status=NOT_SUPPORTED, error=NotSupportedError)
     call.supported_dtype("dy", dy)
     _check_mode(call, desc, strict)
     activation = requested(desc)
-    result = blend.widen(dy)
+    result = blend.upcast(dy)
     if activation.mode != "identity":
         of_result = reads_result(activation)
         (result,) = ACTIVATION_BACKWARD(y if of_result else x, result, activation=activation, of_result=of_result)

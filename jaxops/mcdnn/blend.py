@@ -55,11 +55,11 @@ class Blend:
         given = self.prior is not None or not self.reads_prior
         require(given, self.operator, self.argument, "be given where its beta is not 0", None)
         if self.prior is not None:
-            alike = (tuple(self.prior.shape), self.prior.dtype) == (tuple(shape), dtype)
+            same = (tuple(self.prior.shape), self.prior.dtype) == (tuple(shape), dtype)
             rule = f"have the output's shape and dtype, {dtype}{list(shape)}"
-            require(alike, self.operator, self.argument, rule, self.prior, status=status, error=error)
+            require(same, self.operator, self.argument, rule, self.prior, status=status, error=error)
 
-    def widen(self, x: jax.Array) -> jax.Array:
+    def upcast(self, x: jax.Array) -> jax.Array:
         """Data in the dtype in which it will be blended, so that the blend is what is rounded."""
         return x if self._is_plain else x.astype(accumulation_dtype(x.dtype))
 

@@ -62,10 +62,10 @@ def divisive_normalization_forward(
     blend = Blend.requested(call.name, alpha=alpha, beta=beta, y=y)
     x, means = call.arrays(x=x, means=means)
     layout = _layout(call, x, layout)
-    _check_alike(call, x, means=means)
+    _check_like_x(call, x, means=means)
     blend.check(x.shape, x.dtype)
     call.supported_dtype("x", x)
-    volume = windows.to_volume(blend.widen(x), layout)
+    volume = windows.to_volume(blend.upcast(x), layout)
     (result,) = DIVISIVE_NORM(volume, _means(means, volume, layout), **_attributes(desc, layout))
     return blend.apply(windows.from_volume(result, layout), x.dtype)
 
@@ -126,12 +126,12 @@ def divisive_normalization_backward(
     wants_means = means_blend.prior is not None or not means_blend.reads_prior
     x, means, dy = call.arrays(x=x, means=means, dy=dy)
     layout = _layout(call, x, layout)
-    _check_alike(call, x, means=means, dy=dy)
+    _check_like_x(call, x, means=means, dy=dy)
     blend.check(x.shape, x.dtype)
     if wants_means:
         means_blend.check(x.shape, x.dtype)
     call.supported_dtype("x", x)
-    volume, grad = (windows.to_volume(array, layout) for array in (x, blend.widen(dy)))
+    volume, grad = (windows.to_volume(array, layout) for array in (x, blend.upcast(dy)))
     results = DIVISIVE_NORM_BACKWARD(volume, _means(means, volume, layout), grad, **_attributes(desc, layout))
     of_x, of_means = (windows.from_volume(result, layout) for result in results)
     return blend.apply(of_x, x.dtype), means_blend.apply(of_means, x.dtype) if wants_means else None
@@ -148,10 +148,10 @@ def _layout(call: Call, x: jax.Array, layout: str | None) -> str:
     return call.layout(x, layout)
 
 
-def _check_alike(call: Call, x: jax.Array, **arrays: Any) -> None:
+def _check_like_x(call: Call, x: jax.Array, **arrays: Any) -> None:
     for argument, array in arrays.items():
-        alike = array is None or (array.shape, array.dtype) == (x.shape, x.dtype)
-        call.require(alike, argument, f"have x's shape and dtype, {x.dtype}{list(x.shape)}", array)
+        same = array is None or (array.shape, array.dtype) == (x.shape, x.dtype)
+        call.require(same, argument, f"have x's shape and dtype, {x.dtype}{list(x.shape)}", array)
 
 
 def _means(means: jax.Array | None, volume: jax.Array, layout: str) -> jax.Array:

@@ -65,7 +65,7 @@ def lrn_cross_channel_forward(
     layout = _layout(call, layout, x=x)
     blend.check(x.shape, x.dtype, status=NOT_SUPPORTED, error=NotSupportedError)
     call.supported_dtype("x", x)
-    images = channels_before_space(blend.widen(x), layout)
+    images = channels_before_space(blend.upcast(x), layout)
     (result,) = LOCAL_RESPONSE_NORM(images, n=desc.n, **desc.attributes)
     return blend.apply(channels_back(result, layout), x.dtype)
 
@@ -122,7 +122,7 @@ def lrn_cross_channel_backward(
         call.support(array.shape == x.shape, argument, f"have the shape of x, {x.shape}", array)
     blend.check(x.shape, x.dtype, status=NOT_SUPPORTED, error=NotSupportedError)
     call.supported_dtype("x", x)
-    images, grad = (channels_before_space(array, layout) for array in (x, blend.widen(dy)))
+    images, grad = (channels_before_space(array, layout) for array in (x, blend.upcast(dy)))
     (result,) = LOCAL_RESPONSE_NORM_BACKWARD(images, grad, n=desc.n, **desc.attributes)
     return blend.apply(channels_back(result, layout), x.dtype)
 

@@ -61,7 +61,7 @@ def pooling_forward(
     shape = _output_shape(x.shape, layout, attributes)
     blend.check(shape, x.dtype)
     call.supported_dtype("x", x)
-    volume = windows.to_volume(blend.widen(x), layout)
+    volume = windows.to_volume(blend.upcast(x), layout)
     if desc.mode in MAXIMA:
         (result,) = MAX_POOL(volume, **attributes, propagate_nan=_propagates(desc))
     else:
@@ -131,7 +131,7 @@ def pooling_backward(
             call.require(array.dtype == dy.dtype, argument, f"have the dtype of dy, {dy.dtype}", array)
     blend.check(image.shape, dy.dtype)
     call.supported_dtype("dy", dy)
-    gradient = windows.to_volume(blend.widen(dy), layout)
+    gradient = windows.to_volume(blend.upcast(dy), layout)
     if x is not None and desc.mode in MAXIMA:
         volume = windows.to_volume(x, layout)
         (result,) = MAX_POOL_BACKWARD(volume, gradient, **attributes, propagate_nan=_propagates(desc))

@@ -56,7 +56,7 @@ def softmax_forward(
     groups = _groups(call, mode, x, layout, "x")
     blend.check(x.shape, x.dtype)
     call.supported_dtype("x", x)
-    result = over_groups(blend.widen(x), log=log, groups=groups)
+    result = over_groups(blend.upcast(x), log=log, groups=groups)
     return blend.apply(result, x.dtype)
 
 
@@ -105,11 +105,11 @@ def softmax_backward(
     blend = Blend.requested(call.name, alpha=alpha, beta=beta, dx=dx)
     y, dy = call.arrays(y=y, dy=dy)
     groups = _groups(call, mode, dy, layout, "dy")
-    alike = (y.shape, y.dtype) == (dy.shape, dy.dtype)
-    call.require(alike, "y", f"have the shape and dtype of dy, {dy.dtype}{list(dy.shape)}", y)
+    same = (y.shape, y.dtype) == (dy.shape, dy.dtype)
+    call.require(same, "y", f"have the shape and dtype of dy, {dy.dtype}{list(dy.shape)}", y)
     blend.check(dy.shape, dy.dtype)
     call.supported_dtype("dy", dy)
-    result = gradient_over_groups(y, blend.widen(dy), log=log, groups=groups)
+    result = gradient_over_groups(y, blend.upcast(dy), log=log, groups=groups)
     return blend.apply(result, dy.dtype)
 
 

@@ -114,7 +114,7 @@ def spatial_tf_sampler_forward(
     channels = _channel_axis(call, desc, x, grid, layout)
     expected = _from_channels_first(shape, channels)
     blend.check(expected, x.dtype)
-    images = jnp.moveaxis(blend.widen(x), channels, 1)
+    images = jnp.moveaxis(blend.upcast(x), channels, 1)
     (result,) = GRID_SAMPLE(images, grid)
     return blend.apply(jnp.moveaxis(result, 1, channels), x.dtype)
 
@@ -174,8 +174,8 @@ def spatial_tf_sampler_backward(
     call.require(dy.dtype == x.dtype, "dy", f"have the dtype of x, {x.dtype}", dy)
     blend.check(x.shape, x.dtype)
     grid_blend.check(grid.shape, grid.dtype)
-    images = jnp.moveaxis(blend.widen(x), channels, 1)
-    of_x, of_grid = GRID_SAMPLE_BACKWARD(images, grid_blend.widen(grid), jnp.moveaxis(dy, channels, 1))
+    images = jnp.moveaxis(blend.upcast(x), channels, 1)
+    of_x, of_grid = GRID_SAMPLE_BACKWARD(images, grid_blend.upcast(grid), jnp.moveaxis(dy, channels, 1))
     return blend.apply(jnp.moveaxis(of_x, 1, channels), x.dtype), grid_blend.apply(of_grid, grid.dtype)
 
 

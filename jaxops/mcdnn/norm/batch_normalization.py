@@ -281,6 +281,8 @@ def batch_normalization_backward(
     Source: mcDNN `mcdnnBatchNormalizationBackward`.
     """
     call = batch_norm_call("batch_normalization_backward", mode, strict=strict)
+    factors = (alpha_data_diff, beta_data_diff, alpha_param_diff, beta_param_diff)
+    blend = calls.GradientBlend(*factors, dx, dscale, dbias)
     result_dx, _, result_dscale, result_dbias = calls.backward(
         call,
         x,
@@ -289,13 +291,7 @@ def batch_normalization_backward(
         epsilon=epsilon,
         saved_mean=saved_mean,
         saved_inv_variance=saved_inv_variance,
-        alpha_data_diff=alpha_data_diff,
-        beta_data_diff=beta_data_diff,
-        alpha_param_diff=alpha_param_diff,
-        beta_param_diff=beta_param_diff,
-        dx=dx,
-        dscale=dscale,
-        dbias=dbias,
+        blend=blend,
         layout=layout,
         dtypes=_WITHOUT_BFLOAT16,
     )
@@ -367,6 +363,8 @@ def batch_normalization_backward_ex(
     Source: mcDNN `mcdnnBatchNormalizationBackwardEx`.
     """
     call = batch_norm_call("batch_normalization_backward_ex", mode, bn_ops, activation, strict)
+    factors = (alpha_data_diff, beta_data_diff, alpha_param_diff, beta_param_diff)
+    blend = calls.GradientBlend(*factors, dx, dscale, dbias)
     return calls.backward(
         call,
         x,
@@ -374,17 +372,11 @@ def batch_normalization_backward_ex(
         scale,
         y=y,
         bias=bias,
-        kept=reserve_space,
+        reserve_space=reserve_space,
         epsilon=epsilon,
         saved_mean=saved_mean,
         saved_inv_variance=saved_inv_variance,
-        alpha_data_diff=alpha_data_diff,
-        beta_data_diff=beta_data_diff,
-        alpha_param_diff=alpha_param_diff,
-        beta_param_diff=beta_param_diff,
-        dx=dx,
-        dscale=dscale,
-        dbias=dbias,
+        blend=blend,
         layout=layout,
         dtypes=_WITHOUT_BFLOAT16,
     )

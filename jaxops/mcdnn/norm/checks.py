@@ -56,7 +56,7 @@ class NormCall(Call):
         layout = layouts.resolved(self.name, x, layout)
         return view_of(self.name, x, layout, "per_activation" if self.per_activation else "spatial")
 
-    def alike(self, x: Any, **arrays: Any) -> None:
+    def like_x(self, x: Any, **arrays: Any) -> None:
         """Refuses arrays of another shape or dtype than x; None is not given."""
         for argument, array in arrays.items():
             if array is not None:

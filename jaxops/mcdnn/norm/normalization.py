@@ -220,6 +220,8 @@ def normalization_backward(
     """
     call = norm_call("normalization_backward", mode, norm_ops, algo, activation, strict, parameter_status=BAD_PARAM)
     check_group_count(call, group_cnt)
+    factors = (alpha_data_diff, beta_data_diff, alpha_param_diff, beta_param_diff)
+    blend = calls.GradientBlend(*factors, dx, dscale, dbias)
     return calls.backward(
         call,
         x,
@@ -227,16 +229,10 @@ def normalization_backward(
         scale,
         y=y,
         bias=bias,
-        kept=reserve_space,
+        reserve_space=reserve_space,
         epsilon=epsilon,
         saved_mean=saved_mean,
         saved_inv_variance=saved_inv_variance,
-        alpha_data_diff=alpha_data_diff,
-        beta_data_diff=beta_data_diff,
-        alpha_param_diff=alpha_param_diff,
-        beta_param_diff=beta_param_diff,
-        dx=dx,
-        dscale=dscale,
-        dbias=dbias,
+        blend=blend,
         layout=layout,
     )

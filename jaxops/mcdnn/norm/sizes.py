@@ -184,7 +184,7 @@ def _forward_workspace(call: NormCall, x: Any, z: Any, y: Any, layout: str | Non
     x, y, z = call.shapes(x=x, y=y, z=z if call.adds else None)
     parameters = dict(zip(parameters, call.shapes(**parameters), strict=True))
     view = call.view(x, layout)
-    call.alike(x, y=y, z=z)
+    call.like_x(x, y=y, z=z)
     call.parameters(view, **parameters)
     call.dtypes(x, DTYPES, **parameters)
     return 0
@@ -197,7 +197,7 @@ def _backward_workspace(
     x, y, dy, dz, dx = call.shapes(x=x, y=y, dy=dy, dz=dz, dx=dx)
     parameters = dict(zip(parameters, call.shapes(**parameters), strict=True))
     view = call.view(x, layout)
-    call.alike(x, dy=dy, dx=dx, y=y, dz=dz)
+    call.like_x(x, dy=dy, dx=dx, y=y, dz=dz)
     call.parameters(view, **parameters)
     call.dtypes(x, DTYPES, **parameters)
     return 0
