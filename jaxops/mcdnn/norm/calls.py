@@ -24,11 +24,12 @@ class BatchNormTrainingEx(NamedTuple):
 
     Attributes:
       y: like x.
-      running_mean: the moved average, or None where none was given.
-      running_variance: the moved average of unbiased variances, or None.
+      running_mean: the updated average, or None if none was passed.
+      running_variance: the updated average of unbiased variances, or None.
       saved_mean: the mean of this batch.
       saved_inv_variance: 1 / sqrt(biased variance + epsilon) of this batch.
-      reserve_space: uint8, a bit for each element of x, set where the activation passes; empty without an activation.
+      reserve_space: uint8, a bit for each element of x, set where the activation's result, before it is blended, is
+        positive (for CLIPPED_RELU also less than coef); empty without an activation.
     """
 
     y: jax.Array
