@@ -1,7 +1,6 @@
-"""The gradients of a training step whose statistics, and something that tells the activation's slope, were stored.
+"""The gradients of batch normalization from what a forward call stored, for documented backward calls.
 
-When JAX differentiates `jaxops.batch_norm` the derivative stores what it needs; a documented backward call takes it as
-arguments.
+They take x, the statistics of the batch, and something that tells the slope of the activation.
 """
 
 from typing import NamedTuple
@@ -46,7 +45,7 @@ class Slope(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of a training step; that of the residual is None without one."""
+    """The gradients of a training step's operands; None for a residual that was not added."""
 
     x: jax.Array
     scale: jax.Array

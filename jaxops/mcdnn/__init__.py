@@ -17,7 +17,7 @@ Shared arguments:
 
 An enumeration is given as a member, its name or its number.
 
-Shared errors:
+Shared errors, unless a function says otherwise:
   BadParamError: status MCDNN_STATUS_BAD_PARAM. A required argument, or a prior that beta needs, is None; a prior
     differs from its output in shape or dtype; an enumeration does not have the member; the layout is unknown or does
     not fit the rank of x.
@@ -26,8 +26,8 @@ Shared errors:
 Numerics: results are computed and blended in float32 (float64 for float64) and rounded once.
 
 These documented errors cannot arise: a missing handle, output or scratch memory (there are no handles, outputs are
-returned, and XLA allocates); strides that differ (JAX's arrays are packed); an output that overlaps an operand in a
-forbidden way (a result never lies in an operand; to reuse a buffer, donate it to jit).
+returned, and XLA allocates); strides that differ (JAX's arrays are packed); calls in place (a result never lies in an
+operand; to reuse a buffer, donate it to jit).
 """
 
 from jaxops._checks.errors import VersionMismatchError

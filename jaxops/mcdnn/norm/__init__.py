@@ -44,7 +44,7 @@ Shared arguments:
     activations in channels-first layouts, fused activations other than RELU (and SWISH, forward), a z that is not
     float16, and bfloat16 where the documents' tables leave it out.
 
-Shared errors:
+Shared errors, unless a function says otherwise:
   BadParamError: status MCDNN_STATUS_BAD_PARAM. An argument that is read, or a prior that a factor needs, is None; the
     rank is not 4 or 5; an array is not like x or scale where it must be; only one of two statistics is given; epsilon
     is too small or NaN; an enumeration, layout or factor is not one of the above; in a backward call, nothing tells the

@@ -133,8 +133,8 @@ def normalization_backward(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
     """The gradients of `normalization_forward_training`, computed as `batch_normalization_backward_ex` says.
 
-    Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`. Here the status of parameters
-    and statistics whose dtype does not go with x is MCDNN_STATUS_BAD_PARAM.
+    Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`. Here a parameter or
+    statistic whose dtype does not go with x raises BadParamError.
 
     Example:
       >>> x, dy = (jnp.array(values).reshape(4, 1, 1, 1) for values in ([1.0, 1.0, 3.0, 3.0], [1.0, 0.0, 0.0, 0.0]))
