@@ -69,8 +69,8 @@ def dropout_backward(desc: DropoutDescriptor, dy: jax.Array, reserve_space: jax.
     Numerics: as `dropout_forward`. Where an element was dropped dy is not read, so NaN there gives 0.
 
     Example:
-      >>> desc, kept = jaxops.mcdnn.DropoutDescriptor(0.5), jnp.array([0b101, 0, 0, 0], jnp.uint8)
-      >>> jaxops.mcdnn.dropout_backward(desc, jnp.array([1.0, 2.0, 3.0]), kept).tolist()
+      >>> desc, bits = jaxops.mcdnn.DropoutDescriptor(0.5), jnp.array([0b101, 0, 0, 0], jnp.uint8)
+      >>> jaxops.mcdnn.dropout_backward(desc, jnp.array([1.0, 2.0, 3.0]), bits).tolist()
       [2.0, 0.0, 6.0]
 
     Source: mcDNN `mcdnnDropoutBackward`, whose text says that dy is propagated and leaves out the scale. There are no
