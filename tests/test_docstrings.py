@@ -1,7 +1,8 @@
-"""The docstring of each public function has an example that runs as written."""
+"""The docstring of each public function has an example that runs as written, and mcDNN's arguments are described."""
 
 import doctest
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +33,16 @@ def test_example_runs_as_written(name: str, tmp_path: Path, monkeypatch: pytest.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE).run(example, out=said.append)
     assert not said, "".join(said)
+
+
+def arguments_described_in(docstring: str) -> set[str]:
+    lines = re.findall(r"^ +(\w+(?:, \w+)*): ", docstring, re.MULTILINE)
+    return {name for line in lines for name in line.split(", ")}
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if "mcdnn" in name])
+def test_mcdnn_arguments_are_described_here_or_in_the_package(name: str) -> None:
+    function = PUBLIC[name]
+    package = jaxops.mcdnn.norm if "mcdnn.norm." in function.__module__ else jaxops.mcdnn
+    described = arguments_described_in(inspect.getdoc(function) or "") | arguments_described_in(package.__doc__ or "")
+    assert inspect.signature(function).parameters.keys() <= described

@@ -1,4 +1,34 @@
-"""The mcDNN training calls without prefix and handle: documented checks and statuses, and operators beneath them."""
+"""The training calls of mcDNN: documented checks and statuses, computed by JAX operators.
+
+Names are mcDNN's in snake case, without its prefix and the handle. What the calls share is described here; each
+function describes the rest. `jaxops.mcdnn.norm` does the same for batch normalization and normalization.
+
+Shared arguments:
+  desc: the descriptor, such as a `PoolingDescriptor`. Backward calls take that of the forward call.
+  x: the data; float16, bfloat16, float32 or float64.
+  y: in forward calls the prior: what the output held before, with the output's shape and dtype. In backward calls the
+    stored result of the forward call.
+  dy: the gradient of y, with its shape and dtype.
+  dx: in backward calls the prior, with the shape and dtype of x.
+  alpha: the factor of the result: a Python or NumPy number, or a traced scalar.
+  beta: the factor of the prior, likewise. At 0 the prior is not read; a traced beta always needs one.
+  layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means channels first, by the rank of x.
+  strict: whether to refuse what these calls support but the documents do not.
+
+An enumeration is given as a member, its name or its number.
+
+Shared errors, unless a function says otherwise:
+  BadParamError: status MCDNN_STATUS_BAD_PARAM. A required argument, or a prior that beta needs, is None; a prior
+    differs from its output in shape or dtype; an enumeration does not have the member; the layout is unknown or does
+    not fit the rank of x.
+  NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED. The dtype is not listed above, or the layout is vectorised.
+
+Numerics: results are computed and blended in float32 (float64 for float64) and rounded once.
+
+These documented errors cannot arise: a missing handle, output or scratch memory (there are no handles, outputs are
+returned, and XLA allocates); strides that differ (JAX's arrays are packed); calls in place (a result never lies in an
+operand; to reuse a buffer, donate it to jit).
+"""
 
 from jaxops._checks.errors import VersionMismatchError
 from jaxops.mcdnn.activation import activation_backward as activation_backward
@@ -145,10 +175,15 @@ OPS_TRAIN_VERSION = 100
 
 
 def ops_train_version_check() -> None:
-    """Checks that the training half has the version of the inference half.
+    """Checks that the training half and the inference half have the same version.
 
     Raises:
       VersionMismatchError: status MCDNN_STATUS_VERSION_MISMATCH if OPS_TRAIN_VERSION differs from OPS_INFER_VERSION.
+
+    Example:
+      >>> jaxops.mcdnn.ops_train_version_check()
+      >>> jaxops.mcdnn.OPS_TRAIN_VERSION
+      100
 
     Source: mcDNN `mcdnnOpsTrainVersionCheck`.
     """

@@ -25,32 +25,32 @@ def activation_forward(
     layout: str | None = None,
     strict: bool = False,
 ) -> jax.Array:
-    """Applies an activation to each element: `alpha * result + beta * y`.
+    """Applies an activation to each element: `alpha * activation(x) + beta * y`.
+
+    Arguments shared by all calls are described in `jaxops.mcdnn`.
 
     Args:
-      desc: the mode with its coefficients and, for RELU and CLIPPED_RELU, what NaN does: with NOT_PROPAGATE_NAN it
+      desc: the mode and its coefficient, and what RELU and CLIPPED_RELU do with NaN: under NOT_PROPAGATE_NAN it
         becomes 0. RELU ignores `coef`.
-      x: a tensor of four to eight axes; float16, bfloat16, float32 or float64.
-      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
-      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
-      y: the prior, with the shape and dtype of x.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None is the one with the channels first. Of no effect on values.
-      strict: whether to refuse IDENTITY, which the documents have as a part of fused calls only.
+      x: a tensor of four to eight axes.
+      layout: has no effect on values. It must be None for more than five axes.
 
     Returns:
-      The shape and dtype of x.
+      An array with the shape and dtype of x.
 
     Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if desc, x, alpha, beta or a prior that beta needs is missing, the
-        prior is unlike x, x has another rank, or the layout is unknown or not that of the rank.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another dtype, a vectorised layout and, if strict,
-        IDENTITY.
+      BadParamError: also if x has another rank.
+      NotSupportedError: also for IDENTITY if strict: the documents offer it only inside fused calls.
 
-    Numerics: computed and blended in float32 (float64 for float64) and rounded once; see `jaxops.activation`.
+    Numerics: see `jaxops.activation`.
 
-    Source: mcDNN `mcdnnActivationForward`. JAX's arrays are packed, so that equal shapes have equal strides, and a
-      result never lies in an operand: the documented errors of strides and of calls in place cannot arise. To reuse a
-      buffer, donate it to jit.
+    Example:
+      >>> relu = jaxops.mcdnn.ActivationDescriptor("RELU")
+      >>> x = jnp.array([-1.0, 2.0]).reshape(1, 1, 1, 2)
+      >>> jaxops.mcdnn.activation_forward(relu, x, alpha=3.0).tolist()
+      [[[[0.0, 6.0]]]]
+
+    Source: mcDNN `mcdnnActivationForward`.
     """
     call = Call("activation_forward")
     call.descriptor(ActivationDescriptor, desc)
@@ -61,7 +61,7 @@ def activation_forward(
     blend.check(x.shape, x.dtype)
     call.supported_dtype("x", x)
     _check_mode(call, desc, strict)
-    result = apply(blend.widen(x), requested(desc))
+    result = apply(blend.upcast(x), requested(desc))
     return blend.apply(result, x.dtype)
 
 
@@ -87,31 +87,25 @@ def activation_backward(
         IDENTITY      1
         SWISH         s + swish_beta * x * s * (1 - s), where s = 1 / (1 + exp(-swish_beta * x))
 
-    Args:
-      desc: as it was given to `activation_forward`.
-      y: the output of `activation_forward`, as it was stored: where it was blended, the slopes above are those of what
-        it holds, and not the derivative of the blend.
-      dy: its gradient.
-      x: what the activation was applied to.
-      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
-      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
-      dx: the prior, with the shape and dtype of dy.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None is the one with the channels first. Of no effect on values.
-      strict: whether to refuse IDENTITY, which the documents have as a part of fused calls only.
+    y is the stored result: if it was blended, the slopes are those at the blended values.
+    Arguments shared by all calls are described in `jaxops.mcdnn`.
 
     Returns:
-      The shape and dtype of dy.
+      An array with the shape and dtype of dy.
 
     Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if desc, y, dy, x, alpha, beta or a prior that beta needs is missing,
-        dy has another rank than four to eight, or the layout is unknown or not that of the rank.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED if shapes or dtypes of y, dy, x and dx are not all equal, for
-        another dtype, a vectorised layout and, if strict, IDENTITY.
+      BadParamError: also if dy does not have four to eight axes.
+      NotSupportedError: also if y, dy, x and dx differ in shape or dtype, and for IDENTITY if strict.
 
-    Numerics: computed and blended in float32 (float64 for float64) and rounded once. Where RELU or CLIPPED_RELU has
-      slope 0, which is so for NaN whatever `nan_propagation` says, NaN in dy goes nowhere.
+    Numerics: where RELU or CLIPPED_RELU has slope 0 (at NaN too, whatever `nan_propagation`), NaN in dy is dropped.
 
-    Source: mcDNN `mcdnnActivationBackward`. As to strides and calls in place, see `activation_forward`.
+    Example:
+      >>> relu = jaxops.mcdnn.ActivationDescriptor("RELU")
+      >>> y, dy = jnp.array([[[[0.0, 2.0]]]]), jnp.array([[[[5.0, 7.0]]]])
+      >>> jaxops.mcdnn.activation_backward(relu, y, dy, y).tolist()
+      [[[[0.0, 7.0]]]]
+
+    Source: mcDNN `mcdnnActivationBackward`.
     """
     call = Call("activation_backward")
     call.descriptor(ActivationDescriptor, desc)
@@ -120,13 +114,13 @@ def activation_backward(
     y, dy, x = call.arrays(y=y, dy=dy, x=x)
     call.channel_axis(dy, layout, "dy")
     for argument, array in (("y", y), ("x", x)):
-        alike = (array.shape, array.dtype) == (dy.shape, dy.dtype)
-        call.support(alike, argument, f"have the shape and dtype of dy, {dy.dtype}{list(dy.shape)}", array)
+        same = (array.shape, array.dtype) == (dy.shape, dy.dtype)
+        call.support(same, argument, f"have the shape and dtype of dy, {dy.dtype}{list(dy.shape)}", array)
     blend.check(dy.shape, dy.dtype, status=NOT_SUPPORTED, error=NotSupportedError)
     call.supported_dtype("dy", dy)
     _check_mode(call, desc, strict)
     activation = requested(desc)
-    result = blend.widen(dy)
+    result = blend.upcast(dy)
     if activation.mode != "identity":
         of_result = reads_result(activation)
         (result,) = ACTIVATION_BACKWARD(y if of_result else x, result, activation=activation, of_result=of_result)

@@ -15,13 +15,13 @@ from jaxops._primitive import sharding
 
 @dataclasses.dataclass(frozen=True)
 class Blend:
-    """How one output of a call is made of its result.
+    """How one output of a call is blended from its result and its prior.
 
     Attributes:
-      operator: of errors.
-      alpha: factor of the result; a number, or a traced scalar.
-      beta: factor of the prior, in the same ways. Where it is 0 the prior is not read, and may hold anything.
-      argument: what the call names the prior.
+      operator: the name of the call, for errors.
+      alpha: the factor of the result; a number, or a traced scalar.
+      beta: the factor of the prior, likewise. Where it is 0 the prior is not read, and may hold anything.
+      argument: the name of the prior's argument, for errors.
       prior: what the output held before, or None.
     """
 
@@ -33,34 +33,34 @@ class Blend:
 
     @classmethod
     def requested(cls, operator: str, **arguments: Any) -> "Blend":
-        """From alpha, beta and the prior, in this order, by the names that the call gives them."""
+        """From alpha, beta and the prior, in this order, under the names of their arguments."""
         *factors, (argument, prior) = arguments.items()
         alpha, beta = (require_real(operator, *factor, traced=True) for factor in factors)
         return cls(operator, alpha, beta, argument, as_optional(operator, argument, prior))
 
     @property
     def reads_prior(self) -> bool:
-        """Whether the prior is read, or may be: nothing tells whether a traced beta is 0."""
+        """Whether the prior is or may be read: a traced beta may be 0."""
         return isinstance(self.beta, jax.Array) or self.beta != 0
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the result is stored as it is."""
+        """Whether the output is the result itself."""
         return not self.reads_prior and not isinstance(self.alpha, jax.Array) and self.alpha == 1
 
     def check(
         self, shape: Sequence[int], dtype: Any, *, status: str = BAD_PARAM, error: type[OperatorError] = BadParamError
     ) -> None:
-        """Refuses a missing prior that is read, and one unlike the output: with the function's own status."""
-        given = self.prior is not None or not self.reads_prior
-        require(given, self.operator, self.argument, "be given where its beta is not 0", None)
+        """Refuses a missing prior that is read, and, with the given status, one that does not match the output."""
+        is_present = self.prior is not None or not self.reads_prior
+        require(is_present, self.operator, self.argument, "be given where its beta is not 0", None)
         if self.prior is not None:
-            alike = (tuple(self.prior.shape), self.prior.dtype) == (tuple(shape), dtype)
+            same = (tuple(self.prior.shape), self.prior.dtype) == (tuple(shape), dtype)
             rule = f"have the output's shape and dtype, {dtype}{list(shape)}"
-            require(alike, self.operator, self.argument, rule, self.prior, status=status, error=error)
+            require(same, self.operator, self.argument, rule, self.prior, status=status, error=error)
 
-    def widen(self, x: jax.Array) -> jax.Array:
-        """Data in the dtype in which it will be blended, so that the blend is what is rounded."""
+    def upcast(self, x: jax.Array) -> jax.Array:
+        """Data in the dtype of the blend, so that only the blend is rounded."""
         return x if self._is_plain else x.astype(accumulation_dtype(x.dtype))
 
     def apply(self, result: jax.Array, dtype: Any) -> jax.Array:

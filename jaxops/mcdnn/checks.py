@@ -1,4 +1,4 @@
-"""What calls of every kind refuse, with the documented status."""
+"""What all calls refuse, with the documented status."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class Call:
     """A call of a documented function.
 
     Attributes:
-      name: of the function, for its errors.
+      name: the function, for errors.
     """
 
     name: str
@@ -35,29 +35,29 @@ class Call:
         require_present(self.name, arguments)
 
     def arrays(self, **operands: Any) -> list[Any]:
-        """Operands as arrays; None stays None where `present` allows it."""
+        """Operands as arrays; None stays None."""
         return [as_optional(self.name, argument, value) for argument, value in operands.items()]
 
     def shapes(self, **operands: Any) -> list[Any]:
-        """Shapes and dtypes of operands, which need not have values and may be None."""
+        """Shapes and dtypes of operands, which may be abstract or None."""
         return [None if value is None else as_shape(self.name, argument, value) for argument, value in operands.items()]
 
     def descriptor(self, kind: type, value: Any, argument: str = "desc") -> None:
-        """Refuses anything but a descriptor of this kind."""
+        """Refuses anything but this kind of descriptor."""
         self.require(isinstance(value, kind), argument, f"be of type {kind.__name__}", value)
 
     def supported_dtype(self, argument: str, array: Any, dtypes: Sequence[str] = DTYPES) -> None:
-        """Refuses dtypes that are not documented."""
+        """Refuses undocumented dtypes."""
         self.support(array.dtype.name in dtypes, argument, f"have a dtype of {', '.join(dtypes)}", array)
 
     def layout(self, x: Any, layout: str | None) -> str:
-        """The layout of images: the one that was asked for, or the first of x's rank."""
+        """The layout of images: the requested one, or the one with channels first."""
         self.support(len(x.shape) in (4, 5), "x", "have two or three spatial axes", x)
         self._check_packed(layout)
         return layouts.resolved(self.name, x, layout)
 
     def channel_axis(self, x: Any, layout: str | None, argument: str = "x") -> int:
-        """Where the channels of a tensor of four to eight axes are; with more than five the layout must be None."""
+        """The channel axis of a tensor with four to eight axes; with more than five the layout must be None."""
         rank = len(x.shape)
         self.require(4 <= rank <= MAX_RANK, argument, f"have rank 4 to {MAX_RANK}", x)
         if layout is None:

@@ -1,4 +1,4 @@
-"""The documented descriptors, as frozen records that check what they are given."""
+"""The documented descriptors, as frozen records that check their fields."""
 
 import dataclasses
 from typing import Any
@@ -16,16 +16,16 @@ from jaxops.pooling.windows import Ints
 
 @dataclasses.dataclass(frozen=True)
 class ActivationDescriptor:
-    """Which activation.
+    """An activation and its coefficient.
 
     Attributes:
       mode: an `ActivationMode`.
-      nan_propagation: a `NanPropagation`: whether RELU and CLIPPED_RELU give NaN for NaN, or 0.
-      coef: the ceiling of CLIPPED_RELU and the factor of ELU; of no effect elsewhere.
-      swish_beta: of SWISH.
+      nan_propagation: a `NanPropagation`: whether RELU and CLIPPED_RELU turn NaN into NaN or 0.
+      coef: the ceiling of CLIPPED_RELU and the factor of ELU; other modes ignore it.
+      swish_beta: the beta of SWISH.
 
     Raises:
-      BadParamError: if an enumeration has no such member, or something else is no number.
+      BadParamError: if an enumeration does not have the member, or a coefficient is not a number.
     """
 
     mode: ActivationMode | str | int
@@ -52,13 +52,13 @@ class LRNDescriptor:
     """How local response normalization and divisive normalization weigh the neighbourhood.
 
     Attributes:
-      n: extent of the window, LRN_MIN_N to LRN_MAX_N; an even one looks one further ahead.
-      alpha: factor of the mean square; any number.
+      n: the extent of the window, LRN_MIN_N to LRN_MAX_N; an even window reaches one further ahead.
+      alpha: the factor of the mean square; any number.
       beta: the power, at least LRN_MIN_BETA.
       k: what is added to the mean square, at least LRN_MIN_K.
 
     Raises:
-      BadParamError: if n is no integer, something else is no number, or one is out of range.
+      BadParamError: if n is not an integer, another field is not a number, or a value is out of range.
     """
 
     n: int = 5
@@ -75,14 +75,14 @@ class LRNDescriptor:
             value = getattr(self, field)
             number = require_real(name, field, value)
             if least is not None:
-                # A float32 that was made of the limit is at the limit.
+                # The limit rounded to float32 may lie below the limit; it is accepted.
                 limit = float(type(value)(least)) if isinstance(value, np.floating) else least
                 require(number >= limit, name, field, f"be at least {least}", value)
             object.__setattr__(self, field, number)
 
     @property
     def attributes(self) -> dict[str, float]:
-        """As the operators take them, but for the window."""
+        """The attributes of the operators, except the window."""
         return {"alpha": self.alpha, "beta": self.beta, "k": self.k}
 
 
@@ -91,11 +91,11 @@ class DropoutDescriptor:
     """How much to drop.
 
     Attributes:
-      dropout: the probability with which an element is dropped, in [0, 1]: a Python or NumPy number, or a traced
-        scalar, whose value is not checked: it is clamped to [0, 1], and NaN gives NaN.
+      dropout: the probability of dropping an element, in [0, 1]: a Python or NumPy number, or a traced scalar. The
+        value of a traced one is not checked: it is clamped to [0, 1], and NaN gives NaN.
 
     Raises:
-      BadParamError: if that is no number in [0, 1].
+      BadParamError: if the probability is not a number in [0, 1].
     """
 
     dropout: float | jax.Array
@@ -111,14 +111,14 @@ class PoolingDescriptor:
 
     Attributes:
       mode: a `PoolingMode`. MAX and MAX_DETERMINISTIC are the same: both are deterministic here.
-      window: extents of the windows: two or three integers, or one for all spatial axes.
-      padding: positions before and behind the image that windows may reach over.
-      stride: steps between windows.
-      nan_propagation: a `NanPropagation`, for the maxima; averages always propagate NaN.
+      window: the extents of the windows: two or three integers, or one for all spatial axes.
+      padding: how far windows may reach beyond each side of the image, likewise.
+      stride: the steps between windows, likewise.
+      nan_propagation: a `NanPropagation`, for maxima. Averages always propagate NaN.
 
     Raises:
-      BadParamError: if an enumeration has no such member, a window or stride is not positive, or something else is no
-        integer.
+      BadParamError: if an enumeration does not have the member, a window or stride is not positive, or another field is
+        not an integer.
     """
 
     mode: PoolingMode | str | int
@@ -139,15 +139,15 @@ class PoolingDescriptor:
 
 @dataclasses.dataclass(frozen=True)
 class SpatialTransformerDescriptor:
-    """What a spatial transformer makes.
+    """The output of a spatial transformer.
 
     Attributes:
-      dims: the shape (N, C, H, W) of its output, in this order whatever the layout.
+      dims: the shape (N, C, H, W) of the output, in this order whatever the layout.
       sampler: a `SamplerType`.
 
     Raises:
-      BadParamError: if the enumeration has no such member, or dims is not a tuple of at least four sizes. What has
-        more than four is refused by the calls, as not supported.
+      BadParamError: if the enumeration does not have the member, or dims is not a tuple of at least four sizes. The
+        calls refuse more than four as not supported.
     """
 
     dims: tuple[int, ...]

@@ -28,44 +28,43 @@ def divisive_normalization_forward(
         result = x * s**-desc.beta
         s[i] = desc.k + desc.alpha / n**d * sum of (x[j] - means[i])**2 over the pixels j in the window around i
 
-    in every channel alone, with d spatial axes. Along each the window reaches from `i - (n - 1) // 2` over n pixels: an
-    even one looks one pixel further ahead. It is clipped at the border; the divisor stays n**d.
+    Each channel is normalized alone, over its d spatial axes. Along each axis the window holds n pixels, from
+    `i - (n - 1) // 2` on: an even one looks one pixel further ahead. It is clipped at the border; the divisor stays
+    n**d.
+
+    Arguments shared by all calls are described in `jaxops.mcdnn`.
 
     Args:
-      desc: n, alpha, beta and k.
-      x: images of rank 4 or 5; float16, bfloat16, float32 or float64.
+      x: images of rank 4 or 5.
       means: with the shape and dtype of x. None stands for zeros.
       mode: the only `DivNormMode`.
-      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
-      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
-      y: the prior, with the shape and dtype of x.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means NCHW or NCDHW, by the rank of x. The documents know images
-        with the channels last as strides of NCHW.
+      layout: the documents describe images with channels last by the strides of NCHW.
 
     Returns:
-      The shape and dtype of x.
+      An array with the shape and dtype of x.
 
     Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if desc, x, alpha, beta or a prior that beta needs is missing, the
-        mode or the layout is unknown, the rank is not 4 or 5 or not that of the layout, or means or the prior differ
-        from x in shape or dtype.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another dtype or a vectorised layout.
+      BadParamError: also if x has another rank, or means differs from x in shape or dtype.
 
-    Numerics: computed and blended in float32 (float64 for float64) and rounded once; `jaxops.divisive_norm` says how
-      digits survive large means.
+    Numerics: `jaxops.divisive_norm` says how digits survive large means.
 
-    Source: mcDNN `mcdnnDivisiveNormalizationForward`. The documented errors of strides and of missing scratch memory
-      (temp, temp2) or output cannot arise: JAX's arrays are packed, and XLA allocates.
+    Example:
+      >>> desc = jaxops.mcdnn.LRNDescriptor(n=1, alpha=1.0, beta=1.0, k=1.0)
+      >>> x, means = jnp.array([[[[2.0, 3.0]]]]), jnp.array([[[[1.0, 3.0]]]])
+      >>> jaxops.mcdnn.divisive_normalization_forward(desc, x, means).round().tolist()
+      [[[[1.0, 3.0]]]]
+
+    Source: mcDNN `mcdnnDivisiveNormalizationForward`.
     """
     call = Call("divisive_normalization_forward")
     _check_call(call, desc, mode, x=x)
     blend = Blend.requested(call.name, alpha=alpha, beta=beta, y=y)
     x, means = call.arrays(x=x, means=means)
     layout = _layout(call, x, layout)
-    _check_alike(call, x, means=means)
+    _check_like_x(call, x, means=means)
     blend.check(x.shape, x.dtype)
     call.supported_dtype("x", x)
-    volume = windows.to_volume(blend.widen(x), layout)
+    volume = windows.to_volume(blend.upcast(x), layout)
     (result,) = DIVISIVE_NORM(volume, _means(means, volume, layout), **_attributes(desc, layout))
     return blend.apply(windows.from_volume(result, layout), x.dtype)
 
@@ -83,41 +82,36 @@ def divisive_normalization_backward(
     dmeans: jax.Array | None = None,
     layout: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The gradients of `divisive_normalization_forward`: `alpha * result + beta * prior`, of x and of the means.
+    """The exact gradients of `divisive_normalization_forward` in x and means: `alpha * result + beta * prior`.
 
     The means count as an input of their own. With u = -desc.beta dy x s**(-desc.beta - 1) desc.alpha / n**d,
 
         dx[j] = dy[j] s[j]**-desc.beta + 2 sum of u[i] (x[j] - means[i]) over the windows i that hold j
         dmeans[i] = -2 u[i] sum of (x[j] - means[i]) over the window i
 
-    For means that were computed from x, push dmeans through that computation and add the result to dx.
+    If the means were computed from x, push dmeans through that computation and add the result to dx.
+
+    Arguments shared by all calls are described in `jaxops.mcdnn`.
 
     Args:
-      desc: as it was given to `divisive_normalization_forward`.
-      x: the images.
-      means: as they were given to `divisive_normalization_forward`. None stands for zeros.
-      dy: the gradient of its result, with the shape and dtype of x.
-      mode: the only `DivNormMode`.
-      alpha: factor of both results: a Python or NumPy number, or a traced scalar.
-      beta: factor of both priors, likewise; with 0 the priors are not read, but a traced beta needs one.
-      dx: the prior of the gradient of x, with its shape and dtype.
-      dmeans: the prior of the gradient of the means, with the shape and dtype of x. None with a beta that is not 0,
-        or that is traced, says that this gradient is not wanted.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means NCHW or NCDHW, by the rank of x.
+      means, mode: as in `divisive_normalization_forward`.
+      dmeans: the prior of the gradient of the means, with the shape and dtype of x. If it is None while beta is traced
+        or not 0, this gradient is not computed.
 
     Returns:
-      (dx, dmeans), of the shape and dtype of x; the second is None where it is not wanted. Under jit it costs nothing
-      where it is not used.
+      (dx, dmeans), each with the shape and dtype of x; dmeans may be None, see above. Under jit an unused one is free.
 
     Raises:
-      BadParamError: as of `divisive_normalization_forward`; also if dy is missing or it or a prior differs from x.
-      NotSupportedError: as of `divisive_normalization_forward`.
+      BadParamError: as in `divisive_normalization_forward`, and if dy differs from x in shape or dtype.
 
-    Numerics: computed and blended in float32 (float64 for float64) and rounded once. For even windows, too, the exact
-      adjoint.
+    Example:
+      >>> desc = jaxops.mcdnn.LRNDescriptor(n=1, alpha=1.0, beta=1.0, k=1.0)
+      >>> x, means, dy = jnp.array([[[[2.0]]]]), jnp.array([[[[1.0]]]]), jnp.array([[[[1.0]]]])
+      >>> dx, dmeans = jaxops.mcdnn.divisive_normalization_backward(desc, x, means, dy)
+      >>> dx.round(3).item(), dmeans.round(3).item()
+      (-0.5, 1.0)
 
-    Source: mcDNN `mcdnnDivisiveNormalizationBackward`. Its status MCDNN_STATUS_UNSUPPORTED, for strides of inputs and
-      outputs that differ, cannot arise, nor can its errors of missing scratch memory.
+    Source: mcDNN `mcdnnDivisiveNormalizationBackward`. Its MCDNN_STATUS_UNSUPPORTED is about strides and cannot arise.
     """
     call = Call("divisive_normalization_backward")
     _check_call(call, desc, mode, x=x, dy=dy)
@@ -126,12 +120,12 @@ def divisive_normalization_backward(
     wants_means = means_blend.prior is not None or not means_blend.reads_prior
     x, means, dy = call.arrays(x=x, means=means, dy=dy)
     layout = _layout(call, x, layout)
-    _check_alike(call, x, means=means, dy=dy)
+    _check_like_x(call, x, means=means, dy=dy)
     blend.check(x.shape, x.dtype)
     if wants_means:
         means_blend.check(x.shape, x.dtype)
     call.supported_dtype("x", x)
-    volume, grad = (windows.to_volume(array, layout) for array in (x, blend.widen(dy)))
+    volume, grad = (windows.to_volume(array, layout) for array in (x, blend.upcast(dy)))
     results = DIVISIVE_NORM_BACKWARD(volume, _means(means, volume, layout), grad, **_attributes(desc, layout))
     of_x, of_means = (windows.from_volume(result, layout) for result in results)
     return blend.apply(of_x, x.dtype), means_blend.apply(of_means, x.dtype) if wants_means else None
@@ -148,10 +142,10 @@ def _layout(call: Call, x: jax.Array, layout: str | None) -> str:
     return call.layout(x, layout)
 
 
-def _check_alike(call: Call, x: jax.Array, **arrays: Any) -> None:
+def _check_like_x(call: Call, x: jax.Array, **arrays: Any) -> None:
     for argument, array in arrays.items():
-        alike = array is None or (array.shape, array.dtype) == (x.shape, x.dtype)
-        call.require(alike, argument, f"have x's shape and dtype, {x.dtype}{list(x.shape)}", array)
+        same = array is None or (array.shape, array.dtype) == (x.shape, x.dtype)
+        call.require(same, argument, f"have x's shape and dtype, {x.dtype}{list(x.shape)}", array)
 
 
 def _means(means: jax.Array | None, volume: jax.Array, layout: str) -> jax.Array:

@@ -16,24 +16,30 @@ def dropout_forward(desc: DropoutDescriptor, key: jax.Array, x: jax.Array) -> tu
     """Zeroes elements at random and scales the others: `y = x / (1 - p)` where an element is kept, else 0.
 
     Args:
-      desc: the probability p with which an element is dropped, taken as float32.
-      key: a key of `jax.random`, typed or raw, which stands for the documented states: where a C program calls again,
-        a JAX program gives another key.
+      desc: the probability p of dropping an element, taken as float32.
+      key: a key of `jax.random`, typed or raw. It takes the place of the documented states: where a C program calls
+        again, a JAX program passes another key.
       x: any shape; float16, bfloat16, float32 or float64.
 
     Returns:
       y, with the shape and dtype of x, and the reserve space: uint8, `dropout_get_reserve_space_size(x)` long. Bit
-      `i % 8` of byte `i // 8` is 1 where element i, in row-major order, is kept.
+      `i % 8` of byte `i // 8` is 1 if element i, in row-major order, is kept.
 
     Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if desc, key or x is missing, or key is no single key.
+      BadParamError: status MCDNN_STATUS_BAD_PARAM if desc, key or x is missing, or key is not a single key.
       NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another dtype.
 
-    Numerics: as `jaxops.dropout`, which keeps the same elements: p = 0 and p = 1 are exact, and dropped elements are
-      not read. float64 is scaled by `1 / (1 - p)` in float64, everything else in float32.
+    Numerics: `jaxops.dropout` keeps the same elements. p = 0 and p = 1 are exact, and dropped elements are not read.
+      float64 is scaled by `1 / (1 - p)` in float64, all else in float32.
 
-    Source: mcDNN `mcdnnDropoutForward`. There is one x and no descriptor of y, and the reserve space is made here: the
-      documented errors of unlike descriptors, strides and too little space cannot arise.
+    Example:
+      >>> desc = jaxops.mcdnn.DropoutDescriptor(0.5)
+      >>> y, reserve_space = jaxops.mcdnn.dropout_forward(desc, jax.random.key(0), jnp.ones((4, 16)))
+      >>> jnp.unique(y).tolist(), reserve_space.shape
+      ([0.0, 2.0], (8,))
+
+    Source: mcDNN `mcdnnDropoutForward`. y and the reserve space are made here, so the documented errors of descriptors
+      or strides that differ and of too little space cannot arise.
     """
     call = Call("dropout_forward")
     call.descriptor(DropoutDescriptor, desc)
@@ -48,23 +54,28 @@ def dropout_backward(desc: DropoutDescriptor, dy: jax.Array, reserve_space: jax.
     """The gradient of `dropout_forward`: `dx = dy / (1 - p)` where an element was kept, else 0.
 
     Args:
-      desc: as it was given to `dropout_forward`.
-      dy: the gradient of y. Its shape may be another one of as many elements.
-      reserve_space: of `dropout_forward`; what is behind the documented size is not read.
+      desc: that of the forward call.
+      dy: the gradient of y. It may have another shape with as many elements.
+      reserve_space: what `dropout_forward` returned. Bytes beyond the documented size are not read.
 
     Returns:
-      The shape and dtype of dy.
+      An array with the shape and dtype of dy.
 
     Raises:
       BadParamError: status MCDNN_STATUS_BAD_PARAM if desc, dy or reserve_space is missing, or reserve_space is not one
         axis of uint8 or is shorter than `dropout_get_reserve_space_size(dy)`.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another dtype than `dropout_forward` takes.
+      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for a dtype that `dropout_forward` does not take.
 
-    Numerics: as `dropout_forward`; dy is not read where an element was dropped, so that NaN there gives 0.
+    Numerics: as `dropout_forward`. Where an element was dropped dy is not read, so NaN there gives 0.
 
-    Source: mcDNN `mcdnnDropoutBackward`, whose text says that dy is propagated and leaves out the scale. Here are one
-      shape, one dtype and no states: the documented errors of unlike element counts, dtypes and strides, and of a
-      descriptor without states, cannot arise.
+    Example:
+      >>> desc, bits = jaxops.mcdnn.DropoutDescriptor(0.5), jnp.array([0b101, 0, 0, 0], jnp.uint8)
+      >>> jaxops.mcdnn.dropout_backward(desc, jnp.array([1.0, 2.0, 3.0]), bits).tolist()
+      [2.0, 0.0, 6.0]
+
+    Source: mcDNN `mcdnnDropoutBackward`, whose text says that dy is propagated and leaves out the scale. There are no
+      states here, and one shape and dtype: errors of missing states, and of element counts, dtypes or strides that
+      differ, cannot arise.
     """
     call = Call("dropout_backward")
     call.descriptor(DropoutDescriptor, desc)
@@ -78,13 +89,17 @@ def dropout_backward(desc: DropoutDescriptor, dy: jax.Array, reserve_space: jax.
 
 
 def dropout_get_reserve_space_size(x: Any) -> int:
-    """The bytes of reserve space that `dropout_forward` returns for x: a bit for each element, in words of 32.
+    """The bytes of reserve space that `dropout_forward` returns for x: a bit for each element, in words of 32 bits.
 
     Args:
       x: an array or a `jax.ShapeDtypeStruct`.
 
     Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if x is missing, or neither of these.
+      BadParamError: status MCDNN_STATUS_BAD_PARAM if x is missing or is neither of these.
+
+    Example:
+      >>> jaxops.mcdnn.dropout_get_reserve_space_size(jnp.ones((3, 11)))
+      8
 
     Source: mcDNN `mcdnnDropoutGetReserveSpaceSize`.
     """

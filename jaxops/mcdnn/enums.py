@@ -1,4 +1,4 @@
-"""The documented enumerations. Wherever one is an argument, a member, its name and its number will do."""
+"""The documented enumerations. As an argument, a member, its name or its number will do."""
 
 import enum
 from typing import TypeVar
@@ -7,7 +7,7 @@ from jaxops._checks.mcdnn import require
 
 
 class ActivationMode(enum.IntEnum):
-    """An activation."""
+    """The activation function."""
 
     SIGMOID = 0
     RELU = 1
@@ -50,26 +50,26 @@ class NormOps(enum.IntEnum):
 
 
 class NormAlgo(enum.IntEnum):
-    """How normalization is computed on the vendor's chip: of no effect on values, and none here."""
+    """How the vendor's chip computes normalization; values are the same, and there is no choice here."""
 
     STANDARD = 0
     PERSIST = 1
 
 
 class LRNMode(enum.IntEnum):
-    """Over what local response normalization reaches."""
+    """The axis along which local response normalization looks at neighbours."""
 
     CROSS_CHANNEL_DIM1 = 0
 
 
 class DivNormMode(enum.IntEnum):
-    """Whence the means of divisive normalization come."""
+    """Where the means of divisive normalization come from."""
 
     PRECOMPUTED_MEANS = 0
 
 
 class PoolingMode(enum.IntEnum):
-    """What becomes of a window."""
+    """How pooling reduces a window."""
 
     MAX = 0
     AVERAGE_COUNT_INCLUDE_PADDING = 1
@@ -86,21 +86,21 @@ class SoftmaxAlgorithm(enum.IntEnum):
 
 
 class SoftmaxMode(enum.IntEnum):
-    """What adds up to 1: an image, or the channels of each of its points."""
+    """What adds up to 1: a whole image, or the channels of each pixel."""
 
     INSTANCE = 0
     CHANNEL = 1
 
 
 class NanPropagation(enum.IntEnum):
-    """Whether NaN counts, or is passed over as if it were minus infinity."""
+    """Whether NaN propagates, or is passed over as if it were minus infinity."""
 
     NOT_PROPAGATE_NAN = 0
     PROPAGATE_NAN = 1
 
 
 class SamplerType(enum.IntEnum):
-    """How a spatial transformer takes values between pixels."""
+    """How a spatial transformer interpolates between pixels."""
 
     BILINEAR = 0
 
@@ -109,7 +109,7 @@ Enumeration = TypeVar("Enumeration", bound=enum.IntEnum)
 
 
 def member(operator: str, argument: str, enumeration: type[Enumeration], value: object) -> Enumeration:
-    """The member that a value names; BadParamError if there is none."""
+    """The member that a name or number stands for; BadParamError if there is none."""
     names, numbers = isinstance(value, str), type(value) in (int, enumeration)
     named = [one for one in enumeration if (names and one.name == value) or (numbers and one == value)]
     rule = f"be one of {', '.join(one.name for one in enumeration)}"

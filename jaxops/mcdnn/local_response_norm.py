@@ -34,29 +34,26 @@ def lrn_cross_channel_forward(
     with `n = desc.n`, `before = (n - 1) // 2` and `after = n - 1 - before`: an even window looks one channel further
     ahead. It is clipped at the first and last channel; the divisor stays n.
 
+    Arguments shared by all calls are described in `jaxops.mcdnn`.
+
     Args:
-      desc: n, alpha, beta and k.
-      x: images; float16, bfloat16, float32 or float64.
+      x: images of rank 4 or 5.
       mode: the only `LRNMode`.
-      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
-      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
-      y: the prior, with the shape and dtype of x.
-      layout: "NCHW", "NHWC" or "NCDHW"; None means NCHW or NCDHW, by the rank of x.
+      layout: "NCHW", "NHWC" or "NCDHW"; None means NCHW or NCDHW.
 
     Returns:
-      The shape and dtype of x.
+      An array with the shape and dtype of x.
 
     Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if desc, x, alpha, beta or a prior that beta needs is missing, the
-        mode or the layout is unknown or does not fit the rank, x has rank 2 or less, or five axes in another order
-        than NCDHW.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another dtype, rank 3 or more than 5, a vectorised
-        layout, or a prior of another shape or dtype.
+      BadParamError: also if x has rank 2 or less, or the layout is NDHWC.
+      NotSupportedError: also if x has rank 3 or more than 5, and here also if the prior differs from the output.
 
-    Numerics: computed and blended in float32 (float64 for float64) and rounded once.
+    Example:
+      >>> desc = jaxops.mcdnn.LRNDescriptor(n=1, alpha=1.0, beta=1.0, k=1.0)
+      >>> jaxops.mcdnn.lrn_cross_channel_forward(desc, jnp.array([[[[1.0, 3.0]]]])).round(3).tolist()
+      [[[[0.5, 0.3...]]]]
 
-    Source: mcDNN `mcdnnLRNCrossChannelForward`. JAX's arrays are packed and own their memory, so the documented errors
-      of strides and of a missing output cannot arise.
+    Source: mcDNN `mcdnnLRNCrossChannelForward`.
     """
     call = Call("lrn_cross_channel_forward")
     _check_call(call, desc, mode, x=x)
@@ -65,7 +62,7 @@ def lrn_cross_channel_forward(
     layout = _layout(call, layout, x=x)
     blend.check(x.shape, x.dtype, status=NOT_SUPPORTED, error=NotSupportedError)
     call.supported_dtype("x", x)
-    images = channels_before_space(blend.widen(x), layout)
+    images = channels_before_space(blend.upcast(x), layout)
     (result,) = LOCAL_RESPONSE_NORM(images, n=desc.n, **desc.attributes)
     return blend.apply(channels_back(result, layout), x.dtype)
 
@@ -89,28 +86,27 @@ def lrn_cross_channel_backward(
 
     over the channels j whose windows hold c, from `c - after` to `c + before`.
 
+    Arguments shared by all calls are described in `jaxops.mcdnn`.
+
     Args:
-      desc: as it was given to `lrn_cross_channel_forward`.
-      y: the output of `lrn_cross_channel_forward`. Only its shape and dtype count: it is computed again from x, so
-        that a blended y does no harm.
-      dy: its gradient.
-      x: the images.
-      mode: the only `LRNMode`.
-      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
-      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
-      dx: the prior, with the shape and dtype of x.
-      layout: "NCHW", "NHWC" or "NCDHW"; None means NCHW or NCDHW, by the rank of x.
+      y: the result of `lrn_cross_channel_forward`. Only its shape and dtype count: it is computed again from x, so a
+        blended y does no harm.
+      mode, layout: as in `lrn_cross_channel_forward`.
 
     Returns:
-      The shape and dtype of x.
+      An array with the shape and dtype of x.
 
     Raises:
-      BadParamError: as of `lrn_cross_channel_forward`, also if y or dy is missing.
-      NotSupportedError: as of `lrn_cross_channel_forward`, also if y, dy, x and dx differ in shape or dtype.
+      BadParamError: as in `lrn_cross_channel_forward`.
+      NotSupportedError: as in `lrn_cross_channel_forward`, and if y, dy, x and dx differ in shape or dtype.
 
-    Numerics: computed and blended in float32 (float64 for float64) and rounded once.
+    Example:
+      >>> desc = jaxops.mcdnn.LRNDescriptor(n=1, alpha=1.0, beta=1.0, k=1.0)
+      >>> x = jnp.array([[[[0.0, 1.0]]]])
+      >>> jaxops.mcdnn.lrn_cross_channel_backward(desc, x / 2, jnp.ones((1, 1, 1, 2)), x).round(3).tolist()
+      [[[[1.0, 0.0]]]]
 
-    Source: mcDNN `mcdnnLRNCrossChannelBackward`. The documented errors of strides cannot arise: arrays are packed.
+    Source: mcDNN `mcdnnLRNCrossChannelBackward`.
     """
     call = Call("lrn_cross_channel_backward")
     _check_call(call, desc, mode, y=y, dy=dy, x=x)
@@ -122,7 +118,7 @@ def lrn_cross_channel_backward(
         call.support(array.shape == x.shape, argument, f"have the shape of x, {x.shape}", array)
     blend.check(x.shape, x.dtype, status=NOT_SUPPORTED, error=NotSupportedError)
     call.supported_dtype("x", x)
-    images, grad = (channels_before_space(array, layout) for array in (x, blend.widen(dy)))
+    images, grad = (channels_before_space(array, layout) for array in (x, blend.upcast(dy)))
     (result,) = LOCAL_RESPONSE_NORM_BACKWARD(images, grad, n=desc.n, **desc.attributes)
     return blend.apply(channels_back(result, layout), x.dtype)
 

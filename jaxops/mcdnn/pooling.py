@@ -26,31 +26,31 @@ def pooling_forward(
 ) -> jax.Array:
     """Pools windows of images: `alpha * result + beta * y`.
 
-    The result is the maximum of each window's elements inside of x, or their sum divided by the window's size
+    The result is the maximum of each window's elements inside x, or their sum divided by the size of the window
     (AVERAGE_COUNT_INCLUDE_PADDING) or by their number (AVERAGE_COUNT_EXCLUDE_PADDING).
 
+    Arguments shared by all calls are described in `jaxops.mcdnn`.
+
     Args:
-      desc: the windows, the mode and, for maxima, what NaN does.
-      x: images of rank 4 or 5; float16, bfloat16, float32 or float64.
-      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
-      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
-      y: the prior, with the shape and dtype of the output.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means NCHW or NCDHW, by the rank of x.
+      x: images of rank 4 or 5.
 
     Returns:
-      The dtype and layout of x, with spatial extents `1 + (extent + 2 * padding - window) // stride`.
+      An array with the dtype and layout of x, and spatial extents `1 + (extent + 2 * padding - window) // stride`.
 
     Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if desc, x, alpha, beta or a prior that beta needs is missing, the
-        prior is unlike the output, the rank is not that of the descriptor or the layout, the layout is unknown, or a
-        window is larger than x with its padding.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another rank or dtype, a vectorised layout, or padding
-        that is negative or not less than the window.
+      BadParamError: also if the descriptor does not fit the rank, or a window is larger than x with its padding.
+      NotSupportedError: also if x has another rank, or the padding is negative or not less than the window.
 
-    Numerics: computed and blended in float32 (float64 for float64) and rounded once. NOT_PROPAGATE_NAN passes over NaN
-      in maxima; a window of nothing else gives -inf. Averages always propagate NaN.
+    Numerics: NOT_PROPAGATE_NAN passes over NaN in maxima; a window with nothing else gives -inf. Averages always
+      propagate NaN.
 
-    Source: mcDNN `mcdnnPoolingForward`. JAX's arrays are packed, so the documented errors of strides cannot arise.
+    Example:
+      >>> desc = jaxops.mcdnn.PoolingDescriptor("MAX", window=2, padding=0, stride=2)
+      >>> x = jnp.arange(8.0).reshape(1, 1, 2, 4)
+      >>> jaxops.mcdnn.pooling_forward(desc, x).tolist()
+      [[[[5.0, 7.0]]]]
+
+    Source: mcDNN `mcdnnPoolingForward`.
     """
     call = Call("pooling_forward")
     call.descriptor(PoolingDescriptor, desc)
@@ -61,7 +61,7 @@ def pooling_forward(
     shape = _output_shape(x.shape, layout, attributes)
     blend.check(shape, x.dtype)
     call.supported_dtype("x", x)
-    volume = windows.to_volume(blend.widen(x), layout)
+    volume = windows.to_volume(blend.upcast(x), layout)
     if desc.mode in MAXIMA:
         (result,) = MAX_POOL(volume, **attributes, propagate_nan=_propagates(desc))
     else:
@@ -83,33 +83,30 @@ def pooling_backward(
 ) -> jax.Array:
     """The gradient of `pooling_forward`: `alpha * result + beta * dx`, over the whole of dx.
 
-    Maxima send each dy to the first maximum of its window in row-major order; averages spread `dy / divisor` over the
-    elements inside of x. Where windows overlap, both add up.
+    Maxima send each dy to the first maximum of its window in row-major order. Averages give `dy / divisor` to each
+    element inside x. Where windows overlap, contributions add up. Arguments shared by all calls are described in
+    `jaxops.mcdnn`.
 
     Args:
-      desc: as it was given to `pooling_forward`.
-      y: the output of `pooling_forward`. Only its shape and dtype count: the maxima are found in x, so that a blended
-        y does no harm. May be None for averages.
-      dy: its gradient.
-      x: the images that were pooled. May be None for averages, which do not read it.
-      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
-      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
-      dx: the prior, with the shape and dtype of x.
+      y: the result of `pooling_forward`. Only its shape and dtype count: the maxima are found in x, so a blended y
+        does no harm. May be None for averages, and so may x.
       x_shape: the shape of x, for averages without x.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means NCHW or NCDHW, by the rank of dy.
 
     Returns:
-      The shape of x and the dtype of dy.
+      An array with the shape of x and the dtype of dy.
 
     Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if desc, dy, alpha, beta, a prior that beta needs or, for maxima, y
-        or x is missing; shapes of y and dy, or of x and dx, differ; dy has not the shape that pooling x gives; dtypes
-        are not all equal; or for the reasons of `pooling_forward`.
-      NotSupportedError: as of `pooling_forward`.
+      BadParamError: as in `pooling_forward`, and if y or dy does not have the shape of its result, or dtypes differ.
+      NotSupportedError: as in `pooling_forward`.
 
-    Numerics: summed and blended in float32 (float64 for float64) and rounded once, always in the same order. With
-      PROPAGATE_NAN the gradient of a window with NaN goes to its first NaN; with NOT_PROPAGATE_NAN that of a window of
-      nothing else goes to its first element.
+    Numerics: sums are always taken in the same order. With PROPAGATE_NAN a window's gradient goes to its first NaN.
+      With NOT_PROPAGATE_NAN that of a window with nothing but NaN goes to its first element.
+
+    Example:
+      >>> desc = jaxops.mcdnn.PoolingDescriptor("MAX", window=2, padding=0, stride=2)
+      >>> x, y, dy = jnp.array([[[[1.0, 2.0], [4.0, 3.0]]]]), jnp.array([[[[4.0]]]]), jnp.array([[[[5.0]]]])
+      >>> jaxops.mcdnn.pooling_backward(desc, y, dy, x).tolist()
+      [[[[0.0, 0.0], [5.0, 0.0]]]]
 
     Source: mcDNN `mcdnnPoolingBackward`.
     """
@@ -122,22 +119,25 @@ def pooling_backward(
     y, dy, x = call.arrays(y=y, dy=dy, x=x)
     image = jax.ShapeDtypeStruct(_image_shape(call, x, x_shape), dy.dtype if x is None else x.dtype)
     layout, attributes = _windows(call, desc, image, layout)
-    shape = _output_shape(image.shape, layout, attributes)
-    call.require(dy.shape == shape, "dy", f"have the shape of what was pooled, {shape}", dy)
-    if y is not None:
-        call.require(y.shape == dy.shape, "y", f"have the shape of dy, {dy.shape}", y)
-    for argument, array in (("y", y), ("x", x)):
-        if array is not None:
-            call.require(array.dtype == dy.dtype, argument, f"have the dtype of dy, {dy.dtype}", array)
+    _check_pooled(call, y, dy, x, _output_shape(image.shape, layout, attributes))
     blend.check(image.shape, dy.dtype)
     call.supported_dtype("dy", dy)
-    gradient = windows.to_volume(blend.widen(dy), layout)
+    gradient = windows.to_volume(blend.upcast(dy), layout)
     if x is not None and desc.mode in MAXIMA:
         volume = windows.to_volume(x, layout)
         (result,) = MAX_POOL_BACKWARD(volume, gradient, **attributes, propagate_nan=_propagates(desc))
     else:
         (result,) = AVG_POOL_BACKWARD(gradient, **attributes, **_average_attributes(desc, image.shape, layout))
     return blend.apply(windows.from_volume(result, layout), dy.dtype)
+
+
+def _check_pooled(call: Call, y: Any, dy: jax.Array, x: Any, shape: tuple[int, ...]) -> None:
+    call.require(dy.shape == shape, "dy", f"have the shape of what was pooled, {shape}", dy)
+    if y is not None:
+        call.require(y.shape == dy.shape, "y", f"have the shape of dy, {dy.shape}", y)
+    for argument, array in (("y", y), ("x", x)):
+        if array is not None:
+            call.require(array.dtype == dy.dtype, argument, f"have the dtype of dy, {dy.dtype}", array)
 
 
 def _image_shape(call: Call, x: Any, x_shape: Any) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""Reserve space: what a forward call keeps for its backward call, a bit for each element of its data.
+"""Reserve space: what a forward call stores for its backward call, one bit for each element of its data.
 
-Bit i % 8 of byte i // 8 is element i, in the order in which the data lies in memory.
+Bit i % 8 of byte i // 8 belongs to element i in row-major order.
 """
 
 import math
@@ -13,19 +13,19 @@ from jaxops._primitive import sharding
 
 
 def size_bytes(elements: int) -> int:
-    """The bytes that a bit for each element takes, in words of 32."""
+    """The bytes that one bit for each element takes, in words of 32 bits."""
     return -(-elements // 32) * 4
 
 
 def from_words(words: jax.Array) -> jax.Array:
-    """Words of bits as uint8 reserve space, the least significant byte first."""
+    """Reserve space from words of bits, the least significant byte first."""
     shifts = jnp.arange(0, 32, 8, dtype=jnp.uint32)
     flat = sharding.reshaped(words, (words.size,))
     return sharding.reshaped((flat[:, None] >> shifts[None]).astype(jnp.uint8), (4 * words.size,))
 
 
 def to_words(reserve_space: jax.Array, elements: int) -> jax.Array:
-    """The words of bits for so many elements that reserve space begins with."""
+    """The words of bits of the first so many elements."""
     words = sharding.reshaped(_beginning(reserve_space, elements), (size_bytes(elements) // 4, 4))
     first, second, third, fourth = jnp.unstack(words.astype(jnp.uint32), axis=-1)
     return first | second << jnp.uint32(8) | third << jnp.uint32(16) | fourth << jnp.uint32(24)
@@ -38,7 +38,7 @@ def packed(mask: jax.Array) -> jax.Array:
 
 
 def unpacked(reserve_space: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """The mask, of this shape, that reserve space begins with."""
+    """The mask of this shape at the beginning of reserve space."""
     elements = math.prod(shape)
     bits = jnp.unpackbits(_beginning(reserve_space, elements), count=elements, bitorder="little").astype(bool)
     return sharding.reshaped(bits, shape)

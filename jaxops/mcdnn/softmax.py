@@ -23,30 +23,28 @@ def softmax_forward(
 ) -> jax.Array:
     """Exponentials that add up to 1 in each group: `alpha * result + beta * y`.
 
+    Arguments shared by all calls are described in `jaxops.mcdnn`.
+
     Args:
-      algorithm: ACCURATE, `exp(x - m) / sum(exp(x - m))` with the maximum m of the group; LOG, the logarithm of that;
-        or FAST, which is ACCURATE here: the documents let it leave out the maximum, and then it overflows from 88.7 on.
-      mode: INSTANCE, where a group is all of an image, or CHANNEL, where it is the channels of one of its points.
-      x: a tensor of four to eight axes; float16, bfloat16, float32 or float64.
-      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
-      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
-      y: the prior, with the shape and dtype of x.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None is the one with the channels first.
+      algorithm: ACCURATE is `exp(x - m) / sum(exp(x - m))`, where m is the maximum of the group; LOG is its logarithm.
+        FAST is ACCURATE here: the documents let it leave out the maximum, and it then overflows from 88.7 on.
+      mode: under INSTANCE a group is a whole image, under CHANNEL the channels of one pixel.
+      x: a tensor of four to eight axes.
 
     Returns:
-      The shape and dtype of x.
+      An array with the shape and dtype of x.
 
     Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if x, alpha, beta or a prior that beta needs is missing, the prior is
-        unlike x, an enumeration has no such member, x has another rank, or the layout is unknown or not that of the
-        rank.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another dtype or a vectorised layout.
+      BadParamError: also if x has another rank.
 
-    Numerics: computed and blended in float32 (float64 for float64) and rounded once; see `jaxops.softmax`.
+    Numerics: see `jaxops.softmax`.
 
-    Source: mcDNN `mcdnnSoftmaxForward`. JAX's arrays are packed, so that equal shapes have equal strides, and a
-      result never lies in an operand: the documented errors of strides and of calls in place cannot arise. To reuse a
-      buffer, donate it to jit.
+    Example:
+      >>> x = jnp.zeros((1, 4, 1, 1))
+      >>> jaxops.mcdnn.softmax_forward("ACCURATE", "CHANNEL", x).ravel().tolist()
+      [0.25, 0.25, 0.25, 0.25]
+
+    Source: mcDNN `mcdnnSoftmaxForward`.
     """
     call = Call("softmax_forward")
     log, mode = _members(call, algorithm, mode)
@@ -56,7 +54,7 @@ def softmax_forward(
     groups = _groups(call, mode, x, layout, "x")
     blend.check(x.shape, x.dtype)
     call.supported_dtype("x", x)
-    result = over_groups(blend.widen(x), log=log, groups=groups)
+    result = over_groups(blend.upcast(x), log=log, groups=groups)
     return blend.apply(result, x.dtype)
 
 
@@ -71,33 +69,30 @@ def softmax_backward(
     dx: jax.Array | None = None,
     layout: str | None = None,
 ) -> jax.Array:
-    """The gradient of `softmax_forward`: `alpha * result + beta * dx`, of y as it is given.
+    """The gradient of `softmax_forward`: `alpha * result + beta * dx`, computed from y as stored.
 
         FAST, ACCURATE  result = y * (dy - sum(y * dy))
         LOG             result = dy - exp(y) * sum(dy)
 
+    Arguments shared by all calls are described in `jaxops.mcdnn`.
+
     Args:
-      algorithm: as it was given to `softmax_forward`.
-      mode: as it was given to `softmax_forward`.
-      y: the output of `softmax_forward`, as it was stored.
-      dy: its gradient.
-      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
-      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
-      dx: the prior, with the shape and dtype of dy.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None is the one with the channels first.
+      algorithm, mode: as in `softmax_forward`.
 
     Returns:
-      The shape and dtype of dy.
+      An array with the shape and dtype of dy.
 
     Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if y, dy, alpha, beta or a prior that beta needs is missing, shapes
-        or dtypes of y, dy and dx are not all equal, or for the reasons of `softmax_forward`.
-      NotSupportedError: as of `softmax_forward`.
+      BadParamError: also if y, dy and dx differ in shape or dtype, or do not have four to eight axes.
 
-    Numerics: computed and blended in float32 (float64 for float64) and rounded once. Where y is 0 (-inf for LOG) as x
-      was -inf, the result is 0 (dy for LOG).
+    Numerics: where x was -inf, y is 0 and so is the result (under LOG y is -inf, and the result dy).
 
-    Source: mcDNN `mcdnnSoftmaxBackward`. As to strides and calls in place, see `softmax_forward`.
+    Example:
+      >>> y, dy = (jnp.array(values).reshape(1, 2, 1, 1) for values in ([0.25, 0.75], [4.0, 0.0]))
+      >>> jaxops.mcdnn.softmax_backward("ACCURATE", "CHANNEL", y, dy).ravel().tolist()
+      [0.75, -0.75]
+
+    Source: mcDNN `mcdnnSoftmaxBackward`.
     """
     call = Call("softmax_backward")
     log, mode = _members(call, algorithm, mode)
@@ -105,11 +100,11 @@ def softmax_backward(
     blend = Blend.requested(call.name, alpha=alpha, beta=beta, dx=dx)
     y, dy = call.arrays(y=y, dy=dy)
     groups = _groups(call, mode, dy, layout, "dy")
-    alike = (y.shape, y.dtype) == (dy.shape, dy.dtype)
-    call.require(alike, "y", f"have the shape and dtype of dy, {dy.dtype}{list(dy.shape)}", y)
+    same = (y.shape, y.dtype) == (dy.shape, dy.dtype)
+    call.require(same, "y", f"have the shape and dtype of dy, {dy.dtype}{list(dy.shape)}", y)
     blend.check(dy.shape, dy.dtype)
     call.supported_dtype("dy", dy)
-    result = gradient_over_groups(y, blend.widen(dy), log=log, groups=groups)
+    result = gradient_over_groups(y, blend.upcast(dy), log=log, groups=groups)
     return blend.apply(result, dy.dtype)
 
 

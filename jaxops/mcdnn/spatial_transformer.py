@@ -16,22 +16,28 @@ from jaxops.mcdnn.descriptors import SpatialTransformerDescriptor
 def spatial_tf_grid_generator_forward(desc: SpatialTransformerDescriptor, theta: jax.Array) -> jax.Array:
     """Generates the points at which to sample: `grid[n, h, w] = theta[n] @ (-1 + 2 w / (W-1), -1 + 2 h / (H-1), 1)`.
 
-    Where H or W is 1, its base point is 0.
+    Where W or H is 1, its coordinate in this base is 0.
 
     Args:
       desc: the shape (N, C, H, W) of the output.
       theta: (N, 2, 3); float16, bfloat16, float32 or float64.
 
     Returns:
-      (N, H, W, 2), with the dtype of theta; the last axis holds x and y.
+      (N, H, W, 2), with the dtype of theta; the last axis holds x and y. It is not blended.
 
     Raises:
       BadParamError: status MCDNN_STATUS_BAD_PARAM if desc or theta is missing, or theta is not (N, 2, 3).
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another dtype, or a descriptor of more than four axes.
+      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another dtype, or a descriptor with more than four axes.
 
-    Numerics: as `jaxops.affine_grid`. There are no alpha and beta.
+    Numerics: as `jaxops.affine_grid`.
 
-    Source: mcDNN `mcdnnSpatialTfGridGeneratorForward`. A handle that is missing cannot arise.
+    Example:
+      >>> desc = jaxops.mcdnn.SpatialTransformerDescriptor((1, 1, 1, 3))
+      >>> identity = jnp.array([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
+      >>> jaxops.mcdnn.spatial_tf_grid_generator_forward(desc, identity).tolist()
+      [[[[-1.0, 0.0], [0.0, 0.0], [1.0, 0.0]]]]
+
+    Source: mcDNN `mcdnnSpatialTfGridGeneratorForward`.
     """
     call = Call("spatial_tf_grid_generator_forward")
     batch, _, *extents = _output_shape(call, desc)
@@ -46,20 +52,24 @@ def spatial_tf_grid_generator_backward(desc: SpatialTransformerDescriptor, dgrid
     """The gradient of `spatial_tf_grid_generator_forward`: `dtheta[n, i] = sum over h, w of dgrid[n, h, w, i] * base`.
 
     Args:
-      desc: as it was given to `spatial_tf_grid_generator_forward`.
+      desc: that of the forward call.
       dgrid: (N, H, W, 2), the gradient of the grid.
 
     Returns:
-      (N, 2, 3), with the dtype of dgrid; nothing is blended.
+      (N, 2, 3), with the dtype of dgrid. It is not blended.
 
     Raises:
       BadParamError: status MCDNN_STATUS_BAD_PARAM if desc or dgrid is missing, or dgrid is not (N, H, W, 2).
-      NotSupportedError: as of `spatial_tf_grid_generator_forward`.
+      NotSupportedError: as in `spatial_tf_grid_generator_forward`.
 
     Numerics: summed in float32 (float64 for float64) and rounded once.
 
-    Source: mcDNN `mcdnnSpatialTfGridGeneratorBackward`. dtheta is a result here: that it, or the handle, is missing
-      cannot arise.
+    Example:
+      >>> desc = jaxops.mcdnn.SpatialTransformerDescriptor((1, 1, 1, 3))
+      >>> jaxops.mcdnn.spatial_tf_grid_generator_backward(desc, jnp.ones((1, 1, 3, 2))).tolist()
+      [[[0.0, 0.0, 3.0], [0.0, 0.0, 3.0]]]
+
+    Source: mcDNN `mcdnnSpatialTfGridGeneratorBackward`. dtheta is returned, so it cannot be missing.
     """
     call = Call("spatial_tf_grid_generator_backward")
     batch, _, *extents = _output_shape(call, desc)
@@ -81,30 +91,32 @@ def spatial_tf_sampler_forward(
     y: jax.Array | None = None,
     layout: str | None = None,
 ) -> jax.Array:
-    """Samples images bilinearly at the points of a grid, zeros around them: `alpha * result + beta * y`.
+    """Samples images bilinearly at the points of a grid, with zeros outside: `alpha * result + beta * y`.
+
+    Arguments shared by all calls are described in `jaxops.mcdnn`.
 
     Args:
       desc: the shape (N, C, H, W) of the output, in this order whatever the layout.
-      x: N images of C channels and any extents; float16, bfloat16, float32 or float64.
-      grid: (N, H, W, 2); x and y from -1, the centre of the first pixel, to 1, that of the last.
-      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
-      beta: factor of the prior, likewise; with 0 the prior is not read, but a traced beta needs one.
-      y: the prior, with the shape and dtype of the output.
-      layout: "NCHW" or "NHWC", of x and y; None means NCHW.
+      x: N images with C channels and any extents.
+      grid: (N, H, W, 2); x and y, from -1 at the centre of the first pixel to 1 at that of the last.
+      layout: "NCHW" or "NHWC", for x and y; None means NCHW.
 
     Returns:
-      The shape of desc in the layout, with the dtype of x.
+      An array with the shape of desc in the layout, and the dtype of x.
 
     Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if desc, x, grid, alpha, beta or a prior that beta needs is missing,
-        x or grid has not the shape that desc says, the prior is unlike the output, or the layout is unknown.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED if x or desc has more than four axes, for another dtype, or a
-        vectorised layout.
+      BadParamError: also if x or grid does not have the shape that desc says.
+      NotSupportedError: also if x or desc has more than four axes.
 
-    Numerics: as `jaxops.grid_sample`, blended before it is rounded. Points that are not finite are skipped.
+    Numerics: as `jaxops.grid_sample`, blended before rounding. Points that are not finite are skipped.
 
-    Source: mcDNN `mcdnnSpatialTfSamplerForward`. JAX's arrays are packed, so that errors of strides cannot arise, nor
-      can a handle that is missing.
+    Example:
+      >>> desc = jaxops.mcdnn.SpatialTransformerDescriptor((1, 1, 1, 2))
+      >>> x, grid = jnp.array([[[[2.0, 4.0]]]]), jnp.array([[[[-1.0, 0.0], [0.0, 0.0]]]])
+      >>> jaxops.mcdnn.spatial_tf_sampler_forward(desc, x, grid).tolist()
+      [[[[2.0, 3.0]]]]
+
+    Source: mcDNN `mcdnnSpatialTfSamplerForward`.
     """
     call = Call("spatial_tf_sampler_forward")
     shape = _output_shape(call, desc)
@@ -114,7 +126,7 @@ def spatial_tf_sampler_forward(
     channels = _channel_axis(call, desc, x, grid, layout)
     expected = _from_channels_first(shape, channels)
     blend.check(expected, x.dtype)
-    images = jnp.moveaxis(blend.widen(x), channels, 1)
+    images = jnp.moveaxis(blend.upcast(x), channels, 1)
     (result,) = GRID_SAMPLE(images, grid)
     return blend.apply(jnp.moveaxis(result, 1, channels), x.dtype)
 
@@ -135,30 +147,31 @@ def spatial_tf_sampler_backward(
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients of `spatial_tf_sampler_forward`: `alpha * result + beta * dx`, and dgrid with its own factors.
 
+    Arguments shared by all calls are described in `jaxops.mcdnn`.
+
     Args:
-      desc: as it was given to `spatial_tf_sampler_forward`.
-      x: as it was given there.
-      dy: the gradient of y.
-      grid: as it was given there.
-      alpha: factor of the gradient of x: a Python or NumPy number, or a traced scalar.
-      beta: factor of its prior, likewise; with 0 that is not read, but a traced beta needs one.
-      dx: the prior of the gradient of x, with the shape and dtype of x.
-      alpha_dgrid: factor of the gradient of grid, likewise.
-      beta_dgrid: factor of its prior, likewise; with 0 that is not read, but a traced beta needs one.
-      dgrid: the prior of the gradient of grid, with the shape and dtype of grid.
-      layout: "NCHW" or "NHWC", of x, dy and dx; None means NCHW.
+      grid: as in `spatial_tf_sampler_forward`.
+      alpha_dgrid: the factor of the gradient of grid, like alpha.
+      beta_dgrid: the factor of its prior, like beta.
+      dgrid: its prior, with the shape and dtype of grid.
+      layout: as in `spatial_tf_sampler_forward`.
 
     Returns:
-      dx and dgrid. dgrid is summed over the channels, and is with respect to coordinates from -1 to 1.
+      dx and dgrid. dgrid is summed over the channels, with respect to coordinates from -1 to 1.
 
     Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if desc, x, dy, grid, a factor or a prior that one needs is missing,
-        x, dy or grid has not the shape that desc says, dy not the dtype of x, a prior is unlike its output, or the
-        layout is unknown.
-      NotSupportedError: as of `spatial_tf_sampler_forward`.
+      BadParamError: also if x, dy or grid does not have the shape that desc says, or dy not the dtype of x.
+      NotSupportedError: as in `spatial_tf_sampler_forward`.
 
-    Numerics: as `jaxops.grid_sample`, blended before it is rounded. Points that are not finite are skipped: their dgrid
-      is 0, and nothing goes to dx. At the centre of a pixel dgrid is the right-hand derivative.
+    Numerics: as `jaxops.grid_sample`, blended before rounding. A point that is not finite is skipped: its dgrid is 0,
+      and it adds nothing to dx. At the centre of a pixel dgrid is the right-hand derivative.
+
+    Example:
+      >>> desc = jaxops.mcdnn.SpatialTransformerDescriptor((1, 1, 1, 1))
+      >>> x, grid = jnp.array([[[[2.0, 4.0]]]]), jnp.array([[[[0.0, 0.0]]]])
+      >>> dx, dgrid = jaxops.mcdnn.spatial_tf_sampler_backward(desc, x, jnp.ones((1, 1, 1, 1)), grid)
+      >>> dx.tolist(), dgrid[..., 0].tolist()
+      ([[[[0.5, 0.5]]]], [[[1.0]]])
 
     Source: mcDNN `mcdnnSpatialTfSamplerBackward`. Its text lists a y that the signature does not have.
     """
@@ -174,8 +187,8 @@ def spatial_tf_sampler_backward(
     call.require(dy.dtype == x.dtype, "dy", f"have the dtype of x, {x.dtype}", dy)
     blend.check(x.shape, x.dtype)
     grid_blend.check(grid.shape, grid.dtype)
-    images = jnp.moveaxis(blend.widen(x), channels, 1)
-    of_x, of_grid = GRID_SAMPLE_BACKWARD(images, grid_blend.widen(grid), jnp.moveaxis(dy, channels, 1))
+    images = jnp.moveaxis(blend.upcast(x), channels, 1)
+    of_x, of_grid = GRID_SAMPLE_BACKWARD(images, grid_blend.upcast(grid), jnp.moveaxis(dy, channels, 1))
     return blend.apply(jnp.moveaxis(of_x, 1, channels), x.dtype), grid_blend.apply(of_grid, grid.dtype)
 
 

@@ -1,20 +1,4 @@
-"""The documented calls of batch normalization.
-
-In all of them:
-
-* Images have rank 4 or 5 and the layout that `layout` names (None: channels first); parameters and statistics have
-  shape (1, C, 1, 1[, 1]), or (1, C[, D], H, W) for PER_ACTIVATION whatever the layout. They are float32 for 16-bit and
-  float32 data and float64 for float64. SPATIAL_PERSISTENT is SPATIAL.
-* Everything is computed and blended in that dtype and rounded once. Priors are not read where beta is 0.
-* `strict=True` refuses, with MCDNN_STATUS_NOT_SUPPORTED, what the documents do not offer and these calls do:
-  activations in channels-first layouts, other fused activations than RELU (and SWISH, forward), z in other dtypes than
-  float16, and bfloat16 where their tables leave it out.
-* These documented conditions cannot arise: a handle, workspace or output that is NULL (there is neither handle nor
-  workspace, and outputs are returned), strides that do not match (JAX's arrays are packed), an output of another shape
-  or dtype than its input (it is made like it; a prior is checked), in training one saved statistic without the other
-  (both are returned), RUNTIME_FP_OVERFLOW (of the vendor's persistent kernel) and EXECUTION_FAILED (a failing device
-  raises JAX's own error).
-"""
+"""The documented calls of batch normalization. The package's docstring describes what they share."""
 
 from typing import NamedTuple
 
@@ -58,33 +42,15 @@ def batch_normalization_forward_training(
 ) -> BatchNormTraining:
     """Normalizes a batch by its own statistics: `alpha * (scale * (x - mean) / sqrt(var + epsilon) + bias) + beta * y`.
 
-    Args:
-      mode: a `BatchNormMode`: what the statistics reduce.
-      x: the images.
-      scale: the factor of each channel or activation: (1, C, 1, 1[, 1]), or (1, C[, D], H, W) for PER_ACTIVATION,
-        whatever the layout; float32, or float64 where x is. All other parameters and statistics are like it.
-      bias: what is added to each, like scale.
-      exponential_average_factor: the weight of this batch in the running statistics, in [0, 1]: a Python or NumPy
-        number, or a traced scalar, whose value is not checked. 1 / (1 + n) at call n, counted from 0, averages over all
-        calls; at 1 the old ones are not read.
-      running_mean: the moved average so far, or None together with running_variance.
-      running_variance: of unbiased variances.
-      epsilon: at least BN_MIN_EPSILON, 0.
-      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
-      beta: factor of the prior, likewise; a traced one needs a prior.
-      y: the prior, like x.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC".
-      strict: whether to keep to what the documents support.
+    Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
-    Returns:
-      BatchNormTraining. saved_inv_variance is 1 / sqrt(biased variance + epsilon). With one element to reduce the
-      running variance takes the biased one, 0.
-
-    Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if x, scale, bias, alpha or beta, or a prior that beta needs, is
-        None; the rank is not 4 or 5; parameters have not the shape of the mode; one running statistic comes alone;
-        epsilon is too small or NaN; the prior is unlike x; or an enumeration, layout or factor is none of the above.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another dtype of x, or of the parameters.
+    Example:
+      >>> x, ones = jnp.array([1.0, 3.0]).reshape(2, 1, 1, 1), jnp.ones((1, 1, 1, 1))
+      >>> out = jaxops.mcdnn.batch_normalization_forward_training(
+      ...     "SPATIAL", x, ones, 0 * ones, exponential_average_factor=1.0
+      ... )
+      >>> out.y.ravel().round(3).tolist(), out.saved_mean.item()
+      ([-1.0, 1.0], 2.0)
 
     Source: mcDNN `mcdnnBatchNormalizationForwardTraining`.
     """
@@ -126,35 +92,18 @@ def batch_normalization_forward_training_ex(
     layout: str | None = None,
     strict: bool = False,
 ) -> BatchNormTrainingEx:
-    """Normalizes a batch, and activates it, and adds z before: `alpha * act(normalized + z) + beta * y`.
+    """Normalizes a batch, adds z and applies an activation: `alpha * act(normalized + z) + beta * y`.
 
-    Args:
-      mode: a `BatchNormMode`: what the statistics reduce.
-      bn_ops: a `BatchNormOps`: OPS_BN, OPS_BN_ACTIVATION or OPS_BN_ADD_ACTIVATION.
-      x: the images.
-      scale: the factor of each channel or activation: (1, C, 1, 1[, 1]), or (1, C[, D], H, W) for PER_ACTIVATION,
-        whatever the layout; float32, or float64 where x is. All other parameters and statistics are like it.
-      bias: what is added to each, like scale.
-      z: the residual, like x; read by OPS_BN_ADD_ACTIVATION only.
-      activation: read by the two ops that activate.
-      exponential_average_factor: as in `batch_normalization_forward_training`, and so are those that follow.
-      running_mean: the moved average so far, or None together with running_variance.
-      running_variance: of unbiased variances.
-      epsilon: at least BN_MIN_EPSILON, 0.
-      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
-      beta: factor of the prior, likewise; a traced one needs a prior.
-      y: the prior, like x.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC".
-      strict: whether to keep to what the documents support.
+    Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
-    Returns:
-      BatchNormTrainingEx. Its reserve space, of the size that
-      `get_batch_normalization_training_ex_reserve_space_size` tells, is for `batch_normalization_backward_ex`.
-
-    Raises:
-      BadParamError: as `batch_normalization_forward_training`, and if z or activation is None where `bn_ops` reads it
-        or z is unlike x.
-      NotSupportedError: as `batch_normalization_forward_training`.
+    Example:
+      >>> x, ones = jnp.array([1.0, 3.0]).reshape(2, 1, 1, 1), jnp.ones((1, 1, 1, 1))
+      >>> out = jaxops.mcdnn.batch_normalization_forward_training_ex(
+      ...     "SPATIAL", "OPS_BN_ACTIVATION", x, ones, 0 * ones,
+      ...     activation=jaxops.mcdnn.ActivationDescriptor("RELU"), exponential_average_factor=1.0,
+      ... )
+      >>> out.y.ravel().round(3).tolist(), out.reserve_space.tolist()
+      ([0.0, 1.0], [2, 0, 0, 0])
 
     Source: mcDNN `mcdnnBatchNormalizationForwardTrainingEx`.
     """
@@ -193,27 +142,14 @@ def batch_normalization_forward_inference(
 ) -> jax.Array:
     """Normalizes by given statistics: `alpha * (scale * (x - mean) / sqrt(variance + epsilon) + bias) + beta * y`.
 
-    Args:
-      mode: a `BatchNormMode`.
-      x: the images.
-      scale: the factor of each channel or activation: (1, C, 1, 1[, 1]), or (1, C[, D], H, W) for PER_ACTIVATION,
-        whatever the layout; float32, or float64 where x is. All other parameters and statistics are like it.
-      bias: what is added to each, like scale.
-      estimated_mean: such as the running one.
-      estimated_variance: a variance, and not its inverse.
-      epsilon: at least BN_MIN_EPSILON, 0.
-      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
-      beta: factor of the prior, likewise; a traced one needs a prior.
-      y: the prior, like x.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC".
+    Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
-    Returns:
-      An array like x.
-
-    Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if an array that is read, alpha or beta is None; the rank is not 4 or
-        5; parameters have not the shape of the mode; epsilon is too small or NaN; or the prior is unlike x.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another dtype of x, or of the parameters.
+    Example:
+      >>> x, ones = jnp.array([1.0, 3.0]).reshape(2, 1, 1, 1), jnp.ones((1, 1, 1, 1))
+      >>> statistics = 2 * ones, ones
+      >>> y = jaxops.mcdnn.batch_normalization_forward_inference("SPATIAL", x, ones, 0 * ones, *statistics)
+      >>> y.ravel().round(3).tolist()
+      [-1.0, 1.0]
 
     Source: mcDNN `mcdnnBatchNormalizationForwardInference`.
     """
@@ -244,43 +180,25 @@ def batch_normalization_backward(
     layout: str | None = None,
     strict: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradient of `batch_normalization_forward_training`: of x, scale and bias, each blended with its prior.
-
-    With xhat = (x - mean) * inv_variance over M elements:
+    """The gradients of `batch_normalization_forward_training`: (dx, dscale, dbias), each blended with its prior.
 
         dbias = sum(dy);  dscale = sum(dy * xhat);  dx = scale * inv_variance * (dy - dbias / M - xhat * dscale / M)
 
-    Args:
-      mode: a `BatchNormMode`.
-      x: the images that were normalized.
-      dy: the gradient of the result, like x.
-      scale: as it was in the forward call.
-      epsilon: as it was; used only where the saved statistics are not given, and checked always.
-      saved_mean: as the forward call returned it, or None together with saved_inv_variance: both are computed once
-        more.
-      saved_inv_variance: 1 / sqrt(variance + epsilon).
-      alpha_data_diff: factor of dx: a Python or NumPy number, or a traced scalar.
-      beta_data_diff: factor of dx's prior, likewise; a traced one needs a prior.
-      alpha_param_diff: factor of dscale and dbias, likewise.
-      beta_param_diff: factor of their priors, likewise.
-      dx: the prior, like x.
-      dscale: the prior, like scale.
-      dbias: the prior, like scale.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC".
-      strict: whether to keep to what the documents support.
+    where xhat = (x - mean) * inv_variance and M is the number of elements that a statistic reduces.
 
-    Returns:
-      (dx, dscale, dbias).
+    Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
-    Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if x, dy, scale or a factor is None, or a prior that its factor
-        needs; the rank is not 4 or 5; x and dy differ in shape or dtype; parameters have not the shape of the mode; one
-        saved statistic comes alone; epsilon is too small or NaN; or a prior is unlike its output.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another dtype of x, or of the parameters.
+    Example:
+      >>> x, dy = (jnp.array(values).reshape(4, 1, 1, 1) for values in ([1.0, 1.0, 3.0, 3.0], [1.0, 0.0, 0.0, 0.0]))
+      >>> results = jaxops.mcdnn.batch_normalization_backward("SPATIAL", x, dy, jnp.ones((1, 1, 1, 1)))
+      >>> [result.ravel()[:2].round(3).tolist() for result in results]
+      [[0.5, -0.5], [-1.0], [1.0]]
 
     Source: mcDNN `mcdnnBatchNormalizationBackward`.
     """
     call = batch_norm_call("batch_normalization_backward", mode, strict=strict)
+    factors = (alpha_data_diff, beta_data_diff, alpha_param_diff, beta_param_diff)
+    blend = calls.GradientBlend(*factors, dx, dscale, dbias)
     result_dx, _, result_dscale, result_dbias = calls.backward(
         call,
         x,
@@ -289,13 +207,7 @@ def batch_normalization_backward(
         epsilon=epsilon,
         saved_mean=saved_mean,
         saved_inv_variance=saved_inv_variance,
-        alpha_data_diff=alpha_data_diff,
-        beta_data_diff=beta_data_diff,
-        alpha_param_diff=alpha_param_diff,
-        beta_param_diff=beta_param_diff,
-        dx=dx,
-        dscale=dscale,
-        dbias=dbias,
+        blend=blend,
         layout=layout,
         dtypes=_WITHOUT_BFLOAT16,
     )
@@ -326,47 +238,27 @@ def batch_normalization_backward_ex(
     layout: str | None = None,
     strict: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
-    """The gradient of `batch_normalization_forward_training_ex`: of x, z, scale and bias.
+    """The gradients of `batch_normalization_forward_training_ex`: (dx, dz, dscale, dbias).
 
-    As that of `batch_normalization_backward`, from `d = dy * act'(u)` in place of dy; dz is d, and is not blended. The
-    slope is taken, whichever is there first, from the reserve space (RELU and CLIPPED_RELU); from x and bias, where no
-    z was added; from y, which is right unless the forward call blended it.
+    As in `batch_normalization_backward`, with `d = dy * act'(u)` in place of dy. dz is d, not blended; None if z was
+    not added. The slope comes from the first that is available: reserve_space (for RELU and CLIPPED_RELU); x and bias
+    (if z was not added); y, the result of the forward call (wrong if that call blended it).
 
-    Args:
-      mode: a `BatchNormMode`.
-      bn_ops: a `BatchNormOps`, as it was in the forward call.
-      x: the images that were normalized.
-      dy: the gradient of the result, like x.
-      scale: as it was in the forward call.
-      y: the result of the forward call, like x; for an activation, where nothing else tells its slope.
-      bias: as it was in the forward call; for an activation.
-      activation: as it was in the forward call; read by the two ops that activate. SWISH has no fused gradient.
-      reserve_space: as the forward call returned it.
-      epsilon: as in `batch_normalization_backward`, and so are those that follow.
-      saved_mean: as the forward call returned it, or None together with saved_inv_variance.
-      saved_inv_variance: 1 / sqrt(variance + epsilon).
-      alpha_data_diff: factor of dx: a Python or NumPy number, or a traced scalar.
-      beta_data_diff: factor of dx's prior, likewise; a traced one needs a prior.
-      alpha_param_diff: factor of dscale and dbias, likewise.
-      beta_param_diff: factor of their priors, likewise.
-      dx: the prior, like x.
-      dscale: the prior, like scale.
-      dbias: the prior, like scale.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC".
-      strict: whether to keep to what the documents support.
+    Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
-    Returns:
-      (dx, dz, dscale, dbias); dz is None unless z was added.
-
-    Raises:
-      BadParamError: as `batch_normalization_backward`, and if activation is None where `bn_ops` reads it, nothing tells
-        its slope, y is unlike x, or reserve_space is smaller than
-        `get_batch_normalization_training_ex_reserve_space_size` tells.
-      NotSupportedError: as `batch_normalization_backward`, and for SWISH.
+    Example:
+      >>> x, ones = jnp.array([1.0, 1.0, 3.0, 3.0]).reshape(4, 1, 1, 1), jnp.ones((1, 1, 1, 1))
+      >>> ops, dy = ("SPATIAL", "OPS_BN_ACTIVATION"), jnp.ones(x.shape)
+      >>> fused = {"bias": 0 * ones, "activation": jaxops.mcdnn.ActivationDescriptor("RELU")}
+      >>> dx, dz, dscale, dbias = jaxops.mcdnn.batch_normalization_backward_ex(*ops, x, dy, ones, **fused)
+      >>> dscale.round(3).item(), dbias.item()
+      (2.0, 2.0)
 
     Source: mcDNN `mcdnnBatchNormalizationBackwardEx`.
     """
     call = batch_norm_call("batch_normalization_backward_ex", mode, bn_ops, activation, strict)
+    factors = (alpha_data_diff, beta_data_diff, alpha_param_diff, beta_param_diff)
+    blend = calls.GradientBlend(*factors, dx, dscale, dbias)
     return calls.backward(
         call,
         x,
@@ -374,17 +266,11 @@ def batch_normalization_backward_ex(
         scale,
         y=y,
         bias=bias,
-        kept=reserve_space,
+        reserve_space=reserve_space,
         epsilon=epsilon,
         saved_mean=saved_mean,
         saved_inv_variance=saved_inv_variance,
-        alpha_data_diff=alpha_data_diff,
-        beta_data_diff=beta_data_diff,
-        alpha_param_diff=alpha_param_diff,
-        beta_param_diff=beta_param_diff,
-        dx=dx,
-        dscale=dscale,
-        dbias=dbias,
+        blend=blend,
         layout=layout,
         dtypes=_WITHOUT_BFLOAT16,
     )

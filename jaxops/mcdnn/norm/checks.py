@@ -1,4 +1,4 @@
-"""What every call of batch normalization and normalization refuses, with the documented status."""
+"""What all norm calls refuse, with the documented status."""
 
 import dataclasses
 from typing import Any
@@ -30,14 +30,14 @@ from jaxops.mcdnn.enums import (
 
 @dataclasses.dataclass(frozen=True)
 class NormCall(Call):
-    """A call as its enumerations describe it.
+    """A norm call with its enumerations read.
 
     Attributes:
-      per_activation: whether statistics are those of each activation, and not of each channel.
+      per_activation: whether there are statistics for each activation instead of each channel.
       ops: what follows the normalization.
-      activation: of `ops`; None for OPS_BN.
-      strict: whether to refuse what the documents do not support although nothing here is in its way.
-      parameter_status: of parameters whose dtype does not go with the data's.
+      activation: the one that `ops` applies; None for OPS_BN.
+      strict: whether to refuse what these calls support but the documents do not.
+      parameter_status: the status for parameters whose dtype does not go with the data.
     """
 
     per_activation: bool
@@ -52,19 +52,19 @@ class NormCall(Call):
         return self.ops == BatchNormOps.OPS_BN_ADD_ACTIVATION
 
     def view(self, x: Any, layout: str | None) -> View:
-        """How x is seen, of rank 4 or 5 and in a documented layout."""
+        """The view of x; refuses other ranks than 4 and 5, and undocumented layouts."""
         layout = layouts.resolved(self.name, x, layout)
         return view_of(self.name, x, layout, "per_activation" if self.per_activation else "spatial")
 
-    def alike(self, x: Any, **arrays: Any) -> None:
-        """Refuses arrays of another shape or dtype than x; None is not given."""
+    def like_x(self, x: Any, **arrays: Any) -> None:
+        """Refuses arrays that differ from x in shape or dtype; None passes."""
         for argument, array in arrays.items():
             if array is not None:
                 same = array.shape == x.shape and array.dtype == x.dtype
                 self.require(same, argument, f"be like x, {x.dtype}{list(x.shape)}", array)
 
     def parameters(self, view: View, **arrays: Any) -> None:
-        """Refuses parameters and statistics of another shape than the mode asks for; None is not given."""
+        """Refuses parameters and statistics whose shape does not fit the mode; None passes."""
         shape = parameter_shape(view)
         for argument, array in arrays.items():
             if array is not None:
@@ -76,15 +76,15 @@ class NormCall(Call):
         self.require((one is None) == (other is None), first, f"be given with {second}, or neither", one)
 
     def epsilon(self, epsilon: Any) -> float:
-        """Epsilon as a float; refuses it below BN_MIN_EPSILON, and NaN."""
+        """Epsilon as a float; refuses less than BN_MIN_EPSILON, and NaN."""
         return checked_epsilon(self.name, epsilon)
 
     def factor(self, factor: Any) -> float | jax.Array:
-        """An average's factor as a float or a traced scalar; refuses numbers outside of [0, 1]."""
+        """The factor of the running average as a float or a traced scalar; refuses numbers outside [0, 1]."""
         return checked_momentum(self.name, "exponential_average_factor", factor)
 
     def dtypes(self, x: Any, listed: tuple[str, ...], **parameters: Any) -> None:
-        """Refuses dtypes that are not documented (if strict, not listed for this function) or do not go together."""
+        """Refuses dtypes that are undocumented (if strict, for this function) or do not go together."""
         dtypes = listed if self.strict else DTYPES
         self.supported_dtype("x", x, dtypes)
         dtype = accumulation_dtype(x.dtype)
@@ -105,7 +105,7 @@ class NormCall(Call):
 
 
 def batch_norm_call(name: str, mode: Any, ops: Any = 0, activation: Any = None, strict: bool = False) -> NormCall:
-    """The call of a batch-normalization function."""
+    """Reads the enumerations of a batch-normalization call."""
     mode = member(name, "mode", BatchNormMode, mode)
     strict = require_bool(name, "strict", strict, or_int=True)
     ops = member(name, "bn_ops", BatchNormOps, ops)
@@ -115,7 +115,7 @@ def batch_norm_call(name: str, mode: Any, ops: Any = 0, activation: Any = None, 
 def norm_call(
     name: str, mode: Any, ops: Any, algo: Any, activation: Any, strict: bool, parameter_status: str = NOT_SUPPORTED
 ) -> NormCall:
-    """The call of a normalization function."""
+    """Reads the enumerations of a normalization call."""
     mode = member(name, "mode", NormMode, mode)
     strict = require_bool(name, "strict", strict, or_int=True)
     ops = BatchNormOps(member(name, "norm_ops", NormOps, ops))
@@ -125,7 +125,7 @@ def norm_call(
 
 
 def check_group_count(call: NormCall, group_cnt: Any) -> None:
-    """Refuses groups, which no version has."""
+    """Refuses groups, which no version of mcDNN supports."""
     require_integer(call.name, "group_cnt", group_cnt)
     call.support(group_cnt == 1, "group_cnt", "be 1", group_cnt)
 

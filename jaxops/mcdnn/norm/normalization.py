@@ -1,8 +1,4 @@
-"""The documented calls of normalization: batch normalization under the names of its second generation.
-
-What `jaxops.mcdnn.batch_normalization` says of all its calls holds here. PER_CHANNEL is its SPATIAL, the ops map one to
-one, and the algorithm changes nothing. groupCnt is 1; another one is MCDNN_STATUS_NOT_SUPPORTED.
-"""
+"""The documented calls of normalization: batch normalization under the names of its second generation."""
 
 import jax
 
@@ -35,39 +31,18 @@ def normalization_forward_training(
     group_cnt: int = 1,
     strict: bool = False,
 ) -> BatchNormTrainingEx:
-    """Normalizes a batch, and activates it, and adds z before: `alpha * act(normalized + z) + beta * y`.
+    """Normalizes a batch, adds z and applies an activation: `alpha * act(normalized + z) + beta * y`.
 
-    Args:
-      mode: a `NormMode`: what the statistics reduce.
-      norm_ops: a `NormOps`: NORM, NORM_ACTIVATION or NORM_ADD_ACTIVATION.
-      algo: a `NormAlgo`; changes nothing.
-      x: the images.
-      scale: the factor of each channel or activation: (1, C, 1, 1[, 1]), or (1, C[, D], H, W) for PER_ACTIVATION,
-        whatever the layout; float32, or float64 where x is. All other parameters and statistics are like it.
-      bias: what is added to each, like scale.
-      z: the residual, like x; read by NORM_ADD_ACTIVATION only.
-      activation: read by the two ops that activate.
-      exponential_average_factor: the weight of this batch in the running statistics, in [0, 1]: a Python or NumPy
-        number, or a traced scalar, whose value is not checked.
-      running_mean: the moved average so far, or None together with running_variance.
-      running_variance: of unbiased variances.
-      epsilon: 0 or more.
-      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
-      beta: factor of the prior, likewise; a traced one needs a prior.
-      y: the prior, like x.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC".
-      group_cnt: 1.
-      strict: whether to keep to what the documents support.
+    Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
-    Returns:
-      BatchNormTrainingEx. Its reserve space, of the size that `get_normalization_training_reserve_space_size` tells, is
-      for `normalization_backward`.
-
-    Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if x, scale, bias, alpha or beta, a prior that beta needs, or z or
-        activation where `norm_ops` reads it, is None; the rank is not 4 or 5; parameters have not the shape of the
-        mode; one running statistic comes alone; epsilon is negative or NaN; or z or the prior is unlike x.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another dtype of x, or of the parameters, or for groups.
+    Example:
+      >>> x, ones = jnp.array([1.0, 3.0]).reshape(2, 1, 1, 1), jnp.ones((1, 1, 1, 1))
+      >>> ops = {"mode": "PER_CHANNEL", "norm_ops": "NORM", "algo": "STANDARD"}
+      >>> out = jaxops.mcdnn.normalization_forward_training(
+      ...     **ops, x=x, scale=ones, bias=0 * ones, exponential_average_factor=1.0
+      ... )
+      >>> out.y.ravel().round(3).tolist(), out.saved_mean.item()
+      ([-1.0, 1.0], 2.0)
 
     Source: mcDNN `mcdnnNormalizationForwardTraining`.
     """
@@ -110,35 +85,16 @@ def normalization_forward_inference(
     group_cnt: int = 1,
     strict: bool = False,
 ) -> jax.Array:
-    """Normalizes by given statistics, and activates, and adds z before: `alpha * act(normalized + z) + beta * y`.
+    """Normalizes by given statistics, adds z and applies an activation: `alpha * act(normalized + z) + beta * y`.
 
-    Args:
-      mode: a `NormMode`.
-      norm_ops: a `NormOps`.
-      algo: a `NormAlgo`; changes nothing.
-      x: the images.
-      scale: the factor of each channel or activation: (1, C, 1, 1[, 1]), or (1, C[, D], H, W) for PER_ACTIVATION,
-        whatever the layout; float32, or float64 where x is. All other parameters and statistics are like it.
-      bias: what is added to each, like scale.
-      estimated_mean: such as the running one.
-      estimated_variance: a variance, and not its inverse.
-      z: the residual, like x; read by NORM_ADD_ACTIVATION only.
-      activation: read by the two ops that activate.
-      epsilon: 0 or more.
-      alpha: factor of the result: a Python or NumPy number, or a traced scalar.
-      beta: factor of the prior, likewise; a traced one needs a prior.
-      y: the prior, like x.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC".
-      group_cnt: 1.
-      strict: whether to keep to what the documents support.
+    Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
-    Returns:
-      An array like x.
-
-    Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if an array that is read, alpha or beta is None; the rank is not 4 or
-        5; parameters have not the shape of the mode; epsilon is negative or NaN; or z or the prior is unlike x.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another dtype of x, or of the parameters, or for groups.
+    Example:
+      >>> x, ones = jnp.array([1.0, 3.0]).reshape(2, 1, 1, 1), jnp.ones((1, 1, 1, 1))
+      >>> ops, statistics = ("PER_CHANNEL", "NORM", "STANDARD"), (2 * ones, ones)
+      >>> y = jaxops.mcdnn.normalization_forward_inference(*ops, x, ones, 0 * ones, *statistics)
+      >>> y.ravel().round(3).tolist()
+      [-1.0, 1.0]
 
     Source: mcDNN `mcdnnNormalizationForwardInference`.
     """
@@ -175,51 +131,24 @@ def normalization_backward(
     group_cnt: int = 1,
     strict: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
-    """The gradient of `normalization_forward_training`: of x, z, scale and bias.
+    """The gradients of `normalization_forward_training`, computed as `batch_normalization_backward_ex` says.
 
-    As `batch_normalization_backward_ex`, which says where the activation's slope is taken from.
+    Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`. Here a parameter or
+    statistic whose dtype does not go with x raises BadParamError.
 
-    Args:
-      mode: a `NormMode`.
-      norm_ops: a `NormOps`, as it was in the forward call.
-      algo: a `NormAlgo`; changes nothing.
-      x: the images that were normalized.
-      dy: the gradient of the result, like x.
-      scale: as it was in the forward call.
-      y: the result of the forward call, like x.
-      bias: as it was in the forward call; for an activation.
-      activation: as it was in the forward call; read by the two ops that activate. SWISH has no fused gradient.
-      reserve_space: as the forward call returned it.
-      epsilon: as it was; used only where the saved statistics are not given, and checked always.
-      saved_mean: as the forward call returned it, or None together with saved_inv_variance: both are computed once
-        more.
-      saved_inv_variance: 1 / sqrt(variance + epsilon).
-      alpha_data_diff: factor of dx: a Python or NumPy number, or a traced scalar.
-      beta_data_diff: factor of dx's prior, likewise; a traced one needs a prior.
-      alpha_param_diff: factor of dscale and dbias, likewise.
-      beta_param_diff: factor of their priors, likewise.
-      dx: the prior, like x.
-      dscale: the prior, like scale.
-      dbias: the prior, like scale.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC".
-      group_cnt: 1.
-      strict: whether to keep to what the documents support.
-
-    Returns:
-      (dx, dz, dscale, dbias); dz is None unless z was added.
-
-    Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if x, dy, scale or a factor is None, or a prior that its factor
-        needs, or activation where `norm_ops` reads it; nothing tells the activation's slope; the rank is not 4 or 5; x,
-        dy and y differ in shape or dtype; parameters or saved statistics have not the shape of the mode, or not the
-        dtype that goes with x; one saved statistic comes alone; epsilon is negative or NaN; a prior is unlike its
-        output; or reserve_space is smaller than `get_normalization_training_reserve_space_size` tells.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another dtype of x, for groups, and for SWISH.
+    Example:
+      >>> x, dy = (jnp.array(values).reshape(4, 1, 1, 1) for values in ([1.0, 1.0, 3.0, 3.0], [1.0, 0.0, 0.0, 0.0]))
+      >>> ops, scale = ("PER_CHANNEL", "NORM", "STANDARD"), jnp.ones((1, 1, 1, 1))
+      >>> dx, dz, dscale, dbias = jaxops.mcdnn.normalization_backward(*ops, x, dy, scale)
+      >>> dx.ravel()[:2].round(3).tolist(), dz, dscale.round(3).item(), dbias.item()
+      ([0.5, -0.5], None, -1.0, 1.0)
 
     Source: mcDNN `mcdnnNormalizationBackward`.
     """
     call = norm_call("normalization_backward", mode, norm_ops, algo, activation, strict, parameter_status=BAD_PARAM)
     check_group_count(call, group_cnt)
+    factors = (alpha_data_diff, beta_data_diff, alpha_param_diff, beta_param_diff)
+    blend = calls.GradientBlend(*factors, dx, dscale, dbias)
     return calls.backward(
         call,
         x,
@@ -227,16 +156,10 @@ def normalization_backward(
         scale,
         y=y,
         bias=bias,
-        kept=reserve_space,
+        reserve_space=reserve_space,
         epsilon=epsilon,
         saved_mean=saved_mean,
         saved_inv_variance=saved_inv_variance,
-        alpha_data_diff=alpha_data_diff,
-        beta_data_diff=beta_data_diff,
-        alpha_param_diff=alpha_param_diff,
-        beta_param_diff=beta_param_diff,
-        dx=dx,
-        dscale=dscale,
-        dbias=dbias,
+        blend=blend,
         layout=layout,
     )

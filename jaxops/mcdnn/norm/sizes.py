@@ -1,6 +1,6 @@
-"""The documented size queries of batch normalization and normalization: bytes, of arrays or `jax.ShapeDtypeStruct`s.
+"""The documented size queries of norm calls, in bytes. They take arrays or `jax.ShapeDtypeStruct`s.
 
-No call needs a workspace. The reserve space of the ops that activate is a bit for each element of x.
+No call needs a workspace. The reserve space of the ops that activate has one bit for each element of x.
 """
 
 import math
@@ -26,13 +26,13 @@ def get_batch_normalization_forward_training_ex_workspace_size(
 ) -> int:
     """The bytes of workspace that `batch_normalization_forward_training_ex` needs: 0.
 
-    Args are those of that call; z may be None where it is not read, and scale stands for all parameters.
+    Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
-    Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if x, y or scale is None; the rank is not 4 or 5; x, y and a z that
-        is read differ in shape or dtype; scale has not the shape of the mode; or activation is missing where it is
-        read.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another dtype of x or of scale.
+    Example:
+      >>> x, scale = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 3, 4, 4), (1, 3, 1, 1)))
+      >>> size = jaxops.mcdnn.get_batch_normalization_forward_training_ex_workspace_size
+      >>> size("SPATIAL", "OPS_BN", x, None, x, scale, None)
+      0
 
     Source: mcDNN `mcdnnGetBatchNormalizationForwardTrainingExWorkspaceSize`.
     """
@@ -55,13 +55,13 @@ def get_batch_normalization_backward_ex_workspace_size(
 ) -> int:
     """The bytes of workspace that `batch_normalization_backward_ex` needs: 0.
 
-    Args are those of that call; y and dz may be None, and scale stands for all parameters.
+    Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
-    Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if x, dy, dx or scale is None; the rank is not 4 or 5; x, dy, dx, and
-        y and dz where given, differ in shape or dtype; scale has not the shape of the mode; or activation is missing
-        where it is read.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for another dtype of x or of scale.
+    Example:
+      >>> x, scale = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 3, 4, 4), (1, 3, 1, 1)))
+      >>> size = jaxops.mcdnn.get_batch_normalization_backward_ex_workspace_size
+      >>> size("SPATIAL", "OPS_BN", x, None, x, None, x, scale, None)
+      0
 
     Source: mcDNN `mcdnnGetBatchNormalizationBackwardExWorkspaceSize`.
     """
@@ -77,11 +77,13 @@ def get_batch_normalization_training_ex_reserve_space_size(
 ) -> int:
     """The bytes of reserve space that `batch_normalization_forward_training_ex` returns: 0 without an activation.
 
-    Args are those of that call.
+    Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
-    Raises:
-      BadParamError: status MCDNN_STATUS_BAD_PARAM if x is None or of another rank than 4 or 5, or activation is missing
-        where it is read.
+    Example:
+      >>> x, relu = jax.ShapeDtypeStruct((2, 3, 4, 4), jnp.float32), jaxops.mcdnn.ActivationDescriptor("RELU")
+      >>> size = jaxops.mcdnn.get_batch_normalization_training_ex_reserve_space_size
+      >>> size("SPATIAL", "OPS_BN_ACTIVATION", relu, x)
+      12
 
     Source: mcDNN `mcdnnGetBatchNormalizationTrainingExReserveSpaceSize`.
     """
@@ -105,12 +107,13 @@ def get_normalization_forward_training_workspace_size(
 ) -> int:
     """The bytes of workspace that `normalization_forward_training` needs: 0.
 
-    Args are those of that call; z may be None where it is not read; scale stands for the parameters and mean_var for
-    the statistics.
+    Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
-    Raises:
-      BadParamError: as `get_batch_normalization_forward_training_ex_workspace_size`, also for mean_var.
-      NotSupportedError: as that one, and for groups.
+    Example:
+      >>> x, scale = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 3, 4, 4), (1, 3, 1, 1)))
+      >>> size = jaxops.mcdnn.get_normalization_forward_training_workspace_size
+      >>> size("PER_CHANNEL", "NORM", "STANDARD", x, None, x, scale, None, scale)
+      0
 
     Source: mcDNN `mcdnnGetNormalizationForwardTrainingWorkspaceSize`.
     """
@@ -138,11 +141,13 @@ def get_normalization_backward_workspace_size(
 ) -> int:
     """The bytes of workspace that `normalization_backward` needs: 0.
 
-    Args are those of that call; y and dz may be None; scale stands for the parameters and mean_var for the statistics.
+    Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
-    Raises:
-      BadParamError: as `get_batch_normalization_backward_ex_workspace_size`, also for mean_var.
-      NotSupportedError: as that one, and for groups.
+    Example:
+      >>> x, scale = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 3, 4, 4), (1, 3, 1, 1)))
+      >>> size = jaxops.mcdnn.get_normalization_backward_workspace_size
+      >>> size("PER_CHANNEL", "NORM", "STANDARD", x, None, x, None, x, scale, None, scale)
+      0
 
     Source: mcDNN `mcdnnGetNormalizationBackwardWorkspaceSize`.
     """
@@ -163,11 +168,13 @@ def get_normalization_training_reserve_space_size(
 ) -> int:
     """The bytes of reserve space that `normalization_forward_training` returns: 0 without an activation.
 
-    Args are those of that call.
+    Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
-    Raises:
-      BadParamError: as `get_batch_normalization_training_ex_reserve_space_size`.
-      NotSupportedError: status MCDNN_STATUS_NOT_SUPPORTED for groups.
+    Example:
+      >>> x, relu = jax.ShapeDtypeStruct((2, 3, 4, 4), jnp.float32), jaxops.mcdnn.ActivationDescriptor("RELU")
+      >>> size = jaxops.mcdnn.get_normalization_training_reserve_space_size
+      >>> size("PER_CHANNEL", "NORM_ACTIVATION", "STANDARD", relu, x)
+      12
 
     Source: mcDNN `mcdnnGetNormalizationTrainingReserveSpaceSize`.
     """
@@ -184,7 +191,7 @@ def _forward_workspace(call: NormCall, x: Any, z: Any, y: Any, layout: str | Non
     x, y, z = call.shapes(x=x, y=y, z=z if call.adds else None)
     parameters = dict(zip(parameters, call.shapes(**parameters), strict=True))
     view = call.view(x, layout)
-    call.alike(x, y=y, z=z)
+    call.like_x(x, y=y, z=z)
     call.parameters(view, **parameters)
     call.dtypes(x, DTYPES, **parameters)
     return 0
@@ -197,7 +204,7 @@ def _backward_workspace(
     x, y, dy, dz, dx = call.shapes(x=x, y=y, dy=dy, dz=dz, dx=dx)
     parameters = dict(zip(parameters, call.shapes(**parameters), strict=True))
     view = call.view(x, layout)
-    call.alike(x, dy=dy, dx=dx, y=y, dz=dz)
+    call.like_x(x, dy=dy, dx=dx, y=y, dz=dz)
     call.parameters(view, **parameters)
     call.dtypes(x, DTYPES, **parameters)
     return 0
