@@ -17,15 +17,16 @@ from jaxops._primitive.operator import Operator
 
 
 def grid_sample(x: jax.Array, grid: jax.Array) -> jax.Array:
-    """Interpolates images bilinearly at the points of a grid, with zeros around them.
+    """Interpolates images bilinearly at the points of a grid, with zeros outside the images.
 
-    Point (gx, gy) lies at column `px = (gx + 1) / 2 * (W_in - 1)` and row py likewise, so that -1 and 1 are the centres
-    of the first and last pixels ("align corners"). With `x0 = floor(px)`, `a = px - x0`, and y0 and b likewise,
+    The point (gx, gy) lies at column `px = (gx + 1) / 2 * (W_in - 1)` and, likewise, at row py. So -1 and 1 are the
+    centres of the first and last pixels ("align corners"). With `x0 = floor(px)` and `a = px - x0`, and y0 and b
+    likewise,
 
         y = x[y0, x0] (1-a)(1-b) + x[y0, x0+1] a (1-b) + x[y0+1, x0] (1-a) b + x[y0+1, x0+1] a b
 
-    where pixels outside of the image count as 0. Each product's weight, times grad_y, is added to the pixel's gradient;
-    that of gx is
+    where pixels outside the image count as 0. The gradient of a pixel is the sum of grad_y times the weights that the
+    pixel had. The gradient of gx is
 
         (W_in - 1) / 2 * sum over c of grad_y ((x[y0, x0+1] - x[y0, x0]) (1-b) + (x[y0+1, x0+1] - x[y0+1, x0]) b)
 
@@ -33,22 +34,33 @@ def grid_sample(x: jax.Array, grid: jax.Array) -> jax.Array:
 
     Args:
       x: (N, C, H_in, W_in), floating point.
-      grid: (N, H, W, 2), floating point: gx and gy of each output pixel.
+      grid: (N, H, W, 2), floating point: the gx and gy of each output pixel.
 
     Returns:
       (N, C, H, W), with the dtype of x.
 
     Raises:
-      BadParamError: if the shapes are not these, x has no pixels or images of 2**31 elements, or an operand is not
-        floating point.
+      BadParamError: if a shape differs from the above, an operand is not floating point, x has no pixels, or one of its
+        images has 2**31 elements or more.
 
-    Numerics: computed in float32 (float64 where an operand is float64) and rounded once; gradients are summed so, on a
-      CPU always in the same order. Points that are not finite are skipped: they give 0, and nothing of their gradient
-      or of the image is read. At the centre of a pixel the gradient of the grid is the right-hand one. All modes of
-      derivatives exist, to second order; the floor counts as constant. On every platform it runs as XLA's gathers and
-      scatters; on a CPU without temporaries of the size of all products, the gradient of x two images at a time. There
-      is no kernel: a TPU's own gather reaches over a register, not over an image, and a GPU's pixels come through its
-      cache anyway.
+    Numerics:
+      Computed in float32 (float64 where an operand is float64) and rounded once. Gradients are summed in the same
+      dtype; on a CPU always in the same order.
+
+      Points that are not finite give 0. Their gradient is ignored, and the image is not read for them. At the centre of
+      a pixel, the gradient of the grid is the right-hand one.
+
+      Derivatives of all modes exist up to second order. The floor counts as constant.
+
+      On every platform this runs as XLA's gathers and scatters. On a CPU it avoids temporaries that hold every product,
+      and computes the gradient of x two images at a time. A kernel would gain nothing: a TPU's own gather reaches over
+      a register, not over an image, and a GPU's pixels come through its cache anyway.
+
+    Example:
+      >>> x = jnp.array([[[[0.0, 10.0], [20.0, 30.0]]]])
+      >>> grid = jnp.array([[[[-1.0, -1.0], [0.0, 0.0], [1.0, 0.0]]]])  # the first pixel, the middle, the right edge
+      >>> jaxops.grid_sample(x, grid).tolist()
+      [[[[0.0, 15.0, 20.0]]]]
 
     Source: mcDNN `mcdnnSpatialTfSamplerForward` and `mcdnnSpatialTfSamplerBackward`; PyTorch
     `torch.nn.functional.grid_sample(align_corners=True)`.

@@ -31,35 +31,44 @@ def local_response_norm(
     k: float = 2.0,
     layout: str | None = None,
 ) -> jax.Array:
-    """Divides by a power of the mean square over neighbouring channels: `y = x * s**-beta`.
+    """Divides each activation by a power of the mean square over neighbouring channels: `y = x * s**-beta`.
 
         s[c] = k + alpha / n * sum of x[j]**2 over the channels j from c - before to c + after
 
-    with `before = (n - 1) // 2` and `after = n - 1 - before`: an even window looks one channel further ahead. It is
-    clipped at the first and last channel; the divisor stays n.
+    with `before = (n - 1) // 2` and `after = n - 1 - before`: a window of even length reaches one channel further
+    ahead. At the first and last channels the window is clipped, but the divisor stays n.
 
     Args:
       x: images of any floating dtype: (N, C, H, W), or as `layout` says.
-      n: channels in a window; may be more than there are.
-      alpha: factor of the mean square.
+      n: the number of channels in a window; may exceed the number of channels.
+      alpha: the factor of the mean square.
       beta: the power.
-      k: what is added to the mean square.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means the one with the channels first, by the rank of x.
+      k: the constant added to the mean square.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". None means channels first, by the rank of x.
 
     Returns:
-      The shape and dtype of x.
+      An array with the shape and dtype of x.
 
     Raises:
-      BadParamError: if x is not floating point or has another rank than the layout, n is not a positive integer, or
+      BadParamError: if x is not floating point, its rank does not match the layout, n is not a positive integer, or
         another attribute is not a number.
 
-    Numerics: computed in float32 (float64 for float64) and rounded once, forward and backward; powers that are no
-      integers as exp(-beta log s), whose relative error is beta |log s| roundings. All modes and orders of derivatives
-      exist; the gradient keeps nothing but x. The kernels for TPU and NVIDIA GPUs are opt-in.
+    Numerics:
+      Computed in float32 (float64 for float64) and rounded once, forward and backward. A power that is not an integer
+      is computed as exp(-beta log s), with a relative error of beta |log s| roundings.
+
+      Derivatives of all modes and orders exist. The gradient keeps only x. The kernels for TPUs and NVIDIA GPUs are
+      opt-in.
+
+    Example:
+      >>> x = jnp.array([1.0, 2.0, 3.0]).reshape(1, 3, 1, 1)  # three channels, one pixel
+      >>> y = jaxops.local_response_norm(x, n=3, alpha=3.0, beta=1.0, k=0.0)
+      >>> print(np.asarray(y.ravel()).round(3))  # 1 / (1 + 4), 2 / (1 + 4 + 9), 3 / (4 + 9)
+      [0.2   0.143 0.231]
 
     Source: mcDNN `mcdnnLRNCrossChannelForward` and `mcdnnLRNCrossChannelBackward`, whose limits on n, beta and k are
-      not enforced here. PyTorch's `torch.nn.functional.local_response_norm` adds k = 1 by default and looks one channel
-      further back where n is even.
+      not enforced here. PyTorch's `torch.nn.functional.local_response_norm` has k = 1 by default, and its windows of
+      even length reach one channel further back.
     """
     name = "local_response_norm"
     x = as_array(name, "x", x)

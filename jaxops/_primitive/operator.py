@@ -85,5 +85,11 @@ class Operator:
 
 
 def operators() -> tuple[Operator, ...]:
-    """The records of all operators, by name, for tools and tests."""
+    """Returns the records of all operators, sorted by name, for tools and tests.
+
+    Example:
+      >>> softmax = next(operator for operator in jaxops.operators() if operator.name == "softmax")
+      >>> softmax.signature, [kernel.platform for kernel in softmax.kernels]
+      ('... c -> ... c', ['tpu', 'cuda'])
+    """
     return tuple(_operators[name] for name in sorted(_operators))

@@ -1,4 +1,4 @@
-"""Batch normalization as models call it: layouts, running statistics, an activation and a residual."""
+"""The public functions `batch_norm` and `batch_norm_inference`."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -28,9 +28,9 @@ class BatchNormOutput(NamedTuple):
     """What training computes. Only `y` carries a gradient.
 
     Attributes:
-      y: like x.
-      running_mean: the moved average of means, or None.
-      running_var: the moved average of unbiased variances, or None.
+      y: the normalized images; shape and dtype of x.
+      running_mean: the updated average of means, or None.
+      running_var: the updated average of unbiased variances, or None.
       saved_mean: the mean of this batch; float32 (float64 for float64).
       saved_inv_var: 1 / sqrt(biased variance + epsilon) of this batch, which the documents call the inverse variance.
     """
@@ -59,51 +59,69 @@ def batch_norm(
 ) -> BatchNormOutput:
     """Normalizes a batch: `y = act(scale * (x - mean) / sqrt(var + epsilon) + bias + residual)`.
 
-    Mean and biased variance are those of x, over its batch and spatial axes ("spatial") or its batch alone
-    ("per_activation"). The running statistics move towards them:
+    The mean and biased variance are those of x, over its batch and spatial axes ("spatial") or over its batch axis
+    alone ("per_activation"). The running statistics move towards them:
 
         running = (1 - momentum) * running + momentum * (mean, or unbiased variance)
 
     Args:
       x: (N, C, H, W), or as `layout` says; floating point.
-      scale: (C,), or (C, H, W) for "per_activation" whatever the layout; floating point.
+      scale: (C,), or (C, H, W) for "per_activation", whatever the layout; floating point.
       bias: like scale.
-      running_mean: like scale, or None together with running_var.
-      running_var: like scale.
+      running_mean: like scale, or None. Pass both running statistics or neither.
+      running_var: like scale, or None.
       mode: "spatial" or "per_activation".
       momentum: the weight of the new statistics, in [0, 1]: a Python or NumPy number, or a traced scalar, whose value
-        is not checked. A new value does not recompile. At 1 the old statistics are not read; 1 / (n + 1) at call n,
+        is not checked. A new value does not recompile. At 1 the old statistics are not read. 1 / (n + 1) at call n,
         counted from 0, averages over all calls.
       epsilon: 0 or more.
-      activation: None, a mode or (mode, coefficient): "sigmoid", "relu", "tanh", "clipped_relu" (the coefficient is its
-        ceiling and must be given), "elu" (its factor, 1), "identity" or "swish" (its beta, 1).
-      residual: like x, added before the activation.
-      layout: "NCHW", "NHWC", "NCDHW", "NDHWC", "NC", "NCL" or "NLC"; None means the one with the channels first, by the
-        rank of x.
+      activation: None, a mode, or (mode, coefficient). Modes are "sigmoid", "relu", "tanh", "clipped_relu" (the
+        coefficient is its ceiling and must be given), "elu" (its factor, 1), "identity" and "swish" (its beta, 1).
+      residual: like x; added before the activation.
+      layout: "NCHW", "NHWC", "NCDHW", "NDHWC", "NC", "NCL" or "NLC". None means channels first, by the rank of x.
       axis_name: inside shard_map, the mesh axis (or axes) over which the batch is split and the statistics are shared.
-        Under jit a batch that is split over a mesh needs nothing: its statistics are those of all of it.
+        Under jit a split batch needs no axis name: its statistics already cover all of it.
 
     Returns:
-      BatchNormOutput: y, the running statistics (None where none are given), and those of this batch.
+      A `BatchNormOutput`: y, the running statistics (None if none were given), and the statistics of this batch.
 
     Raises:
-      BadParamError: if shapes, dtypes or attributes are others than above, one running statistic comes alone, or no
-        shard_map around splits over axis_name (that of a vmap is none).
+      BadParamError: if a shape, dtype or attribute differs from the above, only one running statistic is given, or no
+        surrounding shard_map splits over axis_name (the axis of a vmap does not count).
 
-    Numerics: everything in float32 (float64 for float64 x), rounded once at the end; the variance in a second pass over
-      x, so that a large mean costs no digits. With one element a channel the running variance takes the biased one, 0;
-      an empty batch leaves the running statistics as they are. The gradient reads x and, with "relu", y; it has all
-      modes and orders in x, scale, bias and residual. Statistics carry no gradient. relu'(0) = 0, elu'(0) = coef. What
-      relu stops goes nowhere, NaN included. Kernels for TPU and for NVIDIA GPUs from Hopper on fuse relu and residual;
-      they run where `jaxops.use("pallas")` asks for them, as they have not been measured on those chips.
+    Numerics:
+      Everything is computed in float32 (float64 for float64 x) and rounded once at the end. The variance takes a second
+      pass over x, so a large mean costs no digits.
 
-    Meshes: any axis of any array may be split. Pixels (activations for "per_activation") that are split along an axis
-      behind their first are exchanged between devices, so that they are split along the first, and back; they are
-      gathered only if the first cannot be divided by as many devices. On an explicit mesh y lies as x does, running
-      statistics as those given and saved ones as scale; a residual that is split otherwise than x is moved.
+      With one element per channel, the running variance takes the biased variance, 0. An empty batch leaves the running
+      statistics as they are.
+
+      The gradient reads x and, with "relu", y. Derivatives of all modes and orders exist in x, scale, bias and
+      residual; statistics carry no gradient. relu'(0) = 0 and elu'(0) = coef. Where relu is 0, no gradient passes, not
+      even NaN.
+
+      Kernels for TPUs and for NVIDIA GPUs from Hopper on fuse relu and residual. They run only where
+      `jaxops.use("pallas")` asks for them, because they have not been measured on those chips.
+
+    Meshes:
+      Any axis of any array may be split. If pixels ("per_activation": activations) are split along an axis behind their
+      first, devices exchange elements so that the first is split instead, and exchange them back afterwards. Elements
+      are gathered only if the first axis cannot be divided by that many devices.
+
+      On an explicit mesh y is laid out like x, running statistics like those passed in, and saved statistics like
+      scale. A residual that is split differently from x is resharded.
+
+    Example:
+      >>> x = jnp.array([[1.0, 10.0], [3.0, 10.0]])
+      >>> out = jaxops.batch_norm(x, jnp.ones(2), jnp.array([0.0, 5.0]), layout="NC")
+      >>> out.saved_mean.tolist()
+      [2.0, 10.0]
+      >>> print(np.asarray(out.y).round(3))
+      [[-1.  5.]
+       [ 1.  5.]]
 
     Source: mcDNN `mcdnnBatchNormalizationForwardTrainingEx` and `mcdnnBatchNormalizationBackwardEx`; PyTorch
-      `torch.nn.functional.batch_norm`, whose running variance is the unbiased one as well.
+      `torch.nn.functional.batch_norm`, whose running variance is unbiased as well.
     """
     name = "batch_norm"
     x, view = _images(name, x, layout, mode)
@@ -146,27 +164,37 @@ def batch_norm_inference(
 
     Args:
       x: (N, C, H, W), or as `layout` says; floating point.
-      scale: (C,), or (C, H, W) for "per_activation" whatever the layout; floating point.
+      scale: (C,), or (C, H, W) for "per_activation", whatever the layout; floating point.
       bias: like scale.
       mean: like scale.
-      var: like scale: a variance, such as the running one.
+      var: like scale; a variance, such as the running one.
       mode: "spatial" or "per_activation".
       epsilon: 0 or more.
       activation: as in `batch_norm`.
-      residual: like x, added before the activation.
+      residual: like x; added before the activation.
       layout: as in `batch_norm`.
 
     Returns:
-      An array like x.
+      An array with the shape and dtype of x.
 
     Raises:
-      BadParamError: if shapes, dtypes or attributes are others than above.
+      BadParamError: if a shape, dtype or attribute differs from the above.
 
-    Numerics: in float32 (float64 for float64 x), rounded once. Differentiable in every array, in all modes and orders.
+    Numerics:
+      Computed in float32 (float64 for float64 x) and rounded once. Derivatives of all modes and orders exist in every
+      array.
 
-    Meshes: as in `batch_norm`.
+    Meshes:
+      As in `batch_norm`.
 
-    Source: mcDNN `mcdnnBatchNormalizationForwardInference`; PyTorch `torch.nn.functional.batch_norm` without training.
+    Example:
+      >>> x = jnp.array([[1.0], [5.0]])
+      >>> mean, var = jnp.array([3.0]), jnp.array([4.0])
+      >>> jaxops.batch_norm_inference(x, jnp.ones(1), jnp.zeros(1), mean, var, epsilon=0.0, layout="NC").tolist()
+      [[-1.0], [1.0]]
+
+    Source: mcDNN `mcdnnBatchNormalizationForwardInference`; PyTorch `torch.nn.functional.batch_norm` in evaluation
+    mode.
     """
     name = "batch_norm_inference"
     x, view = _images(name, x, layout, mode)

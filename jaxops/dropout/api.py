@@ -1,4 +1,4 @@
-"""Dropout as users call it: keys, rates and shapes become what the operators take."""
+"""The public function `dropout`: keys, rates and shapes become what the operators take."""
 
 import math
 from collections.abc import Sequence
@@ -16,31 +16,38 @@ from pallas_kernels.dropout_mask import RESOLUTION_BITS, WORD_BITS, threefry
 
 
 def dropout(key: jax.Array, x: jax.Array, rate: float | jax.Array) -> jax.Array:
-    """Zeroes elements at random and scales the others: `y = x / (1 - rate)` where an element is kept, else 0.
+    """Zeroes elements at random and scales the rest: `y = x / (1 - rate)` where an element is kept, else 0.
 
-    Which elements are kept depends on the key, the rate and an element's place in row-major order: not on how x is
-    laid out or split over devices, and not on the implementation. The gradient is `grad_y / (1 - rate)` where kept,
-    else 0, from a mask of one bit an element.
+    Which elements are kept depends on the key, the rate and the element's row-major position. It does not depend on the
+    implementation or on how x is laid out or split over devices. The gradient is `grad_y / (1 - rate)` where an element
+    was kept, else 0. It comes from a mask of one bit per element.
 
     Args:
-      key: a key of `jax.random`, typed or raw, of any implementation. It is used up, like a key that is given to
+      key: a key of `jax.random`, typed or raw, of any implementation. Do not reuse it, just as for
         `jax.random.bernoulli`.
-      x: any shape, floating point.
-      rate: the probability with which an element is dropped, in [0, 1]: a Python or NumPy number, or a traced scalar. A
-        new value does not recompile.
+      x: floating point, of any shape.
+      rate: the probability of dropping an element, in [0, 1]: a Python or NumPy number, or a traced scalar. A new value
+        does not recompile.
 
     Returns:
-      The shape and dtype of x.
+      An array with the shape and dtype of x.
 
     Raises:
       BadParamError: if key is not a single key, x is not floating point, or rate is not a number in [0, 1]. The value
-        of a JAX array is not checked: it is clamped to [0, 1], and NaN gives NaN.
+        of a JAX array is not checked but clamped to [0, 1], and NaN gives NaN.
 
-    Numerics: the probability is rounded to a multiple of 2**-24; rates 0 and 1 are exact. Bits are those of
-      Threefry-2x32 with 20 rounds, counted by element. The scale is `1 / (1 - rate)` in float32 (float64 for float64)
-      and the product is rounded once. Dropped elements are not read: NaN there gives 0. All modes and orders of
-      derivatives exist in x, and none in the rate; backward keeps the mask and nothing of x. Under `vmap` with one key,
-      all mapped calls keep the same elements, as with `jax.random`.
+    Numerics:
+      The probability is rounded to a multiple of 2**-24; rates 0 and 1 are exact. The bits are those of Threefry-2x32
+      with 20 rounds, counted by element. The scale `1 / (1 - rate)` is computed in float32 (float64 for float64), and
+      the product is rounded once. Dropped elements are not read, so NaN there gives 0.
+
+      Derivatives of all modes and orders exist in x, and none in the rate. The backward pass keeps the mask and nothing
+      of x. Under `vmap` with one key, all mapped calls keep the same elements, as with `jax.random`.
+
+    Example:
+      >>> y = jaxops.dropout(jax.random.key(0), jnp.ones(1000), 0.75)
+      >>> sorted({float(value) for value in y})  # dropped, or 1 / (1 - 0.75)
+      [0.0, 4.0]
 
     Source: mcDNN `mcdnnDropoutForward` and `mcdnnDropoutBackward`.
     """

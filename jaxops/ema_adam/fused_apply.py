@@ -1,4 +1,4 @@
-"""Updates parameters and optimizer state in one pass, whatever transforms stand around `ema_adam`."""
+"""The public function `fused_apply`: `ema_adam` in one pass, whatever transforms stand around it."""
 
 import functools
 import weakref
@@ -20,27 +20,27 @@ _NAME = "fused_apply"
 def fused_apply(
     transform: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, **extra_args: Any
 ) -> tuple[Any, Any]:
-    """Computes one optimizer step: `transform.update`, then `optax.apply_updates`, in one pass over memory.
+    """Takes one optimizer step, `transform.update` and then `optax.apply_updates`, in one pass over memory.
 
-    Where an update made by `ema_adam` is what the whole transform returns, the operator writes the new parameters
-    itself: for `ema_adam` alone, and inside `optax.chain` after clipping, `inject_hyperparams`, `multi_transform`,
-    `masked`. Updates that anything reads or changes afterwards, or that other transforms make, are added to the
-    parameters as usual. Parameters of 16 bits that are written directly are rounded once, not twice; beyond that the
-    results are those of the two calls.
+    Where the whole transform returns an update just as `ema_adam` made it, the operator writes the new parameters
+    itself. This holds for `ema_adam` alone, and inside `optax.chain` after clipping, `inject_hyperparams`,
+    `multi_transform` and `masked`. Updates that something else reads or changes afterwards, or that other transforms
+    make, are added to the parameters as usual. The results are those of the two calls, except that parameters of 16
+    bits which are written directly are rounded once instead of twice.
 
-    Made for donated buffers, so that parameters and state are updated in place:
+    Donate the buffers, so that parameters and state are updated in place:
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def train_step(params, opt_state, batch):
             grads = jax.grad(loss)(params, batch)
             return jaxops.fused_apply(optimizer, grads, opt_state, params)
 
-    Donated parameters have to come before a donated state, as they do in the results: JAX pairs buffers of the same
-    type in the order in which it meets them, and paired otherwise, every array is copied.
+    Pass donated parameters before a donated state, in the order of the results. JAX pairs buffers of the same type in
+    the order in which it meets them; if they are paired otherwise, every array is copied.
 
     Args:
       transform: any optax transform.
-      grads: gradients, of the structure of `params`; a leaf of None leaves its parameter as it is. With
+      grads: gradients with the structure of `params`. If a leaf is None, its parameter stays as it is. With
         `ema_adam_rows`, tables may have `RowGradients`.
       opt_state: what `transform.init` or the last step returned.
       params: the parameters.
@@ -50,8 +50,16 @@ def fused_apply(
       The new parameters, with the dtypes of `params`, and the new state.
 
     Raises:
-      BadParamError: if `transform` is not a transform, `params` is None, a tree holds anything but arrays, or the
-        trees do not match each other.
+      BadParamError: if `transform` is not a transform, `params` is None, a tree holds something other than arrays, or
+        the trees do not match each other.
+
+    Example:
+      >>> optimizer = jaxops.ema_adam(0.5)
+      >>> params = {"w": jnp.array([1.0, 2.0])}
+      >>> grads = {"w": jnp.array([4.0, -4.0])}
+      >>> params, state = jaxops.fused_apply(optimizer, grads, optimizer.init(params), params)
+      >>> print(np.asarray(params["w"]).round(3))  # the first step of Adam has the size of the learning rate
+      [0.5 2.5]
     """
     is_transform = callable(getattr(transform, "init", None)) and callable(getattr(transform, "update", None))
     require(is_transform, _NAME, "transform", "be a transform of optax", transform)

@@ -20,12 +20,12 @@ NO_ROW = jnp.iinfo(jnp.int32).max
 
 
 class RowGradients(NamedTuple):
-    """The rows of a table's gradient whose ids were looked up; the gradient of all others is zero.
+    """The rows of a table's gradient whose ids were looked up. The gradient of all other rows is zero.
 
     Attributes:
-      rows: int32 (K,), ids in ascending order, each once; 2**31 - 1, which is no row of any table, where fewer than K
-        ids were looked up.
-      values: (K, D), the gradients of these rows; zeros where there is no row.
+      rows: int32 (K,), the ids in ascending order, without repeats. If fewer than K ids were looked up, the rest are
+        2**31 - 1, which is beyond every table.
+      values: (K, D), the gradients of these rows; zeros where `rows` is 2**31 - 1.
     """
 
     rows: jax.Array
@@ -41,41 +41,48 @@ def embedding_row_gradients(
     scale_grad_by_freq: bool = False,
     vocab_axis: str | None = None,
 ) -> RowGradients:
-    """Computes the rows of an embedding table's gradient that a lookup touched: those whose id `indices` hold.
+    """Computes the rows of an embedding table's gradient that a lookup touched: those whose ids are in `indices`.
 
-    Differentiate in what was looked up, not in the table, and neither the table's gradient nor anything else of the
-    table's size is ever made:
+    Differentiate with respect to the looked-up rows, not the table. Then nothing of the table's size is ever made, not
+    even the table's gradient:
 
         looked_up = jaxops.embedding(table, indices)
         grad = jax.grad(loss)(looked_up)
         touched = jaxops.embedding_row_gradients(grad, indices, num_weights=table.shape[0])
 
     `table.at[touched.rows].add(-0.1 * touched.values, mode="drop")` is then a step of gradient descent, and
-    `ema_adam_rows` takes them in place of a dense gradient. Where the batch is split over devices, what they have found
-    is exchanged and summed again:
+    `ema_adam_rows` takes `touched` in place of a dense gradient. If the batch is split over devices, gather what each
+    has found and sum it again:
 
         rows, values = (jax.lax.all_gather(x, "data", tiled=True) for x in touched)
         touched = jaxops.embedding_row_gradients(values, rows, num_weights=table.shape[0])
 
     Args:
       grad: (..., D), the cotangent of the looked-up rows; floating point.
-      indices: (...), integers in [0, V). Others are no rows, and are dropped.
-      num_weights: V, the rows of the table, at most 2**31 - 1.
-      padding_idx: the id whose row is never touched, in [-V, V); negative ones count from the end. None means no such
-        id.
+      indices: (...), integers in [0, V). Others are dropped.
+      num_weights: V, the number of rows of the table, at most 2**31 - 1.
+      padding_idx: the id whose row is never touched, in [-V, V). Negative values count from the end. None means that
+        every row can be touched.
       scale_grad_by_freq: divides each row by the number of positions that hold its id.
-      vocab_axis: inside `shard_map`, the mesh axis over which the rows of the table are split: each device gets the
+      vocab_axis: inside `shard_map`, the mesh axis over which the rows of the table are split. Each device gets the
         rows that it owns, counted from its first.
 
     Returns:
-      `RowGradients(rows, values)` with K = min(number of indices, V) rows, whatever the indices are: int32 (K,) and
-      (K, D) of grad's dtype. Placed in a zero table they are the dense gradient, bit by bit.
+      `RowGradients(rows, values)` with K = min(number of indices, V) rows, whatever the indices are: int32 (K,), and
+      (K, D) with the dtype of grad. Placed in a table of zeros they equal the dense gradient, bit by bit.
 
     Raises:
-      BadParamError: if shapes, dtypes, `num_weights` or `padding_idx` are others than above.
+      BadParamError: if a shape, a dtype, `num_weights` or `padding_idx` differs from the above.
 
-    Numerics: summed, and scaled, in float32 (float64 for float64) and rounded once, in the same order in every run.
+    Numerics:
+      Summed and scaled in float32 (float64 for float64) and rounded once, in the same order in every run.
       Differentiable in `grad`.
+
+    Example:
+      >>> grad = jnp.array([[1.0], [2.0], [4.0]])
+      >>> touched = jaxops.embedding_row_gradients(grad, jnp.array([7, 3, 7]), num_weights=1000)
+      >>> touched.rows.tolist(), touched.values.tolist()  # three indices, but only two different rows
+      ([3, 7, 2147483647], [[2.0], [5.0], [0.0]])
     """
     grad, indices = as_arrays(_NAME, {"grad": grad, "indices": indices})
     require_bool(_NAME, "scale_grad_by_freq", scale_grad_by_freq)

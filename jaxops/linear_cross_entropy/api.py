@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer: the loss of a language model without its logits."""
+"""The public function `linear_cross_entropy`: the loss of a language model without its logits."""
 
 from typing import Any, NamedTuple
 
@@ -31,16 +31,16 @@ _STRATEGIES = ("auto", "full", "grad_in_forward", "recompute")
 
 
 class LinearCrossEntropyAux(NamedTuple):
-    """What else is known of each row, of shape (...) each.
+    """What else is known about each row; every field has shape (...).
 
-    Ignored rows are treated alike, but as x = 0 where their x is not finite.
+    Ignored rows are treated like all others, except that an ignored row whose x is not finite counts as x = 0.
 
     Attributes:
       lse: log sum exp of the logits; differentiable.
-      accuracy: 1.0 where the prediction is the label (the likeliest class, for probabilities) and the row is kept,
-        else 0.0.
-      prediction: int32, the class of the largest logit; the first of equal ones.
-      entropy: of softmax(logits), in nats; differentiable.
+      accuracy: 1.0 where the row is kept and the prediction is its label (for probabilities: the likeliest class), else
+        0.0.
+      prediction: int32, the class of the largest logit; of equal ones, the first.
+      entropy: the entropy of softmax(logits), in nats; differentiable.
       kept: bool, whether the row counts: its label is not ignore_index.
     """
 
@@ -79,51 +79,64 @@ def linear_cross_entropy(
     and with label probabilities q it is sum_c ((1 - s) q_c + s / V) w_c (lse - z_c) + z_loss lse^2. Both are PyTorch's.
 
     Args:
-      x: (..., H), floating-point.
-      weight: (V, H), or (H, V) with `transpose_weight`; of x's dtype.
-      labels: (...) integers in [0, V), or (..., V) floating-point probabilities. The loss of a label that is neither a
-        class nor `ignore_index` is NaN.
-      bias: (V,), floating-point. None: no bias.
-      class_weight: (V,), floating-point. None: ones.
-      ignore_index: rows with this label are skipped, whatever they hold: their loss is 0, and so are their gradients.
-        On one device and inside shard_map, the matrix products leave out whole chunks of them, wherever the rows lie
-        and unless aux is returned. Without effect on probabilities.
+      x: (..., H), floating point.
+      weight: (V, H), or (H, V) with `transpose_weight`; the dtype of x.
+      labels: (...) integers in [0, V), or (..., V) floating-point probabilities. A label that is neither a class nor
+        `ignore_index` makes the loss NaN.
+      bias: (V,), floating point. None means no bias.
+      class_weight: (V,), floating point. None means ones.
+      ignore_index: rows with this label are skipped, whatever they hold: their loss and gradients are 0. On one device
+        and inside shard_map, the matrix products leave out whole chunks of skipped rows, wherever those rows lie,
+        unless aux is returned. Has no effect on probabilities.
       label_smoothing: s, from 0 to 1.
       z_loss: the weight of lse^2.
-      softcap: the bound of the logits. None: unbounded.
-      reduction: "none", "sum", or "mean": the sum over the summed class weights of the kept rows, over the number of
-        rows for probabilities. The mean of no rows is NaN, with gradients of zero.
+      softcap: the bound of the logits. None means unbounded.
+      reduction: "none", "sum" or "mean". "mean" divides the sum by the summed class weights of the kept rows; for
+        probabilities, by the number of rows. The mean of no rows is NaN, with gradients of zero.
       transpose_weight: whether weight is (H, V).
-      vocab_axis: inside shard_map, the mesh axis over which V is split: weight, bias, class_weight and probabilities
-        are this device's part, labels and predictions count all classes, and x and labels are the same along the axis.
-      strategy: how the derivative is computed; values do not depend on it beyond rounding. "full" keeps the logits
-        (three matrix products). "grad_in_forward" computes a chunk of logits, its loss and its gradients at once
-        (three products, no logits kept); for a scalar loss without aux on one shard, else it is "recompute".
-        "recompute" computes each chunk of logits in both passes (four products, least memory); it is what the kernels
-        do. "auto" is "full" up to 2^24 logits, then "grad_in_forward"; for 16-bit operands it is "recompute" where
+      vocab_axis: inside shard_map, the mesh axis over which V is split. weight, bias, class_weight and probabilities
+        are then this device's part, while labels and predictions count all classes. x and labels are the same along the
+        axis.
+      strategy: how the derivative is computed. Values do not depend on it beyond rounding.
+        "full" keeps the logits (three matrix products).
+        "grad_in_forward" computes a chunk of logits, its loss and its gradients at once (three products, no logits
+        kept). It needs a scalar loss without aux on one shard; otherwise "recompute" takes its place.
+        "recompute" computes each chunk of logits in both passes (four products, least memory), as the kernels do.
+        "auto" is "full" up to 2^24 logits, then "grad_in_forward"; for 16-bit operands it is "recompute" where
         `lowering.use` asks for kernels.
-      chunk_rows: about how many rows' worth of logits exists at a time. "grad_in_forward" takes so many rows; None: as
-        many as have 2^24 logits, and at least 256 and H / 4. "recompute" takes as many logits in tiles of some columns;
-        None: 2^18, and at least 256 and H / 2 columns of all rows. Exported with a symbolic number of rows, all rows
-        are one chunk, and "auto" is "full".
+      chunk_rows: about how many rows' worth of logits exists at a time.
+        "grad_in_forward" takes that many rows. None: as many as have 2^24 logits, and at least 256 and H / 4.
+        "recompute" takes that many logits, in tiles of some columns. None: 2^18 logits, and at least 256 and H / 2
+        columns of all rows.
+        When exported with a symbolic number of rows, all rows are one chunk and "auto" is "full".
       return_aux: whether to return `LinearCrossEntropyAux` as well.
 
     Returns:
-      The loss, () or (...), and with `return_aux` a pair of it and a `LinearCrossEntropyAux`. float32, or float64 for
-      float64.
+      The loss, () or (...); with `return_aux`, the pair (loss, `LinearCrossEntropyAux`). The dtype is float32, or
+      float64 for float64.
 
     Raises:
-      BadParamError: for shapes, dtypes or attributes other than these.
+      BadParamError: if a shape, dtype or attribute differs from the above.
 
     Numerics:
-      Logits are float32 whatever the inputs' dtype and never rounded to 16 bit; their gradient is rounded to x's dtype
-      before the matrix products, which accumulate in float32; to float16 with a power of two for each row, so that
-      neither a mean over many rows nor a loss scale takes it out of range. A large common offset of the logits costs no
-      digits.
+      Logits are float32 whatever the dtype of the inputs, and never rounded to 16 bits. A large common offset of the
+      logits costs no digits.
+
+      The gradient of the logits is rounded to the dtype of x before the matrix products, which accumulate in float32.
+      For float16 each row is first scaled by a power of two, so that neither a mean over many rows nor a loss scale
+      takes it out of range.
+
       Differentiable in x, weight, bias, class_weight and probabilities, in forward and reverse mode and repeatedly.
 
     Meshes:
-      Any axis may be split. On an explicit mesh labels that are split otherwise than the rows of x are moved.
+      Any axis may be split. On an explicit mesh, labels that are split differently from the rows of x are resharded.
+
+    Example:
+      >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
+      >>> weight = jnp.zeros((4, 2))  # all logits are 0, so each of the four classes has probability 1/4
+      >>> loss = jaxops.linear_cross_entropy(x, weight, jnp.array([3, -100]), reduction="sum")
+      >>> print(np.asarray(loss).round(3), np.log(4).round(3))  # the second row is ignored
+      1.386 1.386
 
     Source:
       torch.nn.functional.cross_entropy; aclnnFusedLinearOnlineMaxSum and its companions for the split vocabulary.

@@ -24,32 +24,39 @@ def avg_pool(
     count_include_pad: bool = True,
     layout: str | None = None,
 ) -> jax.Array:
-    """The mean of each window: `y[o] = sum over k of x[o * stride - before + k] / count[o]`, with zeros around x.
+    """Computes the mean of each window: `y[o] = sum over k of x[o * stride - before + k] / count[o]`, zeros around x.
 
-    The gradient spreads evenly: `grad_x[i] = sum of grad_y[o] / count[o] over the windows o that hold i`.
+    The gradient spreads evenly over each window: `grad_x[i] = sum of grad_y[o] / count[o]` over the windows o that hold
+    i.
 
     Args:
       x: images of any floating dtype: (N, C, H, W) or (C, H, W), or as `layout` says.
-      window: extents of the windows: one for all spatial axes, or one each.
-      stride: steps between windows; None means the window.
-      padding: how many positions windows may reach over before and behind x, fewer than the window has: one number for
-        all sides, or for each spatial axis a number or a pair (before, behind). "VALID" is 0; "SAME" is what makes
-        `ceil(extent / stride)` windows, half before x and half behind it, with an odd one behind.
-      count_include_pad: whether count is the size of the window everywhere, or that of its part inside of x.
+      window: the extents of the windows: one number for all spatial axes, or one each.
+      stride: the steps between windows. None means the window.
+      padding: how far windows may reach beyond x, always less than the window. One number for all sides, or for each
+        spatial axis a number or a pair (before, behind). "VALID" is 0. "SAME" pads so that there are
+        `ceil(extent / stride)` windows: half before x and half behind it, with an odd one behind.
+      count_include_pad: whether count is the size of the window everywhere, or only that of its part inside x.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". x may lack the batch axis N: "NHWC" with three axes is one image
-        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). None means NCHW for three and four axes, NCDHW for
+        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). None means NCHW for three or four axes, NCDHW for
         five.
 
     Returns:
-      The dtype and layout of x, with spatial extents `1 + (extent + before + behind - window) // stride`.
+      An array with the dtype and layout of x and spatial extents `1 + (extent + before + behind - window) // stride`.
 
     Raises:
-      BadParamError: if x is not floating point or has another rank than the layout, a number is out of range, or the
+      BadParamError: if x is not floating point, its rank does not match the layout, a number is out of range, or the
         window is larger than x with its padding.
 
-    Numerics: sums in float32 (float64 for float64), divides and rounds once, forward and backward. All modes and orders
-      of derivatives exist; the gradient does not read x. On every platform it runs as XLA's one-dimensional window
+    Numerics:
+      Sums in float32 (float64 for float64), then divides and rounds once, forward and backward. Derivatives of all
+      modes and orders exist. The gradient does not read x. On every platform this runs as XLA's one-dimensional window
       reductions.
+
+    Example:
+      >>> x = jnp.arange(8.0).reshape(1, 1, 2, 4)
+      >>> jaxops.avg_pool(x, 2).tolist()  # (0 + 1 + 4 + 5) / 4 and (2 + 3 + 6 + 7) / 4
+      [[[[2.5, 4.5]]]]
 
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.avg_pool2d`.
     """

@@ -26,38 +26,47 @@ UNROLLED_STEPS = 16
 def max_pool(
     x: jax.Array, window: Ints, *, stride: Ints | None = None, padding: Padding = 0, layout: str | None = None
 ) -> jax.Array:
-    """The maximum of each window: `y[o] = max over k of x[o * stride - before + k]`, inside of x only.
+    """Computes the maximum of each window: `y[o] = max over k of x[o * stride - before + k]`, over pixels of x only.
 
-    The gradient goes to the first maximum of each window in row-major order; where windows overlap it adds up:
+    The gradient goes to the first maximum of each window in row-major order, and adds up where windows overlap:
 
         grad_x[i] = sum of grad_y[o] over {o : i is the first maximum of window o}
 
     Args:
       x: images of any floating dtype: (N, C, H, W) or (C, H, W), or as `layout` says.
-      window: extents of the windows: one for all spatial axes, or one each.
-      stride: steps between windows; None means the window.
-      padding: how many positions windows may reach over before and behind x, fewer than the window has: one number for
-        all sides, or for each spatial axis a number or a pair (before, behind). "VALID" is 0; "SAME" is what makes
-        `ceil(extent / stride)` windows, half before x and half behind it, with an odd one behind. Padding is never a
-        maximum: a window of negative numbers has a negative one.
+      window: the extents of the windows: one number for all spatial axes, or one each.
+      stride: the steps between windows. None means the window.
+      padding: how far windows may reach beyond x, always less than the window. One number for all sides, or for each
+        spatial axis a number or a pair (before, behind). "VALID" is 0. "SAME" pads so that there are
+        `ceil(extent / stride)` windows: half before x and half behind it, with an odd one behind. Padding is never a
+        maximum, so a window of negative numbers has a negative maximum.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". x may lack the batch axis N: "NHWC" with three axes is one image
-        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). None means NCHW for three and four axes, NCDHW for
+        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). None means NCHW for three or four axes, NCDHW for
         five.
 
     Returns:
-      The dtype and layout of x, with spatial extents `1 + (extent + before + behind - window) // stride`.
+      An array with the dtype and layout of x and spatial extents `1 + (extent + before + behind - window) // stride`.
 
     Raises:
-      BadParamError: if x is not floating point or has another rank than the layout, a number is out of range, or the
+      BadParamError: if x is not floating point, its rank does not match the layout, a number is out of range, or the
         window is larger than x with its padding.
 
-    Numerics: a window with NaN has the maximum NaN, and its gradient goes to the first NaN; a window of -inf passes its
-      gradient to its first element inside of x. Gradients are summed in float32 (float64 for float64), always in the
-      same order, without scatters: repeated runs agree in every bit. All modes and orders of derivatives exist. On
-      every platform it runs as XLA operations: one-dimensional window reductions forward, slices and comparisons
-      backward. For images with their channels last, kernels of the gradient are opt-in: on TPUs where XLA keeps 128
-      channels or so in lanes and an image fits VMEM, on NVIDIA GPUs where windows share no element. Windows along a
-      minor axis would have their elements in lanes that are not theirs, for which neither chip has strided loads.
+    Numerics:
+      A window with NaN has the maximum NaN, and its gradient goes to the first NaN. A window of -inf passes its
+      gradient to its first element inside x. Gradients are summed in float32 (float64 for float64) without scatters and
+      always in the same order, so repeated runs agree in every bit. Derivatives of all modes and orders exist.
+
+      On every platform this runs as XLA operations: one-dimensional window reductions forward, slices and comparisons
+      backward. Kernels of the gradient are opt-in, for images with channels last: on TPUs where XLA keeps about 128
+      channels in lanes and an image fits VMEM, and on NVIDIA GPUs where windows do not overlap. With channels first,
+      the elements of a window would lie in different lanes, and neither chip has strided loads for that.
+
+    Example:
+      >>> x = jnp.array([1.0, 5.0, 2.0, 3.0]).reshape(1, 1, 1, 4)
+      >>> jaxops.max_pool(x, (1, 2)).ravel()
+      Array([5., 3.], dtype=float32)
+      >>> jax.grad(lambda x: jaxops.max_pool(x, (1, 2)).sum())(x).ravel()
+      Array([0., 1., 0., 1.], dtype=float32)
 
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.max_pool2d`.
     """
