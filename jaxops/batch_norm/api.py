@@ -142,7 +142,7 @@ def batch_norm(
     running: tuple[jax.Array | None, jax.Array | None] = (None, None)
     if running_mean is not None:
         old = parameters(name, view, running_mean=running_mean, running_var=running_var)
-        running = moved_statistics(view, old, mean, variance, momentum=momentum, axis_name=axis_name)
+        running = updated_statistics(view, old, mean, variance, momentum=momentum, axis_name=axis_name)
     saved = (view.parameters_back(values, scale) for values in (mean, inverse_std(variance, epsilon)))
     return BatchNormOutput(y, *running, *saved)
 
@@ -198,10 +198,10 @@ def batch_norm_inference(
     """
     name = "batch_norm_inference"
     x, view = _images(name, x, layout, mode)
-    given = parameters(name, view, scale=scale, bias=bias, mean=mean, var=var)
+    params = parameters(name, view, scale=scale, bias=bias, mean=mean, var=var)
     epsilon = checked_epsilon(name, epsilon)
     fused = IDENTITY if activation is None else requested(name, activation)
-    return infer(view, x, given, _residual(name, x, residual), fused, epsilon=epsilon)
+    return infer(view, x, params, _residual(name, x, residual), fused, epsilon=epsilon)
 
 
 def train(
@@ -215,7 +215,7 @@ def train(
     epsilon: float,
     axis_name: Hashable = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of checked arguments: y, and mean and biased variance as the operators have them, (c,)."""
+    """The result y, and the mean and biased variance as the operators have them, (c,), of checked arguments."""
     dtype = accumulation_dtype(x.dtype)
     operands = [view.images(x), *(view.parameters(values).astype(dtype) for values in (scale, bias))]
     attributes: dict[str, Any] = {"epsilon": epsilon, "axis_name": axis_name}
@@ -233,15 +233,15 @@ def train(
 def infer(
     view: View,
     x: jax.Array,
-    given: Sequence[jax.Array],
+    params: Sequence[jax.Array],
     residual: jax.Array | None,
     activation: Activation,
     *,
     epsilon: float,
 ) -> jax.Array:
-    """Of checked arguments, `given` being scale, bias, mean and variance: y."""
+    """The result y of checked arguments; `params` are scale, bias, mean and variance."""
     dtype = accumulation_dtype(x.dtype)
-    operands = [view.images(x), *(view.parameters(values).astype(dtype) for values in given)]
+    operands = [view.images(x), *(view.parameters(values).astype(dtype) for values in params)]
     attributes: dict[str, Any] = {"activation": activation, "epsilon": epsilon}
     if residual is None:
         (y,) = BATCH_NORM_INFERENCE(*operands, **attributes)
@@ -250,7 +250,7 @@ def infer(
     return view.images_back(y, x)
 
 
-def moved_statistics(
+def updated_statistics(
     view: View,
     old: Sequence[jax.Array],
     mean: jax.Array,
@@ -265,14 +265,14 @@ def moved_statistics(
         momentum = 0.0
     old_mean, old_variance = jax.lax.stop_gradient(tuple(old))
 
-    def moved(before: jax.Array, after: jax.Array) -> jax.Array:
-        return _moved(before, view.parameters_back(after, before), momentum)
+    def updated(before: jax.Array, after: jax.Array) -> jax.Array:
+        return _weighted_average(before, view.parameters_back(after, before), momentum)
 
-    return moved(old_mean, mean), moved(old_variance, variance * _unbiased(elements))
+    return updated(old_mean, mean), updated(old_variance, variance * _unbiased(elements))
 
 
-def _moved(before: jax.Array, after: jax.Array, momentum: float | jax.Array) -> jax.Array:
-    """The weighted average; at momentum 0 and 1 it is one of both, whatever the other holds."""
+def _weighted_average(before: jax.Array, after: jax.Array, momentum: float | jax.Array) -> jax.Array:
+    """The weighted average. At momentum 0 or 1 it is exactly one of the two, whatever the other holds."""
     new = after.astype(before.dtype)
     if not isinstance(momentum, jax.Array):
         if momentum in (0, 1):
@@ -284,7 +284,7 @@ def _moved(before: jax.Array, after: jax.Array, momentum: float | jax.Array) -> 
 
 
 def _unbiased(elements: int) -> float | jax.Array:
-    """By what the biased variance of so many elements is multiplied; 1 for a single one."""
+    """The factor that makes a biased variance of this many elements unbiased; 1 for a single element."""
     if jax.export.is_symbolic_dim(elements):
         count = jnp.asarray(elements, jnp.float32)
         return jnp.where(count > 1, count / jnp.maximum(count - 1, 1), 1)
@@ -292,7 +292,7 @@ def _unbiased(elements: int) -> float | jax.Array:
 
 
 def parameters(operator: str, view: View, **arrays: Any) -> list[jax.Array]:
-    """Checked parameters or statistics, as arrays."""
+    """Parameters or statistics as arrays, checked."""
     checked = as_arrays(operator, arrays)
     for argument, value in zip(arrays, checked, strict=True):
         rule = f"have shape {view.parameter_shape}"
@@ -303,14 +303,14 @@ def parameters(operator: str, view: View, **arrays: Any) -> list[jax.Array]:
 
 
 def checked_epsilon(operator: str, epsilon: Any) -> float:
-    """Epsilon as a float; BadParamError unless it is a finite number of BN_MIN_EPSILON or more."""
+    """Epsilon as a float; BadParamError unless it is a finite number of at least BN_MIN_EPSILON."""
     rule = f"be a finite number of {BN_MIN_EPSILON} or more"
     number: float = require_real(operator, "epsilon", epsilon, rule, least=BN_MIN_EPSILON)
     return number
 
 
 def checked_momentum(operator: str, argument: str, momentum: Any) -> float | jax.Array:
-    """A momentum as a float or a traced scalar; BadParamError for a number outside of [0, 1]."""
+    """A momentum as a float or a traced scalar; BadParamError for a number outside [0, 1]."""
     rule = "be a number in [0, 1]"
     checked: float | jax.Array = require_real(operator, argument, momentum, rule, least=0, most=1, traced=True)
     return checked

@@ -76,8 +76,8 @@ def divisive_norm(
     layout = layouts.resolved(name, x, layout)
     check_floating(name, x=x)
     if means is not None:
-        alike = (means.shape, means.dtype) == (x.shape, x.dtype)
-        require(alike, name, "means", f"have x's shape and dtype, {x.dtype}{list(x.shape)}", means)
+        is_same_type = (means.shape, means.dtype) == (x.shape, x.dtype)
+        require(is_same_type, name, "means", f"have x's shape and dtype, {x.dtype}{list(x.shape)}", means)
     check_attributes(name, n, alpha, beta, k)
     volume = windows.to_volume(x, layout)
     (y,) = DIVISIVE_NORM(

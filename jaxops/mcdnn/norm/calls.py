@@ -13,7 +13,7 @@ from jaxops.batch_norm import (
     BATCH_NORM_ADD_ACTIVATION_BACKWARD,
     BATCH_NORM_BACKWARD,
 )
-from jaxops.batch_norm.api import infer, moved_statistics, train
+from jaxops.batch_norm.api import infer, train, updated_statistics
 from jaxops.batch_norm.layouts import View
 from jaxops.batch_norm.operator import inverse_std, pre_activation
 from jaxops.batch_norm.statistics import mean_and_variance
@@ -87,7 +87,7 @@ def forward_training(
     result, mean, variance = train(view, data, scale, bias, residual, call.activation, epsilon=epsilon)
     if running_mean is not None:
         old = (running_mean, running_variance)
-        running_mean, running_variance = moved_statistics(view, old, mean, variance, momentum=factor)
+        running_mean, running_variance = updated_statistics(view, old, mean, variance, momentum=factor)
     kept = jnp.zeros(0, jnp.uint8)
     if call.activation is not None:
         kept = reserve_space.packed(_passes(call.activation, result))
