@@ -1,4 +1,4 @@
-"""Affine grids: where an affine map of the output's pixels says to sample, and the gradient of that map."""
+"""Affine grids: the points at which an affine map samples an image, and the gradient of the map."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -88,7 +88,7 @@ def _backward(grad: jax.Array, *, extents: tuple[int, int]) -> Arrays:
 
 
 def _base_points(extents: tuple[int, int], dtype: Any) -> list[jax.Array]:
-    """Of the rows and of the columns; computed in float64 unless their number is symbolic."""
+    """The base points of rows and of columns, computed in float64 unless their number is symbolic."""
     return [_base_points_along(extent, accumulation_dtype(dtype)) for extent in extents]
 
 
@@ -99,7 +99,7 @@ def _base_points_along(extent: int, dtype: Any) -> jax.Array:
     return (2 * jnp.arange(extent, dtype=dtype) - last) / jnp.maximum(last, 1)
 
 
-# Linear, and each the other's transpose: nothing of the operands is kept.
+# Both operators are linear, and each is the other's transpose, so their derivatives keep nothing.
 
 
 def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:

@@ -1,4 +1,4 @@
-"""Local response normalization: each activation divided by a power of the squares of its channel's neighbours."""
+"""Local response normalization: divides activations by a power of the squares of neighbouring channels."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +16,8 @@ from jaxops.pooling.windows import reduced_along
 from pallas_kernels.gpu import local_response_norm as gpu
 from pallas_kernels.tpu import local_response_norm as tpu
 
-# The operators see (..., C, D, H, W). What lies before the channels are batch axes; below are the axes of length 1 that
-# make this of each layout.
+# The operators see (..., C, D, H, W); axes before the channels are batch axes. These are the axes of length 1 that turn
+# each layout into that.
 _ADDED_AXES = {"NCHW": (2,), "NHWC": (4, 5, 6), "NCDHW": (), "NDHWC": (5, 6, 7)}
 _CHANNELS = -4
 
@@ -82,7 +82,7 @@ def local_response_norm(
 
 
 def channels_before_space(x: jax.Array, layout: str) -> jax.Array:
-    """Images of any layout as the operators see them: nothing is transposed."""
+    """Images of any layout as the operators see them, without transposing."""
     return jnp.expand_dims(x, _ADDED_AXES[layout])
 
 
@@ -92,20 +92,20 @@ def channels_back(x: jax.Array, layout: str) -> jax.Array:
 
 
 def check_attributes(operator: str, n: Any, alpha: Any, beta: Any, k: Any) -> None:
-    """Refuses windows that are empty, and what is not a finite number."""
+    """Refuses empty windows, and attributes that are not finite numbers."""
     require_integer(operator, "n", n, f"be an integer from 1 to {INT32_MAX}", least=1, most=INT32_MAX)
     for argument, value in (("alpha", alpha), ("beta", beta), ("k", k)):
         require_real(operator, argument, value)
 
 
 def reach(n: int) -> tuple[int, int]:
-    """How many positions a window of n holds before and after its centre."""
+    """How far a window of n reaches before and after its centre."""
     before = (n - 1) // 2
     return before, n - 1 - before
 
 
 def negative_power(s: jax.Array, beta: float) -> jax.Array:
-    """s**-beta. XLA's `pow` takes several times as long as its exp and log, which vectorise."""
+    """s**-beta. XLA's `pow` takes several times as long as `exp` and `log`, which vectorise."""
     return jax.lax.integer_pow(s, -int(beta)) if beta.is_integer() else jnp.exp(-beta * jnp.log(s))
 
 
@@ -144,7 +144,7 @@ def _backward(x: jax.Array, grad: jax.Array, *, n: int, alpha: float, beta: floa
 
 
 def _neighbours(x: jax.Array, before: int, after: int) -> jax.Array:
-    """The sum over the channels around each."""
+    """The sum over the channels around each channel."""
     # XLA finds worse layouts for arrays with axes of length 1.
     ones = tuple(axis for axis in range(_CHANNELS + 1, 0) if x.shape[axis] == 1)
     channels = x.shape[_CHANNELS]
@@ -155,7 +155,7 @@ def _neighbours(x: jax.Array, before: int, after: int) -> jax.Array:
     return jnp.expand_dims(reduced_along(packed, axis, 0.0, jax.lax.add, sum(padding) + 1, padding=padding), ones)
 
 
-# The derivative keeps x alone, not y.
+# The derivative keeps only x, not y.
 
 
 def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:

@@ -1,8 +1,8 @@
 """Negative log-likelihood: the loss of a label is minus its log-probability, times the weight of its class.
 
-There is no kernel, because there is nothing for one to gain. The loss reads one element a position. The gradient is a
-comparison of labels with classes, which XLA makes one loop that writes every element once; on TPUs and GPUs also when
-it goes on into the gradient of a log-softmax, so that it never exists by itself. A kernel would end such a fusion.
+A kernel would gain nothing here. The loss reads one element per position. The gradient compares labels with classes,
+which XLA compiles to one loop that writes every element once. On TPUs and GPUs the loop also fuses into the gradient of
+a log-softmax, so that this gradient is never stored at all. A kernel would end such a fusion.
 """
 
 import functools
@@ -94,7 +94,7 @@ def nll_loss(
 
 
 def reduced(losses: jax.Array, weights: jax.Array, reduction: str) -> jax.Array:
-    """The losses of all positions, reduced but not yet rounded."""
+    """Reduces the losses of all positions, without rounding them yet."""
     if reduction == "none":
         return losses
     total = jnp.sum(losses)
@@ -104,10 +104,10 @@ def reduced(losses: jax.Array, weights: jax.Array, reduction: str) -> jax.Array:
 def _at_positions(
     log_probs: jax.Array, labels: jax.Array, weight: jax.Array, *, axis: int, ignore_index: int
 ) -> Arrays:
-    """Loss and weight at each position."""
+    """The loss and weight at each position."""
     if axis == -1:
         return NLL_LOSS(log_probs, labels, weight, ignore_index=ignore_index)
-    # Whatever axes stand behind the classes can be seen as the two of an image without moving data.
+    # Any axes behind the classes can be viewed as the two axes of an image, without moving data.
     before, classes, behind = log_probs.shape[:axis], log_probs.shape[axis], log_probs.shape[axis + 1 :]
     image = (behind[0], math.prod(behind[1:]))
     images = reshaped(log_probs, (*before, classes, *image)), reshaped(labels, (*before, *image))
@@ -144,7 +144,7 @@ def _loss(log_probs: jax.Array, labels: jax.Array, weight: jax.Array, *, axis: i
     safe_ids = jnp.expand_dims(jnp.where(live, ids, 0), axis)
     picked = jnp.take_along_axis(log_probs, safe_ids, axis, mode="clip").squeeze(axis)
     dtype = accumulation_dtype(log_probs.dtype)
-    # Masked where it is read, and not only in the result: a NaN that is skipped must not reach derivatives either.
+    # Masked here and not only in the result, because a skipped NaN must not reach derivatives either.
     picked = jnp.where(live, picked, jnp.zeros((), picked.dtype)).astype(dtype)
     weights = _weights(weight, ids, live, dtype)
     elsewhere = jnp.where(kept, jnp.array(jnp.nan, dtype), jnp.zeros((), dtype))
@@ -166,7 +166,7 @@ def _backward(
 
 
 def _classify(labels: jax.Array, classes: int, ignore_index: int) -> Arrays:
-    """Labels as ids, whether they are not ignored, and whether they are classes besides."""
+    """Labels as ids, where they are not ignored, and where they are also classes."""
     ids = wide_ids(labels)
     kept = differ_from(labels, ignore_index)
     return ids, kept, kept & (ids >= 0) & (ids < classes)
@@ -187,7 +187,7 @@ def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, *, axis: int, ig
     if active[0]:
         grads += backward(grad_losses, labels, weight, ignore_index=ignore_index, dtype=log_probs.dtype)
     if active[2]:
-        # The loss is linear in the weights. Their gradient sums over positions by class: an embedding's, of width one.
+        # The loss is linear in the weights. Their gradient sums positions by class, like an embedding of width one.
         unweighted, _ = forward(log_probs, labels, jnp.ones_like(weight), ignore_index=ignore_index)
         by_position = unweighted * grad_losses + grad_weights
         classes = weight.shape[0]

@@ -1,4 +1,4 @@
-"""Softmax: the operator and its logarithm over groups of any axes, and the gradients that are documented for them."""
+"""Softmax and its logarithm over groups along any axes, with their documented gradients."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ from pallas_kernels.tpu import softmax as tpu
 from pallas_kernels.tpu import softmax_backward as tpu_backward
 
 ALGORITHMS = ("fast", "accurate", "log")
-# From how many elements on a product with ones sums a row faster than a sum, measured on x86.
+# From this many elements on, a product with ones sums a row faster than a sum does; measured on x86.
 _LONG_ROW = 512
 
 
@@ -78,19 +78,19 @@ def softmax(x: jax.Array, *, axis: int | Sequence[int] = -1, algorithm: str = "a
     return over_groups(x, log=algorithm == "log", groups=Groups.along(x.shape, _checked_axes(x, axis)))
 
 
-# Compiled as a whole outside of jit, too, so that what puts groups last and back cancels out there as well.
+# Jitted as a whole, so that outside jit, too, moving groups last and back cancels out.
 
 
 @functools.partial(jax.jit, static_argnames=("log", "groups"), inline=True)
 def over_groups(x: jax.Array, *, log: bool, groups: Groups) -> jax.Array:
-    """The softmax, or its logarithm, of an array over its groups."""
+    """The softmax of an array over its groups, or its logarithm."""
     (y,) = SOFTMAX(groups.of(x, reshaped), log=log, groups=groups)
     return laid_out_as(groups.in_memory(y, reshaped), jax.typeof(x).sharding)
 
 
 @functools.partial(jax.jit, static_argnames=("log", "groups"), inline=True)
 def gradient_over_groups(y: jax.Array, grad: jax.Array, *, log: bool, groups: Groups) -> jax.Array:
-    """The documented gradient of that, of its result and the result's gradient."""
+    """The documented gradient, from the result and the gradient of the result."""
     (dx,) = SOFTMAX_BACKWARD(groups.of(y, reshaped), groups.of(grad, reshaped), log=log, groups=groups)
     return laid_out_as(groups.in_memory(dx, reshaped), jax.typeof(grad).sharding)
 
@@ -144,7 +144,7 @@ def _backward(y: jax.Array, grad: jax.Array, *, log: bool, groups: Groups) -> Ar
 
 
 def _totals(grad: jax.Array, groups: Groups) -> jax.Array:
-    """The sum of each group (..., c), in the array that has them."""
+    """The sum of each group (..., c), in the array that holds the groups."""
     array = groups.in_memory(grad)
     if not _sums_rows_by_product(grad, groups):
         return jnp.sum(array, groups.axes, keepdims=True, dtype=accumulation_dtype(grad.dtype))
@@ -153,10 +153,10 @@ def _totals(grad: jax.Array, groups: Groups) -> jax.Array:
 
 
 def _sums_rows_by_product(grad: jax.Array, groups: Groups) -> bool:
-    """Whether groups are rows whose sum is better a product with ones.
+    """Whether groups are rows that a product with ones sums faster.
 
-    XLA's CPU compiler fuses a sum of rows with what reads it, exponentials too, and that is slower than a sum first and
-    then the exponentials in a loop of their own. A product would need a wider copy of what is narrow.
+    XLA's CPU compiler fuses a sum of rows into whatever reads it, exponentials included. That is slower than a sum
+    first and then a loop of its own for the exponentials. A product would need a wider copy of narrow dtypes.
     """
     size = grad.shape[-1]
     is_long = not jax.export.is_symbolic_dim(size) and size >= _LONG_ROW

@@ -77,7 +77,7 @@ def embedding_dense_backward(
 
 
 def _integral(indices: jax.Array) -> jax.Array:
-    """Indices as integers: those of float64 as int64, of all other dtypes that are not integers as int32."""
+    """Indices as integers: int64 from float64, int32 from every other dtype that is not an integer."""
     if jnp.issubdtype(indices.dtype, jnp.integer):
         return indices
     if jnp.issubdtype(indices.dtype, jnp.floating):

@@ -215,8 +215,8 @@ def fused_linear_cross_entropy_loss_grad(
         logits_max = sum_exp_logits = None
     grad, x, weight, target_mask, masked_target = as_arrays(name, required)
     optional = {"logits_max": logits_max, "sum_exp_logits": sum_exp_logits, "softmax": softmax}
-    given = {argument: as_array(name, argument, value) for argument, value in optional.items() if value is not None}
-    for argument, value in {"grad": grad, **given}.items():
+    present = {argument: as_array(name, argument, value) for argument, value in optional.items() if value is not None}
+    for argument, value in {"grad": grad, **present}.items():
         _check_dtype(name, argument, value, ("float32",))
     _check_dtype(name, "input", x, INPUT_DTYPES)
     require(weight.dtype == x.dtype, name, "weight", f"have the input's dtype {x.dtype}", weight)
@@ -230,11 +230,11 @@ def fused_linear_cross_entropy_loss_grad(
         require(8 * target_mask.size >= rows, name, "target_mask", f"have a bit for each of {rows} rows", target_mask)
     if softmax is not None:
         shape = (rows, weight.shape[0])
-        require(given["softmax"].shape == shape, name, "softmax", f"have shape {list(shape)}", softmax)
+        require(present["softmax"].shape == shape, name, "softmax", f"have shape {list(shape)}", softmax)
         rule = f"be empty, or at least {LEAST_VOCABULARY_WITH_SOFTMAX} long in V where softmax is given"
         fits = weight.shape[0] >= LEAST_VOCABULARY_WITH_SOFTMAX or weight.size == 0
         require(fits, name, "weight", rule, weight)
-    return vocab_parallel.fused_linear_cross_entropy_loss_grad(grad, x, weight, target_mask, masked_target, **given)
+    return vocab_parallel.fused_linear_cross_entropy_loss_grad(grad, x, weight, target_mask, masked_target, **present)
 
 
 def _check_dtype(name: str, argument: str, value: jax.Array, dtypes: tuple[str, ...]) -> None:

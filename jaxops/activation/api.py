@@ -64,7 +64,7 @@ def activation(x: jax.Array, mode: str, *, coef: float | None = None, swish_beta
 
 
 def apply(x: jax.Array, activation: Activation) -> jax.Array:
-    """The activation of x, as users bind it."""
+    """Applies an activation by binding its operator."""
     if activation.mode == "identity":
         check(x, activation=activation)
         return x

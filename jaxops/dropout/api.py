@@ -58,7 +58,7 @@ def dropout(key: jax.Array, x: jax.Array, rate: float | jax.Array) -> jax.Array:
 
 
 def dropped_out(operator: str, key: jax.Array, x: jax.Array, rate: float | jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The result and the words of its mask, as `operator`; x and rate are checked already."""
+    """The result and the words of its mask, in the name of `operator`; x and rate are checked already."""
     lead, length = row_view(x.shape)
     key0, key1 = _two_words(operator, key)
     first_words = _row_indices(lead) * jnp.uint32(words_of(length))
@@ -82,9 +82,9 @@ def dropout_gradient(dy: jax.Array, words: jax.Array, rate: float | jax.Array) -
 
 
 def row_view(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """The leading axes, which may be split over devices, and the length of a row of the others.
+    """The leading axes, which may be split over devices, and the length of a row of the other axes.
 
-    A row is the fewest last axes that are made of whole words; without such, it is everything.
+    A row consists of the fewest trailing axes that fill whole words, or else of the whole array.
     """
     for axis in reversed(range(len(shape))):
         length = math.prod(shape[axis:])
@@ -94,7 +94,7 @@ def row_view(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 
 def checked_rate(operator: str, argument: str, rate: Any) -> float | jax.Array:
-    """A rate as a float or a scalar of JAX; BadParamError for a number outside of [0, 1]."""
+    """A rate as a float or a JAX scalar; BadParamError for a number outside [0, 1]."""
     checked: float | jax.Array = require_real(
         operator, argument, rate, "be a number in [0, 1]", least=0, most=1, traced=True
     )
@@ -102,19 +102,21 @@ def checked_rate(operator: str, argument: str, rate: Any) -> float | jax.Array:
 
 
 def probability_and_scale(rate: float | jax.Array, dtype: Any) -> jax.Array:
-    """What operators read of a rate, (2,): `1 - rate` rounded to 24 binary digits, and `1 / (1 - rate)`, or 0 for none.
+    """What the operators read of a rate, (2,): `1 - rate` rounded to 24 binary digits, and the scale `1 / (1 - rate)`.
+
+    The scale is 0 if nothing is kept.
 
     Args:
-      rate: a number in [0, 1], or a traced scalar, which is clamped to [0, 1]; NaN keeps everything, as NaN.
-      dtype: of the result, and of the arithmetic of the scale: float32 or float64.
+      rate: a number in [0, 1], or a traced scalar, which is clamped to [0, 1]. NaN keeps every element, as NaN.
+      dtype: the dtype of the result and of the scale's arithmetic: float32 or float64.
     """
-    # float32 rounds `1 - rate` to just these digits, halves to even as Python does: a number and a scalar of the same
-    # value keep the same elements.
+    # float32 rounds `1 - rate` to exactly these digits, and halves to even as Python does. So a number and a scalar of
+    # the same value keep the same elements.
     if not isinstance(rate, jax.Array):
         kept = round((1 - rate) * 2**RESOLUTION_BITS) / 2**RESOLUTION_BITS
         one = np.ones((), dtype)
         return jnp.asarray([kept, one / (one - np.asarray(rate, dtype)) if kept else 0], dtype)
-    # Which elements are kept does not change smoothly with the rate: a derivative of the scale alone would mislead.
+    # The choice of elements does not change smoothly with the rate, so a derivative of the scale alone would mislead.
     rate = jax.lax.stop_gradient(jnp.clip(rate.astype(accumulation_dtype(rate.dtype)), 0, 1))
     kept = jnp.where(jnp.isnan(rate), 1, jnp.round((1 - rate) * 2**RESOLUTION_BITS) / 2**RESOLUTION_BITS)
     scale = jnp.where(kept == 0, 0, 1 / (1 - rate.astype(dtype)))
@@ -122,7 +124,7 @@ def probability_and_scale(rate: float | jax.Array, dtype: Any) -> jax.Array:
 
 
 def _two_words(operator: str, key: Any) -> tuple[jax.Array, jax.Array]:
-    """The key of the generator, from a JAX key of any implementation."""
+    """The generator's two key words, from a JAX key of any implementation."""
     words = as_key(operator, "key", key)
     first, second, *rest = jnp.unstack(sharding.whole_along_first(words))
     for pair in zip(rest[::2], [*rest[1::2], jnp.zeros_like(first)], strict=False):

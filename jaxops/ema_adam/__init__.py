@@ -1,4 +1,4 @@
-"""EMA-Adam, which averages parameters as it updates them: the operator, an optax transform, and its one-pass use."""
+"""EMA-Adam, which averages parameters while it updates them: the operator, optax transforms, and one-pass steps."""
 
 from jaxops.ema_adam.api import EmaParamsState as EmaParamsState
 from jaxops.ema_adam.api import ema_adam as ema_adam

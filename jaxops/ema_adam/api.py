@@ -221,7 +221,7 @@ def ema_params(opt_state: Any, params: Any = None) -> Any:
 
 
 def _merged(left: Any, right: Any) -> Any:
-    """One tree of two that are masked in different places; a masked place may stand for a whole subtree."""
+    """Merges two trees that are masked in different places; a masked place may stand for a whole subtree."""
     if _is_masked(left):
         return right
     if _is_masked(right):
@@ -237,7 +237,7 @@ def _is_masked(x: Any) -> bool:
 
 
 def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
-    """`make(x, dtype=...)` of every parameter, or the type of that for parameters of which only the type is known."""
+    """`make(x, dtype=...)` of every parameter; for a `ShapeDtypeStruct`, only the type of that."""
 
     def like(x: Any) -> Any:
         if not isinstance(x, jax.ShapeDtypeStruct):
@@ -254,7 +254,7 @@ def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
 
 
 def checked_state(operator: str, state: Any) -> tuple[optax.ScaleByAdamState, EmaParamsState]:
-    """The two parts of an `ema_adam`'s state; BadParamError if it is that of anything else."""
+    """The two parts of an `ema_adam` state; BadParamError for any other state."""
     is_pair = isinstance(state, tuple | list) and len(state) == 2
     is_own = is_pair and isinstance(state[0], optax.ScaleByAdamState) and isinstance(state[1], EmaParamsState)
     require(is_own, operator, "state", "be what the init of this transform returned", state)
@@ -276,7 +276,7 @@ def _decay_mask(mask: Any, params: Any) -> Any:
 
 
 def _check_mask(mask: Any) -> None:
-    """Refuses masks with anything but bools as leaves."""
+    """Refuses masks whose leaves are not all bools."""
     for leaf in jax.tree.leaves(mask):
         is_array = isinstance(leaf, np.ndarray | jax.Array) and not isinstance(leaf, jax.core.Tracer)
         fits = is_bool(leaf) or (is_array and leaf.shape == () and leaf.dtype == jnp.bool_)
@@ -284,7 +284,7 @@ def _check_mask(mask: Any) -> None:
 
 
 def _is_function(mask: Any) -> bool:
-    # A module that can be called may be a tree of bools all the same.
+    # A callable module may still be a tree of bools.
     return callable(mask) and jax.tree_util.all_leaves([mask]) and not isinstance(mask, type)
 
 

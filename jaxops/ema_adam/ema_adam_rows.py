@@ -106,7 +106,7 @@ def ema_adam_rows(
         require_present(_NAME, {"params": params})
         adam, average = checked_state(_NAME, state)
         rows, structure = rows_of(_NAME, grads=grads, params=params, mu=adam.mu, nu=adam.nu, ema=average.ema)
-        # The step of the touched rows is that of a table which has no others.
+        # The touched rows take the step of a table that consists of them alone.
         operands = [_touched(*row) if isinstance(row[0], RowGradients) else row for row in rows]
         small = [structure.unflatten(column) for column in zip(*operands, strict=True)] if rows else [grads] * 5
         small_state = adam._replace(mu=small[2], nu=small[3]), EmaParamsState(small[4])
@@ -120,7 +120,7 @@ def ema_adam_rows(
 
 
 def _touched(grad: RowGradients, table: Any, *state: Any) -> tuple[Any, ...]:
-    """Gradient, parameters and state of the touched rows; parameters in the dtype in which they are updated."""
+    """The gradient, parameters and state of the touched rows; parameters in the dtype in which they are updated."""
     rows, values = as_array(_NAME, "grads", grad.rows), as_array(_NAME, "grads", grad.values)
     is_pair = rows.ndim == 1 and values.ndim == 2 and values.shape[0] == rows.size
     is_pair = is_pair and bool(jnp.issubdtype(rows.dtype, jnp.integer) and jnp.issubdtype(values.dtype, jnp.floating))

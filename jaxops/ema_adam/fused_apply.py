@@ -81,14 +81,14 @@ def fused_apply(
 
 
 def rows_of(operator: str, /, **trees: Any) -> tuple[list[tuple[Any, ...]], Any]:
-    """Each leaf of the first tree (None is one) with what others have in its place; and the structure of the first."""
+    """The leaves of the first tree (None is a leaf), each with its counterparts in the others; and its structure."""
     first = next(iter(trees))
     structure: Any = jax.tree.structure(trees[first], is_leaf=_is_leaf)
     columns = []
     for argument, tree in trees.items():
         try:
             columns.append(structure.flatten_up_to(tree))
-        except Exception:  # JAX's own words show a leaf, whose repr may fail
+        except Exception:  # JAX's message shows a leaf, whose repr may fail
             message = (
                 f"{operator}: {argument} must have the structure of {first}, {show(trees[first])}; got {show(tree)}"
             )
@@ -97,10 +97,10 @@ def rows_of(operator: str, /, **trees: Any) -> tuple[list[tuple[Any, ...]], Any]
 
 
 class OnePass:
-    """What `fused_apply` passes to the `ema_adam`s inside a transform, as the extra argument `one_pass`.
+    """What `fused_apply` passes to every `ema_adam` inside a transform, as the extra argument `one_pass`.
 
-    It decides, array by array, whether they return the update or the new parameters. It has no leaves and equals only
-    itself, so that transforms that jit their update trace again for each.
+    It decides for each array whether to return the update or the new parameters. It has no leaves and equals only
+    itself, so transforms that jit their update trace again for each instance.
     """
 
     def step(self, step: Step, var: jax.Array) -> tuple[jax.Array, ...]:
@@ -110,7 +110,7 @@ class OnePass:
 
 @jax.tree_util.register_static
 class _Survey(OnePass):
-    """Notes, for each step, the identity of its parameters and its update, without keeping tracers alive."""
+    """Records the identity of each step's parameters and update, without keeping tracers alive."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, weakref.ref[jax.Array]]] = []
@@ -133,11 +133,10 @@ class _Plan(OnePass):
 
 
 def _survey(transform: Any, grads: Any, opt_state: Any, params: Any, extra_args: Any) -> tuple[list[str], list[bool]]:
-    """What each step inside the transform may return, and which leaves of `params` are then written already.
+    """What each step inside the transform may return, and which leaves of `params` are then already written.
 
-    The transform is traced once, and nothing of it is computed. An update comes out untouched if, at the place of its
-    own parameters, it is the very tracer that its step returned; and nothing looked at it if no equation and no state
-    uses it.
+    The transform is traced once, and nothing is computed. An update is untouched if, at the place of its own
+    parameters, it is the very tracer that its step returned. It is unread if no equation and no state uses it.
     """
     survey = _Survey()
     steps: list[tuple[int, int]] = []
@@ -161,11 +160,11 @@ def _survey(transform: Any, grads: Any, opt_state: Any, params: Any, extra_args:
 
 
 def _require_own_state(transform: optax.GradientTransformation, opt_state: Any, params: Any) -> None:
-    """Refuses a state that is not this transform's, once the transform has failed on it."""
+    """Refuses a state that does not belong to this transform, once the transform has failed on it."""
     try:
         own = jax.eval_shape(transform.init, params)
     except (AttributeError, LookupError, TypeError, ValueError):
-        return  # then it is not the state that was at fault
+        return  # the state was not at fault
     structures: list[Any] = [jax.tree.structure(state) for state in (own, opt_state)]
     is_own = bool(structures[0] == structures[1])
     require(is_own, _NAME, "opt_state", "be what transform.init returned for these params", opt_state)

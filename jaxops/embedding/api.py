@@ -75,7 +75,7 @@ def embedding(
 def _of_split_table(
     table: jax.Array, indices: jax.Array, vocab_axis: str, *, padding_idx: int | None, counted_rank: int | None
 ) -> jax.Array:
-    """Every device contributes the rows that it has, and zeros for all others."""
+    """Looks up in a split table: every device contributes the rows it owns, and zeros for all others."""
     parts = sharding.axis_size("embedding", "vocab_axis", vocab_axis)
     whole = jax.ShapeDtypeStruct((table.shape[0] * parts, *table.shape[1:]), table.dtype)
     check_lookup(whole, indices, padding_idx=padding_idx, counted_rank=counted_rank)

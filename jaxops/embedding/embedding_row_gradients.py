@@ -1,4 +1,4 @@
-"""The gradient of an embedding table as the rows that were looked up, for tables too large to have a dense one."""
+"""The gradient of an embedding table as the looked-up rows, for tables too large for a dense gradient."""
 
 import math
 from typing import Any, NamedTuple
@@ -106,20 +106,20 @@ def embedding_row_gradients(
 
 
 def rows_at(table: jax.Array, rows: jax.Array, dtype: Any) -> jax.Array:
-    """The rows of a table in another dtype; zeros where there is no row."""
+    """The rows of a table in another dtype; zeros where the id is `NO_ROW`."""
     (found,) = EMBEDDING(table, rows, padding_idx=None, counted_rank=None)
     return jnp.where((rows != NO_ROW)[:, None], found.astype(dtype), jnp.zeros((), dtype))
 
 
 def with_rows(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """The table with these rows replaced, in place where it is donated. Other ids are dropped."""
+    """The table with these rows replaced, in place if it is donated. Ids out of range are dropped."""
     out_sharding = None if sharding.explicit_mesh([table]) is None else jax.typeof(table).sharding
     options = {"indices_are_sorted": True, "unique_indices": True, "wrap_negative_indices": False}
     return table.at[rows].set(values.astype(table.dtype), mode="drop", out_sharding=out_sharding, **options)
 
 
 def _rows(indices: jax.Array, *, num_weights: int, padding_idx: int | None) -> Arrays:
-    """The distinct ids among indices, and for each position which of them it holds: none is one past the end."""
+    """The distinct ids among indices, and for each position the slot of its id; one past the end if it has none."""
     count, size = math.prod(indices.shape), min(math.prod(indices.shape), num_weights)
     ids = wide_ids(indices).reshape(count)
     live = (ids >= 0) & (ids < num_weights)
@@ -135,7 +135,7 @@ def _rows(indices: jax.Array, *, num_weights: int, padding_idx: int | None) -> A
 
 
 def _check_rows(indices: Any, **_: Any) -> None:
-    """The public function has checked."""
+    """Does nothing: the public function has checked."""
 
 
 EMBEDDING_ROWS = Operator("embedding_rows", "... -> k, ...", _check_rows, _rows)

@@ -1,4 +1,4 @@
-"""Average pooling: the operator, and the gradient that spreads each window's over its elements."""
+"""Average pooling, and its gradient, which spreads each window's gradient over the window's elements."""
 
 import math
 from collections.abc import Sequence
@@ -96,26 +96,26 @@ def _backward(grad: jax.Array, *, extents: tuple[int, ...], count_include_pad: b
     total, spans = windows.squeezed(grad.astype(accumulation_dtype(grad.dtype)), along)
     total = total / _counts(spans, count_include_pad, total)
     for span in spans:
-        total = _spread_along(total, span)
+        total = _gradient_along(total, span)
     return (windows.unsqueezed(total.astype(grad.dtype), grad, along),)
 
 
 def _counts(spans: Sequence[Span], include_padding: bool, pooled: jax.Array) -> jax.Array | int:
-    """How many elements each window counts, to broadcast against what was pooled."""
+    """How many elements each window counts, to broadcast against the pooled array."""
     if include_padding:
         return math.prod(span.window for span in spans)
     counts = jnp.ones((), pooled.dtype)
     for span in spans:
-        # From the extents: XLA would evaluate windows over ones while compiling, for minutes.
+        # Computed from the extents: windows over ones would keep XLA's constant folding busy for minutes.
         starts = span.stride * windows.positions(pooled.shape, span.axis) - span.before
         inside = jnp.minimum(starts + span.window, span.extent) - jnp.maximum(starts, 0)
         counts = counts * inside.astype(pooled.dtype)
     return counts
 
 
-def _spread_along(grad: jax.Array, span: Span) -> jax.Array:
+def _gradient_along(grad: jax.Array, span: Span) -> jax.Array:
     """Along one axis, the sum at each position of the gradients of the windows that hold it."""
-    # With `stride - 1` holes between the gradients, those windows lie side by side, and their sum is a window's again.
+    # With `stride - 1` holes between the gradients, these windows lie side by side, so their sum is a window sum again.
     before = span.window - 1 - span.before
     behind = span.extent + span.before - (span.outputs - 1) * span.stride - 1
     return windows.reduced_along(
@@ -123,7 +123,7 @@ def _spread_along(grad: jax.Array, span: Span) -> jax.Array:
     )
 
 
-# Linear: its tangents are pooled, and nothing of x is kept.
+# Pooling is linear: tangents are pooled, and nothing of x is kept.
 
 
 def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:

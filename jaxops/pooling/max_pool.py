@@ -1,4 +1,4 @@
-"""Max pooling: the operator, the gradient that goes to each window's first maximum, and that gradient's transpose."""
+"""Max pooling, its gradient, which goes to each window's first maximum, and the transpose of that gradient."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from jaxops.pooling.windows import Ints, Padding, Span
 from pallas_kernels.gpu import max_pool_backward as gpu
 from pallas_kernels.tpu import max_pool_backward as tpu
 
-# Beyond this many steps a loop is compiled as one.
+# Loops of more steps are compiled as loops; shorter ones are unrolled.
 UNROLLED_STEPS = 16
 
 
@@ -114,17 +114,17 @@ def _backward(x: jax.Array, grad: jax.Array, *, propagate_nan: bool, **attribute
     total, _ = windows.squeezed(grad.astype(accumulation_dtype(grad.dtype)), along)
     keys = _keys(image, propagate_nan)
     won = []
-    # Columns before rows: the first of equal rows wins, and in it the first of its columns.
+    # Columns before rows: of equal rows the first wins, and in it the first of its columns.
     for span in reversed(spans):
         keys, winners = _winners(keys, windows.positions(keys.shape, span.axis), span)
         won.append((span, winners))
     for span, winners in reversed(won):
-        total = _returned(total, winners, span)
+        total = _gradient_along(total, winners, span)
     return (windows.unsqueezed(total.astype(grad.dtype), x, along),)
 
 
 def _at(x: jax.Array, values: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
-    """`values` where the windows of x have their first maxima: linear in `values`."""
+    """`values` at the first maxima of the windows of x; linear in `values`."""
     along = windows.spans(x.shape[-4:-1], **attributes)
     image, spans = windows.squeezed(x, along)
     picked, _ = windows.squeezed(values, along)
@@ -135,9 +135,9 @@ def _at(x: jax.Array, values: jax.Array, *, propagate_nan: bool, **attributes: A
 
 
 def _keys(x: jax.Array, propagate_nan: bool) -> jax.Array:
-    """Integers in the order of x: equal for equal numbers, and more than the least integer, which is for padding.
+    """Integers in the order of x. Equal numbers have equal keys, above the least integer, which is left for padding.
 
-    NaN is more than infinity if it is propagated, and less than -infinity otherwise.
+    NaN is above infinity if it is propagated, and below -infinity otherwise.
     """
     x = x.astype(accumulation_dtype(x.dtype))
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))
@@ -147,7 +147,7 @@ def _keys(x: jax.Array, propagate_nan: bool) -> jax.Array:
 
 
 def _winners(keys: jax.Array, values: jax.Array, span: Span) -> Arrays:
-    """The greatest key of each window along one axis, and the value that lies beside the first one of them."""
+    """The greatest key of each window along one axis, and the value next to the first such key."""
     reach = (span.outputs - 1) * span.stride + span.window
     # The windows end within the padding.
     behind = _at_least_0(reach - span.before - span.extent, limit=span.behind)
@@ -160,8 +160,8 @@ def _winners(keys: jax.Array, values: jax.Array, span: Span) -> Arrays:
         length = reach - span.window + 1
         if isinstance(offset, int):
             return jax.lax.slice_in_dim(x, offset, offset + length, stride, span.axis)
-        across = jax.lax.dynamic_slice_in_dim(x, offset, length, span.axis)
-        return jax.lax.slice_in_dim(across, 0, None, stride, span.axis)
+        run = jax.lax.dynamic_slice_in_dim(x, offset, length, span.axis)
+        return jax.lax.slice_in_dim(run, 0, None, stride, span.axis)
 
     def challenge(offset: Any, best: Arrays) -> Arrays:
         key, value = element(keys, offset), element(values, offset)
@@ -172,7 +172,7 @@ def _winners(keys: jax.Array, values: jax.Array, span: Span) -> Arrays:
     return _repeat(1, span.window, challenge, tuple(sharding.same_varying_axes([key, value])))
 
 
-def _returned(grad: jax.Array, winners: jax.Array, span: Span) -> jax.Array:
+def _gradient_along(grad: jax.Array, winners: jax.Array, span: Span) -> jax.Array:
     """Along one axis, the sum at each position of the gradients of the windows that it won."""
     axis, extent, window, stride, before, _ = span
     # Position `stride * group + phase` lies in the windows `group - shift`, for a few shifts.
@@ -199,7 +199,7 @@ def _returned(grad: jax.Array, winners: jax.Array, span: Span) -> jax.Array:
         return total + jnp.where(winner == positions, each, 0.0)
 
     if max(window, stride) <= UNROLLED_STEPS:
-        # XLA makes loops of this that vectorise, and that do not find winners again for every phase.
+        # XLA turns this into loops that vectorise and do not search for winners again for every phase.
         by_phase = jnp.stack([at_phase(phase) for phase in range(stride)], axis)
     else:
         nothing = jnp.expand_dims(jnp.zeros_like(shifted(grad, 0)), axis)
@@ -210,7 +210,7 @@ def _returned(grad: jax.Array, winners: jax.Array, span: Span) -> jax.Array:
 
 
 def _at_least_0(size: int, *, limit: int) -> int:
-    """A size of padding, if it is positive; a symbolic one is replaced by what it never exceeds."""
+    """A size of padding, or 0 if negative; a symbolic size is replaced by its upper limit."""
     return limit if jax.export.is_symbolic_dim(size) else max(size, 0)
 
 
@@ -221,7 +221,7 @@ def _padded(x: jax.Array, axis: int, before: int, behind: int, value: float) -> 
 
 
 def _repeat(start: int, stop: int, step: Callable[[Any, Any], Any], state: Any) -> Any:
-    """`state = step(i, state)` for i from start to stop: written out, or a loop where that would be a long program."""
+    """Applies `state = step(i, state)` for i from start to stop, unrolled, or as a loop if there are many steps."""
     if stop - start > UNROLLED_STEPS:
         return jax.lax.fori_loop(start, stop, step, state)
     return functools.reduce(lambda state, i: step(i, state), range(start, stop), state)
@@ -240,8 +240,8 @@ def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, **params: Any) -
     return MAX_POOL_BACKWARD(*residuals, *cotangents, **params)
 
 
-# The other two operators are linear in their second operand, and each other's transpose. Of x they read the order of
-# its elements, so that its own derivative is zero.
+# The other two operators are linear in their second operand and transposes of each other. They read only the order of
+# the elements of x, so its own derivative is zero.
 
 
 def _backward_tangent(residuals: Arrays, tangents: Arrays, active: Active, **params: Any) -> Arrays:
