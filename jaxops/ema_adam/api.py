@@ -113,9 +113,7 @@ def ema_adam(
     Source: CANN `aclnnApplyFusedEmaAdam`; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
     mode = require_choice(_NAME, "mode", mode, MODES)
-    for name, dtype in {"mu_dtype": mu_dtype, "nu_dtype": nu_dtype, "ema_dtype": ema_dtype}.items():
-        if dtype is not None:
-            require_floating_dtype(_NAME, name, dtype)
+    _check_dtypes(mu_dtype=mu_dtype, nu_dtype=nu_dtype, ema_dtype=ema_dtype)
     b1, b2 = _checked_decay("b1", b1, below_one=True), _checked_decay("b2", b2, below_one=True)
     eps, weight_decay = _checked_number("eps", eps), _checked_number("weight_decay", weight_decay)
     if not _is_schedule(learning_rate):
@@ -125,10 +123,10 @@ def ema_adam(
     bias_correction = require_bool(_NAME, "bias_correction", bias_correction)
     if not _is_function(mask):
         _check_mask(mask)
+    constants: dict[str, Any] = {"beta1": b1, "beta2": b2, "eps": eps, "bias_correction": bias_correction}
 
     def init(params: Any) -> Any:
-        mu = _like(params, mu_dtype, jnp.zeros_like)
-        nu = _like(params, nu_dtype, jnp.zeros_like)
+        mu, nu = (_like(params, dtype, jnp.zeros_like) for dtype in (mu_dtype, nu_dtype))
         adam = optax.ScaleByAdamState(count=jnp.zeros([], jnp.int32), mu=mu, nu=nu)
         return adam, EmaParamsState(_like(params, ema_dtype, functools.partial(jnp.array, copy=True)))
 
@@ -149,33 +147,43 @@ def ema_adam(
                 dtype,
                 learning_rate=_scheduled("learning_rate", learning_rate, adam.count),
                 ema_decay=_scheduled("ema_decay", ema_decay, adam.count),
-                beta1=b1,
-                beta2=b2,
-                eps=eps,
                 weight_decay=weight_decay if decays else 0.0,
-                bias_correction=bias_correction,
+                **constants,
             )
-
-        def step(grad: Any, var: Any, m: Any, v: Any, s: Any, decays: bool) -> tuple[Any, ...]:
-            if grad is None:
-                return None, m, v, s
-            require(var is not None, _NAME, "params", "have an array where grads has one", None)
-            is_array = not isinstance(grad, RowGradients)
-            require(is_array, _NAME, "grads", "hold arrays (ema_adam_rows takes the others)", type(grad).__name__)
-            named = zip(("grads", "params", "mu", "nu", "ema"), (grad, var, m, v, s), strict=True)
-            operands = [as_array(_NAME, argument, x) for argument, x in named]
-            vector = coefficients(accumulation_dtype(operands[1].dtype), decays)
-            operator = functools.partial(APPLY_FUSED_EMA_ADAM, *operands, vector, mode=mode)
-            return operator(output="update") if one_pass is None else one_pass.step(operator, var)
 
         decays = _decay_mask(mask, params)
         trees = {"grads": grads, "params": params, "mu": adam.mu, "nu": adam.nu, "ema": average.ema, "mask": decays}
         rows, structure = rows_of(_NAME, **trees)
-        results = [step(*row) for row in rows]
+        results = [_step(*row, coefficients=coefficients, mode=mode, one_pass=one_pass) for row in rows]
         updates, mu, nu, ema = (structure.unflatten(result[i] for result in results) for i in range(4))
         return updates, (optax.ScaleByAdamState(count, mu, nu), EmaParamsState(ema))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _step(
+    grad: Any,
+    var: Any,
+    m: Any,
+    v: Any,
+    s: Any,
+    decays: bool,
+    *,
+    coefficients: Callable[[Any, bool], jax.Array],
+    mode: str,
+    one_pass: OnePass | None,
+) -> tuple[Any, ...]:
+    """The update (or new parameters, where `one_pass` plans them) and new state of one array."""
+    if grad is None:
+        return None, m, v, s
+    require(var is not None, _NAME, "params", "have an array where grads has one", None)
+    is_array = not isinstance(grad, RowGradients)
+    require(is_array, _NAME, "grads", "hold arrays (ema_adam_rows takes the others)", type(grad).__name__)
+    named = zip(("grads", "params", "mu", "nu", "ema"), (grad, var, m, v, s), strict=True)
+    operands = [as_array(_NAME, argument, x) for argument, x in named]
+    vector = coefficients(accumulation_dtype(operands[1].dtype), decays)
+    operator = functools.partial(APPLY_FUSED_EMA_ADAM, *operands, vector, mode=mode)
+    return operator(output="update") if one_pass is None else one_pass.step(operator, var)
 
 
 def ema_params(opt_state: Any, params: Any = None) -> Any:
@@ -273,6 +281,12 @@ def _decay_mask(mask: Any, params: Any) -> Any:
     except (TypeError, ValueError):
         require(False, _NAME, "mask", "have the structure of params, or a prefix of it", chosen)
         raise
+
+
+def _check_dtypes(**dtypes: Any) -> None:
+    for name, dtype in dtypes.items():
+        if dtype is not None:
+            require_floating_dtype(_NAME, name, dtype)
 
 
 def _check_mask(mask: Any) -> None:
