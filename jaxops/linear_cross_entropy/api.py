@@ -18,7 +18,7 @@ from jaxops.linear_cross_entropy.logits import (
     SKIPPED,
     RowStatistics,
     Targets,
-    column,
+    broadcast_rows,
     target_total,
 )
 from jaxops.linear_cross_entropy.operator import check_linear, linear_row_statistics
@@ -165,9 +165,9 @@ def linear_cross_entropy(
     square = jnp.where(task.kept, jnp.asarray(z_loss, task.divisor.dtype), 0)
     weights = RowWeights(task.label_weight, task.target_weight, square)
 
-    # A skipped row may hold NaN, which a gradient of zero would not remove. Aux tells of skipped rows as well.
+    # A skipped row may hold NaN, which a gradient of zero would not remove. Aux describes skipped rows, too.
     live = task.kept | jnp.all(jnp.isfinite(x), axis=-1) if return_aux else task.kept
-    x = jnp.where(column(live), x, jnp.zeros_like(x))
+    x = jnp.where(broadcast_rows(live), x, jnp.zeros_like(x))
     targets = task.targets._replace(labels=jnp.where(live, task.targets.labels, SKIPPED))
     bias = jnp.zeros((0,), x.dtype) if bias is None else bias
     scalar = reduction != "none" and not return_aux and vocab_axis is None
@@ -176,29 +176,36 @@ def linear_cross_entropy(
     if strategy == "grad_in_forward":
         total = summed_cross_entropy(x, weight, bias, targets, weights, softcap=softcap, chunk_rows=chunk_rows)
         return _reduced(total, task, reduction)
-    if vocab_axis is not None and x.dtype == jnp.float16:
-        # Each part of the vocabulary has its share of x's gradient, and float16 has too few digits for a share of a
-        # mean's: they are added in float32.
-        x = x.astype(jnp.float32)
     keep_logits = strategy == "full"
-    rows = linear_row_statistics(
-        x,
-        weight,
-        bias,
-        targets,
-        softcap=softcap,
-        chunk_rows=None if keep_logits else chunk_rows,
-        keep_logits=keep_logits,
-        metrics=return_aux,
-    )
-    rows = vocabulary.merge(rows, targets, metrics=return_aux)
+    params: dict[str, Any] = {"softcap": softcap, "chunk_rows": None if keep_logits else chunk_rows}
+    params |= {"keep_logits": keep_logits, "metrics": return_aux}
+    rows = _merged_statistics(x, weight, bias, targets, vocabulary, **params)
     losses = row_losses(rows, vocabulary.sum(target_total(targets, rows.log_sum_exp)), weights)
     loss = losses if reduction == "none" else _reduced(jnp.sum(losses), task, reduction)
     return (loss, _aux(rows, labels, task.kept, vocabulary)) if return_aux else loss
 
 
+def _merged_statistics(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array,
+    targets: Targets,
+    vocabulary: Vocabulary,
+    *,
+    metrics: bool,
+    **params: Any,
+) -> RowStatistics:
+    """The statistics of rows over the whole vocabulary."""
+    if vocabulary.axis is not None and x.dtype == jnp.float16:
+        # Every part of the vocabulary contributes a share of x's gradient. For a mean these are too small for float16,
+        # so they are added in float32.
+        x = x.astype(jnp.float32)
+    rows = linear_row_statistics(x, weight, bias, targets, metrics=metrics, **params)
+    return vocabulary.merge(rows, targets, metrics=metrics)
+
+
 class _Task(NamedTuple):
-    """What labels ask of each row: targets, the weights of both terms that compare with them, the part in a divisor."""
+    """What the labels mean for each row: targets, weights of the two terms that use them, a share of the divisor."""
 
     targets: Targets
     label_weight: jax.Array
@@ -225,7 +232,7 @@ def _by_labels(
 def _by_probabilities(
     labels: jax.Array, class_weight: Any, ignore_index: int, smoothing: float, vocabulary: Vocabulary, dtype: Any
 ) -> _Task:
-    # As they are, they are no further array of the logits' size.
+    # Used unchanged if possible: a changed copy would be one more array of the logits' size.
     probabilities = labels
     if smoothing:
         probabilities = (1 - smoothing) * labels.astype(dtype) + smoothing / vocabulary.classes
@@ -241,14 +248,14 @@ def _reduced(total: jax.Array, task: _Task, reduction: str) -> jax.Array:
     if reduction != "mean":
         return total
     divisor = jnp.sum(task.divisor)
-    # The mean of nothing is NaN and has gradients of zero, as rows that are skipped do: 1 / 0 must not reach them.
+    # The mean of nothing is NaN. Its gradients are zero, like those of skipped rows, so 1 / 0 must not reach them.
     is_zero = divisor == 0
     return _nan_unless(~is_zero, total / jnp.where(is_zero, 1, divisor))
 
 
 @jax.jit
 def _nan_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
-    """Compiled also where nothing else is, so that `jax.debug_nans` sees no NaN but one in the result."""
+    """`x` where valid, else NaN. Jitted even outside jit, so that `jax.debug_nans` only sees NaN in the result."""
     return jnp.where(valid, x, jnp.nan)
 
 
@@ -262,11 +269,11 @@ def _aux(rows: RowStatistics, labels: jax.Array, kept: jax.Array, vocabulary: Vo
 
 
 def _resolve(strategy: str, x: jax.Array, logits_size: Any, scalar: bool) -> str:
-    """The strategy that runs, from shapes, arguments and `lowering.use`; a symbolic size may be of any value."""
+    """The strategy that runs, from shapes, arguments and `lowering.use`; a symbolic size may have any value."""
     reason = "as asked"
     asks_for_kernels = lowering.current_selection().request(_NAME).startswith(("pallas", "interpret"))
     if strategy == "auto" and asks_for_kernels and x.dtype.itemsize == 2:
-        # The kernels of every platform take 16 bits; those for GPUs refuse float32, which matrix units would round.
+        # All kernels take 16 bits. Those for GPUs refuse float32, which matrix units would round.
         strategy, reason = "recompute", "which is what the kernels do"
     elif strategy == "auto" and jax.export.is_symbolic_dim(logits_size):
         strategy, reason = "full", f"as {logits_size} logits may be few"
@@ -275,7 +282,7 @@ def _resolve(strategy: str, x: jax.Array, logits_size: Any, scalar: bool) -> str
     elif strategy == "auto":
         strategy, reason = "grad_in_forward", f"as {logits_size:,} logits are more than {SMALL_LOGITS:,}"
     if strategy == "grad_in_forward" and not scalar:
-        strategy, reason = "recompute", f"{reason}, and the loss is no scalar without aux on one shard"
+        strategy, reason = "recompute", f"{reason}, and the loss is not a scalar without aux on one shard"
     lowering.note(f"{_NAME}: strategy {strategy}, {reason}")
     return strategy
 
