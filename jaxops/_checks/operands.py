@@ -48,7 +48,7 @@ def as_optional(operator: str, argument: str, value: Any, *, status: int | str =
 
 
 def as_arrays(operator: str, operands: Mapping[str, Any], *, status: int | str = PARAM_INVALID) -> list[jax.Array]:
-    """`as_array` for several required operands by name, after checking that none is None."""
+    """`as_array` for several required operands by name; first checks that all are given."""
     require_present(operator, operands, status=status)
     return [as_array(operator, argument, value, status=status) for argument, value in operands.items()]
 

@@ -81,7 +81,7 @@ def jvp_rule(operator: _Operator) -> Callable[..., Any]:
                 result_tangents = _jvp_of_meaning(operator, primals, live_tangents, active, params)
             else:
                 results, residuals = _linearize(operator, primals, active, params)
-                # Inside shard_map a replicated residual may meet a varying tangent; one primitive needs them alike.
+                # Inside shard_map a replicated residual may meet a varying tangent; a primitive needs both to vary.
                 operands = sharding.same_varying_axes([*residuals, *live_tangents])
                 result_tangents = tangent_primitive.bind(
                     *operands, active=active, selection=selection, params=tuple(sorted(params.items()))

@@ -1,7 +1,7 @@
 """Sums over a batch of images, on one device or over the devices of a mesh axis.
 
 The operators see images as (..., n, a, c, b) and statistics as (..., c). Each channel c is normalized separately.
-n, a and b are reduced; a and b are the pixels before and behind the channels in memory, and one of the two is 1.
+n, a and b are reduced; a and b are the pixels before and behind the channels in memory.
 """
 
 import math
@@ -33,7 +33,7 @@ def global_sum(local: jax.Array, axis_name: Hashable) -> jax.Array:
 
 
 def count(x: jax.Array, axis_name: Hashable) -> int:
-    """How many elements each statistic reduces, but at least 1, so that a sum of nothing can be divided by it."""
+    """How many elements each statistic reduces; at least 1, so that it can divide an empty sum."""
     here = math.prod(x.shape[axis] for axis in _REDUCED)
     # In this order symbolic sizes, of 1 or more, can be compared.
     return max(here * (1 if axis_name is None else jax.lax.axis_size(axis_name)), 1)
