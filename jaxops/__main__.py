@@ -36,7 +36,7 @@ from lowering.compiling.progress import shown
 
 
 class _OneSentence(TyperGroup):
-    """Commands that say in one sentence on stderr why they refuse, with exit code 2."""
+    """A command group that says in one sentence on stderr why it refuses, with exit code 2."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the command that the arguments name."""
@@ -107,9 +107,9 @@ def explain(
     tuned: Tuned = None,
     as_json: Json = False,
 ) -> None:
-    """Shows which implementation each operator in a function takes on a target, and why.
+    """Shows which implementation each operator in a function uses on a target, and why.
 
-    Without --arg the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
+    Without --arg, the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
     Nothing is compiled or run.
     """
     if target is not None:
@@ -139,7 +139,7 @@ def compile(
 ) -> None:
     """Compiles a function with a chip's real compiler, without the chip: kernels, memory and cost.
 
-    Without --arg the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
+    Without --arg, the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
     """
     require_target(target)
     require_implementation(implementation)
@@ -166,7 +166,7 @@ def compile(
 def export(
     function: Function,
     output: Annotated[Path, typer.Option(help="The file to write.")],
-    platforms: Annotated[str, typer.Option(help="Of cpu, cuda and tpu.")] = "cpu,cuda,tpu",
+    platforms: Annotated[str, typer.Option(help="Which to write for, of cpu, cuda and tpu.")] = "cpu,cuda,tpu",
     arg: Arguments = None,
     implementation: Implementation = "auto",
     tuned: Tuned = None,
@@ -174,7 +174,7 @@ def export(
 ) -> None:
     """Writes a function to one file that runs on several platforms: `lowering.load(FILE).call(...)`.
 
-    Without --arg the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
+    Without --arg, the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
     """
     require_implementation(implementation)
     fn, args = load(function, arg or ())

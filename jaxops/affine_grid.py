@@ -1,4 +1,4 @@
-"""Affine grids: where an affine map of the output's pixels says to sample, and the gradient of that map."""
+"""Affine grids: the points at which an affine map samples an image, and the gradient of the map."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,26 +15,32 @@ from jaxops._primitive.operator import Operator
 
 
 def affine_grid(theta: jax.Array, size: Sequence[int]) -> jax.Array:
-    """Applies an affine map to each output pixel: `grid[n, h, w] = theta[n] @ (bx[w], by[h], 1)`.
+    """Applies an affine map to every output pixel: `grid[n, h, w] = theta[n] @ (bx[w], by[h], 1)`.
 
-    The base points `bx[w] = -1 + 2 * w / (W - 1)`, and by likewise, put the centres of the first and last pixels at -1
-    and 1 ("align corners"); where an extent is 1 they are 0. The gradient is
+    The base points are `bx[w] = -1 + 2 * w / (W - 1)` and `by[h] = -1 + 2 * h / (H - 1)`. So -1 and 1 are the centres
+    of the first and last pixels ("align corners"). Along an axis of one pixel, the base point is 0. The gradient is
 
         grad_theta[n, i, k] = sum over h and w of grad_grid[n, h, w, i] * (bx[w], by[h], 1)[k]
 
     Args:
-      theta: (N, 2, 3), floating point; the rows give x and y.
-      size: (N, C, H, W) of the output of `grid_sample`. C has no effect.
+      theta: (N, 2, 3), floating point. The first row gives x, the second y.
+      size: (N, C, H, W), the shape that `grid_sample` will return. C has no effect.
 
     Returns:
-      (N, H, W, 2), with the dtype of theta: x and y of the point to sample, for `grid_sample`.
+      (N, H, W, 2), with the dtype of theta: the x and y of each point to sample, ready for `grid_sample`.
 
     Raises:
       BadParamError: if theta is not (N, 2, 3) and floating point, or size is not four sizes that begin with N.
 
-    Numerics: computed, and summed, in float32 (float64 for float64), and rounded once. Linear: all modes and orders of
-      derivatives exist, and nothing is kept for them. On every platform it runs as XLA's elementwise operations and
-      sums.
+    Numerics:
+      Products and sums are computed in float32 (float64 for float64) and rounded once. The map is linear, so
+      derivatives of all modes and orders exist and nothing is kept for them. On every platform it runs as XLA's
+      elementwise operations and sums.
+
+    Example:
+      >>> identity = jnp.array([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
+      >>> jaxops.affine_grid(identity, (1, 1, 1, 3))[0, 0].tolist()
+      [[-1.0, 0.0], [0.0, 0.0], [1.0, 0.0]]
 
     Source: mcDNN `mcdnnSpatialTfGridGeneratorForward` and `mcdnnSpatialTfGridGeneratorBackward`; PyTorch
     `torch.nn.functional.affine_grid(align_corners=True)`.
@@ -82,7 +88,7 @@ def _backward(grad: jax.Array, *, extents: tuple[int, int]) -> Arrays:
 
 
 def _base_points(extents: tuple[int, int], dtype: Any) -> list[jax.Array]:
-    """Of the rows and of the columns; computed in float64 unless their number is symbolic."""
+    """The base points of rows and of columns, computed in float64 unless their number is symbolic."""
     return [_base_points_along(extent, accumulation_dtype(dtype)) for extent in extents]
 
 
@@ -93,7 +99,7 @@ def _base_points_along(extent: int, dtype: Any) -> jax.Array:
     return (2 * jnp.arange(extent, dtype=dtype) - last) / jnp.maximum(last, 1)
 
 
-# Linear, and each the other's transpose: nothing of the operands is kept.
+# Both operators are linear, and each is the other's transpose, so their derivatives keep nothing.
 
 
 def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:

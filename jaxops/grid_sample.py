@@ -17,15 +17,16 @@ from jaxops._primitive.operator import Operator
 
 
 def grid_sample(x: jax.Array, grid: jax.Array) -> jax.Array:
-    """Interpolates images bilinearly at the points of a grid, with zeros around them.
+    """Interpolates images bilinearly at the points of a grid, with zeros outside the images.
 
-    Point (gx, gy) lies at column `px = (gx + 1) / 2 * (W_in - 1)` and row py likewise, so that -1 and 1 are the centres
-    of the first and last pixels ("align corners"). With `x0 = floor(px)`, `a = px - x0`, and y0 and b likewise,
+    The point (gx, gy) lies at column `px = (gx + 1) / 2 * (W_in - 1)` and, likewise, at row py. So -1 and 1 are the
+    centres of the first and last pixels ("align corners"). With `x0 = floor(px)` and `a = px - x0`, and y0 and b
+    likewise,
 
         y = x[y0, x0] (1-a)(1-b) + x[y0, x0+1] a (1-b) + x[y0+1, x0] (1-a) b + x[y0+1, x0+1] a b
 
-    where pixels outside of the image count as 0. Each product's weight, times grad_y, is added to the pixel's gradient;
-    that of gx is
+    where pixels outside the image count as 0. The gradient of a pixel is the sum of grad_y times the weights that the
+    pixel had. The gradient of gx is
 
         (W_in - 1) / 2 * sum over c of grad_y ((x[y0, x0+1] - x[y0, x0]) (1-b) + (x[y0+1, x0+1] - x[y0+1, x0]) b)
 
@@ -33,22 +34,33 @@ def grid_sample(x: jax.Array, grid: jax.Array) -> jax.Array:
 
     Args:
       x: (N, C, H_in, W_in), floating point.
-      grid: (N, H, W, 2), floating point: gx and gy of each output pixel.
+      grid: (N, H, W, 2), floating point: the gx and gy of each output pixel.
 
     Returns:
       (N, C, H, W), with the dtype of x.
 
     Raises:
-      BadParamError: if the shapes are not these, x has no pixels or images of 2**31 elements, or an operand is not
-        floating point.
+      BadParamError: if a shape differs from the above, an operand is not floating point, x has no pixels, or one of its
+        images has 2**31 elements or more.
 
-    Numerics: computed in float32 (float64 where an operand is float64) and rounded once; gradients are summed so, on a
-      CPU always in the same order. Points that are not finite are skipped: they give 0, and nothing of their gradient
-      or of the image is read. At the centre of a pixel the gradient of the grid is the right-hand one. All modes of
-      derivatives exist, to second order; the floor counts as constant. On every platform it runs as XLA's gathers and
-      scatters; on a CPU without temporaries of the size of all products, the gradient of x two images at a time. There
-      is no kernel: a TPU's own gather reaches over a register, not over an image, and a GPU's pixels come through its
-      cache anyway.
+    Numerics:
+      Computed in float32 (float64 where an operand is float64) and rounded once. Gradients are summed in the same
+      dtype; on a CPU always in the same order.
+
+      Points that are not finite give 0. Their gradient is ignored, and the image is not read for them. At the centre of
+      a pixel, the gradient of the grid is the right-hand one.
+
+      Derivatives of all modes exist up to second order. The floor counts as constant.
+
+      On every platform this runs as XLA's gathers and scatters. On a CPU it avoids temporaries that hold every product,
+      and computes the gradient of x two images at a time. A kernel would gain nothing: a TPU's own gather reaches over
+      a register, not over an image, and a GPU's pixels come through its cache anyway.
+
+    Example:
+      >>> x = jnp.array([[[[0.0, 10.0], [20.0, 30.0]]]])
+      >>> grid = jnp.array([[[[-1.0, -1.0], [0.0, 0.0], [1.0, 0.0]]]])  # the first pixel, the middle, the right edge
+      >>> jaxops.grid_sample(x, grid).tolist()
+      [[[[0.0, 15.0, 20.0]]]]
 
     Source: mcDNN `mcdnnSpatialTfSamplerForward` and `mcdnnSpatialTfSamplerBackward`; PyTorch
     `torch.nn.functional.grid_sample(align_corners=True)`.
@@ -86,7 +98,7 @@ def _check_backward(x: Any, grid: Any, grad: Any) -> None:
 
 
 class _Points(NamedTuple):
-    """Where the points of a grid lie: the pixel before each, and how far behind it. Each array is (..., H * W)."""
+    """The points of a grid: the pixel before each, and the distances from it. Each array is (..., H * W)."""
 
     row: jax.Array
     column: jax.Array
@@ -96,12 +108,12 @@ class _Points(NamedTuple):
 
 # The pixels around a point, as steps down and to the right.
 _CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))
-# The most channels for which a CPU samples all of them in one loop over the points.
+# With at most this many channels, a CPU samples all of them in one loop over the points.
 _FEW_CHANNELS = 4
 
 
 def _points(grid: jax.Array, extents: tuple[int, ...], dtype: Any) -> _Points:
-    """The points of a grid (..., H, W, 2); those that no pixel is near count as if they lay below the last row."""
+    """The points of a grid (..., H, W, 2). A point that no pixel is near counts as if it lay below the last row."""
     grid = grid.reshape(*grid.shape[:-3], math.prod(grid.shape[-3:-1]), 2).astype(dtype)
     height, width = extents
     x, y = ((grid[..., i] + 1) / 2 * (extent - 1) for i, extent in ((0, width), (1, height)))
@@ -112,7 +124,7 @@ def _points(grid: jax.Array, extents: tuple[int, ...], dtype: Any) -> _Points:
 
 
 def _corner(points: _Points, corner: tuple[Any, Any], extents: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """Of the pixels at this corner of the points: their numbers, whether they are in the image, and their weights."""
+    """The pixels at one corner of the points: their indices, whether they lie in the image, and their weights."""
     (down, right), (height, width) = corner, extents
     row, column = points.row + down, points.column + right
     is_inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
@@ -121,7 +133,7 @@ def _corner(points: _Points, corner: tuple[Any, Any], extents: tuple[int, ...]) 
 
 
 def _slopes(points: _Points, corners: Sequence[jax.Array], extents: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """By how much a grid's x and y change what is interpolated between these values at the corners of its points."""
+    """The derivatives with respect to a grid's x and y, from the values at the four corners of each point."""
     (upper_left, upper_right, lower_left, lower_right), (height, width) = corners, extents
     a, b = points.right, points.below
     along_x = (upper_right - upper_left) * (1 - b) + (lower_right - lower_left) * b
@@ -150,7 +162,7 @@ def _sample_image(x: jax.Array, grid: jax.Array) -> jax.Array:
 
 
 def _sample_few_channels(x: jax.Array, grid: jax.Array) -> jax.Array:
-    """Of a stack of images, with the corners along an axis: what the channels share is computed once."""
+    """Samples a stack of images, with the corners along an axis, so that what channels share is computed once."""
     dtype, extents = accumulation_dtype(x.dtype, grid.dtype), x.shape[2:]
     points = _with_axis(_points(grid, extents, dtype))
     down, right = jnp.asarray(_CORNERS, jnp.int32).T[:, None, :, None]
@@ -168,7 +180,7 @@ def _sample_backward(x: jax.Array, grid: jax.Array, grad: jax.Array) -> Arrays:
     of_image = functools.partial(_gradient_of_image, extents=extents)
     if _is_on_one_cpu(x):
         grad_x = _in_pairs(_side_by_side(of_image))(starts, points, grads)
-        # The sums that are y of few channels XLA stores; what follows from y can be read without the loop over pairs.
+        # With few channels, XLA stores y, and whatever is computed from y can be read without the loop over pairs.
         over_grids = _gradient_of_grids if x.shape[-3] <= _FEW_CHANNELS else _in_pairs(_gradient_of_grids)
         grad_grid = over_grids(images, points, grads)
     else:
@@ -178,7 +190,7 @@ def _sample_backward(x: jax.Array, grid: jax.Array, grad: jax.Array) -> Arrays:
 
 
 def _gradient_of_image(starts: jax.Array, points: _Points, grad: jax.Array, *, extents: tuple[int, ...]) -> jax.Array:
-    """(C, H_in, W_in), from (C, H, W). Points that no pixel is near add to the border, which is cut off."""
+    """The gradient (C, H_in, W_in), from (C, H, W). Points far from all pixels add to the border, which is cut off."""
     channels, (height, width), dtype = grad.shape[0], extents, points.below.dtype
     dy = grad.reshape(channels, starts.size).T[:, None].astype(dtype)
     a, b, is_right = points.right[:, None, None], points.below[:, None, None], np.array([[[False], [True]]])
@@ -190,7 +202,7 @@ def _gradient_of_image(starts: jax.Array, points: _Points, grad: jax.Array, *, e
 
 
 def _gradient_of_grid(x: jax.Array, starts: jax.Array, points: _Points, grad: jax.Array) -> jax.Array:
-    """(H * W, 2), with two runs of pixels read for each point."""
+    """The gradient (H * W, 2), reading two runs of pixels for each point."""
     (channels, height, width), dtype = x.shape, points.below.dtype
     pixels = jnp.pad(jnp.moveaxis(x.astype(dtype), 0, -1), ((1, 2), (1, 1), (0, 0))).ravel()
     is_near = points.row < height
@@ -203,7 +215,7 @@ def _gradient_of_grid(x: jax.Array, starts: jax.Array, points: _Points, grad: ja
 
 
 def _gradient_of_grids(x: jax.Array, points: _Points, grad: jax.Array) -> jax.Array:
-    """As `_gradient_of_grid` of each image of a stack, in one loop that reads pixel by pixel and stores none."""
+    """`_gradient_of_grid` for each image of a stack, in one loop that reads pixel by pixel and stores none."""
     dtype, extents = points.below.dtype, x.shape[2:]
     points = _with_axis(points)
     corners = [_corner(points, corner, extents)[:2] for corner in _CORNERS]
@@ -219,7 +231,7 @@ def _with_axis(points: _Points) -> _Points:
 
 
 def _pixels(x: jax.Array, channels: Sequence[int], index: jax.Array, is_inside: jax.Array, dtype: Any) -> jax.Array:
-    """Pixels of some channels of each image. XLA need not store an index into all of the stack before it reads."""
+    """Pixels of some channels of each image. XLA need not store an index into the whole stack before it reads."""
     planes = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None] * x.shape[1] + jnp.asarray(channels, jnp.int32)[None]
     index = planes[..., None] * math.prod(x.shape[2:]) + index
     values = x.ravel().at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
@@ -227,20 +239,20 @@ def _pixels(x: jax.Array, channels: Sequence[int], index: jax.Array, is_inside: 
 
 
 def _sums(arrays: list[jax.Array]) -> tuple[jax.Array, ...]:
-    """Of each array along its second axis, in one loop, which computes once what the arrays share."""
+    """The sum of each array along its second axis, in one loop that computes shared operands once."""
     zeros = [np.zeros((), array.dtype) for array in arrays]
     return tuple(jax.lax.reduce(arrays, zeros, lambda a, b: [p + q for p, q in zip(a, b, strict=True)], (1,)))
 
 
 def _is_on_one_cpu(x: jax.Array) -> bool:
-    """Whether images are on a single CPU, and few enough for an index into all of them."""
+    """Whether images are on a single CPU, and small enough for an index into all of them."""
     return lowering.is_on_one_cpu() and not jax.export.is_symbolic_dim(x.size) and x.size < 2**31
 
 
 def _in_pairs(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A function of stacks of images, mapped over stacks of two.
+    """Maps a function of stacks of images over stacks of two.
 
-    Temporaries stay in the cache, and XLA computes an operand first, not anew where each of its elements is read.
+    Temporaries then stay in the cache, and XLA computes an operand first instead of again for each element read.
     """
 
     def mapped(*stacks: Any) -> jax.Array:
@@ -256,7 +268,7 @@ def _in_pairs(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _side_by_side(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A function of one image, for a stack: what XLA would run in one thread it runs for each image in its own."""
+    """A function of one image, for a stack. XLA runs each call in one thread, but calls in parallel."""
 
     def stacked(*stacks: Any) -> jax.Array:
         count = jax.tree.leaves(stacks)[0].shape[0]
@@ -276,7 +288,7 @@ def _add_runs(array: jax.Array, starts: jax.Array, runs: jax.Array) -> jax.Array
 
 
 def _flat(x: jax.Array, rank: int) -> jax.Array:
-    """With a single batch axis before the last `rank`."""
+    """An array with a single batch axis before its last `rank` axes."""
     return x.reshape(math.prod(x.shape[:-rank]), *x.shape[-rank:])
 
 

@@ -1,4 +1,4 @@
-"""Local response normalization: each activation divided by a power of the squares of its channel's neighbours."""
+"""Local response normalization: divides activations by a power of the squares of neighbouring channels."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +16,8 @@ from jaxops.pooling.windows import reduced_along
 from pallas_kernels.gpu import local_response_norm as gpu
 from pallas_kernels.tpu import local_response_norm as tpu
 
-# The operators see (..., C, D, H, W). What lies before the channels are batch axes; below are the axes of length 1 that
-# make this of each layout.
+# The operators see (..., C, D, H, W); axes before the channels are batch axes. These are the axes of length 1 that turn
+# each layout into that.
 _ADDED_AXES = {"NCHW": (2,), "NHWC": (4, 5, 6), "NCDHW": (), "NDHWC": (5, 6, 7)}
 _CHANNELS = -4
 
@@ -31,35 +31,44 @@ def local_response_norm(
     k: float = 2.0,
     layout: str | None = None,
 ) -> jax.Array:
-    """Divides by a power of the mean square over neighbouring channels: `y = x * s**-beta`.
+    """Divides each activation by a power of the mean square over neighbouring channels: `y = x * s**-beta`.
 
         s[c] = k + alpha / n * sum of x[j]**2 over the channels j from c - before to c + after
 
-    with `before = (n - 1) // 2` and `after = n - 1 - before`: an even window looks one channel further ahead. It is
-    clipped at the first and last channel; the divisor stays n.
+    with `before = (n - 1) // 2` and `after = n - 1 - before`: a window of even length reaches one channel further
+    ahead. At the first and last channels the window is clipped, but the divisor stays n.
 
     Args:
       x: images of any floating dtype: (N, C, H, W), or as `layout` says.
-      n: channels in a window; may be more than there are.
-      alpha: factor of the mean square.
+      n: the number of channels in a window; may exceed the number of channels.
+      alpha: the factor of the mean square.
       beta: the power.
-      k: what is added to the mean square.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means the one with the channels first, by the rank of x.
+      k: the constant added to the mean square.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". None means channels first, by the rank of x.
 
     Returns:
-      The shape and dtype of x.
+      An array with the shape and dtype of x.
 
     Raises:
-      BadParamError: if x is not floating point or has another rank than the layout, n is not a positive integer, or
+      BadParamError: if x is not floating point, its rank does not match the layout, n is not a positive integer, or
         another attribute is not a number.
 
-    Numerics: computed in float32 (float64 for float64) and rounded once, forward and backward; powers that are no
-      integers as exp(-beta log s), whose relative error is beta |log s| roundings. All modes and orders of derivatives
-      exist; the gradient keeps nothing but x. The kernels for TPU and NVIDIA GPUs are opt-in.
+    Numerics:
+      Computed in float32 (float64 for float64) and rounded once, forward and backward. A power that is not an integer
+      is computed as exp(-beta log s), with a relative error of beta |log s| roundings.
+
+      Derivatives of all modes and orders exist. The gradient keeps only x. The kernels for TPUs and NVIDIA GPUs are
+      opt-in.
+
+    Example:
+      >>> x = jnp.array([1.0, 2.0, 3.0]).reshape(1, 3, 1, 1)  # three channels, one pixel
+      >>> y = jaxops.local_response_norm(x, n=3, alpha=3.0, beta=1.0, k=0.0)
+      >>> print(np.asarray(y.ravel()).round(3))  # 1 / (1 + 4), 2 / (1 + 4 + 9), 3 / (4 + 9)
+      [0.2   0.143 0.231]
 
     Source: mcDNN `mcdnnLRNCrossChannelForward` and `mcdnnLRNCrossChannelBackward`, whose limits on n, beta and k are
-      not enforced here. PyTorch's `torch.nn.functional.local_response_norm` adds k = 1 by default and looks one channel
-      further back where n is even.
+      not enforced here. PyTorch's `torch.nn.functional.local_response_norm` has k = 1 by default, and its windows of
+      even length reach one channel further back.
     """
     name = "local_response_norm"
     x = as_array(name, "x", x)
@@ -73,7 +82,7 @@ def local_response_norm(
 
 
 def channels_before_space(x: jax.Array, layout: str) -> jax.Array:
-    """Images of any layout as the operators see them: nothing is transposed."""
+    """Images of any layout as the operators see them, without transposing."""
     return jnp.expand_dims(x, _ADDED_AXES[layout])
 
 
@@ -83,20 +92,20 @@ def channels_back(x: jax.Array, layout: str) -> jax.Array:
 
 
 def check_attributes(operator: str, n: Any, alpha: Any, beta: Any, k: Any) -> None:
-    """Refuses windows that are empty, and what is not a finite number."""
+    """Refuses empty windows, and attributes that are not finite numbers."""
     require_integer(operator, "n", n, f"be an integer from 1 to {INT32_MAX}", least=1, most=INT32_MAX)
     for argument, value in (("alpha", alpha), ("beta", beta), ("k", k)):
         require_real(operator, argument, value)
 
 
 def reach(n: int) -> tuple[int, int]:
-    """How many positions a window of n holds before and after its centre."""
+    """How far a window of n reaches before and after its centre."""
     before = (n - 1) // 2
     return before, n - 1 - before
 
 
 def negative_power(s: jax.Array, beta: float) -> jax.Array:
-    """s**-beta. XLA's `pow` takes several times as long as its exp and log, which vectorise."""
+    """s**-beta. XLA's `pow` takes several times as long as `exp` and `log`, which vectorise."""
     return jax.lax.integer_pow(s, -int(beta)) if beta.is_integer() else jnp.exp(-beta * jnp.log(s))
 
 
@@ -135,7 +144,7 @@ def _backward(x: jax.Array, grad: jax.Array, *, n: int, alpha: float, beta: floa
 
 
 def _neighbours(x: jax.Array, before: int, after: int) -> jax.Array:
-    """The sum over the channels around each."""
+    """The sum over the channels around each channel."""
     # XLA finds worse layouts for arrays with axes of length 1.
     ones = tuple(axis for axis in range(_CHANNELS + 1, 0) if x.shape[axis] == 1)
     channels = x.shape[_CHANNELS]
@@ -146,7 +155,7 @@ def _neighbours(x: jax.Array, before: int, after: int) -> jax.Array:
     return jnp.expand_dims(reduced_along(packed, axis, 0.0, jax.lax.add, sum(padding) + 1, padding=padding), ones)
 
 
-# The derivative keeps x alone, not y.
+# The derivative keeps only x, not y.
 
 
 def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:

@@ -1,8 +1,8 @@
 """Negative log-likelihood: the loss of a label is minus its log-probability, times the weight of its class.
 
-There is no kernel, because there is nothing for one to gain. The loss reads one element a position. The gradient is a
-comparison of labels with classes, which XLA makes one loop that writes every element once; on TPUs and GPUs also when
-it goes on into the gradient of a log-softmax, so that it never exists by itself. A kernel would end such a fusion.
+A kernel would gain nothing here. The loss reads one element per position. The gradient compares labels with classes,
+which XLA compiles to one loop that writes every element once. On TPUs and GPUs the loop also fuses into the gradient of
+a log-softmax, so that this gradient is never stored at all. A kernel would end such a fusion.
 """
 
 import functools
@@ -34,36 +34,47 @@ def nll_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> jax.Array:
-    """The negative log-likelihood of labels: `-weight[label] * log_probs[label]` at each position, 0 where ignored.
+    """Computes the negative log-likelihood of labels: `-weight[label] * log_probs[label]`, or 0 where ignored.
 
-    Reduced by "sum", or by "mean": `sum(loss) / sum(weight[label])` over the positions that are not ignored.
+    "none" returns this loss at every position. "sum" adds the losses up, and "mean" returns
+    `sum(loss) / sum(weight[label])` over the positions that are not ignored.
 
     Args:
-      log_probs: (..., C), or with the classes on `axis`; floating point.
-      labels: (...), integers in [0, C) or `ignore_index`. Other labels cannot be refused, because values are not known
-        under jit: the loss of such a position is NaN, and so are a sum and a mean over it; its row of the gradient of
-        a sum is zero.
-      weight: (C,), floating point, the weight of each class. None means ones.
-      axis: of the classes in `log_probs`. They stay where they are: nothing is transposed.
-      ignore_index: the label of positions to skip: their log-probabilities, and the weight of the ignored class, are
-        not read. Any integer, also one that is no class or that the dtype of `labels` cannot hold.
+      log_probs: (..., C), or with the classes along `axis`; floating point.
+      labels: (...), integers in [0, C) or `ignore_index`. Any other label makes the loss NaN at its position, and with
+        it a sum or mean; its row of the gradient of a sum is zero. It raises no error because values are unknown under
+        jit.
+      weight: (C,), floating point: the weight of each class. None means ones.
+      axis: the axis of `log_probs` that holds the classes. Nothing is transposed.
+      ignore_index: the label of positions to skip. Their log-probabilities are not read, nor is the weight of this
+        class. Any integer is allowed, even one that is not a class or that the dtype of `labels` cannot hold.
       reduction: "none", "mean" or "sum".
 
     Returns:
-      () or, for "none", the shape of `labels`; with the dtype of `log_probs`.
+      A scalar, or an array with the shape of `labels` for "none"; the dtype is that of `log_probs`.
 
     Raises:
-      BadParamError: if dtypes or shapes are others than above, there are labels but no classes, or `axis`,
-        `ignore_index` or `reduction` is none of the values above.
+      BadParamError: if a dtype or shape differs from the above, if there are labels but no classes, or if `axis`,
+        `ignore_index` or `reduction` is not one of the values above.
 
-    Numerics: computed in float32 (float64 for float64 `log_probs`) and rounded once. A mean with nothing to divide by
-      (all positions ignored, or zero weights) is NaN, as in PyTorch; if all positions are ignored, its gradient is
-      zero. The gradient is one write of the whole array. Differentiable in `log_probs` and `weight`, in all modes and
-      orders.
+    Numerics:
+      Computed in float32 (float64 for float64 `log_probs`) and rounded once.
 
-    Meshes: any axis may be split. Where three or more axes lie behind the classes, what is split along the third or a
-      later one is exchanged between devices, so that it is split along the second, and is gathered only if that cannot
-      be divided by as many devices.
+      If there is nothing to divide by (all positions ignored, or zero weights), a mean is NaN, as in PyTorch. If all
+      positions are ignored, its gradient is zero.
+
+      The gradient writes the whole array once. Derivatives of all modes and orders exist in `log_probs` and `weight`.
+
+    Meshes:
+      Any axis may be split. If three or more axes follow the classes and the third or a later one is split, devices
+      exchange elements so that the second one is split instead. Elements are gathered only if the second axis cannot be
+      divided by that many devices.
+
+    Example:
+      >>> log_probs = jnp.log(jnp.array([[0.5, 0.5], [0.25, 0.75], [0.1, 0.9]]))
+      >>> labels = jnp.array([0, 0, -100])
+      >>> print(np.asarray(jaxops.nll_loss(log_probs, labels, reduction="none")).round(3))  # log 2, log 4, ignored
+      [0.693 1.386 0.   ]
 
     Source: CANN `aclnnNLLLoss` and `aclnnNLLLoss2d`; PyTorch `torch.nn.functional.nll_loss`.
     """
@@ -83,7 +94,7 @@ def nll_loss(
 
 
 def reduced(losses: jax.Array, weights: jax.Array, reduction: str) -> jax.Array:
-    """The losses of all positions, reduced but not yet rounded."""
+    """Reduces the losses of all positions, without rounding them yet."""
     if reduction == "none":
         return losses
     total = jnp.sum(losses)
@@ -93,10 +104,10 @@ def reduced(losses: jax.Array, weights: jax.Array, reduction: str) -> jax.Array:
 def _at_positions(
     log_probs: jax.Array, labels: jax.Array, weight: jax.Array, *, axis: int, ignore_index: int
 ) -> Arrays:
-    """Loss and weight at each position."""
+    """The loss and weight at each position."""
     if axis == -1:
         return NLL_LOSS(log_probs, labels, weight, ignore_index=ignore_index)
-    # Whatever axes stand behind the classes can be seen as the two of an image without moving data.
+    # Any axes behind the classes can be viewed as the two axes of an image, without moving data.
     before, classes, behind = log_probs.shape[:axis], log_probs.shape[axis], log_probs.shape[axis + 1 :]
     image = (behind[0], math.prod(behind[1:]))
     images = reshaped(log_probs, (*before, classes, *image)), reshaped(labels, (*before, *image))
@@ -133,7 +144,7 @@ def _loss(log_probs: jax.Array, labels: jax.Array, weight: jax.Array, *, axis: i
     safe_ids = jnp.expand_dims(jnp.where(live, ids, 0), axis)
     picked = jnp.take_along_axis(log_probs, safe_ids, axis, mode="clip").squeeze(axis)
     dtype = accumulation_dtype(log_probs.dtype)
-    # Masked where it is read, and not only in the result: a NaN that is skipped must not reach derivatives either.
+    # Masked here and not only in the result, because a skipped NaN must not reach derivatives either.
     picked = jnp.where(live, picked, jnp.zeros((), picked.dtype)).astype(dtype)
     weights = _weights(weight, ids, live, dtype)
     elsewhere = jnp.where(kept, jnp.array(jnp.nan, dtype), jnp.zeros((), dtype))
@@ -155,7 +166,7 @@ def _backward(
 
 
 def _classify(labels: jax.Array, classes: int, ignore_index: int) -> Arrays:
-    """Labels as ids, whether they are not ignored, and whether they are classes besides."""
+    """Labels as ids, where they are not ignored, and where they are also classes."""
     ids = wide_ids(labels)
     kept = differ_from(labels, ignore_index)
     return ids, kept, kept & (ids >= 0) & (ids < classes)
@@ -176,7 +187,7 @@ def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, *, axis: int, ig
     if active[0]:
         grads += backward(grad_losses, labels, weight, ignore_index=ignore_index, dtype=log_probs.dtype)
     if active[2]:
-        # The loss is linear in the weights. Their gradient sums over positions by class: an embedding's, of width one.
+        # The loss is linear in the weights. Their gradient sums positions by class, like an embedding of width one.
         unweighted, _ = forward(log_probs, labels, jnp.ones_like(weight), ignore_index=ignore_index)
         by_position = unweighted * grad_losses + grad_weights
         classes = weight.shape[0]

@@ -1,4 +1,4 @@
-"""Softmax: the operator and its logarithm over groups of any axes, and the gradients that are documented for them."""
+"""Softmax and its logarithm over groups along any axes, with their documented gradients."""
 
 import functools
 import math
@@ -22,41 +22,52 @@ from pallas_kernels.tpu import softmax as tpu
 from pallas_kernels.tpu import softmax_backward as tpu_backward
 
 ALGORITHMS = ("fast", "accurate", "log")
-# From how many elements on a product with ones sums a row faster than a sum, measured on x86.
+# From this many elements on, a product with ones sums a row faster than a sum does; measured on x86.
 _LONG_ROW = 512
 
 
 def softmax(x: jax.Array, *, axis: int | Sequence[int] = -1, algorithm: str = "accurate") -> jax.Array:
-    """Exponentials that add up to 1: `y = exp(x) / sum(exp(x))` over each group of elements.
+    """Computes the softmax `y = exp(x) / sum(exp(x))` over groups of elements, or its logarithm.
 
-    "log" gives the logarithm of that: `y = x - log(sum(exp(x)))`. The gradients, of y alone:
+    "log" gives `y = x - log(sum(exp(x)))`. Both gradients need only y:
 
-        grad_x = y * (grad_y - sum(y * grad_y))
+        grad_x = y * (grad_y - sum(y * grad_y))       "accurate" and "fast"
         grad_x = grad_y - exp(y) * sum(grad_y)        "log"
 
     Args:
       x: floating point, of any shape.
-      axis: a group has the elements along this axis, or along all axes of this tuple. As in PyTorch an array without
-        axes may be given 0 or -1, and is a group of one.
-      algorithm: "accurate", "fast" or "log". "fast" is "accurate" here: the documents let it leave out the maximum, and
-        overflow.
+      axis: the axis along which a group lies, or a tuple of axes that make up one group together. As in PyTorch, an
+        array without axes accepts 0 or -1 and counts as a group of one.
+      algorithm: "accurate", "fast" or "log". "fast" is the same as "accurate" here. The vendor documents allow it to
+        skip the maximum, and so to overflow.
 
     Returns:
-      The shape and dtype of x.
+      An array with the shape and dtype of x.
 
     Raises:
-      BadParamError: if x is not floating point, an axis is out of range or given twice, or the algorithm is none of the
-        above.
+      BadParamError: if x is not floating point, an axis is out of range or given twice, or the algorithm is unknown.
 
-    Numerics: the maximum of a group is subtracted first; computed in float32 (float64 for float64) and rounded once.
-      -inf gives 0 (-inf for "log"); a group of nothing but -inf gives NaN, as does one with NaN or inf in it. The
-      gradient keeps y alone; all modes and orders of derivatives exist. Groups may lie along any axes without being
-      transposed. Kernels for TPU and for NVIDIA GPUs from Hopper on, forward and backward, run where
-      `jaxops.use("pallas")` asks for them, as they have not been measured on those chips.
+    Numerics:
+      The maximum of each group is subtracted first. Everything is computed in float32 (float64 for float64) and rounded
+      once. -inf gives 0 ("log": -inf). A group of only -inf gives NaN, and so does a group with NaN or inf in it.
 
-    Meshes: any axis may be split, and y lies as x does. Groups of several axes that are split behind their first are
-      exchanged between devices, so that they are split along the first; they are gathered only if it cannot be divided
-      by as many devices.
+      Groups are never transposed, whichever axes they lie along. The gradient keeps only y. Derivatives of all modes
+      and orders exist.
+
+      There are forward and backward kernels for TPUs and for NVIDIA GPUs from Hopper on. They run only where
+      `jaxops.use("pallas")` asks for them, because they have not been measured on those chips.
+
+    Meshes:
+      Any axis may be split, and y is laid out like x. If a group has several axes and a later one is split, devices
+      exchange elements so that the first one is split instead. Elements are gathered only if the first axis cannot be
+      divided by that many devices.
+
+    Example:
+      >>> print(np.asarray(jaxops.softmax(jnp.log(jnp.array([1.0, 3.0])))).round(3))
+      [0.25 0.75]
+      >>> y = jaxops.softmax(jnp.zeros((2, 4, 8)), axis=(1, 2))  # two groups of 32 elements
+      >>> float(y[0, 0, 0])
+      0.03125
 
     Source: mcDNN `mcdnnSoftmaxForward` and `mcdnnSoftmaxBackward`; PyTorch `torch.nn.functional.softmax`.
     """
@@ -67,19 +78,19 @@ def softmax(x: jax.Array, *, axis: int | Sequence[int] = -1, algorithm: str = "a
     return over_groups(x, log=algorithm == "log", groups=Groups.along(x.shape, _checked_axes(x, axis)))
 
 
-# Compiled as a whole outside of jit, too, so that what puts groups last and back cancels out there as well.
+# Jitted as a whole, so that outside jit, too, moving groups last and back cancels out.
 
 
 @functools.partial(jax.jit, static_argnames=("log", "groups"), inline=True)
 def over_groups(x: jax.Array, *, log: bool, groups: Groups) -> jax.Array:
-    """The softmax, or its logarithm, of an array over its groups."""
+    """The softmax of an array over its groups, or its logarithm."""
     (y,) = SOFTMAX(groups.of(x, reshaped), log=log, groups=groups)
     return laid_out_as(groups.in_memory(y, reshaped), jax.typeof(x).sharding)
 
 
 @functools.partial(jax.jit, static_argnames=("log", "groups"), inline=True)
 def gradient_over_groups(y: jax.Array, grad: jax.Array, *, log: bool, groups: Groups) -> jax.Array:
-    """The documented gradient of that, of its result and the result's gradient."""
+    """The documented gradient, from the result and the gradient of the result."""
     (dx,) = SOFTMAX_BACKWARD(groups.of(y, reshaped), groups.of(grad, reshaped), log=log, groups=groups)
     return laid_out_as(groups.in_memory(dx, reshaped), jax.typeof(grad).sharding)
 
@@ -133,7 +144,7 @@ def _backward(y: jax.Array, grad: jax.Array, *, log: bool, groups: Groups) -> Ar
 
 
 def _totals(grad: jax.Array, groups: Groups) -> jax.Array:
-    """The sum of each group (..., c), in the array that has them."""
+    """The sum of each group (..., c), in the array that holds the groups."""
     array = groups.in_memory(grad)
     if not _sums_rows_by_product(grad, groups):
         return jnp.sum(array, groups.axes, keepdims=True, dtype=accumulation_dtype(grad.dtype))
@@ -142,10 +153,10 @@ def _totals(grad: jax.Array, groups: Groups) -> jax.Array:
 
 
 def _sums_rows_by_product(grad: jax.Array, groups: Groups) -> bool:
-    """Whether groups are rows whose sum is better a product with ones.
+    """Whether groups are rows that a product with ones sums faster.
 
-    XLA's CPU compiler fuses a sum of rows with what reads it, exponentials too, and that is slower than a sum first and
-    then the exponentials in a loop of their own. A product would need a wider copy of what is narrow.
+    XLA's CPU compiler fuses a sum of rows into whatever reads it, exponentials included. That is slower than a sum
+    first and then a loop of its own for the exponentials. A product would need a wider copy of narrow dtypes.
     """
     size = grad.shape[-1]
     is_long = not jax.export.is_symbolic_dim(size) and size >= _LONG_ROW

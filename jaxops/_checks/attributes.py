@@ -1,6 +1,6 @@
-"""The checks of attributes: numbers, integers, bools, choices and mesh axes, each accepted in one place only.
+"""Checks of attributes: numbers, integers, bools, choices and mesh axes.
 
-Every check raises BadParamError for anything else and returns the plain Python value. A bool is never a number.
+Every check returns the plain Python value, or raises BadParamError. A bool is never a number.
 """
 
 import math
@@ -20,13 +20,13 @@ _FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is an integer of Python or NumPy."""
-    # NumPy counts durations among its integers.
+    """Whether a value is a Python or NumPy integer."""
+    # NumPy's durations count as integers.
     return isinstance(value, Integral) and not isinstance(value, bool | np.timedelta64)
 
 
 def is_bool(value: Any) -> bool:
-    """Whether a value is a bool of Python or NumPy."""
+    """Whether a value is a Python or NumPy bool."""
     return isinstance(value, bool | np.bool_)
 
 
@@ -43,27 +43,27 @@ def require_real(
     traced: bool = False,
     status: int | str = PARAM_INVALID,
 ) -> Any:
-    """A finite number of Python or NumPy as a float.
+    """A finite Python or NumPy number as a float.
 
     Args:
-      operator: of the message.
-      argument: of the message.
-      value: what was given.
-      rule: of the message; what it says of the range is checked by the next four.
-      least: the least number that is accepted.
-      most: the greatest.
-      above: what the number must exceed.
-      below: what must exceed the number.
-      traced: whether a 0-d JAX array, traced or not, is accepted too. It is returned as it is, and its value is not
-        checked: reading it would wait for the device.
-      status: of the error.
+      operator: the operator, for the message.
+      argument: the argument, for the message.
+      value: the value to check.
+      rule: the rule, for the message. The next four arguments check what it says about the range.
+      least: the smallest number accepted.
+      most: the largest number accepted.
+      above: a number that the value must exceed.
+      below: a number that the value must stay below.
+      traced: whether to accept a 0-d JAX array, traced or not. It is returned as it is, and its value is not checked,
+        because reading it would wait for the device.
+      status: the status of the error.
     """
     if traced and isinstance(value, jax.Array) and value.shape == () and _is_real(value.dtype):
         return value
     number = _as_float(value, traced)
     in_range = number is not None and abs(number) <= _FLOAT32_MAX and least <= number <= most
     if number is not None and above is not None:
-        # What float32 flushes to zero does not exceed it.
+        # A difference that float32 flushes to zero does not count.
         in_range = in_range and number - above >= _FLOAT32_TINY
     if number is not None and below is not None:
         in_range = in_range and number < below
@@ -82,9 +82,9 @@ def require_integer(
     traced: bool = False,
     status: int | str = PARAM_INVALID,
 ) -> Any:
-    """An integer of Python or NumPy from `least` to `most`, as an int.
+    """A Python or NumPy integer from `least` to `most`, as an int.
 
-    With `traced` it may be a 0-d array as well; one that is traced is returned as it is.
+    With `traced` it may also be a 0-d array; a traced one is returned as it is.
     """
     if traced and (_is_scalar(value) or (isinstance(value, jax.Array) and value.shape == ())):
         is_id = bool(jnp.issubdtype(value.dtype, jnp.integer))
@@ -100,7 +100,7 @@ def require_integer(
 def require_bool(
     operator: str, argument: str, value: Any, *, or_int: bool = False, status: int | str = PARAM_INVALID
 ) -> bool:
-    """A bool of Python or NumPy; with `or_int` also the 0 and 1 of C calls."""
+    """A Python or NumPy bool; with `or_int` also 0 or 1, as in C calls."""
     fits = is_bool(value) or (or_int and is_integer(value) and value in (0, 1))
     require(fits, operator, argument, "be a bool", value, status=status)
     return bool(value)
@@ -118,7 +118,7 @@ def require_choice(
 def require_axis_names(
     operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID
 ) -> tuple[str, ...]:
-    """The names in what may be one mesh axis or a tuple of different ones, whether or not there are such axes."""
+    """The names in a mesh axis or a tuple of different ones, whether or not such axes exist."""
     names = value if isinstance(value, tuple) else (value,)
     are_names = all(isinstance(name, str) for name in names) and len({*names}) == len(names)
     require(are_names, operator, argument, "be a mesh axis or a tuple of them", value, status=status)
@@ -126,16 +126,16 @@ def require_axis_names(
 
 
 def require_floating_dtype(operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID) -> np.dtype:
-    """A floating-point dtype that JAX has, given as a dtype, its type or its name."""
+    """A floating-point dtype that JAX supports, from a dtype, a type or a name."""
     dtype = _as_dtype(value)
-    # NumPy has wider ones than JAX, and others with their bytes reversed.
+    # NumPy has wider dtypes than JAX, and dtypes with their bytes reversed.
     fits = dtype is not None and dtype.itemsize <= 8 and dtype.isnative and bool(jnp.issubdtype(dtype, jnp.floating))
     require(fits, operator, argument, "be a floating dtype", value, status=status)
     return jnp.dtype(value)
 
 
 def _as_float(value: Any, zero_rank: bool) -> float | None:
-    """The number that a value is; None if it is none, or beyond all numbers."""
+    """A value as a float; None if it is not a number, or too large for one."""
     is_array = isinstance(value, np.generic) or (zero_rank and _is_scalar(value))
     is_number = _is_real(value.dtype) if is_array else isinstance(value, Real) and not isinstance(value, bool)
     try:
@@ -145,7 +145,7 @@ def _as_float(value: Any, zero_rank: bool) -> float | None:
 
 
 def _is_scalar(value: Any) -> bool:
-    """Whether a value is a 0-d array of NumPy that has a value: what is masked has none."""
+    """Whether a value is a 0-d NumPy array with a value, which a masked one lacks."""
     return isinstance(value, np.ndarray) and value.shape == () and not isinstance(value, np.ma.MaskedArray)
 
 

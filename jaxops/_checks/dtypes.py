@@ -1,4 +1,4 @@
-"""Which dtypes operators on floating-point data take, and in which they compute."""
+"""The dtypes that floating-point operators take, and those in which they compute."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jaxops._checks.mcdnn import require
 
 
 def accumulation_dtype(*dtypes: Any) -> Any:
-    """The dtype of arithmetic and sums over data of these dtypes: float64 if one of them is, otherwise float32."""
+    """The dtype in which data of these dtypes is computed and summed: float64 if one of them is, else float32."""
     return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)
 
 

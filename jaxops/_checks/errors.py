@@ -1,4 +1,4 @@
-"""How a call is refused: one sentence with operator, argument, rule and value, and the documented status."""
+"""Refusals: one sentence with operator, argument, rule and value, and the documented status."""
 
 import re
 from collections.abc import Mapping
@@ -29,11 +29,11 @@ _MAX_SHOWN_BITS = 256
 
 
 class BadParamError(OperatorError):
-    """An argument breaks a documented rule of shape, dtype or value."""
+    """An argument breaks a documented rule about shape, dtype or value."""
 
 
 class VersionMismatchError(OperatorError):
-    """Two parts that must have one version do not."""
+    """Two parts that need the same version have different ones."""
 
 
 def require(
@@ -52,26 +52,26 @@ def require(
 
 
 def require_present(operator: str, arguments: Mapping[str, object], *, status: int | str = PARAM_INVALID) -> None:
-    """Raises BadParamError for the first required argument that is None; CANN's status for that is one of its own."""
+    """Raises BadParamError for the first required argument that is None; CANN has a status of its own for that."""
     missing = PARAM_NULLPTR if status == PARAM_INVALID else status
     for name, value in arguments.items():
         require(value is not None, operator, name, "be given", None, status=missing)
 
 
 def show(value: Any) -> str:
-    """Shape and dtype of anything like an array (a tracer included), the repr of anything else on one line."""
+    """The shape and dtype of anything like an array, even a tracer; the one-line repr of anything else."""
     if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic | type):
         return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"
-    # Where an object lies in memory tells nobody anything.
+    # An object's address in memory helps nobody.
     text = _show_elements(value) or re.sub(r" at 0x[0-9a-f]+", "", _written(value))
     text = " ".join(text.split())
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _written(value: Any) -> str:
-    """The repr, unless it fails, as those of objects that are not whole do: the refusal matters more."""
+    """The repr. If it fails, as for objects that are only half built, the type: the refusal matters more."""
     try:
         return repr(value)
     except Exception:
@@ -79,7 +79,7 @@ def _written(value: Any) -> str:
 
 
 def _show_elements(value: Any) -> str | None:
-    """A container element by element, as an element may be a tracer; None for anything else."""
+    """A container shown element by element, because an element may be a tracer; None for anything else."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         fields = zip(value._fields, value, strict=True)
         return f"{type(value).__name__}({', '.join(f'{name}={show(each)}' for name, each in fields)})"

@@ -1,4 +1,4 @@
-"""The layouts of images: the order of batch, channels and spatial axes."""
+"""Layouts of images: the order of the batch, channel and spatial axes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _DEFAULTS = {2: "NC", 3: "NCL", 4: "NCHW", 5: "NCDHW"}
 
 
 def resolved(operator: str, x: Any, layout: str | None, known: Sequence[str] = IMAGES) -> str:
-    """The layout that was asked for, or the one that x has by default, by its rank; checked against x."""
+    """The layout asked for, or the default layout for x's rank; checked against x."""
     ranks = sorted({len(one) for one in known})
     rule = f"have rank {' or '.join(map(str, ranks))}" if len(ranks) < 3 else f"have rank {ranks[0]} to {ranks[-1]}"
     require(len(x.shape) in ranks, operator, "x", rule, x)
@@ -27,7 +27,7 @@ def resolved(operator: str, x: Any, layout: str | None, known: Sequence[str] = I
 
 
 def sizes(value: Any) -> tuple[int, ...] | None:
-    """A shape as a user gives it, which may have symbolic sizes; None if it is none, or has a size beyond int32."""
+    """A user's shape, which may have symbolic sizes; None if it is not a shape, or a size exceeds int32."""
     if not isinstance(value, tuple | list):
         return None
     are_integers = (is_integer(n) and 0 <= int(n) <= INT32_MAX for n in value)
@@ -39,12 +39,12 @@ def sizes(value: Any) -> tuple[int, ...] | None:
 
 
 def spatial_extents(shape: Sequence[int], layout: str) -> tuple[int, ...]:
-    """The extents of an image: two or three."""
+    """The two or three spatial extents of an image."""
     return tuple(shape[_SPATIAL_AXES[layout]])
 
 
 def with_spatial_extents(shape: Sequence[int], layout: str, extents: Sequence[int]) -> tuple[int, ...]:
-    """The shape of an image with other extents."""
+    """The shape of an image with other spatial extents."""
     changed = list(shape)
     changed[_SPATIAL_AXES[layout]] = extents
     return tuple(changed)

@@ -1,4 +1,4 @@
-"""The checks of operators that mcDNN documents: what they refuse carries its status for a bad parameter."""
+"""Checks for the operators that mcDNN documents: refusals carry mcDNN's status for a bad parameter."""
 
 import functools
 

@@ -1,7 +1,7 @@
-"""The one door for operands: what counts as an array, and one sentence for everything else.
+"""What operators accept as arrays, and how they refuse everything else.
 
-Arrays are those of JAX (traced ones too) and of NumPy, numbers, nested lists and tuples of numbers, and whatever has
-`__jax_array__`. Tensors of other frameworks are refused: JAX would copy them through the host without saying so.
+Accepted are JAX arrays (traced ones too), NumPy arrays, numbers, nested lists and tuples of numbers, and objects with
+`__jax_array__`. Tensors of other frameworks are refused, because JAX would silently copy them through the host.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _NUMPY = (np.ndarray, np.generic)
 
 
 def as_array(operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID) -> jax.Array:
-    """A required operand as a JAX array; BadParamError if it is None or anything but an array."""
+    """A required operand as a JAX array; BadParamError if it is None or not an array."""
     if isinstance(value, jax.Array):
         return value
     require_present(operator, {argument: value}, status=status)
@@ -28,7 +28,7 @@ def as_array(operator: str, argument: str, value: Any, *, status: int | str = PA
     _check_integers(operator, argument, value, status)
     try:
         with np.errstate(over="raise"):
-            if isinstance(value, float | complex):  # which JAX casts only where they are used
+            if isinstance(value, float | complex):  # JAX would cast them only where they are used
                 np.asarray(value, jax.dtypes.canonicalize_dtype(type(value)))
             array = jnp.asarray(value)
     except FloatingPointError:
@@ -43,12 +43,12 @@ def as_array(operator: str, argument: str, value: Any, *, status: int | str = PA
 
 
 def as_optional(operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID) -> jax.Array | None:
-    """`as_array` of an operand that may be None."""
+    """`as_array` for an operand that may be None."""
     return None if value is None else as_array(operator, argument, value, status=status)
 
 
 def as_arrays(operator: str, operands: Mapping[str, Any], *, status: int | str = PARAM_INVALID) -> list[jax.Array]:
-    """`as_array` of each of several required operands, by name; first none of them may be None."""
+    """`as_array` for several required operands by name; first checks that all are given."""
     require_present(operator, operands, status=status)
     return [as_array(operator, argument, value, status=status) for argument, value in operands.items()]
 
@@ -56,7 +56,7 @@ def as_arrays(operator: str, operands: Mapping[str, Any], *, status: int | str =
 def as_shape(
     operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID
 ) -> jax.ShapeDtypeStruct | jax.core.ShapedArray:
-    """The shape and dtype of an operand that must have these, but need not have values."""
+    """The shape and dtype of an operand that must have these but need not have values."""
     if isinstance(value, jax.ShapeDtypeStruct | jax.core.ShapedArray):
         return value
     if not hasattr(value, "shape"):
@@ -66,7 +66,7 @@ def as_shape(
 
 
 def as_key(operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID) -> jax.Array:
-    """The uint32 words of one key of `jax.random`, typed or raw."""
+    """The uint32 words of a single `jax.random` key, typed or raw."""
     key = as_array(operator, argument, value, status=status)
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     data = jax.random.key_data(key) if is_typed else key
@@ -77,9 +77,9 @@ def as_key(operator: str, argument: str, value: Any, *, status: int | str = PARA
 
 
 def _may_be_array(value: Any) -> bool:
-    """Whether a value is an array, a number, or a list of nothing else: JAX would read strings in lists as dtypes."""
+    """Whether a value is an array, a number, or a list of only these. JAX would read strings in lists as dtypes."""
     if isinstance(value, list | tuple):
-        # A tuple with names holds different things: it is a state or a result, even where JAX could stack it.
+        # A named tuple is a state or a result, even if JAX could stack its fields.
         return not hasattr(value, "_fields") and all(map(_may_be_array, value))
     if isinstance(value, _NUMPY):
         return value.dtype.kind not in "OSUMm" and not isinstance(value, np.ma.MaskedArray)
@@ -89,12 +89,12 @@ def _may_be_array(value: Any) -> bool:
 def _refusal(operator: str, argument: str, value: Any, status: int | str) -> BadParamError:
     shown, kind = show(value), type(value).__qualname__
     if not isinstance(value, np.ndarray) and hasattr(value, "shape") and hasattr(value, "dtype"):
-        shown = f"{kind} {shown}"  # which shape and dtype alone would make an array
+        shown = f"{kind} {shown}"  # shape and dtype alone would read like an accepted array
     return BadParamError(f"{operator}: {argument} must be an array of JAX or NumPy, or numbers; got {shown}", status)
 
 
 def _check_integers(operator: str, argument: str, value: Any, status: int | str) -> None:
-    """Refuses Python and NumPy integers that JAX would cut to 32 bits, unless they have the same value in 32."""
+    """Refuses Python and NumPy integers that JAX would truncate to 32 bits, unless they fit."""
     if not isinstance(value, (list, tuple, *_NUMBERS, *_NUMPY)):
         return
     try:

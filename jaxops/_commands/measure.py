@@ -1,4 +1,4 @@
-"""`jaxops tune` and `jaxops bench`: what is measured on the device in hand."""
+"""`jaxops tune` and `jaxops bench`: measurements on the device at hand."""
 
 import math
 import sys
@@ -39,8 +39,8 @@ def tune(
 ) -> None:
     """Measures each operator of a function on this device: the reference and every configuration of every kernel.
 
-    Without --arg the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
-    `with lowering.TuningResult.load(FILE):` uses the results, and so do other commands with --tuned FILE.
+    Without --arg, the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
+    `with lowering.TuningResult.load(FILE):` uses the results; other commands do so with --tuned FILE.
     """
     require(0 < budget < math.inf, "--budget", "be a positive number of seconds", str(budget))
     fn, args = load(function, arg or ())
@@ -72,10 +72,10 @@ def bench(
     output: Annotated[Path | None, typer.Option(help="A file for the results as JSON.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Times a function on this device under each implementation, turn by turn.
+    """Times a function on this device under each implementation, in turns.
 
-    Without --arg the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
-    Arrays are random where only shapes are given.
+    Without --arg, the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a function that returns one.
+    Where only shapes are given, arrays are random.
     """
     names = implementation.split(",")
     for name in names:

@@ -1,4 +1,4 @@
-"""What the subcommands of `jaxops` share: options, the console, and refusals of options."""
+"""What the subcommands of `jaxops` share: options, the console, and refusals."""
 
 import os
 import sys
@@ -30,19 +30,19 @@ Tuned = Annotated[
 
 
 def console() -> Console:
-    """A terminal's own width, or what COLUMNS says; wide enough for the tables where there is neither."""
+    """A console as wide as the terminal or COLUMNS says; without either, wide enough for the tables."""
     asked = os.environ.get("COLUMNS", "").isdigit()
     return Console(width=None if sys.stdout.isatty() or asked else 120)
 
 
 def show(table: RenderableType) -> None:
-    """Prints a table as the console is wide."""
+    """Prints a table that fits the console's width."""
     where = console()
     where.print(fitted(table, where))
 
 
 def tuned_by(path: Path | None) -> TuningResult:
-    """What the file holds, as a context; without a file, one that changes nothing."""
+    """The file's tuning result as a context; without a file, one that changes nothing."""
     try:
         return TuningResult() if path is None else TuningResult.load(path)
     except TuningError as error:
@@ -50,7 +50,7 @@ def tuned_by(path: Path | None) -> TuningResult:
 
 
 def require_target(target: str) -> None:
-    """Refuses what is neither a chip nor a slice of them with its topology."""
+    """Refuses names that are neither a chip nor a slice of chips with its topology."""
     try:
         named_slice(target)
     except ValueError as error:
@@ -58,12 +58,12 @@ def require_target(target: str) -> None:
 
 
 def require_implementation(name: str) -> None:
-    """Refuses a name that is no implementation's."""
+    """Refuses a name that is not an implementation."""
     require(name in IMPLEMENTATIONS, "--implementation", f"be one of {', '.join(IMPLEMENTATIONS)}", repr(name))
 
 
 def require_folder(path: Path) -> None:
-    """Makes the folder now, because a run that cannot save its results is of no use."""
+    """Creates the folder now, because a run that cannot save its results is useless."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         writable = os.access(path, os.W_OK)
@@ -73,7 +73,7 @@ def require_folder(path: Path) -> None:
 
 
 def require_file(path: Path) -> None:
-    """Refuses a file that cannot be written, before there is anything to write."""
+    """Refuses a file that cannot be written, before any work is done."""
     writable = path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()
     require(writable, "--output", "be a file that can be written", repr(str(path)))
 

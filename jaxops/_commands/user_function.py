@@ -1,4 +1,4 @@
-"""A function in a user's own file, as the command line names it, with arguments to trace it with."""
+"""Functions in a user's own file, as the command line names them, with arguments to trace them with."""
 
 import importlib.util
 import inspect
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxops._checks.errors import OperatorError
 from lowering import ArtifactError, CompileError, TuningError
 
-# Under their own names, and as jaxprs write them.
+# By their own names, and as jaxprs print them.
 DTYPES = {
     "bool": "bool",
     "bfloat16": "bfloat16",
@@ -30,7 +30,7 @@ DTYPES = {
 
 
 class CommandError(Exception):
-    """Why a command cannot do what it was asked, in one sentence."""
+    """Why a command cannot do what was asked, in one sentence."""
 
 
 def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -38,12 +38,14 @@ def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., An
 
     Args:
       location: "FILE.py:FUNCTION".
-      arguments: "DTYPE[SHAPE]" for each argument of the function: "float32[128,64]", "i32[]" for a scalar. If empty:
-        the file's FUNCTION_args, else its example_args: a tuple, or a function without parameters that returns one.
-        Without either, none.
+      arguments: "DTYPE[SHAPE]" for each argument of the function, such as "float32[128,64]", or "i32[]" for a scalar.
+        If
+        empty: the file's FUNCTION_args, else its example_args (a tuple, or a function without parameters that returns
+          one),
+        else no arguments.
 
     Raises:
-      CommandError: if there is no such file or function, the file fails, or the arguments do not fit the function.
+      CommandError: if the file or function does not exist, the file fails, or the arguments do not fit the function.
     """
     file, separator, name = location.rpartition(":")
     if not separator or not name:
@@ -69,7 +71,7 @@ def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., An
 
 
 def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
-    """The result of `code()`. What an operator refuses there is told in its own words, anything else in one line."""
+    """The result of `code()`. An operator's refusal keeps its own words; any other error becomes one line."""
     try:
         return code()
     except (OperatorError, ArtifactError, CompileError, TuningError) as error:
@@ -84,7 +86,7 @@ def _import(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"nothing loads {path}")
     module = importlib.util.module_from_spec(spec)
-    # A file finds its neighbours, as it does when Python runs it.
+    # The file can import its neighbours, as when Python runs it.
     sys.path.insert(0, str(path.parent.resolve()))
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""One rule of `vmap` for every primitive of ours."""
+"""The rule of `vmap` that all operators share."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +13,11 @@ from jaxops._primitive import sharding
 def batching_rule(
     primitive: Primitive, operands_carry: Sequence[bool], results_carry: Sequence[bool]
 ) -> Callable[..., Any]:
-    """The batching rule of a primitive some of whose operands and results carry leading batch axes.
+    """The batching rule of a primitive whose operands and results may carry leading batch axes.
 
-    Where everything that is mapped carries batch axes, so do all results, and the mapped axis becomes one more of them:
-    the primitive runs once. Otherwise a shared operand is mapped, or a result reduces over the batch axes, and the
-    primitive runs once for each position of the mapped axis. It stays the same primitive, with its derivative and its
-    kernels.
+    If everything that is mapped carries batch axes and so do all results, the mapped axis becomes one more batch axis
+    and the primitive runs once. Otherwise it runs once for each position of the mapped axis. Either way it stays the
+    same primitive, with its derivative and its kernels.
     """
 
     def batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Sequence[Any], Sequence[int]]:
@@ -26,8 +25,11 @@ def batching_rule(
         operands = [
             jnp.moveaxis(x, dim, 0) if m else as_array(x) for x, dim, m in zip(operands, dims, mapped, strict=True)
         ]
+        # A batched operand with one more leading axis is still a valid operand, so the mapped axis just joins the batch
+        # axes. That is impossible if a mapped operand is shared by all positions, or if a result reduces over them.
         if all(results_carry) and all(carries or not m for carries, m in zip(operands_carry, mapped, strict=True)):
             size = next(x.shape[0] for x, m in zip(operands, mapped, strict=True) if m)
+            # The batch axes of all operands that have them are the same, so an operand that is not mapped is repeated.
             operands = [
                 jnp.broadcast_to(x, (size, *x.shape)) if carries and not m else x
                 for x, carries, m in zip(operands, operands_carry, mapped, strict=True)
@@ -41,14 +43,16 @@ def batching_rule(
 
 
 def as_array(x: Any) -> Any:
-    """An operand, tangent or cotangent as an array: JAX passes on the Python numbers that users give."""
+    """An operand, tangent or cotangent as an array. JAX passes on Python numbers as users wrote them."""
     return x if isinstance(x, jax.Array) else jnp.asarray(x, jax.typeof(x).dtype)
 
 
 def _one_by_one(primitive: Primitive, operands: Sequence[Any], mapped: Sequence[bool], params: dict[str, Any]) -> Any:
+    """Binds the primitive at each position of the mapped axis, in a loop."""
+
     def bind(mapped_operands: Sequence[Any]) -> Any:
         rest = iter(mapped_operands)
         return primitive.bind(*(next(rest) if m else x for x, m in zip(operands, mapped, strict=True)), **params)
 
-    # A loop takes its positions from arrays that are whole along the mapped axis.
+    # On an explicit mesh a loop cannot slice along an axis that is split over devices: it is gathered first.
     return jax.lax.map(bind, [sharding.whole_along_first(x) for x, m in zip(operands, mapped, strict=True) if m])

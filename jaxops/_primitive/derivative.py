@@ -1,8 +1,13 @@
-"""How operators are differentiated: in forward mode, reverse mode and any mixture of them.
+"""How operators are differentiated: in forward mode, in reverse mode, and in any mixture of them.
 
-The JVP of an operator binds a *linear tangent* primitive, which maps tangents of operands to tangents of results.
-Transposed, it binds the documented backward operator: so reverse mode runs that operator, forward mode works, and both
-can be differentiated again.
+Each operator has a documented backward operator, and reverse mode has to run exactly that one. Neither of JAX's own
+tools is enough. `jax.custom_vjp` runs it, but rules out forward mode. `jax.custom_jvp` allows both modes, but reverse
+mode then transposes the formula of forward mode, and the backward operator never runs.
+
+So the JVP of an operator binds a primitive of its own, `<operator>_tangent`, which maps tangents of operands to
+tangents of results and is linear in them. Forward mode evaluates it. Reverse mode transposes it, as JAX does with every
+linear primitive, and its transpose rule binds the documented backward operator. Both are made of primitives that have
+derivatives again, so every order and mixture exists.
 """
 
 import dataclasses
@@ -28,19 +33,18 @@ Active = tuple[bool, ...]
 class Derivative:
     """The derivative of an operator, as a linear map and its transpose.
 
-    In each function `active` says which operands are being differentiated, `params` are the operator's attributes, and
-    `tangents` and cotangents of operands are given for active operands only, in order. Results of integer dtype have no
-    tangents and no cotangents.
+    `active` says which operands are differentiated; `params` are the operator's attributes. Tangents and cotangents of
+    operands are listed for active operands only, in order. Results of integer dtype have neither.
 
     Attributes:
-      vjp: `vjp(residuals, cotangents, active, **params)` returns the cotangents of the active operands; it calls the
-        documented backward operator.
+      vjp: `vjp(residuals, cotangents, active, **params)` returns the cotangents of the active operands, by calling
+        the documented backward operator.
       tangent: `tangent(residuals, tangents, active, **params)` returns the tangents of the results; linear in
-        `tangents`. It is made of operators and elementwise jnp, so that an explicit mesh lays it out. None takes the
-        JVP of the operator's reference, which is right unless vjp is deliberately something else.
+        `tangents`. It consists of operators and elementwise jnp, whose layout an explicit mesh can infer. None takes
+        the JVP of the operator's reference, which is right unless vjp differs from it on purpose.
       linearize: `linearize(operands, active, **params)` returns (results, residuals). None evaluates the operator and
-        keeps its operands and results.
-      residuals: the signature of the residuals where `linearize` is given, such as `"... h, v h"`; "" for none.
+        keeps its operands and results as residuals.
+      residuals: the signature of what `linearize` keeps, such as `"... h, v h"`; "" if it keeps nothing.
     """
 
     vjp: Callable[..., Sequence[jax.Array]]
@@ -67,14 +71,17 @@ def jvp_rule(operator: _Operator) -> Callable[..., Any]:
     tangent_primitive = _tangent_primitive(operator, operator.derivative) if operator.derivative else None
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, selection: Any, **params: Any) -> tuple[Any, Any]:
+        # Operands with symbolic zeros for tangents are constants here, and get no cotangent in reverse mode.
         active = tuple(not isinstance(tangent, ad.Zero) for tangent in tangents)
         live_tangents = [tangent for tangent, a in zip(tangents, active, strict=True) if a]
+        # JAX may run this rule after the user's `lowering.use` has ended: operators bound here keep its choice.
         with lowering.using(selection):
             if tangent_primitive is None:
                 results = operator(*primals, **params)
                 result_tangents = _jvp_of_meaning(operator, primals, live_tangents, active, params)
             else:
                 results, residuals = _linearize(operator, primals, active, params)
+                # Inside shard_map a replicated residual may meet a varying tangent; a primitive needs both to vary.
                 operands = sharding.same_varying_axes([*residuals, *live_tangents])
                 result_tangents = tangent_primitive.bind(
                     *operands, active=active, selection=selection, params=tuple(sorted(params.items()))
@@ -86,9 +93,9 @@ def jvp_rule(operator: _Operator) -> Callable[..., Any]:
 
 
 def compiled_bind(primitive: Primitive) -> Callable[..., Any]:
-    """Evaluates a primitive outside of jit by compiling it once for each set of attributes and shapes.
+    """Evaluates a primitive outside jit, compiled once for each set of attributes and shapes.
 
-    Under `jax.disable_jit` as well, as JAX does with its own primitives: what users debug are their functions.
+    Also under `jax.disable_jit`, as JAX does with its own primitives: users want to debug their functions, not these.
     """
 
     def evaluate(*operands: Any, **params: Any) -> Any:
@@ -105,7 +112,7 @@ def _compiled(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Call
 
 
 def _tangent_primitive(operator: _Operator, derivative: Derivative) -> Primitive:
-    """The primitive that maps tangents of operands to tangents of results; the residuals are its first operands."""
+    """The primitive that maps tangents of operands to tangents of results; its first operands are the residuals."""
     primitive = Primitive(f"{operator.name}_tangent")
     primitive.multiple_results = True
 
@@ -113,6 +120,7 @@ def _tangent_primitive(operator: _Operator, derivative: Derivative) -> Primitive
         residuals, tangents = _split(operands, active)
         with lowering.using(selection):
             if derivative.tangent is None:
+                # The residuals begin with the operands, because such an operator has no `linearize` of its own.
                 primals = residuals[: len(active)]
                 return tuple(_jvp_of_meaning(operator, primals, tangents, active, dict(params)))
             return tuple(derivative.tangent(residuals, tangents, active, **dict(params)))
@@ -120,58 +128,86 @@ def _tangent_primitive(operator: _Operator, derivative: Derivative) -> Primitive
     def abstract_eval(*operands: Any, **params: Any) -> list[Any]:
         return list(jax.make_jaxpr(functools.partial(apply, **params))(*operands).out_avals)
 
-    def transpose(cotangents: Any, *operands: Any, active: Active, selection: Any, params: Any) -> list[Any]:
-        residuals, tangents = _split(operands, active)
-        with lowering.using(selection):
-            cotangents = [as_array(ad.instantiate_zeros(cotangent)) for cotangent in cotangents]
-            results = derivative.vjp(residuals, cotangents, active, **dict(params))
-        laid_out = [
-            sharding.laid_out_as(x, tangent.aval.sharding) for x, tangent in zip(results, tangents, strict=True)
-        ]
-        return [None] * len(residuals) + laid_out
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-        residuals, linear = _split(primals, params["active"])
-        residual_dots, linear_dots = _split(tangents, params["active"])
-        results = primitive.bind(*primals, **params)
-        moving = [not isinstance(dot, ad.Zero) for dot in residual_dots]
-        terms = []
-        if any(moving):
-            inputs = [x for x, m in zip(residuals, moving, strict=True) if m]
-            dots = [dot for dot, m in zip(residual_dots, moving, strict=True) if m]
-
-            def at(*moved: Any) -> Arrays:
-                rest = iter(moved)
-                full = [next(rest) if m else x for x, m in zip(residuals, moving, strict=True)]
-                return apply(*full, *linear, **params)
-
-            terms.append(jax.jvp(at, inputs, dots)[1])
-        live = [not isinstance(dot, ad.Zero) for dot in linear_dots]
-        if any(live):
-            among_active = iter(live)
-            active = tuple(a and next(among_active) for a in params["active"])
-            dots = [dot for dot, alive in zip(linear_dots, live, strict=True) if alive]
-            terms.append(
-                primitive.bind(*sharding.same_varying_axes([*residuals, *dots]), **{**params, "active": active})
-            )
-        return results, terms[0] if len(terms) == 1 else [a + b for a, b in zip(*terms, strict=True)]
-
-    def batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-        axes = operator.axes
-        active_axes = [operand for operand, a in zip(axes.operands, params["active"], strict=True) if a]
-        residual_axes: Sequence[Axes] = [*axes.operands, *axes.results]
-        if derivative.linearize is not None:
-            residual_axes = Signature.parse(f"{derivative.residuals} ->").operands if derivative.residuals else ()
-        carry = [x.batched for x in (*residual_axes, *active_axes)]
-        return batching_rule(primitive, carry, [result.batched for result in axes.results])(operands, dims, **params)
-
     primitive.def_impl(compiled_bind(primitive))
     primitive.def_abstract_eval(abstract_eval)
     mlir.register_lowering(primitive, mlir.lower_fun(apply, multiple_results=True))
-    ad.primitive_transposes[primitive] = transpose
-    ad.primitive_jvps[primitive] = jvp
-    batching.primitive_batchers[primitive] = batch
+    ad.primitive_transposes[primitive] = functools.partial(_transpose, derivative)
+    ad.primitive_jvps[primitive] = functools.partial(_jvp_of_tangent, primitive, apply)
+    batching.primitive_batchers[primitive] = functools.partial(_batch_tangent, operator, derivative, primitive)
     return primitive
+
+
+def _transpose(
+    derivative: Derivative, cotangents: Any, *operands: Any, active: Active, selection: Any, params: Any
+) -> list[Any]:
+    """The transpose of a tangent primitive: binds the documented backward operator."""
+    # JAX transposes in the tangents alone: residuals have values here, and tangents are placeholders for their types.
+    residuals, tangents = _split(operands, active)
+    # Transposition happens after tracing, maybe outside the user's `lowering.use`, so what held there is restored.
+    with lowering.using(selection):
+        # The backward operator takes every cotangent as an array, but JAX passes symbolic zeros for unused results.
+        cotangents = [as_array(ad.instantiate_zeros(cotangent)) for cotangent in cotangents]
+        results = derivative.vjp(residuals, cotangents, active, **dict(params))
+    # On an explicit mesh JAX adds cotangents of one operand up, and refuses to if they are laid out differently.
+    laid_out = [sharding.laid_out_as(x, tangent.aval.sharding) for x, tangent in zip(results, tangents, strict=True)]
+    return [None] * len(residuals) + laid_out
+
+
+def _jvp_of_tangent(
+    primitive: Primitive, apply: Callable[..., Arrays], primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
+    """The JVP of a tangent primitive t = T(r) u, which is linear in the tangents u but not in the residuals r.
+
+    By the product rule, dt = (dT(r)/dr dr) u + T(r) du.
+    """
+    residuals, linear = _split(primals, params["active"])
+    residual_dots, linear_dots = _split(tangents, params["active"])
+    results = primitive.bind(*primals, **params)
+    terms = []
+
+    # First term: differentiate `apply` in r at fixed u. It consists of operators and jnp, so JAX can, to any order.
+    # Residuals without a tangent stay constants: labels, being integers, have none, and explicit zeros would cost work.
+    varies = [not isinstance(dot, ad.Zero) for dot in residual_dots]
+    if any(varies):
+        varying = [x for x, v in zip(residuals, varies, strict=True) if v]
+        dots = [dot for dot, v in zip(residual_dots, varies, strict=True) if v]
+
+        def of_residuals(*varying: Any) -> Arrays:
+            rest = iter(varying)
+            full = [next(rest) if v else x for x, v in zip(residuals, varies, strict=True)]
+            return apply(*full, *linear, **params)
+
+        terms.append(jax.jvp(of_residuals, varying, dots)[1])
+
+    # Second term: T(r) again, now at du. It is bound as the primitive, not inlined, so that its transpose is the
+    # documented backward operator here too. Tangents whose own tangent is zero are no longer active.
+    is_live = [not isinstance(dot, ad.Zero) for dot in linear_dots]
+    if any(is_live):
+        among_active = iter(is_live)
+        active = tuple(a and next(among_active) for a in params["active"])
+        dots = [dot for dot, live in zip(linear_dots, is_live, strict=True) if live]
+        operands = sharding.same_varying_axes([*residuals, *dots])
+        terms.append(primitive.bind(*operands, **{**params, "active": active}))
+    return results, terms[0] if len(terms) == 1 else [a + b for a, b in zip(*terms, strict=True)]
+
+
+def _batch_tangent(
+    operator: _Operator,
+    derivative: Derivative,
+    primitive: Primitive,
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    **params: Any,
+) -> Any:
+    """The batching rule of a tangent primitive, from the signatures of its operator and of the residuals."""
+    axes = operator.axes
+    # A tangent has the axes of its operand. How many tangents there are depends on `active`, so this waits until now.
+    active_axes = [operand for operand, a in zip(axes.operands, params["active"], strict=True) if a]
+    residual_axes: Sequence[Axes] = [*axes.operands, *axes.results]
+    if derivative.linearize is not None:
+        residual_axes = Signature.parse(f"{derivative.residuals} ->").operands if derivative.residuals else ()
+    carry = [x.batched for x in (*residual_axes, *active_axes)]
+    return batching_rule(primitive, carry, [result.batched for result in axes.results])(operands, dims, **params)
 
 
 def _linearize(
@@ -187,13 +223,15 @@ def _linearize(
 def _jvp_of_meaning(
     operator: _Operator, primals: Sequence[Any], tangents: Sequence[Any], active: Active, params: dict[str, Any]
 ) -> list[jax.Array]:
-    def of_active(*moving: Any) -> list[jax.Array]:
-        rest = iter(moving)
+    """The tangents of the operator's results, by JAX's differentiation of its reference."""
+
+    def of_active(*varying: Any) -> list[jax.Array]:
+        rest = iter(varying)
         operands = [next(rest) if a else primal for primal, a in zip(primals, active, strict=True)]
         return [result for result in operator.meaning(*operands, **params) if _has_tangent(result)]
 
-    moving = [primal for primal, a in zip(primals, active, strict=True) if a]
-    return jax.jvp(of_active, moving, list(tangents))[1]
+    varying = [primal for primal, a in zip(primals, active, strict=True) if a]
+    return jax.jvp(of_active, varying, list(tangents))[1]
 
 
 def _has_tangent(result: Any) -> bool:
@@ -201,6 +239,6 @@ def _has_tangent(result: Any) -> bool:
 
 
 def _split(operands: Sequence[Any], active: Active) -> tuple[list[Any], list[Any]]:
-    """Residuals, and the tangents after them (one for each active operand)."""
+    """Splits the operands of a tangent primitive into residuals and tangents (one for each active operand)."""
     count = len(operands) - sum(active)
     return list(operands[:count]), list(operands[count:])

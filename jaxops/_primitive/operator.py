@@ -1,4 +1,4 @@
-"""An operator as a record, and the JAX primitive that it becomes."""
+"""An operator as a record, and the JAX primitive made from it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,19 +21,20 @@ _operators: dict[str, "Operator"] = {}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operator:
-    """What an operator is. Constructing the record makes the primitive and installs all of its rules.
+    """Everything about one operator. Constructing the record creates the primitive and installs all of its rules.
 
     Attributes:
-      name: of the operator and of its primitive, as jaxprs print it.
-      signature: which operands and results carry batch axes; `signature.Signature` describes the notation. Drives
-        batching and sharding.
-      check: `check(*operands, **params)` raises BadParamError where shapes, dtypes or attributes break the documented
-        rules; it sees anything with shape and dtype.
-      reference: `reference(*operands, **params) -> tuple of results`. The operator's meaning in jnp, and what runs
+      name: the name of the operator and of its primitive, as jaxprs print it.
+      signature: which operands and results carry batch axes; `signature.Signature` describes the notation. Batching and
+        sharding follow from it.
+      check: `check(*operands, **params)` raises BadParamError if shapes, dtypes or attributes break the documented
+        rules. Operands need only a shape and a dtype.
+      reference: `reference(*operands, **params)` returns a tuple of results. It defines the operator in jnp, and runs
         wherever no kernel is better.
-      derivative: how to differentiate with other operators of ours; None differentiates the reference as JAX does.
-      kernels: in order of preference.
-      patterns: of plain JAX that the operator would replace; `lowering.explain` looks for them in users' functions.
+      derivative: how to differentiate by way of other operators. None differentiates the reference as JAX does.
+      kernels: kernels that may run in place of the reference, in order of preference.
+      patterns: plain-JAX patterns that this operator can replace. `lowering.explain` looks for them in users'
+        functions.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Operator:
         _operators[self.name] = self
 
     def __call__(self, *operands: jax.Array, **params: Any) -> tuple[jax.Array, ...]:
-        """Binds the primitive. Operands are arrays already; `params` are hashable."""
+        """Binds the primitive. Operands must be arrays, and `params` hashable."""
         # Abstract evaluation checks too, but under vmap only this place sees the shapes that the user wrote.
         self.check(*operands, **params)
         selection = lowering.current_selection()
@@ -71,11 +72,11 @@ class Operator:
         return Signature.parse(self.signature)
 
     def meaning(self, *operands: Any, **params: Any) -> tuple[jax.Array, ...]:
-        """The reference, with results laid out over an explicit mesh as the signature says."""
+        """Evaluates the reference; on an explicit mesh, with results laid out as the signature says."""
         return sharding.sharded_as_signature(self.axes, self.reference, operands, params)
 
     def local_kernel(self, run: Callable[..., Any], operands: Any) -> Callable[..., Any]:
-        """A kernel's `run`, applied to each device's own part of operands on an explicit or automatic mesh."""
+        """Applies a kernel's `run` to each device's own part of the operands."""
         return sharding.per_device(self.axes, run, operands)
 
     def _abstract_eval(self, *operands: Any, selection: Any, **params: Any) -> list[Any]:
@@ -85,5 +86,11 @@ class Operator:
 
 
 def operators() -> tuple[Operator, ...]:
-    """The records of all operators, by name, for tools and tests."""
+    """Returns the records of all operators, sorted by name, for tools and tests.
+
+    Example:
+      >>> softmax = next(operator for operator in jaxops.operators() if operator.name == "softmax")
+      >>> softmax.signature, [kernel.platform for kernel in softmax.kernels]
+      ('... c -> ... c', ['tpu', 'cuda'])
+    """
     return tuple(_operators[name] for name in sorted(_operators))

@@ -1,4 +1,9 @@
-"""How operators behave on more than one device, driven by their signatures."""
+"""How operators run on more than one device, as their signatures say.
+
+JAX has three ways to split arrays, and an operator has to work under each. Under jit on an automatic mesh, XLA's
+partitioner decides. On an explicit mesh (`AxisType.Explicit`), the sharding is part of an array's type, and every
+result must have one. Inside shard_map, each device runs its own part, and types say over which mesh axes values vary.
+"""
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -15,8 +20,12 @@ from jaxops._primitive.signature import Axes, Signature, entry_of, names_of
 
 
 def same_varying_axes(operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Inside shard_map, makes all operands vary over the same mesh axes: cotangents of replicated ones are summed."""
+    """Inside shard_map, makes all operands vary over the same mesh axes, as primitives require.
+
+    The transpose of `pcast` then sums the cotangents of replicated operands over devices.
+    """
     axes = frozenset().union(*(_varying_axes(x) for x in operands))
+    # Outside shard_map, or with check_vma off, nothing is tracked as varying.
     if not axes:
         return list(operands)
     return [
@@ -26,20 +35,20 @@ def same_varying_axes(operands: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def varying_with(arrays: Sequence[jax.Array], operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Inside shard_map, the arrays that a loop starts with, varying over all axes over which what it reads varies."""
+    """Inside shard_map, makes the initial carry of a loop vary over all axes over which its operands vary."""
     return tuple(same_varying_axes([*arrays, *operands])[: len(arrays)])
 
 
 def tracks_varying_axes(axis_name: Any) -> bool:
-    """Whether the shard_map around has `check_vma`: then all devices share the cotangent of a sum over devices.
+    """Whether the surrounding shard_map has `check_vma`.
 
-    Without it each device has its own, and they are to be summed.
+    If so, all devices share the cotangent of a sum over devices. If not, each has its own, and they must be summed.
     """
     return bool(_varying_axes(jax.lax.axis_index(axis_name)))
 
 
 def explicit_mesh(operands: Sequence[Any]) -> Any | None:
-    """The mesh with explicit axes over which the types of the operands are laid out, if there is one."""
+    """The mesh with explicit axes on which the operands lie, or None."""
     for operand in operands:
         mesh = jax.typeof(operand).sharding.mesh
         if AxisType.Explicit in mesh.axis_types:
@@ -50,10 +59,12 @@ def explicit_mesh(operands: Sequence[Any]) -> Any | None:
 def sharded_as_signature(
     axes: Signature, fn: Callable[..., Any], operands: Sequence[Any], params: dict[str, Any]
 ) -> Any:
-    """Calls `fn`; on an explicit mesh its inside is left to the compiler and results lie as the signature says."""
+    """Calls `fn`. On an explicit mesh, lays its results out as the signature says and leaves its inside to XLA."""
     mesh = explicit_mesh(operands)
     if mesh is None:
         return fn(*operands, **params)
+    # On an explicit mesh every jnp call must know the sharding of its result, and many in a reference do not. The
+    # signature does, so only the results are fixed and XLA's partitioner decides about everything between.
     specs = tuple(_full_spec(operand) for operand in operands)
     result_ranks = _result_ranks(axes, tuple(len(spec) for spec in specs))
     shardings = tuple(NamedSharding(mesh, spec) for spec in axes.result_specs(specs, result_ranks))
@@ -61,62 +72,66 @@ def sharded_as_signature(
 
 
 def laid_out_as(x: jax.Array, sharding: Any) -> jax.Array:
-    """On an explicit mesh, `x` laid out as a type's sharding says: a cotangent has to lie as its operand does."""
+    """On an explicit mesh, `x` resharded to a type's sharding: a cotangent must be laid out like its operand."""
     if AxisType.Explicit not in sharding.mesh.axis_types or jax.typeof(x).sharding == sharding:
         return x
     return jax.sharding.reshard(x, sharding)
 
 
 def axis_size(operator: str, argument: str, axis: Hashable) -> int:
-    """The number of devices along a mesh axis, or several. BadParamError if no shard_map around splits over them."""
+    """The number of devices along mesh axes; BadParamError if no surrounding shard_map splits over them."""
     require_axis_names(operator, argument, axis)
     try:
         return jax.lax.axis_size(axis)
-    except NameError:
+    except NameError:  # JAX's own message would not name the argument
         require(False, operator, argument, "name a mesh axis of the surrounding shard_map", axis)
         raise
 
 
 def agreeing(signature: str, *operands: Any) -> list[Any]:
-    """Operands of a signature; on an explicit mesh moved, so that none splits an axis otherwise than another.
+    """The operands of a signature; on an explicit mesh, resharded so that no two of them split an axis differently.
 
-    Types of operands that do cannot be combined. Where two disagree, `Signature.agreed_specs` decides; what agrees
-    already, or is whole along an axis, stays.
+    JAX cannot combine operands whose types disagree. `Signature.agreed_specs` decides for them; operands that already
+    agree, and axes that are not split, stay as they are.
     """
     mesh = explicit_mesh(operands)
     if mesh is None:
         return list(operands)
     specs = Signature.parse(signature).agreed_specs(tuple(map(_full_spec, operands)))
-    return [_moved(x, mesh, spec) for x, spec in zip(operands, specs, strict=True)]
+    return [_resharded(x, mesh, spec) for x, spec in zip(operands, specs, strict=True)]
 
 
 def reshaped(x: jax.Array, shape: Sequence[int], *, sharding: Any = None) -> jax.Array:
-    """`x` in another shape with the same elements in the same order, wherever it lies.
+    """`x` in another shape, with the same elements in the same row-major order, however it is laid out.
 
-    On an explicit mesh axes that are merged or parted are split, before and after, along the first of them: so each
-    device has whole runs of elements in either shape. A later axis that is split is exchanged for the first between
-    devices, at no cost in memory; it is gathered only if the first cannot be divided by as many devices. The result is
-    then laid out as a type's `sharding` says, if that is given.
+    On an explicit mesh, axes that are merged or divided are split only along the first of them, before and after. So
+    each device holds whole runs of elements in either shape. If a later axis is split, devices exchange elements so
+    that the first is split instead, which costs no memory. Elements are gathered only if the first axis cannot be
+    divided by that many devices. The result is then resharded to a type's `sharding`, if there is one.
     """
     mesh = explicit_mesh([x])
     if mesh is None or not any(_full_spec(x)):
         y = jnp.reshape(x, shape)
     else:
+        # JAX refuses to guess how merged or divided axes are split: bring x to a layout that survives, and name it.
         before, after = _specs_of_reshape(mesh, x, tuple(shape))
-        y = jax.lax.reshape(_moved(x, mesh, before), tuple(shape), out_sharding=NamedSharding(mesh, after))
+        y = jax.lax.reshape(_resharded(x, mesh, before), tuple(shape), out_sharding=NamedSharding(mesh, after))
     return y if sharding is None else laid_out_as(y, sharding)
 
 
 def _specs_of_reshape(mesh: Any, x: jax.Array, shape: tuple[int, ...]) -> tuple[PartitionSpec, PartitionSpec]:
-    """How an array is to be split so that a reshape moves nothing between devices, and how the result is split then."""
+    """How to split an array so that a reshape moves nothing between devices, and how its result is then split."""
     spec = _full_spec(x)
     before: list[Any] = [None] * x.ndim
     after: list[Any] = [None] * len(shape)
+    # Within a run, a device's part stays in one piece only if the outermost axis that is longer than 1 is split, and
+    # nothing else: so all mesh axes that split the run move there, one by one, as long as both extents can be divided.
     for olds, news in _runs(x.shape, shape):
         if not olds or not news:
             continue
         old, new = (_first_long(sizes, run) for sizes, run in ((x.shape, olds), (shape, news)))
         kept: list[str] = []
+        # Mesh axes that split the outermost axis already come first: then they stay where they are.
         for name in (name for axis in (old, *olds) for name in names_of(spec[axis]) if name not in kept):
             parts = math.prod(mesh.shape[one] for one in (*kept, name))
             if x.shape[old] % parts == 0 and shape[new] % parts == 0:
@@ -126,11 +141,12 @@ def _specs_of_reshape(mesh: Any, x: jax.Array, shape: tuple[int, ...]) -> tuple[
 
 
 def _runs(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
-    """The fewest neighbouring axes of the one shape that have as many elements as some of the other, one by one."""
+    """Splits both shapes into the shortest runs of neighbouring axes with as many elements on either side."""
     at, to = 0, 0
     while at < len(old) or to < len(new):
         first, first_new = at, to
         at, to = min(at + 1, len(old)), min(to + 1, len(new))
+        # Whichever side has fewer elements takes the next axis, until both have as many.
         while (left := math.prod(old[first:at])) != (right := math.prod(new[first_new:to])):
             if (left < right or to == len(new)) and at < len(old):
                 at += 1
@@ -142,20 +158,22 @@ def _runs(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range
 
 
 def _first_long(sizes: Sequence[int], axes: range) -> int:
+    """The first axis of a run that is longer than 1, or its first axis."""
     return next((axis for axis in axes if sizes[axis] != 1), axes[0])
 
 
-def _moved(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
+def _resharded(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
     return x if spec == _full_spec(x) else jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def whole_along_first(x: jax.Array) -> jax.Array:
-    """On an explicit mesh, `x` with its first axis gathered; anywhere else `x` itself."""
+    """On an explicit mesh, `x` with its first axis gathered; elsewhere `x` itself."""
     mesh = explicit_mesh([x])
-    return x if mesh is None else _moved(x, mesh, PartitionSpec(None, *_full_spec(x)[1:]))
+    return x if mesh is None else _resharded(x, mesh, PartitionSpec(None, *_full_spec(x)[1:]))
 
 
 def _full_spec(operand: Any) -> PartitionSpec:
+    """The spec of an operand, with an entry for every axis."""
     aval = jax.typeof(operand)
     return PartitionSpec(*aval.sharding.spec, *(None,) * (aval.ndim - len(aval.sharding.spec)))
 
@@ -165,7 +183,7 @@ def _varying_axes(operand: Any) -> frozenset[str]:
 
 
 def sharding_of_result(signature: str, *operands: Any) -> Any:
-    """How the result of a signature lies where operands like these are given."""
+    """The sharding of a signature's only result for operands like these."""
     axes = Signature.parse(signature)
     specs = tuple(map(_full_spec, operands))
     (spec,) = axes.result_specs(specs, _result_ranks(axes, tuple(map(len, specs))))
@@ -176,12 +194,14 @@ def sharding_of_result(signature: str, *operands: Any) -> Any:
 def per_device(axes: Signature, run: Callable[..., Any], operands: Sequence[Any]) -> Callable[..., Any]:
     """Applies a kernel, which knows nothing of meshes, to each device's part of the operands.
 
-    The batch axes stay split; the named axes are gathered; results without batch axes are summed over the devices that
-    hold different parts of them.
+    The batch axes stay split and the named axes are gathered. Results without batch axes are summed over the devices
+    that hold different parts of the batch.
     """
     mesh = explicit_mesh(operands)
     if mesh is None:
         return _per_device_auto(axes, run)
+    # Operands come in any layout, but a kernel needs all of every named axis, and the same positions of the batch in
+    # every operand that has them.
     specs = _batch_specs(axes, [_full_spec(x) for x in operands])
     ranks = tuple(len(spec) for spec in specs)
     results_ranks = _result_ranks(axes, ranks)
@@ -191,16 +211,17 @@ def per_device(axes: Signature, run: Callable[..., Any], operands: Sequence[Any]
         mesh=mesh,
         in_specs=tuple(specs),
         out_specs=axes.result_specs(tuple(specs), results_ranks),
-        check_vma=False,
+        check_vma=False,  # a kernel does not say over which axes its results vary
     )
     shardings = [NamedSharding(mesh, spec) for spec in specs]
     return lambda *arrays: mapped(*map(jax.sharding.reshard, arrays, shardings))
 
 
 def _per_device_auto(axes: Signature, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The same where the compiler decides how operands are laid out, and asks when it has decided."""
+    """`per_device` on an automatic mesh, where the compiler chooses the layout of operands and then asks."""
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        # A spec may leave out trailing axes that are not split; ours have an entry for each axis.
         full = [PartitionSpec(*x.sharding.spec, *(None,) * (len(x.shape) - len(x.sharding.spec))) for x in operands]
         specs = _batch_specs(axes, full)
         result_specs = axes.result_specs(tuple(specs), tuple(len(result.shape) for result in results))
@@ -212,14 +233,17 @@ def _per_device_auto(axes: Signature, run: Callable[..., Any]) -> Callable[..., 
         return tuple(run(*operands))
 
     partitioned = custom_partitioning(call)
+    # The rule tells Shardy how axes correspond. Without the named axes as "need replication", it would propagate a
+    # split of one of them into the results, though `partition` gathers it.
     names = tuple(dict.fromkeys(name for operand in axes.operands for name in operand.names))
     partitioned.def_partition(partition=partition, sharding_rule=str(axes), need_replication_factors=names)
     return partitioned
 
 
 def _batch_specs(axes: Signature, specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
-    """Splits the batch axes of all operands that carry them as those of the first that are split; gathers the rest."""
+    """Specs that split the batch axes of all operands in the same way, and gather the named axes."""
     ranks = [operand.batch_rank(len(spec)) for operand, spec in zip(axes.operands, specs, strict=True)]
+    # An imaginary result that consists of the batch axes alone has the spec that all operands can share.
     (batch,) = Signature(axes.operands, (Axes(True, ()),)).result_specs(tuple(specs), (max(ranks),))
     return [
         PartitionSpec(*batch[:rank], *(None,) * (len(spec) - rank)) for rank, spec in zip(ranks, specs, strict=True)
@@ -227,12 +251,14 @@ def _batch_specs(axes: Signature, specs: Sequence[PartitionSpec]) -> list[Partit
 
 
 def _batch_mesh_axes(axes: Signature, specs: Sequence[PartitionSpec]) -> tuple[str, ...]:
+    """The mesh axes over which the batch is split."""
     return tuple(dict.fromkeys(name for spec in specs for entry in spec for name in names_of(entry)))
 
 
 def _summed_over_batch(axes: Signature, run: Callable[..., Any], mesh_axes: tuple[str, ...]) -> Callable[..., Any]:
     def local(*operands: Any) -> Any:
         results = run(*operands)
+        # A result without batch axes reduces over them: each device has only seen its own positions.
         return tuple(
             x if result.batched or not mesh_axes else jax.lax.psum(x, mesh_axes)
             for x, result in zip(results, axes.results, strict=True)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The axes of one operand or result: the batch axes ("..."), if it carries them, and then the named ones."""
+    """The axes of one operand or result: the batch axes ("..."), if it carries them, then the named axes."""
 
     batched: bool
     names: tuple[str, ...]
@@ -22,7 +22,7 @@ class Axes:
         return rank - len(self.names) if self.batched else 0
 
     def keys(self, rank: int) -> tuple[int | str, ...]:
-        """What each axis of an array of this rank is called: batch axes by their number."""
+        """A key for each axis of an array of this rank: a number for a batch axis, else its name."""
         return (*range(self.batch_rank(rank)), *self.names)
 
 
@@ -30,10 +30,10 @@ class Axes:
 class Signature:
     """A parsed signature such as `"... c, ..., c -> ..., ..."`.
 
-    Operands and results are separated by commas, their axes by blanks. `...` stands for the batch axes, which come
-    first and are the same in every operand that carries them: an operator treats each position of the batch axes alike.
-    An operand without them is shared by all positions; a result without them sums or otherwise reduces over them. The
-    same name in two places means the same axis.
+    Commas separate operands and results, spaces separate axes. `...` stands for the batch axes. They come first, they
+    are the same in every operand that carries them, and an operator treats all their positions in the same way. An
+    operand without batch axes is shared by all positions. A result without them sums or otherwise reduces over them.
+    The same name in two places means the same axis.
     """
 
     operands: tuple[Axes, ...]
@@ -48,10 +48,11 @@ class Signature:
         return " -> ".join(", ".join(map(str, side)) for side in (self.operands, self.results))
 
     def agreed_specs(self, specs: tuple[PartitionSpec, ...]) -> tuple[PartitionSpec, ...]:
-        """The layouts of operands, made to agree where two of them with batch axes would split an axis differently.
+        """Specs for the operands that agree, where two operands with batch axes would split the same axis differently.
 
-        The operand with the most axes decides, then the first. Two axes of one operand are not split over the same mesh
-        axis, not even by different operands. Operands that all positions of the batch share are left as they are.
+        The operand with the most axes decides; of several, the first. Two axes of one operand are never split over the
+        same mesh axis, not even if different operands decide about them. Operands that the whole batch shares keep
+        their specs.
         """
         keys = [axes.keys(len(spec)) for axes, spec in zip(self.operands, specs, strict=True)]
         batched = [i for i, axes in enumerate(self.operands) if axes.batched]
@@ -72,7 +73,7 @@ class Signature:
     def result_specs(
         self, specs: tuple[PartitionSpec, ...], result_ranks: tuple[int, ...]
     ) -> tuple[PartitionSpec, ...]:
-        """How results are laid out over a mesh when the operands are laid out by `specs` (one entry an axis)."""
+        """Specs for the results, given the specs of the operands (one entry per axis)."""
         batch_spec: list[object] = []
         named_spec: dict[str, object] = {}
         for axes, spec in zip(self.operands, specs, strict=True):
@@ -98,7 +99,7 @@ def _parse_axes(names: list[str]) -> Axes:
 
 
 def _without_repeats(entries: list[object]) -> PartitionSpec:
-    """Drops later uses of a mesh axis: an array can be split over a mesh axis only once."""
+    """Drops later uses of a mesh axis, because an array can be split over a mesh axis only once."""
     seen: set[object] = set()
     kept = []
     for entry in entries:
@@ -108,7 +109,7 @@ def _without_repeats(entries: list[object]) -> PartitionSpec:
 
 
 def names_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes over which an entry of a PartitionSpec splits its axis."""
+    """The mesh axes over which an entry of a PartitionSpec splits its array axis."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 

@@ -1,4 +1,4 @@
-"""The CANN `aclnn` calls under their own names: documented checks and statuses, and the operators beneath them."""
+"""The CANN `aclnn` calls under their own names, with their documented checks and statuses."""
 
 from jaxops.aclnn.ema_adam import apply_fused_ema_adam as apply_fused_ema_adam
 from jaxops.aclnn.embedding import embedding_dense_backward as embedding_dense_backward

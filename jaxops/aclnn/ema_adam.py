@@ -34,7 +34,7 @@ def apply_fused_ema_adam(
     bias_correction: bool = True,
     weight_decay: Number = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Takes one step of Adam or AdamW and of the exponential moving average of the parameters.
+    """Takes one step of Adam or AdamW, and of the exponential moving average of the parameters.
 
         c1, c2 = (1 - beta1^step, 1 - beta2^step) if bias_correction else (1, 1)
         g  = grad + weight_decay * var   (mode 0)  |  grad   (mode 1)
@@ -46,31 +46,40 @@ def apply_fused_ema_adam(
 
     Args:
       grad: gradients; float32, float16 or bfloat16, of rank 1 to 8. May be empty.
-      var: parameters, like `grad`.
-      m: first moment, like `grad`.
-      v: second moment, like `grad`.
-      s: average of the parameters, like `grad`.
-      step: the number of this step, from 1; any integer dtype and shape, of which element 0 is read.
+      var: parameters; like `grad`.
+      m: first moment; like `grad`.
+      v: second moment; like `grad`.
+      s: average of the parameters; like `grad`.
+      step: the number of this step, from 1. Any integer dtype and shape; element 0 is read.
       lr: learning rate. This and the other floating-point attributes may be 0-d arrays; their values are not checked.
       ema_decay: decay of the average.
       beta1: decay of the first moment.
       beta2: decay of the second moment.
       eps: added to the square root.
-      mode: 0 decays weights through the gradient (L2), 1 beside the moments (AdamW).
+      mode: 0 decays weights through the gradient (L2), 1 directly (AdamW).
       bias_correction: whether to divide by c1 and c2.
       weight_decay: strength of the decay.
 
     Returns:
-      (var', m', v', s'), with the operands' dtype.
+      (var', m', v', s'), with the dtype of the operands.
 
     Raises:
-      BadParamError: with status 161001 for a tensor that is None, 161002 for a wrong dtype, mode or shape.
+      BadParamError: with status 161001 if a tensor is None, 161002 if a dtype, shape or the mode is wrong.
 
     Numerics:
-      Computed in float32 without intermediate rounding, each result rounded once: an overflow of v' in float16 does
-      not disturb var', and s' follows the unrounded var'. Step 0 with bias correction divides by 0: infinity or NaN.
-      A negative v' gives NaN in var' and s'. Attributes given as numbers are complemented in float64, where the
-      device does so in float32.
+      Computed in float32 without intermediate rounding; each result is rounded once. So an overflow of v' in float16
+      does not disturb var', and s' follows the unrounded var'. Step 0 with bias correction divides by 0 and gives
+      infinity or NaN. A negative v' gives NaN in var' and s'. For attributes given as numbers, 1 - beta is computed in
+      float64, where the device computes it in float32.
+
+    Example:
+      >>> w, zeros = jnp.array([1.0]), jnp.zeros(1)
+      >>> var, m, v, s = jaxops.aclnn.apply_fused_ema_adam(
+      ...     jnp.array([2.0]), w, zeros, zeros, w, jnp.array([1]),
+      ...     lr=0.5, ema_decay=0.5, beta1=0.5, beta2=0.5, eps=0.0,
+      ... )
+      >>> var.tolist(), m.tolist(), v.tolist(), s.tolist()  # m' = 0.5 * 2, v' = 0.5 * 2**2, u = 1
+      ([0.5], [1.0], [2.0], [0.75])
 
     Source: CANN `aclnnApplyFusedEmaAdam`.
     """

@@ -1,4 +1,4 @@
-"""The documented call for the gradient of an embedding table."""
+"""`aclnnEmbeddingDenseBackward` under its own name."""
 
 import math
 
@@ -19,32 +19,39 @@ MAX_RANK = 8
 def embedding_dense_backward(
     grad: jax.Array, indices: jax.Array, *, num_weights: int, padding_idx: int = -1, scale_grad_by_freq: bool = False
 ) -> jax.Array:
-    """The gradient of an embedding table: `out[w] = sum of grad[r] over {r : indices[r] = w}`; an empty sum is 0.
+    """Computes the gradient of an embedding table: `out[w] = sum of grad[r] over {r : indices[r] = w}`.
 
-    With scale_grad_by_freq, `out[w]` is multiplied by 1 / n[w], n[w] being the number of rows in its sum.
+    An empty sum is 0. With scale_grad_by_freq, `out[w]` is divided by the number of rows in its sum.
 
     Args:
       grad: (..., D) of rank 2 to 8; float32, float16 or bfloat16.
-      indices: rank 1 to 8, as many elements as `grad` has rows (of any shape, and of any number where D is 0); int64,
-        int32, int16, int8, uint8, bool, float32, float16 or float64. Floats are expected to be integral. Rows whose
-        index is outside of [0, num_weights) are dropped.
-      num_weights: rows of the result.
-      padding_idx: rows with this index are skipped; NaN and infinity in them go nowhere. A negative one, or one that is
-        not below num_weights, has no effect: here -1 does not mean the last row.
-      scale_grad_by_freq: divides by frequency.
+      indices: one index for each row of `grad`, in any shape of rank 1 to 8 (any number of them if D is 0); int64,
+        int32, int16, int8, uint8, bool, float32, float16 or float64. Floats are expected to be whole numbers. Rows
+        whose index is outside [0, num_weights) are dropped.
+      num_weights: the number of rows of the result.
+      padding_idx: rows with this index are skipped, even if they hold NaN or infinity. A value outside [0, num_weights)
+        has no effect; here -1 does not mean the last row.
+      scale_grad_by_freq: whether to divide by the frequency.
 
     Returns:
       (num_weights, D), with the dtype of `grad`.
 
     Raises:
-      BadParamError: status 161001 if `grad` or `indices` is None; 161002 if a dtype, rank or shape is not as above,
-        num_weights is negative, or num_weights is 0 while there are rows.
+      BadParamError: with status 161001 if `grad` or `indices` is None; with 161002 if a dtype, rank or shape differs
+        from the above, num_weights is negative, or num_weights is 0 although there are rows.
 
-    Numerics: summed, and scaled, in float32; rounded once. Differentiable in `grad`.
+    Numerics:
+      Summed and scaled in float32, and rounded once. Differentiable in `grad`.
 
-    Source: CANN `aclnnEmbeddingDenseBackward`. Its limits that belong to chips are not enforced: on Atlas training
-      series the width with scale_grad_by_freq, D < (180192 - 4 * counts) / 36 for int32 and (180192 - 8 * counts) / 20
-      for int64 indices, counts being the weights of a core; on A2 and A3 more than 2**31 - 1 rows or weights.
+    Example:
+      >>> grad = jnp.array([[1.0], [2.0], [4.0]])
+      >>> jaxops.aclnn.embedding_dense_backward(grad, jnp.array([1, 0, 1]), num_weights=3).tolist()
+      [[2.0], [5.0], [0.0]]
+
+    Source: CANN `aclnnEmbeddingDenseBackward`. Its limits that belong to chips are not enforced: on the Atlas training
+      series, the width with scale_grad_by_freq, D < (180192 - 4 * counts) / 36 for int32 and (180192 - 8 * counts) / 20
+      for int64 indices, where counts is the number of weights per core; on A2 and A3, at most 2**31 - 1 rows or
+      weights.
     """
     grad, indices = as_arrays(NAME, {"grad": grad, "indices": indices})
     require(grad.dtype.name in GRAD_DTYPES, NAME, "grad", f"be one of {', '.join(GRAD_DTYPES)}", grad)
@@ -70,7 +77,7 @@ def embedding_dense_backward(
 
 
 def _integral(indices: jax.Array) -> jax.Array:
-    """Indices as integers: those of float64 as int64, of all other dtypes that are not integers as int32."""
+    """Indices as integers: int64 from float64, int32 from every other dtype that is not an integer."""
     if jnp.issubdtype(indices.dtype, jnp.integer):
         return indices
     if jnp.issubdtype(indices.dtype, jnp.floating):

@@ -1,4 +1,4 @@
-"""The documented calls of linear cross entropy over a vocabulary that is split between devices."""
+"""The `aclnn` calls for linear cross entropy over a vocabulary that is split between devices."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def fused_linear_online_max_sum(
     vocab_end_index: Any,
     return_logits: bool = False,
 ) -> OnlineMaxSum:
-    """Computes the statistics of one part of the vocabulary that its devices combine to a cross entropy.
+    """Computes the statistics of one part of the vocabulary, from which the devices together get a cross entropy.
 
     With L = input weight^T, m = max_n L[b, n] and masked = target < start or target >= end:
 
@@ -36,29 +36,38 @@ def fused_linear_online_max_sum(
         masked_target[b] = 0 if masked else target[b] - start
         predicted_logits_local[b] = 0 if masked else L[b, target[b] - start] - m
 
-    Sum and prediction are relative to the local maximum: rebase them to the global one before adding over devices.
+    The sum and the predicted logits are relative to the local maximum. Rebase them to the global one before adding over
+    devices.
 
     Args:
       input: (BT, H), float16 or bfloat16.
-      weight: (V, H), V > 0, of the input's dtype: the rows of classes from `vocab_start_index`.
+      weight: (V, H), V > 0, with the input's dtype: the rows of the classes from `vocab_start_index` on.
       target: (BT), int32 or int64.
-      vocab_start_index: the part's first class, not negative. May be a traced (), as it differs between devices in
-        shard_map.
-      vocab_end_index: the class after its last (the documents' formula includes it; their kernels do not), at least
-        the start.
-      return_logits: whether the logits are returned.
+      vocab_start_index: the part's first class; not negative. May be a traced (), because it differs between the
+        devices of a shard_map.
+      vocab_end_index: the class after the part's last; at least the start. (The documents' formula includes it; their
+        kernels do not.)
+      return_logits: whether to return the logits.
 
     Returns:
-      OnlineMaxSum: float32 statistics (BT); `target_mask` uint8 (ceil(BT / 8)) with a bit for each row, lowest bit
-      first, 1 where the target belongs to another part; `masked_target` (BT) of the target's dtype;
-      `vocab_parallel_logits` (BT, V) of the input's dtype, or None.
+      An `OnlineMaxSum`. The statistics are float32 (BT). `target_mask` is uint8 (ceil(BT / 8)) with one bit per row,
+      lowest bit first, 1 where the target belongs to another part. `masked_target` is (BT) with the target's dtype.
+      `vocab_parallel_logits` is (BT, V) with the input's dtype, or None.
 
     Raises:
-      BadParamError: status 161001 for None, 161002 for other dtypes, ranks, shapes or indices.
+      BadParamError: with status 161001 if an operand is None, 161002 if a dtype, rank, shape or index is wrong.
 
     Numerics:
-      The statistics come from float32 logits, also where rounded ones are returned. The documented limit H <= 65534 is
-      the vendor's hardware's and not enforced.
+      The statistics come from float32 logits even if rounded ones are returned. The documented limit H <= 65534 belongs
+      to the vendor's hardware and is not enforced.
+
+    Example:
+      >>> x, weight = jnp.ones((2, 1), jnp.bfloat16), jnp.zeros((4, 1), jnp.bfloat16)
+      >>> part = jaxops.aclnn.fused_linear_online_max_sum(
+      ...     x, weight, jnp.array([5, 9]), vocab_start_index=4, vocab_end_index=8
+      ... )  # four equal logits a row; class 5 is here, class 9 is not
+      >>> part.sum_exp_logits_local.tolist(), part.masked_target.tolist()
+      ([4.0, 4.0], [1, 0])
 
     Source:
       CANN aclnnFusedLinearOnlineMaxSum.
@@ -89,7 +98,7 @@ def fused_cross_entropy_loss_with_max_sum(
     label_smoothing: float = 0.0,
     vocab_parallel_logits: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Computes each row's loss from statistics of all its logits, and the softmax of one part's logits if given.
+    """Computes each row's loss from the statistics of all its logits, and the softmax of one part's logits if given.
 
         loss = log(sum_exp_logits) - predicted_logits
         softmax = exp(vocab_parallel_logits - logits_max[:, None]) / sum_exp_logits[:, None]
@@ -102,14 +111,21 @@ def fused_cross_entropy_loss_with_max_sum(
       vocab_parallel_logits: (BT, V), float32, float16 or bfloat16.
 
     Returns:
-      The loss (BT) and softmax (BT, V), both float32, or None for the latter. Rows of one part's softmax do not sum to
-      1.
+      The loss (BT) and the softmax (BT, V), both float32; None instead of the softmax without logits. The rows of one
+      part's softmax do not sum to 1.
 
     Raises:
-      BadParamError: status 161001 for None, 161002 for other dtypes, ranks, shapes or label_smoothing.
+      BadParamError: with status 161001 if an operand is None, 161002 if a dtype, rank, shape or label_smoothing is
+        wrong.
 
     Numerics:
       float32 throughout. A sum of 0 gives -inf, a negative one NaN.
+
+    Example:
+      >>> maximum, total, predicted = jnp.array([0.0]), jnp.array([4.0]), jnp.array([0.0])
+      >>> loss, _ = jaxops.aclnn.fused_cross_entropy_loss_with_max_sum(maximum, total, predicted)
+      >>> print(np.asarray(loss).round(3))  # four equal logits: log 4
+      [1.386]
 
     Source:
       CANN aclnnFusedCrossEntropyLossWithMaxSum.
@@ -143,32 +159,43 @@ def fused_linear_cross_entropy_loss_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the gradients of input and weight for one part of the vocabulary.
 
-        P = softmax, or exp(input weight^T - logits_max[:, None]) / sum_exp_logits[:, None] where it is not given
+        P = softmax, or exp(input weight^T - logits_max[:, None]) / sum_exp_logits[:, None] if it is not given
         P[b, masked_target[b]] -= 1 where the target is on this part;  P *= grad[:, None]
         input_grad = round(P) weight;  weight_grad = round(P)^T input
 
     Args:
       grad: (BT) float32, the gradient of each row's loss.
       input: (BT, H), float16 or bfloat16.
-      weight: (V, H) of the input's dtype.
+      weight: (V, H), with the input's dtype.
       target_mask: as `fused_linear_online_max_sum` returns it, uint8 with at least BT bits; or (BT) bool.
       masked_target: (BT), int32 or int64, as returned there.
       label_smoothing: must be 0.
       logits_max: (BT) float32, over all devices. Needed without `softmax`, ignored with it.
       sum_exp_logits: (BT) float32, over all devices. Needed without `softmax`, ignored with it.
-      softmax: (BT, V) float32, V >= 128. None computes the logits once more instead, in less memory.
+      softmax: (BT, V) float32, V >= 128. None computes the logits again instead, in less memory.
 
     Returns:
-      input_grad (BT, H), to be summed over the devices, and weight_grad (V, H), of the input's dtype.
+      input_grad (BT, H), still to be summed over the devices, and weight_grad (V, H), both with the input's dtype.
 
     Raises:
-      BadParamError: status 161001 for None, 161002 for other dtypes, ranks, shapes or label_smoothing.
+      BadParamError: with status 161001 if an operand is None, 161002 if a dtype, rank, shape or label_smoothing is
+        wrong.
 
     Numerics:
-      P is float32 and rounded to the input's dtype before both products, which accumulate in float32. To float16 a row
-      is rounded after it was divided by a power of two near its `grad`, which the products take back: what a small or
-      large `grad` would take out of float16's range keeps its digits. The documented kernel destroys `softmax`; here it
-      stays. Its tiling limits (BT, V, H <= 65535) are not enforced.
+      P is float32 and is rounded to the input's dtype before both products, which accumulate in float32. For float16,
+      each row is divided by a power of two near its `grad` before it is rounded, and the products multiply it back. So
+      a very small or large `grad` keeps its digits instead of leaving float16's range.
+
+      The documented kernel destroys `softmax`; here it stays. Its tiling limits (BT, V, H <= 65535) are not enforced.
+
+    Example:
+      >>> x, weight = jnp.ones((1, 1), jnp.bfloat16), jnp.zeros((4, 1), jnp.bfloat16)
+      >>> _, weight_grad = jaxops.aclnn.fused_linear_cross_entropy_loss_grad(
+      ...     jnp.ones(1), x, weight, jnp.array([False]), jnp.array([2]),
+      ...     logits_max=jnp.zeros(1), sum_exp_logits=jnp.full(1, 4.0),
+      ... )
+      >>> weight_grad.ravel().tolist()  # the softmax, 1/4 each, minus 1 at the target
+      [0.25, 0.25, -0.75, 0.25]
 
     Source:
       CANN aclnnFusedLinearCrossEntropyLossGrad.
@@ -188,8 +215,8 @@ def fused_linear_cross_entropy_loss_grad(
         logits_max = sum_exp_logits = None
     grad, x, weight, target_mask, masked_target = as_arrays(name, required)
     optional = {"logits_max": logits_max, "sum_exp_logits": sum_exp_logits, "softmax": softmax}
-    given = {argument: as_array(name, argument, value) for argument, value in optional.items() if value is not None}
-    for argument, value in {"grad": grad, **given}.items():
+    present = {argument: as_array(name, argument, value) for argument, value in optional.items() if value is not None}
+    for argument, value in {"grad": grad, **present}.items():
         _check_dtype(name, argument, value, ("float32",))
     _check_dtype(name, "input", x, INPUT_DTYPES)
     require(weight.dtype == x.dtype, name, "weight", f"have the input's dtype {x.dtype}", weight)
@@ -203,11 +230,11 @@ def fused_linear_cross_entropy_loss_grad(
         require(8 * target_mask.size >= rows, name, "target_mask", f"have a bit for each of {rows} rows", target_mask)
     if softmax is not None:
         shape = (rows, weight.shape[0])
-        require(given["softmax"].shape == shape, name, "softmax", f"have shape {list(shape)}", softmax)
+        require(present["softmax"].shape == shape, name, "softmax", f"have shape {list(shape)}", softmax)
         rule = f"be empty, or at least {LEAST_VOCABULARY_WITH_SOFTMAX} long in V where softmax is given"
         fits = weight.shape[0] >= LEAST_VOCABULARY_WITH_SOFTMAX or weight.size == 0
         require(fits, name, "weight", rule, weight)
-    return vocab_parallel.fused_linear_cross_entropy_loss_grad(grad, x, weight, target_mask, masked_target, **given)
+    return vocab_parallel.fused_linear_cross_entropy_loss_grad(grad, x, weight, target_mask, masked_target, **present)
 
 
 def _check_dtype(name: str, argument: str, value: jax.Array, dtypes: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The documented calls of the negative log-likelihood family."""
+"""The `aclnn` calls for the negative log-likelihood."""
 
 from typing import Any
 
@@ -20,26 +20,32 @@ REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 def nll_loss(
     x: jax.Array, target: jax.Array, weight: jax.Array, *, reduction: int, ignore_index: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The negative log-likelihood of targets: `out[n] = -weight[target[n]] * x[n, target[n]]`, and their total weight.
+    """Computes the negative log-likelihood `out[n] = -weight[target[n]] * x[n, target[n]]` and the total weight.
 
     Args:
       x: (N, C) or (C), log-probabilities; float32, float16 or bfloat16.
-      target: (N) or (), as `x` has rows or is one; int64, int32 or uint8. Rows with a target that is neither a class
-        nor `ignore_index` become NaN, as do their sums.
+      target: (N), or () if x is (C); int64, int32 or uint8. A target that is neither a class nor `ignore_index` makes
+        its row NaN, and with it a sum or mean.
       weight: (C), with the dtype of `x`.
       reduction: 0 none, 1 mean (the sum divided by total_weight), 2 sum.
       ignore_index: rows with this target contribute nothing and are not read; any integer.
 
     Returns:
-      (out, total_weight) with the dtype of `x`. `out` is (N) for reduction 0 of a two-dimensional `x`, else ().
-      `total_weight` is (), the sum of `weight[target]` over rows that are not ignored; 0 for reduction 0, for which it
-      is not documented.
+      (out, total_weight), with the dtype of `x`. `out` is (N) for reduction 0 of a two-dimensional `x`, else ().
+      `total_weight` is (), the sum of `weight[target]` over rows that are not ignored; for reduction 0 it is 0, where
+      the documents say nothing.
 
     Raises:
-      BadParamError: status 161001 if an operand is None; 161002 if a dtype, rank, shape or attribute is not as above,
-        or there are targets but no classes.
+      BadParamError: with status 161001 if an operand is None; with 161002 if a dtype, rank, shape or attribute differs
+        from the above, or there are targets but no classes.
 
-    Numerics: computed in float32 and rounded once; also total_weight. The mean of nothing is NaN.
+    Numerics:
+      Both results are computed in float32 and rounded once. The mean of nothing is NaN.
+
+    Example:
+      >>> x, weight = jnp.array([[-1.0, -2.0], [-3.0, -4.0]]), jnp.array([1.0, 3.0])
+      >>> jaxops.aclnn.nll_loss(x, jnp.array([0, 1]), weight, reduction=1, ignore_index=-100)  # (1 + 12) / (1 + 3)
+      (Array(3.25, dtype=float32), Array(4., dtype=float32))
 
     Source: CANN `aclnnNLLLoss`.
     """
@@ -49,7 +55,7 @@ def nll_loss(
 def nll_loss2d(
     x: jax.Array, target: jax.Array, weight: jax.Array, *, reduction: int, ignore_index: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`nll_loss` of images: `out[n, h, w] = -weight[t] * x[n, t, h, w]` with `t = target[n, h, w]`.
+    """Computes `nll_loss` for images: `out[n, h, w] = -weight[t] * x[n, t, h, w]` with `t = target[n, h, w]`.
 
     Args:
       x: (N, C, H, W), log-probabilities; float32, float16 or bfloat16.
@@ -59,12 +65,19 @@ def nll_loss2d(
       ignore_index: as in `nll_loss`.
 
     Returns:
-      (out, total_weight) as of `nll_loss`; `out` is (N, H, W) for reduction 0.
+      (out, total_weight) as in `nll_loss`; `out` is (N, H, W) for reduction 0.
 
     Raises:
       BadParamError: as `nll_loss`.
 
-    Numerics: as `nll_loss`.
+    Numerics:
+      As in `nll_loss`.
+
+    Example:
+      >>> x = jnp.array([-1.0, -2.0]).reshape(1, 2, 1, 1)  # one pixel, two classes
+      >>> out, _ = jaxops.aclnn.nll_loss2d(x, jnp.array([[[1]]]), jnp.ones(2), reduction=2, ignore_index=-100)
+      >>> out
+      Array(2., dtype=float32)
 
     Source: CANN `aclnnNLLLoss2d`.
     """
@@ -81,26 +94,35 @@ def nll_loss_backward(
     reduction: int,
     ignore_index: int,
 ) -> jax.Array:
-    """The gradient of `nll_loss`: `out[n, target[n]] = -g[n] * weight[target[n]]` in rows not ignored, 0 elsewhere.
+    """Computes the gradient of `nll_loss`: `out[n, target[n]] = -g[n] * weight[target[n]]` in kept rows, 0 elsewhere.
 
-    g is `grad_output`, and `grad_output / total_weight` for the mean.
+    g is `grad_output`, or `grad_output / total_weight` for the mean.
 
     Args:
       grad_output: (N) for reduction 0 of a two-dimensional `x`, else one element of rank 0 or 1.
-      x: (N, C) or (C); only its shape is used. float32, float16 or bfloat16, and so are, alike, all but `target`.
-      target: (N) or (); int64, int32 or uint8. Rows with a target that is neither a class nor `ignore_index` are 0.
+      x: (N, C) or (C); only its shape is used. float32, float16 or bfloat16; all operands but `target` have this dtype.
+      target: (N) or (); int64, int32 or uint8. The row of a target that is neither a class nor `ignore_index` is 0.
       weight: (C).
-      total_weight: one element; used as it is given, and for the mean only.
+      total_weight: one element; used for the mean only, and as it is given.
       reduction: 0 none, 1 mean, 2 sum.
       ignore_index: rows with this target are 0, whatever total_weight is.
 
     Returns:
-      The shape and dtype of `x`.
+      An array with the shape and dtype of `x`.
 
     Raises:
-      BadParamError: status 161001 if an operand is None; 161002 if a dtype, rank, shape or attribute is not as above.
+      BadParamError: with status 161001 if an operand is None; with 161002 if a dtype, rank, shape or attribute differs
+        from the above.
 
-    Numerics: quotient, then product, in float32 and rounded once.
+    Numerics:
+      The quotient and then the product are computed in float32 and rounded once.
+
+    Example:
+      >>> x, weight = jnp.zeros((2, 2)), jnp.array([1.0, 3.0])
+      >>> jaxops.aclnn.nll_loss_backward(
+      ...     jnp.ones(()), x, jnp.array([0, 1]), weight, jnp.array(4.0), reduction=1, ignore_index=-100
+      ... ).tolist()
+      [[-0.25, 0.0], [0.0, -0.75]]
 
     Source: CANN `aclnnNLLLossBackward`.
     """
@@ -118,24 +140,32 @@ def nll_loss2d_backward(
     reduction: int,
     ignore_index: int,
 ) -> jax.Array:
-    """The gradient of `nll_loss2d`; `nll_loss_backward` of images.
+    """Computes the gradient of `nll_loss2d`: `nll_loss_backward` for images.
 
     Args:
       grad_output: (N, H, W) for reduction 0, else one element of rank 0 or 1.
-      x: (N, C, H, W); only its shape is used. float32, float16 or bfloat16, and so are, alike, all but `target`.
+      x: (N, C, H, W); only its shape is used. float32, float16 or bfloat16; all operands but `target` have this dtype.
       target: (N, H, W); int64, int32 or uint8.
       weight: C elements.
-      total_weight: one element; used as it is given, and for the mean only.
+      total_weight: one element; used for the mean only, and as it is given.
       reduction: 0 none, 1 mean, 2 sum.
       ignore_index: pixels with this target are 0, whatever total_weight is.
 
     Returns:
-      The shape and dtype of `x`.
+      An array with the shape and dtype of `x`.
 
     Raises:
       BadParamError: as `nll_loss_backward`.
 
-    Numerics: as `nll_loss_backward`.
+    Numerics:
+      As in `nll_loss_backward`.
+
+    Example:
+      >>> x, target = jnp.zeros((1, 2, 1, 1)), jnp.array([[[1]]])
+      >>> jaxops.aclnn.nll_loss2d_backward(
+      ...     jnp.array(5.0), x, target, jnp.ones(2), jnp.ones(()), reduction=2, ignore_index=-100
+      ... ).ravel().tolist()
+      [0.0, -5.0]
 
     Source: CANN `aclnnNLLLoss2dBackward`.
     """

@@ -1,4 +1,4 @@
-"""The first of the two phases of every aclnn call: validate and plan now, run later."""
+"""The first of the two phases of every aclnn call: check and plan now, run later."""
 
 import functools
 import inspect
@@ -34,21 +34,29 @@ _TENSORS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 def get_workspace_size(operation: Callable[..., Any], *args: Any, **attributes: Any) -> tuple[int, Callable[..., Any]]:
-    """Validates a call of one of this layer's functions and compiles it, without running it.
+    """Checks a call of one of this layer's functions and compiles it, without running it.
 
     Args:
       operation: the function, such as `aclnn.nll_loss`.
-      *args: its tensors; arrays, or `jax.ShapeDtypeStruct`s where there is no data yet.
-      **attributes: its attributes. Those that are tensors (`softmax=...`) are arguments of the executor too.
+      *args: its tensors: arrays, or `jax.ShapeDtypeStruct`s where there is no data yet.
+      **attributes: its attributes. Attributes that are tensors (`softmax=...`) are arguments of the executor too.
 
     Returns:
-      The bytes of temporary device memory that the compiled call takes, and the executor: `executor(*args)` runs it on
-      tensors of the same shapes and dtypes and returns what `operation` returns. Tensors among the attributes are
-      passed to the executor by name; those that were planned with data may be left out.
+      The bytes of temporary device memory that the compiled call takes, and the executor. `executor(*args)` runs the
+      call on tensors of the same shapes and dtypes, and returns what `operation` returns. Pass tensor attributes to the
+      executor by name; those that were planned with data may be left out.
 
     Raises:
-      BadParamError: what `operation` raises for these arguments, with its status; 161002 if it is none of this layer's
-        functions.
+      BadParamError: whatever `operation` raises for these arguments, with its status; with status 161002 if `operation`
+        is not one of this layer's functions.
+
+    Example:
+      >>> x, target = jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+      >>> workspace_bytes, executor = jaxops.aclnn.get_workspace_size(
+      ...     jaxops.aclnn.nll_loss, x, target, jnp.ones(3), reduction=2, ignore_index=-100
+      ... )
+      >>> executor(-jnp.ones((2, 3)), jnp.array([0, 2], jnp.int32), jnp.ones(3))[0]
+      Array(2., dtype=float32)
 
     Source: CANN's two-phase calls, `aclnn<Operator>GetWorkspaceSize(..., &workspaceSize, &executor)`.
     """
@@ -70,5 +78,5 @@ def get_workspace_size(operation: Callable[..., Any], *args: Any, **attributes: 
 
 
 def _planned(operator: str, argument: str, value: Any) -> Any:
-    """An operand to plan with; the operation itself refuses None, which it knows the status of."""
+    """An operand to plan with. None passes, because the operation refuses it with the right status."""
     return value if value is None or isinstance(value, jax.ShapeDtypeStruct) else as_array(operator, argument, value)

@@ -1,4 +1,4 @@
-"""Activations: functions of one element, and the gradients that are documented for them."""
+"""Elementwise activations and their documented gradients."""
 
 from jaxops.activation.api import activation as activation
 from jaxops.activation.operator import ACTIVATION as ACTIVATION

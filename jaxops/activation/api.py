@@ -1,4 +1,4 @@
-"""The activation as users call it."""
+"""The public function `activation`."""
 
 import jax
 
@@ -8,7 +8,7 @@ from jaxops.activation.operator import ACTIVATION, check
 
 
 def activation(x: jax.Array, mode: str, *, coef: float | None = None, swish_beta: float = 1.0) -> jax.Array:
-    """Applies a function to each element.
+    """Applies an activation function to each element.
 
         "sigmoid"       1 / (1 + exp(-x))
         "relu"          max(x, 0)
@@ -21,24 +21,33 @@ def activation(x: jax.Array, mode: str, *, coef: float | None = None, swish_beta
     Args:
       x: floating point, of any shape.
       mode: one of the above.
-      coef: the ceiling of "clipped_relu", which must be given, or the factor of "elu", 1 if None; of no effect on the
-        other modes: "relu" is never clipped.
-      swish_beta: of "swish"; of no effect on the other modes.
+      coef: the ceiling of "clipped_relu", which must be given, or the factor of "elu", where None means 1. Other modes
+        ignore it; in particular, "relu" is never clipped.
+      swish_beta: the factor in "swish". Other modes ignore it.
 
     Returns:
-      The shape and dtype of x.
+      An array with the shape and dtype of x.
 
     Raises:
-      BadParamError: if x is not floating point, the mode is none of the above, or a coefficient is missing or no
-        number.
+      BadParamError: if x is not floating point, the mode is unknown, or a coefficient is missing or not a number.
 
-    Numerics: computed in float32 (float64 for float64) and rounded once; nothing overflows on the way, and infinities
-      have the values of the limits. NaN gives NaN. The gradient keeps one array: the result of "sigmoid", "relu",
-      "tanh" and "elu", x of "clipped_relu" and "swish" (and of "elu" with a negative factor, whose result tells no
-      sign), nothing for "identity". relu'(0) = 0, elu'(0) = coef, and "clipped_relu" has slope 0 at both of its
-      corners; where "relu" and "clipped_relu" have slope 0, which is so for NaN as well, nothing passes, NaN included.
-      All modes and orders of derivatives exist. There is no kernel: XLA fuses functions of one element into what
-      computes or reads them, which a kernel would prevent.
+    Numerics:
+      Computed in float32 (float64 for float64) and rounded once. Nothing overflows on the way. Infinities give the
+      values of the limits, and NaN gives NaN.
+
+      The gradient keeps one array: the result for "sigmoid", "relu", "tanh" and "elu", x for "clipped_relu" and
+      "swish", nothing for "identity". An "elu" with a negative factor keeps x, because its result does not tell the
+      sign of x.
+
+      relu'(0) = 0 and elu'(0) = coef; "clipped_relu" has slope 0 at both corners. Where "relu" or "clipped_relu" has
+      slope 0, including where x is NaN, no gradient passes, not even NaN.
+
+      Derivatives of all modes and orders exist. There is no kernel: XLA fuses elementwise functions into whatever
+      computes or reads them, and a kernel would prevent that.
+
+    Example:
+      >>> jaxops.activation(jnp.array([-1.0, 2.0, 9.0]), "clipped_relu", coef=6.0)
+      Array([0., 2., 6.], dtype=float32)
 
     Source: mcDNN `mcdnnActivationForward` and `mcdnnActivationBackward`; PyTorch `torch.nn.functional`.
     """
@@ -55,7 +64,7 @@ def activation(x: jax.Array, mode: str, *, coef: float | None = None, swish_beta
 
 
 def apply(x: jax.Array, activation: Activation) -> jax.Array:
-    """The activation of x, as users bind it."""
+    """Applies an activation by binding its operator."""
     if activation.mode == "identity":
         check(x, activation=activation)
         return x

@@ -1,4 +1,4 @@
-"""Activations and their slopes, as the operators apply them: on their own, or fused into batch normalization."""
+"""Activations and their slopes, for the operators that apply them alone or fused into batch normalization."""
 
 import functools
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 MODES = ("sigmoid", "relu", "tanh", "clipped_relu", "elu", "identity", "swish")
-# Where a mode has no default, its coefficient must be given; modes that are not here have none.
+# None: the coefficient has no default and must be given. Modes that are not listed have no coefficient.
 DEFAULT_COEFFICIENTS = {"clipped_relu": None, "elu": 1.0, "swish": 1.0}
 
 
@@ -16,8 +16,8 @@ class Activation(NamedTuple):
 
     Attributes:
       mode: one of MODES.
-      coef: the ceiling of clipped_relu, the factor of elu, the beta of swish; of no effect elsewhere.
-      propagate_nan: whether relu and clipped_relu give NaN for NaN, or 0.
+      coef: the ceiling of clipped_relu, the factor of elu, the beta of swish; other modes ignore it.
+      propagate_nan: whether relu and clipped_relu map NaN to NaN, or to 0.
     """
 
     mode: str
@@ -31,7 +31,7 @@ RELU = Activation("relu")
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def activated(activation: Activation, u: jax.Array) -> jax.Array:
-    """The activation of u."""
+    """Applies an activation to u."""
     mode, coef, propagate_nan = activation
     if mode in ("relu", "clipped_relu"):
         y = jnp.maximum(u, 0) if propagate_nan else jnp.where(u > 0, u, 0)
@@ -47,15 +47,15 @@ def activated(activation: Activation, u: jax.Array) -> jax.Array:
 
 @activated.defjvp
 def _activated_jvp(activation: Activation, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    # One slope for all who differentiate: that of the formula above would be 1/2 where relu has its corner.
+    # One slope everywhere: JAX's derivative of the formula above would be 1/2 at the corner of relu.
     return activated(activation, *primals), scaled_by_slope(activation, *primals, *tangents)
 
 
 def scaled_by_slope(activation: Activation, gate: jax.Array, grad: jax.Array) -> jax.Array:
     """`grad` times the activation's derivative at `gate`, in the dtype of `grad`.
 
-    For relu the gate may be anything that is positive exactly where the activation passes, a mask too. What relu and
-    clipped_relu stop is not multiplied by zero: NaN in it goes nowhere.
+    For relu, the gate may be any array that is positive exactly where the activation passes, or a mask. Where relu and
+    clipped_relu stop a gradient they do not multiply it by zero, so NaN in it disappears.
     """
     mode, coef, _ = activation
     if mode == "identity":
@@ -79,12 +79,12 @@ def scaled_by_slope(activation: Activation, gate: jax.Array, grad: jax.Array) ->
 
 
 def _times(factor: float, u: jax.Array) -> jax.Array:
-    """Their product, which is 0 for a factor of 0 even if u is infinite."""
+    """The product, which is 0 for a factor of 0 even if u is infinite."""
     return factor * u if factor else jnp.zeros_like(u)
 
 
 def scaled_by_slope_of_result(activation: Activation, y: jax.Array, grad: jax.Array) -> jax.Array:
-    """`grad` times the derivative of sigmoid, relu, tanh or elu where the activation's result is y."""
+    """`grad` times the derivative of sigmoid, relu, tanh or elu, where the activation's result is y."""
     if activation.mode == "relu":
         return scaled_by_slope(activation, y, grad)
     y = y.astype(grad.dtype)

@@ -1,4 +1,4 @@
-"""The activation and its documented gradient, which reads the result or the input, as the mode asks for."""
+"""The operators of the activation and of its documented gradient, which reads the result or the input, by mode."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,12 +20,12 @@ _READ_RESULT = ("sigmoid", "relu", "tanh", "elu")
 
 
 def reads_result(activation: Activation) -> bool:
-    """Whether the documented gradient reads the activation's result, and not its input."""
+    """Whether the documented gradient reads the activation's result instead of its input."""
     return activation.mode in _READ_RESULT
 
 
 def check(x: Any, *, activation: Activation) -> None:
-    """Refuses what is not floating point."""
+    """Refuses operands that are not floating point."""
     check_floating("activation", x=x)
 
 
@@ -45,7 +45,7 @@ def _backward(gate: jax.Array, grad: jax.Array, *, activation: Activation, of_re
     return (scaled(activation, gate, grad.astype(accumulation_dtype(grad.dtype))).astype(grad.dtype),)
 
 
-# The Jacobian is diagonal: tangents and cotangents are scaled alike.
+# The Jacobian is diagonal, so tangents and cotangents are scaled in the same way.
 
 
 def _of_result(activation: Activation) -> bool:

@@ -1,4 +1,4 @@
-"""Batch normalization: images to zero mean and unit variance over their batch, with an activation and a residual."""
+"""Batch normalization: zero mean and unit variance over a batch, with an optional activation and residual."""
 
 from jaxops.batch_norm.api import BatchNormOutput as BatchNormOutput
 from jaxops.batch_norm.api import batch_norm as batch_norm

@@ -1,4 +1,4 @@
-"""Batch normalization as models call it: layouts, running statistics, an activation and a residual."""
+"""The public functions `batch_norm` and `batch_norm_inference`."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -28,9 +28,9 @@ class BatchNormOutput(NamedTuple):
     """What training computes. Only `y` carries a gradient.
 
     Attributes:
-      y: like x.
-      running_mean: the moved average of means, or None.
-      running_var: the moved average of unbiased variances, or None.
+      y: the normalized images; shape and dtype of x.
+      running_mean: the updated average of means, or None.
+      running_var: the updated average of unbiased variances, or None.
       saved_mean: the mean of this batch; float32 (float64 for float64).
       saved_inv_var: 1 / sqrt(biased variance + epsilon) of this batch, which the documents call the inverse variance.
     """
@@ -59,51 +59,69 @@ def batch_norm(
 ) -> BatchNormOutput:
     """Normalizes a batch: `y = act(scale * (x - mean) / sqrt(var + epsilon) + bias + residual)`.
 
-    Mean and biased variance are those of x, over its batch and spatial axes ("spatial") or its batch alone
-    ("per_activation"). The running statistics move towards them:
+    The mean and biased variance are those of x, over its batch and spatial axes ("spatial") or over its batch axis
+    alone ("per_activation"). The running statistics move towards them:
 
         running = (1 - momentum) * running + momentum * (mean, or unbiased variance)
 
     Args:
       x: (N, C, H, W), or as `layout` says; floating point.
-      scale: (C,), or (C, H, W) for "per_activation" whatever the layout; floating point.
+      scale: (C,), or (C, H, W) for "per_activation", whatever the layout; floating point.
       bias: like scale.
-      running_mean: like scale, or None together with running_var.
-      running_var: like scale.
+      running_mean: like scale, or None. Pass both running statistics or neither.
+      running_var: like scale, or None.
       mode: "spatial" or "per_activation".
       momentum: the weight of the new statistics, in [0, 1]: a Python or NumPy number, or a traced scalar, whose value
-        is not checked. A new value does not recompile. At 1 the old statistics are not read; 1 / (n + 1) at call n,
+        is not checked. A new value does not recompile. At 1 the old statistics are not read. 1 / (n + 1) at call n,
         counted from 0, averages over all calls.
       epsilon: 0 or more.
-      activation: None, a mode or (mode, coefficient): "sigmoid", "relu", "tanh", "clipped_relu" (the coefficient is its
-        ceiling and must be given), "elu" (its factor, 1), "identity" or "swish" (its beta, 1).
-      residual: like x, added before the activation.
-      layout: "NCHW", "NHWC", "NCDHW", "NDHWC", "NC", "NCL" or "NLC"; None means the one with the channels first, by the
-        rank of x.
+      activation: None, a mode, or (mode, coefficient). Modes are "sigmoid", "relu", "tanh", "clipped_relu" (the
+        coefficient is its ceiling and must be given), "elu" (its factor, 1), "identity" and "swish" (its beta, 1).
+      residual: like x; added before the activation.
+      layout: "NCHW", "NHWC", "NCDHW", "NDHWC", "NC", "NCL" or "NLC". None means channels first, by the rank of x.
       axis_name: inside shard_map, the mesh axis (or axes) over which the batch is split and the statistics are shared.
-        Under jit a batch that is split over a mesh needs nothing: its statistics are those of all of it.
+        Under jit a split batch needs no axis name: its statistics already cover all of it.
 
     Returns:
-      BatchNormOutput: y, the running statistics (None where none are given), and those of this batch.
+      A `BatchNormOutput`: y, the running statistics (None if none were given), and the statistics of this batch.
 
     Raises:
-      BadParamError: if shapes, dtypes or attributes are others than above, one running statistic comes alone, or no
-        shard_map around splits over axis_name (that of a vmap is none).
+      BadParamError: if a shape, dtype or attribute differs from the above, only one running statistic is given, or no
+        surrounding shard_map splits over axis_name (the axis of a vmap does not count).
 
-    Numerics: everything in float32 (float64 for float64 x), rounded once at the end; the variance in a second pass over
-      x, so that a large mean costs no digits. With one element a channel the running variance takes the biased one, 0;
-      an empty batch leaves the running statistics as they are. The gradient reads x and, with "relu", y; it has all
-      modes and orders in x, scale, bias and residual. Statistics carry no gradient. relu'(0) = 0, elu'(0) = coef. What
-      relu stops goes nowhere, NaN included. Kernels for TPU and for NVIDIA GPUs from Hopper on fuse relu and residual;
-      they run where `jaxops.use("pallas")` asks for them, as they have not been measured on those chips.
+    Numerics:
+      Everything is computed in float32 (float64 for float64 x) and rounded once at the end. The variance takes a second
+      pass over x, so a large mean costs no digits.
 
-    Meshes: any axis of any array may be split. Pixels (activations for "per_activation") that are split along an axis
-      behind their first are exchanged between devices, so that they are split along the first, and back; they are
-      gathered only if the first cannot be divided by as many devices. On an explicit mesh y lies as x does, running
-      statistics as those given and saved ones as scale; a residual that is split otherwise than x is moved.
+      With one element per channel, the running variance takes the biased variance, 0. An empty batch leaves the running
+      statistics as they are.
+
+      The gradient reads x and, with "relu", y. Derivatives of all modes and orders exist in x, scale, bias and
+      residual; statistics carry no gradient. relu'(0) = 0 and elu'(0) = coef. Where relu is 0, no gradient passes, not
+      even NaN.
+
+      Kernels for TPUs and for NVIDIA GPUs from Hopper on fuse relu and residual. They run only where
+      `jaxops.use("pallas")` asks for them, because they have not been measured on those chips.
+
+    Meshes:
+      Any axis of any array may be split. If pixels ("per_activation": activations) are split along an axis behind their
+      first, devices exchange elements so that the first is split instead, and exchange them back afterwards. Elements
+      are gathered only if the first axis cannot be divided by that many devices.
+
+      On an explicit mesh y is laid out like x, running statistics like those passed in, and saved statistics like
+      scale. A residual that is split differently from x is resharded.
+
+    Example:
+      >>> x = jnp.array([[1.0, 10.0], [3.0, 10.0]])
+      >>> out = jaxops.batch_norm(x, jnp.ones(2), jnp.array([0.0, 5.0]), layout="NC")
+      >>> out.saved_mean.tolist()
+      [2.0, 10.0]
+      >>> print(np.asarray(out.y).round(3))
+      [[-1.  5.]
+       [ 1.  5.]]
 
     Source: mcDNN `mcdnnBatchNormalizationForwardTrainingEx` and `mcdnnBatchNormalizationBackwardEx`; PyTorch
-      `torch.nn.functional.batch_norm`, whose running variance is the unbiased one as well.
+      `torch.nn.functional.batch_norm`, whose running variance is unbiased as well.
     """
     name = "batch_norm"
     x, view = _images(name, x, layout, mode)
@@ -124,7 +142,7 @@ def batch_norm(
     running: tuple[jax.Array | None, jax.Array | None] = (None, None)
     if running_mean is not None:
         old = parameters(name, view, running_mean=running_mean, running_var=running_var)
-        running = moved_statistics(view, old, mean, variance, momentum=momentum, axis_name=axis_name)
+        running = updated_statistics(view, old, mean, variance, momentum=momentum, axis_name=axis_name)
     saved = (view.parameters_back(values, scale) for values in (mean, inverse_std(variance, epsilon)))
     return BatchNormOutput(y, *running, *saved)
 
@@ -146,34 +164,44 @@ def batch_norm_inference(
 
     Args:
       x: (N, C, H, W), or as `layout` says; floating point.
-      scale: (C,), or (C, H, W) for "per_activation" whatever the layout; floating point.
+      scale: (C,), or (C, H, W) for "per_activation", whatever the layout; floating point.
       bias: like scale.
       mean: like scale.
-      var: like scale: a variance, such as the running one.
+      var: like scale; a variance, such as the running one.
       mode: "spatial" or "per_activation".
       epsilon: 0 or more.
       activation: as in `batch_norm`.
-      residual: like x, added before the activation.
+      residual: like x; added before the activation.
       layout: as in `batch_norm`.
 
     Returns:
-      An array like x.
+      An array with the shape and dtype of x.
 
     Raises:
-      BadParamError: if shapes, dtypes or attributes are others than above.
+      BadParamError: if a shape, dtype or attribute differs from the above.
 
-    Numerics: in float32 (float64 for float64 x), rounded once. Differentiable in every array, in all modes and orders.
+    Numerics:
+      Computed in float32 (float64 for float64 x) and rounded once. Derivatives of all modes and orders exist in every
+      array.
 
-    Meshes: as in `batch_norm`.
+    Meshes:
+      As in `batch_norm`.
 
-    Source: mcDNN `mcdnnBatchNormalizationForwardInference`; PyTorch `torch.nn.functional.batch_norm` without training.
+    Example:
+      >>> x = jnp.array([[1.0], [5.0]])
+      >>> mean, var = jnp.array([3.0]), jnp.array([4.0])
+      >>> jaxops.batch_norm_inference(x, jnp.ones(1), jnp.zeros(1), mean, var, epsilon=0.0, layout="NC").tolist()
+      [[-1.0], [1.0]]
+
+    Source: mcDNN `mcdnnBatchNormalizationForwardInference`; PyTorch `torch.nn.functional.batch_norm` in evaluation
+    mode.
     """
     name = "batch_norm_inference"
     x, view = _images(name, x, layout, mode)
-    given = parameters(name, view, scale=scale, bias=bias, mean=mean, var=var)
+    params = parameters(name, view, scale=scale, bias=bias, mean=mean, var=var)
     epsilon = checked_epsilon(name, epsilon)
     fused = IDENTITY if activation is None else requested(name, activation)
-    return infer(view, x, given, _residual(name, x, residual), fused, epsilon=epsilon)
+    return infer(view, x, params, _residual(name, x, residual), fused, epsilon=epsilon)
 
 
 def train(
@@ -187,7 +215,7 @@ def train(
     epsilon: float,
     axis_name: Hashable = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of checked arguments: y, and mean and biased variance as the operators have them, (c,)."""
+    """The result y, and the mean and biased variance as the operators have them, (c,), of checked arguments."""
     dtype = accumulation_dtype(x.dtype)
     operands = [view.images(x), *(view.parameters(values).astype(dtype) for values in (scale, bias))]
     attributes: dict[str, Any] = {"epsilon": epsilon, "axis_name": axis_name}
@@ -205,15 +233,15 @@ def train(
 def infer(
     view: View,
     x: jax.Array,
-    given: Sequence[jax.Array],
+    params: Sequence[jax.Array],
     residual: jax.Array | None,
     activation: Activation,
     *,
     epsilon: float,
 ) -> jax.Array:
-    """Of checked arguments, `given` being scale, bias, mean and variance: y."""
+    """The result y of checked arguments; `params` are scale, bias, mean and variance."""
     dtype = accumulation_dtype(x.dtype)
-    operands = [view.images(x), *(view.parameters(values).astype(dtype) for values in given)]
+    operands = [view.images(x), *(view.parameters(values).astype(dtype) for values in params)]
     attributes: dict[str, Any] = {"activation": activation, "epsilon": epsilon}
     if residual is None:
         (y,) = BATCH_NORM_INFERENCE(*operands, **attributes)
@@ -222,7 +250,7 @@ def infer(
     return view.images_back(y, x)
 
 
-def moved_statistics(
+def updated_statistics(
     view: View,
     old: Sequence[jax.Array],
     mean: jax.Array,
@@ -237,14 +265,14 @@ def moved_statistics(
         momentum = 0.0
     old_mean, old_variance = jax.lax.stop_gradient(tuple(old))
 
-    def moved(before: jax.Array, after: jax.Array) -> jax.Array:
-        return _moved(before, view.parameters_back(after, before), momentum)
+    def updated(before: jax.Array, after: jax.Array) -> jax.Array:
+        return _weighted_average(before, view.parameters_back(after, before), momentum)
 
-    return moved(old_mean, mean), moved(old_variance, variance * _unbiased(elements))
+    return updated(old_mean, mean), updated(old_variance, variance * _unbiased(elements))
 
 
-def _moved(before: jax.Array, after: jax.Array, momentum: float | jax.Array) -> jax.Array:
-    """The weighted average; at momentum 0 and 1 it is one of both, whatever the other holds."""
+def _weighted_average(before: jax.Array, after: jax.Array, momentum: float | jax.Array) -> jax.Array:
+    """The weighted average. At momentum 0 or 1 it is exactly one of the two, whatever the other holds."""
     new = after.astype(before.dtype)
     if not isinstance(momentum, jax.Array):
         if momentum in (0, 1):
@@ -256,7 +284,7 @@ def _moved(before: jax.Array, after: jax.Array, momentum: float | jax.Array) -> 
 
 
 def _unbiased(elements: int) -> float | jax.Array:
-    """By what the biased variance of so many elements is multiplied; 1 for a single one."""
+    """The factor that makes a biased variance of this many elements unbiased; 1 for a single element."""
     if jax.export.is_symbolic_dim(elements):
         count = jnp.asarray(elements, jnp.float32)
         return jnp.where(count > 1, count / jnp.maximum(count - 1, 1), 1)
@@ -264,7 +292,7 @@ def _unbiased(elements: int) -> float | jax.Array:
 
 
 def parameters(operator: str, view: View, **arrays: Any) -> list[jax.Array]:
-    """Checked parameters or statistics, as arrays."""
+    """Parameters or statistics as arrays, checked."""
     checked = as_arrays(operator, arrays)
     for argument, value in zip(arrays, checked, strict=True):
         rule = f"have shape {view.parameter_shape}"
@@ -275,14 +303,14 @@ def parameters(operator: str, view: View, **arrays: Any) -> list[jax.Array]:
 
 
 def checked_epsilon(operator: str, epsilon: Any) -> float:
-    """Epsilon as a float; BadParamError unless it is a finite number of BN_MIN_EPSILON or more."""
+    """Epsilon as a float; BadParamError unless it is a finite number of at least BN_MIN_EPSILON."""
     rule = f"be a finite number of {BN_MIN_EPSILON} or more"
     number: float = require_real(operator, "epsilon", epsilon, rule, least=BN_MIN_EPSILON)
     return number
 
 
 def checked_momentum(operator: str, argument: str, momentum: Any) -> float | jax.Array:
-    """A momentum as a float or a traced scalar; BadParamError for a number outside of [0, 1]."""
+    """A momentum as a float or a traced scalar; BadParamError for a number outside [0, 1]."""
     rule = "be a number in [0, 1]"
     checked: float | jax.Array = require_real(operator, argument, momentum, rule, least=0, most=1, traced=True)
     return checked

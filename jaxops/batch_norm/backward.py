@@ -1,4 +1,4 @@
-"""The documented backward operators of batch normalization: plain, with an activation, and with a residual besides."""
+"""The documented backward operators of batch normalization: plain, with an activation, and with a residual as well."""
 
 import functools
 from collections.abc import Hashable
@@ -13,13 +13,13 @@ from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator
 from jaxops.activation.modes import IDENTITY, Activation, scaled_by_slope
 from jaxops.batch_norm.statistics import (
+    broadcast_channels,
     check_images,
     check_like_images,
     check_statistics,
     count,
     global_sum,
     local_sum,
-    spread,
 )
 from pallas_kernels.gpu import batch_norm_backward as gpu
 from pallas_kernels.tpu import batch_norm_backward as tpu
@@ -58,25 +58,25 @@ def _backward(
     activation: Activation = IDENTITY,
     residual_grad: bool = False,
 ) -> Arrays:
-    """Gradients where u = scale * xhat + bias (+ residual) and xhat = (x - mean) * inv_std, over M elements a channel.
+    """Gradients where u = scale * xhat + bias (+ residual) and xhat = (x - mean) * inv_std, with M elements a channel.
 
         d = grad * activation'(u);  dbias = sum(d);  dscale = sum(d * xhat)
         dx = scale * inv_std * (d - dbias / M - xhat * dscale / M) + (grad_mean + 2 * grad_variance * (x - mean)) / M
 
-    The last term is of the statistics as results of their own, which the documents do not differentiate: there it is 0.
-    Over a mesh axis dx takes the sums of all devices; dscale and dbias stay those of this one.
+    The last term belongs to the statistics as results of their own. The documents do not differentiate them, and there
+    it is 0. Over a mesh axis, dx uses the sums over all devices, while dscale and dbias stay those of this device.
     """
     dtype = accumulation_dtype(x.dtype)
     d = grad.astype(dtype)
     for array in gate:
         d = scaled_by_slope(activation, array, d)
-    centred = x.astype(dtype) - spread(mean)
+    centred = x.astype(dtype) - broadcast_channels(mean)
     sum_d, sum_d_centred = local_sum(d), local_sum(d * centred)
     elements = count(x, axis_name)
     factor = scale * inv_std
     slope = (2 * grad_variance - factor * jnp.square(inv_std) * global_sum(sum_d_centred, axis_name)) / elements
     offset = (grad_mean - factor * global_sum(sum_d, axis_name)) / elements
-    dx = spread(factor) * d + centred * spread(slope) + spread(offset)
+    dx = broadcast_channels(factor) * d + centred * broadcast_channels(slope) + broadcast_channels(offset)
     grads = dx.astype(x.dtype), sum_d_centred * inv_std, sum_d
     return (*grads, d.astype(x.dtype)) if residual_grad else grads
 
@@ -91,7 +91,7 @@ BATCH_NORM_BACKWARD = Operator(
     _backward,
     kernels=(tpu.KERNEL, gpu.KERNEL),
 )
-# The gate tells the activation's slope: it is u or, for relu, anything that is positive where u is.
+# The gate determines the activation's slope: it is u or, for relu, any array that is positive where u is.
 BATCH_NORM_ACTIVATION_BACKWARD = Operator(
     "batch_norm_activation_backward",
     f"{_OPERANDS}, ... n a c b -> {_GRADS}",

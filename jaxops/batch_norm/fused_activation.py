@@ -1,4 +1,4 @@
-"""The activation that batch normalization is asked to apply before its result is rounded."""
+"""The activation that batch normalization applies before it rounds its result."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from jaxops.activation.modes import DEFAULT_COEFFICIENTS, MODES, Activation
 
 
 def requested(operator: str, activation: Any) -> Activation:
-    """The activation that a user asks for by a mode or by a mode and its coefficient."""
+    """The activation that a user names by a mode, or by a mode and its coefficient."""
     mode: Any = activation
     coef: Any = None
     if isinstance(activation, tuple) and len(activation) == 2:

@@ -1,7 +1,7 @@
-"""Images of every layout as the operators see them, (n, a, c, b), and their parameters as (c,): views, not copies.
+"""Views of images in every layout as the operators see them, (n, a, c, b), and of parameters as (c,), without copies.
 
 spatial         NCHW: (N, 1, C, H * W)    NHWC: (N, H * W, C, 1)    parameters (C,)
-per_activation  (N, 1, C * H * W, 1), in the order in which x has them; parameters (C, H, W) whatever the layout
+per_activation  (N, 1, C * H * W, 1), in the order of x; parameters (C, H, W), whatever the layout
 """
 
 import math
@@ -19,7 +19,7 @@ LAYOUTS = (*layouts.IMAGES, "NC", "NCL", "NLC")
 
 
 class View(NamedTuple):
-    """How images of one shape, layout and mode are seen."""
+    """How images of one shape, layout and mode are viewed."""
 
     shape: tuple[int, ...]
     channels_last: bool
@@ -27,7 +27,7 @@ class View(NamedTuple):
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
-        """Of what users pass as parameters and statistics: (C,), or (C, ...) with the extents of the image."""
+        """The shape of users' parameters and statistics: (C,), or (C, ...) with the extents of the image."""
         channels = self.shape[-1] if self.channels_last else self.shape[1]
         return (channels, *self._extents) if self.per_activation else (channels,)
 
@@ -41,7 +41,7 @@ class View(NamedTuple):
         return jnp.expand_dims(sharding.reshaped(x, self._merged), self._added)
 
     def images_back(self, y: jax.Array, x: jax.Array) -> jax.Array:
-        """The inverse of `images`, laid out as the images x are."""
+        """The inverse of `images`, laid out like the images x."""
         return sharding.reshaped(jnp.squeeze(y, self._added), self.shape, sharding=jax.typeof(x).sharding)
 
     def parameters(self, values: jax.Array) -> jax.Array:
@@ -52,7 +52,7 @@ class View(NamedTuple):
         return sharding.reshaped(values, (math.prod(self.parameter_shape),))
 
     def parameters_back(self, values: jax.Array, like: jax.Array) -> jax.Array:
-        """The inverse of `parameters`, laid out and with axes of size 1 as the parameters `like` have."""
+        """The inverse of `parameters`, with the layout and the axes of size 1 of the parameters `like`."""
         if self.per_activation and self.channels_last:
             values = jnp.moveaxis(sharding.reshaped(values, self.shape[1:]), -1, 0)
         return sharding.reshaped(values, like.shape, sharding=jax.typeof(like).sharding)
@@ -74,7 +74,7 @@ class View(NamedTuple):
 
 
 def view_of(operator: str, x: Any, layout: str | None, mode: str) -> View:
-    """Checks layout and mode. Gives the view of images like x."""
+    """The view of images like x, after checking layout and mode."""
     layout = layouts.resolved(operator, x, layout, LAYOUTS)
     mode = require_choice(operator, "mode", mode, MODES)
     return View(tuple(x.shape), layout.endswith("C") and layout != "NC", mode == "per_activation")

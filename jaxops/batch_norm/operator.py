@@ -1,4 +1,4 @@
-"""The operators of batch normalization in training and in inference, and how they are differentiated."""
+"""The operators of batch normalization in training and in inference, and their derivatives."""
 
 import functools
 from collections.abc import Hashable, Sequence
@@ -17,6 +17,7 @@ from jaxops.batch_norm.backward import (
     BATCH_NORM_BACKWARD,
 )
 from jaxops.batch_norm.statistics import (
+    broadcast_channels,
     check_images,
     check_like_images,
     check_statistics,
@@ -24,7 +25,6 @@ from jaxops.batch_norm.statistics import (
     global_sum,
     local_sum,
     mean_and_variance,
-    spread,
 )
 from pallas_kernels.gpu import batch_norm as gpu
 from pallas_kernels.tpu import batch_norm as tpu
@@ -71,28 +71,30 @@ def _inference(
     activation: Activation,
 ) -> Arrays:
     factor = scale / jnp.sqrt(variance + epsilon)
-    u = (x.astype(mean.dtype) - spread(mean)) * spread(factor) + spread(bias)
+    u = (x.astype(mean.dtype) - broadcast_channels(mean)) * broadcast_channels(factor) + broadcast_channels(bias)
     for array in residual:
         u = u + array.astype(u.dtype)
     return (activated(activation, u).astype(x.dtype),)
 
 
 def inverse_std(variance: jax.Array, epsilon: float) -> jax.Array:
-    """What the documents call the inverse variance: 1 / sqrt(variance + epsilon)."""
+    """1 / sqrt(variance + epsilon), which the documents call the inverse variance."""
     return jax.lax.rsqrt(variance + epsilon)
 
 
 def pre_activation(
     x: jax.Array, scale: jax.Array, bias: jax.Array, *residual: jax.Array, mean: jax.Array, inv_std: jax.Array
 ) -> jax.Array:
-    """What the activation is applied to, not yet rounded."""
-    u = (x.astype(mean.dtype) - spread(mean)) * spread(inv_std * scale) + spread(bias)
+    """The operand of the activation, not yet rounded."""
+    u = (x.astype(mean.dtype) - broadcast_channels(mean)) * broadcast_channels(inv_std * scale) + broadcast_channels(
+        bias
+    )
     for array in residual:
         u = u + array.astype(u.dtype)
     return u
 
 
-# The derivative keeps x, scale and the statistics and, with an activation, its gate.
+# The derivative keeps x, scale, the statistics and, with an activation, its gate.
 
 
 def _linearize(
@@ -105,7 +107,7 @@ def _linearize(
     residuals = (x, scale, mean, inv_std)
     if "activation" not in params:
         return results, residuals
-    # Its result tells where relu passes; the other slopes need what was activated, before it was rounded.
+    # The result shows where relu passes. Other slopes need the operand of the activation before it was rounded.
     from_result = params["activation"].mode in ("relu", "identity")
     gate = y if from_result else pre_activation(*operands, mean=mean, inv_std=inv_std)
     return results, (*residuals, gate)
@@ -124,7 +126,7 @@ def _tangent(
     rest = iter(tangents)
     x_dot, scale_dot, bias_dot, residual_dot = (next(rest) if a else None for a in (*active, False)[:4])
     dtype = mean.dtype
-    centred = x.astype(dtype) - spread(mean)
+    centred = x.astype(dtype) - broadcast_channels(mean)
     mean_dot, variance_dot = jnp.zeros_like(mean), jnp.zeros_like(mean)
     u_dot = jnp.zeros_like(centred)
     if x_dot is not None:
@@ -132,11 +134,13 @@ def _tangent(
         mean_dot = global_sum(local_sum(x_dot), axis_name) / elements
         variance_dot = 2 * global_sum(local_sum(centred * x_dot), axis_name) / elements
         inv_std_dot = -0.5 * inv_std**3 * variance_dot
-        u_dot += (x_dot - spread(mean_dot)) * spread(scale * inv_std) + centred * spread(scale * inv_std_dot)
+        u_dot += (x_dot - broadcast_channels(mean_dot)) * broadcast_channels(
+            scale * inv_std
+        ) + centred * broadcast_channels(scale * inv_std_dot)
     if scale_dot is not None:
-        u_dot += centred * spread(scale_dot * inv_std)
+        u_dot += centred * broadcast_channels(scale_dot * inv_std)
     if bias_dot is not None:
-        u_dot += spread(bias_dot)
+        u_dot += broadcast_channels(bias_dot)
     if residual_dot is not None:
         u_dot += residual_dot.astype(dtype)
     for array in gate:

@@ -1,7 +1,7 @@
 """Sums over a batch of images, on one device or over the devices of a mesh axis.
 
-The operators see images as (..., n, a, c, b) with statistics (..., c): c are the channels that are normalized apart,
-and n, a and b are reduced, of which a or b is what lies in memory before and behind the channels.
+The operators see images as (..., n, a, c, b) and statistics as (..., c). Each channel c is normalized separately.
+n, a and b are reduced; a and b are the pixels before and behind the channels in memory.
 """
 
 import math
@@ -17,38 +17,38 @@ from jaxops._checks.mcdnn import require
 _REDUCED = (-4, -3, -1)
 
 
-def spread(statistic: jax.Array) -> jax.Array:
-    """(..., c) to broadcast against images."""
+def broadcast_channels(statistic: jax.Array) -> jax.Array:
+    """Statistics (..., c) with axes added, to broadcast against images."""
     return statistic[..., None, None, :, None]
 
 
 def local_sum(x: jax.Array) -> jax.Array:
-    """The sum of each channel, over the images that are here."""
+    """The sum of each channel over the images on this device."""
     return jnp.sum(x, _REDUCED)
 
 
 def global_sum(local: jax.Array, axis_name: Hashable) -> jax.Array:
-    """The sum over the devices of a mesh axis; None stands for no such axis."""
+    """The sum over the devices of a mesh axis; with None, `local` itself."""
     return local if axis_name is None else jax.lax.psum(local, axis_name)
 
 
 def count(x: jax.Array, axis_name: Hashable) -> int:
-    """How many elements each statistic reduces, and 1 where there is none: a sum of nothing can be divided by it."""
+    """How many elements each statistic reduces; at least 1, so that it can divide an empty sum."""
     here = math.prod(x.shape[axis] for axis in _REDUCED)
     # In this order symbolic sizes, of 1 or more, can be compared.
     return max(here * (1 if axis_name is None else jax.lax.axis_size(axis_name)), 1)
 
 
 def mean_and_variance(x: jax.Array, axis_name: Hashable) -> tuple[jax.Array, jax.Array]:
-    """The mean and the biased variance of each channel, in two passes: no digits are lost to a large mean."""
+    """The mean and biased variance of each channel, in two passes so that a large mean costs no digits."""
     x = x.astype(accumulation_dtype(x.dtype))
     elements = count(x, axis_name)
     mean = global_sum(local_sum(x), axis_name) / elements
-    return mean, global_sum(local_sum(jnp.square(x - spread(mean))), axis_name) / elements
+    return mean, global_sum(local_sum(jnp.square(x - broadcast_channels(mean))), axis_name) / elements
 
 
 def check_images(operator: str, x: Any) -> None:
-    """Refuses what is no floating-point array of images."""
+    """Refuses arrays that are not floating-point images."""
     check_floating(operator, x=x)
     require(len(x.shape) >= 4, operator, "x", "have shape (..., n, a, c, b)", x)
 
@@ -61,7 +61,7 @@ def check_like_images(operator: str, x: Any, **arrays: Any) -> None:
 
 
 def check_statistics(operator: str, x: Any, **statistics: Any) -> None:
-    """Refuses parameters and statistics of another shape or dtype than x asks for."""
+    """Refuses parameters and statistics whose shape or dtype does not fit x."""
     shape, dtype = (*x.shape[:-4], x.shape[-2]), accumulation_dtype(x.dtype)
     for argument, value in statistics.items():
         fits = value.shape == shape and value.dtype == dtype

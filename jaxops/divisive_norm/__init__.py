@@ -1,4 +1,4 @@
-"""Divisive normalization: images divided by a power of their deviations from given means, around each pixel."""
+"""Divisive normalization: divides images by a power of their deviations from given means, around each pixel."""
 
 from jaxops.divisive_norm.api import divisive_norm as divisive_norm
 from jaxops.divisive_norm.operator import DIVISIVE_NORM as DIVISIVE_NORM

@@ -1,4 +1,4 @@
-"""Divisive normalization as users call it."""
+"""The public function `divisive_norm`."""
 
 import jax
 
@@ -20,42 +20,55 @@ def divisive_norm(
     k: float = 2.0,
     layout: str | None = None,
 ) -> jax.Array:
-    """Divides by a power of the mean squared deviation around each pixel: `y = x * s**-beta`.
+    """Divides each pixel by a power of the mean squared deviation around it: `y = x * s**-beta`.
 
         s[i] = k + alpha / n**d * sum of (x[j] - means[i])**2 over the pixels j in the window around i
 
-    in every channel alone, with d spatial axes, along each of which the window reaches from `i - (n - 1) // 2` over n
-    pixels: an even window looks one pixel further ahead. It is clipped at the border; the divisor stays n**d.
-    What is divided is x itself.
+    Every channel is treated on its own. There are d spatial axes. Along each, the window starts at `i - (n - 1) // 2`
+    and covers n pixels, so a window of even length reaches one pixel further ahead. At the border the window is
+    clipped, but the divisor stays n**d. x itself is divided, not its deviation.
 
     Args:
       x: images of any floating dtype: (N, C, H, W), or as `layout` says.
-      means: of the shape and dtype of x: what deviates is measured from the mean at the centre of each window. They
-        may come from any function of x: its gradient flows through them. None stands for zeros.
-      n: extent of a window along each spatial axis; may be more than there is.
-      alpha: factor of the mean square.
+      means: the shape and dtype of x. Deviations in a window are measured from the mean at its centre. They may be any
+        function of x; its gradient flows through them. None means zeros.
+      n: the extent of a window along each spatial axis; may exceed the extent of x.
+      alpha: the factor of the mean square.
       beta: the power.
-      k: what is added to the mean square.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; None means the one with the channels first, by the rank of x.
+      k: the constant added to the mean square.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". None means channels first, by the rank of x.
 
     Returns:
-      The shape and dtype of x.
+      An array with the shape and dtype of x.
 
     Raises:
-      BadParamError: if x is not floating point or has another rank than the layout, means differ from x in shape or
+      BadParamError: if x is not floating point, its rank does not match the layout, means differ from x in shape or
         dtype, n is not a positive integer, or another attribute is not a number.
 
-    Numerics: computed in float32 (float64 for float64) and rounded once, forward and backward; the power as in
-      `local_response_norm`. Without means, squares are summed along one axis after the other. With means, each window's
-      squares are taken about its own mean, in a number of steps that grows with the logarithm of n: only what is never
-      negative is added, so that pixels and means of 1e4 keep the digits of deviations of 1, and pixels far from all
-      others cost few. Only gradients of x near a mean far from all others lose some. A window with an infinite pixel
-      has an infinite s, and one with a NaN is NaN; where there are means, pixels beyond an eighth of the largest number
-      count as that in s. All modes and orders of derivatives exist; the gradient keeps x and means. On every platform
-      it runs as XLA operations: one-dimensional window reductions, or slices of windows that double.
+    Numerics:
+      Computed in float32 (float64 for float64) and rounded once, forward and backward. Powers are computed as in
+      `local_response_norm`.
+
+      Without means, squares are summed along one axis after the other. With means, the squares of a window are taken
+      about its own mean, in a number of steps that grows with the logarithm of n. Only terms that are never negative
+      are added. So pixels and means near 1e4 keep the digits of deviations near 1, and outliers cost few digits. Only
+      gradients of x near a mean far from all others lose some.
+
+      A window with an infinite pixel has an infinite s, and one with NaN gives NaN. If means are given, pixels beyond
+      an eighth of the largest number count as that much in s.
+
+      Derivatives of all modes and orders exist; the gradient keeps x and means. On every platform this runs as XLA
+      operations: one-dimensional window reductions, or slices of windows that double.
+
+    Example:
+      >>> x = jnp.array([1.0, 3.0, 5.0]).reshape(1, 1, 1, 3)
+      >>> means = jnp.full_like(x, 2.0)
+      >>> y = jaxops.divisive_norm(x, means, n=1, alpha=1.0, beta=1.0, k=1.0)
+      >>> print(np.asarray(y.ravel()).round(3))  # s = 1 + 1, 1 + 1, 1 + 9
+      [0.5 1.5 0.5]
 
     Source: mcDNN `mcdnnDivisiveNormalizationForward` and `mcdnnDivisiveNormalizationBackward`, whose limits on n, beta
-      and k are not enforced here. Without means it is what Caffe calls a response norm within the channel.
+      and k are not enforced here. Without means, Caffe calls it a response norm within the channel.
     """
     name = "divisive_norm"
     x = as_array(name, "x", x)
@@ -63,8 +76,8 @@ def divisive_norm(
     layout = layouts.resolved(name, x, layout)
     check_floating(name, x=x)
     if means is not None:
-        alike = (means.shape, means.dtype) == (x.shape, x.dtype)
-        require(alike, name, "means", f"have x's shape and dtype, {x.dtype}{list(x.shape)}", means)
+        is_same_type = (means.shape, means.dtype) == (x.shape, x.dtype)
+        require(is_same_type, name, "means", f"have x's shape and dtype, {x.dtype}{list(x.shape)}", means)
     check_attributes(name, n, alpha, beta, k)
     volume = windows.to_volume(x, layout)
     (y,) = DIVISIVE_NORM(

@@ -1,10 +1,10 @@
-"""Sums of differences over windows, that lose no digits to what the numbers have in common, and hardly any to outliers.
+"""Sums of squared differences over windows that keep their digits next to large common offsets and outliers.
 
-Written out, the sum over a window of `(x - m)**2` is `sum(x**2) - 2 m sum(x) + count m**2`, of which little is left
-where x and m are large beside their difference. Here the mean of a window is kept as its distance from an origin nearby
-and squares are taken about that mean. Two windows side by side become one as Chan, Golub and LeVeque (1979) join them:
-the distance between their means adds to the squares. No term is negative, so nothing cancels. Windows double along one
-axis and then along the next, and the cost grows with the logarithm of their extents.
+Written out, the sum over a window of `(x - m)**2` is `sum(x**2) - 2 m sum(x) + count m**2`. Where x and m are large
+compared with their difference, these terms cancel and few digits remain. Here the mean of a window is kept as its
+distance from a nearby origin, and squares are taken about that mean. Two neighbouring windows are joined as in Chan,
+Golub and LeVeque (1979): the distance between their means adds to the squares. No term is negative, so nothing cancels.
+Windows double along one axis after the other, so the cost grows with the logarithm of their extents.
 """
 
 import functools
@@ -20,9 +20,9 @@ from jaxops.pooling.windows import Span
 
 
 class Deviations(NamedTuple):
-    """Of the elements of each window: their mean, `origin + offset`, and their mean squared deviation from it.
+    """For each window, its mean `origin + offset` and the mean squared deviation from it.
 
-    None stands for zeros: of single elements, which are their own origins.
+    None stands for zeros: single elements are their own origins.
     """
 
     origin: jax.Array
@@ -31,7 +31,7 @@ class Deviations(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """In each window, the sum of weights, and that of each weight times the distance of its element from an origin.
+    """For each window, the sum of weights, and the sum of weights times distances from an origin.
 
     None stands for zeros.
     """
@@ -42,7 +42,7 @@ class Weights(NamedTuple):
 
 
 def deviations(x: jax.Array, spans: Sequence[Span]) -> Deviations:
-    """Those of the windows of x along these axes."""
+    """The deviations in the windows of x along these axes."""
     sums = Deviations(x, None, None)
     for span in spans:
         if sums.offset is not None:
@@ -52,7 +52,7 @@ def deviations(x: jax.Array, spans: Sequence[Span]) -> Deviations:
 
 
 def weights(weight: jax.Array, x: jax.Array, spans: Sequence[Span]) -> Weights:
-    """Those of the windows along these axes, of a weight for each element of x."""
+    """The weights in the windows along these axes, with one weight for each element of x."""
     sums = Weights(x, weight, None)
     for span in spans:
         sums = _grown_along(sums, _joined_weights, span)
@@ -72,25 +72,25 @@ def _joined_deviations(first: Deviations, second: Deviations, sizes: Sequence[np
     shares = (before, after, before * after)
     of_first, of_second, of_both = (share.astype(first.origin.dtype) for share in shares)
     apart = _combined((1, second.origin), (-1, first.origin), (1, second.offset), (-1, first.offset))
-    # The share of nothing, beyond the edge, is 0, and comes first: the square may be infinite.
+    # Beyond the edge the share is 0. It must multiply first, because the square may be infinite.
     variance = _combined((of_first, first.variance), (of_second, second.variance), (of_both * apart, apart))
     return Deviations(first.origin, _combined((1, first.offset), (of_second, apart)), variance)
 
 
 def _about_medians(sums: Deviations, axis: int) -> Deviations:
-    """The sums about the median of three origins in a row: what a window begins with may be far from all else in it.
+    """The sums about the median of three origins in a row, because the first element of a window may be an outlier.
 
-    A rounded mean would not do: XLA computes it again wherever it is fused, and may round it otherwise there.
+    A rounded mean would not do: XLA computes it again wherever it is fused, and may round it differently there.
     """
     origin, offset, variance = sums
-    here, near, far = (_behind(origin, steps, axis) for steps in range(3))
+    here, near, far = (_later(origin, steps, axis) for steps in range(3))
     median = jnp.maximum(jnp.minimum(here, near), jnp.minimum(jnp.maximum(here, near), far))
     median = jax.lax.stop_gradient(jnp.where(jnp.isnan(median), origin, median))
     return Deviations(median, _combined((1, offset), (1, origin - median)), variance)
 
 
-def _behind(x: jax.Array, steps: int, axis: int) -> jax.Array:
-    """The elements so many steps further along an axis, and the last one for those beyond it."""
+def _later(x: jax.Array, steps: int, axis: int) -> jax.Array:
+    """The elements `steps` further along an axis, repeating the last one at the end."""
     if not jax.export.is_symbolic_dim(x.shape[axis]):
         steps = min(steps, x.shape[axis] - 1)
     widths = [(0, steps if one == axis % x.ndim else 0) for one in range(x.ndim)]
@@ -98,8 +98,8 @@ def _behind(x: jax.Array, steps: int, axis: int) -> jax.Array:
 
 
 def _joined_weights(first: Weights, second: Weights, _: Sequence[np.ndarray]) -> Weights:
-    moved = second.total * (second.origin - first.origin)
-    moment = _combined((1, first.moment), (1, second.moment), (1, moved))
+    rebased = second.total * (second.origin - first.origin)
+    moment = _combined((1, first.moment), (1, second.moment), (1, rebased))
     return Weights(first.origin, first.total + second.total, moment)
 
 
@@ -109,9 +109,9 @@ def _combined(*terms: tuple[Any, jax.Array | None]) -> Any:
 
 
 def _grown_along(sums: Any, join: Callable[[Any, Any, Sequence[np.ndarray]], Any], span: Span) -> Any:
-    """Sums over whole windows along an axis, from those over single elements."""
+    """Sums over whole windows along an axis, from sums over single elements."""
     axis, extent, window = span.axis, span.extent, span.window
-    # Beyond the edge stands nothing, and the edge's own element as the origin of windows that begin there.
+    # Beyond the edge there are no elements. Windows that begin there take the edge's element as their origin.
     origin, *rest = sums
     part = type(sums)(_padded(origin, span, "edge"), *(_padded(x, span, "constant") for x in rest))
     whole, covered, width, length = None, 0, 1, extent + window - 1
@@ -130,7 +130,7 @@ def _grown_along(sums: Any, join: Callable[[Any, Any, Sequence[np.ndarray]], Any
 
 
 def _held(x: jax.Array, span: Span, start: int, width: int, number: int) -> np.ndarray:
-    """How many elements lie in stretches of this width, that begin so far behind the start of each window."""
+    """How many elements lie in stretches of `width` that begin `start` after the start of each window."""
     numpy: Any = jnp if jax.export.is_symbolic_dim(number) else np
     first = numpy.arange(number) + start - span.before
     inside = numpy.clip(first + width, 0, span.extent) - numpy.clip(first, 0, span.extent)

@@ -1,4 +1,4 @@
-"""The operators of divisive normalization."""
+"""The operators of divisive normalization and its gradient."""
 
 import math
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ _NO_MEANS = (0, 0, 0, 0)
 
 
 def no_means(volume: jax.Array) -> jax.Array:
-    """What the operators take for means of zero."""
+    """The operand by which the operators represent means of zero."""
     return jnp.zeros((*volume.shape[:-4], *_NO_MEANS), volume.dtype)
 
 
 def window_of(n: int, layout: str) -> tuple[int, ...]:
-    """The extents of a window of volumes: n along each spatial axis that the layout has."""
+    """The extents of a window of a volume: n along each spatial axis of the layout."""
     return windows.for_volume((n,) * (len(layout) - 2), 1)
 
 
@@ -70,7 +70,7 @@ def _backward(
     scaled = dy * negative_power(s, beta)
     u = (-beta * share) * scaled * wide / s
     # The centres of the windows that hold a pixel lie in the mirror image of its own window.
-    dx = scaled + 2 * _spread(u, wide, m, [_mirrored(span) for span in spans])
+    dx = scaled + 2 * _weighted_deviations(u, wide, m, [_mirrored(span) for span in spans])
     dmeans = -2 * u * deviation
     return tuple(windows.unsqueezed(one.astype(grad.dtype), x, along) for one in (dx, dmeans))
 
@@ -79,7 +79,8 @@ def _deviations(x: jax.Array, means: jax.Array | None, spans: Sequence[Span]) ->
     """The sums over each window of the deviations from the mean at its centre, and of their squares."""
     if means is None:
         return _summed(x, spans), _summed(jnp.square(x), spans)
-    # Of numbers up to here no difference is infinite, but squares are, as those of an infinite pixel must be.
+    # Differences of numbers up to this limit are finite, but their squares are infinite, as they must be for infinite
+    # pixels.
     largest = float(jnp.finfo(x.dtype).max) / 8
     origin, offset, variance = moments.deviations(jnp.clip(x, -largest, largest), spans)
     size = jnp.asarray(moments.counts(x, spans))
@@ -87,7 +88,7 @@ def _deviations(x: jax.Array, means: jax.Array | None, spans: Sequence[Span]) ->
     return size * deviation, size * ((0 if variance is None else variance) + jnp.square(deviation))
 
 
-def _spread(u: jax.Array, x: jax.Array, means: jax.Array | None, spans: Sequence[Span]) -> jax.Array:
+def _weighted_deviations(u: jax.Array, x: jax.Array, means: jax.Array | None, spans: Sequence[Span]) -> jax.Array:
     """The sum of `u[i] (x[j] - means[i])` over each window of i."""
     if means is None:
         return x * _summed(u, spans)
@@ -102,7 +103,7 @@ def _summed(x: jax.Array, spans: Sequence[Span]) -> jax.Array:
 
 
 def _spans(x: jax.Array, window: tuple[int, ...]) -> tuple[Span, ...]:
-    """The windows along depth, height and width, without what lies outside of x wherever they stand."""
+    """The windows along depth, height and width, without the parts that never lie in x."""
     spans = []
     for axis, n in zip(windows.VOLUME_AXES, window, strict=True):
         extent = x.shape[axis]

@@ -1,4 +1,4 @@
-"""Dropout whose mask is one bit an element."""
+"""Dropout with a mask of one bit per element."""
 
 from jaxops.dropout.api import dropout as dropout
 from jaxops.dropout.operator import DROPOUT as DROPOUT

@@ -1,4 +1,4 @@
-"""Dropout as users call it: keys, rates and shapes become what the operators take."""
+"""The public function `dropout`: keys, rates and shapes become what the operators take."""
 
 import math
 from collections.abc import Sequence
@@ -16,31 +16,38 @@ from pallas_kernels.dropout_mask import RESOLUTION_BITS, WORD_BITS, threefry
 
 
 def dropout(key: jax.Array, x: jax.Array, rate: float | jax.Array) -> jax.Array:
-    """Zeroes elements at random and scales the others: `y = x / (1 - rate)` where an element is kept, else 0.
+    """Zeroes elements at random and scales the rest: `y = x / (1 - rate)` where an element is kept, else 0.
 
-    Which elements are kept depends on the key, the rate and an element's place in row-major order: not on how x is
-    laid out or split over devices, and not on the implementation. The gradient is `grad_y / (1 - rate)` where kept,
-    else 0, from a mask of one bit an element.
+    Which elements are kept depends on the key, the rate and the element's row-major position. It does not depend on the
+    implementation or on how x is laid out or split over devices. The gradient is `grad_y / (1 - rate)` where an element
+    was kept, else 0. It comes from a mask of one bit per element.
 
     Args:
-      key: a key of `jax.random`, typed or raw, of any implementation. It is used up, like a key that is given to
+      key: a key of `jax.random`, typed or raw, of any implementation. Do not reuse it, just as for
         `jax.random.bernoulli`.
-      x: any shape, floating point.
-      rate: the probability with which an element is dropped, in [0, 1]: a Python or NumPy number, or a traced scalar. A
-        new value does not recompile.
+      x: floating point, of any shape.
+      rate: the probability of dropping an element, in [0, 1]: a Python or NumPy number, or a traced scalar. A new value
+        does not recompile.
 
     Returns:
-      The shape and dtype of x.
+      An array with the shape and dtype of x.
 
     Raises:
       BadParamError: if key is not a single key, x is not floating point, or rate is not a number in [0, 1]. The value
-        of a JAX array is not checked: it is clamped to [0, 1], and NaN gives NaN.
+        of a JAX array is not checked but clamped to [0, 1], and NaN gives NaN.
 
-    Numerics: the probability is rounded to a multiple of 2**-24; rates 0 and 1 are exact. Bits are those of
-      Threefry-2x32 with 20 rounds, counted by element. The scale is `1 / (1 - rate)` in float32 (float64 for float64)
-      and the product is rounded once. Dropped elements are not read: NaN there gives 0. All modes and orders of
-      derivatives exist in x, and none in the rate; backward keeps the mask and nothing of x. Under `vmap` with one key,
-      all mapped calls keep the same elements, as with `jax.random`.
+    Numerics:
+      The probability is rounded to a multiple of 2**-24; rates 0 and 1 are exact. The bits are those of Threefry-2x32
+      with 20 rounds, counted by element. The scale `1 / (1 - rate)` is computed in float32 (float64 for float64), and
+      the product is rounded once. Dropped elements are not read, so NaN there gives 0.
+
+      Derivatives of all modes and orders exist in x, and none in the rate. The backward pass keeps the mask and nothing
+      of x. Under `vmap` with one key, all mapped calls keep the same elements, as with `jax.random`.
+
+    Example:
+      >>> y = jaxops.dropout(jax.random.key(0), jnp.ones(1000), 0.75)
+      >>> sorted({float(value) for value in y})  # dropped, or 1 / (1 - 0.75)
+      [0.0, 4.0]
 
     Source: mcDNN `mcdnnDropoutForward` and `mcdnnDropoutBackward`.
     """
@@ -51,7 +58,7 @@ def dropout(key: jax.Array, x: jax.Array, rate: float | jax.Array) -> jax.Array:
 
 
 def dropped_out(operator: str, key: jax.Array, x: jax.Array, rate: float | jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The result and the words of its mask, as `operator`; x and rate are checked already."""
+    """The result and the words of its mask, in the name of `operator`; x and rate are checked already."""
     lead, length = row_view(x.shape)
     key0, key1 = _two_words(operator, key)
     first_words = _row_indices(lead) * jnp.uint32(words_of(length))
@@ -75,9 +82,9 @@ def dropout_gradient(dy: jax.Array, words: jax.Array, rate: float | jax.Array) -
 
 
 def row_view(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """The leading axes, which may be split over devices, and the length of a row of the others.
+    """The leading axes, which may be split over devices, and the length of a row of the other axes.
 
-    A row is the fewest last axes that are made of whole words; without such, it is everything.
+    A row consists of the fewest trailing axes that fill whole words, or else of the whole array.
     """
     for axis in reversed(range(len(shape))):
         length = math.prod(shape[axis:])
@@ -87,7 +94,7 @@ def row_view(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 
 def checked_rate(operator: str, argument: str, rate: Any) -> float | jax.Array:
-    """A rate as a float or a scalar of JAX; BadParamError for a number outside of [0, 1]."""
+    """A rate as a float or a JAX scalar; BadParamError for a number outside [0, 1]."""
     checked: float | jax.Array = require_real(
         operator, argument, rate, "be a number in [0, 1]", least=0, most=1, traced=True
     )
@@ -95,19 +102,21 @@ def checked_rate(operator: str, argument: str, rate: Any) -> float | jax.Array:
 
 
 def probability_and_scale(rate: float | jax.Array, dtype: Any) -> jax.Array:
-    """What operators read of a rate, (2,): `1 - rate` rounded to 24 binary digits, and `1 / (1 - rate)`, or 0 for none.
+    """What the operators read of a rate, (2,): `1 - rate` rounded to 24 binary digits, and the scale `1 / (1 - rate)`.
+
+    The scale is 0 if nothing is kept.
 
     Args:
-      rate: a number in [0, 1], or a traced scalar, which is clamped to [0, 1]; NaN keeps everything, as NaN.
-      dtype: of the result, and of the arithmetic of the scale: float32 or float64.
+      rate: a number in [0, 1], or a traced scalar, which is clamped to [0, 1]. NaN keeps every element, as NaN.
+      dtype: the dtype of the result and of the scale's arithmetic: float32 or float64.
     """
-    # float32 rounds `1 - rate` to just these digits, halves to even as Python does: a number and a scalar of the same
-    # value keep the same elements.
+    # float32 rounds `1 - rate` to exactly these digits, and halves to even as Python does. So a number and a scalar of
+    # the same value keep the same elements.
     if not isinstance(rate, jax.Array):
         kept = round((1 - rate) * 2**RESOLUTION_BITS) / 2**RESOLUTION_BITS
         one = np.ones((), dtype)
         return jnp.asarray([kept, one / (one - np.asarray(rate, dtype)) if kept else 0], dtype)
-    # Which elements are kept does not change smoothly with the rate: a derivative of the scale alone would mislead.
+    # The choice of elements does not change smoothly with the rate, so a derivative of the scale alone would mislead.
     rate = jax.lax.stop_gradient(jnp.clip(rate.astype(accumulation_dtype(rate.dtype)), 0, 1))
     kept = jnp.where(jnp.isnan(rate), 1, jnp.round((1 - rate) * 2**RESOLUTION_BITS) / 2**RESOLUTION_BITS)
     scale = jnp.where(kept == 0, 0, 1 / (1 - rate.astype(dtype)))
@@ -115,7 +124,7 @@ def probability_and_scale(rate: float | jax.Array, dtype: Any) -> jax.Array:
 
 
 def _two_words(operator: str, key: Any) -> tuple[jax.Array, jax.Array]:
-    """The key of the generator, from a JAX key of any implementation."""
+    """The generator's two key words, from a JAX key of any implementation."""
     words = as_key(operator, "key", key)
     first, second, *rest = jnp.unstack(sharding.whole_along_first(words))
     for pair in zip(rest[::2], [*rest[1::2], jnp.zeros_like(first)], strict=False):

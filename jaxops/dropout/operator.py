@@ -1,4 +1,4 @@
-"""The operators of dropout: a mask of bits, drawn where it is used, and the gradient, which needs only that mask."""
+"""The operators of dropout, which draws its mask where it is used, and of its gradient, which needs only the mask."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ _STEP_PAIRS = 2
 
 
 def words_of(elements: int) -> int:
-    """How many words hold a bit for each element."""
+    """How many words hold one bit per element."""
     return -(-elements // WORD_BITS)
 
 
@@ -58,7 +58,11 @@ def _check_backward(grad: Any, words: Any, keep: Any) -> None:
 
 
 def _drop(streams: jax.Array, x: jax.Array, keep: jax.Array) -> Arrays:
-    """`streams` are of each row the key's two words and the index of its first word; `keep` is what a rate says."""
+    """Drops elements of each row.
+
+    `streams` holds, for each row, the key's two words and the index of the row's first word; `keep` is
+    `probability_and_scale` of a rate.
+    """
     key0, key1, first = (streams[..., i, None] for i in range(3))
     count = words_of(x.shape[-1])
     shape = (*x.shape[:-1], count)
@@ -72,14 +76,14 @@ def _drop(streams: jax.Array, x: jax.Array, keep: jax.Array) -> Arrays:
 
 
 def _kept_words(keys: tuple[jax.Array, jax.Array], indices: jax.Array, kept: jax.Array) -> jax.Array:
-    """Bit b of a word says whether element `32 * index + b` is kept: a uniform number less than `kept` is drawn."""
+    """Words whose bit b says whether element `32 * index + b` is kept: a uniform number below `kept` was drawn."""
     above = threshold(kept)
     less, number = digits(above)
     table = jnp.stack(number).reshape(-1, 2 * _STEP_PAIRS)
     zeros_at_end = jax.lax.population_count((above & -above) - jnp.uint32(1)).astype(jnp.int32)
     digits_left = jnp.maximum(RESOLUTION_BITS - zeros_at_end, 0)
-    # Zeros at the end decide nothing. In a loop, which one step alone is not for XLA: it would otherwise draw a word
-    # again for each of its elements.
+    # Trailing zeros decide nothing. At least two steps: XLA unrolls a loop of one, and would then draw a word again for
+    # each of its elements.
     steps = -(-digits_left // table.shape[1])
     steps = jnp.where(steps == 1, 2, steps)
 
@@ -102,7 +106,7 @@ def _select(x: jax.Array, words: jax.Array, keep: jax.Array) -> Arrays:
     return (y.reshape(x.shape),)
 
 
-# Linear in x, and its own transpose: derivatives of all kinds select by the same mask.
+# Dropout is linear in x and its own transpose, so every derivative selects by the same mask.
 
 
 def _linearize(operands: Sequence[jax.Array], active: Active) -> tuple[Arrays, Arrays]:

@@ -1,10 +1,10 @@
-"""Dropout in plain JAX: elements that a random number for each of them keeps, scaled, or sets to zero."""
+"""Dropout in plain JAX: a random number per element decides whether it is scaled or set to zero."""
 
 from collections.abc import Iterator
 
 from lowering.patterns import RESHAPES, Finding, Graph, Operation, Pattern, Value, describe, forward, unshaped
 
-# XLA's CPU code keeps more for each element; on TPUs and NVIDIA GPUs its compilers report that it keeps nothing.
+# XLA's CPU code keeps this much more per element. Its compilers for TPUs and NVIDIA GPUs report that they keep nothing.
 _SAVED_BYTES_PER_ELEMENT = 6
 
 _TO_UNIFORM = frozenset({"shift_right_logical", "or", "bitcast_convert_type", "sub", "add", "mul", "max", *RESHAPES})
@@ -12,7 +12,7 @@ _COMPARISONS = frozenset({"lt", "le", "gt", "ge"})
 
 
 def _find(graph: Graph) -> Iterator[Finding]:
-    """Random bits that decide, each against the same number, which elements of as many are kept."""
+    """Random bits that are compared with one number, and decide which elements of an equally large array are kept."""
     for bits in graph.named("random_bits"):
         for kept in _masked(bits):
             x = kept.outputs[0]
@@ -22,7 +22,7 @@ def _find(graph: Graph) -> Iterator[Finding]:
 
 
 def _masked(bits: Operation) -> Iterator[Operation]:
-    """What keeps elements where a mask of these bits says, and scales them, before or after."""
+    """Operations that select elements by a mask made of these bits, and scale them before or after."""
     uniform = forward(bits.outputs, lambda operation, _: operation.name in _TO_UNIFORM)
     compared = {user for value in uniform for user in value.users if _is_threshold(user, uniform)}
     masks = forward((x for user in compared for x in user.outputs), lambda op, _: op.name in RESHAPES | {"not"})

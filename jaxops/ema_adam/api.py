@@ -1,4 +1,4 @@
-"""EMA-Adam as an optax transform."""
+"""The public functions `ema_adam` and `ema_params`."""
 
 import functools
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def ema_adam(
     ema_dtype: Any | None = None,
     mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam or AdamW that keeps an exponential moving average of the parameters, in one pass over memory.
+    """Adam or AdamW that also keeps an exponential moving average of the parameters, in one pass over memory.
 
         g  = grad + weight_decay * params   ("l2")  |  grad   ("adamw")
         mu = b1 * mu + (1 - b1) * g
@@ -53,58 +53,67 @@ def ema_adam(
         params = params - learning_rate * u
         ema    = ema_decay * ema + (1 - ema_decay) * params
 
-    with c1 = 1 - b1^t and c2 = 1 - b2^t at step t = 1, 2, ... It equals `optax.adamw` ("adamw"), or `optax.adam` after
-    `optax.add_decayed_weights` ("l2"), followed by an average of the parameters. `ema_params` reads the average, and
-    `fused_apply` takes a step without materialising updates.
+    with c1 = 1 - b1^t and c2 = 1 - b2^t at step t = 1, 2, ... This equals `optax.adamw` ("adamw"), or `optax.adam`
+    after `optax.add_decayed_weights` ("l2"), followed by an average of the parameters. `ema_params` reads the average.
+    `fused_apply` takes a step without writing the updates to memory.
 
-    The average is that of the parameters which the update of this transform gives: let it be the last of a chain.
+    The average follows the parameters that this transform's own update leads to, so put the transform last in a chain.
 
-    Args:
-      learning_rate: a number or a schedule: a function of the count of steps already taken.
-      b1: the decay of the first moment.
-      b2: the decay of the second moment.
-      eps: added to the square root, after bias correction.
-      weight_decay: strength of the decay.
-      mode: "adamw" decays parameters beside the moments, "l2" through the gradient.
-      bias_correction: False takes c1 = c2 = 1.
-      ema_decay: the decay of the average; a number or a schedule.
-      mu_dtype: of the first moment. By default float32 for parameters of 16 bits or fewer, else the parameters' own.
-      nu_dtype: of the second moment, with the same default: at b2 = 0.999 a bfloat16 one would stop halfway.
-      ema_dtype: of the average, with the same default: at 0.9999 a bfloat16 one would never move.
-      mask: which parameters decay: a tree of bools (a prefix of the parameters' tree), or a function of the
-        parameters that returns one. By default all.
+    Under `optax.inject_hyperparams`, numbers become arrays in the widest dtype of the parameters. If that has 16 bits,
+    in which 0.999 is 1, use `inject_hyperparams(ema_adam, hyperparam_dtype=jnp.float32)`.
 
-    Returns:
-      A transform whose `update` requires `params` and returns updates in their dtype. Its state is the tuple
-      `(optax.ScaleByAdamState(count, mu, nu), EmaParamsState(ema))`. The average starts equal to the parameters, in
-      buffers of its own. For parameters that are `jax.ShapeDtypeStruct`s, so are the state's. State and results keep
-      the parameters' sharding. A gradient of None leaves its parameter and state as they are.
-
-    Raises:
-      BadParamError: for an unknown mode, a dtype that is not floating, b1 or b2 outside of [0, 1), ema_decay outside
-        of [0, 1], decays given as 16-bit arrays, and by `update` without `params`.
-
-    Numerics:
-      Everything is computed in float32 (float64 for float64 parameters) without intermediate rounding, whatever the
-      dtypes of gradients, parameters and state. Decays given as Python numbers lose nothing in 1 - b. Differentiable
-      in gradients, parameters, state and those coefficients that are arrays, in both modes and to any order.
-
-    Example:
-      Under `optax.inject_hyperparams` numbers become arrays in the widest dtype of the parameters. If that has 16
-      bits, where 0.999 is 1, `inject_hyperparams(ema_adam, hyperparam_dtype=jnp.float32)` is needed.
-
-      A checkpoint of `optax.adamw` continues as
+    To continue from a checkpoint of `optax.adamw`, whose state is `adamw_state`:
 
         fresh = optimizer.init(params)
         moments = jax.tree.map(lambda new, old: old.astype(new.dtype), fresh[0], adamw_state[0])
         opt_state = (moments, fresh[1])
 
+    Args:
+      learning_rate: a number, or a schedule: a function of the number of steps already taken.
+      b1: the decay of the first moment.
+      b2: the decay of the second moment.
+      eps: added to the square root, after bias correction.
+      weight_decay: the strength of the weight decay.
+      mode: "adamw" decays the parameters directly, "l2" through the gradient.
+      bias_correction: False takes c1 = c2 = 1.
+      ema_decay: the decay of the average; a number or a schedule.
+      mu_dtype: the dtype of the first moment. By default float32 for parameters of 16 bits or fewer, else the dtype of
+        the parameters.
+      nu_dtype: the dtype of the second moment, with the same default. At b2 = 0.999 a bfloat16 moment would stop
+        halfway.
+      ema_dtype: the dtype of the average, with the same default. At 0.9999 a bfloat16 average would never move.
+      mask: which parameters decay: a tree of bools (or a prefix of the parameters' tree), or a function of the
+        parameters that returns one. By default all.
+
+    Returns:
+      A transform. Its `update` requires `params` and returns updates in their dtype. Its state is the tuple
+      `(optax.ScaleByAdamState(count, mu, nu), EmaParamsState(ema))`. The average starts equal to the parameters, in
+      buffers of its own. If the parameters are `jax.ShapeDtypeStruct`s, so is the state. State and results keep the
+      sharding of the parameters. If a gradient is None, its parameter and state stay as they are.
+
+    Raises:
+      BadParamError: if the mode is unknown, a dtype is not floating, b1 or b2 is outside [0, 1), ema_decay is outside
+        [0, 1], or a decay is a 16-bit array; and by `update` if `params` is missing.
+
+    Numerics:
+      Everything is computed in float32 (float64 for float64 parameters) without intermediate rounding, whatever the
+      dtypes of gradients, parameters and state. Decays given as Python numbers lose nothing in 1 - b. Differentiable in
+      gradients, parameters, state and those coefficients that are arrays, in both modes and to any order.
+
+    Example:
+      >>> optimizer = jaxops.ema_adam(0.1, ema_decay=0.5)
+      >>> params = {"w": jnp.array([1.0, -1.0])}
+      >>> state = optimizer.init(params)
+      >>> updates, state = optimizer.update({"w": jnp.array([2.0, -5.0])}, state, params)
+      >>> print(np.asarray(updates["w"]).round(3))  # the first step has the size of the learning rate
+      [-0.1  0.1]
+      >>> print(np.asarray(jaxops.ema_params(state)["w"]).round(3))  # 0.5 * 1 + 0.5 * 0.9
+      [ 0.95 -0.95]
+
     Source: CANN `aclnnApplyFusedEmaAdam`; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
     mode = require_choice(_NAME, "mode", mode, MODES)
-    for name, dtype in {"mu_dtype": mu_dtype, "nu_dtype": nu_dtype, "ema_dtype": ema_dtype}.items():
-        if dtype is not None:
-            require_floating_dtype(_NAME, name, dtype)
+    _check_dtypes(mu_dtype=mu_dtype, nu_dtype=nu_dtype, ema_dtype=ema_dtype)
     b1, b2 = _checked_decay("b1", b1, below_one=True), _checked_decay("b2", b2, below_one=True)
     eps, weight_decay = _checked_number("eps", eps), _checked_number("weight_decay", weight_decay)
     if not _is_schedule(learning_rate):
@@ -114,10 +123,10 @@ def ema_adam(
     bias_correction = require_bool(_NAME, "bias_correction", bias_correction)
     if not _is_function(mask):
         _check_mask(mask)
+    constants: dict[str, Any] = {"beta1": b1, "beta2": b2, "eps": eps, "bias_correction": bias_correction}
 
     def init(params: Any) -> Any:
-        mu = _like(params, mu_dtype, jnp.zeros_like)
-        nu = _like(params, nu_dtype, jnp.zeros_like)
+        mu, nu = (_like(params, dtype, jnp.zeros_like) for dtype in (mu_dtype, nu_dtype))
         adam = optax.ScaleByAdamState(count=jnp.zeros([], jnp.int32), mu=mu, nu=nu)
         return adam, EmaParamsState(_like(params, ema_dtype, functools.partial(jnp.array, copy=True)))
 
@@ -138,52 +147,68 @@ def ema_adam(
                 dtype,
                 learning_rate=_scheduled("learning_rate", learning_rate, adam.count),
                 ema_decay=_scheduled("ema_decay", ema_decay, adam.count),
-                beta1=b1,
-                beta2=b2,
-                eps=eps,
                 weight_decay=weight_decay if decays else 0.0,
-                bias_correction=bias_correction,
+                **constants,
             )
-
-        def step(grad: Any, var: Any, m: Any, v: Any, s: Any, decays: bool) -> tuple[Any, ...]:
-            if grad is None:
-                return None, m, v, s
-            require(var is not None, _NAME, "params", "have an array where grads has one", None)
-            is_array = not isinstance(grad, RowGradients)
-            require(is_array, _NAME, "grads", "hold arrays (ema_adam_rows takes the others)", type(grad).__name__)
-            named = zip(("grads", "params", "mu", "nu", "ema"), (grad, var, m, v, s), strict=True)
-            operands = [as_array(_NAME, argument, x) for argument, x in named]
-            vector = coefficients(accumulation_dtype(operands[1].dtype), decays)
-            operator = functools.partial(APPLY_FUSED_EMA_ADAM, *operands, vector, mode=mode)
-            return operator(output="update") if one_pass is None else one_pass.step(operator, var)
 
         decays = _decay_mask(mask, params)
         trees = {"grads": grads, "params": params, "mu": adam.mu, "nu": adam.nu, "ema": average.ema, "mask": decays}
         rows, structure = rows_of(_NAME, **trees)
-        results = [step(*row) for row in rows]
+        results = [_step(*row, coefficients=coefficients, mode=mode, one_pass=one_pass) for row in rows]
         updates, mu, nu, ema = (structure.unflatten(result[i] for result in results) for i in range(4))
         return updates, (optax.ScaleByAdamState(count, mu, nu), EmaParamsState(ema))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def ema_params(opt_state: Any, params: Any = None) -> Any:
-    """The average of the parameters that `ema_adam` keeps, from any optax state that holds it.
+def _step(
+    grad: Any,
+    var: Any,
+    m: Any,
+    v: Any,
+    s: Any,
+    decays: bool,
+    *,
+    coefficients: Callable[[Any, bool], jax.Array],
+    mode: str,
+    one_pass: OnePass | None,
+) -> tuple[Any, ...]:
+    """The update (or new parameters, where `one_pass` plans them) and new state of one array."""
+    if grad is None:
+        return None, m, v, s
+    require(var is not None, _NAME, "params", "have an array where grads has one", None)
+    is_array = not isinstance(grad, RowGradients)
+    require(is_array, _NAME, "grads", "hold arrays (ema_adam_rows takes the others)", type(grad).__name__)
+    named = zip(("grads", "params", "mu", "nu", "ema"), (grad, var, m, v, s), strict=True)
+    operands = [as_array(_NAME, argument, x) for argument, x in named]
+    vector = coefficients(accumulation_dtype(operands[1].dtype), decays)
+    operator = functools.partial(APPLY_FUSED_EMA_ADAM, *operands, vector, mode=mode)
+    return operator(output="update") if one_pass is None else one_pass.step(operator, var)
 
-    Looks into `optax.chain`, `inject_hyperparams`, `MultiSteps`, `masked`, `multi_transform` and every other state
-    that is a pytree. Where several `ema_adam`s share the parameters between them, their averages are merged.
+
+def ema_params(opt_state: Any, params: Any = None) -> Any:
+    """Reads the average of the parameters that `ema_adam` keeps, from any optax state that contains it.
+
+    Looks inside `optax.chain`, `inject_hyperparams`, `MultiSteps`, `masked`, `multi_transform` and every other state
+    that is a pytree. If several `ema_adam`s share the parameters between them, their averages are merged.
 
     Args:
-      opt_state: the state.
+      opt_state: the optimizer state.
       params: what to return for parameters that no `ema_adam` averages. By default their places hold
-      `optax.MaskedNode()`.
+        `optax.MaskedNode()`.
 
     Returns:
-      A tree of the parameters' structure, in the dtypes of the averages (see `ema_dtype`): the arrays of the state,
-      not copies.
+      A tree with the structure of the parameters, in the dtypes of the averages (see `ema_dtype`). The arrays are those
+      of the state, not copies.
 
     Raises:
-      BadParamError: if no average is found, or more than one of some parameter.
+      BadParamError: if there is no average, or more than one for the same parameter.
+
+    Example:
+      >>> import optax
+      >>> optimizer = optax.chain(optax.clip_by_global_norm(1.0), jaxops.ema_adam(1e-3))
+      >>> jaxops.ema_params(optimizer.init({"w": jnp.array([1.0, 2.0])}))
+      {'w': Array([1., 2.], dtype=float32)}
     """
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, EmaParamsState))
     averages = [node.ema for node in nodes if isinstance(node, EmaParamsState)]
@@ -204,7 +229,7 @@ def ema_params(opt_state: Any, params: Any = None) -> Any:
 
 
 def _merged(left: Any, right: Any) -> Any:
-    """One tree of two that are masked in different places; a masked place may stand for a whole subtree."""
+    """Merges two trees that are masked in different places; a masked place may stand for a whole subtree."""
     if _is_masked(left):
         return right
     if _is_masked(right):
@@ -220,7 +245,7 @@ def _is_masked(x: Any) -> bool:
 
 
 def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
-    """`make(x, dtype=...)` of every parameter, or the type of that for parameters of which only the type is known."""
+    """`make(x, dtype=...)` of every parameter; for a `ShapeDtypeStruct`, only the type of that."""
 
     def like(x: Any) -> Any:
         if not isinstance(x, jax.ShapeDtypeStruct):
@@ -237,7 +262,7 @@ def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
 
 
 def checked_state(operator: str, state: Any) -> tuple[optax.ScaleByAdamState, EmaParamsState]:
-    """The two parts of an `ema_adam`'s state; BadParamError if it is that of anything else."""
+    """The two parts of an `ema_adam` state; BadParamError for any other state."""
     is_pair = isinstance(state, tuple | list) and len(state) == 2
     is_own = is_pair and isinstance(state[0], optax.ScaleByAdamState) and isinstance(state[1], EmaParamsState)
     require(is_own, operator, "state", "be what the init of this transform returned", state)
@@ -258,8 +283,14 @@ def _decay_mask(mask: Any, params: Any) -> Any:
         raise
 
 
+def _check_dtypes(**dtypes: Any) -> None:
+    for name, dtype in dtypes.items():
+        if dtype is not None:
+            require_floating_dtype(_NAME, name, dtype)
+
+
 def _check_mask(mask: Any) -> None:
-    """Refuses masks with anything but bools as leaves."""
+    """Refuses masks whose leaves are not all bools."""
     for leaf in jax.tree.leaves(mask):
         is_array = isinstance(leaf, np.ndarray | jax.Array) and not isinstance(leaf, jax.core.Tracer)
         fits = is_bool(leaf) or (is_array and leaf.shape == () and leaf.dtype == jnp.bool_)
@@ -267,7 +298,7 @@ def _check_mask(mask: Any) -> None:
 
 
 def _is_function(mask: Any) -> bool:
-    # A module that can be called may be a tree of bools all the same.
+    # A callable module may still be a tree of bools.
     return callable(mask) and jax.tree_util.all_leaves([mask]) and not isinstance(mask, type)
 
 

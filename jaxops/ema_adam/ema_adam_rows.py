@@ -1,4 +1,4 @@
-"""EMA-Adam on the touched rows of embedding tables."""
+"""The public function `ema_adam_rows`: EMA-Adam on the touched rows of embedding tables."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,49 +33,59 @@ def ema_adam_rows(
     ema_dtype: Any | None = None,
     mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`ema_adam` for embedding tables of whose gradient only the touched rows exist.
+    """`ema_adam` for embedding tables whose gradients hold only the touched rows.
 
-    Wherever the tree of gradients has `RowGradients`, as `embedding_row_gradients` computes them, only these rows of
-    the table, of its moments and of its average are read and written. Arrays beside them are updated as by `ema_adam`:
+    Wherever the tree of gradients holds `RowGradients`, made by `embedding_row_gradients`, only these rows of the
+    table, of its moments and of its average are read and written. Ordinary arrays are updated as by `ema_adam`:
 
         optimizer = jaxops.ema_adam_rows(1e-3)
         touched = jaxops.embedding_row_gradients(grad, tokens, num_weights=params["table"].shape[0])
         grads = {"table": touched, "head": grad_of_head}
         params, opt_state = jaxops.fused_apply(optimizer, grads, opt_state, params)
 
-    A row is touched by a step if its id is among `RowGradients.rows`: if it was looked up, even if its gradient is
-    zero. A touched row takes exactly the step that `ema_adam` takes for this gradient: its weights decay once, its
-    moments decay once, bias is corrected by the number of all steps, and its average moves once. To any other row
-    nothing happens, and nothing is made up for later: no weight decay, no momentum, no decay of its moments, and its
-    average stands still. So a table that is trained like this has weights and averages that depend on how often a row
-    is looked up; it is what is called lazy Adam elsewhere. With `weight_decay`, rare rows decay less; with
-    `ema_decay`, the average of a row looks back over the steps that touched it.
+    A step touches a row if the row's id is in `RowGradients.rows`: if it was looked up, even if its gradient is zero. A
+    touched row takes exactly the step that `ema_adam` takes for this gradient: its weights decay once, its moments
+    decay once, its average moves once, and bias is corrected by the number of all steps.
+
+    Nothing happens to the other rows, and nothing is made up for later: no weight decay, no momentum, no decay of the
+    moments, no change of the average. So weights and averages depend on how often a row is looked up. Elsewhere this is
+    called lazy Adam. With `weight_decay`, rare rows decay less. With `ema_decay`, the average of a row looks back over
+    the steps that touched it.
 
     Args:
-      learning_rate: as of `ema_adam`, like all others.
-      b1: of the first moment.
-      b2: of the second moment.
-      eps: what is added to the root of the second moment.
-      weight_decay: factor of the parameters.
+      learning_rate: as in `ema_adam`, like all other arguments.
+      b1: the decay of the first moment.
+      b2: the decay of the second moment.
+      eps: added to the square root of the second moment.
+      weight_decay: the strength of the weight decay.
       mode: "adamw" or "l2".
       bias_correction: whether moments are corrected.
-      ema_decay: of the average.
-      mu_dtype: of the first moment.
-      nu_dtype: of the second moment.
-      ema_dtype: of the average.
+      ema_decay: the decay of the average.
+      mu_dtype: the dtype of the first moment.
+      nu_dtype: the dtype of the second moment.
+      ema_dtype: the dtype of the average.
       mask: which parameters decay.
 
     Returns:
-      A transform with the state of `ema_adam`, so that one may follow the other and `ema_params` reads the average. Its
-      updates have `RowGradients` where the gradients have, with the change of each row as values, in float32 for
-      tables of 16 bits; `fused_apply` applies them. Other transforms do not know `RowGradients`: gradients are to be
-      clipped or scaled before `embedding_row_gradients`, not by a chain.
+      A transform with the state of `ema_adam`, so that either can continue from the other and `ema_params` reads the
+      average. Where the gradients hold `RowGradients`, so do the updates; their values are the changes of the rows, in
+      float32 for 16-bit tables. `fused_apply` applies them. Other transforms do not know `RowGradients`, so clip or
+      scale gradients before `embedding_row_gradients`, not in a chain.
 
     Raises:
-      BadParamError: as `ema_adam`; by `update` also if the table is not an array of rows of these gradients' width.
+      BadParamError: as `ema_adam`; by `update` also if the table does not have rows as wide as these gradients.
 
-    Numerics: as `ema_adam`. With donated parameters and state, memory is proportional to the number of touched rows;
-      XLA's CPU compiler copies tables of bfloat16 that rows are written to.
+    Numerics:
+      As in `ema_adam`. With donated parameters and state, memory is proportional to the number of touched rows. XLA's
+      CPU compiler copies bfloat16 tables when rows are written to them.
+
+    Example:
+      >>> optimizer = jaxops.ema_adam_rows(0.1)
+      >>> params = {"table": jnp.ones((4, 2))}
+      >>> touched = jaxops.embedding_row_gradients(jnp.ones((1, 2)), jnp.array([2]), num_weights=4)
+      >>> params, state = jaxops.fused_apply(optimizer, {"table": touched}, optimizer.init(params), params)
+      >>> print(np.asarray(params["table"][:, 0]).round(3))  # only row 2 has changed
+      [1.  1.  0.9 1. ]
     """
     dense = ema_adam(
         learning_rate,
@@ -96,7 +106,7 @@ def ema_adam_rows(
         require_present(_NAME, {"params": params})
         adam, average = checked_state(_NAME, state)
         rows, structure = rows_of(_NAME, grads=grads, params=params, mu=adam.mu, nu=adam.nu, ema=average.ema)
-        # The step of the touched rows is that of a table which has no others.
+        # The touched rows take the step of a table that consists of them alone.
         operands = [_touched(*row) if isinstance(row[0], RowGradients) else row for row in rows]
         small = [structure.unflatten(column) for column in zip(*operands, strict=True)] if rows else [grads] * 5
         small_state = adam._replace(mu=small[2], nu=small[3]), EmaParamsState(small[4])
@@ -110,7 +120,7 @@ def ema_adam_rows(
 
 
 def _touched(grad: RowGradients, table: Any, *state: Any) -> tuple[Any, ...]:
-    """Gradient, parameters and state of the touched rows; parameters in the dtype in which they are updated."""
+    """The gradient, parameters and state of the touched rows; parameters in the dtype in which they are updated."""
     rows, values = as_array(_NAME, "grads", grad.rows), as_array(_NAME, "grads", grad.values)
     is_pair = rows.ndim == 1 and values.ndim == 2 and values.shape[0] == rows.size
     is_pair = is_pair and bool(jnp.issubdtype(rows.dtype, jnp.integer) and jnp.issubdtype(values.dtype, jnp.floating))

@@ -1,4 +1,4 @@
-"""Updates parameters and optimizer state in one pass, whatever transforms stand around `ema_adam`."""
+"""The public function `fused_apply`: `ema_adam` in one pass, whatever transforms stand around it."""
 
 import functools
 import weakref
@@ -20,27 +20,27 @@ _NAME = "fused_apply"
 def fused_apply(
     transform: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, **extra_args: Any
 ) -> tuple[Any, Any]:
-    """Computes one optimizer step: `transform.update`, then `optax.apply_updates`, in one pass over memory.
+    """Takes one optimizer step, `transform.update` and then `optax.apply_updates`, in one pass over memory.
 
-    Where an update made by `ema_adam` is what the whole transform returns, the operator writes the new parameters
-    itself: for `ema_adam` alone, and inside `optax.chain` after clipping, `inject_hyperparams`, `multi_transform`,
-    `masked`. Updates that anything reads or changes afterwards, or that other transforms make, are added to the
-    parameters as usual. Parameters of 16 bits that are written directly are rounded once, not twice; beyond that the
-    results are those of the two calls.
+    Where the whole transform returns an update just as `ema_adam` made it, the operator writes the new parameters
+    itself. This holds for `ema_adam` alone, and inside `optax.chain` after clipping, `inject_hyperparams`,
+    `multi_transform` and `masked`. Updates that something else reads or changes afterwards, or that other transforms
+    make, are added to the parameters as usual. The results are those of the two calls, except that parameters of 16
+    bits which are written directly are rounded once instead of twice.
 
-    Made for donated buffers, so that parameters and state are updated in place:
+    Donate the buffers, so that parameters and state are updated in place:
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def train_step(params, opt_state, batch):
             grads = jax.grad(loss)(params, batch)
             return jaxops.fused_apply(optimizer, grads, opt_state, params)
 
-    Donated parameters have to come before a donated state, as they do in the results: JAX pairs buffers of the same
-    type in the order in which it meets them, and paired otherwise, every array is copied.
+    Pass donated parameters before a donated state, in the order of the results. JAX pairs buffers of the same type in
+    the order in which it meets them; if they are paired otherwise, every array is copied.
 
     Args:
       transform: any optax transform.
-      grads: gradients, of the structure of `params`; a leaf of None leaves its parameter as it is. With
+      grads: gradients with the structure of `params`. If a leaf is None, its parameter stays as it is. With
         `ema_adam_rows`, tables may have `RowGradients`.
       opt_state: what `transform.init` or the last step returned.
       params: the parameters.
@@ -50,8 +50,16 @@ def fused_apply(
       The new parameters, with the dtypes of `params`, and the new state.
 
     Raises:
-      BadParamError: if `transform` is not a transform, `params` is None, a tree holds anything but arrays, or the
-        trees do not match each other.
+      BadParamError: if `transform` is not a transform, `params` is None, a tree holds something other than arrays, or
+        the trees do not match each other.
+
+    Example:
+      >>> optimizer = jaxops.ema_adam(0.5)
+      >>> params = {"w": jnp.array([1.0, 2.0])}
+      >>> grads = {"w": jnp.array([4.0, -4.0])}
+      >>> params, state = jaxops.fused_apply(optimizer, grads, optimizer.init(params), params)
+      >>> print(np.asarray(params["w"]).round(3))  # the first step of Adam has the size of the learning rate
+      [0.5 2.5]
     """
     is_transform = callable(getattr(transform, "init", None)) and callable(getattr(transform, "update", None))
     require(is_transform, _NAME, "transform", "be a transform of optax", transform)
@@ -73,14 +81,14 @@ def fused_apply(
 
 
 def rows_of(operator: str, /, **trees: Any) -> tuple[list[tuple[Any, ...]], Any]:
-    """Each leaf of the first tree (None is one) with what others have in its place; and the structure of the first."""
+    """The leaves of the first tree (None is a leaf), each with its counterparts in the others; and its structure."""
     first = next(iter(trees))
     structure: Any = jax.tree.structure(trees[first], is_leaf=_is_leaf)
     columns = []
     for argument, tree in trees.items():
         try:
             columns.append(structure.flatten_up_to(tree))
-        except Exception:  # JAX's own words show a leaf, whose repr may fail
+        except Exception:  # JAX's message shows a leaf, whose repr may fail
             message = (
                 f"{operator}: {argument} must have the structure of {first}, {show(trees[first])}; got {show(tree)}"
             )
@@ -89,10 +97,10 @@ def rows_of(operator: str, /, **trees: Any) -> tuple[list[tuple[Any, ...]], Any]
 
 
 class OnePass:
-    """What `fused_apply` passes to the `ema_adam`s inside a transform, as the extra argument `one_pass`.
+    """What `fused_apply` passes to every `ema_adam` inside a transform, as the extra argument `one_pass`.
 
-    It decides, array by array, whether they return the update or the new parameters. It has no leaves and equals only
-    itself, so that transforms that jit their update trace again for each.
+    It decides for each array whether to return the update or the new parameters. It has no leaves and equals only
+    itself, so transforms that jit their update trace again for each instance.
     """
 
     def step(self, step: Step, var: jax.Array) -> tuple[jax.Array, ...]:
@@ -102,7 +110,7 @@ class OnePass:
 
 @jax.tree_util.register_static
 class _Survey(OnePass):
-    """Notes, for each step, the identity of its parameters and its update, without keeping tracers alive."""
+    """Records the identity of each step's parameters and update, without keeping tracers alive."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, weakref.ref[jax.Array]]] = []
@@ -125,11 +133,10 @@ class _Plan(OnePass):
 
 
 def _survey(transform: Any, grads: Any, opt_state: Any, params: Any, extra_args: Any) -> tuple[list[str], list[bool]]:
-    """What each step inside the transform may return, and which leaves of `params` are then written already.
+    """What each step inside the transform may return, and which leaves of `params` are then already written.
 
-    The transform is traced once, and nothing of it is computed. An update comes out untouched if, at the place of its
-    own parameters, it is the very tracer that its step returned; and nothing looked at it if no equation and no state
-    uses it.
+    The transform is traced once, and nothing is computed. An update is untouched if, at the place of its own
+    parameters, it is the very tracer that its step returned. It is unread if no equation and no state uses it.
     """
     survey = _Survey()
     steps: list[tuple[int, int]] = []
@@ -153,11 +160,11 @@ def _survey(transform: Any, grads: Any, opt_state: Any, params: Any, extra_args:
 
 
 def _require_own_state(transform: optax.GradientTransformation, opt_state: Any, params: Any) -> None:
-    """Refuses a state that is not this transform's, once the transform has failed on it."""
+    """Refuses a state that does not belong to this transform, once the transform has failed on it."""
     try:
         own = jax.eval_shape(transform.init, params)
     except (AttributeError, LookupError, TypeError, ValueError):
-        return  # then it is not the state that was at fault
+        return  # the state was not at fault
     structures: list[Any] = [jax.tree.structure(state) for state in (own, opt_state)]
     is_own = bool(structures[0] == structures[1])
     require(is_own, _NAME, "opt_state", "be what transform.init returned for these params", opt_state)

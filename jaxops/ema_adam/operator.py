@@ -1,4 +1,4 @@
-"""One step of EMA-Adam on one array, as an operator, and the numbers that such a step takes."""
+"""The operator that takes one step of EMA-Adam on one array, and the coefficients of such a step."""
 
 import math
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ _OUTPUTS = ("params", "update")
 
 
 class Coefficients(NamedTuple):
-    """The numbers of one step, in the order of the operator's vector; gains are complements of decays."""
+    """The coefficients of one step, in the order of the operator's vector. A gain is 1 - decay."""
 
     learning_rate: Any
     ema_decay: Any
@@ -50,13 +50,13 @@ def step_coefficients(
 ) -> jax.Array:
     """The operator's vector of coefficients.
 
-    Decays near 1 lose most of their digits in 1 - decay: for Python and NumPy numbers that is computed in float64,
+    A decay near 1 loses most of its digits in 1 - decay. For Python and NumPy numbers this is computed in float64,
     before anything is rounded to `dtype`; for JAX arrays, in their own dtype.
 
     Args:
       step: a scalar of any integer dtype, 1 for the first step. 0 makes the corrections 0.
-      dtype: of the result: float64 where the parameters are float64, else float32.
-      learning_rate: this and the next five are numbers or 0-d arrays.
+      dtype: the dtype of the result: float64 for float64 parameters, else float32.
+      learning_rate: a number or a 0-d array, like all that follow up to `weight_decay`.
       ema_decay: decay of the average.
       beta1: decay of the first moment.
       beta2: decay of the second moment.
@@ -74,7 +74,7 @@ def step_coefficients(
 
 
 def _number(x: Number) -> Any:
-    """A Python float if the value is known and on the host, else a floating JAX scalar."""
+    """A Python float for a Python or NumPy number, else a floating JAX scalar."""
     if isinstance(x, int | float | np.generic | np.ndarray):
         return float(x)
     x = jnp.asarray(x)
@@ -82,7 +82,7 @@ def _number(x: Number) -> Any:
 
 
 def _correction(beta: Any, step: jax.Array) -> jax.Array:
-    """1 - beta^step, with the digits that the difference would lose."""
+    """1 - beta^step, with the digits that the plain difference would lose."""
     log_beta: Any
     if isinstance(beta, float):
         log_beta = math.log(beta) if beta > 0 else -math.inf if beta == 0 else math.nan
@@ -94,7 +94,7 @@ def _correction(beta: Any, step: jax.Array) -> jax.Array:
 def check(
     grad: Any, var: Any, m: Any, v: Any, s: Any, coefficients: Any, *, mode: str = "adamw", output: str = "params"
 ) -> None:
-    """Raises BadParamError where the operator cannot take these operands."""
+    """Raises BadParamError if the operator cannot take these operands."""
     arrays = {"grad": grad, "var": var, "m": m, "v": v, "s": s}
     for name, array in arrays.items():
         require(jnp.issubdtype(array.dtype, jnp.floating), _NAME, name, "have a floating dtype", array)
@@ -136,7 +136,7 @@ def _reference(
 
 
 def _sqrt(x: jax.Array) -> jax.Array:
-    """The square root, with derivative 0 at 0, so that a parameter that never had a gradient does not spread NaN."""
+    """The square root, with derivative 0 at 0, so that a parameter without gradients so far does not produce NaN."""
     is_zero = x == 0
     return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, x)))
 

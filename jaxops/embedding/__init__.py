@@ -1,4 +1,4 @@
-"""Embeddings: rows of a table by id, and the gradient of that table, dense or of the rows that were looked up."""
+"""Embeddings: rows of a table by id, and the gradient of the table, dense or for the looked-up rows only."""
 
 from jaxops.embedding.api import embedding as embedding
 from jaxops.embedding.embedding_row_gradients import RowGradients as RowGradients

@@ -1,4 +1,4 @@
-"""The public function: rows of a table by id."""
+"""The public function `embedding`."""
 
 import jax
 import jax.numpy as jnp
@@ -20,37 +20,46 @@ def embedding(
 ) -> jax.Array:
     """Looks up rows of a table: `out[..., :] = table[indices[...], :]`.
 
-    The gradient sums the cotangents of all positions that hold an id into the id's row:
+    The gradient of a row is the sum of the cotangents of all positions that hold its id:
 
         grad_table[w] = sum of grad_out[r] over {r : indices[r] = w},  0 for w = padding_idx
 
-    times 1 / n[w] with scale_grad_by_freq, where n[w] counts how often this call's `indices` hold w. Inside `vmap`
-    every mapped call counts its own.
+    With scale_grad_by_freq it is divided by the number of times that this call's `indices` hold w. Under `vmap` every
+    mapped call counts on its own.
 
     Args:
       table: (V, D), floating point.
-      indices: (...), integers in [0, V). Negative ids do not count from the end: any id outside of the range, which
-        cannot be refused because its value is not known under jit, gives a row of NaN and has no gradient.
-      padding_idx: the id whose row gets no gradient, in [-V, V); negative ones count from the end, so -1 is the last
-        row. It leaves the looked-up values alone. None means no such id.
+      indices: (...), integers in [0, V). Negative ids do not count from the end. Any id out of range gives a row of NaN
+        and has no gradient. It raises no error because values are unknown under jit.
+      padding_idx: the id whose row gets no gradient, in [-V, V). Negative values count from the end, so -1 is the last
+        row. Looked-up values are not affected. None means that every row gets a gradient.
       scale_grad_by_freq: divides each row of the gradient by the frequency of its id.
-      vocab_axis: inside `shard_map`, the mesh axis over which the rows of the table are split: `table` is this device's
-        part of V / n rows, while `indices` (the same along this axis) and `padding_idx` stay those of the whole table.
-        Devices exchange the rows that were looked up, and nothing for the gradient, of which each owner has its own
-        rows. A table that is split by columns needs nothing of the kind, and under `jit` neither needs it: the
-        compiler does the same.
+      vocab_axis: inside `shard_map`, the mesh axis over which the rows of the table are split. `table` is then this
+        device's V / n rows, while `indices` (the same along this axis) and `padding_idx` refer to the whole table.
+        Devices exchange the looked-up rows, and nothing for the gradient, because each device owns its rows. A table
+        split by columns does not need this. Neither does a table under `jit`, where the compiler does the same.
 
     Returns:
       (..., D), with the dtype of `table`.
 
     Raises:
-      BadParamError: if `table` is not (V, D) and floating point, `indices` is not of integers, V is 0 while there are
+      BadParamError: if `table` is not (V, D) and floating point, `indices` are not integers, V is 0 although there are
         indices, or `padding_idx` is out of range.
 
-    Numerics: gradients are summed, and scaled, in float32 (float64 for float64 tables) and rounded once. Every run adds
-      in the same order, except on GPUs where the compiler splits the batch over devices. Cotangents of positions that
-      hold padding_idx are skipped, so NaN in them goes nowhere. Forward mode is the transpose of this gradient:
-      tangents of padding rows are zero and the others are scaled. All orders and mixtures of derivatives exist.
+    Numerics:
+      Gradients are summed and scaled in float32 (float64 for float64 tables) and rounded once. Every run adds in the
+      same order, except on GPUs where the compiler splits the batch over devices. Cotangents at positions that hold
+      padding_idx are skipped, so NaN in them is lost.
+
+      Forward mode is the transpose of this gradient: tangents of padding rows are zero, and the others are scaled. All
+      orders and mixtures of derivatives exist.
+
+    Example:
+      >>> table = jnp.array([[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]])
+      >>> jaxops.embedding(table, jnp.array([2, 0])).tolist()
+      [[20.0, 21.0], [0.0, 1.0]]
+      >>> jax.grad(lambda table: jaxops.embedding(table, jnp.array([2, 0, 2])).sum())(table).tolist()
+      [[1.0, 1.0], [0.0, 0.0], [2.0, 2.0]]
 
     Source: PyTorch `torch.nn.functional.embedding`; the gradient is CANN `aclnnEmbeddingDenseBackward`.
     """
@@ -66,7 +75,7 @@ def embedding(
 def _of_split_table(
     table: jax.Array, indices: jax.Array, vocab_axis: str, *, padding_idx: int | None, counted_rank: int | None
 ) -> jax.Array:
-    """Every device contributes the rows that it has, and zeros for all others."""
+    """Looks up in a split table: every device contributes the rows it owns, and zeros for all others."""
     parts = sharding.axis_size("embedding", "vocab_axis", vocab_axis)
     whole = jax.ShapeDtypeStruct((table.shape[0] * parts, *table.shape[1:]), table.dtype)
     check_lookup(whole, indices, padding_idx=padding_idx, counted_rank=counted_rank)

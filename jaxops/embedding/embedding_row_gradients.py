@@ -1,4 +1,4 @@
-"""The gradient of an embedding table as the rows that were looked up, for tables too large to have a dense one."""
+"""The gradient of an embedding table as the looked-up rows, for tables too large for a dense gradient."""
 
 import math
 from typing import Any, NamedTuple
@@ -20,12 +20,12 @@ NO_ROW = jnp.iinfo(jnp.int32).max
 
 
 class RowGradients(NamedTuple):
-    """The rows of a table's gradient whose ids were looked up; the gradient of all others is zero.
+    """The rows of a table's gradient whose ids were looked up. The gradient of all other rows is zero.
 
     Attributes:
-      rows: int32 (K,), ids in ascending order, each once; 2**31 - 1, which is no row of any table, where fewer than K
-        ids were looked up.
-      values: (K, D), the gradients of these rows; zeros where there is no row.
+      rows: int32 (K,), the ids in ascending order, without repeats. If fewer than K ids were looked up, the rest are
+        2**31 - 1, which is beyond every table.
+      values: (K, D), the gradients of these rows; zeros where `rows` is 2**31 - 1.
     """
 
     rows: jax.Array
@@ -41,41 +41,48 @@ def embedding_row_gradients(
     scale_grad_by_freq: bool = False,
     vocab_axis: str | None = None,
 ) -> RowGradients:
-    """Computes the rows of an embedding table's gradient that a lookup touched: those whose id `indices` hold.
+    """Computes the rows of an embedding table's gradient that a lookup touched: those whose ids are in `indices`.
 
-    Differentiate in what was looked up, not in the table, and neither the table's gradient nor anything else of the
-    table's size is ever made:
+    Differentiate with respect to the looked-up rows, not the table. Then nothing of the table's size is ever made, not
+    even the table's gradient:
 
         looked_up = jaxops.embedding(table, indices)
         grad = jax.grad(loss)(looked_up)
         touched = jaxops.embedding_row_gradients(grad, indices, num_weights=table.shape[0])
 
     `table.at[touched.rows].add(-0.1 * touched.values, mode="drop")` is then a step of gradient descent, and
-    `ema_adam_rows` takes them in place of a dense gradient. Where the batch is split over devices, what they have found
-    is exchanged and summed again:
+    `ema_adam_rows` takes `touched` in place of a dense gradient. If the batch is split over devices, gather what each
+    has found and sum it again:
 
         rows, values = (jax.lax.all_gather(x, "data", tiled=True) for x in touched)
         touched = jaxops.embedding_row_gradients(values, rows, num_weights=table.shape[0])
 
     Args:
       grad: (..., D), the cotangent of the looked-up rows; floating point.
-      indices: (...), integers in [0, V). Others are no rows, and are dropped.
-      num_weights: V, the rows of the table, at most 2**31 - 1.
-      padding_idx: the id whose row is never touched, in [-V, V); negative ones count from the end. None means no such
-        id.
+      indices: (...), integers in [0, V). Others are dropped.
+      num_weights: V, the number of rows of the table, at most 2**31 - 1.
+      padding_idx: the id whose row is never touched, in [-V, V). Negative values count from the end. None means that
+        every row can be touched.
       scale_grad_by_freq: divides each row by the number of positions that hold its id.
-      vocab_axis: inside `shard_map`, the mesh axis over which the rows of the table are split: each device gets the
+      vocab_axis: inside `shard_map`, the mesh axis over which the rows of the table are split. Each device gets the
         rows that it owns, counted from its first.
 
     Returns:
-      `RowGradients(rows, values)` with K = min(number of indices, V) rows, whatever the indices are: int32 (K,) and
-      (K, D) of grad's dtype. Placed in a zero table they are the dense gradient, bit by bit.
+      `RowGradients(rows, values)` with K = min(number of indices, V) rows, whatever the indices are: int32 (K,), and
+      (K, D) with the dtype of grad. Placed in a table of zeros they equal the dense gradient, bit by bit.
 
     Raises:
-      BadParamError: if shapes, dtypes, `num_weights` or `padding_idx` are others than above.
+      BadParamError: if a shape, a dtype, `num_weights` or `padding_idx` differs from the above.
 
-    Numerics: summed, and scaled, in float32 (float64 for float64) and rounded once, in the same order in every run.
+    Numerics:
+      Summed and scaled in float32 (float64 for float64) and rounded once, in the same order in every run.
       Differentiable in `grad`.
+
+    Example:
+      >>> grad = jnp.array([[1.0], [2.0], [4.0]])
+      >>> touched = jaxops.embedding_row_gradients(grad, jnp.array([7, 3, 7]), num_weights=1000)
+      >>> touched.rows.tolist(), touched.values.tolist()  # three indices, but only two different rows
+      ([3, 7, 2147483647], [[2.0], [5.0], [0.0]])
     """
     grad, indices = as_arrays(_NAME, {"grad": grad, "indices": indices})
     require_bool(_NAME, "scale_grad_by_freq", scale_grad_by_freq)
@@ -99,20 +106,20 @@ def embedding_row_gradients(
 
 
 def rows_at(table: jax.Array, rows: jax.Array, dtype: Any) -> jax.Array:
-    """The rows of a table in another dtype; zeros where there is no row."""
+    """The rows of a table in another dtype; zeros where the id is `NO_ROW`."""
     (found,) = EMBEDDING(table, rows, padding_idx=None, counted_rank=None)
     return jnp.where((rows != NO_ROW)[:, None], found.astype(dtype), jnp.zeros((), dtype))
 
 
 def with_rows(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """The table with these rows replaced, in place where it is donated. Other ids are dropped."""
+    """The table with these rows replaced, in place if it is donated. Ids out of range are dropped."""
     out_sharding = None if sharding.explicit_mesh([table]) is None else jax.typeof(table).sharding
     options = {"indices_are_sorted": True, "unique_indices": True, "wrap_negative_indices": False}
     return table.at[rows].set(values.astype(table.dtype), mode="drop", out_sharding=out_sharding, **options)
 
 
 def _rows(indices: jax.Array, *, num_weights: int, padding_idx: int | None) -> Arrays:
-    """The distinct ids among indices, and for each position which of them it holds: none is one past the end."""
+    """The distinct ids among indices, and for each position the slot of its id; one past the end if it has none."""
     count, size = math.prod(indices.shape), min(math.prod(indices.shape), num_weights)
     ids = wide_ids(indices).reshape(count)
     live = (ids >= 0) & (ids < num_weights)
@@ -128,7 +135,7 @@ def _rows(indices: jax.Array, *, num_weights: int, padding_idx: int | None) -> A
 
 
 def _check_rows(indices: Any, **_: Any) -> None:
-    """The public function has checked."""
+    """Does nothing: the public function has checked."""
 
 
 EMBEDDING_ROWS = Operator("embedding_rows", "... -> k, ...", _check_rows, _rows)

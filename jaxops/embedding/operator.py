@@ -1,7 +1,7 @@
-"""The operators: rows of a table by id, the dense gradient of that table, and how often ids occur.
+"""The operators for lookup, for the dense gradient of the table, and for the frequencies of ids.
 
-Lookup and dense gradient are linear, and but for padding and scaling each is the other's transpose. So derivatives of
-all orders bind these operators again.
+Lookup and dense gradient are linear and, apart from padding and scaling, each is the other's transpose. So derivatives
+of all orders bind these operators again.
 """
 
 import math
@@ -23,7 +23,7 @@ from pallas_kernels.tpu import embedding as tpu
 
 
 def check_lookup(table: Any, indices: Any, *, padding_idx: int | None, counted_rank: int | None) -> None:
-    """Raises BadParamError where the lookup cannot take these operands."""
+    """Raises BadParamError if the lookup cannot take these operands."""
     require(table.ndim == 2, "embedding", "table", "have shape (V, D)", table)
     require(jnp.issubdtype(table.dtype, jnp.floating), "embedding", "table", "be floating point", table)
     _check_indices("embedding", indices)
@@ -37,7 +37,7 @@ def check_lookup(table: Any, indices: Any, *, padding_idx: int | None, counted_r
 def check_dense_backward(
     grad: Any, indices: Any, *, num_weights: int, name: str = "embedding_dense_backward", **_: Any
 ) -> None:
-    """Raises BadParamError where the gradient cannot be made of these operands."""
+    """Raises BadParamError if the gradient cannot take these operands."""
     require(jnp.issubdtype(grad.dtype, jnp.floating), name, "grad", "be floating point", grad)
     _check_indices(name, indices)
     require(
@@ -55,7 +55,7 @@ def _check_indices(name: str, indices: Any) -> None:
 
 
 def _lookup(table: jax.Array, indices: jax.Array, **_: Any) -> Arrays:
-    # Ids that are out of range are replaced here: as int64 they would be cut to 32 bits before they are looked up.
+    # Ids out of range are replaced here, because int64 ids are cut to 32 bits before they are looked up.
     ids = jnp.where(_live(indices, table.shape[0], None), wide_ids(indices), -1)
     return (table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False),)
 
@@ -63,13 +63,13 @@ def _lookup(table: jax.Array, indices: jax.Array, **_: Any) -> Arrays:
 def _dense_backward(
     grad: jax.Array, indices: jax.Array, *, num_weights: int, padding_idx: int | None, scale_grad_by_freq: bool
 ) -> Arrays:
-    # One past the end is where ids drop out.
+    # Ids one past the end are dropped.
     ids = jnp.where(_live(indices, num_weights, padding_idx), wide_ids(indices), num_weights)
     return (sums_by_id(grad, ids, num_weights, averaged=scale_grad_by_freq),)
 
 
 def _frequency(indices: jax.Array, *, num_weights: int, counted_rank: int) -> Arrays:
-    """At each position, how often the last `counted_rank` axes of `indices` hold the id that is there."""
+    """At each position, how often its id occurs in the last `counted_rank` axes of `indices`."""
     calls = indices.shape[: indices.ndim - counted_rank]
     ids = wide_ids(indices).reshape(*calls, math.prod(indices.shape[len(calls) :]))
     ids = jnp.where(_live(ids, num_weights, None), ids, num_weights)
@@ -104,7 +104,7 @@ def _tangent(
 def _transposed_gradient(
     table: jax.Array, indices: jax.Array, padding_idx: int | None, counted_rank: int | None
 ) -> jax.Array:
-    """The lookup as far as there is a gradient: zero at padding and outside of the table, and scaled."""
+    """The lookup with the gradient's padding and scaling: zero at padding and outside the table."""
     rows = table.shape[0]
     (out,) = EMBEDDING(table, indices, padding_idx=None, counted_rank=None)
     if counted_rank is not None:
@@ -120,7 +120,7 @@ def _vjp(
     (grad,) = cotangents
     scale = counted_rank is not None
     if counted_rank is not None and indices.ndim > counted_rank:
-        # vmap has put several calls into one, and each has its own frequencies: scale before they are summed together.
+        # vmap has merged several calls, each with frequencies of its own: scale before they are summed together.
         grad, scale = _scaled_by_frequency(grad, indices, table.shape[0], counted_rank), False
     attributes = {"num_weights": table.shape[0], "padding_idx": _row(padding_idx, table), "scale_grad_by_freq": scale}
     (grad_table,) = EMBEDDING_DENSE_BACKWARD(grad, indices, **attributes)

@@ -1,8 +1,8 @@
-"""Sums of gradient rows by id, in float32 and rounded once: the form that suits the place where they are computed.
+"""Sums of gradient rows by id, in float32 and rounded once, in the form that suits the platform.
 
-    out[w] = sum of rows[r] over {r : ids[r] = w},   divided by the number of its terms if that is asked for
+    out[w] = sum of rows[r] over {r : ids[r] = w},   optionally divided by the number of its terms
 
-On one device each form adds the rows of an id in a fixed order, so that a result is the same bit by bit in every run.
+On one device every form adds the rows of an id in a fixed order, so results are the same bit by bit in every run.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from jaxops._checks.dtypes import accumulation_dtype
 
 
 def sums_by_id(rows: jax.Array, ids: jax.Array, size: int, *, averaged: bool) -> jax.Array:
-    """Sums (size, D), in the dtype of `rows`, of rows (..., D) whose ids (...) lie in [0, size); others drop out."""
+    """Sums (size, D), in the dtype of `rows`, of rows (..., D) with ids (...) in [0, size); other ids are dropped."""
     place = lowering.placement()
     is_symbolic = any(jax.export.is_symbolic_dim(extent) for extent in (*rows.shape, size))
     if place is None or place.is_split or is_symbolic or rows.size == 0:
@@ -29,12 +29,12 @@ def sums_by_id(rows: jax.Array, ids: jax.Array, size: int, *, averaged: bool) ->
 
 
 def reciprocal(counts: jax.Array, dtype: Any) -> jax.Array:
-    """1 / counts, and 1 where nothing was counted."""
+    """1 / counts, and 1 where the count is 0."""
     return 1 / jnp.maximum(counts, 1).astype(dtype)
 
 
 def _scattered(rows: jax.Array, ids: jax.Array, size: int, averaged: bool) -> jax.Array:
-    """One scatter, which a mesh can split. CPUs scatter in order, and at the speed of memory; TPUs have no atomics."""
+    """One scatter, which a mesh can split. CPUs scatter in order and at memory speed; TPUs scatter without atomics."""
     sums = jnp.zeros((size, rows.shape[-1]), accumulation_dtype(rows.dtype))
     sums = sums.at[ids].add(rows.astype(sums.dtype), mode="drop")
     if averaged:
@@ -43,9 +43,9 @@ def _scattered(rows: jax.Array, ids: jax.Array, size: int, averaged: bool) -> ja
 
 
 def _by_owner(rows: jax.Array, ids: jax.Array, size: int, averaged: bool) -> jax.Array:
-    """Sums beside the rows, rounded there, and then looked up: nothing of the result's size is kept in float32.
+    """Sums beside the rows, rounds there, and looks the sums up, so that nothing as large as the result is float32.
 
-    One of the positions that hold an id owns it, and gathers the sum; which one makes no difference.
+    One of the positions that hold an id owns it and collects the sum. Which one makes no difference.
     """
     positions = ids.size
     owner_of_id = jnp.full(size, positions, jnp.int32).at[ids].set(jnp.arange(positions, dtype=jnp.int32), mode="drop")
@@ -55,9 +55,9 @@ def _by_owner(rows: jax.Array, ids: jax.Array, size: int, averaged: bool) -> jax
 
 
 def _by_run(rows: jax.Array, ids: jax.Array, size: int, averaged: bool) -> jax.Array:
-    """Sums over runs of sorted ids: GPUs scatter with atomics, in any order, and in some versions of XLA very slowly.
+    """Sums runs of sorted ids: GPUs scatter with atomics, in any order, and very slowly in some versions of XLA.
 
-    A scan in logarithmic depth, so that an id which fills the batch takes no longer than many different ones.
+    The scan has logarithmic depth, so an id that fills the batch takes no longer than many different ids.
     """
     ids, order = jax.lax.sort((ids, jnp.arange(ids.size, dtype=jnp.int32)), num_keys=1)
     rows_by_id = rows[order].astype(accumulation_dtype(rows.dtype))
@@ -76,7 +76,7 @@ def _by_run(rows: jax.Array, ids: jax.Array, size: int, averaged: bool) -> jax.A
     sums, counts, _ = jax.lax.associative_scan(joined, (rows_by_id, jnp.ones(ids.size, jnp.int32), is_first))
     if averaged:
         sums = sums * reciprocal(counts, sums.dtype)[:, None]
-    # Only the last of a run has its sum; whatever else there is drops out beyond the end.
+    # Only the last element of a run has its sum; all others are dropped.
     destinations = jnp.where(is_last, ids, size)
     out = jnp.zeros((size, rows.shape[-1]), rows.dtype)
     return out.at[destinations].set(sums.astype(rows.dtype), mode="drop", unique_indices=True)

@@ -1,4 +1,4 @@
-"""Linear cross entropy: a model's loss from its hidden states, and the documented operators for a split vocabulary."""
+"""Linear cross entropy: a loss straight from hidden states, and the documented operators for a split vocabulary."""
 
 from jaxops.linear_cross_entropy.api import LinearCrossEntropyAux as LinearCrossEntropyAux
 from jaxops.linear_cross_entropy.api import linear_cross_entropy as linear_cross_entropy

@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer: the loss of a language model without its logits."""
+"""The public function `linear_cross_entropy`: the loss of a language model without its logits."""
 
 from typing import Any, Literal, NamedTuple, overload
 
@@ -18,7 +18,7 @@ from jaxops.linear_cross_entropy.logits import (
     SKIPPED,
     RowStatistics,
     Targets,
-    column,
+    broadcast_rows,
     target_total,
 )
 from jaxops.linear_cross_entropy.operator import check_linear, linear_row_statistics
@@ -31,16 +31,16 @@ _STRATEGIES = ("auto", "full", "grad_in_forward", "recompute")
 
 
 class LinearCrossEntropyAux(NamedTuple):
-    """What else is known of each row, of shape (...) each.
+    """What else is known about each row; every field has shape (...).
 
-    Ignored rows are treated alike, but as x = 0 where their x is not finite.
+    Ignored rows are treated like all others, except that an ignored row whose x is not finite counts as x = 0.
 
     Attributes:
       lse: log sum exp of the logits; differentiable.
-      accuracy: 1.0 where the prediction is the label (the likeliest class, for probabilities) and the row is kept,
-        else 0.0.
-      prediction: int32, the class of the largest logit; the first of equal ones.
-      entropy: of softmax(logits), in nats; differentiable.
+      accuracy: 1.0 where the row is kept and the prediction is its label (for probabilities: the likeliest class), else
+        0.0.
+      prediction: int32, the class of the largest logit; of equal ones, the first.
+      entropy: the entropy of softmax(logits), in nats; differentiable.
       kept: bool, whether the row counts: its label is not ignore_index.
     """
 
@@ -117,51 +117,64 @@ def linear_cross_entropy(
     and with label probabilities q it is sum_c ((1 - s) q_c + s / V) w_c (lse - z_c) + z_loss lse^2. Both are PyTorch's.
 
     Args:
-      x: (..., H), floating-point.
-      weight: (V, H), or (H, V) with `transpose_weight`; of x's dtype.
-      labels: (...) integers in [0, V), or (..., V) floating-point probabilities. The loss of a label that is neither a
-        class nor `ignore_index` is NaN.
-      bias: (V,), floating-point. None: no bias.
-      class_weight: (V,), floating-point. None: ones.
-      ignore_index: rows with this label are skipped, whatever they hold: their loss is 0, and so are their gradients.
-        On one device and inside shard_map, the matrix products leave out whole chunks of them, wherever the rows lie
-        and unless aux is returned. Without effect on probabilities.
+      x: (..., H), floating point.
+      weight: (V, H), or (H, V) with `transpose_weight`; the dtype of x.
+      labels: (...) integers in [0, V), or (..., V) floating-point probabilities. A label that is neither a class nor
+        `ignore_index` makes the loss NaN.
+      bias: (V,), floating point. None means no bias.
+      class_weight: (V,), floating point. None means ones.
+      ignore_index: rows with this label are skipped, whatever they hold: their loss and gradients are 0. On one device
+        and inside shard_map, the matrix products leave out whole chunks of skipped rows, wherever those rows lie,
+        unless aux is returned. Has no effect on probabilities.
       label_smoothing: s, from 0 to 1.
       z_loss: the weight of lse^2.
-      softcap: the bound of the logits. None: unbounded.
-      reduction: "none", "sum", or "mean": the sum over the summed class weights of the kept rows, over the number of
-        rows for probabilities. The mean of no rows is NaN, with gradients of zero.
+      softcap: the bound of the logits. None means unbounded.
+      reduction: "none", "sum" or "mean". "mean" divides the sum by the summed class weights of the kept rows; for
+        probabilities, by the number of rows. The mean of no rows is NaN, with gradients of zero.
       transpose_weight: whether weight is (H, V).
-      vocab_axis: inside shard_map, the mesh axis over which V is split: weight, bias, class_weight and probabilities
-        are this device's part, labels and predictions count all classes, and x and labels are the same along the axis.
-      strategy: how the derivative is computed; values do not depend on it beyond rounding. "full" keeps the logits
-        (three matrix products). "grad_in_forward" computes a chunk of logits, its loss and its gradients at once
-        (three products, no logits kept); for a scalar loss without aux on one shard, else it is "recompute".
-        "recompute" computes each chunk of logits in both passes (four products, least memory); it is what the kernels
-        do. "auto" is "full" up to 2^24 logits, then "grad_in_forward"; for 16-bit operands it is "recompute" where
+      vocab_axis: inside shard_map, the mesh axis over which V is split. weight, bias, class_weight and probabilities
+        are then this device's part, while labels and predictions count all classes. x and labels are the same along the
+        axis.
+      strategy: how the derivative is computed. Values do not depend on it beyond rounding.
+        "full" keeps the logits (three matrix products).
+        "grad_in_forward" computes a chunk of logits, its loss and its gradients at once (three products, no logits
+        kept). It needs a scalar loss without aux on one shard; otherwise "recompute" takes its place.
+        "recompute" computes each chunk of logits in both passes (four products, least memory), as the kernels do.
+        "auto" is "full" up to 2^24 logits, then "grad_in_forward"; for 16-bit operands it is "recompute" where
         `lowering.use` asks for kernels.
-      chunk_rows: about how many rows' worth of logits exists at a time. "grad_in_forward" takes so many rows; None: as
-        many as have 2^24 logits, and at least 256 and H / 4. "recompute" takes as many logits in tiles of some columns;
-        None: 2^18, and at least 256 and H / 2 columns of all rows. Exported with a symbolic number of rows, all rows
-        are one chunk, and "auto" is "full".
+      chunk_rows: about how many rows' worth of logits exists at a time.
+        "grad_in_forward" takes that many rows. None: as many as have 2^24 logits, and at least 256 and H / 4.
+        "recompute" takes that many logits, in tiles of some columns. None: 2^18 logits, and at least 256 and H / 2
+        columns of all rows.
+        When exported with a symbolic number of rows, all rows are one chunk and "auto" is "full".
       return_aux: whether to return `LinearCrossEntropyAux` as well.
 
     Returns:
-      The loss, () or (...), and with `return_aux` a pair of it and a `LinearCrossEntropyAux`. float32, or float64 for
-      float64.
+      The loss, () or (...); with `return_aux`, the pair (loss, `LinearCrossEntropyAux`). The dtype is float32, or
+      float64 for float64.
 
     Raises:
-      BadParamError: for shapes, dtypes or attributes other than these.
+      BadParamError: if a shape, dtype or attribute differs from the above.
 
     Numerics:
-      Logits are float32 whatever the inputs' dtype and never rounded to 16 bit; their gradient is rounded to x's dtype
-      before the matrix products, which accumulate in float32; to float16 with a power of two for each row, so that
-      neither a mean over many rows nor a loss scale takes it out of range. A large common offset of the logits costs no
-      digits.
+      Logits are float32 whatever the dtype of the inputs, and never rounded to 16 bits. A large common offset of the
+      logits costs no digits.
+
+      The gradient of the logits is rounded to the dtype of x before the matrix products, which accumulate in float32.
+      For float16 each row is first scaled by a power of two, so that neither a mean over many rows nor a loss scale
+      takes it out of range.
+
       Differentiable in x, weight, bias, class_weight and probabilities, in forward and reverse mode and repeatedly.
 
     Meshes:
-      Any axis may be split. On an explicit mesh labels that are split otherwise than the rows of x are moved.
+      Any axis may be split. On an explicit mesh, labels that are split differently from the rows of x are resharded.
+
+    Example:
+      >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
+      >>> weight = jnp.zeros((4, 2))  # all logits are 0, so each of the four classes has probability 1/4
+      >>> loss = jaxops.linear_cross_entropy(x, weight, jnp.array([3, -100]), reduction="sum")
+      >>> print(np.asarray(loss).round(3), np.log(4).round(3))  # the second row is ignored
+      1.386 1.386
 
     Source:
       torch.nn.functional.cross_entropy; aclnnFusedLinearOnlineMaxSum and its companions for the split vocabulary.
@@ -190,9 +203,9 @@ def linear_cross_entropy(
     square = jnp.where(task.kept, jnp.asarray(z_loss, task.divisor.dtype), 0)
     weights = RowWeights(task.label_weight, task.target_weight, square)
 
-    # A skipped row may hold NaN, which a gradient of zero would not remove. Aux tells of skipped rows as well.
+    # A skipped row may hold NaN, which a gradient of zero would not remove. Aux describes skipped rows, too.
     live = task.kept | jnp.all(jnp.isfinite(x), axis=-1) if return_aux else task.kept
-    x = jnp.where(column(live), x, jnp.zeros_like(x))
+    x = jnp.where(broadcast_rows(live), x, jnp.zeros_like(x))
     targets = task.targets._replace(labels=jnp.where(live, task.targets.labels, SKIPPED))
     bias = jnp.zeros((0,), x.dtype) if bias is None else bias
     scalar = reduction != "none" and not return_aux and vocab_axis is None
@@ -201,29 +214,36 @@ def linear_cross_entropy(
     if strategy == "grad_in_forward":
         total = summed_cross_entropy(x, weight, bias, targets, weights, softcap=softcap, chunk_rows=chunk_rows)
         return _reduced(total, task, reduction)
-    if vocab_axis is not None and x.dtype == jnp.float16:
-        # Each part of the vocabulary has its share of x's gradient, and float16 has too few digits for a share of a
-        # mean's: they are added in float32.
-        x = x.astype(jnp.float32)
     keep_logits = strategy == "full"
-    rows = linear_row_statistics(
-        x,
-        weight,
-        bias,
-        targets,
-        softcap=softcap,
-        chunk_rows=None if keep_logits else chunk_rows,
-        keep_logits=keep_logits,
-        metrics=return_aux,
-    )
-    rows = vocabulary.merge(rows, targets, metrics=return_aux)
+    params: dict[str, Any] = {"softcap": softcap, "chunk_rows": None if keep_logits else chunk_rows}
+    params |= {"keep_logits": keep_logits, "metrics": return_aux}
+    rows = _merged_statistics(x, weight, bias, targets, vocabulary, **params)
     losses = row_losses(rows, vocabulary.sum(target_total(targets, rows.log_sum_exp)), weights)
     loss = losses if reduction == "none" else _reduced(jnp.sum(losses), task, reduction)
     return (loss, _aux(rows, labels, task.kept, vocabulary)) if return_aux else loss
 
 
+def _merged_statistics(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array,
+    targets: Targets,
+    vocabulary: Vocabulary,
+    *,
+    metrics: bool,
+    **params: Any,
+) -> RowStatistics:
+    """The statistics of rows over the whole vocabulary."""
+    if vocabulary.axis is not None and x.dtype == jnp.float16:
+        # Every part of the vocabulary contributes a share of x's gradient. For a mean these are too small for float16,
+        # so they are added in float32.
+        x = x.astype(jnp.float32)
+    rows = linear_row_statistics(x, weight, bias, targets, metrics=metrics, **params)
+    return vocabulary.merge(rows, targets, metrics=metrics)
+
+
 class _Task(NamedTuple):
-    """What labels ask of each row: targets, the weights of both terms that compare with them, the part in a divisor."""
+    """What the labels mean for each row: targets, weights of the two terms that use them, a share of the divisor."""
 
     targets: Targets
     label_weight: jax.Array
@@ -250,7 +270,7 @@ def _by_labels(
 def _by_probabilities(
     labels: jax.Array, class_weight: Any, ignore_index: int, smoothing: float, vocabulary: Vocabulary, dtype: Any
 ) -> _Task:
-    # As they are, they are no further array of the logits' size.
+    # Used unchanged if possible: a changed copy would be one more array of the logits' size.
     probabilities = labels
     if smoothing:
         probabilities = (1 - smoothing) * labels.astype(dtype) + smoothing / vocabulary.classes
@@ -266,14 +286,14 @@ def _reduced(total: jax.Array, task: _Task, reduction: str) -> jax.Array:
     if reduction != "mean":
         return total
     divisor = jnp.sum(task.divisor)
-    # The mean of nothing is NaN and has gradients of zero, as rows that are skipped do: 1 / 0 must not reach them.
+    # The mean of nothing is NaN. Its gradients are zero, like those of skipped rows, so 1 / 0 must not reach them.
     is_zero = divisor == 0
     return _nan_unless(~is_zero, total / jnp.where(is_zero, 1, divisor))
 
 
 @jax.jit
 def _nan_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
-    """Compiled also where nothing else is, so that `jax.debug_nans` sees no NaN but one in the result."""
+    """`x` where valid, else NaN. Jitted even outside jit, so that `jax.debug_nans` only sees NaN in the result."""
     return jnp.where(valid, x, jnp.nan)
 
 
@@ -287,11 +307,11 @@ def _aux(rows: RowStatistics, labels: jax.Array, kept: jax.Array, vocabulary: Vo
 
 
 def _resolve(strategy: str, x: jax.Array, logits_size: Any, scalar: bool) -> str:
-    """The strategy that runs, from shapes, arguments and `lowering.use`; a symbolic size may be of any value."""
+    """The strategy that runs, from shapes, arguments and `lowering.use`; a symbolic size may have any value."""
     reason = "as asked"
     asks_for_kernels = lowering.current_selection().request(_NAME).startswith(("pallas", "interpret"))
     if strategy == "auto" and asks_for_kernels and x.dtype.itemsize == 2:
-        # The kernels of every platform take 16 bits; those for GPUs refuse float32, which matrix units would round.
+        # All kernels take 16 bits. Those for GPUs refuse float32, which matrix units would round.
         strategy, reason = "recompute", "which is what the kernels do"
     elif strategy == "auto" and jax.export.is_symbolic_dim(logits_size):
         strategy, reason = "full", f"as {logits_size} logits may be few"
@@ -300,7 +320,7 @@ def _resolve(strategy: str, x: jax.Array, logits_size: Any, scalar: bool) -> str
     elif strategy == "auto":
         strategy, reason = "grad_in_forward", f"as {logits_size:,} logits are more than {SMALL_LOGITS:,}"
     if strategy == "grad_in_forward" and not scalar:
-        strategy, reason = "recompute", f"{reason}, and the loss is no scalar without aux on one shard"
+        strategy, reason = "recompute", f"{reason}, and the loss is not a scalar without aux on one shard"
     lowering.note(f"{_NAME}: strategy {strategy}, {reason}")
     return strategy
 

@@ -1,4 +1,4 @@
-"""One computation over all columns of the logits, a tile of them at a time, without moving columns between devices."""
+"""Computes something for all columns of the logits, a tile at a time, without moving columns between devices."""
 
 import math
 from collections.abc import Callable
@@ -15,17 +15,17 @@ from jaxops._primitive.sharding import varying_with
 _LEAST_COLUMNS = 256
 # 1 MiB of float32 logits: they stay in a processor's cache between the steps that read them.
 _TILE_LOGITS = 2**18
-# Over so many devices a vocabulary may lie under jit without being moved. More parts would be shorter than what memory
-# is laid out in.
+# Under jit, a vocabulary may lie on up to this many devices without being moved. More parts would be shorter than the
+# units in which memory is laid out.
 _PARTS = 16
 # A block of a weight gradient, in elements: it stays in a processor's cache while it is added to.
 _BLOCK_SIZE = 2**20
 
 
 class Tile(NamedTuple):
-    """Columns of the logits: `width` positions, from `first` on, of each of the vocabulary's `parts` parts.
+    """Columns of the logits: `width` positions, starting at `first`, of each of the vocabulary's `parts` parts.
 
-    A vocabulary that lies in contiguous blocks over devices lies so in every tile.
+    If contiguous blocks of the vocabulary lie on different devices, the same holds in every tile.
     """
 
     parts: int
@@ -39,7 +39,7 @@ class Tile(NamedTuple):
         return self.parts * self.width
 
     def of(self, array: jax.Array, axis: int = 0) -> jax.Array:
-        """The tile's part of an array with all columns along `axis`; an array without any is an operand not given."""
+        """The tile's part of an array with all columns along `axis`; an absent operand has none and is returned."""
         if self.width == self.part_columns or array.shape[axis] == 0:
             return array
         by_part = self._by_part(array, axis)
@@ -55,7 +55,7 @@ class Tile(NamedTuple):
         return jax.lax.dynamic_update_slice_in_dim(by_part, values, self.first, axis + 1).reshape(array.shape)
 
     def local(self, labels: jax.Array) -> jax.Array:
-        """The tile's columns of labels; -1 for other columns and for what is none."""
+        """The tile's columns of labels; -1 for labels in other tiles and for those that are not columns."""
         if self.width == self.part_columns:
             return labels
         part, position = labels // self.part_columns, labels % self.part_columns - self.first
@@ -68,7 +68,7 @@ class Tile(NamedTuple):
         return is_column & (labels % self.part_columns < self.first)
 
     def global_columns(self, columns: jax.Array) -> jax.Array:
-        """Which of all columns the tile's columns are."""
+        """The vocabulary's columns for columns of the tile."""
         if self.width == self.part_columns:
             return columns
         return (columns // self.width * self.part_columns + columns % self.width + self.first).astype(columns.dtype)
@@ -78,12 +78,12 @@ class Tile(NamedTuple):
 
 
 def default_logits(rows: int, features: int) -> int:
-    """How many logits a tile has, of all rows: reading and writing each row's sum of features is cheap beside it."""
+    """How many logits a tile has, over all rows: enough that reading and writing the rows' feature sums is cheap."""
     return max(_TILE_LOGITS, rows * max(_LEAST_COLUMNS, features // 2))
 
 
 def tile_columns(rows: Any, weight_shape: tuple[int, ...], chunk_rows: int | None) -> int | None:
-    """How many columns of so many rows make about as many logits as all columns of `chunk_rows` rows; None for all."""
+    """How many columns of all `rows` have about as many logits as `chunk_rows` whole rows; None for all columns."""
     vocabulary, features = weight_shape
     if chunk_rows is None or jax.export.is_symbolic_dim(vocabulary):
         return None
@@ -97,7 +97,8 @@ def fold_columns(
 ) -> Arrays:
     """Calls `carry = step(carry, tile)` for tiles of about `tile_columns` columns; None takes all at once.
 
-    Differentiated once more, a step would keep its logits: together they are what the tiles are there to avoid.
+    Every step is a checkpoint: differentiated again, the steps would otherwise keep their logits, just what tiles
+    avoid.
     """
     if tile_columns is None or jax.export.is_symbolic_dim(vocabulary) or tile_columns >= vocabulary:
         return step(start, Tile(1, vocabulary, vocabulary, 0))
@@ -136,17 +137,17 @@ def add_product(
 
     place = lowering.placement()
     if place is None or place.platform != "cpu" or jax.export.is_symbolic_dim(total.size):
-        # Compilers for GPUs and TPUs add within the product, and take a sum over devices out of a loop.
+        # Compilers for GPUs and TPUs add within the product, and move a sum over devices out of a loop.
         return total + product(logits_cotangent)
 
-    # XLA's CPU compiler keeps the product by itself before it is added: here, a block of it.
+    # XLA's CPU compiler stores the product before it adds it. So only a block of it is computed at a time.
     vocabulary, features = total.shape
     parts = _parts(vocabulary)
     part_columns = vocabulary // parts
     width = min(part_columns, math.ceil(max(_LEAST_COLUMNS, _BLOCK_SIZE // max(1, features)) / parts))
 
     def add(step: jax.Array, total: jax.Array) -> jax.Array:
-        # The last block begins earlier than where the one before ends, if they do not fit in evenly.
+        # If the blocks do not fit evenly, the last one overlaps the one before; what is not new is masked.
         first = jnp.minimum(step * width, part_columns - width)
         block = Tile(parts, part_columns, width, first)
         columns = block.of(logits_cotangent, x.ndim - 1)
@@ -158,6 +159,6 @@ def add_product(
 
 
 def _parts(vocabulary: int) -> int:
-    """Into how many parts a vocabulary is cut, so that devices that share it need nothing of each other."""
+    """Into how many parts a vocabulary is cut so that devices that share it need nothing from each other."""
     place = lowering.placement()
     return 1 if place is not None and not place.is_split else math.gcd(vocabulary, _PARTS)

@@ -1,4 +1,4 @@
-"""The sum of cross entropies over rows, differentiated while it is computed: three matrix products, chunk by chunk."""
+"""The summed cross entropy of rows, with gradients computed in the same pass: three matrix products, chunk by chunk."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ from jaxops._primitive.sharding import laid_out_as, varying_with
 from jaxops.linear_cross_entropy import operator
 from jaxops.linear_cross_entropy.live_rows import live_rows
 from jaxops.linear_cross_entropy.logits import (
+    CotangentTerms,
     Needs,
-    RowPull,
     RowStatistics,
     Targets,
-    column,
-    given,
+    broadcast_rows,
+    is_present,
     linear_gradients,
     linear_logits,
     row_statistics,
@@ -56,14 +56,14 @@ def summed_cross_entropy(
 ) -> jax.Array:
     """The sum of `row_losses`; operands as in `operator.linear_row_statistics`.
 
-    It is a plain sum, without the 1 / rows of a mean: the gradients are kept before the loss' own cotangent is known,
-    and the factor would push them out of float16's range where they are rounded for the matrix products.
+    It is a plain sum, without the 1 / rows of a mean. Gradients are kept before the loss's own cotangent is known, and
+    the factor would push them out of float16's range where they are rounded for the matrix products.
     """
     return _SUM(x, weight, bias, *targets, *weights, softcap=softcap, chunk_rows=chunk_rows)[0]
 
 
 def _terms(rows: RowStatistics, total: jax.Array) -> Arrays:
-    # Differences relative to the row's maximum: a large common offset of the logits costs no digits.
+    # Differences are relative to the row's maximum, so a large common offset of the logits costs no digits.
     by_label = rows.log_sum_exp - rows.label_logit
     by_target = total * rows.log_sum_exp - rows.target_logit
     return by_label, by_target, jnp.square(rows.max_logit + rows.log_sum_exp)
@@ -110,15 +110,15 @@ def _reference_with_gradients(
         total = target_total(targets, rows.max_logit)
         lse = rows.max_logit + rows.log_sum_exp
         softmax = by.label + by.target * total + 2 * by.square * lse
-        # Lest logits - maximum, which is computed again, be kept from before beside the logits themselves.
+        # Below, logits - maximum is computed again. Without the barrier XLA would keep it next to the logits instead.
         maximum = jax.lax.optimization_barrier(rows.max_logit)
-        pull = RowPull(softmax, None, -by.label, -by.target, maximum, rows.log_sum_exp)
+        terms = CotangentTerms(softmax, None, -by.label, -by.target, maximum, rows.log_sum_exp)
         (x_grad, row_grad), (weight_grad, bias_grad, shared_grad) = linear_gradients(
-            pull, x, weight, targets, logits, softcap, needs, sums[1]
+            terms, x, weight, targets, logits, softcap, needs, sums[1]
         )
         # A target weight also counts in the total, which multiplies log sum exp.
         by_total = by.target * rows.log_sum_exp
-        row_grad = row_grad + column(by_total)
+        row_grad = row_grad + broadcast_rows(by_total)
         loss = jnp.sum(row_losses(rows, total, by))
         others = (loss, bias_grad, shared_grad + jnp.sum(by_total))
         loss, bias_grad, shared_grad = (a + b for a, b in zip((sums[0], *sums[2:]), others, strict=True))
@@ -133,8 +133,8 @@ def _reference_with_gradients(
         (shared_target.size if needs.shared_target else 0,),
     )
     start = varying_with([jnp.zeros(shape, dtype) for shape in shapes], (*operands, weight, bias, shared_target))
-    # Probabilities are too large to be put in another order.
-    live = None if given(row_target) else live_rows(labels, chunk_rows)
+    # Probabilities are too large to be reordered.
+    live = None if is_present(row_target) else live_rows(labels, chunk_rows)
     if live is None:
         rows, sums = fold_rows(chunk, start, operands, x.ndim - 1, chunk_rows)
     else:
@@ -150,7 +150,7 @@ def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> 
 
 
 def _active_gradients(residuals: Sequence[jax.Array], active: Active) -> list[tuple[jax.Array, jax.Array]]:
-    """Each active operand with its gradient in float32, which on an explicit mesh lies as the operand does."""
+    """Each active operand with its float32 gradient, which on an explicit mesh is laid out like the operand."""
     operands, gradients = list(residuals[: len(active)]), list(residuals[len(active) :])
     gradients.insert(operator.LABELS, operands[operator.LABELS])
     pairs = [(x, gradient) for x, gradient, a in zip(operands, gradients, active, strict=True) if a]

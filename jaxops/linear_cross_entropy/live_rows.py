@@ -1,4 +1,4 @@
-"""The rows that count, gathered at the front, so that whole chunks of the others are skipped."""
+"""Gathers the rows that count at the front, so that whole chunks of the others can be skipped."""
 
 import functools
 import math
@@ -13,19 +13,19 @@ from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.logits import SKIPPED
 
-# With fewer rows a chunk is too small for fast matrix products, and so is what is skipped with it.
+# With fewer rows, a chunk is too small for fast matrix products.
 _LEAST_CHUNK_ROWS = 512
 _CHUNKS = 8
 
 
 class LiveRows(NamedTuple):
-    """All rows in the order in which they are taken.
+    """All rows, in the order in which they are taken.
 
     Attributes:
-      order: (chunks * chunk_rows,), the position of each row; past the last row where there is none.
-      live: (), how many rows count; they come first.
+      order: (chunks * chunk_rows,), the position of each row; beyond the last row for fillers.
+      live: (), how many rows count. They come first.
       chunk_rows: how many rows are in a chunk.
-      batch_shape: of the operands.
+      batch_shape: the batch axes of the operands.
     """
 
     order: jax.Array
@@ -40,7 +40,7 @@ class LiveRows(NamedTuple):
         return flat.at[self.order].get(mode="fill", fill_value=fill, unique_indices=True)
 
     def restore(self, rows: jax.Array) -> jax.Array:
-        """What `take` has done, undone."""
+        """The inverse of `take`."""
         size = math.prod(self.batch_shape)
         positions = jnp.arange(len(self.order), dtype=self.order.dtype)
         places = jnp.zeros_like(self.order, shape=size).at[self.order].set(positions, mode="drop", unique_indices=True)
@@ -49,10 +49,10 @@ class LiveRows(NamedTuple):
     def fold(
         self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, rows: Arrays, operands: Sequence[jax.Array]
     ) -> tuple[Arrays, Arrays]:
-        """Calls `rows, sums = step(sums, rows, *operands)` on each chunk that has a live row; the others keep theirs.
+        """Calls `rows, sums = step(sums, rows, *operands)` on every chunk with a live row; others keep their rows.
 
-        `rows` and operands are in this order, or scalars of each row in it. Rows after the last live one in its chunk
-        are computed as well. Runs for a number of steps that depends on the data: not differentiable in reverse.
+        `rows` and operands are in this order, with one entry per row. Rows behind the last live one in its chunk are
+        computed as well. The number of steps depends on the data, so this cannot be differentiated in reverse mode.
         """
 
         def one(at: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
@@ -70,7 +70,7 @@ class LiveRows(NamedTuple):
     def map(
         self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, operands: Sequence[jax.Array]
     ) -> tuple[Arrays, Arrays]:
-        """As `fold_rows` does, but row results are 0 where a whole chunk is skipped."""
+        """Like `fold_rows`, but row results are 0 where a whole chunk is skipped."""
         taken = [self.take(x) for x in operands]
         shapes, _ = jax.eval_shape(step, start, *taken)
         zeros = tuple(jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
@@ -83,9 +83,9 @@ class LiveRows(NamedTuple):
 
 
 def live_rows(labels: jax.Array, chunk_rows: int | None = None) -> LiveRows | None:
-    """The rows whose label is not `SKIPPED`, first; None where rows must stay where they are.
+    """The rows whose label is not `SKIPPED`, first; None if rows must stay where they are.
 
-    That is while the rows may be split over devices, while the reference is differentiated, and for a single chunk.
+    They must stay if they may be split over devices, while the reference is differentiated, and if there is one chunk.
 
     Args:
       labels: (...).
@@ -100,7 +100,7 @@ def live_rows(labels: jax.Array, chunk_rows: int | None = None) -> LiveRows | No
     chunk_rows = math.ceil(labels.size / steps)
     is_live = labels.reshape(-1) != SKIPPED
     order = jnp.argsort(~is_live, stable=True).astype(jnp.int32)
-    # Rows that fill up the last chunk have positions past the end, each its own.
+    # Rows that fill up the last chunk have different positions past the end.
     filling = labels.size + jnp.arange(steps * chunk_rows - labels.size, dtype=order.dtype)
     return LiveRows(
         jnp.concatenate([order, filling]), jnp.sum(is_live, dtype=jnp.int32), chunk_rows, tuple(labels.shape)

@@ -1,4 +1,4 @@
-"""The logits of a linear layer, what cross entropy needs to know of a row of them, and how a loss pulls on each."""
+"""The logits of a linear layer, the statistics of their rows for a cross entropy, and the cotangent of the logits."""
 
 import functools
 from typing import Any, NamedTuple
@@ -10,22 +10,22 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Arrays
 from jaxops.linear_cross_entropy.rounded_products import rounded_products
 
-# The label of a row that does not count. Its x is zero, so that what is known of it needs no matrix product.
+# The label of a row that does not count. Its x is zero, so its statistics need no matrix product.
 SKIPPED = -2
 
 
 class RowStatistics(NamedTuple):
-    """What is kept of each row of logits z, relative to its maximum m; m counts as a constant, as it cancels.
+    """Statistics of each row of logits z, relative to its maximum m. m counts as a constant, because it cancels.
 
-    With several shards of the vocabulary each holds the statistics of its own columns.
+    If the vocabulary is split, each shard holds the statistics of its own columns.
 
     Attributes:
       max_logit: m = max z, without a derivative.
       log_sum_exp: log sum exp(z - m).
-      label_logit: z[label] - m, or 0 where the label is none of the columns.
-      target_logit: sum t (z - m), for the weights t of the columns; 0 without any.
-      mean_logit: sum softmax(z) (z - m), on request, else 0.
-      prediction: argmax z, on request, else 0.
+      label_logit: z[label] - m; 0 if the label is not one of the columns.
+      target_logit: sum t (z - m) for the weights t of the columns; 0 without weights.
+      mean_logit: sum softmax(z) (z - m) on request, else 0.
+      prediction: argmax z on request, else 0.
     """
 
     max_logit: jax.Array
@@ -37,7 +37,7 @@ class RowStatistics(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What a row of logits is compared with: a label, and weights of the columns, shared by all rows or its own."""
+    """What a row of logits is compared with: a label, and weights of the columns, shared by all rows or per row."""
 
     labels: jax.Array
     shared: jax.Array
@@ -45,16 +45,16 @@ class Targets(NamedTuple):
 
     @property
     def weighted(self) -> bool:
-        """Whether there are weights of the columns."""
-        return given(self.shared) or given(self.row)
+        """Whether the columns have weights."""
+        return is_present(self.shared) or is_present(self.row)
 
     def weights(self, like: jax.Array) -> jax.Array:
-        """The weights t of the columns for each row of `like`."""
-        return self.row.astype(like.dtype) if given(self.row) else across(self.shared, like)
+        """The weights t of the columns, for each row of `like`."""
+        return self.row.astype(like.dtype) if is_present(self.row) else broadcast_columns(self.shared, like)
 
 
-class RowPull(NamedTuple):
-    """How a loss pulls on the logits z of each row, whose maximum is m.
+class CotangentTerms(NamedTuple):
+    """The cotangent of the logits z of each row, by its coefficients; m is the row's maximum.
 
     The cotangent of z is softmax(z) (softmax + softmax_slope (z - m)) + label onehot(label) + target t.
     """
@@ -68,7 +68,7 @@ class RowPull(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which operands a gradient is needed for."""
+    """Which operands need a gradient."""
 
     x: bool
     weight: bool
@@ -77,42 +77,42 @@ class Needs(NamedTuple):
     row_target: bool
 
 
-def given(operand: Any) -> bool:
-    """Whether an optional operand is there: primitives have none, so an empty array stands for one that is missing."""
+def is_present(operand: Any) -> bool:
+    """Whether an optional operand is present. Primitives take no None, so an empty array stands for a missing one."""
     return operand.shape[-1] > 0
 
 
-def column(row_values: jax.Array) -> jax.Array:
-    """One value a row, to be combined with rows of logits."""
+def broadcast_rows(row_values: jax.Array) -> jax.Array:
+    """One value per row, with an axis added to broadcast against rows of logits."""
     return row_values[..., None]
 
 
-def across(column_values: jax.Array, like: jax.Array) -> jax.Array:
-    """One value a column of logits, for every row."""
+def broadcast_columns(column_values: jax.Array, like: jax.Array) -> jax.Array:
+    """One value per column of the logits, broadcast to every row."""
     return jnp.broadcast_to(column_values.astype(like.dtype), like.shape)
 
 
 def linear_logits(x: jax.Array, weight: jax.Array, bias: jax.Array, softcap: float | None) -> jax.Array:
-    """Computes x weight^T + bias, accumulated and kept in float32; bounded by softcap tanh(z / softcap) if given."""
+    """Computes x weight^T + bias, accumulated and kept in float32; with a softcap, softcap tanh(z / softcap)."""
     logits = jnp.einsum("...h,vh->...v", x, weight, preferred_element_type=accumulation_dtype(x.dtype))
-    if given(bias):
-        logits = logits + across(bias, logits)
+    if is_present(bias):
+        logits = logits + broadcast_columns(bias, logits)
     return _bounded(logits, softcap)
 
 
 def logits_of_zero(bias: jax.Array, columns: int, softcap: float | None, dtype: Any) -> jax.Array:
-    """The logits (V,) where x is zero."""
-    return _bounded(bias.astype(dtype), softcap) if given(bias) else jnp.zeros(columns, dtype)
+    """The logits (V,) of x = 0."""
+    return _bounded(bias.astype(dtype), softcap) if is_present(bias) else jnp.zeros(columns, dtype)
 
 
 class RowSums(NamedTuple):
-    """What `RowStatistics` are made of, for some of the columns: sums, so that those of more columns can be added.
+    """The sums behind `RowStatistics`, over some of the columns, so that sums of more columns can be added.
 
     Attributes:
       max_logit, label_logit, target_logit, prediction: as there. Without columns all are 0, and so is `sum_exp`.
       sum_exp: sum exp(z - m).
       target_total: sum t.
-      weighted_logit: sum exp(z - m) (z - m), on request, else 0.
+      weighted_logit: sum exp(z - m) (z - m) on request, else 0.
     """
 
     max_logit: jax.Array
@@ -125,7 +125,7 @@ class RowSums(NamedTuple):
 
     @property
     def statistics(self) -> RowStatistics:
-        """The statistics of rows that have these columns only."""
+        """The statistics of rows that consist of these columns alone."""
         mean_logit = self.weighted_logit / jnp.where(self.sum_exp == 0, jnp.ones_like(self.sum_exp), self.sum_exp)
         log_sum_exp = jnp.log(self.sum_exp)
         return RowStatistics(
@@ -134,7 +134,7 @@ class RowSums(NamedTuple):
 
 
 def no_columns(rows: tuple[int, ...], dtype: Any) -> RowSums:
-    """The sums of so many rows of no columns."""
+    """The sums over no columns, for rows of this shape."""
     zeros = jnp.zeros(rows, dtype)
     return RowSums(zeros, zeros, zeros, zeros, zeros, zeros, jnp.zeros(rows, jnp.int32))
 
@@ -142,7 +142,7 @@ def no_columns(rows: tuple[int, ...], dtype: Any) -> RowSums:
 def row_sums(logits: jax.Array, targets: Targets, *, metrics: bool) -> RowSums:
     """The sums of rows of logits; `metrics` asks for the last two."""
     maximum = row_max(logits)
-    shifted = logits - column(maximum)
+    shifted = logits - broadcast_rows(maximum)
     exp = jnp.exp(shifted)
     target_logit = weighted_logit = jnp.zeros_like(maximum)
     prediction = jnp.zeros(maximum.shape, jnp.int32)
@@ -152,7 +152,7 @@ def row_sums(logits: jax.Array, targets: Targets, *, metrics: bool) -> RowSums:
         weighted_logit = jnp.sum(exp * _finite(shifted), axis=-1)
         prediction = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     total = target_total(targets, maximum)
-    # Picked before the maximum is subtracted: with two uses, the difference would be another array of logits.
+    # Picked before the maximum is subtracted: with two uses, the difference would be one more array of logits.
     label_logit = pick(logits, targets.labels, maximum)
     return RowSums(maximum, jnp.sum(exp, axis=-1), label_logit, target_logit, total, weighted_logit, prediction)
 
@@ -163,16 +163,16 @@ def row_statistics(logits: jax.Array, targets: Targets, *, metrics: bool) -> Row
 
 
 def target_total(targets: Targets, like: jax.Array) -> jax.Array:
-    """The sum of the target weights t of each row; 0 where there are none."""
-    if given(targets.row):
+    """The sum of each row's target weights t; 0 without weights."""
+    if is_present(targets.row):
         return jnp.sum(targets.row.astype(like.dtype), axis=-1)
     return jnp.broadcast_to(jnp.sum(targets.shared.astype(like.dtype)), like.shape)
 
 
 def added(left: RowSums, right: RowSums, has_label: tuple[jax.Array, jax.Array]) -> RowSums:
-    """The sums of the columns of both; `has_label` says of which of them each row's label is."""
+    """The sums over the columns of both; `has_label` says for each of the two whether it holds the row's label."""
     parts = left, right
-    # Without a finite logit the maximum is called 0.
+    # A part without a finite logit has 0 as its maximum.
     maxima = [jnp.where(part.sum_exp == 0, -jnp.inf, part.max_logit) for part in parts]
     maximum = jax.lax.stop_gradient(jnp.maximum(*maxima))
     maximum = jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
@@ -206,20 +206,20 @@ def added(left: RowSums, right: RowSums, has_label: tuple[jax.Array, jax.Array])
 
 
 def row_max(logits: jax.Array) -> jax.Array:
-    """The maximum of each row, without a derivative; 0 where all logits are -inf, where z - m would be NaN."""
+    """The maximum of each row, without a derivative; 0 if all logits are -inf, because z - m would be NaN."""
     maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
     return jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
 
 
 def pick(logits: jax.Array, labels: jax.Array, maximum: jax.Array) -> jax.Array:
-    """The logit of each row's label, relative to the maximum; 0 where the label is none of the columns."""
+    """The logit of each row's label, relative to the maximum; 0 if the label is not one of the columns."""
     columns = logits.shape[-1]
-    picked = jnp.take_along_axis(logits, column(jnp.clip(labels, 0, columns - 1)), axis=-1)[..., 0] - maximum
+    picked = jnp.take_along_axis(logits, broadcast_rows(jnp.clip(labels, 0, columns - 1)), axis=-1)[..., 0] - maximum
     return jnp.where((labels >= 0) & (labels < columns), picked, jnp.zeros_like(picked))
 
 
 def linear_gradients(
-    pull: RowPull,
+    terms: CotangentTerms,
     x: jax.Array,
     weight: jax.Array,
     targets: Targets,
@@ -228,51 +228,53 @@ def linear_gradients(
     needs: Needs,
     weight_sum: jax.Array | None = None,
 ) -> tuple[Arrays, Arrays]:
-    """The gradients ((x, row target), (weight, bias, shared target)), accumulated in float32; empty where not needed.
+    """The gradients ((x, row target), (weight, bias, shared target)), accumulated in float32; empty if not needed.
 
-    The weight's is added to `weight_sum`, if there is one.
+    The weight gradient is added to `weight_sum`, if there is one.
 
-    The cotangent of the logits is rounded to the dtype of x before the matrix products, as the documented operators do:
-    16-bit inputs run on 16-bit matrix units. The sum for the bias is taken before.
+    The cotangent of the logits is rounded to the dtype of x before the matrix products, as in the documented operators,
+    so that 16-bit inputs run on 16-bit matrix units. The sum for the bias is taken before.
     """
     dtype, batch = accumulation_dtype(x.dtype), tuple(range(x.ndim - 1))
-    cotangent = _logits_cotangent(pull, targets, logits)
+    cotangent = _logits_cotangent(terms, targets, logits)
     if softcap is not None:
         cotangent = cotangent * (1 - jnp.square(logits / softcap))
-    bound = functools.partial(_cotangent_bound, pull, targets)
+    bound = functools.partial(_cotangent_bound, terms, targets)
     needed = needs.x, needs.weight
     x_grad, weight_grad = rounded_products(needed, cotangent, bound, x, weight, weight_sum)
     bias_grad = shared_grad = jnp.zeros((0,), dtype)
     if needs.bias:
         bias_grad = jnp.sum(cotangent, axis=batch)
-    target_grad = column(pull.target) * (logits - column(pull.maximum))
+    target_grad = broadcast_rows(terms.target) * (logits - broadcast_rows(terms.maximum))
     if needs.shared_target:
         shared_grad = jnp.sum(target_grad, axis=batch)
     row_grad = target_grad if needs.row_target else target_grad[..., :0]
     return (x_grad, row_grad), (weight_grad, bias_grad, shared_grad)
 
 
-def _cotangent_bound(pull: RowPull, targets: Targets) -> jax.Array:
-    """How large the cotangent of each row of logits may be, within a small factor."""
-    # exp(-d) d is below 1: a slope counts as what it is.
-    slope = jnp.zeros_like(pull.label) if pull.softmax_slope is None else jnp.abs(pull.softmax_slope)
-    bound = jnp.abs(pull.softmax) + slope + jnp.abs(pull.label)
+def _cotangent_bound(terms: CotangentTerms, targets: Targets) -> jax.Array:
+    """An upper bound for the cotangent of each row of logits, within a small factor."""
+    # exp(-d) d is below 1, so the slope itself bounds its term.
+    slope = jnp.zeros_like(terms.label) if terms.softmax_slope is None else jnp.abs(terms.softmax_slope)
+    bound = jnp.abs(terms.softmax) + slope + jnp.abs(terms.label)
     if not targets.weighted:
         return bound
-    weights = jnp.abs(targets.row if given(targets.row) else targets.shared)
-    return bound + jnp.abs(pull.target) * jnp.max(weights, axis=-1).astype(bound.dtype)
+    weights = jnp.abs(targets.row if is_present(targets.row) else targets.shared)
+    return bound + jnp.abs(terms.target) * jnp.max(weights, axis=-1).astype(bound.dtype)
 
 
-def _logits_cotangent(pull: RowPull, targets: Targets, logits: jax.Array) -> jax.Array:
-    shifted = logits - column(pull.maximum)
-    scale = column(pull.softmax)
-    if pull.softmax_slope is not None:
-        scale = scale + column(pull.softmax_slope) * _finite(shifted)
-    cotangent = scale * jnp.exp(shifted - column(pull.log_sum_exp))
-    # Comparing columns fuses, and leaves a split vocabulary split; a scatter does neither.
+def _logits_cotangent(terms: CotangentTerms, targets: Targets, logits: jax.Array) -> jax.Array:
+    shifted = logits - broadcast_rows(terms.maximum)
+    scale = broadcast_rows(terms.softmax)
+    if terms.softmax_slope is not None:
+        scale = scale + broadcast_rows(terms.softmax_slope) * _finite(shifted)
+    cotangent = scale * jnp.exp(shifted - broadcast_rows(terms.log_sum_exp))
+    # A comparison of columns fuses and leaves a split vocabulary split; a scatter does neither.
     columns = jax.lax.broadcasted_iota(targets.labels.dtype, logits.shape, logits.ndim - 1)
-    cotangent = cotangent + jnp.where(columns == column(targets.labels), column(pull.label), jnp.zeros_like(logits))
-    return cotangent + column(pull.target) * targets.weights(logits) if targets.weighted else cotangent
+    cotangent = cotangent + jnp.where(
+        columns == broadcast_rows(targets.labels), broadcast_rows(terms.label), jnp.zeros_like(logits)
+    )
+    return cotangent + broadcast_rows(terms.target) * targets.weights(logits) if targets.weighted else cotangent
 
 
 def _bounded(logits: jax.Array, softcap: float | None) -> jax.Array:
@@ -280,5 +282,5 @@ def _bounded(logits: jax.Array, softcap: float | None) -> jax.Array:
 
 
 def _finite(shifted: jax.Array) -> jax.Array:
-    """0 for -inf: a column of probability 0 has no part in a mean."""
+    """`shifted`, with 0 for -inf: a column of probability 0 has no part in a mean."""
     return jnp.where(shifted == -jnp.inf, jnp.zeros_like(shifted), shifted)

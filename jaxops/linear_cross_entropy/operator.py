@@ -1,4 +1,4 @@
-"""Row statistics of a linear layer's logits, from which every form of cross entropy follows, and their gradients."""
+"""The operators for row statistics of a linear layer's logits, from which every cross entropy follows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from jaxops.linear_cross_entropy.logits import (
     Needs,
     RowStatistics,
     Targets,
-    given,
+    is_present,
     linear_logits,
     row_statistics,
 )
@@ -29,7 +29,7 @@ _OPERANDS = "... h, v h, v, ..., v, ... v"
 _RESULTS = "..., ..., ..., ..., ..., ..."
 
 
-# The position of the labels among the operands; as integers they have no gradient.
+# The position of the labels among the operands. Being integers, they have no gradient.
 LABELS = 3
 
 
@@ -47,23 +47,23 @@ def linear_row_statistics(
     """The statistics of the logits z = x weight^T + bias, which are never needed all at once.
 
     Args:
-      x: (..., H), of the weight's dtype. Of a wider one it is rounded to that before any product; its gradient is not.
+      x: (..., H), with the dtype of the weight. A wider x is rounded before any product; its gradient is not.
       weight: (V, H).
       bias: (V,), or empty for none.
-      targets: labels (...), columns of z; any other integer means that the row has none, and `SKIPPED` that x is zero
-        there as well. Weights of the columns for `target_logit`: `shared` (V,) by all rows, or empty; one set for each
-        `row` (..., V), or (..., 0).
+      targets: labels (...), columns of z. Any other integer means that the row has no label; `SKIPPED` means that its x
+        is zero as well. Weights of the columns for `target_logit`: `shared` (V,) by all rows, or empty; per `row` (...,
+        V), or (..., 0).
       softcap: z becomes softcap tanh(z / softcap).
       chunk_rows: about how many rows' worth of z exists at a time, in whichever form; None for all.
-      keep_logits: reverse mode keeps z between its two passes (three matrix products), or computes it twice (four).
-      metrics: whether `mean_logit` and `prediction` are computed.
+      keep_logits: whether reverse mode keeps z between its passes (three matrix products) or computes it twice (four).
+      metrics: whether to compute `mean_logit` and `prediction`.
     """
     params = {"softcap": softcap, "chunk_rows": chunk_rows, "keep_logits": keep_logits, "metrics": metrics}
     return RowStatistics(*_STATISTICS(x, weight, bias, *targets, **params))
 
 
 def check_linear(x: Any, weight: Any) -> None:
-    """The rules of a linear layer's operands, in the words of the public function."""
+    """Checks a linear layer's operands, in the words of the public function."""
 
     def rule(condition: bool, argument: str, must: str, got: Any) -> None:
         require(condition, "linear_cross_entropy", argument, must, got)
@@ -84,7 +84,7 @@ def check_linear(x: Any, weight: Any) -> None:
 
 
 def check(x: Any, weight: Any, *_: Any, **__: Any) -> None:
-    """The primitives' check; the public function has held what it makes the other operands of to their rules."""
+    """The primitives' check; the public function has checked whatever the other operands are made from."""
     check_linear(x, weight)
 
 
@@ -122,10 +122,10 @@ def _vjp(
     # A row without a finite logit has no probabilities: exp(-inf - 0) = 0.
     log_sum_exp = jnp.where(rows.log_sum_exp == -jnp.inf, jnp.zeros_like(rows.log_sum_exp), rows.log_sum_exp)
     softmax = for_log_sum_exp + for_mean * (1 - rows.mean_logit)
-    pull = (softmax, for_mean, for_label, for_target, rows.max_logit, log_sum_exp)
+    terms = (softmax, for_mean, for_label, for_target, rows.max_logit, log_sum_exp)
     needs = Needs(*active[:LABELS], *active[LABELS + 1 :])
-    backward = _BACKWARD_OF_LOGITS if given(logits) else _BACKWARD
-    x_grad, weight_grad, bias_grad, shared_grad, row_grad = backward(*pull, *operands, logits, needs=needs, **params)
+    backward = _BACKWARD_OF_LOGITS if is_present(logits) else _BACKWARD
+    x_grad, weight_grad, bias_grad, shared_grad, row_grad = backward(*terms, *operands, logits, needs=needs, **params)
     gradients = (x_grad, weight_grad, bias_grad, None, shared_grad, row_grad)
     return [gradient for gradient, a in zip(gradients, active, strict=True) if a and gradient is not None]
 
@@ -138,7 +138,7 @@ _BACKWARD = Operator(
     kernels=(tpu_backward.KERNEL, gpu_gradients.KERNEL),
 )
 
-# Logits that were kept leave nothing to a kernel.
+# With the logits kept, a kernel would have nothing to gain.
 _BACKWARD_OF_LOGITS = Operator(
     name="linear_cross_entropy_backward_of_logits",
     signature=_BACKWARD.signature,

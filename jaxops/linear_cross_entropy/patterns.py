@@ -1,4 +1,4 @@
-"""A linear layer's logits that are made only for a cross entropy."""
+"""The pattern of logits that a linear layer computes only for a cross entropy."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _SUMS = frozenset({"psum", "psum_invariant"})
 
 
 def _find(graph: Graph) -> Iterator[Finding]:
-    """Matrix products whose result is normalised over classes and read where a label says, on the way to a log."""
+    """Finds matrix products that are normalised over classes and read at the labels, on the way to a log."""
     known = set()
     for log in graph.named("log"):
         for matmul, classes, pick in (*_picked_log_softmax(graph, log), *_log_of_picked_softmax(graph, log)):
@@ -21,12 +21,12 @@ def _find(graph: Graph) -> Iterator[Finding]:
                 known.add(matmul)
                 saved = _saved_bytes(matmul, classes)
                 readers = other_readers(graph, matmul, classes) if saved != 0 else []
-                obstacle = f"the logits are also {' and '.join(readers)}" if readers else ""
-                yield Finding(matmul, _detail(matmul, pick), saved, obstacle)
+                reason = f"the logits are also {' and '.join(readers)}" if readers else ""
+                yield Finding(matmul, _detail(matmul, pick), saved, reason)
 
 
 def _saved_bytes(matmul: Operation, classes: Any) -> int | None:
-    """The least that compilers were seen to save with gradients in the forward pass: all logits but a chunk of them."""
+    """The least that compilers were seen to save with "grad_in_forward": all logits but a chunk."""
     (logits,) = matmul.outputs
     features = math.prod(matmul.inputs[0].shape[axis] for axis in matmul.params["dimension_numbers"][0][0])
     if not all(isinstance(size, int) for size in (logits.size, classes, features)):
@@ -34,14 +34,14 @@ def _saved_bytes(matmul: Operation, classes: Any) -> int | None:
     if logits.size <= row_chunks.SMALL_LOGITS:
         return 0
     chunk_bytes = 4 * row_chunks.default_chunk_rows(classes, features) * classes
-    # The gradient of a weight of 16 bits is added up in float32.
+    # The gradient of a 16-bit weight is added up in float32.
     is_wide = all(x.aval.dtype.itemsize > 2 for x in matmul.inputs)
     sum_bytes = 0 if is_wide else 4 * classes * features
     return max(0, logits.size * logits.aval.dtype.itemsize - 5 * chunk_bytes // 4 - sum_bytes)
 
 
 def _picked_log_softmax(graph: Graph, log: Operation) -> Iterator[tuple[Operation, Any, Operation]]:
-    """The first matrix product whose log sum exp this is, its classes, and what picks from the log-softmax."""
+    """The first matrix product whose log sum exp this is, its classes, and what picks from its log-softmax."""
     for matmul, classes in _softmax_inputs(log):
         pick = _pick_by_label(matmul, classes, log, _made_of(graph, matmul))
         if pick is not None:
@@ -50,7 +50,7 @@ def _picked_log_softmax(graph: Graph, log: Operation) -> Iterator[tuple[Operatio
 
 
 def _log_of_picked_softmax(graph: Graph, log: Operation) -> Iterator[tuple[Operation, Any, Operation]]:
-    """Matrix products whose softmax, picked at one class a row, this is the log of; the classes; and what picks."""
+    """Matrix products whose softmax is picked at one class per row before this log; their classes, and what picks."""
     for value in backward(log.inputs[0], _keeps_picked):
         pick = value.producer
         if pick is None or pick.name not in ("gather", "dynamic_slice", "mul", "select_n"):
@@ -63,7 +63,7 @@ def _log_of_picked_softmax(graph: Graph, log: Operation) -> Iterator[tuple[Opera
 
 
 def _softmax_of(probabilities: Value) -> Iterator[tuple[Operation, Any]]:
-    """The matrix products of which these are exponentials over their sum, and over how many classes that goes."""
+    """Matrix products whose exponentials over their sum these are, and the number of classes summed over."""
     for quotient in _producers(probabilities, _keeps_shape, "div"):
         for total in _producers(quotient.inputs[1], _keeps_sums, "reduce_sum"):
             exponentials = _producers(quotient.inputs[0], _keeps_shape, "exp")
@@ -80,7 +80,7 @@ def _detail(matmul: Operation, pick: Operation) -> str:
 
 
 def _softmax_inputs(log: Operation) -> list[tuple[Operation, Any]]:
-    """The matrix products of which this is the log of the sum of exponentials, and over how many classes."""
+    """Matrix products whose log sum exp this is, and the number of classes."""
     found = {}
     for total in _producers(log.inputs[0], _keeps_sums, "reduce_sum"):
         (terms,) = total.inputs
@@ -92,13 +92,13 @@ def _softmax_inputs(log: Operation) -> list[tuple[Operation, Any]]:
 
 
 def _producers(value: Value, follows: Any, name: str) -> set[Operation]:
-    """The nearest operations of this name that a value comes from."""
+    """The nearest operations of this name that a value is computed from."""
     producers = (x.producer for x in backward(value, follows))
     return {producer for producer in producers if producer is not None and producer.name == name}
 
 
 def _keeps_logits(operation: Operation, operand: Value) -> bool:
-    """Whether a result holds logits where the operand does: after a bias, a mask, a temperature, a softcap, a shift."""
+    """Whether the result holds logits if the operand does: after a bias, mask, temperature, softcap or shift."""
     if operation.name in ("mul", "div"):
         return operand is operation.inputs[0] if operation.name == "div" else _is_scaled(operation, operand)
     if operation.name in ("select_n", "dynamic_slice"):
@@ -115,13 +115,13 @@ def _keeps_sums(operation: Operation, operand: Value) -> bool:
 
 def _keeps_losses(operation: Operation, operand: Value) -> bool:
     """The same on the way from picked logits to a loss."""
-    if operation.name == "gather":  # optax takes the only column so
+    if operation.name == "gather":  # optax takes the only column in this way
         return operand is operation.inputs[0] and bool(operation.outputs[0].size == operand.size)
     return operation.name in ("reduce_sum", "mul", "div", *_SUMS) or _keeps_logits(operation, operand)
 
 
 def _keeps_picked(operation: Operation, operand: Value) -> bool:
-    """The same on the way from probabilities, of which some are picked, to a logarithm."""
+    """The same on the way from probabilities through picking to a logarithm."""
     if operation.name in ("gather", "dynamic_slice", "select_n"):
         return _is_selected(operation, operand)
     return operation.name in _LINEAR or operation.name in ("mul", "max", "clamp", "reduce_sum")
@@ -137,13 +137,13 @@ def _is_one_hot(value: Value) -> bool:
 
 
 def _is_scaled(operation: Operation, operand: Value) -> bool:
-    """Whether the other factor is smaller: a number, or one for each row or each class."""
+    """Whether the other factor is smaller: a number, or one per row or class."""
     other = operation.inputs[operation.inputs[0] is operand]
     return bool(unshaped(other).size != operand.size)
 
 
 def _is_selected(operation: Operation, operand: Value) -> bool:
-    """Whether the operand is what is selected from, and not what decides."""
+    """Whether the operand is what is selected from, not what decides."""
     if operation.name == "select_n":
         return operand is not operation.inputs[0]
     return operand is operation.inputs[0]
@@ -158,7 +158,7 @@ def _reduced(operation: Operation) -> Any:
 
 
 def _pick_by_label(matmul: Operation, classes: Any, log: Operation, made_of_logits: set[Value]) -> Operation | None:
-    """The operation that picks one class a row from the log-softmax, or from logits of which it is then the rest."""
+    """The operation that picks one class per row from the log-softmax, or from the logits that remain of it."""
     log_probs = forward(log.outputs, _keeps_logits)
     losses = forward(log.outputs, _keeps_losses)
     for value in forward(matmul.outputs, _keeps_logits) | log_probs:
@@ -171,7 +171,7 @@ def _pick_by_label(matmul: Operation, classes: Any, log: Operation, made_of_logi
 
 
 def _made_of(graph: Graph, matmul: Operation) -> set[Value]:
-    """What depends on these logits, also where they are computed once more."""
+    """Everything computed from these logits, also where they are computed again."""
     return forward((x for same in graph.alike(matmul) for x in same.outputs), lambda *_: True)
 
 
@@ -196,14 +196,14 @@ def _picks(operation: Operation, logits: Value, classes: Any, made_of_logits: se
 
 
 def _is_summed(operation: Operation, classes: Any) -> bool:
-    """Whether what is made is then summed over the classes."""
+    """Whether the result is then summed over the classes."""
     products = forward(operation.outputs, _keeps_logits)
     sums = (user for product in products for user in product.users if user.name == "reduce_sum")
     return any(classes in [total.inputs[0].shape[axis] for axis in total.params["axes"]] for total in sums)
 
 
 def _is_constant(value: Value) -> bool:
-    """Whether a value is written in the code: a fixed class is no label."""
+    """Whether a value is written in the code: a fixed class is not a label."""
     made_of = backward(value, lambda *_: True)
     return all(x.number is not None if x.producer is None else x.producer.name != "iota" for x in made_of)
 

@@ -1,17 +1,17 @@
-"""What reads the logits of a linear layer beside a cross entropy and its gradient."""
+"""Finds what reads the logits of a linear layer besides a cross entropy and its gradient."""
 
 from typing import Any
 
 from lowering.patterns import Graph, Operation, Value, forward
 
-# What takes numbers for rows or for classes out of logits, as losses, accuracies and gradients of them do.
+# These reduce logits to numbers per row or per class, as losses, accuracies and their gradients do.
 _SUMMARIES = frozenset({"reduce_sum", "reduce_max", "argmax", "gather", "dynamic_slice", "reduce_and", "reduce_or"})
 _ORDERS = frozenset({"sort", "top_k", "approx_top_k", "cumsum", "cummax", "cumlogsumexp"})
 _BODIES = frozenset({"scan", "while", "cond", "shard_map", "pallas_call"})
 
 
 def other_readers(graph: Graph, matmul: Operation, classes: Any) -> list[str]:
-    """In words, each place that needs whole rows of logits, or of what has as many elements and is made of them."""
+    """Describes each place that needs whole rows of logits, or of an equally large array computed from them."""
     whole = forward(matmul.outputs, lambda operation, _: _stays_whole(operation, classes))
     readers = ["returned"] if whole & graph.results else []
     for operation in graph.operations:
@@ -21,7 +21,7 @@ def other_readers(graph: Graph, matmul: Operation, classes: Any) -> list[str]:
 
 
 def _stays_whole(operation: Operation, classes: Any) -> bool:
-    """Whether the result has all classes of a row again."""
+    """Whether the result still has all classes of a row."""
     if operation.name in _SUMMARIES | _ORDERS | _BODIES or operation.name == "dot_general":
         return False
     return any(_has_classes(x, classes) for x in operation.outputs)

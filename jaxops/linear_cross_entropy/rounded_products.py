@@ -1,4 +1,4 @@
-"""The products of a linear layer's backward pass, with the cotangent of its logits rounded to its operands' dtype."""
+"""The matrix products of a linear layer's backward pass, with the logits' cotangent rounded to the operands' dtype."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from jaxops._primitive.derivative import Arrays
 from jaxops.linear_cross_entropy.column_tiles import add_product
 from pallas_kernels.float16_rows import RowPowers
 
-# Whether x and the weight need gradients.
+# Whether x and the weight need a gradient.
 Needed = tuple[bool, bool]
 
 
@@ -23,14 +23,14 @@ def rounded_products(
     weight: jax.Array,
     weight_sum: jax.Array | None = None,
 ) -> Arrays:
-    """The gradients cotangent weight and weight_sum + cotangent^T x, in the cotangent's dtype; empty where not needed.
+    """The gradients cotangent weight and weight_sum + cotangent^T x, in the cotangent's dtype; empty if not needed.
 
     Args:
-      needed: which of them are computed.
-      cotangent: (..., V), of the logits, accumulated in float32 or float64.
-      row_bound: how large each of its rows (...) may be, within a small factor. Called for float16 alone.
+      needed: which of the two to compute.
+      cotangent: (..., V), the cotangent of the logits, in float32 or float64.
+      row_bound: returns an upper bound for each of its rows (...), within a small factor. Called for float16 only.
       x: (..., H).
-      weight: (V, H), of x's dtype, to which the cotangent is rounded.
+      weight: (V, H), with the dtype of x, to which the cotangent is rounded.
       weight_sum: (V, H), or None for zeros.
     """
     if x.dtype == jnp.float16:
@@ -55,7 +55,7 @@ def _float16_products(
 
 @_float16_products.defjvp
 def _float16_products_jvp(needed: Needed, primals: Any, tangents: Any) -> tuple[Arrays, Arrays]:
-    # Unrounded: the powers of two that fit a cotangent need not fit its tangents.
+    # Unrounded, because the powers of two that fit a cotangent need not fit its tangents.
     def unrounded(cotangent: jax.Array, _: jax.Array, x: jax.Array, weight: jax.Array, weight_sum: Any) -> Arrays:
         dtype = cotangent.dtype
         return _products(needed, dtype, cotangent, x.astype(dtype), weight.astype(dtype), weight_sum)

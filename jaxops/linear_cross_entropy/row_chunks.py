@@ -1,4 +1,4 @@
-"""One computation over all rows, a chunk of them at a time, without moving rows between devices."""
+"""Computes something for all rows, a chunk of them at a time, without moving rows between devices."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.sharding import varying_with
 
-# 64 MiB of float32 logits: what is cheaper to keep than to compute in chunks, and a good size for a chunk.
+# 64 MiB of float32 logits. Up to this size they are cheaper to keep than to compute in chunks; also a chunk's size.
 SMALL_LOGITS = 2**24
 _LEAST_CHUNK_ROWS = 256
 
@@ -17,22 +17,21 @@ Step = Callable[..., tuple[Arrays, Arrays]]
 
 
 def default_chunk_rows(vocabulary: int, features: int) -> int:
-    """How many rows of logits a chunk has: enough that adding to a weight gradient once a chunk is cheap."""
+    """How many rows of logits a chunk has: enough that adding to a weight gradient once per chunk is cheap."""
     return max(_LEAST_CHUNK_ROWS, features // 4, SMALL_LOGITS // max(1, vocabulary))
 
 
 def map_rows(
     body: Step, operands: Sequence[jax.Array], batch_rank: int, chunk_rows: int | None, fills: Sequence[float] = ()
 ) -> tuple[Arrays, Arrays]:
-    """Calls `body` on chunks of about `chunk_rows` rows; puts its row results together again and adds up its sums.
+    """Calls `body` on chunks of about `chunk_rows` rows, joins its row results and adds up its sums.
 
     Args:
-      body: `body(*operands of a chunk) -> (row results, sums)`. Row results begin with the batch axes, sums do not
-        have them.
+      body: `body(*operands of a chunk) -> (row results, sums)`. Row results begin with the batch axes; sums lack them.
       operands: arrays that begin with the batch axes.
-      batch_rank: how many batch axes there are.
+      batch_rank: the number of batch axes.
       chunk_rows: None takes all rows at once.
-      fills: as `fold_rows` has them.
+      fills: as in `fold_rows`.
     """
     if math.prod(_splits(operands[0].shape[:batch_rank], chunk_rows)) == 1:
         rows, sums = body(*operands)
@@ -56,19 +55,19 @@ def fold_rows(
     chunk_rows: int | None,
     fills: Sequence[float] = (),
 ) -> tuple[Arrays, Arrays]:
-    """Calls `row results, sums = step(sums, *operands of a chunk)` chunk by chunk; returns all row results, and sums.
+    """Calls `row results, sums = step(sums, *operands of a chunk)` for each chunk; returns all results and sums.
 
     A batch axis of n * c positions is split into n parts of c positions, and step j takes position j of every part. So
-    an axis that lies in contiguous blocks over devices lies so in every chunk: nothing is gathered.
+    if contiguous blocks of an axis lie on different devices, the same holds in every chunk, and nothing is gathered.
 
     Args:
-      step: gets and returns the sums so far; row results begin with the batch axes.
+      step: takes and returns the sums so far; row results begin with the batch axes.
       start: the sums before the first step.
       operands: arrays that begin with the batch axes.
-      batch_rank: how many batch axes there are.
+      batch_rank: the number of batch axes.
       chunk_rows: about how many rows are in a chunk; None takes all at once.
-      fills: what to fill up the last rows of an operand with where an axis cannot be split evenly; zeros where not
-        given. The sums must not depend on such rows.
+      fills: the values that fill up an operand's last rows if an axis does not split evenly; zeros by default. The sums
+        must not depend on such rows.
     """
     batch_shape = operands[0].shape[:batch_rank]
     splits = _splits(batch_shape, chunk_rows)
@@ -83,13 +82,13 @@ def fold_rows(
         return tuple(sums), tuple(rows)
 
     start = varying_with(start, operands)
-    # Differentiated once more, a step would keep its logits: together they are what the chunks are there to avoid.
+    # Differentiated again, every step would keep its logits, together just what the chunks are there to avoid.
     sums, rows = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), start, jnp.arange(math.prod(splits)))
     return tuple(_join(x, splits, batch_shape) for x in rows), sums
 
 
 def _splits(batch_shape: Sequence[int], chunk_rows: int | None) -> tuple[int, ...]:
-    """Into how many steps each batch axis is split; the last axis first, as users lay out the first over devices."""
+    """How many steps split each batch axis. The last axis comes first, because users split the first over devices."""
     if any(jax.export.is_symbolic_dim(size) for size in batch_shape):
         return (1,) * len(batch_shape)
     rows = math.prod(batch_shape)
@@ -104,7 +103,7 @@ def _splits(batch_shape: Sequence[int], chunk_rows: int | None) -> tuple[int, ..
 
 
 def _split(array: jax.Array, splits: tuple[int, ...], fill: float) -> jax.Array:
-    """(n1 * c1, n2 * c2, ..., rest) -> (n1, c1, n2, c2, ..., rest), which moves nothing where it splits evenly."""
+    """(n1 * c1, n2 * c2, ..., rest) -> (n1, c1, n2, c2, ..., rest), which moves nothing if it splits evenly."""
     rest = array.shape[len(splits) :]
     parts = tuple(math.ceil(size / count) for size, count in zip(array.shape, splits, strict=False))
     missing = [(0, n * c - size) for n, c, size in zip(parts, splits, array.shape, strict=False)]
@@ -114,16 +113,16 @@ def _split(array: jax.Array, splits: tuple[int, ...], fill: float) -> jax.Array:
 
 
 def _chunk(array: jax.Array, splits: tuple[int, ...], step: jax.Array) -> jax.Array:
-    """What a step takes of an array from `_split`: (n1, n2, ..., rest)."""
+    """The part of an array from `_split` that one step takes: (n1, n2, ..., rest)."""
     positions = jnp.unravel_index(step, splits)
-    # The last axis first: those before it stay where they are.
+    # The last axis first, so that the positions of those before it do not change.
     for axis, at in reversed([*enumerate(positions)]):
         array = jax.lax.dynamic_index_in_dim(array, at, 2 * axis + 1, keepdims=False)
     return array
 
 
 def _join(array: jax.Array, splits: tuple[int, ...], batch_shape: Sequence[int]) -> jax.Array:
-    """The results (c1 * c2 * ..., n1, n2, ..., rest) of all steps as (n1 * c1, n2 * c2, ..., rest), without filling."""
+    """The results (c1 * c2 * ..., n1, n2, ..., rest) of all steps as (n1 * c1, n2 * c2, ..., rest), without fillers."""
     rank = len(splits)
     parts, rest = array.shape[1 : rank + 1], array.shape[rank + 1 :]
     array = jnp.moveaxis(array.reshape(*splits, *parts, *rest), range(rank), range(1, 2 * rank, 2))

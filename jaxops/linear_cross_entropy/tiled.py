@@ -1,8 +1,11 @@
-"""The statistics of rows of logits, and their gradients, of a tile of the columns after the other.
+"""Row statistics of logits, and gradients, computed one tile of columns after the other.
 
-Each tile of the weight is read once, and each tile of its gradient written once. Where rows need not stay where they
-are, those that count go first, and a tile is computed in chunks of them.
+Each tile of the weight is read once, and each tile of its gradient is written once. If rows may be reordered, those
+that count go first, and a tile is computed in chunks of them.
 """
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +17,12 @@ from jaxops.linear_cross_entropy.column_tiles import Tile, fold_columns, tile_co
 from jaxops.linear_cross_entropy.live_rows import live_rows
 from jaxops.linear_cross_entropy.logits import (
     SKIPPED,
+    CotangentTerms,
     Needs,
-    RowPull,
     RowSums,
     Targets,
     added,
-    given,
+    is_present,
     linear_gradients,
     linear_logits,
     logits_of_zero,
@@ -43,8 +46,8 @@ def tiled_statistics(
 ) -> Arrays:
     """The `RowStatistics` of x weight^T + bias; operands as in `operator.linear_row_statistics`."""
     x = x.astype(weight.dtype)
-    # Probabilities are too large to be put in another order, and metrics are asked for of all rows.
-    live = None if given(row_target) or metrics else live_rows(labels)
+    # Probabilities are too large to be reordered, and metrics are wanted for all rows.
+    live = None if is_present(row_target) or metrics else live_rows(labels)
     operands = (x, labels, row_target)
     rows = operands if live is None else tuple(map(live.take, operands))
 
@@ -76,37 +79,40 @@ def tiled_statistics(
     return tuple(jnp.where(labels == SKIPPED, of_skipped, of_live) for of_live, of_skipped in pairs)
 
 
+def _zeros_if(needed: bool, *shape: int, dtype: Any) -> jax.Array:
+    return jnp.zeros(shape if needed else (0, *shape[1:]), dtype)
+
+
 def tiled_gradients(
     *operands: jax.Array, softcap: float | None, chunk_rows: int | None, metrics: bool, needs: Needs
 ) -> Arrays:
-    """The gradients of x, weight, bias, shared and row targets, from how a loss pulls on the logits.
+    """The gradients of x, weight, bias, shared and row targets, from the cotangent of the logits.
 
-    Operands are those of `RowPull`, those of `tiled_statistics` and the logits, which are (..., 0) if not kept.
+    Operands are the fields of `CotangentTerms`, the operands of `tiled_statistics`, and the logits, (..., 0) if not
+    kept.
     """
-    *pull, x, weight, bias, labels, shared_target, row_target, logits = operands
+    *terms, x, weight, bias, labels, shared_target, row_target, logits = operands
     x_dtype, x = x.dtype, x.astype(weight.dtype)
-    live = None if given(row_target) or given(logits) else live_rows(labels)
-    # Rows that are filled up have no probabilities: their logits are the bias, and exp(bias) alone may overflow.
+    live = None if is_present(row_target) or is_present(logits) else live_rows(labels)
+    # Fillers must get probabilities of 0: their logits are the bias, and exp(bias) alone may overflow.
     fills = (0, 0, 0, 0, 0, jnp.inf, 0, 0, 0, 0)
-    rows = (*pull, x, labels, row_target, logits)
+    rows = (*terms, x, labels, row_target, logits)
     if live is not None:
         rows = tuple(map(live.take, rows, fills))
     shared = (weight, bias, shared_target)
-
-    def zeros(needed: bool, *shape: int) -> jax.Array:
-        return jnp.zeros(shape if needed else (0, *shape[1:]), accumulation_dtype(x.dtype))
+    zeros = functools.partial(_zeros_if, dtype=accumulation_dtype(x.dtype))
 
     def add_tile(carry: Arrays, tile: Tile) -> Arrays:
         x_grad, row_grad, *gradients = carry
         weight_part, bias_part, shared_part = map(tile.of, shared)
 
         def add(sums: Arrays, results: Arrays, *chunk: jax.Array) -> tuple[Arrays, Arrays]:
-            *pull, x, labels, row_part, logits = chunk
-            row_pull = RowPull(*pull) if metrics else RowPull(*pull)._replace(softmax_slope=None)
-            if not given(logits):
+            *terms, x, labels, row_part, logits = chunk
+            row_terms = CotangentTerms(*terms) if metrics else CotangentTerms(*terms)._replace(softmax_slope=None)
+            if not is_present(logits):
                 logits = linear_logits(x, weight_part, bias_part, softcap)
             targets = Targets(tile.local(labels), shared_part, row_part)
-            of_rows, of_columns = linear_gradients(row_pull, x, weight_part, targets, logits, softcap, needs)
+            of_rows, of_columns = linear_gradients(row_terms, x, weight_part, targets, logits, softcap, needs)
             added_columns = tuple(total + part for total, part in zip(sums, of_columns, strict=True))
             return (results[0] + of_rows[0], of_rows[1]), added_columns
 
@@ -120,7 +126,7 @@ def tiled_gradients(
         if live is None:
             (x_grad, row_part), sums = add(sums, (x_grad, row_grad), *chunk)
         else:
-            # Rows are put in order only without targets of their own, so these have no gradient.
+            # Rows are only reordered if they have no targets of their own, so there is no gradient of those.
             (x_grad, row_part), sums = live.fold(add, sums, (x_grad, row_grad), chunk)
         row_grad = tile.put(row_grad, row_part.astype(row_grad.dtype), row_grad.ndim - 1)
         pairs = zip(gradients, sums, strict=True)
@@ -135,7 +141,7 @@ def tiled_gradients(
         zeros(needs.shared_target, weight.shape[0]).astype(shared_target.dtype),
     )
     columns = None
-    if not given(logits):
+    if not is_present(logits):
         columns = tile_columns(labels.size if live is None else live.chunk_rows, weight.shape, chunk_rows)
     x_grad, row_grad, *gradients = fold_columns(add_tile, varying_with(start, operands), weight.shape[0], columns)
     if live is not None:

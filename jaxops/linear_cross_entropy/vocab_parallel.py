@@ -1,6 +1,6 @@
-"""The documented operators of cross entropy over a vocabulary that is split between devices.
+"""The documented operators for cross entropy over a vocabulary that is split between devices.
 
-Each device runs step 1 on its rows of the weight, and steps 3 and 4 on statistics that step 2 has combined over
+Each device runs step 1 on its rows of the weight, and steps 3 and 4 on the statistics that step 2 combines over
 devices:
 
     1  max, sum, predicted, mask, ... = fused_linear_online_max_sum(...)
@@ -18,7 +18,7 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator
-from jaxops.linear_cross_entropy.logits import column, given, linear_logits, pick
+from jaxops.linear_cross_entropy.logits import broadcast_rows, is_present, linear_logits, pick
 from jaxops.linear_cross_entropy.rounded_products import rounded_products
 from jaxops.linear_cross_entropy.row_chunks import default_chunk_rows, map_rows
 from pallas_kernels.gpu.linear_cross_entropy import vocab_parallel as gpu
@@ -26,15 +26,14 @@ from pallas_kernels.tpu.linear_cross_entropy import vocab_parallel as tpu
 
 
 class OnlineMaxSum(NamedTuple):
-    """What one part of the vocabulary knows of each row of its logits.
+    """Statistics of each row over one part of the vocabulary.
 
     Attributes:
       logits_max_local: (...) float32, the maximum.
       sum_exp_logits_local: (...) float32, the sum of exp(logits - maximum).
-      predicted_logits_local: (...) float32, the target's logit - maximum; 0 where it belongs to another part.
-      target_mask: uint8, a bit for each row, the first row in the lowest bit: 1 where the target belongs to another
-        part.
-      masked_target: (...), the target's column, 0 where it belongs to another part.
+      predicted_logits_local: (...) float32, the target's logit - maximum; 0 if the target belongs to another part.
+      target_mask: uint8, one bit per row, the first row in the lowest bit: 1 if the target belongs to another part.
+      masked_target: (...), the target's column; 0 if the target belongs to another part.
       vocab_parallel_logits: (..., V) in the input's dtype, or None.
     """
 
@@ -52,18 +51,18 @@ def fused_linear_online_max_sum(
     """Computes a part's row statistics of the logits x weight^T, a chunk of rows at a time unless they are returned.
 
     Args:
-      x: (..., H), floating-point.
-      weight: (V, H), the rows of classes from `start`; of x's dtype.
+      x: (..., H), floating point.
+      weight: (V, H), the rows of the classes from `start` on; the dtype of x.
       target: (...) integers, counting all classes.
       start: the part's first class; an integer, or () inside shard_map, where it differs between devices.
-      end: the class after its last.
-      return_logits: whether the logits are returned, rounded to x's dtype. The statistics come from unrounded ones.
+      end: the class after the part's last.
+      return_logits: whether to return the logits, rounded to the dtype of x. The statistics come from unrounded ones.
     """
     largest = jnp.iinfo(target.dtype).max
     start, end = (jnp.asarray(min(at, largest) if isinstance(at, int) else at, target.dtype) for at in (start, end))
     *rows, logits = _ONLINE_MAX_SUM(x, weight, target, start, end, return_logits=return_logits)
     maximum, total, predicted, mask, masked_target = rows
-    # The bits after the last row are, as in the documented kernel, those of target 0.
+    # As in the documented kernel, the bits after the last row are those of target 0.
     (packed,) = _PACK(mask, (start > 0) | (end <= 0))
     return OnlineMaxSum(maximum, total, predicted, packed, masked_target, logits if return_logits else None)
 
@@ -71,17 +70,17 @@ def fused_linear_online_max_sum(
 def fused_cross_entropy_loss_with_max_sum(
     logits_max: jax.Array, sum_exp_logits: jax.Array, predicted_logits: jax.Array, logits: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Computes log(sum_exp_logits) - predicted_logits and, of given logits, exp(logits - logits_max) / sum_exp_logits.
+    """Computes log(sum_exp_logits) - predicted_logits and, if given logits, exp(logits - logits_max) / sum_exp_logits.
 
     Args:
       logits_max: (...), the maximum over all classes.
       sum_exp_logits: (...), the sum of exp(logits - logits_max) over all classes.
       predicted_logits: (...), the target's logit - logits_max.
-      logits: (..., V), one part of them.
+      logits: (..., V), one part's logits.
     """
     statistics = (logits_max, sum_exp_logits, predicted_logits)
     loss, _ = _LOSS(*statistics, jnp.zeros((*logits_max.shape, 0), logits_max.dtype))
-    # Apart from each other, as inside shard_map the loss is the same on all devices and the softmax is not.
+    # Two calls, because inside shard_map the loss is the same on all devices and the softmax is not.
     return loss, None if logits is None else _LOSS(*statistics, logits)[1]
 
 
@@ -96,17 +95,17 @@ def fused_linear_cross_entropy_loss_grad(
     sum_exp_logits: jax.Array | None = None,
     softmax: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the gradients of x and weight from one part of the vocabulary; those of x are to be summed over parts.
+    """Computes the gradients of x and weight for one part of the vocabulary; those of x must be summed over the parts.
 
     Args:
       grad: (...), the gradient of each row's loss.
-      x: (..., H), floating-point.
-      weight: (V, H), of x's dtype.
-      target_mask: as `OnlineMaxSum` has it, or longer; or (...) bool.
-      masked_target: (...) integers, as `OnlineMaxSum` has it. Not read where masked.
-      logits_max: (...), the maximum over all classes; with `sum_exp_logits`, where `softmax` is None.
+      x: (..., H), floating point.
+      weight: (V, H), with the dtype of x.
+      target_mask: as in `OnlineMaxSum`, or longer; or (...) bool.
+      masked_target: (...) integers, as in `OnlineMaxSum`. Not read where masked.
+      logits_max: (...), the maximum over all classes; like `sum_exp_logits`, needed if `softmax` is None.
       sum_exp_logits: (...), the sum of exp(logits - logits_max) over all classes.
-      softmax: (..., V), this part's. None computes the logits once more, a chunk of rows at a time.
+      softmax: (..., V), this part's. None computes the logits again, a chunk of rows at a time.
     """
     rows = x.shape[:-1]
     mask = target_mask
@@ -177,7 +176,7 @@ def _max_sum(
     def chunk(x: jax.Array, mask: jax.Array, masked_target: jax.Array) -> tuple[Arrays, Arrays]:
         logits = linear_logits(x, weight, jnp.zeros((0,), x.dtype), None)
         maximum = jnp.max(logits, axis=-1)
-        shifted = logits - column(maximum)
+        shifted = logits - broadcast_rows(maximum)
         predicted = jnp.where(mask, jnp.zeros_like(maximum), pick(logits, masked_target, maximum))
         logits = logits.astype(x.dtype) if return_logits else logits[..., :0].astype(x.dtype)
         return (maximum, jnp.sum(jnp.exp(shifted), axis=-1), predicted, logits), ()
@@ -197,8 +196,8 @@ def _unpack(packed: jax.Array, like: jax.Array) -> Arrays:
 
 
 def _loss(logits_max: jax.Array, sum_exp_logits: jax.Array, predicted_logits: jax.Array, logits: jax.Array) -> Arrays:
-    shifted = logits.astype(logits_max.dtype) - column(logits_max)
-    return jnp.log(sum_exp_logits) - predicted_logits, jnp.exp(shifted) * column(1 / sum_exp_logits)
+    shifted = logits.astype(logits_max.dtype) - broadcast_rows(logits_max)
+    return jnp.log(sum_exp_logits) - predicted_logits, jnp.exp(shifted) * broadcast_rows(1 / sum_exp_logits)
 
 
 def _grad(grad: jax.Array, x: jax.Array, weight: jax.Array, *rows: jax.Array) -> Arrays:
@@ -211,20 +210,22 @@ def _grad(grad: jax.Array, x: jax.Array, weight: jax.Array, *rows: jax.Array) ->
         masked_target: jax.Array,
         softmax: jax.Array,
     ) -> tuple[Arrays, Arrays]:
-        if not given(softmax):
+        if not is_present(softmax):
             logits = linear_logits(x, weight, jnp.zeros((0,), x.dtype), None)
-            softmax = jnp.exp(logits - column(maximum)) / column(total)
+            softmax = jnp.exp(logits - broadcast_rows(maximum)) / broadcast_rows(total)
         columns = jax.lax.broadcasted_iota(masked_target.dtype, softmax.shape, softmax.ndim - 1)
-        is_target = (columns == column(masked_target)) & ~column(mask)
-        pull = ((softmax - is_target.astype(softmax.dtype)) * column(grad)).astype(accumulation_dtype(x.dtype))
-        x_grad, weight_grad = rounded_products((True, True), pull, lambda: jnp.abs(grad), x, weight)
+        is_target = (columns == broadcast_rows(masked_target)) & ~broadcast_rows(mask)
+        cotangent = ((softmax - is_target.astype(softmax.dtype)) * broadcast_rows(grad)).astype(
+            accumulation_dtype(x.dtype)
+        )
+        x_grad, weight_grad = rounded_products((True, True), cotangent, lambda: jnp.abs(grad), x, weight)
         return (x_grad.astype(x.dtype),), (weight_grad,)
 
     mask, masked_target, maximum, total, softmax = rows
     operands = (grad, maximum, total, x, mask, masked_target, softmax)
-    # Rows that are filled up get the softmax exp(-inf) / 1.
+    # Fillers get the softmax exp(-inf) / 1.
     fills = (0, jnp.inf, 1)
-    chunk_rows = None if given(softmax) else default_chunk_rows(*weight.shape)
+    chunk_rows = None if is_present(softmax) else default_chunk_rows(*weight.shape)
     (x_grad,), (weight_grad,) = map_rows(chunk, operands, x.ndim - 1, chunk_rows, fills)
     return x_grad, weight_grad.astype(weight.dtype)
 
@@ -237,7 +238,7 @@ _ONLINE_MAX_SUM = Operator(
     kernels=(tpu.MAX_SUM_KERNEL, gpu.MAX_SUM_KERNEL),
 )
 
-# Operators, so that rows which are laid out over an explicit mesh can share a byte.
+# These are operators so that rows on different devices of an explicit mesh can share a byte.
 _PACK = Operator("packed_target_mask", "..., -> bytes", lambda *_: None, _pack)
 _UNPACK = Operator("unpacked_target_mask", "bytes, ... -> ...", lambda *_: None, _unpack)
 

@@ -1,4 +1,4 @@
-"""The vocabulary that classes are counted in: all on this device, or split over a mesh axis."""
+"""The vocabulary: all on this device, or split over a mesh axis."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from jaxops.linear_cross_entropy.logits import RowStatistics, Targets, target_to
 
 
 class Vocabulary(NamedTuple):
-    """This device's columns of the logits, the number of all classes, and the mesh axis over which they are split."""
+    """The number of columns on this device, that of all classes, and the mesh axis over which columns are split."""
 
     columns: int
     classes: int
@@ -19,7 +19,7 @@ class Vocabulary(NamedTuple):
 
     @classmethod
     def of(cls, columns: int, axis: str | None) -> "Vocabulary":
-        """The vocabulary of which this device has so many columns."""
+        """The vocabulary, from the number of columns on this device."""
         if axis is None:
             return cls(columns, columns, None)
         return cls(columns, columns * sharding.axis_size("linear_cross_entropy", "vocab_axis", axis), axis)
@@ -30,7 +30,7 @@ class Vocabulary(NamedTuple):
         return 0 if self.axis is None else self.columns * jax.lax.axis_index(self.axis)
 
     def local(self, labels: jax.Array) -> jax.Array:
-        """The columns of labels on this device, as int32; -1 for a class of another device and for what is no class."""
+        """This device's columns of labels, as int32; -1 for classes of other devices and invalid labels."""
         columns = labels - jnp.asarray(self.first, labels.dtype)
         is_class = (labels >= 0) & (labels < self.classes)
         return jnp.where(is_class & (columns >= 0) & (columns < self.columns), columns.astype(jnp.int32), -1)
@@ -40,11 +40,11 @@ class Vocabulary(NamedTuple):
         return part if self.axis is None else jax.lax.psum(part, self.axis)
 
     def merge(self, rows: RowStatistics, targets: Targets, *, metrics: bool) -> RowStatistics:
-        """The statistics of whole rows from those of each part, which are relative to the part's own maximum."""
+        """The statistics of whole rows, from those of each part, which are relative to the part's own maximum."""
         if self.axis is None:
             return rows
         local_max = jax.lax.stop_gradient(rows.max_logit)
-        # A part without a finite logit calls its maximum 0.
+        # A part without a finite logit has 0 as its maximum.
         empty = rows.log_sum_exp == -jnp.inf
         maximum = jax.lax.pmax(jax.lax.stop_gradient(jnp.where(empty, -jnp.inf, local_max)), self.axis)
         maximum = jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
@@ -66,7 +66,7 @@ class Vocabulary(NamedTuple):
         return merged._replace(mean_logit=self.sum(mean_logit), prediction=prediction)
 
     def argmax(self, row_values: jax.Array) -> jax.Array:
-        """The class with the largest value of each row (..., columns); the first of equal ones."""
+        """The class with the largest value of each row (..., columns); of equal ones, the first."""
         best = jnp.argmax(row_values, axis=-1).astype(jnp.int32)
         if self.axis is None:
             return best
@@ -74,7 +74,7 @@ class Vocabulary(NamedTuple):
         return self._first_with_maximum(best, local_max, jax.lax.pmax(local_max, self.axis))
 
     def weights_of(self, labels: jax.Array, class_weight: jax.Array) -> jax.Array:
-        """The class weight of each row's label; 0 for what is no class."""
+        """The class weight of each row's label; 0 if the label is not a class."""
         return self.sum(_LABEL_WEIGHTS(class_weight, self.local(labels))[0])
 
     def _first_with_maximum(self, columns: jax.Array, local_max: jax.Array, maximum: jax.Array) -> jax.Array:
@@ -87,7 +87,7 @@ def _label_weights(class_weight: jax.Array, labels: jax.Array) -> tuple[jax.Arra
     return (jnp.where(labels >= 0, weights, jnp.zeros_like(weights)),)
 
 
-# An operator so that on an explicit mesh the result is laid out as the labels are: indexing alone does not know.
+# An operator, so that on an explicit mesh the result is laid out like the labels, which indexing alone cannot infer.
 _LABEL_WEIGHTS = Operator(
     name="label_weights",
     signature="v, ... -> ...",

@@ -1,4 +1,4 @@
-"""Pooling: the maxima and averages of windows over images, and the gradients that are documented for them."""
+"""Pooling: maxima and averages of windows over images, with their documented gradients."""
 
 from jaxops.pooling.avg_pool import AVG_POOL as AVG_POOL
 from jaxops.pooling.avg_pool import AVG_POOL_BACKWARD as AVG_POOL_BACKWARD

@@ -1,4 +1,4 @@
-"""Average pooling: the operator, and the gradient that spreads each window's over its elements."""
+"""Average pooling, and its gradient, which spreads each window's gradient over the window's elements."""
 
 import math
 from collections.abc import Sequence
@@ -24,32 +24,39 @@ def avg_pool(
     count_include_pad: bool = True,
     layout: str | None = None,
 ) -> jax.Array:
-    """The mean of each window: `y[o] = sum over k of x[o * stride - before + k] / count[o]`, with zeros around x.
+    """Computes the mean of each window: `y[o] = sum over k of x[o * stride - before + k] / count[o]`, zeros around x.
 
-    The gradient spreads evenly: `grad_x[i] = sum of grad_y[o] / count[o] over the windows o that hold i`.
+    The gradient spreads evenly over each window: `grad_x[i] = sum of grad_y[o] / count[o]` over the windows o that hold
+    i.
 
     Args:
       x: images of any floating dtype: (N, C, H, W) or (C, H, W), or as `layout` says.
-      window: extents of the windows: one for all spatial axes, or one each.
-      stride: steps between windows; None means the window.
-      padding: how many positions windows may reach over before and behind x, fewer than the window has: one number for
-        all sides, or for each spatial axis a number or a pair (before, behind). "VALID" is 0; "SAME" is what makes
-        `ceil(extent / stride)` windows, half before x and half behind it, with an odd one behind.
-      count_include_pad: whether count is the size of the window everywhere, or that of its part inside of x.
+      window: the extents of the windows: one number for all spatial axes, or one each.
+      stride: the steps between windows. None means the window.
+      padding: how far windows may reach beyond x, always less than the window. One number for all sides, or for each
+        spatial axis a number or a pair (before, behind). "VALID" is 0. "SAME" pads so that there are
+        `ceil(extent / stride)` windows: half before x and half behind it, with an odd one behind.
+      count_include_pad: whether count is the size of the window everywhere, or only that of its part inside x.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". x may lack the batch axis N: "NHWC" with three axes is one image
-        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). None means NCHW for three and four axes, NCDHW for
+        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). None means NCHW for three or four axes, NCDHW for
         five.
 
     Returns:
-      The dtype and layout of x, with spatial extents `1 + (extent + before + behind - window) // stride`.
+      An array with the dtype and layout of x and spatial extents `1 + (extent + before + behind - window) // stride`.
 
     Raises:
-      BadParamError: if x is not floating point or has another rank than the layout, a number is out of range, or the
+      BadParamError: if x is not floating point, its rank does not match the layout, a number is out of range, or the
         window is larger than x with its padding.
 
-    Numerics: sums in float32 (float64 for float64), divides and rounds once, forward and backward. All modes and orders
-      of derivatives exist; the gradient does not read x. On every platform it runs as XLA's one-dimensional window
+    Numerics:
+      Sums in float32 (float64 for float64), then divides and rounds once, forward and backward. Derivatives of all
+      modes and orders exist. The gradient does not read x. On every platform this runs as XLA's one-dimensional window
       reductions.
+
+    Example:
+      >>> x = jnp.arange(8.0).reshape(1, 1, 2, 4)
+      >>> jaxops.avg_pool(x, 2).tolist()  # (0 + 1 + 4 + 5) / 4 and (2 + 3 + 6 + 7) / 4
+      [[[[2.5, 4.5]]]]
 
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.avg_pool2d`.
     """
@@ -89,26 +96,26 @@ def _backward(grad: jax.Array, *, extents: tuple[int, ...], count_include_pad: b
     total, spans = windows.squeezed(grad.astype(accumulation_dtype(grad.dtype)), along)
     total = total / _counts(spans, count_include_pad, total)
     for span in spans:
-        total = _spread_along(total, span)
+        total = _gradient_along(total, span)
     return (windows.unsqueezed(total.astype(grad.dtype), grad, along),)
 
 
 def _counts(spans: Sequence[Span], include_padding: bool, pooled: jax.Array) -> jax.Array | int:
-    """How many elements each window counts, to broadcast against what was pooled."""
+    """How many elements each window counts, to broadcast against the pooled array."""
     if include_padding:
         return math.prod(span.window for span in spans)
     counts = jnp.ones((), pooled.dtype)
     for span in spans:
-        # From the extents: XLA would evaluate windows over ones while compiling, for minutes.
+        # Computed from the extents: windows over ones would keep XLA's constant folding busy for minutes.
         starts = span.stride * windows.positions(pooled.shape, span.axis) - span.before
         inside = jnp.minimum(starts + span.window, span.extent) - jnp.maximum(starts, 0)
         counts = counts * inside.astype(pooled.dtype)
     return counts
 
 
-def _spread_along(grad: jax.Array, span: Span) -> jax.Array:
+def _gradient_along(grad: jax.Array, span: Span) -> jax.Array:
     """Along one axis, the sum at each position of the gradients of the windows that hold it."""
-    # With `stride - 1` holes between the gradients, those windows lie side by side, and their sum is a window's again.
+    # With `stride - 1` holes between the gradients, these windows lie side by side, so their sum is a window sum again.
     before = span.window - 1 - span.before
     behind = span.extent + span.before - (span.outputs - 1) * span.stride - 1
     return windows.reduced_along(
@@ -116,7 +123,7 @@ def _spread_along(grad: jax.Array, span: Span) -> jax.Array:
     )
 
 
-# Linear: its tangents are pooled, and nothing of x is kept.
+# Pooling is linear: tangents are pooled, and nothing of x is kept.
 
 
 def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:

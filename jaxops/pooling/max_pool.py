@@ -1,4 +1,4 @@
-"""Max pooling: the operator, the gradient that goes to each window's first maximum, and that gradient's transpose."""
+"""Max pooling, its gradient, which goes to each window's first maximum, and the transpose of that gradient."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,45 +19,54 @@ from jaxops.pooling.windows import Ints, Padding, Span
 from pallas_kernels.gpu import max_pool_backward as gpu
 from pallas_kernels.tpu import max_pool_backward as tpu
 
-# Beyond this many steps a loop is compiled as one.
+# Loops of more steps are compiled as loops; shorter ones are unrolled.
 UNROLLED_STEPS = 16
 
 
 def max_pool(
     x: jax.Array, window: Ints, *, stride: Ints | None = None, padding: Padding = 0, layout: str | None = None
 ) -> jax.Array:
-    """The maximum of each window: `y[o] = max over k of x[o * stride - before + k]`, inside of x only.
+    """Computes the maximum of each window: `y[o] = max over k of x[o * stride - before + k]`, over pixels of x only.
 
-    The gradient goes to the first maximum of each window in row-major order; where windows overlap it adds up:
+    The gradient goes to the first maximum of each window in row-major order, and adds up where windows overlap:
 
         grad_x[i] = sum of grad_y[o] over {o : i is the first maximum of window o}
 
     Args:
       x: images of any floating dtype: (N, C, H, W) or (C, H, W), or as `layout` says.
-      window: extents of the windows: one for all spatial axes, or one each.
-      stride: steps between windows; None means the window.
-      padding: how many positions windows may reach over before and behind x, fewer than the window has: one number for
-        all sides, or for each spatial axis a number or a pair (before, behind). "VALID" is 0; "SAME" is what makes
-        `ceil(extent / stride)` windows, half before x and half behind it, with an odd one behind. Padding is never a
-        maximum: a window of negative numbers has a negative one.
+      window: the extents of the windows: one number for all spatial axes, or one each.
+      stride: the steps between windows. None means the window.
+      padding: how far windows may reach beyond x, always less than the window. One number for all sides, or for each
+        spatial axis a number or a pair (before, behind). "VALID" is 0. "SAME" pads so that there are
+        `ceil(extent / stride)` windows: half before x and half behind it, with an odd one behind. Padding is never a
+        maximum, so a window of negative numbers has a negative maximum.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". x may lack the batch axis N: "NHWC" with three axes is one image
-        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). None means NCHW for three and four axes, NCDHW for
+        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). None means NCHW for three or four axes, NCDHW for
         five.
 
     Returns:
-      The dtype and layout of x, with spatial extents `1 + (extent + before + behind - window) // stride`.
+      An array with the dtype and layout of x and spatial extents `1 + (extent + before + behind - window) // stride`.
 
     Raises:
-      BadParamError: if x is not floating point or has another rank than the layout, a number is out of range, or the
+      BadParamError: if x is not floating point, its rank does not match the layout, a number is out of range, or the
         window is larger than x with its padding.
 
-    Numerics: a window with NaN has the maximum NaN, and its gradient goes to the first NaN; a window of -inf passes its
-      gradient to its first element inside of x. Gradients are summed in float32 (float64 for float64), always in the
-      same order, without scatters: repeated runs agree in every bit. All modes and orders of derivatives exist. On
-      every platform it runs as XLA operations: one-dimensional window reductions forward, slices and comparisons
-      backward. For images with their channels last, kernels of the gradient are opt-in: on TPUs where XLA keeps 128
-      channels or so in lanes and an image fits VMEM, on NVIDIA GPUs where windows share no element. Windows along a
-      minor axis would have their elements in lanes that are not theirs, for which neither chip has strided loads.
+    Numerics:
+      A window with NaN has the maximum NaN, and its gradient goes to the first NaN. A window of -inf passes its
+      gradient to its first element inside x. Gradients are summed in float32 (float64 for float64) without scatters and
+      always in the same order, so repeated runs agree in every bit. Derivatives of all modes and orders exist.
+
+      On every platform this runs as XLA operations: one-dimensional window reductions forward, slices and comparisons
+      backward. Kernels of the gradient are opt-in, for images with channels last: on TPUs where XLA keeps about 128
+      channels in lanes and an image fits VMEM, and on NVIDIA GPUs where windows do not overlap. With channels first,
+      the elements of a window would lie in different lanes, and neither chip has strided loads for that.
+
+    Example:
+      >>> x = jnp.array([1.0, 5.0, 2.0, 3.0]).reshape(1, 1, 1, 4)
+      >>> jaxops.max_pool(x, (1, 2)).ravel()
+      Array([5., 3.], dtype=float32)
+      >>> jax.grad(lambda x: jaxops.max_pool(x, (1, 2)).sum())(x).ravel()
+      Array([0., 1., 0., 1.], dtype=float32)
 
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.max_pool2d`.
     """
@@ -105,17 +114,17 @@ def _backward(x: jax.Array, grad: jax.Array, *, propagate_nan: bool, **attribute
     total, _ = windows.squeezed(grad.astype(accumulation_dtype(grad.dtype)), along)
     keys = _keys(image, propagate_nan)
     won = []
-    # Columns before rows: the first of equal rows wins, and in it the first of its columns.
+    # Columns before rows: of equal rows the first wins, and in it the first of its columns.
     for span in reversed(spans):
         keys, winners = _winners(keys, windows.positions(keys.shape, span.axis), span)
         won.append((span, winners))
     for span, winners in reversed(won):
-        total = _returned(total, winners, span)
+        total = _gradient_along(total, winners, span)
     return (windows.unsqueezed(total.astype(grad.dtype), x, along),)
 
 
 def _at(x: jax.Array, values: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
-    """`values` where the windows of x have their first maxima: linear in `values`."""
+    """`values` at the first maxima of the windows of x; linear in `values`."""
     along = windows.spans(x.shape[-4:-1], **attributes)
     image, spans = windows.squeezed(x, along)
     picked, _ = windows.squeezed(values, along)
@@ -126,9 +135,9 @@ def _at(x: jax.Array, values: jax.Array, *, propagate_nan: bool, **attributes: A
 
 
 def _keys(x: jax.Array, propagate_nan: bool) -> jax.Array:
-    """Integers in the order of x: equal for equal numbers, and more than the least integer, which is for padding.
+    """Integers in the order of x. Equal numbers have equal keys, above the least integer, which is left for padding.
 
-    NaN is more than infinity if it is propagated, and less than -infinity otherwise.
+    NaN is above infinity if it is propagated, and below -infinity otherwise.
     """
     x = x.astype(accumulation_dtype(x.dtype))
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))
@@ -138,7 +147,7 @@ def _keys(x: jax.Array, propagate_nan: bool) -> jax.Array:
 
 
 def _winners(keys: jax.Array, values: jax.Array, span: Span) -> Arrays:
-    """The greatest key of each window along one axis, and the value that lies beside the first one of them."""
+    """The greatest key of each window along one axis, and the value next to the first such key."""
     reach = (span.outputs - 1) * span.stride + span.window
     # The windows end within the padding.
     behind = _at_least_0(reach - span.before - span.extent, limit=span.behind)
@@ -151,8 +160,8 @@ def _winners(keys: jax.Array, values: jax.Array, span: Span) -> Arrays:
         length = reach - span.window + 1
         if isinstance(offset, int):
             return jax.lax.slice_in_dim(x, offset, offset + length, stride, span.axis)
-        across = jax.lax.dynamic_slice_in_dim(x, offset, length, span.axis)
-        return jax.lax.slice_in_dim(across, 0, None, stride, span.axis)
+        run = jax.lax.dynamic_slice_in_dim(x, offset, length, span.axis)
+        return jax.lax.slice_in_dim(run, 0, None, stride, span.axis)
 
     def challenge(offset: Any, best: Arrays) -> Arrays:
         key, value = element(keys, offset), element(values, offset)
@@ -163,7 +172,7 @@ def _winners(keys: jax.Array, values: jax.Array, span: Span) -> Arrays:
     return _repeat(1, span.window, challenge, tuple(sharding.same_varying_axes([key, value])))
 
 
-def _returned(grad: jax.Array, winners: jax.Array, span: Span) -> jax.Array:
+def _gradient_along(grad: jax.Array, winners: jax.Array, span: Span) -> jax.Array:
     """Along one axis, the sum at each position of the gradients of the windows that it won."""
     axis, extent, window, stride, before, _ = span
     # Position `stride * group + phase` lies in the windows `group - shift`, for a few shifts.
@@ -190,7 +199,7 @@ def _returned(grad: jax.Array, winners: jax.Array, span: Span) -> jax.Array:
         return total + jnp.where(winner == positions, each, 0.0)
 
     if max(window, stride) <= UNROLLED_STEPS:
-        # XLA makes loops of this that vectorise, and that do not find winners again for every phase.
+        # XLA turns this into loops that vectorise and do not search for winners again for every phase.
         by_phase = jnp.stack([at_phase(phase) for phase in range(stride)], axis)
     else:
         nothing = jnp.expand_dims(jnp.zeros_like(shifted(grad, 0)), axis)
@@ -201,7 +210,7 @@ def _returned(grad: jax.Array, winners: jax.Array, span: Span) -> jax.Array:
 
 
 def _at_least_0(size: int, *, limit: int) -> int:
-    """A size of padding, if it is positive; a symbolic one is replaced by what it never exceeds."""
+    """A size of padding, or 0 if negative; a symbolic size is replaced by its upper limit."""
     return limit if jax.export.is_symbolic_dim(size) else max(size, 0)
 
 
@@ -212,7 +221,7 @@ def _padded(x: jax.Array, axis: int, before: int, behind: int, value: float) -> 
 
 
 def _repeat(start: int, stop: int, step: Callable[[Any, Any], Any], state: Any) -> Any:
-    """`state = step(i, state)` for i from start to stop: written out, or a loop where that would be a long program."""
+    """Applies `state = step(i, state)` for i from start to stop, unrolled, or as a loop if there are many steps."""
     if stop - start > UNROLLED_STEPS:
         return jax.lax.fori_loop(start, stop, step, state)
     return functools.reduce(lambda state, i: step(i, state), range(start, stop), state)
@@ -231,8 +240,8 @@ def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, **params: Any) -
     return MAX_POOL_BACKWARD(*residuals, *cotangents, **params)
 
 
-# The other two operators are linear in their second operand, and each other's transpose. Of x they read the order of
-# its elements, so that its own derivative is zero.
+# The other two operators are linear in their second operand and transposes of each other. They read only the order of
+# the elements of x, so its own derivative is zero.
 
 
 def _backward_tangent(residuals: Arrays, tangents: Arrays, active: Active, **params: Any) -> Arrays:

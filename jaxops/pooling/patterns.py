@@ -1,15 +1,15 @@
-"""Gradients of max pooling that search every window again for its largest element."""
+"""The pattern of max-pooling gradients that search every window again for its maximum."""
 
 from collections.abc import Iterator
 
 from lowering.patterns import Finding, Graph, Operation, Pattern, describe
 
-# As little as on an NVIDIA GPU; XLA's CPU code keeps 16 and more, its TPU code nothing.
+# As on an NVIDIA GPU, the least: XLA's CPU code keeps 16 and more. Its TPU code keeps nothing.
 _SAVED_BYTES_PER_ELEMENT = 2
 
 
 def _find(graph: Graph) -> Iterator[Finding]:
-    """XLA's select-and-scatter, or in forward mode its transpose; those of minima are left alone."""
+    """Finds XLA's select-and-scatter, and its transpose in forward mode; those of minima are left alone."""
     for operation in graph.named("select_and_scatter_add", "select_and_gather_add"):
         if str(operation.params["select_prim"]) == "ge" and _can_pool(operation):
             pooled = operation.inputs[1]

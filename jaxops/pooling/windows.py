@@ -1,4 +1,4 @@
-"""Where pooling windows lie, and images of every layout seen as volumes with their channels last."""
+"""Where pooling windows lie, and images of every layout viewed as volumes with channels last."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ Ints = int | Sequence[int]
 Padding = str | int | Sequence[int | Sequence[int]]
 Pairs = Sequence[tuple[int, int]]
 
-# The operators see (..., D, H, W, C). Channels that come first are batch axes, and the last axis is then 1 long; so is
-# the depth of a flat image. Below are the axes of length 1 that make a volume of each layout.
+# The operators see (..., D, H, W, C). Channels that come first are batch axes, and the last axis then has length 1; so
+# does the depth of a flat image. These are the axes of length 1 that turn each layout into a volume.
 _ADDED_AXES = {"NCHW": (-4, -1), "NHWC": (-4,), "NCDHW": (-1,), "NDHWC": ()}
 _DEFAULT_LAYOUTS = {3: "NCHW", 4: "NCHW", 5: "NCDHW"}
 VOLUME_AXES = (-4, -3, -2)
@@ -26,7 +26,8 @@ VOLUME_AXES = (-4, -3, -2)
 class Span(NamedTuple):
     """The windows along one axis of a volume.
 
-    They are `stride` apart, the first one starts `before` the volume, and the last one ends at most `behind` it.
+    They are `stride` apart. The first begins `before` positions before the volume, and the last ends at most `behind`
+    positions behind it.
     """
 
     axis: int
@@ -38,7 +39,7 @@ class Span(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """The extent with its padding."""
+        """The extent including its padding."""
         return self.extent + self.before + self.behind
 
     @property
@@ -48,7 +49,7 @@ class Span(NamedTuple):
 
     @property
     def is_trivial(self) -> bool:
-        """Whether each position is a window."""
+        """Whether every position is a window of its own."""
         return self[2:] == (1, 1, 0, 0)
 
 
@@ -56,14 +57,14 @@ def spans(extents: Sequence[int], window: Sequence[int], stride: Sequence[int], 
     """The windows along depth, height and width."""
     along_each = zip(VOLUME_AXES, extents, window, stride, padding, strict=True)
     found = [Span(axis, n, k, s, before, behind) for axis, n, k, s, (before, behind) in along_each]
-    # A single window has any stride that reaches beyond the end; this one makes the shortest gradients.
+    # A single window may have any stride that reaches beyond the end; this one makes the shortest gradients.
     return tuple(span._replace(stride=span.padded) if span.outputs == 1 else span for span in found)
 
 
 def squeezed(volume: jax.Array, along: Sequence[Span]) -> tuple[jax.Array, list[Span]]:
-    """A volume as an image again, without depth or channels of length 1, and the spans that do something, in it.
+    """A volume as an image, without depth or channels of length 1, and the nontrivial spans in that image.
 
-    XLA finds worse layouts for arrays with such axes.
+    XLA finds worse layouts for arrays with axes of length 1.
     """
     spans = [span for span in along if not span.is_trivial]
     axes = _ones(volume, along)
@@ -71,7 +72,7 @@ def squeezed(volume: jax.Array, along: Sequence[Span]) -> tuple[jax.Array, list[
 
 
 def unsqueezed(image: jax.Array, volume: jax.Array, along: Sequence[Span]) -> jax.Array:
-    """A volume again: of what was made of `squeezed(volume, along)`."""
+    """The inverse of `squeezed(volume, along)`, for an image computed from it."""
     return jnp.expand_dims(image, _ones(volume, along))
 
 
@@ -81,7 +82,7 @@ def _ones(volume: jax.Array, along: Sequence[Span]) -> tuple[int, ...]:
 
 
 def pooled_along(x: jax.Array, span: Span, initial: float, computation: Callable[..., Any]) -> jax.Array:
-    """Reduces the windows along one axis; axis by axis costs the sum of a window's extents, not their product."""
+    """Reduces windows along one axis. Axis by axis, the cost is the sum of a window's extents, not their product."""
     padding = (span.before, span.behind)
     return reduced_along(x, span.axis, initial, computation, span.window, stride=span.stride, padding=padding)
 
@@ -105,13 +106,13 @@ def reduced_along(
 
 
 def positions(shape: Sequence[int], axis: int) -> jax.Array:
-    """Coordinates along one axis, which is counted from the last; the other axes are 1 long."""
+    """Coordinates along one axis, counted from the last; the other axes have length 1."""
     along = [size if i == axis else 1 for i, size in enumerate(shape, -len(shape))]
     return jax.lax.broadcasted_iota(jnp.int32, along, len(shape) + axis)
 
 
 def to_volume(x: jax.Array, layout: str) -> jax.Array:
-    """An image of any layout as the operators see it: nothing is transposed."""
+    """An image of any layout as the operators see it, without transposing."""
     return jnp.expand_dims(x, _ADDED_AXES[layout])
 
 
@@ -121,12 +122,12 @@ def from_volume(x: jax.Array, layout: str) -> jax.Array:
 
 
 def for_volume(numbers: Sequence[int], flat: int) -> tuple[int, ...]:
-    """One number for each axis of a volume; `flat` is that of the depth of a flat image."""
+    """One number per axis of a volume; `flat` stands for the depth of a flat image."""
     return (flat,) * (len(VOLUME_AXES) - len(numbers)) + tuple(numbers)
 
 
 def volume_attributes(window: Sequence[int], stride: Sequence[int], padding: Pairs) -> dict[str, Any]:
-    """The attributes with which the operators take windows of two or three axes."""
+    """The operators' attributes for windows of two or three axes."""
     return {
         "window": for_volume(window, 1),
         "stride": for_volume(stride, 1),
@@ -135,7 +136,7 @@ def volume_attributes(window: Sequence[int], stride: Sequence[int], padding: Pai
 
 
 def along_axes(operator: str, argument: str, value: Any, count: int) -> tuple[int, ...]:
-    """An integer for each of the spatial axes, from one for all of them or a sequence."""
+    """One integer per spatial axis, from a single integer or a sequence."""
     numbers = _each(value, count)
     require(numbers is not None, operator, argument, f"be an integer or {count} of them", value)
     assert numbers is not None
@@ -150,7 +151,7 @@ def both_sides(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
 def requested(
     operator: str, x: jax.Array, window: Ints, stride: Ints | None, padding: Padding, layout: str | None
 ) -> tuple[str, tuple[int, ...], dict[str, Any]]:
-    """Checks what a user asks for. Gives the layout, the extents of a volume, and the operator's attributes."""
+    """The layout, the extents of the volume and the operator's attributes, from what a user asked for; checked."""
     layout = _layout(operator, x, layout)
     extents = layouts.spatial_extents((1,) * (len(layout) - len(x.shape)) + x.shape, layout)
     check_floating(operator, x=x)
@@ -163,7 +164,7 @@ def requested(
 
 
 def _layout(operator: str, x: Any, layout: Any) -> str:
-    """The layout that was asked for or that x has by default; x may lack the batch axis N."""
+    """The layout asked for, or x's default layout; x may lack the batch axis N."""
     rank = len(x.shape)
     require(rank in _DEFAULT_LAYOUTS, operator, "x", "have rank 3, 4 or 5", x)
     if layout is None:
@@ -179,7 +180,7 @@ def _layout(operator: str, x: Any, layout: Any) -> str:
 def _padding(
     operator: str, value: Any, extents: Sequence[int], window: Sequence[int], stride: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """What lies before and behind each axis, however it was said."""
+    """The padding before and behind each axis, in whichever form it was given."""
     count = len(extents)
     if isinstance(value, str) and value == "VALID":
         return both_sides((0,) * count)
@@ -200,7 +201,7 @@ def _padding(
 
 
 def _each(value: Any, count: int) -> tuple[int, ...] | None:
-    """One integer as many, or as many in a sequence; None for anything else."""
+    """A tuple of `count` integers, from one integer or a sequence; None for anything else."""
     values = value if isinstance(value, tuple | list) else (value,) * count
     return tuple(map(int, values)) if len(values) == count and all(map(is_integer, values)) else None
 
@@ -218,7 +219,7 @@ def check_numbers(operator: str, extents: Sequence[int], window: Sequence[int], 
 def check_windows(
     operator: str, extents: Sequence[int], window: Sequence[int], stride: Sequence[int], padding: Pairs
 ) -> None:
-    """Refuses windows that do not lie in an image of these extents, or are nothing but padding."""
+    """Refuses windows that do not fit in an image of these extents, or could consist of padding alone."""
     check_numbers(operator, extents, window, stride)
     fits = all(0 <= p < w for pair, w in zip(padding, window, strict=True) for p in pair)
     shown = tuple(low if low == high else (low, high) for low, high in padding)
@@ -232,12 +233,12 @@ def check_windows(
 
 
 def check_volume(operator: str, argument: str, x: Any) -> None:
-    """Refuses operands that are no floating-point volumes."""
+    """Refuses operands that are not floating-point volumes."""
     check_floating(operator, **{argument: x})
     require(len(x.shape) >= 4, operator, argument, "have shape (..., D, H, W, C)", x)
 
 
 def pooled_shape(shape: Sequence[int], **attributes: Any) -> tuple[int, ...]:
-    """The shape of a volume's windows."""
+    """The shape of a volume's pooled result."""
     along = spans(shape[-4:-1], attributes["window"], attributes["stride"], attributes["padding"])
     return (*shape[:-4], *(span.outputs for span in along), shape[-1])

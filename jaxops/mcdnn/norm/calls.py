@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops.activation.modes import IDENTITY
-from jaxops.batch_norm.api import infer, moved_statistics, train
+from jaxops.batch_norm.api import infer, updated_statistics, train
 from jaxops.batch_norm.gradients import MASKED_MODES, Slope, batch_statistics, gradients, slope_mask
 from jaxops.batch_norm.operator import inverse_std
 from jaxops.mcdnn import reserve_space as bits
@@ -79,7 +79,7 @@ def forward_training(
     result, mean, variance = train(view, data, scale, bias, residual, call.activation, epsilon=epsilon)
     if running_mean is not None:
         old = (running_mean, running_variance)
-        running_mean, running_variance = moved_statistics(view, old, mean, variance, momentum=factor)
+        running_mean, running_variance = updated_statistics(view, old, mean, variance, momentum=factor)
     reserve_space = jnp.zeros(0, jnp.uint8)
     if call.activation is not None:
         reserve_space = bits.packed(slope_mask(call.activation, result))

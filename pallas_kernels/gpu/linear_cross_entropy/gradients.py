@@ -30,7 +30,7 @@ _LEAST_CHUNK_COLUMNS = 4096
 
 
 class Pull(NamedTuple):
-    """How a loss pulls on the logits z of each row; see `jaxops.linear_cross_entropy.logits.RowPull`."""
+    """How a loss pulls on the logits z of each row; see `jaxops.linear_cross_entropy.logits.CotangentTerms`."""
 
     softmax: Any
     slope: Any
