@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_embedding import expected_gradient
+from embedding_oracle import expected_gradient
 
 import lowering
 from jaxops._checks.errors import BadParamError

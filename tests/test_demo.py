@@ -26,6 +26,7 @@ def tokens(rng: np.random.Generator) -> jax.Array:
     return jnp.asarray(rng.integers(0, SHAPE.vocabulary, (SETTINGS.batch, SHAPE.context + 1)), jnp.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_train_step_is_that_of_the_plain_formulation(tokens: jax.Array) -> None:
     results = []

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from embedding_oracle import expected_gradient
 from jax.experimental.pallas import tpu as pltpu
-from test_embedding import expected_gradient
 
 import lowering
 from jaxops import embedding

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_embedding import expected_gradient
+from embedding_oracle import expected_gradient
 
 import jaxops
 from jaxops import BadParamError, RowGradients, embedding_row_gradients

@@ -123,6 +123,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_explicit_mesh_has_the_values_and_gradients_of_one_device(name, rng):
     fn, truth, shapes, specs = LAYOUTS[name]

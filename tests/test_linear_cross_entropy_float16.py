@@ -72,6 +72,7 @@ SCALES = {  # the cotangent of each row, and how large x is for gradients that f
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("form", ["sum", "mean", "none", "aux"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -170,6 +171,7 @@ def test_linear_cross_entropy_float16_gradients_over_a_split_vocabulary_equal_fl
     assert_accurate(gradients(loss, x, weight), truth(x, weight, labels, np.full(128, 2.0**-13)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", ["automatic", "explicit", "vmap", "export"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_linear_cross_entropy_float16_gradients_transform_and_split_over_devices(strategy, form):

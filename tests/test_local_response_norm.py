@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import local_response_norm_oracle as oracle
 import numpy as np
 import pytest
-from test_pooling import AXES
+from pooling_oracle import AXES
 
 import lowering
 from jaxops import local_response_norm

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_pooling import expected, make_case, sides
+from pooling_oracle import expected, make_case, sides
 
 import lowering
 from jaxops import max_pool

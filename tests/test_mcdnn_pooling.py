@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_pooling import AXES, GEOMETRIES, expected, make_case
+from pooling_oracle import AXES, GEOMETRIES, expected, make_case
 
 from jaxops import mcdnn
 from jaxops._checks.errors import BadParamError, NotSupportedError

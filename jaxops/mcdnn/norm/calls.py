@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops.activation.modes import IDENTITY
-from jaxops.batch_norm.api import infer, updated_statistics, train
+from jaxops.batch_norm.api import infer, train, updated_statistics
 from jaxops.batch_norm.gradients import MASKED_MODES, Slope, batch_statistics, gradients, slope_mask
 from jaxops.batch_norm.operator import inverse_std
 from jaxops.mcdnn import reserve_space as bits
