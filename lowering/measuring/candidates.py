@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from lowering.measurements import REFERENCE, Config, Measurement, config_items, type_text
 from lowering.placement import placed
-from lowering.register import Operator, kernels_of
+from lowering.register import kernels_of
+from lowering.registry import Operator
 from pallas_kernels.hardware import Hardware
 
 # Of the largest value of a result, on top of the error of the reference itself: by the narrowest dtype in the operator.

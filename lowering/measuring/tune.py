@@ -17,7 +17,7 @@ from lowering.measurements import Entry, Key, Measurement
 from lowering.measuring import timing
 from lowering.measuring.candidates import Candidate, candidates
 from lowering.measuring.inputs import made_up
-from lowering.register import Operator, operator_of
+from lowering.registry import Operator, operator_of
 from lowering.static_leaves import of_arrays
 from lowering.targets import here, named
 from lowering.tuning import TuningError, TuningResult, merged
