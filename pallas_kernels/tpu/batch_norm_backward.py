@@ -39,8 +39,9 @@ def _kernel(grad_ref, scale_ref, mean_ref, inv_std_ref, grad_mean_ref, grad_vari
 
     @pl.when(pl.program_id(2) == 1)
     def _():
-        # dx = scale inv_std (d - mean(d) - (x - mean) inv_std mean(d x_hat)), and what reaches x through the
-        # statistics.
+        # With x_hat = (x - mean) inv_std, and means over the elements of a channel:
+        # With x_hat = (x - mean) inv_std, and means over the elements of a channel:
+        # dx = scale inv_std (d - mean(d) - x_hat mean(d x_hat)) + (grad_mean + 2 (x - mean) grad_variance) / elements
         elements = blocks.elements * blocks.steps[1] * blocks.steps[2]
         factor = scale_ref[...] * inv_std
         slope = (2 * grad_variance_ref[...] - factor * inv_std * dscale_ref[...]) / elements

@@ -85,6 +85,8 @@ def _kernel(x_gmem, weight_gmem, terms_gmem, labels_gmem, *refs, tiling, params,
                 plgpu.copy_smem_to_gmem(out_smem, cotangent_gmem.at[rows, own_columns])
             return carry
 
+        # With p = exp(z - maximum - log_sum_exp), as `CotangentTerms` says. Exponentials are powers of 2, which is what
+        # the hardware computes.
         def cotangent(z, column):
             columns = lax.broadcasted_iota(jnp.int32, z.shape, 1) + column
             own_columns = pl.ds(column, _STORE_COLUMNS)
@@ -178,6 +180,7 @@ def linear_gradients(
     classes = weight.shape[0]
     block_rows = tiles.thread_block_rows(config)
     padded_rows = block_rows * math.ceil(rows / block_rows)
+    # Rows are padded once for all chunks. x_scaled is x but for float16, where it takes part of the rows' powers.
     x_filled = tiles.filled(x.astype(weight.dtype), (padded_rows, hidden))
     terms = CotangentTerms(*(tiles.filled(v, (padded_rows,), fill) for v, fill in zip(terms, _FILLS, strict=True)))
     powers, x_scaled, terms = _in_range(x_filled, terms, target)
@@ -204,6 +207,7 @@ def linear_gradients(
         jnp.zeros((classes if needs_weight else 0, hidden), weight.dtype),
         jnp.zeros((classes if needs_bias else 0,), bias.dtype),
     )
+    # A loop over whole chunks, so that one kernel is compiled for all of them, and one more for a shorter last chunk.
     width = min(config["chunk_columns"], classes)
     chunks, rest = divmod(classes, width)
     gradients = lax.fori_loop(0, chunks, lambda chunk, found: add_chunk(chunk * width, width, found), gradients)
@@ -292,6 +296,8 @@ def configs(hardware, *operands, **_):
 
 def launch_configs(hardware: Any, rows: int, columns: int, hidden: int) -> tuple[dict[str, int], ...]:
     """The configurations for gradients over this many rows and columns."""
+    # As large as the cotangent's memory allows, since each chunk reads all of x again; but not so narrow, with very
+    # many rows, that its products no longer fill the matrix units.
     chunk_columns = max(_LEAST_CHUNK_COLUMNS, 2 ** int(math.log2(_CHUNK_ELEMENTS / rows)))
 
     def config(sizes: dict[str, int], chunk_columns: int) -> dict[str, int]:

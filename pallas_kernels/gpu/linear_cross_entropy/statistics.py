@@ -72,6 +72,7 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, softcap, has_bias, 
         labels = load(labels_gmem, rows)
         zeros = jnp.zeros(labels.shape, jnp.float32)
 
+        # z is a whole tile in registers. Its statistics, one number per row each, stay in registers across tiles.
         def consume(z, column, partial):
             for start in range(0, tiling.block_columns, _PART_COLUMNS):
                 part = lax.slice(z, (0, start), (z.shape[0], start + _PART_COLUMNS))
@@ -114,6 +115,7 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, softcap, has_bias, 
 
         optional = (zeros if is_computed else None for is_computed in (has_target, metrics, metrics))
         start = _Partial(zeros - jnp.inf, zeros, zeros, *optional)
+        # No two thread blocks have the same rows and split, so results are stored without atomics, in any order.
         for field, values in enumerate(value for value in fold(consume, start) if value is not None):
             results_gmem[field, split, rows] = values
 
@@ -142,10 +144,9 @@ def reduced_rows(
         columns=weight.shape[0],
         **{name: config[name] for name in ("block_rows", "block_columns", "stages", "vocab_splits")},
     )
-    columns = tiling.tiles * tiling.block_columns
     operands = [x, weight, tiles.filled(labels, (tiling.rows,), -1)]
     if has_bias:
-        operands.append(tiles.filled(bias.astype(jnp.float32), (columns,)))
+        operands.append(tiles.filled(bias.astype(jnp.float32), (tiling.tiles * tiling.block_columns,)))
     split_weights = jnp.zeros((tiling.vocab_splits,), jnp.float32)
     if has_target:
         padded = tiling.vocab_splits * tiling.tiles_per_split * tiling.block_columns
@@ -153,6 +154,7 @@ def reduced_rows(
         part_weights = jnp.sum(target.reshape(tiling.vocab_splits, -1, _PART_COLUMNS), axis=2)
         split_weights = jnp.sum(part_weights, axis=1)
         operands += [target, (jnp.cumsum(part_weights, axis=1) - part_weights).reshape(-1)]
+    # The results in device memory are (fields, splits, rows): a few numbers per row, in place of `columns` logits.
     fields = 3 + has_target + 2 * metrics
     results = tiles.launch(
         functools.partial(
