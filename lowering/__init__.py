@@ -1,4 +1,4 @@
-"""How an operator reaches a backend: targets, selection, registration, explanation, compilation, export and tuning."""
+"""Brings operators to a backend: targets, selection, registration, explanation, compilation, export and tuning."""
 
 from lowering.compiling import compilers as compilers
 from lowering.compiling.compile import CompileError as CompileError
@@ -56,5 +56,5 @@ __all__ = [
     "using",
 ]
 
-# Before JAX first needs a device: see there.
+# JAX reads the environment when it first needs a device, so this has to come before.
 compilers.keep_quiet_without_chips()

@@ -1,11 +1,11 @@
 """The one place where `lowering` reaches into JAX's private modules (tried on JAX 0.10.2, 0.11.2 and 0.12.0.1).
 
-* `dispatch.prim_requires_devices_during_lowering`: a primitive whose lowering rule uses `custom_partitioning` must be
-  listed there, as JAX's own cuDNN primitives are; there is no public way to say so. Where chips
-  are not there, the rule is not used and JAX would refuse in vain.
-* `config._check_vma`: inside shard_map a kernel would have to say over which mesh axes each of its results varies. The
-  primitive has already typed its results by then, so kernels are traced without.
-* `xla_bridge.make_pjrt_topology`: the public `jax.experimental.topologies` finds no NVIDIA GPU that is not there.
+* `dispatch.prim_requires_devices_during_lowering`: lists the primitives whose lowering rules use `custom_partitioning`,
+  as JAX's own cuDNN primitives do. There is no public way to list one. When compiling for absent chips the rules do not
+  use it, and JAX would refuse for nothing.
+* `config._check_vma`: inside shard_map a kernel would have to say over which mesh axes each result varies. The
+  primitive has already typed the results by then, so kernels are traced without this check.
+* `xla_bridge.make_pjrt_topology`: the public `jax.experimental.topologies` cannot describe absent NVIDIA GPUs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ def require_devices_during_lowering(primitive: Primitive) -> None:
 
 @contextmanager
 def without_devices(primitives: Iterable[Primitive]) -> Iterator[None]:
-    """Lets these be lowered for a mesh of chips that are not there."""
+    """Lets these primitives be lowered for a mesh of absent chips."""
     listed = dispatch.prim_requires_devices_during_lowering & set(primitives)
     dispatch.prim_requires_devices_during_lowering.difference_update(listed)
     try:
@@ -36,8 +36,8 @@ def without_varying_axes() -> AbstractContextManager[None]:
 
 
 def cuda_devices(target_config: str, count: str) -> Sequence[jax.Device]:
-    """The NVIDIA GPUs of one machine to compile for; for a process that does nothing else."""
-    jax.devices()  # registers the CUDA plugin, which logs that it finds no device
+    """The NVIDIA GPUs of one machine to compile for. Call it only in a process that does nothing else."""
+    jax.devices()  # registers the CUDA plugin, which logs that it found no device
     shape = f"1x1x{count}"
     topology = xla_bridge.make_pjrt_topology("cuda", shape, target_config=target_config, topology=shape)
     return topology._make_compile_only_devices()

@@ -1,4 +1,4 @@
-"""What an artifact is called with: the type of each array, by its path in the arguments, and the refusal of others."""
+"""Checks the arguments of an artifact: the type of each array, by its path in the arguments."""
 
 from collections.abc import Mapping, Sequence
 from numbers import Number
@@ -14,12 +14,12 @@ from lowering.static_leaves import is_array
 
 
 def types_by_path(args: Any, avals: Sequence[Any]) -> dict[str, str]:
-    """The types of arguments that are all arrays."""
+    """The types of arguments that are all arrays, by path."""
     return {path: type_text(aval) for (path, _), aval in zip(_leaves(args), avals, strict=True)}
 
 
 def fixed_text(args: Any, moving: Any) -> dict[str, str]:
-    """The Python numbers and strings of arguments that are not among `moving`, as text."""
+    """The Python numbers and strings among the arguments that are not in `moving`, as text."""
     arrays = {path for path, _ in _leaves(moving)}
     return {path: repr(x) for path, x in _leaves(args) if path not in arrays and isinstance(x, Number | str)}
 
@@ -27,29 +27,29 @@ def fixed_text(args: Any, moving: Any) -> dict[str, str]:
 def checked_leaves(
     args: Any, types: Mapping[str, str], fixed: Mapping[str, str], exported: jax.export.Exported
 ) -> list[Any]:
-    """The arrays among the arguments, in order, if they are of these types.
+    """The arrays among the arguments, in order, once all types are checked.
 
     Raises:
-      ArtifactError: for the first that is not, in one sentence that names it by its path.
+      ArtifactError: for the first wrong argument; the message names it by its path.
     """
-    given = dict(_leaves(args))
+    by_path = dict(_leaves(args))
     for path, text in fixed.items():
-        _require(repr(given.get(path)) == text, path, f"be {text}, as it was exported", repr(given.get(path)))
+        _require(repr(by_path.get(path)) == text, path, f"be {text}, as it was exported", repr(by_path.get(path)))
     sizes: dict[str, tuple[int, str]] = {}
     for (path, text), aval in zip(types.items(), exported.in_avals, strict=True):
-        _require(path in given, path, f"be {text}", "nothing")
-        _check(path, text, given[path], aval, sizes)
-    for path, leaf in given.items():
+        _require(path in by_path, path, f"be {text}", "nothing")
+        _check(path, text, by_path[path], aval, sizes)
+    for path, leaf in by_path.items():
         is_known = path in types or path in fixed or not (is_array(leaf) or isinstance(leaf, Number | str))
         _require(is_known, path, "not be given", _shown(leaf))
-    leaves = [given[path] for path in types]
+    leaves = [by_path[path] for path in types]
     if any(jax.export.is_symbolic_dim(size) for aval in exported.in_avals for size in aval.shape):
         _check_sizes(exported, leaves)
     return leaves
 
 
 def _check_sizes(exported: jax.export.Exported, leaves: Sequence[Any]) -> None:
-    """Refuses sizes that, as JAX finds, the symbolic ones cannot have, such as an odd one for 2 * rows."""
+    """Refuses sizes that do not solve the symbolic ones, such as an odd size for 2 * rows."""
     try:
         jax.eval_shape(exported.call, *leaves)
     except ValueError as error:
@@ -58,7 +58,7 @@ def _check_sizes(exported: jax.export.Exported, leaves: Sequence[Any]) -> None:
 
 
 def _check(path: str, text: str, leaf: Any, aval: Any, sizes: dict[str, tuple[int, str]]) -> None:
-    """Refuses another type; symbolic sizes that are only a name have to agree, others are left to JAX."""
+    """Refuses another type. Symbolic sizes that are a single name have to agree; JAX checks the others."""
     is_typed = is_array(leaf) or isinstance(leaf, bool | int | float | complex)
     fits = is_typed and _dtype(leaf) == aval.dtype and len(jnp.shape(leaf)) == len(aval.shape)
     for size, expected in zip(jnp.shape(leaf), aval.shape, strict=True) if fits else ():

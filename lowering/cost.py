@@ -1,4 +1,4 @@
-"""What a computation costs, counted on its jaxpr: the same for every backend, before any compiler has touched it."""
+"""Counts what a computation costs on its jaxpr: the same for every backend, before any compiler runs."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -17,9 +17,10 @@ _FREE = frozenset(
 
 
 def flops(jaxpr: Jaxpr, excluding: Collection[str] = ()) -> int:
-    """Arithmetic and comparisons: 2mnk a matrix product, one an element elsewhere; without the primitives excluded.
+    """Counts arithmetic and comparisons: 2mnk for a matrix product, one per element otherwise.
 
-    A loop counts as often as it runs, once where that is not known; all branches of a cond count.
+    A loop counts as often as it runs, or once if that is unknown. All branches of a cond count. Primitives in
+    `excluding` do not count.
     """
     return sum(
         count * (_product_flops(equation) or _elementwise_flops(equation))
@@ -29,7 +30,7 @@ def flops(jaxpr: Jaxpr, excluding: Collection[str] = ()) -> int:
 
 
 def matmul_flops(jaxpr: Jaxpr) -> dict[str, int]:
-    """The flops of matrix products and convolutions, by the kind of product that `Hardware` gives a rate for."""
+    """The flops of matrix products and convolutions, by kind of product; `Hardware` has a rate for each kind."""
     found: dict[str, int] = {}
     for equation, count in _leaves(jaxpr):
         if product := count * _product_flops(equation):
@@ -44,7 +45,7 @@ def array_bytes(avals: Sequence[Any]) -> int:
 
 
 def read_bytes(jaxpr: Jaxpr) -> int:
-    """The bytes that a computation has to read: of an operand that it only looks rows up in, those rows."""
+    """The bytes that a computation has to read. A table in which it only looks up rows counts as those rows."""
     return sum(_read_bytes(jaxpr, operand) for operand in jaxpr.invars)
 
 
@@ -59,7 +60,7 @@ def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
 
 
 def repetitions(equation: Any) -> int:
-    """How often the bodies of this equation run; 1 where that is only known when they run."""
+    """How often the bodies of this equation run; 1 if only running them can tell."""
     if equation.primitive.name == "pallas_call":
         return math.prod(size for size in equation.params["grid_mapping"].grid if isinstance(size, int))
     return equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
@@ -81,7 +82,7 @@ def _read_bytes(jaxpr: Jaxpr, operand: Any) -> int:
 
 
 def _leaves(jaxpr: Jaxpr, count: int = 1) -> Iterator[tuple[Any, int]]:
-    """The equations that compute something themselves, and how often each runs."""
+    """The equations that compute something themselves, not through a body, and how often each runs."""
     for equation in jaxpr.eqns:
         bodies = list(inner_jaxprs(equation))
         if bodies and not equation.primitive.name.startswith(("scatter", "reduce_")):
@@ -92,7 +93,7 @@ def _leaves(jaxpr: Jaxpr, count: int = 1) -> Iterator[tuple[Any, int]]:
 
 
 def _product_flops(equation: Any) -> int:
-    """2mnk for a matrix product or a convolution, else 0."""
+    """2mnk for a matrix product or a convolution, 0 otherwise."""
     name, params = equation.primitive.name, equation.params
     if name not in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
         return 0
@@ -106,13 +107,13 @@ def _product_flops(equation: Any) -> int:
 
 
 def _product_kind(equation: Any) -> str:
-    """The dtype of the operands, and after it the precision if more than the default is asked for in float32."""
+    """The dtype of the operands; for float32, followed by a precision above the default."""
     dtype = max((operand.aval.dtype for operand in equation.invars[:2]), key=lambda dtype: dtype.itemsize)
     if dtype.itemsize == 1:
         return "int8" if dtype.kind in "iu" else "float8"
     precision = equation.params.get("precision")
-    asked = {getattr(one, "name", "") for one in (precision if isinstance(precision, tuple) else (precision,))}
-    more = next((name for name in ("HIGHEST", "HIGH") if name in asked), "")
+    requested = {getattr(one, "name", "") for one in (precision if isinstance(precision, tuple) else (precision,))}
+    more = next((name for name in ("HIGHEST", "HIGH") if name in requested), "")
     return f"float32 {more.lower()}" if dtype.name == "float32" and more else dtype.name
 
 

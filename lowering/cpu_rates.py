@@ -1,4 +1,4 @@
-"""What the CPU of this machine reaches: no runtime tells, so it is measured when a roofline first needs it."""
+"""Measures the rates of this machine's CPU, which no runtime reports, when a roofline first needs them."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ _REPEATS = 3
 
 
 def with_measured_rates(cpu: Hardware, kinds: Iterable[str]) -> Hardware:
-    """The record of this machine's CPU with its memory bandwidth and its rates for these kinds of matrix products."""
+    """Adds the memory bandwidth, and the rates of these kinds of matrix products, to this machine's CPU."""
     rates = tuple((kind, _matmul_flops_per_s(kind.partition(" ")[0])) for kind in kinds)
     source = "measured on this machine, with XLA"
     return dataclasses.replace(cpu, memory_bytes_per_s=_bytes_per_s(), matmul_flops_per_s=rates, source=source)
@@ -25,7 +25,7 @@ def with_measured_rates(cpu: Hardware, kinds: Iterable[str]) -> Hardware:
 
 @functools.cache
 def _matmul_flops_per_s(dtype: str) -> float:
-    # XLA multiplies what has one byte as some other type, at a rate of its own.
+    # XLA promotes 1-byte operands, so their rate differs.
     one_byte = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
     accumulated = {"int8": jnp.int32, "float64": jnp.float64}.get(dtype, jnp.float32)
     with jax.default_device(jax.devices("cpu")[0]):
@@ -37,13 +37,13 @@ def _matmul_flops_per_s(dtype: str) -> float:
 @functools.cache
 def _bytes_per_s() -> float:
     with jax.default_device(jax.devices("cpu")[0]):
-        # In place: fresh memory would cost the operating system more than the bandwidth.
+        # In place, because mapping fresh pages takes longer than writing them.
         increment = jax.jit(lambda x: x + 1, donate_argnums=0)
         return 2 * _ARRAY_BYTES / _least_seconds(increment, jnp.zeros(_ARRAY_BYTES // 4, jnp.float32))
 
 
 def _least_seconds(step: Callable[[Any], Any], state: Any) -> float:
-    """The least time of a few steps: what the machine can do, without what else it was doing."""
+    """The least time of a few steps, which other work on the machine disturbs least."""
     times = []
     for _ in range(_REPEATS + 1):  # the first also compiles
         start = time.perf_counter()

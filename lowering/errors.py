@@ -1,24 +1,24 @@
-"""What is raised in more than one module: errors with the status that a vendor documents, and those of artifacts."""
+"""Errors that more than one module raises."""
 
 from typing import Any
 
 
 class OperatorError(ValueError):
-    """A call that an operator refuses; `status` is the documented name or number of the refusal."""
+    """An operator refuses a call. `status` is the name or number that the vendor documents for the refusal."""
 
     def __init__(self, message: str, status: int | str) -> None:
-        """Args are the sentence that the user reads and the status."""
+        """Takes the sentence that the user reads, and the vendor's status."""
         super().__init__(message)
         self.status = status
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Exceptions are pickled by their arguments, of which the status is none."""
+        """Pickles the status too; by default only `Exception.args` are kept."""
         return type(self), (str(self), self.status)
 
 
 class NotSupportedError(OperatorError):
-    """The call is well formed, but this operator, platform or kernel does not offer it."""
+    """The call is well formed, but this operator, platform or kernel does not support it."""
 
 
 class ArtifactError(RuntimeError):
-    """A file cannot be read as an artifact, or an artifact cannot be called like this."""
+    """A file is not a readable artifact, or an artifact does not accept these arguments."""

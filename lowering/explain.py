@@ -1,4 +1,4 @@
-"""Which implementation every operator of a function takes on a target, and why not the others."""
+"""Explains which implementation each operator in a function takes on a target, and why it takes no other."""
 
 import dataclasses
 import functools
@@ -20,20 +20,29 @@ from lowering.cpu_rates import with_measured_rates
 from lowering.measurements import type_text
 from lowering.notes import heard
 from lowering.patterns import Opportunity, opportunities
+from lowering.registry import Operator, operator_of
 from lowering.select import Choice, Refusal
 from lowering.static_leaves import of_arrays
-from lowering.targets import here, named_slice
+from lowering.targets import here, parse
 from pallas_kernels.hardware import Hardware
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One operator at one set of shapes, which the function runs `count` times.
+    """One operator at one set of shapes. All figures are for a single run.
 
-    What follows is of one run. `flops` are the reference's, and of these `matmul_flops` are on the matrix units, by
-    kind of product; `bytes` are those of operands and results, the least that any implementation moves. `seconds` is
-    the time that the target needs for them at its best, evenly divided where operands lie on a mesh, and `bound` what
-    it waits for: "memory" or "matmul". Both are None where too little is known of the target.
+    Attributes:
+      operator: its name.
+      count: how often the function runs it.
+      operands: their dtypes and shapes, such as "float32[8,128]".
+      results: likewise.
+      implementation: "reference" or the kernel's name.
+      refusals: the kernels that were not chosen, with reasons.
+      flops: arithmetic of the reference.
+      matmul_flops: the part of `flops` on the matrix units, by kind of product.
+      bytes: operands and results, the least that any implementation moves.
+      seconds: the roofline's time, divided evenly if operands lie on a mesh; None if the target's rates are unknown.
+      bound: what that time waits for, "memory" or "matmul"; None with `seconds`.
     """
 
     operator: str
@@ -51,7 +60,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class OperatorUse:
-    """One equation of a function that is an operator of ours, and what is chosen for it.
+    """One equation of a function that is an operator of this library, and the implementation chosen for it.
 
     Attributes:
       operator: its record.
@@ -59,12 +68,12 @@ class OperatorUse:
       operands: their types.
       results: their types.
       params: the operator's attributes.
-      choice: the implementation, and what was refused before it.
-      split: how operands are split over devices, as `register.partitioning` says.
-      shared_by: over how many devices operands and results are divided.
+      choice: the implementation, and the kernels that were refused.
+      split: how operands are split over devices, as `register.partitioning` returns it.
+      shared_by: the number of devices that operands and results are divided over.
     """
 
-    operator: register.Operator
+    operator: Operator
     count: int
     operands: Sequence[Any]
     results: Sequence[Any]
@@ -76,15 +85,15 @@ class OperatorUse:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain` found. `print` it for a table; `to_json` for a program.
+    """What `explain` found. `print` shows a table; `to_json` is for programs.
 
     Attributes:
-      target: the name of the target that was lowered for.
-      rows: one for each operator and set of shapes, in order of first use.
-      total_flops: of the whole function, operators of ours and everything else; by primitives, before any compiler.
-      opportunities: plain JAX in the function that an operator of ours would replace, what saves most first.
-      notes: what operators chose while the function was traced, and why.
-      near_misses: plain JAX that an operator computes as well, and what keeps that from saving anything.
+      target: the name of the target.
+      rows: one for each operator at each set of shapes, in order of first use.
+      total_flops: of the whole function, counted by primitive before any compiler runs.
+      opportunities: plain JAX in the function that an operator could replace, the largest saving first.
+      notes: choices that operators made while the function was traced, and why.
+      near_misses: plain JAX that an operator computes as well, and why replacing it saves nothing.
     """
 
     target: str
@@ -96,33 +105,33 @@ class Explanation:
 
     @property
     def share(self) -> float | None:
-        """The part of the function's flops that is spent in our operators, from 0 to 1; None for symbolic sizes."""
+        """The fraction of the function's flops that operators spend, from 0 to 1; None for symbolic sizes."""
         if jax.export.is_symbolic_dim(self.total_flops):
             return None
         return self.flops / self.total_flops if self.total_flops else 0.0
 
     @property
     def flops(self) -> int:
-        """Of all runs of these operators."""
+        """The flops of all runs of all operators."""
         return sum(row.count * row.flops for row in self.rows)
 
     @property
     def bytes(self) -> int:
-        """Of all runs of these operators."""
+        """The bytes of all runs of all operators."""
         return sum(row.count * row.bytes for row in self.rows)
 
     @property
     def seconds(self) -> float | None:
-        """The roofline's time for all runs of these operators; None where that of one is not known."""
+        """The roofline's time for all runs of all operators; None if one of them is unknown."""
         return _total_seconds(self.rows)
 
     def to_json(self) -> str:
-        """Everything, as a JSON object."""
+        """Writes everything as a JSON object."""
         totals = {name: getattr(self, name) for name in ("flops", "bytes", "seconds", "share")}
         return json.dumps({**dataclasses.asdict(self), **totals}, indent=2, default=str)
 
     def table(self) -> Table | Text:
-        """The rows as a `rich` table: those of one operator together, with the costs of all of their runs."""
+        """Lays out the rows as a `rich` table: each operator once, with the costs of all its runs."""
         if not self.rows:
             return Text(f"{self.target}: none of {_si(self.total_flops)}flop in operators of this library")
         share = "a part" if self.share is None else f"{self.share:.0%}"
@@ -133,7 +142,7 @@ class Explanation:
         table.add_column("implementation", overflow="fold")
         for name, total in zip(("runs", "flop", "bytes", "at best"), totals, strict=True):
             table.add_column(name, total, justify="right", no_wrap=True)
-        for rows in _alike(self.rows):
+        for rows in _by_operator(self.rows):
             first = rows[0]
             reasons = [f"{refusal.kernel}: {refusal.reason}" for refusal in first.refusals]
             if first.implementation == "reference" and not reasons:
@@ -153,29 +162,39 @@ class Explanation:
 
     @property
     def remarks(self) -> list[str]:
-        """Notes, opportunities and near misses, a line each, as they stand below the table."""
+        """The lines below the table: notes, opportunities and near misses."""
         return [*self.notes, *map(str, self.opportunities), *map(str, self.near_misses)]
 
 
 def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Explanation:
-    """Traces a function and says what each of our operators in it would run as, and what another would replace.
+    """Traces a function and tells which implementation each operator in it takes, and what another could replace.
 
-    Walks the whole computation, through jit, scan, cond, shard_map, checkpoint and derivative rules. Nothing is
-    compiled or run. All branches of a cond count, and one turn of a while loop. Opportunities are looked for in the
-    function and in each body of a loop, a branch or a shard_map, but not across the border between two of them.
+    Walks the whole computation, through jit, scan, cond, shard_map, checkpoint and derivative rules. Compiles and runs
+    nothing. Counts every branch of a cond, and one iteration of a while loop. Looks for opportunities in the function
+    and in each body of a loop, branch or shard_map, but for none that crosses the border of a body.
 
     Args:
       fn: a function of arrays.
-      *args: what it is called with: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. Arrays that lie on several
-        devices are taken to stay there. What else is in a pytree, as in modules of Equinox, is fixed.
-      target: the name of one of `targets()`, also of a slice as `compile` takes it; by default, the devices of this
-        process. What a CPU reaches is measured here, once in a process.
+      *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. Arrays on several devices are assumed
+        to stay there. Everything else in a pytree, as in modules of Equinox, is fixed.
+      target: the name of one of `targets()`, or of a slice, as `compile` takes it. By default, the devices of this
+        process. The rates of a CPU are measured here, once per process.
+
+    Returns:
+      The explanation; `print` shows it as a table.
 
     Raises:
       ValueError: for an unknown target.
-      OperatorError: what an operator has to say about its arguments, in the words that calling the function would give.
+      OperatorError: if an operator refuses its arguments, in the words that a call of the function would give.
+
+    Example:
+      >>> explanation = lowering.explain(jaxops.softmax, jnp.ones((8, 128)), target="tpu-v5e")
+      >>> explanation.rows[0].implementation
+      'reference'
+      >>> explanation.rows[0].refusals[0].reason
+      'opt-in: not measured on this target'
     """
-    hardware = here() if target is None else named_slice(target)
+    hardware = here() if target is None else parse(target).hardware
     fn, args = of_arrays(fn, args)
     with heard() as notes:
         jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
@@ -197,14 +216,14 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
 
 
 def operator_uses(jaxpr: Jaxpr, args: Any, hardware: Hardware) -> Iterator[OperatorUse]:
-    """Every place where a function of these arguments uses an operator of ours, in order."""
+    """Every use of an operator in a function of these arguments, in order."""
     device_count = max((_device_count(leaf) for leaf in jax.tree.leaves(args)), default=1)
     yield from _uses(jaxpr, 1, hardware, device_count)
 
 
 def _uses(jaxpr: Jaxpr, count: int, hardware: Hardware, device_count: int) -> Iterator[OperatorUse]:
     for equation in jaxpr.eqns:
-        operator = register.operator_of(equation.primitive)
+        operator = operator_of(equation.primitive)
         if operator is not None:
             params = dict(equation.params)
             selection = params.pop("selection")
@@ -222,8 +241,9 @@ def _row(use: OperatorUse, hardware: Hardware) -> Row:
     mesh_axes = list(register.mesh_of(use.operands).shape.items())
     meaning = functools.partial(use.operator.meaning, **use.params)
     reference = jax.make_jaxpr(meaning, axis_env=mesh_axes)(*shapes).jaxpr
-    matmul_flops, moved = cost.matmul_flops(reference), cost.read_bytes(reference) + cost.array_bytes(use.results)
-    seconds, bound = _roofline(hardware, matmul_flops, moved)
+    matmul_flops = cost.matmul_flops(reference)
+    moved_bytes = cost.read_bytes(reference) + cost.array_bytes(use.results)
+    seconds, bound = _roofline(hardware, matmul_flops, moved_bytes)
     return Row(
         operator=use.operator.name,
         count=0,
@@ -233,15 +253,15 @@ def _row(use: OperatorUse, hardware: Hardware) -> Row:
         refusals=use.choice.refusals,
         flops=cost.flops(reference),
         matmul_flops=tuple(matmul_flops.items()),
-        bytes=moved,
+        bytes=moved_bytes,
         seconds=None if seconds is None else seconds / use.shared_by,
         bound=bound,
     )
 
 
-def _roofline(hardware: Hardware, matmul_flops: dict[str, int], moved: int) -> tuple[float | None, str | None]:
-    """The least time that the chip needs for these products and bytes, and which of the two it waits for."""
-    if jax.export.is_symbolic_dim(moved):
+def _roofline(hardware: Hardware, matmul_flops: dict[str, int], moved_bytes: int) -> tuple[float | None, str | None]:
+    """The least time that the chip needs for these products and bytes, and which of the two limits it."""
+    if jax.export.is_symbolic_dim(moved_bytes):
         return None, None
     if hardware == here() and hardware.platform == "cpu":
         hardware = with_measured_rates(hardware, matmul_flops)
@@ -249,18 +269,18 @@ def _roofline(hardware: Hardware, matmul_flops: dict[str, int], moved: int) -> t
     if hardware.memory_bytes_per_s is None or any(kind not in rates for kind in matmul_flops):
         return None, None
     in_products = sum(count / rates[kind] for kind, count in matmul_flops.items())
-    in_memory = moved / hardware.memory_bytes_per_s
+    in_memory = moved_bytes / hardware.memory_bytes_per_s
     return max(in_products, in_memory), "matmul" if in_products > in_memory else "memory"
 
 
 def _total_seconds(rows: Sequence[Row]) -> float | None:
-    """Of all runs; None where that of one is not known."""
+    """The time of all runs; None if one row's is unknown."""
     known = [row.count * row.seconds for row in rows if row.seconds is not None]
     return sum(known) if len(known) == len(rows) else None
 
 
-def _alike(rows: tuple[Row, ...]) -> list[list[Row]]:
-    """Rows that differ in their shapes only, together."""
+def _by_operator(rows: tuple[Row, ...]) -> list[list[Row]]:
+    """Groups rows that differ only in their shapes."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault((row.operator, row.implementation, row.refusals), []).append(row)
@@ -268,7 +288,7 @@ def _alike(rows: tuple[Row, ...]) -> list[list[Row]]:
 
 
 def _brief(operands: tuple[str, ...]) -> str:
-    """Operands as jaxprs write them, equal neighbours once; without those of size 0, which stand for absent ones."""
+    """Operands as jaxprs write them, equal neighbours once; those of size 0 stand for absent ones and are left out."""
     short = (re.sub(r"^(bf|f|u|i)(?:loat|int|nt)(?=\d)", r"\1", operand) for operand in operands)
     present = (operand for operand in short if not re.search(r"\b0\b", operand))
     groups = ((operand, len(list(group))) for operand, group in itertools.groupby(present))
@@ -281,7 +301,7 @@ def _device_count(leaf: Any) -> int:
 
 
 def _si(quantity: Any) -> str:
-    """A number with a decimal prefix: 3 significant digits and then k, M, G, T or P. A symbolic one as it is."""
+    """Three significant digits and a decimal prefix: k, M, G, T or P. A symbolic size is shown as it is."""
     if jax.export.is_symbolic_dim(quantity):
         return f"{quantity} "
     power = min(int(math.log10(quantity) // 3), 5) if quantity >= 1 else 0

@@ -1,4 +1,4 @@
-"""One artifact of a function for several platforms, each with its own implementation of every operator."""
+"""Exports a function for several platforms at once, each with its own implementation of every operator."""
 
 import dataclasses
 import json
@@ -26,16 +26,15 @@ _PROGRAM, _METADATA = "program", "metadata.json"
 
 @dataclasses.dataclass(frozen=True)
 class Artifact:
-    """A function as StableHLO, with Pallas kernels compiled into it, for one or more platforms.
+    """A function as StableHLO for one or more platforms, with compiled Pallas kernels inside.
 
     Attributes:
-      platforms: what it runs on, of "cpu", "cuda" and "tpu".
-      versions: of JAX and, as far as it is installed, of this library, where it was exported.
-      implementations: of each operator in it, by platform and then by operator.
-      arguments: the type of each array that it is called with, such as "float32[8,128]", by its path in the arguments,
-        such as "args[0]['weight']".
-      fixed: Python numbers and strings in the arguments that were fixed, as text, by their paths.
-      stablehlo: the program.
+      platforms: any of "cpu", "cuda" and "tpu".
+      versions: of JAX, and of this library if it is installed, at the time of the export.
+      implementations: what each operator runs as, by platform and then by operator.
+      arguments: the type of each array argument, such as "float32[8,128]", by its path, such as "args[0]['weight']".
+      fixed: the Python numbers and strings among the arguments that are fixed, as text, by path.
+      stablehlo: the text of the program.
     """
 
     platforms: tuple[str, ...]
@@ -52,23 +51,23 @@ class Artifact:
 
     @property
     def stablehlo(self) -> str:
-        """The program."""
+        """The text of the program."""
         return self._exported.mlir_module()
 
     def call(self, *args: Any) -> Any:
-        """Runs the function, also inside jit.
+        """Runs the function; works inside jit too.
 
         Args:
-          *args: arrays, or pytrees of them, of the structure, shapes and dtypes that were exported. What was fixed in
-            them has to be the same; functions are not looked at.
+          *args: arrays, or pytrees of them, with the structure, shapes and dtypes of the export. Fixed numbers and
+            strings have to be the same; functions are not compared.
 
         Returns:
-          What the function returned, in tuples, lists and dicts; other nodes (NamedTuples, dataclasses) as tuples of
-          their children.
+          What the function returned. Tuples, lists and dicts stay what they are; other nodes, such as NamedTuples and
+          dataclasses, become tuples of their children.
 
         Raises:
-          ArtifactError: if an argument is missing, too many or of another type, or the artifact does not hold this
-            process' platform.
+          ArtifactError: if an argument is missing, unexpected or of another type, or if the artifact was not exported
+            for this process' platform.
         """
         if platform_here() not in self.platforms:
             held = ", ".join(self.platforms)
@@ -77,7 +76,7 @@ class Artifact:
         return _filled(self._results, iter(jax.jit(self._exported.call)(*leaves)))
 
     def save(self, path: str | Path) -> None:
-        """Writes the artifact to a file, which `load` reads in any process that has JAX and this library."""
+        """Writes the artifact to a file. `load` reads it in any process that has JAX and this library."""
         record = {
             "format": _FORMAT,
             "platforms": self.platforms,
@@ -93,18 +92,28 @@ class Artifact:
 
 
 def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFORMS) -> Artifact:
-    """Traces a function once and lowers it for each platform, with the implementations that operators take there.
+    """Traces a function once and lowers it for each platform, with the implementation of each operator there.
 
     Args:
       fn: a function of arrays, jitted or not.
-      *args: what it is called with: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. Shapes may be symbolic
-        (`jax.export.symbolic_shape`) where the function allows. What else is in a pytree, as in modules of Equinox, is
-        fixed; results have None in its place.
-      platforms: of "cpu", "cuda" and "tpu"; one of them as a string.
+      *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. Shapes may be symbolic
+        (`jax.export.symbolic_shape`) if the function allows it. Everything else in a pytree, as in modules of Equinox,
+        is fixed; results have None in its place.
+      platforms: any of "cpu", "cuda" and "tpu"; a single one may be a string.
+
+    Returns:
+      The artifact: `call` runs it, `save` writes it to a file.
 
     Raises:
       ArtifactError: for an unknown platform.
-      OperatorError: what an operator has to say about its arguments.
+      OperatorError: if an operator refuses its arguments.
+
+    Example:
+      >>> artifact = lowering.export(jaxops.softmax, jnp.zeros((2, 4)), platforms=("cpu", "tpu"))
+      >>> artifact.implementations["tpu"]
+      {'softmax': ['reference']}
+      >>> artifact.call(jnp.zeros((2, 4))).tolist()
+      [[0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25]]
     """
     platforms = (platforms,) if isinstance(platforms, str) else platforms
     unknown = [name for name in platforms if name not in PLATFORMS]
@@ -128,10 +137,21 @@ def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFO
 
 
 def load(path: str | Path) -> Artifact:
-    """Reads what `Artifact.save` has written.
+    """Reads an artifact that `Artifact.save` wrote.
+
+    Args:
+      path: of the file.
+
+    Returns:
+      The artifact, as `export` returned it.
 
     Raises:
-      ArtifactError: if there is no such file, or it is truncated, of another kind or of a later version.
+      ArtifactError: if the file is missing, damaged, of another kind, or written by a later version.
+
+    Example:
+      >>> lowering.export(jnp.square, 2.0, platforms="cpu").save("square.jaxops")
+      >>> print(lowering.load("square.jaxops").call(3.0))
+      9.0
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -156,7 +176,7 @@ def load(path: str | Path) -> Artifact:
             _exported=jax.export.deserialize(bytearray(program)),
             _results=record["results"],
         )
-    except Exception as error:  # JAX raises what it stumbles over, and other things for what a later JAX has written.
+    except Exception as error:  # JAX raises whatever it trips over, also for programs of a later JAX
         written_with = record.get("versions")
         raise ArtifactError(
             f"load: {str(path)!r} must hold a program that JAX {jax.__version__} can read; got one written with "
@@ -165,7 +185,7 @@ def load(path: str | Path) -> Artifact:
 
 
 def _implementations(jitted: Any, args: Sequence[Any], platform: str) -> dict[str, list[str]]:
-    """The implementations that each operator takes on a platform, of whose chip nothing more is known."""
+    """The implementations that each operator takes on a platform, without knowing the chip."""
     chosen: dict[str, set[str]] = {}
     for use in operator_uses(jax.make_jaxpr(jitted)(*args).jaxpr, args, named(platform)):
         chosen.setdefault(use.operator.name, set()).add(use.choice.implementation)
@@ -173,7 +193,7 @@ def _implementations(jitted: Any, args: Sequence[Any], platform: str) -> dict[st
 
 
 def _skeleton(tree: PyTreeDef) -> Any:
-    """A structure as JSON: a leaf is 0, None is null, a list or tuple begins with its kind, a dict is one of pairs."""
+    """A pytree's structure as JSON: a leaf is 0, None is null, a list or tuple begins with its kind."""
     node = tree.node_data()
     if node is None:
         return 0

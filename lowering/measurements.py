@@ -1,4 +1,4 @@
-"""What was measured of an operator's implementations: records that can be compared, hashed and written as JSON."""
+"""Measurements of an operator's implementations: records that can be compared, hashed and written as JSON."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ Config = tuple[tuple[str, int], ...]
 
 @functools.cache
 def versions() -> tuple[tuple[str, str], ...]:
-    """What measurements depend on: JAX, its compilers and this library, as far as it is installed."""
+    """The versions that measurements depend on: of JAX, its compilers and, if it is installed, this library."""
     found = []
     for name in ("jax", "jaxlib", "jaxops"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -27,12 +27,12 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 def config_items(config: Mapping[str, int]) -> Config:
-    """A kernel's launch configuration in a form that can be compared and hashed."""
+    """A kernel's launch configuration as a value that can be compared and hashed."""
     return tuple(sorted(config.items()))
 
 
 def config_text(config: Config) -> str:
-    """The same in words."""
+    """A launch configuration as text, such as "rows=8, columns=128"."""
     return ", ".join(f"{name}={value}" for name, value in config)
 
 
@@ -42,7 +42,7 @@ def type_text(x: Any) -> str:
 
 
 def device_name(hardware: Hardware) -> str | None:
-    """The target's name; for a chip without a record what the runtime calls it, None where the chip is not known."""
+    """The target's name. A chip without a record goes by the runtime's name for it; an unknown chip is None."""
     known = TARGETS.get(hardware.name)
     if known is not None and known.device_kind == hardware.device_kind:
         return hardware.name
@@ -51,14 +51,14 @@ def device_name(hardware: Hardware) -> str | None:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Key:
-    """What a measurement holds for: exactly this, and nothing that is merely similar.
+    """What a measurement is valid for: exactly this, and nothing that is merely similar.
 
     Attributes:
-      target: of `device_name`.
+      target: as `device_name` returns it.
       operator: its name.
       operands: the `type_text` of each.
-      attributes: the operator's, by name.
-      versions: of `versions`, where it was measured.
+      attributes: the operator's, as text, sorted by name.
+      versions: those of the process that measured, as `versions` returns them.
     """
 
     target: str
@@ -71,7 +71,7 @@ class Key:
     def of(
         cls, operator_name: str, hardware: Hardware, operands: Sequence[Any], params: Mapping[str, Any]
     ) -> "Key | None":
-        """The key of an operator in this process; None where it is not known which chip will run it."""
+        """The key of an operator in this process; None if the chip that will run it is unknown."""
         target = device_name(hardware)
         if target is None:
             return None
@@ -82,7 +82,7 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One way to run an operator: the median of its times, or the reason why it does not count."""
+    """One way to run an operator: the median of its times, or why it was discarded."""
 
     implementation: str
     config: Config = ()
@@ -91,16 +91,16 @@ class Measurement:
 
     @property
     def name(self) -> str:
-        """The implementation with its configuration."""
+        """The implementation and its configuration."""
         return f"{self.implementation} ({config_text(self.config)})" if self.config else self.implementation
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Everything that was measured of one operator at one set of shapes.
+    """All measurements of one operator at one set of shapes.
 
     Attributes:
-      key: what it holds for.
+      key: what they are valid for.
       candidates: the reference and each configuration of each kernel, in order of preference.
       repeats: how often each was timed.
     """
@@ -110,21 +110,21 @@ class Entry:
     repeats: int
 
     def __hash__(self) -> int:
-        """Cheap: entries are part of jit's cache key."""
+        """Hashes the key alone, because entries are part of jit's cache key and are hashed often."""
         return hash(self.key)
 
     @property
     def winner(self) -> Measurement | None:
-        """The fastest, the first of equals; None where nothing could be compared with the reference."""
+        """The fastest candidate, the first of equals; None if nothing could be compared with the reference."""
         return self.best(*{candidate.implementation for candidate in self.candidates})
 
     def best(self, *implementations: str) -> Measurement | None:
-        """The fastest of these implementations, if one was measured."""
+        """The fastest candidate of these implementations; None if none of them was timed."""
         timed = [c for c in self.candidates if c.implementation in implementations and c.median_us is not None]
         return min(timed, key=lambda candidate: candidate.median_us or 0.0, default=None)
 
     def against(self, kernel: str) -> str | None:
-        """Why a kernel is not taken; None if it is the winner."""
+        """Why a kernel is not chosen; None if it is the winner."""
         winner = self.winner
         if winner is None or winner.implementation == kernel:
             return None
@@ -136,7 +136,7 @@ class Entry:
         return f"tuned: {reasons[0]}" if reasons else f"tuned: not measured when {name} was found the fastest"
 
     def to_record(self) -> dict[str, Any]:
-        """The entry as JSON holds it."""
+        """The entry as a JSON object."""
         winner = self.winner
         return {
             "target": self.key.target,
@@ -159,7 +159,7 @@ class Entry:
 
     @classmethod
     def from_record(cls, record: Any) -> "Entry":
-        """Reads what `to_record` has made.
+        """Reads an object that `to_record` made.
 
         Raises:
           ValueError, TypeError or KeyError: for anything else.
@@ -174,14 +174,14 @@ class Entry:
         candidates = tuple(_measurement(candidate) for candidate in record["candidates"])
         entry = cls(key, candidates, _integer(record["repeats"]))
         if entry.to_record() != record:
-            raise ValueError("the record says of itself what does not follow from it")
+            raise ValueError("the winner does not follow from the candidates")
         return entry
 
 
 def _measurement(record: Any) -> Measurement:
     median_us = record["median_us"]
     if median_us is not None and not (isinstance(median_us, float) and math.isfinite(median_us) and median_us >= 0):
-        raise ValueError(f"no time: {median_us!r}")
+        raise ValueError(f"not a time: {median_us!r}")
     if (median_us is None) != bool(record["discarded"]):
         raise ValueError("either a time or a reason")
     config = config_items({_text(name): _integer(value) for name, value in record["config"].items()})
@@ -190,11 +190,11 @@ def _measurement(record: Any) -> Measurement:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"no text: {value!r}")
+        raise TypeError(f"not text: {value!r}")
     return value
 
 
 def _integer(value: Any) -> int:
     if not isinstance(value, int):
-        raise TypeError(f"no integer: {value!r}")
+        raise TypeError(f"not an integer: {value!r}")
     return value

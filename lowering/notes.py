@@ -1,4 +1,4 @@
-"""What operators have to say about a choice that they make while they are traced; `explain` asks for it."""
+"""Sentences in which operators explain a choice that they make while they are traced; `explain` collects them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,25 +7,38 @@ import jax
 
 
 class _Listener:
-    """Hears what is said; each is equal to itself only."""
+    """Collects sentences; compared by identity, so each listener is its own cache key."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
 
 
-# A user context is part of the keys of JAX's caches, so that a function is traced again for whoever listens.
+# A user context is part of the keys of JAX's caches, so a function is traced again for each listener.
 _listener = jax.make_user_context(None)
 
 
 def note(text: str) -> None:
-    """Says a sentence, if somebody listens."""
+    """Explains a choice that an operator makes while it is traced; `lowering.explain` shows the sentence.
+
+    Outside of `explain` this does nothing. A sentence that is repeated is shown once.
+
+    Args:
+      text: one sentence.
+
+    Example:
+      >>> def double(x):
+      ...     lowering.note("double: adds x to itself")
+      ...     return x + x
+      >>> lowering.explain(double, 1.0).notes
+      ('double: adds x to itself',)
+    """
     if _listener.value is not None and text not in _listener.value.heard:
         _listener.value.heard.append(text)
 
 
 @contextlib.contextmanager
 def heard() -> Iterator[list[str]]:
-    """The sentences that are said within the context, in order, each once."""
+    """Collects the sentences that are noted within the context, in order, each once."""
     listener = _Listener()
     with _listener(listener):
         yield listener.heard

@@ -1,4 +1,4 @@
-"""Patterns of plain JAX that an operator would replace, in a jaxpr as a flow of data."""
+"""Finds plain-JAX patterns that an operator can replace, in a jaxpr as a data-flow graph."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, Literal
 from lowering import cost
 from lowering.source_lines import Site
 
-# Equations whose one body runs once, with their own operands.
+# Equations with a single body that runs once, on the equation's own operands.
 _CALLS = frozenset(
     {
         *("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"),
@@ -20,7 +20,7 @@ _CALLS = frozenset(
     }
 )
 _BODIES = frozenset({"scan", "while", "cond", "shard_map"})
-# Equations whose results are their operands, in another dtype or place.
+# Equations whose results are their operands with another dtype or placement.
 _SAME = frozenset(
     {
         *("convert_element_type", "reduce_precision", "copy", "copy_p", "name", "stop_gradient"),
@@ -37,10 +37,10 @@ class Value:
 
     Attributes:
       aval: its type.
-      producer: what computes it; None for arguments and constants.
-      users: what reads it.
-      number: what it is, for a number that stands in the jaxpr.
-      is_counted: whether integers and such numbers are all that it is made of.
+      producer: the operation that computes it; None for arguments and constants.
+      users: the operations that read it.
+      number: its value, if it is a scalar literal of the jaxpr.
+      is_counted: whether it is computed from integers and literals only.
     """
 
     aval: Any
@@ -51,18 +51,18 @@ class Value:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Of the array; () of what is none, such as a token."""
+        """The array's shape; () for a token and the like."""
         return getattr(self.aval, "shape", ())
 
     @property
     def size(self) -> Any:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 @dataclasses.dataclass(eq=False)
 class Operation:
-    """One equation, and where it was made."""
+    """One equation, and where the user's code made it."""
 
     name: str
     params: dict[str, Any]
@@ -78,25 +78,25 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """A jaxpr as a flow of data, through jit, checkpoint and custom derivatives.
+    """A jaxpr as a data-flow graph, with the bodies of jit, checkpoint and custom derivatives inlined.
 
     Attributes:
       operations: in order.
-      results: what is returned, without what a loop or a branch returns for its own gradient alone.
-      count: how often it runs.
+      results: the returned values, without those that a loop or branch returns only for its own gradient.
+      count: how often the graph runs.
     """
 
     operations: tuple[Operation, ...]
     results: frozenset[Value]
     count: int
 
-    def alike(self, operation: Operation) -> list[Operation]:
-        """This operation and its duplicates, which XLA merges into one."""
+    def duplicates(self, operation: Operation) -> list[Operation]:
+        """This operation and the others that compute the same, which XLA merges into one."""
         return [x for x in self.operations if self._numbers[x] == self._numbers[operation]]
 
     @functools.cached_property
     def _numbers(self) -> dict[Operation, int]:
-        """The same number for operations that compute the same."""
+        """A number for each operation, the same for operations that compute the same."""
         numbers: dict[Any, int] = {}
         found: dict[Operation, int] = {}
 
@@ -121,13 +121,13 @@ class Graph:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A pattern that was found.
+    """One place where a pattern was found.
 
     Attributes:
-      operation: where it begins.
-      detail: what stands there, in words.
-      saved_bytes: the least that replacing it saves of temporaries; None where sizes are symbolic.
-      obstacle: why that saves nothing all the same, in words; empty where it saves.
+      operation: where the pattern begins.
+      detail: what it computes there, in words.
+      saved_bytes: the least that a replacement saves in temporaries; None if sizes are symbolic.
+      obstacle: why a replacement would save nothing after all, in words; empty if it saves.
     """
 
     operation: Operation
@@ -138,16 +138,15 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """What to look for, and what would replace it.
+    """A computation to look for, and the operator that can replace it.
 
     Attributes:
-      name: of the pattern, in a few words.
-      replacement: the public name of what would replace it.
-      find: yields the places where a graph has it and the replacement could stand, each once. Gradients carry the
-        source of what they are gradients of, so it looks for something of which a function and its gradient together
-        have one.
-      remark: when that saves what the findings say, or what else changes.
-      platforms: where it was found to save anything; None for all.
+      name: a few words.
+      replacement: the public name of the operator.
+      find: yields each place in a graph where the replacement would fit, once. A gradient carries the source line of
+        its function, so `find` looks for something that a function and its gradient have only one of between them.
+      remark: under which condition the replacement saves memory, or what else it changes.
+      platforms: where the replacement saves memory; None for all.
     """
 
     name: str
@@ -163,13 +162,13 @@ class Opportunity:
 
     Attributes:
       pattern: its name.
-      replacement: what would replace it.
+      replacement: the public name of the operator that can replace it.
       source: the line where it begins, such as "model.py:12 (loss_fn)".
-      detail: what stands there.
-      count: how often that is run.
-      saved_bytes: the least that the replacement saves of temporaries; None where sizes are symbolic.
-      remark: when it does, or what else changes.
-      obstacle: why it would save nothing; empty where it saves.
+      detail: what it computes there.
+      count: how often it runs.
+      saved_bytes: the least that the replacement saves in temporaries; None if sizes are symbolic.
+      remark: under which condition it saves memory, or what else changes.
+      obstacle: why it would save nothing; empty if it saves.
     """
 
     pattern: str
@@ -191,7 +190,7 @@ class Opportunity:
 
 
 def opportunities(jaxpr: Jaxpr, patterns: Iterable[Pattern], platform: str) -> tuple[Opportunity, ...]:
-    """Where a jaxpr has these patterns: each line of the user's code once, what saves most first, obstacles last."""
+    """The patterns in a jaxpr: each line of the user's code once, the largest saving first, obstacles last."""
     patterns = [pattern for pattern in patterns if pattern.platforms is None or platform in pattern.platforms]
     found: dict[tuple[str, str, str], Opportunity] = {}
     for graph in graphs(jaxpr) if patterns else ():
@@ -227,12 +226,12 @@ def _megabytes(size: int) -> str:
 
 
 def graphs(jaxpr: Jaxpr) -> Iterator[Graph]:
-    """A graph of the jaxpr, and one of each body of a loop, a branch or a shard_map in it."""
+    """The graph of a jaxpr, then one for each body of a loop, a branch or a shard_map in it."""
     yield from _graphs(jaxpr, 1, [True] * len(jaxpr.outvars))
 
 
 def _graphs(jaxpr: Jaxpr, count: int, is_kept: Sequence[bool]) -> Iterator[Graph]:
-    """The same of a body, of whose results some are kept by more than its own gradient."""
+    """The graphs of a body; `is_kept` says which of its results are used by more than its own gradient."""
     operations: list[Operation] = []
     bodies: list[_Body] = []
     returned = _inline(jaxpr, [_argument(x.aval) for x in jaxpr.invars], None, operations, bodies)
@@ -243,7 +242,7 @@ def _graphs(jaxpr: Jaxpr, count: int, is_kept: Sequence[bool]) -> Iterator[Graph
 
 
 class _Body(NamedTuple):
-    """A jaxpr in an operation that is a loop, a branch or a shard_map."""
+    """The jaxpr inside a loop, a branch or a shard_map."""
 
     jaxpr: Jaxpr
     repetitions: int
@@ -261,7 +260,7 @@ class _Body(NamedTuple):
 
 
 def forward(values: Iterable[Value], follows: Callable[[Operation, Value], bool]) -> set[Value]:
-    """These values and what is made of them, by operations that `follows(operation, operand)` lets through."""
+    """These values and all that is computed from them, through operations that `follows(operation, operand)`."""
     reached = set(values)
     waiting = list(reached)
     while waiting:
@@ -275,7 +274,7 @@ def forward(values: Iterable[Value], follows: Callable[[Operation, Value], bool]
 
 
 def backward(value: Value, follows: Callable[[Operation, Value], bool]) -> set[Value]:
-    """This value and what it is made of, through operands that `follows(operation, operand)` lets through."""
+    """This value and all that it is computed from, through operations that `follows(operation, operand)`."""
     reached, waiting = {value}, [value]
     while waiting:
         operation = waiting.pop().producer
@@ -305,7 +304,7 @@ def _inline(
     operations: list[Operation],
     bodies: list[_Body],
 ) -> list[Value]:
-    """Adds a jaxpr's operations and returns its results; `caller` is where it is called."""
+    """Appends a jaxpr's operations and returns its results; `caller` is where the jaxpr is called."""
     library = getattr(jaxpr.debug_info, "func_filename", None)
     values = dict(zip(jaxpr.invars, arguments, strict=True)) | {x: _argument(x.aval) for x in jaxpr.constvars}
 

@@ -1,4 +1,4 @@
-"""Where the reference of an operator will run, for those that are written differently for different places."""
+"""Where an operator's reference will run, for references that take another form there."""
 
 import contextlib
 import contextvars
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A platform, and whether the compiler splits the operands over several devices of it."""
+    """A platform, and whether the compiler splits the operands over several of its devices."""
 
     platform: str
     is_split: bool
@@ -18,22 +18,35 @@ _placement: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("p
 
 
 def placement() -> Placement | None:
-    """Where the reference that is being traced will run: known once it is lowered.
+    """Returns where the reference that is being traced will run, or None if that is unknown.
 
-    None while it is traced for its types or its derivative: then it has to be a differentiable function that can be
-    split. What is traced while lowering is used once, for this place, and never differentiated.
+    It is unknown while a reference is traced for its result types or its derivative: that form has to be
+    differentiable, and the compiler must be able to split it over devices. It is known while lowering. That form is
+    used once, for this place, and never differentiated.
+
+    Returns:
+      A record of the `platform`, and whether the compiler splits the operands over several of its devices (`is_split`).
+
+    Example:
+      >>> print(lowering.placement())  # outside of lowering
+      None
     """
     return _placement.get()
 
 
 def is_on_one_cpu() -> bool:
-    """Whether `placement` is a single CPU, for forms that suit its compiler alone."""
+    """Whether `placement` is a single CPU, so that a reference may take a form that only suits XLA's CPU compiler.
+
+    Example:
+      >>> lowering.is_on_one_cpu()  # outside of lowering
+      False
+    """
     return _placement.get() == Placement("cpu", is_split=False)
 
 
 @contextlib.contextmanager
 def placed(platform: str, is_split: bool) -> Iterator[None]:
-    """Makes this the placement of what is traced within the context."""
+    """Sets the placement of what is traced within the context."""
     token = _placement.set(Placement(platform, is_split))
     try:
         yield

@@ -1,66 +1,42 @@
-"""Makes an operator's primitive lower to the implementation that is chosen for each platform."""
+"""Lowers an operator's primitive to the implementation that is chosen for each platform."""
 
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from lowering import _jax_private, select, source_lines, tuning
+from lowering import _jax_private, registry, select, tuning
 from lowering.patterns import Pattern
 from lowering.placement import placed
+from lowering.registry import Operator
 from lowering.targets import PLATFORMS, abstract_device, being_lowered_for, is_absent
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 
-
-class Operator(Protocol):
-    """What `lowering` knows of an operator."""
-
-    @property
-    def name(self) -> str:
-        """Of the operator and of its primitive."""
-        ...
-
-    @property
-    def primitive(self) -> Primitive:
-        """What jaxprs hold."""
-        ...
-
-    @property
-    def kernels(self) -> tuple[Kernel, ...]:
-        """In order of preference."""
-        ...
-
-    @property
-    def patterns(self) -> tuple[Pattern, ...]:
-        """Of plain JAX that it would replace."""
-        ...
-
-    def meaning(self, *operands: Any, **params: Any) -> tuple[jax.Array, ...]:
-        """The reference implementation."""
-        ...
-
-    def local_kernel(self, run: Callable[..., Any], operands: Any) -> Callable[..., Any]:
-        """A kernel's `run`, applied to each device's part of operands that lie on a mesh."""
-        ...
-
-
-_registered: dict[Primitive, Operator] = {}
 _added_kernels: dict[str, tuple[Kernel, ...]] = {}
 
 
 def register(operator: Operator) -> None:
-    """Installs the lowering rules of the operator's primitive: one a platform, and the reference elsewhere."""
-    _registered[operator.primitive] = operator
-    select.operator_names.add(operator.name)
-    source_lines.add_operators(type(operator).__module__.partition(".")[0])
+    """Installs the lowering rules of an operator's primitive: one for each platform, and the reference elsewhere.
+
+    `jaxops` calls this for each of its operators. Call it yourself for an operator of another package.
+
+    Args:
+      operator: anything that implements `lowering.registry.Operator`, with a new primitive.
+
+    Example:
+      >>> operator = next(x for x in jaxops.operators() if x.name == "nll_loss")
+      >>> lowering.register(operator)  # has happened already; once more changes nothing
+      >>> operator.primitive
+      nll_loss
+    """
+    registry.add(operator)
     mlir.register_lowering(operator.primitive, functools.partial(_lower_reference, operator, "other"))
     for platform in PLATFORMS:
         mlir.register_lowering(operator.primitive, functools.partial(_lower, operator, platform), platform=platform)
@@ -69,16 +45,27 @@ def register(operator: Operator) -> None:
 
 
 def add_kernel(operator: Operator, kernel: Kernel) -> None:
-    """Offers one more kernel for an operator, before the ones it has.
+    """Offers another kernel for an operator, ahead of the kernels it has.
+
+    Clears JAX's caches, so that functions compiled without the kernel are lowered again.
 
     Args:
       operator: one of `jaxops.operators()`.
-      kernel: its record; `measured_on` decides where it is a default.
-
-    Clears JAX's caches, so that functions that were compiled without the kernel are lowered again.
+      kernel: a `pallas_kernels.kernel.Kernel`. On the targets in its `measured_on` it becomes the default.
 
     Raises:
-      TypeError: if `kernel` is no `Kernel`.
+      TypeError: if `kernel` is not a `Kernel`.
+
+    Example:
+      >>> from pallas_kernels.kernel import Kernel
+      >>> def run(log_probs, labels, weight, *, config, interpret, ignore_index):
+      ...     ...  # launch the kernel
+      >>> kernel = Kernel("mine", "cpu", run, refuses=lambda hardware, *operands, **params: None)
+      >>> operator = next(x for x in jaxops.operators() if x.name == "nll_loss")
+      >>> lowering.add_kernel(operator, kernel)
+      >>> lowering.explain(jaxops.nll_loss, jnp.zeros((1, 2)), jnp.array([1])).rows[0].refusals
+      (Refusal(kernel='mine', reason='opt-in: not measured on this target'),)
+      >>> lowering.remove_kernel(operator, kernel)
     """
     if not isinstance(kernel, Kernel):
         raise TypeError(f"add_kernel: kernel must be a pallas_kernels.kernel.Kernel; got {kernel!r}")
@@ -88,31 +75,40 @@ def add_kernel(operator: Operator, kernel: Kernel) -> None:
 
 
 def remove_kernel(operator: Operator, kernel: Kernel) -> None:
-    """Takes back a kernel that `add_kernel` offered."""
+    """Withdraws a kernel that `add_kernel` offered, and clears JAX's caches.
+
+    Args:
+      operator: the operator that was given to `add_kernel`.
+      kernel: the same record, not a copy of it.
+
+    Example:
+      >>> from pallas_kernels.kernel import Kernel
+      >>> operator = next(x for x in jaxops.operators() if x.name == "nll_loss")
+      >>> kernel = Kernel("mine", "cpu", run=lambda *operands, **params: None, refuses=lambda *_, **params: None)
+      >>> lowering.add_kernel(operator, kernel)
+      >>> lowering.remove_kernel(operator, kernel)
+      >>> lowering.explain(jaxops.nll_loss, jnp.zeros((1, 2)), jnp.array([1])).rows[0].refusals
+      ()
+    """
     _added_kernels[operator.name] = tuple(added for added in _added_kernels[operator.name] if added is not kernel)
     jax.clear_caches()
 
 
-def operator_of(primitive: Primitive) -> Operator | None:
-    """The operator of ours that this primitive is, if it is one."""
-    return _registered.get(primitive)
-
-
 def kernels_of(operator: Operator) -> tuple[Kernel, ...]:
-    """The operator's kernels in order of preference, after those that were added."""
+    """The operator's kernels in order of preference; those that were added come first."""
     return (*_added_kernels.get(operator.name, ()), *operator.kernels)
 
 
 def lowered_without_devices() -> AbstractContextManager[None]:
-    """Lets operators be lowered for a mesh of chips that are not here."""
-    return _jax_private.without_devices(_registered)
+    """Lets operators be lowered for a mesh of chips that are absent."""
+    return _jax_private.without_devices(operator.primitive for operator in registry.operators())
 
 
 def patterns() -> tuple[Pattern, ...]:
-    """Those that the operators would replace, also operators of installed packages that nothing has imported yet."""
+    """The patterns of all operators, including those of installed packages that nothing has imported yet."""
     for package in metadata.entry_points(group="lowering.operators"):
         package.load()
-    return tuple(pattern for operator in _registered.values() for pattern in operator.patterns)
+    return tuple(pattern for operator in registry.operators() for pattern in operator.patterns)
 
 
 def choose(
@@ -123,14 +119,15 @@ def choose(
     params: dict[str, Any],
     split: str,
 ) -> select.Choice:
-    """`select.choose` for this operator, where operands are split over devices as `split` (of `partitioning`) says."""
+    """Calls `select.choose` for this operator; `split` is how operands lie on devices, as in `partitioning`."""
     kernels = kernels_of(operator)
     request = selection.request(operator.name)
-    obstacle = _obstacle(split, hardware.platform)
-    # Outside of shard_map a kernel gets a part of what is split, not the shapes that are known here.
+    placement_reason = _placement_reason(split, hardware.platform)
+    # On an explicit or automatic mesh a kernel sees one device's part. Only the whole shapes are known here; what was
+    # tuned for them does not hold for a part.
     is_whole = bool(kernels) and split in ("none", "manual")
     tuned = tuning.find(selection.tuned, operator.name, hardware, operands, params) if is_whole else None
-    return select.choose(operator.name, kernels, request, hardware, operands, params, obstacle, tuned)
+    return select.choose(operator.name, kernels, request, hardware, operands, params, placement_reason, tuned)
 
 
 def _lower(
@@ -154,7 +151,7 @@ def _lower_kernel(operator: Operator, run: Callable[..., Any], split: str, ctx: 
         return _lower_fun(
             lambda *arrays: operator.local_kernel(run, arrays)(*arrays), ctx.replace(avals_in=avals), *operands
         )
-    # A kernel sees plain arrays, also inside shard_map: the primitive has typed the results already.
+    # Even inside shard_map a kernel sees plain arrays, as the primitive has already typed the results.
     plain = [
         [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)
     ]
@@ -163,7 +160,7 @@ def _lower_kernel(operator: Operator, run: Callable[..., Any], split: str, ctx: 
 
 
 def _on_chips(hardware: Hardware) -> AbstractContextManager[None]:
-    """The mesh around, of chips of this kind: Pallas asks it for the chip, and would take the one here."""
+    """The surrounding mesh with chips of this kind: Pallas asks the mesh, else assumes the chip of this machine."""
     mesh = jax.sharding.get_abstract_mesh()
     device = abstract_device(hardware)
     return jax.sharding.use_abstract_mesh(
@@ -172,7 +169,7 @@ def _on_chips(hardware: Hardware) -> AbstractContextManager[None]:
 
 
 def _on_mesh_around(aval: Any) -> Any:
-    """The type of an operand on an explicit mesh, laid out over the mesh around, which may say more of its devices."""
+    """An operand's type on the surrounding mesh, which knows its devices where the operand's own mesh may not."""
     mesh = jax.sharding.get_abstract_mesh()
     return aval.update(sharding=NamedSharding(mesh, aval.sharding.spec)) if is_absent() else aval
 
@@ -204,12 +201,12 @@ def partitioning(avals: Sequence[Any], device_count: int) -> str:
 
 
 def mesh_of(avals: Sequence[Any]) -> Any:
-    """The mesh in the operands' types; an empty one where they have none."""
+    """The mesh in the operands' types; an empty mesh if they name none."""
     meshes = [aval.sharding.mesh for aval in avals]
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.AbstractMesh((), ()))
 
 
-def _obstacle(split: str, platform: str) -> str | None:
+def _placement_reason(split: str, platform: str) -> str | None:
     if split == "mixed":
         return "inside a shard_map that leaves some mesh axes automatic, a kernel cannot be partitioned"
     if split == "auto" and platform == "tpu":

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from lowering import registry
 from lowering.errors import NotSupportedError
 from lowering.measurements import REFERENCE, Config, Entry, config_items, config_text, versions
 from pallas_kernels.hardware import Hardware
@@ -18,7 +19,7 @@ _RUNTIME_ERROR = 361001  # CANN's status for "unsupported on this platform"
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What the user asked for: a default, exceptions for single operators, and what was tuned.
+    """What the user asked for: a default, exceptions for single operators, and measurements from tuning.
 
     Each request is one of MODES; "pallas" and "interpret" may name a kernel, as in "pallas:mosaic_gpu".
     """
@@ -28,7 +29,7 @@ class Selection:
     tuned: tuple[Entry, ...] = ()
 
     def request(self, operator_name: str) -> str:
-        """What was asked for this operator."""
+        """What the user asked for this operator."""
         return dict(self.by_operator).get(operator_name, self.default)
 
     def __repr__(self) -> str:
@@ -36,52 +37,83 @@ class Selection:
         return " ".join([self.default, *(f"{name}={request}" for name, request in self.by_operator), *tuned])
 
 
-# Filled by `lowering.register`, so that a misspelt name is noticed.
-operator_names: set[str] = set()
-
-# A user context, and not a plain global, because it is part of jit's cache key: a function that was traced under one
-# selection is traced again under another.
+# A user context is part of jit's cache key, which a plain global is not: a function that was traced under one selection
+# is traced again under another.
 _selection = jax.make_user_context(Selection())
 
 
 def current_selection() -> Selection:
-    """What the innermost `use` asks for."""
+    """Returns what the surrounding `use` contexts ask for.
+
+    Returns:
+      A record with the `default` request, the requests `by_operator`, and the `tuned` measurements in force.
+
+    Example:
+      >>> with lowering.use("pallas"):
+      ...     lowering.current_selection().default
+      'pallas'
+    """
     return _selection.value
 
 
 @contextlib.contextmanager
 def using(selection: Selection) -> Iterator[None]:
-    """Makes exactly this selection the current one."""
+    """Makes exactly this selection the current one; `use` changes parts of it.
+
+    Args:
+      selection: as `current_selection` returns it.
+
+    Example:
+      >>> with lowering.use("pallas"):
+      ...     selection = lowering.current_selection()
+      >>> with lowering.using(selection):
+      ...     lowering.current_selection().default
+      'pallas'
+    """
     with _selection(selection):
         yield
 
 
 def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.AbstractContextManager[None]:
-    """Chooses how operators are implemented in the code that is traced within the context.
+    """Chooses the implementation of operators in code that is traced within the context.
 
-    The choice is made while tracing and is part of `jax.jit`'s cache key, so that one function can be compiled under
-    several. Contexts nest; the inner one wins where both speak.
+    The choice is made while tracing and is part of `jax.jit`'s cache key, so one function can be compiled under several
+    choices. Contexts nest; where two disagree, the inner one wins.
 
     Args:
-      implementation: for every operator. "auto" takes what was tuned for exactly these shapes; where nothing was, the
-        first kernel that was measured at least as fast as the reference on the target and does not refuse, else the
-        reference. "reference" takes the jnp form. "pallas" takes
-        the first kernel that does not refuse, measured or not, wherever an operator has kernels for the platform.
-        "interpret" runs a kernel in Pallas' interpreter, on any machine. None leaves the surrounding choice as it is.
-      **by_operator: the same for one operator, by its name, as in `use(apply_fused_ema_adam="pallas")`. After a colon,
-        "pallas" and "interpret" take the name of the kernel: "interpret:mosaic_gpu".
+      implementation: for every operator.
+
+        - "auto" takes the fastest implementation if these exact shapes were tuned. Otherwise it takes the first kernel
+          that accepts the operands and was measured at least as fast as the reference on the target, else the
+          reference.
+        - "reference" takes the `jax.numpy` form.
+        - "pallas" takes the first kernel that accepts the operands, measured or not. An operator without kernels for
+          the platform takes the reference.
+        - "interpret" runs a kernel in Pallas' interpreter, on any machine.
+        - None keeps the choice of the surrounding context.
+
+        "pallas" and "interpret" may name a kernel after a colon, as in "interpret:mosaic_gpu".
+      **by_operator: the same for single operators, by name, as in `use(apply_fused_ema_adam="pallas")`.
+
+    Returns:
+      A context manager.
 
     Raises:
-      ValueError: for an unknown implementation or operator, at once.
-      NotSupportedError: while lowering, if a kernel was asked for and all of the operator's kernels for the platform
-        refuse. The message holds each kernel's reason.
+      ValueError: for an unknown implementation or operator, when `use` is called.
+      NotSupportedError: while lowering, if you asked for a kernel and each of the operator's kernels for the platform
+        refuses. The message gives each kernel's reason.
+
+    Example:
+      >>> with lowering.use("pallas", embedding="reference"):
+      ...     print(lowering.current_selection())
+      pallas embedding=reference
     """
     for request in [*([] if implementation is None else [implementation]), *by_operator.values()]:
         if not _is_request(request):
             raise ValueError(f"use: implementation must be one of {', '.join(MODES)}; got {_shown(request)}")
     for name in by_operator:
-        if name not in operator_names:
-            raise ValueError(f"use: operator must be one of {', '.join(sorted(operator_names))}; got {name!r}")
+        if name not in registry.names():
+            raise ValueError(f"use: operator must be one of {', '.join(sorted(registry.names()))}; got {name!r}")
     return _used(implementation, by_operator)
 
 
@@ -105,7 +137,7 @@ def _is_request(request: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A kernel that was not taken, and the reason."""
+    """A kernel that was not chosen, and the reason."""
 
     kernel: str
     reason: str
@@ -113,9 +145,13 @@ class Refusal:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The kernel taken, or None for the reference; whether it is interpreted; and what was refused before it.
+    """The chosen implementation, and the refusals of the kernels that come before it.
 
-    `config` is the kernel's tuned configuration; None leaves the kernel its first.
+    Attributes:
+      kernel: None for the reference.
+      interpret: whether Pallas' interpreter runs the kernel.
+      refusals: of the kernels that were considered first, in order of preference.
+      config: the kernel's tuned configuration; None takes the first that the kernel offers.
     """
 
     kernel: Kernel | None
@@ -125,7 +161,7 @@ class Choice:
 
     @property
     def implementation(self) -> str:
-        """What `explain` calls it."""
+        """The name that `explain` shows."""
         if self.kernel is None:
             return REFERENCE
         if self.config is not None:
@@ -140,48 +176,49 @@ def choose(
     hardware: Hardware,
     operands: Sequence[Any],
     params: Mapping[str, Any],
-    obstacle: str | None = None,
+    placement_reason: str | None = None,
     tuned: Entry | None = None,
 ) -> Choice:
-    """Takes what was tuned, else the first kernel that does not refuse, else the reference.
+    """Takes the tuned winner, else the first kernel that does not refuse, else the reference.
 
     Args:
       operator_name: for the error.
       kernels: in order of preference.
       request: what the user asked for, as in `Selection`.
-      hardware: what is being lowered for, which need not be what is here.
+      hardware: the chip that is lowered for, which may be absent.
       operands: anything with shape and dtype.
       params: the operator's attributes.
-      obstacle: why no kernel at all can be used in this place, if so.
-      tuned: what was measured of this operator with these operands and attributes on this hardware.
+      placement_reason: why no kernel at all can run in this place, if so.
+      tuned: measurements of this operator on this hardware, with these operands and attributes.
 
     Raises:
-      NotSupportedError: if a kernel was asked for and every candidate refuses.
+      NotSupportedError: if the user asked for a kernel and every candidate refuses.
     """
     mode, _, kernel_name = request.partition(":")
 
     def refusal(kernel: Kernel) -> str | None:
-        reason = _platform_reason(kernel, mode, hardware) or obstacle or _size_reason(operands)
+        reason = _platform_reason(kernel, mode, hardware) or placement_reason or _size_reason(operands)
         if kernel_name and kernel.name != kernel_name:
             reason = f"{kernel_name} was asked for"
         chip = Hardware(kernel.platform, kernel.platform) if mode == "interpret" else hardware
         return reason or kernel.refuses(chip, *operands, **params)
 
-    def config_of(kernel: Kernel) -> Config | None:
+    def tuned_config(kernel: Kernel) -> Config | None:
         best = tuned.best(kernel.name) if tuned is not None and tuned.key.versions == versions() else None
         offered = [config_items(config) for config in kernel.configs(hardware, *operands, **params)] if best else []
         return best.config if best is not None and best.config in offered else None
 
-    setback = None if tuned is None or mode != "auto" else _setback(tuned, kernels, refusal, config_of)
+    default, others_reason = None, None
+    if mode == "auto":
+        default, others_reason = _default(kernels, hardware, tuned, refusal, tuned_config)
     refusals: list[Refusal] = []
     for kernel in kernels if mode != "reference" else ():
         reason = refusal(kernel)
-        if reason is None and mode == "auto":
-            reason = _automatic_reason(kernel, hardware, tuned, setback)
+        if reason is None and mode == "auto" and kernel is not default:
+            reason = others_reason or (tuned.against(kernel.name) if tuned is not None else None)
         if reason is None:
-            return Choice(
-                kernel, mode == "interpret", tuple(refusals), None if mode == "interpret" else config_of(kernel)
-            )
+            config = None if mode == "interpret" else tuned_config(kernel)
+            return Choice(kernel, mode == "interpret", tuple(refusals), config)
         refusals.append(Refusal(kernel.name, reason))
     has_candidates = any(_platform_reason(kernel, mode, hardware) is None for kernel in kernels)
     if mode in ("pallas", "interpret") and (has_candidates or (kernel_name and kernels)):
@@ -206,33 +243,32 @@ def _size_reason(operands: Sequence[Any]) -> str | None:
     return None
 
 
-def _setback(
-    tuned: Entry,
+def _default(
     kernels: Sequence[Kernel],
+    hardware: Hardware,
+    tuned: Entry | None,
     refusal: Callable[[Kernel], str | None],
-    config_of: Callable[[Kernel], Config | None],
-) -> str | None:
-    """Why what was measured does not decide; None if it does."""
-    winner = tuned.winner
-    if tuned.key.versions != versions():
-        measured_with = ", ".join(f"{name} {version}" for name, version in tuned.key.versions)
-        return f"what was tuned with {measured_with} does not count here"
-    if winner is None:
-        return "tuning could compare nothing with the reference"
-    if winner.implementation == REFERENCE:
-        return None
-    for kernel in kernels:
-        if kernel.name == winner.implementation:
-            reason = refusal(kernel)
-            if reason is None and config_of(kernel) is None:
-                reason = "that is none of its configurations"
-            return reason and f"{winner.name} was tuned, but {reason}"
-    return f"{winner.name} was tuned, but is not offered"
-
-
-def _automatic_reason(kernel: Kernel, hardware: Hardware, tuned: Entry | None, setback: str | None) -> str | None:
-    if tuned is not None and setback is None:
-        return tuned.against(kernel.name)
-    if hardware.name in kernel.measured_on:
-        return None
-    return "opt-in: not measured on this target" + (f"; {setback}" if setback else "")
+    tuned_config: Callable[[Kernel], Config | None],
+) -> tuple[Kernel | None, str | None]:
+    """The kernel that "auto" takes, None for the reference; and why it takes no other, None if tuning has decided."""
+    reason: str | None = None
+    if tuned is not None:
+        winner = tuned.winner
+        kernel = next((kernel for kernel in kernels if winner and kernel.name == winner.implementation), None)
+        if tuned.key.versions != versions():
+            measured_with = ", ".join(f"{name} {version}" for name, version in tuned.key.versions)
+            reason = f"what was tuned with {measured_with} does not count here"
+        elif winner is None:
+            reason = "tuning could compare nothing with the reference"
+        elif winner.implementation == REFERENCE:
+            return None, None
+        elif kernel is None:
+            reason = f"{winner.name} was tuned, but is not offered"
+        elif (refused := refusal(kernel)) is not None:
+            reason = f"{winner.name} was tuned, but {refused}"
+        elif tuned_config(kernel) is None:
+            reason = f"{winner.name} was tuned, but that is none of its configurations"
+        else:
+            return kernel, None
+    measured = (kernel for kernel in kernels if hardware.name in kernel.measured_on and refusal(kernel) is None)
+    return next(measured, None), "opt-in: not measured on this target" + (f"; {reason}" if reason else "")

@@ -1,4 +1,4 @@
-"""Where in the user's code an equation was made, and which files belong to libraries."""
+"""Finds the line of the user's code that made an equation, and tells which files belong to libraries."""
 
 import dataclasses
 import functools
@@ -31,12 +31,12 @@ def add_operators(package: str) -> None:
 class Site:
     """Where an equation was made.
 
-    What a library jits, such as `log_softmax`, is traced once for all of its callers, and remembers the first of them:
-    unless a user's function was called there, `caller` knows better.
+    A function that a library jits, such as `log_softmax`, is traced once, and its equations remember only the first
+    caller. `caller` is the right one, unless the library's function called a user's function in between.
 
     Attributes:
       traceback: JAX's.
-      caller: where the library's function was called in whose jaxpr the equation is.
+      caller: if the equation is in the jaxpr of a library's function, where that function was called.
       library: the file of that function.
     """
 
@@ -45,7 +45,7 @@ class Site:
     library: str | None = None
 
     def frames(self) -> list[Any]:
-        """Frames of the function that was traced, the innermost first; not those of the call that traced it."""
+        """The frames of the traced function, innermost first, without the call that traced it."""
         frames = getattr(self.traceback, "frames", ())
         own = list(itertools.takewhile(lambda frame: not _within(frame.file_name, _HERE), frames))
         if self.caller is not None:
@@ -56,7 +56,7 @@ class Site:
 
     @property
     def line(self) -> str:
-        """The user's line, such as "model.py:12 (loss_fn)"; the traced package's own where all code is installed."""
+        """The user's line, such as "model.py:12 (loss_fn)"; if all code is installed, the traced package's line."""
         frames = self.frames()
         users = [frame for frame in frames if not is_library(frame.file_name)]
         packages = {frame: _package(frame.file_name) for frame in frames}
@@ -69,21 +69,21 @@ class Site:
 
     @property
     def is_ours(self) -> bool:
-        """Whether one of our own operators made this."""
+        """Whether one of the registered operators made this."""
         made_by_libraries = itertools.takewhile(lambda frame: is_library(frame.file_name), self.frames())
         return any(_is_operators(frame.file_name) for frame in made_by_libraries)
 
 
 @functools.cache
 def is_library(path: str) -> bool:
-    """Whether a file belongs to a library: an installed package, JAX, our operators or Python."""
+    """Whether a file belongs to a library: an installed package, JAX, a registered operator or Python."""
     if _INSTALLED.search(path) or _MADE_UP.search(path):
         return True
     return _within(path, _JAX) or _is_operators(path) or _within(path, _STANDARD_LIBRARY)
 
 
 def _package(path: str) -> str:
-    """The installed package that a file belongs to; "" for JAX's own and for what is not installed."""
+    """The installed package that a file belongs to; "" for JAX, operators and files that are not installed."""
     found = _INSTALLED.search(path)
     return "" if found is None or found[1] in ("jax", "jaxlib") or _is_operators(path) else found[1]
 

@@ -1,4 +1,4 @@
-"""Functions of trees that hold more than arrays, such as the modules of Equinox, as functions of their arrays alone."""
+"""Turns functions of pytrees that hold more than arrays, such as Equinox modules, into functions of the arrays."""
 
 from collections.abc import Callable, Sequence
 from numbers import Number
@@ -8,15 +8,15 @@ import jax
 
 
 def of_arrays(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function and arguments as `jax.jit` takes them: what is no array is fixed.
+    """A function and arguments that `jax.jit` accepts: every leaf that is not an array is fixed.
 
-    An argument that holds a function, a string or a bool beside its arrays holds configuration: its Python numbers are
-    fixed, too, and so are all where the function is wrapped by `equinox.filter_jit`. Otherwise they are arrays, as
-    under `jax.jit`. What is jitted by JAX says itself what is static.
+    Python numbers count as arrays, as under `jax.jit`, with two exceptions. An argument that holds a function, a string
+    or a bool beside its arrays is configuration, so its numbers are fixed too. All numbers are fixed if the function is
+    wrapped by `equinox.filter_jit`. A function that JAX has jitted declares its static arguments itself.
 
     Returns:
-      Both, unchanged where nothing is fixed. Otherwise arguments with None for what is fixed, as `without_fixed` makes
-      them, and a function whose results have None for what is no array.
+      Both, unchanged if nothing is fixed. Otherwise a function whose results have None in place of leaves that are not
+      arrays, and arguments with None in place of fixed leaves, as `without_fixed` makes them.
     """
     leaves, structure = jax.tree.flatten(tuple(args))
     fixed = _fixed(fn, args)
@@ -33,14 +33,14 @@ def of_arrays(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[...
 
 
 def without_fixed(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments with None for what `of_arrays` fixes."""
+    """The arguments with None in place of the leaves that `of_arrays` fixes."""
     leaves, structure = jax.tree.flatten(tuple(args))
     moving = [None if is_fixed else leaf for leaf, is_fixed in zip(leaves, _fixed(fn, args), strict=True)]
     return tuple(jax.tree.unflatten(structure, moving))
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether this is an array, or has the type of one."""
+    """Whether this has a shape and a dtype."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
@@ -60,5 +60,5 @@ def _is_configuration(leaf: Any) -> bool:
 
 
 def _is_filtered(fn: Any) -> bool:
-    """Whether this is jitted, but not by JAX."""
+    """Whether something other than `jax.jit` has jitted this."""
     return hasattr(fn, "lower") and not hasattr(fn, "trace")

@@ -1,4 +1,4 @@
-"""Tables for people, in which no name is broken in the middle, however narrow the console."""
+"""Tables that never break a name in the middle, however narrow the console."""
 
 from io import StringIO
 
@@ -7,11 +7,11 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-_BORDERS_AND_PADDING = 3  # characters of each column, and one more
+_BORDERS_AND_PADDING = 3  # characters per column, plus one for the table
 
 
 def fitted(table: RenderableType, console: Console) -> RenderableType:
-    """A table with columns as wide as their longest words at least; where that is too wide, its rows as lists."""
+    """A table with columns at least as wide as their longest words; if the console is too narrow, rows as lists."""
     if not isinstance(table, Table):
         return table
     sizes = [_sizes(table, index, console) for index in range(len(table.columns))]
@@ -25,7 +25,7 @@ def fitted(table: RenderableType, console: Console) -> RenderableType:
 
 
 def text(table: RenderableType) -> str:
-    """What `print` shows, the same everywhere."""
+    """The text that `print` shows, the same everywhere."""
     file = StringIO()
     console = Console(file=file, width=140, no_color=True, force_terminal=False, force_jupyter=False)
     console.print(fitted(table, console))
@@ -33,7 +33,7 @@ def text(table: RenderableType) -> str:
 
 
 def _widths(sizes: list[Measurement], spare: int) -> list[int]:
-    """The least widths and what is to spare, given to the narrowest column that wants more."""
+    """The least widths, plus the spare characters one by one for the narrowest column that wants more."""
     widths = [least for least, _ in sizes]
     for _ in range(spare):
         wanting = [(width, index) for index, width in enumerate(widths) if width < sizes[index].maximum]
@@ -42,7 +42,7 @@ def _widths(sizes: list[Measurement], spare: int) -> list[int]:
 
 
 def _sizes(table: Table, index: int, console: Console) -> Measurement:
-    """The width of a column's longest word, and of its longest line."""
+    """The widths of a column's longest word and longest line."""
     column = table.columns[index]
     footers = [column.footer] if table.show_footer else []
     cells = [column.header, *column.cells, *footers]
@@ -52,7 +52,7 @@ def _sizes(table: Table, index: int, console: Console) -> Measurement:
 
 
 def _as_lists(table: Table) -> Group:
-    """Each row as its first cell, the other words below it, and its numbers in one line."""
+    """Each row as its first cell, the other words below it, and its numbers on one line."""
     lines: list[RenderableType] = [] if table.title is None else [table.title]
     for name, *values in zip(*(column.cells for column in table.columns), strict=True):
         cells = list(zip(table.columns[1:], values, strict=True))
@@ -66,7 +66,7 @@ def _as_lists(table: Table) -> Group:
 
 
 def _numbers(cells: list[tuple[RenderableType, RenderableType]]) -> list[RenderableType]:
-    """In one line, without line breaks."""
+    """All numbers on one line."""
     named = [f"{' '.join(str(header).split())} {' '.join(str(value).split())}" for header, value in cells if value]
     return [f"  {', '.join(named)}"] if named else []
 

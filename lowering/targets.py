@@ -1,8 +1,9 @@
-"""The chips that can be lowered for, whether or not they are in this machine."""
+"""The chips that can be targets, in this machine or not, and the names by which users ask for them."""
 
+import math
 import re
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractDevice
@@ -17,13 +18,13 @@ _NVIDIA_SOURCE = (
 
 
 def _tpu_rates(bfloat16: float, **others: float) -> tuple[tuple[str, float], ...]:
-    """float32 operands are rounded to bfloat16, or split into parts whose products take three or six passes."""
+    """With float32 derived: rounded to bfloat16, or split into parts whose products take three or six passes."""
     passes = {"float32": bfloat16, "float32 high": bfloat16 / 3, "float32 highest": bfloat16 / 6}
     return tuple({"bfloat16": bfloat16, **passes, **others}.items())
 
 
 def _nvidia_rates(*, float16: float, tf32: float, float32: float, float64: float, **others: float) -> Any:
-    """float32 operands are rounded to TF32 unless the highest precision is asked for."""
+    """With float32 derived: rounded to TF32, unless the highest precision is asked for."""
     halves = {"bfloat16": float16, "float16": float16}
     singles = {"float32": tf32, "float32 high": tf32, "float32 highest": float32}
     return tuple({**halves, **singles, "float64": float64, **others}.items())
@@ -158,19 +159,26 @@ TARGETS = {
     )
 }
 PLATFORMS = ("cpu", "cuda", "tpu")
-TOPOLOGY = re.compile(r"([1-9]\d*(x[1-9]\d*){0,2})?")  # none is that of a single chip
+_TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){0,2}")
 
-# A user context is part of the keys of JAX's caches: what is traced for one chip is not used for another.
+# A user context is part of the keys of JAX's caches, so what is traced for one chip is not used for another.
 _compiled_for = jax.make_user_context(None)
 
 
 def targets() -> tuple[Hardware, ...]:
-    """Every chip that `explain` can be asked about, by its record."""
+    """Returns the record of every chip that can be a target: memory, bandwidth, rates, and where they are published.
+
+    Example:
+      >>> [chip.name for chip in lowering.targets()]
+      ['cpu', 'tpu-v5e', 'tpu-v5p', ..., 'cuda-a100']
+      >>> next(chip.memory_bytes // 2**30 for chip in lowering.targets() if chip.name == "tpu-v5e")
+      16
+    """
     return tuple(TARGETS.values())
 
 
 def named(name: str) -> Hardware:
-    """The record of a target, or of a platform ("cpu", "cuda", "tpu") about whose chip nothing more is known."""
+    """The record of a chip, or of a platform ("cpu", "cuda", "tpu") if nothing more is known of the chip."""
     if name in TARGETS:
         return TARGETS[name]
     if name in PLATFORMS:
@@ -178,17 +186,43 @@ def named(name: str) -> Hardware:
     raise ValueError(f"lowering: target must be one of {', '.join((*TARGETS, *PLATFORMS[1:]))}; got {name!r}")
 
 
-def named_slice(name: str) -> Hardware:
-    """The record of a target that may carry the topology of a slice, as in "tpu-v5e:16x16"."""
-    chip, _, topology = name.partition(":")
-    hardware = named(chip)
-    if not TOPOLOGY.fullmatch(topology):
-        raise ValueError(f"lowering: target must have a topology such as 16x16 or 8; got {topology!r}")
-    return hardware
+class TopologyError(ValueError):
+    """A target's topology is not a size, or two or three sizes with an x between them."""
+
+
+class TargetSlice(NamedTuple):
+    """What a target string such as "tpu-v5e:16x16" names.
+
+    Attributes:
+      hardware: the record of the chip, or of a platform about whose chip nothing more is known.
+      topology: of the slice, such as "16x16"; "" for a single chip.
+      device_count: how many JAX devices the slice has; 1 without a topology.
+    """
+
+    hardware: Hardware
+    topology: str
+    device_count: int
+
+
+def parse(target: str) -> TargetSlice:
+    """Reads a target string: a chip or a platform, and after a colon the topology of a slice.
+
+    Raises:
+      TopologyError: if there is a topology that is not one or up to three sizes.
+      ValueError: for an unknown chip.
+    """
+    name, _, topology = target.partition(":")
+    hardware = named(name)
+    if not topology:
+        return TargetSlice(hardware, "", 1)
+    if not _TOPOLOGY.fullmatch(topology):
+        raise TopologyError(f"lowering: target must have a topology such as 16x16 or 8; got {topology!r}")
+    chips = math.prod(map(int, topology.split("x")))
+    return TargetSlice(hardware, topology, chips * hardware.devices_per_chip)
 
 
 def of_device(platform: str, device_kind: str) -> Hardware:
-    """The record of a device by what the runtime calls it."""
+    """The record of a device, from the name that the runtime gives it."""
     matches = (hardware for hardware in TARGETS.values() if hardware.platform == platform)
     return next(
         (hardware for hardware in matches if hardware.device_kind == device_kind),
@@ -197,7 +231,7 @@ def of_device(platform: str, device_kind: str) -> Hardware:
 
 
 def gpu_target_config(hardware: Hardware) -> str:
-    """What XLA has to know of an NVIDIA GPU to compile for it: a GpuTargetConfigProto in text form."""
+    """What XLA has to know about an NVIDIA GPU to compile for it: a GpuTargetConfigProto in text form."""
     if hardware.compute_capability is None or hardware.clock_hz is None:
         raise ValueError(f"lowering: target must be one of NVIDIA's chips; got {hardware.name!r}")
     major, minor = hardware.compute_capability
@@ -229,11 +263,10 @@ device_description_str: "{hardware.device_kind}"
 
 
 def being_lowered_for(platform: str, platforms: tuple[str, ...]) -> Hardware:
-    """The chip that code for `platform` will run on, as far as it is known while lowering.
+    """The chip that code for `platform` will run on, as far as lowering knows it.
 
-    `lowering.compile` says so, and so does an abstract mesh of devices of a kind. Otherwise code for this one platform
-    runs on the devices here, if they are of that platform; code that is exported for several platforms may run on any
-    chip of each.
+    `lowering.compile` names the chip, and so may an abstract mesh. Otherwise code for one platform runs on the devices
+    of this process, if they are of that platform. Code exported for several platforms may run on any of their chips.
     """
     chip: Hardware | None = _compiled_for.value
     if chip is not None and chip.platform == platform:
@@ -247,27 +280,27 @@ def being_lowered_for(platform: str, platforms: tuple[str, ...]) -> Hardware:
 
 
 def compiled_for(hardware: Hardware) -> AbstractContextManager[None]:
-    """Makes this the chip that code within the context is lowered for."""
+    """Lowers code within the context for this chip."""
     return _compiled_for(hardware)
 
 
 def is_absent() -> bool:
-    """Whether code is being compiled for a chip that is not here."""
+    """Whether code is being compiled for a chip that is absent."""
     return _compiled_for.value is not None
 
 
 def abstract_device(hardware: Hardware) -> AbstractDevice:
-    """What stands for a chip in an abstract mesh."""
+    """The chip as an abstract mesh holds it."""
     platform = "gpu" if hardware.platform == "cuda" else hardware.platform
     return AbstractDevice(device_kind=hardware.device_kind, num_cores=hardware.cores, platform=platform)
 
 
 def here() -> Hardware:
-    """The chip that this process computes on by default."""
+    """The chip that this process uses by default."""
     return of_device(platform_here(), jax.devices()[0].device_kind)
 
 
 def platform_here() -> str:
-    """The default backend under the name that lowering rules use for it."""
+    """The default backend, by the name that lowering rules use: "cpu", "cuda" or "tpu"."""
     backend = jax.default_backend()
     return "cuda" if backend == "gpu" else backend

@@ -1,4 +1,4 @@
-"""What was tuned, as a file, as a context for tracing, and as it ships with this library."""
+"""Tuning results: as a context for tracing, as a file, and as shipped with this library."""
 
 import dataclasses
 import functools
@@ -24,11 +24,11 @@ _SHIPPED = Path(__file__).parent / "tuned"
 
 
 class TuningError(RuntimeError):
-    """A file holds no tuning that can be read here, or a function cannot be tuned like this."""
+    """A file is not a readable tuning result, or a function cannot be tuned like this."""
 
 
 class _Entered(threading.local):
-    """The contexts that this thread has entered: a result is frozen, and may be entered within itself."""
+    """The contexts that this thread has entered. A frozen result cannot hold them, and may be entered twice."""
 
     def __init__(self) -> None:
         self.contexts: list[AbstractContextManager[None]] = []
@@ -39,14 +39,15 @@ _entered = _Entered()
 
 @dataclasses.dataclass(frozen=True)
 class TuningResult:
-    """What `tune` has measured. Code that is traced within `with result:` is lowered to what was fastest.
+    """Measurements of `tune`. Code traced within `with result:` takes the fastest implementation.
 
-    Contexts nest, with one another and with `lowering.use`; where two know the same operator at the same shapes, the
-    inner one decides. They are part of jit's cache key.
+    A result saved in this library's `lowering/tuned/` ships with it and applies everywhere.
+    Contexts nest, also with `lowering.use`; where two measured the same operator at the same shapes, the inner one
+    decides. They are part of jit's cache key.
 
     Attributes:
-      entries: one for each operator at one set of shapes.
-      stopped: why not everything was measured, such as "interrupted"; empty where it was.
+      entries: one for each operator at each set of shapes.
+      stopped: why some measurements are missing, such as "interrupted"; empty if none are.
     """
 
     entries: tuple[Entry, ...] = ()
@@ -54,7 +55,7 @@ class TuningResult:
 
     @property
     def complete(self) -> bool:
-        """Whether everything that was to be measured was."""
+        """Whether nothing is missing."""
         return not self.stopped
 
     def __enter__(self) -> "TuningResult":
@@ -68,7 +69,7 @@ class TuningResult:
         _entered.contexts.pop().__exit__(*exception)
 
     def save(self, path: str | Path) -> None:
-        """Writes the result to a file, at once or not at all.
+        """Writes the result to a file, whole or not at all.
 
         Raises:
           TuningError: if the file cannot be written, or holds anything but an earlier result.
@@ -87,10 +88,10 @@ class TuningResult:
 
     @classmethod
     def load(cls, path: str | Path) -> "TuningResult":
-        """Reads what `save` has written.
+        """Reads a result that `save` wrote.
 
         Raises:
-          TuningError: if there is no such file, or it is damaged, of another kind or of another format.
+          TuningError: if the file is missing, damaged, of another kind or of another format.
         """
         try:
             record = json.loads(Path(path).read_text())
@@ -98,24 +99,24 @@ class TuningResult:
             raise TuningError(f"load: {str(path)!r} must be a file that can be read; got {error.strerror}") from None
         except (ValueError, RecursionError):
             record = None
-        held = record.get("format") if isinstance(record, dict) and "entries" in record else None
-        if isinstance(held, int) and held != _FORMAT:
-            raise TuningError(f"load: {str(path)!r} must have format {_FORMAT}; got {held}")
+        found = record.get("format") if isinstance(record, dict) and "entries" in record else None
+        if isinstance(found, int) and found != _FORMAT:
+            raise TuningError(f"load: {str(path)!r} must have format {_FORMAT}; got {found}")
         try:
-            if held != _FORMAT or not isinstance(record["stopped"], str):
-                raise ValueError("no result")
+            if found != _FORMAT or not isinstance(record["stopped"], str):
+                raise ValueError("not a result")
             entries = tuple(Entry.from_record(entry) for entry in record["entries"])
         except (ValueError, TypeError, KeyError, AttributeError):
             raise TuningError(f"load: {str(path)!r} must be a whole file that tune has written") from None
         return cls(entries, record["stopped"])
 
     def to_json(self) -> str:
-        """Everything, as a JSON object."""
+        """Writes everything as a JSON object."""
         entries = [entry.to_record() for entry in self.entries]
         return json.dumps({"format": _FORMAT, "stopped": self.stopped, "entries": entries}, indent=2)
 
     def table(self) -> Table:
-        """The entries as a `rich` table, the fastest of each in bold."""
+        """Lays out the entries as a `rich` table, the fastest candidate of each in bold."""
         targets = ", ".join(sorted({entry.key.target for entry in self.entries}))
         title = f"{len(self.entries)} measured" + (f" on {targets}" if targets else "")
         title += f", {self.stopped}" if self.stopped else ""
@@ -131,7 +132,7 @@ class TuningResult:
                 reason = f"\n  {candidate.discarded}" if candidate.discarded else ""
                 time = "-" if candidate.median_us is None else f"{candidate.median_us:,.1f}"
                 style = "bold" if is_winner else "dim" if candidate.discarded else ""
-                way = Text(f"{'*' if is_winner else ' '} {candidate.name}{reason}")  # brackets are no markup
+                way = Text(f"{'*' if is_winner else ' '} {candidate.name}{reason}")  # Text: brackets are not markup
                 table.add_row(about, way, time, style=style)
                 about = Text()
             table.add_section()
@@ -142,7 +143,7 @@ class TuningResult:
 
 
 def merged(*groups: Iterable[Entry]) -> tuple[Entry, ...]:
-    """The entries of all groups; of those with one key, the last."""
+    """The entries of all groups; for each key, the last."""
     return tuple({entry.key: entry for group in groups for entry in group}.values())
 
 
@@ -153,7 +154,7 @@ def find(
     operands: Sequence[Any],
     params: Mapping[str, Any],
 ) -> Entry | None:
-    """What was measured of an operator: in this context, else as shipped; else with other versions."""
+    """The measurement of an operator: from the context, else shipped, else one made with other versions."""
     key = Key.of(operator_name, hardware, operands, params)
     if key is None:
         return None
@@ -166,7 +167,7 @@ def find(
 
 @functools.cache
 def _shipped(path: Path) -> tuple[Entry, ...]:
-    """The entries in a file of this library, read once; a damaged file is reported, and ignored."""
+    """The entries in a file of this library, read once; warns about a damaged file and ignores it."""
     if not path.is_file():
         return ()
     try:

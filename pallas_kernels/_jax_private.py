@@ -1,7 +1,7 @@
-"""All that depends on the version of JAX: what comes from its private modules, and what it calls differently.
+"""Everything that depends on the version of JAX: private modules, and functions that changed.
 
 The interpreter of Mosaic GPU kernels came with JAX 0.10 and became public in 0.11. `plgpu.load` took an index in
-JAX 0.10 and takes a Ref that is indexed already in 0.12.
+JAX 0.10, and takes an indexed Ref in 0.12.
 """
 
 import inspect
@@ -11,9 +11,9 @@ import jax
 
 
 def interpret_gpu_params(**params: Any) -> Any:
-    """`InterpretGPUParams(**params)`, how `pl.kernel` is told to interpret a GPU kernel."""
+    """Returns `InterpretGPUParams(**params)`, which tells `pl.kernel` to interpret a GPU kernel."""
     if jax.__version_info__ >= (0, 11):
-        # CI checks types on JAX 0.10, which does not have it.
+        # Types are checked on JAX 0.10, which does not have it.
         from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams  # type: ignore[attr-defined]
     else:
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
@@ -21,7 +21,7 @@ def interpret_gpu_params(**params: Any) -> Any:
 
 
 def load_gpu(ref: Any, index: Any) -> jax.Array:
-    """Loads from device memory into any layout, also one that no vector access fits."""
+    """Loads from device memory into any layout, even one that vector accesses do not fit."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     takes_index = "idx" in inspect.signature(plgpu.load).parameters

@@ -1,4 +1,4 @@
-"""What no batch-norm kernel takes, whatever its dialect."""
+"""What no batch-norm kernel supports, whatever its dialect."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ _ACTIVATIONS = ("identity", "relu")
 
 
 def refusal(x: Any, axis_name: Any, activation: tuple[str, float, bool] = IDENTITY) -> str | None:
-    """Why no kernel normalizes x, seen as (..., n, a, c, b), with these attributes; None if nothing is in its way."""
+    """Why no kernel normalizes x (..., n, a, c, b) with these attributes; None if kernels may."""
     if activation[0] not in _ACTIVATIONS:
         return f"the kernels fuse relu, not {activation[0]}"
     if axis_name is not None:

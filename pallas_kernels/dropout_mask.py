@@ -1,6 +1,6 @@
-"""Which elements dropout keeps: 32 of them in a word of bits, from a counter-based generator in integer arithmetic.
+"""Draws which elements dropout keeps: 32 per word of bits, from a counter-based generator in integer arithmetic.
 
-Written once, for the reference and for kernels of any dialect, so that all of them keep the same elements.
+The reference and the kernels of both dialects share this code, so all of them keep the same elements.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 WORD_BITS = 32
 RESOLUTION_BITS = 24
-# `jax.random` counts up from 0 under the same key. Counters that begin here keep clear of it.
+# `jax.random` counts up from 0 under the same key. Counters that begin here do not meet its counters.
 _FIRST_COUNT = 1 << 31
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _KEY_PARITY = 0x1BD11BDA
@@ -18,7 +18,7 @@ _KEY_PARITY = 0x1BD11BDA
 
 @jax.jit
 def threefry(key0: jax.Array, key1: jax.Array, count0: jax.Array, count1: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds: two random words for each pair of counters; uint32, broadcast together.
+    """Computes Threefry-2x32 with 20 rounds: two random words for each pair of counters; uint32, broadcast together.
 
     Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011).
     """
@@ -33,15 +33,16 @@ def threefry(key0: jax.Array, key1: jax.Array, count0: jax.Array, count1: jax.Ar
     return x0, x1
 
 
-def threshold(kept: jax.Array) -> jax.Array:
-    """A probability of 24 binary digits in units of the last digit, as uint32: from 0 to 2**24."""
-    return (kept * 2**RESOLUTION_BITS).astype(jnp.int32).astype(jnp.uint32)
+def threshold(keep_probability: jax.Array) -> jax.Array:
+    """A probability with 24 binary digits in units of the last digit, as uint32 from 0 to 2**24."""
+    return (keep_probability * 2**RESOLUTION_BITS).astype(jnp.int32).astype(jnp.uint32)
 
 
 def digits(threshold: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-    """What `compared` starts with and the 24 digits of a threshold; each 0 or 2**32 - 1.
+    """The start value of `compared` and the 24 digits of a threshold; each 0 or 2**32 - 1.
 
-    1 has no digits behind the point: it is 0.111... to the last digit, and by the start everywhere behind that.
+    The probability 1 is written as 0.111...: 24 digits of 1, and a start value that says less for all digits after
+    them.
     """
     is_one = threshold >> jnp.uint32(RESOLUTION_BITS)
     number = threshold - is_one
@@ -60,18 +61,19 @@ def compared(
     first_pair: jax.typing.ArrayLike,
     digits: Sequence[jax.typing.ArrayLike],
 ) -> jax.Array:
-    """Compares 32 random numbers with one at once, some binary digits of them, from the last of these to the first.
+    """Compares 32 random numbers with a threshold at once, digit by digit from the last to the first.
 
-    Bit b of a word says of element `32 * word + b` whether its number is less. Each digit of 32 numbers is a random
-    word, and where it equals that of the number, the digits behind it decide.
+    Bit b of a word says whether the number of element `32 * word + b` is less. A random word holds one digit of all 32
+    numbers. If a digit equals the threshold's, the digits after it decide.
 
     Args:
-      less: what the digits behind these say.
+      less: the result for the digits after these.
       keys: of the generator.
-      words: which words of the mask these are.
-      first_pair: the first of these digits, counted in pairs.
-      digits: of the number; each 0 or 2**32 - 1, as many as are in pairs.
+      words: the numbers of the words in the mask.
+      first_pair: the position of the first digit, counted in pairs.
+      digits: an even number of the threshold's digits; each 0 or 2**32 - 1.
     """
+    # One call of the generator makes two words, so digits come in pairs.
     for pair in reversed(range(len(digits) // 2)):
         count = jnp.full_like(words, _FIRST_COUNT) + jnp.asarray(first_pair, jnp.uint32) + jnp.uint32(pair)
         drawn = threefry(*keys, count, words)

@@ -1,4 +1,4 @@
-"""The arithmetic of EMA-Adam, written once for the kernels of both Pallas dialects."""
+"""The arithmetic of EMA-Adam, shared by the kernels of both Pallas dialects."""
 
 from collections.abc import Callable, Iterable
 
@@ -31,10 +31,12 @@ def ema_adam_update(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Computes the first output, m', v' and s' in float32, unrounded until the caller stores them.
 
-    The operands are grad, var, m, v and s, float32 and of one shape; the coefficients are float32 scalars in the order
-    of `COEFFICIENTS`. `mode` decays the weights beside the moments ("adamw") or through the gradient ("l2"), `output`
-    makes var' ("params") or var' - var ("update") the first output, and `sqrt` is the square root of a dialect that
-    needs its own.
+    Args:
+      operands: grad, var, m, v and s, float32 and of one shape.
+      coefficients: float32 scalars in the order of `COEFFICIENTS`.
+      mode: decays weights beside the moments ("adamw") or through the gradient ("l2").
+      output: the first output, var' ("params") or var' - var ("update").
+      sqrt: the square root, for a dialect that needs its own.
     """
     grad, var, m, v, s = operands
     learning_rate, ema_decay, ema_gain, beta1, gain1, beta2, gain2, correction1, correction2, eps, weight_decay = (

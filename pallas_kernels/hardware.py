@@ -1,4 +1,4 @@
-"""What a kernel may need to know about the chip it is asked to run on."""
+"""What a kernel may need to know about the chip that it runs on."""
 
 import dataclasses
 
@@ -9,23 +9,23 @@ class Hardware:
 
     Attributes:
       name: the target's name, such as "tpu-v5e" or "cuda-h100". A platform's own name ("tpu", "cuda", "cpu") stands for
-        a chip of that platform about which nothing more is known.
+        an unknown chip of that platform.
       platform: the lowering platform, "cpu", "cuda" or "tpu".
-      device_kind: `jax.Device.device_kind` as the runtime reports it; empty where several chips share the record.
+      device_kind: `jax.Device.device_kind` as the runtime reports it; empty if several chips share the record.
       compute_capability: NVIDIA's compute capability, such as (9, 0); None elsewhere.
       cores: streaming multiprocessors of a GPU, TensorCores of a TPU chip.
-      on_chip_bytes: the memory one kernel instance can tile into: VMEM of a TensorCore, shared memory of one thread
-        block.
-      shared_bytes: what the thread blocks of a GPU's multiprocessor share.
+      on_chip_bytes: the memory that one kernel instance can tile into: VMEM of a TensorCore, shared memory of one
+        thread block.
+      shared_bytes: the shared memory of a GPU's multiprocessor, for all of its thread blocks.
       l2_bytes: the cache between a GPU's multiprocessors and its memory.
       fp32_lanes: float32 operations that one multiprocessor starts in a cycle.
-      clock_hz: of a GPU's multiprocessors, at most.
+      clock_hz: the highest clock of a GPU's multiprocessors.
       memory_bytes: device memory of the chip.
       memory_bytes_per_s: its bandwidth.
-      matmul_flops_per_s: dense matrix products, by the dtype of their operands at JAX's default precision; what "high"
-        and "highest" precision make of float32 are entries of their own ("float32 highest").
-      devices_per_chip: how many JAX devices a chip has; this record is of one of them.
-      smallest_slice: of TPU chips that can be compiled for, as `jax.experimental.topologies` names it.
+      matmul_flops_per_s: the rates of dense matrix products at JAX's default precision, by the dtype of the operands.
+        float32 at higher precision has entries of its own ("float32 high", "float32 highest").
+      devices_per_chip: the number of JAX devices of a chip; this record describes one of them.
+      smallest_slice: the smallest TPU slice that can be compiled for, as `jax.experimental.topologies` names it.
       source: where the figures were published.
     """
 

@@ -1,4 +1,4 @@
-"""The record by which a kernel describes itself to whoever selects, compiles or tunes it."""
+"""The record that describes a kernel to the code that selects, compiles or tunes it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -25,17 +25,17 @@ class Kernel:
       run: `run(*operands, config, interpret=False, **params) -> outputs`. Launches the kernel on arrays; the only place
         that does. `interpret` is False, True, or the interpreter parameters of the kernel's own dialect.
       refuses: `refuses(hardware, *operands, **params) -> str | None`. Why this kernel cannot take operands of these
-        shapes and dtypes on this hardware, in words that a user can act on; None where it can. Never raises. Symbolic
-        sizes, which no kernel takes, are refused before.
+        shapes and dtypes on this hardware, in words that a user can act on; None if it can. Never raises. Symbolic
+        sizes are refused earlier, for all kernels.
       configs: `configs(hardware, *operands, **params)`. The launch configurations worth trying there, the default
         first.
-      measured_on: names of the targets on which it was measured at least as fast as the reference; there it is the
-        default choice, elsewhere it must be asked for.
-      interpreter_is_pure: whether `run(interpret=True)` has no side effects. Where it has, as Mosaic GPU's interpreter,
-        an operator cannot be lowered to it; tests call `run`.
-      overwrites: `overwrites(*operands, **params)`. The positions of operands whose buffers results of the same type
-        take, in order. XLA copies such an operand first unless nobody needs it afterwards, so that is how the kernel is
-        timed.
+      measured_on: names of the targets where it was measured at least as fast as the reference. There it is the
+        default; elsewhere the user has to ask for it.
+      interpreter_is_pure: whether `run(interpret=True)` has no side effects. Mosaic GPU's interpreter has some, so an
+        operator cannot be lowered to it; tests call `run` directly.
+      overwrites: `overwrites(*operands, **params)`. The positions of operands whose buffers are reused for results of
+        the same type, in order. XLA copies such an operand first if it is needed afterwards; tuning times the kernel
+        without that copy.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Where the groups of a softmax lie in memory, and what no softmax kernel takes, whatever its dialect."""
+"""Where the groups of a softmax lie in memory, and which groups no kernel takes, whatever its dialect."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,15 +11,15 @@ Reshape = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
 
 class Groups(NamedTuple):
-    """How groups of elements that an operator sees as (..., c) lie in an array.
+    """How groups of elements lie in an array; the operator sees them as (..., c).
 
-    The reference and the kernels undo what `of` does before they compute anything, and `in_memory` undoes what they do
-    after it. The two cancel out in XLA, so that nothing is moved: not even where a group has several axes, with others
-    between them.
+    `of` and `in_memory` are inverse to each other. The operator's caller applies `of` to operands and `in_memory` to
+    results; inside, the reference and the kernels do the reverse. All of this cancels out in XLA, so nothing is moved,
+    even if a group has several axes with others in between.
 
     Attributes:
-      sizes: of the axes of a group, in the order of the array.
-      behind: for each of them, how many axes that are none of a group lie behind it.
+      sizes: of a group's axes, in the order of the array.
+      behind: for each of these axes, how many axes outside of the group come after it.
     """
 
     sizes: tuple[int, ...]
@@ -27,13 +27,13 @@ class Groups(NamedTuple):
 
     @classmethod
     def along(cls, shape: Sequence[int], axes: Sequence[int]) -> "Groups":
-        """The groups of an array along these axes, which ascend."""
+        """The groups of an array along these axes, in ascending order."""
         behind = [len(shape) - 1 - axis - sum(other > axis for other in axes) for axis in axes]
         return cls(tuple(shape[axis] for axis in axes), tuple(behind))
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Those of a group in the array, counted from its end, so that batch axes may come before all others."""
+        """A group's axes in the array, counted from its end, so that batch axes may come before all others."""
         count = len(self.sizes)
         return tuple(position - count - behind for position, behind in enumerate(self.behind))
 
@@ -42,9 +42,9 @@ class Groups(NamedTuple):
         return tuple(range(-len(self.sizes), 0))
 
     def of(self, x: jax.Array, reshape: Reshape = jnp.reshape) -> jax.Array:
-        """(..., c): the groups of an array."""
-        moved = jnp.moveaxis(x, self.axes, self._last)
-        return reshape(moved, (*moved.shape[: moved.ndim - len(self.sizes)], math.prod(self.sizes)))
+        """The groups (..., c) of an array."""
+        grouped = jnp.moveaxis(x, self.axes, self._last)
+        return reshape(grouped, (*grouped.shape[: grouped.ndim - len(self.sizes)], math.prod(self.sizes)))
 
     def in_memory(self, groups: jax.Array, reshape: Reshape = jnp.reshape) -> jax.Array:
         """The array that has these groups (..., c)."""
@@ -52,14 +52,14 @@ class Groups(NamedTuple):
 
 
 class View(NamedTuple):
-    """Groups as a kernel sees them: an array of which one axis is theirs.
+    """Groups as a kernel sees them: an array with a single axis along the groups.
 
     Attributes:
       groups: where they lie.
-      order: the array's axes in the order of the view, which merges some of them; None if the view is not of the array
-        but of its groups (..., c), whose elements are put side by side first.
+      order: the array's axes in the order of the view, which merges some of them. None if the view is of the groups
+        (..., c) instead, whose elements XLA puts side by side first.
       shape: of the view.
-      axis: of the view, along which a group lies.
+      axis: the view's axis along the groups.
     """
 
     groups: Groups
@@ -69,9 +69,10 @@ class View(NamedTuple):
 
     @classmethod
     def in_memory(cls, groups: Groups, shape: Sequence[int]) -> "View":
-        """Groups (..., c) of this shape as (outer, c, inner), or (1, outer, c) if nothing lies behind c."""
+        """The view of groups (..., c) of this shape: (outer, c, inner), or (1, outer, c) if c comes last."""
         *batch, c = shape
         array = array_shape(groups, shape)
+        # With other axes between a group's own, no merge of neighbouring axes makes the group one axis.
         is_parted = len({*groups.behind}) > 1
         order = None if is_parted else tuple(range(len(array)))
         behind = 0 if is_parted else max(groups.behind, default=0)
@@ -80,7 +81,7 @@ class View(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Of a group."""
+        """The number of elements of a group."""
         return self.shape[self.axis]
 
     def to_view(self, x: jax.Array) -> jax.Array:
@@ -104,7 +105,7 @@ def array_shape(groups: Groups, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def refusal(x: Any) -> str | None:
-    """Why no kernel takes groups of this shape, split over devices as x is; None if nothing is in its way."""
+    """Why no kernel takes groups of this shape, split over devices like x; None if kernels may."""
     if math.prod(x.shape) == 0:
         return "there is nothing to normalize"
     spec = tuple(getattr(getattr(x, "sharding", None), "spec", ()))

@@ -1,11 +1,11 @@
-"""What no kernel takes of images that are split over a mesh."""
+"""Why kernels of whole images refuse images that are split over a mesh."""
 
 import math
 from typing import Any
 
 
 def refusal(x: Any) -> str | None:
-    """Why no kernel takes images of four axes, split over devices as x is; None if nothing is in its way."""
+    """Why no kernel takes images of four axes, split over devices like x; None if kernels may."""
     if math.prod(x.shape) == 0:
         return "there is nothing to compute"
     spec = tuple(getattr(getattr(x, "sharding", None), "spec", ()))

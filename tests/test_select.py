@@ -68,7 +68,7 @@ def test_choose_raises_when_a_kernel_was_asked_for_and_all_refuse(request_, hard
 
 
 def test_choose_takes_the_reference_where_no_kernel_can_be_used():
-    choice = choose("auto", H100, obstacle="split over devices")
+    choice = choose("auto", H100, placement_reason="split over devices")
     assert choice.kernel is None
     assert choice.refusals[1].reason == "split over devices"
 

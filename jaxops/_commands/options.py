@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from jaxops._commands.user_function import CommandError
 from lowering import TuningError, TuningResult
 from lowering.tables import fitted
-from lowering.targets import named_slice
+from lowering.targets import parse
 
 IMPLEMENTATIONS = ("auto", "reference", "pallas")
 
@@ -52,7 +52,7 @@ def tuned_by(path: Path | None) -> TuningResult:
 def require_target(target: str) -> None:
     """Refuses names that are neither a chip nor a slice of chips with its topology."""
     try:
-        named_slice(target)
+        parse(target)
     except ValueError as error:
         raise CommandError(str(error).removeprefix("lowering: ")) from None
 

@@ -13,10 +13,9 @@ from jaxops._primitive import sharding
 from jaxops._primitive.batching import batching_rule
 from jaxops._primitive.derivative import Derivative, compiled_bind, jvp_rule
 from jaxops._primitive.signature import Signature
+from lowering import registry
 from lowering.patterns import Pattern
 from pallas_kernels.kernel import Kernel
-
-_operators: dict[str, "Operator"] = {}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,7 +56,6 @@ class Operator:
         carries_batch = ([operand.batched for operand in axes.operands], [result.batched for result in axes.results])
         batching.primitive_batchers[primitive] = batching_rule(primitive, *carries_batch)
         ad.primitive_jvps[primitive] = jvp_rule(self)
-        _operators[self.name] = self
 
     def __call__(self, *operands: jax.Array, **params: Any) -> tuple[jax.Array, ...]:
         """Binds the primitive. Operands must be arrays, and `params` hashable."""
@@ -93,4 +91,5 @@ def operators() -> tuple[Operator, ...]:
       >>> softmax.signature, [kernel.platform for kernel in softmax.kernels]
       ('... c -> ... c', ['tpu', 'cuda'])
     """
-    return tuple(_operators[name] for name in sorted(_operators))
+    by_name = {operator.name: operator for operator in registry.operators() if isinstance(operator, Operator)}
+    return tuple(by_name[name] for name in sorted(by_name))

@@ -172,7 +172,7 @@ def _pick_by_label(matmul: Operation, classes: Any, log: Operation, made_of_logi
 
 def _made_of(graph: Graph, matmul: Operation) -> set[Value]:
     """Everything computed from these logits, also where they are computed again."""
-    return forward((x for same in graph.alike(matmul) for x in same.outputs), lambda *_: True)
+    return forward((x for same in graph.duplicates(matmul) for x in same.outputs), lambda *_: True)
 
 
 def _picks(operation: Operation, logits: Value, classes: Any, made_of_logits: set[Value]) -> bool:

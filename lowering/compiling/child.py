@@ -1,7 +1,7 @@
 """The process that `lowering.compile` starts: it compiles what it finds in folders, and leaves the results there.
 
-Compilers for chips that are not here take over settings of the whole process; this one has nothing to lose. It reads a
-folder's name a line, answers with a line when the folder is done, and ends when nothing has been asked for a while.
+Compilers for absent chips change settings of the whole process, and this process has no other work to disturb. It reads
+one folder name per line, answers with a line when the folder is done, and ends after two idle minutes.
 """
 
 import json
@@ -22,8 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lowering import _jax_private
 from lowering.compiling.report import compiled_facts
-from lowering.targets import gpu_target_config, named
-from pallas_kernels.hardware import Hardware
+from lowering.targets import TargetSlice, gpu_target_config, parse
 
 _IDLE_SECONDS = 120
 
@@ -44,11 +43,11 @@ def main() -> None:
 
 
 def _compile(folder: Path) -> None:
-    """Compiles `folder`'s exported function for the target in its request."""
+    """Compiles the exported function in `folder` for the target in its request."""
     request = json.loads((folder / "request.json").read_text())
     jax.config.update("jax_enable_x64", request["x64"])
     exported = jax.export.deserialize(bytearray((folder / "exported").read_bytes()))
-    devices = np.array(_devices(named(request["target"]), request["topology"])[: exported.nr_devices])
+    devices = np.array(_devices(parse(request["target"]))[: exported.nr_devices])
     axis_types = tuple(AxisType[name] for name in request["axis_types"])
     mesh = Mesh(devices.reshape(request["axis_sizes"]), request["axis_names"], axis_types=axis_types)
     shardings = [sharding or NamedSharding(mesh, PartitionSpec()) for sharding in exported.in_shardings_jax(mesh)]
@@ -63,8 +62,8 @@ def _compile(folder: Path) -> None:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        # XLA chooses tiles for Triton by trying them on the GPU. Without one it guesses; where the guess does not fit
-        # (JAX 0.10), matrix products are left to cuBLAS, which is the other thing that it would have tried.
+        # XLA chooses Triton's tiles by trying them on the GPU. Without a GPU it guesses; if the guess does not fit
+        # (JAX 0.10), leave matrix products to cuBLAS, the alternative that XLA would have tried.
         if "output tile sizes" not in str(error):
             raise
         compiled = lowered.compile({"xla_gpu_enable_triton_gemm": False})
@@ -73,12 +72,12 @@ def _compile(folder: Path) -> None:
     (folder / "facts.json").write_text(json.dumps(facts))
 
 
-def _devices(hardware: Hardware, topology: str) -> Any:
-    """The chips of a topology; without one, of the smallest that can be compiled for."""
-    if hardware.platform == "tpu":
-        generation, _, smallest = hardware.smallest_slice.partition(":")
-        return topologies.get_topology_desc(f"{generation}:{topology or smallest}", platform="tpu").devices
-    return _jax_private.cuda_devices(gpu_target_config(hardware), topology or "1")
+def _devices(target: TargetSlice) -> Any:
+    """The devices of a slice; for a single chip, those of the smallest slice that can be compiled for."""
+    if target.hardware.platform == "tpu":
+        generation, _, smallest = target.hardware.smallest_slice.partition(":")
+        return topologies.get_topology_desc(f"{generation}:{target.topology or smallest}", platform="tpu").devices
+    return _jax_private.cuda_devices(gpu_target_config(target.hardware), target.topology or "1")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import re
 import tempfile
 import time
@@ -20,7 +19,7 @@ from lowering.compiling import compilers, process
 from lowering.compiling.progress import shown
 from lowering.compiling.report import KERNEL_CALLS, CompiledReport, compiled_facts, gpu_resources, report_of
 from lowering.register import lowered_without_devices
-from lowering.targets import TOPOLOGY, abstract_device, compiled_for, here, named
+from lowering.targets import TargetSlice, TopologyError, abstract_device, compiled_for, here, parse
 from pallas_kernels.hardware import Hardware
 
 _SCREEN = 30  # lines
@@ -31,7 +30,19 @@ class CompileError(RuntimeError):
 
 
 def availability(hardware: Hardware) -> str:
-    """Whether a target is "here", this machine "can compile for" it, or what that "needs: jaxops targets --install"."""
+    """Whether this machine has a chip, can compile for it, or needs a compiler first.
+
+    Args:
+      hardware: one of `lowering.targets()`.
+
+    Returns:
+      "here", "can compile for", or "needs: " and the command that installs the compiler.
+
+    Example:
+      >>> cpu, *others = lowering.targets()
+      >>> lowering.availability(cpu)
+      'here'
+    """
     if hardware.platform == "cpu" or hardware == here():
         return "here"
     if compilers.interpreter(hardware.platform):
@@ -40,67 +51,79 @@ def availability(hardware: Hardware) -> str:
 
 
 def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
-    """Compiles a function with a chip's real compiler, whether or not the chip is in this machine.
+    """Compiles a function with a chip's real compiler, even if this machine does not have the chip.
 
-    For another platform than this process computes on, the function is traced and lowered here, and compiled in a
-    process that is started for that, and kept for a while for the next one: nothing in this one changes. On a terminal,
-    what is being done and for how long is shown meanwhile. Operators take
-    the implementations that `lowering.explain` names for the target; `jaxops.use("pallas")` around the call asks for
-    kernels.
+    For a chip of another platform, the function is traced and lowered in this process and compiled in a second one,
+    so no setting changes here. The second process stays alive for a while, ready for the next call. On a terminal a
+    spinner shows progress. Operators use the implementations that `lowering.explain` names for the target; to ask for
+    kernels, call this within `jaxops.use("pallas")`.
 
     Args:
-      fn: a function of arrays, jitted or not. What it donates is donated.
-      *args: what it is called with: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. For a slice, with shardings
-        over a mesh of as many devices, which may be a `jax.sharding.AbstractMesh`.
-      target: the name of one of `targets()`; for a slice of several chips with its topology, as in "tpu-v5e:16x16",
+      fn: a function of arrays, jitted or not. Donated arguments stay donated.
+      *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. For a slice, give them shardings over
+        a mesh with as many devices as the slice; a `jax.sharding.AbstractMesh` will do.
+      target: the name of one of `targets()`; for a slice, followed by its topology, as in "tpu-v5e:16x16",
         "tpu-v5p:8x8x8" or "cuda-h100:8".
 
+    Returns:
+      The facts and texts of the compiled program. If the target is in this machine, `call` runs the program.
+
     Raises:
-      CompileError: if the target's compiler is not installed or refuses the function, and for functions over another
-        number of devices than the target has, or of symbolic shapes.
+      CompileError: if the compiler is missing or refuses the function, if the mesh and the target differ in their
+        numbers of devices, or if a shape is symbolic.
       ValueError: for an unknown target.
-      OperatorError: what an operator has to say about its arguments.
+      OperatorError: if an operator refuses its arguments.
+
+    Example:
+      >>> x = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+      >>> report = lowering.compile(jax.nn.relu, x, target="cpu")
+      >>> report.memory.arguments
+      48
     """
-    name, _, topology = target.partition(":")
-    hardware = named(name)
-    devices = _chips(topology) * (hardware.devices_per_chip if topology else 1)
-    if not hardware.device_kind:
-        raise CompileError(f"lowering.compile: target must name a chip; got the platform {target!r}")
-    given = fn
+    slice_ = _parsed(target)
+    hardware = slice_.hardware
+    whole_fn = fn
     fn, args = static_leaves.of_arrays(fn, args)
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(args)]
-    unknown = [shape for shape in shapes if any(map(jax.export.is_symbolic_dim, shape))]
-    if unknown:
-        raise CompileError(f"lowering.compile: args must have shapes of known sizes; got {unknown[0]}")
+    _require_known_sizes(args)
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    if availability(hardware) == "here" and not topology:
+    if availability(hardware) == "here" and not slice_.topology:
         with shown(f"compiling for {target}"):
             report = _compiled_here(jitted, args, hardware)
         call = report.call
-        if fn is given or call is None:
+        if fn is whole_fn or call is None:
             return report
-        return dataclasses.replace(report, call=lambda *args: call(*static_leaves.without_fixed(given, args)))
-    status = "is no slice" if hardware.platform == "cpu" else availability(hardware)
+        return dataclasses.replace(report, call=lambda *args: call(*static_leaves.without_fixed(whole_fn, args)))
+    status = "has no slices" if hardware.platform == "cpu" else availability(hardware)
     if status != "can compile for":
         raise CompileError(
             f"lowering.compile: target must be one that is here or can be compiled for; got {target!r}, which {status}"
         )
     with shown(f"tracing and lowering for {target}"):
         exported, request = _lowered_for(jitted, args, hardware)
-    if exported.nr_devices != devices:
+    if exported.nr_devices != slice_.device_count:
         raise CompileError(
-            f"lowering.compile: args must lie on {devices} devices, as {target!r} has; "
+            f"lowering.compile: args must lie on {slice_.device_count} devices, as {target!r} has; "
             f"got a mesh of {exported.nr_devices}"
         )
     with shown(f"compiling for {target}"):
-        return _compiled_in_child(exported, {**request, "topology": topology}, hardware)
+        return _compiled_in_child(exported, {**request, "target": target}, hardware)
 
 
-def _chips(topology: str) -> int:
-    """How many chips a topology such as "16x16" has; 1 for none."""
-    if not TOPOLOGY.fullmatch(topology):
-        raise CompileError(f"lowering.compile: target must have a topology such as 16x16 or 8; got {topology!r}")
-    return math.prod(int(size) for size in topology.split("x") if size)
+def _parsed(target: str) -> TargetSlice:
+    try:
+        found = parse(target)
+    except TopologyError as error:
+        raise CompileError(str(error).replace("lowering", "lowering.compile", 1)) from None
+    if not found.hardware.device_kind:
+        raise CompileError(f"lowering.compile: target must name a chip; got the platform {target!r}")
+    return found
+
+
+def _require_known_sizes(args: Any) -> None:
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(args)]
+    unknown = [shape for shape in shapes if any(map(jax.export.is_symbolic_dim, shape))]
+    if unknown:
+        raise CompileError(f"lowering.compile: args must have shapes of known sizes; got {unknown[0]}")
 
 
 def _compiled_here(jitted: Any, args: Sequence[Any], hardware: Hardware) -> CompiledReport:
@@ -115,14 +138,13 @@ def _compiled_here(jitted: Any, args: Sequence[Any], hardware: Hardware) -> Comp
 
 
 def _lowered_for(jitted: Any, args: Sequence[Any], hardware: Hardware) -> tuple[jax.export.Exported, dict[str, Any]]:
-    """The function as StableHLO for the target, of flat arguments and results; its mesh, and what it donates."""
+    """The function as StableHLO with flat arguments and results; and what else the compiler's process has to know."""
     mesh, args = _on_chips(args, hardware)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
     with compiled_for(hardware), jax.sharding.use_abstract_mesh(mesh), lowered_without_devices():
         exported = jax.export.export(jitted, platforms=[hardware.platform], disabled_checks=checks)(*args)
         donated = [argument.donated for argument in jax.tree.leaves(jitted.trace(*args).args_info)]
     return flattened(exported), {
-        "target": hardware.name,
         "x64": bool(jax.config.read("jax_enable_x64")),
         "donated": [position for position, is_donated in enumerate(donated) if is_donated],
         "axis_sizes": mesh.axis_sizes,
@@ -132,13 +154,13 @@ def _lowered_for(jitted: Any, args: Sequence[Any], hardware: Hardware) -> tuple[
 
 
 def _on_chips(args: Any, hardware: Hardware) -> tuple[AbstractMesh, Any]:
-    """The mesh that arguments lie on, without its devices, or one of a single chip; and their types on it."""
+    """The mesh that arguments lie on, without its devices, or a mesh of one chip; and the arguments' types on it."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1]
     if not meshes:
         device = abstract_device(hardware)
         return AbstractMesh((1,), ("chip",), (AxisType.Auto,), abstract_device=device), args
-    # The function may name its mesh, in shard_map for one: what it names has to be the mesh around it.
+    # The function may name its own mesh, for example in shard_map; that has to be the mesh around it.
     mesh = meshes[0].abstract_mesh
 
     def on_mesh(leaf: Any) -> Any:
@@ -151,7 +173,7 @@ def _on_chips(args: Any, hardware: Hardware) -> tuple[AbstractMesh, Any]:
 
 
 def flattened(exported: jax.export.Exported) -> jax.export.Exported:
-    """The same of flat arguments and results: trees of users' own types cannot be written to a file."""
+    """The same function with flat arguments and results: pytrees of users' own types cannot be written to a file."""
     in_tree = jax.tree.structure((tuple(exported.in_avals), {}))
     out_tree = jax.tree.structure(tuple(exported.out_avals))
     return dataclasses.replace(exported, in_tree=in_tree, out_tree=out_tree)

@@ -1,8 +1,8 @@
-"""The compilers for chips that are not here: where each is installed, and how to install it apart from everything else.
+"""The compilers for absent chips: where each is installed, and how to install it in an environment of its own.
 
-A compiler may share the environment of its caller (an extra installs it there) or have one of its own in the user's
-cache folder, which `install` makes. Its own comes first: JAX loads every plugin that it finds in its environment, and
-that of a compiler complains in each process of a machine without the chip.
+A compiler may share its caller's environment (an extra installs it there) or have its own in the user's cache folder,
+which `install` makes. Its own is preferred: JAX loads every plugin in its environment, and the plugin of a compiler
+complains in every process on a machine without the chip.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ class _Compiler:
     """What a platform's compiler needs.
 
     Attributes:
-      module: shows that it is installed.
-      extra: of this library; lists the packages.
-      quiet: environment variables under which JAX starts without complaints where the chip is missing.
+      module: can be found if the compiler is installed.
+      extra: the extra of this library that lists the packages.
+      quiet: environment variables that keep JAX from complaining about the missing chip.
     """
 
     module: str
@@ -52,7 +52,7 @@ class InstallError(RuntimeError):
 
 
 def interpreter(platform: str) -> str | None:
-    """The Python that has a platform's compiler: of its own environment, else this one; None where neither has it."""
+    """The Python that has a platform's compiler: in its own environment, else this one; None if neither has it."""
     own = _python(environment(platform))
     if own.exists():
         return str(own)
@@ -60,20 +60,23 @@ def interpreter(platform: str) -> str | None:
 
 
 def environment(platform: str) -> Path:
-    """Where the platform's compiler has an environment of its own, or would have it, for this JAX and this Python."""
+    """The folder for the compiler's own environment, for this JAX and this Python, whether or not it exists."""
     version = ".".join(map(str, sys.version_info[:2]))
     return platformdirs.user_cache_path("jaxops") / "compilers" / f"{platform}-jax{jax.__version__}-python{version}"
 
 
 def command(platform: str) -> str:
-    """What installs the platform's compiler."""
+    """The command that installs the platform's compiler."""
     return f"jaxops targets --install {platform}"
 
 
 def install(platform: str) -> Path:
-    """Makes the environment of a platform's compiler, with the versions that this JAX pins, unless it is there.
+    """Makes the environment of a platform's compiler, with the versions that this JAX pins, unless it exists.
 
-    What the caller's environment has is used from there, so that only the compiler itself is downloaded.
+    Packages of the caller's environment are used from there, so only the compiler itself is downloaded.
+
+    Returns:
+      The folder of the environment.
 
     Raises:
       InstallError: if the packages cannot be installed; nothing is left behind.
@@ -83,7 +86,7 @@ def install(platform: str) -> Path:
         return folder
     requirements = _requirements(_COMPILERS[platform].extra)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Made beside its place and moved there when whole: whoever finds an environment there can rely on it.
+    # Built next to its final place and moved when complete, so an environment found there is never a partial one.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{platform}-") as name:
         made = Path(name) / "environment"
         venv.create(made, with_pip=True)
@@ -92,23 +95,23 @@ def install(platform: str) -> Path:
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
             raise InstallError(f"pip cannot install {' '.join(requirements)}: {' '.join(errors[-1:]) or done.stderr}")
-        with contextlib.suppress(OSError):  # Another process was faster: its environment is as good.
+        with contextlib.suppress(OSError):  # another process was faster; its environment is as good
             made.rename(folder)
     return folder
 
 
 def with_this_path(variables: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables for a process that finds all modules which this one finds."""
+    """Environment variables for a process that finds the same modules as this one."""
     return {**variables, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def keep_quiet_without_chips() -> None:
-    """Lets JAX start without complaints where compilers share this environment and their chips are missing.
+    """Keeps JAX from complaining about missing chips if their compilers share this environment.
 
-    JAX reads these variables when it first needs a device. Where there is a chip they are left alone, and so is
-    whatever the user has set.
+    JAX reads these variables when it first needs a device. They stay as they are if the chip is there, or if the user
+    has set them.
     """
-    # JAX has set this on import where it found no TPU.
+    # JAX sets this variable on import if it finds no TPU.
     missing = {"tpu": os.environ.get("TPU_SKIP_MDS_QUERY") == "1", "cuda": not Path("/dev/nvidiactl").exists()}
     for platform, compiler in _COMPILERS.items():
         if missing[platform] and _is_here(platform):
@@ -125,7 +128,7 @@ def _python(environment: Path) -> Path:
 
 
 def _requirements(extra: str) -> list[str]:
-    """The packages of an extra of this library, with JAX's own at the version that is running."""
+    """The packages of an extra of this library, JAX's own pinned to the running version."""
     try:
         listed = importlib.metadata.requires("jaxops") or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The processes that compile for chips which are not here."""
+"""Starts, keeps and ends the processes that compile for absent chips."""
 
 import atexit
 import contextlib
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from lowering.compiling import compilers
 
-# Read by libtpu, the CUDA plugin and JAX when they start, which is why compilers run in processes of their own.
+# libtpu, the CUDA plugin and JAX read these when they start, which is why compilers run in processes of their own.
 _ENVIRONMENT = {
     **compilers.QUIET,
     "JAX_PLATFORMS": "cpu",
-    # What comes from a cache was not compiled: nothing would be dumped, and the time would not be the compiler's.
+    # A program from a cache was not compiled: it would dump nothing, and the time would not be the compiler's.
     "JAX_ENABLE_COMPILATION_CACHE": "false",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -26,28 +26,28 @@ _lock = threading.Lock()
 
 
 class CompilerEndedError(RuntimeError):
-    """The process ended in the middle of its work; the message is the last that it wrote."""
+    """The process ended in the middle of its work; the message is the last thing it wrote."""
 
 
 def compile_folder(folder: Path, platform: str, gpu_kernels: tuple[str, frozenset[str]] = ("", frozenset())) -> None:
-    """Has `lowering.compiling.child` compile what is in this folder, in the process for the platform.
+    """Has `lowering.compiling.child` compile the contents of a folder, in the platform's process.
 
     Args:
       folder: what to compile; the results are written there.
-      platform: one process is kept for each.
-      gpu_kernels: the chip, and the Mosaic GPU kernels to be compiled for it. A process reports a kernel only when it
-        compiles it for the first time, and keeps to the architecture of its first: where it has compiled one of these
-        before, or any for another chip, it is replaced by a new one.
+      platform: each has one process.
+      gpu_kernels: the chip, and the Mosaic GPU kernels to compile for it. A process reports on a kernel only the first
+        time that it compiles it, and sticks to the architecture of its first kernel. If it has compiled one of these
+        kernels before, or any for another chip, a new process replaces it.
 
     Raises:
-      CompilerEndedError: if the process dies of it.
+      CompilerEndedError: if the process dies.
     """
     with _lock:
         process = _running.pop(platform, None)
         if process is not None and not process.can_report(*gpu_kernels):
             process.end()
             process = None
-        # A process that has had nothing to do ends by itself, and may do so just now.
+        # An idle process ends by itself, and may be doing so right now.
         if process is None or process.last_words_about(folder) is not None:
             process = _Process(platform)
             last_words = process.last_words_about(folder)
@@ -58,12 +58,12 @@ def compile_folder(folder: Path, platform: str, gpu_kernels: tuple[str, frozense
 
 
 class _Process:
-    """One compiler process, its pipes, the file that it complains to, and the kernels that it has reported."""
+    """One compiler process, its pipes, the file with its errors, and the kernels that it has reported on."""
 
     def __init__(self, platform: str) -> None:
         self._chip = ""
         self._reported: frozenset[str] = frozenset()
-        # A file, and not a pipe: nobody reads it while the compiler writes.
+        # A file rather than a pipe, which would fill up: nobody reads it while the compiler writes.
         self._complaints = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 it outlives this function
         self._process = subprocess.Popen(
             [compilers.interpreter(platform) or sys.executable, "-m", "lowering.compiling.child"],
@@ -76,17 +76,17 @@ class _Process:
         atexit.register(self.end)
 
     def can_report(self, chip: str, kernels: frozenset[str]) -> bool:
-        """Whether Mosaic GPU kernels for a chip are new to this process, and it has compiled none for other chips."""
+        """Whether these Mosaic GPU kernels are new to this process, and it has compiled none for another chip."""
         return not kernels or (self._chip in ("", chip) and self._reported.isdisjoint(kernels))
 
     def add_reported(self, chip: str, kernels: frozenset[str]) -> None:
-        """Takes down what this process has compiled."""
+        """Records what this process has compiled."""
         if kernels:
             self._chip = chip
             self._reported |= kernels
 
     def last_words_about(self, folder: Path) -> str | None:
-        """Hands over a folder and waits until it is done; what the process has written, if it ends instead."""
+        """Hands over a folder and waits until it is done. If the process ends instead, returns what it wrote."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):

@@ -1,4 +1,4 @@
-"""What is shown of work that takes long."""
+"""Shows that long work is in progress."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 @contextmanager
 def shown(description: str) -> Iterator[None]:
-    """Shows on a terminal what is being done and for how long already; elsewhere nothing."""
+    """Shows a description and the elapsed time on a terminal, and nothing elsewhere."""
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,4 +1,4 @@
-"""What a compiler made of a function: the facts that its compiled form and its text hold."""
+"""Reports what a compiler made of a function, from the compiled program and its text."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Device memory of a compiled function, in bytes; what is `aliased` counts among arguments and outputs both."""
+    """Device memory of a compiled function, in bytes; `aliased` memory is part of both arguments and outputs."""
 
     arguments: int
     outputs: int
@@ -26,20 +26,20 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """What the device holds while the function runs, without the code."""
+        """What the device holds at most while the function runs, without the code."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuResources:
-    """What one Mosaic GPU kernel takes on a multiprocessor: a thread's registers, the rest for a thread block.
+    """What one Mosaic GPU kernel occupies on a multiprocessor.
 
     Attributes:
-      kernel: its name; in a program with several kernels what the compiler calls it, which may be that of its body.
-      registers: of a thread.
-      spilled_bytes: stored to and loaded from memory for want of registers.
-      shared_bytes: of shared memory.
-      barriers: named barriers.
+      kernel: its name; in a program with several kernels the compiler's name for it, which may be its body's.
+      registers: per thread.
+      spilled_bytes: stores and loads of a thread that the registers could not hold.
+      shared_bytes: shared memory per thread block.
+      barriers: named barriers per thread block.
     """
 
     kernel: str
@@ -54,8 +54,8 @@ class Collective:
     """One kind of communication between chips in a program.
 
     Attributes:
-      kind: as XLA calls it, such as "all-reduce".
-      count: how often it stands in the program; what stands in a loop runs more often.
+      kind: XLA's name, such as "all-reduce".
+      count: occurrences in the program; those in a loop run more often.
       bytes: of all their results on one chip.
     """
 
@@ -69,16 +69,16 @@ class CompiledReport:
     """What a compiler made of a function.
 
     Attributes:
-      target: what was compiled for.
+      target: the name of the chip.
       kernels: how often each Pallas kernel occurs in the optimised program, by name.
-      gpu_resources: of each Mosaic GPU kernel that was compiled, in the order of compilation.
-      collectives: what the chips of a slice exchange.
-      memory: of the program on one chip, as the compiler states it.
-      cost: the compiler's own estimates, such as "flops"; some give none.
-      compile_seconds: what compiling took, without tracing.
-      stablehlo: the program as the compiler got it.
-      hlo: the program as the compiler optimised it.
-      call: runs it on arrays; None where the target is not in this machine.
+      gpu_resources: for each compiled Mosaic GPU kernel, in the order of compilation.
+      collectives: the communication between the chips of a slice.
+      memory: of the program on one chip, as the compiler reports it.
+      cost: the compiler's own estimates, such as "flops"; empty if it makes none.
+      compile_seconds: the time to compile, without tracing.
+      stablehlo: the program that the compiler was given.
+      hlo: the program that the compiler optimised.
+      call: runs the program on arrays; None if the target is not in this machine.
     """
 
     target: str
@@ -93,7 +93,7 @@ class CompiledReport:
     call: Callable[..., Any] | None = dataclasses.field(default=None, repr=False)
 
     def to_json(self) -> str:
-        """Everything but the texts of the program, as a JSON object."""
+        """Writes everything but the program's texts as a JSON object."""
         record = {
             "target": self.target,
             "kernels": self.kernels,
@@ -106,7 +106,7 @@ class CompiledReport:
         return json.dumps(record, indent=2)
 
     def table(self) -> Table:
-        """The facts as a `rich` table."""
+        """Lays out the facts as a `rich` table."""
         table = Table(title=f"compiled for {self.target} in {self.compile_seconds:.1f} s", title_justify="left")
         table.add_column("")
         table.add_column("", justify="right")
@@ -128,7 +128,7 @@ class CompiledReport:
 
 
 def compiled_facts(compiled: Any, seconds: float) -> dict[str, Any]:
-    """What is asked of a compiled program, in either process."""
+    """The facts of a compiled program, collected in the process that compiled it."""
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     return {
@@ -138,7 +138,8 @@ def compiled_facts(compiled: Any, seconds: float) -> dict[str, Any]:
             "aliased": memory.alias_size_in_bytes,
             "temporaries": memory.temp_size_in_bytes,
         },
-        # "bytes accessed3{}" and the like are of single operands; what a compiler cannot estimate is negative.
+        # Leave out single operands, such as "bytes accessed3{}", and negative values: the compiler could not estimate
+        # those.
         "cost": {name: value for name, value in cost.items() if "{" not in name and value >= 0},
         "compile_seconds": seconds,
     }
@@ -152,9 +153,9 @@ def report_of(
     gpu_resources: tuple[GpuResources, ...] = (),
     call: Callable[..., Any] | None = None,
 ) -> CompiledReport:
-    """The report, from `compiled_facts` and the program's text before and after the compiler."""
+    """Makes the report from `compiled_facts` and the program's text before and after compiling."""
     kernels = _kernels(hlo)
-    if len(kernels) == 1:  # no doubt whose they are, whatever the compiler calls its body
+    if len(kernels) == 1:  # whatever the compiler calls it, the resources are its own
         gpu_resources = tuple(dataclasses.replace(one, kernel=next(iter(kernels))) for one in gpu_resources)
     return CompiledReport(
         target=hardware.name,
@@ -171,7 +172,7 @@ def report_of(
 
 
 def _kernels(hlo: str) -> dict[str, int]:
-    """The Pallas kernels in an optimised program: the name that a kernel was given ends the path before the launch."""
+    """Counts the Pallas kernels in an optimised program; a kernel's name is the last part of the path to its launch."""
     calls = "|".join(KERNEL_CALLS)
     pattern = rf'custom_call_target="(?:{calls})".*?op_name="(?:[^"]*/)?([^"/]+)/[^"/]+"'
     names = re.findall(pattern, hlo)
@@ -183,8 +184,8 @@ def _collectives(hlo: str) -> tuple[Collective, ...]:
     found: dict[str, list[int]] = {}
     for types, kind, start in re.findall(rf"^ *(?:ROOT )?%\S+ = (.*?) ({kinds})(-start)?\(", hlo, re.MULTILINE):
         sizes = [_array_bytes(dtype, shape) for dtype, shape in re.findall(r"([a-z]\w*)\[([\d,]*)\]", types)]
-        # Where one that is started names its operands and its results, they are half of what it names each.
-        # An all-reduce names its results only, unless a tuple of operands comes first (JAX 0.12).
+        # A "-start" lists its operands and its results, half of the sizes each. But all-reduce-start lists results
+        # only, unless a tuple of operands comes first (JAX 0.12).
         names_both = start and (kind != "all-reduce" or types.startswith("(("))
         results = sizes[len(sizes) // 2 :] if names_both else sizes
         found.setdefault(kind, []).append(sum(results))
@@ -197,7 +198,7 @@ def _array_bytes(dtype: str, shape: str) -> int:
 
 
 def gpu_resources(dump: Path) -> list[GpuResources]:
-    """Of the kernels that Mosaic GPU has dumped: from ptxas' report, and from the launch in the code before it."""
+    """Reads Mosaic GPU's dump: registers and spills from ptxas' reports, shared memory from the launches."""
     facts = (
         r"entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?"
         r"Used (\d+) registers(?:, used (\d+) barriers)?"

@@ -1,4 +1,4 @@
-"""Times a whole function under each implementation, on the device in hand."""
+"""Times a whole function under each implementation, on the device of this process."""
 
 import dataclasses
 import json
@@ -23,10 +23,17 @@ from lowering.targets import here
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A function under one implementation, or the reason why it cannot run so.
+    """A function under one implementation, or the reason why it cannot run.
 
-    `taken` are the implementations of each operator in it, `temporary_bytes` what the program allocates while it runs.
-    A program that is `same_as` that of another row is timed once: twice would show nothing but noise.
+    Attributes:
+      implementation: as in `lowering.use`.
+      taken: the implementations of each operator in the function.
+      median_ms: of the times; None if the program was not run.
+      quartiles_ms: the first and the third.
+      repeats: how often the program was timed.
+      temporary_bytes: what the program allocates while it runs.
+      same_as: an earlier row with the same program, whose times these are; timing it twice would only show noise.
+      refused: the reason; empty if the function runs.
     """
 
     implementation: str
@@ -41,18 +48,18 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class BenchResult:
-    """What `bench` has measured, where, and with which versions."""
+    """Measurements of `bench`, with the device and the versions."""
 
     device: str
     versions: Mapping[str, str]
     rows: tuple[Row, ...]
 
     def to_json(self) -> str:
-        """Everything, as a JSON object."""
+        """Writes everything as a JSON object."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     def table(self) -> Table:
-        """The rows as a `rich` table."""
+        """Lays out the rows as a `rich` table."""
         table = Table(title=f"{self.device}, medians of interleaved repeats", title_justify="left")
         table.add_column("implementation", overflow="fold")
         for name in ("median, ms", "quartiles, ms", "repeats", "temporaries, bytes"):
@@ -61,7 +68,7 @@ class BenchResult:
             taken = "".join(f"\n  {operator}: {', '.join(names)}" for operator, names in row.taken.items())
             if row.median_ms is None or row.same_as:
                 reason = row.refused or f"the same program as {row.same_as}"
-                table.add_row(Text(f"{row.implementation}\n  {reason}"), *"----", style="dim")  # brackets are no markup
+                table.add_row(Text(f"{row.implementation}\n  {reason}"), *"----", style="dim")  # not markup
                 continue
             first, third = row.quartiles_ms
             figures = f"{row.median_ms:,.3f}", f"{first:,.3f} to {third:,.3f}", str(row.repeats)
@@ -76,17 +83,17 @@ def bench(
     repeats: int = 20,
     progress: bool | None = None,
 ) -> BenchResult:
-    """Compiles a function under each implementation, and times all of them turn by turn.
+    """Compiles a function under each implementation, then times them in turn.
 
     Args:
-      fn: a function of arrays, jitted or not. What it donates is given as a copy, made before the clock starts.
-      *args: what it is called with: arrays, or pytrees of them; random ones for `jax.ShapeDtypeStruct`s.
-      implementations: of `lowering.use`.
-      repeats: how often each is timed; at least 2.
-      progress: whether to show a progress bar on stderr; by default, if that is a terminal.
+      fn: a function of arrays, jitted or not. Donated arguments are copied before the clock starts.
+      *args: its arguments: arrays, or pytrees of them. A `jax.ShapeDtypeStruct` becomes a random array.
+      implementations: as in `lowering.use`.
+      repeats: how often to time each; at least 2.
+      progress: whether to show a progress bar on stderr; by default, if stderr is a terminal.
 
     Raises:
-      OperatorError: what an operator has to say about its arguments.
+      OperatorError: if an operator refuses its arguments.
     """
     fn, args = of_arrays(fn, _arrays(args))
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
@@ -129,22 +136,22 @@ def bench(
 def _arrays(args: Any) -> Any:
     leaves, structure = jax.tree.flatten(args)
     types = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
-    given = [
+    known_sizes = [
         size for leaf in leaves if not isinstance(leaf, jax.ShapeDtypeStruct) for size in getattr(leaf, "shape", ())
     ]
-    arrays = iter(made_up(types, given))
+    arrays = iter(made_up(types, known_sizes))
     filled = [next(arrays) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
     return jax.tree.unflatten(structure, filled)
 
 
 def _fresh(args: Any, donated: Sequence[bool]) -> Any:
     leaves, structure = jax.tree.flatten(args)
-    fresh = [jnp.copy(x) if gone else x for x, gone in zip(leaves, donated, strict=True)]
+    fresh = [jnp.copy(x) if is_donated else x for x, is_donated in zip(leaves, donated, strict=True)]
     return jax.tree.unflatten(structure, fresh)
 
 
 def _taken(jitted: Any, args: Any) -> dict[str, list[str]]:
-    """The implementations that each operator takes here."""
+    """The implementations that each operator takes on this device."""
     found: dict[str, set[str]] = {}
     for row in explain(jitted, *args).rows:
         found.setdefault(row.operator, set()).add(row.implementation)

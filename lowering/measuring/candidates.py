@@ -1,4 +1,4 @@
-"""The ways to run one operator on the device here: compiled, and compared with the reference before they are timed."""
+"""The candidates of one operator: compiled, and compared with the reference before they are timed."""
 
 import dataclasses
 import functools
@@ -11,10 +11,12 @@ import jax.numpy as jnp
 
 from lowering.measurements import REFERENCE, Config, Measurement, config_items, type_text
 from lowering.placement import placed
-from lowering.register import Operator, kernels_of
+from lowering.register import kernels_of
+from lowering.registry import Operator
 from pallas_kernels.hardware import Hardware
 
-# Of the largest value of a result, on top of the error of the reference itself: by the narrowest dtype in the operator.
+# How far a kernel may be off, relative to the largest value of a result and beyond the reference's own error; by the
+# narrowest dtype among the operands and the result.
 _TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 Results = tuple[jax.Array, ...]
@@ -22,11 +24,11 @@ Results = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way to run an operator that compiles and is right.
+    """A way to run an operator that compiles and computes the right results.
 
     Attributes:
       implementation: the kernel's name, or "reference".
-      config: of the kernel.
+      config: the kernel's launch configuration.
       run: the compiled program.
       in_place: the positions of operands that it overwrites.
     """
@@ -37,16 +39,16 @@ class Candidate:
     in_place: tuple[int, ...] = ()
 
     def arguments(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """What one run may be given: copies of the operands that it overwrites."""
+        """The arguments of one run: copies of the operands that it overwrites, and the others themselves."""
         return [jnp.copy(x) if position in self.in_place else x for position, x in enumerate(operands)]
 
 
 def candidates(
     operator: Operator, hardware: Hardware, operands: Sequence[jax.Array], params: Mapping[str, Any]
 ) -> Iterator[Candidate | Measurement]:
-    """The reference, then every configuration of every kernel; those that do not count with the reason.
+    """The reference, then every configuration of every kernel; for discarded ones, a measurement with the reason.
 
-    Each is compiled and run when it is asked for.
+    Each is compiled and checked only when the iterator gets to it.
     """
     meaning = functools.partial(operator.meaning, **params)
     kernels = [kernel for kernel in kernels_of(operator) if kernel.platform == hardware.platform]
@@ -85,8 +87,8 @@ def _checked(
         results = jax.block_until_ready(candidate.run(*candidate.arguments(operands)))
     except Exception as error:  # whatever a compiler raises
         return Measurement(implementation, config, discarded=_failure(error))
-    mistake = _mistake(results, expected, truth, operands)
-    return Measurement(implementation, config, discarded=mistake) if mistake else candidate
+    reason = _reason_to_discard(results, expected, truth, operands)
+    return Measurement(implementation, config, discarded=reason) if reason else candidate
 
 
 def _compiled(
@@ -104,7 +106,7 @@ def _compiled(
 
 
 def _as_lowered(meaning: Callable[..., Results], hardware: Hardware) -> Callable[..., Results]:
-    """The reference in the form that it has on this hardware, if it has several."""
+    """The reference in the form that it takes on this hardware."""
 
     def placed_meaning(*arrays: jax.Array) -> Results:
         with placed(hardware.platform, is_split=False):
@@ -114,14 +116,14 @@ def _as_lowered(meaning: Callable[..., Results], hardware: Hardware) -> Callable
 
 
 def _truth(meaning: Callable[..., Results], operands: Sequence[jax.Array]) -> Results:
-    """The reference in float32, with products as exact as the device has them."""
-    wide = [x.astype(jnp.float32) if _bits(x) < 32 else x for x in operands]
+    """The reference in float32, with the most exact products that the device has."""
+    upcast = [x.astype(jnp.float32) if _bits(x) < 32 else x for x in operands]
     with jax.default_matmul_precision("highest"):
-        return jax.block_until_ready(jax.jit(meaning)(*wide))
+        return jax.block_until_ready(jax.jit(meaning)(*upcast))
 
 
-def _mistake(results: Results, expected: Results, truth: Results, operands: Sequence[jax.Array]) -> str:
-    """What is wrong with results, if anything is."""
+def _reason_to_discard(results: Results, expected: Results, truth: Results, operands: Sequence[jax.Array]) -> str:
+    """What is wrong with the results, or ""."""
     types, right_types = (", ".join(map(type_text, arrays)) for arrays in (results, expected))
     if types != right_types:
         return f"wrong: results are {types} instead of {right_types}"
@@ -145,7 +147,7 @@ def _mistake(results: Results, expected: Results, truth: Results, operands: Sequ
 
 
 def _relative_error(x: jax.Array, exact: jax.Array) -> float:
-    """The largest error as a part of the largest value; NaN or infinite where only `x` is."""
+    """The largest error relative to the largest value; not finite if only `x` has a value that is not."""
     is_known = jnp.isfinite(exact)
     difference = jnp.max(jnp.where(is_known, jnp.abs(x.astype(exact.dtype) - exact), 0), initial=0)
     scale = float(jnp.max(jnp.where(is_known, jnp.abs(exact), 0), initial=0))

@@ -1,4 +1,4 @@
-"""Made-up arrays to run a computation on, where only shapes and dtypes are known."""
+"""Makes up arrays to run a computation on when only shapes and dtypes are known."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 
 def made_up(types: Sequence[Any], attributes: Sequence[Any] = ()) -> list[jax.Array]:
-    """Random arrays of these shapes and dtypes, always the same.
+    """Random arrays of these shapes and dtypes, the same in every call.
 
-    Floats lie in [0.1, 1), where square roots and logarithms are defined. Integers may be indices into any axis of
-    another array, or of a size that is an attribute: they are at least 0, and below the smallest of these sizes.
+    Floats lie in [0.1, 1), where square roots and logarithms are defined. Integers may be indices into an axis of
+    another array, or below a size that is an attribute, so they lie in [0, the smallest of these sizes).
     """
     keys = jax.random.split(jax.random.key(0), max(1, len(types)))
     arrays = []
@@ -23,7 +23,7 @@ def made_up(types: Sequence[Any], attributes: Sequence[Any] = ()) -> list[jax.Ar
 
 
 def _without_batch(shape: Sequence[int], indices_shape: Sequence[int]) -> Sequence[int]:
-    """The axes that indices may refer to: not those that they share, unless a vector meets what may be its table."""
+    """The sizes that indices may refer to: without the axes that both arrays share, except for a vector of indices."""
     rank = len(indices_shape)
     return shape[rank:] if rank >= 2 and tuple(shape[:rank]) == tuple(indices_shape) else shape
 
@@ -36,5 +36,5 @@ def _made_up(x: Any, key: jax.Array, sizes: Sequence[int]) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.integer):
         bound = min([size for size in sizes if size > 1], default=2)
         return jax.random.randint(key, x.shape, 0, min(bound, jnp.iinfo(x.dtype).max), x.dtype)
-    wide = jnp.float64 if jnp.finfo(x.dtype).bits == 64 else jnp.float32
-    return jax.random.uniform(key, x.shape, wide, 0.1, 1.0).astype(x.dtype)
+    drawn = jnp.float64 if jnp.finfo(x.dtype).bits == 64 else jnp.float32
+    return jax.random.uniform(key, x.shape, drawn, 0.1, 1.0).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Fair timing of several ways to compute the same thing, and the bar that is shown meanwhile."""
+"""Times several ways to compute the same thing fairly, and shows a progress bar."""
 
 import math
 import statistics
@@ -23,19 +23,19 @@ def times_ms(
     at_least: int = 3,
     after_round: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Times each candidate `repeats` times, turn by turn, so that a slow minute of the machine slows all of them.
+    """Times each candidate `repeats` times, in turn, so that a slow minute of the machine slows all of them.
 
     Args:
-      candidates: each returns its results, for which the clock waits, or nothing if it has waited itself.
-      repeats: rounds, in each of which every candidate runs once.
+      candidates: each returns results that the clock waits for, or nothing if it has waited itself.
+      repeats: the number of rounds. Every candidate runs once per round.
       warmups: untimed runs of each candidate before the first round.
-      prepare: makes the arguments of one run of a candidate, before its time starts.
-      until: no further round begins once `clock()` has come this far.
-      at_least: rounds that are finished even so.
-      after_round: called after each.
+      prepare: makes the arguments of one run of a candidate before the clock starts.
+      until: when `clock()` has passed this, no further round begins.
+      at_least: the rounds to finish even then.
+      after_round: called after each round.
 
     Returns:
-      The times of each candidate, as many of one as of another.
+      The times of each candidate in milliseconds, equally many for all.
     """
 
     def elapsed_ms(name: str) -> float:
@@ -51,7 +51,7 @@ def times_ms(
     for turn in range(repeats):
         if turn >= at_least and clock() >= until:
             break
-        # Every other round goes backwards: no candidate always runs after the same neighbour.
+        # Every other round goes backwards, so that no candidate always runs after the same neighbour.
         for name in list(candidates)[:: 1 if turn % 2 == 0 else -1]:
             times[name].append(elapsed_ms(name))
         after_round()
@@ -59,13 +59,13 @@ def times_ms(
 
 
 def summary(times: list[float]) -> dict[str, Any]:
-    """The median of times and the quartiles around it."""
+    """The median of the times, the quartiles and their number."""
     first, median, third = statistics.quantiles(times, n=4, method="inclusive")
     return {"median_ms": round(median, 3), "quartiles_ms": [round(first, 3), round(third, 3)], "repeats": len(times)}
 
 
 def progress_bar(total: int, is_shown: bool | None = None) -> Progress:
-    """A bar on stderr with one task, 0; None shows it if that is a terminal."""
+    """A bar on stderr with one task, number 0; None shows it only on a terminal."""
     console = Console(stderr=True, force_terminal=is_shown)
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,4 +1,4 @@
-"""Measures the implementations of a function's operators on the device in hand."""
+"""Measures the implementations of a function's operators on the device of this process."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from lowering.measurements import Entry, Key, Measurement
 from lowering.measuring import timing
 from lowering.measuring.candidates import Candidate, candidates
 from lowering.measuring.inputs import made_up
-from lowering.register import Operator, operator_of
+from lowering.registry import Operator, operator_of
 from lowering.static_leaves import of_arrays
 from lowering.targets import here, named
 from lowering.tuning import TuningError, TuningResult, merged
@@ -34,7 +34,7 @@ class _OutOfTimeError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """One operator at one set of shapes; its operands where they are given."""
+    """One operator at one set of shapes; `operands` is None if they have to be made up."""
 
     operator: Operator
     types: tuple[Any, ...]
@@ -55,46 +55,40 @@ def tune(
 ) -> TuningResult:
     """Times the reference and every configuration of every kernel, for each operator in a function, on this device.
 
-    Each candidate is compiled, compared with the reference in float32, and discarded if it fails or is wrong. The rest
-    are timed turn by turn, one launch at a time, which includes what it takes to launch; the winner has the smallest
-    median. A kernel that updates operands in place is timed on copies that it may keep, made before the clock starts:
-    as under jit with donated arguments. Operators that are split over a mesh outside of shard_map are left out.
-
-    `with result:` uses what was found, and so does everyone who finds it in this library's `lowering/tuned/`.
+    Each candidate is compiled and compared with the reference in float32; one that fails or is wrong is discarded. The
+    others take turns, one launch at a time, launch overhead included. The smallest median wins. A kernel that updates
+    operands in place gets copies, made before the clock starts, as under jit with donated arguments. Operators split
+    over a mesh outside of shard_map are left out.
 
     Args:
-      fn: a function of arrays, whose operators are measured one by one on random operands; or one of
-        `jaxops.operators()`.
-      *args: what it is called with: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. An operator is measured on its
-        arrays.
-      target: the name of the device here, which is the only one that can be measured.
-      budget_seconds: when to stop. An operator all of whose candidates are compiled by then is still timed, 3 times.
-      repeats: how often each candidate is timed, if there is time.
-      progress: whether to show a progress bar on stderr; by default, if that is a terminal.
-      path: a file that keeps the results, written after each operator. What it holds already stays in it, and is not
-        measured again.
-      again: measures that, too.
+      fn: a function of arrays, whose operators are measured on random operands; or one of `jaxops.operators()`.
+      *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. An operator is measured on its arrays.
+      target: the name of the device here. No other device can be measured.
+      budget_seconds: when to stop. An operator whose candidates are all compiled by then is still timed, 3 times.
+      repeats: how often to time each candidate, if time allows.
+      progress: whether to show a progress bar on stderr; by default, if stderr is a terminal.
+      path: a file for the results, written after each operator. Results that it already holds are kept and reused.
+      again: measures those anew.
       **params: an operator's attributes; for a function, further keyword arguments.
 
     Returns:
-      What was measured of the operators in `fn`, now or earlier. `stopped` says why not all of them were, if so: out of
-      time, or interrupted from the keyboard.
+      Measurements of the operators in `fn`; `with result:` applies them. If some are missing, `stopped` says why.
 
     Raises:
-      TuningError: for another target, no time or no repeats, and if `path` holds anything but an earlier result; all
-        before anything is measured.
-      OperatorError: what an operator has to say about its arguments.
+      TuningError: for another target, if a number is not positive, or if `path` holds anything but an earlier result;
+        always before measuring starts.
+      OperatorError: if an operator refuses its arguments.
+
+    Example:
+      >>> result = lowering.tune(jaxops.softmax, jnp.ones((8, 128)), repeats=3)
+      >>> result.entries[0].key.operator, result.entries[0].winner.name  # the CPU has no kernels
+      ('softmax', 'reference')
     """
-    hardware = here()
-    if target is not None and named(target) != hardware:
-        raise TuningError(f"tune: target must be the device here, {hardware.name}; got {target!r}")
-    for name, value in {"budget_seconds": budget_seconds, "repeats": repeats}.items():
-        if not value > 0:
-            raise TuningError(f"tune: {name} must be positive; got {value}")
+    hardware = _checked_device(target, budget_seconds, repeats)
     problems, left_out = _problems(*of_arrays(functools.partial(fn, **params) if params else fn, args), hardware)
     if _is_operator(fn) and not any(isinstance(x, jax.ShapeDtypeStruct) for x in args):
-        arrays = tuple(jnp.asarray(x) for x in args)
-        problems = {key: dataclasses.replace(problem, operands=arrays) for key, problem in problems.items()}
+        operands = tuple(map(jnp.asarray, args))
+        problems = {key: dataclasses.replace(problem, operands=operands) for key, problem in problems.items()}
     known = {} if again else {entry.key: entry for entry in _held(path) if entry.key in problems}
     measured: dict[Key, Entry] = {}
 
@@ -102,34 +96,59 @@ def tune(
         if path is not None:
             TuningResult(merged(_held(path), measured.values()), stopped).save(path)
 
-    save(INTERRUPTED)  # which is true until the end, and shows now whether the file can be written
-    stopped = left_out
-    deadline = timing.clock() + budget_seconds
-    waiting = [key for key in problems if key not in known]
-    try:
-        with timing.progress_bar(len(waiting), progress) as bar:
-            for position, key in enumerate(waiting):
-                now = timing.clock()
-                until = min(deadline, now + (deadline - now) / (len(waiting) - position))
-                measured[key] = _measure(key, problems[key], hardware, repeats, until, deadline, bar)
-                bar.update(TaskID(0), completed=position + 1)
-                save(INTERRUPTED)
-    except _OutOfTimeError:
-        stopped = _OUT_OF_TIME
-    except KeyboardInterrupt:
-        stopped = INTERRUPTED
+    save(INTERRUPTED)  # true until the end, and shows at once whether the file can be written
+    waiting = {key: problem for key, problem in problems.items() if key not in known}
+    stopped = _measure_all(waiting, hardware, repeats, budget_seconds, progress, measured, save) or left_out
     save(stopped)
     found = known | measured
     return TuningResult(tuple(found[key] for key in problems if key in found), stopped)
 
 
+def _checked_device(target: str | None, budget_seconds: float, repeats: int) -> Hardware:
+    """The device here, once the options are checked."""
+    hardware = here()
+    if target is not None and named(target) != hardware:
+        raise TuningError(f"tune: target must be the device here, {hardware.name}; got {target!r}")
+    for name, value in {"budget_seconds": budget_seconds, "repeats": repeats}.items():
+        if not value > 0:
+            raise TuningError(f"tune: {name} must be positive; got {value}")
+    return hardware
+
+
+def _measure_all(
+    waiting: Mapping[Key, _Problem],
+    hardware: Hardware,
+    repeats: int,
+    budget_seconds: float,
+    progress: bool | None,
+    measured: dict[Key, Entry],
+    save: Callable[[str], None],
+) -> str:
+    """Fills `measured`, saving after each operator; returns why not everything was measured, or ""."""
+    deadline = timing.clock() + budget_seconds
+    try:
+        with timing.progress_bar(len(waiting), progress) as bar:
+            for position, (key, problem) in enumerate(waiting.items()):
+                # What is left of the budget, shared evenly: a slow operator must not starve those after it.
+                now = timing.clock()
+                until = min(deadline, now + (deadline - now) / (len(waiting) - position))
+                measured[key] = _measure(key, problem, hardware, repeats, until, deadline, bar)
+                bar.update(TaskID(0), completed=position + 1)
+                save(INTERRUPTED)
+    except _OutOfTimeError:
+        return _OUT_OF_TIME
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return ""
+
+
 def _held(path: str | Path | None) -> tuple[Entry, ...]:
-    """What the file holds, which another process may be extending, too."""
+    """What the file holds now; another process may be adding to it."""
     return TuningResult.load(path).entries if path is not None and Path(path).exists() else ()
 
 
 def _problems(fn: Callable[..., Any], args: Sequence[Any], hardware: Hardware) -> tuple[dict[Key, _Problem], str]:
-    """Every distinct operator, in order of first use; and in words which are left out."""
+    """Every distinct operator in order of first use, and a sentence about those that are left out."""
     found: dict[Key, _Problem] = {}
     split: set[str] = set()
     for use in operator_uses(jax.make_jaxpr(fn)(*args).jaxpr, args, hardware):

@@ -1,8 +1,11 @@
 """Batch norm on NVIDIA GPUs from Hopper on, forward in training: one read of x for statistics, one for the result.
 
-The first launch gives every thread block a part of the images: the pixels of one image in one channel, or some rows of
-pixels in some channels where channels lie last. It computes the part's mean and sum of squared deviations; XLA merges
+The first launch gives every thread block a part of the images: the pixels of one image in one channel or, if channels
+lie last, some rows of pixels in some channels. It computes the part's mean and sum of squared deviations. XLA merges
 those of all parts, which are few (Chan's formula loses no digits to a large mean). The second launch normalizes.
+
+Both launches stream: an element goes from device memory to registers and back, and shared memory would save nothing.
+Two launches, because thread blocks cannot wait for each other's statistics; the second read of x is the price.
 
 Functions import `mosaic_gpu` themselves: it takes a third of a second, which only those who lower for a GPU should pay.
 """
@@ -22,19 +25,21 @@ from pallas_kernels.gpu import hopper
 from pallas_kernels.gpu.hopper import VECTOR, WARPGROUP
 from pallas_kernels.kernel import Kernel
 
-_PARTS = 1024  # thread blocks that fill a GPU, about
-_SLAB_ROWS = 16  # at least, or the statistics of parts are no longer few
+_PARTS = 1024  # thread blocks: several for each of 132 multiprocessors
+_SLAB_ROWS = 16  # at least, so that the statistics of all parts are small beside x
+# Registers: of the 255 of a thread, the statistics kernel holds two sums and an access in float32, 3 * width / 128,
+# which is 24 for the widest.
 _CONFIGS = ({"width": 512}, {"width": 1024}, {"width": 256})
 
 
 class Tiling(NamedTuple):
-    """How images are seen and shared out.
+    """The view of images, and how thread blocks share it.
 
     Attributes:
       view: (n, c, s), or (slabs, rows, fold * c) where channels lie last.
       channels_last: which of the two.
       channels: c.
-      width: elements of one access of a block, along the view's last axis.
+      width: elements of one access of a thread block, along the view's last axis.
       vector: elements of one access of a thread.
     """
 
@@ -46,23 +51,23 @@ class Tiling(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The thread blocks: of each image and channel, or of each slab and run of columns."""
+        """The thread blocks: one for each image and channel, or for each slab and run of columns."""
         outer, middle, inner = self.view
         return (outer, pl.cdiv(inner, self.width)) if self.channels_last else (outer, middle)
 
     @property
     def steps(self) -> int:
-        """How many accesses cover a block's part."""
+        """The number of accesses that cover a block's part."""
         return self.view[1] if self.channels_last else pl.cdiv(self.view[2], self.width)
 
     @property
     def elements(self) -> int:
-        """How many elements each statistic of a part reduces."""
+        """The number of elements that each statistic of a part reduces."""
         return self.view[1] if self.channels_last else self.view[2]
 
     @property
     def parts_shape(self) -> tuple[int, int]:
-        """Of the statistics of all parts."""
+        """The shape of one statistic of all parts."""
         return (self.view[0], self.view[2] if self.channels_last else self.view[1])
 
     def by_channel(self, parts: jax.Array) -> jax.Array:
@@ -70,12 +75,12 @@ class Tiling(NamedTuple):
         return parts.reshape(-1, self.channels)
 
     def for_parts(self, values: jax.Array) -> jax.Array:
-        """A number for each channel as blocks read them: for each column where channels lie last."""
+        """One number per channel as blocks read them: if channels lie last, one per column."""
         return jnp.tile(values.reshape(-1), self.view[2] // self.channels) if self.channels_last else values.reshape(-1)
 
 
 class Block:
-    """Inside a kernel, the part of one thread block."""
+    """Inside a kernel, one thread block's part."""
 
     def __init__(self, tiling: Tiling, pin_layouts: bool) -> None:
         """The interpreter of jax 0.10 has no layouts to pin."""
@@ -91,7 +96,7 @@ class Block:
         return values if self._layout is None else plgpu.layout_cast(values, self._layout)
 
     def _columns(self, chunk):
-        # Accesses cannot be masked: where they do not divide the view, the last one overlaps the one before.
+        # Accesses cannot be masked: if they do not divide the view, the last one overlaps the one before.
         return pl.ds(jnp.minimum(chunk * self.tiling.width, self.tiling.view[2] - self.tiling.width), self.tiling.width)
 
     def _index(self, step):
@@ -108,11 +113,11 @@ class Block:
         return self._pinned(ref[self._index(step)]).astype(jnp.float32)
 
     def store(self, ref, step, values):
-        """Stores one access; where two overlap, they store the same."""
+        """Stores one access; overlapping ones store the same values."""
         ref[self._index(step)] = values.astype(ref.dtype)
 
     def new(self, step, values):
-        """`values` of an access, 0 where the one before had them already."""
+        """The values of an access, with 0 for elements that the access before already had."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         width, extent = self.tiling.width, self.tiling.view[2]
@@ -125,7 +130,7 @@ class Block:
         return jnp.where(offsets + jnp.minimum(step * width, extent - width) >= step * width, values, 0.0)
 
     def parameter(self, ref):
-        """The number, or the numbers, of the block's channels."""
+        """The parameter of the block's channel, or those of its channels."""
         return self._pinned(ref[self._columns(self.inner)]) if self.tiling.channels_last else ref[self.inner]
 
     def first(self, ref):
@@ -133,7 +138,7 @@ class Block:
         return self.load(ref, 0) if self.tiling.channels_last else ref[self.outer, self.inner, 0].astype(jnp.float32)
 
     def total(self, values):
-        """What accesses have added up to, for each of the block's channels."""
+        """Completes the sums of accesses, for each of the block's channels."""
         return values if self.tiling.channels_last else jnp.sum(values)
 
     def store_part(self, ref, values):
@@ -142,7 +147,7 @@ class Block:
 
 
 def tiling_of(shape, max_width):
-    """How images (n, a, c, b) are shared out; None if no access fits them."""
+    """How thread blocks share images (n, a, c, b); None if no access fits them."""
     n, a, c, b = shape[-4:]
     if b > 1 or c == 1:
         view = (n, c, a * b)
@@ -151,7 +156,8 @@ def tiling_of(shape, max_width):
         width = min(max_width, 1 << (view[2].bit_length() - 1))
         vector = min(VECTOR, width // WARPGROUP) if view[2] % VECTOR == 0 else 1
         return Tiling(view, False, c, width, vector)
-    # Rows of pixels side by side, until warpgroups divide them: two blocks must not write the same.
+    # Channels lie last. Rows of pixels are put side by side until whole warpgroups divide them, as two blocks must not
+    # write the same statistics. Then a thread's columns are always of the same channels, and it sums in registers.
     fold = WARPGROUP // math.gcd(c, WARPGROUP)
     rows, columns = n * a // fold, fold * c
     if n * a % fold:
@@ -164,7 +170,8 @@ def tiling_of(shape, max_width):
 
 def _parts_kernel(x_gmem, mean_gmem, squares_gmem, *, tiling, pin_layouts):
     block = Block(tiling, pin_layouts)
-    # Deviations from any element of the part are small enough not to lose the variance's digits.
+    # Sums of deviations from an element of the part: like those from its mean, they lose no digits to a large mean, and
+    # they need no pass to find it.
     shift = block.first(x_gmem)
 
     def step(i, sums):
@@ -189,7 +196,7 @@ def _normalize_kernel(x_gmem, mean_gmem, factor_gmem, bias_gmem, *refs, tiling, 
         for ref in residual_gmem:
             u = u + block.load(ref, i)
         if mode == "relu":
-            # NaN is not less than 0, and not more.
+            # Both comparisons with NaN are false.
             u = jnp.where(u < 0, 0.0, u) if propagate_nan else jnp.where(u > 0, u, 0.0)
         block.store(y_gmem, i, u)
 
@@ -218,10 +225,11 @@ def run(x, scale, bias, *residual, epsilon, axis_name, config, activation=IDENTI
     parts = launch(_parts_kernel, "batch_norm_statistics", tiling, images[:1], [part, part], interpret)
     means, squares = map(tiling.by_channel, parts)
     mean = jnp.mean(means, 0)
-    # Within the parts, which all have as many elements, and between them.
+    # The variance within parts, which all have equally many elements, plus the variance between their means.
     variance = jnp.mean(squares, 0) / tiling.elements + jnp.mean(jnp.square(means - mean[None]), 0)
     factor = scale.reshape(-1) * lax.rsqrt(variance + epsilon)
     parameters = [tiling.for_parts(values) for values in (mean, factor, bias)]
+    # scale and inv_std are one factor by now, so the second launch takes one multiplication and two additions.
     operands = (images[0], *parameters, *images[1:])
     result = jax.ShapeDtypeStruct(tiling.view, x.dtype)
     (y,) = launch(_normalize_kernel, "batch_norm", tiling, operands, [result], interpret, activation=activation)

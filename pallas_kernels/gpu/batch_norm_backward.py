@@ -1,7 +1,7 @@
 """Batch norm on NVIDIA GPUs from Hopper on, backward: one read for two sums, one for the gradient of x.
 
-The gradients of activation and residual are part of both: what the activation lets through is never stored, unless it
-is asked for as the residual's gradient. Parts of the images are summed as the forward kernel takes their statistics.
+Both reads apply the activation's derivative, so the gradient behind the activation is only stored if it is a result:
+the gradient of the residual. The thread blocks have the parts of the forward kernel.
 """
 
 import functools
@@ -34,6 +34,7 @@ def _sums_kernel(grad_gmem, x_gmem, mean_gmem, *refs, tiling, pin_layouts):
         d = block.new(i, _passed(block, grad_gmem, gate_gmem, i))
         return sums[0] + d, sums[1] + d * (block.load(x_gmem, i) - mean)
 
+    # Kept apart for each element of an access, in registers; threads add up only after the last access.
     sums = lax.fori_loop(0, tiling.steps, step, (block.zeros(), block.zeros()))
     for ref, values in zip((sum_gmem, centred_sum_gmem), sums, strict=True):
         block.store_part(ref, block.total(values))
@@ -72,13 +73,16 @@ def run(
 ):
     """Launches the kernels; see `pallas_kernels.kernel.Kernel.run`."""
     tiling = tiling_of(x.shape, config["width"])
-    # A gate may be a mask; the identity has none to read.
+    # A gate may be a mask of bools; the identity has no gate to read.
     gates = [array.astype(x.dtype).reshape(tiling.view) for array in gate if activation[0] == "relu"]
     images = [values.reshape(tiling.view) for values in (grad, x)]
     part = jax.ShapeDtypeStruct(tiling.parts_shape, jnp.float32)
     operands = (*images, tiling.for_parts(mean), *gates)
     parts = launch(_sums_kernel, "batch_norm_sums", tiling, operands, [part, part], interpret)
     sum_d, sum_d_centred = (jnp.sum(tiling.by_channel(values), 0).reshape(scale.shape) for values in parts)
+    # With x_hat = (x - mean) inv_std, and means over the elements of a channel:
+    # dx = scale inv_std (d - mean(d) - x_hat mean(d x_hat)) + (grad_mean + 2 (x - mean) grad_variance) / elements,
+    # written as factor * d + slope * (x - mean) + offset with one number per channel each.
     elements = math.prod(x.shape) // tiling.channels
     factor = scale * inv_std
     slope = (2 * grad_variance - factor * jnp.square(inv_std) * sum_d_centred) / elements

@@ -1,7 +1,7 @@
 """Dropout on NVIDIA GPUs from Hopper on: the mask is drawn by the thread block that needs it, in one pass over memory.
 
-A block has 4096 neighbouring elements of a row. Each of its 128 threads draws one word of the mask, for 32 of them, and
-hands it over through shared memory: four words are all that 128 elements, an element a thread, need of the mask.
+A thread block has 4096 neighbouring elements of a row. Each of its 128 threads draws one word of the mask, for 32
+elements, and stores it in shared memory (128 * 4 bytes): one access of 128 elements, one per thread, needs four words.
 
 Functions import `mosaic_gpu` themselves: it takes a third of a second, which only those who lower for a GPU should pay.
 """
@@ -20,7 +20,7 @@ from pallas_kernels.gpu import hopper
 from pallas_kernels.gpu.hopper import WARPGROUP
 from pallas_kernels.kernel import Kernel
 
-_BLOCK = WARPGROUP * WORD_BITS  # a thread for each word of the mask
+_BLOCK = WARPGROUP * WORD_BITS  # one word of the mask for each thread
 _ACCESSES = _BLOCK // WARPGROUP
 
 
@@ -52,7 +52,8 @@ class _Run:
         return self.row, pl.ds(self.first_word, WARPGROUP)
 
     def drawn(self, streams_gmem, keep_gmem):
-        """A word for each thread."""
+        """Draws a word for each thread."""
+        # Multiplied by ones, scalars become vectors in the threads' layout.
         ones = jnp.full((WARPGROUP,), 1, jnp.uint32)
         key0, key1, first = (ones * streams_gmem[self.row, i] for i in range(3))
         indices = first + self.first_word.astype(jnp.uint32) + self.threads().astype(jnp.uint32)
@@ -60,10 +61,12 @@ class _Run:
         return compared(indices * jnp.uint32(0) + less, (key0, key1), indices, 0, number)
 
     def select(self, words, x_gmem, y_gmem, keep_gmem):
-        """Keeps and drops elements; `words` are those of the threads."""
+        """Keeps and drops elements; `words` has one for each thread."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        plgpu.commit_smem()  # taken for its barrier: an earlier run has read its words
+        # A barrier, so that all threads have read the words of an earlier run before they are overwritten; and one
+        # more, so that all words are there before any is read.
+        plgpu.commit_smem()
         self.words_smem[...] = words
         plgpu.commit_smem()
         thread = self.threads()
@@ -73,6 +76,7 @@ class _Run:
 
         def access(i, _):
             where = self.row, pl.ds(self.first_word * WORD_BITS + i * WARPGROUP, WARPGROUP)
+            # All threads read the same four words, which shared memory broadcasts; each picks its own.
             words = [self.words_smem[i * per_access + k] for k in range(per_access)]
             word = jnp.full((WARPGROUP,), 1, jnp.uint32) * words[0]
             for k in range(1, per_access):
@@ -84,9 +88,10 @@ class _Run:
 
 
 def _for_each_run(words, words_smem, pin_layouts, process):
-    """Shares a row out. Accesses cannot be masked: the last block takes the rest in a run that overlaps its own."""
+    """Runs of a row, one per thread block; the last block takes the rest of the row in a run that overlaps its own."""
     block, blocks = lax.axis_index("block"), words // WARPGROUP
     process(_Run(block * WARPGROUP, words_smem, pin_layouts))
+    # Accesses cannot be masked. What two runs both compute is the same, and one block computes both.
     if words % WARPGROUP:
 
         @pl.when(block == blocks - 1)
@@ -116,6 +121,7 @@ def _launch(kernel, name, rows, columns, results, interpret, operands):
     return plgpu.kernel(
         functools.partial(kernel, pin_layouts=not interpret),
         out_type=results,
+        # Thread blocks do not depend on each other; those of one row read the same stream.
         grid=(rows, columns // _BLOCK),
         grid_names=("row", "block"),
         scratch_types=[plgpu.SMEM((WARPGROUP,), jnp.uint32)],

@@ -1,6 +1,6 @@
 """EMA-Adam on NVIDIA GPUs from Hopper on: one pass over device memory, parameters and optimizer state updated in place.
 
-Five arrays are read and four written, with some thirty flops an element, and no element is needed twice. So every
+Five arrays are read and four written, with some thirty flops per element, and no element is needed twice. So each
 thread block moves its elements straight between device memory and registers: shared memory would save no traffic.
 
 Functions import `mosaic_gpu` themselves: it takes a third of a second, which only those who lower for a GPU should pay.
@@ -23,7 +23,7 @@ _CONFIGS = ({"block_elements": 1024}, {"block_elements": 512}, {"block_elements"
 
 
 def _full_blocks(size: int, block_elements: int) -> int:
-    """How many blocks are updated whole; what they leave over is nothing, or enough to fill a warpgroup."""
+    """The number of blocks that are updated whole; the rest is nothing, or enough to fill a warpgroup."""
     return size // block_elements if size % block_elements == 0 else (size - WARPGROUP) // block_elements
 
 
@@ -33,7 +33,7 @@ def _sqrt(x: jax.Array) -> jax.Array:
 
 
 def _kernel(coefficients_gmem, *refs, result_indices, mode, output, block_elements, pin_layouts):
-    """`refs`: grad, var, m, v, s, then the results with buffers of their own; `result_indices` name all four."""
+    """`refs`: grad, var, m, v, s, then results with buffers of their own; `result_indices` locates all four."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     operands_gmem, results_gmem = refs[:5], [refs[i] for i in result_indices]
@@ -65,8 +65,8 @@ def _kernel(coefficients_gmem, *refs, result_indices, mode, output, block_elemen
         @pl.when(block == full_blocks)
         def _():
             # Accesses cannot be masked, so two runs of one width cover the rest, from its start and up to its end.
-            # Where they overlap, elements are computed twice, from the same values to the same result: both runs are
-            # read before either is written. The second starts anywhere, which rules out vectors.
+            # Overlapping elements are computed twice, from the same values to the same result: both runs are read
+            # before either is written. The second may start anywhere, so vector accesses would not be aligned.
             width = 1 << ((size - rest).bit_length() - 1)
             starts = (rest, size - width)
             operands = [load(start, width, 1) for start in starts]

@@ -1,10 +1,11 @@
 """The gradient of an embedding table on NVIDIA GPUs from Hopper on: one pass over the gradient, and no atomics.
 
 XLA sorts the ids; the gradient's rows stay where they are. A thread block takes a chunk of the sorted positions and
-adds up, in registers and in order, the rows of each run of one id. A run that lies within the chunk is that row of the
-result, which its block alone writes, over zeros. What a chunk has of a run that began before it, or goes on after it,
-is a partial sum: at most two a chunk, which the next launch adds up as if they were the gradient. So an id that fills
-the batch costs two launches more and not a long wait.
+sums the rows of each run of equal ids, in registers and in order. A run within the chunk is a whole row of the result,
+which this block alone writes, over zeros. The chunk's part of a run that began before it or goes on after it is a
+partial sum. There are at most two in a chunk, and the next launch adds them up as if they were the gradient. However
+often an id occurs, there are only a few launches, each over 2 / chunk_rows as many rows as the one before, and no
+thread block with all the work.
 
 Functions import `mosaic_gpu` themselves: it takes a third of a second, which only those who lower for a GPU should pay.
 """
@@ -23,9 +24,11 @@ from pallas_kernels.gpu import hopper
 from pallas_kernels.gpu.hopper import MAX_ELEMENTS, VECTOR, WARPGROUP
 from pallas_kernels.kernel import Kernel
 
-_AHEAD = 4  # rows whose loads are under way at a time
+_AHEAD = 4  # rows that are loaded at a time, so that their trips to memory overlap
 _WIDTHS = (512, 256, 128)
 _NO_ROW = 2**31 - 1
+# A thread has _AHEAD rows in flight and one sum, (_AHEAD + 1) * width / 128 registers: 20 for the widest accesses.
+# Longer chunks leave fewer partial sums; shorter ones make more thread blocks.
 _CONFIGS = ({"chunk_rows": 32}, {"chunk_rows": 64}, {"chunk_rows": 16})
 
 
@@ -35,7 +38,7 @@ def _kernel(ids_gmem, order_gmem, factors_gmem, rows_gmem, out_gmem, *partial_gm
     chunk = lax.axis_index("chunk")
     first = chunk * chunk_rows
     last_position = ids_gmem.shape[0] - 1
-    # What lies before the first chunk and after the last is another id.
+    # Before the first chunk and after the last one comes another id, -1.
     before = jnp.where(first > 0, ids_gmem[jnp.maximum(first - 1, 0)], -1)
     layout = plgpu.Layout.WG_STRIDED((columns.width,), vec_size=columns.vector)
 
@@ -47,6 +50,8 @@ def _kernel(ids_gmem, order_gmem, factors_gmem, rows_gmem, out_gmem, *partial_gm
         ids = [ids_gmem[position] for position in positions]
         after = jnp.where(positions[-1] < last_position, ids_gmem[jnp.minimum(positions[-1] + 1, last_position)], -1)
         rows = [pinned(rows_gmem[order_gmem[position], run]).astype(jnp.float32) for position in positions]
+        # A run is written where it ends. It is the chunk's own if it also began here; if it began with the chunk's
+        # first position, the position before decides.
         for position, row, row_id, next_id in zip(positions, rows, ids, [*ids[1:], after], strict=True):
             sums = sums + row
             is_row, is_end, is_own = row_id != _NO_ROW, next_id != row_id, row_id != before
@@ -65,7 +70,7 @@ def _kernel(ids_gmem, order_gmem, factors_gmem, rows_gmem, out_gmem, *partial_gm
                 def _(sums=sums, partial=partial):
                     partial[2 * chunk + 1, run] = sums
 
-            # One condition for all elements: Mosaic GPU selects by none that is a scalar.
+            # Mosaic GPU cannot select by a scalar condition, so it is broadcast.
             sums = jnp.where(jnp.broadcast_to(is_end, sums.shape), jnp.zeros_like(sums), sums)
         return sums
 
@@ -78,7 +83,7 @@ def _kernel(ids_gmem, order_gmem, factors_gmem, rows_gmem, out_gmem, *partial_gm
 
 
 class Columns(NamedTuple):
-    """How rows are cut for the accesses of a warpgroup, which cannot be masked.
+    """How rows are cut into a warpgroup's accesses, which cannot be masked.
 
     Attributes:
       total: the width of a row.
@@ -92,14 +97,14 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, total: int) -> "Columns":
-        """The widest accesses that divide a row; else narrow ones, the last of which overlaps the one before."""
+        """The widest accesses that divide a row; else narrow ones, where the last one overlaps the one before."""
         width = next((width for width in _WIDTHS if total % width == 0), WARPGROUP)
         vector = min(VECTOR, width // WARPGROUP)
         return cls(total, width, math.gcd(vector, total))
 
     @property
     def blocks(self) -> int:
-        """How many thread blocks share a row: one where accesses overlap, as no two may write the same."""
+        """The thread blocks that share a row: one if accesses overlap, as no two may write the same element."""
         return 1 if self.total % self.width else self.total // self.width
 
     def starts(self, block: jax.Array) -> list[Any]:
@@ -110,7 +115,7 @@ class Columns(NamedTuple):
 
 
 def _launch(ids, order, factors, rows, out_ref, chunk_rows, interpret):
-    """Writes the sums of all runs; returns the partial sums of chunks, (2 * chunks, D), unless there is one chunk."""
+    """Writes the sums of whole runs; returns partial sums (2 * chunks, D), or nothing if there is one chunk."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     chunks, columns = ids.size // chunk_rows, Columns.of(rows.shape[1])
@@ -118,6 +123,7 @@ def _launch(ids, order, factors, rows, out_ref, chunk_rows, interpret):
     return pl.kernel(
         functools.partial(_kernel, chunk_rows=chunk_rows, columns=columns, pin_layouts=not interpret),
         out_type=[partial] * (chunks > 1),
+        # Thread blocks write rows of their own, so no order between them matters, and none needs atomics.
         mesh=plgpu.Mesh(grid=(chunks, columns.blocks), grid_names=("chunk", "column")),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret_gpu_params() if interpret is True else interpret,
@@ -152,14 +158,14 @@ def run(grad, indices, *, num_weights, padding_idx, scale_grad_by_freq, config, 
 
 
 def _sorted(ids, chunk_rows):
-    """Ids in ascending order, those that are no row last, up to a whole chunk; and the positions that hold them."""
+    """Ids in ascending order, padded to whole chunks, with ids that are not a row last; and their positions."""
     ids, order = lax.sort((ids, jnp.arange(ids.size, dtype=jnp.int32)), num_keys=1)
     missing = -ids.size % chunk_rows
     return jnp.pad(ids, (0, missing), constant_values=_NO_ROW), jnp.pad(order, (0, missing))
 
 
 def _of_partial_sums(ids, factors, chunk_rows):
-    """The ids and factors of the partial sums that chunks leave: of the run they began within, and of the last."""
+    """The ids and factors of each chunk's two partial sums: of a run that began before it, and of one that goes on."""
     ids, factors = (x.reshape(-1, chunk_rows) for x in (ids, factors))
     first, last = ids[:, 0], ids[:, -1]
     edge = jnp.full(1, -1, jnp.int32)

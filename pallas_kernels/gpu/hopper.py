@@ -1,12 +1,12 @@
-"""What kernels for NVIDIA GPUs from Hopper on have in common. Each thread block of theirs is a warpgroup, or a few."""
+"""What kernels for NVIDIA GPUs from Hopper on have in common. Their thread blocks are one warpgroup, or a few."""
 
 import math
 from typing import Any
 
 import jax.numpy as jnp
 
-WARPGROUP = 128  # threads, and so the shortest run of elements that one access of a warpgroup can touch
-VECTOR = 4  # elements of one access of a thread: 16 bytes of float32, the most there is
+WARPGROUP = 128  # threads, so one access of a warpgroup touches at least as many elements
+VECTOR = 4  # elements of one access of a thread: 16 bytes of float32, the most that an instruction moves
 MAX_ELEMENTS = 2**31 - 1
 DTYPES = ("float32", "bfloat16", "float16")
 

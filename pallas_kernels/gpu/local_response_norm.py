@@ -1,8 +1,8 @@
 """Local response normalization on NVIDIA GPUs from Hopper on, with channels before space: one read, one write.
 
-A thread block takes a run of pixels of one image and walks through the channels, a few at a time. What a window still
-needs of the channels behind it stays in registers, so that every element is loaded once; the loads of one step do not
-wait for each other.
+A thread block takes a run of pixels of one image and walks through the channels, a few at a time. Earlier channels stay
+in registers while a window still needs them, so that every element is loaded once. The loads of one step do not wait
+for each other.
 
 Functions import `mosaic_gpu` themselves: it takes a third of a second, which only those who lower for a GPU should pay.
 """
@@ -21,7 +21,7 @@ from pallas_kernels.gpu.hopper import WARPGROUP
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.local_response_norm_windows import reach, refusal
 
-_MAX_WINDOW = 16  # channels of which a thread keeps numbers in registers
+_MAX_WINDOW = 16  # channels: a thread keeps up to three numbers for each of a window's channels in registers
 _CONFIGS = ({"width": 128, "channels": 8}, {"width": 128, "channels": 4}, {"width": 256, "channels": 4})
 _CHANNELS = -4
 
@@ -37,7 +37,7 @@ class Pixels:
         if pin_layouts:
             from jax.experimental.pallas import mosaic_gpu as plgpu
 
-            # A run may start anywhere, which rules out vectors.
+            # A run may start at any pixel, so vector accesses would not be aligned.
             self._layout = plgpu.Layout.WG_STRIDED((width,), vec_size=1)
             self._offsets = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=self._layout)
 
@@ -47,13 +47,13 @@ class Pixels:
         return values if self._layout is None else plgpu.layout_cast(values, self._layout)
 
     def zeros(self):
-        """Of the channels outside of the image."""
+        """The values of channels outside of the image."""
         return self._pinned(jnp.zeros((self._width,), jnp.float32))
 
     def load(self, ref, channel):
         """One channel in float32; zeros beyond the last one."""
         values = self._pinned(ref[self.image, jnp.minimum(channel, self.channels - 1), self.columns])
-        # Compared element by element: Mosaic broadcasts no scalar condition.
+        # Compared element by element, as Mosaic cannot broadcast a scalar condition.
         limit = jnp.where(channel < self.channels, self._width, 0)
         return jnp.where(self._offsets < limit, values.astype(jnp.float32), 0.0)
 
@@ -63,7 +63,7 @@ class Pixels:
 
 
 def _sums(values, window):
-    """The sum of each run of as many values."""
+    """The sum of each run of `window` values."""
     return [functools.reduce(jnp.add, values[i : i + window]) for i in range(len(values) - window + 1)]
 
 
@@ -71,7 +71,8 @@ def _normalize(pixels, x_gmem, y_gmem, *, group, n, alpha, beta, k):
     before, after = reach(n, pixels.channels)
 
     def step(i, carried):
-        # The squares of the channels from `first - before` on, and what of the image itself is not done.
+        # Carried: the squares of channels from `first - before` on, and x of channels from `first` on, up to
+        # `first + after - 1` each.
         squares, ahead = carried
         first = i * group
         fresh = [pixels.load(x_gmem, first + after + j) for j in range(group)]
@@ -91,31 +92,32 @@ def _differentiate(pixels, x_gmem, grad_gmem, dx_gmem, *, group, n, alpha, beta,
     window = before + after + 1
 
     def shares(x, total, channel):
-        """Of a channel's gradient, what stays there, and what its neighbours get, before their own factor."""
+        """The part of a channel's gradient that stays there, and the part that its neighbours share."""
         s = k + alpha / n * total
         scaled = pixels.load(grad_gmem, channel) * jnp.exp(-beta * jnp.log(s))
         return scaled, scaled * x / s
 
     def step(i, carried):
-        # The channels from `first` on; what the windows around those from `first - after` to `first + before - 1` give
-        # to neighbours; and what stays at those from `first` to `first + before - 1`.
-        ahead, given, kept = carried
+        # Carried: x of the next channels from `first` on; the shared parts of channels from `first - after` to
+        # `first + before - 1`; and the own parts of channels from `first` to `first + before - 1`.
+        ahead, shared_parts, own_parts = carried
         first = i * group
         fresh = [pixels.load(x_gmem, first + window - 1 + j) for j in range(group)]
         ahead = [*ahead, *fresh]
         totals = _sums([x * x for x in ahead], window)
         pairs = [shares(ahead[before + j], totals[j], first + before + j) for j in range(group)]
-        kept, given = [*kept, *(pair[0] for pair in pairs)], [*given, *(pair[1] for pair in pairs)]
-        # The windows that hold a channel have their centres in the mirror image of its own window.
-        for j, shared in enumerate(_sums(given, window)):
-            pixels.store(dx_gmem, first + j, kept[j] - (2 * alpha * beta / n) * ahead[j] * shared)
-        return tuple(ahead[group:]), tuple(given[group:]), tuple(kept[group:])
+        own_parts = [*own_parts, *(pair[0] for pair in pairs)]
+        shared_parts = [*shared_parts, *(pair[1] for pair in pairs)]
+        # Channel i is in the window of channel j if j is in the mirror image of i's window.
+        for j, shared in enumerate(_sums(shared_parts, window)):
+            pixels.store(dx_gmem, first + j, own_parts[j] - (2 * alpha * beta / n) * ahead[j] * shared)
+        return tuple(ahead[group:]), tuple(shared_parts[group:]), tuple(own_parts[group:])
 
     ahead = [pixels.load(x_gmem, channel) for channel in range(window - 1)]
     squares = [*[pixels.zeros()] * before, *(x * x for x in ahead)]
     pairs = [shares(ahead[j], total, j) for j, total in enumerate(_sums(squares, window)[:before])]
-    given = [*[pixels.zeros()] * after, *(pair[1] for pair in pairs)]
-    carried = tuple(ahead), tuple(given), tuple(pair[0] for pair in pairs)
+    shared_parts = [*[pixels.zeros()] * after, *(pair[1] for pair in pairs)]
+    carried = tuple(ahead), tuple(shared_parts), tuple(pair[0] for pair in pairs)
     lax.fori_loop(0, pixels.channels // group, step, carried)
 
 
@@ -128,13 +130,13 @@ def _kernel(*refs, body, width, group, pin_layouts, **params):
 
     normalize(run * width)
     if pixels % width:
-        # Accesses cannot be masked: the last block covers the rest with a run that overlaps its first one, and stores
-        # the same there.
+        # Accesses cannot be masked: the last block covers the rest with a run that overlaps its first one, where it
+        # stores the same values.
         pl.when(run == pixels // width - 1)(lambda: normalize(pixels - width))
 
 
 def _launch(body, name, *operands, config, interpret, **params):
-    """Runs a body over all pixels; the result is like the last operand."""
+    """Runs a body over all pixels; the result has the last operand's shape and dtype."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     *batch, channels, depth, height, columns = operands[0].shape

@@ -1,7 +1,7 @@
 """The gradient of max pooling on NVIDIA GPUs from Hopper on, for channels that lie last and windows that lie apart.
 
-No two windows share an element, so that each is read once and written once: a thread takes some channels, and a thread
-block a row of windows with the pixels up to the next ones.
+No two windows share an element, so every element is read once and written once. A thread takes some channels, and a
+thread block a row of windows with the pixels up to the next ones. Nothing is shared between threads.
 
 Functions import `mosaic_gpu` themselves: it takes a third of a second, which only those who lower for a GPU should pay.
 """
@@ -21,7 +21,8 @@ from pallas_kernels.gpu import hopper
 from pallas_kernels.gpu.hopper import VECTOR, WARPGROUP
 from pallas_kernels.kernel import Kernel
 
-_MAX_WINDOW = 16  # elements of which a thread keeps one in a register
+_MAX_WINDOW = 16  # pixels from window to window: the loop over them is unrolled
+# Registers of a thread: the best value, its number, the gradient and one element, 4 * width / 128 at least.
 _CONFIGS = ({"width": 128}, {"width": 256}, {"width": 512})
 
 
@@ -43,7 +44,7 @@ def _kernel(x_gmem, grad_gmem, dx_gmem, *, window, stride, width, propagate_nan,
         return (values if layout is None else plgpu.layout_cast(values, layout)).astype(jnp.float32)
 
     def cell(i, run):
-        """One window, and the pixels up to the next ones."""
+        """Handles one window, and the pixels up to the next ones."""
         first_row, first_column = cell_row * stride[0], i * stride[1]
 
         def element(offset):
@@ -57,13 +58,13 @@ def _kernel(x_gmem, grad_gmem, dx_gmem, *, window, stride, width, propagate_nan,
         best, winner = element(offsets[0]), jnp.zeros_like(lanes)
         for number, offset in enumerate(offsets[1:], 1):
             value = element(offset)
-            # The first of equals stays, and the first NaN, neither more nor less nor equal. It wins against any
-            # number if it is propagated, and otherwise any number wins against it.
+            # The first of equal values stays, and so does the first NaN, which is neither more nor less nor equal. NaN
+            # beats any number if it is propagated; otherwise any number beats NaN.
             stronger, weaker = (best, value) if propagate_nan else (value, best)
             wins = jnp.where(value > best, 1, jnp.where(weaker == weaker, 0, jnp.where(stronger == stronger, 1, 0)))
             best, winner = jnp.where(wins == 1, value, best), jnp.where(wins == 1, number, winner)
-        # Of the pixels that are left over, which fill no window, there is no gradient. Compared element by element:
-        # Mosaic broadcasts no scalar condition.
+        # Pixels left over at the edges fill no window, so their gradient is 0. Compared element by element, as Mosaic
+        # cannot broadcast a scalar condition.
         grad = load(grad_gmem, jnp.minimum(cell_row, output_rows - 1), jnp.minimum(i, output_columns - 1), run)
         limit = jnp.where((cell_row < output_rows) & (i < output_columns), width, 0)
         grad = jnp.where(lanes < limit, grad, 0.0)
@@ -78,7 +79,7 @@ def _kernel(x_gmem, grad_gmem, dx_gmem, *, window, stride, width, propagate_nan,
                 dx_gmem[image, row, column, run] = values.astype(dx_gmem.dtype)
 
     def cells(i, _):
-        # Accesses cannot be masked: the last run may overlap the one before, and stores the same there.
+        # Accesses cannot be masked: the last run may overlap the one before, where it stores the same values.
         for start in range(0, channels, width):
             cell(i, pl.ds(min(start, channels - width), width))
 

@@ -1,9 +1,10 @@
-"""Softmax on NVIDIA GPUs from Hopper on: each group is read once where registers hold it, and else twice.
+"""Softmax on NVIDIA GPUs from Hopper on: each group is read once if registers hold it, else twice.
 
-A thread block has one group, along which its threads lie side by side, or, where other axes lie behind those of the
-group in memory, a run of neighbouring groups with one or some of them for each thread. Either way accesses are
-contiguous and nothing is transposed. Of a group that registers do not hold, every thread keeps the maximum and the sum
-of what it saw; a new maximum rescales what was summed before. Its second read mostly finds it in the cache.
+If a group's elements are contiguous, a thread block has one group, and its threads lie along it. If other axes come
+after the group's in memory, a thread block has a run of neighbouring groups, one or a few for each thread. Either way
+accesses are contiguous and nothing is transposed. For a group that is too long for registers, each thread keeps the
+maximum and the sum of the elements that it saw, and a new maximum rescales the sum. The second read mostly finds the
+cache.
 
 Functions import `mosaic_gpu` themselves: it takes a third of a second, which only those who lower for a GPU should pay.
 """
@@ -23,17 +24,17 @@ from pallas_kernels.gpu.hopper import VECTOR, WARPGROUP
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.softmax_groups import View, refusal
 
-_HELD = 64  # values that a thread holds of all operands, at most
+_HELD = 64  # values of all operands that a thread holds at most: each takes one of its 255 registers
 _WIDTHS = (512, 256, 128)
 
 
 class Tiling(NamedTuple):
-    """How a view is shared out.
+    """How thread blocks share a view.
 
     Attributes:
       view: of the groups.
-      width: elements of one access of a block, along the view's last axis.
-      operands: how many arrays are read.
+      width: elements of one access of a thread block, along the view's last axis.
+      operands: the number of arrays that are read.
     """
 
     view: View
@@ -52,27 +53,27 @@ class Tiling(NamedTuple):
 
     @property
     def runs(self) -> int:
-        """How many blocks lie side by side along the view's last axis; the last one may have two runs of groups."""
+        """The thread blocks along the view's last axis; the last one may have two runs of groups."""
         return 1 if self.along_group else self.view.shape[2] // self.width
 
     @property
     def blocks(self) -> int:
-        """How many thread blocks there are."""
+        """The number of thread blocks."""
         return self.view.shape[1] if self.along_group else self.view.shape[0] * self.runs
 
     @property
     def steps(self) -> int:
-        """How many accesses cover a group."""
+        """The number of accesses that cover a group."""
         return pl.cdiv(self.view.size, self.width) if self.along_group else self.view.size
 
     @property
     def is_held(self) -> bool:
-        """Whether registers hold what a block has."""
+        """Whether registers hold a thread block's groups."""
         return self.operands * self.steps * self.width <= _HELD * WARPGROUP
 
 
 def tiling_of(view, max_width, operands=1):
-    """How a view is shared out; None if no access fits its last axis."""
+    """How thread blocks share a view; None if no access fits its last axis."""
     extent = view.shape[2]
     if extent < WARPGROUP:
         return None
@@ -80,7 +81,7 @@ def tiling_of(view, max_width, operands=1):
 
 
 class Part:
-    """Inside a kernel, the groups that are worked on: one, or a run of neighbours that begins at `start`."""
+    """Inside a kernel, the groups at hand: one, or a run of neighbours that begins at `start`."""
 
     def __init__(self, tiling: Tiling, outer, start, pin_layouts: bool) -> None:
         """The interpreter of jax 0.10 has no layouts to pin."""
@@ -96,7 +97,7 @@ class Part:
         return values if self._layout is None else plgpu.layout_cast(values, self._layout)
 
     def _first(self, step):
-        # Accesses cannot be masked: where they do not divide the group, the last one overlaps the one before.
+        # Accesses cannot be masked: if they do not divide the group, the last one overlaps the one before.
         return jnp.minimum(step * self.tiling.width, self.tiling.view.size - self.tiling.width)
 
     def _index(self, step):
@@ -113,11 +114,11 @@ class Part:
         return self._pinned(ref[self._index(step)]).astype(jnp.float32)
 
     def store(self, ref, step, values):
-        """Stores one access; where two overlap, they store the same."""
+        """Stores one access; overlapping ones store the same values."""
         ref[self._index(step)] = values.astype(ref.dtype)
 
     def new(self, step, values):
-        """`values` of an access, 0 where the one before had them already."""
+        """The values of an access, with 0 for elements that the access before already had."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         width = self.tiling.width
@@ -130,18 +131,18 @@ class Part:
         return jnp.where(offsets + self._first(step) >= step * width, values, 0.0)
 
     def maximum(self, values):
-        """Of the whole group or, of neighbours, of each, what accesses have at most."""
+        """Completes the maximum of accesses: over threads if they share a group, else each thread has its own."""
         return self._everywhere(jnp.max(values)) if self.tiling.along_group else values
 
     def total(self, values):
-        """Of the whole group or, of neighbours, of each, what accesses have added up to."""
+        """Completes the sum of accesses: over threads if they share a group, else each thread has its own."""
         return self._everywhere(jnp.sum(values)) if self.tiling.along_group else values
 
     def _everywhere(self, value):
         return self._pinned(jnp.broadcast_to(value, (self.tiling.width,)))
 
     def accumulated(self, step, *initial):
-        """What `step(i, carried)` carries through all accesses."""
+        """Runs `carried = step(i, carried)` for all accesses."""
         return lax.fori_loop(0, self.tiling.steps, step, tuple(map(self.full, initial)))
 
     def each(self, step):
@@ -153,6 +154,7 @@ def _normalized(part, x_gmem, y_gmem, log):
     def stored(step, shifted, exponentials, total):
         part.store(y_gmem, step, shifted - jnp.log(total) if log else exponentials / total)
 
+    # Unrolled, because only names, not a loop's index, can address registers.
     if part.tiling.is_held:
         steps = range(part.tiling.steps)
         x = [part.load(x_gmem, step) for step in steps]
@@ -164,12 +166,14 @@ def _normalized(part, x_gmem, y_gmem, log):
             stored(step, shifted[step], exponentials[step], total)
         return
 
+    # Each element of an access keeps a maximum and a sum of its own; threads meet only once, after the last access.
     def count(step, known):
         x, (old, total) = part.load(x_gmem, step), known
         new = jnp.maximum(old, x)
         shift = _finite(new)
         return new, total * jnp.exp(old - shift) + part.new(step, jnp.exp(x - shift))
 
+    # Two numbers for each element of an access, 2 * width / 128 registers, however long the group.
     maxima, totals = part.accumulated(count, -math.inf, 0.0)
     shift = _finite(part.maximum(maxima))
     total = part.total(totals * jnp.exp(maxima - shift))
@@ -182,7 +186,7 @@ def _normalized(part, x_gmem, y_gmem, log):
 
 
 def _finite(maximum):
-    """0 for -inf, of which a difference would be NaN before it is known that nothing else comes."""
+    """0 in place of -inf, whose difference with -inf would be NaN, though a finite value may still follow."""
     return jnp.where(maximum == -math.inf, 0.0, maximum)
 
 
@@ -195,7 +199,7 @@ def _kernel(*refs, body, tiling, log, pin_layouts):
     body(Part(tiling, outer, run * tiling.width, pin_layouts), *refs, log)
     inner = tiling.view.shape[2]
     if inner % tiling.width:
-        # The rest is shorter than an access, so the block of the run before computes some of its groups again.
+        # The rest is shorter than an access, so the last block takes a second run that repeats some of its groups.
         pl.when(run == tiling.runs - 1)(
             lambda: body(Part(tiling, outer, inner - tiling.width, pin_layouts), *refs, log)
         )
@@ -210,6 +214,7 @@ def launch(body, name, operands, log, groups, config, interpret):
     (y,) = pl.kernel(
         functools.partial(_kernel, body=body, tiling=tiling, log=log, pin_layouts=not interpret),
         out_type=[jax.ShapeDtypeStruct(view.shape, operands[-1].dtype)],
+        # One axis: blocks are numbered along the last axis of the view first, so neighbours read neighbouring memory.
         mesh=plgpu.Mesh(grid=(tiling.blocks,), grid_names=("block",)),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret_gpu_params() if interpret is True else interpret,
@@ -237,7 +242,8 @@ def refuses(hardware, *operands, log, groups) -> str | None:
 
 def configs(hardware, *operands, log, groups):
     """Widths worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
-    # Neighbouring groups fill the registers with as many steps as a group has elements.
+    # A thread with neighbouring groups holds width / 128 values for each element of a group: narrow runs hold longer
+    # groups, so they come first.
     widths = _WIDTHS if View.in_memory(groups, operands[-1].shape).axis == 2 else _WIDTHS[::-1]
     return [{"width": width} for width in widths]
 

@@ -1,4 +1,7 @@
-"""The gradient of softmax on NVIDIA GPUs from Hopper on, shared out as the forward kernel shares out x."""
+"""The gradient of softmax on NVIDIA GPUs from Hopper on; thread blocks have the groups of the forward kernel.
+
+dx = y (grad - sum(y grad)),   and for log-softmax   dx = grad - exp(y) sum(grad)
+"""
 
 import jax.numpy as jnp
 
@@ -18,6 +21,7 @@ def _gradients(part, y_gmem, grad_gmem, dx_gmem, log):
         y, grad = pair
         part.store(dx_gmem, step, grad - jnp.exp(y) * total if log else y * (grad - total))
 
+    # Two operands are held, so a group may be half as long as in the forward kernel.
     if part.tiling.is_held:
         steps = range(part.tiling.steps)
         held = list(map(load, steps))

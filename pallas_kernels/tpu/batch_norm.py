@@ -1,9 +1,9 @@
 """Batch norm on TPU, forward in training: one read of x for the statistics, one for the result.
 
-A block of channels is worked on at a time. Its images pass through VMEM twice: first their statistics are merged block
-by block (Chan's update of means and sums of squared deviations, which loses no digits to a large mean), then they are
-normalized. The images are those of the operator, (..., n, a, c, b), with a = 1 or b = 1; statistics do not care in
-which order the rest is read, so the kernel takes the order in which XLA stores them.
+The kernel works on one block of channels at a time. Its images pass through VMEM twice: first their statistics are
+merged block by block (Chan's update of means and sums of squared deviations, which loses no digits to a large mean),
+then they are normalized. Images are (..., n, a, c, b), as in the operator, with a = 1 or b = 1. Statistics do not
+depend on the order of the other axes, so the kernel takes the order in which XLA stores them.
 """
 
 import functools
@@ -20,17 +20,19 @@ from pallas_kernels.kernel import Kernel
 _LANES = 128
 _SUBLANES = 8
 _DTYPES = ("float32", "bfloat16")
-# Of float32 values: seven blocks at most, double-buffered, are within the 16 MiB that XLA grants.
+# VMEM, in float32: at most seven blocks of images (backward: the gradient, x, a gate, dx, the residual's gradient, and
+# two values computed from them) of 4 * block_elements bytes, two buffers each: 2 * 7 * 512 KiB = 7 MiB for the largest,
+# within the 16 MiB that XLA grants. Statistics and parameters are a vector of the block's channels each.
 _CONFIGS = ({"block_elements": 131072}, {"block_elements": 65536}, {"block_elements": 32768})
 
 
 class Blocks(NamedTuple):
-    """How images are seen, as (batch, images, rows, columns), and cut into blocks of (1, images, rows, columns).
+    """The view of images as (batch, images, rows, columns), and its cut into blocks of (1, images, rows, columns).
 
     Attributes:
-      order: n, c and s (the extent of a and b) as images, rows and columns: "nsc", "snc" or "ncs".
+      order: which of n, c and s (the extent of a and b) are images, rows and columns: "nsc", "snc" or "ncs".
       view: the shape of the images.
-      block: that of a block; each extent divides the view's.
+      block: the shape of a block; each size divides the view's.
     """
 
     order: str
@@ -39,44 +41,45 @@ class Blocks(NamedTuple):
 
     @property
     def channel_axis(self) -> int:
-        """Of the view."""
+        """The axis of the view."""
         return 1 + self.order.index("c")
 
     def to_view(self, x: jax.Array) -> jax.Array:
-        """Images of the operator in this view."""
+        """The operator's images in this view."""
         n, a, c, b = x.shape[-4:]
         stored = "nsc" if b == 1 else "ncs"
         shape = (self.view[0], *({"n": n, "c": c, "s": a * b}[axis] for axis in stored))
         return jnp.transpose(x.reshape(shape), (0, *(1 + stored.index(axis) for axis in self.order)))
 
     def from_view(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The inverse of `to_view`, for images of the operator of this shape."""
+        """The inverse of `to_view`, for images of this shape."""
         stored = "nsc" if shape[-1] == 1 else "ncs"
         return jnp.transpose(x, (0, *(1 + self.order.index(axis) for axis in stored))).reshape(shape)
 
     @property
     def steps(self) -> tuple[int, int, int]:
-        """How many blocks lie along the channels, along n, and along the axis that is left."""
+        """The number of blocks along the channels, along n, and along the remaining axis."""
         counts = [extent // size for extent, size in zip(self.view, self.block, strict=True)]
         return counts[self.channel_axis], counts[1], counts[5 - self.channel_axis]
 
     @property
     def reduced(self) -> tuple[int, ...]:
-        """The axes of a block over which statistics are taken."""
+        """The axes of a block that statistics reduce."""
         return 0, 1, 5 - self.channel_axis
 
     @property
     def elements(self) -> int:
-        """How many elements of a block each statistic reduces."""
+        """The number of elements of a block that each statistic reduces."""
         return math.prod(self.block[axis] for axis in self.reduced)
 
     @property
     def statistics_shape(self) -> tuple[int, ...]:
-        """Of parameters and statistics, to broadcast against the view."""
+        """The shape of parameters and statistics, to broadcast against the view."""
         return tuple(extent if axis in (0, self.channel_axis) else 1 for axis, extent in enumerate(self.view))
 
     def images_spec(self, always: bool) -> pl.BlockSpec:
-        """Blocks of images; unless `always`, in the first phase none but the one that the second begins with."""
+        """Blocks of images; unless `always`, the first phase has only the block that the second phase begins with."""
+        # The pipeline copies a block when its index changes. Times the phase, the index is 0 throughout the first one.
 
         def index(batch, channel, phase, image, rest):
             image, rest = (image, rest) if always else (image * phase, rest * phase)
@@ -94,7 +97,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(shape, dtype, block_elements):
-    """Blocks of about that many padded elements at most; None if no division of the images is small enough."""
+    """Blocks of at most `block_elements` padded elements; None if no division of the images is that small."""
     n, a, c, b = shape[-4:]
     if 1 not in (a, b):
         return None
@@ -102,7 +105,8 @@ def blocks_of(shape, dtype, block_elements):
     extents = {"n": n, "c": c, "s": a * b}
     view = (math.prod(shape[:-4]), *(extents[axis] for axis in order))
     row_multiple = 32 // jnp.dtype(dtype).itemsize
-    # Columns as many as there are, rows as many as fit, or the fewest of both.
+    # Blocks divide the view, as values beyond its edge would enter the statistics. All columns if possible, then as
+    # many rows as fit, then as many images.
     for columns in _divisors(view[3], _LANES):
         for rows in _divisors(view[2], row_multiple):
             padded = _round_up(rows, row_multiple) * _round_up(columns, _LANES)
@@ -113,11 +117,11 @@ def blocks_of(shape, dtype, block_elements):
 
 
 def _order(n: int, c: int, s: int, channels_last: bool) -> str:
-    """The order of axes in which XLA:TPU most likely stores the images, so that seeing them in it moves nothing.
+    """The order of axes in which XLA:TPU most likely stores the images, so that this view moves nothing.
 
-    XLA pads the two minor axes to tiles and takes those that pad least: channels in lanes if they fill some, and in
-    sublanes the width of the images (here unknown, and taken for the root of their extent) or else the batch. A wrong
-    guess costs copies, never the result.
+    XLA pads the two minor axes to tiles and picks the pair that pads least: channels in lanes if there are enough, and
+    in sublanes the width of the images or the batch. The width is unknown here; the root of the extent stands in for
+    it. A wrong guess costs copies, never the result.
     """
     if not channels_last and c < _LANES:
         return "ncs"
@@ -130,7 +134,7 @@ def _padding(extent: int) -> float:
 
 
 def _divisors(extent: int, multiple: int) -> list[int]:
-    """The extent itself, and those of its divisors that are multiples, the greatest first."""
+    """The extent itself, then its divisors that are multiples, the largest first."""
     return [extent, *(size for size in range(extent - 1, 0, -1) if extent % size == 0 and size % multiple == 0)]
 
 
@@ -152,7 +156,8 @@ def _kernel(x_ref, scale_ref, bias_ref, *refs, blocks, epsilon, activation):
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        # mean_ref and variance_ref hold the mean and the sum of squared deviations of the blocks so far.
+        # So far mean_ref and variance_ref hold the mean and the sum of squared deviations of the blocks before. Blocks
+        # have equally many elements, so this one has the weight 1 / (before + 1) in the mean.
         mean = jnp.sum(x, blocks.reduced, keepdims=True) / blocks.elements
         deviations = jnp.sum(jnp.square(x - mean), blocks.reduced, keepdims=True)
         before = step.astype(jnp.float32)
@@ -171,6 +176,7 @@ def _kernel(x_ref, scale_ref, bias_ref, *refs, blocks, epsilon, activation):
         for residual_ref in residual_refs:
             u = u + residual_ref[...].astype(jnp.float32)
         mode, _, propagate_nan = activation
+        # jnp.maximum propagates NaN, and a comparison with NaN is false.
         if mode == "relu":
             u = jnp.maximum(u, 0.0) if propagate_nan else jnp.where(u > 0, u, 0.0)
         y_ref[...] = u.astype(y_ref.dtype)
@@ -196,7 +202,7 @@ def launch(body, name, blocks, images, statistics, results, interpret):
     """Runs a body over the blocks in two phases.
 
     Its refs are the first of `images`, the `statistics`, the other images, and the results. `images` are pairs of an
-    array and whether the first phase reads it; of `results`, those in the shape of the view are written in the second.
+    array and whether the first phase reads it. Results with the view's shape are written in the second phase.
     """
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
@@ -215,6 +221,8 @@ def launch(body, name, blocks, images, statistics, results, interpret):
         blocks.images_spec(False) if result.shape == blocks.view else blocks.statistics_spec() for result in results
     ]
     channels, steps_of_images, steps_of_rest = blocks.steps
+    # The phase lies inside the channels: all images of a block of channels pass twice before the next block, and its
+    # statistics stay in VMEM from the first step to the last.
     return pl.pallas_call(
         body,
         name=name,

@@ -1,7 +1,7 @@
 """Batch norm on TPU, backward: one read of x, the gradient and the gate for two sums, one for the gradient of x.
 
-The gradients of activation and residual are part of both: what the activation lets through is never stored, unless it
-is asked for as the residual's gradient.
+Both reads apply the activation's derivative, so the gradient behind the activation is only stored if it is a result:
+the gradient of the residual.
 """
 
 import functools
@@ -30,6 +30,8 @@ def _kernel(grad_ref, scale_ref, mean_ref, inv_std_ref, grad_mean_ref, grad_vari
         dscale_ref[...] = jnp.zeros_like(dscale_ref)
         dbias_ref[...] = jnp.zeros_like(dbias_ref)
 
+    # dscale_ref and dbias_ref stay in VMEM while the block's images pass: the first phase sums them, the second reads
+    # them. Only then are they written to HBM, as results.
     @pl.when(pl.program_id(2) == 0)
     def _():
         dbias_ref[...] += jnp.sum(d, blocks.reduced, keepdims=True)
@@ -37,6 +39,9 @@ def _kernel(grad_ref, scale_ref, mean_ref, inv_std_ref, grad_mean_ref, grad_vari
 
     @pl.when(pl.program_id(2) == 1)
     def _():
+        # With x_hat = (x - mean) inv_std, and means over the elements of a channel:
+        # With x_hat = (x - mean) inv_std, and means over the elements of a channel:
+        # dx = scale inv_std (d - mean(d) - x_hat mean(d x_hat)) + (grad_mean + 2 (x - mean) grad_variance) / elements
         elements = blocks.elements * blocks.steps[1] * blocks.steps[2]
         factor = scale_ref[...] * inv_std
         slope = (2 * grad_variance_ref[...] - factor * inv_std * dscale_ref[...]) / elements
@@ -63,7 +68,7 @@ def run(
 ):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
     blocks = blocks_of(x.shape, x.dtype, config["block_elements"])
-    # A gate may be a mask, of which Mosaic has no tiles like those of x. The identity has no gate to read.
+    # A gate may be a mask of bools, which Mosaic does not tile like x. The identity has no gate to read.
     gates = [array.astype(x.dtype) for array in gate if activation[0] == "relu"]
     statistics = jax.ShapeDtypeStruct(blocks.statistics_shape, jnp.float32)
     dx, *residual, dscale, dbias = launch(

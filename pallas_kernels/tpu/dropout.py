@@ -1,7 +1,7 @@
 """Dropout on TPU: the mask is drawn in registers, beside the elements that it keeps or drops, in one pass over HBM.
 
-XLA's own program draws the words of the mask in one loop and spreads each over its 32 elements in another. Here both
-happen in VMEM. A word holds 32 neighbouring lanes, so a register of elements takes four words of each of its rows.
+XLA's own program draws the words of the mask in one loop and expands each to its 32 elements in another. Here both
+happen in VMEM. A word holds 32 neighbouring lanes, so a register of elements needs four words for each of its rows.
 """
 
 import math
@@ -15,30 +15,35 @@ from pallas_kernels.kernel import Kernel
 
 _LANES = 128
 _DTYPES = ("float32", "bfloat16")
-_BLOCK_COLUMNS = _LANES * WORD_BITS  # a register of words
+_BLOCK_COLUMNS = _LANES * WORD_BITS  # 128 words of the mask, which fill the lanes of a register
+# VMEM of a block: x and y in the operand's dtype and the words, 4 / 32 bytes an element, with two buffers each. With
+# float32 and 2**18 elements that is 2 * (1 + 1 + 1 / 32) MiB, within the 16 MiB that XLA grants.
 _CONFIGS = ({"block_elements": 131072}, {"block_elements": 65536}, {"block_elements": 262144})
 
 
-def _words(streams_ref, shape, kept):
+def _words(streams_ref, shape, keep_probability):
+    # A row has a stream of its own: two words of key, and the number of its first word. So the mask does not depend on
+    # how rows are cut into blocks.
     key0, key1, first = (jnp.broadcast_to(streams_ref[:, i : i + 1], shape) for i in range(3))
     column = jax.lax.broadcasted_iota(jnp.int32, shape, 1).astype(jnp.uint32)
     words = first + (pl.program_id(1) * shape[1]).astype(jnp.uint32) + column
-    less, number = digits(threshold(kept))
+    less, number = digits(threshold(keep_probability))
     return compared(jnp.full(shape, less), (key0, key1), words, 0, number)
 
 
 def _select(words, x_ref, y_ref, factor):
-    """Lane by lane: bit `lane % 32` of one of the four words that a register of elements needs."""
+    """Keeps or drops each lane by bit `lane % 32` of one of the four words that a register of elements needs."""
     rows, columns = x_ref.shape
     for start in range(0, columns, _LANES):
         lanes = min(_LANES, columns - start)
         lane = jax.lax.broadcasted_iota(jnp.int32, (rows, lanes), 1)
         first = start // WORD_BITS
-        spread = jnp.broadcast_to(words[:, first : first + 1], (rows, lanes))
+        # TPUs have no cheap gather across lanes: broadcast each of the four words to all lanes, and select by the lane.
+        word_of_lane = jnp.broadcast_to(words[:, first : first + 1], (rows, lanes))
         for i in range(1, lanes // WORD_BITS):
             word = jnp.broadcast_to(words[:, first + i : first + i + 1], (rows, lanes))
-            spread = jnp.where(lane >= i * WORD_BITS, word, spread)
-        bit = jax.lax.shift_right_logical(spread, (lane % WORD_BITS).astype(jnp.uint32)) & jnp.uint32(1)
+            word_of_lane = jnp.where(lane >= i * WORD_BITS, word, word_of_lane)
+        bit = jax.lax.shift_right_logical(word_of_lane, (lane % WORD_BITS).astype(jnp.uint32)) & jnp.uint32(1)
         x = x_ref[:, start : start + lanes].astype(jnp.float32)
         y_ref[:, start : start + lanes] = jnp.where(bit.astype(jnp.int32) != 0, x * factor, 0.0).astype(y_ref.dtype)
 
@@ -54,7 +59,7 @@ def _backward_kernel(keep_ref, grad_ref, words_ref, out_ref):
 
 
 def _blocks(rows, columns, block_elements):
-    """Of elements and of words; rows are cut where a register of words ends."""
+    """The grid, and the blocks of streams, elements and words; rows are cut where a register of words ends."""
     block_columns = min(columns, _BLOCK_COLUMNS)
     block_rows = min(rows, max(16, block_elements // max(block_columns, _LANES) // 16 * 16))
     grid = (pl.cdiv(rows, block_rows), pl.cdiv(columns, block_columns))
@@ -72,6 +77,7 @@ def _launch(kernel, name, grid, in_specs, out_specs, results, interpret, operand
         kernel,
         name=name,
         grid=grid,
+        # The probability and the factor are scalars, which the scalar core reads from SMEM.
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *in_specs],
         out_specs=out_specs,
         out_shape=results,
@@ -114,7 +120,7 @@ def _refusal(x) -> str | None:
     if math.prod(x.shape) == 0:
         return "there is nothing to drop"
     if x.shape[-1] % WORD_BITS:
-        return f"rows of whole words of {WORD_BITS} elements are spread over lanes; a row has {x.shape[-1]}"
+        return f"rows must consist of whole words of {WORD_BITS} elements; a row has {x.shape[-1]}"
     return None
 
 

@@ -1,7 +1,7 @@
 """EMA-Adam on TPU: one pass over HBM, with parameters and optimizer state updated in place.
 
-Five arrays are read and four written, with some thirty flops an element, so HBM traffic is all that counts. Changing
-how an array is tiled in HBM would cost as much again as the operator itself; the view that the kernel takes avoids it.
+Five arrays are read and four written, with some thirty flops per element, so only HBM traffic counts. Changing how an
+array is tiled in HBM would cost as much again as the operator itself; the kernel's view of the arrays avoids that.
 """
 
 import functools
@@ -16,14 +16,15 @@ from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_order
 
 _TILE = SUBLANES * LANES
-_MAX_LOOSE_VECTOR = 2**20  # reshaping a longer vector that is not made of whole tiles outweighs the update
+_MAX_LOOSE_VECTOR = 2**20  # reshaping a longer vector, if not of whole tiles, costs more than the update
 _DTYPES = ("float32", "bfloat16")
-# Five inputs and four outputs, double-buffered: 9.4 MB of float32 with the largest, within the 16 MiB that XLA grants.
+# VMEM: five inputs and four outputs, two buffers each, so 9 * 2 * 4 * block_elements bytes in float32: 9.4 MB for the
+# largest, within the 16 MiB that XLA grants.
 _CONFIGS = ({"block_elements": 131072}, {"block_elements": 65536}, {"block_elements": 32768})
 
 
 def _kernel(coefficients_ref, grad_ref, var_ref, m_ref, v_ref, s_ref, *out_refs, mode, output):
-    # Ragged blocks hold anything beyond the edge: no element reads another, and the pipeline clips the stores.
+    # Beyond the edge, ragged blocks hold undefined values. No element reads another, and the pipeline clips the stores.
     operands = (ref[...].astype(jnp.float32) for ref in (grad_ref, var_ref, m_ref, v_ref, s_ref))
     coefficients = [coefficients_ref[i] for i in range(len(COEFFICIENTS))]
     results = ema_adam_update(operands, coefficients, mode=mode, output=output)
@@ -37,7 +38,7 @@ def _view_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
         *untiled, rows, columns = (shape[axis] for axis in stored_order(shape))
         return math.prod(untiled), rows, columns
     size = math.prod(shape)
-    # A vector of whole tiles is already stored as rows of lanes; any other has to be moved into a single row.
+    # A vector of whole tiles is stored as rows of lanes already; any other has to be copied into a single row.
     return (1, 1, size) if size % _TILE else (1, size // LANES, LANES)
 
 

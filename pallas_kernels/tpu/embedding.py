@@ -1,8 +1,9 @@
-"""The gradient of an embedding table on TPU: each row of it is summed in VMEM and written once.
+"""The gradient of an embedding table on TPU: each row is summed in VMEM and written once.
 
 XLA sorts the ids and brings the gradient's rows into their order. Then every tile of the table's rows owns a run of
-these, and the grid walks over pairs of a tile and a chunk of its run; the positions of both come ahead, by scalar
-prefetch, so that the pipeline can fetch what is next. A tile stays in VMEM, in float32, until its run is summed.
+these rows, and the grid walks over pairs of a tile and a chunk of its run. The indices of both are known ahead, by
+scalar prefetch, so that the pipeline can fetch the next chunk. A tile stays in VMEM, in float32, until its run is
+summed.
 """
 
 import functools
@@ -19,9 +20,11 @@ _LANES = 128
 _DTYPES = ("float32", "bfloat16")
 _NO_ROW = 2**31 - 1
 _CHUNK_ROWS = 128  # at most
-# A float32 tile, the result's twice and three chunks that are no larger are within the 16 MiB that XLA grants.
+# VMEM: a tile of sums in float32, the result's tile in two buffers, and three chunks that are at most as large (two
+# buffers, and a float32 copy of bfloat16). In float32 that is 6 * 4 * block_elements bytes at most: 12 MiB for the
+# largest, within the 16 MiB that XLA grants.
 _CONFIGS = ({"block_elements": 2**18}, {"block_elements": 2**19}, {"block_elements": 2**17})
-_SMEM_BYTES = 2**18  # of what is known ahead; a TensorCore has four times as much
+_SMEM_BYTES = 2**18  # of the schedule, four int32 per step; a TensorCore has four times as much SMEM
 
 
 class Blocks(NamedTuple):
@@ -30,9 +33,9 @@ class Blocks(NamedTuple):
     Attributes:
       rows: of a tile.
       columns: of a tile and of a chunk.
-      chunk_rows: positions of a chunk.
-      tiles: of rows.
-      chunks: of positions.
+      chunk_rows: sorted positions in a chunk.
+      tiles: how many cover the table's rows.
+      chunks: how many cover the positions.
     """
 
     rows: int
@@ -43,12 +46,12 @@ class Blocks(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """At most so many pairs of a tile and a chunk have positions in common, or are a tile that has none."""
+        """The most pairs of a tile and a chunk that share positions, where a tile without positions counts as one."""
         return self.tiles + self.chunks - 1
 
 
 def blocks_of(num_weights: int, width: int, positions: int, dtype: Any, config: Any) -> Blocks:
-    """Tiles of about `block_elements`: as wide as the table if some rows of it fit."""
+    """Tiles of at most `block_elements`, as wide as the table if enough rows of it fit."""
     multiple = 32 // jnp.dtype(dtype).itemsize
     columns = min(width, config["block_elements"] // multiple // _LANES * _LANES)
     rows = config["block_elements"] // _round_up(columns, _LANES) // multiple * multiple
@@ -62,7 +65,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _schedule(ids: jax.Array, blocks: Blocks) -> tuple[jax.Array, ...]:
-    """For each step the tile, the chunk, and where in the chunk the tile's positions begin and end."""
+    """For each step: the tile, the chunk, and where in the chunk the tile's positions begin and end."""
     starts = jnp.searchsorted(ids, blocks.rows * jnp.arange(blocks.tiles + 1, dtype=jnp.int32)).astype(jnp.int32)
     start, stop = starts[:-1], starts[1:]
     first_chunk = jnp.minimum(start // blocks.chunk_rows, blocks.chunks - 1)
@@ -71,7 +74,7 @@ def _schedule(ids: jax.Array, blocks: Blocks) -> tuple[jax.Array, ...]:
     step = jnp.arange(blocks.steps, dtype=jnp.int32)
     tile = jnp.searchsorted(steps_before, step, side="right").astype(jnp.int32)
     is_idle, tile = tile == blocks.tiles, jnp.minimum(tile, blocks.tiles - 1)
-    # Counted from the tile's last step, before which its others lie. Idle steps at the end stay where the last was.
+    # Counted back from the tile's last step. Idle steps at the end repeat the last chunk, which copies nothing.
     chunk = jnp.minimum(last_chunk[tile] - (steps_before[tile] - 1 - step), last_chunk[tile])
     begin = jnp.clip(start[tile] - chunk * blocks.chunk_rows, 0, blocks.chunk_rows)
     end = jnp.clip(stop[tile] - chunk * blocks.chunk_rows, 0, blocks.chunk_rows)
@@ -88,25 +91,29 @@ def _kernel(
     is_last = (step == steps - 1) | (tile_ref[jnp.minimum(step + 1, steps - 1)] != tile)
     scratch = list(scratch_refs)
     counts_ref = scratch.pop() if averaged else None
-    wide_ref = scratch.pop() if scratch else grad_ref
+    float32_ref = scratch.pop() if scratch else grad_ref
     first_row = tile * sums_ref.shape[0]
 
+    # The steps of one tile follow each other, so its sums stay in VMEM from the first to the last.
     @pl.when(is_first)
     def _():
         sums_ref[...] = jnp.zeros_like(sums_ref)
         if counts_ref is not None:
             counts_ref[...] = jnp.zeros_like(counts_ref)
 
-    if wide_ref is not grad_ref:
+    if float32_ref is not grad_ref:
 
         @pl.when(begin < end)
         def _():
-            # Single rows of 16 bits share their registers with others.
-            wide_ref[...] = grad_ref[...].astype(jnp.float32)
+            # A row of 16-bit values shares its registers with the next one and cannot be read alone. So a chunk that
+            # has any rows of this tile is converted as a whole, once.
+            float32_ref[...] = grad_ref[...].astype(jnp.float32)
 
+    # Rows are added one by one, in the order of positions: equal ids may follow each other, and the sum must not depend
+    # on how the work is cut.
     def add(position, _):
         row = pl.ds(ids_ref[0, 0, position] - first_row, 1)
-        sums_ref[row, :] += wide_ref[pl.ds(position, 1), :]
+        sums_ref[row, :] += float32_ref[pl.ds(position, 1), :]
         if counts_ref is not None:
             counts_ref[row, :] += 1.0
 
@@ -136,6 +143,7 @@ def run(grad, indices, *, num_weights, padding_idx, scale_grad_by_freq, config, 
         name="embedding_dense_backward",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(schedule),
+            # Parts of wide rows are independent. Each passes over all steps, which accumulate in order.
             grid=(pl.cdiv(width, blocks.columns), blocks.steps),
             in_specs=[
                 pl.BlockSpec(
@@ -162,7 +170,7 @@ def run(grad, indices, *, num_weights, padding_idx, scale_grad_by_freq, config, 
 
 
 def _sorted_ids(indices: jax.Array, num_weights: int, padding_idx: int | None) -> tuple[jax.Array, jax.Array]:
-    """Ids in ascending order, those that are no row last, and the positions that hold them."""
+    """Ids in ascending order, with ids that are not a row last, and the positions that hold them."""
     ids = indices.reshape(-1)
     ids = ids if ids.dtype.itemsize == 8 else ids.astype(jnp.int32)
     live = (ids >= 0) & (ids < num_weights)

@@ -1,7 +1,7 @@
 """Local response normalization on TPU, forward and backward: each image passes through VMEM once.
 
 A block holds all channels of some pixels. XLA keeps the channels in lanes, in sublanes, or before both, wherever the
-array pads least; the kernel takes it as it lies, and moves a block along that axis to bring neighbours together.
+array pads least. The kernel takes the array as it is, and shifts a block along that axis to add neighbours.
 """
 
 import functools
@@ -17,10 +17,11 @@ from pallas_kernels.kernel import Kernel
 from pallas_kernels.local_response_norm_windows import reach, refusal
 from pallas_kernels.tpu.stored_order import LANES, round_up, stored_order
 
-_ROWS = 16  # fill a register of 16-bit values; a multiple of the eight of 32-bit ones
+_ROWS = 16  # of a register of 16-bit values; a register of 32-bit values has eight
 _DTYPES = ("float32", "bfloat16")
-# Of float32 values: three blocks, double-buffered, and what is computed on the way are within the 16 MiB that XLA
-# grants.
+# VMEM, in float32: three blocks in the backward kernel (x, the gradient, dx), two buffers each, so
+# 3 * 2 * 4 * block_elements bytes: 6 MiB for the largest. That leaves 10 MiB of the 16 MiB that XLA grants for the
+# values computed from them, 1 MiB each.
 _CONFIGS = ({"block_elements": 65536}, {"block_elements": 131072}, {"block_elements": 262144})
 _CHANNELS = -4
 
@@ -29,8 +30,8 @@ class View(NamedTuple):
     """Images as they are stored.
 
     Attributes:
-      order: of the axes of the images that are longer than 1.
-      shape: five axes: what lies before the channels, the channels or 1, what lies between, rows and columns.
+      order: the axes of the images that are longer than 1, in the order in which they are stored.
+      shape: five axes: what comes before the channels, the channels or 1, what lies between, rows and columns.
       channel_axis: 1, 3 or 4.
     """
 
@@ -51,11 +52,12 @@ class View(NamedTuple):
 
 
 def view_of(shape):
-    """How images (..., c, d, h, w) are stored."""
+    """The order in which XLA stores images (..., c, d, h, w)."""
     channels = len(shape) + _CHANNELS
-    kept = [axis for axis, size in enumerate(shape) if size > 1 or axis == channels]
-    kept = kept if len(kept) > 1 else [next(axis for axis in range(len(shape)) if axis != channels), *kept]
-    order = tuple(kept[i] for i in stored_order(tuple(shape[axis] for axis in kept)))
+    # Axes of size 1 take no space. Two axes are needed all the same, for sublanes and lanes.
+    axes = [axis for axis, size in enumerate(shape) if size > 1 or axis == channels]
+    axes = axes if len(axes) > 1 else [next(axis for axis in range(len(shape)) if axis != channels), *axes]
+    order = tuple(axes[i] for i in stored_order(tuple(shape[axis] for axis in axes)))
     sizes = [shape[axis] for axis in order]
     place = order.index(channels)
     if place < len(order) - 2:
@@ -65,9 +67,10 @@ def view_of(shape):
 
 
 def block_of(view, block_elements):
-    """A block of about that many padded elements at most, with all channels; None if it cannot be that small."""
+    """A block of at most `block_elements` padded elements with all channels; None if it cannot be that small."""
     block = [min(size, least) for size, least in zip(view.shape, (1, 1, 1, _ROWS, LANES), strict=True)]
     block[view.channel_axis] = view.shape[view.channel_axis]
+    # Grown from the minor axis outwards, as longer runs in HBM are copied faster.
     for axis, unit in ((4, LANES), (3, _ROWS), (2, 1), (0, 1)):
         if axis != view.channel_axis:
             others = _padded_elements([1 if i == axis else size for i, size in enumerate(block)]) // (
@@ -82,7 +85,7 @@ def _padded_elements(block):
     return math.prod(untiled) * round_up(rows, _ROWS) * round_up(columns, LANES)
 
 
-def _moved(x, steps, axis):
+def _shifted(x, steps, axis):
     """`x[i + steps]`, with zeros beyond the edge."""
     if steps == 0:
         return x
@@ -95,22 +98,22 @@ def _moved(x, steps, axis):
 
 
 def _run_of(x, count, direction, axis):
-    """The sum of `x[i + direction * step]` for steps below count, doubling what is summed."""
+    """The sum of `x[i + direction * step]` for steps below count, by doubling: about log2(count) shifts each way."""
     total, covered, width = None, 0, 1
     while covered < count:
         if count & width:
-            piece = _moved(x, direction * covered, axis)
+            piece = _shifted(x, direction * covered, axis)
             total = piece if total is None else total + piece
             covered += width
         if covered < count:
-            x = x + _moved(x, direction * width, axis)
+            x = x + _shifted(x, direction * width, axis)
             width *= 2
     return total
 
 
 def _neighbours(x, before, after, axis):
     total = _run_of(x, after + 1, 1, axis)
-    return total + _moved(_run_of(x, before, -1, axis), -1, axis) if before else total
+    return total + _shifted(_run_of(x, before, -1, axis), -1, axis) if before else total
 
 
 def _normalizer(x, channel_axis, n, alpha, k):
@@ -121,6 +124,7 @@ def _normalizer(x, channel_axis, n, alpha, k):
 def _kernel(x_ref, y_ref, *, channel_axis, n, alpha, beta, k):
     x = x_ref[...].astype(jnp.float32)
     s = _normalizer(x, channel_axis, n, alpha, k)
+    # s^-beta: s is positive, as `refusal` requires alpha >= 0 and k > 0.
     y_ref[...] = (x * jnp.exp(-beta * jnp.log(s))).astype(y_ref.dtype)
 
 
@@ -129,17 +133,18 @@ def _backward_kernel(x_ref, grad_ref, dx_ref, *, channel_axis, n, alpha, beta, k
     before, after = reach(n, x.shape[channel_axis])
     s = _normalizer(x, channel_axis, n, alpha, k)
     scaled = grad_ref[...].astype(jnp.float32) * jnp.exp(-beta * jnp.log(s))
-    # The windows that hold a channel have their centres in the mirror image of its own window.
+    # Channel i is in the window of channel j if j is in the mirror image of i's window: before and after swap.
     shared = _neighbours(scaled * x / s, after, before, channel_axis)
     dx_ref[...] = (scaled - (2 * alpha * beta / n) * x * shared).astype(dx_ref.dtype)
 
 
 def _launch(body, name, *operands, config, interpret, **params):
-    """Runs a body over blocks; the result is like the last operand."""
+    """Runs a body over blocks; the result has the last operand's shape and dtype."""
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     view = view_of(operands[0].shape)
     block = block_of(view, config["block_elements"])
+    # Beyond the edges of the other axes a block holds anything, but no pixel reads another.
     spec = pl.BlockSpec(block, lambda *indices: indices)
     result = pl.pallas_call(
         functools.partial(body, channel_axis=view.channel_axis, **params),

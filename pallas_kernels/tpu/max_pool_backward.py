@@ -1,8 +1,8 @@
 """The gradient of max pooling on TPU, for images with their channels in lanes: each image passes through VMEM once.
 
-A block holds some channels of an image, with the columns in sublanes and the rows before the tiles, or of rows that no
-window shares with others. There the elements of all windows of a row are slices with a stride, which are compared, and
-to which the gradients of those that won are added.
+A block holds some channels of a whole image, or of a band of rows that shares no window with other bands. Columns lie
+in sublanes, rows outside of the tiles. So the elements at one offset of all windows in a row are a strided slice: the
+kernel compares these slices, and adds each window's gradient to the element that won.
 """
 
 import functools
@@ -20,19 +20,21 @@ from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_order
 
 _DTYPES = ("float32", "bfloat16")
-_LEAST = jnp.iinfo(jnp.int32).min  # of keys: less than any element's
+_LEAST = jnp.iinfo(jnp.int32).min  # the key of padding, below the key of any element
 _CONFIGS = ({"vmem_bytes": 12 * 2**20}, {"vmem_bytes": 6 * 2**20}, {"vmem_bytes": 3 * 2**20})
-_BUFFERS = 6  # of the size of a block: x and the result, double-buffered, keys and sums
+# Buffers of a block's size: two of x, two of the result, one of keys and one of sums. The gradient's two come out of
+# what a configuration leaves of the 16 MiB that XLA grants.
+_BUFFERS = 6
 
 
 class Blocks(NamedTuple):
-    """How images (b, h, w, c) and their windows are shared out.
+    """How images (b, h, w, c) and their windows are cut into blocks.
 
     Attributes:
-      image: extents of an image.
-      outputs: of its windows.
-      window: rows and columns of each.
-      stride: from one to the next.
+      image: rows and columns of an image.
+      outputs: how many windows it has along rows and columns.
+      window: rows and columns of a window.
+      stride: from one window to the next.
       before: how far the first windows reach beyond the image.
       output_rows: windows along the rows of a block.
       channels: of a block.
@@ -48,12 +50,12 @@ class Blocks(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of the image in a block."""
+        """The image rows in a block."""
         return self.image[0] if self.output_rows == self.outputs[0] else self.output_rows * self.stride[0]
 
     @property
     def padded(self) -> tuple[int, int]:
-        """Extents of what windows reach over in a block, and of the block within its padding."""
+        """Rows and columns of a block with its padding, as far as its windows reach."""
         reached = (
             (count - 1) * s + k
             for count, s, k in zip((self.output_rows, self.outputs[1]), self.stride, self.window, strict=True)
@@ -66,15 +68,16 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(x_shape, vmem_bytes, *, window, stride, padding):
-    """The largest blocks for which VMEM suffices; None if it holds not even the smallest."""
+    """The largest blocks that fit into VMEM; None if even the smallest does not."""
     *_, height, width, channels = x_shape
     image, window, stride, padding = (height, width), window[1:], stride[1:], padding[1:]
     outputs = tuple(1 + (n + sum(p) - k) // s for n, k, s, p in zip(image, window, stride, padding, strict=True))
     before = tuple(p[0] for p in padding)
-    # In the last block, rows behind the image hold anything: no window may reach them.
+    # Bands of rows must not share windows. And behind the image's last row, the last band has undefined values, which
+    # no window may reach.
     apart = window[0] <= stride[0] and padding[0] == (0, 0)
     for output_rows in range(outputs[0], 0, -1) if apart else outputs[:1]:
-        # Slices with a stride are of one tile's lanes.
+        # Strided slices are possible within one tile's 128 lanes only.
         blocks = Blocks(image, outputs, window, stride, before, output_rows, min(channels, LANES))
         rows, columns = blocks.padded
         if _BUFFERS * 4 * rows * round_up(columns, SUBLANES) * LANES <= vmem_bytes:
@@ -83,11 +86,12 @@ def blocks_of(x_shape, vmem_bytes, *, window, stride, padding):
 
 
 def _keys(x, propagate_nan):
-    """Integers in the order of x: equal for equal numbers. NaN is the greatest if it is propagated, else the least."""
+    """Integers in the order of x, equal for equal numbers; NaN is the largest if propagated, else the smallest."""
+    # Comparing integers settles ties and NaN at once; padding has a key of its own, below that of -inf.
     x = x.astype(jnp.float32)
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     greatest = jnp.iinfo(jnp.int32).max
-    # Negative numbers count down from the sign bit.
+    # Read as integers, negative floats are in reverse order; flipping all bits but the sign puts them right.
     return jnp.where(
         jnp.isnan(x), greatest if propagate_nan else _LEAST + 1, jnp.where(bits < 0, bits ^ greatest, bits)
     )
@@ -105,6 +109,7 @@ def _kernel(x_ref, grad_ref, dx_ref, keys_vmem, sums_vmem, *, blocks, propagate_
             columns = pl.ds(offset[1], blocks.outputs[1], stride=blocks.stride[1])
             return row * blocks.stride[0] + offset[0], columns
 
+        # Only a larger key replaces the best, so the first of equal ones wins.
         best = keys_vmem[place(offsets[0])]
         winner = jnp.zeros_like(best)
         for i, offset in enumerate(offsets[1:], 1):
@@ -112,6 +117,7 @@ def _kernel(x_ref, grad_ref, dx_ref, keys_vmem, sums_vmem, *, blocks, propagate_
             winner = jnp.where(key > best, i, winner)
             best = jnp.maximum(key, best)
         grad = grad_ref[0, row].astype(jnp.float32)
+        # Windows may overlap, so sums are accumulated, in float32.
         for i, offset in enumerate(offsets):
             sums_vmem[place(offset)] += jnp.where(winner == i, grad, 0.0)
         return 0
@@ -129,7 +135,7 @@ def run(x, grad, *, window, stride, padding, propagate_nan, config, interpret=Fa
     blocks = blocks_of(x.shape, config["vmem_bytes"], window=window, stride=stride, padding=padding)
     height, width, channels = x.shape[-3:]
     images = math.prod(x.shape[:-3])
-    last_band = pl.cdiv(blocks.outputs[0], blocks.output_rows) - 1  # rows may follow in which no window begins
+    last_band = pl.cdiv(blocks.outputs[0], blocks.output_rows) - 1  # rows may follow where no window begins
     spec = pl.BlockSpec((1, blocks.rows, width, blocks.channels), lambda image, band, part: (image, band, 0, part))
     grad_spec = pl.BlockSpec(
         (1, blocks.output_rows, blocks.outputs[1], blocks.channels),

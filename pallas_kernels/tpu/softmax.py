@@ -1,8 +1,8 @@
-"""Softmax on TPU: one read and one write of groups that fit VMEM, and one read more of those that do not.
+"""Softmax on TPU: groups that fit into VMEM are read once and written once; longer groups are read twice.
 
-A group that fits is normalized in registers. A longer one passes through VMEM twice: first its maximum and sum are
-found block by block, where a new maximum rescales what was summed before, and then it is normalized. Groups lie along
-lanes, sublanes or across tiles, as XLA stores them, so that nothing is transposed.
+A group that fits is normalized at once. A longer one passes through VMEM twice: first its maximum and sum are found
+block by block, where a new maximum rescales the earlier sum, and then it is normalized. Groups lie along lanes, along
+sublanes or across tiles, as XLA stores them, so that nothing is transposed.
 """
 
 import functools
@@ -20,9 +20,10 @@ from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_or
 _DTYPES = ("float32", "bfloat16")
 _MIB = 2**20
 _DEFAULT_LIMIT_BYTES = 16 * _MIB  # what XLA grants a kernel that asks for nothing
-# The largest takes 50 MiB of VMEM in the backward kernel, of 64 or more.
+# With float32, the largest takes 2**20 * (2 * 3 * 4 + 4 * 4) bytes = 40 MiB in the backward kernel, and 50 MiB with the
+# quarter that `launch` adds. TPUs have 64 MiB or more.
 _BLOCK_ELEMENTS = (2**18, 2**19, 2**20)
-_WIDEST = 512  # columns of a block whose groups lie across them
+_WIDEST = 512  # columns of a block if groups do not lie along lanes: more leave room for fewer elements of a group
 
 
 class Blocks(NamedTuple):
@@ -30,7 +31,7 @@ class Blocks(NamedTuple):
 
     Attributes:
       view: of the groups, with five axes.
-      block: its shape. It may reach beyond the view, where it holds anything.
+      block: its shape. Where it reaches beyond the view, its values are undefined.
     """
 
     view: View
@@ -38,23 +39,23 @@ class Blocks(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many blocks a group has."""
+        """The number of blocks of a group."""
         return pl.cdiv(self.view.size, self.block[self.view.axis])
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Blocks along the four other axes, then phases and blocks of a group."""
+        """Blocks along the four other axes, then phases, then blocks of a group, which pass once in each phase."""
         counts = [pl.cdiv(size, block) for size, block in zip(self.view.shape, self.block, strict=True)]
         del counts[self.view.axis]
         return *counts, 1 if self.steps == 1 else 2, self.steps
 
     @property
     def statistics_shape(self) -> tuple[int, ...]:
-        """Of what is known of each of a block's groups."""
+        """The shape of one statistic of each of a block's groups."""
         return tuple(1 if axis == self.view.axis else size for axis, size in enumerate(self.block))
 
     def spec(self, always: bool) -> pl.BlockSpec:
-        """Blocks of the view; unless `always`, in the first phase none but the one that the second begins with."""
+        """Blocks of the view; unless `always`, the first phase has only the block that the second phase begins with."""
 
         def index(*position):
             *others, phase, step = position
@@ -64,7 +65,7 @@ class Blocks(NamedTuple):
         return pl.BlockSpec(self.block, index)
 
     def valid(self, values, step, fill):
-        """`values` of a block of this step, with `fill` beyond the end of their groups."""
+        """The values of this step's block, with `fill` beyond the end of their groups."""
         size = self.block[self.view.axis]
         if self.view.size % size == 0:
             return values
@@ -72,18 +73,18 @@ class Blocks(NamedTuple):
         return jnp.where(position < self.view.size - step * size, values, fill)
 
     def sum(self, values):
-        """The sum over each group, of this step."""
+        """The sum over each group in this step's block."""
         return jnp.sum(values, self.view.axis, keepdims=True)
 
 
 def view_of(groups, shape):
-    """Groups (..., c) of this shape, of which the view's last two axes are tiled.
+    """The view of groups (..., c) of this shape, whose last two axes are tiled.
 
-    They are (outer, c, between, rows, columns), (1, 1, outer, c, columns) or (1, 1, outer, rows, c).
+    It is (outer, c, between, rows, columns), (1, 1, outer, c, columns) or (1, 1, outer, rows, c).
     """
     array = array_shape(groups, shape)
     if len(groups.sizes) != 1 or len(array) == 1:
-        # Of a group with several axes, XLA makes one first.
+        # If a group has several axes, XLA merges them into one first.
         return View(groups, None, (1, 1, 1, math.prod(shape[:-1]), shape[-1]), 4)
     order = stored_order(array)
     *untiled, rows, columns = (array[axis] for axis in order)
@@ -95,8 +96,9 @@ def view_of(groups, shape):
 
 
 def blocks_of(view, dtypes, block_elements):
-    """Blocks of about that many elements, padded ones included: of whole groups, if those are not too many."""
+    """Blocks of at most `block_elements` padded elements, with whole groups if they fit."""
     multiples = (1, 1, 1, 32 // min(jnp.dtype(dtype).itemsize for dtype in dtypes), LANES)
+    # The group's own axis grows first, so that a group is read once if possible; then the minor axes.
     block = list(map(min, view.shape, multiples))
     for axis in (view.axis, 4, 3, 2, 1, 0):
         size, multiple = view.shape[axis], multiples[axis]
@@ -143,7 +145,7 @@ def _kernel(x_ref, y_ref, maximum_ref, total_ref, *, blocks, log):
 
 
 def _finite(maximum):
-    """0 for -inf, of which a difference would be NaN before it is known that nothing else comes."""
+    """0 in place of -inf, whose difference with -inf would be NaN, though a finite value may still follow."""
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
@@ -155,13 +157,14 @@ def run(x, *, log, groups, config, interpret=False):
 
 
 def launch(body, name, blocks, operands, statistics, interpret):
-    """Runs a body over the blocks; its refs are operands, a result like the last of them, and statistics of groups."""
+    """Runs a body over the blocks; its refs are the operands, a result like the last one, and scratch statistics."""
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     result = jax.ShapeDtypeStruct(blocks.view.shape, operands[-1].dtype)
     arrays = [*operands, result]
     elements = _padded(blocks.block, (1, 1, 1, SUBLANES, LANES))
-    # Each array twice, to be moved while another is worked on, and four float32 of what is computed.
+    # VMEM: a block of each operand and of the result, two buffers each, as the pipeline copies one while the body works
+    # on the other; and four float32 values of that size, such as the upcast block, shifted values and exponentials.
     vmem_bytes = elements * (2 * sum(array.dtype.itemsize for array in arrays) + 4 * 4)
     y = pl.pallas_call(
         body,
@@ -170,6 +173,7 @@ def launch(body, name, blocks, operands, statistics, interpret):
         in_specs=[blocks.spec(True)] * len(operands),
         out_specs=blocks.spec(False),
         out_shape=result,
+        # Statistics outlive a block only if a group has several.
         scratch_shapes=[pltpu.VMEM(blocks.statistics_shape, jnp.float32)] * (statistics if blocks.steps > 1 else 0),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * 4 + ("arbitrary",) * 2,
@@ -192,7 +196,7 @@ def refuses(hardware, *operands, log, groups) -> str | None:
 def configs(hardware, *operands, log, groups):
     """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     view, dtypes = view_of(groups, operands[-1].shape), [operand.dtype for operand in operands]
-    # The smallest that reads each group once, if there is one, comes first.
+    # First the smallest size that reads each group once, if there is one.
     once = [size for size in _BLOCK_ELEMENTS if blocks_of(view, dtypes, size).steps == 1]
     rest = [size for size in _BLOCK_ELEMENTS if size not in once[:1]]
     return [{"block_elements": size} for size in (*once[:1], *rest)]

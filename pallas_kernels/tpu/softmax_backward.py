@@ -1,4 +1,9 @@
-"""The gradient of softmax on TPU: one read of the result and its gradient where groups fit VMEM, and two elsewhere."""
+"""The gradient of softmax on TPU: one read of the result and its gradient if groups fit into VMEM, else two.
+
+    dx = y (grad - sum(y grad)),   and for log-softmax   dx = grad - exp(y) sum(grad)
+
+Blocks, phases and VMEM are those of the forward kernel.
+"""
 
 import functools
 
@@ -24,6 +29,7 @@ def _kernel(y_ref, grad_ref, dx_ref, total_ref, *, blocks, log):
 
     @pl.when(phase == 0)
     def _():
+        # The block at a group's end may reach beyond it, where its values are undefined, and NaN for all we know.
         total_ref[...] += blocks.sum(blocks.valid(_term(y, grad, log), step, 0.0))
 
     @pl.when(phase == 1)
@@ -32,7 +38,7 @@ def _kernel(y_ref, grad_ref, dx_ref, total_ref, *, blocks, log):
 
 
 def _term(y, grad, log):
-    """What is summed over a group."""
+    """The values to sum over a group."""
     return grad if log else y * grad
 
 

@@ -1,10 +1,11 @@
-"""How XLA:TPU lays arrays out in HBM."""
+"""How XLA:TPU lays out arrays in HBM."""
 
 import itertools
 import math
 
 from jax.experimental import pallas as pl
 
+# A vector register, and so a tile of 32-bit values in HBM, is 8 sublanes of 128 lanes.
 LANES = 128
 SUBLANES = 8
 
@@ -22,11 +23,12 @@ def stored_order(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _padded_size(shape: tuple[int, ...], second: int, minor: int) -> int:
     """Elements that `shape` occupies in HBM when these two axes are the tiled ones."""
+    # XLA stores arrays of few rows in tiles with fewer sublanes.
     tile_rows = min(SUBLANES, pl.next_power_of_2(shape[second]))
     tiled = {second: round_up(shape[second], tile_rows), minor: round_up(shape[minor], LANES)}
     return math.prod(tiled.get(axis, size) for axis, size in enumerate(shape))
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The least multiple that is no less."""
+    """The smallest multiple that is not below `size`."""
     return pl.cdiv(size, multiple) * multiple

@@ -3,7 +3,7 @@
 import pytest
 
 import lowering
-from lowering.targets import named
+from lowering.targets import parse
 
 # Every case is compiled for the first of them. Of each test the others get the first case, the rest are slow tests.
 TPUS = ("tpu-v5e", "tpu-v5p", "tpu-v6e")
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items):
 
 def installed(name):
     """The target, if the compiler of its platform is in this environment."""
-    status = lowering.availability(named(name.partition(":")[0]))
+    status = lowering.availability(parse(name).hardware)
     if status != "can compile for":
         pytest.fail(f"{name} {status}")
     return name

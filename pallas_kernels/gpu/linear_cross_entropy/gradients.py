@@ -1,13 +1,12 @@
-"""Gradients of linear cross entropy on Hopper: logits are computed once more, in chunks of the vocabulary.
+"""Gradients of linear cross entropy on Hopper: the logits are computed once more, in chunks of the vocabulary.
 
-For a chunk of columns the kernel computes the logits, turns them in registers into what the loss pulls on them with,
-and writes only that, rounded to 16 bits as the matrix units take it. The two products with it are XLA's, from cuBLAS:
-they are plain, large matrix products, which no kernel here would do faster, and neither accumulates across thread
-blocks. A single kernel that did all three would have to add to the gradient of x or of the weight from many thread
-blocks at once, through memory and in no fixed order.
+For a chunk of columns the kernel computes the logits, turns them into their cotangent in registers, and writes only the
+cotangent, rounded to the 16 bits that the matrix units take. XLA leaves the two products with it to cuBLAS: they are
+plain, large matrix products, which no kernel here would do faster. A single kernel for all three products would have to
+add to the gradient of x or of the weight from many thread blocks at once, through memory and in no fixed order.
 
-Over chunks of the vocabulary, and not of rows, a chunk's weight gradient is final: only the gradient of x, the smaller
-one, is added up in float32.
+Chunks are of the vocabulary, not of rows, so that a chunk's weight gradient is final. Only the gradient of x, the
+smaller one, is accumulated in float32.
 """
 
 import functools
@@ -24,13 +23,18 @@ from pallas_kernels.gpu.linear_cross_entropy import statistics, tiles
 from pallas_kernels.gpu.linear_cross_entropy.tiles import Tiling
 from pallas_kernels.kernel import Kernel
 
-_STORE_COLUMNS = 32  # the terms of more would not fit the registers beside the tile
-_CHUNK_ELEMENTS = 2**28  # half a GiB of 16-bit values at a time
+_STORE_COLUMNS = 32  # as in the statistics kernel: more columns' terms would not fit the registers beside the tile
+_CHUNK_ELEMENTS = 2**28  # of the cotangent: half a GiB of 16-bit values in device memory at a time
 _LEAST_CHUNK_COLUMNS = 4096
 
 
-class Pull(NamedTuple):
-    """How a loss pulls on the logits z of each row; see `jaxops.linear_cross_entropy.logits.CotangentTerms`."""
+class CotangentTerms(NamedTuple):
+    """The terms of the logits' cotangent for each row (n,).
+
+    With p = exp(z - maximum - log_sum_exp), the cotangent of a logit z is
+
+        p (softmax + slope (z - maximum)) + label [its class is the label] + target t.
+    """
 
     softmax: Any
     slope: Any
@@ -40,8 +44,8 @@ class Pull(NamedTuple):
     log_sum_exp: Any
 
 
-# Rows that are filled up have the probabilities exp(0 - 0 - inf) = 0.
-_FILLS = Pull(0, 0, 0, 0, 0, math.inf)
+# Padded rows have the probabilities exp(0 - 0 - inf) = 0.
+_FILLS = CotangentTerms(0, 0, 0, 0, 0, math.inf)
 
 
 class _Params(NamedTuple):
@@ -51,25 +55,29 @@ class _Params(NamedTuple):
     has_slope: bool
 
 
-def _kernel(x_gmem, weight_gmem, pull_gmem, labels_gmem, *refs, tiling, params, interpret):
-    """`refs`: the bias and the target weights, of those that there are; the cotangent; memory to store it from."""
+def _kernel(x_gmem, weight_gmem, terms_gmem, labels_gmem, *refs, tiling, params, interpret):
+    """`refs`: the bias and the target weights, if present; the cotangent; shared memory to store it from."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    *given, cotangent_gmem, cotangent_smem = refs
-    bias_gmem = given.pop(0) if params.has_bias else None
-    target_gmem = given.pop(0) if params.has_target else None
+    *optional, cotangent_gmem, cotangent_smem = refs
+    bias_gmem = optional.pop(0) if params.has_bias else None
+    target_gmem = optional.pop(0) if params.has_target else None
     load = functools.partial(tiles.load, interpret=interpret)
 
     def body(rows, split, fold):
         labels = load(labels_gmem, rows)
-        is_used = Pull(True, params.has_slope, True, params.has_target, True, True)
-        pull = Pull(*(load(pull_gmem, (field, rows)) if used else None for field, used in enumerate(is_used)))
+        is_used = CotangentTerms(True, params.has_slope, True, params.has_target, True, True)
+        terms = CotangentTerms(
+            *(load(terms_gmem, (field, rows)) if used else None for field, used in enumerate(is_used))
+        )
         out_smem = cotangent_smem.at[lax.axis_index("warpgroup")]
 
         def consume(z, column, carry):
             for first in range(0, tiling.block_columns, _STORE_COLUMNS):
                 part = lax.slice(z, (0, first), (z.shape[0], first + _STORE_COLUMNS))
                 part = cotangent(part, column + first).astype(cotangent_gmem.dtype)
+                # TMA stores in the background. Before the buffer is written again, TMA has to have read it; the store
+                # itself may go on.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 out_smem[...] = part
                 plgpu.commit_smem()
@@ -77,6 +85,8 @@ def _kernel(x_gmem, weight_gmem, pull_gmem, labels_gmem, *refs, tiling, params, 
                 plgpu.copy_smem_to_gmem(out_smem, cotangent_gmem.at[rows, own_columns])
             return carry
 
+        # With p = exp(z - maximum - log_sum_exp), as `CotangentTerms` says. Exponentials are powers of 2, which is what
+        # the hardware computes.
         def cotangent(z, column):
             columns = lax.broadcasted_iota(jnp.int32, z.shape, 1) + column
             own_columns = pl.ds(column, _STORE_COLUMNS)
@@ -84,19 +94,20 @@ def _kernel(x_gmem, weight_gmem, pull_gmem, labels_gmem, *refs, tiling, params, 
                 z = z + tiles.by_column(load(bias_gmem, own_columns), z)
             if params.softcap is not None:
                 z = tiles.capped(z, params.softcap)
-            shifted = z - tiles.by_row(pull.maximum, z)
-            scale = tiles.by_row(pull.softmax, z)
+            shifted = z - tiles.by_row(terms.maximum, z)
+            scale = tiles.by_row(terms.softmax, z)
             if params.has_slope:
                 finite = jnp.where(shifted == -jnp.inf, 0.0, shifted)
-                scale = scale + tiles.by_row(pull.slope, z) * finite
-            value = scale * jnp.exp2(tiles.LOG2_E * (shifted - tiles.by_row(pull.log_sum_exp, z)))
+                scale = scale + tiles.by_row(terms.slope, z) * finite
+            value = scale * jnp.exp2(tiles.LOG2_E * (shifted - tiles.by_row(terms.log_sum_exp, z)))
             is_label = columns == tiles.by_row(labels, columns)
-            value = value + jnp.where(is_label, tiles.by_row(pull.label, z), 0.0)
+            value = value + jnp.where(is_label, tiles.by_row(terms.label, z), 0.0)
             if params.has_target:
-                value = value + tiles.by_row(pull.target, z) * tiles.by_column(load(target_gmem, own_columns), z)
+                value = value + tiles.by_row(terms.target, z) * tiles.by_column(load(target_gmem, own_columns), z)
             if params.softcap is not None:
                 bounded = z * (1 / params.softcap)
                 value = value * (1 - bounded * bounded)
+            # The last tile may reach beyond the classes; these columns are cut off after the launch.
             return jnp.where(columns < tiling.columns, value, 0.0)
 
         fold(consume, None)
@@ -111,7 +122,7 @@ _Gradients = tuple[jax.Array, jax.Array, jax.Array]
 def cotangent_of_logits(
     x: jax.Array,
     weight: jax.Array,
-    pull: jax.Array,
+    terms: jax.Array,
     labels: jax.Array,
     bias: jax.Array,
     target: jax.Array,
@@ -121,7 +132,7 @@ def cotangent_of_logits(
     config: Any,
     interpret: Any,
 ) -> jax.Array:
-    """The cotangent of the logits x weight^T + bias, in x's dtype; rows in whole blocks, `pull` stacked."""
+    """The cotangent of the logits x weight^T + bias, in x's dtype; rows fill whole blocks, and `terms` are stacked."""
     tile_columns = config["block_columns"]
     tiling = Tiling(
         rows=x.shape[0],
@@ -134,18 +145,20 @@ def cotangent_of_logits(
     params = _Params(softcap, bias.size > 0, target.size > 0, has_slope)
     cotangent = tiles.launch(
         functools.partial(_kernel, tiling=tiling, params=params, interpret=bool(interpret)),
-        (x, weight, pull, labels, *(tiles.filled(v, (columns,)) for v in (bias, target) if v.size > 0)),
+        (x, weight, terms, labels, *(tiles.filled(v, (columns,)) for v in (bias, target) if v.size > 0)),
         jax.ShapeDtypeStruct((tiling.rows, columns), x.dtype),
         tiling=tiling,
         name="linear_cross_entropy_backward",
         interpret=interpret,
+        # A buffer for each warpgroup, 2 * block_rows * _STORE_COLUMNS * 2 bytes: at most 16 KiB beside the operands'
+        # slots.
         scratch=[tiles.swizzled_smem((2, config["block_rows"], _STORE_COLUMNS), x.dtype)],
     )
     return cotangent[:, : tiling.columns]
 
 
 def linear_gradients(
-    pull: Pull,
+    terms: CotangentTerms,
     x: jax.Array,
     weight: jax.Array,
     bias: jax.Array,
@@ -158,7 +171,7 @@ def linear_gradients(
     config: Any,
     interpret: Any,
 ) -> _Gradients:
-    """The gradients of x (n, H), weight and bias in their dtypes; empty where `needs` says that they are not needed.
+    """The gradients of x (n, H), weight and bias in their dtypes; empty if `needs` does not ask for them.
 
     The bias gradient sums the rounded cotangent, in float32. x is rounded to the weight's dtype; its gradient is not.
     """
@@ -167,13 +180,13 @@ def linear_gradients(
     classes = weight.shape[0]
     block_rows = tiles.thread_block_rows(config)
     padded_rows = block_rows * math.ceil(rows / block_rows)
+    # Rows are padded once for all chunks. x_scaled is x but for float16, where it takes part of the rows' powers.
     x_filled = tiles.filled(x.astype(weight.dtype), (padded_rows, hidden))
-    pull = Pull(*(tiles.filled(v, (padded_rows,), fill) for v, fill in zip(pull, _FILLS, strict=True)))
-    powers, x_scaled, pull = _in_range(x_filled, pull, target)
-    stacked, labels = jnp.stack(pull), tiles.filled(labels, (padded_rows,), -1)
+    terms = CotangentTerms(*(tiles.filled(v, (padded_rows,), fill) for v, fill in zip(terms, _FILLS, strict=True)))
+    powers, x_scaled, terms = _in_range(x_filled, terms, target)
+    stacked, labels = jnp.stack(terms), tiles.filled(labels, (padded_rows,), -1)
 
     def add_chunk(start: Any, width: int, gradients: _Gradients) -> _Gradients:
-        x_grad, weight_grad, bias_grad = gradients
         part = lax.dynamic_slice_in_dim(weight, start, width)
         by_column = (lax.dynamic_slice_in_dim(v.astype(jnp.float32), start, min(width, v.size)) for v in (bias, target))
         cotangent = cotangent_of_logits(
@@ -187,23 +200,14 @@ def linear_gradients(
             config=config,
             interpret=interpret,
         )
-        if needs_x:
-            x_grad = x_grad + jnp.einsum("nv,vh->nh", cotangent, part, preferred_element_type=jnp.float32)
-        if needs_weight:
-            product = jnp.einsum("nv,nh->vh", cotangent, x_scaled, preferred_element_type=jnp.float32)
-            product = product if powers is None else powers.largest * product
-            weight_grad = lax.dynamic_update_slice_in_dim(weight_grad, product.astype(weight.dtype), start, 0)
-        if needs_bias:
-            by_row = cotangent if powers is None else cotangent.astype(jnp.float32) * powers.rows[:, None]
-            total = jnp.sum(by_row, axis=0, dtype=jnp.float32)
-            bias_grad = lax.dynamic_update_slice_in_dim(bias_grad, total.astype(bias.dtype), start, 0)
-        return x_grad, weight_grad, bias_grad
+        return _with_chunk(gradients, cotangent, part, x_scaled, powers, start, needs)
 
     gradients = (
         jnp.zeros((padded_rows, hidden) if needs_x else (rows, 0), jnp.float32),
         jnp.zeros((classes if needs_weight else 0, hidden), weight.dtype),
         jnp.zeros((classes if needs_bias else 0,), bias.dtype),
     )
+    # A loop over whole chunks, so that one kernel is compiled for all of them, and one more for a shorter last chunk.
     width = min(config["chunk_columns"], classes)
     chunks, rest = divmod(classes, width)
     gradients = lax.fori_loop(0, chunks, lambda chunk, found: add_chunk(chunk * width, width, found), gradients)
@@ -214,22 +218,49 @@ def linear_gradients(
     return x_grad[:rows].astype(x.dtype), weight_grad, bias_grad
 
 
-def _in_range(x: jax.Array, pull: Pull, target: jax.Array) -> tuple[RowPowers | None, jax.Array, Pull]:
-    """What brings the rows of a cotangent into float16's range; x and the pull with that. Other dtypes need nothing."""
-    if x.dtype != jnp.float16:
-        return None, x, pull
-    softmax, slope, label, by_target = (jnp.abs(v) for v in pull[:4])
+def _with_chunk(
+    gradients: _Gradients,
+    cotangent: jax.Array,
+    weight: jax.Array,
+    x_scaled: jax.Array,
+    powers: RowPowers | None,
+    start: Any,
+    needs: tuple[bool, bool, bool],
+) -> _Gradients:
+    """Adds the products with a chunk's cotangent; `weight` is the chunk's, which begins at class `start`."""
+    x_grad, weight_grad, bias_grad = gradients
+    needs_x, needs_weight, needs_bias = needs
+    if needs_x:
+        x_grad = x_grad + jnp.einsum("nv,vh->nh", cotangent, weight, preferred_element_type=jnp.float32)
+    if needs_weight:
+        product = jnp.einsum("nv,nh->vh", cotangent, x_scaled, preferred_element_type=jnp.float32)
+        product = product if powers is None else powers.largest * product
+        weight_grad = lax.dynamic_update_slice_in_dim(weight_grad, product.astype(weight.dtype), start, 0)
+    if needs_bias:
+        by_row = cotangent if powers is None else cotangent.astype(jnp.float32) * powers.rows[:, None]
+        total = jnp.sum(by_row, axis=0, dtype=jnp.float32)
+        bias_grad = lax.dynamic_update_slice_in_dim(bias_grad, total.astype(bias_grad.dtype), start, 0)
+    return x_grad, weight_grad, bias_grad
+
+
+def _in_range(
+    x: jax.Array, terms: CotangentTerms, target: jax.Array
+) -> tuple[RowPowers | None, jax.Array, CotangentTerms]:
+    """Powers of two that bring the cotangent's rows into float16's range, and x and the terms scaled by them."""
+    if x.dtype != jnp.float16:  # bfloat16 has float32's range
+        return None, x, terms
+    softmax, slope, label, by_target = (jnp.abs(v) for v in terms[:4])
     powers = RowPowers.of(softmax + slope + label + by_target * jnp.max(jnp.abs(target), initial=0).astype(jnp.float32))
-    scaled = {name: getattr(pull, name) / powers.rows for name in Pull._fields[:4]}
-    return powers, powers.multiplied(x), pull._replace(**scaled)
+    scaled = {name: getattr(terms, name) / powers.rows for name in CotangentTerms._fields[:4]}
+    return powers, powers.multiplied(x), terms._replace(**scaled)
 
 
 def run(*operands, softcap, metrics, needs, config, interpret=False, **_):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
-    *pull, x, weight, bias, labels, shared_target, row_target, _logits = operands
+    *terms, x, weight, bias, labels, shared_target, row_target, _logits = operands
     rows = x.shape[:-1]
     x_grad, weight_grad, bias_grad = linear_gradients(
-        Pull(*(value.reshape(-1) for value in pull)),
+        CotangentTerms(*(value.reshape(-1) for value in terms)),
         x.reshape(-1, x.shape[-1]),
         weight,
         bias,
@@ -264,7 +295,9 @@ def configs(hardware, *operands, **_):
 
 
 def launch_configs(hardware: Any, rows: int, columns: int, hidden: int) -> tuple[dict[str, int], ...]:
-    """The configurations for gradients over so many rows and columns."""
+    """The configurations for gradients over this many rows and columns."""
+    # As large as the cotangent's memory allows, since each chunk reads all of x again; but not so narrow, with very
+    # many rows, that its products no longer fill the matrix units.
     chunk_columns = max(_LEAST_CHUNK_COLUMNS, 2 ** int(math.log2(_CHUNK_ELEMENTS / rows)))
 
     def config(sizes: dict[str, int], chunk_columns: int) -> dict[str, int]:

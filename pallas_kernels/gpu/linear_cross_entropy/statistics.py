@@ -1,7 +1,7 @@
 """Row statistics of a linear layer's logits on Hopper: one pass over the weight, and no logits in device memory.
 
-Each thread block reduces its rows over its run of vocabulary tiles, as online softmax does: a new maximum rescales what
-was summed before. The few numbers per row and run are put together afterwards.
+Each thread block reduces its rows over its run of vocabulary tiles as online softmax does: a new maximum rescales the
+earlier sums. XLA merges the few numbers per row and run afterwards.
 """
 
 import functools
@@ -17,20 +17,21 @@ from pallas_kernels.gpu.linear_cross_entropy import tiles
 from pallas_kernels.gpu.linear_cross_entropy.tiles import Tiling
 from pallas_kernels.kernel import Kernel
 
-# Columns are compared as float32, which tells this many apart.
+# Columns are compared as float32, which represents integers exactly up to this number.
 _MAX_PREDICTED_COLUMNS = 2**24
-# How many columns of a tile are reduced at a time; the terms of more would not fit the registers beside the tile.
+# The columns of a tile that are reduced at a time. Beside the 128 registers of a 128 x 128 tile, a thread has about 100
+# left, and each term of 128 x 32 logits takes 32 of them.
 _PART_COLUMNS = 32
-_MULTIPROCESSORS = 132  # of an H100, where the hardware's record does not say
+_MULTIPROCESSORS = 132  # of an H100, if the hardware's record does not say
 
 
 class _Partial(NamedTuple):
-    """What is known of rows after some of their logits z; m is the largest of these, or 0 where there is none yet.
+    """What is known about rows after some of their logits z. m is the largest of these, or 0 if all are -inf.
 
     Attributes:
-      maximum: max z, -inf without any.
+      maximum: max z, -inf at the start.
       total: sum exp(z - m).
-      label: the label's z, 0 where it was not among them.
+      label: the label's z, 0 if it was not among them.
       target: sum t (z - m), or None.
       mean: sum exp(z - m) (z - m), or None.
       prediction: the first column of the largest z, or None.
@@ -45,7 +46,7 @@ class _Partial(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """What is known of whole rows: the fields of `RowStatistics`, with the sum of exp(z - m) for its logarithm."""
+    """What is known about whole rows: the fields of `RowStatistics`, with sum exp(z - m) in place of its logarithm."""
 
     maximum: jax.Array
     total: jax.Array
@@ -56,21 +57,22 @@ class Reduced(NamedTuple):
 
 
 def _reference_point(maximum: jax.Array) -> jax.Array:
-    """m; where all logits are -inf so far, z - m must not be NaN."""
+    """m, which is finite, so that z - m is not NaN while all logits are -inf."""
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
 def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, softcap, has_bias, has_target, metrics, interpret):
-    """`refs`: the bias; the target weights, and their sum before each part of a split; as far as given. The results."""
-    *given, results_gmem = refs
-    bias_gmem = given.pop(0) if has_bias else None
-    target_gmem, target_sums_gmem = given if has_target else (None, None)
+    """`refs`: if present, the bias, the target weights and their sums before each part of a split; then the results."""
+    *optional, results_gmem = refs
+    bias_gmem = optional.pop(0) if has_bias else None
+    target_gmem, target_sums_gmem = optional if has_target else (None, None)
     load = functools.partial(tiles.load, interpret=interpret)
 
     def body(rows, split, fold):
         labels = load(labels_gmem, rows)
         zeros = jnp.zeros(labels.shape, jnp.float32)
 
+        # z is a whole tile in registers. Its statistics, one number per row each, stay in registers across tiles.
         def consume(z, column, partial):
             for start in range(0, tiling.block_columns, _PART_COLUMNS):
                 part = lax.slice(z, (0, start), (z.shape[0], start + _PART_COLUMNS))
@@ -84,7 +86,7 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, softcap, has_bias, 
                 z = z + tiles.by_column(load(bias_gmem, own_columns), z)
             if softcap is not None:
                 z = tiles.capped(z, softcap)
-            # exp(-inf - m) = 0: what lies beyond the last column is never counted.
+            # Columns beyond the last count for nothing, as exp(-inf - m) = 0.
             z = jnp.where(columns < tiling.columns, z, -jnp.inf)
             tile_maximum = jnp.max(z, axis=1)
             maximum = jnp.maximum(partial.maximum, tile_maximum)
@@ -99,24 +101,21 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, softcap, has_bias, 
             if target_sums_gmem is not None:
                 weights = tiles.by_column(load(target_gmem, own_columns), z)
                 products = jnp.where(columns < tiling.columns, weights * shifted, 0.0)
+                # sum t (z - m) moves with m by the sum of t so far, which XLA has computed ahead: one load a part.
                 weight_before = target_sums_gmem[lax.div(column, jnp.int32(_PART_COLUMNS))]
                 target = target + weight_before * (before - after) + jnp.sum(products, axis=1)
             if metrics:
                 finite = jnp.where(shifted == -jnp.inf, 0.0, shifted)
                 mean = rescale * (mean + (before - after) * partial.total) + jnp.sum(exponential * finite, axis=1)
+                # The first column of the maximum is a maximum of negated columns: rows reduce by a maximum anyway.
                 is_maximum = z == tiles.by_row(tile_maximum, z)
                 first = -jnp.max(jnp.where(is_maximum, -columns.astype(jnp.float32), -jnp.inf), axis=1)
                 prediction = jnp.where(tile_maximum > partial.maximum, first, prediction)
             return _Partial(maximum, total, label, target, mean, prediction)
 
-        start = _Partial(
-            zeros - jnp.inf,
-            zeros,
-            zeros,
-            target=zeros if has_target else None,
-            mean=zeros if metrics else None,
-            prediction=zeros if metrics else None,
-        )
+        optional = (zeros if is_computed else None for is_computed in (has_target, metrics, metrics))
+        start = _Partial(zeros - jnp.inf, zeros, zeros, *optional)
+        # No two thread blocks have the same rows and split, so results are stored without atomics, in any order.
         for field, values in enumerate(value for value in fold(consume, start) if value is not None):
             results_gmem[field, split, rows] = values
 
@@ -135,7 +134,7 @@ def reduced_rows(
     config: Any,
     interpret: Any,
 ) -> Reduced:
-    """What the kernel finds for rows (n, H); `bias` and `target` (V,) may be empty."""
+    """The statistics of rows (n, H); `bias` and `target` (V,) may be empty."""
     has_bias, has_target = bias.size > 0, target.size > 0
     rows = x.shape[0]
     block_rows = tiles.thread_block_rows(config)
@@ -145,10 +144,9 @@ def reduced_rows(
         columns=weight.shape[0],
         **{name: config[name] for name in ("block_rows", "block_columns", "stages", "vocab_splits")},
     )
-    columns = tiling.tiles * tiling.block_columns
     operands = [x, weight, tiles.filled(labels, (tiling.rows,), -1)]
     if has_bias:
-        operands.append(tiles.filled(bias.astype(jnp.float32), (columns,)))
+        operands.append(tiles.filled(bias.astype(jnp.float32), (tiling.tiles * tiling.block_columns,)))
     split_weights = jnp.zeros((tiling.vocab_splits,), jnp.float32)
     if has_target:
         padded = tiling.vocab_splits * tiling.tiles_per_split * tiling.block_columns
@@ -156,6 +154,7 @@ def reduced_rows(
         part_weights = jnp.sum(target.reshape(tiling.vocab_splits, -1, _PART_COLUMNS), axis=2)
         split_weights = jnp.sum(part_weights, axis=1)
         operands += [target, (jnp.cumsum(part_weights, axis=1) - part_weights).reshape(-1)]
+    # The results in device memory are (fields, splits, rows): a few numbers per row, in place of `columns` logits.
     fields = 3 + has_target + 2 * metrics
     results = tiles.launch(
         functools.partial(
@@ -186,7 +185,7 @@ def reduced_rows(
 
 
 def _merged(partial: _Partial, labels: jax.Array, split_weights: jax.Array, columns: int) -> Reduced:
-    """Puts together what is known of the vocabulary splits, (splits, rows) each."""
+    """Merges the partial statistics of the vocabulary splits, (splits, rows) each."""
     maximum = _reference_point(jnp.max(partial.maximum, axis=0))
     shift = _reference_point(partial.maximum) - maximum[None]
     rescale = jnp.exp(partial.maximum - maximum[None])
@@ -199,7 +198,7 @@ def _merged(partial: _Partial, labels: jax.Array, split_weights: jax.Array, colu
         target = jnp.sum(partial.target + split_weights[:, None] * shift, axis=0)
     if partial.mean is not None and partial.prediction is not None:
         mean = jnp.sum(rescale * (partial.mean + shift * partial.total), axis=0) / total
-        # The first of equal ones, as splits are in the order of their columns.
+        # argmax takes the first of equal maxima, and splits are in the order of their columns.
         best = jnp.argmax(partial.maximum, axis=0)
         prediction = jnp.take_along_axis(partial.prediction, best[None], axis=0)[0]
     return Reduced(maximum, total, label, target, mean, prediction.astype(jnp.int32))
@@ -237,14 +236,14 @@ def configs(hardware, x, weight, *_, **__):
 
 
 def launch_configs(hardware: Any, rows: int, columns: int, hidden: int) -> tuple[dict[str, int], ...]:
-    """The configurations of a launch that reduces so many rows over so many columns."""
+    """The configurations for a launch over this many rows and columns."""
     return tuple(
         {**sizes, "vocab_splits": splits_for(hardware, sizes, rows, columns, hidden)} for sizes in tiles.TILE_SIZES
     )
 
 
 def splits_for(hardware: Any, sizes: Any, rows: int, columns: int, hidden: int) -> int:
-    """How many vocabulary splits suit a launch with tiles of these sizes."""
+    """The number of vocabulary splits that suits tiles of these sizes."""
     block_rows = tiles.thread_block_rows(sizes)
     return tiles.vocab_splits(
         math.ceil(columns / sizes["block_columns"]),

@@ -1,12 +1,12 @@
-"""Logits of a linear layer on Hopper, tile by tile in registers: what the forward and the backward kernel share.
+"""Logits of a linear layer on Hopper, tile by tile in registers; the forward and backward kernels share this.
 
-A thread block owns a block of rows and a run of vocabulary tiles. Of its three warpgroups one does nothing but ask the
-copy engine (TMA) for the operands' tiles, as many ahead as shared memory holds and across the ends of logit tiles; the
-other two multiply, each its own half of the rows, and fold what a tile holds into what they know of their rows. So the
-matrix units of one warpgroup work while the other evaluates exponentials, and logits never leave registers.
+A thread block owns a block of rows and a run of vocabulary tiles. One of its three warpgroups only asks the copy engine
+(TMA) for the operands' tiles, as many ahead as shared memory holds, and does not stop between logit tiles. The other
+two multiply, each its own half of the rows, and fold each tile into what they know about their rows. So the matrix
+units work for one warpgroup while the other evaluates exponentials, and logits never leave registers.
 
-Where the last tile reaches beyond the weight, TMA fills in zeros; the logits of classes that do not exist are for the
-kernels to leave out.
+If the last tile reaches beyond the weight, TMA fills in zeros. The kernels leave out the logits of classes that do not
+exist.
 
 Functions import `mosaic_gpu` themselves: it takes a third of a second, which only those who lower for a GPU should pay.
 """
@@ -14,7 +14,7 @@ Functions import `mosaic_gpu` themselves: it takes a third of a second, which on
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +23,24 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._jax_private import interpret_gpu_params, load_gpu
 
-# Each a warpgroup of 128 threads.
+# Warpgroups of 128 threads: two, so that one can multiply while the other reduces, and one to feed them.
 _MULTIPLYING = 2
 _COPYING = 1
-# Registers of each thread: 128 * (2 * 232 + 40) of the 65536 that a multiprocessor has.
+# Registers of each thread: 128 * (2 * 232 + 40) = 64512 of the 65536 of a multiprocessor. The accumulator takes
+# block_rows * block_columns / 128 of a multiplying thread's: 128 in most configurations.
 _MULTIPLYING_REGISTERS = 232
 _COPYING_REGISTERS = 40
 
 BLOCK_HIDDEN = 64  # 128 bytes, the widest rows that shared memory can swizzle
 _SWIZZLED_ROWS = 8
-# Row blocks that run at the same time read the same weights; together they should stay in a cache of 50 MB.
+# Row blocks that run at the same time read the same weights, and read their own rows of x again for every tile. All
+# these rows together should stay in the L2 cache, which has 50 MB.
 _ROW_GROUP_BYTES = 32 * 2**20
-_START_TILES = 0.1  # what starting a thread block costs: one trip to memory, in the time of a tile
-# Of a warpgroup's tile, with as many stages as fit 227 KiB beside what is stored from there. The first two move the
-# fewest bytes a product; the last leaves more registers.
+_START_TILES = 0.1  # the cost of starting a thread block: one trip to memory, in units of a tile's time
+# The size of a warpgroup's tile, and how many stages fit into 227 KiB beside the buffer that the backward kernel stores
+# from. A stage takes (2 * block_rows + block_columns) * 128 bytes: 48 KiB in the first three, 32 KiB in the last. The
+# first two load the fewest bytes per product, as 1/256 + 1/128 is the least that 128 accumulator registers allow; the
+# last needs only 64 of them. The third has a stage less, and more shared memory to spare.
 TILE_SIZES = (
     {"block_rows": 128, "block_columns": 128, "stages": 4},
     {"block_rows": 64, "block_columns": 256, "stages": 4},
@@ -58,7 +62,7 @@ class Tiling:
       block_rows: of one warpgroup's tile.
       block_columns: of a tile.
       stages: how many tiles of each operand shared memory holds.
-      vocab_splits: into how many runs the tiles of a row are split; each is the work of one thread block.
+      vocab_splits: the number of runs that the tiles of a row are split into; each is one thread block's work.
     """
 
     rows: int
@@ -71,36 +75,40 @@ class Tiling:
 
     @property
     def thread_block_rows(self) -> int:
-        """How many rows a thread block owns."""
+        """The rows that a thread block owns."""
         return _MULTIPLYING * self.block_rows
 
     @property
     def row_blocks(self) -> int:
-        """Of rows, each a thread block's."""
+        """The number of row blocks; a thread block owns one."""
         return self.rows // self.thread_block_rows
 
     @property
     def hidden_blocks(self) -> int:
-        """How many steps the products of one tile take."""
+        """The steps along the hidden axis that one tile takes."""
         return pl.cdiv(self.hidden, BLOCK_HIDDEN)
 
     @property
     def tiles(self) -> int:
-        """How many tiles a row has."""
+        """The number of tiles of a row."""
         return pl.cdiv(self.columns, self.block_columns)
 
     @property
     def tiles_per_split(self) -> int:
-        """How many of them one thread block computes at most."""
+        """The most tiles that one thread block computes."""
         return pl.cdiv(self.tiles, self.vocab_splits)
 
     @property
     def thread_blocks(self) -> int:
-        """How many are launched."""
+        """The number of thread blocks in the grid."""
         return self.row_blocks * self.vocab_splits
 
     def place(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The row block and the vocabulary split of a thread block; those that start together share their operands."""
+        """The row block and the vocabulary split of a thread block.
+
+        Rows vary fastest within a group: thread blocks that start together work on the same split, so the weight passes
+        from memory once for a whole group of row blocks, and the others find it in the cache.
+        """
         group = _row_group(self.row_blocks, self.hidden, self.thread_block_rows)
         group_index = lax.div(index, jnp.int32(group * self.vocab_splits))
         rest = index - group_index * (group * self.vocab_splits)
@@ -109,14 +117,16 @@ class Tiling:
 
 
 def thread_block_rows(config: Any) -> int:
-    """How many rows a thread block takes; rows have to be filled up to a multiple."""
+    """The rows of a thread block; rows have to be padded to a multiple of this."""
     return _MULTIPLYING * config["block_rows"]
 
 
 def vocab_splits(tiles: int, row_blocks: int, hidden: int, block_rows: int, multiprocessors: int) -> int:
-    """The number of vocabulary splits that keeps the multiprocessors busy on rows that fit their cache."""
+    """The number of vocabulary splits that keeps the multiprocessors busy with row blocks that fit the cache."""
     least = max(1, multiprocessors // _row_group(row_blocks, hidden, block_rows))
 
+    # Thread blocks run in waves of one per multiprocessor, as shared memory has room for one. More splits even out the
+    # last wave; fewer start up less often.
     def time(splits: int) -> float:
         waves = pl.cdiv(row_blocks * splits, multiprocessors)
         return waves * (pl.cdiv(tiles, splits) + _START_TILES)
@@ -125,12 +135,12 @@ def vocab_splits(tiles: int, row_blocks: int, hidden: int, block_rows: int, mult
 
 
 def _row_group(row_blocks: int, hidden: int, block_rows: int) -> int:
-    """How many row blocks are worked on at a time."""
+    """The number of row blocks that are worked on at a time."""
     return max(1, min(row_blocks, _ROW_GROUP_BYTES // (2 * block_rows * hidden)))
 
 
 def swizzled_smem(shape: Sequence[int], dtype: Any) -> Any:
-    """A type of shared memory that both the matrix units and TMA access without conflicts."""
+    """A type of shared memory that the matrix units and TMA both access without bank conflicts."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
@@ -143,121 +153,161 @@ def swizzled_smem(shape: Sequence[int], dtype: Any) -> Any:
 
 
 def load(ref: Any, index: Any, *, interpret: bool) -> jax.Array:
-    """Loads a row's or a column's values from device memory, in whichever layout they are needed."""
+    """Loads per-row or per-column values from device memory, in whatever layout their use requires."""
     return ref[index] if interpret else load_gpu(ref, index)
 
 
 def by_row(values: jax.Array, like: jax.Array) -> jax.Array:
-    """One value a row, for every column."""
+    """Broadcasts one value per row to every column."""
     return lax.broadcast_in_dim(values, like.shape, [0])
 
 
 def by_column(values: jax.Array, like: jax.Array) -> jax.Array:
-    """One value a column, for every row."""
+    """Broadcasts one value per column to every row."""
     return lax.broadcast_in_dim(values, like.shape, [1])
 
 
 def capped(logits: jax.Array, softcap: float) -> jax.Array:
-    """Computes softcap tanh(logits / softcap) from exponentials: the hardware's own tanh has 11 bits."""
+    """Computes softcap tanh(logits / softcap) from exponentials, as the hardware's own tanh has only 11 bits."""
     return softcap - 2 * softcap / (jnp.exp2((2 * LOG2_E / softcap) * logits) + 1)
 
 
-def fold_tiles(
-    body: Callable[..., None],
-    x_gmem: Any,
-    weight_gmem: Any,
-    *,
-    tiling: Tiling,
-    interpret: bool,
-) -> None:
+class _Pipeline(NamedTuple):
+    """The operands' tiles of one thread block on their way through shared memory.
+
+    Steps are numbered across logit tiles: step `tile * hidden_blocks + block` uses slot `step % stages`. Without a
+    break between tiles, the next tile's operands are fetched while the last one's logits are still being reduced.
+    """
+
+    tiling: Tiling
+    interpret: bool
+    first_tile: jax.Array
+    tiles: jax.Array
+    stages: jax.Array
+    x_smem: Any
+    weight_smem: Any
+    loaded: Any
+    consumed: Any
+
+    def column_of(self, tile: jax.Array) -> jax.Array:
+        return (self.first_tile + tile) * self.tiling.block_columns
+
+    def copy_all(self, x_gmem: Any, weight_gmem: Any, row_block: jax.Array) -> None:
+        """Asks TMA for the operands of every step, as soon as a slot is free."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        tiling, stages, hidden_blocks = self.tiling, self.stages, self.tiling.hidden_blocks
+
+        def copy_tile(tile, _):
+            rows = pl.ds(row_block * tiling.thread_block_rows, tiling.thread_block_rows)
+            columns = pl.ds(self.column_of(tile), tiling.block_columns)
+
+            def copy(block, _):
+                step = tile * hidden_blocks + block
+                slot = lax.rem(step, stages)
+
+                # The first `stages` steps find their slots empty; later ones wait until both warpgroups have read
+                # theirs.
+                @pl.when(step >= stages)
+                def _wait():
+                    plgpu.barrier_wait(self.consumed.at[slot])
+
+                hidden = pl.ds(block * BLOCK_HIDDEN, BLOCK_HIDDEN)
+                weight_tile = weight_gmem.at[hidden, columns] if self.interpret else weight_gmem.at[columns, hidden]
+                plgpu.copy_gmem_to_smem(x_gmem.at[rows, hidden], self.x_smem.at[slot], self.loaded.at[slot])
+                plgpu.copy_gmem_to_smem(weight_tile, self.weight_smem.at[slot], self.loaded.at[slot])
+
+            lax.fori_loop(0, hidden_blocks, copy, None)
+
+        lax.fori_loop(0, self.tiles, copy_tile, None)
+        steps = self.tiles * hidden_blocks
+        # This warpgroup must not return, which would free the shared memory, before the last slots have been read.
+        lax.fori_loop(
+            jnp.maximum(0, steps - stages),
+            steps,
+            lambda step, _: plgpu.barrier_wait(self.consumed.at[lax.rem(step, stages)]),
+            None,
+        )
+
+    def logits(self, tile: jax.Array, own_rows: Any) -> jax.Array:
+        """Multiplies one tile: the logits of a warpgroup's own rows, in registers."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        stages, hidden_blocks = self.stages, self.tiling.hidden_blocks
+
+        def multiply(accumulator):
+            def step(block, _):
+                step = tile * hidden_blocks + block
+                slot = lax.rem(step, stages)
+                plgpu.barrier_wait(self.loaded.at[slot])
+                weight_tile = self.weight_smem.at[slot]
+                # Mosaic GPU's interpreter cannot transpose a reference, so there the weight comes as (H, V).
+                weight_tile = weight_tile if self.interpret else weight_tile.transpose((1, 0))
+                # Products are asynchronous. At most one stays in flight, so this wait ends the product of the step
+                # before, and only then is that step's slot free for TMA to overwrite.
+                plgpu.wgmma(accumulator, self.x_smem.at[slot, own_rows], weight_tile)
+                plgpu.wgmma_wait(1)
+
+                @pl.when(block > 0)
+                def _release():
+                    plgpu.barrier_arrive(self.consumed.at[lax.rem(step + stages - 1, stages)])
+
+            lax.fori_loop(0, hidden_blocks, step, None)
+            # Reading the accumulator waits for the last product; then the last slot is free as well.
+            result = accumulator[...]
+            plgpu.barrier_arrive(self.consumed.at[lax.rem((tile + 1) * hidden_blocks - 1, stages)])
+            return result
+
+        shape = self.tiling.block_rows, self.tiling.block_columns
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
+def fold_tiles(body: Callable[..., None], x_gmem: Any, weight_gmem: Any, *, tiling: Tiling, interpret: bool) -> None:
     """Calls `body(rows, split, fold)` in each multiplying warpgroup.
 
     `rows` is the slice of the warpgroup's rows and `split` the index of the vocabulary split.
-    `fold(consume, carry)` computes the logits z of one tile after the other; `consume(z, column, carry)` is given the
-    tile's first column, and returns the next carry.
+    `fold(consume, carry)` computes the logits z tile by tile, and calls `consume(z, column, carry)` with the tile's
+    first column; it returns the next carry.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     row_block, split = tiling.place(lax.axis_index("thread_block"))
     warpgroup = lax.axis_index("warpgroup")
     first_tile = split * tiling.tiles_per_split
+    # The last split may have fewer tiles than the others, or none.
     tiles = jnp.clip(tiling.tiles - first_tile, 0, tiling.tiles_per_split)
-    hidden_blocks, stages = tiling.hidden_blocks, jnp.int32(tiling.stages)
-
-    def column_of(tile: jax.Array) -> jax.Array:
-        return (first_tile + tile) * tiling.block_columns
+    stages = jnp.int32(tiling.stages)
 
     def scope(x_smem: Any, weight_smem: Any, loaded: Any, consumed: Any) -> None:
+        pipeline = _Pipeline(tiling, interpret, first_tile, tiles, stages, x_smem, weight_smem, loaded, consumed)
+
+        # The launch gives every thread the same number of registers. A copying thread needs few and gives up the rest,
+        # so that the accumulator and the terms of a tile fit into those of the multiplying threads.
         @pl.when(warpgroup == _MULTIPLYING)
         def _copy():
             plgpu.set_max_registers(_COPYING_REGISTERS, action="decrease")
-
-            def copy_tile(tile, _):
-                rows = pl.ds(row_block * tiling.thread_block_rows, tiling.thread_block_rows)
-                columns = pl.ds(column_of(tile), tiling.block_columns)
-
-                def copy(block, _):
-                    step = tile * hidden_blocks + block
-                    slot = lax.rem(step, stages)
-
-                    @pl.when(step >= stages)
-                    def _wait():
-                        plgpu.barrier_wait(consumed.at[slot])
-
-                    hidden = pl.ds(block * BLOCK_HIDDEN, BLOCK_HIDDEN)
-                    weight_tile = weight_gmem.at[hidden, columns] if interpret else weight_gmem.at[columns, hidden]
-                    plgpu.copy_gmem_to_smem(x_gmem.at[rows, hidden], x_smem.at[slot], loaded.at[slot])
-                    plgpu.copy_gmem_to_smem(weight_tile, weight_smem.at[slot], loaded.at[slot])
-
-                lax.fori_loop(0, hidden_blocks, copy, None)
-
-            lax.fori_loop(0, tiles, copy_tile, None)
-            steps = tiles * hidden_blocks
-            # Shared memory must not be given back while it is read.
-            lax.fori_loop(
-                jnp.maximum(0, steps - stages),
-                steps,
-                lambda step, _: plgpu.barrier_wait(consumed.at[lax.rem(step, stages)]),
-                None,
-            )
+            pipeline.copy_all(x_gmem, weight_gmem, row_block)
 
         @pl.when(warpgroup < _MULTIPLYING)
         def _multiply():
             plgpu.set_max_registers(_MULTIPLYING_REGISTERS, action="increase")
             own_rows = pl.ds(warpgroup * tiling.block_rows, tiling.block_rows)
 
-            def logits(tile):
-                def multiply(accumulator):
-                    def step(block, _):
-                        step = tile * hidden_blocks + block
-                        slot = lax.rem(step, stages)
-                        plgpu.barrier_wait(loaded.at[slot])
-                        weight_tile = weight_smem.at[slot]
-                        # The interpreter knows no transposed references: it is given the weight as (H, V).
-                        weight_tile = weight_tile if interpret else weight_tile.transpose((1, 0))
-                        plgpu.wgmma(accumulator, x_smem.at[slot, own_rows], weight_tile)
-                        # One product stays in flight, so it is the tiles of the one before that are free.
-                        plgpu.wgmma_wait(1)
-
-                        @pl.when(block > 0)
-                        def _release():
-                            plgpu.barrier_arrive(consumed.at[lax.rem(step + stages - 1, stages)])
-
-                    lax.fori_loop(0, hidden_blocks, step, None)
-                    result = accumulator[...]
-                    plgpu.barrier_arrive(consumed.at[lax.rem((tile + 1) * hidden_blocks - 1, stages)])
-                    return result
-
-                return pl.run_scoped(
-                    multiply, plgpu.WGMMAAccumulatorRef((tiling.block_rows, tiling.block_columns), jnp.float32)
-                )
-
             def fold(consume, carry):
-                return lax.fori_loop(0, tiles, lambda tile, carry: consume(logits(tile), column_of(tile), carry), carry)
+                def next_tile(tile, carry):
+                    return consume(pipeline.logits(tile, own_rows), pipeline.column_of(tile), carry)
+
+                return lax.fori_loop(0, tiles, next_tile, carry)
 
             first_row = row_block * tiling.thread_block_rows + warpgroup * tiling.block_rows
             body(pl.ds(first_row, tiling.block_rows), split, fold)
 
+    # Shared memory of a thread block, in bytes, for 16-bit operands; the first configuration takes 128 + 64 KiB:
+    #   x_smem:       stages * thread_block_rows * BLOCK_HIDDEN * 2    both warpgroups read their halves of the rows
+    #   weight_smem:  stages * block_columns * BLOCK_HIDDEN * 2        both read all of it
+    #   barriers:     2 * stages * 8
+    # A slot is loaded when both of its copies have arrived, and consumed when both warpgroups have multiplied it.
+    # Collective: the three warpgroups share one allocation.
     weight_tile = (tiling.block_columns, BLOCK_HIDDEN)
     pl.run_scoped(
         scope,
@@ -279,17 +329,18 @@ def launch(
     interpret: Any,
     scratch: Sequence[Any] = (),
 ) -> jax.Array:
-    """Launches a kernel on (x, weight, ...); the first two are filled up with zeros."""
+    """Launches a kernel on (x, weight, ...); pads the first two with zeros."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     x, weight, *others = operands
-    # A tile may reach beyond the classes, but not be larger than the weight; Mosaic GPU wants whole swizzled rows of
-    # eight classes. Where a vocabulary does not have them, or the hidden size is odd, this copies the operands.
+    # A tile may reach beyond the last class, but not be larger than the weight, and Mosaic GPU wants whole groups of
+    # eight swizzled rows. For a vocabulary that is not a multiple of eight, or a hidden size that is not a multiple of
+    # 64, this copies the operands.
     hidden = BLOCK_HIDDEN * tiling.hidden_blocks
     classes = max(tiling.block_columns, _SWIZZLED_ROWS * math.ceil(tiling.columns / _SWIZZLED_ROWS))
     x, weight = filled(x, (tiling.rows, hidden)), filled(weight, (classes, hidden))
     if interpret is True:
-        # What TMA does.
+        # TMA fills what it reads out of bounds with zeros.
         interpret = interpret_gpu_params(out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
     return plgpu.kernel(
         kernel,
@@ -306,8 +357,8 @@ def launch(
 
 
 def filled(array: jax.Array, shape: Sequence[int], value: float = 0) -> jax.Array:
-    """`array` with `value` after its ends, up to `shape`."""
-    missing = [(0, size - given) for size, given in zip(shape, array.shape, strict=True)]
+    """Pads an array with `value` up to `shape`."""
+    missing = [(0, size - present) for size, present in zip(shape, array.shape, strict=True)]
     if not any(after for _, after in missing):
         return array
     return jnp.pad(array, missing, constant_values=jnp.asarray(value, array.dtype))
@@ -320,7 +371,7 @@ def refuses_linear(hardware: Any, x: Any, weight: Any) -> str | None:
         return (
             f"the kernel is written for the matrix units of compute capability 9.0; {hardware.name} has {major}.{minor}"
         )
-    # Which x is rounded to, where its gradient is asked for in a wider one.
+    # The weight's, because x is rounded to it if x is wider.
     dtype = jnp.dtype(weight.dtype).name
     if dtype == "float32":
         return "the matrix units would round float32 to 10 bits (tf32)"

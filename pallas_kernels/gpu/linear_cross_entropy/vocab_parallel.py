@@ -1,11 +1,11 @@
-"""The documented operators of a split vocabulary on Hopper: statistics and gradients of one part, by the kernels."""
+"""The documented operators for a split vocabulary on Hopper: statistics and gradients of one device's part."""
 
 import math
 
 import jax.numpy as jnp
 
 from pallas_kernels.gpu.linear_cross_entropy import gradients, statistics, tiles
-from pallas_kernels.gpu.linear_cross_entropy.gradients import Pull
+from pallas_kernels.gpu.linear_cross_entropy.gradients import CotangentTerms
 from pallas_kernels.kernel import Kernel
 
 
@@ -32,24 +32,24 @@ def run_max_sum(x, weight, target, start, end, *, return_logits, config, interpr
 
 
 def refuses_max_sum(hardware, x, weight, target, start, end, *, return_logits) -> str | None:
-    """Why that kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     if return_logits:
         return "the logits are asked for, which the kernel does not write"
     return tiles.refuses_linear(hardware, x, weight)
 
 
 def configs_max_sum(hardware, x, weight, target, start, end, *, return_logits):
-    """Its tiles, stages and splits worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Tiles, stages and splits worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     return statistics.launch_configs(hardware, math.prod(x.shape[:-1]), *weight.shape)
 
 
 def run_grad(grad, x, weight, mask, masked_target, maximum, total, softmax, *, config, interpret=False):
     """Launches the kernel of `fused_linear_cross_entropy_loss_grad`; see `pallas_kernels.kernel.Kernel.run`."""
     grad, zeros = grad.astype(jnp.float32), jnp.zeros(grad.shape, jnp.float32)
-    pull = Pull(grad, zeros, jnp.where(mask, zeros, -grad), zeros, maximum, jnp.log(total))
+    terms = CotangentTerms(grad, zeros, jnp.where(mask, zeros, -grad), zeros, maximum, jnp.log(total))
     empty = jnp.zeros((0,), jnp.float32)
     x_grad, weight_grad, _ = gradients.linear_gradients(
-        Pull(*(values.astype(jnp.float32).reshape(-1) for values in pull)),
+        CotangentTerms(*(values.astype(jnp.float32).reshape(-1) for values in terms)),
         x.reshape(-1, x.shape[-1]),
         weight,
         empty,
@@ -65,14 +65,14 @@ def run_grad(grad, x, weight, mask, masked_target, maximum, total, softmax, *, c
 
 
 def refuses_grad(hardware, grad, x, weight, mask, masked_target, maximum, total, softmax) -> str | None:
-    """Why that kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     if softmax.shape[-1] > 0:
         return "the softmax is given, so there are no logits to compute"
     return tiles.refuses_linear(hardware, x, weight)
 
 
 def configs_grad(hardware, grad, x, weight, *_):
-    """Its tiles, stages, splits and chunks worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Tiles, stages, splits and chunks worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     return gradients.launch_configs(hardware, math.prod(x.shape[:-1]), *weight.shape)
 
 

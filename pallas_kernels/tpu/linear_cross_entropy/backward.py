@@ -1,4 +1,4 @@
-"""The gradients of linear cross entropy on TPU, from how its loss pulls on the logits of each row."""
+"""The gradients of linear cross entropy on TPU, from the terms of the logits' cotangent for each row."""
 
 import jax.numpy as jnp
 
@@ -10,8 +10,8 @@ from pallas_kernels.tpu.linear_cross_entropy.tiles import class_or_none
 def run(
     softmax,
     softmax_slope,
-    label_pull,
-    target_pull,
+    label_term,
+    target_term,
     maximum,
     log_sum_exp,
     x,
@@ -30,10 +30,11 @@ def run(
     **_,
 ):
     """Launches the kernels; see `pallas_kernels.kernel.Kernel.run`."""
+    # Without metrics the slope is not computed, and `metrics` keeps the kernel from reading it.
     batch_shape, slope = x.shape[:-1], softmax_slope if metrics else jnp.zeros_like(softmax)
     label = class_or_none(labels, weight.shape[0])
     x_grad, weight_grad, bias_grad, shared_grad = gradients.linear_gradients(
-        [row.reshape(-1) for row in (softmax, slope, label_pull, target_pull, maximum, log_sum_exp, label)],
+        [row.reshape(-1) for row in (softmax, slope, label_term, target_term, maximum, log_sum_exp, label)],
         x.reshape(-1, x.shape[-1]),
         weight,
         bias,

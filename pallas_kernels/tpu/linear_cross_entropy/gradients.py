@@ -1,12 +1,15 @@
-"""Gradients of a linear layer from how a loss pulls on its logits, on TPU: logits are computed again, tile by tile.
+"""Gradients of a linear layer from the cotangent of its logits, on TPU: logits are computed again, tile by tile.
 
-The gradients of x and of the weight are one computation with its sides exchanged. The operand whose gradient it is
-stays, the other streams by, and for each tile of logits (stays, streams)
+The gradients of x and of the weight are one computation with the two operands exchanged. The operand that is
+differentiated stays, the other streams by, and for each tile of logits (stays, streams)
 
-    cotangent = pull on stays streams^T,   gradient += cotangent streams
+    logits = stays streams^T,   gradient += (cotangent of logits) streams
 
-so two launches take four matrix products. One launch with three would have to read and write one of the gradients in
-float32 once for every block of the other.
+so two launches take four matrix products. One launch with three would have to read and write one of the two gradients,
+in float32, once for every block of the other operand.
+
+The grid is (stays, streams, features twice). The features are innermost, because a tile's logits have to be complete
+before their cotangent is known. A block's whole gradient stays in VMEM until everything has streamed by.
 """
 
 import functools
@@ -38,8 +41,8 @@ from pallas_kernels.tpu.linear_cross_entropy.tiles import (
     whole_tile,
 )
 
-# The order in which vectors over rows are stacked. A label is a class, or -1 for none.
-_SOFTMAX, _SLOPE, _LABEL_PULL, _TARGET_PULL, _MAXIMUM, _LOG_SUM_EXP, _LABEL = range(7)
+# The order of the stacked vectors over rows. A label is a class, or -1 for none.
+_SOFTMAX, _SLOPE, _LABEL_TERM, _TARGET_TERM, _MAXIMUM, _LOG_SUM_EXP, _LABEL = range(7)
 
 
 def _kernel(
@@ -53,16 +56,14 @@ def _kernel(
     rows_stay,
     streaming_size,
     features,
-    softcap,
-    biased,
-    weighted,
-    metrics,
+    **options,
 ):
     ref_of = dict(zip(names, refs, strict=True))
     logits_ref = ref_of["logits"]
     hidden_blocks = pl.cdiv(features, staying_ref.shape[1])
     last_streaming = pl.cdiv(streaming_size, streaming_ref.shape[0]) - 1
     staying_index, streaming_index, step = (pl.program_id(axis) for axis in range(3))
+    # The innermost axis passes over the features twice: first the logits are summed, then the gradient.
     hidden_index = _hidden_index(step, hidden_blocks)
     is_live = live_ref[staying_index if rows_stay else streaming_index] == 1
     has_logits, is_second_half = step == hidden_blocks - 1, step >= hidden_blocks
@@ -79,38 +80,6 @@ def _kernel(
     def _multiply_features():
         at_edge(multiply_features, hidden_index, features, staying_ref.shape[1])
 
-    def pull(valid_streaming):
-        classes_axis = 1 if rows_stay else 0
-        rows = rows_ref[...].T if rows_stay else rows_ref[...]
-        columns = columns_ref[...] if rows_stay else columns_ref[...].T
-        row = functools.partial(_vector, rows, classes_axis)
-        column = functools.partial(_vector, columns, 1 - classes_axis)
-        logits = logits_ref[...]
-        if biased:
-            logits = logits + column(BIAS)
-        if softcap is not None:
-            bounded = jnp.tanh(logits * (1 / softcap))
-            logits = softcap * bounded
-        shifted = logits - row(_MAXIMUM)
-        scale = row(_SOFTMAX)
-        if metrics:
-            scale = scale + row(_SLOPE) * jnp.where(shifted == -jnp.inf, 0.0, shifted)
-        first_class = (streaming_index if rows_stay else staying_index) * logits.shape[classes_axis]
-        classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, classes_axis)
-        is_label = classes == row(_LABEL).astype(jnp.int32) - first_class
-        cotangent = scale * jnp.exp(shifted - row(_LOG_SUM_EXP)) + jnp.where(is_label, row(_LABEL_PULL), 0.0)
-        if weighted:
-            cotangent = cotangent + row(_TARGET_PULL) * column(TARGET)
-        if softcap is not None:
-            cotangent = cotangent * (1 - bounded * bounded)
-        cotangent = masked(cotangent, 1, valid_streaming)
-        ref_of["cotangent"][...] = cotangent.astype(ref_of["cotangent"].dtype)
-        if "sums" in ref_of:
-            by_target = masked(row(_TARGET_PULL) * shifted, 1, valid_streaming)
-            lanes = ref_of["partial_sums"].shape[2]
-            ref_of["partial_sums"][BIAS] += _by_lane(cotangent, lanes)
-            ref_of["partial_sums"][TARGET] += _by_lane(by_target, lanes)
-
     if "sums" in ref_of:
 
         @pl.when((streaming_index == 0) & (step == 0))
@@ -118,8 +87,10 @@ def _kernel(
             ref_of["partial_sums"][...] = jnp.zeros(ref_of["partial_sums"].shape, jnp.float32)
 
     @pl.when(is_live & has_logits)
-    def _pull():
-        at_edge(pull, streaming_index, streaming_size, streaming_ref.shape[0])
+    def _turn_into_cotangent():
+        store = functools.partial(_store_cotangent, ref_of, rows_ref, columns_ref, rows_stay, **options)
+        first_index = streaming_index if rows_stay else staying_index
+        at_edge(functools.partial(store, first_index), streaming_index, streaming_size, streaming_ref.shape[0])
 
     if "sums" in ref_of:
 
@@ -129,38 +100,128 @@ def _kernel(
                 by_lane = ref_of["partial_sums"][position].T
                 ref_of["sums"][position : position + 1, :] = jnp.sum(by_lane, axis=0, keepdims=True)
 
+    if "gradient" in ref_of:
+        _accumulate_gradient(
+            ref_of, streaming_ref, streaming_index, streaming_size, hidden_index, is_live, is_second_half
+        )
+
+
+def _store_cotangent(
+    ref_of, rows_ref, columns_ref, rows_stay, class_block, valid_streaming, *, softcap, biased, weighted, metrics
+):
+    """Turns a tile of logits into its cotangent, and adds that to the sums over rows if they are needed."""
+    # Tiles are (stays, streams), so classes lie along lanes if rows stay, and along sublanes if classes do. The vectors
+    # over rows and over classes come along lanes; one of the two is transposed to broadcast.
+    classes_axis = 1 if rows_stay else 0
+    rows = rows_ref[...].T if rows_stay else rows_ref[...]
+    columns = columns_ref[...] if rows_stay else columns_ref[...].T
+    row = functools.partial(_vector, rows, classes_axis)
+    column = functools.partial(_vector, columns, 1 - classes_axis)
+    logits = ref_of["logits"][...]
+    if biased:
+        logits = logits + column(BIAS)
+    if softcap is not None:
+        bounded = jnp.tanh(logits * (1 / softcap))
+        logits = softcap * bounded
+    shifted = logits - row(_MAXIMUM)
+    scale = row(_SOFTMAX)
+    if metrics:
+        scale = scale + row(_SLOPE) * jnp.where(shifted == -jnp.inf, 0.0, shifted)
+    first_class = class_block * logits.shape[classes_axis]
+    classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, classes_axis)
+    is_label = classes == row(_LABEL).astype(jnp.int32) - first_class
+    cotangent = scale * jnp.exp(shifted - row(_LOG_SUM_EXP)) + jnp.where(is_label, row(_LABEL_TERM), 0.0)
+    if weighted:
+        cotangent = cotangent + row(_TARGET_TERM) * column(TARGET)
+    if softcap is not None:
+        # The derivative of softcap tanh(z / softcap).
+        cotangent = cotangent * (1 - bounded * bounded)
+    # The next product sums over the streaming axis, beyond whose end the tile holds anything.
+    cotangent = masked(cotangent, 1, valid_streaming)
+    ref_of["cotangent"][...] = cotangent.astype(ref_of["cotangent"].dtype)
+    if "sums" in ref_of:
+        by_target = masked(row(_TARGET_TERM) * shifted, 1, valid_streaming)
+        lanes = ref_of["partial_sums"].shape[2]
+        ref_of["partial_sums"][BIAS] += _by_lane(cotangent, lanes)
+        ref_of["partial_sums"][TARGET] += _by_lane(by_target, lanes)
+
+
+def _accumulate_gradient(ref_of, streaming_ref, streaming_index, streaming_size, hidden_index, is_live, is_second_half):
+    """The second half of the innermost axis: gradient += cotangent streams, for each block of features."""
+    accumulator_ref, gradient_ref = ref_of["accumulator"], ref_of["gradient"]
+    last_streaming = pl.cdiv(streaming_size, streaming_ref.shape[0]) - 1
+
     def multiply_streaming(valid_streaming):
         streaming = masked(streaming_ref[...], 0, valid_streaming)
-        ref_of["accumulator"][hidden_index] += dot(ref_of["cotangent"][...], streaming, contract=(1, 0))
+        accumulator_ref[hidden_index] += dot(ref_of["cotangent"][...], streaming, contract=(1, 0))
 
-    if "gradient" in ref_of:
+    @pl.when((streaming_index == 0) & is_second_half)
+    def _clear_accumulator():
+        accumulator_ref[hidden_index] = jnp.zeros(accumulator_ref.shape[1:], jnp.float32)
 
-        @pl.when((streaming_index == 0) & is_second_half)
-        def _clear_accumulator():
-            ref_of["accumulator"][hidden_index] = jnp.zeros(staying_ref.shape, jnp.float32)
+    @pl.when(is_live & is_second_half)
+    def _multiply_streaming():
+        at_edge(multiply_streaming, streaming_index, streaming_size, streaming_ref.shape[0])
 
-        @pl.when(is_live & is_second_half)
-        def _multiply_streaming():
-            at_edge(multiply_streaming, streaming_index, streaming_size, streaming_ref.shape[0])
-
-        @pl.when((streaming_index == last_streaming) & is_second_half)
-        def _store():
-            ref_of["gradient"][...] = ref_of["accumulator"][hidden_index].astype(staying_ref.dtype)
+    @pl.when((streaming_index == last_streaming) & is_second_half)
+    def _store():
+        gradient_ref[...] = accumulator_ref[hidden_index].astype(gradient_ref.dtype)
 
 
 def _hidden_index(step, hidden_blocks):
-    """Forth for the logits and back for the gradient, so that a block that is read last is read first."""
+    """Forth for the logits and back for the gradient, so that the block that was read last needs no new copy."""
     return jnp.minimum(step, 2 * hidden_blocks - 1 - step)
 
 
 def _vector(stack, axis, position):
-    """One of stacked vectors, as a row or a column."""
+    """One of the stacked vectors, as a row or a column."""
     return jax.lax.slice_in_dim(stack, position, position + 1, axis=axis)
 
 
 def _by_lane(tile, lanes):
-    """The sum of the tile's blocks of lanes: no lane is added to another until the end."""
+    """Adds a tile's registers of lanes; summing across lanes, which is slow, is left for the end."""
     return sum(tile[:, start : start + lanes] for start in range(0, tile.shape[1], lanes))
+
+
+def _index_maps(rows_stay, grid, hidden_blocks):
+    """Where the pipeline takes the blocks of the staying and the streaming operand, and puts those of the gradient."""
+
+    # A skipped block of rows has the index of one that was read before, and the pipeline copies nothing.
+    def alive(i, j, live):
+        return live[i if rows_stay else j]
+
+    # The second half does not read the staying operand: its index stays at the last block.
+    def staying_index(i, j, k, live):
+        return i, jnp.minimum(k, hidden_blocks - 1) * alive(i, j, live)
+
+    def streaming_index(i, j, k, live):
+        return j * alive(i, j, live), _hidden_index(k, hidden_blocks) * alive(i, j, live)
+
+    # A block is written to HBM when its index changes, so the index may only move once the gradient is complete.
+    def gradient_index(i, j, k, live):
+        is_stored = (j == grid[1] - 1) & (k >= hidden_blocks)
+        return i, jnp.where(is_stored, _hidden_index(k, hidden_blocks), hidden_blocks - 1)
+
+    return staying_index, streaming_index, gradient_index
+
+
+def _outputs_and_scratch(staying, staying_size, blocks, hidden_blocks, gradient_index, *, needs_product, needs_sums):
+    """What the kernel gets beside its inputs, by name: outputs with their specs and shapes, then scratch."""
+    from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
+
+    block_staying, block_streaming, block_hidden = blocks
+    # The cotangent is rounded to the operands' dtype: with bfloat16, its product takes a single pass.
+    scratch = {"logits": pltpu.VMEM(blocks[:2], jnp.float32), "cotangent": pltpu.VMEM(blocks[:2], staying.dtype)}
+    outputs = {}
+    if needs_product:
+        spec = pl.BlockSpec((block_staying, block_hidden), gradient_index)
+        outputs["gradient"] = spec, jax.ShapeDtypeStruct(staying.shape, staying.dtype)
+        scratch["accumulator"] = pltpu.VMEM((hidden_blocks, block_staying, block_hidden), jnp.float32)
+    if needs_sums:
+        spec = pl.BlockSpec((SUBLANES, block_staying), lambda i, j, k, live: (0, i))
+        outputs["sums"] = spec, jax.ShapeDtypeStruct((SUBLANES, staying_size), jnp.float32)
+        scratch["partial_sums"] = pltpu.VMEM((2, block_staying, min(LANES, block_streaming)), jnp.float32)
+    return outputs, scratch
 
 
 def _launch(rows, columns, is_live, x, weight, *, rows_stay, needs_product, needs_sums, config, interpret, **params):
@@ -181,32 +242,10 @@ def _launch(rows, columns, is_live, x, weight, *, rows_stay, needs_product, need
     has_columns = int(columns is not None)
     if columns is None:
         columns = jnp.zeros((SUBLANES, block_vocab), jnp.float32)
-
-    # Where a block of rows is skipped, nothing is read that was not read before it.
-    def alive(i, j, live):
-        return live[i if rows_stay else j]
-
-    def staying_index(i, j, k, live):
-        return i, jnp.minimum(k, hidden_blocks - 1) * alive(i, j, live)
-
-    def streaming_index(i, j, k, live):
-        return j * alive(i, j, live), _hidden_index(k, hidden_blocks) * alive(i, j, live)
-
-    def gradient_index(i, j, k, live):
-        is_stored = (j == grid[1] - 1) & (k >= hidden_blocks)
-        return i, jnp.where(is_stored, _hidden_index(k, hidden_blocks), hidden_blocks - 1)
-
+    staying_index, streaming_index, gradient_index = _index_maps(rows_stay, grid, hidden_blocks)
     itemsize, blocks = x.dtype.itemsize, (block_staying, block_streaming, block_hidden)
-    # Each operand beside the inputs by its name: outputs first, then scratch.
-    outputs, scratch = {}, {"logits": pltpu.VMEM(blocks[:2], jnp.float32), "cotangent": pltpu.VMEM(blocks[:2], x.dtype)}
-    if needs_product:
-        spec = pl.BlockSpec((block_staying, block_hidden), gradient_index)
-        outputs["gradient"] = spec, jax.ShapeDtypeStruct(staying.shape, x.dtype)
-        scratch["accumulator"] = pltpu.VMEM((hidden_blocks, block_staying, block_hidden), jnp.float32)
-    if needs_sums:
-        spec = pl.BlockSpec((SUBLANES, block_staying), lambda i, j, k, live: (0, i))
-        outputs["sums"] = spec, jax.ShapeDtypeStruct((SUBLANES, staying_size), jnp.float32)
-        scratch["partial_sums"] = pltpu.VMEM((2, block_staying, min(LANES, block_streaming)), jnp.float32)
+    needs = {"needs_product": needs_product, "needs_sums": needs_sums}
+    outputs, scratch = _outputs_and_scratch(staying, staying_size, blocks, hidden_blocks, gradient_index, **needs)
     results = pl.pallas_call(
         functools.partial(
             _kernel,
@@ -231,6 +270,7 @@ def _launch(rows, columns, is_live, x, weight, *, rows_stay, needs_product, need
         ),
         out_shape=[shape for _, shape in outputs.values()],
         compiler_params=pltpu.CompilerParams(
+            # Staying blocks are independent; what streams by is accumulated in order.
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=vmem_limit_bytes(_vmem_bytes(itemsize, features, *blocks)),
         ),
@@ -245,11 +285,11 @@ def _launch(rows, columns, is_live, x, weight, *, rows_stay, needs_product, need
 
 
 def linear_gradients(rows, x, weight, bias, shared_target, *, needs, softcap, metrics, config, interpret):
-    """The gradients of x (R, H), weight (V, H), bias (V,) and shared target (V,); empty where not needed.
+    """The gradients of x (R, H), weight (V, H), bias (V,) and shared target (V,); empty if not needed.
 
     `rows` are the seven vectors (R,) in the order above; bias and shared_target may be empty.
     """
-    # A row on which nothing pulls has no gradient, whatever its other values are.
+    # A row whose terms are all 0 has no gradient, whatever its other values are.
     is_live = functools.reduce(jnp.logical_or, (row != 0 for row in rows[:_MAXIMUM]))
     launch = functools.partial(
         _launch,
@@ -297,7 +337,7 @@ def configs(hardware, x, weight):
     """Block sizes worth trying for operands of these shapes."""
     *batch, features = x.shape
     rows, classes, itemsize = math.prod(batch), weight.shape[0], jnp.dtype(x.dtype).itemsize
-    # The same sizes for both launches: the larger side bounds what a block can be.
+    # Both launches use the same sizes, so the larger operand bounds the blocks.
     sizes = max(rows, classes), max(rows, classes), features
     names = ("block_staying", "block_streaming", "block_hidden")
     wanted = itertools.product((1024, 512, 256, 128), (512, 256, 128), (round_up(features, LANES), 2048, 1024, 512))
@@ -314,14 +354,23 @@ def configs(hardware, x, weight):
 
 
 def _vmem_bytes(itemsize, features, block_staying, block_streaming, block_hidden):
-    """Blocks, the gradient and its sum in float32, and a tile of logits with four of what is computed from it."""
-    blocks = block_bytes(itemsize, (block_staying + block_streaming) * block_hidden)
-    gradient = 2 * itemsize * block_staying * block_hidden + 4 * block_staying * round_up(features, block_hidden)
-    return blocks + gradient + 5 * 4 * block_staying * block_streaming
+    """An estimate of the VMEM that a launch needs."""
+    # stays, streams:  (block_staying or block_streaming, block_hidden), two buffers each for the pipeline
+    operands = block_bytes(itemsize, (block_staying + block_streaming) * block_hidden)
+    # gradient:        (block_staying, block_hidden) in the result's dtype, two buffers
+    result = 2 * itemsize * block_staying * block_hidden
+    # accumulator:     (block_staying, all features) float32; this is what bounds block_staying for wide layers
+    accumulator = 4 * block_staying * round_up(features, block_hidden)
+    # logits:          (block_staying, block_streaming) float32, and four values of that size computed from it, among
+    #                  them the cotangent
+    tile = 5 * 4 * block_staying * block_streaming
+    return operands + result + accumulator + tile
 
 
 def _hbm_bytes(itemsize, staying_shape, streaming_size, block_staying, block_streaming, block_hidden):
-    """What streams is read once a block of what stays, and twice if in parts; so is then what stays."""
+    """The traffic of both operands and the gradient."""
+    # The streaming operand is read once per staying block; if features are cut, twice, for logits and gradient. The
+    # staying operand is read once; if features are cut, again for every streaming block.
     staying_size, features = staying_shape
     is_whole = block_hidden >= features
     streamed = streaming_size * pl.cdiv(staying_size, block_staying) * (1 if is_whole else 2)

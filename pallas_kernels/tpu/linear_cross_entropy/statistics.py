@@ -1,7 +1,11 @@
 """Row statistics of a linear layer's logits on TPU: matrix product, online maximum and sums, without logits in HBM.
 
-A tile of logits has the classes along sublanes and the rows along lanes, so that statistics of rows are sums of
-registers, and what is kept of a row lies in HBM as densely as a vector does.
+A tile of logits has classes along sublanes and rows along lanes. So a reduction over classes adds whole registers, and
+the statistics of rows lie in HBM as densely as vectors do; a column vector would be padded to 128 lanes.
+
+The grid is (rows, classes, hidden), the hidden axis innermost. The statistics of a block of rows stay in VMEM from its
+first step to its last and are written once. The weight passes through VMEM once per block of rows, so large blocks of
+rows save the most traffic; `_hbm_bytes` counts it and orders the configurations.
 """
 
 import functools
@@ -37,12 +41,12 @@ from pallas_kernels.tpu.linear_cross_entropy.tiles import (
 
 
 class OnlineStatistics(NamedTuple):
-    """What is known of each row (R,) after the last class; m is the maximum, or 0 where that is -inf.
+    """What is known about each row (R,) after some classes, or refs to it; m is the maximum, or 0 if that is -inf.
 
     Attributes:
       maximum: max z.
       total: sum exp(z - m).
-      label_logit: z[label] - m, or 0 where the label is none of the classes.
+      label_logit: z[label] - m, or 0 if the label is not a class; inside the kernel without - m.
       target_logit: sum t (z - m).
       weighted_total: sum exp(z - m) (z - m).
       prediction: int32, the first argmax z.
@@ -56,92 +60,99 @@ class OnlineStatistics(NamedTuple):
     prediction: jax.Array
 
 
-def _kernel(
-    live_ref,
-    labels_ref,
-    columns_ref,
-    x_ref,
-    weight_ref,
-    maximum_ref,
-    total_ref,
-    label_logit_ref,
-    target_logit_ref,
-    weighted_total_ref,
-    prediction_ref,
-    logits_ref,
-    target_total_ref,
-    *,
-    classes,
-    features,
-    softcap,
-    biased,
-    weighted,
-    metrics,
-):
+def _kernel(live_ref, labels_ref, columns_ref, x_ref, weight_ref, *refs, classes, features, **options):
+    """`refs`: the six statistics, then scratch for a tile of logits and for the sum of target weights so far."""
+    *statistics_refs, logits_ref, target_total_ref = refs
+    known = OnlineStatistics(*statistics_refs)
     block_vocab, block_hidden = weight_ref.shape
     vocab_index, hidden_index = pl.program_id(1), pl.program_id(2)
     is_live = live_ref[pl.program_id(0)] == 1
 
     @pl.when((vocab_index == 0) & (hidden_index == 0))
     def _start():
-        # A block that is skipped ends as it starts: all of its logits are 0.
-        maximum_ref[...] = jnp.full(maximum_ref.shape, jnp.where(is_live, -jnp.inf, 0.0), jnp.float32)
-        total_ref[...] = jnp.full(total_ref.shape, jnp.where(is_live, 0.0, float(classes)), jnp.float32)
-        for ref in (label_logit_ref, target_logit_ref, weighted_total_ref, prediction_ref, target_total_ref):
+        # A skipped block ends as it starts: all of its logits are 0.
+        known.maximum[...] = jnp.full(known.maximum.shape, jnp.where(is_live, -jnp.inf, 0.0), jnp.float32)
+        known.total[...] = jnp.full(known.total.shape, jnp.where(is_live, 0.0, float(classes)), jnp.float32)
+        for ref in (*known[2:], target_total_ref):
             ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
     @pl.when(is_live & (hidden_index == 0))
     def _clear():
         logits_ref[...] = jnp.zeros(logits_ref.shape, jnp.float32)
 
+    # Beyond the arrays' edges a block holds anything, NaN included, so features are masked before the product. Rows and
+    # classes need no mask there: they only reach their own logits.
     def multiply(valid_features):
         weight, x = (masked(ref[...], 1, valid_features) for ref in (weight_ref, x_ref))
         logits_ref[...] += dot(weight, x, contract=(1, 1))
-
-    def reduce(valid_classes):
-        logits = logits_ref[...]
-        if biased or weighted:
-            columns = columns_ref[...].T
-        if biased:
-            logits = logits + columns[:, BIAS : BIAS + 1]
-        if softcap is not None:
-            logits = softcap * jnp.tanh(logits * (1 / softcap))
-        logits = masked(logits, 0, valid_classes, -jnp.inf)
-        block_max = jnp.max(logits, axis=0, keepdims=True)
-        old, new = maximum_ref[...], jnp.maximum(maximum_ref[...], block_max)
-        shift, shifted = _finite(old) - _finite(new), logits - _finite(new)
-        correction, exponentials = jnp.exp(old - _finite(new)), jnp.exp(shifted)
-        class_index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
-        first_class = vocab_index * block_vocab
-        is_label = class_index == labels_ref[...] - first_class
-        label_logit_ref[...] += jnp.sum(jnp.where(is_label, logits, 0.0), axis=0, keepdims=True)
-        if weighted:
-            target = masked(columns[:, TARGET : TARGET + 1], 0, valid_classes)
-            products = masked(target * shifted, 0, valid_classes)
-            target_logit_ref[...] += target_total_ref[...] * shift + jnp.sum(products, axis=0, keepdims=True)
-            target_total_ref[...] += jnp.sum(target, axis=0, keepdims=True)
-        if metrics:
-            products = exponentials * _finite(shifted)
-            rest = jnp.sum(products, axis=0, keepdims=True)
-            weighted_total_ref[...] = (weighted_total_ref[...] + total_ref[...] * shift) * correction + rest
-            # Small integers, which float32 holds: not every TPU has a minimum of integers.
-            positions = jnp.where(logits == block_max, class_index.astype(jnp.float32), float(block_vocab))
-            first = jnp.min(positions, axis=0, keepdims=True).astype(jnp.int32) + first_class
-            prediction_ref[...] = jnp.where(block_max > old, first, prediction_ref[...])
-        total_ref[...] = total_ref[...] * correction + jnp.sum(exponentials, axis=0, keepdims=True)
-        maximum_ref[...] = new
 
     @pl.when(is_live)
     def _multiply():
         at_edge(multiply, hidden_index, features, block_hidden)
 
+    # The hidden axis is innermost, so a tile's logits are complete before the next tile begins, and one tile is all
+    # that VMEM ever holds of them.
     @pl.when(is_live & (hidden_index == pl.cdiv(features, block_hidden) - 1))
     def _reduce():
-        at_edge(reduce, vocab_index, classes, block_vocab)
+        reduce = functools.partial(
+            _reduce_tile, logits_ref, labels_ref, columns_ref, known, target_total_ref, **options
+        )
+        at_edge(functools.partial(reduce, vocab_index), vocab_index, classes, block_vocab)
+
+
+def _reduce_tile(
+    logits_ref,
+    labels_ref,
+    columns_ref,
+    known,
+    target_total_ref,
+    vocab_index,
+    valid_classes,
+    *,
+    softcap,
+    biased,
+    weighted,
+    metrics,
+):
+    """Folds a tile of logits (classes, rows) into what is known about its rows."""
+    logits = logits_ref[...]
+    block_vocab = logits.shape[0]
+    if biased or weighted:
+        # Vectors over classes lie along lanes in HBM; here classes lie along sublanes.
+        columns = columns_ref[...].T
+    if biased:
+        logits = logits + columns[:, BIAS : BIAS + 1]
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits * (1 / softcap))
+    logits = masked(logits, 0, valid_classes, -jnp.inf)
+    block_max = jnp.max(logits, axis=0, keepdims=True)
+    old, new = known.maximum[...], jnp.maximum(known.maximum[...], block_max)
+    shift, shifted = _finite(old) - _finite(new), logits - _finite(new)
+    correction, exponentials = jnp.exp(old - _finite(new)), jnp.exp(shifted)
+    class_index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
+    first_class = vocab_index * block_vocab
+    is_label = class_index == labels_ref[...] - first_class
+    known.label_logit[...] += jnp.sum(jnp.where(is_label, logits, 0.0), axis=0, keepdims=True)
+    if weighted:
+        target = masked(columns[:, TARGET : TARGET + 1], 0, valid_classes)
+        products = masked(target * shifted, 0, valid_classes)
+        # A new maximum moves sum t (z - m) by the sum of t so far times the change of m.
+        known.target_logit[...] += target_total_ref[...] * shift + jnp.sum(products, axis=0, keepdims=True)
+        target_total_ref[...] += jnp.sum(target, axis=0, keepdims=True)
+    if metrics:
+        products = exponentials * _finite(shifted)
+        rest = jnp.sum(products, axis=0, keepdims=True)
+        known.weighted_total[...] = (known.weighted_total[...] + known.total[...] * shift) * correction + rest
+        # Small integers, which float32 holds exactly: not every TPU has a minimum of integers.
+        positions = jnp.where(logits == block_max, class_index.astype(jnp.float32), float(block_vocab))
+        first = jnp.min(positions, axis=0, keepdims=True).astype(jnp.int32) + first_class
+        known.prediction[...] = jnp.where(block_max > old, first, known.prediction[...])
+    known.total[...] = known.total[...] * correction + jnp.sum(exponentials, axis=0, keepdims=True)
+    known.maximum[...] = new
 
 
 def _finite(logits):
-    """0 for -inf, of which a difference would be NaN."""
+    """0 in place of -inf, whose difference with -inf would be NaN."""
     return jnp.where(logits == -jnp.inf, 0.0, logits)
 
 
@@ -153,31 +164,25 @@ def online_statistics(
 
     (rows, features), classes = x.shape, weight.shape[0]
     block_rows, block_vocab, block_hidden = _blocks(rows, classes, features, config)
-    biased, weighted = bias.size > 0, shared_target.size > 0
+    biased = bias.size > 0
+    options = {"softcap": softcap, "biased": biased, "weighted": shared_target.size > 0, "metrics": metrics}
     grid = (pl.cdiv(rows, block_rows), pl.cdiv(classes, block_vocab), pl.cdiv(features, block_hidden))
     columns = class_vectors(bias, shared_target, classes)
     has_columns = int(columns is not None)
     if columns is None:
         columns = jnp.zeros((SUBLANES, block_vocab), jnp.float32)
-    # Without a bias, a row x = 0, as one that is ignored is, has all logits 0.
+    # Without a bias, a row x = 0 has only zero logits. Ignored rows come as such, and a block of them is skipped.
     live = jnp.ones(grid[:1], jnp.int32) if biased else live_blocks(jnp.any(x != 0, axis=1), block_rows)
     labels = class_or_none(labels, classes)
     row_spec = pl.BlockSpec((1, block_rows), lambda i, j, k, live: (0, i))
     results = pl.pallas_call(
-        functools.partial(
-            _kernel,
-            classes=classes,
-            features=features,
-            softcap=softcap,
-            biased=biased,
-            weighted=weighted,
-            metrics=metrics,
-        ),
+        functools.partial(_kernel, classes=classes, features=features, **options),
         name="linear_cross_entropy",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid,
-            # A block that is skipped stays with the first blocks of the weight, which moves nothing.
+            # A skipped block stays with the first blocks of x and weight, and the pipeline copies a block only when its
+            # index changes.
             in_specs=[
                 row_spec,
                 pl.BlockSpec((SUBLANES, block_vocab), lambda i, j, k, live: (0, has_columns * j * live[i])),
@@ -186,12 +191,13 @@ def online_statistics(
             ],
             out_specs=[row_spec] * 6,
             scratch_shapes=[
-                pltpu.VMEM((block_vocab, block_rows), jnp.float32),
-                pltpu.VMEM((1, block_rows), jnp.float32),
+                pltpu.VMEM((block_vocab, block_rows), jnp.float32),  # logits
+                pltpu.VMEM((1, block_rows), jnp.float32),  # the sum of target weights so far
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct((1, rows), dtype) for dtype in (*[jnp.float32] * 5, jnp.int32)],
         compiler_params=pltpu.CompilerParams(
+            # Blocks of rows are independent and may go to different TensorCores; the others accumulate in order.
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=vmem_limit_bytes(_vmem_bytes(x.dtype.itemsize, block_rows, block_vocab, block_hidden)),
         ),
@@ -273,12 +279,20 @@ def configs(hardware, x, weight, *operands, **params):
 
 
 def _vmem_bytes(itemsize, block_rows, block_vocab, block_hidden):
-    """Blocks of x and weight, and a tile of logits with four of what is computed from it."""
-    return block_bytes(itemsize, (block_rows + block_vocab) * block_hidden) + 5 * 4 * block_rows * block_vocab
+    """An estimate of the VMEM that the kernel needs."""
+    # x:       (block_rows, block_hidden), two buffers, as the pipeline fetches the next block during a product
+    # weight:  (block_vocab, block_hidden), likewise; `block_bytes` also counts the parts of a float32 product
+    operands = block_bytes(itemsize, (block_rows + block_vocab) * block_hidden)
+    # logits:  (block_vocab, block_rows) float32 scratch, and four values of that size computed from it, such as
+    #          shifted logits, exponentials, class indices and products
+    tile = 5 * 4 * block_rows * block_vocab
+    # Vectors over rows and over classes are small: `vmem_limit_bytes` adds a quarter for these and Mosaic's own needs.
+    return operands + tile
 
 
 def _hbm_bytes(itemsize, shape, classes, block_rows, block_vocab, block_hidden):
-    """The weight is read once a block of rows; x is read again for each block of classes unless it stays whole."""
+    """The traffic of operands: the weight once per block of rows, x once, or again per block of classes if cut."""
+    # A block of x that spans all features keeps its index while classes pass, so it is copied only once.
     rows, features = shape
     reads_of_x = 1 if block_hidden >= features else pl.cdiv(classes, block_vocab)
     return itemsize * features * (rows * reads_of_x + classes * pl.cdiv(rows, block_rows))

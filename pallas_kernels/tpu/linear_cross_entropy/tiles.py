@@ -1,7 +1,8 @@
 """Tiles of a linear layer's logits on TPU: blocks that need not divide the arrays, and how much VMEM they may take.
 
-Every block is made of whole (8, 128) tiles and may reach beyond its array, where it holds anything. Along an axis that
-a matrix product or a sum contracts, that is masked away; along any other it only reaches results that are not stored.
+Every block consists of whole (8, 128) tiles and may reach beyond its array, where its values are undefined. Along an
+axis that a matrix product or a sum contracts, they are masked. Along any other axis they only reach results that are
+not stored.
 """
 
 import math
@@ -14,20 +15,20 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.kernel import Config
 
-# The position of each vector over classes among those that are stacked.
+# The positions of the stacked vectors over classes.
 BIAS, TARGET = range(2)
 LANES = 128
 SUBLANES = 8
 _DTYPES = ("float32", "bfloat16")
 _MIB = 2**20
-_SMALLEST_VMEM_BYTES = 64 * _MIB  # of the TPUs that are compiled for; v5p's
+_SMALLEST_VMEM_BYTES = 64 * _MIB  # of all TPUs that can be targets: v5p's and TPU7x's
 _DEFAULT_LIMIT_BYTES = 16 * _MIB  # what XLA grants a kernel that asks for nothing
 _MOST_CONFIGS = 6
-_MOST_CLASSES = 2**24
+_MOST_CLASSES = 2**24  # float32 represents integers exactly up to this number
 
 
 def block_size(size: int, wanted: int) -> int:
-    """How long a block is along an axis: as wanted, but no longer than the axis in whole tiles."""
+    """The size of a block along an axis: as wanted, but at most the axis rounded up to whole tiles."""
     return min(wanted, round_up(size, LANES))
 
 
@@ -37,7 +38,8 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def at_edge(body: Callable[[int | None], None], index: Any, size: int, block: int) -> None:
-    """Calls body(None) where block `index` is full, and body(its number of valid positions) where it is not."""
+    """Calls body(None) if block `index` lies within the array, else body(the number of valid positions)."""
+    # Only the last block can be cut, so all others run a body without masks.
     valid = size % block
     if not valid:
         body(None)
@@ -57,10 +59,10 @@ def masked(values: jax.Array, axis: int, valid: int | None, fill: float = 0) -> 
 
 
 def dot(lhs: jax.Array, rhs: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
-    """A product of matrices, accumulated in float32.
+    """A matrix product, accumulated in float32.
 
-    Products of float32 take one pass on the matrix units or, as XLA's do, more where `jax_default_matmul_precision`
-    asks for it: then as many as keep all bits, since not every JAX offers what lies between.
+    A product of float32 operands takes one pass on the matrix units. If `jax_default_matmul_precision` asks for more,
+    it takes as many as keep all bits, since not every JAX offers the precisions in between.
     """
     asked: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined] # added when JAX starts
     exact = lhs.dtype == jnp.float32 and asked not in (None, "default", "bfloat16")
@@ -74,49 +76,51 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, contract: tuple[int, int]) -> jax.Arr
 
 
 def class_or_none(labels: jax.Array, classes: int) -> jax.Array:
-    """Labels as int32, and -1 for what is no class."""
+    """Labels as int32; -1 if they are not in [0, classes)."""
     labels = labels if labels.dtype.itemsize == 8 else labels.astype(jnp.int32)
     return jnp.where((labels >= 0) & (labels < classes), labels, -jnp.ones_like(labels)).astype(jnp.int32)
 
 
 def whole_tile(matrix: jax.Array) -> jax.Array:
-    """A matrix with fewer rows than a tile filled up: how XLA stores those of bfloat16, Mosaic cannot read."""
+    """Pads a matrix to the rows of a tile: Mosaic cannot read the layout that XLA gives to fewer rows of bfloat16."""
     return jnp.pad(matrix, ((0, max(0, SUBLANES - matrix.shape[0])), (0, 0)))
 
 
 def live_blocks(is_live: jax.Array, block_rows: int) -> jax.Array:
-    """1 for each block with a row that is live, 0 for one that can be skipped."""
+    """1 for each block with a live row, 0 for a block that can be skipped."""
     missing = -is_live.size % block_rows
     return jnp.any(jnp.pad(is_live, (0, missing)).reshape(-1, block_rows), axis=1).astype(jnp.int32)
 
 
 def stacked(rows: Iterable[jax.Array]) -> jax.Array:
-    """Vectors of one size as the rows of a float32 array of eight, which a kernel can transpose."""
+    """Stacks vectors of one size as rows of a float32 array, padded to eight, which a kernel can transpose."""
     rows = [row.astype(jnp.float32) for row in rows]
     return jnp.stack([*rows, *[jnp.zeros_like(rows[0])] * (SUBLANES - len(rows))])
 
 
 def class_vectors(bias: jax.Array, target: jax.Array, classes: int) -> jax.Array | None:
-    """The vectors over classes in the order of `BIAS` and `TARGET`, stacked; None where both are empty."""
+    """The vectors over classes, stacked in the order of `BIAS` and `TARGET`; None if both are empty."""
     if not (bias.size or target.size):
         return None
     return stacked(vector if vector.size else jnp.zeros((classes,), jnp.float32) for vector in (bias, target))
 
 
 def block_bytes(itemsize: int, elements: int) -> int:
-    """VMEM of a block of an operand: double-buffered, and the bfloat16 parts into which a product splits float32."""
+    """The VMEM of an operand's block."""
+    # Two buffers, and for float32 the bfloat16 parts that a product at full precision splits it into: 8 bytes are room
+    # for four.
     return elements * (2 * itemsize + (8 if itemsize == 4 else 0))
 
 
 def vmem_limit_bytes(estimated_bytes: int) -> int:
-    """What to ask XLA for: the estimate, and a quarter more for what Mosaic keeps beside the blocks."""
+    """The VMEM to ask XLA for: the estimate, and a quarter more for Mosaic's own needs beside the blocks."""
     return max(_DEFAULT_LIMIT_BYTES, math.ceil(1.25 * estimated_bytes))
 
 
 def affordable(
     hardware: Any, configs: Iterable[Config], vmem_bytes: Callable[..., int], hbm_bytes: Callable[..., float]
 ) -> list[Config]:
-    """The configurations that fit into VMEM, those with the least traffic to HBM first."""
+    """The configurations that fit into VMEM, the least traffic to HBM first."""
     on_chip_bytes = getattr(hardware, "on_chip_bytes", None) or _SMALLEST_VMEM_BYTES
     unique = {tuple(config.items()): config for config in configs}.values()
     fitting = [config for config in unique if vmem_limit_bytes(vmem_bytes(**config)) <= 0.9 * on_chip_bytes]
@@ -132,7 +136,7 @@ def dtype_refusal(**operands: Any) -> str | None:
 
 
 def size_refusal(x: Any, weight: Any) -> str | None:
-    """Why there is nothing for a kernel to do, or too much to count."""
+    """Why an operand is empty for a kernel, or has too many classes to count."""
     if 0 in (*x.shape, *weight.shape):
         return f"a kernel needs rows, features and classes; x is {list(x.shape)}, weight {list(weight.shape)}"
     if weight.shape[0] > _MOST_CLASSES:

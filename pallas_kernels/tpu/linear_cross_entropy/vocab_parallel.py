@@ -1,4 +1,4 @@
-"""The documented operators for a split vocabulary on TPU, on the kernels of the whole one."""
+"""The documented operators for a split vocabulary on TPU, by the kernels for a whole vocabulary."""
 
 import jax.numpy as jnp
 
@@ -39,7 +39,8 @@ def _max_sum_refuses(hardware, x, weight, target, start, end, *, return_logits) 
 def _run_grad(grad, x, weight, mask, masked_target, maximum, total, softmax, *, config, interpret=False):
     grad, maximum, total = (row.reshape(-1).astype(jnp.float32) for row in (grad, maximum, total))
     zeros, empty = jnp.zeros_like(grad), jnp.zeros((0,), jnp.float32)
-    # softmax = exp(z - maximum) / total, so the gradient's factor takes the divisor.
+    # softmax = exp(z - maximum) / total. The kernel computes exp(z - maximum - log_sum_exp): with 0 for the logarithm,
+    # the factor takes the divisor.
     rows = (grad / total, zeros, -grad, zeros, maximum, zeros, _label(mask, masked_target, weight))
     x_grad, weight_grad, _, _ = gradients.linear_gradients(
         rows,

@@ -1,0 +1,67 @@
+"""The registered operators: the one place that knows them by primitive and by name."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+from jax.extend.core import Primitive
+
+from lowering import source_lines
+from lowering.patterns import Pattern
+from pallas_kernels.kernel import Kernel
+
+
+class Operator(Protocol):
+    """What `lowering` needs to know about an operator; `jaxops.Operator` is one implementation."""
+
+    @property
+    def name(self) -> str:
+        """The name of the operator and of its primitive."""
+        ...
+
+    @property
+    def primitive(self) -> Primitive:
+        """The JAX primitive that stands for the operator in a jaxpr."""
+        ...
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The hand-written kernels, in order of preference."""
+        ...
+
+    @property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """Plain-JAX patterns that this operator can replace."""
+        ...
+
+    def meaning(self, *operands: Any, **params: Any) -> tuple[jax.Array, ...]:
+        """Computes the results in plain JAX: the reference implementation."""
+        ...
+
+    def local_kernel(self, run: Callable[..., Any], operands: Any) -> Callable[..., Any]:
+        """Wraps a kernel's `run` so that each device applies it to its own part of operands on a mesh."""
+        ...
+
+
+_operators: dict[Primitive, Operator] = {}
+
+
+def add(operator: Operator) -> None:
+    """Adds an operator. The files of its package count as library code from now on."""
+    _operators[operator.primitive] = operator
+    source_lines.add_operators(type(operator).__module__.partition(".")[0])
+
+
+def operators() -> tuple[Operator, ...]:
+    """All operators, in order of registration."""
+    return tuple(_operators.values())
+
+
+def names() -> frozenset[str]:
+    """The names of all operators."""
+    return frozenset(operator.name for operator in _operators.values())
+
+
+def operator_of(primitive: Primitive) -> Operator | None:
+    """The operator that a primitive stands for; None for a primitive of JAX or of another library."""
+    return _operators.get(primitive)
