@@ -10,6 +10,16 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from linear_cross_entropy_rows_oracle import (
+    CLASSES,
+    F32,
+    HIDDEN,
+    ROWS,
+    expected_gradients,
+    expected_statistics,
+    make_operands,
+    wide,
+)
 
 import lowering
 from jaxops import aclnn
@@ -19,9 +29,7 @@ from lowering.targets import named
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu.linear_cross_entropy import backward, gradients, statistics, tiles, vocab_parallel
 
-F32, BF16 = "float32", "bfloat16"
-# Two blocks of rows, three of classes and of features, and none of them full at the end: what lies beyond is NaN.
-ROWS, HIDDEN, CLASSES = 13, 20, 21
+BF16 = "bfloat16"
 FORWARD_CONFIG = {"block_rows": 8, "block_vocab": 8, "block_hidden": 8}
 BACKWARD_CONFIG = {"block_staying": 8, "block_streaming": 8, "block_hidden": 8}
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
@@ -38,62 +46,6 @@ def no_races(capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-def make_operands(rng, *, dtype=F32, bias=False, target=False, scale=1.0, **_):
-    """x, weight, bias, labels, shared target, row target."""
-    x, weight = (jnp.asarray(rng.normal(size=(size, HIDDEN)), dtype) for size in (ROWS, CLASSES))
-    vectors = [jnp.asarray(rng.normal(size=CLASSES if given else 0), F32) for given in (bias, target)]
-    labels = jnp.asarray(rng.integers(-1, CLASSES + 1, size=ROWS), jnp.int32)
-    return scale * x, weight, vectors[0], labels, vectors[1], jnp.zeros((ROWS, 0), F32)
-
-
-def wide(array):
-    return np.asarray(array).astype(np.float64)
-
-
-def vector_or_zeros(vector):
-    return wide(vector) if vector.size else np.zeros(CLASSES)
-
-
-def make_logits(x, weight, bias, softcap):
-    logits = wide(x) @ wide(weight).T + vector_or_zeros(bias)
-    return logits if softcap is None else softcap * np.tanh(logits / softcap)
-
-
-def is_label(labels):
-    return np.asarray(labels)[:, None] == np.arange(CLASSES)
-
-
-def expected_statistics(operands, *, softcap, metrics):
-    x, weight, bias, labels, target, _ = operands
-    logits = make_logits(x, weight, bias, softcap)
-    maximum = logits.max(-1)
-    shifted = logits - maximum[:, None]
-    total = np.exp(shifted).sum(-1)
-    mean = (np.exp(shifted) * shifted).sum(-1) / total
-    return RowStatistics(
-        maximum,
-        np.log(total),
-        np.where(is_label(labels), shifted, 0).sum(-1),
-        shifted @ vector_or_zeros(target),
-        mean if metrics else 0 * mean,
-        logits.argmax(-1) if metrics else 0 * logits.argmax(-1),
-    )
-
-
-def expected_gradients(pull, operands, *, softcap, metrics):
-    """The gradients of x, weight, bias and target that the cotangent of the logits, as documented, leads to."""
-    softmax, slope, for_label, for_target, maximum, log_sum_exp = (wide(row)[:, None] for row in pull)
-    x, weight, bias, labels, target, _ = operands
-    logits = make_logits(x, weight, bias, softcap)
-    shifted = logits - maximum
-    scale = softmax + slope * shifted if metrics else softmax
-    cotangent = scale * np.exp(shifted - log_sum_exp) + for_label * is_label(labels)
-    cotangent = cotangent + for_target * vector_or_zeros(target)
-    if softcap is not None:
-        cotangent = cotangent * (1 - (logits / softcap) ** 2)
-    return cotangent @ wide(weight), cotangent.T @ wide(x), cotangent.sum(0), (for_target * shifted).sum(0)
-
-
 # Kept compiled, as most of an interpreted kernel's time goes there.
 @functools.cache
 def compiled(name, **attributes):
@@ -105,12 +57,12 @@ def forward(operands, *, softcap=None, metrics=False):
     return RowStatistics(*compiled("forward", softcap=softcap, metrics=metrics)(*operands))
 
 
-def gradients_of(pull, operands, *, needs, softcap=None, metrics=False):
+def gradients_of(terms, operands, *, needs, softcap=None, metrics=False):
     run = compiled("backward", softcap=softcap, metrics=metrics, needs=needs)
-    return run(*pull, *operands, jnp.zeros((ROWS, 0), F32))
+    return run(*terms, *operands, jnp.zeros((ROWS, 0), F32))
 
 
-def make_pull(rng, rows):
+def make_terms(rng, rows):
     weights = [jnp.asarray(rng.normal(size=ROWS), F32) for _ in range(4)]
     return [*weights, rows.max_logit, rows.log_sum_exp]
 
@@ -129,10 +81,10 @@ def test_linear_cross_entropy_tpu_kernels_agree_with_float64(variant, rng):
     for name, actual, true in zip(rows._fields, rows, expected_statistics(operands, **attributes), strict=True):
         assert (actual.shape, actual.dtype) == ((ROWS,), jnp.int32 if name == "prediction" else jnp.float32), name
         assert_close(actual, true)
-    pull = make_pull(rng, rows)
+    terms = make_terms(rng, rows)
     needs = Needs(True, True, operands[2].size > 0, operands[4].size > 0, False)
-    results = gradients_of(pull, operands, needs=needs, **attributes)
-    truth = expected_gradients(pull, operands, **attributes)
+    results = gradients_of(terms, operands, needs=needs, **attributes)
+    truth = expected_gradients(terms, operands, **attributes)
     eps = float(jnp.finfo(operands[0].dtype).eps)
     for result, true, needed in zip(results, truth, needs, strict=False):
         assert result.size == (true.size if needed else 0)
@@ -159,9 +111,9 @@ def test_linear_cross_entropy_tpu_kernels_lose_no_digits_to_a_common_offset(rng)
     rows = forward(operands)
     np.testing.assert_allclose(rows.log_sum_exp, truth.log_sum_exp, rtol=1e-6)
     np.testing.assert_array_equal(rows.label_logit, truth.label_logit)
-    pull = make_pull(rng, rows)
-    results = gradients_of(pull, operands, needs=Needs(True, True, False, False, False))
-    true_x, true_weight, *_ = expected_gradients(pull, operands, softcap=None, metrics=False)
+    terms = make_terms(rng, rows)
+    results = gradients_of(terms, operands, needs=Needs(True, True, False, False, False))
+    true_x, true_weight, *_ = expected_gradients(terms, operands, softcap=None, metrics=False)
     np.testing.assert_allclose(results[0][:, :2], true_x[:, :2], atol=2e-5)
     np.testing.assert_allclose(results[1], true_weight, atol=2e-5)
 
@@ -172,16 +124,16 @@ def test_linear_cross_entropy_tpu_kernels_skip_rows_that_do_not_count(rng):
     rows = forward(operands)
     for actual, true in zip(rows, expected_statistics(operands, softcap=None, metrics=False), strict=True):
         assert_close(actual, true)
-    weights = [row.at[:8].set(0) for row in make_pull(rng, rows)[:4]]
+    weights = [row.at[:8].set(0) for row in make_terms(rng, rows)[:4]]
     # A block on which nothing pulls is not read.
     poisoned = x.at[:8].set(jnp.nan), *others
-    pull = [*weights, rows.max_logit, rows.log_sum_exp]
-    x_grad, weight_grad, *_ = gradients_of(pull, poisoned, needs=Needs(True, True, False, False, False))
-    true_x, true_weight, *_ = expected_gradients(pull, operands, softcap=None, metrics=False)
+    terms = [*weights, rows.max_logit, rows.log_sum_exp]
+    x_grad, weight_grad, *_ = gradients_of(terms, poisoned, needs=Needs(True, True, False, False, False))
+    true_x, true_weight, *_ = expected_gradients(terms, operands, softcap=None, metrics=False)
     np.testing.assert_array_equal(x_grad[:8], 0)
     assert_close(x_grad, true_x)
     assert_close(weight_grad, true_weight)
-    nothing = [0 * row for row in pull[:4]] + pull[4:]
+    nothing = [0 * row for row in terms[:4]] + terms[4:]
     for result in gradients_of(nothing, poisoned, needs=Needs(True, True, False, False, False)):
         np.testing.assert_array_equal(result, np.zeros_like(result))
 
@@ -227,8 +179,8 @@ def oracle_loss(x, weight, labels, *, bias=None, class_weight=None, label_smooth
         slope = 1 - (logits / softcap) ** 2
     lse = np.log(np.exp(logits - logits.max(-1)[:, None]).sum(-1)) + logits.max(-1)
     loss = (q.sum(-1) * lse - (q * logits).sum(-1) + kept * z_loss * lse**2).sum()
-    pull = (q.sum(-1) + 2 * kept * z_loss * lse)[:, None] * np.exp(logits - lse[:, None]) - q
-    return loss, (pull * slope) @ wide(weight), (pull * slope).T @ x
+    terms = (q.sum(-1) + 2 * kept * z_loss * lse)[:, None] * np.exp(logits - lse[:, None]) - q
+    return loss, (terms * slope) @ wide(weight), (terms * slope).T @ x
 
 
 LOSSES = {
@@ -291,9 +243,9 @@ def test_aclnn_linear_cross_entropy_runs_on_the_tpu_kernels(rng):
     assert_close(rows.predicted_logits_local, np.where(is_target, logits - maximum[:, None], 0).sum(-1))
     bits = np.unpackbits(np.asarray(rows.target_mask), bitorder="little")
     np.testing.assert_array_equal(bits[:11], masked)
-    pull = (exponentials / exponentials.sum(-1, keepdims=True) - is_target) * grad[:, None]
-    assert_close(x_grad, pull @ wide(weight), float(jnp.finfo(BF16).eps))
-    assert_close(weight_grad, pull.T @ wide(x), float(jnp.finfo(BF16).eps))
+    terms = (exponentials / exponentials.sum(-1, keepdims=True) - is_target) * grad[:, None]
+    assert_close(x_grad, terms @ wide(weight), float(jnp.finfo(BF16).eps))
+    assert_close(weight_grad, terms.T @ wide(x), float(jnp.finfo(BF16).eps))
 
 
 def lowered(fn, *operands):

@@ -116,10 +116,8 @@ def ema_adam(
     _check_dtypes(mu_dtype=mu_dtype, nu_dtype=nu_dtype, ema_dtype=ema_dtype)
     b1, b2 = _checked_decay("b1", b1, below_one=True), _checked_decay("b2", b2, below_one=True)
     eps, weight_decay = _checked_number("eps", eps), _checked_number("weight_decay", weight_decay)
-    if not _is_schedule(learning_rate):
-        learning_rate = _checked_number("learning_rate", learning_rate)
-    if not _is_schedule(ema_decay):
-        ema_decay = _checked_decay("ema_decay", ema_decay, below_one=False)
+    learning_rate = learning_rate if _is_schedule(learning_rate) else _checked_number("learning_rate", learning_rate)
+    ema_decay = ema_decay if _is_schedule(ema_decay) else _checked_decay("ema_decay", ema_decay, below_one=False)
     bias_correction = require_bool(_NAME, "bias_correction", bias_correction)
     if not _is_function(mask):
         _check_mask(mask)
