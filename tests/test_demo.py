@@ -43,6 +43,7 @@ def test_train_step_is_that_of_the_plain_formulation(tokens: jax.Array) -> None:
         np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_train_step_is_explained_and_compiled_and_needs_less_memory_than_the_plain_one() -> None:
     settings, shape = train.Settings(), model.Shape(corpus.VOCABULARY_SIZE)

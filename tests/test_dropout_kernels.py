@@ -162,6 +162,7 @@ def test_dropout_kernels_refuse_what_they_cannot_run():
     assert "cuda-a100 has 8.0" in reasons(gpu_dropout, a100, (3, 4096))
 
 
+@pytest.mark.slow
 def test_dropout_tpu_kernel_configs_agree(rng):
     x = jnp.asarray(rng.normal(size=(300, 512)), F32)
     operands = make_streams(x.shape), x, make_keep(0.5)

@@ -224,6 +224,7 @@ def test_ema_adam_kernels_refuse_what_they_cannot_run():
     assert "2147483648" in reason(gpu_ema_adam, h100, shape=(2**20, 2**11))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_ema_adam_kernel_configs_agree(name):
     kernel, _, interpret, _ = KERNELS[name]

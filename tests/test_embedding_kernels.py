@@ -74,6 +74,7 @@ def test_embedding_kernel_takes_batch_axes_and_other_ids(name, rng, capfd):
     check(name, grad, indices, capfd, num_weights=4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNELS)
 def test_embedding_kernel_sums_one_id_over_many_blocks(name, capfd):
     """A run that fills blocks from edge to edge, between two that begin and end at edges; exact in bfloat16."""
@@ -93,6 +94,7 @@ def test_embedding_kernel_keeps_nan_to_its_row(name):
     np.testing.assert_array_equal(out[:, 0], [np.nan, np.inf, 0, 0, 15, 2])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNELS)
 def test_embedding_kernel_is_the_same_in_every_run_and_order(name, rng):
     indices, order = rng.integers(0, 4, 20).astype(np.int32), rng.permutation(20)

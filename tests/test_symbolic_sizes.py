@@ -70,7 +70,7 @@ def test_operators_export_with_symbolic_sizes(fn, sizes, rng):
             np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
 def test_dropout_of_symbolic_sizes_keeps_the_same_elements(rate):
     (n,) = jax.export.symbolic_shape("n")
