@@ -305,7 +305,7 @@ def test_linear_cross_entropy_kernels_refuse_what_they_cannot_run():
     ):
         x, weight = array(rows, hidden, dtype=dtype), array(classes, hidden, dtype=dtype)
         operands = (x, weight, array(0), array(rows, dtype="int32"), array(0), array(rows, row_target))
-        params = {"softcap": None, "chunk_rows": None, "metrics": False, **params}
+        params = {"softcap": None, "tile_logits": None, "metrics": False, **params}
         forward = statistics.KERNEL.refuses(hardware, *operands, keep_logits=False, **params)
         pull = [array(rows, dtype="float32")] * 6
         backward = gradients.KERNEL.refuses(hardware, *pull, *operands, array(rows, logits), needs=needs, **params)

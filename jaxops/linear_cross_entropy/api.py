@@ -12,7 +12,7 @@ from jaxops._checks.errors import require
 from jaxops._checks.ids import differ_from, wide_ids
 from jaxops._checks.operands import as_arrays, as_optional
 from jaxops._primitive.sharding import agreeing
-from jaxops.linear_cross_entropy.column_tiles import default_logits
+from jaxops.linear_cross_entropy.column_tiles import default_tile_logits
 from jaxops.linear_cross_entropy.grad_in_forward import RowWeights, row_losses, summed_cross_entropy
 from jaxops.linear_cross_entropy.logits import (
     SKIPPED,
@@ -210,14 +210,14 @@ def linear_cross_entropy(
     bias = jnp.zeros((0,), x.dtype) if bias is None else bias
     scalar = reduction != "none" and not return_aux and vocab_axis is None
     strategy = _resolve(strategy, x, task.kept.size * weight.shape[0], scalar)
-    chunk_rows = chunk_rows or _default_chunk_rows(strategy, task.kept.size, weight)
     if strategy == "grad_in_forward":
+        chunk_rows = chunk_rows or default_chunk_rows(*weight.shape)
         total = summed_cross_entropy(x, weight, bias, targets, weights, softcap=softcap, chunk_rows=chunk_rows)
         return _reduced(total, task, reduction)
     keep_logits = strategy == "full"
-    params: dict[str, Any] = {"softcap": softcap, "chunk_rows": None if keep_logits else chunk_rows}
-    params |= {"keep_logits": keep_logits, "metrics": return_aux}
-    rows = _merged_statistics(x, weight, bias, targets, vocabulary, **params)
+    tile_logits = None if keep_logits else _tile_logits(task.kept.size, weight.shape, chunk_rows)
+    params: dict[str, Any] = {"softcap": softcap, "tile_logits": tile_logits, "keep_logits": keep_logits}
+    rows = _merged_statistics(x, weight, bias, targets, vocabulary, metrics=return_aux, **params)
     losses = row_losses(rows, vocabulary.sum(target_total(targets, rows.log_sum_exp)), weights)
     loss = losses if reduction == "none" else _reduced(jnp.sum(losses), task, reduction)
     return (loss, _aux(rows, labels, task.kept, vocabulary)) if return_aux else loss
@@ -325,11 +325,12 @@ def _resolve(strategy: str, x: jax.Array, logits_size: Any, scalar: bool) -> str
     return strategy
 
 
-def _default_chunk_rows(strategy: str, rows: Any, weight: jax.Array) -> int:
-    """How many rows have as many logits as are best computed at a time."""
-    if strategy != "recompute" or jax.export.is_symbolic_dim(rows * weight.size):
-        return default_chunk_rows(*weight.shape)
-    return max(1, default_logits(rows, weight.shape[1]) // weight.shape[0])
+def _tile_logits(rows: Any, weight_shape: tuple[int, ...], chunk_rows: int | None) -> int | None:
+    """How many logits exist at a time: those of as many whole rows as the user says. A symbolic vocabulary: all."""
+    vocabulary, features = weight_shape
+    if jax.export.is_symbolic_dim(vocabulary):
+        return None
+    return default_tile_logits(rows, features) if chunk_rows is None else chunk_rows * vocabulary
 
 
 def _are_probabilities(labels: jax.Array) -> bool:

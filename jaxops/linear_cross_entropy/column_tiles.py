@@ -77,19 +77,21 @@ class Tile(NamedTuple):
         return array.reshape(*array.shape[:axis], self.parts, self.part_columns, *array.shape[axis + 1 :])
 
 
-def default_logits(rows: int, features: int) -> int:
+def default_tile_logits(rows: Any, features: int) -> int:
     """How many logits a tile has, over all rows: enough that reading and writing the rows' feature sums is cheap."""
+    if jax.export.is_symbolic_dim(rows * features):
+        return _TILE_LOGITS
     return max(_TILE_LOGITS, rows * max(_LEAST_COLUMNS, features // 2))
 
 
-def tile_columns(rows: Any, weight_shape: tuple[int, ...], chunk_rows: int | None) -> int | None:
-    """How many columns of all `rows` have about as many logits as `chunk_rows` whole rows; None for all columns."""
+def tile_columns(rows: Any, weight_shape: tuple[int, ...], tile_logits: int | None) -> int | None:
+    """How many columns of all `rows` have about `tile_logits` logits; None for all columns."""
     vocabulary, features = weight_shape
-    if chunk_rows is None or jax.export.is_symbolic_dim(vocabulary):
+    if tile_logits is None or jax.export.is_symbolic_dim(vocabulary):
         return None
     if jax.export.is_symbolic_dim(rows):
         return max(_LEAST_COLUMNS, features // 2)
-    return math.ceil(chunk_rows * vocabulary / max(1, rows))
+    return math.ceil(tile_logits / max(1, rows))
 
 
 def fold_columns(

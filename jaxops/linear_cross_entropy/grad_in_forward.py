@@ -80,11 +80,9 @@ def _reference(
     softcap: float | None,
     chunk_rows: int | None,
 ) -> Arrays:
-    rows = RowStatistics(
-        *tiled_statistics(
-            x, weight, bias, labels, shared_target, row_target, softcap=softcap, chunk_rows=chunk_rows, metrics=False
-        )
-    )
+    tile_logits = None if chunk_rows is None else chunk_rows * weight.shape[0]
+    operands = (x, weight, bias, labels, shared_target, row_target)
+    rows = RowStatistics(*tiled_statistics(*operands, softcap=softcap, tile_logits=tile_logits, metrics=False))
     total = target_total(Targets(labels, shared_target, row_target), rows.max_logit)
     return (jnp.sum(row_losses(rows, total, RowWeights(*weights))),)
 

@@ -40,7 +40,7 @@ def linear_row_statistics(
     targets: Targets,
     *,
     softcap: float | None,
-    chunk_rows: int | None,
+    tile_logits: int | None,
     keep_logits: bool,
     metrics: bool,
 ) -> RowStatistics:
@@ -54,11 +54,11 @@ def linear_row_statistics(
         is zero as well. Weights of the columns for `target_logit`: `shared` (V,) by all rows, or empty; per `row` (...,
         V), or (..., 0).
       softcap: z becomes softcap tanh(z / softcap).
-      chunk_rows: about how many rows' worth of z exists at a time, in whichever form; None for all.
+      tile_logits: about how many elements of z exist at a time; None for all.
       keep_logits: whether reverse mode keeps z between its passes (three matrix products) or computes it twice (four).
       metrics: whether to compute `mean_logit` and `prediction`.
     """
-    params = {"softcap": softcap, "chunk_rows": chunk_rows, "keep_logits": keep_logits, "metrics": metrics}
+    params = {"softcap": softcap, "tile_logits": tile_logits, "keep_logits": keep_logits, "metrics": metrics}
     return RowStatistics(*_STATISTICS(x, weight, bias, *targets, **params))
 
 

@@ -41,7 +41,7 @@ def tiled_statistics(
     row_target: jax.Array,
     *,
     softcap: float | None,
-    chunk_rows: int | None,
+    tile_logits: int | None,
     metrics: bool,
 ) -> Arrays:
     """The `RowStatistics` of x weight^T + bias; operands as in `operator.linear_row_statistics`."""
@@ -66,7 +66,7 @@ def tiled_statistics(
 
     no_sums = no_columns(rows[1].shape, accumulation_dtype(x.dtype))
     start = varying_with(no_sums, (*operands, weight, bias, shared_target))
-    columns = tile_columns(labels.size if live is None else live.chunk_rows, weight.shape, chunk_rows)
+    columns = tile_columns(labels.size if live is None else live.chunk_rows, weight.shape, tile_logits)
     statistics = RowSums(*fold_columns(add_tile, start, weight.shape[0], columns)).statistics
     if live is None:
         return tuple(statistics)
@@ -84,7 +84,7 @@ def _zeros_if(needed: bool, *shape: int, dtype: Any) -> jax.Array:
 
 
 def tiled_gradients(
-    *operands: jax.Array, softcap: float | None, chunk_rows: int | None, metrics: bool, needs: Needs
+    *operands: jax.Array, softcap: float | None, tile_logits: int | None, metrics: bool, needs: Needs
 ) -> Arrays:
     """The gradients of x, weight, bias, shared and row targets, from the cotangent of the logits.
 
@@ -142,7 +142,7 @@ def tiled_gradients(
     )
     columns = None
     if not is_present(logits):
-        columns = tile_columns(labels.size if live is None else live.chunk_rows, weight.shape, chunk_rows)
+        columns = tile_columns(labels.size if live is None else live.chunk_rows, weight.shape, tile_logits)
     x_grad, row_grad, *gradients = fold_columns(add_tile, varying_with(start, operands), weight.shape[0], columns)
     if live is not None:
         x_grad, row_grad = live.restore(x_grad), live.restore(row_grad)
