@@ -29,7 +29,12 @@ class CompilerEndedError(RuntimeError):
     """The process ended in the middle of its work; the message is the last that it wrote."""
 
 
-def compile_folder(folder: Path, platform: str, gpu_kernels: tuple[str, frozenset[str]] = ("", frozenset())) -> None:
+def compile_folder(
+    folder: Path,
+    platform: str,
+    gpu_kernels: tuple[str, frozenset[str]] = ("", frozenset()),
+    libtpu_flags: str = "",
+) -> None:
     """Has `lowering.compiling.child` compile what is in this folder, in the process for the platform.
 
     Args:
@@ -38,10 +43,18 @@ def compile_folder(folder: Path, platform: str, gpu_kernels: tuple[str, frozense
       gpu_kernels: the chip, and the Mosaic GPU kernels to be compiled for it. A process reports a kernel only when it
         compiles it for the first time, and keeps to the architecture of its first: where it has compiled one of these
         before, or any for another chip, it is replaced by a new one.
+      libtpu_flags: libtpu reads them when it is loaded, so that they take a process of their own.
 
     Raises:
       CompilerEndedError: if the process dies of it.
     """
+    if libtpu_flags:
+        flagged = _Process(platform, libtpu_flags)
+        last_words = flagged.last_words_about(folder)
+        if last_words is not None:
+            raise CompilerEndedError(last_words)
+        flagged.end()
+        return
     with _lock:
         process = _running.pop(platform, None)
         if process is not None and not process.can_report(*gpu_kernels):
@@ -57,17 +70,23 @@ def compile_folder(folder: Path, platform: str, gpu_kernels: tuple[str, frozense
         _running[platform] = process
 
 
+def _with_flags(libtpu_flags: str) -> dict[str, str]:
+    """The user's own flags for libtpu, and these."""
+    variable = "LIBTPU_INIT_ARGS"
+    return {variable: f"{os.environ.get(variable, '')} {libtpu_flags}"} if libtpu_flags else {}
+
+
 class _Process:
     """One compiler process, its pipes, the file that it complains to, and the kernels that it has reported."""
 
-    def __init__(self, platform: str) -> None:
+    def __init__(self, platform: str, libtpu_flags: str = "") -> None:
         self._chip = ""
         self._reported: frozenset[str] = frozenset()
         # A file, and not a pipe: nobody reads it while the compiler writes.
         self._complaints = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 it outlives this function
         self._process = subprocess.Popen(
             [compilers.interpreter(platform) or sys.executable, "-m", "lowering.compiling.child"],
-            env=compilers.with_this_path({**os.environ, **_ENVIRONMENT}),
+            env=compilers.with_this_path({**os.environ, **_ENVIRONMENT, **_with_flags(libtpu_flags)}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from lowering.schedule.report import Schedule
 from pallas_kernels.hardware import Hardware
 
 KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
@@ -79,6 +80,7 @@ class CompiledReport:
       stablehlo: the program as the compiler got it.
       hlo: the program as the compiler optimised it.
       call: runs it on arrays; None where the target is not in this machine.
+      schedule: how long it takes by its own schedule, where that was asked for.
     """
 
     target: str
@@ -91,6 +93,7 @@ class CompiledReport:
     stablehlo: str = dataclasses.field(repr=False)
     hlo: str = dataclasses.field(repr=False)
     call: Callable[..., Any] | None = dataclasses.field(default=None, repr=False)
+    schedule: Schedule | None = dataclasses.field(default=None, repr=False)
 
     def to_json(self) -> str:
         """Everything but the texts of the program, as a JSON object."""
@@ -102,6 +105,7 @@ class CompiledReport:
             "memory": {**dataclasses.asdict(self.memory), "peak": self.memory.peak},
             "cost": self.cost,
             "compile_seconds": self.compile_seconds,
+            "schedule": None if self.schedule is None else self.schedule.to_record(),
         }
         return json.dumps(record, indent=2)
 
