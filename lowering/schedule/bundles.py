@@ -56,7 +56,7 @@ _CALL = re.compile(r"(inlined_call)( [^/;}]*)/\*\s*(?:%([\w.\-]+) =|(<[\w\-]+>))
 _BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: *(?:> *)*\{(.*?)\} *$", re.MULTILINE | re.DOTALL)
 _INSTRUCTION = re.compile(r"(?:%(\w+) = )?([\w.\-]+)(?:<(\S+?)>(?=\s|$))?\s*(.*)", re.DOTALL)
 _PREDICATE = re.compile(r"\((!?)%(\w+)(?:,\s*([^)]+))?\),?")
-_VALUE = re.compile(r"([a-z]+\d+)(?:_([a-z]+\d+))?$")
+_VALUE = re.compile(r"([a-z]*\d+)(?:_([a-z]+\d+))?$")
 _TARGET = re.compile(r"target bundleno = (\d+)")
 _NO_OPERAND = re.compile(r"\[(?:thread|resolvable):[^\]]*\]\s*")
 
@@ -82,9 +82,8 @@ def _instruction(text: str) -> Instruction:
     found = _INSTRUCTION.match(text.strip())
     assert found is not None
     name, opcode, callee, rest = found.groups()
-    value = value_of(f"%{name}")
     # Most instructions are of vectors, of which only the kind counts, and whether they spill.
-    if opcode.startswith("v") and not opcode.startswith("vsync") and value is None:
+    if opcode.startswith("v") and not opcode.startswith("vsync") and not (name or "").startswith(("s", "p")):
         return Instruction(opcode, operands=(rest,))
     predicate, otherwise = None, ""
     condition = _PREDICATE.search(rest)
@@ -94,7 +93,7 @@ def _instruction(text: str) -> Instruction:
     target = _TARGET.search(rest)
     return Instruction(
         opcode,
-        *(value or ("", "")),
+        *(value_of(f"%{name}") or ("", "")),
         predicate=predicate,
         otherwise=otherwise,
         operands=_operands(_NO_OPERAND.sub("", rest)),
