@@ -232,6 +232,18 @@ def test_data_that_decides_nothing_is_no_reason_to_refuse():
     assert run(*lines).cycles == 6
 
 
+def test_a_transfer_may_happen_a_part_of_the_times():
+    lines = *FROM_IDS, dma(100, predicate="(%p1_p0), "), "%s3_s3 = smov 1"
+    with pytest.raises(DependsOnDataError, match="a transfer depends on data"):
+        run(*lines)
+    assert [run(*lines, trip_counts={"kernel@0x3": part}).dma_count for part in (0, 0.5, 1)] == [0, 0, 1]
+
+
+def test_the_first_core_stands_for_all():
+    lines = "%s1_s1 = sld [smem:[#allocation0]] /* megacore core id :: core id */", *COUNTED_LOOP[1:]
+    assert run(*(line.replace("s1_s1", "s1_s4") for line in lines)).cycles == run(*COUNTED_LOOP).cycles
+
+
 def test_the_size_of_a_transfer_must_not_depend_on_data():
     with pytest.raises(DependsOnDataError, match="the size of a transfer at kernel@0x3"):
         run(*FROM_IDS, dma("%s2_s2"))

@@ -53,6 +53,7 @@ class Bundle:
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _LABEL = re.compile(r"/\*(\w+)=\*/")
 _CALL = re.compile(r"(inlined_call)( [^/;}]*)/\*\s*(?:%([\w.\-]+) =|(<[\w\-]+>))")
+_CORE = re.compile(r"= sld \[[^;}/]*?\]\]([^;}/]*)/\*[^*]*\bcore id\b[^*]*\*/")
 _BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: *(?:> *)*\{(.*?)\} *$", re.MULTILINE | re.DOTALL)
 _INSTRUCTION = re.compile(r"(?:%(\w+) = )?([\w.\-]+)(?:<(\S+?)>(?=\s|$))?\s*(.*)", re.DOTALL)
 _PREDICATE = re.compile(r"\((!?)%(\w+)(?:,\s*([^)]+))?\),?")
@@ -65,6 +66,7 @@ def read_bundles(text: str) -> tuple[Bundle, ...]:
     """The bundles of a `packed-bundles-post-ra` dump, in order."""
     text = _LABEL.sub(r"\1=", text)
     text = _CALL.sub(lambda call: f"{call[1]}<{call[3] or call[4]}> {call[2]}/*", text)
+    text = _CORE.sub(r"= core_id \1", text)
     text = _COMMENT.sub("", text)
     return tuple(
         Bundle(int(number, 16), tuple(_instruction(part) for part in body.split(";;") if part.strip()))

@@ -26,7 +26,8 @@ class Decisions:
         """
         header = self._header(number, target)
         name = f"{self._program}@{number if header is None else header:#x}"
-        count = self._count(name, is_loop=header is not None)
+        what = "a transfer" if target is None else "a branch" if header is None else "the trip count of a loop"
+        count = self._count(name, what)
         turns = self._turns[name] = self._turns[name] + 1
         if header is None:  # a part of the times: every other one for 0.5
             is_run = int(turns * count) > int((turns - 1) * count)
@@ -44,10 +45,9 @@ class Decisions:
         left = [to for at, to in self._branches.items() if to <= number <= at < target]
         return max(left, default=None)
 
-    def _count(self, name: str, *, is_loop: bool) -> float:
+    def _count(self, name: str, what: str) -> float:
         # By its own name, or as everything that data decides in a kernel, whose name XLA gives a number.
         for known in (name, self._program, self._program.rpartition(".")[0]):
             if known in self._trip_counts:
                 return self._trip_counts[known]
-        what = "the trip count of a loop" if is_loop else "a branch"
         raise DependsOnDataError(f"{what} depends on data: trip_counts must say how often, as in {{{name!r}: 1}}")
