@@ -26,6 +26,7 @@ from jaxops._commands.options import (
     require_implementation,
     require_target,
     show,
+    trip_counts_of,
     tuned_by,
 )
 from jaxops._commands.user_function import CommandError, load, run_user_code
@@ -135,6 +136,12 @@ def compile(
     implementation: Implementation = "auto",
     tuned: Tuned = None,
     output: Annotated[Path | None, typer.Option(help="A folder for the program before and after optimisation.")] = None,
+    schedule: Annotated[
+        bool, typer.Option(help="For a TPU: the time of each kernel by the compiler's schedule.")
+    ] = False,
+    trip_count: Annotated[
+        list[str] | None, typer.Option(help="With --schedule: NAME=NUMBER, how often what data decides is run.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compiles a function with a chip's real compiler, without the chip: kernels, memory and cost.
@@ -145,11 +152,12 @@ def compile(
     require_implementation(implementation)
     if output is not None:
         require_folder(output)
+    trip_counts = trip_counts_of(trip_count or ())
     fn, args = load(function, arg or ())
 
     def compiled() -> lowering.CompiledReport:
         with lowering.use(implementation):
-            return lowering.compile(fn, *args, target=target)
+            return lowering.compile(fn, *args, target=target, schedule=schedule, trip_counts=trip_counts)
 
     with tuned_by(tuned):
         report = run_user_code(function, "be traceable with these arguments", compiled)
@@ -160,6 +168,10 @@ def compile(
         print(report.to_json())
     else:
         show(report.table())
+        if report.schedule is not None:
+            show(report.schedule.table())
+            for remark in report.schedule.remarks:
+                print(remark)
 
 
 @app.command()

@@ -19,6 +19,9 @@ from lowering.placement import placement as placement
 from lowering.register import add_kernel as add_kernel
 from lowering.register import register as register
 from lowering.register import remove_kernel as remove_kernel
+from lowering.schedule.compare import Comparison as Comparison
+from lowering.schedule.compare import compare as compare
+from lowering.schedule.report import Schedule as Schedule
 from lowering.select import current_selection as current_selection
 from lowering.select import use as use
 from lowering.select import using as using
@@ -30,15 +33,18 @@ from pallas_kernels.hardware import Hardware as Target
 __all__ = [
     "Artifact",
     "ArtifactError",
+    "Comparison",
     "CompileError",
     "CompiledReport",
     "Explanation",
     "NotSupportedError",
+    "Schedule",
     "Target",
     "TuningError",
     "TuningResult",
     "add_kernel",
     "availability",
+    "compare",
     "compile",
     "compilers",
     "current_selection",

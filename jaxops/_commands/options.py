@@ -1,7 +1,9 @@
 """What the subcommands of `jaxops` share: options, the console, and refusals."""
 
 import os
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -47,6 +49,17 @@ def tuned_by(path: Path | None) -> TuningResult:
         return TuningResult() if path is None else TuningResult.load(path)
     except TuningError as error:
         raise CommandError(str(error).removeprefix("load: ")) from None
+
+
+def trip_counts_of(given: Sequence[str]) -> dict[str, float]:
+    """What NAME=NUMBER options say, as a dictionary."""
+    counts = {}
+    for text in given:
+        name, _, number = text.rpartition("=")
+        is_number = re.fullmatch(r"\d+(\.\d*)?", number) is not None
+        require(bool(name) and is_number, "--trip-count", "be NAME=NUMBER", repr(text))
+        counts[name] = float(number)
+    return counts
 
 
 def require_target(target: str) -> None:

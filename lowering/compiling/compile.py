@@ -5,7 +5,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,14 @@ from lowering.compiling import compilers, process
 from lowering.compiling.progress import shown
 from lowering.compiling.report import KERNEL_CALLS, CompiledReport, compiled_facts, gpu_resources, report_of
 from lowering.register import lowered_without_devices
+from lowering.schedule.decisions import DependsOnDataError
+from lowering.schedule.dumps import libtpu_flags
+from lowering.schedule.report import Schedule, schedule_of
 from lowering.targets import TargetSlice, TopologyError, abstract_device, compiled_for, here, parse
 from pallas_kernels.hardware import Hardware
 
 _SCREEN = 30  # lines
+_SCHEDULES = "schedules"  # the folder that libtpu writes them to
 
 
 class CompileError(RuntimeError):
@@ -50,7 +54,13 @@ def availability(hardware: Hardware) -> str:
     return f"needs: {compilers.command(hardware.platform)}"
 
 
-def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
+def compile(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: str,
+    schedule: bool = False,
+    trip_counts: Mapping[str, float] | None = None,
+) -> CompiledReport:
     """Compiles a function with a chip's real compiler, even if this machine does not have the chip.
 
     For a chip of another platform, the function is traced and lowered in this process and compiled in a second one,
@@ -64,13 +74,18 @@ def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
         a mesh with as many devices as the slice; a `jax.sharding.AbstractMesh` will do.
       target: the name of one of `targets()`; for a slice, followed by its topology, as in "tpu-v5e:16x16",
         "tpu-v5p:8x8x8" or "cuda-h100:8".
+      schedule: whether to replay the schedule that a TPU's compiler makes, for `report.schedule`: how long the program
+        takes, by kernel, and what binds it. See docs/schedule.md for how far that is to be trusted.
+      trip_counts: how often a loop turns, or what a branch may skip is run (a part of the times as a fraction), where
+        data decides that, by the name that a refusal gives, or by kernel.
 
     Returns:
       The facts and texts of the compiled program. If the target is in this machine, `call` runs the program.
 
     Raises:
       CompileError: if the compiler is missing or refuses the function, if the mesh and the target differ in their
-        numbers of devices, or if a shape is symbolic.
+        numbers of devices, or if a shape is symbolic. For schedules: if the target is not a TPU, or if data decides
+        what happens and `trip_counts` does not say how often.
       ValueError: for an unknown target.
       OperatorError: if an operator refuses its arguments.
 
@@ -82,11 +97,15 @@ def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
     """
     slice_ = _parsed(target)
     hardware = slice_.hardware
+    if schedule and hardware.platform != "tpu":
+        raise CompileError(f"lowering.compile: schedule must be asked for a TPU; got {target!r}")
+    if trip_counts and not schedule:
+        raise CompileError("lowering.compile: trip_counts must come with schedule=True; got schedule=False")
     whole_fn = fn
     fn, args = static_leaves.of_arrays(fn, args)
     _require_known_sizes(args)
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    if availability(hardware) == "here" and not slice_.topology:
+    if availability(hardware) == "here" and not slice_.topology and not schedule:
         with shown(f"compiling for {target}"):
             report = _compiled_here(jitted, args, hardware)
         call = report.call
@@ -94,7 +113,7 @@ def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
             return report
         return dataclasses.replace(report, call=lambda *args: call(*static_leaves.without_fixed(whole_fn, args)))
     status = "has no slices" if hardware.platform == "cpu" else availability(hardware)
-    if status != "can compile for":
+    if status != "can compile for" and not (schedule and status == "here" and compilers.interpreter("tpu")):
         raise CompileError(
             f"lowering.compile: target must be one that is here or can be compiled for; got {target!r}, which {status}"
         )
@@ -106,7 +125,7 @@ def compile(fn: Callable[..., Any], *args: Any, target: str) -> CompiledReport:
             f"got a mesh of {exported.nr_devices}"
         )
     with shown(f"compiling for {target}"):
-        return _compiled_in_child(exported, {**request, "target": target}, hardware)
+        return _compiled_in_child(exported, {**request, "target": target}, hardware, schedule, trip_counts)
 
 
 def _parsed(target: str) -> TargetSlice:
@@ -179,7 +198,13 @@ def flattened(exported: jax.export.Exported) -> jax.export.Exported:
     return dataclasses.replace(exported, in_tree=in_tree, out_tree=out_tree)
 
 
-def _compiled_in_child(exported: jax.export.Exported, request: dict[str, Any], hardware: Hardware) -> CompiledReport:
+def _compiled_in_child(
+    exported: jax.export.Exported,
+    request: dict[str, Any],
+    hardware: Hardware,
+    schedule: bool,
+    trip_counts: Mapping[str, float] | None,
+) -> CompiledReport:
     stablehlo = exported.mlir_module()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -187,9 +212,15 @@ def _compiled_in_child(exported: jax.export.Exported, request: dict[str, Any], h
         (folder / "request.json").write_text(json.dumps(request))
         try:
             gpu_kernels = hardware.name, _mosaic_gpu_kernels(stablehlo)
-            process.compile_folder(folder, hardware.platform, gpu_kernels)
+            flags = libtpu_flags(folder / _SCHEDULES) if schedule else ""
+            process.compile_folder(folder, hardware.platform, gpu_kernels, flags)
         except process.CompilerEndedError as error:
             lines = str(error).strip().splitlines()
+            unknown = [line for line in lines if "unknown command line flag" in line.lower()]
+            if unknown:
+                raise CompileError(
+                    f"lowering.compile: {hardware.name}'s compiler does not take a flag: {unknown[0]}"
+                ) from None
             raise CompileError(
                 f"lowering.compile: {hardware.name}'s compiler dies of fn: {_screen(lines[-_SCREEN:])}"
             ) from None
@@ -199,7 +230,20 @@ def _compiled_in_child(exported: jax.export.Exported, request: dict[str, Any], h
             raise CompileError(f"lowering.compile: {hardware.name}'s compiler refuses fn: {_screen(lines[:_SCREEN])}")
         facts = json.loads((folder / "facts.json").read_text())
         resources = tuple(gpu_resources(folder))
-        return report_of(hardware, facts, stablehlo, (folder / "hlo").read_text(), resources)
+        report = report_of(hardware, facts, stablehlo, (folder / "hlo").read_text(), resources)
+        if not schedule:
+            return report
+        return dataclasses.replace(report, schedule=_replayed(folder / _SCHEDULES, report, hardware, trip_counts))
+
+
+def _replayed(
+    folder: Path, report: CompiledReport, hardware: Hardware, trip_counts: Mapping[str, float] | None
+) -> Schedule:
+    border_bytes = report.memory.arguments + report.memory.outputs
+    try:
+        return schedule_of(folder, hardware, border_bytes=border_bytes, trip_counts=trip_counts)
+    except DependsOnDataError as error:
+        raise CompileError(f"lowering.compile: {error}") from None
 
 
 def _mosaic_gpu_kernels(stablehlo: str) -> frozenset[str]:

@@ -29,7 +29,12 @@ class CompilerEndedError(RuntimeError):
     """The process ended in the middle of its work; the message is the last thing it wrote."""
 
 
-def compile_folder(folder: Path, platform: str, gpu_kernels: tuple[str, frozenset[str]] = ("", frozenset())) -> None:
+def compile_folder(
+    folder: Path,
+    platform: str,
+    gpu_kernels: tuple[str, frozenset[str]] = ("", frozenset()),
+    libtpu_flags: str = "",
+) -> None:
     """Has `lowering.compiling.child` compile the contents of a folder, in the platform's process.
 
     Args:
@@ -38,10 +43,18 @@ def compile_folder(folder: Path, platform: str, gpu_kernels: tuple[str, frozense
       gpu_kernels: the chip, and the Mosaic GPU kernels to compile for it. A process reports on a kernel only the first
         time that it compiles it, and sticks to the architecture of its first kernel. If it has compiled one of these
         kernels before, or any for another chip, a new process replaces it.
+      libtpu_flags: libtpu reads flags only when it is loaded, so with flags the folder gets a process of its own.
 
     Raises:
       CompilerEndedError: if the process dies.
     """
+    if libtpu_flags:
+        flagged = _Process(platform, libtpu_flags)
+        last_words = flagged.last_words_about(folder)
+        if last_words is not None:
+            raise CompilerEndedError(last_words)
+        flagged.end()
+        return
     with _lock:
         process = _running.pop(platform, None)
         if process is not None and not process.can_report(*gpu_kernels):
@@ -57,17 +70,23 @@ def compile_folder(folder: Path, platform: str, gpu_kernels: tuple[str, frozense
         _running[platform] = process
 
 
+def _with_flags(libtpu_flags: str) -> dict[str, str]:
+    """The user's own flags for libtpu, and these."""
+    variable = "LIBTPU_INIT_ARGS"
+    return {variable: f"{os.environ.get(variable, '')} {libtpu_flags}"} if libtpu_flags else {}
+
+
 class _Process:
     """One compiler process, its pipes, the file with its errors, and the kernels that it has reported on."""
 
-    def __init__(self, platform: str) -> None:
+    def __init__(self, platform: str, libtpu_flags: str = "") -> None:
         self._chip = ""
         self._reported: frozenset[str] = frozenset()
         # A file rather than a pipe, which would fill up: nobody reads it while the compiler writes.
         self._complaints = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 it outlives this function
         self._process = subprocess.Popen(
             [compilers.interpreter(platform) or sys.executable, "-m", "lowering.compiling.child"],
-            env=compilers.with_this_path({**os.environ, **_ENVIRONMENT}),
+            env=compilers.with_this_path({**os.environ, **_ENVIRONMENT, **_with_flags(libtpu_flags)}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,

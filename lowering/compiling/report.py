@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from lowering.schedule.report import Schedule
 from pallas_kernels.hardware import Hardware
 
 KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
@@ -79,6 +80,7 @@ class CompiledReport:
       stablehlo: the program that the compiler was given.
       hlo: the program that the compiler optimised.
       call: runs the program on arrays; None if the target is not in this machine.
+      schedule: how long the program takes by its own schedule, if that was asked for.
     """
 
     target: str
@@ -91,6 +93,7 @@ class CompiledReport:
     stablehlo: str = dataclasses.field(repr=False)
     hlo: str = dataclasses.field(repr=False)
     call: Callable[..., Any] | None = dataclasses.field(default=None, repr=False)
+    schedule: Schedule | None = dataclasses.field(default=None, repr=False)
 
     def to_json(self) -> str:
         """Writes everything but the program's texts as a JSON object."""
@@ -102,6 +105,7 @@ class CompiledReport:
             "memory": {**dataclasses.asdict(self.memory), "peak": self.memory.peak},
             "cost": self.cost,
             "compile_seconds": self.compile_seconds,
+            "schedule": None if self.schedule is None else self.schedule.to_record(),
         }
         return json.dumps(record, indent=2)
 

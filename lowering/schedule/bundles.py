@@ -1,0 +1,110 @@
+"""Reads a scheduled TPU program, as libtpu writes it: one line for each VLIW bundle, which is one cycle.
+
+A line looks like this, comments left out. `%s21_s24` is the value s21 in the register s24:
+
+     0x15d   : > { %s1669_s21 = smov %s1655_s7  ;;  %20 = sbr.rel (!%p1548_p7) target bundleno = 16 (0x10) }
+"""
+
+import dataclasses
+import re
+from typing import NamedTuple
+
+
+class Predicate(NamedTuple):
+    """An instruction with this takes effect if the value is true, or if it is false where `negated`."""
+
+    value: str
+    negated: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One slot of a bundle.
+
+    Attributes:
+      opcode: such as "sadd.s32".
+      value: the name of what it computes, such as "s21"; empty for none.
+      register: where that is kept, such as "s24"; empty for none.
+      predicate: of its effect, if it has one.
+      otherwise: what `value` is where the predicate does not hold.
+      operands: their text, in order; labels such as "size_in_granules=" in front.
+      callee: what a call calls; "<...>" for a part of the runtime.
+      target: the bundle that a branch goes to.
+    """
+
+    opcode: str
+    value: str = ""
+    register: str = ""
+    predicate: Predicate | None = None
+    otherwise: str = ""
+    operands: tuple[str, ...] = ()
+    callee: str = ""
+    target: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bundle:
+    """What is issued in one cycle."""
+
+    number: int
+    instructions: tuple[Instruction, ...]
+
+
+_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+_LABEL = re.compile(r"/\*(\w+)=\*/")
+_CALL = re.compile(r"(inlined_call)( [^/;}]*)/\*\s*(?:%([\w.\-]+) =|(<[\w\-]+>))")
+_CORE = re.compile(r"= sld \[[^;}/]*?\]\]([^;}/]*)/\*[^*]*\bcore id\b[^*]*\*/")
+_BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: *(?:> *)*\{(.*?)\} *$", re.MULTILINE | re.DOTALL)
+_INSTRUCTION = re.compile(r"(?:%(\w+) = )?([\w.\-]+)(?:<(\S+?)>(?=\s|$))?\s*(.*)", re.DOTALL)
+_PREDICATE = re.compile(r"\((!?)%(\w+)(?:,\s*([^)]+))?\),?")
+_VALUE = re.compile(r"([a-z]*\d+)(?:_([a-z]+\d+))?$")
+_TARGET = re.compile(r"target bundleno = (\d+)")
+_NO_OPERAND = re.compile(r"\[(?:thread|resolvable):[^\]]*\]\s*")
+
+
+def read_bundles(text: str) -> tuple[Bundle, ...]:
+    """The bundles of a `packed-bundles-post-ra` dump, in order."""
+    text = _LABEL.sub(r"\1=", text)
+    text = _CALL.sub(lambda call: f"{call[1]}<{call[3] or call[4]}> {call[2]}/*", text)
+    text = _CORE.sub(r"= core_id \1", text)
+    text = _COMMENT.sub("", text)
+    return tuple(
+        Bundle(int(number, 16), tuple(_instruction(part) for part in body.split(";;") if part.strip()))
+        for number, body in _BUNDLE.findall(text)
+    )
+
+
+def value_of(operand: str) -> tuple[str, str] | None:
+    """The value and the register that an operand names, as in "%s21_s24"; None for constants and addresses."""
+    found = _VALUE.match(operand[1:]) if operand.startswith("%") else None
+    return None if found is None else (found[1], found[2] or "")
+
+
+def _instruction(text: str) -> Instruction:
+    found = _INSTRUCTION.match(text.strip())
+    assert found is not None
+    name, opcode, callee, rest = found.groups()
+    # Most instructions are of vectors, of which only the kind counts, and whether they spill.
+    if opcode.startswith("v") and not opcode.startswith("vsync") and not (name or "").startswith(("s", "p")):
+        return Instruction(opcode, operands=(rest,))
+    predicate, otherwise = None, ""
+    condition = _PREDICATE.search(rest)
+    if condition is not None:
+        predicate, otherwise = Predicate(condition[2], bool(condition[1])), (condition[3] or "").strip()
+        rest = rest[: condition.start()] + rest[condition.end() :]
+    target = _TARGET.search(rest)
+    return Instruction(
+        opcode,
+        *(value_of(f"%{name}") or ("", "")),
+        predicate=predicate,
+        otherwise=otherwise,
+        operands=_operands(_NO_OPERAND.sub("", rest)),
+        callee=callee or "",
+        target=int(target[1]) if target else None,
+    )
+
+
+def _operands(text: str) -> tuple[str, ...]:
+    """Separated by commas that are not within brackets, or by the bracket that ends an address."""
+    parts = re.sub(r"(\]\])\s*(?=[^\s,\]])", r"\1,", text)
+    return tuple(part.strip() for part in re.split(r",(?![^\[]*\])", parts) if part.strip())

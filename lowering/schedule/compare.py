@@ -1,0 +1,123 @@
+"""The same function under several implementations, side by side, by the schedules that a compiler makes of it."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from lowering import tables
+from lowering.compiling.compile import compile
+from lowering.errors import NotSupportedError
+from lowering.explain import explain
+from lowering.schedule.report import Schedule
+from lowering.select import use
+
+_LEAST_SHARE = 0.01  # of a program, for a kernel to have a line
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """A function under one implementation.
+
+    Attributes:
+      implementation: of `lowering.use`.
+      taken: the implementations of each operator in it.
+      schedule: how long it takes; None where it is refused.
+      refused: why.
+    """
+
+    implementation: str
+    taken: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    schedule: Schedule | None = None
+    refused: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare` found, in the order that was asked for. `print` it for a table."""
+
+    target: str
+    rows: tuple[Compared, ...]
+
+    def to_json(self) -> str:
+        """Everything, as a JSON object."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def table(self) -> Table:
+        """Each implementation's time as a `rich` table, with the kernels that it is made of."""
+        table = Table(title=f"{self.target}, by the compiler's schedules", title_justify="left")
+        table.add_column("implementation", overflow="fold")
+        table.add_column("bound by")
+        for name in ("us", "of the first", "of the roofline"):
+            table.add_column(name, justify="right", no_wrap=True)
+        known = [row.schedule.total_us for row in self.rows if row.schedule is not None]
+        for row in self.rows:
+            if row.schedule is None:
+                table.add_row(Text(f"{row.implementation}\n  {row.refused}"), *["-"] * 4, style="dim")
+                continue
+            taken = "".join(f"\n  {operator}: {', '.join(names)}" for operator, names in row.taken.items())
+            total_us, roofline_us = row.schedule.total_us, row.schedule.roofline_us
+            ratios = f"{total_us / known[0]:.2f}", f"{total_us / roofline_us:.2f}" if roofline_us else "-"
+            table.add_row(Text.assemble((row.implementation, "bold"), taken), "", f"{total_us:,.1f}", *ratios)
+            for kernel in row.schedule.kernels:
+                if kernel.share >= _LEAST_SHARE:
+                    calls = f" x {kernel.calls}" if kernel.calls > 1 else ""
+                    part = f"{kernel.time_us / kernel.roofline_us:.2f}" if kernel.roofline_us else "-"
+                    table.add_row(
+                        Text(f"    {kernel.name}{calls}"), kernel.bound, f"{kernel.time_us:,.1f}", "", part, style="dim"
+                    )
+            table.add_section()
+        return table
+
+    def __str__(self) -> str:
+        remarks = dict.fromkeys(remark for row in self.rows if row.schedule for remark in row.schedule.remarks)
+        return "\n".join([tables.text(self.table()), *remarks])
+
+
+def compare(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: str,
+    implementations: Sequence[str] = ("reference", "pallas"),
+    trip_counts: Mapping[str, float] | None = None,
+) -> Comparison:
+    """Compiles a function for a TPU under each implementation, and replays what the compiler has scheduled.
+
+    Nothing runs, and the chip need not be here. docs/schedule.md says how far such times are to be trusted.
+
+        >>> def loss(x):
+        ...     return jaxops.softmax(x).max()
+        >>> try:
+        ...     lowering.compare(loss, jax.ShapeDtypeStruct((8, 128), jnp.float32), target="cpu")
+        ... except lowering.CompileError as error:
+        ...     print(error)
+        lowering.compile: schedule must be asked for a TPU; got 'cpu'
+
+    Args:
+      fn: a function of arrays, jitted or not.
+      *args: what it is called with: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them.
+      target: the name of a TPU.
+      implementations: of `lowering.use`, such as "reference", "pallas" and "auto"; all are compared to the first.
+      trip_counts: as for `compile`.
+
+    Raises:
+      CompileError: as for `compile`.
+      OperatorError: what an operator has to say about its arguments, under every implementation.
+    """
+    rows = []
+    for implementation in implementations:
+        with use(implementation):
+            try:
+                report = compile(fn, *args, target=target, schedule=True, trip_counts=trip_counts)
+            except NotSupportedError as error:
+                rows.append(Compared(implementation, refused=str(error)))
+                continue
+            taken: dict[str, list[str]] = {}
+            for row in explain(fn, *args, target=target).rows:
+                names = taken.setdefault(row.operator, [])
+                names += [row.implementation] if row.implementation not in names else []
+        rows.append(Compared(implementation, taken, report.schedule))
+    return Comparison(target, tuple(rows))

@@ -1,0 +1,111 @@
+"""What libtpu is asked to write, and where in it each part of a program is."""
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+
+from lowering.schedule.bundles import Bundle, read_bundles
+
+_TOP_LEVEL = "TLP"
+_FILE = re.compile(r"\d+-(.*?)-\d+-packed-bundles-post-ra\.txt")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%([\w.\-]+) = (.*)$", re.MULTILINE)
+_SAID_ELSEWHERE = re.compile(r", (?:metadata|sharding|frontend_attributes)=\{.*?\}(?=,|$)")
+_OPCODE = re.compile(r"(?:\(.*?\)|\S+) ([a-z][\w\-]*)\(")
+
+
+def libtpu_flags(folder: Path) -> str:
+    """What `LIBTPU_INIT_ARGS` must hold when libtpu is loaded, for schedules to be written to a folder."""
+    return (
+        f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=true "
+        "--xla_jf_dump_llo_pass_label_regex=.*packed-bundles-post-ra"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class HloInstruction:
+    """One instruction of the optimised program: what it does, without any names, and where it was traced."""
+
+    opcode: str
+    text: str
+    source: str
+
+
+class Dumps:
+    """The schedules in a folder. Instructions that are equal share one, which bears the name of the first."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the program, and which schedules there are; each schedule when it is asked for."""
+        files = {
+            found[1]: path
+            for path in sorted(folder.glob("*-packed-bundles-post-ra.txt"))
+            if "schedule-analysis" not in path.name and (found := _FILE.fullmatch(path.name))
+        }
+        self._top_level = files.pop(_TOP_LEVEL, None)
+        self._files = files
+        hlo = next(iter(sorted(folder.glob(f"*-{_TOP_LEVEL}-hlo.txt"), reverse=True)), None)
+        text = hlo.read_text(errors="replace") if hlo is not None else ""
+        bodies = dict(_COMPUTATION.findall(text))
+        locations = _locations(text)
+        self.instructions = {
+            name: _hlo_instruction(rest, bodies, locations)
+            for body in bodies.values()
+            for name, rest in _INSTRUCTION.findall(body)
+        }
+        self._shared = {self.instructions[name].text: name for name in reversed(files) if name in self.instructions}
+
+    def top_level(self) -> tuple[Bundle, ...]:
+        """The program that calls all others; empty where none was written."""
+        return () if self._top_level is None else read_bundles(self._top_level.read_text(errors="replace"))
+
+    def name_of(self, instruction: str) -> str | None:
+        """The name under which an instruction's code was written; None for none."""
+        if instruction in self._files:
+            return instruction
+        known = self.instructions.get(instruction)
+        return self._shared.get(known.text) if known is not None else None
+
+    @functools.cache  # noqa: B019 an object lives for one report
+    def bundles(self, name: str) -> tuple[Bundle, ...]:
+        """The code of that name."""
+        return read_bundles(self._files[name].read_text(errors="replace"))
+
+
+def _hlo_instruction(rest: str, bodies: dict[str, str], locations: dict[int, str]) -> HloInstruction:
+    opcode = _OPCODE.match(rest)
+    frame = re.search(r"stack_frame_id=(\d+)", rest)
+    kind = opcode[1] if opcode else ""
+    if kind == "custom-call" and '"tpu_custom_call"' in rest:
+        kind = "mosaic"
+    source = locations.get(int(frame[1]), "") if frame else ""
+    return HloInstruction(kind, _without_names(rest, bodies), source)
+
+
+def _without_names(text: str, bodies: dict[str, str]) -> str:
+    """What an instruction does, whatever it, its operands and the computations in it are called."""
+    called = re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", text)
+    text = re.sub(r"(?:calls|to_apply)=%?[\w.\-]+", "", _SAID_ELSEWHERE.sub("", text))
+    inner = [_without_names(line, bodies) for name in called for line in bodies.get(name, "").splitlines()]
+    return "\n".join([re.sub(r"%[\w.\-]+", "%", text), *inner])
+
+
+def _locations(hlo: str) -> dict[int, str]:
+    """Where each stack frame of a program is, such as "model.py:12 (loss)"."""
+
+    def entries(table: str, pattern: str) -> dict[int, tuple[str, ...]]:
+        part = re.search(rf"^{table}\n((?:\d+ .*\n)*)", hlo, re.MULTILINE)
+        lines = re.findall(rf"^(\d+) {pattern}", part[1] if part else "", re.MULTILINE)
+        return {int(number): tuple(fields) for number, *fields in lines}
+
+    files = entries("FileNames", r'"(?:.*/)?(.*)"')
+    functions = entries("FunctionNames", r'"(.*)"')
+    places = entries("FileLocations", r"\{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
+    frames = entries("StackFrames", r"\{file_location_id=(\d+)")
+    found = {}
+    for number, (place,) in frames.items():
+        file, function, line = places.get(int(place), ("0", "0", "0"))
+        (file_name,), (function_name,) = files.get(int(file), ("",)), functions.get(int(function), ("",))
+        if file_name:
+            found[number] = f"{file_name}:{line} ({function_name.rpartition('<locals>.')[2]})"
+    return found

@@ -1,0 +1,134 @@
+"""Replays one kernel, fusion or copy by itself: how long it takes, what it moves, and what it is bound by."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lowering.schedule import slots
+from lowering.schedule.bundles import Bundle
+from lowering.schedule.chips import Chip
+from lowering.schedule.machine import Machine
+from lowering.schedule.memory import Dma, Hbm, ScalarMemory
+
+# The only number that was fitted: tests/compile_targets/test_schedule_tpu.py has the measurements.
+HBM_LATENCY_CYCLES = 610.0
+
+_MOST_WAITING = 1 / 3  # of the time: beyond, a kernel that does not keep HBM busy is bound by the latency of its DMAs
+_BUSY = 0.6
+_LEAST_SHARE = 0.01  # of a kernel's time, for a region to be listed
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Bundles of a kernel that follow one another and are issued equally often.
+
+    Attributes:
+      first: the number of the first bundle, as in the compiler's dump.
+      last: of the last.
+      trips: how often they are issued in one call.
+      cycles: of one call, with what they wait.
+      stall_cycles: of these, waiting.
+      spills: vector registers stored or loaded for want of registers, in one call.
+      bound: the unit that is busiest in them.
+    """
+
+    first: int
+    last: int
+    trips: int
+    cycles: float
+    stall_cycles: float
+    spills: int
+    bound: str
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelReplay:
+    """One call of a kernel by itself.
+
+    Attributes:
+      cycles: with stalls.
+      stall_cycles: waiting for DMAs.
+      dma_bytes: to and from HBM.
+      dma_count: transfers of these.
+      hbm_cycles: for which HBM was busy with them.
+      work: cycles of work for each kind of unit, of all its units together.
+      spills: vector registers stored and loaded for want of registers.
+      regions: where the time goes, in the order of the program.
+      unknown: opcodes that were not understood.
+    """
+
+    cycles: float
+    stall_cycles: float
+    dma_bytes: int
+    dma_count: int
+    hbm_cycles: float
+    work: Mapping[str, int]
+    spills: int
+    regions: tuple[Region, ...]
+    unknown: tuple[str, ...]
+
+    def shares(self, chip: Chip) -> dict[str, float]:
+        """The part of its slots that each kind of unit uses, stalls included."""
+        cycles = max(self.cycles, 1.0)
+        return {kind: work / (chip.slots[kind] * cycles) for kind, work in self.work.items()}
+
+    def bound(self, chip: Chip) -> str:
+        """What the kernel waits for, or what is busiest in it."""
+        hbm = self.hbm_cycles / max(self.cycles, 1.0)
+        if self.stall_cycles > _MOST_WAITING * self.cycles and hbm < _BUSY:
+            return "DMA latency"
+        shares = {**self.shares(chip), "HBM": hbm}
+        return max(shares, key=lambda kind: shares[kind])
+
+
+def replay(
+    name: str,
+    bundles: Sequence[Bundle],
+    chip: Chip,
+    hbm_bytes_per_cycle: float,
+    *,
+    operands: Mapping[str, Any] | None = None,
+    trip_counts: Mapping[str, float] | None = None,
+) -> KernelReplay:
+    """Runs a kernel from an idle chip.
+
+    Raises:
+      DependsOnDataError: where data decides what happens, and `trip_counts` does not say how often.
+    """
+    memory = ScalarMemory()
+    dma = Dma(Hbm(hbm_bytes_per_cycle, HBM_LATENCY_CYCLES), memory)
+    machine = Machine(name, bundles, memory, dma, chip.delay_slots, operands=operands, trip_counts=trip_counts)
+    trace = machine.run()
+    issues = trace.issues(len(bundles))
+    return KernelReplay(
+        cycles=trace.cycles,
+        stall_cycles=sum(trace.stalls.values()),
+        dma_bytes=dma.hbm_bytes,
+        dma_count=dma.count,
+        hbm_cycles=dma.hbm_bytes / hbm_bytes_per_cycle,
+        work=slots.used(bundles, issues, chip),
+        spills=sum(slots.spills(bundles, issues).values()),
+        regions=_regions(bundles, issues, trace.stalls, chip, trace.cycles),
+        unknown=tuple(trace.unknown),
+    )
+
+
+def _regions(
+    bundles: Sequence[Bundle], issues: Sequence[int], stalls: Mapping[int, float], chip: Chip, total: float
+) -> tuple[Region, ...]:
+    found = []
+    for trips, numbers in itertools.groupby(range(len(bundles)), key=issues.__getitem__):
+        first, *others = numbers
+        last = others[-1] if others else first
+        inside = bundles[first : last + 1]
+        waited = sum(cycles for number, cycles in stalls.items() if first <= number <= last)
+        cycles = (last + 1 - first) * trips + waited
+        if cycles < _LEAST_SHARE * total:
+            continue
+        work = slots.used(inside, issues, chip)
+        shares = {kind: work[kind] / chip.slots[kind] for kind in work} | {"DMA": waited}
+        region_spills = sum(slots.spills(inside, issues).values())
+        bound = max(shares, key=lambda kind: shares[kind])
+        found.append(Region(first, last, trips, cycles, waited, region_spills, bound))
+    return tuple(found)

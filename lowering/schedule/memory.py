@@ -1,0 +1,171 @@
+"""What a TPU's scalar program reaches: values that are known or not, scalar memory, semaphores and the DMA engines."""
+
+import collections
+import dataclasses
+from typing import Any
+
+_SYMBOL_WORDS = 1 << 16  # between the addresses that two names get
+_WORD_BYTES = 4
+GRANULE_BYTES = 32  # of which DMA sizes are counted
+
+# On-chip copies do not compete for HBM; their speed matters little, and was not fitted to anything.
+_ON_CHIP_BYTES_PER_CYCLE = 512.0
+_ON_CHIP_LATENCY_CYCLES = 100.0
+
+
+class Unknown:
+    """A value that comes from data: whatever is computed of it is unknown as well, and it decides nothing."""
+
+    def _unknown(self, *_: Any) -> Any:
+        return self
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __xor__ = __rxor__ = _unknown
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __neg__ = _unknown
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _unknown
+    __hash__ = object.__hash__
+
+    def __and__(self, other: Any) -> Any:
+        return other if isinstance(other, int) and other == 0 else self  # a false predicate, or a mask of nothing
+
+    def __or__(self, other: Any) -> Any:
+        return other if other is True else self
+
+    __rand__, __ror__ = __and__, __or__
+
+    def __bool__(self) -> bool:
+        raise TypeError("an unknown value decides nothing")
+
+
+FROM_DATA = Unknown()
+
+
+class Hbm:
+    """One channel of nominal bandwidth, in which transfers queue, and a fixed latency behind it."""
+
+    def __init__(self, bytes_per_cycle: float, latency_cycles: float) -> None:
+        """Starts idle."""
+        self.bytes_per_cycle = bytes_per_cycle
+        self.latency_cycles = latency_cycles
+        self.free_at = 0.0
+
+    def done_at(self, now: float, size_bytes: float) -> float:
+        """When a transfer that is asked for now has arrived."""
+        self.free_at = max(now, self.free_at) + size_bytes / self.bytes_per_cycle
+        return self.free_at + self.latency_cycles
+
+
+class ScalarMemory:
+    """Words by address, `unwritten` before a store. Each name of an allocation is an address far from all others."""
+
+    def __init__(self, unwritten: Any = FROM_DATA) -> None:
+        """Starts empty."""
+        self._unwritten = unwritten
+        self._words: dict[Any, Any] = {}
+        self._addresses: dict[tuple[str, str], int] = {}
+        self._has_lost_a_store = False
+
+    def address(self, program: str, symbol: str) -> int:
+        """Where a program's allocation lies."""
+        return self._addresses.setdefault((program, symbol), (len(self._addresses) + 1) * _SYMBOL_WORDS)
+
+    def load(self, address: Any) -> Any:
+        """The word at an address; unknown where a store may have gone that cannot be followed."""
+        if isinstance(address, Unknown) or self._has_lost_a_store:
+            return FROM_DATA
+        return self._words.get(address, self._unwritten)
+
+    def store(self, address: Any, word: Any) -> None:
+        """Writes a word; if the address depends on data, every word may be the one."""
+        if isinstance(address, Unknown):
+            self._has_lost_a_store = True
+        else:
+            self._words[address] = word
+
+    def fill(self, address: Any, size_bytes: int) -> None:
+        """Writes data that a DMA brings."""
+        if isinstance(address, Unknown):
+            self._has_lost_a_store = True
+            return
+        words = size_bytes // _WORD_BYTES
+        self._words.update(dict.fromkeys(range(address, address + words), FROM_DATA))
+
+
+@dataclasses.dataclass
+class Semaphore:
+    """What has been added to a semaphore and not yet taken away, as amounts with their times."""
+
+    arrivals: collections.deque[tuple[float, int]] = dataclasses.field(default_factory=collections.deque)
+
+    def reached_at(self, amount: int) -> float | None:
+        """When it holds an amount; None if nothing that was started makes it so."""
+        held, at = 0, 0.0
+        for time, added in self.arrivals:
+            held, at = held + added, max(at, time)
+            if held >= amount:
+                return at
+        return None
+
+    def add(self, now: float, amount: int) -> None:
+        """Adds, or takes away what came first."""
+        if amount > 0:
+            self.arrivals.append((now, amount))
+        while amount < 0 and self.arrivals:
+            time, held = self.arrivals.popleft()
+            amount += held
+            if amount > 0:
+                self.arrivals.appendleft((time, amount))
+
+
+class Dma:
+    """The transfers of one program, each of which adds its granules to a semaphore when it is done."""
+
+    def __init__(self, hbm: Hbm, memory: ScalarMemory) -> None:
+        """Starts with nothing under way."""
+        self._hbm = hbm
+        self._memory = memory
+        self._semaphores: dict[Any, Semaphore] = collections.defaultdict(Semaphore)
+        self.hbm_bytes = 0
+        self.count = 0
+
+    def start(self, now: float, opcode: str, granules: int, destination: Any, semaphore: Any) -> None:
+        """Starts a transfer."""
+        size_bytes = granules * GRANULE_BYTES
+        # What goes between any two places ("general") is taken to be on its way to or from HBM.
+        if "hbm" in opcode or "general" in opcode:
+            moved_bytes = size_bytes * (2 if opcode == "dma.hbm_to_hbm" else 1)
+            done = self._hbm.done_at(now, moved_bytes)
+            self.hbm_bytes += moved_bytes
+            self.count += 1
+        else:
+            done = now + _ON_CHIP_LATENCY_CYCLES + size_bytes / _ON_CHIP_BYTES_PER_CYCLE
+        if opcode.endswith("_to_smem"):
+            self._memory.fill(destination, size_bytes)
+        self._semaphores[semaphore].add(done, granules)
+
+    def shared_with(self, now: float, cycles: float, hbm_cycles: float) -> float:
+        """Lets something else run that takes so long alone, and keeps HBM busy for a part of it.
+
+        What is under way gets what that leaves of HBM, and at least half.
+
+        Returns:
+          By how many cycles the other is slowed.
+        """
+        if not hbm_cycles:
+            return 0.0
+        share = min(hbm_cycles / cycles, 0.5)
+        for semaphore in self._semaphores.values():
+            for index, (time, amount) in enumerate(semaphore.arrivals):
+                left = max(time - now, 0.0)
+                semaphore.arrivals[index] = time + min(left * share / (1 - share), hbm_cycles), amount
+        backlog = max(self._hbm.free_at - now, 0.0)
+        self._hbm.free_at += min(backlog * share / (1 - share), hbm_cycles) if backlog else 0.0
+        slowed = min(2 * backlog * (1 - 0.5 * cycles / hbm_cycles), 2 * hbm_cycles - cycles)
+        return max(slowed, 0.0)
+
+    def add(self, now: float, semaphore: Any, amount: int) -> None:
+        """Adds to a semaphore at once."""
+        self._semaphores[semaphore].add(now, amount)
+
+    def reached_at(self, semaphore: Any, amount: int) -> float | None:
+        """When a semaphore holds an amount."""
+        return self._semaphores[semaphore].reached_at(amount)

@@ -1,0 +1,119 @@
+"""Replays the top-level program: what it calls and how often, and the copies that run meanwhile."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from lowering.schedule.bundles import Instruction
+from lowering.schedule.chips import Chip
+from lowering.schedule.decisions import DependsOnDataError
+from lowering.schedule.dumps import Dumps
+from lowering.schedule.kernel import HBM_LATENCY_CYCLES, KernelReplay, replay
+from lowering.schedule.machine import Machine
+from lowering.schedule.memory import Dma, Hbm, ScalarMemory
+
+# What the runtime sets before a program starts: one word says that the program is to run; another that what it starts
+# with in VMEM was brought there when it ran before, as it is where a program runs again and again.
+_RUNTIME_WORD = 1
+
+
+@dataclasses.dataclass
+class Called:
+    """What was called under one name: how often, and how long that took in the whole program."""
+
+    replay: KernelReplay
+    calls: int = 0
+    cycles: float = 0.0
+
+
+@dataclasses.dataclass
+class ProgramReplay:
+    """A whole program.
+
+    Attributes:
+      called: what it calls, by the name of the instruction, in the order of the first calls.
+      cycles: from its first bundle to its last.
+      stall_cycles: of the top-level program, which waits for copies that it has started.
+      copy_bytes: that it copies from or to HBM itself, while something else runs.
+      copy_count: of these copies.
+      unknown: what was not understood.
+    """
+
+    called: dict[str, Called]
+    cycles: float = 0.0
+    stall_cycles: float = 0.0
+    copy_bytes: int = 0
+    copy_count: int = 0
+    unknown: set[str] = dataclasses.field(default_factory=set)
+
+
+class _Program:
+    """The state of one replay."""
+
+    def __init__(self, dumps: Dumps, chip: Chip, hbm_bytes_per_cycle: float, trip_counts: Mapping[str, float]) -> None:
+        self._dumps = dumps
+        self._chip = chip
+        self._hbm_bytes_per_cycle = hbm_bytes_per_cycle
+        self._trip_counts = trip_counts
+        self._replays: dict[str, KernelReplay] = {}
+        self._dma: Dma
+        self.result = ProgramReplay({})
+
+    def run(self) -> ProgramReplay:
+        memory = ScalarMemory(unwritten=_RUNTIME_WORD)
+        self._dma = Dma(Hbm(self._hbm_bytes_per_cycle, HBM_LATENCY_CYCLES), memory)
+        machine = Machine(
+            "program",
+            self._dumps.top_level(),
+            memory,
+            self._dma,
+            self._chip.delay_slots,
+            trip_counts=self._trip_counts,
+            call=self._call,
+        )
+        trace = machine.run()
+        result = self.result
+        result.cycles = trace.cycles
+        result.stall_cycles = sum(trace.stalls.values())
+        result.copy_bytes, result.copy_count = self._dma.hbm_bytes, self._dma.count
+        result.unknown.update(trace.unknown, *(one.unknown for one in self._replays.values()))
+        return result
+
+    def _call(self, now: float, instruction: Instruction, operands: Mapping[str, Any]) -> float:
+        """When what is called is done; parts of the runtime are taken to need no time."""
+        name = instruction.callee
+        if name.startswith("<"):
+            return now
+        code = self._dumps.name_of(name)
+        if code is None:
+            self.result.unknown.add(f"the schedule of {name}, which was not written")
+            return now
+        one = self._replayed(code, operands)
+        delayed = self._dma.shared_with(now, one.cycles, one.hbm_cycles)
+        called = self.result.called.setdefault(name, Called(one))
+        called.calls += 1
+        called.cycles += one.cycles + delayed
+        return now + one.cycles + delayed
+
+    def _replayed(self, code: str, operands: Mapping[str, Any]) -> KernelReplay:
+        """One call of this code. Operands matter only where they decide something, such as how often a loop turns."""
+        if code in self._replays:
+            return self._replays[code]
+        bundles = self._dumps.bundles(code)
+        arguments = code, bundles, self._chip, self._hbm_bytes_per_cycle
+        try:
+            self._replays[code] = replay(*arguments, trip_counts=self._trip_counts)
+        except DependsOnDataError:
+            return replay(*arguments, operands=operands, trip_counts=self._trip_counts)
+        return self._replays[code]
+
+
+def replay_program(
+    dumps: Dumps, chip: Chip, hbm_bytes_per_cycle: float, trip_counts: Mapping[str, float]
+) -> ProgramReplay:
+    """Runs the whole program in these dumps from an idle chip.
+
+    Raises:
+      DependsOnDataError: where data decides what happens, and `trip_counts` does not say how often.
+    """
+    return _Program(dumps, chip, hbm_bytes_per_cycle, trip_counts).run()

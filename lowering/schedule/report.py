@@ -1,0 +1,255 @@
+"""What a replay found, for people and for programs."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from lowering import tables
+from lowering.schedule.chips import CHIPS, Chip, bytes_per_cycle
+from lowering.schedule.dumps import Dumps
+from lowering.schedule.kernel import KernelReplay, Region
+from lowering.schedule.program import Called, ProgramReplay, replay_program
+from pallas_kernels.hardware import Hardware
+
+_CAVEAT = (
+    "Replayed from the compiler's schedule, not measured: host dispatch, throttling, strided DMAs, other chips and "
+    "SparseCores are not in it; what a program keeps in VMEM from one run to the next is taken to be there."
+)
+_OTHERS = "the rest"
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelSchedule:
+    """One kernel, fusion or copy of a program.
+
+    Attributes:
+      name: of the instruction in the optimised program.
+      kind: "mosaic" for Pallas kernels; else XLA's opcode, such as "fusion" or "copy"; "program" for what the top-level
+        program does itself, which is to wait for copies that it has started.
+      source: where it was traced, such as "model.py:12 (loss)"; empty where the compiler does not know.
+      calls: how often it runs.
+      cycles: of one call.
+      time_us: of all calls, with what copies that run meanwhile cost them.
+      share: of the program's time, from 0 to 1.
+      dma_bytes: to and from HBM, of one call.
+      dma_count: transfers of these.
+      stall_cycles: of one call, waiting for DMAs.
+      spills: vector registers that one call stores and loads for want of registers.
+      slots: the part of the issue slots, or units, of each kind that is used, from 0 to 1.
+      bound: what it waits for, "HBM" or "DMA latency", or the kind of unit that is busiest.
+      roofline_us: what all calls need at least for their transfers or their matrix products.
+      regions: where the time of one call goes.
+    """
+
+    name: str
+    kind: str
+    source: str
+    calls: int
+    cycles: float
+    time_us: float
+    share: float
+    dma_bytes: int
+    dma_count: int
+    stall_cycles: float
+    spills: int
+    slots: Mapping[str, float]
+    bound: str
+    roofline_us: float
+    regions: tuple[Region, ...] = ()
+
+    def table(self) -> Table:
+        """The regions as a `rich` table."""
+        table = Table(title=f"{self.name}, {self.cycles:,.0f} cycles {self.source}".strip(), title_justify="left")
+        table.add_column("bundles", no_wrap=True)
+        table.add_column("busiest")
+        for name in ("trips", "cycles", "share", "stalls", "spills"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for region in self.regions:
+            figures = region.trips, region.cycles, region.stall_cycles, region.spills
+            trips, cycles, stalls, spills = (f"{figure:,.0f}" for figure in figures)
+            share = f"{region.cycles / self.cycles:.1%}"
+            table.add_row(f"{region.first:#x}-{region.last:#x}", region.bound, trips, cycles, share, stalls, spills)
+        return table
+
+    def __str__(self) -> str:
+        return tables.text(self.table())
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How long a compiled program takes on a TPU by its own schedule. `print` it for a table.
+
+    Attributes:
+      target: the chip.
+      kernels: what takes longest first.
+      total_us: of one run, without the host.
+      roofline_us: what the chip needs at least, for all matrix products, or to read arguments and write results.
+      unknown: opcodes, and whatever else in the program was not understood; figures leave out what it does.
+      remarks: what is to be known about these figures.
+    """
+
+    target: str
+    kernels: tuple[KernelSchedule, ...]
+    total_us: float
+    roofline_us: float
+    unknown: tuple[str, ...]
+    remarks: tuple[str, ...]
+
+    def to_record(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """Everything, as a JSON object."""
+        return json.dumps(self.to_record(), indent=2)
+
+    def table(self) -> Table:
+        """The kernels as a `rich` table."""
+        at_best = f", {self.total_us / self.roofline_us:.2f} of the roofline" if self.roofline_us else ""
+        table = Table(title=f"{self.target}: {self.total_us:,.1f} us by its schedule{at_best}", title_justify="left")
+        table.add_column("kernel", overflow="fold")
+        table.add_column("bound by")
+        for name in ("calls", "us", "share", "at best", "stalls", "HBM, MB", "DMAs", "spills"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for kernel in self.kernels:
+            busiest = sorted(kernel.slots.items(), key=lambda item: -item[1])[:2]
+            units = ", ".join(f"{kind} {used:.0%}" for kind, used in busiest if used >= 0.01)
+            about = [f"\n  {line}" for line in (kernel.kind, kernel.source) if line]
+            table.add_row(
+                Text.assemble((kernel.name, "bold"), *((line, "dim") for line in about)),
+                Text.assemble(kernel.bound, *([(f"\n  {units}", "dim")] if units else [])),
+                f"{kernel.calls:,}",
+                f"{kernel.time_us:,.1f}",
+                f"{kernel.share:.1%}",
+                f"{kernel.roofline_us:,.1f}",
+                f"{kernel.stall_cycles / max(kernel.cycles, 1):.0%}",
+                f"{kernel.calls * kernel.dma_bytes / 1e6:,.1f}",
+                f"{kernel.calls * kernel.dma_count:,}",
+                f"{kernel.calls * kernel.spills:,}",
+            )
+        return table
+
+    def __str__(self) -> str:
+        return "\n".join([tables.text(self.table()), *self.remarks])
+
+    def plot(self, path: str | Path | None = None, most: int = 12) -> Any:
+        """Draws the kernels that take longest as bars, beside what they need at best.
+
+        Args:
+          path: where to save the picture; by default nowhere.
+          most: how many kernels have a bar of their own.
+
+        Returns:
+          The matplotlib figure.
+        """
+        from matplotlib.figure import Figure
+
+        shown, rest = self.kernels[:most], self.kernels[most:]
+        names = [f"{kernel.name} ({kernel.bound})" for kernel in shown] + ([_OTHERS] if rest else [])
+        times = [kernel.time_us for kernel in shown] + ([sum(kernel.time_us for kernel in rest)] if rest else [])
+        at_best = [kernel.roofline_us for kernel in shown] + ([0.0] if rest else [])
+        figure = Figure(figsize=(8, 1 + 0.4 * len(names)), layout="constrained")
+        axes = figure.subplots()
+        axes.barh(names, times, label="by its schedule")
+        axes.barh(names, at_best, height=0.3, label="at best")
+        axes.invert_yaxis()
+        axes.set_xlabel("us")
+        axes.set_title(f"{self.target}: {self.total_us:,.1f} us, replayed")
+        axes.legend()
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+
+def schedule_of(
+    folder: Path, hardware: Hardware, *, border_bytes: int, trip_counts: Mapping[str, float] | None = None
+) -> Schedule:
+    """Replays what the compiler has written to a folder.
+
+    Args:
+      folder: where libtpu wrote, with the flags that `dumps.libtpu_flags` gives.
+      hardware: the chip.
+      border_bytes: of the program's arguments and results.
+      trip_counts: how often what data decides is run, by name.
+
+    Raises:
+      DependsOnDataError: where data decides what happens, and `trip_counts` does not say how often.
+    """
+    chip = CHIPS[hardware.name]
+    dumps = Dumps(folder)
+    hbm = bytes_per_cycle(chip, hardware)
+    program = replay_program(dumps, chip, hbm, trip_counts or {})
+    rows = [_row(name, called, dumps, chip, program.cycles) for name, called in program.called.items()]
+    rows.append(_rest(program, chip, hbm))
+    in_products = sum(called.calls * _matmul_cycles(called.replay, chip) for called in program.called.values())
+    remarks = [_CAVEAT, *([f"{hardware.name} is {chip.remark}."] if chip.remark else [])]
+    if program.unknown:
+        remarks.append(f"Not understood, and left out: {', '.join(sorted(program.unknown))}.")
+    if trip_counts:
+        given = ", ".join(f"{name} {count:g}" for name, count in trip_counts.items())
+        remarks.append(f"Data decides how often, and the caller said: {given}.")
+    return Schedule(
+        target=hardware.name,
+        kernels=tuple(sorted(rows, key=lambda row: -row.time_us)),
+        total_us=_us(program.cycles, chip),
+        roofline_us=_us(max(in_products, border_bytes / hbm), chip),
+        unknown=tuple(sorted(program.unknown)),
+        remarks=tuple(remarks),
+    )
+
+
+def _us(cycles: float, chip: Chip) -> float:
+    return cycles / chip.clock_hz * 1e6
+
+
+def _matmul_cycles(replay: KernelReplay, chip: Chip) -> float:
+    return replay.work["MXU"] / chip.slots["MXU"]
+
+
+def _row(name: str, called: Called, dumps: Dumps, chip: Chip, total_cycles: float) -> KernelSchedule:
+    replay = called.replay
+    at_best = max(replay.hbm_cycles, _matmul_cycles(replay, chip))
+    instruction = dumps.instructions.get(name)
+    return KernelSchedule(
+        name=name,
+        kind=instruction.opcode if instruction is not None else "",
+        source=instruction.source if instruction is not None else "",
+        calls=called.calls,
+        cycles=replay.cycles,
+        time_us=_us(called.cycles, chip),
+        share=called.cycles / total_cycles,
+        dma_bytes=replay.dma_bytes,
+        dma_count=replay.dma_count,
+        stall_cycles=replay.stall_cycles,
+        spills=replay.spills,
+        slots=replay.shares(chip),
+        bound=replay.bound(chip),
+        roofline_us=_us(called.calls * at_best, chip),
+        regions=replay.regions,
+    )
+
+
+def _rest(program: ProgramReplay, chip: Chip, hbm: float) -> KernelSchedule:
+    """What the top-level program does itself."""
+    cycles = program.cycles - sum(called.cycles for called in program.called.values())
+    return KernelSchedule(
+        name="program",
+        kind="program",
+        source="",
+        calls=1,
+        cycles=cycles,
+        time_us=_us(cycles, chip),
+        share=cycles / program.cycles if program.cycles else 1.0,
+        dma_bytes=program.copy_bytes,
+        dma_count=program.copy_count,
+        stall_cycles=program.stall_cycles,
+        spills=0,
+        slots={},
+        bound="HBM" if program.stall_cycles > cycles / 2 else "scalar",
+        roofline_us=_us(min(program.copy_bytes / hbm, cycles), chip),
+    )

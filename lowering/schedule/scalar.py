@@ -1,0 +1,89 @@
+"""What the scalar unit computes, by opcode. Integers have 32 bits; floating-point arithmetic is not followed."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from lowering.schedule.memory import FROM_DATA
+
+_HALF, _MASK = 1 << 31, (1 << 32) - 1
+
+
+def wrapped(value: Any) -> Any:
+    """A value as 32 bits with a sign."""
+    return ((value + _HALF) & _MASK) - _HALF
+
+
+def _first(value: Any, *_: Any) -> Any:
+    return value
+
+
+def _unsigned(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda a, b: compare(a & _MASK, b & _MASK)
+
+
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "sadd": lambda a, b: ((a + b + _HALF) & _MASK) - _HALF,
+    "ssub": lambda a, b: ((a - b + _HALF) & _MASK) - _HALF,
+    "smul": lambda a, b: ((a * b + _HALF) & _MASK) - _HALF,
+    "sand": operator.and_,
+    "sor": operator.or_,
+    "sxor": operator.xor,
+    "sshll": lambda a, b: wrapped(a << (b & 31)),
+    "sshrl": lambda a, b: (a & _MASK) >> (b & 31),
+    "sshra": lambda a, b: a >> (b & 31),
+    "smin": min,
+    "smax": max,
+    "sc": lambda a, b: (a & _MASK) + (b & _MASK) > _MASK,  # the carry of a sum
+    "scalar_lea": lambda base, offset=0: base + offset,
+    "scalar_select": lambda condition, on_true, on_false: on_true if condition else on_false,
+    "int_to_ptr": _first,
+    "smov": _first,
+    "pmov": _first,
+    "reloc": _first,
+    "core_id": lambda: 0,  # the first core's part of a program stands for that of the others
+    "por": operator.or_,
+    "pand": operator.and_,
+    "pxor": operator.xor,
+    "pnor": lambda a, b: (a | b) ^ True,
+    "pnand": lambda a, b: (a & b) ^ True,
+    "pneg": lambda a: a ^ True,
+}
+_COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+_ON_FLOATS = ("sadd", "ssub", "smul", "smin", "smax", "scmp", "scvt", "sfloor", "sceil")
+
+# Nothing that is known of these takes effect on what the scalar program does next.
+_WITHOUT_EFFECT = (
+    *("compiler-scheduling-barrier", "inlined_call_operand", "set", "sfence", "shalt", "strace", "vsyncmov", "vsyncpa"),
+    *("sdelay", "snop", "nop"),
+)
+
+
+def function_of(opcode: str) -> Callable[..., Any] | None:
+    """What an opcode computes; None if it is not known."""
+    name, *types = opcode.split(".")
+    if name in _ON_FLOATS and "f32" in types:
+        return lambda *_: FROM_DATA
+    if name == "scmp":
+        compare = _COMPARISONS.get(types[0])
+        return _unsigned(compare) if compare is not None and "u32" in types else compare
+    if name in ("smin", "smax") and "u32" in types:
+        return _unsigned(_ARITHMETIC[name])
+    return _ARITHMETIC.get(name)
+
+
+def has_no_effect(opcode: str) -> bool:
+    """Whether an opcode is known to change nothing that a replay follows: vectors, fences and traces."""
+    name = opcode.partition(".")[0]
+    return name in _WITHOUT_EFFECT or (name.startswith("v") and not name.startswith(("vsync", "vwait")))
+
+
+def quotient_and_remainder(opcode: str, dividend: Any, divisor: Any) -> tuple[Any, Any]:
+    """Both results of a division, rounded towards zero; unknown where an operand is, or the divisor is zero."""
+    try:
+        if opcode.endswith("u32"):
+            return divmod(dividend & _MASK, divisor & _MASK)
+        quotient = abs(dividend) // abs(divisor) * (1 if (dividend < 0) == (divisor < 0) else -1)
+        return quotient, dividend - quotient * divisor
+    except (TypeError, ZeroDivisionError):
+        return FROM_DATA, FROM_DATA

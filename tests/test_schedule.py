@@ -1,0 +1,381 @@
+"""Replays of short scheduled programs, written by hand as libtpu writes them, and refusals that need no compiler."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxops
+import lowering
+from lowering.schedule import slots
+from lowering.schedule.bundles import Predicate, read_bundles
+from lowering.schedule.chips import CHIPS, bytes_per_cycle
+from lowering.schedule.decisions import DependsOnDataError
+from lowering.schedule.kernel import HBM_LATENCY_CYCLES, replay
+from lowering.schedule.report import schedule_of
+from lowering.targets import named
+
+V5E = CHIPS["tpu-v5e"]
+BYTES_PER_CYCLE = 32.0  # a granule
+
+
+def program(*lines):
+    """Bundles from their contents, numbered from 0."""
+    return "\n".join(f"  {number:#x}   :  {{ {line} }}" for number, line in enumerate(lines)).replace("0x0 ", "  0 ")
+
+
+def run(*lines, **options):
+    return replay("kernel", read_bundles(program(*lines)), V5E, BYTES_PER_CYCLE, **options)
+
+
+COUNTED_LOOP = (
+    "%s1_s4 = smov 0",
+    "%s2_s4 = sphi %s1_s4, %s3_s4  ;;  %s3_s4 = sadd.s32 1, %s2_s4",
+    "%p1_p0 = scmp.lt.s32.totalorder %s3_s4, 10",
+    "%9 = sbr.rel (%p1_p0) target bundleno = 1 (0x1), region = 2",
+    *[""] * 4,
+    "",
+)
+
+
+def test_bundles_are_read_with_predicates_labels_and_calls():
+    text = """= control target key start
+     0   :  { %s9_s2 = sld [smem:[#allocation3 + $0x1]] (!%p5_p0)  ;;  %7 = vst [vmem:[#allocation2_spill] sm:$0xff] \
+/*vst_source=*/%v1_v0 } /* Start region 0 */
+  0x1 LB: > { %12 = dma.hbm_to_vmem [thread:$0]  (%p1_p1), /*hbm=*/%s1_s1, /*size_in_granules=*/1024, /*vmem=*/%s2_s2,\
+ /*dst_syncflagno=*/[#allocation4] /*
+base_bounds: (256, 16)
+ */ }
+  0x2   : > { %s5_s3 = smov (%p2_p0, %s3_s3), 0 }
+ 0x14c PF:  { %32 = inlined_call %s12_s0, %s11_s2 /* %matmul.1 = custom-call(%a, %b) */ }
+ 0x14d   :  { %33 = inlined_call /* <late-initialization> */ }
+ 0x14e   :  {}
+"""
+    load, dma, move, call, runtime, empty = read_bundles(text)
+    assert [bundle.number for bundle in (load, dma, call, empty)] == [0, 1, 0x14C, 0x14E]
+    scalar, vector = load.instructions
+    assert (scalar.opcode, scalar.value, scalar.register) == ("sld", "s9", "s2")
+    assert scalar.predicate == Predicate("p5_p0", negated=True)
+    assert scalar.operands == ("[smem:[#allocation3 + $0x1]]",)
+    assert vector.opcode == "vst"
+    assert dma.instructions[0].operands[1] == "size_in_granules=1024"
+    assert dma.instructions[0].predicate == Predicate("p1_p1", negated=False)
+    assert (move.instructions[0].otherwise, move.instructions[0].operands) == ("%s3_s3", ("0",))
+    assert call.instructions[0].callee == "matmul.1"
+    assert runtime.instructions[0].callee == "<late-initialization>"
+    assert empty.instructions == ()
+
+
+def test_each_bundle_is_a_cycle_and_so_is_each_delay_slot():
+    # 1 bundle, ten turns of 3 bundles with 4 delay slots after the nine branches that are taken, and 5 bundles.
+    found = run(*COUNTED_LOOP)
+    assert found.cycles == 1 + 10 * 3 + 9 * 4 + 5
+    assert [(region.first, region.last, region.trips) for region in found.regions] == [(0, 0, 1), (1, 7, 10), (8, 8, 1)]
+
+
+def test_delay_slots_are_executed_and_what_follows_them_is_not():
+    lines = "%s1_s1 = smov 1", "%9 = sbr.rel target bundleno = 8 (0x8)", "%s1_s2 = smov 2", *[""] * 3, "", "", "", ""
+    assert run(*lines).cycles == 2 + 4 + 2
+
+
+@pytest.mark.parametrize(("count", "taken"), [(4, True), (12, False)])
+def test_a_predicate_decides_what_a_value_is(count, taken):
+    lines = (
+        f"%s1_s1 = smov {count}",
+        "%p1_p0 = scmp.lt.s32.totalorder %s1_s1, 10",
+        "%s2_s2 = smov (%p1_p0, %s1_s1), 7",
+        "%p2_p1 = scmp.eq.s32.totalorder %s2_s2, 7",
+        "%9 = sbr.rel (%p2_p1) target bundleno = 20 (0x14)",
+        *[""] * 16,
+    )
+    assert run(*lines).cycles == (5 + 4 + 1 if taken else 21)
+
+
+def test_values_are_told_from_registers_of_the_same_name():
+    lines = list(COUNTED_LOOP)
+    lines[0] += "  ;;  %s4_s9 = smov 1000"  # the value s4; the register s4 holds what the loop carries
+    assert run(*lines).cycles == run(*COUNTED_LOOP).cycles
+
+
+def test_spilled_scalars_and_addresses_are_found_again():
+    lines = (
+        "%s1_s1 = smov 3",
+        "%5 = sst [smem:[#allocation7_spill]] %s1_s1",
+        "%s2_s2 = smov [#allocation8]  ;;  %s3_s3 = scalar_lea.smem [#allocation8], 2",
+        "%6 = sst [smem:[%s2_s2 + $0x2]] %s1_s1",
+        "%s4_s4 = sld [smem:[%s3_s3]]  ;;  %s5_s5 = sld [smem:[#allocation7_spill]]",
+        "%s6_s6 = ssub.s32 %s4_s4, %s5_s5",
+        "%p1_p0 = scmp.ne.s32.totalorder %s6_s6, 0",
+        "%9 = sbr.rel (%p1_p0) target bundleno = 0 (0x0)",
+        *[""] * 4,
+    )
+    assert run(*lines).cycles == 12
+
+
+@pytest.mark.parametrize(
+    ("instruction", "expected"),
+    [
+        ("sadd.s32 2147483647, 1", -(2**31)),
+        ("ssub.s32 3, 5", -2),
+        ("sshrl.u32 4294967295, 28", 15),
+        ("sshra.s32 4294967280, 4", -1),
+        ("sand.u32 12, 10", 8),
+        ("smin.u32 4294967295, 5", 5),
+        ("scalar_select predicate=%p9_p9, on_true=1, on_false=2", 2),
+    ],
+)
+def test_integers_have_32_bits(instruction, expected):
+    lines = (
+        "%p9_p9 = scmp.lt.u32.totalorder 4294967295, 1",
+        f"%s1_s1 = {instruction}",
+        f"%p1_p0 = scmp.ne.s32.totalorder %s1_s1, {expected}",
+        "%9 = sbr.rel (%p1_p0) target bundleno = 0 (0x0)",
+        *[""] * 4,
+    )
+    assert run(*lines).cycles == 8
+
+
+def test_remainders_are_taken_after_quotients():
+    lines = (
+        "%7 = sdivrem.u32 23, 6",
+        "%s1_s1 = spop.drf %7",
+        "%s2_s2 = spop.drf %7",
+        "%s3_s3 = smul.u32 10, %s1_s1",
+        "%s4_s4 = sadd.s32 %s2_s2, %s3_s3",
+        "%p1_p0 = scmp.ne.s32.totalorder %s4_s4, 35",
+        "%9 = sbr.rel (%p1_p0) target bundleno = 0 (0x0)",
+        *[""] * 4,
+    )
+    assert run(*lines).cycles == 11
+
+
+def dma(granules, flag="[#allocation4]", kind="hbm_to_vmem", predicate=""):
+    labels = f"/*hbm=*/%s1_s1, /*size_in_granules=*/{granules}, /*vmem=*/%s2_s2, /*dst_syncflagno=*/{flag}"
+    return f"%859 = dma.{kind} [thread:$0]  {predicate}{labels}"
+
+
+def wait(granules, flag="[#allocation4]"):
+    return f"%1 = dma.done.wait {flag}, {granules}", f"%2 = vsyncadd {flag}, {2**32 - granules}"
+
+
+def test_transfers_queue_in_hbm_and_arrive_after_its_latency():
+    found = run(dma(1000), dma(500), *wait(1500), "")
+    assert found.dma_bytes == 32 * 1500
+    assert found.dma_count == 2
+    assert found.cycles == 1500 + HBM_LATENCY_CYCLES + 3  # the wait and the two bundles behind it
+    assert found.stall_cycles == 1500 + HBM_LATENCY_CYCLES - 2
+
+
+def test_waiting_for_one_transfer_does_not_wait_for_the_next():
+    found = run(dma(100), dma(5000, flag="[#allocation5]"), *wait(100), "")
+    assert found.cycles == 100 + HBM_LATENCY_CYCLES + 3
+
+
+def test_transfers_on_the_chip_leave_hbm_alone():
+    assert run(dma(100, kind="vmem_to_vmem"), *wait(100)).dma_bytes == 0
+    assert run(dma(100, kind="hbm_to_hbm"), *wait(100)).dma_bytes == 2 * 3200
+
+
+def test_a_kernel_that_waits_for_small_transfers_is_bound_by_their_latency():
+    assert run(dma(10), *wait(10), *[""] * 50).bound(V5E) == "DMA latency"
+    assert run(dma(10_000), *wait(10_000)).bound(V5E) == "HBM"
+
+
+def test_work_is_counted_by_unit():
+    lines = (
+        "%1 = vmatmul.bf16.gmra.mxu0 %v1_v1  ;;  %2 = vmatmul.f32.gmra.mxu1 %v2_v2",
+        "%v3_v3 = vadd.xlane.f32.xlu0 %v1_v1  ;;  %v4_v4 = vrot.slane %v1_v1, 4  ;;  %v5_v5 = vpop.xlane.xlu0 %v3_v3",
+        "%3 = vst [vmem:[#allocation5_spill]] %v4_v4  ;;  %v6_v6 = vld [vmem:[#allocation5_spill]]",
+        "%v7_v7 = vpow2.f32 %v6_v6  ;;  %s1_s1 = smov 1",
+    )
+    found = run(*lines)
+    assert found.work == {
+        "MXU": 16 + 8,
+        "vector": 2,
+        "transcendental": 0,
+        "cross-lane": 9,
+        "load": 1,
+        "store": 1,
+        "scalar": 1,
+    }
+    assert found.spills == 2
+    assert slots.unit("vperm.slane") == "vector"
+
+
+FROM_IDS = (
+    "%s1_s1 = inlined_call_operand.smem [shape: s32[8], index: 0, kind: input]",
+    "%s2_s2 = sld [smem:[%s1_s1]]",
+    "%p1_p0 = scmp.lt.s32.totalorder %s2_s2, 5",
+)
+
+
+def test_a_branch_on_data_is_refused_by_name_or_decided_by_the_caller():
+    lines = *FROM_IDS, "%9 = sbr.rel (%p1_p0) target bundleno = 12 (0xc)", *[""] * 9
+    with pytest.raises(DependsOnDataError, match=r"a branch depends on data: .* \{'kernel@0x3': 1\}"):
+        run(*lines)
+    assert run(*lines, trip_counts={"kernel@0x3": 1}).cycles == 13
+    assert run(*lines, trip_counts={"kernel@0x3": 0}).cycles == 4 + 4 + 1
+    assert run(*lines, trip_counts={"kernel": 1}).cycles == 13
+
+
+@pytest.mark.parametrize("trips", [1, 4])
+def test_a_loop_over_data_is_refused_by_name_or_turns_as_often_as_the_caller_says(trips):
+    lines = *FROM_IDS, "", "%9 = sbr.rel (%p1_p0) target bundleno = 3 (0x3)", *[""] * 4
+    with pytest.raises(DependsOnDataError, match=r"the trip count of a loop depends on data: .*'kernel@0x3'"):
+        run(*lines)
+    assert run(*lines, trip_counts={"kernel@0x3": trips}).cycles == 3 + 2 * trips + 4 * trips
+
+
+def test_data_that_decides_nothing_is_no_reason_to_refuse():
+    lines = *FROM_IDS, "%s3_s3 = sshll.u32 %s2_s2, 4", "%p2_p1 = pand %p1_p0, %p1_p0", "%s4_s4 = smov (%p2_p1), 3"
+    assert run(*lines).cycles == 6
+
+
+def test_a_transfer_may_happen_a_part_of_the_times():
+    lines = *FROM_IDS, dma(100, predicate="(%p1_p0), "), "%s3_s3 = smov 1"
+    with pytest.raises(DependsOnDataError, match="a transfer depends on data"):
+        run(*lines)
+    assert [run(*lines, trip_counts={"kernel@0x3": part}).dma_count for part in (0, 0.5, 1)] == [0, 0, 1]
+
+
+def test_the_first_core_stands_for_all():
+    lines = "%s1_s1 = sld [smem:[#allocation0]] /* megacore core id :: core id */", *COUNTED_LOOP[1:]
+    assert run(*(line.replace("s1_s1", "s1_s4") for line in lines)).cycles == run(*COUNTED_LOOP).cycles
+
+
+def test_the_size_of_a_transfer_must_not_depend_on_data():
+    with pytest.raises(DependsOnDataError, match="the size of a transfer at kernel@0x3"):
+        run(*FROM_IDS, dma("%s2_s2"))
+
+
+def test_unknown_opcodes_are_reported_and_never_guessed():
+    found = run("%s1_s1 = sfrobnicate.u32 3, 4", "%s2_s2 = sadd.s32 1, %s1_s1", *wait(7))
+    assert found.unknown == ("sfrobnicate.u32", "a wait at kernel@0x2 for what nothing that is replayed starts")
+    lines = "%s1_s1 = sfrobnicate.u32 3, 4", "%p1_p0 = scmp.eq.s32.totalorder %s1_s1, 1"
+    with pytest.raises(DependsOnDataError):
+        run(*lines, "%9 = sbr.rel (%p1_p0) target bundleno = 0 (0x0)", *[""] * 4)
+
+
+def test_a_program_that_never_ends_is_refused(monkeypatch):
+    monkeypatch.setattr("lowering.schedule.machine._MOST_BLOCKS", 1000)
+    with pytest.raises(DependsOnDataError, match="kernel does not end"):
+        run("%9 = sbr.rel target bundleno = 0 (0x0)", *[""] * 4)
+
+
+# A top-level program that calls one fusion in a loop, while it copies; and the same fusion under another name.
+HLO = """HloModule jit_call, is_scheduled=true
+
+FileNames
+1 "/home/user/model.py"
+
+FunctionNames
+1 "<module>"
+2 "main.<locals>.loss"
+
+FileLocations
+1 {file_name_id=1 function_name_id=2 line=12 end_line=12 column=8 end_column=48}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+%fused_computation (param_0: f32[8,128]) -> f32[8,128] {
+  %param_0 = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %negate.1 = f32[8,128]{1,0:T(8,128)} negate(%param_0)
+}
+
+%fused_computation.1 (param_0.1: f32[8,128]) -> f32[8,128] {
+  %param_0.1 = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %negate.2 = f32[8,128]{1,0:T(8,128)} negate(%param_0.1)
+}
+
+ENTRY %main.2 (args_0_.1: f32[8,128]) -> f32[8,128] {
+  %args_0_.1 = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %fusion = f32[8,128]{1,0:T(8,128)} fusion(%args_0_.1), kind=kLoop, calls=%fused_computation, \
+metadata={op_name="jit(loss)/neg" stack_frame_id=1}
+  ROOT %fusion.1 = f32[8,128]{1,0:T(8,128)} fusion(%fusion), kind=kLoop, calls=%fused_computation.1, \
+metadata={op_name="jit(loss)/neg" stack_frame_id=1}
+}
+"""
+FUSION = program(dma(1000), *wait(1000))
+TOP_LEVEL = program(
+    "%s8_s5 = sld [smem:[#allocation2]]  ;;  %s1_s4 = smov 0",
+    "%p9_p9 = scmp.ne.s32.totalorder %s8_s5, 1",
+    "%8 = sbr.rel (%p9_p9) target bundleno = 12 (0xc)",
+    "%s2_s4 = sphi %s1_s4, %s3_s4  ;;  %s3_s4 = sadd.s32 1, %s2_s4",
+    "%p1_p0 = scmp.lt.s32.totalorder %s3_s4, 3  ;;  %4 = inlined_call %s7_s0 /* %fusion = fusion(%args_0_.1) */",
+    "%9 = sbr.rel (%p1_p0) target bundleno = 3 (0x3)",
+    *[""] * 4,
+    "%5 = inlined_call %s7_s0 /* %fusion.1 = fusion(%fusion) */",
+    "%6 = inlined_call /* <late-finalization> */",
+    "",
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "17-TLP-hlo.txt").write_text(HLO)
+    (tmp_path / "17-TLP-01-packed-bundles-post-ra.txt").write_text(TOP_LEVEL)
+    (tmp_path / "17-TLP-00-schedule-analysis_packed-bundles-post-ra.txt").write_text("Schedule analysis:")
+    (tmp_path / "18-fusion-01-packed-bundles-post-ra.txt").write_text(FUSION)
+    return tmp_path
+
+
+def test_a_program_is_replayed_with_what_it_calls(folder):
+    schedule = schedule_of(folder, named("tpu-v5e"), border_bytes=2 * 4 * 8 * 128)
+    first, second, rest = schedule.kernels
+    assert (first.name, first.kind, first.calls, first.source) == ("fusion", "fusion", 3, "model.py:12 (loss)")
+    assert (second.name, second.calls) == ("fusion.1", 1)  # whose code is that of its equal
+    assert (rest.name, rest.kind) == ("program", "program")
+    assert first.cycles == pytest.approx(32000 / bytes_per_cycle(V5E, named("tpu-v5e")) + HBM_LATENCY_CYCLES + 2, abs=1)
+    assert first.time_us == pytest.approx(3 * first.cycles / 1500)
+    assert sum(kernel.time_us for kernel in schedule.kernels) == pytest.approx(schedule.total_us)
+    assert sum(kernel.share for kernel in schedule.kernels) == pytest.approx(1)
+    assert schedule.unknown == ()
+    assert json.loads(schedule.to_json())["kernels"][0]["dma_bytes"] == 32000
+
+
+def test_the_table_names_what_is_unknown_and_what_is_not_validated(folder):
+    (folder / "18-fusion-01-packed-bundles-post-ra.txt").write_text(program("%s1_s1 = sfrobnicate.u32 3, 4"))
+    text = str(schedule_of(folder, named("tpu-v7x"), border_bytes=0, trip_counts={"fusion": 2}))
+    assert "Not understood, and left out: sfrobnicate.u32." in text
+    assert "tpu-v7x is not validated" in text
+    assert "with a published calibration" in text
+    assert "the caller said: fusion 2." in text
+    assert "model.py:12 (loss)" in text
+
+
+def test_a_schedule_that_was_not_written_is_reported(folder):
+    (folder / "18-fusion-01-packed-bundles-post-ra.txt").unlink()
+    schedule = schedule_of(folder, named("tpu-v5e"), border_bytes=0)
+    assert schedule.unknown == (
+        "the schedule of fusion, which was not written",
+        "the schedule of fusion.1, which was not written",
+    )
+
+
+def test_a_schedule_is_plotted(folder, tmp_path):
+    figure = schedule_of(folder, named("tpu-v5e"), border_bytes=0).plot(tmp_path / "schedule.png", most=1)
+    assert (tmp_path / "schedule.png").stat().st_size > 0
+    assert len(figure.axes[0].patches) == 4  # the first and the rest, each with what it needs at best
+
+
+def test_copies_that_run_meanwhile_share_hbm_with_a_kernel(folder):
+    busy = program(dma(20_000), *wait(20_000))
+    (folder / "18-fusion-01-packed-bundles-post-ra.txt").write_text(busy)
+    alone = schedule_of(folder, named("tpu-v5e"), border_bytes=0)
+    lines = TOP_LEVEL.replace("%s1_s4 = smov 0", f"%s1_s4 = smov 0  ;;  {dma(100_000)}", 1)
+    (folder / "17-TLP-01-packed-bundles-post-ra.txt").write_text(lines)
+    together = schedule_of(folder, named("tpu-v5e"), border_bytes=0)
+    assert together.kernels[-1].dma_bytes == 3_200_000
+    assert together.kernels[0].cycles == alone.kernels[0].cycles
+    assert alone.kernels[0].time_us < together.kernels[0].time_us <= 2 * alone.kernels[0].time_us
+
+
+def test_schedules_are_of_tpus_only():
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    for target in ("cpu", "cuda-h100"):
+        with pytest.raises(lowering.CompileError, match=f"schedule must be asked for a TPU; got '{target}'"):
+            lowering.compile(jaxops.softmax, x, target=target, schedule=True)
+    with pytest.raises(lowering.CompileError, match="trip_counts must come with schedule=True"):
+        lowering.compile(jaxops.softmax, x, target="cpu", trip_counts={"softmax": 1})
