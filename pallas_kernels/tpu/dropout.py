@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.dropout_mask import WORD_BITS, compared, digits, threshold
 from pallas_kernels.kernel import Kernel
+from pallas_kernels.tpu.streaming_cost import streaming_cost
 
 _LANES = 128
 _DTYPES = ("float32", "bfloat16")
@@ -19,6 +20,11 @@ _BLOCK_COLUMNS = _LANES * WORD_BITS  # 128 words of the mask, which fill the lan
 # VMEM of a block: x and y in the operand's dtype and the words, 4 / 32 bytes an element, with two buffers each. With
 # float32 and 2**18 elements that is 2 * (1 + 1 + 1 / 32) MiB, within the 16 MiB that XLA grants.
 _CONFIGS = ({"block_elements": 131072}, {"block_elements": 65536}, {"block_elements": 262144})
+
+# Vector operations for an element: a word takes 12 calls of the generator, each of some 120, for 32 elements; then its
+# bit is tested, and the element scaled and selected.
+_DRAW_FLOPS = 12 * 120 // WORD_BITS
+_SELECT_FLOPS = 4
 
 
 def _words(streams_ref, shape, keep_probability):
@@ -70,7 +76,7 @@ def _blocks(rows, columns, block_elements):
     return grid, pl.BlockSpec((block_rows, 3), lambda row, column: (row, 0)), *specs
 
 
-def _launch(kernel, name, grid, in_specs, out_specs, results, interpret, operands):
+def _launch(kernel, name, grid, in_specs, out_specs, results, flops, interpret, operands):
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     return pl.pallas_call(
@@ -82,6 +88,7 @@ def _launch(kernel, name, grid, in_specs, out_specs, results, interpret, operand
         out_specs=out_specs,
         out_shape=results,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        cost_estimate=streaming_cost((*operands, *results), results[0].size, flops=flops),
         interpret=interpret,
     )(*operands)
 
@@ -96,7 +103,8 @@ def run(streams, x, keep, *, config, interpret=False):
     ]
     operands = keep, streams.reshape(rows, 3), x.reshape(rows, columns)
     outs = [spec, word_spec]
-    y, words = _launch(_kernel, "dropout", grid, [stream_spec, spec], outs, results, interpret, operands)
+    flops = _DRAW_FLOPS + _SELECT_FLOPS
+    y, words = _launch(_kernel, "dropout", grid, [stream_spec, spec], outs, results, flops, interpret, operands)
     return y.reshape(x.shape), words.reshape(*x.shape[:-1], columns // WORD_BITS)
 
 
@@ -104,9 +112,19 @@ def run_backward(grad, words, keep, *, config, interpret=False):
     """Launches the kernel of the gradient; see `pallas_kernels.kernel.Kernel.run`."""
     rows, columns = _rows(grad)
     grid, _, spec, word_spec = _blocks(rows, columns, config["block_elements"])
-    results = jax.ShapeDtypeStruct((rows, columns), grad.dtype)
+    results = [jax.ShapeDtypeStruct((rows, columns), grad.dtype)]
     operands = keep, grad.reshape(rows, columns), words.reshape(rows, columns // WORD_BITS)
-    out = _launch(_backward_kernel, "dropout_backward", grid, [spec, word_spec], spec, results, interpret, operands)
+    (out,) = _launch(
+        _backward_kernel,
+        "dropout_backward",
+        grid,
+        [spec, word_spec],
+        [spec],
+        results,
+        _SELECT_FLOPS,
+        interpret,
+        operands,
+    )
     return (out.reshape(grad.shape),)
 
 
