@@ -29,7 +29,8 @@ def threefry(key0: jax.Array, key1: jax.Array, count0: jax.Array, count1: jax.Ar
             x0 = x0 + x1
             x1 = x0 ^ (x1 << jnp.uint32(distance) | x1 >> jnp.uint32(WORD_BITS - distance))
         x0 = x0 + keys[(group + 1) % 3]
-        x1 = x1 + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+        # Summed first, key and number are the same in all calls with a key.
+        x1 = x1 + (keys[(group + 2) % 3] + jnp.uint32(group + 1))
     return x0, x1
 
 
@@ -47,10 +48,11 @@ def digits(threshold: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
     is_one = threshold >> jnp.uint32(RESOLUTION_BITS)
     number = threshold - is_one
     shifts = reversed(range(RESOLUTION_BITS))
-    return _repeated(is_one), [_repeated((number >> jnp.uint32(shift)) & jnp.uint32(1)) for shift in shifts]
+    return repeated(is_one), [repeated((number >> jnp.uint32(shift)) & jnp.uint32(1)) for shift in shifts]
 
 
-def _repeated(bit: jax.Array) -> jax.Array:
+def repeated(bit: jax.Array) -> jax.Array:
+    """All bits of a word equal to this one."""
     return jnp.uint32(0) - bit
 
 

@@ -31,6 +31,7 @@ KERNELS = {
 CASES = [
     *[("tpu", shape, dtype, rate) for shape, dtype, rate in (((40, 768), F32, 0.25), ((3, 32), BF16, 0.5))],
     *[("tpu", shape, dtype, rate) for shape, dtype, rate in (((2, 3, 4160), F32, 0.75), ((20, 96), F32, 0.1))],
+    *[("tpu", shape, dtype, rate) for shape, dtype, rate in (((100, 160), BF16, 0.3), ((2048,), F32, 0.875))],
     *[("tpu", (17, 64), F32, rate) for rate in (0.0, 1.0)],
     *[("gpu", shape, dtype, rate) for shape, dtype, rate in (((2, 4096), F32, 0.25), ((4160,), BF16, 0.5))],
     *[("gpu", shape, dtype, rate) for shape, dtype, rate in (((2, 1, 4128), F16, 0.75), ((4096,), F32, 0.1))],

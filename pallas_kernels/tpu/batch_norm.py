@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.batch_norm_refusals import IDENTITY, refusal
 from pallas_kernels.kernel import Kernel
+from pallas_kernels.tpu.streaming_cost import streaming_cost
 
 _LANES = 128
 _SUBLANES = 8
@@ -232,6 +233,10 @@ def launch(body, name, blocks, images, statistics, results, interpret):
         out_shape=results,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary")
+        ),
+        # The first phase reads what it needs of the images; the second reads all. Some ten operations per element.
+        cost_estimate=streaming_cost(
+            (*(values for values, always in images if always), *operands, *results), first.size, flops=10
         ),
         interpret=interpret,
     )(*operands)

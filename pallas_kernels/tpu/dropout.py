@@ -1,87 +1,188 @@
 """Dropout on TPU: the mask is drawn in registers, beside the elements that it keeps or drops, in one pass over HBM.
 
 XLA's own program draws the words of the mask in one loop and expands each to its 32 elements in another. Here both
-happen in VMEM. A word holds 32 neighbouring lanes, so a register of elements needs four words for each of its rows.
+happen in VMEM. Short rows are drawn several at a time, so that words fill all 128 lanes of a register.
+
+What bounds it is the generator. TPUs have no rotation of bits, so a round takes five operations, and a call of 20
+rounds with its keys and two digits about 119. For a probability of 24 digits, 12 calls make a register of words. At
+four vector operations in a cycle they take 357 cycles. Its 32 registers of elements, in bfloat16, pass HBM in 248
+cycles on a v5e and in 144 on a v6e. Probabilities of up to four digits, such as 0.5 and 0.75, are bound by HBM.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.dropout_mask import WORD_BITS, compared, digits, threshold
+from pallas_kernels.dropout_mask import RESOLUTION_BITS, WORD_BITS, compared, digits, repeated, threshold
 from pallas_kernels.kernel import Kernel
+from pallas_kernels.tpu.streaming_cost import streaming_cost
 
 _LANES = 128
 _DTYPES = ("float32", "bfloat16")
-_BLOCK_COLUMNS = _LANES * WORD_BITS  # 128 words of the mask, which fill the lanes of a register
-# VMEM of a block: x and y in the operand's dtype and the words, 4 / 32 bytes an element, with two buffers each. With
-# float32 and 2**18 elements that is 2 * (1 + 1 + 1 / 32) MiB, within the 16 MiB that XLA grants.
-_CONFIGS = ({"block_elements": 131072}, {"block_elements": 65536}, {"block_elements": 262144})
+_BLOCK_COLUMNS = _LANES * WORD_BITS  # a row of words fills the lanes of a register
+_BAND_ROWS = 16  # at least: two tiles of rows fill a register of 16-bit values
+_MAX_BAND_ROWS = 128  # 16 registers of words, and for each of them the generator's state, of a TensorCore's 64
+_MAX_BANDS = 8
+_STEP_DIGITS = 4  # drawn for all words before the next four: the independent work that hides the latency of each
+_SWAPPED_DIGITS = (8, 4)  # of lanes and of bits; each more halves the moves, but waits some 100 cycles for its own
+# VMEM of a block: x and y in the operand's dtype and the words, 4 / 32 bytes an element, with two buffers each, and one
+# copy of the words. With float32 and 2**19 elements that is 8.2 MiB, within the 16 MiB that XLA grants.
+_CONFIGS = ({"block_elements": 524288}, {"block_elements": 262144}, {"block_elements": 131072})
+
+# Vector operations for an element: the generator's, for 32 elements at once; then a bit is tested, and the element
+# scaled and selected.
+_DRAW_FLOPS = 12 * 119 // WORD_BITS
+_SELECT_FLOPS = 4
 
 
-def _words(streams_ref, shape, keep_probability):
+def _words(streams_ref, bands, row_words, shape, keep_probability):
+    """The words of a block's bands of rows, (rows of a band, 128): `row_words` lanes for each band."""
+    lane = lax.broadcasted_iota(jnp.int32, shape, 1)
     # A row has a stream of its own: two words of key, and the number of its first word. So the mask does not depend on
     # how rows are cut into blocks.
-    key0, key1, first = (jnp.broadcast_to(streams_ref[:, i : i + 1], shape) for i in range(3))
-    column = jax.lax.broadcasted_iota(jnp.int32, shape, 1).astype(jnp.uint32)
-    words = first + (pl.program_id(1) * shape[1]).astype(jnp.uint32) + column
-    less, number = digits(threshold(keep_probability))
-    return compared(jnp.full(shape, less), (key0, key1), words, 0, number)
+    key0, key1, words = (_of_bands(streams_ref, i, bands, row_words, lane) for i in range(3))
+    for _ in range(1, bands):
+        lane = jnp.where(lane >= row_words, lane - row_words, lane)
+    words += (pl.program_id(1) * _LANES + lane).astype(jnp.uint32)
+    above = threshold(keep_probability)
+    less, _ = digits(above)
+    number = above - (above >> jnp.uint32(RESOLUTION_BITS))
+    # Zeros at a probability's end decide nothing: 0.5 takes one step, 0.9 all six.
+    ends = [(1 << end) - 1 for end in range(_STEP_DIGITS, RESOLUTION_BITS + 1, _STEP_DIGITS)]
+    steps = sum((number & jnp.uint32(end) != 0).astype(jnp.int32) for end in ends)
+
+    def step(i, less):
+        group = steps - 1 - i
+        shifts = (RESOLUTION_BITS - 1 - digit - group * _STEP_DIGITS for digit in range(_STEP_DIGITS))
+        drawn = [repeated(number >> shift.astype(jnp.uint32) & jnp.uint32(1)) for shift in shifts]
+        return compared(less, (key0, key1), words, group * (_STEP_DIGITS // 2), drawn)
+
+    return lax.fori_loop(0, steps, step, jnp.full(shape, less))
+
+
+def _of_bands(streams_ref, column, bands, row_words, lane):
+    rows = lane.shape[0]
+    values = jnp.broadcast_to(streams_ref[:rows, column : column + 1], lane.shape)
+    for band in range(1, bands):
+        others = jnp.broadcast_to(streams_ref[band * rows : (band + 1) * rows, column : column + 1], lane.shape)
+        values = jnp.where(lane >= band * row_words, others, values)
+    return values
+
+
+def _swapped(words):
+    """Exchanges digits of the lane's number with digits of the bit's number, as in a transposition of bits."""
+    lane = lax.broadcasted_iota(jnp.int32, words.shape, 1)
+    for digit in _SWAPPED_DIGITS:
+        low = sum(1 << bit for bit in range(WORD_BITS) if not bit & digit)
+        upper, shift = lane & digit != 0, jnp.uint32(digit)
+        partner = _permuted(words, lane ^ digit)
+        partner = jnp.where(upper, partner >> shift, partner << shift)
+        words ^= (words ^ partner) & jnp.where(upper, jnp.uint32(low), jnp.uint32(low << digit))
+    return words
+
+
+def _permuted(words, lanes):
+    if words.shape[0] == 1:  # Mosaic takes no gather from a single row, so it passes as two equal ones.
+        return _permuted(*(jnp.broadcast_to(values, (2, _LANES)) for values in (words, lanes)))[:1]
+    return jnp.take_along_axis(words, lanes, axis=1, mode="promise_in_bounds")
 
 
 def _select(words, x_ref, y_ref, factor):
-    """Keeps or drops each lane by bit `lane % 32` of one of the four words that a register of elements needs."""
-    rows, columns = x_ref.shape
-    for start in range(0, columns, _LANES):
-        lanes = min(_LANES, columns - start)
-        lane = jax.lax.broadcasted_iota(jnp.int32, (rows, lanes), 1)
+    """Keeps or drops each element; lane `32 q + b` of register c of a row has bit b of the word in lane `4 c + q`."""
+    # The cross-lane unit moves one register in a few cycles, and a lane needs one bit of the 32 that come. So some
+    # digits of c change places with digits of b first: then one move serves all c that differ in these digits.
+    swapped, digits = _swapped(words), sum(_SWAPPED_DIGITS)
+    lane = lax.broadcasted_iota(jnp.int32, words.shape, 1)
+    quarter, bit = lane >> WORD_BITS.bit_length() - 1, lane & WORD_BITS - 1
+    moved = {}
+    for start in range(0, x_ref.shape[1], _LANES):
         first = start // WORD_BITS
-        # TPUs have no cheap gather across lanes: broadcast each of the four words to all lanes, and select by the lane.
-        word_of_lane = jnp.broadcast_to(words[:, first : first + 1], (rows, lanes))
-        for i in range(1, lanes // WORD_BITS):
-            word = jnp.broadcast_to(words[:, first + i : first + i + 1], (rows, lanes))
-            word_of_lane = jnp.where(lane >= i * WORD_BITS, word, word_of_lane)
-        bit = jax.lax.shift_right_logical(word_of_lane, (lane % WORD_BITS).astype(jnp.uint32)) & jnp.uint32(1)
+        source = first & ~digits
+        if source not in moved:
+            there = _permuted(swapped, source + quarter + (bit & digits))
+            moved[source] = there >> (bit & ~digits).astype(jnp.uint32)
+        lanes = min(_LANES, x_ref.shape[1] - start)
+        kept = (moved[source][:, :lanes] & jnp.uint32(1 << (first & digits))) != 0
         x = x_ref[:, start : start + lanes].astype(jnp.float32)
-        y_ref[:, start : start + lanes] = jnp.where(bit.astype(jnp.int32) != 0, x * factor, 0.0).astype(y_ref.dtype)
+        y_ref[:, start : start + lanes] = jnp.where(kept, x * factor, 0.0).astype(y_ref.dtype)
 
 
-def _kernel(keep_ref, streams_ref, x_ref, y_ref, words_ref):
-    words = _words(streams_ref, words_ref.shape, keep_ref[0])
-    words_ref[...] = words
-    _select(words, x_ref, y_ref, keep_ref[1])
+def _kernel(keep_ref, streams_ref, x_ref, y_ref, words_ref, words_vmem):
+    rows, row_words = words_vmem.shape[0], words_ref.shape[1]
+    bands = x_ref.shape[0] // rows
+    words_vmem[...] = _words(streams_ref, bands, row_words, words_vmem.shape, keep_ref[0])
+    for band in range(bands):
+        place = slice(band * rows, (band + 1) * rows)
+        words = words_vmem[...]
+        if band:
+            words = _permuted(words, (lax.broadcasted_iota(jnp.int32, words.shape, 1) + band * row_words) & _LANES - 1)
+        words_ref[place, :] = words[:, :row_words]
+        _select(words, x_ref.at[place], y_ref.at[place], keep_ref[1])
 
 
-def _backward_kernel(keep_ref, grad_ref, words_ref, out_ref):
-    _select(words_ref[...], grad_ref, out_ref, keep_ref[1])
+def _backward_kernel(keep_ref, grad_ref, words_ref, out_ref, words_vmem):
+    rows = words_vmem.shape[0]
+    for band in range(grad_ref.shape[0] // rows):
+        place = slice(band * rows, (band + 1) * rows)
+        # Lanes without a word keep whatever they hold; no element asks for them.
+        words_vmem[:, : words_ref.shape[1]] = words_ref[place, :]
+        _select(words_vmem[...], grad_ref.at[place], out_ref.at[place], keep_ref[1])
 
 
-def _blocks(rows, columns, block_elements):
-    """The grid, and the blocks of streams, elements and words; rows are cut where a register of words ends."""
+class Blocks(NamedTuple):
+    """How rows and columns are cut.
+
+    Attributes:
+      grid: the number of blocks along rows and columns.
+      bands: of a block's rows; their words lie beside each other in the lanes, which a single row may not fill.
+      rows: of a band.
+      columns: of a block.
+    """
+
+    grid: tuple[int, int]
+    bands: int
+    rows: int
+    columns: int
+
+    def spec(self, width):
+        """Blocks of elements or words."""
+        return pl.BlockSpec((self.bands * self.rows, width), lambda row, column: (row, column))
+
+    @property
+    def streams_spec(self):
+        """The streams of a block's rows."""
+        return pl.BlockSpec((self.bands * self.rows, 3), lambda row, column: (row, 0))
+
+
+def blocks_of(rows, columns, block_elements):
+    """Blocks of about `block_elements`, of whole rows if those are short."""
     block_columns = min(columns, _BLOCK_COLUMNS)
-    block_rows = min(rows, max(16, block_elements // max(block_columns, _LANES) // 16 * 16))
-    grid = (pl.cdiv(rows, block_rows), pl.cdiv(columns, block_columns))
-    specs = [
-        pl.BlockSpec((block_rows, width), lambda row, column: (row, column))
-        for width in (block_columns, block_columns // WORD_BITS)
-    ]
-    return grid, pl.BlockSpec((block_rows, 3), lambda row, column: (row, 0)), *specs
+    bands = max(1, min(_BLOCK_COLUMNS // block_columns, _MAX_BANDS, rows // _BAND_ROWS))
+    wanted = block_elements // (bands * block_columns)
+    band_rows = max(_BAND_ROWS, min(wanted, rows // bands, _MAX_BAND_ROWS) // _BAND_ROWS * _BAND_ROWS)
+    if bands == 1:
+        band_rows = min(rows, band_rows)
+    return Blocks((pl.cdiv(rows, bands * band_rows), pl.cdiv(columns, block_columns)), bands, band_rows, block_columns)
 
 
-def _launch(kernel, name, grid, in_specs, out_specs, results, interpret, operands):
+def _launch(kernel, name, blocks, in_specs, out_specs, results, flops, interpret, operands):
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     return pl.pallas_call(
         kernel,
         name=name,
-        grid=grid,
+        grid=blocks.grid,
         # The probability and the factor are scalars, which the scalar core reads from SMEM.
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *in_specs],
         out_specs=out_specs,
         out_shape=results,
+        scratch_shapes=[pltpu.VMEM((blocks.rows, _LANES), jnp.uint32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        cost_estimate=streaming_cost((*operands, *results), results[0].size, flops=flops),
         interpret=interpret,
     )(*operands)
 
@@ -89,24 +190,27 @@ def _launch(kernel, name, grid, in_specs, out_specs, results, interpret, operand
 def run(streams, x, keep, *, config, interpret=False):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
     rows, columns = _rows(x)
-    grid, stream_spec, spec, word_spec = _blocks(rows, columns, config["block_elements"])
+    blocks = blocks_of(rows, columns, config["block_elements"])
+    spec, word_spec = blocks.spec(blocks.columns), blocks.spec(blocks.columns // WORD_BITS)
     results = [
         jax.ShapeDtypeStruct((rows, columns), x.dtype),
         jax.ShapeDtypeStruct((rows, columns // WORD_BITS), jnp.uint32),
     ]
     operands = keep, streams.reshape(rows, 3), x.reshape(rows, columns)
-    outs = [spec, word_spec]
-    y, words = _launch(_kernel, "dropout", grid, [stream_spec, spec], outs, results, interpret, operands)
+    ins, outs, flops = [blocks.streams_spec, spec], [spec, word_spec], _DRAW_FLOPS + _SELECT_FLOPS
+    y, words = _launch(_kernel, "dropout", blocks, ins, outs, results, flops, interpret, operands)
     return y.reshape(x.shape), words.reshape(*x.shape[:-1], columns // WORD_BITS)
 
 
 def run_backward(grad, words, keep, *, config, interpret=False):
     """Launches the kernel of the gradient; see `pallas_kernels.kernel.Kernel.run`."""
     rows, columns = _rows(grad)
-    grid, _, spec, word_spec = _blocks(rows, columns, config["block_elements"])
-    results = jax.ShapeDtypeStruct((rows, columns), grad.dtype)
+    blocks = blocks_of(rows, columns, config["block_elements"])
+    spec, word_spec = blocks.spec(blocks.columns), blocks.spec(blocks.columns // WORD_BITS)
+    results = [jax.ShapeDtypeStruct((rows, columns), grad.dtype)]
     operands = keep, grad.reshape(rows, columns), words.reshape(rows, columns // WORD_BITS)
-    out = _launch(_backward_kernel, "dropout_backward", grid, [spec, word_spec], spec, results, interpret, operands)
+    ins, name = [spec, word_spec], "dropout_backward"
+    (out,) = _launch(_backward_kernel, name, blocks, ins, [spec], results, _SELECT_FLOPS, interpret, operands)
     return (out.reshape(grad.shape),)
 
 

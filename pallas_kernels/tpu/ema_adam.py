@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.ema_adam_update import COEFFICIENTS, ema_adam_update
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_order
+from pallas_kernels.tpu.streaming_cost import streaming_cost
 
 _TILE = SUBLANES * LANES
 _MAX_LOOSE_VECTOR = 2**20  # reshaping a longer vector, if not of whole tiles, costs more than the update
@@ -88,6 +89,8 @@ def run(grad, var, m, v, s, coefficients, *, mode, output, config, interpret=Fal
         out_shape=[jax.typeof(operand) for operand in operands[1:]],
         input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
+        # Some thirty operations for each element, and the root of the second moment.
+        cost_estimate=streaming_cost((*operands, *operands[1:]), grad.size, flops=30, transcendentals=1),
         interpret=interpret,
     )(coefficients, *operands)
     return tuple(_from_view(result, grad.shape) for result in results)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.kernel import Kernel
+from pallas_kernels.tpu.streaming_cost import streaming_cost
 
 _LANES = 128
 _DTYPES = ("float32", "bfloat16")
@@ -138,6 +139,7 @@ def run(grad, indices, *, num_weights, padding_idx, scale_grad_by_freq, config, 
     ids = jnp.pad(ids, (0, missing), constant_values=_NO_ROW)
     rows = grad.reshape(positions, width)[jnp.pad(order, (0, missing))]
     schedule = _schedule(ids, blocks)
+    table = jax.ShapeDtypeStruct((num_weights, width), grad.dtype)
     out = pl.pallas_call(
         functools.partial(_kernel, steps=blocks.steps, averaged=scale_grad_by_freq),
         name="embedding_dense_backward",
@@ -162,8 +164,9 @@ def run(grad, indices, *, num_weights, padding_idx, scale_grad_by_freq, config, 
                 *[pltpu.VMEM((blocks.rows, 1), jnp.float32)] * scale_grad_by_freq,
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((num_weights, width), grad.dtype),
+        out_shape=table,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=streaming_cost((ids, rows, table), rows.size, flops=1),
         interpret=interpret,
     )(*schedule, ids.reshape(blocks.chunks, 1, blocks.chunk_rows), rows)
     return (out,)

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.local_response_norm_windows import reach, refusal
 from pallas_kernels.tpu.stored_order import LANES, round_up, stored_order
+from pallas_kernels.tpu.streaming_cost import streaming_cost
 
 _ROWS = 16  # of a register of 16-bit values; a register of 32-bit values has eight
 _DTYPES = ("float32", "bfloat16")
@@ -146,17 +147,20 @@ def _launch(body, name, *operands, config, interpret, **params):
     block = block_of(view, config["block_elements"])
     # Beyond the edges of the other axes a block holds anything, but no pixel reads another.
     spec = pl.BlockSpec(block, lambda *indices: indices)
-    result = pl.pallas_call(
+    result = jax.ShapeDtypeStruct(view.shape, operands[-1].dtype)
+    y = pl.pallas_call(
         functools.partial(body, channel_axis=view.channel_axis, **params),
         name=name,
         grid=tuple(map(pl.cdiv, view.shape, block)),
         in_specs=[spec] * len(operands),
         out_specs=spec,
-        out_shape=jax.ShapeDtypeStruct(view.shape, operands[-1].dtype),
+        out_shape=result,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 5),
+        # Sums over a window by doubling take some ten shifts and additions; a power is a logarithm and an exponential.
+        cost_estimate=streaming_cost((*operands, result), result.size, flops=20 * len(operands), transcendentals=2),
         interpret=interpret,
     )(*map(view.of, operands))
-    return (view.back(result, operands[0].shape),)
+    return (view.back(y, operands[0].shape),)
 
 
 def run(x, *, config, interpret=False, **params):

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import whole_images
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_order
+from pallas_kernels.tpu.streaming_cost import streaming_cost
 
 _DTYPES = ("float32", "bfloat16")
 _LEAST = jnp.iinfo(jnp.int32).min  # the key of padding, below the key of any element
@@ -142,15 +143,18 @@ def run(x, grad, *, window, stride, padding, propagate_nan, config, interpret=Fa
         lambda image, band, part: (image, jnp.minimum(band, last_band), 0, part),
     )
     scratch = (*blocks.padded, blocks.channels)
+    result = jax.ShapeDtypeStruct((images, height, width, channels), grad.dtype)
     dx = pl.pallas_call(
         functools.partial(_kernel, blocks=blocks, propagate_nan=propagate_nan),
         name="max_pool_backward",
         grid=(images, pl.cdiv(height, blocks.rows), pl.cdiv(channels, blocks.channels)),
         in_specs=[spec, grad_spec],
         out_specs=spec,
-        out_shape=jax.ShapeDtypeStruct((images, height, width, channels), grad.dtype),
+        out_shape=result,
         scratch_shapes=[pltpu.VMEM(scratch, jnp.int32), pltpu.VMEM(scratch, jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
+        # Per element of a window: compare and keep the larger key and its place; compare the place, select and add.
+        cost_estimate=streaming_cost((x, grad, result), grad.size, flops=6 * math.prod(blocks.window)),
         interpret=interpret,
     )(x.reshape(images, height, width, channels), grad.reshape(images, *blocks.outputs, channels))
     return (dx.reshape(x.shape),)

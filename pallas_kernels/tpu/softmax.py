@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.softmax_groups import View, array_shape, refusal
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_order
+from pallas_kernels.tpu.streaming_cost import streaming_cost
 
 _DTYPES = ("float32", "bfloat16")
 _MIB = 2**20
@@ -178,6 +179,10 @@ def launch(body, name, blocks, operands, statistics, interpret):
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * 4 + ("arbitrary",) * 2,
             vmem_limit_bytes=max(_DEFAULT_LIMIT_BYTES, vmem_bytes + vmem_bytes // 4),
+        ),
+        # Per element: the maximum, a difference, an exponential, the sum and a quotient, and less for the gradient.
+        cost_estimate=streaming_cost(
+            (*operands * min(blocks.steps, 2), result), result.size, flops=5, transcendentals=1
         ),
         interpret=interpret,
     )(*map(blocks.view.to_view, operands))
