@@ -78,7 +78,7 @@ _IMPORTED_LATER = {
     "mcdnn": "jaxops.mcdnn",
 }
 # The import of its operator has bound this name to the package, which would keep the function of that name hidden.
-del ema_adam
+globals().pop("ema_adam", None)
 
 
 def __getattr__(name: str) -> Any:

@@ -47,6 +47,8 @@ class _OneSentence(TyperGroup):
             message = error.format_message()
         except CommandError as error:
             message = str(error)
+        except OSError as error:  # a full disk behind stdout, for one
+            message = f"output must be written somewhere; got {error.strerror}"
         if message:  # Without arguments there is help instead.
             print("jaxops:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
@@ -193,7 +195,7 @@ def export(
 
     def exported() -> lowering.Artifact:
         with lowering.use(implementation):
-            return lowering.export(fn, *args, platforms=platforms.split(","))
+            return lowering.export(fn, *args, platforms=[name.strip() for name in platforms.split(",")])
 
     with tuned_by(tuned):
         artifact = run_user_code(function, "be traceable with these arguments", exported)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -86,6 +87,8 @@ class Artifact:
             "fixed": self.fixed,
             "results": self._results,
         }
+        if not isinstance(path, str | os.PathLike):
+            raise ArtifactError(f"save: path must be a string or a path; got {path!r}")
         with zipfile.ZipFile(path, "w") as file:
             file.writestr(_METADATA, json.dumps(record))
             file.writestr(_PROGRAM, bytes(self._exported.serialize()))
@@ -116,11 +119,13 @@ def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFO
       [[0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25]]
     """
     platforms = (platforms,) if isinstance(platforms, str) else platforms
-    unknown = [name for name in platforms if name not in PLATFORMS]
-    if unknown or not platforms:
+    names = platforms if isinstance(platforms, tuple | list) else (repr(platforms),)
+    unknown = [str(name) for name in names if name not in PLATFORMS]
+    if unknown or not names:
         raise ArtifactError(f"export: platforms must be of {', '.join(PLATFORMS)}; got {', '.join(unknown) or 'none'}")
-    fixed = fixed_text(args, static_leaves.without_fixed(fn, args))
+    given = args
     fn, args = static_leaves.of_arrays(fn, args)
+    fixed = fixed_text(given, args)
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
     exported = jax.export.export(jitted, platforms=list(platforms), disabled_checks=checks)(*args)
@@ -153,6 +158,8 @@ def load(path: str | Path) -> Artifact:
       >>> print(lowering.load("square.jaxops").call(3.0))
       9.0
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ArtifactError(f"load: path must be a string or a path; got {path!r}")
     try:
         with zipfile.ZipFile(path) as file:
             record = json.loads(file.read(_METADATA))

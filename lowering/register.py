@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import Any
 
 import jax
+from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
@@ -36,6 +37,7 @@ def register(operator: Operator) -> None:
       >>> operator.primitive
       nll_loss
     """
+    _require_operator("register", operator)
     registry.add(operator)
     mlir.register_lowering(operator.primitive, functools.partial(_lower_reference, operator, "other"))
     for platform in PLATFORMS:
@@ -67,6 +69,7 @@ def add_kernel(operator: Operator, kernel: Kernel) -> None:
       (Refusal(kernel='mine', reason='opt-in: not measured on this target'),)
       >>> lowering.remove_kernel(operator, kernel)
     """
+    _require_operator("add_kernel", operator)
     if not isinstance(kernel, Kernel):
         raise TypeError(f"add_kernel: kernel must be a pallas_kernels.kernel.Kernel; got {kernel!r}")
     _added_kernels[operator.name] = (kernel, *_added_kernels.get(operator.name, ()))
@@ -90,8 +93,18 @@ def remove_kernel(operator: Operator, kernel: Kernel) -> None:
       >>> lowering.explain(jaxops.nll_loss, jnp.zeros((1, 2)), jnp.array([1])).rows[0].refusals
       ()
     """
-    _added_kernels[operator.name] = tuple(added for added in _added_kernels[operator.name] if added is not kernel)
+    _require_operator("remove_kernel", operator)
+    added = _added_kernels.get(operator.name, ())
+    if not any(one is kernel for one in added):
+        raise ValueError(f"remove_kernel: kernel must be one that was added to {operator.name}; got {kernel!r}")
+    _added_kernels[operator.name] = tuple(one for one in added if one is not kernel)
     jax.clear_caches()
+
+
+def _require_operator(caller: str, operator: Any) -> None:
+    if not isinstance(getattr(operator, "primitive", None), Primitive):
+        kind = type(operator).__name__
+        raise TypeError(f"{caller}: operator must be one of jaxops.operators(); got a value of type {kind}")
 
 
 def kernels_of(operator: Operator) -> tuple[Kernel, ...]:

@@ -17,7 +17,12 @@ def of_arrays(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[...
     Returns:
       Both, unchanged if nothing is fixed. Otherwise a function whose results have None in place of leaves that are not
       arrays, and arguments with None in place of fixed leaves, as `without_fixed` makes them.
+
+    Raises:
+      TypeError: if `fn` cannot be called.
     """
+    if not callable(fn):
+        raise TypeError(f"lowering: fn must be a function or an operator; got a value of type {type(fn).__name__}")
     leaves, structure = jax.tree.flatten(tuple(args))
     fixed = _fixed(fn, args)
     if hasattr(fn, "trace") or not (any(fixed) or _is_filtered(fn)):

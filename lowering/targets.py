@@ -179,9 +179,9 @@ def targets() -> tuple[Hardware, ...]:
 
 def named(name: str) -> Hardware:
     """The record of a chip, or of a platform ("cpu", "cuda", "tpu") if nothing more is known of the chip."""
-    if name in TARGETS:
+    if isinstance(name, str) and name in TARGETS:
         return TARGETS[name]
-    if name in PLATFORMS:
+    if isinstance(name, str) and name in PLATFORMS:
         return Hardware(name, name)
     raise ValueError(f"lowering: target must be one of {', '.join((*TARGETS, *PLATFORMS[1:]))}; got {name!r}")
 
@@ -211,7 +211,7 @@ def parse(target: str) -> TargetSlice:
       TopologyError: if there is a topology that is not one or up to three sizes.
       ValueError: for an unknown chip.
     """
-    name, _, topology = target.partition(":")
+    name, _, topology = target.partition(":") if isinstance(target, str) else (target, "", "")
     hardware = named(name)
     if not topology:
         return TargetSlice(hardware, "", 1)

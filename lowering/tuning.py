@@ -74,6 +74,8 @@ class TuningResult:
         Raises:
           TuningError: if the file cannot be written, or holds anything but an earlier result.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise TuningError(f"save: {path!r} must be a path")
         path = Path(path).resolve()
         if path.exists():
             self.load(path)
@@ -95,8 +97,9 @@ class TuningResult:
         """
         try:
             record = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise TuningError(f"load: {str(path)!r} must be a file that can be read; got {error.strerror}") from None
+        except (OSError, TypeError) as error:
+            reason = getattr(error, "strerror", None) or "no path"
+            raise TuningError(f"load: {str(path)!r} must be a file that can be read; got {reason}") from None
         except (ValueError, RecursionError):
             record = None
         found = record.get("format") if isinstance(record, dict) and "entries" in record else None

@@ -95,6 +95,14 @@ def test_explain_prints_what_lowering_explains(arguments: tuple[str, ...]) -> No
     assert (row["operator"], row["count"], row["operands"][0]) == ("nll_loss", 1, "float32[4,7]")
 
 
+def test_json_is_not_mixed_with_what_user_code_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loud.py").write_text("print('imported')\ndef loud(x):\n    print('called')\n    return x\n")
+    result = run("explain", "loud.py:loud", "--arg", "f32[2]", "--json")
+    assert json.loads(result.stdout)["rows"] == []
+    assert "called" in result.stderr
+
+
 @pytest.mark.usefixtures("user_file")
 def test_explain_table_shows_the_backward_operator() -> None:
     result = run("explain", "mine.py:gradient")

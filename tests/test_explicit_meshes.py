@@ -120,6 +120,12 @@ LAYOUTS = {
         [IMAGE, IMAGE[:-1], (6, 8)],
         [P("b"), P(None, "b"), P()],
     ),
+    "cross-entropy-one-feature": (
+        lambda x, labels, weight: linear_cross_entropy(x, weight, labels),
+        lambda x, labels, weight: linear_cross_entropy_oracle.expected(x, weight, labels)[0],
+        [(4, 2, 1), (4, 2), (6, 1)],
+        [P(), P("b"), P()],
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 import decimal
 import fractions
 import re
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -232,3 +233,9 @@ def test_dtypes_are_floating():
     assert require_floating_dtype("op", "x", jnp.float16) == jnp.float16
     for value in ("junk", int, dict, "f4,i4", "float128", 3, True, np.ones(2), jnp.ones(2), {}, [], object()):
         refusal(require_floating_dtype, value)
+
+
+@pytest.mark.parametrize("value", [jnp, np, unittest.mock.Mock()], ids=["jnp", "np", "mock"])
+def test_what_only_has_the_attributes_of_an_array_is_refused_in_one_sentence(value):
+    assert re.fullmatch(r"op: x must be an array of JAX or NumPy, or numbers; got <.*>", str(refusal(as_array, value)))
+    assert str(refusal(require_integer, value)).startswith("op: x must be")

@@ -58,9 +58,17 @@ def require_present(operator: str, arguments: Mapping[str, object], *, status: i
         require(value is not None, operator, name, "be given", None, status=missing)
 
 
+def is_like_array(value: Any) -> bool:
+    """Whether a value has a shape and a dtype. Modules and mocks have other things under these names."""
+    try:
+        return isinstance(value.shape, tuple) and hasattr(value, "dtype") and not isinstance(value, np.generic | type)
+    except Exception:  # a user's attribute may raise anything
+        return False
+
+
 def show(value: Any) -> str:
     """The shape and dtype of anything like an array, even a tracer; the one-line repr of anything else."""
-    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic | type):
+    if is_like_array(value):
         return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"

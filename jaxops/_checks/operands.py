@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._checks.errors import PARAM_INVALID, BadParamError, require, require_present, show
+from jaxops._checks.errors import PARAM_INVALID, BadParamError, is_like_array, require, require_present, show
 
 _RAW_KEY_WORDS = (2, 4)  # of threefry2x32; of rbg and unsafe_rbg
 _NUMBERS = (bool, int, float, complex)
@@ -88,7 +88,7 @@ def _may_be_array(value: Any) -> bool:
 
 def _refusal(operator: str, argument: str, value: Any, status: int | str) -> BadParamError:
     shown, kind = show(value), type(value).__qualname__
-    if not isinstance(value, np.ndarray) and hasattr(value, "shape") and hasattr(value, "dtype"):
+    if not isinstance(value, np.ndarray) and is_like_array(value):
         shown = f"{kind} {shown}"  # shape and dtype alone would read like an accepted array
     return BadParamError(f"{operator}: {argument} must be an array of JAX or NumPy, or numbers; got {shown}", status)
 

@@ -1,5 +1,6 @@
 """Functions in a user's own file, as the command line names them, with arguments to trace them with."""
 
+import contextlib
 import importlib.util
 import inspect
 import math
@@ -73,7 +74,8 @@ def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., An
 def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
     """The result of `code()`. An operator's refusal keeps its own words; any other error becomes one line."""
     try:
-        return code()
+        with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not part of our output
+            return code()
     except (OperatorError, ArtifactError, CompileError, TuningError) as error:
         raise CommandError(re.sub(r"^(lowering\.compile|export|load|save|tune): ", "", str(error))) from None
     except (Exception, SystemExit) as error:

@@ -11,7 +11,7 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
 from jaxops._checks.ids import differ_from, wide_ids
 from jaxops._checks.operands import as_arrays, as_optional
-from jaxops._primitive.sharding import agreeing
+from jaxops._primitive.sharding import agreeing, laid_out_as
 from jaxops.linear_cross_entropy.column_tiles import default_tile_logits
 from jaxops.linear_cross_entropy.grad_in_forward import RowWeights, row_losses, summed_cross_entropy
 from jaxops.linear_cross_entropy.logits import (
@@ -205,7 +205,7 @@ def linear_cross_entropy(
 
     # A skipped row may hold NaN, which a gradient of zero would not remove. Aux describes skipped rows, too.
     live = task.kept | jnp.all(jnp.isfinite(x), axis=-1) if return_aux else task.kept
-    x = jnp.where(broadcast_rows(live), x, jnp.zeros_like(x))
+    x = _zero_unless(live, x)
     targets = task.targets._replace(labels=jnp.where(live, task.targets.labels, SKIPPED))
     bias = jnp.zeros((0,), x.dtype) if bias is None else bias
     scalar = reduction != "none" and not return_aux and vocab_axis is None
@@ -221,6 +221,13 @@ def linear_cross_entropy(
     losses = row_losses(rows, vocabulary.sum(target_total(targets, rows.log_sum_exp)), weights)
     loss = losses if reduction == "none" else _reduced(jnp.sum(losses), task, reduction)
     return (loss, _aux(rows, labels, task.kept, vocabulary)) if return_aux else loss
+
+
+def _zero_unless(live: jax.Array, x: jax.Array) -> jax.Array:
+    is_live = broadcast_rows(live)
+    if is_live.shape == x.shape:  # a single feature: nothing is broadcast, so an explicit mesh wants one layout
+        is_live = laid_out_as(is_live, jax.typeof(x).sharding)
+    return jnp.where(is_live, x, jnp.zeros_like(x))
 
 
 def _merged_statistics(

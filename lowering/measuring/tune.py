@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,10 @@ def _checked_device(target: str | None, budget_seconds: float, repeats: int) -> 
     hardware = here()
     if target is not None and named(target) != hardware:
         raise TuningError(f"tune: target must be the device here, {hardware.name}; got {target!r}")
-    for name, value in {"budget_seconds": budget_seconds, "repeats": repeats}.items():
-        if not value > 0:
-            raise TuningError(f"tune: {name} must be positive; got {value}")
+    if not (isinstance(budget_seconds, Real) and budget_seconds > 0):
+        raise TuningError(f"tune: budget_seconds must be a positive number; got {budget_seconds!r}")
+    if not (isinstance(repeats, Integral) and repeats > 0):
+        raise TuningError(f"tune: repeats must be a positive integer; got {repeats!r}")
     return hardware
 
 
