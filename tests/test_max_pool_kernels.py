@@ -109,12 +109,11 @@ def test_max_pool_gradient_launches_its_kernel(name):
     assert text.count(f"stablehlo.custom_call @{custom_call}") == 1
 
 
-@pytest.mark.parametrize(("layout", "shape"), [("NHWC", (2, 8, 8, 128)), ("NCHW", (3, 50, 8, 9))], ids=str)
-def test_max_pool_runs_the_interpreted_kernel(layout, shape, rng):
-    x = jnp.asarray(rng.normal(size=shape), jnp.float32)
+def test_max_pool_runs_the_interpreted_kernel(rng):
+    x = jnp.asarray(rng.normal(size=(2, 8, 8, 128)), jnp.float32)
 
     def loss(x):
-        return jnp.sum(jnp.sin(max_pool(x, 3, stride=2, padding=1, layout=layout)))
+        return jnp.sum(jnp.sin(max_pool(x, 3, stride=2, padding=1, layout="NHWC")))
 
     with lowering.use("interpret:mosaic_tpu"):
         assert "mosaic_tpu" in str(lowering.explain(jax.grad(loss), x))
@@ -140,6 +139,7 @@ def test_max_pool_kernels_refuse_what_they_cannot_run():
         assert "depth" in reason(kernel, hardware, window=(2, 2, 2))
     assert "x is float16" in reason(tpu, v5e, dtype="float16")
     assert reason(tpu, v5e, shape=(8, 64, 1, 64, 128, 1)) is None
+    assert "transpose" in reason(tpu, v5e, shape=(8, 64, 1, 64, 112, 1))
     assert "128 lanes; these are 96" in reason(tpu, v5e, shape=(4, 24, 1, 64, 128, 1))
     assert "[512, 512] pixels" in reason(tpu, v5e, shape=(8, 1, 512, 512, 128), window=(1, 3, 3))
     assert reason(tpu, v5e, shape=(8, 1, 512, 512, 128)) is None

@@ -25,6 +25,7 @@ from pallas_kernels.tpu.streaming_cost import streaming_cost
 _DTYPES = ("float32", "bfloat16")
 _LEAST = jnp.iinfo(jnp.int32).min  # the key of padding, below the key of any element
 _MIB = 2**20
+_LEAST_TRANSPOSED = 2**22  # elements of images that are stored in another order: 16 MiB in float32
 _DEFAULT_LIMIT_BYTES = 16 * _MIB  # what XLA grants a kernel that asks for nothing
 # The largest holds an image of 112 by 112 pixels, 40 MiB with its padding; TPUs have 64 MiB or more.
 _CONFIGS = tuple({"vmem_bytes": size * _MIB} for size in (12, 6, 3, 42))
@@ -215,8 +216,11 @@ def refuses(hardware, x, grad, *, window, stride, padding, **_) -> str | None:
         return reason
     if (window[0], stride[0], padding[0]) != (1, 1, (0, 0)):
         return "the kernel pools rows and columns; these windows reach over the depth as well"
-    if not _is_stored_so(x.shape) and (lanes := _view_shape(x.shape)[-1]) < LANES:
-        return f"images and channels lie beside each other in {LANES} lanes; these are {lanes}"
+    if not _is_stored_so(x.shape):
+        if (lanes := _view_shape(x.shape)[-1]) < LANES:
+            return f"images and channels lie beside each other in {LANES} lanes; these are {lanes}"
+        if math.prod(x.shape) < _LEAST_TRANSPOSED:
+            return f"XLA keeps fewer than {_LEAST_TRANSPOSED} elements in VMEM; the kernel would transpose them in HBM"
     geometry = {"window": window, "stride": stride, "padding": padding}
     if not configs(hardware, x, grad, **geometry):
         return f"VMEM holds no image of {list(x.shape[-3:-1])} pixels, nor a part that its windows leave alone"
