@@ -138,7 +138,9 @@ def test_max_pool_kernels_refuse_what_they_cannot_run():
         assert "nothing" in reason(kernel, hardware, shape=(0, 1, 8, 8, 128))
         assert "depth" in reason(kernel, hardware, window=(2, 2, 2))
     assert "x is float16" in reason(tpu, v5e, dtype="float16")
-    assert "channels in lanes" in reason(tpu, v5e, shape=(8, 64, 1, 64, 128, 1))
+    assert reason(tpu, v5e, shape=(8, 64, 1, 64, 128, 1)) is None
+    assert "transpose" in reason(tpu, v5e, shape=(8, 64, 1, 64, 112, 1))
+    assert "128 lanes; these are 96" in reason(tpu, v5e, shape=(4, 24, 1, 64, 128, 1))
     assert "[512, 512] pixels" in reason(tpu, v5e, shape=(8, 1, 512, 512, 128), window=(1, 3, 3))
     assert reason(tpu, v5e, shape=(8, 1, 512, 512, 128)) is None
     assert "cuda-a100 has 8.0" in reason(gpu, a100)

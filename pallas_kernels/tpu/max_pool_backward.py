@@ -1,8 +1,10 @@
-"""The gradient of max pooling on TPU, for images with their channels in lanes: each image passes through VMEM once.
+"""The gradient of max pooling on TPU: each image passes through VMEM once, with channels in lanes.
 
 A block holds some channels of a whole image, or of a band of rows that shares no window with other bands. Columns lie
 in sublanes, rows outside of the tiles. So the elements at one offset of all windows in a row are a strided slice: the
-kernel compares these slices, and adds each window's gradient to the element that won.
+kernel compares these slices, and adds each window's gradient to the element that won. Where XLA stores images in
+another order, they are transposed on the way in and out, with the channels of all images beside each other in full
+lanes: two more passes over x and two over the result, where XLA's own program takes some ten passes.
 """
 
 import functools
@@ -22,9 +24,12 @@ from pallas_kernels.tpu.streaming_cost import streaming_cost
 
 _DTYPES = ("float32", "bfloat16")
 _LEAST = jnp.iinfo(jnp.int32).min  # the key of padding, below the key of any element
-_CONFIGS = ({"vmem_bytes": 12 * 2**20}, {"vmem_bytes": 6 * 2**20}, {"vmem_bytes": 3 * 2**20})
-# Buffers of a block's size: two of x, two of the result, one of keys and one of sums. The gradient's two come out of
-# what a configuration leaves of the 16 MiB that XLA grants.
+_MIB = 2**20
+_LEAST_TRANSPOSED = 2**22  # elements of images that are stored in another order: 16 MiB in float32
+_DEFAULT_LIMIT_BYTES = 16 * _MIB  # what XLA grants a kernel that asks for nothing
+# The largest holds an image of 112 by 112 pixels, 40 MiB with its padding; TPUs have 64 MiB or more.
+_CONFIGS = tuple({"vmem_bytes": size * _MIB} for size in (12, 6, 3, 42))
+# Buffers of a block's size: two of x, two of the result, one of keys and one of sums.
 _BUFFERS = 6
 
 
@@ -67,10 +72,51 @@ class Blocks(NamedTuple):
         )
         return rows, columns
 
+    @property
+    def vmem_bytes(self) -> int:
+        """What the buffers of a block's size take, in float32."""
+        rows, columns = self.padded
+        return _BUFFERS * 4 * rows * round_up(columns, SUBLANES) * LANES
+
+    @property
+    def limit_bytes(self) -> int:
+        """VMEM to ask for: these and two buffers of the gradient, and an eighth for what the compiler spills."""
+        grad_bytes = 2 * 4 * self.output_rows * round_up(self.outputs[1], SUBLANES) * LANES
+        return max(_DEFAULT_LIMIT_BYTES, (self.vmem_bytes + grad_bytes) * 9 // 8)
+
+
+def _is_stored_so(shape):
+    """Whether XLA most likely stores images (..., h, w, c) with columns in sublanes and channels in lanes."""
+    shape = tuple(size for axis, size in enumerate(shape) if size > 1 or axis >= len(shape) - 3)
+    return stored_order(shape)[-2:] == (len(shape) - 2, len(shape) - 1)
+
+
+def _to_view(x, is_stored_so):
+    """Images as (images, h, w, lanes): as they are, or with all images and channels beside each other in the lanes."""
+    *lead, height, width, channels = x.shape
+    images = x.reshape(math.prod(lead), height, width, channels)
+    if is_stored_so:
+        return images
+    return jnp.transpose(images, (1, 2, 0, 3)).reshape(1, height, width, math.prod(lead) * channels)
+
+
+def _from_view(x, shape, is_stored_so):
+    """The inverse of `_to_view`."""
+    *lead, height, width, channels = shape
+    if is_stored_so:
+        return x.reshape(shape)
+    return jnp.transpose(x.reshape(height, width, math.prod(lead), channels), (2, 0, 1, 3)).reshape(shape)
+
+
+def _view_shape(shape):
+    *lead, height, width, channels = shape
+    images = math.prod(lead)
+    return (images, height, width, channels) if _is_stored_so(shape) else (1, height, width, images * channels)
+
 
 def blocks_of(x_shape, vmem_bytes, *, window, stride, padding):
     """The largest blocks that fit into VMEM; None if even the smallest does not."""
-    *_, height, width, channels = x_shape
+    _, height, width, channels = _view_shape(x_shape)
     image, window, stride, padding = (height, width), window[1:], stride[1:], padding[1:]
     outputs = tuple(1 + (n + sum(p) - k) // s for n, k, s, p in zip(image, window, stride, padding, strict=True))
     before = tuple(p[0] for p in padding)
@@ -80,8 +126,7 @@ def blocks_of(x_shape, vmem_bytes, *, window, stride, padding):
     for output_rows in range(outputs[0], 0, -1) if apart else outputs[:1]:
         # Strided slices are possible within one tile's 128 lanes only.
         blocks = Blocks(image, outputs, window, stride, before, output_rows, min(channels, LANES))
-        rows, columns = blocks.padded
-        if _BUFFERS * 4 * rows * round_up(columns, SUBLANES) * LANES <= vmem_bytes:
+        if blocks.vmem_bytes <= vmem_bytes:
             return blocks
     return None
 
@@ -134,8 +179,8 @@ def run(x, grad, *, window, stride, padding, propagate_nan, config, interpret=Fa
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     blocks = blocks_of(x.shape, config["vmem_bytes"], window=window, stride=stride, padding=padding)
-    height, width, channels = x.shape[-3:]
-    images = math.prod(x.shape[:-3])
+    is_stored_so = _is_stored_so(x.shape)
+    images, height, width, channels = _view_shape(x.shape)
     last_band = pl.cdiv(blocks.outputs[0], blocks.output_rows) - 1  # rows may follow where no window begins
     spec = pl.BlockSpec((1, blocks.rows, width, blocks.channels), lambda image, band, part: (image, band, 0, part))
     grad_spec = pl.BlockSpec(
@@ -152,12 +197,14 @@ def run(x, grad, *, window, stride, padding, propagate_nan, config, interpret=Fa
         out_specs=spec,
         out_shape=result,
         scratch_shapes=[pltpu.VMEM(scratch, jnp.int32), pltpu.VMEM(scratch, jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * 3, vmem_limit_bytes=blocks.limit_bytes
+        ),
         # Per element of a window: compare and keep the larger key and its place; compare the place, select and add.
         cost_estimate=streaming_cost((x, grad, result), grad.size, flops=6 * math.prod(blocks.window)),
         interpret=interpret,
-    )(x.reshape(images, height, width, channels), grad.reshape(images, *blocks.outputs, channels))
-    return (dx.reshape(x.shape),)
+    )(_to_view(x, is_stored_so), _to_view(grad, is_stored_so))
+    return (_from_view(dx, x.shape, is_stored_so),)
 
 
 def refuses(hardware, x, grad, *, window, stride, padding, **_) -> str | None:
@@ -169,11 +216,13 @@ def refuses(hardware, x, grad, *, window, stride, padding, **_) -> str | None:
         return reason
     if (window[0], stride[0], padding[0]) != (1, 1, (0, 0)):
         return "the kernel pools rows and columns; these windows reach over the depth as well"
-    shape = tuple(size for axis, size in enumerate(x.shape) if size > 1 or axis >= len(x.shape) - 3)
-    if stored_order(shape)[-2:] != (len(shape) - 2, len(shape) - 1):
-        return f"the kernel takes columns in sublanes and channels in lanes; XLA does not store {list(x.shape)} so"
+    if not _is_stored_so(x.shape):
+        if (lanes := _view_shape(x.shape)[-1]) < LANES:
+            return f"images and channels lie beside each other in {LANES} lanes; these are {lanes}"
+        if math.prod(x.shape) < _LEAST_TRANSPOSED:
+            return f"XLA keeps fewer than {_LEAST_TRANSPOSED} elements in VMEM; the kernel would transpose them in HBM"
     geometry = {"window": window, "stride": stride, "padding": padding}
-    if blocks_of(x.shape, _CONFIGS[0]["vmem_bytes"], **geometry) is None:
+    if not configs(hardware, x, grad, **geometry):
         return f"VMEM holds no image of {list(x.shape[-3:-1])} pixels, nor a part that its windows leave alone"
     return None
 

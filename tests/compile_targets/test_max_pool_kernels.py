@@ -51,6 +51,23 @@ def test_max_pool_gradient_compiles_for_tpus(tpu, shape, window, stride, padding
 
 
 @pytest.mark.tpu_compile
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("layout", "window"), [("NCHW", 3), ("NCHW", 2), ("NHWC", 3), ("NHWC", 2)])
+def test_max_pool_gradient_compiles_for_images_of_few_channels(tpu, layout, window, dtype):
+    """The stem of a ResNet: XLA stores its images with columns in lanes."""
+
+    def gradient(x, weights):
+        return jax.vjp(functools.partial(max_pool, window=window, stride=2, padding=window // 3, layout=layout), x)[1](
+            weights
+        )
+
+    shapes = ((8, 64, size, size) if layout == "NCHW" else (8, size, size, 64) for size in (112, 56))
+    with lowering.use(max_pool_backward="pallas"):
+        report = lowering.compile(jax.jit(gradient), *(jax.ShapeDtypeStruct(s, dtype) for s in shapes), target=tpu)
+    assert report.kernels == {"max_pool_backward": 1}
+
+
+@pytest.mark.tpu_compile
 def test_max_pool_gradient_compiles_in_every_configuration(tpu):
     x, grad = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((4, 1, 56, 56, 256), (4, 1, 28, 28, 256)))
     geometry = {"window": (1, 2, 2), "stride": (1, 2, 2), "padding": ((0, 0),) * 3}
