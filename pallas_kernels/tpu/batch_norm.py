@@ -16,8 +16,9 @@ from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu.batch_norm_blocks import blocks_of, launch, most_kept_bytes
 
 _DTYPES = ("float32", "bfloat16")
-# DMAs of 0.5 to 4 MiB, whose latency is small beside their time.
-_BLOCK_ELEMENTS = (2**19, 2**18, 2**20)
+# DMAs of 0.5 to 4 MiB. The larger a block, the less do its DMA's latency and the about 300 bundles of scalar code and
+# statistics around each step weigh beside its time in HBM.
+_BLOCK_ELEMENTS = (2**20, 2**19, 2**18)
 
 
 def _kernel(x_ref, *refs, blocks, epsilon, activation, residuals):
@@ -33,13 +34,16 @@ def _kernel(x_ref, *refs, blocks, epsilon, activation, residuals):
     def _():
         # The partial statistics of the channel's positions are of equally many elements each.
         positions = blocks.elements // (blocks.tiles * blocks.steps_of_a_phase)
-        partial_mean = partial_mean_ref[...]
-        mean = blocks.total(partial_mean) / positions
-        deviations = blocks.total(
-            partial_deviations_ref[...] + jnp.square(partial_mean - mean) * (blocks.elements // positions)
-        )
-        blocks.store_statistics(mean_ref, mean)
-        blocks.store_statistics(variance_ref, deviations / blocks.elements)
+
+        def statistics(channels):
+            partial_mean = partial_mean_ref[channels]
+            mean = blocks.total(partial_mean) / positions
+            between = jnp.square(partial_mean - mean) * (blocks.elements // positions)
+            mean_ref[blocks.group_at(channels)] = mean
+            deviations = blocks.total(partial_deviations_ref[channels] + between)
+            variance_ref[blocks.group_at(channels)] = deviations / blocks.elements
+
+        blocks.for_each_group(statistics)
 
     @pl.when(phase == 1)
     def _():
@@ -127,14 +131,22 @@ def refuses(hardware, x, *operands, axis_name, activation=IDENTITY, **_) -> str 
     return None
 
 
-def configs(hardware, x, *operands, arrays=1, images=3, **_):
+def configs(hardware, x, *operands, **_):
     """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
-    sizes = [(size, most_kept_bytes(hardware.on_chip_bytes, x.dtype, images, size)) for size in _BLOCK_ELEMENTS]
-    return [
-        {"block_elements": size, "kept_bytes": kept}
-        for size, kept in sizes
-        if blocks_of(x.shape, x.dtype, arrays, size, kept) is not None
-    ]
+    # Images are x, y and a residual, which follows scale and bias.
+    return configs_of(hardware, x, 1, images=2 + len(operands[2:]))
+
+
+def configs_of(hardware, x, arrays, images):
+    """Block sizes for a kernel of this many images, of which it could keep some `arrays` in VMEM."""
+    found = []
+    for size in _BLOCK_ELEMENTS:
+        config = {"block_elements": size}
+        config["kept_bytes"] = most_kept_bytes(hardware.on_chip_bytes, x.dtype, images, size)
+        if blocks := blocks_of(x.shape, x.dtype, arrays, **config):
+            found.append((-blocks.kept, config))
+    # The more arrays stay in VMEM, the less is read from HBM; blocks of equal standing remain in the order above.
+    return [config for _, config in sorted(found, key=lambda pair: pair[0])]
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)

@@ -20,7 +20,7 @@ _MIB = 2**20
 # three in all, and a turn of the innermost loop reads 32, so that its overhead is small beside it.
 _REGISTER = SUBLANES * LANES
 _PARTIAL_REGISTERS = 8
-_TURN_REGISTERS = 32
+_TURN_REGISTERS = 64
 _MOST_COLUMNS = 512  # of a tile: with more, the 16 rows of a tile of bfloat16 would take more registers
 # The most parameters and statistics that a kernel has, in the two buffers of the pipeline.
 _STATISTICS = 2 * 7
@@ -149,23 +149,18 @@ class Blocks(NamedTuple):
         return math.prod(self.block) // math.prod(self.partial_shape)
 
     def total(self, partial: jax.Array) -> jax.Array:
-        """The sums of the partial statistics of each channel, to broadcast against them."""
-        return jnp.sum(partial, ((1, 2), (2,), (1,))[self.channel_axis - 1], keepdims=True)
-
-    def store_statistics(self, ref: Any, values: jax.Array) -> None:
-        """Stores one value of each channel, shaped as `total` returns them."""
-        if self.channel_axis < 3:
-            ref[0] = values.reshape(ref.shape[1:])
-        else:
-            for group in range(self.groups):
-                ref[0, 0, :, self._at(0, 0, group)[2]] = values[group]
+        """The sums of a group's partial statistics, to broadcast against them."""
+        return jnp.sum(partial, ((0, 1), (1,), (0,))[self.channel_axis - 1], keepdims=True)
 
     def of_group(self, ref: Any, group: Any) -> jax.Array:
         """The parameters or statistics of a group of channels, in the shape of its tiles."""
-        at = [0, slice(None), slice(None)]
+        return jnp.broadcast_to(ref[self.group_at(group)], self.tile[1:])
+
+    def group_at(self, group: Any) -> tuple[Any, ...]:
+        """The index of a group of channels among parameters or statistics."""
+        at: list[Any] = [0, slice(None), slice(None)]
         at[self.channel_axis - 1] = self._at(group, group, group)[self.channel_axis - 1]
-        at[0] = group if self.channel_axis == 1 else 0
-        return jnp.broadcast_to(ref[(0, *at)], self.tile[1:])
+        return 0, *at
 
     def for_each_group(self, body: Callable[[Any], None]) -> None:
         """Calls `body(group)` for each group of channels."""
@@ -289,6 +284,8 @@ def launch(body, name, blocks, images, statistics, results, partial_statistics, 
     block_bytes = _padded_bytes(blocks.block[1:], dtype)
     statistics_bytes = partial_statistics * _padded_bytes(blocks.partial_shape, jnp.float32)
     statistics_bytes += _STATISTICS * _padded_bytes(blocks.statistics_spec().block_shape[1:], jnp.float32)
+    # Tiles of rows that no whole registers divide are large, and some values of their size do not stay in registers.
+    statistics_bytes += 4 * _padded_bytes(blocks.tile, jnp.float32)
     reads = sum(2 if phases == "both" else 1 for _, phases in images)
     written = sum(result.shape == blocks.view for result in results)
     elements = math.prod(blocks.view)
