@@ -27,7 +27,7 @@ KERNELS = {
     "tpu": (
         tpu_forward,
         tpu_backward,
-        {"block_elements": 2048},
+        {"block_elements": 2048, "kept_bytes": 2**20},
         pltpu.InterpretParams(detect_races=True),
         "tpu_custom_call",
     ),
@@ -43,6 +43,8 @@ SHAPES = {
         "batch-in-sublanes": (8, 9, 128, 1),
         "channels-in-lanes": (2, 1, 128, 16),
         "vectors": (24, 1, 7, 1),
+        "planes-of-channels": (128, 1, 3, 64),
+        "rows-of-channels": (128, 4, 32, 1),
         "batched": (2, 3, 1, 8, 12),
         "one": (1, 1, 1, 1),
     },
@@ -79,8 +81,9 @@ def assert_close(actual, truth, dtype, operations=8):
     np.testing.assert_allclose(np.asarray(actual).astype(np.float64), truth, rtol=tolerance, atol=tolerance * size)
 
 
-def check(name, shape, dtype, activation, adds, capfd):
+def check(name, shape, dtype, activation, adds, capfd, **sizes):
     forward, backward, config, interpret, _ = KERNELS[name]
+    config = config | sizes
     x, residual, grad, scale, bias, grad_mean, grad_variance = draw(shape, dtype)
     attributes = {"axis_name": None, "config": config, "interpret": interpret}
     residuals = (residual,) if adds else ()
@@ -114,6 +117,23 @@ def check(name, shape, dtype, activation, adds, capfd):
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_batch_norm_kernels_agree_with_float64(name, shape, capfd):
     check(name, shape, "float32", RELU, True, capfd)
+
+
+# Of the backward kernel's two arrays, the VMEM of "one" holds the first.
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("shape", "kept_bytes"),
+    [
+        pytest.param((128, 1, 3, 64), 0, id="planes-of-channels-none"),
+        pytest.param((128, 4, 32, 1), 0, id="rows-of-channels-none"),
+        pytest.param((128, 4, 32, 1), 80_000, id="rows-of-channels-one"),
+        pytest.param((16, 4, 1024, 1), 0, id="columns-of-channels-none"),
+        pytest.param((16, 4, 1024, 1), 100_000, id="columns-of-channels-one"),
+        pytest.param((16, 4, 1024, 1), 2**21, id="columns-of-channels-both"),
+    ],
+)
+def test_batch_norm_kernels_on_tpu_agree_with_float64_whatever_vmem_keeps(shape, kept_bytes, capfd):
+    check("tpu", shape, "float32", RELU, True, capfd, block_elements=2**14, kept_bytes=kept_bytes)
 
 
 @pytest.mark.sampled

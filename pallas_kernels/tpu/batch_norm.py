@@ -1,14 +1,11 @@
-"""Batch norm on TPU, forward in training: one read of x for the statistics, one for the result.
+"""Batch norm on TPU, forward in training: x is read from HBM once, where a block of its channels fits into VMEM.
 
-The kernel works on one block of channels at a time. Its images pass through VMEM twice: first their statistics are
-merged block by block (Chan's update of means and sums of squared deviations, which loses no digits to a large mean),
-then they are normalized. Images are (..., n, a, c, b), as in the operator, with a = 1 or b = 1. Statistics do not
-depend on the order of the other axes, so the kernel takes the order in which XLA stores them.
+The kernel works on one block of channels at a time. Its images pass twice: first their statistics are merged block by
+block (Chan's update of means and sums of squared deviations, which loses no digits to a large mean), then they are
+normalized. Between the phases they are kept in VMEM; if that is too small, they are read again.
 """
 
 import functools
-import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,230 +13,111 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.batch_norm_refusals import IDENTITY, refusal
 from pallas_kernels.kernel import Kernel
-from pallas_kernels.tpu.streaming_cost import streaming_cost
+from pallas_kernels.tpu.batch_norm_blocks import blocks_of, launch, most_kept_bytes
 
-_LANES = 128
-_SUBLANES = 8
 _DTYPES = ("float32", "bfloat16")
-# VMEM, in float32: at most seven blocks of images (backward: the gradient, x, a gate, dx, the residual's gradient, and
-# two values computed from them) of 4 * block_elements bytes, two buffers each: 2 * 7 * 512 KiB = 7 MiB for the largest,
-# within the 16 MiB that XLA grants. Statistics and parameters are a vector of the block's channels each.
-_CONFIGS = ({"block_elements": 131072}, {"block_elements": 65536}, {"block_elements": 32768})
+# DMAs of 0.5 to 4 MiB. The larger a block, the less do its DMA's latency and the about 300 bundles of scalar code and
+# statistics around each step weigh beside its time in HBM.
+_BLOCK_ELEMENTS = (2**20, 2**19, 2**18)
 
 
-class Blocks(NamedTuple):
-    """The view of images as (batch, images, rows, columns), and its cut into blocks of (1, images, rows, columns).
+def _kernel(x_ref, *refs, blocks, epsilon, activation, residuals):
+    residual_refs, (scale_ref, bias_ref, y_ref, mean_ref, variance_ref) = refs[:residuals], refs[residuals:][:5]
+    *kept_refs, partial_mean_ref, partial_deviations_ref = refs[residuals + 5 :]
+    phase, step = pl.program_id(2), pl.program_id(3) * blocks.steps[2] + pl.program_id(4)
 
-    Attributes:
-      order: which of n, c and s (the extent of a and b) are images, rows and columns: "nsc", "snc" or "ncs".
-      view: the shape of the images.
-      block: the shape of a block; each size divides the view's.
-    """
-
-    order: str
-    view: tuple[int, int, int, int]
-    block: tuple[int, int, int, int]
-
-    @property
-    def channel_axis(self) -> int:
-        """The axis of the view."""
-        return 1 + self.order.index("c")
-
-    def to_view(self, x: jax.Array) -> jax.Array:
-        """The operator's images in this view."""
-        n, a, c, b = x.shape[-4:]
-        stored = "nsc" if b == 1 else "ncs"
-        shape = (self.view[0], *({"n": n, "c": c, "s": a * b}[axis] for axis in stored))
-        return jnp.transpose(x.reshape(shape), (0, *(1 + stored.index(axis) for axis in self.order)))
-
-    def from_view(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The inverse of `to_view`, for images of this shape."""
-        stored = "nsc" if shape[-1] == 1 else "ncs"
-        return jnp.transpose(x, (0, *(1 + self.order.index(axis) for axis in stored))).reshape(shape)
-
-    @property
-    def steps(self) -> tuple[int, int, int]:
-        """The number of blocks along the channels, along n, and along the remaining axis."""
-        counts = [extent // size for extent, size in zip(self.view, self.block, strict=True)]
-        return counts[self.channel_axis], counts[1], counts[5 - self.channel_axis]
-
-    @property
-    def reduced(self) -> tuple[int, ...]:
-        """The axes of a block that statistics reduce."""
-        return 0, 1, 5 - self.channel_axis
-
-    @property
-    def elements(self) -> int:
-        """The number of elements of a block that each statistic reduces."""
-        return math.prod(self.block[axis] for axis in self.reduced)
-
-    @property
-    def statistics_shape(self) -> tuple[int, ...]:
-        """The shape of parameters and statistics, to broadcast against the view."""
-        return tuple(extent if axis in (0, self.channel_axis) else 1 for axis, extent in enumerate(self.view))
-
-    def images_spec(self, always: bool) -> pl.BlockSpec:
-        """Blocks of images; unless `always`, the first phase has only the block that the second phase begins with."""
-        # The pipeline copies a block when its index changes. Times the phase, the index is 0 throughout the first one.
-
-        def index(batch, channel, phase, image, rest):
-            image, rest = (image, rest) if always else (image * phase, rest * phase)
-            return (batch, image, rest, channel) if self.channel_axis == 3 else (batch, image, channel, rest)
-
-        return pl.BlockSpec(self.block, index)
-
-    def statistics_spec(self) -> pl.BlockSpec:
-        """The parameters or statistics of a block of channels."""
-        shape = [self.block[axis] if axis == self.channel_axis else 1 for axis in range(4)]
-        return pl.BlockSpec(
-            shape,
-            lambda batch, channel, *_: (batch, 0, 0, channel) if self.channel_axis == 3 else (batch, 0, channel, 0),
-        )
-
-
-def blocks_of(shape, dtype, block_elements):
-    """Blocks of at most `block_elements` padded elements; None if no division of the images is that small."""
-    n, a, c, b = shape[-4:]
-    if 1 not in (a, b):
-        return None
-    order = _order(n, c, a * b, channels_last=b == 1)
-    extents = {"n": n, "c": c, "s": a * b}
-    view = (math.prod(shape[:-4]), *(extents[axis] for axis in order))
-    row_multiple = 32 // jnp.dtype(dtype).itemsize
-    # Blocks divide the view, as values beyond its edge would enter the statistics. All columns if possible, then as
-    # many rows as fit, then as many images.
-    for columns in _divisors(view[3], _LANES):
-        for rows in _divisors(view[2], row_multiple):
-            padded = _round_up(rows, row_multiple) * _round_up(columns, _LANES)
-            if padded <= block_elements:
-                images = max(size for size in _divisors(view[1], 1) if size * padded <= block_elements)
-                return Blocks(order, view, (1, images, rows, columns))
-    return None
-
-
-def _order(n: int, c: int, s: int, channels_last: bool) -> str:
-    """The order of axes in which XLA:TPU most likely stores the images, so that this view moves nothing.
-
-    XLA pads the two minor axes to tiles and picks the pair that pads least: channels in lanes if there are enough, and
-    in sublanes the width of the images or the batch. The width is unknown here; the root of the extent stands in for
-    it. A wrong guess costs copies, never the result.
-    """
-    if not channels_last and c < _LANES:
-        return "ncs"
-    width = math.isqrt(s) if math.isqrt(s) ** 2 == s else s
-    return "snc" if _padding(n) < _padding(width) else "nsc"
-
-
-def _padding(extent: int) -> float:
-    return _round_up(extent, _SUBLANES) / extent
-
-
-def _divisors(extent: int, multiple: int) -> list[int]:
-    """The extent itself, then its divisors that are multiples, the largest first."""
-    return [extent, *(size for size in range(extent - 1, 0, -1) if extent % size == 0 and size % multiple == 0)]
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return pl.cdiv(size, multiple) * multiple
-
-
-def _kernel(x_ref, scale_ref, bias_ref, *refs, blocks, epsilon, activation):
-    *residual_refs, y_ref, mean_ref, variance_ref = refs
-    images, rest = pl.program_id(3), pl.program_id(4)
-    steps_of_images, steps_of_rest = blocks.steps[1:]
-    step = images * steps_of_rest + rest
-    x = x_ref[...].astype(jnp.float32)
-
-    @pl.when((pl.program_id(2) == 0) & (step == 0))
+    @pl.when(phase == 0)
     def _():
-        mean_ref[...] = jnp.zeros_like(mean_ref)
-        variance_ref[...] = jnp.zeros_like(variance_ref)
+        _accumulate(x_ref, kept_refs, partial_mean_ref, partial_deviations_ref, step, blocks)
 
-    @pl.when(pl.program_id(2) == 0)
+    @pl.when((phase == 0) & (step == blocks.steps_of_a_phase - 1))
     def _():
-        # So far mean_ref and variance_ref hold the mean and the sum of squared deviations of the blocks before. Blocks
-        # have equally many elements, so this one has the weight 1 / (before + 1) in the mean.
-        mean = jnp.sum(x, blocks.reduced, keepdims=True) / blocks.elements
-        deviations = jnp.sum(jnp.square(x - mean), blocks.reduced, keepdims=True)
-        before = step.astype(jnp.float32)
-        shift = mean - mean_ref[...]
-        mean_ref[...] += shift / (before + 1)
-        variance_ref[...] += deviations + jnp.square(shift) * (blocks.elements * before / (before + 1))
+        # The partial statistics of the channel's positions are of equally many elements each.
+        positions = blocks.elements // (blocks.tiles * blocks.steps_of_a_phase)
 
-    @pl.when((pl.program_id(2) == 0) & (step == steps_of_images * steps_of_rest - 1))
-    def _():
-        variance_ref[...] = variance_ref[...] / (blocks.elements * steps_of_images * steps_of_rest)
+        def statistics(channels):
+            partial_mean = partial_mean_ref[channels]
+            mean = blocks.total(partial_mean) / positions
+            between = jnp.square(partial_mean - mean) * (blocks.elements // positions)
+            mean_ref[blocks.group_at(channels)] = mean
+            deviations = blocks.total(partial_deviations_ref[channels] + between)
+            variance_ref[blocks.group_at(channels)] = deviations / blocks.elements
 
-    @pl.when(pl.program_id(2) == 1)
+        blocks.for_each_group(statistics)
+
+    @pl.when(phase == 1)
     def _():
-        factor = scale_ref[...] * jax.lax.rsqrt(variance_ref[...] + epsilon)
-        u = (x - mean_ref[...]) * factor + bias_ref[...]
-        for residual_ref in residual_refs:
-            u = u + residual_ref[...].astype(jnp.float32)
+        source, at_step = (kept_refs[0], step) if kept_refs else (x_ref, 0)
         mode, _, propagate_nan = activation
-        # jnp.maximum propagates NaN, and a comparison with NaN is false.
-        if mode == "relu":
-            u = jnp.maximum(u, 0.0) if propagate_nan else jnp.where(u > 0, u, 0.0)
-        y_ref[...] = u.astype(y_ref.dtype)
+
+        def group(channels):
+            mean, bias = blocks.of_group(mean_ref, channels), blocks.of_group(bias_ref, channels)
+            inv_std = jax.lax.rsqrt(blocks.of_group(variance_ref, channels) + epsilon)
+            factor = blocks.of_group(scale_ref, channels) * inv_std
+
+            def normalize(at, _):
+                u = (source[at_step, *at].astype(jnp.float32) - mean) * factor + bias
+                for residual_ref in residual_refs:
+                    u = u + residual_ref[0, *at].astype(jnp.float32)
+                # jnp.maximum propagates NaN, and a comparison with NaN is false.
+                if mode == "relu":
+                    u = jnp.maximum(u, 0.0) if propagate_nan else jnp.where(u > 0, u, 0.0)
+                y_ref[0, *at] = u.astype(y_ref.dtype)
+
+            blocks.fold(channels, normalize, None)
+
+        blocks.for_each_group(group)
+
+
+def _accumulate(x_ref, kept_refs, partial_mean_ref, partial_deviations_ref, step, blocks):
+    """Merges a block into the partial means and sums of squared deviations, and keeps it."""
+    before = step.astype(jnp.float32)
+    weight = 1 / (before + 1)
+
+    def group(channels):
+        @pl.when(step == 0)
+        def _():
+            zeros = jnp.zeros(blocks.partial_shape[1:], jnp.float32)
+            total = blocks.fold(channels, lambda at, total: total + x_ref[0, *at].astype(jnp.float32), zeros)
+            partial_mean_ref[channels] = total / blocks.tiles
+            partial_deviations_ref[channels] = zeros
+
+        # Sums around the mean of the blocks before, or of this block if it is the first. Where this block's mean is
+        # far from it, the variance is as large, so that the difference of sums below loses no digits that count.
+        shift = partial_mean_ref[channels]
+
+        def add(at, sums):
+            x = x_ref[0, *at]
+            for kept_ref in kept_refs:
+                kept_ref[step, *at] = x
+            centred = x.astype(jnp.float32) - shift
+            return sums[0] + centred, sums[1] + jnp.square(centred)
+
+        total, squares = blocks.fold(channels, add, (jnp.zeros_like(shift), jnp.zeros_like(shift)))
+        mean = total / blocks.tiles
+        deviations = jnp.maximum(squares - total * mean, 0.0)
+        # Blocks have equally many elements, so this one has the weight 1 / (before + 1) in the mean.
+        partial_mean_ref[channels] = shift + mean * weight
+        partial_deviations_ref[channels] += deviations + jnp.square(mean) * (blocks.tiles * before * weight)
+
+    blocks.for_each_group(group)
 
 
 def run(x, scale, bias, *residual, epsilon, axis_name, config, activation=IDENTITY, interpret=False):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
-    blocks = blocks_of(x.shape, x.dtype, config["block_elements"])
+    blocks = blocks_of(x.shape, x.dtype, 1, **config)
     statistics = jax.ShapeDtypeStruct(blocks.statistics_shape, jnp.float32)
     y, mean, variance = launch(
-        functools.partial(_kernel, blocks=blocks, epsilon=epsilon, activation=activation),
+        functools.partial(_kernel, blocks=blocks, epsilon=epsilon, activation=activation, residuals=len(residual)),
         "batch_norm",
         blocks,
-        [(x, True), *((values, False) for values in residual)],
+        [(x, "first" if blocks.kept else "both"), *((values, "second") for values in residual)],
         [scale, bias],
         [jax.ShapeDtypeStruct(blocks.view, x.dtype), statistics, statistics],
+        2,
         interpret,
     )
     return blocks.from_view(y, x.shape), mean.reshape(scale.shape), variance.reshape(scale.shape)
-
-
-def launch(body, name, blocks, images, statistics, results, interpret):
-    """Runs a body over the blocks in two phases.
-
-    Its refs are the first of `images`, the `statistics`, the other images, and the results. `images` are pairs of an
-    array and whether the first phase reads it. Results with the view's shape are written in the second phase.
-    """
-    from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
-
-    (first, first_always), *others = images
-    operands = [
-        blocks.to_view(first),
-        *(values.reshape(blocks.statistics_shape) for values in statistics),
-        *(blocks.to_view(values) for values, _ in others),
-    ]
-    in_specs = [
-        blocks.images_spec(first_always),
-        *[blocks.statistics_spec()] * len(statistics),
-        *(blocks.images_spec(always) for _, always in others),
-    ]
-    out_specs = [
-        blocks.images_spec(False) if result.shape == blocks.view else blocks.statistics_spec() for result in results
-    ]
-    channels, steps_of_images, steps_of_rest = blocks.steps
-    # The phase lies inside the channels: all images of a block of channels pass twice before the next block, and its
-    # statistics stay in VMEM from the first step to the last.
-    return pl.pallas_call(
-        body,
-        name=name,
-        grid=(blocks.view[0], channels, 2, steps_of_images, steps_of_rest),
-        in_specs=in_specs,
-        out_specs=out_specs,
-        out_shape=results,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary")
-        ),
-        # The first phase reads what it needs of the images; the second reads all. Some ten operations per element.
-        cost_estimate=streaming_cost(
-            (*(values for values, always in images if always), *operands, *results), first.size, flops=10
-        ),
-        interpret=interpret,
-    )(*operands)
 
 
 def refuses(hardware, x, *operands, axis_name, activation=IDENTITY, **_) -> str | None:
@@ -248,15 +126,27 @@ def refuses(hardware, x, *operands, axis_name, activation=IDENTITY, **_) -> str 
         return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; x is {jnp.dtype(x.dtype).name}"
     if reason := refusal(x, axis_name, activation):
         return reason
-    if blocks_of(x.shape, x.dtype, _CONFIGS[0]["block_elements"]) is None:
+    if not configs(hardware, x):
         return f"no block of whole tiles divides images of {list(x.shape[-3:])} and fits VMEM"
     return None
 
 
 def configs(hardware, x, *operands, **_):
     """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
-    sizes = (config["block_elements"] for config in _CONFIGS)
-    return [{"block_elements": size} for size in sizes if blocks_of(x.shape, x.dtype, size) is not None]
+    # Images are x, y and a residual, which follows scale and bias.
+    return configs_of(hardware, x, 1, images=2 + len(operands[2:]))
+
+
+def configs_of(hardware, x, arrays, images):
+    """Block sizes for a kernel of this many images, of which it could keep some `arrays` in VMEM."""
+    found = []
+    for size in _BLOCK_ELEMENTS:
+        config = {"block_elements": size}
+        config["kept_bytes"] = most_kept_bytes(hardware.on_chip_bytes, x.dtype, images, size)
+        if blocks := blocks_of(x.shape, x.dtype, arrays, **config):
+            found.append((-blocks.kept, config))
+    # The more arrays stay in VMEM, the less is read from HBM; blocks of equal standing remain in the order above.
+    return [config for _, config in sorted(found, key=lambda pair: pair[0])]
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)

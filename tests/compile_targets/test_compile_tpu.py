@@ -72,7 +72,7 @@ def test_batch_norm_compiles_forward_and_backward(tpu, shape, dtype):
         ("batch_norm_backward", batch_norm_backward, [image, image, *[statistic] * 5, image], {"residual_grad": True}),
     ):
         assert kernel.KERNEL.refuses(named(tpu), *operands, **relu, **params) is None
-        for config in kernel.KERNEL.configs(named(tpu), *operands)[:1]:
+        for config in kernel.KERNEL.configs(named(tpu), *operands, **params)[:1]:
             run = functools.partial(kernel.run, config=config, **relu, **params)
             report = lowering.compile(jax.jit(run), *operands, target=tpu)
             assert report.kernels == {name: 1}
