@@ -172,7 +172,9 @@ def choose(
         offered = [config_items(config) for config in kernel.configs(hardware, *operands, **params)] if best else []
         return best.config if best is not None and best.config in offered else None
 
-    setback = None if tuned is None or mode != "auto" else _setback(tuned, kernels, refusal, config_of)
+    setback = (
+        None if tuned is None or tuned.replayed or mode != "auto" else _setback(tuned, kernels, refusal, config_of)
+    )
     refusals: list[Refusal] = []
     for kernel in kernels if mode != "reference" else ():
         reason = refusal(kernel)
@@ -231,8 +233,10 @@ def _setback(
 
 
 def _automatic_reason(kernel: Kernel, hardware: Hardware, tuned: Entry | None, setback: str | None) -> str | None:
-    if tuned is not None and setback is None:
+    if tuned is not None and setback is None and not tuned.replayed:
         return tuned.against(kernel.name)
     if hardware.name in kernel.measured_on:
         return None
+    if tuned is not None and tuned.replayed and (remark := tuned.replay_remark(kernel.name)):
+        return f"opt-in: {remark}"
     return "opt-in: not measured on this target" + (f"; {setback}" if setback else "")

@@ -17,6 +17,7 @@ from lowering.measurements import Entry, Key, Measurement
 from lowering.measuring import timing
 from lowering.measuring.candidates import Candidate, candidates
 from lowering.measuring.inputs import made_up
+from lowering.measuring.replaying import replayed_entry
 from lowering.register import Operator, operator_of
 from lowering.static_leaves import of_arrays
 from lowering.targets import here, named
@@ -46,6 +47,8 @@ def tune(
     fn: Callable[..., Any],
     *args: Any,
     target: str | None = None,
+    by: str = "device",
+    trip_counts: Mapping[str, float] | None = None,
     budget_seconds: float = 60.0,
     repeats: int = 30,
     progress: bool | None = None,
@@ -54,6 +57,10 @@ def tune(
     **params: Any,
 ) -> TuningResult:
     """Times the reference and every configuration of every kernel, for each operator in a function, on this device.
+
+    With `by="schedule"` the device is a TPU that need not be here: times are those of the schedules that its compiler
+    makes (docs/schedule.md), and nothing runs or is checked. Such results choose a kernel's configuration where nothing
+    was measured, under `use("pallas")`; they make no kernel the default.
 
     Each candidate is compiled, compared with the reference in float32, and discarded if it fails or is wrong. The rest
     are timed turn by turn, one launch at a time, which includes what it takes to launch; the winner has the smallest
@@ -67,7 +74,9 @@ def tune(
         `jaxops.operators()`.
       *args: what it is called with: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. An operator is measured on its
         arrays.
-      target: the name of the device here, which is the only one that can be measured.
+      target: the name of the device here, which is the only one that can be measured; of any TPU for schedules.
+      by: what gives the times, "device" or "schedule".
+      trip_counts: for schedules, as `lowering.compile` takes them.
       budget_seconds: when to stop. An operator all of whose candidates are compiled by then is still timed, 3 times.
       repeats: how often each candidate is timed, if there is time.
       progress: whether to show a progress bar on stderr; by default, if that is a terminal.
@@ -85,9 +94,7 @@ def tune(
         before anything is measured.
       OperatorError: what an operator has to say about its arguments.
     """
-    hardware = here()
-    if target is not None and named(target) != hardware:
-        raise TuningError(f"tune: target must be the device here, {hardware.name}; got {target!r}")
+    hardware = _tuned_for(target, by)
     for name, value in {"budget_seconds": budget_seconds, "repeats": repeats}.items():
         if not value > 0:
             raise TuningError(f"tune: {name} must be positive; got {value}")
@@ -95,7 +102,8 @@ def tune(
     if _is_operator(fn) and not any(isinstance(x, jax.ShapeDtypeStruct) for x in args):
         arrays = tuple(jnp.asarray(x) for x in args)
         problems = {key: dataclasses.replace(problem, operands=arrays) for key, problem in problems.items()}
-    known = {} if again else {entry.key: entry for entry in _held(path) if entry.key in problems}
+    held = [entry for entry in _held(path) if entry.key in problems and entry.replayed == (by == "schedule")]
+    known = {} if again else {entry.key: entry for entry in held}
     measured: dict[Key, Entry] = {}
 
     def save(stopped: str) -> None:
@@ -111,7 +119,10 @@ def tune(
             for position, key in enumerate(waiting):
                 now = timing.clock()
                 until = min(deadline, now + (deadline - now) / (len(waiting) - position))
-                measured[key] = _measure(key, problems[key], hardware, repeats, until, deadline, bar)
+                if by == "schedule":
+                    measured[key] = _replay(key, problems[key], hardware, trip_counts, deadline, bar)
+                else:
+                    measured[key] = _measure(key, problems[key], hardware, repeats, until, deadline, bar)
                 bar.update(TaskID(0), completed=position + 1)
                 save(INTERRUPTED)
     except _OutOfTimeError:
@@ -121,6 +132,35 @@ def tune(
     save(stopped)
     found = known | measured
     return TuningResult(tuple(found[key] for key in problems if key in found), stopped)
+
+
+def _tuned_for(target: str | None, by: str) -> Hardware:
+    """The chip that is tuned for."""
+    if by not in ("device", "schedule"):
+        raise TuningError(f"tune: by must be 'device' or 'schedule'; got {by!r}")
+    hardware = here() if target is None else named(target)
+    if by == "device" and hardware != here():
+        raise TuningError(f"tune: target must be the device here, {here().name}; got {target!r}")
+    if by == "schedule" and (hardware.platform != "tpu" or not hardware.device_kind):
+        raise TuningError(f"tune: target must be a TPU for by='schedule'; got {hardware.name!r}")
+    return hardware
+
+
+def _replay(
+    key: Key,
+    problem: _Problem,
+    hardware: Hardware,
+    trip_counts: Mapping[str, float] | None,
+    deadline: float,
+    bar: Progress,
+) -> Entry:
+    bar.update(TaskID(0), description=f"{key.operator} {', '.join(key.operands)}")
+
+    def require_time() -> None:
+        if timing.clock() >= deadline:
+            raise _OutOfTimeError
+
+    return replayed_entry(key, problem.operator, problem.types, problem.params, hardware, trip_counts, require_time)
 
 
 def _held(path: str | Path | None) -> tuple[Entry, ...]:
