@@ -81,8 +81,9 @@ def compile(
     devices = _chips(topology) * (hardware.devices_per_chip if topology else 1)
     if not hardware.device_kind:
         raise CompileError(f"lowering.compile: target must name a chip; got the platform {target!r}")
-    if schedule and hardware.platform != "tpu":
-        raise CompileError(f"lowering.compile: schedule must be asked for a TPU; got {target!r}")
+    if schedule and (hardware.platform != "tpu" or topology):
+        kind = "one chip, without others" if topology else "a TPU"
+        raise CompileError(f"lowering.compile: schedule must be asked for {kind}; got {target!r}")
     if trip_counts and not schedule:
         raise CompileError("lowering.compile: trip_counts must come with schedule=True; got schedule=False")
     given = fn
