@@ -19,6 +19,7 @@ from jaxops._commands.options import (
     Function,
     Implementation,
     Json,
+    TripCounts,
     Tuned,
     console,
     require,
@@ -141,9 +142,7 @@ def compile(
     schedule: Annotated[
         bool, typer.Option(help="For a TPU: the time of each kernel by the compiler's schedule.")
     ] = False,
-    trip_count: Annotated[
-        list[str] | None, typer.Option(help="With --schedule: NAME=NUMBER, how often what data decides is run.")
-    ] = None,
+    trip_count: TripCounts = None,
     as_json: Json = False,
 ) -> None:
     """Compiles a function with a chip's real compiler, without the chip: kernels, memory and cost.

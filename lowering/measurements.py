@@ -103,11 +103,14 @@ class Entry:
       key: what they are valid for.
       candidates: the reference and each configuration of each kernel, in order of preference.
       repeats: how often each was timed.
+      replayed: whether the times are those of schedules, and nothing ran. They choose among the configurations of a
+        kernel that is asked for, and no kernel by themselves.
     """
 
     key: Key
     candidates: tuple[Measurement, ...]
     repeats: int
+    replayed: bool = False
 
     def __hash__(self) -> int:
         """Hashes the key alone, because entries are part of jit's cache key and are hashed often."""
@@ -135,6 +138,14 @@ class Entry:
         reasons = [candidate.discarded for candidate in self.candidates if candidate.implementation == kernel]
         return f"tuned: {reasons[0]}" if reasons else f"tuned: not measured when {name} was found the fastest"
 
+    def replay_remark(self, kernel: str) -> str | None:
+        """What a replay says of a kernel, against the reference; None where it says nothing."""
+        own, reference = self.best(kernel), self.best(REFERENCE)
+        if own is None or not own.median_us or reference is None or not reference.median_us:
+            return None
+        part = own.median_us / reference.median_us
+        return f"replayed on {self.key.target} at {part:.2f} of the reference's time; not run on a device"
+
     def to_record(self) -> dict[str, Any]:
         """The entry as a JSON object."""
         winner = self.winner
@@ -146,6 +157,7 @@ class Entry:
             "versions": dict(self.key.versions),
             "winner": winner and {"implementation": winner.implementation, "config": dict(winner.config)},
             "repeats": self.repeats,
+            **({"replayed": True} if self.replayed else {}),
             "candidates": [
                 {
                     "implementation": candidate.implementation,
@@ -172,7 +184,7 @@ class Entry:
             tuple(sorted((_text(name), _text(version)) for name, version in record["versions"].items())),
         )
         candidates = tuple(_measurement(candidate) for candidate in record["candidates"])
-        entry = cls(key, candidates, _integer(record["repeats"]))
+        entry = cls(key, candidates, _integer(record["repeats"]), record.get("replayed", False))
         if entry.to_record() != record:
             raise ValueError("the winner does not follow from the candidates")
         return entry

@@ -210,12 +210,15 @@ def choose(
 
     default, others_reason = None, None
     if mode == "auto":
-        default, others_reason = _default(kernels, hardware, tuned, refusal, tuned_config)
+        measured = None if tuned is None or tuned.replayed else tuned  # replays choose configurations, never kernels
+        default, others_reason = _default(kernels, hardware, measured, refusal, tuned_config)
     refusals: list[Refusal] = []
     for kernel in kernels if mode != "reference" else ():
         reason = refusal(kernel)
         if reason is None and mode == "auto" and kernel is not default:
-            reason = others_reason or (tuned.against(kernel.name) if tuned is not None else None)
+            remark = tuned.replay_remark(kernel.name) if tuned is not None and tuned.replayed else None
+            reason = f"opt-in: {remark}" if remark else others_reason
+            reason = reason or (tuned.against(kernel.name) if tuned is not None else None)
         if reason is None:
             config = None if mode == "interpret" else tuned_config(kernel)
             return Choice(kernel, mode == "interpret", tuple(refusals), config)

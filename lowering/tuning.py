@@ -121,7 +121,10 @@ class TuningResult:
     def table(self) -> Table:
         """Lays out the entries as a `rich` table, the fastest candidate of each in bold."""
         targets = ", ".join(sorted({entry.key.target for entry in self.entries}))
-        title = f"{len(self.entries)} measured" + (f" on {targets}" if targets else "")
+        replayed = bool(self.entries) and all(entry.replayed for entry in self.entries)
+        title = f"{len(self.entries)} {'replayed, not measured,' if replayed else 'measured'}" + (
+            f" on {targets}" if targets else ""
+        )
         title += f", {self.stopped}" if self.stopped else ""
         table = Table(title=title, title_justify="left")
         for name in ("operator and operands", "implementation"):
@@ -146,8 +149,8 @@ class TuningResult:
 
 
 def merged(*groups: Iterable[Entry]) -> tuple[Entry, ...]:
-    """The entries of all groups; for each key, the last."""
-    return tuple({entry.key: entry for group in groups for entry in group}.values())
+    """The entries of all groups; of those with one key, the last that was measured and the last that was replayed."""
+    return tuple({(entry.key, entry.replayed): entry for group in groups for entry in group}.values())
 
 
 def find(
@@ -161,7 +164,7 @@ def find(
     key = Key.of(operator_name, hardware, operands, params)
     if key is None:
         return None
-    known = [*overlay, *_shipped(_SHIPPED / f"{key.target}.json")]
+    known = sorted([*overlay, *_shipped(_SHIPPED / f"{key.target}.json")], key=lambda entry: entry.replayed)
     exact = next((entry for entry in known if entry.key == key), None)
     if exact is not None:
         return exact

@@ -377,5 +377,7 @@ def test_schedules_are_of_tpus_only():
     for target in ("cpu", "cuda-h100"):
         with pytest.raises(lowering.CompileError, match=f"schedule must be asked for a TPU; got '{target}'"):
             lowering.compile(jaxops.softmax, x, target=target, schedule=True)
+    with pytest.raises(lowering.CompileError, match="schedule must be asked for one chip, without others; got"):
+        lowering.compile(jaxops.softmax, x, target="tpu-v5e:2x2", schedule=True)
     with pytest.raises(lowering.CompileError, match="trip_counts must come with schedule=True"):
         lowering.compile(jaxops.softmax, x, target="cpu", trip_counts={"softmax": 1})

@@ -13,11 +13,14 @@ from jaxops._commands.options import (
     Arguments,
     Function,
     Json,
+    TripCounts,
     Tuned,
     require,
     require_file,
     require_implementation,
+    require_target,
     show,
+    trip_counts_of,
     tuned_by,
 )
 from jaxops._commands.user_function import load, run_user_code
@@ -35,6 +38,11 @@ def tune(
     ] = None,
     budget: Annotated[float, typer.Option(metavar="SECONDS", help="When to stop measuring.")] = 60.0,
     again: Annotated[bool, typer.Option("--again", help="Measure again what --output holds already.")] = False,
+    by: Annotated[
+        str, typer.Option(help="What gives the times: device, or schedule for a TPU that is not here.")
+    ] = "device",
+    target: Annotated[str | None, typer.Option(help="The TPU, with --by schedule.")] = None,
+    trip_count: TripCounts = None,
     as_json: Json = False,
 ) -> None:
     """Measures each operator of a function on this device: the reference and every configuration of every kernel.
@@ -43,11 +51,23 @@ def tune(
     `with lowering.TuningResult.load(FILE):` uses the results; other commands do so with --tuned FILE.
     """
     require(0 < budget < math.inf, "--budget", "be a positive number of seconds", str(budget))
+    if target is not None:
+        require_target(target)
+    trip_counts = trip_counts_of(trip_count or ())
     fn, args = load(function, arg or ())
     result = run_user_code(
         function,
         "be traceable and its operators run here",
-        lambda: lowering.tune(fn, *args, budget_seconds=budget, path=output, again=again),
+        lambda: lowering.tune(
+            fn,
+            *args,
+            target=target,
+            by=by,
+            trip_counts=trip_counts,
+            budget_seconds=budget,
+            path=output,
+            again=again,
+        ),
     )
     if as_json:
         print(result.to_json())

@@ -26,6 +26,9 @@ Arguments = Annotated[
         metavar="DTYPE[SHAPE]", help="An argument of the function, such as float32[128,64] or i32[]; once for each."
     ),
 ]
+TripCounts = Annotated[
+    list[str] | None, typer.Option(help="For schedules: NAME=NUMBER, how often what data decides is run.")
+]
 Tuned = Annotated[
     Path | None, typer.Option(help="A file that `jaxops tune` has written, by which to choose implementations.")
 ]

@@ -97,8 +97,9 @@ def compile(
     """
     slice_ = _parsed(target)
     hardware = slice_.hardware
-    if schedule and hardware.platform != "tpu":
-        raise CompileError(f"lowering.compile: schedule must be asked for a TPU; got {target!r}")
+    if schedule and (hardware.platform != "tpu" or slice_.topology):
+        kind = "one chip, without others" if slice_.topology else "a TPU"
+        raise CompileError(f"lowering.compile: schedule must be asked for {kind}; got {target!r}")
     if trip_counts and not schedule:
         raise CompileError("lowering.compile: trip_counts must come with schedule=True; got schedule=False")
     whole_fn = fn

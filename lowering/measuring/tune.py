@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from lowering.measurements import Entry, Key, Measurement
 from lowering.measuring import timing
 from lowering.measuring.candidates import Candidate, candidates
 from lowering.measuring.inputs import made_up
+from lowering.measuring.replaying import replayed_entry
 from lowering.registry import Operator, operator_of
 from lowering.static_leaves import of_arrays
 from lowering.targets import here, named
@@ -47,6 +48,8 @@ def tune(
     fn: Callable[..., Any],
     *args: Any,
     target: str | None = None,
+    by: str = "device",
+    trip_counts: Mapping[str, float] | None = None,
     budget_seconds: float = 60.0,
     repeats: int = 30,
     progress: bool | None = None,
@@ -61,10 +64,16 @@ def tune(
     operands in place gets copies, made before the clock starts, as under jit with donated arguments. Operators split
     over a mesh outside of shard_map are left out.
 
+    With `by="schedule"` the chip is a TPU that need not be here. The times are those of the schedules that its compiler
+    makes (docs/schedule.md); nothing runs and nothing is checked. Such results choose a kernel's configuration under
+    `use("pallas")` if nothing was measured. They never make a kernel the default.
+
     Args:
       fn: a function of arrays, whose operators are measured on random operands; or one of `jaxops.operators()`.
       *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. An operator is measured on its arrays.
-      target: the name of the device here. No other device can be measured.
+      target: the name of the device here, the only one that can be measured; for schedules, of any TPU.
+      by: what gives the times, "device" or "schedule".
+      trip_counts: for schedules, as `lowering.compile` takes them.
       budget_seconds: when to stop. An operator whose candidates are all compiled by then is still timed, 3 times.
       repeats: how often to time each candidate, if time allows.
       progress: whether to show a progress bar on stderr; by default, if stderr is a terminal.
@@ -85,12 +94,13 @@ def tune(
       >>> result.entries[0].key.operator, result.entries[0].winner.name  # the CPU has no kernels
       ('softmax', 'reference')
     """
-    hardware = _checked_device(target, budget_seconds, repeats)
+    hardware = _checked_chip(target, by, budget_seconds, repeats)
     problems, left_out = _problems(*of_arrays(functools.partial(fn, **params) if params else fn, args), hardware)
     if _is_operator(fn) and not any(isinstance(x, jax.ShapeDtypeStruct) for x in args):
         operands = tuple(map(jnp.asarray, args))
         problems = {key: dataclasses.replace(problem, operands=operands) for key, problem in problems.items()}
-    known = {} if again else {entry.key: entry for entry in _held(path) if entry.key in problems}
+    held = [entry for entry in _held(path) if entry.key in problems and entry.replayed == (by == "schedule")]
+    known = {} if again else {entry.key: entry for entry in held}
     measured: dict[Key, Entry] = {}
 
     def save(stopped: str) -> None:
@@ -99,17 +109,27 @@ def tune(
 
     save(INTERRUPTED)  # true until the end, and shows at once whether the file can be written
     waiting = {key: problem for key, problem in problems.items() if key not in known}
-    stopped = _measure_all(waiting, hardware, repeats, budget_seconds, progress, measured, save) or left_out
+
+    def take(key: Key, until: float, deadline: float, bar: Progress) -> Entry:
+        if by == "schedule":
+            return _replay(key, waiting[key], hardware, trip_counts, deadline, bar)
+        return _measure(key, waiting[key], hardware, repeats, until, deadline, bar)
+
+    stopped = _measure_all(waiting, take, budget_seconds, progress, measured, save) or left_out
     save(stopped)
     found = known | measured
     return TuningResult(tuple(found[key] for key in problems if key in found), stopped)
 
 
-def _checked_device(target: str | None, budget_seconds: float, repeats: int) -> Hardware:
-    """The device here, once the options are checked."""
-    hardware = here()
-    if target is not None and named(target) != hardware:
-        raise TuningError(f"tune: target must be the device here, {hardware.name}; got {target!r}")
+def _checked_chip(target: str | None, by: str, budget_seconds: float, repeats: int) -> Hardware:
+    """The chip that is tuned for, once the options are checked."""
+    if by not in ("device", "schedule"):
+        raise TuningError(f"tune: by must be 'device' or 'schedule'; got {by!r}")
+    hardware = here() if target is None else named(target)
+    if by == "device" and hardware != here():
+        raise TuningError(f"tune: target must be the device here, {here().name}; got {target!r}")
+    if by == "schedule" and (hardware.platform != "tpu" or not hardware.device_kind):
+        raise TuningError(f"tune: target must be a TPU for by='schedule'; got {hardware.name!r}")
     if not (isinstance(budget_seconds, Real) and budget_seconds > 0):
         raise TuningError(f"tune: budget_seconds must be a positive number; got {budget_seconds!r}")
     if not (isinstance(repeats, Integral) and repeats > 0):
@@ -118,9 +138,8 @@ def _checked_device(target: str | None, budget_seconds: float, repeats: int) -> 
 
 
 def _measure_all(
-    waiting: Mapping[Key, _Problem],
-    hardware: Hardware,
-    repeats: int,
+    waiting: Collection[Key],
+    take: Callable[[Key, float, float, Progress], Entry],
     budget_seconds: float,
     progress: bool | None,
     measured: dict[Key, Entry],
@@ -130,11 +149,11 @@ def _measure_all(
     deadline = timing.clock() + budget_seconds
     try:
         with timing.progress_bar(len(waiting), progress) as bar:
-            for position, (key, problem) in enumerate(waiting.items()):
+            for position, key in enumerate(waiting):
                 # What is left of the budget, shared evenly: a slow operator must not starve those after it.
                 now = timing.clock()
                 until = min(deadline, now + (deadline - now) / (len(waiting) - position))
-                measured[key] = _measure(key, problem, hardware, repeats, until, deadline, bar)
+                measured[key] = take(key, until, deadline, bar)
                 bar.update(TaskID(0), completed=position + 1)
                 save(INTERRUPTED)
     except _OutOfTimeError:
@@ -142,6 +161,23 @@ def _measure_all(
     except KeyboardInterrupt:
         return INTERRUPTED
     return ""
+
+
+def _replay(
+    key: Key,
+    problem: _Problem,
+    hardware: Hardware,
+    trip_counts: Mapping[str, float] | None,
+    deadline: float,
+    bar: Progress,
+) -> Entry:
+    bar.update(TaskID(0), description=f"{key.operator} {', '.join(key.operands)}")
+
+    def require_time() -> None:
+        if timing.clock() >= deadline:
+            raise _OutOfTimeError
+
+    return replayed_entry(key, problem.operator, problem.types, problem.params, hardware, trip_counts, require_time)
 
 
 def _held(path: str | Path | None) -> tuple[Entry, ...]:

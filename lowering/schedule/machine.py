@@ -14,6 +14,7 @@ from lowering.schedule.scalar import function_of, has_no_effect, quotient_and_re
 from lowering.schedule.trace import Trace
 
 _MOST_BLOCKS = 20_000_000  # a few minutes of replay
+_CARRIED = ("sphi", "pphi")
 _LABEL = re.compile(r"(\w+)=(.*)", re.DOTALL)
 _SYMBOL = re.compile(r"#\w+")
 
@@ -123,8 +124,7 @@ class Machine:
 
     def _steps(self, bundle: Bundle) -> list[Step]:
         """What one bundle does. Values that are new names of others, or of what a loop carries, are there at once."""
-        renames = "sphi", "pphi", "int_to_ptr"
-        order = sorted(bundle.instructions, key=lambda x: (x.opcode not in renames[:2], "int_to_ptr" in x.opcode))
+        order = sorted(bundle.instructions, key=lambda x: (x.opcode not in _CARRIED, x.opcode.startswith("int_to_ptr")))
         return [step for instruction in order for step in self._translated(bundle.number, instruction)]
 
     def _translated(self, number: int, instruction: Instruction) -> list[Step]:
@@ -132,7 +132,7 @@ class Machine:
         before: list[Step] = []
         if instruction.target is not None:
             return [self._branch(number, instruction.target, instruction.predicate)]
-        if opcode in ("sphi", "pphi"):
+        if opcode in _CARRIED:
             return [self._copy(self._register(instruction.register), self._place(instruction.value))]
         if opcode == "inlined_call":
             return [self._calling(number, instruction)]
@@ -145,13 +145,13 @@ class Machine:
         if has_no_effect(opcode) or opcode.endswith(".trace"):
             return [self._unknown(instruction)] if instruction.register else []
         if opcode.startswith(("sdivrem", "spop")):
-            return self._queued(number, instruction)
+            return self._queued(instruction)
         function = function_of(opcode)
         if function is None:
             self.trace.unknown[opcode] += 1
             return [self._unknown(instruction)] if instruction.value else []
         places = [self._operand(operand, before) for operand in instruction.operands]
-        return [*before, self._effect(number, instruction, self._computed(function, places))]
+        return [*before, self._effect(instruction, self._computed(function, places))]
 
     # Values are kept by their names, and by register for what loops carry and callers pass.
 
@@ -213,7 +213,7 @@ class Machine:
         return step
 
     def _unknown(self, instruction: Instruction) -> Step:
-        return self._effect(0, instruction, lambda: FROM_DATA)
+        return self._effect(instruction, lambda: FROM_DATA)
 
     def _given(self, instruction: Instruction) -> Step:
         """An operand of the caller, or where a parameter of the whole program lies."""
@@ -222,7 +222,7 @@ class Machine:
         address = own
         if instruction.opcode.startswith("inlined_call_operand"):
             address = self._operands.get(instruction.register, own)
-        return self._effect(0, instruction, lambda: address)
+        return self._effect(instruction, lambda: address)
 
     def _computed(self, function: Callable[..., Any], places: Sequence[int]) -> Callable[[], Any]:
         values = self._values
@@ -231,7 +231,7 @@ class Machine:
             return lambda: function(values[a], values[b])
         return lambda: function(*(values[place] for place in places))
 
-    def _effect(self, number: int, instruction: Instruction, compute: Callable[[], Any]) -> Step:
+    def _effect(self, instruction: Instruction, compute: Callable[[], Any]) -> Step:
         """Sets what an instruction computes, where its predicate holds."""
         values = self._values
         to = self._place(instruction.value)
@@ -264,13 +264,13 @@ class Machine:
         assert named is not None
         return self._place(named[0]), predicate.negated
 
-    def _queued(self, number: int, instruction: Instruction) -> list[Step]:
+    def _queued(self, instruction: Instruction) -> list[Step]:
         """Results that wait until they are taken: quotients and remainders, and what vectors send."""
         before: list[Step] = []
         values = self._values
         if instruction.opcode.startswith("spop"):
             queue = self._divisions[instruction.operands[0].strip("%") if instruction.operands else ""]
-            return [self._effect(number, instruction, lambda: queue.popleft() if queue else FROM_DATA)]
+            return [self._effect(instruction, lambda: queue.popleft() if queue else FROM_DATA)]
         dividend, divisor = (self._operand(operand, before) for operand in instruction.operands[:2])
         queue = self._divisions[instruction.value]
 
@@ -285,7 +285,7 @@ class Machine:
         values, memory = self._values, self._memory
         address, *words = (self._operand(operand, before) for operand in instruction.operands)
         if instruction.opcode == "sld":
-            return [*before, self._effect(number, instruction, lambda: memory.load(values[address]))]
+            return [*before, self._effect(instruction, lambda: memory.load(values[address]))]
         word = words[0]
         stores = self._holds(number, instruction.predicate)
 

@@ -153,6 +153,17 @@ def test_implementations_are_compared():
     assert "softmax: mosaic_tpu" in str(found)
 
 
+def test_configurations_are_ranked_by_replay_and_not_twice(tmp_path):
+    x = jax.ShapeDtypeStruct((2048, 1024), jnp.float32)
+    options = {"target": installed("tpu-v5e"), "by": "schedule", "path": tmp_path / "tuned.json", "progress": False}
+    result = lowering.tune(jaxops.softmax, x, **options)
+    (entry,) = result.entries
+    assert result.complete
+    assert entry.replayed
+    assert entry.best("mosaic_tpu").median_us < entry.best("reference").median_us
+    assert lowering.tune(jaxops.softmax, x, **options, budget_seconds=1e-6).entries == (entry,)
+
+
 def test_an_unknown_flag_of_libtpu_is_one_sentence(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--no_such_flag=1")
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)

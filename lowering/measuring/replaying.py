@@ -1,0 +1,65 @@
+"""The ways to run one operator on a TPU that is not here, ranked by the schedules that its compiler makes."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from lowering.compiling.compile import CompileError, compile
+from lowering.measurements import REFERENCE, Config, Entry, Key, Measurement, config_items
+from lowering.placement import placed
+from lowering.registry import Operator, kernels_of
+from pallas_kernels.hardware import Hardware
+
+
+def replayed_entry(
+    key: Key,
+    operator: Operator,
+    types: Sequence[Any],
+    params: Mapping[str, Any],
+    hardware: Hardware,
+    trip_counts: Mapping[str, float] | None,
+    before_each: Callable[[], None],
+) -> Entry:
+    """The reference and every configuration of every kernel of an operator, with the times of their schedules.
+
+    Args:
+      key: of the entry.
+      operator: its record.
+      types: of its operands.
+      params: its attributes.
+      hardware: the TPU.
+      trip_counts: as for `compile`.
+      before_each: called before each is compiled; what it raises ends the work.
+    """
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
+
+    def replayed(name: str, config: Config, run: Callable[..., Any], in_place: tuple[int, ...] = ()) -> Measurement:
+        before_each()
+        jitted = jax.jit(lambda *arrays: tuple(run(*arrays)), donate_argnums=in_place)
+        try:
+            report = compile(jitted, *operands, target=hardware.name, schedule=True, trip_counts=trip_counts)
+        except CompileError as error:
+            reason = str(error).removeprefix("lowering.compile: ").partition("\n")[0]
+            return Measurement(name, config, discarded=reason)
+        assert report.schedule is not None
+        return Measurement(name, config, round(report.schedule.total_us, 3))
+
+    meaning = functools.partial(operator.meaning, **params)
+
+    def reference(*arrays: jax.Array) -> Any:
+        with placed(hardware.platform, is_split=False):
+            return meaning(*arrays)
+
+    found = [replayed(REFERENCE, (), reference)]
+    for kernel in (kernel for kernel in kernels_of(operator) if kernel.platform == hardware.platform):
+        reason = kernel.refuses(hardware, *operands, **params)
+        if reason is not None:
+            found.append(Measurement(kernel.name, discarded=reason))
+            continue
+        in_place = tuple(kernel.overwrites(*operands, **params))
+        for config in kernel.configs(hardware, *operands, **params):
+            run = functools.partial(kernel.run, config=config, interpret=False, **params)
+            found.append(replayed(kernel.name, config_items(config), run, in_place))
+    return Entry(key, tuple(found), repeats=0, replayed=True)

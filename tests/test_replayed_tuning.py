@@ -1,0 +1,82 @@
+"""What was replayed chooses configurations of kernels that are asked for, and says so; measurements come first."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import lowering
+from jaxops import softmax
+from lowering.explain import operator_uses
+from lowering.measurements import Entry, Key, Measurement
+from lowering.targets import named
+
+X = jax.ShapeDtypeStruct((2048, 1024), jnp.float32)
+V5E = named("tpu-v5e")
+
+
+@pytest.fixture
+def entry():
+    (use,) = operator_uses(jax.make_jaxpr(softmax)(X).jaxpr, (X,), V5E)
+    (kernel,) = (kernel for kernel in use.operator.kernels if kernel.platform == "tpu")
+    first, *_, last = kernel.configs(V5E, *use.operands, **use.params)
+    times = [(first, 30.0), (last, 25.0)]
+    configs = [Measurement(kernel.name, tuple(sorted(config.items())), time) for config, time in times]
+    key = Key.of(use.operator.name, V5E, use.operands, use.params)
+    return Entry(key, (Measurement("reference", (), 50.0), *configs), repeats=0, replayed=True)
+
+
+def explained(*entries, implementation="auto"):
+    with lowering.TuningResult(entries), lowering.use(implementation):
+        (row,) = lowering.explain(softmax, X, target="tpu-v5e").rows
+    return row
+
+
+def test_a_replay_makes_no_kernel_the_default_but_is_told(entry):
+    row = explained(entry)
+    assert row.implementation == "reference"
+    reasons = {refusal.kernel: refusal.reason for refusal in row.refusals}
+    told = "opt-in: replayed on tpu-v5e at 0.50 of the reference's time; not run on a device"
+    assert reasons["mosaic_tpu"] == told
+
+
+def test_a_kernel_that_is_asked_for_takes_the_configuration_that_was_replayed_fastest(entry):
+    fastest = entry.candidates[-1].config
+    assert str(dict(fastest)["block_elements"]) in explained(entry, implementation="pallas").implementation
+
+
+def test_what_was_measured_comes_before_what_was_replayed(entry):
+    reference, first, last = entry.candidates
+    measured = dataclasses.replace(
+        entry, replayed=False, candidates=(reference, dataclasses.replace(first, median_us=9.0), last)
+    )
+    for entries in ((entry, measured), (measured, entry)):
+        assert str(dict(first.config)["block_elements"]) in explained(*entries).implementation
+
+
+def test_files_keep_what_was_replayed_apart_from_what_was_measured(entry, tmp_path):
+    measured = dataclasses.replace(entry, replayed=False)
+    path = tmp_path / "tuned.json"
+    lowering.TuningResult((entry, measured)).save(path)
+    assert lowering.TuningResult.load(path).entries == (entry, measured)
+    records = json.loads(path.read_text())["entries"]
+    assert [record.get("replayed") for record in records] == [True, None]
+    assert "1 replayed, not measured, on tpu-v5e" in str(lowering.TuningResult((entry,)))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"by": "guess"}, "tune: by must be 'device' or 'schedule'; got 'guess'"),
+        ({"by": "schedule"}, "tune: target must be a TPU for by='schedule'; got 'cpu'"),
+        ({"by": "schedule", "target": "cuda-h100"}, "tune: target must be a TPU for by='schedule'; got 'cuda-h100'"),
+        ({"by": "schedule", "target": "tpu"}, "tune: target must be a TPU for by='schedule'; got 'tpu'"),
+        ({"target": "tpu-v5e"}, "tune: target must be the device here, cpu; got 'tpu-v5e'"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(options, sentence):
+    with pytest.raises(lowering.TuningError) as refused:
+        lowering.tune(softmax, X, **options)
+    assert str(refused.value) == sentence
