@@ -9,7 +9,8 @@ import jax
 from lowering.compiling.compile import CompileError, compile
 from lowering.measurements import REFERENCE, Config, Entry, Key, Measurement, config_items
 from lowering.placement import placed
-from lowering.registry import Operator, kernels_of
+from lowering.register import kernels_of
+from lowering.registry import Operator
 from pallas_kernels.hardware import Hardware
 
 
