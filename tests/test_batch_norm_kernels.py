@@ -207,6 +207,10 @@ def test_batch_norm_kernels_refuse_what_they_cannot_run():
         assert "'data'" in reason(kernel, v5e, axis_name="data")
         assert "nothing" in reason(kernel, v5e, shape=(0, 1, 16, 64))
         assert "[1, 16, 1000003]" in reason(kernel, v5e, shape=(8, 1, 16, 1000003))
+    v7x = Hardware(name="tpu-v7x", platform="tpu", cores=1, memory_bytes_per_s=3.69e12)
+    assert reason(tpu_forward, v7x, dtype="bfloat16") is None
+    assert "vector unit" in reason(tpu_backward, v7x, dtype="bfloat16")
+    assert reason(tpu_backward, v7x) is None
 
 
 @pytest.mark.parametrize("name", KERNELS)
