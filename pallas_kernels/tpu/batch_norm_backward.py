@@ -23,7 +23,7 @@ _MOST_RATE = 2e12
 
 def _kernel(*refs, blocks, gated, residuals):
     x_ref, grad_ref, *gate_refs = refs[: 2 + gated]
-    scale_ref, mean_ref, inv_std_ref, grad_mean_ref, grad_variance_ref = refs[2 + gated :][:5]
+    _, mean_ref, inv_std_ref, *_ = statistics_refs = refs[2 + gated :][:5]
     dx_ref, *residual_refs = refs[7 + gated :][: 1 + residuals]
     dscale_ref, dbias_ref, *scratch = refs[8 + gated + residuals :]
     kept_refs, (partial_scale_ref, partial_bias_ref) = scratch[: blocks.kept], scratch[blocks.kept :]
@@ -68,16 +68,7 @@ def _kernel(*refs, blocks, gated, residuals):
     @pl.when(phase == 1)
     def _():
         def group(channels):
-            # With x_hat = (x - mean) inv_std, and means over the elements of a channel:
-            # dx = scale inv_std (d - mean(d) - x_hat mean(d x_hat)) + (grad_mean + 2 (x - mean) grad_variance) /
-            # elements
-            scale, mean, inv_std, grad_mean, grad_variance, dscale, dbias = (
-                blocks.of_group(ref, channels)
-                for ref in (scale_ref, mean_ref, inv_std_ref, grad_mean_ref, grad_variance_ref, dscale_ref, dbias_ref)
-            )
-            factor = scale * inv_std
-            slope = (2 * grad_variance - factor * inv_std * dscale) / blocks.elements
-            offset = (grad_mean - factor * dbias) / blocks.elements
+            factor, mean, slope, offset = _coefficients(blocks, channels, (*statistics_refs, dscale_ref, dbias_ref))
 
             def differentiate(at, _):
                 d = kept_refs[0][step, *at].astype(jnp.float32) if blocks.kept else gated_grad(at)
@@ -90,6 +81,18 @@ def _kernel(*refs, blocks, gated, residuals):
             blocks.fold(channels, differentiate, None)
 
         blocks.for_each_group(group)
+
+
+def _coefficients(blocks, channels, refs):
+    """`factor`, `mean`, `slope` and `offset` in `dx = factor d + (x - mean) slope + offset`.
+
+    With x_hat = (x - mean) inv_std, and means over the elements of a channel:
+    dx = scale inv_std (d - mean(d) - x_hat mean(d x_hat)) + (grad_mean + 2 (x - mean) grad_variance) / elements
+    """
+    scale, mean, inv_std, grad_mean, grad_variance, dscale, dbias = (blocks.of_group(ref, channels) for ref in refs)
+    factor = scale * inv_std
+    slope = (2 * grad_variance - factor * inv_std * dscale) / blocks.elements
+    return factor, mean, slope, (grad_mean - factor * dbias) / blocks.elements
 
 
 def run(
