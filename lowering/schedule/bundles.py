@@ -84,7 +84,7 @@ def _instruction(text: str) -> Instruction:
     found = _INSTRUCTION.match(text.strip())
     assert found is not None
     name, opcode, callee, rest = found.groups()
-    # Most instructions are of vectors, of which only the kind counts, and whether they spill.
+    # Most instructions work on vectors: only their kind matters, and whether they spill.
     if opcode.startswith("v") and not opcode.startswith("vsync") and not (name or "").startswith(("s", "p")):
         return Instruction(opcode, operands=(rest,))
     predicate, otherwise = None, ""

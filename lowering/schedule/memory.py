@@ -6,7 +6,7 @@ from typing import Any
 
 _SYMBOL_WORDS = 1 << 16  # between the addresses that two names get
 _WORD_BYTES = 4
-GRANULE_BYTES = 32  # of which DMA sizes are counted
+GRANULE_BYTES = 32  # the unit of DMA sizes
 
 # On-chip copies do not compete for HBM; their speed matters little, and was not fitted to anything.
 _ON_CHIP_BYTES_PER_CYCLE = 512.0
@@ -117,7 +117,7 @@ class Semaphore:
 
 
 class Dma:
-    """The transfers of one program, each of which adds its granules to a semaphore when it is done."""
+    """The transfers of one program. When a transfer is done, it adds its granules to a semaphore."""
 
     def __init__(self, hbm: Hbm, memory: ScalarMemory) -> None:
         """Starts with nothing under way."""

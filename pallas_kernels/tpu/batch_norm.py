@@ -138,7 +138,7 @@ def configs(hardware, x, *operands, **_):
 
 
 def configs_of(hardware, x, arrays, images):
-    """Block sizes for a kernel of this many images, of which it could keep some `arrays` in VMEM."""
+    """Block sizes for a kernel with this many images; it can keep up to `arrays` of them in VMEM."""
     found = []
     for size in _BLOCK_ELEMENTS:
         config = {"block_elements": size}

@@ -205,7 +205,7 @@ def _tile_at(tile: Any, size: int, extent: int) -> Any:
 def blocks_of(shape, dtype, arrays, block_elements, kept_bytes):
     """Blocks of at most `block_elements` padded elements; None if no division of the images is that small.
 
-    Of this many `arrays`, as many as fit into `kept_bytes` of VMEM are kept there between the phases.
+    Up to `arrays` images stay in VMEM between the phases: as many as fit into `kept_bytes`.
     """
     n, a, c, b = shape[-4:]
     if 1 not in (a, b):

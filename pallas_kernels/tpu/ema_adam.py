@@ -3,9 +3,9 @@
 Five arrays are read and four written, with some thirty flops per element, so only HBM traffic counts. Changing how an
 array is tiled in HBM would cost as much again as the operator itself; the kernel's view of the arrays avoids that.
 
-Aliases bind a custom call: XLA copies the four operands first if the caller has not donated them, which takes 1.9 times
-as long; without aliases it would copy the four results if the caller has. Only XLA knows which, after the kernel is
-traced, and its own fusion, as fast as the kernel, shares buffers either way.
+Aliases bind a custom call. If the caller donated nothing, XLA copies the four operands first, which takes 1.9 times as
+long. Without aliases, XLA would copy the four results of a caller who did donate. Only XLA knows which, and only after
+the kernel is traced. Its own fusion is as fast as the kernel and shares buffers either way.
 """
 
 import functools
