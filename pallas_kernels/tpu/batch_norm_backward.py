@@ -23,7 +23,7 @@ _MOST_RATE = 2e12
 
 def _kernel(*refs, blocks, gated, residuals):
     x_ref, grad_ref, *gate_refs = refs[: 2 + gated]
-    _, mean_ref, inv_std_ref, *_ = statistics_refs = refs[2 + gated :][:5]
+    _scale_ref, mean_ref, inv_std_ref, *_others = statistics_refs = refs[2 + gated :][:5]
     dx_ref, *residual_refs = refs[7 + gated :][: 1 + residuals]
     dscale_ref, dbias_ref, *scratch = refs[8 + gated + residuals :]
     kept_refs, (partial_scale_ref, partial_bias_ref) = scratch[: blocks.kept], scratch[blocks.kept :]
