@@ -27,6 +27,7 @@ from jaxops._commands.options import (
     require_implementation,
     require_target,
     show,
+    show_text,
     trip_counts_of,
     tuned_by,
 )
@@ -128,7 +129,7 @@ def explain(
     else:
         show(explanation.table())
         for remark in explanation.remarks:
-            print(remark)
+            show_text(remark)
 
 
 @app.command()
@@ -172,7 +173,7 @@ def compile(
         if report.schedule is not None:
             show(report.schedule.table())
             for remark in report.schedule.remarks:
-                print(remark)
+                show_text(remark)
 
 
 @app.command()

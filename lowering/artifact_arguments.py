@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 
 from lowering.errors import ArtifactError
 from lowering.measurements import type_text
@@ -68,6 +69,10 @@ def _check(path: str, text: str, leaf: Any, aval: Any, sizes: dict[str, tuple[in
             known, first = sizes.setdefault(str(expected), (size, path))
             _require(size == known, path, f"be {text} with {expected} = {known}, as {first} is", _shown(leaf))
     _require(fits, path, f"be {text}", _shown(leaf))
+    if isinstance(leaf, np.ndarray | float) and np.result_type(leaf) != aval.dtype:
+        with np.errstate(over="ignore"):
+            stays_finite = bool(np.all(np.isfinite(np.asarray(leaf, aval.dtype)) | ~np.isfinite(leaf)))
+        _require(stays_finite, path, f"hold numbers that fit {aval.dtype}", _shown(leaf))
 
 
 def _dtype(leaf: Any) -> Any:

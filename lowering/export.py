@@ -21,7 +21,7 @@ from lowering.explain import operator_uses
 from lowering.measurements import versions
 from lowering.targets import PLATFORMS, named, platform_here
 
-_FORMAT = 2
+_FORMAT = 3
 _PROGRAM, _METADATA = "program", "metadata.json"
 
 
@@ -43,6 +43,7 @@ class Artifact:
     implementations: dict[str, dict[str, list[str]]]
     arguments: dict[str, str]
     fixed: dict[str, str]
+    _arg_count: int = dataclasses.field(repr=False)
     _exported: jax.export.Exported = dataclasses.field(repr=False)
     _results: Any = dataclasses.field(repr=False)
 
@@ -74,6 +75,8 @@ class Artifact:
             held = ", ".join(self.platforms)
             raise ArtifactError(f"export: artifact must hold the platform {platform_here()}; got one for {held}")
         leaves = checked_leaves(args, self.arguments, self.fixed, self._exported)
+        if len(args) > self._arg_count:
+            raise ArtifactError(f"export: args must be {self._arg_count}, as exported; got {len(args)}")
         return _filled(self._results, iter(jax.jit(self._exported.call)(*leaves)))
 
     def save(self, path: str | Path) -> None:
@@ -85,6 +88,7 @@ class Artifact:
             "implementations": self.implementations,
             "arguments": self.arguments,
             "fixed": self.fixed,
+            "arg_count": self._arg_count,
             "results": self._results,
         }
         if not isinstance(path, str | os.PathLike):
@@ -136,6 +140,7 @@ def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFO
         implementations,
         types_by_path(args, exported.in_avals),
         fixed,
+        len(given),
         flattened(exported),
         _skeleton(exported.out_tree),
     )
@@ -180,6 +185,7 @@ def load(path: str | Path) -> Artifact:
             implementations=record["implementations"],
             arguments=record["arguments"],
             fixed=record["fixed"],
+            _arg_count=record["arg_count"],
             _exported=jax.export.deserialize(bytearray(program)),
             _results=record["results"],
         )

@@ -70,6 +70,8 @@ def using(selection: Selection) -> Iterator[None]:
       ...     lowering.current_selection().default
       'pallas'
     """
+    if not isinstance(selection, Selection):
+        raise TypeError(f"using: selection must be what current_selection returns; got {_shown(selection)}")
     with _selection(selection):
         yield
 

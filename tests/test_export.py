@@ -178,7 +178,7 @@ def test_load_refuses_what_export_has_not_saved(artifact, tmp_path):
         ("program", b""),
         ("program", b"not a program" * 9),
         ("metadata.json", b"[]"),
-        ("metadata.json", b'{"format": 2}'),
+        ("metadata.json", b'{"format": 3}'),
     ],
 )
 def test_load_refuses_what_it_cannot_read_in_a_whole_file(name, text, artifact, tmp_path):
@@ -188,7 +188,7 @@ def test_load_refuses_what_it_cannot_read_in_a_whole_file(name, text, artifact, 
     with zipfile.ZipFile(tmp_path / "other", "w") as file:
         for part, content in parts.items():
             file.writestr(part, content)
-    with pytest.raises(lowering.ArtifactError, match=r"must (have format 2|hold a program that JAX .* can read); got"):
+    with pytest.raises(lowering.ArtifactError, match=r"must (have format 3|hold a program that JAX .* can read); got"):
         lowering.load(tmp_path / "other")
 
 
@@ -199,10 +199,23 @@ def test_one_platform_may_be_a_string():
 def test_load_refuses_a_later_format(artifact, tmp_path):
     artifact.save(tmp_path / "artifact")
     with zipfile.ZipFile(tmp_path / "artifact") as file:
-        record = {**json.loads(file.read("metadata.json")), "format": 3}
+        record = {**json.loads(file.read("metadata.json")), "format": 4}
         program = file.read("program")
     with zipfile.ZipFile(tmp_path / "later", "w") as file:
         file.writestr("metadata.json", json.dumps(record))
         file.writestr("program", program)
-    with pytest.raises(lowering.ArtifactError, match="must have format 2; got 3"):
+    with pytest.raises(lowering.ArtifactError, match="must have format 3; got 4"):
         lowering.load(tmp_path / "later")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((np.ones(3, np.float32), object()), r"args must be 1, as exported; got 2"),
+        ((np.full(3, 1e300),), r"args\[0\] must hold numbers that fit float32; got float64\[3\]"),
+    ],
+    ids=["one-more", "too-large"],
+)
+def test_call_refuses_what_it_would_drop_or_round_to_infinity(args, words):
+    with pytest.raises(lowering.ArtifactError, match=words):
+        lowering.export(jnp.sin, np.ones(3, np.float32), platforms="cpu").call(*args)

@@ -29,6 +29,8 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "load": (lambda: lowering.load(3), lowering.ArtifactError, "load: path must be a string or a path; got 3"),
     "load-tuned": (lambda: lowering.TuningResult.load(3), lowering.TuningError, "load: '3' must be a file"),
+    "using": (lambda: lowering.using(3).__enter__(), TypeError, "using: selection must be .* a value of type int"),
+    "availability": (lambda: lowering.availability("cpu"), TypeError, "availability: hardware must be .* got 'cpu'"),
     "register": (lambda: lowering.register(3), TypeError, "register: operator must be .* got a value of type int"),
     "add_kernel": (lambda: lowering.add_kernel(3, KERNEL), TypeError, "add_kernel: operator must be .* type int"),
     "remove_kernel": (

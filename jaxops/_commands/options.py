@@ -40,6 +40,12 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() or asked else 120)
 
 
+def show_text(text: str) -> None:
+    """Prints a sentence: wrapped on a terminal, on one line for other programs."""
+    where = console()
+    where.print(text, markup=False, highlight=False, soft_wrap=not where.is_terminal)
+
+
 def show(table: RenderableType) -> None:
     """Prints a table that fits the console's width."""
     where = console()

@@ -47,6 +47,8 @@ def availability(hardware: Hardware) -> str:
       >>> lowering.availability(cpu)
       'here'
     """
+    if not isinstance(hardware, Hardware):
+        raise TypeError(f"availability: hardware must be one of lowering.targets(); got {hardware!r}")
     if hardware.platform == "cpu" or hardware == here():
         return "here"
     if compilers.interpreter(hardware.platform):
