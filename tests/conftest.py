@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 SEED = 20260
-SAMPLE = 8
+SAMPLE = 16
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -66,7 +66,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks seven in eight cases of each `sampled` test as slow; the first case always runs."""
+    """Marks all but one in sixteen cases of each `sampled` test as slow; the first case always runs."""
     cases: collections.Counter[tuple[object, str]] = collections.Counter()
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
