@@ -218,7 +218,8 @@ def choose(
     for kernel in kernels if mode != "reference" else ():
         reason = refusal(kernel)
         if reason is None and mode == "auto" and kernel is not default:
-            remark = tuned.replay_remark(kernel.name) if tuned is not None and tuned.replayed else None
+            is_replay = tuned is not None and tuned.replayed and tuned.key.versions == versions()
+            remark = tuned.replay_remark(kernel.name) if tuned is not None and is_replay else None
             reason = f"opt-in: {remark}" if remark else others_reason
             reason = reason or (tuned.against(kernel.name) if tuned is not None else None)
         if reason is None:

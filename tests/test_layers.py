@@ -157,3 +157,10 @@ def test_import_loads_only_what_it_needs() -> None:
     code = f"import jaxops, sys; print(*sorted({NOT_LOADED} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == []
+
+
+def test_package_can_be_reloaded() -> None:
+    """As notebooks do; also before anyone has asked for what is imported later."""
+    code = "import importlib, jaxops; importlib.reload(jaxops); print(callable(jaxops.ema_adam))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["True"]

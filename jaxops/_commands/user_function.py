@@ -40,10 +40,8 @@ def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., An
     Args:
       location: "FILE.py:FUNCTION".
       arguments: "DTYPE[SHAPE]" for each argument of the function, such as "float32[128,64]", or "i32[]" for a scalar.
-        If
-        empty: the file's FUNCTION_args, else its example_args (a tuple, or a function without parameters that returns
-          one),
-        else no arguments.
+        If empty: the file's FUNCTION_args, else its example_args (a tuple, or a function without parameters that
+        returns one), else no arguments.
 
     Raises:
       CommandError: if the file or function does not exist, the file fails, or the arguments do not fit the function.
