@@ -360,6 +360,39 @@ def test_a_schedule_is_plotted(folder, tmp_path):
     assert len(figure.axes[0].patches) == 4  # the first and the rest, each with what it needs at best
 
 
+# XLA copies a donated parameter that the runtime did not give the memory of its result, which nobody can know here.
+COPY_OF_PARAMETER = (
+    "%s1_s1 = scalar_parameter_address 1",
+    "%p1_p0 = scmp.eq.s32.totalorder %s5_s5, %s1_s1",
+    "%9 = sbr.rel (%p1_p0) target bundleno = 40 (0x28)",
+    *[""] * 4,
+    dma(1000, kind="hbm_to_hbm"),
+    *wait(1000),
+)
+RESULT_WORD = "%s4_s4 = sld [smem:[#allocation4]]  ;;  %s5_s5 = int_to_ptr.hbm [resolvable:$false] %s4_s4"
+RESULT_TABLE = (
+    "%s6_s6 = sld [smem:[#allocation4]]  ;;  %s7_s7 = int_to_ptr.hbm [resolvable:$false] %s6_s6",
+    "%s8_s8 = sshll.u32 %s7_s7, 4  ;;  %s2_s2 = smov [#allocation6]",
+    "%16 = dma.hbm_to_smem /*hbm=*/%s8_s8, /*size_in_granules=*/16, /*smem=*/%s2_s2, /*dst_syncflagno=*/[#allocation5]",
+    *wait(16, "[#allocation5]"),
+    "%s4_s4 = sld [smem:[#allocation6 + $0x2]]  ;;  %s5_s5 = int_to_ptr.hbm [resolvable:$false] %s4_s4",
+)
+
+
+@pytest.mark.parametrize(
+    ("result", "load", "copies"),
+    [("{}", (RESULT_WORD,), 0), ("{2}", RESULT_TABLE, 1)],  # the table itself is brought from HBM
+    ids=["one result", "several"],
+)
+def test_donated_arguments_are_not_copied(folder, result, load, copies):
+    lines = *load, *COPY_OF_PARAMETER
+    (folder / "17-TLP-01-packed-bundles-post-ra.txt").write_text(program(*lines, *[""] * (45 - len(lines))))
+    donated = f"is_scheduled=true, input_output_alias={{ {result}: (1, {{}}, may-alias) }}, entry_computation_layout="
+    (folder / "17-TLP-hlo.txt").write_text(HLO.replace("is_scheduled=true", donated))
+    (rest,) = schedule_of(folder, named("tpu-v5e"), border_bytes=0).kernels
+    assert rest.dma_count == copies
+
+
 def test_copies_that_run_meanwhile_share_hbm_with_a_kernel(folder):
     busy = program(dma(20_000), *wait(20_000))
     (folder / "18-fusion-01-packed-bundles-post-ra.txt").write_text(busy)

@@ -12,6 +12,7 @@ _FILE = re.compile(r"\d+-(.*?)-\d+-packed-bundles-post-ra\.txt")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%([\w.\-]+) = (.*)$", re.MULTILINE)
 _SAID_ELSEWHERE = re.compile(r", (?:metadata|sharding|frontend_attributes)=\{.*?\}(?=,|$)")
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")  # "{1}: (2, {}, may-alias)"; "{}: (0, ...)" for the only result
 _OPCODE = re.compile(r"(?:\(.*?\)|\S+) ([a-z][\w\-]*)\(")
 
 
@@ -33,7 +34,12 @@ class HloInstruction:
 
 
 class Dumps:
-    """The schedules in a folder. Instructions that are equal share one, which bears the name of the first."""
+    """The schedules in a folder. Instructions that are equal share one, which bears the name of the first.
+
+    Attributes:
+      instructions: of the optimised program, by name.
+      aliases: the parameters whose memory results are put into, by the position of the result; None for the only one.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Reads the program, and which schedules there are; each schedule when it is asked for."""
@@ -53,6 +59,8 @@ class Dumps:
             for body in bodies.values()
             for name, rest in _INSTRUCTION.findall(body)
         }
+        header = text.partition("\n")[0]
+        self.aliases = {int(result) if result else None: int(parameter) for result, parameter in _ALIAS.findall(header)}
         self._shared = {self.instructions[name].text: name for name in reversed(files) if name in self.instructions}
 
     def top_level(self) -> tuple[Bundle, ...]:

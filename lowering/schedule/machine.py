@@ -14,6 +14,7 @@ from lowering.schedule.scalar import function_of, has_no_effect, quotient_and_re
 from lowering.schedule.trace import Trace
 
 _MOST_BLOCKS = 20_000_000  # a few minutes of replay
+PARAMETER = "scalar_parameter_address"
 _CARRIED = ("sphi", "pphi")
 _LABEL = re.compile(r"(\w+)=(.*)", re.DOTALL)
 _SYMBOL = re.compile(r"#\w+")
@@ -136,7 +137,7 @@ class Machine:
             return [self._copy(self._register(instruction.register), self._place(instruction.value))]
         if opcode == "inlined_call":
             return [self._calling(number, instruction)]
-        if opcode.startswith("inlined_call_operand") or opcode == "scalar_parameter_address":
+        if opcode.startswith("inlined_call_operand") or opcode == PARAMETER:
             return [self._given(instruction)]
         if opcode in ("sld", "sst"):
             return self._scalar_memory(number, instruction)
@@ -217,10 +218,10 @@ class Machine:
 
     def _given(self, instruction: Instruction) -> Step:
         """An operand of the caller, or where a parameter of the whole program lies."""
-        symbol = f"#{instruction.opcode} {instruction.register} {' '.join(instruction.operands[:1])}"
-        own = self._memory.address(self._name, symbol)
-        address = own
-        if instruction.opcode.startswith("inlined_call_operand"):
+        if instruction.opcode == PARAMETER:
+            address = self._memory.address(self._name, f"#{PARAMETER} {instruction.operands[0]}")
+        else:
+            own = self._memory.address(self._name, f"#{instruction.opcode} {instruction.register}")
             address = self._operands.get(instruction.register, own)
         return self._effect(instruction, lambda: address)
 
@@ -329,7 +330,8 @@ class Machine:
             def step() -> None:
                 if happens():
                     size = self._known(number, values[granules])
-                    dma.start(number + self._behind, opcode, size, values[destination], values[semaphore])
+                    ends = values[places[0]], values[destination]
+                    dma.start(number + self._behind, opcode, size, *ends, values[semaphore])
 
         else:
             self.trace.unknown[opcode] += 1

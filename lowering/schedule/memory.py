@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 _SYMBOL_WORDS = 1 << 16  # between the addresses that two names get
@@ -62,6 +63,7 @@ class ScalarMemory:
         self._unwritten = unwritten
         self._words: dict[Any, Any] = {}
         self._addresses: dict[tuple[str, str], int] = {}
+        self._tables: dict[Any, Mapping[Any, int]] = {}
         self._has_lost_a_store = False
 
     def address(self, program: str, symbol: str) -> int:
@@ -81,13 +83,18 @@ class ScalarMemory:
         else:
             self._words[address] = word
 
-    def fill(self, address: Any, size_bytes: int) -> None:
-        """Writes data that a DMA brings."""
+    def keep_table(self, source: int, words: Mapping[Any, int]) -> None:
+        """Says which words a DMA from a place in HBM brings, by their positions; the others are data."""
+        self._tables[source] = words
+
+    def fill(self, address: Any, size_bytes: int, source: Any) -> None:
+        """Writes what a DMA brings."""
         if isinstance(address, Unknown):
             self._has_lost_a_store = True
             return
         words = size_bytes // _WORD_BYTES
-        self._words.update(dict.fromkeys(range(address, address + words), FROM_DATA))
+        known = {} if isinstance(source, Unknown) else self._tables.get(source, {})
+        self._words.update({address + position: known.get(position, FROM_DATA) for position in range(words)})
 
 
 @dataclasses.dataclass
@@ -127,7 +134,7 @@ class Dma:
         self.hbm_bytes = 0
         self.count = 0
 
-    def start(self, now: float, opcode: str, granules: int, destination: Any, semaphore: Any) -> None:
+    def start(self, now: float, opcode: str, granules: int, source: Any, destination: Any, semaphore: Any) -> None:
         """Starts a transfer."""
         size_bytes = granules * GRANULE_BYTES
         # What goes between any two places ("general") is taken to be on its way to or from HBM.
@@ -139,7 +146,7 @@ class Dma:
         else:
             done = now + _ON_CHIP_LATENCY_CYCLES + size_bytes / _ON_CHIP_BYTES_PER_CYCLE
         if opcode.endswith("_to_smem"):
-            self._memory.fill(destination, size_bytes)
+            self._memory.fill(destination, size_bytes, source)
         self._semaphores[semaphore].add(done, granules)
 
     def shared_with(self, now: float, cycles: float, hbm_cycles: float) -> float:

@@ -11,6 +11,7 @@ from lowering.schedule.dumps import Dumps
 from lowering.schedule.kernel import HBM_LATENCY_CYCLES, KernelReplay, replay
 from lowering.schedule.machine import Machine
 from lowering.schedule.memory import Dma, Hbm, ScalarMemory
+from lowering.schedule.results import PROGRAM, place_results
 
 # What the runtime sets before a program starts: one word says that the program is to run; another that what it starts
 # with in VMEM was brought there when it ran before, as it is where a program runs again and again.
@@ -62,9 +63,11 @@ class _Program:
     def run(self) -> ProgramReplay:
         memory = ScalarMemory(unwritten=_RUNTIME_WORD)
         self._dma = Dma(Hbm(self._hbm_bytes_per_cycle, HBM_LATENCY_CYCLES), memory)
+        bundles = self._dumps.top_level()
+        place_results(memory, bundles, self._dumps.aliases)
         machine = Machine(
-            "program",
-            self._dumps.top_level(),
+            PROGRAM,
+            bundles,
             memory,
             self._dma,
             self._chip.delay_slots,

@@ -129,6 +129,18 @@ def test_a_scan_runs_its_body_as_often_as_it_turns():
     assert sum(kernel.time_us for kernel in schedule.kernels) == pytest.approx(schedule.total_us)
 
 
+def test_donated_arguments_are_not_copied():
+    def step(*leaves):
+        settings = {"lr": 1e-3, "ema_decay": 0.999, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+        return jaxops.aclnn.apply_fused_ema_adam(*leaves, jnp.int32(1), **settings)
+
+    leaf = jax.ShapeDtypeStruct((8192, 1024), jnp.float32)
+    with lowering.use("pallas"):
+        schedule = replayed(jax.jit(step, donate_argnums=(1, 2, 3, 4)), *[leaf] * 5)
+    assert schedule.kernels[0].kind == "mosaic"
+    assert schedule.total_us == pytest.approx(schedule.roofline_us, rel=0.02)
+
+
 def test_a_loop_that_data_ends_is_refused_by_name_until_the_caller_says_how_often_it_turns():
     def doubled_until_large(x):
         return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: 2 * x, x)

@@ -1,0 +1,41 @@
+"""Where the results of a program lie: those that overwrite donated arguments are taken to be in the same memory."""
+
+from collections.abc import Mapping, Sequence
+
+from lowering.schedule.bundles import Bundle, value_of
+from lowering.schedule.machine import PARAMETER
+from lowering.schedule.memory import ScalarMemory
+from lowering.schedule.scalar import wrapped
+
+PROGRAM = "program"  # the name of the top-level program
+_ADDRESS_SHIFT = 4  # from a pointer to HBM to the address that a DMA takes
+
+
+def place_results(memory: ScalarMemory, bundles: Sequence[Bundle], aliases: Mapping[int | None, int]) -> None:
+    """Tells a top-level program that each aliased result is where its parameter is.
+
+    The program compares the two addresses, and copies the parameter if they differ. The runtime hands it the address of
+    its only result, or of a table in HBM of the addresses of all results.
+    """
+    word = _first_word_in_hbm(bundles)
+    if word is None or not aliases:
+        return
+    places = {result: memory.address(PROGRAM, f"#{PARAMETER} {number}") for result, number in aliases.items()}
+    at = memory.address(PROGRAM, word)
+    if None in places:
+        memory.store(at, places[None])
+        return
+    table = memory.address(PROGRAM, "#results")
+    memory.store(at, table)
+    memory.keep_table(wrapped(table << _ADDRESS_SHIFT), places)
+
+
+def _first_word_in_hbm(bundles: Sequence[Bundle]) -> str | None:
+    """The name of the word from which the program takes the first pointer to HBM: that of its results."""
+    loads = {x.value: x.operands[0] for bundle in bundles for x in bundle.instructions if x.opcode == "sld"}
+    for bundle in bundles:
+        for instruction in bundle.instructions:
+            named = value_of(instruction.operands[0]) if instruction.opcode == "int_to_ptr.hbm" else None
+            if named is not None and named[0] in loads:
+                return loads[named[0]].removeprefix("[smem:[").removesuffix("]]")
+    return None
