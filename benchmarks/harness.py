@@ -41,7 +41,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def report(name: str, cases: list[dict[str, Any]], output: Path | None) -> None:
+def report(name: str, cases: list[dict[str, Any]], output: Path | None) -> dict[str, Any]:
     """Prints one line a row, and writes everything to `output`."""
     record = {"benchmark": name, "environment": environment(), "cases": cases}
     for case in cases:
@@ -51,6 +51,7 @@ def report(name: str, cases: list[dict[str, Any]], output: Path | None) -> None:
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(record, indent=2) + "\n")
+    return record
 
 
 def _version(package: str) -> str | None:

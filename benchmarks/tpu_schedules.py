@@ -1,13 +1,15 @@
 r"""Times of this library's operators on TPUs that are not here, by the schedules that their compiler makes.
 
-python benchmarks/tpu_schedules.py --output benchmarks/results/tpu_schedules.json
+python benchmarks/tpu_schedules.py --output benchmarks/results/tpu_schedules.json --tuned lowering/tuned
 
 Nothing runs: docs/schedule.md says how far such times are to be trusted. It needs `jaxops targets --install tpu`.
 """
 
 import functools
+import json
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import harness
@@ -30,49 +32,71 @@ def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    """Name, function and operands, as docs/schedule.md lists them."""
-    x = shape(128, 256) if quick else shape(16384, 4096)
-    yield "softmax f32", jaxops.softmax, (x,)
-    if quick:
-        return
-    yield "softmax f32 forward and gradient", gradient_of(jaxops.softmax), (x, x)
-    yield (
-        "local_response_norm f32 128x96x55x55",
-        functools.partial(jaxops.local_response_norm, n=5),
-        (shape(128, 96, 55, 55),),
-    )
-    parameters = (shape(65536, 1024),) * 5
-    yield "ema_adam f32 64 Mi", adam_step, (*parameters, shape(dtype=I32))
-    yield (
-        "ema_adam f32 64 Mi, donated",
-        jax.jit(adam_step, donate_argnums=(1, 2, 3, 4)),
-        (*parameters, shape(dtype=I32)),
-    )
-    yield (
-        "dropout bf16",
-        lambda x, key: jaxops.dropout(key, x, 0.1),
-        (
-            shape(16384, 4096, dtype=BF16),
-            shape(2, dtype=jnp.uint32),
-        ),
-    )
-    for layout, sizes, dtype in (
-        ("NHWC", (256, 56, 56, 64), BF16),
-        ("NHWC", (256, 28, 28, 256), BF16),
-        ("NCHW", (256, 64, 56, 56), F32),
+def cases() -> Iterator[Case]:
+    """Name, function and operands."""
+    for sizes, dtype in (((16384, 4096), F32), ((4096, 32000), F32), ((65536, 1024), BF16)):
+        x = shape(*sizes, dtype=dtype)
+        yield f"softmax {text(x)}", jaxops.softmax, (x,)
+        yield f"softmax {text(x)}, with gradient", with_gradient(jaxops.softmax), (x, x)
+    for x in (shape(128, 96, 55, 55), shape(128, 256, 27, 27), shape(64, 64, 112, 112, dtype=BF16)):
+        yield f"local_response_norm {text(x)}", functools.partial(jaxops.local_response_norm, n=5), (x,)
+    for leaf in (shape(65536, 1024), shape(4096, 14336), shape(32000, 4096, dtype=BF16)):
+        leaves = (leaf,) * 5
+        donating = jax.jit(adam_step, donate_argnums=(1, 2, 3, 4))
+        yield f"ema_adam {text(leaf)}", adam_step, (*leaves, shape(dtype=I32))
+        yield f"ema_adam {text(leaf)}, donated", donating, (*leaves, shape(dtype=I32))
+    for x in (shape(16384, 4096, dtype=BF16), shape(16384, 4096), shape(8192, 14336, dtype=BF16)):
+        key = shape(2, dtype=jnp.uint32)
+        yield f"dropout {text(x)}, rate 0.1", lambda x, key: jaxops.dropout(key, x, 0.1), (x, key)
+    for layout, x in (
+        ("NHWC", shape(256, 112, 112, 64, dtype=BF16)),
+        ("NHWC", shape(256, 56, 56, 64, dtype=BF16)),
+        ("NHWC", shape(256, 28, 28, 256, dtype=BF16)),
+        ("NHWC", shape(256, 14, 14, 1024, dtype=BF16)),
+        ("NCHW", shape(256, 64, 56, 56)),
     ):
-        channels = (shape(sizes[layout.index("C")]),) * 4
-        name = f"batch_norm {jnp.dtype(dtype).name} {layout} {'x'.join(map(str, sizes))}"
-        yield name, functools.partial(normalized, layout=layout), (shape(*sizes, dtype=dtype), *channels)
-    operands = shape(4096, 1024, dtype=BF16), shape(32768, 1024, dtype=BF16), shape(4096, dtype=I32)
-    yield "linear_cross_entropy bf16 4096x1024x32768", jaxops.linear_cross_entropy, operands
-    both = jax.value_and_grad(jaxops.linear_cross_entropy, (0, 1))
-    yield "linear_cross_entropy bf16 4096x1024x32768, value and gradients", both, operands
+        channels = (shape(x.shape[layout.index("C")]),) * 4
+        forward = functools.partial(normalized, layout=layout)
+        yield f"batch_norm {text(x)} {layout}", forward, (x, *channels)
+        yield f"batch_norm {text(x)} {layout}, with gradients", with_gradients_of_y(forward), (x, x, *channels)
+    for layout, window, x in (
+        ("NHWC", 3, shape(256, 112, 112, 64, dtype=BF16)),
+        ("NCHW", 3, shape(256, 64, 112, 112)),
+        ("NHWC", 2, shape(256, 56, 56, 128, dtype=BF16)),
+        ("NCHW", 2, shape(64, 128, 56, 56)),
+    ):
+        pool = functools.partial(pooled, layout=layout, window=window)
+        out = jax.eval_shape(pool, x)
+        yield f"max_pool {text(x)} {layout} {window}x{window}/2, with gradient", with_gradient(pool), (x, out)
+    for rows, features, classes in ((4096, 1024, 32768), (8192, 2048, 50304), (16384, 4096, 128256)):
+        operands = shape(rows, features, dtype=BF16), shape(classes, features, dtype=BF16), shape(rows, dtype=I32)
+        name = f"linear_cross_entropy bf16 {rows}x{features}x{classes}"
+        yield name, jaxops.linear_cross_entropy, operands
+        yield f"{name}, with gradients", jax.value_and_grad(jaxops.linear_cross_entropy, (0, 1)), operands
 
 
-def gradient_of(fn: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    return lambda x, grad: jax.vjp(fn, x)[1](grad)[0]
+def text(x: jax.ShapeDtypeStruct) -> str:
+    return f"{jnp.dtype(x.dtype).name} {'x'.join(map(str, x.shape))}"
+
+
+def with_gradient(fn: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    def run(x: jax.Array, grad: jax.Array) -> tuple[jax.Array, ...]:
+        y, vjp = jax.vjp(fn, x)
+        return y, *vjp(grad)
+
+    return run
+
+
+def with_gradients_of_y(fn: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., Any]:
+    def run(grad: jax.Array, *args: jax.Array) -> Any:
+        def y_and_statistics(*differentiated: jax.Array) -> tuple[jax.Array, Any]:
+            y, *statistics = fn(*differentiated, *args[3:])
+            return y, statistics
+
+        y, vjp, statistics = jax.vjp(y_and_statistics, *args[:3], has_aux=True)
+        return y, statistics, vjp(grad)
+
+    return run
 
 
 def adam_step(*args: jax.Array) -> tuple[jax.Array, ...]:
@@ -86,9 +110,13 @@ def normalized(x: jax.Array, *parameters: jax.Array, layout: str) -> tuple[jax.A
     return out.y, out.running_mean, out.running_var
 
 
+def pooled(x: jax.Array, *, layout: str, window: int) -> jax.Array:
+    return jaxops.max_pool(x, window, stride=2, padding=window // 2 if window % 2 else 0, layout=layout)
+
+
 def replayed(case: Case, target: str, implementation: str) -> dict[str, Any]:
     """The time and what binds the kernel that takes longest, or why there is none."""
-    name, fn, args = case
+    _, fn, args = case
     trip_counts = ALL_ROWS if implementation == "pallas" else None
     try:
         with lowering.use(implementation):
@@ -100,16 +128,68 @@ def replayed(case: Case, target: str, implementation: str) -> dict[str, Any]:
     return record | {"bound": schedule.kernels[0].bound, **({"unknown": schedule.unknown} if schedule.unknown else {})}
 
 
+def both_replayed(case: Case, target: str, tuned: Path | None) -> dict[str, Any]:
+    """XLA's reference and the kernels, with their best configurations if `tuned` is a folder to rank them in."""
+    found = {"reference": replayed(case, target, "reference")}
+    if tuned is None:
+        return found | {"pallas": replayed(case, target, "pallas")}
+    options = {"by": "schedule", "budget_seconds": 3600.0, "trip_counts": ALL_ROWS}
+    with lowering.tune(case[1], *case[2], target=target, path=tuned / f"{target}.replayed.json", **options):
+        return found | {"pallas": replayed(case, target, "pallas")}
+
+
+def page(results: dict[str, Any]) -> str:
+    """The results as a page of documentation."""
+    versions = results["environment"]["versions"]
+    lines = [
+        "# Replays of this library's operators",
+        "",
+        "Microseconds by libtpu's schedules, replayed; no chip ran anything ([how far to trust them](schedule.md)). The",
+        "roofline counts each argument and result once, or the program's matrix products if they take longer.",
+        f"Written by [`benchmarks/tpu_schedules.py`](../benchmarks/tpu_schedules.py) with JAX {versions['jax']}, "
+        f"{results['environment']['date']}.",
+        "",
+        "| operator and operands | target | XLA | kernels | roofline | kernels by XLA | kernels by roofline |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for case in results["cases"]:
+        name, _, target = case["name"].rpartition(" on ")
+        reference, kernels = case["candidates"]["reference"], case["candidates"]["pallas"]
+        roofline = min(row["roofline_us"] for row in (reference, kernels) if "us" in row)
+        if "us" in kernels:
+            own = f"{kernels['us']:,.1f}"
+            ratios = f"{kernels['us'] / reference['us']:.2f} | {kernels['us'] / roofline:.2f}"
+        else:
+            own, ratios = "refused", "|"
+        lines.append(f"| {name} | {target} | {reference['us']:,.1f} | {own} | {roofline:,.1f} | {ratios} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    options = harness.parser(__doc__.partition("\n")[0]).parse_args()
+    parser = harness.parser(__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--tuned", type=Path, help="a folder of tuning results: rank configurations first, keep them there"
+    )
+    parser.add_argument(
+        "--only", default="", help="replay the cases whose names hold this, and keep the others' results"
+    )
+    parser.add_argument("--page", type=Path, help="where to write the results as a page of documentation")
+    options = parser.parse_args()
     # What this process computes on does not matter, and a chip that is here is left alone.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    records = []
-    for case in cases(options.quick):
+    is_begun = options.only and options.output is not None and options.output.is_file()
+    held = json.loads(options.output.read_text())["cases"] if is_begun else []
+    by_name = {record["name"]: record for record in held}
+    names = []
+    for case in list(cases())[: 1 if options.quick else None]:
         for target in TARGETS[:1] if options.quick else TARGETS:
-            candidates = {name: replayed(case, target, name) for name in ("reference", "pallas")}
-            records.append({"name": f"{case[0]} on {target}", "candidates": candidates})
-    harness.report("tpu_schedules", records, options.output)
+            names.append(name := f"{case[0]} on {target}")
+            if options.only in name:
+                by_name[name] = {"name": name, "candidates": both_replayed(case, target, options.tuned)}
+                print(name, flush=True)
+    results = harness.report("tpu_schedules", [by_name[name] for name in names if name in by_name], options.output)
+    if options.page is not None:
+        options.page.write_text(page(results))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import threading
@@ -164,7 +165,8 @@ def find(
     key = Key.of(operator_name, hardware, operands, params)
     if key is None:
         return None
-    known = sorted([*overlay, *_shipped(_SHIPPED / f"{key.target}.json")], key=lambda entry: entry.replayed)
+    shipped = (_shipped(_SHIPPED / f"{key.target}{kind}.json") for kind in ("", ".replayed"))
+    known = sorted(itertools.chain(overlay, *shipped), key=lambda entry: entry.replayed)
     exact = next((entry for entry in known if entry.key == key), None)
     if exact is not None:
         return exact
