@@ -5,27 +5,46 @@ python benchmarks/tpu_schedules.py --output benchmarks/results/tpu_schedules.jso
 Nothing runs: docs/schedule.md says how far such times are to be trusted. It needs `jaxops targets --install tpu`.
 """
 
+import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import harness
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxops
 import lowering
 from jaxops import aclnn
+from lowering.targets import named
+from pallas_kernels.tpu import embedding
 
 F32, BF16, I32 = jnp.float32, jnp.bfloat16, jnp.int32
 TARGETS = ("tpu-v5e", "tpu-v6e", "tpu-v7x")
 # All rows are live, and every chunk of them is computed.
 ALL_ROWS = {"linear_cross_entropy": 1, "linear_cross_entropy_weight_grad": 1, "linear_cross_entropy_x_grad": 1}
 
-Case = tuple[str, Callable[..., Any], tuple[Any, ...]]
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Something to replay.
+
+    Attributes:
+      name: what the results call it.
+      fn: a function.
+      args: its operands.
+      scalars: what operands of its kernels hold, as for `lowering.compile`.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    scalars: Mapping[str, Mapping[int, Any]] | None = None
 
 
 def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
@@ -36,18 +55,18 @@ def cases() -> Iterator[Case]:
     """Name, function and operands."""
     for sizes, dtype in (((16384, 4096), F32), ((4096, 32000), F32), ((65536, 1024), BF16)):
         x = shape(*sizes, dtype=dtype)
-        yield f"softmax {text(x)}", jaxops.softmax, (x,)
-        yield f"softmax {text(x)}, with gradient", with_gradient(jaxops.softmax), (x, x)
+        yield Case(f"softmax {text(x)}", jaxops.softmax, (x,))
+        yield Case(f"softmax {text(x)}, with gradient", with_gradient(jaxops.softmax), (x, x))
     for x in (shape(128, 96, 55, 55), shape(128, 256, 27, 27), shape(64, 64, 112, 112, dtype=BF16)):
-        yield f"local_response_norm {text(x)}", functools.partial(jaxops.local_response_norm, n=5), (x,)
+        yield Case(f"local_response_norm {text(x)}", functools.partial(jaxops.local_response_norm, n=5), (x,))
     for leaf in (shape(65536, 1024), shape(4096, 14336), shape(32000, 4096, dtype=BF16)):
         leaves = (leaf,) * 5
         donating = jax.jit(adam_step, donate_argnums=(1, 2, 3, 4))
-        yield f"ema_adam {text(leaf)}", adam_step, (*leaves, shape(dtype=I32))
-        yield f"ema_adam {text(leaf)}, donated", donating, (*leaves, shape(dtype=I32))
+        yield Case(f"ema_adam {text(leaf)}", adam_step, (*leaves, shape(dtype=I32)))
+        yield Case(f"ema_adam {text(leaf)}, donated", donating, (*leaves, shape(dtype=I32)))
     for x in (shape(16384, 4096, dtype=BF16), shape(16384, 4096), shape(8192, 14336, dtype=BF16)):
         key = shape(2, dtype=jnp.uint32)
-        yield f"dropout {text(x)}, rate 0.1", lambda x, key: jaxops.dropout(key, x, 0.1), (x, key)
+        yield Case(f"dropout {text(x)}, rate 0.1", lambda x, key: jaxops.dropout(key, x, 0.1), (x, key))
     for layout, x in (
         ("NHWC", shape(256, 112, 112, 64, dtype=BF16)),
         ("NHWC", shape(256, 56, 56, 64, dtype=BF16)),
@@ -57,8 +76,8 @@ def cases() -> Iterator[Case]:
     ):
         channels = (shape(x.shape[layout.index("C")]),) * 4
         forward = functools.partial(normalized, layout=layout)
-        yield f"batch_norm {text(x)} {layout}", forward, (x, *channels)
-        yield f"batch_norm {text(x)} {layout}, with gradients", with_gradients_of_y(forward), (x, x, *channels)
+        yield Case(f"batch_norm {text(x)} {layout}", forward, (x, *channels))
+        yield Case(f"batch_norm {text(x)} {layout}, with gradients", with_gradients_of_y(forward), (x, x, *channels))
     for layout, window, x in (
         ("NHWC", 3, shape(256, 112, 112, 64, dtype=BF16)),
         ("NCHW", 3, shape(256, 64, 112, 112)),
@@ -67,12 +86,33 @@ def cases() -> Iterator[Case]:
     ):
         pool = functools.partial(pooled, layout=layout, window=window)
         out = jax.eval_shape(pool, x)
-        yield f"max_pool {text(x)} {layout} {window}x{window}/2, with gradient", with_gradient(pool), (x, out)
+        yield Case(f"max_pool {text(x)} {layout} {window}x{window}/2, with gradient", with_gradient(pool), (x, out))
+    for ids in ("uniform", "Zipf"):
+        yield embedding_gradient(ids, num_weights=32000, width=1024, positions=8192)
     for rows, features, classes in ((4096, 1024, 32768), (8192, 2048, 50304), (16384, 4096, 128256)):
         operands = shape(rows, features, dtype=BF16), shape(classes, features, dtype=BF16), shape(rows, dtype=I32)
         name = f"linear_cross_entropy bf16 {rows}x{features}x{classes}"
-        yield name, jaxops.linear_cross_entropy, operands
-        yield f"{name}, with gradients", jax.value_and_grad(jaxops.linear_cross_entropy, (0, 1)), operands
+        yield Case(name, jaxops.linear_cross_entropy, operands)
+        yield Case(f"{name}, with gradients", jax.value_and_grad(jaxops.linear_cross_entropy, (0, 1)), operands)
+
+
+def embedding_gradient(kind: str, *, num_weights: int, width: int, positions: int) -> Case:
+    """The gradient of a table for ids that are drawn here: they decide what the kernel does."""
+    draws = np.random.default_rng(0)
+    drawn = draws.integers(0, num_weights, positions) if kind == "uniform" else draws.zipf(1.3, positions) % num_weights
+
+    def run(indices: jax.Array, grad: jax.Array) -> tuple[jax.Array, ...]:
+        table = jnp.zeros((num_weights, width))
+        return jax.vjp(lambda table: jaxops.embedding(table, indices), table)[1](grad)
+
+    config = embedding.KERNEL.configs(named("tpu-v5e"), shape(positions, width), drawn, num_weights=num_weights)[0]
+    scalars = embedding.scalar_operands(jnp.asarray(drawn), num_weights, width, F32, config)
+    return Case(
+        f"embedding float32 {num_weights}x{width}, {positions} {kind} ids, gradient",
+        run,
+        (shape(positions, dtype=I32), shape(positions, width)),
+        {"embedding_dense_backward": dict(enumerate(map(np.asarray, scalars)))},
+    )
 
 
 def text(x: jax.ShapeDtypeStruct) -> str:
@@ -116,11 +156,10 @@ def pooled(x: jax.Array, *, layout: str, window: int) -> jax.Array:
 
 def replayed(case: Case, target: str, implementation: str) -> dict[str, Any]:
     """The time and what binds the kernel that takes longest, or why there is none."""
-    _, fn, args = case
-    trip_counts = ALL_ROWS if implementation == "pallas" else None
+    said = {"trip_counts": ALL_ROWS, "scalars": case.scalars} if implementation == "pallas" else {}
     try:
         with lowering.use(implementation):
-            schedule = lowering.compile(fn, *args, target=target, schedule=True, trip_counts=trip_counts).schedule
+            schedule = lowering.compile(case.fn, *case.args, target=target, schedule=True, **said).schedule
     except (lowering.CompileError, lowering.NotSupportedError) as error:
         return {"refused": str(error).partition("\n")[0]}
     assert schedule is not None
@@ -131,11 +170,15 @@ def replayed(case: Case, target: str, implementation: str) -> dict[str, Any]:
 def both_replayed(case: Case, target: str, tuned: Path | None) -> dict[str, Any]:
     """XLA's reference and the kernels, with their best configurations if `tuned` is a folder to rank them in."""
     found = {"reference": replayed(case, target, "reference")}
-    if tuned is None:
+    if tuned is None or case.scalars:
         return found | {"pallas": replayed(case, target, "pallas")}
     options = {"by": "schedule", "budget_seconds": 3600.0, "trip_counts": ALL_ROWS}
-    with lowering.tune(case[1], *case[2], target=target, path=tuned / f"{target}.replayed.json", **options):
+    with lowering.tune(case.fn, *case.args, target=target, path=tuned / f"{target}.replayed.json", **options):
         return found | {"pallas": replayed(case, target, "pallas")}
+
+
+def ratio(a: float | None, b: float | None) -> str:
+    return "-" if a is None or b is None else f"{a / b:.2f}"
 
 
 def page(results: dict[str, Any]) -> str:
@@ -144,8 +187,8 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# Replays of this library's operators",
         "",
-        "Microseconds by libtpu's schedules, replayed; no chip ran anything ([how far to trust them](schedule.md)). The",
-        "roofline counts each argument and result once, or the program's matrix products if they take longer.",
+        "Microseconds by libtpu's schedules, replayed; no chip ran anything ([how far to trust them](schedule.md)).",
+        "The roofline counts each argument and result once, or the program's matrix products if they take longer.",
         f"Written by [`benchmarks/tpu_schedules.py`](../benchmarks/tpu_schedules.py) with JAX {versions['jax']}, "
         f"{results['environment']['date']}.",
         "",
@@ -155,13 +198,11 @@ def page(results: dict[str, Any]) -> str:
     for case in results["cases"]:
         name, _, target = case["name"].rpartition(" on ")
         reference, kernels = case["candidates"]["reference"], case["candidates"]["pallas"]
+        times = [row.get("us") for row in (reference, kernels)]
         roofline = min(row["roofline_us"] for row in (reference, kernels) if "us" in row)
-        if "us" in kernels:
-            own = f"{kernels['us']:,.1f}"
-            ratios = f"{kernels['us'] / reference['us']:.2f} | {kernels['us'] / roofline:.2f}"
-        else:
-            own, ratios = "refused", "|"
-        lines.append(f"| {name} | {target} | {reference['us']:,.1f} | {own} | {roofline:,.1f} | {ratios} |")
+        by_reference, by_roofline = (ratio(times[1], other) for other in (times[0], roofline))
+        shown = ["refused" if time is None else f"{time:,.1f}" for time in times]
+        lines.append(f"| {' | '.join([name, target, *shown, f'{roofline:,.1f}', by_reference, by_roofline])} |")
     return "\n".join(lines) + "\n"
 
 
@@ -183,7 +224,7 @@ def main() -> None:
     names = []
     for case in list(cases())[: 1 if options.quick else None]:
         for target in TARGETS[:1] if options.quick else TARGETS:
-            names.append(name := f"{case[0]} on {target}")
+            names.append(name := f"{case.name} on {target}")
             if options.only in name:
                 by_name[name] = {"name": name, "candidates": both_replayed(case, target, options.tuned)}
                 print(name, flush=True)

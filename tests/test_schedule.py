@@ -11,7 +11,7 @@ import lowering
 from lowering.schedule import slots
 from lowering.schedule.bundles import Predicate, read_bundles
 from lowering.schedule.chips import CHIPS, bytes_per_cycle
-from lowering.schedule.decisions import DependsOnDataError
+from lowering.schedule.decisions import DependsOnDataError, Given
 from lowering.schedule.kernel import HBM_LATENCY_CYCLES, replay
 from lowering.schedule.report import schedule_of
 from lowering.targets import named
@@ -25,8 +25,8 @@ def program(*lines):
     return "\n".join(f"  {number:#x}   :  {{ {line} }}" for number, line in enumerate(lines)).replace("0x0 ", "  0 ")
 
 
-def run(*lines, **options):
-    return replay("kernel", read_bundles(program(*lines)), V5E, BYTES_PER_CYCLE, **options)
+def run(*lines, **given):
+    return replay("kernel", read_bundles(program(*lines)), V5E, BYTES_PER_CYCLE, given=Given(**given))
 
 
 COUNTED_LOOP = (
@@ -239,6 +239,30 @@ def test_a_transfer_may_happen_a_part_of_the_times():
     assert [run(*lines, trip_counts={"kernel@0x3": part}).dma_count for part in (0, 0.5, 1)] == [0, 0, 1]
 
 
+@pytest.mark.parametrize("kind", ["vmem", "smem"])
+def test_the_caller_says_what_operands_hold(kind):
+    brought = (
+        f"%s1_s9 = inlined_call_operand.{kind} [shape: s32[8], index: 0, kind: input, shape index: {{}}]",
+        "%s2_s2 = smov [#allocation7]  ;;  %s3_s3 = sshll.u32 %s1_s9, 4  ;;  %s8_s8 = smov [#allocation5]",
+        "%16 = dma.vmem_to_smem /*vmem=*/%s3_s3, /*size_in_granules=*/1, /*smem=*/%s2_s2, /*dst_syncflagno=*/%s8_s8",
+        *wait(1, "%s8_s8"),
+    )
+    words = "[#allocation7 + $0x2]" if kind == "vmem" else "[%s1_s9 + $0x2]"
+    lines = (
+        *(brought if kind == "vmem" else brought[:1]),
+        f"%s4_s4 = sld [smem:{words}]  ;;  %s5_s6 = smov 0",
+        "%s6_s6 = sphi %s5_s6, %s7_s6  ;;  %s7_s6 = sadd.s32 1, %s6_s6",
+        "%p1_p0 = scmp.lt.s32.totalorder %s7_s6, %s4_s4",
+        f"%9 = sbr.rel (%p1_p0) target bundleno = {len(brought) + 1 if kind == 'vmem' else 2} (0x0)",
+        *[""] * 4,
+        "",
+    )
+    with pytest.raises(DependsOnDataError, match="trip_counts must say how often"):
+        run(*lines)
+    cycles = [run(*lines, scalars={"kernel": {0: [0, 0, turns]}}).cycles for turns in (3, 5)]
+    assert cycles[1] - cycles[0] == 2 * (3 + 4)  # two more turns of three bundles and four delay slots
+
+
 def test_the_first_core_stands_for_all():
     lines = "%s1_s1 = sld [smem:[#allocation0]] /* megacore core id :: core id */", *COUNTED_LOOP[1:]
     assert run(*(line.replace("s1_s1", "s1_s4") for line in lines)).cycles == run(*COUNTED_LOOP).cycles
@@ -337,7 +361,7 @@ def test_a_program_is_replayed_with_what_it_calls(folder):
 
 def test_the_table_names_what_is_unknown_and_what_is_not_validated(folder):
     (folder / "18-fusion-01-packed-bundles-post-ra.txt").write_text(program("%s1_s1 = sfrobnicate.u32 3, 4"))
-    text = str(schedule_of(folder, named("tpu-v7x"), border_bytes=0, trip_counts={"fusion": 2}))
+    text = str(schedule_of(folder, named("tpu-v7x"), border_bytes=0, given=Given({"fusion": 2})))
     assert "Not understood, and left out: sfrobnicate.u32." in text
     assert "tpu-v7x is not validated" in text
     assert "with a published calibration" in text

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from lowering import static_leaves
@@ -19,7 +20,7 @@ from lowering.compiling import compilers, process
 from lowering.compiling.progress import shown
 from lowering.compiling.report import KERNEL_CALLS, CompiledReport, compiled_facts, gpu_resources, report_of
 from lowering.register import lowered_without_devices
-from lowering.schedule.decisions import DependsOnDataError
+from lowering.schedule.decisions import DependsOnDataError, Given
 from lowering.schedule.dumps import libtpu_flags
 from lowering.schedule.report import Schedule, schedule_of
 from lowering.targets import TargetSlice, TopologyError, abstract_device, compiled_for, here, parse
@@ -62,6 +63,7 @@ def compile(
     target: str,
     schedule: bool = False,
     trip_counts: Mapping[str, float] | None = None,
+    scalars: Mapping[str, Mapping[int, jax.typing.ArrayLike]] | None = None,
 ) -> CompiledReport:
     """Compiles a function with a chip's real compiler, even if this machine does not have the chip.
 
@@ -80,6 +82,8 @@ def compile(
         takes, by kernel, and what binds it. See docs/schedule.md for how far that is to be trusted.
       trip_counts: how often a loop turns, or what a branch may skip is run (a part of the times as a fraction), where
         data decides that, by the name that a refusal gives, or by kernel.
+      scalars: what operands of kernels hold that decide such things, as integer arrays: by kernel, and by the position
+        of the operand in its call. Those of scalar prefetch come first.
 
     Returns:
       The facts and texts of the compiled program. If the target is in this machine, `call` runs the program.
@@ -87,7 +91,7 @@ def compile(
     Raises:
       CompileError: if the compiler is missing or refuses the function, if the mesh and the target differ in their
         numbers of devices, or if a shape is symbolic. For schedules: if the target is not a TPU, or if data decides
-        what happens and `trip_counts` does not say how often.
+        what happens and neither `trip_counts` nor `scalars` says what.
       ValueError: for an unknown target.
       OperatorError: if an operator refuses its arguments.
 
@@ -102,8 +106,10 @@ def compile(
     if schedule and (hardware.platform != "tpu" or slice_.topology):
         kind = "one chip, without others" if slice_.topology else "a TPU"
         raise CompileError(f"lowering.compile: schedule must be asked for {kind}; got {target!r}")
-    if trip_counts and not schedule:
-        raise CompileError("lowering.compile: trip_counts must come with schedule=True; got schedule=False")
+    for name, option in {"trip_counts": trip_counts, "scalars": scalars}.items():
+        if option and not schedule:
+            raise CompileError(f"lowering.compile: {name} must come with schedule=True; got schedule=False")
+    given = Given(trip_counts or {}, _words(scalars or {}))
     whole_fn = fn
     fn, args = static_leaves.of_arrays(fn, args)
     _require_known_sizes(args)
@@ -128,7 +134,7 @@ def compile(
             f"got a mesh of {exported.nr_devices}"
         )
     with shown(f"compiling for {target}"):
-        return _compiled_in_child(exported, {**request, "target": target}, hardware, schedule, trip_counts)
+        return _compiled_in_child(exported, {**request, "target": target}, hardware, given if schedule else None)
 
 
 def _parsed(target: str) -> TargetSlice:
@@ -205,8 +211,7 @@ def _compiled_in_child(
     exported: jax.export.Exported,
     request: dict[str, Any],
     hardware: Hardware,
-    schedule: bool,
-    trip_counts: Mapping[str, float] | None,
+    given: Given | None,
 ) -> CompiledReport:
     stablehlo = exported.mlir_module()
     with tempfile.TemporaryDirectory() as name:
@@ -215,7 +220,7 @@ def _compiled_in_child(
         (folder / "request.json").write_text(json.dumps(request))
         try:
             gpu_kernels = hardware.name, _mosaic_gpu_kernels(stablehlo)
-            flags = libtpu_flags(folder / _SCHEDULES) if schedule else ""
+            flags = "" if given is None else libtpu_flags(folder / _SCHEDULES)
             process.compile_folder(folder, hardware.platform, gpu_kernels, flags)
         except process.CompilerEndedError as error:
             lines = str(error).strip().splitlines()
@@ -234,17 +239,29 @@ def _compiled_in_child(
         facts = json.loads((folder / "facts.json").read_text())
         resources = tuple(gpu_resources(folder))
         report = report_of(hardware, facts, stablehlo, (folder / "hlo").read_text(), resources)
-        if not schedule:
+        if given is None:
             return report
-        return dataclasses.replace(report, schedule=_replayed(folder / _SCHEDULES, report, hardware, trip_counts))
+        return dataclasses.replace(report, schedule=_replayed(folder / _SCHEDULES, report, hardware, given))
 
 
-def _replayed(
-    folder: Path, report: CompiledReport, hardware: Hardware, trip_counts: Mapping[str, float] | None
-) -> Schedule:
+def _words(scalars: Mapping[str, Mapping[int, jax.typing.ArrayLike]]) -> dict[str, dict[int, list[int]]]:
+    """The integer arrays that a caller gives, as lists of their elements."""
+    found: dict[str, dict[int, list[int]]] = {}
+    for kernel, operands in scalars.items():
+        for position, array in operands.items():
+            words = np.asarray(array)
+            if not np.issubdtype(words.dtype, np.integer):
+                raise CompileError(
+                    f"lowering.compile: scalars[{kernel!r}][{position}] must be an array of integers; got {words.dtype}"
+                )
+            found.setdefault(kernel, {})[position] = words.ravel().tolist()
+    return found
+
+
+def _replayed(folder: Path, report: CompiledReport, hardware: Hardware, given: Given) -> Schedule:
     border_bytes = report.memory.arguments + report.memory.outputs
     try:
-        return schedule_of(folder, hardware, border_bytes=border_bytes, trip_counts=trip_counts)
+        return schedule_of(folder, hardware, border_bytes=border_bytes, given=given)
     except DependsOnDataError as error:
         raise CompileError(f"lowering.compile: {error}") from None
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from rich.table import Table
 from rich.text import Text
 
@@ -83,6 +84,7 @@ def compare(
     target: str,
     implementations: Sequence[str] = ("reference", "pallas"),
     trip_counts: Mapping[str, float] | None = None,
+    scalars: Mapping[str, Mapping[int, jax.typing.ArrayLike]] | None = None,
 ) -> Comparison:
     """Compiles a function for a TPU under each implementation, and replays what the compiler has scheduled.
 
@@ -102,6 +104,7 @@ def compare(
       target: the name of a TPU.
       implementations: of `lowering.use`, such as "reference", "pallas" and "auto"; all are compared to the first.
       trip_counts: as for `compile`.
+      scalars: likewise.
 
     Raises:
       CompileError: as for `compile`.
@@ -111,7 +114,7 @@ def compare(
     for implementation in implementations:
         with use(implementation):
             try:
-                report = compile(fn, *args, target=target, schedule=True, trip_counts=trip_counts)
+                report = compile(fn, *args, target=target, schedule=True, trip_counts=trip_counts, scalars=scalars)
             except NotSupportedError as error:
                 rows.append(Compared(implementation, refused=str(error)))
                 continue

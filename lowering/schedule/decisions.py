@@ -1,21 +1,47 @@
 """What happens where data decides: what the caller has said, or a refusal that names the place."""
 
 import collections
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 
 class DependsOnDataError(RuntimeError):
     """A branch, a loop or a DMA depends on data; the message names it."""
 
 
-class Decisions:
-    """What `trip_counts` says of one program's branches."""
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a caller says of data.
 
-    def __init__(self, program: str, branches: Mapping[int, int], trip_counts: Mapping[str, float]) -> None:
+    Attributes:
+      trip_counts: how often a loop turns each time, or which part of the times what a branch may skip is run, by name.
+      scalars: for each kernel the words that its operands hold, by the operand's position.
+    """
+
+    trip_counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    scalars: Mapping[str, Mapping[int, Sequence[int]]] = dataclasses.field(default_factory=dict)
+
+    def scalars_of(self, kernel: str) -> Mapping[int, Sequence[int]]:
+        """The words that a kernel's operands hold."""
+        return next((self.scalars[name] for name in names_of(kernel) if name in self.scalars), {})
+
+
+NOTHING_GIVEN = Given()
+
+
+def names_of(kernel: str) -> tuple[str, str]:
+    """What a caller may call a kernel: as XLA does, or without the number that XLA puts behind the name."""
+    return kernel, kernel.rpartition(".")[0]
+
+
+class Decisions:
+    """What the caller says of one program's branches."""
+
+    def __init__(self, program: str, branches: Mapping[int, int], given: Given) -> None:
         """Takes the targets of the branches, by their own bundles."""
         self._program = program
         self._branches = branches
-        self._trip_counts = trip_counts
+        self._trip_counts = given.trip_counts
         self._turns: collections.Counter[str] = collections.Counter()
 
     def holds(self, number: int, target: int | None) -> bool:
@@ -46,8 +72,8 @@ class Decisions:
         return max(left, default=None)
 
     def _count(self, name: str, what: str) -> float:
-        # By its own name, or as everything that data decides in a kernel, whose name XLA gives a number.
-        for known in (name, self._program, self._program.rpartition(".")[0]):
+        # By its own name, or as everything that data decides in a kernel.
+        for known in (name, *names_of(self._program)):
             if known in self._trip_counts:
                 return self._trip_counts[known]
         raise DependsOnDataError(f"{what} depends on data: trip_counts must say how often, as in {{{name!r}: 1}}")

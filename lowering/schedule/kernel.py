@@ -8,6 +8,7 @@ from typing import Any
 from lowering.schedule import slots
 from lowering.schedule.bundles import Bundle
 from lowering.schedule.chips import Chip
+from lowering.schedule.decisions import NOTHING_GIVEN, Given
 from lowering.schedule.machine import Machine
 from lowering.schedule.memory import Dma, Hbm, ScalarMemory
 
@@ -89,16 +90,16 @@ def replay(
     hbm_bytes_per_cycle: float,
     *,
     operands: Mapping[str, Any] | None = None,
-    trip_counts: Mapping[str, float] | None = None,
+    given: Given = NOTHING_GIVEN,
 ) -> KernelReplay:
     """Runs a kernel from an idle chip.
 
     Raises:
-      DependsOnDataError: where data decides what happens, and `trip_counts` does not say how often.
+      DependsOnDataError: where data decides what happens, and the caller does not say what.
     """
     memory = ScalarMemory()
     dma = Dma(Hbm(hbm_bytes_per_cycle, HBM_LATENCY_CYCLES), memory)
-    machine = Machine(name, bundles, memory, dma, chip.delay_slots, operands=operands, trip_counts=trip_counts)
+    machine = Machine(name, bundles, memory, dma, chip.delay_slots, operands=operands, given=given)
     trace = machine.run()
     issues = trace.issues(len(bundles))
     return KernelReplay(

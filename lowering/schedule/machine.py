@@ -8,16 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lowering.schedule.bundles import Bundle, Instruction, Predicate, value_of
-from lowering.schedule.decisions import Decisions, DependsOnDataError
-from lowering.schedule.memory import FROM_DATA, Dma, ScalarMemory, Unknown
-from lowering.schedule.scalar import function_of, has_no_effect, quotient_and_remainder, wrapped
+from lowering.schedule.decisions import NOTHING_GIVEN, Decisions, DependsOnDataError, Given
+from lowering.schedule.memory import FROM_DATA, Dma, ScalarMemory, Unknown, wrapped
+from lowering.schedule.scalar import function_of, has_no_effect, quotient_and_remainder
 from lowering.schedule.trace import Trace
 
 _MOST_BLOCKS = 20_000_000  # a few minutes of replay
 PARAMETER = "scalar_parameter_address"
 _CARRIED = ("sphi", "pphi")
 _LABEL = re.compile(r"(\w+)=(.*)", re.DOTALL)
+_POSITION = re.compile(r"\bindex: (\d+), kind: input")
 _SYMBOL = re.compile(r"#\w+")
+
 
 Step = Callable[[], None]
 Call = Callable[[float, Instruction, Mapping[str, Any]], float]
@@ -43,7 +45,7 @@ class Machine:
         delay_slots: int,
         *,
         operands: Mapping[str, Any] | None = None,
-        trip_counts: Mapping[str, float] | None = None,
+        given: Given = NOTHING_GIVEN,
         call: Call | None = None,
     ) -> None:
         """Takes what the program runs on.
@@ -55,7 +57,7 @@ class Machine:
           dma: what moves data.
           delay_slots: of the chip.
           operands: what a caller passes, by register.
-          trip_counts: how often a loop, or what a branch may skip, is run where data decides that, by name.
+          given: what the caller of the replay says of data.
           call: what happens where another program is called: from the time, the instruction and the operands by
             register to the time when it is done.
         """
@@ -65,6 +67,7 @@ class Machine:
         self._dma = dma
         self._delay_slots = delay_slots
         self._operands = operands or {}
+        self._scalars = given.scalars_of(name)
         self._call = call
         self._values: list[Any] = []
         self._places: dict[str, int] = {}
@@ -75,7 +78,7 @@ class Machine:
             for instruction in bundle.instructions
             if instruction.target is not None
         }
-        self._decisions = Decisions(name, self._branches, trip_counts or {})
+        self._decisions = Decisions(name, self._branches, given)
         self._blocks: dict[tuple[int, bool], _Block] = {}
         self._target: int | None = None
         # The time at a bundle is its number plus this: no bundle has to count.
@@ -86,7 +89,7 @@ class Machine:
         """Runs the program from a time on.
 
         Raises:
-          DependsOnDataError: where data decides what happens, and `trip_counts` does not say how often.
+          DependsOnDataError: where data decides what happens, and the caller does not say what.
         """
         end = len(self._bundles)
         number, runs = 0, self.trace.runs
@@ -223,7 +226,20 @@ class Machine:
         else:
             own = self._memory.address(self._name, f"#{instruction.opcode} {instruction.register}")
             address = self._operands.get(instruction.register, own)
+            self._keep_scalars(instruction, address)
         return self._effect(instruction, lambda: address)
+
+    def _keep_scalars(self, instruction: Instruction, address: int) -> None:
+        """Puts down what the caller says that an operand holds, if he does."""
+        position = _POSITION.search(" ".join(instruction.operands))
+        words = self._scalars.get(int(position[1])) if position else None
+        if words is None:
+            return
+        if instruction.opcode.endswith(".smem"):
+            for offset, word in enumerate(words):
+                self._memory.store(address + offset, word)
+        else:
+            self._memory.keep_words(address, words)
 
     def _computed(self, function: Callable[..., Any], places: Sequence[int]) -> Callable[[], Any]:
         values = self._values

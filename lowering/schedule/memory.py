@@ -2,12 +2,14 @@
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 _SYMBOL_WORDS = 1 << 16  # between the addresses that two names get
 _WORD_BYTES = 4
-GRANULE_BYTES = 32  # the unit of DMA sizes
+GRANULE_BYTES = 32  # the unit of DMA sizes, and of the addresses that DMAs take
+ADDRESS_SHIFT = 4  # from the address of a 512-byte row to that of a granule
+HALF, MASK = 1 << 31, (1 << 32) - 1
 
 # On-chip copies do not compete for HBM; their speed matters little, and was not fitted to anything.
 _ON_CHIP_BYTES_PER_CYCLE = 512.0
@@ -40,6 +42,11 @@ class Unknown:
 FROM_DATA = Unknown()
 
 
+def wrapped(value: Any) -> Any:
+    """A value as 32 bits with a sign."""
+    return ((value + HALF) & MASK) - HALF
+
+
 class Hbm:
     """One channel of nominal bandwidth, in which transfers queue, and a fixed latency behind it."""
 
@@ -63,7 +70,7 @@ class ScalarMemory:
         self._unwritten = unwritten
         self._words: dict[Any, Any] = {}
         self._addresses: dict[tuple[str, str], int] = {}
-        self._tables: dict[Any, Mapping[Any, int]] = {}
+        self._known: dict[int, Sequence[Any]] = {}
         self._has_lost_a_store = False
 
     def address(self, program: str, symbol: str) -> int:
@@ -83,18 +90,27 @@ class ScalarMemory:
         else:
             self._words[address] = word
 
-    def keep_table(self, source: int, words: Mapping[Any, int]) -> None:
-        """Says which words a DMA from a place in HBM brings, by their positions; the others are data."""
-        self._tables[source] = words
+    def keep_words(self, address: int, words: Sequence[Any]) -> None:
+        """Says what lies at an address outside of scalar memory, from where DMAs bring it."""
+        self._known[wrapped(address << ADDRESS_SHIFT)] = words
 
     def fill(self, address: Any, size_bytes: int, source: Any) -> None:
         """Writes what a DMA brings."""
         if isinstance(address, Unknown):
             self._has_lost_a_store = True
             return
-        words = size_bytes // _WORD_BYTES
-        known = {} if isinstance(source, Unknown) else self._tables.get(source, {})
-        self._words.update({address + position: known.get(position, FROM_DATA) for position in range(words)})
+        count = size_bytes // _WORD_BYTES
+        words = [*self._words_at(source)[:count], *[FROM_DATA] * count][:count]
+        self._words.update(enumerate(words, address))
+
+    def _words_at(self, source: Any) -> Sequence[Any]:
+        if isinstance(source, Unknown):
+            return ()
+        for start, words in self._known.items():
+            position = (source - start) * GRANULE_BYTES // _WORD_BYTES
+            if 0 <= position < len(words):
+                return words[position:]
+        return ()
 
 
 @dataclasses.dataclass

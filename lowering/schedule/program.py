@@ -6,7 +6,7 @@ from typing import Any
 
 from lowering.schedule.bundles import Instruction
 from lowering.schedule.chips import Chip
-from lowering.schedule.decisions import DependsOnDataError
+from lowering.schedule.decisions import DependsOnDataError, Given
 from lowering.schedule.dumps import Dumps
 from lowering.schedule.kernel import HBM_LATENCY_CYCLES, KernelReplay, replay
 from lowering.schedule.machine import Machine
@@ -51,11 +51,11 @@ class ProgramReplay:
 class _Program:
     """The state of one replay."""
 
-    def __init__(self, dumps: Dumps, chip: Chip, hbm_bytes_per_cycle: float, trip_counts: Mapping[str, float]) -> None:
+    def __init__(self, dumps: Dumps, chip: Chip, hbm_bytes_per_cycle: float, given: Given) -> None:
         self._dumps = dumps
         self._chip = chip
         self._hbm_bytes_per_cycle = hbm_bytes_per_cycle
-        self._trip_counts = trip_counts
+        self._given = given
         self._replays: dict[str, KernelReplay] = {}
         self._dma: Dma
         self.result = ProgramReplay({})
@@ -71,7 +71,7 @@ class _Program:
             memory,
             self._dma,
             self._chip.delay_slots,
-            trip_counts=self._trip_counts,
+            given=self._given,
             call=self._call,
         )
         trace = machine.run()
@@ -105,18 +105,16 @@ class _Program:
         bundles = self._dumps.bundles(code)
         arguments = code, bundles, self._chip, self._hbm_bytes_per_cycle
         try:
-            self._replays[code] = replay(*arguments, trip_counts=self._trip_counts)
+            self._replays[code] = replay(*arguments, given=self._given)
         except DependsOnDataError:
-            return replay(*arguments, operands=operands, trip_counts=self._trip_counts)
+            return replay(*arguments, operands=operands, given=self._given)
         return self._replays[code]
 
 
-def replay_program(
-    dumps: Dumps, chip: Chip, hbm_bytes_per_cycle: float, trip_counts: Mapping[str, float]
-) -> ProgramReplay:
+def replay_program(dumps: Dumps, chip: Chip, hbm_bytes_per_cycle: float, given: Given) -> ProgramReplay:
     """Runs the whole program in these dumps from an idle chip.
 
     Raises:
-      DependsOnDataError: where data decides what happens, and `trip_counts` does not say how often.
+      DependsOnDataError: where data decides what happens, and the caller does not say what.
     """
-    return _Program(dumps, chip, hbm_bytes_per_cycle, trip_counts).run()
+    return _Program(dumps, chip, hbm_bytes_per_cycle, given).run()

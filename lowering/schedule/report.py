@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lowering import tables
 from lowering.schedule.chips import CHIPS, Chip, bytes_per_cycle
+from lowering.schedule.decisions import NOTHING_GIVEN, Given
 from lowering.schedule.dumps import Dumps
 from lowering.schedule.kernel import KernelReplay, Region
 from lowering.schedule.program import Called, ProgramReplay, replay_program
@@ -21,6 +22,7 @@ _CAVEAT = (
     "SparseCores are not in it; what a program keeps in VMEM from one run to the next is taken to be there."
 )
 _OTHERS = "the rest"
+_LEAST_SHARE = 0.001  # of the program's time, for a row of the table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +118,8 @@ class Schedule:
         table.add_column("bound by")
         for name in ("calls", "us", "share", "at best", "stalls", "HBM, MB", "DMAs", "spills"):
             table.add_column(name, justify="right", no_wrap=True)
-        for kernel in self.kernels:
+        shown = [kernel for kernel in self.kernels if kernel.share >= _LEAST_SHARE] or list(self.kernels)
+        for kernel in shown:
             busiest = sorted(kernel.slots.items(), key=lambda item: -item[1])[:2]
             units = ", ".join(f"{kind} {used:.0%}" for kind, used in busiest if used >= 0.01)
             about = [f"\n  {line}" for line in (kernel.kind, kernel.source) if line]
@@ -132,6 +135,10 @@ class Schedule:
                 f"{kernel.calls * kernel.dma_count:,}",
                 f"{kernel.calls * kernel.spills:,}",
             )
+        others = self.kernels[len(shown) :]
+        if others:
+            time_us, share = sum(kernel.time_us for kernel in others), sum(kernel.share for kernel in others)
+            table.add_row(f"{len(others)} more", "", "", f"{time_us:,.1f}", f"{share:.1%}", style="dim")
         return table
 
     def __str__(self) -> str:
@@ -166,33 +173,33 @@ class Schedule:
         return figure
 
 
-def schedule_of(
-    folder: Path, hardware: Hardware, *, border_bytes: int, trip_counts: Mapping[str, float] | None = None
-) -> Schedule:
+def schedule_of(folder: Path, hardware: Hardware, *, border_bytes: int, given: Given = NOTHING_GIVEN) -> Schedule:
     """Replays what the compiler has written to a folder.
 
     Args:
       folder: where libtpu wrote, with the flags that `dumps.libtpu_flags` gives.
       hardware: the chip.
       border_bytes: of the program's arguments and results.
-      trip_counts: how often what data decides is run, by name.
+      given: what the caller says of data.
 
     Raises:
-      DependsOnDataError: where data decides what happens, and `trip_counts` does not say how often.
+      DependsOnDataError: where data decides what happens, and the caller does not say what.
     """
     chip = CHIPS[hardware.name]
     dumps = Dumps(folder)
     hbm = bytes_per_cycle(chip, hardware)
-    program = replay_program(dumps, chip, hbm, trip_counts or {})
+    program = replay_program(dumps, chip, hbm, given)
     rows = [_row(name, called, dumps, chip, program.cycles) for name, called in program.called.items()]
     rows.append(_rest(program, chip, hbm))
     in_products = sum(called.calls * _matmul_cycles(called.replay, chip) for called in program.called.values())
     remarks = [_CAVEAT, *([f"{hardware.name} is {chip.remark}."] if chip.remark else [])]
     if program.unknown:
         remarks.append(f"Not understood, and left out: {', '.join(sorted(program.unknown))}.")
-    if trip_counts:
-        given = ", ".join(f"{name} {count:g}" for name, count in trip_counts.items())
-        remarks.append(f"Data decides how often, and the caller said: {given}.")
+    if given.trip_counts:
+        counts = ", ".join(f"{name} {count:g}" for name, count in given.trip_counts.items())
+        remarks.append(f"Data decides how often, and the caller said: {counts}.")
+    if given.scalars:
+        remarks.append(f"The caller said what operands hold: of {', '.join(given.scalars)}.")
     return Schedule(
         target=hardware.name,
         kernels=tuple(sorted(rows, key=lambda row: -row.time_us)),

@@ -4,11 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from lowering.schedule.bundles import Bundle, value_of
 from lowering.schedule.machine import PARAMETER
-from lowering.schedule.memory import ScalarMemory
-from lowering.schedule.scalar import wrapped
+from lowering.schedule.memory import FROM_DATA, ScalarMemory
 
 PROGRAM = "program"  # the name of the top-level program
-_ADDRESS_SHIFT = 4  # from a pointer to HBM to the address that a DMA takes
 
 
 def place_results(memory: ScalarMemory, bundles: Sequence[Bundle], aliases: Mapping[int | None, int]) -> None:
@@ -22,12 +20,13 @@ def place_results(memory: ScalarMemory, bundles: Sequence[Bundle], aliases: Mapp
         return
     places = {result: memory.address(PROGRAM, f"#{PARAMETER} {number}") for result, number in aliases.items()}
     at = memory.address(PROGRAM, word)
-    if None in places:
+    of_many = {result: place for result, place in places.items() if result is not None}
+    if not of_many:
         memory.store(at, places[None])
         return
     table = memory.address(PROGRAM, "#results")
     memory.store(at, table)
-    memory.keep_table(wrapped(table << _ADDRESS_SHIFT), places)
+    memory.keep_words(table, [of_many.get(result, FROM_DATA) for result in range(1 + max(of_many))])
 
 
 def _first_word_in_hbm(bundles: Sequence[Bundle]) -> str | None:

@@ -4,14 +4,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from lowering.schedule.memory import FROM_DATA
-
-_HALF, _MASK = 1 << 31, (1 << 32) - 1
-
-
-def wrapped(value: Any) -> Any:
-    """A value as 32 bits with a sign."""
-    return ((value + _HALF) & _MASK) - _HALF
+from lowering.schedule.memory import FROM_DATA, HALF, MASK, wrapped
 
 
 def _first(value: Any, *_: Any) -> Any:
@@ -19,22 +12,22 @@ def _first(value: Any, *_: Any) -> Any:
 
 
 def _unsigned(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda a, b: compare(a & _MASK, b & _MASK)
+    return lambda a, b: compare(a & MASK, b & MASK)
 
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "sadd": lambda a, b: ((a + b + _HALF) & _MASK) - _HALF,
-    "ssub": lambda a, b: ((a - b + _HALF) & _MASK) - _HALF,
-    "smul": lambda a, b: ((a * b + _HALF) & _MASK) - _HALF,
+    "sadd": lambda a, b: ((a + b + HALF) & MASK) - HALF,
+    "ssub": lambda a, b: ((a - b + HALF) & MASK) - HALF,
+    "smul": lambda a, b: ((a * b + HALF) & MASK) - HALF,
     "sand": operator.and_,
     "sor": operator.or_,
     "sxor": operator.xor,
     "sshll": lambda a, b: wrapped(a << (b & 31)),
-    "sshrl": lambda a, b: (a & _MASK) >> (b & 31),
+    "sshrl": lambda a, b: (a & MASK) >> (b & 31),
     "sshra": lambda a, b: a >> (b & 31),
     "smin": min,
     "smax": max,
-    "sc": lambda a, b: (a & _MASK) + (b & _MASK) > _MASK,  # the carry of a sum
+    "sc": lambda a, b: (a & MASK) + (b & MASK) > MASK,  # the carry of a sum
     "scalar_lea": lambda base, offset=0: base + offset,
     "scalar_select": lambda condition, on_true, on_false: on_true if condition else on_false,
     "int_to_ptr": _first,
@@ -82,7 +75,7 @@ def quotient_and_remainder(opcode: str, dividend: Any, divisor: Any) -> tuple[An
     """Both results of a division, rounded towards zero; unknown where an operand is, or the divisor is zero."""
     try:
         if opcode.endswith("u32"):
-            return divmod(dividend & _MASK, divisor & _MASK)
+            return divmod(dividend & MASK, divisor & MASK)
         quotient = abs(dividend) // abs(divisor) * (1 if (dividend < 0) == (divisor < 0) else -1)
         return quotient, dividend - quotient * divisor
     except (TypeError, ZeroDivisionError):

@@ -134,11 +134,8 @@ def run(grad, indices, *, num_weights, padding_idx, scale_grad_by_freq, config, 
 
     width, positions = grad.shape[-1], math.prod(indices.shape)
     blocks = blocks_of(num_weights, width, positions, grad.dtype, config)
-    ids, order = _sorted_ids(indices, num_weights, padding_idx)
-    missing = blocks.chunks * blocks.chunk_rows - positions
-    ids = jnp.pad(ids, (0, missing), constant_values=_NO_ROW)
-    rows = grad.reshape(positions, width)[jnp.pad(order, (0, missing))]
-    schedule = _schedule(ids, blocks)
+    ids, order, schedule = _in_order(indices, blocks, num_weights, padding_idx)
+    rows = grad.reshape(positions, width)[order]
     table = jax.ShapeDtypeStruct((num_weights, width), grad.dtype)
     out = pl.pallas_call(
         functools.partial(_kernel, steps=blocks.steps, averaged=scale_grad_by_freq),
@@ -170,6 +167,23 @@ def run(grad, indices, *, num_weights, padding_idx, scale_grad_by_freq, config, 
         interpret=interpret,
     )(*schedule, ids.reshape(blocks.chunks, 1, blocks.chunk_rows), rows)
     return (out,)
+
+
+def scalar_operands(indices: jax.Array, num_weights: int, width: int, dtype: Any, config: Any) -> tuple[jax.Array, ...]:
+    """What the kernel's first operands hold for these ids: they decide its course, for replays of its schedule."""
+    blocks = blocks_of(num_weights, width, indices.size, dtype, config)
+    ids, _, schedule = _in_order(indices, blocks, num_weights, None)
+    return *schedule, ids
+
+
+def _in_order(
+    indices: jax.Array, blocks: Blocks, num_weights: int, padding_idx: int | None
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    """Sorted ids and the positions that hold them, both filled up to whole chunks; and the schedule."""
+    ids, order = _sorted_ids(indices, num_weights, padding_idx)
+    missing = blocks.chunks * blocks.chunk_rows - ids.size
+    ids = jnp.pad(ids, (0, missing), constant_values=_NO_ROW)
+    return ids, jnp.pad(order, (0, missing)), _schedule(ids, blocks)
 
 
 def _sorted_ids(indices: jax.Array, num_weights: int, padding_idx: int | None) -> tuple[jax.Array, jax.Array]:
