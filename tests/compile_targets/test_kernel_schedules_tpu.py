@@ -1,4 +1,4 @@
-"""The kernels' schedules, against those that benchmarks/results/tpu_schedules.json holds: schedules are deterministic."""
+"""The schedules of kernels are deterministic: none may be slower than benchmarks/results/tpu_schedules.json says."""
 
 import json
 import sys
