@@ -36,6 +36,7 @@ from jaxops._demo import report
 from jaxops._demo.train import Settings
 from jaxops._primitive.operator import Operator
 from lowering.compiling.progress import shown
+from lowering.describe import shortened
 
 
 class _OneSentence(TyperGroup):
@@ -52,7 +53,8 @@ class _OneSentence(TyperGroup):
         except OSError as error:  # a full disk behind stdout, for one
             message = f"output must be written somewhere; got {error.strerror}"
         if message:  # Without arguments there is help instead.
-            print("jaxops:", " ".join(message.split()), file=sys.stderr)
+            # Words of the command line may be of any length.
+            print("jaxops:", " ".join(map(shortened, message.split())), file=sys.stderr)
         sys.exit(2)
 
 
@@ -203,7 +205,7 @@ def export(
         artifact.save(output)
     except OSError as error:
         raise CommandError(
-            f"--output must be a file that can be written; got {str(output)!r}: {error.strerror}"
+            f"--output must be a file that can be written; got {shortened(repr(str(output)))}: {error.strerror}"
         ) from None
     if as_json:
         record = {"versions": artifact.versions, "implementations": artifact.implementations}

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from lowering import registry
+from lowering.describe import show
 from lowering.errors import NotSupportedError
 from lowering.measurements import REFERENCE, Config, Entry, config_items, config_text, versions
 from pallas_kernels.hardware import Hardware
@@ -115,7 +116,7 @@ def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.
             raise ValueError(f"use: implementation must be one of {', '.join(MODES)}; got {_shown(request)}")
     for name in by_operator:
         if name not in registry.names():
-            raise ValueError(f"use: operator must be one of {', '.join(sorted(registry.names()))}; got {name!r}")
+            raise ValueError(f"use: operator must be one of {', '.join(sorted(registry.names()))}; got {show(name)}")
     return _used(implementation, by_operator)
 
 
@@ -129,7 +130,7 @@ def _used(implementation: str | None, by_operator: Mapping[str, str]) -> Iterato
 
 
 def _shown(request: Any) -> str:
-    return repr(request) if isinstance(request, str) else f"a value of type {type(request).__name__}"
+    return show(request) if isinstance(request, str) else f"a value of type {type(request).__name__}"
 
 
 def _is_request(request: Any) -> bool:
@@ -230,7 +231,8 @@ def choose(
     if mode in ("pallas", "interpret") and (has_candidates or (kernel_name and kernels)):
         reasons = "; ".join(f"{refusal.kernel}: {refusal.reason}" for refusal in refusals)
         message = (
-            f"{operator_name}: implementation must be one that {hardware.name} can take; got {request!r} ({reasons})"
+            f"{operator_name}: implementation must be one that {hardware.name} can take; "
+            f"got {show(request)} ({reasons})"
         )
         raise NotSupportedError(message, _RUNTIME_ERROR)
     return Choice(None, False, tuple(refusals))

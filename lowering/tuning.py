@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowering import tables
+from lowering.describe import show
 from lowering.measurements import Entry, Key
 from lowering.select import current_selection, using
 from pallas_kernels.hardware import Hardware
@@ -75,7 +76,7 @@ class TuningResult:
           TuningError: if the file cannot be written, or holds anything but an earlier result.
         """
         if not isinstance(path, str | os.PathLike):
-            raise TuningError(f"save: {path!r} must be a path")
+            raise TuningError(f"save: {show(path)} must be a path")
         path = Path(path).resolve()
         if path.exists():
             self.load(path)
@@ -84,7 +85,9 @@ class TuningResult:
             unfinished.write_text(self.to_json() + "\n")
             unfinished.replace(path)
         except OSError as error:
-            raise TuningError(f"save: {str(path)!r} must be a file that can be written; got {error.strerror}") from None
+            raise TuningError(
+                f"save: {show(str(path))} must be a file that can be written; got {error.strerror}"
+            ) from None
         finally:
             unfinished.unlink(missing_ok=True)
 
@@ -99,18 +102,18 @@ class TuningResult:
             record = json.loads(Path(path).read_text())
         except (OSError, TypeError) as error:
             reason = getattr(error, "strerror", None) or "no path"
-            raise TuningError(f"load: {str(path)!r} must be a file that can be read; got {reason}") from None
+            raise TuningError(f"load: {show(str(path))} must be a file that can be read; got {reason}") from None
         except (ValueError, RecursionError):
             record = None
         found = record.get("format") if isinstance(record, dict) and "entries" in record else None
         if isinstance(found, int) and found != _FORMAT:
-            raise TuningError(f"load: {str(path)!r} must have format {_FORMAT}; got {found}")
+            raise TuningError(f"load: {show(str(path))} must have format {_FORMAT}; got {show(found)}")
         try:
             if found != _FORMAT or not isinstance(record["stopped"], str):
                 raise ValueError("not a result")
             entries = tuple(Entry.from_record(entry) for entry in record["entries"])
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise TuningError(f"load: {str(path)!r} must be a whole file that tune has written") from None
+            raise TuningError(f"load: {show(str(path))} must be a whole file that tune has written") from None
         return cls(entries, record["stopped"])
 
     def to_json(self) -> str:
