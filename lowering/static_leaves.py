@@ -5,6 +5,11 @@ from numbers import Number
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr
+
+from lowering.errors import UsageError
+from lowering.functions import require_function, traceable
+from lowering.pytrees import flattening_fault
 
 
 def of_arrays(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -19,14 +24,16 @@ def of_arrays(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[...
       arrays, and arguments with None in place of fixed leaves, as `without_fixed` makes them.
 
     Raises:
-      TypeError: if `fn` cannot be called.
+      UsageError: if JAX cannot trace `fn`, or the arguments are not pytrees.
     """
-    if not callable(fn):
-        raise TypeError(f"lowering: fn must be a function or an operator; got a value of type {type(fn).__name__}")
+    require_function(fn)
+    fault = flattening_fault(tuple(args))
+    if fault is not None:
+        raise UsageError(f"lowering: args must be pytrees; got {fault}")
     leaves, structure = jax.tree.flatten(tuple(args))
     fixed = _fixed(fn, args)
     if hasattr(fn, "trace") or not (any(fixed) or _is_filtered(fn)):
-        return fn, tuple(args)
+        return traceable(fn, args), tuple(args)
 
     def call(*arrays: Any) -> Any:
         moving = iter(jax.tree.leaves(arrays))
@@ -35,6 +42,12 @@ def of_arrays(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[...
         return jax.tree.map(lambda leaf: leaf if is_array(leaf) or isinstance(leaf, Number) else None, results)
 
     return call, without_fixed(fn, args)
+
+
+def jaxpr_of(fn: Callable[..., Any], args: Sequence[Any]) -> Jaxpr:
+    """What `fn` computes; a function that JAX has jitted may have static arguments among these."""
+    closed = fn.trace(*args).jaxpr if hasattr(fn, "trace") else jax.make_jaxpr(fn)(*args)
+    return closed.jaxpr
 
 
 def without_fixed(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:
