@@ -1,6 +1,7 @@
 """Exports a function for several platforms at once, each with its own implementation of every operator."""
 
 import dataclasses
+import functools
 import json
 import os
 import zipfile
@@ -57,6 +58,11 @@ class Artifact:
         """The text of the program."""
         return self._exported.mlir_module()
 
+    @functools.cached_property
+    def _jitted(self) -> Any:
+        # Kept: JAX would compile a new method at each call.
+        return jax.jit(self._exported.call)
+
     def call(self, *args: Any) -> Any:
         """Runs the function; works inside jit too.
 
@@ -81,7 +87,7 @@ class Artifact:
             args
         )
         self._check_sizes(leaves)
-        return _filled(self._results, iter(jax.jit(self._exported.call)(*leaves)))
+        return _filled(self._results, iter(self._jitted(*leaves)))
 
     def _check_sizes(self, leaves: Sequence[Any]) -> None:
         """Refuses sizes that do not solve the symbolic ones, such as an odd size for 2 * rows."""

@@ -73,6 +73,8 @@ def test_compiled_program_says_what_it_takes():
         with pytest.raises(lowering.CompileError) as refusal:
             report.call(*args)
         assert str(refusal.value) == f"lowering.compile: {sentence}"
+    with pytest.raises(lowering.CompileError, match=r"args must have values; got arrays that are being traced"):
+        jax.jit(report.call)(x, {"w": y})
 
 
 def test_static_arguments_are_part_of_the_program():

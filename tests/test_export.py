@@ -227,3 +227,13 @@ def test_call_refuses_what_it_would_drop_or_round_to_infinity(args, words):
 def test_call_refuses_integers_that_it_would_cut(number):
     with pytest.raises(lowering.ArtifactError, match=r"args\[0\] must hold numbers that fit int32; got"):
         lowering.export(jnp.square, 3, platforms="cpu").call(number)
+
+
+def test_artifact_is_compiled_once(caplog):
+    artifact, x = lowering.export(jnp.sin, jnp.ones(3), platforms="cpu"), jnp.ones(3)
+    with jax.log_compiles():
+        artifact.call(x)
+        assert "Compiling" in caplog.text
+        caplog.clear()
+        artifact.call(x)
+        assert "Compiling" not in caplog.text

@@ -1,5 +1,6 @@
 """Compiles a function for a chip, in this machine or not, with that chip's real compiler."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -170,7 +171,12 @@ def _checked(compiled: Any, fixed: Mapping[str, str]) -> Callable[..., Any]:
     )
 
     def call(*args: Any) -> Any:
+        with contextlib.suppress(TypeError, ValueError, SystemError):  # JAX is quick to refuse, but not in our words
+            if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(args)):
+                return compiled(*args)
         leaves = expected.leaves(args)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            raise CompileError("lowering.compile: args must have values; got arrays that are being traced")
         arrays, keywords = jax.tree.unflatten(compiled.in_tree, leaves)
         try:
             return compiled(*arrays, **keywords)
