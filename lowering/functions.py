@@ -23,7 +23,7 @@ _KINDS = (
 def require_function(fn: Any) -> None:
     """Refuses what cannot be called, and functions whose calls return before their bodies have run."""
     if not callable(fn):
-        raise UsageError(f"lowering: fn must be a function or an operator; got a value of type {type(fn).__name__}")
+        raise UsageError(f"lowering: fn must be a function or an operator; got {show(fn)}")
     body = _body(fn)
     for is_kind, kind in _KINDS:
         if is_kind(body):

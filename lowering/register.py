@@ -104,8 +104,7 @@ def remove_kernel(operator: Operator, kernel: Kernel) -> None:
 
 def _require_operator(caller: str, operator: Any) -> None:
     if not isinstance(getattr(operator, "primitive", None), Primitive):
-        kind = type(operator).__name__
-        raise TypeError(f"{caller}: operator must be one of jaxops.operators(); got a value of type {kind}")
+        raise TypeError(f"{caller}: operator must be one of jaxops.operators(); got {show(operator)}")
 
 
 def kernels_of(operator: Operator) -> tuple[Kernel, ...]:

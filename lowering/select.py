@@ -72,7 +72,7 @@ def using(selection: Selection) -> Iterator[None]:
       'pallas'
     """
     if not isinstance(selection, Selection):
-        raise TypeError(f"using: selection must be what current_selection returns; got {_shown(selection)}")
+        raise TypeError(f"using: selection must be what current_selection returns; got {show(selection)}")
     with _selection(selection):
         yield
 
@@ -113,7 +113,7 @@ def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.
     """
     for request in [*([] if implementation is None else [implementation]), *by_operator.values()]:
         if not _is_request(request):
-            raise ValueError(f"use: implementation must be one of {', '.join(MODES)}; got {_shown(request)}")
+            raise ValueError(f"use: implementation must be one of {', '.join(MODES)}; got {show(request)}")
     for name in by_operator:
         if name not in registry.names():
             raise ValueError(f"use: operator must be one of {', '.join(sorted(registry.names()))}; got {show(name)}")
@@ -127,10 +127,6 @@ def _used(implementation: str | None, by_operator: Mapping[str, str]) -> Iterato
     merged.update(by_operator)
     with using(Selection(implementation or outer.default, tuple(sorted(merged.items())), outer.tuned)):
         yield
-
-
-def _shown(request: Any) -> str:
-    return show(request) if isinstance(request, str) else f"a value of type {type(request).__name__}"
 
 
 def _is_request(request: Any) -> bool:

@@ -16,7 +16,7 @@ from pallas_kernels.kernel import Kernel
 
 KERNEL = Kernel("mine", "cpu", run=lambda *operands, **params: None, refuses=lambda *_, **params: None)
 SOFTMAX = next(operator for operator in jaxops.operators() if operator.name == "softmax")
-FN = "fn must be a function or an operator; got a value of type str"
+FN = "fn must be a function or an operator; got 'fn'"
 TARGET = r"target must be one of cpu, .*; got"
 REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     "explain-fn": (lambda: lowering.explain("fn", 1.0), TypeError, FN),
@@ -44,10 +44,10 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     "long-platform": (lambda: lowering.export(jnp.sin, 1.0, platforms=["z" * 10**5]), lowering.ArtifactError, "z{40}$"),
     "load": (lambda: lowering.load(3), lowering.ArtifactError, "load: path must be a string or a path; got 3"),
     "load-tuned": (lambda: lowering.TuningResult.load(3), lowering.TuningError, "load: '3' must be a file"),
-    "using": (lambda: lowering.using(3).__enter__(), TypeError, "using: selection must be .* a value of type int"),
+    "using": (lambda: lowering.using(3).__enter__(), TypeError, "using: selection must be .*; got 3"),
     "availability": (lambda: lowering.availability("cpu"), TypeError, "availability: hardware must be .* got 'cpu'"),
-    "register": (lambda: lowering.register(3), TypeError, "register: operator must be .* got a value of type int"),
-    "add_kernel": (lambda: lowering.add_kernel(3, KERNEL), TypeError, "add_kernel: operator must be .* type int"),
+    "register": (lambda: lowering.register(3), TypeError, "register: operator must be .*; got 3"),
+    "add_kernel": (lambda: lowering.add_kernel(3, KERNEL), TypeError, "add_kernel: operator must be .*; got 3"),
     "remove_kernel": (
         lambda: lowering.remove_kernel(SOFTMAX, KERNEL),
         ValueError,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops._checks.errors import PARAM_INVALID, BadParamError, require, require_present
-from lowering.describe import is_like_array, show
+from lowering.describe import first_line, is_like_array, show
 from lowering.pytrees import flattening_fault
 
 _MAX_RANK = 64  # of NumPy; lists may contain themselves
@@ -41,6 +41,11 @@ def as_array(operator: str, argument: str, value: Any, *, status: int | str = PA
         raise BadParamError(f"{operator}: {argument} must {rule}; got {show(value)}", status) from None
     except (TypeError, ValueError, OverflowError):  # ragged lists, and numbers that have no dtype in JAX
         raise _refusal(operator, argument, value, status) from None
+    except Exception as error:
+        if not hasattr(value, "__jax_array__"):
+            raise
+        shown = f"one whose __jax_array__ raises {first_line(error)}"
+        raise BadParamError(f"{operator}: {argument} must be an array; got {shown}", status) from error
     # JAX takes arrays of `float0`, which hold nothing.
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended)):
         raise _refusal(operator, argument, value, status)

@@ -224,6 +224,7 @@ def ema_params(opt_state: Any, params: Any = None) -> Any:
         raise
     if params is None:
         return merged
+    require_tree("ema_params", "params", params)
     try:
         return jax.tree.map(lambda ema, rest: rest if _is_masked(ema) else ema, merged, params, is_leaf=_is_masked)
     except (TypeError, ValueError):
