@@ -203,10 +203,8 @@ def export(
         artifact = run_user_code(function, "be traceable with these arguments", exported)
     try:
         artifact.save(output)
-    except OSError as error:
-        raise CommandError(
-            f"--output must be a file that can be written; got {shortened(repr(str(output)))}: {error.strerror}"
-        ) from None
+    except lowering.ArtifactError as error:
+        raise CommandError(str(error).replace("save: path", "--output", 1)) from None
     if as_json:
         record = {"versions": artifact.versions, "implementations": artifact.implementations}
         print(json.dumps({"output": str(output), "platforms": artifact.platforms, **record}, indent=2))

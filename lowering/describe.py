@@ -31,6 +31,11 @@ def first_line(error: BaseException) -> str:
     return shortened(": ".join([type(error).__name__, *lines[:1]]))
 
 
+def file_fault(error: Exception) -> str:
+    """Why a file cannot be read or written, without its path."""
+    return getattr(error, "strerror", None) or first_line(error)
+
+
 def is_like_array(value: Any) -> bool:
     """Whether a value has a shape and a dtype. Modules and mocks have other things under these names."""
     try:

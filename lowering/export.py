@@ -17,7 +17,7 @@ from lowering import static_leaves
 from lowering.artifact_arguments import Expected, fixed_text, types_by_path
 from lowering.compiling.compile import flattened
 from lowering.compiling.report import KERNEL_CALLS
-from lowering.describe import shortened, show
+from lowering.describe import file_fault, shortened, show
 from lowering.errors import ArtifactError
 from lowering.explain import operator_uses
 from lowering.measurements import versions
@@ -100,7 +100,11 @@ class Artifact:
             raise ArtifactError(f"export: args must have sizes that were exported; got others: {reason}") from None
 
     def save(self, path: str | Path) -> None:
-        """Writes the artifact to a file. `load` reads it in any process that has JAX and this library."""
+        """Writes the artifact to a file. `load` reads it in any process that has JAX and this library.
+
+        Raises:
+          ArtifactError: if the file cannot be written.
+        """
         record = {
             "format": _FORMAT,
             "platforms": self.platforms,
@@ -113,9 +117,13 @@ class Artifact:
         }
         if not isinstance(path, str | os.PathLike):
             raise ArtifactError(f"save: path must be a string or a path; got {show(path)}")
-        with zipfile.ZipFile(path, "w") as file:
-            file.writestr(_METADATA, json.dumps(record))
-            file.writestr(_PROGRAM, bytes(self._exported.serialize()))
+        try:
+            with zipfile.ZipFile(path, "w") as file:
+                file.writestr(_METADATA, json.dumps(record))
+                file.writestr(_PROGRAM, bytes(self._exported.serialize()))
+        except (OSError, ValueError) as error:  # of characters that no path may have
+            message = f"save: path must name a file that can be written; got {show(str(path))}: {file_fault(error)}"
+            raise ArtifactError(message) from None
 
 
 def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFORMS) -> Artifact:
@@ -196,7 +204,7 @@ def load(path: str | Path) -> Artifact:
             program = file.read(_PROGRAM)
     except OSError as error:
         raise ArtifactError(
-            f"load: path must name a file that can be read; got {show(str(path))}: {error.strerror}"
+            f"load: path must name a file that can be read; got {show(str(path))}: {file_fault(error)}"
         ) from None
     except (zipfile.BadZipFile, KeyError, ValueError, EOFError, NotImplementedError, RuntimeError):
         raise ArtifactError(f"load: {show(str(path))} must be a whole file that export has saved") from None

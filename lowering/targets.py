@@ -160,7 +160,7 @@ TARGETS = {
     )
 }
 PLATFORMS = ("cpu", "cuda", "tpu")
-_TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){0,2}")
+_TOPOLOGY = re.compile(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){0,2}")
 
 # A user context is part of the keys of JAX's caches, so what is traced for one chip is not used for another.
 _compiled_for = jax.make_user_context(None)

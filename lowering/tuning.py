@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowering import tables
-from lowering.describe import show
+from lowering.describe import file_fault, show
 from lowering.measurements import Entry, Key
 from lowering.select import current_selection, using
 from pallas_kernels.hardware import Hardware
@@ -77,17 +77,19 @@ class TuningResult:
         """
         if not isinstance(path, str | os.PathLike):
             raise TuningError(f"save: {show(path)} must be a path")
-        path = Path(path).resolve()
+        try:
+            self._write(Path(path).resolve())
+        except (OSError, ValueError) as error:  # of characters that no path may have
+            message = f"save: {show(str(path))} must be a file that can be written; got {file_fault(error)}"
+            raise TuningError(message) from None
+
+    def _write(self, path: Path) -> None:
         if path.exists():
             self.load(path)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             unfinished.write_text(self.to_json() + "\n")
             unfinished.replace(path)
-        except OSError as error:
-            raise TuningError(
-                f"save: {show(str(path))} must be a file that can be written; got {error.strerror}"
-            ) from None
         finally:
             unfinished.unlink(missing_ok=True)
 

@@ -198,7 +198,7 @@ REFUSALS = {
     ),
     "export into a file": (
         ("export", "mine.py:loss", "--output", "mine.py/out"),
-        "--output must be a file that can be written; got 'mine.py/out': Not a directory",
+        "--output must name a file that can be written; got 'mine.py/out': Not a directory",
     ),
     "no budget": (("tune", "mine.py:loss", "--budget", "0"), "--budget must be a positive number of seconds; got 0.0"),
     "endless budget": (("tune", "mine.py:loss", "--budget", "inf"), "--budget must be a positive number of seconds"),

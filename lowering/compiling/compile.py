@@ -103,6 +103,7 @@ def compile(
       48
     """
     slice_ = _parsed(target)
+    _check_options(schedule, trip_counts)
     hardware = slice_.hardware
     if schedule and (hardware.platform != "tpu" or slice_.topology):
         kind = "one chip, without others" if slice_.topology else "a TPU"
@@ -131,6 +132,14 @@ def compile(
         )
     with shown(f"compiling for {target}"):
         return _compiled_in_child(exported, {**request, "target": target}, hardware, schedule, trip_counts)
+
+
+def _check_options(schedule: Any, trip_counts: Any) -> None:
+    if not isinstance(schedule, bool):
+        raise CompileError(f"lowering.compile: schedule must be a bool; got {show(schedule)}")
+    is_mapping = trip_counts is None or isinstance(trip_counts, Mapping)
+    if not is_mapping:
+        raise CompileError(f"lowering.compile: trip_counts must be a mapping; got {show(trip_counts)}")
 
 
 def _parsed(target: str) -> TargetSlice:

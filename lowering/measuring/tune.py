@@ -131,7 +131,7 @@ def tune(
 
 def _checked_chip(target: str | None, by: str) -> Hardware:
     """The chip that is tuned for."""
-    if by not in ("device", "schedule"):
+    if not isinstance(by, str) or by not in ("device", "schedule"):
         raise TuningError(f"tune: by must be 'device' or 'schedule'; got {show(by)}")
     hardware = here() if target is None else named(target)
     if by == "device" and hardware != here():
@@ -209,7 +209,7 @@ def _replay(
 
 def _held(path: str | Path | None) -> tuple[Entry, ...]:
     """What the file holds now; another process may be adding to it."""
-    return TuningResult.load(path).entries if path is not None and Path(path).exists() else ()
+    return TuningResult.load(path).entries if path is not None and os.path.exists(path) else ()
 
 
 def _problems(fn: Callable[..., Any], args: Sequence[Any], hardware: Hardware) -> tuple[dict[Key, _Problem], str]:
