@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# First as a whole: threads that import two packages at once would each wait for modules that the other is importing.
+import lowering  # noqa: F401
 from jaxops._checks.errors import BadParamError as BadParamError
 from jaxops._checks.errors import NotSupportedError as NotSupportedError
 from jaxops._checks.errors import VersionMismatchError as VersionMismatchError

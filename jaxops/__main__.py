@@ -36,6 +36,7 @@ from jaxops._demo import report
 from jaxops._demo.train import Settings
 from jaxops._primitive.operator import Operator
 from lowering.compiling.progress import shown
+from lowering.describe import shortened
 
 
 class _OneSentence(TyperGroup):
@@ -52,7 +53,8 @@ class _OneSentence(TyperGroup):
         except OSError as error:  # a full disk behind stdout, for one
             message = f"output must be written somewhere; got {error.strerror}"
         if message:  # Without arguments there is help instead.
-            print("jaxops:", " ".join(message.split()), file=sys.stderr)
+            # Words of the command line may be of any length.
+            print("jaxops:", " ".join(map(shortened, message.split())), file=sys.stderr)
         sys.exit(2)
 
 
@@ -201,10 +203,8 @@ def export(
         artifact = run_user_code(function, "be traceable with these arguments", exported)
     try:
         artifact.save(output)
-    except OSError as error:
-        raise CommandError(
-            f"--output must be a file that can be written; got {str(output)!r}: {error.strerror}"
-        ) from None
+    except lowering.ArtifactError as error:
+        raise CommandError(str(error).replace("save: path", "--output", 1)) from None
     if as_json:
         record = {"versions": artifact.versions, "implementations": artifact.implementations}
         print(json.dumps({"output": str(output), "platforms": artifact.platforms, **record}, indent=2))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxops._checks.attributes import require_choice, require_integer
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
-from jaxops._checks.ids import differ_from, wide_ids
+from jaxops._checks.ids import differ_from, require_numbered, wide_ids
 from jaxops._checks.operands import as_arrays, as_optional
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
@@ -126,6 +126,7 @@ def _check(log_probs: Any, labels: Any, weight: Any, *, name: str, axis: int, ig
     require(labels.shape == positions, name, "labels", f"have shape {positions}, as log_probs without classes", labels)
     classes = log_probs.shape[axis]
     require(classes > 0 or labels.size == 0, name, "log_probs", "have at least one class", log_probs)
+    require_numbered(name, "log_probs", log_probs, classes, labels)
     if weight is not None:
         require(weight.shape == (classes,), name, "weight", f"have shape ({classes},), one for each class", weight)
         require(jnp.issubdtype(weight.dtype, jnp.floating), name, "weight", "be floating point", weight)

@@ -22,3 +22,7 @@ class NotSupportedError(OperatorError):
 
 class ArtifactError(RuntimeError):
     """A file is not a readable artifact, or an artifact does not accept these arguments."""
+
+
+class UsageError(TypeError):
+    """A tool is given something that is not a traceable function, or arguments that are not pytrees."""

@@ -22,7 +22,7 @@ from lowering.notes import heard
 from lowering.patterns import Opportunity, opportunities
 from lowering.registry import Operator, operator_of
 from lowering.select import Choice, Refusal
-from lowering.static_leaves import of_arrays
+from lowering.static_leaves import jaxpr_of, of_arrays
 from lowering.targets import here, parse
 from pallas_kernels.hardware import Hardware
 
@@ -184,6 +184,7 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
       The explanation; `print` shows it as a table.
 
     Raises:
+      TypeError: if JAX cannot trace `fn`, or the arguments are not pytrees.
       ValueError: for an unknown target.
       OperatorError: if an operator refuses its arguments, in the words that a call of the function would give.
 
@@ -197,7 +198,7 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
     hardware = here() if target is None else parse(target).hardware
     fn, args = of_arrays(fn, args)
     with heard() as notes:
-        jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+        jaxpr = jaxpr_of(fn, args)
     counts: dict[Row, int] = {}
     for use in operator_uses(jaxpr, args, hardware):
         row = _row(use, hardware)

@@ -1,6 +1,7 @@
 """Exports a function for several platforms at once, each with its own implementation of every operator."""
 
 import dataclasses
+import functools
 import json
 import os
 import zipfile
@@ -13,9 +14,10 @@ import jax.export
 from jax.tree_util import PyTreeDef
 
 from lowering import static_leaves
-from lowering.artifact_arguments import checked_leaves, fixed_text, types_by_path
+from lowering.artifact_arguments import Expected, fixed_text, types_by_path
 from lowering.compiling.compile import flattened
 from lowering.compiling.report import KERNEL_CALLS
+from lowering.describe import file_fault, shortened, show
 from lowering.errors import ArtifactError
 from lowering.explain import operator_uses
 from lowering.measurements import versions
@@ -56,6 +58,11 @@ class Artifact:
         """The text of the program."""
         return self._exported.mlir_module()
 
+    @functools.cached_property
+    def _jitted(self) -> Any:
+        # Kept: JAX would compile a new method at each call.
+        return jax.jit(self._exported.call)
+
     def call(self, *args: Any) -> Any:
         """Runs the function; works inside jit too.
 
@@ -74,13 +81,30 @@ class Artifact:
         if platform_here() not in self.platforms:
             held = ", ".join(self.platforms)
             raise ArtifactError(f"export: artifact must hold the platform {platform_here()}; got one for {held}")
-        leaves = checked_leaves(args, self.arguments, self.fixed, self._exported)
-        if len(args) > self._arg_count:
-            raise ArtifactError(f"export: args must be {self._arg_count}, as exported; got {len(args)}")
-        return _filled(self._results, iter(jax.jit(self._exported.call)(*leaves)))
+        avals = self._exported.in_avals
+        made = "exported"
+        leaves = Expected("export", ArtifactError, made, self._arg_count, self.arguments, self.fixed, avals).leaves(
+            args
+        )
+        self._check_sizes(leaves)
+        return _filled(self._results, iter(self._jitted(*leaves)))
+
+    def _check_sizes(self, leaves: Sequence[Any]) -> None:
+        """Refuses sizes that do not solve the symbolic ones, such as an odd size for 2 * rows."""
+        if not any(jax.export.is_symbolic_dim(size) for aval in self._exported.in_avals for size in aval.shape):
+            return
+        try:
+            jax.eval_shape(self._exported.call, *leaves)
+        except ValueError as error:
+            reason = " ".join(str(error).split()).partition(" Using the following")[0]
+            raise ArtifactError(f"export: args must have sizes that were exported; got others: {reason}") from None
 
     def save(self, path: str | Path) -> None:
-        """Writes the artifact to a file. `load` reads it in any process that has JAX and this library."""
+        """Writes the artifact to a file. `load` reads it in any process that has JAX and this library.
+
+        Raises:
+          ArtifactError: if the file cannot be written.
+        """
         record = {
             "format": _FORMAT,
             "platforms": self.platforms,
@@ -92,10 +116,14 @@ class Artifact:
             "results": self._results,
         }
         if not isinstance(path, str | os.PathLike):
-            raise ArtifactError(f"save: path must be a string or a path; got {path!r}")
-        with zipfile.ZipFile(path, "w") as file:
-            file.writestr(_METADATA, json.dumps(record))
-            file.writestr(_PROGRAM, bytes(self._exported.serialize()))
+            raise ArtifactError(f"save: path must be a string or a path; got {show(path)}")
+        try:
+            with zipfile.ZipFile(path, "w") as file:
+                file.writestr(_METADATA, json.dumps(record))
+                file.writestr(_PROGRAM, bytes(self._exported.serialize()))
+        except (OSError, ValueError) as error:  # of characters that no path may have
+            message = f"save: path must name a file that can be written; got {show(str(path))}: {file_fault(error)}"
+            raise ArtifactError(message) from None
 
 
 def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFORMS) -> Artifact:
@@ -105,7 +133,8 @@ def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFO
       fn: a function of arrays, jitted or not.
       *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. Shapes may be symbolic
         (`jax.export.symbolic_shape`) if the function allows it. Everything else in a pytree, as in modules of Equinox,
-        is fixed; results have None in its place.
+        is fixed; results have None in its place. Static arguments of a jitted function are part of the program: `call`
+        takes the others.
       platforms: any of "cpu", "cuda" and "tpu"; a single one may be a string.
 
     Returns:
@@ -113,6 +142,7 @@ def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFO
 
     Raises:
       ArtifactError: for an unknown platform.
+      TypeError: if JAX cannot trace `fn`, or the arguments are not pytrees.
       OperatorError: if an operator refuses its arguments.
 
     Example:
@@ -123,24 +153,27 @@ def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFO
       [[0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25]]
     """
     platforms = (platforms,) if isinstance(platforms, str) else platforms
-    names = platforms if isinstance(platforms, tuple | list) else (repr(platforms),)
+    names = platforms if isinstance(platforms, tuple | list) else (show(platforms),)
     unknown = [str(name) for name in names if name not in PLATFORMS]
     if unknown or not names:
-        raise ArtifactError(f"export: platforms must be of {', '.join(PLATFORMS)}; got {', '.join(unknown) or 'none'}")
+        raise ArtifactError(
+            f"export: platforms must be of {', '.join(PLATFORMS)}; got {shortened(', '.join(unknown)) or 'none'}"
+        )
     given = args
     fn, args = static_leaves.of_arrays(fn, args)
     fixed = fixed_text(given, args)
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
     exported = jax.export.export(jitted, platforms=list(platforms), disabled_checks=checks)(*args)
+    types = jax.tree.unflatten(exported.in_tree, exported.in_avals)[0]  # without static arguments
     implementations = {platform: _implementations(jitted, args, platform) for platform in platforms}
     return Artifact(
         tuple(platforms),
         dict(versions()),
         implementations,
-        types_by_path(args, exported.in_avals),
+        types_by_path(types, exported.in_avals),
         fixed,
-        len(given),
+        len(types),
         flattened(exported),
         _skeleton(exported.out_tree),
     )
@@ -164,20 +197,20 @@ def load(path: str | Path) -> Artifact:
       9.0
     """
     if not isinstance(path, str | os.PathLike):
-        raise ArtifactError(f"load: path must be a string or a path; got {path!r}")
+        raise ArtifactError(f"load: path must be a string or a path; got {show(path)}")
     try:
         with zipfile.ZipFile(path) as file:
             record = json.loads(file.read(_METADATA))
             program = file.read(_PROGRAM)
     except OSError as error:
         raise ArtifactError(
-            f"load: path must name a file that can be read; got {str(path)!r}: {error.strerror}"
+            f"load: path must name a file that can be read; got {show(str(path))}: {file_fault(error)}"
         ) from None
     except (zipfile.BadZipFile, KeyError, ValueError, EOFError, NotImplementedError, RuntimeError):
-        raise ArtifactError(f"load: {str(path)!r} must be a whole file that export has saved") from None
+        raise ArtifactError(f"load: {show(str(path))} must be a whole file that export has saved") from None
     found = record.get("format") if isinstance(record, dict) else None
     if found != _FORMAT:
-        raise ArtifactError(f"load: {str(path)!r} must have format {_FORMAT}; got {found!r}")
+        raise ArtifactError(f"load: {show(str(path))} must have format {_FORMAT}; got {show(found)}")
     try:
         return Artifact(
             platforms=tuple(record["platforms"]),
@@ -192,7 +225,7 @@ def load(path: str | Path) -> Artifact:
     except Exception as error:  # JAX raises whatever it trips over, also for programs of a later JAX
         written_with = record.get("versions")
         raise ArtifactError(
-            f"load: {str(path)!r} must hold a program that JAX {jax.__version__} can read; got one written with "
+            f"load: {show(str(path))} must hold a program that JAX {jax.__version__} can read; got one written with "
             f"{written_with}: {type(error).__name__}"
         ) from None
 
@@ -200,7 +233,7 @@ def load(path: str | Path) -> Artifact:
 def _implementations(jitted: Any, args: Sequence[Any], platform: str) -> dict[str, list[str]]:
     """The implementations that each operator takes on a platform, without knowing the chip."""
     chosen: dict[str, set[str]] = {}
-    for use in operator_uses(jax.make_jaxpr(jitted)(*args).jaxpr, args, named(platform)):
+    for use in operator_uses(static_leaves.jaxpr_of(jitted, args), args, named(platform)):
         chosen.setdefault(use.operator.name, set()).add(use.choice.implementation)
     return {operator: sorted(names) for operator, names in sorted(chosen.items())}
 

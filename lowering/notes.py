@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import jax
 
+from lowering.describe import show
+
 
 class _Listener:
     """Collects sentences; compared by identity, so each listener is its own cache key."""
@@ -25,6 +27,9 @@ def note(text: str) -> None:
     Args:
       text: one sentence.
 
+    Raises:
+      TypeError: if `text` is not a string.
+
     Example:
       >>> def double(x):
       ...     lowering.note("double: adds x to itself")
@@ -32,6 +37,8 @@ def note(text: str) -> None:
       >>> lowering.explain(double, 1.0).notes
       ('double: adds x to itself',)
     """
+    if not isinstance(text, str):
+        raise TypeError(f"note: text must be a string; got {show(text)}")
     if _listener.value is not None and text not in _listener.value.heard:
         _listener.value.heard.append(text)
 

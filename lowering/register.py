@@ -13,6 +13,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from lowering import _jax_private, registry, select, tuning
+from lowering.describe import show
 from lowering.patterns import Pattern
 from lowering.placement import placed
 from lowering.registry import Operator
@@ -71,7 +72,7 @@ def add_kernel(operator: Operator, kernel: Kernel) -> None:
     """
     _require_operator("add_kernel", operator)
     if not isinstance(kernel, Kernel):
-        raise TypeError(f"add_kernel: kernel must be a pallas_kernels.kernel.Kernel; got {kernel!r}")
+        raise TypeError(f"add_kernel: kernel must be a pallas_kernels.kernel.Kernel; got {show(kernel)}")
     _added_kernels[operator.name] = (kernel, *_added_kernels.get(operator.name, ()))
     _jax_private.require_devices_during_lowering(operator.primitive)
     jax.clear_caches()
@@ -96,15 +97,14 @@ def remove_kernel(operator: Operator, kernel: Kernel) -> None:
     _require_operator("remove_kernel", operator)
     added = _added_kernels.get(operator.name, ())
     if not any(one is kernel for one in added):
-        raise ValueError(f"remove_kernel: kernel must be one that was added to {operator.name}; got {kernel!r}")
+        raise ValueError(f"remove_kernel: kernel must be one that was added to {operator.name}; got {show(kernel)}")
     _added_kernels[operator.name] = tuple(one for one in added if one is not kernel)
     jax.clear_caches()
 
 
 def _require_operator(caller: str, operator: Any) -> None:
     if not isinstance(getattr(operator, "primitive", None), Primitive):
-        kind = type(operator).__name__
-        raise TypeError(f"{caller}: operator must be one of jaxops.operators(); got a value of type {kind}")
+        raise TypeError(f"{caller}: operator must be one of jaxops.operators(); got {show(operator)}")
 
 
 def kernels_of(operator: Operator) -> tuple[Kernel, ...]:

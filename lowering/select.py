@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from lowering import registry
+from lowering.describe import show
 from lowering.errors import NotSupportedError
 from lowering.measurements import REFERENCE, Config, Entry, config_items, config_text, versions
 from pallas_kernels.hardware import Hardware
@@ -71,7 +72,7 @@ def using(selection: Selection) -> Iterator[None]:
       'pallas'
     """
     if not isinstance(selection, Selection):
-        raise TypeError(f"using: selection must be what current_selection returns; got {_shown(selection)}")
+        raise TypeError(f"using: selection must be what current_selection returns; got {show(selection)}")
     with _selection(selection):
         yield
 
@@ -112,10 +113,10 @@ def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.
     """
     for request in [*([] if implementation is None else [implementation]), *by_operator.values()]:
         if not _is_request(request):
-            raise ValueError(f"use: implementation must be one of {', '.join(MODES)}; got {_shown(request)}")
+            raise ValueError(f"use: implementation must be one of {', '.join(MODES)}; got {show(request)}")
     for name in by_operator:
         if name not in registry.names():
-            raise ValueError(f"use: operator must be one of {', '.join(sorted(registry.names()))}; got {name!r}")
+            raise ValueError(f"use: operator must be one of {', '.join(sorted(registry.names()))}; got {show(name)}")
     return _used(implementation, by_operator)
 
 
@@ -126,10 +127,6 @@ def _used(implementation: str | None, by_operator: Mapping[str, str]) -> Iterato
     merged.update(by_operator)
     with using(Selection(implementation or outer.default, tuple(sorted(merged.items())), outer.tuned)):
         yield
-
-
-def _shown(request: Any) -> str:
-    return repr(request) if isinstance(request, str) else f"a value of type {type(request).__name__}"
 
 
 def _is_request(request: Any) -> bool:
@@ -230,7 +227,8 @@ def choose(
     if mode in ("pallas", "interpret") and (has_candidates or (kernel_name and kernels)):
         reasons = "; ".join(f"{refusal.kernel}: {refusal.reason}" for refusal in refusals)
         message = (
-            f"{operator_name}: implementation must be one that {hardware.name} can take; got {request!r} ({reasons})"
+            f"{operator_name}: implementation must be one that {hardware.name} can take; "
+            f"got {show(request)} ({reasons})"
         )
         raise NotSupportedError(message, _RUNTIME_ERROR)
     return Choice(None, False, tuple(refusals))

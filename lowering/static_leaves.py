@@ -5,6 +5,14 @@ from numbers import Number
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr
+
+from lowering.describe import show
+from lowering.errors import UsageError
+from lowering.functions import require_function, traceable
+from lowering.pytrees import flattening_fault
 
 
 def of_arrays(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -19,14 +27,21 @@ def of_arrays(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[...
       arrays, and arguments with None in place of fixed leaves, as `without_fixed` makes them.
 
     Raises:
-      TypeError: if `fn` cannot be called.
+      UsageError: if JAX cannot trace `fn`, or the arguments are not pytrees.
     """
-    if not callable(fn):
-        raise TypeError(f"lowering: fn must be a function or an operator; got a value of type {type(fn).__name__}")
+    require_function(fn)
+    fault = flattening_fault(tuple(args))
+    if fault is not None:
+        raise UsageError(f"lowering: args must be pytrees; got {fault}")
     leaves, structure = jax.tree.flatten(tuple(args))
     fixed = _fixed(fn, args)
+    for leaf, is_fixed in zip(leaves, fixed, strict=True):
+        # What a jitted function declares as static may be anything that has a hash, which arrays have not.
+        may_be_static = hasattr(fn, "trace") and not isinstance(leaf, np.ndarray)
+        if not (is_fixed or may_be_static or _is_value(leaf)):
+            raise UsageError(f"lowering: args must hold arrays, or numbers that JAX can hold; got {show(leaf)}")
     if hasattr(fn, "trace") or not (any(fixed) or _is_filtered(fn)):
-        return fn, tuple(args)
+        return traceable(fn, args), tuple(args)
 
     def call(*arrays: Any) -> Any:
         moving = iter(jax.tree.leaves(arrays))
@@ -35,6 +50,12 @@ def of_arrays(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[...
         return jax.tree.map(lambda leaf: leaf if is_array(leaf) or isinstance(leaf, Number) else None, results)
 
     return call, without_fixed(fn, args)
+
+
+def jaxpr_of(fn: Callable[..., Any], args: Sequence[Any]) -> Jaxpr:
+    """What `fn` computes; a function that JAX has jitted may have static arguments among these."""
+    closed = fn.trace(*args).jaxpr if hasattr(fn, "trace") else jax.make_jaxpr(fn)(*args)
+    return closed.jaxpr
 
 
 def without_fixed(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:
@@ -46,7 +67,7 @@ def without_fixed(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...
 
 def is_array(leaf: Any) -> bool:
     """Whether this has a shape and a dtype."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, str)
 
 
 def _fixed(fn: Any, args: Sequence[Any]) -> list[bool]:
@@ -58,6 +79,16 @@ def _fixed(fn: Any, args: Sequence[Any]) -> list[bool]:
         holds_configuration = _is_filtered(fn) or (is_tree and any(map(_is_configuration, leaves)))
         fixed += [not is_array(leaf) and (holds_configuration or not isinstance(leaf, Number)) for leaf in leaves]
     return fixed
+
+
+def _is_value(leaf: Any) -> bool:
+    """Whether JAX can hold this array or number."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind not in "OSUMm" and leaf.dtype.names is None
+    if isinstance(leaf, int) and not isinstance(leaf, bool):
+        limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(int))
+        return bool(limits.min <= leaf <= limits.max)
+    return True
 
 
 def _is_configuration(leaf: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractDevice
 
+from lowering.describe import show
 from pallas_kernels.hardware import Hardware
 
 _GIB = 2**30
@@ -159,7 +160,7 @@ TARGETS = {
     )
 }
 PLATFORMS = ("cpu", "cuda", "tpu")
-_TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){0,2}")
+_TOPOLOGY = re.compile(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){0,2}")
 
 # A user context is part of the keys of JAX's caches, so what is traced for one chip is not used for another.
 _compiled_for = jax.make_user_context(None)
@@ -183,7 +184,7 @@ def named(name: str) -> Hardware:
         return TARGETS[name]
     if isinstance(name, str) and name in PLATFORMS:
         return Hardware(name, name)
-    raise ValueError(f"lowering: target must be one of {', '.join((*TARGETS, *PLATFORMS[1:]))}; got {name!r}")
+    raise ValueError(f"lowering: target must be one of {', '.join((*TARGETS, *PLATFORMS[1:]))}; got {show(name)}")
 
 
 class TopologyError(ValueError):
@@ -216,7 +217,7 @@ def parse(target: str) -> TargetSlice:
     if not topology:
         return TargetSlice(hardware, "", 1)
     if not _TOPOLOGY.fullmatch(topology):
-        raise TopologyError(f"lowering: target must have a topology such as 16x16 or 8; got {topology!r}")
+        raise TopologyError(f"lowering: target must have a topology such as 16x16 or 8; got {show(topology)}")
     chips = math.prod(map(int, topology.split("x")))
     return TargetSlice(hardware, topology, chips * hardware.devices_per_chip)
 
@@ -233,7 +234,7 @@ def of_device(platform: str, device_kind: str) -> Hardware:
 def gpu_target_config(hardware: Hardware) -> str:
     """What XLA has to know about an NVIDIA GPU to compile for it: a GpuTargetConfigProto in text form."""
     if hardware.compute_capability is None or hardware.clock_hz is None:
-        raise ValueError(f"lowering: target must be one of NVIDIA's chips; got {hardware.name!r}")
+        raise ValueError(f"lowering: target must be one of NVIDIA's chips; got {show(hardware.name)}")
     major, minor = hardware.compute_capability
     return f"""
 gpu_device_info {{

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowering import tables
+from lowering.describe import file_fault, show
 from lowering.measurements import Entry, Key
 from lowering.select import current_selection, using
 from pallas_kernels.hardware import Hardware
@@ -76,16 +77,20 @@ class TuningResult:
           TuningError: if the file cannot be written, or holds anything but an earlier result.
         """
         if not isinstance(path, str | os.PathLike):
-            raise TuningError(f"save: {path!r} must be a path")
-        path = Path(path).resolve()
+            raise TuningError(f"save: {show(path)} must be a path")
+        try:
+            self._write(Path(path).resolve())
+        except (OSError, ValueError) as error:  # of characters that no path may have
+            message = f"save: {show(str(path))} must be a file that can be written; got {file_fault(error)}"
+            raise TuningError(message) from None
+
+    def _write(self, path: Path) -> None:
         if path.exists():
             self.load(path)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             unfinished.write_text(self.to_json() + "\n")
             unfinished.replace(path)
-        except OSError as error:
-            raise TuningError(f"save: {str(path)!r} must be a file that can be written; got {error.strerror}") from None
         finally:
             unfinished.unlink(missing_ok=True)
 
@@ -100,18 +105,18 @@ class TuningResult:
             record = json.loads(Path(path).read_text())
         except (OSError, TypeError) as error:
             reason = getattr(error, "strerror", None) or "no path"
-            raise TuningError(f"load: {str(path)!r} must be a file that can be read; got {reason}") from None
+            raise TuningError(f"load: {show(str(path))} must be a file that can be read; got {reason}") from None
         except (ValueError, RecursionError):
             record = None
         found = record.get("format") if isinstance(record, dict) and "entries" in record else None
         if isinstance(found, int) and found != _FORMAT:
-            raise TuningError(f"load: {str(path)!r} must have format {_FORMAT}; got {found}")
+            raise TuningError(f"load: {show(str(path))} must have format {_FORMAT}; got {show(found)}")
         try:
             if found != _FORMAT or not isinstance(record["stopped"], str):
                 raise ValueError("not a result")
             entries = tuple(Entry.from_record(entry) for entry in record["entries"])
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise TuningError(f"load: {str(path)!r} must be a whole file that tune has written") from None
+            raise TuningError(f"load: {show(str(path))} must be a whole file that tune has written") from None
         return cls(entries, record["stopped"])
 
     def to_json(self) -> str:

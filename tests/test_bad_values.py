@@ -330,3 +330,28 @@ def test_bad_values_are_refused_in_one_sentence(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_all_bad_values_are_refused_in_one_sentence(name):
     assert failures(name, lambda _: VALUES) == ""
+
+
+def test_sizes_that_ids_and_counters_cannot_number_are_refused():
+    """Each would need terabytes, but shapes may be asked about before anybody has them."""
+    ids, tall = jnp.zeros(2, jnp.int32), jax.ShapeDtypeStruct((2**31 + 1, 3), jnp.float32)
+    wide, long = jax.ShapeDtypeStruct((2, 2**31 + 1), jnp.float32), jax.ShapeDtypeStruct((2**30, 256), jnp.float32)
+    for call, x, words in (
+        (lambda x: jaxops.embedding(x, ids), tall, "embedding: table must have at most 2147483647 rows"),
+        (lambda x: jaxops.nll_loss(x, ids), wide, "nll_loss: log_probs must have at most 2147483647 rows"),
+        (lambda x: jaxops.dropout(jax.random.key(0), x, 0.5), long, "dropout: x must have at most 137438953472 elem"),
+    ):
+        with pytest.raises(jaxops.BadParamError, match=f"^{words}"):
+            jax.eval_shape(call, x)
+
+
+class Lazy:
+    """An array that is made when it is needed, and cannot be."""
+
+    def __jax_array__(self):
+        raise RuntimeError("not yet\n...")
+
+
+def test_arrays_that_cannot_be_made_are_refused():
+    with pytest.raises(jaxops.BadParamError, match=r"^softmax: x must be an array; got one .* RuntimeError: not yet$"):
+        jaxops.softmax(Lazy())

@@ -43,6 +43,9 @@ listed_args = [1, 2]
 
 largest = max
 
+async def waiting(x):
+    return x
+
 def unlucky(x):
     return x
 
@@ -155,8 +158,10 @@ REFUSALS = {
     ),
     "function without a signature": (
         ("explain", "mine.py:largest", "--arg", "float32[]", "--arg", "float32[]"),
-        "mine.py:largest must be traceable with these arguments; got TracerBoolConversionError: Attempted boolean",
+        "mine.py:largest must be a function that JAX can trace; got <built-in function max>: TracerBoolConversionError",
     ),
+    "async function": (("tune", "mine.py:waiting"), "mine.py:waiting must be a plain function; got an async function"),
+    "long option": (("tune", f"--{'z' * 10**5}"), "z..."),
     "too few arguments": (
         ("explain", "mine.py:loss", "--arg", "float32[4,7]"),
         "loss must be callable with 1 arguments",
@@ -193,7 +198,7 @@ REFUSALS = {
     ),
     "export into a file": (
         ("export", "mine.py:loss", "--output", "mine.py/out"),
-        "--output must be a file that can be written; got 'mine.py/out': Not a directory",
+        "--output must name a file that can be written; got 'mine.py/out': Not a directory",
     ),
     "no budget": (("tune", "mine.py:loss", "--budget", "0"), "--budget must be a positive number of seconds; got 0.0"),
     "endless budget": (("tune", "mine.py:loss", "--budget", "inf"), "--budget must be a positive number of seconds"),
@@ -252,6 +257,7 @@ def test_refusal_is_one_sentence(arguments: tuple[str, ...], words: str) -> None
     assert result.stdout == ""
     (sentence,) = result.stderr.splitlines()
     assert sentence.startswith("jaxops: ")
+    assert len(sentence) < 1000
     assert words in sentence
 
 

@@ -54,6 +54,38 @@ def test_compiled_program_can_be_called_where_its_target_is_here(rng):
     np.testing.assert_allclose(report.call(x, y)[1], x @ y, rtol=1e-5)
 
 
+def test_compiled_program_says_what_it_takes():
+    report = lowering.compile(lambda x, tree: x @ tree["w"], X, {"w": Y}, target="cpu")
+    x, y = np.ones(X.shape, np.float32), np.ones(Y.shape, np.float32)
+    refusals = [
+        ((), "args[0] must be float32[8,4]; got nothing"),
+        ((x,), "args[1]['w'] must be float32[4,16]; got nothing"),
+        ((x, {"w": x}), "args[1]['w'] must be float32[4,16]; got float32[8,4]"),
+        ((x, {"w": y.astype(np.int32)}), "args[1]['w'] must be float32[4,16]; got int32[4,16]"),
+        ((x, {"w": y, "b": y}), "args[1]['b'] must not be given; got float32[4,16]"),
+        ((x, {"w": "text"}), "args[1]['w'] must be float32[4,16]; got 'text'"),
+        ((X, {"w": y}), "args[0] must be float32[8,4]; got a ShapeDtypeStruct of float32[8,4]"),
+        ((x, {"w": y}, None), "args must be 2, as compiled; got 3"),
+        ((x, {"w": y, 1: y}), "args must be pytrees; got one with a dict whose keys cannot be sorted"),
+    ]
+    assert (report.call(x, {"w": y}) == X.shape[1]).all()
+    for args, sentence in refusals:
+        with pytest.raises(lowering.CompileError) as refusal:
+            report.call(*args)
+        assert str(refusal.value) == f"lowering.compile: {sentence}"
+    with pytest.raises(lowering.CompileError, match=r"args must have values; got arrays that are being traced"):
+        jax.jit(report.call)(x, {"w": y})
+
+
+def test_static_arguments_are_part_of_the_program():
+    scaled_by = jax.jit(lambda factor, x: x * factor, static_argnums=0)
+    x = np.ones(3, np.float32)
+    for program in (lowering.compile(scaled_by, 3, x, target="cpu"), lowering.export(scaled_by, 3, x)):
+        assert program.call(x).tolist() == [3.0] * 3
+    assert lowering.explain(scaled_by, 3, x).total_flops == 3
+    assert lowering.tune(scaled_by, 3, x).complete
+
+
 def test_compile_keeps_donation():
     donating = jax.jit(lambda x: x + 1, donate_argnums=0)
     assert lowering.compile(donating, X, target="cpu").memory.aliased == 4 * 8 * 4

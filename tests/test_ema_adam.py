@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import lowering
+from jaxops import ema_adam, ema_params, fused_apply
 from jaxops._checks.errors import BadParamError
 from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, Coefficients, step_coefficients
 from pallas_kernels import ema_adam_update
@@ -269,3 +270,62 @@ def test_ema_adam_refuses(argument, changes, words):
             attempt(*operands)
         assert str(refusal.value) == f"apply_fused_ema_adam: {argument} must {words}"
         assert refusal.value.status == 161002
+
+
+def step_of(**attributes):
+    """One step, which calls the functions that the attributes are."""
+    optimizer = ema_adam(**{"learning_rate": 0.1, **attributes})
+    return optimizer.update(jnp.ones(2), optimizer.init(jnp.ones(2)), jnp.ones(2))
+
+
+def raising(_):
+    raise KeyError("first line\nsecond line")
+
+
+NOT_CALLABLE_SO = {
+    "raises": (raising, "one that raises KeyError: 'first line"),
+    "no-argument": (lambda: 0.1, "one that raises TypeError: "),
+    "two-arguments": (lambda count, more: 0.1, "one that raises TypeError: "),
+    "needs-the-value": (lambda count: 0.1 if count > 3 else 0.2, "one that raises "),
+    "text": (lambda count: "0.1", "'0.1'"),
+    "none": (lambda count: None, "None"),
+    "three": (lambda count: jnp.ones(3), "float32[3]"),
+}
+
+
+@pytest.mark.parametrize("argument", ["learning_rate", "ema_decay", "mask"])
+@pytest.mark.parametrize("name", NOT_CALLABLE_SO)
+def test_ema_adam_refuses_functions_that_cannot_be_called_so(argument, name):
+    function, words = NOT_CALLABLE_SO[name]
+    if (argument, name) == ("mask", "none"):
+        pytest.skip("None is a tree without leaves")
+    with pytest.raises(BadParamError) as refusal:
+        jax.eval_shape(lambda: step_of(**{argument: function}))
+    message = str(refusal.value)
+    assert message.startswith(f"ema_adam: {argument} must be a ")
+    assert f"; got {words}" in message
+    assert "\n" not in message
+    assert ("raises" in words) == (refusal.value.__cause__ is not None)
+
+
+LOOP = [jnp.ones(2)]
+LOOP.append(LOOP)
+
+
+@pytest.mark.parametrize("tree", [{1: jnp.ones(2), "a": jnp.ones(2)}, LOOP], ids=["keys", "loop"])
+def test_ema_adam_refuses_what_is_no_pytree(tree):
+    optimizer, good = ema_adam(1e-3), jnp.ones(2)
+    state = optimizer.init(good)
+    calls = [
+        ("ema_adam: params", lambda: optimizer.init(tree)),
+        ("ema_adam: grads", lambda: optimizer.update(tree, state, good)),
+        ("ema_adam: params", lambda: optimizer.update(good, state, tree)),
+        ("ema_adam: mask", lambda: ema_adam(1e-3, mask=tree)),
+        ("ema_params: opt_state", lambda: ema_params((state, tree))),
+        ("fused_apply: grads", lambda: fused_apply(optimizer, tree, state, good)),
+        ("fused_apply: opt_state", lambda: fused_apply(optimizer, good, tree, good)),
+    ]
+    for subject, call in calls:
+        with pytest.raises(BadParamError, match=f"^{subject} must be a pytree; got one ") as refusal:
+            call()
+        assert "\n" not in str(refusal.value)

@@ -213,9 +213,27 @@ def test_load_refuses_a_later_format(artifact, tmp_path):
     [
         ((np.ones(3, np.float32), object()), r"args must be 1, as exported; got 2"),
         ((np.full(3, 1e300),), r"args\[0\] must hold numbers that fit float32; got float64\[3\]"),
+        ((np.ma.ones(3, np.float32),), r"args\[0\] must be float32\[3\]; got a MaskedArray of float32\[3\]"),
+        ((np.ones(3, object),), r"args\[0\] must be float32\[3\]; got object\[3\]"),
     ],
-    ids=["one-more", "too-large"],
+    ids=["one-more", "too-large", "masked", "objects"],
 )
 def test_call_refuses_what_it_would_drop_or_round_to_infinity(args, words):
     with pytest.raises(lowering.ArtifactError, match=words):
         lowering.export(jnp.sin, np.ones(3, np.float32), platforms="cpu").call(*args)
+
+
+@pytest.mark.parametrize("number", [2**31, 10**30, np.array(2**40), np.int64(-(2**31) - 1)])
+def test_call_refuses_integers_that_it_would_cut(number):
+    with pytest.raises(lowering.ArtifactError, match=r"args\[0\] must hold numbers that fit int32; got"):
+        lowering.export(jnp.square, 3, platforms="cpu").call(number)
+
+
+def test_artifact_is_compiled_once(caplog):
+    artifact, x = lowering.export(jnp.sin, jnp.ones(3), platforms="cpu"), jnp.ones(3)
+    with jax.log_compiles():
+        artifact.call(x)
+        assert "Compiling" in caplog.text
+        caplog.clear()
+        artifact.call(x)
+        assert "Compiling" not in caplog.text

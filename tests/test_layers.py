@@ -159,6 +159,33 @@ def test_import_loads_only_what_it_needs() -> None:
     assert result.stdout.split() == []
 
 
+@pytest.mark.parametrize(
+    "statements",
+    [
+        ("import jaxops.aclnn", "import jaxops.mcdnn"),
+        ("import jaxops.mcdnn", "import jaxops", "import lowering", "from jaxops import aclnn, ema_adam"),
+    ],
+    ids=len,
+)
+def test_threads_can_import_at_once(statements: tuple[str, ...]) -> None:
+    """CPython lets a thread use a package that another one is still importing, and refuses circles of waiting."""
+    code = f"""
+import sys, threading
+statements = {statements}
+barrier = threading.Barrier(len(statements))
+sys.setswitchinterval(1e-5)
+def run(statement):
+    barrier.wait()
+    exec(statement)
+threads = [threading.Thread(target=run, args=(statement,)) for statement in statements]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+    for _ in range(2):
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert result.stderr == ""
+
+
 def test_package_can_be_reloaded() -> None:
     """As notebooks do; also before anyone has asked for what is imported later."""
     code = "import importlib, jaxops; importlib.reload(jaxops); print(callable(jaxops.ema_adam))"

@@ -239,3 +239,17 @@ def test_dtypes_are_floating():
 def test_what_only_has_the_attributes_of_an_array_is_refused_in_one_sentence(value):
     assert re.fullmatch(r"op: x must be an array of JAX or NumPy, or numbers; got <.*>", str(refusal(as_array, value)))
     assert str(refusal(require_integer, value)).startswith("op: x must be")
+
+
+@pytest.mark.parametrize("shape", [(2**40,), (2**16, 2**16)])
+def test_views_that_repeat_their_elements_too_often_are_refused(shape):
+    """JAX would write all of them to memory."""
+    words = r"op: x must be an array of JAX or NumPy, or numbers; got int32\[.*\], a view that repeats its elements"
+    assert re.fullmatch(words, str(refusal(as_array, np.broadcast_to(np.int32(0), shape))))
+    assert as_array("op", "x", np.broadcast_to(np.int32(0), (2**10,))).shape == (2**10,)
+
+
+def test_lists_that_contain_themselves_are_refused():
+    loop = [1.0]
+    loop.append(loop)
+    assert str(refusal(as_array, loop)).startswith("op: x must be an array of JAX or NumPy, or numbers; got [1.0, [1.0")

@@ -366,3 +366,10 @@ CASES = [
 @pytest.mark.parametrize("case", contract.first_in_every_run(CASES), ids=str)
 def test_pooling_keeps_promise(case, promise, rng):
     promise(case, rng)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2fnuz], ids=lambda dtype: dtype.__name__)
+def test_max_pool_takes_dtypes_without_infinity(dtype):
+    x = jnp.arange(-8.0, 8.0).reshape(1, 1, 4, 4).astype(dtype)
+    values = np.asarray(x, np.float64).reshape(2, 2, 2, 2).max((1, 3))
+    np.testing.assert_array_equal(np.asarray(max_pool(x, 2), np.float64)[0, 0], values)

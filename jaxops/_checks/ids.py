@@ -3,8 +3,11 @@
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
+
+from jaxops._checks.errors import require
 
 
 def wide_dtype(dtype: Any) -> Any:
@@ -15,6 +18,13 @@ def wide_dtype(dtype: Any) -> Any:
 def wide_ids(ids: jax.Array) -> jax.Array:
     """Ids in a signed dtype. Values that do not fit become negative, and so out of range."""
     return ids.astype(wide_dtype(ids.dtype))
+
+
+def require_numbered(operator: str, argument: str, x: Any, size: int, ids: Any) -> None:
+    """Refuses more rows or classes than ids, once they are signed, can number."""
+    most = jnp.iinfo(wide_dtype(ids.dtype)).max
+    fits = jax.export.is_symbolic_dim(size) or size <= most
+    require(fits, operator, argument, f"have at most {most} rows or classes, as {wide_dtype(ids.dtype)} ids do", x)
 
 
 def differ_from(ids: jax.Array, one: int) -> jax.Array:

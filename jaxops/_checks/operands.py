@@ -1,7 +1,8 @@
 """What operators accept as arrays, and how they refuse everything else.
 
 Accepted are JAX arrays (traced ones too), NumPy arrays, numbers, nested lists and tuples of numbers, and objects with
-`__jax_array__`. Tensors of other frameworks are refused, because JAX would silently copy them through the host.
+`__jax_array__`. Tensors of other frameworks are refused, because JAX would silently copy them through the host, and so
+are views that make 2**31 elements or more out of a few, because JAX would write all of them to memory.
 """
 
 from collections.abc import Mapping
@@ -11,8 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._checks.errors import PARAM_INVALID, BadParamError, is_like_array, require, require_present, show
+from jaxops._checks.errors import PARAM_INVALID, BadParamError, require, require_present
+from lowering.describe import first_line, is_like_array, show
+from lowering.pytrees import flattening_fault
 
+_MAX_RANK = 64  # of NumPy; lists may contain themselves
+_TOO_MANY = 2**31  # elements of a view that repeats a few of them, which JAX would all write to memory
 _RAW_KEY_WORDS = (2, 4)  # of threefry2x32; of rbg and unsafe_rbg
 _NUMBERS = (bool, int, float, complex)
 _NUMPY = (np.ndarray, np.generic)
@@ -36,6 +41,11 @@ def as_array(operator: str, argument: str, value: Any, *, status: int | str = PA
         raise BadParamError(f"{operator}: {argument} must {rule}; got {show(value)}", status) from None
     except (TypeError, ValueError, OverflowError):  # ragged lists, and numbers that have no dtype in JAX
         raise _refusal(operator, argument, value, status) from None
+    except Exception as error:
+        if not hasattr(value, "__jax_array__"):
+            raise
+        shown = f"one whose __jax_array__ raises {first_line(error)}"
+        raise BadParamError(f"{operator}: {argument} must be an array; got {shown}", status) from error
     # JAX takes arrays of `float0`, which hold nothing.
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended)):
         raise _refusal(operator, argument, value, status)
@@ -51,6 +61,13 @@ def as_arrays(operator: str, operands: Mapping[str, Any], *, status: int | str =
     """`as_array` for several required operands by name; first checks that all are given."""
     require_present(operator, operands, status=status)
     return [as_array(operator, argument, value, status=status) for argument, value in operands.items()]
+
+
+def require_tree(operator: str, argument: str, tree: Any, *, status: int | str = PARAM_INVALID) -> None:
+    """Refuses what JAX cannot flatten as a pytree."""
+    fault = flattening_fault(tree)
+    if fault is not None:
+        raise BadParamError(f"{operator}: {argument} must be a pytree; got {fault}", status)
 
 
 def as_shape(
@@ -76,19 +93,24 @@ def as_key(operator: str, argument: str, value: Any, *, status: int | str = PARA
     return data
 
 
-def _may_be_array(value: Any) -> bool:
+def _may_be_array(value: Any, depth: int = 0) -> bool:
     """Whether a value is an array, a number, or a list of only these. JAX would read strings in lists as dtypes."""
     if isinstance(value, list | tuple):
         # A named tuple is a state or a result, even if JAX could stack its fields.
-        return not hasattr(value, "_fields") and all(map(_may_be_array, value))
+        is_list = depth < _MAX_RANK and not hasattr(value, "_fields")
+        return is_list and all(_may_be_array(each, depth + 1) for each in value)
     if isinstance(value, _NUMPY):
+        if value.size >= _TOO_MANY and 0 in value.strides:
+            return False
         return value.dtype.kind not in "OSUMm" and not isinstance(value, np.ma.MaskedArray)
     return isinstance(value, (jax.Array, *_NUMBERS)) or hasattr(value, "__jax_array__")
 
 
 def _refusal(operator: str, argument: str, value: Any, status: int | str) -> BadParamError:
     shown, kind = show(value), type(value).__qualname__
-    if not isinstance(value, np.ndarray) and is_like_array(value):
+    if isinstance(value, np.ndarray) and value.size >= _TOO_MANY:
+        shown = f"{shown}, a view that repeats its elements"
+    elif not isinstance(value, np.ndarray) and is_like_array(value):
         shown = f"{kind} {shown}"  # shape and dtype alone would read like an accepted array
     return BadParamError(f"{operator}: {argument} must be an array of JAX or NumPy, or numbers; got {shown}", status)
 

@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 
 from jaxops._commands.user_function import CommandError
 from lowering import TuningError, TuningResult
+from lowering.describe import shortened
 from lowering.tables import fitted
 from lowering.targets import parse
 
@@ -103,4 +104,4 @@ def require_file(path: Path) -> None:
 def require(condition: bool, subject: str, rule: str, got: str) -> None:
     """Refuses an option with `"<subject> must <rule>; got <got>"` unless the condition holds."""
     if not condition:
-        raise CommandError(f"{subject} must {rule}; got {got}")
+        raise CommandError(f"{subject} must {rule}; got {shortened(got)}")

@@ -17,6 +17,9 @@ import jax.numpy as jnp
 
 from jaxops._checks.errors import OperatorError
 from lowering import ArtifactError, CompileError, TuningError
+from lowering.describe import first_line, shortened, show
+from lowering.errors import UsageError
+from lowering.functions import require_function
 
 # By their own names, and as jaxprs print them.
 DTYPES = {
@@ -49,15 +52,17 @@ def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., An
     file, separator, name = location.rpartition(":")
     if not separator or not name:
         stem = location.removesuffix(":")
-        raise CommandError(f"FILE.py:FUNCTION must name a function after the file, as in {stem}:step; got {location!r}")
+        rule = f"name a function after the file, as in {shortened(stem)}:step"
+        raise CommandError(f"FILE.py:FUNCTION must {rule}; got {show(location)}")
     path = Path(file)
     # Unlike `path.is_file()`, which raises for names that are too long.
     is_file = path.suffix == ".py" and os.path.isfile(path)
-    _require(is_file, "FILE.py:FUNCTION", "name an existing Python file", repr(location))
+    _require(is_file, "FILE.py:FUNCTION", "name an existing Python file", show(location))
     module = run_user_code(file, "be importable", lambda: _import(path))
     fn = getattr(module, name, None)
     if not callable(fn):
-        raise CommandError(f"FILE.py:FUNCTION must name a function of {file}; got {name!r}")
+        raise CommandError(f"FILE.py:FUNCTION must name a function of {file}; got {show(name)}")
+    run_user_code(location, "be a function", lambda: require_function(fn))
     args = tuple(_parse(argument) for argument in arguments) or _example_arguments(module, name)
     try:
         inspect.signature(fn).bind(*args)
@@ -76,9 +81,10 @@ def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
             return code()
     except (OperatorError, ArtifactError, CompileError, TuningError) as error:
         raise CommandError(re.sub(r"^(lowering\.compile|export|load|save|tune): ", "", str(error))) from None
+    except UsageError as error:
+        raise CommandError(re.sub(r"^lowering: (fn|args)", subject, str(error))) from None
     except (Exception, SystemExit) as error:
-        kind, first_line = type(error).__name__, str(error).strip().partition("\n")[0]
-        raise CommandError(f"{subject} must {rule}; got {kind}{': ' * bool(first_line)}{first_line}") from None
+        raise CommandError(f"{subject} must {rule}; got {first_line(error)}") from None
 
 
 def _import(path: Path) -> ModuleType:
@@ -104,9 +110,9 @@ def _example_arguments(module: ModuleType, name: str) -> tuple[Any, ...]:
 def _parse(argument: str) -> jax.ShapeDtypeStruct:
     match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\]", argument)
     dtype, sizes = match.groups() if match else ("", "")
-    _require(dtype in DTYPES, "--arg", "be DTYPE[SHAPE], such as float32[128,64] or i32[]", repr(argument))
+    _require(dtype in DTYPES, "--arg", "be DTYPE[SHAPE], such as float32[128,64] or i32[]", show(argument))
     shape = tuple(int(size) for size in sizes.split(",") if size)
-    _require(math.prod(shape) < 2**63, "--arg", "have fewer than 2**63 elements", repr(argument))
+    _require(math.prod(shape) < 2**63, "--arg", "have fewer than 2**63 elements", show(argument))
     return jax.ShapeDtypeStruct(shape, jnp.dtype(DTYPES[dtype]))
 
 

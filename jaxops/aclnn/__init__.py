@@ -1,5 +1,6 @@
 """The CANN `aclnn` calls under their own names, with their documented checks and statuses."""
 
+import jaxops  # noqa: F401  waits until another thread has imported it
 from jaxops.aclnn.ema_adam import apply_fused_ema_adam as apply_fused_ema_adam
 from jaxops.aclnn.embedding import embedding_dense_backward as embedding_dense_backward
 from jaxops.aclnn.linear_cross_entropy import OnlineMaxSum as OnlineMaxSum

@@ -5,14 +5,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
 from jaxops._checks.dtypes import accumulation_dtype, check_floating
-from jaxops._checks.mcdnn import as_array, as_key, require_present, require_real
+from jaxops._checks.mcdnn import as_array, as_key, require, require_present, require_real
 from jaxops._primitive import sharding
 from jaxops.dropout.operator import DROPOUT, DROPOUT_BACKWARD, words_of
 from pallas_kernels.dropout_mask import RESOLUTION_BITS, WORD_BITS, threefry
+
+_MAX_WORDS = 2**32
 
 
 def dropout(key: jax.Array, x: jax.Array, rate: float | jax.Array) -> jax.Array:
@@ -60,6 +63,9 @@ def dropout(key: jax.Array, x: jax.Array, rate: float | jax.Array) -> jax.Array:
 def dropped_out(operator: str, key: jax.Array, x: jax.Array, rate: float | jax.Array) -> tuple[jax.Array, jax.Array]:
     """The result and the words of its mask, in the name of `operator`; x and rate are checked already."""
     lead, length = row_view(x.shape)
+    word_count = math.prod(lead) * words_of(length)
+    fits = jax.export.is_symbolic_dim(word_count) or word_count <= _MAX_WORDS
+    require(fits, operator, "x", f"have at most {_MAX_WORDS * WORD_BITS} elements, whose words 32 bits can number", x)
     key0, key1 = _two_words(operator, key)
     first_words = _row_indices(lead) * jnp.uint32(words_of(length))
     streams = jnp.stack([jnp.broadcast_to(key0, lead), jnp.broadcast_to(key1, lead), first_words], axis=-1)

@@ -11,16 +11,19 @@ import optax
 
 from jaxops._checks.attributes import is_bool, require_bool, require_choice, require_floating_dtype, require_real
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._checks.errors import OperatorError, require, require_present
-from jaxops._checks.operands import as_array
+from jaxops._checks.errors import PARAM_INVALID, BadParamError, OperatorError, require, require_present
+from jaxops._checks.operands import as_array, require_tree
 from jaxops.ema_adam.fused_apply import OnePass, rows_of
 from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, MODES, Number, step_coefficients
 from jaxops.embedding.embedding_row_gradients import RowGradients
+from lowering.describe import first_line
+from lowering.pytrees import flattening_fault
 
 Schedule = Callable[[jax.Array], jax.typing.ArrayLike]
 
 
 _NAME = "ema_adam"
+_MASK_RULE = "be a tree of bools, or a function of the parameters that returns one"
 
 
 class EmaParamsState(NamedTuple):
@@ -133,6 +136,7 @@ def ema_adam(
     ) -> Any:
         del extra_args
         require_present(_NAME, {"params": params})
+        require_tree(_NAME, "params", params)
         is_plan = one_pass is None or isinstance(one_pass, OnePass)
         require(is_plan, _NAME, "one_pass", "be what fused_apply passes", one_pass)
         adam, average = checked_state(_NAME, state)
@@ -208,6 +212,7 @@ def ema_params(opt_state: Any, params: Any = None) -> Any:
       >>> jaxops.ema_params(optimizer.init({"w": jnp.array([1.0, 2.0])}))
       {'w': Array([1., 2.], dtype=float32)}
     """
+    require_tree("ema_params", "opt_state", opt_state)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, EmaParamsState))
     averages = [node.ema for node in nodes if isinstance(node, EmaParamsState)]
     require(bool(averages), "ema_params", "opt_state", "hold the state of an ema_adam", opt_state)
@@ -219,6 +224,7 @@ def ema_params(opt_state: Any, params: Any = None) -> Any:
         raise
     if params is None:
         return merged
+    require_tree("ema_params", "params", params)
     try:
         return jax.tree.map(lambda ema, rest: rest if _is_masked(ema) else ema, merged, params, is_leaf=_is_masked)
     except (TypeError, ValueError):
@@ -256,6 +262,7 @@ def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
             return jax.ShapeDtypeStruct(x.shape, wanted, sharding=x.sharding)
         return make(x, dtype=wanted)
 
+    require_tree(_NAME, "params", params)
     return jax.tree.map(like, params)
 
 
@@ -272,7 +279,9 @@ def checked_state(operator: str, state: Any) -> tuple[optax.ScaleByAdamState, Em
 
 def _decay_mask(mask: Any, params: Any) -> Any:
     """A bool for every parameter: whether it decays."""
-    chosen = mask(params) if _is_function(mask) else True if mask is None else mask
+    chosen = True if mask is None else mask
+    if _is_function(mask):
+        chosen = _called("mask", _MASK_RULE, mask, params)
     _check_mask(chosen)
     try:
         return jax.tree.broadcast(jax.tree.map(bool, chosen), params)
@@ -289,15 +298,18 @@ def _check_dtypes(**dtypes: Any) -> None:
 
 def _check_mask(mask: Any) -> None:
     """Refuses masks whose leaves are not all bools."""
+    require_tree(_NAME, "mask", mask)
     for leaf in jax.tree.leaves(mask):
         is_array = isinstance(leaf, np.ndarray | jax.Array) and not isinstance(leaf, jax.core.Tracer)
         fits = is_bool(leaf) or (is_array and leaf.shape == () and leaf.dtype == jnp.bool_)
-        require(fits, _NAME, "mask", "be a tree of bools, or a function that returns one", leaf)
+        require(fits, _NAME, "mask", _MASK_RULE, leaf)
 
 
 def _is_function(mask: Any) -> bool:
     # A callable module may still be a tree of bools.
-    return callable(mask) and jax.tree_util.all_leaves([mask]) and not isinstance(mask, type)
+    if not callable(mask) or isinstance(mask, type):
+        return False
+    return flattening_fault(mask) is None and jax.tree_util.all_leaves([mask])
 
 
 def _is_schedule(number: Any) -> bool:
@@ -307,8 +319,17 @@ def _is_schedule(number: Any) -> bool:
 def _scheduled(name: str, number: Any, count: jax.Array) -> Any:
     if not _is_schedule(number):
         return number
-    rule = "be a schedule that returns a finite number or a 0-d array of one"
-    return require_real(_NAME, name, number(count), rule, traced=True)
+    rule = "be a schedule that takes a 0-d array and returns a finite number or a 0-d array of one"
+    return require_real(_NAME, name, _called(name, rule, number, count), rule, traced=True)
+
+
+def _called(name: str, rule: str, function: Callable[[Any], Any], argument: Any) -> Any:
+    """The result of a user's function; its exception becomes the cause of ours, which names the argument."""
+    try:
+        return function(argument)
+    except Exception as error:
+        message = f"{_NAME}: {name} must {rule}; got one that raises {first_line(error)}"
+        raise BadParamError(message, PARAM_INVALID) from error
 
 
 def _checked_number(name: str, number: Any) -> Any:

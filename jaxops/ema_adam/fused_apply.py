@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import optax
 
-from jaxops._checks.errors import PARAM_INVALID, BadParamError, OperatorError, require, require_present, show
-from jaxops._checks.operands import as_array
+from jaxops._checks.errors import PARAM_INVALID, BadParamError, OperatorError, require, require_present
+from jaxops._checks.operands import as_array, require_tree
 from jaxops.embedding.embedding_row_gradients import RowGradients, rows_at, with_rows
+from lowering.describe import show
 
 Step = Callable[..., tuple[jax.Array, ...]]
 
@@ -65,6 +66,7 @@ def fused_apply(
     require(is_transform, _NAME, "transform", "be a transform of optax", transform)
     require_present(_NAME, {"params": params})
     rows_of(_NAME, grads=grads, params=params)
+    require_tree(_NAME, "opt_state", opt_state)
     grads = jax.tree.map(functools.partial(as_array, _NAME, "grads"), grads)
     params = jax.tree.map(functools.partial(as_array, _NAME, "params"), params)
     extended = optax.with_extra_args_support(transform)
@@ -83,6 +85,7 @@ def fused_apply(
 def rows_of(operator: str, /, **trees: Any) -> tuple[list[tuple[Any, ...]], Any]:
     """The leaves of the first tree (None is a leaf), each with its counterparts in the others; and its structure."""
     first = next(iter(trees))
+    require_tree(operator, first, trees[first])
     structure: Any = jax.tree.structure(trees[first], is_leaf=_is_leaf)
     columns = []
     for argument, tree in trees.items():

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxops._checks.attributes import require_integer
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
-from jaxops._checks.ids import wide_dtype, wide_ids
+from jaxops._checks.ids import require_numbered, wide_dtype, wide_ids
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.embedding.sums import reciprocal, sums_by_id
@@ -29,6 +29,7 @@ def check_lookup(table: Any, indices: Any, *, padding_idx: int | None, counted_r
     _check_indices("embedding", indices)
     rows = table.shape[0]
     require(rows > 0 or indices.size == 0, "embedding", "table", "have at least one row", table)
+    require_numbered("embedding", "table", table, rows, indices)
     if padding_idx is not None:
         require_integer("embedding", "padding_idx", padding_idx, "be an integer or None")
         require(-rows <= padding_idx < rows, "embedding", "padding_idx", f"be in [{-rows}, {rows})", padding_idx)

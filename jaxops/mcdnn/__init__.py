@@ -30,6 +30,7 @@ returned, and XLA allocates); strides that differ (JAX's arrays are packed); cal
 operand; to reuse a buffer, donate it to jit).
 """
 
+import jaxops  # noqa: F401  waits until another thread has imported it
 from jaxops._checks.errors import VersionMismatchError
 from jaxops.mcdnn.activation import activation_backward as activation_backward
 from jaxops.mcdnn.activation import activation_forward as activation_forward

@@ -101,11 +101,17 @@ def _check_at(x: Any, values: Any, *, propagate_nan: bool, **attributes: Any) ->
 def _maxima(x: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
     along = windows.spans(x.shape[-4:-1], **attributes)
     y, spans = windows.squeezed(x, along)
+    least = _least(x.dtype)
     if not propagate_nan:
-        y = jnp.where(jnp.isnan(y), -jnp.inf, y)
+        y = jnp.where(jnp.isnan(y), jnp.asarray(least, y.dtype), y)
     for span in spans:
-        y = windows.pooled_along(y, span, -np.inf, jax.lax.max)
+        y = windows.pooled_along(y, span, least, jax.lax.max)
     return (windows.unsqueezed(y, x, along),)
+
+
+def _least(dtype: Any) -> float:
+    """-inf, or the least number of a dtype without infinities, such as float8_e4m3fn."""
+    return -np.inf if np.isinf(np.asarray(np.inf, dtype)) else float(jnp.finfo(dtype).min)
 
 
 def _backward(x: jax.Array, grad: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:

@@ -1,5 +1,6 @@
 """Compiles a function for a chip, in this machine or not, with that chip's real compiler."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -16,9 +17,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from lowering import static_leaves
+from lowering.artifact_arguments import Expected, fixed_text, types_by_path
 from lowering.compiling import compilers, process
 from lowering.compiling.progress import shown
 from lowering.compiling.report import KERNEL_CALLS, CompiledReport, compiled_facts, gpu_resources, report_of
+from lowering.describe import shortened, show
 from lowering.register import lowered_without_devices
 from lowering.schedule.decisions import DependsOnDataError, Given
 from lowering.schedule.dumps import libtpu_flags
@@ -31,7 +34,7 @@ _SCHEDULES = "schedules"  # the folder that libtpu writes them to
 
 
 class CompileError(RuntimeError):
-    """The compiler for a target refuses a function, or is not installed."""
+    """The compiler for a target refuses a function, or is not installed; or its program refuses its arguments."""
 
 
 def availability(hardware: Hardware) -> str:
@@ -49,7 +52,7 @@ def availability(hardware: Hardware) -> str:
       'here'
     """
     if not isinstance(hardware, Hardware):
-        raise TypeError(f"availability: hardware must be one of lowering.targets(); got {hardware!r}")
+        raise TypeError(f"availability: hardware must be one of lowering.targets(); got {show(hardware)}")
     if hardware.platform == "cpu" or hardware == here():
         return "here"
     if compilers.interpreter(hardware.platform):
@@ -86,12 +89,14 @@ def compile(
         of the operand in its call. Those of scalar prefetch come first.
 
     Returns:
-      The facts and texts of the compiled program. If the target is in this machine, `call` runs the program.
+      The facts and texts of the compiled program. If the target is in this machine, `call` runs the program, and
+      refuses other arguments with CompileError.
 
     Raises:
       CompileError: if the compiler is missing or refuses the function, if the mesh and the target differ in their
         numbers of devices, or if a shape is symbolic. For schedules: if the target is not a TPU, or if data decides
         what happens and neither `trip_counts` nor `scalars` says what.
+      TypeError: if JAX cannot trace `fn`, or the arguments are not pytrees.
       ValueError: for an unknown target.
       OperatorError: if an operator refuses its arguments.
 
@@ -102,39 +107,45 @@ def compile(
       48
     """
     slice_ = _parsed(target)
+    _check_options(schedule, trip_counts, scalars)
     hardware = slice_.hardware
     if schedule and (hardware.platform != "tpu" or slice_.topology):
         kind = "one chip, without others" if slice_.topology else "a TPU"
-        raise CompileError(f"lowering.compile: schedule must be asked for {kind}; got {target!r}")
+        raise CompileError(f"lowering.compile: schedule must be asked for {kind}; got {show(target)}")
     for name, option in {"trip_counts": trip_counts, "scalars": scalars}.items():
         if option and not schedule:
             raise CompileError(f"lowering.compile: {name} must come with schedule=True; got schedule=False")
-    given = Given(trip_counts or {}, _words(scalars or {}))
-    whole_fn = fn
+    data = Given(trip_counts or {}, _words(scalars or {}))
+    given = args
     fn, args = static_leaves.of_arrays(fn, args)
     _require_known_sizes(args)
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
     if availability(hardware) == "here" and not slice_.topology and not schedule:
         with shown(f"compiling for {target}"):
-            report = _compiled_here(jitted, args, hardware)
-        call = report.call
-        if fn is whole_fn or call is None:
-            return report
-        return dataclasses.replace(report, call=lambda *args: call(*static_leaves.without_fixed(whole_fn, args)))
+            return _compiled_here(jitted, args, given, hardware)
     status = "has no slices" if hardware.platform == "cpu" else availability(hardware)
     if status != "can compile for" and not (schedule and status == "here" and compilers.interpreter("tpu")):
         raise CompileError(
-            f"lowering.compile: target must be one that is here or can be compiled for; got {target!r}, which {status}"
+            "lowering.compile: target must be one that is here or can be compiled for; "
+            f"got {show(target)}, which {status}"
         )
     with shown(f"tracing and lowering for {target}"):
         exported, request = _lowered_for(jitted, args, hardware)
     if exported.nr_devices != slice_.device_count:
         raise CompileError(
-            f"lowering.compile: args must lie on {slice_.device_count} devices, as {target!r} has; "
+            f"lowering.compile: args must lie on {slice_.device_count} devices, as {show(target)} has; "
             f"got a mesh of {exported.nr_devices}"
         )
     with shown(f"compiling for {target}"):
-        return _compiled_in_child(exported, {**request, "target": target}, hardware, given if schedule else None)
+        return _compiled_in_child(exported, {**request, "target": target}, hardware, data if schedule else None)
+
+
+def _check_options(schedule: Any, trip_counts: Any, scalars: Any) -> None:
+    if not isinstance(schedule, bool):
+        raise CompileError(f"lowering.compile: schedule must be a bool; got {show(schedule)}")
+    for name, option in {"trip_counts": trip_counts, "scalars": scalars}.items():
+        if option is not None and not isinstance(option, Mapping):
+            raise CompileError(f"lowering.compile: {name} must be a mapping; got {show(option)}")
 
 
 def _parsed(target: str) -> TargetSlice:
@@ -143,7 +154,7 @@ def _parsed(target: str) -> TargetSlice:
     except TopologyError as error:
         raise CompileError(str(error).replace("lowering", "lowering.compile", 1)) from None
     if not found.hardware.device_kind:
-        raise CompileError(f"lowering.compile: target must name a chip; got the platform {target!r}")
+        raise CompileError(f"lowering.compile: target must name a chip; got the platform {show(target)}")
     return found
 
 
@@ -154,7 +165,7 @@ def _require_known_sizes(args: Any) -> None:
         raise CompileError(f"lowering.compile: args must have shapes of known sizes; got {unknown[0]}")
 
 
-def _compiled_here(jitted: Any, args: Sequence[Any], hardware: Hardware) -> CompiledReport:
+def _compiled_here(jitted: Any, args: Sequence[Any], given: Sequence[Any], hardware: Hardware) -> CompiledReport:
     platform = "gpu" if hardware.platform == "cuda" else hardware.platform
     with jax.default_device(jax.devices(platform)[0]):
         lowered = jitted.lower(*args)
@@ -162,7 +173,34 @@ def _compiled_here(jitted: Any, args: Sequence[Any], hardware: Hardware) -> Comp
         compiled = lowered.compile()
         seconds = time.perf_counter() - start
     facts = compiled_facts(compiled, seconds)
-    return report_of(hardware, facts, lowered.as_text(), compiled.as_text(), call=compiled)
+    call = _checked(compiled, fixed_text(given, args))
+    return report_of(hardware, facts, lowered.as_text(), compiled.as_text(), call=call)
+
+
+def _checked(compiled: Any, fixed: Mapping[str, str]) -> Callable[..., Any]:
+    """Calls a compiled program, once its arguments are checked."""
+    types = compiled.args_info[0]  # without the static arguments of a jitted function
+    avals = jax.tree.leaves(types)
+    expected = Expected(
+        "lowering.compile", CompileError, "compiled", len(types), types_by_path(types, avals), fixed, avals
+    )
+
+    def call(*args: Any) -> Any:
+        with contextlib.suppress(TypeError, ValueError, SystemError):  # JAX is quick to refuse, but not in our words
+            if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(args)):
+                return compiled(*args)
+        leaves = expected.leaves(args)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            raise CompileError("lowering.compile: args must have values; got arrays that are being traced")
+        arrays, keywords = jax.tree.unflatten(compiled.in_tree, leaves)
+        try:
+            return compiled(*arrays, **keywords)
+        except ValueError as error:  # of other shardings or devices
+            raise CompileError(
+                f"lowering.compile: args must lie where they were compiled for; got {shortened(str(error))}"
+            ) from None
+
+    return call
 
 
 def _lowered_for(jitted: Any, args: Sequence[Any], hardware: Hardware) -> tuple[jax.export.Exported, dict[str, Any]]:

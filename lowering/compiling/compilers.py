@@ -21,6 +21,8 @@ from pathlib import Path
 import jax
 import platformdirs
 
+from lowering.describe import show
+
 
 @dataclasses.dataclass(frozen=True)
 class _Compiler:
@@ -61,12 +63,14 @@ def interpreter(platform: str) -> str | None:
 
 def environment(platform: str) -> Path:
     """The folder for the compiler's own environment, for this JAX and this Python, whether or not it exists."""
+    _require_platform(platform)
     version = ".".join(map(str, sys.version_info[:2]))
     return platformdirs.user_cache_path("jaxops") / "compilers" / f"{platform}-jax{jax.__version__}-python{version}"
 
 
 def command(platform: str) -> str:
     """The command that installs the platform's compiler."""
+    _require_platform(platform)
     return f"jaxops targets --install {platform}"
 
 
@@ -117,6 +121,11 @@ def keep_quiet_without_chips() -> None:
         if missing[platform] and _is_here(platform):
             for name, value in compiler.quiet.items():
                 os.environ.setdefault(name, value)
+
+
+def _require_platform(platform: str) -> None:
+    if not isinstance(platform, str) or platform not in _COMPILERS:
+        raise ValueError(f"compilers: platform must be one of {', '.join(PLATFORMS)}; got {show(platform)}")
 
 
 def _is_here(platform: str) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from rich.progress import TaskID
 from rich.table import Table
 from rich.text import Text
 
+from lowering.describe import show
 from lowering.errors import NotSupportedError
 from lowering.explain import explain
 from lowering.measurements import device_name, versions
@@ -95,7 +97,11 @@ def bench(
     Raises:
       OperatorError: if an operator refuses its arguments.
     """
-    fn, args = of_arrays(fn, _arrays(args))
+    is_count = isinstance(repeats, Integral) and not isinstance(repeats, bool) and repeats >= 2
+    if not is_count:
+        raise TypeError(f"bench: repeats must be an integer of at least 2; got {show(repeats)}")
+    fn, args = of_arrays(fn, args)
+    args = _arrays(args)
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
     rows: dict[str, Row] = {}
     compiled: dict[str, Any] = {}

@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import math
+import os
 import statistics
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -13,14 +16,16 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from rich.progress import Progress, TaskID
 
+from lowering.describe import show
 from lowering.explain import operator_uses
+from lowering.functions import require_function
 from lowering.measurements import Entry, Key, Measurement
 from lowering.measuring import timing
 from lowering.measuring.candidates import Candidate, candidates
 from lowering.measuring.inputs import made_up
 from lowering.measuring.replaying import replayed_entry
 from lowering.registry import Operator, operator_of
-from lowering.static_leaves import of_arrays
+from lowering.static_leaves import jaxpr_of, of_arrays
 from lowering.targets import here, named
 from lowering.tuning import TuningError, TuningResult, merged
 from pallas_kernels.hardware import Hardware
@@ -85,8 +90,9 @@ def tune(
       Measurements of the operators in `fn`; `with result:` applies them. If some are missing, `stopped` says why.
 
     Raises:
-      TuningError: for another target, if a number is not positive, or if `path` holds anything but an earlier result;
-        always before measuring starts.
+      TuningError: for another target, if an option is not what it has to be, or if `path` holds anything but an earlier
+        result; always before measuring starts.
+      TypeError: if JAX cannot trace `fn`, or the arguments are not pytrees.
       OperatorError: if an operator refuses its arguments.
 
     Example:
@@ -94,7 +100,9 @@ def tune(
       >>> result.entries[0].key.operator, result.entries[0].winner.name  # the CPU has no kernels
       ('softmax', 'reference')
     """
-    hardware = _checked_chip(target, by, budget_seconds, repeats)
+    hardware = _checked_chip(target, by)
+    _check_options(budget_seconds, repeats, progress, path, again)
+    require_function(fn)
     problems, left_out = _problems(*of_arrays(functools.partial(fn, **params) if params else fn, args), hardware)
     if _is_operator(fn) and not any(isinstance(x, jax.ShapeDtypeStruct) for x in args):
         operands = tuple(map(jnp.asarray, args))
@@ -121,20 +129,39 @@ def tune(
     return TuningResult(tuple(found[key] for key in problems if key in found), stopped)
 
 
-def _checked_chip(target: str | None, by: str, budget_seconds: float, repeats: int) -> Hardware:
-    """The chip that is tuned for, once the options are checked."""
-    if by not in ("device", "schedule"):
-        raise TuningError(f"tune: by must be 'device' or 'schedule'; got {by!r}")
+def _checked_chip(target: str | None, by: str) -> Hardware:
+    """The chip that is tuned for."""
+    if not isinstance(by, str) or by not in ("device", "schedule"):
+        raise TuningError(f"tune: by must be 'device' or 'schedule'; got {show(by)}")
     hardware = here() if target is None else named(target)
     if by == "device" and hardware != here():
-        raise TuningError(f"tune: target must be the device here, {here().name}; got {target!r}")
+        raise TuningError(f"tune: target must be the device here, {here().name}; got {show(target)}")
     if by == "schedule" and (hardware.platform != "tpu" or not hardware.device_kind):
-        raise TuningError(f"tune: target must be a TPU for by='schedule'; got {hardware.name!r}")
-    if not (isinstance(budget_seconds, Real) and budget_seconds > 0):
-        raise TuningError(f"tune: budget_seconds must be a positive number; got {budget_seconds!r}")
-    if not (isinstance(repeats, Integral) and repeats > 0):
-        raise TuningError(f"tune: repeats must be a positive integer; got {repeats!r}")
+        raise TuningError(f"tune: target must be a TPU for by='schedule'; got {show(hardware.name)}")
     return hardware
+
+
+def _check_options(budget_seconds: Any, repeats: Any, progress: Any, path: Any, again: Any) -> None:
+    is_path = path is None or isinstance(path, str | os.PathLike)
+    checks = (
+        (_is_number(budget_seconds, Real), "budget_seconds", "be a positive number", budget_seconds),
+        (_is_number(repeats, Integral), "repeats", "be a positive integer", repeats),
+        (progress is None or isinstance(progress, bool), "progress", "be a bool or None", progress),
+        (is_path, "path", "be a string or a path", path),
+        (isinstance(again, bool), "again", "be a bool", again),
+    )
+    for fits, argument, rule, got in checks:
+        if not fits:
+            raise TuningError(f"tune: {argument} must {rule}; got {show(got)}")
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    """Whether this is a positive number of this kind that a float can hold; bools are no numbers."""
+    return (
+        isinstance(value, kind)
+        and not isinstance(value, bool)
+        and bool(0 < value <= sys.float_info.max or value == math.inf)
+    )
 
 
 def _measure_all(
@@ -182,14 +209,14 @@ def _replay(
 
 def _held(path: str | Path | None) -> tuple[Entry, ...]:
     """What the file holds now; another process may be adding to it."""
-    return TuningResult.load(path).entries if path is not None and Path(path).exists() else ()
+    return TuningResult.load(path).entries if path is not None and os.path.exists(path) else ()
 
 
 def _problems(fn: Callable[..., Any], args: Sequence[Any], hardware: Hardware) -> tuple[dict[Key, _Problem], str]:
     """Every distinct operator in order of first use, and a sentence about those that are left out."""
     found: dict[Key, _Problem] = {}
     split: set[str] = set()
-    for use in operator_uses(jax.make_jaxpr(fn)(*args).jaxpr, args, hardware):
+    for use in operator_uses(jaxpr_of(fn, args), args, hardware):
         if use.split not in ("none", "manual"):
             split.add(use.operator.name)
             continue

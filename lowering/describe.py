@@ -1,0 +1,89 @@
+"""Describes values in messages: on one line, shortened, and without tracers or addresses."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+_MAX_SHOWN = 160  # characters of a value in a message, of which the last are those after the cut
+_LAST_SHOWN = 40
+_MAX_SHOWN_BITS = 256
+_MAX_DEPTH = 8  # of containers within containers, which may contain themselves
+_TRACER = re.compile(r"Tracer\b|Traced<")
+
+
+def show(value: Any) -> str:
+    """The shape and dtype of anything like an array, even a tracer; the one-line repr of anything else."""
+    return shortened(_described(value, 0))
+
+
+def shortened(text: str) -> str:
+    """A text on one line, without addresses in memory, which help nobody; cut in its middle if it is long."""
+    text = " ".join(re.sub(r" at 0x[0-9a-f]+", "", text).split())
+    is_long = len(text) > _MAX_SHOWN
+    return f"{text[: _MAX_SHOWN - _LAST_SHOWN]}...{text[-_LAST_SHOWN:]}" if is_long else text
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's type and the first line of its message, shortened."""
+    lines = str(error).strip().splitlines()
+    return shortened(": ".join([type(error).__name__, *lines[:1]]))
+
+
+def file_fault(error: Exception) -> str:
+    """Why a file cannot be read or written, without its path."""
+    return getattr(error, "strerror", None) or first_line(error)
+
+
+def is_like_array(value: Any) -> bool:
+    """Whether a value has a shape and a dtype. Modules and mocks have other things under these names."""
+    try:
+        return isinstance(value.shape, tuple) and hasattr(value, "dtype") and not isinstance(value, np.generic | type)
+    except Exception:  # a user's attribute may raise anything
+        return False
+
+
+def _described(value: Any, depth: int) -> str:
+    if is_like_array(value):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    return _elements(value, depth) or _written(value)
+
+
+def _written(value: Any) -> str:
+    """The repr; the type where the repr fails, as for objects that are only half built, or shows tracers."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = ""
+    return text if text and not _TRACER.search(text) else f"a value of type {type(value).__qualname__}"
+
+
+def _elements(value: Any, depth: int) -> str | None:
+    """A container shown element by element, because an element may be a tracer; None for anything else."""
+    if not isinstance(value, tuple | list | dict):
+        return None
+    if depth == _MAX_DEPTH:
+        return "..."
+    if isinstance(value, dict):
+        pairs = (f"{_described(key, depth + 1)}: {_described(each, depth + 1)}" for key, each in value.items())
+        return f"{{{_joined(pairs)}}}"
+    elements = (_described(each, depth + 1) for each in value)
+    if isinstance(value, list):
+        return f"[{_joined(elements)}]"
+    if hasattr(value, "_fields"):
+        fields = zip(value._fields, elements, strict=True)
+        return f"{type(value).__name__}({_joined(f'{name}={each}' for name, each in fields)})"
+    return f"({_joined(elements)}{',' * (len(value) == 1)})"
+
+
+def _joined(parts: Iterable[str]) -> str:
+    """The parts with commas between them, only as many as a message shows."""
+    shown: list[str] = []
+    for part in parts:
+        shown.append(part)
+        if sum(map(len, shown)) + 2 * len(shown) > _MAX_SHOWN + 2:
+            break
+    return ", ".join(shown)
