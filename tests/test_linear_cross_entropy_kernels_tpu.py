@@ -5,6 +5,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import linear_cross_entropy_rows_oracle as oracle
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
@@ -90,6 +91,20 @@ def test_linear_cross_entropy_tpu_kernels_agree_with_float64(variant, rng):
         assert result.size == (true.size if needed else 0)
         assert_close(result, true if needed else true[:0], rtol=max(2e-5, eps))
     assert [result.dtype for result in results] == [operand.dtype for operand in (*operands[:3], *operands[4:])]
+
+
+@pytest.mark.parametrize("block_hidden", [128, 8], ids=["whole features", "features in parts"])
+def test_linear_cross_entropy_tpu_kernel_folds_chunks_of_a_block(block_hidden, rng, monkeypatch):
+    # A block of rows takes two registers' lanes; the first block of classes is two chunks, and the second is cut in its
+    # second chunk.
+    for name, size in {"ROWS": 200, "CLASSES": 850}.items():
+        monkeypatch.setattr(oracle, name, size)
+    operands = make_operands(rng, **VARIANTS["all"])
+    config = {"block_rows": 256, "block_vocab": 512, "block_hidden": block_hidden}
+    run = functools.partial(statistics.run, config=config, interpret=INTERPRET, softcap=3.0, metrics=True)
+    rows = RowStatistics(*jax.jit(run)(*operands))
+    for actual, true in zip(rows, expected_statistics(operands, softcap=3.0, metrics=True), strict=True):
+        assert_close(actual, true)
 
 
 @pytest.mark.parametrize("scale", [40.0, 640.0])

@@ -1,7 +1,15 @@
 """Row statistics of a linear layer's logits on TPU: matrix product, online maximum and sums, without logits in HBM.
 
-A tile of logits has classes along sublanes and rows along lanes. So a reduction over classes adds whole registers, and
-the statistics of rows lie in HBM as densely as vectors do; a column vector would be padded to 128 lanes.
+A tile of logits has classes along sublanes and rows along lanes, and the statistics of rows lie in HBM as densely as
+vectors do; a column vector would be padded to 128 lanes.
+
+What limits the kernel is the matrix unit, as long as all else happens beside it. So
+
+* a block's product and the reduction of its logits are one long piece of code without branches, in chunks of classes.
+  The compiler's scheduler then reduces a chunk while the matrix unit computes the next one.
+* each of the eight sublanes keeps statistics of its own, of every eighth class. Folding in more logits takes
+  elementwise operations only; the sublanes are merged once, at the end.
+* a chunk is reduced 128 rows at a time, whose running statistics are then in registers.
 
 The grid is (rows, classes, hidden), the hidden axis innermost. The statistics of a block of rows stay in VMEM from its
 first step to its last and are written once. The weight passes through VMEM once per block of rows, so large blocks of
@@ -39,9 +47,20 @@ from pallas_kernels.tpu.linear_cross_entropy.tiles import (
     whole_tile,
 )
 
+# Classes of a product. With fewer, a matrix unit of v6e or TPU7x, which keeps 256 x 256 values of the other operand,
+# waits for these; with more, a chunk's logits do not leave the registers in time for the next.
+_CHUNK = 256
+# The most multiplications for a block. Filling the matrix unit and draining it costs some hundred cycles for each, but
+# a block's code grows with it, and the time to compile that.
+_MOST_PRODUCTS = 3 * 2**30
+# The most elements of x in a block, which the compiler holds in VMEM once more, arranged for the matrix unit.
+_MOST_OF_X = 2**22
+
 
 class OnlineStatistics(NamedTuple):
     """What is known about each row (R,) after some classes, or refs to it; m is the maximum, or 0 if that is -inf.
+
+    Inside the kernel each sublane has a row of it, for its classes, and a seventh vector: the sum of t so far.
 
     Attributes:
       maximum: max z.
@@ -49,7 +68,7 @@ class OnlineStatistics(NamedTuple):
       label_logit: z[label] - m, or 0 if the label is not a class; inside the kernel without - m.
       target_logit: sum t (z - m).
       weighted_total: sum exp(z - m) (z - m).
-      prediction: int32, the first argmax z.
+      prediction: int32, the first argmax z; inside the kernel float32, which holds these integers exactly.
     """
 
     maximum: jax.Array
@@ -61,10 +80,9 @@ class OnlineStatistics(NamedTuple):
 
 
 def _kernel(live_ref, labels_ref, columns_ref, x_ref, weight_ref, *refs, classes, features, **options):
-    """`refs`: the six statistics, then scratch for a tile of logits and for the sum of target weights so far."""
-    *statistics_refs, logits_ref, target_total_ref = refs
-    known = OnlineStatistics(*statistics_refs)
-    block_vocab, block_hidden = weight_ref.shape
+    """`refs`: six statistics, as many of each sublane, the sums of targets; logits, if they take several steps."""
+    results, known, target_total_ref = OnlineStatistics(*refs[:6]), OnlineStatistics(*refs[6:12]), refs[12]
+    logits_ref, hidden_blocks = refs[-1], pl.cdiv(features, x_ref.shape[1])
     vocab_index, hidden_index = pl.program_id(1), pl.program_id(2)
     is_live = live_ref[pl.program_id(0)] == 1
 
@@ -72,41 +90,66 @@ def _kernel(live_ref, labels_ref, columns_ref, x_ref, weight_ref, *refs, classes
     def _start():
         # A skipped block ends as it starts: all of its logits are 0.
         known.maximum[...] = jnp.full(known.maximum.shape, jnp.where(is_live, -jnp.inf, 0.0), jnp.float32)
-        known.total[...] = jnp.full(known.total.shape, jnp.where(is_live, 0.0, float(classes)), jnp.float32)
+        known.total[...] = jnp.full(known.total.shape, jnp.where(is_live, 0.0, classes / SUBLANES), jnp.float32)
         for ref in (*known[2:], target_total_ref):
             ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
-    @pl.when(is_live & (hidden_index == 0))
-    def _clear():
-        logits_ref[...] = jnp.zeros(logits_ref.shape, jnp.float32)
+    if hidden_blocks > 1:
 
-    # Beyond the arrays' edges a block holds anything, NaN included, so features are masked before the product. Rows and
-    # classes need no mask there: they only reach their own logits.
-    def multiply(valid_features):
-        weight, x = (masked(ref[...], 1, valid_features) for ref in (weight_ref, x_ref))
-        logits_ref[...] += dot(weight, x, contract=(1, 1))
+        @pl.when(is_live & (hidden_index == 0))
+        def _assign():
+            logits_ref[...] = dot(weight_ref[...], x_ref[...], contract=(1, 1))
 
-    @pl.when(is_live)
-    def _multiply():
-        at_edge(multiply, hidden_index, features, block_hidden)
+        @pl.when(is_live & (hidden_index > 0) & (hidden_index < hidden_blocks - 1))
+        def _add():
+            logits_ref[...] += dot(weight_ref[...], x_ref[...], contract=(1, 1))
 
-    # The hidden axis is innermost, so a tile's logits are complete before the next tile begins, and one tile is all
-    # that VMEM ever holds of them.
-    @pl.when(is_live & (hidden_index == pl.cdiv(features, block_hidden) - 1))
-    def _reduce():
-        reduce = functools.partial(
-            _reduce_tile, logits_ref, labels_ref, columns_ref, known, target_total_ref, **options
-        )
-        at_edge(functools.partial(reduce, vocab_index), vocab_index, classes, block_vocab)
+    # The hidden axis is innermost, so a tile's logits are complete before the next tile begins.
+    @pl.when(is_live & (hidden_index == hidden_blocks - 1))
+    def _complete():
+        # Beyond the arrays' edges a block holds anything, NaN included, so features are masked before the product. Rows
+        # and classes need no mask there: they only reach their own logits. With one load of x for all products, the
+        # compiler arranges it for the matrix unit once.
+        valid_features = features % x_ref.shape[1] or None
+        x = masked(x_ref[...], 1, valid_features)
+
+        def logits_of(here):
+            logits = dot(masked(weight_ref[here, :], 1, valid_features), x, contract=(1, 1))
+            return logits if hidden_blocks == 1 else logits + logits_ref[here, :]
+
+        fold = functools.partial(_fold_chunk, labels_ref, columns_ref, known, target_total_ref, logits_of, **options)
+        fold_block = functools.partial(_for_chunks, fold, weight_ref.shape[0], vocab_index)
+        at_edge(fold_block, vocab_index, classes, weight_ref.shape[0])
+
+    @pl.when((vocab_index == pl.num_programs(1) - 1) & (hidden_index == hidden_blocks - 1))
+    def _merge():
+        _merge_sublanes(results, known, target_total_ref, weighted=options["weighted"], metrics=options["metrics"])
 
 
-def _reduce_tile(
-    logits_ref,
+def _for_chunks(fold, block_vocab, vocab_index, valid_classes):
+    """Calls fold(classes of the block, the first of them, how many are valid or None) for every chunk of a block."""
+    chunk, first_class = math.gcd(block_vocab, _CHUNK), vocab_index * block_vocab
+
+    def fold_cut(index, _):
+        start = pl.multiple_of(index * chunk, chunk)
+        fold(pl.ds(start, chunk), first_class + start, valid_classes - start)
+
+    if valid_classes is None:
+        for start in range(0, block_vocab, chunk):
+            fold(pl.ds(start, chunk), first_class + start, None)
+    else:
+        # The last block is one of many, and runs through a loop instead of more long code.
+        jax.lax.fori_loop(0, pl.cdiv(valid_classes, chunk), fold_cut, None)
+
+
+def _fold_chunk(
     labels_ref,
     columns_ref,
     known,
     target_total_ref,
-    vocab_index,
+    logits_of,
+    here,
+    first_class,
     valid_classes,
     *,
     softcap,
@@ -114,41 +157,78 @@ def _reduce_tile(
     weighted,
     metrics,
 ):
-    """Folds a tile of logits (classes, rows) into what is known about its rows."""
-    logits = logits_ref[...]
-    block_vocab = logits.shape[0]
-    if biased or weighted:
+    """Computes the logits (classes, rows) of a chunk, and folds them into what is known about their rows."""
+    logits = logits_of(here)
+
+    def column(position):
         # Vectors over classes lie along lanes in HBM; here classes lie along sublanes.
-        columns = columns_ref[...].T
+        return columns_ref[:, here].T[:, position : position + 1]
+
     if biased:
-        logits = logits + columns[:, BIAS : BIAS + 1]
+        logits = logits + column(BIAS)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits * (1 / softcap))
     logits = masked(logits, 0, valid_classes, -jnp.inf)
-    block_max = jnp.max(logits, axis=0, keepdims=True)
-    old, new = known.maximum[...], jnp.maximum(known.maximum[...], block_max)
-    shift, shifted = _finite(old) - _finite(new), logits - _finite(new)
-    correction, exponentials = jnp.exp(old - _finite(new)), jnp.exp(shifted)
+    target = masked(column(TARGET), 0, valid_classes) if weighted else None
+    lanes = min(LANES, logits.shape[1])
+    for start in range(0, logits.shape[1], lanes):
+        rows = slice(start, start + lanes)
+        labels = labels_ref[:, rows] - first_class
+        of_rows = OnlineStatistics(*(ref.at[:, rows] for ref in known)), target_total_ref.at[:, rows]
+        _fold_rows(logits[:, rows], labels, target, first_class, valid_classes, *of_rows, metrics=metrics)
+
+
+def _fold_rows(logits, labels, target, first_class, valid_classes, known, target_total_ref, *, metrics):
+    """Folds the logits of some rows into what each sublane knows about them; `labels` count from the chunk's first."""
     class_index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
-    first_class = vocab_index * block_vocab
-    is_label = class_index == labels_ref[...] - first_class
-    known.label_logit[...] += jnp.sum(jnp.where(is_label, logits, 0.0), axis=0, keepdims=True)
-    if weighted:
-        target = masked(columns[:, TARGET : TARGET + 1], 0, valid_classes)
-        products = masked(target * shifted, 0, valid_classes)
+    label_logits = jnp.where(class_index == labels, logits, 0.0)
+    known.label_logit[...] += jnp.sum(_by_sublane(label_logits), axis=0)
+    logits = _by_sublane(logits)
+    chunk_max, old = jnp.max(logits, axis=0), known.maximum[...]
+    new = jnp.maximum(old, chunk_max)
+    shift, shifted = _finite(old) - _finite(new), logits - _finite(new)[None]
+    correction, exponentials = jnp.exp(old - _finite(new)), jnp.exp(shifted)
+    if target is not None:
+        products = masked(target * shifted.reshape(class_index.shape), 0, valid_classes)
         # A new maximum moves sum t (z - m) by the sum of t so far times the change of m.
-        known.target_logit[...] += target_total_ref[...] * shift + jnp.sum(products, axis=0, keepdims=True)
-        target_total_ref[...] += jnp.sum(target, axis=0, keepdims=True)
+        known.target_logit[...] += target_total_ref[...] * shift + jnp.sum(_by_sublane(products), axis=0)
+        target_total_ref[...] += jnp.sum(_by_sublane(target), axis=0)
     if metrics:
-        products = exponentials * _finite(shifted)
-        rest = jnp.sum(products, axis=0, keepdims=True)
-        known.weighted_total[...] = (known.weighted_total[...] + known.total[...] * shift) * correction + rest
+        products = jnp.sum(exponentials * _finite(shifted), axis=0)
+        known.weighted_total[...] = (known.weighted_total[...] + known.total[...] * shift) * correction + products
         # Small integers, which float32 holds exactly: not every TPU has a minimum of integers.
-        positions = jnp.where(logits == block_max, class_index.astype(jnp.float32), float(block_vocab))
-        first = jnp.min(positions, axis=0, keepdims=True).astype(jnp.int32) + first_class
-        known.prediction[...] = jnp.where(block_max > old, first, known.prediction[...])
-    known.total[...] = known.total[...] * correction + jnp.sum(exponentials, axis=0, keepdims=True)
+        class_index = _by_sublane(class_index.astype(jnp.float32))
+        first = jnp.min(jnp.where(logits == chunk_max[None], class_index, jnp.inf), axis=0)
+        first += jnp.asarray(first_class, jnp.float32)
+        known.prediction[...] = jnp.where(chunk_max > old, first, known.prediction[...])
+    known.total[...] = known.total[...] * correction + jnp.sum(exponentials, axis=0)
     known.maximum[...] = new
+
+
+def _by_sublane(columns):
+    """(classes, rows) as (registers, sublanes, rows)."""
+    return columns.reshape(-1, SUBLANES, columns.shape[1])
+
+
+def _merge_sublanes(results, known, target_total_ref, *, weighted, metrics):
+    """Stores what is known about the rows, from what each sublane knows of its classes."""
+    maximum, total = known.maximum[...], known.total[...]
+    row_max = jnp.max(maximum, axis=0, keepdims=True)
+    shift, correction = _finite(maximum) - _finite(row_max), jnp.exp(maximum - _finite(row_max))
+
+    def store(ref, terms):
+        ref[...] = jnp.sum(terms, axis=0, keepdims=True)
+
+    results.maximum[...] = row_max
+    store(results.total, total * correction)
+    store(results.label_logit, known.label_logit[...])
+    target_logit, weighted_total = known.target_logit[...], known.weighted_total[...]
+    store(results.target_logit, target_logit + target_total_ref[...] * shift if weighted else target_logit)
+    store(results.weighted_total, (weighted_total + total * shift) * correction if metrics else weighted_total)
+    # Where no sublane has the maximum, it is NaN.
+    prediction = jnp.where(maximum == row_max, known.prediction[...], jnp.inf)
+    prediction = jnp.min(prediction, axis=0, keepdims=True)
+    results.prediction[...] = jnp.where(prediction == jnp.inf, 0.0, prediction).astype(jnp.int32)
 
 
 def _finite(logits):
@@ -191,8 +271,9 @@ def online_statistics(
             ],
             out_specs=[row_spec] * 6,
             scratch_shapes=[
-                pltpu.VMEM((block_vocab, block_rows), jnp.float32),  # logits
-                pltpu.VMEM((1, block_rows), jnp.float32),  # the sum of target weights so far
+                *[pltpu.VMEM((SUBLANES, block_rows), jnp.float32)] * 7,  # statistics of each sublane, sums of targets
+                # Logits, while the products of some features are missing.
+                *[pltpu.VMEM((block_vocab, block_rows), jnp.float32)] * (grid[2] > 1),
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct((1, rows), dtype) for dtype in (*[jnp.float32] * 5, jnp.int32)],
@@ -215,7 +296,7 @@ def online_statistics(
 
 def _blocks(rows, classes, features, config):
     wanted = config["block_rows"], config["block_vocab"], config["block_hidden"]
-    return tuple(map(block_size, (rows, classes, features), wanted))
+    return tuple(map(block_size, (rows, round_up(classes, _CHUNK), features), wanted))
 
 
 def run(
@@ -268,14 +349,22 @@ def configs(hardware, x, weight, *operands, **params):
     *batch, features = x.shape
     shape, classes, itemsize = (math.prod(batch), features), weight.shape[0], jnp.dtype(x.dtype).itemsize
     names = ("block_rows", "block_vocab", "block_hidden")
-    wanted = itertools.product((1024, 512, 256), (1024, 512, 256), (round_up(features, LANES), 2048, 1024, 512))
+    # Of two sizes with the same traffic, the one that leaves no block of classes cut comes first.
+    vocab_sizes = sorted((1024, 768, 512, 256), key=lambda size: size < 768 or classes % size > 0)
+    wanted = itertools.product((2048, 1024, 512, 256), vocab_sizes, (round_up(features, LANES), 2048, 1024, 512))
     candidates = (_blocks(*shape[:1], classes, features, dict(zip(names, sizes, strict=True))) for sizes in wanted)
     return affordable(
         hardware,
-        (dict(zip(names, sizes, strict=True)) for sizes in candidates),
+        (dict(zip(names, sizes, strict=True)) for sizes in candidates if _is_short(*sizes)),
         functools.partial(_vmem_bytes, itemsize),
         functools.partial(_hbm_bytes, itemsize, shape, classes),
     )
+
+
+def _is_short(block_rows, block_vocab, block_hidden):
+    """Whether the code for a block is not too long."""
+    of_x = block_rows * block_hidden
+    return of_x <= _MOST_OF_X and of_x * block_vocab <= _MOST_PRODUCTS
 
 
 def _vmem_bytes(itemsize, block_rows, block_vocab, block_hidden):
@@ -283,11 +372,12 @@ def _vmem_bytes(itemsize, block_rows, block_vocab, block_hidden):
     # x:       (block_rows, block_hidden), two buffers, as the pipeline fetches the next block during a product
     # weight:  (block_vocab, block_hidden), likewise; `block_bytes` also counts the parts of a float32 product
     operands = block_bytes(itemsize, (block_rows + block_vocab) * block_hidden)
-    # logits:  (block_vocab, block_rows) float32 scratch, and four values of that size computed from it, such as
-    #          shifted logits, exponentials, class indices and products
-    tile = 5 * 4 * block_rows * block_vocab
+    # logits:  (block_vocab, block_rows) float32 scratch if features are cut
+    tile = 4 * block_rows * block_vocab
+    # x again, arranged for the matrix unit, and four chunks: partial products and logits that wait for their turn
+    spilled = itemsize * block_rows * block_hidden + 4 * 4 * block_rows * _CHUNK
     # Vectors over rows and over classes are small: `vmem_limit_bytes` adds a quarter for these and Mosaic's own needs.
-    return operands + tile
+    return operands + tile + spilled
 
 
 def _hbm_bytes(itemsize, shape, classes, block_rows, block_vocab, block_hidden):
