@@ -13,16 +13,17 @@ from jaxops._checks.ids import differ_from, wide_ids
 from jaxops._checks.operands import as_arrays, as_optional
 from jaxops._primitive.sharding import agreeing, laid_out_as
 from jaxops.linear_cross_entropy.column_tiles import default_tile_logits
-from jaxops.linear_cross_entropy.grad_in_forward import RowWeights, row_losses, summed_cross_entropy
+from jaxops.linear_cross_entropy.grad_in_forward import row_losses, summed_cross_entropy
 from jaxops.linear_cross_entropy.logits import (
     SKIPPED,
     RowStatistics,
+    RowWeights,
     Targets,
     broadcast_rows,
     target_total,
 )
 from jaxops.linear_cross_entropy.operator import check_linear, linear_row_statistics
-from jaxops.linear_cross_entropy.row_chunks import SMALL_LOGITS, default_chunk_rows
+from jaxops.linear_cross_entropy.row_chunks import SMALL_LOGITS
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 
 _NAME = "linear_cross_entropy"
@@ -143,7 +144,8 @@ def linear_cross_entropy(
         "auto" is "full" up to 2^24 logits, then "grad_in_forward"; for 16-bit operands it is "recompute" where
         `lowering.use` asks for kernels.
       chunk_rows: about how many rows' worth of logits exists at a time.
-        "grad_in_forward" takes that many rows. None: as many as have 2^24 logits, and at least 256 and H / 4.
+        "grad_in_forward" takes that many rows. None: as many as have 2^24 logits, on one TPU 2^28, and at least 256 and
+        H / 4.
         "recompute" takes that many logits, in tiles of some columns. None: 2^18 logits, and at least 256 and H / 2
         columns of all rows.
         When exported with a symbolic number of rows, all rows are one chunk and "auto" is "full".
@@ -163,6 +165,10 @@ def linear_cross_entropy(
       The gradient of the logits is rounded to the dtype of x before the matrix products, which accumulate in float32.
       For float16 each row is first scaled by a power of two, so that neither a mean over many rows nor a loss scale
       takes it out of range.
+
+      On one TPU, "grad_in_forward" rounds exp(z - r) instead, where r, from the label and the first columns, is known
+      before z, and multiplies rows by their factors in float32. What cancels at the label is float32, too. Rows whose
+      logits exceed r by 59 or more are computed again with their own maximum.
 
       Differentiable in x, weight, bias, class_weight and probabilities, in forward and reverse mode and repeatedly.
 
@@ -211,7 +217,6 @@ def linear_cross_entropy(
     scalar = reduction != "none" and not return_aux and vocab_axis is None
     strategy = _resolve(strategy, x, task.kept.size * weight.shape[0], scalar)
     if strategy == "grad_in_forward":
-        chunk_rows = chunk_rows or default_chunk_rows(*weight.shape)
         total = summed_cross_entropy(x, weight, bias, targets, weights, softcap=softcap, chunk_rows=chunk_rows)
         return _reduced(total, task, reduction)
     keep_logits = strategy == "full"

@@ -1,7 +1,8 @@
 """The summed cross entropy of rows, with gradients computed in the same pass: three matrix products, chunk by chunk."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,37 +11,31 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import laid_out_as, varying_with
-from jaxops.linear_cross_entropy import operator
-from jaxops.linear_cross_entropy.live_rows import live_rows
+from jaxops.linear_cross_entropy import fixed_reference, operator
+from jaxops.linear_cross_entropy.live_rows import filler, live_rows, rows_where
 from jaxops.linear_cross_entropy.logits import (
     CotangentTerms,
     Needs,
     RowStatistics,
+    RowWeights,
     Targets,
     broadcast_rows,
+    cross_entropy_terms,
     is_present,
     linear_gradients,
     linear_logits,
     row_statistics,
     target_total,
 )
-from jaxops.linear_cross_entropy.row_chunks import fold_rows
+from jaxops.linear_cross_entropy.row_chunks import SMALL_LOGITS, default_chunk_rows, fold_rows
 from jaxops.linear_cross_entropy.tiled import tiled_statistics
 
 _OPERANDS = "... h, v h, v, ..., v, ... v, ..., ..., ..."
 
 
-class RowWeights(NamedTuple):
-    """The weights of the three terms in a row's loss: -log p[label], sum_c t_c (-log p_c), and (log sum exp z)^2."""
-
-    label: jax.Array
-    target: jax.Array
-    square: jax.Array
-
-
 def row_losses(rows: RowStatistics, target_total: jax.Array, weights: RowWeights) -> jax.Array:
     """The loss of each row, from the statistics of its logits and the sum of its target weights t."""
-    by_label, by_target, by_square = _terms(rows, target_total)
+    by_label, by_target, by_square = cross_entropy_terms(rows, target_total)
     return weights.label * by_label + weights.target * by_target + weights.square * by_square
 
 
@@ -62,13 +57,6 @@ def summed_cross_entropy(
     return _SUM(x, weight, bias, *targets, *weights, softcap=softcap, chunk_rows=chunk_rows)[0]
 
 
-def _terms(rows: RowStatistics, total: jax.Array) -> Arrays:
-    # Differences are relative to the row's maximum, so a large common offset of the logits costs no digits.
-    by_label = rows.log_sum_exp - rows.label_logit
-    by_target = total * rows.log_sum_exp - rows.target_logit
-    return by_label, by_target, jnp.square(rows.max_logit + rows.log_sum_exp)
-
-
 def _reference(
     x: jax.Array,
     weight: jax.Array,
@@ -80,7 +68,7 @@ def _reference(
     softcap: float | None,
     chunk_rows: int | None,
 ) -> Arrays:
-    tile_logits = None if chunk_rows is None else chunk_rows * weight.shape[0]
+    tile_logits = (chunk_rows or default_chunk_rows(*weight.shape)) * weight.shape[0]
     operands = (x, weight, bias, labels, shared_target, row_target)
     rows = RowStatistics(*tiled_statistics(*operands, softcap=softcap, tile_logits=tile_logits, metrics=False))
     total = target_total(Targets(labels, shared_target, row_target), rows.max_logit)
@@ -120,25 +108,48 @@ def _reference_with_gradients(
         loss = jnp.sum(row_losses(rows, total, by))
         others = (loss, bias_grad, shared_grad + jnp.sum(by_total))
         loss, bias_grad, shared_grad = (a + b for a, b in zip((sums[0], *sums[2:]), others, strict=True))
-        return (x_grad, row_grad, *_terms(rows, total)), (loss, weight_grad, bias_grad, shared_grad)
+        return (x_grad, row_grad, *cross_entropy_terms(rows, total)), (loss, weight_grad, bias_grad, shared_grad)
 
     operands = (x, labels, row_target, *weights)
-    dtype = accumulation_dtype(x.dtype)
+    targets, dtype = Targets(labels, shared_target, row_target), accumulation_dtype(x.dtype)
+    features = x.shape[-1]
     shapes = (
         (),
-        (weight.shape[0] if needs.weight else 0, x.shape[-1]),
+        (weight.shape[0] if needs.weight else 0, features),
         (bias.size if needs.bias else 0,),
         (shared_target.size if needs.shared_target else 0,),
     )
     start = varying_with([jnp.zeros(shape, dtype) for shape in shapes], (*operands, weight, bias, shared_target))
-    # Probabilities are too large to be reordered.
-    live = None if is_present(row_target) else live_rows(labels, chunk_rows)
-    if live is None:
-        rows, sums = fold_rows(chunk, start, operands, x.ndim - 1, chunk_rows)
-    else:
-        rows, sums = live.map(chunk, start, operands)
-    x_grad, row_grad, *weights_grads = rows
+    if not fixed_reference.applies(x, targets, softcap, needs):
+        chunk_rows = chunk_rows or default_chunk_rows(*weight.shape)
+        rows, sums = _all_chunks(chunk, start, operands, None if is_present(row_target) else labels, chunk_rows)
+        x_grad, row_grad, *weights_grads = rows
+        return (*sums[:1], x_grad, *sums[1:], row_grad, *weights_grads)
+
+    chunk_rows = chunk_rows or fixed_reference.default_chunk_rows(*weight.shape)
+    shared = fixed_reference.Shared(weight, bias, shared_target, softcap, needs)
+    by_reference = functools.partial(fixed_reference.chunk_with_gradients, shared)
+    sums = (*start[:3], *(jnp.zeros(shape, dtype) for shape in ((features,), ())))
+    (*results, has_failed), sums = _all_chunks(by_reference, sums, (x, labels, *weights), labels, chunk_rows)
+    sums = (*fixed_reference.with_target(shared, sums), start[3])
+    row_grad = jnp.zeros((*labels.shape, 0), dtype)
+    failed = rows_where(has_failed, max(1, SMALL_LOGITS // weight.shape[0]))
+    (x_grad, _, *weights_grads), sums = failed.update(chunk, sums, (results[0], row_grad, *results[1:]), operands)
     return (*sums[:1], x_grad, *sums[1:], row_grad, *weights_grads)
+
+
+def _all_chunks(
+    step: Callable[..., tuple[Arrays, Arrays]],
+    start: Arrays,
+    operands: Sequence[jax.Array],
+    labels: jax.Array | None,
+    chunk_rows: int | None,
+) -> tuple[Arrays, Arrays]:
+    """As `fold_rows`; with labels, rows without one are left out where they may be reordered."""
+    live = None if labels is None else live_rows(labels, chunk_rows)
+    if live is None:
+        return fold_rows(step, start, operands, operands[-1].ndim, chunk_rows, [filler(x) for x in operands])
+    return live.map(step, start, operands)
 
 
 def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:

@@ -71,7 +71,7 @@ class LiveRows(NamedTuple):
         self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, operands: Sequence[jax.Array]
     ) -> tuple[Arrays, Arrays]:
         """Like `fold_rows`, but row results are 0 where a whole chunk is skipped."""
-        taken = [self.take(x) for x in operands]
+        taken = [self.take(x, filler(x)) for x in operands]
         shapes, _ = jax.eval_shape(step, start, *taken)
         zeros = tuple(jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
 
@@ -80,6 +80,50 @@ class LiveRows(NamedTuple):
 
         rows, sums = self.fold(ignoring, start, zeros, taken)
         return tuple(map(self.restore, rows)), sums
+
+    def update(
+        self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, rows: Arrays, operands: Sequence[jax.Array]
+    ) -> tuple[Arrays, Arrays]:
+        """Calls `rows, sums = step(sums, *operands)` on the live rows, a chunk at a time, and replaces their rows.
+
+        Nothing is moved beforehand, so without a live row this costs nothing.
+        """
+        rank, size = len(self.batch_shape), math.prod(self.batch_shape)
+
+        def flat(array: jax.Array) -> jax.Array:
+            return array.reshape(size, *array.shape[rank:])
+
+        def one(at: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+            rows, sums = carry
+            first = at * self.chunk_rows
+            places = jax.lax.dynamic_slice_in_dim(self.order, first, self.chunk_rows)
+            is_live = first + jnp.arange(self.chunk_rows, dtype=places.dtype) < self.live
+            places = jnp.where(is_live, places, size + jnp.arange(self.chunk_rows, dtype=places.dtype))
+            chunk = (flat(x).at[places].get(mode="fill", fill_value=filler(x), unique_indices=True) for x in operands)
+            results, sums = step(sums, *chunk)
+            pairs = zip(rows, results, strict=True)
+            return tuple(x.at[places].set(new, mode="drop", unique_indices=True) for x, new in pairs), tuple(sums)
+
+        carry = varying_with([*map(flat, rows), *start], operands)
+        chunks = (self.live + self.chunk_rows - 1) // self.chunk_rows
+        updated, sums = jax.lax.fori_loop(0, chunks, one, (carry[: len(rows)], carry[len(rows) :]))
+        return tuple(x.reshape(*self.batch_shape, *x.shape[1:]) for x in updated), sums
+
+
+def filler(operand: jax.Array) -> int:
+    """What fills up a chunk's rows of an operand: labels, the integers, say that such rows do not count."""
+    # Label 0 would do harm where the bias forbids that class: its loss is infinite, and times a weight of 0 not 0.
+    return SKIPPED if jnp.issubdtype(operand.dtype, jnp.integer) else 0
+
+
+def rows_where(is_live: jax.Array, chunk_rows: int) -> LiveRows:
+    """The rows (...) where `is_live`, first; in chunks of at most so many rows."""
+    size, batch_shape = is_live.size, tuple(is_live.shape)
+    chunk_rows = min(chunk_rows, size)
+    order = jnp.argsort(~is_live.reshape(-1), stable=True).astype(jnp.int32)
+    # Rows that fill up the last chunk have different positions past the end.
+    filling = size + jnp.arange(-size % chunk_rows, dtype=order.dtype)
+    return LiveRows(jnp.concatenate([order, filling]), jnp.sum(is_live, dtype=jnp.int32), chunk_rows, batch_shape)
 
 
 def live_rows(labels: jax.Array, chunk_rows: int | None = None) -> LiveRows | None:
@@ -95,13 +139,4 @@ def live_rows(labels: jax.Array, chunk_rows: int | None = None) -> LiveRows | No
     if place is None or place.is_split or jax.export.is_symbolic_dim(labels.size):
         return None
     steps = math.ceil(labels.size / (chunk_rows or max(_LEAST_CHUNK_ROWS, labels.size // _CHUNKS)))
-    if steps < 2:
-        return None
-    chunk_rows = math.ceil(labels.size / steps)
-    is_live = labels.reshape(-1) != SKIPPED
-    order = jnp.argsort(~is_live, stable=True).astype(jnp.int32)
-    # Rows that fill up the last chunk have different positions past the end.
-    filling = labels.size + jnp.arange(steps * chunk_rows - labels.size, dtype=order.dtype)
-    return LiveRows(
-        jnp.concatenate([order, filling]), jnp.sum(is_live, dtype=jnp.int32), chunk_rows, tuple(labels.shape)
-    )
+    return None if steps < 2 else rows_where(labels != SKIPPED, math.ceil(labels.size / steps))

@@ -67,6 +67,14 @@ class CotangentTerms(NamedTuple):
     log_sum_exp: jax.Array
 
 
+class RowWeights(NamedTuple):
+    """The weights of the three terms in a row's loss: -log p[label], sum_c t_c (-log p_c), and (log sum exp z)^2."""
+
+    label: jax.Array
+    target: jax.Array
+    square: jax.Array
+
+
 class Needs(NamedTuple):
     """Which operands need a gradient."""
 
@@ -203,6 +211,14 @@ def added(left: RowSums, right: RowSums, has_label: tuple[jax.Array, jax.Array])
         sum(weighted_logit),
         jnp.where(maxima[0] == maxima[1], first, best),
     )
+
+
+def cross_entropy_terms(rows: RowStatistics, total: jax.Array) -> Arrays:
+    """The three terms of a row's loss, before they are weighted; `total` is the sum of its target weights."""
+    # Differences are relative to the row's maximum, so a large common offset of the logits costs no digits.
+    by_label = rows.log_sum_exp - rows.label_logit
+    by_target = total * rows.log_sum_exp - rows.target_logit
+    return by_label, by_target, jnp.square(rows.max_logit + rows.log_sum_exp)
 
 
 def row_max(logits: jax.Array) -> jax.Array:

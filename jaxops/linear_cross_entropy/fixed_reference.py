@@ -1,0 +1,175 @@
+"""The summed cross entropy of a chunk of rows with its gradients, where every exponential has a reference fixed before.
+
+With the maximum of each row, exp(z - max) needs all logits z of the row first: they are written, and read again. Here
+each row has a reference r that is known before z: the larger of its label's logit and of its first columns'. So
+
+    P = exp(z - r), in the operands' dtype
+
+is elementwise in z, a compiler fuses it into the product that makes z, and the logits never exist in float32. Row sums
+are taken before P is rounded. With total = sum P + exp(z_label - r), the cotangent of z is s P off the label, where s =
+coefficient / total is one number for each row, so
+
+    x_grad = s (P weight) + k weight[label],        weight_grad = C^T (s x)
+
+C is P with k / s at the label, put in while the product reads P. k, where p_label - 1 cancels, is float32.
+
+P is above 1 where a logit is above r. Rows in which it comes near the end of float32's range count as nothing here, and
+are computed again with their own maximum.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import lowering
+from jaxops._checks.dtypes import accumulation_dtype
+from jaxops._primitive.derivative import Arrays
+from jaxops.linear_cross_entropy import row_chunks
+from jaxops.linear_cross_entropy.column_tiles import add_product
+from jaxops.linear_cross_entropy.logits import (
+    Needs,
+    RowStatistics,
+    RowWeights,
+    Targets,
+    broadcast_columns,
+    broadcast_rows,
+    cross_entropy_terms,
+    is_present,
+    linear_logits,
+)
+
+# Here XLA fuses what is elementwise into a product. For CPUs and GPUs it writes the logits first, in float32.
+_FUSING_PLATFORMS = ("tpu",)
+_MOST_EXPONENTIALS = 2**28
+_FIRST_COLUMNS = 256  # their maximum is below that of 128,000 by some 1.7 standard deviations
+# exp(60) is 1e26: as far from float32's 3e38 as a product over many columns can need.
+_MOST_EXCESS = 60.0
+
+
+def applies(x: Any, targets: Targets, softcap: float | None, needs: Needs) -> bool:
+    """Whether rows of these operands can have a fixed reference, in the place that is lowered for."""
+    if not is_fused():
+        return False
+    if jnp.dtype(x.dtype) == jnp.float16 or is_present(targets.row) or needs.shared_target:
+        return False  # float16 cannot hold P; the others need z itself, column by column
+    return softcap is None or not is_present(targets.shared)
+
+
+def is_fused() -> bool:
+    """Whether this is lowered for one device whose compiler fuses what is elementwise into a product."""
+    place = lowering.placement()
+    # To be differentiated, or to be split by the compiler, the logits stay as they are.
+    return place is not None and not place.is_split and place.platform in _FUSING_PLATFORMS
+
+
+def default_chunk_rows(classes: int, features: int) -> int:
+    """How many rows a chunk has, where none of its arrays is in float32: 2^28 exponentials, 0.5 GiB in bfloat16."""
+    return max(row_chunks.default_chunk_rows(classes, features), _MOST_EXPONENTIALS // max(1, classes))
+
+
+class Shared:
+    """What all chunks share: the operands without rows, and what is computed from them once."""
+
+    def __init__(
+        self, weight: jax.Array, bias: jax.Array, target: jax.Array, softcap: float | None, needs: Needs
+    ) -> None:
+        """Takes the weight (V, H), the bias and the target weights (V,), both of which may be empty."""
+        self.weight, self.bias, self.target, self.softcap, self.needs = weight, bias, target, softcap, needs
+        dtype = accumulation_dtype(weight.dtype)
+        self.target_total = jnp.sum(target.astype(dtype))
+        self.weight_of_target = jnp.zeros((), dtype)
+        if is_present(target) and needs.x:
+            self.weight_of_target = jnp.einsum("v,vh->h", target.astype(dtype), weight.astype(dtype))
+
+    def of_labels(self, x: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The label's row of the weight and its logit in float32, for labels that are columns."""
+        weight = self.weight.at[labels].get(mode="promise_in_bounds").astype(accumulation_dtype(x.dtype))
+        logit = jnp.sum(x.astype(weight.dtype) * weight, axis=-1)
+        if is_present(self.bias):
+            logit = logit + self.bias.at[labels].get(mode="promise_in_bounds").astype(logit.dtype)
+        return weight, logit if self.softcap is None else self.softcap * jnp.tanh(logit / self.softcap)
+
+    def slope(self, logits: jax.Array) -> Any:
+        """The derivative of the softcap, from what it gives."""
+        return 1.0 if self.softcap is None else 1 - jnp.square(logits / self.softcap)
+
+
+def chunk_with_gradients(
+    shared: Shared, sums: Arrays, x: jax.Array, labels: jax.Array, *weights: jax.Array
+) -> tuple[Arrays, Arrays]:
+    """The x gradient and the terms of each row, and whether it failed; and the sums with this chunk's added to them.
+
+    Sums are the loss, the gradients of weight and bias, and sum w x and sum w over rows, for `with_target`.
+    """
+    by, dtype = RowWeights(*weights), accumulation_dtype(x.dtype)
+    x = x.astype(shared.weight.dtype)
+    has_label = (labels >= 0) & (labels < shared.weight.shape[0])
+    label_weight, label_logit = shared.of_labels(x, jnp.where(has_label, labels, 0))
+    label_logit = jnp.where(has_label, label_logit, -jnp.inf)
+    first = linear_logits(x, shared.weight[:_FIRST_COLUMNS], shared.bias[:_FIRST_COLUMNS], shared.softcap)
+    reference = jnp.maximum(label_logit, jnp.max(first, axis=-1))
+    reference = jnp.where(jnp.isfinite(reference), reference, 0)
+
+    logits = linear_logits(x, shared.weight, shared.bias, shared.softcap)
+    excess = jnp.minimum(logits - broadcast_rows(reference), _MOST_EXCESS)
+    columns = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
+    is_label = columns == broadcast_rows(labels)
+    exp = jnp.where(is_label, 0, jnp.exp(excess))
+    rest = jnp.sum(exp, axis=-1)
+    target_logit = jnp.zeros_like(rest)
+    if is_present(shared.target):
+        shifted = logits - broadcast_rows(reference)
+        target_logit = jnp.sum(broadcast_columns(shared.target, shifted) * shifted, axis=-1)
+    # The barriers keep what is fused into one product from being computed again in the next.
+    exp = jax.lax.optimization_barrier((exp * shared.slope(logits)).astype(x.dtype))
+
+    label_exp = jnp.exp(label_logit - reference)  # 0 without a label
+    total = rest + label_exp
+    log_sum_exp = jnp.log(total)
+    label_logit = jnp.where(has_label, label_logit - reference, 0)
+    rows = RowStatistics(reference, log_sum_exp, label_logit, target_logit, rest, labels)
+    terms = cross_entropy_terms(rows, jnp.broadcast_to(shared.target_total, rest.shape))
+    coefficient = by.label + by.target * shared.target_total + 2 * by.square * (reference + log_sum_exp)
+    scale = coefficient / total
+    at_label = jnp.where(has_label, (scale * label_exp - by.label) * shared.slope(label_logit + reference), 0)
+    ratio = at_label / scale
+    # Near the limit, some P may have met it. A scale of 0 stands for no rows, unless their label still counts.
+    is_exact = (total < jnp.exp(_MOST_EXCESS - 1)) & jnp.isfinite(scale) & (jnp.isfinite(ratio) | (at_label == 0))
+    scale, at_label = jnp.where(is_exact, scale, 0), jnp.where(is_exact, at_label, 0)
+    ratio = jnp.where(scale == 0, 0, ratio).astype(x.dtype)
+
+    losses = by.label * terms[0] + by.target * terms[1] + by.square * terms[2]
+    loss, weight_grad, bias_grad, target_x, target_weight = sums
+    loss = loss + jnp.sum(jnp.where(is_exact, losses, 0))
+    target_weights = jnp.where(is_exact, by.target, 0)
+    x_grad = jnp.zeros((*rest.shape, 0), dtype)
+    if shared.needs.x:
+        x_grad = jnp.einsum("...v,vh->...h", exp, shared.weight, preferred_element_type=dtype)
+        x_grad = jax.lax.optimization_barrier(x_grad)
+        x_grad = broadcast_rows(scale) * x_grad + broadcast_rows(at_label) * label_weight
+        if is_present(shared.target):
+            x_grad = x_grad - broadcast_rows(target_weights) * broadcast_columns(shared.weight_of_target, x_grad)
+    cotangent = jnp.where(is_label, broadcast_rows(ratio), exp)
+    if shared.needs.weight:
+        scaled_x = jax.lax.optimization_barrier((broadcast_rows(scale) * x.astype(dtype)).astype(x.dtype))
+        weight_grad = add_product(weight_grad, cotangent, scaled_x)
+    batch = tuple(range(rest.ndim))
+    if shared.needs.bias:
+        bias_grad = bias_grad + jnp.sum(cotangent.astype(dtype) * broadcast_rows(scale), axis=batch)
+    if is_present(shared.target):
+        target_x = target_x + jnp.sum(broadcast_rows(target_weights) * x.astype(dtype), axis=batch)
+        target_weight = target_weight + jnp.sum(target_weights)
+    return (x_grad, *terms, ~is_exact), (loss, weight_grad, bias_grad, target_x, target_weight)
+
+
+def with_target(shared: Shared, sums: Arrays) -> Arrays:
+    """The loss and the gradients of weight and bias, once the part of the target weights t is in them: - t sum w x."""
+    loss, weight_grad, bias_grad, target_x, target_weight = sums
+    if is_present(shared.target):
+        target = shared.target.astype(loss.dtype)
+        if shared.needs.weight:
+            weight_grad = weight_grad - target[:, None] * target_x[None]
+        if shared.needs.bias:
+            bias_grad = bias_grad - target * target_weight
+    return loss, weight_grad, bias_grad

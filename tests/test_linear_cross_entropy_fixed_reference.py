@@ -1,0 +1,138 @@
+"""Gradients whose exponentials have a reference fixed before the product, as on TPUs, made to run on CPU.
+
+The truth is NumPy's in float64.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from linear_cross_entropy_oracle import expected, make_case, value_and_gradients
+
+from jaxops.linear_cross_entropy import fixed_reference
+from jaxops.linear_cross_entropy.logits import Needs, Targets
+from lowering.placement import placed
+
+CLASSES = 300  # some beyond the first columns
+OPTIONS = {"strategy": "grad_in_forward", "chunk_rows": 16, "reduction": "sum"}
+
+
+@pytest.fixture(autouse=True)
+def on_every_platform(monkeypatch):
+    """Takes the fixed reference on CPU, and counts its chunks."""
+    traced = []
+    chunk = fixed_reference.chunk_with_gradients
+
+    def counted(*args):
+        traced.append(args)
+        return chunk(*args)
+
+    monkeypatch.setattr(fixed_reference, "_FUSING_PLATFORMS", ("cpu",))
+    monkeypatch.setattr(fixed_reference, "chunk_with_gradients", counted)
+    return traced
+
+
+def errors(x, weight, labels, **attributes):
+    """The relative errors of the loss and of each gradient, in the Euclidean norm."""
+    actual = value_and_gradients(x, weight, labels, **OPTIONS, **attributes)
+    truth = expected(x, weight, labels, reduction="sum", **attributes)
+    pairs = [(np.asarray(a, np.float64), t) for a, t in zip(actual, truth, strict=False)]
+    return [np.linalg.norm(a - t) / np.linalg.norm(t) for a, t in pairs]
+
+
+@pytest.mark.parametrize(
+    ("names", "attributes"),
+    [
+        ((), {}),
+        (("bias",), {"z_loss": 0.01}),
+        (("class_weight",), {}),
+        (("bias", "class_weight"), {"label_smoothing": 0.2, "z_loss": 0.01}),
+        (("bias",), {"softcap": 3.0, "z_loss": 0.01}),
+    ],
+    ids=str,
+)
+def test_fixed_reference_equals_float64(names, attributes, rng, on_every_platform):
+    x, weight, labels = make_case(rng, rows=(3, 17), classes=CLASSES)
+    vectors = {name: rng.uniform(0.5, 2, size=CLASSES).astype(np.float32) for name in names}
+    assert max(errors(x, weight, labels, **vectors, **attributes)) < 2e-6
+    assert on_every_platform
+
+
+@pytest.mark.parametrize("scale", [0.02, 1.0, 8.0, 64.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fixed_reference_takes_logits_of_any_size(scale, dtype, rng):
+    x, weight, labels = make_case(rng, rows=(64,), hidden=16, classes=CLASSES, dtype=dtype, scale=scale / 4)
+    loss, *gradients = errors(x, weight, labels)
+    assert loss < 2e-6
+    assert max(gradients) < (1e-5 if dtype == "float32" else 4e-3)
+
+
+@pytest.mark.parametrize("excess", [50.0, 70.0, 1e4])
+def test_rows_whose_maximum_is_nowhere_near_the_reference_are_computed_again(excess, rng, on_every_platform):
+    """The label and the first columns say nothing of the column that has all the probability."""
+    x, weight, labels = make_case(rng, rows=(40,), classes=CLASSES, ignored=0)
+    x = x.at[:, 0].set(1).at[::3, 0].set(0)
+    weight = weight.at[:, 0].set(0).at[-1, 0].set(excess)
+    assert max(errors(x, weight, labels % 200)) < 2e-6
+    assert on_every_platform
+    with placed("cpu", is_split=False):
+        needs = Needs(*[True] * 2, *[False] * 3)
+        empty = jnp.zeros((0,))
+        assert fixed_reference.applies(x, Targets(labels, empty, jnp.zeros((40, 0))), None, needs)
+        shared = fixed_reference.Shared(weight, empty, empty, None, needs)
+        sums = (jnp.zeros(()), jnp.zeros(weight.shape), empty, jnp.zeros(x.shape[1:]), jnp.zeros(()))
+        weights = [jnp.ones(40), jnp.zeros(40), jnp.zeros(40)]
+        (*_, has_failed), _ = fixed_reference.chunk_with_gradients(shared, sums, x, labels % 200, *weights)
+    assert has_failed.any() == (excess > 60)
+    assert not has_failed[::3].any()
+
+
+def test_a_confident_row_keeps_the_digits_of_its_gradient(rng):
+    """Where p of the label is nearly 1, p - 1 cancels, and is taken in float32."""
+    x, weight, labels = make_case(rng, rows=(32,), hidden=64, classes=CLASSES, dtype="bfloat16", ignored=0)
+    x = (x.astype(jnp.float32) / 8 + weight.astype(jnp.float32)[labels] / 3).astype(jnp.bfloat16)
+    assert expected(x, weight, labels, reduction="none")[0].max() < 0.1
+    _, x_error, weight_error = errors(x, weight, labels)
+    assert max(x_error, weight_error) < 5e-3
+
+
+def test_forbidden_classes_and_ignored_rows_count_nothing(rng):
+    x, weight, labels = make_case(rng, rows=(48,), classes=CLASSES)
+    bias = np.where(np.arange(CLASSES) % 3 == 0, -np.inf, 0).astype(np.float32)
+    labels = np.where((labels >= 0) & (labels % 3 == 0), labels + 1, labels)[:47]  # one row short of whole chunks
+    x = x[:47]
+    x = np.where((labels < 0)[:, None], np.nan, x)
+    loss, x_grad, weight_grad, _ = value_and_gradients(x, weight, labels, bias=jnp.asarray(bias), **OPTIONS)
+    allowed = np.arange(CLASSES) % 3 != 0
+    position = np.where(labels >= 0, np.cumsum(allowed)[np.maximum(labels, 0)] - 1, labels)
+    truth = expected(np.where(np.isnan(x), 0, x), weight[allowed], position, reduction="sum")
+    np.testing.assert_allclose(loss, truth[0], rtol=2e-6)
+    np.testing.assert_allclose(x_grad, truth[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(weight_grad[allowed], truth[2], rtol=1e-5, atol=1e-6)
+    assert not weight_grad[~allowed].any()
+
+
+def test_a_label_that_is_no_class_makes_the_loss_nan_and_no_other_row_wrong(rng):
+    x, weight, labels = make_case(rng, rows=(20,), classes=CLASSES, ignored=0)
+    labels[7] = CLASSES
+    loss, x_grad, _ = value_and_gradients(x, weight, labels, **OPTIONS)
+    assert np.isnan(loss)
+    others = np.arange(20) != 7
+    truth = expected(x[others], weight, labels[others], reduction="sum")
+    np.testing.assert_allclose(x_grad[others], truth[1], rtol=1e-5, atol=1e-6)
+
+
+def test_what_needs_no_gradient_has_no_product(rng):
+    x, weight, labels = make_case(rng, rows=(64,), hidden=32, classes=CLASSES, ignored=0)
+
+    def loss(x, weight):
+        from jaxops import linear_cross_entropy
+
+        return linear_cross_entropy(x, weight, labels, **OPTIONS)
+
+    products = {
+        argnums: jax.jit(jax.grad(loss, argnums)).lower(x, weight).as_text().count("stablehlo.dot_general")
+        for argnums in ((0, 1), (0,), (1,))
+    }
+    # Of the first columns, of all, and one for each gradient; the last three again for rows that are computed again.
+    assert products == {(0, 1): 7, (0,): 5, (1,): 5}
