@@ -8,7 +8,7 @@ from typing import Any
 _SYMBOL_WORDS = 1 << 16  # between the addresses that two names get
 _WORD_BYTES = 4
 GRANULE_BYTES = 32  # the unit of DMA sizes, and of the addresses that DMAs take
-ADDRESS_SHIFT = 4  # from the address of a 512-byte row to that of a granule
+ADDRESS_SHIFT = 4  # from the address of a 512-byte row to that of a granule; since v6e, pointers to HBM count granules
 HALF, MASK = 1 << 31, (1 << 32) - 1
 
 # On-chip copies do not compete for HBM; their speed matters little, and was not fitted to anything.
@@ -92,7 +92,8 @@ class ScalarMemory:
 
     def keep_words(self, address: int, words: Sequence[Any]) -> None:
         """Says what lies at an address outside of scalar memory, from where DMAs bring it."""
-        self._known[wrapped(address << ADDRESS_SHIFT)] = words
+        for start in (address, wrapped(address << ADDRESS_SHIFT)):
+            self._known[start] = words
 
     def fill(self, address: Any, size_bytes: int, source: Any) -> None:
         """Writes what a DMA brings."""

@@ -204,7 +204,7 @@ def schedule_of(folder: Path, hardware: Hardware, *, border_bytes: int, given: G
         target=hardware.name,
         kernels=tuple(sorted(rows, key=lambda row: -row.time_us)),
         total_us=_us(program.cycles, chip),
-        roofline_us=_us(max(in_products, border_bytes / hbm), chip),
+        roofline_us=_us(max(in_products, border_bytes / (hbm * (hardware.cores or 1))), chip),
         unknown=tuple(sorted(program.unknown)),
         remarks=tuple(remarks),
     )

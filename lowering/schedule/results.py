@@ -24,7 +24,7 @@ def place_results(memory: ScalarMemory, bundles: Sequence[Bundle], aliases: Mapp
     if not of_many:
         memory.store(at, places[None])
         return
-    table = memory.address(PROGRAM, "#results")
+    table = memory.address(PROGRAM, "#results") + 1  # no other address is odd, shifted or not
     memory.store(at, table)
     memory.keep_words(table, [of_many.get(result, FROM_DATA) for result in range(1 + max(of_many))])
 
