@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.export
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from lowering import static_leaves
@@ -107,15 +106,11 @@ def compile(
       48
     """
     slice_ = _parsed(target)
-    _check_options(schedule, trip_counts, scalars)
+    data = _given(schedule, trip_counts, scalars)
     hardware = slice_.hardware
     if schedule and (hardware.platform != "tpu" or slice_.topology):
         kind = "one chip, without others" if slice_.topology else "a TPU"
         raise CompileError(f"lowering.compile: schedule must be asked for {kind}; got {show(target)}")
-    for name, option in {"trip_counts": trip_counts, "scalars": scalars}.items():
-        if option and not schedule:
-            raise CompileError(f"lowering.compile: {name} must come with schedule=True; got schedule=False")
-    data = Given(trip_counts or {}, _words(scalars or {}))
     given = args
     fn, args = static_leaves.of_arrays(fn, args)
     _require_known_sizes(args)
@@ -137,15 +132,21 @@ def compile(
             f"got a mesh of {exported.nr_devices}"
         )
     with shown(f"compiling for {target}"):
-        return _compiled_in_child(exported, {**request, "target": target}, hardware, data if schedule else None)
+        return _compiled_in_child(exported, {**request, "target": target}, hardware, data)
 
 
-def _check_options(schedule: Any, trip_counts: Any, scalars: Any) -> None:
+def _given(schedule: Any, trip_counts: Any, scalars: Any) -> Given | None:
+    """What the caller says of data, once checked; None if no schedule is wanted."""
     if not isinstance(schedule, bool):
         raise CompileError(f"lowering.compile: schedule must be a bool; got {show(schedule)}")
-    for name, option in {"trip_counts": trip_counts, "scalars": scalars}.items():
-        if option is not None and not isinstance(option, Mapping):
-            raise CompileError(f"lowering.compile: {name} must be a mapping; got {show(option)}")
+    try:
+        given = Given.of(trip_counts, scalars)
+    except ValueError as error:
+        raise CompileError(f"lowering.compile: {error}") from None
+    for name in ("trip_counts", "scalars") if not schedule else ():
+        if getattr(given, name):
+            raise CompileError(f"lowering.compile: {name} must come with schedule=True; got schedule=False")
+    return given if schedule else None
 
 
 def _parsed(target: str) -> TargetSlice:
@@ -280,20 +281,6 @@ def _compiled_in_child(
         if given is None:
             return report
         return dataclasses.replace(report, schedule=_replayed(folder / _SCHEDULES, report, hardware, given))
-
-
-def _words(scalars: Mapping[str, Mapping[int, jax.typing.ArrayLike]]) -> dict[str, dict[int, list[int]]]:
-    """The integer arrays that a caller gives, as lists of their elements."""
-    found: dict[str, dict[int, list[int]]] = {}
-    for kernel, operands in scalars.items():
-        for position, array in operands.items():
-            words = np.asarray(array)
-            if not np.issubdtype(words.dtype, np.integer):
-                raise CompileError(
-                    f"lowering.compile: scalars[{kernel!r}][{position}] must be an array of integers; got {words.dtype}"
-                )
-            found.setdefault(kernel, {})[position] = words.ravel().tolist()
-    return found
 
 
 def _replayed(folder: Path, report: CompiledReport, hardware: Hardware, given: Given) -> Schedule:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lowering import tables
 from lowering.compiling.compile import compile
+from lowering.describe import show
 from lowering.errors import NotSupportedError
 from lowering.explain import explain
 from lowering.schedule.report import Schedule
@@ -109,7 +110,10 @@ def compare(
     Raises:
       CompileError: as for `compile`.
       OperatorError: what an operator has to say about its arguments, under every implementation.
+      TypeError: if `implementations` is not a sequence of names.
     """
+    if isinstance(implementations, str) or not isinstance(implementations, Sequence):
+        raise TypeError(f"compare: implementations must be a sequence of names; got {show(implementations)}")
     rows = []
     for implementation in implementations:
         with use(implementation):

@@ -3,6 +3,12 @@
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from lowering.describe import show
 
 
 class DependsOnDataError(RuntimeError):
@@ -20,6 +26,31 @@ class Given:
 
     trip_counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     scalars: Mapping[str, Mapping[int, Sequence[int]]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trip_counts: Any, scalars: Any) -> "Given":
+        """The same from what a user gives, in which arrays may be of any kind.
+
+        Raises:
+          ValueError: if it is none of that.
+        """
+        for name, option in {"trip_counts": trip_counts, "scalars": scalars}.items():
+            if option is not None and not isinstance(option, Mapping):
+                raise ValueError(f"{name} must be a mapping; got {show(option)}")
+        for name, count in (trip_counts or {}).items():
+            if not (isinstance(name, str) and isinstance(count, Real) and float(count) >= 0):
+                raise ValueError(f"trip_counts must give a name a number of at least 0; got {show({name: count})}")
+        words: dict[str, dict[int, list[int]]] = {}
+        for kernel, operands in (scalars or {}).items():
+            if not (isinstance(kernel, str) and isinstance(operands, Mapping)):
+                raise ValueError(f"scalars must map a kernel's name to its operands; got {show({kernel: operands})}")
+            for position, operand in operands.items():
+                array = np.asarray(operand)
+                if not (isinstance(position, int) and np.issubdtype(array.dtype, np.integer)):
+                    must = "must map an operand's position to integers"
+                    raise ValueError(f"scalars {must}; got {show({position: operand})}")
+                words.setdefault(kernel, {})[position] = array.ravel().tolist()
+        return cls(dict(trip_counts or {}), words)
 
     def scalars_of(self, kernel: str) -> Mapping[int, Sequence[int]]:
         """The words that a kernel's operands hold."""

@@ -1,0 +1,194 @@
+"""Replays of whole programs, written by hand as libtpu writes them, and what is refused before compilers are asked."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from bundle_text import dma, program, wait
+
+import jaxops
+import lowering
+from lowering.schedule.chips import CHIPS, bytes_per_cycle
+from lowering.schedule.decisions import Given
+from lowering.schedule.kernel import HBM_LATENCY_CYCLES
+from lowering.schedule.report import schedule_of
+from lowering.targets import named
+
+V5E = CHIPS["tpu-v5e"]
+
+# A top-level program that calls one fusion in a loop, while it copies; and the same fusion under another name.
+HLO = """HloModule jit_call, is_scheduled=true
+
+FileNames
+1 "/home/user/model.py"
+
+FunctionNames
+1 "<module>"
+2 "main.<locals>.loss"
+
+FileLocations
+1 {file_name_id=1 function_name_id=2 line=12 end_line=12 column=8 end_column=48}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+%fused_computation (param_0: f32[8,128]) -> f32[8,128] {
+  %param_0 = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %negate.1 = f32[8,128]{1,0:T(8,128)} negate(%param_0)
+}
+
+%fused_computation.1 (param_0.1: f32[8,128]) -> f32[8,128] {
+  %param_0.1 = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %negate.2 = f32[8,128]{1,0:T(8,128)} negate(%param_0.1)
+}
+
+ENTRY %main.2 (args_0_.1: f32[8,128]) -> f32[8,128] {
+  %args_0_.1 = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %fusion = f32[8,128]{1,0:T(8,128)} fusion(%args_0_.1), kind=kLoop, calls=%fused_computation, \
+metadata={op_name="jit(loss)/neg" stack_frame_id=1}
+  ROOT %fusion.1 = f32[8,128]{1,0:T(8,128)} fusion(%fusion), kind=kLoop, calls=%fused_computation.1, \
+metadata={op_name="jit(loss)/neg" stack_frame_id=1}
+}
+"""
+FUSION = program(dma(1000), *wait(1000))
+TOP_LEVEL = program(
+    "%s8_s5 = sld [smem:[#allocation2]]  ;;  %s1_s4 = smov 0",
+    "%p9_p9 = scmp.ne.s32.totalorder %s8_s5, 1",
+    "%8 = sbr.rel (%p9_p9) target bundleno = 12 (0xc)",
+    "%s2_s4 = sphi %s1_s4, %s3_s4  ;;  %s3_s4 = sadd.s32 1, %s2_s4",
+    "%p1_p0 = scmp.lt.s32.totalorder %s3_s4, 3  ;;  %4 = inlined_call %s7_s0 /* %fusion = fusion(%args_0_.1) */",
+    "%9 = sbr.rel (%p1_p0) target bundleno = 3 (0x3)",
+    *[""] * 4,
+    "%5 = inlined_call %s7_s0 /* %fusion.1 = fusion(%fusion) */",
+    "%6 = inlined_call /* <late-finalization> */",
+    "",
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "17-TLP-hlo.txt").write_text(HLO)
+    (tmp_path / "17-TLP-01-packed-bundles-post-ra.txt").write_text(TOP_LEVEL)
+    (tmp_path / "17-TLP-00-schedule-analysis_packed-bundles-post-ra.txt").write_text("Schedule analysis:")
+    (tmp_path / "18-fusion-01-packed-bundles-post-ra.txt").write_text(FUSION)
+    return tmp_path
+
+
+def test_a_program_is_replayed_with_what_it_calls(folder):
+    schedule = schedule_of(folder, named("tpu-v5e"), border_bytes=2 * 4 * 8 * 128)
+    first, second, rest = schedule.kernels
+    assert (first.name, first.kind, first.calls, first.source) == ("fusion", "fusion", 3, "model.py:12 (loss)")
+    assert (second.name, second.calls) == ("fusion.1", 1)  # whose code is that of its equal
+    assert (rest.name, rest.kind) == ("program", "program")
+    assert first.cycles == pytest.approx(32000 / bytes_per_cycle(V5E, named("tpu-v5e")) + HBM_LATENCY_CYCLES + 2, abs=1)
+    assert first.time_us == pytest.approx(3 * first.cycles / 1500)
+    assert sum(kernel.time_us for kernel in schedule.kernels) == pytest.approx(schedule.total_us)
+    assert sum(kernel.share for kernel in schedule.kernels) == pytest.approx(1)
+    assert schedule.unknown == ()
+    assert json.loads(schedule.to_json())["kernels"][0]["dma_bytes"] == 32000
+
+
+def test_the_table_names_what_is_unknown_and_what_is_not_validated(folder):
+    (folder / "18-fusion-01-packed-bundles-post-ra.txt").write_text(program("%s1_s1 = sfrobnicate.u32 3, 4"))
+    text = str(schedule_of(folder, named("tpu-v7x"), border_bytes=0, given=Given({"fusion": 2})))
+    assert "Not understood, and left out: sfrobnicate.u32." in text
+    assert "tpu-v7x is not validated" in text
+    assert "with a published calibration" in text
+    assert "the caller said: fusion 2." in text
+    assert "model.py:12 (loss)" in text
+
+
+def test_a_schedule_that_was_not_written_is_reported(folder):
+    (folder / "18-fusion-01-packed-bundles-post-ra.txt").unlink()
+    schedule = schedule_of(folder, named("tpu-v5e"), border_bytes=0)
+    assert schedule.unknown == (
+        "the schedule of fusion, which was not written",
+        "the schedule of fusion.1, which was not written",
+    )
+
+
+def test_a_schedule_is_plotted(folder, tmp_path):
+    figure = schedule_of(folder, named("tpu-v5e"), border_bytes=0).plot(tmp_path / "schedule.png", most=1)
+    assert (tmp_path / "schedule.png").stat().st_size > 0
+    assert len(figure.axes[0].patches) == 4  # the first and the rest, each with what it needs at best
+
+
+# XLA copies a donated parameter that the runtime did not give the memory of its result, which nobody can know here.
+COPY_OF_PARAMETER = (
+    "%s1_s1 = scalar_parameter_address 1",
+    "%p1_p0 = scmp.eq.s32.totalorder %s5_s5, %s1_s1",
+    "%9 = sbr.rel (%p1_p0) target bundleno = 40 (0x28)",
+    *[""] * 4,
+    dma(1000, kind="hbm_to_hbm"),
+    *wait(1000),
+)
+RESULT_WORD = "%s4_s4 = sld [smem:[#allocation4]]  ;;  %s5_s5 = int_to_ptr.hbm [resolvable:$false] %s4_s4"
+RESULT_TABLE = (
+    "%s6_s6 = sld [smem:[#allocation4]]  ;;  %s7_s7 = int_to_ptr.hbm [resolvable:$false] %s6_s6",
+    "%s8_s8 = sshll.u32 %s7_s7, 4  ;;  %s2_s2 = smov [#allocation6]",
+    "%16 = dma.hbm_to_smem /*hbm=*/%s8_s8, /*size_in_granules=*/16, /*smem=*/%s2_s2, /*dst_syncflagno=*/[#allocation5]",
+    *wait(16, "[#allocation5]"),
+    "%s4_s4 = sld [smem:[#allocation6 + $0x2]]  ;;  %s5_s5 = int_to_ptr.hbm [resolvable:$false] %s4_s4",
+)
+
+
+@pytest.mark.parametrize(
+    ("result", "load", "copies"),
+    [("{}", (RESULT_WORD,), 0), ("{2}", RESULT_TABLE, 1)],  # the table itself is brought from HBM
+    ids=["one result", "several"],
+)
+def test_donated_arguments_are_not_copied(folder, result, load, copies):
+    lines = *load, *COPY_OF_PARAMETER
+    (folder / "17-TLP-01-packed-bundles-post-ra.txt").write_text(program(*lines, *[""] * (45 - len(lines))))
+    donated = f"is_scheduled=true, input_output_alias={{ {result}: (1, {{}}, may-alias) }}, entry_computation_layout="
+    (folder / "17-TLP-hlo.txt").write_text(HLO.replace("is_scheduled=true", donated))
+    (rest,) = schedule_of(folder, named("tpu-v5e"), border_bytes=0).kernels
+    assert rest.dma_count == copies
+
+
+def test_copies_that_run_meanwhile_share_hbm_with_a_kernel(folder):
+    busy = program(dma(20_000), *wait(20_000))
+    (folder / "18-fusion-01-packed-bundles-post-ra.txt").write_text(busy)
+    alone = schedule_of(folder, named("tpu-v5e"), border_bytes=0)
+    lines = TOP_LEVEL.replace("%s1_s4 = smov 0", f"%s1_s4 = smov 0  ;;  {dma(100_000)}", 1)
+    (folder / "17-TLP-01-packed-bundles-post-ra.txt").write_text(lines)
+    together = schedule_of(folder, named("tpu-v5e"), border_bytes=0)
+    assert together.kernels[-1].dma_bytes == 3_200_000
+    assert together.kernels[0].cycles == alone.kernels[0].cycles
+    assert alone.kernels[0].time_us < together.kernels[0].time_us <= 2 * alone.kernels[0].time_us
+
+
+def test_schedules_are_of_tpus_only():
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    for target in ("cpu", "cuda-h100"):
+        with pytest.raises(lowering.CompileError, match=f"schedule must be asked for a TPU; got '{target}'"):
+            lowering.compile(jaxops.softmax, x, target=target, schedule=True)
+    with pytest.raises(lowering.CompileError, match="schedule must be asked for one chip, without others; got"):
+        lowering.compile(jaxops.softmax, x, target="tpu-v5e:2x2", schedule=True)
+    with pytest.raises(lowering.CompileError, match="trip_counts must come with schedule=True"):
+        lowering.compile(jaxops.softmax, x, target="cpu", trip_counts={"softmax": 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"trip_counts": {"kernel": "often"}}, "trip_counts must give a name a number of at least 0; got {'kernel'"),
+        ({"trip_counts": 3}, "trip_counts must be a mapping; got 3"),
+        ({"scalars": {"kernel": 3}}, "scalars must map a kernel's name to its operands; got {'kernel': 3}"),
+        ({"scalars": {"kernel": {0: [0.5]}}}, "scalars must map an operand's position to integers; got {0: "),
+        ({"scalars": {"kernel": {"ids": [1]}}}, "scalars must map an operand's position to integers; got {'ids'"),
+    ],
+    ids=str,
+)
+def test_what_is_said_of_data_is_checked(options, words):
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    with pytest.raises(lowering.CompileError, match=re.escape(f"lowering.compile: {words}")):
+        lowering.compile(jaxops.softmax, x, target="tpu-v5e", schedule=True, **options)
+
+
+def test_implementations_to_compare_are_a_sequence():
+    for implementations in (3, "pallas"):
+        with pytest.raises(TypeError, match="compare: implementations must be a sequence of names; got"):
+            lowering.compare(jaxops.softmax, jnp.ones(3), target="tpu-v5e", implementations=implementations)
