@@ -23,6 +23,7 @@ from jaxops.embedding import embedding_row_gradients as embedding_row_gradients
 from jaxops.grid_sample import grid_sample as grid_sample
 from jaxops.linear_cross_entropy import LinearCrossEntropyAux as LinearCrossEntropyAux
 from jaxops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from jaxops.linear_cross_entropy import linear_log_probs as linear_log_probs
 from jaxops.local_response_norm import local_response_norm as local_response_norm
 from jaxops.nll_loss import nll_loss as nll_loss
 from jaxops.pooling import avg_pool as avg_pool
@@ -61,6 +62,7 @@ __all__ = [
     "fused_apply",
     "grid_sample",
     "linear_cross_entropy",
+    "linear_log_probs",
     "local_response_norm",
     "max_pool",
     "mcdnn",

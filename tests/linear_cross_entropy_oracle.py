@@ -17,6 +17,7 @@ def expected(
     *,
     bias=None,
     class_weight=None,
+    row_weight=None,
     ignore_index=IGNORED,
     label_smoothing=0.0,
     z_loss=0.0,
@@ -34,11 +35,13 @@ def expected(
     if np.issubdtype(labels.dtype, np.integer):
         kept = labels != ignore_index
         q = np.where(kept[..., None], np.arange(classes) == labels[..., None], 0)
-        divisor = np.sum(q * class_weight)
+        divisor = np.sum(q * class_weight, -1)
         smooth = np.where(kept, label_smoothing / classes, 0)[..., None]
     else:
         kept, q, smooth = np.ones(x.shape[:-1], bool), labels.astype(np.float64), label_smoothing / classes
-        divisor = np.float64(kept.size)
+        divisor = np.ones(kept.shape)
+    row_weight = np.where(kept, 1 if row_weight is None else np.asarray(row_weight).astype(np.float64), 0)
+    divisor = np.sum(row_weight * divisor)
     q = ((1 - label_smoothing) * q + smooth) * class_weight
     x = np.where(kept[..., None], x, 0)
     z = x @ weight.T + bias
@@ -50,7 +53,7 @@ def expected(
     lse = np.log(np.exp(z - maximum).sum(-1, keepdims=True)) + maximum
     losses = (q * (lse - z)).sum(-1) + kept * z_loss * lse[..., 0] ** 2
     dz = (q.sum(-1, keepdims=True) + 2 * z_loss * kept[..., None] * lse) * np.exp(z - lse) - q
-    dz = dz * slope
+    losses, dz = row_weight * losses, row_weight[..., None] * dz * slope
     loss = losses if reduction == "none" else losses.sum()
     if reduction == "mean":
         with np.errstate(invalid="ignore"):

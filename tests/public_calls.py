@@ -94,6 +94,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "grid_sample": (jaxops.grid_sample, {"x": IMAGE, "grid": GRID}),
     "linear_cross_entropy": (jaxops.linear_cross_entropy, {"x": LOGITS, "weight": WEIGHT, "labels": IDS}),
+    "linear_log_probs": (jaxops.linear_log_probs, {"x": LOGITS, "weight": WEIGHT, "labels": IDS}),
     "nll_loss": (jaxops.nll_loss, {"log_probs": LOGITS, "labels": IDS}),
     "softmax": (jaxops.softmax, {"x": LOGITS}),
     "use": (used, {"implementation": "auto", "operator": "auto"}),

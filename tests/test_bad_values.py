@@ -198,6 +198,7 @@ ACCEPTED: dict[str, set[str]] = {
     },
     **dict.fromkeys(("lr", "beta1", "beta2", "b1", "b2", "eps", "weight_decay", "z_loss"), SCALARS),
     **dict.fromkeys(("learning_rate", "ema_decay"), SCALARS),
+    "temperature": SCALARS | {"numbers"},  # one for each of two rows
     "coef": NUMBERS,
     **dict.fromkeys(("ignore_index", "vocab_start_index", "vocab_end_index"), ANY_INTEGER),
     **{key: {"1", "2", "numpy-int"} for key in ("n", "group_cnt", "num_weights", "chunk_rows")},
@@ -206,7 +207,7 @@ ACCEPTED: dict[str, set[str]] = {
     **{key: {"empty-tuple"} for key in ("axis_name", "vocab_axis")},
     **{key: {"0", "1", "2", "numpy-int", "integers"} for key in ("window", "stride", "padding")},
     **dict.fromkeys(("bias_correction", "count_include_pad", "return_aux", "transpose_weight"), BOOLS),
-    **dict.fromkeys(("scale_grad_by_freq", "return_logits", "strict"), BOOLS),
+    **dict.fromkeys(("scale_grad_by_freq", "return_entropy", "return_logits", "strict"), BOOLS),
     **{key: {"float-class", "jax-class"} for key in ("mu_dtype", "nu_dtype", "ema_dtype")},
     "mask": BOOLS | {"jax-0d-bool", "builtin"},  # the last is a function that returns a bool
     "key": {"key"},

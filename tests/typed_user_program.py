@@ -20,7 +20,11 @@ def loss_fn(params: Params, tokens: jax.Array, labels: jax.Array) -> jax.Array:
     x = jnp.tanh(jaxops.embedding(params["table"], tokens))
     loss, aux = jaxops.linear_cross_entropy(x, params["head"], labels, return_aux=True)
     assert_type(aux, jaxops.LinearCrossEntropyAux)
-    return loss + jaxops.linear_cross_entropy(x, params["head"], labels, reduction="sum")
+    log_probs = jaxops.linear_log_probs(x, params["head"], labels)
+    assert_type(log_probs, jax.Array)
+    _, entropy = jaxops.linear_log_probs(x, params["head"], labels, temperature=0.7, return_entropy=True)
+    assert_type(entropy, jax.Array)
+    return loss + jaxops.linear_cross_entropy(x, params["head"], labels, row_weight=log_probs, reduction="sum")
 
 
 def step(params: Params, opt_state: optax.OptState, tokens: jax.Array, labels: jax.Array) -> Step:

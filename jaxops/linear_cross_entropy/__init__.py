@@ -2,6 +2,7 @@
 
 from jaxops.linear_cross_entropy.api import LinearCrossEntropyAux as LinearCrossEntropyAux
 from jaxops.linear_cross_entropy.api import linear_cross_entropy as linear_cross_entropy
+from jaxops.linear_cross_entropy.linear_log_probs import linear_log_probs as linear_log_probs
 from jaxops.linear_cross_entropy.vocab_parallel import OnlineMaxSum as OnlineMaxSum
 from jaxops.linear_cross_entropy.vocab_parallel import (
     fused_cross_entropy_loss_with_max_sum as fused_cross_entropy_loss_with_max_sum,

@@ -6,24 +6,25 @@ import jax
 import jax.numpy as jnp
 
 import lowering
-from jaxops._checks.attributes import INT32_MAX, require_bool, require_choice, require_integer, require_real
+from jaxops._checks.attributes import require_bool, require_choice, require_integer, require_real
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
 from jaxops._checks.ids import differ_from, wide_ids
 from jaxops._checks.operands import as_arrays, as_optional
 from jaxops._primitive.sharding import agreeing, laid_out_as
-from jaxops.linear_cross_entropy.column_tiles import default_tile_logits
 from jaxops.linear_cross_entropy.grad_in_forward import row_losses, summed_cross_entropy
-from jaxops.linear_cross_entropy.logits import (
-    SKIPPED,
-    RowStatistics,
-    RowWeights,
-    Targets,
-    broadcast_rows,
-    target_total,
+from jaxops.linear_cross_entropy.logits import SKIPPED, RowStatistics, RowWeights, Targets, target_total
+from jaxops.linear_cross_entropy.operands import (
+    by_class,
+    check_chunk_rows,
+    check_layer,
+    check_softcap,
+    is_floating,
+    merged_statistics,
+    nan_unless,
+    strategy_for,
+    zero_unless,
 )
-from jaxops.linear_cross_entropy.operator import check_linear, linear_row_statistics
-from jaxops.linear_cross_entropy.row_chunks import SMALL_LOGITS
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 
 _NAME = "linear_cross_entropy"
@@ -60,6 +61,7 @@ def linear_cross_entropy(
     *,
     bias: jax.Array | None = ...,
     class_weight: jax.Array | None = ...,
+    row_weight: jax.Array | None = ...,
     ignore_index: int = ...,
     label_smoothing: float = ...,
     z_loss: float = ...,
@@ -79,6 +81,7 @@ def linear_cross_entropy(
     *,
     bias: jax.Array | None = ...,
     class_weight: jax.Array | None = ...,
+    row_weight: jax.Array | None = ...,
     ignore_index: int = ...,
     label_smoothing: float = ...,
     z_loss: float = ...,
@@ -97,6 +100,7 @@ def linear_cross_entropy(
     *,
     bias: jax.Array | None = None,
     class_weight: jax.Array | None = None,
+    row_weight: jax.Array | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -111,11 +115,13 @@ def linear_cross_entropy(
     """Computes the cross entropy between labels and the softmax of x weight^T + bias, without keeping the logits.
 
     With z = x weight^T + bias (then softcap tanh(z / softcap)), lse = log sum_c exp z_c, class weights w, smoothing s
-    and V classes, the loss of a row with label y is
+    and V classes, the loss of a row with label y and row weight r is
 
-        (1 - s) w_y (lse - z_y) + s / V sum_c w_c (lse - z_c) + z_loss lse^2
+        r ((1 - s) w_y (lse - z_y) + s / V sum_c w_c (lse - z_c) + z_loss lse^2)
 
-    and with label probabilities q it is sum_c ((1 - s) q_c + s / V) w_c (lse - z_c) + z_loss lse^2. Both are PyTorch's.
+    and with label probabilities q it is r (sum_c ((1 - s) q_c + s / V) w_c (lse - z_c) + z_loss lse^2). Both are
+    PyTorch's. "mean" is the sum of the losses, divided by the sum of r w_y over the kept rows, or of r with
+    probabilities.
 
     Args:
       x: (..., H), floating point.
@@ -124,14 +130,18 @@ def linear_cross_entropy(
         `ignore_index` makes the loss NaN.
       bias: (V,), floating point. None means no bias.
       class_weight: (V,), floating point. None means ones.
+      row_weight: (...), floating point, the shape of the rows. None means ones. That of an ignored row counts nowhere,
+        whatever it is. A weight of 0 takes a row out of the loss, but its x must be finite.
       ignore_index: rows with this label are skipped, whatever they hold: their loss and gradients are 0. On one device
         and inside shard_map, the matrix products leave out whole chunks of skipped rows, wherever those rows lie,
         unless aux is returned. Has no effect on probabilities.
-      label_smoothing: s, from 0 to 1.
+      label_smoothing: s, from 0 to 1. The label's target is 1 - s + s / V and that of each other class s / V, as with
+        PyTorch and `optax.smooth_labels`. Flax's examples have 1 - s and s / (V - 1) instead, which is s V / (V - 1)
+        here, and subtract the entropy of these targets, a constant.
       z_loss: the weight of lse^2.
       softcap: the bound of the logits. None means unbounded.
-      reduction: "none", "sum" or "mean". "mean" divides the sum by the summed class weights of the kept rows; for
-        probabilities, by the number of rows. The mean of no rows is NaN, with gradients of zero.
+      reduction: "none", "sum" or "mean". The mean of no rows, or of weights that add up to 0, is NaN, with gradients of
+        zero.
       transpose_weight: whether weight is (H, V).
       vocab_axis: inside shard_map, the mesh axis over which V is split. weight, bias, class_weight and probabilities
         are then this device's part, while labels and predictions count all classes. x and labels are the same along the
@@ -170,10 +180,12 @@ def linear_cross_entropy(
       before z, and multiplies rows by their factors in float32. What cancels at the label is float32, too. Rows whose
       logits exceed r by 59 or more are computed again with their own maximum.
 
-      Differentiable in x, weight, bias, class_weight and probabilities, in forward and reverse mode and repeatedly.
+      Differentiable in x, weight, bias, class_weight, row_weight and probabilities, in forward and reverse mode and
+      repeatedly.
 
     Meshes:
-      Any axis may be split. On an explicit mesh, labels that are split differently from the rows of x are resharded.
+      Any axis may be split. On an explicit mesh, labels and row weights that are split differently from the rows of x
+      are resharded.
 
     Example:
       >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
@@ -187,31 +199,34 @@ def linear_cross_entropy(
     """
     x, weight, labels = as_arrays(_NAME, {"x": x, "weight": weight, "labels": labels})
     bias, class_weight = as_optional(_NAME, "bias", bias), as_optional(_NAME, "class_weight", class_weight)
+    row_weight = as_optional(_NAME, "row_weight", row_weight)
     ignore_index = require_integer(_NAME, "ignore_index", ignore_index)
     rule = "be a number from 0 to 1"
     label_smoothing = require_real(_NAME, "label_smoothing", label_smoothing, rule, least=0, most=1)
     z_loss = require_real(_NAME, "z_loss", z_loss, "be a finite number or a 0-d array of one", traced=True)
-    if softcap is not None:
-        softcap = require_real(_NAME, "softcap", softcap, "be a positive number that float32 can hold", above=0)
-    if chunk_rows is not None:
-        rule = f"be a positive integer up to {INT32_MAX}"
-        chunk_rows = require_integer(_NAME, "chunk_rows", chunk_rows, rule, least=1, most=INT32_MAX)
+    softcap, chunk_rows = check_softcap(_NAME, softcap), check_chunk_rows(_NAME, chunk_rows)
     require_choice(_NAME, "reduction", reduction, _REDUCTIONS)
     require_choice(_NAME, "strategy", strategy, _STRATEGIES)
     require_bool(_NAME, "transpose_weight", transpose_weight)
     require_bool(_NAME, "return_aux", return_aux)
-    weight = _by_class(weight, transpose_weight)
-    _check_operands(x, weight, labels, bias, class_weight)
-    x, labels = agreeing("... h, ... v ->" if _are_probabilities(labels) else "... h, ... ->", x, labels)
-    vocabulary = Vocabulary.of(weight.shape[0], vocab_axis)
-    describe = _by_probabilities if _are_probabilities(labels) else _by_labels
+    weight = by_class(_NAME, weight, transpose_weight)
+    check_layer(_NAME, x, weight, bias=bias, class_weight=class_weight)
+    _check_rows(x, labels, weight.shape[0], row_weight)
+    x, labels, row_weight = _agreeing_rows(x, labels, row_weight)
+    vocabulary = Vocabulary.of(_NAME, weight.shape[0], vocab_axis)
+    describe = _by_probabilities if is_floating(labels) else _by_labels
     task = describe(labels, class_weight, ignore_index, label_smoothing, vocabulary, accumulation_dtype(x.dtype))
     square = jnp.where(task.kept, jnp.asarray(z_loss, task.divisor.dtype), 0)
     weights = RowWeights(task.label_weight, task.target_weight, square)
+    if row_weight is not None:
+        kept = laid_out_as(task.kept, jax.typeof(row_weight).sharding)
+        row_weight = jnp.where(kept, row_weight.astype(square.dtype), jnp.zeros_like(row_weight, square.dtype))
+        weights = RowWeights(*(row_weight * of_term for of_term in weights))
+        task = task._replace(divisor=row_weight * task.divisor)
 
     # A skipped row may hold NaN, which a gradient of zero would not remove. Aux describes skipped rows, too.
     live = task.kept | jnp.all(jnp.isfinite(x), axis=-1) if return_aux else task.kept
-    x = _zero_unless(live, x)
+    x = zero_unless(live, x)
     targets = task.targets._replace(labels=jnp.where(live, task.targets.labels, SKIPPED))
     bias = jnp.zeros((0,), x.dtype) if bias is None else bias
     scalar = reduction != "none" and not return_aux and vocab_axis is None
@@ -219,39 +234,18 @@ def linear_cross_entropy(
     if strategy == "grad_in_forward":
         total = summed_cross_entropy(x, weight, bias, targets, weights, softcap=softcap, chunk_rows=chunk_rows)
         return _reduced(total, task, reduction)
-    keep_logits = strategy == "full"
-    tile_logits = None if keep_logits else _tile_logits(task.kept.size, weight.shape, chunk_rows)
-    params: dict[str, Any] = {"softcap": softcap, "tile_logits": tile_logits, "keep_logits": keep_logits}
-    rows = _merged_statistics(x, weight, bias, targets, vocabulary, metrics=return_aux, **params)
+    options: dict[str, Any] = {"softcap": softcap, "keep_logits": strategy == "full", "chunk_rows": chunk_rows}
+    rows = merged_statistics(x, weight, bias, targets, vocabulary, metrics=return_aux, **options)
     losses = row_losses(rows, vocabulary.sum(target_total(targets, rows.log_sum_exp)), weights)
     loss = losses if reduction == "none" else _reduced(jnp.sum(losses), task, reduction)
     return (loss, _aux(rows, labels, task.kept, vocabulary)) if return_aux else loss
 
 
-def _zero_unless(live: jax.Array, x: jax.Array) -> jax.Array:
-    is_live = broadcast_rows(live)
-    if is_live.shape == x.shape:  # a single feature: nothing is broadcast, so an explicit mesh wants one layout
-        is_live = laid_out_as(is_live, jax.typeof(x).sharding)
-    return jnp.where(is_live, x, jnp.zeros_like(x))
-
-
-def _merged_statistics(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array,
-    targets: Targets,
-    vocabulary: Vocabulary,
-    *,
-    metrics: bool,
-    **params: Any,
-) -> RowStatistics:
-    """The statistics of rows over the whole vocabulary."""
-    if vocabulary.axis is not None and x.dtype == jnp.float16:
-        # Every part of the vocabulary contributes a share of x's gradient. For a mean these are too small for float16,
-        # so they are added in float32.
-        x = x.astype(jnp.float32)
-    rows = linear_row_statistics(x, weight, bias, targets, metrics=metrics, **params)
-    return vocabulary.merge(rows, targets, metrics=metrics)
+def _agreeing_rows(x: jax.Array, labels: jax.Array, row_weight: Any) -> tuple[jax.Array, jax.Array, Any]:
+    of_labels = "... v" if is_floating(labels) else "..."
+    if row_weight is None:
+        return *agreeing(f"... h, {of_labels} ->", x, labels), None
+    return tuple(agreeing(f"... h, {of_labels}, ... ->", x, labels, row_weight))
 
 
 class _Task(NamedTuple):
@@ -272,7 +266,7 @@ def _by_labels(
     weights = jnp.ones(vocabulary.columns, dtype) if class_weight is None else class_weight.astype(dtype)
     of_label = zeros + 1 if class_weight is None else vocabulary.weights_of(labels, weights)
     of_label = jnp.where(kept, of_label, zeros)
-    of_label = _nan_unless(~kept | ((labels >= 0) & (labels < vocabulary.classes)), of_label)
+    of_label = nan_unless(~kept | ((labels >= 0) & (labels < vocabulary.classes)), of_label)
     shared = weights if smoothing else jnp.zeros((0,), dtype)
     targets = Targets(vocabulary.local(labels), shared, jnp.zeros((*labels.shape, 0), dtype))
     smooth = jnp.where(kept, zeros + smoothing / vocabulary.classes, zeros)
@@ -300,18 +294,12 @@ def _reduced(total: jax.Array, task: _Task, reduction: str) -> jax.Array:
     divisor = jnp.sum(task.divisor)
     # The mean of nothing is NaN. Its gradients are zero, like those of skipped rows, so 1 / 0 must not reach them.
     is_zero = divisor == 0
-    return _nan_unless(~is_zero, total / jnp.where(is_zero, 1, divisor))
-
-
-@jax.jit
-def _nan_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
-    """`x` where valid, else NaN. Jitted even outside jit, so that `jax.debug_nans` only sees NaN in the result."""
-    return jnp.where(valid, x, jnp.nan)
+    return nan_unless(~is_zero, total / jnp.where(is_zero, 1, divisor))
 
 
 def _aux(rows: RowStatistics, labels: jax.Array, kept: jax.Array, vocabulary: Vocabulary) -> LinearCrossEntropyAux:
     lse = rows.max_logit + rows.log_sum_exp
-    likeliest = vocabulary.argmax(labels) if _are_probabilities(labels) else wide_ids(labels)
+    likeliest = vocabulary.argmax(labels) if is_floating(labels) else wide_ids(labels)
     correct = kept & (rows.prediction.astype(likeliest.dtype) == likeliest)
     return LinearCrossEntropyAux(
         lse, correct.astype(lse.dtype), rows.prediction, rows.log_sum_exp - rows.mean_logit, kept
@@ -319,56 +307,24 @@ def _aux(rows: RowStatistics, labels: jax.Array, kept: jax.Array, vocabulary: Vo
 
 
 def _resolve(strategy: str, x: jax.Array, logits_size: Any, scalar: bool) -> str:
-    """The strategy that runs, from shapes, arguments and `lowering.use`; a symbolic size may have any value."""
+    """The strategy that runs."""
     reason = "as asked"
-    asks_for_kernels = lowering.current_selection().request(_NAME).startswith(("pallas", "interpret"))
-    if strategy == "auto" and asks_for_kernels and x.dtype.itemsize == 2:
-        # All kernels take 16 bits. Those for GPUs refuse float32, which matrix units would round.
-        strategy, reason = "recompute", "which is what the kernels do"
-    elif strategy == "auto" and jax.export.is_symbolic_dim(logits_size):
-        strategy, reason = "full", f"as {logits_size} logits may be few"
-    elif strategy == "auto" and logits_size <= SMALL_LOGITS:
-        strategy, reason = "full", f"as {logits_size:,} logits are at most {SMALL_LOGITS:,}"
-    elif strategy == "auto":
-        strategy, reason = "grad_in_forward", f"as {logits_size:,} logits are more than {SMALL_LOGITS:,}"
+    if strategy == "auto":
+        strategy, reason = strategy_for(x, logits_size)
     if strategy == "grad_in_forward" and not scalar:
         strategy, reason = "recompute", f"{reason}, and the loss is not a scalar without aux on one shard"
     lowering.note(f"{_NAME}: strategy {strategy}, {reason}")
     return strategy
 
 
-def _tile_logits(rows: Any, weight_shape: tuple[int, ...], chunk_rows: int | None) -> int | None:
-    """How many logits exist at a time: those of as many whole rows as the user says. A symbolic vocabulary: all."""
-    vocabulary, features = weight_shape
-    if jax.export.is_symbolic_dim(vocabulary):
-        return None
-    return default_tile_logits(rows, features) if chunk_rows is None else chunk_rows * vocabulary
-
-
-def _are_probabilities(labels: jax.Array) -> bool:
-    return bool(jnp.issubdtype(labels.dtype, jnp.floating))
-
-
-def _by_class(weight: jax.Array, transposed: bool) -> jax.Array:
-    """The weight as (V, H)."""
-    if not transposed:
-        return weight
-    require(weight.ndim == 2, _NAME, "weight", "have shape (H, V)", weight)
-    return weight.T
-
-
-def _check_operands(x: jax.Array, weight: jax.Array, labels: jax.Array, bias: Any, class_weight: Any) -> None:
-    check_linear(x, weight)
-    require(weight.dtype == x.dtype, _NAME, "weight", f"have x's dtype {x.dtype}", weight)
-    rows, classes = x.shape[:-1], weight.shape[0]
-    if _are_probabilities(labels):
-        require(
-            labels.shape == (*rows, classes), _NAME, "labels", f"have shape {[*rows, classes]} as probabilities", labels
-        )
+def _check_rows(x: jax.Array, labels: jax.Array, classes: Any, row_weight: Any) -> None:
+    rows = x.shape[:-1]
+    if is_floating(labels):
+        rule = f"have shape {[*rows, classes]} as probabilities"
+        require(labels.shape == (*rows, classes), _NAME, "labels", rule, labels)
     else:
         integers = bool(jnp.issubdtype(labels.dtype, jnp.integer))
         require(integers, _NAME, "labels", "be integers, or floating-point probabilities", labels)
         require(labels.shape == rows, _NAME, "labels", f"have shape {list(rows)}, as x has rows", labels)
-    for argument, value in (("bias", bias), ("class_weight", class_weight)):
-        valid = value is None or (value.shape == (classes,) and bool(jnp.issubdtype(value.dtype, jnp.floating)))
-        require(valid, _NAME, argument, f"be a floating-point array of shape [{classes}]", value)
+    valid = row_weight is None or (row_weight.shape == rows and is_floating(row_weight))
+    require(valid, _NAME, "row_weight", f"be a floating-point array of shape {list(rows)}", row_weight)

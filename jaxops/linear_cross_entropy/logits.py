@@ -108,6 +108,14 @@ def linear_logits(x: jax.Array, weight: jax.Array, bias: jax.Array, softcap: flo
     return _bounded(logits, softcap)
 
 
+def scaled(logits: jax.Array, scale: Arrays) -> jax.Array:
+    """Logits times the scale of their row, (...); `scale` has one entry, or none for 1."""
+    if not scale:
+        return logits
+    # A forbidden column stays one; in forward mode, the scale's tangent times -inf would be NaN.
+    return jnp.where(logits == -jnp.inf, logits, broadcast_rows(scale[0]) * logits)
+
+
 def logits_of_zero(bias: jax.Array, columns: int, softcap: float | None, dtype: Any) -> jax.Array:
     """The logits (V,) of x = 0."""
     return _bounded(bias.astype(dtype), softcap) if is_present(bias) else jnp.zeros(columns, dtype)
@@ -243,19 +251,25 @@ def linear_gradients(
     softcap: float | None,
     needs: Needs,
     weight_sum: jax.Array | None = None,
+    scale: Arrays = (),
 ) -> tuple[Arrays, Arrays]:
     """The gradients ((x, row target), (weight, bias, shared target)), accumulated in float32; empty if not needed.
 
-    The weight gradient is added to `weight_sum`, if there is one.
+    The weight gradient is added to `weight_sum`, if there is one. `logits` are those before they are `scaled`. With a
+    scale, the first tuple also has the sum over columns of the scaled logits' cotangent times (logits - maximum).
 
     The cotangent of the logits is rounded to the dtype of x before the matrix products, as in the documented operators,
     so that 16-bit inputs run on 16-bit matrix units. The sum for the bias is taken before.
     """
     dtype, batch = accumulation_dtype(x.dtype), tuple(range(x.ndim - 1))
+    bounded, logits = logits, scaled(logits, scale)
     cotangent = _logits_cotangent(terms, targets, logits)
+    along_logits = tuple(jnp.sum(cotangent * _finite(logits - broadcast_rows(terms.maximum)), axis=-1) for _ in scale)
+    for factor in scale:
+        cotangent = broadcast_rows(factor) * cotangent
     if softcap is not None:
-        cotangent = cotangent * (1 - jnp.square(logits / softcap))
-    bound = functools.partial(_cotangent_bound, terms, targets)
+        cotangent = cotangent * (1 - jnp.square(bounded / softcap))
+    bound = functools.partial(_cotangent_bound, terms, targets, scale)
     needed = needs.x, needs.weight
     x_grad, weight_grad = rounded_products(needed, cotangent, bound, x, weight, weight_sum)
     bias_grad = shared_grad = jnp.zeros((0,), dtype)
@@ -265,18 +279,20 @@ def linear_gradients(
     if needs.shared_target:
         shared_grad = jnp.sum(target_grad, axis=batch)
     row_grad = target_grad if needs.row_target else target_grad[..., :0]
-    return (x_grad, row_grad), (weight_grad, bias_grad, shared_grad)
+    return (x_grad, row_grad, *along_logits), (weight_grad, bias_grad, shared_grad)
 
 
-def _cotangent_bound(terms: CotangentTerms, targets: Targets) -> jax.Array:
+def _cotangent_bound(terms: CotangentTerms, targets: Targets, scale: Arrays) -> jax.Array:
     """An upper bound for the cotangent of each row of logits, within a small factor."""
     # exp(-d) d is below 1, so the slope itself bounds its term.
     slope = jnp.zeros_like(terms.label) if terms.softmax_slope is None else jnp.abs(terms.softmax_slope)
     bound = jnp.abs(terms.softmax) + slope + jnp.abs(terms.label)
-    if not targets.weighted:
-        return bound
-    weights = jnp.abs(targets.row if is_present(targets.row) else targets.shared)
-    return bound + jnp.abs(terms.target) * jnp.max(weights, axis=-1).astype(bound.dtype)
+    if targets.weighted:
+        weights = jnp.abs(targets.row if is_present(targets.row) else targets.shared)
+        bound = bound + jnp.abs(terms.target) * jnp.max(weights, axis=-1).astype(bound.dtype)
+    for factor in scale:
+        bound = jnp.abs(factor) * bound
+    return bound
 
 
 def _logits_cotangent(terms: CotangentTerms, targets: Targets, logits: jax.Array) -> jax.Array:

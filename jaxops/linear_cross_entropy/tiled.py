@@ -29,7 +29,14 @@ from jaxops.linear_cross_entropy.logits import (
     no_columns,
     row_statistics,
     row_sums,
+    scaled,
 )
+
+# How many operands come before the scale: of `tiled_gradients`, and of these, how many have rows.
+_UNSCALED = 13
+_UNSCALED_ROWS = 10
+# The gradients of weight, bias and shared target.
+_COLUMN_SUMS = 3
 
 
 def tiled_statistics(
@@ -39,7 +46,7 @@ def tiled_statistics(
     labels: jax.Array,
     shared_target: jax.Array,
     row_target: jax.Array,
-    *,
+    *scale: jax.Array,
     softcap: float | None,
     tile_logits: int | None,
     metrics: bool,
@@ -48,20 +55,22 @@ def tiled_statistics(
     x = x.astype(weight.dtype)
     # Probabilities are too large to be reordered, and metrics are wanted for all rows.
     live = None if is_present(row_target) or metrics else live_rows(labels)
-    operands = (x, labels, row_target)
+    operands = (x, labels, row_target, *scale)
     rows = operands if live is None else tuple(map(live.take, operands))
 
     def add_tile(sums: Arrays, tile: Tile) -> Arrays:
         weight_part, bias_part, shared_part = tile.of(weight), tile.of(bias), tile.of(shared_target)
 
-        def add(_: Arrays, sums: Arrays, x: jax.Array, labels: jax.Array, row_part: jax.Array) -> tuple[Arrays, Arrays]:
+        def add(_: Arrays, sums: Arrays, *chunk: jax.Array) -> tuple[Arrays, Arrays]:
+            x, labels, row_part, *scale = chunk
             targets = Targets(tile.local(labels), shared_part, row_part)
-            here = row_sums(linear_logits(x, weight_part, bias_part, softcap), targets, metrics=metrics)
+            logits = scaled(linear_logits(x, weight_part, bias_part, softcap), tuple(scale))
+            here = row_sums(logits, targets, metrics=metrics)
             here = here._replace(prediction=tile.global_columns(here.prediction))
             return added(RowSums(*sums), here, (tile.precedes(labels), targets.labels >= 0)), ()
 
-        x, labels, row_target = rows
-        chunk = (x, labels, tile.of(row_target, row_target.ndim - 1))
+        x, labels, row_target, *scale = rows
+        chunk = (x, labels, tile.of(row_target, row_target.ndim - 1), *scale)
         return add((), sums, *chunk)[0] if live is None else live.fold(add, (), sums, chunk)[0]
 
     no_sums = no_columns(rows[1].shape, accumulation_dtype(x.dtype))
@@ -88,54 +97,57 @@ def tiled_gradients(
 ) -> Arrays:
     """The gradients of x, weight, bias, shared and row targets, from the cotangent of the logits.
 
-    Operands are the fields of `CotangentTerms`, the operands of `tiled_statistics`, and the logits, (..., 0) if not
-    kept.
+    Operands are the fields of `CotangentTerms`, the operands of `tiled_statistics` without the scale, the logits before
+    they are `scaled`, (..., 0) if not kept, and the scale, if any. With one, the last result is as in
+    `linear_gradients`.
     """
-    *terms, x, weight, bias, labels, shared_target, row_target, logits = operands
+    *terms, x, weight, bias, labels, shared_target, row_target, logits = operands[:_UNSCALED]
+    scale = operands[_UNSCALED:]
     x_dtype, x = x.dtype, x.astype(weight.dtype)
     live = None if is_present(row_target) or is_present(logits) else live_rows(labels)
     # Fillers must get probabilities of 0: their logits are the bias, and exp(bias) alone may overflow.
-    fills = (0, 0, 0, 0, 0, jnp.inf, 0, 0, 0, 0)
-    rows = (*terms, x, labels, row_target, logits)
+    fills = (0, 0, 0, 0, 0, jnp.inf, 0, 0, 0, 0, *(1 for _ in scale))
+    rows = (*terms, x, labels, row_target, logits, *scale)
     if live is not None:
         rows = tuple(map(live.take, rows, fills))
     shared = (weight, bias, shared_target)
     zeros = functools.partial(_zeros_if, dtype=accumulation_dtype(x.dtype))
 
     def add_tile(carry: Arrays, tile: Tile) -> Arrays:
-        x_grad, row_grad, *gradients = carry
+        of_rows, of_columns = carry[:-_COLUMN_SUMS], carry[-_COLUMN_SUMS:]
         weight_part, bias_part, shared_part = map(tile.of, shared)
 
         def add(sums: Arrays, results: Arrays, *chunk: jax.Array) -> tuple[Arrays, Arrays]:
-            *terms, x, labels, row_part, logits = chunk
+            *terms, x, labels, row_part, logits = chunk[:_UNSCALED_ROWS]
             row_terms = CotangentTerms(*terms) if metrics else CotangentTerms(*terms)._replace(softmax_slope=None)
             if not is_present(logits):
                 logits = linear_logits(x, weight_part, bias_part, softcap)
             targets = Targets(tile.local(labels), shared_part, row_part)
-            of_rows, of_columns = linear_gradients(row_terms, x, weight_part, targets, logits, softcap, needs)
-            added_columns = tuple(total + part for total, part in zip(sums, of_columns, strict=True))
-            return (results[0] + of_rows[0], of_rows[1]), added_columns
+            arguments = (row_terms, x, weight_part, targets, logits, softcap, needs)
+            parts, column_parts = linear_gradients(*arguments, scale=chunk[_UNSCALED_ROWS:])
+            # All row results are sums over tiles, except the gradient of row targets: each of its columns is in one.
+            totals = (total + part for total, part in zip(results[2:], parts[2:], strict=True))
+            added_columns = tuple(total + part for total, part in zip(sums, column_parts, strict=True))
+            return (results[0] + parts[0], parts[1], *totals), added_columns
 
-        *others, row_target, logits = rows
-        chunk = (*others, tile.of(row_target, row_target.ndim - 1), logits)
+        *others, row_target = rows[: _UNSCALED_ROWS - 1]
+        chunk = (*others, tile.of(row_target, row_target.ndim - 1), *rows[_UNSCALED_ROWS - 1 :])
         sums: Arrays = (
             zeros(needs.weight, tile.columns, x.shape[-1]),
             zeros(needs.bias, tile.columns),
             zeros(needs.shared_target, tile.columns),
         )
-        if live is None:
-            (x_grad, row_part), sums = add(sums, (x_grad, row_grad), *chunk)
-        else:
-            # Rows are only reordered if they have no targets of their own, so there is no gradient of those.
-            (x_grad, row_part), sums = live.fold(add, sums, (x_grad, row_grad), chunk)
-        row_grad = tile.put(row_grad, row_part.astype(row_grad.dtype), row_grad.ndim - 1)
-        pairs = zip(gradients, sums, strict=True)
-        return x_grad, row_grad, *(tile.put(total, part.astype(total.dtype)) for total, part in pairs)
+        # Rows are only reordered if they have no targets of their own, so there is no gradient of those.
+        parts, sums = add(sums, of_rows, *chunk) if live is None else live.fold(add, sums, of_rows, chunk)
+        row_grad = tile.put(of_rows[1], parts[1].astype(of_rows[1].dtype), of_rows[1].ndim - 1)
+        pairs = zip(of_columns, sums, strict=True)
+        return parts[0], row_grad, *parts[2:], *(tile.put(total, part.astype(total.dtype)) for total, part in pairs)
 
     batch = rows[0].shape
     start = (
         jnp.zeros((*batch, x.shape[-1] if needs.x else 0), accumulation_dtype(x.dtype)),
         jnp.zeros((*batch, weight.shape[0] if needs.row_target else 0), row_target.dtype),
+        *(jnp.zeros_like(row_scale, shape=batch) for row_scale in scale),
         zeros(needs.weight, *weight.shape).astype(weight.dtype),
         zeros(needs.bias, weight.shape[0]).astype(bias.dtype),
         zeros(needs.shared_target, weight.shape[0]).astype(shared_target.dtype),
@@ -143,7 +155,7 @@ def tiled_gradients(
     columns = None
     if not is_present(logits):
         columns = tile_columns(labels.size if live is None else live.chunk_rows, weight.shape, tile_logits)
-    x_grad, row_grad, *gradients = fold_columns(add_tile, varying_with(start, operands), weight.shape[0], columns)
-    if live is not None:
-        x_grad, row_grad = live.restore(x_grad), live.restore(row_grad)
-    return (x_grad.astype(x_dtype), *gradients, row_grad)
+    folded = fold_columns(add_tile, varying_with(start, operands), weight.shape[0], columns)
+    of_rows, of_columns = folded[:-_COLUMN_SUMS], folded[-_COLUMN_SUMS:]
+    x_grad, row_grad, *along_logits = of_rows if live is None else map(live.restore, of_rows)
+    return (x_grad.astype(x_dtype), *of_columns, row_grad, *along_logits)

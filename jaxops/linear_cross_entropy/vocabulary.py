@@ -18,11 +18,11 @@ class Vocabulary(NamedTuple):
     axis: str | None
 
     @classmethod
-    def of(cls, columns: int, axis: str | None) -> "Vocabulary":
+    def of(cls, operator: str, columns: int, axis: str | None) -> "Vocabulary":
         """The vocabulary, from the number of columns on this device."""
         if axis is None:
             return cls(columns, columns, None)
-        return cls(columns, columns * sharding.axis_size("linear_cross_entropy", "vocab_axis", axis), axis)
+        return cls(columns, columns * sharding.axis_size(operator, "vocab_axis", axis), axis)
 
     @property
     def first(self) -> jax.Array | int:

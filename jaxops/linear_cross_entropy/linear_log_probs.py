@@ -1,0 +1,222 @@
+"""The public function `linear_log_probs`: log-probabilities of tokens without the logits of a vocabulary."""
+
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import lowering
+from jaxops._checks.attributes import require_bool, require_integer, require_real
+from jaxops._checks.dtypes import accumulation_dtype
+from jaxops._checks.errors import require
+from jaxops._checks.ids import differ_from, wide_ids
+from jaxops._checks.operands import as_array, as_arrays, as_optional
+from jaxops._primitive.sharding import agreeing, laid_out_as
+from jaxops.linear_cross_entropy.logits import SKIPPED, Targets
+from jaxops.linear_cross_entropy.operands import (
+    by_class,
+    check_chunk_rows,
+    check_layer,
+    check_softcap,
+    is_floating,
+    merged_statistics,
+    nan_unless,
+    strategy_for,
+    zero_unless,
+)
+from jaxops.linear_cross_entropy.vocabulary import Vocabulary
+
+_NAME = "linear_log_probs"
+
+
+@overload
+def linear_log_probs(
+    x: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = ...,
+    temperature: float | jax.Array = ...,
+    softcap: float | None = ...,
+    ignore_index: int = ...,
+    transpose_weight: bool = ...,
+    vocab_axis: str | None = ...,
+    chunk_rows: int | None = ...,
+    return_entropy: Literal[False] = ...,
+) -> jax.Array: ...
+@overload
+def linear_log_probs(
+    x: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = ...,
+    temperature: float | jax.Array = ...,
+    softcap: float | None = ...,
+    ignore_index: int = ...,
+    transpose_weight: bool = ...,
+    vocab_axis: str | None = ...,
+    chunk_rows: int | None = ...,
+    return_entropy: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+def linear_log_probs(
+    x: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    temperature: float | jax.Array = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    transpose_weight: bool = False,
+    vocab_axis: str | None = None,
+    chunk_rows: int | None = None,
+    return_entropy: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes the log-probability of each label under softmax((x weight^T + bias) / temperature), without the logits.
+
+    With z = x weight^T + bias (then softcap tanh(z / softcap)) and t the row's temperature, the results for a row with
+    label y are
+
+        log p_y = z_y / t - log sum_c exp(z_c / t)
+        entropy = -sum_c p_c log p_c
+
+    Policy-gradient losses such as those of PPO, GRPO and DPO, distillation and scoring are made of these.
+
+    Args:
+      x: (..., H), floating point.
+      weight: (V, H), or (H, V) with `transpose_weight`; the dtype of x.
+      labels: (...) integers in [0, V). The log-probability of a label that is neither a class nor `ignore_index` is
+        NaN.
+      bias: (V,), floating point. None means no bias.
+      temperature: a positive number, a 0-d array, or (...) floating point, one for each row. Values in arrays are not
+        checked, but rows whose temperature is not positive become NaN.
+      softcap: the bound of the logits, before the temperature. None means unbounded.
+      ignore_index: rows with this label are skipped, whatever they hold: their results and gradients are 0. On one
+        device and inside shard_map, the matrix products leave out whole chunks of skipped rows, unless the entropy is
+        returned.
+      transpose_weight: whether weight is (H, V).
+      vocab_axis: inside shard_map, the mesh axis over which V is split. weight and bias are then this device's part,
+        while labels count all classes. x, labels and temperature are the same along the axis.
+      chunk_rows: about how many rows' worth of logits exists at a time, in tiles of some columns; they are computed in
+        both passes. None keeps up to 2^24 logits between the passes; more are computed in tiles of 2^18 logits, and at
+        least 256 and H / 2 columns of all rows.
+      return_entropy: whether to return the entropy as well.
+
+    Returns:
+      The log-probabilities, (...); with `return_entropy`, the pair (log-probabilities, entropies in nats), each (...).
+      The dtype is float32, or float64 for float64.
+
+    Raises:
+      BadParamError: if a shape, dtype or attribute differs from the above.
+
+    Numerics:
+      Logits are float32 whatever the dtype of the inputs. They are divided by the temperature there, so it costs no
+      accuracy, and a large common offset of the logits costs no digits.
+
+      The gradient of the logits is rounded to the dtype of x before the matrix products, which accumulate in float32.
+
+      Differentiable in x, weight, bias and temperature, in forward and reverse mode and repeatedly.
+
+    Kernels:
+      Those of `linear_cross_entropy` compute it where `lowering.use` asks for them and the temperature is the number 1.
+
+    Example:
+      >>> x = jnp.array([[0.0, 0.0], [2.0, 0.0], [0.0, 0.0]])
+      >>> weight = jnp.array([[1.0, 0.0], [0.0, 1.0]])  # the second row's logits are 2 and 0
+      >>> log_probs, entropy = jaxops.linear_log_probs(x, weight, jnp.array([0, 0, -100]), return_entropy=True)
+      >>> print(np.exp(log_probs).round(3), np.asarray(entropy).round(3))  # the third row is ignored
+      [0.5   0.881 1.   ] [0.693 0.365 0.   ]
+
+    Source:
+      torch.nn.functional.log_softmax and gather, over a linear layer.
+    """
+    x, weight, labels = as_arrays(_NAME, {"x": x, "weight": weight, "labels": labels})
+    bias = as_optional(_NAME, "bias", bias)
+    ignore_index = require_integer(_NAME, "ignore_index", ignore_index)
+    softcap, chunk_rows = check_softcap(_NAME, softcap), check_chunk_rows(_NAME, chunk_rows)
+    require_bool(_NAME, "transpose_weight", transpose_weight)
+    require_bool(_NAME, "return_entropy", return_entropy)
+    weight = by_class(_NAME, weight, transpose_weight)
+    check_layer(_NAME, x, weight, bias=bias)
+    rows = x.shape[:-1]
+    require(bool(jnp.issubdtype(labels.dtype, jnp.integer)), _NAME, "labels", "be integers", labels)
+    require(labels.shape == rows, _NAME, "labels", f"have shape {list(rows)}, as x has rows", labels)
+    temperature = _checked_temperature(temperature, rows)
+    x, labels, temperature = _agreeing_rows(x, labels, temperature)
+    vocabulary = Vocabulary.of(_NAME, weight.shape[0], vocab_axis)
+
+    # An ignored row may hold NaN, which a gradient of zero would not remove.
+    kept, labels = differ_from(labels, ignore_index), wide_ids(labels)
+    x = zero_unless(kept, x)
+    zeros = jnp.zeros_like(labels, accumulation_dtype(x.dtype))  # laid out as labels are
+    bias = jnp.zeros((0,), x.dtype) if bias is None else bias
+    local = vocabulary.local(labels)
+    no_weights = jnp.zeros((0,), zeros.dtype), jnp.zeros((*rows, 0), zeros.dtype)
+    targets = Targets(jnp.where(kept, local, jnp.full_like(local, SKIPPED)), *no_weights)
+    scale, is_positive = _scale(temperature, kept, zeros)
+    statistics = merged_statistics(
+        x,
+        weight,
+        bias,
+        targets,
+        vocabulary,
+        softcap=softcap,
+        keep_logits=_keeps_logits(x, labels.size * weight.shape[0], chunk_rows),
+        chunk_rows=chunk_rows,
+        metrics=return_entropy,
+        scale=scale,
+    )
+    # Both are relative to the row's maximum, so a large common offset of the logits costs no digits.
+    log_probs = statistics.label_logit - statistics.log_sum_exp
+    is_class = (labels >= 0) & (labels < vocabulary.classes)
+    log_probs = _of_kept(kept, is_class & is_positive, log_probs)
+    if not return_entropy:
+        return log_probs
+    return log_probs, _of_kept(kept, is_positive, statistics.log_sum_exp - statistics.mean_logit)
+
+
+def _of_kept(kept: jax.Array, valid: jax.Array, results: jax.Array) -> jax.Array:
+    """The results of kept rows, NaN where they are not valid; 0 for the others."""
+    # On an explicit mesh, rows may be split in the results that are not split in the labels.
+    kept, valid = (laid_out_as(rows, jax.typeof(results).sharding) for rows in (kept, valid))
+    return nan_unless(~kept | valid, jnp.where(kept, results, jnp.zeros_like(results)))
+
+
+def _checked_temperature(temperature: Any, rows: tuple[int, ...]) -> Any:
+    """The temperature as a float or an array."""
+    rule = f"be a positive number, or a floating-point array of shape [] or {list(rows)}"
+    is_array = isinstance(temperature, list | tuple) or hasattr(temperature, "__jax_array__")
+    if not is_array and getattr(temperature, "shape", ()) == ():
+        return require_real(_NAME, "temperature", temperature, rule, above=0, traced=True)
+    array = as_array(_NAME, "temperature", temperature)
+    require(array.shape in ((), rows) and is_floating(array), _NAME, "temperature", rule, array)
+    return array
+
+
+def _agreeing_rows(x: jax.Array, labels: jax.Array, temperature: Any) -> tuple[jax.Array, jax.Array, Any]:
+    if np.ndim(temperature) == 0:
+        return *agreeing("... h, ... ->", x, labels), temperature
+    return tuple(agreeing("... h, ..., ... ->", x, labels, temperature))
+
+
+def _scale(temperature: Any, kept: jax.Array, zeros: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+    """The factor of each row's logits, None for 1; and where the temperature is positive."""
+    if isinstance(temperature, float):
+        scale = None if temperature == 1 else jnp.where(kept, 1 / temperature, jnp.ones_like(zeros))
+        return scale, jnp.ones_like(kept)
+    temperature = zeros + temperature.astype(zeros.dtype)
+    is_positive = temperature > 0
+    # An ignored row's temperature may be anything, too.
+    return 1 / jnp.where(kept & is_positive, temperature, jnp.ones_like(temperature)), is_positive
+
+
+def _keeps_logits(x: jax.Array, logits_size: Any, chunk_rows: int | None) -> bool:
+    """Whether reverse mode keeps the logits; says why, as `linear_cross_entropy` does."""
+    strategy, reason = strategy_for(x, logits_size)
+    if chunk_rows is not None:
+        strategy, reason = "recompute", "as chunk_rows is given"
+    strategy = "full" if strategy == "full" else "recompute"
+    lowering.note(f"{_NAME}: strategy {strategy}, {reason}")
+    return strategy == "full"
