@@ -282,7 +282,7 @@ def test_linear_log_probs_of_a_new_temperature_compile_nothing(rng):
 
 def test_linear_log_probs_at_temperature_1_multiply_nothing(rng):
     x, weight, labels = draw(rng)
-    for temperature, names in ((1, {"linear_cross_entropy"}), (2, {"linear_cross_entropy_scaled"})):
+    for temperature, names in ((1, {"linear_cross_entropy"}), (2, {"scaled_cross_entropy"})):
         fn = functools.partial(linear_log_probs, temperature=temperature)
         assert {name for name in contract.primitives(fn, x, weight, labels) if "entropy" in name} == names
 
@@ -365,8 +365,8 @@ CASE = contract.Case(
     operands=draw_rows,
     differentiable=(0, 1, 3),
     batched=(0, None, 0, 0),
-    operator="linear_cross_entropy_scaled",
-    backward="linear_cross_entropy_scaled_backward",
+    operator="scaled_cross_entropy",
+    backward="scaled_cross_entropy_backward",
 )
 
 

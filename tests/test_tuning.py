@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxops
 import lowering
 from jaxops._primitive.operator import Operator
 from lowering import select, tuning
@@ -314,5 +315,26 @@ def test_a_damaged_shipped_file_is_reported_once_and_ignored(shipped):
 
 def test_shipped_files_are_whole():
     for path in tuning._SHIPPED.glob("*.json"):
-        assert all(entry.key.target == path.stem for entry in lowering.TuningResult.load(path).entries)
+        assert all(
+            entry.key.target == path.name.partition(".")[0] for entry in lowering.TuningResult.load(path).entries
+        )
     assert [name for name, _ in versions()][:2] == ["jax", "jaxlib"]
+
+
+def test_shipped_replays_are_shown_and_choose_configurations():
+    """Where the versions are those of the files; elsewhere they say nothing."""
+    x = jax.ShapeDtypeStruct((16384, 4096), jnp.float32)
+    entry = next(
+        entry
+        for entry in lowering.TuningResult.load(tuning._SHIPPED / "tpu-v6e.replayed.json").entries
+        if entry.key.operands == ("float32[16384,4096]",) and entry.key.operator == "softmax"
+    )
+    is_known = entry.key.versions == versions()
+    (row,) = lowering.explain(jaxops.softmax, x, target="tpu-v6e").rows
+    assert row.implementation == "reference"
+    assert row.refusals[0].reason.startswith(
+        "opt-in: replayed on tpu-v6e at 0.50" if is_known else "opt-in: not measured"
+    )
+    with lowering.use("pallas"):
+        (row,) = lowering.explain(jaxops.softmax, x, target="tpu-v6e").rows
+    assert row.implementation.startswith("mosaic_tpu (tuned: block_elements=" if is_known else "mosaic_tpu")

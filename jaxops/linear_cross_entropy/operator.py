@@ -216,18 +216,18 @@ _PLAIN = _Operators(_STATISTICS, _WITH_LOGITS, _BACKWARD, _BACKWARD_OF_LOGITS)
 _SCALED_SIGNATURE = f"{_TERMS}, {_OPERANDS}, ... v, ... -> {_GRADIENTS}, ..."
 _SCALED = _Operators(
     Operator(
-        name="linear_cross_entropy_scaled",
+        name="scaled_cross_entropy",
         signature=f"{_OPERANDS}, ... -> {_RESULTS}",
         check=check,
         reference=_reference,
         derivative=_DERIVATIVE(residuals=f"{_OPERANDS}, ..., {_RESULTS}, ... v"),
     ),
     Operator(
-        name="linear_cross_entropy_scaled_with_logits",
+        name="scaled_cross_entropy_with_logits",
         signature=f"{_OPERANDS}, ... -> {_RESULTS}, ... v",
         check=check,
         reference=_reference_with_logits,
     ),
-    _backward("linear_cross_entropy_scaled_backward", _SCALED_SIGNATURE),
-    _backward("linear_cross_entropy_scaled_backward_of_logits", _SCALED_SIGNATURE),
+    _backward("scaled_cross_entropy_backward", _SCALED_SIGNATURE),
+    _backward("scaled_cross_entropy_backward_of_logits", _SCALED_SIGNATURE),
 )
