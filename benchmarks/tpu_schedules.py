@@ -213,10 +213,10 @@ def page(results: dict[str, Any]) -> str:
         name, _, target = case["name"].rpartition(" on ")
         reference, kernels = case["candidates"]["reference"], case["candidates"]["pallas"]
         times = [row.get("us") for row in (reference, kernels)]
-        roofline = min(row["roofline_us"] for row in (reference, kernels) if "us" in row)
-        by_reference, by_roofline = (ratio(times[1], other) for other in (times[0], roofline))
-        shown = ["refused" if time is None else f"{time:,.1f}" for time in times]
-        lines.append(f"| {' | '.join([name, target, *shown, f'{roofline:,.1f}', by_reference, by_roofline])} |")
+        roofline = min((row["roofline_us"] for row in (reference, kernels) if "us" in row), default=None)
+        ratios = [ratio(times[1], other) for other in (times[0], roofline)]
+        shown = ["refused" if time is None else f"{time:,.1f}" for time in (*times, roofline)]
+        lines.append(f"| {' | '.join([name, target, *shown, *ratios])} |")
     return "\n".join(lines) + "\n"
 
 

@@ -201,3 +201,15 @@ def test_linear_cross_entropy_skips_other_chunks_on_each_device(strategy, rng):
     np.testing.assert_allclose(results[0], truth, rtol=1e-5)
     np.testing.assert_allclose(results[1][0], x_grad, atol=1e-5)
     np.testing.assert_allclose(results[1][1], weight_grad, atol=1e-3)
+
+
+def test_linear_cross_entropy_allows_the_first_class_to_be_forbidden(rng):
+    """No row has that label, but rows that fill up a chunk must have none either."""
+    x, weight, labels = make_case(rng, rows=(47,), ignored=0)
+    bias = jnp.where(jnp.arange(7) == 0, -jnp.inf, 0.0)
+    loss, *gradients = value_and_gradients(
+        x, weight, np.maximum(labels, 1), bias=bias, strategy="grad_in_forward", chunk_rows=16
+    )
+    truth = expected(x, weight[1:], np.maximum(labels, 1) - 1)
+    np.testing.assert_allclose(loss, truth[0], rtol=1e-6)
+    np.testing.assert_allclose(gradients[0], truth[1], rtol=1e-4, atol=1e-7)

@@ -17,7 +17,7 @@ P is above 1 where a logit is above r. Rows in which it comes near the end of fl
 are computed again with their own maximum.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +95,58 @@ class Shared:
         return 1.0 if self.softcap is None else 1 - jnp.square(logits / self.softcap)
 
 
+class _Exponentials(NamedTuple):
+    """A chunk's exponentials, and what is known of its rows.
+
+    Attributes:
+      off_label: P, with 0 at the label and times the softcap's derivative, in the operands' dtype.
+      is_label: whether a column is the row's label.
+      rows: the statistics, relative to the reference.
+      total: the sum of all exponentials of a row.
+      label_exp: exp(z_label - reference); 0 without a label.
+      label_slope: the softcap's derivative at the label.
+      label_weight: the label's row of the weight, in float32.
+      has_label: whether the label is a column.
+    """
+
+    off_label: jax.Array
+    is_label: jax.Array
+    rows: RowStatistics
+    total: jax.Array
+    label_exp: jax.Array
+    label_slope: Any
+    label_weight: jax.Array
+    has_label: jax.Array
+
+
+def _exponentials(shared: Shared, x: jax.Array, labels: jax.Array) -> _Exponentials:
+    has_label = (labels >= 0) & (labels < shared.weight.shape[0])
+    label_weight, label_logit = shared.of_labels(x, jnp.where(has_label, labels, 0))
+    label_logit = jnp.where(has_label, label_logit, -jnp.inf)
+    first = linear_logits(x, shared.weight[:_FIRST_COLUMNS], shared.bias[:_FIRST_COLUMNS], shared.softcap)
+    reference = jnp.maximum(label_logit, jnp.max(first, axis=-1))
+    reference = jnp.where(jnp.isfinite(reference), reference, 0)
+
+    logits = linear_logits(x, shared.weight, shared.bias, shared.softcap)
+    shifted = logits - broadcast_rows(reference)
+    columns = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
+    is_label = columns == broadcast_rows(labels)
+    exp = jnp.where(is_label, 0, jnp.exp(jnp.minimum(shifted, _MOST_EXCESS)))
+    rest = jnp.sum(exp, axis=-1)
+    target_logit = jnp.zeros_like(rest)
+    if is_present(shared.target):
+        target_logit = jnp.sum(broadcast_columns(shared.target, shifted) * shifted, axis=-1)
+    # The barrier keeps what is fused into this product from being computed again in the next ones.
+    off_label = jax.lax.optimization_barrier((exp * shared.slope(logits)).astype(x.dtype))
+
+    label_exp = jnp.exp(label_logit - reference)
+    total = rest + label_exp
+    label_logit = jnp.where(has_label, label_logit - reference, 0)
+    rows = RowStatistics(reference, jnp.log(total), label_logit, target_logit, rest, labels)
+    slope = shared.slope(label_logit + reference)
+    return _Exponentials(off_label, is_label, rows, total, label_exp, slope, label_weight, has_label)
+
+
 def chunk_with_gradients(
     shared: Shared, sums: Arrays, x: jax.Array, labels: jax.Array, *weights: jax.Array
 ) -> tuple[Arrays, Arrays]:
@@ -104,38 +156,14 @@ def chunk_with_gradients(
     """
     by, dtype = RowWeights(*weights), accumulation_dtype(x.dtype)
     x = x.astype(shared.weight.dtype)
-    has_label = (labels >= 0) & (labels < shared.weight.shape[0])
-    label_weight, label_logit = shared.of_labels(x, jnp.where(has_label, labels, 0))
-    label_logit = jnp.where(has_label, label_logit, -jnp.inf)
-    first = linear_logits(x, shared.weight[:_FIRST_COLUMNS], shared.bias[:_FIRST_COLUMNS], shared.softcap)
-    reference = jnp.maximum(label_logit, jnp.max(first, axis=-1))
-    reference = jnp.where(jnp.isfinite(reference), reference, 0)
-
-    logits = linear_logits(x, shared.weight, shared.bias, shared.softcap)
-    excess = jnp.minimum(logits - broadcast_rows(reference), _MOST_EXCESS)
-    columns = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
-    is_label = columns == broadcast_rows(labels)
-    exp = jnp.where(is_label, 0, jnp.exp(excess))
-    rest = jnp.sum(exp, axis=-1)
-    target_logit = jnp.zeros_like(rest)
-    if is_present(shared.target):
-        shifted = logits - broadcast_rows(reference)
-        target_logit = jnp.sum(broadcast_columns(shared.target, shifted) * shifted, axis=-1)
-    # The barriers keep what is fused into one product from being computed again in the next.
-    exp = jax.lax.optimization_barrier((exp * shared.slope(logits)).astype(x.dtype))
-
-    label_exp = jnp.exp(label_logit - reference)  # 0 without a label
-    total = rest + label_exp
-    log_sum_exp = jnp.log(total)
-    label_logit = jnp.where(has_label, label_logit - reference, 0)
-    rows = RowStatistics(reference, log_sum_exp, label_logit, target_logit, rest, labels)
-    terms = cross_entropy_terms(rows, jnp.broadcast_to(shared.target_total, rest.shape))
-    coefficient = by.label + by.target * shared.target_total + 2 * by.square * (reference + log_sum_exp)
-    scale = coefficient / total
-    at_label = jnp.where(has_label, (scale * label_exp - by.label) * shared.slope(label_logit + reference), 0)
+    of = _exponentials(shared, x, labels)
+    terms = cross_entropy_terms(of.rows, jnp.broadcast_to(shared.target_total, of.total.shape))
+    log_sum_exp = of.rows.max_logit + of.rows.log_sum_exp
+    scale = (by.label + by.target * shared.target_total + 2 * by.square * log_sum_exp) / of.total
+    at_label = jnp.where(of.has_label, (scale * of.label_exp - by.label) * of.label_slope, 0)
     ratio = at_label / scale
-    # Near the limit, some P may have met it. A scale of 0 stands for no rows, unless their label still counts.
-    is_exact = (total < jnp.exp(_MOST_EXCESS - 1)) & jnp.isfinite(scale) & (jnp.isfinite(ratio) | (at_label == 0))
+    # Near the limit, some exponentials may have met it. A scale of 0 stands for no rows, unless their label counts.
+    is_exact = (of.total < jnp.exp(_MOST_EXCESS - 1)) & jnp.isfinite(scale) & (jnp.isfinite(ratio) | (at_label == 0))
     scale, at_label = jnp.where(is_exact, scale, 0), jnp.where(is_exact, at_label, 0)
     ratio = jnp.where(scale == 0, 0, ratio).astype(x.dtype)
 
@@ -143,18 +171,18 @@ def chunk_with_gradients(
     loss, weight_grad, bias_grad, target_x, target_weight = sums
     loss = loss + jnp.sum(jnp.where(is_exact, losses, 0))
     target_weights = jnp.where(is_exact, by.target, 0)
-    x_grad = jnp.zeros((*rest.shape, 0), dtype)
+    x_grad = jnp.zeros((*of.total.shape, 0), dtype)
     if shared.needs.x:
-        x_grad = jnp.einsum("...v,vh->...h", exp, shared.weight, preferred_element_type=dtype)
+        x_grad = jnp.einsum("...v,vh->...h", of.off_label, shared.weight, preferred_element_type=dtype)
         x_grad = jax.lax.optimization_barrier(x_grad)
-        x_grad = broadcast_rows(scale) * x_grad + broadcast_rows(at_label) * label_weight
+        x_grad = broadcast_rows(scale) * x_grad + broadcast_rows(at_label) * of.label_weight
         if is_present(shared.target):
             x_grad = x_grad - broadcast_rows(target_weights) * broadcast_columns(shared.weight_of_target, x_grad)
-    cotangent = jnp.where(is_label, broadcast_rows(ratio), exp)
+    cotangent = jnp.where(of.is_label, broadcast_rows(ratio), of.off_label)
     if shared.needs.weight:
         scaled_x = jax.lax.optimization_barrier((broadcast_rows(scale) * x.astype(dtype)).astype(x.dtype))
         weight_grad = add_product(weight_grad, cotangent, scaled_x)
-    batch = tuple(range(rest.ndim))
+    batch = tuple(range(of.total.ndim))
     if shared.needs.bias:
         bias_grad = bias_grad + jnp.sum(cotangent.astype(dtype) * broadcast_rows(scale), axis=batch)
     if is_present(shared.target):

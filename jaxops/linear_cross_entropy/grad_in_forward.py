@@ -112,10 +112,9 @@ def _reference_with_gradients(
 
     operands = (x, labels, row_target, *weights)
     targets, dtype = Targets(labels, shared_target, row_target), accumulation_dtype(x.dtype)
-    features = x.shape[-1]
     shapes = (
         (),
-        (weight.shape[0] if needs.weight else 0, features),
+        (weight.shape[0] if needs.weight else 0, x.shape[-1]),
         (bias.size if needs.bias else 0,),
         (shared_target.size if needs.shared_target else 0,),
     )
@@ -129,7 +128,7 @@ def _reference_with_gradients(
     chunk_rows = chunk_rows or fixed_reference.default_chunk_rows(*weight.shape)
     shared = fixed_reference.Shared(weight, bias, shared_target, softcap, needs)
     by_reference = functools.partial(fixed_reference.chunk_with_gradients, shared)
-    sums = (*start[:3], *(jnp.zeros(shape, dtype) for shape in ((features,), ())))
+    sums = (*start[:3], *(jnp.zeros(shape, dtype) for shape in (x.shape[-1:], ())))
     (*results, has_failed), sums = _all_chunks(by_reference, sums, (x, labels, *weights), labels, chunk_rows)
     sums = (*fixed_reference.with_target(shared, sums), start[3])
     row_grad = jnp.zeros((*labels.shape, 0), dtype)

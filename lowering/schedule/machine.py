@@ -226,20 +226,10 @@ class Machine:
         else:
             own = self._memory.address(self._name, f"#{instruction.opcode} {instruction.register}")
             address = self._operands.get(instruction.register, own)
-            self._keep_scalars(instruction, address)
+            position = _POSITION.search(" ".join(instruction.operands))
+            words = self._scalars.get(int(position[1]), ()) if position else ()
+            self._memory.hold(address, words, is_scalar=instruction.opcode.endswith(".smem"))
         return self._effect(instruction, lambda: address)
-
-    def _keep_scalars(self, instruction: Instruction, address: int) -> None:
-        """Puts down what the caller says that an operand holds, if he does."""
-        position = _POSITION.search(" ".join(instruction.operands))
-        words = self._scalars.get(int(position[1])) if position else None
-        if words is None:
-            return
-        if instruction.opcode.endswith(".smem"):
-            for offset, word in enumerate(words):
-                self._memory.store(address + offset, word)
-        else:
-            self._memory.keep_words(address, words)
 
     def _computed(self, function: Callable[..., Any], places: Sequence[int]) -> Callable[[], Any]:
         values = self._values

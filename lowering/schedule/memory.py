@@ -90,10 +90,12 @@ class ScalarMemory:
         else:
             self._words[address] = word
 
-    def keep_words(self, address: int, words: Sequence[Any]) -> None:
-        """Says what lies at an address outside of scalar memory, from where DMAs bring it."""
-        for start in (address, wrapped(address << ADDRESS_SHIFT)):
-            self._known[start] = words
+    def hold(self, address: int, words: Sequence[Any], *, is_scalar: bool) -> None:
+        """Says what lies at an address: in scalar memory, or where DMAs bring it from."""
+        if is_scalar:
+            self._words.update(enumerate(words, address))
+        elif words:
+            self._known.update(dict.fromkeys((address, wrapped(address << ADDRESS_SHIFT)), words))
 
     def fill(self, address: Any, size_bytes: int, source: Any) -> None:
         """Writes what a DMA brings."""

@@ -26,7 +26,8 @@ def place_results(memory: ScalarMemory, bundles: Sequence[Bundle], aliases: Mapp
         return
     table = memory.address(PROGRAM, "#results") + 1  # no other address is odd, shifted or not
     memory.store(at, table)
-    memory.keep_words(table, [of_many.get(result, FROM_DATA) for result in range(1 + max(of_many))])
+    words = [of_many.get(result, FROM_DATA) for result in range(1 + max(of_many))]
+    memory.hold(table, words, is_scalar=False)
 
 
 def _first_word_in_hbm(bundles: Sequence[Bundle]) -> str | None:
