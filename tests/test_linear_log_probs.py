@@ -309,6 +309,11 @@ def test_linear_log_probs_run_kernels_where_asked(rng):
     with lowering.use("pallas"):
         explained = lowering.explain(gradients, x, weight, target="tpu-v5e")
     assert [row.implementation for row in explained.rows] == ["mosaic_tpu"] * 2
+    with lowering.use("pallas"):
+        warmer = functools.partial(linear_log_probs, labels=labels, temperature=2.0)
+        explained = lowering.explain(warmer, x, weight, target="tpu-v5e")
+    assert explained.notes == ("linear_log_probs: strategy full, as 832 logits are at most 16,777,216",)
+    assert [row.implementation for row in explained.rows] == ["reference"]
     with lowering.use("interpret:mosaic_tpu"):
         actual = linear_log_probs(x, weight, labels, return_entropy=True)
     for result, true in zip(actual, expected(x, weight, labels, np.ones((2, ROWS))), strict=False):

@@ -68,10 +68,10 @@ def nan_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(valid, x, jnp.nan)
 
 
-def strategy_for(x: jax.Array, logits_size: Any) -> tuple[str, str]:
+def strategy_for(x: jax.Array, logits_size: Any, *, has_kernels: bool = True) -> tuple[str, str]:
     """The best strategy and why, from shapes, arguments and `lowering.use`; a symbolic size may have any value."""
     request = lowering.current_selection().request("linear_cross_entropy")
-    if request.startswith(("pallas", "interpret")) and x.dtype.itemsize == 2:
+    if has_kernels and request.startswith(("pallas", "interpret")) and x.dtype.itemsize == 2:
         # All kernels take 16 bits. Those for GPUs refuse float32, which matrix units would round.
         return "recompute", "which is what the kernels do"
     if jax.export.is_symbolic_dim(logits_size):
