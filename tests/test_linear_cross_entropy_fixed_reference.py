@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from linear_cross_entropy_oracle import expected, make_case, value_and_gradients
 
-from jaxops.linear_cross_entropy import fixed_reference
+from jaxops.linear_cross_entropy import fixed_reference, linear_cross_entropy
 from jaxops.linear_cross_entropy.logits import Needs, Targets
 from lowering.placement import placed
 
@@ -78,7 +78,7 @@ def test_rows_whose_maximum_is_nowhere_near_the_reference_are_computed_again(exc
     with placed("cpu", is_split=False):
         needs = Needs(*[True] * 2, *[False] * 3)
         empty = jnp.zeros((0,))
-        assert fixed_reference.applies(x, Targets(labels, empty, jnp.zeros((40, 0))), None, needs)
+        assert fixed_reference.applies(x, weight, Targets(labels, empty, jnp.zeros((40, 0))), None, needs)
         shared = fixed_reference.Shared(weight, empty, empty, None, needs)
         sums = (jnp.zeros(()), jnp.zeros(weight.shape), empty, jnp.zeros(x.shape[1:]), jnp.zeros(()))
         weights = [jnp.ones(40), jnp.zeros(40), jnp.zeros(40)]
@@ -122,12 +122,22 @@ def test_a_label_that_is_no_class_makes_the_loss_nan_and_no_other_row_wrong(rng)
     np.testing.assert_allclose(x_grad[others], truth[1], rtol=1e-5, atol=1e-6)
 
 
+def test_a_symbolic_number_of_rows_exports_for_tpus(rng, on_every_platform, monkeypatch):
+    monkeypatch.setattr(fixed_reference, "_FUSING_PLATFORMS", ("tpu", "cpu"))
+    concrete, weight, concrete_labels = make_case(rng, rows=(9,), classes=CLASSES)
+    (rows,) = jax.export.symbolic_shape("rows")
+    x, labels = jax.ShapeDtypeStruct((rows, 6), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    step = jax.jit(jax.grad(lambda x, labels: linear_cross_entropy(x, weight, labels, **OPTIONS)))
+    exported = jax.export.export(step, platforms=["tpu", "cpu"])(x, labels)
+    assert not on_every_platform
+    truth = expected(concrete, weight, concrete_labels, reduction="sum")[1]
+    np.testing.assert_allclose(exported.call(concrete, concrete_labels), truth, rtol=1e-4, atol=1e-6)
+
+
 def test_what_needs_no_gradient_has_no_product(rng):
     x, weight, labels = make_case(rng, rows=(64,), hidden=32, classes=CLASSES, ignored=0)
 
     def loss(x, weight):
-        from jaxops import linear_cross_entropy
-
         return linear_cross_entropy(x, weight, labels, **OPTIONS)
 
     products = {

@@ -47,20 +47,16 @@ _FIRST_COLUMNS = 256  # their maximum is below that of 128,000 by some 1.7 stand
 _MOST_EXCESS = 60.0
 
 
-def applies(x: Any, targets: Targets, softcap: float | None, needs: Needs) -> bool:
+def applies(x: Any, weight: Any, targets: Targets, softcap: float | None, needs: Needs) -> bool:
     """Whether rows of these operands can have a fixed reference, in the place that is lowered for."""
-    if not is_fused():
-        return False
+    place = lowering.placement()
+    if place is None or place.is_split or place.platform not in _FUSING_PLATFORMS:
+        return False  # to be differentiated, or split by the compiler, the logits stay as they are
+    if any(map(jax.export.is_symbolic_dim, (*x.shape, *weight.shape))):
+        return False  # rows that have failed are taken in chunks of a known size
     if jnp.dtype(x.dtype) == jnp.float16 or is_present(targets.row) or needs.shared_target:
         return False  # float16 cannot hold P; the others need z itself, column by column
     return softcap is None or not is_present(targets.shared)
-
-
-def is_fused() -> bool:
-    """Whether this is lowered for one device whose compiler fuses what is elementwise into a product."""
-    place = lowering.placement()
-    # To be differentiated, or to be split by the compiler, the logits stay as they are.
-    return place is not None and not place.is_split and place.platform in _FUSING_PLATFORMS
 
 
 def default_chunk_rows(classes: int, features: int) -> int:

@@ -119,7 +119,7 @@ def _reference_with_gradients(
         (shared_target.size if needs.shared_target else 0,),
     )
     start = varying_with([jnp.zeros(shape, dtype) for shape in shapes], (*operands, weight, bias, shared_target))
-    if not fixed_reference.applies(x, targets, softcap, needs):
+    if not fixed_reference.applies(x, weight, targets, softcap, needs):
         chunk_rows = chunk_rows or default_chunk_rows(*weight.shape)
         rows, sums = _all_chunks(chunk, start, operands, None if is_present(row_target) else labels, chunk_rows)
         x_grad, row_grad, *weights_grads = rows
