@@ -137,6 +137,10 @@ def test_local_response_norm_kernels_refuse_what_they_cannot_run():
         assert "k 0.0" in reason(kernel, hardware, k=0.0)
     assert "x is float16" in reason(tpu, v5e, dtype="float16")
     assert "all 4096 channels" in reason(tpu, v5e, shape=(2, 4096, 1, 64, 128))
+    v7x = Hardware(name="tpu-v7x", platform="tpu", cores=1, memory_bytes_per_s=3.69e12)
+    assert reason(tpu, v7x, dtype="bfloat16") is None
+    of_bfloat16 = types.SimpleNamespace(shape=(8, 16, 1, 16, 16), dtype=jnp.dtype("bfloat16"))
+    assert "vector unit" in tpu.KERNEL.refuses(v7x, of_bfloat16, n=5, **STRONG)
     assert reason(gpu, h100, dtype="float16") is None
     assert "cuda-a100 has 8.0" in reason(gpu, a100)
     assert "n is 17" in reason(gpu, h100, n=17)

@@ -184,7 +184,9 @@ class Unhashable:
         return 2 * x
 
 
-@pytest.mark.parametrize("fn", [Unhashable(), np.sum, abs, jnp.float32, jnp.sin], ids=repr)
+@pytest.mark.parametrize(
+    "fn", [Unhashable(), np.sum, abs, jnp.float32, jnp.sin], ids=["unhashable", "numpy", "builtin", "class", "jitted"]
+)
 def test_tools_take_whatever_can_be_traced(fn: Any) -> None:
     x = jnp.arange(3.0)
     np.testing.assert_allclose(lowering.compile(fn, x, target="cpu").call(x), fn(x))
