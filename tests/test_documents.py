@@ -1,7 +1,9 @@
 """What the README and the pages in `docs/` show is what happens."""
 
 import functools
+import importlib
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,13 @@ def test_files_that_pages_name_exist(page: Path) -> None:
         r"`((?:jaxops|lowering|pallas_kernels|tests|benchmarks|notebooks)/[\w/]+(?:\.\w+|/))`", page.read_text()
     )
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_page_of_replays_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    tpu_schedules = importlib.import_module("tpu_schedules")
+    results = json.loads((ROOT / "benchmarks" / "results" / "tpu_schedules.json").read_text())
+    assert tpu_schedules.page(results) == (ROOT / "docs" / "replays.md").read_text()
 
 
 def test_public_functions_stand_where_the_architecture_says() -> None:

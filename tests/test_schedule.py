@@ -108,6 +108,7 @@ def test_spilled_scalars_and_addresses_are_found_again():
         ("ssub.s32 3, 5", -2),
         ("sshrl.u32 4294967295, 28", 15),
         ("sshra.s32 4294967280, 4", -1),
+        ("smulhi.u32 4294967295, 16", 15),
         ("sand.u32 12, 10", 8),
         ("smin.u32 4294967295, 5", 5),
         ("scalar_select predicate=%p9_p9, on_true=1, on_false=2", 2),

@@ -19,6 +19,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "sadd": lambda a, b: ((a + b + HALF) & MASK) - HALF,
     "ssub": lambda a, b: ((a - b + HALF) & MASK) - HALF,
     "smul": lambda a, b: ((a * b + HALF) & MASK) - HALF,
+    "smulhi": lambda a, b: wrapped((a & MASK) * (b & MASK) >> 32),  # seen for .u32 only
     "sand": operator.and_,
     "sor": operator.or_,
     "sxor": operator.xor,
