@@ -341,6 +341,11 @@ def test_sizes_that_ids_and_counters_cannot_number_are_refused():
         (lambda x: jaxops.embedding(x, ids), tall, "embedding: table must have at most 2147483647 rows"),
         (lambda x: jaxops.nll_loss(x, ids), wide, "nll_loss: log_probs must have at most 2147483647 rows"),
         (lambda x: jaxops.dropout(jax.random.key(0), x, 0.5), long, "dropout: x must have at most 137438953472 elem"),
+        (
+            lambda weight: jaxops.linear_cross_entropy(jnp.zeros((2, 3)), weight, ids),
+            tall,
+            "linear_cross_entropy: weight must have at most 2147483647 classes",
+        ),
     ):
         with pytest.raises(jaxops.BadParamError, match=f"^{words}"):
             jax.eval_shape(call, x)

@@ -90,3 +90,14 @@ def test_kernels_refuse_symbolic_sizes_in_one_sentence():
     assert "a kernel's blocks need sizes that are numbers" in " ".join(table.replace("│", " ").split())
     with lowering.use("pallas"), pytest.raises(lowering.NotSupportedError, match="sizes that are numbers"):
         lowering.export(jaxops.softmax, symbolic, platforms=["cuda"])
+
+
+@pytest.mark.parametrize("pool", [jaxops.max_pool, jaxops.avg_pool])
+def test_pooling_asks_for_a_constraint_in_one_sentence(pool):
+    shape = jax.export.symbolic_shape("1, 1, n, 16")
+    with pytest.raises(
+        jaxops.BadParamError, match=r"; give symbolic_shape a constraint, such as 'n >= 3'; got \(3, 3\)"
+    ):
+        jax.eval_shape(lambda x: pool(x, 3), jax.ShapeDtypeStruct(shape, jnp.float32))
+    shape = jax.export.symbolic_shape("1, 1, n, 16", constraints=["n >= 3"])
+    assert jax.eval_shape(lambda x: pool(x, 3), jax.ShapeDtypeStruct(shape, jnp.float32)).shape[3] == 5

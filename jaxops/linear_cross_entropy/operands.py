@@ -30,6 +30,8 @@ def check_layer(operator: str, x: Any, weight: Any, **by_class: Any) -> None:
     check_linear(x, weight, operator)
     require(weight.dtype == x.dtype, operator, "weight", f"have x's dtype {x.dtype}", weight)
     classes = weight.shape[0]
+    is_countable = jax.export.is_symbolic_dim(classes) or classes <= INT32_MAX
+    require(is_countable, operator, "weight", f"have at most {INT32_MAX} classes", weight)
     for argument, value in by_class.items():
         valid = value is None or (value.shape == (classes,) and is_floating(value))
         require(valid, operator, argument, f"be a floating-point array of shape [{classes}]", value)

@@ -225,7 +225,12 @@ def check_windows(
     shown = tuple(low if low == high else (low, high) for low, high in padding)
     require(fits, operator, "padding", f"be at least 0 and less than the window {window}", shown)
     padded = tuple(n + low + high for n, (low, high) in zip(extents, padding, strict=True))
-    fits = all(w <= n for w, n in zip(window, padded, strict=True))
+    try:
+        fits = all(w <= n for w, n in zip(window, padded, strict=True))
+    except jax.errors.InconclusiveDimensionOperation:
+        hint = f"give symbolic_shape a constraint, such as 'n >= {max(window)}'"
+        rule = f"be known to be no larger than x with its padding, {padded}; {hint}"
+        require(False, operator, "window", rule, window)
     require(fits, operator, "window", f"be no larger than x with its padding, {padded}", window)
     countable = all(jax.export.is_symbolic_dim(n) or n <= INT32_MAX for n in padded)
     rule = f"make x at most {INT32_MAX} positions long"
