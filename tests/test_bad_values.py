@@ -351,6 +351,14 @@ def test_sizes_that_ids_and_counters_cannot_number_are_refused():
             jax.eval_shape(call, x)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float4_e2m1fn"])
+def test_dtypes_in_which_nothing_can_be_computed_are_refused(dtype):
+    x = jnp.ones((2, 3), dtype)
+    rule = "have a dtype that holds 0" if dtype == "float8_e8m0fnu" else "have a dtype of at least 8 bits"
+    with pytest.raises(jaxops.BadParamError, match=f"^linear_cross_entropy: x must {rule}; got {dtype}"):
+        jaxops.linear_cross_entropy(x, x, jnp.zeros(2, jnp.int32))
+
+
 class Lazy:
     """An array that is made when it is needed, and cannot be."""
 

@@ -19,14 +19,20 @@ from lowering.pytrees import flattening_fault
 _MAX_RANK = 64  # of NumPy; lists may contain themselves
 _TOO_MANY = 2**31  # elements of a view that repeats a few of them, which JAX would all write to memory
 _RAW_KEY_WORDS = (2, 4)  # of threefry2x32; of rbg and unsafe_rbg
+_SCALES = jnp.dtype(jnp.float8_e8m0fnu)  # powers of two alone, for blocks of numbers in other dtypes
 _NUMBERS = (bool, int, float, complex)
 _NUMPY = (np.ndarray, np.generic)
 
 
 def as_array(operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID) -> jax.Array:
     """A required operand as a JAX array; BadParamError if it is None or not an array."""
-    if isinstance(value, jax.Array):
-        return value
+    array = value if isinstance(value, jax.Array) else _converted(operator, argument, value, status)
+    if array.dtype == _SCALES:
+        raise BadParamError(f"{operator}: {argument} must have a dtype that holds 0; got {show(array)}", status)
+    return array
+
+
+def _converted(operator: str, argument: str, value: Any, status: int | str) -> jax.Array:
     require_present(operator, {argument: value}, status=status)
     if not _may_be_array(value):
         raise _refusal(operator, argument, value, status)

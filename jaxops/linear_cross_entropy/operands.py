@@ -28,6 +28,7 @@ def by_class(operator: str, weight: jax.Array, transposed: bool) -> jax.Array:
 def check_layer(operator: str, x: Any, weight: Any, **by_class: Any) -> None:
     """Checks a linear layer, and vectors with a number for each class, which may be None."""
     check_linear(x, weight, operator)
+    require(jnp.finfo(x.dtype).bits >= 8, operator, "x", "have a dtype of at least 8 bits", x)
     require(weight.dtype == x.dtype, operator, "weight", f"have x's dtype {x.dtype}", weight)
     classes = weight.shape[0]
     is_countable = jax.export.is_symbolic_dim(classes) or classes <= INT32_MAX
