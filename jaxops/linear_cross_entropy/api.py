@@ -134,7 +134,7 @@ def linear_cross_entropy(
         whatever it is. A weight of 0 takes a row out of the loss, but its x must be finite.
       ignore_index: rows with this label are skipped, whatever they hold: their loss and gradients are 0. On one device
         and inside shard_map, the matrix products leave out whole chunks of skipped rows, wherever those rows lie,
-        unless aux is returned. Has no effect on probabilities.
+        unless aux is returned or the logits are kept. Has no effect on probabilities.
       label_smoothing: s, from 0 to 1. The label's target is 1 - s + s / V and that of each other class s / V, as with
         PyTorch and `optax.smooth_labels`. Flax's examples have 1 - s and s / (V - 1) instead, which is s V / (V - 1)
         here, and subtract the entropy of these targets, a constant.

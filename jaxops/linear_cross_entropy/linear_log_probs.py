@@ -95,7 +95,7 @@ def linear_log_probs(
       softcap: the bound of the logits, before the temperature. None means unbounded.
       ignore_index: rows with this label are skipped, whatever they hold: their results and gradients are 0. On one
         device and inside shard_map, the matrix products leave out whole chunks of skipped rows, unless the entropy is
-        returned.
+        returned or the logits are kept.
       transpose_weight: whether weight is (H, V).
       vocab_axis: inside shard_map, the mesh axis over which V is split. weight and bias are then this device's part,
         while labels count all classes. x, labels and temperature are the same along the axis.
