@@ -58,6 +58,7 @@ def test_fixed_reference_equals_float64(names, attributes, rng, on_every_platfor
     assert on_every_platform
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scale", [0.02, 1.0, 8.0, 64.0])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fixed_reference_takes_logits_of_any_size(scale, dtype, rng):

@@ -37,6 +37,7 @@ def draw(rng, by="labels", rows=(13,)):
     return (x, weight, labels), by_row, given, TERMS | dict(zip(("bias", "class_weight"), vectors, strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("by", ["labels", "probabilities"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_row_weight_equals_float64(strategy, by, rng):
@@ -106,6 +107,7 @@ def test_row_weight_over_a_split_vocabulary_equals_one_device(rng):
     contract.assert_close(of_split(x, weight, row_weight), of_whole(x, weight, row_weight))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("by", ["labels", "probabilities"])
 @pytest.mark.parametrize("strategy", contract.first_in_every_run(STRATEGIES))
 def test_row_weight_may_be_split_otherwise(strategy, by, rng):
@@ -178,7 +180,7 @@ CASE = contract.Case(
 )
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("promise", contract.PROMISES, ids=contract.promise_name)
 def test_row_weight_keeps_promise(promise, rng):
     promise(CASE, rng)

@@ -78,6 +78,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_linear_log_probs_equal_float64(options, rng):
     x, weight, labels = draw(rng)
@@ -116,6 +117,7 @@ def test_linear_log_probs_take_any_shape(rows, rng):
         assert result.dtype == jnp.float32
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("chunk_rows", [None, 4])
 def test_linear_log_probs_of_16_bits_keep_float32_logits(dtype, chunk_rows, rng):
@@ -144,6 +146,7 @@ def test_linear_log_probs_lose_no_digits_to_a_common_offset(chunk_rows, rng):
         assert_near(result, true, rtol=2e-3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("chunk_rows", [None, 4])
 def test_linear_log_probs_have_second_derivatives(chunk_rows, rng):
     _, _, labels = draw(rng, rows=(5,))
