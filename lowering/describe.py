@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-_MAX_SHOWN = 160  # characters of a value in a message, of which the last are those after the cut
+_MAX_SHOWN = 160  # characters of a value in a message; a longer value is cut in the middle
 _LAST_SHOWN = 40
 _MAX_SHOWN_BITS = 256
 _MAX_DEPTH = 8  # of containers within containers, which may contain themselves

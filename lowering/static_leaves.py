@@ -36,7 +36,7 @@ def of_arrays(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[...
     leaves, structure = jax.tree.flatten(tuple(args))
     fixed = _fixed(fn, args)
     for leaf, is_fixed in zip(leaves, fixed, strict=True):
-        # What a jitted function declares as static may be anything that has a hash, which arrays have not.
+        # A static argument of a jitted function may be anything hashable, which NumPy's arrays are not.
         may_be_static = hasattr(fn, "trace") and not isinstance(leaf, np.ndarray)
         if not (is_fixed or may_be_static or _is_value(leaf)):
             raise UsageError(f"lowering: args must hold arrays, or numbers that JAX can hold; got {show(leaf)}")

@@ -3,6 +3,7 @@
 The truth is NumPy's in float64.
 """
 
+import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,6 +134,47 @@ def test_a_symbolic_number_of_rows_exports_for_tpus(rng, on_every_platform, monk
     assert not on_every_platform
     truth = expected(concrete, weight, concrete_labels, reduction="sum")[1]
     np.testing.assert_allclose(exported.call(concrete, concrete_labels), truth, rtol=1e-4, atol=1e-6)
+
+
+def draw_rows(rng):
+    x, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((16, 3), (6, 3)))
+    return x, weight, rng.integers(-1, 6, size=16).astype(np.int32), rng.uniform(0.5, 2, size=6).astype(np.float32)
+
+
+def by_reference(x, weight, labels, bias):
+    options = {"ignore_index": -1, "label_smoothing": 0.2, "z_loss": 0.05}
+    return linear_cross_entropy(x, weight, labels, bias=bias, **OPTIONS | {"chunk_rows": 6} | options)
+
+
+CASE = contract.Case(
+    name="by_reference",
+    fn=by_reference,
+    operands=draw_rows,
+    differentiable=(0, 1, 3),
+    batched=(0, None, 0, None),
+    operator="linear_cross_entropy_sum",
+    backward="linear_cross_entropy_sum_with_gradients",
+)
+
+
+# Those in which gradients are lowered for one device. What the compiler splits keeps the exact form.
+PROMISES = [
+    contract.derivatives_equal_finite_differences_in_float64,
+    contract.jvp_is_the_transpose_of_vjp,
+    contract.jacobians_and_hessians_agree_in_both_modes,
+    contract.checkpoint_keeps_the_gradient,
+    contract.vmap_of_gradient_equals_a_loop,
+    contract.gradient_of_vmap_equals_a_loop,
+    contract.scan_equals_a_loop,
+    contract.shard_map_equals_each_part_on_its_own,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("promise", PROMISES, ids=contract.promise_name)
+def test_fixed_reference_keeps_promise(promise, rng, on_every_platform):
+    promise(CASE, rng)
+    assert on_every_platform
 
 
 def test_what_needs_no_gradient_has_no_product(rng):

@@ -70,7 +70,7 @@ class Shared:
     def __init__(
         self, weight: jax.Array, bias: jax.Array, target: jax.Array, softcap: float | None, needs: Needs
     ) -> None:
-        """Takes the weight (V, H), the bias and the target weights (V,), both of which may be empty."""
+        """Takes the weight (V, H), and the bias and target weights, each (V,) or empty."""
         self.weight, self.bias, self.target, self.softcap, self.needs = weight, bias, target, softcap, needs
         dtype = accumulation_dtype(weight.dtype)
         self.target_total = jnp.sum(target.astype(dtype))

@@ -137,7 +137,7 @@ def tiled_gradients(
             zeros(needs.bias, tile.columns),
             zeros(needs.shared_target, tile.columns),
         )
-        # Rows are only reordered if they have no targets of their own, so there is no gradient of those.
+        # Rows with targets of their own are never reordered, so `fold` has no gradient of row targets to add.
         parts, sums = add(sums, of_rows, *chunk) if live is None else live.fold(add, sums, of_rows, chunk)
         row_grad = tile.put(of_rows[1], parts[1].astype(of_rows[1].dtype), of_rows[1].ndim - 1)
         pairs = zip(of_columns, sums, strict=True)

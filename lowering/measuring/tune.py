@@ -156,7 +156,7 @@ def _check_options(budget_seconds: Any, repeats: Any, progress: Any, path: Any, 
 
 
 def _is_number(value: Any, kind: Any) -> bool:
-    """Whether this is a positive number of this kind that a float can hold; bools are no numbers."""
+    """Whether this is a positive number of this kind that a float can hold; bools do not count."""
     return (
         isinstance(value, kind)
         and not isinstance(value, bool)
