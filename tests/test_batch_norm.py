@@ -56,6 +56,7 @@ def forward_and_gradients(x, scale, bias, residual, grad, *running, **attributes
     return out, jax.tree.leaves(grads)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("layout", "mode"),
     [*((layout, "spatial") for layout in LAYOUTS), *((layout, "per_activation") for layout in ("NCHW", "NDHWC", "NC"))],

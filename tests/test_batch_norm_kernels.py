@@ -143,6 +143,7 @@ def test_batch_norm_kernels_fuse_what_they_are_asked_to(name, activation, adds, 
     check(name, (2, 1, 16, 128), "bfloat16", activation, adds, capfd)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNELS)
 def test_batch_norm_kernel_keeps_the_digits_of_a_variance_beside_a_large_mean(name):
     forward, _, config, interpret, _ = KERNELS[name]

@@ -40,6 +40,7 @@ def test_batch_norm_of_a_split_batch_has_the_statistics_of_all_of_it(axis_type, 
     assert not [size for size in contract.gathered_sizes(compiled.as_text()) if size >= x.size // 8]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_batch_norm_shares_statistics_over_a_mesh_axis(check_vma, rng):
     x, scale, bias, residual = draw(rng)

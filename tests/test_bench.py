@@ -81,6 +81,7 @@ def test_made_up_keys_are_keys():
     assert jax.random.uniform(key).shape == ()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("shapes", "attributes", "bound"),
     [([(99,)], [5], 5), ([(64,), (64, 7)], [], 7), ([(8,), (8, 64)], [], 8), ([(4, 16), (4, 16, 32)], [50], 32)],

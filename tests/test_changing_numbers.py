@@ -85,6 +85,7 @@ def test_table_has_every_blend():
     assert blends - {"mcdnn.LRNDescriptor"} == {*BLENDS}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", BLENDS)
 def test_traced_blend_factors_blend_as_numbers_do(name, rng):
     """The results themselves have tests of their own; here they are blended in NumPy."""
@@ -146,6 +147,7 @@ def averages(name, x, running_mean, running_variance, momentum):
     return [value.reshape(3) for value in (out.running_mean, out.running_variance)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["batch_norm", "bn", "ex", "norm"])
 def test_traced_momentum_averages_as_numbers_do(name, rng):
     x = rng.normal(size=(4, 3, 2, 2)).astype(np.float32)
@@ -191,6 +193,7 @@ def test_traced_rates_drop_what_numbers_drop(rng):
     assert jitted._cache_size() == y_jitted._cache_size() == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32"])
 def test_traced_rates_of_other_dtypes_count_by_their_value(dtype, rng):
     x = rng.uniform(0.5, 1.5, 300).astype(np.float32)

@@ -145,6 +145,7 @@ def test_divisive_norm_keeps_what_overflows_to_its_windows(pixel, n, rng):
         np.testing.assert_allclose(divisive_norm(x, m, n=n, **STRONG), exact, rtol=1e-5, atol=1e-11)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("with_means", [False, True], ids=["zero-means", "means"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_divisive_norm_rounds_once(dtype, with_means, rng):
@@ -207,6 +208,7 @@ def test_divisive_norm_takes_steps_as_the_logarithm_of_its_window():
     assert steps(16, no_means(x)) == 0  # sums of squares along one axis after the other, as they stand
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("with_means", [False, True], ids=["zero-means", "means"])
 @pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4)], ids=str)
 def test_divisive_norm_of_nothing(shape, with_means):

@@ -163,6 +163,7 @@ def test_dropout_draws_nothing_that_jax_draws_from_the_same_key():
     assert abs(agreement - 0.5) < 5 * 0.5 / math.sqrt(count)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_dropout_takes_typed_and_raw_keys_of_every_implementation(impl):
     typed = jax.random.key(5, impl=impl)

@@ -99,6 +99,7 @@ def test_ema_adam_average_starts_in_buffers_of_its_own():
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_ema_adam_keeps_state_of_16_bit_parameters_in_float32(dtype):
     params = make_params(dtype)
@@ -200,6 +201,7 @@ def test_ema_adam_init_takes_abstract_parameters():
     assert of_types(jax.eval_shape(optimizer.init, abstract)) == expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fused", [False, True], ids=["update", "fused_apply"])
 def test_ema_adam_keeps_explicit_shardings(fused):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
@@ -244,6 +246,7 @@ def test_ema_adam_survives_orbax(tmp_path):
     assert_trees_close(restored, state, rtol=0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ema_adam_continues_from_an_adamw_checkpoint(dtype, tmp_path):
     """As the docstring says."""

@@ -31,6 +31,7 @@ def test_embedding_looks_up_rows(shape, dtype, rng):
     np.testing.assert_array_equal(out, np.asarray(table)[indices])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
 def test_embedding_takes_ids_of_any_integer_dtype(dtype, rng):
     table = make_table(rng, rows=300)  # more rows than 8 bits can count

@@ -68,6 +68,7 @@ def test_embedding_kernel_agrees_with_float64(name, num_weights, width, position
     check(name, grad, indices, capfd, num_weights=num_weights, padding_idx=1, scale_grad_by_freq=scale)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNELS)
 def test_embedding_kernel_takes_batch_axes_and_other_ids(name, rng, capfd):
     grad, indices = jnp.asarray(rng.normal(size=(2, 3, 128)), jnp.float32), rng.integers(0, 4, (2, 3)).astype(np.uint8)
@@ -85,6 +86,7 @@ def test_embedding_kernel_sums_one_id_over_many_blocks(name, capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNELS)
 def test_embedding_kernel_keeps_nan_to_its_row(name):
     grad = jnp.ones((20, 128)).at[jnp.array([1, 4])].set(jnp.nan).at[2].set(jnp.inf)

@@ -31,6 +31,7 @@ def mesh_of(axis_type=AxisType.Auto):
     return jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_embedding_over_a_split_vocabulary_equals_one_device(options, rng):
     table, indices = draw(rng)

@@ -39,6 +39,7 @@ BATCH = np.ones((4, 8), np.float32), np.arange(4, dtype=np.int32)
 ABSTRACT = eqx.filter_eval_shape(Model, jax.random.key(0))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fn", [step, eqx.filter_jit(step)], ids=["plain", "filter_jit"])
 @pytest.mark.parametrize("model", [MODEL, ABSTRACT], ids=["arrays", "shapes"])
 def test_equinox_step_is_explained_and_compiled(fn, model):

@@ -13,6 +13,7 @@ LOG_PROBS = np.log(np.float32([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7], [0.2, 0.2, 0.
 UNSIGNED = [(np.uint8, False), (np.uint32, False), (np.uint32, True), (np.uint64, True)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("dtype", "x64"), UNSIGNED, ids=lambda x: getattr(x, "__name__", x))
 @pytest.mark.parametrize("ignored", ["greatest", 2**31, 2**64, -1])
 def test_any_integer_may_be_ignored_among_unsigned_labels(dtype, x64, ignored):

@@ -159,6 +159,7 @@ def test_import_loads_only_what_it_needs() -> None:
     assert result.stdout.split() == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "statements",
     [

@@ -41,6 +41,7 @@ def errors(x, weight, labels, **attributes):
     return [np.linalg.norm(a - t) / np.linalg.norm(t) for a, t in pairs]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("names", "attributes"),
     [
@@ -69,6 +70,7 @@ def test_fixed_reference_takes_logits_of_any_size(scale, dtype, rng):
     assert max(gradients) < (1e-5 if dtype == "float32" else 4e-3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("excess", [50.0, 70.0, 1e4])
 def test_rows_whose_maximum_is_nowhere_near_the_reference_are_computed_again(excess, rng, on_every_platform):
     """The label and the first columns say nothing of the column that has all the probability."""

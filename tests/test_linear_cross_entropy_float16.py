@@ -217,6 +217,7 @@ def test_aclnn_float16_gradients_equal_float64(scale, given):
     assert_accurate(grads, truth(x, weight, labels, np.full(128, factor)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_linear_cross_entropy_float16_gradients_of_nothing_are_zero(strategy):
     """Rows that are ignored, whose cotangents are zero, have no part in how others are scaled."""
@@ -230,6 +231,7 @@ def test_linear_cross_entropy_float16_gradients_of_nothing_are_zero(strategy):
     assert_accurate(grads, truth(x, weight, labels, 2.0**-11 * (np.arange(32) >= 16)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_linear_cross_entropy_float16_second_derivatives_equal_float32s(strategy):
     """Along a direction as large as a training step never is, and through a row whose cotangent is zero here alone."""
@@ -255,6 +257,7 @@ def test_linear_cross_entropy_float16_second_derivatives_equal_float32s(strategy
 KERNEL_SIZES = {"block_rows": 64, "block_columns": 256, "stages": 2, "vocab_splits": 1, "chunk_columns": 1024}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scale", ["tiny", pytest.param("huge", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("operator", ["linear_cross_entropy", "aclnn"])
 def test_linear_cross_entropy_float16_gradients_of_the_gpu_kernels_equal_float64(operator, scale):

@@ -93,6 +93,7 @@ def test_linear_cross_entropy_tpu_kernels_agree_with_float64(variant, rng):
     assert [result.dtype for result in results] == [operand.dtype for operand in (*operands[:3], *operands[4:])]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("block_hidden", [128, 8], ids=["whole features", "features in parts"])
 def test_linear_cross_entropy_tpu_kernel_folds_chunks_of_a_block(block_hidden, rng, monkeypatch):
     # A block of rows takes two registers' lanes; the first block of classes is two chunks, and the second is cut in its
@@ -210,6 +211,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("rows", "hidden", "classes", "dtype", "attributes"), LOSSES.values(), ids=LOSSES)
 def test_linear_cross_entropy_runs_on_the_tpu_kernels(rows, hidden, classes, dtype, attributes, rng):
     x, weight = (jnp.asarray(rng.normal(size=(size, hidden)), dtype) for size in (rows, classes))

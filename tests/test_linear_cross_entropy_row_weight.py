@@ -72,6 +72,7 @@ def test_mean_equals_that_of_repeated_rows(rng):
     np.testing.assert_allclose(actual, expected(*repeated, label_smoothing=0.1)[0], rtol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_mean_of_rows_that_weigh_nothing_is_nan_without_gradients(strategy, rng):
     x, weight, labels = make_case(rng)

@@ -92,6 +92,7 @@ def test_live_rows_leaves_rows_where_they_may_be_split_or_differentiated(is_spli
         assert (live_rows(labels, 3) is None) == is_split
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_linear_cross_entropy_allows_a_tile_of_forbidden_classes(strategy, rng):
     x, weight, labels = make_case(rng, rows=(9,), classes=64)
@@ -109,6 +110,7 @@ def test_linear_cross_entropy_allows_a_tile_of_forbidden_classes(strategy, rng):
     contract.assert_close(grads, (x_grad, np.concatenate([weight_grad, np.zeros((24, 6))])))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_linear_cross_entropy_sums_equal_labels_in_float32(strategy):
     # In bfloat16, a sum of 40960 terms of -7 / 8 would stop at -256.

@@ -107,6 +107,7 @@ def test_linear_log_probs_equal_float64(options, rng):
         assert_near(result, true, rtol=5e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [(), (0,), (2, 3, 1)], ids=str)
 def test_linear_log_probs_take_any_shape(rows, rng):
     case = draw(rng, rows=rows, classes=7)
@@ -134,6 +135,7 @@ def test_linear_log_probs_of_16_bits_keep_float32_logits(dtype, chunk_rows, rng)
     assert_near(actual[5], by_row.sum(), rtol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("chunk_rows", [None, 4])
 def test_linear_log_probs_lose_no_digits_to_a_common_offset(chunk_rows, rng):
     x, weight, labels = draw(rng)

@@ -80,6 +80,7 @@ def test_max_pool_kernels_round_once(name, rng):
     np.testing.assert_array_equal(dx.astype(np.float64), expected("max", x, np.asarray(grad), geometry)[1])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNELS)
 def test_max_pool_kernels_treat_nan_infinity_and_zeros_as_the_operator_does(name):
     nan, inf = np.nan, np.inf

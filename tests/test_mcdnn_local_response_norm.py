@@ -84,6 +84,7 @@ def test_response_norms_blend_before_they_round(calls, dtype, rng):
         np.testing.assert_allclose(np.asarray(actual, np.float64), blended, rtol=one_rounding, atol=4e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("calls", CALLS)
 def test_response_norms_keep_float64(calls, rng):
     with jax.enable_x64(True):

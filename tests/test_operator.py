@@ -180,6 +180,7 @@ def test_a_refused_kernel_that_was_asked_for_raises_its_reason():
         lowered_for_tpu(np.ones((2, 8, 128), np.float32), np.ones(128, np.float32))
 
 
+@pytest.mark.slow  # it clears JAX's caches, so what comes after it is compiled again
 def test_add_kernel_is_preferred_and_reaches_functions_that_were_compiled_before():
     x, factors = np.ones((8, 128), np.float32), np.full(128, 2, np.float32)
     function = jax.jit(toy_scale)

@@ -112,6 +112,7 @@ def our_loss(w, x, labels):
     return jaxops.linear_cross_entropy(x, w, labels, transpose_weight=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("theirs", "ours", "args"),
     [

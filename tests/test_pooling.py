@@ -111,6 +111,7 @@ def test_pooling_takes_paddings_as_flax_does(rng):
                 np.testing.assert_allclose(actual, truth, rtol=1e-14)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("pool", [max_pool, avg_pool])
 @pytest.mark.parametrize("layout", [None, *AXES])
 def test_pooling_of_one_image_is_that_of_a_batch_of_one(layout, pool, rng):

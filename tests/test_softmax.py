@@ -108,6 +108,7 @@ def test_softmax_has_worked_values():
     np.testing.assert_allclose(dx, [-0.5, -0.75, 1.25], rtol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("shape", "axis", "dtype", "by_product"),
     [

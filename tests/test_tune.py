@@ -147,6 +147,7 @@ def test_every_operator_of_a_function_is_measured_once_on_operands_of_its_shape(
     assert all(entry.repeats == 3 and entry.winner.implementation == "cpu_kernel" for entry in result.entries)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_kernel_in_16_bits_need_not_be_better_than_the_reference_in_16_bits(dtype):
     (entry,) = lowering.tune(toy_power, jnp.asarray(X, dtype), power=2, repeats=3).entries
