@@ -154,7 +154,9 @@ def _lower(
     first = choice.kernel.configs(hardware, *ctx.avals_in, **params)[0]
     config = first if choice.config is None else dict(choice.config)
     run = functools.partial(choice.kernel.run, config=config, interpret=choice.interpret, **params)
-    with _on_chips(hardware) if is_absent() else contextlib.nullcontext():
+    # A kernel is run on each device's own part.
+    on_chips = _on_chips(hardware) if is_absent() else contextlib.nullcontext()
+    with on_chips, placed(platform, is_split=False):
         return _lower_kernel(operator, run, split, ctx, *operands)
 
 

@@ -379,7 +379,8 @@ BY_ROW = "the loss is not a scalar without aux on one shard"
         (2**20, "float32", {}, "auto", f"grad_in_forward, as {LARGE}"),
         (2**20, "float32", {"reduction": "none"}, "auto", f"recompute, as {LARGE}, and {BY_ROW}"),
         (8, "float32", {"strategy": "recompute"}, "auto", "recompute, as asked"),
-        (8, "bfloat16", {}, "pallas", "recompute, which is what the kernels do"),
+        (8, "bfloat16", {}, "pallas", "full, as 520 logits are at most 16,777,216"),
+        (2**20, "bfloat16", {}, "pallas", f"grad_in_forward, as {LARGE}"),
     ],
 )
 def test_explain_says_why_a_strategy_is_taken(rows, dtype, options, implementation, note):

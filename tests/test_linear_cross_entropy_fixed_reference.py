@@ -3,6 +3,8 @@
 The truth is NumPy's in float64.
 """
 
+import functools
+
 import contract
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,11 @@ import numpy as np
 import pytest
 from linear_cross_entropy_oracle import expected, make_case, value_and_gradients
 
+import lowering
 from jaxops.linear_cross_entropy import fixed_reference, linear_cross_entropy
-from jaxops.linear_cross_entropy.logits import Needs, Targets
+from jaxops.linear_cross_entropy.logits import Needs
 from lowering.placement import placed
+from pallas_kernels.tpu.linear_cross_entropy import exponentials
 
 CLASSES = 300  # some beyond the first columns
 OPTIONS = {"strategy": "grad_in_forward", "chunk_rows": 16, "reduction": "sum"}
@@ -41,23 +45,80 @@ def errors(x, weight, labels, **attributes):
     return [np.linalg.norm(a - t) / np.linalg.norm(t) for a, t in pairs]
 
 
+CASES = [
+    ((), {}),
+    (("bias",), {"z_loss": 0.01}),
+    (("class_weight",), {}),
+    (("bias", "class_weight"), {"label_smoothing": 0.2, "z_loss": 0.01}),
+    (("bias",), {"softcap": 3.0, "z_loss": 0.01}),
+]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("names", "attributes"),
-    [
-        ((), {}),
-        (("bias",), {"z_loss": 0.01}),
-        (("class_weight",), {}),
-        (("bias", "class_weight"), {"label_smoothing": 0.2, "z_loss": 0.01}),
-        (("bias",), {"softcap": 3.0, "z_loss": 0.01}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("names", "attributes"), CASES, ids=str)
 def test_fixed_reference_equals_float64(names, attributes, rng, on_every_platform):
     x, weight, labels = make_case(rng, rows=(3, 17), classes=CLASSES)
     vectors = {name: rng.uniform(0.5, 2, size=CLASSES).astype(np.float32) for name in names}
     assert max(errors(x, weight, labels, **vectors, **attributes)) < 2e-6
     assert on_every_platform
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("names", "attributes"), CASES, ids=str)
+def test_exponentials_from_the_tpu_kernel_equal_float64(names, attributes, dtype, rng, on_every_platform):
+    x, weight, labels = make_case(rng, rows=(3, 17), hidden=130, classes=CLASSES, dtype=dtype, scale=0.3)
+    vectors = {name: jnp.asarray(rng.uniform(0.5, 2, size=CLASSES), jnp.float32) for name in names}
+    with lowering.use("interpret:mosaic_tpu"):
+        gradients = functools.partial(value_and_gradients, **OPTIONS, **vectors, **attributes)
+        explained = lowering.explain(gradients, x, weight, labels, target="tpu-v5e").rows
+        loss, *others = errors(x, weight, labels, **vectors, **attributes)
+    ran = {row.operator: row.implementation for row in explained}
+    assert ran["linear_cross_entropy_sum_with_gradients"] == "mosaic_tpu (interpreted)"
+    assert on_every_platform
+    assert loss < 2e-6
+    assert max(others) < (1e-5 if dtype == "float32" else 5e-3)
+
+
+@pytest.mark.parametrize("features", [512, 200])
+def test_exponentials_of_the_tpu_kernel_are_complete_when_features_come_in_parts(features, rng):
+    x, weight, labels = make_case(rng, rows=(130,), hidden=features, classes=CLASSES, scale=0.2, ignored=0)
+    reference, bias = rng.normal(size=130).astype(np.float32), rng.normal(size=CLASSES).astype(np.float32)
+    config, empty = {"block_rows": 128, "block_vocab": 256, "block_hidden": 128}, jnp.zeros((0,))
+    options = {"softcap": None, "most_excess": 60.0, "config": config, "interpret": True}
+    with jax.default_matmul_precision("highest"):
+        off_label, rest, _ = exponentials.exponentials(x, weight, bias, empty, labels, reference, **options)
+    truth = np.exp(np.float64(x) @ np.float64(weight).T + bias - reference[:, None])
+    truth[np.arange(130), labels] = 0
+    np.testing.assert_allclose(off_label, truth, rtol=2e-5)
+    np.testing.assert_allclose(rest, truth.sum(-1), rtol=2e-5)
+
+
+def test_the_sum_alone_takes_the_kernel_of_the_statistics(rng):
+    x, weight, labels = make_case(rng, rows=(33,), classes=CLASSES, dtype="bfloat16")
+    loss = functools.partial(linear_cross_entropy, **OPTIONS, label_smoothing=0.1)
+    with lowering.use("interpret:mosaic_tpu"):
+        (row,) = lowering.explain(loss, x, weight, labels, target="tpu-v5e").rows
+        actual = loss(x, weight, labels)
+    assert (row.operator, row.implementation) == ("linear_cross_entropy_sum", "mosaic_tpu (interpreted)")
+    truth = expected(x, weight, labels, reduction="sum", label_smoothing=0.1)[0]
+    np.testing.assert_allclose(actual, truth, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "dtype", "reason"),
+    [
+        ({}, "float16", "float16 cannot hold exponentials above their reference"),
+        ({"label_smoothing": 0.1, "softcap": 2.0}, "float32", "label smoothing of bounded logits needs the logits"),
+    ],
+    ids=str,
+)
+def test_explain_says_why_no_kernel_computes_the_exponentials(attributes, dtype, reason, rng):
+    x, weight, labels = make_case(rng, rows=(33,), classes=CLASSES, dtype=dtype)
+    gradients = functools.partial(value_and_gradients, **OPTIONS, **attributes)
+    (row,) = lowering.explain(gradients, x, weight, labels, target="tpu-v5e").rows
+    assert row.operator == "linear_cross_entropy_sum_with_gradients"
+    assert reason in row.refusals[0].reason
 
 
 @pytest.mark.sampled
@@ -82,11 +143,13 @@ def test_rows_whose_maximum_is_nowhere_near_the_reference_are_computed_again(exc
     with placed("cpu", is_split=False):
         needs = Needs(*[True] * 2, *[False] * 3)
         empty = jnp.zeros((0,))
-        assert fixed_reference.applies(x, weight, Targets(labels, empty, jnp.zeros((40, 0))), None, needs)
+        assert fixed_reference.fuses_here()
         shared = fixed_reference.Shared(weight, empty, empty, None, needs)
         sums = (jnp.zeros(()), jnp.zeros(weight.shape), empty, jnp.zeros(x.shape[1:]), jnp.zeros(()))
         weights = [jnp.ones(40), jnp.zeros(40), jnp.zeros(40)]
-        (*_, has_failed), _ = fixed_reference.chunk_with_gradients(shared, sums, x, labels % 200, *weights)
+        (*_, has_failed), _ = fixed_reference.chunk_with_gradients(
+            shared, fixed_reference.exponentials, sums, x, labels % 200, *weights
+        )
     assert has_failed.any() == (excess > 60)
     assert not has_failed[::3].any()
 

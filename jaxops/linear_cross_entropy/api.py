@@ -12,7 +12,8 @@ from jaxops._checks.errors import require
 from jaxops._checks.ids import differ_from, wide_ids
 from jaxops._checks.operands import as_arrays, as_optional
 from jaxops._primitive.sharding import agreeing, laid_out_as
-from jaxops.linear_cross_entropy.grad_in_forward import row_losses, summed_cross_entropy
+from jaxops.linear_cross_entropy.chunk_gradients import row_losses
+from jaxops.linear_cross_entropy.grad_in_forward import summed_cross_entropy
 from jaxops.linear_cross_entropy.logits import SKIPPED, RowStatistics, RowWeights, Targets, target_total
 from jaxops.linear_cross_entropy.operands import (
     by_class,
@@ -150,9 +151,8 @@ def linear_cross_entropy(
         "full" keeps the logits (three matrix products).
         "grad_in_forward" computes a chunk of logits, its loss and its gradients at once (three products, no logits
         kept). It needs a scalar loss without aux on one shard; otherwise "recompute" takes its place.
-        "recompute" computes each chunk of logits in both passes (four products, least memory), as the kernels do.
-        "auto" is "full" up to 2^24 logits, then "grad_in_forward"; for 16-bit operands it is "recompute" where
-        `lowering.use` asks for kernels.
+        "recompute" computes each chunk of logits in both passes (four products, least memory).
+        "auto" is "full" up to 2^24 logits, then "grad_in_forward". Kernels take part in the last two.
       chunk_rows: about how many rows' worth of logits exists at a time.
         "grad_in_forward" takes that many rows. None: as many as have 2^24 logits, on one TPU 2^28, and at least 256 and
         H / 4.
@@ -230,7 +230,7 @@ def linear_cross_entropy(
     targets = task.targets._replace(labels=jnp.where(live, task.targets.labels, SKIPPED))
     bias = jnp.zeros((0,), x.dtype) if bias is None else bias
     scalar = reduction != "none" and not return_aux and vocab_axis is None
-    strategy = _resolve(strategy, x, task.kept.size * weight.shape[0], scalar)
+    strategy = _resolve(strategy, task.kept.size * weight.shape[0], scalar)
     if strategy == "grad_in_forward":
         total = summed_cross_entropy(x, weight, bias, targets, weights, softcap=softcap, chunk_rows=chunk_rows)
         return _reduced(total, task, reduction)
@@ -306,11 +306,11 @@ def _aux(rows: RowStatistics, labels: jax.Array, kept: jax.Array, vocabulary: Vo
     )
 
 
-def _resolve(strategy: str, x: jax.Array, logits_size: Any, scalar: bool) -> str:
+def _resolve(strategy: str, logits_size: Any, scalar: bool) -> str:
     """The strategy that runs."""
     reason = "as asked"
     if strategy == "auto":
-        strategy, reason = strategy_for(x, logits_size)
+        strategy, reason = strategy_for(logits_size)
     if strategy == "grad_in_forward" and not scalar:
         strategy, reason = "recompute", f"{reason}, and the loss is not a scalar without aux on one shard"
     lowering.note(f"{_NAME}: strategy {strategy}, {reason}")

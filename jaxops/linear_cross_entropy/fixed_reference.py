@@ -5,9 +5,9 @@ each row has a reference r that is known before z: the larger of its label's log
 
     P = exp(z - r), in the operands' dtype
 
-is elementwise in z, a compiler fuses it into the product that makes z, and the logits never exist in float32. Row sums
-are taken before P is rounded. With total = sum P + exp(z_label - r), the cotangent of z is s P off the label, where s =
-coefficient / total is one number for each row, so
+is elementwise in z, a compiler or a kernel fuses it into the product that makes z, and the logits never exist in
+float32. Row sums are taken before P is rounded. With total = sum P + exp(z_label - r), the cotangent of z off the label
+is s P, where s = coefficient / total is one number for each row, so
 
     x_grad = s (P weight) + k weight[label],        weight_grad = C^T (s x)
 
@@ -17,6 +17,7 @@ P is above 1 where a logit is above r. Rows in which it comes near the end of fl
 are computed again with their own maximum.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,6 @@ from jaxops.linear_cross_entropy.logits import (
     Needs,
     RowStatistics,
     RowWeights,
-    Targets,
     broadcast_columns,
     broadcast_rows,
     cross_entropy_terms,
@@ -44,19 +44,29 @@ _FUSING_PLATFORMS = ("tpu",)
 _MOST_EXPONENTIALS = 2**28
 _FIRST_COLUMNS = 256  # their maximum is below that of 128,000 by some 1.7 standard deviations
 # exp(60) is 1e26: as far from float32's 3e38 as a product over many columns can need.
-_MOST_EXCESS = 60.0
+MOST_EXCESS = 60.0
 
 
-def applies(x: Any, weight: Any, targets: Targets, softcap: float | None, needs: Needs) -> bool:
-    """Whether rows of these operands can have a fixed reference, in the place that is lowered for."""
+def fuses_here() -> bool:
+    """Whether what is lowered now is for a place whose compiler fuses the exponentials into the product."""
     place = lowering.placement()
-    if place is None or place.is_split or place.platform not in _FUSING_PLATFORMS:
-        return False  # to be differentiated, or split by the compiler, the logits stay as they are
+    # To be differentiated, or split by the compiler, the logits stay as they are.
+    return place is not None and not place.is_split and place.platform in _FUSING_PLATFORMS
+
+
+def refusal(
+    x: Any, weight: Any, shared_target: Any, row_target: Any, softcap: float | None, needs: Needs
+) -> str | None:
+    """Why rows of these operands cannot have a fixed reference, if so."""
     if any(map(jax.export.is_symbolic_dim, (*x.shape, *weight.shape))):
-        return False  # rows that have failed are taken in chunks of a known size
-    if jnp.dtype(x.dtype) == jnp.float16 or is_present(targets.row) or needs.shared_target:
-        return False  # float16 cannot hold P; the others need z itself, column by column
-    return softcap is None or not is_present(targets.shared)
+        return "rows that have failed are taken in chunks of a known size"
+    if jnp.dtype(x.dtype) == jnp.float16:
+        return "float16 cannot hold exponentials above their reference"
+    if row_target.shape[-1] or needs.shared_target:
+        return "probabilities, and a gradient of class weights, need the logits themselves, column by column"
+    if softcap is not None and shared_target.shape[0]:
+        return "label smoothing of bounded logits needs the logits themselves, column by column"
+    return None
 
 
 def default_chunk_rows(classes: int, features: int) -> int:
@@ -91,13 +101,43 @@ class Shared:
         return 1.0 if self.softcap is None else 1 - jnp.square(logits / self.softcap)
 
 
-class _Exponentials(NamedTuple):
-    """A chunk's exponentials, and what is known of its rows.
+class Exponentials(NamedTuple):
+    """The exponentials of a chunk, and what is summed over columns while they are computed.
 
     Attributes:
-      off_label: P, with 0 at the label and times the softcap's derivative, in the operands' dtype.
-      is_label: whether a column is the row's label.
-      rows: the statistics, relative to the reference.
+      off_label: (..., V), P with 0 at the label and times the softcap's derivative, in the operands' dtype.
+      rest: (...), sum exp(z - reference) over the other columns, before P is rounded.
+      target_logit: (...), sum t (z - reference); 0 without target weights t.
+    """
+
+    off_label: jax.Array
+    rest: jax.Array
+    target_logit: jax.Array
+
+
+def exponentials(shared: Shared, x: jax.Array, labels: jax.Array, reference: jax.Array) -> Exponentials:
+    """In jnp, for compilers that fuse what is elementwise into a product."""
+    logits = linear_logits(x, shared.weight, shared.bias, shared.softcap)
+    shifted = logits - broadcast_rows(reference)
+    exp = jnp.where(_is_label(labels, logits), 0, jnp.exp(jnp.minimum(shifted, MOST_EXCESS)))
+    rest = jnp.sum(exp, axis=-1)
+    target_logit = jnp.zeros_like(rest)
+    if is_present(shared.target):
+        target_logit = jnp.sum(broadcast_columns(shared.target, shifted) * shifted, axis=-1)
+    # The barrier keeps what is fused into this product from being computed again in the next ones.
+    off_label = jax.lax.optimization_barrier((exp * shared.slope(logits)).astype(x.dtype))
+    return Exponentials(off_label, rest, target_logit)
+
+
+def _is_label(labels: jax.Array, columns: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(labels.dtype, columns.shape, columns.ndim - 1) == broadcast_rows(labels)
+
+
+class _Rows(NamedTuple):
+    """What is known of a chunk's rows.
+
+    Attributes:
+      statistics: relative to the reference.
       total: the sum of all exponentials of a row.
       label_exp: exp(z_label - reference); 0 without a label.
       label_slope: the softcap's derivative at the label.
@@ -105,9 +145,7 @@ class _Exponentials(NamedTuple):
       has_label: whether the label is a column.
     """
 
-    off_label: jax.Array
-    is_label: jax.Array
-    rows: RowStatistics
+    statistics: RowStatistics
     total: jax.Array
     label_exp: jax.Array
     label_slope: Any
@@ -115,7 +153,10 @@ class _Exponentials(NamedTuple):
     has_label: jax.Array
 
 
-def _exponentials(shared: Shared, x: jax.Array, labels: jax.Array) -> _Exponentials:
+def _rows(
+    shared: Shared, implementation: Callable[..., Exponentials], x: jax.Array, labels: jax.Array
+) -> tuple[_Rows, jax.Array]:
+    """What is known of the rows, and P off the label."""
     has_label = (labels >= 0) & (labels < shared.weight.shape[0])
     label_weight, label_logit = shared.of_labels(x, jnp.where(has_label, labels, 0))
     label_logit = jnp.where(has_label, label_logit, -jnp.inf)
@@ -123,28 +164,22 @@ def _exponentials(shared: Shared, x: jax.Array, labels: jax.Array) -> _Exponenti
     reference = jnp.maximum(label_logit, jnp.max(first, axis=-1))
     reference = jnp.where(jnp.isfinite(reference), reference, 0)
 
-    logits = linear_logits(x, shared.weight, shared.bias, shared.softcap)
-    shifted = logits - broadcast_rows(reference)
-    columns = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
-    is_label = columns == broadcast_rows(labels)
-    exp = jnp.where(is_label, 0, jnp.exp(jnp.minimum(shifted, _MOST_EXCESS)))
-    rest = jnp.sum(exp, axis=-1)
-    target_logit = jnp.zeros_like(rest)
-    if is_present(shared.target):
-        target_logit = jnp.sum(broadcast_columns(shared.target, shifted) * shifted, axis=-1)
-    # The barrier keeps what is fused into this product from being computed again in the next ones.
-    off_label = jax.lax.optimization_barrier((exp * shared.slope(logits)).astype(x.dtype))
-
+    of = implementation(shared, x, labels, reference)
     label_exp = jnp.exp(label_logit - reference)
-    total = rest + label_exp
+    total = of.rest + label_exp
     label_logit = jnp.where(has_label, label_logit - reference, 0)
-    rows = RowStatistics(reference, jnp.log(total), label_logit, target_logit, rest, labels)
+    statistics = RowStatistics(reference, jnp.log(total), label_logit, of.target_logit, of.rest, labels)
     slope = shared.slope(label_logit + reference)
-    return _Exponentials(off_label, is_label, rows, total, label_exp, slope, label_weight, has_label)
+    return _Rows(statistics, total, label_exp, slope, label_weight, has_label), of.off_label
 
 
 def chunk_with_gradients(
-    shared: Shared, sums: Arrays, x: jax.Array, labels: jax.Array, *weights: jax.Array
+    shared: Shared,
+    implementation: Callable[..., Exponentials],
+    sums: Arrays,
+    x: jax.Array,
+    labels: jax.Array,
+    *weights: jax.Array,
 ) -> tuple[Arrays, Arrays]:
     """The x gradient and the terms of each row, and whether it failed; and the sums with this chunk's added to them.
 
@@ -152,14 +187,14 @@ def chunk_with_gradients(
     """
     by, dtype = RowWeights(*weights), accumulation_dtype(x.dtype)
     x = x.astype(shared.weight.dtype)
-    of = _exponentials(shared, x, labels)
-    terms = cross_entropy_terms(of.rows, jnp.broadcast_to(shared.target_total, of.total.shape))
-    log_sum_exp = of.rows.max_logit + of.rows.log_sum_exp
+    of, off_label = _rows(shared, implementation, x, labels)
+    terms = cross_entropy_terms(of.statistics, jnp.broadcast_to(shared.target_total, of.total.shape))
+    log_sum_exp = of.statistics.max_logit + of.statistics.log_sum_exp
     scale = (by.label + by.target * shared.target_total + 2 * by.square * log_sum_exp) / of.total
     at_label = jnp.where(of.has_label, (scale * of.label_exp - by.label) * of.label_slope, 0)
     ratio = at_label / scale
     # Near the limit, some exponentials may have met it. A scale of 0 stands for no rows, unless their label counts.
-    is_exact = (of.total < jnp.exp(_MOST_EXCESS - 1)) & jnp.isfinite(scale) & (jnp.isfinite(ratio) | (at_label == 0))
+    is_exact = (of.total < jnp.exp(MOST_EXCESS - 1)) & jnp.isfinite(scale) & (jnp.isfinite(ratio) | (at_label == 0))
     scale, at_label = jnp.where(is_exact, scale, 0), jnp.where(is_exact, at_label, 0)
     ratio = jnp.where(scale == 0, 0, ratio).astype(x.dtype)
 
@@ -169,12 +204,12 @@ def chunk_with_gradients(
     target_weights = jnp.where(is_exact, by.target, 0)
     x_grad = jnp.zeros((*of.total.shape, 0), dtype)
     if shared.needs.x:
-        x_grad = jnp.einsum("...v,vh->...h", of.off_label, shared.weight, preferred_element_type=dtype)
+        x_grad = jnp.einsum("...v,vh->...h", off_label, shared.weight, preferred_element_type=dtype)
         x_grad = jax.lax.optimization_barrier(x_grad)
         x_grad = broadcast_rows(scale) * x_grad + broadcast_rows(at_label) * of.label_weight
         if is_present(shared.target):
             x_grad = x_grad - broadcast_rows(target_weights) * broadcast_columns(shared.weight_of_target, x_grad)
-    cotangent = jnp.where(of.is_label, broadcast_rows(ratio), of.off_label)
+    cotangent = jnp.where(_is_label(labels, off_label), broadcast_rows(ratio), off_label)
     if shared.needs.weight:
         scaled_x = jax.lax.optimization_barrier((broadcast_rows(scale) * x.astype(dtype)).astype(x.dtype))
         weight_grad = add_product(weight_grad, cotangent, scaled_x)

@@ -1,42 +1,26 @@
 """The summed cross entropy of rows, with gradients computed in the same pass: three matrix products, chunk by chunk."""
 
-import functools
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
-from jaxops._primitive.sharding import laid_out_as, varying_with
+from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy import fixed_reference, operator
-from jaxops.linear_cross_entropy.live_rows import filler, live_rows, rows_where
-from jaxops.linear_cross_entropy.logits import (
-    CotangentTerms,
-    Needs,
-    RowStatistics,
-    RowWeights,
-    Targets,
-    broadcast_rows,
-    cross_entropy_terms,
-    is_present,
-    linear_gradients,
-    linear_logits,
-    row_statistics,
-    target_total,
-)
-from jaxops.linear_cross_entropy.row_chunks import SMALL_LOGITS, default_chunk_rows, fold_rows
+from jaxops.linear_cross_entropy.chunk_gradients import Operands, by_fixed_reference, by_maximum, row_losses
+from jaxops.linear_cross_entropy.logits import Needs, RowStatistics, RowWeights, Targets, target_total
+from jaxops.linear_cross_entropy.row_chunks import default_chunk_rows
 from jaxops.linear_cross_entropy.tiled import tiled_statistics
+from pallas_kernels.gpu.linear_cross_entropy import statistics as gpu_statistics
+from pallas_kernels.kernel import Kernel
+from pallas_kernels.tpu.linear_cross_entropy import exponentials as tpu_exponentials
+from pallas_kernels.tpu.linear_cross_entropy import statistics as tpu_statistics
 
 _OPERANDS = "... h, v h, v, ..., v, ... v, ..., ..., ..."
-
-
-def row_losses(rows: RowStatistics, target_total: jax.Array, weights: RowWeights) -> jax.Array:
-    """The loss of each row, from the statistics of its logits and the sum of its target weights t."""
-    by_label, by_target, by_square = cross_entropy_terms(rows, target_total)
-    return weights.label * by_label + weights.target * by_target + weights.square * by_square
 
 
 def summed_cross_entropy(
@@ -76,79 +60,28 @@ def _reference(
 
 
 def _reference_with_gradients(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array,
-    labels: jax.Array,
-    shared_target: jax.Array,
-    row_target: jax.Array,
-    *weights: jax.Array,
-    softcap: float | None,
-    chunk_rows: int | None,
-    needs: Needs,
+    *operands: jax.Array, softcap: float | None, chunk_rows: int | None, needs: Needs
 ) -> Arrays:
-    def chunk(
-        sums: Arrays, x: jax.Array, labels: jax.Array, row_target: jax.Array, *weights: jax.Array
-    ) -> tuple[Arrays, Arrays]:
-        targets, by = Targets(labels, shared_target, row_target), RowWeights(*weights)
-        logits = linear_logits(x, weight, bias, softcap)
-        rows = row_statistics(logits, targets, metrics=False)
-        total = target_total(targets, rows.max_logit)
-        lse = rows.max_logit + rows.log_sum_exp
-        softmax = by.label + by.target * total + 2 * by.square * lse
-        # Below, logits - maximum is computed again. Without the barrier XLA would keep it next to the logits instead.
-        maximum = jax.lax.optimization_barrier(rows.max_logit)
-        terms = CotangentTerms(softmax, None, -by.label, -by.target, maximum, rows.log_sum_exp)
-        (x_grad, row_grad), (weight_grad, bias_grad, shared_grad) = linear_gradients(
-            terms, x, weight, targets, logits, softcap, needs, sums[1]
-        )
-        # A target weight also counts in the total, which multiplies log sum exp.
-        by_total = by.target * rows.log_sum_exp
-        row_grad = row_grad + broadcast_rows(by_total)
-        loss = jnp.sum(row_losses(rows, total, by))
-        others = (loss, bias_grad, shared_grad + jnp.sum(by_total))
-        loss, bias_grad, shared_grad = (a + b for a, b in zip((sums[0], *sums[2:]), others, strict=True))
-        return (x_grad, row_grad, *cross_entropy_terms(rows, total)), (loss, weight_grad, bias_grad, shared_grad)
-
-    operands = (x, labels, row_target, *weights)
-    targets, dtype = Targets(labels, shared_target, row_target), accumulation_dtype(x.dtype)
-    shapes = (
-        (),
-        (weight.shape[0] if needs.weight else 0, x.shape[-1]),
-        (bias.size if needs.bias else 0,),
-        (shared_target.size if needs.shared_target else 0,),
-    )
-    start = varying_with([jnp.zeros(shape, dtype) for shape in shapes], (*operands, weight, bias, shared_target))
-    if not fixed_reference.applies(x, weight, targets, softcap, needs):
-        chunk_rows = chunk_rows or default_chunk_rows(*weight.shape)
-        rows, sums = _all_chunks(chunk, start, operands, None if is_present(row_target) else labels, chunk_rows)
-        x_grad, row_grad, *weights_grads = rows
-        return (*sums[:1], x_grad, *sums[1:], row_grad, *weights_grads)
-
-    chunk_rows = chunk_rows or fixed_reference.default_chunk_rows(*weight.shape)
-    shared = fixed_reference.Shared(weight, bias, shared_target, softcap, needs)
-    by_reference = functools.partial(fixed_reference.chunk_with_gradients, shared)
-    sums = (*start[:3], *(jnp.zeros(shape, dtype) for shape in (x.shape[-1:], ())))
-    (*results, has_failed), sums = _all_chunks(by_reference, sums, (x, labels, *weights), labels, chunk_rows)
-    sums = (*fixed_reference.with_target(shared, sums), start[3])
-    row_grad = jnp.zeros((*labels.shape, 0), dtype)
-    failed = rows_where(has_failed, max(1, SMALL_LOGITS // weight.shape[0]))
-    (x_grad, _, *weights_grads), sums = failed.update(chunk, sums, (results[0], row_grad, *results[1:]), operands)
-    return (*sums[:1], x_grad, *sums[1:], row_grad, *weights_grads)
+    arrays = Operands(*operands)
+    params: dict[str, Any] = {"softcap": softcap, "chunk_rows": chunk_rows, "needs": needs}
+    if fixed_reference.fuses_here() and _refuses_reference(*operands, **params) is None:
+        return by_fixed_reference(arrays, fixed_reference.exponentials, **params)
+    return by_maximum(arrays, **params)
 
 
-def _all_chunks(
-    step: Callable[..., tuple[Arrays, Arrays]],
-    start: Arrays,
-    operands: Sequence[jax.Array],
-    labels: jax.Array | None,
-    chunk_rows: int | None,
-) -> tuple[Arrays, Arrays]:
-    """As `fold_rows`; with labels, rows without one are left out where they may be reordered."""
-    live = None if labels is None else live_rows(labels, chunk_rows)
-    if live is None:
-        return fold_rows(step, start, operands, operands[-1].ndim, chunk_rows, [filler(x) for x in operands])
-    return live.map(step, start, operands)
+def _refuses_reference(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    labels: Any,
+    shared_target: Any,
+    row_target: Any,
+    *weights: Any,
+    softcap: float | None,
+    needs: Needs,
+    **_: Any,
+) -> str | None:
+    return fixed_reference.refusal(x, weight, shared_target, row_target, softcap, needs)
 
 
 def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
@@ -178,11 +111,65 @@ def _vjp(residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array], active
 
 _GRADIENTS = "... h, v h, v, v, ... v, ..., ..., ..."
 
+
+def _summing(kernel: Kernel) -> Kernel:
+    """The kernel of the rows' statistics, for their sum."""
+
+    def run(*operands: jax.Array, softcap: float | None, config: Any, interpret: Any = False, **_: Any) -> Arrays:
+        of = Operands(*operands)
+        params = {"softcap": softcap, "metrics": False, "config": config, "interpret": interpret}
+        rows = RowStatistics(*kernel.run(*operands[:6], **params))
+        total = target_total(Targets(of.labels, of.shared_target, of.row_target), rows.max_logit)
+        return (jnp.sum(row_losses(rows, total, RowWeights(*operands[6:]))),)
+
+    def refuses(hardware: Any, *operands: Any, softcap: float | None, **_: Any) -> str | None:
+        return kernel.refuses(hardware, *operands[:6], softcap=softcap, metrics=False)
+
+    def configs(hardware: Any, *operands: Any, softcap: float | None, **_: Any) -> Any:
+        return kernel.configs(hardware, *operands[:6], softcap=softcap, metrics=False)
+
+    return dataclasses.replace(kernel, run=run, refuses=refuses, configs=configs)
+
+
+def _with_exponentials(name: str, platform: str, launcher: Any) -> Kernel:
+    """The gradients by a fixed reference, with exponentials from a kernel."""
+
+    def run(*operands: jax.Array, config: Any, interpret: Any = False, **params: Any) -> Arrays:
+        def exponentials(
+            shared: fixed_reference.Shared, x: jax.Array, labels: jax.Array, reference: jax.Array
+        ) -> fixed_reference.Exponentials:
+            results = launcher.exponentials(
+                x.reshape(-1, x.shape[-1]),
+                shared.weight,
+                shared.bias,
+                shared.target,
+                labels.reshape(-1),
+                reference.reshape(-1),
+                softcap=shared.softcap,
+                most_excess=fixed_reference.MOST_EXCESS,
+                config=config,
+                interpret=interpret,
+            )
+            by_row = (result.reshape(*labels.shape, *result.shape[1:]) for result in results)
+            return fixed_reference.Exponentials(*by_row)
+
+        return by_fixed_reference(Operands(*operands), exponentials, **params)
+
+    def refuses(hardware: Any, *operands: Any, **params: Any) -> str | None:
+        return _refuses_reference(*operands, **params) or launcher.refusal(hardware, *operands[:2])
+
+    def configs(hardware: Any, x: Any, weight: Any, *_: Any, chunk_rows: int | None, **__: Any) -> Any:
+        return launcher.configs(hardware, x, weight, chunk_rows or fixed_reference.default_chunk_rows(*weight.shape))
+
+    return Kernel(name, platform, run, refuses, configs)
+
+
 _SUM_WITH_GRADIENTS = Operator(
     name="linear_cross_entropy_sum_with_gradients",
     signature=f"{_OPERANDS} -> , {_GRADIENTS}",
     check=operator.check,
     reference=_reference_with_gradients,
+    kernels=(_with_exponentials("mosaic_tpu", "tpu", tpu_exponentials),),
 )
 
 _SUM = Operator(
@@ -191,4 +178,5 @@ _SUM = Operator(
     check=operator.check,
     reference=_reference,
     derivative=Derivative(vjp=_vjp, tangent=_tangent, linearize=_linearize, residuals=f"{_OPERANDS}, {_GRADIENTS}"),
+    kernels=(_summing(tpu_statistics.KERNEL), _summing(gpu_statistics.KERNEL)),
 )

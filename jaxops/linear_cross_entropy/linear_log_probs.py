@@ -163,7 +163,7 @@ def linear_log_probs(
         targets,
         vocabulary,
         softcap=softcap,
-        keep_logits=_keeps_logits(x, labels.size * weight.shape[0], chunk_rows, has_kernels=scale is None),
+        keep_logits=_keeps_logits(labels.size * weight.shape[0], chunk_rows),
         chunk_rows=chunk_rows,
         metrics=return_entropy,
         scale=scale,
@@ -212,9 +212,9 @@ def _scale(temperature: Any, kept: jax.Array, zeros: jax.Array) -> tuple[jax.Arr
     return 1 / jnp.where(kept & is_positive, temperature, jnp.ones_like(temperature)), is_positive
 
 
-def _keeps_logits(x: jax.Array, logits_size: Any, chunk_rows: int | None, *, has_kernels: bool) -> bool:
+def _keeps_logits(logits_size: Any, chunk_rows: int | None) -> bool:
     """Whether reverse mode keeps the logits; says why, as `linear_cross_entropy` does."""
-    strategy, reason = strategy_for(x, logits_size, has_kernels=has_kernels)
+    strategy, reason = strategy_for(logits_size)
     if chunk_rows is not None:
         strategy, reason = "recompute", "as chunk_rows is given"
     strategy = "full" if strategy == "full" else "recompute"

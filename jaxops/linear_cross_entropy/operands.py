@@ -6,7 +6,6 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-import lowering
 from jaxops._checks.attributes import INT32_MAX, require_integer, require_real
 from jaxops._checks.errors import require
 from jaxops._primitive.sharding import laid_out_as
@@ -71,12 +70,8 @@ def nan_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(valid, x, jnp.nan)
 
 
-def strategy_for(x: jax.Array, logits_size: Any, *, has_kernels: bool = True) -> tuple[str, str]:
-    """The best strategy and why, from shapes, arguments and `lowering.use`; a symbolic size may have any value."""
-    request = lowering.current_selection().request("linear_cross_entropy")
-    if has_kernels and request.startswith(("pallas", "interpret")) and x.dtype.itemsize == 2:
-        # All kernels take 16 bits. Those for GPUs refuse float32, which matrix units would round.
-        return "recompute", "which is what the kernels do"
+def strategy_for(logits_size: Any) -> tuple[str, str]:
+    """The best strategy and why, from the number of logits alone; a symbolic size may have any value."""
     if jax.export.is_symbolic_dim(logits_size):
         return "full", f"as {logits_size} logits may be few"
     if logits_size <= SMALL_LOGITS:

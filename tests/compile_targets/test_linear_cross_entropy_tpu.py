@@ -44,8 +44,8 @@ def make_loss(attributes, **options):
     attributes = {name: value for name, value in attributes.items() if name != "bias"}
 
     def loss(x, weight, labels, bias=None):
-        options_too = {**attributes, **options}
-        return linear_cross_entropy(x, weight, labels, bias=bias, strategy="recompute", **options_too)
+        options_too = {"strategy": "recompute", **attributes, **options}
+        return linear_cross_entropy(x, weight, labels, bias=bias, **options_too)
 
     return loss
 
@@ -66,6 +66,24 @@ def test_linear_cross_entropy_compiles_without_logits(tpu, case):
     # hundredth of the logits.
     copies_of_x = 2 * rows * features * jnp.dtype(dtype).itemsize
     assert report.memory.temporaries < copies_of_x + max(4 * rows * classes // 100, 2**23)
+
+
+IN_CHUNKS = {
+    "whole": (4096, 1024, 32768, BF16, {"softcap": 30.0}),
+    "odd": (1300, 100, 2050, F32, {"label_smoothing": 0.1, "bias": True}),
+}
+
+
+@pytest.mark.parametrize("case", IN_CHUNKS.values(), ids=IN_CHUNKS)
+def test_linear_cross_entropy_compiles_with_gradients_in_the_forward_pass(tpu, case):
+    rows, features, classes, dtype, attributes = case
+    differentiated = (0, 1, 3) if attributes.get("bias") else (0, 1)
+    loss = make_loss(attributes, strategy="grad_in_forward", chunk_rows=min(512, rows))
+    report = compile_for(tpu, jax.value_and_grad(loss, differentiated), *operands_of(*case))
+    assert report.kernels == {"linear_cross_entropy_exponentials": 1}
+    # The weight's gradient in float32, a chunk of exponentials, and x a few times.
+    weight_grad, exponentials = 4 * classes * features, 512 * classes * jnp.dtype(dtype).itemsize
+    assert report.memory.temporaries < weight_grad + exponentials + 12 * rows * features + 2**24
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

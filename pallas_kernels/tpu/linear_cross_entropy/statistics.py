@@ -13,11 +13,10 @@ What limits the kernel is the matrix unit, as long as all else happens beside it
 
 The grid is (rows, classes, hidden), the hidden axis innermost. The statistics of a block of rows stay in VMEM from its
 first step to its last and are written once. The weight passes through VMEM once per block of rows, so large blocks of
-rows save the most traffic; `_hbm_bytes` counts it and orders the configurations.
+rows save the most traffic; `operand_bytes` counts it and orders the configurations.
 """
 
 import functools
-import itertools
 import math
 from typing import NamedTuple
 
@@ -28,33 +27,27 @@ from jax.experimental import pallas as pl
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu.linear_cross_entropy.tiles import (
     BIAS,
+    CHUNK,
     LANES,
     SUBLANES,
     TARGET,
     affordable,
     at_edge,
     block_bytes,
-    block_size,
+    block_choices,
+    blocks_of,
     class_or_none,
     class_vectors,
     dot,
     dtype_refusal,
+    for_chunks,
     live_blocks,
     masked,
-    round_up,
+    operand_bytes,
     size_refusal,
     vmem_limit_bytes,
     whole_tile,
 )
-
-# Classes of a product. With fewer, a matrix unit of v6e or TPU7x, which keeps 256 x 256 values of the other operand,
-# waits for these; with more, a chunk's logits do not leave the registers in time for the next.
-_CHUNK = 256
-# The most multiplications for a block. Filling the matrix unit and draining it costs some hundred cycles for each, but
-# a block's code grows with it, and the time to compile that.
-_MOST_PRODUCTS = 3 * 2**30
-# The most elements of x in a block, which the compiler holds in VMEM once more, arranged for the matrix unit.
-_MOST_OF_X = 2**22
 
 
 class OnlineStatistics(NamedTuple):
@@ -118,28 +111,12 @@ def _kernel(live_ref, labels_ref, columns_ref, x_ref, weight_ref, *refs, classes
             return logits if hidden_blocks == 1 else logits + logits_ref[here, :]
 
         fold = functools.partial(_fold_chunk, labels_ref, columns_ref, known, target_total_ref, logits_of, **options)
-        fold_block = functools.partial(_for_chunks, fold, weight_ref.shape[0], vocab_index)
+        fold_block = functools.partial(for_chunks, fold, weight_ref.shape[0], vocab_index)
         at_edge(fold_block, vocab_index, classes, weight_ref.shape[0])
 
     @pl.when((vocab_index == pl.num_programs(1) - 1) & (hidden_index == hidden_blocks - 1))
     def _merge():
         _merge_sublanes(results, known, target_total_ref, weighted=options["weighted"], metrics=options["metrics"])
-
-
-def _for_chunks(fold, block_vocab, vocab_index, valid_classes):
-    """Calls fold(classes of the block, the first of them, how many are valid or None) for every chunk of a block."""
-    chunk, first_class = math.gcd(block_vocab, _CHUNK), vocab_index * block_vocab
-
-    def fold_cut(index, _):
-        start = pl.multiple_of(index * chunk, chunk)
-        fold(pl.ds(start, chunk), first_class + start, valid_classes - start)
-
-    if valid_classes is None:
-        for start in range(0, block_vocab, chunk):
-            fold(pl.ds(start, chunk), first_class + start, None)
-    else:
-        # The last block is one of many, and runs through a loop instead of more long code.
-        jax.lax.fori_loop(0, pl.cdiv(valid_classes, chunk), fold_cut, None)
 
 
 def _fold_chunk(
@@ -243,7 +220,7 @@ def online_statistics(
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     (rows, features), classes = x.shape, weight.shape[0]
-    block_rows, block_vocab, block_hidden = _blocks(rows, classes, features, config)
+    block_rows, block_vocab, block_hidden = blocks_of(rows, classes, features, config)
     biased = bias.size > 0
     options = {"softcap": softcap, "biased": biased, "weighted": shared_target.size > 0, "metrics": metrics}
     grid = (pl.cdiv(rows, block_rows), pl.cdiv(classes, block_vocab), pl.cdiv(features, block_hidden))
@@ -285,18 +262,13 @@ def online_statistics(
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * classes * features,
             transcendentals=rows * classes,
-            bytes_accessed=_hbm_bytes(x.dtype.itemsize, x.shape, classes, block_rows, block_vocab, block_hidden),
+            bytes_accessed=operand_bytes(x.dtype.itemsize, x.shape, classes, block_rows, block_vocab, block_hidden),
         ),
         interpret=interpret,
     )(live, labels.reshape(1, rows), columns, whole_tile(x), whole_tile(weight))
     statistics = OnlineStatistics(*(result.reshape(rows) for result in results))
     label_logit = jnp.where(labels >= 0, statistics.label_logit - _finite(statistics.maximum), 0.0)
     return statistics._replace(label_logit=label_logit)
-
-
-def _blocks(rows, classes, features, config):
-    wanted = config["block_rows"], config["block_vocab"], config["block_hidden"]
-    return tuple(map(block_size, (rows, round_up(classes, _CHUNK), features), wanted))
 
 
 def run(
@@ -348,23 +320,12 @@ def configs(hardware, x, weight, *operands, **params):
     """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     *batch, features = x.shape
     shape, classes, itemsize = (math.prod(batch), features), weight.shape[0], jnp.dtype(x.dtype).itemsize
-    names = ("block_rows", "block_vocab", "block_hidden")
-    # Of two sizes with the same traffic, the one that leaves no block of classes cut comes first.
-    vocab_sizes = sorted((1024, 768, 512, 256), key=lambda size: size < 768 or classes % size > 0)
-    wanted = itertools.product((2048, 1024, 512, 256), vocab_sizes, (round_up(features, LANES), 2048, 1024, 512))
-    candidates = (_blocks(*shape[:1], classes, features, dict(zip(names, sizes, strict=True))) for sizes in wanted)
     return affordable(
         hardware,
-        (dict(zip(names, sizes, strict=True)) for sizes in candidates if _is_short(*sizes)),
+        block_choices(*shape[:1], classes, features),
         functools.partial(_vmem_bytes, itemsize),
-        functools.partial(_hbm_bytes, itemsize, shape, classes),
+        functools.partial(operand_bytes, itemsize, shape, classes),
     )
-
-
-def _is_short(block_rows, block_vocab, block_hidden):
-    """Whether the code for a block is not too long."""
-    of_x = block_rows * block_hidden
-    return of_x <= _MOST_OF_X and of_x * block_vocab <= _MOST_PRODUCTS
 
 
 def _vmem_bytes(itemsize, block_rows, block_vocab, block_hidden):
@@ -375,17 +336,9 @@ def _vmem_bytes(itemsize, block_rows, block_vocab, block_hidden):
     # logits:  (block_vocab, block_rows) float32 scratch if features are cut
     tile = 4 * block_rows * block_vocab
     # x again, arranged for the matrix unit, and four chunks: partial products and logits that wait for their turn
-    spilled = itemsize * block_rows * block_hidden + 4 * 4 * block_rows * _CHUNK
+    spilled = itemsize * block_rows * block_hidden + 4 * 4 * block_rows * CHUNK
     # Vectors over rows and over classes are small: `vmem_limit_bytes` adds a quarter for these and Mosaic's own needs.
     return operands + tile + spilled
-
-
-def _hbm_bytes(itemsize, shape, classes, block_rows, block_vocab, block_hidden):
-    """The traffic of operands: the weight once per block of rows, x once, or again per block of classes if cut."""
-    # A block of x that spans all features keeps its index while classes pass, so it is copied only once.
-    rows, features = shape
-    reads_of_x = 1 if block_hidden >= features else pl.cdiv(classes, block_vocab)
-    return itemsize * features * (rows * reads_of_x + classes * pl.cdiv(rows, block_rows))
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)

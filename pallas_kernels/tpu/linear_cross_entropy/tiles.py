@@ -5,8 +5,9 @@ axis that a matrix product or a sum contracts, they are masked. Along any other 
 not stored.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -24,6 +25,14 @@ _MIB = 2**20
 _SMALLEST_VMEM_BYTES = 64 * _MIB  # of all TPUs that can be targets: v5p's and TPU7x's
 _DEFAULT_LIMIT_BYTES = 16 * _MIB  # what XLA grants a kernel that asks for nothing
 _MOST_CONFIGS = 6
+# Classes of a product. With fewer, a matrix unit of v6e or TPU7x, which keeps 256 x 256 values of the other operand,
+# waits for these; with more, a chunk's logits do not leave the registers in time for the next.
+CHUNK = 256
+# The most multiplications for a block. Filling the matrix unit and draining it costs some hundred cycles for each, but
+# a block's code grows with it, and the time to compile that.
+_MOST_PRODUCTS = 3 * 2**30
+# The most elements of x in a block, which the compiler holds in VMEM once more, arranged for the matrix unit.
+_MOST_OF_X = 2**22
 _MOST_CLASSES = 2**24  # float32 represents integers exactly up to this number
 
 
@@ -48,6 +57,22 @@ def at_edge(body: Callable[[int | None], None], index: Any, size: int, block: in
     else:
         pl.when(index < size // block)(lambda: body(None))
         pl.when(index == size // block)(lambda: body(valid))
+
+
+def for_chunks(fold: Callable[[Any, Any, Any], None], block_vocab: int, vocab_index: Any, valid_classes: Any) -> None:
+    """Calls fold(classes of the block, the first of them, how many are valid or None) for every chunk of a block."""
+    chunk, first_class = math.gcd(block_vocab, CHUNK), vocab_index * block_vocab
+
+    def fold_cut(index: Any, _: None) -> None:
+        start = pl.multiple_of(index * chunk, chunk)
+        fold(pl.ds(start, chunk), first_class + start, valid_classes - start)
+
+    if valid_classes is None:
+        for start in range(0, block_vocab, chunk):
+            fold(pl.ds(start, chunk), first_class + start, None)
+    else:
+        # The last block is one of many, and runs through a loop instead of more long code.
+        jax.lax.fori_loop(0, pl.cdiv(valid_classes, chunk), fold_cut, None)
 
 
 def masked(values: jax.Array, axis: int, valid: int | None, fill: float = 0) -> jax.Array:
@@ -142,3 +167,32 @@ def size_refusal(x: Any, weight: Any) -> str | None:
     if weight.shape[0] > _MOST_CLASSES:
         return f"the kernel counts classes in float32, up to {_MOST_CLASSES}; weight has {weight.shape[0]}"
     return None
+
+
+def blocks_of(rows: int, classes: int, features: int, config: Config) -> tuple[int, ...]:
+    """The block sizes of a configuration, cut down to the operands."""
+    wanted = config["block_rows"], config["block_vocab"], config["block_hidden"]
+    return tuple(map(block_size, (rows, round_up(classes, CHUNK), features), wanted))
+
+
+def block_choices(rows: int, classes: int, features: int) -> Iterator[Config]:
+    """Block sizes worth trying for a kernel that reduces a block's logits in chunks of classes."""
+    names = ("block_rows", "block_vocab", "block_hidden")
+    # Of two sizes with the same traffic, the one that leaves no block of classes cut comes first.
+    vocab_sizes = sorted((1024, 768, 512, 256), key=lambda size: size < 768 or classes % size > 0)
+    wanted = itertools.product((2048, 1024, 512, 256), vocab_sizes, (round_up(features, LANES), 2048, 1024, 512))
+    for sizes in wanted:
+        block_rows, block_vocab, block_hidden = blocks_of(rows, classes, features, dict(zip(names, sizes, strict=True)))
+        of_x = block_rows * block_hidden
+        if of_x <= _MOST_OF_X and of_x * block_vocab <= _MOST_PRODUCTS:  # else the code for a block is too long
+            yield dict(zip(names, (block_rows, block_vocab, block_hidden), strict=True))
+
+
+def operand_bytes(
+    itemsize: int, shape: tuple[int, int], classes: int, block_rows: int, block_vocab: int, block_hidden: int
+) -> int:
+    """The traffic of operands: the weight once per block of rows, x once, or again per block of classes if cut."""
+    # A block of x that spans all features keeps its index while classes pass, so it is copied only once.
+    rows, features = shape
+    reads_of_x = 1 if block_hidden >= features else pl.cdiv(classes, block_vocab)
+    return itemsize * features * (rows * reads_of_x + classes * pl.cdiv(rows, block_rows))
