@@ -69,21 +69,21 @@ def test_linear_cross_entropy_compiles_without_logits(tpu, case):
 
 
 IN_CHUNKS = {
-    "whole": (4096, 1024, 32768, BF16, {"softcap": 30.0}),
+    "even": (2048, 512, 32768, BF16, {"softcap": 30.0}),
     "odd": (1300, 100, 2050, F32, {"label_smoothing": 0.1, "bias": True}),
 }
 
 
 @pytest.mark.parametrize("case", IN_CHUNKS.values(), ids=IN_CHUNKS)
 def test_linear_cross_entropy_compiles_with_gradients_in_the_forward_pass(tpu, case):
-    rows, features, classes, dtype, attributes = case
+    rows, features, classes, _, attributes = case
     differentiated = (0, 1, 3) if attributes.get("bias") else (0, 1)
     loss = make_loss(attributes, strategy="grad_in_forward", chunk_rows=min(512, rows))
     report = compile_for(tpu, jax.value_and_grad(loss, differentiated), *operands_of(*case))
     assert report.kernels == {"linear_cross_entropy_exponentials": 1}
-    # The weight's gradient in float32, a chunk of exponentials, and x a few times.
-    weight_grad, exponentials = 4 * classes * features, 512 * classes * jnp.dtype(dtype).itemsize
-    assert report.memory.temporaries < weight_grad + exponentials + 12 * rows * features + 2**24
+    # The weight's gradient in float32, and the 2^24 logits at a time of rows that are computed again, with their
+    # exponentials and cotangents.
+    assert report.memory.temporaries < 2 * 4 * classes * features + 3 * 4 * 2**24
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
