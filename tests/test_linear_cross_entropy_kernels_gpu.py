@@ -19,7 +19,7 @@ from jaxops import aclnn
 from jaxops.linear_cross_entropy import linear_cross_entropy
 from jaxops.linear_cross_entropy.logits import Needs
 from pallas_kernels._jax_private import interpret_gpu_params
-from pallas_kernels.gpu.linear_cross_entropy import gradients, statistics, vocab_parallel
+from pallas_kernels.gpu.linear_cross_entropy import exponentials, gradients, statistics, vocab_parallel
 from pallas_kernels.hardware import Hardware
 
 INTERPRET = interpret_gpu_params(detect_races=True, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
@@ -191,6 +191,31 @@ def test_linear_cross_entropy_gradients_agree_with_float64(name, capfd):
             error = np.abs(np.asarray(result).astype(np.float64) - exact).max()
             assert error <= 2 * np.abs(rounded - exact).max() + rounding
     assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [((65, 70, 200), {"bias": True}), ((64, 64, 128), {"target": True}), ((40, 32, 130), {"softcap": 3.0})],
+    ids=str,
+)
+def test_linear_cross_entropy_exponentials_agree_with_float64(sizes, options, capfd):
+    operands, softcap = make_case(*sizes, **options)
+    x, weight, bias, labels, target = operands
+    reference = np.random.default_rng(1).normal(size=sizes[0]).astype(np.float32)
+    off_label, rest, target_logit = exponentials.exponentials(
+        x, weight, bias, target, labels, reference, softcap=softcap, most_excess=60.0, config=SIZES, interpret=INTERPRET
+    )
+    assert "RACE DETECTED" not in capfd.readouterr().out
+    shifted = logits_of(operands, softcap) - reference[:, None]
+    is_label = np.arange(sizes[2]) == np.asarray(labels)[:, None]
+    truth = np.where(is_label, 0, np.exp(shifted))
+    np.testing.assert_allclose(rest, truth.sum(-1), rtol=1e-5)
+    if softcap is not None:
+        truth = truth * (1 - ((shifted + reference[:, None]) / softcap) ** 2)
+    np.testing.assert_allclose(np.asarray(off_label, np.float64), truth, rtol=5e-3, atol=1e-3)
+    expected_target = (shifted * np.asarray(target)).sum(-1) if target.size else np.zeros(sizes[0])
+    np.testing.assert_allclose(target_logit, expected_target, rtol=1e-4, atol=1e-4)
 
 
 def test_linear_cross_entropy_gradients_compute_only_what_is_needed():

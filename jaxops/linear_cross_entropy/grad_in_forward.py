@@ -15,6 +15,7 @@ from jaxops.linear_cross_entropy.chunk_gradients import Operands, by_fixed_refer
 from jaxops.linear_cross_entropy.logits import Needs, RowStatistics, RowWeights, Targets, target_total
 from jaxops.linear_cross_entropy.row_chunks import default_chunk_rows
 from jaxops.linear_cross_entropy.tiled import tiled_statistics
+from pallas_kernels.gpu.linear_cross_entropy import exponentials as gpu_exponentials
 from pallas_kernels.gpu.linear_cross_entropy import statistics as gpu_statistics
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu.linear_cross_entropy import exponentials as tpu_exponentials
@@ -131,7 +132,7 @@ def _summing(kernel: Kernel) -> Kernel:
     return dataclasses.replace(kernel, run=run, refuses=refuses, configs=configs)
 
 
-def _with_exponentials(name: str, platform: str, launcher: Any) -> Kernel:
+def _with_exponentials(name: str, platform: str, launcher: Any, *, interpreter_is_pure: bool = True) -> Kernel:
     """The gradients by a fixed reference, with exponentials from a kernel."""
 
     def run(*operands: jax.Array, config: Any, interpret: Any = False, **params: Any) -> Arrays:
@@ -161,7 +162,7 @@ def _with_exponentials(name: str, platform: str, launcher: Any) -> Kernel:
     def configs(hardware: Any, x: Any, weight: Any, *_: Any, chunk_rows: int | None, **__: Any) -> Any:
         return launcher.configs(hardware, x, weight, chunk_rows or fixed_reference.default_chunk_rows(*weight.shape))
 
-    return Kernel(name, platform, run, refuses, configs)
+    return Kernel(name, platform, run, refuses, configs, interpreter_is_pure=interpreter_is_pure)
 
 
 _SUM_WITH_GRADIENTS = Operator(
@@ -169,7 +170,10 @@ _SUM_WITH_GRADIENTS = Operator(
     signature=f"{_OPERANDS} -> , {_GRADIENTS}",
     check=operator.check,
     reference=_reference_with_gradients,
-    kernels=(_with_exponentials("mosaic_tpu", "tpu", tpu_exponentials),),
+    kernels=(
+        _with_exponentials("mosaic_tpu", "tpu", tpu_exponentials),
+        _with_exponentials("mosaic_gpu", "cuda", gpu_exponentials, interpreter_is_pure=False),
+    ),
 )
 
 _SUM = Operator(

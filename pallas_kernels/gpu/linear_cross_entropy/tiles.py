@@ -322,14 +322,14 @@ def fold_tiles(body: Callable[..., None], x_gmem: Any, weight_gmem: Any, *, tili
 def launch(
     kernel: Callable[..., None],
     operands: Sequence[jax.Array],
-    result: jax.ShapeDtypeStruct,
+    result: Any,
     *,
     tiling: Tiling,
     name: str,
     interpret: Any,
     scratch: Sequence[Any] = (),
-) -> jax.Array:
-    """Launches a kernel on (x, weight, ...); pads the first two with zeros."""
+) -> Any:
+    """Launches a kernel on (x, weight, ...), with results like `result`; pads the first two operands with zeros."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     x, weight, *others = operands
