@@ -34,6 +34,12 @@ def chunks_to_scalar(x, weight, labels, class_weight):
     return linear_cross_entropy(x, weight, labels, ignore_index=-1, strategy="grad_in_forward", chunk_rows=6, **smooth)
 
 
+def chunks_to_scalar_with_aux(x, weight, labels, bias):
+    options = {"softcap": 3.0, "strategy": "grad_in_forward", "chunk_rows": 6, "return_aux": True}
+    loss, aux = linear_cross_entropy(x, weight, labels, bias=bias, ignore_index=-1, **options)
+    return loss, jnp.sum(aux.lse), jnp.sum(aux.entropy)
+
+
 CASES = [
     contract.Case(
         name=fn.__name__,
@@ -48,6 +54,7 @@ CASES = [
         (full_with_aux, (0, 1, 2, 3), "linear_cross_entropy", "linear_cross_entropy_backward_of_logits"),
         (chunks_by_row, (0, 1, 3), "linear_cross_entropy", "linear_cross_entropy_backward"),
         (chunks_to_scalar, (0, 1, 3), "linear_cross_entropy_sum", "linear_cross_entropy_sum_with_gradients"),
+        (chunks_to_scalar_with_aux, (0, 1, 3), "linear_cross_entropy_known", "linear_cross_entropy_backward"),
     )
 ]
 

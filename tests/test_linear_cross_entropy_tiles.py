@@ -122,7 +122,7 @@ def test_linear_cross_entropy_sums_equal_labels_in_float32(strategy):
     np.testing.assert_array_equal(grad[1:], rows / 8)
 
 
-@pytest.mark.parametrize("strategy", ["full", "recompute"])
+@pytest.mark.parametrize("strategy", ["full", "recompute", "grad_in_forward"])
 def test_linear_cross_entropy_aux_is_differentiable(strategy, rng):
     x, weight, labels = make_case(rng, classes=64)
 
@@ -136,6 +136,20 @@ def test_linear_cross_entropy_aux_is_differentiable(strategy, rng):
     entropy = -(p * log_p).sum(-1, keepdims=True)
     for name, dz in (("lse", p), ("entropy", -p * (log_p + entropy))):
         np.testing.assert_allclose(jax.jit(jax.grad(total), static_argnums=1)(x, name), dz @ weight, atol=1e-5)
+
+
+def test_linear_cross_entropy_aux_costs_no_product_beside_gradients_in_the_forward_pass(rng):
+    x, weight, labels = make_case(rng, classes=64)
+
+    def products(**options):
+        def loss(x, weight):
+            result = linear_cross_entropy(x, weight, labels, strategy="grad_in_forward", chunk_rows=4, **options)
+            return result if options else (result, None)
+
+        step = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+        return step.lower(x, weight).as_text().count("stablehlo.dot_general")
+
+    assert products(return_aux=True) == products() == 3
 
 
 def test_linear_cross_entropy_aux_costs_nothing_unused(rng):

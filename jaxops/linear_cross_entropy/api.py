@@ -150,7 +150,8 @@ def linear_cross_entropy(
       strategy: how the derivative is computed. Values do not depend on it beyond rounding.
         "full" keeps the logits (three matrix products).
         "grad_in_forward" computes a chunk of logits, its loss and its gradients at once (three products, no logits
-        kept). It needs a scalar loss without aux on one shard; otherwise "recompute" takes its place.
+        kept). It needs a scalar loss on one shard; otherwise "recompute" takes its place. Aux is a by-product, which
+        costs another two or three products only where it is differentiated.
         "recompute" computes each chunk of logits in both passes (four products, least memory).
         "auto" is "full" up to 2^24 logits, then "grad_in_forward". Kernels take part in the last two.
       chunk_rows: about how many rows' worth of logits exists at a time.
@@ -229,11 +230,13 @@ def linear_cross_entropy(
     x = zero_unless(live, x)
     targets = task.targets._replace(labels=jnp.where(live, task.targets.labels, SKIPPED))
     bias = jnp.zeros((0,), x.dtype) if bias is None else bias
-    scalar = reduction != "none" and not return_aux and vocab_axis is None
+    scalar = reduction != "none" and vocab_axis is None
     strategy = _resolve(strategy, task.kept.size * weight.shape[0], scalar)
     if strategy == "grad_in_forward":
-        total = summed_cross_entropy(x, weight, bias, targets, weights, softcap=softcap, chunk_rows=chunk_rows)
-        return _reduced(total, task, reduction)
+        of_sum: dict[str, Any] = {"softcap": softcap, "chunk_rows": chunk_rows, "metrics": return_aux}
+        total, known = summed_cross_entropy(x, weight, bias, targets, weights, **of_sum)
+        loss = _reduced(total, task, reduction)
+        return loss if known is None else (loss, _aux(known, labels, task.kept, vocabulary))
     options: dict[str, Any] = {"softcap": softcap, "keep_logits": strategy == "full", "chunk_rows": chunk_rows}
     rows = merged_statistics(x, weight, bias, targets, vocabulary, metrics=return_aux, **options)
     losses = row_losses(rows, vocabulary.sum(target_total(targets, rows.log_sum_exp)), weights)
@@ -312,7 +315,7 @@ def _resolve(strategy: str, logits_size: Any, scalar: bool) -> str:
     if strategy == "auto":
         strategy, reason = strategy_for(logits_size)
     if strategy == "grad_in_forward" and not scalar:
-        strategy, reason = "recompute", f"{reason}, and the loss is not a scalar without aux on one shard"
+        strategy, reason = "recompute", f"{reason}, and the loss is not a scalar on one shard"
     lowering.note(f"{_NAME}: strategy {strategy}, {reason}")
     return strategy
 

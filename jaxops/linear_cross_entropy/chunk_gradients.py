@@ -54,14 +54,24 @@ def row_losses(rows: RowStatistics, target_total: jax.Array, weights: RowWeights
     return weights.label * by_label + weights.target * by_target + weights.square * by_square
 
 
-def by_maximum(operands: Operands, *, softcap: float | None, chunk_rows: int | None, needs: Needs) -> Arrays:
-    """The loss and its gradients; the exponentials of each row have its maximum as their reference."""
+def metrics_of(rows: RowStatistics, metrics: bool) -> tuple[jax.Array, jax.Array]:
+    """What `RowStatistics` say of rows beside their loss: numbers (..., 3) and predictions (..., 1), or (..., 0)."""
+    numbers = jnp.stack([rows.max_logit, rows.log_sum_exp, rows.mean_logit], axis=-1)
+    predictions = rows.prediction.astype(jnp.int32)[..., None]
+    return (numbers, predictions) if metrics else (numbers[..., :0], predictions[..., :0])
+
+
+def by_maximum(
+    operands: Operands, *, softcap: float | None, chunk_rows: int | None, needs: Needs, metrics: bool
+) -> Arrays:
+    """The loss, its gradients, and `metrics_of` rows; the exponentials of each row have its maximum as a reference."""
     chunk_rows = chunk_rows or default_chunk_rows(*operands.weight.shape)
-    labels = None if is_present(operands.row_target) else operands.labels
-    step = functools.partial(_chunk, operands, softcap, needs)
+    # Probabilities are too large to be reordered, and metrics are wanted for all rows.
+    labels = None if is_present(operands.row_target) or metrics else operands.labels
+    step = functools.partial(_chunk, operands, softcap, needs, metrics)
     rows, sums = _all_chunks(step, _no_sums(operands, needs), operands.of_rows, labels, chunk_rows)
-    x_grad, row_grad, *weights_grads = rows
-    return (*sums[:1], x_grad, *sums[1:], row_grad, *weights_grads)
+    x_grad, row_grad, *others = rows
+    return (*sums[:1], x_grad, *sums[1:], row_grad, *others)
 
 
 def by_fixed_reference(
@@ -71,8 +81,10 @@ def by_fixed_reference(
     softcap: float | None,
     chunk_rows: int | None,
     needs: Needs,
+    metrics: bool,
 ) -> Arrays:
-    """The same with references that are known before the logits; see `fixed_reference`."""
+    """The same with references that are known before the logits; see `fixed_reference`. Metrics it does not have."""
+    assert not metrics
     x, weight, bias, labels, shared_target, _, *weights = operands
     start, dtype = _no_sums(operands, needs), accumulation_dtype(x.dtype)
     chunk_rows = chunk_rows or fixed_reference.default_chunk_rows(*weight.shape)
@@ -83,10 +95,11 @@ def by_fixed_reference(
     sums = (*fixed_reference.with_target(shared, sums), start[3])
     row_grad = jnp.zeros((*labels.shape, 0), dtype)
     failed = rows_where(has_failed, max(1, SMALL_LOGITS // weight.shape[0]))
-    again = functools.partial(_chunk, operands, softcap, needs)
-    rows = results[0], row_grad, *results[1:]
-    (x_grad, _, *weights_grads), sums = failed.update(again, sums, rows, operands.of_rows)
-    return (*sums[:1], x_grad, *sums[1:], row_grad, *weights_grads)
+    again = functools.partial(_chunk, operands, softcap, needs, metrics)
+    no_metrics = row_grad, jnp.zeros((*labels.shape, 0), jnp.int32)
+    rows = results[0], row_grad, *results[1:], *no_metrics
+    (x_grad, _, *others), sums = failed.update(again, sums, rows, operands.of_rows)
+    return (*sums[:1], x_grad, *sums[1:], row_grad, *others)
 
 
 def _no_sums(operands: Operands, needs: Needs) -> Arrays:
@@ -105,6 +118,7 @@ def _chunk(
     operands: Operands,
     softcap: float | None,
     needs: Needs,
+    metrics: bool,
     sums: Arrays,
     x: jax.Array,
     labels: jax.Array,
@@ -114,7 +128,7 @@ def _chunk(
     """The gradients of some rows, and the sums with theirs added to them."""
     targets, by = Targets(labels, operands.shared_target, row_target), RowWeights(*weights)
     logits = linear_logits(x, operands.weight, operands.bias, softcap)
-    rows = row_statistics(logits, targets, metrics=False)
+    rows = row_statistics(logits, targets, metrics=metrics)
     total = target_total(targets, rows.max_logit)
     lse = rows.max_logit + rows.log_sum_exp
     softmax = by.label + by.target * total + 2 * by.square * lse
@@ -130,7 +144,8 @@ def _chunk(
     loss = jnp.sum(row_losses(rows, total, by))
     others = (loss, bias_grad, shared_grad + jnp.sum(by_total))
     loss, bias_grad, shared_grad = (a + b for a, b in zip((sums[0], *sums[2:]), others, strict=True))
-    return (x_grad, row_grad, *cross_entropy_terms(rows, total)), (loss, weight_grad, bias_grad, shared_grad)
+    weights_grads = cross_entropy_terms(rows, total)
+    return (x_grad, row_grad, *weights_grads, *metrics_of(rows, metrics)), (loss, weight_grad, bias_grad, shared_grad)
 
 
 def _all_chunks(

@@ -11,8 +11,15 @@ from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy import fixed_reference, operator
-from jaxops.linear_cross_entropy.chunk_gradients import Operands, by_fixed_reference, by_maximum, row_losses
+from jaxops.linear_cross_entropy.chunk_gradients import (
+    Operands,
+    by_fixed_reference,
+    by_maximum,
+    metrics_of,
+    row_losses,
+)
 from jaxops.linear_cross_entropy.logits import Needs, RowStatistics, RowWeights, Targets, target_total
+from jaxops.linear_cross_entropy.operator import known_row_statistics
 from jaxops.linear_cross_entropy.row_chunks import default_chunk_rows
 from jaxops.linear_cross_entropy.tiled import tiled_statistics
 from pallas_kernels.gpu.linear_cross_entropy import exponentials as gpu_exponentials
@@ -33,13 +40,23 @@ def summed_cross_entropy(
     *,
     softcap: float | None,
     chunk_rows: int | None,
-) -> jax.Array:
-    """The sum of `row_losses`; operands as in `operator.linear_row_statistics`.
+    metrics: bool,
+) -> tuple[jax.Array, RowStatistics | None]:
+    """The sum of `row_losses`, and with metrics also what is known of rows; operands as `linear_row_statistics` has.
 
     It is a plain sum, without the 1 / rows of a mean. Gradients are kept before the loss's own cotangent is known, and
     the factor would push them out of float16's range where they are rounded for the matrix products.
     """
-    return _SUM(x, weight, bias, *targets, *weights, softcap=softcap, chunk_rows=chunk_rows)[0]
+    params: dict[str, Any] = {"softcap": softcap, "chunk_rows": chunk_rows, "metrics": metrics}
+    total, numbers, predictions = _SUM(x, weight, bias, *targets, *weights, **params)
+    if not metrics:
+        return total, None
+    maximum, log_sum_exp, mean = (numbers[..., position] for position in range(3))
+    zeros = jnp.zeros_like(maximum)
+    rows = RowStatistics(maximum, log_sum_exp, zeros, zeros, mean, predictions[..., 0])
+    # They are by-products: differentiated, they take the products that they need themselves.
+    tile_logits = (chunk_rows or default_chunk_rows(*weight.shape)) * weight.shape[0]
+    return total, known_row_statistics(x, weight, bias, targets, rows, softcap=softcap, tile_logits=tile_logits)
 
 
 def _reference(
@@ -52,19 +69,21 @@ def _reference(
     *weights: jax.Array,
     softcap: float | None,
     chunk_rows: int | None,
+    metrics: bool,
 ) -> Arrays:
     tile_logits = (chunk_rows or default_chunk_rows(*weight.shape)) * weight.shape[0]
     operands = (x, weight, bias, labels, shared_target, row_target)
-    rows = RowStatistics(*tiled_statistics(*operands, softcap=softcap, tile_logits=tile_logits, metrics=False))
-    total = target_total(Targets(labels, shared_target, row_target), rows.max_logit)
-    return (jnp.sum(row_losses(rows, total, RowWeights(*weights))),)
+    rows = RowStatistics(*tiled_statistics(*operands, softcap=softcap, tile_logits=tile_logits, metrics=metrics))
+    return _summed(rows, Operands(*operands, *weights), metrics)
 
 
-def _reference_with_gradients(
-    *operands: jax.Array, softcap: float | None, chunk_rows: int | None, needs: Needs
-) -> Arrays:
+def _summed(rows: RowStatistics, operands: Operands, metrics: bool) -> Arrays:
+    total = target_total(Targets(*operands[3:6]), rows.max_logit)
+    return jnp.sum(row_losses(rows, total, RowWeights(*operands[6:]))), *metrics_of(rows, metrics)
+
+
+def _reference_with_gradients(*operands: jax.Array, **params: Any) -> Arrays:
     arrays = Operands(*operands)
-    params: dict[str, Any] = {"softcap": softcap, "chunk_rows": chunk_rows, "needs": needs}
     if fixed_reference.fuses_here() and _refuses_reference(*operands, **params) is None:
         return by_fixed_reference(arrays, fixed_reference.exponentials, **params)
     return by_maximum(arrays, **params)
@@ -80,15 +99,18 @@ def _refuses_reference(
     *weights: Any,
     softcap: float | None,
     needs: Needs,
+    metrics: bool,
     **_: Any,
 ) -> str | None:
+    if metrics:
+        return "what `return_aux` returns needs the logits themselves, column by column"
     return fixed_reference.refusal(x, weight, shared_target, row_target, softcap, needs)
 
 
 def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
     before, after = active[: operator.LABELS], active[operator.LABELS + 1 : 6]
-    loss, *gradients = _SUM_WITH_GRADIENTS(*operands, needs=Needs(*before, *after), **params)
-    return (loss,), (*operands, *gradients)
+    loss, *gradients, numbers, predictions = _SUM_WITH_GRADIENTS(*operands, needs=Needs(*before, *after), **params)
+    return (loss, numbers, predictions), (*operands, *gradients)
 
 
 def _active_gradients(residuals: Sequence[jax.Array], active: Active) -> list[tuple[jax.Array, jax.Array]]:
@@ -99,35 +121,36 @@ def _active_gradients(residuals: Sequence[jax.Array], active: Active) -> list[tu
     return [(x, laid_out_as(gradient, jax.typeof(x).sharding)) for x, gradient in pairs]
 
 
-def _tangent(residuals: Sequence[jax.Array], tangents: Sequence[jax.Array], active: Active, **_: Any) -> Arrays:
+def _tangent(
+    residuals: Sequence[jax.Array], tangents: Sequence[jax.Array], active: Active, *, metrics: bool, **_: Any
+) -> Arrays:
     pairs = zip(_active_gradients(residuals, active), tangents, strict=True)
     products = [jnp.sum(gradient * tangent.astype(gradient.dtype)) for (_, gradient), tangent in pairs]
-    return (sum(products[1:], products[0]),)
+    of_row = jnp.zeros_like(residuals[6])[..., None]
+    return sum(products[1:], products[0]), jnp.broadcast_to(of_row, (*of_row.shape[:-1], 3 if metrics else 0))
 
 
 def _vjp(residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array], active: Active, **_: Any) -> Arrays:
-    (cotangent,) = cotangents
+    cotangent = cotangents[0]  # that of the numbers is zero: see `known_row_statistics`
     return tuple((cotangent * gradient).astype(x.dtype) for x, gradient in _active_gradients(residuals, active))
 
 
 _GRADIENTS = "... h, v h, v, v, ... v, ..., ..., ..."
+_METRICS = "... m, ... p"
 
 
 def _summing(kernel: Kernel) -> Kernel:
     """The kernel of the rows' statistics, for their sum."""
 
-    def run(*operands: jax.Array, softcap: float | None, config: Any, interpret: Any = False, **_: Any) -> Arrays:
-        of = Operands(*operands)
-        params = {"softcap": softcap, "metrics": False, "config": config, "interpret": interpret}
-        rows = RowStatistics(*kernel.run(*operands[:6], **params))
-        total = target_total(Targets(of.labels, of.shared_target, of.row_target), rows.max_logit)
-        return (jnp.sum(row_losses(rows, total, RowWeights(*operands[6:]))),)
+    def run(*operands: jax.Array, metrics: bool, chunk_rows: int | None, **params: Any) -> Arrays:
+        rows = RowStatistics(*kernel.run(*operands[:6], metrics=metrics, **params))
+        return _summed(rows, Operands(*operands), metrics)
 
-    def refuses(hardware: Any, *operands: Any, softcap: float | None, **_: Any) -> str | None:
-        return kernel.refuses(hardware, *operands[:6], softcap=softcap, metrics=False)
+    def refuses(hardware: Any, *operands: Any, chunk_rows: int | None, **params: Any) -> str | None:
+        return kernel.refuses(hardware, *operands[:6], **params)
 
-    def configs(hardware: Any, *operands: Any, softcap: float | None, **_: Any) -> Any:
-        return kernel.configs(hardware, *operands[:6], softcap=softcap, metrics=False)
+    def configs(hardware: Any, *operands: Any, chunk_rows: int | None, **params: Any) -> Any:
+        return kernel.configs(hardware, *operands[:6], **params)
 
     return dataclasses.replace(kernel, run=run, refuses=refuses, configs=configs)
 
@@ -167,7 +190,7 @@ def _with_exponentials(name: str, platform: str, launcher: Any, *, interpreter_i
 
 _SUM_WITH_GRADIENTS = Operator(
     name="linear_cross_entropy_sum_with_gradients",
-    signature=f"{_OPERANDS} -> , {_GRADIENTS}",
+    signature=f"{_OPERANDS} -> , {_GRADIENTS}, {_METRICS}",
     check=operator.check,
     reference=_reference_with_gradients,
     kernels=(
@@ -178,7 +201,7 @@ _SUM_WITH_GRADIENTS = Operator(
 
 _SUM = Operator(
     name="linear_cross_entropy_sum",
-    signature=f"{_OPERANDS} ->",
+    signature=f"{_OPERANDS} -> , {_METRICS}",
     check=operator.check,
     reference=_reference,
     derivative=Derivative(vjp=_vjp, tangent=_tangent, linearize=_linearize, residuals=f"{_OPERANDS}, {_GRADIENTS}"),

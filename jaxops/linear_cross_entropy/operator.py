@@ -71,6 +71,24 @@ def linear_row_statistics(
     return RowStatistics(*_SCALED.statistics(x, weight, bias, *targets, scale, **params))
 
 
+def known_row_statistics(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array,
+    targets: Targets,
+    rows: RowStatistics,
+    *,
+    softcap: float | None,
+    tile_logits: int | None,
+) -> RowStatistics:
+    """`linear_row_statistics` whose values are known already: they cost products only where they are differentiated.
+
+    The statistics of labels and targets may be anything, if nothing reads them.
+    """
+    params = {"softcap": softcap, "tile_logits": tile_logits, "metrics": True}
+    return RowStatistics(*_KNOWN(x, weight, bias, *targets, *map(jax.lax.stop_gradient, rows), **params))
+
+
 def check_linear(x: Any, weight: Any, operator: str = "linear_cross_entropy") -> None:
     """Checks a linear layer's operands, in the words of the public function."""
 
@@ -230,4 +248,44 @@ _SCALED = _Operators(
     ),
     _backward("scaled_cross_entropy_backward", _SCALED_SIGNATURE),
     _backward("scaled_cross_entropy_backward_of_logits", _SCALED_SIGNATURE),
+)
+
+
+def _linearize_known(operands: Sequence[jax.Array], active: Active, **_: Any) -> tuple[Arrays, Arrays]:
+    no_logits = jnp.zeros((*operands[0].shape[:-1], 0), accumulation_dtype(operands[0].dtype))
+    return tuple(operands[_UNSCALED:]), (*operands, no_logits)
+
+
+def _vjp_known(
+    residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array], active: Active, **params: Any
+) -> list[jax.Array]:
+    return _vjp(residuals, cotangents, active[:_UNSCALED], keep_logits=False, **params)
+
+
+def _tangent_known(
+    residuals: Sequence[jax.Array], tangents: Sequence[jax.Array], active: Active, **params: Any
+) -> list[jax.Array]:
+    operands = residuals[:_UNSCALED]
+
+    def of_active(*varying: jax.Array) -> list[jax.Array]:
+        rest = iter(varying)
+        primals = [next(rest) if a else x for x, a in zip(operands, active[:_UNSCALED], strict=True)]
+        # The last, the prediction, is an integer.
+        return list(_STATISTICS(*primals, keep_logits=False, **params)[:-1])
+
+    varying = [x for x, a in zip(operands, active[:_UNSCALED], strict=True) if a]
+    return jax.jvp(of_active, varying, list(tangents))[1]
+
+
+_KNOWN = Operator(
+    name="linear_cross_entropy_known",
+    signature=f"{_OPERANDS}, {_RESULTS} -> {_RESULTS}",
+    check=check,
+    reference=lambda *operands, **_: operands[_UNSCALED:],
+    derivative=Derivative(
+        vjp=_vjp_known,
+        tangent=_tangent_known,
+        linearize=_linearize_known,
+        residuals=f"{_OPERANDS}, {_RESULTS}, ... v",
+    ),
 )
