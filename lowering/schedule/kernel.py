@@ -12,7 +12,7 @@ from lowering.schedule.decisions import NOTHING_GIVEN, Given
 from lowering.schedule.machine import Machine
 from lowering.schedule.memory import Dma, Hbm, ScalarMemory
 
-# The only number that was fitted: tests/compile_targets/test_schedule_tpu.py has the measurements.
+# The only number that was fitted: benchmarks/tpu_schedule_accuracy.py has the measurements.
 HBM_LATENCY_CYCLES = 610.0
 
 _MOST_WAITING = 1 / 3  # of the time: beyond, a kernel that does not keep HBM busy is bound by the latency of its DMAs
