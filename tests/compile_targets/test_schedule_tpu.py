@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import json
 import statistics
 import subprocess
@@ -56,6 +57,8 @@ def test_a_users_kernel_is_replayed(accuracy, target):
     assert "tpu_schedule_accuracy.py" in kernel.source
     steps = 64 // (named(target).cores or 1)
     assert any(region.trips == steps for region in kernel.regions)
+    product = max(kernel.regions, key=lambda region: region.cycles * (region.bound == "MXU"))
+    assert "jnp.dot" in inspect.getsourcelines(accuracy)[0][int(product.source.rpartition(":")[2]) - 1]
     assert 0 < kernel.slots["MXU"] < 1
     assert schedule.unknown == ()
     assert schedule.roofline_us <= schedule.total_us
@@ -117,6 +120,9 @@ def test_implementations_are_compared():
     assert pallas.taken == {"softmax": ["mosaic_tpu"]}
     assert pallas.schedule.total_us < 0.7 * reference.schedule.total_us
     assert "softmax: mosaic_tpu" in str(found)
+    times = {row.operator: row.time_us for row in found.operators}
+    assert set(times) == {"softmax(f32[4096,4096])", "other"}
+    assert times["softmax(f32[4096,4096])"]["pallas"] > 0.99 * pallas.schedule.total_us
 
 
 def test_configurations_are_ranked_by_replay_and_not_twice(tmp_path):
