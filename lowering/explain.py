@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +17,7 @@ from lowering import cost, register, tables
 from lowering.cpu_rates import with_measured_rates
 from lowering.measurements import type_text
 from lowering.notes import heard
+from lowering.operator_scopes import brief
 from lowering.patterns import Opportunity, opportunities
 from lowering.registry import Operator, operator_of
 from lowering.select import Choice, Refusal
@@ -148,7 +147,7 @@ class Explanation:
             if first.implementation == "reference" and not reasons:
                 reasons = ["has no kernel"]
             table.add_row(
-                Text.assemble((first.operator, "bold"), *(f"\n  {_brief(row.operands)}" for row in rows)),
+                Text.assemble((first.operator, "bold"), *(f"\n  {brief(row.operands)}" for row in rows)),
                 Text.assemble(first.implementation, *((f"\n  {reason}", "dim") for reason in reasons)),
                 str(sum(row.count for row in rows)),
                 _si(sum(row.count * row.flops for row in rows)),
@@ -286,14 +285,6 @@ def _by_operator(rows: tuple[Row, ...]) -> list[list[Row]]:
     for row in rows:
         groups.setdefault((row.operator, row.implementation, row.refusals), []).append(row)
     return list(groups.values())
-
-
-def _brief(operands: tuple[str, ...]) -> str:
-    """Operands as jaxprs write them, equal neighbours once; those of size 0 stand for absent ones and are left out."""
-    short = (re.sub(r"^(bf|f|u|i)(?:loat|int|nt)(?=\d)", r"\1", operand) for operand in operands)
-    present = (operand for operand in short if not re.search(r"\b0\b", operand))
-    groups = ((operand, len(list(group))) for operand, group in itertools.groupby(present))
-    return ", ".join(operand if number == 1 else f"{number} x {operand}" for operand, number in groups)
 
 
 def _device_count(leaf: Any) -> int:

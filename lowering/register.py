@@ -12,8 +12,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from lowering import _jax_private, registry, select, tuning
+from lowering import _jax_private, operator_scopes, registry, select, tuning
 from lowering.describe import show
+from lowering.measurements import type_text
 from lowering.patterns import Pattern
 from lowering.placement import placed
 from lowering.registry import Operator
@@ -163,15 +164,14 @@ def _lower(
 def _lower_kernel(operator: Operator, run: Callable[..., Any], split: str, ctx: Any, *operands: Any) -> Any:
     if split in ("explicit", "auto"):
         avals = [_on_mesh_around(aval) if split == "explicit" else aval for aval in ctx.avals_in]
-        return _lower_fun(
-            lambda *arrays: operator.local_kernel(run, arrays)(*arrays), ctx.replace(avals_in=avals), *operands
-        )
+        local = ctx.replace(avals_in=avals)
+        return _lower_fun(operator, lambda *arrays: operator.local_kernel(run, arrays)(*arrays), local, *operands)
     # Even inside shard_map a kernel sees plain arrays, as the primitive has already typed the results.
     plain = [
         [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)
     ]
     with _jax_private.without_varying_axes():
-        return _lower_fun(run, ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
+        return _lower_fun(operator, run, ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
 
 
 def _on_chips(hardware: Hardware) -> AbstractContextManager[None]:
@@ -194,15 +194,16 @@ def _lower_reference(
 ) -> Any:
     split = partitioning(ctx.avals_in, _device_count(ctx))
     with select.using(selection), placed(platform, is_split=split not in ("none", "manual")):
-        return _lower_fun(functools.partial(operator.meaning, **params), ctx, *operands)
+        return _lower_fun(operator, functools.partial(operator.meaning, **params), ctx, *operands)
 
 
 def _device_count(ctx: Any) -> int:
     return getattr(ctx.module_context.axis_context, "num_devices", 1)
 
 
-def _lower_fun(fn: Callable[..., Any], ctx: Any, *operands: Any) -> Any:
-    return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
+def _lower_fun(operator: Operator, fn: Callable[..., Any], ctx: Any, *operands: Any) -> Any:
+    name = operator_scopes.scope(operator.name, [type_text(aval) for aval in ctx.avals_in])
+    return mlir.lower_fun(fn, multiple_results=True)(ctx.replace(name_stack=ctx.name_stack.extend(name)), *operands)
 
 
 def partitioning(avals: Sequence[Any], device_count: int) -> str:

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -63,8 +64,7 @@ class Site:
         installed = [frame for frame in frames if packages[frame]]
         outermost = [frame for frame in installed if packages[frame] == packages[installed[-1]]]
         for frame in (*users, *outermost):
-            function = frame.function_name.rpartition("<locals>.")[2]
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({function})"
+            return _place(frame.file_name, frame.line_num, frame.function_name)
         return "an unknown line"
 
     @property
@@ -72,6 +72,16 @@ class Site:
         """Whether one of the registered operators made this."""
         made_by_libraries = itertools.takewhile(lambda frame: is_library(frame.file_name), self.frames())
         return any(_is_operators(frame.file_name) for frame in made_by_libraries)
+
+
+def users_line(frames: Sequence[tuple[str, int, str]]) -> str:
+    """The user's line in frames (file, line, function), innermost first; else the innermost; "" for no frames."""
+    own = list(itertools.takewhile(lambda frame: not _within(frame[0], _HERE), frames)) or frames
+    return next((_place(*frame) for frame in own if not is_library(frame[0])), _place(*own[0]) if own else "")
+
+
+def _place(file: str, line: int, function: str) -> str:
+    return f"{os.path.basename(file)}:{line} ({function.rpartition('<locals>.')[2]})"
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,31 @@ def test_page_of_replays_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> N
     tpu_schedules = importlib.import_module("tpu_schedules")
     results = json.loads((ROOT / "benchmarks" / "results" / "tpu_schedules.json").read_text())
     assert tpu_schedules.page(results) == (ROOT / "docs" / "replays.md").read_text()
+
+
+def test_kernels_are_no_slower_than_xla_but_where_the_page_says_so() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "tpu_schedules.json").read_text())
+    slower = set()
+    for case in results["cases"]:
+        name, operands = case["name"].rpartition(" on ")[0].split(maxsplit=1)
+        reference, kernels = (case["candidates"][each].get("us") for each in ("reference", "pallas"))
+        if kernels and reference and kernels > 1.002 * reference:
+            slower.add((name, operands.partition(", ")[2]))
+    # The cross entropy's gradients were replayed with a strategy that computes the logits again.
+    assert slower <= {("ema_adam", ""), ("linear_cross_entropy", "with gradients")}
+
+
+def test_page_of_schedules_shows_how_far_replays_are_from_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    accuracy = importlib.import_module("tpu_schedule_accuracy")
+    runs = json.loads((ROOT / "benchmarks" / "results" / "tpu_schedule_accuracy.json").read_text())["runs"]
+    page = (ROOT / "docs" / "schedule.md").read_text()
+    assert accuracy.table(runs) in page
+    assert len(runs) == 2
+    for run in runs:
+        assert [case["name"] for case in run["cases"]] == [accuracy.name(product) for product in accuracy.MEASURED_MS]
+        assert max(accuracy.errors(run)) <= 0.10
+        assert statistics.mean(accuracy.errors(run)) <= 0.05
 
 
 def test_public_functions_stand_where_the_architecture_says() -> None:

@@ -1,7 +1,9 @@
 """What was replayed chooses configurations of kernels that are asked for, and says so; measurements come first."""
 
+import collections
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +66,16 @@ def test_files_keep_what_was_replayed_apart_from_what_was_measured(entry, tmp_pa
     records = json.loads(path.read_text())["entries"]
     assert [record.get("replayed") for record in records] == [True, None]
     assert "1 replayed, not measured, on tpu-v5e" in str(lowering.TuningResult((entry,)))
+
+
+@pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v6e", "tpu-v7x"])
+def test_the_same_operands_were_ranked_with_each_jax(target):
+    path = Path(lowering.__file__).parent / "tuned" / f"{target}.replayed.json"
+    ranked = collections.defaultdict(set)
+    for entry in lowering.TuningResult.load(path).entries:
+        ranked[dict(entry.key.versions)["jax"]].add((entry.key.operator, entry.key.operands, entry.key.attributes))
+    first, second = ranked.values()
+    assert first == second
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Replays of single kernels, written by hand as libtpu writes them."""
 
+import os
+
+import jax
 import pytest
 from bundle_text import dma, program, wait
 
@@ -181,6 +184,16 @@ def test_work_is_counted_by_unit():
     }
     assert found.spills == 2
     assert slots.unit("vperm.slane") == "vector"
+
+
+def test_regions_name_the_line_of_most_of_their_instructions():
+    library = os.path.dirname(jax.__file__)
+    instruction = '%v1_v1 = vadd.f32 %v2_v2, %v3_v3 /* loc("{}":{}:11 to :103) */'
+    lines = [instruction.format(f"{library}/numpy.py", 1), instruction.format("/home/me/model.py", 7)]
+    (region,) = run("  ;;  ".join([lines[0], lines[0], lines[1]]), "").regions
+    assert region.source == "model.py:7"
+    (region,) = run(lines[0], "").regions
+    assert region.source == ""
 
 
 FROM_IDS = (

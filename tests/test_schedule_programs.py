@@ -10,7 +10,9 @@ from bundle_text import dma, program, wait
 
 import jaxops
 import lowering
+from lowering.operator_scopes import operator_in
 from lowering.schedule.chips import CHIPS, bytes_per_cycle
+from lowering.schedule.compare import Compared, Comparison
 from lowering.schedule.decisions import Given
 from lowering.schedule.kernel import HBM_LATENCY_CYCLES
 from lowering.schedule.report import schedule_of
@@ -18,22 +20,28 @@ from lowering.targets import named
 
 V5E = CHIPS["tpu-v5e"]
 
-# A top-level program that calls one fusion in a loop, while it copies; and the same fusion under another name.
-HLO = """HloModule jit_call, is_scheduled=true
+# A top-level program that calls one fusion in a loop, while it copies; and the same fusion under another name, as an
+# operator that the same line has called. Of frames, the compiler writes 1 for no parent, and 2 for the first.
+HLO = f"""HloModule jit_call, is_scheduled=true
 
 FileNames
 1 "/home/user/model.py"
+2 "{jaxops.__path__[0]}/softmax.py"
 
 FunctionNames
 1 "<module>"
 2 "main.<locals>.loss"
+3 "softmax"
 
 FileLocations
-1 {file_name_id=1 function_name_id=2 line=12 end_line=12 column=8 end_column=48}
+1 {{file_name_id=1 function_name_id=2 line=12 end_line=12 column=8 end_column=48}}
+2 {{file_name_id=2 function_name_id=3 line=67 end_line=67 column=8 end_column=48}}
 
 StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-
+1 {{file_location_id=1 parent_frame_id=1}}
+2 {{file_location_id=2 parent_frame_id=2}}
+"""
+HLO += """
 %fused_computation (param_0: f32[8,128]) -> f32[8,128] {
   %param_0 = f32[8,128]{1,0:T(8,128)} parameter(0)
   ROOT %negate.1 = f32[8,128]{1,0:T(8,128)} negate(%param_0)
@@ -49,7 +57,7 @@ ENTRY %main.2 (args_0_.1: f32[8,128]) -> f32[8,128] {
   %fusion = f32[8,128]{1,0:T(8,128)} fusion(%args_0_.1), kind=kLoop, calls=%fused_computation, \
 metadata={op_name="jit(loss)/neg" stack_frame_id=1}
   ROOT %fusion.1 = f32[8,128]{1,0:T(8,128)} fusion(%fusion), kind=kLoop, calls=%fused_computation.1, \
-metadata={op_name="jit(loss)/neg" stack_frame_id=1}
+metadata={op_name="jit(loss)/jvp()/softmax(f32[8,128])/neg" stack_frame_id=2}
 }
 """
 FUSION = program(dma(1000), *wait(1000))
@@ -81,6 +89,8 @@ def test_a_program_is_replayed_with_what_it_calls(folder):
     first, second, rest = schedule.kernels
     assert (first.name, first.kind, first.calls, first.source) == ("fusion", "fusion", 3, "model.py:12 (loss)")
     assert (second.name, second.calls) == ("fusion.1", 1)  # whose code is that of its equal
+    assert (first.operator, second.operator) == ("", "softmax(f32[8,128])")
+    assert second.source == first.source
     assert (rest.name, rest.kind) == ("program", "program")
     assert first.cycles == pytest.approx(32000 / bytes_per_cycle(V5E, named("tpu-v5e")) + HBM_LATENCY_CYCLES + 2, abs=1)
     assert first.time_us == pytest.approx(3 * first.cycles / 1500)
@@ -186,6 +196,32 @@ def test_what_is_said_of_data_is_checked(options, words):
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     with pytest.raises(lowering.CompileError, match=re.escape(f"lowering.compile: {words}")):
         lowering.compile(jaxops.softmax, x, target="tpu-v5e", schedule=True, **options)
+
+
+def test_operators_are_compared_by_the_times_of_what_belongs_to_them(folder):
+    with_operator = schedule_of(folder, named("tpu-v5e"), border_bytes=0)
+    (folder / "17-TLP-hlo.txt").write_text(HLO.replace("softmax(", "unknown("))
+    without = schedule_of(folder, named("tpu-v5e"), border_bytes=0)
+    rows = Compared("reference", schedule=with_operator), Compared("pallas", schedule=without), Compared("auto")
+    found = Comparison("tpu-v5e", rows)
+    softmax, other = found.operators
+    assert (softmax.operator, other.operator) == ("softmax(f32[8,128])", "other")
+    assert softmax.time_us == {"reference": with_operator.kernels[1].time_us, "pallas": None}
+    totals = [softmax.time_us["reference"] + other.time_us["reference"], other.time_us["pallas"]]
+    assert totals == pytest.approx([with_operator.total_us, without.total_us])
+    assert json.loads(found.to_json())["operators"][0]["operator"] == "softmax(f32[8,128])"
+    assert re.search(r"softmax\(f32\[8,128\]\) +│ +[\d.]+ │ +- │ +- │", str(found))
+
+
+def test_metadata_names_operators_and_their_operands():
+    def both(x):
+        return jaxops.softmax(x[:, None]), jaxops.softmax(x)
+
+    text = jax.jit(both).lower(jnp.ones((8, 128))).compile().as_text()
+    assert set(map(operator_in, re.findall('op_name="([^"]*)"', text))) >= {
+        "softmax(f32[8,128])",
+        "softmax(f32[8,1,128])",
+    }
 
 
 def test_implementations_to_compare_are_a_sequence():

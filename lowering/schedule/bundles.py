@@ -7,6 +7,7 @@ A line looks like this, comments left out. `%s21_s24` is the value s21 in the re
 
 import dataclasses
 import re
+import sys
 from typing import NamedTuple
 
 
@@ -44,16 +45,25 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bundle:
-    """What is issued in one cycle."""
+    """What is issued in one cycle.
+
+    Attributes:
+      number: counted from the first.
+      instructions: one for each slot that is used.
+      lines: of the source, such as "/home/me/model.py:12", once for each instruction of which it is known.
+    """
 
     number: int
     instructions: tuple[Instruction, ...]
+    lines: tuple[str, ...] = ()
 
 
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _LABEL = re.compile(r"/\*(\w+)=\*/")
 _CALL = re.compile(r"(inlined_call)( [^/;}]*)/\*\s*(?:%([\w.\-]+) =|(<[\w\-]+>))")
 _CORE = re.compile(r"= sld \[[^;}/]*?\]\]([^;}/]*)/\*[^*]*\bcore id\b[^*]*\*/")
+_PLACE = re.compile(r'/\* loc\("([^"]*)":(\d+)[^*]*\*/')  # of kernels alone, where they were written
+_PLACED = re.compile(r"@@(.*?)@@")
 _BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: *(?:> *)*\{(.*?)\} *$", re.MULTILINE | re.DOTALL)
 _INSTRUCTION = re.compile(r"(?:%(\w+) = )?([\w.\-]+)(?:<(\S+?)>(?=\s|$))?\s*(.*)", re.DOTALL)
 _PREDICATE = re.compile(r"\((!?)%(\w+)(?:,\s*([^)]+))?\),?")
@@ -67,17 +77,21 @@ def read_bundles(text: str) -> tuple[Bundle, ...]:
     text = _LABEL.sub(r"\1=", text)
     text = _CALL.sub(lambda call: f"{call[1]}<{call[3] or call[4]}> {call[2]}/*", text)
     text = _CORE.sub(r"= core_id \1", text)
+    text = _PLACE.sub(r"@@\1:\2@@", text)
     text = _COMMENT.sub("", text)
-    return tuple(
-        Bundle(int(number, 16), tuple(_instruction(part) for part in body.split(";;") if part.strip()))
-        for number, body in _BUNDLE.findall(text)
-    )
+    return tuple(_bundle(number, body) for number, body in _BUNDLE.findall(text))
 
 
 def value_of(operand: str) -> tuple[str, str] | None:
     """The value and the register that an operand names, as in "%s21_s24"; None for constants and addresses."""
     found = _VALUE.match(operand[1:]) if operand.startswith("%") else None
     return None if found is None else (found[1], found[2] or "")
+
+
+def _bundle(number: str, body: str) -> Bundle:
+    lines = tuple(map(sys.intern, _PLACED.findall(body)))
+    parts = (_PLACED.sub("", body) if lines else body).split(";;")
+    return Bundle(int(number, 16), tuple(_instruction(part) for part in parts if part.strip()), lines)
 
 
 def _instruction(text: str) -> Instruction:

@@ -17,7 +17,8 @@ from lowering.explain import explain
 from lowering.schedule.report import Schedule
 from lowering.select import use
 
-_LEAST_SHARE = 0.01  # of a program, for a kernel to have a line
+_LEAST_SHARE = 0.01  # of a program, for a kernel to have a line; of a kernel, for its roofline to say anything
+_OTHER = "other"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +39,43 @@ class Compared:
 
 
 @dataclasses.dataclass(frozen=True)
+class OperatorTimes:
+    """What one operator takes under each implementation.
+
+    Attributes:
+      operator: with its operands, such as "softmax(f32[8,128])"; "other" for all that belongs to none.
+      time_us: of all kernels and fusions that the compiler's metadata assigns to it, by implementation; None where
+        there are none, as where XLA has fused it into something else.
+    """
+
+    operator: str
+    time_us: Mapping[str, float | None]
+
+
+@dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare` found, in the order that was asked for. `print` it for a table."""
+    """What `compare` found, in the order that was asked for. `print` it for tables."""
 
     target: str
     rows: tuple[Compared, ...]
 
+    @property
+    def operators(self) -> tuple[OperatorTimes, ...]:
+        """The time of each operator, what takes longest under the first implementation first; last all other."""
+        times: dict[str, dict[str, float]] = {row.implementation: {} for row in self.rows if row.schedule is not None}
+        for row in self.rows:
+            for kernel in row.schedule.kernels if row.schedule is not None else ():
+                of_row, name = times[row.implementation], kernel.operator or _OTHER
+                of_row[name] = of_row.get(name, 0.0) + kernel.time_us
+        names = dict.fromkeys(name for of_row in times.values() for name in sorted(of_row, key=lambda x: -of_row[x]))
+        ordered = [*(name for name in names if name != _OTHER), *([_OTHER] if _OTHER in names else [])]
+        return tuple(OperatorTimes(name, {each: times[each].get(name) for each in times}) for name in ordered)
+
     def to_json(self) -> str:
         """Everything, as a JSON object."""
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        return json.dumps(
+            {**dataclasses.asdict(self), "operators": [*map(dataclasses.asdict, self.operators)]}, indent=2
+        )
 
     def table(self) -> Table:
         """Each implementation's time as a `rich` table, with the kernels that it is made of."""
@@ -67,16 +96,34 @@ class Comparison:
             for kernel in row.schedule.kernels:
                 if kernel.share >= _LEAST_SHARE:
                     calls = f" x {kernel.calls}" if kernel.calls > 1 else ""
-                    part = f"{kernel.time_us / kernel.roofline_us:.2f}" if kernel.roofline_us else "-"
+                    is_bound = kernel.roofline_us > _LEAST_SHARE * kernel.time_us
+                    part = f"{kernel.time_us / kernel.roofline_us:.2f}" if is_bound else "-"
                     table.add_row(
                         Text(f"    {kernel.name}{calls}"), kernel.bound, f"{kernel.time_us:,.1f}", "", part, style="dim"
                     )
             table.add_section()
         return table
 
+    def table_by_operator(self) -> Table:
+        """Each operator's time under each implementation as a `rich` table."""
+        table = Table(title="us, by operator", title_justify="left")
+        table.add_column("operator and operands", overflow="fold")
+        for position, name in enumerate(self.operators[0].time_us if self.operators else ()):
+            table.add_column(name, justify="right", no_wrap=True)
+            if position:
+                table.add_column("of the first", justify="right", no_wrap=True)
+        for row in self.operators:
+            first, *others = row.time_us.values()
+            cells = ["-" if first is None else f"{first:,.1f}"]
+            for time_us in others:
+                cells.append("-" if time_us is None else f"{time_us:,.1f}")
+                cells.append(f"{time_us / first:.2f}" if first and time_us is not None else "-")
+            table.add_row(row.operator, *cells, style="dim" if row.operator == _OTHER else "")
+        return table
+
     def __str__(self) -> str:
         remarks = dict.fromkeys(remark for row in self.rows if row.schedule for remark in row.schedule.remarks)
-        return "\n".join([tables.text(self.table()), *remarks])
+        return "\n".join([tables.text(self.table()), tables.text(self.table_by_operator()), *remarks])
 
 
 def compare(

@@ -3,9 +3,12 @@
 import dataclasses
 import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+from lowering.operator_scopes import operator_in
 from lowering.schedule.bundles import Bundle, read_bundles
+from lowering.source_lines import users_line
 
 _TOP_LEVEL = "TLP"
 _FILE = re.compile(r"\d+-(.*?)-\d+-packed-bundles-post-ra\.txt")
@@ -13,6 +16,8 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", re.M
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%([\w.\-]+) = (.*)$", re.MULTILINE)
 _SAID_ELSEWHERE = re.compile(r", (?:metadata|sharding|frontend_attributes)=\{.*?\}(?=,|$)")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")  # "{1}: (2, {}, may-alias)"; "{}: (0, ...)" for the only result
+_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _OPCODE = re.compile(r"(?:\(.*?\)|\S+) ([a-z][\w\-]*)\(")
 
 
@@ -20,17 +25,25 @@ def libtpu_flags(folder: Path) -> str:
     """What `LIBTPU_INIT_ARGS` must hold when libtpu is loaded, for schedules to be written to a folder."""
     return (
         f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=true "
-        "--xla_jf_dump_llo_pass_label_regex=.*packed-bundles-post-ra"
+        "--xla_jf_dump_llo_pass_label_regex=.*packed-bundles-post-ra --xla_mosaic_enable_llo_source_annotations=true"
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class HloInstruction:
-    """One instruction of the optimised program: what it does, without any names, and where it was traced."""
+    """One instruction of the optimised program.
+
+    Attributes:
+      opcode: "mosaic" for a Pallas kernel.
+      text: what it does, without any names.
+      source: where it was traced, such as "model.py:12 (loss)"; empty where the compiler does not know.
+      operator: that it is a part of, as `operator_scopes.scope` has named it; empty for none.
+    """
 
     opcode: str
     text: str
     source: str
+    operator: str
 
 
 class Dumps:
@@ -87,33 +100,47 @@ def _hlo_instruction(rest: str, bodies: dict[str, str], locations: dict[int, str
     if kind == "custom-call" and '"tpu_custom_call"' in rest:
         kind = "mosaic"
     source = locations.get(int(frame[1]), "") if frame else ""
-    return HloInstruction(kind, _without_names(rest, bodies), source)
+    return HloInstruction(kind, _without_names(rest, bodies), source, _operator(rest, bodies))
+
+
+def _operator(rest: str, bodies: dict[str, str]) -> str:
+    """What an instruction's own metadata names; if there is none, the only operator in what it calls."""
+    own = _OP_NAME.search(rest)
+    if own is not None:
+        return operator_in(own[1])
+    inner = {name for called in _CALLED.findall(rest) for name in _OP_NAME.findall(bodies.get(called, ""))}
+    found = {operator_in(name) for name in inner}
+    return found.pop() if len(found) == 1 else ""
 
 
 def _without_names(text: str, bodies: dict[str, str]) -> str:
     """What an instruction does, whatever it, its operands and the computations in it are called."""
-    called = re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", text)
+    called = _CALLED.findall(text)
     text = re.sub(r"(?:calls|to_apply)=%?[\w.\-]+", "", _SAID_ELSEWHERE.sub("", text))
     inner = [_without_names(line, bodies) for name in called for line in bodies.get(name, "").splitlines()]
     return "\n".join([re.sub(r"%[\w.\-]+", "%", text), *inner])
 
 
 def _locations(hlo: str) -> dict[int, str]:
-    """Where each stack frame of a program is, such as "model.py:12 (loss)"."""
+    """The user's line in each stack of frames of a program, such as "model.py:12 (loss)"."""
 
     def entries(table: str, pattern: str) -> dict[int, tuple[str, ...]]:
         part = re.search(rf"^{table}\n((?:\d+ .*\n)*)", hlo, re.MULTILINE)
         lines = re.findall(rf"^(\d+) {pattern}", part[1] if part else "", re.MULTILINE)
         return {int(number): tuple(fields) for number, *fields in lines}
 
-    files = entries("FileNames", r'"(?:.*/)?(.*)"')
+    files = entries("FileNames", r'"(.*)"')
     functions = entries("FunctionNames", r'"(.*)"')
     places = entries("FileLocations", r"\{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
-    frames = entries("StackFrames", r"\{file_location_id=(\d+)")
-    found = {}
-    for number, (place,) in frames.items():
-        file, function, line = places.get(int(place), ("0", "0", "0"))
-        (file_name,), (function_name,) = files.get(int(file), ("",)), functions.get(int(function), ("",))
-        if file_name:
-            found[number] = f"{file_name}:{line} ({function_name.rpartition('<locals>.')[2]})"
-    return found
+    frames = entries("StackFrames", r"\{file_location_id=(\d+) parent_frame_id=(\d+)")
+
+    def frames_from(number: int) -> Iterator[tuple[str, int, str]]:
+        while number in frames:
+            place, parent = map(int, frames[number])
+            file, function, line = map(int, places.get(place, (0, 0, 0)))
+            (path,), (name,) = files.get(file, ("",)), functions.get(function, ("",))
+            if path:
+                yield path, line, name
+            number = parent - 1  # 1 stands for none
+
+    return {number: users_line(list(frames_from(number))) for number in frames}

@@ -1,7 +1,9 @@
 """Replays one kernel, fusion or copy by itself: how long it takes, what it moves, and what it is bound by."""
 
+import collections
 import dataclasses
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +13,9 @@ from lowering.schedule.chips import Chip
 from lowering.schedule.decisions import NOTHING_GIVEN, Given
 from lowering.schedule.machine import Machine
 from lowering.schedule.memory import Dma, Hbm, ScalarMemory
+from lowering.source_lines import is_library
 
-# The only number that was fitted: tests/compile_targets/test_schedule_tpu.py has the measurements.
+# The only number that was fitted: benchmarks/tpu_schedule_accuracy.py has the measurements.
 HBM_LATENCY_CYCLES = 610.0
 
 _MOST_WAITING = 1 / 3  # of the time: beyond, a kernel that does not keep HBM busy is bound by the latency of its DMAs
@@ -32,6 +35,8 @@ class Region:
       stall_cycles: of these, waiting.
       spills: vector registers stored or loaded for want of registers, in one call.
       bound: the unit that is busiest in them.
+      source: the line that most of their instructions come from, such as "model.py:12"; empty where the compiler does
+        not know, as outside of Pallas kernels, or names a library's.
     """
 
     first: int
@@ -41,6 +46,7 @@ class Region:
     stall_cycles: float
     spills: int
     bound: str
+    source: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,5 +137,11 @@ def _regions(
         shares = {kind: work[kind] / chip.slots[kind] for kind in work} | {"DMA": waited}
         region_spills = sum(slots.spills(inside, issues).values())
         bound = max(shares, key=lambda kind: shares[kind])
-        found.append(Region(first, last, trips, cycles, waited, region_spills, bound))
+        found.append(Region(first, last, trips, cycles, waited, region_spills, bound, _source(inside)))
     return tuple(found)
+
+
+def _source(bundles: Sequence[Bundle]) -> str:
+    lines = collections.Counter(line for bundle in bundles for line in bundle.lines)
+    users = [line for line, _ in lines.most_common() if not is_library(line.rpartition(":")[0])]
+    return os.path.basename(users[0]) if users else ""

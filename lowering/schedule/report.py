@@ -34,6 +34,7 @@ class KernelSchedule:
       kind: "mosaic" for Pallas kernels; else XLA's opcode, such as "fusion" or "copy"; "program" for what the top-level
         program does itself, which is to wait for copies that it has started.
       source: where it was traced, such as "model.py:12 (loss)"; empty where the compiler does not know.
+      operator: of this library, and its operands, such as "softmax(f32[8,128])"; empty if it belongs to none.
       calls: how often it runs.
       cycles: of one call.
       time_us: of all calls, with what copies that run meanwhile cost them.
@@ -51,6 +52,7 @@ class KernelSchedule:
     name: str
     kind: str
     source: str
+    operator: str
     calls: int
     cycles: float
     time_us: float
@@ -68,6 +70,7 @@ class KernelSchedule:
         """The regions as a `rich` table."""
         table = Table(title=f"{self.name}, {self.cycles:,.0f} cycles {self.source}".strip(), title_justify="left")
         table.add_column("bundles", no_wrap=True)
+        table.add_column("line")
         table.add_column("busiest")
         for name in ("trips", "cycles", "share", "stalls", "spills"):
             table.add_column(name, justify="right", no_wrap=True)
@@ -75,7 +78,8 @@ class KernelSchedule:
             figures = region.trips, region.cycles, region.stall_cycles, region.spills
             trips, cycles, stalls, spills = (f"{figure:,.0f}" for figure in figures)
             share = f"{region.cycles / self.cycles:.1%}"
-            table.add_row(f"{region.first:#x}-{region.last:#x}", region.bound, trips, cycles, share, stalls, spills)
+            bundles = f"{region.first:#x}-{region.last:#x}"
+            table.add_row(bundles, region.source, region.bound, trips, cycles, share, stalls, spills)
         return table
 
     def __str__(self) -> str:
@@ -226,6 +230,7 @@ def _row(name: str, called: Called, dumps: Dumps, chip: Chip, total_cycles: floa
         name=name,
         kind=instruction.opcode if instruction is not None else "",
         source=instruction.source if instruction is not None else "",
+        operator=instruction.operator if instruction is not None else "",
         calls=called.calls,
         cycles=replay.cycles,
         time_us=_us(called.cycles, chip),
@@ -248,6 +253,7 @@ def _rest(program: ProgramReplay, chip: Chip, hbm: float) -> KernelSchedule:
         name="program",
         kind="program",
         source="",
+        operator="",
         calls=1,
         cycles=cycles,
         time_us=_us(cycles, chip),

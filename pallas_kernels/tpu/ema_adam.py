@@ -23,9 +23,9 @@ from pallas_kernels.tpu.streaming_cost import streaming_cost
 _TILE = SUBLANES * LANES
 _MAX_LOOSE_VECTOR = 2**20  # reshaping a longer vector, if not of whole tiles, costs more than the update
 _DTYPES = ("float32", "bfloat16")
-# VMEM: five inputs and four outputs, two buffers each, so 9 * 2 * 4 * block_elements bytes in float32: 9.4 MB for the
-# largest, within the 16 MiB that XLA grants.
-_CONFIGS = ({"block_elements": 131072}, {"block_elements": 65536}, {"block_elements": 32768})
+# VMEM: five inputs and four outputs, two buffers each, so 9 * 2 * block_bytes: 9.4 MB for the largest, within the
+# 16 MiB that XLA grants. What a step costs beside its block, a tenth of HBM's time on v7x, asks for the largest.
+_BLOCK_BYTES = (2**19, 2**18, 2**17)
 
 
 def _kernel(coefficients_ref, grad_ref, var_ref, m_ref, v_ref, s_ref, *out_refs, mode, output):
@@ -113,7 +113,8 @@ def refuses(hardware, grad, var, m, v, s, coefficients, *, mode, output) -> str 
 
 def configs(hardware, grad, var, m, v, s, coefficients, *, mode, output):
     """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
-    return _CONFIGS
+    widest = max(jnp.dtype(x.dtype).itemsize for x in (grad, var, m, v, s))
+    return tuple({"block_elements": block_bytes // widest} for block_bytes in _BLOCK_BYTES)
 
 
 def overwrites(grad, var, m, v, s, coefficients, *, mode, output):

@@ -1,15 +1,18 @@
 """Replays of what the TPU's compiler schedules, against times that others have measured on a v5e and published."""
 
 import functools
+import importlib
+import inspect
+import json
+import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from compile_targets.conftest import installed
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 import jaxops
 import lowering
@@ -17,92 +20,45 @@ from lowering.targets import named
 
 pytestmark = pytest.mark.tpu_compile
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MEAN_ERROR, WORST_ERROR = 0.05, 0.10
-
-# Milliseconds of bfloat16 products of square matrices on a v5e, less what the host needs to start one, which each
-# source shows with an empty or a tiny program; by size and blocks (m, k, n), None for XLA's own.
-_IN_JAX_DOCS_MS = {  # jax: docs/pallas/tpu/matmul.ipynb; 0.105 ms
-    (4096, None): 0.722,
-    (8192, None): 5.942,
-    (4096, (512, 1024, 1024)): 0.784,
-    (8192, (512, 1024, 1024)): 5.994,
-    (4096, (128, 128, 128)): 11.667,
-}
-_IN_PALLAS_FORGE_MS = {  # linhkid/pallas-forge, notebook 05; 0.222 ms
-    (2048, (64, 128, 128)): 2.665 - 0.222,
-    (2048, (64, 256, 256)): 1.092 - 0.222,
-    (2048, (128, 128, 128)): 1.603 - 0.222,
-    (2048, (128, 256, 256)): 0.693 - 0.222,
-    (2048, (128, 512, 512)): 0.457 - 0.222,
-    (2048, (256, 128, 128)): 0.974 - 0.222,
-    (2048, (256, 256, 512)): 0.416 - 0.222,
-    (2048, (256, 512, 512)): 0.380 - 0.222,
-}
-MEASURED_MS = _IN_JAX_DOCS_MS | _IN_PALLAS_FORGE_MS
+MOST = 0.01  # by which a replay may differ from the one that was recorded with the same JAX
 
 
-def matmul_kernel(x_ref, y_ref, z_ref, acc_ref, *, steps):
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)
-
-    acc_ref[...] += jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32)
-
-    @pl.when(pl.program_id(2) == steps - 1)
-    def _():
-        z_ref[...] = acc_ref[...].astype(z_ref.dtype)
-
-
-def matmul(x, y, *, blocks):
-    if blocks is None:
-        return x @ y
-    size, (bm, bk, bn) = x.shape[0], blocks
-    return pl.pallas_call(
-        functools.partial(matmul_kernel, steps=size // bk),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=0,
-            in_specs=[pl.BlockSpec((bm, bk), lambda i, j, k: (i, k)), pl.BlockSpec((bk, bn), lambda i, j, k: (k, j))],
-            out_specs=pl.BlockSpec((bm, bn), lambda i, j, k: (i, j)),
-            scratch_shapes=[pltpu.VMEM((bm, bn), jnp.float32)],
-            grid=(size // bm, size // bn, size // bk),
-        ),
-        out_shape=jax.ShapeDtypeStruct((size, size), x.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        name="matmul",
-    )(x, y)
+@pytest.fixture
+def accuracy(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("tpu_schedule_accuracy")
 
 
 def replayed(fn, *args, target="tpu-v5e", **options):
     return lowering.compile(fn, *args, target=installed(target), schedule=True, **options).schedule
 
 
-def matmul_schedule(size, blocks, target="tpu-v5e"):
-    x = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)
-    return replayed(functools.partial(matmul, blocks=blocks), x, x, target=target)
-
-
-def test_replays_agree_with_published_measurements():
-    errors = {}
-    for (size, blocks), measured_ms in MEASURED_MS.items():
-        replayed_ms = matmul_schedule(size, blocks).total_us / 1000
-        errors[size, blocks] = replayed_ms / measured_ms - 1
-        print(
-            f"{size} {blocks}: measured {measured_ms:.3f} ms, replayed {replayed_ms:.3f}, {errors[size, blocks]:+.1%}"
-        )
-    absolute = [abs(error) for error in errors.values()]
-    assert max(absolute) <= WORST_ERROR, errors
-    assert sum(absolute) / len(absolute) <= MEAN_ERROR, errors
+def test_replays_agree_with_published_measurements_and_with_what_was_recorded(accuracy):
+    installed(accuracy.TARGET)
+    run = {"cases": [accuracy.case(product) for product in accuracy.MEASURED_MS]}
+    errors = accuracy.errors(run)
+    assert max(errors) <= WORST_ERROR, run
+    assert statistics.mean(errors) <= MEAN_ERROR, run
+    runs = json.loads((BENCHMARKS / "results" / "tpu_schedule_accuracy.json").read_text())["runs"]
+    for recorded in [run for run in runs if run["environment"]["versions"]["jax"] == jax.__version__]:
+        times = [[case["candidates"]["replay"]["replayed_ms"] for case in one["cases"]] for one in (run, recorded)]
+        assert times[0] == pytest.approx(times[1], rel=MOST)
 
 
 @pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7x"])
-def test_a_users_kernel_is_replayed(target):
-    schedule = matmul_schedule(1024, (256, 256, 256), target)
+def test_a_users_kernel_is_replayed(accuracy, target):
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    schedule = replayed(functools.partial(accuracy.matmul, blocks=(256, 256, 256)), x, x, target=target)
     kernel = next(kernel for kernel in schedule.kernels if kernel.kind == "mosaic")
     assert kernel.name.startswith("matmul")
     assert kernel.calls == 1
-    assert "test_schedule_tpu.py" in kernel.source
+    assert "tpu_schedule_accuracy.py" in kernel.source
     steps = 64 // (named(target).cores or 1)
     assert any(region.trips == steps for region in kernel.regions)
+    product = max(kernel.regions, key=lambda region: region.cycles * (region.bound == "MXU"))
+    assert "jnp.dot" in inspect.getsourcelines(accuracy)[0][int(product.source.rpartition(":")[2]) - 1]
     assert 0 < kernel.slots["MXU"] < 1
     assert schedule.unknown == ()
     assert schedule.roofline_us <= schedule.total_us
@@ -164,6 +120,9 @@ def test_implementations_are_compared():
     assert pallas.taken == {"softmax": ["mosaic_tpu"]}
     assert pallas.schedule.total_us < 0.7 * reference.schedule.total_us
     assert "softmax: mosaic_tpu" in str(found)
+    times = {row.operator: row.time_us for row in found.operators}
+    assert set(times) == {"softmax(f32[4096,4096])", "other"}
+    assert times["softmax(f32[4096,4096])"]["pallas"] > 0.99 * pallas.schedule.total_us
 
 
 def test_configurations_are_ranked_by_replay_and_not_twice(tmp_path):
