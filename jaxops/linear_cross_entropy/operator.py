@@ -251,9 +251,11 @@ _SCALED = _Operators(
 )
 
 
-def _linearize_known(operands: Sequence[jax.Array], active: Active, **_: Any) -> tuple[Arrays, Arrays]:
+def _linearize_known(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
+    # Bound again, as the statistics are residuals, too: differentiated once more, they must depend on x.
+    rows = _KNOWN(*operands, **params)
     no_logits = jnp.zeros((*operands[0].shape[:-1], 0), accumulation_dtype(operands[0].dtype))
-    return tuple(operands[_UNSCALED:]), (*operands, no_logits)
+    return rows, (*operands[:_UNSCALED], *rows, no_logits)
 
 
 def _vjp_known(
