@@ -35,7 +35,7 @@ def candidate_times_ms(
     programs by JAX's profiler. Copies of the operands take turns, enough of them that the chip's cache holds none.
     """
     sets = rotated(operands, hardware)
-    measured_ms = _CLOCKS.get(hardware.platform)
+    measured_ms = device_clock(hardware.platform)
     if measured_ms is None:
         turns = {name: itertools.cycle(sets) for name in candidates}
         return timing.times_ms(
@@ -62,6 +62,14 @@ def candidate_times_ms(
             times[name].append(run_all(name) / len(sets))
         after_round()
     return times
+
+
+def device_clock(platform: str) -> Callable[[Callable[[], Any]], float] | None:
+    """What takes a launch and returns the milliseconds that the device spends on it; None where only hosts have clocks.
+
+    On a GPU it counts the kernels of all libraries in this process.
+    """
+    return _CLOCKS.get(platform)
 
 
 def rotated(operands: Sequence[jax.Array], hardware: Hardware) -> list[list[jax.Array]]:
