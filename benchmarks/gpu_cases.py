@@ -47,6 +47,8 @@ def measured(runs: list[Callable[[], Any]], *, torch: Any = None) -> dict[str, A
 
     run_all()  # compiles, autotunes, and raises the clocks
     clock = device_clock(here().platform)
+    if clock and not clock(run_all) > 0:
+        raise RuntimeError("the device's clock cannot be read")
     times_ms = []
     for _ in range(ROUNDS):
         start = time.perf_counter()

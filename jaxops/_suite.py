@@ -84,8 +84,8 @@ def _cross_entropy_arguments(rows: int, hidden: int, classes: int, dtype: str) -
     return _normal(0, (rows, hidden), dtype), _normal(1, (classes, hidden), dtype, 4 / math.sqrt(hidden)), labels
 
 
-def _cross_entropy(x: jax.Array, weight: jax.Array, labels: jax.Array) -> Any:
-    loss = functools.partial(linear_cross_entropy, labels=labels, strategy="recompute")
+def _cross_entropy(strategy: str, x: jax.Array, weight: jax.Array, labels: jax.Array) -> Any:
+    loss = functools.partial(linear_cross_entropy, labels=labels, strategy=strategy)
     return jax.value_and_grad(loss, (0, 1))(x, weight)
 
 
@@ -198,10 +198,28 @@ SUITE = (
     ),
     Case(
         "linear cross entropy",
-        _cross_entropy,
+        functools.partial(_cross_entropy, "recompute"),
         _cross_entropy_arguments,
         _LOSSES,
         _LARGE_LOSSES,
+        ((3, 64, 100, BF16),),
+        has_loops=True,
+    ),
+    Case(
+        "linear cross entropy, gradients in the forward pass",
+        functools.partial(_cross_entropy, "grad_in_forward"),
+        _cross_entropy_arguments,
+        (*_LOSSES, (9001, 64, 512, BF16)),
+        _LARGE_LOSSES,
+        ((3, 64, 100, BF16),),
+        has_loops=True,
+    ),
+    Case(
+        "linear cross entropy without gradients",
+        functools.partial(linear_cross_entropy, strategy="grad_in_forward"),
+        _cross_entropy_arguments,
+        _LOSSES,
+        _LARGE_LOSSES[:1],
         ((3, 64, 100, BF16),),
         has_loops=True,
     ),

@@ -24,7 +24,8 @@ def tune_device(
 
     Each case runs in a process of its own: what hangs or crashes costs that case. Call this before JAX has taken the
     device for this process. Results are written as they come, so a campaign that was stopped goes on where it was. From
-    then on "auto" takes the kernels that were right and faster here, and never one that was wrong.
+    then on "auto" takes the kernels that were right and faster here, and never one that was wrong; also in this
+    process, whose JAX caches are cleared.
 
     Args:
       stages: of "verify" (against float64, three times bit by bit, in poisoned memory), "time" (each kernel's first

@@ -24,6 +24,7 @@ STAGES = ("verify", "time", "tune")
 _WITHOUT_RECORDING = "--xla_gpu_enable_command_buffer="
 # The interpreter of GPU kernels runs programs within programs, which wait for each other where threads are few.
 _MORE_THREADS = "--xla_force_host_platform_device_count=8"
+_REHEARSED_LIMIT_SECONDS = 300.0
 _SPOILING = ("wrong", "fails", "hangs")
 
 
@@ -97,7 +98,8 @@ class _Run:
     ) -> None:
         self._suite = suite
         self._deadline = time.monotonic() + budget_seconds
-        self._limit_seconds = limit_seconds
+        # An interpreter does not hang. It may take minutes, where other programs take the processor.
+        self._limit_seconds = max(limit_seconds, _REHEARSED_LIMIT_SECONDS) if rehearse else limit_seconds
         self._rehearse = rehearse
         self._folder = (folder or kept.folder()) / "rehearsed" if rehearse else folder or kept.folder()
         self._records: list[dict[str, Any]] = []
