@@ -29,6 +29,7 @@ from jaxops.nll_loss import nll_loss as nll_loss
 from jaxops.pooling import avg_pool as avg_pool
 from jaxops.pooling import max_pool as max_pool
 from jaxops.softmax import softmax as softmax
+from jaxops.tune_device import tune_device as tune_device
 from lowering import use as use
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ __all__ = [
     "nll_loss",
     "operators",
     "softmax",
+    "tune_device",
     "use",
 ]
 

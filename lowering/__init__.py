@@ -7,6 +7,7 @@ from lowering.compiling.compile import compile as compile
 from lowering.compiling.report import CompiledReport as CompiledReport
 from lowering.errors import ArtifactError as ArtifactError
 from lowering.errors import NotSupportedError as NotSupportedError
+from lowering.errors import TuningError as TuningError
 from lowering.explain import Explanation as Explanation
 from lowering.explain import explain as explain
 from lowering.export import Artifact as Artifact
@@ -26,7 +27,6 @@ from lowering.select import current_selection as current_selection
 from lowering.select import use as use
 from lowering.select import using as using
 from lowering.targets import targets as targets
-from lowering.tuning import TuningError as TuningError
 from lowering.tuning import TuningResult as TuningResult
 from pallas_kernels.hardware import Hardware as Target
 

@@ -5,14 +5,18 @@
   use it, and JAX would refuse for nothing.
 * `config._check_vma`: inside shard_map a kernel would have to say over which mesh axes each result varies. The
   primitive has already typed the results by then, so kernels are traced without this check.
+* `distributed.global_state`: the only way to tell the other processes something without a program that all of them run.
+* `mosaic_gpu._mosaic_gpu_ext`: CUPTI's times of each kernel. Mosaic's own `measure` runs each program twice on the same
+  operands, so that the second run finds them in the cache.
 * `xla_bridge.make_pjrt_topology`: the public `jax.experimental.topologies` cannot describe absent NVIDIA GPUs.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import jax
-from jax._src import config, dispatch, xla_bridge
+from jax._src import config, dispatch, distributed, xla_bridge
 from jax.extend.core import Primitive
 
 
@@ -41,3 +45,28 @@ def cuda_devices(target_config: str, count: str) -> Sequence[jax.Device]:
     shape = f"1x1x{count}"
     topology = xla_bridge.make_pjrt_topology("cuda", shape, target_config=target_config, topology=shape)
     return topology._make_compile_only_devices()
+
+
+def said_by_first_process(name: str, value: str, seconds: float) -> str | None:
+    """What the first process of `jax.distributed` says under a name; None if it says nothing for so many seconds."""
+    client = distributed.global_state.client
+    assert client is not None
+    if distributed.global_state.process_id == 0:
+        client.key_value_set(name, value, allow_overwrite=True)
+        return value
+    try:
+        return client.blocking_key_value_get(name, int(1e3 * seconds))
+    except jax.errors.JaxRuntimeError:
+        return None
+
+
+def kernel_times_ms(launch: Callable[[], None]) -> list[tuple[str, float]]:
+    """The name and the time of every GPU kernel that `launch` runs to its end, in order."""
+    # Only installations with JAX's CUDA plugin have it.
+    extension = importlib.import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
+    extension._cupti_init()
+    try:
+        launch()
+    finally:
+        times = extension._cupti_get_timings(True)  # and lets other profilers work again
+    return times

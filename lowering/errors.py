@@ -24,5 +24,9 @@ class ArtifactError(RuntimeError):
     """A file is not a readable artifact, or an artifact does not accept these arguments."""
 
 
+class TuningError(RuntimeError):
+    """A file is not a readable tuning result, or nothing can be tuned like this."""
+
+
 class UsageError(TypeError):
     """A tool is given something that is not a traceable function, or arguments that are not pytrees."""

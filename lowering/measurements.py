@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -12,6 +12,8 @@ from lowering.targets import TARGETS
 from pallas_kernels.hardware import Hardware
 
 REFERENCE = "reference"
+# What the reason to discard a kernel begins with if its results were not right, or never came.
+WRONG, HANGS = "wrong: ", "hangs: "
 
 Config = tuple[tuple[str, int], ...]
 
@@ -88,6 +90,11 @@ class Measurement:
     config: Config = ()
     median_us: float | None = None
     discarded: str = ""
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether it ran and must never run again, unlike one that refuses or does not compile."""
+        return self.discarded.startswith((WRONG, HANGS))
 
     @property
     def name(self) -> str:
@@ -188,6 +195,22 @@ class Entry:
         if entry.to_record() != record:
             raise ValueError("the winner does not follow from the candidates")
         return entry
+
+
+def faults(entries: Iterable[Entry], target: str) -> dict[str, dict[str, str]]:
+    """Why kernels must not be taken on a target: what went wrong there with these versions, by operator and kernel.
+
+    A kernel that was right in another configuration at the same shapes is only kept from the wrong configuration.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for entry in entries:
+        if (entry.key.target, entry.key.versions) != (target, versions()):
+            continue
+        for candidate in entry.candidates:
+            if candidate.is_fault and entry.best(candidate.implementation) is None:
+                reason = f"{candidate.discarded} ({', '.join(entry.key.operands)})"
+                found.setdefault(entry.key.operator, {}).setdefault(candidate.implementation, reason)
+    return found
 
 
 def _measurement(record: Any) -> Measurement:

@@ -141,7 +141,8 @@ def choose(
     # tuned for them does not hold for a part.
     is_whole = bool(kernels) and split in ("none", "manual")
     tuned = tuning.find(selection.tuned, operator.name, hardware, operands, params) if is_whole else None
-    return select.choose(operator.name, kernels, request, hardware, operands, params, placement_reason, tuned)
+    faults = tuning.faults(selection.tuned, operator.name, hardware) if kernels else {}
+    return select.choose(operator.name, kernels, request, hardware, operands, params, placement_reason, tuned, faults)
 
 
 def _lower(

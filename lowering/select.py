@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 
 MODES = ("auto", "reference", "pallas", "interpret")
+_NO_FAULTS: Mapping[str, str] = types.MappingProxyType({})
 _RUNTIME_ERROR = 361001  # CANN's status for "unsupported on this platform"
 
 
@@ -86,16 +88,18 @@ def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.
     Args:
       implementation: for every operator.
 
-        - "auto" takes the fastest implementation if these exact shapes were tuned. Otherwise it takes the first kernel
+        - "auto" takes the fastest implementation if these exact shapes were tuned, in a context or by `jaxops tune` on
+          this machine. Otherwise it takes the first kernel
           that accepts the operands and was measured at least as fast as the reference on the target, else the
           reference.
         - "reference" takes the `jax.numpy` form.
-        - "pallas" takes the first kernel that accepts the operands, measured or not. An operator without kernels for
-          the platform takes the reference.
+        - "pallas" takes the first kernel that accepts the operands, measured or not, but none that `jaxops tune` found
+          wrong on the device. An operator without kernels for the platform takes the reference.
         - "interpret" runs a kernel in Pallas' interpreter, on any machine.
         - None keeps the choice of the surrounding context.
 
-        "pallas" and "interpret" may name a kernel after a colon, as in "interpret:mosaic_gpu".
+        "pallas" and "interpret" may name a kernel after a colon, as in "interpret:mosaic_gpu"; "pallas:mosaic_gpu"
+        takes that kernel even where it was found wrong.
       **by_operator: the same for single operators, by name, as in `use(apply_fused_ema_adam="pallas")`.
 
     Returns:
@@ -177,6 +181,7 @@ def choose(
     params: Mapping[str, Any],
     placement_reason: str | None = None,
     tuned: Entry | None = None,
+    faults: Mapping[str, str] = _NO_FAULTS,
 ) -> Choice:
     """Takes the tuned winner, else the first kernel that does not refuse, else the reference.
 
@@ -189,6 +194,7 @@ def choose(
       params: the operator's attributes.
       placement_reason: why no kernel at all can run in this place, if so.
       tuned: measurements of this operator on this hardware, with these operands and attributes.
+      faults: what went wrong with kernels on this hardware, by name. They are taken only if asked for by name.
 
     Raises:
       NotSupportedError: if the user asked for a kernel and every candidate refuses.
@@ -199,6 +205,9 @@ def choose(
         reason = _platform_reason(kernel, mode, hardware) or placement_reason or _size_reason(operands)
         if kernel_name and kernel.name != kernel_name:
             reason = f"{kernel_name} was asked for"
+        if mode not in ("interpret", "reference") and not kernel_name and kernel.name in faults:
+            insisting = f"use({operator_name}='pallas:{kernel.name}') takes it all the same"
+            reason = reason or f"went wrong on this device when it was tuned, {faults[kernel.name]}; {insisting}"
         chip = Hardware(kernel.platform, kernel.platform) if mode == "interpret" else hardware
         return reason or kernel.refuses(chip, *operands, **params)
 

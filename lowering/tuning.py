@@ -1,4 +1,4 @@
-"""Tuning results: as a context for tracing, as a file, and as shipped with this library."""
+"""Tuning results: as a context for tracing, as a file, as kept on this machine, and as shipped with this library."""
 
 import dataclasses
 import functools
@@ -15,18 +15,15 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from lowering import tables
+from lowering import kept, measurements, tables
 from lowering.describe import file_fault, show
-from lowering.measurements import Entry, Key
+from lowering.errors import TuningError
+from lowering.measurements import Entry, Key, device_name
 from lowering.select import current_selection, using
 from pallas_kernels.hardware import Hardware
 
 _FORMAT = 1
 _SHIPPED = Path(__file__).parent / "tuned"
-
-
-class TuningError(RuntimeError):
-    """A file is not a readable tuning result, or a function cannot be tuned like this."""
 
 
 class _Entered(threading.local):
@@ -166,16 +163,29 @@ def find(
     operands: Sequence[Any],
     params: Mapping[str, Any],
 ) -> Entry | None:
-    """The measurement of an operator: from the context, else shipped, else one made with other versions."""
+    """The measurement of an operator: from the context, else kept, else shipped, else made with other versions."""
     key = Key.of(operator_name, hardware, operands, params)
     if key is None:
         return None
-    shipped = (_shipped(_SHIPPED / f"{key.target}{kind}.json") for kind in ("", ".replayed"))
-    known = sorted(itertools.chain(overlay, *shipped), key=lambda entry: entry.replayed)
+    known = sorted(_known(overlay, key.target), key=lambda entry: entry.replayed)
     exact = next((entry for entry in known if entry.key == key), None)
     if exact is not None:
         return exact
     return next((e for e in known if dataclasses.replace(e.key, versions=key.versions) == key), None)
+
+
+def faults(overlay: Sequence[Entry], operator_name: str, hardware: Hardware) -> dict[str, str]:
+    """Why kernels of an operator must not be taken on a device, by name."""
+    target = device_name(hardware)
+    if target is None:
+        return {}
+    return measurements.faults(_known(overlay, target), target).get(operator_name, {})
+
+
+def _known(overlay: Sequence[Entry], target: str) -> Iterable[Entry]:
+    """All entries that may speak of a target, those that decide first."""
+    shipped = (_shipped(_SHIPPED / f"{target}{kind}.json") for kind in ("", ".replayed"))
+    return itertools.chain(overlay, kept.entries_for(target), *shipped)
 
 
 @functools.cache

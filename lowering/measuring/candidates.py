@@ -9,17 +9,55 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowering.measurements import REFERENCE, Config, Measurement, config_items, type_text
+from lowering.measurements import REFERENCE, WRONG, Config, Measurement, config_items, type_text
 from lowering.placement import placed
 from lowering.register import kernels_of
 from lowering.registry import Operator
 from pallas_kernels.hardware import Hardware
+from pallas_kernels.kernel import Kernel
 
 # How far a kernel may be off, relative to the largest value of a result and beyond the reference's own error; by the
 # narrowest dtype among the operands and the result.
 _TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 Results = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How a kernel is run.
+
+    Attributes:
+      chip: the one that it is launched for.
+      interpret: what its `run` takes as `interpret`.
+      first_only: whether only the first of its configurations is wanted.
+      excluded: why it must not run at all; empty if it may.
+    """
+
+    chip: Hardware
+    interpret: Any = False
+    first_only: bool = False
+    excluded: str = ""
+
+    def refusal(self, kernel: Kernel, operands: Sequence[Any], params: Mapping[str, Any]) -> str | None:
+        """Why the kernel does not run; None if it does."""
+        return self.excluded or kernel.refuses(self.chip, *operands, **params)
+
+    def configs(
+        self, kernel: Kernel, operands: Sequence[Any], params: Mapping[str, Any]
+    ) -> Sequence[Mapping[str, int]]:
+        """The configurations to run."""
+        offered = kernel.configs(self.chip, *operands, **params)
+        return offered[:1] if self.first_only else offered
+
+
+# How to run a kernel; None leaves it out, as one for another platform.
+Launches = Callable[[Kernel], Launch | None]
+
+
+def on_device(hardware: Hardware) -> Launches:
+    """Runs the kernels for the chip that is here, and leaves out all others."""
+    return lambda kernel: Launch(hardware) if kernel.platform == hardware.platform else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,33 +81,45 @@ class Candidate:
         return [jnp.copy(x) if position in self.in_place else x for position, x in enumerate(operands)]
 
 
+def launched(operator: Operator, launches: Launches) -> list[tuple[Kernel, Launch]]:
+    """The kernels of an operator that are not left out, and how each is run."""
+    return [(kernel, launch) for kernel in kernels_of(operator) if (launch := launches(kernel)) is not None]
+
+
 def candidates(
-    operator: Operator, hardware: Hardware, operands: Sequence[jax.Array], params: Mapping[str, Any]
+    operator: Operator,
+    hardware: Hardware,
+    operands: Sequence[jax.Array],
+    params: Mapping[str, Any],
+    launches: Launches,
+    before_each: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Candidate | Measurement]:
     """The reference, then every configuration of every kernel; for discarded ones, a measurement with the reason.
 
-    Each is compiled and checked only when the iterator gets to it.
+    Each is compiled and checked only when the iterator gets to it, after a call of `before_each` with its name.
     """
     meaning = functools.partial(operator.meaning, **params)
-    kernels = [kernel for kernel in kernels_of(operator) if kernel.platform == hardware.platform]
+    kernels = launched(operator, launches)
+    before_each(REFERENCE)
     try:
         reference = _compiled(REFERENCE, (), _as_lowered(meaning, hardware), operands)
         expected = reference.run(*operands)
-        truth = _truth(meaning, operands) if kernels else ()
+        truth = truth_in_float32(meaning, operands) if kernels else ()
     except Exception as error:
-        yield Measurement(REFERENCE, discarded=_failure(error))
-        for kernel in kernels:
+        yield Measurement(REFERENCE, discarded=failure(error))
+        for kernel, _ in kernels:
             yield Measurement(kernel.name, discarded="there is no reference to compare it with")
         return
     yield reference
-    for kernel in kernels:
-        reason = kernel.refuses(hardware, *operands, **params)
+    for kernel, launch in kernels:
+        reason = launch.refusal(kernel, operands, params)
         if reason is not None:
             yield Measurement(kernel.name, discarded=reason)
             continue
         in_place = tuple(kernel.overwrites(*operands, **params))
-        for config in kernel.configs(hardware, *operands, **params):
-            run = functools.partial(kernel.run, config=config, interpret=False, **params)
+        for config in launch.configs(kernel, operands, params):
+            run = functools.partial(kernel.run, config=config, interpret=launch.interpret, **params)
+            before_each(Measurement(kernel.name, config_items(config)).name)
             yield _checked(kernel.name, config_items(config), run, operands, in_place, expected, truth)
 
 
@@ -86,8 +136,8 @@ def _checked(
         candidate = _compiled(implementation, config, run, operands, in_place)
         results = jax.block_until_ready(candidate.run(*candidate.arguments(operands)))
     except Exception as error:  # whatever a compiler raises
-        return Measurement(implementation, config, discarded=_failure(error))
-    reason = _reason_to_discard(results, expected, truth, operands)
+        return Measurement(implementation, config, discarded=failure(error))
+    reason = reason_to_discard(results, expected, truth, operands)
     return Measurement(implementation, config, discarded=reason) if reason else candidate
 
 
@@ -115,33 +165,33 @@ def _as_lowered(meaning: Callable[..., Results], hardware: Hardware) -> Callable
     return placed_meaning
 
 
-def _truth(meaning: Callable[..., Results], operands: Sequence[jax.Array]) -> Results:
+def truth_in_float32(meaning: Callable[..., Results], operands: Sequence[jax.Array]) -> Results:
     """The reference in float32, with the most exact products that the device has."""
     upcast = [x.astype(jnp.float32) if _bits(x) < 32 else x for x in operands]
     with jax.default_matmul_precision("highest"):
         return jax.block_until_ready(jax.jit(meaning)(*upcast))
 
 
-def _reason_to_discard(results: Results, expected: Results, truth: Results, operands: Sequence[jax.Array]) -> str:
+def reason_to_discard(results: Results, expected: Results, truth: Results, operands: Sequence[jax.Array]) -> str:
     """What is wrong with the results, or ""."""
     types, right_types = (", ".join(map(type_text, arrays)) for arrays in (results, expected))
     if types != right_types:
-        return f"wrong: results are {types} instead of {right_types}"
+        return f"{WRONG}results are {types} instead of {right_types}"
     for position, (result, reference, exact) in enumerate(zip(results, expected, truth, strict=True)):
         if not jnp.issubdtype(result.dtype, jnp.inexact):
             different = int(jnp.sum(result != reference))
             if different:
-                return f"wrong: {different} of {result.size} elements of result {position} differ"
+                return f"{WRONG}{different} of {result.size} elements of result {position} differ"
             continue
         narrowest = min([result, *(x for x in operands if jnp.issubdtype(x.dtype, jnp.floating))], key=_bits)
         own_error = _relative_error(reference, exact)
         allowed = _TOLERANCES.get(narrowest.dtype.name, 0.1) + (own_error if math.isfinite(own_error) else 0.0)
         error = _relative_error(result, exact)
         if not math.isfinite(error):
-            return f"wrong: result {position} is not finite where the reference is"
+            return f"{WRONG}result {position} is not finite where the reference is"
         if error > allowed:
             return (
-                f"wrong: result {position} is off by {error:.2g} of its largest value, where {allowed:.2g} is allowed"
+                f"{WRONG}result {position} is off by {error:.2g} of its largest value, where {allowed:.2g} is allowed"
             )
     return ""
 
@@ -158,5 +208,6 @@ def _bits(x: Any) -> int:
     return jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.inexact) else 64
 
 
-def _failure(error: Exception) -> str:
+def failure(error: Exception) -> str:
+    """Why something is discarded that raises this."""
     return f"fails with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import os
-import statistics
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral, Real
@@ -17,26 +16,22 @@ from jax.extend.core import Primitive
 from rich.progress import Progress, TaskID
 
 from lowering.describe import show
+from lowering.errors import TuningError
 from lowering.explain import operator_uses
 from lowering.functions import require_function
-from lowering.measurements import Entry, Key, Measurement
+from lowering.measurements import Entry, Key
 from lowering.measuring import timing
-from lowering.measuring.candidates import Candidate, candidates
+from lowering.measuring.entries import OutOfTimeError, measured_entry
 from lowering.measuring.inputs import made_up
 from lowering.measuring.replaying import replayed_entry
 from lowering.registry import Operator, operator_of
 from lowering.static_leaves import jaxpr_of, of_arrays
 from lowering.targets import here, named
-from lowering.tuning import TuningError, TuningResult, merged
+from lowering.tuning import TuningResult, merged
 from pallas_kernels.hardware import Hardware
 
 INTERRUPTED = "interrupted"
 _OUT_OF_TIME = "stopped at the time budget"
-_ROUNDS_AT_LEAST = 3
-
-
-class _OutOfTimeError(Exception):
-    """The budget ended before all candidates of an operator were compiled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +60,10 @@ def tune(
     """Times the reference and every configuration of every kernel, for each operator in a function, on this device.
 
     Each candidate is compiled and compared with the reference in float32; one that fails or is wrong is discarded. The
-    others take turns, one launch at a time, launch overhead included. The smallest median wins. A kernel that updates
-    operands in place gets copies, made before the clock starts, as under jit with donated arguments. Operators split
-    over a mesh outside of shard_map are left out.
+    others take turns; the smallest median wins. GPUs and TPUs are timed by their own clocks, on operands that their
+    caches do not hold; a CPU's times include the launch. A kernel that updates operands in place gets copies, made
+    before the clock starts, as under jit with donated arguments. Operators split over a mesh outside of shard_map are
+    left out.
 
     With `by="schedule"` the chip is a TPU that need not be here. The times are those of the schedules that its compiler
     makes (docs/schedule.md); nothing runs and nothing is checked. Such results choose a kernel's configuration under
@@ -183,7 +179,7 @@ def _measure_all(
                 measured[key] = take(key, until, deadline, bar)
                 bar.update(TaskID(0), completed=position + 1)
                 save(INTERRUPTED)
-    except _OutOfTimeError:
+    except OutOfTimeError:
         return _OUT_OF_TIME
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -202,7 +198,7 @@ def _replay(
 
     def require_time() -> None:
         if timing.clock() >= deadline:
-            raise _OutOfTimeError
+            raise OutOfTimeError
 
     return replayed_entry(key, problem.operator, problem.types, problem.params, hardware, trip_counts, require_time)
 
@@ -235,26 +231,15 @@ def _measure(
     key: Key, problem: _Problem, hardware: Hardware, repeats: int, until: float, deadline: float, bar: Progress
 ) -> Entry:
     operands = problem.operands or made_up(problem.types, list(problem.params.values()))
-    found: list[Candidate | Measurement] = []
     bar.update(TaskID(0), description=f"{key.operator} {', '.join(key.operands)}")
-    for candidate in candidates(problem.operator, hardware, operands, problem.params):
-        found.append(candidate)
-        if timing.clock() >= deadline:
-            raise _OutOfTimeError
-    right = {str(position): x for position, x in enumerate(found) if isinstance(x, Candidate)}
-    times = timing.times_ms(
-        {name: candidate.run for name, candidate in right.items()},
+    return measured_entry(
+        key,
+        problem.operator,
+        operands,
+        problem.params,
+        hardware,
         repeats=repeats,
-        warmups=1,
-        prepare=lambda name: right[name].arguments(operands),
         until=until,
-        at_least=_ROUNDS_AT_LEAST,
+        deadline=deadline,
         after_round=lambda: bar.advance(TaskID(0), 1 / repeats),
     )
-    measurements = [
-        Measurement(x.implementation, x.config, round(1e3 * statistics.median(times[str(position)]), 3))
-        if isinstance(x, Candidate)
-        else x
-        for position, x in enumerate(found)
-    ]
-    return Entry(key, tuple(measurements), repeats=max((len(series) for series in times.values()), default=0))

@@ -9,7 +9,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.batch_norm_refusals import IDENTITY
 from pallas_kernels.gpu import batch_norm
@@ -17,12 +16,11 @@ from pallas_kernels.gpu.batch_norm import Block, launch, tiling_of
 from pallas_kernels.kernel import Kernel
 
 
-def _passed(block, grad_gmem, gate_gmem, step):
+def _passed(grad, gate):
     """The gradient that the activation lets through."""
-    d = block.load(grad_gmem, step)
-    for ref in gate_gmem:
-        d = jnp.where(block.load(ref, step) > 0, d, 0.0)
-    return d
+    for values in gate:
+        grad = jnp.where(values > 0, grad, 0.0)
+    return grad
 
 
 def _sums_kernel(grad_gmem, x_gmem, mean_gmem, *refs, tiling, pin_layouts):
@@ -30,12 +28,16 @@ def _sums_kernel(grad_gmem, x_gmem, mean_gmem, *refs, tiling, pin_layouts):
     block = Block(tiling, pin_layouts)
     mean = block.parameter(mean_gmem)
 
-    def step(i, sums):
-        d = block.new(i, _passed(block, grad_gmem, gate_gmem, i))
-        return sums[0] + d, sums[1] + d * (block.load(x_gmem, i) - mean)
+    def load(i):
+        return [block.load(ref, i) for ref in (grad_gmem, x_gmem, *gate_gmem)]
+
+    def add(i, loaded, sums):
+        grad, x, *gate = loaded
+        d = block.new(i, _passed(grad, gate))
+        return sums[0] + d, sums[1] + d * (x - mean)
 
     # Kept apart for each element of an access, in registers; threads add up only after the last access.
-    sums = lax.fori_loop(0, tiling.steps, step, (block.zeros(), block.zeros()))
+    sums = block.fold(load, add, (block.zeros(), block.zeros()))
     for ref, values in zip((sum_gmem, centred_sum_gmem), sums, strict=True):
         block.store_part(ref, block.total(values))
 
@@ -47,13 +49,17 @@ def _gradient_kernel(
     block = Block(tiling, pin_layouts)
     mean, factor, slope, offset = map(block.parameter, (mean_gmem, factor_gmem, slope_gmem, offset_gmem))
 
-    def step(i, _):
-        d = _passed(block, grad_gmem, gate_gmem, i)
-        block.store(dx_gmem, i, factor * d + (block.load(x_gmem, i) - mean) * slope + offset)
+    def load(i):
+        return [block.load(ref, i) for ref in (grad_gmem, x_gmem, *gate_gmem)]
+
+    def differentiate(i, loaded, _):
+        grad, x, *gate = loaded
+        d = _passed(grad, gate)
+        block.store(dx_gmem, i, factor * d + (x - mean) * slope + offset)
         for ref in residual_gmem:
             block.store(ref, i, d)
 
-    lax.fori_loop(0, tiling.steps, step, None)
+    block.fold(load, differentiate, None)
 
 
 def run(

@@ -78,6 +78,17 @@ def test_batch_norm_compiles_in_registers(h100, shape, dtype):
             assert resources.spilled_bytes == 0
 
 
+def test_batch_norm_holds_several_accesses_at_once(h100):
+    """30 registers suffice for one of x and one of the residual; with more loads on their way there are more."""
+    image, statistic = jax.ShapeDtypeStruct((16, 1, 64, 3136), F32), jax.ShapeDtypeStruct((64,), F32)
+    params = {"epsilon": 0.0, "axis_name": None, "activation": ("relu", 0.0, True)}
+    run = functools.partial(batch_norm.run, config=batch_norm._CONFIGS[0], **params)
+    report = lowering.compile(jax.jit(run), image, statistic, statistic, image, target=h100)
+    (resources,) = (each for each in report.gpu_resources if each.kernel == "batch_norm")
+    assert 40 <= resources.registers <= 64
+    assert resources.spilled_bytes == 0
+
+
 @pytest.mark.parametrize(("shape", "dtype"), [((1024, 4096), F32), ((10, 100, 4160), BF16)], ids=str)
 def test_dropout_compiles_in_registers(h100, shape, dtype):
     x = jax.ShapeDtypeStruct(shape, dtype)

@@ -1,0 +1,224 @@
+"""What `gpu.py` measures, each in a process of its own: one way to compute one thing, by the device's clock.
+
+As a program it reads one request from standard input and tells one record.
+"""
+
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ema_adam as adam
+import harness
+import jax
+import jax.numpy as jnp
+import linear_cross_entropy_peers as loss_peers
+
+import lowering
+from jaxops._suite import SUITE
+from jaxops.linear_cross_entropy import linear_cross_entropy
+from lowering.measurements import device_name
+from lowering.measuring.device_clock import device_clock
+from lowering.targets import here
+
+ROUNDS = 3
+
+
+class NotHereError(Exception):
+    """What a case needs is not installed."""
+
+
+def measured(runs: list[Callable[[], Any]], *, torch: Any = None) -> dict[str, Any]:
+    """The median time of runs, which do the same with operands of their own so that no cache holds them."""
+
+    def run_all() -> None:
+        results = [run() for run in runs]
+        if torch is None:
+            jax.block_until_ready(results)
+        elif torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    run_all()  # compiles, autotunes, and raises the clocks
+    clock = device_clock(here().platform)
+    if clock and not clock(run_all) > 0:
+        raise RuntimeError("the device's clock cannot be read")
+    times_ms = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        spent_ms = clock(run_all) if clock else None
+        if spent_ms is None:
+            run_all()
+            spent_ms = 1e3 * (time.perf_counter() - start)
+        times_ms.append(spent_ms / len(runs))
+    return {"median_ms": round(statistics.median(times_ms), 4), "clock": "device" if clock else "host"}
+
+
+def peak(torch: Any = None) -> dict[str, float]:
+    """The most memory that this process has held at once, arguments and results too."""
+    if torch is not None:
+        return {"peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3)} if torch.cuda.is_available() else {}
+    statistics_of_device = jax.devices()[0].memory_stats() or {}
+    most = statistics_of_device.get("peak_bytes_in_use")
+    return {} if most is None else {"peak_gb": round(most / 1e9, 3)}
+
+
+def installed(module: str) -> Any:
+    """The module, for peers that few have."""
+    if not importlib.util.find_spec(module):
+        raise NotHereError(f"{module} is not installed")
+    return importlib.import_module(module)
+
+
+def probe(copied_mb: int, size: int) -> dict[str, Any]:
+    """Versions, clocks, and the rates that everything else is a part of."""
+    x = jnp.ones(copied_mb * 10**6 // 4, jnp.float32)
+    copied = measured([functools.partial(jax.jit(lambda x: x + 1), x)])
+    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    product = measured([functools.partial(jax.jit(jnp.matmul), a, a)])
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]
+    on_gpu = here().platform == "cuda"
+    return {
+        "target": device_name(here()),
+        "environment": harness.environment(),
+        "clocks": subprocess.run(query, capture_output=True, text=True).stdout.strip() if on_gpu else "",
+        "copy_gb_per_s": round(2 * x.nbytes / copied["median_ms"] / 1e6, 1),
+        "product_tflop_per_s": round(2 * size**3 / product["median_ms"] / 1e9, 1),
+    }
+
+
+def _loss_operands(rows: int, hidden: int, classes: int) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (rows, hidden), jnp.bfloat16)
+    weight = (jax.random.normal(keys[1], (classes, hidden)) / hidden**0.5).astype(jnp.bfloat16)
+    return x, weight, jax.random.randint(keys[2], (rows,), 0, classes)
+
+
+def loss(candidate: str, rows: int, hidden: int, classes: int) -> dict[str, Any]:
+    """The mean cross entropy of a linear layer with the gradients of x and weight."""
+    name, _, detail = candidate.partition(":")
+    if name in ("torch", "torch.compile", "liger", "cut"):
+        return _torch_loss(name, rows, hidden, classes)
+    losses: dict[str, Callable[..., Any]] = {
+        "jaxops": functools.partial(linear_cross_entropy, strategy=detail.partition("+")[0]),
+        "optax": loss_peers.with_logits,
+    }
+    if name == "tokamax":
+        installed("tokamax")
+        losses = {f"tokamax {detail}": loss_peers.jax_peers()[f"tokamax {detail}"]}
+        name = f"tokamax {detail}"
+    x, weight, labels = _loss_operands(rows, hidden, classes)
+    with lowering.use("pallas" if candidate.endswith("+pallas") else "reference"):
+        compiled = jax.jit(jax.value_and_grad(losses[name], (0, 1))).lower(x, weight, labels).compile()
+    found = measured([functools.partial(compiled, x, weight, labels)])
+    return {**found, **peak(), "temporary_gb": round(compiled.memory_analysis().temp_size_in_bytes / 1e9, 3)}
+
+
+def _torch_loss(name: str, rows: int, hidden: int, classes: int) -> dict[str, Any]:
+    torch = installed("torch")
+    functional = torch.nn.functional
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(classes, hidden, device=device, dtype=torch.bfloat16) / hidden**0.5).requires_grad_()
+    labels = torch.randint(0, classes, (rows,), device=device)
+
+    def plain(x: Any, weight: Any, labels: Any) -> Any:
+        return functional.cross_entropy(functional.linear(x, weight).float(), labels)
+
+    if name == "liger":
+        fn = installed("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+    elif name == "cut":
+        fn = installed("cut_cross_entropy").linear_cross_entropy
+    else:
+        fn = torch.compile(plain) if name == "torch.compile" else plain
+
+    def run() -> None:
+        x.grad = weight.grad = None
+        fn(x, weight, labels).backward()
+
+    return {**measured([run], torch=torch), **peak(torch)}
+
+
+def optimizer(candidate: str, layers: int, dtype: str) -> dict[str, Any]:
+    """A step of AdamW with an average of the parameters; with no layers, of one array of 100 million."""
+    shapes = adam.transformer_shapes(layers) if layers else [(10**8,)]
+    if candidate.startswith("torch"):
+        torch = installed("torch")
+        run, _ = adam.torch_candidate(shapes, dtype)
+        return {**measured([run], torch=torch), **peak(torch)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    params = [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
+    grads = [0.1 * x for x in params]
+    if candidate == "optax":
+        run, facts = adam.optax_candidate(params, grads)
+    else:
+        with lowering.use("pallas" if candidate.endswith("+pallas") else "reference"):
+            run, facts = adam.our_candidate(params, grads, fused=True)
+    return {**measured([run]), **peak(), **facts}
+
+
+def operator(candidate: str, case: str, size: list[Any]) -> dict[str, Any]:
+    """A case of the library's own suite as a whole, under one implementation, or the same in PyTorch."""
+    if candidate.startswith("torch"):
+        return _torch_operator(candidate, case, size)
+    found = next(each for each in SUITE if each.name == case)
+    args = found.arguments(*size)
+    with lowering.use(candidate):
+        compiled = jax.jit(found.fn).lower(*args).compile()
+    copies = [jax.tree.map(lambda x: jnp.array(x, copy=True), args) for _ in range(3)]
+    return measured([functools.partial(compiled, *each) for each in (args, *copies)])
+
+
+def _torch_operator(candidate: str, case: str, size: list[Any]) -> dict[str, Any]:
+    torch = installed("torch")
+    functional = torch.nn.functional
+    *shape, dtype = size
+    forms: dict[str, Callable[[Any], Any]] = {
+        "softmax of rows": lambda x: torch.softmax(x, -1),
+        "softmax of channels": lambda x: torch.log_softmax(x, 1),
+        "batch norm": lambda x: functional.batch_norm(x, None, None, training=True),
+        "batch norm, relu": lambda x: functional.relu(functional.batch_norm(x, None, None, training=True)),
+        "local response norm": lambda x: functional.local_response_norm(x, 5, k=2.0),
+        "max pool": lambda x: functional.max_pool2d(x.permute(0, 3, 1, 2), 2),
+        "dropout": lambda x: functional.dropout(x, 0.1),
+    }
+    if case not in forms:
+        raise NotHereError(f"PyTorch has no single call for {case}")
+    fn = torch.compile(forms[case]) if candidate == "torch.compile" else forms[case]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    operands = [torch.randn(*shape, device=device, dtype=getattr(torch, dtype)).requires_grad_() for _ in range(4)]
+
+    def run(x: Any) -> None:
+        x.grad = None
+        y = fn(x)
+        y.backward(torch.cos(3 * y.detach()))
+
+    return measured([functools.partial(run, x) for x in operands], torch=torch)
+
+
+CASES = {"probe": probe, "loss": loss, "optimizer": optimizer, "operator": operator}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # where compilers print
+    request = json.loads(sys.stdin.readline())
+    sys.argv = sys.argv[:1]  # some peers parse it
+    try:
+        record = CASES[request["function"]](**request["arguments"])
+    except NotHereError as error:
+        record = {"skipped": str(error)}
+    except Exception as error:  # a case that fails, as where memory does not suffice, costs no other
+        record = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"[:300]}
+    for message in ({"record": record}, {"ended": "done"}):
+        print(json.dumps(message), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The operators of a function, each with the operands that the function itself gives it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from lowering.measurements import Key
+from lowering.registry import Operator, operator_of
+from pallas_kernels.hardware import Hardware
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """An operator on operands; `key` is what a measurement of it is valid for."""
+
+    key: Key
+    operator: Operator
+    operands: tuple[jax.Array, ...]
+    params: Mapping[str, Any]
+
+
+def problems(fn: Callable[..., Any], args: Sequence[Any], hardware: Hardware) -> tuple[Problem, ...]:
+    """Evaluates a function with the operators' references, and keeps what each operator is given.
+
+    Made-up operands would not do: a gradient's are the statistics that the forward operator has found.
+    """
+    closed = jax.make_jaxpr(fn)(*args)
+    used: list[tuple[Operator, Mapping[str, Any]]] = []
+
+    @jax.jit
+    def operands_of_all(*leaves: Any) -> list[list[Any]]:
+        given: list[list[Any]] = []
+
+        def keep(operator: Operator, operands: Sequence[Any], params: Mapping[str, Any]) -> None:
+            used.append((operator, params))
+            given.append([jax.numpy.asarray(x) for x in operands])
+
+        _evaluate(closed.jaxpr, closed.consts, leaves, keep)
+        return given
+
+    found: dict[Key, Problem] = {}
+    for operands, (operator, params) in zip(operands_of_all(*jax.tree.leaves(args)), used, strict=True):
+        key = Key.of(operator.name, hardware, operands, params)
+        assert key is not None  # the device here is known
+        found.setdefault(key, Problem(key, operator, tuple(operands), params))
+    return tuple(found.values())
+
+
+def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], keep: Callable[..., None]) -> list[Any]:
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
+
+    def value_of(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        inputs = [value_of(atom) for atom in equation.invars]
+        values.update(zip(equation.outvars, _results(equation, inputs, keep), strict=True))
+    return [value_of(atom) for atom in jaxpr.outvars]
+
+
+def _results(equation: Any, inputs: Sequence[Any], keep: Callable[..., None]) -> Sequence[Any]:
+    operator = operator_of(equation.primitive)
+    if operator is not None:
+        params = {name: value for name, value in equation.params.items() if name != "selection"}
+        keep(operator, inputs, params)
+        return operator.meaning(*inputs, **params)
+    inner = equation.params.get("jaxpr")
+    if isinstance(inner, ClosedJaxpr) and equation.primitive.name in ("jit", "pjit"):
+        return _evaluate(inner.jaxpr, inner.consts, inputs, keep)
+    results = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
+    return results if equation.primitive.multiple_results else [results]

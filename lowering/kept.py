@@ -1,0 +1,189 @@
+"""What `jaxops tune` has found on this machine: a file for each kind of device, which "auto" follows."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import platformdirs
+
+from lowering import _jax_private
+from lowering.describe import file_fault, show
+from lowering.errors import TuningError
+from lowering.measurements import Entry, Key, versions
+
+VARIABLE = "JAXOPS_TUNED"
+_SECONDS_TO_WAIT = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The records of one device.
+
+    Attributes:
+      records: each a JSON object, in the order in which they were found.
+      damaged_lines: the numbers of lines that hold no record.
+    """
+
+    records: tuple[dict[str, Any], ...] = ()
+    damaged_lines: tuple[int, ...] = ()
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """What was measured and what was found wrong; of one kernel at one set of shapes, what was found last."""
+        found: dict[Key, Entry] = {}
+        for record in self.records:
+            if record.get("entry"):
+                entry = Entry.from_record(record["entry"])
+                found[entry.key] = _joined(found.get(entry.key), entry)
+        return tuple(found.values())
+
+
+def _joined(earlier: Entry | None, later: Entry) -> Entry:
+    """A measurement replaces what was found earlier; without times, it only speaks of its own kernels."""
+    if earlier is None or later.repeats:
+        return later
+    spoken_of = {candidate.implementation for candidate in later.candidates}
+    others = (candidate for candidate in earlier.candidates if candidate.implementation not in spoken_of)
+    return dataclasses.replace(later, candidates=(*others, *later.candidates), repeats=earlier.repeats)
+
+
+def folder() -> Path:
+    """Where results are kept: what JAXOPS_TUNED names, else a folder among the user's data."""
+    named = os.environ.get(VARIABLE)
+    return Path(named) if named else platformdirs.user_data_path("jaxops") / "tuned"
+
+
+def file_of(target: str, within: Path | None = None) -> Path:
+    """The file that holds the records of a device, named as `measurements.device_name` does."""
+    return (within or folder()) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', target)}.jsonl"
+
+
+def read(path: Path) -> Found:
+    """The records in a file; none if there is no file.
+
+    Raises:
+      TuningError: if the file cannot be read.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return Found()
+    except OSError as error:
+        message = f"tune: {show(str(path))} must be a file that can be read; got {file_fault(error)}"
+        raise TuningError(message) from None
+    records = [_record(line) for line in lines]
+    damaged = tuple(number for number, record in enumerate(records, 1) if record is None and lines[number - 1].strip())
+    return Found(tuple(record for record in records if record is not None), damaged)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record that a line holds; None if it holds none, as a line that a stopped process did not finish."""
+    try:
+        record = json.loads(line)
+        if record.get("entry"):
+            Entry.from_record(record["entry"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return record
+
+
+def append(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Adds records to a file, one a line, whatever the file ends with.
+
+    Raises:
+      TuningError: if the file cannot be written.
+    """
+    lines = "".join(f"{json.dumps(record)}\n" for record in records)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as stream:
+            is_empty = stream.seek(0, os.SEEK_END) == 0
+            if not is_empty:
+                stream.seek(-1, os.SEEK_END)
+                lines = lines if stream.read(1) == b"\n" else f"\n{lines}"
+            stream.write(lines.encode())
+    except OSError as error:
+        message = f"tune: {show(str(path))} must be a file that can be written; got {file_fault(error)}"
+        raise TuningError(message) from None
+
+
+def require_writable(path: Path) -> None:
+    """Refuses a folder that nothing can be kept in, before anything is measured.
+
+    Raises:
+      TuningError: if the folder cannot be made, or no file in it.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        message = f"tune: {show(str(path))} must be a folder that can be written to; got {file_fault(error)}"
+        raise TuningError(f"{message} ({VARIABLE} names another)") from None
+
+
+def forget(path: Path) -> None:
+    """Deletes what was found on a device, if anything was.
+
+    Raises:
+      TuningError: if the file cannot be deleted.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        message = f"tune: {show(str(path))} must be a file that can be deleted; got {file_fault(error)}"
+        raise TuningError(message) from None
+    reread()
+
+
+@functools.cache
+def entries_for(target: str) -> tuple[Entry, ...]:
+    """What "auto" follows on a device: read when it is first asked for, and the same until the process ends.
+
+    So no compiled function of the process is older than it; `reread` clears JAX's caches.
+
+    Raises:
+      TuningError: if the processes of `jax.distributed` have found different things.
+    """
+    path = file_of(target)
+    try:
+        found = read(path)
+        entries = found.entries
+    except TuningError as error:
+        warnings.warn(f"{error}; nothing in it is used", RuntimeWarning, stacklevel=2)
+        found, entries = Found(), ()
+    if found.damaged_lines:
+        numbers = ", ".join(map(str, found.damaged_lines[:5]))
+        words = "that tune has written; got something else, which is not used, in line"
+        warnings.warn(f"tune: {show(str(path))} must hold records {words} {numbers}", RuntimeWarning, stacklevel=2)
+    _require_agreement(target, entries)
+    return entries
+
+
+def reread() -> None:
+    """Forgets what was read, for a process that has changed it, and lets JAX lower everything again."""
+    entries_for.cache_clear()
+    jax.clear_caches()
+
+
+def _require_agreement(target: str, entries: Sequence[Entry]) -> None:
+    """Compares a digest with that of the first process: programs that differ would wait for each other forever."""
+    if not jax.distributed.is_initialized():
+        return
+    present = sorted(json.dumps(entry.to_record()) for entry in entries if entry.key.versions == versions())
+    digest = hashlib.sha256("\n".join(present).encode()).hexdigest()[:12]
+    first = _jax_private.said_by_first_process(f"jaxops/tuned/{target}", digest, _SECONDS_TO_WAIT)
+    if first not in (None, digest):
+        raise TuningError(
+            f"tune: what is kept of {target} must be the same for all processes; process {jax.process_index()} has "
+            f"{len(present)} results (digest {digest}) and process 0 others (digest {first}): let {VARIABLE} name one "
+            "folder for all, or an empty one"
+        )

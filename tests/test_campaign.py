@@ -1,0 +1,295 @@
+"""A campaign finds out what is wrong, what hangs and what is fast, keeps each result, and goes on where it was."""
+
+import io
+import json
+import time
+from pathlib import Path
+
+import campaign_toys as toys
+import jax
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import jaxops
+import lowering
+from jaxops import _suite
+from jaxops.__main__ import app
+from lowering import kept
+from lowering.campaign import run as running
+from lowering.campaign.channel import Channel, step_name
+from lowering.campaign.machine import Machine
+from lowering.campaign.measuring import measure
+from lowering.campaign.problems import problems
+from lowering.campaign.process import Ending, converse
+from lowering.campaign.verifying import verify
+from lowering.measurements import Key, Measurement, versions
+from lowering.targets import named
+
+CPU = named("cpu")
+HERE = Machine(CPU, rehearse=False)
+TOYS = "campaign_toys:SUITE"
+
+
+def told(work, decided=(), spoilt=()):
+    """What a case tells while it works."""
+    stream = io.StringIO()
+    channel = Channel(stream, decided, spoilt)
+    channel.begin_case("case")
+    work(channel)
+    messages = [json.loads(line) for line in stream.getvalue().splitlines()]
+    return [message["record"] for message in messages if "record" in message], messages
+
+
+def outcomes(records):
+    return {(record["kernel"], tuple(record["operands"])): record["outcome"] for record in records}
+
+
+def test_verdicts_are_right_and_every_bad_kernel_is_run_no_further():
+    records, messages = told(lambda channel: verify(toys.DOUBLE, HERE, channel))
+    small, large = ("float32[3]",), ("float32[12]",)
+    assert outcomes(records) == {
+        ("wrong", small): "verified",
+        ("wrong", large): "wrong",
+        ("unsteady", small): "wrong",
+        ("doubled", small): "verified",
+        ("doubled", large): "verified",
+        ("failing", small): "fails",
+    }
+    reasons = {record["kernel"]: record["reason"] for record in records if record["reason"]}
+    assert reasons["wrong"].startswith("wrong: result 0 is off by ")
+    assert reasons["unsteady"] == "wrong: result 0 of run 2 is not that of run 1 bit by bit"
+    assert reasons["failing"] == "fails with RuntimeError: no such instruction"
+    # What runs next is said before it runs.
+    begun = [message["begin"]["kernel"] for message in messages if "begin" in message]
+    assert begun[:2] == ["wrong", "unsteady"]
+
+
+def test_what_is_decided_or_spoilt_is_not_run_again():
+    key = Key.of("toy_double", CPU, [np.zeros(3, np.float32)], {})
+    decided = [f"case: {step_name(key, Measurement('doubled'))}"]
+    spoilt = [("toy_double", name) for name in ("wrong", "unsteady", "failing")]
+    records, _ = told(lambda channel: verify(toys.DOUBLE, HERE, channel), decided, spoilt)
+    assert outcomes(records) == {("doubled", ("float32[12]",)): "verified"}
+
+
+def test_a_refusal_is_told_with_its_reason():
+    records, _ = told(lambda channel: verify(toys.REFUSED, HERE, channel))
+    assert {(record["outcome"], record["reason"]) for record in records} == {("refused", "takes nothing")}
+
+
+def test_measuring_leaves_out_what_went_wrong_and_keeps_the_reason():
+    faults = {"toy_double": dict.fromkeys(("wrong", "unsteady", "failing"), "wrong: off by 1 (float32[12])")}
+    machine = Machine(CPU, rehearse=False, faults=faults)
+    records, _ = told(lambda channel: measure(toys.DOUBLE, machine, channel, "time", 100.0))
+    (entry,) = [record["entry"] for record in records]
+    timed = [candidate["implementation"] for candidate in entry["candidates"] if candidate["median_us"] is not None]
+    assert timed == ["reference", "doubled"]
+    assert {candidate["discarded"] for candidate in entry["candidates"]} == {"", "wrong: off by 1 (float32[12])"}
+
+
+def test_operators_are_given_what_the_function_gives_them():
+    found = problems(toys.doubles, (np.asarray([1.0, 2.0], np.float32),), CPU)
+    np.testing.assert_array_equal(found[0].operands[0], [2.0, 3.0])
+    x = np.linspace(-3, 3, 260, dtype=np.float32).reshape(2, 130)
+    forward, backward = problems(_suite.SUITE[0].fn, (x,), CPU)
+    assert (forward.operator.name, backward.operator.name) == ("softmax", "softmax_backward")
+    np.testing.assert_allclose(backward.operands[0], jax.nn.softmax(x), rtol=1e-5)
+
+
+def is_ours(operator):
+    """Whether this operator has kernels, and is no toy."""
+    return any(kernel.run.__module__.startswith("pallas_kernels.") for kernel in operator.kernels)
+
+
+def test_suite_has_every_kernel():
+    """At the sizes that are rehearsed; nothing is computed."""
+    used = set()
+    for case in _suite.SUITE:
+        for size in case.rehearsed_at:
+            args = jax.eval_shape(lambda case=case, size=size: case.arguments(*size))
+            rows = lowering.explain(case.fn, *args, target="cuda-h100").rows
+            used |= {row.operator for row in rows}
+    assert {operator.name for operator in jaxops.operators() if is_ours(operator)} <= used
+    assert len({case.name for case in _suite.SUITE}) == len(_suite.SUITE)
+
+
+def heard(messages, then, **limits):
+    records = []
+    request = {"messages": messages, "then": then}
+    limits = {"limit_seconds": 20.0, "deadline": time.monotonic() + 60, **limits}
+    return converse(request, {}, records.append, module="campaign_child", **limits), records
+
+
+BEGIN = [{"case": "double"}, {"record": {"a": 1}}, {"begin": {"kernel": "endless"}}]
+
+
+def test_a_process_that_says_nothing_more_is_ended_and_blamed():
+    start = time.monotonic()
+    ending, records = heard(BEGIN, "sleep", limit_seconds=2.0)
+    assert time.monotonic() - start < 15
+    assert (ending.how, ending.case, ending.begun, records) == ("hangs", "double", {"kernel": "endless"}, [{"a": 1}])
+
+
+def test_a_process_that_dies_is_quoted():
+    ending, _ = heard(BEGIN, "die")
+    assert (ending.how, ending.begun, ending.last_words) == ("died", {"kernel": "endless"}, "a last word")
+
+
+def test_the_end_of_the_budget_blames_nobody():
+    assert heard(BEGIN, "sleep", deadline=time.monotonic() + 1.0)[0].how == "budget"
+    assert heard([{"case": "double"}, {"ended": "done"}], "sleep")[0].how == "done"
+
+
+PROBED = {}
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Processes that follow a script: for each, its records and its ending. Their requests are kept."""
+    steps, requests = [], []
+
+    def acted(request, environment, on_record, **limits):
+        requests.append((request, environment))
+        if request["stage"] == "probe":
+            on_record({"target": "cpu", "versions": PROBED or dict(versions())})
+            return Ending("done")
+        records, ending = steps.pop(0)
+        for record in records:
+            on_record(record)
+        return ending
+
+    monkeypatch.setattr(running, "converse", acted)
+    monkeypatch.setenv(kept.VARIABLE, "")
+    return steps, requests
+
+
+def done(case, **more):
+    return {"case": case, "done": True, "seconds": 1.0, **more}
+
+
+HUNG = {"operator": "toy_double", "kernel": "endless", "operands": ["float32[3]"], "attributes": "", "config": {}}
+
+
+def test_a_hang_costs_one_kernel_and_the_next_campaign_goes_on(script, tmp_path):
+    steps, requests = script
+    steps += [
+        ([], Ending("hangs", "double", HUNG)),
+        ([done("double")], Ending("done", "double")),
+        ([], Ending("died", "refused", {**HUNG, "kernel": "deadly"}, "bus error")),
+        ([], Ending("budget", "refused")),
+    ]
+    options = {"stages": ["verify"], "only": ["double", "refused"], "folder": tmp_path, "limit_seconds": 7.0}
+    first = running.run(TOYS, **options)
+    assert first.stopped == "stopped at the time budget"
+    assert requests[2][0]["spoilt"] == [["toy_double", "endless"]]
+    assert {row.kernel: (row.outcome, row.detail) for row in first.rows} == {
+        "endless": ("hangs", "hangs: no result within 7 seconds (float32[3])"),
+        "deadly": ("wrong", "wrong: its process ended: bus error (float32[3])"),
+    }
+    steps += [([done("refused")], Ending("done", "refused"))]
+    second = running.run(TOYS, **options)
+    assert (second.stopped, requests[-1][0]["cases"]) == ("", ["refused"])
+    assert set(requests[-1][0]["faults"]["toy_double"]) == {"endless", "deadly"}
+    assert not steps
+    steps += [([done(name)], Ending("done", name)) for name in ("double", "refused")]
+    assert running.run(TOYS, **options, again=True).rows == ()
+
+
+def test_a_case_that_fails_is_told_and_tried_again_next_time(script, tmp_path):
+    steps, requests = script
+    options = {"stages": ["verify"], "only": ["broken"], "folder": tmp_path}
+    for attempt in (1, 2):
+        steps += [([done("broken", outcome="failed", reason="TypeError: text")], Ending("done", "broken"))]
+        (row,) = running.run(TOYS, **options).rows[-1:]
+        assert (row.operator, row.outcome, row.detail) == ("broken", "failed", "verify: TypeError: text")
+        assert len(requests) == 2 * attempt
+
+
+def test_other_versions_begin_anew(script, tmp_path, monkeypatch):
+    steps, _ = script
+    options = {"stages": ["verify"], "only": ["double"], "folder": tmp_path}
+    steps += [([done("double")], Ending("done", "double"))]
+    running.run(TOYS, **options)
+    monkeypatch.setitem(PROBED, "jax", "99")
+    steps += [([done("double")], Ending("done", "double"))]
+    assert len(running.run(TOYS, **options).records) == 1
+    assert not steps
+
+
+def test_loops_are_verified_with_and_without_recording_on_gpus(script, tmp_path):
+    run = running._Run(TOYS, 1.0, 1.0, tmp_path, rehearse=False)
+    run._device = {"target": "cuda-h200"}
+    looping = next(case for case in _suite.SUITE if case.has_loops)
+    assert [task.flags for task in run._tasks("verify", [looping])] == ["", "--xla_gpu_enable_command_buffer="]
+    assert [task.flags for task in run._tasks("tune", [looping])] == [""]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stages": ["polish"]}, r"stage must be one of verify, time, tune; got 'polish'"),
+        ({"only": ["triple"]}, r"case must be one of double, .*; got 'triple'"),
+        ({"folder": Path(__file__)}, r"must be a folder that can be written to; got .*\(JAXOPS_TUNED names another\)$"),
+    ],
+    ids=["stage", "case", "folder"],
+)
+def test_what_cannot_be_is_refused_before_any_process_starts(script, options, words):
+    with pytest.raises(lowering.TuningError, match=rf"^tune: .*{words}"):
+        running.run(TOYS, **options)
+    assert script[1] == []
+
+
+def test_a_device_that_does_not_answer_is_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr(running, "converse", lambda *_, **__: Ending("died", last_words="the TPU is in use"))
+    words = r"^tune: the device must answer a new process; got its process ended: the TPU is in use$"
+    with pytest.raises(lowering.TuningError, match=words):
+        running.run(TOYS, folder=tmp_path)
+
+
+def test_command_runs_the_suite_and_prints_a_table(script, tmp_path, monkeypatch):
+    steps, _ = script
+    monkeypatch.setenv(kept.VARIABLE, str(tmp_path / "found"))
+    steps += [([done("softmax of rows")], Ending("hangs", "softmax of rows")), ([], Ending("budget"))]
+    result = CliRunner().invoke(app, ["tune", "--stages", "verify", "--only", "softmax of rows", "--only", "dropout"])
+    assert "cpu: 1 failed; stopped at the time budget" in result.stdout
+    assert "the same command goes on where this one ended" in " ".join(result.stdout.split())
+    for arguments, words in (
+        (("--stages", "polish"), "stage must be one of verify, time, tune; got 'polish'"),
+        (("mine.py:f", "--show"), "--show must be given without a function; got 'mine.py:f'"),
+        (("--limit", "0"), "--limit must be a positive number of seconds; got 0.0"),
+    ):
+        refused = CliRunner().invoke(app, ["tune", *arguments])
+        assert (refused.exit_code, refused.stderr) == (2, f"jaxops: {words}\n")
+
+
+@pytest.mark.slow
+def test_whole_campaign_of_toys_survives_them(tmp_path):
+    campaign = running.run(TOYS, folder=tmp_path, limit_seconds=20.0, progress=True)
+    worst = {(row.operator, row.kernel): row.outcome for row in campaign.rows}
+    assert campaign.stopped == ""
+    assert {key: worst[key] for key in worst if key[1] != "doubled"} == {
+        ("toy_double", "wrong"): "wrong",
+        ("toy_double", "unsteady"): "wrong",
+        ("toy_double", "failing"): "fails",
+        ("toy_endless", "endless"): "hangs",
+        ("toy_endless", "deadly"): "wrong",
+        ("broken", ""): "failed",
+    }
+    assert worst["toy_double", "doubled"] in ("faster", "slower")
+    assert worst["toy_refused", "doubled"] == "refused"
+
+
+@pytest.mark.slow
+def test_rehearsal_runs_every_stage_to_its_end(tmp_path):
+    campaign = jaxops.tune_device(rehearse=True, folder=tmp_path, budget_seconds=600, limit_seconds=200)
+    assert campaign.stopped == ""
+    ours = filter(is_ours, jaxops.operators())
+    kernels = {(operator.name, kernel.name) for operator in ours for kernel in operator.kernels}
+    found = {(row.operator, row.kernel): row.outcome for row in campaign.rows}
+    assert kernels <= found.keys()
+    # It takes nothing so small.
+    assert found.pop(("max_pool_backward", "mosaic_tpu")) == "refused"
+    assert set(found.values()) <= {"verified", "faster", "slower"}
+    assert {record["stage"] for record in campaign.records if record.get("done")} == {"verify", "time", "tune"}
+    assert kept.entries_for("cpu") == ()  # a rehearsal decides nothing

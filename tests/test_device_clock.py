@@ -1,0 +1,66 @@
+"""Times come from the device's own clock where it can be read, on operands that take turns."""
+
+import math
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lowering import _jax_private
+from lowering.measuring import device_clock
+from lowering.measuring.candidates import Candidate
+from lowering.targets import named
+
+H200, CPU, V5E = named("cuda-h200"), named("cpu"), named("tpu-v5e")
+
+
+def times(hardware, seen, operands, repeats=8):
+    def run(x):
+        seen.append(x)
+        return (x + 1,)
+
+    candidates = {"one": Candidate("one", (), run), "two": Candidate("two", (), lambda x: (x,), in_place=(0,))}
+    options = {"repeats": repeats, "until": math.inf, "at_least": 1, "after_round": lambda: None}
+    return device_clock.candidate_times_ms(candidates, operands, hardware, **options)
+
+
+def test_kernels_of_a_gpu_are_timed_by_its_clock_on_operands_that_take_turns(monkeypatch):
+    def kernel_times_ms(launch):
+        launch()
+        return [("first", 0.5), ("second", 1.5)] * 8
+
+    monkeypatch.setattr(_jax_private, "kernel_times_ms", kernel_times_ms)
+    seen = []
+    found = times(H200, seen, [jnp.ones(4)], repeats=16)
+    assert found == {"one": [2.0, 2.0], "two": [2.0, 2.0]}
+    assert len({id(x) for x in seen}) == 8
+
+
+def no_cupti(launch):
+    launch()
+    raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+
+
+@pytest.mark.parametrize("clock", [lambda launch: [], no_cupti], ids=["silent", "forbidden"])
+def test_the_host_takes_the_time_where_the_device_tells_none(monkeypatch, clock):
+    monkeypatch.setattr(_jax_private, "kernel_times_ms", clock)
+    found = times(H200, [], [jnp.ones(4)], repeats=3)
+    assert [len(series) for series in found.values()] == [3, 3]
+    assert min(found["one"]) > 0
+
+
+def test_operands_fill_the_cache_twice():
+    x = jax.ShapeDtypeStruct((2**22,), jnp.float32)
+    assert len(device_clock.rotated([jnp.zeros(x.shape, x.dtype)], H200)) == math.ceil(2 * 50 / 16)
+    assert len(device_clock.rotated([jnp.zeros(1)], V5E)) == 8
+    assert len(device_clock.rotated([jnp.zeros(1)], CPU)) == 1
+
+
+def test_a_tpu_is_timed_by_its_programs():
+    def line(name, *durations):
+        return types.SimpleNamespace(name=name, events=[types.SimpleNamespace(duration_ns=ns) for ns in durations])
+
+    device = types.SimpleNamespace(name="/device:TPU:0", lines=[line("XLA Ops", 5e6), line("XLA Modules", 1e6, 2e6)])
+    host = types.SimpleNamespace(name="/host:CPU", lines=[line("XLA Modules", 7e6)])
+    assert device_clock.modules_ms(types.SimpleNamespace(planes=[device, host])) == 3.0
