@@ -204,8 +204,9 @@ def linear_cross_entropy(
       With `batch_invariant`, a row's loss, its aux and the gradient of its x have the same bits whatever other rows
       there are, wherever the row stands among them, and whatever the mesh: with rows split over devices in any way, and
       with `vocab_axis` over as many devices as divide gcd(V, 16). This holds on one kind of machine, with one version
-      of JAX and the same options (with `transpose_weight`, under jit), for equal cotangents of the losses; those of a
-      mean contain its divisor. Gradients of weight, bias and the other parameters are sums over rows and not covered.
+      of JAX, with the same options (with `transpose_weight`, under jit) and the same results in use: a program that
+      uses aux may round otherwise than one that does not. The cotangents of the losses must be equal; those of a mean
+      contain its divisor. Gradients of weight, bias and the other parameters are sums over rows and not covered.
       Neither are forward mode and second derivatives, which are right all the same.
 
       Rows are computed in blocks of 64, at least two of them, so a single row costs as much as 128. No chunks of

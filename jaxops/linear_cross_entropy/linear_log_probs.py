@@ -107,8 +107,8 @@ def linear_log_probs(
         both passes. None keeps up to 2^24 logits between the passes; more are computed in tiles of 2^18 logits, and at
         least 256 and H / 2 columns of all rows.
       batch_invariant: whether the bits of a row's results, and of the gradient of its x, must depend on nothing but the
-        row: the same in training and scoring, in any batch, on any mesh. `chunk_rows` then has no effect.
-        `linear_cross_entropy` says what it costs.
+        row: the same in any batch and on any mesh, and in training and scoring if both use the entropy or neither does.
+        `chunk_rows` then has no effect. `linear_cross_entropy` says what it costs, and what it does not cover.
       return_entropy: whether to return the entropy as well.
 
     Returns:
