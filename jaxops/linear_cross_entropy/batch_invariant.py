@@ -105,7 +105,15 @@ def _losses(*operands: jax.Array, columns: int) -> Arrays:
 
     The other operands are labels, which count all classes, and `RowWeights`.
     """
-    return map_blocks(functools.partial(_block_losses, columns=columns), operands[_LABELS].shape, operands)
+
+    def results(chosen: slice) -> Arrays:
+        def of_block(*block: jax.Array) -> Arrays:
+            return _block_losses(*block, columns=columns)[chosen]
+
+        return map_blocks(of_block, operands[_LABELS].shape, operands)
+
+    # The loss, what it is made of, and what only metrics need: apart, as in `invariant_sums`.
+    return *results(slice(1)), *results(slice(1, -2)), *results(slice(-2, None))
 
 
 def _block_losses(*operands: jax.Array, columns: int) -> Arrays:

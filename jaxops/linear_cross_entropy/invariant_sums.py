@@ -80,13 +80,18 @@ def _reference(
             tile = _tile(part, parts, weight.shape[0])
             weight_part, bias_part, shared_part = map(tile.of, (weight, bias, shared_target))
 
-            def of_block(_: None, block: Arrays) -> tuple[None, Arrays]:
+            def of_block(_: None, block: Arrays, metrics: bool) -> tuple[None, RowSums]:
                 x, labels, row_part, scale = block
                 logits = scaled(linear_logits(x, weight_part, bias_part, softcap), (scale,))
                 return None, row_sums(logits, Targets(labels, shared_part, row_part), metrics=metrics)
 
             rows = (x, tile.local(labels), tile.of(row_target, row_target.ndim - 1), scale)
-            return scan_blocks(of_block, None, rows)
+            sums: RowSums = scan_blocks(functools.partial(of_block, metrics=False), None, rows)[1]
+            if metrics:
+                # Apart, as in `_vjp`: a program that uses them must not round the others otherwise.
+                more: RowSums = scan_blocks(functools.partial(of_block, metrics=True), None, rows)[1]
+                sums = sums._replace(weighted_logit=more.weighted_logit, prediction=more.prediction)
+            return None, sums
 
         return jax.lax.scan(of_part, None, jnp.arange(parts, dtype=jnp.int32))
 
