@@ -44,8 +44,9 @@ def case(rows: int, hidden: int, classes: int, dtype: str, repeats: int) -> dict
     )
     operands = (x, weight / hidden**0.5, jnp.asarray(rng.integers(0, classes, rows), jnp.int32))
     ours = {f"jaxops {name}": functools.partial(linear_cross_entropy, strategy=name) for name in STRATEGIES}
+    invariant = {"jaxops batch_invariant": functools.partial(linear_cross_entropy, batch_invariant=True)}
     candidates, failed = {}, {}
-    for name, loss in {**peers.jax_peers(), **ours}.items():
+    for name, loss in {**peers.jax_peers(), **ours, **invariant}.items():
         for request in ("auto", "pallas") if name in ours and jax.devices()[0].platform != "cpu" else ("auto",):
             label = name if request == "auto" else f"{name}, Pallas"
             try:

@@ -12,6 +12,11 @@ from jaxops._checks.errors import require
 from jaxops._checks.ids import differ_from, wide_ids
 from jaxops._checks.operands import as_arrays, as_optional
 from jaxops._primitive.sharding import agreeing, laid_out_as
+from jaxops.linear_cross_entropy.batch_invariant import (
+    INVARIANT_STRATEGIES,
+    invariant_losses,
+    invariant_smoothing,
+)
 from jaxops.linear_cross_entropy.chunk_gradients import row_losses
 from jaxops.linear_cross_entropy.grad_in_forward import summed_cross_entropy
 from jaxops.linear_cross_entropy.logits import SKIPPED, RowStatistics, RowWeights, Targets, target_total
@@ -72,6 +77,7 @@ def linear_cross_entropy(
     vocab_axis: str | None = ...,
     strategy: str = ...,
     chunk_rows: int | None = ...,
+    batch_invariant: bool = ...,
     return_aux: Literal[False] = ...,
 ) -> jax.Array: ...
 @overload
@@ -92,6 +98,7 @@ def linear_cross_entropy(
     vocab_axis: str | None = ...,
     strategy: str = ...,
     chunk_rows: int | None = ...,
+    batch_invariant: bool = ...,
     return_aux: Literal[True],
 ) -> tuple[jax.Array, LinearCrossEntropyAux]: ...
 def linear_cross_entropy(
@@ -111,6 +118,7 @@ def linear_cross_entropy(
     vocab_axis: str | None = None,
     strategy: str = "auto",
     chunk_rows: int | None = None,
+    batch_invariant: bool = False,
     return_aux: bool = False,
 ) -> jax.Array | tuple[jax.Array, LinearCrossEntropyAux]:
     """Computes the cross entropy between labels and the softmax of x weight^T + bias, without keeping the logits.
@@ -160,6 +168,8 @@ def linear_cross_entropy(
         "recompute" takes that many logits, in tiles of some columns. None: 2^18 logits, and at least 256 and H / 2
         columns of all rows.
         When exported with a symbolic number of rows, all rows are one chunk and "auto" is "full".
+      batch_invariant: whether a row's bits must depend on nothing but the row; see below. `strategy` is then "auto" or
+        "recompute", and `chunk_rows` has no effect.
       return_aux: whether to return `LinearCrossEntropyAux` as well.
 
     Returns:
@@ -168,6 +178,8 @@ def linear_cross_entropy(
 
     Raises:
       BadParamError: if a shape, dtype or attribute differs from the above.
+      NotSupportedError: with `batch_invariant`, when compiled for TPUs, or for absent chips, on a mesh with automatic
+        axes outside shard_map.
 
     Numerics:
       Logits are float32 whatever the dtype of the inputs, and never rounded to 16 bits. A large common offset of the
@@ -187,6 +199,20 @@ def linear_cross_entropy(
     Meshes:
       Any axis may be split. On an explicit mesh, labels and row weights that are split differently from the rows of x
       are resharded.
+
+    Batch invariance:
+      With `batch_invariant`, a row's loss, its aux and the gradient of its x have the same bits whatever other rows
+      there are, wherever the row stands among them, and whatever the mesh: with rows split over devices in any way, and
+      with `vocab_axis` over as many devices as divide gcd(V, 16). This holds on one kind of machine, with one version
+      of JAX, with the same options (with `transpose_weight`, under jit) and the same results in use: a program that
+      uses aux may round otherwise than one that does not. The cotangents of the losses must be equal; those of a mean
+      contain its divisor. Gradients of weight, bias and the other parameters are sums over rows and not covered.
+      Neither are forward mode and second derivatives, which are right all the same.
+
+      Rows are computed in blocks of 64, at least two of them, so a single row costs as much as 128. No chunks of
+      skipped rows are left out, and kernels have no part. The gradients of class_weight and probabilities take one more
+      product. Along `vocab_axis`, the gradient of x travels log2(devices) + 1 times, at first in float32. On automatic
+      and explicit meshes, each device takes the whole weight, however it is split, and computes its own rows with it.
 
     Example:
       >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
@@ -210,13 +236,15 @@ def linear_cross_entropy(
     require_choice(_NAME, "strategy", strategy, _STRATEGIES)
     require_bool(_NAME, "transpose_weight", transpose_weight)
     require_bool(_NAME, "return_aux", return_aux)
+    if require_bool(_NAME, "batch_invariant", batch_invariant):
+        require_choice(_NAME, "strategy", strategy, INVARIANT_STRATEGIES)
     weight = by_class(_NAME, weight, transpose_weight)
     check_layer(_NAME, x, weight, bias=bias, class_weight=class_weight)
     _check_rows(x, labels, weight.shape[0], row_weight)
     x, labels, row_weight = _agreeing_rows(x, labels, row_weight)
     vocabulary = Vocabulary.of(_NAME, weight.shape[0], vocab_axis)
-    describe = _by_probabilities if is_floating(labels) else _by_labels
-    task = describe(labels, class_weight, ignore_index, label_smoothing, vocabulary, accumulation_dtype(x.dtype))
+    of_labels = (class_weight, ignore_index, label_smoothing, vocabulary, accumulation_dtype(x.dtype))
+    task = _described(labels, *of_labels, batch_invariant=batch_invariant)
     square = jnp.where(task.kept, jnp.asarray(z_loss, task.divisor.dtype), 0)
     weights = RowWeights(task.label_weight, task.target_weight, square)
     if row_weight is not None:
@@ -230,6 +258,12 @@ def linear_cross_entropy(
     x = zero_unless(live, x)
     targets = task.targets._replace(labels=jnp.where(live, task.targets.labels, SKIPPED))
     bias = jnp.zeros((0,), x.dtype) if bias is None else bias
+    if batch_invariant:
+        global_labels = targets.labels if is_floating(labels) else wide_ids(labels)
+        operands = (x, weight, bias, targets, weights, global_labels, vocabulary)
+        losses, rows = invariant_losses(_NAME, *operands, softcap=softcap, metrics=return_aux)
+        loss = losses if reduction == "none" else _reduced(jnp.sum(losses), task, reduction)
+        return (loss, _aux(rows, labels, task.kept, vocabulary)) if return_aux else loss
     scalar = reduction != "none" and vocab_axis is None
     strategy = _resolve(strategy, task.kept.size * weight.shape[0], scalar)
     if strategy == "grad_in_forward":
@@ -261,6 +295,23 @@ class _Task(NamedTuple):
     divisor: jax.Array
 
 
+def _described(
+    labels: jax.Array,
+    class_weight: Any,
+    ignore_index: int,
+    smoothing: float,
+    vocabulary: Vocabulary,
+    dtype: Any,
+    *,
+    batch_invariant: bool,
+) -> _Task:
+    if not is_floating(labels):
+        return _by_labels(labels, class_weight, ignore_index, smoothing, vocabulary, dtype)
+    if batch_invariant and smoothing:
+        labels, smoothing = invariant_smoothing(labels, smoothing, vocabulary.classes), 0.0
+    return _by_probabilities(labels, class_weight, smoothing, vocabulary, dtype)
+
+
 def _by_labels(
     labels: jax.Array, class_weight: Any, ignore_index: int, smoothing: float, vocabulary: Vocabulary, dtype: Any
 ) -> _Task:
@@ -277,7 +328,7 @@ def _by_labels(
 
 
 def _by_probabilities(
-    labels: jax.Array, class_weight: Any, ignore_index: int, smoothing: float, vocabulary: Vocabulary, dtype: Any
+    labels: jax.Array, class_weight: Any, smoothing: float, vocabulary: Vocabulary, dtype: Any
 ) -> _Task:
     # Used unchanged if possible: a changed copy would be one more array of the logits' size.
     probabilities = labels

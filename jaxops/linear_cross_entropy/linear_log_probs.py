@@ -13,7 +13,8 @@ from jaxops._checks.errors import require
 from jaxops._checks.ids import differ_from, wide_ids
 from jaxops._checks.operands import as_array, as_arrays, as_optional
 from jaxops._primitive.sharding import agreeing, laid_out_as
-from jaxops.linear_cross_entropy.logits import SKIPPED, Targets
+from jaxops.linear_cross_entropy.batch_invariant import invariant_losses
+from jaxops.linear_cross_entropy.logits import SKIPPED, RowWeights, Targets
 from jaxops.linear_cross_entropy.operands import (
     by_class,
     check_chunk_rows,
@@ -43,6 +44,7 @@ def linear_log_probs(
     transpose_weight: bool = ...,
     vocab_axis: str | None = ...,
     chunk_rows: int | None = ...,
+    batch_invariant: bool = ...,
     return_entropy: Literal[False] = ...,
 ) -> jax.Array: ...
 @overload
@@ -58,6 +60,7 @@ def linear_log_probs(
     transpose_weight: bool = ...,
     vocab_axis: str | None = ...,
     chunk_rows: int | None = ...,
+    batch_invariant: bool = ...,
     return_entropy: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
 def linear_log_probs(
@@ -72,6 +75,7 @@ def linear_log_probs(
     transpose_weight: bool = False,
     vocab_axis: str | None = None,
     chunk_rows: int | None = None,
+    batch_invariant: bool = False,
     return_entropy: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes the log-probability of each label under softmax((x weight^T + bias) / temperature), without the logits.
@@ -102,6 +106,9 @@ def linear_log_probs(
       chunk_rows: about how many rows' worth of logits exists at a time, in tiles of some columns; they are computed in
         both passes. None keeps up to 2^24 logits between the passes; more are computed in tiles of 2^18 logits, and at
         least 256 and H / 2 columns of all rows.
+      batch_invariant: whether the bits of a row's results, and of the gradient of its x, must depend on nothing but the
+        row: the same in any batch and on any mesh, and in training and scoring if both use the entropy or neither does.
+        `chunk_rows` then has no effect. `linear_cross_entropy` says what it costs, and what it does not cover.
       return_entropy: whether to return the entropy as well.
 
     Returns:
@@ -110,6 +117,7 @@ def linear_log_probs(
 
     Raises:
       BadParamError: if a shape, dtype or attribute differs from the above.
+      NotSupportedError: with `batch_invariant`, where `linear_cross_entropy` raises it.
 
     Numerics:
       Logits are float32 whatever the dtype of the inputs. They are divided by the temperature there, so it costs no
@@ -120,7 +128,8 @@ def linear_log_probs(
       Differentiable in x, weight, bias and temperature, in forward and reverse mode and repeatedly.
 
     Kernels:
-      Those of `linear_cross_entropy` compute it where `lowering.use` asks for them and the temperature is the number 1.
+      Those of `linear_cross_entropy` compute it where `lowering.use` asks for them and the temperature is the number 1,
+      without `batch_invariant`.
 
     Example:
       >>> x = jnp.array([[0.0, 0.0], [2.0, 0.0], [0.0, 0.0]])
@@ -138,6 +147,7 @@ def linear_log_probs(
     softcap, chunk_rows = check_softcap(_NAME, softcap), check_chunk_rows(_NAME, chunk_rows)
     require_bool(_NAME, "transpose_weight", transpose_weight)
     require_bool(_NAME, "return_entropy", return_entropy)
+    require_bool(_NAME, "batch_invariant", batch_invariant)
     weight = by_class(_NAME, weight, transpose_weight)
     check_layer(_NAME, x, weight, bias=bias)
     rows = x.shape[:-1]
@@ -156,18 +166,22 @@ def linear_log_probs(
     no_weights = jnp.zeros((0,), zeros.dtype), jnp.zeros((*rows, 0), zeros.dtype)
     targets = Targets(jnp.where(kept, local, jnp.full_like(local, SKIPPED)), *no_weights)
     scale, is_positive = _scale(temperature, kept, zeros)
-    statistics = merged_statistics(
-        x,
-        weight,
-        bias,
-        targets,
-        vocabulary,
-        softcap=softcap,
-        keep_logits=_keeps_logits(labels.size * weight.shape[0], chunk_rows),
-        chunk_rows=chunk_rows,
-        metrics=return_entropy,
-        scale=scale,
-    )
+    if batch_invariant:
+        operands = (x, weight, bias, targets, RowWeights(zeros, zeros, zeros), labels, vocabulary)
+        _, statistics = invariant_losses(_NAME, *operands, softcap=softcap, metrics=return_entropy, scale=scale)
+    else:
+        statistics = merged_statistics(
+            x,
+            weight,
+            bias,
+            targets,
+            vocabulary,
+            softcap=softcap,
+            keep_logits=_keeps_logits(labels.size * weight.shape[0], chunk_rows),
+            chunk_rows=chunk_rows,
+            metrics=return_entropy,
+            scale=scale,
+        )
     # Both are relative to the row's maximum, so a large common offset of the logits costs no digits.
     log_probs = statistics.label_logit - statistics.log_sum_exp
     is_class = (labels >= 0) & (labels < vocabulary.classes)
