@@ -163,8 +163,8 @@ def linear_cross_entropy(
         "recompute" computes each chunk of logits in both passes (four products, least memory).
         "auto" is "full" up to 2^24 logits, then "grad_in_forward". Kernels take part in the last two.
       chunk_rows: about how many rows' worth of logits exists at a time.
-        "grad_in_forward" takes that many rows. None: as many as have 2^24 logits, on one TPU 2^28, and at least 256 and
-        H / 4.
+        "grad_in_forward" takes that many rows. None: as many as have 2^24 logits, or 2^28 on one TPU and with kernels,
+        and at least 256 and H / 4.
         "recompute" takes that many logits, in tiles of some columns. None: 2^18 logits, and at least 256 and H / 2
         columns of all rows.
         When exported with a symbolic number of rows, all rows are one chunk and "auto" is "full".
@@ -189,9 +189,9 @@ def linear_cross_entropy(
       For float16 each row is first scaled by a power of two, so that neither a mean over many rows nor a loss scale
       takes it out of range.
 
-      On one TPU, "grad_in_forward" rounds exp(z - r) instead, where r, from the label and the first columns, is known
-      before z, and multiplies rows by their factors in float32. What cancels at the label is float32, too. Rows whose
-      logits exceed r by 59 or more are computed again with their own maximum.
+      On one TPU, and where kernels take part, "grad_in_forward" rounds exp(z - r) instead, where r, from the label and
+      the first columns, is known before z, and multiplies rows by their factors in float32. What cancels at the label
+      is float32, too. Rows whose logits exceed r by 59 or more are computed again with their own maximum.
 
       Differentiable in x, weight, bias, class_weight, row_weight and probabilities, in forward and reverse mode and
       repeatedly.
