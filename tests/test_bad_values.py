@@ -234,7 +234,7 @@ ACCEPTED: dict[str, set[str]] = {
 OF_C = ("strict", "return_logits", "scale_grad_by_freq", "bias_correction", "mode", "algo", "algorithm", "bn_ops")
 OF_C += ("norm_ops", "nan_propagation", "sampler", "reduction")
 SENTENCE = re.compile(r"[\w.]+: [\w.]+ must [^\n]+; got [^\n]+")
-NO_CALLS = {"operators", "ops_train_version_check"}
+NO_CALLS = {"operators", "ops_train_version_check", "tune_device"}  # they take no arrays
 QUICK = 3
 
 
