@@ -24,6 +24,7 @@ from jaxops.grid_sample import grid_sample as grid_sample
 from jaxops.linear_cross_entropy import LinearCrossEntropyAux as LinearCrossEntropyAux
 from jaxops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from jaxops.linear_cross_entropy import linear_log_probs as linear_log_probs
+from jaxops.linear_cross_entropy.rewrites import CROSS_ENTROPY
 from jaxops.local_response_norm import local_response_norm as local_response_norm
 from jaxops.nll_loss import nll_loss as nll_loss
 from jaxops.pooling import avg_pool as avg_pool
@@ -31,6 +32,7 @@ from jaxops.pooling import max_pool as max_pool
 from jaxops.softmax import softmax as softmax
 from jaxops.tune_device import tune_device as tune_device
 from lowering import use as use
+from lowering.rewriting.rules import add_rules
 
 if TYPE_CHECKING:
     from jaxops import aclnn as aclnn
@@ -83,6 +85,8 @@ _IMPORTED_LATER = {
     "fused_apply": "jaxops.ema_adam.fused_apply",
     "mcdnn": "jaxops.mcdnn",
 }
+add_rules((CROSS_ENTROPY,))
+
 # The import of its operator has bound this name to the package, which would keep the function of that name hidden.
 globals().pop("ema_adam", None)
 

@@ -20,6 +20,8 @@ from lowering.placement import placement as placement
 from lowering.register import add_kernel as add_kernel
 from lowering.register import register as register
 from lowering.register import remove_kernel as remove_kernel
+from lowering.rewriting.api import rewrite as rewrite
+from lowering.rewriting.report import Rewrites as Rewrites
 from lowering.schedule.compare import Comparison as Comparison
 from lowering.schedule.compare import compare as compare
 from lowering.schedule.report import Schedule as Schedule
@@ -38,6 +40,7 @@ __all__ = [
     "CompiledReport",
     "Explanation",
     "NotSupportedError",
+    "Rewrites",
     "Schedule",
     "Target",
     "TuningError",
@@ -56,6 +59,7 @@ __all__ = [
     "placement",
     "register",
     "remove_kernel",
+    "rewrite",
     "targets",
     "tune",
     "use",

@@ -19,13 +19,13 @@ def _find(graph: Graph) -> Iterator[Finding]:
         for matmul, classes, pick in (*_picked_log_softmax(graph, log), *_log_of_picked_softmax(graph, log)):
             if matmul not in known:
                 known.add(matmul)
-                saved = _saved_bytes(matmul, classes)
+                saved = logits_bytes_saved(matmul, classes)
                 readers = other_readers(graph, matmul, classes) if saved != 0 else []
                 reason = f"the logits are also {' and '.join(readers)}" if readers else ""
                 yield Finding(matmul, _detail(matmul, pick), saved, reason)
 
 
-def _saved_bytes(matmul: Operation, classes: Any) -> int | None:
+def logits_bytes_saved(matmul: Any, classes: Any) -> int | None:
     """The least that compilers were seen to save with "grad_in_forward": all logits but a chunk."""
     (logits,) = matmul.outputs
     features = math.prod(matmul.inputs[0].shape[axis] for axis in matmul.params["dimension_numbers"][0][0])

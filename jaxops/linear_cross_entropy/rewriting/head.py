@@ -1,0 +1,216 @@
+"""The layer that computes logits, what its rows are asked for, and the one call that answers."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._checks.dtypes import accumulation_dtype
+from jaxops.linear_cross_entropy.logits import Targets
+from jaxops.linear_cross_entropy.operands import merged_statistics
+from jaxops.linear_cross_entropy.rewriting.rows import Change, Read, Row
+from jaxops.linear_cross_entropy.vocabulary import Vocabulary
+from lowering.rewriting.graph import Node, Value
+from lowering.rewriting.rules import Refusal
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Columns where a form of columns is `kept` keep their logits; the others have the logit `fill`."""
+
+    columns: Any
+    kept: bool
+    fill: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A matrix product with what follows it: bias, mask, softcap.
+
+    Attributes:
+      node: the product.
+      side: which operand the weight is.
+      cuts: changes that its rows undergo before anything is read from them.
+      biases: forms of columns added to all rows, each times a number.
+      mask: which columns take part.
+      softcap: the bound of the logits.
+    """
+
+    node: Node
+    side: int
+    cuts: tuple[Change, ...] = ()
+    biases: tuple[tuple[Any, float], ...] = ()
+    mask: Mask | None = None
+    softcap: float | None = None
+
+    @property
+    def x(self) -> Value:
+        return self.node.inputs[1 - self.side]
+
+    @property
+    def weight(self) -> Value:
+        return self.node.inputs[self.side]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the statistics."""
+        return accumulation_dtype(self.x.dtype)
+
+    @property
+    def class_axis(self) -> int:
+        """Which axis of the weight counts the classes."""
+        (axis,) = self._free(self.side)
+        return axis
+
+    @property
+    def classes(self) -> int:
+        return self.weight.shape[self.class_axis]
+
+    def rows_of(self, x: Any) -> Any:
+        """x as (..., H)."""
+        free, contracted = self._free(1 - self.side), self._contracted(1 - self.side)
+        rows = [x.shape[axis] for axis in free]
+        x = _in_order(x, (*free, *contracted))
+        x = x if len(contracted) == 1 else x.reshape(*rows, -1)
+        for cut in self.cuts:
+            x = cut.apply(x)
+        return x
+
+    def columns_of(self, weight: Any) -> Any:
+        """The weight as (V, H)."""
+        contracted = self._contracted(self.side)
+        weight = _in_order(weight, (self.class_axis, *contracted))
+        return weight if len(contracted) == 1 else weight.reshape(weight.shape[0], -1)
+
+    def _contracted(self, side: int) -> tuple[int, ...]:
+        return tuple(self.node.params["dimension_numbers"][0][side])
+
+    def _free(self, side: int) -> tuple[int, ...]:
+        contracted = self._contracted(side)
+        return tuple(axis for axis in range(len(self.node.inputs[side].shape)) if axis not in contracted)
+
+
+def heads_of(node: Node) -> list[tuple[Head, int]]:
+    """The ways to read a matrix product as a layer, each with the axis of its result that counts the classes."""
+    (contracted, batch) = node.params["dimension_numbers"]
+    x, weight = node.inputs
+    precision = node.params.get("precision")
+    asked = {str(one) for one in (precision if isinstance(precision, tuple) else (precision,))}
+    is_plain = asked <= {"None", "DEFAULT"}
+    if batch[0] or not is_plain or x.dtype != weight.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+        return []
+    found = []
+    for side in (1, 0):
+        free = len(node.inputs[side].shape) - len(contracted[side])
+        if free == 1 and jnp.finfo(x.dtype).bits >= 16:
+            axis = len(node.outputs[0].shape) - 1 if side == 1 else 0
+            found.append((Head(node, side), axis))
+    return found
+
+
+@dataclasses.dataclass(eq=False)
+class Statistics:
+    """What is asked of the rows of one head's logits, and the values that will hold the answers.
+
+    Answers are about the logits times `scale`, relative to each row's maximum.
+    """
+
+    head: Head
+    scale: Row | None = None
+    labels: Row | None = None
+    target: Any = None
+    wants_mean: bool = False
+    wants_prediction: bool = False
+    wants_log_sum_exp: bool = False
+
+    def __post_init__(self) -> None:
+        shape = jax.ShapeDtypeStruct((), self.head.dtype)
+        self.maximum, self.log_sum_exp, self.label, self.weighted, self.mean, self.prediction = (
+            Value(shape) for _ in range(6)
+        )
+
+    def ask_scale(self, scale: Row) -> None:
+        """The exponentials are of the logits times this."""
+        if self.scale is not None and self.scale.key != scale.key:
+            raise Refusal("exponentials of the logits are taken at two temperatures")
+        self.scale = scale
+
+    def ask_label(self, labels: Row) -> None:
+        """The logit at these labels is wanted."""
+        if self.labels is not None and self.labels.key != labels.key:
+            raise Refusal("the logits are picked at two kinds of labels")
+        self.labels = labels
+
+    def ask_target(self, target: Any) -> None:
+        """The sum of the logits times this is wanted: a form, or None for ones."""
+        if self.target is not None and self.target != target:
+            raise Refusal("two different weighted sums of the logits are wanted")
+        self.target = target
+
+    def answers(self) -> tuple[Value, ...]:
+        """The values that `run` computes."""
+        return self.maximum, self.log_sum_exp, self.label, self.weighted, self.mean, self.prediction
+
+    def operands(self) -> tuple[Value, ...]:
+        """The values that `run` needs."""
+        head = self.head
+        values = {head.x: None, head.weight: None, **{columns.value: None for columns, _ in head.biases}}
+        if head.mask is not None:
+            values[head.mask.columns.value] = None
+        for row in (self.scale, self.labels):
+            values.update(dict.fromkeys(row.values if row is not None else ()))
+        if hasattr(self.target, "value"):
+            values[self.target.value] = None
+        return tuple(values)
+
+    def run(self, read: Read) -> Sequence[Any]:
+        """Computes the answers, chunk by chunk."""
+        head = self.head
+        x, weight = head.rows_of(read(head.x)), head.columns_of(read(head.weight))
+        rows = x.shape[:-1]
+        bias = self._bias(read, weight)
+        if head.mask is not None:
+            is_kept = head.mask.columns.array(read) == head.mask.kept
+            weight = jnp.where(is_kept[:, None], weight, jnp.zeros_like(weight))
+            bias = jnp.where(is_kept, bias if bias.size else 0, jnp.asarray(head.mask.fill, head.dtype))
+        labels = jnp.full(rows, -1, jnp.int32)
+        if self.labels is not None:
+            labels = jnp.broadcast_to(jnp.asarray(self.labels.compute(read)), rows)
+            is_class = (labels >= 0) & (labels < head.classes)
+            labels = jnp.where(is_class, labels, jnp.full_like(labels, -1)).astype(jnp.int32)
+        scale = None
+        if self.scale is not None and self.scale.literal != 1:
+            scale = jnp.broadcast_to(jnp.asarray(self.scale.compute(read), head.dtype), rows)
+        shared, of_rows = self._target(read, rows)
+        return merged_statistics(
+            x,
+            weight,
+            bias,
+            Targets(labels, shared, of_rows),
+            Vocabulary(head.classes, head.classes, None),
+            softcap=head.softcap,
+            keep_logits=False,
+            chunk_rows=None,
+            metrics=self.wants_mean or self.wants_prediction,
+            scale=scale,
+        )
+
+    def _bias(self, read: Read, weight: Any) -> Any:
+        parts = [factor * columns.array(read).astype(self.head.dtype) for columns, factor in self.head.biases]
+        return sum(parts[1:], parts[0]) if parts else jnp.zeros((0,), weight.dtype)
+
+    def _target(self, read: Read, rows: tuple[int, ...]) -> tuple[Any, Any]:
+        nothing = jnp.zeros((0,), self.head.dtype), jnp.zeros((*rows, 0), self.head.dtype)
+        if self.target is None:
+            return nothing
+        if self.target == "ones":
+            return jnp.ones(self.head.classes, self.head.dtype), nothing[1]
+        array = self.target.array(read)
+        return (nothing[0], array) if array.ndim > 1 else (array.astype(self.head.dtype), nothing[1])
+
+
+def _in_order(array: Any, axes: tuple[int, ...]) -> Any:
+    return array if axes == tuple(range(array.ndim)) else jnp.transpose(array, axes)
+

@@ -1,0 +1,169 @@
+"""Arrays with one number per row, to be computed once their values are known."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lowering.rewriting.graph import Node, Value
+
+Read = Callable[[Value], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """An array with one number per row, or one number for all rows.
+
+    Attributes:
+      key: equal for rows that are computed alike.
+      values: what it is computed from.
+      compute: `compute(read)`, where `read` gives the array of a value.
+    """
+
+    key: Any
+    values: frozenset[Value]
+    compute: Callable[[Read], Any] = dataclasses.field(compare=False)
+
+    @classmethod
+    def number(cls, number: Any) -> "Row":
+        """The same number for all rows."""
+        return cls(("number", number), frozenset(), lambda _: number)
+
+    @classmethod
+    def of(cls, value: Value, change: "Change | None" = None) -> "Row":
+        """The array of a value, perhaps with its axes changed."""
+        number = _number(value)
+        if number is not None:
+            return cls.number(number)
+        row = cls(value, frozenset([value]), lambda read: read(value))
+        return row if change is None else row.through(change)
+
+    @property
+    def literal(self) -> Any:
+        """The number, where it is known."""
+        return self.key[1] if isinstance(self.key, tuple) and self.key[0] == "number" else None
+
+    def through(self, change: "Change") -> "Row":
+        """The row after a change of its axes; one number stays one."""
+        if self.literal is not None:
+            return self
+        return Row((change.key, self.key), self.values, lambda read: change.apply(self.compute(read)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A change of axes: `key` tells it from others, `apply(array)` makes it, `undo(array)` takes it back."""
+
+    key: Any
+    apply: Callable[[Any], Any] = dataclasses.field(compare=False)
+    undo: Callable[[Any], Any] | None = dataclasses.field(compare=False, default=None)
+
+
+def _number(value: Value) -> Any:
+    """The number that a scalar is, if that is written in the code."""
+    while value.shape == () and value.producer is not None and value.producer.name in ("convert_element_type", "copy"):
+        value = value.producer.inputs[0]
+    return value.number
+
+
+def combine(name: Any, compute: Callable[..., Any], *rows: Row) -> Row:
+    """A row computed from others; `name` tells the computation from others."""
+    values = frozenset().union(*(row.values for row in rows))
+    return Row((name, *(row.key for row in rows)), values, lambda read: compute(*(row.compute(read) for row in rows)))
+
+
+def plus(a: Row, b: Row) -> Row:
+    """a + b."""
+    if a.literal == 0 or b.literal == 0:
+        return b if a.literal == 0 else a
+    if a.literal is not None and b.literal is not None:
+        return Row.number(a.literal + b.literal)
+    return combine("plus", _aligned(jnp.add), a, b)
+
+
+def minus(a: Row, b: Row) -> Row:
+    """a - b."""
+    if b.literal == 0:
+        return a
+    if a.literal is not None and b.literal is not None:
+        return Row.number(a.literal - b.literal)
+    return combine("minus", _aligned(jnp.subtract), a, b)
+
+
+def times(a: Row, b: Row) -> Row:
+    """a b."""
+    if a.literal == 1 or b.literal == 1:
+        return b if a.literal == 1 else a
+    if a.literal is not None and b.literal is not None:
+        return Row.number(a.literal * b.literal)
+    return combine("times", _aligned(jnp.multiply), a, b)
+
+
+def over(a: Row, b: Row) -> Row:
+    """a / b."""
+    if b.literal == 1:
+        return a
+    if a.key == b.key:
+        return Row.number(1.0)
+    if a.literal is not None and b.literal not in (None, 0):
+        return Row.number(a.literal / b.literal)
+    return combine("over", _aligned(jnp.divide), a, b)
+
+
+def exponential(a: Row) -> Row:
+    """exp(a)."""
+    return combine("exp", jnp.exp, a)
+
+
+def where(condition: Row, yes: Row, no: Row) -> Row:
+    """`yes` where the condition holds, else `no`."""
+
+    def choose(condition: Any, yes: Any, no: Any) -> Any:
+        yes, no = _together(yes, no)
+        shape = jnp.shape(condition) or jnp.shape(yes)
+        return jnp.where(*(jnp.broadcast_to(x, shape) for x in (condition, yes, no)))
+
+    return combine("where", choose, condition, yes, no)
+
+
+def bound(node: Node, rows: Sequence[Row], dtype: Any) -> Row:
+    """A node that computes elementwise, applied to rows; floating numbers in `dtype`, as the logits are."""
+    originals = [value.dtype for value in node.inputs]
+    result = node.outputs[0].dtype
+
+    def compute(*arrays: Any) -> Any:
+        arrays = tuple(_in(array, original, dtype) for array, original in zip(arrays, originals, strict=True))
+        shape = next((x.shape for x in arrays if x.ndim), ())
+        arrays = tuple(jnp.broadcast_to(x, shape) for x in arrays)
+        if node.name == "convert_element_type":
+            to = dtype if jnp.issubdtype(result, jnp.floating) else result
+            return arrays[0].astype(to)
+        return node.equation.primitive.bind(*arrays, **node.params)
+
+    key = node.name, tuple(sorted((name, str(param)) for name, param in node.params.items()))
+    return combine(key, compute, *rows)
+
+
+def _in(array: Any, original: Any, dtype: Any) -> jax.Array:
+    """An operand with its own dtype if that is no floating one."""
+    return jnp.asarray(array, dtype if jnp.issubdtype(original, jnp.floating) else original)
+
+
+def _together(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two operands in the wider of their dtypes; plain numbers take that of the other."""
+    if not (hasattr(a, "dtype") and hasattr(b, "dtype")) or a.dtype == b.dtype:
+        return a, b
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    return a.astype(dtype), b.astype(dtype)
+
+
+def _aligned(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def compute(a: Any, b: Any) -> Any:
+        a, b = _together(a, b)
+        shape = jnp.shape(a) or jnp.shape(b)
+        a, b = (jnp.broadcast_to(x, shape) if jnp.ndim(x) else x for x in (a, b))
+        return operation(a, b)
+
+    return compute

@@ -1,0 +1,191 @@
+"""Nodes that reduce arrays of the logits' shape to rows: sums, maxima, predictions and picked classes."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxops.linear_cross_entropy.rewriting import changes, rows
+from jaxops.linear_cross_entropy.rewriting.changes import without_axis
+from jaxops.linear_cross_entropy.rewriting.forms import changed
+from jaxops.linear_cross_entropy.rewriting.reading import Reading
+from jaxops.linear_cross_entropy.rewriting.rows import Row
+from jaxops.linear_cross_entropy.rewriting.totals import Asked
+from lowering.rewriting.graph import Node, Value
+from lowering.rewriting.rules import Refusal
+
+SINKS = frozenset({"reduce_sum", "reduce_max", "argmax", "gather", "dynamic_slice", "dot_general"})
+
+
+def reduced(node: Node, reading: Reading, asked: Asked) -> Row:
+    """What a node computes, with the rows in the order of its result's axes.
+
+    Raises:
+      Refusal: if it is not known.
+    """
+    return _READERS[node.name](node, reading, asked)
+
+
+def _axes_behind(node: Node, reading: Reading) -> tuple[Value, int, tuple[int, ...]]:
+    """The operand, the axis of its classes, and the other axes that are reduced, counted among the rows."""
+    value = node.inputs[0]
+    axis, axes = reading.axes[value], tuple(node.params["axes"])
+    if axis not in axes:
+        raise Refusal(f"{node.name} on {node.source} reduces over rows, not over classes")
+    return value, axis, tuple(other - (other > axis) for other in axes if other != axis)
+
+
+def _sum(node: Node, reading: Reading, asked: Asked) -> Row:
+    value, axis, others = _axes_behind(node, reading)
+    total = asked.total(reading.form(value, axis))
+    return _summed(total, others, without_axis(value.shape, axis))
+
+
+def _summed(row: Row, axes: tuple[int, ...], shape: tuple[int, ...]) -> Row:
+    if not axes:
+        return row
+    return rows.combine(("sum", axes), lambda x: jnp.sum(jnp.broadcast_to(x, shape), axes), row)
+
+
+def _maximum(node: Node, reading: Reading, asked: Asked) -> Row:
+    value, axis, others = _axes_behind(node, reading)
+    row = asked.maximum(reading.form(value, axis))
+    if not others:
+        return row
+    return rows.combine(("max", others), lambda x: jnp.max(x, others), row)
+
+
+def _argmax(node: Node, reading: Reading, asked: Asked) -> Row:
+    value, axis, others = _axes_behind(node, reading)
+    if others:
+        raise Refusal(f"{node.name} on {node.source} looks through several rows")
+    return asked.prediction(reading.form(value, axis))
+
+
+def _gather(node: Node, reading: Reading, asked: Asked) -> Row:
+    value, indices = node.inputs
+    if value not in reading.axes:
+        raise Refusal(f"{node.name} on {node.source} is indexed by the logits")
+    axis = reading.axes[value]
+    labels = _labels(node, value, indices, axis)
+    asked.picks_by_label |= not _is_known(indices)
+    row = asked.picked(reading.form(value, axis), labels)
+    if str(node.params["mode"]).rpartition(".")[2] not in ("FILL_OR_DROP", "1", "FILL"):
+        return row
+    fill = node.params["fill_value"]
+    missing = Row.number(math.nan if fill is None else float(fill))
+    return rows.where(asked.is_class(labels), row, missing)
+
+
+def _labels(node: Node, value: Value, indices: Value, axis: int) -> Row:
+    """The class that a gather picks in each row; it must pick one in each, in order."""
+    numbers, shape = node.params["dimension_numbers"], value.shape
+    refusal = Refusal(f"{node.name} on {node.source} does more than to pick one class per row")
+    if any(size != 1 for size in node.params["slice_sizes"]):
+        raise refusal
+    row_shape = without_axis(shape, axis)
+    if numbers.start_index_map == (axis,):
+        batch, batch_indices = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+        whole = [i for i in range(len(shape)) if i != axis and shape[i] != 1]
+        if [i for i in batch if shape[i] != 1] != whole or list(batch_indices) != sorted(batch_indices):
+            raise refusal
+        if math.prod(indices.shape) != math.prod(row_shape):
+            raise refusal
+        return Row.of(indices, changes.reshaped(indices.shape, row_shape))
+    if sorted(numbers.start_index_map) != list(range(len(shape))) or math.prod(indices.shape[:-1]) != math.prod(row_shape):
+        raise refusal
+    parts = _parts(indices)
+    if len(parts) != len(shape):
+        raise refusal
+    by_axis = dict(zip(numbers.start_index_map, parts, strict=True))
+    for other, size in enumerate(shape):
+        if other != axis:
+            along = other - (other > axis)
+            expected = np.broadcast_to(np.arange(size).reshape([-1 if i == along else 1 for i in range(len(row_shape))]), row_shape)
+            found = _constant(by_axis[other])
+            if found is None or not np.array_equal(found.reshape(-1), expected.reshape(-1)):
+                raise refusal
+    label = by_axis[axis]
+    return Row.of(label, changes.reshaped(label.shape, row_shape))
+
+
+def _parts(indices: Value) -> list[Value]:
+    """The arrays that are joined along the last axis, each of length 1 there."""
+    node = indices.producer
+    if node is None or node.name != "concatenate" or node.params["dimension"] != len(indices.shape) - 1:
+        return []
+    return list(node.inputs) if all(x.shape[-1] == 1 for x in node.inputs) else []
+
+
+def _constant(value: Value) -> np.ndarray | None:
+    """The array, if it follows from numbers in the code alone."""
+    if value.is_constant:
+        return None if isinstance(value.constant, jax.core.Tracer) else np.asarray(value.constant)
+    node = value.producer
+    if node is None or node.equation.effects or list(node.params) and "jaxpr" in node.params:
+        return None
+    operands = [_constant(x) for x in node.inputs]
+    if any(x is None for x in operands):
+        return None
+    with jax.ensure_compile_time_eval():
+        return np.asarray(node.run(*operands)[node.outputs.index(value)])
+
+
+def _is_known(value: Value) -> bool:
+    """Whether all that decides about a value is written in the code."""
+    seen, waiting = {value}, [value]
+    while waiting:
+        one = waiting.pop()
+        if one.producer is None:
+            if not one.is_constant:
+                return False
+        else:
+            fresh = [x for x in one.producer.inputs if x not in seen]
+            seen.update(fresh)
+            waiting += fresh
+    return True
+
+
+def _slice(node: Node, reading: Reading, asked: Asked) -> Row:
+    value, *starts = node.inputs
+    axis, sizes = reading.axes.get(value), node.params["slice_sizes"]
+    is_pick = axis is not None and sizes[axis] == 1 and without_axis(sizes, axis) == without_axis(value.shape, axis)
+    if axis is None or not is_pick:
+        raise Refusal(f"{node.name} on {node.source} does more than to pick one class per row")
+    classes = value.shape[axis]
+    label = rows.combine("clip", lambda x: jnp.clip(jnp.asarray(x), 0, classes - 1), Row.of(starts[axis]))
+    asked.picks_by_label |= not _is_known(starts[axis])
+    return asked.picked(reading.form(value, axis), label)
+
+
+def _product(node: Node, reading: Reading, asked: Asked) -> Row:
+    contracted, batch = node.params["dimension_numbers"]
+    forms, orders = [], []
+    axis = next((reading.axes[x] for x in node.inputs if x in reading.axes), None)
+    side = 0 if node.inputs[0] in reading.axes else 1
+    if axis not in contracted[side]:
+        raise Refusal(f"{node.name} on {node.source} needs whole rows of logits")
+    position = list(contracted[side]).index(axis)
+    for i, value in enumerate(node.inputs):
+        axis = contracted[i][position]
+        others = [a for k, a in enumerate(contracted[i]) if k != position]
+        order = [a - (a > axis) for a in (*batch[i], *others)]
+        if len(order) != len(value.shape) - 1:
+            raise Refusal(f"{node.name} on {node.source} needs whole rows of logits")
+        form = reading.form(value, axis)
+        forms.append(form if order == sorted(order) else changed(form, changes.transposed(order)))
+        orders.append(tuple(without_axis(value.shape, axis)[a] for a in order))
+    total = asked.total_of_product(forms[0], forms[1])
+    return _summed(total, tuple(range(len(batch[0]), len(orders[0]))), orders[0])
+
+
+_READERS: dict[str, Any] = {
+    "reduce_sum": _sum,
+    "reduce_max": _maximum,
+    "argmax": _argmax,
+    "gather": _gather,
+    "dynamic_slice": _slice,
+    "dot_general": _product,
+}

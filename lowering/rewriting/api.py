@@ -1,0 +1,121 @@
+"""The public function `rewrite`."""
+
+import functools
+import types
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+
+
+from lowering.describe import show
+from lowering.functions import require_function
+from lowering.register import patterns
+from lowering.rewriting.plan import Plan, plan_of
+from lowering.rewriting.report import Rewrites
+from lowering.rewriting.rules import Rule, rules
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def rewrite(
+    fn: Callable[_P, _R], *, only: str | Collection[str] = (), off: str | Collection[str] = ()
+) -> "Rewritten[_P, _R]":
+    """DOC"""
+    require_function(fn)
+    return Rewritten(fn, _chosen(only, off))
+
+
+class Rewritten(Generic[_P, _R]):
+    """A function that computes what another does, with some of its equations replaced by operators."""
+
+    def __init__(self, fn: Callable[_P, _R], chosen: tuple[Rule, ...]) -> None:
+        """Takes the function, and the rules by which to rewrite it."""
+        functools.update_wrapper(self, fn, updated=())
+        self._fn = fn
+        self._rules = chosen
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """The function's results."""
+        traced = _Traced.of(self._fn, args, kwargs)
+        plan = plan_of(traced.jaxpr, self._rules)
+        if not plan.applied:
+            return self._fn(*args, **kwargs)
+        return traced.results(plan)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Binds a method to its instance."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def report(self, *args: _P.args, **kwargs: _P.kwargs) -> Rewrites:
+        """What is rewritten for these arguments, and what is left alone and why. Computes nothing.
+
+        Args:
+          *args: the function's arguments: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them.
+          **kwargs: its keyword arguments.
+        """
+        plan = plan_of(_Traced.of(self._fn, args, kwargs).jaxpr, self._rules)
+        return Rewrites(tuple(sorted(plan.applied, key=lambda one: -one.saved_bytes)), plan.refused)
+
+
+class _Traced:
+    """A function's jaxpr for some arguments, and how to make its results of the jaxpr's.
+
+    Every leaf that is no JAX array stays what it is, as in a plain call: numbers, strings, NumPy's arrays.
+    """
+
+    def __init__(self, jaxpr: Any, arrays: Sequence[Any], outputs: Sequence[Any], structure: Any) -> None:
+        self.jaxpr = jaxpr
+        self._arrays = arrays
+        self._outputs = outputs
+        self._structure = structure
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], args: Any, kwargs: Any) -> "_Traced":
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        moving = [_is_traced(leaf) for leaf in leaves]
+        outputs: list[Any] = []
+        structures: list[Any] = []
+
+        def of_arrays(*arrays: Any) -> list[Any]:
+            given = iter(arrays)
+            filled = [next(given) if moves else leaf for leaf, moves in zip(leaves, moving, strict=True)]
+            args, kwargs = jax.tree.unflatten(structure, filled)
+            results, result_structure = jax.tree.flatten(fn(*args, **kwargs))
+            structures.append(result_structure)
+            outputs.extend(_TRACED if isinstance(leaf, jax.Array) else leaf for leaf in results)
+            return [leaf for leaf in results if isinstance(leaf, jax.Array)]
+
+        arrays = [leaf for leaf, moves in zip(leaves, moving, strict=True) if moves]
+        return cls(jax.make_jaxpr(of_arrays)(*arrays), arrays, outputs, structures[0])
+
+    def results(self, plan: Plan) -> Any:
+        """The function's results, computed as planned."""
+        computed = iter(plan.run(*self._arrays))
+        filled = [next(computed) if leaf is _TRACED else leaf for leaf in self._outputs]
+        return jax.tree.unflatten(self._structure, filled)
+
+
+# Stands for a result that is computed.
+_TRACED = object()
+
+
+def _is_traced(leaf: Any) -> bool:
+    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return isinstance(leaf, jax.Array) or (is_array and not isinstance(leaf, np.ndarray | np.generic))
+
+
+def _chosen(only: str | Collection[str], off: str | Collection[str]) -> tuple[Rule, ...]:
+    """The rules that are on."""
+    patterns()  # loads the packages that bring operators, and with them the rules
+    known = {rule.name: rule for rule in rules()}
+    wanted, unwanted = ((names,) if isinstance(names, str) else tuple(names) for names in (only, off))
+    for argument, names in (("only", wanted), ("off", unwanted)):
+        for name in names:
+            if name not in known:
+                message = f"lowering.rewrite: {argument} must name patterns, of {', '.join(known)}; got {show(name)}"
+                raise ValueError(message)
+    on = [rule for rule in known.values() if (rule.name in wanted if wanted else not rule.asked)]
+    return tuple(rule for rule in on if rule.name not in unwanted)

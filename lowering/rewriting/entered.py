@@ -1,0 +1,112 @@
+"""Evaluates the bodies of loops, branches, checkpoints and shard_maps again, by the public functions that made them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from lowering.rewriting.graph import Node, opened
+
+# Evaluates a body: `run(*arrays)` returns the list of its results.
+Run = Callable[..., list[Any]]
+
+
+def bodies_of(node: Node) -> list[Any]:
+    """The jaxprs of a node that `evaluate` can run in another form; empty if it has none."""
+    params = node.params
+    match node.name:
+        case "scan" | "shard_map" | "pjit" | "jit":
+            return [params["jaxpr"]]
+        case "remat2" | "checkpoint" | "remat":
+            # In a backward pass, what is computed again must stay what the forward pass has computed.
+            return [] if params["differentiated"] else [params["jaxpr"]]
+        case "cond":
+            return list(params["branches"])
+        case "while":
+            return [params["body_jaxpr"]]
+    return []
+
+
+def evaluate(node: Node, runs: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
+    """The results of a node, with `runs` in place of its bodies."""
+    with node.equation.ctx.manager:
+        return _EVALUATED[node.name](node.params, runs, operands)
+
+
+def _scan(params: dict[str, Any], runs: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
+    constants, carried = params["num_consts"], params["num_consts"] + params["num_carry"]
+    shared = operands[:constants]
+
+    def step(carry: Any, xs: Any) -> Any:
+        results = runs[0](*shared, *carry, *xs)
+        return tuple(results[: params["num_carry"]]), tuple(results[params["num_carry"] :])
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll", "_split_transpose") if name in params}
+    carry, stacked = lax.scan(step, tuple(operands[constants:carried]), tuple(operands[carried:]), **options)
+    return (*carry, *stacked)
+
+
+def _while(params: dict[str, Any], runs: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
+    of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    condition, constants = opened(params["cond_jaxpr"])
+
+    def goes_on(carry: Any) -> Any:
+        return jax.core.eval_jaxpr(condition, constants, *operands[:of_cond], *carry)[0]
+
+    def step(carry: Any) -> Any:
+        return tuple(runs[0](*operands[of_cond:of_body], *carry))
+
+    return lax.while_loop(goes_on, step, tuple(operands[of_body:]))
+
+
+def _cond(params: dict[str, Any], runs: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
+    def branch(run: Run) -> Callable[..., Any]:
+        return lambda *arrays: tuple(run(*arrays))
+
+    index, *rest = operands
+    return lax.switch(index, [branch(run) for run in runs], *rest)
+
+
+def _checkpoint(params: dict[str, Any], runs: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
+    def body(*arrays: Any) -> Any:
+        return tuple(runs[0](*arrays))
+
+    return jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
+
+
+def _shard_map(params: dict[str, Any], runs: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
+    def body(*arrays: Any) -> Any:
+        return tuple(runs[0](*arrays))
+
+    # Called inside another shard_map, it takes the mesh from there, with the axes that are manual already.
+    is_nested = not jax.sharding.get_abstract_mesh().empty and bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return jax.shard_map(
+        body,
+        mesh=None if is_nested else params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=set(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]),
+    )(*operands)
+
+
+def _jit(params: dict[str, Any], runs: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
+    def placed(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+        pairs = zip(arrays, shardings, strict=True)
+        return [lax.with_sharding_constraint(x, s) if isinstance(s, jax.sharding.Sharding) else x for x, s in pairs]
+
+    return placed(runs[0](*placed(operands, params["in_shardings"])), params["out_shardings"])
+
+
+_EVALUATED: dict[str, Callable[..., Sequence[Any]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "remat2": _checkpoint,
+    "checkpoint": _checkpoint,
+    "remat": _checkpoint,
+    "shard_map": _shard_map,
+    "jit": _jit,
+    "pjit": _jit,
+}

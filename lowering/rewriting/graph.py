@@ -1,0 +1,211 @@
+"""A jaxpr as a graph of nodes that can be evaluated again, with calls inlined."""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.export
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal
+
+from lowering.registry import operator_of
+from lowering.source_lines import Site
+
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+_OWN_DERIVATIVES = os.path.join(os.path.dirname(jax.__file__), "_src", "nn", "functions.py")
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """One array.
+
+    Attributes:
+      aval: its type.
+      producer: the node that computes it; None for arguments and constants.
+      users: the nodes that read it.
+      constant: the array itself, if the jaxpr holds it.
+      is_constant: whether the jaxpr holds it.
+    """
+
+    aval: Any
+    producer: "Node | None" = None
+    users: list["Node"] = dataclasses.field(default_factory=list)
+    constant: Any = None
+    is_constant: bool = False
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The array's shape; () for a token and the like."""
+        return getattr(self.aval, "shape", ())
+
+    @property
+    def size(self) -> int:
+        """The number of elements; 0 if it depends on a symbolic size, which may be small."""
+        size = math.prod(self.shape)
+        return 0 if jax.export.is_symbolic_dim(size) else size
+
+    @property
+    def dtype(self) -> Any:
+        """The array's dtype."""
+        return getattr(self.aval, "dtype", None)
+
+    @property
+    def number(self) -> Any:
+        """The value as a Python number, if it is a scalar that the jaxpr holds."""
+        is_number = self.is_constant and self.shape == () and self.dtype is not None
+        is_plain = is_number and not jax.dtypes.issubdtype(self.dtype, jax.dtypes.extended)
+        if not is_plain or isinstance(self.constant, jax.core.Tracer):
+            return None
+        return self.constant.item() if hasattr(self.constant, "item") else self.constant
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """One equation: what it reads and computes, and where the user's code made it."""
+
+    equation: Any
+    jaxpr: Jaxpr
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    site: Site
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.equation.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The primitive's parameters."""
+        return self.equation.params
+
+    @property
+    def source(self) -> str:
+        """The user's line, such as "model.py:12 (loss_fn)"."""
+        return self.site.line
+
+    def run(self, *arrays: Any) -> Sequence[Any]:
+        """Evaluates the equation as JAX does, with its context, name stack and source line."""
+        named = {}
+        for atom, array in zip(self.equation.invars, arrays, strict=True):
+            if not isinstance(atom, Literal):
+                named[atom] = array
+        kept = [not isinstance(x, DropVar) for x in self.equation.outvars]
+        outvars = [x for x, keep in zip(self.equation.outvars, kept, strict=True) if keep]
+        alone = self.jaxpr.replace(constvars=[], invars=[*named], outvars=outvars, eqns=[self.equation], debug_info=None)
+        results = iter(jax.core.eval_jaxpr(alone, (), *named.values()))
+        return [next(results) if keep else None for keep in kept]
+
+
+@dataclasses.dataclass(eq=False)
+class Level:
+    """One jaxpr, or one body of a loop, branch, checkpoint or shard_map, as a graph.
+
+    Attributes:
+      nodes: in order.
+      arguments: what the jaxpr takes.
+      results: what it returns.
+      repetitions: how often the level runs.
+    """
+
+    nodes: list[Node]
+    arguments: list[Value]
+    results: list[Value]
+    repetitions: int = 1
+
+    def named(self, *names: str) -> Iterator[Node]:
+        """The nodes of these primitives."""
+        return (node for node in self.nodes if node.name in names)
+
+
+def level_of(closed: Any, is_inlined: Callable[[Any], bool], repetitions: int = 1) -> Level:
+    """The graph of a jaxpr, closed or not, with those calls inlined for which `is_inlined(equation)`."""
+    jaxpr, constants = opened(closed)
+    arguments = [Value(x.aval) for x in jaxpr.invars]
+    nodes: list[Node] = []
+    results = _Builder(nodes, is_inlined).inline(jaxpr, arguments, [constant(x) for x in constants], None)
+    return Level(nodes, arguments, results, repetitions)
+
+
+def opened(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """A jaxpr and its constants, whether it was closed or not."""
+    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, getattr(jaxpr, "consts", ()))
+
+
+def constant(array: Any, aval: Any = None) -> Value:
+    """A value that is known."""
+    return Value(jax.typeof(array) if aval is None else aval, constant=array, is_constant=True)
+
+
+def bodies(equation: Any) -> Iterator[Any]:
+    """The jaxprs, closed or not, in an equation's parameters."""
+    for value in equation.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, ClosedJaxpr | Jaxpr):
+                yield item
+
+
+@dataclasses.dataclass
+class _Builder:
+    nodes: list[Node]
+    is_inlined: Callable[[Any], bool]
+
+    def inline(
+        self, jaxpr: Jaxpr, arguments: Sequence[Value], constants: Sequence[Value], caller: Site | None
+    ) -> list[Value]:
+        """Appends the nodes of a jaxpr and returns its results."""
+        library = getattr(jaxpr.debug_info, "func_filename", None)
+        values: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
+        values.update(zip(jaxpr.constvars, constants, strict=True))
+
+        def read(atom: Any) -> Value:
+            return constant(atom.val, atom.aval) if isinstance(atom, Literal) else values[atom]
+
+        for equation in jaxpr.eqns:
+            inputs = [read(atom) for atom in equation.invars]
+            site = Site(equation.source_info.traceback, caller if library else None, library)
+            body = self._inlined_body(equation)
+            if body is not None:
+                inner, inner_constants = opened(body)
+                outputs = self.inline(inner, inputs, [constant(x) for x in inner_constants], site)
+            else:
+                outputs = [Value(x.aval) for x in equation.outvars]
+                node = Node(equation, jaxpr, tuple(inputs), tuple(outputs), site)
+                self.nodes.append(node)
+                for value in outputs:
+                    value.producer = node
+                for value in dict.fromkeys(inputs):
+                    value.users.append(node)
+            values.update(zip(equation.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _inlined_body(self, equation: Any) -> Any:
+        """The body of a call that may be inlined and should be; None otherwise."""
+        name, params = equation.primitive.name, equation.params
+        if name in _CALLS:
+            shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+            layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
+            if not all("Unspecified" in type(x).__name__ for x in shardings) or any(x is not None for x in layouts):
+                return None
+            body = params.get("jaxpr", params.get("call_jaxpr"))
+        elif name == "custom_jvp_call":
+            # JAX's own rules are the derivatives of the functions themselves; users' need not be.
+            body = params["call_jaxpr"]
+            if getattr(opened(body)[0].debug_info, "func_filename", None) != _OWN_DERIVATIVES:
+                return None
+        else:
+            return _reference(equation) if self.is_inlined(equation) else None
+        return body if self.is_inlined(equation) else None
+
+
+def _reference(equation: Any) -> Any:
+    """What an operator computes, if it has no kernels and only reduces its largest operand; None otherwise."""
+    operator = operator_of(equation.primitive)
+    sizes = [[Value(x.aval).size for x in atoms] for atoms in (equation.invars, equation.outvars)]
+    if operator is None or operator.kernels or max(sizes[0], default=0) <= max(sizes[1], default=0):
+        return None
+    params = {name: value for name, value in equation.params.items() if name != "selection"}
+    return jax.make_jaxpr(functools.partial(operator.meaning, **params))(*(x.aval for x in equation.invars))

@@ -1,0 +1,103 @@
+"""What `rewrite` has found in a function."""
+
+import dataclasses
+import json
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from lowering import tables
+
+
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """A place that is rewritten.
+
+    Attributes:
+      pattern: the name of the rule.
+      source: the line where it begins, such as "model.py:12 (loss_fn)".
+      detail: what is computed there, and how it is computed instead.
+      saved_bytes: about how many bytes of temporaries this saves, where the function is differentiated.
+      count: how often it runs.
+      remark: what else it changes.
+    """
+
+    pattern: str
+    source: str
+    detail: str
+    saved_bytes: int
+    count: int = 1
+    remark: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A place that looks like a pattern and is left alone.
+
+    Attributes:
+      pattern: the name of the rule.
+      source: the line where it begins.
+      detail: what is computed there.
+      reason: why it is left alone.
+    """
+
+    pattern: str
+    source: str
+    detail: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewrites:
+    """What a rewritten function does for arguments of some shapes. `print` shows a table.
+
+    Attributes:
+      applied: what is rewritten, the largest saving first.
+      refused: what looks like a pattern and is left alone.
+    """
+
+    applied: tuple[Applied, ...]
+    refused: tuple[Refused, ...]
+
+    def to_json(self) -> str:
+        """Writes everything as a JSON object."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def table(self) -> Group | Text:
+        """Lays out what is rewritten, and what is not, as `rich` tables."""
+        if not (self.applied or self.refused):
+            return Text("nothing to rewrite")
+        return Group(*(table for table in (self._applied_table(), self._refused_table()) if table is not None))
+
+    def __str__(self) -> str:
+        shown = [table for table in (self._applied_table(), self._refused_table()) if table is not None]
+        return "\n".join(map(tables.text, shown)) or "nothing to rewrite"
+
+    def _applied_table(self) -> Table | None:
+        if not self.applied:
+            return None
+        table = Table(title=f"{len(self.applied)} rewritten", title_justify="left")
+        for name in ("pattern", "line", "what"):
+            table.add_column(name, overflow="fold")
+        table.add_column("runs", justify="right")
+        table.add_column("saves about", justify="right", no_wrap=True)
+        for one in self.applied:
+            what = "; ".join(filter(None, (one.detail, one.remark)))
+            table.add_row(one.pattern, one.source, Text(what), str(one.count), megabytes(one.saved_bytes))
+        return table
+
+    def _refused_table(self) -> Table | None:
+        if not self.refused:
+            return None
+        table = Table(title=f"{len(self.refused)} left alone", title_justify="left")
+        for name in ("pattern", "line", "what", "because"):
+            table.add_column(name, overflow="fold")
+        for one in self.refused:
+            table.add_row(one.pattern, one.source, Text(one.detail), Text(one.reason))
+        return table
+
+
+def megabytes(size: int) -> str:
+    """A number of bytes, with three digits."""
+    return f"{size / 1e6:.3g} MB" if size < 1e9 else f"{size / 1e9:.3g} GB"

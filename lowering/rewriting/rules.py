@@ -1,0 +1,82 @@
+"""What a rewrite rule is, and what it finds."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lowering.rewriting.graph import Level, Node, Value
+from lowering.rewriting.schedule import Step
+
+
+class Refusal(Exception):
+    """Why something that looks like a pattern is not rewritten, in words."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A place in a level where a rule applies.
+
+    Attributes:
+      node: where it begins; its line is reported.
+      detail: what is computed there, in words.
+      saved_bytes: about how many bytes of temporaries the replacement saves.
+      steps: what replaces the nodes.
+    """
+
+    node: Node
+    detail: str
+    saved_bytes: int
+    steps: tuple[Step, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Missed:
+    """A place that a rule knows, but must leave alone: where it begins, what it is, and why."""
+
+    node: Node
+    detail: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One kind of rewrite.
+
+    Attributes:
+      name: by which users switch it on and off.
+      find: yields the places in a level, `find(level, steps)`, where `steps` are what other rules have found before.
+      least_size: how many elements an array must exceed for this rule; what is smaller is never looked at.
+      primitives: names of primitives that interest the rule at any size.
+      asked: whether the rule applies only where it is named in `only`.
+      remark: what else it changes.
+    """
+
+    name: str
+    find: Callable[[Level, tuple[Step, ...]], Iterable[Found | Missed]]
+    least_size: Callable[[], int]
+    primitives: frozenset[str] = frozenset()
+    asked: bool = False
+    remark: str = ""
+
+    def interests(self, equation: Any, least_size: int) -> bool:
+        """Whether an equation, by itself, may belong to a place of this rule."""
+        atoms = (*equation.invars, *equation.outvars)
+        return equation.primitive.name in self.primitives or any(Value(x.aval).size > least_size for x in atoms)
+
+
+_rules: dict[str, Rule] = {}
+
+
+def add_rules(rules: Iterable[Rule]) -> None:
+    """Adds rules, in order of preference."""
+    _rules.update({rule.name: rule for rule in rules})
+
+
+def rules() -> tuple[Rule, ...]:
+    """All rules, in order of preference."""
+    return tuple(_rules.values())
+
+
+def described(value: Any) -> str:
+    """Dtype and shape."""
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
