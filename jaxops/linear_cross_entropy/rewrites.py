@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy import row_chunks
 from jaxops.linear_cross_entropy.patterns import logits_bytes_saved
+from jaxops.linear_cross_entropy.rewriting.cone import Cone
 from jaxops.linear_cross_entropy.rewriting.head import Head, Statistics, heads_of
 from jaxops.linear_cross_entropy.rewriting.maxima import cancels
 from jaxops.linear_cross_entropy.rewriting.reading import Reading
+from jaxops.linear_cross_entropy.rewriting.row_wise import Part
 from jaxops.linear_cross_entropy.rewriting.rows import Row
-from jaxops.linear_cross_entropy.rewriting.sinks import SINKS, reduced
+from jaxops.linear_cross_entropy.rewriting.sinks import SINKS, is_known, reduced
 from jaxops.linear_cross_entropy.rewriting.totals import Asked
 from lowering.rewriting.graph import Level, Node
 from lowering.rewriting.rules import Found, Missed, Refusal, Rule, described
@@ -121,4 +123,73 @@ def _exit(node: Node, row: Row) -> Step:
     return Step(values, node.outputs, run)
 
 
+def _find_cones(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
+    taken = list(steps)
+    for node in level.named("dot_general"):
+        if node.outputs[0].size <= row_chunks.SMALL_LOGITS or node not in needed(level, taken):
+            continue
+        refusal = None
+        for axis, class_axis in _row_axes(node):
+            classes = node.outputs[0].shape[class_axis]
+            saved = logits_bytes_saved(node, classes)
+            try:
+                step = _cone_of(level, taken, node, axis, class_axis) if saved != 0 else None
+            except _Unlike:
+                continue
+            except Refusal as error:
+                refusal = refusal or str(error)
+                continue
+            if step is not None:
+                taken.append(step)
+                yield Found(node, f"logits {described(node.outputs[0])}, in chunks of rows", saved or 0, (step,))
+                break
+        else:
+            if refusal is not None and _is_like_loss(level, node):
+                yield Missed(node, f"logits {described(node.outputs[0])}", refusal)
+
+
+def _is_like_loss(level: Level, head: Node) -> bool:
+    """Whether what depends on a product has a log, an exp, and something of its size to be compared with."""
+    dependent, names, is_compared = set(head.outputs), set(), False
+    for node in level.nodes:
+        if any(x in dependent for x in node.inputs):
+            dependent.update(node.outputs)
+            names.add(node.name)
+            others = (x for x in node.inputs if x not in dependent and x.shape == head.outputs[0].shape)
+            is_compared |= node.name == "gather" or any(x.producer is not None for x in others)
+    return is_compared and {"exp", "log"} <= names
+
+
+def _row_axes(node: Node) -> list[tuple[int, int]]:
+    """The axes of a product that may be split, the longest first, each with that of the classes."""
+    (contracted, batch), shape = node.params["dimension_numbers"], node.outputs[0].shape
+    free = [len(node.inputs[side].shape) - len(contracted[side]) for side in (0, 1)]
+    class_axes = [axis for axis, count in ((len(shape) - 1, free[1]), (0, free[0])) if count == 1 and not batch[0]]
+    longest_first = sorted(range(len(shape)), key=lambda axis: -shape[axis])
+    return [(axis, classes) for classes in class_axes for axis in longest_first if axis != classes]
+
+
+def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis: int) -> Step:
+    """The step that computes what depends on these logits in chunks of rows."""
+    cone = Cone(level, needed(level, taken), node, axis)
+    shape = node.outputs[0].shape
+    names = {one.name for one in cone.nodes}
+    sums = [one for one in cone.nodes if one.name == "reduce_sum" and cone.is_wide(one.inputs[0])]
+    adds_classes = any(one.inputs[0].shape[a] == shape[class_axis] for one in sums for a in one.params["axes"])
+    has_labels = any(x.dtype.kind in "iu" and not is_known(x) for x in cone.cut if hasattr(x.dtype, "kind"))
+    if not (adds_classes and has_labels and {"exp", "log"} <= names):
+        raise _Unlike
+    if any(isinstance(cone.roles[x], Part) and cone.is_wide(x) for x in cone.exits):
+        raise Refusal("the logits, or as many numbers computed from them, are used as a whole")
+    features = node.inputs[0].size * node.inputs[1].size // node.outputs[0].size
+    features = max(1, int(features**0.5))
+    chunk_rows = row_chunks.default_chunk_rows(shape[class_axis], features)
+    rows = node.outputs[0].size // shape[class_axis]
+    step = cone.step(max(1, chunk_rows * shape[axis] // rows))
+    if node in needed(level, [*taken, step]):
+        raise Refusal("the logits are used elsewhere")
+    return step
+
+
+ROW_CONE = Rule("row_cone", _find_cones, lambda: row_chunks.SMALL_LOGITS)
 CROSS_ENTROPY = Rule("cross_entropy", _find, lambda: row_chunks.SMALL_LOGITS)

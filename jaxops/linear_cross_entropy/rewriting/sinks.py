@@ -70,7 +70,7 @@ def _gather(node: Node, reading: Reading, asked: Asked) -> Row:
         raise Refusal(f"{node.name} on {node.source} is indexed by the logits")
     axis = reading.axes[value]
     labels = _labels(node, value, indices, axis)
-    asked.picks_by_label |= not _is_known(indices)
+    asked.picks_by_label |= not is_known(indices)
     row = asked.picked(reading.form(value, axis), labels)
     if str(node.params["mode"]).rpartition(".")[2] not in ("FILL_OR_DROP", "1", "FILL"):
         return row
@@ -133,7 +133,7 @@ def _constant(value: Value) -> np.ndarray | None:
         return np.asarray(node.run(*operands)[node.outputs.index(value)])
 
 
-def _is_known(value: Value) -> bool:
+def is_known(value: Value) -> bool:
     """Whether all that decides about a value is written in the code."""
     seen, waiting = {value}, [value]
     while waiting:
@@ -156,7 +156,7 @@ def _slice(node: Node, reading: Reading, asked: Asked) -> Row:
         raise Refusal(f"{node.name} on {node.source} does more than to pick one class per row")
     classes = value.shape[axis]
     label = rows.combine("clip", lambda x: jnp.clip(jnp.asarray(x), 0, classes - 1), Row.of(starts[axis]))
-    asked.picks_by_label |= not _is_known(starts[axis])
+    asked.picks_by_label |= not is_known(starts[axis])
     return asked.picked(reading.form(value, axis), label)
 
 

@@ -1,0 +1,246 @@
+"""A part of a level that treats all rows alike, from logits to numbers per row and sums over rows, chunk by chunk."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxops._checks.dtypes import accumulation_dtype
+from jaxops._primitive.sharding import varying_with
+from jaxops.linear_cross_entropy.rewriting import row_wise
+from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role
+from lowering.rewriting.graph import Level, Node, Value
+from lowering.rewriting.rules import Refusal
+from lowering.rewriting.schedule import Step, Task
+
+
+class Cone:
+    """The nodes that are computed chunk by chunk.
+
+    Attributes:
+      roles: of each value that the chunks compute, where its rows are, or that it adds them up.
+      cut: the values from outside of which each chunk takes its rows, and where those are.
+      nodes: in order.
+    """
+
+    def __init__(self, level: Level, wanted: set[Task], head: Node, axis: int) -> None:
+        """Follows the logits of a matrix product; `axis` is that of its result which is split into chunks."""
+        self.head = head
+        self.rows = head.outputs[0].shape[axis]
+        self.roles: dict[Value, Role] = {}
+        self.cut: dict[Value, Part] = {}
+        self._inner: set[Node] = set()
+        self._shared: dict[Value, None] = {}
+        within = _within(level, wanted, head, self.is_wide)
+        self._add(head, _parts_of_head(head, axis))
+        for node in level.nodes:
+            if node in within and node is not head:
+                self._add(node, None)
+        self.nodes = [node for node in level.nodes if node in self._inner]
+        outside = [node for node in level.nodes if node in wanted and node not in within]
+        read = {x for node in outside for x in node.inputs} | set(level.results)
+        self.exits = [x for node in self.nodes if node in within for x in node.outputs if x in read]
+
+    def is_wide(self, value: Value) -> bool:
+        """Whether a value is about as large as the logits."""
+        return value.size > self.head.outputs[0].size // 2
+
+    def _add(self, node: Node, parts: Sequence[Part | None] | None) -> None:
+        """Adds a node that depends on the logits."""
+        if parts is None:
+            if node.equation.effects:
+                raise Refusal(f"{node.name} on {node.source} has an effect")
+            if any(self.roles.get(x) == SUM for x in node.inputs):
+                raise Refusal(f"{node.name} on {node.source} needs a sum over all rows first")
+            known = next(self.roles[x] for x in node.inputs if x in self.roles)
+            parts = self._operands(node, known)
+        role = row_wise.role_of_results(node, parts)
+        for value, part in zip(node.inputs, parts, strict=True):
+            self._bring(value, part)
+        for value in node.outputs:
+            self.roles[value] = role
+        self._inner.add(node)
+
+    def _operands(self, node: Node, known: Role) -> list[Part | None]:
+        """Where the operands have their rows; those from outside like the others, if they have as many."""
+        assert isinstance(known, Part)
+        parts = []
+        for value in node.inputs:
+            role = self.roles.get(value)
+            if isinstance(role, Part):
+                parts.append(role)
+            elif value in self.cut:
+                parts.append(self.cut[value])
+            else:
+                parts.append(_matching(node, value, self.roles))
+        return parts
+
+    def _bring(self, value: Value, part: Part | None) -> None:
+        """Makes a value known in chunks: computed in each if it is large and cheap, else cut from the whole."""
+        if value in self.roles:
+            if self.roles[value] != part:
+                raise Refusal("rows are paired with other rows")
+            return
+        if part is None:
+            self._shared[value] = None
+            return
+        node = value.producer
+        if node is not None and self.is_wide(value) and not node.equation.effects and len(node.outputs) == 1:
+            parts = row_wise.parts_of_operands(node, part)
+            if parts is not None:
+                for operand, at in zip(node.inputs, parts, strict=True):
+                    self._bring(operand, at)
+                self.roles[value] = part
+                self._inner.add(node)
+                return
+        if self.cut.setdefault(value, part) != part:
+            raise Refusal("rows are paired with other rows")
+
+    def step(self, chunk_rows: int) -> Step:
+        """The chunked computation; about so many rows of the split axis exist at a time."""
+        shared = [x for x in self._shared if not x.is_constant]
+        cut = list(self.cut)
+        size = max(1, min(chunk_rows, self.rows))
+        steps, rest = divmod(self.rows, size)
+
+        def run(*arrays: Any) -> Sequence[Any]:
+            fixed = dict(zip(shared, arrays[: len(shared)], strict=True))
+            whole = arrays[len(shared) :]
+            done = size * steps
+            first = [p.cut(x, 0, done, self.rows) if rest else x for x, p in zip(whole, self.cut.values(), strict=True)]
+            results = self._loop(fixed, cut, first, size, steps)
+            if not rest:
+                return results
+            last = [p.cut(x, done, self.rows, self.rows) for x, p in zip(whole, self.cut.values(), strict=True)]
+            return [
+                self._appended(value, a, b)
+                for value, a, b in zip(self.exits, results, self._chunk(fixed, cut, last, rest), strict=True)
+            ]
+
+        return Step((*shared, *cut), tuple(self.exits), run)
+
+    def _appended(self, value: Value, first: Any, last: Any) -> Any:
+        part = self.roles[value]
+        if not isinstance(part, Part):
+            return first + last
+        before = [
+            x.reshape(*x.shape[: part.axis], part.outer, -1, part.inner, *x.shape[part.axis + 1 :])
+            for x in (first, last)
+        ]
+        return lax.concatenate(before, part.axis + 1).reshape(value.shape)
+
+    def _loop(self, fixed: dict[Value, Any], cut: list[Value], arrays: Sequence[Any], size: int, steps: int) -> Any:
+        chunks = tuple(self.cut[x].chunks(array, size, steps) for x, array in zip(cut, arrays, strict=True))
+        is_sum = [self.roles[x] == SUM for x in self.exits]
+
+        def one(sums: Any, chunk: Any) -> Any:
+            results = self._chunk(fixed, cut, chunk, size)
+            terms = [x for x, adds in zip(results, is_sum, strict=True) if adds]
+            stacked = [x for x, adds in zip(results, is_sum, strict=True) if not adds]
+            return tuple(total + term.astype(total.dtype) for total, term in zip(sums, terms, strict=True)), tuple(stacked)
+
+        zeros = [jnp.zeros(x.shape, _sum_dtype(x.dtype)) for x, adds in zip(self.exits, is_sum, strict=True) if adds]
+        start = tuple(varying_with(zeros, (*arrays, *fixed.values())))
+        # Differentiated, every step would keep its logits, together just what the chunks are there to avoid.
+        sums, stacked = lax.scan(jax.checkpoint(one, prevent_cse=False), start, chunks)
+        sums, stacked = iter(sums), iter(stacked)
+        results = []
+        for value, adds in zip(self.exits, is_sum, strict=True):
+            part = self.roles[value]
+            results.append(next(sums).astype(value.dtype) if adds else part.joined(next(stacked), size, steps))  # type: ignore[union-attr]
+        return results
+
+    def _chunk(self, fixed: dict[Value, Any], cut: list[Value], arrays: Sequence[Any], size: int) -> list[Any]:
+        known = {**fixed, **dict(zip(cut, arrays, strict=True))}
+
+        def read(value: Value) -> Any:
+            return known[value] if value in known else value.constant
+
+        for node in self.nodes:
+            results = row_wise.run(node, self.roles[node.outputs[0]], size, [read(x) for x in node.inputs])
+            known.update(zip(node.outputs, results, strict=True))
+        return [known[x] for x in self.exits]
+
+
+def _within(level: Level, wanted: set[Task], head: Node, is_wide: Callable[[Value], bool]) -> set[Node]:
+    """The nodes that depend on the logits and read something of their size, and those between the logits and them."""
+    dependent = set(head.outputs)
+    found = [head]
+    for node in level.nodes:
+        if node in wanted and any(x in dependent for x in node.inputs):
+            dependent.update(node.outputs)
+            found.append(node)
+    within: set[Node] = set()
+    waiting = [node for node in found if any(x in dependent and is_wide(x) for x in node.inputs)]
+    while waiting:
+        node = waiting.pop()
+        if node not in within:
+            within.add(node)
+            waiting += [x.producer for x in node.inputs if x in dependent and x.producer is not None]
+    return within
+
+
+def _parts_of_head(head: Node, axis: int) -> list[Part | None]:
+    """Where the operands of the head have the rows that its result has at this axis."""
+    contracted, _ = head.params["dimension_numbers"]
+    free = [(side, a) for side in (0, 1) for a in range(len(head.inputs[side].shape)) if a not in contracted[side]]
+    side, at = free[axis]
+    return [Part(at) if i == side else None for i in (0, 1)]
+
+
+def _matching(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
+    """Where an operand from outside has the rows that other operands have."""
+    others = [(x, roles[x]) for x in node.inputs if isinstance(roles.get(x), Part)]
+    other, part = others[0]
+    assert isinstance(part, Part)
+    if node.name in row_wise.POINTWISE | {"concatenate", "sort"}:
+        is_same = len(value.shape) == len(other.shape) and value.shape[part.axis] == other.shape[part.axis]
+        return part if is_same else None
+    if node.name == "dot_general":
+        contracted, batch = node.params["dimension_numbers"]
+        side = 0 if node.inputs[0] is value else 1
+        for axes in (contracted, batch):
+            if part.axis in axes[1 - side]:
+                return part._replace(axis=axes[side][list(axes[1 - side]).index(part.axis)])
+        return None
+    if node.name in ("gather", "scatter-add"):
+        return _matching_index(node, value, roles)
+    return None
+
+
+def _matching_index(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
+    numbers = node.params["dimension_numbers"]
+    starts = getattr(numbers, "start_indices_batching_dims", None) or getattr(
+        numbers, "scatter_indices_batching_dims", ()
+    )
+    batch = numbers.operand_batching_dims
+    part = roles.get(node.inputs[0])
+    position = list(node.inputs).index(value)
+    if isinstance(part, Part):
+        if part.axis not in batch:
+            return None
+        at = batch.index(part.axis)
+    else:
+        part = roles.get(node.inputs[-1])
+        if not isinstance(part, Part) or position == 2:
+            return None
+        window = set(getattr(numbers, "update_window_dims", ()))
+        rest = [i for i in range(len(node.inputs[-1].shape)) if i not in window]
+        along = rest.index(part.axis) if part.axis in rest else None
+        if along not in starts:
+            return None
+        at = starts.index(along)
+    if position == 0:
+        return part._replace(axis=batch[at])
+    if position == 1:
+        return part._replace(axis=starts[at])
+    window = set(getattr(numbers, "update_window_dims", ()))
+    rest = [i for i in range(len(value.shape)) if i not in window]
+    return part._replace(axis=rest[starts[at]])
+
+
+def _sum_dtype(dtype: Any) -> Any:
+    """Sums of 16 bits are kept in float32."""
+    return accumulation_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -1,0 +1,248 @@
+"""Which axis of an array holds the rows that are taken in chunks, and how each node computes a chunk of its results."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jax import lax
+
+from jaxops.linear_cross_entropy.rewriting.reading import ELEMENTWISE, RESHAPES, SAME
+from lowering.rewriting.graph import Node, Value
+from lowering.rewriting.rules import Refusal
+
+_MORE_ELEMENTWISE = frozenset(
+    {"erf", "erf_inv", "sin", "cos", "atan2", "round", "rem", "nextafter", "shift_right_logical", "xor", "cbrt"}
+)
+POINTWISE = ELEMENTWISE | SAME | _MORE_ELEMENTWISE
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
+_ALONG_ONE_AXIS = frozenset({"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod"})
+
+
+class Part(NamedTuple):
+    """Where an array has the rows: an axis of `outer` x rows x `inner` positions."""
+
+    axis: int
+    outer: int = 1
+    inner: int = 1
+
+    def size(self, rows: int) -> int:
+        """The length of the axis, for so many rows."""
+        return self.outer * rows * self.inner
+
+    def shape(self, shape: Sequence[int], rows: int) -> tuple[int, ...]:
+        """A shape with so many rows."""
+        return (*shape[: self.axis], self.size(rows), *shape[self.axis + 1 :])
+
+    def chunks(self, array: Any, rows: int, steps: int) -> Any:
+        """The chunks of so many rows, along a new first axis. Each has rows from everywhere, as a mesh wants it."""
+        before, behind = array.shape[: self.axis], array.shape[self.axis + 1 :]
+        parts = array.reshape(*before, self.outer, rows, steps, self.inner, *behind)
+        parts = lax.transpose(parts, _moved(parts.ndim, len(before) + 2, 0))
+        return parts.reshape(steps, *before, self.size(rows), *behind)
+
+    def joined(self, chunks: Any, rows: int, steps: int) -> Any:
+        """The inverse of `chunks`."""
+        before, behind = chunks.shape[1 : self.axis + 1], chunks.shape[self.axis + 2 :]
+        parts = chunks.reshape(steps, *before, self.outer, rows, self.inner, *behind)
+        parts = lax.transpose(parts, _moved(parts.ndim, 0, len(before) + 2))
+        return parts.reshape(*before, self.size(rows * steps), *behind)
+
+    def cut(self, array: Any, first: int, last: int, rows: int) -> Any:
+        """The rows from `first` to `last`, of all."""
+        before, behind = array.shape[: self.axis], array.shape[self.axis + 1 :]
+        parts = array.reshape(*before, self.outer, rows, self.inner, *behind)
+        parts = lax.slice_in_dim(parts, first, last, axis=len(before) + 1)
+        return parts.reshape(*before, self.size(last - first), *behind)
+
+
+# A result that adds up all rows.
+SUM = "sum"
+Role = Part | str | None
+
+
+def _moved(rank: int, source: int, target: int) -> tuple[int, ...]:
+    order = [axis for axis in range(rank) if axis != source]
+    order.insert(target, source)
+    return tuple(order)
+
+
+def role_of_results(node: Node, parts: Sequence[Part | None]) -> Role:
+    """Where a node's results have their rows, given where its operands have them; SUM if it adds them up.
+
+    Raises:
+      Refusal: if it is not known to treat all rows alike.
+    """
+    for names, rule in _RULES:
+        if node.name in names:
+            found = rule(node, parts)
+            if found is not None:
+                return found
+    raise Refusal(f"{node.name} on {node.source} is not known to treat all rows alike")
+
+
+def parts_of_operands(node: Node, part: Part) -> list[Part | None] | None:
+    """Where operands have the rows that a node's result has at `part`; None if that is not known."""
+    shape = node.outputs[0].shape
+    if node.name in POINTWISE:
+        return [_broadcast_part(x, shape, part) for x in node.inputs]
+    match node.name:
+        case "broadcast_in_dim":
+            dims, (operand, *_) = node.params["broadcast_dimensions"], node.inputs
+            if part.axis not in dims or operand.shape[dims.index(part.axis)] != shape[part.axis]:
+                return [None for _ in node.inputs]
+            return [part._replace(axis=dims.index(part.axis))]
+        case name if name in RESHAPES:
+            return [_reshaped(shape, part, node.inputs[0].shape)]
+        case "transpose":
+            return [part._replace(axis=node.params["permutation"][part.axis])]
+        case "iota" if node.params["dimension"] != part.axis:
+            return []
+    return None
+
+
+def _broadcast_part(value: Value, shape: Sequence[int], part: Part) -> Part | None:
+    is_whole = len(value.shape) == len(shape) and value.shape[part.axis] == shape[part.axis]
+    return part if is_whole else None
+
+
+def run(node: Node, part: Role, rows: int, arrays: Sequence[Any]) -> Sequence[Any]:
+    """A node's results for a chunk of so many rows."""
+    params = node.params
+    if isinstance(part, Part):
+        shape = part.shape(node.outputs[0].shape, rows)
+        match node.name:
+            case "broadcast_in_dim":
+                params = {**params, "shape": shape}
+            case "iota":
+                params = {**params, "shape": shape}
+            case "squeeze" | "expand_dims" | "reshape":
+                return [lax.reshape(arrays[0], shape)]
+            case "slice":
+                limits = list(params["limit_indices"])
+                limits[part.axis] = arrays[0].shape[part.axis]
+                params = {**params, "limit_indices": tuple(limits)}
+    with node.equation.ctx.manager:
+        results = node.equation.primitive.bind(*arrays, **params)
+    return results if node.equation.primitive.multiple_results else [results]
+
+
+def _pointwise(node: Node, parts: Sequence[Part | None]) -> Role:
+    found = {part for part in parts if part is not None}
+    (part,) = found if len(found) == 1 else (None,)
+    if part is None:
+        return None
+    shape = node.outputs[0].shape
+    missing = (x for x, at in zip(node.inputs, parts, strict=True) if at is None)
+    return None if any(len(x.shape) == len(shape) and x.shape[part.axis] not in (1,) for x in missing) else part
+
+
+def _broadcast(node: Node, parts: Sequence[Part | None]) -> Role:
+    (part, *_) = parts
+    return None if part is None else part._replace(axis=node.params["broadcast_dimensions"][part.axis])
+
+
+def _reshape(node: Node, parts: Sequence[Part | None]) -> Role:
+    (part, *_) = parts
+    return None if part is None else _reshaped(node.inputs[0].shape, part, node.outputs[0].shape)
+
+
+def _reshaped(before: Sequence[int], part: Part, after: Sequence[int]) -> Part | None:
+    """Where a reshape puts the rows, if it keeps them together."""
+    rows = before[part.axis] // (part.outer * part.inner)
+    outer = math.prod(before[: part.axis]) * part.outer
+    inner = math.prod(before[part.axis + 1 :]) * part.inner
+    for axis, size in enumerate(after):
+        ahead, behind = math.prod(after[:axis]), math.prod(after[axis + 1 :])
+        if outer % ahead == 0 and inner % behind == 0 and outer // ahead * rows * (inner // behind) == size:
+            return Part(axis, outer // ahead, inner // behind)
+    return None
+
+
+def _transpose(node: Node, parts: Sequence[Part | None]) -> Role:
+    (part,) = parts
+    return None if part is None else part._replace(axis=tuple(node.params["permutation"]).index(part.axis))
+
+
+def _reduction(node: Node, parts: Sequence[Part | None]) -> Role:
+    (part, *_), axes = parts, node.params["axes"]
+    if part is None:
+        return None
+    if part.axis in axes:
+        return SUM if node.name == "reduce_sum" else None
+    return part._replace(axis=part.axis - sum(axis < part.axis for axis in axes))
+
+
+def _kept(node: Node, parts: Sequence[Part | None]) -> Role:
+    """Nodes that work along one other axis."""
+    params = node.params
+    axis = params.get("axis", params.get("dimension", len(node.inputs[0].shape) - 1))
+    (part, *others) = parts
+    is_alike = part is not None and all(other == part for other in others)
+    return part if is_alike and part is not None and part.axis != axis else None
+
+
+def _slice(node: Node, parts: Sequence[Part | None]) -> Role:
+    (part,) = parts
+    shapes = node.inputs[0].shape, node.outputs[0].shape
+    return part if part is not None and shapes[0][part.axis] == shapes[1][part.axis] else None
+
+
+def _product(node: Node, parts: Sequence[Part | None]) -> Role:
+    contracted, batch = node.params["dimension_numbers"]
+    for at, axes, result in (
+        *((i, batch, None) for i in range(len(batch[0]))),
+        *((i, contracted, SUM) for i in range(len(contracted[0]))),
+    ):
+        pair = [part is not None and part.axis == axes[side][at] for side, part in enumerate(parts)]
+        if all(pair):
+            assert parts[0] is not None
+            return result if axes is contracted else parts[0]._replace(axis=at)
+        if any(pair):
+            return None
+    (side,) = [side for side, part in enumerate(parts) if part is not None][:1] or (None,)
+    if side is None or parts[1 - side] is not None:
+        return None
+    part = parts[side]
+    assert part is not None
+    free = [
+        [axis for axis in range(len(node.inputs[i].shape)) if axis not in (*contracted[i], *batch[i])] for i in (0, 1)
+    ]
+    return part._replace(axis=len(batch[0]) + side * len(free[0]) + free[side].index(part.axis))
+
+
+def _gather(node: Node, parts: Sequence[Part | None]) -> Role:
+    operand, indices = parts[:2]
+    numbers = node.params["dimension_numbers"]
+    if operand is None or indices is None or operand.axis not in numbers.operand_batching_dims:
+        return None
+    at = numbers.operand_batching_dims.index(operand.axis)
+    if numbers.start_indices_batching_dims[at] != indices.axis:
+        return None
+    rest = [i for i in range(len(node.outputs[0].shape)) if i not in numbers.offset_dims]
+    return operand._replace(axis=rest[indices.axis])
+
+
+def _scatter(node: Node, parts: Sequence[Part | None]) -> Role:
+    operand, indices, updates = parts
+    numbers = node.params["dimension_numbers"]
+    if operand is None or indices is None or updates is None:
+        return None
+    if operand.axis not in numbers.operand_batching_dims:
+        return None
+    at = numbers.operand_batching_dims.index(operand.axis)
+    return operand if numbers.scatter_indices_batching_dims[at] == indices.axis else None
+
+
+_Rule = Callable[[Node, Sequence[Part | None]], Role]
+_RULES: tuple[tuple[frozenset[str], _Rule], ...] = (
+    (POINTWISE, _pointwise),
+    (frozenset({"broadcast_in_dim"}), _broadcast),
+    (RESHAPES, _reshape),
+    (frozenset({"transpose"}), _transpose),
+    (_REDUCTIONS | {"argmax", "argmin"}, _reduction),
+    (_ALONG_ONE_AXIS | {"sort", "top_k", "concatenate"}, _kept),
+    (frozenset({"slice"}), _slice),
+    (frozenset({"dot_general"}), _product),
+    (frozenset({"gather"}), _gather),
+    (frozenset({"scatter-add"}), _scatter),
+)
