@@ -1,7 +1,7 @@
 """The pattern of logits that a linear layer computes only for a cross entropy."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxops.linear_cross_entropy import row_chunks
@@ -19,23 +19,26 @@ def _find(graph: Graph) -> Iterator[Finding]:
         for matmul, classes, pick in (*_picked_log_softmax(graph, log), *_log_of_picked_softmax(graph, log)):
             if matmul not in known:
                 known.add(matmul)
-                saved = logits_bytes_saved(matmul, classes)
+                saved = _saved_bytes(matmul, classes)
                 readers = other_readers(graph, matmul, classes) if saved != 0 else []
                 reason = f"the logits are also {' and '.join(readers)}" if readers else ""
                 yield Finding(matmul, _detail(matmul, pick), saved, reason)
 
 
-def logits_bytes_saved(matmul: Any, classes: Any) -> int | None:
-    """The least that compilers were seen to save with "grad_in_forward": all logits but a chunk."""
-    (logits,) = matmul.outputs
+def _saved_bytes(matmul: Operation, classes: Any) -> int | None:
     features = math.prod(matmul.inputs[0].shape[axis] for axis in matmul.params["dimension_numbers"][0][0])
-    if not all(isinstance(size, int) for size in (logits.size, classes, features)):
+    return logits_bytes_saved(matmul.inputs, matmul.outputs[0], classes, features)
+
+
+def logits_bytes_saved(operands: Sequence[Any], logits: Any, classes: Any, features: Any) -> int | None:
+    """The least that compilers were seen to save with "grad_in_forward": all logits but a chunk."""
+    if not all(isinstance(size, int) for size in (math.prod(logits.shape), classes, features)):
         return None
     if logits.size <= row_chunks.SMALL_LOGITS:
         return 0
     chunk_bytes = 4 * row_chunks.default_chunk_rows(classes, features) * classes
     # The gradient of a 16-bit weight is added up in float32.
-    is_wide = all(x.aval.dtype.itemsize > 2 for x in matmul.inputs)
+    is_wide = all(x.aval.dtype.itemsize > 2 for x in operands)
     sum_bytes = 0 if is_wide else 4 * classes * features
     return max(0, logits.size * logits.aval.dtype.itemsize - 5 * chunk_bytes // 4 - sum_bytes)
 

@@ -1,5 +1,6 @@
 """The rewrite of logits that are read only through row statistics."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,14 +29,14 @@ class _Unlike(Exception):
 
 def _find(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
     taken = list(steps)
-    for node in level.named("dot_general"):
-        if node.outputs[0].size <= row_chunks.SMALL_LOGITS or node not in needed(level, taken):
+    for node in _products(level):
+        if node not in needed(level, taken):
             continue
         refusal = None
-        for head, axis in heads_of(node):
-            saved = logits_bytes_saved(node, head.classes)
+        for head in heads_of(node):
+            saved = logits_bytes_saved(node.inputs, node.outputs[0], head.classes, head.features)
             try:
-                found = _statistics_of(level, taken, head, axis) if saved != 0 else ()
+                found = _statistics_of(level, taken, head) if saved else ()
             except _Unlike:
                 continue
             except Refusal as error:
@@ -50,10 +51,16 @@ def _find(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
                 yield Missed(node, f"logits {described(node.outputs[0])}", refusal)
 
 
-def _statistics_of(level: Level, taken: list[Step], head: Head, axis: int) -> tuple[Step, ...]:
+def _products(level: Level) -> list[Node]:
+    """The large matrix products, the last first, as a loss is behind a model's other layers."""
+    nodes = level.named("dot_general", "conv_general_dilated")
+    return [node for node in nodes if node.outputs[0].size > row_chunks.SMALL_LOGITS][::-1]
+
+
+def _statistics_of(level: Level, taken: list[Step], head: Head) -> tuple[Step, ...]:
     """The steps that replace all readers of these logits."""
     alike = [node for node in level.named(head.node.name) if _is_alike(node, head.node)]
-    reading, asked = Reading(head, axis, alike), Asked(head.classes, head.dtype)
+    reading, asked = Reading(head, alike), Asked(head.classes, head.dtype)
     wanted = needed(level, taken)
     sinks: list[Node] = []
     others: dict[Node, str] = {}
@@ -125,15 +132,15 @@ def _exit(node: Node, row: Row) -> Step:
 
 def _find_cones(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
     taken = list(steps)
-    for node in level.named("dot_general"):
-        if node.outputs[0].size <= row_chunks.SMALL_LOGITS or node not in needed(level, taken):
+    for node in _products(level):
+        if node.name != "dot_general" or node not in needed(level, taken):
             continue
         refusal = None
         for axis, class_axis in _row_axes(node):
-            classes = node.outputs[0].shape[class_axis]
-            saved = logits_bytes_saved(node, classes)
+            classes, features = node.outputs[0].shape[class_axis], _features(node)
+            saved = logits_bytes_saved(node.inputs, node.outputs[0], classes, features)
             try:
-                step = _cone_of(level, taken, node, axis, class_axis) if saved != 0 else None
+                step = _cone_of(level, taken, node, axis, class_axis) if saved else None
             except _Unlike:
                 continue
             except Refusal as error:
@@ -146,6 +153,11 @@ def _find_cones(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Misse
         else:
             if refusal is not None and _is_like_loss(level, node):
                 yield Missed(node, f"logits {described(node.outputs[0])}", refusal)
+
+
+def _features(node: Node) -> int:
+    (axes, _), _ = node.params["dimension_numbers"]
+    return math.prod(node.inputs[0].shape[axis] for axis in axes)
 
 
 def _is_like_loss(level: Level, head: Node) -> bool:
@@ -173,17 +185,14 @@ def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis:
     """The step that computes what depends on these logits in chunks of rows."""
     cone = Cone(level, needed(level, taken), node, axis)
     shape = node.outputs[0].shape
-    names = {one.name for one in cone.nodes}
     sums = [one for one in cone.nodes if one.name == "reduce_sum" and cone.is_wide(one.inputs[0])]
     adds_classes = any(one.inputs[0].shape[a] == shape[class_axis] for one in sums for a in one.params["axes"])
     has_labels = any(x.dtype.kind in "iu" and not is_known(x) for x in cone.cut if hasattr(x.dtype, "kind"))
-    if not (adds_classes and has_labels and {"exp", "log"} <= names):
+    if not (adds_classes and has_labels and _is_like_loss(level, node)):
         raise _Unlike
     if any(isinstance(cone.roles[x], Part) and cone.is_wide(x) for x in cone.exits):
         raise Refusal("the logits, or as many numbers computed from them, are used as a whole")
-    features = node.inputs[0].size * node.inputs[1].size // node.outputs[0].size
-    features = max(1, int(features**0.5))
-    chunk_rows = row_chunks.default_chunk_rows(shape[class_axis], features)
+    chunk_rows = row_chunks.default_chunk_rows(shape[class_axis], _features(node))
     rows = node.outputs[0].size // shape[class_axis]
     step = cone.step(max(1, chunk_rows * shape[axis] // rows))
     if node in needed(level, [*taken, step]):

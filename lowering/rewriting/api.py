@@ -12,7 +12,7 @@ import numpy as np
 from lowering.describe import show
 from lowering.functions import require_function
 from lowering.register import patterns
-from lowering.rewriting.plan import Plan, plan_of
+from lowering.rewriting.plan import Plan, Planner
 from lowering.rewriting.report import Rewrites
 from lowering.rewriting.rules import Rule, rules
 
@@ -40,7 +40,7 @@ class Rewritten(Generic[_P, _R]):
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """The function's results."""
         traced = _Traced.of(self._fn, args, kwargs)
-        plan = plan_of(traced.jaxpr, self._rules)
+        plan = Planner(self._rules).plan(traced.jaxpr)
         if not plan.applied:
             return self._fn(*args, **kwargs)
         return traced.results(plan)
@@ -56,7 +56,7 @@ class Rewritten(Generic[_P, _R]):
           *args: the function's arguments: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them.
           **kwargs: its keyword arguments.
         """
-        plan = plan_of(_Traced.of(self._fn, args, kwargs).jaxpr, self._rules)
+        plan = Planner(self._rules).plan(_Traced.of(self._fn, args, kwargs).jaxpr)
         return Rewrites(tuple(sorted(plan.applied, key=lambda one: -one.saved_bytes)), plan.refused)
 
 

@@ -28,6 +28,16 @@ def bodies_of(node: Node) -> list[Any]:
     return []
 
 
+def closed_because(node: Node) -> str:
+    """Why the body of a node cannot be rewritten; empty if there is nothing to be said about it."""
+    match node.name:
+        case "remat2" | "checkpoint" | "remat":
+            return "its gradient is computed here as well: rewrite the function before it is differentiated"
+        case "custom_jvp_call" | "custom_vjp_call" | "custom_vjp_call_jaxpr":
+            return "it is inside a function with a derivative of its own, which would be lost"
+    return ""
+
+
 def evaluate(node: Node, runs: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
     """The results of a node, with `runs` in place of its bodies."""
     with node.equation.ctx.manager:

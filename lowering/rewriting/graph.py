@@ -12,6 +12,7 @@ import jax.export
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal
 
 from lowering.registry import operator_of
+from lowering.rewriting.peeling import peeled
 from lowering.source_lines import Site
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -121,12 +122,21 @@ class Level:
         return (node for node in self.nodes if node.name in names)
 
 
-def level_of(closed: Any, is_inlined: Callable[[Any], bool], repetitions: int = 1) -> Level:
-    """The graph of a jaxpr, closed or not, with those calls inlined for which `is_inlined(equation)`."""
+def level_of(
+    closed: Any, is_inlined: Callable[[Any], bool], is_large: Callable[[Any], bool], repetitions: int = 1
+) -> Level:
+    """The graph of a jaxpr, closed or not.
+
+    Args:
+      closed: the jaxpr.
+      is_inlined: which calls are inlined, `is_inlined(equation)`.
+      is_large: which arrays may be logits, by their type.
+      repetitions: how often the jaxpr runs.
+    """
     jaxpr, constants = opened(closed)
     arguments = [Value(x.aval) for x in jaxpr.invars]
     nodes: list[Node] = []
-    results = _Builder(nodes, is_inlined).inline(jaxpr, arguments, [constant(x) for x in constants], None)
+    results = _Builder(nodes, is_inlined, is_large).inline(jaxpr, arguments, [constant(x) for x in constants], None)
     return Level(nodes, arguments, results, repetitions)
 
 
@@ -152,6 +162,7 @@ def bodies(equation: Any) -> Iterator[Any]:
 class _Builder:
     nodes: list[Node]
     is_inlined: Callable[[Any], bool]
+    is_large: Callable[[Any], bool]
 
     def inline(
         self, jaxpr: Jaxpr, arguments: Sequence[Value], constants: Sequence[Value], caller: Site | None
@@ -167,38 +178,49 @@ class _Builder:
         for equation in jaxpr.eqns:
             inputs = [read(atom) for atom in equation.invars]
             site = Site(equation.source_info.traceback, caller if library else None, library)
-            body = self._inlined_body(equation)
-            if body is not None:
-                inner, inner_constants = opened(body)
-                outputs = self.inline(inner, inputs, [constant(x) for x in inner_constants], site)
-            else:
-                outputs = [Value(x.aval) for x in equation.outvars]
-                node = Node(equation, jaxpr, tuple(inputs), tuple(outputs), site)
-                self.nodes.append(node)
-                for value in outputs:
-                    value.producer = node
-                for value in dict.fromkeys(inputs):
-                    value.users.append(node)
+            outputs = self._inlined(equation, jaxpr, inputs, site) if self.is_inlined(equation) else None
+            if outputs is None:
+                outputs = self._node(equation, jaxpr, inputs, site)
             values.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _inlined_body(self, equation: Any) -> Any:
-        """The body of a call that may be inlined and should be; None otherwise."""
-        name, params = equation.primitive.name, equation.params
-        if name in _CALLS:
-            shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
-            layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
-            if not all("Unspecified" in type(x).__name__ for x in shardings) or any(x is not None for x in layouts):
-                return None
-            body = params.get("jaxpr", params.get("call_jaxpr"))
-        elif name == "custom_jvp_call":
-            # JAX's own rules are the derivatives of the functions themselves; users' need not be.
-            body = params["call_jaxpr"]
-            if getattr(opened(body)[0].debug_info, "func_filename", None) != _OWN_DERIVATIVES:
-                return None
-        else:
-            return _reference(equation) if self.is_inlined(equation) else None
-        return body if self.is_inlined(equation) else None
+    def _node(self, equation: Any, jaxpr: Jaxpr, inputs: list[Value], site: Site) -> list[Value]:
+        outputs = [Value(x.aval) for x in equation.outvars]
+        node = Node(equation, jaxpr, tuple(inputs), tuple(outputs), site)
+        self.nodes.append(node)
+        for value in outputs:
+            value.producer = node
+        for value in dict.fromkeys(inputs):
+            value.users.append(node)
+        return outputs
+
+    def _inlined(self, equation: Any, jaxpr: Jaxpr, inputs: list[Value], site: Site) -> list[Value] | None:
+        """The results of an equation whose body takes its place; None if none does."""
+        parts = peeled(equation, self.is_large)
+        if parts is not None:
+            before = [] if parts.equation is None else self._node(parts.equation, jaxpr, inputs, site)
+            return self.inline(parts.tail, [*inputs, *before], [], site)
+        body = _inlined_body(equation)
+        if body is None:
+            return None
+        inner, constants = opened(body)
+        return self.inline(inner, inputs, [constant(x) for x in constants], site)
+
+
+def _inlined_body(equation: Any) -> Any:
+    """The body of a call that may be inlined; None otherwise."""
+    name, params = equation.primitive.name, equation.params
+    if name in _CALLS:
+        shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+        layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
+        is_free = all("Unspecified" in type(x).__name__ for x in shardings) and all(x is None for x in layouts)
+        return params.get("jaxpr", params.get("call_jaxpr")) if is_free else None
+    if name == "custom_jvp_call":
+        # JAX's own rules are the derivatives of the functions themselves; users' need not be.
+        body = params["call_jaxpr"]
+        is_own = getattr(opened(body)[0].debug_info, "func_filename", None) == _OWN_DERIVATIVES
+        return body if is_own else None
+    return _reference(equation)
 
 
 def _reference(equation: Any) -> Any:

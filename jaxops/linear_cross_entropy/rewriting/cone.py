@@ -1,6 +1,6 @@
 """A part of a level that treats all rows alike, from logits to numbers per row and sums over rows, chunk by chunk."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,9 @@ from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role
 from lowering.rewriting.graph import Level, Node, Value
 from lowering.rewriting.rules import Refusal
 from lowering.rewriting.schedule import Step, Task
+
+
+_Parts = list[Part | None]
 
 
 class Cone:
@@ -33,11 +36,18 @@ class Cone:
         self.cut: dict[Value, Part] = {}
         self._inner: set[Node] = set()
         self._shared: dict[Value, None] = {}
-        within = _within(level, wanted, head, self.is_wide)
-        self._add(head, _parts_of_head(head, axis))
+        operands = self._follow(level, wanted, axis)
+        within = self._within(operands)
+        computed = {x for node in operands for x in node.outputs}
         for node in level.nodes:
-            if node in within and node is not head:
-                self._add(node, None)
+            if node in within:
+                found = operands[node]
+                if isinstance(found, Refusal):
+                    raise found
+                self._inner.add(node)
+                for value, part in zip(node.inputs, found, strict=True):
+                    if value not in computed:
+                        self._bring(value, part)
         self.nodes = [node for node in level.nodes if node in self._inner]
         outside = [node for node in level.nodes if node in wanted and node not in within]
         read = {x for node in outside for x in node.inputs} | set(level.results)
@@ -47,35 +57,46 @@ class Cone:
         """Whether a value is about as large as the logits."""
         return value.size > self.head.outputs[0].size // 2
 
-    def _add(self, node: Node, parts: Sequence[Part | None] | None) -> None:
-        """Adds a node that depends on the logits."""
-        if parts is None:
-            if node.equation.effects:
-                raise Refusal(f"{node.name} on {node.source} has an effect")
-            if any(self.roles.get(x) == SUM for x in node.inputs):
-                raise Refusal(f"{node.name} on {node.source} needs a sum over all rows first")
-            known = next(self.roles[x] for x in node.inputs if x in self.roles)
-            parts = self._operands(node, known)
-        role = row_wise.role_of_results(node, parts)
-        for value, part in zip(node.inputs, parts, strict=True):
-            self._bring(value, part)
-        for value in node.outputs:
-            self.roles[value] = role
-        self._inner.add(node)
+    def _follow(self, level: Level, wanted: set[Task], axis: int) -> dict[Node, _Parts | Refusal]:
+        """Where the operands of each node that depends on the logits have their rows, or why that is not known."""
+        found: dict[Node, _Parts | Refusal] = {}
+        dependent = set(self.head.outputs)
+        for node in level.nodes:
+            if node is self.head or (node in wanted and any(x in dependent for x in node.inputs)):
+                dependent.update(node.outputs)
+                try:
+                    parts = _parts_of_head(node, axis) if node is self.head else self._operands(node, dependent)
+                    role = row_wise.role_of_results(node, parts)
+                except Refusal as refusal:
+                    found[node] = refusal
+                    continue
+                found[node] = parts
+                self.roles.update(dict.fromkeys(node.outputs, role))
+        return found
 
-    def _operands(self, node: Node, known: Role) -> list[Part | None]:
+    def _operands(self, node: Node, dependent: set[Value]) -> _Parts:
         """Where the operands have their rows; those from outside like the others, if they have as many."""
-        assert isinstance(known, Part)
-        parts = []
-        for value in node.inputs:
-            role = self.roles.get(value)
-            if isinstance(role, Part):
-                parts.append(role)
-            elif value in self.cut:
-                parts.append(self.cut[value])
-            else:
-                parts.append(_matching(node, value, self.roles))
-        return parts
+        if node.equation.effects:
+            raise Refusal(f"{node.name} on {node.source} has an effect")
+        if any(x in dependent and not isinstance(self.roles.get(x), Part) for x in node.inputs):
+            raise Refusal(f"{node.name} on {node.source} needs a sum over all rows first")
+        roles = [self.roles.get(x) or _matching(node, x, self.roles) for x in node.inputs]
+        return [role if isinstance(role, Part) else None for role in roles]
+
+    def _within(self, operands: dict[Node, _Parts | Refusal]) -> set[Node]:
+        """The nodes that read something of the logits' size, and those between the logits and them."""
+
+        def reads_wide(node: Node) -> bool:
+            return any(isinstance(self.roles.get(x), Part) and self.is_wide(x) for x in node.inputs)
+
+        within: set[Node] = {self.head}
+        waiting = [node for node in operands if reads_wide(node)]
+        while waiting:
+            node = waiting.pop()
+            if node not in within:
+                within.add(node)
+                waiting += [x.producer for x in node.inputs if x.producer in operands and x.producer is not None]
+        return within
 
     def _bring(self, value: Value, part: Part | None) -> None:
         """Makes a value known in chunks: computed in each if it is large and cheap, else cut from the whole."""
@@ -162,24 +183,6 @@ class Cone:
             results = row_wise.run(node, self.roles[node.outputs[0]], size, [read(x) for x in node.inputs])
             known.update(zip(node.outputs, results, strict=True))
         return [known[x] for x in self.exits]
-
-
-def _within(level: Level, wanted: set[Task], head: Node, is_wide: Callable[[Value], bool]) -> set[Node]:
-    """The nodes that depend on the logits and read something of their size, and those between the logits and them."""
-    dependent = set(head.outputs)
-    found = [head]
-    for node in level.nodes:
-        if node in wanted and any(x in dependent for x in node.inputs):
-            dependent.update(node.outputs)
-            found.append(node)
-    within: set[Node] = set()
-    waiting = [node for node in found if any(x in dependent and is_wide(x) for x in node.inputs)]
-    while waiting:
-        node = waiting.pop()
-        if node not in within:
-            within.add(node)
-            waiting += [x.producer for x in node.inputs if x in dependent and x.producer is not None]
-    return within
 
 
 def _parts_of_head(head: Node, axis: int) -> list[Part | None]:

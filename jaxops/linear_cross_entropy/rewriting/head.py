@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,55 +59,85 @@ class Head:
         return accumulation_dtype(self.x.dtype)
 
     @property
-    def class_axis(self) -> int:
-        """Which axis of the weight counts the classes."""
-        (axis,) = self._free(self.side)
-        return axis
+    def classes(self) -> int:
+        return int(self.weight.shape[layout_of(self.node, self.side).class_axis])
 
     @property
-    def classes(self) -> int:
-        return self.weight.shape[self.class_axis]
+    def features(self) -> int:
+        return self.weight.size // self.classes
 
     def rows_of(self, x: Any) -> Any:
         """x as (..., H)."""
-        free, contracted = self._free(1 - self.side), self._contracted(1 - self.side)
-        rows = [x.shape[axis] for axis in free]
-        x = _in_order(x, (*free, *contracted))
-        x = x if len(contracted) == 1 else x.reshape(*rows, -1)
+        layout = layout_of(self.node, self.side)
+        rows = [x.shape[axis] for axis in layout.rows]
+        x = _in_order(x, (*layout.rows, *layout.x_features))
+        x = x if len(layout.x_features) == 1 else x.reshape(*rows, -1)
         for cut in self.cuts:
             x = cut.apply(x)
         return x
 
     def columns_of(self, weight: Any) -> Any:
         """The weight as (V, H)."""
-        contracted = self._contracted(self.side)
-        weight = _in_order(weight, (self.class_axis, *contracted))
-        return weight if len(contracted) == 1 else weight.reshape(weight.shape[0], -1)
-
-    def _contracted(self, side: int) -> tuple[int, ...]:
-        return tuple(self.node.params["dimension_numbers"][0][side])
-
-    def _free(self, side: int) -> tuple[int, ...]:
-        contracted = self._contracted(side)
-        return tuple(axis for axis in range(len(self.node.inputs[side].shape)) if axis not in contracted)
+        layout = layout_of(self.node, self.side)
+        weight = _in_order(weight, (layout.class_axis, *layout.weight_features))
+        return weight if weight.ndim == 2 else weight.reshape(weight.shape[0], -1)
 
 
-def heads_of(node: Node) -> list[tuple[Head, int]]:
-    """The ways to read a matrix product as a layer, each with the axis of its result that counts the classes."""
-    (contracted, batch) = node.params["dimension_numbers"]
+class Layout(NamedTuple):
+    """Which axes of a layer's operands and of its result are which.
+
+    Attributes:
+      rows: axes of x, in the order of the result.
+      x_features: axes of x that are added up.
+      class_axis: the axis of the weight that counts the classes.
+      weight_features: its other axes.
+      result_axis: the axis of the result that counts the classes.
+    """
+
+    rows: tuple[int, ...]
+    x_features: tuple[int, ...]
+    class_axis: int
+    weight_features: tuple[int, ...]
+    result_axis: int
+
+
+def layout_of(node: Node, side: int) -> Layout:
+    """The layout of a layer whose weight is the operand on this side."""
+    if node.name == "conv_general_dilated":
+        lhs, rhs, out = node.params["dimension_numbers"]
+        by_result = dict(zip((out[0], *out[2:]), (lhs[0], *lhs[2:]), strict=True))
+        rows = tuple(by_result[axis] for axis in sorted(by_result))
+        return Layout(rows, (lhs[1],), rhs[0], tuple(rhs[1:]), out[1])
+    contracted, _ = node.params["dimension_numbers"]
+    free = [
+        tuple(axis for axis in range(len(node.inputs[i].shape)) if axis not in contracted[i]) for i in (0, 1)
+    ]
+    result_axis = len(node.outputs[0].shape) - 1 if side == 1 else 0
+    return Layout(free[1 - side], tuple(contracted[1 - side]), free[side][0], tuple(contracted[side]), result_axis)
+
+
+def heads_of(node: Node) -> list[Head]:
+    """The ways to read a matrix product, or a convolution with a window of one position, as a layer."""
     x, weight = node.inputs
     precision = node.params.get("precision")
     asked = {str(one) for one in (precision if isinstance(precision, tuple) else (precision,))}
-    is_plain = asked <= {"None", "DEFAULT"}
-    if batch[0] or not is_plain or x.dtype != weight.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+    is_known = asked <= {"None", "DEFAULT"} and x.dtype == weight.dtype and bool(jnp.issubdtype(x.dtype, jnp.floating))
+    if not is_known or jnp.finfo(x.dtype).bits < 16:
         return []
-    found = []
-    for side in (1, 0):
-        free = len(node.inputs[side].shape) - len(contracted[side])
-        if free == 1 and jnp.finfo(x.dtype).bits >= 16:
-            axis = len(node.outputs[0].shape) - 1 if side == 1 else 0
-            found.append((Head(node, side), axis))
-    return found
+    if node.name == "conv_general_dilated":
+        return [Head(node, 1)] if _is_pointwise(node) else []
+    contracted, batch = node.params["dimension_numbers"]
+    sides = [side for side in (1, 0) if len(node.inputs[side].shape) == len(contracted[side]) + 1]
+    return [] if batch[0] else [Head(node, side) for side in sides]
+
+
+def _is_pointwise(node: Node) -> bool:
+    params, (_, rhs, _) = node.params, node.params["dimension_numbers"]
+    steps = (*params["window_strides"], *params["lhs_dilation"], *params["rhs_dilation"])
+    window = [node.inputs[1].shape[axis] for axis in rhs[2:]]
+    groups = params["feature_group_count"], params["batch_group_count"]
+    is_still = all(tuple(pair) == (0, 0) for pair in params["padding"])
+    return is_still and all(size == 1 for size in (*steps, *window, *groups))
 
 
 @dataclasses.dataclass(eq=False)

@@ -22,7 +22,7 @@ from jaxops.linear_cross_entropy.rewriting.forms import (
     Rows,
     changed,
 )
-from jaxops.linear_cross_entropy.rewriting.head import Head, Mask
+from jaxops.linear_cross_entropy.rewriting.head import Head, Mask, layout_of
 from jaxops.linear_cross_entropy.rewriting.rows import Row
 from lowering.rewriting.graph import Node, Value
 from lowering.rewriting.rules import Refusal
@@ -42,12 +42,12 @@ ELEMENTWISE = frozenset(
 class Reading:
     """Forms of the values that are computed from the result of one matrix product, and of those that meet them."""
 
-    def __init__(self, head: Head, axis: int, alike: Sequence[Node]) -> None:
-        """Takes the head, which axis of its result counts the classes, and all nodes that compute the same."""
+    def __init__(self, head: Head, alike: Sequence[Node]) -> None:
+        """Takes the head, and all nodes that compute the same."""
         self.head = head
         self._logits = {value for node in alike for value in node.outputs}
         # The values that depend on logits and still have all classes, and which axis counts those.
-        self.axes: dict[Value, int] = dict.fromkeys(self._logits, axis)
+        self.axes: dict[Value, int] = dict.fromkeys(self._logits, layout_of(head.node, head.side).result_axis)
         self._known: dict[tuple[Value, int], Form] = {}
 
     def follow(self, node: Node) -> bool:
