@@ -20,6 +20,7 @@ from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM  # noqa: F401  registe
 from jaxops.embedding import RowGradients as RowGradients
 from jaxops.embedding import embedding as embedding
 from jaxops.embedding import embedding_row_gradients as embedding_row_gradients
+from jaxops.embedding.rewrites import EMBEDDING_LOOKUP
 from jaxops.grid_sample import grid_sample as grid_sample
 from jaxops.linear_cross_entropy import LinearCrossEntropyAux as LinearCrossEntropyAux
 from jaxops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
@@ -29,6 +30,7 @@ from jaxops.local_response_norm import local_response_norm as local_response_nor
 from jaxops.nll_loss import nll_loss as nll_loss
 from jaxops.pooling import avg_pool as avg_pool
 from jaxops.pooling import max_pool as max_pool
+from jaxops.pooling.rewrites import WINDOW_MAXIMA
 from jaxops.softmax import softmax as softmax
 from jaxops.tune_device import tune_device as tune_device
 from lowering import use as use
@@ -85,7 +87,7 @@ _IMPORTED_LATER = {
     "fused_apply": "jaxops.ema_adam.fused_apply",
     "mcdnn": "jaxops.mcdnn",
 }
-add_rules((CROSS_ENTROPY, ROW_CONE))
+add_rules((CROSS_ENTROPY, ROW_CONE, WINDOW_MAXIMA, EMBEDDING_LOOKUP))
 
 # The import of its operator has bound this name to the package, which would keep the function of that name hidden.
 globals().pop("ema_adam", None)

@@ -60,7 +60,7 @@ def _products(level: Level) -> list[Node]:
 def _statistics_of(level: Level, taken: list[Step], head: Head) -> tuple[Step, ...]:
     """The steps that replace all readers of these logits."""
     alike = [node for node in level.named(head.node.name) if _is_alike(node, head.node)]
-    reading, asked = Reading(head, alike), Asked(head.classes, head.dtype)
+    reading, asked = Reading.of(head, alike), Asked(head.classes, head.dtype)
     wanted = needed(level, taken)
     sinks: list[Node] = []
     others: dict[Node, str] = {}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lowering.patterns import Finding, Graph, Operation, Pattern, describe
 
 # As on an NVIDIA GPU, the least: XLA's CPU code keeps 16 and more. Its TPU code keeps nothing.
-_SAVED_BYTES_PER_ELEMENT = 2
+SAVED_BYTES_PER_ELEMENT = 2
 
 
 def _find(graph: Graph) -> Iterator[Finding]:
@@ -13,7 +13,7 @@ def _find(graph: Graph) -> Iterator[Finding]:
     for operation in graph.named("select_and_scatter_add", "select_and_gather_add"):
         if str(operation.params["select_prim"]) == "ge" and _can_pool(operation):
             pooled = operation.inputs[1]
-            saved = _SAVED_BYTES_PER_ELEMENT * pooled.size if isinstance(pooled.size, int) else None
+            saved = SAVED_BYTES_PER_ELEMENT * pooled.size if isinstance(pooled.size, int) else None
             detail = f"the gradient of a max pooling of {describe(pooled)} by {operation.name}"
             yield Finding(operation, detail, saved)
 

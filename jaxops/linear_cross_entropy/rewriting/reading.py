@@ -42,13 +42,28 @@ ELEMENTWISE = frozenset(
 class Reading:
     """Forms of the values that are computed from the result of one matrix product, and of those that meet them."""
 
-    def __init__(self, head: Head, alike: Sequence[Node]) -> None:
-        """Takes the head, and all nodes that compute the same."""
-        self.head = head
-        self._logits = {value for node in alike for value in node.outputs}
+    def __init__(self, classes: int, dtype: Any, axes: dict[Value, int], head: Head | None = None) -> None:
+        """Takes the number of classes, the dtype of sums over them, and what the result of the head is.
+
+        Args:
+          classes: how many there are.
+          dtype: in which numbers per row are computed.
+          axes: the values that are logits, and which of their axes counts the classes.
+          head: what computes these.
+        """
+        self.classes = classes
+        self.dtype = dtype
+        self._head = head
+        self._logits = set(axes)
         # The values that depend on logits and still have all classes, and which axis counts those.
-        self.axes: dict[Value, int] = dict.fromkeys(self._logits, layout_of(head.node, head.side).result_axis)
+        self.axes = dict(axes)
         self._known: dict[tuple[Value, int], Form] = {}
+
+    @classmethod
+    def of(cls, head: Head, alike: Sequence[Node]) -> "Reading":
+        """For the logits of a head, which all these nodes compute."""
+        axis = layout_of(head.node, head.side).result_axis
+        return cls(head.classes, head.dtype, {value: axis for node in alike for value in node.outputs}, head)
 
     def follow(self, node: Node) -> bool:
         """Whether the node's result has all classes as well; then it is remembered."""
@@ -93,8 +108,9 @@ class Reading:
     def _read(self, value: Value, axis: int) -> Form:
         node = value.producer
         if value in self._logits:
-            return Logits(self.head)
-        if node is None or value.shape[axis] != self.head.classes:
+            assert self._head is not None
+            return Logits(self._head)
+        if node is None or value.shape[axis] != self.classes:
             return Dense(value, axis)
         if value in self.axes and self.axes[value] != axis:
             raise Refusal(f"{node.name} on {node.source} mixes rows and classes")
@@ -113,7 +129,7 @@ class Reading:
                 return self._iota(node, axis)
             case name if name in ELEMENTWISE:
                 operands = tuple(self.aligned(x, value.shape, axis) for x in node.inputs)
-                return combined(node, operands, self.head)
+                return combined(node, operands, self.dtype)
         if value in self.axes:
             raise Refusal(f"{node.name} on {node.source} is not known to this rule")
         return Dense(value, axis)
@@ -200,24 +216,24 @@ def counts_classes(columns: Columns) -> bool:
     return bool(np.all(numbers == np.arange(numbers.shape[-1])))
 
 
-def combined(node: Node, operands: Sequence[Form], head: Head) -> Form:
+def combined(node: Node, operands: Sequence[Form], dtype: Any) -> Form:
     """What a node computes, number by number, of forms."""
     labels = {form.labels.key for form in operands if isinstance(form, OneHot)}
     if all(isinstance(form, Rows | OneHot) for form in operands) and len(labels) <= 1:
-        return _of_rows(node, operands, head)
+        return _of_rows(node, operands, dtype)
     rule = _RULES.get(node.name)
     found = None if rule is None else rule(node, operands)
     return Elementwise(node, tuple(operands)) if found is None else found
 
 
-def _of_rows(node: Node, operands: Sequence[Form], head: Head) -> Form:
+def _of_rows(node: Node, operands: Sequence[Form], dtype: Any) -> Form:
     one_hot = next((form for form in operands if isinstance(form, OneHot)), None)
     at_label = [form.on if isinstance(form, OneHot) else form.row for form in operands]  # type: ignore[union-attr]
-    on = _computed(node, at_label, head.dtype)
+    on = _computed(node, at_label, dtype)
     if one_hot is None:
         return Rows(on)
     elsewhere = [form.off if isinstance(form, OneHot) else form.row for form in operands]  # type: ignore[union-attr]
-    return OneHot(one_hot.labels, on, _computed(node, elsewhere, head.dtype))
+    return OneHot(one_hot.labels, on, _computed(node, elsewhere, dtype))
 
 
 def _computed(node: Node, operands: Sequence[Row], dtype: Any) -> Row:

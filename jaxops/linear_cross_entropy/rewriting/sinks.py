@@ -71,12 +71,21 @@ def _gather(node: Node, reading: Reading, asked: Asked) -> Row:
     axis = reading.axes[value]
     labels = _labels(node, value, indices, axis)
     asked.picks_by_label |= not is_known(indices)
-    row = asked.picked(reading.form(value, axis), labels)
-    if str(node.params["mode"]).rpartition(".")[2] not in ("FILL_OR_DROP", "1", "FILL"):
+    form, mode = reading.form(value, axis), node.params["mode"].name
+    if mode == "FILL_OR_DROP":
+        fill = node.params["fill_value"]
+        missing = Row.number(math.nan if fill is None else float(fill))
+        return rows.where(asked.is_class(labels), asked.picked(form, labels), missing)
+    row = asked.picked(form, _clipped(labels, value.shape[axis]))
+    if mode == "CLIP":
         return row
-    fill = node.params["fill_value"]
-    missing = Row.number(math.nan if fill is None else float(fill))
-    return rows.where(asked.is_class(labels), row, missing)
+    # JAX picks a class for a label that is none, but drops its gradient.
+    fixed = rows.combine("fixed", lambda x: jax.lax.stop_gradient(jnp.asarray(x)), row)
+    return rows.where(asked.is_class(labels), row, fixed)
+
+
+def _clipped(labels: Row, classes: int) -> Row:
+    return rows.combine("clip", lambda x: jnp.clip(jnp.asarray(x), 0, classes - 1), labels)
 
 
 def _labels(node: Node, value: Value, indices: Value, axis: int) -> Row:
@@ -154,8 +163,7 @@ def _slice(node: Node, reading: Reading, asked: Asked) -> Row:
     is_pick = axis is not None and sizes[axis] == 1 and without_axis(sizes, axis) == without_axis(value.shape, axis)
     if axis is None or not is_pick:
         raise Refusal(f"{node.name} on {node.source} does more than to pick one class per row")
-    classes = value.shape[axis]
-    label = rows.combine("clip", lambda x: jnp.clip(jnp.asarray(x), 0, classes - 1), Row.of(starts[axis]))
+    label = _clipped(Row.of(starts[axis]), value.shape[axis])
     asked.picks_by_label |= not is_known(starts[axis])
     return asked.picked(reading.form(value, axis), label)
 

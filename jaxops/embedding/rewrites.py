@@ -1,0 +1,108 @@
+"""The rewrite of rows that are looked up in a table, by their ids or by a product with one-hot ids."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._checks.dtypes import accumulation_dtype
+from jaxops.embedding.api import embedding
+from jaxops.linear_cross_entropy.rewriting.forms import OneHot
+from jaxops.linear_cross_entropy.rewriting.reading import Reading
+from jaxops.linear_cross_entropy.rewriting.rows import Row
+from lowering.rewriting.graph import Level, Node, Value
+from lowering.rewriting.rules import Found, Missed, Refusal, Rule, described
+from lowering.rewriting.schedule import Step, needed
+
+# Smaller tables, and smaller one-hot arrays, are not worth an operator.
+LEAST_ELEMENTS = 2**20
+
+
+def _find(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
+    wanted = needed(level, steps)
+    for node in level.named("gather", "dot_general"):
+        if node not in wanted or not _is_table(node):
+            continue
+        found = _of_gather(node) if node.name == "gather" else _of_product(node)
+        if found is not None:
+            yield found
+
+
+def _is_table(node: Node) -> bool:
+    table = node.inputs[node.name == "dot_general"]
+    return len(table.shape) == 2 and bool(jnp.issubdtype(table.dtype, jnp.floating))
+
+
+def _of_gather(node: Node) -> Found | None:
+    """The lookup of whole rows."""
+    table, indices = node.inputs
+    numbers, rank = node.params["dimension_numbers"], len(node.outputs[0].shape)
+    is_lookup = (
+        numbers.start_index_map == (0,)
+        and numbers.collapsed_slice_dims == (0,)
+        and numbers.offset_dims == (rank - 1,)
+        and not numbers.operand_batching_dims
+        and tuple(node.params["slice_sizes"]) == (1, table.shape[1])
+    )
+    mode = node.params["mode"].name
+    is_filled = mode == "FILL_OR_DROP"
+    fill = node.params["fill_value"]
+    is_nan = fill is None or fill != fill
+    if not is_lookup or table.size <= LEAST_ELEMENTS or (is_filled and not is_nan):
+        return None
+
+    def run(table: Any, indices: Any) -> Any:
+        ids = indices[..., 0]
+        if is_filled:
+            return (embedding(table, ids),)
+        inside = jnp.clip(ids, 0, table.shape[0] - 1)
+        rows = embedding(table, inside)
+        if mode == "CLIP":
+            return (rows,)
+        # JAX takes a row for an id that is out of range, but drops its gradient.
+        return (jnp.where((ids == inside)[..., None], rows, jax.lax.stop_gradient(rows)),)
+
+    # The gradient of a 16-bit table is added up in a copy of 32 bits; in float32, only time is saved.
+    saved = 4 * table.size if table.dtype.itemsize == 2 else 0
+    detail = f"rows of {described(table)} at {described(indices)}"
+    return Found(node, detail, saved, (Step(node.inputs, node.outputs, run),))
+
+
+def _of_product(node: Node) -> Found | None:
+    """The product of one-hot rows and a table."""
+    one_hot, table = node.inputs
+    contracted, batch = node.params["dimension_numbers"]
+    axis = contracted[0][0] if len(contracted[0]) == 1 else None
+    if batch[0] or axis is None or tuple(contracted[1]) != (0,) or one_hot.size <= LEAST_ELEMENTS:
+        return None
+    if axis != len(one_hot.shape) - 1 or node.outputs[0].dtype != table.dtype:
+        return None
+    try:
+        form = Reading(table.shape[0], accumulation_dtype(table.dtype), {}).form(one_hot, axis)
+    except Refusal:
+        return None
+    if not isinstance(form, OneHot) or (form.on.literal, form.off.literal) != (1, 0):
+        return None
+    return Found(
+        node,
+        f"rows of {described(table)} by one-hot {described(one_hot)}",
+        one_hot.size * one_hot.dtype.itemsize,
+        (_lookup(node, table, form.labels),),
+    )
+
+
+def _lookup(node: Node, table: Value, labels: Row) -> Step:
+    values = (table, *(x for x in labels.values if x is not table))
+    rows, classes = node.outputs[0].shape[:-1], table.shape[0]
+
+    def run(*arrays: Any) -> Any:
+        ids = jnp.broadcast_to(jnp.asarray(labels.compute(dict(zip(values, arrays, strict=True)).__getitem__)), rows)
+        is_row = (ids >= 0) & (ids < classes)
+        found = embedding(arrays[0], jnp.where(is_row, ids, jnp.zeros_like(ids)).astype(jnp.int32))
+        return (jnp.where(is_row[..., None], found, jnp.zeros_like(found)),)
+
+    return Step(values, node.outputs, run)
+
+
+EMBEDDING_LOOKUP = Rule("embedding", _find, lambda: LEAST_ELEMENTS)
