@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from lowering.describe import show
 from lowering.functions import require_function
 from lowering.register import patterns
+from lowering.rewriting.objects import Arguments
 from lowering.rewriting.plan import Plan, Planner
 from lowering.rewriting.report import Rewrites
 from lowering.rewriting.rules import Rule, rules
@@ -39,7 +40,7 @@ class Rewritten(Generic[_P, _R]):
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """The function's results."""
-        traced = _Traced.of(self._fn, args, kwargs)
+        traced = _Traced(self._fn, args, kwargs)
         plan = Planner(self._rules).plan(traced.jaxpr)
         if not plan.applied:
             return self._fn(*args, **kwargs)
@@ -56,7 +57,7 @@ class Rewritten(Generic[_P, _R]):
           *args: the function's arguments: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them.
           **kwargs: its keyword arguments.
         """
-        plan = Planner(self._rules).plan(_Traced.of(self._fn, args, kwargs).jaxpr)
+        plan = Planner(self._rules).plan(_Traced(self._fn, args, kwargs).jaxpr)
         return Rewrites(tuple(sorted(plan.applied, key=lambda one: -one.saved_bytes)), plan.refused)
 
 
@@ -66,36 +67,33 @@ class _Traced:
     Every leaf that is no JAX array stays what it is, as in a plain call: numbers, strings, NumPy's arrays.
     """
 
-    def __init__(self, jaxpr: Any, arrays: Sequence[Any], outputs: Sequence[Any], structure: Any) -> None:
-        self.jaxpr = jaxpr
-        self._arrays = arrays
-        self._outputs = outputs
-        self._structure = structure
-
-    @classmethod
-    def of(cls, fn: Callable[..., Any], args: Any, kwargs: Any) -> "_Traced":
-        leaves, structure = jax.tree.flatten((args, kwargs))
+    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Traces the function."""
+        self._arguments = Arguments(args, kwargs)
+        leaves, structure = jax.tree.flatten(self._arguments.tree)
         moving = [_is_traced(leaf) for leaf in leaves]
-        outputs: list[Any] = []
-        structures: list[Any] = []
+        self._arrays = [leaf for leaf, moves in zip(leaves, moving, strict=True) if moves]
+        self._outputs: list[Any] = []
+        self._structure: Any = None
 
         def of_arrays(*arrays: Any) -> list[Any]:
             given = iter(arrays)
             filled = [next(given) if moves else leaf for leaf, moves in zip(leaves, moving, strict=True)]
-            args, kwargs = jax.tree.unflatten(structure, filled)
-            results, result_structure = jax.tree.flatten(fn(*args, **kwargs))
-            structures.append(result_structure)
-            outputs.extend(_TRACED if isinstance(leaf, jax.Array) else leaf for leaf in results)
-            return [leaf for leaf in results if isinstance(leaf, jax.Array)]
+            args, kwargs, objects = self._arguments.merged(jax.tree.unflatten(structure, filled))
+            results = fn(*args, **kwargs)
+            found, self._structure = jax.tree.flatten((results, self._arguments.state(objects)))
+            self._outputs = [_TRACED if isinstance(leaf, jax.Array) else leaf for leaf in found]
+            return [leaf for leaf in found if isinstance(leaf, jax.Array)]
 
-        arrays = [leaf for leaf, moves in zip(leaves, moving, strict=True) if moves]
-        return cls(jax.make_jaxpr(of_arrays)(*arrays), arrays, outputs, structures[0])
+        self.jaxpr = jax.make_jaxpr(of_arrays)(*self._arrays)
 
     def results(self, plan: Plan) -> Any:
         """The function's results, computed as planned."""
         computed = iter(plan.run(*self._arrays))
         filled = [next(computed) if leaf is _TRACED else leaf for leaf in self._outputs]
-        return jax.tree.unflatten(self._structure, filled)
+        results, state = jax.tree.unflatten(self._structure, filled)
+        self._arguments.update(state)
+        return results
 
 
 # Stands for a result that is computed.
