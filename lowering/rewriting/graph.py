@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.export
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from lowering import _jax_private
 from lowering.registry import operator_of
 from lowering.rewriting.peeling import peeled
 from lowering.source_lines import Site
@@ -68,7 +69,6 @@ class Node:
     """One equation: what it reads and computes, and where the user's code made it."""
 
     equation: Any
-    jaxpr: Jaxpr
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     site: Site
@@ -90,15 +90,7 @@ class Node:
 
     def run(self, *arrays: Any) -> Sequence[Any]:
         """Evaluates the equation as JAX does, with its context, name stack and source line."""
-        named = {}
-        for atom, array in zip(self.equation.invars, arrays, strict=True):
-            if not isinstance(atom, Literal):
-                named[atom] = array
-        kept = [not isinstance(x, DropVar) for x in self.equation.outvars]
-        outvars = [x for x, keep in zip(self.equation.outvars, kept, strict=True) if keep]
-        alone = self.jaxpr.replace(constvars=[], invars=[*named], outvars=outvars, eqns=[self.equation], debug_info=None)
-        results = iter(jax.core.eval_jaxpr(alone, (), *named.values()))
-        return [next(results) if keep else None for keep in kept]
+        return _jax_private.evaluate(self.equation, arrays)
 
 
 @dataclasses.dataclass(eq=False)
@@ -178,15 +170,15 @@ class _Builder:
         for equation in jaxpr.eqns:
             inputs = [read(atom) for atom in equation.invars]
             site = Site(equation.source_info.traceback, caller if library else None, library)
-            outputs = self._inlined(equation, jaxpr, inputs, site) if self.is_inlined(equation) else None
+            outputs = self._inlined(equation, inputs, site) if self.is_inlined(equation) else None
             if outputs is None:
-                outputs = self._node(equation, jaxpr, inputs, site)
+                outputs = self._node(equation, inputs, site)
             values.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _node(self, equation: Any, jaxpr: Jaxpr, inputs: list[Value], site: Site) -> list[Value]:
+    def _node(self, equation: Any, inputs: list[Value], site: Site) -> list[Value]:
         outputs = [Value(x.aval) for x in equation.outvars]
-        node = Node(equation, jaxpr, tuple(inputs), tuple(outputs), site)
+        node = Node(equation, tuple(inputs), tuple(outputs), site)
         self.nodes.append(node)
         for value in outputs:
             value.producer = node
@@ -194,11 +186,11 @@ class _Builder:
             value.users.append(node)
         return outputs
 
-    def _inlined(self, equation: Any, jaxpr: Jaxpr, inputs: list[Value], site: Site) -> list[Value] | None:
+    def _inlined(self, equation: Any, inputs: list[Value], site: Site) -> list[Value] | None:
         """The results of an equation whose body takes its place; None if none does."""
         parts = peeled(equation, self.is_large)
         if parts is not None:
-            before = [] if parts.equation is None else self._node(parts.equation, jaxpr, inputs, site)
+            before = [] if parts.equation is None else self._node(parts.equation, inputs, site)
             return self.inline(parts.tail, [*inputs, *before], [], site)
         body = _inlined_body(equation)
         if body is None:

@@ -143,12 +143,12 @@ def _constant(value: Value) -> np.ndarray | None:
 
 
 def is_known(value: Value) -> bool:
-    """Whether all that decides about a value is written in the code."""
+    """Whether all that decides about a value is written in the code, as numbers or counted positions."""
     seen, waiting = {value}, [value]
     while waiting:
         one = waiting.pop()
         if one.producer is None:
-            if not one.is_constant:
+            if not one.is_constant or one.shape:
                 return False
         else:
             fresh = [x for x in one.producer.inputs if x not in seen]
