@@ -167,7 +167,7 @@ def _is_like_loss(level: Level, head: Node) -> bool:
         if any(x in dependent for x in node.inputs):
             dependent.update(node.outputs)
             names.add(node.name)
-            others = (x for x in node.inputs if x not in dependent and x.shape == head.outputs[0].shape)
+            others = (x for x in node.inputs if x not in dependent and x.size == head.outputs[0].size)
             is_compared |= node.name == "gather" or any(x.producer is not None for x in others)
     return is_compared and {"exp", "log"} <= names
 

@@ -41,8 +41,9 @@ def peeled(equation: Any, is_large: Callable[[Any], bool]) -> Peeled | None:
         return None
     read = {x for inner in behind for x in inner.invars if not isinstance(x, Literal)} | set(returned)
     outvars = [x for inner in before for x in inner.outvars if x in read]
-    tail = body.replace(eqns=behind, constvars=[], invars=[*body.invars, *outvars], debug_info=None)
+    names = body.debug_info._replace(arg_names=None, result_paths=None)
+    tail = body.replace(eqns=behind, constvars=[], invars=[*body.invars, *outvars], debug_info=names)
     if not outvars:
         return Peeled(None, tail)
-    kept = body.replace(eqns=before, outvars=outvars, debug_info=body.debug_info._replace(result_paths=None))
+    kept = body.replace(eqns=before, outvars=outvars, debug_info=names)
     return Peeled(equation.replace(params={**equation.params, "jaxpr": kept}, outvars=outvars), tail)

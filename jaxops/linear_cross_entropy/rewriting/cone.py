@@ -10,7 +10,9 @@ from jax import lax
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.rewriting import row_wise
+from jaxops.linear_cross_entropy.rewriting.changes import without_axis
 from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role
+from jaxops.linear_cross_entropy.rewriting.sinks import labels_by_position
 from lowering.rewriting.graph import Level, Node, Value
 from lowering.rewriting.rules import Refusal
 from lowering.rewriting.schedule import Step, Task
@@ -36,6 +38,8 @@ class Cone:
         self.cut: dict[Value, Part] = {}
         self._inner: set[Node] = set()
         self._shared: dict[Value, None] = {}
+        # Gathers that number the rows, which each chunk does anew: along which axis they pick, and the labels.
+        self._picks: dict[Node, tuple[int, Value]] = {}
         operands = self._follow(level, wanted, axis)
         within = self._within(operands)
         computed = {x for node in operands for x in node.outputs}
@@ -45,7 +49,7 @@ class Cone:
                 if isinstance(found, Refusal):
                     raise found
                 self._inner.add(node)
-                for value, part in zip(node.inputs, found, strict=True):
+                for value, part in zip(self._inputs(node), found, strict=True):
                     if value not in computed:
                         self._bring(value, part)
         self.nodes = [node for node in level.nodes if node in self._inner]
@@ -66,13 +70,45 @@ class Cone:
                 dependent.update(node.outputs)
                 try:
                     parts = _parts_of_head(node, axis) if node is self.head else self._operands(node, dependent)
-                    role = row_wise.role_of_results(node, parts)
+                    role = self._pick(node, parts) or row_wise.role_of_results(node, parts)
                 except Refusal as refusal:
                     found[node] = refusal
                     continue
                 found[node] = parts
                 self.roles.update(dict.fromkeys(node.outputs, role))
         return found
+
+    def _pick(self, node: Node, parts: _Parts) -> Part | None:
+        """Where a gather's result has its rows, if it picks one number in each; then labels become an operand."""
+        if node.name != "gather" or parts[0] is None:
+            return None
+        found = labels_by_position(node)
+        if found is None or found[0] == parts[0].axis:
+            return None
+        axis, labels = found
+        shape = without_axis(node.inputs[0].shape, axis)
+        rows = parts[0]._replace(axis=parts[0].axis - (parts[0].axis > axis))
+        part = row_wise.reshaped(shape, rows, labels.shape)
+        role = row_wise.reshaped(shape, rows, node.outputs[0].shape)
+        if part is None or role is None:
+            return None
+        self._picks[node] = found
+        parts[1] = part
+        return role
+
+    def _inputs(self, node: Node) -> tuple[Value, ...]:
+        return (node.inputs[0], self._picks[node][1]) if node in self._picks else node.inputs
+
+    def _run(self, node: Node, size: int, arrays: Sequence[Any]) -> Sequence[Any]:
+        role = self.roles[node.outputs[0]]
+        if node not in self._picks:
+            return row_wise.run(node, role, size, arrays)
+        assert isinstance(role, Part)
+        (array, labels), (axis, _) = arrays, self._picks[node]
+        labels = jnp.expand_dims(labels.reshape(without_axis(array.shape, axis)), axis)
+        mode, fill = node.params["mode"], node.params["fill_value"]
+        found = jnp.take_along_axis(array, labels, axis, mode=mode, fill_value=fill)
+        return [found.reshape(role.shape(node.outputs[0].shape, size))]
 
     def _operands(self, node: Node, dependent: set[Value]) -> _Parts:
         """Where the operands have their rows; those from outside like the others, if they have as many."""
@@ -180,7 +216,7 @@ class Cone:
             return known[value] if value in known else value.constant
 
         for node in self.nodes:
-            results = row_wise.run(node, self.roles[node.outputs[0]], size, [read(x) for x in node.inputs])
+            results = self._run(node, size, [read(x) for x in self._inputs(node)])
             known.update(zip(node.outputs, results, strict=True))
         return [known[x] for x in self.exits]
 

@@ -92,7 +92,7 @@ def parts_of_operands(node: Node, part: Part) -> list[Part | None] | None:
                 return [None for _ in node.inputs]
             return [part._replace(axis=dims.index(part.axis))]
         case name if name in RESHAPES:
-            return [_reshaped(shape, part, node.inputs[0].shape)]
+            return [reshaped(shape, part, node.inputs[0].shape)]
         case "transpose":
             return [part._replace(axis=node.params["permutation"][part.axis])]
         case "iota" if node.params["dimension"] != part.axis:
@@ -143,10 +143,10 @@ def _broadcast(node: Node, parts: Sequence[Part | None]) -> Role:
 
 def _reshape(node: Node, parts: Sequence[Part | None]) -> Role:
     (part, *_) = parts
-    return None if part is None else _reshaped(node.inputs[0].shape, part, node.outputs[0].shape)
+    return None if part is None else reshaped(node.inputs[0].shape, part, node.outputs[0].shape)
 
 
-def _reshaped(before: Sequence[int], part: Part, after: Sequence[int]) -> Part | None:
+def reshaped(before: Sequence[int], part: Part, after: Sequence[int]) -> Part | None:
     """Where a reshape puts the rows, if it keeps them together."""
     rows = before[part.axis] // (part.outer * part.inner)
     outer = math.prod(before[: part.axis]) * part.outer

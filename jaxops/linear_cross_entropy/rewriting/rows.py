@@ -20,11 +20,13 @@ class Row:
       key: equal for rows that are computed alike.
       values: what it is computed from.
       compute: `compute(read)`, where `read` gives the array of a value.
+      before: if its axes were changed last, the change, and the row before.
     """
 
     key: Any
     values: frozenset[Value]
     compute: Callable[[Read], Any] = dataclasses.field(compare=False)
+    before: "tuple[Any, Row] | None" = dataclasses.field(compare=False, default=None)
 
     @classmethod
     def number(cls, number: Any) -> "Row":
@@ -37,7 +39,7 @@ class Row:
         number = _number(value)
         if number is not None:
             return cls.number(number)
-        row = cls(value, frozenset([value]), lambda read: read(value))
+        row = cls(_identity(value), frozenset([value]), lambda read: read(value))
         return row if change is None else row.through(change)
 
     @property
@@ -49,7 +51,15 @@ class Row:
         """The row after a change of its axes; one number stays one."""
         if self.literal is not None:
             return self
-        return Row((change.key, self.key), self.values, lambda read: change.apply(self.compute(read)))
+        if self.before is not None and (self.before[0] == ("undo", change.key) or change.key == ("undo", self.before[0])):
+            return self.before[1]
+        key, before = (change.key, self.key), (change.key, self)
+
+        def compute(read: Read) -> Any:
+            array = self.compute(read)
+            return array if jnp.ndim(array) == 0 else change.apply(array)  # one number for all rows stays one
+
+        return Row(key, self.values, compute, before)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +76,21 @@ def _number(value: Value) -> Any:
     while value.shape == () and value.producer is not None and value.producer.name in ("convert_element_type", "copy"):
         value = value.producer.inputs[0]
     return value.number
+
+
+_SIMPLE = frozenset({"broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "select_n", "lt", "add", "slice"})
+_DEPTH = 8
+
+
+def _identity(value: Value, depth: int = _DEPTH) -> Any:
+    """Something equal for values that are computed in the same way, as labels are for each pick."""
+    if value.number is not None:
+        return ("is", value.number, str(value.dtype))
+    node = value.producer
+    if node is None or node.name not in _SIMPLE or not depth:
+        return value
+    params = tuple(sorted((name, str(param)) for name, param in node.params.items()))
+    return (node.name, params, value.shape, tuple(_identity(x, depth - 1) for x in node.inputs))
 
 
 def combine(name: Any, compute: Callable[..., Any], *rows: Row) -> Row:

@@ -88,6 +88,20 @@ def _clipped(labels: Row, classes: int) -> Row:
     return rows.combine("clip", lambda x: jnp.clip(jnp.asarray(x), 0, classes - 1), labels)
 
 
+def labels_by_position(node: Node) -> tuple[int, Value] | None:
+    """The axis along which a gather picks one number in each row, and the labels, if rows are numbered by positions."""
+    value, indices = node.inputs
+    if node.params["dimension_numbers"].operand_batching_dims:
+        return None
+    for axis in range(len(value.shape)):
+        try:
+            (label,) = _labels(node, value, indices, axis).values
+        except (Refusal, ValueError):
+            continue
+        return axis, label
+    return None
+
+
 def _labels(node: Node, value: Value, indices: Value, axis: int) -> Row:
     """The class that a gather picks in each row; it must pick one in each, in order."""
     numbers, shape = node.params["dimension_numbers"], value.shape
