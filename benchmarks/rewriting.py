@@ -2,8 +2,8 @@ r"""What `lowering.rewrite` saves in a language model that knows nothing of this
 
 python benchmarks/rewriting.py --output benchmarks/results/rewriting.json
 
-A GPT in plain Flax with a tied table, its training step, and its head alone: temporaries as XLA's compiler reports them,
-times of runs, and how long a model of twelve layers takes to be traced.
+A GPT in plain Flax with a tied table, its training step, and its head alone: temporaries as XLA's compiler reports
+them, times of runs, and how long a model of twelve layers takes to be traced.
 """
 
 import time

@@ -16,6 +16,7 @@ from jaxops.batch_norm import batch_norm as batch_norm
 from jaxops.batch_norm import batch_norm_inference as batch_norm_inference
 from jaxops.divisive_norm import divisive_norm as divisive_norm
 from jaxops.dropout import dropout as dropout
+from jaxops.dropout.rewrites import DROPOUT_MASKS
 from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM  # noqa: F401  registered with the others, without optax
 from jaxops.embedding import RowGradients as RowGradients
 from jaxops.embedding import embedding as embedding
@@ -87,7 +88,7 @@ _IMPORTED_LATER = {
     "fused_apply": "jaxops.ema_adam.fused_apply",
     "mcdnn": "jaxops.mcdnn",
 }
-add_rules((CROSS_ENTROPY, ROW_CONE, WINDOW_MAXIMA, EMBEDDING_LOOKUP))
+add_rules((CROSS_ENTROPY, ROW_CONE, WINDOW_MAXIMA, EMBEDDING_LOOKUP, DROPOUT_MASKS))
 
 # The import of its operator has bound this name to the package, which would keep the function of that name hidden.
 globals().pop("ema_adam", None)

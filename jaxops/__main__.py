@@ -19,6 +19,7 @@ from jaxops._commands.options import (
     Function,
     Implementation,
     Json,
+    Rewrite,
     TripCounts,
     Tuned,
     console,
@@ -111,6 +112,7 @@ def explain(
         typer.Option(help="What to lower for, such as cpu, tpu-v5e or cuda-h100. By default, the devices here."),
     ] = None,
     arg: Arguments = None,
+    rewrite: Rewrite = False,
     tuned: Tuned = None,
     as_json: Json = False,
 ) -> None:
@@ -122,13 +124,17 @@ def explain(
     if target is not None:
         require_target(target)
     fn, args = load(function, arg or ())
+    rule = "be traceable with these arguments"
+    rewrites = run_user_code(function, rule, lambda: lowering.rewrite(fn).report(*args)) if rewrite else None
+    fn = lowering.rewrite(fn) if rewrite else fn
     with tuned_by(tuned):
-        explanation = run_user_code(
-            function, "be traceable with these arguments", lambda: lowering.explain(fn, *args, target=target)
-        )
+        explanation = run_user_code(function, rule, lambda: lowering.explain(fn, *args, target=target))
     if as_json:
-        print(explanation.to_json())
+        both = {} if rewrites is None else {"rewrite": json.loads(rewrites.to_json())}
+        print(json.dumps({**json.loads(explanation.to_json()), **both}, indent=2) if both else explanation.to_json())
     else:
+        for table in () if rewrites is None else rewrites.tables():
+            show(table)
         show(explanation.table())
         for remark in explanation.remarks:
             show_text(remark)
@@ -140,6 +146,7 @@ def compile(
     target: Annotated[str, typer.Option(help="What to compile for, such as cpu, tpu-v5e or tpu-v5p:8x8x8.")],
     arg: Arguments = None,
     implementation: Implementation = "auto",
+    rewrite: Rewrite = False,
     tuned: Tuned = None,
     output: Annotated[Path | None, typer.Option(help="A folder for the program before and after optimisation.")] = None,
     schedule: Annotated[
@@ -158,6 +165,7 @@ def compile(
         require_folder(output)
     trip_counts = trip_counts_of(trip_count or ())
     fn, args = load(function, arg or ())
+    fn = lowering.rewrite(fn) if rewrite else fn
 
     def compiled() -> lowering.CompiledReport:
         with lowering.use(implementation):
@@ -185,6 +193,7 @@ def export(
     platforms: Annotated[str, typer.Option(help="Which to write for, of cpu, cuda and tpu.")] = "cpu,cuda,tpu",
     arg: Arguments = None,
     implementation: Implementation = "auto",
+    rewrite: Rewrite = False,
     tuned: Tuned = None,
     as_json: Json = False,
 ) -> None:
@@ -194,6 +203,7 @@ def export(
     """
     require_implementation(implementation)
     fn, args = load(function, arg or ())
+    fn = lowering.rewrite(fn) if rewrite else fn
 
     def exported() -> lowering.Artifact:
         with lowering.use(implementation):

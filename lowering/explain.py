@@ -20,6 +20,9 @@ from lowering.notes import heard
 from lowering.operator_scopes import brief
 from lowering.patterns import Opportunity, opportunities
 from lowering.registry import Operator, operator_of
+from lowering.rewriting import rules
+from lowering.rewriting.plan import Planner
+from lowering.rewriting.report import Applied
 from lowering.select import Choice, Refusal
 from lowering.static_leaves import jaxpr_of, of_arrays
 from lowering.targets import here, parse
@@ -93,6 +96,7 @@ class Explanation:
       opportunities: plain JAX in the function that an operator could replace, the largest saving first.
       notes: choices that operators made while the function was traced, and why.
       near_misses: plain JAX that an operator computes as well, and why replacing it saves nothing.
+      rewrites: what `lowering.rewrite` would replace in the function as it is.
     """
 
     target: str
@@ -101,6 +105,7 @@ class Explanation:
     opportunities: tuple[Opportunity, ...] = ()
     notes: tuple[str, ...] = ()
     near_misses: tuple[Opportunity, ...] = ()
+    rewrites: tuple[Applied, ...] = ()
 
     @property
     def share(self) -> float | None:
@@ -161,8 +166,11 @@ class Explanation:
 
     @property
     def remarks(self) -> list[str]:
-        """The lines below the table: notes, opportunities and near misses."""
-        return [*self.notes, *map(str, self.opportunities), *map(str, self.near_misses)]
+        """The lines below the table: notes, what can be rewritten, opportunities and near misses."""
+        would = [
+            f"{one.source}: {one.detail}: `lowering.rewrite` would do this ({one.pattern})" for one in self.rewrites
+        ]
+        return [*self.notes, *would, *map(str, self.opportunities), *map(str, self.near_misses)]
 
 
 def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Explanation:
@@ -212,6 +220,7 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
         opportunities=tuple(x for x in found if not x.obstacle),
         notes=tuple(notes),
         near_misses=tuple(x for x in found if x.obstacle),
+        rewrites=Planner(rules.usual()).plan(jaxpr).applied,
     )
 
 

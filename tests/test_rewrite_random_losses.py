@@ -97,7 +97,9 @@ TERMS: dict[str, Callable[..., Any]] = {
 REDUCTIONS: dict[str, Callable[..., Any]] = {
     "mean": lambda losses, a: losses.mean(),
     "sum": lambda losses, a: losses.sum(),
-    "masked mean": lambda losses, a: jnp.where(a["labels"] > 1, losses, 0).sum() / jnp.maximum((a["labels"] > 1).sum(), 1),
+    "masked mean": lambda losses, a: (
+        jnp.where(a["labels"] > 1, losses, 0).sum() / jnp.maximum((a["labels"] > 1).sum(), 1)
+    ),
     "weighted": lambda losses, a: jnp.sum(losses * a["row"]) / a["row"].sum(),
     "root": lambda losses, a: jnp.sqrt(1 + losses.sum() ** 2),
 }

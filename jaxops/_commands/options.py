@@ -30,6 +30,9 @@ Arguments = Annotated[
 TripCounts = Annotated[
     list[str] | None, typer.Option(help="For schedules: NAME=NUMBER, how often what data decides is run.")
 ]
+Rewrite = Annotated[
+    bool, typer.Option("--rewrite", help="First replace plain JAX by operators, as `lowering.rewrite` does.")
+]
 Tuned = Annotated[
     Path | None, typer.Option(help="A file that `jaxops tune` has written, by which to choose implementations.")
 ]

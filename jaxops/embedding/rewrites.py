@@ -12,7 +12,7 @@ from jaxops.linear_cross_entropy.rewriting.forms import OneHot
 from jaxops.linear_cross_entropy.rewriting.reading import Reading
 from jaxops.linear_cross_entropy.rewriting.rows import Row
 from lowering.rewriting.graph import Level, Node, Value
-from lowering.rewriting.rules import Found, Missed, Refusal, Rule, described
+from lowering.rewriting.rules import Found, Missed, RefusalError, Rule, described
 from lowering.rewriting.schedule import Step, needed
 
 # Smaller tables, and smaller one-hot arrays, are not worth an operator.
@@ -80,7 +80,7 @@ def _of_product(node: Node) -> Found | None:
         return None
     try:
         form = Reading(table.shape[0], accumulation_dtype(table.dtype), {}).form(one_hot, axis)
-    except Refusal:
+    except RefusalError:
         return None
     if not isinstance(form, OneHot) or (form.on.literal, form.off.literal) != (1, 0):
         return None

@@ -19,11 +19,11 @@ from jaxops.linear_cross_entropy.rewriting.rows import Row
 from jaxops.linear_cross_entropy.rewriting.sinks import SINKS, is_known, reduced
 from jaxops.linear_cross_entropy.rewriting.totals import Asked
 from lowering.rewriting.graph import Level, Node
-from lowering.rewriting.rules import Found, Missed, Refusal, Rule, described
+from lowering.rewriting.rules import Found, Missed, RefusalError, Rule, described
 from lowering.rewriting.schedule import Step, needed
 
 
-class _Unlike(Exception):
+class _UnlikeError(Exception):
     """A matrix product whose result is no logits of a cross entropy."""
 
 
@@ -37,9 +37,9 @@ def _find(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
             saved = logits_bytes_saved(node.inputs, node.outputs[0], head.classes, head.features)
             try:
                 found = _statistics_of(level, taken, head) if saved else ()
-            except _Unlike:
+            except _UnlikeError:
                 continue
-            except Refusal as error:
+            except RefusalError as error:
                 refusal = refusal or str(error)
                 continue
             if found:
@@ -75,27 +75,30 @@ def _statistics_of(level: Level, taken: list[Step], head: Head) -> tuple[Step, .
         for node in sinks:
             try:
                 rows[node] = reduced(node, reading, asked)
-            except Refusal as error:
+            except RefusalError as error:
                 others[node] = str(error)
     used = [one for one in asked.of_heads.values() if one.scale is not None]
     if not (used and asked.picks_by_label):
         if not (used or asked.picks_by_label) or not others:
-            raise _Unlike
-        raise Refusal(" and ".join(dict.fromkeys(others.values())))
+            raise _UnlikeError
+        raise RefusalError(" and ".join(dict.fromkeys(others.values())))
     if len(asked.of_heads) > 1:
-        raise Refusal("the logits are read in two ways, such as with and without a bias, or of other rows")
+        raise RefusalError("the logits are read in two ways, such as with and without a bias, or of other rows")
     steps = (_step(used[0]), *(_exit(node, row) for node, row in rows.items()))
     if needed(level, [*taken, *steps]) & set(alike):
-        raise Refusal(_escape(level, reading, [*taken, *steps], others))
+        raise RefusalError(_escape(level, reading, [*taken, *steps], others))
     for node in sinks:
         if node.name == "reduce_max" and not cancels(level, node.outputs[0]):
-            raise Refusal(f"the maximum of the logits is itself used and differentiated, from {node.source} on")
+            raise RefusalError(f"the maximum of the logits is itself used and differentiated, from {node.source} on")
     return steps
 
 
 def _is_alike(node: Node, other: Node) -> bool:
     """Whether two nodes compute the same, which XLA merges into one."""
-    same = [a is b or (a.number is not None and a.number == b.number) for a, b in zip(node.inputs, other.inputs)]
+    same = [
+        a is b or (a.number is not None and a.number == b.number)
+        for a, b in zip(node.inputs, other.inputs, strict=True)
+    ]
     return node is other or (all(same) and str(node.params) == str(other.params))
 
 
@@ -141,9 +144,9 @@ def _find_cones(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Misse
             saved = logits_bytes_saved(node.inputs, node.outputs[0], classes, features)
             try:
                 step = _cone_of(level, taken, node, axis, class_axis) if saved else None
-            except _Unlike:
+            except _UnlikeError:
                 continue
-            except Refusal as error:
+            except RefusalError as error:
                 refusal = refusal or str(error)
                 continue
             if step is not None:
@@ -189,14 +192,14 @@ def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis:
     adds_classes = any(one.inputs[0].shape[a] == shape[class_axis] for one in sums for a in one.params["axes"])
     has_labels = any(x.dtype.kind in "iu" and not is_known(x) for x in cone.cut if hasattr(x.dtype, "kind"))
     if not (adds_classes and has_labels and _is_like_loss(level, node)):
-        raise _Unlike
+        raise _UnlikeError
     if any(isinstance(cone.roles[x], Part) and cone.is_wide(x) for x in cone.exits):
-        raise Refusal("the logits, or as many numbers computed from them, are used as a whole")
+        raise RefusalError("the logits, or as many numbers computed from them, are used as a whole")
     chunk_rows = row_chunks.default_chunk_rows(shape[class_axis], _features(node))
     rows = node.outputs[0].size // shape[class_axis]
     step = cone.step(max(1, chunk_rows * shape[axis] // rows))
     if node in needed(level, [*taken, step]):
-        raise Refusal("the logits are used elsewhere")
+        raise RefusalError("the logits are used elsewhere")
     return step
 
 

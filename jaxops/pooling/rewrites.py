@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxops.pooling.max_pool import MAX_POOL, MAX_POOL_AT, MAX_POOL_BACKWARD
 from jaxops.pooling.patterns import SAVED_BYTES_PER_ELEMENT, SELECT_AND_SCATTER
 from lowering.rewriting.graph import Level, Node, Value
-from lowering.rewriting.rules import Found, Missed, Refusal, Rule, described
+from lowering.rewriting.rules import Found, Missed, RefusalError, Rule, described
 from lowering.rewriting.schedule import Step
 from lowering.targets import here
 
@@ -26,7 +26,7 @@ def _find(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
         detail = f"the maxima of windows in {described(image)}"
         try:
             step = _step(node, image)
-        except Refusal as refusal:
+        except RefusalError as refusal:
             yield Missed(node, detail, str(refusal))
             continue
         yield Found(node, detail, SAVED_BYTES_PER_ELEMENT * image.size, (step,))
@@ -34,7 +34,7 @@ def _find(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
 
 def _step(node: Node, image: Value) -> Step:
     if here().platform not in (SELECT_AND_SCATTER.platforms or ()):
-        raise Refusal("the compiler for this platform keeps nothing for the gradient")
+        raise RefusalError("the compiler for this platform keeps nothing for the gradient")
     attributes, first, last = _windows(node, image)
 
     def to_volume(x: Any) -> Any:
@@ -59,20 +59,20 @@ def _windows(node: Node, image: Value) -> tuple[dict[str, Any], int, int]:
     """The operator's attributes, the first axis with windows, and the one behind the last."""
     params = node.params
     if not jnp.issubdtype(image.dtype, jnp.floating) or image.size == 0:
-        raise Refusal("only floating-point images of known size are pooled")
+        raise RefusalError("only floating-point images of known size are pooled")
     dilations = (*params.get("base_dilation", ()), *params.get("window_dilation", ()))
     if any(step != 1 for step in dilations):
-        raise Refusal("the windows have holes")
+        raise RefusalError("the windows have holes")
     along = [*zip(params["window_dimensions"], params["window_strides"], params["padding"], strict=True)]
     axes = [axis for axis, (size, stride, sides) in enumerate(along) if (size, stride, tuple(sides)) != (1, 1, (0, 0))]
     first, last = (axes[0], axes[-1] + 1) if axes else (0, 1)
     if last - first > _SPATIAL_AXES:
-        raise Refusal("the windows have more than three axes")
+        raise RefusalError("the windows have more than three axes")
     spatial = along[first:last]
     if any(not 0 <= side < size for size, _, sides in spatial for side in sides):
-        raise Refusal("a window may lie in padding alone")
+        raise RefusalError("a window may lie in padding alone")
     if any(image.shape[first + i] + sum(sides) < size for i, (size, _, sides) in enumerate(spatial)):
-        raise Refusal("a window is larger than the image")
+        raise RefusalError("a window is larger than the image")
     spatial = [*((1, 1, (0, 0)) for _ in range(_SPATIAL_AXES - len(spatial))), *spatial]
     sizes, strides, paddings = zip(*spatial, strict=True)
     pairs = tuple((int(low), int(high)) for low, high in paddings)

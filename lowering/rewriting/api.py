@@ -8,7 +8,6 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-
 from lowering.describe import show
 from lowering.functions import require_function
 from lowering.register import patterns
@@ -24,7 +23,40 @@ _R = TypeVar("_R")
 def rewrite(
     fn: Callable[_P, _R], *, only: str | Collection[str] = (), off: str | Collection[str] = ()
 ) -> "Rewritten[_P, _R]":
-    """DOC"""
+    """Rewrites a function of plain JAX, so that some of its equations become operators of this library.
+
+    The function is traced to a jaxpr, which is evaluated again with some equations replaced; everything else stays the
+    user's own. So it composes with `jax.jit`, `jax.grad`, `jax.vmap`, `jax.lax.scan`, `jax.checkpoint` and
+    `jax.shard_map`, in either order. Rewrite the loss before it is differentiated: `jax.value_and_grad(rewrite(loss))`.
+
+    Args:
+      fn: the function. Its arguments may be pytrees, modules and static values, as in a plain call; what is no JAX
+        array stays what it is. It is traced at each call, so call it under `jax.jit` where that matters.
+      only: the names of the patterns to rewrite, of "cross_entropy", "row_cone", "max_pool", "embedding" and "dropout".
+        By default all but "dropout", which draws other random bits.
+      off: the names of patterns to leave alone.
+
+    Returns:
+      A function with the same signature. `.report(*args, **kwargs)` returns `Rewrites`: what is rewritten for such
+      arguments, and what is left alone and why. Where nothing is found, the call is one of `fn` itself.
+
+    Raises:
+      TypeError: if `fn` is no plain function.
+      ValueError: for a name that is no pattern.
+
+    Numerics:
+      Pooling has the same bits. Other values and gradients differ by rounding: logits are kept in float32 where a
+      function rounds them to 16 bits, and sums are added up in another order.
+
+    Example:
+      >>> def loss(weight, x, labels):
+      ...     logits = x @ weight
+      ...     return (jax.nn.logsumexp(logits, axis=-1) - logits[jnp.arange(2048), labels]).mean()
+      >>> shapes = ((512, 32000), jnp.float32), ((2048, 512), jnp.float32), ((2048,), jnp.int32)
+      >>> report = lowering.rewrite(loss).report(*(jax.ShapeDtypeStruct(*each) for each in shapes))
+      >>> [(one.pattern, one.saved_bytes) for one in report.applied]
+      [('cross_entropy', 178304000)]
+    """
     require_function(fn)
     return Rewritten(fn, _chosen(only, off))
 

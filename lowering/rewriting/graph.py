@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.export
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from lowering import _jax_private
@@ -58,7 +59,7 @@ class Value:
     def number(self) -> Any:
         """The value as a Python number, if it is a scalar that the jaxpr holds."""
         is_number = self.is_constant and self.shape == () and self.dtype is not None
-        is_plain = is_number and not jax.dtypes.issubdtype(self.dtype, jax.dtypes.extended)
+        is_plain = is_number and not jnp.issubdtype(self.dtype, jax.dtypes.extended)
         if not is_plain or isinstance(self.constant, jax.core.Tracer):
             return None
         return self.constant.item() if hasattr(self.constant, "item") else self.constant
@@ -125,10 +126,12 @@ def level_of(
       is_large: which arrays may be logits, by their type.
       repetitions: how often the jaxpr runs.
     """
-    jaxpr, constants = opened(closed)
+    jaxpr, arrays = opened(closed)
     arguments = [Value(x.aval) for x in jaxpr.invars]
+    # An open jaxpr may lack its constants; it can be looked at all the same.
+    constants = [constant(x) for x in arrays] or [Value(x.aval) for x in jaxpr.constvars]
     nodes: list[Node] = []
-    results = _Builder(nodes, is_inlined, is_large).inline(jaxpr, arguments, [constant(x) for x in constants], None)
+    results = _Builder(nodes, is_inlined, is_large).inline(jaxpr, arguments, constants, None)
     return Level(nodes, arguments, results, repetitions)
 
 

@@ -1,4 +1,4 @@
-"""Arguments that a function may change while it runs: the modules of Flax NNX, which are Python objects with a state."""
+"""Arguments that a function may change while it runs: modules of Flax NNX, Python objects with a state."""
 
 import sys
 from typing import Any
@@ -16,6 +16,7 @@ class Arguments:
         self._is_object_at = [self._is_object(leaf) for leaf in leaves]
         self._objects = [leaf for leaf in leaves if self._is_object(leaf)]
         others = [leaf for leaf in leaves if not self._is_object(leaf)]
+        self._graph: Any
         self._graph, state = self._nnx.split(self._objects) if self._nnx and self._objects else (None, ())
         self.tree = (others, state)
 

@@ -1,4 +1,4 @@
-"""Takes the last products out of a checkpoint that returns logits, so that what follows can be read together with them."""
+"""Takes the last product out of a checkpoint that returns logits, so that it is read together with what follows."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

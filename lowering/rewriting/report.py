@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -64,15 +63,13 @@ class Rewrites:
         """Writes everything as a JSON object."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
-    def table(self) -> Group | Text:
-        """Lays out what is rewritten, and what is not, as `rich` tables."""
-        if not (self.applied or self.refused):
-            return Text("nothing to rewrite")
-        return Group(*(table for table in (self._applied_table(), self._refused_table()) if table is not None))
+    def tables(self) -> list[Table | Text]:
+        """Lays out what is rewritten, and what is left alone, as `rich` tables."""
+        found = [table for table in (self._applied_table(), self._refused_table()) if table is not None]
+        return [*found] or [Text("nothing to rewrite")]
 
     def __str__(self) -> str:
-        shown = [table for table in (self._applied_table(), self._refused_table()) if table is not None]
-        return "\n".join(map(tables.text, shown)) or "nothing to rewrite"
+        return "\n".join(map(tables.text, self.tables()))
 
     def _applied_table(self) -> Table | None:
         if not self.applied:

@@ -8,7 +8,7 @@ from lowering.rewriting.graph import Level, Node, Value
 from lowering.rewriting.schedule import Step
 
 
-class Refusal(Exception):
+class RefusalError(Exception):
     """Why something that looks like a pattern is not rewritten, in words."""
 
 
@@ -75,6 +75,11 @@ def add_rules(rules: Iterable[Rule]) -> None:
 def rules() -> tuple[Rule, ...]:
     """All rules, in order of preference."""
     return tuple(_rules.values())
+
+
+def usual() -> tuple[Rule, ...]:
+    """The rules that are on by default."""
+    return tuple(rule for rule in rules() if not rule.asked)
 
 
 def described(value: Any) -> str:

@@ -46,7 +46,8 @@ def ordered(level: Level, steps: Sequence[Step]) -> list[Task]:
     producer = _producers(steps)
     wanted = needed(level, steps)
     order: dict[Task, None] = {}
-    for root in [*(node for node in level.nodes if node in wanted), *(step for step in steps if step in wanted)]:
+    roots: list[Task] = [*level.nodes, *steps]
+    for root in (task for task in roots if task in wanted):
         stack: list[Task] = [root]
         while stack:
             task = stack[-1]

@@ -39,9 +39,7 @@ def sliced(starts: Sequence[int], limits: Sequence[int], strides: Sequence[int])
 
     def cut(array: Any) -> Any:
         behind = array.shape[len(starts) :]
-        return lax.slice(
-            array, (*starts, *(0 for _ in behind)), (*limits, *behind), (*strides, *(1 for _ in behind))
-        )
+        return lax.slice(array, (*starts, *(0 for _ in behind)), (*limits, *behind), (*strides, *(1 for _ in behind)))
 
     return Change(("slice", tuple(starts), tuple(limits), tuple(strides)), cut)
 

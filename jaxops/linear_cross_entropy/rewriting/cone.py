@@ -14,9 +14,8 @@ from jaxops.linear_cross_entropy.rewriting.changes import without_axis
 from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role
 from jaxops.linear_cross_entropy.rewriting.sinks import labels_by_position
 from lowering.rewriting.graph import Level, Node, Value
-from lowering.rewriting.rules import Refusal
+from lowering.rewriting.rules import RefusalError
 from lowering.rewriting.schedule import Step, Task
-
 
 _Parts = list[Part | None]
 
@@ -46,7 +45,7 @@ class Cone:
         for node in level.nodes:
             if node in within:
                 found = operands[node]
-                if isinstance(found, Refusal):
+                if isinstance(found, RefusalError):
                     raise found
                 self._inner.add(node)
                 for value, part in zip(self._inputs(node), found, strict=True):
@@ -61,9 +60,9 @@ class Cone:
         """Whether a value is about as large as the logits."""
         return value.size > self.head.outputs[0].size // 2
 
-    def _follow(self, level: Level, wanted: set[Task], axis: int) -> dict[Node, _Parts | Refusal]:
+    def _follow(self, level: Level, wanted: set[Task], axis: int) -> dict[Node, _Parts | RefusalError]:
         """Where the operands of each node that depends on the logits have their rows, or why that is not known."""
-        found: dict[Node, _Parts | Refusal] = {}
+        found: dict[Node, _Parts | RefusalError] = {}
         dependent = set(self.head.outputs)
         for node in level.nodes:
             if node is self.head or (node in wanted and any(x in dependent for x in node.inputs)):
@@ -71,7 +70,7 @@ class Cone:
                 try:
                     parts = _parts_of_head(node, axis) if node is self.head else self._operands(node, dependent)
                     role = self._pick(node, parts) or row_wise.role_of_results(node, parts)
-                except Refusal as refusal:
+                except RefusalError as refusal:
                     found[node] = refusal
                     continue
                 found[node] = parts
@@ -113,13 +112,13 @@ class Cone:
     def _operands(self, node: Node, dependent: set[Value]) -> _Parts:
         """Where the operands have their rows; those from outside like the others, if they have as many."""
         if node.equation.effects:
-            raise Refusal(f"{node.name} on {node.source} has an effect")
+            raise RefusalError(f"{node.name} on {node.source} has an effect")
         if any(x in dependent and not isinstance(self.roles.get(x), Part) for x in node.inputs):
-            raise Refusal(f"{node.name} on {node.source} needs a sum over all rows first")
+            raise RefusalError(f"{node.name} on {node.source} needs a sum over all rows first")
         roles = [self.roles.get(x) or _matching(node, x, self.roles) for x in node.inputs]
         return [role if isinstance(role, Part) else None for role in roles]
 
-    def _within(self, operands: dict[Node, _Parts | Refusal]) -> set[Node]:
+    def _within(self, operands: dict[Node, _Parts | RefusalError]) -> set[Node]:
         """The nodes that read something of the logits' size, and those between the logits and them."""
 
         def reads_wide(node: Node) -> bool:
@@ -138,7 +137,7 @@ class Cone:
         """Makes a value known in chunks: computed in each if it is large and cheap, else cut from the whole."""
         if value in self.roles:
             if self.roles[value] != part:
-                raise Refusal("rows are paired with other rows")
+                raise RefusalError("rows are paired with other rows")
             return
         if part is None:
             self._shared[value] = None
@@ -153,7 +152,7 @@ class Cone:
                 self._inner.add(node)
                 return
         if self.cut.setdefault(value, part) != part:
-            raise Refusal("rows are paired with other rows")
+            raise RefusalError("rows are paired with other rows")
 
     def step(self, chunk_rows: int) -> Step:
         """The chunked computation; about so many rows of the split axis exist at a time."""
@@ -196,24 +195,30 @@ class Cone:
             results = self._chunk(fixed, cut, chunk, size)
             terms = [x for x, adds in zip(results, is_sum, strict=True) if adds]
             stacked = [x for x, adds in zip(results, is_sum, strict=True) if not adds]
-            return tuple(total + term.astype(total.dtype) for total, term in zip(sums, terms, strict=True)), tuple(stacked)
+            return tuple(total + term.astype(total.dtype) for total, term in zip(sums, terms, strict=True)), tuple(
+                stacked
+            )
 
         zeros = [jnp.zeros(x.shape, _sum_dtype(x.dtype)) for x, adds in zip(self.exits, is_sum, strict=True) if adds]
         start = tuple(varying_with(zeros, (*arrays, *fixed.values())))
         # Differentiated, every step would keep its logits, together just what the chunks are there to avoid.
-        sums, stacked = lax.scan(jax.checkpoint(one, prevent_cse=False), start, chunks)
-        sums, stacked = iter(sums), iter(stacked)
+        totals, parts = lax.scan(jax.checkpoint(one, prevent_cse=False), start, chunks)
+        sums, stacked = iter(totals), iter(parts)
         results = []
         for value, adds in zip(self.exits, is_sum, strict=True):
             part = self.roles[value]
-            results.append(next(sums).astype(value.dtype) if adds else part.joined(next(stacked), size, steps))  # type: ignore[union-attr]
+            if adds:
+                results.append(next(sums).astype(value.dtype))
+            else:
+                assert isinstance(part, Part)
+                results.append(part.joined(next(stacked), size, steps))
         return results
 
     def _chunk(self, fixed: dict[Value, Any], cut: list[Value], arrays: Sequence[Any], size: int) -> list[Any]:
         known = {**fixed, **dict(zip(cut, arrays, strict=True))}
 
         def read(value: Value) -> Any:
-            return known[value] if value in known else value.constant
+            return known.get(value, value.constant)
 
         for node in self.nodes:
             results = self._run(node, size, [read(x) for x in self._inputs(node)])
@@ -250,34 +255,20 @@ def _matching(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None
 
 
 def _matching_index(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
-    numbers = node.params["dimension_numbers"]
-    starts = getattr(numbers, "start_indices_batching_dims", None) or getattr(
-        numbers, "scatter_indices_batching_dims", ()
-    )
-    batch = numbers.operand_batching_dims
-    part = roles.get(node.inputs[0])
-    position = list(node.inputs).index(value)
-    if isinstance(part, Part):
-        if part.axis not in batch:
-            return None
-        at = batch.index(part.axis)
-    else:
-        part = roles.get(node.inputs[-1])
-        if not isinstance(part, Part) or position == 2:
-            return None
-        window = set(getattr(numbers, "update_window_dims", ()))
-        rest = [i for i in range(len(node.inputs[-1].shape)) if i not in window]
-        along = rest.index(part.axis) if part.axis in rest else None
-        if along not in starts:
-            return None
-        at = starts.index(along)
-    if position == 0:
-        return part._replace(axis=batch[at])
-    if position == 1:
-        return part._replace(axis=starts[at])
-    window = set(getattr(numbers, "update_window_dims", ()))
-    rest = [i for i in range(len(value.shape)) if i not in window]
-    return part._replace(axis=rest[starts[at]])
+    """The same for the operand, the indices or the updates of a gather or a scatter with batch axes."""
+    numbers, position = node.params["dimension_numbers"], node.inputs.index(value)
+    batch = tuple(numbers.operand_batching_dims)
+    is_gather = node.name == "gather"
+    starts = tuple(numbers.start_indices_batching_dims if is_gather else numbers.scatter_indices_batching_dims)
+    # Which axes of the updates are batch axes of the indices.
+    window = () if is_gather else numbers.update_window_dims
+    rest = [i for i in range(len(node.inputs[-1].shape)) if i not in window]
+    axes = [batch, starts, tuple(rest[start] for start in starts)]
+    for source, one in enumerate(node.inputs):
+        part = roles.get(one)
+        if isinstance(part, Part) and part.axis in axes[source]:
+            return part._replace(axis=axes[position][axes[source].index(part.axis)])
+    return None
 
 
 def _sum_dtype(dtype: Any) -> Any:

@@ -13,7 +13,7 @@ from jaxops.linear_cross_entropy.operands import merged_statistics
 from jaxops.linear_cross_entropy.rewriting.rows import Change, Read, Row
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 from lowering.rewriting.graph import Node, Value
-from lowering.rewriting.rules import Refusal
+from lowering.rewriting.rules import RefusalError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +47,12 @@ class Head:
 
     @property
     def x(self) -> Value:
+        """What the weight is multiplied with."""
         return self.node.inputs[1 - self.side]
 
     @property
     def weight(self) -> Value:
+        """The weight, with its axes in any order."""
         return self.node.inputs[self.side]
 
     @property
@@ -60,14 +62,16 @@ class Head:
 
     @property
     def classes(self) -> int:
+        """The number of classes, V."""
         return int(self.weight.shape[layout_of(self.node, self.side).class_axis])
 
     @property
     def features(self) -> int:
+        """The number of features, H."""
         return self.weight.size // self.classes
 
     def rows_of(self, x: Any) -> Any:
-        """x as (..., H)."""
+        """The operand x as (..., H)."""
         layout = layout_of(self.node, self.side)
         rows = [x.shape[axis] for axis in layout.rows]
         x = _in_order(x, (*layout.rows, *layout.x_features))
@@ -109,9 +113,7 @@ def layout_of(node: Node, side: int) -> Layout:
         rows = tuple(by_result[axis] for axis in sorted(by_result))
         return Layout(rows, (lhs[1],), rhs[0], tuple(rhs[1:]), out[1])
     contracted, _ = node.params["dimension_numbers"]
-    free = [
-        tuple(axis for axis in range(len(node.inputs[i].shape)) if axis not in contracted[i]) for i in (0, 1)
-    ]
+    free = [tuple(axis for axis in range(len(node.inputs[i].shape)) if axis not in contracted[i]) for i in (0, 1)]
     result_axis = len(node.outputs[0].shape) - 1 if side == 1 else 0
     return Layout(free[1 - side], tuple(contracted[1 - side]), free[side][0], tuple(contracted[side]), result_axis)
 
@@ -164,19 +166,19 @@ class Statistics:
     def ask_scale(self, scale: Row) -> None:
         """The exponentials are of the logits times this."""
         if self.scale is not None and self.scale.key != scale.key:
-            raise Refusal("exponentials of the logits are taken at two temperatures")
+            raise RefusalError("exponentials of the logits are taken at two temperatures")
         self.scale = scale
 
     def ask_label(self, labels: Row) -> None:
         """The logit at these labels is wanted."""
         if self.labels is not None and self.labels.key != labels.key:
-            raise Refusal("the logits are picked at two kinds of labels")
+            raise RefusalError("the logits are picked at two kinds of labels")
         self.labels = labels
 
     def ask_target(self, target: Any) -> None:
         """The sum of the logits times this is wanted: a form, or None for ones."""
         if self.target is not None and self.target != target:
-            raise Refusal("two different weighted sums of the logits are wanted")
+            raise RefusalError("two different weighted sums of the logits are wanted")
         self.target = target
 
     def answers(self) -> tuple[Value, ...]:
@@ -243,4 +245,3 @@ class Statistics:
 
 def _in_order(array: Any, axes: tuple[int, ...]) -> Any:
     return array if axes == tuple(range(array.ndim)) else jnp.transpose(array, axes)
-

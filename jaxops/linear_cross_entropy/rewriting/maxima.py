@@ -25,7 +25,9 @@ class _Slope:
 
 _NONE, _UNKNOWN = _Slope(0.0), _Slope(None)
 _PASSES = SAME | RESHAPES | {"broadcast_in_dim", "transpose", "slice", "gather", "dynamic_slice", "abs", "concatenate"}
-_STEPS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite", "sign", "argmax", "stop_gradient", "floor", "ceil"})
+_STEPS = frozenset(
+    {"eq", "ne", "lt", "le", "gt", "ge", "is_finite", "sign", "argmax", "stop_gradient", "floor", "ceil"}
+)
 
 
 def cancels(level: Level, maximum: Value) -> bool:

@@ -25,7 +25,7 @@ from jaxops.linear_cross_entropy.rewriting.forms import (
 from jaxops.linear_cross_entropy.rewriting.head import Head, Mask, layout_of
 from jaxops.linear_cross_entropy.rewriting.rows import Row
 from lowering.rewriting.graph import Node, Value
-from lowering.rewriting.rules import Refusal
+from lowering.rewriting.rules import RefusalError
 
 SAME = frozenset(
     {"copy", "copy_p", "name", "optimization_barrier", "sharding_constraint", "layout_constraint", "reduce_precision"}
@@ -96,7 +96,7 @@ class Reading:
         """What a value is made of, where `axis` counts the classes.
 
         Raises:
-          Refusal: if it depends on the logits in a way that is not known.
+          RefusalError: if it depends on the logits in a way that is not known.
         """
         if (value, axis) not in self._known:
             found = self._read(value, axis)
@@ -113,7 +113,7 @@ class Reading:
         if node is None or value.shape[axis] != self.classes:
             return Dense(value, axis)
         if value in self.axes and self.axes[value] != axis:
-            raise Refusal(f"{node.name} on {node.source} mixes rows and classes")
+            raise RefusalError(f"{node.name} on {node.source} mixes rows and classes")
         match node.name:
             case name if name in SAME:
                 return self.form(node.inputs[node.outputs.index(value)], axis)
@@ -131,7 +131,7 @@ class Reading:
                 operands = tuple(self.aligned(x, value.shape, axis) for x in node.inputs)
                 return combined(node, operands, self.dtype)
         if value in self.axes:
-            raise Refusal(f"{node.name} on {node.source} is not known to this rule")
+            raise RefusalError(f"{node.name} on {node.source} is not known to this rule")
         return Dense(value, axis)
 
     def aligned(self, value: Value, shape: Sequence[int], axis: int, dims: Sequence[int] | None = None) -> Form:
@@ -159,7 +159,7 @@ class Reading:
         before = _kept_axis(shape, axis, value.shape)
         if before is None:
             if node.outputs[0] in self.axes:
-                raise Refusal(f"{node.name} on {node.source} mixes rows and classes")
+                raise RefusalError(f"{node.name} on {node.source} mixes rows and classes")
             return Dense(node.outputs[0], axis)
         change = changes.reshaped(without_axis(value.shape, before), without_axis(shape, axis))
         return changed(self.form(value, before), change)
@@ -303,7 +303,7 @@ def _scaled(form: Form, by: Row, change: Callable[[Row, Row], Row]) -> Form | No
 
 
 def _capped(tanh: Elementwise, by: Row) -> Form | None:
-    """c tanh(z / c) as the logits of a head with a softcap."""
+    """Reads c tanh(z / c) as the logits of a head with a softcap."""
     (logits,) = tanh.operands
     if not isinstance(logits, Logits) or logits.shift.literal != 0 or logits.head.softcap is not None:
         return None
@@ -327,7 +327,7 @@ def _converted(node: Node, operands: Sequence[Form]) -> Form | None:
     if not jnp.issubdtype(to, jnp.floating) or not jnp.issubdtype(node.inputs[0].dtype, jnp.floating):
         return None
     if jnp.finfo(to).bits > _bits(form):
-        raise Refusal(f"the logits are widened to {to} on {node.source}")
+        raise RefusalError(f"the logits are widened to {to} on {node.source}")
     return form
 
 

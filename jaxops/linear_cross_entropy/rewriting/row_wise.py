@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxops.linear_cross_entropy.rewriting.reading import ELEMENTWISE, RESHAPES, SAME
 from lowering.rewriting.graph import Node, Value
-from lowering.rewriting.rules import Refusal
+from lowering.rewriting.rules import RefusalError
 
 _MORE_ELEMENTWISE = frozenset(
     {"erf", "erf_inv", "sin", "cos", "atan2", "round", "rem", "nextafter", "shift_right_logical", "xor", "cbrt"}
@@ -70,14 +70,14 @@ def role_of_results(node: Node, parts: Sequence[Part | None]) -> Role:
     """Where a node's results have their rows, given where its operands have them; SUM if it adds them up.
 
     Raises:
-      Refusal: if it is not known to treat all rows alike.
+      RefusalError: if it is not known to treat all rows alike.
     """
     for names, rule in _RULES:
         if node.name in names:
             found = rule(node, parts)
             if found is not None:
                 return found
-    raise Refusal(f"{node.name} on {node.source} is not known to treat all rows alike")
+    raise RefusalError(f"{node.name} on {node.source} is not known to treat all rows alike")
 
 
 def parts_of_operands(node: Node, part: Part) -> list[Part | None] | None:

@@ -51,7 +51,9 @@ class Row:
         """The row after a change of its axes; one number stays one."""
         if self.literal is not None:
             return self
-        if self.before is not None and (self.before[0] == ("undo", change.key) or change.key == ("undo", self.before[0])):
+        if self.before is not None and (
+            self.before[0] == ("undo", change.key) or change.key == ("undo", self.before[0])
+        ):
             return self.before[1]
         key, before = (change.key, self.key), (change.key, self)
 
@@ -78,7 +80,9 @@ def _number(value: Value) -> Any:
     return value.number
 
 
-_SIMPLE = frozenset({"broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "select_n", "lt", "add", "slice"})
+_SIMPLE = frozenset(
+    {"broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "select_n", "lt", "add", "slice"}
+)
 _DEPTH = 8
 
 
@@ -100,7 +104,7 @@ def combine(name: Any, compute: Callable[..., Any], *rows: Row) -> Row:
 
 
 def plus(a: Row, b: Row) -> Row:
-    """a + b."""
+    """The sum a + b."""
     if a.literal == 0 or b.literal == 0:
         return b if a.literal == 0 else a
     if a.literal is not None and b.literal is not None:
@@ -109,7 +113,7 @@ def plus(a: Row, b: Row) -> Row:
 
 
 def minus(a: Row, b: Row) -> Row:
-    """a - b."""
+    """The difference a - b."""
     if b.literal == 0:
         return a
     if a.literal is not None and b.literal is not None:
@@ -118,7 +122,7 @@ def minus(a: Row, b: Row) -> Row:
 
 
 def times(a: Row, b: Row) -> Row:
-    """a b."""
+    """The product a b."""
     if a.literal == 1 or b.literal == 1:
         return b if a.literal == 1 else a
     if a.literal is not None and b.literal is not None:
@@ -127,7 +131,7 @@ def times(a: Row, b: Row) -> Row:
 
 
 def over(a: Row, b: Row) -> Row:
-    """a / b."""
+    """The quotient a / b."""
     if b.literal == 1:
         return a
     if a.key == b.key:
@@ -138,7 +142,7 @@ def over(a: Row, b: Row) -> Row:
 
 
 def exponential(a: Row) -> Row:
-    """exp(a)."""
+    """The exponential exp(a)."""
     return combine("exp", jnp.exp, a)
 
 
@@ -146,9 +150,7 @@ def where(condition: Row, yes: Row, no: Row) -> Row:
     """`yes` where the condition holds, else `no`."""
 
     def choose(condition: Any, yes: Any, no: Any) -> Any:
-        yes, no = _together(yes, no)
-        shape = jnp.shape(condition) or jnp.shape(yes)
-        return jnp.where(*(jnp.broadcast_to(x, shape) for x in (condition, yes, no)))
+        return jnp.where(*_spread(condition, *_together(yes, no)))
 
     return combine("where", choose, condition, yes, no)
 
@@ -160,8 +162,7 @@ def bound(node: Node, rows: Sequence[Row], dtype: Any) -> Row:
 
     def compute(*arrays: Any) -> Any:
         arrays = tuple(_in(array, original, dtype) for array, original in zip(arrays, originals, strict=True))
-        shape = next((x.shape for x in arrays if x.ndim), ())
-        arrays = tuple(jnp.broadcast_to(x, shape) for x in arrays)
+        arrays = tuple(_spread(*arrays))
         if node.name == "convert_element_type":
             to = dtype if jnp.issubdtype(result, jnp.floating) else result
             return arrays[0].astype(to)
@@ -176,6 +177,12 @@ def _in(array: Any, original: Any, dtype: Any) -> jax.Array:
     return jnp.asarray(array, dtype if jnp.issubdtype(original, jnp.floating) else original)
 
 
+def _spread(*arrays: Any) -> list[Any]:
+    """The arrays with single numbers repeated, laid out over a mesh like the others."""
+    whole = next((x for x in arrays if jnp.ndim(x)), None)
+    return [x if whole is None or jnp.ndim(x) else jnp.full_like(whole, x, dtype=jnp.result_type(x)) for x in arrays]
+
+
 def _together(a: Any, b: Any) -> tuple[Any, Any]:
     """Two operands in the wider of their dtypes; plain numbers take that of the other."""
     if not (hasattr(a, "dtype") and hasattr(b, "dtype")) or a.dtype == b.dtype:
@@ -186,9 +193,6 @@ def _together(a: Any, b: Any) -> tuple[Any, Any]:
 
 def _aligned(operation: Callable[..., Any]) -> Callable[..., Any]:
     def compute(a: Any, b: Any) -> Any:
-        a, b = _together(a, b)
-        shape = jnp.shape(a) or jnp.shape(b)
-        a, b = (jnp.broadcast_to(x, shape) if jnp.ndim(x) else x for x in (a, b))
-        return operation(a, b)
+        return operation(*_together(a, b))
 
     return compute

@@ -14,7 +14,7 @@ from jaxops.linear_cross_entropy.rewriting.reading import Reading
 from jaxops.linear_cross_entropy.rewriting.rows import Row
 from jaxops.linear_cross_entropy.rewriting.totals import Asked
 from lowering.rewriting.graph import Node, Value
-from lowering.rewriting.rules import Refusal
+from lowering.rewriting.rules import RefusalError
 
 SINKS = frozenset({"reduce_sum", "reduce_max", "argmax", "gather", "dynamic_slice", "dot_general"})
 
@@ -23,7 +23,7 @@ def reduced(node: Node, reading: Reading, asked: Asked) -> Row:
     """What a node computes, with the rows in the order of its result's axes.
 
     Raises:
-      Refusal: if it is not known.
+      RefusalError: if it is not known.
     """
     return _READERS[node.name](node, reading, asked)
 
@@ -33,7 +33,7 @@ def _axes_behind(node: Node, reading: Reading) -> tuple[Value, int, tuple[int, .
     value = node.inputs[0]
     axis, axes = reading.axes[value], tuple(node.params["axes"])
     if axis not in axes:
-        raise Refusal(f"{node.name} on {node.source} reduces over rows, not over classes")
+        raise RefusalError(f"{node.name} on {node.source} reduces over rows, not over classes")
     return value, axis, tuple(other - (other > axis) for other in axes if other != axis)
 
 
@@ -60,14 +60,14 @@ def _maximum(node: Node, reading: Reading, asked: Asked) -> Row:
 def _argmax(node: Node, reading: Reading, asked: Asked) -> Row:
     value, axis, others = _axes_behind(node, reading)
     if others:
-        raise Refusal(f"{node.name} on {node.source} looks through several rows")
+        raise RefusalError(f"{node.name} on {node.source} looks through several rows")
     return asked.prediction(reading.form(value, axis))
 
 
 def _gather(node: Node, reading: Reading, asked: Asked) -> Row:
     value, indices = node.inputs
     if value not in reading.axes:
-        raise Refusal(f"{node.name} on {node.source} is indexed by the logits")
+        raise RefusalError(f"{node.name} on {node.source} is indexed by the logits")
     axis = reading.axes[value]
     labels = _labels(node, value, indices, axis)
     asked.picks_by_label |= not is_known(indices)
@@ -96,7 +96,7 @@ def labels_by_position(node: Node) -> tuple[int, Value] | None:
     for axis in range(len(value.shape)):
         try:
             (label,) = _labels(node, value, indices, axis).values
-        except (Refusal, ValueError):
+        except (RefusalError, ValueError):
             continue
         return axis, label
     return None
@@ -105,7 +105,7 @@ def labels_by_position(node: Node) -> tuple[int, Value] | None:
 def _labels(node: Node, value: Value, indices: Value, axis: int) -> Row:
     """The class that a gather picks in each row; it must pick one in each, in order."""
     numbers, shape = node.params["dimension_numbers"], value.shape
-    refusal = Refusal(f"{node.name} on {node.source} does more than to pick one class per row")
+    refusal = RefusalError(f"{node.name} on {node.source} does more than to pick one class per row")
     if any(size != 1 for size in node.params["slice_sizes"]):
         raise refusal
     row_shape = without_axis(shape, axis)
@@ -117,7 +117,9 @@ def _labels(node: Node, value: Value, indices: Value, axis: int) -> Row:
         if math.prod(indices.shape) != math.prod(row_shape):
             raise refusal
         return Row.of(indices, changes.reshaped(indices.shape, row_shape))
-    if sorted(numbers.start_index_map) != list(range(len(shape))) or math.prod(indices.shape[:-1]) != math.prod(row_shape):
+    if sorted(numbers.start_index_map) != list(range(len(shape))) or math.prod(indices.shape[:-1]) != math.prod(
+        row_shape
+    ):
         raise refusal
     parts = _parts(indices)
     if len(parts) != len(shape):
@@ -126,8 +128,10 @@ def _labels(node: Node, value: Value, indices: Value, axis: int) -> Row:
     for other, size in enumerate(shape):
         if other != axis:
             along = other - (other > axis)
-            expected = np.broadcast_to(np.arange(size).reshape([-1 if i == along else 1 for i in range(len(row_shape))]), row_shape)
-            found = _constant(by_axis[other])
+            expected = np.broadcast_to(
+                np.arange(size).reshape([-1 if i == along else 1 for i in range(len(row_shape))]), row_shape
+            )
+            found = constant_of(by_axis[other])
             if found is None or not np.array_equal(found.reshape(-1), expected.reshape(-1)):
                 raise refusal
     label = by_axis[axis]
@@ -142,14 +146,14 @@ def _parts(indices: Value) -> list[Value]:
     return list(node.inputs) if all(x.shape[-1] == 1 for x in node.inputs) else []
 
 
-def _constant(value: Value) -> np.ndarray | None:
+def constant_of(value: Value) -> np.ndarray | None:
     """The array, if it follows from numbers in the code alone."""
     if value.is_constant:
         return None if isinstance(value.constant, jax.core.Tracer) else np.asarray(value.constant)
     node = value.producer
-    if node is None or node.equation.effects or list(node.params) and "jaxpr" in node.params:
+    if node is None or node.equation.effects or (list(node.params) and "jaxpr" in node.params):
         return None
-    operands = [_constant(x) for x in node.inputs]
+    operands = [constant_of(x) for x in node.inputs]
     if any(x is None for x in operands):
         return None
     with jax.ensure_compile_time_eval():
@@ -176,7 +180,7 @@ def _slice(node: Node, reading: Reading, asked: Asked) -> Row:
     axis, sizes = reading.axes.get(value), node.params["slice_sizes"]
     is_pick = axis is not None and sizes[axis] == 1 and without_axis(sizes, axis) == without_axis(value.shape, axis)
     if axis is None or not is_pick:
-        raise Refusal(f"{node.name} on {node.source} does more than to pick one class per row")
+        raise RefusalError(f"{node.name} on {node.source} does more than to pick one class per row")
     label = _clipped(Row.of(starts[axis]), value.shape[axis])
     asked.picks_by_label |= not is_known(starts[axis])
     return asked.picked(reading.form(value, axis), label)
@@ -188,14 +192,14 @@ def _product(node: Node, reading: Reading, asked: Asked) -> Row:
     axis = next((reading.axes[x] for x in node.inputs if x in reading.axes), None)
     side = 0 if node.inputs[0] in reading.axes else 1
     if axis not in contracted[side]:
-        raise Refusal(f"{node.name} on {node.source} needs whole rows of logits")
+        raise RefusalError(f"{node.name} on {node.source} needs whole rows of logits")
     position = list(contracted[side]).index(axis)
     for i, value in enumerate(node.inputs):
         axis = contracted[i][position]
         others = [a for k, a in enumerate(contracted[i]) if k != position]
         order = [a - (a > axis) for a in (*batch[i], *others)]
         if len(order) != len(value.shape) - 1:
-            raise Refusal(f"{node.name} on {node.source} needs whole rows of logits")
+            raise RefusalError(f"{node.name} on {node.source} needs whole rows of logits")
         form = reading.form(value, axis)
         forms.append(form if order == sorted(order) else changed(form, changes.transposed(order)))
         orders.append(tuple(without_axis(value.shape, axis)[a] for a in order))

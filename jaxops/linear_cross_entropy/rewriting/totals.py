@@ -20,13 +20,14 @@ from jaxops.linear_cross_entropy.rewriting.forms import (
 from jaxops.linear_cross_entropy.rewriting.head import Head, Statistics
 from jaxops.linear_cross_entropy.rewriting.rows import Change, Row, minus, over, plus, times
 from lowering.rewriting.graph import Value
-from lowering.rewriting.rules import Refusal
+from lowering.rewriting.rules import RefusalError
 
 
 class Asked:
     """The statistics that are asked for, of each head, and how everything follows from them."""
 
     def __init__(self, classes: int, dtype: Any) -> None:
+        """Takes the number of classes, and the dtype in which numbers per row are computed."""
         self.classes = classes
         self.dtype = dtype
         self.of_heads: dict[Head, Statistics] = {}
@@ -69,11 +70,11 @@ class Asked:
     def maximum(self, form: Form) -> Row:
         """The largest number of each row."""
         if not isinstance(form, Logits):
-            raise Refusal("the maximum of something else than logits is taken")
+            raise RefusalError("the maximum of something else than logits is taken")
         statistics = self._statistics(form)
         ratio = self._ratio(form, statistics)
         if ratio.literal is None or ratio.literal <= 0:
-            raise Refusal("the maximum is taken at another temperature than the exponentials")
+            raise RefusalError("the maximum is taken at another temperature than the exponentials")
         return plus(times(ratio, self._answer(form, statistics.maximum)), form.shift)
 
     def prediction(self, form: Form) -> Row:
@@ -81,11 +82,11 @@ class Asked:
         if isinstance(form, Exponentials):
             form = form.logits
         if not isinstance(form, Logits):
-            raise Refusal("the largest of something else than logits is looked for")
+            raise RefusalError("the largest of something else than logits is looked for")
         statistics = self._statistics(form)
         ratio = self._ratio(form, statistics)
         if ratio.literal is None or ratio.literal <= 0:
-            raise Refusal("the prediction is taken at another temperature than the exponentials")
+            raise RefusalError("the prediction is taken at another temperature than the exponentials")
         statistics.wants_prediction = True
         return self._answer(form, statistics.prediction)
 
@@ -108,7 +109,7 @@ class Asked:
                 return self.total(self._as_logits(form))
             case "select_n" if len(operands) == 3:
                 return self._total_of_cases(form)
-        raise Refusal(f"{node.name} on {node.source} is added up over the classes")
+        raise RefusalError(f"{node.name} on {node.source} is added up over the classes")
 
     def _total_of_cases(self, form: Elementwise) -> Row:
         condition, no, yes = form.operands
@@ -122,7 +123,7 @@ class Asked:
                 outside = times(Row.number(float(self.classes)), others.row)
                 inside = plus(of_others, self._at_label(at_label, condition.labels))
                 return rows.where(self.is_class(condition.labels), inside, outside)
-        raise Refusal(f"{form.node.name} on {form.node.source} is added up over the classes")
+        raise RefusalError(f"{form.node.name} on {form.node.source} is added up over the classes")
 
     def total_of_product(self, a: Form, b: Form) -> Row:
         """The sum over the classes of a b."""
@@ -147,7 +148,7 @@ class Asked:
         for one, other in ((a, b), (b, a)):
             if isinstance(one, Exponentials):
                 return self._expected(one, self._as_logits(other))
-        raise Refusal("a product with the logits is added up over the classes")
+        raise RefusalError("a product with the logits is added up over the classes")
 
     def _as_logits(self, form: Form) -> Logits:
         """Logits, also as the log of their exponentials."""
@@ -158,7 +159,7 @@ class Asked:
             return Logits(logits.head, logits.scale, shift, logits.changes)
         if not isinstance(form, Logits):
             what = f"{form.node.name} on {form.node.source}" if isinstance(form, Elementwise) else "something else"
-            raise Refusal(f"{what} is added up over the classes")
+            raise RefusalError(f"{what} is added up over the classes")
         return form
 
     def _statistics(self, logits: Logits) -> Statistics:
@@ -205,7 +206,7 @@ class Asked:
         """The sum of exponentials times logits, as in an entropy."""
         total = self.total(exponentials)
         if logits.head != exponentials.logits.head:
-            raise Refusal("exponentials are multiplied by other logits than their own")
+            raise RefusalError("exponentials are multiplied by other logits than their own")
         statistics = self._statistics(logits)
         statistics.wants_mean = True
         relative, maximum = (self._answer(logits, x) for x in (statistics.mean, statistics.maximum))
@@ -221,6 +222,7 @@ class Asked:
         return rows.where(self.is_class(labels), row, Row.number(0.0))
 
     def is_class(self, labels: Row) -> Row:
+        """Where the labels are classes."""
         classes = self.classes
         return rows.combine("is class", lambda x: (jnp.asarray(x) >= 0) & (jnp.asarray(x) < classes), labels)
 
@@ -265,4 +267,3 @@ def _back(row: Row, changes: Sequence[Change]) -> Row:
 def _undoing(change: Change) -> Change:
     assert change.undo is not None  # a change that leaves rows out is the head's
     return Change(("undo", change.key), change.undo, change.apply)
-
