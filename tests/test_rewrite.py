@@ -324,6 +324,33 @@ def test_a_maximum_that_is_differentiated_is_computed_with_the_users_equations(f
     assert_alike(jax.grad(fast)(*ARGS), jax.grad(differentiated_maximum)(*ARGS))
 
 
+def test_the_gradient_of_a_loss_is_computed_in_chunks(few_logits_count) -> None:
+    few_logits_count(95)
+    gradient = jax.value_and_grad(loss, (0, 1))
+    fast = lowering.rewrite(gradient)
+    assert [one.pattern for one in fast.report(*ARGS).applied] == ["row_cone"]
+    assert_alike(jax.jit(fast)(*ARGS), gradient(*ARGS))
+
+
+def test_a_head_inside_of_a_checkpoint_is_read_with_the_loss_behind_it(few_logits_count) -> None:
+    few_logits_count(95)
+
+    class Head(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(16)(jnp.tanh(nn.Dense(8)(x)))
+
+    head = nn.jit(nn.remat(Head))()
+    params = head.init(jax.random.key(0), ARGS[1])
+
+    def of_head(params, x, labels):
+        return optax.softmax_cross_entropy_with_integer_labels(head.apply(params, x), labels).mean()
+
+    fast = lowering.rewrite(of_head)
+    assert [one.pattern for one in fast.report(params, *ARGS[1:]).applied] == ["cross_entropy"]
+    assert_alike(jax.grad(fast)(params, *ARGS[1:]), jax.grad(of_head)(params, *ARGS[1:]))
+
+
 def test_labels_out_of_range_give_the_same(few_logits_count) -> None:
     few_logits_count(95)
     labels = jnp.array([0, 15, -1, -16, 16, -100])
@@ -440,7 +467,7 @@ def test_dropout_is_rewritten_where_it_is_asked_for() -> None:
 
 
 def test_command_rewrites_before_it_explains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "head.py").write_text("import optax\n\n\n" + inspect.getsource(loss))
+    (tmp_path / "head.py").write_text("from typing import Any\nimport optax\n\n" + inspect.getsource(loss))
     monkeypatch.chdir(tmp_path)
     arguments = ("--arg", "f32[64,32000]", "--arg", "f32[1024,64]", "--arg", "i32[1024]")
     result = CliRunner().invoke(app, ["explain", "head.py:loss", "--rewrite", *arguments])

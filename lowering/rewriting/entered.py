@@ -45,16 +45,27 @@ def evaluate(node: Node, runs: Sequence[Run], operands: Sequence[Any]) -> Sequen
 
 
 def _scan(params: dict[str, Any], runs: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
-    constants, carried = params["num_consts"], params["num_consts"] + params["num_carry"]
+    constants, carries = _scan_counts(params, len(operands))
+    carried = constants + carries
     shared = operands[:constants]
 
     def step(carry: Any, xs: Any) -> Any:
         results = runs[0](*shared, *carry, *xs)
-        return tuple(results[: params["num_carry"]]), tuple(results[params["num_carry"] :])
+        return tuple(results[:carries]), tuple(results[carries:])
 
     options = {name: params[name] for name in ("length", "reverse", "unroll", "_split_transpose") if name in params}
     carry, stacked = lax.scan(step, tuple(operands[constants:carried]), tuple(operands[carried:]), **options)
     return (*carry, *stacked)
+
+
+def _scan_counts(params: dict[str, Any], operands: int) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # From JAX 0.12 on, a tree with a leaf for each operand.
+    groups = params["ft_in"].update(range(operands)).unpack()
+    constants, carries, _ = (len(list(group)) for group in groups)
+    return constants, carries
 
 
 def _while(params: dict[str, Any], runs: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from lowering import _jax_private
 from lowering.registry import operator_of
-from lowering.rewriting.peeling import peeled
+from lowering.rewriting.peeling import PRODUCTS, peeled
 from lowering.source_lines import Site
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -31,6 +31,7 @@ class Value:
       users: the nodes that read it.
       constant: the array itself, if the jaxpr holds it.
       is_constant: whether the jaxpr holds it.
+      follows_product: whether it depends on the result of a large product.
     """
 
     aval: Any
@@ -38,6 +39,7 @@ class Value:
     users: list["Node"] = dataclasses.field(default_factory=list)
     constant: Any = None
     is_constant: bool = False
+    follows_product: bool = False
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -173,7 +175,7 @@ class _Builder:
         for equation in jaxpr.eqns:
             inputs = [read(atom) for atom in equation.invars]
             site = Site(equation.source_info.traceback, caller if library else None, library)
-            outputs = self._inlined(equation, inputs, site) if self.is_inlined(equation) else None
+            outputs = self._inlined(equation, inputs, site)
             if outputs is None:
                 outputs = self._node(equation, inputs, site)
             values.update(zip(equation.outvars, outputs, strict=True))
@@ -181,6 +183,9 @@ class _Builder:
 
     def _node(self, equation: Any, inputs: list[Value], site: Site) -> list[Value]:
         outputs = [Value(x.aval) for x in equation.outvars]
+        is_product = equation.primitive.name in PRODUCTS and any(self.is_large(x.aval) for x in outputs)
+        for value in outputs:
+            value.follows_product = is_product or any(x.follows_product for x in inputs)
         node = Node(equation, tuple(inputs), tuple(outputs), site)
         self.nodes.append(node)
         for value in outputs:
@@ -191,6 +196,9 @@ class _Builder:
 
     def _inlined(self, equation: Any, inputs: list[Value], site: Site) -> list[Value] | None:
         """The results of an equation whose body takes its place; None if none does."""
+        is_call = equation.primitive.name in _CALLS and any(x.follows_product for x in inputs)
+        if not (is_call or self.is_inlined(equation)):
+            return None
         parts = peeled(equation, self.is_large)
         if parts is not None:
             before = [] if parts.equation is None else self._node(parts.equation, inputs, site)

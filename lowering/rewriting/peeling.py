@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, Literal
 
 _CHECKPOINTS = frozenset({"remat2", "checkpoint", "remat"})
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 class Peeled(NamedTuple):
@@ -30,7 +30,7 @@ def peeled(equation: Any, is_large: Callable[[Any], bool]) -> Peeled | None:
     dependent: set[Any] = set()
     before, behind = [], []
     for inner in body.eqns:
-        starts = inner.primitive.name in _PRODUCTS and any(is_large(x.aval) for x in inner.outvars)
+        starts = inner.primitive.name in PRODUCTS and any(is_large(x.aval) for x in inner.outvars)
         if starts or any(not isinstance(x, Literal) and x in dependent for x in inner.invars):
             dependent.update(inner.outvars)
             behind.append(inner)

@@ -256,14 +256,7 @@ def _matching(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None
 
 def _matching_index(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
     """The same for the operand, the indices or the updates of a gather or a scatter with batch axes."""
-    numbers, position = node.params["dimension_numbers"], node.inputs.index(value)
-    batch = tuple(numbers.operand_batching_dims)
-    is_gather = node.name == "gather"
-    starts = tuple(numbers.start_indices_batching_dims if is_gather else numbers.scatter_indices_batching_dims)
-    # Which axes of the updates are batch axes of the indices.
-    window = () if is_gather else numbers.update_window_dims
-    rest = [i for i in range(len(node.inputs[-1].shape)) if i not in window]
-    axes = [batch, starts, tuple(rest[start] for start in starts)]
+    axes, position = row_wise.batch_axes(node), node.inputs.index(value)
     for source, one in enumerate(node.inputs):
         part = roles.get(one)
         if isinstance(part, Part) and part.axis in axes[source]:

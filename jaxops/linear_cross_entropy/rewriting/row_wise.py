@@ -97,7 +97,22 @@ def parts_of_operands(node: Node, part: Part) -> list[Part | None] | None:
             return [part._replace(axis=node.params["permutation"][part.axis])]
         case "iota" if node.params["dimension"] != part.axis:
             return []
+        case "scatter-add":
+            axes = batch_axes(node)
+            at = axes[0].index(part.axis) if part.axis in axes[0] else None
+            return None if at is None else [part._replace(axis=each[at]) for each in axes]
     return None
+
+
+def batch_axes(node: Node) -> list[tuple[int, ...]]:
+    """For a gather or a scatter, the batch axes of its operand, of its indices, and of its result or updates."""
+    numbers = node.params["dimension_numbers"]
+    if node.name == "gather":
+        starts, window, last = numbers.start_indices_batching_dims, numbers.offset_dims, node.outputs[0]
+    else:
+        starts, window, last = numbers.scatter_indices_batching_dims, numbers.update_window_dims, node.inputs[-1]
+    rest = [axis for axis in range(len(last.shape)) if axis not in window]
+    return [tuple(numbers.operand_batching_dims), tuple(starts), tuple(rest[start] for start in starts)]
 
 
 def _broadcast_part(value: Value, shape: Sequence[int], part: Part) -> Part | None:
