@@ -50,7 +50,6 @@ def few_logits_count(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 ALREADY_DIFFERENTIATED = {
     "gradient_of_the_log_of_picked_probabilities": 0,
     "gradient_of_jit_and_checkpoint": 0,
-    "forward_mode_of_a_gradient": 0,
     "gradient_of_scan": 0,
     "gradient_of_scanned_checkpoints": 0,
     "flax_linen_head_in_lifted_transforms": 0,
@@ -103,7 +102,9 @@ def assert_alike(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
 def test_what_was_planted_is_rewritten_to_the_same(name: str, few_logits_count) -> None:
     few_logits_count(0)
     fn, args = PLANTED[name][0], arrays_like(PLANTED[name][1])
-    assert_alike(jax.jit(lowering.rewrite(fn))(*args), jax.jit(fn)(*args), 2e-5)
+    # Plain JAX rounds logits to 16 bits, which the operators do not.
+    tolerance = 1e-3 if name == "sixteen_bits" else 2e-5
+    assert_alike(jax.jit(lowering.rewrite(fn))(*args), jax.jit(fn)(*args), tolerance)
 
 
 @pytest.mark.sampled
