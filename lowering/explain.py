@@ -96,7 +96,7 @@ class Explanation:
       opportunities: plain JAX in the function that an operator could replace, the largest saving first.
       notes: choices that operators made while the function was traced, and why.
       near_misses: plain JAX that an operator computes as well, and why replacing it saves nothing.
-      rewrites: what `lowering.rewrite` would replace in the function as it is.
+      rewrites: what `lowering.rewrite` would replace in the function as it is, to save memory.
     """
 
     target: str
@@ -220,7 +220,7 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
         opportunities=tuple(x for x in found if not x.obstacle),
         notes=tuple(notes),
         near_misses=tuple(x for x in found if x.obstacle),
-        rewrites=Planner(rules.usual()).plan(jaxpr).applied,
+        rewrites=tuple(one for one in Planner(rules.usual()).plan(jaxpr).applied if one.saved_bytes),
     )
 
 

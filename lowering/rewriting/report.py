@@ -81,7 +81,13 @@ class Rewrites:
         table.add_column("saves about", justify="right", no_wrap=True)
         for one in self.applied:
             what = "; ".join(filter(None, (one.detail, one.remark)))
-            table.add_row(one.pattern, one.source, Text(what), str(one.count), megabytes(one.saved_bytes))
+            table.add_row(
+                one.pattern,
+                one.source,
+                Text(what),
+                str(one.count),
+                megabytes(one.saved_bytes) if one.saved_bytes else "time",
+            )
         return table
 
     def _refused_table(self) -> Table | None:
