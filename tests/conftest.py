@@ -30,8 +30,8 @@ import pytest
 
 SEED = 20260
 SAMPLE = 16
-# In `make test` an operator keeps every third promise. Which ones differs by file, so each promise is kept by some.
-PROMISE_TURNS = 3
+# In `make test` an operator keeps every sixth promise. Which ones differs by file, so each promise is kept by some.
+PROMISE_TURNS = 6
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
