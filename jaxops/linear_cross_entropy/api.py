@@ -1,5 +1,6 @@
 """The public function `linear_cross_entropy`: the loss of a language model without its logits."""
 
+import functools
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -245,37 +246,25 @@ def linear_cross_entropy(
     vocabulary = Vocabulary.of(_NAME, weight.shape[0], vocab_axis)
     of_labels = (class_weight, ignore_index, label_smoothing, vocabulary, accumulation_dtype(x.dtype))
     task = _described(labels, *of_labels, batch_invariant=batch_invariant)
-    square = jnp.where(task.kept, jnp.asarray(z_loss, task.divisor.dtype), 0)
-    weights = RowWeights(task.label_weight, task.target_weight, square)
-    if row_weight is not None:
-        kept = laid_out_as(task.kept, jax.typeof(row_weight).sharding)
-        row_weight = jnp.where(kept, row_weight.astype(square.dtype), jnp.zeros_like(row_weight, square.dtype))
-        weights = RowWeights(*(row_weight * of_term for of_term in weights))
-        task = task._replace(divisor=row_weight * task.divisor)
+    task, weights = _weighted(task, z_loss, row_weight)
 
     # A skipped row may hold NaN, which a gradient of zero would not remove. Aux describes skipped rows, too.
     live = task.kept | jnp.all(jnp.isfinite(x), axis=-1) if return_aux else task.kept
     x = zero_unless(live, x)
     targets = task.targets._replace(labels=jnp.where(live, task.targets.labels, SKIPPED))
-    bias = jnp.zeros((0,), x.dtype) if bias is None else bias
+    operands = (x, weight, jnp.zeros((0,), x.dtype) if bias is None else bias, targets)
+    result = functools.partial(_result, task, labels, vocabulary, reduction, return_aux)
     if batch_invariant:
         global_labels = targets.labels if is_floating(labels) else wide_ids(labels)
-        operands = (x, weight, bias, targets, weights, global_labels, vocabulary)
-        losses, rows = invariant_losses(_NAME, *operands, softcap=softcap, metrics=return_aux)
-        loss = losses if reduction == "none" else _reduced(jnp.sum(losses), task, reduction)
-        return (loss, _aux(rows, labels, task.kept, vocabulary)) if return_aux else loss
+        metrics: dict[str, Any] = {"softcap": softcap, "metrics": return_aux}
+        return result(*invariant_losses(_NAME, *operands, weights, global_labels, vocabulary, **metrics))
     scalar = reduction != "none" and vocab_axis is None
     strategy = _resolve(strategy, task.kept.size * weight.shape[0], scalar)
+    options: dict[str, Any] = {"softcap": softcap, "chunk_rows": chunk_rows, "metrics": return_aux}
     if strategy == "grad_in_forward":
-        of_sum: dict[str, Any] = {"softcap": softcap, "chunk_rows": chunk_rows, "metrics": return_aux}
-        total, known = summed_cross_entropy(x, weight, bias, targets, weights, **of_sum)
-        loss = _reduced(total, task, reduction)
-        return loss if known is None else (loss, _aux(known, labels, task.kept, vocabulary))
-    options: dict[str, Any] = {"softcap": softcap, "keep_logits": strategy == "full", "chunk_rows": chunk_rows}
-    rows = merged_statistics(x, weight, bias, targets, vocabulary, metrics=return_aux, **options)
-    losses = row_losses(rows, vocabulary.sum(target_total(targets, rows.log_sum_exp)), weights)
-    loss = losses if reduction == "none" else _reduced(jnp.sum(losses), task, reduction)
-    return (loss, _aux(rows, labels, task.kept, vocabulary)) if return_aux else loss
+        return result(*summed_cross_entropy(*operands, weights, **options))
+    rows = merged_statistics(*operands, vocabulary, keep_logits=strategy == "full", **options)
+    return result(row_losses(rows, vocabulary.sum(target_total(targets, rows.log_sum_exp)), weights), rows)
 
 
 def _agreeing_rows(x: jax.Array, labels: jax.Array, row_weight: Any) -> tuple[jax.Array, jax.Array, Any]:
@@ -340,6 +329,32 @@ def _by_probabilities(
     rows = labels.shape[:-1]
     targets = Targets(jnp.full(rows, -1, jnp.int32), jnp.zeros((0,), dtype), probabilities)
     return _Task(targets, jnp.zeros(rows, dtype), jnp.ones(rows, dtype), jnp.ones(rows, bool), jnp.ones(rows, dtype))
+
+
+def _weighted(task: _Task, z_loss: Any, row_weight: Any) -> tuple[_Task, RowWeights]:
+    """The task with its divisor times the row weight, and the weights of the three terms of each row."""
+    square = jnp.where(task.kept, jnp.asarray(z_loss, task.divisor.dtype), 0)
+    weights = RowWeights(task.label_weight, task.target_weight, square)
+    if row_weight is None:
+        return task, weights
+    kept = laid_out_as(task.kept, jax.typeof(row_weight).sharding)
+    row_weight = jnp.where(kept, row_weight.astype(square.dtype), jnp.zeros_like(row_weight, square.dtype))
+    weighted = RowWeights(*(row_weight * of_term for of_term in weights))
+    return task._replace(divisor=row_weight * task.divisor), weighted
+
+
+def _result(
+    task: _Task,
+    labels: jax.Array,
+    vocabulary: Vocabulary,
+    reduction: str,
+    return_aux: bool,
+    losses: jax.Array,
+    rows: RowStatistics | None,
+) -> Any:
+    """What the function returns, from the losses of rows or their sum."""
+    loss = losses if reduction == "none" else _reduced(jnp.sum(losses), task, reduction)
+    return loss if rows is None or not return_aux else (loss, _aux(rows, labels, task.kept, vocabulary))
 
 
 def _reduced(total: jax.Array, task: _Task, reduction: str) -> jax.Array:

@@ -166,22 +166,14 @@ def linear_log_probs(
     no_weights = jnp.zeros((0,), zeros.dtype), jnp.zeros((*rows, 0), zeros.dtype)
     targets = Targets(jnp.where(kept, local, jnp.full_like(local, SKIPPED)), *no_weights)
     scale, is_positive = _scale(temperature, kept, zeros)
+    options: dict[str, Any] = {"softcap": softcap, "metrics": return_entropy, "scale": scale}
     if batch_invariant:
         operands = (x, weight, bias, targets, RowWeights(zeros, zeros, zeros), labels, vocabulary)
-        _, statistics = invariant_losses(_NAME, *operands, softcap=softcap, metrics=return_entropy, scale=scale)
+        _, statistics = invariant_losses(_NAME, *operands, **options)
     else:
-        statistics = merged_statistics(
-            x,
-            weight,
-            bias,
-            targets,
-            vocabulary,
-            softcap=softcap,
-            keep_logits=_keeps_logits(labels.size * weight.shape[0], chunk_rows),
-            chunk_rows=chunk_rows,
-            metrics=return_entropy,
-            scale=scale,
-        )
+        keep_logits = _keeps_logits(labels.size * weight.shape[0], chunk_rows)
+        in_chunks: dict[str, Any] = {"keep_logits": keep_logits, "chunk_rows": chunk_rows}
+        statistics = merged_statistics(x, weight, bias, targets, vocabulary, **in_chunks, **options)
     # Both are relative to the row's maximum, so a large common offset of the logits costs no digits.
     log_probs = statistics.label_logit - statistics.log_sum_exp
     is_class = (labels >= 0) & (labels < vocabulary.classes)

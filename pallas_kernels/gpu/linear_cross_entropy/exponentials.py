@@ -8,6 +8,7 @@ by TMA, while the next columns are computed. XLA leaves the two products with P 
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +24,20 @@ _STORE_COLUMNS = 32
 _SLOTS = 2
 
 
-def _kernel(
-    x_gmem,
-    weight_gmem,
-    labels_gmem,
-    reference_gmem,
-    *refs,
-    tiling,
-    softcap,
-    most_excess,
-    has_bias,
-    has_target,
-    interpret,
-):
+class _Params(NamedTuple):
+    softcap: float | None
+    most_excess: float
+    has_bias: bool
+    has_target: bool
+
+
+def _kernel(x_gmem, weight_gmem, labels_gmem, reference_gmem, *refs, tiling, params, interpret):
     """`refs`: the bias and the target weights, if present; P and the sums; shared memory to store P from."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     *optional, exponentials_gmem, sums_gmem, exponentials_smem = refs
-    bias_gmem = optional.pop(0) if has_bias else None
-    target_gmem = optional.pop(0) if has_target else None
+    bias_gmem = optional.pop(0) if params.has_bias else None
+    target_gmem = optional.pop(0) if params.has_target else None
     load = functools.partial(tiles.load, interpret=interpret)
 
     def body(rows, split, fold):
@@ -63,28 +59,28 @@ def _kernel(
 
         def exponentials_of(z, column, own_columns, sums):
             columns = lax.broadcasted_iota(jnp.int32, z.shape, 1) + column
-            if has_bias:
+            if params.has_bias:
                 z = z + tiles.by_column(load(bias_gmem, own_columns), z)
-            if softcap is not None:
-                z = tiles.capped(z, softcap)
+            if params.softcap is not None:
+                z = tiles.capped(z, params.softcap)
             shifted = z - tiles.by_row(reference, z)
             # The last tile may reach beyond the classes; these columns are cut off after the launch.
             is_other = (columns < tiling.columns) & (columns != tiles.by_row(labels, columns))
-            value = jnp.where(is_other, jnp.exp2(tiles.LOG2_E * jnp.minimum(shifted, most_excess)), 0.0)
+            value = jnp.where(is_other, jnp.exp2(tiles.LOG2_E * jnp.minimum(shifted, params.most_excess)), 0.0)
             rest, *of_target = sums
             rest = rest + jnp.sum(value, axis=1)
-            if has_target:
+            if params.has_target:
                 products = tiles.by_column(load(target_gmem, own_columns), z) * shifted
                 products = jnp.where(columns < tiling.columns, products, 0.0)
                 of_target = [of_target[0] + jnp.sum(products, axis=1)]
-            if softcap is not None:
-                bounded = z * (1 / softcap)
+            if params.softcap is not None:
+                bounded = z * (1 / params.softcap)
                 value = value * (1 - bounded * bounded)
             return value, (rest, *of_target)
 
         zeros = jnp.zeros(reference.shape, jnp.float32)
         # No two thread blocks have the same rows and split, so results are stored without atomics, in any order.
-        for field, values in enumerate(fold(consume, (zeros,) * (1 + has_target))):
+        for field, values in enumerate(fold(consume, (zeros,) * (1 + params.has_target))):
             sums_gmem[field, split, rows] = values
         plgpu.wait_smem_to_gmem(0)
 
@@ -107,18 +103,10 @@ def exponentials(
         **{name: config[name] for name in ("block_rows", "block_columns", "stages", "vocab_splits")},
     )
     columns = tiling.tiles * tiling.block_columns
-    has_bias, has_target = bias.size > 0, shared_target.size > 0
+    params = _Params(softcap, most_excess, bias.size > 0, shared_target.size > 0)
     vectors = (tiles.filled(v.astype(jnp.float32), (columns,)) for v in (bias, shared_target) if v.size > 0)
     stored, sums = tiles.launch(
-        functools.partial(
-            _kernel,
-            tiling=tiling,
-            softcap=softcap,
-            most_excess=most_excess,
-            has_bias=has_bias,
-            has_target=has_target,
-            interpret=bool(interpret),
-        ),
+        functools.partial(_kernel, tiling=tiling, params=params, interpret=bool(interpret)),
         (
             x,
             weight,
@@ -128,7 +116,7 @@ def exponentials(
         ),
         (
             jax.ShapeDtypeStruct((tiling.rows, columns), x.dtype),
-            jax.ShapeDtypeStruct((1 + has_target, tiling.vocab_splits, tiling.rows), jnp.float32),
+            jax.ShapeDtypeStruct((1 + params.has_target, tiling.vocab_splits, tiling.rows), jnp.float32),
         ),
         tiling=tiling,
         name="linear_cross_entropy_exponentials",
