@@ -225,6 +225,7 @@ FINITE = hypothesis.extra.numpy.arrays(
 )
 
 
+@pytest.mark.slow
 @hypothesis.given(x=FINITE, mode=st.sampled_from(MODES))
 @hypothesis.settings(max_examples=60)
 def test_activation_of_finite_numbers_is_finite_and_so_is_its_slope(x, mode):

@@ -120,7 +120,7 @@ def test_batch_norm_kernels_agree_with_float64(name, shape, capfd):
 
 
 # Of the backward kernel's two arrays, the VMEM of "one" holds the first.
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "kept_bytes"),
     [
@@ -136,7 +136,7 @@ def test_batch_norm_kernels_on_tpu_agree_with_float64_whatever_vmem_keeps(shape,
     check("tpu", shape, "float32", RELU, True, capfd, block_elements=2**14, kept_bytes=kept_bytes)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(("activation", "adds"), [(IDENTITY, False), (IDENTITY, True), (RELU, False)], ids=str)
 @pytest.mark.parametrize("name", KERNELS)
 def test_batch_norm_kernels_fuse_what_they_are_asked_to(name, activation, adds, capfd):

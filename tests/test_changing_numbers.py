@@ -179,6 +179,7 @@ def dropped(x, rate, mask, dtype):
     return np.where(mask, np.asarray(x).astype(dtype) * scale, 0)
 
 
+@pytest.mark.slow
 def test_traced_rates_drop_what_numbers_drop(rng):
     x = rng.uniform(0.5, 1.5, 1000).astype(np.float32)
     jitted = jax.jit(lambda x, rate: jax.vjp(lambda x: jaxops.dropout(KEY, x, rate), x)[1](x))
@@ -211,6 +212,7 @@ def test_traced_rates_scale_float64_in_float64(rng):
             np.testing.assert_allclose(y, dropped(x, rate, mask, np.float64), rtol=1e-15)
 
 
+@pytest.mark.slow
 def test_mcdnn_dropout_takes_a_traced_rate(rng):
     x, dy = (rng.uniform(0.5, 1.5, (4, 50)).astype(np.float32) for _ in range(2))
 
@@ -227,6 +229,7 @@ def test_mcdnn_dropout_takes_a_traced_rate(rng):
                 np.testing.assert_array_equal(result, dropped(data, number(rate), mask, np.float32))
 
 
+@pytest.mark.slow
 def test_dropout_maps_over_rates():
     x, rates = jnp.ones((3, 64)), jnp.asarray([0.0, 0.25, 1.0])
     each = jnp.stack([jaxops.dropout(KEY, row, float(rate)) for row, rate in zip(x, rates, strict=True)])
@@ -242,6 +245,7 @@ def test_traced_rates_outside_of_the_unit_interval_are_clamped_and_nan_is_nan():
     assert np.isnan(drop(np.nan)).all()
 
 
+@pytest.mark.slow
 def test_dropout_has_no_gradient_in_its_rate():
     def total(x, rate):
         return jnp.sum(jnp.sin(jaxops.dropout(KEY, x, rate)))

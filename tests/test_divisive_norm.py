@@ -168,6 +168,7 @@ def test_divisive_norm_keeps_float64(rng):
             np.testing.assert_allclose(actual, exact, rtol=1e-12, atol=1e-12 * np.abs(exact).max())
 
 
+@pytest.mark.slow
 def test_divisive_norm_passes_gradients_through_a_layer_of_means(rng):
     """Local contrast normalization: the means are a blur of x, whose gradient counts as well."""
     attributes = {"n": 3, **STRONG}
@@ -189,6 +190,7 @@ def test_divisive_norm_passes_gradients_through_a_layer_of_means(rng):
     np.testing.assert_allclose(grad, exact, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_divisive_norm_without_means_is_that_with_zeros(rng):
     x, _, dy = draw(rng)
     zeros = np.zeros_like(x)

@@ -193,6 +193,7 @@ def test_dropout_keeps_one_bit_an_element_for_its_gradient(rng):
     assert sum(array.nbytes for array in saved) == x.size / 8 + 8  # and what the rate says, once
 
 
+@pytest.mark.slow
 def test_dropout_under_vmap_keeps_what_each_key_says():
     x = jnp.ones((3, 50))
     keys = jax.random.split(KEY, 3)

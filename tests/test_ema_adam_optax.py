@@ -166,6 +166,7 @@ def test_ema_adam_takes_leaves_that_are_not_jax_arrays(leaf):
     assert ema_params(state).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_ema_adam_is_differentiable_in_injected_hyperparameters():
     params, grads = make_params(), make_grads(make_params(), 0)
 

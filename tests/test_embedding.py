@@ -100,6 +100,7 @@ def test_embedding_keeps_float64():
         assert gradient(table, indices, jnp.full((3, 1), 1 + 1e-12))[1, 0] == 3 * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_embedding_counts_frequencies_within_each_mapped_call(rng):
     table, indices = make_table(rng), np.array([[[1, 1, 2], [1, 3, 3]], [[1, 1, 1], [0, 4, 2]]])
     weights = jnp.asarray(rng.normal(size=(3, WIDTH)), jnp.float32)

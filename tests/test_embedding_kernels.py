@@ -96,7 +96,7 @@ def test_embedding_kernel_keeps_nan_to_its_row(name):
     np.testing.assert_array_equal(out[:, 0], [np.nan, np.inf, 0, 0, 15, 2])
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_embedding_kernel_is_the_same_in_every_run_and_order(name, rng):
     indices, order = rng.integers(0, 4, 20).astype(np.int32), rng.permutation(20)

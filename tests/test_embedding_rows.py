@@ -131,6 +131,7 @@ def test_ema_adam_rows_is_ema_adam_on_touched_rows_and_nothing_elsewhere(mode, d
         np.testing.assert_allclose(actual, wanted, rtol=1e-6 if dtype == "float32" else 8e-3)
 
 
+@pytest.mark.slow
 def test_ema_adam_rows_takes_the_steps_of_optax_where_all_rows_are_touched(rng):
     """Every row is looked up by every step, so that lazy Adam is Adam."""
     optimizer, adam = jaxops.ema_adam_rows(1e-2, weight_decay=0.1), optax.adamw(1e-2, weight_decay=0.1)

@@ -90,6 +90,7 @@ def test_fused_apply_works_in_place(name):
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((new_params, new_state)))
 
 
+@pytest.mark.slow
 def test_fused_apply_takes_kernels():
     optimizer, params = ema_adam(1e-2, weight_decay=0.1), make_params()
     expected = run(one_pass(optimizer), optimizer.init(params), params, steps=1)

@@ -52,6 +52,7 @@ def test_grid_sample_equals_loops_in_float64(shape, rng):
     assert_all_close(value_and_gradients(*case), oracle.grid_sample(*case))
 
 
+@pytest.mark.slow
 def test_grid_sample_takes_the_right_hand_derivative_at_pixel_centres(rng):
     x, grid, dy = make_case(rng, ((2, 3), (5, 9), (8, 8)))
     grid = on_pixels(rng, grid, (5, 9)).astype(np.float32)

@@ -134,6 +134,7 @@ def test_linear_cross_entropy_tpu_kernels_lose_no_digits_to_a_common_offset(rng)
     np.testing.assert_allclose(results[1], true_weight, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_linear_cross_entropy_tpu_kernels_skip_rows_that_do_not_count(rng):
     x, *others = make_operands(rng)
     operands = x.at[:8].set(0), *others
@@ -154,6 +155,7 @@ def test_linear_cross_entropy_tpu_kernels_skip_rows_that_do_not_count(rng):
         np.testing.assert_array_equal(result, np.zeros_like(result))
 
 
+@pytest.mark.slow
 def test_linear_cross_entropy_tpu_kernel_predicts_the_first_of_equal_logits(rng):
     x, weight, *others = make_operands(rng, **VARIANTS["bfloat16"])
     weight = weight.at[jnp.array([5, 9, 20])].set(weight[3])
@@ -164,6 +166,7 @@ def test_linear_cross_entropy_tpu_kernel_predicts_the_first_of_equal_logits(rng)
     np.testing.assert_array_equal(forward(all_equal, metrics=True).prediction, 0)
 
 
+@pytest.mark.slow
 def test_linear_cross_entropy_tpu_kernels_allow_forbidden_classes(rng):
     x, weight, _, _, *targets = make_operands(rng, **VARIANTS["bfloat16"])
     # The first block of classes is forbidden as a whole.
@@ -279,6 +282,7 @@ def test_linear_cross_entropy_launches_no_tpu_kernel_for_frozen_operands(rng):
         assert lowered(jax.grad(loss, argnums), x, weight)[1] == launches
 
 
+@pytest.mark.slow
 def test_linear_cross_entropy_tpu_kernels_run_on_each_devices_rows():
     x, weight, labels = jnp.zeros((16, 8)), jnp.zeros((40, 8)), jnp.zeros(16, jnp.int32)
 

@@ -108,7 +108,7 @@ def test_row_weight_over_a_split_vocabulary_equals_one_device(rng):
     contract.assert_close(of_split(x, weight, row_weight), of_whole(x, weight, row_weight))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["labels", "probabilities"])
 @pytest.mark.parametrize("strategy", contract.first_in_every_run(STRATEGIES))
 def test_row_weight_may_be_split_otherwise(strategy, by, rng):

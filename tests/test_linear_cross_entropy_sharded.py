@@ -62,6 +62,7 @@ def test_linear_cross_entropy_over_a_split_vocabulary_predicts_the_first_of_equa
     assert aux.accuracy.tolist() == [1, 0]
 
 
+@pytest.mark.slow
 def test_linear_cross_entropy_over_a_split_vocabulary_allows_a_part_without_classes(rng):
     x, weight, bias, _, labels = draw(rng, "labels")
     bias[4:8] = -np.inf

@@ -182,6 +182,7 @@ def test_linear_log_probs_have_second_derivatives(chunk_rows, rng):
             np.testing.assert_allclose(actual, true, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", contract.first_in_every_run([True, False]))
 def test_linear_log_probs_over_a_split_vocabulary_equal_one_device(check_vma, rng):
     x, weight, labels = draw(rng)
@@ -248,6 +249,7 @@ def test_linear_log_probs_at_temperatures_that_are_not_positive_are_nan(rng):
         assert np.isnan(result).tolist() == [True, True, False, False]
 
 
+@pytest.mark.slow
 def test_linear_log_probs_allow_forbidden_classes(rng):
     x, weight, labels = draw(rng)
     labels %= 8
@@ -261,6 +263,7 @@ def test_linear_log_probs_allow_forbidden_classes(rng):
         assert_near(jax.jit(of_temperature)(jnp.float32(0.5)), truth[5].sum())
 
 
+@pytest.mark.slow
 def test_linear_log_probs_skip_chunks_of_ignored_rows(rng):
     x, weight, labels = draw(rng, rows=(1100,))
     labels[300:] = IGNORED
@@ -380,7 +383,7 @@ CASE = contract.Case(
 )
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("promise", contract.PROMISES, ids=contract.promise_name)
 def test_linear_log_probs_keep_promise(promise, rng):
     promise(CASE, rng)

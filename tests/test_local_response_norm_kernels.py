@@ -76,7 +76,7 @@ def test_local_response_norm_kernels_agree_with_float64(name, shape, n, axis, ca
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "float32")], ids=str)
 @pytest.mark.parametrize("name", KERNELS)
 def test_local_response_norm_kernels_round_once(name, dtypes):

@@ -60,6 +60,7 @@ def test_nll_loss_transposes_nothing(axis, rng):
     assert ("nll_loss_backward" if axis == -1 else "nll_loss2d_backward") in used
 
 
+@pytest.mark.slow
 def test_nll_loss_does_not_read_what_is_ignored():
     log_probs = jnp.array([[jnp.nan, -jnp.inf, jnp.nan], [-1.0, -2.0, -3.0]])
     weight = jnp.array([0.5, 2.0, jnp.nan])

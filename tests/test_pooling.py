@@ -81,7 +81,7 @@ SAME = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["max", "mean", "mean-inside"])
 @pytest.mark.parametrize("extents_window_stride", SAME.values(), ids=SAME)
 def test_pooling_pads_by_name_as_xla_does(extents_window_stride, kind, rng):
@@ -98,6 +98,7 @@ def test_pooling_pads_by_name_as_xla_does(extents_window_stride, kind, rng):
             np.testing.assert_allclose(actual[1], pull_back(cotangent)[0], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_pooling_takes_paddings_as_flax_does(rng):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         x = jnp.asarray(rng.normal(size=(2, 7, 6, 3)))
@@ -220,6 +221,7 @@ def test_pooling_gradients_scatter_nothing_and_repeat_in_every_bit(pool, rng):
     assert all(np.array_equal(first, gradient(x)) for _ in range(3))
 
 
+@pytest.mark.slow
 def test_max_pool_takes_no_temporaries_for_each_element_of_a_window():
     x = jax.ShapeDtypeStruct((4, 16, 32, 32), jnp.float32)
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(max_pool(x, 7, stride=1, padding=3)))))
@@ -227,6 +229,7 @@ def test_max_pool_takes_no_temporaries_for_each_element_of_a_window():
     assert temporary_bytes < 12 * 4 * 4 * 16 * 32 * 32  # twelve times x, where its windows hold 49 times x
 
 
+@pytest.mark.slow
 def test_max_pool_of_long_windows_runs_in_shard_map(rng):
     x = jnp.asarray(rng.normal(size=(8, 1, 40, 3)), jnp.float32)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -154,7 +154,7 @@ def compare(made_of: dict[str, Any]) -> None:
         np.testing.assert_allclose(other, one, rtol=1e-5 if is_float32 else 1e-9, atol=1e-5 if is_float32 else 1e-9)
 
 
-@hypothesis.settings(max_examples=6)
+@hypothesis.settings(max_examples=3)
 @hypothesis.given(losses)
 def test_a_random_loss_is_rewritten_to_the_same(made_of) -> None:
     compare(made_of)

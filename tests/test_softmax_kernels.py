@@ -105,7 +105,7 @@ def test_softmax_kernels_agree_with_float64(name, shape, axes, whole, rng, capfd
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log"])
 @pytest.mark.parametrize("shape", [(2, 200), (1, 600)], ids=str)
 @pytest.mark.parametrize("name", KERNELS)
@@ -117,7 +117,7 @@ def test_softmax_kernels_round_once(name, shape, log, rng, monkeypatch):
     assert_close(dx, oracle.backward(y, dy, 1, log), "bfloat16")
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "in-blocks"])
 @pytest.mark.parametrize("along", contract.first_in_every_run(["channels", "rows"]))
 @pytest.mark.parametrize("name", KERNELS)
