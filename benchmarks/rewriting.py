@@ -1,6 +1,6 @@
 r"""What `lowering.rewrite` saves in a language model that knows nothing of this library.
 
-python benchmarks/rewriting.py --output benchmarks/results/rewriting.json
+python benchmarks/rewriting.py --output benchmarks/results/rewriting_cpu.json
 
 A GPT in plain Flax with a tied table, its training step, and its head alone: temporaries as XLA's compiler reports
 them, times of runs, and how long a model of twelve layers takes to be traced.
@@ -105,7 +105,7 @@ def head(quick: bool) -> dict[str, Any]:
 
 
 def tracing(quick: bool) -> dict[str, Any]:
-    """The best of several traces, of functions that JAX has not seen before."""
+    """The fastest of several traces; each traces a new function, so JAX has cached nothing."""
     layers = 2 if quick else 12
     model = GPT(VOCABULARY, WIDTH, layers)
     tokens = jax.ShapeDtypeStruct((8, 257), jnp.int32)

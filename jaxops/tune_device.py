@@ -43,7 +43,7 @@ def tune_device(
       What is known of the device: `.rows`, `.entries`, `.table()`, `.to_json()`; `.stopped` says what cut it short.
 
     Raises:
-      lowering.TuningError: if there is no such stage or case, the folder cannot be written to, or no device answers.
+      lowering.TuningError: if a stage or case is unknown, the folder cannot be written to, or no device answers.
 
     Example:
       >>> campaign = jaxops.tune_device(stages=["verify"], only=["EMA-Adam"], folder="found", rehearse=True)

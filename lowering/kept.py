@@ -68,7 +68,7 @@ def file_of(target: str, within: Path | None = None) -> Path:
 
 
 def read(path: Path) -> Found:
-    """The records in a file; none if there is no file.
+    """The records in a file, or no records if the file does not exist.
 
     Raises:
       TuningError: if the file cannot be read.

@@ -114,7 +114,7 @@ def _read(path: Path) -> kept.Found:
         raise _as_command_error(error) from None
     if found.damaged_lines:
         numbers = ", ".join(map(str, found.damaged_lines))
-        typer.echo(f"jaxops: {path} has lines that tune has not written, which are not used: {numbers}", err=True)
+        typer.echo(f"jaxops: {path} has lines that tune did not write and that are ignored: {numbers}", err=True)
     return found
 
 

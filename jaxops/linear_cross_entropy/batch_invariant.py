@@ -3,7 +3,7 @@
 Every row is computed in a block of a fixed number of rows (`row_blocks`), for one part of the vocabulary after the
 other. There are as many parts whatever the mesh, and devices that share the vocabulary have whole parts. Sums over the
 parts are added in a fixed order: those of the statistics are gathered first, and the gradient of x is added as a
-balanced tree, of which every device computes a branch.
+balanced tree, and each device computes one of its branches.
 """
 
 import functools

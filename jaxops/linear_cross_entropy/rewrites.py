@@ -24,7 +24,7 @@ from lowering.rewriting.schedule import Step, needed
 
 
 class _UnlikeError(Exception):
-    """A matrix product whose result is no logits of a cross entropy."""
+    """A matrix product whose result is not the logits of a cross entropy."""
 
 
 def _find(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:

@@ -69,7 +69,7 @@ def run(
       progress: whether to show a progress bar on stderr; by default, if stderr is a terminal.
 
     Raises:
-      TuningError: if there is no such stage or case, or the folder cannot be written to; before anything is run.
+      TuningError: if a stage or case is unknown, or the folder cannot be written to; raised before anything runs.
     """
     cases = _chosen(load(suite), only)
     _require_stages(stages)

@@ -25,7 +25,7 @@ class Cone:
 
     Attributes:
       roles: of each value that the chunks compute, where its rows are, or that it adds them up.
-      cut: the values from outside of which each chunk takes its rows, and where those are.
+      cut: the values from outside that each chunk takes its own rows of, and the axes of those rows.
       nodes: in order.
     """
 

@@ -1,7 +1,7 @@
 """Proves that the derivative of a function does not depend on how a row's maximum is differentiated.
 
-A log sum exp is computed relative to a maximum m, which then cancels: log sum exp(z - m) + m. Where users have not
-stopped the gradient of m, this follows how each value changes with m: by d m, or by a factor exp(d m).
+A log sum exp is computed relative to a maximum m, which then cancels: log sum exp(z - m) + m. Where users do not
+stop the gradient of m, this follows how each value changes with m: by d m, or by a factor exp(d m).
 """
 
 import dataclasses

@@ -173,7 +173,7 @@ def bound(node: Node, rows: Sequence[Row], dtype: Any) -> Row:
 
 
 def _in(array: Any, original: Any, dtype: Any) -> jax.Array:
-    """An operand with its own dtype if that is no floating one."""
+    """The operand, which keeps its own dtype if that is not floating point."""
     return jnp.asarray(array, dtype if jnp.issubdtype(original, jnp.floating) else original)
 
 

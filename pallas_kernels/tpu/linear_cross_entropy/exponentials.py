@@ -27,9 +27,9 @@ from pallas_kernels.tpu.linear_cross_entropy.tiles import (
     blocks_of,
     class_or_none,
     class_vectors,
-    dot,
     dtype_refusal,
     for_chunks,
+    logits_by_chunk,
     masked,
     operand_bytes,
     size_refusal,
@@ -49,27 +49,12 @@ def _kernel(labels_ref, reference_ref, columns_ref, x_ref, weight_ref, *refs, cl
         for ref in sum_refs:
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
 
-    if hidden_blocks > 1:
-
-        @pl.when(hidden_index == 0)
-        def _assign():
-            logits_ref[...] = dot(weight_ref[...], x_ref[...], contract=(1, 1))
-
-        @pl.when((hidden_index > 0) & (hidden_index < hidden_blocks - 1))
-        def _add():
-            logits_ref[...] += dot(weight_ref[...], x_ref[...], contract=(1, 1))
+    logits_of = logits_by_chunk(x_ref, weight_ref, logits_ref, hidden_index, features)
 
     @pl.when(hidden_index == hidden_blocks - 1)
     def _complete():
-        valid_features = features % x_ref.shape[1] or None
-        x = masked(x_ref[...], 1, valid_features)
-
-        def logits_of(here):
-            logits = dot(masked(weight_ref[here, :], 1, valid_features), x, contract=(1, 1))
-            return logits if hidden_blocks == 1 else logits + logits_ref[here, :]
-
         fold = functools.partial(
-            _fold_chunk, labels_ref, reference_ref, columns_ref, exponentials_ref, sum_refs, logits_of, **options
+            _fold_chunk, labels_ref, reference_ref, columns_ref, exponentials_ref, sum_refs, logits_of(), **options
         )
         fold_block = functools.partial(for_chunks, fold, weight_ref.shape[0], vocab_index)
         at_edge(fold_block, vocab_index, classes, weight_ref.shape[0])

@@ -38,10 +38,10 @@ from pallas_kernels.tpu.linear_cross_entropy.tiles import (
     blocks_of,
     class_or_none,
     class_vectors,
-    dot,
     dtype_refusal,
     for_chunks,
     live_blocks,
+    logits_by_chunk,
     masked,
     operand_bytes,
     size_refusal,
@@ -87,30 +87,12 @@ def _kernel(live_ref, labels_ref, columns_ref, x_ref, weight_ref, *refs, classes
         for ref in (*known[2:], target_total_ref):
             ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
-    if hidden_blocks > 1:
-
-        @pl.when(is_live & (hidden_index == 0))
-        def _assign():
-            logits_ref[...] = dot(weight_ref[...], x_ref[...], contract=(1, 1))
-
-        @pl.when(is_live & (hidden_index > 0) & (hidden_index < hidden_blocks - 1))
-        def _add():
-            logits_ref[...] += dot(weight_ref[...], x_ref[...], contract=(1, 1))
+    logits_of = logits_by_chunk(x_ref, weight_ref, logits_ref, hidden_index, features, is_live)
 
     # The hidden axis is innermost, so a tile's logits are complete before the next tile begins.
     @pl.when(is_live & (hidden_index == hidden_blocks - 1))
     def _complete():
-        # Beyond the arrays' edges a block holds anything, NaN included, so features are masked before the product. Rows
-        # and classes need no mask there: they only reach their own logits. With one load of x for all products, the
-        # compiler arranges it for the matrix unit once.
-        valid_features = features % x_ref.shape[1] or None
-        x = masked(x_ref[...], 1, valid_features)
-
-        def logits_of(here):
-            logits = dot(masked(weight_ref[here, :], 1, valid_features), x, contract=(1, 1))
-            return logits if hidden_blocks == 1 else logits + logits_ref[here, :]
-
-        fold = functools.partial(_fold_chunk, labels_ref, columns_ref, known, target_total_ref, logits_of, **options)
+        fold = functools.partial(_fold_chunk, labels_ref, columns_ref, known, target_total_ref, logits_of(), **options)
         fold_block = functools.partial(for_chunks, fold, weight_ref.shape[0], vocab_index)
         at_edge(fold_block, vocab_index, classes, weight_ref.shape[0])
 

@@ -100,6 +100,41 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, contract: tuple[int, int]) -> jax.Arr
     )
 
 
+def logits_by_chunk(
+    x_ref: Any, weight_ref: Any, logits_ref: Any, hidden_index: Any, features: int, is_live: Any = True
+) -> Callable[[], Callable[[Any], jax.Array]]:
+    """Adds up a tile's logits over its blocks of features, all but the last of them in `logits_ref`.
+
+    To be called in the last step, the result loads x and returns logits_of(classes of the block) -> (classes, rows).
+    """
+    hidden_blocks = pl.cdiv(features, x_ref.shape[1])
+
+    if hidden_blocks > 1:
+
+        @pl.when(is_live & (hidden_index == 0))
+        def _assign() -> None:
+            logits_ref[...] = dot(weight_ref[...], x_ref[...], contract=(1, 1))
+
+        @pl.when(is_live & (hidden_index > 0) & (hidden_index < hidden_blocks - 1))
+        def _add() -> None:
+            logits_ref[...] += dot(weight_ref[...], x_ref[...], contract=(1, 1))
+
+    def last_step() -> Callable[[Any], jax.Array]:
+        # Beyond the arrays' edges a block holds anything, NaN included, so features are masked before the product. Rows
+        # and classes need no mask there: they only reach their own logits. With one load of x for all products, the
+        # compiler arranges it for the matrix unit once.
+        valid_features = features % x_ref.shape[1] or None
+        x = masked(x_ref[...], 1, valid_features)
+
+        def logits_of(here: Any) -> jax.Array:
+            logits = dot(masked(weight_ref[here, :], 1, valid_features), x, contract=(1, 1))
+            return logits if hidden_blocks == 1 else logits + logits_ref[here, :]
+
+        return logits_of
+
+    return last_step
+
+
 def class_or_none(labels: jax.Array, classes: int) -> jax.Array:
     """Labels as int32; -1 if they are not in [0, classes)."""
     labels = labels if labels.dtype.itemsize == 8 else labels.astype(jnp.int32)
