@@ -8,6 +8,7 @@ Nothing runs: docs/schedule.md says how far such times are to be trusted. It nee
 import dataclasses
 import functools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ import numpy as np
 import jaxops
 import lowering
 from jaxops import aclnn
+from jaxops.linear_cross_entropy import fixed_reference
 from lowering.schedule.chips import CHIPS, bytes_per_cycle
 from lowering.targets import named
 from pallas_kernels.tpu import embedding
@@ -43,7 +45,7 @@ class Case:
       args: its operands.
       scalars: what operands of its kernels hold, as for `lowering.compile`.
       counts: what data decides in XLA's program, in the order in which it is asked for: how often a branch is
-        taken or a loop turns.
+        taken or a loop turns. A function takes target and implementation.
       again: what has to be read once more when the gradient of a result is known.
     """
 
@@ -51,7 +53,7 @@ class Case:
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     scalars: Mapping[str, Mapping[int, Any]] | None = None
-    counts: tuple[float, ...] = ()
+    counts: tuple[float, ...] | Callable[[str, str], tuple[float, ...]] = ()
     again: jax.ShapeDtypeStruct | None = None
 
 
@@ -99,15 +101,23 @@ def cases() -> Iterator[Case]:
         yield Case(name, with_gradient(pool), (x, out), again=x)
     for ids in ("uniform", "Zipf"):
         yield embedding_gradient(ids, num_weights=32000, width=1024, positions=8192)
-    # Of the loss, eight chunks of rows; with gradients, chunks of 2^28 logits, and none that overflows.
-    for rows, features, classes, chunks in ((4096, 1024, 32768, 1), (8192, 2048, 50304, 2), (16384, 4096, 128256, 8)):
+    for rows, features, classes in ((4096, 1024, 32768), (8192, 2048, 50304), (16384, 4096, 128256)):
         operands = shape(rows, features, dtype=BF16), shape(classes, features, dtype=BF16), shape(rows, dtype=I32)
         name = f"linear_cross_entropy bf16 {rows}x{features}x{classes}"
         # Where a block of classes is cut, its size depends on which rows are live: all, in blocks of 256 or more.
         live = {kernel: {0: np.ones(rows // 256, np.int32)} for kernel in ALL_ROWS} if rows > 4096 else None
-        yield Case(name, jaxops.linear_cross_entropy, operands, live, counts=(1, 8))
+        yield Case(name, jaxops.linear_cross_entropy, operands, live, counts=(1, 8))  # chunks of rows
         both = jax.value_and_grad(jaxops.linear_cross_entropy, (0, 1))
-        yield Case(f"{name}, with gradients", both, operands, live, counts=(0,) if chunks == 1 else (1, chunks, 0))
+        counts = functools.partial(chunks_of_gradients, rows, features, classes)
+        yield Case(f"{name}, with gradients", both, operands, live, counts)
+
+
+def chunks_of_gradients(rows: int, features: int, classes: int, target: str, implementation: str) -> tuple[float, ...]:
+    """Chunks of rows as the target has them, and none that overflows."""
+    default = fixed_reference.default_chunk_rows(classes, features)
+    chosen = fixed_reference.chunk_rows_on(named(target), classes, features)
+    chunks = math.ceil(rows / (chosen if implementation == "pallas" else default))
+    return (0,) if chunks == 1 else (1, chunks, 0)
 
 
 def embedding_gradient(kind: str, *, num_weights: int, width: int, positions: int) -> Case:
@@ -172,7 +182,7 @@ def replayed(case: Case, target: str, implementation: str) -> dict[str, Any]:
     """The time and what binds the kernel that takes longest, or why there is none."""
     trip_counts: dict[str, float] = dict(TRIP_COUNTS) if implementation == "pallas" else {}
     options = {"target": target, "schedule": True, "trip_counts": trip_counts, "scalars": case.scalars}
-    left = list(case.counts)
+    left = list(case.counts(target, implementation) if callable(case.counts) else case.counts)
     while True:
         try:
             with lowering.use(implementation):

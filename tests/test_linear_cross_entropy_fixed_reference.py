@@ -64,9 +64,14 @@ def test_fixed_reference_equals_float64(names, attributes, rng, on_every_platfor
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("names", "attributes"), CASES, ids=str)
-def test_exponentials_from_the_tpu_kernel_equal_float64(names, attributes, dtype, rng, on_every_platform):
+def test_exponentials_from_the_tpu_kernel_equal_float64(
+    names, attributes, dtype, fuses, rng, on_every_platform, monkeypatch
+):
+    if not fuses:  # as on GPUs, which put labels and row results in place
+        monkeypatch.setattr(fixed_reference, "_FUSING_PLATFORMS", ())
     x, weight, labels = make_case(rng, rows=(3, 17), hidden=130, classes=CLASSES, dtype=dtype, scale=0.3)
     vectors = {name: jnp.asarray(rng.uniform(0.5, 2, size=CLASSES), jnp.float32) for name in names}
     with lowering.use("interpret:mosaic_tpu"):
@@ -129,6 +134,32 @@ def test_fixed_reference_takes_logits_of_any_size(scale, dtype, rng):
     loss, *gradients = errors(x, weight, labels)
     assert loss < 2e-6
     assert max(gradients) < (1e-5 if dtype == "float32" else 4e-3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("fuses", [False, True])
+def test_rows_are_found_and_computed_again_in_whatever_order_chunks_take_them(
+    fuses, dtype, rng, on_every_platform, monkeypatch
+):
+    """Some rows are ignored and hold NaN, some fail, and the weight's gradient may be added up in bfloat16."""
+    if not fuses:
+        monkeypatch.setattr(fixed_reference, "_FUSING_PLATFORMS", ())
+    x, weight, labels = make_case(rng, rows=(2, 30), hidden=128, classes=CLASSES, dtype="bfloat16", scale=0.2)
+    x = x.at[..., 0].set(1).at[:, ::3, 0].set(0)
+    weight = weight.at[:, 0].set(0).at[-1, 0].set(100)
+    labels = np.where(labels >= 0, labels % 200, labels)
+    truth = expected(x, weight, labels, reduction="mean")
+    x = jnp.where(labels[..., None] < 0, jnp.nan, x)
+    options = OPTIONS | {"reduction": "mean", "weight_grad_dtype": dtype}
+    with lowering.use("interpret:mosaic_tpu"):
+        loss, x_grad, weight_grad, *_ = value_and_gradients(x, weight, labels, **options)
+    assert on_every_platform
+    np.testing.assert_allclose(loss, truth[0], rtol=2e-6)
+    for actual, wanted, limit in (
+        (x_grad, truth[1], 3e-3),
+        (weight_grad, truth[2], 3e-3 + 2e-3 * (dtype != jnp.float32)),
+    ):
+        assert np.linalg.norm(np.float64(actual) - wanted) / np.linalg.norm(wanted) < limit
 
 
 @pytest.mark.sampled

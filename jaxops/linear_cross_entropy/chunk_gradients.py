@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy import fixed_reference
 from jaxops.linear_cross_entropy.live_rows import filler, live_rows, rows_where
 from jaxops.linear_cross_entropy.logits import (
+    SKIPPED,
     CotangentTerms,
     Needs,
     RowStatistics,
@@ -21,10 +22,12 @@ from jaxops.linear_cross_entropy.logits import (
     broadcast_rows,
     cross_entropy_terms,
     is_present,
+    kept_gradient_dtype,
     linear_gradients,
     linear_logits,
     row_statistics,
     target_total,
+    zero_unless,
 )
 from jaxops.linear_cross_entropy.row_chunks import SMALL_LOGITS, default_chunk_rows, fold_rows
 
@@ -62,16 +65,24 @@ def metrics_of(rows: RowStatistics, metrics: bool) -> tuple[jax.Array, jax.Array
 
 
 def by_maximum(
-    operands: Operands, *, softcap: float | None, chunk_rows: int | None, needs: Needs, metrics: bool
+    operands: Operands,
+    *,
+    softcap: float | None,
+    chunk_rows: int | None,
+    needs: Needs,
+    metrics: bool,
+    weight_grad_dtype: Any,
 ) -> Arrays:
     """The loss, its gradients, and `metrics_of` rows; the exponentials of each row have its maximum as a reference."""
     chunk_rows = chunk_rows or default_chunk_rows(*operands.weight.shape)
     # Probabilities are too large to be reordered, and metrics are wanted for all rows.
     labels = None if is_present(operands.row_target) or metrics else operands.labels
     step = functools.partial(_chunk, operands, softcap, needs, metrics)
-    rows, sums = _all_chunks(step, _no_sums(operands, needs), operands.of_rows, labels, chunk_rows)
-    x_grad, row_grad, *others = rows
-    return (*sums[:1], x_grad, *sums[1:], row_grad, *others)
+    start = _no_sums(operands, needs, weight_grad_dtype)
+    (x_grad, row_grad, *others), sums = _all_chunks(step, start, operands.of_rows, labels, chunk_rows)
+    loss, weight_grad, *sums_by_class = sums
+    weight_grad = weight_grad.astype(kept_gradient_dtype(operands.weight.dtype))
+    return (loss, x_grad, weight_grad, *sums_by_class, row_grad, *others)
 
 
 def by_fixed_reference(
@@ -82,27 +93,54 @@ def by_fixed_reference(
     chunk_rows: int | None,
     needs: Needs,
     metrics: bool,
+    weight_grad_dtype: Any,
 ) -> Arrays:
     """The same with references that are known before the logits; see `fixed_reference`. Metrics it does not have."""
     assert not metrics
     x, weight, bias, labels, shared_target, _, *weights = operands
-    start, dtype = _no_sums(operands, needs), accumulation_dtype(x.dtype)
+    start, dtype = _no_sums(operands, needs, weight_grad_dtype), accumulation_dtype(x.dtype)
     chunk_rows = chunk_rows or fixed_reference.default_chunk_rows(*weight.shape)
     shared = fixed_reference.Shared(weight, bias, shared_target, softcap, needs)
     step = functools.partial(fixed_reference.chunk_with_gradients, shared, implementation)
     sums = (*start[:3], *(jnp.zeros(shape, dtype) for shape in (x.shape[-1:], ())))
-    (*results, has_failed), sums = _all_chunks(step, sums, (x, labels, *weights), labels, chunk_rows)
-    sums = (*fixed_reference.with_target(shared, sums), start[3])
-    row_grad = jnp.zeros((*labels.shape, 0), dtype)
+    live, of_rows = live_rows(labels, chunk_rows), (x, labels, *weights)
+    # TPUs take rows faster than they scatter them.
+    in_order = live if live is not None and fixed_reference.fuses_here() else None
+    if live is None:
+        (*results, has_failed), sums = fold_rows(step, sums, of_rows, labels.ndim, chunk_rows, [*map(filler, of_rows)])
+    else:
+        map_rows = live.map_in_order if in_order else live.map_in_place
+        (*results, has_failed), sums = map_rows(step, sums, of_rows)
+    loss, weight_grad, bias_grad = fixed_reference.with_target(shared, sums)
+    weight_grad = weight_grad.astype(kept_gradient_dtype(weight.dtype))
     failed = rows_where(has_failed, max(1, SMALL_LOGITS // weight.shape[0]))
-    again = functools.partial(_chunk, operands, softcap, needs, metrics)
-    no_metrics = row_grad, jnp.zeros((*labels.shape, 0), jnp.int32)
-    rows = results[0], row_grad, *results[1:], *no_metrics
-    (x_grad, _, *others), sums = failed.update(again, sums, rows, operands.of_rows)
-    return (*sums[:1], x_grad, *sums[1:], row_grad, *others)
+
+    def operands_at(places: jax.Array) -> Arrays:
+        if in_order is None:
+            return failed.operands_at(places, operands.of_rows)
+        places = in_order.order.at[places].get(mode="fill", fill_value=labels.size)
+        return in_order.operands_at(places, operands.of_rows)
+
+    def add_failed(_: Any, carry: tuple[Arrays, jax.Array, Arrays]) -> tuple[Arrays, jax.Array, Arrays]:
+        rows, weight_grad, (loss, *others) = carry
+        again = functools.partial(_chunk, operands, softcap, needs, metrics)
+        # What is added up in another dtype is rounded once, not with each chunk.
+        sums = loss, weight_grad if weight_grad.dtype == start[1].dtype else start[1], *others
+        rows, (loss, theirs, *others) = failed.update(again, sums, rows, operands_at)
+        if weight_grad.dtype != theirs.dtype:
+            theirs = (weight_grad.astype(theirs.dtype) + theirs).astype(weight_grad.dtype)
+        return rows, theirs, (loss, *others)
+
+    row_grad = jnp.zeros((*has_failed.shape, 0), dtype)
+    rows = results[0], row_grad, *results[1:], row_grad, jnp.zeros((*has_failed.shape, 0), jnp.int32)
+    # A loop of one step or none, rather than a branch, so that what it leaves alone stays where it is.
+    carry = rows, weight_grad, (loss, bias_grad, start[3])
+    rows, weight_grad, sums = jax.lax.fori_loop(0, jnp.minimum(failed.live, 1), add_failed, carry)
+    x_grad, row_grad, *others = rows if in_order is None else map(in_order.restore, rows)
+    return (sums[0], x_grad, weight_grad, *sums[1:], row_grad, *others)
 
 
-def _no_sums(operands: Operands, needs: Needs) -> Arrays:
+def _no_sums(operands: Operands, needs: Needs, weight_grad_dtype: Any) -> Arrays:
     """The loss and the gradients of weight, bias and shared target before the first row."""
     x, weight, bias, _, shared_target, *_ = operands
     shapes = (
@@ -111,7 +149,9 @@ def _no_sums(operands: Operands, needs: Needs) -> Arrays:
         (bias.size if needs.bias else 0,),
         (shared_target.size if needs.shared_target else 0,),
     )
-    return varying_with([jnp.zeros(shape, accumulation_dtype(x.dtype)) for shape in shapes], operands)
+    dtype = accumulation_dtype(x.dtype)
+    dtypes = (dtype, weight_grad_dtype, dtype, dtype)
+    return varying_with([jnp.zeros(*of) for of in zip(shapes, dtypes, strict=True)], operands)
 
 
 def _chunk(
@@ -127,6 +167,7 @@ def _chunk(
 ) -> tuple[Arrays, Arrays]:
     """The gradients of some rows, and the sums with theirs added to them."""
     targets, by = Targets(labels, operands.shared_target, row_target), RowWeights(*weights)
+    x = zero_unless(labels != SKIPPED, x)
     logits = linear_logits(x, operands.weight, operands.bias, softcap)
     rows = row_statistics(logits, targets, metrics=metrics)
     total = target_total(targets, rows.max_logit)
@@ -145,7 +186,8 @@ def _chunk(
     others = (loss, bias_grad, shared_grad + jnp.sum(by_total))
     loss, bias_grad, shared_grad = (a + b for a, b in zip((sums[0], *sums[2:]), others, strict=True))
     weights_grads = cross_entropy_terms(rows, total)
-    return (x_grad, row_grad, *weights_grads, *metrics_of(rows, metrics)), (loss, weight_grad, bias_grad, shared_grad)
+    of_rows = x_grad.astype(kept_gradient_dtype(x.dtype)), row_grad, *weights_grads, *metrics_of(rows, metrics)
+    return of_rows, (loss, weight_grad, bias_grad, shared_grad)
 
 
 def _all_chunks(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import lowering
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.sharding import varying_with
 
@@ -127,20 +128,20 @@ def fold_columns(
 def add_product(
     total: jax.Array, logits_cotangent: jax.Array, x: jax.Array, factor: jax.Array | None = None
 ) -> jax.Array:
-    """Adds to total (V, H) the product of (..., V) and (..., H) over all rows, accumulated in total's dtype.
+    """Adds to total (V, H) the product of (..., V) and (..., H) over all rows, and rounds to total's dtype.
 
     A factor, (), multiplies the product.
     """
     batch = tuple(range(x.ndim - 1))
 
-    def product(columns: jax.Array) -> jax.Array:
-        terms = jnp.tensordot(columns, x, axes=(batch, batch), preferred_element_type=total.dtype)
+    def product(columns: jax.Array, dtype: Any) -> jax.Array:
+        terms = jnp.tensordot(columns, x, axes=(batch, batch), preferred_element_type=dtype)
         return terms if factor is None else factor * terms
 
     place = lowering.placement()
     if place is None or place.platform != "cpu" or jax.export.is_symbolic_dim(total.size):
         # Compilers for GPUs and TPUs add within the product, and move a sum over devices out of a loop.
-        return total + product(logits_cotangent)
+        return total + product(logits_cotangent, total.dtype)
 
     # XLA's CPU compiler stores the product before it adds it. So only a block of it is computed at a time.
     vocabulary, features = total.shape
@@ -155,7 +156,8 @@ def add_product(
         columns = block.of(logits_cotangent, x.ndim - 1)
         is_new = first + jax.lax.broadcasted_iota(first.dtype, columns.shape, x.ndim - 1) % width >= step * width
         columns = jnp.where(is_new, columns, jnp.zeros_like(columns))
-        return block.put(total, block.of(total) + product(columns))
+        old, dtype = block.of(total), accumulation_dtype(total.dtype)
+        return block.put(total, (old.astype(dtype) + product(columns, dtype)).astype(old.dtype))
 
     return jax.lax.fori_loop(0, math.ceil(part_columns / width), add, total)
 

@@ -17,6 +17,7 @@ P is above 1 where a logit is above r. Rows in which it comes near the end of fl
 are computed again with their own maximum.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from jaxops._primitive.derivative import Arrays
 from jaxops.linear_cross_entropy import row_chunks
 from jaxops.linear_cross_entropy.column_tiles import add_product
 from jaxops.linear_cross_entropy.logits import (
+    SKIPPED,
     Needs,
     RowStatistics,
     RowWeights,
@@ -36,7 +38,9 @@ from jaxops.linear_cross_entropy.logits import (
     broadcast_rows,
     cross_entropy_terms,
     is_present,
+    kept_gradient_dtype,
     linear_logits,
+    zero_unless,
 )
 
 # Here XLA fuses what is elementwise into a product. For CPUs and GPUs it writes the logits first, in float32.
@@ -72,6 +76,20 @@ def refusal(
 def default_chunk_rows(classes: int, features: int) -> int:
     """How many rows a chunk has, where none of its arrays is in float32: 2^28 exponentials, 0.5 GiB in bfloat16."""
     return max(row_chunks.default_chunk_rows(classes, features), _MOST_EXPONENTIALS // max(1, classes))
+
+
+def chunk_rows_on(hardware: Any, classes: int, features: int) -> int:
+    """The same for a chip: more, if its memory would not keep up with adding chunks to the float32 sum.
+
+    The sum is read and written, 8 V H bytes beside 2 R V H floating-point operations for R rows. With at most H rows,
+    exponentials take no more memory than the gradient of the weight, whose place they have until it is written.
+    """
+    rows = default_chunk_rows(classes, features)
+    rates = dict(hardware.matmul_flops_per_s)
+    if not hardware.memory_bytes_per_s or "bfloat16" not in rates:
+        return rows
+    balanced = 8 * rates["bfloat16"] / hardware.memory_bytes_per_s  # twice as many rows as take equal times
+    return max(rows, min(2 ** int(math.log2(balanced)), features))
 
 
 class Shared:
@@ -133,6 +151,17 @@ def _is_label(labels: jax.Array, columns: jax.Array) -> jax.Array:
     return jax.lax.broadcasted_iota(labels.dtype, columns.shape, columns.ndim - 1) == broadcast_rows(labels)
 
 
+def _with_label(off_label: jax.Array, labels: jax.Array, ratio: jax.Array) -> jax.Array:
+    """P with the ratio at the label, for the products that read it next."""
+    if fuses_here():
+        return jnp.where(_is_label(labels, off_label), broadcast_rows(ratio), off_label)
+    # Elsewhere a pass over P would be written. These elements are put where they belong, in place.
+    rows = jnp.arange(labels.size, dtype=labels.dtype)
+    flat = off_label.reshape(-1, off_label.shape[-1])
+    at = jnp.where(labels < 0, flat.shape[1], labels).reshape(-1)
+    return flat.at[rows, at].set(ratio.reshape(-1), mode="drop", unique_indices=True).reshape(off_label.shape)
+
+
 class _Rows(NamedTuple):
     """What is known of a chunk's rows.
 
@@ -186,7 +215,7 @@ def chunk_with_gradients(
     Sums are the loss, the gradients of weight and bias, and sum w x and sum w over rows, for `with_target`.
     """
     by, dtype = RowWeights(*weights), accumulation_dtype(x.dtype)
-    x = x.astype(shared.weight.dtype)
+    x_dtype, x = x.dtype, zero_unless(labels != SKIPPED, x.astype(shared.weight.dtype))
     of, off_label = _rows(shared, implementation, x, labels)
     terms = cross_entropy_terms(of.statistics, jnp.broadcast_to(shared.target_total, of.total.shape))
     log_sum_exp = of.statistics.max_logit + of.statistics.log_sum_exp
@@ -205,11 +234,11 @@ def chunk_with_gradients(
     x_grad = jnp.zeros((*of.total.shape, 0), dtype)
     if shared.needs.x:
         x_grad = jnp.einsum("...v,vh->...h", off_label, shared.weight, preferred_element_type=dtype)
-        x_grad = jax.lax.optimization_barrier(x_grad)
+        x_grad, off_label = jax.lax.optimization_barrier((x_grad, off_label))
         x_grad = broadcast_rows(scale) * x_grad + broadcast_rows(at_label) * of.label_weight
         if is_present(shared.target):
             x_grad = x_grad - broadcast_rows(target_weights) * broadcast_columns(shared.weight_of_target, x_grad)
-    cotangent = jnp.where(_is_label(labels, off_label), broadcast_rows(ratio), off_label)
+    cotangent = _with_label(off_label, labels, ratio)
     if shared.needs.weight:
         scaled_x = jax.lax.optimization_barrier((broadcast_rows(scale) * x.astype(dtype)).astype(x.dtype))
         weight_grad = add_product(weight_grad, cotangent, scaled_x)
@@ -219,6 +248,7 @@ def chunk_with_gradients(
     if is_present(shared.target):
         target_x = target_x + jnp.sum(broadcast_rows(target_weights) * x.astype(dtype), axis=batch)
         target_weight = target_weight + jnp.sum(target_weights)
+    x_grad = x_grad.astype(kept_gradient_dtype(x_dtype))
     return (x_grad, *terms, ~is_exact), (loss, weight_grad, bias_grad, target_x, target_weight)
 
 
@@ -228,7 +258,8 @@ def with_target(shared: Shared, sums: Arrays) -> Arrays:
     if is_present(shared.target):
         target = shared.target.astype(loss.dtype)
         if shared.needs.weight:
-            weight_grad = weight_grad - target[:, None] * target_x[None]
+            by_target = target[:, None] * target_x[None]
+            weight_grad = (weight_grad.astype(by_target.dtype) - by_target).astype(weight_grad.dtype)
         if shared.needs.bias:
             bias_grad = bias_grad - target * target_weight
     return loss, weight_grad, bias_grad

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import laid_out_as
@@ -18,7 +19,15 @@ from jaxops.linear_cross_entropy.chunk_gradients import (
     metrics_of,
     row_losses,
 )
-from jaxops.linear_cross_entropy.logits import Needs, RowStatistics, RowWeights, Targets, target_total
+from jaxops.linear_cross_entropy.logits import (
+    SKIPPED,
+    Needs,
+    RowStatistics,
+    RowWeights,
+    Targets,
+    target_total,
+    zero_unless,
+)
 from jaxops.linear_cross_entropy.operator import known_row_statistics
 from jaxops.linear_cross_entropy.row_chunks import default_chunk_rows
 from jaxops.linear_cross_entropy.tiled import tiled_statistics
@@ -41,13 +50,15 @@ def summed_cross_entropy(
     softcap: float | None,
     chunk_rows: int | None,
     metrics: bool,
+    weight_grad_dtype: Any = None,
 ) -> tuple[jax.Array, RowStatistics | None]:
     """The sum of `row_losses`, and with metrics also what is known of rows; operands as `linear_row_statistics` has.
 
-    It is a plain sum, without the 1 / rows of a mean. Gradients are kept before the loss's own cotangent is known, and
-    the factor would push them out of float16's range where they are rounded for the matrix products.
+    The x of a `SKIPPED` row may hold anything. Gradients are kept before the loss's own cotangent is known. A cotangent
+    of 1 costs nothing, which is what a mean leaves if the weights have its divisor already.
     """
     params: dict[str, Any] = {"softcap": softcap, "chunk_rows": chunk_rows, "metrics": metrics}
+    params["weight_grad_dtype"] = weight_grad_dtype or accumulation_dtype(weight.dtype)
     total, numbers, predictions = _SUM(x, weight, bias, *targets, *weights, **params)
     if not metrics:
         return total, None
@@ -70,9 +81,10 @@ def _reference(
     softcap: float | None,
     chunk_rows: int | None,
     metrics: bool,
+    weight_grad_dtype: Any,
 ) -> Arrays:
     tile_logits = (chunk_rows or default_chunk_rows(*weight.shape)) * weight.shape[0]
-    operands = (x, weight, bias, labels, shared_target, row_target)
+    operands = (zero_unless(labels != SKIPPED, x), weight, bias, labels, shared_target, row_target)
     rows = RowStatistics(*tiled_statistics(*operands, softcap=softcap, tile_logits=tile_logits, metrics=metrics))
     return _summed(rows, Operands(*operands, *weights), metrics)
 
@@ -114,7 +126,7 @@ def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> 
 
 
 def _active_gradients(residuals: Sequence[jax.Array], active: Active) -> list[tuple[jax.Array, jax.Array]]:
-    """Each active operand with its float32 gradient, which on an explicit mesh is laid out like the operand."""
+    """Each active operand with its gradient as it was added up, on an explicit mesh laid out like the operand."""
     operands, gradients = list(residuals[: len(active)]), list(residuals[len(active) :])
     gradients.insert(operator.LABELS, operands[operator.LABELS])
     pairs = [(x, gradient) for x, gradient, a in zip(operands, gradients, active, strict=True) if a]
@@ -124,15 +136,16 @@ def _active_gradients(residuals: Sequence[jax.Array], active: Active) -> list[tu
 def _tangent(
     residuals: Sequence[jax.Array], tangents: Sequence[jax.Array], active: Active, *, metrics: bool, **_: Any
 ) -> Arrays:
-    pairs = zip(_active_gradients(residuals, active), tangents, strict=True)
-    products = [jnp.sum(gradient * tangent.astype(gradient.dtype)) for (_, gradient), tangent in pairs]
+    pairs, dtype = zip(_active_gradients(residuals, active), tangents, strict=True), residuals[6].dtype
+    products = [jnp.sum(gradient.astype(dtype) * tangent.astype(dtype)) for (_, gradient), tangent in pairs]
     of_row = jnp.zeros_like(residuals[6])[..., None]
     return sum(products[1:], products[0]), jnp.broadcast_to(of_row, (*of_row.shape[:-1], 3 if metrics else 0))
 
 
 def _vjp(residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array], active: Active, **_: Any) -> Arrays:
-    cotangent = cotangents[0]  # that of the numbers is zero: see `known_row_statistics`
-    return tuple((cotangent * gradient).astype(x.dtype) for x, gradient in _active_gradients(residuals, active))
+    factor = cotangents[0]  # that of the numbers is zero: see `known_row_statistics`
+    pairs = _active_gradients(residuals, active)
+    return tuple((factor * gradient.astype(factor.dtype)).astype(x.dtype) for x, gradient in pairs)
 
 
 _GRADIENTS = "... h, v h, v, v, ... v, ..., ..., ..."
@@ -142,14 +155,20 @@ _METRICS = "... m, ... p"
 def _summing(kernel: Kernel) -> Kernel:
     """The kernel of the rows' statistics, for their sum."""
 
-    def run(*operands: jax.Array, metrics: bool, chunk_rows: int | None, **params: Any) -> Arrays:
-        rows = RowStatistics(*kernel.run(*operands[:6], metrics=metrics, **params))
+    def run(
+        *operands: jax.Array, metrics: bool, chunk_rows: int | None, weight_grad_dtype: Any, **params: Any
+    ) -> Arrays:
+        x, weight, bias, labels, *targets = operands[:6]
+        x = zero_unless(labels != SKIPPED, x)
+        rows = RowStatistics(*kernel.run(x, weight, bias, labels, *targets, metrics=metrics, **params))
         return _summed(rows, Operands(*operands), metrics)
 
-    def refuses(hardware: Any, *operands: Any, chunk_rows: int | None, **params: Any) -> str | None:
+    def refuses(
+        hardware: Any, *operands: Any, chunk_rows: int | None, weight_grad_dtype: Any, **params: Any
+    ) -> str | None:
         return kernel.refuses(hardware, *operands[:6], **params)
 
-    def configs(hardware: Any, *operands: Any, chunk_rows: int | None, **params: Any) -> Any:
+    def configs(hardware: Any, *operands: Any, chunk_rows: int | None, weight_grad_dtype: Any, **params: Any) -> Any:
         return kernel.configs(hardware, *operands[:6], **params)
 
     return dataclasses.replace(kernel, run=run, refuses=refuses, configs=configs)
@@ -158,7 +177,9 @@ def _summing(kernel: Kernel) -> Kernel:
 def _with_exponentials(name: str, platform: str, launcher: Any, *, interpreter_is_pure: bool = True) -> Kernel:
     """The gradients by a fixed reference, with exponentials from a kernel."""
 
-    def run(*operands: jax.Array, config: Any, interpret: Any = False, **params: Any) -> Arrays:
+    def run(*operands: jax.Array, config: Any, interpret: Any = False, chunk_rows: int | None, **params: Any) -> Arrays:
+        blocks = {name: value for name, value in config.items() if name != "chunk_rows"}
+
         def exponentials(
             shared: fixed_reference.Shared, x: jax.Array, labels: jax.Array, reference: jax.Array
         ) -> fixed_reference.Exponentials:
@@ -171,19 +192,20 @@ def _with_exponentials(name: str, platform: str, launcher: Any, *, interpreter_i
                 reference.reshape(-1),
                 softcap=shared.softcap,
                 most_excess=fixed_reference.MOST_EXCESS,
-                config=config,
+                config=blocks,
                 interpret=interpret,
             )
             by_row = (result.reshape(*labels.shape, *result.shape[1:]) for result in results)
             return fixed_reference.Exponentials(*by_row)
 
-        return by_fixed_reference(Operands(*operands), exponentials, **params)
+        return by_fixed_reference(Operands(*operands), exponentials, chunk_rows=config["chunk_rows"], **params)
 
     def refuses(hardware: Any, *operands: Any, **params: Any) -> str | None:
         return _refuses_reference(*operands, **params) or launcher.refusal(hardware, *operands[:2])
 
     def configs(hardware: Any, x: Any, weight: Any, *_: Any, chunk_rows: int | None, **__: Any) -> Any:
-        return launcher.configs(hardware, x, weight, chunk_rows or fixed_reference.default_chunk_rows(*weight.shape))
+        rows = chunk_rows or fixed_reference.chunk_rows_on(hardware, *weight.shape)
+        return [config | {"chunk_rows": rows} for config in launcher.configs(hardware, x, weight, rows)]
 
     return Kernel(name, platform, run, refuses, configs, interpreter_is_pure=interpreter_is_pure)
 

@@ -14,7 +14,7 @@ from jaxops._checks.ids import differ_from, wide_ids
 from jaxops._checks.operands import as_array, as_arrays, as_optional
 from jaxops._primitive.sharding import agreeing, laid_out_as
 from jaxops.linear_cross_entropy.batch_invariant import invariant_losses
-from jaxops.linear_cross_entropy.logits import SKIPPED, RowWeights, Targets
+from jaxops.linear_cross_entropy.logits import SKIPPED, RowWeights, Targets, zero_unless
 from jaxops.linear_cross_entropy.operands import (
     by_class,
     check_chunk_rows,
@@ -24,7 +24,6 @@ from jaxops.linear_cross_entropy.operands import (
     merged_statistics,
     nan_unless,
     strategy_for,
-    zero_unless,
 )
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 

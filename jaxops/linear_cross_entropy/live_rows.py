@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,27 +71,54 @@ class LiveRows(NamedTuple):
         self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, operands: Sequence[jax.Array]
     ) -> tuple[Arrays, Arrays]:
         """Like `fold_rows`, but row results are 0 where a whole chunk is skipped."""
-        taken = [self.take(x, filler(x)) for x in operands]
-        shapes, _ = jax.eval_shape(step, start, *taken)
-        zeros = tuple(jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
-
-        def ignoring(sums: Arrays, _: Arrays, *chunk: jax.Array) -> tuple[Arrays, Arrays]:
-            return step(sums, *chunk)
-
-        rows, sums = self.fold(ignoring, start, zeros, taken)
+        rows, sums = self.map_in_order(step, start, operands)
         return tuple(map(self.restore, rows)), sums
 
+    def map_in_order(
+        self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, operands: Sequence[jax.Array]
+    ) -> tuple[Arrays, Arrays]:
+        """Like `map`, but row results stay in this order, so that nothing has all rows twice."""
+
+        def taking(sums: Arrays, _: Arrays, places: jax.Array) -> tuple[Arrays, Arrays]:
+            return step(sums, *self.operands_at(places, operands))
+
+        rows, start = self._no_rows(step, start, operands, (len(self.order),))
+        return self.fold(taking, start, rows, [self.order])
+
+    def map_in_place(
+        self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, operands: Sequence[jax.Array]
+    ) -> tuple[Arrays, Arrays]:
+        """Like `map`, by scattering results: without a copy of them, where that is not slow."""
+        rows, start = self._no_rows(step, start, operands, self.batch_shape)
+        return self.update(step, start, rows, functools.partial(self.operands_at, operands=operands))
+
+    def _no_rows(
+        self, step: Callable[..., Any], start: Arrays, operands: Sequence[jax.Array], rows: tuple[int, ...]
+    ) -> tuple[Arrays, Arrays]:
+        """Row results of zero for so many rows, and the sums before the first step."""
+        shapes, _ = jax.eval_shape(step, start, *self.operands_at(self.order[: self.chunk_rows], operands))
+        zeros = [jnp.zeros((*rows, *shape.shape[1:]), shape.dtype) for shape in shapes]
+        carry = varying_with([*zeros, *start], operands)
+        return carry[: len(zeros)], carry[len(zeros) :]
+
+    def operands_at(self, places: jax.Array, operands: Sequence[jax.Array]) -> Arrays:
+        """The operands' rows at these positions, all batch axes as one, and fillers beyond the last."""
+        rank, size = len(self.batch_shape), math.prod(self.batch_shape)
+        flat = (x.reshape(size, *x.shape[rank:]) for x in operands)
+        return tuple(x.at[places].get(mode="fill", fill_value=filler(x), unique_indices=True) for x in flat)
+
     def update(
-        self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, rows: Arrays, operands: Sequence[jax.Array]
+        self,
+        step: Callable[..., tuple[Arrays, Arrays]],
+        start: Arrays,
+        rows: Arrays,
+        operands_at: Callable[[jax.Array], Arrays],
     ) -> tuple[Arrays, Arrays]:
         """Calls `rows, sums = step(sums, *operands)` on the live rows, a chunk at a time, and replaces their rows.
 
-        Nothing is moved beforehand, so without a live row this costs nothing.
+        Nothing is moved beforehand, so without a live row this costs nothing. The operands are taken by position.
         """
         rank, size = len(self.batch_shape), math.prod(self.batch_shape)
-
-        def flat(array: jax.Array) -> jax.Array:
-            return array.reshape(size, *array.shape[rank:])
 
         def one(at: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
             rows, sums = carry
@@ -99,14 +126,13 @@ class LiveRows(NamedTuple):
             places = jax.lax.dynamic_slice_in_dim(self.order, first, self.chunk_rows)
             is_live = first + jnp.arange(self.chunk_rows, dtype=places.dtype) < self.live
             places = jnp.where(is_live, places, size + jnp.arange(self.chunk_rows, dtype=places.dtype))
-            chunk = (flat(x).at[places].get(mode="fill", fill_value=filler(x), unique_indices=True) for x in operands)
-            results, sums = step(sums, *chunk)
+            results, sums = step(sums, *operands_at(places))
             pairs = zip(rows, results, strict=True)
             return tuple(x.at[places].set(new, mode="drop", unique_indices=True) for x, new in pairs), tuple(sums)
 
-        carry = varying_with([*map(flat, rows), *start], operands)
+        flat = [x.reshape(size, *x.shape[rank:]) for x in rows]
         chunks = (self.live + self.chunk_rows - 1) // self.chunk_rows
-        updated, sums = jax.lax.fori_loop(0, chunks, one, (carry[: len(rows)], carry[len(rows) :]))
+        updated, sums = jax.lax.fori_loop(0, chunks, one, (tuple(flat), tuple(start)))
         return tuple(x.reshape(*self.batch_shape, *x.shape[1:]) for x in updated), sums
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Arrays
+from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy.rounded_products import rounded_products
 
 # The label of a row that does not count. Its x is zero, so its statistics need no matrix product.
@@ -240,6 +241,22 @@ def pick(logits: jax.Array, labels: jax.Array, maximum: jax.Array) -> jax.Array:
     columns = logits.shape[-1]
     picked = jnp.take_along_axis(logits, broadcast_rows(jnp.clip(labels, 0, columns - 1)), axis=-1)[..., 0] - maximum
     return jnp.where((labels >= 0) & (labels < columns), picked, jnp.zeros_like(picked))
+
+
+def zero_unless(live: jax.Array, x: jax.Array) -> jax.Array:
+    """The rows of x (..., H) that are live, and zeros for the others."""
+    is_live = broadcast_rows(live)
+    if is_live.shape == x.shape:  # a single feature: nothing is broadcast, so an explicit mesh wants one layout
+        is_live = laid_out_as(is_live, jax.typeof(x).sharding)
+    return jnp.where(is_live, x, jnp.zeros_like(x))
+
+
+def kept_gradient_dtype(dtype: Any) -> Any:
+    """The dtype in which a gradient of x or weight is kept until the loss's cotangent multiplies it.
+
+    A bfloat16 gradient has the range for it, and a cotangent of 1 rounds nothing more. A float16 one has not.
+    """
+    return dtype if dtype == jnp.bfloat16 else accumulation_dtype(dtype)
 
 
 def linear_gradients(

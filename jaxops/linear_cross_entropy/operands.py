@@ -6,11 +6,11 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from jaxops._checks.attributes import INT32_MAX, require_integer, require_real
+from jaxops._checks.attributes import INT32_MAX, require_floating_dtype, require_integer, require_real
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
-from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy.column_tiles import default_tile_logits
-from jaxops.linear_cross_entropy.logits import RowStatistics, Targets, broadcast_rows
+from jaxops.linear_cross_entropy.logits import RowStatistics, Targets
 from jaxops.linear_cross_entropy.operator import check_linear, linear_row_statistics
 from jaxops.linear_cross_entropy.row_chunks import SMALL_LOGITS
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
@@ -51,23 +51,33 @@ def check_chunk_rows(operator: str, chunk_rows: Any) -> int | None:
     return require_integer(operator, "chunk_rows", chunk_rows, rule, least=1, most=INT32_MAX)
 
 
+def check_weight_grad_dtype(operator: str, value: Any, weight: jax.Array) -> Any:
+    """The dtype in which the weight's gradient is added up."""
+    default = accumulation_dtype(weight.dtype)
+    if value is None:
+        return default
+    dtype = require_floating_dtype(operator, "weight_grad_dtype", value)
+    choices = {default, jnp.dtype(weight.dtype)} if weight.dtype == jnp.bfloat16 else {default}
+    rule = f"be None or {' or '.join(sorted(map(str, choices)))}, as the weight is {weight.dtype}"
+    require(dtype in choices, operator, "weight_grad_dtype", rule, value)
+    return dtype
+
+
 def is_floating(value: Any) -> bool:
     """Whether an array is floating point."""
     return bool(jnp.issubdtype(value.dtype, jnp.floating))
-
-
-def zero_unless(live: jax.Array, x: jax.Array) -> jax.Array:
-    """The rows of x (..., H) that are live, and zeros for the others."""
-    is_live = broadcast_rows(live)
-    if is_live.shape == x.shape:  # a single feature: nothing is broadcast, so an explicit mesh wants one layout
-        is_live = laid_out_as(is_live, jax.typeof(x).sharding)
-    return jnp.where(is_live, x, jnp.zeros_like(x))
 
 
 @jax.jit
 def nan_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
     """`x` where valid, else NaN. Jitted even outside jit, so that `jax.debug_nans` only sees NaN in the result."""
     return jnp.where(valid, x, jnp.nan)
+
+
+@jax.jit
+def nan_added_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
+    """The same, with a derivative of 1 that compilers can see."""
+    return x + jnp.where(valid, 0, jnp.nan).astype(x.dtype)
 
 
 def strategy_for(logits_size: Any) -> tuple[str, str]:

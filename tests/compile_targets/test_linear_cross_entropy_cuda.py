@@ -121,18 +121,24 @@ def test_linear_cross_entropy_trains_within_three_gigabytes(h100):
     assert program.memory.temporaries < 3e9
 
 
-@pytest.mark.parametrize("form", ["plain", "bias", "softcap"])
-def test_linear_cross_entropy_takes_three_products_and_keeps_no_float32_logits(h100, form):
+@pytest.mark.parametrize(
+    ("form", "sum_dtype", "peak"),
+    [("plain", BF16, 3.0e9), ("plain", F32, 4.6e9), ("bias", F32, 4.6e9), ("softcap", F32, 4.6e9)],
+)
+def test_linear_cross_entropy_takes_three_products_and_keeps_no_float32_logits(h100, form, sum_dtype, peak):
     rows, hidden, classes = SHAPES["llama"]
     softcap, _, has_bias, _ = FORMS[form]
 
     def loss(x, weight, labels, bias):
-        return linear_cross_entropy(x, weight, labels, bias=bias if has_bias else None, softcap=softcap)
+        options = {"bias": bias if has_bias else None, "softcap": softcap, "weight_grad_dtype": sum_dtype}
+        return linear_cross_entropy(x, weight, labels, **options)
 
     shapes = (((rows, hidden), BF16), ((classes, hidden), BF16), ((rows,), jnp.int32), ((classes,), F32))
     with lowering.use("pallas"):
         program = compiled(h100, jax.value_and_grad(loss, (0, 1)), *shapes)
     assert program.kernels == {"linear_cross_entropy_exponentials": 1}
     assert spilled_bytes(program) <= (64 if form == "softcap" else 0) + (0 if GETS_REGISTERS else 512)
-    # The weight's gradient in float32, and a chunk of exponentials in bfloat16; the logits alone are 8.4 GB.
-    assert program.memory.temporaries < 4 * classes * hidden + 2 * 2**28 + 0.2e9
+    # Arguments and results, 2.4 GB, with the weight's gradient in float32, or a chunk of exponentials; the logits alone
+    # are 8.4 GB.
+    memory = program.memory
+    assert memory.arguments + memory.outputs + memory.temporaries <= peak
