@@ -65,6 +65,15 @@ def test_files_that_pages_name_exist(page: Path) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_numbers_quotes_the_memory_that_compilers_reported():
+    text = (ROOT / "docs" / "numbers.md").read_text()
+    results = json.loads((ROOT / "benchmarks" / "results" / "linear_cross_entropy_h100.compiled.json").read_text())
+    case = results["cases"][0]
+    assert "16384x4096x128256" in case["name"]
+    for row in case["candidates"].values():
+        assert f"| {row['temporary_mb'] / 1e3:.2f} GB | {row['peak_mb'] / 1e3:.2f} GB |" in text
+
+
 def test_page_of_replays_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     tpu_schedules = importlib.import_module("tpu_schedules")
