@@ -40,6 +40,7 @@ from lowering.rewriting.rules import add_rules
 if TYPE_CHECKING:
     from jaxops import aclnn as aclnn
     from jaxops import mcdnn as mcdnn
+    from jaxops import testing as testing
     from jaxops.ema_adam.api import ema_adam as ema_adam
     from jaxops.ema_adam.api import ema_params as ema_params
     from jaxops.ema_adam.ema_adam_rows import ema_adam_rows as ema_adam_rows
@@ -75,6 +76,7 @@ __all__ = [
     "nll_loss",
     "operators",
     "softmax",
+    "testing",
     "tune_device",
     "use",
 ]
@@ -87,6 +89,7 @@ _IMPORTED_LATER = {
     "ema_params": "jaxops.ema_adam.api",
     "fused_apply": "jaxops.ema_adam.fused_apply",
     "mcdnn": "jaxops.mcdnn",
+    "testing": "jaxops.testing",
 }
 add_rules((CROSS_ENTROPY, ROW_CONE, WINDOW_MAXIMA, EMBEDDING_LOOKUP, DROPOUT_MASKS))
 
