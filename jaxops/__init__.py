@@ -8,6 +8,8 @@ import lowering  # noqa: F401
 from jaxops._checks.errors import BadParamError as BadParamError
 from jaxops._checks.errors import NotSupportedError as NotSupportedError
 from jaxops._checks.errors import VersionMismatchError as VersionMismatchError
+from jaxops._primitive.derivative import Derivative as Derivative
+from jaxops._primitive.operator import Operator as Operator
 from jaxops._primitive.operator import operators as operators
 from jaxops.activation import activation as activation
 from jaxops.affine_grid import affine_grid as affine_grid
@@ -49,8 +51,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BadParamError",
     "BatchNormOutput",
+    "Derivative",
     "LinearCrossEntropyAux",
     "NotSupportedError",
+    "Operator",
     "RowGradients",
     "VersionMismatchError",
     "aclnn",
