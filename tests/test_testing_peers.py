@@ -168,6 +168,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_of_a_peer_is_caught(name: str) -> None:
+    if name == "composite" and jax.__version_info__ >= (0, 12):
+        pytest.skip("JAX 0.12 has mended this one")
     fault = FAULTS[name]
     report = check_operator(
         fault.fn,

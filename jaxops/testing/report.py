@@ -59,7 +59,7 @@ class Report:
         """A table of the promises: broken ones first, then those that were skipped, then those that are kept."""
         broken, kept, skipped = (len(each) for each in (self.broken, self.kept, self.skipped))
         title = f"{self.function}: {broken} broken, {kept} kept, {skipped} skipped"
-        table = Table(title=title, title_justify="left")
+        table = Table(title=Text(title), title_justify="left")
         table.add_column("promise", no_wrap=True)
         table.add_column("", no_wrap=True)
         table.add_column("what was found")
