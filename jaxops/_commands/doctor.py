@@ -14,7 +14,6 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-import lowering
 from jaxops._commands import touched
 from jaxops._commands.known_faults import release
 from jaxops._commands.options import Arguments, Json, require_target, show, show_text
@@ -178,7 +177,7 @@ def _tuned() -> Part:
 
 
 def _show(parts: tuple[Part, ...], findings: list[Finding], subject: str) -> None:
-    table = Table(title=f"jaxops doctor, {len(lowering.targets())} targets known", title_justify="left")
+    table = Table(title="what is installed", title_justify="left")
     table.add_column("part", no_wrap=True)
     table.add_column("found")
     for part in parts:

@@ -98,8 +98,9 @@ def cotangent_scaling(trial: Trial) -> None:
         )
     for position, full, scaled, zero in zip(trial.differentiable, whole, part, none, strict=True):
         full, scaled, zero = map(np.asarray, (full, scaled, zero))
-        if trial.tolerance.difference((scaled * 16).astype(full.dtype), full) is not None:
-            sizes = [float(np.linalg.norm(x.astype(np.float64))) for x in (scaled * 16, full)]
+        scaled = scaled.astype(np.float64) * 16
+        if trial.tolerance.difference(full, scaled) is not None:
+            sizes = [float(np.linalg.norm(x)) for x in (scaled, full.astype(np.float64))]
             raise FoundError(
                 f"the gradient by operand {position} does not follow the cotangent: for one 16 times smaller it is "
                 f"{sizes[0] / max(sizes[1], 1e-300):.4g} times as large as it should be"

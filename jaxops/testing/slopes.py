@@ -46,7 +46,7 @@ def _slope(
 ) -> tuple[float, float, float]:
     compiled = jax.jit(lambda *xs: scalar(*xs))
     gradient = jax.jit(jax.grad(scalar, position))(*operands)
-    claimed = float(np.sum(np.asarray(gradient, np.float64) * direction.astype(np.float64)))
+    products = np.asarray(gradient, np.float64) * direction.astype(np.float64)
 
     def moved(step: float) -> float:
         x = operands[position]
@@ -54,12 +54,14 @@ def _slope(
         return float(compiled(*replaced(operands, position, there.astype(x.dtype))))
 
     measured = np.array([(moved(step) - moved(-step)) / (2 * step) for step in _STEPS])
-    rounding = np.abs(moved(0.0)) * _precision(measured, abs(moved(0.0))) / np.array(_STEPS)
-    uncertainty = 2 * np.abs(np.diff(measured)) + rounding[:-1]
+    precision = _precision(measured, abs(moved(0.0)))
+    # Of a pair of steps: how far they differ, and what rounding makes of the values, and of the claimed sum.
+    with np.errstate(invalid="ignore"):
+        uncertainty = 2 * np.abs(np.diff(measured)) + precision * abs(moved(0.0)) / np.array(_STEPS[:-1])
     if not np.isfinite(uncertainty).any():
         raise SkipError(f"the function is not finite around operand {position}")
     best = int(np.nanargmin(uncertainty))
-    return claimed, float(measured[best]), float(uncertainty[best])
+    return float(products.sum()), float(measured[best]), float(uncertainty[best] + precision * np.abs(products).sum())
 
 
 def _precision(measured: np.ndarray, magnitude: float) -> float:
@@ -68,6 +70,8 @@ def _precision(measured: np.ndarray, magnitude: float) -> float:
     Whatever computes in float32 is a staircase, where two of the smallest steps find no slope, or different ones.
     """
     rounding = float(np.finfo(np.float64).eps) * 8
+    if not np.isfinite(measured[:2]).all():
+        return float(np.finfo(np.float32).eps) * 8
     finest = 4 * rounding * magnitude / _STEPS[0] + 1e-3 * np.abs(measured[:2]).max()
     is_level = not measured[0] and not measured[1] and measured.any()
     is_float64 = abs(measured[0] - measured[1]) <= finest and not is_level

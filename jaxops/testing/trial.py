@@ -46,7 +46,8 @@ class Trial:
     reference: Callable[..., Any] | None
     tolerance: Tolerance
 
-    # Kept here, as many promises need them at the same shapes: they are traced and compiled once.
+    # Kept here, as many promises need them at the same shapes: they are traced and compiled once. Operands that are not
+    # used are kept, because JAX takes the devices of a program from its operands.
 
     @property
     def arrays(self) -> list[jax.Array]:
@@ -62,7 +63,7 @@ class Trial:
     @functools.cached_property
     def jitted(self) -> Callable[..., Any]:
         """The function under jit."""
-        return jax.jit(self._call)
+        return jax.jit(self._call, keep_unused=True)
 
     @functools.cached_property
     def jitted_loss(self) -> Callable[..., Any]:
@@ -72,7 +73,7 @@ class Trial:
     @functools.cached_property
     def gradient(self) -> Callable[..., Any]:
         """The gradient of `loss` by all differentiable operands, under jit."""
-        return jax.jit(jax.grad(self.loss, self.differentiable))
+        return jax.jit(jax.grad(self.loss, self.differentiable), keep_unused=True)
 
     @functools.cached_property
     def has_gradient(self) -> bool:
