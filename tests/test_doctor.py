@@ -125,6 +125,11 @@ def test_fault_says_where_it_is_and_what_helps(fault: Any) -> None:
     assert fault.helps
 
 
+def test_page_lists_the_faults() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "doctor.md").read_text()
+    assert re.findall(r"^\| \[(\S+)\]\((\S+)\)", page, re.MULTILINE) == [(each.name, each.thread) for each in FAULTS]
+
+
 def test_versions_platforms_and_flags_decide() -> None:
     wrong_sums, deterministic = BY_NAME["jax#39103"], BY_NAME["flax#4233"]
     without = "--xla_force_host_platform_device_count=8 --xla_cpu_experimental_ynn_fusion_type="

@@ -1,7 +1,9 @@
 """`check_operator`: a sound function keeps every promise, and each promise catches a function that breaks it."""
 
 import functools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -249,6 +251,12 @@ def test_report_prints_what_broke_first() -> None:
     assert lines[0].strip() == "wrong_gradient: 1 broken, 1 kept, 0 skipped"
     assert ["derivative" in lines[4], "broken" in lines[4]] == [True, True]
     Report("f", ("jit",), (), ()).raise_if_broken()
+
+
+def test_page_lists_the_promises() -> None:
+    table = (Path(__file__).parents[1] / "docs" / "testing.md").read_text().split("| promise |")[1].split("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == {*PROMISES}
 
 
 def test_tolerance_is_by_dtype() -> None:

@@ -1,6 +1,8 @@
 """Faults that other libraries have shipped, restated in a few lines: `check_operator` would have caught each."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -179,6 +181,13 @@ def test_fault_of_a_peer_is_caught(name: str) -> None:
         reference=fault.reference,
     )
     assert [promise for promise, _ in report.broken] == [fault.caught_by], str(report)
+
+
+def test_page_lists_the_faults() -> None:
+    table = (Path(__file__).parents[1] / "docs" / "testing.md").read_text().split("| fault |")[1]
+    caught_by = re.findall(r"\| `(\w+)` \|", table)
+    expected = [fault.caught_by for name, fault in FAULTS.items() if name != "no forward mode"]
+    assert sorted(caught_by) == sorted(expected)
 
 
 def test_sound_loss_is_not_caught() -> None:

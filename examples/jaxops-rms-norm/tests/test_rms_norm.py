@@ -40,6 +40,13 @@ def test_every_promise_is_kept() -> None:
     assert report.skipped == ()
 
 
+def test_kernel_keeps_them_too() -> None:
+    promises = ["reference", "vmap", "jvp", "derivative", "bfloat16_accuracy", "nan_in_padding", "shard_map"]
+    with jaxops.use("interpret"):
+        report = check_operator(rms_norm, (X, WEIGHT), batched=(0, None), reference=in_jnp, promises=promises)
+    assert report.kept == tuple(promises), str(report)
+
+
 @pytest.mark.parametrize("shape", [(8, 24), (3, 5, 128), (40, 256), (24,)], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_kernel_computes_the_same(shape: tuple[int, ...], dtype: jnp.dtype) -> None:
