@@ -271,3 +271,18 @@ def test_environment_with_trouble(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert found["Python"] == "it must be 3.11, 3.12 or 3.13"
     assert found["JAX"] == f"they should be of one release: pip install jaxlib=={jax.__version__}"
     assert found["tuned"] == f"{tmp_path / 'cpu.jsonl'} has damaged lines: 2"
+
+
+def test_environment_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> list[Any]:
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    result = run("--json")
+    assert result.exit_code == 1
+    record = json.loads(result.stdout)
+    (devices,) = (part for part in record["environment"] if part["name"] == "devices")
+    assert devices["found"] == "none with JAX_PLATFORMS=cuda"
+    assert devices["trouble"].startswith("JAX finds no device, AssertionError")
+    assert "what is installed" in run().stdout

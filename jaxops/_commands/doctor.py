@@ -80,7 +80,8 @@ def doctor(
     if target is not None:
         require_target(target)
     parts = tuple(_environment())
-    findings = _findings(function, arg or [], target)
+    has_devices = not any(part.name == "devices" and part.trouble for part in parts)
+    findings = _findings(function, arg or [], target) if has_devices else []  # without any, JAX traces nothing
     is_healthy = not any(part.trouble for part in parts) and not any(finding.touches for finding in findings)
     if as_json:
         record = {
@@ -90,7 +91,9 @@ def doctor(
         }
         print(json.dumps(record, indent=2))
     else:
-        _show(parts, findings, function or "this library")
+        _show_parts(parts)
+        if has_devices:
+            _show_findings(findings, function or "this library")
     if not is_healthy:
         raise typer.Exit(1)
 
@@ -149,8 +152,11 @@ def _plugins(jaxlib: str) -> Part:
 def _devices() -> Part:
     try:
         devices = jax.devices()
-    except RuntimeError as error:
-        return Part("devices", "none", first_line(error))
+    except Exception as error:  # JAX raises several kinds, AssertionError among them
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        found = f"none with JAX_PLATFORMS={asked}" if asked else "none"
+        helps = "without JAX_PLATFORMS it takes what there is" if asked else "JAX_PLATFORMS=cpu runs without one"
+        return Part("devices", found, f"JAX finds no device, {first_line(error)}: {helps}")
     kinds = sorted({device.device_kind for device in devices})
     count = f"{len(devices)} x {', '.join(kinds)}"
     if here().platform == "cpu":
@@ -176,7 +182,7 @@ def _tuned() -> Part:
     return Part("tuned", "; ".join(texts) or f"nothing in {kept.folder()}", "; ".join(troubles))
 
 
-def _show(parts: tuple[Part, ...], findings: list[Finding], subject: str) -> None:
+def _show_parts(parts: tuple[Part, ...]) -> None:
     table = Table(title="what is installed", title_justify="left")
     table.add_column("part", no_wrap=True)
     table.add_column("found")
@@ -186,6 +192,9 @@ def _show(parts: tuple[Part, ...], findings: list[Finding], subject: str) -> Non
             found.append(f"\n{part.trouble}", "red")
         table.add_row(part.name, found)
     show(table)
+
+
+def _show_findings(findings: list[Finding], subject: str) -> None:
     touching = [finding for finding in findings if finding.touches]
     if touching:
         table = Table(title=Text(f"known faults that may touch {subject}"), title_justify="left")
