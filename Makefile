@@ -5,7 +5,7 @@
 #   TESTS="..."         what `make test` runs
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint notebooks compile-tpu compile-cuda clean
+.PHONY: demo test lint notebooks example compile-tpu compile-cuda clean
 
 SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -27,6 +27,12 @@ lint: $(VENV)/.lint
 
 notebooks: $(VENV)/.test
 	$(BIN)/pytest --nbmake notebooks $(ARGS)
+
+# Installed beside the environment, which stays as it is: an installed operator changes what explain finds.
+example: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/example \
+		./examples/jaxops-rms-norm
+	PYTHONPATH=$(CURDIR)/build/example $(BIN)/pytest examples/jaxops-rms-norm $(ARGS)
 
 # The compilers see what users would give them.
 compile-tpu compile-cuda: export JAX_DISABLE_MOST_OPTIMIZATIONS = 0

@@ -8,6 +8,8 @@ import lowering  # noqa: F401
 from jaxops._checks.errors import BadParamError as BadParamError
 from jaxops._checks.errors import NotSupportedError as NotSupportedError
 from jaxops._checks.errors import VersionMismatchError as VersionMismatchError
+from jaxops._primitive.derivative import Derivative as Derivative
+from jaxops._primitive.operator import Operator as Operator
 from jaxops._primitive.operator import operators as operators
 from jaxops.activation import activation as activation
 from jaxops.affine_grid import affine_grid as affine_grid
@@ -40,6 +42,7 @@ from lowering.rewriting.rules import add_rules
 if TYPE_CHECKING:
     from jaxops import aclnn as aclnn
     from jaxops import mcdnn as mcdnn
+    from jaxops import testing as testing
     from jaxops.ema_adam.api import ema_adam as ema_adam
     from jaxops.ema_adam.api import ema_params as ema_params
     from jaxops.ema_adam.ema_adam_rows import ema_adam_rows as ema_adam_rows
@@ -48,8 +51,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BadParamError",
     "BatchNormOutput",
+    "Derivative",
     "LinearCrossEntropyAux",
     "NotSupportedError",
+    "Operator",
     "RowGradients",
     "VersionMismatchError",
     "aclnn",
@@ -75,6 +80,7 @@ __all__ = [
     "nll_loss",
     "operators",
     "softmax",
+    "testing",
     "tune_device",
     "use",
 ]
@@ -87,6 +93,7 @@ _IMPORTED_LATER = {
     "ema_params": "jaxops.ema_adam.api",
     "fused_apply": "jaxops.ema_adam.fused_apply",
     "mcdnn": "jaxops.mcdnn",
+    "testing": "jaxops.testing",
 }
 add_rules((CROSS_ENTROPY, ROW_CONE, WINDOW_MAXIMA, EMBEDDING_LOOKUP, DROPOUT_MASKS))
 

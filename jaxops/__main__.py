@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 import jaxops
 import lowering
-from jaxops._commands import measure
+from jaxops._commands import doctor, measure
 from jaxops._commands.options import (
     Arguments,
     Function,
@@ -235,6 +235,7 @@ def export(
 
 app.command()(measure.tune)
 app.command()(measure.bench)
+app.command()(doctor.doctor)
 
 
 @app.command()

@@ -16,7 +16,7 @@ import lowering
 
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (jaxops, jaxops.aclnn, jaxops.mcdnn, lowering)
+    for module in (jaxops, jaxops.aclnn, jaxops.mcdnn, jaxops.testing, lowering)
     for name in module.__all__
     if inspect.isfunction(getattr(module, name))
 }

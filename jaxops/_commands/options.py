@@ -47,7 +47,7 @@ def console() -> Console:
 def show_text(text: str) -> None:
     """Prints a sentence: wrapped on a terminal, on one line for other programs."""
     where = console()
-    where.print(text, markup=False, highlight=False, soft_wrap=not where.is_terminal)
+    where.print(text, markup=False, emoji=False, highlight=False, soft_wrap=not where.is_terminal)
 
 
 def show(table: RenderableType) -> None:

@@ -1,0 +1,327 @@
+"""Known faults of JAX, XLA and the drivers below them: which versions have them, what they touch, and what helps.
+
+Those of XLA:CPU were reproduced with jaxlib 0.10.2 and 0.12.0.1 on x86, except that of `arctan`, which needs another
+processor. The others are what their threads say.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+
+from lowering.cost import inner_jaxprs
+from lowering.patterns import RESHAPES, Graph, Operation, Value, backward
+
+_WITHOUT_YNN = "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type="
+_JAX, _XLA = "https://github.com/jax-ml/jax/issues", "https://github.com/openxla/xla/issues"
+_ROWS, _SMALL = 2**14, 8
+_SMALL_UPDATE_BYTES, _MANY_STEPS = 256, 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A published fault.
+
+    Attributes:
+      what: what goes wrong, and with what.
+      thread: where it was reported.
+      since: the first jaxlib that has it.
+      until: the first jaxlib without it; empty if none is known.
+      platforms: where it happens: "cpu", "cuda", "tpu".
+      helps: the version, the flag or the function that avoids it.
+      find: yields the operations of a graph that it may touch.
+      avoided_by: XLA_FLAGS that match have avoided it already.
+      caused_by: it happens under XLA_FLAGS that match; empty if always.
+    """
+
+    what: str
+    thread: str
+    since: str
+    until: str
+    platforms: frozenset[str]
+    helps: str
+    find: Callable[[Graph], Iterable[Operation]]
+    avoided_by: str = ""
+    caused_by: str = ""
+
+    @property
+    def name(self) -> str:
+        """Repository and number, such as "jax#39103"."""
+        *_, repository, _, number = self.thread.split("/")
+        return f"{repository}#{number}"
+
+    def is_in(self, jaxlib: str, platform: str, xla_flags: str) -> bool:
+        """Whether this jaxlib has it on this platform under these flags."""
+        version = release(jaxlib)
+        has_it = release(self.since) <= version and not (self.until and version >= release(self.until))
+        is_avoided = bool(self.avoided_by) and re.search(self.avoided_by, xla_flags) is not None
+        is_caused = not self.caused_by or re.search(self.caused_by, xla_flags) is not None
+        return has_it and platform in self.platforms and is_caused and not is_avoided
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, such as (0, 12, 0) of "0.12.0.dev20260920"."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def _sums_of_small_products(graph: Graph) -> Iterator[Operation]:
+    """Sums over the few rows of a product of matrices with very many columns."""
+    for operation in graph.named("reduce_sum"):
+        x, axes = operation.inputs[0], operation.params["axes"]
+        is_narrow = len(axes) == 1 and axes[0] < len(x.shape) - 1 and _known(x.shape[axes[0]]) < _SMALL
+        if is_narrow and _known(x.size) >= _ROWS * _known(x.shape[axes[0]]):
+            sources = backward(x, lambda step, value: _is_elementwise(step))
+            if any(y.producer is not None and y.producer.name == "dot_general" for y in sources):
+                yield operation
+
+
+def _sums_of_products_of_high_rank(graph: Graph) -> Iterator[Operation]:
+    for operation in graph.named("reduce_sum"):
+        x = operation.inputs[0]
+        if (
+            len(x.shape) >= 7
+            and _is_float32(x)
+            and x.producer is not None
+            and x.producer.name in ("mul", "dot_general")
+        ):
+            yield operation
+
+
+def _windows_of_one_in_dilated_operands(graph: Graph) -> Iterator[Operation]:
+    for operation in graph.operations:
+        if operation.name.startswith("reduce_window"):
+            params = operation.params
+            along = zip(
+                params["window_dimensions"], params["window_strides"], params.get("base_dilation") or (), strict=False
+            )
+            if any(window == 1 and stride == 1 and dilation > 1 for window, stride, dilation in along):
+                yield operation
+
+
+def _updates_by_slices_of_themselves(graph: Graph) -> Iterator[Operation]:
+    """An array, updated by a shifted slice of itself, and reshaped."""
+    for operation in graph.named("dynamic_update_slice", "scatter"):
+        base, update = operation.inputs[0], operation.inputs[2 if operation.name == "scatter" else 1]
+        sources = backward(update, lambda step, value: _is_elementwise(step) or step.name in ("slice", "dynamic_slice"))
+        is_sliced = any(x.producer is not None and "slice" in x.producer.name for x in sources)
+        if base in sources and is_sliced and any(user.name == "reshape" for user in operation.outputs[0].users):
+            yield operation
+
+
+def _composites(graph: Graph) -> Iterator[Operation]:
+    yield from graph.named("composite")
+
+
+def _partitionings(graph: Graph) -> Iterator[Operation]:
+    yield from graph.named("custom_partitioning")
+
+
+def _arctangents(graph: Graph) -> Iterator[Operation]:
+    return (x for x in graph.named("atan") if _is_float32(x.inputs[0]) and _known(x.inputs[0].size) >= 50)
+
+
+def _kernels_with_several_grids(graph: Graph) -> Iterator[Operation]:
+    """Kernels that one function describes for several grids."""
+    grids: dict[str, set[Any]] = {}
+    for operation in graph.named("pallas_call"):
+        seen = grids.setdefault(operation.params["jaxpr"].debug_info.func_src_info, set())
+        seen.add(operation.params["grid_mapping"].grid)
+        if len(seen) == 2:
+            yield operation
+
+
+def _float32_scatters(graph: Graph) -> Iterator[Operation]:
+    return (x for x in _scatters(graph) if _is_float32(x.inputs[0]))
+
+
+def _scatters(graph: Graph) -> Iterator[Operation]:
+    yield from graph.named("scatter-add", "scatter_add")
+
+
+def _strided_scatters(graph: Graph) -> Iterator[Operation]:
+    """Sums into rows that are not the leading axis, as of a vmapped segment_sum."""
+    for operation in _scatters(graph):
+        numbers = operation.params["dimension_numbers"]
+        is_strided = 0 in numbers.update_window_dims and 0 not in numbers.scatter_dims_to_operand_dims
+        users = operation.outputs[0].users
+        if is_strided and not (users and all(user.name == "transpose" for user in users)):
+            yield operation
+
+
+def _pooling_gradients(graph: Graph) -> Iterator[Operation]:
+    yield from graph.named("select_and_scatter_add")
+
+
+def _small_writes_in_loops(graph: Graph) -> Iterator[Operation]:
+    """Loops that write a few bytes of a large array at each turn."""
+    for operation in graph.named("scan", "while"):
+        writes = (write for body in inner_jaxprs(operation) for write in _writes(operation, body))
+        if any(_is_small_part(whole, part) for whole, part in writes):
+            yield operation
+
+
+def _writes(operation: Operation, body: Jaxpr) -> Iterator[tuple[Any, Any]]:
+    """The types of arrays and of what a turn of a loop writes to them."""
+    if operation.name == "scan":
+        results: Iterable[Any] = zip(operation.outputs, body.outvars, strict=True)
+        yield from ((x.aval, y.aval) for x, y in results if x.aval.shape != y.aval.shape)  # stacked; others are carried
+    for equation in body.eqns:
+        if equation.primitive.name in ("dynamic_update_slice", "scatter"):
+            yield equation.invars[0].aval, equation.invars[2 if equation.primitive.name == "scatter" else 1].aval
+
+
+def _is_small_part(whole: Any, part: Any) -> bool:
+    size, part_size = (math.prod(map(_known, x.shape)) for x in (whole, part))
+    return part_size * whole.dtype.itemsize < _SMALL_UPDATE_BYTES and size >= _MANY_STEPS * max(part_size, 1)
+
+
+def _is_elementwise(operation: Operation) -> bool:
+    name = operation.name
+    return name in RESHAPES or (
+        name not in ("dot_general", "scatter", "gather", "dynamic_update_slice")
+        and any(x.shape == operation.outputs[0].shape for x in operation.inputs)
+    )
+
+
+def _is_float32(value: Value) -> bool:
+    return bool(value.aval.dtype == jnp.float32)
+
+
+def _known(size: Any) -> int:
+    """A size; a symbolic one may be large."""
+    return size if isinstance(size, int) else 2**30
+
+
+_CPU, _GPU, _TPU = frozenset({"cpu"}), frozenset({"cuda"}), frozenset({"tpu"})
+_YNN_IS_OFF = r"--xla_cpu_experimental_ynn_fusion_type=(-reduce|\s|$)"
+
+FAULTS = (
+    Fault(
+        "silently wrong sums over the rows of a product with few rows and very many columns",
+        f"{_JAX}/39103",
+        "0.10.2",
+        "0.11.0",
+        _CPU,
+        f"jaxlib 0.11.0 or newer, or {_WITHOUT_YNN}",
+        _sums_of_small_products,
+        avoided_by=_YNN_IS_OFF,
+    ),
+    Fault(
+        "crashes or hangs in a float32 sum of products of rank 7 or more",
+        f"{_JAX}/39257",
+        "0.10.2",
+        "0.12.0",
+        _CPU,
+        f"jaxlib 0.12.0 or newer, or {_WITHOUT_YNN}",
+        _sums_of_products_of_high_rank,
+        avoided_by=_YNN_IS_OFF,
+    ),
+    Fault(
+        "silently wrong reduce_window along axes with base dilation where window and stride are 1",
+        f"{_XLA}/48714",
+        "0.10.2",
+        "",
+        _CPU,
+        _WITHOUT_YNN,
+        _windows_of_one_in_dilated_operands,
+        avoided_by=_YNN_IS_OFF,
+    ),
+    Fault(
+        "silently wrong results where an array is updated by a slice of itself, then reshaped",
+        f"{_XLA}/49176",
+        "0.10.2",
+        "",
+        _CPU,
+        "XLA_FLAGS=--xla_disable_hlo_passes=algsimp",
+        _updates_by_slices_of_themselves,
+        avoided_by=r"--xla_disable_hlo_passes=\S*algsimp",
+    ),
+    Fault(
+        "silently wrong arctan of 50 elements or more, on some processors",
+        f"{_JAX}/39352",
+        "0.10.2",
+        "",
+        _CPU,
+        "compare with NumPy on this machine",
+        _arctangents,
+    ),
+    Fault(
+        "loops that write less than 256 bytes of a large array at each turn take time quadratic in their length",
+        f"{_JAX}/40101",
+        "0.11.1",
+        "0.12.0",
+        _CPU,
+        "jaxlib 0.11.0, or 0.12.0 and newer",
+        _small_writes_in_loops,
+    ),
+    Fault(
+        "a lax.composite cannot be exported for several platforms or with symbolic sizes",
+        f"{_JAX}/40486",
+        "0.10.2",
+        "0.12.0",
+        _CPU | _GPU | _TPU,
+        "jax 0.12.0 or newer",
+        _composites,
+    ),
+    Fault(
+        "pl.num_programs is that of another grid where one kernel function is used with several",
+        f"{_JAX}/40847",
+        "0.11.0",
+        "0.12.0.1",
+        _CPU | _GPU | _TPU,
+        "jax 0.12.0.1 or newer, or a new functools.partial of the kernel for each grid",
+        _kernels_with_several_grids,
+    ),
+    Fault(
+        "float32 scatter-add into few rows is up to 2000 times slower",
+        f"{_JAX}/38806",
+        "0.10.2",
+        "0.11.1",
+        _GPU,
+        "jaxlib 0.11.1 or newer",
+        _float32_scatters,
+    ),
+    Fault(
+        "a vmapped segment_sum or scatter-add writes strided, 3 to 6 times slower",
+        f"{_JAX}/39959",
+        "0.9.2",
+        "",
+        _GPU,
+        "out_axes=1 in the vmap",
+        _strided_scatters,
+    ),
+    Fault(
+        "XLA refuses the gradient of a max pooling under deterministic operations",
+        "https://github.com/google/flax/issues/4233",
+        "0.4.0",
+        "",
+        _GPU,
+        "jaxops.max_pool, whose gradient is deterministic",
+        _pooling_gradients,
+        caused_by=r"--xla_gpu_(deterministic_ops|exclude_nondeterministic_ops)(=true|=1|\s|$)",
+    ),
+    Fault(
+        "scatter-add is very slow under deterministic operations",
+        f"{_JAX}/17844",
+        "0.4.0",
+        "",
+        _GPU,
+        "sums of sorted rows; jaxops.embedding for the gradient of a table",
+        _scatters,
+        caused_by=r"--xla_gpu_deterministic_ops(=true|=1|\s|$)",
+    ),
+    Fault(
+        "custom_partitioning does not compile",
+        f"{_JAX}/38196",
+        "0.4.0",
+        "",
+        _TPU,
+        "jax.shard_map",
+        _partitionings,
+    ),
+)

@@ -1,0 +1,63 @@
+"""Promises about 16-bit operands: results and gradients are those in float64, but for the rounding of 16 bits."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxops.testing.promise import Promise
+from jaxops.testing.slopes import in_float64
+from jaxops.testing.trial import SkipError, Trial, cotangents, during, floating
+
+
+def _accuracy(trial: Trial, name: str) -> None:
+    dtype = jnp.dtype(name)
+    if not floating(trial.operands):
+        raise SkipError("no operand is floating point")
+    with np.errstate(over="ignore"):
+        narrow = [x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in trial.operands]
+    with during(f"on {name} operands"):
+        results = jax.jit(trial.fn)(*narrow)
+    chosen = [x.astype(np.float64) for x in cotangents(floating(results))]
+    expected, gradients, truth = _truth(trial, narrow, chosen)
+    trial.agree(f"the result of {name} operands", results, expected, compared_with=truth)
+    if gradients:
+        with during(f"when its gradient is computed on {name} operands"):
+            actual = _pulled_back(trial, trial.fn, narrow, chosen)
+        trial.gradients_agree(f"the gradient of {name} operands", actual, gradients, compared_with=truth)
+
+
+def _truth(trial: Trial, narrow: Sequence[Any], chosen: Sequence[Any]) -> tuple[Any, Any, str]:
+    """Results and gradients for the same values in float64; in float32 if the function refuses float64."""
+    fn = trial.reference or trial.fn
+    try:
+        with jax.enable_x64(True):
+            return *_computed(trial, fn, [in_float64(x) for x in narrow], chosen), "the one in float64"
+    except Exception:  # it mixes dtypes, or has kernels for narrower ones alone
+        wide = [x.astype(np.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in narrow]
+        with during("on float32 operands, to compare with"):
+            return *_computed(trial, fn, wide, chosen), "the one in float32"
+
+
+def _computed(trial: Trial, fn: Callable[..., Any], operands: Sequence[Any], chosen: Sequence[Any]) -> tuple[Any, Any]:
+    results = jax.tree.map(np.asarray, jax.jit(lambda *xs: fn(*xs))(*operands))
+    return results, _pulled_back(trial, fn, operands, chosen) if trial.has_gradient else ()
+
+
+def _pulled_back(trial: Trial, fn: Callable[..., Any], operands: Sequence[Any], chosen: Sequence[Any]) -> Any:
+    of_differentiable, primals = trial.at_differentiable(operands, fn)
+
+    @jax.jit
+    def pullback(primals: Any, chosen: Any) -> Any:
+        results, vjp = jax.vjp(of_differentiable, *primals)
+        return vjp([c.astype(x.dtype) for c, x in zip(chosen, results, strict=True)])
+
+    return jax.tree.map(np.asarray, pullback(primals, chosen))
+
+
+PROMISES = tuple(
+    Promise(f"{name}_accuracy", functools.partial(_accuracy, name=name)) for name in ("bfloat16", "float16")
+)

@@ -1,0 +1,79 @@
+"""What `check_operator` found."""
+
+import dataclasses
+from typing import NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from lowering import tables
+
+
+class Broken(NamedTuple):
+    """A promise that a function breaks.
+
+    Attributes:
+      promise: its name, one of `PROMISES`.
+      found: what was compared and how far apart the two are, or what was raised.
+    """
+
+    promise: str
+    found: str
+
+
+class Skipped(NamedTuple):
+    """A promise that could not be checked.
+
+    Attributes:
+      promise: its name, one of `PROMISES`.
+      reason: why, and what to give so that it can be checked.
+    """
+
+    promise: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Which promises a function keeps. `print` shows a table.
+
+    Attributes:
+      function: its name.
+      kept: the names of the promises that hold.
+      broken: those that do not, each with what was found.
+      skipped: those that could not be checked, each with the reason.
+    """
+
+    function: str
+    kept: tuple[str, ...]
+    broken: tuple[Broken, ...]
+    skipped: tuple[Skipped, ...]
+
+    def raise_if_broken(self) -> None:
+        """Raises AssertionError with a sentence for each broken promise, if there is any."""
+        if self.broken:
+            sentences = "".join(f"\n  {promise}: {found}" for promise, found in self.broken)
+            raise AssertionError(f"{self.function} breaks {_counted(len(self.broken))}:{sentences}")
+
+    def table(self) -> Table:
+        """A table of the promises: broken ones first, then those that were skipped, then those that are kept."""
+        broken, kept, skipped = (len(each) for each in (self.broken, self.kept, self.skipped))
+        title = f"{self.function}: {broken} broken, {kept} kept, {skipped} skipped"
+        table = Table(title=Text(title), title_justify="left")
+        table.add_column("promise", no_wrap=True)
+        table.add_column("", no_wrap=True)
+        table.add_column("what was found")
+        for promise, found in self.broken:
+            table.add_row(promise, Text("broken", "red"), Text(found))
+        for promise, reason in self.skipped:
+            table.add_row(promise, Text("skipped", "yellow"), Text(reason))
+        for promise in self.kept:
+            table.add_row(promise, Text("kept", "green"), "")
+        return table
+
+    def __str__(self) -> str:
+        return tables.text(self.table())
+
+
+def _counted(promises: int) -> str:
+    return "1 promise" if promises == 1 else f"{promises} promises"
