@@ -317,10 +317,9 @@ def explicit_mesh_takes_every_split(case: Case, operands: tuple[np.ndarray, ...]
 
 def gathered_sizes(compiled_text: str) -> Iterator[int]:
     """The number of elements of every result of an all-gather in an optimised program."""
-    for line in compiled_text.splitlines():
-        if re.search(r"= .*all-gather(-start)?\(", line):
-            for shape in re.findall(r"\w+\[([\d,]*)\]", line.split("all-gather")[0]):
-                yield int(np.prod([int(size) for size in shape.split(",") if size]))
+    for result in re.findall(r"= (.*) all-gather(?:-start)?\(", compiled_text):
+        for shape in re.findall(r"\w+\[([\d,]*)\]", result):
+            yield int(np.prod([int(size) for size in shape.split(",") if size]))
 
 
 def applies(condition: object, otherwise: str) -> None:

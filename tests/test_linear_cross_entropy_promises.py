@@ -31,7 +31,7 @@ def chunks_by_row(x, weight, labels, bias):
 
 def chunks_to_scalar(x, weight, labels, class_weight):
     smooth = {"class_weight": class_weight, "label_smoothing": 0.2, "z_loss": 0.05}
-    return linear_cross_entropy(x, weight, labels, ignore_index=-1, strategy="grad_in_forward", chunk_rows=6, **smooth)
+    return linear_cross_entropy(x, weight, labels, ignore_index=-1, strategy="grad_in_forward", chunk_rows=8, **smooth)
 
 
 def chunks_to_scalar_with_aux(x, weight, labels, bias):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.ids import differ_from, wide_ids
-from jaxops._primitive.sharding import agreeing, laid_out_as
+from jaxops._primitive.sharding import agreeing, explicit_mesh, laid_out_as
 from jaxops.linear_cross_entropy.batch_invariant import invariant_smoothing
 from jaxops.linear_cross_entropy.logits import RowWeights, Targets
 from jaxops.linear_cross_entropy.operands import is_floating, nan_unless
@@ -65,7 +65,11 @@ def _by_probabilities(
         probabilities = (1 - smoothing) * labels.astype(dtype) + smoothing / vocabulary.classes
     if class_weight is not None:
         probabilities, class_weight = agreeing("... v, ... v ->", probabilities.astype(dtype), class_weight)
-        probabilities = probabilities * jnp.broadcast_to(class_weight.astype(dtype), probabilities.shape)
+        # Laid out at once, as the transpose of a broadcast that is resharded would gather all rows.
+        layout = jax.typeof(probabilities).sharding if explicit_mesh([probabilities]) is not None else None
+        last, shape = probabilities.ndim - 1, probabilities.shape
+        class_weight = jax.lax.broadcast_in_dim(class_weight.astype(dtype), shape, (last,), out_sharding=layout)
+        probabilities = probabilities * class_weight
     rows = labels.shape[:-1]
     targets = Targets(jnp.full(rows, -1, jnp.int32), jnp.zeros((0,), dtype), probabilities)
     return RowTerms(targets, jnp.zeros(rows, dtype), jnp.ones(rows, dtype), jnp.ones(rows, bool), jnp.ones(rows, dtype))
