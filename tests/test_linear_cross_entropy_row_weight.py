@@ -166,7 +166,7 @@ def draw_rows(rng):
 
 
 def weighted(x, weight, labels, row_weight):
-    options = {"ignore_index": -1, "strategy": "grad_in_forward", "chunk_rows": 6, "label_smoothing": 0.2}
+    options = {"ignore_index": -1, "strategy": "grad_in_forward", "chunk_rows": 8, "label_smoothing": 0.2}
     return linear_cross_entropy(x, weight, labels, row_weight=row_weight, **options)
 
 
