@@ -137,8 +137,8 @@ class Plan:
         count = sum(row.fits is True for row in self.rows)
         title = f"{count} of {len(self.rows)} fit" + (f"; {self.stopped}" if self.stopped else "")
         table = Table(title=title, title_justify="left")
-        table.add_column("target and mesh", overflow="fold")
-        table.add_column("fits", overflow="fold")
+        table.add_column("target and mesh", no_wrap=True)
+        table.add_column("fits", no_wrap=True)
         for name in ("GB", "spare GB", "matmul", "HBM", "links", "bound", "in turn", "tokens/s", "cost"):
             table.add_column(name, justify="right", no_wrap=True)
         for row in self.rows:
@@ -146,7 +146,7 @@ class Plan:
             times = [row.matmul_seconds, row.memory_seconds, row.link_seconds, row.bound_seconds, row.serial_seconds]
             table.add_row(
                 f"{row.target}\n  {mesh_text(row.mesh)}",
-                row.refusal or ("yes" if row.fits else "no"),
+                "refused" if row.fits is None else "yes" if row.fits else "no",
                 *memory,
                 *map(_time, times),
                 "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
@@ -157,7 +157,8 @@ class Plan:
     @property
     def remarks(self) -> list[str]:
         """The lines below the table."""
-        return [*_REMARKS, *dict.fromkeys(remark for row in self.rows for remark in row.remarks)]
+        refused = [f"{row.target} {mesh_text(row.mesh)}: {row.refusal}" for row in self.rows if row.refusal]
+        return [*refused, *_REMARKS, *dict.fromkeys(remark for row in self.rows for remark in row.remarks)]
 
     def __str__(self) -> str:
         return "\n".join([tables.text(self.table()), *self.remarks])
