@@ -13,7 +13,7 @@ import jaxops
 
 Tree = dict[str, Any]
 ROWS = ("data", "fsdp")  # the axes that split a batch
-QUERIES = 512  # in one part of attention, which sees only the keys up to its last
+PARTS = 8  # of at least 512 queries each, in attention; a part sees only the keys up to its last query
 
 
 class Decoder(NamedTuple):
@@ -199,10 +199,11 @@ def _attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         probs = jaxops.softmax(jnp.where(seen, scores, -1e30)).astype(query.dtype)
         return jnp.einsum("bhqk,bkhd->bqhd", probs, value)
 
-    ends = [min(start + QUERIES, query.shape[1]) for start in range(0, query.shape[1], QUERIES)]
+    length = query.shape[1]
+    size = min(length, max(512, length // PARTS))
     parts = [
-        part(query[:, end - min(QUERIES, end) : end], key[:, :end], value[:, :end], end - min(QUERIES, end))
-        for end in ends
+        part(query[:, start : start + size], key[:, : start + size], value[:, : start + size], start)
+        for start in range(0, length, size)
     ]
     return jnp.concatenate(parts, axis=1)
 
