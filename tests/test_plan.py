@@ -5,6 +5,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -267,6 +268,10 @@ def test_plan_draws_what_it_found(compiled, tmp_path):
             {"meshes": [{"data": 3}]},
             "meshes must have as many devices as a target; got {'data': 3} where tpu-v5e:2x4 has 8",
         ),
+        (
+            {"targets": ["tpu-v5e:2x4", "tpu-v5e:4x4"]},
+            "targets must have as many devices as a mesh; got 'tpu-v5e:4x4', ",
+        ),
         ({"shardings": lambda mesh: P()}, "shardings must return a tuple with an entry for each of 2 args; got"),
         (
             {"shardings": lambda mesh: (P("rows"), P())},
@@ -290,6 +295,13 @@ def test_plan_refuses_in_one_sentence(given, words, compiled, tmp_path):
     options = {"targets": ["tpu-v5e:2x4"], "meshes": [{"data": 8}], "cache": tmp_path, **given}
     with pytest.raises(lowering.PlanError, match=words):
         lowering.plan(step, WEIGHT, X, **options)
+
+
+def test_plan_refuses_what_is_no_function(compiled, tmp_path):
+    with pytest.raises(TypeError, match="fn must be a function"):
+        lowering.plan(3, X, targets=["tpu-v5e:2x4"], meshes=[{"data": 8}], cache=tmp_path)
+    with pytest.raises(TypeError, match="args must hold arrays"):
+        lowering.plan(step, WEIGHT, np.array(["x"]), targets=["tpu-v5e:2x4"], meshes=[{"data": 8}], cache=tmp_path)
 
 
 def test_plan_says_which_compiler_is_missing(monkeypatch, tmp_path):

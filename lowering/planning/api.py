@@ -16,7 +16,6 @@ from lowering import cost
 from lowering.compiling.compile import CompileError, availability, compile
 from lowering.describe import shortened, show
 from lowering.errors import UsageError
-from lowering.functions import require_function
 from lowering.measuring.timing import progress_bar
 from lowering.planning import cache as kept
 from lowering.planning import hlo, links
@@ -25,6 +24,7 @@ from lowering.planning.collectives import Collective, collectives
 from lowering.planning.products import product_flops
 from lowering.planning.report import Plan, Row, TimedCollective, mesh_text, ordered
 from lowering.schedule.report import Schedule
+from lowering.static_leaves import of_arrays
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # How a TPU's compiler says that memory does not suffice: what it needs, and what there is.
@@ -86,7 +86,7 @@ def plan(
           ...
       lowering.planning.cases.PlanError: plan: meshes must have as many devices as a target; got {'data': 3} where ...
     """
-    require_function(fn)
+    fn, args = of_arrays(fn, args)
     found = cases(targets, meshes)
     _require_numbers(tokens, price_per_chip_hour, budget_seconds)
     folder = kept.folder(cache)
@@ -150,10 +150,22 @@ def _row(
     if record is None:
         if time.monotonic() >= deadline:
             return None
-        record = _compiled(jitted, types, case)
+        record = _compiled(_alone(jitted, traced, case.mesh) if case.mesh.size == 1 else jitted, types, case)
         record["compile_seconds"] = time.perf_counter() - began
         kept.write(folder, name, record)
     return _of_record(empty, record, cost.matmul_flops(traced.jaxpr.jaxpr), case)
+
+
+def _alone(jitted: Any, traced: Any, mesh: AbstractMesh) -> Any:
+    """The function on one chip, where it may still name the axes of its mesh."""
+    arguments = traced.args_info[0]
+    donated = [number for number, one in enumerate(arguments) if any(leaf.donated for leaf in jax.tree.leaves(one))]
+
+    def call(*args: Any) -> Any:
+        with use_abstract_mesh(mesh):
+            return jitted(*args)
+
+    return jax.jit(call, donate_argnums=donated)
 
 
 def _compiled(jitted: Any, types: Sequence[Any], case: Case) -> dict[str, Any]:

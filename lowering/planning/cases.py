@@ -45,6 +45,10 @@ def cases(targets: Sequence[str], meshes: Sequence[Mapping[str, int]]) -> list[C
             raise PlanError(
                 f"plan: meshes must have as many devices as a target; got {show(dict(mesh))} where {counts}"
             )
+    for name, target in slices.items():
+        if name not in {case.name for case in found}:
+            count = target.device_count
+            raise PlanError(f"plan: targets must have as many devices as a mesh; got {show(name)}, which has {count}")
     return list(dict.fromkeys(found))
 
 

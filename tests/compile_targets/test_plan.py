@@ -87,3 +87,14 @@ def test_plan_replays_a_single_chip(chip, tmp_path):
     (row,) = lowering.plan(lambda x: jnp.tanh(x @ x), x, targets=[chip], meshes=[{"data": 1}], cache=tmp_path).rows
     assert row.replayed_seconds > row.bound_seconds > 0
     assert row.collectives == ()
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("chip", ["tpu-v5e"], indirect=True)
+def test_plan_of_one_chip_may_name_the_mesh_and_donates(chip, tmp_path):
+    weights = jax.ShapeDtypeStruct((DEPTH, WIDTH, WIDTH), jnp.float32)
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    fns = [step, jax.jit(step, donate_argnums=0)]
+    options = {"targets": [chip], "meshes": [{"fsdp": 1}], "shardings": fsdp, "cache": tmp_path}
+    apart, donated = (lowering.plan(fn, weights, x, **options).rows[0] for fn in fns)
+    assert donated.memory_bytes < apart.memory_bytes
