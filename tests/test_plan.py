@@ -135,6 +135,10 @@ def test_a_compiled_program_has_the_flops_and_the_gathers_of_its_loop():
         ("tpu-v5e:16x16", "reduce-scatter", range(0, 256, 16), 15 / 16 * 1e9 / 100e9),
         ("tpu-v5e:16x16", "all-gather", range(0, 16, 4), 3 / 4 * 1e9 / 25e9),  # a ring shared by four groups
         ("tpu-v5p:8x8x8", "all-gather", range(512), 511 / 512 * 1e9 / 600e9),
+        # Both devices of a chip receive through its links: together once, apart with half of them each.
+        ("tpu-v7x:4x4x4", "all-gather", range(128), 63 / 64 * 1e9 / 600e9),
+        ("tpu-v7x:4x4x4", "all-gather", range(0, 128, 2), 63 / 64 * 1e9 / 300e9),
+        ("tpu-v7x:4x4x4", "all-reduce", range(2), 0.0),
         ("tpu-v6e:16x16", "collective-permute", (0, 1), 1e9 / 100e9),
         # The published bisection is 1.6 TB/s: of 256 GB, half crosses, half of that in each direction.
         ("tpu-v5e:16x16", "all-to-all", range(256), 256e9 / 4 / 1.6e12),

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 _HEADER = re.compile(r"^(ENTRY )?%(\S+) \(")
-_INSTRUCTION = re.compile(r"^ +(ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*)$")
+_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*)$")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(calls|to_apply|body|true_computation|false_computation)=%([^\s,)}]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
@@ -45,14 +45,12 @@ class Instruction:
       type_text: the type of its result as it is written.
       opcode: such as "fusion" or "all-reduce-start".
       rest: the line after the opening bracket: operands and attributes.
-      is_root: whether it is the computation's result.
     """
 
     name: str
     type_text: str
     opcode: str
     rest: str
-    is_root: bool
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
@@ -118,7 +116,7 @@ def parse(text: str) -> Program:
             lines = computations.setdefault(header[2], {})
             entry = header[2] if header[1] else entry
         elif found := _INSTRUCTION.match(line):
-            lines[found[2]] = Instruction(found[2], found[3], found[4], found[5], is_root=bool(found[1]))
+            lines[found[1]] = Instruction(*found.groups())
     computations.setdefault(entry, {})
     return Program(computations, entry)
 

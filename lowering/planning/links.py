@@ -5,7 +5,6 @@ with another group. Chips lie on a slice in the order of the mesh, its last axis
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,17 +30,21 @@ class Torus:
     source: str
 
     def seconds(self, one: Collective, target: TargetSlice) -> float:
-        """The least time of one run of a collective."""
+        """The least time of one run of a collective. Devices of one chip share its links, and what it receives."""
         sides = _sides(target)
-        places = np.stack(np.unravel_index(np.array(one.group), sides))
+        chips = sorted({device // target.hardware.devices_per_chip for device in one.group})
+        if len(chips) == 1:
+            return 0.0
         if one.kind == "collective-permute":
             return one.bytes / self.bytes_per_s
-        rates = [self._rate(set(along.tolist()), side, sides) for along, side in zip(places, sides, strict=True)]
-        received = one.bytes * (one.group_size - 1) / one.group_size
+        share = len(one.group) / len(chips) / target.hardware.devices_per_chip
+        places = [set(along.tolist()) for along in np.unravel_index(np.array(chips), sides)]
+        rates = [share * self._rate(along, side, sides) for along, side in zip(places, sides, strict=True)]
+        received = one.bytes * (len(chips) - 1) / len(chips)
         seconds = _passes(one.kind) * received / sum(rates)
         if "all-to-all" in one.kind:  # of all bytes, a quarter crosses the middle of each side in each direction
-            lengths = [len(set(along.tolist())) for along in places]
-            crossing = [one.bytes * length / 4 / rate for length, rate in zip(lengths, rates, strict=True) if rate]
+            sent = one.bytes * len(one.group) / len(chips)
+            crossing = [sent * len(along) / 4 / rate for along, rate in zip(places, rates, strict=True) if rate]
             seconds = max(seconds, *crossing)
         return seconds
 
@@ -103,7 +106,7 @@ LINKS: dict[str, Torus | Switched] = {
 def seconds(one: Collective, target: TargetSlice) -> float:
     """The least time that all runs of a collective need on the links of a slice; 0 where no links are published."""
     links = LINKS.get(target.hardware.name)
-    if links is None or one.group_size < 2 or math.prod(_sides(target)) <= max(one.group):
+    if links is None or one.group_size < 2 or target.device_count <= max(one.group):
         return 0.0
     return one.count * links.seconds(one, target)
 
@@ -114,6 +117,5 @@ def _passes(kind: str) -> int:
 
 
 def _sides(target: TargetSlice) -> tuple[int, ...]:
-    """The lengths of a slice's sides, and the devices of a chip where it has several."""
-    sides = tuple(map(int, target.topology.split("x"))) if target.topology else (1,)
-    return (*sides, target.hardware.devices_per_chip) if target.hardware.devices_per_chip > 1 else sides
+    """The lengths of a slice's sides."""
+    return tuple(map(int, target.topology.split("x"))) if target.topology else (1,)
