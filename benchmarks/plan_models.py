@@ -13,7 +13,6 @@ import jaxops
 
 Tree = dict[str, Any]
 ROWS = ("data", "fsdp")  # the axes that split a batch
-PARTS = 8  # of at least 512 queries each, in attention; a part sees only the keys up to its last query
 
 
 class Decoder(NamedTuple):
@@ -25,6 +24,8 @@ class Decoder(NamedTuple):
       vocabulary_parallel: whether the table is split over its words alone, so that no chip gathers it; otherwise FSDP
         splits its features as well.
       remat: "full" keeps the input of each layer; "products" also what the matrix products give.
+      features_split: whether the tensor axis also splits what passes from layer to layer, as MaxText's rules have it.
+      parts: of the queries, in attention; a part, of at least 512, sees only the keys up to its last query.
       average: whether the optimizer is the demo's, which keeps a moving average of the weights.
     """
 
@@ -42,6 +43,8 @@ class Decoder(NamedTuple):
     tied: bool = False
     vocabulary_parallel: bool = False
     remat: str = "full"
+    features_split: bool = False
+    parts: int = 4
     average: bool = False
 
     @property
@@ -160,7 +163,7 @@ def _loss(model: Decoder, params: Tree, tokens: jax.Array) -> jax.Array:
         _split(params[name].astype(jnp.bfloat16), *spec) for name in ("table", "table" if model.tied else "head")
     )
     x = _split(_rms_norm(jaxops.embedding(table, tokens[:, :-1])), ROWS)
-    policies = {"full": None, "products": jax.checkpoint_policies.dots_saveable}
+    policies = {"full": None, "products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
     block = jax.checkpoint(functools.partial(_block, model), policy=policies[model.remat])
     x, _ = jax.lax.scan(block, x, params["blocks"])
     rows = model.tokens // model.accumulation
@@ -179,15 +182,16 @@ def _block(model: Decoder, x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
         _split(jnp.einsum("bsw,whd->bshd", normal, layer[name]), ROWS, None, "tensor")
         for name in ("query", "key", "value")
     )
-    mixed = _attention(query, key, value)
-    x = _split(x + jnp.einsum("bshd,hdw->bsw", mixed, layer["out"]), ROWS)
+    mixed = _attention(query, key, value, model.parts)
+    passed = (ROWS, None, "tensor") if model.features_split else (ROWS,)
+    x = _split(x + _split(jnp.einsum("bshd,hdw->bsw", mixed, layer["out"]), *passed), *passed)
     normal = _rms_norm(x)
     hidden = _split(normal @ layer["mlp_in"], ROWS, None, "tensor")
     hidden = hidden * jax.nn.silu(normal @ layer["gate"]) if model.gated else jnp.square(jax.nn.relu(hidden))
-    return _split(x + hidden @ layer["mlp_out"], ROWS), None
+    return _split(x + _split(hidden @ layer["mlp_out"], *passed), *passed), None
 
 
-def _attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def _attention(query: jax.Array, key: jax.Array, value: jax.Array, parts_count: int) -> jax.Array:
     """Causal attention, some queries at a time; a gradient computes the scores again, as flash attention does."""
     groups = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
@@ -200,7 +204,7 @@ def _attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         return jnp.einsum("bhqk,bkhd->bqhd", probs, value)
 
     length = query.shape[1]
-    size = min(length, max(512, length // PARTS))
+    size = min(length, max(512, length // parts_count))
     parts = [
         part(query[:, start : start + size], key[:, : start + size], value[:, : start + size], start)
         for start in range(0, length, size)

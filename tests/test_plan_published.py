@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "plan.json").read_text())
-FACTOR = 2.6  # what docs/plan.md states
+# What docs/plan.md states: of XLA's own programs on TPUs, and of PyTorch's on GPUs.
+FACTORS = {"MaxText": 2.6, "nanotron": 4.6}
 
 
 def label(run):
@@ -18,7 +19,7 @@ def label(run):
 @pytest.mark.parametrize("run", RESULTS["published"], ids=label)
 def test_bound_is_below_the_measured_time_within_the_stated_factor(run):
     assert run["source"].startswith("https://")
-    assert 1 < run["measured_seconds"] / run["plan"]["bound_seconds"] < FACTOR
+    assert 1 < run["measured_seconds"] / run["plan"]["bound_seconds"] < FACTORS[run["name"].split()[0]]
 
 
 def test_enough_runs_are_compared():
@@ -37,6 +38,13 @@ def test_plans_are_in_the_order_of_the_measurements():
     for same in compared:
         measured = sorted(same, key=lambda run: run["measured_seconds"])
         assert sorted(same, key=lambda run: run["plan"]["serial_seconds"]) == measured
+
+
+def test_memory_is_near_the_measured_memory():
+    compared = [run for run in RESULTS["published"] if run["measured_memory_bytes"]]
+    assert len(compared) >= 3
+    for run in compared:
+        assert 0.65 < run["plan"]["memory_bytes"] / run["measured_memory_bytes"] < 1
 
 
 def test_runs_that_ran_fit():
