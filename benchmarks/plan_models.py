@@ -183,12 +183,21 @@ def _block(model: Decoder, x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
         for name in ("query", "key", "value")
     )
     mixed = _attention(query, key, value, model.parts)
-    passed = (ROWS, None, "tensor") if model.features_split else (ROWS,)
-    x = _split(x + _split(jnp.einsum("bshd,hdw->bsw", mixed, layer["out"]), *passed), *passed)
+    x = _split(x + _passed(model, jnp.einsum("bshd,hdw->bsw", mixed, layer["out"])), *_residual(model))
     normal = _rms_norm(x)
     hidden = _split(normal @ layer["mlp_in"], ROWS, None, "tensor")
     hidden = hidden * jax.nn.silu(normal @ layer["gate"]) if model.gated else jnp.square(jax.nn.relu(hidden))
-    return _split(x + _split(hidden @ layer["mlp_out"], *passed), *passed), None
+    return _split(x + _passed(model, hidden @ layer["mlp_out"]), *_residual(model)), None
+
+
+def _residual(model: Decoder) -> tuple[Any, ...]:
+    """The axes that split what passes from layer to layer."""
+    return (ROWS, None, "tensor") if model.features_split else (ROWS,)
+
+
+def _passed(model: Decoder, x: jax.Array) -> jax.Array:
+    """What a layer adds: split before it is kept for the gradient."""
+    return _split(x, *_residual(model)) if model.features_split else x
 
 
 def _attention(query: jax.Array, key: jax.Array, value: jax.Array, parts_count: int) -> jax.Array:
