@@ -112,14 +112,6 @@ PUBLISHED = (
         tflops_per_s=132,
     ),
     Published(
-        "MaxText 128B",
-        V5E,
-        fsdp(16, 16),
-        maxtext(8192, 64, 128, 57344, 256)._replace(features_split=True),
-        f"{_MAXTEXT}/v5e/README.md",
-        tflops_per_s=110,
-    ),
-    Published(
         "MaxText 32B",
         "tpu-v5p:4x4x4",
         fsdp(16, 4),

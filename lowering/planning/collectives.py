@@ -60,12 +60,12 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> tuple[Collective, 
     # An asynchronous collective is written into each fusion that runs meanwhile, under the same channel.
     steps: dict[tuple[str, ...], int] = {}
     lines: dict[tuple[str, ...], tuple[str, Instruction]] = {}
-    for name, caller, count in program.runs():
+    for name, whole, count in program.runs():
         for line in program.computations[name].values():
             if line.opcode.removesuffix("-start") in KINDS:
                 channel = line.attribute(r"channel_id=(\d+)") or f"{name} {line.name}"
                 is_step = "async_collective" in name or "chain_id" in line.rest
-                key: tuple[str, ...] = ("step", caller, channel) if is_step else (name, caller, channel)
+                key: tuple[str, ...] = ("step", whole, channel) if is_step else (name, whole, channel)
                 steps[key] = max(count, steps.get(key, 0)) if is_step else steps.get(key, 0) + count
                 lines[key] = name, line
     found: dict[Collective, int] = {}

@@ -76,8 +76,11 @@ class Program:
     entry: str
 
     def runs(self) -> Iterator[tuple[str, str, int]]:
-        """Each computation, its caller, and how often it runs; once for each place that calls it."""
-        yield from self._runs(self.entry, "", 1)
+        """Each computation, what it is a part of, and how often it runs; once for each place that calls it.
+
+        A computation that fusions call is a part of what the outermost fusion stands in; others are their own part.
+        """
+        yield from self._runs(self.entry, self.entry, 1)
 
     @functools.cached_property
     def unknown_loops(self) -> tuple[str, ...]:
@@ -85,13 +88,13 @@ class Program:
         loops = (one for lines in self.computations.values() for one in lines.values() if one.opcode == "while")
         return tuple(one.name for one in loops if self._trips(one) is None)
 
-    def _runs(self, name: str, caller: str, count: int) -> Iterator[tuple[str, str, int]]:
-        yield name, caller, count
+    def _runs(self, name: str, whole: str, count: int) -> Iterator[tuple[str, str, int]]:
+        yield name, whole, count
         for instruction in self.computations[name].values():
             turns = self._trips(instruction) or 1 if instruction.opcode == "while" else 1
             for called in _called(instruction):
                 if called in self.computations:
-                    yield from self._runs(called, name, count * turns)
+                    yield from self._runs(called, whole if instruction.opcode == "fusion" else called, count * turns)
 
     def _trips(self, loop: Instruction) -> int | None:
         """How often a loop turns: as the compiler notes it, or as its condition compares a counter from 0."""

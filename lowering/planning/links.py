@@ -35,8 +35,8 @@ class Torus:
         chips = sorted({device // target.hardware.devices_per_chip for device in one.group})
         if len(chips) == 1:
             return 0.0
-        if one.kind == "collective-permute":
-            return one.bytes / self.bytes_per_s
+        if one.kind == "collective-permute":  # others may go the other way meanwhile
+            return one.bytes / self.bytes_per_s / 2
         share = len(one.group) / len(chips) / target.hardware.devices_per_chip
         places = [set(along.tolist()) for along in np.unravel_index(np.array(chips), sides)]
         rates = [share * self._rate(along, side, sides) for along, side in zip(places, sides, strict=True)]
