@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 import jaxops
 import lowering
 from jaxops._commands import doctor, measure
+from jaxops._commands import plan as plan_command
 from jaxops._commands.options import (
     Arguments,
     Function,
@@ -236,6 +237,7 @@ def export(
 app.command()(measure.tune)
 app.command()(measure.bench)
 app.command()(doctor.doctor)
+app.command()(plan_command.plan)
 
 
 @app.command()

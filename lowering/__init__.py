@@ -17,6 +17,9 @@ from lowering.measuring.tune import tune as tune
 from lowering.notes import note as note
 from lowering.placement import is_on_one_cpu as is_on_one_cpu
 from lowering.placement import placement as placement
+from lowering.planning.api import plan as plan
+from lowering.planning.cases import PlanError as PlanError
+from lowering.planning.report import Plan as Plan
 from lowering.register import add_kernel as add_kernel
 from lowering.register import register as register
 from lowering.register import remove_kernel as remove_kernel
@@ -40,6 +43,8 @@ __all__ = [
     "CompiledReport",
     "Explanation",
     "NotSupportedError",
+    "Plan",
+    "PlanError",
     "Rewrites",
     "Schedule",
     "Target",
@@ -57,6 +62,7 @@ __all__ = [
     "load",
     "note",
     "placement",
+    "plan",
     "register",
     "remove_kernel",
     "rewrite",

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.errors import OperatorError
-from lowering import ArtifactError, CompileError, TuningError
+from lowering import ArtifactError, CompileError, PlanError, TuningError
 from lowering.describe import first_line, shortened, show
 from lowering.errors import UsageError
 from lowering.functions import require_function
@@ -49,6 +49,14 @@ def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., An
     Raises:
       CommandError: if the file or function does not exist, the file fails, or the arguments do not fit the function.
     """
+    fn, args, _ = load_with(location, arguments, "")
+    return fn, args
+
+
+def load_with(
+    location: str, arguments: Sequence[str], companion: str
+) -> tuple[Callable[..., Any], tuple[Any, ...], Callable[..., Any] | None]:
+    """The same, and the file's function FUNCTION_companion, else companion; None if it has neither."""
     file, separator, name = location.rpartition(":")
     if not separator or not name:
         stem = location.removesuffix(":")
@@ -71,7 +79,7 @@ def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., An
     except TypeError as error:
         advice = "pass one --arg for each argument, or define example_args in the file"
         raise CommandError(f"{name} must be callable with {len(args)} arguments; got {error}: {advice}") from None
-    return fn, args
+    return fn, args, _companion(module, name, companion)
 
 
 def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
@@ -79,8 +87,8 @@ def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not part of our output
             return code()
-    except (OperatorError, ArtifactError, CompileError, TuningError) as error:
-        raise CommandError(re.sub(r"^(lowering\.compile|export|load|save|tune): ", "", str(error))) from None
+    except (OperatorError, ArtifactError, CompileError, PlanError, TuningError) as error:
+        raise CommandError(re.sub(r"^(lowering\.compile|export|load|plan|save|tune): ", "", str(error))) from None
     except UsageError as error:
         raise CommandError(re.sub(r"^lowering: (fn|args)", subject, str(error))) from None
     except (Exception, SystemExit) as error:
@@ -96,6 +104,14 @@ def _import(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent.resolve()))
     spec.loader.exec_module(module)
     return module
+
+
+def _companion(module: ModuleType, name: str, companion: str) -> Callable[..., Any] | None:
+    found = next((one for one in (f"{name}_{companion}", companion) if hasattr(module, one)), None)
+    if found is None:
+        return None
+    _require(callable(getattr(module, found)), found, "be a function", type(getattr(module, found)).__name__)
+    return getattr(module, found)
 
 
 def _example_arguments(module: ModuleType, name: str) -> tuple[Any, ...]:
