@@ -4,7 +4,11 @@ Targets that are not here stand in `tests/compile_targets`.
 """
 
 import importlib.util
+import os
+import pathlib
+import subprocess
 import sys
+import time
 
 import jax
 import jax.export
@@ -252,3 +256,28 @@ def test_last_words_of_a_compiler_are_told(monkeypatch, tmp_path):
     message = "tpu-v5e's compiler dies of fn: F0000 Check failed: too large"
     with pytest.raises(lowering.CompileError, match=message):
         lowering.compile(scaled, X, Y, target="tpu-v5e")
+
+
+ASKS = """
+import os, subprocess, sys
+child = [sys.executable, "-m", "lowering.compiling.child", str(os.getpid())]
+print(subprocess.Popen(child, stdin=int(sys.argv[1])).pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_compiler_does_not_outlive_the_process_that_asked():
+    """One that is killed cannot tell it, and a compiler at work does not see that its input has ended."""
+    reading, writing = os.pipe()
+    command, pipe = [sys.executable, "-c", ASKS, str(reading)], subprocess.PIPE
+    asking = subprocess.Popen(command, pass_fds=[reading], stdin=pipe, stdout=pipe)
+    child = pathlib.Path("/proc", asking.stdout.readline().decode().strip(), "cmdline")
+    assert child.read_bytes()
+    asking.kill()
+    asking.communicate()
+    ends = time.monotonic() + 60
+    while child.exists() and child.read_bytes() and time.monotonic() < ends:
+        time.sleep(0.1)
+    assert not child.exists() or not child.read_bytes()
+    os.close(writing)

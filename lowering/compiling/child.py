@@ -1,13 +1,15 @@
 """The process that `lowering.compile` starts: it compiles what it finds in folders, and leaves the results there.
 
 Compilers for absent chips change settings of the whole process, and this process has no other work to disturb. It reads
-one folder name per line, answers with a line when the folder is done, and ends after two idle minutes.
+one folder name per line, answers with a line when the folder is done, and ends after two idle minutes, or when the
+process named by its argument has ended, even in the middle of a program.
 """
 
 import json
 import os
 import select
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -29,6 +31,7 @@ _IDLE_SECONDS = 120
 
 def main() -> None:
     """Serves requests from standard input."""
+    threading.Thread(target=_end_with, args=[int(sys.argv[1])], daemon=True).start()
     # Compilers may print; only answers go where the parent listens.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -40,6 +43,13 @@ def main() -> None:
         except Exception as error:
             (folder / "error").write_text("".join(traceback.format_exception_only(error)))
         print("done", file=answers, flush=True)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process after its parent. A compiler lets other threads run while it is busy."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _compile(folder: Path) -> None:

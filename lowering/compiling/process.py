@@ -85,7 +85,7 @@ class _Process:
         # A file rather than a pipe, which would fill up: nobody reads it while the compiler writes.
         self._complaints = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 it outlives this function
         self._process = subprocess.Popen(
-            [compilers.interpreter(platform) or sys.executable, "-m", "lowering.compiling.child"],
+            [compilers.interpreter(platform) or sys.executable, "-m", "lowering.compiling.child", str(os.getpid())],
             env=compilers.with_this_path({**os.environ, **_ENVIRONMENT, **_with_flags(libtpu_flags)}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
