@@ -1,5 +1,6 @@
 """Which losses are rewritten, in which way, and why others are left alone."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -58,11 +59,15 @@ def test_a_maximum_that_is_differentiated_is_computed_with_the_users_equations(f
     assert_alike(jax.grad(fast)(*ARGS), jax.grad(differentiated_maximum)(*ARGS))
 
 
-def test_the_gradient_of_a_loss_is_computed_in_chunks(few_logits_count) -> None:
+@pytest.mark.parametrize("block_size", [2**20, 40], ids=["whole", "blocks"])
+def test_the_gradient_of_a_loss_is_computed_in_chunks(block_size: int, few_logits_count, monkeypatch) -> None:
     few_logits_count(95)
+    accumulated = importlib.import_module("jaxops.linear_cross_entropy.rewriting.accumulated")
+    monkeypatch.setattr(accumulated, "_BLOCK_SIZE", block_size)
     gradient = jax.value_and_grad(loss, (0, 1))
     fast = lowering.rewrite(gradient)
     assert [one.pattern for one in fast.report(*ARGS).applied] == ["row_cone"]
+    assert ("platform_index" in str(jax.make_jaxpr(fast)(*ARGS))) == (block_size == 40)
     assert_alike(jax.jit(fast)(*ARGS), gradient(*ARGS))
 
 
