@@ -56,7 +56,7 @@ def gemma(params, x, labels):
     return -jnp.sum(jax.nn.log_softmax(logits[:, :-1]) * targets) * (1 / jnp.sum(mask))
 
 
-@model(TIED, "cross_entropy")
+@model(TIED)
 def maxtext_without_its_own_gradient(params, x, labels):
     """One-hot labels, log sum exp and its square."""
     logits = jnp.einsum("bsd,vd->bsv", x, params) / FEATURES**0.5

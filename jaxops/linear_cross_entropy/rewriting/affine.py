@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxops.linear_cross_entropy.rewriting.reading import ELEMENTWISE, RESHAPES, SAME
-from jaxops.linear_cross_entropy.rewriting.rows import identity, only_number
+from jaxops.linear_cross_entropy.rewriting.rows import identity, keeps_numbers, only_number
 from lowering.rewriting.graph import Value, opened
 
 # Of each linear map, by its number, how often it is taken.
@@ -182,7 +182,10 @@ class Forms:
             rule = _RULES.get(name)
             found = rule(self, equation, operands) if rule else self._linear(equation, operands, position)
         elif name == "convert_element_type":
-            return operands[0] if _is_floating(equation) else dataclasses.replace(operands[0], key=key)
+            if _is_floating(equation):
+                return operands[0]
+            number = operands[0].number if keeps_numbers(equation) else None
+            return dataclasses.replace(operands[0], key=key, number=number)
         else:
             found = Form(key, reads=any(x.reads for x in operands))
         if found is None:

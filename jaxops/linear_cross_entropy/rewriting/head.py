@@ -1,6 +1,7 @@
 """The layer that computes logits, what its rows are asked for, and the one call that answers."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -228,6 +229,29 @@ class Statistics:
             metrics=self.wants_mean or self.wants_prediction,
             scale=scale,
         )
+
+    def can_scale_layer(self) -> bool:
+        """Whether the logits times the scale are those of another layer, up to the rounding of logits."""
+        head, scale = self.head, self.scale
+        if scale is None or scale.literal == 1:
+            return scale is not None
+        is_power = scale.literal is not None and math.frexp(scale.literal)[0] == 0.5
+        is_exact = is_power or jnp.finfo(head.x.dtype).bits >= 32
+        is_one_number = scale.literal is not None or all(not x.shape for x in scale.values)
+        return is_exact and head.softcap is None and (is_one_number or not (head.biases or head.mask))
+
+    def scaled_layer(self, read: Read) -> "Layer":
+        """The operands of the layer whose logits are those of `layer` times the scale."""
+        layer = self.layer(read)
+        if self.scale is None or self.scale.literal == 1:
+            return layer
+        scale = jnp.asarray(self.scale.compute(read), layer.x.dtype)
+        bias = layer.bias
+        if bias.size:
+            # A forbidden column stays one.
+            bias = jnp.where(bias == -jnp.inf, bias, bias * scale.astype(bias.dtype))
+        by_row = jnp.broadcast_to(scale, layer.x.shape[:-1])[..., None]
+        return layer._replace(x=layer.x * by_row, bias=bias)
 
     def layer(self, read: Read) -> "Layer":
         """The operands of the operators."""

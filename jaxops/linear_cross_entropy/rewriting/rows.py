@@ -80,14 +80,23 @@ def _number(value: Value) -> Any:
     return value.number
 
 
-_REPEATS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy"})
+_REPEATS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "copy"})
 
 
 def only_number(value: Value) -> Any:
     """What all elements of an array are, if that is written in the code."""
-    while value.producer is not None and value.producer.name in _REPEATS:
-        value = value.producer.inputs[0]
+    while (node := value.producer) is not None:
+        is_widened = node.name == "convert_element_type" and keeps_numbers(node.equation)
+        if node.name not in _REPEATS and not is_widened:
+            return None
+        value = node.inputs[0]
     return value.number
+
+
+def keeps_numbers(equation: Any) -> bool:
+    """Whether a conversion keeps numbers, apart from rounding."""
+    before, after = (atom.aval.dtype for atom in (equation.invars[0], equation.outvars[0]))
+    return bool(jnp.issubdtype(after, jnp.floating)) or before == after
 
 
 _SIMPLE = frozenset(

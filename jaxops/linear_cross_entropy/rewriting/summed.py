@@ -55,7 +55,7 @@ class Sum:
 
     def _run(self, arrays: dict[Value, Any], with_rows: bool) -> tuple[Any, RowStatistics | None]:
         statistics = self.statistics
-        layer = statistics.layer(lambda x: x.constant if x.is_constant else arrays[x])
+        layer = statistics.scaled_layer(lambda x: x.constant if x.is_constant else arrays[x])
         x, labels = agreeing("... h, ... ->", layer.x, layer.targets.labels)
         layer = layer._replace(x=x, targets=layer.targets._replace(labels=labels))
         (nothing,) = varying_with([jnp.zeros_like(labels, statistics.head.dtype)], list(arrays.values()))
@@ -127,7 +127,7 @@ def sums_of(
       exits: the nodes that reduce the logits.
       logits: what depends on logits and still has all classes.
     """
-    if statistics.scale is None or statistics.scale.literal != 1:
+    if not statistics.can_scale_layer():
         return
     rows = _Rows(statistics)
     for node in level.nodes:
