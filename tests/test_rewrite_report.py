@@ -1,5 +1,6 @@
 """What is said about rewrites: the report, the command, and the page."""
 
+import importlib
 import inspect
 import json
 from pathlib import Path
@@ -55,3 +56,10 @@ def test_command_rewrites_before_it_explains(tmp_path: Path, monkeypatch: pytest
     assert record["rewrite"]["applied"][0]["source"] == "head.py:5 (loss)"
     exported = CliRunner().invoke(app, ["export", "head.py:loss", "--rewrite", "--output", "head.bin", *arguments])
     assert "linear_cross_entropy" in exported.stdout
+
+
+def test_page_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[1]
+    monkeypatch.syspath_prepend(root / "benchmarks")
+    results = json.loads((root / "benchmarks" / "results" / "rewriting_cpu.json").read_text())
+    assert importlib.import_module("rewriting").table(results) in (root / "docs" / "rewriting.md").read_text()

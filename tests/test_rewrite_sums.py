@@ -10,6 +10,8 @@ import optax
 import pytest
 import rewrite_checks
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import lowering
 
@@ -84,6 +86,8 @@ SUMS: dict[str, Callable[..., Any]] = {
         cross_entropy(z, a["labels"]) - jnp.sum(a["soft"] * jax.nn.log_softmax(z), axis=-1)
     ),
     "squares": lambda z, a: jnp.mean(cross_entropy(z, a["labels"]) + a["row"] * jax.nn.logsumexp(z, axis=-1) ** 2),
+    "temperatures of rows": lambda z, a: cross_entropy(z * a["row"][:, None], a["labels"]).sum(),
+    "a temperature behind a bias": lambda z, a: cross_entropy((z + a["class"]) / 1.3, a["labels"]).sum(),
     "a function of the sum": lambda z, a: jnp.exp(-cross_entropy(z, a["labels"]).mean()),
     "scanned checkpoints": lambda z, a: scanned(z, a, jax.checkpoint),
 }
@@ -106,6 +110,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "squares of something else": lambda z, a: jnp.mean(
         cross_entropy(z, a["labels"]) + (jax.nn.logsumexp(z, axis=-1) + 1) ** 2
     ),
+    "a temperature behind a softcap": lambda z, a: cross_entropy(5 * jnp.tanh(z / 5) / 1.3, a["labels"]).sum(),
     "scanned": scanned,
 }
 
@@ -170,3 +175,23 @@ def test_a_row_without_a_weight_may_hold_no_number(few_logits_count) -> None:
     given["x"] = given["x"].at[1].set(jnp.nan).at[3].set(jnp.inf)
     value, gradients = jax.value_and_grad(lowering.rewrite(fn), allow_int=True)(given)
     rewrite_checks.assert_alike((value, gradients["weight"]), (expected[0], expected[1]["weight"]))
+
+
+def test_weights_of_rows_are_laid_out_like_rows_on_meshes(few_logits_count) -> None:
+    few_logits_count(ROWS * CLASSES - 1)
+
+    def loss(z: Any, a: dict[str, Any]) -> Any:
+        z = z + a["class"]
+        losses = a["row"] * cross_entropy(z, a["labels"]) + jax.nn.logsumexp(z, axis=-1) ** 2
+        return masked(losses, a["masked"]) + lax.stop_gradient(jnp.mean(jnp.argmax(z, axis=-1)))
+
+    given, fast = arrays(), lowering.rewrite(function(loss))
+    expected = jax.value_and_grad(function(loss), allow_int=True)(given)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        specs = dict.fromkeys(given, P()) | dict.fromkeys(("x", "row", "labels", "masked"), P("data"))
+        placed = {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in given.items()}
+        assert [one.pattern for one in fast.report(placed).applied] == ["cross_entropy_sum"]
+        value, gradients = jax.jit(jax.value_and_grad(fast, allow_int=True))(placed)
+    names = ("x", "weight", "row", "class")
+    rewrite_checks.assert_alike([value, *map(gradients.get, names)], [expected[0], *map(expected[1].get, names)])

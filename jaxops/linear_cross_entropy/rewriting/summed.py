@@ -14,6 +14,7 @@ from jaxops.linear_cross_entropy.operands import zero_unless
 from jaxops.linear_cross_entropy.rewriting.affine import Forms, Result
 from jaxops.linear_cross_entropy.rewriting.head import Layer, Statistics
 from jaxops.linear_cross_entropy.rewriting.rows import Row
+from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 from lowering.rewriting.graph import Level, Node, Value
 from lowering.rewriting.schedule import Step, Task
 
@@ -99,8 +100,10 @@ def _weighted(
     labels = targets.labels
     if is_present(layer.bias):
         # The loss of a label that a mask forbids is infinite, and times a weight of 0 not 0.
-        is_finite = jnp.isfinite(layer.bias)[jnp.maximum(labels, 0)]
-        labels = jnp.where(counts | is_finite, labels, jnp.full_like(labels, -1))
+        classes = layer.weight.shape[0]
+        forbids = (~jnp.isfinite(layer.bias)).astype(x.dtype)
+        is_forbidden = Vocabulary(classes, classes, None).weights_of(labels, forbids) > 0
+        labels = jnp.where(is_forbidden & ~counts, jnp.full_like(labels, -1), labels)
     # A row without a weight may hold NaN, which users have left out by `where`.
     counts |= jnp.all(jnp.isfinite(x), axis=-1)
     labels = jnp.where(counts, labels, jnp.full_like(labels, SKIPPED))
