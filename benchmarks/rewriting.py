@@ -7,6 +7,7 @@ them, times of runs, and how long a model of twelve layers takes to be traced. T
 with what else a machine does. `docs/rewriting.md` shows the results.
 """
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -139,9 +140,13 @@ class Times(NamedTuple):
 
 
 def taken(run: Callable[[], Any]) -> Times:
+    gc.collect()
+    gc.disable()  # as timeit does
     start, processor_start = time.perf_counter(), time.process_time()
     run()
-    return Times(1e3 * (time.perf_counter() - start), 1e3 * (time.process_time() - processor_start))
+    times = Times(1e3 * (time.perf_counter() - start), 1e3 * (time.process_time() - processor_start))
+    gc.enable()
+    return times
 
 
 def medians(times: list[Times]) -> dict[str, int]:
