@@ -177,6 +177,20 @@ def test_a_row_without_a_weight_may_hold_no_number(few_logits_count) -> None:
     rewrite_checks.assert_alike((value, gradients["weight"]), (expected[0], expected[1]["weight"]))
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_quotients_by_zero_may_be_left_out(count: int, few_logits_count) -> None:
+    few_logits_count(ROWS * CLASSES - 1)
+
+    def loss(z: Any, a: dict[str, Any]) -> Any:
+        losses, lengths = cross_entropy(z, a["labels"]), count * jnp.arange(ROWS)
+        total, counted = jnp.where(lengths > 0, losses / lengths, 0).sum(), (lengths > 0).sum()
+        return jnp.where(counted > 0, total / counted, 0)
+
+    fast = lowering.rewrite(function(loss))
+    assert [one.pattern for one in fast.report(arrays()).applied] == ["cross_entropy_sum"]
+    rewrite_checks.assert_alike(jax.jit(fast)(arrays()), function(loss)(arrays()))
+
+
 def test_weights_of_rows_are_laid_out_like_rows_on_meshes(few_logits_count) -> None:
     few_logits_count(ROWS * CLASSES - 1)
 

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from jaxops._primitive.sharding import agreeing, reshaped, varying_with
 from jaxops.linear_cross_entropy.grad_in_forward import summed_cross_entropy
-from jaxops.linear_cross_entropy.logits import SKIPPED, RowStatistics, RowWeights, is_present, target_total
-from jaxops.linear_cross_entropy.operands import zero_unless
+from jaxops.linear_cross_entropy.logits import SKIPPED, RowStatistics, RowWeights, is_present, target_total, zero_unless
 from jaxops.linear_cross_entropy.rewriting.affine import Forms, Result
 from jaxops.linear_cross_entropy.rewriting.head import Layer, Statistics
 from jaxops.linear_cross_entropy.rewriting.rows import Row
@@ -67,7 +66,14 @@ class Sum:
 
         # It is affine, so these are its slopes wherever they are taken.
         rest, transposed = jax.vjp(number, nothing, nothing, nothing, nothing)
-        layer, weights = _weighted(layer, *transposed(jnp.ones_like(rest)))
+        # Where users leave a quotient by 0 out, its slope is 0, but JAX finds 0 / 0.
+        is_number = jnp.isfinite(rest)
+        slopes = (
+            jnp.where(jnp.isfinite(x) | ~is_number, x, jnp.zeros_like(x)) for x in transposed(jnp.ones_like(rest))
+        )
+        layer, weights = _weighted(layer, *slopes)
+        if with_rows:
+            layer = layer._replace(x=zero_unless(layer.targets.labels != SKIPPED, layer.x))
         options: dict[str, Any] = {"softcap": statistics.head.softcap, "chunk_rows": None, "metrics": with_rows}
         total, rows = summed_cross_entropy(*layer, weights, **options)
         if rows is not None:
@@ -107,7 +113,7 @@ def _weighted(
     # A row without a weight may hold NaN, which users have left out by `where`.
     counts |= jnp.all(jnp.isfinite(x), axis=-1)
     labels = jnp.where(counts, labels, jnp.full_like(labels, SKIPPED))
-    return layer._replace(x=zero_unless(counts, x), targets=targets._replace(labels=labels)), weights
+    return layer._replace(targets=targets._replace(labels=labels)), weights
 
 
 @dataclasses.dataclass(frozen=True)
