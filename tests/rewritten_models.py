@@ -23,7 +23,7 @@ X = jax.random.normal(jax.random.key(4), (*ROWS, FEATURES))
 LABELS = jax.random.randint(jax.random.key(5), ROWS, 0, CLASSES)
 
 
-def model(params: Any, rule: str = "cross_entropy") -> Callable[[Any], Any]:
+def model(params: Any, rule: str = "cross_entropy_sum") -> Callable[[Any], Any]:
     def enter(fn: Callable[..., Any]) -> Callable[..., Any]:
         MODELS[fn.__name__] = (fn, params, rule)
         return fn
@@ -78,7 +78,7 @@ def levanter(params, x, labels):
     return jnp.mean(loss + 1e-3 * lse**2, where=mask)
 
 
-@model(HEAD)
+@model(HEAD, "cross_entropy")
 def simply(params, x, labels):
     """A mean over kept tokens, with the entropy and the accuracy of the prediction."""
     logits = jnp.einsum("...d,dv->...v", x, params)
@@ -145,7 +145,7 @@ def nnx_linear(params, x, labels):
     return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, CLASSES)).mean()
 
 
-@model({"kernel": HEAD, "bias": BIAS})
+@model({"kernel": HEAD, "bias": BIAS}, "cross_entropy")
 def padded_vocabulary(params, x, labels):
     """Columns that only fill up the vocabulary, a temperature, and focal weights whose gradient is stopped."""
     logits = x @ params["kernel"] + params["bias"]
@@ -156,7 +156,7 @@ def padded_vocabulary(params, x, labels):
     return jnp.sum(-weight * picked)
 
 
-@model(HEAD)
+@model(HEAD, "cross_entropy")
 def poly_loss(params, x, labels):
     """Probabilities and log-probabilities of the same logits."""
     logits = x @ params

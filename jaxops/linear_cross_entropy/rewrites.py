@@ -1,7 +1,8 @@
 """The rewrite of logits that are read only through row statistics."""
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import jax
@@ -17,8 +18,9 @@ from jaxops.linear_cross_entropy.rewriting.reading import Reading
 from jaxops.linear_cross_entropy.rewriting.row_wise import Part
 from jaxops.linear_cross_entropy.rewriting.rows import Row
 from jaxops.linear_cross_entropy.rewriting.sinks import SINKS, is_known, reduced
+from jaxops.linear_cross_entropy.rewriting.summed import Exit, sums_of
 from jaxops.linear_cross_entropy.rewriting.totals import Asked
-from lowering.rewriting.graph import Level, Node
+from lowering.rewriting.graph import Level, Node, Value
 from lowering.rewriting.rules import Found, Missed, RefusalError, Rule, described
 from lowering.rewriting.schedule import Step, needed
 
@@ -27,7 +29,44 @@ class _UnlikeError(Exception):
     """A matrix product whose result is not the logits of a cross entropy."""
 
 
-def _find(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
+# The steps that replace all readers of a head's logits.
+_StepsOf = Callable[[Level, list[Step], Head], tuple[Step, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Readers:
+    """What reads the logits of a head.
+
+    Attributes:
+      statistics: what they ask of the rows.
+      rows: the nodes that reduce logits, and what each computes of the statistics.
+      others: the nodes that read logits in another way, and the reason why they cannot be replaced.
+      reading: the forms of all arrays of logits.
+      alike: the nodes that compute the logits.
+    """
+
+    statistics: Statistics
+    rows: dict[Node, Row]
+    others: dict[Node, str]
+    reading: Reading
+    alike: list[Node]
+
+    def exits(self) -> dict[Node, Exit]:
+        """The steps that take the place of the nodes that reduce logits."""
+        return {node: Exit(row, _exit(node, row)) for node, row in self.rows.items()}
+
+
+def _find_sums(level: Level, steps: tuple[Step, ...]) -> Iterable[Found | Missed]:
+    """Finds losses whose gradients can be computed together with the logits; others are for the next rule."""
+    # What a loop keeps for its backward pass is kept for each step: gradients of the weight are too large for that.
+    return () if level.keeps_each else _find(level, steps, _by_sum, "read by a sum of cross entropies")
+
+
+def _find_statistics(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
+    return _find(level, steps, _by_statistics, "read by row statistics")
+
+
+def _find(level: Level, steps: tuple[Step, ...], steps_of: _StepsOf, how: str) -> Iterator[Found | Missed]:
     taken = list(steps)
     for node in _products(level):
         if node not in needed(level, taken):
@@ -36,7 +75,7 @@ def _find(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
         for head in heads_of(node):
             saved = logits_bytes_saved(node.inputs, node.outputs[0], head.classes, head.features)
             try:
-                found = _statistics_of(level, taken, head) if saved else ()
+                found = steps_of(level, taken, head) if saved else ()
             except _UnlikeError:
                 continue
             except RefusalError as error:
@@ -44,7 +83,7 @@ def _find(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
                 continue
             if found:
                 taken += found
-                yield Found(node, f"logits {described(node.outputs[0])}, read by row statistics", saved or 0, found)
+                yield Found(node, f"logits {described(node.outputs[0])}, {how}", saved or 0, found)
                 break
         else:
             if refusal is not None:
@@ -57,10 +96,56 @@ def _products(level: Level) -> list[Node]:
     return [node for node in nodes if node.outputs[0].size > row_chunks.SMALL_LOGITS][::-1]
 
 
-def _statistics_of(level: Level, taken: list[Step], head: Head) -> tuple[Step, ...]:
-    """The steps that replace all readers of these logits."""
+def _by_sum(level: Level, taken: list[Step], head: Head) -> tuple[Step, ...]:
+    """The steps that compute a sum of cross entropies, and what else is known with it; none if there is no such sum."""
+    try:
+        readers = _readers(level, taken, head, is_promised=True)
+        exits = readers.exits()
+        known = {readers.statistics.maximum, readers.statistics.prediction}
+        beside = [each.step for each in exits.values() if known.issuperset(_asked(readers.statistics, each.row))]
+        wanted = needed(level, taken)
+        last: tuple[Step, ...] = ()
+        for found in sums_of(level, wanted, readers.statistics, exits, readers.reading.axes.keys()):
+            needs_beside = not set(beside).isdisjoint(needed(level, [*taken, *beside, found.step(wants_known=False)]))
+            steps = (found.step(needs_beside), *(beside if needs_beside else ()))
+            if needed(level, [*taken, *steps]).isdisjoint(readers.alike):
+                # The last such number has the divisor of a mean in its weights, for which float16 lacks the range.
+                last = steps
+                if head.x.dtype == jnp.float16:
+                    break
+        if last:
+            _check_maxima(level, readers)
+    except RefusalError as error:
+        raise _UnlikeError from error
+    return last
+
+
+def _asked(statistics: Statistics, row: Row) -> Set[Value]:
+    """What a row needs of the statistics."""
+    return row.values & set(statistics.answers())
+
+
+def _by_statistics(level: Level, taken: list[Step], head: Head) -> tuple[Step, ...]:
+    """The steps that compute statistics of rows, and all that reads logits from these."""
+    readers = _readers(level, taken, head, is_promised=False)
+    steps = (_step(readers.statistics), *(each.step for each in readers.exits().values()))
+    if not needed(level, [*taken, *steps]).isdisjoint(readers.alike):
+        raise RefusalError(_escape(level, readers.reading, [*taken, *steps], readers.others))
+    _check_maxima(level, readers)
+    return steps
+
+
+def _check_maxima(level: Level, readers: _Readers) -> None:
+    """Refuses maxima that have a derivative, which the statistics lack."""
+    for node in readers.rows:
+        if node.name == "reduce_max" and not cancels(level, node.outputs[0]):
+            raise RefusalError(f"the maximum of the logits is itself used and differentiated, from {node.source} on")
+
+
+def _readers(level: Level, taken: list[Step], head: Head, *, is_promised: bool) -> _Readers:
+    """All that reads these logits."""
     alike = [node for node in level.named(head.node.name) if _is_alike(node, head.node)]
-    reading, asked = Reading.of(head, alike), Asked(head.classes, head.dtype)
+    reading, asked = Reading.of(head, alike), Asked(head.classes, head.dtype, is_promised=is_promised)
     wanted = needed(level, taken)
     sinks: list[Node] = []
     others: dict[Node, str] = {}
@@ -84,13 +169,7 @@ def _statistics_of(level: Level, taken: list[Step], head: Head) -> tuple[Step, .
         raise RefusalError(" and ".join(dict.fromkeys(others.values())))
     if len(asked.of_heads) > 1:
         raise RefusalError("the logits are read in two ways, such as with and without a bias, or of other rows")
-    steps = (_step(used[0]), *(_exit(node, row) for node, row in rows.items()))
-    if needed(level, [*taken, *steps]) & set(alike):
-        raise RefusalError(_escape(level, reading, [*taken, *steps], others))
-    for node in sinks:
-        if node.name == "reduce_max" and not cancels(level, node.outputs[0]):
-            raise RefusalError(f"the maximum of the logits is itself used and differentiated, from {node.source} on")
-    return steps
+    return _Readers(used[0], rows, others, reading, alike)
 
 
 def _is_alike(node: Node, other: Node) -> bool:
@@ -204,4 +283,5 @@ def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis:
 
 
 ROW_CONE = Rule("row_cone", _find_cones, lambda: row_chunks.SMALL_LOGITS)
-CROSS_ENTROPY = Rule("cross_entropy", _find, lambda: row_chunks.SMALL_LOGITS)
+CROSS_ENTROPY = Rule("cross_entropy", _find_statistics, lambda: row_chunks.SMALL_LOGITS)
+CROSS_ENTROPY_SUM = Rule("cross_entropy_sum", _find_sums, lambda: row_chunks.SMALL_LOGITS)

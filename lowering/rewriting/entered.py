@@ -7,6 +7,7 @@ import jax
 from jax import lax
 
 from lowering.rewriting.graph import Node, opened
+from lowering.rewriting.peeling import CHECKPOINTS
 
 # Evaluates a body: `run(*arrays)` returns the list of its results.
 Run = Callable[..., list[Any]]
@@ -18,7 +19,7 @@ def bodies_of(node: Node) -> list[Any]:
     match node.name:
         case "scan" | "shard_map" | "pjit" | "jit":
             return [params["jaxpr"]]
-        case "remat2" | "checkpoint" | "remat":
+        case name if name in CHECKPOINTS:
             # In a backward pass, what is computed again must stay what the forward pass has computed.
             return [] if params["differentiated"] else [params["jaxpr"]]
         case "cond":
@@ -28,10 +29,17 @@ def bodies_of(node: Node) -> list[Any]:
     return []
 
 
+def keeps_each(node: Node, is_outside: bool) -> bool:
+    """Whether bodies run in a loop whose backward pass keeps what it needs of each step; `is_outside` for the node."""
+    if node.name in CHECKPOINTS:
+        return False
+    return is_outside or (node.name == "scan" and node.params["length"] > 1)
+
+
 def closed_because(node: Node) -> str:
     """Why the body of a node cannot be rewritten; empty if there is nothing to be said about it."""
     match node.name:
-        case "remat2" | "checkpoint" | "remat":
+        case name if name in CHECKPOINTS:
             return "its gradient is computed here as well: rewrite the function before it is differentiated"
         case "custom_jvp_call" | "custom_vjp_call" | "custom_vjp_call_jaxpr":
             return "it is inside a function with a derivative of its own, which would be lost"
@@ -124,9 +132,7 @@ _EVALUATED: dict[str, Callable[..., Sequence[Any]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    "remat2": _checkpoint,
-    "checkpoint": _checkpoint,
-    "remat": _checkpoint,
+    **dict.fromkeys(CHECKPOINTS, _checkpoint),
     "shard_map": _shard_map,
     "jit": _jit,
     "pjit": _jit,

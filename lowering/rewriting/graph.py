@@ -49,8 +49,7 @@ class Value:
     @property
     def size(self) -> int:
         """The number of elements; 0 if it depends on a symbolic size, which may be small."""
-        size = math.prod(self.shape)
-        return 0 if jax.export.is_symbolic_dim(size) else size
+        return size_of(self.aval)
 
     @property
     def dtype(self) -> Any:
@@ -104,29 +103,26 @@ class Level:
       nodes: in order.
       arguments: what the jaxpr takes.
       results: what it returns.
-      repetitions: how often the level runs.
+      keeps_each: whether it runs in a loop whose backward pass keeps what it needs of each step until all have run.
     """
 
     nodes: list[Node]
     arguments: list[Value]
     results: list[Value]
-    repetitions: int = 1
+    keeps_each: bool = False
 
     def named(self, *names: str) -> Iterator[Node]:
         """The nodes of these primitives."""
         return (node for node in self.nodes if node.name in names)
 
 
-def level_of(
-    closed: Any, is_inlined: Callable[[Any], bool], is_large: Callable[[Any], bool], repetitions: int = 1
-) -> Level:
+def level_of(closed: Any, is_inlined: Callable[[Any], bool], is_large: Callable[[Any], bool]) -> Level:
     """The graph of a jaxpr, closed or not.
 
     Args:
       closed: the jaxpr.
       is_inlined: which calls are inlined, `is_inlined(equation)`.
       is_large: which arrays may be logits, by their type.
-      repetitions: how often the jaxpr runs.
     """
     jaxpr, arrays = opened(closed)
     arguments = [Value(x.aval) for x in jaxpr.invars]
@@ -134,7 +130,13 @@ def level_of(
     constants = [constant(x) for x in arrays] or [Value(x.aval) for x in jaxpr.constvars]
     nodes: list[Node] = []
     results = _Builder(nodes, is_inlined, is_large).inline(jaxpr, arguments, constants, None)
-    return Level(nodes, arguments, results, repetitions)
+    return Level(nodes, arguments, results)
+
+
+def size_of(aval: Any) -> int:
+    """The number of elements of an array of this type; 0 if it depends on a symbolic size, which may be small."""
+    size = math.prod(getattr(aval, "shape", ()))
+    return 0 if jax.export.is_symbolic_dim(size) else size
 
 
 def opened(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
@@ -229,7 +231,7 @@ def _inlined_body(equation: Any) -> Any:
 def _reference(equation: Any) -> Any:
     """What an operator computes, if it has no kernels and only reduces its largest operand; None otherwise."""
     operator = operator_of(equation.primitive)
-    sizes = [[Value(x.aval).size for x in atoms] for atoms in (equation.invars, equation.outvars)]
+    sizes = [[size_of(x.aval) for x in atoms] for atoms in (equation.invars, equation.outvars)]
     if operator is None or operator.kernels or max(sizes[0], default=0) <= max(sizes[1], default=0):
         return None
     params = {name: value for name, value in equation.params.items() if name != "selection"}

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, Literal
 
-_CHECKPOINTS = frozenset({"remat2", "checkpoint", "remat"})
+CHECKPOINTS = frozenset({"remat2", "checkpoint", "remat"})
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
@@ -23,7 +23,7 @@ class Peeled(NamedTuple):
 
 def peeled(equation: Any, is_large: Callable[[Any], bool]) -> Peeled | None:
     """The two parts of a checkpoint that returns the result of a large product; None for anything else."""
-    if equation.primitive.name not in _CHECKPOINTS or equation.params["differentiated"]:
+    if equation.primitive.name not in CHECKPOINTS or equation.params["differentiated"]:
         return None
     body = equation.params["jaxpr"]
     body = getattr(body, "jaxpr", body)

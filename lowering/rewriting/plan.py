@@ -8,7 +8,7 @@ import jax
 
 from lowering import cost
 from lowering.rewriting import entered
-from lowering.rewriting.graph import Level, Node, Value, bodies, level_of, opened
+from lowering.rewriting.graph import Level, Node, bodies, level_of, opened, size_of
 from lowering.rewriting.report import Applied, Refused
 from lowering.rewriting.rules import Found, Missed, Rule
 from lowering.rewriting.schedule import OrderError, Step, Task, evaluate, needed, ordered
@@ -50,11 +50,13 @@ class Planner:
     def __init__(self, rules: Sequence[Rule]) -> None:
         """Takes the rules, in order of preference."""
         self._rules = rules
-        self._least_sizes = {rule.name: rule.least_size() for rule in rules}
+        self._least_size = min((rule.least_size() for rule in rules), default=0)
+        self._primitives = frozenset[str]().union(*(rule.primitives for rule in rules))
+        self._known: dict[Any, bool] = {}
 
-    def plan(self, closed: Any, repetitions: int = 1) -> Plan:
-        """How to evaluate a jaxpr, closed or not, that runs so often."""
-        level = level_of(closed, self._holds, self._is_large, repetitions)
+    def plan(self, closed: Any, repetitions: int = 1, *, keeps_each: bool = False) -> Plan:
+        """How to evaluate a jaxpr, closed or not, that runs so often; for `keeps_each`, see `Level`."""
+        level = dataclasses.replace(level_of(closed, self._holds, self._is_large), keeps_each=keeps_each)
         steps: list[Step] = []
         applied: list[Applied] = []
         refused: list[Refused] = []
@@ -72,21 +74,21 @@ class Planner:
                 steps += one.steps
                 applied.append(_applied(rule, one, repetitions))
         for node in level.nodes:
-            inner = self._within(node, repetitions)
+            inner = self._within(node, repetitions, entered.keeps_each(node, level.keeps_each))
             refused += inner.refused
             if inner.step is not None and node in needed(level, steps):
                 steps.append(inner.step)
                 applied += inner.applied
         return Plan(level, ordered(level, steps) if steps else (), tuple(applied), _distinct(refused, applied))
 
-    def _within(self, node: Node, repetitions: int) -> _Within:
+    def _within(self, node: Node, repetitions: int, keeps_each: bool) -> _Within:
         """What is found in the bodies of one node."""
         inner = list(bodies(node.equation))
-        if not any(self._holds(equation) for body in inner for equation in opened(body)[0].eqns):
+        if not any(self._holds_within(opened(body)[0]) for body in inner):
             return _Within()
         runnable = entered.bodies_of(node)
         repetitions *= cost.repetitions(node.equation)
-        plans = [self.plan(body, repetitions) for body in runnable or inner]
+        plans = [self.plan(body, repetitions, keeps_each=keeps_each) for body in runnable or inner]
         applied = tuple(one for plan in plans for one in plan.applied)
         refused = tuple(one for plan in plans for one in plan.refused)
         if not runnable:
@@ -101,12 +103,19 @@ class Planner:
 
     def _holds(self, equation: Any) -> bool:
         """Whether an equation, or one in its bodies, may belong to a place of a rule."""
-        if any(rule.interests(equation, self._least_sizes[rule.name]) for rule in self._rules):
+        is_known = equation.primitive.name in self._primitives
+        if is_known or any(self._is_large(x.aval) for x in (*equation.invars, *equation.outvars)):
             return True
-        return any(self._holds(inner) for body in bodies(equation) for inner in opened(body)[0].eqns)
+        return any(self._holds_within(opened(body)[0]) for body in bodies(equation))
+
+    def _holds_within(self, jaxpr: Any) -> bool:
+        """The same for a jaxpr; calls of the same function share one."""
+        if jaxpr not in self._known:
+            self._known[jaxpr] = any(map(self._holds, jaxpr.eqns))
+        return self._known[jaxpr]
 
     def _is_large(self, aval: Any) -> bool:
-        return Value(aval).size > min(self._least_sizes.values(), default=0)
+        return size_of(aval) > self._least_size
 
 
 def _applied(rule: Rule, found: Found, repetitions: int) -> Applied:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lowering.rewriting.graph import Level, Node, Value
+from lowering.rewriting.graph import Level, Node
 from lowering.rewriting.schedule import Step
 
 
@@ -57,11 +57,6 @@ class Rule:
     primitives: frozenset[str] = frozenset()
     asked: bool = False
     remark: str = ""
-
-    def interests(self, equation: Any, least_size: int) -> bool:
-        """Whether an equation, by itself, may belong to a place of this rule."""
-        atoms = (*equation.invars, *equation.outvars)
-        return equation.primitive.name in self.primitives or any(Value(x.aval).size > least_size for x in atoms)
 
 
 _rules: dict[str, Rule] = {}

@@ -1,5 +1,6 @@
 """A part of a level that treats all rows alike, from logits to numbers per row and sums over rows, chunk by chunk."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax import lax
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.rewriting import row_wise
+from jaxops.linear_cross_entropy.rewriting.accumulated import is_large_product, plus_product
 from jaxops.linear_cross_entropy.rewriting.changes import without_axis
 from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role
 from jaxops.linear_cross_entropy.rewriting.sinks import labels_by_position
@@ -18,6 +20,7 @@ from lowering.rewriting.rules import RefusalError
 from lowering.rewriting.schedule import Step, Task
 
 _Parts = list[Part | None]
+_Arrays = dict[Value, Any]
 
 
 class Cone:
@@ -139,10 +142,16 @@ class Cone:
             if self.roles[value] != part:
                 raise RefusalError("rows are paired with other rows")
             return
+        node = value.producer
+        if part is None and node is not None and node.name == "transpose":
+            # A product takes its operand in any order; outside of the loop, the other order would be one more array.
+            self._bring(node.inputs[0], None)
+            self.roles[value] = None
+            self._inner.add(node)
+            return
         if part is None:
             self._shared[value] = None
             return
-        node = value.producer
         if node is not None and self.is_wide(value) and not node.equation.effects and len(node.outputs) == 1:
             parts = row_wise.parts_of_operands(node, part)
             if parts is not None:
@@ -158,7 +167,10 @@ class Cone:
         """The chunked computation; about so many rows of the split axis exist at a time."""
         shared = [x for x in self._shared if not x.is_constant]
         cut = list(self.cut)
-        size = max(1, min(chunk_rows, self.rows))
+        least = max(1, math.ceil(self.rows / chunk_rows))
+        # Without a rest, the computation is compiled once instead of twice.
+        even = (steps for steps in range(least, 2 * least) if self.rows % steps == 0)
+        size = self.rows // next(even, least)
         steps, rest = divmod(self.rows, size)
 
         def run(*arrays: Any) -> Sequence[Any]:
@@ -166,64 +178,64 @@ class Cone:
             whole = arrays[len(shared) :]
             done = size * steps
             first = [p.cut(x, 0, done, self.rows) if rest else x for x, p in zip(whole, self.cut.values(), strict=True)]
-            results = self._loop(fixed, cut, first, size, steps)
-            if not rest:
-                return results
-            last = [p.cut(x, done, self.rows, self.rows) for x, p in zip(whole, self.cut.values(), strict=True)]
-            return [
-                self._appended(value, a, b)
-                for value, a, b in zip(self.exits, results, self._chunk(fixed, cut, last, rest), strict=True)
-            ]
+            sums, stacked = self._loop(fixed, cut, first, size, steps)
+            if rest:
+                last = [p.cut(x, done, self.rows, self.rows) for x, p in zip(whole, self.cut.values(), strict=True)]
+                sums, behind = self._chunk(fixed, cut, last, rest, sums)
+                stacked = {value: self._appended(value, x, behind[value]) for value, x in stacked.items()}
+            return [sums[x].astype(x.dtype) if x in sums else stacked[x] for x in self.exits]
 
         return Step((*shared, *cut), tuple(self.exits), run)
 
     def _appended(self, value: Value, first: Any, last: Any) -> Any:
         part = self.roles[value]
-        if not isinstance(part, Part):
-            return first + last
+        assert isinstance(part, Part)
         before = [
             x.reshape(*x.shape[: part.axis], part.outer, -1, part.inner, *x.shape[part.axis + 1 :])
             for x in (first, last)
         ]
         return lax.concatenate(before, part.axis + 1).reshape(value.shape)
 
-    def _loop(self, fixed: dict[Value, Any], cut: list[Value], arrays: Sequence[Any], size: int, steps: int) -> Any:
+    def _loop(
+        self, fixed: dict[Value, Any], cut: list[Value], arrays: Sequence[Any], size: int, steps: int
+    ) -> tuple[_Arrays, _Arrays]:
+        """The sums over all chunks, and the rows of each joined."""
         chunks = tuple(self.cut[x].chunks(array, size, steps) for x, array in zip(cut, arrays, strict=True))
-        is_sum = [self.roles[x] == SUM for x in self.exits]
+        added = [x for x in self.exits if self.roles[x] == SUM]
+        joined = [x for x in self.exits if self.roles[x] != SUM]
 
         def one(sums: Any, chunk: Any) -> Any:
-            results = self._chunk(fixed, cut, chunk, size)
-            terms = [x for x, adds in zip(results, is_sum, strict=True) if adds]
-            stacked = [x for x, adds in zip(results, is_sum, strict=True) if not adds]
-            return tuple(total + term.astype(total.dtype) for total, term in zip(sums, terms, strict=True)), tuple(
-                stacked
-            )
+            after, rows = self._chunk(fixed, cut, chunk, size, dict(zip(added, sums, strict=True)))
+            return tuple(after[x] for x in added), tuple(rows[x] for x in joined)
 
-        zeros = [jnp.zeros(x.shape, _sum_dtype(x.dtype)) for x, adds in zip(self.exits, is_sum, strict=True) if adds]
+        zeros = [jnp.zeros(x.shape, _sum_dtype(x.dtype)) for x in added]
         start = tuple(varying_with(zeros, (*arrays, *fixed.values())))
         # Differentiated, every step would keep its logits, together just what the chunks are there to avoid.
         totals, parts = lax.scan(jax.checkpoint(one, prevent_cse=False), start, chunks)
-        sums, stacked = iter(totals), iter(parts)
-        results = []
-        for value, adds in zip(self.exits, is_sum, strict=True):
+        rows = {}
+        for value, stacked in zip(joined, parts, strict=True):
             part = self.roles[value]
-            if adds:
-                results.append(next(sums).astype(value.dtype))
-            else:
-                assert isinstance(part, Part)
-                results.append(part.joined(next(stacked), size, steps))
-        return results
+            assert isinstance(part, Part)
+            rows[value] = part.joined(stacked, size, steps)
+        return dict(zip(added, totals, strict=True)), rows
 
-    def _chunk(self, fixed: dict[Value, Any], cut: list[Value], arrays: Sequence[Any], size: int) -> list[Any]:
-        known = {**fixed, **dict(zip(cut, arrays, strict=True))}
+    def _chunk(
+        self, fixed: dict[Value, Any], cut: list[Value], arrays: Sequence[Any], size: int, sums: _Arrays
+    ) -> tuple[_Arrays, _Arrays]:
+        """The sums with those of a chunk added to them, and its rows."""
+        known, after = {**fixed, **dict(zip(cut, arrays, strict=True))}, dict(sums)
 
         def read(value: Value) -> Any:
             return known.get(value, value.constant)
 
         for node in self.nodes:
-            results = self._run(node, size, [read(x) for x in self._inputs(node)])
-            known.update(zip(node.outputs, results, strict=True))
-        return [known[x] for x in self.exits]
+            operands = [read(x) for x in self._inputs(node)]
+            if node.outputs[0] in sums and is_large_product(node):
+                after[node.outputs[0]] = plus_product(node, sums[node.outputs[0]], *operands)
+                continue
+            known.update(zip(node.outputs, self._run(node, size, operands), strict=True))
+            after.update({x: sums[x] + known[x].astype(sums[x].dtype) for x in node.outputs if x in sums})
+        return after, {x: known[x] for x in self.exits if x not in sums}
 
 
 def _parts_of_head(head: Node, axis: int) -> list[Part | None]:

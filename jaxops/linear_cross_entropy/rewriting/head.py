@@ -1,6 +1,7 @@
 """The layer that computes logits, what its rows are asked for, and the one call that answers."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy.logits import Targets
 from jaxops.linear_cross_entropy.operands import merged_statistics
-from jaxops.linear_cross_entropy.rewriting.rows import Change, Read, Row
+from jaxops.linear_cross_entropy.rewriting.rows import Change, Read, Row, is_class
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 from lowering.rewriting.graph import Node, Value
 from lowering.rewriting.rules import RefusalError
@@ -142,6 +143,15 @@ def _is_pointwise(node: Node) -> bool:
     return is_still and all(size == 1 for size in (*steps, *window, *groups))
 
 
+class Layer(NamedTuple):
+    """The operands of a linear layer's operators: x (..., H), weight (V, H), bias, and labels or weights of classes."""
+
+    x: jax.Array
+    weight: jax.Array
+    bias: jax.Array
+    targets: Targets
+
+
 @dataclasses.dataclass(eq=False)
 class Statistics:
     """What is asked of the rows of one head's logits, and the values that will hold the answers.
@@ -153,6 +163,7 @@ class Statistics:
     scale: Row | None = None
     labels: Row | None = None
     target: Any = None
+    target_total: Row | None = None
     wants_mean: bool = False
     wants_prediction: bool = False
     wants_log_sum_exp: bool = False
@@ -175,15 +186,20 @@ class Statistics:
             raise RefusalError("the logits are picked at two kinds of labels")
         self.labels = labels
 
-    def ask_target(self, target: Any) -> None:
-        """The sum of the logits times this is wanted: a form, or None for ones."""
+    def ask_target(self, target: Any, total: Row) -> None:
+        """The sum of the logits times this is wanted, a form or "ones", whose own sum is `total`."""
         if self.target is not None and self.target != target:
             raise RefusalError("two different weighted sums of the logits are wanted")
-        self.target = target
+        self.target, self.target_total = target, total
 
     def answers(self) -> tuple[Value, ...]:
         """The values that `run` computes."""
         return self.maximum, self.log_sum_exp, self.label, self.weighted, self.mean, self.prediction
+
+    def has_label(self) -> Row:
+        """Where the label is a class."""
+        assert self.labels is not None
+        return is_class(self.labels, self.head.classes)
 
     def operands(self) -> tuple[Value, ...]:
         """The values that `run` needs."""
@@ -199,6 +215,46 @@ class Statistics:
 
     def run(self, read: Read) -> Sequence[Any]:
         """Computes the answers, chunk by chunk."""
+        layer = self.layer(read)
+        scale = None
+        if self.scale is not None and self.scale.literal != 1:
+            rows = layer.x.shape[:-1]
+            scale = jnp.broadcast_to(jnp.asarray(self.scale.compute(read), self.head.dtype), rows)
+        return merged_statistics(
+            *layer,
+            Vocabulary(self.head.classes, self.head.classes, None),
+            softcap=self.head.softcap,
+            keep_logits=False,
+            chunk_rows=None,
+            metrics=self.wants_mean or self.wants_prediction,
+            scale=scale,
+        )
+
+    def can_scale_layer(self) -> bool:
+        """Whether the logits times the scale are those of another layer, up to the rounding of logits."""
+        head, scale = self.head, self.scale
+        if scale is None or scale.literal == 1:
+            return scale is not None
+        is_power = scale.literal is not None and math.frexp(scale.literal)[0] == 0.5
+        is_exact = is_power or jnp.finfo(head.x.dtype).bits >= 32
+        is_one_number = scale.literal is not None or all(not x.shape for x in scale.values)
+        return is_exact and head.softcap is None and (is_one_number or not (head.biases or head.mask))
+
+    def scaled_layer(self, read: Read) -> "Layer":
+        """The operands of the layer whose logits are those of `layer` times the scale."""
+        layer = self.layer(read)
+        if self.scale is None or self.scale.literal == 1:
+            return layer
+        scale = jnp.asarray(self.scale.compute(read), layer.x.dtype)
+        bias = layer.bias
+        if bias.size:
+            # A forbidden column stays one.
+            bias = jnp.where(bias == -jnp.inf, bias, bias * scale.astype(bias.dtype))
+        by_row = jnp.broadcast_to(scale, layer.x.shape[:-1])[..., None]
+        return layer._replace(x=layer.x * by_row, bias=bias)
+
+    def layer(self, read: Read) -> "Layer":
+        """The operands of the operators."""
         head = self.head
         x, weight = head.rows_of(read(head.x)), head.columns_of(read(head.weight))
         rows = x.shape[:-1]
@@ -209,25 +265,10 @@ class Statistics:
             bias = jnp.where(is_kept, bias if bias.size else 0, jnp.asarray(head.mask.fill, head.dtype))
         labels = jnp.full(rows, -1, jnp.int32)
         if self.labels is not None:
-            labels = jnp.broadcast_to(jnp.asarray(self.labels.compute(read)), rows)
-            is_class = (labels >= 0) & (labels < head.classes)
-            labels = jnp.where(is_class, labels, jnp.full_like(labels, -1)).astype(jnp.int32)
-        scale = None
-        if self.scale is not None and self.scale.literal != 1:
-            scale = jnp.broadcast_to(jnp.asarray(self.scale.compute(read), head.dtype), rows)
-        shared, of_rows = self._target(read, rows)
-        return merged_statistics(
-            x,
-            weight,
-            bias,
-            Targets(labels, shared, of_rows),
-            Vocabulary(head.classes, head.classes, None),
-            softcap=head.softcap,
-            keep_logits=False,
-            chunk_rows=None,
-            metrics=self.wants_mean or self.wants_prediction,
-            scale=scale,
-        )
+            labels, has_label = (jnp.asarray(row.compute(read)) for row in (self.labels, self.has_label()))
+            labels, has_label = (jnp.broadcast_to(x, rows) for x in (labels, has_label))
+            labels = jnp.where(has_label, labels, jnp.full_like(labels, -1)).astype(jnp.int32)
+        return Layer(x, weight, bias, Targets(labels, *self._target(read, rows)))
 
     def _bias(self, read: Read, weight: Any) -> Any:
         parts = [factor * columns.array(read).astype(self.head.dtype) for columns, factor in self.head.biases]

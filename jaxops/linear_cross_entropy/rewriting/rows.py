@@ -39,7 +39,7 @@ class Row:
         number = _number(value)
         if number is not None:
             return cls.number(number)
-        row = cls(_identity(value), frozenset([value]), lambda read: read(value))
+        row = cls(identity(value), frozenset([value]), lambda read: read(value))
         return row if change is None else row.through(change)
 
     @property
@@ -80,13 +80,32 @@ def _number(value: Value) -> Any:
     return value.number
 
 
+_REPEATS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "copy"})
+
+
+def only_number(value: Value) -> Any:
+    """What all elements of an array are, if that is written in the code."""
+    while (node := value.producer) is not None:
+        is_widened = node.name == "convert_element_type" and keeps_numbers(node.equation)
+        if node.name not in _REPEATS and not is_widened:
+            return None
+        value = node.inputs[0]
+    return value.number
+
+
+def keeps_numbers(equation: Any) -> bool:
+    """Whether a conversion keeps numbers, apart from rounding."""
+    before, after = (atom.aval.dtype for atom in (equation.invars[0], equation.outvars[0]))
+    return bool(jnp.issubdtype(after, jnp.floating)) or before == after
+
+
 _SIMPLE = frozenset(
     {"broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "select_n", "lt", "add", "slice"}
 )
 _DEPTH = 8
 
 
-def _identity(value: Value, depth: int = _DEPTH) -> Any:
+def identity(value: Value, depth: int = _DEPTH) -> Any:
     """Something equal for values that are computed in the same way, as labels are for each pick."""
     if value.number is not None:
         return ("is", value.number, str(value.dtype))
@@ -94,7 +113,7 @@ def _identity(value: Value, depth: int = _DEPTH) -> Any:
     if node is None or node.name not in _SIMPLE or not depth:
         return value
     params = tuple(sorted((name, str(param)) for name, param in node.params.items()))
-    return (node.name, params, value.shape, tuple(_identity(x, depth - 1) for x in node.inputs))
+    return (node.name, params, value.shape, tuple(identity(x, depth - 1) for x in node.inputs))
 
 
 def combine(name: Any, compute: Callable[..., Any], *rows: Row) -> Row:
@@ -153,6 +172,11 @@ def where(condition: Row, yes: Row, no: Row) -> Row:
         return jnp.where(*_spread(condition, *_together(yes, no)))
 
     return combine("where", choose, condition, yes, no)
+
+
+def is_class(labels: Row, classes: int) -> Row:
+    """Where labels are classes."""
+    return combine("is class", lambda x: (jnp.asarray(x) >= 0) & (jnp.asarray(x) < classes), labels)
 
 
 def bound(node: Node, rows: Sequence[Row], dtype: Any) -> Row:

@@ -77,7 +77,7 @@ def _gather(node: Node, reading: Reading, asked: Asked) -> Row:
         missing = Row.number(math.nan if fill is None else float(fill))
         return rows.where(asked.is_class(labels), asked.picked(form, labels), missing)
     row = asked.picked(form, _clipped(labels, value.shape[axis]))
-    if mode == "CLIP":
+    if mode == "CLIP" or asked.is_promised:
         return row
     # JAX picks a class for a label that is none, but drops its gradient.
     fixed = rows.combine("fixed", lambda x: jax.lax.stop_gradient(jnp.asarray(x)), row)

@@ -26,10 +26,17 @@ from lowering.rewriting.rules import RefusalError
 class Asked:
     """The statistics that are asked for, of each head, and how everything follows from them."""
 
-    def __init__(self, classes: int, dtype: Any) -> None:
-        """Takes the number of classes, and the dtype in which numbers per row are computed."""
+    def __init__(self, classes: int, dtype: Any, *, is_promised: bool = False) -> None:
+        """Takes the number of classes, and the dtype in which numbers per row are computed.
+
+        Args:
+          classes: how many there are.
+          dtype: that of statistics.
+          is_promised: whether labels are classes wherever the user's code promises so.
+        """
         self.classes = classes
         self.dtype = dtype
+        self.is_promised = is_promised
         self.of_heads: dict[Head, Statistics] = {}
         self.picks_by_label = False
 
@@ -197,7 +204,7 @@ class Asked:
             for change in reversed(logits.changes):
                 undone = changed(undone, _undoing(change))  # type: ignore[assignment]
             weights = undone
-        statistics.ask_target(weights)
+        statistics.ask_target(weights, total_weight)
         relative, maximum = (self._answer(logits, x) for x in (statistics.weighted, statistics.maximum))
         of_scaled = plus(relative, times(total_weight, maximum))
         return plus(times(self._ratio(logits, statistics), of_scaled), times(total_weight, logits.shift))
@@ -223,8 +230,7 @@ class Asked:
 
     def is_class(self, labels: Row) -> Row:
         """Where the labels are classes."""
-        classes = self.classes
-        return rows.combine("is class", lambda x: (jnp.asarray(x) >= 0) & (jnp.asarray(x) < classes), labels)
+        return rows.is_class(labels, self.classes)
 
     def _sum_of(self, form: Columns | Dense) -> Row:
         return Row(("sum", form), frozenset([form.value]), lambda read: jnp.sum(_wide(form.array(read)), axis=-1))

@@ -1,0 +1,53 @@
+"""What the tests of `lowering.rewrite` share: a loss, its arguments, and how results are compared."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from patterns_planted import W, X, Y
+
+
+def users_promotion() -> Iterator[None]:
+    """A fixture: users' code adds what it likes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def few_logits_count(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A fixture: lets arrays of more elements than a number count as logits that are worth a rewrite."""
+
+    def least(size: int) -> None:
+        row_chunks = importlib.import_module("jaxops.linear_cross_entropy.row_chunks")
+        monkeypatch.setattr(row_chunks, "SMALL_LOGITS", size)
+        monkeypatch.setattr(row_chunks, "default_chunk_rows", lambda *_: 0)
+
+    return least
+
+
+def arrays_like(tree: Any) -> Any:
+    rng = np.random.default_rng(0)
+
+    def array(leaf: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.key(0)
+        is_integer = jnp.issubdtype(leaf.dtype, jnp.integer)
+        return jnp.asarray(rng.integers(0, 4, leaf.shape) if is_integer else rng.normal(size=leaf.shape), leaf.dtype)
+
+    return jax.tree.map(array, tree)
+
+
+def assert_alike(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(one, float), np.asarray(other, float), rtol=tolerance, atol=tolerance)
+
+
+def loss(w: Any, x: Any, labels: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(x @ w, labels).mean()  # here
+
+
+ARGS = arrays_like((W, X, Y))

@@ -1,0 +1,125 @@
+"""Which losses are rewritten, in which way, and why others are left alone."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import rewrite_checks
+from rewrite_checks import ARGS, assert_alike, loss
+
+import lowering
+
+users_promotion = pytest.fixture(autouse=True)(rewrite_checks.users_promotion)
+few_logits_count = pytest.fixture(rewrite_checks.few_logits_count)
+
+
+def returned(w, x, labels):
+    logits = x @ w  # here
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), jax.nn.softmax(logits)
+
+
+def differentiated_maximum(w, x, labels):
+    logits = x @ w  # here
+    confidence = jnp.max(logits, axis=-1)
+    return (optax.softmax_cross_entropy_with_integer_labels(logits, labels) + confidence).mean()
+
+
+@jax.custom_vjp
+def with_its_own_gradient(w, x, labels):
+    return loss(w, x, labels)
+
+
+with_its_own_gradient.defvjp(lambda *args: (loss(*args), args), lambda args, g: (args[0] * g, args[1] * g, None))
+
+
+REFUSED = {
+    returned: "are returned",
+    with_its_own_gradient: "a derivative of its own",
+}
+
+
+@pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
+def test_what_is_left_alone_has_a_reason(fn, few_logits_count) -> None:
+    few_logits_count(95)
+    report = lowering.rewrite(fn).report(*ARGS)
+    assert report.applied == ()
+    assert any(REFUSED[fn] in one.reason for one in report.refused), report
+
+
+def test_a_maximum_that_is_differentiated_is_computed_with_the_users_equations(few_logits_count) -> None:
+    few_logits_count(95)
+    fast = lowering.rewrite(differentiated_maximum)
+    assert [one.pattern for one in fast.report(*ARGS).applied] == ["row_cone"]
+    assert_alike(jax.grad(fast)(*ARGS), jax.grad(differentiated_maximum)(*ARGS))
+
+
+@pytest.mark.parametrize("block_size", [2**20, 40], ids=["whole", "blocks"])
+def test_the_gradient_of_a_loss_is_computed_in_chunks(block_size: int, few_logits_count, monkeypatch) -> None:
+    few_logits_count(95)
+    accumulated = importlib.import_module("jaxops.linear_cross_entropy.rewriting.accumulated")
+    monkeypatch.setattr(accumulated, "_BLOCK_SIZE", block_size)
+    gradient = jax.value_and_grad(loss, (0, 1))
+    fast = lowering.rewrite(gradient)
+    assert [one.pattern for one in fast.report(*ARGS).applied] == ["row_cone"]
+    assert ("platform_index" in str(jax.make_jaxpr(fast)(*ARGS))) == (block_size == 40)
+    assert_alike(jax.jit(fast)(*ARGS), gradient(*ARGS))
+
+
+def test_a_head_inside_of_a_checkpoint_is_read_with_the_loss_behind_it(few_logits_count) -> None:
+    few_logits_count(95)
+
+    class Head(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(16)(jnp.tanh(nn.Dense(8)(x)))
+
+    head = nn.jit(nn.remat(Head))()
+    params = head.init(jax.random.key(0), ARGS[1])
+
+    def of_head(params, x, labels):
+        return optax.softmax_cross_entropy_with_integer_labels(head.apply(params, x), labels).mean()
+
+    fast = lowering.rewrite(of_head)
+    assert [one.pattern for one in fast.report(params, *ARGS[1:]).applied] == ["cross_entropy_sum"]
+    assert_alike(jax.grad(fast)(params, *ARGS[1:]), jax.grad(of_head)(params, *ARGS[1:]))
+
+
+def test_labels_out_of_range_give_the_same(few_logits_count) -> None:
+    few_logits_count(95)
+    labels = jnp.array([0, 15, -1, -16, 16, -100])
+    for pick in (
+        lambda z, y: jnp.take_along_axis(z, y[:, None], 1)[:, 0],
+        lambda z, y: z[jnp.arange(6), y],
+        lambda z, y: jnp.sum(jax.nn.one_hot(y, 16) * z, -1),
+    ):
+
+        def rows(w, x, y, pick=pick):
+            return -pick(jax.nn.log_softmax(x @ w), y)
+
+        def kept(fn: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda w: jnp.nansum(jnp.where(labels < 0, 0.5, 1) * fn(w, ARGS[1], labels))
+
+        fast = lowering.rewrite(rows)
+        assert len(fast.report(*ARGS).applied) == 1
+        np.testing.assert_allclose(fast(*ARGS[:2], labels), rows(*ARGS[:2], labels), rtol=1e-5, atol=1e-6)
+        assert_alike(jax.grad(kept(fast))(ARGS[0]), jax.grad(kept(rows))(ARGS[0]))
+
+
+def test_sixteen_bits_are_no_worse_than_before(few_logits_count) -> None:
+    few_logits_count(4095)
+    w, x = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((32, 64), (64, 32))))
+    labels = jnp.arange(64) % 64
+    exact = np.asarray(
+        jax.jit(jax.grad(loss))(w.astype(jnp.bfloat16).astype(float), x.astype(jnp.bfloat16).astype(float), labels)
+    )
+    errors = []
+    for fn in (loss, lowering.rewrite(loss)):
+        found = jax.jit(jax.grad(fn))(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16), labels)
+        errors.append(np.abs(np.asarray(found, float) - exact).max())
+    assert errors[1] <= errors[0] * 1.1

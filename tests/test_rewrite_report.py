@@ -1,0 +1,65 @@
+"""What is said about rewrites: the report, the command, and the page."""
+
+import importlib
+import inspect
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+import rewrite_checks
+from rewrite_checks import ARGS, loss
+from typer.testing import CliRunner
+
+import lowering
+from jaxops.__main__ import app
+
+users_promotion = pytest.fixture(autouse=True)(rewrite_checks.users_promotion)
+few_logits_count = pytest.fixture(rewrite_checks.few_logits_count)
+
+
+def test_patterns_are_switched_by_name(few_logits_count) -> None:
+    few_logits_count(95)
+    assert lowering.rewrite(loss, off="cross_entropy_sum").report(*ARGS).applied[0].pattern == "cross_entropy"
+    both = "cross_entropy_sum", "cross_entropy"
+    assert lowering.rewrite(loss, off=both).report(*ARGS).applied[0].pattern == "row_cone"
+    assert lowering.rewrite(loss, only=("max_pool",)).report(*ARGS).applied == ()
+    with pytest.raises(ValueError, match=r"lowering.rewrite: only must name patterns, of .*; got 'cross'"):
+        lowering.rewrite(loss, only="cross")
+    with pytest.raises(TypeError, match="fn must be a function"):
+        lowering.rewrite(3)
+
+
+def test_report_is_shown_and_written() -> None:
+    shapes = jax.ShapeDtypeStruct((512, 32000), jnp.float32), jax.ShapeDtypeStruct((2048, 512), jnp.float32)
+    report = lowering.rewrite(loss).report(*shapes, jax.ShapeDtypeStruct((2048,), jnp.int32))
+    (one,) = report.applied
+    assert one.source.startswith("rewrite_checks.py:")
+    assert one.source.endswith("(loss)")
+    assert one.saved_bytes == 262_144_000 - 524 * 32000 * 4 * 5 // 4
+    assert "cross_entropy" in str(report)
+    assert json.loads(report.to_json())["applied"][0]["pattern"] == "cross_entropy_sum"
+    assert "rewrite_checks.py" in str(report)
+
+
+def test_command_rewrites_before_it_explains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "head.py").write_text("from typing import Any\nimport optax\n\n" + inspect.getsource(loss))
+    monkeypatch.chdir(tmp_path)
+    arguments = ("--arg", "f32[64,32000]", "--arg", "f32[1024,64]", "--arg", "i32[1024]")
+    result = CliRunner().invoke(app, ["explain", "head.py:loss", "--rewrite", *arguments])
+    assert "cross_entropy" in result.stdout
+    assert "linear_cross_entropy" in result.stdout
+    plain = CliRunner().invoke(app, ["explain", "head.py:loss", *arguments])
+    assert "`lowering.rewrite` would do this (cross_entropy_sum)" in plain.stdout
+    record = json.loads(CliRunner().invoke(app, ["explain", "head.py:loss", "--rewrite", "--json", *arguments]).stdout)
+    assert record["rewrite"]["applied"][0]["source"] == "head.py:5 (loss)"
+    exported = CliRunner().invoke(app, ["export", "head.py:loss", "--rewrite", "--output", "head.bin", *arguments])
+    assert "linear_cross_entropy" in exported.stdout
+
+
+def test_page_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[1]
+    monkeypatch.syspath_prepend(root / "benchmarks")
+    results = json.loads((root / "benchmarks" / "results" / "rewriting_cpu.json").read_text())
+    assert importlib.import_module("rewriting").table(results) in (root / "docs" / "rewriting.md").read_text()
