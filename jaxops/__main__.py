@@ -35,6 +35,8 @@ from jaxops._commands.options import (
 )
 from jaxops._commands.user_function import CommandError, load, run_user_code
 from jaxops._demo import report
+from jaxops._demo.processes import COUNTS
+from jaxops._demo.run_folder import RunError
 from jaxops._demo.train import Settings
 from jaxops._primitive.operator import Operator
 from lowering.compiling.progress import shown
@@ -73,17 +75,33 @@ def demo(
     steps: Annotated[int, typer.Option(help="How many training steps to take.")] = Settings().steps,
     seed: Annotated[int, typer.Option(help="Seeds the parameters and the order of the text.")] = Settings().seed,
     output: Annotated[Path, typer.Option(help="A folder for loss.png and numbers.json.")] = Path("demo_output"),
+    processes: Annotated[
+        int | None, typer.Option(help="Train with so many local processes, 1, 2 or 4, and with checkpoints.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="With --processes: go on from the newest whole checkpoint.")
+    ] = False,
 ) -> None:
     """Trains a small language model on the source of Python's standard library, and shows what ran."""
     require(steps > 0, "--steps", "be positive", str(steps))
     require(0 <= seed < 2**32, "--seed", "be in [0, 2**32)", str(seed))
-    for package in ("tokenizers", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
+    counts = ", ".join(map(str, COUNTS))
+    require(processes is None or processes in COUNTS, "--processes", f"be one of {counts}", str(processes))
+    require(not resume or processes is not None, "--resume", "be given with --processes", "none")
+    needed = {"tokenizers": "tokenizers", "matplotlib": "matplotlib"}
+    if processes is not None:
+        needed["orbax"] = "orbax-checkpoint"
+    for module, package in needed.items():
+        if importlib.util.find_spec(module) is None:
             raise CommandError(f"{package} must be installed; it is not: pip install 'jaxops[demo]'")
     require_folder(output)
+    settings = Settings(steps=steps, seed=seed)
     try:
-        report.run(Settings(steps=steps, seed=seed), output, console())
-    except OSError as error:
+        if processes is None:
+            report.run(settings, output, console())
+        else:
+            report.run_together(processes, settings, resume, output, console())
+    except (OSError, RunError) as error:
         raise CommandError(str(error)) from None
 
 

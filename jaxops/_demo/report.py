@@ -12,22 +12,16 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from jaxops._demo import corpus, model, train
+from jaxops._demo import corpus, model, processes, train
 from jaxops._demo.corpus import Corpus
+from jaxops._demo.run_folder import Loss, RunFolder
 from jaxops._demo.train import Run, Settings
 
 
 def run(settings: Settings, output: Path, console: Console) -> None:
     """The whole demo: reads the corpus, trains, prints the results and saves them into a folder that exists."""
     started = time.perf_counter()
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
+    with _progress(console) as progress:
         task = progress.add_task("training a vocabulary on the standard library's source", total=None)
         text = corpus.standard_library()
         shape = model.Shape(text.vocabulary_size)
@@ -42,6 +36,44 @@ def run(settings: Settings, output: Path, console: Console) -> None:
     _plot(result, output / "loss.png")
     console.print(_summary(record), result.explanation.table())
     console.print(f"{output / 'loss.png'}: the loss curve; {output / 'numbers.json'}: these numbers", highlight=False)
+
+
+def run_together(count: int, settings: Settings, resume: bool, output: Path, console: Console) -> None:
+    """The training by several processes, with checkpoints: shows how far they are, and what they came to.
+
+    Raises:
+      RunError: if one of them cannot go on.
+    """
+    arguments = ["--steps", str(settings.steps), "--seed", str(settings.seed), *(["--resume"] if resume else [])]
+    started = time.perf_counter()
+    with _progress(console) as progress:
+        task = progress.add_task("reading the text and compiling the train step", total=settings.steps)
+
+        def show_step(loss: Loss) -> None:
+            progress.update(task, description=f"training, loss {loss.value:5.2f}", completed=loss.step)
+
+        folder = RunFolder(output)
+        losses = processes.run(count, arguments, folder, show_step)
+    facts = Table.grid(padding=(0, 2))
+    share = f"{count} of them, with {processes.DEVICES // count} of {processes.DEVICES} devices each"
+    facts.add_row("processes", share)
+    facts.add_row(
+        "loss", f"{losses[0].value:.3f} at step {losses[0].step}, {losses[-1].value:.3f} at {losses[-1].step}"
+    )
+    facts.add_row("time", f"{time.perf_counter() - started:.0f} s")
+    console.print(facts)
+    console.print(f"{folder.losses_file}: the losses; {folder.checkpoints}: the newest states", highlight=False)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=console)
 
 
 def _record(settings: Settings, text: Corpus, shape: model.Shape, result: Run, seconds: float) -> dict[str, Any]:

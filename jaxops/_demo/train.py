@@ -107,18 +107,29 @@ def plain(settings: Settings) -> Formulation:
     )
 
 
-def train_step(formulation: Formulation, shape: model.Shape) -> Any:
-    """The jitted `step(params, opt_state, tokens) -> (params, opt_state, loss)`; it updates the first two in place."""
+def mean_loss(formulation: Formulation, shape: model.Shape) -> Callable[[Params, jax.Array], jax.Array]:
+    """The loss of a batch of windows: `loss(params, tokens)`."""
 
     def loss(params: Params, tokens: jax.Array) -> jax.Array:
         hidden = model.hidden_states(params, tokens[:, :-1], shape, formulation.embedding)
         return formulation.cross_entropy(hidden, params["table"], tokens[:, 1:])
 
-    def step(params: Params, opt_state: Any, tokens: jax.Array) -> tuple[Params, Any, jax.Array]:
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        return *formulation.update(grads, opt_state, params), value
+    return loss
 
-    return jax.jit(step, donate_argnums=(0, 1))
+
+def step_of(loss: Callable[..., jax.Array], update: Callable[[Params, Any, Params], tuple[Params, Any]]) -> Any:
+    """`step(params, opt_state, *batch) -> (params, opt_state, loss)`, which descends on `loss(params, *batch)`."""
+
+    def step(params: Params, opt_state: Any, *batch: jax.Array) -> tuple[Params, Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        return *update(grads, opt_state, params), value
+
+    return step
+
+
+def train_step(formulation: Formulation, shape: model.Shape) -> Any:
+    """The jitted `step(params, opt_state, tokens) -> (params, opt_state, loss)`; it updates the first two in place."""
+    return jax.jit(step_of(mean_loss(formulation, shape), formulation.update), donate_argnums=(0, 1))
 
 
 def step_arguments(formulation: Formulation, settings: Settings, shape: model.Shape) -> tuple[Any, Any, Any]:
