@@ -86,7 +86,8 @@ def main(address, count, process, file):
         for kind in KINDS:
             for number, leaf in enumerate(jax.tree.leaves(gradient(kind, name))):
                 for shard in leaf.addressable_shards:
-                    held[f"{name}, {kind}, {number}, device {shard.device.id}"] = np.asarray(shard.data).tobytes().hex()
+                    device = jax.devices().index(shard.device)
+                    held[f"{name}, {kind}, {number}, device {device}"] = np.asarray(shard.data).tobytes().hex()
     with open(file, "w") as stream:
         json.dump(held, stream)
 

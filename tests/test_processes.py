@@ -36,6 +36,11 @@ def _standard_promotion():
         yield
 
 
+@pytest.fixture(autouse=True)
+def _limit(monkeypatch):
+    monkeypatch.setattr(processes, "SECONDS_WITHOUT_A_STEP", 300)
+
+
 def folder_with_text(path: Path) -> RunFolder:
     path.mkdir()
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, 500).astype(np.int32)
