@@ -74,7 +74,9 @@ def main() -> None:
 def demo(
     steps: Annotated[int, typer.Option(help="How many training steps to take.")] = Settings().steps,
     seed: Annotated[int, typer.Option(help="Seeds the parameters and the order of the text.")] = Settings().seed,
-    output: Annotated[Path, typer.Option(help="A folder for loss.png and numbers.json.")] = Path("demo_output"),
+    output: Annotated[
+        Path, typer.Option(help="A folder for the numbers, the curve and, with --processes, the checkpoints.")
+    ] = Path("demo_output"),
     processes: Annotated[
         int | None, typer.Option(help="Train with so many local processes, 1, 2 or 4, and with checkpoints.")
     ] = None,
