@@ -1,6 +1,7 @@
 """Operators that chip vendors document, as JAX primitives: for models, optimizers and code ported from those chips."""
 
 import importlib
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 # First as a whole: threads that import two packages at once would each wait for modules that the other is importing.
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from jaxops.ema_adam.api import ema_params as ema_params
     from jaxops.ema_adam.ema_adam_rows import ema_adam_rows as ema_adam_rows
     from jaxops.ema_adam.fused_apply import fused_apply as fused_apply
+
+    __version__: str
 
 __all__ = [
     "BadParamError",
@@ -102,6 +105,8 @@ globals().pop("ema_adam", None)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # pyproject.toml says it, and nothing else does
+        return metadata.version("jaxops")
     if name not in _IMPORTED_LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(_IMPORTED_LATER[name])

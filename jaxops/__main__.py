@@ -41,6 +41,7 @@ from jaxops._demo.train import Settings
 from jaxops._primitive.operator import Operator
 from lowering.compiling.progress import shown
 from lowering.describe import shortened
+from lowering.measurements import versions
 
 
 class _OneSentence(TyperGroup):
@@ -65,8 +66,18 @@ class _OneSentence(TyperGroup):
 app = typer.Typer(cls=_OneSentence, add_completion=False, no_args_is_help=True)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(*(f"{name} {version}" for name, version in reversed(versions())), sep=", ")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Shows the versions, and exits.")
+    ] = False,
+) -> None:
     """Vendor-documented operators as JAX primitives."""
 
 
