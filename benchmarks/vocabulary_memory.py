@@ -1,20 +1,18 @@
-r"""Memory of a language model's loss against its vocabulary, as XLA's compiler for this machine reports it.
+"""Memory of a language model's loss against its vocabulary, as XLA's compiler for this machine reports it.
 
-python benchmarks/vocabulary_memory.py --output benchmarks/results/vocabulary_memory_cpu.json \
-    --plot docs/vocabulary_memory.svg
+python benchmarks/vocabulary_memory.py --output benchmarks/results/vocabulary_memory_cpu.json
 
 Nothing is timed or run: these are the temporaries of the compiled loss with both of its gradients.
+`benchmarks/plots.py` draws them.
 """
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import harness
 import jax
 import jax.numpy as jnp
 import linear_cross_entropy_peers as peers
-from matplotlib import pyplot
 
 import jaxops
 
@@ -47,27 +45,10 @@ def case(vocabulary: int) -> dict[str, Any]:
     }
 
 
-def plot(cases: list[dict[str, Any]], path: Path) -> None:
-    pyplot.rcParams["svg.hashsalt"] = "jaxops"  # the same file for the same numbers
-    figure, axes = pyplot.subplots(figsize=(6.4, 3.2), layout="constrained")
-    for name in LOSSES:
-        megabytes = [one["candidates"][name]["temporary_mb"] for one in cases]
-        axes.plot([one["vocabulary"] for one in cases], megabytes, marker="o", label=name)
-    axes.set(yscale="log", xlabel="vocabulary", ylabel="temporaries, MB")
-    axes.set_xscale("log", base=2)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, metadata={"Date": None})
-
-
 def main() -> None:
-    parser = harness.parser(__doc__.splitlines()[0])
-    parser.add_argument("--plot", type=Path, help="where to draw the results")
-    options = parser.parse_args()
+    options = harness.arguments(__doc__.splitlines()[0])
     cases = [case(vocabulary) for vocabulary in (QUICK_VOCABULARIES if options.quick else VOCABULARIES)]
     harness.report("vocabulary_memory", cases, options.output)
-    if options.plot:
-        plot(cases, options.plot)
 
 
 if __name__ == "__main__":

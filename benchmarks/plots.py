@@ -1,0 +1,145 @@
+"""Draws the plots of the documentation from the results in `benchmarks/results/`: the same numbers give the same files.
+
+python benchmarks/plots.py
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+OURS, PEER = "#3949ab", "#9e9e9e"
+# A dropout mask and a lookup are not a loss: each operator is compared with PyTorch on the cases that have a gradient.
+FORWARD_ALONE = re.compile(r"^forward,|gradient alone")
+
+
+def cases(name: str) -> list[dict[str, Any]]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["cases"]
+
+
+def memory_against_vocabulary() -> Figure:
+    """What the compiler reports for a loss and its gradients."""
+    results = cases("vocabulary_memory_cpu")
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for name in results[0]["candidates"]:
+        megabytes = [case["candidates"][name]["temporary_mb"] for case in results]
+        axes.plot([case["vocabulary"] for case in results], megabytes, marker="o", label=name)
+    axes.set(yscale="log", xlabel="vocabulary", ylabel="temporaries, MB")
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def time_against_rows() -> Figure:
+    """Loss and both gradients on a CPU."""
+    results = cases("linear_cross_entropy_rows_cpu")
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axes = figure.subplots()
+    rows = [case["rows"] for case in results]
+    for name in results[0]["candidates"]:
+        of_name = [case["candidates"][name] for case in results]
+        (line,) = axes.plot(rows, [one["median_ms"] for one in of_name], marker="o", label=name)
+        axes.fill_between(
+            rows, *zip(*(one["quartiles_ms"] for one in of_name), strict=True), color=line.get_color(), alpha=0.2
+        )
+    axes.set(yscale="log", xlabel="rows", ylabel="loss and gradients, ms")
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def ours_by_pytorch() -> Figure:
+    """The time of each operator on a CPU as a part of PyTorch's, a dot for each case."""
+    ratios: dict[str, list[float]] = {}
+    for path in sorted(RESULTS.glob("*_cpu.json")):
+        for case in json.loads(path.read_text())["cases"]:
+            times = {name: row.get("median_ms") for name, row in case["candidates"].items()}
+            ours = [
+                time
+                for name, time in times.items()
+                if re.fullmatch(r"jaxops( fused_apply|, from x| grad_in_forward)?", name)
+            ]
+            theirs = [time for name, time in times.items() if name.startswith("torch")]
+            if ours and theirs and not FORWARD_ALONE.search(case["name"]):
+                ratios.setdefault(operator_of(path.stem, case["name"]), []).append(ours[0] / min(theirs))
+    ordered = sorted(ratios, key=lambda name: -statistics.median(ratios[name]))
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for height, name in enumerate(ordered):
+        axes.plot(ratios[name], [height] * len(ratios[name]), "o", color=PEER, markersize=4)
+        axes.plot(statistics.median(ratios[name]), height, "D", color=OURS, markersize=6)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(ordered)), ordered)
+    _powers_of_two(axes, "time by PyTorch's, with gradients: each case, and the median")
+    return figure
+
+
+def kernels_by_roofline() -> Figure:
+    """Replayed kernels and XLA's own code on TPUs, in multiples of the least time that memory and products allow."""
+    results = [case for case in cases("tpu_schedules") if case["name"].endswith("tpu-v5e")]
+    rows = []
+    for case in results:
+        kernel, reference = (case["candidates"][name] for name in ("pallas", "reference"))
+        if kernel.get("us") and reference.get("us"):
+            roofline = kernel["roofline_us"]
+            rows.append((case["name"].rpartition(" on ")[0], kernel["us"] / roofline, reference["us"] / roofline))
+    figure = Figure(figsize=(7.2, 0.24 * len(rows) + 0.9), layout="constrained")
+    axes = figure.subplots()
+    for height, (_, kernel, reference) in enumerate(reversed(rows)):
+        axes.plot([kernel, reference], [height, height], color="0.85", linewidth=2, zorder=1)
+        axes.plot(reference, height, "o", color=PEER, label="XLA" if height == 0 else None)
+        axes.plot(kernel, height, "D", color=OURS, markersize=5, label="kernels" if height == 0 else None)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [name for name, *_ in reversed(rows)], fontsize=7)
+    axes.legend(loc="lower right")
+    _powers_of_two(axes, "time by roofline, replayed for a TPU v5e")
+    return figure
+
+
+def operator_of(results_name: str, case_name: str) -> str:
+    """The operator that a case is of; some files hold several."""
+    named = {"max ": "max_pool", "mean ": "avg_pool", "divisive ": "divisive_norm"}
+    for start, operator in named.items():
+        if case_name.startswith(start):
+            return operator
+    if results_name == "softmax_cpu" and "softmax" not in case_name:
+        return "activation"
+    return results_name.removesuffix("_cpu")
+
+
+def _powers_of_two(axes: Axes, label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel(label)
+
+
+PLOTS: dict[str, Callable[[], Figure]] = {
+    "docs/vocabulary_memory.svg": memory_against_vocabulary,
+    "docs/figures/time_against_rows.svg": time_against_rows,
+    "docs/figures/ours_by_pytorch.svg": ours_by_pytorch,
+    "docs/figures/kernels_by_roofline.svg": kernels_by_roofline,
+}
+
+
+def main() -> None:
+    matplotlib.rcParams["svg.hashsalt"] = "jaxops"  # the same file for the same numbers
+    for path, plot in PLOTS.items():
+        (ROOT / path).parent.mkdir(exist_ok=True)
+        plot().savefig(ROOT / path, metadata={"Date": None})
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
