@@ -5,7 +5,7 @@
 #   TESTS="..."         what `make test` runs
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint notebooks example compile-tpu compile-cuda clean
+.PHONY: demo test lint docs notebooks example compile-tpu compile-cuda clean
 
 SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -25,12 +25,16 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
+# The site, in build/site. A warning, a broken link or a public name that no page shows is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site $(ARGS)
+
 notebooks: $(VENV)/.test
 	$(BIN)/pytest --nbmake notebooks $(ARGS)
 
 # Installed beside the environment, which stays as it is: an installed operator changes what explain finds.
 example: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/example \
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --upgrade --target build/example \
 		./examples/jaxops-rms-norm
 	PYTHONPATH=$(CURDIR)/build/example $(BIN)/pytest examples/jaxops-rms-norm $(ARGS)
 
@@ -46,11 +50,11 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment with this repository and the extra that the stamp is named after.
-INSTALLED = demo test lint
+INSTALLED = demo test lint docs
 $(INSTALLED:%=$(VENV)/.%): pyproject.toml
 	@test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' 2>/dev/null || \
 		{ echo "jaxops needs Python 3.11, 3.12 or 3.13: name one with PYTHON=/path/to/python3.12" >&2; exit 2; }
 	@echo "Installing jaxops[$(patsubst .%,%,$(@F))] into $(@D), which takes a minute the first time"
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$(patsubst .%,%,$(@F))]'
+	@$(@D)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --editable '.[$(patsubst .%,%,$(@F))]'
 	@touch $@

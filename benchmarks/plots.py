@@ -115,6 +115,8 @@ def operator_of(results_name: str, case_name: str) -> str:
             return operator
     if results_name == "softmax_cpu" and "softmax" not in case_name:
         return "activation"
+    if results_name.startswith(("linear_cross_entropy", "vocabulary_memory")):
+        return "linear_cross_entropy"
     return results_name.removesuffix("_cpu")
 
 

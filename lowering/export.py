@@ -35,7 +35,7 @@ class Artifact:
       platforms: any of "cpu", "cuda" and "tpu".
       versions: of JAX, and of this library if it is installed, at the time of the export.
       implementations: what each operator runs as, by platform and then by operator.
-      arguments: the type of each array argument, such as "float32[8,128]", by its path, such as "args[0]['weight']".
+      arguments: the type of each array argument, such as "float32[8,128]", by its path, such as `args[0]['weight']`.
       fixed: the Python numbers and strings among the arguments that are fixed, as text, by path.
       stablehlo: the text of the program.
     """

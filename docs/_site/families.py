@@ -1,0 +1,169 @@
+"""A page for each family of operators: its functions, what they are made of, their kernels and their figures."""
+
+import ast
+import functools
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+import figures
+
+import jaxops
+from jaxops import aclnn, mcdnn
+from pallas_kernels.kernel import Kernel
+
+PICTURES = {
+    "linear_cross_entropy": (
+        "![temporaries against the vocabulary](../vocabulary_memory.svg)\n\n"
+        "![time against the number of rows](../figures/time_against_rows.svg)\n"
+    ),
+}
+NOTEBOOKS = {
+    "linear_cross_entropy": ("linear_cross_entropy", "policy_gradient"),
+    "ema_adam": ("ema_adam",),
+    "batch_norm": ("vision",),
+    "affine_grid": ("vision",),
+    "grid_sample": ("vision",),
+    "pooling": ("rewrite",),
+}
+
+
+def family_of(thing: Any) -> str:
+    """The folder or file in `jaxops/` that a function or an operator is defined in."""
+    fn = thing.check if isinstance(thing, jaxops.Operator) else thing
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn.__module__.split(".")[1]
+
+
+def functions() -> dict[str, list[str]]:
+    """The public functions and results of each family that has operators."""
+    families = {family_of(operator) for operator in jaxops.operators()}
+    found: dict[str, list[str]] = {family: [] for family in sorted(families)}
+    for name in jaxops.__all__:
+        thing = getattr(jaxops, name)
+        if not isinstance(thing, ModuleType) and family_of(thing) in families:
+            found[family_of(thing)].append(name)
+    return {family: sorted(names, key=_results_last) for family, names in found.items() if names}
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """Paths and Markdown of all pages."""
+    for family, names in functions().items():
+        yield f"operators/{family}.md", _page(family, names)
+
+
+def reference(module: str, name: str, level: int = 2) -> str:
+    """What mkdocstrings replaces by the signature and the docstring of a public name."""
+    thing = getattr(sys.modules[module], name)
+    heading = f"{module}.{name}"
+    where = f"{thing.__module__}.{thing.__qualname__}" if hasattr(thing, "__qualname__") else heading
+    options = f'heading: "{heading}"\n  toc_label: "{name}"\n  heading_level: {level}'
+    return f"::: {where}\n    options:\n{textwrap.indent(options.replace('  ', ''), ' ' * 6)}\n\n"
+
+
+def kernels_table(operators: list[jaxops.Operator]) -> str:
+    """What each operator binds: its signature, its kernels by platform, and its derivative."""
+    rows = []
+    for operator in operators:
+        by_platform = ["opt-in" if _kernel(operator, platform) else "-" for platform in ("tpu", "cuda")]
+        rows.append((f"`{operator.name}`", f"`{operator.signature}`", *by_platform))
+    return figures.markdown_table(("operator", "signature", "TPU", "NVIDIA"), rows)
+
+
+def _page(family: str, names: list[str]) -> str:
+    operators = [operator for operator in jaxops.operators() if family_of(operator) == family]
+    text = [f"# {family.replace('_', ' ').capitalize()}\n", PICTURES.get(family, "")]
+    text += [f"In use: [the notebook]({_notebook(name)}) `{name}`.\n" for name in NOTEBOOKS.get(family, ())]
+    text += [reference("jaxops", name) for name in names]
+    vendors = [
+        f"[`{vendor.__name__}.{name}`](../{vendor.__name__.split('.')[1]}.md)"
+        for vendor in (aclnn, mcdnn)
+        for name in vendor.__all__
+        if isinstance(getattr(vendor, name), FunctionType) and _belongs(getattr(vendor, name), family, operators)
+    ]
+    if vendors:
+        text.append(f"## Documented calls\n\n{', '.join(vendors)}\n")
+    text.append(
+        '## Operators and kernels\n\nA kernel is opt-in until it was measured on the chip: `jaxops.use("pallas")` asks '
+        "for it, and [`jaxops tune`](../on-your-device.md) measures it. `...` are batch axes: any may be mapped, "
+        f"or split over a mesh.\n\n{kernels_table(operators)}"
+    )
+    text += list(_kernel_sections(operators))
+    measured, replayed = (of([family, *names]) for of in (figures.measured, figures.replayed))
+    if measured:
+        text.append(f"## Measured\n\n{measured}")
+    if replayed:
+        text.append(
+            f"## Replayed\n\nBy the compiler's schedules; [no chip ran anything](../schedule.md).\n\n{replayed}"
+        )
+    return "\n".join(text)
+
+
+def _kernel_sections(operators: list[jaxops.Operator]) -> Iterator[str]:
+    """What each kernel does and when it refuses, once for the operators that share it."""
+    seen: set[str] = set()
+    for platform, label in (("tpu", "TPU"), ("cuda", "NVIDIA GPU")):
+        for operator in operators:
+            kernel = _kernel(operator, platform)
+            run: Any = kernel and kernel.run
+            while isinstance(run, functools.partial):
+                run = run.func
+            if kernel is None or run.__module__ in seen or not run.__module__.startswith("pallas_kernels."):
+                continue
+            seen.add(run.__module__)
+            yield f"### On {label}: `{operator.name}`\n\n{inspect.getdoc(sys.modules[run.__module__])}\n"
+            refusals = list(dict.fromkeys(sentences(kernel.refuses)))
+            if refusals:
+                yield "It refuses, and the reference runs:\n\n" + "".join(f"* {each}\n" for each in refusals)
+
+
+def sentences(refuses: Callable[..., Any]) -> Iterator[str]:
+    """The sentences that a kernel's `refuses` may return, with "..." for what depends on the operands."""
+    names = vars(sys.modules[refuses.__module__])
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(refuses)))):
+        if isinstance(node, ast.Return) and node.value is not None:
+            yield from _texts(node.value, names)
+        called = names.get(node.func.id) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+        if isinstance(called, FunctionType) and "refus" in called.__name__ and called is not refuses:
+            yield from sentences(called)
+
+
+def _texts(value: ast.expr, names: dict[str, Any]) -> Iterator[str]:
+    for node in [value, *((value.body, value.orelse) if isinstance(value, ast.IfExp) else ())]:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(_part(part, names) for part in node.values)
+
+
+def _part(part: ast.expr, names: dict[str, Any]) -> str:
+    if isinstance(part, ast.Constant):
+        return str(part.value)
+    assert isinstance(part, ast.FormattedValue)
+    try:
+        return str(eval(ast.unparse(part.value), names))
+    except NameError:
+        return "..."
+
+
+def _kernel(operator: jaxops.Operator, platform: str) -> Kernel | None:
+    return next((kernel for kernel in operator.kernels if kernel.platform == platform), None)
+
+
+def _belongs(call: FunctionType, family: str, operators: list[jaxops.Operator]) -> bool:
+    module = call.__module__.rpartition(".")[2]
+    normalizations = ("batch_normalization", "normalization", "sizes")
+    places = {"spatial_transformer": ("affine_grid", "grid_sample")} | dict.fromkeys(normalizations, ("batch_norm",))
+    return family in places.get(module, (module,))
+
+
+def _notebook(name: str) -> str:
+    return f"../notebooks/{name}.md"
+
+
+def _results_last(name: str) -> tuple[bool, str]:
+    return name[0].isupper(), name

@@ -1,0 +1,137 @@
+"""What MkDocs calls to make the site: the generated pages, links as the repository has them, and the last check."""
+
+import os
+import re
+import sys
+import zlib
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+sys.path.append(str(Path(__file__).parent))
+
+import families  # these stand beside this file, which MkDocs loads by its path
+import figures
+import gallery
+
+import jaxops
+import lowering
+from lowering.rewriting import rules
+
+ROOT = Path(__file__).parents[2]
+FROM_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+PUBLIC = ("jaxops", "jaxops.aclnn", "jaxops.mcdnn", "jaxops.testing", "lowering")
+_LINK = re.compile(r"(\]\()([^)#\s]+)")
+_CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+
+
+@event_priority(100)
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the generated pages."""
+    for path, content in _generated():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Turns links to the repository's files into links to the pages that show them."""
+    uri = page.file.src_uri
+    origins = {shown: name for name, shown in FROM_ROOT.items()}
+    folder = os.path.dirname(origins.get(uri, uri if uri.startswith("notebooks/") else f"docs/{uri}"))
+
+    def shown(found: re.Match[str]) -> str:
+        if "://" in found[2]:
+            return found[0]
+        path = os.path.normpath(os.path.join(folder, found[2]))
+        return found[1] + os.path.relpath(_uri(path), os.path.dirname(uri) or ".")
+
+    # What stands in code is no link.
+    return "".join(part if part.startswith("`") else _LINK.sub(shown, part) for part in _CODE.split(markdown))
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuses a site that lacks a public name."""
+    data = (Path(config.site_dir) / "objects.inv").read_bytes()
+    listed = {line.split()[0] for line in zlib.decompress(data.split(b"\n", 4)[4]).decode().splitlines()}
+    missing = sorted(
+        f"{module.__name__}.{name}"
+        for module in map(import_module, PUBLIC)
+        for name in module.__all__
+        if not isinstance(getattr(module, name), ModuleType) and not _places(module, name) & listed
+    )
+    if missing:
+        raise PluginError(f"every public name must have a docstring on a page; missing: {', '.join(missing)}")
+
+
+def _places(module: ModuleType, name: str) -> set[str]:
+    thing = getattr(module, name)
+    return {f"{module.__name__}.{name}", f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', '')}"}
+
+
+def _uri(path: str) -> str:
+    """Where the site shows a file of the repository."""
+    if path in FROM_ROOT:
+        return FROM_ROOT[path]
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if path.endswith(".ipynb"):
+        return f"{path.removesuffix('.ipynb')}.md"
+    return f"source/{path.removesuffix('.py')}.md" if path.endswith(".py") else path
+
+
+def _generated() -> Iterator[tuple[str, str | bytes]]:
+    for name, shown in FROM_ROOT.items():
+        yield shown, (ROOT / name).read_text()
+    yield from families.pages()
+    yield from gallery.pages()
+    for module in map(import_module, PUBLIC):
+        yield f"{_page_of(module.__name__)}.md", _reference(module)
+    yield "kernels.md", _kernels()
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        name = path.relative_to(ROOT)
+        yield f"source/{name.with_suffix('.md')}", f"# {name}\n\n```python\n{path.read_text()}```\n"
+
+
+def _page_of(module: str) -> str:
+    return {"jaxops.aclnn": "aclnn", "jaxops.mcdnn": "mcdnn"}.get(module, f"reference/{module.rpartition('.')[2]}")
+
+
+def _reference(module: ModuleType) -> str:
+    """All public names of a module that no operator's page shows."""
+    shown = {name for names in families.functions().values() for name in names} if module is jaxops else set()
+    names = [name for name in module.__all__ if name not in shown]
+    names = [name for name in names if not isinstance(getattr(module, name), ModuleType)]
+    text = (module.__doc__ or "").split("\n\n")[0]
+    lent = [name for name in names if module is jaxops and getattr(module, name) is getattr(lowering, name, None)]
+    if lent:
+        text += f" {' and '.join(f'`{name}`' for name in lent)} are those of [`lowering`](lowering.md)."
+    shown_here = (families.reference(module.__name__, name) for name in names if name not in lent)
+    return f"# `{module.__name__}`\n\n{text}\n\n" + "".join(shown_here)
+
+
+def _kernels() -> str:
+    operators = list(jaxops.operators())
+    patterns = [
+        (f"{pattern.name}", f"`jaxops.{pattern.replacement.removeprefix('jaxops.')}`", pattern.remark)
+        for operator in operators
+        for pattern in operator.patterns
+    ]
+    rewrites = [(f"`{rule.name}`", "on request" if rule.asked else "yes", rule.remark) for rule in rules.rules()]
+    return (
+        "# Kernels\n\nEvery operator, and which platforms have a kernel of it. Each operator's page says what its "
+        f"kernels do and when they refuse.\n\n{families.kernels_table(operators)}\n"
+        "![kernels and XLA's code by roofline](figures/kernels_by_roofline.svg)\n\n"
+        "![ours by PyTorch's](figures/ours_by_pytorch.svg)\n\n## Plain JAX that operators replace\n\n"
+        f"[`lowering.explain`](compiler.md) finds these:\n\n"
+        f"{figures.markdown_table(('computation', 'operator', 'remark'), patterns)}\n"
+        "[`lowering.rewrite`](rewriting.md) replaces these:\n\n"
+        f"{figures.markdown_table(('rule', 'by default', 'remark'), rewrites)}"
+    )
