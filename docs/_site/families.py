@@ -21,6 +21,7 @@ PICTURES = {
         "![time against the number of rows](../figures/time_against_rows.svg)\n"
     ),
 }
+TITLES = {"ema_adam": "EMA-Adam", "nll_loss": "NLL loss"}
 NOTEBOOKS = {
     "linear_cross_entropy": ("linear_cross_entropy", "policy_gradient"),
     "ema_adam": ("ema_adam",),
@@ -76,7 +77,7 @@ def kernels_table(operators: list[jaxops.Operator]) -> str:
 
 def _page(family: str, names: list[str]) -> str:
     operators = [operator for operator in jaxops.operators() if family_of(operator) == family]
-    text = [f"# {family.replace('_', ' ').capitalize()}\n", PICTURES.get(family, "")]
+    text = [f"# {TITLES.get(family, family.replace('_', ' ').capitalize())}\n", PICTURES.get(family, "")]
     text += [f"In use: [the notebook]({_notebook(name)}) `{name}`.\n" for name in NOTEBOOKS.get(family, ())]
     text += [reference("jaxops", name) for name in names]
     vendors = [

@@ -1,6 +1,5 @@
 """The notebooks as pages with the outputs that are stored in them, and the gallery that shows a picture of each."""
 
-import base64
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from latex2mathml.converter import convert
 from nbconvert import MarkdownExporter
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-_MATH = re.compile(r"\$([^$\n]+)\$")
+_MATH = re.compile(r"\$\$(?P<block>.+?)\$\$|\$(?P<inline>[^$\n]+)\$", re.DOTALL)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -21,7 +20,7 @@ def pages() -> Iterator[tuple[str, str | bytes]]:
         notebook = nbformat.read(path, as_version=4)
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
-                cell.source = _MATH.sub(lambda found: convert(found[1]), cell.source)
+                cell.source = _MATH.sub(_mathml, cell.source)
         text, resources = MarkdownExporter().from_notebook_node(
             notebook, resources={"output_files_dir": path.stem, "unique_key": path.stem}
         )
@@ -35,14 +34,10 @@ def pages() -> Iterator[tuple[str, str | bytes]]:
     yield "gallery.md", "\n".join([head, '<div class="grid cards" markdown>\n', *cards, "</div>\n"])
 
 
-def picture_sizes() -> dict[str, int]:
-    """The bytes of all pictures that each notebook has stored."""
-    sizes = {}
-    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
-        outputs = [output for cell in nbformat.read(path, as_version=4).cells for output in cell.get("outputs", ())]
-        pictures = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
-        sizes[path.stem] = sum(len(base64.b64decode(picture)) for picture in pictures)
-    return sizes
+def _mathml(found: re.Match[str]) -> str:
+    """A formula as browsers show it by themselves."""
+    display = "block" if found["block"] else "inline"
+    return convert((found["block"] or found["inline"]).strip(), display=display)
 
 
 def _card(name: str, title: str, sentence: str, picture: str | None) -> str:

@@ -27,10 +27,21 @@ import lowering
 from lowering.rewriting import rules
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 FROM_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 PUBLIC = ("jaxops", "jaxops.aclnn", "jaxops.mcdnn", "jaxops.testing", "lowering")
 _LINK = re.compile(r"(\]\()([^)#\s]+)")
 _CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Adds pages that `mkdocs.yml` does not place, so that none is lost: to the section of the compiler."""
+    (compiler,) = (section["Compiler"] for section in config.nav if "Compiler" in section)
+    placed = str(config.nav)
+    compiler += [page.name for page in sorted(DOCS.glob("*.md")) if f"'{page.name}'" not in placed]
+    (pictures,) = (section["Gallery"] for section in config.nav if "Gallery" in section)
+    pictures += [f"notebooks/{path.stem}.md" for path in sorted(gallery.NOTEBOOKS.glob("*.ipynb"))]
+    return config
 
 
 @event_priority(100)

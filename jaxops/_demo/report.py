@@ -23,6 +23,7 @@ def run(settings: Settings, output: Path, console: Console) -> None:
     started = time.perf_counter()
     with _progress(console) as progress:
         task = progress.add_task("training a vocabulary on the standard library's source", total=None)
+        progress.console.print(_opening(settings, output), highlight=False)
         text = corpus.standard_library()
         shape = model.Shape(text.vocabulary_size)
         progress.update(task, description="compiling the train step")
@@ -110,6 +111,17 @@ def _summary(record: dict[str, Any]) -> Group:
     facts.add_row("speed", f"{record['tokens_per_second']:,.0f} tokens/s; {record['seconds']:.0f} s for everything")
     tables = [_validation_table(record["validation"]), _memory_table(record["temporary_bytes"])]
     return Group("", facts, "", Columns(tables, padding=(0, 4)), "")
+
+
+def _opening(settings: Settings, output: Path) -> str:
+    """What a newcomer reads while the first part runs. The estimate is that of two cores of a server's CPU."""
+    seconds = 20 + 0.3 * settings.steps
+    about = f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
+    return (
+        f"A small language model learns the source of Python's standard library in {settings.steps} steps, on "
+        f"{jax.devices()[0].device_kind}.\nEmbedding, loss and optimizer are this library's. It takes about {about} on two "
+        f"CPU cores.\nThen you see the loss, the memory that was saved, and what ran and why; {output}/ keeps them.\n"
+    )
 
 
 def _validation_table(evaluations: list[dict[str, Any]]) -> Table:

@@ -1,0 +1,65 @@
+"""What only the site shows: programs on its pages run as pasted, plots are drawn, and notebooks have their pictures.
+
+`make docs` builds it, and fails on a warning, a broken link or a public name without a page.
+"""
+
+import importlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def program(page: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names that a page's blocks define, run in order as users would."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # as it was, after a block that sets it
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for block in blocks:
+            exec(block, names)
+    return names
+
+
+@pytest.mark.slow
+def test_start_runs_as_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = program("start.md", monkeypatch)
+    plain, *others = (
+        float(loss(names["x"], names["weight"])) for loss in (names["plain"], names["ours"], names["rewritten"])
+    )
+    assert others == pytest.approx([plain] * 2, rel=1e-5)
+    assert round(plain, 1) == 10.2
+    assert names["megabytes"]["ours"] < names["megabytes"]["plain"] / 4
+    assert names["losses"] == sorted(names["losses"], reverse=True)
+    assert len(names["rewritten"].report(names["x"], names["weight"]).applied) == 1
+
+
+def test_scale_runs_as_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = program("scale.md", monkeypatch)
+    expected = float(names["one_device"])
+    assert [float(names[name]) for name in ("by_rows", "by_vocabulary")] == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def test_plots_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    plots = importlib.import_module("plots")
+    for path, plot in plots.PLOTS.items():
+        (axes,) = plot().axes
+        assert axes.lines
+        assert (ROOT / path).exists()
+    measured = {"batch_norm", "dropout", "max_pool", "softmax", "linear_cross_entropy", "ema_adam", "embedding"}
+    assert measured <= {label.get_text() for label in plots.ours_by_pytorch().axes[0].get_yticklabels()}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebook_has_stored_its_pictures(path: Path) -> None:
+    cells = json.loads(path.read_text())["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    assert sum("image/png" in output.get("data", {}) for output in outputs)
+    assert not [output for output in outputs if output["output_type"] == "error"]
