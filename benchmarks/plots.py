@@ -63,7 +63,7 @@ def ours_by_pytorch() -> Figure:
     """The time of each operator on a CPU as a part of PyTorch's, a dot for each case."""
     ratios: dict[str, list[float]] = {}
     for path in sorted(RESULTS.glob("*_cpu.json")):
-        for case in json.loads(path.read_text())["cases"]:
+        for case in json.loads(path.read_text()).get("cases", ()):
             times = {name: row.get("median_ms") for name, row in case["candidates"].items()}
             ours = [
                 time

@@ -20,18 +20,17 @@ COLUMNS = {
     "temporary_mb": "temporaries, MB",
     "peak_mb": "peak, MB",
 }
-# Their cases have their own pages.
-REPLAYS = ("tpu_schedules", "tpu_schedule_accuracy")
+REPLAYS = "tpu_schedules"  # which have a table of their own
 
 
 def measured(operators: Iterable[str]) -> str:
     """Tables of the cases of these operators, one for each results file; empty if there are none."""
     wanted, tables = set(operators), []
     for path in sorted(plots.RESULTS.glob("*.json")):
-        if path.stem in REPLAYS:
+        if path.stem == REPLAYS:
             continue
         results = json.loads(path.read_text())
-        cases = [case for case in results["cases"] if plots.operator_of(path.stem, case["name"]) in wanted]
+        cases = [case for case in results.get("cases", ()) if plots.operator_of(path.stem, case["name"]) in wanted]
         if cases:
             tables.append(
                 f"{_environment(results['environment'])}, `benchmarks/results/{path.name}`.\n\n{_table(cases)}"
@@ -42,7 +41,7 @@ def measured(operators: Iterable[str]) -> str:
 def replayed(operators: Iterable[str]) -> str:
     """The replays of these operators' kernels on TPUs; empty if there are none."""
     rows = []
-    for case in plots.cases("tpu_schedules"):
+    for case in plots.cases(REPLAYS):
         name, _, target = case["name"].rpartition(" on ")
         operator, _, operands = name.partition(" ")
         if operator not in set(operators):

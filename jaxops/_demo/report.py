@@ -118,9 +118,9 @@ def _opening(settings: Settings, output: Path) -> str:
     seconds = 20 + 0.3 * settings.steps
     about = f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
     return (
-        f"A small language model learns the source of Python's standard library in {settings.steps} steps, on "
-        f"{jax.devices()[0].device_kind}.\nEmbedding, loss and optimizer are this library's. It takes about {about} on two "
-        f"CPU cores.\nThen you see the loss, the memory that was saved, and what ran and why; {output}/ keeps them.\n"
+        f"A small language model learns the source of Python's standard library on {jax.devices()[0].device_kind}, in "
+        f"{settings.steps} steps.\nThat takes about {about} on two CPU cores. Embedding, loss and optimizer are this "
+        f"library's.\nThen you see the loss, the memory that was saved, and what ran and why; {output}/ keeps them.\n"
     )
 
 
