@@ -61,6 +61,8 @@ def reference(module: str, name: str, level: int = 2) -> str:
     """What mkdocstrings replaces by the signature and the docstring of a public name."""
     thing = getattr(sys.modules[module], name)
     heading = f"{module}.{name}"
+    if callable(thing) and not thing.__doc__:
+        raise ValueError(f"{heading} must have a docstring; got none")
     where = f"{thing.__module__}.{thing.__qualname__}" if hasattr(thing, "__qualname__") else heading
     options = f'heading: "{heading}"\n  toc_label: "{name}"\n  heading_level: {level}'
     return f"::: {where}\n    options:\n{textwrap.indent(options.replace('  ', ''), ' ' * 6)}\n\n"

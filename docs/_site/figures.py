@@ -64,9 +64,9 @@ def _table(cases: list[dict[str, Any]]) -> str:
     found = {key for case in cases for row in case["candidates"].values() for key in row}
     columns = [key for key in COLUMNS if key in found]
     rows = [
-        (case["name"], f"`{name}`" if name.isidentifier() else name, *(_cell(row.get(key)) for key in columns))
+        (case["name"] if place == 0 else "", name, *(_cell(row.get(key)) for key in columns))
         for case in cases
-        for name, row in case["candidates"].items()
+        for place, (name, row) in enumerate(case["candidates"].items())
     ]
     head = ("case", "candidate", *(COLUMNS[key] for key in columns))
     return markdown_table(head, rows, numbers=len(columns))

@@ -36,8 +36,9 @@ def pages() -> Iterator[tuple[str, str | bytes]]:
 
 def _mathml(found: re.Match[str]) -> str:
     """A formula as browsers show it by themselves."""
-    display = "block" if found["block"] else "inline"
-    return convert((found["block"] or found["inline"]).strip(), display=display)
+    if found["block"]:
+        return f'<div class="formula">{convert(found["block"].strip(), display="block")}</div>'
+    return convert(found["inline"])
 
 
 def _card(name: str, title: str, sentence: str, picture: str | None) -> str:
