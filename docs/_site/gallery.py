@@ -37,7 +37,8 @@ def pages() -> Iterator[tuple[str, str | bytes]]:
 def _mathml(found: re.Match[str]) -> str:
     """A formula as browsers show it by themselves."""
     if found["block"]:
-        return f'<div class="formula">{convert(found["block"].strip(), display="block")}</div>'
+        formula = found["block"].strip().replace("{aligned}", "{align*}")  # the one of the two that the converter knows
+        return f'<div class="formula">{convert(formula, display="block")}</div>'
     return convert(found["inline"])
 
 

@@ -91,6 +91,8 @@ def _uri(path: str) -> str:
     """Where the site shows a file of the repository."""
     if path in FROM_ROOT:
         return FROM_ROOT[path]
+    if path == "notebooks":
+        return "gallery.md"
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     if path.endswith(".ipynb"):
@@ -124,8 +126,17 @@ def _reference(module: ModuleType) -> str:
     lent = [name for name in names if module is jaxops and getattr(module, name) is getattr(lowering, name, None)]
     if lent:
         text += f" {' and '.join(f'`{name}`' for name in lent)} are those of [`lowering`](lowering.md)."
+    text += _conformance(module.__name__.rpartition(".")[2])
     shown_here = (families.reference(module.__name__, name) for name in names if name not in lent)
     return f"# `{module.__name__}`\n\n{text}\n\n" + "".join(shown_here)
+
+
+def _conformance(vendor: str) -> str:
+    """The rows of the table of conformance that are one vendor's; empty for other modules."""
+    table = (DOCS / "operators.md").read_text().partition("| documented function |")
+    head, rule, *rows = (table[1] + table[2].partition("\n\n")[0]).splitlines()
+    kept = [row for row in rows if row.startswith(f"| `{vendor}")]
+    return "\n\n## Conformance\n\n" + "\n".join([head, rule, *kept]) if kept else ""
 
 
 def _kernels() -> str:
