@@ -24,6 +24,7 @@ import gallery
 
 import jaxops
 import lowering
+from jaxops import mcdnn
 from lowering.rewriting import rules
 
 ROOT = Path(__file__).parents[2]
@@ -122,13 +123,20 @@ def _reference(module: ModuleType) -> str:
     shown = {name for names in families.functions().values() for name in names} if module is jaxops else set()
     names = [name for name in module.__all__ if name not in shown]
     names = [name for name in names if not isinstance(getattr(module, name), ModuleType)]
-    text = (module.__doc__ or "").split("\n\n")[0]
+    text = _docstring(module)
     lent = [name for name in names if module is jaxops and getattr(module, name) is getattr(lowering, name, None)]
     if lent:
-        text += f" {' and '.join(f'`{name}`' for name in lent)} are those of [`lowering`](lowering.md)."
+        text += f"{' and '.join(f'`{name}`' for name in lent)} are those of [`lowering`](lowering.md).\n\n"
+    if module is mcdnn:
+        text += f"## Normalizations\n\n{_docstring(mcdnn.norm)}"
     text += _conformance(module.__name__.rpartition(".")[2])
     shown_here = (families.reference(module.__name__, name) for name in names if name not in lent)
     return f"# `{module.__name__}`\n\n{text}\n\n" + "".join(shown_here)
+
+
+def _docstring(module: ModuleType) -> str:
+    """What mkdocstrings replaces by the docstring of a module."""
+    return f"::: {module.__name__}\n    options:\n      show_root_heading: false\n      show_root_toc_entry: false\n\n"
 
 
 def _conformance(vendor: str) -> str:
@@ -136,7 +144,7 @@ def _conformance(vendor: str) -> str:
     table = (DOCS / "operators.md").read_text().partition("| documented function |")
     head, rule, *rows = (table[1] + table[2].partition("\n\n")[0]).splitlines()
     kept = [row for row in rows if row.startswith(f"| `{vendor}")]
-    return "\n\n## Conformance\n\n" + "\n".join([head, rule, *kept]) if kept else ""
+    return "## Conformance\n\n" + "\n".join([head, rule, *kept, "\n"]) if kept else ""
 
 
 def _kernels() -> str:
