@@ -209,6 +209,7 @@ ACCEPTED: dict[str, set[str]] = {
     **dict.fromkeys(("bias_correction", "count_include_pad", "return_aux", "transpose_weight"), BOOLS),
     **dict.fromkeys(("scale_grad_by_freq", "return_entropy", "return_logits", "strict"), BOOLS),
     **{key: {"float-class", "jax-class"} for key in ("mu_dtype", "nu_dtype", "ema_dtype")},
+    "weight_grad_dtype": {"jax-class"},  # float32, which is the default
     "mask": BOOLS | {"jax-0d-bool", "builtin"},  # the last is a function that returns a bool
     "key": {"key"},
     "implementation": {"none"},

@@ -271,13 +271,17 @@ def test_compiler_does_not_outlive_the_process_that_asked():
     """One that is killed cannot tell it, and a compiler at work does not see that its input has ended."""
     reading, writing = os.pipe()
     command, pipe = [sys.executable, "-c", ASKS, str(reading)], subprocess.PIPE
-    asking = subprocess.Popen(command, pass_fds=[reading], stdin=pipe, stdout=pipe)
-    child = pathlib.Path("/proc", asking.stdout.readline().decode().strip(), "cmdline")
-    assert child.read_bytes()
-    asking.kill()
-    asking.communicate()
-    ends = time.monotonic() + 60
-    while child.exists() and child.read_bytes() and time.monotonic() < ends:
-        time.sleep(0.1)
-    assert not child.exists() or not child.read_bytes()
+    with subprocess.Popen(command, pass_fds=[reading], stdin=pipe, stdout=pipe) as asking:
+        child = pathlib.Path("/proc", asking.stdout.readline().decode().strip(), "cmdline")
+        assert comes_true(lambda: b"lowering.compiling.child" in child.read_bytes())
+        asking.kill()
+    assert comes_true(lambda: not child.exists() or not child.read_bytes())
     os.close(writing)
+    os.close(reading)
+
+
+def comes_true(condition):
+    ends = time.monotonic() + 60
+    while not (fulfilled := condition()) and time.monotonic() < ends:
+        time.sleep(0.1)
+    return fulfilled
