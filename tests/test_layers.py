@@ -44,11 +44,12 @@ DEFERRED = {
     "jax._src.pallas.mosaic_gpu.interpret.params": "the same, where its interpreter was still private (JAX 0.10)",
     "flax": "in an extra; the demo's model",
     "matplotlib": "in an extra; the demo's plot",
+    "orbax": "in an extra; the demo's checkpoints",
     "tokenizers": "in an extra; the demo's vocabulary",
 }
 # What `import jaxops` must not load: the above, unless JAX does, and what only the command and the tests need.
 NOT_LOADED = {*DEFERRED} - {"jax._src.pallas.mosaic_gpu.interpret.params"}
-NOT_LOADED |= {"hypothesis", "optax", "orbax", "pytest", "sklearn", "typer"}
+NOT_LOADED |= {"hypothesis", "optax", "pytest", "sklearn", "typer"}
 
 
 def _tree(module: str) -> ast.Module:

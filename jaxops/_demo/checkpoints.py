@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from jaxops._demo.run_folder import RunError, RunFolder
 from lowering.describe import first_line
@@ -19,6 +18,9 @@ class Checkpoints:
     def __init__(self, folder: RunFolder, save_every: int) -> None:
         self._folder, self._save_every = folder, save_every
         self._unsealed: int | None = None
+        import orbax.checkpoint as ocp  # in an extra
+
+        self._args = ocp.args
         options = ocp.CheckpointManagerOptions(
             max_to_keep=_KEPT, async_options=ocp.AsyncOptions(timeout_secs=_SECONDS_TO_SAVE)
         )
@@ -27,7 +29,7 @@ class Checkpoints:
     def restore(self, step: int, types: Any) -> Any:
         """The state after a step, split as the types say, over however many processes there are now."""
         try:
-            return self._manager.restore(step, args=ocp.args.StandardRestore(types))
+            return self._manager.restore(step, args=self._args.StandardRestore(types))
         except (ValueError, KeyError) as error:
             rule = f"the checkpoint of step {step} must hold the state of this run"
             raise RunError(f"{rule}; got {first_line(error)}") from None
@@ -45,7 +47,7 @@ class Checkpoints:
             return
         self._manager.wait_until_finished()
         self._seal()
-        self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
+        self._manager.save(step, args=self._args.StandardSave(state), force=True)
         self._unsealed = step
 
     def close(self) -> None:
