@@ -81,8 +81,8 @@ def test_linear_cross_entropy_compiles_with_gradients_in_the_forward_pass(tpu, c
     loss = make_loss(attributes, strategy="grad_in_forward", chunk_rows=min(512, rows))
     report = compile_for(tpu, jax.value_and_grad(loss, differentiated), *operands_of(*case))
     assert report.kernels == {"linear_cross_entropy_exponentials": 1}
-    # The weight's gradient in float32 and, where rows are computed again, that of those rows and the sum's bfloat16; and
-    # 2^24 logits of such rows at a time, with their exponentials and cotangents.
+    # The weight's gradient in float32; where rows are computed again, theirs, the sum in bfloat16, and 2^24 logits at
+    # a time with their exponentials and cotangents.
     assert report.memory.temporaries < (2 * 4 + 2) * classes * features + 3 * 4 * 2**24
 
 
