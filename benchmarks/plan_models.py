@@ -49,7 +49,7 @@ class Decoder(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """How many tokens a step has."""
         return self.batch * self.context
 
     @property

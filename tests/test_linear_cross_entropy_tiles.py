@@ -64,6 +64,21 @@ def test_linear_cross_entropy_skips_chunks(kept, strategy, rng):
     assert_equals_float64(actual, (x, weight, labels), options, rtol=5e-5)
 
 
+def test_weight_gradient_may_be_added_up_in_bfloat16(rng):
+    x, weight, labels = make_case(rng, rows=(512,), hidden=32, classes=130, dtype="bfloat16", ignored=0)
+    options = {"strategy": "grad_in_forward", "chunk_rows": 64, "weight_grad_dtype": "bfloat16"}
+    loss, x_grad, weight_grad = value_and_gradients(x, weight, labels, **options)
+    true_loss, true_x, true_weight = expected(x, weight, labels)[:3]
+    np.testing.assert_allclose(loss, true_loss, rtol=2e-6)
+    x_error, weight_error = (
+        np.linalg.norm(np.float64(actual) - truth) / np.linalg.norm(truth) * 2**9
+        for actual, truth in ((x_grad, true_x), (weight_grad, true_weight))
+    )
+    # Eight chunks: the error of the documented size, which shows that they were added in bfloat16.
+    assert x_error < 1.2
+    assert 1.2 < weight_error < 2.4
+
+
 def test_live_rows_runs_no_step_without_a_live_row():
     labels = jnp.array([SKIPPED, 3, SKIPPED, -1, SKIPPED, SKIPPED, SKIPPED, 0, 5, SKIPPED, SKIPPED])
     x = jnp.arange(11.0)

@@ -65,7 +65,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         path = os.path.normpath(os.path.join(folder, found[2]))
         return found[1] + os.path.relpath(_uri(path), os.path.dirname(uri) or ".")
 
-    # What stands in code is no link.
+    # Code may contain what looks like a link.
     return "".join(part if part.startswith("`") else _LINK.sub(shown, part) for part in _CODE.split(markdown))
 
 

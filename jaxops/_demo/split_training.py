@@ -128,6 +128,6 @@ def batch(training: Training, over: Mesh, text: np.ndarray, number: int) -> tupl
 
 
 def _spread(over: Mesh, spec: P, value: Any) -> jax.Array:
-    """A value that every process has, of which each device takes its part."""
+    """Splits a value that every process holds over the devices."""
     value = np.asarray(value)
     return jax.make_array_from_callback(value.shape, NamedSharding(over, spec), lambda index: value[index])

@@ -196,8 +196,9 @@ def linear_cross_entropy(
       the first columns, is known before z, and multiplies rows by their factors in float32. What cancels at the label
       is float32, too. Rows whose logits exceed r by 59 or more are computed again with their own maximum.
 
-      In bfloat16, "grad_in_forward" keeps the gradients of x and weight in bfloat16 until the cotangent of the loss
-      multiplies them. Where that is no power of two, they are rounded once more; that of a mean on its own is 1.
+      In bfloat16, "grad_in_forward" keeps the gradients of x and weight in bfloat16 until they are multiplied by the
+      cotangent of the loss. That rounds them once more unless it is a power of two. If the loss is a mean and nothing
+      follows it, its cotangent is 1.
 
       With `weight_grad_dtype=jnp.bfloat16`, the gradient of the weight over n chunks is off by about 0.6 sqrt(n) 2^-9
       of its norm: 1.8 times 2^-9 over 8 chunks, where the sum in float32 is off by 0.9 times 2^-9.

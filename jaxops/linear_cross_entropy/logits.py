@@ -254,7 +254,7 @@ def zero_unless(live: jax.Array, x: jax.Array) -> jax.Array:
 def kept_gradient_dtype(dtype: Any) -> Any:
     """The dtype in which a gradient of x or weight is kept until the loss's cotangent multiplies it.
 
-    A bfloat16 gradient has the range for it, and a cotangent of 1 rounds nothing more. A float16 one has not.
+    An unscaled gradient fits bfloat16's range but not float16's, and a cotangent of 1 does not round it again.
     """
     return dtype if dtype == jnp.bfloat16 else accumulation_dtype(dtype)
 
