@@ -15,6 +15,7 @@ from jaxops.linear_cross_entropy.rewriting.cone import Cone
 from jaxops.linear_cross_entropy.rewriting.head import Head, Statistics, heads_of
 from jaxops.linear_cross_entropy.rewriting.maxima import cancels
 from jaxops.linear_cross_entropy.rewriting.reading import Reading
+from jaxops.linear_cross_entropy.rewriting.region import names_within
 from jaxops.linear_cross_entropy.rewriting.row_wise import Part
 from jaxops.linear_cross_entropy.rewriting.rows import Row
 from jaxops.linear_cross_entropy.rewriting.sinks import SINKS, is_known, reduced
@@ -248,9 +249,9 @@ def _is_like_loss(level: Level, head: Node) -> bool:
     for node in level.nodes:
         if any(x in dependent for x in node.inputs):
             dependent.update(node.outputs)
-            names.add(node.name)
+            names |= names_within(node)
             others = (x for x in node.inputs if x not in dependent and x.size == head.outputs[0].size)
-            is_compared |= node.name == "gather" or any(x.producer is not None for x in others)
+            is_compared |= "gather" in names or any(x.producer is not None for x in others)
     return is_compared and {"exp", "log"} <= names
 
 
@@ -267,7 +268,7 @@ def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis:
     """The step that computes what depends on these logits in chunks of rows."""
     cone = Cone(level, needed(level, taken), node, axis)
     shape = node.outputs[0].shape
-    sums = [one for one in cone.nodes if one.name == "reduce_sum" and cone.is_wide(one.inputs[0])]
+    sums = [x for x in cone.with_bodies(cone.nodes) if x.name == "reduce_sum" and cone.is_wide(x.inputs[0])]
     adds_classes = any(one.inputs[0].shape[a] == shape[class_axis] for one in sums for a in one.params["axes"])
     has_labels = any(x.dtype.kind in "iu" and not is_known(x) for x in cone.cut if hasattr(x.dtype, "kind"))
     if not (adds_classes and has_labels and _is_like_loss(level, node)):

@@ -10,20 +10,19 @@ from jax import lax
 
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import varying_with
+from jaxops._primitive.signature import names_of
 from jaxops.linear_cross_entropy.rewriting import row_wise
 from jaxops.linear_cross_entropy.rewriting.accumulated import is_large_product, plus_product
-from jaxops.linear_cross_entropy.rewriting.changes import without_axis
-from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role
-from jaxops.linear_cross_entropy.rewriting.sinks import labels_by_position
+from jaxops.linear_cross_entropy.rewriting.region import Parts, Region
+from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part
 from lowering.rewriting.graph import Level, Node, Value
 from lowering.rewriting.rules import RefusalError
 from lowering.rewriting.schedule import Step, Task
 
-_Parts = list[Part | None]
 _Arrays = dict[Value, Any]
 
 
-class Cone:
+class Cone(Region):
     """The nodes that are computed chunk by chunk.
 
     Attributes:
@@ -34,15 +33,16 @@ class Cone:
 
     def __init__(self, level: Level, wanted: set[Task], head: Node, axis: int) -> None:
         """Follows the logits of a matrix product; `axis` is that of its result which is split into chunks."""
+        super().__init__()
         self.head = head
+        self.axis = axis
         self.rows = head.outputs[0].shape[axis]
-        self.roles: dict[Value, Role] = {}
         self.cut: dict[Value, Part] = {}
         self._inner: set[Node] = set()
         self._shared: dict[Value, None] = {}
-        # Gathers that number the rows, which each chunk does anew: along which axis they pick, and the labels.
-        self._picks: dict[Node, tuple[int, Value]] = {}
-        operands = self._follow(level, wanted, axis)
+        parts = _parts_of_head(head, axis)
+        self.roles[head.outputs[0]] = row_wise.role_of_results(head, parts)
+        operands = {head: parts, **self.follow(node for node in level.nodes if node in wanted)}
         within = self._within(operands)
         computed = {x for node in operands for x in node.outputs}
         for node in level.nodes:
@@ -51,7 +51,7 @@ class Cone:
                 if isinstance(found, RefusalError):
                     raise found
                 self._inner.add(node)
-                for value, part in zip(self._inputs(node), found, strict=True):
+                for value, part in zip(self.inputs(node), found, strict=True):
                     if value not in computed:
                         self._bring(value, part)
         self.nodes = [node for node in level.nodes if node in self._inner]
@@ -63,65 +63,7 @@ class Cone:
         """Whether a value is about as large as the logits."""
         return value.size > self.head.outputs[0].size // 2
 
-    def _follow(self, level: Level, wanted: set[Task], axis: int) -> dict[Node, _Parts | RefusalError]:
-        """Where the operands of each node that depends on the logits have their rows, or why that is not known."""
-        found: dict[Node, _Parts | RefusalError] = {}
-        dependent = set(self.head.outputs)
-        for node in level.nodes:
-            if node is self.head or (node in wanted and any(x in dependent for x in node.inputs)):
-                dependent.update(node.outputs)
-                try:
-                    parts = _parts_of_head(node, axis) if node is self.head else self._operands(node, dependent)
-                    role = self._pick(node, parts) or row_wise.role_of_results(node, parts)
-                except RefusalError as refusal:
-                    found[node] = refusal
-                    continue
-                found[node] = parts
-                self.roles.update(dict.fromkeys(node.outputs, role))
-        return found
-
-    def _pick(self, node: Node, parts: _Parts) -> Part | None:
-        """Where a gather's result has its rows, if it picks one number in each; then labels become an operand."""
-        if node.name != "gather" or parts[0] is None:
-            return None
-        found = labels_by_position(node)
-        if found is None or found[0] == parts[0].axis:
-            return None
-        axis, labels = found
-        shape = without_axis(node.inputs[0].shape, axis)
-        rows = parts[0]._replace(axis=parts[0].axis - (parts[0].axis > axis))
-        part = row_wise.reshaped(shape, rows, labels.shape)
-        role = row_wise.reshaped(shape, rows, node.outputs[0].shape)
-        if part is None or role is None:
-            return None
-        self._picks[node] = found
-        parts[1] = part
-        return role
-
-    def _inputs(self, node: Node) -> tuple[Value, ...]:
-        return (node.inputs[0], self._picks[node][1]) if node in self._picks else node.inputs
-
-    def _run(self, node: Node, size: int, arrays: Sequence[Any]) -> Sequence[Any]:
-        role = self.roles[node.outputs[0]]
-        if node not in self._picks:
-            return row_wise.run(node, role, size, arrays)
-        assert isinstance(role, Part)
-        (array, labels), (axis, _) = arrays, self._picks[node]
-        labels = jnp.expand_dims(labels.reshape(without_axis(array.shape, axis)), axis)
-        mode, fill = node.params["mode"], node.params["fill_value"]
-        found = jnp.take_along_axis(array, labels, axis, mode=mode, fill_value=fill)
-        return [found.reshape(role.shape(node.outputs[0].shape, size))]
-
-    def _operands(self, node: Node, dependent: set[Value]) -> _Parts:
-        """Where the operands have their rows; those from outside like the others, if they have as many."""
-        if node.equation.effects:
-            raise RefusalError(f"{node.name} on {node.source} has an effect")
-        if any(x in dependent and not isinstance(self.roles.get(x), Part) for x in node.inputs):
-            raise RefusalError(f"{node.name} on {node.source} needs a sum over all rows first")
-        roles = [self.roles.get(x) or _matching(node, x, self.roles) for x in node.inputs]
-        return [role if isinstance(role, Part) else None for role in roles]
-
-    def _within(self, operands: dict[Node, _Parts | RefusalError]) -> set[Node]:
+    def _within(self, operands: dict[Node, Parts | RefusalError]) -> set[Node]:
         """The nodes that read something of the logits' size, and those between the logits and them."""
 
         def reads_wide(node: Node) -> bool:
@@ -169,8 +111,9 @@ class Cone:
         cut = list(self.cut)
         least = max(1, math.ceil(self.rows / chunk_rows))
         # Without a rest, the computation is compiled once instead of twice.
-        even = (steps for steps in range(least, 2 * least) if self.rows % steps == 0)
-        size = self.rows // next(even, least)
+        devices = _devices_along(self.head.outputs[0].aval, self.axis)
+        even = (steps for steps in range(least, 2 * least) if self.rows % (steps * devices) == 0)
+        size = max(1, self.rows // next(even, least) // devices) * devices
         steps, rest = divmod(self.rows, size)
 
         def run(*arrays: Any) -> Sequence[Any]:
@@ -229,16 +172,16 @@ class Cone:
             return known.get(value, value.constant)
 
         for node in self.nodes:
-            operands = [read(x) for x in self._inputs(node)]
+            operands = [read(x) for x in self.inputs(node)]
             if node.outputs[0] in sums and is_large_product(node):
                 after[node.outputs[0]] = plus_product(node, sums[node.outputs[0]], *operands)
                 continue
-            known.update(zip(node.outputs, self._run(node, size, operands), strict=True))
+            known.update(zip(node.outputs, self.run(node, size, operands), strict=True))
             after.update({x: sums[x] + known[x].astype(sums[x].dtype) for x in node.outputs if x in sums})
         return after, {x: known[x] for x in self.exits if x not in sums}
 
 
-def _parts_of_head(head: Node, axis: int) -> list[Part | None]:
+def _parts_of_head(head: Node, axis: int) -> Parts:
     """Where the operands of the head have the rows that its result has at this axis."""
     contracted, _ = head.params["dimension_numbers"]
     free = [(side, a) for side in (0, 1) for a in range(len(head.inputs[side].shape)) if a not in contracted[side]]
@@ -246,34 +189,10 @@ def _parts_of_head(head: Node, axis: int) -> list[Part | None]:
     return [Part(at) if i == side else None for i in (0, 1)]
 
 
-def _matching(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
-    """Where an operand from outside has the rows that other operands have."""
-    others = [(x, roles[x]) for x in node.inputs if isinstance(roles.get(x), Part)]
-    other, part = others[0]
-    assert isinstance(part, Part)
-    if node.name in row_wise.POINTWISE | {"concatenate", "sort"}:
-        is_same = len(value.shape) == len(other.shape) and value.shape[part.axis] == other.shape[part.axis]
-        return part if is_same else None
-    if node.name == "dot_general":
-        contracted, batch = node.params["dimension_numbers"]
-        side = 0 if node.inputs[0] is value else 1
-        for axes in (contracted, batch):
-            if part.axis in axes[1 - side]:
-                return part._replace(axis=axes[side][list(axes[1 - side]).index(part.axis)])
-        return None
-    if node.name in ("gather", "scatter-add"):
-        return _matching_index(node, value, roles)
-    return None
-
-
-def _matching_index(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
-    """The same for the operand, the indices or the updates of a gather or a scatter with batch axes."""
-    axes, position = row_wise.batch_axes(node), node.inputs.index(value)
-    for source, one in enumerate(node.inputs):
-        part = roles.get(one)
-        if isinstance(part, Part) and part.axis in axes[source]:
-            return part._replace(axis=axes[position][axes[source].index(part.axis)])
-    return None
+def _devices_along(aval: Any, axis: int) -> int:
+    """Over how many devices of an explicit mesh an array's axis is laid out; each chunk has as many rows on each."""
+    mesh, spec = aval.sharding.mesh, aval.sharding.spec
+    return math.prod(mesh.shape[name] for name in names_of(spec[axis] if axis < len(spec) else None))
 
 
 def _sum_dtype(dtype: Any) -> Any:

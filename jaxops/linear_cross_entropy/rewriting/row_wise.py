@@ -4,8 +4,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
 
+from jaxops._primitive import sharding
 from jaxops.linear_cross_entropy.rewriting.reading import ELEMENTWISE, RESHAPES, SAME
 from lowering.rewriting.graph import Node, Value
 from lowering.rewriting.rules import RefusalError
@@ -15,6 +17,7 @@ _MORE_ELEMENTWISE = frozenset(
 )
 POINTWISE = ELEMENTWISE | SAME | _MORE_ELEMENTWISE
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
+_LINEAR = frozenset({"neg", "convert_element_type", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy"})
 _ALONG_ONE_AXIS = frozenset({"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod"})
 
 
@@ -36,23 +39,23 @@ class Part(NamedTuple):
     def chunks(self, array: Any, rows: int, steps: int) -> Any:
         """The chunks of so many rows, along a new first axis. Each has rows from everywhere, as a mesh wants it."""
         before, behind = array.shape[: self.axis], array.shape[self.axis + 1 :]
-        parts = array.reshape(*before, self.outer, rows, steps, self.inner, *behind)
+        parts = sharding.reshaped(array, (*before, self.outer, rows, steps, self.inner, *behind))
         parts = lax.transpose(parts, _moved(parts.ndim, len(before) + 2, 0))
-        return parts.reshape(steps, *before, self.size(rows), *behind)
+        return sharding.reshaped(parts, (steps, *before, self.size(rows), *behind))
 
     def joined(self, chunks: Any, rows: int, steps: int) -> Any:
         """The inverse of `chunks`."""
         before, behind = chunks.shape[1 : self.axis + 1], chunks.shape[self.axis + 2 :]
-        parts = chunks.reshape(steps, *before, self.outer, rows, self.inner, *behind)
+        parts = sharding.reshaped(chunks, (steps, *before, self.outer, rows, self.inner, *behind))
         parts = lax.transpose(parts, _moved(parts.ndim, 0, len(before) + 2))
-        return parts.reshape(*before, self.size(rows * steps), *behind)
+        return sharding.reshaped(parts, (*before, self.size(rows * steps), *behind))
 
     def cut(self, array: Any, first: int, last: int, rows: int) -> Any:
         """The rows from `first` to `last`, of all."""
         before, behind = array.shape[: self.axis], array.shape[self.axis + 1 :]
-        parts = array.reshape(*before, self.outer, rows, self.inner, *behind)
+        parts = sharding.reshaped(array, (*before, self.outer, rows, self.inner, *behind))
         parts = lax.slice_in_dim(parts, first, last, axis=len(before) + 1)
-        return parts.reshape(*before, self.size(last - first), *behind)
+        return sharding.reshaped(parts, (*before, self.size(last - first), *behind))
 
 
 # A result that adds up all rows.
@@ -104,6 +107,22 @@ def parts_of_operands(node: Node, part: Part) -> list[Part | None] | None:
     return None
 
 
+def is_linear_in_sum(node: Node, roles: Sequence[Role], depends: Sequence[bool]) -> bool:
+    """Whether a node only scales or moves a sum over all rows, so that each chunk may do so with its share.
+
+    Args:
+      node: the node.
+      roles: where its operands have their rows.
+      depends: which operands depend on rows at all.
+    """
+    sums, others = roles.count(SUM), sum(depends)
+    if node.name in ("add", "add_any", "sub"):
+        return sums == len(roles)
+    if sums != 1 or others != 1 or not jnp.issubdtype(node.outputs[0].dtype, jnp.floating):
+        return False
+    return node.name in _LINEAR or node.name == "mul" or (node.name == "div" and roles[0] == SUM)
+
+
 def batch_axes(node: Node) -> list[tuple[int, ...]]:
     """For a gather or a scatter, the batch axes of its operand, of its indices, and of its result or updates."""
     numbers = node.params["dimension_numbers"]
@@ -113,6 +132,36 @@ def batch_axes(node: Node) -> list[tuple[int, ...]]:
         starts, window, last = numbers.scatter_indices_batching_dims, numbers.update_window_dims, node.inputs[-1]
     rest = [axis for axis in range(len(last.shape)) if axis not in window]
     return [tuple(numbers.operand_batching_dims), tuple(starts), tuple(rest[start] for start in starts)]
+
+
+def matching(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
+    """Where an operand from outside has the rows that other operands have."""
+    others = [(x, roles[x]) for x in node.inputs if isinstance(roles.get(x), Part)]
+    other, part = others[0]
+    assert isinstance(part, Part)
+    if node.name in POINTWISE | {"concatenate", "sort"}:
+        is_same = len(value.shape) == len(other.shape) and value.shape[part.axis] == other.shape[part.axis]
+        return part if is_same else None
+    if node.name == "dot_general":
+        contracted, batch = node.params["dimension_numbers"]
+        side = 0 if node.inputs[0] is value else 1
+        for axes in (contracted, batch):
+            if part.axis in axes[1 - side]:
+                return part._replace(axis=axes[side][list(axes[1 - side]).index(part.axis)])
+        return None
+    if node.name in ("gather", "scatter-add"):
+        return _matching_index(node, value, roles)
+    return None
+
+
+def _matching_index(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
+    """The same for the operand, the indices or the updates of a gather or a scatter with batch axes."""
+    axes, position = batch_axes(node), node.inputs.index(value)
+    for source, one in enumerate(node.inputs):
+        part = roles.get(one)
+        if isinstance(part, Part) and part.axis in axes[source]:
+            return part._replace(axis=axes[position][axes[source].index(part.axis)])
+    return None
 
 
 def _broadcast_part(value: Value, shape: Sequence[int], part: Part) -> Part | None:
