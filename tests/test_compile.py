@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 import lowering
 from lowering.compiling import compilers, process
-from lowering.compiling.report import Collective, GpuResources, _collectives, _kernels, gpu_resources
+from lowering.compiling.report import Collective, GpuResources, Memory, _collectives, _kernels, gpu_resources
 from lowering.targets import named
 
 
@@ -50,6 +50,13 @@ def test_compile_reports_what_the_program_takes():
     assert "stablehlo.dot_general" in report.stablehlo
     assert report.hlo.startswith("HloModule")
     assert f'"peak": {report.memory.peak}' in report.to_json()
+
+
+def test_peak_of_memory_is_no_more_than_what_a_compiler_says_lives_at_once():
+    assert Memory(arguments=60, outputs=50, aliased=40, temporaries=30).peak == 100
+    assert Memory(arguments=60, outputs=50, aliased=40, temporaries=30, at_once=90).peak == 90
+    assert Memory(arguments=60, outputs=50, aliased=40, temporaries=30, at_once=110).peak == 100
+    assert lowering.compile(scaled, X, Y, target="cpu").memory.at_once is None
 
 
 def test_compiled_program_can_be_called_where_its_target_is_here(rng):

@@ -18,17 +18,29 @@ KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Device memory of a compiled function, in bytes; `aliased` memory is part of both arguments and outputs."""
+    """Device memory of a compiled function, in bytes.
+
+    Attributes:
+      arguments: its arguments.
+      outputs: its results.
+      aliased: what is part of both.
+      temporaries: everything else, without the code.
+      at_once: what a TPU's compiler says lives at the same time, where that is known.
+    """
 
     arguments: int
     outputs: int
     aliased: int
     temporaries: int
+    at_once: int | None = None
 
     @property
     def peak(self) -> int:
         """What the device holds at most while the function runs, without the code."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries
+        total = self.arguments + self.outputs - self.aliased + self.temporaries
+        # On a TPU, results may take the place of temporaries, so that the sum is too much. What the compiler says is
+        # too much where arrays are in the chip's vector memory, which it counts as well.
+        return total if self.at_once is None else min(total, self.at_once)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +153,7 @@ def compiled_facts(compiled: Any, seconds: float) -> dict[str, Any]:
             "outputs": memory.output_size_in_bytes,
             "aliased": memory.alias_size_in_bytes,
             "temporaries": memory.temp_size_in_bytes,
+            "at_once": memory.peak_memory_in_bytes,
         },
         # Leave out single operands, such as "bytes accessed3{}", and negative values: the compiler could not estimate
         # those.
@@ -158,6 +171,10 @@ def report_of(
     call: Callable[..., Any] | None = None,
 ) -> CompiledReport:
     """Makes the report from `compiled_facts` and the program's text before and after compiling."""
+    memory = Memory(**facts["memory"])
+    if hardware.platform != "tpu":
+        # A GPU's compiler says the sum, and the CPU's forgets the temporaries.
+        memory = dataclasses.replace(memory, at_once=None)
     kernels = _kernels(hlo)
     if len(kernels) == 1:  # whatever the compiler calls it, the resources are its own
         gpu_resources = tuple(dataclasses.replace(one, kernel=next(iter(kernels))) for one in gpu_resources)
@@ -166,7 +183,7 @@ def report_of(
         kernels=kernels,
         gpu_resources=gpu_resources,
         collectives=_collectives(hlo),
-        memory=Memory(**facts["memory"]),
+        memory=memory,
         cost=facts["cost"],
         compile_seconds=facts["compile_seconds"],
         stablehlo=stablehlo,

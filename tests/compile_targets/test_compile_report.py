@@ -48,6 +48,7 @@ def test_train_step_compiles_with_the_kernels_that_explain_names(chip):
     assert report.hlo.count("tpu_custom_call") + report.hlo.count("mosaic_gpu_v2") >= 1
     assert 0 <= report.memory.aliased - 4 * weight_bytes <= TUPLE_TABLE_BYTES
     assert report.memory.temporaries < 2 * weight_bytes
+    assert (report.memory.at_once is not None) == chip.startswith("tpu")
     assert report.call is None
     if chip.startswith("cuda"):
         (resources,) = report.gpu_resources
