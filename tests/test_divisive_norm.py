@@ -119,7 +119,7 @@ def test_divisive_norm_keeps_the_digits_of_deviations(n, images, of_y, of_gradie
 @pytest.mark.sampled
 @pytest.mark.parametrize("images", [heavy_tails, many_outliers])
 @pytest.mark.parametrize("n", [5, 16])
-@pytest.mark.parametrize("shape", [(1, 1, 24, 24), (1, 1, 9, 10, 11)], ids=["images", "volumes"])
+@pytest.mark.parametrize("shape", [(1, 1, 24, 24), (1, 1, 6, 7, 8)], ids=["images", "volumes"])
 def test_divisive_norm_keeps_the_digits_of_outliers(shape, n, images, rng):
     """As sums of squared differences do."""
     attributes = {"n": n, "alpha": 1.0, "beta": 0.75, "k": 1e-5}
