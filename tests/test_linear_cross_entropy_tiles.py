@@ -99,6 +99,24 @@ def test_live_rows_runs_no_step_without_a_live_row():
     np.testing.assert_array_equal(results, [0, 2, 4, 6, 0, 0, 0, 14, 16, 0, 0])
 
 
+@pytest.mark.parametrize("live", [4, 0])
+def test_live_rows_start_from_zero_whatever_memory_held(live):
+    labels = jnp.where(jnp.arange(11) < live, 0, SKIPPED)
+    x = jnp.arange(1.0, 12.0)
+
+    def step(sums, x, labels):
+        return (2 * x,), (sums[0] + jnp.sum(jnp.where(labels == SKIPPED, 0, x)),)
+
+    with placed("cpu", is_split=False):
+        rows = live_rows(labels, 3)
+    (results,), (total,) = rows.map_in_order(step, (jnp.float32(jnp.nan),), (x, labels), first_writes=True)
+    assert total == sum(range(1, live + 1))
+    # Whole chunks are computed, at least one.
+    computed = 6 if live else 3
+    np.testing.assert_array_equal(results[:computed], 2 * np.arange(1, computed + 1))
+    assert not np.any(results[computed:])
+
+
 @pytest.mark.parametrize("is_split", [True, False])
 def test_live_rows_leaves_rows_where_they_may_be_split_or_differentiated(is_split):
     labels = jnp.zeros(12, jnp.int32)

@@ -108,9 +108,12 @@ def by_fixed_reference(
     in_order = live if live is not None and fixed_reference.fuses_here() else None
     if live is None:
         (*results, has_failed), sums = fold_rows(step, sums, of_rows, labels.ndim, chunk_rows, [*map(filler, of_rows)])
+    elif in_order is None:
+        (*results, has_failed), sums = live.map_in_place(step, sums, of_rows)
     else:
-        map_rows = live.map_in_order if in_order else live.map_in_place
-        (*results, has_failed), sums = map_rows(step, sums, of_rows)
+        # Filling the gradient of a large weight with 0 would take as long as hundreds of rows.
+        unwritten = tuple(jax.lax.empty(x.shape, x.dtype) for x in sums)
+        (*results, has_failed), sums = in_order.map_in_order(step, unwritten, of_rows, first_writes=True)
     loss, weight_grad, bias_grad = fixed_reference.with_target(shared, sums)
     weight_grad = weight_grad.astype(kept_gradient_dtype(weight.dtype))
     failed = rows_where(has_failed, max(1, SMALL_LOGITS // weight.shape[0]))

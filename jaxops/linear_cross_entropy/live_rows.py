@@ -47,16 +47,25 @@ class LiveRows(NamedTuple):
         return rows.at[places].get(mode="promise_in_bounds").reshape(*self.batch_shape, *rows.shape[1:])
 
     def fold(
-        self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, rows: Arrays, operands: Sequence[jax.Array]
+        self,
+        step: Callable[..., tuple[Arrays, Arrays]],
+        start: Arrays,
+        rows: Arrays,
+        operands: Sequence[jax.Array],
+        *,
+        first_writes: bool = False,
     ) -> tuple[Arrays, Arrays]:
         """Calls `rows, sums = step(sums, rows, *operands)` on every chunk with a live row; others keep their rows.
 
         `rows` and operands are in this order, with one entry per row. Rows behind the last live one in its chunk are
         computed as well. The number of steps depends on the data, so this cannot be differentiated in reverse mode.
+        With `first_writes`, sums start from 0 whatever `start` holds, and the first chunk is computed in any case.
         """
 
         def one(at: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
             rows, sums = carry
+            if first_writes:
+                sums = tuple(jnp.where(at == 0, jnp.zeros_like(x), x) for x in sums)
             first = at * self.chunk_rows
             take = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=self.chunk_rows)
             results, sums = step(sums, tuple(map(take, rows)), *map(take, operands))
@@ -64,7 +73,7 @@ class LiveRows(NamedTuple):
             return tuple(jax.lax.dynamic_update_slice_in_dim(x, new, first, 0) for x, new in pairs), tuple(sums)
 
         carry = varying_with([*rows, *start], operands)
-        chunks = (self.live + self.chunk_rows - 1) // self.chunk_rows
+        chunks = jnp.maximum(-(-self.live // self.chunk_rows), int(first_writes))
         return jax.lax.fori_loop(0, chunks, one, (carry[: len(rows)], carry[len(rows) :]))
 
     def map(
@@ -75,7 +84,12 @@ class LiveRows(NamedTuple):
         return tuple(map(self.restore, rows)), sums
 
     def map_in_order(
-        self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, operands: Sequence[jax.Array]
+        self,
+        step: Callable[..., tuple[Arrays, Arrays]],
+        start: Arrays,
+        operands: Sequence[jax.Array],
+        *,
+        first_writes: bool = False,
     ) -> tuple[Arrays, Arrays]:
         """Like `map`, but row results stay in this order, so that nothing has all rows twice."""
 
@@ -83,7 +97,7 @@ class LiveRows(NamedTuple):
             return step(sums, *self.operands_at(places, operands))
 
         rows, start = self._no_rows(step, start, operands, (len(self.order),))
-        return self.fold(taking, start, rows, [self.order])
+        return self.fold(taking, start, rows, [self.order], first_writes=first_writes)
 
     def map_in_place(
         self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, operands: Sequence[jax.Array]
