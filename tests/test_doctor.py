@@ -21,6 +21,7 @@ import jaxops
 from jaxops.__main__ import app
 from jaxops._commands import doctor, touched
 from jaxops._commands.known_faults import FAULTS, release
+from jaxops._commands.user_function import CommandError, run_user_code
 from lowering import kept
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
@@ -283,6 +284,9 @@ def test_environment_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     record = json.loads(result.stdout)
     (devices,) = (part for part in record["environment"] if part["name"] == "devices")
-    assert devices["found"] == "none with JAX_PLATFORMS=cuda"
-    assert devices["trouble"].startswith("JAX finds no device, AssertionError")
+    assert devices["found"] == "none"
+    assert devices["trouble"].startswith("JAX finds no device with JAX_PLATFORMS=cuda, AssertionError")
     assert "what is installed" in run().stdout
+    # Commands that trace say the same, instead of what JAX fails with on the way.
+    with pytest.raises(CommandError, match="JAX finds no device with JAX_PLATFORMS=cuda"):
+        run_user_code("model.py:loss", "be traceable", fail)

@@ -17,9 +17,8 @@ from rich.text import Text
 from jaxops._commands import touched
 from jaxops._commands.known_faults import release
 from jaxops._commands.options import Arguments, Json, require_target, show, show_text
-from jaxops._commands.user_function import load, run_user_code
+from jaxops._commands.user_function import device_trouble, load, run_user_code
 from lowering import TuningError, compilers, kept
-from lowering.describe import first_line
 from lowering.measurements import versions
 from lowering.targets import here, parse
 
@@ -150,13 +149,9 @@ def _plugins(jaxlib: str) -> Part:
 
 
 def _devices() -> Part:
-    try:
-        devices = jax.devices()
-    except Exception as error:  # JAX raises several kinds, AssertionError among them
-        asked = os.environ.get("JAX_PLATFORMS", "")
-        found = f"none with JAX_PLATFORMS={asked}" if asked else "none"
-        helps = "without JAX_PLATFORMS it takes what there is" if asked else "JAX_PLATFORMS=cpu runs without one"
-        return Part("devices", found, f"JAX finds no device, {first_line(error)}: {helps}")
+    if trouble := device_trouble():
+        return Part("devices", "none", trouble)
+    devices = jax.devices()
     kinds = sorted({device.device_kind for device in devices})
     count = f"{len(devices)} x {', '.join(kinds)}"
     if here().platform == "cpu":

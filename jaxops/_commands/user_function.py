@@ -92,7 +92,21 @@ def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
     except UsageError as error:
         raise CommandError(re.sub(r"^lowering: (fn|args)", subject, str(error))) from None
     except (Exception, SystemExit) as error:
-        raise CommandError(f"{subject} must {rule}; got {first_line(error)}") from None
+        # Without a device, JAX fails wherever it first looks for one.
+        trouble = device_trouble()
+        raise CommandError(trouble or f"{subject} must {rule}; got {first_line(error)}") from None
+
+
+def device_trouble() -> str:
+    """Why JAX finds no device at all, and what helps; empty if it finds one."""
+    try:
+        jax.devices()
+    except Exception as error:  # JAX raises several kinds, AssertionError among them
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        found = f"no device with JAX_PLATFORMS={asked}" if asked else "no device"
+        helps = "without JAX_PLATFORMS it takes what there is" if asked else "JAX_PLATFORMS=cpu runs without one"
+        return f"JAX finds {found}, {first_line(error)}: {helps}"
+    return ""
 
 
 def _import(path: Path) -> ModuleType:
