@@ -117,7 +117,7 @@ def chunks_of_gradients(rows: int, features: int, classes: int, target: str, imp
     default = fixed_reference.default_chunk_rows(classes, features)
     chosen = fixed_reference.chunk_rows_on(named(target), classes, features)
     chunks = math.ceil(rows / (chosen if implementation == "pallas" else default))
-    return (0,) if chunks == 1 else (1, chunks, 0)
+    return (0,) if chunks == 1 else (chunks, 0)
 
 
 def embedding_gradient(kind: str, *, num_weights: int, width: int, positions: int) -> Case:

@@ -285,4 +285,9 @@ def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis:
 
 ROW_CONE = Rule("row_cone", _find_cones, lambda: row_chunks.SMALL_LOGITS)
 CROSS_ENTROPY = Rule("cross_entropy", _find_statistics, lambda: row_chunks.SMALL_LOGITS)
-CROSS_ENTROPY_SUM = Rule("cross_entropy_sum", _find_sums, lambda: row_chunks.SMALL_LOGITS)
+CROSS_ENTROPY_SUM = Rule(
+    "cross_entropy_sum",
+    _find_sums,
+    lambda: row_chunks.SMALL_LOGITS,
+    remark="a TPU takes up to 2^28 at a time and saves less",
+)
