@@ -91,6 +91,21 @@ def simply(params, x, labels):
     return -(picked * mask).sum() / count + 0.01 * (entropy * mask).sum() / count, {"accuracy": accuracy}
 
 
+@model(HEAD, "row_cone")
+def big_vision_sigmoid(params, x, labels):
+    """A binary cross entropy for each class; JAX's softplus has a derivative of its own."""
+    logits = jnp.einsum("bpe,ev->bpv", x, params)
+    log_p, log_not_p = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
+    targets = jax.nn.one_hot(labels, CLASSES)
+    return jnp.mean(-jnp.sum(targets * log_p + (1.0 - targets) * log_not_p, axis=-1))
+
+
+@model(HEAD, "row_cone")
+def sigmoid_focal(params, x, labels):
+    """As optax computes it: each class, the less the surer, with pairs of numbers stacked."""
+    return optax.sigmoid_focal_loss(x @ params, jax.nn.one_hot(labels, CLASSES), alpha=0.25).sum(-1).mean()
+
+
 class TinyGPT(nn.Module):
     @nn.compact
     def __call__(self, tokens):

@@ -252,7 +252,7 @@ def _is_like_loss(level: Level, head: Node) -> bool:
             names |= names_within(node)
             others = (x for x in node.inputs if x not in dependent and x.size == head.outputs[0].size)
             is_compared |= "gather" in names or any(x.producer is not None for x in others)
-    return is_compared and {"exp", "log"} <= names
+    return is_compared and "exp" in names and not names.isdisjoint(("log", "log1p"))
 
 
 def _row_axes(node: Node) -> list[tuple[int, int]]:

@@ -139,7 +139,7 @@ def matching(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
     others = [(x, roles[x]) for x in node.inputs if isinstance(roles.get(x), Part)]
     other, part = others[0]
     assert isinstance(part, Part)
-    if node.name in POINTWISE | {"concatenate", "sort"}:
+    if node.name in POINTWISE | {"concatenate", "stack", "sort"}:
         is_same = len(value.shape) == len(other.shape) and value.shape[part.axis] == other.shape[part.axis]
         return part if is_same else None
     if node.name == "dot_general":
@@ -245,6 +245,13 @@ def _kept(node: Node, parts: Sequence[Part | None]) -> Role:
     return part if is_alike and part is not None and part.axis != axis else None
 
 
+def _stack(node: Node, parts: Sequence[Part | None]) -> Role:
+    (part, *others) = parts
+    if part is None or any(other != part for other in others):
+        return None
+    return part._replace(axis=part.axis + (node.params["axis"] <= part.axis))
+
+
 def _slice(node: Node, parts: Sequence[Part | None]) -> Role:
     (part,) = parts
     shapes = node.inputs[0].shape, node.outputs[0].shape
@@ -305,6 +312,7 @@ _RULES: tuple[tuple[frozenset[str], _Rule], ...] = (
     (frozenset({"transpose"}), _transpose),
     (_REDUCTIONS | {"argmax", "argmin"}, _reduction),
     (_ALONG_ONE_AXIS | {"sort", "top_k", "concatenate"}, _kept),
+    (frozenset({"stack"}), _stack),
     (frozenset({"slice"}), _slice),
     (frozenset({"dot_general"}), _product),
     (frozenset({"gather"}), _gather),
