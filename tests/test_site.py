@@ -3,6 +3,7 @@
 `make docs` builds it, and fails on a warning, a broken link or a public name without a page.
 """
 
+import codeop
 import importlib
 import json
 import os
@@ -16,15 +17,30 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
 def program(page: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The names that a page's blocks define, run in order as users would."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # as it was, after a block that sets it
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for block in blocks:
+        for block in blocks(page):
             exec(block, names)
     return names
+
+
+@pytest.mark.parametrize("page", ["start.md", "scale.md"])
+def test_page_can_be_pasted_into_a_shell(page: str) -> None:
+    """A shell reads line by line, and a blank line ends a function or a loop."""
+    for block in blocks(page):
+        pending: list[str] = []
+        for line in [*block.splitlines(), ""]:
+            pending.append(line)
+            if codeop.compile_command("\n".join(pending)) is not None:
+                pending = []
+        assert pending == []
 
 
 @pytest.mark.slow
