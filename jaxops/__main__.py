@@ -106,7 +106,8 @@ def demo(
         needed["orbax"] = "orbax-checkpoint"
     for module, package in needed.items():
         if importlib.util.find_spec(module) is None:
-            raise CommandError(f"{package} must be installed; it is not: pip install 'jaxops[demo]'")
+            helps = "pip install 'jaxops[demo]', or '.[demo]' in a clone"
+            raise CommandError(f"{package} must be installed; it is not: {helps}")
     require_folder(output)
     settings = Settings(steps=steps, seed=seed)
     try:

@@ -266,7 +266,8 @@ def test_demo_says_what_to_install(package: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else object())
     result = run("demo")
     assert result.exit_code == 2
-    assert result.stderr == f"jaxops: {package} must be installed; it is not: pip install 'jaxops[demo]'\n"
+    helps = "pip install 'jaxops[demo]', or '.[demo]' in a clone"
+    assert result.stderr == f"jaxops: {package} must be installed; it is not: {helps}\n"
 
 
 def test_help_without_arguments() -> None:
