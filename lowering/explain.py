@@ -22,7 +22,7 @@ from lowering.patterns import Opportunity, opportunities
 from lowering.registry import Operator, operator_of
 from lowering.rewriting import rules
 from lowering.rewriting.plan import Planner
-from lowering.rewriting.report import Applied
+from lowering.rewriting.report import Applied, megabytes
 from lowering.select import Choice, Refusal
 from lowering.static_leaves import jaxpr_of, of_arrays
 from lowering.targets import here, parse
@@ -166,11 +166,18 @@ class Explanation:
 
     @property
     def remarks(self) -> list[str]:
-        """The lines below the table: notes, what can be rewritten, opportunities and near misses."""
-        would = [
-            f"{one.source}: {one.detail}: `lowering.rewrite` would do this ({one.pattern})" for one in self.rewrites
-        ]
-        return [*self.notes, *would, *map(str, self.opportunities), *map(str, self.near_misses)]
+        """The lines below the table: notes, what can be rewritten, other opportunities, and near misses."""
+        rewritten = {one.source for one in self.rewrites}
+        others = [one for one in self.opportunities if one.source not in rewritten]
+        return [*self.notes, *map(self._rewrite, self.rewrites), *map(str, others), *map(str, self.near_misses)]
+
+    def _rewrite(self, one: Applied) -> str:
+        """What a rewrite would do in one place, and the operator that a user could call there instead."""
+        # What a gradient holds is found in the loss as well, where more of it is saved.
+        advice = ["rewrite the loss, before it is differentiated"] if one.pattern == "row_cone" else []
+        advice += dict.fromkeys(f"call {x.replacement}" for x in self.opportunities if x.source == one.source)
+        would = f"`lowering.rewrite` would save about {megabytes(one.saved_bytes)} by {one.pattern}"
+        return f"{one.source}: {would}: {'; '.join(filter(None, (one.detail, ', or '.join(advice))))}"
 
 
 def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Explanation:

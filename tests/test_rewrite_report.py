@@ -51,11 +51,22 @@ def test_command_rewrites_before_it_explains(tmp_path: Path, monkeypatch: pytest
     assert "cross_entropy" in result.stdout
     assert "linear_cross_entropy" in result.stdout
     plain = CliRunner().invoke(app, ["explain", "head.py:loss", *arguments])
-    assert "`lowering.rewrite` would do this (cross_entropy_sum)" in plain.stdout
+    (advice,) = [line for line in plain.stdout.splitlines() if "head.py" in line]
+    assert "`lowering.rewrite` would save about" in advice
+    assert "by cross_entropy_sum: logits" in advice
+    assert advice.endswith("; call jaxops.linear_cross_entropy")
+
     record = json.loads(CliRunner().invoke(app, ["explain", "head.py:loss", "--rewrite", "--json", *arguments]).stdout)
     assert record["rewrite"]["applied"][0]["source"] == "head.py:5 (loss)"
     exported = CliRunner().invoke(app, ["export", "head.py:loss", "--rewrite", "--output", "head.bin", *arguments])
     assert "linear_cross_entropy" in exported.stdout
+
+
+def test_explain_of_a_gradient_advises_to_rewrite_the_loss() -> None:
+    shapes = jax.ShapeDtypeStruct((512, 32000), jnp.float32), jax.ShapeDtypeStruct((2048, 512), jnp.float32)
+    (advice,) = lowering.explain(jax.grad(loss), *shapes, jax.ShapeDtypeStruct((2048,), jnp.int32)).remarks
+    assert "by row_cone: logits float32[2048,32000], in chunks of rows; rewrite the loss, before it is" in advice
+    assert advice.endswith("differentiated, or call jaxops.linear_cross_entropy")
 
 
 def test_page_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
