@@ -5,7 +5,9 @@ import importlib
 import inspect
 import json
 import re
+import runpy
 import statistics
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import jax
 import pytest
 
 import jaxops
+import lowering
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -49,6 +52,22 @@ def test_readme_examples_run_as_pasted(capsys: pytest.CaptureFixture[str]) -> No
     assert 8 < float(namespace["loss"]) < 10
     printed = "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines())
     assert printed == shown
+
+
+def test_example_is_the_code_of_the_readme() -> None:
+    first, explained = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    example = (ROOT / "examples" / "model.py").read_text()
+    assert example.partition("\n\n")[2].startswith(first)
+    assert example.endswith(f'if __name__ == "__main__":\n    {explained}')
+
+
+def test_page_of_the_compiler_shows_what_explain_says() -> None:
+    (shown,) = re.findall(
+        r"plain.py:step --target tpu-v6e\n((?:    .*\n)+)", (ROOT / "docs" / "compiler.md").read_text()
+    )
+    names = runpy.run_path(str(ROOT / "examples" / "plain.py"))
+    explanation = lowering.explain(names["step"], *names["example_args"], target="tpu-v6e")
+    assert textwrap.dedent(shown) == f"{explanation}\n"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

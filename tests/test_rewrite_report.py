@@ -55,7 +55,6 @@ def test_command_rewrites_before_it_explains(tmp_path: Path, monkeypatch: pytest
     assert "`lowering.rewrite` would save about" in advice
     assert "by cross_entropy_sum: logits" in advice
     assert advice.endswith("; call jaxops.linear_cross_entropy")
-
     record = json.loads(CliRunner().invoke(app, ["explain", "head.py:loss", "--rewrite", "--json", *arguments]).stdout)
     assert record["rewrite"]["applied"][0]["source"] == "head.py:5 (loss)"
     exported = CliRunner().invoke(app, ["export", "head.py:loss", "--rewrite", "--output", "head.bin", *arguments])

@@ -109,7 +109,7 @@ def _generated() -> Iterator[tuple[str, str | bytes]]:
     for module in map(import_module, PUBLIC):
         yield f"{_page_of(module.__name__)}.md", _reference(module)
     yield "kernels.md", _kernels()
-    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+    for path in sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")]):
         name = path.relative_to(ROOT)
         yield f"source/{name.with_suffix('.md')}", f"# {name}\n\n```python\n{path.read_text()}```\n"
 
