@@ -239,6 +239,15 @@ def test_promises_that_cannot_be_checked_are_skipped_with_a_reason(monkeypatch: 
     assert "XLA_FLAGS=--xla_force_host_platform_device_count=8" in skipped.reason
 
 
+def test_operands_that_no_kernel_takes_are_skipped_where_kernels_are_asked_for() -> None:
+    with jaxops.use("interpret"):
+        report = check_operator(jaxops.softmax, [X], batched=[0], promises=["bfloat16_accuracy", "float16_accuracy"])
+    assert (report.kept, report.broken) == (("bfloat16_accuracy",), ())
+    ((name, reason),) = report.skipped
+    assert name == "float16_accuracy"
+    assert "the kernel that `use` asks for refuses float16 operands: softmax: implementation must be one that" in reason
+
+
 def test_function_that_does_not_run_breaks_that_promise_alone() -> None:
     report = check_operator(raises, [X], promises=["jit", "vmap"])
     assert [name for name, _ in report.broken] == ["runs"]

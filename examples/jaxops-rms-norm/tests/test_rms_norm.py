@@ -41,10 +41,10 @@ def test_every_promise_is_kept() -> None:
 
 
 def test_kernel_keeps_them_too() -> None:
-    promises = ["reference", "vmap", "jvp", "derivative", "bfloat16_accuracy", "nan_in_padding", "shard_map"]
     with jaxops.use("interpret"):
-        report = check_operator(rms_norm, (X, WEIGHT), batched=(0, None), reference=in_jnp, promises=promises)
-    assert report.kept == tuple(promises), str(report)
+        report = check_operator(rms_norm, (X, WEIGHT), batched=(0, None), reference=in_jnp)
+    report.raise_if_broken()
+    assert [name for name, _ in report.skipped] == ["float16_accuracy"]
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (3, 5, 128), (40, 256), (24,)], ids=str)
