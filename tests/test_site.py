@@ -44,8 +44,14 @@ def test_page_can_be_pasted_into_a_shell(page: str) -> None:
 
 
 @pytest.mark.slow
-def test_start_runs_as_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_runs_as_pasted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     names = program("start.md", monkeypatch)
+    page = (ROOT / "docs" / "start.md").read_text()
+    shown = "".join(re.findall(r"^```\n\n```\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    printed = "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines())
+    number = re.compile(r"\d+\.\d+")
+    assert number.sub("", printed.replace("<string>", "start.py")) == number.sub("", shown)
+    assert [float(x) for x in number.findall(printed)] == pytest.approx([float(x) for x in number.findall(shown)], 0.1)
     plain, *others = (
         float(loss(names["x"], names["weight"])) for loss in (names["plain"], names["ours"], names["rewritten"])
     )
