@@ -42,6 +42,7 @@ from jaxops._primitive.operator import Operator
 from lowering.compiling.progress import shown
 from lowering.describe import shortened
 from lowering.measurements import versions
+from lowering.register import load_packages
 
 
 class _OneSentence(TyperGroup):
@@ -121,7 +122,8 @@ def demo(
 
 @app.command()
 def ops(as_json: Json = False) -> None:
-    """Lists the operators: signature, kernels and derivative of each."""
+    """Lists the operators, also of other installed packages: signature, kernels and derivative of each."""
+    run_user_code("installed packages with operators", "be importable", load_packages)
     records = [_describe(operator) for operator in jaxops.operators()]
     if as_json:
         print(json.dumps(records, indent=2))

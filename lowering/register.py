@@ -118,10 +118,20 @@ def lowered_without_devices() -> AbstractContextManager[None]:
     return _jax_private.without_devices(operator.primitive for operator in registry.operators())
 
 
+def installed_packages() -> metadata.EntryPoints:
+    """What names the installed packages that bring operators, imported or not."""
+    return metadata.entry_points(group="lowering.operators")
+
+
+def load_packages() -> None:
+    """Imports the installed packages that bring operators, which registers these."""
+    for package in installed_packages():
+        package.load()
+
+
 def patterns() -> tuple[Pattern, ...]:
     """The patterns of all operators, including those of installed packages that nothing has imported yet."""
-    for package in metadata.entry_points(group="lowering.operators"):
-        package.load()
+    load_packages()
     return tuple(pattern for operator in registry.operators() for pattern in operator.patterns)
 
 

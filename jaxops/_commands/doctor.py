@@ -20,6 +20,7 @@ from jaxops._commands.options import Arguments, Json, require_target, show, show
 from jaxops._commands.user_function import device_trouble, load, run_user_code
 from lowering import TuningError, compilers, kept
 from lowering.measurements import versions
+from lowering.register import installed_packages
 from lowering.targets import here, parse
 
 _PYTHONS = ((3, 11), (3, 14))
@@ -127,6 +128,7 @@ def _environment() -> Iterator[Part]:
     yield Part("JAX", f"jax {jax_version}, jaxlib {jaxlib}", trouble)
     yield Part("jaxops", dict(versions()).get("jaxops", "not installed, but found on the path"))
     yield _plugins(jaxlib)
+    yield Part("operator packages", _listed(_versions_by_package(installed_packages())))
     yield _devices()
     for platform in compilers.PLATFORMS:
         interpreter = compilers.interpreter(platform)
@@ -136,16 +138,22 @@ def _environment() -> Iterator[Part]:
 
 
 def _plugins(jaxlib: str) -> Part:
-    installed = {
-        entry.dist.name: entry.dist.version for entry in metadata.entry_points(group="jax_plugins") if entry.dist
-    }
-    found = ", ".join(f"{name} {version}" for name, version in sorted(installed.items()))
+    installed = _versions_by_package(metadata.entry_points(group="jax_plugins"))
     others = [name for name, version in installed.items() if release(version)[:3] != release(jaxlib)[:3]]
     is_pinned = [name for name in others if name.startswith("jax")]
     trouble = f"{is_pinned[0]} should be of jaxlib's release, {jaxlib}" if is_pinned else ""
-    if not found and Path("/dev/nvidiactl").exists():
+    if not installed and Path("/dev/nvidiactl").exists():
         trouble = "there is an NVIDIA GPU that JAX cannot use: pip install 'jax[cuda13]'"
-    return Part("plugins", found or "none", trouble)
+    return Part("JAX plugins", _listed(installed), trouble)
+
+
+def _versions_by_package(entries: metadata.EntryPoints) -> dict[str, str]:
+    """The packages, other than this one, that these entry points come from."""
+    return {entry.dist.name: entry.dist.version for entry in entries if entry.dist and entry.dist.name != "jaxops"}
+
+
+def _listed(packages: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in sorted(packages.items())) or "none"
 
 
 def _devices() -> Part:
