@@ -80,6 +80,8 @@ class Operation:
 class Graph:
     """A jaxpr as a data-flow graph, with the bodies of jit, checkpoint and custom derivatives inlined.
 
+    `named(*names)` yields its operations of these primitives, and `duplicates(operation)` those that compute the same.
+
     Attributes:
       operations: in order.
       results: the returned values, without those that a loop or branch returns only for its own gradient.

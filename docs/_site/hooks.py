@@ -25,11 +25,21 @@ import gallery
 import jaxops
 import lowering
 from jaxops import mcdnn
+from lowering.patterns import RESHAPES
 from lowering.rewriting import rules
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FROM_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+# What operators are made of, beside `jaxops.Operator` and `jaxops.Derivative`: by file, what the page of these shows.
+RECORDS = {
+    "jaxops/_primitive/signature.py": ("Signature",),
+    "pallas_kernels/kernel.py": ("Kernel",),
+    "lowering/patterns.py": (
+        *("Pattern", "Finding", "Graph", "Operation", "Value"),
+        *("forward", "backward", "unshaped", "describe"),
+    ),
+}
 PUBLIC = ("jaxops", "jaxops.aclnn", "jaxops.mcdnn", "jaxops.testing", "lowering")
 _LINK = re.compile(r"(\]\()([^)#\s]+)")
 _CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
@@ -92,6 +102,8 @@ def _uri(path: str) -> str:
     """Where the site shows a file of the repository."""
     if path in FROM_ROOT:
         return FROM_ROOT[path]
+    if path in RECORDS:
+        return "reference/records.md"
     if path == "notebooks":
         return "gallery.md"
     if path.startswith("docs/"):
@@ -108,6 +120,7 @@ def _generated() -> Iterator[tuple[str, str | bytes]]:
     yield from gallery.pages()
     for module in map(import_module, PUBLIC):
         yield f"{_page_of(module.__name__)}.md", _reference(module)
+    yield "reference/records.md", _records()
     yield "kernels.md", _kernels()
     for path in sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")]):
         name = path.relative_to(ROOT)
@@ -132,6 +145,19 @@ def _reference(module: ModuleType) -> str:
     text += _conformance(module.__name__.rpartition(".")[2])
     shown_here = (families.reference(module.__name__, name) for name in names if name not in lent)
     return f"# `{module.__name__}`\n\n{text}\n\n" + "".join(shown_here)
+
+
+def _records() -> str:
+    """The records that the page on adding an operator uses."""
+    text = (
+        "# Records of an operator\n\n[Adding an operator](../adding-an-operator.md) uses these, with "
+        "[`jaxops.Operator` and `jaxops.Derivative`](jaxops.md).\n\n"
+    )
+    for path, names in RECORDS.items():
+        module = import_module(path.removesuffix(".py").replace("/", "."))
+        text += "".join(families.reference(module.__name__, name) for name in names)
+    reshapes = ", ".join(f"`{name}`" for name in sorted(RESHAPES))
+    return f"{text}## lowering.patterns.RESHAPES\n\nThe primitives that change only a shape: {reshapes}.\n"
 
 
 def _docstring(module: ModuleType) -> str:

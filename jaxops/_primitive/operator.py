@@ -24,8 +24,8 @@ class Operator:
 
     Attributes:
       name: the name of the operator and of its primitive, as jaxprs print it.
-      signature: which operands and results carry batch axes; `signature.Signature` describes the notation. Batching and
-        sharding follow from it.
+      signature: which operands and results carry batch axes; `jaxops._primitive.signature.Signature` describes the
+        notation. Batching and sharding follow from it.
       check: `check(*operands, **params)` raises BadParamError if shapes, dtypes or attributes break the documented
         rules. Operands need only a shape and a dtype.
       reference: `reference(*operands, **params)` returns a tuple of results. It defines the operator in jnp, and runs
