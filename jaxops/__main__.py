@@ -39,7 +39,7 @@ from jaxops._demo.processes import COUNTS
 from jaxops._demo.run_folder import RunError
 from jaxops._demo.train import Settings
 from jaxops._primitive.operator import Operator
-from lowering.compiling.progress import shown
+from lowering.compiling.progress import said_if_long, shown
 from lowering.describe import shortened
 from lowering.measurements import versions
 from lowering.register import load_packages
@@ -206,7 +206,7 @@ def compile(
         with lowering.use(implementation):
             return lowering.compile(fn, *args, target=target, schedule=schedule, trip_counts=trip_counts)
 
-    with tuned_by(tuned):
+    with tuned_by(tuned), said_if_long(f"compiling for {target}"):
         report = run_user_code(function, "be traceable with these arguments", compiled)
     if output is not None:
         (output / "stablehlo.mlir").write_text(report.stablehlo)

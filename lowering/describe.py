@@ -31,6 +31,11 @@ def first_line(error: BaseException) -> str:
     return shortened(": ".join([type(error).__name__, *lines[:1]]))
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, such as "1 step" and "2 steps"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def file_fault(error: Exception) -> str:
     """Why a file cannot be read or written, without its path."""
     return getattr(error, "strerror", None) or first_line(error)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from typer.testing import CliRunner, Result
 import jaxops
 import lowering
 from jaxops.__main__ import app
+from lowering.compiling.progress import said_if_long
 from lowering.measurements import Entry, Key, Measurement
 from lowering.measuring import timing
 
@@ -182,7 +184,7 @@ REFUSALS = {
     "long option": (("tune", f"--{'z' * 10**5}"), "z..."),
     "too few arguments": (
         ("explain", "mine.py:loss", "--arg", "float32[4,7]"),
-        "loss must be callable with 1 arguments",
+        "loss must be callable with 1 argument; got",
     ),
     "arguments in a list": (
         ("explain", "mine.py:listed"),
@@ -286,6 +288,14 @@ def test_demo_says_what_to_install(package: str, monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 2
     helps = "pip install 'jaxops[demo]', or '.[demo]' in a clone"
     assert result.stderr == f"jaxops: {package} must be installed; it is not: {helps}\n"
+
+
+def test_long_work_is_said_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with said_if_long("compiling for tpu-v5e", seconds=0.01):
+        time.sleep(0.2)
+    with said_if_long("compiling for cpu", seconds=60):
+        pass
+    assert capsys.readouterr() == ("", "compiling for tpu-v5e\n")
 
 
 def test_help_without_arguments() -> None:

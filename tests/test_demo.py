@@ -1,14 +1,17 @@
 """The demo: its parts on sizes that take seconds, and its saving on its own."""
 
+import io
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 
 import lowering
-from jaxops._demo import corpus, model, train
+from jaxops._demo import corpus, model, report, train
 
 SHAPE = model.Shape(vocabulary=61, width=16, heads=2, depth=2, context=8)
 SETTINGS = train.Settings(steps=20, batch=4)
@@ -51,13 +54,22 @@ def test_train_step_is_explained_and_compiled_and_needs_less_memory_than_the_pla
     step, args = train.train_step(ours, shape), train.step_arguments(ours, settings, shape)
     explanation = lowering.explain(step, *args, target="cpu")
     assert {row.implementation for row in explanation.rows} == {"reference"}
-    report = lowering.compile(step, *args, target="cpu")
+    compiled = lowering.compile(step, *args, target="cpu")
     leaf_bytes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(args)]
-    assert report.memory.arguments == sum(leaf_bytes)
-    assert report.memory.aliased == sum(leaf_bytes[:-1])
-    assert report.hlo.count("may-alias") == len(leaf_bytes) - 1
+    assert compiled.memory.arguments == sum(leaf_bytes)
+    assert compiled.memory.aliased == sum(leaf_bytes[:-1])
+    assert compiled.hlo.count("may-alias") == len(leaf_bytes) - 1
     plain = train.compiled_step(train.plain(settings), settings, shape)
-    assert report.memory.temporaries < 0.7 * train.temporary_bytes(plain)
+    assert compiled.memory.temporaries < 0.7 * train.temporary_bytes(plain)
+
+
+def test_steps_are_said_now_and_then_where_there_is_no_terminal() -> None:
+    log = io.StringIO()
+    progress = Progress(console=Console(file=log))
+    show_step = report._shows_steps(progress, progress.add_task("", total=60), 60)
+    for step in range(1, 61):
+        show_step(step, 100 / step)
+    assert log.getvalue() == "step 25 of 60, loss 4.00\nstep 50 of 60, loss 2.00\n"
 
 
 def test_model_does_not_look_ahead(tokens: jax.Array) -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxops._checks.errors import OperatorError
 from lowering import ArtifactError, CompileError, PlanError, TuningError
-from lowering.describe import first_line, shortened, show
+from lowering.describe import counted, first_line, shortened, show
 from lowering.errors import UsageError
 from lowering.functions import require_function
 
@@ -78,7 +78,8 @@ def load_with(
         pass
     except TypeError as error:
         advice = "pass one --arg for each argument, or define example_args in the file"
-        raise CommandError(f"{name} must be callable with {len(args)} arguments; got {error}: {advice}") from None
+        rule = f"be callable with {counted(len(args), 'argument')}"
+        raise CommandError(f"{name} must {rule}; got {error}: {advice}") from None
     return fn, args, _companion(module, name, companion)
 
 

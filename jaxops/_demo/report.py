@@ -3,19 +3,31 @@
 import json
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 from rich.columns import Columns
 from rich.console import Console, Group
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from jaxops._demo import corpus, model, processes, train
 from jaxops._demo.corpus import Corpus
-from jaxops._demo.run_folder import Loss, RunFolder
+from jaxops._demo.run_folder import RunFolder
 from jaxops._demo.train import Run, Settings
+from lowering.describe import counted
+
+STEPS_PER_LINE = 25
 
 
 def run(settings: Settings, output: Path, console: Console) -> None:
@@ -27,11 +39,7 @@ def run(settings: Settings, output: Path, console: Console) -> None:
         text = corpus.standard_library()
         shape = model.Shape(text.vocabulary_size)
         progress.update(task, description="compiling the train step")
-
-        def show_step(done: int, loss: float) -> None:
-            progress.update(task, description=f"training, loss {loss:5.2f}", completed=done, total=settings.steps)
-
-        result = train.run(settings, text, shape, show_step)
+        result = train.run(settings, text, shape, _shows_steps(progress, task, settings.steps))
     record = _record(settings, text, shape, result, time.perf_counter() - started)
     (output / "numbers.json").write_text(json.dumps(record, indent=2) + "\n")
     _plot(result, output / "loss.png")
@@ -49,12 +57,9 @@ def run_together(count: int, settings: Settings, resume: bool, output: Path, con
     started = time.perf_counter()
     with _progress(console) as progress:
         task = progress.add_task("reading the text and compiling the train step", total=settings.steps)
-
-        def show_step(loss: Loss) -> None:
-            progress.update(task, description=f"training, loss {loss.value:5.2f}", completed=loss.step)
-
+        show_step = _shows_steps(progress, task, settings.steps)
         folder = RunFolder(output)
-        losses = processes.run(count, arguments, folder, show_step)
+        losses = processes.run(count, arguments, folder, lambda loss: show_step(loss.step, loss.value))
     facts = Table.grid(padding=(0, 2))
     share = f"{count} of them, with {processes.DEVICES // count} of {processes.DEVICES} devices each"
     facts.add_row("processes", share)
@@ -75,6 +80,20 @@ def _progress(console: Console) -> Progress:
         TimeElapsedColumn(),
     )
     return Progress(*columns, console=console)
+
+
+def _shows_steps(progress: Progress, task: TaskID, steps: int) -> Callable[[int, float], None]:
+    """What shows a step and its loss: in the bar on a terminal, and elsewhere on a line now and then."""
+    said = 0
+
+    def show_step(done: int, loss: float) -> None:
+        nonlocal said
+        progress.update(task, description=f"training, loss {loss:5.2f}", completed=done, total=steps)
+        if not progress.console.is_terminal and done - said >= STEPS_PER_LINE:
+            said = done
+            progress.console.print(f"step {done} of {steps}, loss {loss:.2f}", highlight=False)
+
+    return show_step
 
 
 def _record(settings: Settings, text: Corpus, shape: model.Shape, result: Run, seconds: float) -> dict[str, Any]:
@@ -107,7 +126,9 @@ def _summary(record: dict[str, Any]) -> Group:
     facts.add_row("text", f"{text['files']} standard library files, {trained_on:,} tokens + {held_out:,} held out")
     facts.add_row("model", f"{sizes['parameters']:,} parameters in {sizes['depth']} blocks of width {sizes['width']}")
     facts.add_row("vocabulary", f"{sizes['vocabulary']} tokens")
-    facts.add_row("training", f"{settings['steps']} steps of {settings['batch']} x {sizes['context']} tokens")
+    facts.add_row(
+        "training", f"{counted(settings['steps'], 'step')} of {settings['batch']} x {sizes['context']} tokens"
+    )
     facts.add_row("speed", f"{record['tokens_per_second']:,.0f} tokens/s; {record['seconds']:.0f} s for everything")
     tables = [_validation_table(record["validation"]), _memory_table(record["temporary_bytes"])]
     return Group("", facts, "", Columns(tables, padding=(0, 4)), "")
@@ -117,10 +138,11 @@ def _opening(settings: Settings, output: Path) -> str:
     """What a newcomer reads while the first part runs. The estimate is that of two cores of a server's CPU."""
     seconds = 20 + 0.3 * settings.steps
     about = f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
+    steps = counted(settings.steps, "step")
     return (
         f"A small language model learns the source of Python's standard library on {jax.devices()[0].device_kind}, in "
-        f"{settings.steps} steps.\nThat takes about {about} on two CPU cores. Embedding, loss and optimizer are this "
-        f"library's.\nThen you see the loss, the memory that was saved, and what ran and why; {output}/ keeps them.\n"
+        f"{steps}.\nThat takes about {about} on two CPU cores. Embedding, loss and optimizer are this library's.\n"
+        f"Then you see the loss, the memory that was saved, and what ran and why; {output}/ keeps them.\n"
     )
 
 

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowering import tables
+from lowering.describe import counted
 
 
 class Broken(NamedTuple):
@@ -53,7 +54,7 @@ class Report:
         """Raises AssertionError with a sentence for each broken promise, if there is any."""
         if self.broken:
             sentences = "".join(f"\n  {promise}: {found}" for promise, found in self.broken)
-            raise AssertionError(f"{self.function} breaks {_counted(len(self.broken))}:{sentences}")
+            raise AssertionError(f"{self.function} breaks {counted(len(self.broken), 'promise')}:{sentences}")
 
     def table(self) -> Table:
         """A table of the promises: broken ones first, then those that were skipped, then those that are kept."""
@@ -73,7 +74,3 @@ class Report:
 
     def __str__(self) -> str:
         return tables.text(self.table())
-
-
-def _counted(promises: int) -> str:
-    return "1 promise" if promises == 1 else f"{promises} promises"

@@ -1,5 +1,7 @@
 """Shows that long work is in progress."""
 
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,3 +17,15 @@ def shown(description: str) -> Iterator[None]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task(description, total=None)
         yield
+
+
+@contextmanager
+def said_if_long(description: str, seconds: float = 5.0) -> Iterator[None]:
+    """Says it on stderr where that is no terminal, which `shown` leaves out, if the work takes longer than this."""
+    timer = threading.Timer(seconds, lambda: print(description, file=sys.stderr, flush=True))
+    if not Console(stderr=True).is_terminal:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
