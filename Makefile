@@ -28,6 +28,7 @@ lint: $(VENV)/.lint
 # The site, in build/site. A warning, a broken link or a public name that no page shows is an error.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site $(ARGS)
+	@echo "Open $(CURDIR)/build/site/index.html"
 
 notebooks: $(VENV)/.test
 	$(BIN)/pytest --nbmake notebooks $(ARGS)
@@ -46,8 +47,9 @@ compile-tpu compile-cuda: compile-%: $(VENV)/.test
 	$(BIN)/pytest -n 2 -m "$*_compile and not slow" tests/compile_targets $(ARGS)
 
 clean:
-	rm -rf .venv .venv-* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .venv .venv-* build dist
+	find . -type d \( -name __pycache__ -o -name .hypothesis -o -name .mypy_cache -o -name .pytest_cache -o -name .ruff_cache \) \
+		-prune -exec rm -rf {} +
 
 # An environment with this repository and the extra that the stamp is named after.
 INSTALLED = demo test lint docs
