@@ -1,5 +1,7 @@
 """Tables that never break a name in the middle, however narrow the console."""
 
+import shutil
+import sys
 from io import StringIO
 
 from rich.console import Console, Group, RenderableType
@@ -7,6 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+_WIDTH = 140  # characters, where there is no terminal
 _BORDERS_AND_PADDING = 3  # characters per column, plus one for the table
 
 
@@ -25,11 +28,13 @@ def fitted(table: RenderableType, console: Console) -> RenderableType:
 
 
 def text(table: RenderableType) -> str:
-    """The text that `print` shows, the same everywhere."""
+    """The text that `print` shows: as wide as the terminal, and the same wherever stdout is none."""
+    is_terminal = getattr(sys.stdout, "isatty", bool)()
+    width = shutil.get_terminal_size().columns if is_terminal else _WIDTH
     file = StringIO()
-    console = Console(file=file, width=140, no_color=True, force_terminal=False, force_jupyter=False)
+    console = Console(file=file, width=width, no_color=True, force_terminal=False, force_jupyter=False)
     console.print(fitted(table, console))
-    return file.getvalue().rstrip()
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
 def _widths(sizes: list[Measurement], spare: int) -> list[int]:

@@ -1,6 +1,7 @@
 """What `lowering.explain` says of cost: against the compiler's own counts, and against rooflines worked by hand."""
 
 import builtins
+import io
 import json
 
 import flax.linen as nn
@@ -187,3 +188,14 @@ def test_text_is_the_same_in_a_notebook(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does
     assert "at best" in elsewhere
     assert str(explanation) == elsewhere
+
+
+def test_text_is_as_wide_as_the_terminal_if_there_is_one(monkeypatch):
+    explanation = lowering.explain(loss, *output_layer("bfloat16"), target="tpu-v5e")
+    lines = str(explanation).splitlines()
+    assert max(map(len, lines)) > 100
+    assert lines == [line.rstrip() for line in lines]
+    monkeypatch.setattr("sys.stdout", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
+    monkeypatch.setenv("COLUMNS", "80")
+    table, remarks = str(explanation).splitlines(), explanation.remarks
+    assert max(map(len, table[: -len(remarks)] if remarks else table)) <= 80
