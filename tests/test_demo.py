@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,11 @@ def test_train_step_is_explained_and_compiled_and_needs_less_memory_than_the_pla
     assert compiled.hlo.count("may-alias") == len(leaf_bytes) - 1
     plain = train.compiled_step(train.plain(settings), settings, shape)
     assert compiled.memory.temporaries < 0.7 * train.temporary_bytes(plain)
+
+
+@pytest.mark.parametrize(("steps", "words"), [(1, "in 1 step."), (2, "in 2 steps.")])
+def test_demo_counts_its_steps(steps: int, words: str) -> None:
+    assert words in report._opening(train.Settings(steps=steps), Path("demo_output"))
 
 
 def test_steps_are_said_now_and_then_where_there_is_no_terminal() -> None:
