@@ -177,7 +177,7 @@ class Explanation:
         advice = ["rewrite the loss, before it is differentiated"] if one.pattern == "row_cone" else []
         advice += dict.fromkeys(f"call {x.replacement}" for x in self.opportunities if x.source == one.source)
         would = f"`lowering.rewrite` would save about {megabytes(one.saved_bytes)} by {one.pattern}"
-        return f"{one.source}: {would}: {'; '.join(filter(None, (one.detail, ', or '.join(advice))))}"
+        return f"{one.source}: {would}: {'; '.join(filter(None, (one.detail, one.remark, ', or '.join(advice))))}"
 
 
 def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Explanation:
