@@ -4,7 +4,6 @@ import importlib.util
 import json
 import re
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -14,7 +13,6 @@ from typer.testing import CliRunner, Result
 import jaxops
 import lowering
 from jaxops.__main__ import app
-from lowering.compiling.progress import said_if_long
 from lowering.measurements import Entry, Key, Measurement
 from lowering.measuring import timing
 
@@ -80,24 +78,6 @@ def test_ops_lists_every_operator() -> None:
     assert {kernel["platform"] for kernel in by_name["apply_fused_ema_adam"]["kernels"]} == {"tpu", "cuda"}
     table = run("ops").stdout
     assert all(name in table for name in by_name)
-
-
-def test_packages_with_operators_are_found_before_anybody_imports_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    information = tmp_path / "their_operators-0.3.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: their-operators\nVersion: 0.3\n")
-    (information / "entry_points.txt").write_text("[lowering.operators]\ntheirs = their_operators\n")
-    (tmp_path / "their_operators.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert run("ops").exit_code == 0
-    assert "their_operators" in sys.modules
-    assert "their-operators 0.3" in run("doctor").stdout
-    (tmp_path / "their_operators.py").write_text("import nothing_of_this_name")
-    monkeypatch.delitem(sys.modules, "their_operators")
-    words = "installed packages with operators must be importable; got ModuleNotFoundError: No module named"
-    assert words in run("ops").stderr
 
 
 @pytest.mark.usefixtures("user_file")
@@ -288,14 +268,6 @@ def test_demo_says_what_to_install(package: str, monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 2
     helps = "pip install 'jaxops[demo]', or '.[demo]' in a clone"
     assert result.stderr == f"jaxops: {package} must be installed; it is not: {helps}\n"
-
-
-def test_long_work_is_said_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with said_if_long("compiling for tpu-v5e", seconds=0.01):
-        time.sleep(0.2)
-    with said_if_long("compiling for cpu", seconds=60):
-        pass
-    assert capsys.readouterr() == ("", "compiling for tpu-v5e\n")
 
 
 def test_help_without_arguments() -> None:

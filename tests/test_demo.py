@@ -1,6 +1,7 @@
 """The demo: its parts on sizes that take seconds, and its saving on its own."""
 
 import io
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rich.progress import Progress
 
 import lowering
 from jaxops._demo import corpus, model, report, train
+from lowering.compiling.progress import said_if_long
 
 SHAPE = model.Shape(vocabulary=61, width=16, heads=2, depth=2, context=8)
 SETTINGS = train.Settings(steps=20, batch=4)
@@ -97,3 +99,11 @@ def test_corpus_holds_out_a_tenth_in_whole_files() -> None:
 
 def test_corpus_windows() -> None:
     np.testing.assert_array_equal(corpus.windows(np.arange(9), np.array([0, 4]), 3), [[0, 1, 2], [4, 5, 6]])
+
+
+def test_long_work_is_said_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with said_if_long("compiling for tpu-v5e", seconds=0.01):
+        time.sleep(0.2)
+    with said_if_long("compiling for cpu", seconds=60):
+        pass
+    assert capsys.readouterr() == ("", "compiling for tpu-v5e\n")

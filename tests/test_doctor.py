@@ -290,3 +290,21 @@ def test_environment_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     # Commands that trace say the same, instead of what JAX fails with on the way.
     with pytest.raises(CommandError, match="JAX finds no device with JAX_PLATFORMS=cuda"):
         run_user_code("model.py:loss", "be traceable", fail)
+
+
+def test_packages_with_operators_are_found_before_anybody_imports_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    information = tmp_path / "their_operators-0.3.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: their-operators\nVersion: 0.3\n")
+    (information / "entry_points.txt").write_text("[lowering.operators]\ntheirs = their_operators\n")
+    (tmp_path / "their_operators.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert CliRunner().invoke(app, ["ops"]).exit_code == 0
+    assert "their_operators" in sys.modules
+    assert "their-operators 0.3" in CliRunner().invoke(app, ["doctor"]).stdout
+    (tmp_path / "their_operators.py").write_text("import nothing_of_this_name")
+    monkeypatch.delitem(sys.modules, "their_operators")
+    words = "installed packages with operators must be importable; got ModuleNotFoundError: No module named"
+    assert words in CliRunner().invoke(app, ["ops"]).stderr
