@@ -319,7 +319,7 @@ def _resolve(strategy: str, reduction: str, vocabulary: Vocabulary, rows: Any, c
 def _check_rows(x: jax.Array, labels: jax.Array, classes: Any, row_weight: Any) -> None:
     rows = x.shape[:-1]
     if is_floating(labels):
-        rule = f"have shape {[*rows, classes]} as probabilities"
+        rule = f"be integers, or have shape {[*rows, classes]} as probabilities"
         require(labels.shape == (*rows, classes), _NAME, "labels", rule, labels)
     else:
         integers = bool(jnp.issubdtype(labels.dtype, jnp.integer))
