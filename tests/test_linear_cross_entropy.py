@@ -268,11 +268,7 @@ REFUSALS = {
         {},
         "labels must be integers, or floating-point probabilities; got bool[4]",
     ),
-    "probabilities-shape": (
-        (X, WEIGHT, X),
-        {},
-        "labels must be integers, or have shape [4, 5] as probabilities; got float32[4, 3]",
-    ),
+    "probabilities": ((X, WEIGHT, X), {}, "labels must be integers, or have shape [4, 5] as probabilities; got float"),
     "bias-shape": (
         (X, WEIGHT, LABELS),
         {"bias": X[0]},
