@@ -64,7 +64,7 @@ def test_command_rewrites_before_it_explains(tmp_path: Path, monkeypatch: pytest
 def test_explain_of_a_gradient_advises_to_rewrite_the_loss() -> None:
     shapes = jax.ShapeDtypeStruct((512, 32000), jnp.float32), jax.ShapeDtypeStruct((2048, 512), jnp.float32)
     (advice,) = lowering.explain(jax.grad(loss), *shapes, jax.ShapeDtypeStruct((2048,), jnp.int32)).remarks
-    assert "by row_cone: logits float32[2048,32000], in chunks of rows; rewrite the loss, before it is" in advice
+    assert "by row_cone: logits float32[2048,32000], in chunks of rows; rewrite losses before they are" in advice
     assert advice.endswith("differentiated, or call jaxops.linear_cross_entropy")
 
 
