@@ -9,7 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-_WIDTH = 140  # characters, where there is no terminal
+_WIDTH = 140  # characters, if stdout is not a terminal
 _BORDERS_AND_PADDING = 3  # characters per column, plus one for the table
 
 

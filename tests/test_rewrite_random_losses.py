@@ -149,7 +149,7 @@ def expected_patterns(made_of: dict[str, Any]) -> set[str]:
         return {"cross_entropy", "row_cone"}
     # A scale cannot always be the layer's.
     may_be_either = changes & SCALED and changes & {"softcap", "bias", "mask"}
-    # The square of log sum exp plus a number is no sum of what the operator adds up.
+    # The operator adds up squares of log sum exp, but not of log sum exp plus a number.
     may_be_either = may_be_either or ("offset" in changes and made_of["term"] == "z-loss")
     return {"cross_entropy_sum", "row_cone"} | ({"cross_entropy"} if may_be_either else set())
 

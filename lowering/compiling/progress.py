@@ -21,7 +21,7 @@ def shown(description: str) -> Iterator[None]:
 
 @contextmanager
 def said_if_long(description: str, seconds: float = 5.0) -> Iterator[None]:
-    """Says it on stderr where that is no terminal, which `shown` leaves out, if the work takes longer than this."""
+    """Prints a line on stderr if the work takes longer than this; not on a terminal, where `shown` shows it."""
     timer = threading.Timer(seconds, lambda: print(description, file=sys.stderr, flush=True))
     if not Console(stderr=True).is_terminal:
         timer.start()
