@@ -250,11 +250,6 @@ def page(results: dict[str, Any]) -> str:
         shown = ["refused" if time is None else f"{time:,.1f}" for time in (*times, roofline)]
         shown = [f"{time}{mark}" for time, mark in zip(shown, (*more, ""), strict=True)]
         lines.append(f"| {' | '.join([name, target, *shown, *ratios])} |")
-    lines += [
-        "",
-        "EMA-Adam's kernel is slower than XLA where operands are not donated: it writes over four of them, which XLA",
-        "copies first.",
-    ]
     return "\n".join(lines) + "\n"
 
 

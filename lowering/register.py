@@ -165,6 +165,8 @@ def _lower(
         return _lower_reference(operator, platform, ctx, *operands, selection=selection, **params)
     first = choice.kernel.configs(hardware, *ctx.avals_in, **params)[0]
     config = first if choice.config is None else dict(choice.config)
+    if choice.kernel.overwrites(*ctx.avals_in, **params):
+        params["in_place"] = _donates(ctx.module_context.symbol_table)
     run = functools.partial(choice.kernel.run, config=config, interpret=choice.interpret, **params)
     # A kernel is run on each device's own part.
     on_chips = _on_chips(hardware) if is_absent() else contextlib.nullcontext()
@@ -183,6 +185,13 @@ def _lower_kernel(operator: Operator, run: Callable[..., Any], split: str, ctx: 
     ]
     with _jax_private.without_varying_axes():
         return _lower_fun(operator, run, ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
+
+
+def _donates(symbols: Any) -> bool:
+    """Whether the program that is being lowered donates any argument, or may do so."""
+    # JAX lowers an equation once for all places where it stands, so the operands themselves are not known here.
+    marks = ("jax.buffer_donor", "tf.aliasing_output")
+    return "main" not in symbols or any(mark in given for given in symbols["main"].arg_attrs for mark in marks)
 
 
 def _on_chips(hardware: Hardware) -> AbstractContextManager[None]:

@@ -35,7 +35,8 @@ class Kernel:
         operator cannot be lowered to it; tests call `run` directly.
       overwrites: `overwrites(*operands, **params)`. The positions of operands whose buffers are reused for results of
         the same type, in order. XLA copies such an operand first if it is needed afterwards; tuning times the kernel
-        without that copy.
+        without that copy. The `run` of such a kernel takes another argument, `in_place=True`: False in a program that
+        donates nothing, where new buffers for the results save the copies.
     """
 
     name: str

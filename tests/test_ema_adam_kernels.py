@@ -92,9 +92,10 @@ def assert_step(results, operands, *, mode, output):
         )
 
 
-def launch(name, operands, *, mode, output, interpret):
+def launch(name, operands, *, mode, output, interpret, in_place=True):
     kernel, config, _, _ = KERNELS[name]
-    run = functools.partial(kernel.run, mode=mode, output=output, config=config, interpret=interpret)
+    settings = {"config": config, "interpret": interpret, "in_place": in_place}
+    run = functools.partial(kernel.run, mode=mode, output=output, **settings)
     return jax.jit(run)(*operands, make_coefficients())
 
 
@@ -166,6 +167,29 @@ def test_ema_adam_kernel_launches_once_and_in_place(name, output, grad_dtype):
     assert text.count("tf.aliasing_output") == len(donated)
 
 
+@pytest.mark.parametrize("donated", [(), (1, 2, 3, 4)], ids=["kept", "donated"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_ema_adam_kernel_writes_over_operands_in_programs_that_donate(name, donated):
+    kernel, _, _, custom_call = KERNELS[name]
+    operands = (*make_operands((40, 300), (F32,) * 5), make_coefficients())
+    step = functools.partial(APPLY_FUSED_EMA_ADAM, mode="adamw", output="params")
+    with lowering.use("pallas"):
+        traced = jax.jit(lambda *leaves: jax.jit(step)(*leaves), donate_argnums=donated).trace(*operands)
+        text = traced.lower(lowering_platforms=(kernel.KERNEL.platform,)).as_text()
+    assert text.count(f"stablehlo.custom_call @{custom_call}") == 1
+    assert text.count("stablehlo.output_operand_alias<") == len(donated)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("output", ["params", "update"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_ema_adam_kernel_writes_new_arrays(name, output, capfd):
+    operands = make_operands((9, 45), DTYPES["mixed"])
+    results = launch(name, operands, mode="adamw", output=output, interpret=KERNELS[name][2], in_place=False)
+    assert_step(results, operands, mode="adamw", output=output)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("split", ["shard_map", "explicit"])
 def test_ema_adam_kernel_updates_each_devices_part_in_place(name, split):
@@ -180,7 +204,8 @@ def test_ema_adam_kernel_updates_each_devices_part_in_place(name, split):
     else:
         operands = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, specs, strict=True)]
     with lowering.use("pallas"):
-        text = jax.jit(step).trace(*operands).lower(lowering_platforms=(kernel.KERNEL.platform,)).as_text()
+        traced = jax.jit(step, donate_argnums=(1, 2, 3, 4)).trace(*operands)
+        text = traced.lower(lowering_platforms=(kernel.KERNEL.platform,)).as_text()
     assert text.count(f"stablehlo.custom_call @{custom_call}") == 1
     assert text.count("stablehlo.output_operand_alias<") == 4
     assert "tensor<2x130xf32>" in text

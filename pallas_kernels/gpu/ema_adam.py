@@ -1,4 +1,4 @@
-"""EMA-Adam on NVIDIA GPUs from Hopper on: one pass over device memory, parameters and optimizer state updated in place.
+"""EMA-Adam on NVIDIA GPUs from Hopper on: one pass over device memory, in place if the program donates.
 
 Five arrays are read and four written, with some thirty flops per element, and no element is needed twice. So each
 thread block moves its elements straight between device memory and registers: shared memory would save no traffic.
@@ -82,7 +82,7 @@ def _result_indices(grad: jax.Array, var: jax.Array, output: str) -> tuple[int, 
     return first, 2, 3, 4
 
 
-def run(grad, var, m, v, s, coefficients, *, mode, output, config, interpret=False):
+def run(grad, var, m, v, s, coefficients, *, mode, output, config, interpret=False, in_place=True):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -94,7 +94,7 @@ def run(grad, var, m, v, s, coefficients, *, mode, output, config, interpret=Fal
         operands = [jnp.pad(x, (0, padding)) for x in operands]
     size = operands[0].size
     full_blocks = _full_blocks(size, block_elements)
-    result_indices = _result_indices(grad, var, output)
+    result_indices = _result_indices(grad, var, output) if in_place else (5, 6, 7, 8)
     # pl.kernel updates Refs in place; plgpu.kernel wraps it in a custom_vmap that takes none in jax 0.10.
     refs = [jax.new_ref(x, memory_space=plgpu.GMEM) if i in result_indices else x for i, x in enumerate(operands)]
     new_buffers = pl.kernel(
