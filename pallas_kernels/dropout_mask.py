@@ -75,10 +75,13 @@ def compared(
       first_pair: the position of the first digit, counted in pairs.
       digits: an even number of the threshold's digits; each 0 or 2**32 - 1.
     """
-    # One call of the generator makes two words, so digits come in pairs.
     for pair in reversed(range(len(digits) // 2)):
-        count = jnp.full_like(words, _FIRST_COUNT) + jnp.asarray(first_pair, jnp.uint32) + jnp.uint32(pair)
-        drawn = threefry(*keys, count, words)
+        drawn = drawn_pair(keys, words, jnp.asarray(first_pair, jnp.uint32) + jnp.uint32(pair))
         for digit, word in ((digits[2 * pair + 1], drawn[1]), (digits[2 * pair], drawn[0])):
             less = (less & word) | (jnp.asarray(digit, jnp.uint32) & (less | word))
     return less
+
+
+def drawn_pair(keys: tuple[jax.Array, jax.Array], words: jax.Array, pair: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Random words with a digit of all their elements' numbers, and the next: one call of the generator makes two."""
+    return threefry(*keys, jnp.full_like(words, _FIRST_COUNT) + pair, words)

@@ -22,13 +22,18 @@ def threefry(key0, key1, count0, count1):
 
 def kept(key_words, count, rate, first=0):
     """Whether each of `count` elements is kept: where a number of 24 random digits is small enough."""
+    # What lies behind the last digit of 1 - rate cannot make a number less.
+    return numbers(key_words, count, first) < round((1 - rate) * 2**24)
+
+
+def numbers(key_words, count, first=0):
+    """The random numbers of `count` elements, in units of the last of 24 digits."""
     words = first + np.arange(-(-count // 32))
-    numbers = np.zeros((words.size, 32), np.int64)
+    drawn = np.zeros((words.size, 32), np.int64)
     for pair in range(12):
         for word in threefry(*key_words, (1 << 31) + pair, words):
-            numbers = 2 * numbers + (1 - ((word[:, None] >> np.arange(32)) & 1))
-    # What lies behind the last digit of 1 - rate cannot make a number less.
-    return numbers.ravel()[:count] < round((1 - rate) * 2**24)
+            drawn = 2 * drawn + (1 - ((word[:, None] >> np.arange(32)) & 1))
+    return drawn.ravel()[:count]
 
 
 def packed(mask):

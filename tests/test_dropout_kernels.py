@@ -72,6 +72,25 @@ def test_dropout_kernels_draw_the_same_mask(name, shape, dtype, rate, rng, capfd
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+def test_dropout_tpu_kernel_decides_words_that_share_a_place():
+    """Four words at each place: a turn decides the last and the first that are undecided, as all digits at once do."""
+    words = jnp.arange(32 * 128, dtype=jnp.uint32).reshape(32, 128)
+    keys = tuple(jnp.full_like(words, word) for word in KEY_WORDS)
+    undecided = jnp.full_like(words, 0xF0F0F0F0).at[0, 0].set(0)
+    rest = [jnp.uint32(0xFFFFFFFF * (0x9A5 >> digit & 1)) for digit in reversed(range(12))]
+    turn = functools.partial(tpu_dropout._turn, (*keys, words), jnp.uint32(0), rest)
+    *first, is_left = turn((jnp.full_like(words, 1), undecided, True))
+    assert is_left
+    np.testing.assert_array_equal(first[1][8:24, 1:], undecided[8:24, 1:])  # the two in between
+    assert (first[1][8, 0], first[1][16, 0]) == (0, undecided[16, 0])  # here the first word had been decided
+    less, undecided_after, is_left = turn((*first, is_left))
+    assert not is_left
+    assert not np.any(undecided_after)
+    numbers = oracle.numbers(KEY_WORDS, words.size * 32, first=0) % 2**12
+    less_of_rest = oracle.packed((numbers < 0x9A5).reshape(*words.shape, 32))[..., 0]
+    np.testing.assert_array_equal(less, 1 | (less_of_rest & undecided))
+
+
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.75, 2**-20, 1 / 3])
 def test_dropout_reference_draws_the_same_mask(rate):
     key = jnp.asarray(KEY_WORDS, jnp.uint32)

@@ -9,7 +9,7 @@ from bundle_text import dma, program, wait
 from lowering.schedule import slots
 from lowering.schedule.bundles import Predicate, read_bundles
 from lowering.schedule.chips import CHIPS
-from lowering.schedule.decisions import DependsOnDataError, Given
+from lowering.schedule.decisions import Decisions, DependsOnDataError, Given
 from lowering.schedule.kernel import HBM_LATENCY_CYCLES, replay
 
 V5E = CHIPS["tpu-v5e"]
@@ -218,6 +218,15 @@ def test_a_loop_over_data_is_refused_by_name_or_turns_as_often_as_the_caller_say
     with pytest.raises(DependsOnDataError, match=r"the trip count of a loop depends on data: .*'kernel@0x3'"):
         run(*lines)
     assert run(*lines, trip_counts={"kernel@0x3": trips}).cycles == 3 + 2 * trips + 4 * trips
+
+
+def test_a_loop_over_data_turns_as_often_as_said_in_the_mean():
+    decisions = Decisions("kernel", {8: 3}, Given({"kernel": 1.5}))
+
+    def turns():
+        return 1 + sum(1 for _ in iter(lambda: decisions.holds(8, 3), False))
+
+    assert [turns() for _ in range(6)] == [1, 2] * 3
 
 
 def test_data_that_decides_nothing_is_no_reason_to_refuse():

@@ -82,7 +82,7 @@ def compile(
         "tpu-v5p:8x8x8" or "cuda-h100:8".
       schedule: whether to replay the schedule that a TPU's compiler makes, for `report.schedule`: how long the program
         takes, by kernel, and what binds it. See docs/schedule.md for how far that is to be trusted.
-      trip_counts: how often a loop turns, or what a branch may skip is run (a part of the times as a fraction), where
+      trip_counts: how often a loop turns in the mean, or what a branch may skip is run (as a fraction), where
         data decides that, by the name that a refusal gives, or by kernel.
       scalars: what operands of kernels hold that decide such things, as integer arrays: by kernel, and by the position
         of the operand in its call. Those of scalar prefetch come first.

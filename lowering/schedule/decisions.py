@@ -20,7 +20,8 @@ class Given:
     """What a caller says of data.
 
     Attributes:
-      trip_counts: how often a loop turns each time, or which part of the times what a branch may skip is run, by name.
+      trip_counts: how often a loop turns each time, in the mean, or which part of the times what a branch may skip is
+        run, by name.
       scalars: for each kernel the words that its operands hold, by the operand's position.
     """
 
@@ -65,6 +66,11 @@ def names_of(kernel: str) -> tuple[str, str]:
     return kernel, kernel.rpartition(".")[0]
 
 
+def _nth(n: int, mean: float) -> int:
+    """The n-th of whole numbers, from the first, that have this mean."""
+    return int(n * mean) - int((n - 1) * mean)
+
+
 class Decisions:
     """What the caller says of one program's branches."""
 
@@ -74,6 +80,7 @@ class Decisions:
         self._branches = branches
         self._trip_counts = given.trip_counts
         self._turns: collections.Counter[str] = collections.Counter()
+        self._loops: collections.Counter[str] = collections.Counter()
 
     def holds(self, number: int, target: int | None) -> bool:
         """Whether a branch at a bundle is taken to a target this time, or another instruction (None) takes effect.
@@ -87,11 +94,13 @@ class Decisions:
         count = self._count(name, what)
         turns = self._turns[name] = self._turns[name] + 1
         if header is None:  # a part of the times: every other one for 0.5
-            is_run = int(turns * count) > int((turns - 1) * count)
+            is_run = _nth(turns, count) > 0
             return is_run if target is None else not is_run
         goes_back = header == target
-        is_over = turns >= count if goes_back else turns > count
+        times = _nth(self._loops[name] + 1, count)
+        is_over = turns >= times if goes_back else turns > times
         if is_over:
+            self._loops[name] += 1
             self._turns[name] = 0
         return is_over != goes_back
 

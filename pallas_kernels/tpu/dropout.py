@@ -4,11 +4,14 @@ XLA's own program draws the words of the mask in one loop and expands each to it
 happen in VMEM. Short rows are drawn several at a time, so that words fill all 128 lanes of a register.
 
 What bounds it is the generator. TPUs have no rotation of bits, so a round takes five operations, and a call of 20
-rounds with its keys and two digits about 119. For a probability of 24 digits, 12 calls make a register of words. At
-four vector operations in a cycle they take 357 cycles. Its 32 registers of elements, in bfloat16, pass HBM in 248
-cycles on a v5e and in 144 on a v6e. Probabilities of up to four digits, such as 0.5 and 0.75, are bound by HBM.
+rounds with its keys and two digits about 120, which is 30 cycles for a register of words at four vector operations in a
+cycle. Its 32 registers of elements, in bfloat16, pass HBM in 248 cycles on a v5e and in 144 on a v6e. A probability of
+24 digits asks for 12 calls. But after the first 12 digits, and six calls, one element in 4096 is undecided: the other
+six calls are made only for words with such elements, gathered from all registers of a block. Probabilities of up to
+four digits, such as 0.5 and 0.75, are bound by HBM.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -17,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.dropout_mask import RESOLUTION_BITS, WORD_BITS, compared, digits, repeated, threshold
+from pallas_kernels.dropout_mask import RESOLUTION_BITS, WORD_BITS, compared, digits, drawn_pair, repeated, threshold
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu.streaming_cost import streaming_cost
 
@@ -28,6 +31,9 @@ _BAND_ROWS = 16  # at least: two tiles of rows fill a register of 16-bit values
 _MAX_BAND_ROWS = 128  # 16 registers of words, and for each of them the generator's state, of a TensorCore's 64
 _MAX_BANDS = 8
 _STEP_DIGITS = 4  # drawn for all words before the next four: the independent work that hides the latency of each
+_FIRST_STEPS = 3  # drawn for all words; fewer would leave too many words undecided at the same place of a register
+_REST_DIGITS = RESOLUTION_BITS - _FIRST_STEPS * _STEP_DIGITS
+_REGISTER_ROWS = 8
 _SWAPPED_DIGITS = (8, 4)  # of lanes and of bits; each more halves the moves, but waits some 100 cycles for its own
 # VMEM of a block: x and y in the operand's dtype and the words, 4 / 32 bytes an element, with two buffers each, and one
 # copy of the words. With float32 and 2**19 elements that is 8.2 MiB, within the 16 MiB that XLA grants.
@@ -35,7 +41,7 @@ _CONFIGS = ({"block_elements": 524288}, {"block_elements": 262144}, {"block_elem
 
 # Vector operations for an element: the generator's, for 32 elements at once; then a bit is tested, and the element
 # scaled and selected.
-_DRAW_FLOPS = 12 * 119 // WORD_BITS
+_DRAW_FLOPS = 7 * 120 // WORD_BITS
 _SELECT_FLOPS = 4
 
 
@@ -55,13 +61,62 @@ def _words(streams_ref, bands, row_words, shape, keep_probability):
     ends = [(1 << end) - 1 for end in range(_STEP_DIGITS, RESOLUTION_BITS + 1, _STEP_DIGITS)]
     steps = sum((number & jnp.uint32(end) != 0).astype(jnp.int32) for end in ends)
 
-    def step(i, less):
-        group = steps - 1 - i
-        shifts = (RESOLUTION_BITS - 1 - digit - group * _STEP_DIGITS for digit in range(_STEP_DIGITS))
-        drawn = [repeated(number >> shift.astype(jnp.uint32) & jnp.uint32(1)) for shift in shifts]
-        return compared(less, (key0, key1), words, group * (_STEP_DIGITS // 2), drawn)
+    def step(i, state):
+        shifts = (RESOLUTION_BITS - 1 - digit - i * _STEP_DIGITS for digit in range(_STEP_DIGITS))
+        of_step = [repeated(number >> shift.astype(jnp.uint32) & jnp.uint32(1)) for shift in shifts]
+        return _settled(state, (key0, key1), words, i * (_STEP_DIGITS // 2), of_step)
 
-    return lax.fori_loop(0, steps, step, jnp.full(shape, less))
+    start = jnp.zeros(shape, jnp.uint32), jnp.full(shape, 2**WORD_BITS - 1, jnp.uint32)
+    state = lax.fori_loop(0, jnp.minimum(steps, _FIRST_STEPS), step, start)
+    rest = [repeated(number >> jnp.uint32(shift) & jnp.uint32(1)) for shift in reversed(range(_REST_DIGITS))]
+    turn = functools.partial(_turn, (key0, key1, words), less, rest)
+    return lax.while_loop(lambda state: state[2], turn, (*state, steps > _FIRST_STEPS))[0]
+
+
+def _settled(state, keys, words, first_pair, digits):
+    """Compares digits from the first on: what is less, and what is undecided as all digits so far are equal."""
+    less, undecided = state
+    for pair in range(len(digits) // 2):
+        drawn = drawn_pair(keys, words, jnp.asarray(first_pair, jnp.uint32) + jnp.uint32(pair))
+        for digit, word in zip(digits[2 * pair : 2 * pair + 2], drawn, strict=True):
+            decided = undecided & (word ^ ~digit)
+            less, undecided = less | (decided & digit), undecided ^ decided
+    return less, undecided
+
+
+def _turn(operands, less_at_end, digits, state):
+    """Decides a few elements by the digits after the first ones, and says whether others are left.
+
+    At each place of a register, the generator draws for two of the words that hold undecided elements. With 16
+    registers, one turn is enough for three blocks in four.
+
+    Args:
+      operands: the keys and the numbers of all words.
+      less_at_end: the result for the digits after all others.
+      digits: those after the first ones.
+      state: which elements are less, which are undecided, and whether any is.
+    """
+    rows = _REGISTER_ROWS if state[0].shape[0] % _REGISTER_ROWS == 0 else state[0].shape[0]
+    less, undecided, *operands = (
+        [values[start : start + rows] for start in range(0, values.shape[0], rows)]
+        for values in (*state[:2], *operands)
+    )
+    registers = range(len(less))
+    for order in (registers, reversed(registers)):  # the last undecided, then the first
+        found = [jnp.zeros_like(less[0]), *(values[0] for values in operands)]
+        for i in order:
+            here = (jnp.full_like(less[0], i), *(values[i] for values in operands))
+            found = [jnp.where(undecided[i] != 0, one, other) for one, other in zip(here, found, strict=True)]
+        register, key0, key1, words = found
+        known = compared(
+            jnp.full_like(words, less_at_end), (key0, key1), words, _FIRST_STEPS * _STEP_DIGITS // 2, digits
+        )
+        for i in registers:
+            decided = jnp.where(register == jnp.uint32(i), undecided[i], jnp.uint32(0))
+            less[i] |= decided & known
+            undecided[i] ^= decided
+    is_left = functools.reduce(jnp.bitwise_or, undecided) != 0
+    return jnp.concatenate(less), jnp.concatenate(undecided), jnp.any(is_left)
 
 
 def _of_bands(streams_ref, column, bands, row_words, lane):
