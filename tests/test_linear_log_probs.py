@@ -321,10 +321,21 @@ def test_linear_log_probs_run_kernels_where_asked(rng):
         warmer = functools.partial(linear_log_probs, labels=labels, temperature=2.0)
         explained = lowering.explain(warmer, x, weight, target="tpu-v5e")
     assert explained.notes == ("linear_log_probs: strategy full, as 832 logits are at most 16,777,216",)
-    assert [row.implementation for row in explained.rows] == ["reference"]
+    assert [(row.operator, row.implementation) for row in explained.rows] == [("scaled_cross_entropy", "mosaic_tpu")]
+
+
+@pytest.mark.parametrize(("is_scaled", "softcap"), [(False, None), (True, None), (True, 3.0)])
+def test_linear_log_probs_run_the_tpu_kernel(is_scaled, softcap, rng):
+    x, weight, labels = draw(rng, dtype="bfloat16")
+    bias = jnp.asarray(rng.normal(size=weight.shape[0]), "bfloat16") if is_scaled else None
+    temperature = jnp.asarray(rng.uniform(0.5, 2.0, ROWS), "float32") if is_scaled else 1.0
+    given = {"temperature": temperature, "bias": bias, "softcap": softcap}
+    fn = functools.partial(linear_log_probs, **given, return_entropy=True)
     with lowering.use("interpret:mosaic_tpu"):
-        actual = linear_log_probs(x, weight, labels, return_entropy=True)
-    for result, true in zip(actual, expected(x, weight, labels, np.ones((2, ROWS))), strict=False):
+        explained = lowering.explain(fn, x, weight, labels, target="cpu")
+        actual = jax.jit(fn)(x, weight, labels)
+    assert [row.implementation for row in explained.rows] == ["mosaic_tpu (interpreted)"]
+    for result, true in zip(actual, expected(x, weight, labels, np.ones((2, ROWS)), **given), strict=False):
         assert_near(result, true)
 
 

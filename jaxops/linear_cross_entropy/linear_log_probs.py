@@ -127,8 +127,8 @@ def linear_log_probs(
       Differentiable in x, weight, bias and temperature, in forward and reverse mode and repeatedly.
 
     Kernels:
-      Those of `linear_cross_entropy` compute it where `lowering.use` asks for them and the temperature is the number 1,
-      without `batch_invariant`.
+      Those of `linear_cross_entropy` compute it where `lowering.use` asks for them, without `batch_invariant`. If the
+      temperature is not the number 1, there is one for TPUs, which does not compute gradients.
 
     Example:
       >>> x = jnp.array([[0.0, 0.0], [2.0, 0.0], [0.0, 0.0]])

@@ -230,7 +230,7 @@ _STATISTICS = Operator(
 
 _PLAIN = _Operators(_STATISTICS, _WITH_LOGITS, _BACKWARD, _BACKWARD_OF_LOGITS)
 
-# With a scale of each row, the last operand. These have no kernels.
+# With a scale of each row, the last operand.
 _SCALED_SIGNATURE = f"{_TERMS}, {_OPERANDS}, ... v, ... -> {_GRADIENTS}, ..."
 _SCALED = _Operators(
     Operator(
@@ -239,6 +239,7 @@ _SCALED = _Operators(
         check=check,
         reference=_reference,
         derivative=_DERIVATIVE(residuals=f"{_OPERANDS}, ..., {_RESULTS}, ... v"),
+        kernels=(tpu_statistics.KERNEL,),
     ),
     Operator(
         name="scaled_cross_entropy_with_logits",

@@ -29,6 +29,7 @@ MOST = 1.03  # of the time that was recorded
         "max_pool bfloat16 256x112x112x64 NHWC 3x3/2, with gradient",
         "embedding float32 32000x1024, 8192 uniform ids, gradient",
         "linear_cross_entropy bf16 4096x1024x32768",
+        "linear_log_probs bf16 4096x1024x32768, temperature 0.7",
     ],
 )
 def test_no_kernel_is_slower_than_recorded(monkeypatch, name):

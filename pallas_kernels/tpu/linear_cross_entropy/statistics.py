@@ -72,8 +72,9 @@ class OnlineStatistics(NamedTuple):
     prediction: jax.Array
 
 
-def _kernel(live_ref, labels_ref, columns_ref, x_ref, weight_ref, *refs, classes, features, **options):
-    """`refs`: six statistics, as many of each sublane, the sums of targets; logits, if they take several steps."""
+def _kernel(live_ref, labels_ref, columns_ref, x_ref, weight_ref, *refs, classes, features, scaled, **options):
+    """`refs`: scales of rows, if any; six statistics, as many of each sublane, the sums of targets; some logits."""
+    scale_ref, refs = (refs[0], refs[1:]) if scaled else (None, refs)
     results, known, target_total_ref = OnlineStatistics(*refs[:6]), OnlineStatistics(*refs[6:12]), refs[12]
     logits_ref, hidden_blocks = refs[-1], pl.cdiv(features, x_ref.shape[1])
     vocab_index, hidden_index = pl.program_id(1), pl.program_id(2)
@@ -92,7 +93,8 @@ def _kernel(live_ref, labels_ref, columns_ref, x_ref, weight_ref, *refs, classes
     # The hidden axis is innermost, so a tile's logits are complete before the next tile begins.
     @pl.when(is_live & (hidden_index == hidden_blocks - 1))
     def _complete():
-        fold = functools.partial(_fold_chunk, labels_ref, columns_ref, known, target_total_ref, logits_of(), **options)
+        rows = labels_ref, scale_ref, columns_ref, known, target_total_ref
+        fold = functools.partial(_fold_chunk, *rows, logits_of(), **options)
         fold_block = functools.partial(for_chunks, fold, weight_ref.shape[0], vocab_index)
         at_edge(fold_block, vocab_index, classes, weight_ref.shape[0])
 
@@ -103,6 +105,7 @@ def _kernel(live_ref, labels_ref, columns_ref, x_ref, weight_ref, *refs, classes
 
 def _fold_chunk(
     labels_ref,
+    scale_ref,
     columns_ref,
     known,
     target_total_ref,
@@ -127,6 +130,8 @@ def _fold_chunk(
         logits = logits + column(BIAS)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits * (1 / softcap))
+    if scale_ref is not None:
+        logits = logits * scale_ref[...]
     logits = masked(logits, 0, valid_classes, -jnp.inf)
     target = masked(column(TARGET), 0, valid_classes) if weighted else None
     lanes = min(LANES, logits.shape[1])
@@ -196,15 +201,16 @@ def _finite(logits):
 
 
 def online_statistics(
-    x, weight, labels, bias, shared_target, *, softcap, metrics, config, interpret
+    x, weight, labels, bias, shared_target, *scale, softcap, metrics, config, interpret
 ) -> OnlineStatistics:
-    """Launches the kernel on rows (R, H); bias and shared_target may be empty."""
+    """Launches the kernel on rows (R, H); bias and shared_target may be empty, and logits have a scale (R,) or none."""
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     (rows, features), classes = x.shape, weight.shape[0]
     block_rows, block_vocab, block_hidden = blocks_of(rows, classes, features, config)
     biased = bias.size > 0
     options = {"softcap": softcap, "biased": biased, "weighted": shared_target.size > 0, "metrics": metrics}
+    options["scaled"] = bool(scale)
     grid = (pl.cdiv(rows, block_rows), pl.cdiv(classes, block_vocab), pl.cdiv(features, block_hidden))
     columns = class_vectors(bias, shared_target, classes)
     has_columns = int(columns is not None)
@@ -227,6 +233,7 @@ def online_statistics(
                 pl.BlockSpec((SUBLANES, block_vocab), lambda i, j, k, live: (0, has_columns * j * live[i])),
                 pl.BlockSpec((block_rows, block_hidden), lambda i, j, k, live: (i, k * live[i])),
                 pl.BlockSpec((block_vocab, block_hidden), lambda i, j, k, live: (j * live[i], k * live[i])),
+                *[row_spec for _ in scale],
             ],
             out_specs=[row_spec] * 6,
             scratch_shapes=[
@@ -247,7 +254,7 @@ def online_statistics(
             bytes_accessed=operand_bytes(x.dtype.itemsize, x.shape, classes, block_rows, block_vocab, block_hidden),
         ),
         interpret=interpret,
-    )(live, labels.reshape(1, rows), columns, whole_tile(x), whole_tile(weight))
+    )(live, labels.reshape(1, rows), columns, whole_tile(x), whole_tile(weight), *(s.reshape(1, rows) for s in scale))
     statistics = OnlineStatistics(*(result.reshape(rows) for result in results))
     label_logit = jnp.where(labels >= 0, statistics.label_logit - _finite(statistics.maximum), 0.0)
     return statistics._replace(label_logit=label_logit)
@@ -260,7 +267,7 @@ def run(
     labels,
     shared_target,
     row_target,
-    *,
+    *scale,
     softcap,
     metrics,
     config,
@@ -275,6 +282,7 @@ def run(
         labels.reshape(-1),
         bias,
         shared_target,
+        *(s.reshape(-1) for s in scale),
         softcap=softcap,
         metrics=metrics,
         config=config,
@@ -286,7 +294,7 @@ def run(
     return tuple(result.reshape(batch_shape) for result in results)
 
 
-def refuses(hardware, x, weight, bias, labels, shared_target, row_target, **params) -> str | None:
+def refuses(hardware, x, weight, bias, labels, shared_target, row_target, *scale, **params) -> str | None:
     """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     if row_target.shape[-1]:
         return "probabilities of every class are an array of the logits' size, which the kernel is there to avoid"
