@@ -1,0 +1,41 @@
+"""What the machine code of the streaming kernels says of their accesses; run with `-m cuda_compile`."""
+
+import pytest
+from compile_targets.sass import _code_of, machine_code
+from compile_targets.test_compile_cuda import BF16, F32, compile_ema_adam
+
+from pallas_kernels.gpu import ema_adam
+
+SASS = """
+.text.copy_mosaic_gpu_kernel:
+   -:-:-:Y:01        /*0000*/                   LDC R1, c[0x0][0x28]
+.L_x_0:
+   -:-:2:Y:01        /*0010*/                   LDG.E.128 R4, desc[UR6][R2.64]
+   -:-:3:Y:01        /*0020*/                   LDG.E.U16 R8, desc[UR6][R2.64+0x800]
+   3:-:-:Y:01        /*0030*/                   FADD R9, R8, R7
+   -:-:3:Y:01        /*0040*/              @!P1 LDG.E R10, desc[UR6][R2.64]
+   -:0:-:Y:01        /*0050*/                   STG.E.64 desc[UR6][R2.64], R4
+   -:-:-:Y:05        /*0060*/               @P0 BRA `(.L_x_0)
+   -:-:-:Y:05        /*0070*/                   EXIT
+"""
+
+
+def test_machine_code_is_read():
+    code = _code_of("copy", SASS)
+    assert len(code.instructions) == 8
+    assert code.access_bytes("LDG") == {16: 1, 2: 1, 4: 1}
+    assert code.opcodes("STG") == {"STG.E.64": 1}
+    assert code.bytes_in_flight() == 18
+    (loop,) = code.loops()
+    assert [each.opcode for each in loop.instructions][::5] == ["LDG.E.128", "BRA"]
+
+
+@pytest.mark.cuda_compile
+@pytest.mark.parametrize(("dtype", "access_bytes"), [(F32, 16), (BF16, 8)])
+def test_ema_adam_loads_two_accesses_of_all_operands_before_it_uses_one(h100, dtype, access_bytes):
+    report = compile_ema_adam(h100, (4096, 4096), (dtype,) * 5, config=ema_adam._CONFIGS[0])
+    (code,) = machine_code(report)
+    assert code.access_bytes("LDG")[access_bytes] >= 10
+    assert code.access_bytes("STG") == {access_bytes: 8}
+    assert code.bytes_in_flight() >= 10 * access_bytes
+    assert code.count("LDL") + code.count("STL") == 0
