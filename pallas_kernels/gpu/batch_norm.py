@@ -118,15 +118,7 @@ class Block:
         """Calls `use(step, load(step), carry)` for each access in turn, with several loads ahead of their use."""
         steps = self.tiling.steps
         ahead = min(steps, max(1, _AHEAD_ELEMENTS // self.tiling.width))
-
-        def group(start, size, carry):
-            loaded = [load(start + position) for position in range(size)]
-            for position, values in enumerate(loaded):
-                carry = use(start + position, values, carry)
-            return carry
-
-        carry = lax.fori_loop(0, steps // ahead, lambda i, carry: group(i * ahead, ahead, carry), carry)
-        return group(steps - steps % ahead, steps % ahead, carry)
+        return hopper.fold(0, steps, ahead, load, use, carry)
 
     def store(self, ref, step, values):
         """Stores one access; overlapping ones store the same values."""
