@@ -10,6 +10,7 @@ from jax import lax
 WARPGROUP = 128  # threads, so one access of a warpgroup touches at least as many elements
 VECTOR = 4  # elements of one access of a thread: 16 bytes of float32, the most that an instruction moves
 SHARED_BYTES = 227 * 2**10  # that one thread block may have
+LAUNCH_SECONDS = 3e-6  # of one kernel, roughly; assumed, not measured
 MAX_ELEMENTS = 2**31 - 1
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -54,7 +53,7 @@ class Tiling(NamedTuple):
 
     view: View
     width: int
-    dtypes: tuple[np.dtype, ...]
+    dtypes: tuple[Any, ...]
     warpgroups: int = 1
     held_steps: int = 0
     kept_steps: int = 0
