@@ -68,7 +68,10 @@ class Code:
         return self.opcodes(name).total()
 
     def access_bytes(self, name):
-        """The bytes of one access of a thread by "LDG", "STG", "LDS" or the like, and how many accesses have them."""
+        """The bytes of one access of a thread by "LDG", "STG", "LDS" or the like, and how many accesses have them.
+
+        "LD" and "ST" are accesses to device memory as well, through addresses that might be of shared memory.
+        """
         return Counter(each.access_bytes for each in self.instructions if each.is_a(name))
 
     def bytes_in_flight(self):
@@ -77,7 +80,7 @@ class Code:
         for each in self.instructions:
             if not filled.isdisjoint(each.registers) or (each.always and each.opcode in ("EXIT", "BRA")):
                 bytes_, filled = 0, set()
-            if each.is_a("LDG"):
+            if each.is_a("LDG") or each.is_a("LD"):
                 bytes_ += each.access_bytes
                 filled.update(each.loaded)
                 most = max(most, bytes_)

@@ -1,17 +1,21 @@
 """What the machine code of the streaming kernels says of their accesses; run with `-m cuda_compile`."""
 
+import functools
+
+import jax
 import pytest
 from compile_targets.sass import _code_of, machine_code
 from compile_targets.test_compile_cuda import BF16, F32, compile_ema_adam
 
-from pallas_kernels.gpu import ema_adam
+import lowering
+from pallas_kernels.gpu import dropout, ema_adam
 
 SASS = """
 .text.copy_mosaic_gpu_kernel:
    -:-:-:Y:01        /*0000*/                   LDC R1, c[0x0][0x28]
 .L_x_0:
    -:-:2:Y:01        /*0010*/                   LDG.E.128 R4, desc[UR6][R2.64]
-   -:-:3:Y:01        /*0020*/                   LDG.E.U16 R8, desc[UR6][R2.64+0x800]
+   -:-:3:Y:01        /*0020*/                   LD.E.U16 R8, desc[UR6][R2.64+0x800]
    3:-:-:Y:01        /*0030*/                   FADD R9, R8, R7
    -:-:3:Y:01        /*0040*/              @!P1 LDG.E R10, desc[UR6][R2.64]
    -:0:-:Y:01        /*0050*/                   STG.E.64 desc[UR6][R2.64], R4
@@ -23,7 +27,8 @@ SASS = """
 def test_machine_code_is_read():
     code = _code_of("copy", SASS)
     assert len(code.instructions) == 8
-    assert code.access_bytes("LDG") == {16: 1, 2: 1, 4: 1}
+    assert code.access_bytes("LDG") == {16: 1, 4: 1}
+    assert code.access_bytes("LD") == {2: 1}
     assert code.opcodes("STG") == {"STG.E.64": 1}
     assert code.bytes_in_flight() == 18
     (loop,) = code.loops()
@@ -39,3 +44,18 @@ def test_ema_adam_loads_two_accesses_of_all_operands_before_it_uses_one(h100, dt
     assert code.access_bytes("STG") == {access_bytes: 8}
     assert code.bytes_in_flight() >= 10 * access_bytes
     assert code.count("LDL") + code.count("STL") == 0
+
+
+@pytest.mark.cuda_compile
+@pytest.mark.parametrize(("columns", "dtype"), [(4096, F32), (4096, BF16), (4160, BF16)])
+def test_dropout_moves_16_bytes_a_thread_and_loads_four_ahead(h100, columns, dtype):
+    x = jax.ShapeDtypeStruct((1024, columns), dtype)
+    streams, words = (jax.ShapeDtypeStruct((1024, last), "uint32") for last in (3, columns // 32))
+    keep = jax.ShapeDtypeStruct((2,), F32)
+    for run, operands in ((dropout.run, (streams, x, keep)), (dropout.run_backward, (x, words, keep))):
+        report = lowering.compile(jax.jit(functools.partial(run, config={})), *operands, target=h100)
+        (code,) = machine_code(report)
+        assert {*code.access_bytes("LD")} == {*code.access_bytes("ST")} == {16}
+        assert {*code.access_bytes("LDG"), *code.access_bytes("STG")} == {4}  # words of the mask and scalars
+        assert code.bytes_in_flight() >= 64
+        assert code.count("LDL") + code.count("STL") == 0
