@@ -8,7 +8,7 @@ from compile_targets.sass import _code_of, machine_code
 from compile_targets.test_compile_cuda import BF16, F32, compile_ema_adam
 
 import lowering
-from pallas_kernels.gpu import dropout, ema_adam
+from pallas_kernels.gpu import batch_norm, batch_norm_backward, dropout, ema_adam
 
 SASS = """
 .text.copy_mosaic_gpu_kernel:
@@ -59,3 +59,25 @@ def test_dropout_moves_16_bytes_a_thread_and_loads_four_ahead(h100, columns, dty
         assert {*code.access_bytes("LDG"), *code.access_bytes("STG")} == {4}  # words of the mask and scalars
         assert code.bytes_in_flight() >= 64
         assert code.count("LDL") + code.count("STL") == 0
+
+
+# Channels first and last. In flight are the accesses of each image, 2048 elements of it for 128 threads.
+@pytest.mark.cuda_compile
+@pytest.mark.parametrize("shape", [(32, 1, 256, 3136), (32, 3136, 64, 1)], ids=["first", "last"])
+@pytest.mark.parametrize(("dtype", "access_bytes"), [(F32, 16), (BF16, 8)])
+def test_batch_norm_loads_several_accesses_of_each_image_before_it_uses_one(h100, shape, dtype, access_bytes):
+    image, statistic = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[2:3], F32)
+    relu = {"axis_name": None, "activation": ("relu", 0.0, True)}
+    loaded_images = {"batch_norm_statistics": 1, "batch_norm": 2, "batch_norm_sums": 3, "batch_norm_backward": 3}
+    for kernel, operands, params in (
+        (batch_norm, [image, *[statistic] * 2, image], {"epsilon": 0.0}),
+        (batch_norm_backward, [image, image, *[statistic] * 5, image], {"residual_grad": True}),
+    ):
+        run = functools.partial(kernel.run, config=batch_norm._CONFIGS[0], **relu, **params)
+        report = lowering.compile(jax.jit(run), *operands, target=h100)
+        for code in machine_code(report):
+            ahead = 4 * loaded_images.pop(code.kernel)
+            assert code.access_bytes("LDG")[access_bytes] >= ahead
+            assert code.bytes_in_flight() >= ahead * access_bytes
+            assert code.count("LDL") + code.count("STL") == 0
+    assert not loaded_images
