@@ -68,12 +68,11 @@ class _Run:
 
     def _layout(self):
         """Of the elements of an access, a row for each word: neighbouring threads have neighbouring runs of a row."""
-        from jax.experimental.mosaic.gpu.fragmented_array import Tiling
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         vector = self._vector
         # Tiles of 4 * vector rows, one for each warp's vector rows, in which a lane has vector elements of one row.
-        tiling = Tiling(((WARPGROUP // WORD_BITS * vector, WORD_BITS), (vector, vector)))
+        tiling = plgpu.Tiling(((WARPGROUP // WORD_BITS * vector, WORD_BITS), (vector, vector)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1)
 
     def _load(self, ref, index, axes=()):
