@@ -211,6 +211,9 @@ def choose(
         chip = Hardware(kernel.platform, kernel.platform) if mode == "interpret" else hardware
         return reason or kernel.refuses(chip, *operands, **params)
 
+    def outweighed(kernel: Kernel) -> str | None:
+        return kernel.outweighed(hardware, *operands, **params)
+
     def tuned_config(kernel: Kernel) -> Config | None:
         best = tuned.best(kernel.name) if tuned is not None and tuned.key.versions == versions() else None
         offered = [config_items(config) for config in kernel.configs(hardware, *operands, **params)] if best else []
@@ -219,13 +222,14 @@ def choose(
     default, others_reason = None, None
     if mode == "auto":
         measured = None if tuned is None or tuned.replayed else tuned  # replays choose configurations, never kernels
-        default, others_reason = _default(kernels, hardware, measured, refusal, tuned_config)
+        default, others_reason = _default(kernels, hardware, measured, refusal, outweighed, tuned_config)
     refusals: list[Refusal] = []
     for kernel in kernels if mode != "reference" else ():
         reason = refusal(kernel)
         if reason is None and mode == "auto" and kernel is not default:
             is_replay = tuned is not None and tuned.replayed and tuned.key.versions == versions()
             remark = tuned.replay_remark(kernel.name) if tuned is not None and is_replay else None
+            remark = outweighed(kernel) or remark
             reason = f"opt-in: {remark}" if remark else others_reason
             reason = reason or (tuned.against(kernel.name) if tuned is not None else None)
         if reason is None:
@@ -261,6 +265,7 @@ def _default(
     hardware: Hardware,
     tuned: Entry | None,
     refusal: Callable[[Kernel], str | None],
+    outweighed: Callable[[Kernel], str | None],
     tuned_config: Callable[[Kernel], Config | None],
 ) -> tuple[Kernel | None, str | None]:
     """The kernel that "auto" takes, None for the reference; and why it takes no other, None if tuning has decided."""
@@ -283,5 +288,6 @@ def _default(
             reason = f"{winner.name} was tuned, but that is none of its configurations"
         else:
             return kernel, None
-    measured = (kernel for kernel in kernels if hardware.name in kernel.measured_on and refusal(kernel) is None)
-    return next(measured, None), "opt-in: not measured on this target" + (f"; {reason}" if reason else "")
+    measured = (kernel for kernel in kernels if hardware.name in kernel.measured_on)
+    taken = (kernel for kernel in measured if refusal(kernel) is None and outweighed(kernel) is None)
+    return next(taken, None), "opt-in: not measured on this target" + (f"; {reason}" if reason else "")

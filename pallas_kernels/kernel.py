@@ -11,6 +11,10 @@ def _single_config(hardware: Any, *operands: Any, **params: Any) -> Sequence[Con
     return ({},)
 
 
+def _never(hardware: Any, *operands: Any, **params: Any) -> str | None:
+    return None
+
+
 def _no_operand(*operands: Any, **params: Any) -> Sequence[int]:
     return ()
 
@@ -29,6 +33,9 @@ class Kernel:
         sizes are refused earlier, for all kernels.
       configs: `configs(hardware, *operands, **params)`. The launch configurations worth trying there, the default
         first.
+      outweighed: `outweighed(hardware, *operands, **params) -> str | None`. Why the hardware's figures say that the
+        reference is as fast with these operands; None if they do not. "auto" then takes the kernel only if tuning
+        measured that it wins; a user who asks for the kernel gets it.
       measured_on: names of the targets where it was measured at least as fast as the reference. There it is the
         default; elsewhere the user has to ask for it.
       interpreter_is_pure: whether `run(interpret=True)` has no side effects. Mosaic GPU's interpreter has some, so an
@@ -44,6 +51,7 @@ class Kernel:
     run: Callable[..., Any]
     refuses: Callable[..., str | None]
     configs: Callable[..., Sequence[Config]] = _single_config
+    outweighed: Callable[..., str | None] = _never
     measured_on: frozenset[str] = frozenset()
     interpreter_is_pure: bool = True
     overwrites: Callable[..., Sequence[int]] = _no_operand

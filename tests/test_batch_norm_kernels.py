@@ -119,6 +119,17 @@ def test_batch_norm_kernels_agree_with_float64(name, shape, capfd):
     check(name, shape, "float32", RELU, True, capfd)
 
 
+# Rows of few channels side by side: as many as make 16 bytes a thread, or 8, or 4, and divide the images.
+@pytest.mark.parametrize(
+    ("shape", "vector"),
+    [((2, 32, 48, 1), 4), pytest.param((2, 24, 48, 1), 2, marks=pytest.mark.slow), ((2, 4, 48, 1), 1)],
+    ids=str,
+)
+def test_batch_norm_kernels_on_gpus_fold_rows_for_wide_accesses(shape, vector, capfd):
+    assert gpu_forward.tiling_of(shape, 512).vector == vector
+    check("gpu", shape, "float32", RELU, True, capfd, width=512)
+
+
 # Of the backward kernel's two arrays, the VMEM of "one" holds the first.
 @pytest.mark.slow
 @pytest.mark.parametrize(

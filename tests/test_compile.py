@@ -234,7 +234,9 @@ def test_dumps_of_mosaic_gpu_are_read(tmp_path):
     for name, report in PTXAS.items():
         (tmp_path / f"{name}_0.ptxas").write_text(report)
         (tmp_path / f"{name}_0.mlir-passes.log").write_text(LAUNCH)
-    assert gpu_resources(tmp_path) == [GpuResources("one", 79, 28, 114752, 2), GpuResources("two", 40, 0, 114752, 0)]
+    (tmp_path / "one_0.sass_ctrl").write_text("EXIT")  # nvdisasm need not be there
+    one, two = GpuResources("one", 79, 28, 114752, 2, "EXIT"), GpuResources("two", 40, 0, 114752, 0)
+    assert gpu_resources(tmp_path) == [one, two]
 
 
 def test_compiler_process_is_kept_and_replaced_when_it_has_ended(tmp_path):

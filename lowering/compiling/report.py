@@ -53,6 +53,7 @@ class GpuResources:
       spilled_bytes: stores and loads of a thread that the registers could not hold.
       shared_bytes: shared memory per thread block.
       barriers: named barriers per thread block.
+      sass: the machine code as nvdisasm prints it, with what each instruction waits for; empty without nvdisasm.
     """
 
     kernel: str
@@ -60,6 +61,7 @@ class GpuResources:
     spilled_bytes: int
     shared_bytes: int
     barriers: int
+    sass: str = dataclasses.field(default="", repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +111,11 @@ class CompiledReport:
 
     def to_json(self) -> str:
         """Writes everything but the program's texts as a JSON object."""
+        resources = [dataclasses.asdict(used) for used in self.gpu_resources]
         record = {
             "target": self.target,
             "kernels": self.kernels,
-            "gpu_resources": [dataclasses.asdict(resources) for resources in self.gpu_resources],
+            "gpu_resources": [{name: fact for name, fact in used.items() if name != "sass"} for used in resources],
             "collectives": [dataclasses.asdict(collective) for collective in self.collectives],
             "memory": {**dataclasses.asdict(self.memory), "peak": self.memory.peak},
             "cost": self.cost,
@@ -219,7 +222,7 @@ def _array_bytes(dtype: str, shape: str) -> int:
 
 
 def gpu_resources(dump: Path) -> list[GpuResources]:
-    """Reads Mosaic GPU's dump: registers and spills from ptxas' reports, shared memory from the launches."""
+    """Reads Mosaic GPU's dump: ptxas' reports of registers and spills, launches' shared memory, nvdisasm's code."""
     facts = (
         r"entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?"
         r"Used (\d+) registers(?:, used (\d+) barriers)?"
@@ -228,6 +231,8 @@ def gpu_resources(dump: Path) -> list[GpuResources]:
     for report in sorted(dump.glob("*.ptxas")):
         passes = report.with_suffix(".mlir-passes.log").read_text(errors="replace")
         launch = re.search(r"gpu\.launch.*dynamic_shared_memory_size %c(\d+)", passes)
+        disassembled = report.with_suffix(".sass_ctrl")
+        sass = disassembled.read_text(errors="replace") if disassembled.exists() else ""
         for name, stores, loads, registers, barriers in re.findall(
             facts, report.read_text(errors="replace"), re.DOTALL
         ):
@@ -238,6 +243,7 @@ def gpu_resources(dump: Path) -> list[GpuResources]:
                     spilled_bytes=int(stores) + int(loads),
                     shared_bytes=int(launch.group(1)) if launch else 0,
                     barriers=int(barriers or 0),
+                    sass=sass,
                 )
             )
     return found

@@ -118,15 +118,7 @@ class Block:
         """Calls `use(step, load(step), carry)` for each access in turn, with several loads ahead of their use."""
         steps = self.tiling.steps
         ahead = min(steps, max(1, _AHEAD_ELEMENTS // self.tiling.width))
-
-        def group(start, size, carry):
-            loaded = [load(start + position) for position in range(size)]
-            for position, values in enumerate(loaded):
-                carry = use(start + position, values, carry)
-            return carry
-
-        carry = lax.fori_loop(0, steps // ahead, lambda i, carry: group(i * ahead, ahead, carry), carry)
-        return group(steps - steps % ahead, steps % ahead, carry)
+        return hopper.fold(0, steps, ahead, load, use, carry)
 
     def store(self, ref, step, values):
         """Stores one access; overlapping ones store the same values."""
@@ -173,11 +165,14 @@ def tiling_of(shape, max_width):
         vector = min(VECTOR, width // WARPGROUP) if view[2] % VECTOR == 0 else 1
         return Tiling(view, False, c, width, vector)
     # Channels lie last. Rows of pixels are put side by side until whole warpgroups divide them, as two blocks must not
-    # write the same statistics. Then a thread's columns are always of the same channels, and it sums in registers.
-    fold = WARPGROUP // math.gcd(c, WARPGROUP)
-    rows, columns = n * a // fold, fold * c
-    if n * a % fold:
+    # write the same statistics. Then a thread's columns are always of the same channels, and it sums in registers. More
+    # rows make wider accesses.
+    lanes = (WARPGROUP * vector for vector in (VECTOR, 2, 1) if WARPGROUP * vector <= max_width)
+    folds = [fold for count in lanes if n * a % (fold := count // math.gcd(c, count)) == 0]
+    if not folds:
         return None
+    fold = folds[0]
+    rows, columns = n * a // fold, fold * c
     width = next(width for width in (max_width >> i for i in range(max_width)) if columns % width == 0)
     most = max(1, min(_PARTS * width // columns, rows // _SLAB_ROWS))
     slabs = max(slabs for slabs in range(1, most + 1) if rows % slabs == 0)

@@ -1,7 +1,7 @@
 """Dropout on NVIDIA GPUs from Hopper on: the mask is drawn by the thread block that needs it, in one pass over memory.
 
 A thread block has 4096 neighbouring elements of a row. Each of its 128 threads draws one word of the mask, for 32
-elements, and stores it in shared memory (128 * 4 bytes): one access of 128 elements, one per thread, needs four words.
+elements, and stores it in shared memory (128 * 4 bytes). Then it has 16 bytes of a row of 32 elements in each access.
 
 Functions import `mosaic_gpu` themselves: it takes a third of a second, which only those who lower for a GPU should pay.
 """
@@ -14,39 +14,45 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels._jax_private import interpret_gpu_params, load_gpu
 from pallas_kernels.dropout_mask import WORD_BITS, compared, digits, threshold
 from pallas_kernels.gpu import hopper
 from pallas_kernels.gpu.hopper import WARPGROUP
 from pallas_kernels.kernel import Kernel
 
 _BLOCK = WARPGROUP * WORD_BITS  # one word of the mask for each thread
-_ACCESSES = _BLOCK // WARPGROUP
+_ACCESS_BYTES = 16  # of a thread
+_AHEAD = 4  # accesses that are loaded before one is used
 
 
 class _Run:
     """Inside a kernel, 4096 elements of a row and the 128 words of their mask."""
 
-    def __init__(self, first_word, words_smem, pin_layouts):
+    def __init__(self, first_word, words_smem, dtype, pin_layouts):
         """The interpreter of jax 0.10 has no layouts to pin."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         self.row = lax.axis_index("row")
         self.first_word = first_word
         self.words_smem = words_smem
-        self._layout = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1) if pin_layouts else None
+        self._vector = _ACCESS_BYTES // jnp.dtype(dtype).itemsize
+        self._pin_layouts = pin_layouts
 
     def pinned(self, values):
+        """One number a thread."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        return values if self._layout is None else plgpu.layout_cast(values, self._layout)
+        return plgpu.layout_cast(values, self._threads_layout()) if self._pin_layouts else values
+
+    def _threads_layout(self):
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        return plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 
     def threads(self):
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        if self._layout is None:
+        if not self._pin_layouts:
             return lax.broadcasted_iota(jnp.int32, (WARPGROUP,), 0)
-        return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=self._layout)
+        return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=self._threads_layout())
 
     def words(self):
         return self.row, pl.ds(self.first_word, WARPGROUP)
@@ -60,6 +66,23 @@ class _Run:
         less, number = digits(threshold(keep_gmem[0]))
         return compared(indices * jnp.uint32(0) + less, (key0, key1), indices, 0, number)
 
+    def _layout(self):
+        """Of the elements of an access, a row for each word: neighbouring threads have neighbouring runs of a row."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        vector = self._vector
+        # Tiles of 4 * vector rows, one for each warp's vector rows, in which a lane has vector elements of one row.
+        tiling = plgpu.Tiling(((WARPGROUP // WORD_BITS * vector, WORD_BITS), (vector, vector)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1)
+
+    def _load(self, ref, index, axes=()):
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        if not self._pin_layouts:
+            return ref[index]
+        layout = self._layout().reduce(axes) if axes else self._layout()
+        return plgpu.layout_cast(load_gpu(ref, index), layout)
+
     def select(self, words, x_gmem, y_gmem, keep_gmem):
         """Keeps and drops elements; `words` has one for each thread."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -69,34 +92,40 @@ class _Run:
         plgpu.commit_smem()
         self.words_smem[...] = words
         plgpu.commit_smem()
-        thread = self.threads()
-        bit = jnp.uint32(1) << (thread % WORD_BITS).astype(jnp.uint32)
         factor = keep_gmem[1]
-        per_access = WARPGROUP // WORD_BITS
+        rows = WARPGROUP // WORD_BITS * self._vector
+        shape = rows, WORD_BITS
+        if self._pin_layouts:
+            bits = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=self._layout())
+        else:
+            bits = lax.broadcasted_iota(jnp.int32, shape, 1)
+        bit = jnp.uint32(1) << bits.astype(jnp.uint32)
 
-        def access(i, _):
-            where = self.row, pl.ds(self.first_word * WORD_BITS + i * WARPGROUP, WARPGROUP)
-            # All threads read the same four words, which shared memory broadcasts; each picks its own.
-            words = [self.words_smem[i * per_access + k] for k in range(per_access)]
-            word = jnp.full((WARPGROUP,), 1, jnp.uint32) * words[0]
-            for k in range(1, per_access):
-                word = jnp.where(thread >= k * WORD_BITS, words[k], word)
-            x = self.pinned(x_gmem[where]).astype(jnp.float32)
-            y_gmem[where] = jnp.where((word & bit) != 0, x * factor, 0.0).astype(y_gmem.dtype)
+        def where(step):
+            return self.row, pl.ds(self.first_word + step * rows, rows)
 
-        lax.fori_loop(0, _ACCESSES, access, None, unroll=8)
+        def load(step):
+            words = self._load(self.words_smem, (pl.ds(step * rows, rows),), (1,))
+            return self._load(x_gmem, where(step)), lax.broadcast_in_dim(words, shape, (0,))
+
+        def use(step, loaded, _):
+            x, words = loaded
+            y = jnp.where((words & bit) != 0, x.astype(jnp.float32) * factor, 0.0)
+            y_gmem[where(step)] = y.astype(y_gmem.dtype)
+
+        hopper.fold(0, WARPGROUP // rows, _AHEAD, load, use, None)
 
 
-def _for_each_run(words, words_smem, pin_layouts, process):
+def _for_each_run(words, words_smem, dtype, pin_layouts, process):
     """Runs of a row, one per thread block; the last block takes the rest of the row in a run that overlaps its own."""
     block, blocks = lax.axis_index("block"), words // WARPGROUP
-    process(_Run(block * WARPGROUP, words_smem, pin_layouts))
+    process(_Run(block * WARPGROUP, words_smem, dtype, pin_layouts))
     # Accesses cannot be masked. What two runs both compute is the same, and one block computes both.
     if words % WARPGROUP:
 
         @pl.when(block == blocks - 1)
         def _():
-            process(_Run(block * WARPGROUP + words % WARPGROUP, words_smem, pin_layouts))
+            process(_Run(block * WARPGROUP + words % WARPGROUP, words_smem, dtype, pin_layouts))
 
 
 def _kernel(streams_gmem, x_gmem, keep_gmem, y_gmem, words_gmem, words_smem, *, pin_layouts):
@@ -105,14 +134,14 @@ def _kernel(streams_gmem, x_gmem, keep_gmem, y_gmem, words_gmem, words_smem, *, 
         words_gmem[run.words()] = words
         run.select(words, x_gmem, y_gmem, keep_gmem)
 
-    _for_each_run(words_gmem.shape[1], words_smem, pin_layouts, process)
+    _for_each_run(words_gmem.shape[1], words_smem, x_gmem.dtype, pin_layouts, process)
 
 
 def _backward_kernel(grad_gmem, words_gmem, keep_gmem, out_gmem, words_smem, *, pin_layouts):
     def process(run):
         run.select(run.pinned(words_gmem[run.words()]), grad_gmem, out_gmem, keep_gmem)
 
-    _for_each_run(words_gmem.shape[1], words_smem, pin_layouts, process)
+    _for_each_run(words_gmem.shape[1], words_smem, grad_gmem.dtype, pin_layouts, process)
 
 
 def _launch(kernel, name, rows, columns, results, interpret, operands):
@@ -135,8 +164,9 @@ def run(streams, x, keep, *, config, interpret=False):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
     words = columns // WORD_BITS
-    results = [jax.ShapeDtypeStruct((rows, columns), x.dtype), jax.ShapeDtypeStruct((rows, words), jnp.uint32)]
-    operands = streams.reshape(rows, 3), x.reshape(rows, columns), keep
+    in_words = rows, words, WORD_BITS
+    results = [jax.ShapeDtypeStruct(in_words, x.dtype), jax.ShapeDtypeStruct((rows, words), jnp.uint32)]
+    operands = streams.reshape(rows, 3), x.reshape(in_words), keep
     y, mask = _launch(_kernel, "dropout", rows, columns, results, interpret, operands)
     return y.reshape(x.shape), mask.reshape(*x.shape[:-1], words)
 
@@ -144,8 +174,9 @@ def run(streams, x, keep, *, config, interpret=False):
 def run_backward(grad, words, keep, *, config, interpret=False):
     """Launches the kernel of the gradient; see `pallas_kernels.kernel.Kernel.run`."""
     rows, columns = math.prod(grad.shape[:-1]), grad.shape[-1]
-    results = [jax.ShapeDtypeStruct((rows, columns), grad.dtype)]
-    operands = grad.reshape(rows, columns), words.reshape(rows, columns // WORD_BITS), keep
+    in_words = rows, columns // WORD_BITS, WORD_BITS
+    results = [jax.ShapeDtypeStruct(in_words, grad.dtype)]
+    operands = grad.reshape(in_words), words.reshape(rows, columns // WORD_BITS), keep
     (out,) = _launch(_backward_kernel, "dropout_backward", rows, columns, results, interpret, operands)
     return (out.reshape(grad.shape),)
 

@@ -7,6 +7,7 @@ Functions import `mosaic_gpu` themselves: it takes a third of a second, which on
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.ema_adam_update import COEFFICIENTS, ema_adam_update
 from pallas_kernels.gpu import hopper
-from pallas_kernels.gpu.hopper import VECTOR, WARPGROUP
+from pallas_kernels.gpu.hopper import LAUNCH_SECONDS, VECTOR, WARPGROUP
 from pallas_kernels.kernel import Kernel
 
 _CONFIGS = ({"block_elements": 1024}, {"block_elements": 512}, {"block_elements": 2048})
@@ -122,6 +123,20 @@ def refuses(hardware, grad, var, m, v, s, coefficients, *, mode, output) -> str 
     return hopper.refusal(hardware, grad=grad, var=var, m=m, v=v, s=s)
 
 
+def outweighed(hardware, grad, var, m, v, s, coefficients, *, mode, output) -> str | None:
+    """Why the reference is as fast; see `pallas_kernels.kernel.Kernel.outweighed`."""
+    # Five arrays are read and four written, of which three are m, v and s.
+    widths = [jnp.dtype(x.dtype).itemsize for x in (grad, var, var if output == "params" else grad, *[m, v, s] * 2)]
+    moved_bytes = sum(widths) * math.prod(grad.shape)
+    bandwidth = hardware.memory_bytes_per_s or 0
+    if moved_bytes < LAUNCH_SECONDS * bandwidth:
+        return (
+            f"a launch of its own takes {LAUNCH_SECONDS * 1e6:.0f} us, and moving the {moved_bytes:,} bytes of this "
+            f"update {moved_bytes / bandwidth * 1e6:.1f}; XLA can update small arrays together"
+        )
+    return None
+
+
 def configs(hardware, grad, var, m, v, s, coefficients, *, mode, output):
     """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     return _CONFIGS
@@ -138,6 +153,7 @@ KERNEL = Kernel(
     run=run,
     refuses=refuses,
     configs=configs,
+    outweighed=outweighed,
     interpreter_is_pure=False,
     overwrites=overwrites,
 )

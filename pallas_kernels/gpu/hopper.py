@@ -1,12 +1,16 @@
 """What kernels for NVIDIA GPUs from Hopper on have in common. Their thread blocks are one warpgroup, or a few."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 WARPGROUP = 128  # threads, so one access of a warpgroup touches at least as many elements
 VECTOR = 4  # elements of one access of a thread: 16 bytes of float32, the most that an instruction moves
+SHARED_BYTES = 227 * 2**10  # that one thread block may have
+LAUNCH_SECONDS = 3e-6  # of one kernel, roughly; assumed, not measured
 MAX_ELEMENTS = 2**31 - 1
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -23,3 +27,29 @@ def refusal(hardware: Any, **operands: Any) -> str | None:
         if math.prod(operand.shape) > MAX_ELEMENTS:
             return f"the kernel's 32-bit offsets reach {MAX_ELEMENTS} elements; {name} has {math.prod(operand.shape)}"
     return None
+
+
+def fold(
+    first: int,
+    last: int,
+    ahead: int,
+    load: Callable[[Any], Any],
+    use: Callable[[Any, Any, Any], Any],
+    carry: Any,
+) -> Any:
+    """Runs `carry = use(step, load(step), carry)` for steps from `first` to `last`, with `ahead` loads before a use.
+
+    A thread block that waited for each access would reach about half of the bandwidth.
+    """
+
+    def group(start: Any, size: int, carry: Any) -> Any:
+        loaded = [load(start + position) for position in range(size)]
+        for position, values in enumerate(loaded):
+            carry = use(start + position, values, carry)
+        return carry
+
+    groups, rest = divmod(last - first, ahead)
+    carry = (
+        lax.fori_loop(0, groups, lambda i, carry: group(first + i * ahead, ahead, carry), carry) if groups else carry
+    )
+    return group(last - rest, rest, carry)

@@ -1,17 +1,21 @@
-"""Softmax on NVIDIA GPUs from Hopper on: each group is read once if registers hold it, else twice.
+"""Softmax on NVIDIA GPUs from Hopper on: each group is read once if a multiprocessor can hold it, else twice.
 
 If a group's elements are contiguous, a thread block has one group, and its threads lie along it. If other axes come
 after the group's in memory, a thread block has a run of neighbouring groups, one or a few for each thread. Either way
-accesses are contiguous and nothing is transposed. For a group that is too long for registers, each thread keeps the
-maximum and the sum of the elements that it saw, and a new maximum rescales the sum. The second read mostly finds the
-cache.
+accesses are contiguous and nothing is transposed.
+
+Registers hold a group, or its beginning. Of a contiguous group that is too long for one warpgroup, up to four hold a
+share each and meet through shared memory for the maximum and the sum; what is left goes to shared memory, if there is
+room for all of it. So 32000 elements of float32 stay in registers, and 128256 of bfloat16 in both. Otherwise what is
+left is read again: each thread keeps the maximum and the sum of the elements that it saw, and a new maximum rescales
+the sum.
 
 Functions import `mosaic_gpu` themselves: it takes a third of a second, which only those who lower for a GPU should pay.
 """
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +24,18 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.gpu import hopper
-from pallas_kernels.gpu.hopper import VECTOR, WARPGROUP
+from pallas_kernels.gpu.hopper import SHARED_BYTES, VECTOR, WARPGROUP
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.softmax_groups import View, refusal
 
-_HELD = 64  # values of all operands that a thread holds at most: each takes one of its 255 registers
+# Values of all operands that a thread holds at most, and how many fewer for each operand if others pass through its
+# registers in loops, which the compiler unrolls. Four warpgroups leave a thread 128 registers.
+_HELD = 64
+_PASSING = 16
+_AHEAD_ELEMENTS = 2048  # of all operands, that a warpgroup loads before it uses any
+_WARPGROUPS = (1, 2, 4)
+_ALIGNED = 64  # elements: the shares of warpgroups begin with a cache line, even of 16-bit elements
+_REDUCTION_BYTES = 4096  # and the barriers
 _WIDTHS = (512, 256, 128)
 
 
@@ -33,13 +44,19 @@ class Tiling(NamedTuple):
 
     Attributes:
       view: of the groups.
-      width: elements of one access of a thread block, along the view's last axis.
-      operands: the number of arrays that are read.
+      width: elements of one access of a warpgroup, along the view's last axis.
+      dtypes: of the arrays that are read.
+      warpgroups: of a thread block.
+      held_steps: the accesses, from the first one on, whose values stay in registers.
+      kept_steps: the accesses after those whose values stay in shared memory.
     """
 
     view: View
     width: int
-    operands: int
+    dtypes: tuple[Any, ...]
+    warpgroups: int = 1
+    held_steps: int = 0
+    kept_steps: int = 0
 
     @property
     def along_group(self) -> bool:
@@ -62,32 +79,64 @@ class Tiling(NamedTuple):
         return self.view.shape[1] if self.along_group else self.view.shape[0] * self.runs
 
     @property
-    def steps(self) -> int:
-        """The number of accesses that cover a group."""
-        return pl.cdiv(self.view.size, self.width) if self.along_group else self.view.size
+    def share(self) -> int:
+        """The elements of a group that each warpgroup has; the last one has what is left, or as many."""
+        size, count = self.view.size, self.warpgroups
+        return size if count == 1 else _ALIGNED * pl.cdiv(size, _ALIGNED * count)
 
     @property
-    def is_held(self) -> bool:
-        """Whether registers hold a thread block's groups."""
-        return self.operands * self.steps * self.width <= _HELD * WARPGROUP
+    def last_share(self) -> int:
+        """The elements of a group that the last warpgroup has."""
+        return self.view.size - (self.warpgroups - 1) * self.share
+
+    @property
+    def steps(self) -> int:
+        """The number of accesses that cover a share."""
+        return pl.cdiv(self.share, self.width) if self.along_group else self.view.size
+
+    @property
+    def shared_bytes(self) -> int:
+        """What several warpgroups take: accesses, partial maxima and sums, and the place where Mosaic reduces each."""
+        accesses = self.kept_steps * sum(dtype.itemsize for dtype in self.dtypes) + 2 * 4
+        return self.warpgroups * self.width * accesses + _REDUCTION_BYTES
+
+    @property
+    def is_read_once(self) -> bool:
+        """Whether nothing is read from device memory a second time."""
+        return self.held_steps + self.kept_steps == self.steps
 
 
-def tiling_of(view, max_width, operands=1):
+def tiling_of(view, max_width, dtypes):
     """How thread blocks share a view; None if no access fits its last axis."""
     extent = view.shape[2]
     if extent < WARPGROUP:
         return None
-    return Tiling(view, min(max_width, 1 << (extent.bit_length() - 1)), operands)
+    dtypes = tuple(dtypes)
+    alone = Tiling(view, min(max_width, 1 << (extent.bit_length() - 1)), dtypes)
+    access = len(dtypes) * alone.width // WARPGROUP  # registers
+    splits = [alone._replace(warpgroups=count) for count in (_WARPGROUPS if alone.along_group else _WARPGROUPS[:1])]
+    splits = [tiling for tiling in splits if tiling.last_share >= tiling.width or tiling.warpgroups == 1]
+    for tiling in splits:
+        if tiling.steps * access <= _HELD:
+            return tiling._replace(held_steps=tiling.steps)
+    held_steps = max(0, _HELD - len(dtypes) * _PASSING) // access
+    widest = splits[-1]
+    widest = widest._replace(held_steps=held_steps, kept_steps=widest.steps - held_steps)
+    return widest if widest.warpgroups > 1 and widest.shared_bytes <= SHARED_BYTES else alone
 
 
 class Part:
-    """Inside a kernel, the groups at hand: one, or a run of neighbours that begins at `start`."""
+    """Inside a kernel, the groups at hand: one, or a run of neighbours that begins at `start`.
 
-    def __init__(self, tiling: Tiling, outer, start, pin_layouts: bool) -> None:
+    Several warpgroups with one group have a part each: `warpgroup` is whose this is, `scratch` where they meet.
+    """
+
+    def __init__(self, tiling: Tiling, outer, start, pin_layouts: bool, warpgroup=0, scratch=None) -> None:
         """The interpreter of jax 0.10 has no layouts to pin."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         self.tiling, self._outer, self._start = tiling, outer, start
+        self._warpgroup, self._scratch = warpgroup, scratch
         layout = plgpu.Layout.WG_STRIDED((tiling.width,), vec_size=tiling.vector)
         self._layout = layout if pin_layouts else None
 
@@ -96,22 +145,51 @@ class Part:
 
         return values if self._layout is None else plgpu.layout_cast(values, self._layout)
 
-    def _first(self, step):
-        # Accesses cannot be masked: if they do not divide the group, the last one overlaps the one before.
-        return jnp.minimum(step * self.tiling.width, self.tiling.view.size - self.tiling.width)
+    def _offset(self, step):
+        # Accesses cannot be masked: if they do not divide the share, the last ones overlap the ones before.
+        tiling = self.tiling
+        if isinstance(step, int) and (step + 1) * tiling.width <= tiling.last_share:
+            return self._warpgroup * tiling.share + step * tiling.width
+        # Counted in accesses of a thread, so that the compiler sees that they are aligned.
+        share, size, width = (n // tiling.vector for n in (tiling.share, tiling.view.size, tiling.width))
+        base = self._warpgroup * share
+        length = jnp.minimum(share, size - base) if tiling.last_share < tiling.share else share
+        return tiling.vector * (base + jnp.minimum(step * width, length - width))
 
     def _index(self, step):
         if self.tiling.along_group:
-            return 0, self._outer, pl.ds(self._first(step), self.tiling.width)
+            return 0, self._outer, pl.ds(self._offset(step), self.tiling.width)
         return self._outer, step, pl.ds(self._start, self.tiling.width)
 
     def full(self, value):
         """One access of this value."""
         return self._pinned(jnp.full((self.tiling.width,), value, jnp.float32))
 
-    def load(self, ref, step):
-        """One access, in float32."""
-        return self._pinned(ref[self._index(step)]).astype(jnp.float32)
+    def load(self, refs, step):
+        """One access to each array, in float32."""
+        return [self._pinned(ref[self._index(step)]).astype(jnp.float32) for ref in refs]
+
+    def held(self, refs):
+        """The accesses that registers hold."""
+        # Unrolled, because only names, not a loop's index, can address registers.
+        return [self.load(refs, step) for step in range(self.tiling.held_steps)]
+
+    def _kept(self, step):
+        return [ref.at[self._warpgroup, step - self.tiling.held_steps] for ref in self._scratch.kept]
+
+    def load_and_keep(self, refs, step):
+        """One access to each array, put into shared memory if it has room."""
+        loaded = [self._pinned(ref[self._index(step)]) for ref in refs]
+        if self.tiling.kept_steps:
+            for ref, values in zip(self._kept(step), loaded, strict=True):
+                ref[...] = values
+        return [values.astype(jnp.float32) for values in loaded]
+
+    def load_again(self, refs, step):
+        """The same access, from shared memory if it is there."""
+        if self.tiling.kept_steps:
+            return [self._pinned(ref[...]).astype(jnp.float32) for ref in self._kept(step)]
+        return self.load(refs, step)
 
     def store(self, ref, step, values):
         """Stores one access; overlapping ones store the same values."""
@@ -121,68 +199,81 @@ class Part:
         """The values of an access, with 0 for elements that the access before already had."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        width = self.tiling.width
-        if not self.tiling.along_group or self.tiling.view.size % width == 0:
+        tiling = self.tiling
+        is_new = isinstance(step, int) and (step + 1) * tiling.width <= tiling.last_share
+        if not tiling.along_group or is_new or {tiling.share % tiling.width, tiling.last_share % tiling.width} == {0}:
             return values
         if self._layout is None:
-            offsets = lax.broadcasted_iota(jnp.int32, (width,), 0)
+            offsets = lax.broadcasted_iota(jnp.int32, (tiling.width,), 0)
         else:
-            offsets = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=self._layout)
-        return jnp.where(offsets + self._first(step) >= step * width, values, 0.0)
+            offsets = plgpu.broadcasted_iota(jnp.int32, (tiling.width,), 0, layout=self._layout)
+        first = self._warpgroup * tiling.share + step * tiling.width
+        return jnp.where(offsets + self._offset(step) >= first, values, 0.0)
 
     def maximum(self, values):
         """Completes the maximum of accesses: over threads if they share a group, else each thread has its own."""
-        return self._everywhere(jnp.max(values)) if self.tiling.along_group else values
+        return self._everywhere(jnp.max(self._met(values, 0, jnp.maximum))) if self.tiling.along_group else values
 
     def total(self, values):
         """Completes the sum of accesses: over threads if they share a group, else each thread has its own."""
-        return self._everywhere(jnp.sum(values)) if self.tiling.along_group else values
+        return self._everywhere(jnp.sum(self._met(values, 1, jnp.add))) if self.tiling.along_group else values
+
+    def _met(self, values, meeting, combine):
+        """Combines an access of each warpgroup, in their order."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        if self.tiling.warpgroups == 1:
+            return values
+        # Mosaic reduces all warpgroups through one place in shared memory. They have the same values there by now, and
+        # none comes there for the sum before the meeting that follows its maximum.
+        self._scratch.partial[meeting, self._warpgroup] = values
+        plgpu.barrier_arrive(self._scratch.barriers.at[meeting])
+        plgpu.barrier_wait(self._scratch.barriers.at[meeting])
+        partial = [self._scratch.partial.at[meeting, other] for other in range(self.tiling.warpgroups)]
+        return functools.reduce(combine, [self._pinned(ref[...]) for ref in partial])
 
     def _everywhere(self, value):
         return self._pinned(jnp.broadcast_to(value, (self.tiling.width,)))
 
-    def accumulated(self, step, *initial):
-        """Runs `carried = step(i, carried)` for all accesses."""
-        return lax.fori_loop(0, self.tiling.steps, step, tuple(map(self.full, initial)))
+    def accumulated(self, refs, use, *initial):
+        """Runs `carried = use(i, accesses, carried)` for all steps but the held ones; a list of the result, or none."""
+        if self.tiling.held_steps == self.tiling.steps:
+            return []
+        return [self._fold(lambda step: self.load_and_keep(refs, step), use, tuple(map(self.full, initial)))]
 
-    def each(self, step):
-        """Runs `step(i)` for all accesses."""
-        lax.fori_loop(0, self.tiling.steps, lambda i, _: step(i), None)
+    def each(self, refs, held, use):
+        """Runs `use(i, *accesses)` for all steps: held ones, and those that are loaded again."""
+        for step, accesses in enumerate(held):
+            use(step, *accesses)
+        self._fold(lambda step: self.load_again(refs, step), lambda step, accesses, _: use(step, *accesses), None)
+
+    def _fold(self, load, use, carry):
+        tiling = self.tiling
+        ahead = max(1, _AHEAD_ELEMENTS // (tiling.width * len(tiling.dtypes)))
+        return hopper.fold(tiling.held_steps, tiling.steps, ahead, load, use, carry)
 
 
 def _normalized(part, x_gmem, y_gmem, log):
-    def stored(step, shifted, exponentials, total):
-        part.store(y_gmem, step, shifted - jnp.log(total) if log else exponentials / total)
-
-    # Unrolled, because only names, not a loop's index, can address registers.
-    if part.tiling.is_held:
-        steps = range(part.tiling.steps)
-        x = [part.load(x_gmem, step) for step in steps]
-        maximum = part.maximum(functools.reduce(jnp.maximum, x))
-        shifted = [values - maximum for values in x]
-        exponentials = list(map(jnp.exp, shifted))
-        total = part.total(sum(map(part.new, steps, exponentials)))
-        for step in steps:
-            stored(step, shifted[step], exponentials[step], total)
-        return
+    held = part.held([x_gmem])
 
     # Each element of an access keeps a maximum and a sum of its own; threads meet only once, after the last access.
-    def count(step, known):
-        x, (old, total) = part.load(x_gmem, step), known
+    def count(step, loaded, known):
+        (x,), (old, total) = loaded, known
         new = jnp.maximum(old, x)
         shift = _finite(new)
         return new, total * jnp.exp(old - shift) + part.new(step, jnp.exp(x - shift))
 
     # Two numbers for each element of an access, 2 * width / 128 registers, however long the group.
-    maxima, totals = part.accumulated(count, -math.inf, 0.0)
-    shift = _finite(part.maximum(maxima))
-    total = part.total(totals * jnp.exp(maxima - shift))
+    counted = part.accumulated([x_gmem], count, -math.inf, 0.0)
+    shift = _finite(part.maximum(functools.reduce(jnp.maximum, [*(x for (x,) in held), *(m for m, _ in counted)])))
+    terms = [part.new(step, jnp.exp(x - shift)) for step, (x,) in enumerate(held)]
+    total = part.total(sum([*terms, *(total * jnp.exp(maxima - shift) for maxima, total in counted)]))
 
-    def write(step):
-        shifted = part.load(x_gmem, step) - shift
-        stored(step, shifted, jnp.exp(shifted), total)
+    def write(step, x):
+        shifted = x - shift
+        part.store(y_gmem, step, shifted - jnp.log(total) if log else jnp.exp(shifted) / total)
 
-    part.each(write)
+    part.each([x_gmem], held, write)
 
 
 def _finite(maximum):
@@ -190,10 +281,41 @@ def _finite(maximum):
     return jnp.where(maximum == -math.inf, 0.0, maximum)
 
 
+class Scratch(NamedTuple):
+    """Shared memory of warpgroups with one group.
+
+    Attributes:
+      partial: (2, warpgroups, width), the maxima and the sums of each.
+      barriers: one for each of the two meetings.
+      kept: for each array, (warpgroups, kept steps, width).
+    """
+
+    partial: Any
+    barriers: Any
+    kept: tuple[Any, ...]
+
+
+def _with_scratch(tiling, body):
+    """Runs `body(warpgroup, scratch)`."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if tiling.warpgroups == 1:
+        body(0, None)
+        return
+    kept = [(tiling.warpgroups, tiling.kept_steps, tiling.width)] if tiling.kept_steps else []
+    pl.run_scoped(
+        lambda partial, barriers, *kept: body(lax.axis_index("warpgroup"), Scratch(partial, barriers, kept)),
+        plgpu.SMEM((2, tiling.warpgroups, tiling.width), jnp.float32),
+        plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=2),
+        *(plgpu.SMEM(shape, dtype) for shape in kept for dtype in tiling.dtypes),
+        collective_axes="warpgroup",
+    )
+
+
 def _kernel(*refs, body, tiling, log, pin_layouts):
     block = lax.axis_index("block")
     if tiling.along_group:
-        body(Part(tiling, block, 0, pin_layouts), *refs, log)
+        _with_scratch(tiling, lambda *whose: body(Part(tiling, block, 0, pin_layouts, *whose), *refs, log))
         return
     outer, run = lax.div(block, tiling.runs), lax.rem(block, tiling.runs)
     body(Part(tiling, outer, run * tiling.width, pin_layouts), *refs, log)
@@ -210,12 +332,13 @@ def launch(body, name, operands, log, groups, config, interpret):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     view = View.in_memory(groups, operands[-1].shape)
-    tiling = tiling_of(view, config["width"], len(operands))
+    tiling = tiling_of(view, config["width"], [operand.dtype for operand in operands])
+    threads = {"num_threads": tiling.warpgroups, "thread_name": "warpgroup"} if tiling.warpgroups > 1 else {}
     (y,) = pl.kernel(
         functools.partial(_kernel, body=body, tiling=tiling, log=log, pin_layouts=not interpret),
         out_type=[jax.ShapeDtypeStruct(view.shape, operands[-1].dtype)],
         # One axis: blocks are numbered along the last axis of the view first, so neighbours read neighbouring memory.
-        mesh=plgpu.Mesh(grid=(tiling.blocks,), grid_names=("block",)),
+        mesh=plgpu.Mesh(grid=(tiling.blocks,), grid_names=("block",), **threads),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret_gpu_params() if interpret is True else interpret,
         name=name,
@@ -235,7 +358,7 @@ def refuses(hardware, *operands, log, groups) -> str | None:
     if reason := hopper.refusal(hardware, **dict(zip(names, operands, strict=True))) or refusal(operands[-1]):
         return reason
     view = View.in_memory(groups, shape)
-    if tiling_of(view, WARPGROUP) is None:
+    if view.shape[2] < WARPGROUP:
         return f"a warpgroup reads {WARPGROUP} elements at a time; the last axis in memory has {view.shape[2]}"
     return None
 

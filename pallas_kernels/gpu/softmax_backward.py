@@ -10,29 +10,21 @@ from pallas_kernels.kernel import Kernel
 
 
 def _gradients(part, y_gmem, grad_gmem, dx_gmem, log):
-    def load(step):
-        return part.load(y_gmem, step), part.load(grad_gmem, step)
+    arrays = y_gmem, grad_gmem
 
-    def term(step, pair):
-        y, grad = pair
+    def term(step, y, grad):
         return part.new(step, grad if log else y * grad)
 
-    def store(step, pair, total):
-        y, grad = pair
+    # Two operands are held, so a group may be half as long as in the forward kernel.
+    held = part.held(arrays)
+    counted = part.accumulated(arrays, lambda step, loaded, sums: (sums[0] + term(step, *loaded),), 0.0)
+    terms = [term(step, *accesses) for step, accesses in enumerate(held)]
+    total = part.total(sum([*terms, *(sums for (sums,) in counted)]))
+
+    def write(step, y, grad):
         part.store(dx_gmem, step, grad - jnp.exp(y) * total if log else y * (grad - total))
 
-    # Two operands are held, so a group may be half as long as in the forward kernel.
-    if part.tiling.is_held:
-        steps = range(part.tiling.steps)
-        held = list(map(load, steps))
-        total = part.total(sum(map(term, steps, held)))
-        for step in steps:
-            store(step, held[step], total)
-        return
-
-    (totals,) = part.accumulated(lambda step, sums: (sums[0] + term(step, load(step)),), 0.0)
-    total = part.total(totals)
-    part.each(lambda step: store(step, load(step), total))
+    part.each(arrays, held, write)
 
 
 def run(y, grad, *, log, groups, config, interpret=False):

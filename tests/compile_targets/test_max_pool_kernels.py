@@ -6,6 +6,7 @@ import re
 
 import jax
 import pytest
+from compile_targets.sass import machine_code
 
 import lowering
 from jaxops import max_pool
@@ -76,25 +77,53 @@ def test_max_pool_gradient_compiles_in_every_configuration(tpu):
         assert lowering.compile(jax.jit(run), x, grad, target=tpu).kernels == {"max_pool_backward": 1}
 
 
+# Bytes of an access of a thread: 128 threads lie along the channels, and an access has 16 bytes at most.
+GPU_CASES = [
+    *[((32, 56, 56, 256), 2, 2, F32, 8), ((32, 56, 56, 512), 2, 2, F32, 16), ((32, 15, 13, 384), 2, 3, BF16, 2)],
+    *[((8, 27, 27, 512), 3, 3, F16, 8), ((16, 14, 14, 1024), 2, 2, BF16, 16)],
+]
+
+
 @pytest.mark.cuda_compile
-@pytest.mark.parametrize(
-    ("shape", "window", "stride", "dtype"),
-    [((32, 56, 56, 256), 2, 2, F32), ((32, 15, 13, 192), 2, 3, BF16), ((8, 27, 27, 512), 3, 3, F16)],
-    ids=str,
-)
-def test_max_pool_gradient_compiles_in_registers(h100, shape, window, stride, dtype):
+@pytest.mark.parametrize(("shape", "window", "stride", "dtype", "access_bytes"), GPU_CASES, ids=str)
+def test_max_pool_gradient_compiles_with_wide_loads_ahead_of_stores(h100, shape, window, stride, dtype, access_bytes):
     report = report_of(h100, shape, dtype, window, stride, 0)
     assert report.kernels == {"max_pool_backward": 1}
     assert report.memory.temporaries < 1024
     (resources,) = report.gpu_resources
     assert (resources.spilled_bytes, resources.shared_bytes) == (0, 0)
-    assert resources.registers <= 64
+    assert resources.registers <= 128
+    (code,) = machine_code(report)
+    assert {*code.access_bytes("LDG")} == {*code.access_bytes("STG")} == {access_bytes}
+    accesses = [name for each in code.instructions for name in ("LDG", "STG") if each.is_a(name)]
+    assert accesses == sorted(accesses)  # every load comes before the first store
+    assert not code.loops()
+
+
+def test_max_pool_gradient_has_thread_blocks_for_all_multiprocessors():
+    shape = (32, 56, 56, 256)
+    tiling = gpu.tiling_of(shape, (F32, F32), (2, 2), (2, 2), 256)
+    assert (tiling.vector, tiling.cells, tiling.grid) == (2, 6, (32, 28, 5))
+    assert gpu.tiling_of(shape, (BF16, BF16), (2, 2), (2, 2), 256).vector == 2
+    assert gpu.tiling_of((8, 27, 27, 1004), (BF16, BF16), (3, 3), (3, 3), 512).vector == 4
 
 
 @pytest.mark.cuda_compile
 @pytest.mark.parametrize("config", gpu._CONFIGS, ids=str)
 def test_max_pool_gradient_compiles_in_every_gpu_configuration(h100, config):
-    x, grad = (jax.ShapeDtypeStruct(shape, F32) for shape in ((2, 1, 9, 8, 640), (2, 1, 4, 4, 640)))
+    x, grad = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((2, 1, 9, 8, 1028), (2, 1, 4, 4, 1028)))
     geometry = {"window": (1, 2, 2), "stride": (1, 2, 2), "padding": ((0, 0),) * 3}
+    assert config in gpu.configs(named(h100), x, grad, **geometry)
     run = functools.partial(gpu.run, **geometry, propagate_nan=False, config=config)
     assert lowering.compile(jax.jit(run), x, grad, target=h100).kernels == {"max_pool_backward": 1}
+
+
+def test_max_pool_gradient_repeats_few_channels():
+    def widths(channels, dtype):
+        x = jax.ShapeDtypeStruct((2, 1, 9, 8, channels), dtype)
+        return [config["width"] for config in gpu.configs(named("cuda-h100"), x)]
+
+    assert widths(512, F32) == [512, 256, 128]
+    assert widths(1024, BF16) == [1024, 512, 256, 128]
+    assert widths(640, F32) == [128, 256, 512]
+    assert widths(192, F32) == [128]

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from compile_targets.sass import machine_code
 
 import lowering
 from jaxops import softmax as softmax_layer
@@ -25,7 +26,7 @@ ARRAYS = [
 
 
 def compile_both(target, shape, axes, dtypes, log, config_index=0):
-    groups = Groups.along(shape, axes)
+    groups, reports = Groups.along(shape, axes), []
     y, grad = (jax.eval_shape(groups.of, jax.ShapeDtypeStruct(shape, dtype)) for dtype in dtypes)
     for name, kernel, operands in (("softmax", softmax, [grad]), ("softmax_backward", softmax_backward, [y, grad])):
         params = {"log": log, "groups": groups}
@@ -36,6 +37,8 @@ def compile_both(target, shape, axes, dtypes, log, config_index=0):
         assert report.kernels == {name: 1}
         (resources,) = report.gpu_resources
         assert resources.spilled_bytes == 0
+        reports.append(report)
+    return reports
 
 
 @pytest.mark.parametrize("dtypes", [("float32",) * 2, ("bfloat16",) * 2, ("float16", "float32")], ids=str)
@@ -62,3 +65,37 @@ def test_softmax_moves_nothing_outside_its_kernels(h100, axis):
         report = lowering.compile(jax.jit(step), images, images, target=h100)
     assert report.kernels == {"softmax": 1, "softmax_backward": 1}
     assert report.memory.temporaries <= TUPLE_TABLE_BYTES
+
+
+# 32000 float32 fill half of the registers; of two operands the rest is in shared memory, as is most of a vocabulary in
+# bfloat16. Rows that four elements do not divide take accesses of one.
+LONG_ROWS = [(32000, "float32", 16), (32000, "bfloat16", 8), (31999, "float32", 4), (56000, "bfloat16", 8)]
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log"])
+@pytest.mark.parametrize(("size", "dtype", "access_bytes"), LONG_ROWS, ids=str)
+def test_softmax_reads_long_rows_once(h100, size, dtype, access_bytes, log):
+    for report in compile_both(h100, (512, size), (1,), (dtype, dtype), log):
+        (code,) = machine_code(report)
+        # Whatever is loaded is loaded before warpgroups wait for each other's part of the maximum or the sum.
+        opcodes = [each.opcode for each in code.instructions]
+        meeting = next(i for i, opcode in enumerate(opcodes) if opcode.startswith("SYNCS.PHASECHK"))
+        assert not any(each.is_a("LDG") for each in code.instructions[meeting:])
+        assert {*code.access_bytes("LDG")} == {*code.access_bytes("STG")} == {access_bytes}
+        assert code.bytes_in_flight() >= 8 * access_bytes
+        assert code.count("LDL") + code.count("STL") == 0
+
+
+def test_softmax_holds_long_rows_in_registers(h100):
+    forward, _ = compile_both(h100, (512, 32000), (1,), ("float32", "float32"), log=False)
+    (code,) = machine_code(forward)
+    # Four warpgroups have 8000 elements each, 62.5 a thread.
+    assert code.access_bytes("LDG") == code.access_bytes("STG") == {16: 16}
+    assert code.bytes_in_flight() == 256
+
+
+def test_softmax_has_four_loads_in_flight_for_rows_that_no_multiprocessor_holds(h100):
+    forward, _ = compile_both(h100, (512, 2**17), (1,), ("float32", "float32"), log=False)
+    (code,) = machine_code(forward)
+    assert {*code.access_bytes("LDG")} == {16}
+    assert code.bytes_in_flight() >= 64
