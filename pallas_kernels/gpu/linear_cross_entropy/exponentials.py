@@ -2,31 +2,34 @@
 
     P = exp(z - reference) in the operands' dtype,    rest = sum P over the classes, before P is rounded
 
-Nothing is carried from tile to tile but sums, and P is stored as the cotangent in `gradients` is: from shared memory,
-by TMA, while the next columns are computed. XLA leaves the two products with P to cuBLAS.
+Nothing is carried from tile to tile, so the grid is persistent: there is a thread block for each multiprocessor, which
+computes one tile after another. All of them end within a tile's time of each other, and only the first tile waits for
+its operands. P is stored as the cotangent in `gradients` is: from shared memory, by TMA, while the next columns are
+computed. Row sums are stored for each tile, 4 bytes beside 256 of P. XLA leaves the two products with P to cuBLAS.
 """
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gpu.linear_cross_entropy import statistics, tiles
+from pallas_kernels.gpu.linear_cross_entropy import pipeline, tiles
 from pallas_kernels.gpu.linear_cross_entropy.tiles import Tiling
 
 # As in the statistics kernel: more columns' terms would not fit the registers beside the tile.
 _STORE_COLUMNS = 32
-# Buffers to store from: one is filled while TMA reads the other.
-_SLOTS = 2
+# Buffers to store from: with two, one is filled while TMA reads the other.
+_STORE_SLOTS = (2, 1)
 
 
 class _Params(NamedTuple):
     softcap: float | None
     most_excess: float
+    store_slots: int
     has_bias: bool
     has_target: bool
 
@@ -40,24 +43,32 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, reference_gmem, *refs, tiling, par
     target_gmem = optional.pop(0) if params.has_target else None
     load = functools.partial(tiles.load, interpret=interpret)
 
-    def body(rows, split, fold):
-        labels, reference = load(labels_gmem, rows), load(reference_gmem, rows)
+    def body(_, fold):
         out_smem = exponentials_smem.at[lax.axis_index("warpgroup")]
 
-        def consume(z, column, sums):
-            for first in range(0, tiling.block_columns, _STORE_COLUMNS):
-                part = lax.slice(z, (0, first), (z.shape[0], first + _STORE_COLUMNS))
-                own_columns = pl.ds(column + first, _STORE_COLUMNS)
-                part, sums = exponentials_of(part, column + first, own_columns, sums)
-                slot = out_smem.at[first // _STORE_COLUMNS % _SLOTS]
-                # Before a buffer is written again, TMA has to have read it; the stores themselves may go on.
-                plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
-                slot[...] = part.astype(exponentials_gmem.dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(slot, exponentials_gmem.at[rows, own_columns])
-            return sums
+        def begin(place):
+            labels, reference = load(labels_gmem, place.rows), load(reference_gmem, place.rows)
 
-        def exponentials_of(z, column, own_columns, sums):
+            def consume(z, _):
+                sums = (jnp.zeros(reference.shape, jnp.float32),) * (1 + params.has_target)
+                for start in range(0, tiling.block_columns, _STORE_COLUMNS):
+                    part = lax.slice(z, (0, start), (z.shape[0], start + _STORE_COLUMNS))
+                    own_columns = pl.ds(place.column + start, _STORE_COLUMNS)
+                    part, sums = exponentials_of(part, place.column + start, labels, reference, sums)
+                    slot = out_smem.at[start // _STORE_COLUMNS % params.store_slots]
+                    # Before a buffer is written again, TMA has to have read it; the stores themselves may go on.
+                    plgpu.wait_smem_to_gmem(params.store_slots - 1, wait_read_only=True)
+                    slot[...] = part.astype(exponentials_gmem.dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(slot, exponentials_gmem.at[place.rows, own_columns])
+                # No two thread blocks have the same rows and tile, so results are stored without atomics, in any order.
+                for field, values in enumerate(sums):
+                    sums_gmem[field, place.tile, place.rows] = values
+
+            return consume
+
+        def exponentials_of(z, column, labels, reference, sums):
+            own_columns = pl.ds(column, _STORE_COLUMNS)
             columns = lax.broadcasted_iota(jnp.int32, z.shape, 1) + column
             if params.has_bias:
                 z = z + tiles.by_column(load(bias_gmem, own_columns), z)
@@ -71,20 +82,16 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, reference_gmem, *refs, tiling, par
             rest = rest + jnp.sum(value, axis=1)
             if params.has_target:
                 products = tiles.by_column(load(target_gmem, own_columns), z) * shifted
-                products = jnp.where(columns < tiling.columns, products, 0.0)
                 of_target = [of_target[0] + jnp.sum(products, axis=1)]
             if params.softcap is not None:
                 bounded = z * (1 / params.softcap)
                 value = value * (1 - bounded * bounded)
             return value, (rest, *of_target)
 
-        zeros = jnp.zeros(reference.shape, jnp.float32)
-        # No two thread blocks have the same rows and split, so results are stored without atomics, in any order.
-        for field, values in enumerate(fold(consume, (zeros,) * (1 + params.has_target))):
-            sums_gmem[field, split, rows] = values
+        fold(begin, None)
         plgpu.wait_smem_to_gmem(0)
 
-    tiles.fold_tiles(body, x_gmem, weight_gmem, tiling=tiling, interpret=interpret)
+    pipeline.fold_tiles(body, x_gmem, weight_gmem, tiling=tiling, interpret=interpret)
 
 
 def exponentials(
@@ -95,17 +102,12 @@ def exponentials(
     Returns P (R, V) times the softcap's derivative, which is 0 at the label and at most exp(most_excess); the sums of
     the exponentials (R,), without the label's and without the derivative; and sum t (z - reference) (R,).
     """
-    (rows, hidden), block_rows = x.shape, tiles.thread_block_rows(config)
-    tiling = Tiling(
-        rows=block_rows * math.ceil(rows / block_rows),
-        hidden=hidden,
-        columns=weight.shape[0],
-        **{name: config[name] for name in ("block_rows", "block_columns", "stages", "vocab_splits")},
-    )
+    rows, slots = len(x), config["store_slots"]
+    tiling = Tiling.of(config, rows, weight.shape)
     columns = tiling.tiles * tiling.block_columns
-    params = _Params(softcap, most_excess, bias.size > 0, shared_target.size > 0)
+    params = _Params(softcap, most_excess, slots, bias.size > 0, shared_target.size > 0)
     vectors = (tiles.filled(v.astype(jnp.float32), (columns,)) for v in (bias, shared_target) if v.size > 0)
-    stored, sums = tiles.launch(
+    stored, sums = pipeline.launch(
         functools.partial(_kernel, tiling=tiling, params=params, interpret=bool(interpret)),
         (
             x,
@@ -116,13 +118,13 @@ def exponentials(
         ),
         (
             jax.ShapeDtypeStruct((tiling.rows, columns), x.dtype),
-            jax.ShapeDtypeStruct((1 + params.has_target, tiling.vocab_splits, tiling.rows), jnp.float32),
+            jax.ShapeDtypeStruct((1 + params.has_target, tiling.tiles, tiling.rows), jnp.float32),
         ),
         tiling=tiling,
         name="linear_cross_entropy_exponentials",
         interpret=interpret,
-        # For each warpgroup, _SLOTS * block_rows * _STORE_COLUMNS * 2 bytes.
-        scratch=[tiles.swizzled_smem((2, _SLOTS, config["block_rows"], _STORE_COLUMNS), x.dtype)],
+        # For each warpgroup, store_slots * block_rows * _STORE_COLUMNS * 2 bytes.
+        scratch=[tiles.swizzled_smem((2, slots, tiling.block_rows, _STORE_COLUMNS), x.dtype)],
     )
     rest, *of_target = jnp.sum(sums, axis=1)[:, :rows]
     return stored[:rows, : tiling.columns], rest, of_target[0] if of_target else jnp.zeros_like(rest)
@@ -133,6 +135,8 @@ def refusal(hardware, x, weight) -> str | None:
     return tiles.refuses_linear(hardware, x, weight)
 
 
-def configs(hardware, x, weight, chunk_rows):
-    """Tiles, stages and splits worth trying for chunks of so many rows; see `pallas_kernels.kernel.Kernel.configs`."""
-    return statistics.launch_configs(hardware, min(math.prod(x.shape[:-1]), chunk_rows), *weight.shape)
+def configs(hardware, x, weight, chunk_rows) -> tuple[dict[str, Any], ...]:
+    """Tiles and stages worth trying for chunks of so many rows; see `pallas_kernels.kernel.Kernel.configs`."""
+    sizes = tiles.grouped_sizes(min(math.prod(x.shape[:-1]), chunk_rows), weight.shape[1])
+    ways = [(each, _STORE_SLOTS[0]) for each in sizes] + [(sizes[0], slots) for slots in _STORE_SLOTS[1:]]
+    return tuple({**each, "workers": tiles.workers(hardware, each), "store_slots": slots} for each, slots in ways)

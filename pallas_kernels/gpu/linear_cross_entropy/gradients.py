@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.float16_rows import RowPowers
-from pallas_kernels.gpu.linear_cross_entropy import statistics, tiles
+from pallas_kernels.gpu.linear_cross_entropy import pipeline, tiles
 from pallas_kernels.gpu.linear_cross_entropy.tiles import Tiling
 from pallas_kernels.kernel import Kernel
 
@@ -64,7 +64,8 @@ def _kernel(x_gmem, weight_gmem, terms_gmem, labels_gmem, *refs, tiling, params,
     target_gmem = optional.pop(0) if params.has_target else None
     load = functools.partial(tiles.load, interpret=interpret)
 
-    def body(rows, split, fold):
+    def body(first, fold):
+        rows = first.rows
         labels = load(labels_gmem, rows)
         is_used = CotangentTerms(True, params.has_slope, True, params.has_target, True, True)
         terms = CotangentTerms(
@@ -72,18 +73,21 @@ def _kernel(x_gmem, weight_gmem, terms_gmem, labels_gmem, *refs, tiling, params,
         )
         out_smem = cotangent_smem.at[lax.axis_index("warpgroup")]
 
-        def consume(z, column, carry):
-            for first in range(0, tiling.block_columns, _STORE_COLUMNS):
-                part = lax.slice(z, (0, first), (z.shape[0], first + _STORE_COLUMNS))
-                part = cotangent(part, column + first).astype(cotangent_gmem.dtype)
-                # TMA stores in the background. Before the buffer is written again, TMA has to have read it; the store
-                # itself may go on.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_smem[...] = part
-                plgpu.commit_smem()
-                own_columns = pl.ds(column + first, _STORE_COLUMNS)
-                plgpu.copy_smem_to_gmem(out_smem, cotangent_gmem.at[rows, own_columns])
-            return carry
+        def begin(place):
+            def consume(z, carry):
+                for start in range(0, tiling.block_columns, _STORE_COLUMNS):
+                    part = lax.slice(z, (0, start), (z.shape[0], start + _STORE_COLUMNS))
+                    part = cotangent(part, place.column + start).astype(cotangent_gmem.dtype)
+                    # TMA stores in the background. Before the buffer is written again, TMA has to have read it; the
+                    # store itself may go on.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    out_smem[...] = part
+                    plgpu.commit_smem()
+                    own_columns = pl.ds(place.column + start, _STORE_COLUMNS)
+                    plgpu.copy_smem_to_gmem(out_smem, cotangent_gmem.at[rows, own_columns])
+                return carry
+
+            return consume
 
         # With p = exp(z - maximum - log_sum_exp), as `CotangentTerms` says. Exponentials are powers of 2, which is what
         # the hardware computes.
@@ -110,10 +114,10 @@ def _kernel(x_gmem, weight_gmem, terms_gmem, labels_gmem, *refs, tiling, params,
             # The last tile may reach beyond the classes; these columns are cut off after the launch.
             return jnp.where(columns < tiling.columns, value, 0.0)
 
-        fold(consume, None)
+        fold(begin, None)
         plgpu.wait_smem_to_gmem(0)
 
-    tiles.fold_tiles(body, x_gmem, weight_gmem, tiling=tiling, interpret=interpret)
+    pipeline.fold_tiles(body, x_gmem, weight_gmem, tiling=tiling, interpret=interpret)
 
 
 _Gradients = tuple[jax.Array, jax.Array, jax.Array]
@@ -133,17 +137,10 @@ def cotangent_of_logits(
     interpret: Any,
 ) -> jax.Array:
     """The cotangent of the logits x weight^T + bias, in x's dtype; rows fill whole blocks, and `terms` are stacked."""
-    tile_columns = config["block_columns"]
-    tiling = Tiling(
-        rows=x.shape[0],
-        hidden=x.shape[1],
-        columns=weight.shape[0],
-        vocab_splits=min(config["vocab_splits"], math.ceil(weight.shape[0] / tile_columns)),
-        **{name: config[name] for name in ("block_rows", "block_columns", "stages")},
-    )
-    columns = tiling.tiles * tile_columns
+    tiling = Tiling.of(config, len(x), weight.shape)
+    columns = tiling.tiles * tiling.block_columns
     params = _Params(softcap, bias.size > 0, target.size > 0, has_slope)
-    cotangent = tiles.launch(
+    cotangent = pipeline.launch(
         functools.partial(_kernel, tiling=tiling, params=params, interpret=bool(interpret)),
         (x, weight, terms, labels, *(tiles.filled(v, (columns,)) for v in (bias, target) if v.size > 0)),
         jax.ShapeDtypeStruct((tiling.rows, columns), x.dtype),
@@ -178,7 +175,7 @@ def linear_gradients(
     needs_x, needs_weight, needs_bias = needs
     rows, hidden = x.shape
     classes = weight.shape[0]
-    block_rows = tiles.thread_block_rows(config)
+    block_rows = tiles.worker_rows(config)
     padded_rows = block_rows * math.ceil(rows / block_rows)
     # Rows are padded once for all chunks. x_scaled is x but for float16, where it takes part of the rows' powers.
     x_filled = tiles.filled(x.astype(weight.dtype), (padded_rows, hidden))
@@ -301,12 +298,12 @@ def launch_configs(hardware: Any, rows: int, columns: int, hidden: int) -> tuple
     chunk_columns = max(_LEAST_CHUNK_COLUMNS, 2 ** int(math.log2(_CHUNK_ELEMENTS / rows)))
 
     def config(sizes: dict[str, int], chunk_columns: int) -> dict[str, int]:
-        splits = statistics.splits_for(hardware, sizes, rows, min(columns, chunk_columns), hidden)
+        splits = tiles.vocab_splits(hardware, sizes, rows, min(columns, chunk_columns), hidden)
         return {**sizes, "vocab_splits": splits, "chunk_columns": chunk_columns}
 
-    first = tiles.TILE_SIZES[0]
-    others = (config(first, 2 * chunk_columns), config(first, chunk_columns // 2))
-    return (*(config(sizes, chunk_columns) for sizes in tiles.TILE_SIZES), *others)
+    sizes = tiles.grouped_sizes(rows, hidden)
+    others = (config(sizes[0], 2 * chunk_columns), config(sizes[0], chunk_columns // 2))
+    return (*(config(each, chunk_columns) for each in sizes), *others)
 
 
 KERNEL = Kernel(

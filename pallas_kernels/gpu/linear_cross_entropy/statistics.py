@@ -13,16 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gpu.linear_cross_entropy import tiles
+from pallas_kernels.gpu.linear_cross_entropy import pipeline, tiles
 from pallas_kernels.gpu.linear_cross_entropy.tiles import Tiling
 from pallas_kernels.kernel import Kernel
 
 # Columns are compared as float32, which represents integers exactly up to this number.
 _MAX_PREDICTED_COLUMNS = 2**24
-# The columns of a tile that are reduced at a time. Beside the 128 registers of a 128 x 128 tile, a thread has about 100
-# left, and each term of 128 x 32 logits takes 32 of them.
-_PART_COLUMNS = 32
-_MULTIPROCESSORS = 132  # of an H100, if the hardware's record does not say
+# The columns of a tile that are reduced at a time; the second number is for metrics with target weights. Beside the 128
+# registers of a 128 x 128 tile, a thread has about 100 left, and each term of 128 x 32 logits takes 32 of them.
+_PART_COLUMNS = (32, 16)
 
 
 class _Partial(NamedTuple):
@@ -61,31 +60,46 @@ def _reference_point(maximum: jax.Array) -> jax.Array:
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
-def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, softcap, has_bias, has_target, metrics, interpret):
+class _Params(NamedTuple):
+    softcap: float | None
+    has_bias: bool
+    has_target: bool
+    metrics: bool
+
+    @property
+    def part_columns(self) -> int:
+        return _PART_COLUMNS[self.metrics and self.has_target]
+
+
+def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, params, interpret):
     """`refs`: if present, the bias, the target weights and their sums before each part of a split; then the results."""
     *optional, results_gmem = refs
-    bias_gmem = optional.pop(0) if has_bias else None
-    target_gmem, target_sums_gmem = optional if has_target else (None, None)
+    bias_gmem = optional.pop(0) if params.has_bias else None
+    target_gmem, target_sums_gmem = optional if params.has_target else (None, None)
+    part_columns = params.part_columns
     load = functools.partial(tiles.load, interpret=interpret)
 
-    def body(rows, split, fold):
-        labels = load(labels_gmem, rows)
+    def body(first, fold):
+        labels = load(labels_gmem, first.rows)
         zeros = jnp.zeros(labels.shape, jnp.float32)
 
         # z is a whole tile in registers. Its statistics, one number per row each, stay in registers across tiles.
-        def consume(z, column, partial):
-            for start in range(0, tiling.block_columns, _PART_COLUMNS):
-                part = lax.slice(z, (0, start), (z.shape[0], start + _PART_COLUMNS))
-                partial = consume_part(part, column + start, partial)
-            return partial
+        def begin(place):
+            def consume(z, partial):
+                for start in range(0, tiling.block_columns, part_columns):
+                    part = lax.slice(z, (0, start), (z.shape[0], start + part_columns))
+                    partial = consume_part(part, place.column + start, partial)
+                return partial
+
+            return consume
 
         def consume_part(z, column, partial):
-            own_columns = pl.ds(column, _PART_COLUMNS)
+            own_columns = pl.ds(column, part_columns)
             columns = lax.broadcasted_iota(jnp.int32, z.shape, 1) + column
-            if has_bias:
+            if params.has_bias:
                 z = z + tiles.by_column(load(bias_gmem, own_columns), z)
-            if softcap is not None:
-                z = tiles.capped(z, softcap)
+            if params.softcap is not None:
+                z = tiles.capped(z, params.softcap)
             # Columns beyond the last count for nothing, as exp(-inf - m) = 0.
             z = jnp.where(columns < tiling.columns, z, -jnp.inf)
             tile_maximum = jnp.max(z, axis=1)
@@ -102,9 +116,9 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, softcap, has_bias, 
                 weights = tiles.by_column(load(target_gmem, own_columns), z)
                 products = jnp.where(columns < tiling.columns, weights * shifted, 0.0)
                 # sum t (z - m) moves with m by the sum of t so far, which XLA has computed ahead: one load a part.
-                weight_before = target_sums_gmem[lax.div(column, jnp.int32(_PART_COLUMNS))]
+                weight_before = target_sums_gmem[lax.div(column, jnp.int32(part_columns))]
                 target = target + weight_before * (before - after) + jnp.sum(products, axis=1)
-            if metrics:
+            if params.metrics:
                 finite = jnp.where(shifted == -jnp.inf, 0.0, shifted)
                 mean = rescale * (mean + (before - after) * partial.total) + jnp.sum(exponential * finite, axis=1)
                 # The first column of the maximum is a maximum of negated columns: rows reduce by a maximum anyway.
@@ -113,13 +127,16 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, softcap, has_bias, 
                 prediction = jnp.where(tile_maximum > partial.maximum, first, prediction)
             return _Partial(maximum, total, label, target, mean, prediction)
 
-        optional = (zeros if is_computed else None for is_computed in (has_target, metrics, metrics))
+        optional = (
+            zeros if is_computed else None for is_computed in (params.has_target, params.metrics, params.metrics)
+        )
         start = _Partial(zeros - jnp.inf, zeros, zeros, *optional)
         # No two thread blocks have the same rows and split, so results are stored without atomics, in any order.
-        for field, values in enumerate(value for value in fold(consume, start) if value is not None):
-            results_gmem[field, split, rows] = values
+        split = lax.div(first.tile, jnp.int32(tiling.tiles_per_split))
+        for field, values in enumerate(value for value in fold(begin, start) if value is not None):
+            results_gmem[field, split, first.rows] = values
 
-    tiles.fold_tiles(body, x_gmem, weight_gmem, tiling=tiling, interpret=interpret)
+    pipeline.fold_tiles(body, x_gmem, weight_gmem, tiling=tiling, interpret=interpret)
 
 
 def reduced_rows(
@@ -135,37 +152,23 @@ def reduced_rows(
     interpret: Any,
 ) -> Reduced:
     """The statistics of rows (n, H); `bias` and `target` (V,) may be empty."""
-    has_bias, has_target = bias.size > 0, target.size > 0
+    params = _Params(softcap, bias.size > 0, target.size > 0, metrics)
     rows = x.shape[0]
-    block_rows = tiles.thread_block_rows(config)
-    tiling = Tiling(
-        rows=block_rows * math.ceil(rows / block_rows),
-        hidden=x.shape[1],
-        columns=weight.shape[0],
-        **{name: config[name] for name in ("block_rows", "block_columns", "stages", "vocab_splits")},
-    )
+    tiling = Tiling.of(config, rows, weight.shape)
     operands = [x, weight, tiles.filled(labels, (tiling.rows,), -1)]
-    if has_bias:
+    if params.has_bias:
         operands.append(tiles.filled(bias.astype(jnp.float32), (tiling.tiles * tiling.block_columns,)))
     split_weights = jnp.zeros((tiling.vocab_splits,), jnp.float32)
-    if has_target:
+    if params.has_target:
         padded = tiling.vocab_splits * tiling.tiles_per_split * tiling.block_columns
         target = tiles.filled(target.astype(jnp.float32), (padded,))
-        part_weights = jnp.sum(target.reshape(tiling.vocab_splits, -1, _PART_COLUMNS), axis=2)
+        part_weights = jnp.sum(target.reshape(tiling.vocab_splits, -1, params.part_columns), axis=2)
         split_weights = jnp.sum(part_weights, axis=1)
         operands += [target, (jnp.cumsum(part_weights, axis=1) - part_weights).reshape(-1)]
     # The results in device memory are (fields, splits, rows): a few numbers per row, in place of `columns` logits.
-    fields = 3 + has_target + 2 * metrics
-    results = tiles.launch(
-        functools.partial(
-            _kernel,
-            tiling=tiling,
-            softcap=softcap,
-            has_bias=has_bias,
-            has_target=has_target,
-            metrics=metrics,
-            interpret=bool(interpret),
-        ),
+    fields = 3 + params.has_target + 2 * metrics
+    results = pipeline.launch(
+        functools.partial(_kernel, tiling=tiling, params=params, interpret=bool(interpret)),
         operands,
         jax.ShapeDtypeStruct((fields, tiling.vocab_splits, tiling.rows), jnp.float32),
         tiling=tiling,
@@ -177,7 +180,7 @@ def reduced_rows(
         maximum,
         total,
         label,
-        target=others[0] if has_target else None,
+        target=others[0] if params.has_target else None,
         mean=others[-2] if metrics else None,
         prediction=others[-1] if metrics else None,
     )
@@ -238,19 +241,8 @@ def configs(hardware, x, weight, *_, **__):
 def launch_configs(hardware: Any, rows: int, columns: int, hidden: int) -> tuple[dict[str, int], ...]:
     """The configurations for a launch over this many rows and columns."""
     return tuple(
-        {**sizes, "vocab_splits": splits_for(hardware, sizes, rows, columns, hidden)} for sizes in tiles.TILE_SIZES
-    )
-
-
-def splits_for(hardware: Any, sizes: Any, rows: int, columns: int, hidden: int) -> int:
-    """The number of vocabulary splits that suits tiles of these sizes."""
-    block_rows = tiles.thread_block_rows(sizes)
-    return tiles.vocab_splits(
-        math.ceil(columns / sizes["block_columns"]),
-        math.ceil(rows / block_rows),
-        hidden,
-        block_rows,
-        hardware.cores or _MULTIPROCESSORS,
+        {**sizes, "vocab_splits": tiles.vocab_splits(hardware, sizes, rows, columns, hidden)}
+        for sizes in tiles.grouped_sizes(rows, hidden)
     )
 
 

@@ -1,0 +1,104 @@
+"""Where Hopper's tiles of linear cross entropy's logits lie, and the persistent kernel of their exponentials."""
+
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_linear_cross_entropy_kernels_gpu import H100, INTERPRET, TILES, logits_of, make_case
+
+from pallas_kernels.gpu.linear_cross_entropy import exponentials, gradients, statistics, tiles
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("sizes", "options", "form"),
+    [
+        ((65, 70, 200), {"bias": True}, {}),
+        ((64, 64, 128), {"target": True}, {"store_slots": 1}),
+        ((40, 32, 130), {"softcap": 3.0}, {"copying": 0}),
+        ((300, 100, 150), {}, {"row_group": 1, "copying": 0, "workers": 5}),
+        ((300, 70, 150), {}, {"cluster_blocks": 2, "workers": 2}),
+    ],
+    ids=str,
+)
+def test_linear_cross_entropy_exponentials_agree_with_float64(sizes, options, form, capfd):
+    """Workers have several tiles each, of one row block or of several, in whole groups of these or not."""
+    operands, softcap = make_case(*sizes, **options)
+    config = {**TILES, "workers": 3, "store_slots": 2, **form}
+    x, weight, bias, labels, target = operands
+    reference = np.random.default_rng(1).normal(size=sizes[0]).astype(np.float32)
+    off_label, rest, target_logit = exponentials.exponentials(
+        x,
+        weight,
+        bias,
+        target,
+        labels,
+        reference,
+        softcap=softcap,
+        most_excess=60.0,
+        config=config,
+        interpret=INTERPRET,
+    )
+    assert "RACE DETECTED" not in capfd.readouterr().out
+    shifted = logits_of(operands, softcap) - reference[:, None]
+    is_label = np.arange(sizes[2]) == np.asarray(labels)[:, None]
+    truth = np.where(is_label, 0, np.exp(shifted))
+    np.testing.assert_allclose(rest, truth.sum(-1), rtol=1e-5)
+    if softcap is not None:
+        truth = truth * (1 - ((shifted + reference[:, None]) / softcap) ** 2)
+    np.testing.assert_allclose(np.asarray(off_label, np.float64), truth, rtol=5e-3, atol=1e-3)
+    expected_target = (shifted * np.asarray(target)).sum(-1) if target.size else np.zeros(sizes[0])
+    np.testing.assert_allclose(target_logit, expected_target, rtol=1e-4, atol=1e-4)
+
+
+def test_linear_cross_entropy_configs_fit_and_use_the_chip():
+    for rows, hidden, classes in ((16384, 4096, 128256), (4096, 4096, 50257), (1, 64, 1000), (131072, 8192, 256000)):
+        x, weight = (types.SimpleNamespace(shape=(size, hidden)) for size in (rows, classes))
+        forward = statistics.launch_configs(H100, rows, classes, hidden)
+        backward = gradients.launch_configs(H100, rows, classes, hidden)
+        persistent = exponentials.configs(H100, x, weight, 4096)
+        for configs in (forward, backward, persistent):
+            assert len(configs) == len({tuple(config.items()) for config in configs})
+        for config in (*forward, *backward, *persistent):
+            tile_rows = 2 * config["block_rows"] + config["block_columns"]
+            slots = config.get("store_slots", 1 * ("chunk_columns" in config))
+            stored = slots * 2 * config["block_rows"] * 32 * 2
+            assert config["stages"] * tile_rows * 64 * 2 + stored <= 226 * 2**10
+            # What stays in the cache, unless a single row block is larger.
+            row_block = 2 * config["block_rows"] * config["cluster_blocks"]
+            assert config["row_group"] * row_block * hidden * 2 <= 32 * 2**20 or config["row_group"] == 1
+        assert all(config["vocab_splits"] <= -(-classes // config["block_columns"]) for config in (*forward, *backward))
+        # A thread block for each multiprocessor.
+        assert all(config["workers"] * config["cluster_blocks"] == 132 for config in persistent)
+    # All multiprocessors are at work, with row blocks that their cache holds, of 32, 16 or 8 MiB.
+    configs = statistics.launch_configs(H100, 16384, 128256, 4096)
+    assert configs[0]["vocab_splits"] * configs[0]["row_group"] >= 132
+    changing = {"row_group": 0, "vocab_splits": 0}
+    groups = [config["row_group"] for config in configs if config | changing == configs[0] | changing]
+    assert groups == [16, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "config"),
+    [
+        (1000, 700, {"workers": 5}),
+        (1000, 700, {"workers": 3, "cluster_blocks": 2}),
+        (1000, 100, {"workers": 100, "row_group": 8}),
+        (520, 700, {"vocab_splits": 3}),
+        (700, 300, {"vocab_splits": 4, "row_group": 1}),
+    ],
+    ids=str,
+)
+def test_linear_cross_entropy_tiles_are_computed_once(rows, columns, config):
+    """Every tile of every row block has one worker, and workers that have several are within a tile of each other."""
+    tiling = tiles.Tiling.of({**TILES, **config}, rows, (columns, 64))
+    counts = [int(tiling.tiles_of(jnp.int32(worker))) for worker in range(tiling.workers)]
+    places = [
+        tuple(map(int, tiling.place(jnp.int32(worker), number)))
+        for worker, count in enumerate(counts)
+        for number in range(count)
+    ]
+    assert sorted(places) == [(row, tile) for row in range(tiling.row_blocks) for tile in range(tiling.tiles)]
+    if "workers" in config:
+        assert max(counts) - min(counts) <= 1
