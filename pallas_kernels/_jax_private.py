@@ -1,13 +1,15 @@
 """Everything that depends on the version of JAX: private modules, and functions that changed.
 
-The interpreter of Mosaic GPU kernels came with JAX 0.10 and became public in 0.11. `plgpu.load` took an index in
-JAX 0.10, and takes an indexed Ref in 0.12.
+The interpreter of Mosaic GPU kernels came with JAX 0.10 and became public in 0.11; it knows barriers of clusters in
+JAX 0.12. `plgpu.load` took an index in JAX 0.10, and takes an indexed Ref in 0.12.
 """
 
 import inspect
 from typing import Any
 
 import jax
+
+INTERPRETS_CLUSTER_BARRIERS = jax.__version_info__ >= (0, 12)
 
 
 def interpret_gpu_params(**params: Any) -> Any:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels._jax_private import INTERPRETS_CLUSTER_BARRIERS, interpret_gpu_params
 from pallas_kernels.gpu.linear_cross_entropy.tiles import (
     BLOCK_HIDDEN,
     MULTIPLYING,
@@ -248,9 +248,9 @@ def _memory(x_dtype: Any, weight_dtype: Any, tiling: Tiling, interpret: bool) ->
 
     weight_tile = (tiling.block_columns, BLOCK_HIDDEN)
     stages = tiling.stages
-    # The interpreter lets each thread block of a cluster copy all for itself, and in JAX 0.10 has no other barriers.
+    # The interpreter lets each thread block of a cluster copy all for itself, so its own barriers are enough there.
     consumed: Any = plgpu.Barrier(num_barriers=stages, num_arrivals=MULTIPLYING)
-    if tiling.cluster_blocks > 1 and not interpret:
+    if tiling.cluster_blocks > 1 and (INTERPRETS_CLUSTER_BARRIERS or not interpret):
         axes = ("thread_block",)
         consumed = plgpu.ClusterBarrier(collective_axes=axes, num_barriers=stages, num_arrivals=MULTIPLYING)
     return (
