@@ -3,11 +3,11 @@
 python benchmarks/gpu.py probe smoke flagship --out build/gpu --deadline 550 --done benchmarks/results/gpu_done.jsonl
 
 Stages, in the order in which to run them: `probe` (versions, clocks, rates), `smoke` (every kernel is verified; mend
-what is wrong before anything is timed), `flagship` and `lce` (linear cross entropy, and at other shapes), `adam`,
-`rest` (the other operators), `tune` (every configuration, for lowering/tuned/). Each case has a process of its own; a
-hang costs that case. Results are appended as they come, and what --out or --done holds is not measured again. At the
-end they are written once more as `gpu_DEVICE.json`, for benchmarks/results/. `--rehearse` runs the same on a CPU with
-small sizes.
+what is wrong before anything is timed), `flagship` (linear cross entropy, plain products, and its kernels alone with
+each configuration), `lce` (the losses at other shapes), `adam`, `rest` (the other operators), `tune` (all
+configurations, for lowering/tuned/). Each case has a process of its own; a hang costs that case. Results are appended
+as they come, and what --out or --done holds is not measured again. At the end they are written once more as
+`gpu_DEVICE.json`, for benchmarks/results/. `--rehearse` runs the same on a CPU with small sizes.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -27,6 +28,8 @@ import lowering
 from lowering.campaign.process import converse
 from lowering.campaign.report import Campaign
 from lowering.tables import fitted
+from lowering.targets import named
+from pallas_kernels.gpu.linear_cross_entropy import exponentials, statistics
 
 STAGES = ("probe", "smoke", "flagship", "lce", "adam", "rest", "tune")
 STRATEGIES = ("full", "grad_in_forward", "recompute", "recompute+pallas")
@@ -36,6 +39,13 @@ LOSSES = (
 )
 FLAGSHIP, REHEARSED_LOSS = (16384, 4096, 128256), (64, 32, 256)
 OTHER_LOSSES = ((16384, 4096, 131072), (8192, 2304, 256000), (4096, 4096, 151936), (4096, 1024, 32768))
+PRODUCTS = (1024, 2048, 4096, 8192, 16384)
+CHUNK_ROWS = 4096
+REHEARSED_TILE = (64, 32, 64)
+REHEARSED_SIZES = {
+    **{"block_rows": 64, "block_columns": 64, "stages": 2},
+    **{"copying": 1, "cluster_blocks": 1, "row_group": 1},
+}
 OPTIMIZERS = ("optax", "jaxops", "jaxops+pallas", "torch")
 OPERATORS = (
     ("softmax of rows", (16384, 4096, "bfloat16"), (8, 130, "float32")),
@@ -77,7 +87,7 @@ def cases(stage: str, *, rehearse: bool) -> list[Case]:
             for shape in shapes
             for name in names
             if not (rehearse and name.endswith("+pallas"))
-        ]
+        ] + (product_cases(rehearse) + kernel_cases(rehearse) if stage == "flagship" else [])
     if stage == "adam":
         sets = ((1, "float32"),) if rehearse else ((0, "float32"), (12, "float32"), (12, "bfloat16"))
         return [
@@ -92,6 +102,38 @@ def cases(stage: str, *, rehearse: bool) -> list[Case]:
         if size is not None
         for way in ("reference", "pallas", "torch", "torch.compile")
         if not (rehearse and way == "pallas")
+    ]
+
+
+def product_cases(rehearse: bool) -> list[Case]:
+    """Plain products of a chunk's rows with a vocabulary: what a kernel's rate is to be compared with."""
+    rows, _, classes = REHEARSED_LOSS if rehearse else (CHUNK_ROWS, *FLAGSHIP[1:])
+    return [
+        Case("flagship", f"product {size}", "product", dict(zip(AXES, size, strict=True)))
+        for size in ((rows, hidden, classes) for hidden in ((32,) if rehearse else PRODUCTS))
+    ]
+
+
+def kernel_cases(rehearse: bool) -> list[Case]:
+    """Each kernel of the logits alone, with each of its configurations: tiles, row groups, store slots."""
+    rows, hidden, classes = REHEARSED_TILE if rehearse else FLAGSHIP
+    x, weight = (jax.ShapeDtypeStruct((size, hidden), "bfloat16") for size in (rows, classes))
+    configs: dict[str, tuple[int, Any]] = {
+        "exponentials": (CHUNK_ROWS, exponentials.configs(named("cuda-h100"), x, weight, CHUNK_ROWS)),
+        "statistics": (rows, statistics.configs(named("cuda-h100"), x, weight)),
+    }
+    if rehearse:
+        configs["exponentials"] = (rows, [{**REHEARSED_SIZES, "workers": 1, "store_slots": 2}])
+        configs["statistics"] = (rows, [{**REHEARSED_SIZES, "vocab_splits": 1}])
+    return [
+        Case(
+            "flagship",
+            f"{name} {', '.join(f'{key} {value}' for key, value in config.items())}",
+            "logits_kernel",
+            {"kernel": name, "config": config, "rows": rows, "hidden": hidden, "classes": classes},
+        )
+        for name, (rows, each) in configs.items()
+        for config in each
     ]
 
 

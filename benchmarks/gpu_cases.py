@@ -27,6 +27,8 @@ from jaxops.linear_cross_entropy import linear_cross_entropy
 from lowering.measurements import device_name
 from lowering.measuring.device_clock import device_clock
 from lowering.targets import here
+from pallas_kernels.gpu.linear_cross_entropy import exponentials
+from pallas_kernels.gpu.linear_cross_entropy import statistics as row_statistics
 
 ROUNDS = 3
 
@@ -35,7 +37,7 @@ class NotHereError(Exception):
     """What a case needs is not installed."""
 
 
-def measured(runs: list[Callable[[], Any]], *, torch: Any = None) -> dict[str, Any]:
+def measured(runs: list[Callable[[], Any]], *, torch: Any = None, rounds: int = ROUNDS) -> dict[str, Any]:
     """The median time of runs, which do the same with operands of their own so that no cache holds them."""
 
     def run_all() -> None:
@@ -50,7 +52,7 @@ def measured(runs: list[Callable[[], Any]], *, torch: Any = None) -> dict[str, A
     if clock and not clock(run_all) > 0:
         raise RuntimeError("the device's clock cannot be read")
     times_ms = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         start = time.perf_counter()
         spent_ms = clock(run_all) if clock else None
         if spent_ms is None:
@@ -118,6 +120,33 @@ def loss(candidate: str, rows: int, hidden: int, classes: int) -> dict[str, Any]
         compiled = jax.jit(jax.value_and_grad(losses[name], (0, 1))).lower(x, weight, labels).compile()
     found = measured([functools.partial(compiled, x, weight, labels)])
     return {**found, **peak(), "temporary_gb": round(compiled.memory_analysis().temp_size_in_bytes / 1e9, 3)}
+
+
+def product(rows: int, hidden: int, classes: int) -> dict[str, Any]:
+    """The logits as one product of 16-bit operands, with a 16-bit result."""
+    x, weight, _ = _loss_operands(rows, hidden, classes)
+    found = measured([functools.partial(jax.jit(lambda x, weight: x @ weight.T), x, weight)])
+    return {**found, **_rate(found, rows, hidden, classes)}
+
+
+def _rate(found: dict[str, Any], rows: int, hidden: int, classes: int) -> dict[str, float]:
+    return {"tflop_per_s": round(2 * rows * hidden * classes / found["median_ms"] / 1e9, 1)}
+
+
+def logits_kernel(kernel: str, config: dict[str, int], rows: int, hidden: int, classes: int) -> dict[str, Any]:
+    """One of the kernels that compute logits in registers, with one of its configurations."""
+    x, weight, labels = _loss_operands(rows, hidden, classes)
+    none, interpret = jnp.zeros(0), here().platform != "cuda"
+    if kernel == "exponentials":
+        options: dict[str, Any] = {"softcap": None, "most_excess": 60.0, "config": config, "interpret": interpret}
+        run = functools.partial(exponentials.exponentials, **options)
+        operands = (x, weight, none, none, labels, jnp.zeros(rows))
+    else:
+        options = {"softcap": None, "metrics": False, "config": config, "interpret": interpret}
+        run = functools.partial(row_statistics.run, **options)
+        operands = (x, weight, none, labels, none, jnp.zeros((rows, 0)))
+    found = measured([functools.partial(jax.jit(run), *operands)], rounds=1 if interpret else ROUNDS)
+    return {**found, **_rate(found, rows, hidden, classes)}
 
 
 def _torch_loss(name: str, rows: int, hidden: int, classes: int) -> dict[str, Any]:
@@ -202,7 +231,14 @@ def _torch_operator(candidate: str, case: str, size: list[Any]) -> dict[str, Any
     return measured([functools.partial(run, x) for x in operands], torch=torch)
 
 
-CASES = {"probe": probe, "loss": loss, "optimizer": optimizer, "operator": operator}
+CASES = {
+    "probe": probe,
+    "loss": loss,
+    "product": product,
+    "logits_kernel": logits_kernel,
+    "optimizer": optimizer,
+    "operator": operator,
+}
 
 
 def main() -> None:
