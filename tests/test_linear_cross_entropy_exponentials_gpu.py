@@ -17,8 +17,8 @@ from pallas_kernels.gpu.linear_cross_entropy import exponentials, gradients, sta
         ((65, 70, 200), {"bias": True}, {}),
         ((64, 64, 128), {"target": True}, {"store_slots": 1}),
         ((40, 32, 130), {"softcap": 3.0}, {"copying": 0}),
-        ((300, 100, 150), {}, {"row_group": 1, "copying": 0, "workers": 5}),
-        ((300, 70, 150), {}, {"cluster_blocks": 2, "workers": 2}),
+        ((200, 70, 150), {}, {"row_group": 1, "copying": 0, "workers": 5}),
+        ((200, 40, 150), {}, {"cluster_blocks": 2, "workers": 2}),
     ],
     ids=str,
 )
@@ -62,8 +62,7 @@ def test_linear_cross_entropy_configs_fit_and_use_the_chip():
             assert len(configs) == len({tuple(config.items()) for config in configs})
         for config in (*forward, *backward, *persistent):
             tile_rows = 2 * config["block_rows"] + config["block_columns"]
-            slots = config.get("store_slots", 1 * ("chunk_columns" in config))
-            stored = slots * 2 * config["block_rows"] * 32 * 2
+            stored = config.get("store_slots", 0) * 2 * config["block_rows"] * 32 * 2
             assert config["stages"] * tile_rows * 64 * 2 + stored <= 226 * 2**10
             # What stays in the cache, unless a single row block is larger.
             row_block = 2 * config["block_rows"] * config["cluster_blocks"]

@@ -256,7 +256,7 @@ def test_linear_cross_entropy_float16_second_derivatives_equal_float32s(strategy
 
 
 TILES = {"block_rows": 64, "block_columns": 256, "stages": 2, "copying": 1, "cluster_blocks": 1, "row_group": 1}
-KERNEL_SIZES = {**TILES, "vocab_splits": 1, "chunk_columns": 1024}
+KERNEL_SIZES = {**TILES, "vocab_splits": 1, "chunk_columns": 1024, "store_slots": 2}
 
 
 @pytest.mark.sampled

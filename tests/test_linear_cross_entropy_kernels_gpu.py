@@ -24,7 +24,7 @@ from pallas_kernels.hardware import Hardware
 
 INTERPRET = interpret_gpu_params(detect_races=True, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
 TILES = {"block_rows": 64, "block_columns": 64, "stages": 2, "copying": 1, "cluster_blocks": 1, "row_group": 2}
-SIZES = {**TILES, "vocab_splits": 1, "chunk_columns": 128}
+SIZES = {**TILES, "vocab_splits": 1, "chunk_columns": 128, "store_slots": 2}
 H100 = Hardware("cuda-h100", "cuda", compute_capability=(9, 0), cores=132)
 NEEDS = Needs(True, True, True, False, False)
 
@@ -155,7 +155,7 @@ GRADIENTS = {
     "logits of 640, common offset": (
         make_case(7, 8, 130, dtype="float16", scale=640.0, offset=1000.0),
         False,
-        {"block_columns": 128, "chunk_columns": 256},
+        {"block_columns": 128, "chunk_columns": 256, "store_slots": 1},
     ),
 }
 

@@ -136,6 +136,11 @@ def test_linear_cross_entropy_exponentials_keep_the_matrix_units_busy(h100, inde
     assert code.opcodes("HGMMA") == steps.opcodes("HGMMA") == products
     waits = [each.operands for each in steps.instructions if each.opcode.startswith("WARPGROUP.DEPBAR")]
     assert [wait.split(",")[-1].strip(" ;") for wait in waits] == ["0x1"]
+    # A thread's rows have a label and a reference each, asked for before the products that they are used after.
+    loads = [place for place, each in enumerate(code.instructions) if each.opcode.startswith(("LD.", "LDG."))]
+    first = next(place for place, each in enumerate(code.instructions) if each.is_a("HGMMA"))
+    assert len(loads) == 2 * block_rows // 32
+    assert max(loads) < first
     # One request hands out registers, the other takes them.
     assert code.count("USETMAXREG") == 2 * config["copying"] * GETS_REGISTERS
     multicasts = [opcode for opcode in code.opcodes("UTMALDG") if "MULTICAST" in opcode]

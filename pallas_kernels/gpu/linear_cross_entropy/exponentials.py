@@ -18,12 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu.linear_cross_entropy import pipeline, tiles
-from pallas_kernels.gpu.linear_cross_entropy.tiles import Tiling
-
-# As in the statistics kernel: more columns' terms would not fit the registers beside the tile.
-_STORE_COLUMNS = 32
-# Buffers to store from: with two, one is filled while TMA reads the other.
-_STORE_SLOTS = (2, 1)
+from pallas_kernels.gpu.linear_cross_entropy.tiles import STORE_COLUMNS, STORE_SLOTS, Tiling
 
 
 class _Params(NamedTuple):
@@ -51,16 +46,11 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, reference_gmem, *refs, tiling, par
 
             def consume(z, _):
                 sums = (jnp.zeros(reference.shape, jnp.float32),) * (1 + params.has_target)
-                for start in range(0, tiling.block_columns, _STORE_COLUMNS):
-                    part = lax.slice(z, (0, start), (z.shape[0], start + _STORE_COLUMNS))
-                    own_columns = pl.ds(place.column + start, _STORE_COLUMNS)
+                for index, start in enumerate(range(0, tiling.block_columns, STORE_COLUMNS)):
+                    part = lax.slice(z, (0, start), (z.shape[0], start + STORE_COLUMNS))
                     part, sums = exponentials_of(part, place.column + start, labels, reference, sums)
-                    slot = out_smem.at[start // _STORE_COLUMNS % params.store_slots]
-                    # Before a buffer is written again, TMA has to have read it; the stores themselves may go on.
-                    plgpu.wait_smem_to_gmem(params.store_slots - 1, wait_read_only=True)
-                    slot[...] = part.astype(exponentials_gmem.dtype)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(slot, exponentials_gmem.at[place.rows, own_columns])
+                    own_gmem = exponentials_gmem.at[place.rows, pl.ds(place.column + start, STORE_COLUMNS)]
+                    pipeline.store(part, index, params.store_slots, out_smem, own_gmem)
                 # No two thread blocks have the same rows and tile, so results are stored without atomics, in any order.
                 for field, values in enumerate(sums):
                     sums_gmem[field, place.tile, place.rows] = values
@@ -68,7 +58,7 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, reference_gmem, *refs, tiling, par
             return consume
 
         def exponentials_of(z, column, labels, reference, sums):
-            own_columns = pl.ds(column, _STORE_COLUMNS)
+            own_columns = pl.ds(column, STORE_COLUMNS)
             columns = lax.broadcasted_iota(jnp.int32, z.shape, 1) + column
             if params.has_bias:
                 z = z + tiles.by_column(load(bias_gmem, own_columns), z)
@@ -123,8 +113,7 @@ def exponentials(
         tiling=tiling,
         name="linear_cross_entropy_exponentials",
         interpret=interpret,
-        # For each warpgroup, store_slots * block_rows * _STORE_COLUMNS * 2 bytes.
-        scratch=[tiles.swizzled_smem((2, slots, tiling.block_rows, _STORE_COLUMNS), x.dtype)],
+        scratch=[tiles.store_buffers(slots, tiling.block_rows, x.dtype)],
     )
     rest, *of_target = jnp.sum(sums, axis=1)[:, :rows]
     return stored[:rows, : tiling.columns], rest, of_target[0] if of_target else jnp.zeros_like(rest)
@@ -138,5 +127,5 @@ def refusal(hardware, x, weight) -> str | None:
 def configs(hardware, x, weight, chunk_rows) -> tuple[dict[str, Any], ...]:
     """Tiles and stages worth trying for chunks of so many rows; see `pallas_kernels.kernel.Kernel.configs`."""
     sizes = tiles.grouped_sizes(min(math.prod(x.shape[:-1]), chunk_rows), weight.shape[1])
-    ways = [(each, _STORE_SLOTS[0]) for each in sizes] + [(sizes[0], slots) for slots in _STORE_SLOTS[1:]]
+    ways = [(each, STORE_SLOTS[0]) for each in sizes] + [(sizes[0], slots) for slots in STORE_SLOTS[1:]]
     return tuple({**each, "workers": tiles.workers(hardware, each), "store_slots": slots} for each, slots in ways)

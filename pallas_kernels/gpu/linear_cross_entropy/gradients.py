@@ -20,10 +20,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.float16_rows import RowPowers
 from pallas_kernels.gpu.linear_cross_entropy import pipeline, tiles
-from pallas_kernels.gpu.linear_cross_entropy.tiles import Tiling
+from pallas_kernels.gpu.linear_cross_entropy.tiles import STORE_COLUMNS, STORE_SLOTS, Tiling
 from pallas_kernels.kernel import Kernel
 
-_STORE_COLUMNS = 32  # as in the statistics kernel: more columns' terms would not fit the registers beside the tile
 _CHUNK_ELEMENTS = 2**28  # of the cotangent: half a GiB of 16-bit values in device memory at a time
 _LEAST_CHUNK_COLUMNS = 4096
 
@@ -50,6 +49,7 @@ _FILLS = CotangentTerms(0, 0, 0, 0, 0, math.inf)
 
 class _Params(NamedTuple):
     softcap: float | None
+    store_slots: int
     has_bias: bool
     has_target: bool
     has_slope: bool
@@ -75,16 +75,11 @@ def _kernel(x_gmem, weight_gmem, terms_gmem, labels_gmem, *refs, tiling, params,
 
         def begin(place):
             def consume(z, carry):
-                for start in range(0, tiling.block_columns, _STORE_COLUMNS):
-                    part = lax.slice(z, (0, start), (z.shape[0], start + _STORE_COLUMNS))
-                    part = cotangent(part, place.column + start).astype(cotangent_gmem.dtype)
-                    # TMA stores in the background. Before the buffer is written again, TMA has to have read it; the
-                    # store itself may go on.
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    out_smem[...] = part
-                    plgpu.commit_smem()
-                    own_columns = pl.ds(place.column + start, _STORE_COLUMNS)
-                    plgpu.copy_smem_to_gmem(out_smem, cotangent_gmem.at[rows, own_columns])
+                for index, start in enumerate(range(0, tiling.block_columns, STORE_COLUMNS)):
+                    part = lax.slice(z, (0, start), (z.shape[0], start + STORE_COLUMNS))
+                    own_gmem = cotangent_gmem.at[rows, pl.ds(place.column + start, STORE_COLUMNS)]
+                    part = cotangent(part, place.column + start)
+                    pipeline.store(part, index, params.store_slots, out_smem, own_gmem)
                 return carry
 
             return consume
@@ -93,7 +88,7 @@ def _kernel(x_gmem, weight_gmem, terms_gmem, labels_gmem, *refs, tiling, params,
         # the hardware computes.
         def cotangent(z, column):
             columns = lax.broadcasted_iota(jnp.int32, z.shape, 1) + column
-            own_columns = pl.ds(column, _STORE_COLUMNS)
+            own_columns = pl.ds(column, STORE_COLUMNS)
             if params.has_bias:
                 z = z + tiles.by_column(load(bias_gmem, own_columns), z)
             if params.softcap is not None:
@@ -139,7 +134,7 @@ def cotangent_of_logits(
     """The cotangent of the logits x weight^T + bias, in x's dtype; rows fill whole blocks, and `terms` are stacked."""
     tiling = Tiling.of(config, len(x), weight.shape)
     columns = tiling.tiles * tiling.block_columns
-    params = _Params(softcap, bias.size > 0, target.size > 0, has_slope)
+    params = _Params(softcap, config["store_slots"], bias.size > 0, target.size > 0, has_slope)
     cotangent = pipeline.launch(
         functools.partial(_kernel, tiling=tiling, params=params, interpret=bool(interpret)),
         (x, weight, terms, labels, *(tiles.filled(v, (columns,)) for v in (bias, target) if v.size > 0)),
@@ -147,9 +142,7 @@ def cotangent_of_logits(
         tiling=tiling,
         name="linear_cross_entropy_backward",
         interpret=interpret,
-        # A buffer for each warpgroup, 2 * block_rows * _STORE_COLUMNS * 2 bytes: at most 16 KiB beside the operands'
-        # slots.
-        scratch=[tiles.swizzled_smem((2, config["block_rows"], _STORE_COLUMNS), x.dtype)],
+        scratch=[tiles.store_buffers(params.store_slots, tiling.block_rows, x.dtype)],
     )
     return cotangent[:, : tiling.columns]
 
@@ -297,12 +290,13 @@ def launch_configs(hardware: Any, rows: int, columns: int, hidden: int) -> tuple
     # many rows, that its products no longer fill the matrix units.
     chunk_columns = max(_LEAST_CHUNK_COLUMNS, 2 ** int(math.log2(_CHUNK_ELEMENTS / rows)))
 
-    def config(sizes: dict[str, int], chunk_columns: int) -> dict[str, int]:
+    def config(sizes: dict[str, int], chunk_columns: int, store_slots: int = STORE_SLOTS[0]) -> dict[str, int]:
         splits = tiles.vocab_splits(hardware, sizes, rows, min(columns, chunk_columns), hidden)
-        return {**sizes, "vocab_splits": splits, "chunk_columns": chunk_columns}
+        return {**sizes, "vocab_splits": splits, "chunk_columns": chunk_columns, "store_slots": store_slots}
 
     sizes = tiles.grouped_sizes(rows, hidden)
-    others = (config(sizes[0], 2 * chunk_columns), config(sizes[0], chunk_columns // 2))
+    others = [config(sizes[0], chunk_columns, slots) for slots in STORE_SLOTS[1:]]
+    others += [config(sizes[0], 2 * chunk_columns), config(sizes[0], chunk_columns // 2)]
     return (*(config(each, chunk_columns) for each in sizes), *others)
 
 

@@ -234,6 +234,18 @@ def fold_tiles(body: Callable[..., None], x_gmem: Any, weight_gmem: Any, *, tili
     pl.run_scoped(scope, *_memory(x_gmem.dtype, weight_gmem.dtype, tiling, interpret), collective_axes="warpgroup")
 
 
+def store(part: jax.Array, index: int, slots: int, buffers: Any, result_gmem: Any) -> None:
+    """Stores a tile's part of this index from one of the warpgroup's buffers by TMA, while the next is computed."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    buffer = buffers.at[index % slots]
+    # Before a buffer is written again, TMA has to have read it; the stores themselves may go on.
+    plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+    buffer[...] = part.astype(result_gmem.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffer, result_gmem)
+
+
 def _memory(x_dtype: Any, weight_dtype: Any, tiling: Tiling, interpret: bool) -> tuple[Any, ...]:
     """Shared memory of a thread block, in bytes, for 16-bit operands; the first configuration takes 128 + 64 KiB.
 

@@ -29,10 +29,10 @@ _ROW_GROUP_BYTES = (32 * 2**20, 16 * 2**20, 8 * 2**20)
 _MULTIPROCESSORS = 132  # of an H100, if the hardware's record does not say
 _START_TILES = 0.1  # the cost of starting a thread block: one trip to memory, in units of a tile's time
 _ALONE = {"copying": 1, "cluster_blocks": 1}
-# The size of a warpgroup's tile, and how many stages fit into 227 KiB beside the buffer that the backward kernel stores
-# from. A stage takes (2 * block_rows + block_columns) * 128 bytes: 48 KiB in all but the fourth, where it takes 32. The
-# first two load the fewest bytes per product, as 1/256 + 1/128 is the least that 128 accumulator registers allow; the
-# fourth needs only 64 of them. The third has a stage less, and more shared memory to spare. The fifth does without
+# The size of a warpgroup's tile, and how many stages fit into 227 KiB beside the buffers that kernels store from. A
+# stage takes (2 * block_rows + block_columns) * 128 bytes: 48 KiB in all but the fourth, where it takes 32. The first
+# two load the fewest bytes per product, as 1/256 + 1/128 is the least that 128 accumulator registers allow; the fourth
+# needs only 64 of them. The third has a stage less, and more shared memory to spare. The fifth does without
 # `setmaxnreg`. In the last, a cluster reads 32 KiB for each stage of a thread block, where the others read 48.
 TILE_SIZES: tuple[dict[str, int], ...] = (
     {"block_rows": 128, "block_columns": 128, "stages": 4, **_ALONE},
@@ -42,6 +42,10 @@ TILE_SIZES: tuple[dict[str, int], ...] = (
     {"block_rows": 128, "block_columns": 128, "stages": 4, "copying": 0, "cluster_blocks": 1},
     {"block_rows": 64, "block_columns": 256, "stages": 4, "copying": 1, "cluster_blocks": 2},
 )
+# The columns that are stored at a time: more columns' terms would not fit the registers beside the tile. Of two buffers
+# to store from, one is filled while TMA reads the other.
+STORE_COLUMNS = 32
+STORE_SLOTS = (2, 1)
 _DTYPES = ("bfloat16", "float16")
 LOG2_E = math.log2(math.e)
 
@@ -196,6 +200,11 @@ def swizzled_smem(shape: Sequence[int], dtype: Any) -> Any:
         plgpu.SwizzleTransform(swizzle),
     )
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def store_buffers(slots: int, block_rows: int, dtype: Any) -> Any:
+    """Shared memory to store from: for each warpgroup slots * block_rows * STORE_COLUMNS * 2 bytes, 32 KiB at most."""
+    return swizzled_smem((MULTIPLYING, slots, block_rows, STORE_COLUMNS), dtype)
 
 
 def load(ref: Any, index: Any, *, interpret: bool) -> jax.Array:
