@@ -60,6 +60,12 @@ def _reference_point(maximum: jax.Array) -> jax.Array:
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
+def _first_column(z: jax.Array, maximum: jax.Array, columns: jax.Array) -> jax.Array:
+    """The first column of each row's maximum: the maximum of negated columns, as rows reduce by a maximum anyway."""
+    is_maximum = z == tiles.by_row(maximum, z)
+    return -jnp.max(jnp.where(is_maximum, -columns.astype(jnp.float32), -jnp.inf), axis=1)
+
+
 class _Params(NamedTuple):
     softcap: float | None
     has_bias: bool
@@ -84,14 +90,11 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, params, interpret):
         zeros = jnp.zeros(labels.shape, jnp.float32)
 
         # z is a whole tile in registers. Its statistics, one number per row each, stay in registers across tiles.
-        def begin(place):
-            def consume(z, partial):
-                for start in range(0, tiling.block_columns, part_columns):
-                    part = lax.slice(z, (0, start), (z.shape[0], start + part_columns))
-                    partial = consume_part(part, place.column + start, partial)
-                return partial
-
-            return consume
+        def consume(place, z, partial):
+            for start in range(0, tiling.block_columns, part_columns):
+                part = lax.slice(z, (0, start), (z.shape[0], start + part_columns))
+                partial = consume_part(part, place.column + start, partial)
+            return partial
 
         def consume_part(z, column, partial):
             own_columns = pl.ds(column, part_columns)
@@ -121,19 +124,16 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, params, interpret):
             if params.metrics:
                 finite = jnp.where(shifted == -jnp.inf, 0.0, shifted)
                 mean = rescale * (mean + (before - after) * partial.total) + jnp.sum(exponential * finite, axis=1)
-                # The first column of the maximum is a maximum of negated columns: rows reduce by a maximum anyway.
-                is_maximum = z == tiles.by_row(tile_maximum, z)
-                first = -jnp.max(jnp.where(is_maximum, -columns.astype(jnp.float32), -jnp.inf), axis=1)
-                prediction = jnp.where(tile_maximum > partial.maximum, first, prediction)
+                is_new = tile_maximum > partial.maximum
+                prediction = jnp.where(is_new, _first_column(z, tile_maximum, columns), prediction)
             return _Partial(maximum, total, label, target, mean, prediction)
 
-        optional = (
-            zeros if is_computed else None for is_computed in (params.has_target, params.metrics, params.metrics)
-        )
-        start = _Partial(zeros - jnp.inf, zeros, zeros, *optional)
+        of_target, of_metrics = zeros if params.has_target else None, zeros if params.metrics else None
+        start = _Partial(zeros - jnp.inf, zeros, zeros, of_target, of_metrics, of_metrics)
+        found = fold(lambda place: functools.partial(consume, place), start)
         # No two thread blocks have the same rows and split, so results are stored without atomics, in any order.
         split = lax.div(first.tile, jnp.int32(tiling.tiles_per_split))
-        for field, values in enumerate(value for value in fold(begin, start) if value is not None):
+        for field, values in enumerate(value for value in found if value is not None):
             results_gmem[field, split, first.rows] = values
 
     pipeline.fold_tiles(body, x_gmem, weight_gmem, tiling=tiling, interpret=interpret)
