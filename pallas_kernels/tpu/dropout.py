@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.dropout_mask import RESOLUTION_BITS, WORD_BITS, compared, digits, drawn_pair, repeated, threshold
+from pallas_kernels.dropout_mask import RESOLUTION_BITS, WORD_BITS, compared, drawn_pair, repeated, threshold
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu.streaming_cost import streaming_cost
 
@@ -30,9 +30,8 @@ _BLOCK_COLUMNS = _LANES * WORD_BITS  # a row of words fills the lanes of a regis
 _BAND_ROWS = 16  # at least: two tiles of rows fill a register of 16-bit values
 _MAX_BAND_ROWS = 128  # 16 registers of words, and for each of them the generator's state, of a TensorCore's 64
 _MAX_BANDS = 8
-_STEP_DIGITS = 4  # drawn for all words before the next four: the independent work that hides the latency of each
-_FIRST_STEPS = 3  # drawn for all words; fewer would leave too many words undecided at the same place of a register
-_REST_DIGITS = RESOLUTION_BITS - _FIRST_STEPS * _STEP_DIGITS
+_BEGIN_DIGITS = 4  # enough for probabilities such as 0.5
+_FIRST_DIGITS = 12  # drawn for all words; fewer would leave too many words undecided at the same place of a register
 _REGISTER_ROWS = 8
 _SWAPPED_DIGITS = (8, 4)  # of lanes and of bits; each more halves the moves, but waits some 100 cycles for its own
 # VMEM of a block: x and y in the operand's dtype and the words, 4 / 32 bytes an element, with two buffers each, and one
@@ -55,33 +54,37 @@ def _words(streams_ref, bands, row_words, shape, keep_probability):
         lane = jnp.where(lane >= row_words, lane - row_words, lane)
     words += (pl.program_id(1) * _LANES + lane).astype(jnp.uint32)
     above = threshold(keep_probability)
-    less, _ = digits(above)
-    number = above - (above >> jnp.uint32(RESOLUTION_BITS))
-    # Zeros at a probability's end decide nothing: 0.5 takes one step, 0.9 all six.
-    ends = [(1 << end) - 1 for end in range(_STEP_DIGITS, RESOLUTION_BITS + 1, _STEP_DIGITS)]
-    steps = sum((number & jnp.uint32(end) != 0).astype(jnp.int32) for end in ends)
+    # The probability 1 is written as 0.111..., as in `dropout_mask.digits`.
+    is_one = above >> jnp.uint32(RESOLUTION_BITS)
+    number = above - is_one
+    digits = [number >> jnp.uint32(shift) & jnp.uint32(1) for shift in reversed(range(RESOLUTION_BITS))]
 
-    def step(i, state):
-        shifts = (RESOLUTION_BITS - 1 - digit - i * _STEP_DIGITS for digit in range(_STEP_DIGITS))
-        of_step = [repeated(number >> shift.astype(jnp.uint32) & jnp.uint32(1)) for shift in shifts]
-        return _settled(state, (key0, key1), words, i * (_STEP_DIGITS // 2), of_step)
+    def all_zero_from(digit):
+        return number & jnp.uint32((1 << RESOLUTION_BITS - digit) - 1) == 0
 
-    start = jnp.zeros(shape, jnp.uint32), jnp.full(shape, 2**WORD_BITS - 1, jnp.uint32)
-    state = lax.fori_loop(0, jnp.minimum(steps, _FIRST_STEPS), step, start)
-    rest = [repeated(number >> jnp.uint32(shift) & jnp.uint32(1)) for shift in reversed(range(_REST_DIGITS))]
-    turn = functools.partial(_turn, (key0, key1, words), less, rest)
-    return lax.while_loop(lambda state: state[2], turn, (*state, steps > _FIRST_STEPS))[0]
+    def narrowed(first, last, less, at_most):
+        return _narrowed(less, at_most, (key0, key1), words, first, digits[first:last])
+
+    begun = narrowed(0, _BEGIN_DIGITS, jnp.zeros(shape, jnp.uint32), jnp.full(shape, 2**WORD_BITS - 1, jnp.uint32))
+    # Zeros at a probability's end decide nothing.
+    less, at_most = lax.cond(
+        all_zero_from(_BEGIN_DIGITS), lambda: begun, lambda: narrowed(_BEGIN_DIGITS, _FIRST_DIGITS, *begun)
+    )
+    turn = functools.partial(_turn, (key0, key1, words), repeated(is_one), list(map(repeated, digits[_FIRST_DIGITS:])))
+    return lax.while_loop(lambda state: state[2], turn, (less, less ^ at_most, ~all_zero_from(_FIRST_DIGITS)))[0]
 
 
-def _settled(state, keys, words, first_pair, digits):
-    """Compares digits from the first on: what is less, and what is undecided as all digits so far are equal."""
-    less, undecided = state
-    for pair in range(len(digits) // 2):
-        drawn = drawn_pair(keys, words, jnp.asarray(first_pair, jnp.uint32) + jnp.uint32(pair))
-        for digit, word in zip(digits[2 * pair : 2 * pair + 2], drawn, strict=True):
-            decided = undecided & (word ^ ~digit)
-            less, undecided = less | (decided & digit), undecided ^ decided
-    return less, undecided
+def _narrowed(less, at_most, keys, words, first, digits):
+    """Compares digits, the first of them first: which numbers are less, and which are that or equal so far.
+
+    `first` is the position of the first digit here; less and at_most are the results for the digits before.
+    """
+    for position in range(0, len(digits), 2):
+        drawn = drawn_pair(keys, words, jnp.uint32((first + position) // 2))
+        for digit, word in zip(digits[position : position + 2], drawn, strict=True):
+            narrowed = less | (at_most & word)
+            less, at_most = jnp.where(digit == 1, narrowed, less), jnp.where(digit == 1, at_most, narrowed)
+    return less, at_most
 
 
 def _turn(operands, less_at_end, digits, state):
@@ -108,9 +111,7 @@ def _turn(operands, less_at_end, digits, state):
             here = (jnp.full_like(less[0], i), *(values[i] for values in operands))
             found = [jnp.where(undecided[i] != 0, one, other) for one, other in zip(here, found, strict=True)]
         register, key0, key1, words = found
-        known = compared(
-            jnp.full_like(words, less_at_end), (key0, key1), words, _FIRST_STEPS * _STEP_DIGITS // 2, digits
-        )
+        known = compared(jnp.full_like(words, less_at_end), (key0, key1), words, _FIRST_DIGITS // 2, digits)
         for i in registers:
             decided = jnp.where(register == jnp.uint32(i), undecided[i], jnp.uint32(0))
             less[i] |= decided & known
@@ -154,16 +155,25 @@ def _select(words, x_ref, y_ref, factor):
     lane = lax.broadcasted_iota(jnp.int32, words.shape, 1)
     quarter, bit = lane >> WORD_BITS.bit_length() - 1, lane & WORD_BITS - 1
     moved = {}
-    for start in range(0, x_ref.shape[1], _LANES):
+
+    def kept(start, lanes):
         first = start // WORD_BITS
         source = first & ~digits
         if source not in moved:
             there = _permuted(swapped, source + quarter + (bit & digits))
             moved[source] = there >> (bit & ~digits).astype(jnp.uint32)
-        lanes = min(_LANES, x_ref.shape[1] - start)
-        kept = (moved[source][:, :lanes] & jnp.uint32(1 << (first & digits))) != 0
-        x = x_ref[:, start : start + lanes].astype(jnp.float32)
-        y_ref[:, start : start + lanes] = jnp.where(kept, x * factor, 0.0).astype(y_ref.dtype)
+        return (moved[source][:, :lanes] & jnp.uint32(1 << (first & digits))) != 0
+
+    # Two registers of float32 at a time, which make one of 16-bit values.
+    for start in range(0, x_ref.shape[1], 2 * _LANES):
+        end = min(start + 2 * _LANES, x_ref.shape[1])
+        kept_x = [
+            jnp.where(
+                kept(at, min(_LANES, end - at)), x_ref[:, at : min(at + _LANES, end)].astype(jnp.float32) * factor, 0.0
+            )
+            for at in range(start, end, _LANES)
+        ]
+        y_ref[:, start:end] = jnp.concatenate(kept_x, axis=1).astype(y_ref.dtype)
 
 
 def _kernel(keep_ref, streams_ref, x_ref, y_ref, words_ref, words_vmem):
