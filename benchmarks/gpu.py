@@ -5,9 +5,10 @@ python benchmarks/gpu.py probe smoke flagship --out build/gpu --deadline 550 --d
 Stages, in the order in which to run them: `probe` (versions, clocks, rates), `smoke` (every kernel is verified; mend
 what is wrong before anything is timed), `flagship` (linear cross entropy, plain products, and its kernels alone with
 each configuration), `lce` (the losses at other shapes), `adam`, `rest` (the other operators), `tune` (all
-configurations, for lowering/tuned/). Each case has a process of its own; a hang costs that case. Results are appended
-as they come, and what --out or --done holds is not measured again. At the end they are written once more as
-`gpu_DEVICE.json`, for benchmarks/results/. `--rehearse` runs the same on a CPU with small sizes.
+configurations, for lowering/tuned/), `profile` (Nsight Compute on the cross entropy's kernels). Each case has a process
+of its own; a hang costs that case. Results are appended as they come, and what --out or --done holds is not measured
+again. At the end they are written once more as `gpu_DEVICE.json`, for benchmarks/results/. `--rehearse` runs the same
+on a CPU with small sizes.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from lowering.tables import fitted
 from lowering.targets import named
 from pallas_kernels.gpu.linear_cross_entropy import exponentials, statistics
 
-STAGES = ("probe", "smoke", "flagship", "lce", "adam", "rest", "tune")
+STAGES = ("probe", "smoke", "flagship", "lce", "adam", "rest", "tune", "profile")
 STRATEGIES = ("full", "grad_in_forward", "recompute", "recompute+pallas")
 LOSSES = (
     *(f"jaxops:{strategy}" for strategy in STRATEGIES),
@@ -95,6 +96,9 @@ def cases(stage: str, *, rehearse: bool) -> list[Case]:
             for layers, dtype in sets
             for name in (OPTIMIZERS[:1] if rehearse else OPTIMIZERS)
         ]
+    if stage == "profile":
+        timed = {case.arguments["kernel"]: case for case in reversed(kernel_cases(rehearse))}  # the first of each
+        return [dataclasses.replace(case, stage=stage, function="profiled") for case in timed.values()]
     return [
         Case(stage, f"{way} {name} {size}", "operator", {"candidate": way, "case": name, "size": list(size)})
         for name, full, small in OPERATORS

@@ -3,11 +3,13 @@
 As a program it reads one request from standard input and tells one record.
 """
 
+import csv
 import functools
 import importlib
 import importlib.util
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -135,6 +137,13 @@ def _rate(found: dict[str, Any], rows: int, hidden: int, classes: int) -> dict[s
 
 def logits_kernel(kernel: str, config: dict[str, int], rows: int, hidden: int, classes: int) -> dict[str, Any]:
     """One of the kernels that compute logits in registers, with one of its configurations."""
+    run = launcher(kernel, config, rows, hidden, classes)
+    found = measured([run], rounds=ROUNDS if here().platform == "cuda" else 1)
+    return {**found, **_rate(found, rows, hidden, classes)}
+
+
+def launcher(kernel: str, config: dict[str, int], rows: int, hidden: int, classes: int) -> Callable[[], Any]:
+    """Launches such a kernel, on operands that are drawn here."""
     x, weight, labels = _loss_operands(rows, hidden, classes)
     none, interpret = jnp.zeros(0), here().platform != "cuda"
     if kernel == "exponentials":
@@ -145,8 +154,23 @@ def logits_kernel(kernel: str, config: dict[str, int], rows: int, hidden: int, c
         options = {"softcap": None, "metrics": False, "config": config, "interpret": interpret}
         run = functools.partial(row_statistics.run, **options)
         operands = (x, weight, none, labels, none, jnp.zeros((rows, 0)))
-    found = measured([functools.partial(jax.jit(run), *operands)], rounds=1 if interpret else ROUNDS)
-    return {**found, **_rate(found, rows, hidden, classes)}
+    return functools.partial(jax.jit(run), *operands)
+
+
+def profiled(**kernel: Any) -> dict[str, Any]:
+    """What Nsight Compute says of one launch of such a kernel, by the names of its metrics; clocks stay as they are."""
+    tool = shutil.which("ncu")
+    if tool is None:
+        raise NotHereError("ncu is not installed")
+    program = f"import jax, gpu_cases; jax.block_until_ready(gpu_cases.launcher(**{kernel!r})())"
+    options = ["--clock-control", "none", "--set", "basic", "--launch-count", "1", "--csv"]
+    options += ["--kernel-name", "regex:linear_cross_entropy"]
+    command = [tool, *options, sys.executable, "-c", program]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    _, header, table = done.stdout.partition('"ID"')  # after what ncu says of itself
+    rows = csv.DictReader((header + table).splitlines())
+    return {f"{row['Metric Name']} ({row['Metric Unit']})": row["Metric Value"] for row in rows if row["Metric Name"]}
 
 
 def _torch_loss(name: str, rows: int, hidden: int, classes: int) -> dict[str, Any]:
@@ -236,6 +260,7 @@ CASES = {
     "loss": loss,
     "product": product,
     "logits_kernel": logits_kernel,
+    "profiled": profiled,
     "optimizer": optimizer,
     "operator": operator,
 }
