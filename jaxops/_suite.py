@@ -12,7 +12,7 @@ from jaxops import aclnn
 from jaxops.batch_norm import batch_norm
 from jaxops.dropout import dropout
 from jaxops.embedding import embedding
-from jaxops.linear_cross_entropy import linear_cross_entropy
+from jaxops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
 from jaxops.local_response_norm import local_response_norm
 from jaxops.pooling import max_pool
 from jaxops.softmax import softmax
@@ -217,6 +217,15 @@ SUITE = (
     Case(
         "linear cross entropy without gradients",
         functools.partial(linear_cross_entropy, strategy="grad_in_forward"),
+        _cross_entropy_arguments,
+        _LOSSES,
+        _LARGE_LOSSES[:1],
+        ((3, 64, 100, BF16),),
+        has_loops=True,
+    ),
+    Case(
+        "log-probabilities at a temperature",
+        functools.partial(linear_log_probs, temperature=0.7, return_entropy=True),
         _cross_entropy_arguments,
         _LOSSES,
         _LARGE_LOSSES[:1],

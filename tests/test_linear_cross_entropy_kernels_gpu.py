@@ -109,6 +109,20 @@ def test_linear_cross_entropy_statistics_agree_with_float64(name, capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_linear_cross_entropy_statistics_of_scaled_logits_agree_with_float64(softcap, rng, capfd):
+    operands, softcap = make_case(5, 8, 90, softcap=softcap)
+    scale = rng.uniform(0.5, 2.0, 5).astype(np.float32)
+    run = functools.partial(statistics.run, softcap=softcap, metrics=True, config=SIZES, interpret=INTERPRET)
+    found = jax.jit(run)(*operands, jnp.zeros((5, 0)), scale)
+    z = logits_of(operands, softcap) * scale[:, None]
+    for value, exact in zip(found, expected_statistics(z, *operands[3:]), strict=False):
+        np.testing.assert_allclose(value, exact, rtol=2e-6, atol=2e-6 * np.abs(z).max())
+    np.testing.assert_array_equal(found[5], z.argmax(axis=1))
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
 @pytest.mark.slow
 def test_linear_cross_entropy_statistics_take_the_first_of_equal_logits_and_skip_excluded_classes():
     """A bias of -inf excludes classes, here all of the first tile. Of three splits of four tiles the last has none."""

@@ -128,7 +128,7 @@ def linear_log_probs(
 
     Kernels:
       Those of `linear_cross_entropy` compute it where `lowering.use` asks for them, without `batch_invariant`. If the
-      temperature is not the number 1, there is one for TPUs, which does not compute gradients.
+      temperature is not the number 1, they compute values only, and XLA the gradients.
 
     Example:
       >>> x = jnp.array([[0.0, 0.0], [2.0, 0.0], [0.0, 0.0]])

@@ -239,7 +239,7 @@ _SCALED = _Operators(
         check=check,
         reference=_reference,
         derivative=_DERIVATIVE(residuals=f"{_OPERANDS}, ..., {_RESULTS}, ... v"),
-        kernels=(tpu_statistics.KERNEL,),
+        kernels=(tpu_statistics.KERNEL, gpu_statistics.KERNEL),
     ),
     Operator(
         name="scaled_cross_entropy_with_logits",

@@ -8,7 +8,7 @@ import pytest
 from compile_targets.sass import machine_code
 
 import lowering
-from jaxops.linear_cross_entropy import linear_cross_entropy
+from jaxops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
 from jaxops.linear_cross_entropy.logits import Needs
 from lowering.targets import named
 from pallas_kernels.gpu.linear_cross_entropy import exponentials, gradients, statistics, tiles
@@ -97,6 +97,15 @@ def test_linear_cross_entropy_statistics_compile_in_registers(h100, form, shape)
     _, hidden, classes = SHAPES[shape]
     copied = 2 * classes * hidden * (classes % 8 > 0 or hidden % 64 > 0)
     assert program.memory.temporaries <= 64 * 2**20 + 1.1 * copied
+
+
+def test_log_probs_at_a_temperature_compile_in_registers(h100):
+    scoring = functools.partial(linear_log_probs, temperature=0.7, return_entropy=True)
+    x, weight, _, labels, *_ = operands_of(SHAPES["llama"], FORMS["plain"], BF16)
+    with lowering.use("pallas"):
+        program = compiled(h100, scoring, x, weight, labels)
+    assert program.kernels == {"linear_cross_entropy": 1}
+    assert spilled_bytes(program) <= (0 if GETS_REGISTERS else 320)
 
 
 @pytest.mark.parametrize(("form", "shape"), CASES)

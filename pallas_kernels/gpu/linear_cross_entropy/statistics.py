@@ -69,6 +69,7 @@ def _first_column(z: jax.Array, maximum: jax.Array, columns: jax.Array) -> jax.A
 class _Params(NamedTuple):
     softcap: float | None
     has_bias: bool
+    has_scale: bool
     has_target: bool
     metrics: bool
 
@@ -78,15 +79,17 @@ class _Params(NamedTuple):
 
 
 def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, params, interpret):
-    """`refs`: if present, the bias, the target weights and their sums before each part of a split; then the results."""
+    """`refs`: if present, bias, scales of rows, target weights and their sums before each part of a split; results."""
     *optional, results_gmem = refs
     bias_gmem = optional.pop(0) if params.has_bias else None
+    scale_gmem = optional.pop(0) if params.has_scale else None
     target_gmem, target_sums_gmem = optional if params.has_target else (None, None)
     part_columns = params.part_columns
     load = functools.partial(tiles.load, interpret=interpret)
 
     def body(first, fold):
         labels = load(labels_gmem, first.rows)
+        scale = load(scale_gmem, first.rows) if params.has_scale else None
         zeros = jnp.zeros(labels.shape, jnp.float32)
 
         # z is a whole tile in registers. Its statistics, one number per row each, stay in registers across tiles.
@@ -103,6 +106,8 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, params, interpret):
                 z = z + tiles.by_column(load(bias_gmem, own_columns), z)
             if params.softcap is not None:
                 z = tiles.capped(z, params.softcap)
+            if scale is not None:
+                z = z * tiles.by_row(scale, z)
             # Columns beyond the last count for nothing, as exp(-inf - m) = 0.
             z = jnp.where(columns < tiling.columns, z, -jnp.inf)
             tile_maximum = jnp.max(z, axis=1)
@@ -145,19 +150,20 @@ def reduced_rows(
     bias: jax.Array,
     labels: jax.Array,
     target: jax.Array,
-    *,
+    *scale: jax.Array,
     softcap: float | None,
     metrics: bool,
     config: Any,
     interpret: Any,
 ) -> Reduced:
-    """The statistics of rows (n, H); `bias` and `target` (V,) may be empty."""
-    params = _Params(softcap, bias.size > 0, target.size > 0, metrics)
+    """The statistics of rows (n, H); `bias` and `target` (V,) may be empty, and logits have a scale (n,) or none."""
+    params = _Params(softcap, bias.size > 0, bool(scale), target.size > 0, metrics)
     rows = x.shape[0]
     tiling = Tiling.of(config, rows, weight.shape)
     operands = [x, weight, tiles.filled(labels, (tiling.rows,), -1)]
     if params.has_bias:
         operands.append(tiles.filled(bias.astype(jnp.float32), (tiling.tiles * tiling.block_columns,)))
+    operands += [tiles.filled(rows_scale.astype(jnp.float32), (tiling.rows,)) for rows_scale in scale]
     split_weights = jnp.zeros((tiling.vocab_splits,), jnp.float32)
     if params.has_target:
         padded = tiling.vocab_splits * tiling.tiles_per_split * tiling.block_columns
@@ -207,7 +213,7 @@ def _merged(partial: _Partial, labels: jax.Array, split_weights: jax.Array, colu
     return Reduced(maximum, total, label, target, mean, prediction.astype(jnp.int32))
 
 
-def run(x, weight, bias, labels, shared_target, row_target, *, softcap, metrics, config, interpret=False, **_):
+def run(x, weight, bias, labels, shared_target, row_target, *scale, softcap, metrics, config, interpret=False, **_):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
     rows = x.shape[:-1]
     found = reduced_rows(
@@ -216,6 +222,7 @@ def run(x, weight, bias, labels, shared_target, row_target, *, softcap, metrics,
         bias,
         labels.reshape(-1),
         shared_target,
+        *(rows_scale.reshape(-1) for rows_scale in scale),
         softcap=softcap,
         metrics=metrics,
         config=config,
@@ -224,7 +231,7 @@ def run(x, weight, bias, labels, shared_target, row_target, *, softcap, metrics,
     return tuple(values.reshape(rows) for values in (found.maximum, jnp.log(found.total), *found[2:]))
 
 
-def refuses(hardware, x, weight, bias, labels, shared_target, row_target, *, metrics, **_) -> str | None:
+def refuses(hardware, x, weight, bias, labels, shared_target, row_target, *scale, metrics, **_) -> str | None:
     """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     if row_target.shape[-1] > 0:
         return "the kernel takes labels; probabilities of all classes are another array of the logits' size"
