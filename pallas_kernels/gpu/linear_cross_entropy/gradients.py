@@ -23,7 +23,7 @@ from pallas_kernels.gpu.linear_cross_entropy import pipeline, tiles
 from pallas_kernels.gpu.linear_cross_entropy.tiles import STORE_COLUMNS, STORE_SLOTS, Tiling
 from pallas_kernels.kernel import Kernel
 
-_CHUNK_ELEMENTS = 2**28  # of the cotangent: half a GiB of 16-bit values in device memory at a time
+_CHUNK_ELEMENTS = 2**27  # of the cotangent: a quarter of a GiB of 16-bit values in device memory at a time
 _LEAST_CHUNK_COLUMNS = 4096
 
 
@@ -197,12 +197,13 @@ def linear_gradients(
         jnp.zeros((classes if needs_weight else 0, hidden), weight.dtype),
         jnp.zeros((classes if needs_bias else 0,), bias.dtype),
     )
-    # A loop over whole chunks, so that one kernel is compiled for all of them, and one more for a shorter last chunk.
+    # A loop over whole chunks, so that one kernel is compiled for all of them, and one more for the shorter last chunk.
+    # This one goes first: if it came after the loop, XLA would compute its cotangent before the loop and keep it.
     width = min(config["chunk_columns"], classes)
     chunks, rest = divmod(classes, width)
-    gradients = lax.fori_loop(0, chunks, lambda chunk, found: add_chunk(chunk * width, width, found), gradients)
     if rest:
         gradients = add_chunk(classes - rest, rest, gradients)
+    gradients = lax.fori_loop(0, chunks, lambda chunk, found: add_chunk(chunk * width, width, found), gradients)
     x_grad, weight_grad, bias_grad = gradients
     x_grad = x_grad if powers is None else powers.rows[: len(x_grad), None] * x_grad
     return x_grad[:rows].astype(x.dtype), weight_grad, bias_grad
