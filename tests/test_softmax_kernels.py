@@ -157,7 +157,7 @@ def test_softmax_kernels_take_special_values(name, along, whole, rng, monkeypatc
         monkeypatch.setattr(gpu, "_HELD", 0)
         monkeypatch.setattr(gpu, "SHARED_BYTES", 0)
     x, axis = special_rows(size, rng), 1
-    # The groups as rows, or as channels with 128 positions behind them, of which six differ.
+    # The groups as rows, or as channels with 128 positions behind them; six of these differ.
     if along == "channels":
         x = np.concatenate([x, np.zeros((122, size), np.float32)]).T[None]
     assert is_whole(name, x, (axis,)) == whole

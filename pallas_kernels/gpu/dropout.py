@@ -67,7 +67,7 @@ class _Run:
         return compared(indices * jnp.uint32(0) + less, (key0, key1), indices, 0, number)
 
     def _layout(self):
-        """Of the elements of an access, a row for each word: neighbouring threads have neighbouring runs of a row."""
+        """The layout of an access, with a row for each word: neighbouring threads have neighbouring runs of a row."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         vector = self._vector

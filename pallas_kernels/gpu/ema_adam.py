@@ -125,7 +125,7 @@ def refuses(hardware, grad, var, m, v, s, coefficients, *, mode, output) -> str 
 
 def outweighed(hardware, grad, var, m, v, s, coefficients, *, mode, output) -> str | None:
     """Why the reference is as fast; see `pallas_kernels.kernel.Kernel.outweighed`."""
-    # Five arrays are read and four written, of which three are m, v and s.
+    # Five arrays are read and four written; m, v and s are both.
     widths = [jnp.dtype(x.dtype).itemsize for x in (grad, var, var if output == "params" else grad, *[m, v, s] * 2)]
     moved_bytes = sum(widths) * math.prod(grad.shape)
     bandwidth = hardware.memory_bytes_per_s or 0
