@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.dropout_mask import RESOLUTION_BITS, WORD_BITS, compared, drawn_pair, repeated, threshold
 from pallas_kernels.kernel import Kernel
+from pallas_kernels.tpu.stored_order import SUBLANES
 from pallas_kernels.tpu.streaming_cost import streaming_cost
 
 _LANES = 128
@@ -32,7 +33,6 @@ _MAX_BAND_ROWS = 128  # 16 registers of words, and for each of them the generato
 _MAX_BANDS = 8
 _BEGIN_DIGITS = 4  # enough for probabilities such as 0.5
 _FIRST_DIGITS = 12  # drawn for all words; fewer would leave too many words undecided at the same place of a register
-_REGISTER_ROWS = 8
 _SWAPPED_DIGITS = (8, 4)  # of lanes and of bits; each more halves the moves, but waits some 100 cycles for its own
 # VMEM of a block: x and y in the operand's dtype and the words, 4 / 32 bytes an element, with two buffers each, and one
 # copy of the words. With float32 and 2**19 elements that is 8.2 MiB, within the 16 MiB that XLA grants.
@@ -99,7 +99,7 @@ def _turn(operands, less_at_end, digits, state):
       digits: those after the first ones.
       state: which elements are less, which are undecided, and whether any is.
     """
-    rows = _REGISTER_ROWS if state[0].shape[0] % _REGISTER_ROWS == 0 else state[0].shape[0]
+    rows = SUBLANES if state[0].shape[0] % SUBLANES == 0 else state[0].shape[0]
     less, undecided, *operands = (
         [values[start : start + rows] for start in range(0, values.shape[0], rows)]
         for values in (*state[:2], *operands)
@@ -156,24 +156,20 @@ def _select(words, x_ref, y_ref, factor):
     quarter, bit = lane >> WORD_BITS.bit_length() - 1, lane & WORD_BITS - 1
     moved = {}
 
-    def kept(start, lanes):
+    def selected(start, end):
         first = start // WORD_BITS
         source = first & ~digits
         if source not in moved:
             there = _permuted(swapped, source + quarter + (bit & digits))
             moved[source] = there >> (bit & ~digits).astype(jnp.uint32)
-        return (moved[source][:, :lanes] & jnp.uint32(1 << (first & digits))) != 0
+        kept = (moved[source][:, : end - start] & jnp.uint32(1 << (first & digits))) != 0
+        return jnp.where(kept, x_ref[:, start:end].astype(jnp.float32) * factor, 0.0)
 
     # Two registers of float32 at a time, which make one of 16-bit values.
     for start in range(0, x_ref.shape[1], 2 * _LANES):
         end = min(start + 2 * _LANES, x_ref.shape[1])
-        kept_x = [
-            jnp.where(
-                kept(at, min(_LANES, end - at)), x_ref[:, at : min(at + _LANES, end)].astype(jnp.float32) * factor, 0.0
-            )
-            for at in range(start, end, _LANES)
-        ]
-        y_ref[:, start:end] = jnp.concatenate(kept_x, axis=1).astype(y_ref.dtype)
+        parts = [selected(first, min(first + _LANES, end)) for first in range(start, end, _LANES)]
+        y_ref[:, start:end] = jnp.concatenate(parts, axis=1).astype(y_ref.dtype)
 
 
 def _kernel(keep_ref, streams_ref, x_ref, y_ref, words_ref, words_vmem):
