@@ -8,10 +8,15 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A platform, and whether the compiler splits the operands over several of its devices."""
+    """A platform, and over how many of its devices the compiler splits the operands; 1 if it does not."""
 
     platform: str
-    is_split: bool
+    device_count: int = 1
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the compiler splits the operands."""
+        return self.device_count > 1
 
 
 _placement: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("placement", default=None)
@@ -25,7 +30,8 @@ def placement() -> Placement | None:
     used once, for this place, and never differentiated.
 
     Returns:
-      A record of the `platform`, and whether the compiler splits the operands over several of its devices (`is_split`).
+      A record of the `platform`, and over how many of its devices the compiler splits the operands: `device_count`, and
+      `is_split`, whether that is more than one.
 
     Example:
       >>> print(lowering.placement())  # outside of lowering
@@ -41,13 +47,13 @@ def is_on_one_cpu() -> bool:
       >>> lowering.is_on_one_cpu()  # outside of lowering
       False
     """
-    return _placement.get() == Placement("cpu", is_split=False)
+    return _placement.get() == Placement("cpu")
 
 
 @contextlib.contextmanager
-def placed(platform: str, is_split: bool) -> Iterator[None]:
+def placed(platform: str, device_count: int = 1) -> Iterator[None]:
     """Sets the placement of what is traced within the context."""
-    token = _placement.set(Placement(platform, is_split))
+    token = _placement.set(Placement(platform, device_count))
     try:
         yield
     finally:

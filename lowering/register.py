@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import metadata
@@ -170,7 +171,7 @@ def _lower(
     run = functools.partial(choice.kernel.run, config=config, interpret=choice.interpret, **params)
     # A kernel is run on each device's own part.
     on_chips = _on_chips(hardware) if is_absent() else contextlib.nullcontext()
-    with on_chips, placed(platform, is_split=False):
+    with on_chips, placed(platform):
         return _lower_kernel(operator, run, split, ctx, *operands)
 
 
@@ -212,8 +213,7 @@ def _on_mesh_around(aval: Any) -> Any:
 def _lower_reference(
     operator: Operator, platform: str, ctx: Any, *operands: Any, selection: select.Selection, **params: Any
 ) -> Any:
-    split = partitioning(ctx.avals_in, _device_count(ctx))
-    with select.using(selection), placed(platform, is_split=split not in ("none", "manual")):
+    with select.using(selection), placed(platform, split_over(ctx.avals_in, _device_count(ctx))):
         return _lower_fun(operator, functools.partial(operator.meaning, **params), ctx, *operands)
 
 
@@ -234,6 +234,15 @@ def partitioning(avals: Sequence[Any], device_count: int) -> str:
     if AxisType.Manual in axis_types:
         return "mixed" if AxisType.Auto in axis_types else "manual"
     return "auto" if device_count > 1 else "none"
+
+
+def split_over(avals: Sequence[Any], device_count: int) -> int:
+    """Over how many devices the compiler splits operands of these types; 1 if it does not."""
+    mesh, split = mesh_of(avals), partitioning(avals, device_count)
+    if split == "auto":
+        return device_count
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in kinds if kind != AxisType.Manual)
 
 
 def mesh_of(avals: Sequence[Any]) -> Any:

@@ -23,7 +23,7 @@ def gradient(place, grad, indices, *, num_weights, padding_idx=None, scale_grad_
         params = {"num_weights": num_weights, "padding_idx": padding_idx, "scale_grad_by_freq": scale_grad_by_freq}
         if place == "anywhere":
             return EMBEDDING_DENSE_BACKWARD.meaning(grad, indices, **params)[0]
-        with placed(place, is_split=False):
+        with placed(place):
             return EMBEDDING_DENSE_BACKWARD.meaning(grad, indices, **params)[0]
 
     return jax.jit(run)(grad, indices)

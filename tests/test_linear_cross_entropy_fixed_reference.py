@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from linear_cross_entropy_oracle import expected, make_case, value_and_gradients
 
 import lowering
@@ -162,6 +164,28 @@ def test_rows_are_found_and_computed_again_in_whatever_order_chunks_take_them(
         assert np.linalg.norm(np.float64(actual) - wanted) / np.linalg.norm(wanted) < limit
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("excess", [0.0, 100.0])
+def test_each_device_of_a_mesh_takes_its_own_rows_and_those_that_fail_again(excess, axis_type, rng, on_every_platform):
+    """Some rows are ignored and hold NaN; with an excess some fail, on a few of the devices."""
+    x, weight, labels = make_case(rng, rows=(8, 40), classes=CLASSES)
+    x = x.at[..., 0].set(1).at[2:, :, 0].set(0)
+    weight = weight.at[:, 0].set(0).at[-1, 0].set(excess)
+    labels = np.where(labels >= 0, labels % 200, labels)
+    truth = expected(x, weight, labels, reduction="sum")
+    x = jnp.where(labels[..., None] < 0, jnp.nan, x)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+    operands = zip((x, weight, labels), (P("data"), P(), P("data")), strict=True)
+    on_mesh = [jax.device_put(operand, NamedSharding(mesh, spec)) for operand, spec in operands]
+    gradients = jax.jit(functools.partial(value_and_gradients, **OPTIONS | {"chunk_rows": 40}))
+    compiled = gradients.lower(*on_mesh).compile()
+    for actual, wanted in zip(compiled(*on_mesh), truth, strict=False):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
+    # 40 rows on each of the four devices: two chunks of the 320.
+    assert on_every_platform[0][3].shape == (8, 20, x.shape[-1])
+    assert list(contract.gathered_sizes(compiled.as_text())) == []
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("excess", [50.0, 70.0, 1e4])
 def test_rows_whose_maximum_is_nowhere_near_the_reference_are_computed_again(excess, rng, on_every_platform):
@@ -171,7 +195,7 @@ def test_rows_whose_maximum_is_nowhere_near_the_reference_are_computed_again(exc
     weight = weight.at[:, 0].set(0).at[-1, 0].set(excess)
     assert max(errors(x, weight, labels % 200)) < 2e-6
     assert on_every_platform
-    with placed("cpu", is_split=False):
+    with placed("cpu"):
         needs = Needs(*[True] * 2, *[False] * 3)
         empty = jnp.zeros((0,))
         assert fixed_reference.fuses_here()
@@ -253,7 +277,7 @@ CASE = contract.Case(
 )
 
 
-# Those in which gradients are lowered for one device. What the compiler splits keeps the exact form.
+# Those in which gradients are lowered.
 PROMISES = [
     contract.derivatives_equal_finite_differences_in_float64,
     contract.jvp_is_the_transpose_of_vjp,
@@ -263,6 +287,9 @@ PROMISES = [
     contract.gradient_of_vmap_equals_a_loop,
     contract.scan_equals_a_loop,
     contract.shard_map_equals_each_part_on_its_own,
+    contract.automatic_mesh_equals_one_device,
+    contract.explicit_mesh_equals_one_device,
+    contract.every_split_equals_one_device,
 ]
 
 

@@ -89,7 +89,7 @@ def test_live_rows_runs_no_step_without_a_live_row():
 
     @jax.jit
     def doubled(labels, x):
-        with placed("cpu", is_split=False):
+        with placed("cpu"):
             rows = live_rows(labels, 3)
         return rows.map(step, (jnp.int32(0),), (x,))
 
@@ -107,7 +107,7 @@ def test_live_rows_start_from_zero_whatever_memory_held(live):
     def step(sums, x, labels):
         return (2 * x,), (sums[0] + jnp.sum(jnp.where(labels == SKIPPED, 0, x)),)
 
-    with placed("cpu", is_split=False):
+    with placed("cpu"):
         rows = live_rows(labels, 3)
     (results,), (total,) = rows.map_in_order(step, (jnp.float32(jnp.nan),), (x, labels), first_writes=True)
     assert total == sum(range(1, live + 1))
@@ -117,12 +117,12 @@ def test_live_rows_start_from_zero_whatever_memory_held(live):
     assert not np.any(results[computed:])
 
 
-@pytest.mark.parametrize("is_split", [True, False])
-def test_live_rows_leaves_rows_where_they_may_be_split_or_differentiated(is_split):
+@pytest.mark.parametrize("device_count", [1, 2])
+def test_live_rows_leaves_rows_where_they_may_be_split_or_differentiated(device_count):
     labels = jnp.zeros(12, jnp.int32)
     assert live_rows(labels, 3) is None
-    with placed("tpu", is_split=is_split):
-        assert (live_rows(labels, 3) is None) == is_split
+    with placed("tpu", device_count):
+        assert (live_rows(labels, 3) is None) == (device_count > 1)
 
 
 @pytest.mark.sampled

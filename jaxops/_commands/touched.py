@@ -63,7 +63,7 @@ def _touches_operator(operation: Operation, fault: Fault, platform: str) -> bool
 # Many faults look at the same operator, and many lines run it at the same shapes.
 @functools.lru_cache(maxsize=256)
 def _meaning(operator: Any, params: Any, shapes: Any, platform: str) -> tuple[Graph, ...]:
-    with placed(platform, is_split=False):
+    with placed(platform):
         # By the form that runs there; a fresh function, as JAX remembers traces by function and shapes.
         jaxpr = jax.make_jaxpr(lambda *operands: operator.meaning(*operands, **dict(params)))(*shapes)
     return tuple(graphs(jaxpr.jaxpr))

@@ -163,10 +163,10 @@ def linear_cross_entropy(
         "recompute" computes each chunk of logits in both passes (four products, least memory).
         "auto" is "full" up to 2^24 logits, then "grad_in_forward". Kernels take part in the last two.
       chunk_rows: about how many rows' worth of logits exists at a time.
-        "grad_in_forward" takes that many rows. None: as many as have 2^24 logits, or 2^28 on one TPU and with kernels,
-        and at least 256 and H / 4.
-        "recompute" takes that many logits, in tiles of some columns. None: 2^18 logits, and at least 256 and H / 2
-        columns of all rows.
+        "grad_in_forward" takes that many rows on each device. None: as many as have 2^24 logits, or 2^28 on TPUs and
+        with kernels, and at least 256 and H / 4.
+        "recompute" takes that many logits over all devices, in tiles of some columns. None: 2^18 logits, and at least
+        256 and H / 2 columns of all rows.
         When exported with a symbolic number of rows, all rows are one chunk and "auto" is "full".
       weight_grad_dtype: the dtype in which "grad_in_forward" adds up the gradient of the weight over chunks. None:
         float32, or float64 for float64. For a bfloat16 weight it may be bfloat16, which saves the sum in float32,
@@ -192,9 +192,10 @@ def linear_cross_entropy(
       For float16 each row is first scaled by a power of two, so that neither a mean over many rows nor a loss scale
       takes it out of range.
 
-      On one TPU, and where kernels take part, "grad_in_forward" rounds exp(z - r) instead, where r, from the label and
+      On TPUs, and where kernels take part, "grad_in_forward" rounds exp(z - r) instead, where r, from the label and
       the first columns, is known before z, and multiplies rows by their factors in float32. What cancels at the label
-      is float32, too. Rows whose logits exceed r by 59 or more are computed again with their own maximum.
+      is float32, too. Rows whose logits exceed r by 59 or more are computed again with their own maximum; on automatic
+      and explicit meshes, where rows do not move between devices, that takes all rows once more.
 
       In bfloat16, "grad_in_forward" keeps the gradients of x and weight in bfloat16 until they are multiplied by the
       cotangent of the loss. That rounds them once more unless it is a power of two. If the loss is a mean and nothing

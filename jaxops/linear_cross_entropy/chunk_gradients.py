@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+import lowering
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy import fixed_reference
-from jaxops.linear_cross_entropy.live_rows import filler, live_rows, rows_where
+from jaxops.linear_cross_entropy.live_rows import LiveRows, filler, live_rows, rows_where
 from jaxops.linear_cross_entropy.logits import (
     SKIPPED,
     CotangentTerms,
@@ -29,7 +30,7 @@ from jaxops.linear_cross_entropy.logits import (
     target_total,
     zero_unless,
 )
-from jaxops.linear_cross_entropy.row_chunks import SMALL_LOGITS, default_chunk_rows, fold_rows
+from jaxops.linear_cross_entropy.row_chunks import SMALL_LOGITS, default_chunk_rows, fold_rows, of_all_devices
 
 
 class Operands(NamedTuple):
@@ -74,7 +75,7 @@ def by_maximum(
     weight_grad_dtype: Any,
 ) -> Arrays:
     """The loss, its gradients, and `metrics_of` rows; the exponentials of each row have its maximum as a reference."""
-    chunk_rows = chunk_rows or default_chunk_rows(*operands.weight.shape)
+    chunk_rows = of_all_devices(chunk_rows or default_chunk_rows(*operands.weight.shape))
     # Probabilities are too large to be reordered, and metrics are wanted for all rows.
     labels = None if is_present(operands.row_target) or metrics else operands.labels
     step = functools.partial(_chunk, operands, softcap, needs, metrics)
@@ -99,7 +100,7 @@ def by_fixed_reference(
     assert not metrics
     x, weight, bias, labels, shared_target, _, *weights = operands
     start, dtype = _no_sums(operands, needs, weight_grad_dtype), accumulation_dtype(x.dtype)
-    chunk_rows = chunk_rows or fixed_reference.default_chunk_rows(*weight.shape)
+    chunk_rows = of_all_devices(chunk_rows or fixed_reference.default_chunk_rows(*weight.shape))
     shared = fixed_reference.Shared(weight, bias, shared_target, softcap, needs)
     step = functools.partial(fixed_reference.chunk_with_gradients, shared, implementation)
     sums = (*start[:3], *(jnp.zeros(shape, dtype) for shape in (x.shape[-1:], ())))
@@ -116,20 +117,14 @@ def by_fixed_reference(
         (*results, has_failed), sums = in_order.map_in_order(step, unwritten, of_rows, first_writes=True)
     loss, weight_grad, bias_grad = fixed_reference.with_target(shared, sums)
     weight_grad = weight_grad.astype(kept_gradient_dtype(weight.dtype))
-    failed = rows_where(has_failed, max(1, SMALL_LOGITS // weight.shape[0]))
-
-    def operands_at(places: jax.Array) -> Arrays:
-        if in_order is None:
-            return failed.operands_at(places, operands.of_rows)
-        places = in_order.order.at[places].get(mode="fill", fill_value=labels.size)
-        return in_order.operands_at(places, operands.of_rows)
+    compute_again = _computes_again(operands, has_failed, in_order)
 
     def add_failed(_: Any, carry: tuple[Arrays, jax.Array, Arrays]) -> tuple[Arrays, jax.Array, Arrays]:
         rows, weight_grad, (loss, *others) = carry
         again = functools.partial(_chunk, operands, softcap, needs, metrics)
         # What is added up in another dtype is rounded once, not with each chunk.
         sums = loss, weight_grad if weight_grad.dtype == start[1].dtype else start[1], *others
-        rows, (loss, theirs, *others) = failed.update(again, sums, rows, operands_at)
+        rows, (loss, theirs, *others) = compute_again(again, sums, rows)
         if weight_grad.dtype != theirs.dtype:
             theirs = (weight_grad.astype(theirs.dtype) + theirs).astype(weight_grad.dtype)
         return rows, theirs, (loss, *others)
@@ -138,9 +133,38 @@ def by_fixed_reference(
     rows = results[0], row_grad, *results[1:], row_grad, jnp.zeros((*has_failed.shape, 0), jnp.int32)
     # A loop of one step or none, rather than a branch, so that what it leaves alone stays where it is.
     carry = rows, weight_grad, (loss, bias_grad, start[3])
-    rows, weight_grad, sums = jax.lax.fori_loop(0, jnp.minimum(failed.live, 1), add_failed, carry)
+    rows, weight_grad, sums = jax.lax.fori_loop(0, jnp.any(has_failed).astype(jnp.int32), add_failed, carry)
     x_grad, row_grad, *others = rows if in_order is None else map(in_order.restore, rows)
     return (sums[0], x_grad, weight_grad, *sums[1:], row_grad, *others)
+
+
+def _computes_again(
+    operands: Operands, has_failed: jax.Array, in_order: LiveRows | None
+) -> Callable[..., tuple[Arrays, Arrays]]:
+    """What calls `rows, sums = step(sums, *operands)` for the rows that have failed, and replaces theirs."""
+    place = lowering.placement()
+    if place is not None and place.is_split:
+        # Rows cannot move between devices, so all are taken, and those that count already have no label.
+        labels = jnp.where(has_failed, operands.labels, SKIPPED)
+        weights = [jnp.where(has_failed, weight, 0) for weight in operands[6:]]
+        of_rows = Operands(*operands[:3], labels, *operands[4:6], *weights).of_rows
+        chunk_rows = of_all_devices(default_chunk_rows(*operands.weight.shape))
+
+        def take_all(step: Callable[..., Any], sums: Arrays, rows: Arrays) -> tuple[Arrays, Arrays]:
+            new, sums = fold_rows(step, sums, of_rows, labels.ndim, chunk_rows, [*map(filler, of_rows)])
+            is_new = (has_failed.reshape(*has_failed.shape, *(1,) * (row.ndim - has_failed.ndim)) for row in rows)
+            return tuple(map(jnp.where, is_new, new, rows)), sums
+
+        return take_all
+    failed = rows_where(has_failed, max(1, SMALL_LOGITS // operands.weight.shape[0]))
+
+    def operands_at(places: jax.Array) -> Arrays:
+        if in_order is None:
+            return failed.operands_at(places, operands.of_rows)
+        places = in_order.order.at[places].get(mode="fill", fill_value=operands.labels.size)
+        return in_order.operands_at(places, operands.of_rows)
+
+    return functools.partial(failed.update, operands_at=operands_at)
 
 
 def _no_sums(operands: Operands, needs: Needs, weight_grad_dtype: Any) -> Arrays:

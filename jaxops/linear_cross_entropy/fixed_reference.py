@@ -54,8 +54,7 @@ MOST_EXCESS = 60.0
 def fuses_here() -> bool:
     """Whether what is lowered now is for a place whose compiler fuses the exponentials into the product."""
     place = lowering.placement()
-    # To be differentiated, or split by the compiler, the logits stay as they are.
-    return place is not None and not place.is_split and place.platform in _FUSING_PLATFORMS
+    return place is not None and place.platform in _FUSING_PLATFORMS
 
 
 def refusal(

@@ -29,7 +29,7 @@ from jaxops.linear_cross_entropy.logits import (
     zero_unless,
 )
 from jaxops.linear_cross_entropy.operator import known_row_statistics
-from jaxops.linear_cross_entropy.row_chunks import default_chunk_rows
+from jaxops.linear_cross_entropy.row_chunks import default_chunk_rows, of_all_devices
 from jaxops.linear_cross_entropy.tiled import tiled_statistics
 from pallas_kernels.gpu.linear_cross_entropy import exponentials as gpu_exponentials
 from pallas_kernels.gpu.linear_cross_entropy import statistics as gpu_statistics
@@ -83,7 +83,7 @@ def _reference(
     metrics: bool,
     weight_grad_dtype: Any,
 ) -> Arrays:
-    tile_logits = (chunk_rows or default_chunk_rows(*weight.shape)) * weight.shape[0]
+    tile_logits = of_all_devices(chunk_rows or default_chunk_rows(*weight.shape)) * weight.shape[0]
     operands = (zero_unless(labels != SKIPPED, x), weight, bias, labels, shared_target, row_target)
     rows = RowStatistics(*tiled_statistics(*operands, softcap=softcap, tile_logits=tile_logits, metrics=metrics))
     return _summed(rows, Operands(*operands, *weights), metrics)

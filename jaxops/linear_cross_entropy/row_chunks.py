@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+import lowering
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.sharding import varying_with
 
@@ -19,6 +20,15 @@ Step = Callable[..., tuple[Arrays, Arrays]]
 def default_chunk_rows(vocabulary: int, features: int) -> int:
     """How many rows of logits a chunk has: enough that adding to a weight gradient once per chunk is cheap."""
     return max(_LEAST_CHUNK_ROWS, features // 4, SMALL_LOGITS // max(1, vocabulary))
+
+
+def of_all_devices(chunk_rows: int) -> int:
+    """How many rows are a chunk for all devices together, over which the compiler splits them.
+
+    Each device then has as many as one alone would. With fewer, it would mostly read the weight, once for each chunk.
+    """
+    place = lowering.placement()
+    return chunk_rows if place is None else chunk_rows * place.device_count
 
 
 def map_rows(

@@ -20,7 +20,7 @@ from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator
 from jaxops.linear_cross_entropy.logits import broadcast_rows, is_present, linear_logits, pick
 from jaxops.linear_cross_entropy.rounded_products import rounded_products
-from jaxops.linear_cross_entropy.row_chunks import default_chunk_rows, map_rows
+from jaxops.linear_cross_entropy.row_chunks import default_chunk_rows, map_rows, of_all_devices
 from pallas_kernels.gpu.linear_cross_entropy import vocab_parallel as gpu
 from pallas_kernels.tpu.linear_cross_entropy import vocab_parallel as tpu
 
@@ -181,7 +181,7 @@ def _max_sum(
         logits = logits.astype(x.dtype) if return_logits else logits[..., :0].astype(x.dtype)
         return (maximum, jnp.sum(jnp.exp(shifted), axis=-1), predicted, logits), ()
 
-    chunk_rows = None if return_logits else default_chunk_rows(*weight.shape)
+    chunk_rows = None if return_logits else of_all_devices(default_chunk_rows(*weight.shape))
     (maximum, total, predicted, logits), _ = map_rows(chunk, (x, mask, masked_target), x.ndim - 1, chunk_rows)
     return maximum, total, predicted, mask, masked_target, logits
 
@@ -225,7 +225,7 @@ def _grad(grad: jax.Array, x: jax.Array, weight: jax.Array, *rows: jax.Array) ->
     operands = (grad, maximum, total, x, mask, masked_target, softmax)
     # Fillers get the softmax exp(-inf) / 1.
     fills = (0, jnp.inf, 1)
-    chunk_rows = None if is_present(softmax) else default_chunk_rows(*weight.shape)
+    chunk_rows = None if is_present(softmax) else of_all_devices(default_chunk_rows(*weight.shape))
     (x_grad,), (weight_grad,) = map_rows(chunk, operands, x.ndim - 1, chunk_rows, fills)
     return x_grad, weight_grad.astype(weight.dtype)
 

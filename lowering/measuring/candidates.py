@@ -159,7 +159,7 @@ def _as_lowered(meaning: Callable[..., Results], hardware: Hardware) -> Callable
     """The reference in the form that it takes on this hardware."""
 
     def placed_meaning(*arrays: jax.Array) -> Results:
-        with placed(hardware.platform, is_split=False):
+        with placed(hardware.platform):
             return meaning(*arrays)
 
     return placed_meaning

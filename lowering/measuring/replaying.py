@@ -50,7 +50,7 @@ def replayed_entry(
     meaning = functools.partial(operator.meaning, **params)
 
     def reference(*arrays: jax.Array) -> Any:
-        with placed(hardware.platform, is_split=False):
+        with placed(hardware.platform):
             return meaning(*arrays)
 
     found = [replayed(REFERENCE, (), reference)]

@@ -49,6 +49,10 @@ def test_grad_in_forward_sums_the_weight_gradient_over_chips_once(target):
     report = compile_split(target, "grad_in_forward", (P("chips"), P(), P("chips")))
     assert largest_all_reduce_in_a_loop(report.hlo) < CLASSES
     assert {collective.kind for collective in report.collectives} == {"all-reduce"}
+    assert f"[512,{CLASSES}]" in report.hlo  # each chip takes 512 rows at a time
+    if target.startswith("tpu"):
+        # One product gives the gradient of x, the other the logits of the first columns, from which references come.
+        assert len(re.findall(r"f32\[512,256\]\S* convolution\(", report.hlo)) == 2
 
 
 @pytest.mark.parametrize("target", SLICES)
