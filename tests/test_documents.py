@@ -93,6 +93,15 @@ def test_numbers_quotes_the_memory_that_compilers_reported():
         assert f"| {row['temporary_mb'] / 1e3:.2f} GB | {row['peak_mb'] / 1e3:.2f} GB |" in text
 
 
+def test_numbers_quotes_the_errors_of_the_weights_gradient():
+    results = json.loads((ROOT / "benchmarks" / "results" / "weight_grad_dtype_cpu.json").read_text())
+    errors = list(results["cases"][0]["candidates"].values())
+    page = (ROOT / "docs" / "numbers.md").read_text()
+    for dtype in ("float32", "bfloat16"):
+        row = " | ".join(str(error[f"error_{dtype}"]) for error in errors)
+        assert f"| summed in {dtype} | {row} |" in page
+
+
 def test_page_of_replays_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     tpu_schedules = importlib.import_module("tpu_schedules")
