@@ -112,6 +112,10 @@ def cases() -> Iterator[Case]:
         both = jax.value_and_grad(jaxops.linear_cross_entropy, (0, 1))
         counts = functools.partial(chunks_of_gradients, rows, features, classes)
         yield Case(f"{name}, with gradients", both, operands, live, counts)
+        if rows == 4096:
+            loss = functools.partial(jaxops.linear_cross_entropy, return_aux=True)
+            both = jax.value_and_grad(loss, (0, 1), has_aux=True)
+            yield Case(f"{name}, with gradients and aux", both, operands, counts=(0,))
     operands = shape(4096, 1024, dtype=BF16), shape(32768, 1024, dtype=BF16), shape(4096, dtype=I32)
     scoring = functools.partial(jaxops.linear_log_probs, temperature=0.7)
     yield Case("linear_log_probs bf16 4096x1024x32768, temperature 0.7", scoring, operands, counts=(1, 8))

@@ -209,6 +209,37 @@ def test_rows_whose_maximum_is_nowhere_near_the_reference_are_computed_again(exc
     assert not has_failed[::3].any()
 
 
+@pytest.mark.parametrize("excess", [0.0, 100.0])
+def test_what_aux_says_of_rows_equals_float64(excess, rng, on_every_platform):
+    """With an excess some rows are computed again. Two classes are alike: the first of them is predicted."""
+    x, weight, labels = make_case(rng, rows=(40,), classes=CLASSES)
+    x = x.at[:, 0].set(1).at[::3, 0].set(0)
+    weight = weight.at[:, 0].set(0).at[-1, 0].set(excess).at[:40:5].set(weight[5])
+    labels = np.where(labels >= 0, labels % 200, labels)
+
+    def loss(x, weight):
+        return linear_cross_entropy(x, weight, labels, return_aux=True, **OPTIONS)
+
+    (total, aux), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(x, weight)
+    truth = expected(x, weight, labels, reduction="sum")
+    for actual, wanted in zip((total, *gradients), truth, strict=False):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
+    logits = np.float64(x) @ np.float64(weight).T
+    lse = np.logaddexp.reduce(logits, axis=-1)
+    p = np.exp(logits - lse[:, None])
+    np.testing.assert_allclose(aux.lse, lse, rtol=1e-6)
+    np.testing.assert_allclose(aux.entropy, np.sum(p * (lse[:, None] - logits), axis=-1), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(aux.prediction, logits.argmax(-1))
+    np.testing.assert_array_equal(aux.accuracy, (logits.argmax(-1) == labels) & (labels >= 0))
+    assert on_every_platform
+
+    def sum_of_entropies(x):
+        return jnp.sum(loss(x, weight)[1].entropy)
+
+    entropy_grad = p * (np.sum(p * logits, -1, keepdims=True) - logits) @ np.float64(weight)
+    np.testing.assert_allclose(jax.grad(sum_of_entropies)(x), entropy_grad, rtol=1e-4, atol=1e-4)
+
+
 def test_a_confident_row_keeps_the_digits_of_its_gradient(rng):
     """Where p of the label is nearly 1, p - 1 cancels, and is taken in float32."""
     x, weight, labels = make_case(rng, rows=(32,), hidden=64, classes=CLASSES, dtype="bfloat16", ignored=0)

@@ -26,6 +26,7 @@ from jaxops.linear_cross_entropy.logits import (
     kept_gradient_dtype,
     linear_gradients,
     linear_logits,
+    metrics_of,
     row_statistics,
     target_total,
     zero_unless,
@@ -56,13 +57,6 @@ def row_losses(rows: RowStatistics, target_total: jax.Array, weights: RowWeights
     """The loss of each row, from the statistics of its logits and the sum of its target weights t."""
     by_label, by_target, by_square = cross_entropy_terms(rows, target_total)
     return weights.label * by_label + weights.target * by_target + weights.square * by_square
-
-
-def metrics_of(rows: RowStatistics, metrics: bool) -> tuple[jax.Array, jax.Array]:
-    """What `RowStatistics` say of rows beside their loss: numbers (..., 3) and predictions (..., 1), or (..., 0)."""
-    numbers = jnp.stack([rows.max_logit, rows.log_sum_exp, rows.mean_logit], axis=-1)
-    predictions = rows.prediction.astype(jnp.int32)[..., None]
-    return (numbers, predictions) if metrics else (numbers[..., :0], predictions[..., :0])
 
 
 def by_maximum(
@@ -96,15 +90,15 @@ def by_fixed_reference(
     metrics: bool,
     weight_grad_dtype: Any,
 ) -> Arrays:
-    """The same with references that are known before the logits; see `fixed_reference`. Metrics it does not have."""
-    assert not metrics
+    """The same with references that are known before the logits; see `fixed_reference`."""
     x, weight, bias, labels, shared_target, _, *weights = operands
     start, dtype = _no_sums(operands, needs, weight_grad_dtype), accumulation_dtype(x.dtype)
-    chunk_rows = of_all_devices(chunk_rows or fixed_reference.default_chunk_rows(*weight.shape))
-    shared = fixed_reference.Shared(weight, bias, shared_target, softcap, needs)
+    chunk_rows = of_all_devices(chunk_rows or fixed_reference.default_chunk_rows(*weight.shape, metrics=metrics))
+    shared = fixed_reference.Shared(weight, bias, shared_target, softcap, needs, metrics=metrics)
     step = functools.partial(fixed_reference.chunk_with_gradients, shared, implementation)
     sums = (*start[:3], *(jnp.zeros(shape, dtype) for shape in (x.shape[-1:], ())))
-    live, of_rows = live_rows(labels, chunk_rows), (x, labels, *weights)
+    # Metrics are wanted for all rows.
+    live, of_rows = None if metrics else live_rows(labels, chunk_rows), (x, labels, *weights)
     # TPUs take rows faster than they scatter them.
     in_order = live if live is not None and fixed_reference.fuses_here() else None
     if live is None:
@@ -130,7 +124,7 @@ def by_fixed_reference(
         return rows, theirs, (loss, *others)
 
     row_grad = jnp.zeros((*has_failed.shape, 0), dtype)
-    rows = results[0], row_grad, *results[1:], row_grad, jnp.zeros((*has_failed.shape, 0), jnp.int32)
+    rows = results[0], row_grad, *results[1:]
     # A loop of one step or none, rather than a branch, so that what it leaves alone stays where it is.
     carry = rows, weight_grad, (loss, bias_grad, start[3])
     rows, weight_grad, sums = jax.lax.fori_loop(0, jnp.any(has_failed).astype(jnp.int32), add_failed, carry)

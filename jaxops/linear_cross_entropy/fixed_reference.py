@@ -37,9 +37,11 @@ from jaxops.linear_cross_entropy.logits import (
     broadcast_columns,
     broadcast_rows,
     cross_entropy_terms,
+    finite,
     is_present,
     kept_gradient_dtype,
     linear_logits,
+    metrics_of,
     zero_unless,
 )
 
@@ -72,9 +74,13 @@ def refusal(
     return None
 
 
-def default_chunk_rows(classes: int, features: int) -> int:
-    """How many rows a chunk has, where none of its arrays is in float32: 2^28 exponentials, 0.5 GiB in bfloat16."""
-    return max(row_chunks.default_chunk_rows(classes, features), _MOST_EXPONENTIALS // max(1, classes))
+def default_chunk_rows(classes: int, features: int, *, metrics: bool = False) -> int:
+    """How many rows a chunk has: as many as have 2^28 exponentials, 0.5 GiB in bfloat16.
+
+    With metrics, half as many, as their logits take 0.5 GiB in float32.
+    """
+    rows = _MOST_EXPONENTIALS // max(1, classes) // (2 if metrics else 1)
+    return max(row_chunks.default_chunk_rows(classes, features), rows)
 
 
 def chunk_rows_on(hardware: Any, classes: int, features: int) -> int:
@@ -95,10 +101,18 @@ class Shared:
     """What all chunks share: the operands without rows, and what is computed from them once."""
 
     def __init__(
-        self, weight: jax.Array, bias: jax.Array, target: jax.Array, softcap: float | None, needs: Needs
+        self,
+        weight: jax.Array,
+        bias: jax.Array,
+        target: jax.Array,
+        softcap: float | None,
+        needs: Needs,
+        *,
+        metrics: bool = False,
     ) -> None:
         """Takes the weight (V, H), and the bias and target weights, each (V,) or empty."""
-        self.weight, self.bias, self.target, self.softcap, self.needs = weight, bias, target, softcap, needs
+        self.weight, self.bias, self.target, self.softcap = weight, bias, target, softcap
+        self.needs, self.metrics = needs, metrics
         dtype = accumulation_dtype(weight.dtype)
         self.target_total = jnp.sum(target.astype(dtype))
         self.weight_of_target = jnp.zeros((), dtype)
@@ -125,11 +139,15 @@ class Exponentials(NamedTuple):
       off_label: (..., V), P with 0 at the label and times the softcap's derivative, in the operands' dtype.
       rest: (...), sum exp(z - reference) over the other columns, before P is rounded.
       target_logit: (...), sum t (z - reference); 0 without target weights t.
+      weighted_logit: (...), sum exp(z - reference) (z - reference) over the other columns; 0 unless metrics are wanted.
+      prediction: (...), the first column with the largest logit; 0 unless metrics are wanted.
     """
 
     off_label: jax.Array
     rest: jax.Array
     target_logit: jax.Array
+    weighted_logit: Any = 0
+    prediction: Any = 0
 
 
 def exponentials(shared: Shared, x: jax.Array, labels: jax.Array, reference: jax.Array) -> Exponentials:
@@ -141,9 +159,13 @@ def exponentials(shared: Shared, x: jax.Array, labels: jax.Array, reference: jax
     target_logit = jnp.zeros_like(rest)
     if is_present(shared.target):
         target_logit = jnp.sum(broadcast_columns(shared.target, shifted) * shifted, axis=-1)
+    metrics: tuple[jax.Array, ...] = ()
+    if shared.metrics:
+        # No compiler finds a column within the product: for this, the logits are written after all.
+        metrics = (jnp.sum(exp * finite(shifted), axis=-1), jnp.argmax(logits, axis=-1))
     # The barrier keeps what is fused into this product from being computed again in the next ones.
     off_label = jax.lax.optimization_barrier((exp * shared.slope(logits)).astype(x.dtype))
-    return Exponentials(off_label, rest, target_logit)
+    return Exponentials(off_label, rest, target_logit, *metrics)
 
 
 def _is_label(labels: jax.Array, columns: jax.Array) -> jax.Array:
@@ -196,7 +218,9 @@ def _rows(
     label_exp = jnp.exp(label_logit - reference)
     total = of.rest + label_exp
     label_logit = jnp.where(has_label, label_logit - reference, 0)
-    statistics = RowStatistics(reference, jnp.log(total), label_logit, of.target_logit, of.rest, labels)
+    mean_logit = (of.weighted_logit + label_exp * label_logit) / total
+    prediction = jnp.broadcast_to(of.prediction, total.shape)
+    statistics = RowStatistics(reference, jnp.log(total), label_logit, of.target_logit, mean_logit, prediction)
     slope = shared.slope(label_logit + reference)
     return _Rows(statistics, total, label_exp, slope, label_weight, has_label), of.off_label
 
@@ -209,7 +233,7 @@ def chunk_with_gradients(
     labels: jax.Array,
     *weights: jax.Array,
 ) -> tuple[Arrays, Arrays]:
-    """The x gradient and the terms of each row, and whether it failed; and the sums with this chunk's added to them.
+    """The x gradient, terms and `metrics_of` each row, and whether it failed; and the sums with this chunk's added.
 
     Sums are the loss, the gradients of weight and bias, and sum w x and sum w over rows, for `with_target`.
     """
@@ -248,7 +272,13 @@ def chunk_with_gradients(
         target_x = target_x + jnp.sum(broadcast_rows(target_weights) * x.astype(dtype), axis=batch)
         target_weight = target_weight + jnp.sum(target_weights)
     x_grad = x_grad.astype(kept_gradient_dtype(x_dtype))
-    return (x_grad, *terms, ~is_exact), (loss, weight_grad, bias_grad, target_x, target_weight)
+    return (x_grad, *terms, *metrics_of(of.statistics, shared.metrics), ~is_exact), (
+        loss,
+        weight_grad,
+        bias_grad,
+        target_x,
+        target_weight,
+    )
 
 
 def with_target(shared: Shared, sums: Arrays) -> Arrays:

@@ -16,7 +16,6 @@ from jaxops.linear_cross_entropy.chunk_gradients import (
     Operands,
     by_fixed_reference,
     by_maximum,
-    metrics_of,
     row_losses,
 )
 from jaxops.linear_cross_entropy.logits import (
@@ -25,6 +24,7 @@ from jaxops.linear_cross_entropy.logits import (
     RowStatistics,
     RowWeights,
     Targets,
+    metrics_of,
     target_total,
     zero_unless,
 )
@@ -111,11 +111,8 @@ def _refuses_reference(
     *weights: Any,
     softcap: float | None,
     needs: Needs,
-    metrics: bool,
     **_: Any,
 ) -> str | None:
-    if metrics:
-        return "what `return_aux` returns needs the logits themselves, column by column"
     return fixed_reference.refusal(x, weight, shared_target, row_target, softcap, needs)
 
 
@@ -200,7 +197,9 @@ def _with_exponentials(name: str, platform: str, launcher: Any, *, interpreter_i
 
         return by_fixed_reference(Operands(*operands), exponentials, chunk_rows=config["chunk_rows"], **params)
 
-    def refuses(hardware: Any, *operands: Any, **params: Any) -> str | None:
+    def refuses(hardware: Any, *operands: Any, metrics: bool, **params: Any) -> str | None:
+        if metrics:
+            return "what `return_aux` returns needs the logits themselves, column by column"
         return _refuses_reference(*operands, **params) or launcher.refusal(hardware, *operands[:2])
 
     def configs(hardware: Any, x: Any, weight: Any, *_: Any, chunk_rows: int | None, **__: Any) -> Any:

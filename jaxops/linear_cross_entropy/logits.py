@@ -166,7 +166,7 @@ def row_sums(logits: jax.Array, targets: Targets, *, metrics: bool) -> RowSums:
     if targets.weighted:
         target_logit = jnp.sum(targets.weights(shifted) * shifted, axis=-1)
     if metrics:
-        weighted_logit = jnp.sum(exp * _finite(shifted), axis=-1)
+        weighted_logit = jnp.sum(exp * finite(shifted), axis=-1)
         prediction = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     total = target_total(targets, maximum)
     # Picked before the maximum is subtracted: with two uses, the difference would be one more array of logits.
@@ -177,6 +177,13 @@ def row_sums(logits: jax.Array, targets: Targets, *, metrics: bool) -> RowSums:
 def row_statistics(logits: jax.Array, targets: Targets, *, metrics: bool) -> RowStatistics:
     """The statistics of rows of logits; `metrics` asks for the last two."""
     return row_sums(logits, targets, metrics=metrics).statistics
+
+
+def metrics_of(rows: RowStatistics, metrics: bool) -> tuple[jax.Array, jax.Array]:
+    """What `RowStatistics` say of rows beside their loss: numbers (..., 3) and predictions (..., 1), or (..., 0)."""
+    numbers = jnp.stack([rows.max_logit, rows.log_sum_exp, rows.mean_logit], axis=-1)
+    predictions = rows.prediction.astype(jnp.int32)[..., None]
+    return (numbers, predictions) if metrics else (numbers[..., :0], predictions[..., :0])
 
 
 def target_total(targets: Targets, like: jax.Array) -> jax.Array:
@@ -281,7 +288,7 @@ def linear_gradients(
     dtype, batch = accumulation_dtype(x.dtype), tuple(range(x.ndim - 1))
     bounded, logits = logits, scaled(logits, scale)
     cotangent = _logits_cotangent(terms, targets, logits)
-    along_logits = tuple(jnp.sum(cotangent * _finite(logits - broadcast_rows(terms.maximum)), axis=-1) for _ in scale)
+    along_logits = tuple(jnp.sum(cotangent * finite(logits - broadcast_rows(terms.maximum)), axis=-1) for _ in scale)
     for factor in scale:
         cotangent = broadcast_rows(factor) * cotangent
     if softcap is not None:
@@ -316,7 +323,7 @@ def _logits_cotangent(terms: CotangentTerms, targets: Targets, logits: jax.Array
     shifted = logits - broadcast_rows(terms.maximum)
     scale = broadcast_rows(terms.softmax)
     if terms.softmax_slope is not None:
-        scale = scale + broadcast_rows(terms.softmax_slope) * _finite(shifted)
+        scale = scale + broadcast_rows(terms.softmax_slope) * finite(shifted)
     cotangent = scale * jnp.exp(shifted - broadcast_rows(terms.log_sum_exp))
     # A comparison of columns fuses and leaves a split vocabulary split; a scatter does neither.
     columns = jax.lax.broadcasted_iota(targets.labels.dtype, logits.shape, logits.ndim - 1)
@@ -330,6 +337,6 @@ def _bounded(logits: jax.Array, softcap: float | None) -> jax.Array:
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def _finite(shifted: jax.Array) -> jax.Array:
+def finite(shifted: jax.Array) -> jax.Array:
     """`shifted`, with 0 for -inf: a column of probability 0 has no part in a mean."""
     return jnp.where(shifted == -jnp.inf, jnp.zeros_like(shifted), shifted)
