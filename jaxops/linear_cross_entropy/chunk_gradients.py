@@ -111,13 +111,14 @@ def by_fixed_reference(
         (*results, has_failed), sums = in_order.map_in_order(step, unwritten, of_rows, first_writes=True)
     loss, weight_grad, bias_grad = fixed_reference.with_target(shared, sums)
     weight_grad = weight_grad.astype(kept_gradient_dtype(weight.dtype))
-    compute_again = _computes_again(operands, has_failed, in_order)
 
     def add_failed(_: Any, carry: tuple[Arrays, jax.Array, Arrays]) -> tuple[Arrays, jax.Array, Arrays]:
         rows, weight_grad, (loss, *others) = carry
         again = functools.partial(_chunk, operands, softcap, needs, metrics)
         # What is added up in another dtype is rounded once, not with each chunk.
         sums = loss, weight_grad if weight_grad.dtype == start[1].dtype else start[1], *others
+        # The failed rows are looked for here: sorting all rows takes as long as a product with the first columns.
+        compute_again = _computes_again(operands, has_failed, in_order)
         rows, (loss, theirs, *others) = compute_again(again, sums, rows)
         if weight_grad.dtype != theirs.dtype:
             theirs = (weight_grad.astype(theirs.dtype) + theirs).astype(weight_grad.dtype)

@@ -33,6 +33,7 @@ from pallas_kernels.tpu.linear_cross_entropy.tiles import (
     masked,
     operand_bytes,
     size_refusal,
+    streamed,
     vmem_limit_bytes,
     whole_tile,
 )
@@ -169,7 +170,7 @@ def exponentials(
         reference.reshape(1, rows),
         columns,
         whole_tile(x),
-        whole_tile(weight),
+        streamed(weight, interpret),
     )
     return stored.T, jnp.sum(rest, axis=0), jnp.sum(target_logit, axis=0)
 
@@ -185,7 +186,8 @@ def configs(hardware, x, weight, chunk_rows):
     rows, classes, itemsize = min(math.prod(batch), chunk_rows), weight.shape[0], jnp.dtype(x.dtype).itemsize
     return affordable(
         hardware,
-        block_choices(rows, classes, features),
+        # Rows need not be skipped here, so a block may have more of them, and the weight is read less often.
+        block_choices(rows, classes, features, most_rows=4096),
         functools.partial(_vmem_bytes, itemsize),
         functools.partial(operand_bytes, itemsize, (rows, features), classes),
     )

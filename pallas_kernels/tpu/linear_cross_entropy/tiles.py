@@ -33,6 +33,8 @@ CHUNK = 256
 _MOST_PRODUCTS = 3 * 2**30
 # The most elements of x in a block, which the compiler holds in VMEM once more, arranged for the matrix unit.
 _MOST_OF_X = 2**22
+# The most logits of a block: the exponentials of two blocks are in VMEM, one while the other is stored.
+_MOST_LOGITS = 2**21
 _MOST_CLASSES = 2**24  # float32 represents integers exactly up to this number
 
 
@@ -146,6 +148,18 @@ def whole_tile(matrix: jax.Array) -> jax.Array:
     return jnp.pad(matrix, ((0, max(0, SUBLANES - matrix.shape[0])), (0, 0)))
 
 
+def streamed(matrix: jax.Array, interpret: Any) -> jax.Array:
+    """A matrix that a kernel reads from HBM, a block at a time, padded to `whole_tile`.
+
+    Left to itself, XLA copies a matrix that fits into VMEM there before the kernel starts, and nothing is computed
+    meanwhile.
+    """
+    from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
+
+    matrix = whole_tile(matrix)
+    return matrix if interpret else pltpu.with_memory_space_constraint(matrix, pltpu.HBM)
+
+
 def live_blocks(is_live: jax.Array, block_rows: int) -> jax.Array:
     """1 for each block with a live row, 0 for a block that can be skipped."""
     missing = -is_live.size % block_rows
@@ -210,16 +224,18 @@ def blocks_of(rows: int, classes: int, features: int, config: Config) -> tuple[i
     return tuple(map(block_size, (rows, round_up(classes, CHUNK), features), wanted))
 
 
-def block_choices(rows: int, classes: int, features: int) -> Iterator[Config]:
-    """Block sizes worth trying for a kernel that reduces a block's logits in chunks of classes."""
+def block_choices(rows: int, classes: int, features: int, most_rows: int = 2048) -> Iterator[Config]:
+    """Block sizes worth trying for a kernel that computes a block's logits in chunks of classes."""
     names = ("block_rows", "block_vocab", "block_hidden")
     # Of two sizes with the same traffic, the one that leaves no block of classes cut comes first.
     vocab_sizes = sorted((1024, 768, 512, 256), key=lambda size: size < 768 or classes % size > 0)
-    wanted = itertools.product((2048, 1024, 512, 256), vocab_sizes, (round_up(features, LANES), 2048, 1024, 512))
+    row_sizes = [size for size in (4096, 2048, 1024, 512, 256) if size <= most_rows]
+    wanted = itertools.product(row_sizes, vocab_sizes, (round_up(features, LANES), 2048, 1024, 512))
     for sizes in wanted:
         block_rows, block_vocab, block_hidden = blocks_of(rows, classes, features, dict(zip(names, sizes, strict=True)))
         of_x = block_rows * block_hidden
-        if of_x <= _MOST_OF_X and of_x * block_vocab <= _MOST_PRODUCTS:  # else the code for a block is too long
+        is_short = of_x <= _MOST_OF_X and of_x * block_vocab <= _MOST_PRODUCTS  # the code for a block
+        if is_short and block_rows * block_vocab <= _MOST_LOGITS:
             yield dict(zip(names, (block_rows, block_vocab, block_hidden), strict=True))
 
 
