@@ -176,13 +176,15 @@ def _with_exponentials(name: str, platform: str, launcher: Any, *, interpreter_i
 
     def run(*operands: jax.Array, config: Any, interpret: Any = False, chunk_rows: int | None, **params: Any) -> Arrays:
         blocks = {name: value for name, value in config.items() if name != "chunk_rows"}
+        # A value of its own, so that its layout can be the kernel's, once for all chunks.
+        own_weight = jax.lax.optimization_barrier(operands[1])
 
         def exponentials(
             shared: fixed_reference.Shared, x: jax.Array, labels: jax.Array, reference: jax.Array
         ) -> fixed_reference.Exponentials:
             results = launcher.exponentials(
                 x.reshape(-1, x.shape[-1]),
-                shared.weight,
+                own_weight,
                 shared.bias,
                 shared.target,
                 labels.reshape(-1),
