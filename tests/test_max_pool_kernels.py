@@ -71,6 +71,45 @@ def test_max_pool_kernels_agree_with_float64(name, geometry, channels, vmem_byte
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+# Images as XLA stores them when a batch of 128 fills the lanes: eight rows or columns, or channels, fill the sublanes.
+STORED = [
+    pytest.param(channels_last, geometry, id=f"{kind}-{case}")
+    for kind, channels_last, case, geometry in (
+        ("columns", False, "overlapping-and-padded", ((7, 8), (3, 3), (2, 2), (1, 1))),
+        ("pixels", True, "overlapping-and-padded", ((7, 9), (3, 3), (2, 2), (1, 1))),
+        ("pixels", True, "last-row-alone", ((6, 6), (3, 3), (2, 2), (1, 1))),
+        ("pixels", True, "begun-late", ((9, 7), (3, 3), (2, 2), (0, 0))),
+        ("pixels", True, "behind-only", ((6, 6), (3, 3), (2, 2), ((0, 1), (0, 1)))),
+        ("pixels", True, "apart", ((5, 6), (2, 2), (2, 2), (0, 0))),
+        ("pixels", True, "with-gaps", ((7, 8), (2, 1), (3, 3), (0, 0))),
+        ("pixels", True, "before-only", ((7, 6), (3, 2), (2, 2), ((2, 0), (1, 0)))),
+        ("transposed", True, "three-blocks-of-rows", ((5, 6), (3, 3), (1, 1), (1, 1))),
+    )
+]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("channels_last", "geometry"), STORED)
+def test_max_pool_kernel_takes_images_as_stored(channels_last, geometry, rng, capfd, request):
+    x, grad = make_case(rng, geometry, images=(128, 8))
+    truth = expected("max", x, grad, geometry)[1]
+    window, stride, padding = geometry[1:]
+    # (n, d, h, w, c), or (n, c, d, h, w, 1).
+    views = [np.moveaxis(a, 1, -1)[:, None] if channels_last else a[:, :, None, ..., None] for a in (x, grad)]
+    geometry = {"window": (1, *window), "stride": (1, *stride), "padding": ((0, 0), *sides(padding))}
+    view = tpu.view_for(views[0].shape, **geometry)
+    kind = "pixels" if view.has_pixels_outside else "columns" if view.is_stored_so else "transposed"
+    assert kind in request.node.callspec.id
+    _, config, interpret, _ = KERNELS["tpu"]
+    (dx,) = jax.jit(functools.partial(tpu.run, **geometry, propagate_nan=True, config=config, interpret=interpret))(
+        *map(jnp.asarray, views)
+    )
+    dx = np.asarray(dx)
+    dx = np.moveaxis(dx[:, 0], -1, 1) if channels_last else dx[:, :, 0, ..., 0]
+    np.testing.assert_allclose(dx, truth, rtol=1e-6, atol=1e-6)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_max_pool_kernels_round_once(name, rng):
     geometry = ((4, 4), (2, 2), (2, 2), (0, 0))

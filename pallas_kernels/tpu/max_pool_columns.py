@@ -1,0 +1,151 @@
+"""The gradient of max pooling of images whose columns lie in sublanes; see `max_pool_backward`.
+
+A block holds some lanes of a whole image, or of a band of rows that shares no window with other bands. The elements at
+one offset of all windows in a row are a strided slice: the kernel compares these slices, and adds each window's
+gradient to the element that won.
+"""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.tpu.max_pool_keys import LEAST, keys
+from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up
+
+_DEFAULT_LIMIT_BYTES = 16 * 2**20  # what XLA grants a kernel that asks for nothing
+# Buffers of a block's size: two of x, two of the result, one of keys and one of sums.
+_BUFFERS = 6
+
+
+class Blocks(NamedTuple):
+    """How images (before, h, between, w, lanes) and their windows are cut into blocks.
+
+    Attributes:
+      image: rows and columns of an image.
+      outputs: how many windows it has along rows and columns.
+      window: rows and columns of a window.
+      stride: from one window to the next.
+      before: how far the first windows reach beyond the image.
+      output_rows: windows along the rows of a block.
+      lanes: of a block.
+    """
+
+    image: tuple[int, int]
+    outputs: tuple[int, int]
+    window: tuple[int, int]
+    stride: tuple[int, int]
+    before: tuple[int, int]
+    output_rows: int
+    lanes: int
+
+    @property
+    def rows(self) -> int:
+        """The image rows in a block."""
+        return self.image[0] if self.output_rows == self.outputs[0] else self.output_rows * self.stride[0]
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Rows and columns of a block with its padding, as far as its windows reach."""
+        reached = (
+            (count - 1) * s + k
+            for count, s, k in zip((self.output_rows, self.outputs[1]), self.stride, self.window, strict=True)
+        )
+        rows, columns = (
+            max(size + p, least)
+            for size, p, least in zip((self.rows, self.image[1]), self.before, reached, strict=True)
+        )
+        return rows, columns
+
+    @property
+    def vmem_bytes(self) -> int:
+        """What the buffers of a block's size take, in float32."""
+        rows, columns = self.padded
+        return _BUFFERS * 4 * rows * round_up(columns, SUBLANES) * LANES
+
+    @property
+    def limit_bytes(self) -> int:
+        """VMEM to ask for: these and two buffers of the gradient, and an eighth for what the compiler spills."""
+        grad_bytes = 2 * 4 * self.output_rows * round_up(self.outputs[1], SUBLANES) * LANES
+        return max(_DEFAULT_LIMIT_BYTES, (self.vmem_bytes + grad_bytes) * 9 // 8)
+
+
+def blocks_of(view_shape, vmem_bytes, *, window, stride, padding):
+    """The largest blocks that fit into VMEM; None if even the smallest does not."""
+    _, height, _, width, lanes = view_shape
+    image, window, stride, padding = (height, width), window[1:], stride[1:], padding[1:]
+    outputs = tuple(1 + (n + sum(p) - k) // s for n, k, s, p in zip(image, window, stride, padding, strict=True))
+    before = tuple(p[0] for p in padding)
+    # Bands of rows must not share windows. And behind the image's last row, the last band has undefined values, which
+    # no window may reach.
+    apart = window[0] <= stride[0] and padding[0] == (0, 0)
+    for output_rows in range(outputs[0], 0, -1) if apart else outputs[:1]:
+        # Strided slices are possible within one tile's 128 lanes only.
+        blocks = Blocks(image, outputs, window, stride, before, output_rows, min(lanes, LANES))
+        if blocks.vmem_bytes <= vmem_bytes:
+            return blocks
+    return None
+
+
+def _kernel(x_ref, grad_ref, dx_ref, keys_vmem, sums_vmem, *, blocks, propagate_nan):
+    (top, left), (height, width) = blocks.before, (blocks.rows, blocks.image[1])
+    keys_vmem[...] = jnp.full_like(keys_vmem, LEAST)
+    sums_vmem[...] = jnp.zeros_like(sums_vmem)
+    keys_vmem[top : top + height, left : left + width] = keys(x_ref[...], propagate_nan)
+    offsets = list(itertools.product(*map(range, blocks.window)))
+
+    def row_of_windows(row, _):
+        def place(offset):
+            columns = pl.ds(offset[1], blocks.outputs[1], stride=blocks.stride[1])
+            return row * blocks.stride[0] + offset[0], columns
+
+        # Only a larger key replaces the best, so the first of equal ones wins.
+        best = keys_vmem[place(offsets[0])]
+        winner = jnp.zeros_like(best)
+        for i, offset in enumerate(offsets[1:], 1):
+            key = keys_vmem[place(offset)]
+            winner = jnp.where(key > best, i, winner)
+            best = jnp.maximum(key, best)
+        grad = grad_ref[row].astype(jnp.float32)
+        # Windows may overlap, so sums are accumulated, in float32.
+        for i, offset in enumerate(offsets):
+            sums_vmem[place(offset)] += jnp.where(winner == i, grad, 0.0)
+        return 0
+
+    # The last block may have fewer windows, and rows beyond the image, which are clipped.
+    windows = jnp.minimum(blocks.output_rows, blocks.outputs[0] - pl.program_id(1) * blocks.output_rows)
+    lax.fori_loop(0, windows, row_of_windows, 0)
+    dx_ref[...] = sums_vmem[top : top + height, left : left + width].astype(dx_ref.dtype)
+
+
+def launch(x, grad, vmem_bytes, propagate_nan, cost, interpret, **geometry):
+    """The gradient of images, both views (before, h, between, w, lanes)."""
+    from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
+
+    blocks = blocks_of(x.shape, vmem_bytes, **geometry)
+    before, height, between, width, lanes = x.shape
+    last_band = pl.cdiv(blocks.outputs[0], blocks.output_rows) - 1  # rows may follow where no window begins
+    spec = pl.BlockSpec((None, blocks.rows, None, width, blocks.lanes), lambda i, band, j, part: (i, band, j, 0, part))
+    grad_spec = pl.BlockSpec(
+        (None, blocks.output_rows, None, blocks.outputs[1], blocks.lanes),
+        lambda i, band, j, part: (i, jnp.minimum(band, last_band), j, 0, part),
+    )
+    scratch = (*blocks.padded, blocks.lanes)
+    return pl.pallas_call(
+        functools.partial(_kernel, blocks=blocks, propagate_nan=propagate_nan),
+        name="max_pool_backward",
+        grid=(before, pl.cdiv(height, blocks.rows), between, pl.cdiv(lanes, blocks.lanes)),
+        in_specs=[spec, grad_spec],
+        out_specs=spec,
+        out_shape=jax.ShapeDtypeStruct(x.shape, grad.dtype),
+        scratch_shapes=[pltpu.VMEM(scratch, jnp.int32), pltpu.VMEM(scratch, jnp.float32)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * 4, vmem_limit_bytes=blocks.limit_bytes
+        ),
+        cost_estimate=cost,
+        interpret=interpret,
+    )(x, grad)
