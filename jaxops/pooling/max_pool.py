@@ -1,6 +1,7 @@
 """Max pooling, its gradient, which goes to each window's first maximum, and the transpose of that gradient."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,10 @@ from jaxops.pooling.patterns import SELECT_AND_SCATTER
 from jaxops.pooling.windows import Ints, Padding, Span
 from pallas_kernels.gpu import max_pool_backward as gpu
 from pallas_kernels.tpu import max_pool_backward as tpu
+from pallas_kernels.tpu.max_pool_views import view_of
 
+# Elements of a window that a TPU reduces in one pass over x; with 25, two passes are faster.
+_MOST_IN_ONE_PASS = 9
 # Loops of more steps are compiled as loops; shorter ones are unrolled.
 UNROLLED_STEPS = 16
 
@@ -56,10 +60,10 @@ def max_pool(
       gradient to its first element inside x. Gradients are summed in float32 (float64 for float64) without scatters and
       always in the same order, so repeated runs agree in every bit. Derivatives of all modes and orders exist.
 
-      On every platform this runs as XLA operations: one-dimensional window reductions forward, slices and comparisons
-      backward. Kernels of the gradient are opt-in, for images with channels last: on TPUs where XLA keeps about 128
-      channels in lanes and an image fits VMEM, and on NVIDIA GPUs where windows do not overlap. With channels first,
-      the elements of a window would lie in different lanes, and neither chip has strided loads for that.
+      On every platform this runs as XLA operations: window reductions forward, one axis after the other (on TPUs both
+      at once for small windows, unless XLA keeps columns in lanes), slices and comparisons backward. Kernels of the
+      gradient are opt-in: on TPUs where their blocks fit VMEM, and fastest where XLA keeps channels or images in lanes;
+      and on NVIDIA GPUs with channels last, where windows do not overlap.
 
     Example:
       >>> x = jnp.array([1.0, 5.0, 2.0, 3.0]).reshape(1, 1, 1, 4)
@@ -104,9 +108,27 @@ def _maxima(x: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
     least = _least(x.dtype)
     if not propagate_nan:
         y = jnp.where(jnp.isnan(y), jnp.asarray(least, y.dtype), y)
-    for span in spans:
-        y = windows.pooled_along(y, span, least, jax.lax.max)
+
+    def axis_by_axis(y: jax.Array) -> jax.Array:
+        for span in spans:
+            y = windows.pooled_along(y, span, least, jax.lax.max)
+        return y
+
+    def at_once(y: jax.Array) -> jax.Array:
+        return windows.pooled_at_once(y, spans, least, jax.lax.max)
+
+    is_one_pass = len(spans) == 2 and _suits_one_pass(x, attributes["window"])
+    y = jax.lax.platform_dependent(y, tpu=at_once, default=axis_by_axis) if is_one_pass else axis_by_axis(y)
     return (windows.unsqueezed(y, x, along),)
+
+
+def _suits_one_pass(x: jax.Array, window: Sequence[int]) -> bool:
+    """Whether a TPU reduces both axes of these windows in one pass over x, rather than two.
+
+    By replay, XLA then reads x once as fast as it reads rows, if windows are small and columns do not lie in lanes.
+    """
+    is_known = not any(map(jax.export.is_symbolic_dim, x.shape)) and sharding.explicit_mesh([x]) is None
+    return is_known and math.prod(window) <= _MOST_IN_ONE_PASS and view_of(x.shape).is_stored_so
 
 
 def _least(dtype: Any) -> float:

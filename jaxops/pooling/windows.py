@@ -87,6 +87,15 @@ def pooled_along(x: jax.Array, span: Span, initial: float, computation: Callable
     return reduced_along(x, span.axis, initial, computation, span.window, stride=span.stride, padding=padding)
 
 
+def pooled_at_once(x: jax.Array, along: Sequence[Span], initial: float, computation: Callable[..., Any]) -> jax.Array:
+    """Reduces windows along several axes in one pass."""
+    shape, strides, paddings = [1] * x.ndim, [1] * x.ndim, [(0, 0)] * x.ndim
+    for span in along:
+        shape[span.axis], strides[span.axis] = span.window, span.stride
+        paddings[span.axis] = (span.before, span.behind)
+    return jax.lax.reduce_window(x, np.asarray(initial, x.dtype), computation, shape, strides, paddings)
+
+
 def reduced_along(
     x: jax.Array,
     axis: int,
