@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.tpu.max_pool_keys import LEAST, keys
+from pallas_kernels.tpu.max_pool_keys import LEAST, keys, shares
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up
 
+_MOST_WINDOWS = 16  # at a time: more need more masks than there are registers for them
 _DEFAULT_LIMIT_BYTES = 16 * 2**20  # what XLA grants a kernel that asks for nothing
 # Buffers of a block's size: two of x, two of the result, one of keys and one of sums.
 _BUFFERS = 6
@@ -62,6 +63,17 @@ class Blocks(NamedTuple):
         return rows, columns
 
     @property
+    def is_apart(self) -> bool:
+        """Whether windows share no element."""
+        return all(k <= s for k, s in zip(self.window, self.stride, strict=True))
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether each element is in one window."""
+        covered = tuple(n * s for n, s in zip(self.outputs, self.stride, strict=True))
+        return self.window == self.stride and self.before == (0, 0) and covered == self.image
+
+    @property
     def vmem_bytes(self) -> int:
         """What the buffers of a block's size take, in float32."""
         rows, columns = self.padded
@@ -92,34 +104,46 @@ def blocks_of(view_shape, vmem_bytes, *, window, stride, padding):
 
 
 def _kernel(x_ref, grad_ref, dx_ref, keys_vmem, sums_vmem, *, blocks, propagate_nan):
-    (top, left), (height, width) = blocks.before, (blocks.rows, blocks.image[1])
-    keys_vmem[...] = jnp.full_like(keys_vmem, LEAST)
-    sums_vmem[...] = jnp.zeros_like(sums_vmem)
-    keys_vmem[top : top + height, left : left + width] = keys(x_ref[...], propagate_nan)
+    inside = tuple(slice(n, n + size) for n, size in zip(blocks.before, (blocks.rows, blocks.image[1]), strict=True))
+    _fill_padding(keys_vmem, inside)
+    keys_vmem[inside] = keys(x_ref[...], propagate_nan)
+    if not blocks.is_tiled:
+        sums_vmem[...] = jnp.zeros_like(sums_vmem)
     offsets = list(itertools.product(*map(range, blocks.window)))
 
-    def row_of_windows(row, _):
-        def place(offset):
-            columns = pl.ds(offset[1], blocks.outputs[1], stride=blocks.stride[1])
-            return row * blocks.stride[0] + offset[0], columns
+    def windows_of(row, first, count):
+        places = [
+            (row * blocks.stride[0] + i, pl.ds(first * blocks.stride[1] + j, count, stride=blocks.stride[1]))
+            for i, j in offsets
+        ]
+        grad = grad_ref[row, first : first + count].astype(jnp.float32)
+        parts = shares([keys_vmem[place] for place in places], grad)
+        # Where windows overlap, sums are accumulated, in float32.
+        for place, part in zip(places, parts, strict=True):
+            sums_vmem[place] = part if blocks.is_apart else sums_vmem[place] + part
 
-        # Only a larger key replaces the best, so the first of equal ones wins.
-        best = keys_vmem[place(offsets[0])]
-        winner = jnp.zeros_like(best)
-        for i, offset in enumerate(offsets[1:], 1):
-            key = keys_vmem[place(offset)]
-            winner = jnp.where(key > best, i, winner)
-            best = jnp.maximum(key, best)
-        grad = grad_ref[row].astype(jnp.float32)
-        # Windows may overlap, so sums are accumulated, in float32.
-        for i, offset in enumerate(offsets):
-            sums_vmem[place(offset)] += jnp.where(winner == i, grad, 0.0)
-        return 0
+    def row_of_windows(row, _):
+        for first in range(0, blocks.outputs[1], _MOST_WINDOWS):
+            windows_of(row, first, min(_MOST_WINDOWS, blocks.outputs[1] - first))
 
     # The last block may have fewer windows, and rows beyond the image, which are clipped.
     windows = jnp.minimum(blocks.output_rows, blocks.outputs[0] - pl.program_id(1) * blocks.output_rows)
-    lax.fori_loop(0, windows, row_of_windows, 0)
-    dx_ref[...] = sums_vmem[top : top + height, left : left + width].astype(dx_ref.dtype)
+    lax.fori_loop(0, windows, row_of_windows, None)
+    dx_ref[...] = sums_vmem[inside].astype(dx_ref.dtype)
+
+
+def _fill_padding(keys_vmem, inside):
+    """Gives all but the image the least key."""
+    rows, columns = inside
+    for rest in (
+        (slice(0, rows.start), slice(None)),
+        (slice(rows.stop, keys_vmem.shape[0]), slice(None)),
+        (rows, slice(0, columns.start)),
+        (rows, slice(columns.stop, keys_vmem.shape[1])),
+    ):
+        part = [len(range(*each.indices(size))) for each, size in zip(rest, keys_vmem.shape, strict=False)]
+        if 0 not in part:
+            keys_vmem[rest] = jnp.full((*part, keys_vmem.shape[2]), LEAST)
 
 
 def launch(x, grad, vmem_bytes, propagate_nan, cost, interpret, **geometry):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.tpu.max_pool_keys import LEAST, keys
+from pallas_kernels.tpu.max_pool_keys import LEAST, keys, shares
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up
 
 _SUBLANES_OF_BFLOAT16 = 2 * SUBLANES
@@ -235,8 +235,8 @@ class _Step(NamedTuple):
         window = pl.program_id(4) - blocks.delay
         is_window = (window >= 0) & (window < blocks.outputs[0])
         grad = jnp.where(is_window, self.grad[(i, *self.place)].astype(jnp.float32), 0.0)
-        shares = _shares(rows, grad)
-        own = dict(zip(blocks.own_rows, shares[len(earlier) :], strict=True))
+        parts = shares(rows, grad)
+        own = dict(zip(blocks.own_rows, parts[len(earlier) :], strict=True))
         for row, place in zip(blocks.open_rows, at, strict=True):
             for ref, value in zip(self.kept, (*found[row], own.get(row, jnp.zeros_like(grad))), strict=False):
                 ref[place] = value
@@ -244,12 +244,12 @@ class _Step(NamedTuple):
         begun = [functools.partial(self.split, row, own.get(row)) for row in range(blocks.open_rows.start)]
         ended = [
             functools.partial(self.chosen, column, total + share)
-            for (_, column, total), share in zip(earlier, shares, strict=False)
+            for (_, column, total), share in zip(earlier, parts, strict=False)
         ]
         return [*begun, *ended]
 
     def split(self, row, grad, row_keys, columns):
-        return () if grad is None else _shares(row_keys[row], grad)
+        return () if grad is None else shares(row_keys[row], grad)
 
     def chosen(self, column, grad, row_keys, columns):
         return [jnp.where(column == j, grad, 0.0) for j in columns]
@@ -263,19 +263,6 @@ class _Step(NamedTuple):
             late[at] = value.astype(late.dtype)
         else:
             self.dx[at] = value.astype(self.dx.dtype)
-
-
-def _shares(found, grad):
-    """The gradient for the first of the elements with the greatest key, and zeros for the others."""
-    best, wins = found[0], []
-    for key in found[1:]:
-        wins.append(key > best)
-        best = jnp.where(wins[-1], key, best)
-    shares, rest = [], grad
-    for is_greater in reversed(wins):
-        shares.append(jnp.where(is_greater, rest, 0.0))
-        rest = jnp.where(is_greater, 0.0, rest)
-    return [rest, *reversed(shares)]
 
 
 def _kernel(x_ref, grad_ref, dx_ref, *kept, blocks, propagate_nan):
