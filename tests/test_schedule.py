@@ -65,6 +65,14 @@ def test_each_bundle_is_a_cycle_and_so_is_each_delay_slot():
     assert [(region.first, region.last, region.trips) for region in found.regions] == [(0, 0, 1), (1, 7, 10), (8, 8, 1)]
 
 
+def test_another_name_for_a_value_that_is_left_out_changes_no_register():
+    # On the way out of a loop, a value that only the way out needs takes the counter's register.
+    lines = list(COUNTED_LOOP)
+    lines[2] += "  ;;  %p2_p1 = scmp.ge.s32.totalorder %s3_s4, 10"
+    lines[4] = "%s5_s4 = sshll.u32 (%p2_p1), %s9_s9, 4  ;;  %s6_s4 = int_to_ptr.vmem [resolvable:$false] %s5_s4"
+    assert run(*lines).cycles == run(*COUNTED_LOOP).cycles
+
+
 def test_delay_slots_are_executed_and_what_follows_them_is_not():
     lines = "%s1_s1 = smov 1", "%9 = sbr.rel target bundleno = 8 (0x8)", "%s1_s2 = smov 2", *[""] * 3, "", "", "", ""
     assert run(*lines).cycles == 2 + 4 + 2

@@ -155,6 +155,10 @@ class Machine:
             self.trace.unknown[opcode] += 1
             return [self._unknown(instruction)] if instruction.value else []
         places = [self._operand(operand, before) for operand in instruction.operands]
+        named = value_of(instruction.operands[0]) if opcode.startswith("int_to_ptr") else None
+        if named is not None and named[1] == instruction.register:
+            # Another name for a value in its register, which another value keeps if a predicate leaves that one out.
+            return [*before, self._copy(places[0], self._place(instruction.value))]
         return [*before, self._effect(instruction, self._computed(function, places))]
 
     # Values are kept by their names, and by register for what loops carry and callers pass.
