@@ -19,6 +19,7 @@ from pallas_kernels.tpu.streaming_cost import streaming_cost
 
 _DTYPES = ("float32", "bfloat16")
 _MIB = 2**20
+_MOST_BYTES = 56 * _MIB  # TPUs have 64 MiB of VMEM or more
 _LEAST_TRANSPOSED = 2**22  # elements of images that are stored in another order: 16 MiB in float32
 # The largest holds an image of 112 by 112 pixels, 40 MiB with its padding; TPUs have 64 MiB or more.
 _CONFIGS = tuple({"vmem_bytes": size * _MIB} for size in (12, 6, 3, 42))
@@ -31,8 +32,10 @@ def run(x, grad, *, window, stride, padding, propagate_nan, config, interpret=Fa
     # Per element of a window: compare and keep the larger key and its place; compare the place, select and add.
     cost = streaming_cost((x, grad, x), grad.size, flops=6 * math.prod(window))
     kernel = max_pool_pixels if view.has_pixels_outside else max_pool_columns
-    operands = view.of(x), view.of(grad)
-    dx = kernel.launch(*operands, config["vmem_bytes"], propagate_nan, cost, interpret, **geometry)
+    images, windows = view.of(x), view.of(grad)
+    if kernel is max_pool_columns and _is_grouped(x, grad, view, config["vmem_bytes"], **geometry):
+        windows = view_of(grad.shape).of(grad).reshape(*grad.shape[-3:-1], images.shape[0], images.shape[-1])
+    dx = kernel.launch(images, windows, config["vmem_bytes"], propagate_nan, cost, interpret, **geometry)
     return (view.back(dx, x.shape),)
 
 
@@ -41,6 +44,23 @@ def view_for(shape, **geometry):
     view = view_of(shape)
     fits = not view.has_pixels_outside or max_pool_pixels.refusal(**geometry) is None
     return view if fits else transposed(shape)
+
+
+def _is_grouped(x, grad, view, vmem_bytes, **geometry):
+    """Whether XLA stores the gradients with images in sublanes, and VMEM holds those of several images.
+
+    That is where the columns of the images fill their tiles and those of the windows do not, such as 56 and 28. With
+    bfloat16, upcasting the gradients of all these images takes longer than to have XLA transpose them.
+    """
+    stored = view_of(grad.shape)
+    before, _, between, _, lanes = view.shape(x.shape)
+    if not (grad.dtype == jnp.float32 and view.is_stored_so and stored.has_pixels_outside):
+        return False
+    blocks = max_pool_columns.blocks_of(view.shape(x.shape), vmem_bytes, **geometry)
+    fits = blocks.limit_bytes + max_pool_columns.group_bytes(blocks) <= _MOST_BYTES
+    is_whole = before % max_pool_columns.GROUP == 0 and between == 1
+    same = stored.order[-1] == view.order[-1] and stored.shape(grad.shape)[-2:] == (before, lanes)
+    return fits and is_whole and same
 
 
 def refuses(hardware, x, grad, *, window, stride, padding, **_) -> str | None:

@@ -18,6 +18,7 @@ from pallas_kernels.tpu.max_pool_keys import LEAST, keys, shares
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up
 
 _MOST_WINDOWS = 16  # at a time: more need more masks than there are registers for them
+GROUP = SUBLANES  # images whose gradients lie beside each other in the sublanes of a register
 _DEFAULT_LIMIT_BYTES = 16 * 2**20  # what XLA grants a kernel that asks for nothing
 # Buffers of a block's size: two of x, two of the result, one of keys and one of sums.
 _BUFFERS = 6
@@ -103,12 +104,19 @@ def blocks_of(view_shape, vmem_bytes, *, window, stride, padding):
     return None
 
 
-def _kernel(x_ref, grad_ref, dx_ref, keys_vmem, sums_vmem, *, blocks, propagate_nan):
+def group_bytes(blocks):
+    """VMEM for the gradients of a group of images, in float32: two buffers, and the windows of each row together."""
+    return 3 * 4 * GROUP * blocks.output_rows * blocks.outputs[1] * LANES
+
+
+def _kernel(x_ref, grad_ref, dx_ref, keys_vmem, sums_vmem, *group, blocks, propagate_nan):
     inside = tuple(slice(n, n + size) for n, size in zip(blocks.before, (blocks.rows, blocks.image[1]), strict=True))
     _fill_padding(keys_vmem, inside)
     keys_vmem[inside] = keys(x_ref[...], propagate_nan)
     if not blocks.is_tiled:
         sums_vmem[...] = jnp.zeros_like(sums_vmem)
+    if group:
+        pl.when(pl.program_id(4) == 0)(functools.partial(_gather, grad_ref, *group))
     offsets = list(itertools.product(*map(range, blocks.window)))
 
     def windows_of(row, first, count):
@@ -116,7 +124,10 @@ def _kernel(x_ref, grad_ref, dx_ref, keys_vmem, sums_vmem, *, blocks, propagate_
             (row * blocks.stride[0] + i, pl.ds(first * blocks.stride[1] + j, count, stride=blocks.stride[1]))
             for i, j in offsets
         ]
-        grad = grad_ref[row, first : first + count].astype(jnp.float32)
+        if group:
+            grad = group[0][row, pl.ds(first * GROUP + pl.program_id(4), count, stride=GROUP)]
+        else:
+            grad = grad_ref[row, first : first + count].astype(jnp.float32)
         parts = shares([keys_vmem[place] for place in places], grad)
         # Where windows overlap, sums are accumulated, in float32.
         for place, part in zip(places, parts, strict=True):
@@ -126,10 +137,21 @@ def _kernel(x_ref, grad_ref, dx_ref, keys_vmem, sums_vmem, *, blocks, propagate_
         for first in range(0, blocks.outputs[1], _MOST_WINDOWS):
             windows_of(row, first, min(_MOST_WINDOWS, blocks.outputs[1] - first))
 
-    # The last block may have fewer windows, and rows beyond the image, which are clipped.
-    windows = jnp.minimum(blocks.output_rows, blocks.outputs[0] - pl.program_id(1) * blocks.output_rows)
+    windows = blocks.output_rows
+    if blocks.outputs[0] % windows:
+        # The last block has fewer, and rows beyond the image, which are clipped.
+        windows = jnp.minimum(windows, blocks.outputs[0] - pl.program_id(1) * windows)
     lax.fori_loop(0, windows, row_of_windows, None)
     dx_ref[...] = sums_vmem[inside].astype(dx_ref.dtype)
+
+
+def _gather(grad_ref, grads_vmem):
+    """Puts the windows of a row, with all images of a group, beside each other in the sublanes."""
+
+    def row(i, _):
+        grads_vmem[i] = grad_ref[i].reshape(grads_vmem.shape[1:])
+
+    lax.fori_loop(0, grad_ref.shape[0], row, None)
 
 
 def _fill_padding(keys_vmem, inside):
@@ -147,28 +169,44 @@ def _fill_padding(keys_vmem, inside):
 
 
 def launch(x, grad, vmem_bytes, propagate_nan, cost, interpret, **geometry):
-    """The gradient of images, both views (before, h, between, w, lanes)."""
+    """The gradient of images, a view (before, h, between, w, lanes).
+
+    The gradients of their windows are such a view too; or, if all images are in `before`, a view (h, w, before, lanes).
+    """
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     blocks = blocks_of(x.shape, vmem_bytes, **geometry)
     before, height, between, width, lanes = x.shape
+    is_grouped = grad.ndim < x.ndim
+    groups, images = (before // GROUP, GROUP) if is_grouped else (before, 1)
     last_band = pl.cdiv(blocks.outputs[0], blocks.output_rows) - 1  # rows may follow where no window begins
-    spec = pl.BlockSpec((None, blocks.rows, None, width, blocks.lanes), lambda i, band, j, part: (i, band, j, 0, part))
-    grad_spec = pl.BlockSpec(
-        (None, blocks.output_rows, None, blocks.outputs[1], blocks.lanes),
-        lambda i, band, j, part: (i, jnp.minimum(band, last_band), j, 0, part),
-    )
-    scratch = (*blocks.padded, blocks.lanes)
+    image_shape = (None, blocks.rows, None, width, blocks.lanes)
+    shape = (None, blocks.output_rows, None, blocks.outputs[1], blocks.lanes)
+
+    def place(group, band, j, part, image):
+        return group * images + image, band, j, 0, part
+
+    def grad_place(group, band, j, part, image):
+        band = jnp.minimum(band, last_band)
+        return (band, 0, group, part) if is_grouped else (group, band, j, 0, part)
+
+    spec = pl.BlockSpec(image_shape, place)
+    if is_grouped:
+        shape = (blocks.output_rows, blocks.outputs[1], GROUP, blocks.lanes)
+    scratch = [pltpu.VMEM((*blocks.padded, blocks.lanes), dtype) for dtype in (jnp.int32, jnp.float32)]
+    if is_grouped:
+        scratch.append(pltpu.VMEM((shape[0], shape[1] * GROUP, blocks.lanes), jnp.float32))
     return pl.pallas_call(
         functools.partial(_kernel, blocks=blocks, propagate_nan=propagate_nan),
         name="max_pool_backward",
-        grid=(before, pl.cdiv(height, blocks.rows), between, pl.cdiv(lanes, blocks.lanes)),
-        in_specs=[spec, grad_spec],
+        grid=(groups, pl.cdiv(height, blocks.rows), between, pl.cdiv(lanes, blocks.lanes), images),
+        in_specs=[spec, pl.BlockSpec(shape, grad_place)],
         out_specs=spec,
         out_shape=jax.ShapeDtypeStruct(x.shape, grad.dtype),
-        scratch_shapes=[pltpu.VMEM(scratch, jnp.int32), pltpu.VMEM(scratch, jnp.float32)],
+        scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * 4, vmem_limit_bytes=blocks.limit_bytes
+            dimension_semantics=("parallel",) * 4 + ("arbitrary",),
+            vmem_limit_bytes=blocks.limit_bytes + is_grouped * group_bytes(blocks),
         ),
         cost_estimate=cost,
         interpret=interpret,

@@ -267,11 +267,6 @@ class _Step(NamedTuple):
 
 def _kernel(x_ref, grad_ref, dx_ref, *kept, blocks, propagate_nan):
     (sublanes, lanes), (tile_sublanes, tile_lanes) = blocks.chunk, blocks.tile
-    columns = pl.cdiv(tile_lanes, lanes)
-
-    def place(i):
-        starts = pl.multiple_of(i // columns * sublanes, sublanes), pl.multiple_of(i % columns * lanes, lanes)
-        return pl.ds(starts[0], sublanes), pl.ds(starts[1], lanes)
 
     @pl.when(pl.program_id(4) == 0)
     def _():
@@ -284,9 +279,16 @@ def _kernel(x_ref, grad_ref, dx_ref, *kept, blocks, propagate_nan):
             lax.fori_loop(0, blocks.outputs[1], fill, None)
 
     def compute(i, _):
-        _Step(blocks, propagate_nan, x_ref, grad_ref, dx_ref, kept, place(i)).compute()
+        def compute_lanes(j, _):
+            place = (
+                pl.ds(pl.multiple_of(i * sublanes, sublanes), sublanes),
+                pl.ds(pl.multiple_of(j * lanes, lanes), lanes),
+            )
+            _Step(blocks, propagate_nan, x_ref, grad_ref, dx_ref, kept, place).compute()
 
-    lax.fori_loop(0, tile_sublanes // sublanes * columns, compute, None)
+        lax.fori_loop(0, tile_lanes // lanes, compute_lanes, None)
+
+    lax.fori_loop(0, tile_sublanes // sublanes, compute, None)
 
 
 def _scratch(blocks, dtype):
