@@ -180,8 +180,7 @@ def launch(x, grad, vmem_bytes, propagate_nan, cost, interpret, **geometry):
     is_grouped = grad.ndim < x.ndim
     groups, images = (before // GROUP, GROUP) if is_grouped else (before, 1)
     last_band = pl.cdiv(blocks.outputs[0], blocks.output_rows) - 1  # rows may follow where no window begins
-    image_shape = (None, blocks.rows, None, width, blocks.lanes)
-    shape = (None, blocks.output_rows, None, blocks.outputs[1], blocks.lanes)
+    rows, columns = blocks.output_rows, blocks.outputs[1]
 
     def place(group, band, j, part, image):
         return group * images + image, band, j, 0, part
@@ -190,17 +189,16 @@ def launch(x, grad, vmem_bytes, propagate_nan, cost, interpret, **geometry):
         band = jnp.minimum(band, last_band)
         return (band, 0, group, part) if is_grouped else (group, band, j, 0, part)
 
-    spec = pl.BlockSpec(image_shape, place)
-    if is_grouped:
-        shape = (blocks.output_rows, blocks.outputs[1], GROUP, blocks.lanes)
+    spec = pl.BlockSpec((None, blocks.rows, None, width, blocks.lanes), place)
+    grad_block = (rows, columns, GROUP, blocks.lanes) if is_grouped else (None, rows, None, columns, blocks.lanes)
     scratch = [pltpu.VMEM((*blocks.padded, blocks.lanes), dtype) for dtype in (jnp.int32, jnp.float32)]
     if is_grouped:
-        scratch.append(pltpu.VMEM((shape[0], shape[1] * GROUP, blocks.lanes), jnp.float32))
+        scratch.append(pltpu.VMEM((rows, columns * GROUP, blocks.lanes), jnp.float32))
     return pl.pallas_call(
         functools.partial(_kernel, blocks=blocks, propagate_nan=propagate_nan),
         name="max_pool_backward",
         grid=(groups, pl.cdiv(height, blocks.rows), between, pl.cdiv(lanes, blocks.lanes), images),
-        in_specs=[spec, pl.BlockSpec(shape, grad_place)],
+        in_specs=[spec, pl.BlockSpec(grad_block, grad_place)],
         out_specs=spec,
         out_shape=jax.ShapeDtypeStruct(x.shape, grad.dtype),
         scratch_shapes=scratch,
