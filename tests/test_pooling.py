@@ -1,5 +1,7 @@
 """`max_pool` and `avg_pool`: values and gradients against loops in NumPy float64, and what every operator promises."""
 
+import importlib
+
 import contract
 import flax.linen as nn
 import jax
@@ -15,6 +17,7 @@ from pooling_oracle import AXES, GEOMETRIES, expected, make_case
 import lowering
 from jaxops import avg_pool, max_pool
 from jaxops._checks.errors import BadParamError
+from jaxops.pooling import windows
 
 
 def pooled(kind, geometry, layout=None):
@@ -43,6 +46,20 @@ def test_pooling_equals_loops_in_float64(geometry, kind, rng):
         y, grad = value_and_gradient(fn, jnp.asarray(x.transpose(move)), jnp.asarray(cotangent.transpose(move)))
         np.testing.assert_allclose(y.transpose(back), truth[0], rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(grad.transpose(back), truth[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("geometry", [g for g in GEOMETRIES.values() if len(g[0]) == 2], ids=str)
+def test_maxima_in_one_pass_equal_loops_in_float64(geometry, rng, monkeypatch):
+    """As on TPUs, made to run on CPU."""
+    ran = []
+    at_once = windows.pooled_at_once
+    monkeypatch.setattr(importlib.import_module("jaxops.pooling.max_pool"), "_suits_one_pass", lambda *_: True)
+    monkeypatch.setattr(windows, "pooled_at_once", lambda *args: ran.append(args) or at_once(*args))
+    x, cotangent = make_case(rng, geometry)
+    y = jax.jit(pooled("max", geometry))(jnp.asarray(x))
+    np.testing.assert_allclose(y, expected("max", x, cotangent, geometry)[0], rtol=1e-6, atol=1e-6)
+    assert ran
 
 
 @pytest.mark.sampled

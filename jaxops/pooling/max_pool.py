@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import lowering
 from jaxops._checks.dtypes import accumulation_dtype, check_floating
 from jaxops._checks.mcdnn import as_array, require
 from jaxops._primitive import sharding
@@ -108,27 +109,24 @@ def _maxima(x: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
     least = _least(x.dtype)
     if not propagate_nan:
         y = jnp.where(jnp.isnan(y), jnp.asarray(least, y.dtype), y)
-
-    def axis_by_axis(y: jax.Array) -> jax.Array:
+    if len(spans) == 2 and _suits_one_pass(x, attributes["window"]):
+        y = windows.pooled_at_once(y, spans, least, jax.lax.max)
+    else:
         for span in spans:
             y = windows.pooled_along(y, span, least, jax.lax.max)
-        return y
-
-    def at_once(y: jax.Array) -> jax.Array:
-        return windows.pooled_at_once(y, spans, least, jax.lax.max)
-
-    is_one_pass = len(spans) == 2 and _suits_one_pass(x, attributes["window"])
-    y = jax.lax.platform_dependent(y, tpu=at_once, default=axis_by_axis) if is_one_pass else axis_by_axis(y)
     return (windows.unsqueezed(y, x, along),)
 
 
 def _suits_one_pass(x: jax.Array, window: Sequence[int]) -> bool:
-    """Whether a TPU reduces both axes of these windows in one pass over x, rather than two.
+    """Whether both axes of these windows are reduced in one pass over x, rather than two, as on TPUs.
 
     By replay, XLA then reads x once as fast as it reads rows, if windows are small and columns do not lie in lanes.
     """
-    is_known = not any(map(jax.export.is_symbolic_dim, x.shape)) and sharding.explicit_mesh([x]) is None
-    return is_known and math.prod(window) <= _MOST_IN_ONE_PASS and view_of(x.shape).is_stored_so
+    place = lowering.placement()
+    is_on_tpu = place is not None and place.platform == "tpu"
+    if not is_on_tpu or any(map(jax.export.is_symbolic_dim, x.shape)):
+        return False
+    return math.prod(window) <= _MOST_IN_ONE_PASS and view_of(x.shape).is_stored_so
 
 
 def _least(dtype: Any) -> float:
