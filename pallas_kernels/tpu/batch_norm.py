@@ -6,6 +6,7 @@ normalized. Between the phases they are kept in VMEM; if that is too small, they
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,73 +14,87 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.batch_norm_refusals import IDENTITY, refusal
 from pallas_kernels.kernel import Kernel
-from pallas_kernels.tpu.batch_norm_blocks import blocks_of, launch, most_kept_bytes
+from pallas_kernels.tpu.batch_norm_blocks import blocks_of, most_kept_bytes
+from pallas_kernels.tpu.batch_norm_streams import launch, pass_over
 
 _DTYPES = ("float32", "bfloat16")
-# DMAs of 0.5 to 4 MiB. The larger a block, the less do its DMA's latency and the about 300 bundles of scalar code and
-# statistics around each step weigh beside its time in HBM.
-_BLOCK_ELEMENTS = (2**20, 2**19, 2**18)
+# The larger a block, the less do its scalar code and the ends of its loops weigh; the smaller, the sooner does the work
+# on the first begin, and the writing of the last end.
+_BLOCK_BYTES = (2**21, 2**20, 2**19)
 
 
-def _kernel(x_ref, *refs, blocks, epsilon, activation, residuals):
-    residual_refs, (scale_ref, bias_ref, y_ref, mean_ref, variance_ref) = refs[:residuals], refs[residuals:][:5]
-    *kept_refs, partial_mean_ref, partial_deviations_ref = refs[residuals + 5 :]
-    phase, step = pl.program_id(2), pl.program_id(3) * blocks.steps[2] + pl.program_id(4)
+def _kernel(images, results, parameters, statistics, partials, *, blocks, epsilon, activation):
+    (x, *residuals), (y,) = images, results
+    x.begin()
+    pass_over([x], [], lambda step: _accumulate(x.block(step), partials, step, blocks))
+    again = residuals if blocks.kept else [x, *residuals]
+    for stream in again:
+        stream.begin()
+    # Half of float32's digits may be a mean far above the deviation; bfloat16 has no such digits.
+    folds = jnp.dtype(y.dtype).itemsize == 2
+    finish = functools.partial(_finish, blocks, parameters, statistics, partials, epsilon, folds)
+    blocks.for_each_group(finish, at_once=8)
+    mean_ref, factor_ref, offset_ref, _ = partials
+    mode, _, propagate_nan = activation
 
-    @pl.when(phase == 0)
-    def _():
-        _accumulate(x_ref, kept_refs, partial_mean_ref, partial_deviations_ref, step, blocks)
-
-    @pl.when((phase == 0) & (step == blocks.steps_of_a_phase - 1))
-    def _():
-        # The partial statistics of the channel's positions are of equally many elements each.
-        positions = blocks.elements // (blocks.tiles * blocks.steps_of_a_phase)
-
-        def statistics(channels):
-            partial_mean = partial_mean_ref[channels]
-            mean = blocks.total(partial_mean) / positions
-            between = jnp.square(partial_mean - mean) * (blocks.elements // positions)
-            mean_ref[blocks.group_at(channels)] = mean
-            deviations = blocks.total(partial_deviations_ref[channels] + between)
-            variance_ref[blocks.group_at(channels)] = deviations / blocks.elements
-
-        blocks.for_each_group(statistics)
-
-    @pl.when(phase == 1)
-    def _():
-        source, at_step = (kept_refs[0], step) if kept_refs else (x_ref, 0)
-        mode, _, propagate_nan = activation
+    def step_of_y(step):
+        x_ref, y_ref, residual_refs = x.block(step), y.block(step), [residual.block(step) for residual in residuals]
 
         def group(channels):
-            mean, bias = blocks.of_group(mean_ref, channels), blocks.of_group(bias_ref, channels)
-            inv_std = jax.lax.rsqrt(blocks.of_group(variance_ref, channels) + epsilon)
-            factor = blocks.of_group(scale_ref, channels) * inv_std
+            mean, factor, offset = mean_ref[channels], factor_ref[channels], offset_ref[channels]
 
             def normalize(at, _):
-                u = (source[at_step, *at].astype(jnp.float32) - mean) * factor + bias
+                values = x_ref[at].astype(jnp.float32)
+                u = (values if folds else values - mean) * factor + offset
                 for residual_ref in residual_refs:
-                    u = u + residual_ref[0, *at].astype(jnp.float32)
+                    u = u + residual_ref[at].astype(jnp.float32)
                 # jnp.maximum propagates NaN, and a comparison with NaN is false.
                 if mode == "relu":
                     u = jnp.maximum(u, 0.0) if propagate_nan else jnp.where(u > 0, u, 0.0)
-                y_ref[0, *at] = u.astype(y_ref.dtype)
+                y_ref[at] = u.astype(y_ref.dtype)
 
-            blocks.fold(channels, normalize, None)
+            blocks.fold(channels, normalize)
 
         blocks.for_each_group(group)
 
+    pass_over(again, [y], step_of_y)
 
-def _accumulate(x_ref, kept_refs, partial_mean_ref, partial_deviations_ref, step, blocks):
-    """Merges a block into the partial means and sums of squared deviations, and keeps it."""
+
+def _finish(blocks, parameters, statistics, partials, epsilon, folds, channels):
+    """Combines the partial statistics of a channel's positions, and puts what y needs in their place.
+
+    There it has a tile's shape: to broadcast it at each step would wait for the cross-lane unit.
+    """
+    (scale_ref, bias_ref), (mean_ref, variance_ref) = parameters, statistics
+    partial_mean_ref, partial_deviations_ref, offset_ref, _ = partials
+    # Positions have equally many elements.
+    positions = blocks.elements // (blocks.tiles * blocks.steps_of_a_phase)
+    partial_mean = partial_mean_ref[channels]
+    mean = blocks.total(partial_mean) / positions
+    between = jnp.square(partial_mean - mean) * (blocks.elements // positions)
+    variance = blocks.total(partial_deviations_ref[channels] + between) / blocks.elements
+    at = blocks.group_at(channels)
+    mean_ref[at], variance_ref[at] = mean, variance
+    factor, bias = scale_ref[at] * jax.lax.rsqrt(variance + epsilon), bias_ref[at]
+    coefficients = mean, factor, bias - mean * factor if folds else bias
+    for ref, values in zip((partial_mean_ref, partial_deviations_ref, offset_ref), coefficients, strict=True):
+        ref[channels] = jnp.broadcast_to(values, blocks.tile)
+
+
+def _accumulate(x_ref, partials, step, blocks):
+    """Merges a block into the partial means and sums of squared deviations."""
+    partial_mean_ref, partial_deviations_ref, total_ref, squares_ref = partials
     before = step.astype(jnp.float32)
     weight = 1 / (before + 1)
 
     def group(channels):
+        zeros = jnp.zeros(blocks.tile, jnp.float32)
+
         @pl.when(step == 0)
         def _():
-            zeros = jnp.zeros(blocks.partial_shape[1:], jnp.float32)
-            total = blocks.fold(channels, lambda at, total: total + x_ref[0, *at].astype(jnp.float32), zeros)
-            partial_mean_ref[channels] = total / blocks.tiles
+            total_ref[channels] = zeros
+            blocks.fold(channels, lambda at, sums: (sums[0] + x_ref[at].astype(jnp.float32),), total_ref)
+            partial_mean_ref[channels] = total_ref[channels] / blocks.tiles
             partial_deviations_ref[channels] = zeros
 
         # Sums around the mean of the blocks before, or of this block if it is the first. Where this block's mean is
@@ -87,15 +102,15 @@ def _accumulate(x_ref, kept_refs, partial_mean_ref, partial_deviations_ref, step
         shift = partial_mean_ref[channels]
 
         def add(at, sums):
-            x = x_ref[0, *at]
-            for kept_ref in kept_refs:
-                kept_ref[step, *at] = x
-            centred = x.astype(jnp.float32) - shift
+            centred = x_ref[at].astype(jnp.float32) - shift
             return sums[0] + centred, sums[1] + jnp.square(centred)
 
-        total, squares = blocks.fold(channels, add, (jnp.zeros_like(shift), jnp.zeros_like(shift)))
+        total_ref[channels] = zeros
+        squares_ref[channels] = zeros
+        blocks.fold(channels, add, total_ref, squares_ref)
+        total = total_ref[channels]
         mean = total / blocks.tiles
-        deviations = jnp.maximum(squares - total * mean, 0.0)
+        deviations = jnp.maximum(squares_ref[channels] - total * mean, 0.0)
         # Blocks have equally many elements, so this one has the weight 1 / (before + 1) in the mean.
         partial_mean_ref[channels] = shift + mean * weight
         partial_deviations_ref[channels] += deviations + jnp.square(mean) * (blocks.tiles * before * weight)
@@ -106,15 +121,13 @@ def _accumulate(x_ref, kept_refs, partial_mean_ref, partial_deviations_ref, step
 def run(x, scale, bias, *residual, epsilon, axis_name, config, activation=IDENTITY, interpret=False):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
     blocks = blocks_of(x.shape, x.dtype, 1, **config)
-    statistics = jax.ShapeDtypeStruct(blocks.statistics_shape, jnp.float32)
     y, mean, variance = launch(
-        functools.partial(_kernel, blocks=blocks, epsilon=epsilon, activation=activation, residuals=len(residual)),
+        functools.partial(_kernel, blocks=blocks, epsilon=epsilon, activation=activation),
         "batch_norm",
         blocks,
-        [(x, "first" if blocks.kept else "both"), *((values, "second") for values in residual)],
+        [(x, "kept" if blocks.kept else "both"), *((values, "once") for values in residual)],
         [scale, bias],
-        [jax.ShapeDtypeStruct(blocks.view, x.dtype), statistics, statistics],
-        2,
+        1,
         interpret,
     )
     return blocks.from_view(y, x.shape), mean.reshape(scale.shape), variance.reshape(scale.shape)
@@ -140,10 +153,11 @@ def configs(hardware, x, *operands, **_):
 def configs_of(hardware, x, arrays, images):
     """Block sizes for a kernel with this many images; it can keep up to `arrays` of them in VMEM."""
     found = []
-    for size in _BLOCK_ELEMENTS:
+    for size in (block_bytes // jnp.dtype(x.dtype).itemsize for block_bytes in _BLOCK_BYTES):
         config = {"block_elements": size}
-        config["kept_bytes"] = most_kept_bytes(hardware.on_chip_bytes, x.dtype, images, size)
-        if blocks := blocks_of(x.shape, x.dtype, arrays, **config):
+        config["kept_bytes"] = most_kept_bytes(hardware.on_chip_bytes, x.dtype, images - 1, size)
+        blocks = blocks_of(x.shape, x.dtype, arrays, **config)
+        if blocks and blocks.vmem_bytes(x.dtype, images) <= (hardware.on_chip_bytes or math.inf):
             found.append((-blocks.kept, config))
     # The more arrays stay in VMEM, the less is read from HBM; blocks of equal standing remain in the order above.
     return [config for _, config in sorted(found, key=lambda pair: pair[0])]

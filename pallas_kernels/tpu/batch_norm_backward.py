@@ -7,92 +7,101 @@ gradient of the residual.
 
 import functools
 
-import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from pallas_kernels.batch_norm_refusals import IDENTITY
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu import batch_norm
-from pallas_kernels.tpu.batch_norm_blocks import blocks_of, launch
-
-# Bytes a second of HBM for each TensorCore. A register of bfloat16 takes 10 to 13 cycles in the two phases, which
-# compute in float32; to read it and the gradient's and to write dx takes 13 on v6e (1.64e12), but 7 on v7x (3.7e12).
-_MOST_RATE = 2e12
+from pallas_kernels.tpu.batch_norm_blocks import blocks_of
+from pallas_kernels.tpu.batch_norm_streams import launch, pass_over
 
 
-def _kernel(*refs, blocks, gated, residuals):
-    x_ref, grad_ref, *gate_refs = refs[: 2 + gated]
-    _scale_ref, mean_ref, inv_std_ref, *_others = statistics_refs = refs[2 + gated :][:5]
-    dx_ref, *residual_refs = refs[7 + gated :][: 1 + residuals]
-    dscale_ref, dbias_ref, *scratch = refs[8 + gated + residuals :]
-    kept_refs, (partial_scale_ref, partial_bias_ref) = scratch[: blocks.kept], scratch[blocks.kept :]
-    phase, step = pl.program_id(2), pl.program_id(3) * blocks.steps[2] + pl.program_id(4)
+def _kernel(images, results, parameters, statistics, partials, *, blocks):
+    (x, grad, *gates), (dx, *residual_grads) = images, results
+    mean_ref, *sums_refs, _ = partials
+    for stream in images:
+        stream.begin()
 
-    def gated_grad(at):
-        d = grad_ref[0, *at]
-        for gate_ref in gate_refs:
-            d = jnp.where(gate_ref[0, *at].astype(jnp.float32) > 0, d.astype(jnp.float32), 0.0)
-        return d.astype(jnp.float32)
+    def begin(channels):
+        mean_ref[channels] = jnp.broadcast_to(parameters[1][blocks.group_at(channels)], blocks.tile)
+        for sums_ref in sums_refs:
+            sums_ref[channels] = jnp.zeros(blocks.tile, jnp.float32)
 
-    @pl.when((phase == 0) & (step == 0))
-    def _():
-        partial_scale_ref[...] = jnp.zeros_like(partial_scale_ref)
-        partial_bias_ref[...] = jnp.zeros_like(partial_bias_ref)
+    blocks.for_each_group(begin, at_once=8)
 
-    @pl.when(phase == 0)
-    def _():
+    def step_of_sums(step):
+        x_ref, grad_ref, gate_refs = x.block(step), grad.block(step), [gate.block(step) for gate in gates]
+
         def group(channels):
-            mean = blocks.of_group(mean_ref, channels)
+            mean = mean_ref[channels]
 
             def add(at, sums):
-                x, d = x_ref[0, *at], gated_grad(at)
-                for kept_ref, values in zip(kept_refs, (d, x), strict=False):
-                    kept_ref[step, *at] = values.astype(kept_ref.dtype)
-                return sums[0] + d * (x.astype(jnp.float32) - mean), sums[1] + d
+                d = _gated(grad_ref, gate_refs, at)
+                if gate_refs and blocks.kept:
+                    grad_ref[at] = d.astype(grad_ref.dtype)
+                return sums[0] + d * (x_ref[at].astype(jnp.float32) - mean), sums[1] + d
 
-            sums = partial_scale_ref[channels], partial_bias_ref[channels]
-            partial_scale_ref[channels], partial_bias_ref[channels] = blocks.fold(channels, add, sums)
+            blocks.fold(channels, add, *sums_refs)
 
         blocks.for_each_group(group)
 
-    @pl.when((phase == 0) & (step == blocks.steps_of_a_phase - 1))
-    def _():
-        def sums(channels):
-            at = blocks.group_at(channels)
-            dscale_ref[at] = blocks.total(partial_scale_ref[channels]) * inv_std_ref[at]
-            dbias_ref[at] = blocks.total(partial_bias_ref[channels])
+    pass_over(images, [], step_of_sums)
+    again = ([x, grad, *gates], [x], [])[blocks.kept]
+    for stream in again:
+        stream.begin()
+    # As in the forward kernel.
+    folds = jnp.dtype(dx.dtype).itemsize == 2
+    finish = functools.partial(_finish, blocks, parameters, statistics, partials, folds)
+    blocks.for_each_group(finish, at_once=8)
 
-        blocks.for_each_group(sums)
+    def step_of_dx(step):
+        x_ref, grad_ref, dx_ref = x.block(step), grad.block(step), dx.block(step)
+        gate_refs = [] if blocks.kept else [gate.block(step) for gate in gates]
+        residual_refs = [residual.block(step) for residual in residual_grads]
 
-    @pl.when(phase == 1)
-    def _():
         def group(channels):
-            factor, mean, slope, offset = _coefficients(blocks, channels, (*statistics_refs, dscale_ref, dbias_ref))
+            mean, factor, slope, offset = (ref[channels] for ref in partials)
 
             def differentiate(at, _):
-                d = kept_refs[0][step, *at].astype(jnp.float32) if blocks.kept else gated_grad(at)
-                x = kept_refs[1][step, *at] if blocks.kept == 2 else x_ref[0, *at]
-                dx = factor * d + (x.astype(jnp.float32) - mean) * slope + offset
-                dx_ref[0, *at] = dx.astype(dx_ref.dtype)
+                d = _gated(grad_ref, gate_refs, at)
+                values = x_ref[at].astype(jnp.float32)
+                dx_ref[at] = (factor * d + ((values if folds else values - mean) * slope + offset)).astype(dx_ref.dtype)
                 for residual_ref in residual_refs:
-                    residual_ref[0, *at] = d.astype(residual_ref.dtype)
+                    residual_ref[at] = d.astype(residual_ref.dtype)
 
-            blocks.fold(channels, differentiate, None)
+            blocks.fold(channels, differentiate)
 
         blocks.for_each_group(group)
 
+    pass_over(again, results, step_of_dx)
 
-def _coefficients(blocks, channels, refs):
-    """`factor`, `mean`, `slope` and `offset` in `dx = factor d + (x - mean) slope + offset`.
+
+def _gated(grad_ref, gate_refs, at):
+    """A tile of the gradient behind the activation."""
+    d = grad_ref[at].astype(jnp.float32)
+    for gate_ref in gate_refs:
+        d = jnp.where(gate_ref[at].astype(jnp.float32) > 0, d, 0.0)
+    return d
+
+
+def _finish(blocks, parameters, statistics, partials, folds, channels):
+    """The sums of a group of channels, and in place of its partial ones `factor`, `slope` and `offset`.
 
     With x_hat = (x - mean) inv_std, and means over the elements of a channel:
     dx = scale inv_std (d - mean(d) - x_hat mean(d x_hat)) + (grad_mean + 2 (x - mean) grad_variance) / elements
+       = factor d + (x - mean) slope + offset
     """
-    scale, mean, inv_std, grad_mean, grad_variance, dscale, dbias = (blocks.of_group(ref, channels) for ref in refs)
+    at = blocks.group_at(channels)
+    scale, mean, inv_std, grad_mean, grad_variance = (ref[at] for ref in parameters)
+    dscale, dbias = (blocks.total(sums_ref[channels]) for sums_ref in partials[1:3])
+    dscale = dscale * inv_std
+    for ref, values in zip(statistics, (dscale, dbias), strict=True):
+        ref[at] = values
     factor = scale * inv_std
     slope = (2 * grad_variance - factor * inv_std * dscale) / blocks.elements
-    return factor, mean, slope, (grad_mean - factor * dbias) / blocks.elements
+    offset = (grad_mean - factor * dbias) / blocks.elements
+    for ref, values in zip(partials[1:], (factor, slope, offset - mean * slope if folds else offset), strict=True):
+        ref[channels] = jnp.broadcast_to(values, blocks.tile)
 
 
 def run(
@@ -114,16 +123,15 @@ def run(
     blocks = blocks_of(x.shape, x.dtype, 2, **config)
     # A gate may be a mask of bools, which Mosaic does not tile like x. The identity has no gate to read.
     gates = [array.astype(x.dtype) for array in gate if activation[0] == "relu"]
-    statistics = jax.ShapeDtypeStruct(blocks.statistics_shape, jnp.float32)
-    of_grad = "first" if blocks.kept else "both"
+    of_grad = "kept" if blocks.kept else "both"
+    of_gate = "once" if blocks.kept else "both"
     dx, *residual, dscale, dbias = launch(
-        functools.partial(_kernel, blocks=blocks, gated=len(gates), residuals=int(residual_grad)),
+        functools.partial(_kernel, blocks=blocks),
         "batch_norm_backward",
         blocks,
-        [(x, "first" if blocks.kept == 2 else "both"), (grad, of_grad), *((array, of_grad) for array in gates)],
+        [(x, "kept" if blocks.kept == 2 else "both"), (grad, of_grad), *((array, of_gate) for array in gates)],
         [scale, mean, inv_std, grad_mean, grad_variance],
-        [*[jax.ShapeDtypeStruct(blocks.view, x.dtype)] * (1 + residual_grad), statistics, statistics],
-        2,
+        1 + residual_grad,
         interpret,
     )
     grads = blocks.from_view(dx, x.shape), dscale.reshape(scale.shape), dbias.reshape(scale.shape)
@@ -132,8 +140,6 @@ def run(
 
 def refuses(hardware, grad, x, *operands, axis_name, **params) -> str | None:
     """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
-    if jnp.dtype(x.dtype).itemsize == 2 and (hardware.memory_bytes_per_s or 0) / (hardware.cores or 1) > _MOST_RATE:
-        return f"{hardware.name} reads HBM faster than its vector unit computes on bfloat16 in float32; XLA's is faster"
     return batch_norm.refuses(hardware, x, axis_name=axis_name, **params)
 
 

@@ -17,13 +17,19 @@ from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_or
 
 _MIB = 2**20
 # TPUs have 64 vector registers of 8 x 128 values. A group's partial statistics take at most 8 of them each, two or
-# three in all, and a turn of the innermost loop reads 32, so that its overhead is small beside it.
+# three in all, and a turn of the innermost loop reads 128, so that its beginning and end are small beside it.
 _REGISTER = SUBLANES * LANES
 _PARTIAL_REGISTERS = 8
-_TURN_REGISTERS = 64
+_TURN_REGISTERS = 128
+# Where channels are planes, each takes a loop of its own, which needs as many elements to be worth its beginning.
+_PLANE_ELEMENTS = 2**16
 _MOST_COLUMNS = 512  # of a tile: with more, the 16 rows of a tile of bfloat16 would take more registers
 # The most parameters and statistics that a kernel has, in the two buffers of the pipeline.
 _STATISTICS = 2 * 7
+# What a kernel holds of each position in a group's tiles.
+PARTIALS = 4
+# Blocks of each stream in flight, a power of two: a copy hides the latency of the next, and work on blocks is uneven.
+DEPTH = 4
 # VMEM for what Mosaic keeps for itself.
 _RESERVED_BYTES = 4 * _MIB
 
@@ -72,6 +78,19 @@ class Blocks(NamedTuple):
         """The number of blocks of one block of channels."""
         return self.steps[1] * self.steps[2]
 
+    def slots(self, keeps: bool) -> int:
+        """The number of buffers for blocks of images that are kept, or only pass."""
+        return self.steps_of_a_phase if keeps else min(DEPTH, self.steps_of_a_phase)
+
+    def vmem_bytes(self, dtype: Any, images: int) -> int:
+        """The VMEM of a kernel with this many images, of which it keeps `kept`."""
+        slots = self.kept * self.slots(True) + (images - self.kept) * self.slots(False)
+        statistics_bytes = PARTIALS * _padded_bytes(self.partial_shape, jnp.float32)
+        statistics_bytes += _STATISTICS * _padded_bytes(self.statistics_block[1:], jnp.float32)
+        # Tiles of rows that no whole registers divide are large, and some values of their size leave the registers.
+        statistics_bytes += 4 * _padded_bytes(self.tile, jnp.float32)
+        return _RESERVED_BYTES + statistics_bytes + slots * _padded_bytes(self.block[1:], dtype)
+
     @property
     def elements(self) -> int:
         """The number of elements that each statistic reduces."""
@@ -82,30 +101,16 @@ class Blocks(NamedTuple):
         """The shape of parameters and statistics, to broadcast against the view."""
         return tuple(extent if axis in (0, self.channel_axis) else 1 for axis, extent in enumerate(self.view))
 
-    def images_spec(self, phases: str) -> pl.BlockSpec:
-        """Blocks of images in "both" phases, or only in the "first" or "second".
-
-        The pipeline copies a block when its index changes. In a phase without blocks, the index stays where the other
-        phase ends or begins.
-        """
-
-        def index(batch, channel, phase, *steps):
-            if phases == "second":
-                steps = tuple(step * phase for step in steps)
-            elif phases == "first":
-                lasts = [count - 1 for count in self.steps[1:]]
-                steps = tuple(step + phase * (last - step) for step, last in zip(steps, lasts, strict=True))
-            return batch, *self._with_channels(channel, steps)
-
-        return pl.BlockSpec(self.block, index)
+    @property
+    def statistics_block(self) -> tuple[int, ...]:
+        """The shape of the parameters or statistics of a block of channels."""
+        return tuple(size if axis == self.channel_axis else 1 for axis, size in enumerate(self.block))
 
     def statistics_spec(self) -> pl.BlockSpec:
         """The parameters or statistics of a block of channels."""
-        shape = tuple(size if axis == self.channel_axis else 1 for axis, size in enumerate(self.block))
+        return pl.BlockSpec(self.statistics_block, lambda batch, channel: (batch, *self.with_channels(channel, (0, 0))))
 
-        return pl.BlockSpec(shape, lambda batch, channel, *_: (batch, *self._with_channels(channel, (0, 0))))
-
-    def _with_channels(self, channel: Any, others: tuple[Any, ...]) -> tuple[Any, ...]:
+    def with_channels(self, channel: Any, others: tuple[Any, ...]) -> tuple[Any, ...]:
         """A value of each axis, from that of the channels and those of the other two."""
         return *others[: self.channel_axis - 1], channel, *others[self.channel_axis - 1 :]
 
@@ -114,18 +119,21 @@ class Blocks(NamedTuple):
 
     @property
     def tile(self) -> tuple[int, int, int]:
-        """One plane, and rows and columns that divide the block's and are few registers, if such a division exists."""
-        _, rows, columns = self.block[1:]
+        """Rows and columns that divide the block's and are few registers, if such a division exists, of some planes."""
+        planes, rows, columns = self.block[1:]
         widths = divisors(columns, LANES)
         width = next((size for size in widths if size <= _MOST_COLUMNS), widths[-1])
         most = _PARTIAL_REGISTERS * _REGISTER // round_up(width, LANES)
         heights = divisors(rows, 2 * SUBLANES)
         heights = [size for size in heights if size <= most] or heights[-1:]
-        return 1, max(heights, key=lambda height: height * math.prod(self._turn((1, height, width)))), width
+        height = max(heights, key=lambda height: height * math.prod(self._turn((1, height, width))))
+        # Sums of too few registers would wait for each other.
+        depths = divisors(planes, 1) if self.channel_axis != 1 else [1]
+        return next((size for size in depths if size * height <= most), 1), height, width
 
     def _turn(self, tile: tuple[int, int, int]) -> tuple[int, ...]:
         """How many tiles along each axis one turn of the innermost loop takes; 1 along the channels."""
-        most = max(1, _TURN_REGISTERS * _REGISTER // (tile[1] * round_up(tile[2], LANES)))
+        most = max(1, _TURN_REGISTERS * _REGISTER // (tile[0] * tile[1] * round_up(tile[2], LANES)))
         turn = [1, 1, 1]
         for axis in range(3):
             if axis != self.channel_axis - 1:
@@ -139,9 +147,9 @@ class Blocks(NamedTuple):
         return self.block[self.channel_axis] // self.tile[self.channel_axis - 1]
 
     @property
-    def partial_shape(self) -> tuple[int, int, int]:
+    def partial_shape(self) -> tuple[int, int, int, int]:
         """The shape of a block's partial statistics: one of each position in a group's tiles."""
-        return self.groups, *self.tile[1:]
+        return self.groups, *self.tile
 
     @property
     def tiles(self) -> int:
@@ -150,49 +158,65 @@ class Blocks(NamedTuple):
 
     def total(self, partial: jax.Array) -> jax.Array:
         """The sums of a group's partial statistics, to broadcast against them."""
-        return jnp.sum(partial, ((0, 1), (1,), (0,))[self.channel_axis - 1], keepdims=True)
-
-    def of_group(self, ref: Any, group: Any) -> jax.Array:
-        """The parameters or statistics of a group of channels, in the shape of its tiles."""
-        return jnp.broadcast_to(ref[self.group_at(group)], self.tile[1:])
+        return jnp.sum(partial, tuple(axis for axis in range(3) if axis != self.channel_axis - 1), keepdims=True)
 
     def group_at(self, group: Any) -> tuple[Any, ...]:
         """The index of a group of channels among parameters or statistics."""
-        at: list[Any] = [0, slice(None), slice(None)]
+        at: list[Any] = [slice(None)] * 3
         at[self.channel_axis - 1] = self._at(group, group, group)[self.channel_axis - 1]
         return 0, *at
 
-    def for_each_group(self, body: Callable[[Any], None]) -> None:
-        """Calls `body(group)` for each group of channels."""
-        _loop(self.groups, lambda group, _: body(group), None)
+    def for_each_group(self, body: Callable[[Any], None], at_once: int = 1) -> None:
+        """Calls `body(group)` for each group of channels, or for several at once if they are short and independent."""
+        several = next(size for size in divisors(self.groups, 1) if size <= at_once)
 
-    def fold(self, group: Any, body: Callable[[tuple[Any, ...], Any], Any], carry: Any) -> Any:
-        """`carry = body(index, carry)` for each tile of a group, whose index is (plane, rows, columns)."""
+        def turn(start):
+            for offset in range(several):
+                body(start * several + offset)
+
+        _loop(self.groups // several, turn)
+
+    def fold(self, group: Any, body: Callable[[tuple[Any, ...], Any], Any], *refs: Any) -> None:
+        """`sums = body(index, sums)` for each tile of a group, whose index is (plane, rows, columns).
+
+        `refs` hold the sums of each group. Each turn of the loop loads and stores them, which costs the vector unit
+        nothing; as values of the loop, they would be moved from register to register.
+        """
         turn = self._turn(self.tile)
         turns = [size // (tile * step) for size, tile, step in zip(self.block[1:], self.tile, turn, strict=True)]
         turns[self.channel_axis - 1] = 1
 
-        def tiles_of_a_turn(starts, carry):
+        def tiles_of_a_turn(*starts):
+            sums = tuple(ref[group] for ref in refs)
             for offsets in itertools.product(*map(range, turn)):
                 at = [start * step + offset for start, step, offset in zip(starts, turn, offsets, strict=True)]
                 at[self.channel_axis - 1] = group
-                carry = body(self._at(*at), carry)
-            return carry
+                sums = body(self._at(*at), sums)
+            for ref, values in zip(refs, sums or (), strict=True):
+                ref[group] = values
 
-        def loop(starts, carry):
+        def loop(*starts):
             if len(starts) == 3:
-                return tiles_of_a_turn(starts, carry)
-            return _loop(turns[len(starts)], lambda start, carry: loop((*starts, start), carry), carry)
+                tiles_of_a_turn(*starts)
+            else:
+                _loop(turns[len(starts)], lambda start: loop(*starts, start))
 
-        return loop((), carry)
+        loop()
 
     def _at(self, plane: Any, row: Any, column: Any) -> tuple[Any, Any, Any]:
         """The index of a tile."""
-        return plane, _tile_at(row, self.tile[1], self.block[2]), _tile_at(column, self.tile[2], self.block[3])
+        return (
+            _tile_at(plane, self.tile[0], self.block[1]),
+            _tile_at(row, self.tile[1], self.block[2]),
+            _tile_at(column, self.tile[2], self.block[3]),
+        )
 
 
-def _loop(turns: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    return body(0, carry) if turns == 1 else jax.lax.fori_loop(0, turns, body, carry)
+def _loop(turns: int, body: Callable[[Any], None]) -> None:
+    if turns == 1:
+        body(0)
+    else:
+        jax.lax.fori_loop(0, turns, lambda turn, _: body(turn), None)
 
 
 def _tile_at(tile: Any, size: int, extent: int) -> Any:
@@ -217,15 +241,20 @@ def blocks_of(shape, dtype, arrays, block_elements, kept_bytes):
     multiples = (1, 32 // itemsize, LANES)
     # Blocks divide the view, as values beyond its edge would enter the statistics.
     sizes = [divisors(extent, multiple) for extent, multiple in zip(view[1:], multiples, strict=True)]
+    # HBM has tiles of 8 rows of whatever dtype, so a block may have as few.
+    if view[2] % SUBLANES == 0 and sizes[1][-1] > SUBLANES:
+        sizes[1].append(SUBLANES)
     axis = order.index("c")
     channel_sizes = sizes.pop(axis)
 
     def padded(block):
-        return math.prod(map(round_up, block, multiples))
+        return _padded_bytes(block, dtype) // itemsize
 
     for kept in range(arrays, -1, -1):
         # All channels if possible, as each block of channels waits for its statistics; then what DMAs find together.
         for channels, rest, first in itertools.product(channel_sizes, sizes[1], sizes[0]):
+            if axis == 0 and channels > max(1, block_elements // _PLANE_ELEMENTS):
+                continue
             whole = [channels if other == axis else extent for other, extent in enumerate(view[1:])]
             statistics_bytes = _padded_bytes([channels if other == axis else 1 for other in range(3)], jnp.float32)
             if kept and kept * padded(whole) * itemsize + _STATISTICS * statistics_bytes > kept_bytes:
@@ -255,66 +284,16 @@ def divisors(extent: int, multiple: int) -> list[int]:
 
 
 def most_kept_bytes(on_chip_bytes: int | None, dtype: Any, images: int, block_elements: int) -> int:
-    """The VMEM left for arrays that are kept, beside the blocks of this many `images` and two partial statistics."""
+    """The VMEM left for images that are kept, beside the rings of the others and two partial statistics."""
     if on_chip_bytes is None:
         return 0
-    # The pipeline has two buffers of each block. Partial statistics are float32, and at most as many as a block's.
-    blocks_bytes = block_elements * (2 * images * jnp.dtype(dtype).itemsize + 2 * 4)
-    return max(0, on_chip_bytes - blocks_bytes - _RESERVED_BYTES)
-
-
-def launch(body, name, blocks, images, statistics, results, partial_statistics, interpret):
-    """Runs a body over the blocks in two phases.
-
-    Its refs are the `images`, the `statistics`, the results, scratch that keeps `blocks.kept` arrays like the images
-    between the phases, (steps, planes, rows, columns), and scratch for partial statistics. `images` are pairs of an
-    array and the phases that read it. Results with the view's shape are written in the second phase.
-    """
-    from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
-
-    operands = [blocks.to_view(values) for values, _ in images]
-    in_specs = [blocks.images_spec(phases) for _, phases in images]
-    out_specs = [
-        blocks.images_spec("second") if result.shape == blocks.view else blocks.statistics_spec() for result in results
-    ]
-    dtype = operands[0].dtype
-    kept = pltpu.VMEM((blocks.steps_of_a_phase, *blocks.block[1:]), dtype)
-    partial = pltpu.VMEM(blocks.partial_shape, jnp.float32)
-    buffers = 2 * (len(images) + sum(result.shape == blocks.view for result in results))
-    block_bytes = _padded_bytes(blocks.block[1:], dtype)
-    statistics_bytes = partial_statistics * _padded_bytes(blocks.partial_shape, jnp.float32)
-    statistics_bytes += _STATISTICS * _padded_bytes(blocks.statistics_spec().block_shape[1:], jnp.float32)
-    # Tiles of rows that no whole registers divide are large, and some values of their size do not stay in registers.
-    statistics_bytes += 4 * _padded_bytes(blocks.tile, jnp.float32)
-    reads = sum(2 if phases == "both" else 1 for _, phases in images)
-    written = sum(result.shape == blocks.view for result in results)
-    elements = math.prod(blocks.view)
-    return pl.pallas_call(
-        body,
-        name=name,
-        # The phase lies inside the channels: all images of a block of channels pass before the next block, and its
-        # statistics stay in VMEM from the first step to the last.
-        grid=(blocks.view[0], blocks.steps[0], 2, *blocks.steps[1:]),
-        in_specs=[*in_specs, *[blocks.statistics_spec()] * len(statistics)],
-        out_specs=out_specs,
-        out_shape=results,
-        scratch_shapes=[*[kept] * blocks.kept, *[partial] * partial_statistics],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=_RESERVED_BYTES
-            + statistics_bytes
-            + (buffers + blocks.kept * blocks.steps_of_a_phase) * block_bytes,
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=10 * elements,
-            transcendentals=0,
-            bytes_accessed=(reads + written) * elements * dtype.itemsize,
-        ),
-        interpret=interpret,
-    )(*operands, *(values.reshape(blocks.statistics_shape) for values in statistics))
+    # Partial statistics are float32, and at most a group's tiles of a block.
+    rings = DEPTH * images * block_elements * jnp.dtype(dtype).itemsize
+    return max(0, on_chip_bytes - rings - _RESERVED_BYTES)
 
 
 def _padded_bytes(shape, dtype):
     planes, rows, columns = shape[-3:]
     itemsize = jnp.dtype(dtype).itemsize
-    return math.prod(shape[:-3]) * planes * round_up(rows, 32 // itemsize) * round_up(columns, LANES) * itemsize
+    padded_rows = round_up(rows, SUBLANES if rows <= SUBLANES else 32 // itemsize)
+    return math.prod(shape[:-3]) * planes * padded_rows * round_up(columns, LANES) * itemsize
