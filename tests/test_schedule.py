@@ -97,12 +97,6 @@ def test_values_are_told_from_registers_of_the_same_name():
     assert run(*lines).cycles == run(*COUNTED_LOOP).cycles
 
 
-def test_a_new_name_of_what_was_not_computed_leaves_its_register_alone():
-    # What follows the loop is computed in its last turn, in the register of its counter.
-    after = "%s5_s4 = sshll.u32 (!%p1_p0), %s9_s9, 4  ;;  %s6_s4 = int_to_ptr.vmem [resolvable:$true] %s5_s4"
-    assert run(*COUNTED_LOOP[:3], after, *COUNTED_LOOP[3:]).cycles == 1 + 10 * 4 + 9 * 4 + 5
-
-
 def test_spilled_scalars_and_addresses_are_found_again():
     lines = (
         "%s1_s1 = smov 3",

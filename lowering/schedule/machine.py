@@ -138,9 +138,6 @@ class Machine:
             return [self._branch(number, instruction.target, instruction.predicate)]
         if opcode in _CARRIED:
             return [self._copy(self._register(instruction.register), self._place(instruction.value))]
-        if opcode.startswith("int_to_ptr") and instruction.operands[0].endswith(f"_{instruction.register}"):
-            # A new name: the register keeps what it holds, also where nothing was computed for this name.
-            return [self._copy(self._operand(instruction.operands[0], before), self._place(instruction.value))]
         if opcode == "inlined_call":
             return [self._calling(number, instruction)]
         if opcode.startswith("inlined_call_operand") or opcode == PARAMETER:
