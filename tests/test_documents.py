@@ -109,14 +109,14 @@ def test_page_of_replays_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> N
     assert tpu_schedules.page(results) == (ROOT / "docs" / "replays.md").read_text()
 
 
-def test_kernels_are_no_slower_than_xla_but_where_the_page_says_so() -> None:
+def test_kernels_are_no_slower_than_xla() -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "tpu_schedules.json").read_text())
     slower = set()
     for case in results["cases"]:
         reference, kernels = (case["candidates"][each].get("us") for each in ("reference", "pallas"))
         if kernels and reference and kernels > 1.002 * reference:
             slower.add(case["name"])
-    assert slower <= {"linear_cross_entropy bf16 16384x4096x128256, with gradients on tpu-v7x"}
+    assert not slower
 
 
 def test_page_of_schedules_shows_how_far_replays_are_from_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
