@@ -49,7 +49,7 @@ def test_pooling_equals_loops_in_float64(geometry, kind, rng):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("geometry", [g for g in GEOMETRIES.values() if len(g[0]) == 2], ids=str)
+@pytest.mark.parametrize("geometry", [g for g in GEOMETRIES.values() if len(g[1]) == 2 and min(g[1]) > 1], ids=str)
 def test_maxima_in_one_pass_equal_loops_in_float64(geometry, rng, monkeypatch):
     """As on TPUs, made to run on CPU."""
     ran = []
