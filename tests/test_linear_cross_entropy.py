@@ -215,14 +215,14 @@ def test_linear_cross_entropy_aux(strategy, rng):
 
 def test_linear_cross_entropy_does_no_work_for_frozen_operands(rng):
     x, weight, labels = make_case(rng, rows=(64,), hidden=32, classes=96, ignored=0)
+    # Where the gradient of the weight is wanted, it is written for one chunk and for several at once, in two parts.
+    counts = {"full": (3, 2, 2), "grad_in_forward": (9, 2, 6), "recompute": (4, 3, 3)}
     for strategy in STRATEGIES:
         loss = functools.partial(linear_cross_entropy, strategy=strategy, chunk_rows=16)
-        products = {}
-        for argnums in ((0, 1), (0,), (1,)):
-            text = jax.jit(jax.grad(loss, argnums)).lower(x, weight, labels).as_text()
-            products[argnums] = text.count("stablehlo.dot_general")
-        assert products[0, 1] == (4 if strategy == "recompute" else 3)
-        assert products[0,] == products[1,] == products[0, 1] - 1
+        texts = (
+            jax.jit(jax.grad(loss, argnums)).lower(x, weight, labels).as_text() for argnums in ((0, 1), (0,), (1,))
+        )
+        assert tuple(text.count("stablehlo.dot_general") for text in texts) == counts[strategy]
 
 
 def test_linear_cross_entropy_keeps_no_logits_in_chunks(rng):

@@ -171,8 +171,9 @@ def test_linear_cross_entropy_aux_is_differentiable(strategy, rng):
         np.testing.assert_allclose(jax.jit(jax.grad(total), static_argnums=1)(x, name), dz @ weight, atol=1e-5)
 
 
-def test_linear_cross_entropy_aux_costs_no_product_beside_gradients_in_the_forward_pass(rng):
-    x, weight, labels = make_case(rng, classes=64)
+@pytest.mark.parametrize(("hidden", "count"), [(3, 3), (9, 9)], ids=["by chunks", "several chunks at once, too"])
+def test_linear_cross_entropy_aux_costs_no_product_beside_gradients_in_the_forward_pass(hidden, count, rng):
+    x, weight, labels = make_case(rng, hidden=hidden, classes=64)
 
     def products(**options):
         def loss(x, weight):
@@ -182,7 +183,7 @@ def test_linear_cross_entropy_aux_costs_no_product_beside_gradients_in_the_forwa
         step = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
         return step.lower(x, weight).as_text().count("stablehlo.dot_general")
 
-    assert products(return_aux=True) == products() == 3
+    assert products(return_aux=True) == products() == count
 
 
 def test_linear_cross_entropy_aux_costs_nothing_unused(rng):

@@ -164,7 +164,8 @@ def linear_cross_entropy(
         "auto" is "full" up to 2^24 logits, then "grad_in_forward". Kernels take part in the last two.
       chunk_rows: about how many rows' worth of logits exists at a time.
         "grad_in_forward" takes that many rows on each device. None: as many as have 2^24 logits, or 2^28 on TPUs and
-        with kernels (2^27 with `return_aux`), and at least 256 and H / 4.
+        with kernels (2^27 with `return_aux`), and at least 256 and H / 4. On a CPU, the gradient of the weight has room
+        for the logits of H further rows until it is written.
         "recompute" takes that many logits over all devices, in tiles of some columns. None: 2^18 logits, and at least
         256 and H / 2 columns of all rows.
         When exported with a symbolic number of rows, all rows are one chunk and "auto" is "full".

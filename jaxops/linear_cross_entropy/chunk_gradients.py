@@ -11,16 +11,16 @@ import lowering
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.sharding import varying_with
-from jaxops.linear_cross_entropy import fixed_reference
-from jaxops.linear_cross_entropy.live_rows import LiveRows, filler, live_rows, rows_where
+from jaxops.linear_cross_entropy import cpu_chunks, fixed_reference
+from jaxops.linear_cross_entropy.live_rows import AtOnce, LiveRows, filler, live_rows, rows_where
 from jaxops.linear_cross_entropy.logits import (
     SKIPPED,
-    CotangentTerms,
     Needs,
     RowStatistics,
     RowWeights,
     Targets,
     broadcast_rows,
+    cotangent_terms,
     cross_entropy_terms,
     is_present,
     kept_gradient_dtype,
@@ -70,12 +70,24 @@ def by_maximum(
 ) -> Arrays:
     """The loss, its gradients, and `metrics_of` rows; the exponentials of each row have its maximum as a reference."""
     chunk_rows = of_all_devices(chunk_rows or default_chunk_rows(*operands.weight.shape))
-    # Probabilities are too large to be reordered, and metrics are wanted for all rows.
-    labels = None if is_present(operands.row_target) or metrics else operands.labels
-    step = functools.partial(_chunk, operands, softcap, needs, metrics)
     start = _no_sums(operands, needs, weight_grad_dtype)
-    (x_grad, row_grad, *others), sums = _all_chunks(step, start, operands.of_rows, labels, chunk_rows)
-    loss, weight_grad, *sums_by_class = sums
+    has_tiles, of_rows = cpu_chunks.takes_tiles(), operands.of_rows
+    live = None
+    # Probabilities are too large to be reordered, and metrics are wanted for all rows.
+    if not is_present(operands.row_target) and (has_tiles or not metrics):
+        live = live_rows(jnp.zeros_like(operands.labels) if metrics else operands.labels, chunk_rows)
+    step = functools.partial(_chunk, operands, softcap, needs, metrics)
+    if live is None:
+        rank, fills = operands.labels.ndim, [*map(filler, of_rows)]
+        results, sums = fold_rows(step, start, of_rows, rank, chunk_rows, fills)
+    elif has_tiles:
+        in_tiles = functools.partial(_in_tiles, operands, softcap, needs, metrics)
+        parts = cpu_chunks.parts_at_once(start[1], start[0].dtype, live.chunk_rows, live.chunks)
+        at_once = AtOnce(parts, functools.partial(in_tiles, True)) if parts else None
+        results, sums = live.map(lambda sums, *rows: in_tiles(False, sums, [rows]), start, of_rows, at_once)
+    else:
+        results, sums = live.map(step, start, of_rows)
+    (x_grad, row_grad, *others), (loss, weight_grad, *sums_by_class) = results, sums
     weight_grad = weight_grad.astype(kept_gradient_dtype(operands.weight.dtype))
     return (loss, x_grad, weight_grad, *sums_by_class, row_grad, *others)
 
@@ -192,35 +204,53 @@ def _chunk(
     x = zero_unless(labels != SKIPPED, x)
     logits = linear_logits(x, operands.weight, operands.bias, softcap)
     rows = row_statistics(logits, targets, metrics=metrics)
+    terms = cotangent_terms(by, targets, rows)
+    gradients = linear_gradients(terms, x, operands.weight, targets, logits, softcap, needs, sums[1])
+    return _rows_and_sums(operands, sums, targets, by, rows, gradients, metrics)
+
+
+def _in_tiles(
+    operands: Operands,
+    softcap: float | None,
+    needs: Needs,
+    metrics: bool,
+    are_first: bool,
+    sums: Arrays,
+    parts: Sequence[Arrays],
+) -> tuple[Arrays, Arrays]:
+    """As `_chunk`, by `cpu_chunks.with_gradients`; each part has what are the last operands there."""
+    of_parts = [
+        cpu_chunks.Part(
+            zero_unless(labels != SKIPPED, x), Targets(labels, operands.shared_target, row_target), RowWeights(*weights)
+        )
+        for x, labels, row_target, *weights in parts
+    ]
+    linear = operands.weight, operands.bias, softcap, needs, sums[1]
+    statistics, gradients = cpu_chunks.with_gradients(of_parts, *linear, metrics=metrics, are_first=are_first)
+    labels, row_target, *weights = (jnp.concatenate(arrays) for arrays in [*zip(*parts, strict=True)][1:])
+    rows = RowStatistics(*(jnp.concatenate(arrays) for arrays in zip(*statistics, strict=True)))
+    targets = Targets(labels, operands.shared_target, row_target)
+    return _rows_and_sums(operands, sums, targets, RowWeights(*weights), rows, gradients, metrics)
+
+
+def _rows_and_sums(
+    operands: Operands,
+    sums: Arrays,
+    targets: Targets,
+    by: RowWeights,
+    rows: RowStatistics,
+    gradients: tuple[Arrays, Arrays],
+    metrics: bool,
+) -> tuple[Arrays, Arrays]:
+    """What is returned for rows, and the sums with theirs; the gradient of the weight already has the others in it."""
+    (x_grad, row_grad), (weight_grad, bias_grad, shared_grad) = gradients
     total = target_total(targets, rows.max_logit)
-    lse = rows.max_logit + rows.log_sum_exp
-    softmax = by.label + by.target * total + 2 * by.square * lse
-    # Below, logits - maximum is computed again. Without the barrier XLA would keep it next to the logits instead.
-    maximum = jax.lax.optimization_barrier(rows.max_logit)
-    terms = CotangentTerms(softmax, None, -by.label, -by.target, maximum, rows.log_sum_exp)
-    (x_grad, row_grad), (weight_grad, bias_grad, shared_grad) = linear_gradients(
-        terms, x, operands.weight, targets, logits, softcap, needs, sums[1]
-    )
     # A target weight also counts in the total, which multiplies log sum exp.
     by_total = by.target * rows.log_sum_exp
     row_grad = row_grad + broadcast_rows(by_total)
     loss = jnp.sum(row_losses(rows, total, by))
     others = (loss, bias_grad, shared_grad + jnp.sum(by_total))
     loss, bias_grad, shared_grad = (a + b for a, b in zip((sums[0], *sums[2:]), others, strict=True))
-    weights_grads = cross_entropy_terms(rows, total)
-    of_rows = x_grad.astype(kept_gradient_dtype(x.dtype)), row_grad, *weights_grads, *metrics_of(rows, metrics)
+    x_grad = x_grad.astype(kept_gradient_dtype(operands.x.dtype))
+    of_rows = x_grad, row_grad, *cross_entropy_terms(rows, total), *metrics_of(rows, metrics)
     return of_rows, (loss, weight_grad, bias_grad, shared_grad)
-
-
-def _all_chunks(
-    step: Callable[..., tuple[Arrays, Arrays]],
-    start: Arrays,
-    operands: Sequence[jax.Array],
-    labels: jax.Array | None,
-    chunk_rows: int | None,
-) -> tuple[Arrays, Arrays]:
-    """As `fold_rows`; with labels, rows without one are left out where they may be reordered."""
-    live = None if labels is None else live_rows(labels, chunk_rows)
-    if live is None:
-        return fold_rows(step, start, operands, operands[-1].ndim, chunk_rows, [filler(x) for x in operands])
-    return live.map(step, start, operands)

@@ -154,7 +154,7 @@ def add_product(
         first = jnp.minimum(step * width, part_columns - width)
         block = Tile(parts, part_columns, width, first)
         columns = block.of(logits_cotangent, x.ndim - 1)
-        is_new = first + jax.lax.broadcasted_iota(first.dtype, columns.shape, x.ndim - 1) % width >= step * width
+        is_new = first + jnp.arange(columns.shape[-1], dtype=first.dtype) % width >= step * width
         columns = jnp.where(is_new, columns, jnp.zeros_like(columns))
         old, dtype = block.of(total), accumulation_dtype(total.dtype)
         return block.put(total, (old.astype(dtype) + product(columns, dtype)).astype(old.dtype))

@@ -18,6 +18,18 @@ _LEAST_CHUNK_ROWS = 512
 _CHUNKS = 8
 
 
+class AtOnce(NamedTuple):
+    """What takes the rows of several chunks at once, before others are taken.
+
+    Attributes:
+      parts: how many rows each part has; together whole chunks.
+      step: as that of a chunk, but with the operands of each part in a list.
+    """
+
+    parts: Sequence[int]
+    step: Callable[..., tuple[Arrays, Arrays]]
+
+
 class LiveRows(NamedTuple):
     """All rows, in the order in which they are taken.
 
@@ -32,6 +44,11 @@ class LiveRows(NamedTuple):
     live: jax.Array
     chunk_rows: int
     batch_shape: tuple[int, ...]
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks there are."""
+        return len(self.order) // self.chunk_rows
 
     def take(self, array: jax.Array, fill: float = 0) -> jax.Array:
         """(..., rest) in this order, as (chunks * chunk_rows, rest)."""
@@ -54,33 +71,52 @@ class LiveRows(NamedTuple):
         operands: Sequence[jax.Array],
         *,
         first_writes: bool = False,
+        at_once: AtOnce | None = None,
     ) -> tuple[Arrays, Arrays]:
         """Calls `rows, sums = step(sums, rows, *operands)` on every chunk with a live row; others keep their rows.
 
         `rows` and operands are in this order, with one entry per row. Rows behind the last live one in its chunk are
         computed as well. The number of steps depends on the data, so this cannot be differentiated in reverse mode.
         With `first_writes`, sums start from 0 whatever `start` holds, and the first chunk is computed in any case.
+        What is taken `at_once` is, if all of these chunks have a live row.
         """
+
+        def take(
+            step: Callable[..., tuple[Arrays, Arrays]], size: int, first: Any, carry: tuple[Arrays, Arrays]
+        ) -> tuple[Arrays, Arrays]:
+            rows, sums = carry
+            part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size)
+            results, sums = step(sums, tuple(map(part, rows)), *map(part, operands))
+            pairs = zip(rows, results, strict=True)
+            return tuple(jax.lax.dynamic_update_slice_in_dim(x, new, first, 0) for x, new in pairs), tuple(sums)
 
         def one(at: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
             rows, sums = carry
             if first_writes:
                 sums = tuple(jnp.where(at == 0, jnp.zeros_like(x), x) for x in sums)
-            first = at * self.chunk_rows
-            take = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=self.chunk_rows)
-            results, sums = step(sums, tuple(map(take, rows)), *map(take, operands))
-            pairs = zip(rows, results, strict=True)
-            return tuple(jax.lax.dynamic_update_slice_in_dim(x, new, first, 0) for x, new in pairs), tuple(sums)
+            return take(step, self.chunk_rows, at * self.chunk_rows, (rows, sums))
 
-        carry = varying_with([*rows, *start], operands)
+        both = varying_with([*rows, *start], operands)
+        carry, first = (both[: len(rows)], both[len(rows) :]), jnp.zeros_like(self.live)
+        if at_once is not None:
+            size = sum(at_once.parts)
+            several = functools.partial(take, at_once.step, size)
+            has_several = (self.live > size - self.chunk_rows).astype(first.dtype)
+            # A loop of one step or none, rather than a branch, so that sums stay where they are.
+            carry = jax.lax.fori_loop(0, has_several, several, carry)
+            first = size // self.chunk_rows * has_several
         chunks = jnp.maximum(-(-self.live // self.chunk_rows), int(first_writes))
-        return jax.lax.fori_loop(0, chunks, one, (carry[: len(rows)], carry[len(rows) :]))
+        return jax.lax.fori_loop(first, chunks, one, carry)
 
     def map(
-        self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, operands: Sequence[jax.Array]
+        self,
+        step: Callable[..., tuple[Arrays, Arrays]],
+        start: Arrays,
+        operands: Sequence[jax.Array],
+        at_once: AtOnce | None = None,
     ) -> tuple[Arrays, Arrays]:
-        """Like `fold_rows`, but row results are 0 where a whole chunk is skipped."""
-        rows, sums = self.map_in_order(step, start, operands)
+        """Like `fold_rows`, but row results are 0 where a whole chunk is skipped; `at_once` as in `fold`."""
+        rows, sums = self.map_in_order(step, start, operands, at_once=at_once)
         return tuple(map(self.restore, rows)), sums
 
     def map_in_order(
@@ -90,14 +126,21 @@ class LiveRows(NamedTuple):
         operands: Sequence[jax.Array],
         *,
         first_writes: bool = False,
+        at_once: AtOnce | None = None,
     ) -> tuple[Arrays, Arrays]:
         """Like `map`, but row results stay in this order, so that nothing has all rows twice."""
 
         def taking(sums: Arrays, _: Arrays, places: jax.Array) -> tuple[Arrays, Arrays]:
             return step(sums, *self.operands_at(places, operands))
 
+        def taking_parts(parts: AtOnce, sums: Arrays, _: Arrays, places: jax.Array) -> tuple[Arrays, Arrays]:
+            starts = [sum(parts.parts[:at]) for at in range(1, len(parts.parts))]
+            return parts.step(sums, [self.operands_at(part, operands) for part in jnp.split(places, starts)])
+
+        if at_once is not None:
+            at_once = at_once._replace(step=functools.partial(taking_parts, at_once))
         rows, start = self._no_rows(step, start, operands, (len(self.order),))
-        return self.fold(taking, start, rows, [self.order], first_writes=first_writes)
+        return self.fold(taking, start, rows, [self.order], first_writes=first_writes, at_once=at_once)
 
     def map_in_place(
         self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, operands: Sequence[jax.Array]

@@ -237,6 +237,15 @@ def cross_entropy_terms(rows: RowStatistics, total: jax.Array) -> Arrays:
     return by_label, by_target, jnp.square(rows.max_logit + rows.log_sum_exp)
 
 
+def cotangent_terms(by: RowWeights, targets: Targets, rows: RowStatistics) -> CotangentTerms:
+    """The cotangent of the logits of rows whose weighted losses are summed."""
+    lse = rows.max_logit + rows.log_sum_exp
+    softmax = by.label + by.target * target_total(targets, rows.max_logit) + 2 * by.square * lse
+    # With these, logits - maximum is computed again. Without the barrier XLA would keep it next to the logits instead.
+    maximum = jax.lax.optimization_barrier(rows.max_logit)
+    return CotangentTerms(softmax, None, -by.label, -by.target, maximum, rows.log_sum_exp)
+
+
 def row_max(logits: jax.Array) -> jax.Array:
     """The maximum of each row, without a derivative; 0 if all logits are -inf, because z - m would be NaN."""
     maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1))

@@ -39,6 +39,14 @@ _UNSCALED_ROWS = 10
 _COLUMN_SUMS = 3
 
 
+def with_tile(sums: RowSums, tile: Tile, logits: jax.Array, targets: Targets, *, metrics: bool) -> RowSums:
+    """The sums over earlier columns, and over those of a tile; targets are the tile's, but labels the vocabulary's."""
+    in_tile = targets._replace(labels=tile.local(targets.labels))
+    here = row_sums(logits, in_tile, metrics=metrics)
+    here = here._replace(prediction=tile.global_columns(here.prediction))
+    return added(sums, here, (tile.precedes(targets.labels), in_tile.labels >= 0))
+
+
 def tiled_statistics(
     x: jax.Array,
     weight: jax.Array,
@@ -63,11 +71,8 @@ def tiled_statistics(
 
         def add(_: Arrays, sums: Arrays, *chunk: jax.Array) -> tuple[Arrays, Arrays]:
             x, labels, row_part, *scale = chunk
-            targets = Targets(tile.local(labels), shared_part, row_part)
             logits = scaled(linear_logits(x, weight_part, bias_part, softcap), tuple(scale))
-            here = row_sums(logits, targets, metrics=metrics)
-            here = here._replace(prediction=tile.global_columns(here.prediction))
-            return added(RowSums(*sums), here, (tile.precedes(labels), targets.labels >= 0)), ()
+            return with_tile(RowSums(*sums), tile, logits, Targets(labels, shared_part, row_part), metrics=metrics), ()
 
         x, labels, row_target, *scale = rows
         chunk = (x, labels, tile.of(row_target, row_target.ndim - 1), *scale)
