@@ -84,9 +84,10 @@ def test_files_that_pages_name_exist(page: Path) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-def test_numbers_quotes_the_memory_that_compilers_reported():
+@pytest.mark.parametrize("chip", ["h100", "v5e"])
+def test_numbers_quotes_the_memory_that_compilers_reported(chip):
     text = (ROOT / "docs" / "numbers.md").read_text()
-    results = json.loads((ROOT / "benchmarks" / "results" / "linear_cross_entropy_h100.compiled.json").read_text())
+    results = json.loads((ROOT / "benchmarks" / "results" / f"linear_cross_entropy_{chip}.compiled.json").read_text())
     case = results["cases"][0]
     assert "16384x4096x128256" in case["name"]
     for row in case["candidates"].values():
