@@ -22,9 +22,6 @@ CANDIDATES: dict[str, tuple[str, dict[str, Any]]] = {
     "kernel, sum in float32": ("pallas", {}),
     "kernel, sum in bfloat16": ("pallas", {"weight_grad_dtype": "bfloat16"}),
     "XLA, sum in float32": ("reference", {}),
-}
-# For GPUs only: a TPU's compiler takes minutes for them.
-OTHER_STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     'kernels, strategy="recompute"': ("pallas", {"strategy": "recompute"}),
     'XLA, strategy="full"': ("reference", {"strategy": "full"}),
 }
@@ -53,8 +50,7 @@ def compiled(shape: tuple[int, int, int], target: str, implementation: str, opti
 
 def case(shape: tuple[int, int, int], target: str) -> dict[str, Any]:
     name = f"value and both gradients, bf16 {'x'.join(map(str, shape))}, {target}"
-    candidates = CANDIDATES if target.startswith("tpu") else CANDIDATES | OTHER_STRATEGIES
-    return {"name": name, "candidates": {key: compiled(shape, target, *options) for key, options in candidates.items()}}
+    return {"name": name, "candidates": {key: compiled(shape, target, *options) for key, options in CANDIDATES.items()}}
 
 
 if __name__ == "__main__":

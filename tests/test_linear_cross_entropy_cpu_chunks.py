@@ -46,7 +46,7 @@ CASES = [
 @pytest.mark.parametrize(("names", "attributes", "dtype"), CASES, ids=str)
 def test_chunks_at_once_equal_float64(names, attributes, dtype, classes, runs, rng):
     x, weight, labels = make_case(rng, rows=(4, ROWS // 4), hidden=HIDDEN, classes=classes, dtype=dtype)
-    # Tied rows, and labels in the first and in the last tile.
+    # Labels in the first column and in the last, which is alone in its tile or ends a whole one.
     labels[0, :2], labels[1, :2] = 0, classes - 1
     poisoned = x.at[labels == IGNORED].set(jnp.nan)
     attributes = attributes | {name: rng.uniform(0.2, 2, size=classes).astype(np.float32) for name in names}

@@ -79,7 +79,10 @@ def _get(place: jax.Array, tile: Tile, rows: int) -> jax.Array:
 
 
 def _fold(step: Callable[[_Carry, Tile], _Carry], carry: _Carry, parts: Sequence[Part], weight: jax.Array) -> _Carry:
-    """Calls `carry = step(carry, tile)` for tiles of columns that a cache holds, and for the few that are left."""
+    """Calls `carry = step(carry, tile)` for tiles of columns that a cache holds, and for the few that are left.
+
+    `column_tiles.fold_columns` is for columns that devices may share, and can be differentiated.
+    """
     classes, features = weight.shape
     most = min(classes, max(_LEAST_COLUMNS, _TILE_SIZE // max(sum(len(part.x) for part in parts), features)))
     # The fewer are left, the less memory of their own they take.
