@@ -188,6 +188,9 @@ def compile(
         bool, typer.Option(help="For a TPU: the time of each kernel by the compiler's schedule.")
     ] = False,
     trip_count: TripCounts = None,
+    auto_layouts: Annotated[
+        bool, typer.Option("--auto-layouts", help="For schedules: the compiler chooses how arguments lie in memory.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compiles a function with a chip's real compiler, without the chip: kernels, memory and cost.
@@ -204,7 +207,9 @@ def compile(
 
     def compiled() -> lowering.CompiledReport:
         with lowering.use(implementation):
-            return lowering.compile(fn, *args, target=target, schedule=schedule, trip_counts=trip_counts)
+            return lowering.compile(
+                fn, *args, target=target, schedule=schedule, trip_counts=trip_counts, auto_layouts=auto_layouts
+            )
 
     with tuned_by(tuned), said_if_long(f"compiling for {target}"):
         report = run_user_code(function, "be traceable with these arguments", compiled)

@@ -179,6 +179,8 @@ def test_schedules_are_of_tpus_only():
         lowering.compile(jaxops.softmax, x, target="tpu-v5e:2x2", schedule=True)
     with pytest.raises(lowering.CompileError, match="trip_counts must come with schedule=True"):
         lowering.compile(jaxops.softmax, x, target="cpu", trip_counts={"softmax": 1})
+    with pytest.raises(lowering.CompileError, match="auto_layouts must come with schedule=True"):
+        lowering.compile(jaxops.softmax, x, target="cpu", auto_layouts=True)
 
 
 @pytest.mark.parametrize(

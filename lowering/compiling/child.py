@@ -20,6 +20,7 @@ import jax.experimental.mosaic.gpu  # registers the runtime that Mosaic GPU kern
 import jax.export
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lowering import _jax_private
@@ -65,9 +66,12 @@ def _compile(folder: Path) -> None:
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(exported.in_avals, shardings, strict=True)
     ]
-    # Without operands, results say where the function runs.
-    results = None if operands else tuple(NamedSharding(mesh, PartitionSpec()) for _ in exported.out_avals)
-    lowered = jax.jit(exported.call, donate_argnums=request["donated"], out_shardings=results).lower(*operands)
+    borders: dict[str, Any] = {}
+    if not operands:  # then results say where the function runs
+        borders = {"out_shardings": tuple(NamedSharding(mesh, PartitionSpec()) for _ in exported.out_avals)}
+    elif request["auto_layouts"]:
+        borders = {"in_shardings": Format(Layout.AUTO), "out_shardings": Format(Layout.AUTO)}
+    lowered = jax.jit(exported.call, donate_argnums=request["donated"], **borders).lower(*operands)
     start = time.perf_counter()
     try:
         compiled = lowered.compile()

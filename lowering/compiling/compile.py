@@ -66,6 +66,7 @@ def compile(
     schedule: bool = False,
     trip_counts: Mapping[str, float] | None = None,
     scalars: Mapping[str, Mapping[int, jax.typing.ArrayLike]] | None = None,
+    auto_layouts: bool = False,
 ) -> CompiledReport:
     """Compiles a function with a chip's real compiler, even if this machine does not have the chip.
 
@@ -86,6 +87,9 @@ def compile(
         data decides that, by the name that a refusal gives, or by kernel.
       scalars: what operands of kernels hold that decide such things, as integer arrays: by kernel, and by the position
         of the operand in its call. Those of scalar prefetch come first.
+      auto_layouts: for schedules, whether the compiler chooses how arguments and results lie in memory, as it does
+        for what is computed within a larger program. With JAX's default layouts, an operator alone may be charged
+        with copies that no model makes.
 
     Returns:
       The facts and texts of the compiled program. If the target is in this machine, `call` runs the program, and
@@ -106,7 +110,7 @@ def compile(
       48
     """
     slice_ = _parsed(target)
-    data = _given(schedule, trip_counts, scalars)
+    data = _given(schedule, trip_counts, scalars, auto_layouts)
     hardware = slice_.hardware
     if schedule and (hardware.platform != "tpu" or slice_.topology):
         kind = "one chip, without others" if slice_.topology else "a TPU"
@@ -132,19 +136,21 @@ def compile(
             f"got a mesh of {exported.nr_devices}"
         )
     with shown(f"compiling for {target}"):
-        return _compiled_in_child(exported, {**request, "target": target}, hardware, data)
+        return _compiled_in_child(exported, {**request, "target": target, "auto_layouts": auto_layouts}, hardware, data)
 
 
-def _given(schedule: Any, trip_counts: Any, scalars: Any) -> Given | None:
+def _given(schedule: Any, trip_counts: Any, scalars: Any, auto_layouts: Any) -> Given | None:
     """What the caller says of data, once checked; None if no schedule is wanted."""
-    if not isinstance(schedule, bool):
-        raise CompileError(f"lowering.compile: schedule must be a bool; got {show(schedule)}")
+    for name, value in (("schedule", schedule), ("auto_layouts", auto_layouts)):
+        if not isinstance(value, bool):
+            raise CompileError(f"lowering.compile: {name} must be a bool; got {show(value)}")
     try:
         given = Given.of(trip_counts, scalars)
     except ValueError as error:
         raise CompileError(f"lowering.compile: {error}") from None
-    for name in ("trip_counts", "scalars") if not schedule else ():
-        if getattr(given, name):
+    options = {"trip_counts": given.trip_counts, "scalars": given.scalars, "auto_layouts": auto_layouts}
+    for name, value in options.items() if not schedule else ():
+        if value:
             raise CompileError(f"lowering.compile: {name} must come with schedule=True; got schedule=False")
     return given if schedule else None
 

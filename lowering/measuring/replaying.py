@@ -40,7 +40,14 @@ def replayed_entry(
         before_each()
         jitted = jax.jit(lambda *arrays: tuple(run(*arrays)), donate_argnums=in_place)
         try:
-            report = compile(jitted, *operands, target=hardware.name, schedule=True, trip_counts=trip_counts)
+            report = compile(
+                jitted,
+                *operands,
+                target=hardware.name,
+                schedule=True,
+                trip_counts=trip_counts,
+                auto_layouts=True,  # as in a model: what is around the operator can take and give any layout
+            )
         except CompileError as error:
             reason = str(error).removeprefix("lowering.compile: ").partition("\n")[0]
             return Measurement(name, config, discarded=reason)

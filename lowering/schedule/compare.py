@@ -133,6 +133,7 @@ def compare(
     implementations: Sequence[str] = ("reference", "pallas"),
     trip_counts: Mapping[str, float] | None = None,
     scalars: Mapping[str, Mapping[int, jax.typing.ArrayLike]] | None = None,
+    auto_layouts: bool = False,
 ) -> Comparison:
     """Compiles a function for a TPU under each implementation, and replays what the compiler has scheduled.
 
@@ -153,6 +154,7 @@ def compare(
       implementations: of `lowering.use`, such as "reference", "pallas" and "auto"; all are compared to the first.
       trip_counts: as for `compile`.
       scalars: likewise.
+      auto_layouts: likewise.
 
     Raises:
       CompileError: as for `compile`.
@@ -162,10 +164,11 @@ def compare(
     if isinstance(implementations, str) or not isinstance(implementations, Sequence):
         raise TypeError(f"compare: implementations must be a sequence of names; got {show(implementations)}")
     rows = []
+    options: dict[str, Any] = {"trip_counts": trip_counts, "scalars": scalars, "auto_layouts": auto_layouts}
     for implementation in implementations:
         with use(implementation):
             try:
-                report = compile(fn, *args, target=target, schedule=True, trip_counts=trip_counts, scalars=scalars)
+                report = compile(fn, *args, target=target, schedule=True, **options)
             except NotSupportedError as error:
                 rows.append(Compared(implementation, refused=str(error)))
                 continue

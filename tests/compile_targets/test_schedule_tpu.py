@@ -125,6 +125,15 @@ def test_implementations_are_compared():
     assert times["softmax(f32[4096,4096])"]["pallas"] > 0.99 * pallas.schedule.total_us
 
 
+def test_an_operator_is_ranked_without_copies_that_no_model_makes():
+    x = jax.ShapeDtypeStruct((256, 28, 28, 256), jnp.bfloat16)
+    channels = (jax.ShapeDtypeStruct((256,), jnp.float32),) * 4
+    options = {"target": installed("tpu-v5e"), "by": "schedule", "progress": False}
+    result = lowering.tune(functools.partial(jaxops.batch_norm, layout="NHWC"), x, *channels, **options)
+    moved = 2 * 256 * 28 * 28 * 256 * 2 / 819e3
+    assert moved < result.entries[0].best("mosaic_tpu").median_us < 1.25 * moved
+
+
 def test_configurations_are_ranked_by_replay_and_not_twice(tmp_path):
     x = jax.ShapeDtypeStruct((2048, 1024), jnp.float32)
     options = {"target": installed("tpu-v5e"), "by": "schedule", "path": tmp_path / "tuned.json", "progress": False}
