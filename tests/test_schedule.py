@@ -249,6 +249,21 @@ def test_a_transfer_may_happen_a_part_of_the_times():
     assert [run(*lines, trip_counts={"kernel@0x3": part}).dma_count for part in (0, 0.5, 1)] == [0, 0, 1]
 
 
+def test_an_operand_of_one_word_is_its_value():
+    lines = (
+        "%s1_s1 = inlined_call_operand.<no memory space> [shape: s32[1], index: 0, kind: input]",
+        "%s2_s2 = smov [#allocation7]  ;;  %12 = sst [smem:[#allocation7]] %s1_s1",
+        "%s3_s3 = sld [smem:[%s2_s2]]",
+        *FROM_IDS[2:],
+        "%9 = sbr.rel (%p1_p0) target bundleno = 12 (0xc)",
+        *[""] * 9,
+    )
+    lines = tuple(line.replace("%s2_s2, 5", "%s3_s3, 5") for line in lines)
+    with pytest.raises(DependsOnDataError, match="a branch depends on data"):
+        run(*lines)
+    assert [run(*lines, scalars={"kernel": {0: [word]}}).cycles for word in (4, 5)] == [5 + 4 + 2, 14]
+
+
 @pytest.mark.parametrize("kind", ["vmem", "smem"])
 def test_the_caller_says_what_operands_hold(kind):
     brought = (

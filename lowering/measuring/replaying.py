@@ -20,7 +20,7 @@ def replayed_entry(
     types: Sequence[Any],
     params: Mapping[str, Any],
     hardware: Hardware,
-    trip_counts: Mapping[str, float] | None,
+    data: Mapping[str, Any],
     before_each: Callable[[], None],
 ) -> Entry:
     """The reference and every configuration of every kernel of an operator, with the times of their schedules.
@@ -31,7 +31,7 @@ def replayed_entry(
       types: of its operands.
       params: its attributes.
       hardware: the TPU.
-      trip_counts: as for `compile`.
+      data: `trip_counts` and `scalars` of `compile`.
       before_each: called before each is compiled; what it raises ends the work.
     """
     operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
@@ -45,8 +45,8 @@ def replayed_entry(
                 *operands,
                 target=hardware.name,
                 schedule=True,
-                trip_counts=trip_counts,
                 auto_layouts=True,  # as in a model: what is around the operator can take and give any layout
+                **data,
             )
         except CompileError as error:
             reason = str(error).removeprefix("lowering.compile: ").partition("\n")[0]

@@ -50,6 +50,7 @@ def tune(
     target: str | None = None,
     by: str = "device",
     trip_counts: Mapping[str, float] | None = None,
+    scalars: Mapping[str, Mapping[int, jax.typing.ArrayLike]] | None = None,
     budget_seconds: float = 60.0,
     repeats: int = 30,
     progress: bool | None = None,
@@ -75,6 +76,7 @@ def tune(
       target: the name of the device here, the only one that can be measured; for schedules, of any TPU.
       by: what gives the times, "device" or "schedule".
       trip_counts: for schedules, as `lowering.compile` takes them.
+      scalars: likewise.
       budget_seconds: when to stop. An operator whose candidates are all compiled by then is still timed, 3 times.
       repeats: how often to time each candidate, if time allows.
       progress: whether to show a progress bar on stderr; by default, if stderr is a terminal.
@@ -114,9 +116,11 @@ def tune(
     save(INTERRUPTED)  # true until the end, and shows at once whether the file can be written
     waiting = {key: problem for key, problem in problems.items() if key not in known}
 
+    data = {"trip_counts": trip_counts, "scalars": scalars}
+
     def take(key: Key, until: float, deadline: float, bar: Progress) -> Entry:
         if by == "schedule":
-            return _replay(key, waiting[key], hardware, trip_counts, deadline, bar)
+            return _replay(key, waiting[key], hardware, data, deadline, bar)
         return _measure(key, waiting[key], hardware, repeats, until, deadline, bar)
 
     stopped = _measure_all(waiting, take, budget_seconds, progress, measured, save) or left_out
@@ -190,7 +194,7 @@ def _replay(
     key: Key,
     problem: _Problem,
     hardware: Hardware,
-    trip_counts: Mapping[str, float] | None,
+    data: Mapping[str, Any],
     deadline: float,
     bar: Progress,
 ) -> Entry:
@@ -200,7 +204,7 @@ def _replay(
         if timing.clock() >= deadline:
             raise OutOfTimeError
 
-    return replayed_entry(key, problem.operator, problem.types, problem.params, hardware, trip_counts, require_time)
+    return replayed_entry(key, problem.operator, problem.types, problem.params, hardware, data, require_time)
 
 
 def _held(path: str | Path | None) -> tuple[Entry, ...]:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from lowering.describe import show
+
+_POSITION = re.compile(r"\bindex: (\d+), kind: input")
 
 
 class DependsOnDataError(RuntimeError):
@@ -53,9 +56,11 @@ class Given:
                 words.setdefault(kernel, {})[position] = array.ravel().tolist()
         return cls(dict(trip_counts or {}), words)
 
-    def scalars_of(self, kernel: str) -> Mapping[int, Sequence[int]]:
-        """The words that a kernel's operands hold."""
-        return next((self.scalars[name] for name in names_of(kernel) if name in self.scalars), {})
+    def words_of(self, kernel: str, operand: Sequence[str]) -> Sequence[int]:
+        """What an operand of a kernel holds, by how the kernel's program declares it; empty where nothing is said."""
+        position = _POSITION.search(" ".join(operand))
+        operands = next((self.scalars[name] for name in names_of(kernel) if name in self.scalars), {})
+        return operands.get(int(position[1]), ()) if position else ()
 
 
 NOTHING_GIVEN = Given()

@@ -16,8 +16,8 @@ from lowering.schedule.trace import Trace
 _MOST_BLOCKS = 20_000_000  # a few minutes of replay
 PARAMETER = "scalar_parameter_address"
 _CARRIED = ("sphi", "pphi")
+_ONE_WORD = "inlined_call_operand."  # of no memory space: its value, not where it lies
 _LABEL = re.compile(r"(\w+)=(.*)", re.DOTALL)
-_POSITION = re.compile(r"\bindex: (\d+), kind: input")
 _SYMBOL = re.compile(r"#\w+")
 
 
@@ -67,7 +67,7 @@ class Machine:
         self._dma = dma
         self._delay_slots = delay_slots
         self._operands = operands or {}
-        self._scalars = given.scalars_of(name)
+        self._given = given
         self._call = call
         self._values: list[Any] = []
         self._places: dict[str, int] = {}
@@ -141,7 +141,7 @@ class Machine:
         if opcode == "inlined_call":
             return [self._calling(number, instruction)]
         if opcode.startswith("inlined_call_operand") or opcode == PARAMETER:
-            return [self._given(instruction)]
+            return [self._argument(instruction)]
         if opcode in ("sld", "sst"):
             return self._scalar_memory(number, instruction)
         if opcode in ("dma.done.wait", "vsyncadd", "vwait.ge") or opcode.startswith("dma."):
@@ -223,15 +223,16 @@ class Machine:
     def _unknown(self, instruction: Instruction) -> Step:
         return self._effect(instruction, lambda: FROM_DATA)
 
-    def _given(self, instruction: Instruction) -> Step:
+    def _argument(self, instruction: Instruction) -> Step:
         """An operand of the caller, or where a parameter of the whole program lies."""
         if instruction.opcode == PARAMETER:
             address = self._memory.address(self._name, f"#{PARAMETER} {instruction.operands[0]}")
         else:
             own = self._memory.address(self._name, f"#{instruction.opcode} {instruction.register}")
             address = self._operands.get(instruction.register, own)
-            position = _POSITION.search(" ".join(instruction.operands))
-            words = self._scalars.get(int(position[1]), ()) if position else ()
+            words = self._given.words_of(self._name, instruction.operands)
+            if instruction.opcode == _ONE_WORD:
+                return self._effect(instruction, lambda: words[0] if words else FROM_DATA)
             self._memory.hold(address, words, is_scalar=instruction.opcode.endswith(".smem"))
         return self._effect(instruction, lambda: address)
 
