@@ -20,6 +20,7 @@ from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.gpu import dropout as gpu_dropout
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu import dropout as tpu_dropout
+from pallas_kernels.tpu.dropout_words import decide_some
 
 KEY_WORDS = (0x9E3779B9, 0x7F4A7C15)
 F32, BF16, F16 = "float32", "bfloat16", "float16"
@@ -72,13 +73,35 @@ def test_dropout_kernels_draw_the_same_mask(name, shape, dtype, rate, rng, capfd
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+def test_dropout_tpu_kernel_draws_words_of_several_rows_in_a_register(rng, capfd):
+    """Five rows of 50 words fill 250 lanes of 256; the third begins in one register and ends in the next."""
+    config, keep = {"block_elements": 131072}, make_keep(0.1)
+    blocks = tpu_dropout.blocks_of(90, 1600, **config)
+    assert (blocks.counts, blocks.places) == ((2, 1), (5, 16, 50))
+    x = jnp.asarray(rng.normal(size=(90, 1600)), BF16)
+    interpret = pltpu.InterpretParams(detect_races=True)
+    run = jax.jit(functools.partial(tpu_dropout.run, config=config, interpret=interpret))
+    y, words = run(make_streams(x.shape), x, keep)
+    mask = oracle.kept(KEY_WORDS, x.size, 0.1, first=5).reshape(x.shape)
+    np.testing.assert_array_equal(words, oracle.packed(mask))
+    np.testing.assert_array_equal(y, expected(x, mask, 0.1))
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [5120, 11008, 14336])
+def test_dropout_tpu_kernel_fills_the_lanes_in_wide_rows(columns):
+    """These rows have 1.25, 2.7 and 3.5 times the words of a register's lanes."""
+    places = tpu_dropout.blocks_of(8192, columns, 2**20).places
+    assert 128 * places.groups <= 1.03 * places.bands * places.words
+
+
 def test_dropout_tpu_kernel_decides_words_that_share_a_place():
     """Four words at each place: a turn decides the last and the first that are undecided, as all digits at once do."""
     words = jnp.arange(32 * 128, dtype=jnp.uint32).reshape(32, 128)
     keys = tuple(jnp.full_like(words, word) for word in KEY_WORDS)
     undecided = jnp.full_like(words, 0xF0F0F0F0).at[0, 0].set(0)
     rest = [jnp.uint32(0xFFFFFFFF * (0x9A5 >> digit & 1)) for digit in reversed(range(12))]
-    turn = functools.partial(tpu_dropout._turn, (*keys, words), jnp.uint32(0), rest)
+    turn = functools.partial(decide_some, (*keys, words), jnp.uint32(0), rest)
     *first, is_left = turn((jnp.full_like(words, 1), undecided, True))
     assert is_left
     np.testing.assert_array_equal(first[1][8:24, 1:], undecided[8:24, 1:])  # the two in between

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from compile_targets.conftest import installed
 
@@ -123,6 +124,20 @@ def test_implementations_are_compared():
     times = {row.operator: row.time_us for row in found.operators}
     assert set(times) == {"softmax(f32[4096,4096])", "other"}
     assert times["softmax(f32[4096,4096])"]["pallas"] > 0.99 * pallas.schedule.total_us
+
+
+def test_operands_of_one_word_decide_what_is_replayed():
+    x, key = jax.ShapeDtypeStruct((1024, 4096), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.uint32)
+
+    def issued(rate):
+        keep = {"dropout": {0: np.int32((1 - rate) * 2**24)}}
+        with lowering.use("pallas"):
+            options = {"trip_counts": {"dropout": 0}, "scalars": keep}
+            schedule = replayed(lambda x, key: jaxops.dropout(key, x, rate), x, key, **options)
+        (kernel,) = (kernel for kernel in schedule.kernels if kernel.name.startswith("dropout"))
+        return kernel.cycles - kernel.stall_cycles
+
+    assert 1.5 * issued(0.5) < issued(0.1)  # 4 binary digits are drawn for each element, or 12 and more
 
 
 def test_an_operator_is_ranked_without_copies_that_no_model_makes():

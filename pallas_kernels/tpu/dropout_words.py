@@ -1,0 +1,182 @@
+"""The words of dropout's mask, drawn in full registers of a TPU.
+
+What bounds dropout there is the generator. TPUs have no rotation of bits, so a round takes five operations, and a call
+of 20 rounds with its keys and two digits about 120, which is 30 cycles for a register of words at four vector
+operations in a cycle. Its 32 registers of elements, in bfloat16, pass HBM in 248 cycles on a v5e and in 144 on a v6e. A
+probability of 24 digits asks for 12 calls. But after the first 12 digits, and six calls, one element in 4096 is
+undecided: the other six calls are made only for words with such elements, gathered from all registers of a block.
+Probabilities of up to four digits, such as 0.5 and 0.75, are bound by HBM.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.dropout_mask import RESOLUTION_BITS, WORD_BITS, compared, drawn_pair, repeated
+from pallas_kernels.tpu.stored_order import LANES, SUBLANES
+
+_SHORT_DIGITS = 4  # enough for probabilities such as 0.5
+_FIRST_DIGITS = 12  # drawn for all words; fewer would leave too many words undecided at the same place of a register
+
+
+class Keep(NamedTuple):
+    """The probability to keep an element, as scalars.
+
+    Attributes:
+      digits: 24 of them, 0 or 1.
+      is_one: 1 where the probability is; it is then written as 0.111..., as in `dropout_mask.digits`.
+      is_short: whether the digits after the first four are 0.
+    """
+
+    digits: list[jax.Array]
+    is_one: jax.Array
+    is_short: jax.Array
+
+
+def keep_of(above):
+    """The digits of a probability, as `dropout_mask.threshold` gives it."""
+    is_one = above >> jnp.uint32(RESOLUTION_BITS)
+    number = above - is_one
+    digits = [number >> jnp.uint32(shift) & jnp.uint32(1) for shift in reversed(range(RESOLUTION_BITS))]
+    return Keep(digits, is_one, number & jnp.uint32((1 << RESOLUTION_BITS - _SHORT_DIGITS) - 1) == 0)
+
+
+class Places(NamedTuple):
+    """Where the words of a block's rows are drawn.
+
+    The rows are bands of `rows`, one after another. For each row of a band there is a line of lanes, on which the words
+    of that row in all bands lie beside each other; lines are cut into groups of 128 lanes.
+
+    Attributes:
+      bands: of a block's rows.
+      rows: of a band.
+      words: of a row.
+    """
+
+    bands: int
+    rows: int
+    words: int
+
+    @property
+    def groups(self):
+        """Into how many groups of lanes a line is cut."""
+        return pl.cdiv(self.bands * self.words, LANES)
+
+    def counters(self, streams_ref, first_word):
+        """Keys and numbers of all words, (groups * rows, 128): a row has a stream of its own, whatever the blocks are.
+
+        Args:
+          streams_ref: for each row of the block two words of key, and the number of its first word.
+          first_word: of a row in this block.
+        """
+        lane = lax.broadcasted_iota(jnp.int32, (self.rows, LANES), 1)
+
+        def counter(band, begin):
+            """Of one band, whose first word is in this lane."""
+            place = slice(band * self.rows, (band + 1) * self.rows)
+            key0, key1, number = (jnp.broadcast_to(streams_ref[place, i : i + 1], lane.shape) for i in range(3))
+            return key0, key1, number + (lane + (first_word - begin)).astype(jnp.uint32)
+
+        groups = []
+        for start in range(0, self.groups * LANES, LANES):
+            first, last = start // self.words, min((start + LANES - 1) // self.words, self.bands - 1)
+            group = counter(first, first * self.words - start)
+            for band in range(first + 1, last + 1):
+                begin = band * self.words - start
+                pairs = zip(counter(band, begin), group, strict=True)
+                group = tuple(jnp.where(lane >= begin, new, old) for new, old in pairs)
+            groups.append(group)
+        return [jnp.concatenate(values) for values in zip(*groups, strict=True)]
+
+    def in_rows(self, drawn):
+        """Slices of rows and words of a block, and the words there, in as many of 128 lanes as there are words."""
+        lane = lax.broadcasted_iota(jnp.int32, (self.rows, LANES), 1)
+        groups = [drawn[start : start + self.rows] for start in range(0, drawn.shape[0], self.rows)]
+        for band in range(self.bands):
+            for start in range(0, self.words, LANES):
+                group, shift = divmod(band * self.words + start, LANES)
+                count = min(LANES, self.words - start)
+                words = groups[group]
+                if shift:
+                    source = lane + shift & LANES - 1
+                    words = permuted(words, source)
+                    if shift + count > LANES:
+                        words = jnp.where(lane < LANES - shift, words, permuted(groups[group + 1], source))
+                yield slice(band * self.rows, (band + 1) * self.rows), slice(start, start + count), words
+
+
+def permuted(words, lanes):
+    """The words of other lanes."""
+    if words.shape[0] == 1:  # Mosaic takes no gather from a single row, so it passes as two equal ones.
+        return permuted(*(jnp.broadcast_to(values, (2, LANES)) for values in (words, lanes)))[:1]
+    return jnp.take_along_axis(words, lanes, axis=1, mode="promise_in_bounds")
+
+
+def short_words(keep, counters):
+    """The words of a probability whose digits after the first four are 0."""
+    return _narrowed(counters, keep.digits[:_SHORT_DIGITS])[0]
+
+
+def first_digits(keep, counters):
+    """The words by the first 12 digits, and which of their elements these do not decide."""
+    less, at_most = _narrowed(counters, keep.digits[:_FIRST_DIGITS])
+    return less, less ^ at_most
+
+
+def other_digits(keep, counters, less, undecided, beside):
+    """Decides all elements; `beside` is traced where the processor has nothing to do but the first turn."""
+    rest = list(map(repeated, keep.digits[_FIRST_DIGITS:]))
+    turn = functools.partial(decide_some, counters, repeated(keep.is_one), rest)
+    state = turn((less, undecided, True))
+    beside()
+    return lax.while_loop(lambda state: state[2], turn, state)[0]
+
+
+def _narrowed(counters, digits):
+    """Compares the first digits: which numbers are less, and which are that or equal so far."""
+    *keys, words = counters
+    less, at_most = jnp.zeros_like(words), jnp.full_like(words, 2**WORD_BITS - 1)
+    for position in range(0, len(digits), 2):
+        drawn = drawn_pair(tuple(keys), words, jnp.uint32(position // 2))
+        for digit, word in zip(digits[position : position + 2], drawn, strict=True):
+            narrowed = less | (at_most & word)
+            less, at_most = jnp.where(digit == 1, narrowed, less), jnp.where(digit == 1, at_most, narrowed)
+    return less, at_most
+
+
+def decide_some(counters, less_at_end, digits, state):
+    """Decides a few elements by the digits after the first ones, and says whether others are left.
+
+    At each place of a register, the generator draws for two of the words that hold undecided elements. With 16
+    registers, one turn is enough for three blocks in four.
+
+    Args:
+      counters: the keys and the numbers of all words.
+      less_at_end: the result for the digits after all others.
+      digits: those after the first ones.
+      state: which elements are less, which are undecided, and whether any is.
+    """
+    rows = SUBLANES if state[0].shape[0] % SUBLANES == 0 else state[0].shape[0]
+    less, undecided, *counters = (
+        [values[start : start + rows] for start in range(0, values.shape[0], rows)]
+        for values in (*state[:2], *counters)
+    )
+    registers = range(len(less))
+    turns = []
+    for order in (registers, reversed(registers)):  # the last undecided, then the first
+        found = [jnp.zeros_like(less[0]), *(values[0] for values in counters)]
+        for i in order:
+            here = (jnp.full_like(less[0], i), *(values[i] for values in counters))
+            found = [jnp.where(undecided[i] != 0, one, other) for one, other in zip(here, found, strict=True)]
+        decided = [jnp.where(found[0] == jnp.uint32(i), undecided[i], jnp.uint32(0)) for i in registers]
+        undecided = [before ^ now for before, now in zip(undecided, decided, strict=True)]
+        turns.append((found[1:], decided))
+    is_left = jnp.any(functools.reduce(jnp.bitwise_or, undecided) != 0)
+    for (*keys, words), decided in turns:
+        known = compared(jnp.full_like(words, less_at_end), tuple(keys), words, _FIRST_DIGITS // 2, digits)
+        less = [before | (now & known) for before, now in zip(less, decided, strict=True)]
+    return jnp.concatenate(less), jnp.concatenate(undecided), is_left
