@@ -85,6 +85,12 @@ def test_the_same_operands_were_ranked_with_each_jax(target):
         ({"by": "schedule"}, "tune: target must be a TPU for by='schedule'; got 'cpu'"),
         ({"by": "schedule", "target": "cuda-h100"}, "tune: target must be a TPU for by='schedule'; got 'cuda-h100'"),
         ({"by": "schedule", "target": "tpu"}, "tune: target must be a TPU for by='schedule'; got 'tpu'"),
+        ({"trip_counts": {"dropout": 1}}, "tune: trip_counts must come with by='schedule'; got by='device'"),
+        ({"scalars": {"dropout": {0: 1}}}, "tune: scalars must come with by='schedule'; got by='device'"),
+        (
+            {"by": "schedule", "target": "tpu-v5e", "scalars": 3},
+            "tune: scalars must be a mapping; got 3",
+        ),
         ({"target": "tpu-v5e"}, "tune: target must be the device here, cpu; got 'tpu-v5e'"),
     ],
 )

@@ -25,6 +25,7 @@ from lowering.measuring.entries import OutOfTimeError, measured_entry
 from lowering.measuring.inputs import made_up
 from lowering.measuring.replaying import replayed_entry
 from lowering.registry import Operator, operator_of
+from lowering.schedule.decisions import Given
 from lowering.static_leaves import jaxpr_of, of_arrays
 from lowering.targets import here, named
 from lowering.tuning import TuningResult, merged
@@ -100,6 +101,7 @@ def tune(
     """
     hardware = _checked_chip(target, by)
     _check_options(budget_seconds, repeats, progress, path, again)
+    data = _checked_data(by, trip_counts=trip_counts, scalars=scalars)
     require_function(fn)
     problems, left_out = _problems(*of_arrays(functools.partial(fn, **params) if params else fn, args), hardware)
     if _is_operator(fn) and not any(isinstance(x, jax.ShapeDtypeStruct) for x in args):
@@ -115,8 +117,6 @@ def tune(
 
     save(INTERRUPTED)  # true until the end, and shows at once whether the file can be written
     waiting = {key: problem for key, problem in problems.items() if key not in known}
-
-    data = {"trip_counts": trip_counts, "scalars": scalars}
 
     def take(key: Key, until: float, deadline: float, bar: Progress) -> Entry:
         if by == "schedule":
@@ -153,6 +153,18 @@ def _check_options(budget_seconds: Any, repeats: Any, progress: Any, path: Any, 
     for fits, argument, rule, got in checks:
         if not fits:
             raise TuningError(f"tune: {argument} must {rule}; got {show(got)}")
+
+
+def _checked_data(by: str, **data: Any) -> dict[str, Any]:
+    """What the caller says of data."""
+    try:
+        Given.of(**data)
+    except ValueError as error:
+        raise TuningError(f"tune: {error}") from None
+    for name, value in data.items():
+        if value and by != "schedule":
+            raise TuningError(f"tune: {name} must come with by='schedule'; got by={by!r}")
+    return data
 
 
 def _is_number(value: Any, kind: Any) -> bool:
