@@ -19,6 +19,7 @@ from pallas_kernels.gpu import batch_norm_backward as gpu_backward
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu import batch_norm as tpu_forward
 from pallas_kernels.tpu import batch_norm_backward as tpu_backward
+from pallas_kernels.tpu.batch_norm_blocks import blocks_of
 
 EPSILON = 1e-3
 RELU, IDENTITY = ("relu", 0.0, True), ("identity", 0.0, True)
@@ -145,6 +146,25 @@ def test_batch_norm_kernels_on_gpus_fold_rows_for_wide_accesses(shape, vector, c
 )
 def test_batch_norm_kernels_on_tpu_agree_with_float64_whatever_vmem_keeps(shape, kept_bytes, capfd):
     check("tpu", shape, "float32", RELU, True, capfd, block_elements=2**14, kept_bytes=kept_bytes)
+
+
+# These VMEMs hold half of the channels, of which the others take the place.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arrays", "shape", "dtype", "kept_bytes", "widens"),
+    [
+        pytest.param(1, (16, 64, 256, 1), "float32", 2**20, False, id="columns-of-channels-forward"),
+        pytest.param(2, (16, 64, 256, 1), "float32", 2**21, False, id="columns-of-channels-backward"),
+        pytest.param(1, (128, 16, 64, 1), "bfloat16", 700_000, False, id="rows-of-channels-forward"),
+        pytest.param(2, (128, 16, 64, 1), "bfloat16", 2**20, True, id="rows-of-channels-backward-widened"),
+    ],
+)
+def test_batch_norm_kernels_on_tpu_overlap_blocks_of_channels(arrays, shape, dtype, kept_bytes, widens, capfd):
+    config = {"block_elements": 2**13, "kept_bytes": kept_bytes, "widens": widens}
+    blocks = blocks_of(shape, dtype, arrays, **config)
+    assert blocks.alternates
+    assert blocks.widens == widens
+    check("tpu", shape, dtype, RELU, True, capfd, **config)
 
 
 @pytest.mark.slow

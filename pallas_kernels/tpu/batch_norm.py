@@ -1,8 +1,9 @@
 """Batch norm on TPU, forward in training: x is read from HBM once, where a block of its channels fits into VMEM.
 
-The kernel works on one block of channels at a time. Its images pass twice: first their statistics are merged block by
-block (Chan's update of means and sums of squared deviations, which loses no digits to a large mean), then they are
-normalized. Between the phases they are kept in VMEM; if that is too small, they are read again.
+The images of a block of channels pass twice: first their statistics are merged block by block (Chan's update of means
+and sums of squared deviations, which loses no digits to a large mean), then they are normalized, while the next block
+of channels is in its first phase. Between the phases they are kept in VMEM; if that is too small, they are read again,
+and no two blocks of channels are worked on at a time.
 """
 
 import functools
@@ -15,7 +16,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.batch_norm_refusals import IDENTITY, refusal
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu.batch_norm_blocks import blocks_of, most_kept_bytes
-from pallas_kernels.tpu.batch_norm_streams import launch, pass_over
+from pallas_kernels.tpu.batch_norm_streams import Phase, launch, pass_twice
 
 _DTYPES = ("float32", "bfloat16")
 # The larger a block, the less do its scalar code and the ends of its loops weigh; the smaller, the sooner does the work
@@ -25,25 +26,30 @@ _BLOCK_BYTES = (2**21, 2**20, 2**19)
 
 def _kernel(images, results, parameters, statistics, partials, *, blocks, epsilon, activation):
     (x, *residuals), (y,) = images, results
-    x.begin()
-    pass_over([x], [], lambda step: _accumulate(x.block(step), partials, step, blocks))
-    again = residuals if blocks.kept else [x, *residuals]
-    for stream in again:
-        stream.begin()
+    sums, coefficients = partials[:4], partials[4:]
     # Half of float32's digits may be a mean far above the deviation; bfloat16 has no such digits.
     folds = jnp.dtype(y.dtype).itemsize == 2
-    finish = functools.partial(_finish, blocks, parameters, statistics, partials, epsilon, folds)
-    blocks.for_each_group(finish, at_once=8)
-    mean_ref, factor_ref, offset_ref, _ = partials
+    mean_ref, factor_ref, offset_ref = coefficients
     mode, _, propagate_nan = activation
 
-    def step_of_y(step):
-        x_ref, y_ref, residual_refs = x.block(step), y.block(step), [residual.block(step) for residual in residuals]
+    def accumulate(turn, step):
+        _accumulate(x.block(turn, step), sums, step, blocks)
+
+    def finish(turn):
+        of_group = functools.partial(_finish, blocks, parameters, statistics, sums, coefficients, epsilon, folds, turn)
+        blocks.for_each_group(of_group, at_once=8)
+
+    def write(turn, step):
+        x_ref, y_ref, residual_refs = (
+            x.block(turn, step),
+            y.block(turn, step),
+            [residual.block(turn, step) for residual in residuals],
+        )
 
         def group(channels):
             mean, factor, offset = mean_ref[channels], factor_ref[channels], offset_ref[channels]
 
-            def normalize(at, _):
+            def normalize(at):
                 values = x_ref[at].astype(jnp.float32)
                 u = (values if folds else values - mean) * factor + offset
                 for residual_ref in residual_refs:
@@ -57,35 +63,35 @@ def _kernel(images, results, parameters, statistics, partials, *, blocks, epsilo
 
         blocks.for_each_group(group)
 
-    pass_over(again, [y], step_of_y)
+    again = residuals if blocks.kept else [x, *residuals]
+    pass_twice(blocks, Phase([x], [], accumulate), finish, Phase(again, [y], write))
 
 
-def _finish(blocks, parameters, statistics, partials, epsilon, folds, channels):
-    """Combines the partial statistics of a channel's positions, and puts what y needs in their place.
+def _finish(blocks, parameters, statistics, sums, coefficients, epsilon, folds, turn, channels):
+    """Combines the partial statistics of a channel's positions, and computes what y needs of them.
 
-    There it has a tile's shape: to broadcast it at each step would wait for the cross-lane unit.
+    That has a tile's shape: to broadcast it at each step would wait for the cross-lane unit.
     """
     (scale_ref, bias_ref), (mean_ref, variance_ref) = parameters, statistics
-    partial_mean_ref, partial_deviations_ref, offset_ref, _ = partials
+    partial_mean_ref, partial_deviations_ref, *_ = sums
     # Positions have equally many elements.
     positions = blocks.elements // (blocks.tiles * blocks.steps_of_a_phase)
     partial_mean = partial_mean_ref[channels]
     mean = blocks.total(partial_mean) / positions
     between = jnp.square(partial_mean - mean) * (blocks.elements // positions)
     variance = blocks.total(partial_deviations_ref[channels] + between) / blocks.elements
-    at = blocks.group_at(channels)
+    at = blocks.group_at(turn, channels)
     mean_ref[at], variance_ref[at] = mean, variance
     factor, bias = scale_ref[at] * jax.lax.rsqrt(variance + epsilon), bias_ref[at]
-    coefficients = mean, factor, bias - mean * factor if folds else bias
-    for ref, values in zip((partial_mean_ref, partial_deviations_ref, offset_ref), coefficients, strict=True):
-        ref[channels] = jnp.broadcast_to(values, blocks.tile)
+    values = mean, factor, bias - mean * factor if folds else bias
+    for ref, value in zip(coefficients, values, strict=True):
+        ref[channels] = jnp.broadcast_to(value, blocks.tile)
 
 
-def _accumulate(x_ref, partials, step, blocks):
+def _accumulate(x_ref, sums, step, blocks):
     """Merges a block into the partial means and sums of squared deviations."""
-    partial_mean_ref, partial_deviations_ref, total_ref, squares_ref = partials
+    partial_mean_ref, partial_deviations_ref, total_ref, squares_ref = sums
     before = step.astype(jnp.float32)
-    weight = 1 / (before + 1)
 
     def group(channels):
         zeros = jnp.zeros(blocks.tile, jnp.float32)
@@ -93,7 +99,7 @@ def _accumulate(x_ref, partials, step, blocks):
         @pl.when(step == 0)
         def _():
             total_ref[channels] = zeros
-            blocks.fold(channels, lambda at, sums: (sums[0] + x_ref[at].astype(jnp.float32),), total_ref)
+            blocks.fold(channels, lambda at: (x_ref[at].astype(jnp.float32),), total_ref)
             partial_mean_ref[channels] = total_ref[channels] / blocks.tiles
             partial_deviations_ref[channels] = zeros
 
@@ -101,17 +107,19 @@ def _accumulate(x_ref, partials, step, blocks):
         # far from it, the variance is as large, so that the difference of sums below loses no digits that count.
         shift = partial_mean_ref[channels]
 
-        def add(at, sums):
+        def terms(at):
             centred = x_ref[at].astype(jnp.float32) - shift
-            return sums[0] + centred, sums[1] + jnp.square(centred)
+            return centred, jnp.square(centred)
 
         total_ref[channels] = zeros
         squares_ref[channels] = zeros
-        blocks.fold(channels, add, total_ref, squares_ref)
+        blocks.fold(channels, terms, total_ref, squares_ref)
         total = total_ref[channels]
         mean = total / blocks.tiles
         deviations = jnp.maximum(squares_ref[channels] - total * mean, 0.0)
-        # Blocks have equally many elements, so this one has the weight 1 / (before + 1) in the mean.
+        # Blocks have equally many elements, so this one has this weight in the mean. A scalar division would go through
+        # the vector unit and back: 60 bundles for each block.
+        weight = 1 / jnp.broadcast_to(before + 1, blocks.tile)
         partial_mean_ref[channels] = shift + mean * weight
         partial_deviations_ref[channels] += deviations + jnp.square(mean) * (blocks.tiles * before * weight)
 
@@ -150,17 +158,21 @@ def configs(hardware, x, *operands, **_):
     return configs_of(hardware, x, 1, images=2 + len(operands[2:]))
 
 
-def configs_of(hardware, x, arrays, images):
-    """Block sizes for a kernel with this many images; it can keep up to `arrays` of them in VMEM."""
+def configs_of(hardware, x, arrays, images, widens=False):
+    """Block sizes for a kernel with this many images: it can keep up to `arrays` in VMEM, and `widens` one of them."""
     found = []
     for size in (block_bytes // jnp.dtype(x.dtype).itemsize for block_bytes in _BLOCK_BYTES):
         config = {"block_elements": size}
+        if widens:
+            config["widens"] = True
+        if (hardware.cores or 1) > 1:
+            config["parts"] = hardware.cores
         config["kept_bytes"] = most_kept_bytes(hardware.on_chip_bytes, x.dtype, images - 1, size)
         blocks = blocks_of(x.shape, x.dtype, arrays, **config)
         if blocks and blocks.vmem_bytes(x.dtype, images) <= (hardware.on_chip_bytes or math.inf):
-            found.append((-blocks.kept, config))
+            found.append((-blocks.kept, -blocks.widens, config))
     # The more arrays stay in VMEM, the less is read from HBM; blocks of equal standing remain in the order above.
-    return [config for _, config in sorted(found, key=lambda pair: pair[0])]
+    return [config for *_, config in sorted(found, key=lambda found: found[:-1])]
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)

@@ -1,68 +1,59 @@
 """Batch norm on TPU, backward: x, the gradient and the gate are read once for two sums, if VMEM can keep them.
 
 As in the forward kernel, images pass twice, and a block of channels that fits is kept in VMEM in between: x, and the
-gradient behind the activation, to which the gate has been applied. That gradient is only stored if it is a result: the
-gradient of the residual.
+gradient behind the activation, to which the gate has been applied, in float32 where that saves time. That gradient is
+only stored if it is a result: the gradient of the residual.
 """
 
 import functools
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_kernels.batch_norm_refusals import IDENTITY
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu import batch_norm
 from pallas_kernels.tpu.batch_norm_blocks import blocks_of
-from pallas_kernels.tpu.batch_norm_streams import launch, pass_over
+from pallas_kernels.tpu.batch_norm_streams import Phase, launch, pass_twice
+
+# With HBM as fast as v7x's, the vector unit has no time to unpack the gradient twice.
+_WIDENS_BYTES_PER_S = 2e12
 
 
 def _kernel(images, results, parameters, statistics, partials, *, blocks):
     (x, grad, *gates), (dx, *residual_grads) = images, results
-    mean_ref, *sums_refs, _ = partials
-    for stream in images:
-        stream.begin()
-
-    def begin(channels):
-        mean_ref[channels] = jnp.broadcast_to(parameters[1][blocks.group_at(channels)], blocks.tile)
-        for sums_ref in sums_refs:
-            sums_ref[channels] = jnp.zeros(blocks.tile, jnp.float32)
-
-    blocks.for_each_group(begin, at_once=8)
-
-    def step_of_sums(step):
-        x_ref, grad_ref, gate_refs = x.block(step), grad.block(step), [gate.block(step) for gate in gates]
-
-        def group(channels):
-            mean = mean_ref[channels]
-
-            def add(at, sums):
-                d = _gated(grad_ref, gate_refs, at)
-                if gate_refs and blocks.kept:
-                    grad_ref[at] = d.astype(grad_ref.dtype)
-                return sums[0] + d * (x_ref[at].astype(jnp.float32) - mean), sums[1] + d
-
-            blocks.fold(channels, add, *sums_refs)
-
-        blocks.for_each_group(group)
-
-    pass_over(images, [], step_of_sums)
-    again = ([x, grad, *gates], [x], [])[blocks.kept]
-    for stream in again:
-        stream.begin()
+    sums, coefficients = partials[:3], partials[3:]
     # As in the forward kernel.
     folds = jnp.dtype(dx.dtype).itemsize == 2
-    finish = functools.partial(_finish, blocks, parameters, statistics, partials, folds)
-    blocks.for_each_group(finish, at_once=8)
 
-    def step_of_dx(step):
-        x_ref, grad_ref, dx_ref = x.block(step), grad.block(step), dx.block(step)
-        gate_refs = [] if blocks.kept else [gate.block(step) for gate in gates]
-        residual_refs = [residual.block(step) for residual in residual_grads]
+    def accumulate(turn, step):
+        mean_ref, *sums_refs = sums
+
+        def begin(channels):
+            mean = parameters[1][blocks.group_at(turn, channels)]
+            mean_ref[channels] = jnp.broadcast_to(mean, blocks.tile)
+            for sums_ref in sums_refs:
+                sums_ref[channels] = jnp.zeros(blocks.tile, jnp.float32)
+
+        pl.when(step == 0)(lambda: blocks.for_each_group(begin, at_once=8))
+        wide_ref = grad.wide_vmem.at[step] if blocks.widens else None
+        refs = x.block(turn, step), grad.block(turn, step), wide_ref, [gate.block(turn, step) for gate in gates]
+        blocks.for_each_group(functools.partial(_accumulate, blocks, *refs, sums))
+
+    def finish(turn):
+        of_group = functools.partial(_finish, blocks, parameters, statistics, sums[1:], coefficients, folds, turn)
+        blocks.for_each_group(of_group, at_once=8)
+
+    def write(turn, step):
+        x_ref, dx_ref = x.block(turn, step), dx.block(turn, step)
+        grad_ref = grad.wide_vmem.at[step] if blocks.widens else grad.block(turn, step)
+        gate_refs = [] if blocks.kept else [gate.block(turn, step) for gate in gates]
+        residual_refs = [residual.block(turn, step) for residual in residual_grads]
 
         def group(channels):
-            mean, factor, slope, offset = (ref[channels] for ref in partials)
+            mean, factor, slope, offset = (ref[channels] for ref in coefficients)
 
-            def differentiate(at, _):
+            def differentiate(at):
                 d = _gated(grad_ref, gate_refs, at)
                 values = x_ref[at].astype(jnp.float32)
                 dx_ref[at] = (factor * d + ((values if folds else values - mean) * slope + offset)).astype(dx_ref.dtype)
@@ -73,7 +64,27 @@ def _kernel(images, results, parameters, statistics, partials, *, blocks):
 
         blocks.for_each_group(group)
 
-    pass_over(again, results, step_of_dx)
+    again = ([x, grad, *gates], [x], [])[blocks.kept]
+    pass_twice(blocks, Phase(images, [], accumulate), finish, Phase(again, results, write))
+
+
+def _accumulate(blocks, x_ref, grad_ref, wide_ref, gate_refs, sums, channels):
+    """Adds a group of a block to its two sums, and keeps the gradient behind the activation."""
+    mean_ref, *sums_refs = sums
+    mean = mean_ref[channels]
+
+    def terms(at):
+        d = _gated(grad_ref, gate_refs, at)
+        centred = x_ref[at].astype(jnp.float32) - mean
+        if wide_ref is not None:
+            # The compiler unpacks a value once for each of its uses; this one is loaded for the second.
+            wide_ref[at] = d
+            return d * centred, wide_ref[at]
+        if gate_refs and blocks.kept:
+            grad_ref[at] = d.astype(grad_ref.dtype)
+        return d * centred, d
+
+    blocks.fold(channels, terms, *sums_refs)
 
 
 def _gated(grad_ref, gate_refs, at):
@@ -84,23 +95,24 @@ def _gated(grad_ref, gate_refs, at):
     return d
 
 
-def _finish(blocks, parameters, statistics, partials, folds, channels):
-    """The sums of a group of channels, and in place of its partial ones `factor`, `slope` and `offset`.
+def _finish(blocks, parameters, statistics, sums, coefficients, folds, turn, channels):
+    """The sums of a group of channels, and what dx needs of them: `mean`, `factor`, `slope` and `offset`.
 
     With x_hat = (x - mean) inv_std, and means over the elements of a channel:
     dx = scale inv_std (d - mean(d) - x_hat mean(d x_hat)) + (grad_mean + 2 (x - mean) grad_variance) / elements
        = factor d + (x - mean) slope + offset
     """
-    at = blocks.group_at(channels)
+    at = blocks.group_at(turn, channels)
     scale, mean, inv_std, grad_mean, grad_variance = (ref[at] for ref in parameters)
-    dscale, dbias = (blocks.total(sums_ref[channels]) for sums_ref in partials[1:3])
+    dscale, dbias = (blocks.total(sums_ref[channels]) for sums_ref in sums)
     dscale = dscale * inv_std
     for ref, values in zip(statistics, (dscale, dbias), strict=True):
         ref[at] = values
     factor = scale * inv_std
     slope = (2 * grad_variance - factor * inv_std * dscale) / blocks.elements
     offset = (grad_mean - factor * dbias) / blocks.elements
-    for ref, values in zip(partials[1:], (factor, slope, offset - mean * slope if folds else offset), strict=True):
+    found = mean, factor, slope, offset - mean * slope if folds else offset
+    for ref, values in zip(coefficients, found, strict=True):
         ref[channels] = jnp.broadcast_to(values, blocks.tile)
 
 
@@ -123,7 +135,7 @@ def run(
     blocks = blocks_of(x.shape, x.dtype, 2, **config)
     # A gate may be a mask of bools, which Mosaic does not tile like x. The identity has no gate to read.
     gates = [array.astype(x.dtype) for array in gate if activation[0] == "relu"]
-    of_grad = "kept" if blocks.kept else "both"
+    of_grad = "wide" if blocks.widens else "kept" if blocks.kept else "both"
     of_gate = "once" if blocks.kept else "both"
     dx, *residual, dscale, dbias = launch(
         functools.partial(_kernel, blocks=blocks),
@@ -146,7 +158,9 @@ def refuses(hardware, grad, x, *operands, axis_name, **params) -> str | None:
 def configs(hardware, grad, x, *operands, residual_grad=False, **_):
     """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     # Images are the gradient, x, dx, a gate, which follows the five statistics, and the residual's gradient.
-    return batch_norm.configs_of(hardware, x, 2, images=3 + len(operands[5:]) + residual_grad)
+    images = 3 + len(operands[5:]) + residual_grad
+    widens = (hardware.memory_bytes_per_s or 0) > _WIDENS_BYTES_PER_S
+    return batch_norm.configs_of(hardware, x, 2, images, widens)
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)

@@ -6,7 +6,7 @@ other axes, so the kernels take the order in which XLA stores them.
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,17 +17,22 @@ from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_or
 
 _MIB = 2**20
 # TPUs have 64 vector registers of 8 x 128 values. A group's partial statistics take at most 8 of them each, two or
-# three in all, and a turn of the innermost loop reads 128, so that its beginning and end are small beside it.
+# three in all, and a turn of the innermost loop reads 512, so that its beginning and end are small beside it: where
+# that is a whole block, its scalar code is scheduled beside the vectors.
 _REGISTER = SUBLANES * LANES
 _PARTIAL_REGISTERS = 8
-_TURN_REGISTERS = 128
+_TURN_REGISTERS = 512
+# Sums grow by so many terms at a time, added by halves: one after the other, additions wait for each other.
+_TERMS_AT_ONCE = 4
 # Where channels are planes, each takes a loop of its own, which needs as many elements to be worth its beginning.
 _PLANE_ELEMENTS = 2**16
 _MOST_COLUMNS = 512  # of a tile: with more, the 16 rows of a tile of bfloat16 would take more registers
 # The most parameters and statistics that a kernel has, in the two buffers of the pipeline.
 _STATISTICS = 2 * 7
-# What a kernel holds of each position in a group's tiles.
-PARTIALS = 4
+_STATISTICS_BYTES = 4 * _MIB  # for those of all blocks of channels that a program takes
+_WIDER_BYTES = 2  # by which a bfloat16 grows in float32
+# What a kernel holds of each position in a group's tiles: sums of one block of channels, coefficients of another.
+PARTIALS = 7
 # Blocks of each stream in flight, a power of two: a copy hides the latency of the next, and work on blocks is uneven.
 DEPTH = 4
 # VMEM for what Mosaic keeps for itself.
@@ -42,12 +47,18 @@ class Blocks(NamedTuple):
       view: the shape of the images.
       block: the shape of a block; each size divides the view's.
       kept: how many arrays stay in VMEM from the first phase to the second, so that HBM is read once.
+      keeps_all: whether these are all that both phases read.
+      rounds: how many blocks of channels a program takes, one after the other.
+      widens: whether one of the arrays stays there in float32, which spares the second phase to unpack it.
     """
 
     order: str
     view: tuple[int, int, int, int]
     block: tuple[int, int, int, int]
     kept: int
+    keeps_all: bool
+    rounds: int
+    widens: bool
 
     def to_view(self, x: jax.Array) -> jax.Array:
         """The operator's images in this view."""
@@ -78,18 +89,33 @@ class Blocks(NamedTuple):
         """The number of blocks of one block of channels."""
         return self.steps[1] * self.steps[2]
 
+    @property
+    def depth(self) -> int:
+        """How many blocks of each stream are in flight."""
+        return min(DEPTH, self.steps_of_a_phase)
+
+    @property
+    def alternates(self) -> bool:
+        """Whether one block of channels is in its second phase while the next is in its first."""
+        return self.rounds > 1 and self.keeps_all
+
     def slots(self, keeps: bool) -> int:
         """The number of buffers for blocks of images that are kept, or only pass."""
-        return self.steps_of_a_phase if keeps else min(DEPTH, self.steps_of_a_phase)
+        if not keeps:
+            return DEPTH
+        return self.steps_of_a_phase + (self.depth if self.alternates else 0)
 
     def vmem_bytes(self, dtype: Any, images: int) -> int:
         """The VMEM of a kernel with this many images, of which it keeps `kept`."""
-        slots = self.kept * self.slots(True) + (images - self.kept) * self.slots(False)
+        kept = self.kept - self.widens
+        slots = kept * self.slots(True) + (images - kept) * self.slots(False)
+        bytes_of_a_slot = _padded_bytes(self.block[1:], dtype)
+        wide_bytes = self.widens * self.steps_of_a_phase * _padded_bytes(self.block[1:], jnp.float32)
         statistics_bytes = PARTIALS * _padded_bytes(self.partial_shape, jnp.float32)
         statistics_bytes += _STATISTICS * _padded_bytes(self.statistics_block[1:], jnp.float32)
         # Tiles of rows that no whole registers divide are large, and some values of their size leave the registers.
         statistics_bytes += 4 * _padded_bytes(self.tile, jnp.float32)
-        return _RESERVED_BYTES + statistics_bytes + slots * _padded_bytes(self.block[1:], dtype)
+        return _RESERVED_BYTES + statistics_bytes + wide_bytes + slots * bytes_of_a_slot
 
     @property
     def elements(self) -> int:
@@ -103,12 +129,12 @@ class Blocks(NamedTuple):
 
     @property
     def statistics_block(self) -> tuple[int, ...]:
-        """The shape of the parameters or statistics of a block of channels."""
-        return tuple(size if axis == self.channel_axis else 1 for axis, size in enumerate(self.block))
+        """The shape of a program's parameters or statistics."""
+        return tuple(size * self.rounds if axis == self.channel_axis else 1 for axis, size in enumerate(self.block))
 
     def statistics_spec(self) -> pl.BlockSpec:
-        """The parameters or statistics of a block of channels."""
-        return pl.BlockSpec(self.statistics_block, lambda batch, channel: (batch, *self.with_channels(channel, (0, 0))))
+        """The parameters or statistics of a program."""
+        return pl.BlockSpec(self.statistics_block, lambda batch, part: (batch, *self.with_channels(part, (0, 0))))
 
     def with_channels(self, channel: Any, others: tuple[Any, ...]) -> tuple[Any, ...]:
         """A value of each axis, from that of the channels and those of the other two."""
@@ -160,10 +186,11 @@ class Blocks(NamedTuple):
         """The sums of a group's partial statistics, to broadcast against them."""
         return jnp.sum(partial, tuple(axis for axis in range(3) if axis != self.channel_axis - 1), keepdims=True)
 
-    def group_at(self, group: Any) -> tuple[Any, ...]:
-        """The index of a group of channels among parameters or statistics."""
+    def group_at(self, turn: Any, group: Any) -> tuple[Any, ...]:
+        """The index of a group of channels of a round among the program's parameters or statistics."""
+        axis = self.channel_axis
         at: list[Any] = [slice(None)] * 3
-        at[self.channel_axis - 1] = self._at(group, group, group)[self.channel_axis - 1]
+        at[axis - 1] = _tile_at(turn * self.groups + group, self.tile[axis - 1], self.statistics_block[axis])
         return 0, *at
 
     def for_each_group(self, body: Callable[[Any], None], at_once: int = 1) -> None:
@@ -176,23 +203,30 @@ class Blocks(NamedTuple):
 
         _loop(self.groups // several, turn)
 
-    def fold(self, group: Any, body: Callable[[tuple[Any, ...], Any], Any], *refs: Any) -> None:
-        """`sums = body(index, sums)` for each tile of a group, whose index is (plane, rows, columns).
+    def fold(self, group: Any, body: Callable[[tuple[Any, ...]], Any], *refs: Any) -> None:
+        """Adds `body(index)` of each tile of a group, whose index is (plane, rows, columns), to the sums in `refs`.
 
-        `refs` hold the sums of each group. Each turn of the loop loads and stores them, which costs the vector unit
-        nothing; as values of the loop, they would be moved from register to register.
+        Each turn of the loop loads and stores a group's sums, which costs the vector unit nothing; as values of the
+        loop, they would be moved from register to register.
         """
         turn = self._turn(self.tile)
         turns = [size // (tile * step) for size, tile, step in zip(self.block[1:], self.tile, turn, strict=True)]
         turns[self.channel_axis - 1] = 1
 
         def tiles_of_a_turn(*starts):
-            sums = tuple(ref[group] for ref in refs)
-            for offsets in itertools.product(*map(range, turn)):
-                at = [start * step + offset for start, step, offset in zip(starts, turn, offsets, strict=True)]
-                at[self.channel_axis - 1] = group
-                sums = body(self._at(*at), sums)
-            for ref, values in zip(refs, sums or (), strict=True):
+            sums = [ref[group] for ref in refs]
+            offsets = list(itertools.product(*map(range, turn)))
+            for first in range(0, len(offsets), _TERMS_AT_ONCE):
+                terms = []
+                for few in offsets[first : first + _TERMS_AT_ONCE]:
+                    at = [start * step + offset for start, step, offset in zip(starts, turn, few, strict=True)]
+                    at[self.channel_axis - 1] = group
+                    terms.append(body(self._at(*at)))
+                if refs:
+                    sums = [
+                        values + _sum(of_ref) for values, of_ref in zip(sums, zip(*terms, strict=True), strict=True)
+                    ]
+            for ref, values in zip(refs, sums, strict=True):
                 ref[group] = values
 
         def loop(*starts):
@@ -219,6 +253,12 @@ def _loop(turns: int, body: Callable[[Any], None]) -> None:
         jax.lax.fori_loop(0, turns, lambda turn, _: body(turn), None)
 
 
+def _sum(terms: Sequence[Any]) -> Any:
+    """The sum of some terms, by halves."""
+    half = len(terms) // 2
+    return terms[0] if len(terms) == 1 else _sum(terms[:half]) + _sum(terms[half:])
+
+
 def _tile_at(tile: Any, size: int, extent: int) -> Any:
     if size == extent:
         return slice(None)
@@ -226,10 +266,11 @@ def _tile_at(tile: Any, size: int, extent: int) -> Any:
     return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)
 
 
-def blocks_of(shape, dtype, arrays, block_elements, kept_bytes):
+def blocks_of(shape, dtype, arrays, block_elements, kept_bytes, parts=1, widens=False):
     """Blocks of at most `block_elements` padded elements; None if no division of the images is that small.
 
-    Up to `arrays` images stay in VMEM between the phases: as many as fit into `kept_bytes`.
+    Up to `arrays` images stay in VMEM between the phases: as many as fit into `kept_bytes`, one of them in float32 if
+    it `widens` and all fit so. Channels are shared by `parts` programs that may run on as many cores, or by more.
     """
     n, a, c, b = shape[-4:]
     if 1 not in (a, b):
@@ -250,19 +291,31 @@ def blocks_of(shape, dtype, arrays, block_elements, kept_bytes):
     def padded(block):
         return _padded_bytes(block, dtype) // itemsize
 
-    for kept in range(arrays, -1, -1):
+    wide = [(arrays, True)] if widens and itemsize == 2 else []
+    for kept, widens in (*wide, *((kept, False) for kept in range(arrays, -1, -1))):
         # All channels if possible, as each block of channels waits for its statistics; then what DMAs find together.
         for channels, rest, first in itertools.product(channel_sizes, sizes[1], sizes[0]):
             if axis == 0 and channels > max(1, block_elements // _PLANE_ELEMENTS):
                 continue
             whole = [channels if other == axis else extent for other, extent in enumerate(view[1:])]
             statistics_bytes = _padded_bytes([channels if other == axis else 1 for other in range(3)], jnp.float32)
-            if kept and kept * padded(whole) * itemsize + _STATISTICS * statistics_bytes > kept_bytes:
+            rounds = _rounds(view[1 + axis] // channels, parts, statistics_bytes)
+            keeps_all = kept == arrays
+            # While one block of channels leaves, the next arrives.
+            arriving = (kept - widens) * DEPTH * block_elements * itemsize if keeps_all and rounds > 1 else 0
+            whole_bytes = padded(whole) * (kept * itemsize + widens * _WIDER_BYTES)
+            if kept and whole_bytes + arriving + rounds * _STATISTICS * statistics_bytes > kept_bytes:
                 continue
             planes, rows, columns = ((channels, first, rest), (first, channels, rest), (first, rest, channels))[axis]
             if padded((planes, rows, columns)) <= block_elements:
-                return Blocks(order, view, (1, planes, rows, columns), kept)
+                return Blocks(order, view, (1, planes, rows, columns), kept, keeps_all, rounds, widens)
     return None
+
+
+def _rounds(channel_blocks: int, parts: int, statistics_bytes: int) -> int:
+    """How many blocks of channels a program takes, if their parameters and statistics are to be small."""
+    most = max(1, min(-(-channel_blocks // parts), _STATISTICS_BYTES // (_STATISTICS * statistics_bytes)))
+    return next(size for size in divisors(channel_blocks, 1) if size <= most)
 
 
 def _order(n: int, c: int, s: int, channels_last: bool) -> str:
