@@ -114,7 +114,7 @@ def _sorted_ids(indices: jax.Array, num_weights: int, padding_idx: int | None) -
         live &= ids != padding_idx
     positions, bits = jnp.arange(ids.size, dtype=jnp.int32), (ids.size - 1).bit_length()
     if (num_weights + 1) << bits <= 2**31:
-        # Both in one word take little more than half of the time to sort.
+        # To sort both in one word takes less than to sort one and move the other with it.
         ids = jnp.where(live, ids, jnp.full_like(ids, num_weights)).astype(jnp.int32)
         (keys,) = jax.lax.sort((ids << bits | positions,), is_stable=False)
         return keys >> bits, keys & (2**bits - 1)

@@ -171,7 +171,7 @@ def kernel(*refs: Any, plan: Plan) -> None:
             for_copy(now.tile, slot, lambda copy: copy.start())
         else:
             _store_block(plan, sums_ref.at[slot], out_ref)
-        # A remainder would take the scalar unit long.
+        # Slots take turns.
         state_ref[_SLOT] = jnp.where(has_turn, jnp.where(slot == plan.slots - 1, 0, slot + 1), state_ref[_SLOT])
 
     if plan.in_place:
@@ -197,7 +197,7 @@ def _store_block(plan: Plan, sums_ref: Any, out_ref: Any) -> None:
 def _part_of_fullest(plan: Plan, state_ref: Any) -> tuple[Any, Any]:
     """Where those of the fullest tile's positions begin and end that are added in this step: an even part."""
     begin, end, unrolled = state_ref[_BEGIN], state_ref[_END], plan.blocks.unrolled
-    # (end - begin) / fullest_at, rounded up: without a division, which would take the scalar unit long.
+    # (end - begin) / fullest_at, rounded up to whole turns of the loop; by a product, as the divisor is a constant.
     part = (((end - begin) * pl.cdiv(2**14, plan.fullest_at * unrolled) >> 14) + 1) * unrolled
     begin = jnp.minimum(begin + pl.program_id(0) * part, end)
     return begin, jnp.minimum(begin + part, end)

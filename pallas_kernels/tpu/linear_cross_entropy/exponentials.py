@@ -57,6 +57,7 @@ def _kernel(labels_ref, reference_ref, columns_ref, x_ref, weight_ref, *refs, cl
         refs_of_sums = labels_ref, reference_ref, columns_ref, exponentials_ref, sum_refs
 
         def fold_block(valid_classes):
+            # x is loaded in here: what two branches share is copied in VMEM first.
             fold = functools.partial(_fold_chunk, *refs_of_sums, logits_of(), **options)
             for_chunks(fold, weight_ref.shape[0], vocab_index, valid_classes)
 

@@ -96,6 +96,7 @@ def _kernel(live_ref, labels_ref, columns_ref, x_ref, weight_ref, *refs, classes
         rows = labels_ref, scale_ref, columns_ref, known, target_total_ref
 
         def fold_block(valid_classes):
+            # x is loaded in here: what two branches share is copied in VMEM first.
             fold = functools.partial(_fold_chunk, *rows, logits_of(), **options)
             for_chunks(fold, weight_ref.shape[0], vocab_index, valid_classes)
 
