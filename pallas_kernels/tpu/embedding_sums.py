@@ -153,17 +153,11 @@ def kernel(*refs: Any, plan: Plan) -> None:
     if fetch is not None:
         pl.when(step == 0)(fetch.wait)
     elif plan.is_converted:
-
-        @pl.when(now.begin < now.end)
-        def _convert() -> None:
-            # A row of 16-bit values shares its registers with the next one and cannot be read alone. So a chunk that
-            # has any rows of this tile is converted as a whole, once.
-            float32_ref[...] = rows_ref[...].astype(jnp.float32)
+        pl.when(now.begin < now.end)(lambda: _convert(rows_ref, float32_ref))
 
     add_all(sums_ref.at[slot], now.begin, now.end, () if at else carry_refs)
     if at:
-        part = _part_of_fullest(plan, state_ref)
-        add_all(sums_ref.at[plan.slots], *part, carry_refs)
+        add_all(sums_ref.at[plan.slots], *_part_of_fullest(plan, state_ref), carry_refs)
 
     @pl.when(now.is_last)
     def _write() -> None:
@@ -176,6 +170,11 @@ def kernel(*refs: Any, plan: Plan) -> None:
 
     if plan.in_place:
         pl.when(step == plan.blocks.steps - 1)(lambda: _wait_for_last(plan, state_ref, for_copy))
+
+
+def _convert(rows_ref: Any, float32_ref: Any) -> None:
+    """A row of 16-bit values shares its registers with the next and cannot be read alone, so all are converted."""
+    float32_ref[...] = rows_ref[...].astype(jnp.float32)
 
 
 def _wait_for_last(plan: Plan, state_ref: Any, for_copy: Callable[..., None]) -> None:
