@@ -1,131 +1,41 @@
 """The gradient of an embedding table on TPU: each row is summed in VMEM and written once.
 
-XLA sorts the ids and brings the gradient's rows into their order. Then every tile of the table's rows owns a run of
-these rows, and the grid walks over pairs of a tile and a chunk of its run. The indices of both are known ahead, by
-scalar prefetch, so that the pipeline can fetch the next chunk. A tile stays in VMEM, in float32, until its run is
-summed.
+XLA sorts the ids. Then every tile of the table's rows owns a run of positions, and the grid passes over the tiles, in
+one of two ways:
+
+* if the rows of the gradient fit into VMEM, they come there as they are, and the words of `embedding_order` say where
+  each position's row lies.
+* else XLA brings them into the order of ids, and the grid walks over pairs of a tile and a chunk of its run. The
+  indices of both are known ahead, by scalar prefetch, so that the pipeline can fetch the next chunk.
+
+`embedding_sums` has the kernel.
 """
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.kernel import Kernel
+from pallas_kernels.tpu.embedding_order import LANES, SUBLANES, Blocks, blocks_of, in_order
+from pallas_kernels.tpu.embedding_sums import SLOTS, Plan, kernel
 from pallas_kernels.tpu.streaming_cost import streaming_cost
 
-_LANES = 128
 _DTYPES = ("float32", "bfloat16")
-_NO_ROW = 2**31 - 1
-_CHUNK_ROWS = 128  # at most
-# VMEM: a tile of sums in float32, the result's tile in two buffers, and three chunks that are at most as large (two
-# buffers, and a float32 copy of bfloat16). In float32 that is 6 * 4 * block_elements bytes at most: 12 MiB for the
-# largest, within the 16 MiB that XLA grants.
-_CONFIGS = ({"block_elements": 2**18}, {"block_elements": 2**19}, {"block_elements": 2**17})
-_SMEM_BYTES = 2**18  # of the schedule, four int32 per step; a TensorCore has four times as much SMEM
-
-
-class Blocks(NamedTuple):
-    """How a table (V, D) and the sorted positions are cut.
-
-    Attributes:
-      rows: of a tile.
-      columns: of a tile and of a chunk.
-      chunk_rows: sorted positions in a chunk.
-      tiles: how many cover the table's rows.
-      chunks: how many cover the positions.
-    """
-
-    rows: int
-    columns: int
-    chunk_rows: int
-    tiles: int
-    chunks: int
-
-    @property
-    def steps(self) -> int:
-        """The most pairs of a tile and a chunk that share positions, where a tile without positions counts as one."""
-        return self.tiles + self.chunks - 1
-
-
-def blocks_of(num_weights: int, width: int, positions: int, dtype: Any, config: Any) -> Blocks:
-    """Tiles of at most `block_elements`, as wide as the table if enough rows of it fit."""
-    multiple = 32 // jnp.dtype(dtype).itemsize
-    columns = min(width, config["block_elements"] // multiple // _LANES * _LANES)
-    rows = config["block_elements"] // _round_up(columns, _LANES) // multiple * multiple
-    chunk_rows = min(rows, _CHUNK_ROWS)
-    rows = min(rows, _round_up(num_weights, multiple))
-    return Blocks(rows, columns, chunk_rows, pl.cdiv(num_weights, rows), pl.cdiv(positions, chunk_rows))
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return pl.cdiv(size, multiple) * multiple
-
-
-def _schedule(ids: jax.Array, blocks: Blocks) -> tuple[jax.Array, ...]:
-    """For each step: the tile, the chunk, and where in the chunk the tile's positions begin and end."""
-    starts = jnp.searchsorted(ids, blocks.rows * jnp.arange(blocks.tiles + 1, dtype=jnp.int32)).astype(jnp.int32)
-    start, stop = starts[:-1], starts[1:]
-    first_chunk = jnp.minimum(start // blocks.chunk_rows, blocks.chunks - 1)
-    last_chunk = jnp.maximum(first_chunk, (stop - 1) // blocks.chunk_rows)
-    steps_before = jnp.cumsum(last_chunk - first_chunk + 1, dtype=jnp.int32)
-    step = jnp.arange(blocks.steps, dtype=jnp.int32)
-    tile = jnp.searchsorted(steps_before, step, side="right").astype(jnp.int32)
-    is_idle, tile = tile == blocks.tiles, jnp.minimum(tile, blocks.tiles - 1)
-    # Counted back from the tile's last step. Idle steps at the end repeat the last chunk, which copies nothing.
-    chunk = jnp.minimum(last_chunk[tile] - (steps_before[tile] - 1 - step), last_chunk[tile])
-    begin = jnp.clip(start[tile] - chunk * blocks.chunk_rows, 0, blocks.chunk_rows)
-    end = jnp.clip(stop[tile] - chunk * blocks.chunk_rows, 0, blocks.chunk_rows)
-    return tile, chunk, begin, jnp.where(is_idle, 0, end)
-
-
-def _kernel(
-    tile_ref, chunk_ref, begin_ref, end_ref, ids_ref, grad_ref, out_ref, sums_ref, *scratch_refs, steps, averaged
-):
-    del chunk_ref
-    step = pl.program_id(1)
-    tile, begin, end = tile_ref[step], begin_ref[step], end_ref[step]
-    is_first = (step == 0) | (tile_ref[jnp.maximum(step - 1, 0)] != tile)
-    is_last = (step == steps - 1) | (tile_ref[jnp.minimum(step + 1, steps - 1)] != tile)
-    scratch = list(scratch_refs)
-    counts_ref = scratch.pop() if averaged else None
-    float32_ref = scratch.pop() if scratch else grad_ref
-    first_row = tile * sums_ref.shape[0]
-
-    # The steps of one tile follow each other, so its sums stay in VMEM from the first to the last.
-    @pl.when(is_first)
-    def _():
-        sums_ref[...] = jnp.zeros_like(sums_ref)
-        if counts_ref is not None:
-            counts_ref[...] = jnp.zeros_like(counts_ref)
-
-    if float32_ref is not grad_ref:
-
-        @pl.when(begin < end)
-        def _():
-            # A row of 16-bit values shares its registers with the next one and cannot be read alone. So a chunk that
-            # has any rows of this tile is converted as a whole, once.
-            float32_ref[...] = grad_ref[...].astype(jnp.float32)
-
-    # Rows are added one by one, in the order of positions: equal ids may follow each other, and the sum must not depend
-    # on how the work is cut.
-    def add(position, _):
-        row = pl.ds(ids_ref[0, 0, position] - first_row, 1)
-        sums_ref[row, :] += float32_ref[pl.ds(position, 1), :]
-        if counts_ref is not None:
-            counts_ref[row, :] += 1.0
-
-    jax.lax.fori_loop(begin, end, add, None)
-
-    @pl.when(is_last)
-    def _():
-        sums = sums_ref[...]
-        if counts_ref is not None:
-            sums = sums * (1 / jnp.maximum(counts_ref[...], 1.0))
-        out_ref[...] = sums.astype(out_ref.dtype)
+_MOST_ROWS = 2**31 - 1
+# `resident`: if all rows of the gradient are in VMEM.
+_CONFIGS = (
+    {"block_elements": 2**20, "resident": 1},
+    {"block_elements": 2**18, "resident": 0},
+    {"block_elements": 2**19, "resident": 0},
+    {"block_elements": 2**17, "resident": 0},
+)
+_SMEM_BYTES = 2**19  # of scalar operands, at most; a TensorCore has twice as much SMEM
+_MIB = 2**20
+_SMALLEST_VMEM_BYTES = 64 * _MIB  # of all TPUs that can be targets: v5p's and TPU7x's
 
 
 def run(grad, indices, *, num_weights, padding_idx, scale_grad_by_freq, config, interpret=False):
@@ -134,68 +44,81 @@ def run(grad, indices, *, num_weights, padding_idx, scale_grad_by_freq, config, 
 
     width, positions = grad.shape[-1], math.prod(indices.shape)
     blocks = blocks_of(num_weights, width, positions, grad.dtype, config)
-    ids, order, schedule = _in_order(indices, blocks, num_weights, padding_idx)
-    rows = grad.reshape(positions, width)[order]
+    is_float32, is_whole = grad.dtype == jnp.float32, num_weights % SUBLANES == width % LANES == 0
+    plan = Plan(blocks, is_float32 and is_whole, is_converted=not is_float32, averaged=scale_grad_by_freq)
+    schedule, words, order = in_order(indices, blocks, num_weights, padding_idx)
+    rows = grad.reshape(positions, width)
+    rows = _as_stored(rows if blocks.is_resident else rows[order])
     table = jax.ShapeDtypeStruct((num_weights, width), grad.dtype)
     out = pl.pallas_call(
-        functools.partial(_kernel, steps=blocks.steps, averaged=scale_grad_by_freq),
+        functools.partial(kernel, plan=plan),
         name="embedding_dense_backward",
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(schedule),
-            # Parts of wide rows are independent. Each passes over all steps, which accumulate in order.
-            grid=(pl.cdiv(width, blocks.columns), blocks.steps),
-            in_specs=[
-                pl.BlockSpec(
-                    (1, 1, blocks.chunk_rows),
-                    lambda column, step, tile, chunk, *_: (chunk[step], 0, 0),
-                    memory_space=pltpu.SMEM,
-                ),
-                pl.BlockSpec(
-                    (blocks.chunk_rows, blocks.columns), lambda column, step, tile, chunk, *_: (chunk[step], column)
-                ),
-            ],
-            out_specs=pl.BlockSpec((blocks.rows, blocks.columns), lambda column, step, tile, *_: (tile[step], column)),
-            scratch_shapes=[
-                pltpu.VMEM((blocks.rows, blocks.columns), jnp.float32),
-                *[pltpu.VMEM((blocks.chunk_rows, blocks.columns), jnp.float32)] * (grad.dtype != jnp.float32),
-                *[pltpu.VMEM((blocks.rows, 1), jnp.float32)] * scale_grad_by_freq,
-            ],
+            num_scalar_prefetch=len(schedule), grid=(blocks.steps,), **_specs(plan, grad.dtype)
         ),
-        out_shape=table,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=streaming_cost((ids, rows, table), rows.size, flops=1),
+        out_shape=jax.eval_shape(_as_stored, table) if plan.in_place else table,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=_vmem_bytes(blocks)),
+        cost_estimate=streaming_cost((words, rows, table), rows.size, flops=1),
         interpret=interpret,
-    )(*schedule, ids.reshape(blocks.chunks, 1, blocks.chunk_rows), rows)
-    return (out,)
+    )(*schedule, words.reshape(blocks.chunks, 1, blocks.chunk_rows), rows)
+    return (_from_stored(out, table.shape) if plan.in_place else out,)
+
+
+def _as_stored(rows: jax.Array) -> jax.Array:
+    """(N, D) as rows of 128 lanes in the order in which memory has them, which XLA knows to be no copy."""
+    rows = jnp.pad(rows, ((0, -rows.shape[0] % SUBLANES), (0, -rows.shape[1] % LANES)))
+    return rows.reshape(-1, SUBLANES, rows.shape[1] // LANES, LANES).transpose(0, 2, 1, 3).reshape(-1, LANES)
+
+
+def _from_stored(lanes: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    return lanes.reshape(-1, shape[1] // LANES, SUBLANES, LANES).transpose(0, 2, 1, 3).reshape(shape)
+
+
+def _specs(plan: Plan, dtype: Any) -> dict[str, Any]:
+    """Blocks and scratch of the kernel."""
+    from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
+
+    blocks = plan.blocks
+    in_chunk, in_tile = (blocks.chunk_rows * blocks.strips, LANES), (blocks.rows * blocks.strips, LANES)
+    if blocks.is_resident:
+        words, rows = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pl.ANY)
+    else:
+        words = pl.BlockSpec(
+            (1, 1, blocks.chunk_rows), lambda step, tile, chunk, *_: (chunk[step], 0, 0), memory_space=pltpu.SMEM
+        )
+        rows = pl.BlockSpec(in_chunk, lambda step, tile, chunk, *_: (chunk[step], 0))
+    table = pl.BlockSpec(
+        (blocks.rows, blocks.strips * LANES),
+        lambda step, scalars, *_: (step if blocks.is_resident else scalars[step], 0),
+    )
+    return {
+        "in_specs": [words, rows],
+        "out_specs": pl.BlockSpec(memory_space=pl.ANY) if plan.in_place else table,
+        "scratch_shapes": [
+            pltpu.VMEM((plan.slots + (plan.fullest_at > 0), *in_tile), jnp.float32),
+            pltpu.SMEM((4,), jnp.int32),
+            *[pltpu.VMEM((blocks.strips, LANES), jnp.float32)] * (1 + plan.averaged),
+            *[pltpu.VMEM(in_chunk, jnp.float32)] * (blocks.is_resident or plan.is_converted),
+            *[pltpu.SemaphoreType.DMA(())] * blocks.is_resident,
+            *[pltpu.SemaphoreType.DMA((plan.slots + 1,))] * plan.in_place,
+        ],
+    }
+
+
+def _vmem_bytes(blocks: Blocks) -> int:
+    """The VMEM that the kernel asks for."""
+    row_bytes = 4 * blocks.strips * LANES
+    # The gradient's rows, all of them or three chunks: two buffers, and a copy in float32. Then a tile of sums for each
+    # slot and for the fullest one; or one such tile and two buffers of the result's.
+    chunks = blocks.chunk_rows * (1 if blocks.is_resident else 3)
+    return (chunks + (SLOTS + 1) * blocks.rows) * row_bytes + 2 * _MIB
 
 
 def scalar_operands(indices: jax.Array, num_weights: int, width: int, dtype: Any, config: Any) -> tuple[jax.Array, ...]:
     """What the kernel's first operands hold for these ids: they decide its course, for replays of its schedule."""
     blocks = blocks_of(num_weights, width, indices.size, dtype, config)
-    ids, _, schedule = _in_order(indices, blocks, num_weights, None)
-    return *schedule, ids
-
-
-def _in_order(
-    indices: jax.Array, blocks: Blocks, num_weights: int, padding_idx: int | None
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
-    """Sorted ids and the positions that hold them, both filled up to whole chunks; and the schedule."""
-    ids, order = _sorted_ids(indices, num_weights, padding_idx)
-    missing = blocks.chunks * blocks.chunk_rows - ids.size
-    ids = jnp.pad(ids, (0, missing), constant_values=_NO_ROW)
-    return ids, jnp.pad(order, (0, missing)), _schedule(ids, blocks)
-
-
-def _sorted_ids(indices: jax.Array, num_weights: int, padding_idx: int | None) -> tuple[jax.Array, jax.Array]:
-    """Ids in ascending order, with ids that are not a row last, and the positions that hold them."""
-    ids = indices.reshape(-1)
-    ids = ids if ids.dtype.itemsize == 8 else ids.astype(jnp.int32)
-    live = (ids >= 0) & (ids < num_weights)
-    if padding_idx is not None:
-        live &= ids != padding_idx
-    ids = jnp.where(live, ids, jnp.full_like(ids, _NO_ROW)).astype(jnp.int32)
-    ids, order = jax.lax.sort((ids, jnp.arange(ids.size, dtype=jnp.int32)), num_keys=1)
-    return ids, order
+    schedule, words, _ = in_order(indices, blocks, num_weights, None)
+    return *schedule, words
 
 
 def refuses(hardware, grad, indices, *, num_weights, **_) -> str | None:
@@ -211,9 +134,18 @@ def refuses(hardware, grad, indices, *, num_weights, **_) -> str | None:
 
 def configs(hardware, grad, indices, *, num_weights, **_):
     """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
-    positions = math.prod(indices.shape)
-    cuts = ((config, blocks_of(num_weights, grad.shape[-1], positions, grad.dtype, config)) for config in _CONFIGS)
-    return [config for config, blocks in cuts if 4 * 4 * blocks.steps <= _SMEM_BYTES and num_weights < _NO_ROW]
+    positions, width = math.prod(indices.shape), grad.shape[-1]
+    vmem_bytes = getattr(hardware, "on_chip_bytes", None) or _SMALLEST_VMEM_BYTES
+
+    def fits(config):
+        blocks = blocks_of(num_weights, width, positions, grad.dtype, config)
+        words = blocks.chunk_rows + blocks.tiles + 1 if blocks.is_resident else 4 * blocks.steps
+        is_narrow = blocks.word_bits <= 32 and num_weights < _MOST_ROWS
+        is_meant = blocks.is_resident == config["resident"]
+        is_small = _vmem_bytes(blocks) <= 0.85 * vmem_bytes
+        return is_narrow and is_meant and is_small and 4 * words <= _SMEM_BYTES
+
+    return [config for config in _CONFIGS if fits(config)]
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)

@@ -25,11 +25,16 @@ CHIPS = [
 ]
 
 
-def in_each_configuration(kernel, tables):
-    """All tables in bfloat16 and the first of a kernel's configurations, and the first table in float32 in each."""
-    first_cases = [(table, kernel._CONFIGS[0], "bfloat16") for table in tables]
-    cases = [*first_cases, *((tables[0], config, "float32") for config in kernel._CONFIGS)]
+def in_each_configuration(kernel, tables, *more):
+    """All tables in bfloat16 and the first configuration for it, and the first table in float32 in each."""
+    first = next(config for config in kernel._CONFIGS if not config.get("resident"))
+    first_cases = [(table, first, "bfloat16") for table in tables]
+    cases = [*first_cases, *((tables[0], config, "float32") for config in kernel._CONFIGS), *more]
     return pytest.mark.parametrize(("table", "config", "dtype"), cases, ids=str)
+
+
+# Tables of which each tile goes straight to HBM, with all of the gradient in VMEM and without.
+IN_PLACE = [((32000, 1024, 8192), config, "float32") for config in tpu_kernel._CONFIGS[:2]]
 
 
 def compile_kernel(kernel, target, table, dtype, config, **params):
@@ -42,7 +47,7 @@ def compile_kernel(kernel, target, table, dtype, config, **params):
 
 
 @pytest.mark.tpu_compile
-@in_each_configuration(tpu_kernel, TABLES)
+@in_each_configuration(tpu_kernel, TABLES, *IN_PLACE)
 def test_embedding_kernel_compiles_for_tpus(tpu, table, config, dtype):
     report = compile_kernel(tpu_kernel, tpu, table, dtype, config, scale_grad_by_freq=dtype == "bfloat16")
     assert report.kernels == {"embedding_dense_backward": 1}

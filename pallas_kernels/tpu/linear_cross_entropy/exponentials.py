@@ -54,10 +54,13 @@ def _kernel(labels_ref, reference_ref, columns_ref, x_ref, weight_ref, *refs, cl
 
     @pl.when(hidden_index == hidden_blocks - 1)
     def _complete():
-        fold = functools.partial(
-            _fold_chunk, labels_ref, reference_ref, columns_ref, exponentials_ref, sum_refs, logits_of(), **options
-        )
-        fold_block = functools.partial(for_chunks, fold, weight_ref.shape[0], vocab_index)
+        refs_of_sums = labels_ref, reference_ref, columns_ref, exponentials_ref, sum_refs
+
+        def fold_block(valid_classes):
+            # x is loaded in here: what two branches share is copied in VMEM first.
+            fold = functools.partial(_fold_chunk, *refs_of_sums, logits_of(), **options)
+            for_chunks(fold, weight_ref.shape[0], vocab_index, valid_classes)
+
         at_edge(fold_block, vocab_index, classes, weight_ref.shape[0])
 
 

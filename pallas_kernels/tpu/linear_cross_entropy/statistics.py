@@ -94,8 +94,12 @@ def _kernel(live_ref, labels_ref, columns_ref, x_ref, weight_ref, *refs, classes
     @pl.when(is_live & (hidden_index == hidden_blocks - 1))
     def _complete():
         rows = labels_ref, scale_ref, columns_ref, known, target_total_ref
-        fold = functools.partial(_fold_chunk, *rows, logits_of(), **options)
-        fold_block = functools.partial(for_chunks, fold, weight_ref.shape[0], vocab_index)
+
+        def fold_block(valid_classes):
+            # x is loaded in here: what two branches share is copied in VMEM first.
+            fold = functools.partial(_fold_chunk, *rows, logits_of(), **options)
+            for_chunks(fold, weight_ref.shape[0], vocab_index, valid_classes)
+
         at_edge(fold_block, vocab_index, classes, weight_ref.shape[0])
 
     @pl.when((vocab_index == pl.num_programs(1) - 1) & (hidden_index == hidden_blocks - 1))
