@@ -150,6 +150,18 @@ def test_remainders_are_taken_after_quotients():
     assert run(*lines).cycles == 11
 
 
+@pytest.mark.parametrize(("wanted", "result"), [("kDiv", 3), ("kRem", 5)])
+def test_a_division_may_give_its_quotient_or_its_remainder_alone(wanted, result):
+    lines = (
+        f"%7 = sdivrem.u32 23, 6 /* {wanted} */",
+        "%s1_s1 = spop.drf %7",
+        f"%p1_p0 = scmp.ne.s32.totalorder %s1_s1, {result}",
+        "%9 = sbr.rel (%p1_p0) target bundleno = 0 (0x0)",
+        *[""] * 4,
+    )
+    assert run(*lines).cycles == 8
+
+
 def test_transfers_queue_in_hbm_and_arrive_after_its_latency():
     found = run(dma(1000), dma(500), *wait(1500), "")
     assert found.dma_bytes == 32 * 1500

@@ -62,6 +62,7 @@ _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _LABEL = re.compile(r"/\*(\w+)=\*/")
 _CALL = re.compile(r"(inlined_call)( [^/;}]*)/\*\s*(?:%([\w.\-]+) =|(<[\w\-]+>))")
 _CORE = re.compile(r"= sld \[[^;}/]*?\]\]([^;}/]*)/\*[^*]*\bcore id\b[^*]*\*/")
+_DIVISION = re.compile(r"/\* (kDiv|kRem|kDivAndRem) \*/")  # what of a quotient and a remainder is to be taken
 _PLACE = re.compile(r'/\* loc\("([^"]*)":(\d+)[^*]*\*/')  # of kernels alone, where they were written
 _PLACED = re.compile(r"@@(.*?)@@")
 _BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: *(?:> *)*\{(.*?)\} *$", re.MULTILINE | re.DOTALL)
@@ -78,7 +79,7 @@ def read_bundles(text: str) -> tuple[Bundle, ...]:
     text = _CALL.sub(lambda call: f"{call[1]}<{call[3] or call[4]}> {call[2]}/*", text)
     text = _CORE.sub(r"= core_id \1", text)
     text = _PLACE.sub(r"@@\1:\2@@", text)
-    text = _COMMENT.sub("", text)
+    text = _COMMENT.sub("", _DIVISION.sub(r", \1", text))
     return tuple(_bundle(number, body) for number, body in _BUNDLE.findall(text))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from lowering.schedule.bundles import Bundle, Instruction, Predicate, value_of
 from lowering.schedule.decisions import NOTHING_GIVEN, Decisions, DependsOnDataError, Given
 from lowering.schedule.memory import FROM_DATA, Dma, ScalarMemory, Unknown, wrapped
-from lowering.schedule.scalar import function_of, has_no_effect, quotient_and_remainder
+from lowering.schedule.scalar import divided, function_of, has_no_effect
 from lowering.schedule.trace import Trace
 
 _MOST_BLOCKS = 20_000_000  # a few minutes of replay
@@ -288,7 +288,7 @@ class Machine:
 
         def step() -> None:
             queue.clear()
-            queue.extend(quotient_and_remainder(instruction.opcode, values[dividend], values[divisor]))
+            queue.extend(divided(instruction.opcode, values[dividend], values[divisor], *instruction.operands[2:]))
 
         return [*before, step]
 

@@ -72,12 +72,14 @@ def has_no_effect(opcode: str) -> bool:
     return name in _WITHOUT_EFFECT or (name.startswith("v") and not name.startswith(("vsync", "vwait")))
 
 
-def quotient_and_remainder(opcode: str, dividend: Any, divisor: Any) -> tuple[Any, Any]:
-    """Both results of a division, rounded towards zero; unknown where an operand is, or the divisor is zero."""
+def divided(opcode: str, dividend: Any, divisor: Any, wanted: str = "kDivAndRem") -> tuple[Any, ...]:
+    """The quotient, rounded towards zero, the remainder, or both in this order; not known where an operand is not."""
     try:
         if opcode.endswith("u32"):
-            return divmod(dividend & MASK, divisor & MASK)
-        quotient = abs(dividend) // abs(divisor) * (1 if (dividend < 0) == (divisor < 0) else -1)
-        return quotient, dividend - quotient * divisor
+            quotient, remainder = divmod(dividend & MASK, divisor & MASK)
+        else:
+            quotient = abs(dividend) // abs(divisor) * (1 if (dividend < 0) == (divisor < 0) else -1)
+            remainder = dividend - quotient * divisor
     except (TypeError, ZeroDivisionError):
-        return FROM_DATA, FROM_DATA
+        quotient = remainder = FROM_DATA
+    return {"kDiv": (quotient,), "kRem": (remainder,)}.get(wanted, (quotient, remainder))
