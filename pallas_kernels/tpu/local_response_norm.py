@@ -1,12 +1,13 @@
 """Local response normalization on TPU, forward and backward: each image passes through VMEM once.
 
 A block holds all channels of some pixels. XLA keeps the channels in lanes, in sublanes, or before both, wherever the
-array pads least. The kernel takes the array as it is, and shifts a block along that axis to add neighbours.
+array pads least, and the kernels take the array as it is. Windows of channels are cheapest to add before both, where a
+register has many pixels of one channel, and then in sublanes, so channels in lanes are transposed in registers.
 """
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +16,22 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.local_response_norm_windows import reach, refusal
-from pallas_kernels.tpu.stored_order import LANES, round_up, stored_order
+from pallas_kernels.tpu.local_response_norm_sums import in_registers, in_scratch, windows
+from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_order
 from pallas_kernels.tpu.streaming_cost import streaming_cost
 
 _ROWS = 16  # of a register of 16-bit values; a register of 32-bit values has eight
 _DTYPES = ("float32", "bfloat16")
-# VMEM, in float32: three blocks in the backward kernel (x, the gradient, dx), two buffers each, so
-# 3 * 2 * 4 * block_elements bytes: 6 MiB for the largest. That leaves 10 MiB of the 16 MiB that XLA grants for the
-# values computed from them, 1 MiB each.
-_CONFIGS = ({"block_elements": 65536}, {"block_elements": 131072}, {"block_elements": 262144})
+# Of a block: three in the backward kernel (x, the gradient, dx), two buffers each, are 12 MiB at most. To these come
+# two to three times _GROUP_ELEMENTS in float32, for windows and for what registers do not hold.
+_BLOCK_BYTES = tuple(2**n for n in (21, 20, 19, 18))
+_VMEM_BYTES = 32 * 2**20  # to ask for; XLA grants 16 MiB to kernels that do not, and TPUs have 64 MiB or more
+# Elements that are computed without a loop, so that one tile's transpositions and powers run beside another's sums.
+# By replays on v7x, half as many take 3 to 5 % longer.
+_GROUP_ELEMENTS, _MOST_TILES = 2**19, 64
+# Channels in a window; by replays on v6e and v7x, adding 24 of them by doubling in registers takes longer, 32 less.
+_MOST_IN_SCRATCH = 24
 _CHANNELS = -4
-# Bytes a second of HBM for each TensorCore, beyond which the forward kernel is bound by its vector unit on bfloat16: it
-# takes 1.4 of HBM's time on v6e (1.64e12), and 2.1 on v7x (3.7e12), where XLA's own program takes 2.0.
-_MOST_RATE = 2e12
 
 
 class View(NamedTuple):
@@ -81,7 +85,14 @@ def block_of(view, block_elements):
                 {4: LANES, 3: _ROWS}.get(axis, 1)
             )
             block[axis] = max(block[axis], min(view.shape[axis], block_elements // others // unit * unit))
-    return tuple(block) if _padded_elements(block) <= block_elements else None
+    if _padded_elements(block) > block_elements:
+        return None
+    # Whole registers, so that nothing is masked: DMAs copy what the array has.
+    if view.channel_axis != 4:
+        block[4] = round_up(block[4], LANES)
+    if view.channel_axis == 1 and block[3] > SUBLANES:
+        block[3] = round_up(block[3], _ROWS)
+    return tuple(block)
 
 
 def _padded_elements(block):
@@ -89,77 +100,181 @@ def _padded_elements(block):
     return math.prod(untiled) * round_up(rows, _ROWS) * round_up(columns, LANES)
 
 
-def _shifted(x, steps, axis):
-    """`x[i + steps]`, with zeros beyond the edge."""
-    if steps == 0:
-        return x
-    size, zeros = x.shape[axis], list(x.shape)
-    zeros[axis] = abs(steps)
-    edge = jnp.zeros(zeros, x.dtype)
-    if steps > 0:
-        return jnp.concatenate([lax.slice_in_dim(x, steps, size, axis=axis), edge], axis)
-    return jnp.concatenate([edge, lax.slice_in_dim(x, 0, size + steps, axis=axis)], axis)
+class _Norm(NamedTuple):
+    """What a kernel computes, of blocks whose channels lie in an axis."""
+
+    channel_axis: int
+    n: int
+    alpha: float
+    beta: float
+    k: float
+
+    @property
+    def share(self) -> float:
+        """What a square in a window adds to s, the sum that is raised to a power."""
+        return self.alpha / self.n
+
+    def power(self, s: jax.Array) -> jax.Array:
+        """s^-beta: s is positive, as `refusal` requires alpha >= 0 and k > 0."""
+        return jnp.exp2((-self.beta / math.log(2)) * jnp.log(s))
+
+    def gradient(self, scaled: jax.Array, x: jax.Array, shared: jax.Array) -> jax.Array:
+        """The result of the scaled gradient and the sum of what windows that hold x have in common."""
+        return scaled - (2 * self.beta * self.share) * x * shared
+
+    def tile(self, block: tuple[int, ...]) -> tuple[int, int]:
+        """Rows and columns that are computed together: those of one register, beside all channels."""
+        rows, columns = block[3:]
+        if self.channel_axis == 4:
+            return next((count for count in (LANES, 64, 32, 16, 8) if rows % count == 0), rows), columns
+        columns = LANES if columns % LANES == 0 else columns
+        return (_ROWS if self.channel_axis == 1 and rows % _ROWS == 0 else rows), columns
+
+    def tiles(self, block: tuple[int, ...]) -> tuple[int, ...]:
+        """How many there are, along all axes but the untiled one of channels."""
+        rows, columns = self.tile(block)
+        return block[0], block[2], block[3] // rows, block[4] // columns
+
+    def group(self, block: tuple[int, ...]) -> int:
+        """How many tiles are computed without a loop."""
+        rows, columns = self.tile(block)
+        elements = block[1] * round_up(rows, SUBLANES) * round_up(columns, LANES)
+        return min(max(1, _GROUP_ELEMENTS // elements), _MOST_TILES, math.prod(self.tiles(block)))
+
+    def edge(self, block: tuple[int, ...]) -> int | None:
+        """How many zeros stand before and behind the channels in scratch; None if windows are added in registers."""
+        is_in_sublanes = self.channel_axis == 3 or (self.channel_axis == 4 and self.tile(block)[0] == LANES)
+        if not is_in_sublanes or self.n > _MOST_IN_SCRATCH:
+            return None
+        return round_up(max(1, *reach(self.n, block[self.channel_axis])), SUBLANES)
 
 
-def _run_of(x, count, direction, axis):
-    """The sum of `x[i + direction * step]` for steps below count, by doubling: about log2(count) shifts each way."""
-    total, covered, width = None, 0, 1
-    while covered < count:
-        if count & width:
-            piece = _shifted(x, direction * covered, axis)
-            total = piece if total is None else total + piece
-            covered += width
-        if covered < count:
-            x = x + _shifted(x, direction * width, axis)
-            width *= 2
-    return total
+def _forward(norm, sums, channels, x):
+    s = norm.k + norm.share * sums(x * x, *reach(norm.n, channels))
+    return x * norm.power(s)
 
 
-def _neighbours(x, before, after, axis):
-    total = _run_of(x, after + 1, 1, axis)
-    return total + _shifted(_run_of(x, before, -1, axis), -1, axis) if before else total
-
-
-def _normalizer(x, channel_axis, n, alpha, k):
-    before, after = reach(n, x.shape[channel_axis])
-    return k + alpha / n * _neighbours(x * x, before, after, channel_axis)
-
-
-def _kernel(x_ref, y_ref, *, channel_axis, n, alpha, beta, k):
-    x = x_ref[...].astype(jnp.float32)
-    s = _normalizer(x, channel_axis, n, alpha, k)
-    # s^-beta: s is positive, as `refusal` requires alpha >= 0 and k > 0.
-    y_ref[...] = (x * jnp.exp(-beta * jnp.log(s))).astype(y_ref.dtype)
-
-
-def _backward_kernel(x_ref, grad_ref, dx_ref, *, channel_axis, n, alpha, beta, k):
-    x = x_ref[...].astype(jnp.float32)
-    before, after = reach(n, x.shape[channel_axis])
-    s = _normalizer(x, channel_axis, n, alpha, k)
-    scaled = grad_ref[...].astype(jnp.float32) * jnp.exp(-beta * jnp.log(s))
+def _backward(norm, sums, channels, x, grad):
+    before, after = reach(norm.n, channels)
+    s = norm.k + norm.share * sums(x * x, before, after)
+    scaled = grad * norm.power(s)
     # Channel i is in the window of channel j if j is in the mirror image of i's window: before and after swap.
-    shared = _neighbours(scaled * x / s, after, before, channel_axis)
-    dx_ref[...] = (scaled - (2 * alpha * beta / n) * x * shared).astype(dx_ref.dtype)
+    return norm.gradient(scaled, x, sums(scaled * x / s, after, before))
 
 
-def _launch(body, name, *operands, config, interpret, **params):
-    """Runs a body over blocks; the result has the last operand's shape and dtype."""
+def _channel_by_channel(norm, x_ref, *refs, place):
+    """A tile whose channels lie before rows and columns, in an order in which registers hold what is used again."""
+    *grad_refs, result_ref = refs
+    channels, image, pixels = x_ref.shape[1], place[0], place[1:]
+    before, after = reach(norm.n, channels)
+
+    def element(ref, c):
+        return ref[(image, c, *pixels)].astype(jnp.float32)
+
+    def scaled_square(c):
+        root = math.sqrt(norm.share) * x(c)
+        return root * root
+
+    def in_image(fn):
+        return functools.cache(lambda c: fn(c) if 0 <= c < channels else None)
+
+    x = functools.cache(functools.partial(element, x_ref))
+    sums = windows(in_image(scaled_square), before + after + 1, norm.k)
+    s = functools.cache(lambda c: sums(c - before))
+    scaled = functools.cache(lambda c: element(grad_refs[0], c) * norm.power(s(c)))
+    shared = windows(in_image(lambda c: scaled(c) * x(c) / s(c)), before + after + 1)
+    for c in range(channels):
+        y = norm.gradient(scaled(c), x(c), shared(c - after)) if grad_refs else x(c) * norm.power(s(c))
+        result_ref[(image, c, *pixels)] = y.astype(result_ref.dtype)
+
+
+def _all_channels(norm, *refs, edge, places):
+    """Tiles whose channels lie in sublanes or lanes: step by step, so that each step's instructions are independent."""
+    *operand_refs, result_ref, scratch = refs
+    block = result_ref.shape
+    channels = block[norm.channel_axis]
+    is_transposed = norm.channel_axis == 4 and norm.tile(block)[0] == LANES
+    axis = 0 if is_transposed or norm.channel_axis == 3 else 1
+
+    def turned(x):
+        return jnp.swapaxes(x, 0, 1) if is_transposed else x
+
+    def sums_of(i):
+        if edge is None:
+            return functools.partial(in_registers, axis=axis)
+        return functools.partial(in_scratch, ref=scratch.at[i], edge=edge)
+
+    values = [[turned(ref[place].astype(jnp.float32)) for ref in operand_refs] for place in places]
+    compute = _forward if len(operand_refs) == 1 else _backward
+    results = [compute(norm, sums_of(i), channels, *each) for i, each in enumerate(values)]
+    for place, result in zip(places, results, strict=True):
+        result_ref[place] = turned(result).astype(result_ref.dtype)
+
+
+def _kernel(*refs, norm):
+    block = refs[0].shape
+    rows, columns = norm.tile(block)
+    edge, group = norm.edge(block), norm.group(block)
+    sizes = norm.tiles(block)
+    if edge is not None:
+        zeros = jnp.zeros((edge, LANES), jnp.float32)
+        for i in range(group):
+            refs[-1][i, :edge] = refs[-1][i, edge + block[norm.channel_axis] :] = zeros
+
+    def place_of(i):
+        indices: list[Any] = []
+        for size in reversed(sizes):
+            i, index = _divided(i, size)
+            indices.insert(0, index)
+        return *indices[:2], _part(indices[2], rows, block[3]), _part(indices[3], columns, block[4])
+
+    def compute(first, count):
+        places = [place_of(first + i) for i in range(count)]
+        if norm.channel_axis > 1:
+            _all_channels(norm, *refs, edge=edge, places=[(image, 0, *place) for image, *place in places])
+        for place in places if norm.channel_axis == 1 else ():
+            _channel_by_channel(norm, *refs[:-1], place=place)
+
+    groups, left = divmod(math.prod(sizes), group)
+    lax.fori_loop(0, groups, lambda i, _: compute(i * group, group), None)
+    compute(groups * group, left)
+
+
+def _divided(i, size):
+    """Quotient and remainder, of what is not negative: without the signs that `//` asks for."""
+    if isinstance(i, int):
+        return divmod(i, size)
+    if size == 1:
+        return i, 0
+    return lax.div(i, i.dtype.type(size)), lax.rem(i, i.dtype.type(size))
+
+
+def _part(i, size, total):
+    return slice(None) if size == total else pl.ds(pl.multiple_of(i * size, size), size)
+
+
+def _launch(name, *operands, config, interpret, **params):
+    """Runs a kernel over blocks; the result has the last operand's shape and dtype."""
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     view = view_of(operands[0].shape)
     block = block_of(view, config["block_elements"])
+    norm = _Norm(view.channel_axis, **params)
+    edge = norm.edge(block)
+    scratch = (1, SUBLANES) if edge is None else (norm.group(block), block[norm.channel_axis] + 2 * edge)
     # Beyond the edges of the other axes a block holds anything, but no pixel reads another.
     spec = pl.BlockSpec(block, lambda *indices: indices)
     result = jax.ShapeDtypeStruct(view.shape, operands[-1].dtype)
     y = pl.pallas_call(
-        functools.partial(body, channel_axis=view.channel_axis, **params),
+        functools.partial(_kernel, norm=norm),
         name=name,
         grid=tuple(map(pl.cdiv, view.shape, block)),
         in_specs=[spec] * len(operands),
         out_specs=spec,
         out_shape=result,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 5),
-        # Sums over a window by doubling take some ten shifts and additions; a power is a logarithm and an exponential.
+        scratch_shapes=[pltpu.VMEM((*scratch, LANES), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 5, vmem_limit_bytes=_VMEM_BYTES),
+        # Sums over a window of five take some ten loads and additions; a power is a logarithm and an exponential.
         cost_estimate=streaming_cost((*operands, result), result.size, flops=20 * len(operands), transcendentals=2),
         interpret=interpret,
     )(*map(view.of, operands))
@@ -168,14 +283,12 @@ def _launch(body, name, *operands, config, interpret, **params):
 
 def run(x, *, config, interpret=False, **params):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
-    return _launch(_kernel, "local_response_norm", x, config=config, interpret=interpret, **params)
+    return _launch("local_response_norm", x, config=config, interpret=interpret, **params)
 
 
 def run_backward(x, grad, *, config, interpret=False, **params):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
-    return _launch(
-        _backward_kernel, "local_response_norm_backward", x, grad, config=config, interpret=interpret, **params
-    )
+    return _launch("local_response_norm_backward", x, grad, config=config, interpret=interpret, **params)
 
 
 def refuses(hardware, x, *grad, alpha, k, **_) -> str | None:
@@ -185,10 +298,7 @@ def refuses(hardware, x, *grad, alpha, k, **_) -> str | None:
             return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; {name} is {jnp.dtype(operand.dtype).name}"
     if reason := refusal(x, alpha=alpha, k=k):
         return reason
-    is_fast = (hardware.memory_bytes_per_s or 0) / (hardware.cores or 1) > _MOST_RATE
-    if is_fast and not grad and jnp.dtype(x.dtype).itemsize == 2:
-        return f"{hardware.name} reads HBM faster than its vector unit computes on bfloat16 in float32; XLA's is faster"
-    if not configs(hardware, x):
+    if not configs(hardware, x, *grad):
         return f"VMEM holds no block with all {x.shape[_CHANNELS]} channels of some pixels"
     return None
 
@@ -196,7 +306,9 @@ def refuses(hardware, x, *grad, alpha, k, **_) -> str | None:
 def configs(hardware, x, *operands, **_):
     """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     view = view_of(x.shape)
-    return [config for config in _CONFIGS if block_of(view, config["block_elements"]) is not None]
+    widest = max(jnp.dtype(operand.dtype).itemsize for operand in (x, *operands))
+    sizes = [size // widest for size in _BLOCK_BYTES]
+    return [{"block_elements": size} for size in sizes if block_of(view, size) is not None]
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)

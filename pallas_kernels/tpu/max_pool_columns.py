@@ -7,6 +7,7 @@ gradient to the element that won.
 
 import functools
 import itertools
+import math
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from pallas_kernels.tpu.max_pool_keys import LEAST, keys, shares
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up
 
 _MOST_WINDOWS = 16  # at a time: more need more masks than there are registers for them
+_UNROLLED_ROWS = 4
 GROUP = SUBLANES  # images whose gradients lie beside each other in the sublanes of a register
 _DEFAULT_LIMIT_BYTES = 16 * 2**20  # what XLA grants a kernel that asks for nothing
 # Buffers of a block's size: two of x, two of the result, one of keys and one of sums.
@@ -137,11 +139,13 @@ def _kernel(x_ref, grad_ref, dx_ref, keys_vmem, sums_vmem, *group, blocks, propa
         for first in range(0, blocks.outputs[1], _MOST_WINDOWS):
             windows_of(row, first, min(_MOST_WINDOWS, blocks.outputs[1] - first))
 
-    windows = blocks.output_rows
+    windows: int | jax.Array = blocks.output_rows
+    # Where windows share no element, one row's comparisons run beside another's stores.
+    unroll = math.gcd(blocks.output_rows, _UNROLLED_ROWS) if blocks.is_apart else 1
     if blocks.outputs[0] % windows:
         # The last block has fewer, and rows beyond the image, which are clipped.
-        windows = jnp.minimum(windows, blocks.outputs[0] - pl.program_id(1) * windows)
-    lax.fori_loop(0, windows, row_of_windows, None)
+        windows, unroll = jnp.minimum(windows, blocks.outputs[0] - pl.program_id(1) * windows), 1
+    lax.fori_loop(0, windows, row_of_windows, None, unroll=unroll)
     dx_ref[...] = sums_vmem[inside].astype(dx_ref.dtype)
 
 
