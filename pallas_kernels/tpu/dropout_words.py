@@ -161,22 +161,20 @@ def decide_some(counters, less_at_end, digits, state):
       state: which elements are less, which are undecided, and whether any is.
     """
     rows = SUBLANES if state[0].shape[0] % SUBLANES == 0 else state[0].shape[0]
-    less, undecided, *counters = (
-        [values[start : start + rows] for start in range(0, values.shape[0], rows)]
-        for values in (*state[:2], *counters)
-    )
-    registers = range(len(less))
+    less, undecided, *counters = (values.reshape(-1, rows, LANES) for values in (*state[:2], *counters))
+    number = lax.broadcasted_iota(jnp.uint32, less.shape, 0)
+    registers = range(less.shape[0])
     turns = []
     for order in (registers, reversed(registers)):  # the last undecided, then the first
-        found = [jnp.zeros_like(less[0]), *(values[0] for values in counters)]
+        found = [number[0], *(values[0] for values in counters)]
         for i in order:
-            here = (jnp.full_like(less[0], i), *(values[i] for values in counters))
+            here = (number[i], *(values[i] for values in counters))
             found = [jnp.where(undecided[i] != 0, one, other) for one, other in zip(here, found, strict=True)]
-        decided = [jnp.where(found[0] == jnp.uint32(i), undecided[i], jnp.uint32(0)) for i in registers]
-        undecided = [before ^ now for before, now in zip(undecided, decided, strict=True)]
+        decided = jnp.where(found[0][None] == number, undecided, jnp.uint32(0))
+        undecided ^= decided
         turns.append((found[1:], decided))
-    is_left = jnp.any(functools.reduce(jnp.bitwise_or, undecided) != 0)
+    is_left = jnp.any(functools.reduce(jnp.bitwise_or, [undecided[i] for i in registers]) != 0)
     for (*keys, words), decided in turns:
         known = compared(jnp.full_like(words, less_at_end), tuple(keys), words, _FIRST_DIGITS // 2, digits)
-        less = [before | (now & known) for before, now in zip(less, decided, strict=True)]
-    return jnp.concatenate(less), jnp.concatenate(undecided), is_left
+        less |= decided & known[None]
+    return less.reshape(state[0].shape), undecided.reshape(state[0].shape), is_left
