@@ -280,6 +280,7 @@ def test_whole_campaign_of_toys_survives_them(tmp_path):
     assert worst["toy_refused", "doubled"] == "refused"
 
 
+@pytest.mark.rehearsal
 @pytest.mark.slow
 def test_rehearsal_runs_every_stage_to_its_end(tmp_path):
     campaign = jaxops.tune_device(rehearse=True, folder=tmp_path, budget_seconds=600, limit_seconds=200)

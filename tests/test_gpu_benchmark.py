@@ -20,6 +20,7 @@ def gpu(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
+@pytest.mark.rehearsal
 @pytest.mark.slow
 def test_every_stage_runs_to_its_end_and_nothing_is_measured_twice(tmp_path):
     options = ("--out", tmp_path, "--deadline", 800, "--rehearse")
