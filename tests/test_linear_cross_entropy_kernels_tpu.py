@@ -108,6 +108,25 @@ def test_linear_cross_entropy_tpu_kernel_folds_chunks_of_a_block(block_hidden, r
         assert_close(actual, true)
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("classes", [1024, 850], ids=["whole blocks", "a cut block"])
+def test_linear_cross_entropy_tpu_kernel_defers_what_a_block_gives_last(classes, rng, monkeypatch):
+    # The first 128 of 640 rows are not deferred. Labels are also looked for before the first block, among no logits.
+    for name, size in {"ROWS": 600, "CLASSES": classes}.items():
+        monkeypatch.setattr(oracle, name, size)
+    x, *others = make_operands(rng, **VARIANTS["bfloat16"])
+    scale = rng.uniform(0.5, 2, size=600).astype(F32)
+    scale[300] = 0
+    config = {"block_rows": 640, "block_vocab": 512, "block_hidden": 128}
+    run = functools.partial(statistics.run, config=config, interpret=INTERPRET, softcap=None, metrics=True)
+    rows = RowStatistics(*jax.jit(run)(x, *others, scale))
+    truth = expected_statistics((wide(x) * scale[:, None], *others), softcap=None, metrics=True)
+    # With a scale of 0 all logits are equal, and the kernel still predicts the largest of x's own.
+    truth.prediction[300] = (wide(x)[300] @ wide(others[0]).T).argmax()
+    for actual, true in zip(rows, truth, strict=True):
+        assert_close(actual, true)
+
+
 @pytest.mark.parametrize("scale", [40.0, 640.0])
 def test_linear_cross_entropy_tpu_kernels_take_large_logits(scale, rng):
     operands = make_operands(rng, scale=scale)

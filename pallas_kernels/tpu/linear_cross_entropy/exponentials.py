@@ -32,6 +32,7 @@ from pallas_kernels.tpu.linear_cross_entropy.tiles import (
     logits_by_chunk,
     masked,
     operand_bytes,
+    scratch_of_tile,
     size_refusal,
     streamed,
     vmem_limit_bytes,
@@ -40,17 +41,16 @@ from pallas_kernels.tpu.linear_cross_entropy.tiles import (
 
 
 def _kernel(labels_ref, reference_ref, columns_ref, x_ref, weight_ref, *refs, classes, features, **options):
-    """`refs`: P, the sums, sum t (z - reference); then logits, if they take several steps."""
+    """`refs`: P, the sums, sum t (z - reference); then what is held from step to step."""
     exponentials_ref, *sum_refs = refs[:3]
-    logits_ref, hidden_blocks = refs[-1], pl.cdiv(features, x_ref.shape[1])
-    vocab_index, hidden_index = pl.program_id(1), pl.program_id(2)
+    hidden_blocks, vocab_index, hidden_index = pl.cdiv(features, x_ref.shape[1]), pl.program_id(1), pl.program_id(2)
 
     @pl.when((vocab_index == 0) & (hidden_index == 0))
     def _start():
         for ref in sum_refs:
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
 
-    logits_of = logits_by_chunk(x_ref, weight_ref, logits_ref, hidden_index, features)
+    logits_of = logits_by_chunk(x_ref, weight_ref, refs[3:], (vocab_index, hidden_index), features)
 
     @pl.when(hidden_index == hidden_blocks - 1)
     def _complete():
@@ -154,8 +154,7 @@ def exponentials(
             jax.ShapeDtypeStruct((classes, rows), x.dtype),
             *[jax.ShapeDtypeStruct((SUBLANES, rows), jnp.float32)] * 2,
         ],
-        # Logits, while the products of some features are missing.
-        scratch_shapes=[pltpu.VMEM((block_vocab, block_rows), jnp.float32)] * (grid[2] > 1),
+        scratch_shapes=scratch_of_tile(x.dtype, grid, (block_rows, block_vocab, block_hidden)),
         compiler_params=pltpu.CompilerParams(
             # Blocks of rows are independent and may go to different TensorCores; the others accumulate in order.
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),

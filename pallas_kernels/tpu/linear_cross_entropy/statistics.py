@@ -6,7 +6,8 @@ vectors do; a column vector would be padded to 128 lanes.
 What limits the kernel is the matrix unit, as long as all else happens beside it. So
 
 * a block's product and the reduction of its logits are one long piece of code without branches, in chunks of classes.
-  The compiler's scheduler then reduces a chunk while the matrix unit computes the next one.
+  The compiler's scheduler then reduces a chunk while the matrix unit computes the next one. What a block's products
+  give last is reduced in the next block.
 * each of the eight sublanes keeps statistics of its own, of every eighth class. Folding in more logits takes
   elementwise operations only; the sublanes are merged once, at the end.
 * a chunk is reduced 128 rows at a time, whose running statistics are then in registers.
@@ -18,13 +19,14 @@ rows save the most traffic; `operand_bytes` counts it and orders the configurati
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.kernel import Kernel
+from pallas_kernels.tpu.linear_cross_entropy.online import OnlineStatistics, Rows, finite
 from pallas_kernels.tpu.linear_cross_entropy.tiles import (
     BIAS,
     CHUNK,
@@ -44,75 +46,97 @@ from pallas_kernels.tpu.linear_cross_entropy.tiles import (
     logits_by_chunk,
     masked,
     operand_bytes,
+    scratch_of_tile,
     size_refusal,
     vmem_limit_bytes,
     whole_tile,
 )
 
-
-class OnlineStatistics(NamedTuple):
-    """What is known about each row (R,) after some classes, or refs to it; m is the maximum, or 0 if that is -inf.
-
-    Inside the kernel each sublane has a row of it, for its classes, and a seventh vector: the sum of t so far.
-
-    Attributes:
-      maximum: max z.
-      total: sum exp(z - m).
-      label_logit: z[label] - m, or 0 if the label is not a class; inside the kernel without - m.
-      target_logit: sum t (z - m).
-      weighted_total: sum exp(z - m) (z - m).
-      prediction: int32, the first argmax z; inside the kernel float32, which holds these integers exactly.
-    """
-
-    maximum: jax.Array
-    total: jax.Array
-    label_logit: jax.Array
-    target_logit: jax.Array
-    weighted_total: jax.Array
-    prediction: jax.Array
+# The logits that the matrix units give last: two hold 256 rows of x each, on v5e four hold 128.
+_DEFERRED_ROWS = 512
+_NO_CLASS = 2**30
 
 
-def _kernel(live_ref, labels_ref, columns_ref, x_ref, weight_ref, *refs, classes, features, scaled, **options):
-    """`refs`: scales of rows, if any; six statistics, as many of each sublane, the sums of targets; some logits."""
+def _kernel(live_ref, labels_ref, columns_ref, x_ref, weight_ref, *refs, classes, features, scaled, defers, **options):
+    """`refs`: scales of rows, if any; six statistics, as many of each sublane, the sums of targets; then scratch."""
     scale_ref, refs = (refs[0], refs[1:]) if scaled else (None, refs)
-    results, known, target_total_ref = OnlineStatistics(*refs[:6]), OnlineStatistics(*refs[6:12]), refs[12]
-    logits_ref, hidden_blocks = refs[-1], pl.cdiv(features, x_ref.shape[1])
-    vocab_index, hidden_index = pl.program_id(1), pl.program_id(2)
-    is_live = live_ref[pl.program_id(0)] == 1
+    results, rows = OnlineStatistics(*refs[:6]), Rows(labels_ref, scale_ref, OnlineStatistics(*refs[6:12]), refs[12])
+    deferred, held = _Deferred(refs[13] if defers else None, rows, options["metrics"]), refs[13 + defers :]
+    hidden_blocks, vocab_index, hidden_index = pl.cdiv(features, x_ref.shape[1]), pl.program_id(1), pl.program_id(2)
+    is_live, block_vocab = live_ref[pl.program_id(0)] == 1, weight_ref.shape[0]
 
     @pl.when((vocab_index == 0) & (hidden_index == 0))
     def _start():
-        # A skipped block ends as it starts: all of its logits are 0.
-        known.maximum[...] = jnp.full(known.maximum.shape, jnp.where(is_live, -jnp.inf, 0.0), jnp.float32)
-        known.total[...] = jnp.full(known.total.shape, jnp.where(is_live, 0.0, classes / SUBLANES), jnp.float32)
-        for ref in (*known[2:], target_total_ref):
-            ref[...] = jnp.zeros(ref.shape, ref.dtype)
+        rows.start(classes, is_live)
+        deferred.start()
 
-    logits_of = logits_by_chunk(x_ref, weight_ref, logits_ref, hidden_index, features, is_live)
+    logits_of = logits_by_chunk(x_ref, weight_ref, held, (vocab_index, hidden_index), features, is_live)
 
     # The hidden axis is innermost, so a tile's logits are complete before the next tile begins.
     @pl.when(is_live & (hidden_index == hidden_blocks - 1))
     def _complete():
-        rows = labels_ref, scale_ref, columns_ref, known, target_total_ref
-
         def fold_block(valid_classes):
+            deferred.fold(vocab_index * block_vocab)
             # x is loaded in here: what two branches share is copied in VMEM first.
-            fold = functools.partial(_fold_chunk, *rows, logits_of(), **options)
-            for_chunks(fold, weight_ref.shape[0], vocab_index, valid_classes)
+            fold = functools.partial(_fold_chunk, rows, deferred, columns_ref, logits_of(), **options)
+            for_chunks(fold, block_vocab, vocab_index, valid_classes)
 
-        at_edge(fold_block, vocab_index, classes, weight_ref.shape[0])
+        at_edge(fold_block, vocab_index, classes, block_vocab)
 
-    @pl.when((vocab_index == pl.num_programs(1) - 1) & (hidden_index == hidden_blocks - 1))
+    is_last = (vocab_index == pl.num_programs(1) - 1) & (hidden_index == hidden_blocks - 1)
+    if defers and classes % block_vocab == 0:
+        pl.when(is_last & is_live)(lambda: deferred.fold(classes))
+
+    @pl.when(is_last)
     def _merge():
-        _merge_sublanes(results, known, target_total_ref, weighted=options["weighted"], metrics=options["metrics"])
+        rows.merge(results, weighted=options["weighted"], metrics=options["metrics"])
+
+
+class _Deferred(NamedTuple):
+    """The logits of a block that its products give last: those of its last chunk, of the last rows.
+
+    They are folded in beside the products of the next block. In their own, the matrix units would wait for it.
+
+    Attributes:
+      logits: a ref (chunk, R), or None where nothing is deferred.
+      rows: all of the block.
+      metrics: as for `Rows.fold`.
+    """
+
+    logits: Any
+    rows: Rows
+    metrics: bool
+
+    def start(self):
+        """Stores nothing: logits of -inf."""
+        if self.logits is not None:
+            self.logits[...] = jnp.full(self.logits.shape, -jnp.inf, jnp.float32)
+
+    def put(self, logits, is_last_chunk):
+        """Defers the logits of the last chunk's last rows; returns how many rows are left."""
+        if self.logits is None or not is_last_chunk:
+            return logits.shape[1]
+        left = logits.shape[1] - self.logits.shape[1]
+        self.logits[...] = logits[:, left:]
+        return left
+
+    def fold(self, classes):
+        """Folds in what was deferred when so many classes had been multiplied."""
+        if self.logits is None:
+            return
+        chunk, deferred_rows = self.logits.shape
+        # Before the first block, no label may be found among logits of -inf: -1 stands for none.
+        first_class = jnp.where(classes == 0, _NO_CLASS, classes - chunk)
+        first_row, lanes = self.rows.labels.shape[1] - deferred_rows, min(LANES, deferred_rows)
+        for start in range(0, deferred_rows, lanes):
+            some = self.rows.at(slice(first_row + start, first_row + start + lanes))
+            some.fold(self.logits[:, start : start + lanes], None, first_class, None, metrics=self.metrics)
 
 
 def _fold_chunk(
-    labels_ref,
-    scale_ref,
+    rows,
+    deferred,
     columns_ref,
-    known,
-    target_total_ref,
     logits_of,
     here,
     first_class,
@@ -134,74 +158,14 @@ def _fold_chunk(
         logits = logits + column(BIAS)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits * (1 / softcap))
-    if scale_ref is not None:
-        logits = logits * scale_ref[...]
     logits = masked(logits, 0, valid_classes, -jnp.inf)
     target = masked(column(TARGET), 0, valid_classes) if weighted else None
     lanes = min(LANES, logits.shape[1])
-    for start in range(0, logits.shape[1], lanes):
-        rows = slice(start, start + lanes)
-        labels = labels_ref[:, rows] - first_class
-        of_rows = OnlineStatistics(*(ref.at[:, rows] for ref in known)), target_total_ref.at[:, rows]
-        _fold_rows(logits[:, rows], labels, target, first_class, valid_classes, *of_rows, metrics=metrics)
-
-
-def _fold_rows(logits, labels, target, first_class, valid_classes, known, target_total_ref, *, metrics):
-    """Folds the logits of some rows into what each sublane knows about them; `labels` count from the chunk's first."""
-    class_index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
-    label_logits = jnp.where(class_index == labels, logits, 0.0)
-    known.label_logit[...] += jnp.sum(_by_sublane(label_logits), axis=0)
-    logits = _by_sublane(logits)
-    chunk_max, old = jnp.max(logits, axis=0), known.maximum[...]
-    new = jnp.maximum(old, chunk_max)
-    shift, shifted = _finite(old) - _finite(new), logits - _finite(new)[None]
-    correction, exponentials = jnp.exp(old - _finite(new)), jnp.exp(shifted)
-    if target is not None:
-        products = masked(target * shifted.reshape(class_index.shape), 0, valid_classes)
-        # A new maximum moves sum t (z - m) by the sum of t so far times the change of m.
-        known.target_logit[...] += target_total_ref[...] * shift + jnp.sum(_by_sublane(products), axis=0)
-        target_total_ref[...] += jnp.sum(_by_sublane(target), axis=0)
-    if metrics:
-        products = jnp.sum(exponentials * _finite(shifted), axis=0)
-        known.weighted_total[...] = (known.weighted_total[...] + known.total[...] * shift) * correction + products
-        # Small integers, which float32 holds exactly: not every TPU has a minimum of integers.
-        class_index = _by_sublane(class_index.astype(jnp.float32))
-        first = jnp.min(jnp.where(logits == chunk_max[None], class_index, jnp.inf), axis=0)
-        first += jnp.asarray(first_class, jnp.float32)
-        known.prediction[...] = jnp.where(chunk_max > old, first, known.prediction[...])
-    known.total[...] = known.total[...] * correction + jnp.sum(exponentials, axis=0)
-    known.maximum[...] = new
-
-
-def _by_sublane(columns):
-    """(classes, rows) as (registers, sublanes, rows)."""
-    return columns.reshape(-1, SUBLANES, columns.shape[1])
-
-
-def _merge_sublanes(results, known, target_total_ref, *, weighted, metrics):
-    """Stores what is known about the rows, from what each sublane knows of its classes."""
-    maximum, total = known.maximum[...], known.total[...]
-    row_max = jnp.max(maximum, axis=0, keepdims=True)
-    shift, correction = _finite(maximum) - _finite(row_max), jnp.exp(maximum - _finite(row_max))
-
-    def store(ref, terms):
-        ref[...] = jnp.sum(terms, axis=0, keepdims=True)
-
-    results.maximum[...] = row_max
-    store(results.total, total * correction)
-    store(results.label_logit, known.label_logit[...])
-    target_logit, weighted_total = known.target_logit[...], known.weighted_total[...]
-    store(results.target_logit, target_logit + target_total_ref[...] * shift if weighted else target_logit)
-    store(results.weighted_total, (weighted_total + total * shift) * correction if metrics else weighted_total)
-    # Where no sublane has the maximum, it is NaN.
-    prediction = jnp.where(maximum == row_max, known.prediction[...], jnp.inf)
-    prediction = jnp.min(prediction, axis=0, keepdims=True)
-    results.prediction[...] = jnp.where(prediction == jnp.inf, 0.0, prediction).astype(jnp.int32)
-
-
-def _finite(logits):
-    """0 in place of -inf, whose difference with -inf would be NaN."""
-    return jnp.where(logits == -jnp.inf, 0.0, logits)
+    # A block that is cut is the last.
+    is_last_chunk = valid_classes is None and here.start + here.size == columns_ref.shape[1]
+    for start in range(0, deferred.put(logits, is_last_chunk), lanes):
+        some = slice(start, start + lanes)
+        rows.at(some).fold(logits[:, some], target, first_class, valid_classes, metrics=metrics)
 
 
 def online_statistics(
@@ -214,8 +178,10 @@ def online_statistics(
     block_rows, block_vocab, block_hidden = blocks_of(rows, classes, features, config)
     biased = bias.size > 0
     options = {"softcap": softcap, "biased": biased, "weighted": shared_target.size > 0, "metrics": metrics}
-    options["scaled"] = bool(scale)
     grid = (pl.cdiv(rows, block_rows), pl.cdiv(classes, block_vocab), pl.cdiv(features, block_hidden))
+    # Weights of classes would have to be kept for the next block as well.
+    options |= {"scaled": bool(scale), "defers": grid[1] > 1 and not options["weighted"]}
+    deferred = math.gcd(block_vocab, CHUNK), min(_DEFERRED_ROWS, block_rows)
     columns = class_vectors(bias, shared_target, classes)
     has_columns = int(columns is not None)
     if columns is None:
@@ -242,8 +208,8 @@ def online_statistics(
             out_specs=[row_spec] * 6,
             scratch_shapes=[
                 *[pltpu.VMEM((SUBLANES, block_rows), jnp.float32)] * 7,  # statistics of each sublane, sums of targets
-                # Logits, while the products of some features are missing.
-                *[pltpu.VMEM((block_vocab, block_rows), jnp.float32)] * (grid[2] > 1),
+                *[pltpu.VMEM(deferred, jnp.float32)] * options["defers"],
+                *scratch_of_tile(x.dtype, grid, (block_rows, block_vocab, block_hidden)),
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct((1, rows), dtype) for dtype in (*[jnp.float32] * 5, jnp.int32)],
@@ -260,7 +226,7 @@ def online_statistics(
         interpret=interpret,
     )(live, labels.reshape(1, rows), columns, whole_tile(x), whole_tile(weight), *(s.reshape(1, rows) for s in scale))
     statistics = OnlineStatistics(*(result.reshape(rows) for result in results))
-    label_logit = jnp.where(labels >= 0, statistics.label_logit - _finite(statistics.maximum), 0.0)
+    label_logit = jnp.where(labels >= 0, statistics.label_logit - finite(statistics.maximum), 0.0)
     return statistics._replace(label_logit=label_logit)
 
 
@@ -294,7 +260,7 @@ def run(
     )
     mean_logit = rows.weighted_total / rows.total
     log_sum_exp = jnp.log(rows.total)
-    results = _finite(rows.maximum), log_sum_exp, rows.label_logit, rows.target_logit, mean_logit, rows.prediction
+    results = finite(rows.maximum), log_sum_exp, rows.label_logit, rows.target_logit, mean_logit, rows.prediction
     return tuple(result.reshape(batch_shape) for result in results)
 
 

@@ -7,7 +7,7 @@ not stored.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -102,35 +102,62 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, contract: tuple[int, int]) -> jax.Arr
     )
 
 
+def scratch_of_tile(dtype: Any, grid: tuple[int, ...], blocks: tuple[int, ...]) -> list[Any]:
+    """What `logits_by_chunk` holds from one step to the next: one array, or none."""
+    from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
+
+    block_rows, block_vocab, block_hidden = blocks
+    if grid[2] > 1:
+        return [pltpu.VMEM((block_vocab, block_rows), jnp.float32)]
+    if grid[1] > 1 and dtype == jnp.bfloat16:
+        return [pltpu.VMEM((block_rows // 2, block_hidden), jnp.uint32)]
+    return []
+
+
 def logits_by_chunk(
-    x_ref: Any, weight_ref: Any, logits_ref: Any, hidden_index: Any, features: int, is_live: Any = True
+    x_ref: Any, weight_ref: Any, held: Sequence[Any], indices: tuple[Any, Any], features: int, is_live: Any = True
 ) -> Callable[[], Callable[[Any], jax.Array]]:
-    """Adds up a tile's logits over its blocks of features, all but the last of them in `logits_ref`.
+    """Adds up a tile's logits over its blocks of features; `indices` are those of the classes and of the features.
 
     To be called in the last step, the result loads x and returns logits_of(classes of the block) -> (classes, rows).
+    What is `held` from step to step (`scratch_of_tile`) is the sum of the products so far if there are several, and
+    otherwise x.
     """
-    hidden_blocks = pl.cdiv(features, x_ref.shape[1])
+    from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
+
+    (vocab_index, hidden_index), hidden_blocks = indices, pl.cdiv(features, x_ref.shape[1])
+    # Beyond the arrays' edges a block holds anything, NaN included, so features are masked before the product. Rows and
+    # classes need no mask there: they only reach their own logits.
+    valid_features = features % x_ref.shape[1] or None
 
     if hidden_blocks > 1:
+        (sum_ref,) = held
 
         @pl.when(is_live & (hidden_index == 0))
         def _assign() -> None:
-            logits_ref[...] = dot(weight_ref[...], x_ref[...], contract=(1, 1))
+            sum_ref[...] = dot(weight_ref[...], x_ref[...], contract=(1, 1))
 
         @pl.when(is_live & (hidden_index > 0) & (hidden_index < hidden_blocks - 1))
         def _add() -> None:
-            logits_ref[...] += dot(weight_ref[...], x_ref[...], contract=(1, 1))
+            sum_ref[...] += dot(weight_ref[...], x_ref[...], contract=(1, 1))
+
+    elif held:
+        # Half of a register of 16 rows of bfloat16 is in one tile of x, and half in the next. Left to each block of
+        # classes, joining them makes the matrix units of v6e and TPU7x wait; as words they stay joined.
+        @pl.when(is_live & (vocab_index == 0))
+        def _join() -> None:
+            held[0][...] = pltpu.bitcast(masked(x_ref[...], 1, valid_features), jnp.uint32)
 
     def last_step() -> Callable[[Any], jax.Array]:
-        # Beyond the arrays' edges a block holds anything, NaN included, so features are masked before the product. Rows
-        # and classes need no mask there: they only reach their own logits. With one load of x for all products, the
-        # compiler arranges it for the matrix unit once.
-        valid_features = features % x_ref.shape[1] or None
-        x = masked(x_ref[...], 1, valid_features)
+        # With one load of x for all products, the compiler arranges it for the matrix unit once.
+        if hidden_blocks == 1 and held:
+            x = pltpu.bitcast(held[0][...], x_ref.dtype)
+        else:
+            x = masked(x_ref[...], 1, valid_features)
 
         def logits_of(here: Any) -> jax.Array:
             logits = dot(masked(weight_ref[here, :], 1, valid_features), x, contract=(1, 1))
-            return logits if hidden_blocks == 1 else logits + logits_ref[here, :]
+            return logits if hidden_blocks == 1 else logits + held[0][here, :]
 
         return logits_of
 
