@@ -127,3 +127,18 @@ def test_max_pool_gradient_repeats_few_channels():
     assert widths(1024, BF16) == [1024, 512, 256, 128]
     assert widths(640, F32) == [128, 256, 512]
     assert widths(192, F32) == [128]
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    ("shape", "window", "padding"),
+    [((128, 16, 112, 112), 3, 1), ((64, 128, 56, 56), 2, 0), ((128, 128, 56, 56), 3, 1), ((16, 448, 56, 56), 2, 0)],
+    ids=str,
+)
+def test_max_pool_compiles_for_tpus_without_copies(tpu, shape, window, padding, dtype):
+    value = functools.partial(max_pool, window=window, stride=2, padding=padding, layout="NCHW")
+    with lowering.use("pallas"):
+        report = lowering.compile(jax.jit(value), jax.ShapeDtypeStruct(shape, dtype), target=tpu)
+    assert report.kernels == {"max_pool": 1}
+    assert not re.findall(r" (?:copy|transpose)\(", report.hlo)
