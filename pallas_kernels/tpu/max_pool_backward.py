@@ -22,7 +22,10 @@ _MIB = 2**20
 _MOST_BYTES = 56 * _MIB  # TPUs have 64 MiB of VMEM or more
 _LEAST_TRANSPOSED = 2**22  # elements of images that are stored in another order: 16 MiB in float32
 # The largest holds an image of 112 by 112 pixels, 40 MiB with its padding; TPUs have 64 MiB or more.
-_CONFIGS = tuple({"vmem_bytes": size * _MIB} for size in (12, 6, 3, 42))
+_MIB_OF_BLOCKS = (12, 6, 3, 42)
+_MIB_OF_PACKED_BLOCKS = (24, 12, 6, 3)
+# The others' vector units compute in 32 bits.
+_COMPUTE_IN_16_BITS = ("tpu-v6e", "tpu-v7x")
 
 
 def run(x, grad, *, window, stride, padding, propagate_nan, config, interpret=False):
@@ -35,7 +38,7 @@ def run(x, grad, *, window, stride, padding, propagate_nan, config, interpret=Fa
     images, windows = view.of(x), view.of(grad)
     if kernel is max_pool_columns and _is_grouped(x, grad, view, config["vmem_bytes"], **geometry):
         windows = view_of(grad.shape).of(grad).reshape(*grad.shape[-3:-1], images.shape[0], images.shape[-1])
-    dx = kernel.launch(images, windows, config["vmem_bytes"], propagate_nan, cost, interpret, **geometry)
+    dx = kernel.launch(images, windows, config, propagate_nan, cost, interpret, **geometry)
     return (view.back(dx, x.shape),)
 
 
@@ -88,9 +91,13 @@ def configs(hardware, x, grad, *, window, stride, padding, **_):
     """Sizes of blocks worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     geometry = {"window": window, "stride": stride, "padding": padding}
     view = view_for(x.shape, **geometry)
-    shape = view.shape(x.shape)
     kernel = max_pool_pixels if view.has_pixels_outside else max_pool_columns
-    return [config for config in _CONFIGS if kernel.blocks_of(shape, config["vmem_bytes"], **geometry) is not None]
+    is_bfloat16 = all(operand is not None and operand.dtype == jnp.bfloat16 for operand in (x, grad))
+    computes_so = hardware is not None and hardware.name in _COMPUTE_IN_16_BITS
+    suits = kernel is max_pool_pixels and window[2] <= 2 * stride[2]  # a column lies in at most two windows
+    more = {"is_packed": True} if is_bfloat16 and computes_so and suits else {}
+    found = [{"vmem_bytes": size * _MIB, **more} for size in (_MIB_OF_PACKED_BLOCKS if more else _MIB_OF_BLOCKS)]
+    return [config for config in found if kernel.blocks_of(view.shape(x.shape), **config, **geometry) is not None]
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)

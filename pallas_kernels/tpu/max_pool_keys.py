@@ -7,18 +7,30 @@ import jax.numpy as jnp
 from jax import lax
 
 LEAST = jnp.iinfo(jnp.int32).min  # the key of padding, below the key of any element
+_BITS_OF_INFINITY = 0x7F80  # in bfloat16
 
 
-def keys(x: jax.Array, propagate_nan: bool) -> jax.Array:
+def least_of(dtype: jnp.dtype) -> int:
+    """The key of padding among keys of this dtype."""
+    return int(jnp.iinfo(dtype).min)
+
+
+def keys(x: jax.Array, propagate_nan: bool, dtype: jnp.dtype = jnp.int32) -> jax.Array:
     """Integers in the order of x, equal for equal numbers; NaN is the largest if propagated, else the smallest.
 
-    Comparing them settles ties and NaN at once, and padding has a key of its own, below that of -inf.
+    Comparing them settles ties and NaN at once, and padding has a key of its own, below that of -inf. bfloat16 may have
+    keys of 16 bits.
     """
-    x = x.astype(jnp.float32)
-    bits = lax.bitcast_convert_type(x, jnp.int32)
+    x = x if jnp.dtype(dtype).itemsize == x.dtype.itemsize else x.astype(jnp.float32)
+    bits, info = lax.bitcast_convert_type(x, dtype), jnp.iinfo(dtype)
     # Read as an integer, a negative float is the least integer plus its magnitude; so -0 has the key of 0.
-    ordered = jnp.where(bits < 0, LEAST - bits, bits)
-    return jnp.where(jnp.isnan(x), jnp.iinfo(jnp.int32).max if propagate_nan else LEAST + 1, ordered)
+    ordered = jnp.where(bits < 0, jnp.asarray(info.min, dtype) - bits, bits)
+    nan = jnp.asarray(info.max if propagate_nan else info.min + 1, dtype)
+    if info.bits == 32:
+        return jnp.where(jnp.isnan(x), nan, ordered)
+    # Mosaic splits registers for masks of bfloat16 comparisons; those of integers it uses as they are.
+    magnitude = bits & jnp.asarray(info.max, dtype)
+    return jnp.where(magnitude > jnp.asarray(_BITS_OF_INFINITY, dtype), nan, ordered)
 
 
 def shares(found: Sequence[jax.Array], grad: jax.Array) -> list[jax.Array]:
@@ -27,8 +39,8 @@ def shares(found: Sequence[jax.Array], grad: jax.Array) -> list[jax.Array]:
     for key in found[1:]:
         wins.append(key > best)
         best = jnp.where(wins[-1], key, best)
-    shares, rest = [], grad
+    shares, rest, zero = [], grad, jnp.zeros((), grad.dtype)
     for is_greater in reversed(wins):
-        shares.append(jnp.where(is_greater, rest, 0.0))
-        rest = jnp.where(is_greater, 0.0, rest)
+        shares.append(jnp.where(is_greater, rest, zero))
+        rest = jnp.where(is_greater, zero, rest)
     return [rest, *reversed(shares)]
