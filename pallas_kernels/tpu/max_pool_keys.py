@@ -33,12 +33,22 @@ def keys(x: jax.Array, propagate_nan: bool, dtype: jnp.dtype = jnp.int32) -> jax
     return jnp.where(magnitude > jnp.asarray(_BITS_OF_INFINITY, dtype), nan, ordered)
 
 
+def greater(key: jax.Array, best: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The greater of two keys, and whether it is the first and not equal to the second."""
+    is_greater = key > best
+    if key.dtype == jnp.int32:
+        return jnp.where(is_greater, key, best), is_greater
+    # Mosaic would turn a selection of the integers it compared into a maximum, and has none of 16 bits.
+    numbers = (lax.bitcast_convert_type(each, jnp.bfloat16) for each in (key, best))
+    return lax.bitcast_convert_type(jnp.where(is_greater, *numbers), key.dtype), is_greater
+
+
 def shares(found: Sequence[jax.Array], grad: jax.Array) -> list[jax.Array]:
     """The gradient for the first of the elements with the greatest key, and zeros for the others."""
     best, wins = found[0], []
     for key in found[1:]:
-        wins.append(key > best)
-        best = jnp.where(wins[-1], key, best)
+        best, is_greater = greater(key, best)
+        wins.append(is_greater)
     shares, rest, zero = [], grad, jnp.zeros((), grad.dtype)
     for is_greater in reversed(wins):
         shares.append(jnp.where(is_greater, rest, zero))

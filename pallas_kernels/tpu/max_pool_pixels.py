@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.tpu.max_pool_keys import keys, least_of, shares
+from pallas_kernels.tpu.max_pool_keys import greater, keys, least_of, shares
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up
 
 _SUBLANES_OF_BFLOAT16 = 2 * SUBLANES
@@ -233,9 +233,8 @@ class _Step(NamedTuple):
         """The greatest of the keys in a window's columns, and the first column that has it."""
         best, column = found[0], jnp.full_like(found[0], places[0])
         for key, place in zip(found[1:], places[1:], strict=True):
-            is_greater = key > best
-            place = jnp.asarray(place, column.dtype)
-            best, column = jnp.where(is_greater, key, best), jnp.where(is_greater, place, column)
+            best, is_greater = greater(key, best)
+            column = jnp.where(is_greater, jnp.asarray(place, column.dtype), column)
         if row in self.blocks.rows_behind:
             is_inside = pl.program_id(4) * self.blocks.stride[0] + row < self.blocks.image[0]
             best = jnp.where(is_inside, best, jnp.asarray(least_of(best.dtype), best.dtype))
