@@ -14,6 +14,7 @@ import lowering
 from jaxops import max_pool
 from lowering.targets import named
 from pallas_kernels.tpu import max_pool as kernel
+from pallas_kernels.tpu.max_pool_views import view_of
 
 
 def attributes_of(geometry):
@@ -39,6 +40,11 @@ CASES = {
     "overlapping-and-padded": (2, 128, ((7, 24), (3, 3), (2, 2), (1, 1))),
     "images-in-sublanes": (32, 128, ((6, 24), (2, 2), (2, 2), (0, 0))),
     "images-in-sublanes-overlapping": (16, 128, ((6, 24), (3, 3), (2, 2), (1, 1))),
+    "pixels-outside": (128, 16, ((7, 9), (3, 3), (2, 2), (1, 1))),
+    "pixels-outside-behind-only": (128, 16, ((6, 6), (3, 3), (2, 2), ((0, 1), (0, 1)))),
+    "pixels-outside-begun-late": (128, 16, ((9, 7), (3, 3), (2, 2), (0, 0))),
+    "pixels-outside-with-gaps": (128, 16, ((7, 8), (2, 1), (3, 3), (0, 0))),
+    "pixels-outside-before-only": (128, 16, ((7, 6), (3, 2), (2, 2), ((2, 0), (1, 0)))),
     "every-pixel": (3, 128, ((5, 16), (3, 2), (1, 1), (2, 1))),
     "rest-unread": (2, 200, ((11, 48), (3, 3), (3, 3), (0, 0))),
     "gaps-and-padding-behind": (3, 128, ((9, 32), (2, 1), (4, 2), ((0, 1), (0, 0)))),
@@ -57,6 +63,9 @@ def test_max_pool_value_kernel_agrees_with_float64(case, dtype, rng, capfd, monk
     x = jnp.asarray(x, dtype)
     np.testing.assert_array_equal(launched(x, geometry), expected("max", x, cotangent, geometry)[0])
     assert "RACE DETECTED" not in capfd.readouterr().out
+    assert view_of((images, *geometry[0], channels)).has_pixels_outside == case.startswith("pixels-outside")
+    if case.startswith("pixels-outside"):
+        return
     stored = kernel.blocks_of(jnp.moveaxis(x, 1, -1)[:, None], **attributes_of(geometry))
     assert (stored.rows < geometry[0][0] - 1) == case.endswith("bands-of-rows")
     assert stored.is_grouped == case.startswith("images-in-sublanes")
@@ -69,10 +78,12 @@ def test_max_pool_value_kernel_treats_nan_and_infinity_as_the_operator_does(prop
     windows = [[3, nan, nan, 4], [-inf, nan, -inf, nan], [nan, -inf, -1, inf], [-inf] * 4, [nan] * 4, [1, 2, 3, nan]]
     row = np.array(windows, np.float32).reshape(-1, 2, 2).repeat(4, 0)
     x = np.concatenate(row, axis=1)  # 24 windows beside each other
-    x = jnp.asarray(np.broadcast_to(x, (32, 128, *x.shape)), dtype)
-    found = launched(x, ((2, 48), (2, 2), (2, 2), (0, 0)), propagate_nan=propagate_nan)
     firsts = [nan, nan, nan, -inf, nan, nan] if propagate_nan else [4, -inf, inf, -inf, -inf, 3]
-    np.testing.assert_array_equal(found, np.broadcast_to(np.repeat(firsts, 4), found.shape))
+    for images, channels in ((32, 128), (128, 16)):  # columns in sublanes, and pixels outside of the tiles
+        x = jnp.asarray(np.broadcast_to(x[..., -2:, -48:], (images, channels, 2, 48)), dtype)
+        found = launched(x, ((2, 48), (2, 2), (2, 2), (0, 0)), propagate_nan=propagate_nan)
+        np.testing.assert_array_equal(found, np.broadcast_to(np.repeat(firsts, 4), found.shape))
+        x = np.asarray(x[0, 0], np.float32)
 
 
 def test_max_pool_value_kernel_runs_where_it_pays_and_gives_way_elsewhere():
@@ -84,8 +95,10 @@ def test_max_pool_value_kernel_runs_where_it_pays_and_gives_way_elsewhere():
     with lowering.use("pallas"):
         assert chosen((256, 64, 112, 112), window=3, stride=2, padding=1)[0].startswith("mosaic_tpu")
         assert chosen((256, 56, 56, 128), "bfloat16", window=2, layout="NHWC")[0].startswith("mosaic_tpu")
+        assert chosen((256, 112, 112, 64), "bfloat16", window=3, stride=2, layout="NHWC")[0].startswith("mosaic_tpu")
         reasons = {
-            "stores these otherwise": chosen((256, 112, 112, 64), "bfloat16", window=3, layout="NHWC"),
+            "XLA keeps fewer": chosen((128, 28, 28, 64), "bfloat16", window=3, layout="NHWC"),
+            "in lanes": chosen((8, 112, 112, 64), "bfloat16", window=3, layout="NHWC"),
             "these are 1": chosen((1, 56, 56, 128), window=2, layout="NHWC"),
             "x is float16": chosen((256, 56, 56, 128), "float16", window=2, layout="NHWC"),
             "depth": chosen((256, 2, 56, 56, 128), window=2, layout="NDHWC"),

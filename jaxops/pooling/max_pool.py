@@ -65,8 +65,8 @@ def max_pool(
       On every platform this runs as XLA operations: window reductions forward, one axis after the other (on TPUs both
       at once for small windows, unless XLA keeps columns in lanes), slices and comparisons backward. Kernels of the
       gradient are opt-in: on TPUs where their blocks fit VMEM, and fastest where XLA keeps channels or images in lanes;
-      and on NVIDIA GPUs with channels last, where windows do not overlap. So is a kernel of the value on TPUs, where
-      XLA keeps columns in sublanes; elsewhere the window reductions stand beside the gradient's kernel.
+      and on NVIDIA GPUs with channels last, where windows do not overlap. So is a kernel of the value on TPUs; where
+      it refuses, as where XLA keeps columns in lanes, the window reductions stand beside the gradient's kernel.
 
     Example:
       >>> x = jnp.array([1.0, 5.0, 2.0, 3.0]).reshape(1, 1, 1, 4)

@@ -1,8 +1,9 @@
-"""Max pooling on TPU, of images that XLA stores with columns in sublanes and channels or images in lanes.
+"""Max pooling on TPU: of images with columns in sublanes and channels or images in lanes, as XLA stores them.
 
 Each image passes through VMEM once. A window's rows are compared where they lie; then its columns, which are strided
 slices of the row of maxima, or the halves of words. Where the columns of the windows would not fill their tiles, XLA
-stores images of the result in sublanes, and so does the kernel.
+stores images of the result in sublanes, and so does the kernel. Where it stores pixels outside of the tiles,
+`max_pool_pixel_values` runs instead.
 """
 
 import functools
@@ -16,6 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import whole_images
 from pallas_kernels.kernel import Kernel
+from pallas_kernels.tpu import max_pool_pixel_values, max_pool_pixels
 from pallas_kernels.tpu.max_pool_views import view_of
 from pallas_kernels.tpu.max_pool_words import halves, joined
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up
@@ -100,8 +102,10 @@ class Blocks(NamedTuple):
 def blocks_of(x, *, window, stride, padding):
     """The largest blocks of some MiB; whole images, if their windows overlap."""
     view = view_of(x.shape)
-    before, height, between, width, _ = view.shape(x.shape)
-    image, window, stride, padding = (height, width), window[1:], stride[1:], padding[1:]
+    image = height, _ = x.shape[-3:-1]
+    window, stride, padding = window[1:], stride[1:], padding[1:]
+    sizes = view.shape(x.shape)
+    before, between = sizes[0], sizes[2]
     outputs = tuple(1 + (n + sum(p) - k) // s for n, k, s, p in zip(image, window, stride, padding, strict=True))
     stored = view_of((*x.shape[:-3], *outputs, x.shape[-1]))
     itemsize = jnp.dtype(x.dtype).itemsize
@@ -114,8 +118,8 @@ def blocks_of(x, *, window, stride, padding):
     )
     # Bands of rows must not share windows, nor have padding.
     if window[0] <= stride[0] and padding[0] == (0, 0):
-        sizes = [blocks._replace(output_rows=rows) for rows in range(outputs[0], 0, -1) if outputs[0] % rows == 0]
-        blocks = next((each for each in sizes if each.x_bytes <= _BLOCK_BYTES), sizes[-1])
+        bands = [blocks._replace(output_rows=rows) for rows in range(outputs[0], 0, -1) if outputs[0] % rows == 0]
+        blocks = next((each for each in bands if each.x_bytes <= _BLOCK_BYTES), bands[-1])
     if not is_grouped and blocks.rows == height:
         most = max(_BLOCK_BYTES // blocks.x_bytes, 1)
         blocks = blocks._replace(images=next(count for count in range(most, 0, -1) if before % count == 0))
@@ -206,10 +210,21 @@ def _grid(x, blocks):
 
 def run(x, *, window, stride, padding, propagate_nan, config, interpret=False):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
+    geometry = {"window": window, "stride": stride, "padding": padding}
+    view, outputs = view_of(x.shape), blocks_of(x, **geometry).outputs
+    y = jax.ShapeDtypeStruct((*x.shape[:-3], *outputs, x.shape[-1]), x.dtype)
+    cost = streaming_cost((x, y), y.size, flops=math.prod(window))
+    if view.has_pixels_outside:
+        pooled = max_pool_pixel_values.launch(view.of(x), propagate_nan, cost, interpret, **geometry)
+        return (view.back(pooled, y.shape),)
+    return (_launch(x, y, propagate_nan, cost, interpret, **geometry),)
+
+
+def _launch(x, y, propagate_nan, cost, interpret, **geometry):
+    """The maxima of images whose columns lie in sublanes, as y describes them."""
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
-    blocks = blocks_of(x, window=window, stride=stride, padding=padding)
-    y = jax.ShapeDtypeStruct((*x.shape[:-3], *blocks.outputs, x.shape[-1]), x.dtype)
+    blocks = blocks_of(x, **geometry)
     lanes = min(view_of(x.shape).shape(x.shape)[-1], LANES)
     x_spec = pl.BlockSpec(
         (blocks.images, blocks.rows, None, blocks.image[1], lanes), lambda i, j, band, part: (i, band, j, 0, part)
@@ -232,10 +247,10 @@ def run(x, *, window, stride, padding, propagate_nan, config, interpret=False):
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * 4, vmem_limit_bytes=blocks.limit_bytes
         ),
-        cost_estimate=streaming_cost((x, y), y.size, flops=math.prod(window)),
+        cost_estimate=cost,
         interpret=interpret,
     )(view_of(x.shape).of(x))
-    return ((view_of(y.shape) if blocks.is_grouped else view_of(x.shape)).back(pooled, y.shape),)
+    return (view_of(y.shape) if blocks.is_grouped else view_of(x.shape)).back(pooled, y.shape)
 
 
 def _result(x, y, blocks, lanes, x_spec):
@@ -260,15 +275,36 @@ def refuses(hardware, x, *, window, stride, padding, **_) -> str | None:
         return "the kernel pools rows and columns; these windows reach over the depth as well"
     if max(window) > _MOST_ROWS:
         return f"the kernel unrolls windows of at most {_MOST_ROWS} rows and columns; these have {max(window)}"
-    view = view_of(x.shape)
-    if view.has_pixels_outside or not view.is_stored_so:
-        return "the kernel takes images whose columns XLA stores in sublanes; it stores these otherwise"
-    blocks = blocks_of(x, window=window, stride=stride, padding=padding)
-    if blocks.limit_bytes > _MOST_BYTES:
-        return f"VMEM holds no block of {blocks.images} images of {list(x.shape[-3:-1])} pixels"
-    if (steps := math.prod(_grid(x, blocks))) < _LEAST_STEPS:
+    view, geometry = view_of(x.shape), {"window": window, "stride": stride, "padding": padding}
+    if not view.is_stored_so:
+        return "XLA stores columns of these images in lanes, where the kernel would have to shift them"
+    if view.has_pixels_outside and (reason := _pixels_refusal(hardware, x, **geometry)):
+        return reason
+    steps = _steps(x, **geometry)
+    if steps == 0:
+        return f"VMEM holds no block of images of {list(x.shape[-3:-1])} pixels"
+    if steps < _LEAST_STEPS:
         return f"blocks pass through VMEM one behind the other, from {_LEAST_STEPS} on; these are {steps}"
     return None
+
+
+def _pixels_refusal(hardware, x, **geometry):
+    if reason := max_pool_pixels.refusal(**geometry):
+        return reason
+    outputs = math.prod(blocks_of(x, **geometry).outputs) * math.prod(x.shape) // math.prod(x.shape[-3:-1])
+    size, held = (math.prod(x.shape) + outputs) * jnp.dtype(x.dtype).itemsize, hardware.on_chip_bytes or 0
+    # By replay, XLA's own reduction then does not wait for HBM.
+    return f"XLA keeps fewer than {held} bytes in VMEM; images and maxima are {size}" if size < held else None
+
+
+def _steps(x, **geometry):
+    """How many blocks pass through VMEM; 0 if it holds none."""
+    if not view_of(x.shape).has_pixels_outside:
+        blocks = blocks_of(x, **geometry)
+        return math.prod(_grid(x, blocks)) if blocks.limit_bytes <= _MOST_BYTES else 0
+    sizes = view_of(x.shape).shape(x.shape)
+    pixels = max_pool_pixel_values.blocks_of(sizes, x.dtype, **geometry)
+    return 0 if pixels is None else math.prod(max_pool_pixel_values.grid_of(sizes, pixels))
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, gives_way=True)

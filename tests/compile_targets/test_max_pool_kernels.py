@@ -136,7 +136,14 @@ def test_max_pool_gradient_repeats_few_channels():
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(
     ("shape", "window", "padding"),
-    [((128, 16, 112, 112), 3, 1), ((64, 128, 56, 56), 2, 0), ((128, 128, 56, 56), 3, 1), ((16, 448, 56, 56), 2, 0)],
+    [
+        ((128, 16, 112, 112), 3, 1),
+        ((256, 96, 55, 55), 3, 0),
+        ((512, 192, 27, 27), 3, 0),
+        ((64, 128, 56, 56), 2, 0),
+        ((128, 128, 56, 56), 3, 1),
+        ((16, 448, 56, 56), 2, 0),
+    ],
     ids=str,
 )
 def test_max_pool_compiles_for_tpus_without_copies(tpu, shape, window, padding, dtype):
