@@ -94,7 +94,8 @@ def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.
           reference.
         - "reference" takes the `jax.numpy` form.
         - "pallas" takes the first kernel that accepts the operands, measured or not, but none that `jaxops tune` found
-          wrong on the device. An operator without kernels for the platform takes the reference.
+          wrong on the device. An operator without kernels for the platform takes the reference; so does one whose
+          kernels all refuse, if they are only there for some shapes, as `Kernel.gives_way` says.
         - "interpret" runs a kernel in Pallas' interpreter, on any machine.
         - None keeps the choice of the surrounding context.
 
@@ -236,8 +237,9 @@ def choose(
             config = None if mode == "interpret" else tuned_config(kernel)
             return Choice(kernel, mode == "interpret", tuple(refusals), config)
         refusals.append(Refusal(kernel.name, reason))
-    has_candidates = any(_platform_reason(kernel, mode, hardware) is None for kernel in kernels)
-    if mode in ("pallas", "interpret") and (has_candidates or (kernel_name and kernels)):
+    asked = [kernel for kernel in kernels if kernel_name or _platform_reason(kernel, mode, hardware) is None]
+    insists = any(not kernel.gives_way for kernel in asked)
+    if mode in ("pallas", "interpret") and insists:
         reasons = "; ".join(f"{refusal.kernel}: {refusal.reason}" for refusal in refusals)
         message = (
             f"{operator_name}: implementation must be one that {hardware.name} can take; "

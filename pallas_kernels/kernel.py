@@ -44,6 +44,9 @@ class Kernel:
         the same type, in order. XLA copies such an operand first if it is needed afterwards; tuning times the kernel
         without that copy. The `run` of such a kernel takes another argument, `in_place=True`: False in a program that
         donates nothing, where new buffers for the results save the copies.
+      gives_way: whether "pallas" takes the reference where the kernels of an operator refuse, instead of an error: for
+        a kernel that only sometimes beats XLA, of an operator that runs beside others with kernels, as a value beside
+        its gradient.
     """
 
     name: str
@@ -55,3 +58,4 @@ class Kernel:
     measured_on: frozenset[str] = frozenset()
     interpreter_is_pure: bool = True
     overwrites: Callable[..., Sequence[int]] = _no_operand
+    gives_way: bool = False

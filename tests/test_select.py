@@ -1,5 +1,7 @@
 """Selection as a pure function: what is asked for, what kernels say, and what is taken."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -130,3 +132,12 @@ def test_targets_are_found_by_name_and_by_device():
     assert here() is CPU
     with pytest.raises(ValueError, match=r"target must be one of cpu, tpu-v5e, .*; got 'tpu-v99'"):
         named("tpu-v99")
+
+
+def test_choose_leaves_the_reference_to_operators_whose_kernels_give_way():
+    yielding = dataclasses.replace(TPU_KERNEL, gives_way=True)
+    choice = select.choose("op", (yielding,), "pallas", V5E, [FLOAT64], {})
+    assert (choice.implementation, choice.refusals[0].kernel) == ("reference", "mosaic_tpu")
+    assert select.choose("op", (yielding,), "pallas", V5E, [FLOAT32], {}).implementation == "mosaic_tpu"
+    with pytest.raises(lowering.NotSupportedError):
+        select.choose("op", (yielding, TPU_KERNEL), "pallas", V5E, [FLOAT64], {})

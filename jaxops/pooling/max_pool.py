@@ -19,6 +19,7 @@ from jaxops.pooling import windows
 from jaxops.pooling.patterns import SELECT_AND_SCATTER
 from jaxops.pooling.windows import Ints, Padding, Span
 from pallas_kernels.gpu import max_pool_backward as gpu
+from pallas_kernels.tpu import max_pool as tpu_value
 from pallas_kernels.tpu import max_pool_backward as tpu
 from pallas_kernels.tpu.max_pool_views import view_of
 
@@ -64,7 +65,8 @@ def max_pool(
       On every platform this runs as XLA operations: window reductions forward, one axis after the other (on TPUs both
       at once for small windows, unless XLA keeps columns in lanes), slices and comparisons backward. Kernels of the
       gradient are opt-in: on TPUs where their blocks fit VMEM, and fastest where XLA keeps channels or images in lanes;
-      and on NVIDIA GPUs with channels last, where windows do not overlap.
+      and on NVIDIA GPUs with channels last, where windows do not overlap. So is a kernel of the value on TPUs; where
+      it refuses, as where XLA keeps columns in lanes, the window reductions stand beside the gradient's kernel.
 
     Example:
       >>> x = jnp.array([1.0, 5.0, 2.0, 3.0]).reshape(1, 1, 1, 4)
@@ -300,6 +302,7 @@ MAX_POOL = Operator(
     _check,
     _maxima,
     Derivative(_vjp, _tangent, _linearize, residuals="... d h w c"),
+    kernels=(tpu_value.KERNEL,),
     patterns=(SELECT_AND_SCATTER,),
 )
 MAX_POOL_BACKWARD = Operator(

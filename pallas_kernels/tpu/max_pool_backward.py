@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import whole_images
 from pallas_kernels.kernel import Kernel
-from pallas_kernels.tpu import max_pool_columns, max_pool_pixels
+from pallas_kernels.tpu import max_pool_columns, max_pool_pairs, max_pool_pixels
 from pallas_kernels.tpu.max_pool_views import transposed, view_of
 from pallas_kernels.tpu.stored_order import LANES
 from pallas_kernels.tpu.streaming_cost import streaming_cost
@@ -22,20 +22,25 @@ _MIB = 2**20
 _MOST_BYTES = 56 * _MIB  # TPUs have 64 MiB of VMEM or more
 _LEAST_TRANSPOSED = 2**22  # elements of images that are stored in another order: 16 MiB in float32
 # The largest holds an image of 112 by 112 pixels, 40 MiB with its padding; TPUs have 64 MiB or more.
-_CONFIGS = tuple({"vmem_bytes": size * _MIB} for size in (12, 6, 3, 42))
+_MIB_OF_BLOCKS = (12, 6, 3, 42)
+_MIB_OF_PACKED_BLOCKS = (24, 12, 6, 3)
+# The others' vector units compute in 32 bits.
+_COMPUTE_IN_16_BITS = ("tpu-v6e", "tpu-v7x")
 
 
 def run(x, grad, *, window, stride, padding, propagate_nan, config, interpret=False):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
     geometry = {"window": window, "stride": stride, "padding": padding}
-    view = view_for(x.shape, **geometry)
     # Per element of a window: compare and keep the larger key and its place; compare the place, select and add.
     cost = streaming_cost((x, grad, x), grad.size, flops=6 * math.prod(window))
+    if max_pool_pairs.suits(x, grad, **geometry):
+        return (max_pool_pairs.launch(x, grad, config, propagate_nan, cost, interpret, **geometry),)
+    view = view_for(x.shape, **geometry)
     kernel = max_pool_pixels if view.has_pixels_outside else max_pool_columns
     images, windows = view.of(x), view.of(grad)
     if kernel is max_pool_columns and _is_grouped(x, grad, view, config["vmem_bytes"], **geometry):
         windows = view_of(grad.shape).of(grad).reshape(*grad.shape[-3:-1], images.shape[0], images.shape[-1])
-    dx = kernel.launch(images, windows, config["vmem_bytes"], propagate_nan, cost, interpret, **geometry)
+    dx = kernel.launch(images, windows, config, propagate_nan, cost, interpret, **geometry)
     return (view.back(dx, x.shape),)
 
 
@@ -88,9 +93,17 @@ def configs(hardware, x, grad, *, window, stride, padding, **_):
     """Sizes of blocks worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     geometry = {"window": window, "stride": stride, "padding": padding}
     view = view_for(x.shape, **geometry)
-    shape = view.shape(x.shape)
     kernel = max_pool_pixels if view.has_pixels_outside else max_pool_columns
-    return [config for config in _CONFIGS if kernel.blocks_of(shape, config["vmem_bytes"], **geometry) is not None]
+    is_bfloat16 = all(operand is not None and operand.dtype == jnp.bfloat16 for operand in (x, grad))
+    computes_so = is_bfloat16 and hardware is not None and hardware.name in _COMPUTE_IN_16_BITS
+    packed = [{"vmem_bytes": size * _MIB, "is_packed": True} for size in _MIB_OF_PACKED_BLOCKS]
+    found = packed if computes_so else [{"vmem_bytes": size * _MIB} for size in _MIB_OF_BLOCKS]
+    if is_bfloat16 and max_pool_pairs.suits(x, grad, **geometry):
+        return [config for config in found if max_pool_pairs.blocks_of(x, grad, **config, **geometry) is not None]
+    # Sums of 16-bit gradients need a column that lies in at most two windows.
+    if kernel is max_pool_columns or window[2] > 2 * stride[2]:
+        found = [{"vmem_bytes": size * _MIB} for size in _MIB_OF_BLOCKS]
+    return [config for config in found if kernel.blocks_of(view.shape(x.shape), **config, **geometry) is not None]
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)

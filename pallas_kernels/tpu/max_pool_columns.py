@@ -172,14 +172,14 @@ def _fill_padding(keys_vmem, inside):
             keys_vmem[rest] = jnp.full((*part, keys_vmem.shape[2]), LEAST)
 
 
-def launch(x, grad, vmem_bytes, propagate_nan, cost, interpret, **geometry):
+def launch(x, grad, config, propagate_nan, cost, interpret, **geometry):
     """The gradient of images, a view (before, h, between, w, lanes).
 
     The gradients of their windows are such a view too; or, if all images are in `before`, a view (h, w, before, lanes).
     """
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
-    blocks = blocks_of(x.shape, vmem_bytes, **geometry)
+    blocks = blocks_of(x.shape, **config, **geometry)
     before, height, between, width, lanes = x.shape
     is_grouped = grad.ndim < x.ndim
     groups, images = (before // GROUP, GROUP) if is_grouped else (before, 1)

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.tpu.max_pool_keys import LEAST, keys, shares
+from pallas_kernels.tpu.max_pool_keys import greater, keys, least_of, shares
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up
 
 _SUBLANES_OF_BFLOAT16 = 2 * SUBLANES
-_MOST_SUBLANES = 32  # at a time: four registers of each value
+_MOST_REGISTERS = 4  # of each value, computed at a time
 _DEFAULT_LIMIT_BYTES = 16 * 2**20  # what XLA grants a kernel that asks for nothing
 
 
@@ -36,6 +36,7 @@ class Blocks(NamedTuple):
       first: the row of the block before in which the windows of a step begin; at least `stride` if in the step's own.
       delay: the step at which the first windows are computed.
       tile: sublanes and lanes of a block.
+      is_packed: whether keys and gradients have 16 bits, so that a register holds twice as many.
     """
 
     image: tuple[int, int]
@@ -46,6 +47,17 @@ class Blocks(NamedTuple):
     first: int
     delay: int
     tile: tuple[int, int]
+    is_packed: bool
+
+    @property
+    def key_dtype(self) -> Any:
+        """What is compared."""
+        return jnp.int16 if self.is_packed else jnp.int32
+
+    @property
+    def grad_dtype(self) -> Any:
+        """What one window's gradient is routed as; where it is added to another's, in float32."""
+        return jnp.bfloat16 if self.is_packed else jnp.float32
 
     @property
     def row_blocks(self) -> int:
@@ -88,16 +100,17 @@ class Blocks(NamedTuple):
     def chunk(self) -> tuple[int, int]:
         """Sublanes and lanes that are computed at a time."""
         sublanes, lanes = self.tile
-        fits = (size for size in (_MOST_SUBLANES, 16, 8) if sublanes % size == 0)
+        most = _MOST_REGISTERS * SUBLANES * (2 if self.is_packed else 1)
+        fits = (size for size in (most, 32, 16, 8) if sublanes % size == 0)
         return next(fits, sublanes), min(lanes, LANES)
 
     @property
     def vmem_bytes(self) -> int:
-        """What its buffers take, in float32: two of x, dx and the gradient, and what is kept."""
+        """What its buffers take: two of x, dx and the gradient, and what is kept."""
         (rows, columns), (_, windows) = (self.stride[0], self.image[1]), self.outputs
         late_rows = self.open_rows.start if self.is_late else 0
         pixels = (4 * rows + late_rows) * columns + (2 + 3 * len(self.open_rows)) * windows
-        return 4 * pixels * round_up(self.tile[0], SUBLANES) * round_up(self.tile[1], LANES)
+        return self.key_dtype(0).itemsize * pixels * round_up(self.tile[0], SUBLANES) * round_up(self.tile[1], LANES)
 
 
 def refusal(*, window, stride, padding) -> str | None:
@@ -112,7 +125,7 @@ def _place(window, stride, before):
     return delay, stride * (1 - delay) - before
 
 
-def blocks_of(view_shape, vmem_bytes, *, window, stride, padding):
+def blocks_of(view_shape, vmem_bytes, is_packed=False, *, window, stride, padding):
     """The largest blocks that fit into VMEM; None if even the smallest does not."""
     *_, height, width, _, sublanes, lanes = view_shape
     image, window, stride, padding = (height, width), window[1:], stride[1:], padding[1:]
@@ -122,7 +135,7 @@ def blocks_of(view_shape, vmem_bytes, *, window, stride, padding):
     least = min(sublanes, _SUBLANES_OF_BFLOAT16)
     tiles = [(size, min(lanes, LANES)) for size in _sizes(sublanes, _SUBLANES_OF_BFLOAT16)]
     tiles += [(least, size) for size in _sizes(lanes, LANES)]
-    found = [Blocks(image, outputs, window, stride, padding[1][0], first, delay, tile) for tile in tiles]
+    found = [Blocks(image, outputs, window, stride, padding[1][0], first, delay, tile, is_packed) for tile in tiles]
     fits = [blocks for blocks in found if blocks.vmem_bytes <= vmem_bytes]
     return max(fits, key=lambda blocks: blocks.tile[0] * blocks.tile[1], default=None)
 
@@ -160,7 +173,9 @@ class _Step(NamedTuple):
         begin = min(pl.cdiv(blocks.left, stride), outputs)
         end = min(max((width - max(blocks.window[1], stride) + blocks.left) // stride + 1, begin), outputs)
         zeros = jnp.zeros(blocks.chunk, jnp.float32)
-        sums = [[zeros] * blocks.shared_columns for _ in range(blocks.stride[0])]
+        sums = [
+            [jnp.zeros(blocks.chunk, self.sum_dtype(row))] * blocks.shared_columns for row in range(blocks.stride[0])
+        ]
         for i in range(begin):
             sums, _ = self.window(i, sums, None)
         if begin < end:
@@ -200,25 +215,29 @@ class _Step(NamedTuple):
         for row, (before, each) in enumerate(zip(sums, won, strict=True)):
             totals = [*before, *[jnp.zeros(blocks.chunk, jnp.float32)] * (max(window, stride) - shared)]
             for j, share in zip(searched, each(row_keys, searched), strict=False):
-                totals[j] = totals[j] + share if j < shared else share
+                totals[j] = totals[j] + share.astype(totals[j].dtype) if j < shared else share
             for j in inside:
                 if j < stride:
                     self.store(row, start + j, totals[j])
-            following.append(totals[stride:])
+            following.append([total.astype(self.sum_dtype(row)) for total in totals[stride:]])
         return following, {row: each[stride:] for row, each in row_keys.items()}
 
     def key(self, row, column):
-        return keys(self.x[(row, column, *self.place)], self.propagate_nan)
+        return keys(self.x[(row, column, *self.place)], self.propagate_nan, self.blocks.key_dtype)
+
+    def sum_dtype(self, row):
+        """Two of bfloat16 have the same sum as in float32 and rounded; four lie in a row of two blocks' windows."""
+        return self.blocks.grad_dtype if row < self.blocks.open_rows.start else jnp.float32
 
     def searched(self, row, found, places):
         """The greatest of the keys in a window's columns, and the first column that has it."""
         best, column = found[0], jnp.full_like(found[0], places[0])
         for key, place in zip(found[1:], places[1:], strict=True):
-            is_greater = key > best
-            best, column = jnp.where(is_greater, key, best), jnp.where(is_greater, place, column)
+            best, is_greater = greater(key, best)
+            column = jnp.where(is_greater, jnp.asarray(place, column.dtype), column)
         if row in self.blocks.rows_behind:
             is_inside = pl.program_id(4) * self.blocks.stride[0] + row < self.blocks.image[0]
-            best = jnp.where(is_inside, best, LEAST)
+            best = jnp.where(is_inside, best, jnp.asarray(least_of(best.dtype), best.dtype))
         return best, column
 
     def routed(self, i, found):
@@ -234,7 +253,10 @@ class _Step(NamedTuple):
         rows = [*(key for key, _, _ in earlier), *(found[row][0] for row in blocks.own_rows)]
         window = pl.program_id(4) - blocks.delay
         is_window = (window >= 0) & (window < blocks.outputs[0])
-        grad = jnp.where(is_window, self.grad[(i, *self.place)].astype(jnp.float32), 0.0)
+        grad = self.grad[(i, *self.place)].astype(blocks.grad_dtype)
+        # As integers, or Mosaic would select in half-filled registers, as they are loaded.
+        bits = lax.bitcast_convert_type(grad, blocks.key_dtype)
+        grad = lax.bitcast_convert_type(jnp.where(is_window, bits, jnp.zeros((), bits.dtype)), grad.dtype)
         parts = shares(rows, grad)
         own = dict(zip(blocks.own_rows, parts[len(earlier) :], strict=True))
         for row, place in zip(blocks.open_rows, at, strict=True):
@@ -243,7 +265,7 @@ class _Step(NamedTuple):
         # A row that is finished at once needs no column: the comparisons of its keys are still there.
         begun = [functools.partial(self.split, row, own.get(row)) for row in range(blocks.open_rows.start)]
         ended = [
-            functools.partial(self.chosen, column, total + share)
+            functools.partial(self.chosen, column, total, share)
             for (_, column, total), share in zip(earlier, parts, strict=False)
         ]
         return [*begun, *ended]
@@ -251,8 +273,18 @@ class _Step(NamedTuple):
     def split(self, row, grad, row_keys, columns):
         return () if grad is None else shares(row_keys[row], grad)
 
-    def chosen(self, column, grad, row_keys, columns):
-        return [jnp.where(column == j, grad, 0.0) for j in columns]
+    def chosen(self, column, total, share, row_keys, columns):
+        # Masks of 16-bit comparisons do not select float32.
+        once = column, total + share
+        shared = column.astype(jnp.int32), total.astype(jnp.float32) + share.astype(jnp.float32)
+        return [self.where_equal(j, *(once if self.is_in_one_window(j) else shared)) for j in columns]
+
+    def where_equal(self, j, column, grad):
+        return jnp.where(column == jnp.asarray(j, column.dtype), grad, jnp.zeros((), grad.dtype))
+
+    def is_in_one_window(self, j):
+        """Whether a window's column j is in no other window."""
+        return self.blocks.shared_columns <= j < self.blocks.stride[1]
 
     def store(self, row, column, value):
         """Stores an element of a finished row."""
@@ -271,7 +303,7 @@ def _kernel(x_ref, grad_ref, dx_ref, *kept, blocks, propagate_nan):
     @pl.when(pl.program_id(4) == 0)
     def _():
         # There is nothing before the image.
-        for ref, value in zip(kept, (LEAST, 0, 0.0), strict=False):
+        for ref, value in zip(kept, (least_of(blocks.key_dtype), 0, 0.0), strict=False):
 
             def fill(i, _, ref=ref, value=value):
                 ref[:, i] = jnp.full((ref.shape[0], *ref.shape[2:]), value, ref.dtype)
@@ -302,17 +334,17 @@ def _scratch(blocks, dtype):
     if not blocks.is_late:
         return []
     shape = (len(blocks.open_rows), blocks.outputs[1], *blocks.tile)
-    scratch = [pltpu.VMEM(shape, each) for each in (jnp.int32, jnp.int32, jnp.float32)]
+    scratch = [pltpu.VMEM(shape, each) for each in (blocks.key_dtype, blocks.key_dtype, blocks.grad_dtype)]
     if late_rows := blocks.open_rows.start:
         scratch.append(pltpu.VMEM((late_rows, blocks.image[1], *blocks.tile), dtype))
     return scratch
 
 
-def launch(x, grad, vmem_bytes, propagate_nan, cost, interpret, **geometry):
+def launch(x, grad, config, propagate_nan, cost, interpret, **geometry):
     """The gradient of images, both views (before, h, w, between, sublanes, lanes)."""
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
-    blocks = blocks_of(x.shape, vmem_bytes, **geometry)
+    blocks = blocks_of(x.shape, **config, **geometry)
     before, _, width, between, sublanes, lanes = x.shape
 
     def spec(rows, columns, index):

@@ -40,6 +40,9 @@ def report_of(target, shape, dtype, window, stride, padding):
         ((8, 112, 112, 128), 2, 2, 0),
         ((8, 33, 40, 200), 3, 1, 1),
         ((4, 600, 24, 128), 2, 3, 0),
+        ((16, 14, 14, 256), 2, 2, 0),
+        ((32, 56, 56, 128), 2, 2, 0),
+        ((128, 16, 16, 64), 3, 2, 1),
     ],
     ids=str,
 )
@@ -127,3 +130,25 @@ def test_max_pool_gradient_repeats_few_channels():
     assert widths(1024, BF16) == [1024, 512, 256, 128]
     assert widths(640, F32) == [128, 256, 512]
     assert widths(192, F32) == [128]
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    ("shape", "window", "padding"),
+    [
+        ((128, 16, 112, 112), 3, 1),
+        ((256, 96, 55, 55), 3, 0),
+        ((512, 192, 27, 27), 3, 0),
+        ((64, 128, 56, 56), 2, 0),
+        ((128, 128, 56, 56), 3, 1),
+        ((16, 448, 56, 56), 2, 0),
+    ],
+    ids=str,
+)
+def test_max_pool_compiles_for_tpus_without_copies(tpu, shape, window, padding, dtype):
+    value = functools.partial(max_pool, window=window, stride=2, padding=padding, layout="NCHW")
+    with lowering.use("pallas"):
+        report = lowering.compile(jax.jit(value), jax.ShapeDtypeStruct(shape, dtype), target=tpu)
+    assert report.kernels == {"max_pool": 1}
+    assert not re.findall(r" (?:copy|transpose)\(", report.hlo)
