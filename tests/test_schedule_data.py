@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from bundle_text import dma, program, wait
 
+from jaxops._commands.options import scalars_of
+from jaxops._commands.user_function import CommandError
 from lowering.schedule.bundles import read_bundles
 from lowering.schedule.chips import CHIPS
 from lowering.schedule.decisions import DependsOnDataError, Given
@@ -68,7 +70,7 @@ def test_a_word_that_the_program_passes_is_known():
         *[""] * 10,
     )
     assert [run(*lines, operands={"s1": word}).cycles for word in (4, 5)] == [3 + 4 + 1, 13]
-    with pytest.raises(DependsOnDataError, match=r"or scalars what operand 0 \(s32\[8\]\) of kernel hold"):
+    with pytest.raises(DependsOnDataError, match=r"or scalars what is in operand 0 \(s32\[8\]\) of kernel"):
         run(*lines, operands={"s1": Unknown()})
 
 
@@ -133,3 +135,28 @@ def test_what_is_said_of_operands_has_their_shapes():
     with pytest.raises(DependsOnDataError, match=r"must name one of the 1 operands of kernel.1 by its position; got 1"):
         given.in_memory("kernel.1", {0: "s32[6]"})
     assert Given.of({"softmax@0x3": 1, "program": 2}, {"kernel": {}}).unused(["kernel.1"]) == ["softmax"]
+
+
+def test_commands_take_what_operands_hold(tmp_path):
+    np.save(tmp_path / "pages.npy", np.arange(6).reshape(2, 3))
+    found = scalars_of(["paged:0=3,-1", f"paged:1={tmp_path}/pages.npy"])
+    assert (found["paged"][0].tolist(), found["paged"][1].tolist()) == ([3, -1], [[0, 1, 2], [3, 4, 5]])
+    with pytest.raises(CommandError, match=r"--scalars must name integers or a file of NumPy's; got 'none\.npy'"):
+        scalars_of(["paged:0=none.npy"])
+
+
+def test_a_value_that_a_branch_was_to_skip_is_known_once_the_branch_is_decided():
+    lines = (
+        SECOND[0].format("smem"),
+        SECOND[1] + "  ;;  %s9_s3 = smov 7",
+        "%p1_p0 = scmp.le.s32.totalorder %s2_s2, 0",
+        "%s3_s3 = smov (!%p1_p0), 0",
+        "%6 = sbr.rel (%p1_p0) target bundleno = 15 (0xf)",
+        *[""] * 4,
+        "%s4_s3 = sphi %s3_s3, %s5_s3  ;;  %s5_s3 = sadd.s32 1, %s4_s3",
+        "%p2_p1 = scmp.lt.s32.totalorder %s5_s3, 10",
+        "%9 = sbr.rel (%p2_p1) target bundleno = 9 (0x9)",
+        *[""] * 5,
+    )
+    assert max(region.trips for region in run(*lines, trip_counts={"kernel@0x4": 1}).regions) == 10
+    assert run(*lines, trip_counts={"kernel@0x4": 0}).cycles == 5 + 4 + 2

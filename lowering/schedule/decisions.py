@@ -163,6 +163,6 @@ class Decisions:
             if known in self._trip_counts:
                 return self._trip_counts[known]
         because = f", or on {', '.join(not_understood)}, not understood" if not_understood else ""
-        scalars = f", or scalars what {self._operands} of {self._program} hold" if self._operands else ""
+        scalars = f", or scalars what is in {self._operands} of {self._program}" if self._operands else ""
         must = f"trip_counts must say how often, as in {{{name!r}: 1}}"
         raise DependsOnDataError(f"{what} depends on data{because}: {must}{scalars}")

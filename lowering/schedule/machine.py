@@ -12,7 +12,7 @@ from lowering.schedule.decisions import NOTHING_GIVEN, Decisions, DependsOnDataE
 from lowering.schedule.memory import Dma, ScalarMemory
 from lowering.schedule.scalar import divided, function_of, has_no_effect
 from lowering.schedule.trace import Trace
-from lowering.schedule.unknown import Unknown
+from lowering.schedule.unknown import Answers, Unknown
 from lowering.schedule.values import LABEL, Step, Values
 
 _MOST_BLOCKS = 20_000_000  # a few minutes of replay
@@ -83,7 +83,7 @@ class Machine:
             for instruction in bundle.instructions
             if instruction.opcode.startswith("int_to_ptr.")
         }
-        self._answers: dict[tuple[Any, ...], bool] = {}
+        self._answers = Answers(self._values)
         self._decisions = Decisions(name, self._branches, given, _integers(bundles))
         self._blocks: dict[tuple[int, bool], _Block] = {}
         self._target: int | None = None
@@ -214,12 +214,21 @@ class Machine:
 
         def predicated_step() -> None:
             holds = values[predicate]
-            if isinstance(holds, Unknown):
-                values[to] = values[register] = Unknown()
-            elif holds != negated:
+            truth = self._answers.known(holds) if isinstance(holds, Unknown) else holds
+            if truth is None:
+                undecided(holds)
+            elif truth != negated:
                 step()
             elif otherwise is not None:
                 values[to] = values[register] = values[otherwise]
+
+        def undecided(holds: Unknown) -> None:
+            left = values[register] if otherwise is None else values[otherwise]
+            step()
+            either = (left, values[to]) if negated else (values[to], left)
+            # Without its effect an instruction has no value, and nothing uses one: its register has another's.
+            for place in {register} - {to} if otherwise is None else {register, to}:
+                self._answers.wait(holds, place, *either)
 
         return predicated_step
 
@@ -370,11 +379,11 @@ class Machine:
 
     def _decided(self, value: Unknown, number: int, target: int | None, *, negated: bool) -> bool:
         """Whether an instruction takes effect whose predicate is unknown: as its question was answered before."""
-        reverses = value.negated != negated
-        if value.question not in self._answers or self._decisions.is_of_loop(number, target):
-            holds = self._decisions.holds(number, target, self.trace.unknown)
-            self._answers[value.question] = holds != reverses
-        return self._answers[value.question] != reverses
+        truth = self._answers.known(value)
+        if truth is None or self._decisions.is_of_loop(number, target):
+            truth = self._decisions.holds(number, target, self.trace.unknown) != negated
+            self._answers.give(value, is_true=truth)
+        return truth != negated
 
     def _known(self, number: int, value: Any, what: str = "the size of a transfer") -> int:
         if isinstance(value, Unknown):

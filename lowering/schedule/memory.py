@@ -146,7 +146,7 @@ class Dma:
             done = now + _ON_CHIP_LATENCY_CYCLES + size_bytes / _ON_CHIP_BYTES_PER_CYCLE
         if opcode.endswith("_to_smem"):
             self._memory.fill(destination, size_bytes, source)
-        self._semaphores[semaphore].add(done, granules)
+        self._semaphore(semaphore).add(done, granules)
 
     def shared_with(self, now: float, cycles: float, hbm_cycles: float) -> float:
         """Lets something else run that takes so long alone, and keeps HBM busy for a part of it.
@@ -170,8 +170,12 @@ class Dma:
 
     def add(self, now: float, semaphore: Any, amount: int) -> None:
         """Adds to a semaphore at once."""
-        self._semaphores[semaphore].add(now, amount)
+        self._semaphore(semaphore).add(now, amount)
 
     def reached_at(self, semaphore: Any, amount: int) -> float | None:
         """When a semaphore holds an amount."""
-        return self._semaphores[semaphore].reached_at(amount)
+        return self._semaphore(semaphore).reached_at(amount)
+
+    def _semaphore(self, address: Any) -> Semaphore:
+        """The semaphore at an address; where data decide which one it is, one stands for all of them."""
+        return self._semaphores[None if isinstance(address, Unknown) else address]

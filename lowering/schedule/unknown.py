@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+_MOST_WAITING = 64  # questions; what a branch skips is decided soon after, and most others never are
 _SERIALS = itertools.count()
 
 
@@ -86,3 +87,33 @@ def selected(condition: Any, on_true: Any, on_false: Any) -> Any:
 
 def _is(value: Any, number: int) -> bool:
     return isinstance(value, int) and value == number
+
+
+class Answers:
+    """What has been decided about unknown values, and the values that wait for a decision."""
+
+    def __init__(self, held: list[Any]) -> None:
+        """Takes the values of a program, by their places."""
+        self._held = held
+        self._given: dict[tuple[Any, ...], bool] = {}
+        self._waiting: dict[tuple[Any, ...], list[tuple[int, Unknown, Any, Any]]] = {}
+
+    def known(self, value: Unknown) -> bool | None:
+        """Whether a value is true; None if nothing was decided about it."""
+        answer = self._given.get(value.question)
+        return None if answer is None else answer != value.negated
+
+    def give(self, value: Unknown, *, is_true: bool) -> None:
+        """Decides that a value is true or not."""
+        answer = self._given[value.question] = is_true != value.negated
+        for place, waiting, if_yes, if_no in self._waiting.pop(value.question, ()):
+            if self._held[place] is waiting:
+                self._held[place] = if_yes if answer else if_no
+
+    def wait(self, value: Unknown, place: int, if_true: Any, if_false: Any) -> None:
+        """Leaves it open which of two values a place holds until it is decided whether another value is true."""
+        waiting = self._held[place] = Unknown()
+        either = (if_false, if_true) if value.negated else (if_true, if_false)
+        self._waiting.setdefault(value.question, []).append((place, waiting, *either))
+        if len(self._waiting) > _MOST_WAITING:
+            del self._waiting[next(iter(self._waiting))]
