@@ -21,6 +21,7 @@ from jaxops._commands.options import (
     Implementation,
     Json,
     Rewrite,
+    Scalars,
     TripCounts,
     Tuned,
     console,
@@ -28,6 +29,7 @@ from jaxops._commands.options import (
     require_folder,
     require_implementation,
     require_target,
+    scalars_of,
     show,
     show_text,
     trip_counts_of,
@@ -188,6 +190,7 @@ def compile(
         bool, typer.Option(help="For a TPU: the time of each kernel by the compiler's schedule.")
     ] = False,
     trip_count: TripCounts = None,
+    scalars: Scalars = None,
     auto_layouts: Annotated[
         bool, typer.Option("--auto-layouts", help="For schedules: the compiler chooses how arguments lie in memory.")
     ] = False,
@@ -201,15 +204,13 @@ def compile(
     require_implementation(implementation)
     if output is not None:
         require_folder(output)
-    trip_counts = trip_counts_of(trip_count or ())
+    data: dict[str, Any] = {"trip_counts": trip_counts_of(trip_count or ()), "scalars": scalars_of(scalars or ())}
     fn, args = load(function, arg or ())
     fn = lowering.rewrite(fn) if rewrite else fn
 
     def compiled() -> lowering.CompiledReport:
         with lowering.use(implementation):
-            return lowering.compile(
-                fn, *args, target=target, schedule=schedule, trip_counts=trip_counts, auto_layouts=auto_layouts
-            )
+            return lowering.compile(fn, *args, target=target, schedule=schedule, auto_layouts=auto_layouts, **data)
 
     with tuned_by(tuned), said_if_long(f"compiling for {target}"):
         report = run_user_code(function, "be traceable with these arguments", compiled)

@@ -239,6 +239,10 @@ REFUSALS = {
         ("bench", "mine.py:failing", "--arg", "float32[4]"),
         "mine.py:failing must run here with these arguments; got RuntimeError: first line",
     ),
+    "scalars of nothing": (
+        ("compile", "mine.py:loss", "--target", "tpu-v5e", "--schedule", "--scalars", "kernel=3"),
+        "--scalars must be KERNEL:POSITION=1,2,3 or KERNEL:POSITION=FILE.npy; got 'kernel=3'",
+    ),
     "no steps": (("demo", "--steps", "0"), "--steps must be positive; got 0"),
     "steps in words": (("demo", "--steps", "many"), "Invalid value for '--steps'"),
     "negative seed": (("demo", "--seed", "-1"), "--seed must be in [0, 2**32); got -1"),

@@ -122,6 +122,9 @@ def test_spilled_scalars_and_addresses_are_found_again():
         ("smulhi.u32 4294967295, 16", 15),
         ("sand.u32 12, 10", 8),
         ("smin.u32 4294967295, 5", 5),
+        ("smin.u32 4294967291, 4294967293", -5),
+        ("sshrl.u32 4294967295, 0", -1),
+        ("sclz 5", 29),
         ("scalar_select predicate=%p9_p9, on_true=1, on_false=2", 2),
     ],
 )
@@ -150,10 +153,13 @@ def test_remainders_are_taken_after_quotients():
     assert run(*lines).cycles == 11
 
 
-@pytest.mark.parametrize(("wanted", "result"), [("kDiv", 3), ("kRem", 5)])
-def test_a_division_may_give_its_quotient_or_its_remainder_alone(wanted, result):
+@pytest.mark.parametrize(
+    ("operands", "wanted", "result"),
+    [("23, 6", "kDiv", 3), ("23, 6", "kRem", 5), ("4294967291, 4294967293", "kRem", -5)],
+)
+def test_a_division_may_give_its_quotient_or_its_remainder_alone(operands, wanted, result):
     lines = (
-        f"%7 = sdivrem.u32 23, 6 /* {wanted} */",
+        f"%7 = sdivrem.u32 {operands} /* {wanted} */",
         "%s1_s1 = spop.drf %7",
         f"%p1_p0 = scmp.ne.s32.totalorder %s1_s1, {result}",
         "%9 = sbr.rel (%p1_p0) target bundleno = 0 (0x0)",
@@ -178,6 +184,23 @@ def test_waiting_for_one_transfer_does_not_wait_for_the_next():
 def test_transfers_on_the_chip_leave_hbm_alone():
     assert run(dma(100, kind="vmem_to_vmem"), *wait(100)).dma_bytes == 0
     assert run(dma(100, kind="hbm_to_hbm"), *wait(100)).dma_bytes == 2 * 3200
+
+
+@pytest.mark.parametrize(("ends", "times"), [("hbm hbm", 2), ("hbm vmem", 1), ("vmem vmem", 0)])
+def test_a_transfer_between_any_two_places_is_known_by_its_ends(ends, times):
+    source, destination = ends.split()
+    lines = (
+        f"%s1_s1 = int_to_ptr.{source} [resolvable:$true] %s3_s3  ;;  "
+        f"%s2_s2 = int_to_ptr.{destination} [resolvable:$true] %s4_s4",
+        "%9 = dma.general /*src=*/%s1_s1, /*size_in_granules=*/100, /*dst=*/%s2_s2, /*dst_syncflagno=*/[#allocation4], "
+        "/*src_syncflagno=*/[#allocation5], /*stridedescaddr=*/[#allocation6]",
+        *wait(100),
+    )
+    assert run(*lines).dma_bytes == times * 3200
+
+
+def test_a_delay_takes_its_time():
+    assert run("%1 = vdelay 5000", "").cycles == 5002
 
 
 def test_a_kernel_that_waits_for_small_transfers_is_bound_by_their_latency():

@@ -2,8 +2,9 @@
 
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,12 +15,14 @@ from jaxops._commands.options import (
     Arguments,
     Function,
     Json,
+    Scalars,
     TripCounts,
     Tuned,
     require,
     require_file,
     require_implementation,
     require_target,
+    scalars_of,
     show,
     trip_counts_of,
     tuned_by,
@@ -48,6 +51,7 @@ def tune(
     ] = "device",
     target: Annotated[str | None, typer.Option(help="The TPU, with --by schedule.")] = None,
     trip_count: TripCounts = None,
+    scalars: Scalars = None,
     stages: Annotated[str, typer.Option(help="Without a function: what to do, in this order.")] = ",".join(STAGES),
     only: Annotated[list[str] | None, typer.Option(metavar="CASE", help="Without a function: this case.")] = None,
     limit: Annotated[
@@ -74,9 +78,10 @@ def tune(
     require(0 < limit < math.inf, "--limit", "be a positive number of seconds", str(limit))
     about_kept = {"--show": show_kept, "--forget": forget, "--export": export is not None}
     if function is not None:
+        data = {"trip_counts": trip_counts_of(trip_count or ()), "scalars": scalars_of(scalars or ())}
         for option, is_given in {**about_kept, "--rehearse": rehearse}.items():
             require(not is_given, option, "be given without a function", repr(function))
-        _tune_function(function, arg, output, seconds, again, by, target, trip_count, as_json)
+        _tune_function(function, arg, output, seconds, again, by, target, data, as_json)
     elif any(about_kept.values()):
         device.about_kept(show_kept, export, forget, as_json)
     else:
@@ -91,12 +96,11 @@ def _tune_function(
     again: bool,
     by: str,
     target: str | None,
-    trip_count: list[str] | None,
+    data: Mapping[str, Any],
     as_json: bool,
 ) -> None:
     if target is not None:
         require_target(target)
-    trip_counts = trip_counts_of(trip_count or ())
     fn, args = load(function, arg or ())
     result = run_user_code(
         function,
@@ -106,7 +110,7 @@ def _tune_function(
             *args,
             target=target,
             by=by,
-            trip_counts=trip_counts,
+            **data,
             budget_seconds=budget,
             path=output,
             again=again,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console, RenderableType
 
@@ -29,6 +30,10 @@ Arguments = Annotated[
 ]
 TripCounts = Annotated[
     list[str] | None, typer.Option(help="For schedules: NAME=NUMBER, how often what data decides is run.")
+]
+Scalars = Annotated[
+    list[str] | None,
+    typer.Option(help="For schedules: KERNEL:POSITION=1,2,3 or =FILE.npy, what a kernel's operand holds."),
 ]
 Rewrite = Annotated[
     bool, typer.Option("--rewrite", help="First replace plain JAX by operators, as `lowering.rewrite` does.")
@@ -73,6 +78,26 @@ def trip_counts_of(given: Sequence[str]) -> dict[str, float]:
         require(bool(name) and is_number, "--trip-count", "be NAME=NUMBER", repr(text))
         counts[name] = float(number)
     return counts
+
+
+def scalars_of(given: Sequence[str]) -> dict[str, dict[int, np.ndarray]]:
+    """What KERNEL:POSITION=1,2,3 and KERNEL:POSITION=FILE.npy options say, as nested dictionaries."""
+    operands: dict[str, dict[int, np.ndarray]] = {}
+    for text in given:
+        found = re.fullmatch(r"(.+):(\d+)=(.+)", text)
+        require(found is not None, "--scalars", "be KERNEL:POSITION=1,2,3 or KERNEL:POSITION=FILE.npy", repr(text))
+        assert found is not None
+        operands.setdefault(found[1], {})[int(found[2])] = _integers(found[3])
+    return operands
+
+
+def _integers(text: str) -> np.ndarray:
+    if re.fullmatch(r"-?\d+(,-?\d+)*", text):
+        return np.array([int(number) for number in text.split(",")])
+    try:
+        return np.load(text)
+    except (OSError, ValueError, EOFError):
+        raise CommandError(f"--scalars must name integers or a file of NumPy's; got {shortened(repr(text))}") from None
 
 
 def require_target(target: str) -> None:

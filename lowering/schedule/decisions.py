@@ -3,14 +3,17 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from lowering.describe import show
+from lowering.schedule.layouts import in_memory
+from lowering.schedule.memory import wrapped
 
+PROGRAM = "program"  # the name of the top-level program
 _POSITION = re.compile(r"\bindex: (\d+), kind: input")
 
 
@@ -25,11 +28,12 @@ class Given:
     Attributes:
       trip_counts: how often a loop turns each time, in the mean, or which part of the times what a branch may skip is
         run, by name.
-      scalars: for each kernel the words that its operands hold, by the operand's position.
+      scalars: for each kernel what its operands hold, by the operand's position: arrays, or words in the order of
+        memory, of which None is not known.
     """
 
     trip_counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    scalars: Mapping[str, Mapping[int, Sequence[int]]] = dataclasses.field(default_factory=dict)
+    scalars: Mapping[str, Mapping[int, Any]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, trip_counts: Any, scalars: Any) -> "Given":
@@ -44,23 +48,55 @@ class Given:
         for name, count in (trip_counts or {}).items():
             if not (isinstance(name, str) and isinstance(count, Real) and float(count) >= 0):
                 raise ValueError(f"trip_counts must give a name a number of at least 0; got {show({name: count})}")
-        words: dict[str, dict[int, list[int]]] = {}
+        words: dict[str, dict[int, np.ndarray]] = {}
         for kernel, operands in (scalars or {}).items():
             if not (isinstance(kernel, str) and isinstance(operands, Mapping)):
                 raise ValueError(f"scalars must map a kernel's name to its operands; got {show({kernel: operands})}")
             for position, operand in operands.items():
                 array = np.asarray(operand)
+                array = array.view(np.int32) if array.dtype == np.float32 else array
                 if not (isinstance(position, int) and np.issubdtype(array.dtype, np.integer)):
                     must = "must map an operand's position to integers"
                     raise ValueError(f"scalars {must}; got {show({position: operand})}")
-                words.setdefault(kernel, {})[position] = array.ravel().tolist()
+                words.setdefault(kernel, {})[position] = wrapped(array.astype(np.int64))
         return cls(dict(trip_counts or {}), words)
 
-    def words_of(self, kernel: str, operand: Sequence[str]) -> Sequence[int]:
+    def in_memory(self, kernel: str, operand_types: Mapping[int, str]) -> "Given":
+        """The same with what operands of a kernel hold in the order of memory.
+
+        Raises:
+          DependsOnDataError: if there is no such operand, or it has another shape.
+        """
+        words = {}
+        for position, operand in self._operands_of(kernel).items():
+            if position not in operand_types:
+                takes = f"one of the {len(operand_types)} operands of {kernel}"
+                raise DependsOnDataError(f"scalars must name {takes} by its position; got {position}")
+            try:
+                words[position] = in_memory(operand, operand_types[position])
+            except ValueError as error:
+                must = f"scalars must say of operand {position} of {kernel} all that it holds, {error}"
+                raise DependsOnDataError(must) from None
+        return dataclasses.replace(self, scalars={kernel: words})
+
+    def words_of(self, kernel: str, operand: Sequence[str]) -> Sequence[int | None]:
         """What an operand of a kernel holds, by how the kernel's program declares it; empty where nothing is said."""
         position = _POSITION.search(" ".join(operand))
-        operands = next((self.scalars[name] for name in names_of(kernel) if name in self.scalars), {})
-        return operands.get(int(position[1]), ()) if position else ()
+        return self._operands_of(kernel).get(int(position[1]), ()) if position else ()
+
+    def unused(self, kernels: Iterable[str]) -> list[str]:
+        """The names for which something is said, and which are of none of these kernels."""
+        known = {PROGRAM, *(name for kernel in kernels for name in names_of(kernel))}
+        return sorted(
+            {
+                name.partition("@")[0]
+                for name in (*self.trip_counts, *self.scalars)
+                if name.partition("@")[0] not in known
+            }
+        )
+
+    def _operands_of(self, kernel: str) -> Mapping[int, Any]:
+        return next((self.scalars[name] for name in names_of(kernel) if name in self.scalars), {})
 
 
 NOTHING_GIVEN = Given()
@@ -79,24 +115,29 @@ def _nth(n: int, mean: float) -> int:
 class Decisions:
     """What the caller says of one program's branches."""
 
-    def __init__(self, program: str, branches: Mapping[int, int], given: Given) -> None:
-        """Takes the targets of the branches, by their own bundles."""
+    def __init__(self, program: str, branches: Mapping[int, int], given: Given, operands: Sequence[str] = ()) -> None:
+        """Takes the targets of the branches, by their own bundles, and the operands that may decide."""
         self._program = program
         self._branches = branches
         self._trip_counts = given.trip_counts
+        self._operands = " and ".join(operands)
         self._turns: collections.Counter[str] = collections.Counter()
         self._loops: collections.Counter[str] = collections.Counter()
 
-    def holds(self, number: int, target: int | None) -> bool:
+    def is_of_loop(self, number: int, target: int | None) -> bool:
+        """Whether a branch ends a turn of a loop, which is to be decided anew each time."""
+        return self._header(number, target) is not None
+
+    def holds(self, number: int, target: int | None, not_understood: Iterable[str] = ()) -> bool:
         """Whether a branch at a bundle is taken to a target this time, or another instruction (None) takes effect.
 
         Raises:
-          DependsOnDataError: if nothing is said about it.
+          DependsOnDataError: if nothing is said about it; what was not understood may be why.
         """
         header = self._header(number, target)
         name = f"{self._program}@{number if header is None else header:#x}"
         what = "a transfer" if target is None else "a branch" if header is None else "the trip count of a loop"
-        count = self._count(name, what)
+        count = self._count(name, what, sorted(not_understood))
         turns = self._turns[name] = self._turns[name] + 1
         if header is None:  # a part of the times: every other one for 0.5
             is_run = _nth(turns, count) > 0
@@ -116,9 +157,12 @@ class Decisions:
         left = [to for at, to in self._branches.items() if to <= number <= at < target]
         return max(left, default=None)
 
-    def _count(self, name: str, what: str) -> float:
+    def _count(self, name: str, what: str, not_understood: Sequence[str]) -> float:
         # By its own name, or as everything that data decides in a kernel.
         for known in (name, *names_of(self._program)):
             if known in self._trip_counts:
                 return self._trip_counts[known]
-        raise DependsOnDataError(f"{what} depends on data: trip_counts must say how often, as in {{{name!r}: 1}}")
+        because = f", or on {', '.join(not_understood)}, not understood" if not_understood else ""
+        scalars = f", or scalars what is in {self._operands} of {self._program}" if self._operands else ""
+        must = f"trip_counts must say how often, as in {{{name!r}: 1}}"
+        raise DependsOnDataError(f"{what} depends on data{because}: {must}{scalars}")

@@ -18,6 +18,7 @@ _SAID_ELSEWHERE = re.compile(r", (?:metadata|sharding|frontend_attributes)=\{.*?
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")  # "{1}: (2, {}, may-alias)"; "{}: (0, ...)" for the only result
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+_OPERANDS = re.compile(r"[a-z][\w\-]*\(((?:%[\w.\-]+(?:, )?)*)\)")
 _OPCODE = re.compile(r"(?:\(.*?\)|\S+) ([a-z][\w\-]*)\(")
 
 
@@ -38,12 +39,16 @@ class HloInstruction:
       text: what it does, without any names.
       source: where it was traced, such as "model.py:12 (loss)"; empty where the compiler does not know.
       operator: that it is a part of, as `operator_scopes.scope` has named it; empty for none.
+      type: of its result, such as "s32[8]{0:T(128)}".
+      operands: the names of what it takes.
     """
 
     opcode: str
     text: str
     source: str
     operator: str
+    type: str = ""
+    operands: tuple[str, ...] = ()
 
 
 class Dumps:
@@ -87,6 +92,12 @@ class Dumps:
         known = self.instructions.get(instruction)
         return self._shared.get(known.text) if known is not None else None
 
+    def operand_types(self, name: str) -> dict[int, str]:
+        """The types of what an instruction takes, by position, such as "s32[8]{0:T(128)}"."""
+        instruction = self.instructions.get(name)
+        known = enumerate(map(self.instructions.get, instruction.operands if instruction is not None else ()))
+        return {position: operand.type for position, operand in known if operand is not None}
+
     @functools.cache  # noqa: B019 an object lives for one report
     def bundles(self, name: str) -> tuple[Bundle, ...]:
         """The code of that name."""
@@ -100,7 +111,10 @@ def _hlo_instruction(rest: str, bodies: dict[str, str], locations: dict[int, str
     if kind == "custom-call" and '"tpu_custom_call"' in rest:
         kind = "mosaic"
     source = locations.get(int(frame[1]), "") if frame else ""
-    return HloInstruction(kind, _without_names(rest, bodies), source, _operator(rest, bodies))
+    called_with = _OPERANDS.search(re.sub(r"/\*.*?\*/", "", rest))
+    operands = tuple(re.findall(r"%([\w.\-]+)", called_with[1])) if called_with else ()
+    text, operator = _without_names(rest, bodies), _operator(rest, bodies)
+    return HloInstruction(kind, text, source, operator, rest.partition(" ")[0], operands)
 
 
 def _operator(rest: str, bodies: dict[str, str]) -> str:

@@ -9,19 +9,18 @@ from typing import Any
 
 from lowering.schedule.bundles import Bundle, Instruction, Predicate, value_of
 from lowering.schedule.decisions import NOTHING_GIVEN, Decisions, DependsOnDataError, Given
-from lowering.schedule.memory import FROM_DATA, Dma, ScalarMemory, Unknown, wrapped
+from lowering.schedule.memory import Dma, ScalarMemory
 from lowering.schedule.scalar import divided, function_of, has_no_effect
 from lowering.schedule.trace import Trace
+from lowering.schedule.unknown import Answers, Unknown
+from lowering.schedule.values import LABEL, Step, Values
 
 _MOST_BLOCKS = 20_000_000  # a few minutes of replay
 PARAMETER = "scalar_parameter_address"
+_INTEGERS = re.compile(r"shape: ([su]32\[[\d,]*\]), index: (\d+), kind: input")
 _CARRIED = ("sphi", "pphi")
 _ONE_WORD = "inlined_call_operand."  # of no memory space: its value, not where it lies
-_LABEL = re.compile(r"(\w+)=(.*)", re.DOTALL)
-_SYMBOL = re.compile(r"#\w+")
 
-
-Step = Callable[[], None]
 Call = Callable[[float, Instruction, Mapping[str, Any]], float]
 
 
@@ -69,8 +68,8 @@ class Machine:
         self._operands = operands or {}
         self._given = given
         self._call = call
-        self._values: list[Any] = []
-        self._places: dict[str, int] = {}
+        self._places = Values(name, memory)
+        self._values = self._places.held
         self._divisions: dict[str, collections.deque[Any]] = collections.defaultdict(collections.deque)
         self._branches = {
             bundle.number: instruction.target
@@ -78,7 +77,14 @@ class Machine:
             for instruction in bundle.instructions
             if instruction.target is not None
         }
-        self._decisions = Decisions(name, self._branches, given)
+        self._spaces = {
+            instruction.value: instruction.opcode.rpartition(".")[2]
+            for bundle in bundles
+            for instruction in bundle.instructions
+            if instruction.opcode.startswith("int_to_ptr.")
+        }
+        self._answers = Answers(self._values)
+        self._decisions = Decisions(name, self._branches, given, _integers(bundles))
         self._blocks: dict[tuple[int, bool], _Block] = {}
         self._target: int | None = None
         # The time at a bundle is its number plus this: no bundle has to count.
@@ -137,7 +143,9 @@ class Machine:
         if instruction.target is not None:
             return [self._branch(number, instruction.target, instruction.predicate)]
         if opcode in _CARRIED:
-            return [self._copy(self._register(instruction.register), self._place(instruction.value))]
+            return [
+                self._places.copied(self._places.register(instruction.register), self._places.place(instruction.value))
+            ]
         if opcode == "inlined_call":
             return [self._calling(number, instruction)]
         if opcode.startswith("inlined_call_operand") or opcode == PARAMETER:
@@ -146,6 +154,8 @@ class Machine:
             return self._scalar_memory(number, instruction)
         if opcode in ("dma.done.wait", "vsyncadd", "vwait.ge") or opcode.startswith("dma."):
             return self._transfer(number, instruction)
+        if opcode == "vdelay":
+            return self._delay(number, instruction)
         if has_no_effect(opcode) or opcode.endswith(".trace"):
             return [self._unknown(instruction)] if instruction.register else []
         if opcode.startswith(("sdivrem", "spop")):
@@ -154,74 +164,15 @@ class Machine:
         if function is None:
             self.trace.unknown[opcode] += 1
             return [self._unknown(instruction)] if instruction.value else []
-        places = [self._operand(operand, before) for operand in instruction.operands]
+        places = [self._places.operand(operand, before) for operand in instruction.operands]
         named = value_of(instruction.operands[0]) if opcode.startswith("int_to_ptr") else None
         if named is not None and named[1] == instruction.register:
             # Another name for a value in its register, which another value keeps if a predicate leaves that one out.
-            return [*before, self._copy(places[0], self._place(instruction.value))]
+            return [*before, self._places.copied(places[0], self._places.place(instruction.value))]
         return [*before, self._effect(instruction, self._computed(function, places))]
 
-    # Values are kept by their names, and by register for what loops carry and callers pass.
-
-    def _place(self, name: str, value: Any = FROM_DATA) -> int:
-        """Where a value is kept; it is unknown until something computes it."""
-        if name not in self._places:
-            self._places[name] = len(self._values)
-            self._values.append(value)
-        return self._places[name]
-
-    def _register(self, name: str) -> int:
-        """Where the value that a register holds is kept; some values have the names of registers."""
-        return self._place(f"register {name}")
-
-    def _operand(self, text: str, before: list[Step]) -> int:
-        """Where the value of an operand is; what has to be added up for it is put before the instruction."""
-        labelled = _LABEL.match(text)
-        text = (labelled[2] if labelled else text).replace("smem:", "")
-        inner = re.sub(r"(?<=\S)\s+\[.*", "", text).strip("[] ")  # "1 [#allocation5]": the allocation is a remark
-        terms = [term.strip("[] ") for term in inner.split("+") if term.strip("[] ")]
-        places = [self._term(term, before) for term in terms]
-        while len(places) > 1:
-            *rest, a, b = places
-            total = self._place(f"sum of {a} and {b}")
-            before.append(self._sum(a, b, total))
-            places = [*rest, total]
-        return places[0] if places else self._place("nothing")
-
-    def _term(self, term: str, before: list[Step]) -> int:
-        if term.startswith("!"):
-            place = self._term(term[1:], before)
-            negated = self._place(f"not {place}")
-            before.append(self._sum(place, self._place("one", True), negated, lambda a, b: a ^ b))
-            return negated
-        named = value_of(term)
-        if named is not None:
-            return self._place(named[0])
-        if _SYMBOL.match(term):
-            return self._place(term, self._memory.address(self._name, term))
-        number = term.removeprefix("$")
-        if re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", number):
-            return self._place(f"constant {number}", wrapped(int(number, 0)))
-        return self._place(f"constant {term}")  # of floating point, or of a kind that is not known
-
-    def _sum(self, a: int, b: int, to: int, function: Callable[[Any, Any], Any] = lambda a, b: a + b) -> Step:
-        values = self._values
-
-        def step() -> None:
-            values[to] = function(values[a], values[b])
-
-        return step
-
-    def _copy(self, source: int, to: int) -> Step:
-        values = self._values
-
-        def step() -> None:
-            values[to] = values[source]
-
-        return step
-
     def _unknown(self, instruction: Instruction) -> Step:
-        return self._effect(instruction, lambda: FROM_DATA)
+        return self._effect(instruction, Unknown)
 
     def _argument(self, instruction: Instruction) -> Step:
         """An operand of the caller, or where a parameter of the whole program lies."""
@@ -232,7 +183,8 @@ class Machine:
             address = self._operands.get(instruction.register, own)
             words = self._given.words_of(self._name, instruction.operands)
             if instruction.opcode == _ONE_WORD:
-                return self._effect(instruction, lambda: words[0] if words else FROM_DATA)
+                value = words[0] if words else self._operands.get(instruction.register)
+                return self._effect(instruction, Unknown if value is None else lambda: value)
             self._memory.hold(address, words, is_scalar=instruction.opcode.endswith(".smem"))
         return self._effect(instruction, lambda: address)
 
@@ -246,35 +198,44 @@ class Machine:
     def _effect(self, instruction: Instruction, compute: Callable[[], Any]) -> Step:
         """Sets what an instruction computes, where its predicate holds."""
         values = self._values
-        to = self._place(instruction.value)
-        register = self._register(instruction.register) if instruction.register else to
+        to = self._places.place(instruction.value)
+        register = self._places.register(instruction.register) if instruction.register else to
 
         def step() -> None:
             try:
                 values[to] = values[register] = compute()
             except TypeError:  # a decision about an unknown value
-                values[to] = values[register] = FROM_DATA
+                values[to] = values[register] = Unknown()
 
         if instruction.predicate is None:
             return step
         predicate, negated = self._predicate(instruction.predicate)
-        otherwise = self._operand(instruction.otherwise, []) if instruction.otherwise else None
+        otherwise = self._places.operand(instruction.otherwise, []) if instruction.otherwise else None
 
         def predicated_step() -> None:
             holds = values[predicate]
-            if isinstance(holds, Unknown):
-                values[to] = values[register] = FROM_DATA
-            elif holds != negated:
+            truth = self._answers.known(holds) if isinstance(holds, Unknown) else holds
+            if truth is None:
+                undecided(holds)
+            elif truth != negated:
                 step()
             elif otherwise is not None:
                 values[to] = values[register] = values[otherwise]
+
+        def undecided(holds: Unknown) -> None:
+            left = values[register] if otherwise is None else values[otherwise]
+            step()
+            either = (left, values[to]) if negated else (values[to], left)
+            # Without its effect an instruction has no value, and nothing uses one: its register has another's.
+            for place in {register} - {to} if otherwise is None else {register, to}:
+                self._answers.wait(holds, place, *either)
 
         return predicated_step
 
     def _predicate(self, predicate: Predicate) -> tuple[int, bool]:
         named = value_of(f"%{predicate.value}")
         assert named is not None
-        return self._place(named[0]), predicate.negated
+        return self._places.place(named[0]), predicate.negated
 
     def _queued(self, instruction: Instruction) -> list[Step]:
         """Results that wait until they are taken: quotients and remainders, and what vectors send."""
@@ -282,8 +243,8 @@ class Machine:
         values = self._values
         if instruction.opcode.startswith("spop"):
             queue = self._divisions[instruction.operands[0].strip("%") if instruction.operands else ""]
-            return [self._effect(instruction, lambda: queue.popleft() if queue else FROM_DATA)]
-        dividend, divisor = (self._operand(operand, before) for operand in instruction.operands[:2])
+            return [self._effect(instruction, lambda: queue.popleft() if queue else Unknown())]
+        dividend, divisor = (self._places.operand(operand, before) for operand in instruction.operands[:2])
         queue = self._divisions[instruction.value]
 
         def step() -> None:
@@ -295,7 +256,7 @@ class Machine:
     def _scalar_memory(self, number: int, instruction: Instruction) -> list[Step]:
         before: list[Step] = []
         values, memory = self._values, self._memory
-        address, *words = (self._operand(operand, before) for operand in instruction.operands)
+        address, *words = (self._places.operand(operand, before) for operand in instruction.operands)
         if instruction.opcode == "sld":
             return [*before, self._effect(instruction, lambda: memory.load(values[address]))]
         word = words[0]
@@ -309,7 +270,7 @@ class Machine:
             try:
                 step()
             except DependsOnDataError:
-                memory.store(values[address], FROM_DATA)
+                memory.store(values[address], Unknown())
 
         return [*before, step if instruction.predicate is None else unsure_step]
 
@@ -319,8 +280,8 @@ class Machine:
         """Starting a DMA, waiting for a semaphore, adding to one."""
         before: list[Step] = []
         values, dma, opcode = self._values, self._dma, instruction.opcode
-        names = [found[1] if (found := _LABEL.match(operand)) else "" for operand in instruction.operands]
-        places = [self._operand(operand, before) for operand in instruction.operands]
+        names = [found[1] if (found := LABEL.match(operand)) else "" for operand in instruction.operands]
+        places = [self._places.operand(operand, before) for operand in instruction.operands]
         happens = self._holds(number, instruction.predicate)
         if opcode == "vsyncadd":
 
@@ -337,6 +298,7 @@ class Machine:
         elif {"size_in_granules", "dst_syncflagno"} <= set(names):
             granules, semaphore = (places[names.index(name)] for name in ("size_in_granules", "dst_syncflagno"))
             destination = places[2] if len(places) > 2 else places[0]
+            opcode = self._between(instruction)
 
             def step() -> None:
                 if happens():
@@ -349,6 +311,14 @@ class Machine:
             return []
         return [*before, step]
 
+    def _between(self, instruction: Instruction) -> str:
+        """The opcode of a transfer, by where its ends are: "dma.general" is between any two places."""
+        ends = [operand.partition("=")[2] for operand in instruction.operands if operand.startswith(("src=", "dst="))]
+        spaces = [self._spaces.get(named[0]) for end in ends if (named := value_of(end)) is not None]
+        if instruction.opcode != "dma.general" or len(spaces) < 2 or None in spaces:
+            return instruction.opcode
+        return f"dma.{spaces[0]}_to_{spaces[1]}"
+
     def _wait(self, number: int, semaphore: Any, amount: int) -> None:
         now = number + self._behind
         at = self._dma.reached_at(semaphore, amount)
@@ -358,9 +328,22 @@ class Machine:
             self.trace.stalls[number] += at - now
             self._behind += at - now
 
+    def _delay(self, number: int, instruction: Instruction) -> list[Step]:
+        before: list[Step] = []
+        cycles = self._places.operand(instruction.operands[0], before)
+        happens = self._holds(number, instruction.predicate)
+
+        def step() -> None:
+            if happens():
+                waited = self._known(number, self._values[cycles], "a delay")
+                self.trace.stalls[number] += waited
+                self._behind += waited
+
+        return [*before, step]
+
     def _calling(self, number: int, instruction: Instruction) -> Step:
         names = [value_of(operand) for operand in instruction.operands]
-        places = {register: self._place(value) for value, register in filter(None, names)}
+        places = {register: self._places.place(value) for value, register in filter(None, names)}
 
         def step() -> None:
             if self._call is not None:
@@ -389,12 +372,29 @@ class Machine:
         def holds() -> bool:
             value = values[place]
             if isinstance(value, Unknown):
-                return self._decisions.holds(number, target)
+                return self._decided(value, number, target, negated=negated)
             return value != negated
 
         return holds
 
-    def _known(self, number: int, value: Any) -> int:
+    def _decided(self, value: Unknown, number: int, target: int | None, *, negated: bool) -> bool:
+        """Whether an instruction takes effect whose predicate is unknown: as its question was answered before."""
+        truth = self._answers.known(value)
+        if truth is None or self._decisions.is_of_loop(number, target):
+            truth = self._decisions.holds(number, target, self.trace.unknown) != negated
+            self._answers.give(value, is_true=truth)
+        return truth != negated
+
+    def _known(self, number: int, value: Any, what: str = "the size of a transfer") -> int:
         if isinstance(value, Unknown):
-            raise DependsOnDataError(f"the size of a transfer at {self._name}@{number:#x} depends on data")
+            raise DependsOnDataError(
+                f"{what} at {self._name}@{number:#x} depends on data: scalars must say what its operands hold"
+            )
         return int(value)
+
+
+def _integers(bundles: Sequence[Bundle]) -> list[str]:
+    """The operands that a kernel may take its decisions from."""
+    declared = (x for bundle in bundles for x in bundle.instructions if x.opcode.startswith("inlined_call_operand"))
+    found = (_INTEGERS.search(" ".join(instruction.operands)) for instruction in declared)
+    return [f"operand {operand[2]} ({operand[1]})" for operand in found if operand is not None]

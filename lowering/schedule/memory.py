@@ -5,6 +5,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from lowering.schedule.unknown import Unknown
+
 _SYMBOL_WORDS = 1 << 16  # between the addresses that two names get
 _WORD_BYTES = 4
 GRANULE_BYTES = 32  # the unit of DMA sizes, and of the addresses that DMAs take
@@ -14,32 +16,6 @@ HALF, MASK = 1 << 31, (1 << 32) - 1
 # On-chip copies do not compete for HBM; their speed matters little, and was not fitted to anything.
 _ON_CHIP_BYTES_PER_CYCLE = 512.0
 _ON_CHIP_LATENCY_CYCLES = 100.0
-
-
-class Unknown:
-    """A value that comes from data: whatever is computed of it is unknown as well, and it decides nothing."""
-
-    def _unknown(self, *_: Any) -> Any:
-        return self
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __xor__ = __rxor__ = _unknown
-    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __neg__ = _unknown
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _unknown
-    __hash__ = object.__hash__
-
-    def __and__(self, other: Any) -> Any:
-        return other if isinstance(other, int) and other == 0 else self  # a false predicate, or a mask of nothing
-
-    def __or__(self, other: Any) -> Any:
-        return other if other is True else self
-
-    __rand__, __ror__ = __and__, __or__
-
-    def __bool__(self) -> bool:
-        raise TypeError("an unknown value decides nothing")
-
-
-FROM_DATA = Unknown()
 
 
 def wrapped(value: Any) -> Any:
@@ -63,10 +39,10 @@ class Hbm:
 
 
 class ScalarMemory:
-    """Words by address, `unwritten` before a store. Each name of an allocation is an address far from all others."""
+    """Words by address. Each name of an allocation is an address far from all others."""
 
-    def __init__(self, unwritten: Any = FROM_DATA) -> None:
-        """Starts empty."""
+    def __init__(self, unwritten: int | None = None) -> None:
+        """Starts with a number in all words, or with words that come from data."""
         self._unwritten = unwritten
         self._words: dict[Any, Any] = {}
         self._addresses: dict[tuple[str, str], int] = {}
@@ -80,8 +56,10 @@ class ScalarMemory:
     def load(self, address: Any) -> Any:
         """The word at an address; unknown where a store may have gone that cannot be followed."""
         if isinstance(address, Unknown) or self._has_lost_a_store:
-            return FROM_DATA
-        return self._words.get(address, self._unwritten)
+            return Unknown()
+        if address not in self._words:
+            self._words[address] = Unknown() if self._unwritten is None else self._unwritten
+        return self._words[address]
 
     def store(self, address: Any, word: Any) -> None:
         """Writes a word; if the address depends on data, every word may be the one."""
@@ -92,6 +70,7 @@ class ScalarMemory:
 
     def hold(self, address: int, words: Sequence[Any], *, is_scalar: bool) -> None:
         """Says what lies at an address: in scalar memory, or where DMAs bring it from."""
+        words = [Unknown() if word is None else word for word in words]
         if is_scalar:
             self._words.update(enumerate(words, address))
         elif words:
@@ -103,8 +82,9 @@ class ScalarMemory:
             self._has_lost_a_store = True
             return
         count = size_bytes // _WORD_BYTES
-        words = [*self._words_at(source)[:count], *[FROM_DATA] * count][:count]
+        words = self._words_at(source)[:count]
         self._words.update(enumerate(words, address))
+        self._words.update((address + at, Unknown()) for at in range(len(words), count))
 
     def _words_at(self, source: Any) -> Sequence[Any]:
         if isinstance(source, Unknown):
@@ -166,7 +146,7 @@ class Dma:
             done = now + _ON_CHIP_LATENCY_CYCLES + size_bytes / _ON_CHIP_BYTES_PER_CYCLE
         if opcode.endswith("_to_smem"):
             self._memory.fill(destination, size_bytes, source)
-        self._semaphores[semaphore].add(done, granules)
+        self._semaphore(semaphore).add(done, granules)
 
     def shared_with(self, now: float, cycles: float, hbm_cycles: float) -> float:
         """Lets something else run that takes so long alone, and keeps HBM busy for a part of it.
@@ -190,8 +170,12 @@ class Dma:
 
     def add(self, now: float, semaphore: Any, amount: int) -> None:
         """Adds to a semaphore at once."""
-        self._semaphores[semaphore].add(now, amount)
+        self._semaphore(semaphore).add(now, amount)
 
     def reached_at(self, semaphore: Any, amount: int) -> float | None:
         """When a semaphore holds an amount."""
-        return self._semaphores[semaphore].reached_at(amount)
+        return self._semaphore(semaphore).reached_at(amount)
+
+    def _semaphore(self, address: Any) -> Semaphore:
+        """The semaphore at an address; where data decide which one it is, one stands for all of them."""
+        return self._semaphores[None if isinstance(address, Unknown) else address]

@@ -6,12 +6,12 @@ from typing import Any
 
 from lowering.schedule.bundles import Instruction
 from lowering.schedule.chips import Chip
-from lowering.schedule.decisions import DependsOnDataError, Given
+from lowering.schedule.decisions import PROGRAM, DependsOnDataError, Given
 from lowering.schedule.dumps import Dumps
 from lowering.schedule.kernel import HBM_LATENCY_CYCLES, KernelReplay, replay
 from lowering.schedule.machine import Machine
 from lowering.schedule.memory import Dma, Hbm, ScalarMemory
-from lowering.schedule.results import PROGRAM, place_results
+from lowering.schedule.results import place_results
 
 # What the runtime sets before a program starts: one word says that the program is to run; another that what it starts
 # with in VMEM was brought there when it ran before, as it is where a program runs again and again.
@@ -104,10 +104,11 @@ class _Program:
             return self._replays[code]
         bundles = self._dumps.bundles(code)
         arguments = code, bundles, self._chip, self._hbm_bytes_per_cycle
+        given = self._given.in_memory(code, self._dumps.operand_types(code))
         try:
-            self._replays[code] = replay(*arguments, given=self._given)
+            self._replays[code] = replay(*arguments, given=given)
         except DependsOnDataError:
-            return replay(*arguments, operands=operands, given=self._given)
+            return replay(*arguments, operands=operands, given=given)
         return self._replays[code]
 
 

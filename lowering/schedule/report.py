@@ -11,7 +11,7 @@ from rich.text import Text
 
 from lowering import tables
 from lowering.schedule.chips import CHIPS, Chip, bytes_per_cycle
-from lowering.schedule.decisions import NOTHING_GIVEN, Given
+from lowering.schedule.decisions import NOTHING_GIVEN, DependsOnDataError, Given
 from lowering.schedule.dumps import Dumps
 from lowering.schedule.kernel import KernelReplay, Region
 from lowering.schedule.program import Called, ProgramReplay, replay_program
@@ -192,13 +192,19 @@ def schedule_of(folder: Path, hardware: Hardware, *, border_bytes: int, given: G
     chip = CHIPS[hardware.name]
     dumps = Dumps(folder)
     hbm = bytes_per_cycle(chip, hardware)
-    program = replay_program(dumps, chip, hbm, given)
+    unused = given.unused(dumps.instructions)
+    of_nothing = f"the program has no {' and no '.join(unused)}, of which the caller spoke" if unused else ""
+    try:
+        program = replay_program(dumps, chip, hbm, given)
+    except DependsOnDataError as error:
+        raise DependsOnDataError(f"{error}; {of_nothing}") if unused else error from None
     rows = [_row(name, called, dumps, chip, program.cycles) for name, called in program.called.items()]
     rows.append(_rest(program, chip, hbm))
     in_products = sum(called.calls * _matmul_cycles(called.replay, chip) for called in program.called.values())
     remarks = [_CAVEAT, *([f"{hardware.name} is {chip.remark}."] if chip.remark else [])]
     if program.unknown:
         remarks.append(f"Not understood, and left out: {', '.join(sorted(program.unknown))}.")
+    remarks += [f"{of_nothing[0].upper()}{of_nothing[1:]}."] if unused else []
     if given.trip_counts:
         counts = ", ".join(f"{name} {count:g}" for name, count in given.trip_counts.items())
         remarks.append(f"Data decides how often, and the caller said: {counts}.")

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from lowering.schedule.bundles import Bundle, value_of
+from lowering.schedule.decisions import PROGRAM
 from lowering.schedule.machine import PARAMETER
-from lowering.schedule.memory import FROM_DATA, ScalarMemory
-
-PROGRAM = "program"  # the name of the top-level program
+from lowering.schedule.memory import ScalarMemory
+from lowering.schedule.unknown import Unknown
 
 
 def place_results(memory: ScalarMemory, bundles: Sequence[Bundle], aliases: Mapping[int | None, int]) -> None:
@@ -26,7 +26,7 @@ def place_results(memory: ScalarMemory, bundles: Sequence[Bundle], aliases: Mapp
         return
     table = memory.address(PROGRAM, "#results") + 1  # no other address is odd, shifted or not
     memory.store(at, table)
-    words = [of_many.get(result, FROM_DATA) for result in range(1 + max(of_many))]
+    words = [of_many.get(result, Unknown()) for result in range(1 + max(of_many))]
     memory.hold(table, words, is_scalar=False)
 
 

@@ -1,10 +1,13 @@
-"""What the scalar unit computes, by opcode. Integers have 32 bits; floating-point arithmetic is not followed."""
+"""What the scalar unit computes, by opcode. Values have 32 bits: integers with a sign, or the bits of a float32."""
 
 import operator
 from collections.abc import Callable
 from typing import Any
 
-from lowering.schedule.memory import FROM_DATA, HALF, MASK, wrapped
+import numpy as np
+
+from lowering.schedule.memory import HALF, MASK, wrapped
+from lowering.schedule.unknown import Unknown, selected
 
 
 def _first(value: Any, *_: Any) -> Any:
@@ -24,13 +27,14 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "sor": operator.or_,
     "sxor": operator.xor,
     "sshll": lambda a, b: wrapped(a << (b & 31)),
-    "sshrl": lambda a, b: (a & MASK) >> (b & 31),
+    "sshrl": lambda a, b: wrapped((a & MASK) >> (b & 31)),
     "sshra": lambda a, b: a >> (b & 31),
     "smin": min,
     "smax": max,
+    "sclz": lambda a: 32 - int.bit_length(a & MASK),
     "sc": lambda a, b: (a & MASK) + (b & MASK) > MASK,  # the carry of a sum
     "scalar_lea": lambda base, offset=0: base + offset,
-    "scalar_select": lambda condition, on_true, on_false: on_true if condition else on_false,
+    "scalar_select": selected,
     "int_to_ptr": _first,
     "smov": _first,
     "pmov": _first,
@@ -43,8 +47,17 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "pnand": lambda a, b: (a & b) ^ True,
     "pneg": lambda a: a ^ True,
 }
+_LEAST_NORMAL = np.finfo(np.float32).tiny
 _COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
-_ON_FLOATS = ("sadd", "ssub", "smul", "smin", "smax", "scmp", "scvt", "sfloor", "sceil")
+_ON_FLOATS: dict[str, Callable[..., Any]] = {
+    "sadd": np.add,
+    "ssub": np.subtract,
+    "smul": np.multiply,
+    "smin": np.minimum,
+    "smax": np.maximum,
+    "sfloor": np.floor,
+    "sceil": np.ceil,
+}
 
 # Nothing that is known of these takes effect on what the scalar program does next.
 _WITHOUT_EFFECT = (
@@ -53,16 +66,56 @@ _WITHOUT_EFFECT = (
 )
 
 
+def float_bits(value: float) -> int:
+    """The bits of a number as a float32."""
+    return int(np.float32(value).view(np.int32))
+
+
+def _float(bits: Any) -> np.float32:
+    if isinstance(bits, Unknown):
+        raise TypeError("no number is known")
+    return np.int32(bits).view(np.float32)
+
+
+def _on_floats(function: Callable[..., Any] | None, *, is_comparison: bool) -> Callable[..., Any] | None:
+    if function is None:
+        return None
+
+    def on_bits(*operands: Any) -> Any:
+        numbers = [_float(bits) for bits in operands]
+        with np.errstate(all="ignore"):
+            result = function(*numbers)
+        # What becomes of NaN and of the smallest numbers is not known.
+        if any(np.isnan(number) or 0 < abs(number) < _LEAST_NORMAL for number in (*numbers, result)):
+            return Unknown()
+        return bool(result) if is_comparison else float_bits(result)
+
+    return on_bits
+
+
+def _to_float(integer: Any) -> Any:
+    return float_bits(operator.index(integer))
+
+
+def _to_integer(bits: Any) -> Any:
+    number = float(_float(bits))
+    return int(number) if number.is_integer() and abs(number) < HALF else Unknown()
+
+
 def function_of(opcode: str) -> Callable[..., Any] | None:
     """What an opcode computes; None if it is not known."""
     name, *types = opcode.split(".")
-    if name in _ON_FLOATS and "f32" in types:
-        return lambda *_: FROM_DATA
+    if name == "scvt":
+        return {("s32", "f32"): _to_float, ("f32", "s32"): _to_integer}.get((types[0], types[-1]))
+    if "f32" in types:
+        compare = _COMPARISONS.get(types[0]) if name == "scmp" else None
+        return _on_floats(compare or _ON_FLOATS.get(name), is_comparison=compare is not None)
     if name == "scmp":
         compare = _COMPARISONS.get(types[0])
         return _unsigned(compare) if compare is not None and "u32" in types else compare
     if name in ("smin", "smax") and "u32" in types:
-        return _unsigned(_ARITHMETIC[name])
+        pick = _unsigned(_ARITHMETIC[name])
+        return lambda a, b: wrapped(pick(a, b))
     return _ARITHMETIC.get(name)
 
 
@@ -76,10 +129,10 @@ def divided(opcode: str, dividend: Any, divisor: Any, wanted: str = "kDivAndRem"
     """The quotient, rounded towards zero, the remainder, or both in this order; not known where an operand is not."""
     try:
         if opcode.endswith("u32"):
-            quotient, remainder = divmod(dividend & MASK, divisor & MASK)
+            quotient, remainder = map(wrapped, divmod(dividend & MASK, divisor & MASK))
         else:
             quotient = abs(dividend) // abs(divisor) * (1 if (dividend < 0) == (divisor < 0) else -1)
             remainder = dividend - quotient * divisor
     except (TypeError, ZeroDivisionError):
-        quotient = remainder = FROM_DATA
+        quotient, remainder = Unknown(), Unknown()
     return {"kDiv": (quotient,), "kRem": (remainder,)}.get(wanted, (quotient, remainder))
