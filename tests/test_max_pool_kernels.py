@@ -165,8 +165,9 @@ def test_max_pool_gradient_launches_its_kernel(name):
     assert text.count(f"stablehlo.custom_call @{custom_call}") == 1
 
 
-def test_max_pool_runs_the_interpreted_kernel(rng):
-    x = jnp.asarray(rng.normal(size=(2, 8, 8, 128)), jnp.float32)
+@pytest.mark.parametrize("shape", [(2, 12, 12, 128), (8, 12, 12, 64), (2, 8, 8, 256)], ids=str)
+def test_max_pool_runs_the_interpreted_kernel(shape, rng):
+    x = jnp.asarray(rng.normal(size=shape), jnp.float32)
 
     def loss(x):
         return jnp.sum(jnp.sin(max_pool(x, 3, stride=2, padding=1, layout="NHWC")))

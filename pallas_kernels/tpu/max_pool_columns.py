@@ -117,8 +117,9 @@ def _kernel(x_ref, grad_ref, dx_ref, keys_vmem, sums_vmem, *group, blocks, propa
     keys_vmem[inside] = keys(x_ref[...], propagate_nan)
     if not blocks.is_tiled:
         sums_vmem[...] = jnp.zeros_like(sums_vmem)
+    image = pl.program_id(4)  # of a group; here, because JAX's interpreter does not know it in loops
     if group:
-        pl.when(pl.program_id(4) == 0)(functools.partial(_gather, grad_ref, *group))
+        pl.when(image == 0)(functools.partial(_gather, grad_ref, *group))
     offsets = list(itertools.product(*map(range, blocks.window)))
 
     def windows_of(row, first, count):
@@ -127,7 +128,7 @@ def _kernel(x_ref, grad_ref, dx_ref, keys_vmem, sums_vmem, *group, blocks, propa
             for i, j in offsets
         ]
         if group:
-            grad = group[0][row, pl.ds(first * GROUP + pl.program_id(4), count, stride=GROUP)]
+            grad = group[0][row, pl.ds(first * GROUP + image, count, stride=GROUP)]
         else:
             grad = grad_ref[row, first : first + count].astype(jnp.float32)
         parts = shares([keys_vmem[place] for place in places], grad)

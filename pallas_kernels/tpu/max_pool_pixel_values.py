@@ -33,10 +33,11 @@ def grid_of(view_shape, blocks):
 
 def _kernel(x_ref, y_ref, *kept, blocks, propagate_nan):
     (sublanes, lanes), (tile_sublanes, tile_lanes) = blocks.chunk, blocks.tile
+    step = pl.program_id(4)  # here, because JAX's interpreter does not know it in loops
 
     if kept:
 
-        @pl.when(pl.program_id(4) == 0)
+        @pl.when(step == 0)
         def _():
             def fill(i, _):
                 kept[0][i] = jnp.full(blocks.tile, -jnp.inf, kept[0].dtype)
@@ -49,13 +50,13 @@ def _kernel(x_ref, y_ref, *kept, blocks, propagate_nan):
             pl.ds(pl.multiple_of(part * sublanes, sublanes), sublanes),
             pl.ds(pl.multiple_of(lane_part * lanes, lanes), lanes),
         )
-        window = functools.partial(_window, x_ref, y_ref, kept, place, blocks, propagate_nan)
+        window = functools.partial(_window, x_ref, y_ref, kept, place, step, blocks, propagate_nan)
         lax.fori_loop(0, blocks.outputs[1], window, None)
 
     lax.fori_loop(0, (tile_sublanes // sublanes) * (tile_lanes // lanes), chunk, None)
 
 
-def _window(x_ref, y_ref, kept, place, blocks, propagate_nan, i, _):
+def _window(x_ref, y_ref, kept, place, step, blocks, propagate_nan, i, _):
     """Computes one window along columns."""
     begin, last = i * blocks.stride[1] - blocks.left, blocks.image[1] - 1
     # For a column beyond the image stands the nearest, which the window has as well.
@@ -67,7 +68,7 @@ def _window(x_ref, y_ref, kept, place, blocks, propagate_nan, i, _):
             values = [jnp.where(jnp.isnan(value), -jnp.inf, value).astype(value.dtype) for value in values]
         best = functools.reduce(jnp.maximum, values)
         if row in blocks.rows_behind:
-            is_inside = pl.program_id(4) * blocks.stride[0] + row < blocks.image[0]
+            is_inside = step * blocks.stride[0] + row < blocks.image[0]
             best = jnp.where(is_inside, best, -jnp.inf).astype(best.dtype)
         return best
 

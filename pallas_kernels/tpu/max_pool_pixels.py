@@ -156,6 +156,7 @@ class _Step(NamedTuple):
       dx: the block of rows that it finishes.
       kept: scratch; see `_scratch`.
       place: which sublanes and lanes.
+      step: which of the image's.
     """
 
     blocks: Blocks
@@ -165,6 +166,7 @@ class _Step(NamedTuple):
     dx: Any
     kept: Sequence[Any]
     place: tuple[Any, ...]
+    step: Any
 
     def compute(self):
         """Goes through the windows along columns; those that reach beyond the image are unrolled."""
@@ -236,7 +238,7 @@ class _Step(NamedTuple):
             best, is_greater = greater(key, best)
             column = jnp.where(is_greater, jnp.asarray(place, column.dtype), column)
         if row in self.blocks.rows_behind:
-            is_inside = pl.program_id(4) * self.blocks.stride[0] + row < self.blocks.image[0]
+            is_inside = self.step * self.blocks.stride[0] + row < self.blocks.image[0]
             best = jnp.where(is_inside, best, jnp.asarray(least_of(best.dtype), best.dtype))
         return best, column
 
@@ -251,7 +253,7 @@ class _Step(NamedTuple):
         at = [(row - blocks.open_rows.start, i, *self.place) for row in blocks.open_rows]
         earlier = [tuple(ref[place] for ref in self.kept[:3]) for place in at]
         rows = [*(key for key, _, _ in earlier), *(found[row][0] for row in blocks.own_rows)]
-        window = pl.program_id(4) - blocks.delay
+        window = self.step - blocks.delay
         is_window = (window >= 0) & (window < blocks.outputs[0])
         grad = self.grad[(i, *self.place)].astype(blocks.grad_dtype)
         # As integers, or Mosaic would select in half-filled registers, as they are loaded.
@@ -299,8 +301,9 @@ class _Step(NamedTuple):
 
 def _kernel(x_ref, grad_ref, dx_ref, *kept, blocks, propagate_nan):
     (sublanes, lanes), (tile_sublanes, tile_lanes) = blocks.chunk, blocks.tile
+    step = pl.program_id(4)  # here, because JAX's interpreter does not know it in loops
 
-    @pl.when(pl.program_id(4) == 0)
+    @pl.when(step == 0)
     def _():
         # There is nothing before the image.
         for ref, value in zip(kept, (least_of(blocks.key_dtype), 0, 0.0), strict=False):
@@ -316,7 +319,7 @@ def _kernel(x_ref, grad_ref, dx_ref, *kept, blocks, propagate_nan):
                 pl.ds(pl.multiple_of(i * sublanes, sublanes), sublanes),
                 pl.ds(pl.multiple_of(j * lanes, lanes), lanes),
             )
-            _Step(blocks, propagate_nan, x_ref, grad_ref, dx_ref, kept, place).compute()
+            _Step(blocks, propagate_nan, x_ref, grad_ref, dx_ref, kept, place, step).compute()
 
         lax.fori_loop(0, tile_lanes // lanes, compute_lanes, None)
 
