@@ -123,6 +123,7 @@ def test_operands_lie_in_memory_by_their_layouts():
     assert (words[128 + 2], words[512 + 128 + 1], words[512 + 2], words[3 * 128]) == (132, 259, None, None)
     assert in_memory(values, "s32[3,130]{0,1}")[:4] == [0, 130, 260, 1]
     assert in_memory(np.arange(5), "s32[8]{0:T(128)}") == [0, 1, 2, 3, 4]
+    assert in_memory(np.asarray(7), "s32[3]{0:T(128)}") == [7, 7, 7]
 
 
 def test_what_is_said_of_operands_has_their_shapes():

@@ -33,7 +33,9 @@ TripCounts = Annotated[
 ]
 Scalars = Annotated[
     list[str] | None,
-    typer.Option(help="For schedules: KERNEL:POSITION=1,2,3 or =FILE.npy, what a kernel's operand holds."),
+    typer.Option(
+        help="For schedules: KERNEL:POSITION=1,2,3 or =FILE.npy, what an operand holds, one number all of it."
+    ),
 ]
 Rewrite = Annotated[
     bool, typer.Option("--rewrite", help="First replace plain JAX by operators, as `lowering.rewrite` does.")
@@ -93,7 +95,8 @@ def scalars_of(given: Sequence[str]) -> dict[str, dict[int, np.ndarray]]:
 
 def _integers(text: str) -> np.ndarray:
     if re.fullmatch(r"-?\d+(,-?\d+)*", text):
-        return np.array([int(number) for number in text.split(",")])
+        numbers = [int(number) for number in text.split(",")]
+        return np.array(numbers if len(numbers) > 1 else numbers[0])
     try:
         return np.load(text)
     except (OSError, ValueError, EOFError):

@@ -85,8 +85,8 @@ def compile(
         takes, by kernel, and what binds it. See docs/schedule.md for how far that is to be trusted.
       trip_counts: how often a loop turns in the mean, or what a branch may skip is run (as a fraction), where
         data decides that, by the name that a refusal gives, or by kernel.
-      scalars: what operands of kernels hold that decide such things, as integer arrays: by kernel, and by the position
-        of the operand in its call. Those of scalar prefetch come first.
+      scalars: what operands of kernels hold that decide such things, as integer arrays, or one integer for all
+        elements: by kernel, and by the position of the operand in its call. Those of scalar prefetch come first.
       auto_layouts: for schedules, whether the compiler chooses how arguments and results lie in memory, as it does
         for what is computed within a larger program. With JAX's default layouts, an operator alone may be charged
         with copies that no model makes.

@@ -12,7 +12,7 @@ _PADDING = -1
 
 
 def in_memory(values: np.ndarray, operand_type: str) -> list[int | None]:
-    """The values of an operand of that type in the order of memory; None where tiles are padded.
+    """The values of an operand of that type in the order of memory; None where tiles are padded. One is that of all.
 
     Raises:
       ValueError: if the operand has another shape. What has one dimension may be given in part.
@@ -20,6 +20,7 @@ def in_memory(values: np.ndarray, operand_type: str) -> list[int | None]:
     found = _TYPE.match(operand_type)
     assert found is not None
     shape, minor_to_major, tile = (tuple(map(int, (part or "").split(",") if part else ())) for part in found.groups())
+    values = np.full(shape, values) if values.ndim == 0 else values
     if values.size != math.prod(shape) and not (len(shape) == 1 and values.size <= shape[0]):
         raise ValueError(f"{operand_type.partition('{')[0]}; got {values.size:,} of {math.prod(shape):,} elements")
     if len(shape) < 2:
