@@ -2,11 +2,13 @@
 
 import atexit
 import contextlib
+import contextvars
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from lowering.compiling import compilers
@@ -23,6 +25,7 @@ _ENVIRONMENT = {
 }
 _running: dict[str, "_Process"] = {}
 _lock = threading.Lock()
+_more_libtpu_flags = contextvars.ContextVar("more flags for libtpu", default="")
 
 
 class CompilerEndedError(RuntimeError):
@@ -70,10 +73,21 @@ def compile_folder(
         _running[platform] = process
 
 
+@contextlib.contextmanager
+def more_libtpu_flags(flags: str) -> Iterator[None]:
+    """Within it, folders that come with flags for libtpu come with these too."""
+    token = _more_libtpu_flags.set(flags)
+    try:
+        yield
+    finally:
+        _more_libtpu_flags.reset(token)
+
+
 def _with_flags(libtpu_flags: str) -> dict[str, str]:
     """The user's own flags for libtpu, and these."""
     variable = "LIBTPU_INIT_ARGS"
-    return {variable: f"{os.environ.get(variable, '')} {libtpu_flags}"} if libtpu_flags else {}
+    flags = f"{os.environ.get(variable, '')} {_more_libtpu_flags.get()} {libtpu_flags}"
+    return {variable: flags} if libtpu_flags else {}
 
 
 class _Process:

@@ -151,6 +151,14 @@ def test_an_operator_is_ranked_without_copies_that_no_model_makes():
     assert moved < result.entries[0].best("mosaic_tpu").median_us < 1.25 * moved
 
 
+def test_an_operator_is_ranked_with_operands_that_come_from_hbm():
+    x = jax.ShapeDtypeStruct((16, 128, 56, 56), jnp.float32)
+    options = {"target": installed("tpu-v5e"), "by": "schedule", "progress": False}
+    result = lowering.tune(functools.partial(jaxops.max_pool, window=2, stride=2), x, **options)
+    moved = 16 * 128 * (56 * 56 + 28 * 28) * 4 / 819e3
+    assert all(candidate.median_us > moved for candidate in result.entries[0].candidates)
+
+
 def test_configurations_are_ranked_by_replay_and_not_twice(tmp_path):
     x = jax.ShapeDtypeStruct((2048, 1024), jnp.float32)
     options = {"target": installed("tpu-v5e"), "by": "schedule", "path": tmp_path / "tuned.json", "progress": False}
