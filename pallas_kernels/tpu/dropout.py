@@ -1,8 +1,8 @@
 """Dropout on TPU: the mask is drawn in registers, beside the elements that it keeps or drops, in one pass over HBM.
 
 XLA's own program draws the words of the mask in one loop and expands each to its 32 elements in another. Here both
-happen in VMEM, in one straight piece of code: a step of the grid draws the words of a block, and takes the elements of
-the block before. Each fills the cycles in which the other waits for the cross-lane unit.
+happen in VMEM, in one straight piece of code: a step of the grid takes the words of the block before to their rows and
+its elements, and draws those of its own block in the cycles in which that waits for the cross-lane unit.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.dropout_mask import WORD_BITS, threshold
 from pallas_kernels.kernel import Kernel
-from pallas_kernels.tpu.dropout_words import Places, first_digits, keep_of, other_digits, permuted, short_words
+from pallas_kernels.tpu.dropout_words import Places, keep_of, long_words, permuted, short_words
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up
 from pallas_kernels.tpu.streaming_cost import streaming_cost
 
@@ -74,48 +74,47 @@ def _select(words, x_ref, y_ref, factor):
         y_ref[:, start:end] = jnp.concatenate(parts, axis=1).astype(y_ref.dtype)
 
 
-def _select_block(words_vmem, x_ref, y_ref, factor):
-    for first in range(0, x_ref.shape[1], _GROUP_COLUMNS):
-        columns = pl.ds(first, min(_GROUP_COLUMNS, x_ref.shape[1] - first))
-        words = words_vmem[:, first // WORD_BITS : first // WORD_BITS + LANES]
-        _select(words, x_ref.at[:, columns], y_ref.at[:, columns], factor)
+def _select_from(words, rows, first, x_ref, y_ref, factor):
+    """Keeps or drops the elements of rows, whose words from the first on these are."""
+    start = first * WORD_BITS
+    columns = pl.ds(start, min(_GROUP_COLUMNS, x_ref.shape[1] - start))
+    _select(words, x_ref.at[rows, columns], y_ref.at[rows, columns], factor)
 
 
-def _kernel(below_ref, factor_ref, streams_ref, x_ref, y_ref, words_ref, words_vmem, *, places, column_blocks):
+def _kernel(below_ref, factor_ref, streams_ref, x_ref, y_ref, words_ref, drawn_vmem, *, places, column_blocks):
     keep = keep_of(below_ref[0])
     steps = pl.num_programs(1) - 1
     step = pl.program_id(1)
     block = pl.program_id(0) * steps + step
     first_word = lax.rem(block, column_blocks) * places.words
 
-    def select_before():
-        # The first step has nothing to take yet. What it makes of the elements that wait there, the next one replaces.
-        _select_block(words_vmem, x_ref, y_ref, factor_ref[0])
-
-    def store(drawn):
-        for rows, columns, words in places.in_rows(drawn):
-            words_vmem[rows, pl.ds(columns.start, LANES)] = words
+    def take_before():
+        # The first step has nothing to take yet. What it makes of whatever is there, the next one replaces.
+        for rows, columns, words in places.in_rows(drawn_vmem[...]):
             words_ref[rows, columns] = words[:, : columns.stop - columns.start]
+            _select_from(words, rows, columns.start, x_ref, y_ref, factor_ref[0])
 
     @pl.when((step == steps) | keep.is_short)
     def _():
-        select_before()
+        take_before()
 
     @pl.when((step < steps) & keep.is_short)
     def _():
-        store(short_words(keep, places.counters(streams_ref, first_word)))
+        drawn_vmem[...] = short_words(keep, places.counters(streams_ref, first_word))
 
     @pl.when((step < steps) & ~keep.is_short)
     def _():
         counters = places.counters(streams_ref, first_word)
-        less, undecided = first_digits(keep, counters)
-        store(other_digits(keep, counters, less, undecided, select_before))
+        take_before()
+        drawn_vmem[...] = long_words(keep, counters)
 
 
 def _backward_kernel(factor_ref, grad_ref, words_ref, out_ref, words_vmem):
     # Lanes without a word keep whatever they hold; no element asks for them.
     words_vmem[:, : words_ref.shape[1]] = words_ref[...]
-    _select_block(words_vmem, grad_ref, out_ref, factor_ref[0])
+    for first in range(0, words_vmem.shape[1], LANES):
+        words = words_vmem[:, first : first + LANES]
+        _select_from(words, slice(None), first, grad_ref, out_ref, factor_ref[0])
 
 
 class Blocks(NamedTuple):
@@ -135,8 +134,13 @@ class Blocks(NamedTuple):
         return self.places.bands * self.places.rows
 
     @property
-    def scratch_words(self):
-        """Words of a block, in whole groups of lanes."""
+    def drawn_words(self):
+        """Words of a block as they are drawn."""
+        return self.places.groups * self.places.rows, LANES
+
+    @property
+    def words_in_rows(self):
+        """The same as they lie, in whole groups of lanes."""
         return self.rows, round_up(self.places.words, LANES)
 
     def specs(self, block_of):
@@ -173,7 +177,7 @@ def blocks_of(rows, columns, block_elements):
     return Blocks(counts, Places(bands, band_rows, words))
 
 
-def _launch(kernel, name, blocks, grid, in_specs, out_specs, results, flops, interpret, operands):
+def _launch(kernel, name, scratch, grid, in_specs, out_specs, results, flops, interpret, operands):
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     return pl.pallas_call(
@@ -184,7 +188,7 @@ def _launch(kernel, name, blocks, grid, in_specs, out_specs, results, flops, int
         in_specs=[*[pl.BlockSpec(memory_space=pltpu.SMEM)] * (len(operands) - len(in_specs)), *in_specs],
         out_specs=out_specs,
         out_shape=results,
-        scratch_shapes=[pltpu.VMEM(blocks.scratch_words, jnp.uint32)],
+        scratch_shapes=[pltpu.VMEM(scratch, jnp.uint32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) if len(grid) == 1 else ("parallel", "arbitrary")
         ),
@@ -200,16 +204,17 @@ def run(streams, x, keep, *, config, interpret=False):
     count = math.prod(blocks.counts)
     cores = 2 if count % 2 == 0 else 1  # as many as any TPU has; others take both halves
     steps = count // cores
-    _, drawn_words, streams_spec = blocks.specs(lambda core, step: core * steps + jnp.minimum(step, steps - 1))
-    taken, _, _ = blocks.specs(lambda core, step: core * steps + jnp.maximum(step - 1, 0))
+    _, _, drawn = blocks.specs(lambda core, step: core * steps + jnp.minimum(step, steps - 1))
+    taken, taken_words, _ = blocks.specs(lambda core, step: core * steps + jnp.maximum(step - 1, 0))
     results = [
         jax.ShapeDtypeStruct((rows, columns), x.dtype),
         jax.ShapeDtypeStruct((rows, columns // WORD_BITS), jnp.uint32),
     ]
     operands = threshold(keep[:1]), keep[1:], streams.reshape(rows, 3), x.reshape(rows, columns)
     kernel = functools.partial(_kernel, places=blocks.places, column_blocks=blocks.counts[1])
-    ins, outs, flops = [streams_spec, taken], [taken, drawn_words], _DRAW_FLOPS + _SELECT_FLOPS
-    y, words = _launch(kernel, "dropout", blocks, (cores, steps + 1), ins, outs, results, flops, interpret, operands)
+    ins, outs, flops = [drawn, taken], [taken, taken_words], _DRAW_FLOPS + _SELECT_FLOPS
+    scratch, grid = blocks.drawn_words, (cores, steps + 1)
+    y, words = _launch(kernel, "dropout", scratch, grid, ins, outs, results, flops, interpret, operands)
     return y.reshape(x.shape), words.reshape(*x.shape[:-1], columns // WORD_BITS)
 
 
@@ -221,7 +226,8 @@ def run_backward(grad, words, keep, *, config, interpret=False):
     results = [jax.ShapeDtypeStruct((rows, columns), grad.dtype)]
     operands = keep[1:], grad.reshape(rows, columns), words.reshape(rows, columns // WORD_BITS)
     ins, name, grid = [elements, words_spec], "dropout_backward", (math.prod(blocks.counts),)
-    (out,) = _launch(_backward_kernel, name, blocks, grid, ins, [elements], results, _SELECT_FLOPS, interpret, operands)
+    scratch, flops = blocks.words_in_rows, _SELECT_FLOPS
+    (out,) = _launch(_backward_kernel, name, scratch, grid, ins, [elements], results, flops, interpret, operands)
     return (out.reshape(grad.shape),)
 
 

@@ -48,8 +48,8 @@ def keep_of(above):
 class Places(NamedTuple):
     """Where the words of a block's rows are drawn.
 
-    The rows are bands of `rows`, one after another. For each row of a band there is a line of lanes, on which the words
-    of that row in all bands lie beside each other; lines are cut into groups of 128 lanes.
+    The rows are bands of `rows`, one after another. Words fill groups of 128 lanes, in which each row has a line: first
+    groups with words of one band only, then those in which the other words of all bands lie beside each other.
 
     Attributes:
       bands: of a block's rows.
@@ -62,9 +62,14 @@ class Places(NamedTuple):
     words: int
 
     @property
+    def whole(self):
+        """How many words of a row fill groups of their own."""
+        return self.words // LANES * LANES
+
+    @property
     def groups(self):
-        """Into how many groups of lanes a line is cut."""
-        return pl.cdiv(self.bands * self.words, LANES)
+        """Of 128 lanes."""
+        return self.bands * self.whole // LANES + pl.cdiv(self.bands * (self.words - self.whole), LANES)
 
     def counters(self, streams_ref, first_word):
         """Keys and numbers of all words, (groups * rows, 128): a row has a stream of its own, whatever the blocks are.
@@ -75,19 +80,20 @@ class Places(NamedTuple):
         """
         lane = lax.broadcasted_iota(jnp.int32, (self.rows, LANES), 1)
 
-        def counter(band, begin):
-            """Of one band, whose first word is in this lane."""
+        def counter(band, begin, word):
+            """Of one band, one of whose words is in this lane."""
             place = slice(band * self.rows, (band + 1) * self.rows)
             key0, key1, number = (jnp.broadcast_to(streams_ref[place, i : i + 1], lane.shape) for i in range(3))
-            return key0, key1, number + (lane + (first_word - begin)).astype(jnp.uint32)
+            return key0, key1, number + (lane + (first_word + word - begin)).astype(jnp.uint32)
 
-        groups = []
-        for start in range(0, self.groups * LANES, LANES):
-            first, last = start // self.words, min((start + LANES - 1) // self.words, self.bands - 1)
-            group = counter(first, first * self.words - start)
+        groups = [counter(band, 0, word) for band in range(self.bands) for word in range(0, self.whole, LANES)]
+        others = self.words - self.whole
+        for start in range(0, self.bands * others, LANES):
+            first, last = start // others, min((start + LANES - 1) // others, self.bands - 1)
+            group = counter(first, first * others - start, self.whole)
             for band in range(first + 1, last + 1):
-                begin = band * self.words - start
-                pairs = zip(counter(band, begin), group, strict=True)
+                begin = band * others - start
+                pairs = zip(counter(band, begin, self.whole), group, strict=True)
                 group = tuple(jnp.where(lane >= begin, new, old) for new, old in pairs)
             groups.append(group)
         return [jnp.concatenate(values) for values in zip(*groups, strict=True)]
@@ -96,17 +102,22 @@ class Places(NamedTuple):
         """Slices of rows and words of a block, and the words there, in as many of 128 lanes as there are words."""
         lane = lax.broadcasted_iota(jnp.int32, (self.rows, LANES), 1)
         groups = [drawn[start : start + self.rows] for start in range(0, drawn.shape[0], self.rows)]
+        others = self.words - self.whole
         for band in range(self.bands):
-            for start in range(0, self.words, LANES):
-                group, shift = divmod(band * self.words + start, LANES)
-                count = min(LANES, self.words - start)
-                words = groups[group]
-                if shift:
-                    source = lane + shift & LANES - 1
-                    words = permuted(words, source)
-                    if shift + count > LANES:
-                        words = jnp.where(lane < LANES - shift, words, permuted(groups[group + 1], source))
-                yield slice(band * self.rows, (band + 1) * self.rows), slice(start, start + count), words
+            rows = slice(band * self.rows, (band + 1) * self.rows)
+            for word in range(0, self.whole, LANES):
+                yield rows, slice(word, word + LANES), groups[(band * self.whole + word) // LANES]
+            if not others:
+                continue
+            group, shift = divmod(band * others, LANES)
+            group += self.bands * self.whole // LANES
+            words = groups[group]
+            if shift:
+                source = lane + shift & LANES - 1
+                words = permuted(words, source)
+                if shift + others > LANES:
+                    words = jnp.where(lane < LANES - shift, words, permuted(groups[group + 1], source))
+            yield rows, slice(self.whole, self.words), words
 
 
 def permuted(words, lanes):
@@ -121,19 +132,13 @@ def short_words(keep, counters):
     return _narrowed(counters, keep.digits[:_SHORT_DIGITS])[0]
 
 
-def first_digits(keep, counters):
-    """The words by the first 12 digits, and which of their elements these do not decide."""
+def long_words(keep, counters):
+    """The words of any other probability: by its first 12 digits, and by all where these leave an element open."""
     less, at_most = _narrowed(counters, keep.digits[:_FIRST_DIGITS])
-    return less, less ^ at_most
-
-
-def other_digits(keep, counters, less, undecided, beside):
-    """Decides all elements; `beside` is traced where the processor has nothing to do but the first turn."""
-    rest = list(map(repeated, keep.digits[_FIRST_DIGITS:]))
-    turn = functools.partial(decide_some, counters, repeated(keep.is_one), rest)
-    state = turn((less, undecided, True))
-    beside()
-    return lax.while_loop(lambda state: state[2], turn, state)[0]
+    turn = functools.partial(
+        decide_some, counters, repeated(keep.is_one), list(map(repeated, keep.digits[_FIRST_DIGITS:]))
+    )
+    return lax.while_loop(lambda state: state[2], turn, turn((less, less ^ at_most, True)))[0]
 
 
 def _narrowed(counters, digits):
