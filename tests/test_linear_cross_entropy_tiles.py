@@ -109,7 +109,7 @@ def test_live_rows_start_from_zero_whatever_memory_held(live):
 
     with placed("cpu"):
         rows = live_rows(labels, 3)
-    (results,), (total,) = rows.map_in_order(step, (jnp.float32(jnp.nan),), (x, labels), first_writes=True)
+    (results,), (total,) = rows.map_in_order(step, (jnp.float32(jnp.nan),), x, (labels,))
     assert total == sum(range(1, live + 1))
     # Whole chunks are computed, at least one.
     computed = 6 if live else 3

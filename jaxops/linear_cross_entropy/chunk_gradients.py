@@ -120,7 +120,7 @@ def by_fixed_reference(
     else:
         # Filling the gradient of a large weight with 0 would take as long as hundreds of rows.
         unwritten = tuple(jax.lax.empty(x.shape, x.dtype) for x in sums)
-        (*results, has_failed), sums = in_order.map_in_order(step, unwritten, of_rows, first_writes=True)
+        (*results, has_failed), sums = in_order.map_in_order(step, unwritten, x, (labels, *weights))
     loss, weight_grad, bias_grad = fixed_reference.with_target(shared, sums)
     weight_grad = weight_grad.astype(kept_gradient_dtype(weight.dtype))
 
@@ -141,7 +141,7 @@ def by_fixed_reference(
     # A loop of one step or none, rather than a branch, so that what it leaves alone stays where it is.
     carry = rows, weight_grad, (loss, bias_grad, start[3])
     rows, weight_grad, sums = jax.lax.fori_loop(0, jnp.any(has_failed).astype(jnp.int32), add_failed, carry)
-    x_grad, row_grad, *others = rows if in_order is None else map(in_order.restore, rows)
+    x_grad, row_grad, *others = rows if in_order is None else in_order.restore_all(rows)
     return (sums[0], x_grad, weight_grad, *sums[1:], row_grad, *others)
 
 

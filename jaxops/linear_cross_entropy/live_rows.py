@@ -34,12 +34,14 @@ class LiveRows(NamedTuple):
     """All rows, in the order in which they are taken.
 
     Attributes:
+      is_live: (rows,), which rows count, by position.
       order: (chunks * chunk_rows,), the position of each row; beyond the last row for fillers.
       live: (), how many rows count. They come first.
       chunk_rows: how many rows are in a chunk.
       batch_shape: the batch axes of the operands.
     """
 
+    is_live: jax.Array
     order: jax.Array
     live: jax.Array
     chunk_rows: int
@@ -62,6 +64,28 @@ class LiveRows(NamedTuple):
         positions = jnp.arange(len(self.order), dtype=self.order.dtype)
         places = jnp.zeros_like(self.order, shape=size).at[self.order].set(positions, mode="drop", unique_indices=True)
         return rows.at[places].get(mode="promise_in_bounds").reshape(*self.batch_shape, *rows.shape[1:])
+
+    def restore_all(self, results: Arrays) -> Arrays:
+        """`restore` of what `map_in_order` returns: nothing moves where all rows count, and values move in a sort."""
+        size = self.is_live.size
+        positions = jnp.arange(len(self.order), dtype=self.order.dtype)
+        values = [x for x in results if x.ndim == 1]
+        _, places, *values = jax.lax.sort((self.order, positions, *values), num_keys=1, is_stable=False)
+        sorted_values = iter(values)
+
+        def restored(rows: jax.Array) -> jax.Array:
+            if rows.ndim == 1:
+                return next(sorted_values)[:size]
+            gathered = functools.partial(rows.at[places[:size]].get, mode="promise_in_bounds")
+            return jax.lax.cond(self.live == size, lambda: rows[:size], gathered)
+
+        return tuple(restored(rows).reshape(*self.batch_shape, *rows.shape[1:]) for rows in results)
+
+    def _take_values(self, arrays: Arrays) -> Arrays:
+        """Values of rows in this order, with fillers: a sort moves them along. TPUs gather them one by one."""
+        _, *taken = jax.lax.sort((~self.is_live, *(x.reshape(-1) for x in arrays)), num_keys=1)
+        count = len(self.order) - self.is_live.size
+        return tuple(jnp.concatenate([x, jnp.full(count, filler(x), x.dtype)]) for x in taken)
 
     def fold(
         self,
@@ -116,19 +140,6 @@ class LiveRows(NamedTuple):
         at_once: AtOnce | None = None,
     ) -> tuple[Arrays, Arrays]:
         """Like `fold_rows`, but row results are 0 where a whole chunk is skipped; `at_once` as in `fold`."""
-        rows, sums = self.map_in_order(step, start, operands, at_once=at_once)
-        return tuple(map(self.restore, rows)), sums
-
-    def map_in_order(
-        self,
-        step: Callable[..., tuple[Arrays, Arrays]],
-        start: Arrays,
-        operands: Sequence[jax.Array],
-        *,
-        first_writes: bool = False,
-        at_once: AtOnce | None = None,
-    ) -> tuple[Arrays, Arrays]:
-        """Like `map`, but row results stay in this order, so that nothing has all rows twice."""
 
         def taking(sums: Arrays, _: Arrays, places: jax.Array) -> tuple[Arrays, Arrays]:
             return step(sums, *self.operands_at(places, operands))
@@ -140,7 +151,22 @@ class LiveRows(NamedTuple):
         if at_once is not None:
             at_once = at_once._replace(step=functools.partial(taking_parts, at_once))
         rows, start = self._no_rows(step, start, operands, (len(self.order),))
-        return self.fold(taking, start, rows, [self.order], first_writes=first_writes, at_once=at_once)
+        rows, sums = self.fold(taking, start, rows, [self.order], at_once=at_once)
+        return tuple(map(self.restore, rows)), sums
+
+    def map_in_order(
+        self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, x: jax.Array, values: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        """Like `map` with operands (x, *values), for TPUs: row results stay in this order; sums start from 0.
+
+        The values are one for each row; whatever `start` holds is not read.
+        """
+
+        def taking(sums: Arrays, _: Arrays, places: jax.Array, *values: jax.Array) -> tuple[Arrays, Arrays]:
+            return step(sums, *self.operands_at(places, [x]), *values)
+
+        rows, start = self._no_rows(step, start, [x, *values], (len(self.order),))
+        return self.fold(taking, start, rows, [self.order, *self._take_values(values)], first_writes=True)
 
     def map_in_place(
         self, step: Callable[..., tuple[Arrays, Arrays]], start: Arrays, operands: Sequence[jax.Array]
@@ -203,10 +229,12 @@ def rows_where(is_live: jax.Array, chunk_rows: int) -> LiveRows:
     """The rows (...) where `is_live`, first; in chunks of at most so many rows."""
     size, batch_shape = is_live.size, tuple(is_live.shape)
     chunk_rows = min(chunk_rows, size)
-    order = jnp.argsort(~is_live.reshape(-1), stable=True).astype(jnp.int32)
+    is_live = is_live.reshape(-1)
+    order = jnp.argsort(~is_live, stable=True).astype(jnp.int32)
     # Rows that fill up the last chunk have different positions past the end.
     filling = size + jnp.arange(-size % chunk_rows, dtype=order.dtype)
-    return LiveRows(jnp.concatenate([order, filling]), jnp.sum(is_live, dtype=jnp.int32), chunk_rows, batch_shape)
+    order = jnp.concatenate([order, filling])
+    return LiveRows(is_live, order, jnp.sum(is_live, dtype=jnp.int32), chunk_rows, batch_shape)
 
 
 def live_rows(labels: jax.Array, chunk_rows: int | None = None) -> LiveRows | None:
