@@ -14,6 +14,7 @@ from lowering.schedule.layouts import in_memory
 from lowering.schedule.memory import wrapped
 
 PROGRAM = "program"  # the name of the top-level program
+NOTHING: Mapping[int, Any] = {}
 _POSITION = re.compile(r"\bindex: (\d+), kind: input")
 
 
@@ -61,28 +62,46 @@ class Given:
                 words.setdefault(kernel, {})[position] = wrapped(array.astype(np.int64))
         return cls(dict(trip_counts or {}), words)
 
-    def in_memory(self, kernel: str, operand_types: Mapping[int, str]) -> "Given":
-        """The same with what operands of a kernel hold in the order of memory.
+    def of_call(
+        self, instruction: str, code: str, operand_types: Mapping[int, str], constants: Mapping[int, Any] = NOTHING
+    ) -> "Given":
+        """What is said of one instruction, by the name of the code that it shares with its equals.
+
+        Operands are in the order of memory. Those of which nothing is said hold their constants.
 
         Raises:
           DependsOnDataError: if there is no such operand, or it has another shape.
         """
+        names = dict.fromkeys((*names_of(instruction), *names_of(code)))
+        said: Mapping[int, Any] = next((self.scalars[name] for name in names if name in self.scalars), {})
         words = {}
-        for position, operand in self._operands_of(kernel).items():
+        for position, operand in {**constants, **said}.items():
             if position not in operand_types:
-                takes = f"one of the {len(operand_types)} operands of {kernel}"
+                takes = f"one of the {len(operand_types)} operands of {instruction}"
                 raise DependsOnDataError(f"scalars must name {takes} by its position; got {position}")
             try:
                 words[position] = in_memory(operand, operand_types[position])
             except ValueError as error:
-                must = f"scalars must say of operand {position} of {kernel} all that it holds, {error}"
+                must = f"scalars must say of operand {position} of {instruction} all that it holds, {error}"
                 raise DependsOnDataError(must) from None
-        return dataclasses.replace(self, scalars={kernel: words})
+        counts = {
+            f"{code}{at}{place}": count
+            for name in reversed(names)  # what is said by the whole name counts more
+            for key, count in self.trip_counts.items()
+            for known, at, place in [key.partition("@")]
+            if known == name
+        }
+        return Given(counts, {code: words})
+
+    def key(self) -> tuple[Any, ...]:
+        """The same for all that say the same."""
+        scalars = ((name, at, tuple(words)) for name, held in self.scalars.items() for at, words in held.items())
+        return tuple(self.trip_counts.items()), tuple(scalars)
 
     def words_of(self, kernel: str, operand: Sequence[str]) -> Sequence[int | None]:
         """What an operand of a kernel holds, by how the kernel's program declares it; empty where nothing is said."""
         position = _POSITION.search(" ".join(operand))
-        return self._operands_of(kernel).get(int(position[1]), ()) if position else ()
+        return self.scalars.get(kernel, {}).get(int(position[1]), ()) if position else ()
 
     def unused(self, kernels: Iterable[str]) -> list[str]:
         """The names for which something is said, and which are of none of these kernels."""
@@ -94,9 +113,6 @@ class Given:
                 if name.partition("@")[0] not in known
             }
         )
-
-    def _operands_of(self, kernel: str) -> Mapping[int, Any]:
-        return next((self.scalars[name] for name in names_of(kernel) if name in self.scalars), {})
 
 
 NOTHING_GIVEN = Given()

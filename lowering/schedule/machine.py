@@ -17,7 +17,7 @@ from lowering.schedule.values import LABEL, Step, Values
 
 _MOST_BLOCKS = 20_000_000  # a few minutes of replay
 PARAMETER = "scalar_parameter_address"
-_INTEGERS = re.compile(r"shape: ([su]32\[[\d,]*\]), index: (\d+), kind: input")
+_INTEGERS = re.compile(r"shape: ([su]\d+\[[\d,]*\]), index: (\d+), kind: input")
 _CARRIED = ("sphi", "pphi")
 _ONE_WORD = "inlined_call_operand."  # of no memory space: its value, not where it lies
 
