@@ -9,7 +9,7 @@ from jaxops._commands.options import scalars_of
 from jaxops._commands.user_function import CommandError
 from lowering.schedule.bundles import read_bundles
 from lowering.schedule.chips import CHIPS
-from lowering.schedule.decisions import DependsOnDataError, Given
+from lowering.schedule.decisions import DependsOnDataError, Given, names_of
 from lowering.schedule.kernel import replay
 from lowering.schedule.layouts import in_memory
 from lowering.schedule.scalar import float_bits, function_of
@@ -144,6 +144,7 @@ def test_what_is_said_of_operands_has_their_shapes():
     with pytest.raises(DependsOnDataError, match=r"must name one of the 1 operands of kernel.1 by its position; got 1"):
         given.of_call("kernel.1", "kernel.1", {0: "s32[6]"})
     assert Given.of({"softmax@0x3": 1, "program": 2}, {"kernel": {}}).unused(["kernel.1"]) == ["softmax"]
+    assert names_of("flash.d128.2.x_ref") == ("flash.d128.2.x_ref", "flash.d128.2", "flash.d128")
 
 
 def test_what_is_said_of_one_of_two_equal_kernels_is_not_said_of_the_other():

@@ -157,6 +157,18 @@ def test_a_schedule_that_was_not_written_is_reported(folder):
     )
 
 
+def test_what_other_cores_do_is_one_entry(folder):
+    lines = (
+        "%1 = vsyncset.remote %s1_s1, 0  ;;  %2 = vsyncset %s2_s2, 0",
+        *wait(7),
+        *wait(8, "[#allocation5]"),
+        "vtrace 1",
+    )
+    (folder / "17-TLP-01-packed-bundles-post-ra.txt").write_text(program(*lines))
+    unknown = schedule_of(folder, named("tpu-v7x"), border_bytes=0).unknown
+    assert unknown == ("what other cores do, as SparseCores, and 2 waits for them",)
+
+
 def test_a_schedule_is_plotted(folder, tmp_path):
     figure = schedule_of(folder, named("tpu-v5e"), border_bytes=0).plot(tmp_path / "schedule.png", most=1)
     assert (tmp_path / "schedule.png").stat().st_size > 0

@@ -15,6 +15,7 @@ from lowering.schedule.memory import wrapped
 
 PROGRAM = "program"  # the name of the top-level program
 NOTHING: Mapping[int, Any] = {}
+_NUMBERED = re.compile(r"((.+?)\.\d+)(?:\.[A-Za-z_]\w*)?$")
 _POSITION = re.compile(r"\bindex: (\d+), kind: input")
 
 
@@ -118,9 +119,13 @@ class Given:
 NOTHING_GIVEN = Given()
 
 
-def names_of(kernel: str) -> tuple[str, str]:
-    """What a caller may call a kernel: as XLA does, or without the number that XLA puts behind the name."""
-    return kernel, kernel.rpartition(".")[0]
+def names_of(kernel: str) -> tuple[str, ...]:
+    """What a caller may call a kernel: as XLA does, or without what XLA puts behind the name.
+
+    That is a number, and with JAX 0.12 the name of what takes the result, as in "softmax.2.x_ref".
+    """
+    numbered = _NUMBERED.match(kernel)
+    return (kernel,) if numbered is None else tuple(dict.fromkeys((kernel, *numbered.group(1, 2))))
 
 
 def _nth(n: int, mean: float) -> int:
@@ -129,14 +134,19 @@ def _nth(n: int, mean: float) -> int:
 
 
 class Decisions:
-    """What the caller says of one program's branches."""
+    """What the caller says of one program's branches.
+
+    Attributes:
+      program: its name.
+      operands: those that may decide, such as "operand 0 (s32[8]) of kernel.1"; empty for none.
+    """
 
     def __init__(self, program: str, branches: Mapping[int, int], given: Given, operands: Sequence[str] = ()) -> None:
         """Takes the targets of the branches, by their own bundles, and the operands that may decide."""
-        self._program = program
+        self.program = program
         self._branches = branches
         self._trip_counts = given.trip_counts
-        self._operands = " and ".join(operands)
+        self.operands = f"{' and '.join(operands)} of {program}" if operands else ""
         self._turns: collections.Counter[str] = collections.Counter()
         self._loops: collections.Counter[str] = collections.Counter()
 
@@ -151,7 +161,7 @@ class Decisions:
           DependsOnDataError: if nothing is said about it; what was not understood may be why.
         """
         header = self._header(number, target)
-        name = f"{self._program}@{number if header is None else header:#x}"
+        name = f"{self.program}@{number if header is None else header:#x}"
         what = "a transfer" if target is None else "a branch" if header is None else "the trip count of a loop"
         count = self._count(name, what, sorted(not_understood))
         turns = self._turns[name] = self._turns[name] + 1
@@ -175,10 +185,10 @@ class Decisions:
 
     def _count(self, name: str, what: str, not_understood: Sequence[str]) -> float:
         # By its own name, or as everything that data decides in a kernel.
-        for known in (name, *names_of(self._program)):
+        for known in (name, *names_of(self.program)):
             if known in self._trip_counts:
                 return self._trip_counts[known]
         because = f", or on {', '.join(not_understood)}, not understood" if not_understood else ""
-        scalars = f", or scalars what is in {self._operands} of {self._program}" if self._operands else ""
+        scalars = f", or scalars what is in {self.operands}" if self.operands else ""
         must = f"trip_counts must say how often, as in {{{name!r}: 1}}"
         raise DependsOnDataError(f"{what} depends on data{because}: {must}{scalars}")

@@ -84,7 +84,7 @@ class Machine:
         self._target: int | None = None
         self._clock = Clock()
         self.trace = Trace()
-        self._transfers = Transfers(name, bundles, self._places, dma, self._clock, self.trace)
+        self._transfers = Transfers(bundles, self._decisions, self._places, dma, self._clock, self.trace)
 
     def run(self, start: float = 0.0) -> Trace:
         """Runs the program from a time on.

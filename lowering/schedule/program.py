@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lowering.schedule.bundles import Instruction
@@ -82,7 +82,7 @@ class _Program:
         result.cycles = trace.cycles
         result.stall_cycles = sum(trace.stalls.values())
         result.copy_bytes, result.copy_count = self._dma.hbm_bytes, self._dma.count
-        result.unknown.update(trace.unknown, *(one.unknown for one in self._replays.values()))
+        result.unknown.update(_gathered(trace.unknown), *(one.unknown for one in self._replays.values()))
         return result
 
     def _call(self, now: float, instruction: Instruction, operands: Mapping[str, Any]) -> float:
@@ -126,6 +126,15 @@ class _Program:
         """What is said of one instruction, by the caller or, of a Pallas kernel, by the program."""
         types = self._dumps.operand_types(name)
         return self._given.of_call(name, code, types, self._dumps.constants(name))
+
+
+def _gathered(unknown: Collection[str]) -> set[str]:
+    """The same with one entry for all that has to do with cores that are not replayed, such as SparseCores."""
+    if not any(entry.endswith(".remote") for entry in unknown):
+        return set(unknown)
+    waits = [entry for entry in unknown if entry.startswith("a wait at ")]
+    others = {entry for entry in unknown if not entry.startswith("vsync")} - set(waits)
+    return others | {f"what other cores do, as SparseCores, and {len(waits)} waits for them"}
 
 
 def replay_program(dumps: Dumps, chip: Chip, hbm_bytes_per_cycle: float, given: Given) -> ProgramReplay:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lowering.schedule.bundles import Bundle, Instruction, value_of
-from lowering.schedule.decisions import DependsOnDataError
+from lowering.schedule.decisions import Decisions, DependsOnDataError
 from lowering.schedule.memory import Dma
 from lowering.schedule.trace import Trace
 from lowering.schedule.unknown import Unknown
@@ -30,9 +30,12 @@ class Clock:
 class Transfers:
     """The instructions of one program that start transfers, or wait."""
 
-    def __init__(self, name: str, bundles: Sequence[Bundle], places: Values, dma: Dma, clock: Clock, trace: Trace):
-        """Takes the program and what it runs on."""
-        self._name = name
+    def __init__(
+        self, bundles: Sequence[Bundle], decisions: Decisions, places: Values, dma: Dma, clock: Clock, trace: Trace
+    ) -> None:
+        """Takes the program, what decides in it, and what it runs on."""
+        self._name = decisions.program
+        self._deciding = decisions.operands
         self._places = places
         self._dma = dma
         self._clock = clock
@@ -120,9 +123,8 @@ class Transfers:
 
     def _known(self, number: int, value: Any, what: str = "the size of a transfer") -> int:
         if isinstance(value, Unknown):
-            raise DependsOnDataError(
-                f"{what} at {self._name}@{number:#x} depends on data: scalars must say what its operands hold"
-            )
+            told = f": scalars must say what is in {self._deciding}" if self._deciding else ""
+            raise DependsOnDataError(f"{what} at {self._name}@{number:#x} depends on data{told}")
         return int(value)
 
 
