@@ -118,7 +118,10 @@ ENTRY %main.2 (args_0_.1: s32[8]) -> f32[8,128] {
   %copy.5 = s32[]{:T(128)} copy(%constant.5)
   %broadcast.5 = s32[8]{0:T(128)} broadcast(%copy.5), dimensions={}
   %args_0_.1 = s32[8]{0:T(128)} parameter(0)
-  %kernel.1 = f32[8,128]{1,0:T(8,128)} custom-call(%constant.3), custom_call_target="tpu_custom_call"
+  %kernel.1 = f32[8,128]{1,0:T(8,128)} custom-call(%constant.3), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block\\": 512}"
+}}, metadata={op_name="jit(loss)/kernel"}
   %kernel.2 = f32[8,128]{1,0:T(8,128)} custom-call(%broadcast.5), custom_call_target="tpu_custom_call"
   ROOT %kernel.3 = f32[8,128]{1,0:T(8,128)} custom-call(%args_0_.1), custom_call_target="tpu_custom_call"
 }
@@ -220,6 +223,9 @@ def test_copies_that_run_meanwhile_share_hbm_with_a_kernel(folder):
     assert alone.kernels[0].time_us < together.kernels[0].time_us <= 2 * alone.kernels[0].time_us
 
 
+WORDS = "must map an operand's position to integers or to float32"
+
+
 def test_schedules_are_of_tpus_only():
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     for target in ("cpu", "cuda-h100"):
@@ -239,8 +245,14 @@ def test_schedules_are_of_tpus_only():
         ({"trip_counts": {"kernel": "often"}}, "trip_counts must give a name a number of at least 0; got {'kernel'"),
         ({"trip_counts": 3}, "trip_counts must be a mapping; got 3"),
         ({"scalars": {"kernel": 3}}, "scalars must map a kernel's name to its operands; got {'kernel': 3}"),
-        ({"scalars": {"kernel": {0: [0.5]}}}, "scalars must map an operand's position to integers; got {0: "),
-        ({"scalars": {"kernel": {"ids": [1]}}}, "scalars must map an operand's position to integers; got {'ids'"),
+        (
+            {"scalars": {"kernel": {0: [0.5]}}},
+            "scalars must map an operand's position to integers or to float32; got {0: ",
+        ),
+        (
+            {"scalars": {"kernel": {"ids": [1]}}},
+            "scalars must map an operand's position to integers or to float32; got {'ids'",
+        ),
     ],
     ids=str,
 )

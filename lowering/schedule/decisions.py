@@ -58,7 +58,7 @@ class Given:
                 array = np.asarray(operand)
                 array = array.view(np.int32) if array.dtype == np.float32 else array
                 if not (isinstance(position, int) and np.issubdtype(array.dtype, np.integer)):
-                    must = "must map an operand's position to integers"
+                    must = "must map an operand's position to integers or to float32"
                     raise ValueError(f"scalars {must}; got {show({position: operand})}")
                 words.setdefault(kernel, {})[position] = wrapped(array.astype(np.int64))
         return cls(dict(trip_counts or {}), words)

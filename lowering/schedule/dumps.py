@@ -17,6 +17,7 @@ _TOP_LEVEL = "TLP"
 _KERNEL = "mosaic"
 _FILE = re.compile(r"\d+-(.*?)-\d+-packed-bundles-post-ra\.txt")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_BROKEN_LINE = re.compile(r'\n(?="|\}[},])')  # in what a kernel's author says of it, as splash attention's does
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%([\w.\-]+) = (.*)$", re.MULTILINE)
 _SAID_ELSEWHERE = re.compile(r", (?:metadata|sharding|frontend_attributes)=\{.*?\}(?=,|$)")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")  # "{1}: (2, {}, may-alias)"; "{}: (0, ...)" for the only result
@@ -73,7 +74,7 @@ class Dumps:
         self._top_level = files.pop(_TOP_LEVEL, None)
         self._files = files
         hlo = next(iter(sorted(folder.glob(f"*-{_TOP_LEVEL}-hlo.txt"), reverse=True)), None)
-        text = hlo.read_text(errors="replace") if hlo is not None else ""
+        text = _BROKEN_LINE.sub("", hlo.read_text(errors="replace")) if hlo is not None else ""
         bodies = dict(_COMPUTATION.findall(text))
         locations = _locations(text)
         self.instructions = {

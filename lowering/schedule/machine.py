@@ -18,7 +18,7 @@ from lowering.schedule.values import Step, Values
 
 _MOST_BLOCKS = 20_000_000  # a few minutes of replay
 PARAMETER = "scalar_parameter_address"
-_INTEGERS = re.compile(r"shape: ([su]\d+\[[\d,]*\]), index: (\d+), kind: input")
+_SCALARS = re.compile(r"shape: ([su]\d+\[[\d,]*\]|f32\[1?\]), index: (\d+), kind: input")
 _CARRIED = ("sphi", "pphi")
 _ONE_WORD = "inlined_call_operand."  # of no memory space: its value, not where it lies
 
@@ -79,7 +79,7 @@ class Machine:
         }
         instructions = itertools.chain.from_iterable(bundle.instructions for bundle in bundles)
         self._answers = Answers(self._values)
-        self._decisions = Decisions(name, self._branches, given, _integers(instructions))
+        self._decisions = Decisions(name, self._branches, given, _scalars(filter(self._is_open, instructions)))
         self._blocks: dict[tuple[int, bool], _Block] = {}
         self._target: int | None = None
         self._clock = Clock()
@@ -182,10 +182,14 @@ class Machine:
             if instruction.opcode == _ONE_WORD:
                 value = words[0] if words else self._operands.get(instruction.register)
                 if value is None or isinstance(value, Unknown):
-                    self.trace.open_words += _integers([instruction])
+                    self.trace.open_words += _scalars([instruction])
                 return self._effect(instruction, Unknown if value is None else lambda: value)
             self._memory.hold(address, words, is_scalar=instruction.opcode.endswith(".smem"))
         return self._effect(instruction, lambda: address)
+
+    def _is_open(self, instruction: Instruction) -> bool:
+        """Whether nothing is said of what an operand holds."""
+        return not self._given.words_of(self._name, instruction.operands)
 
     def _computed(self, function: Callable[..., Any], places: Sequence[int]) -> Callable[[], Any]:
         values = self._values
@@ -338,8 +342,8 @@ class Machine:
         return truth != negated
 
 
-def _integers(instructions: Iterable[Instruction]) -> list[str]:
+def _scalars(instructions: Iterable[Instruction]) -> list[str]:
     """The operands that a kernel may take its decisions from."""
     declared = (x for x in instructions if x.opcode.startswith("inlined_call_operand"))
-    found = (_INTEGERS.search(" ".join(instruction.operands)) for instruction in declared)
+    found = (_SCALARS.search(" ".join(instruction.operands)) for instruction in declared)
     return [f"operand {operand[2]} ({operand[1]})" for operand in found if operand is not None]
