@@ -112,12 +112,17 @@ def test_the_table_names_what_is_unknown_and_what_is_not_validated(folder):
 
 # Two kernels of equal code, which turns a loop as often as their first operand says: a constant of the program.
 KERNELS = """
+%called_computation (param_0.9: s32[8]) -> s32[8] {
+  ROOT %copy.9 = s32[8]{0:T(128)} copy(%param_0.9)
+}, execution_thread="sparsecore"
+
 ENTRY %main.2 (args_0_.1: s32[8]) -> f32[8,128] {
   %constant.3 = s32[8]{0:T(128)} constant({3, 0, 0, 0, 0, 0, 0, 0})
   %constant.5 = s32[]{:T(128)} constant(5)
   %copy.5 = s32[]{:T(128)} copy(%constant.5)
   %broadcast.5 = s32[8]{0:T(128)} broadcast(%copy.5), dimensions={}
   %args_0_.1 = s32[8]{0:T(128)} parameter(0)
+  %start.9 = s32[8]{0:T(128)} async-start(%args_0_.1), calls=%called_computation
   %kernel.1 = f32[8,128]{1,0:T(8,128)} custom-call(%constant.3), custom_call_target="tpu_custom_call", \
 frontend_attributes={kernel_metadata={
 "xprof_metadata":"{\\"block\\": 512}"

@@ -17,7 +17,7 @@ _TOP_LEVEL = "TLP"
 _KERNEL = "mosaic"
 _FILE = re.compile(r"\d+-(.*?)-\d+-packed-bundles-post-ra\.txt")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
-_BROKEN_LINE = re.compile(r'\n(?="|\}[},])')  # in what a kernel's author says of it, as splash attention's does
+_BROKEN_LINE = re.compile(r'\n(?="|\}\})')  # in what a kernel's author says of it, as splash attention's does
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%([\w.\-]+) = (.*)$", re.MULTILINE)
 _SAID_ELSEWHERE = re.compile(r", (?:metadata|sharding|frontend_attributes)=\{.*?\}(?=,|$)")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")  # "{1}: (2, {}, may-alias)"; "{}: (0, ...)" for the only result
