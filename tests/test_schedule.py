@@ -125,6 +125,7 @@ def test_spilled_scalars_and_addresses_are_found_again():
         ("smin.u32 4294967291, 4294967293", -5),
         ("sshrl.u32 4294967295, 0", -1),
         ("sclz 5", 29),
+        ("sshllo.u32 0, 5", 31),
         ("scalar_select predicate=%p9_p9, on_true=1, on_false=2", 2),
     ],
 )

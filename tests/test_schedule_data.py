@@ -9,7 +9,7 @@ from jaxops._commands.options import scalars_of
 from jaxops._commands.user_function import CommandError
 from lowering.schedule.bundles import read_bundles
 from lowering.schedule.chips import CHIPS
-from lowering.schedule.decisions import DependsOnDataError, Given
+from lowering.schedule.decisions import DependsOnDataError, Given, names_of
 from lowering.schedule.kernel import replay
 from lowering.schedule.layouts import in_memory
 from lowering.schedule.scalar import float_bits, function_of
@@ -126,16 +126,33 @@ def test_operands_lie_in_memory_by_their_layouts():
     assert in_memory(np.asarray(7), "s32[3]{0:T(128)}") == [7, 7, 7]
 
 
+def test_words_hold_several_operands_of_few_bits():
+    mask = np.asarray([[1, 0, -1], [2, 3, 4]])
+    words = in_memory(mask, "s8[2,3]{1,0:T(4,128)(4,1)}")
+    assert (len(words), words[:4]) == (128, [0x0201, 0x0300, 0x04FF, None])
+    ids = in_memory(np.arange(-1, 299), "s16[300]{0:T(256)(128)(2,1)S(1)}")
+    assert (len(ids), ids[0], ids[1], ids[128 + 43], ids[128 + 44]) == (256, 127 << 16 | 0xFFFF, 128 << 16, 298, None)
+
+
 def test_what_is_said_of_operands_has_their_shapes():
     given = Given.of(None, {"kernel": {0: jnp.arange(6), 1: np.float32([0.5])}})
-    assert given.in_memory("kernel.1", {0: "s32[3,2]{1,0:T(4,128)}", 1: "f32[1]"}).scalars["kernel.1"][1] == [
+    assert given.of_call("kernel.1", "kernel.1", {0: "s32[3,2]{1,0:T(4,128)}", 1: "f32[1]"}).scalars["kernel.1"][1] == [
         float_bits(0.5)
     ]
     with pytest.raises(DependsOnDataError, match=r"operand 0 of kernel.1 all that it holds, s32\[4,32\]; got 6 of 128"):
-        given.in_memory("kernel.1", {0: "s32[4,32]{1,0:T(4,128)}", 1: "f32[1]"})
+        given.of_call("kernel.1", "kernel.1", {0: "s32[4,32]{1,0:T(4,128)}", 1: "f32[1]"})
     with pytest.raises(DependsOnDataError, match=r"must name one of the 1 operands of kernel.1 by its position; got 1"):
-        given.in_memory("kernel.1", {0: "s32[6]"})
+        given.of_call("kernel.1", "kernel.1", {0: "s32[6]"})
     assert Given.of({"softmax@0x3": 1, "program": 2}, {"kernel": {}}).unused(["kernel.1"]) == ["softmax"]
+    assert names_of("flash.d128.2.x_ref") == ("flash.d128.2.x_ref", "flash.d128.2", "flash.d128")
+
+
+def test_what_is_said_of_one_of_two_equal_kernels_is_not_said_of_the_other():
+    given = Given.of({"kernel": 3, "kernel.2": 5, "kernel.2@0x4": 7, "other": 1}, {"kernel.2": {0: [1]}})
+    first, second = (given.of_call(name, "kernel.1", {0: "s32[1]"}) for name in ("kernel.1", "kernel.2"))
+    assert (first.trip_counts, first.scalars) == ({"kernel.1": 3}, {"kernel.1": {}})
+    assert (second.trip_counts, second.scalars) == ({"kernel.1": 5, "kernel.1@0x4": 7}, {"kernel.1": {0: [1]}})
+    assert first.key() != second.key() == given.of_call("kernel.2", "kernel.1", {0: "s32[1]"}).key()
 
 
 def test_commands_take_what_operands_hold(tmp_path):

@@ -13,7 +13,7 @@ import lowering
 from lowering.operator_scopes import operator_in
 from lowering.schedule.chips import CHIPS, bytes_per_cycle
 from lowering.schedule.compare import Compared, Comparison
-from lowering.schedule.decisions import Given
+from lowering.schedule.decisions import DependsOnDataError, Given
 from lowering.schedule.kernel import HBM_LATENCY_CYCLES
 from lowering.schedule.report import schedule_of
 from lowering.targets import named
@@ -110,6 +110,52 @@ def test_the_table_names_what_is_unknown_and_what_is_not_validated(folder):
     assert "model.py:12 (loss)" in text
 
 
+# Two kernels of equal code, which turns a loop as often as their first operand says: a constant of the program.
+KERNELS = """
+%called_computation (param_0.9: s32[8]) -> s32[8] {
+  ROOT %copy.9 = s32[8]{0:T(128)} copy(%param_0.9)
+}, execution_thread="sparsecore"
+
+ENTRY %main.2 (args_0_.1: s32[8]) -> f32[8,128] {
+  %constant.3 = s32[8]{0:T(128)} constant({3, 0, 0, 0, 0, 0, 0, 0})
+  %constant.5 = s32[]{:T(128)} constant(5)
+  %copy.5 = s32[]{:T(128)} copy(%constant.5)
+  %broadcast.5 = s32[8]{0:T(128)} broadcast(%copy.5), dimensions={}
+  %args_0_.1 = s32[8]{0:T(128)} parameter(0)
+  %start.9 = s32[8]{0:T(128)} async-start(%args_0_.1), calls=%called_computation
+  %kernel.1 = f32[8,128]{1,0:T(8,128)} custom-call(%constant.3), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block\\": 512}"
+}}, metadata={op_name="jit(loss)/kernel"}
+  %kernel.2 = f32[8,128]{1,0:T(8,128)} custom-call(%broadcast.5), custom_call_target="tpu_custom_call"
+  ROOT %kernel.3 = f32[8,128]{1,0:T(8,128)} custom-call(%args_0_.1), custom_call_target="tpu_custom_call"
+}
+"""
+KERNEL = program(
+    "%s1_s1 = inlined_call_operand.smem [shape: s32[8], index: 0, kind: input]  ;;  %s2_s2 = smov 0",
+    "%s4_s4 = sld [smem:[%s1_s1]]",
+    "%s3_s2 = sphi %s2_s2, %s5_s2  ;;  %s5_s2 = sadd.s32 1, %s3_s2",
+    "%p1_p0 = scmp.lt.s32.totalorder %s5_s2, %s4_s4",
+    "%9 = sbr.rel (%p1_p0) target bundleno = 2 (0x2)",
+    *[""] * 5,
+)
+
+
+def test_kernels_of_equal_code_are_replayed_with_what_each_of_them_holds(folder):
+    (folder / "17-TLP-hlo.txt").write_text(KERNELS)
+    calls = (f"%{n} = inlined_call %s{n}_s0 /* %kernel.{n} = custom-call(%args_0_.1) */" for n in (1, 2, 3))
+    (folder / "17-TLP-01-packed-bundles-post-ra.txt").write_text(program(*calls))
+    (folder / "18-kernel.1-01-packed-bundles-post-ra.txt").write_text(KERNEL)
+    with pytest.raises(DependsOnDataError, match=r"scalars what is in operand 0 \(s32\[8\]\) of kernel"):
+        schedule_of(folder, named("tpu-v5e"), border_bytes=0)
+    given = Given.of(None, {"kernel.3": {0: [9]}})
+    found = {
+        kernel.name: kernel for kernel in schedule_of(folder, named("tpu-v5e"), border_bytes=0, given=given).kernels
+    }
+    turns = {name: max(region.trips for region in kernel.regions) for name, kernel in found.items() if kernel.regions}
+    assert turns == {"kernel.1": 3, "kernel.2": 5, "kernel.3": 9}
+
+
 def test_a_schedule_that_was_not_written_is_reported(folder):
     (folder / "18-fusion-01-packed-bundles-post-ra.txt").unlink()
     schedule = schedule_of(folder, named("tpu-v5e"), border_bytes=0)
@@ -117,6 +163,18 @@ def test_a_schedule_that_was_not_written_is_reported(folder):
         "the schedule of fusion, which was not written",
         "the schedule of fusion.1, which was not written",
     )
+
+
+def test_what_other_cores_do_is_one_entry(folder):
+    lines = (
+        "%1 = vsyncset.remote %s1_s1, 0  ;;  %2 = vsyncset %s2_s2, 0",
+        *wait(7),
+        *wait(8, "[#allocation5]"),
+        "vtrace 1",
+    )
+    (folder / "17-TLP-01-packed-bundles-post-ra.txt").write_text(program(*lines))
+    unknown = schedule_of(folder, named("tpu-v7x"), border_bytes=0).unknown
+    assert unknown == ("what other cores do, as SparseCores, and 2 waits for them",)
 
 
 def test_a_schedule_is_plotted(folder, tmp_path):
@@ -170,6 +228,9 @@ def test_copies_that_run_meanwhile_share_hbm_with_a_kernel(folder):
     assert alone.kernels[0].time_us < together.kernels[0].time_us <= 2 * alone.kernels[0].time_us
 
 
+WORDS = "must map an operand's position to integers or to float32"
+
+
 def test_schedules_are_of_tpus_only():
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     for target in ("cpu", "cuda-h100"):
@@ -189,8 +250,14 @@ def test_schedules_are_of_tpus_only():
         ({"trip_counts": {"kernel": "often"}}, "trip_counts must give a name a number of at least 0; got {'kernel'"),
         ({"trip_counts": 3}, "trip_counts must be a mapping; got 3"),
         ({"scalars": {"kernel": 3}}, "scalars must map a kernel's name to its operands; got {'kernel': 3}"),
-        ({"scalars": {"kernel": {0: [0.5]}}}, "scalars must map an operand's position to integers; got {0: "),
-        ({"scalars": {"kernel": {"ids": [1]}}}, "scalars must map an operand's position to integers; got {'ids'"),
+        (
+            {"scalars": {"kernel": {0: [0.5]}}},
+            "scalars must map an operand's position to integers or to float32; got {0: ",
+        ),
+        (
+            {"scalars": {"kernel": {"ids": [1]}}},
+            "scalars must map an operand's position to integers or to float32; got {'ids'",
+        ),
     ],
     ids=str,
 )

@@ -70,6 +70,7 @@ _INSTRUCTION = re.compile(r"(?:%(\w+) = )?([\w.\-]+)(?:<(\S+?)>(?=\s|$))?\s*(.*)
 _PREDICATE = re.compile(r"\((!?)%(\w+)(?:,\s*([^)]+))?\),?")
 _VALUE = re.compile(r"([a-z]*\d+)(?:_([a-z]+\d+))?$")
 _TARGET = re.compile(r"target bundleno = (\d+)")
+_SCALAR = ("vsync", "vwait", "vdelay")  # issued with vectors, but a part of the scalar program
 _NO_OPERAND = re.compile(r"\[(?:thread|resolvable):[^\]]*\]\s*")
 
 
@@ -100,7 +101,7 @@ def _instruction(text: str) -> Instruction:
     assert found is not None
     name, opcode, callee, rest = found.groups()
     # Most instructions work on vectors: only their kind matters, and whether they spill.
-    if opcode.startswith("v") and not opcode.startswith("vsync") and not (name or "").startswith(("s", "p")):
+    if opcode.startswith("v") and not opcode.startswith(_SCALAR) and not (name or "").startswith(("s", "p")):
         return Instruction(opcode, operands=(rest,))
     predicate, otherwise = None, ""
     condition = _PREDICATE.search(rest)

@@ -14,6 +14,8 @@ from lowering.schedule.layouts import in_memory
 from lowering.schedule.memory import wrapped
 
 PROGRAM = "program"  # the name of the top-level program
+NOTHING: Mapping[int, Any] = {}
+_NUMBERED = re.compile(r"((.+?)\.\d+)(?:\.[A-Za-z_]\w*)?$")
 _POSITION = re.compile(r"\bindex: (\d+), kind: input")
 
 
@@ -56,33 +58,51 @@ class Given:
                 array = np.asarray(operand)
                 array = array.view(np.int32) if array.dtype == np.float32 else array
                 if not (isinstance(position, int) and np.issubdtype(array.dtype, np.integer)):
-                    must = "must map an operand's position to integers"
+                    must = "must map an operand's position to integers or to float32"
                     raise ValueError(f"scalars {must}; got {show({position: operand})}")
                 words.setdefault(kernel, {})[position] = wrapped(array.astype(np.int64))
         return cls(dict(trip_counts or {}), words)
 
-    def in_memory(self, kernel: str, operand_types: Mapping[int, str]) -> "Given":
-        """The same with what operands of a kernel hold in the order of memory.
+    def of_call(
+        self, instruction: str, code: str, operand_types: Mapping[int, str], constants: Mapping[int, Any] = NOTHING
+    ) -> "Given":
+        """What is said of one instruction, by the name of the code that it shares with its equals.
+
+        Operands are in the order of memory. Those of which nothing is said hold their constants.
 
         Raises:
           DependsOnDataError: if there is no such operand, or it has another shape.
         """
+        names = dict.fromkeys((*names_of(instruction), *names_of(code)))
+        said: Mapping[int, Any] = next((self.scalars[name] for name in names if name in self.scalars), {})
         words = {}
-        for position, operand in self._operands_of(kernel).items():
+        for position, operand in {**constants, **said}.items():
             if position not in operand_types:
-                takes = f"one of the {len(operand_types)} operands of {kernel}"
+                takes = f"one of the {len(operand_types)} operands of {instruction}"
                 raise DependsOnDataError(f"scalars must name {takes} by its position; got {position}")
             try:
                 words[position] = in_memory(operand, operand_types[position])
             except ValueError as error:
-                must = f"scalars must say of operand {position} of {kernel} all that it holds, {error}"
+                must = f"scalars must say of operand {position} of {instruction} all that it holds, {error}"
                 raise DependsOnDataError(must) from None
-        return dataclasses.replace(self, scalars={kernel: words})
+        counts = {
+            f"{code}{at}{place}": count
+            for name in reversed(names)  # what is said by the whole name counts more
+            for key, count in self.trip_counts.items()
+            for known, at, place in [key.partition("@")]
+            if known == name
+        }
+        return Given(counts, {code: words})
+
+    def key(self) -> tuple[Any, ...]:
+        """The same for all that say the same."""
+        scalars = ((name, at, tuple(words)) for name, held in self.scalars.items() for at, words in held.items())
+        return tuple(self.trip_counts.items()), tuple(scalars)
 
     def words_of(self, kernel: str, operand: Sequence[str]) -> Sequence[int | None]:
         """What an operand of a kernel holds, by how the kernel's program declares it; empty where nothing is said."""
         position = _POSITION.search(" ".join(operand))
-        return self._operands_of(kernel).get(int(position[1]), ()) if position else ()
+        return self.scalars.get(kernel, {}).get(int(position[1]), ()) if position else ()
 
     def unused(self, kernels: Iterable[str]) -> list[str]:
         """The names for which something is said, and which are of none of these kernels."""
@@ -95,16 +115,17 @@ class Given:
             }
         )
 
-    def _operands_of(self, kernel: str) -> Mapping[int, Any]:
-        return next((self.scalars[name] for name in names_of(kernel) if name in self.scalars), {})
-
 
 NOTHING_GIVEN = Given()
 
 
-def names_of(kernel: str) -> tuple[str, str]:
-    """What a caller may call a kernel: as XLA does, or without the number that XLA puts behind the name."""
-    return kernel, kernel.rpartition(".")[0]
+def names_of(kernel: str) -> tuple[str, ...]:
+    """What a caller may call a kernel: as XLA does, or without what XLA puts behind the name.
+
+    That is a number, and with JAX 0.12 the name of what takes the result, as in "softmax.2.x_ref".
+    """
+    numbered = _NUMBERED.match(kernel)
+    return (kernel,) if numbered is None else tuple(dict.fromkeys((kernel, *numbered.group(1, 2))))
 
 
 def _nth(n: int, mean: float) -> int:
@@ -113,14 +134,19 @@ def _nth(n: int, mean: float) -> int:
 
 
 class Decisions:
-    """What the caller says of one program's branches."""
+    """What the caller says of one program's branches.
+
+    Attributes:
+      program: its name.
+      operands: those that may decide, such as "operand 0 (s32[8]) of kernel.1"; empty for none.
+    """
 
     def __init__(self, program: str, branches: Mapping[int, int], given: Given, operands: Sequence[str] = ()) -> None:
         """Takes the targets of the branches, by their own bundles, and the operands that may decide."""
-        self._program = program
+        self.program = program
         self._branches = branches
         self._trip_counts = given.trip_counts
-        self._operands = " and ".join(operands)
+        self.operands = f"{' and '.join(operands)} of {program}" if operands else ""
         self._turns: collections.Counter[str] = collections.Counter()
         self._loops: collections.Counter[str] = collections.Counter()
 
@@ -135,7 +161,7 @@ class Decisions:
           DependsOnDataError: if nothing is said about it; what was not understood may be why.
         """
         header = self._header(number, target)
-        name = f"{self._program}@{number if header is None else header:#x}"
+        name = f"{self.program}@{number if header is None else header:#x}"
         what = "a transfer" if target is None else "a branch" if header is None else "the trip count of a loop"
         count = self._count(name, what, sorted(not_understood))
         turns = self._turns[name] = self._turns[name] + 1
@@ -159,10 +185,10 @@ class Decisions:
 
     def _count(self, name: str, what: str, not_understood: Sequence[str]) -> float:
         # By its own name, or as everything that data decides in a kernel.
-        for known in (name, *names_of(self._program)):
+        for known in (name, *names_of(self.program)):
             if known in self._trip_counts:
                 return self._trip_counts[known]
         because = f", or on {', '.join(not_understood)}, not understood" if not_understood else ""
-        scalars = f", or scalars what is in {self._operands} of {self._program}" if self._operands else ""
+        scalars = f", or scalars what is in {self.operands}" if self.operands else ""
         must = f"trip_counts must say how often, as in {{{name!r}: 1}}"
         raise DependsOnDataError(f"{what} depends on data{because}: {must}{scalars}")

@@ -6,13 +6,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from lowering.operator_scopes import operator_in
 from lowering.schedule.bundles import Bundle, read_bundles
+from lowering.schedule.constants import constant_operands
 from lowering.source_lines import users_line
 
 _TOP_LEVEL = "TLP"
+_KERNEL = "mosaic"
 _FILE = re.compile(r"\d+-(.*?)-\d+-packed-bundles-post-ra\.txt")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_BROKEN_LINE = re.compile(r'\n(?="|\}\})')  # in what a kernel's author says of it, as splash attention's does
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%([\w.\-]+) = (.*)$", re.MULTILINE)
 _SAID_ELSEWHERE = re.compile(r", (?:metadata|sharding|frontend_attributes)=\{.*?\}(?=,|$)")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")  # "{1}: (2, {}, may-alias)"; "{}: (0, ...)" for the only result
@@ -69,7 +74,7 @@ class Dumps:
         self._top_level = files.pop(_TOP_LEVEL, None)
         self._files = files
         hlo = next(iter(sorted(folder.glob(f"*-{_TOP_LEVEL}-hlo.txt"), reverse=True)), None)
-        text = hlo.read_text(errors="replace") if hlo is not None else ""
+        text = _BROKEN_LINE.sub("", hlo.read_text(errors="replace")) if hlo is not None else ""
         bodies = dict(_COMPUTATION.findall(text))
         locations = _locations(text)
         self.instructions = {
@@ -98,6 +103,12 @@ class Dumps:
         known = enumerate(map(self.instructions.get, instruction.operands if instruction is not None else ()))
         return {position: operand.type for position, operand in known if operand is not None}
 
+    def constants(self, name: str) -> dict[int, np.ndarray]:
+        """What operands of a Pallas kernel hold, by position, where the program itself says it."""
+        instruction = self.instructions.get(name)
+        is_kernel = instruction is not None and instruction.opcode == _KERNEL
+        return constant_operands(self.instructions, name) if is_kernel else {}
+
     @functools.cache  # noqa: B019 an object lives for one report
     def bundles(self, name: str) -> tuple[Bundle, ...]:
         """The code of that name."""
@@ -109,7 +120,7 @@ def _hlo_instruction(rest: str, bodies: dict[str, str], locations: dict[int, str
     frame = re.search(r"stack_frame_id=(\d+)", rest)
     kind = opcode[1] if opcode else ""
     if kind == "custom-call" and '"tpu_custom_call"' in rest:
-        kind = "mosaic"
+        kind = _KERNEL
     source = locations.get(int(frame[1]), "") if frame else ""
     called_with = _OPERANDS.search(re.sub(r"/\*.*?\*/", "", rest))
     operands = tuple(re.findall(r"%([\w.\-]+)", called_with[1])) if called_with else ()

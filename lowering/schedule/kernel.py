@@ -10,7 +10,7 @@ from typing import Any
 from lowering.schedule import slots
 from lowering.schedule.bundles import Bundle
 from lowering.schedule.chips import Chip
-from lowering.schedule.decisions import NOTHING_GIVEN, Given
+from lowering.schedule.decisions import NOTHING_GIVEN, DependsOnDataError, Given
 from lowering.schedule.machine import Machine
 from lowering.schedule.memory import Dma, Hbm, ScalarMemory
 from lowering.source_lines import is_library
@@ -107,6 +107,11 @@ def replay(
     dma = Dma(Hbm(hbm_bytes_per_cycle, HBM_LATENCY_CYCLES), memory)
     machine = Machine(name, bundles, memory, dma, chip.delay_slots, operands=operands, given=given)
     trace = machine.run()
+    if not dma.is_awaited():
+        trace.unmatched(f"transfers or signals in {name} for which nothing waits")
+    if trace.is_unmatched and trace.open_words and given.trip_counts:
+        words = " and ".join(trace.open_words)
+        raise DependsOnDataError(f"trip_counts do not fit together in {name}: scalars must say what is in {words}")
     issues = trace.issues(len(bundles))
     return KernelReplay(
         cycles=trace.cycles,

@@ -2,39 +2,52 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-# "s32[3,130]{1,0:T(4,128)S(1)}": what the sizes are, which dimension varies fastest, and tiles of the last two.
-_TYPE = re.compile(r"\w+\[([\d,]*)\](?:\{([\d,]*)(?::T\(([\d,]+)\))?)?")
+from lowering.schedule.memory import wrapped
+
+# "s8[3,130]{1,0:T(4,128)(4,1)S(1)}": the bits of an element, the sizes, which dimension varies fastest, and tiles, each
+# of the last dimensions that the one before leaves.
+_TYPE = re.compile(r"[a-z]+(\d*)\w*\[([\d,]*)\](?:\{([\d,]*)(?::T((?:\([\d,]+\))+))?)?")
+_BITS_OF_BOOLEANS, _WORD_BITS = 8, 32
 _PADDING = -1
 
 
 def in_memory(values: np.ndarray, operand_type: str) -> list[int | None]:
-    """The values of an operand of that type in the order of memory; None where tiles are padded. One is that of all.
+    """The words of an operand in the order of memory; None where tiles are padded. One value is that of all elements.
 
     Raises:
       ValueError: if the operand has another shape. What has one dimension may be given in part.
     """
     found = _TYPE.match(operand_type)
     assert found is not None
-    shape, minor_to_major, tile = (tuple(map(int, (part or "").split(",") if part else ())) for part in found.groups())
+    shape, minor_to_major = _numbers(found[2]), _numbers(found[3])
+    bits = int(found[1] or _BITS_OF_BOOLEANS)
     values = np.full(shape, values) if values.ndim == 0 else values
     if values.size != math.prod(shape) and not (len(shape) == 1 and values.size <= shape[0]):
         raise ValueError(f"{operand_type.partition('{')[0]}; got {values.size:,} of {math.prod(shape):,} elements")
-    if len(shape) < 2:
-        return values.ravel().tolist()
     flat = values.ravel()
-    places = _places(np.arange(flat.size).reshape(shape), minor_to_major, tile)
-    return [None if place == _PADDING else int(flat[place]) for place in places.ravel().tolist()]
-
-
-def _places(places: np.ndarray, minor_to_major: Sequence[int], tile: Sequence[int]) -> np.ndarray:
-    """Which element lies at each place."""
+    if len(shape) < 2 and bits == _WORD_BITS:
+        return flat.tolist()
+    places = np.arange(math.prod(shape)).reshape(shape or 1)
     places = places.transpose(minor_to_major[::-1]) if minor_to_major else places
+    for tile in re.findall(r"\(([\d,]+)\)", found[4] or ""):
+        places = _tiled(places, _numbers(tile))
+    places = np.where(places < flat.size, places, _PADDING)
+    elements = (None if place == _PADDING else int(flat[place]) for place in places.ravel().tolist())
+    return list(elements) if bits == _WORD_BITS else _packed(elements, bits)
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    return tuple(map(int, text.split(","))) if text else ()
+
+
+def _tiled(places: np.ndarray, tile: Sequence[int]) -> np.ndarray:
+    """Which element lies at each place, in tiles of the last dimensions."""
     untiled = places.ndim - len(tile)
-    if not tile or untiled < 0:
+    if untiled < 0:
         return places
     padding = [(0, 0)] * untiled + [(0, -size % of) for size, of in zip(places.shape[untiled:], tile, strict=True)]
     places = np.pad(places, padding, constant_values=_PADDING)
@@ -42,3 +55,14 @@ def _places(places: np.ndarray, minor_to_major: Sequence[int], tile: Sequence[in
     tiled = places.reshape(*places.shape[:untiled], *sizes)
     outer = [untiled + 2 * index for index in range(len(tile))]
     return tiled.transpose(*range(untiled), *outer, *(axis + 1 for axis in outer))
+
+
+def _packed(elements: Iterable[int | None], bits: int) -> list[int | None]:
+    """Words of several elements, of which the first has the lowest bits."""
+    elements = list(elements)
+    words: list[int | None] = []
+    for first in range(0, len(elements), _WORD_BITS // bits):
+        parts = elements[first : first + _WORD_BITS // bits]
+        word = sum(((part or 0) & (1 << bits) - 1) << bits * index for index, part in enumerate(parts))
+        words.append(None if all(part is None for part in parts) else wrapped(word))
+    return words

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lowering.schedule.bundles import Bundle, Instruction, Predicate, value_of
@@ -12,12 +12,13 @@ from lowering.schedule.decisions import NOTHING_GIVEN, Decisions, DependsOnDataE
 from lowering.schedule.memory import Dma, ScalarMemory
 from lowering.schedule.scalar import divided, function_of, has_no_effect
 from lowering.schedule.trace import Trace
+from lowering.schedule.transfers import Clock, Transfers, takes_time
 from lowering.schedule.unknown import Answers, Unknown
-from lowering.schedule.values import LABEL, Step, Values
+from lowering.schedule.values import Step, Values
 
 _MOST_BLOCKS = 20_000_000  # a few minutes of replay
 PARAMETER = "scalar_parameter_address"
-_INTEGERS = re.compile(r"shape: ([su]32\[[\d,]*\]), index: (\d+), kind: input")
+_SCALARS = re.compile(r"shape: ([su]\d+\[[\d,]*\]|f32\[1?\]), index: (\d+), kind: input")
 _CARRIED = ("sphi", "pphi")
 _ONE_WORD = "inlined_call_operand."  # of no memory space: its value, not where it lies
 
@@ -63,7 +64,6 @@ class Machine:
         self._name = name
         self._bundles = bundles
         self._memory = memory
-        self._dma = dma
         self._delay_slots = delay_slots
         self._operands = operands or {}
         self._given = given
@@ -77,19 +77,14 @@ class Machine:
             for instruction in bundle.instructions
             if instruction.target is not None
         }
-        self._spaces = {
-            instruction.value: instruction.opcode.rpartition(".")[2]
-            for bundle in bundles
-            for instruction in bundle.instructions
-            if instruction.opcode.startswith("int_to_ptr.")
-        }
+        instructions = itertools.chain.from_iterable(bundle.instructions for bundle in bundles)
         self._answers = Answers(self._values)
-        self._decisions = Decisions(name, self._branches, given, _integers(bundles))
+        self._decisions = Decisions(name, self._branches, given, _scalars(filter(self._is_open, instructions)))
         self._blocks: dict[tuple[int, bool], _Block] = {}
         self._target: int | None = None
-        # The time at a bundle is its number plus this: no bundle has to count.
-        self._behind = 0.0
+        self._clock = Clock()
         self.trace = Trace()
+        self._transfers = Transfers(bundles, self._decisions, self._places, dma, self._clock, self.trace)
 
     def run(self, start: float = 0.0) -> Trace:
         """Runs the program from a time on.
@@ -99,10 +94,10 @@ class Machine:
         """
         end = len(self._bundles)
         number, runs = 0, self.trace.runs
-        self._behind = start
+        self._clock.behind = start
         for _ in range(_MOST_BLOCKS):
             if number >= end:
-                self.trace.cycles = number + self._behind - start
+                self.trace.cycles = self._clock.at(number) - start
                 return self.trace
             block = self._block(number, stops_at_branch=True)
             for step in block.steps:
@@ -116,7 +111,7 @@ class Machine:
                 runs[number, delayed.last] += 1
                 number = delayed.last + 1
             if self._target is not None:
-                self._behind += number - self._target
+                self._clock.behind += number - self._target
                 number, self._target = self._target, None
         raise DependsOnDataError(f"{self._name} does not end: a loop in it waits for something that is not replayed")
 
@@ -152,10 +147,12 @@ class Machine:
             return [self._argument(instruction)]
         if opcode in ("sld", "sst"):
             return self._scalar_memory(number, instruction)
-        if opcode in ("dma.done.wait", "vsyncadd", "vwait.ge") or opcode.startswith("dma."):
-            return self._transfer(number, instruction)
-        if opcode == "vdelay":
-            return self._delay(number, instruction)
+        if takes_time(opcode):
+            return self._transfers.step(number, instruction, self._holds(number, instruction.predicate))
+        if opcode == "vpop.sfrf":
+            return [self._popped(instruction)]
+        if opcode.startswith("shalt") and instruction.predicate is not None:
+            return [self._checked(number, instruction.predicate)]
         if has_no_effect(opcode) or opcode.endswith(".trace"):
             return [self._unknown(instruction)] if instruction.register else []
         if opcode.startswith(("sdivrem", "spop")):
@@ -184,9 +181,15 @@ class Machine:
             words = self._given.words_of(self._name, instruction.operands)
             if instruction.opcode == _ONE_WORD:
                 value = words[0] if words else self._operands.get(instruction.register)
+                if value is None or isinstance(value, Unknown):
+                    self.trace.open_words += _scalars([instruction])
                 return self._effect(instruction, Unknown if value is None else lambda: value)
             self._memory.hold(address, words, is_scalar=instruction.opcode.endswith(".smem"))
         return self._effect(instruction, lambda: address)
+
+    def _is_open(self, instruction: Instruction) -> bool:
+        """Whether nothing is said of what an operand holds."""
+        return not self._given.words_of(self._name, instruction.operands)
 
     def _computed(self, function: Callable[..., Any], places: Sequence[int]) -> Callable[[], Any]:
         values = self._values
@@ -253,6 +256,13 @@ class Machine:
 
         return [*before, step]
 
+    def _popped(self, instruction: Instruction) -> Step:
+        """What a semaphore held when it was read, or what vectors send, which is new each time."""
+        values = self._values
+        sent = self._places.place(instruction.operands[0].strip("%")) if instruction.operands else None
+        read = None if sent is None else lambda: Unknown() if isinstance(values[sent], Unknown) else values[sent]
+        return self._effect(instruction, Unknown if read is None else read)
+
     def _scalar_memory(self, number: int, instruction: Instruction) -> list[Step]:
         before: list[Step] = []
         values, memory = self._values, self._memory
@@ -274,72 +284,7 @@ class Machine:
 
         return [*before, step if instruction.predicate is None else unsure_step]
 
-    # What takes time, or decides what comes next.
-
-    def _transfer(self, number: int, instruction: Instruction) -> list[Step]:
-        """Starting a DMA, waiting for a semaphore, adding to one."""
-        before: list[Step] = []
-        values, dma, opcode = self._values, self._dma, instruction.opcode
-        names = [found[1] if (found := LABEL.match(operand)) else "" for operand in instruction.operands]
-        places = [self._places.operand(operand, before) for operand in instruction.operands]
-        happens = self._holds(number, instruction.predicate)
-        if opcode == "vsyncadd":
-
-            def step() -> None:
-                if happens():
-                    dma.add(number + self._behind, values[places[0]], self._known(number, values[places[1]]))
-
-        elif opcode in ("dma.done.wait", "vwait.ge"):
-
-            def step() -> None:
-                if happens():
-                    self._wait(number, values[places[0]], self._known(number, values[places[1]]))
-
-        elif {"size_in_granules", "dst_syncflagno"} <= set(names):
-            granules, semaphore = (places[names.index(name)] for name in ("size_in_granules", "dst_syncflagno"))
-            destination = places[2] if len(places) > 2 else places[0]
-            opcode = self._between(instruction)
-
-            def step() -> None:
-                if happens():
-                    size = self._known(number, values[granules])
-                    ends = values[places[0]], values[destination]
-                    dma.start(number + self._behind, opcode, size, *ends, values[semaphore])
-
-        else:
-            self.trace.unknown[opcode] += 1
-            return []
-        return [*before, step]
-
-    def _between(self, instruction: Instruction) -> str:
-        """The opcode of a transfer, by where its ends are: "dma.general" is between any two places."""
-        ends = [operand.partition("=")[2] for operand in instruction.operands if operand.startswith(("src=", "dst="))]
-        spaces = [self._spaces.get(named[0]) for end in ends if (named := value_of(end)) is not None]
-        if instruction.opcode != "dma.general" or len(spaces) < 2 or None in spaces:
-            return instruction.opcode
-        return f"dma.{spaces[0]}_to_{spaces[1]}"
-
-    def _wait(self, number: int, semaphore: Any, amount: int) -> None:
-        now = number + self._behind
-        at = self._dma.reached_at(semaphore, amount)
-        if at is None:
-            self.trace.unknown[f"a wait at {self._name}@{number:#x} for what nothing that is replayed starts"] += 1
-        elif at > now:
-            self.trace.stalls[number] += at - now
-            self._behind += at - now
-
-    def _delay(self, number: int, instruction: Instruction) -> list[Step]:
-        before: list[Step] = []
-        cycles = self._places.operand(instruction.operands[0], before)
-        happens = self._holds(number, instruction.predicate)
-
-        def step() -> None:
-            if happens():
-                waited = self._known(number, self._values[cycles], "a delay")
-                self.trace.stalls[number] += waited
-                self._behind += waited
-
-        return [*before, step]
+    # What decides what comes next.
 
     def _calling(self, number: int, instruction: Instruction) -> Step:
         names = [value_of(operand) for operand in instruction.operands]
@@ -347,9 +292,9 @@ class Machine:
 
         def step() -> None:
             if self._call is not None:
-                now = number + self._behind
+                now = self._clock.at(number)
                 operands = {register: self._values[place] for register, place in places.items()}
-                self._behind += self._call(now, instruction, operands) - now
+                self._clock.behind += self._call(now, instruction, operands) - now
 
         return step
 
@@ -359,6 +304,17 @@ class Machine:
         def step() -> None:
             if taken():
                 self._target = target
+
+        return step
+
+    def _checked(self, number: int, predicate: Predicate) -> Step:
+        """A check that the compiler has put in, such as that a transfer stays within its operand."""
+        place, negated = self._predicate(predicate)
+
+        def step() -> None:
+            fails = self._values[place]
+            if not isinstance(fails, Unknown) and fails != negated:
+                self.trace.unknown[f"a check at {self._name}@{number:#x} that fails (the chip would halt)"] += 1
 
         return step
 
@@ -385,16 +341,9 @@ class Machine:
             self._answers.give(value, is_true=truth)
         return truth != negated
 
-    def _known(self, number: int, value: Any, what: str = "the size of a transfer") -> int:
-        if isinstance(value, Unknown):
-            raise DependsOnDataError(
-                f"{what} at {self._name}@{number:#x} depends on data: scalars must say what its operands hold"
-            )
-        return int(value)
 
-
-def _integers(bundles: Sequence[Bundle]) -> list[str]:
+def _scalars(instructions: Iterable[Instruction]) -> list[str]:
     """The operands that a kernel may take its decisions from."""
-    declared = (x for bundle in bundles for x in bundle.instructions if x.opcode.startswith("inlined_call_operand"))
-    found = (_INTEGERS.search(" ".join(instruction.operands)) for instruction in declared)
+    declared = (x for x in instructions if x.opcode.startswith("inlined_call_operand"))
+    found = (_SCALARS.search(" ".join(instruction.operands)) for instruction in declared)
     return [f"operand {operand[2]} ({operand[1]})" for operand in found if operand is not None]

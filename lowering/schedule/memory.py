@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,18 +99,31 @@ class ScalarMemory:
 
 @dataclasses.dataclass
 class Semaphore:
-    """What has been added to a semaphore and not yet taken away, as amounts with their times."""
+    """A semaphore.
+
+    Attributes:
+      arrivals: what has been added and not yet taken away, as amounts with their times.
+      missing: what has been taken away beyond that, by a program that then waits for more.
+      is_lost: whether something has waited for what was never added, so that nobody knows what it holds.
+    """
 
     arrivals: collections.deque[tuple[float, int]] = dataclasses.field(default_factory=collections.deque)
+    missing: int = 0
+    is_lost: bool = False
 
     def reached_at(self, amount: int) -> float | None:
         """When it holds an amount; None if nothing that was started makes it so."""
-        held, at = 0, 0.0
-        for time, added in self.arrivals:
+        held, at = -self.missing, 0.0
+        for time, added in self.arrivals if held < amount else ():
             held, at = held + added, max(at, time)
             if held >= amount:
-                return at
-        return None
+                break
+        self.is_lost |= held < amount
+        return at if held >= amount else None
+
+    def held_at(self, now: float) -> int | None:
+        """What it holds at a time, if that is known."""
+        return None if self.is_lost else sum(added for time, added in self.arrivals if time <= now) - self.missing
 
     def add(self, now: float, amount: int) -> None:
         """Adds, or takes away what came first."""
@@ -120,6 +134,8 @@ class Semaphore:
             amount += held
             if amount > 0:
                 self.arrivals.appendleft((time, amount))
+        if amount < 0 and not self.is_lost:
+            self.missing -= amount
 
 
 class Dma:
@@ -175,6 +191,14 @@ class Dma:
     def reached_at(self, semaphore: Any, amount: int) -> float | None:
         """When a semaphore holds an amount."""
         return self._semaphore(semaphore).reached_at(amount)
+
+    def held_at(self, semaphore: Any, now: float) -> int | None:
+        """What a semaphore holds at a time; None where that, or which one it is, is not known."""
+        return None if isinstance(semaphore, Unknown) else self._semaphore(semaphore).held_at(now)
+
+    def is_awaited(self) -> bool:
+        """Whether everything that was added to a semaphore has been taken away, as a kernel has to leave them."""
+        return all(held.is_lost or not held.held_at(math.inf) for held in self._semaphores.values())
 
     def _semaphore(self, address: Any) -> Semaphore:
         """The semaphore at an address; where data decide which one it is, one stands for all of them."""

@@ -1,7 +1,8 @@
 """Replays the top-level program: what it calls and how often, and the copies that run meanwhile."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lowering.schedule.bundles import Instruction
@@ -12,6 +13,7 @@ from lowering.schedule.kernel import HBM_LATENCY_CYCLES, KernelReplay, replay
 from lowering.schedule.machine import Machine
 from lowering.schedule.memory import Dma, Hbm, ScalarMemory
 from lowering.schedule.results import place_results
+from lowering.schedule.unknown import Unknown
 
 # What the runtime sets before a program starts: one word says that the program is to run; another that what it starts
 # with in VMEM was brought there when it ran before, as it is where a program runs again and again.
@@ -56,7 +58,8 @@ class _Program:
         self._chip = chip
         self._hbm_bytes_per_cycle = hbm_bytes_per_cycle
         self._given = given
-        self._replays: dict[str, KernelReplay] = {}
+        self._replays: dict[tuple[Any, ...], KernelReplay] = {}
+        self._deciding: set[tuple[Any, ...]] = set()  # those in which operands decide something
         self._dma: Dma
         self.result = ProgramReplay({})
 
@@ -79,7 +82,7 @@ class _Program:
         result.cycles = trace.cycles
         result.stall_cycles = sum(trace.stalls.values())
         result.copy_bytes, result.copy_count = self._dma.hbm_bytes, self._dma.count
-        result.unknown.update(trace.unknown, *(one.unknown for one in self._replays.values()))
+        result.unknown.update(_gathered(trace.unknown), *(one.unknown for one in self._replays.values()))
         return result
 
     def _call(self, now: float, instruction: Instruction, operands: Mapping[str, Any]) -> float:
@@ -91,25 +94,47 @@ class _Program:
         if code is None:
             self.result.unknown.add(f"the schedule of {name}, which was not written")
             return now
-        one = self._replayed(code, operands)
+        one = self._replayed(name, code, operands)
         delayed = self._dma.shared_with(now, one.cycles, one.hbm_cycles)
         called = self.result.called.setdefault(name, Called(one))
         called.calls += 1
         called.cycles += one.cycles + delayed
         return now + one.cycles + delayed
 
-    def _replayed(self, code: str, operands: Mapping[str, Any]) -> KernelReplay:
+    def _replayed(self, name: str, code: str, operands: Mapping[str, Any]) -> KernelReplay:
         """One call of this code. Operands matter only where they decide something, such as how often a loop turns."""
-        if code in self._replays:
-            return self._replays[code]
-        bundles = self._dumps.bundles(code)
-        arguments = code, bundles, self._chip, self._hbm_bytes_per_cycle
-        given = self._given.in_memory(code, self._dumps.operand_types(code))
-        try:
-            self._replays[code] = replay(*arguments, given=given)
-        except DependsOnDataError:
-            return replay(*arguments, operands=operands, given=given)
-        return self._replays[code]
+        given = self._given_of(name, code)
+        key = code, *given.key()
+        if key not in self._deciding:
+            try:
+                return self._replayed_once(key, code, given)
+            except DependsOnDataError:
+                self._deciding.add(key)
+        known = tuple((register, value) for register, value in operands.items() if not isinstance(value, Unknown))
+        return self._replayed_once((key, known), code, given, operands)
+
+    def _replayed_once(
+        self, key: tuple[Any, ...], code: str, given: Given, operands: Mapping[str, Any] | None = None
+    ) -> KernelReplay:
+        if key not in self._replays:
+            bundles, hbm = self._dumps.bundles(code), self._hbm_bytes_per_cycle
+            self._replays[key] = replay(code, bundles, self._chip, hbm, operands=operands, given=given)
+        return self._replays[key]
+
+    @functools.cache  # noqa: B019 an object lives for one report
+    def _given_of(self, name: str, code: str) -> Given:
+        """What is said of one instruction, by the caller or, of a Pallas kernel, by the program."""
+        types = self._dumps.operand_types(name)
+        return self._given.of_call(name, code, types, self._dumps.constants(name))
+
+
+def _gathered(unknown: Collection[str]) -> set[str]:
+    """The same with one entry for all that has to do with cores that are not replayed, such as SparseCores."""
+    if not any(entry.endswith(".remote") for entry in unknown):
+        return set(unknown)
+    waits = [entry for entry in unknown if entry.startswith("a wait at ")]
+    others = {entry for entry in unknown if not entry.startswith("vsync")} - set(waits)
+    return others | {f"what other cores do, as SparseCores, and {len(waits)} waits for them"}
 
 
 def replay_program(dumps: Dumps, chip: Chip, hbm_bytes_per_cycle: float, given: Given) -> ProgramReplay:

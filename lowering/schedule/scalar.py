@@ -18,6 +18,11 @@ def _unsigned(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda a, b: compare(a & MASK, b & MASK)
 
 
+def _shifted_in(value: int, places: int) -> Any:
+    """A v7x's shift that brings in ones: libtpu has a v5e compute (1 << places) - 1 where a v7x shifts 0 by this."""
+    return wrapped((1 << places) - 1) if value == 0 and 0 <= places < 32 else Unknown()
+
+
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "sadd": lambda a, b: ((a + b + HALF) & MASK) - HALF,
     "ssub": lambda a, b: ((a - b + HALF) & MASK) - HALF,
@@ -27,6 +32,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "sor": operator.or_,
     "sxor": operator.xor,
     "sshll": lambda a, b: wrapped(a << (b & 31)),
+    "sshllo": _shifted_in,
     "sshrl": lambda a, b: wrapped((a & MASK) >> (b & 31)),
     "sshra": lambda a, b: a >> (b & 31),
     "smin": min,

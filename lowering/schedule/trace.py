@@ -13,13 +13,22 @@ class Trace:
       cycles: from the first bundle to the last, stalls included.
       runs: how often each range of bundles, both ends included, was issued.
       stalls: cycles, by the bundle that waited.
-      unknown: opcodes that are not understood.
+      unknown: opcodes that are not understood, and what cannot be as it is.
+      is_unmatched: whether something was waited for that nothing starts, or the other way round.
+      open_words: operands of one word of which nothing is known.
     """
 
     cycles: float = 0.0
     runs: collections.Counter[tuple[int, int]] = dataclasses.field(default_factory=collections.Counter)
     stalls: dict[int, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
     unknown: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    is_unmatched: bool = False
+    open_words: list[str] = dataclasses.field(default_factory=list)
+
+    def unmatched(self, what: str) -> None:
+        """Notes a wait without what it is for, or the other way round."""
+        self.unknown[what] += 1
+        self.is_unmatched = True
 
     def issues(self, bundles: int) -> list[int]:
         """How often each bundle was issued."""

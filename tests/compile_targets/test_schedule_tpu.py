@@ -14,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compile_targets.conftest import installed
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 import jaxops
 import lowering
@@ -138,6 +141,38 @@ def test_operands_of_one_word_decide_what_is_replayed():
         return kernel.cycles - kernel.stall_cycles
 
     assert 1.5 * issued(0.5) < issued(0.1)  # 4 binary digits are drawn for each element, or 12 and more
+
+
+@pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v7x"])
+def test_what_splash_attention_knows_of_its_mask_is_known(target):
+    heads, length, block = 2, 1024, 256
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((length, length))] * heads)
+    sizes = splash_attention_kernel.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block)
+    attend = splash_attention_kernel.make_splash_mha_single_device(mask, block_sizes=sizes)
+    x = jax.ShapeDtypeStruct((heads, length, 128), jnp.bfloat16)
+    schedule = replayed(lambda q, k, v: attend(q, k, v), x, x, x, target=target)
+    assert schedule.unknown == ()
+    # Of 16 blocks a head, those in the mask.
+    assert heads * 10 in [region.trips for region in schedule.kernels[0].regions]
+
+
+@pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v7x"])
+def test_a_kernel_reads_a_semaphore(target):
+    def kernel(out_ref, semaphore):
+        pl.semaphore_signal(semaphore, 77)
+
+        def body(row, carry):
+            out_ref[pl.ds(pl.multiple_of(8 * row, 8), 8)] = jnp.zeros((8, 128), jnp.float32)
+            return carry
+
+        jax.lax.fori_loop(0, pl.semaphore_read(semaphore), body, 0)
+        pl.semaphore_wait(semaphore, 77)
+
+    out = jax.ShapeDtypeStruct((1024, 128), jnp.float32)
+    scratch = [pltpu.SemaphoreType.REGULAR]
+    schedule = replayed(lambda: pl.pallas_call(kernel, out_shape=out, scratch_shapes=scratch)(), target=target)
+    assert schedule.unknown == ()
+    assert 77 in [region.trips for region in schedule.kernels[0].regions]
 
 
 def test_an_operator_is_ranked_without_copies_that_no_model_makes():
