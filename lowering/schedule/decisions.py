@@ -68,7 +68,7 @@ class Given:
     ) -> "Given":
         """What is said of one instruction, by the name of the code that it shares with its equals.
 
-        Operands are in the order of memory. Those of which nothing is said hold their constants.
+        Operands are in the order of memory. One that the caller says nothing about holds its constant, if it is one.
 
         Raises:
           DependsOnDataError: if there is no such operand, or it has another shape.

@@ -58,7 +58,7 @@ def _tiled(places: np.ndarray, tile: Sequence[int]) -> np.ndarray:
 
 
 def _packed(elements: Iterable[int | None], bits: int) -> list[int | None]:
-    """Words of several elements, of which the first has the lowest bits."""
+    """Words of several elements each; the first element has the lowest bits."""
     elements = list(elements)
     words: list[int | None] = []
     for first in range(0, len(elements), _WORD_BITS // bits):

@@ -15,7 +15,7 @@ class Trace:
       stalls: cycles, by the bundle that waited.
       unknown: opcodes that are not understood, and what cannot be as it is.
       is_unmatched: whether something was waited for that nothing starts, or the other way round.
-      open_words: operands of one word of which nothing is known.
+      open_words: operands of one word whose value is not known.
     """
 
     cycles: float = 0.0

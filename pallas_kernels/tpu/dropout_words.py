@@ -68,7 +68,7 @@ class Places(NamedTuple):
 
     @property
     def groups(self):
-        """Of 128 lanes."""
+        """How many groups of 128 lanes there are."""
         return self.bands * self.whole // LANES + pl.cdiv(self.bands * (self.words - self.whole), LANES)
 
     def counters(self, streams_ref, first_word):
@@ -81,7 +81,7 @@ class Places(NamedTuple):
         lane = lax.broadcasted_iota(jnp.int32, (self.rows, LANES), 1)
 
         def counter(band, begin, word):
-            """Of one band, one of whose words is in this lane."""
+            """The same of one band, whose word of this number lies in lane `begin`."""
             place = slice(band * self.rows, (band + 1) * self.rows)
             key0, key1, number = (jnp.broadcast_to(streams_ref[place, i : i + 1], lane.shape) for i in range(3))
             return key0, key1, number + (lane + (first_word + word - begin)).astype(jnp.uint32)
