@@ -117,6 +117,29 @@ def test_live_rows_start_from_zero_whatever_memory_held(live):
     assert not np.any(results[computed:])
 
 
+@pytest.mark.parametrize("ignored", [[], [0, 3, 4, 10]], ids=str)
+def test_live_rows_that_are_taken_in_order_are_restored(ignored):
+    """Eleven rows in chunks of three, so that one is filled up; with and without rows that have to move."""
+    labels = np.arange(100, 111).reshape(1, 11)
+    labels[0, ignored] = SKIPPED
+    x, weights = np.arange(22.0).reshape(1, 11, 2), np.linspace(1, 2, 11).reshape(1, 11)
+
+    def step(sums, x, labels, weights):
+        return (x * weights[:, None], labels, weights), sums
+
+    @jax.jit
+    def restored(labels, x, weights):
+        with placed("cpu"):
+            rows = live_rows(labels, 3)
+        results, _ = rows.map_in_order(step, (jnp.float32(0),), x, (labels, weights))
+        return rows.restore_all(results)
+
+    is_live = labels[0] != SKIPPED
+    for actual, wanted in zip(restored(labels, x, weights), (x * weights[..., None], labels, weights), strict=True):
+        assert actual.shape == wanted.shape
+        np.testing.assert_allclose(actual[0, is_live], wanted[0, is_live], rtol=1e-6)
+
+
 @pytest.mark.parametrize("device_count", [1, 2])
 def test_live_rows_leaves_rows_where_they_may_be_split_or_differentiated(device_count):
     labels = jnp.zeros(12, jnp.int32)

@@ -228,9 +228,6 @@ def test_copies_that_run_meanwhile_share_hbm_with_a_kernel(folder):
     assert alone.kernels[0].time_us < together.kernels[0].time_us <= 2 * alone.kernels[0].time_us
 
 
-WORDS = "must map an operand's position to integers or to float32"
-
-
 def test_schedules_are_of_tpus_only():
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     for target in ("cpu", "cuda-h100"):

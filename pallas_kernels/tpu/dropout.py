@@ -1,8 +1,8 @@
 """Dropout on TPU: the mask is drawn in registers, beside the elements that it keeps or drops, in one pass over HBM.
 
 XLA's own program draws the words of the mask in one loop and expands each to its 32 elements in another. Here both
-happen in VMEM, in one straight piece of code: a step of the grid takes the words of the block before to their rows and
-its elements, and draws those of its own block in the cycles in which that waits for the cross-lane unit.
+happen in VMEM, in one straight piece of code: a step of the grid draws the words of its block, and stores and applies
+those of the block before. Each fills the cycles in which the other waits for the cross-lane unit.
 """
 
 import functools
