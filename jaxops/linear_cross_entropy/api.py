@@ -284,10 +284,10 @@ def linear_cross_entropy(
     options["weight_grad_dtype"] = weight_grad_dtype
     # With its divisor in the weights, a mean's cotangent is 1. Float16 lacks the range for it.
     if reduction == "sum" or x.dtype == jnp.float16:
-        total, known = summed_cross_entropy(*operands, weights, **options)
+        total, _, known = summed_cross_entropy(*operands, weights, **options)
         return result(reduced(total, terms, reduction), known)
     weights, has_mean = averaged(weights, terms)
-    mean, known = summed_cross_entropy(*operands, weights, **options)
+    mean, _, known = summed_cross_entropy(*operands, weights, **options)
     return result(nan_added_unless(has_mean, mean), known)
 
 

@@ -55,7 +55,12 @@ class Operands(NamedTuple):
 
 def row_losses(rows: RowStatistics, target_total: jax.Array, weights: RowWeights) -> jax.Array:
     """The loss of each row, from the statistics of its logits and the sum of its target weights t."""
-    by_label, by_target, by_square = cross_entropy_terms(rows, target_total)
+    return weighted(cross_entropy_terms(rows, target_total), weights)
+
+
+def weighted(terms: Arrays, weights: RowWeights) -> jax.Array:
+    """The loss of each row, from its `cross_entropy_terms`."""
+    by_label, by_target, by_square = terms
     return weights.label * by_label + weights.target * by_target + weights.square * by_square
 
 

@@ -16,7 +16,7 @@ from jaxops.linear_cross_entropy.chunk_gradients import (
     Operands,
     by_fixed_reference,
     by_maximum,
-    row_losses,
+    weighted,
 )
 from jaxops.linear_cross_entropy.logits import (
     SKIPPED,
@@ -24,6 +24,7 @@ from jaxops.linear_cross_entropy.logits import (
     RowStatistics,
     RowWeights,
     Targets,
+    cross_entropy_terms,
     metrics_of,
     target_total,
     zero_unless,
@@ -51,23 +52,28 @@ def summed_cross_entropy(
     chunk_rows: int | None,
     metrics: bool,
     weight_grad_dtype: Any = None,
-) -> tuple[jax.Array, RowStatistics | None]:
-    """The sum of `row_losses`, and with metrics also what is known of rows; operands as `linear_row_statistics` has.
+) -> tuple[jax.Array, Arrays, RowStatistics | None]:
+    """The sum of `row_losses`, and what is known of rows; operands as `linear_row_statistics` has.
 
     The x of a `SKIPPED` row may hold anything. Gradients are kept before the loss's own cotangent is known. A cotangent
     of 1 costs nothing, which is what a mean leaves if the weights have its divisor already.
+
+    Returns:
+      The sum; the `cross_entropy_terms` of rows, without derivatives; and with metrics their statistics.
     """
     params: dict[str, Any] = {"softcap": softcap, "chunk_rows": chunk_rows, "metrics": metrics}
     params["weight_grad_dtype"] = weight_grad_dtype or accumulation_dtype(weight.dtype)
-    total, numbers, predictions = _SUM(x, weight, bias, *targets, *weights, **params)
+    total, *of_rows, numbers, predictions = _SUM(x, weight, bias, *targets, *weights, **params)
+    terms = tuple(map(jax.lax.stop_gradient, of_rows))
     if not metrics:
-        return total, None
+        return total, terms, None
     maximum, log_sum_exp, mean = (numbers[..., position] for position in range(3))
     zeros = jnp.zeros_like(maximum)
     rows = RowStatistics(maximum, log_sum_exp, zeros, zeros, mean, predictions[..., 0])
     # They are by-products: differentiated, they take the products that they need themselves.
     tile_logits = (chunk_rows or default_chunk_rows(*weight.shape)) * weight.shape[0]
-    return total, known_row_statistics(x, weight, bias, targets, rows, softcap=softcap, tile_logits=tile_logits)
+    known = known_row_statistics(x, weight, bias, targets, rows, softcap=softcap, tile_logits=tile_logits)
+    return total, terms, known
 
 
 def _reference(
@@ -90,8 +96,8 @@ def _reference(
 
 
 def _summed(rows: RowStatistics, operands: Operands, metrics: bool) -> Arrays:
-    total = target_total(Targets(*operands[3:6]), rows.max_logit)
-    return jnp.sum(row_losses(rows, total, RowWeights(*operands[6:]))), *metrics_of(rows, metrics)
+    terms = cross_entropy_terms(rows, target_total(Targets(*operands[3:6]), rows.max_logit))
+    return jnp.sum(weighted(terms, RowWeights(*operands[6:]))), *terms, *metrics_of(rows, metrics)
 
 
 def _reference_with_gradients(*operands: jax.Array, **params: Any) -> Arrays:
@@ -119,7 +125,8 @@ def _refuses_reference(
 def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
     before, after = active[: operator.LABELS], active[operator.LABELS + 1 : 6]
     loss, *gradients, numbers, predictions = _SUM_WITH_GRADIENTS(*operands, needs=Needs(*before, *after), **params)
-    return (loss, numbers, predictions), (*operands, *gradients)
+    # The terms of rows are the gradients of their weights.
+    return (loss, *gradients[-3:], numbers, predictions), (*operands, *gradients)
 
 
 def _active_gradients(residuals: Sequence[jax.Array], active: Active) -> list[tuple[jax.Array, jax.Array]]:
@@ -135,12 +142,13 @@ def _tangent(
 ) -> Arrays:
     pairs, dtype = zip(_active_gradients(residuals, active), tangents, strict=True), residuals[6].dtype
     products = [jnp.sum(gradient.astype(dtype) * tangent.astype(dtype)) for (_, gradient), tangent in pairs]
-    of_row = jnp.zeros_like(residuals[6])[..., None]
-    return sum(products[1:], products[0]), jnp.broadcast_to(of_row, (*of_row.shape[:-1], 3 if metrics else 0))
+    zeros = jnp.zeros_like(residuals[6])
+    of_row = jnp.broadcast_to(zeros[..., None], (*zeros.shape, 3 if metrics else 0))
+    return sum(products[1:], products[0]), zeros, zeros, zeros, of_row
 
 
 def _vjp(residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array], active: Active, **_: Any) -> Arrays:
-    factor = cotangents[0]  # that of the numbers is zero: see `known_row_statistics`
+    factor = cotangents[0]  # those of terms and numbers are zero: see `summed_cross_entropy`
     pairs = _active_gradients(residuals, active)
     return tuple((factor * gradient.astype(factor.dtype)).astype(x.dtype) for x, gradient in pairs)
 
@@ -224,7 +232,7 @@ _SUM_WITH_GRADIENTS = Operator(
 
 _SUM = Operator(
     name="linear_cross_entropy_sum",
-    signature=f"{_OPERANDS} -> , {_METRICS}",
+    signature=f"{_OPERANDS} -> , ..., ..., ..., {_METRICS}",
     check=operator.check,
     reference=_reference,
     derivative=Derivative(vjp=_vjp, tangent=_tangent, linearize=_linearize, residuals=f"{_OPERANDS}, {_GRADIENTS}"),

@@ -71,14 +71,23 @@ class Sum:
         slopes = (
             jnp.where(jnp.isfinite(x) | ~is_number, x, jnp.zeros_like(x)) for x in transposed(jnp.ones_like(rest))
         )
+        target_sum = target_total(layer.targets, nothing)
         layer, weights = _weighted(layer, *slopes)
         if with_rows:
             layer = layer._replace(x=zero_unless(layer.targets.labels != SKIPPED, layer.x))
         options: dict[str, Any] = {"softcap": statistics.head.softcap, "chunk_rows": None, "metrics": with_rows}
-        total, rows = summed_cross_entropy(*layer, weights, **options)
+        total, terms, rows = summed_cross_entropy(*layer, weights, **options)
+        known = (nothing, nothing) if rows is None else (rows.max_logit, rows.prediction)
         if rows is not None:
-            rest = number(nothing, nothing, nothing, nothing, (rows.max_logit, rows.prediction))
-        return (rest + total.astype(rest.dtype)), rows
+            rest = number(nothing, nothing, nothing, nothing, known)
+        total = rest + total.astype(rest.dtype)
+        # Users may subtract what nearly equals a row's loss, such as another model's, before they add up rows. So the
+        # value is what their equations make of each row; it stays the same if all relative logits of a row rise by
+        # the label's. The sum of losses and the rest only have the derivatives.
+        by_label, by_target, by_square = terms
+        own = number(by_label, nothing, target_sum * by_label - by_target, by_square, known)
+        missing = jax.lax.stop_gradient(own - total)
+        return total + jnp.where(jnp.isfinite(missing), missing, jnp.zeros_like(missing)), rows
 
     def _number(self, arrays: dict[Value, Any], square: Any) -> Any:
         """The number for some statistics, and for any square of log sum exp."""
