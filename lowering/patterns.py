@@ -128,7 +128,7 @@ class Finding:
     Attributes:
       operation: where the pattern begins.
       detail: what it computes there, in words.
-      saved_bytes: the least that a replacement saves in temporaries; None if sizes are symbolic.
+      saved_bytes: about how much a replacement saves in temporaries; None if sizes are symbolic.
       obstacle: why a replacement would save nothing after all, in words; empty if it saves.
     """
 
@@ -168,7 +168,7 @@ class Opportunity:
       source: the line where it begins, such as "model.py:12 (loss_fn)".
       detail: what it computes there.
       count: how often it runs.
-      saved_bytes: the least that the replacement saves in temporaries; None if sizes are symbolic.
+      saved_bytes: about how much the replacement saves in temporaries; None if sizes are symbolic.
       remark: under which condition it saves memory, or what else changes.
       obstacle: why it would save nothing; empty if it saves.
     """
@@ -187,7 +187,7 @@ class Opportunity:
         found = f"{self.source}: {times}{self.detail}: {self.replacement} would"
         if self.obstacle:
             return f"{found} save nothing, as {self.obstacle}"
-        size = "" if self.saved_bytes is None else f" at least {_megabytes(self.saved_bytes)} of"
+        size = "" if self.saved_bytes is None else f" about {_megabytes(self.saved_bytes)} of"
         return " ".join(filter(None, (f"{found} replace this and save{size} temporaries", self.remark)))
 
 

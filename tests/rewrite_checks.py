@@ -18,15 +18,19 @@ def users_promotion() -> Iterator[None]:
         yield
 
 
+def let_few_logits_count(monkeypatch: pytest.MonkeyPatch, size: int = 0) -> None:
+    """Has arrays of more elements count as logits that are worth a rewrite, and chunks of a row each."""
+    row_chunks, savings = (
+        importlib.import_module(f"jaxops.linear_cross_entropy.{name}") for name in ("row_chunks", "savings")
+    )
+    monkeypatch.setattr(row_chunks, "SMALL_LOGITS", size)
+    monkeypatch.setattr(row_chunks, "default_chunk_rows", lambda *_: 0)
+    monkeypatch.setattr(savings, "saving", lambda logits, *_, **__: savings.Saving(4 * logits.size, 4 * logits.size))
+
+
 def few_logits_count(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """A fixture: lets arrays of more elements than a number count as logits that are worth a rewrite."""
-
-    def least(size: int) -> None:
-        row_chunks = importlib.import_module("jaxops.linear_cross_entropy.row_chunks")
-        monkeypatch.setattr(row_chunks, "SMALL_LOGITS", size)
-        monkeypatch.setattr(row_chunks, "default_chunk_rows", lambda *_: 0)
-
-    return least
+    return lambda size: let_few_logits_count(monkeypatch, size)
 
 
 def arrays_like(tree: Any) -> Any:

@@ -17,6 +17,7 @@ import pytest
 from jax import lax
 from patterns_clean import CLEAN
 from patterns_planted import KEY, PLANTED, W, X, f32
+from rewrite_checks import let_few_logits_count
 from typer.testing import CliRunner
 
 import jaxops
@@ -30,9 +31,7 @@ from lowering.rewriting.rules import rules
 @pytest.fixture
 def _few_logits_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the operator kept none, so that patterns can be planted in small functions."""
-    row_chunks = importlib.import_module("jaxops.linear_cross_entropy.row_chunks")
-    monkeypatch.setattr(row_chunks, "SMALL_LOGITS", 0)
-    monkeypatch.setattr(row_chunks, "default_chunk_rows", lambda *_: 0)
+    let_few_logits_count(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -125,11 +124,11 @@ def our_loss(w, x, labels):
     ],
     ids=["logits", "few rows of logits", "pooling", "dropout"],
 )
-def test_what_is_recommended_saves_at_least_what_is_said(theirs, ours, args) -> None:
+def test_what_is_recommended_saves_about_what_is_said(theirs, ours, args) -> None:
     theirs, ours = jax.value_and_grad(theirs), jax.value_and_grad(ours)
     (found,) = lowering.explain(theirs, *args).opportunities
     # What the compiler reports.
-    assert 0 < found.saved_bytes <= temporaries(theirs, args) - temporaries(ours, args)
+    assert 0 < found.saved_bytes <= 1.5 * (temporaries(theirs, args) - temporaries(ours, args))
     assert lowering.explain(ours, *args).opportunities == ()
 
 
@@ -256,11 +255,10 @@ def test_explanation_shows_opportunities_below_the_table() -> None:
     assert str(explanation).splitlines()[1:] == explanation.remarks
     assert line not in explanation.remarks
     (shown,) = json.loads(explanation.to_json())["opportunities"]
-    # 2048 x 32000 logits of four bytes; a quarter more than a chunk of 2^24 // 32000 rows is not saved.
+    # 2048 x 32000 logits of four bytes and their cotangent, but for 1.5 chunks of 512 rows, and the weight.
     assert "float32[2048,32000] (262,144,000 bytes)" in line
-    saved = 262_144_000 - 524 * 32000 * 4 * 5 // 4
-    assert shown["saved_bytes"] == saved
-    assert "would replace this and save at least 178 MB of temporaries where it is differentiated" in line
+    assert shown["saved_bytes"] == 2 * 262_144_000 - 262_144_000 * 3 // 8 - 4 * 512 * 32000
+    assert "would replace this and save about 360 MB of temporaries where it is differentiated" in line
     assert shown["source"].endswith("(optax_loss)")
     assert shown["count"] == 1
 

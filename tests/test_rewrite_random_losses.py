@@ -1,6 +1,5 @@
 """Losses put together at random are rewritten, and have the same values and gradients in float64."""
 
-import importlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +13,7 @@ import optax
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from rewrite_checks import let_few_logits_count
 
 import lowering
 
@@ -22,9 +22,7 @@ ROWS, FEATURES, CLASSES = (2, 3), 4, 7
 
 @pytest.fixture(autouse=True)
 def _few_logits_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    row_chunks = importlib.import_module("jaxops.linear_cross_entropy.row_chunks")
-    monkeypatch.setattr(row_chunks, "SMALL_LOGITS", math.prod(ROWS) * CLASSES - 1)
-    monkeypatch.setattr(row_chunks, "default_chunk_rows", lambda *_: 0)
+    let_few_logits_count(monkeypatch, math.prod(ROWS) * CLASSES - 1)
     with jax.enable_x64(), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 

@@ -1,10 +1,12 @@
 """The pattern of logits that a linear layer computes only for a cross entropy."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from jaxops.linear_cross_entropy import row_chunks
+import jax.export
+
+from jaxops.linear_cross_entropy import savings
 from jaxops.linear_cross_entropy.readers import other_readers
 from lowering.patterns import RESHAPES, Finding, Graph, Operation, Pattern, Value, backward, describe, forward, unshaped
 
@@ -26,21 +28,16 @@ def _find(graph: Graph) -> Iterator[Finding]:
 
 
 def _saved_bytes(matmul: Operation, classes: Any) -> int | None:
-    features = math.prod(matmul.inputs[0].shape[axis] for axis in matmul.params["dimension_numbers"][0][0])
-    return logits_bytes_saved(matmul.inputs, matmul.outputs[0], classes, features)
-
-
-def logits_bytes_saved(operands: Sequence[Any], logits: Any, classes: Any, features: Any) -> int | None:
-    """The least that compilers were seen to save with "grad_in_forward": all logits but a chunk."""
-    if not all(isinstance(size, int) for size in (math.prod(logits.shape), classes, features)):
+    """The bytes that the operator saves, 0 if that is not worthwhile; None for symbolic sizes."""
+    (logits,), (contracted, _) = matmul.outputs, matmul.params["dimension_numbers"]
+    if any(map(jax.export.is_symbolic_dim, (classes, *(x.size for x in (logits, *matmul.inputs))))):
         return None
-    if logits.size <= row_chunks.SMALL_LOGITS:
-        return 0
-    chunk_bytes = 4 * row_chunks.default_chunk_rows(classes, features) * classes
-    # The gradient of a 16-bit weight is added up in float32.
-    is_wide = all(x.aval.dtype.itemsize > 2 for x in operands)
-    sum_bytes = 0 if is_wide else 4 * classes * features
-    return max(0, logits.size * logits.aval.dtype.itemsize - 5 * chunk_bytes // 4 - sum_bytes)
+    features = math.prod(matmul.inputs[0].shape[axis] for axis in contracted[0])
+    sides = [side for side in (1, 0) if matmul.inputs[side].size == classes * features]
+    side = min(sides, key=lambda side: 0 in contracted[side], default=1)
+    weight, is_transposed = matmul.inputs[side].aval, 0 in contracted[side]
+    found = savings.saving(logits.aval, weight, classes, is_transposed=is_transposed)
+    return found.saved_bytes if found.is_worthwhile else 0
 
 
 def _picked_log_softmax(graph: Graph, log: Operation) -> Iterator[tuple[Operation, Any, Operation]]:

@@ -9,19 +9,20 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._primitive.sharding import laid_out_as
-from jaxops.linear_cross_entropy import row_chunks
-from jaxops.linear_cross_entropy.patterns import logits_bytes_saved
+from jaxops.linear_cross_entropy import row_chunks, savings
 from jaxops.linear_cross_entropy.rewriting.cone import Cone
-from jaxops.linear_cross_entropy.rewriting.head import Head, Statistics, heads_of
+from jaxops.linear_cross_entropy.rewriting.head import Head, Statistics, heads_of, layout_of
+from jaxops.linear_cross_entropy.rewriting.likeness import is_like_loss, logits_arrays, reduced_sizes
 from jaxops.linear_cross_entropy.rewriting.maxima import cancels
 from jaxops.linear_cross_entropy.rewriting.reading import Reading
-from jaxops.linear_cross_entropy.rewriting.region import names_within
 from jaxops.linear_cross_entropy.rewriting.row_wise import Part
 from jaxops.linear_cross_entropy.rewriting.rows import Row
 from jaxops.linear_cross_entropy.rewriting.sinks import SINKS, is_known, reduced
 from jaxops.linear_cross_entropy.rewriting.summed import Exit, sums_of
 from jaxops.linear_cross_entropy.rewriting.totals import Asked
+from jaxops.linear_cross_entropy.savings import Saving
 from lowering.rewriting.graph import Level, Node, Value
+from lowering.rewriting.report import megabytes
 from lowering.rewriting.rules import Found, Missed, RefusalError, Rule, described
 from lowering.rewriting.schedule import Step, needed
 
@@ -74,9 +75,9 @@ def _find(level: Level, steps: tuple[Step, ...], steps_of: _StepsOf, how: str) -
             continue
         refusal = None
         for head in heads_of(node):
-            saved = logits_bytes_saved(node.inputs, node.outputs[0], head.classes, head.features)
+            saved = _saving(level, head, keeps_rows=steps_of is _by_statistics)
             try:
-                found = steps_of(level, taken, head) if saved else ()
+                found = steps_of(level, taken, head) if saved.is_worthwhile else ()
             except _UnlikeError:
                 continue
             except RefusalError as error:
@@ -84,11 +85,19 @@ def _find(level: Level, steps: tuple[Step, ...], steps_of: _StepsOf, how: str) -
                 continue
             if found:
                 taken += found
-                yield Found(node, f"logits {described(node.outputs[0])}, {how}", saved or 0, found)
+                yield Found(node, f"logits {described(node.outputs[0])}, {how}", saved.saved_bytes, found)
                 break
         else:
             if refusal is not None:
                 yield Missed(node, f"logits {described(node.outputs[0])}", refusal)
+
+
+def _saving(level: Level, head: Head, *, keeps_rows: bool) -> Saving:
+    weight, is_turned = head.weight, layout_of(head.node, head.side).class_axis != 0
+    # Two transpositions cancel.
+    is_transposed = is_turned != (weight.producer is not None and weight.producer.name == "transpose")
+    options: dict[str, Any] = {"keeps_rows": keeps_rows, "arrays": logits_arrays(level, head.node)}
+    return savings.saving(head.node.outputs[0], weight, head.classes, is_transposed=is_transposed, **options)
 
 
 def _products(level: Level) -> list[Node]:
@@ -220,10 +229,12 @@ def _find_cones(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Misse
             continue
         refusal = None
         for axis, class_axis in _row_axes(node):
-            classes, features = node.outputs[0].shape[class_axis], _features(node)
-            saved = logits_bytes_saved(node.inputs, node.outputs[0], classes, features)
+            classes, arrays = node.outputs[0].shape[class_axis], logits_arrays(level, node)
+            # In a loop, the gradient of the weight is one more array.
+            weight = node.inputs[class_axis != 0]
+            saved = savings.saving(node.outputs[0], weight, classes, is_transposed=True, arrays=arrays)
             try:
-                step = _cone_of(level, taken, node, axis, class_axis) if saved else None
+                step = _cone_of(level, taken, node, axis, class_axis) if saved.is_worthwhile else None
             except _UnlikeError:
                 continue
             except RefusalError as error:
@@ -231,10 +242,10 @@ def _find_cones(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Misse
                 continue
             if step is not None:
                 taken.append(step)
-                yield Found(node, f"logits {described(node.outputs[0])}, in chunks of rows", saved or 0, (step,))
+                yield Found(node, f"logits {described(node.outputs[0])}, in chunks of rows", saved.saved_bytes, (step,))
                 break
         else:
-            if refusal is not None and _is_like_loss(level, node):
+            if refusal is not None and is_like_loss(node):
                 yield Missed(node, f"logits {described(node.outputs[0])}", refusal)
 
 
@@ -243,35 +254,27 @@ def _features(node: Node) -> int:
     return math.prod(node.inputs[0].shape[axis] for axis in axes)
 
 
-def _is_like_loss(level: Level, head: Node) -> bool:
-    """Whether what depends on a product has a log, an exp, and something of its size to be compared with."""
-    dependent, names, is_compared = set(head.outputs), set(), False
-    for node in level.nodes:
-        if any(x in dependent for x in node.inputs):
-            dependent.update(node.outputs)
-            names |= names_within(node)
-            others = (x for x in node.inputs if x not in dependent and x.size == head.outputs[0].size)
-            is_compared |= "gather" in names or any(x.producer is not None for x in others)
-    return is_compared and "exp" in names and not names.isdisjoint(("log", "log1p"))
-
-
 def _row_axes(node: Node) -> list[tuple[int, int]]:
-    """The axes of a product that may be split, the longest first, each with that of the classes."""
+    """The axes of a product that may be split, the longest first, each with that of the classes, which are reduced."""
     (contracted, batch), shape = node.params["dimension_numbers"], node.outputs[0].shape
     free = [len(node.inputs[side].shape) - len(contracted[side]) for side in (0, 1)]
-    class_axes = [axis for axis, count in ((len(shape) - 1, free[1]), (0, free[0])) if count == 1 and not batch[0]]
+    ends = ((len(shape) - 1, free[1]), (0, free[0]))
+    reduced = reduced_sizes(node)
+    class_axes = [axis for axis, count in ends if count == 1 and not batch[0] and shape[axis] in reduced]
     longest_first = sorted(range(len(shape)), key=lambda axis: -shape[axis])
     return [(axis, classes) for classes in class_axes for axis in longest_first if axis != classes]
 
 
 def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis: int) -> Step:
     """The step that computes what depends on these logits in chunks of rows."""
-    cone = Cone(level, needed(level, taken), node, axis)
     shape = node.outputs[0].shape
+    cone = Cone(level, needed(level, taken), node, axis, shape[class_axis])
     sums = [x for x in cone.with_bodies(cone.nodes) if x.name == "reduce_sum" and cone.is_wide(x.inputs[0])]
     adds_classes = any(one.inputs[0].shape[a] == shape[class_axis] for one in sums for a in one.params["axes"])
     has_labels = any(x.dtype.kind in "iu" and not is_known(x) for x in cone.cut if hasattr(x.dtype, "kind"))
-    if not (adds_classes and has_labels and _is_like_loss(level, node)):
+    # Attention adds up exponentials as well, but a row of its scores becomes more than a number.
+    is_loss = has_labels or all(map(cone.is_row, cone.exits))
+    if not (adds_classes and is_loss and is_like_loss(node)):
         raise _UnlikeError
     if any(isinstance(cone.roles[x], Part) and cone.is_wide(x) for x in cone.exits):
         raise RefusalError("the logits, or as many numbers computed from them, are used as a whole")
@@ -283,8 +286,25 @@ def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis:
     return step
 
 
+def _overlooked(level: Level) -> Iterator[Missed]:
+    """Says of each product whose result is read as logits are why nothing replaces it."""
+    for node in level.named("dot_general", "conv_general_dilated"):
+        heads = heads_of(node)
+        if not heads or node.outputs[0].size == 0 or not is_like_loss(node):
+            continue
+        size, found = node.outputs[0].size, _saving(level, heads[0], keeps_rows=False)
+        if size <= row_chunks.SMALL_LOGITS:
+            reason = f"up to {row_chunks.SMALL_LOGITS:,} logits are left alone, as the operator would keep them"
+        elif not found.is_worthwhile:
+            saved, plain = megabytes(found.saved_bytes), megabytes(found.plain_bytes)
+            reason = f"the operator would save less than a fifth of the temporaries, about {saved} of {plain}"
+        else:
+            reason = "what reads them is not known to be a loss of rows"
+        yield Missed(node, f"{size:,} logits {described(node.outputs[0])}", reason)
+
+
 ROW_CONE = Rule("row_cone", _find_cones, lambda: row_chunks.SMALL_LOGITS)
-CROSS_ENTROPY = Rule("cross_entropy", _find_statistics, lambda: row_chunks.SMALL_LOGITS)
+CROSS_ENTROPY = Rule("cross_entropy", _find_statistics, lambda: row_chunks.SMALL_LOGITS, overlooked=_overlooked)
 CROSS_ENTROPY_SUM = Rule(
     "cross_entropy_sum",
     _find_sums,

@@ -12,7 +12,7 @@ from lowering.describe import show
 from lowering.functions import require_function
 from lowering.register import patterns
 from lowering.rewriting.objects import Arguments
-from lowering.rewriting.plan import Plan, Planner
+from lowering.rewriting.plan import Plan, Planner, overlooked
 from lowering.rewriting.report import Rewrites
 from lowering.rewriting.rules import Rule, rules
 
@@ -55,7 +55,7 @@ def rewrite(
       >>> shapes = ((512, 32000), jnp.float32), ((2048, 512), jnp.float32), ((2048,), jnp.int32)
       >>> report = lowering.rewrite(loss).report(*(jax.ShapeDtypeStruct(*each) for each in shapes))
       >>> [(one.pattern, one.saved_bytes) for one in report.applied]
-      [('cross_entropy_sum', 178304000)]
+      [('cross_entropy_sum', 360448000)]
     """
     require_function(fn)
     return Rewritten(fn, _chosen(only, off))
@@ -89,8 +89,10 @@ class Rewritten(Generic[_P, _R]):
           *args: the function's arguments: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them.
           **kwargs: its keyword arguments.
         """
-        plan = Planner(self._rules).plan(_Traced(self._fn, args, kwargs).jaxpr)
-        return Rewrites(tuple(sorted(plan.applied, key=lambda one: -one.saved_bytes)), plan.refused)
+        jaxpr = _Traced(self._fn, args, kwargs).jaxpr
+        plan = Planner(self._rules).plan(jaxpr)
+        applied = tuple(sorted(plan.applied, key=lambda one: -one.saved_bytes))
+        return Rewrites(applied, (*plan.refused, *overlooked(self._rules, jaxpr, plan)))
 
 
 class _Traced:

@@ -118,6 +118,17 @@ class Planner:
         return size_of(aval) > self._least_size
 
 
+def overlooked(rules: Sequence[Rule], closed: Any, plan: Plan) -> tuple[Refused, ...]:
+    """The places of which the plan of a jaxpr says nothing, though users would expect a rule to know them."""
+
+    def looking(rule: Rule) -> Rule:
+        return Rule(rule.name, lambda level, _: rule.overlooked(level) if rule.overlooked else (), lambda: 0)
+
+    known = {one.source for one in plan.applied} | {one.source for one in plan.refused}
+    found = Planner([looking(rule) for rule in rules if rule.overlooked]).plan(closed).refused
+    return tuple(one for one in found if one.source not in known)
+
+
 def _applied(rule: Rule, found: Found, repetitions: int) -> Applied:
     return Applied(rule.name, found.node.source, found.detail, found.saved_bytes, repetitions, rule.remark)
 

@@ -49,6 +49,8 @@ class Rule:
       primitives: names of primitives that interest the rule at any size.
       asked: whether the rule applies only where it is named in `only`.
       remark: what else it changes.
+      overlooked: yields the places in a level, of any size, that users would expect the rule to know, and why it does
+        not. Only reports ask for them; places that a rule has spoken of already are left out.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Rule:
     primitives: frozenset[str] = frozenset()
     asked: bool = False
     remark: str = ""
+    overlooked: Callable[[Level], Iterable[Missed]] | None = None
 
 
 _rules: dict[str, Rule] = {}

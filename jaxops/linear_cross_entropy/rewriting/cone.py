@@ -31,16 +31,17 @@ class Cone(Region):
       nodes: in order.
     """
 
-    def __init__(self, level: Level, wanted: set[Task], head: Node, axis: int) -> None:
-        """Follows the logits of a matrix product; `axis` is that of its result which is split into chunks."""
+    def __init__(self, level: Level, wanted: set[Task], head: Node, axis: int, classes: int) -> None:
+        """Follows the logits of a matrix product, whose result is split into chunks along `axis`."""
         super().__init__()
         self.head = head
+        self.classes = classes
         self.axis = axis
         self.rows = head.outputs[0].shape[axis]
         self.cut: dict[Value, Part] = {}
         self._inner: set[Node] = set()
         self._shared: dict[Value, None] = {}
-        parts = _parts_of_head(head, axis)
+        parts = row_wise.parts_of_factors(head, Part(axis))
         self.roles[head.outputs[0]] = row_wise.role_of_results(head, parts)
         operands = {head: parts, **self.follow(node for node in level.nodes if node in wanted)}
         within = self._within(operands)
@@ -62,6 +63,18 @@ class Cone(Region):
     def is_wide(self, value: Value) -> bool:
         """Whether a value is about as large as the logits."""
         return value.size > self.head.outputs[0].size // 2
+
+    def _is_made_in_chunks(self, value: Value) -> bool:
+        """Whether a value is of the logits' size, or a number for each row of such an array, as another head's is."""
+        node = value.producer
+        if node is None or node.equation.effects or len(node.outputs) > 1:
+            return False
+        is_row = self.is_row(value) and any(self.is_row(x) or self.is_wide(x) for x in node.inputs)
+        return self.is_wide(value) or (value.follows_product and is_row)
+
+    def is_row(self, value: Value) -> bool:
+        """Whether a value has at most one number for each row of the logits."""
+        return value.size * self.classes <= self.head.outputs[0].size
 
     def _within(self, operands: dict[Node, Parts | RefusalError]) -> set[Node]:
         """The nodes that read something of the logits' size, and those between the logits and them."""
@@ -94,7 +107,7 @@ class Cone(Region):
         if part is None:
             self._shared[value] = None
             return
-        if node is not None and self.is_wide(value) and not node.equation.effects and len(node.outputs) == 1:
+        if node is not None and self._is_made_in_chunks(value):
             parts = row_wise.parts_of_operands(node, part)
             if parts is not None:
                 for operand, at in zip(node.inputs, parts, strict=True):
@@ -179,14 +192,6 @@ class Cone(Region):
             known.update(zip(node.outputs, self.run(node, size, operands), strict=True))
             after.update({x: sums[x] + known[x].astype(sums[x].dtype) for x in node.outputs if x in sums})
         return after, {x: known[x] for x in self.exits if x not in sums}
-
-
-def _parts_of_head(head: Node, axis: int) -> Parts:
-    """Where the operands of the head have the rows that its result has at this axis."""
-    contracted, _ = head.params["dimension_numbers"]
-    free = [(side, a) for side in (0, 1) for a in range(len(head.inputs[side].shape)) if a not in contracted[side]]
-    side, at = free[axis]
-    return [Part(at) if i == side else None for i in (0, 1)]
 
 
 def _devices_along(aval: Any, axis: int) -> int:

@@ -1,7 +1,7 @@
 """Nodes that treat all rows alike, one by one or in functions with a derivative of their own, a chunk at a time."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -344,14 +344,16 @@ class OwnDerivative:
         return call
 
 
-def names_within(node: Node) -> set[str]:
-    """The names of a node's primitive, and of those in the body of a function with a derivative of its own."""
-    return _names(node.equation) if node.name in _CUSTOM else {node.name}
+def equations_within(node: Node) -> Iterator[Any]:
+    """The node's equation, and those in the body of a function with a derivative of its own."""
+    return _equations(node.equation) if node.name in _CUSTOM else iter((node.equation,))
 
 
-def _names(equation: Any) -> set[str]:
-    inner = (one for body in bodies(equation) for one in opened(body)[0].eqns)
-    return {equation.primitive.name}.union(*map(_names, inner))
+def _equations(equation: Any) -> Iterator[Any]:
+    yield equation
+    for body in bodies(equation):
+        for inner in opened(body)[0].eqns:
+            yield from _equations(inner)
 
 
 def _is_inexact(value: Value) -> bool:

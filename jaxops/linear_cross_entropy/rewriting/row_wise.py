@@ -100,11 +100,26 @@ def parts_of_operands(node: Node, part: Part) -> list[Part | None] | None:
             return [part._replace(axis=node.params["permutation"][part.axis])]
         case "iota" if node.params["dimension"] != part.axis:
             return []
+        case name if name in _REDUCTIONS:
+            kept = [axis for axis in range(len(node.inputs[0].shape)) if axis not in node.params["axes"]]
+            return [part._replace(axis=kept[part.axis])]
+        case "dot_general" if not node.params["dimension_numbers"][1][0]:
+            return parts_of_factors(node, part)
         case "scatter-add":
             axes = batch_axes(node)
             at = axes[0].index(part.axis) if part.axis in axes[0] else None
             return None if at is None else [part._replace(axis=each[at]) for each in axes]
     return None
+
+
+def parts_of_factors(node: Node, part: Part) -> list[Part | None]:
+    """Where a matrix product's operands have the rows of its result: one has them, and the other is needed whole."""
+    contracted, _ = node.params["dimension_numbers"]
+    free = [
+        (side, axis) for side in (0, 1) for axis in range(len(node.inputs[side].shape)) if axis not in contracted[side]
+    ]
+    side, axis = free[part.axis]
+    return [part._replace(axis=axis) if i == side else None for i in (0, 1)]
 
 
 def is_linear_in_sum(node: Node, roles: Sequence[Role], depends: Sequence[bool]) -> bool:

@@ -1,6 +1,7 @@
 """Arrays with one number per row, to be computed once their values are known."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,12 +22,14 @@ class Row:
       values: what it is computed from.
       compute: `compute(read)`, where `read` gives the array of a value.
       before: if its axes were changed last, the change, and the row before.
+      terms: the rows of which it is the sum, in the order in which they are added up; () for any other.
     """
 
     key: Any
     values: frozenset[Value]
     compute: Callable[[Read], Any] = dataclasses.field(compare=False)
     before: "tuple[Any, Row] | None" = dataclasses.field(compare=False, default=None)
+    terms: "tuple[Row, ...]" = dataclasses.field(compare=False, default=())
 
     @classmethod
     def number(cls, number: Any) -> "Row":
@@ -55,6 +58,8 @@ class Row:
             self.before[0] == ("undo", change.key) or change.key == ("undo", self.before[0])
         ):
             return self.before[1]
+        if self.terms:
+            return total(*(term.through(change) for term in self.terms))
         key, before = (change.key, self.key), (change.key, self)
 
         def compute(read: Read) -> Any:
@@ -128,7 +133,16 @@ def plus(a: Row, b: Row) -> Row:
         return b if a.literal == 0 else a
     if a.literal is not None and b.literal is not None:
         return Row.number(a.literal + b.literal)
-    return combine("plus", _aligned(jnp.add), a, b)
+    return total(*(a.terms or (a,)), *(b.terms or (b,)))
+
+
+def total(*terms: Row) -> Row:
+    """The sum of the terms, from the first to the last."""
+    terms = tuple(term for term in terms if term.literal != 0) or terms[:1]
+    if len(terms) == 1:
+        return terms[0]
+    found = combine("plus", lambda *arrays: functools.reduce(_aligned(jnp.add), arrays), *terms)
+    return dataclasses.replace(found, terms=terms)
 
 
 def minus(a: Row, b: Row) -> Row:
@@ -137,7 +151,7 @@ def minus(a: Row, b: Row) -> Row:
         return a
     if a.literal is not None and b.literal is not None:
         return Row.number(a.literal - b.literal)
-    return combine("minus", _aligned(jnp.subtract), a, b)
+    return plus(a, total(*(times(Row.number(-1.0), term) for term in b.terms or (b,))))
 
 
 def times(a: Row, b: Row) -> Row:

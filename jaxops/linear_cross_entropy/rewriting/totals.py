@@ -104,10 +104,9 @@ class Asked:
                 return times(Row.number(-1.0), self.total(operands[0]))
             case "convert_element_type":
                 return self.total(operands[0])
-            case "add" | "add_any":
-                return plus(*map(self.total, operands))
-            case "sub":
-                return minus(*map(self.total, operands))
+            case "add" | "add_any" | "sub":
+                self._check_terms(form)
+                return (minus if node.name == "sub" else plus)(*map(self.total, operands))
             case "div" if isinstance(operands[1], Rows):
                 return over(self.total(operands[0]), operands[1].row)
             case "mul":
@@ -146,6 +145,7 @@ class Asked:
             if isinstance(other, Columns | Dense):
                 return self._sum_of_product(one, other)
             if isinstance(other, Elementwise) and other.node.name in ("add", "sub"):
+                self._check_terms(other)
                 parts = [self.total_of_product(one, x) for x in other.operands]
                 return (plus if other.node.name == "add" else minus)(*parts)
             if not isinstance(other, Elementwise) or other.node.name == "log":
@@ -156,6 +156,15 @@ class Asked:
             if isinstance(one, Exponentials):
                 return self._expected(one, self._as_logits(other))
         raise RefusalError("a product with the logits is added up over the classes")
+
+    def _check_terms(self, form: Elementwise) -> None:
+        """Refuses to add up the terms of a sum or difference apart, if one alone reads the logits.
+
+        In a divergence, p (log p - z), both terms may be large and nearly equal.
+        """
+        if len({_reads_logits(operand) for operand in form.operands}) > 1:
+            node = form.node
+            raise RefusalError(f"{node.name} on {node.source} compares the logits with other numbers, class by class")
 
     def _as_logits(self, form: Form) -> Logits:
         """Logits, also as the log of their exponentials."""
@@ -187,13 +196,14 @@ class Asked:
         statistics = self._statistics(logits)
         statistics.ask_scale(_back(logits.scale, logits.changes))
         maximum, relative = (self._answer(logits, x) for x in (statistics.maximum, statistics.log_sum_exp))
-        return plus(relative, plus(maximum, logits.shift))
+        return _shifted(maximum, relative, logits.shift)
 
     def _label_logit(self, logits: Logits, labels: Row) -> Row:
         statistics = self._statistics(logits)
         statistics.ask_label(_back(labels, logits.changes))
         relative, maximum = (self._answer(logits, x) for x in (statistics.label, statistics.maximum))
-        return plus(times(self._ratio(logits, statistics), plus(relative, maximum)), logits.shift)
+        ratio = self._ratio(logits, statistics)
+        return _shifted(times(ratio, maximum), times(ratio, relative), logits.shift)
 
     def _weighted(self, logits: Logits, weights: Columns | Dense | str, total_weight: Row) -> Row:
         """The sum of the logits times weights, whose sum is known."""
@@ -206,8 +216,9 @@ class Asked:
             weights = undone
         statistics.ask_target(weights, total_weight)
         relative, maximum = (self._answer(logits, x) for x in (statistics.weighted, statistics.maximum))
-        of_scaled = plus(relative, times(total_weight, maximum))
-        return plus(times(self._ratio(logits, statistics), of_scaled), times(total_weight, logits.shift))
+        ratio = self._ratio(logits, statistics)
+        offset = _shifted(times(ratio, maximum), Row.number(0.0), logits.shift)
+        return plus(times(ratio, relative), times(total_weight, offset))
 
     def _expected(self, exponentials: Exponentials, logits: Logits) -> Row:
         """The sum of exponentials times logits, as in an entropy."""
@@ -217,8 +228,8 @@ class Asked:
         statistics = self._statistics(logits)
         statistics.wants_mean = True
         relative, maximum = (self._answer(logits, x) for x in (statistics.mean, statistics.maximum))
-        mean = plus(times(self._ratio(logits, statistics), plus(relative, maximum)), logits.shift)
-        return times(total, mean)
+        ratio = self._ratio(logits, statistics)
+        return times(total, _shifted(times(ratio, maximum), times(ratio, relative), logits.shift))
 
     def _at_label(self, form: Form, labels: Row) -> Row:
         self.picks_by_label |= bool(labels.values)
@@ -252,6 +263,22 @@ class Asked:
             return jnp.take_along_axis(array, at[..., None], axis=-1)[..., 0]
 
         return Row(("picked", form, labels.key), labels.values | {form.value}, compute)
+
+
+def _reads_logits(form: Form) -> bool:
+    if isinstance(form, Elementwise):
+        return any(map(_reads_logits, form.operands))
+    return isinstance(form, Logits | Exponentials)
+
+
+def _shifted(maximum: Row, relative: Row, shift: Row) -> Row:
+    """The sum of a row's maximum, a number relative to it, and what the user adds.
+
+    What is first subtracted of logits is mostly their maximum. It goes first here too: a small number that is added to
+    the maximum before would lose its digits.
+    """
+    first, *others = shift.terms or (shift,)
+    return rows.total(maximum, first, relative, *others)
 
 
 def _wide(array: jnp.ndarray) -> jnp.ndarray:
