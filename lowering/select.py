@@ -242,8 +242,8 @@ def choose(
     if mode in ("pallas", "interpret") and insists:
         reasons = "; ".join(f"{refusal.kernel}: {refusal.reason}" for refusal in refusals)
         message = (
-            f"{operator_name}: implementation must be one that {hardware.name} can take; "
-            f"got {show(request)} ({reasons})"
+            f"{operator_name}: implementation must be one that {hardware.name} can take; got {show(request)} "
+            f'({reasons}): use("{request}", {operator_name}="reference") keeps it on its reference'
         )
         raise NotSupportedError(message, _RUNTIME_ERROR)
     return Choice(None, False, tuple(refusals))

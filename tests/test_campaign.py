@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import jaxops
 import lowering
 from jaxops import _suite
-from jaxops.__main__ import app
+from jaxops_command.app import app
 from lowering import kept
 from lowering.campaign import run as running
 from lowering.campaign.channel import Channel, step_name
@@ -255,7 +255,7 @@ def test_command_runs_the_suite_and_prints_a_table(script, tmp_path, monkeypatch
     assert "cpu: 1 failed; stopped at the time budget" in result.stdout
     assert "the same command goes on where this one ended" in " ".join(result.stdout.split())
     for arguments, words in (
-        (("--stages", "polish"), "stage must be one of verify, time, tune; got 'polish'"),
+        (("--stages", "polish"), "--stages must be one of verify, time, tune; got 'polish'"),
         (("mine.py:f", "--show"), "--show must be given without a function; got 'mine.py:f'"),
         (("--limit", "0"), "--limit must be a positive number of seconds; got 0.0"),
     ):

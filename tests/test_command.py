@@ -3,7 +3,9 @@
 import importlib.util
 import json
 import re
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
@@ -12,10 +14,16 @@ from typer.testing import CliRunner, Result
 
 import jaxops
 import lowering
-from jaxops.__main__ import app
+from jaxops._demo.processes import COUNTS
+from jaxops._demo.train import Settings
+from jaxops_command import options
+from jaxops_command.app import app
+from lowering.campaign.run import STAGES
 from lowering.measurements import Entry, Key, Measurement
 from lowering.measuring import timing
+from lowering.targets import PLATFORMS, parse
 
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 USER_FILE = """
 import jax
 import jaxops
@@ -186,7 +194,7 @@ REFUSALS = {
     "compile for an unknown target": (("compile", "mine.py:loss", "--target", "abacus"), "target must be one of cpu,"),
     "unknown implementation": (
         ("compile", "mine.py:loss", "--target", "cpu", "--implementation", "fast"),
-        "--implementation must be one of auto, reference, pallas; got 'fast'",
+        "must be one of auto, reference, pallas, or an exception such as dropout=reference; got 'fast'",
     ),
     "compile what an operator refuses": (
         ("compile", "mine.py:loss", "--target", "cpu", "--arg", "float32[4,7]", "--arg", "float32[4]"),
@@ -224,11 +232,31 @@ REFUSALS = {
     ),
     "tuned by no file": (
         ("bench", "mine.py:loss", "--tuned", "tuned.json"),
-        "'tuned.json' must be a file that can be read; got No such file or directory",
+        "'tuned.json' does not exist.",
     ),
     "bench an unknown implementation": (
         ("bench", "mine.py:loss", "--implementation", "auto,fast"),
-        "--implementation must be one of auto, reference, pallas; got 'fast'",
+        "must be one of auto, reference, pallas, or an exception such as dropout=reference; got 'fast'",
+    ),
+    "unknown operator": (
+        ("compile", "mine.py:loss", "--target", "cpu", "--implementation", "dropuot=reference"),
+        "--implementation must name an operator that `jaxops ops` lists, as in dropout=reference; got 'dropuot'",
+    ),
+    "two implementations": (
+        ("compile", "mine.py:loss", "--target", "cpu", "--implementation", "auto,pallas"),
+        "--implementation must name one implementation, and exceptions such as dropout=reference; got 'auto,pallas'",
+    ),
+    "empty operator": (
+        ("export", "mine.py:loss", "--output", "out", "--implementation", "=reference"),
+        "or an exception such as dropout=reference; got '=reference'",
+    ),
+    "bench three functions": (
+        ("bench", "mine.py:loss", "mine.py:loss", "mine.py:loss"),
+        "FILE.py:FUNCTION must be given once or twice; got mine.py:loss mine.py:loss mine.py:loss",
+    ),
+    "bench two functions and a rewrite": (
+        ("bench", "mine.py:loss", "mine.py:gradient", "--rewrite"),
+        "--rewrite must be given with one function; got mine.py:loss mine.py:gradient",
     ),
     "bench once": (("bench", "mine.py:loss", "--repeats", "1"), "--repeats must be at least 2; got 1"),
     "bench into no folder": (
@@ -265,17 +293,90 @@ def test_refusal_is_one_sentence(arguments: tuple[str, ...], words: str) -> None
     assert words in sentence
 
 
+# Refusals that need the user's code, or the library.
+NEED_MORE_THAN_WORDS = {
+    "unknown function",
+    "broken file",
+    "function without a signature",
+    "async function",
+    "too few arguments",
+    "arguments in a list",
+    "failing arguments",
+    "failing function",
+    "refused by an operator",
+    "compile what an operator refuses",
+    "export into a file",
+    "tune into a file of another kind",
+    "tune into no folder",
+    "tune what fails",
+    "tune what an operator refuses",
+    "tuned by a file of another kind",
+    "unknown operator",
+    "bench what fails",
+}
+
+
+@pytest.mark.usefixtures("user_file")
+def test_help_and_refusals_of_words_do_without_jax() -> None:
+    """In a process of its own, started as the installed command is: importing JAX takes most of a second."""
+    assert set(REFUSALS) > NEED_MORE_THAN_WORDS
+    commands = [[], *([command.name or command.callback.__name__] for command in app.registered_commands)]
+    lines = [[*command, "--help"] for command in commands]
+    lines += [list(arguments) for name, (arguments, _) in REFUSALS.items() if name not in NEED_MORE_THAN_WORDS]
+    module, _, attribute = PROJECT["scripts"]["jaxops"].partition(":")
+    code = f"""
+import json, sys
+from {module} import {attribute} as command
+heavy = lambda: sorted({{"jax", "jaxlib", "jaxops", "lowering"}} & sys.modules.keys())
+found = [["import", 0, heavy()]]
+for line in json.loads(sys.stdin.read()):
+    try:
+        command(line)
+    except SystemExit as stop:
+        found.append([line, stop.code, heavy()])
+print(json.dumps(found), file=sys.stderr)
+"""
+    child = [sys.executable, "-c", code]
+    result = subprocess.run(child, input=json.dumps(lines), capture_output=True, text=True, check=True)
+    found = json.loads(result.stderr.splitlines()[-1])
+    assert [line for line, _, _ in found] == ["import", *lines]
+    assert [status for _, status, _ in found] == [0] * (1 + len(commands)) + [2] * (len(lines) - len(commands))
+    assert [line for line, _, heavy in found if heavy] == []
+
+
+def test_command_says_what_the_library_does() -> None:
+    """What `options` repeats, in order to do without JAX."""
+    assert tuple(chip.name for chip in lowering.targets()) == options.CHIPS
+    assert options.PLATFORMS == PLATFORMS
+    assert options.COMPILERS == lowering.compilers.PLATFORMS
+    assert options.STAGES == STAGES
+    assert options.PROCESS_COUNTS == COUNTS
+    assert (Settings().steps, Settings().seed) == (options.STEPS, options.SEED)
+    names = ("cpu", "tpu", "rocm", "tpu-v5e:4x4", "tpu-v5e:0", "tpu-v5e:4x4x4x4", "cuda-h100:64", "cuda-h100:a", "")
+    for name in (*options.CHIPS, *names):
+        refused = []
+        for check, error in ((options.require_target, options.CommandError), (parse, ValueError)):
+            try:
+                check(name)
+            except error as problem:
+                refused.append(str(problem).removeprefix("lowering: "))
+        assert len(refused) in (0, 2)
+        assert len(set(refused)) <= 1
+
+
 @pytest.mark.parametrize("package", ["tokenizers", "matplotlib"])
 def test_demo_says_what_to_install(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else object())
     result = run("demo")
     assert result.exit_code == 2
-    helps = "pip install 'jaxops[demo]', or '.[demo]' in a clone"
+    helps = "pip install '.[demo]' in a clone of the repository"
     assert result.stderr == f"jaxops: {package} must be installed; it is not: {helps}\n"
 
 
 def test_help_without_arguments() -> None:
-    assert "explain" in run().output
+    said = run().output
+    assert all(command in said for command in ("demo", "explain", "bench"))
+    assert "..." not in said.replace("[ARGS]...", "")  # each command's sentence is whole
 
 
 @pytest.mark.usefixtures("user_file")
@@ -367,6 +468,81 @@ def test_bench_times_each_implementation(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("user_file")
+def test_bench_says_where_there_is_nothing_to_compare() -> None:
+    said = "these are one program on cpu, so there is nothing to compare: name a second function, or pass --rewrite"
+    assert said in run("bench", "mine.py:loss", "--repeats", "2").stdout.splitlines()
+    said = "these are one program on cpu, so there is nothing to compare"
+    result = run("bench", "mine.py:loss", "mine.py:listed", "--repeats", "2")
+    assert said in result.stdout.splitlines()
+    assert "nothing to compare" not in run("bench", "mine.py:loss", "mine.py:gradient", "--repeats", "2").stdout
+
+
+@pytest.mark.usefixtures("user_file")
+def test_bench_times_a_function_before_and_after() -> None:
+    record = json.loads(run("bench", "mine.py:loss", "mine.py:gradient", "--repeats", "3", "--json").stdout)
+    assert [(row["function"], row["implementation"], row["same_as"]) for row in record["rows"]] == [
+        ("mine.py:loss", "auto", ""),
+        ("mine.py:gradient", "auto", ""),
+    ]
+    assert all(row["repeats"] == 3 and row["median_ms"] > 0 for row in record["rows"])
+
+
+REWRITTEN_FILE = """
+import jax, jax.numpy as jnp
+
+def pooled(x):
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID")
+
+def pooled_gradient(x):
+    return jax.grad(lambda x: jnp.sum(pooled(x) ** 2))(x)
+"""
+
+
+def test_bench_compares_a_function_with_its_rewrite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plain.py").write_text(REWRITTEN_FILE)
+    monkeypatch.chdir(tmp_path)
+    arguments = ("bench", "plain.py:pooled_gradient", "--rewrite", "--arg", "f32[64,4096]", "--repeats", "2")
+    before, after = json.loads(run(*arguments, "--json").stdout)["rows"]
+    assert (before["function"], after["function"]) == (
+        "plain.py:pooled_gradient",
+        "plain.py:pooled_gradient, rewritten",
+    )
+    assert before["taken"] == {}
+    assert "max_pool" in " ".join(after["taken"])
+    assert after["same_as"] == ""
+
+
+@pytest.mark.usefixtures("user_file")
+def test_implementations_of_single_operators_are_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = lowering.compile
+
+    def spied(*args: object, **kwargs: object) -> object:
+        seen.append(str(lowering.current_selection()))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(lowering, "compile", spied)
+    command = ("compile", "mine.py:loss", "--target", "cpu", "--implementation")
+    for words in (("pallas,nll_loss=reference",), ("pallas", "--implementation", "nll_loss=reference")):
+        assert run(*command, *words).exit_code == 0
+    assert run(*command, "dropout=reference, nll_loss=pallas").exit_code == 0
+    selected = "pallas nll_loss=reference"
+    assert seen == [selected, selected, "auto dropout=reference nll_loss=pallas"]
+
+
+def test_refused_kernel_names_the_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import jax, jaxops\ndef dropped(x):\n    return jaxops.dropout(jax.random.key(0), x, 0.5)\n"
+    (tmp_path / "ragged.py").write_text(code)  # a row of its argument below has no whole words
+    monkeypatch.chdir(tmp_path)
+    export = ("export", "ragged.py:dropped", "--output", "out", "--platforms", "tpu", "--arg", "f32[3,5]")
+    refused = run(*export, "--implementation", "pallas")
+    assert refused.exit_code == 2
+    assert refused.stderr.endswith(": --implementation dropout=reference keeps it on its reference\n")
+    record = run(*export, "--implementation", "pallas", "--implementation", "dropout=reference", "--json").stdout
+    assert json.loads(record)["implementations"] == {"tpu": {"dropout": ["reference"]}}
+
+
+@pytest.mark.usefixtures("user_file")
 @pytest.mark.parametrize("columns", [40, 80])
 @pytest.mark.parametrize(
     "arguments",
@@ -376,7 +552,7 @@ def test_bench_times_each_implementation(tmp_path: Path) -> None:
         ("explain", "mine.py:gradient", "--target", "tpu-v5e"),
         ("export", "mine.py:gradient", "--output", "gradient"),
         ("tune", "mine.py:gradient", "--budget", "60"),
-        ("bench", "mine.py:gradient", "--repeats", "2"),
+        ("bench", "mine.py:gradient", "mine.py:loss", "--repeats", "2"),
     ],
     ids=lambda arguments: arguments[0],
 )

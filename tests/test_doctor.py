@@ -18,10 +18,11 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from typer.testing import CliRunner, Result
 
 import jaxops
-from jaxops.__main__ import app
-from jaxops._commands import doctor, touched
-from jaxops._commands.known_faults import FAULTS, release
-from jaxops._commands.user_function import CommandError, run_user_code
+from jaxops_command import examination, touched
+from jaxops_command.app import app
+from jaxops_command.known_faults import FAULTS, release
+from jaxops_command.options import CommandError
+from jaxops_command.user_function import run_user_code
 from lowering import kept
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
@@ -252,11 +253,11 @@ def test_command_refuses_in_one_sentence(arguments: tuple[str, ...], sentence: s
 
 
 def troubles() -> dict[str, str]:
-    return {part.name: part.trouble for part in doctor._environment() if part.trouble}
+    return {part.name: part.trouble for part in examination._environment() if part.trouble}
 
 
 def test_environment_without_trouble() -> None:
-    parts = {part.name: part.found for part in doctor._environment()}
+    parts = {part.name: part.found for part in examination._environment()}
     assert troubles() == {}
     assert parts["JAX"] == f"jax {jax.__version__}, jaxlib {metadata.version('jaxlib')}"
     assert parts["devices"] == "8 x cpu"

@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 import lowering
-from jaxops.__main__ import app
 from jaxops._primitive.operator import Operator
+from jaxops_command.app import app
 from lowering import _jax_private, kept
 from lowering.measurements import Entry, Key, Measurement, versions
 from lowering.targets import named

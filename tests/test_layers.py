@@ -1,4 +1,4 @@
-"""Imports, calls and reading point one way: tests -> jaxops -> lowering -> pallas_kernels -> jax."""
+"""Imports, calls and reading point one way: tests -> jaxops_command -> jaxops -> lowering -> pallas_kernels -> jax."""
 
 import ast
 import re
@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
+    "jaxops_command": ("jaxops_command", "jaxops", "lowering"),
     "jaxops": ("jaxops", "lowering", "pallas_kernels"),
     "lowering": ("lowering", "pallas_kernels.kernel", "pallas_kernels.hardware"),
     "pallas_kernels": ("pallas_kernels",),
@@ -30,6 +31,8 @@ ABOVE = {
     "benchmarks",
     "notebooks",
 }
+# `python -m jaxops` is the command.
+COMMAND = ("jaxops_command", "jaxops.__main__")
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for package in MAY_IMPORT
@@ -37,7 +40,8 @@ FILES = {
 }
 
 # What a function may import when it is called, because importing it costs every user time, or an extra that few have
-# installed. Never a module of ours: that would hide a cycle.
+# installed. Of our own modules only what a subcommand does, which its options and help do without: elsewhere that would
+# hide a cycle.
 DEFERRED = {
     "jax.experimental.pallas.mosaic_gpu": "0.2 to 0.3 s, mostly MLIR dialects; only lowering a GPU kernel needs it",
     "jax.experimental.pallas.tpu": "0.1 to 0.2 s; only lowering a TPU kernel needs it",
@@ -50,6 +54,9 @@ DEFERRED = {
 # What `import jaxops` must not load: the above, unless JAX does, and what only the command and the tests need.
 NOT_LOADED = {*DEFERRED} - {"jax._src.pallas.mosaic_gpu.interpret.params"}
 NOT_LOADED |= {"hypothesis", "optax", "pytest", "sklearn", "typer"}
+
+
+LIGHT = {"jaxops_command", "jaxops_command.app", "jaxops_command.functions", "jaxops_command.options"}
 
 
 def _tree(module: str) -> ast.Module:
@@ -102,7 +109,8 @@ def test_imports_point_down(module: str) -> None:
         top = name.split(".")[0]
         assert top not in ABOVE, f"{module} imports {name}"
         if top in MAY_IMPORT:
-            assert _within(name, *MAY_IMPORT[module.split(".")[0]]), f"{module} imports {name}"
+            package = "jaxops_command" if _within(module, *COMMAND) else module.split(".")[0]
+            assert _within(name, *MAY_IMPORT[package]), f"{module} imports {name}"
     for importer, imported in MAY_NOT_IMPORT.items():
         if _within(module, importer):
             assert [name for name in _imports(module) if _within(name, imported)] == []
@@ -120,7 +128,17 @@ def test_imports_stand_at_the_top(module: str) -> None:
     tree = _tree(module)
     at_import = set(_run_at_import(tree))
     late = [name for node in ast.walk(tree) if node not in at_import for name in _imported(node)]
-    assert [name for name in late if not _within(name, *DEFERRED)] == []
+    deferred = (*DEFERRED, "jaxops_command") if module in LIGHT else DEFERRED
+    assert [name for name in late if not _within(name, *deferred)] == []
+
+
+@pytest.mark.parametrize("module", sorted(LIGHT))
+def test_options_and_help_need_only_typer(module: str) -> None:
+    at_import = [name for node in _run_at_import(_tree(module)) for name in _imported(node)]
+    allowed = {"typer", *sys.stdlib_module_names}
+    assert [
+        n for n in at_import if n.split(".")[0] not in allowed and not _within(n, *LIGHT - {"jaxops_command"})
+    ] == []
 
 
 @pytest.mark.parametrize("module", FILES)

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import jaxops
 import lowering
-from jaxops.__main__ import app
+from jaxops_command.app import app
 from lowering.patterns import graphs, opportunities
 from lowering.register import patterns
 from lowering.rewriting.rules import rules

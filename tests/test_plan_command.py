@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from typer.testing import CliRunner, Result
 
-from jaxops.__main__ import app
+from jaxops_command.app import app
 from lowering.compiling.report import Memory
 from lowering.planning import api
 

@@ -16,10 +16,10 @@ import process_operators
 import pytest
 from typer.testing import CliRunner
 
-from jaxops.__main__ import app
 from jaxops._demo import model, processes, split_training, train
 from jaxops._demo.checkpoints import Checkpoints
 from jaxops._demo.run_folder import RunError, RunFolder
+from jaxops_command.app import app
 
 STEPS, VOCABULARY = 12, 64
 SIZES = {"width": 32, "depth": 1, "context": 8}

@@ -51,7 +51,7 @@ def installed(distributions: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_wheel_holds_the_packages_and_their_data_and_nothing_else(distributions: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
-    packages = ("jaxops", "lowering", "pallas_kernels")
+    packages = ("jaxops", "jaxops_command", "lowering", "pallas_kernels")
     here = {
         str(path.relative_to(ROOT))
         for package in packages
@@ -100,7 +100,7 @@ def test_installed_packages_give_their_types(installed: Path, tmp_path: Path) ->
 def test_version_comes_from_one_place() -> None:
     assert jaxops.__version__ == PROJECT["version"]
     quoted = f'"{PROJECT["version"]}"'
-    packages = ("jaxops", "lowering", "pallas_kernels")
+    packages = ("jaxops", "jaxops_command", "lowering", "pallas_kernels")
     assert [p for name in packages for p in (ROOT / name).rglob("*.py") if quoted in p.read_text()] == []
     assert "version:" not in (ROOT / "CITATION.cff").read_text().replace("cff-version:", "")
 

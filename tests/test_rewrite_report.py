@@ -13,7 +13,7 @@ from rewrite_checks import ARGS, loss
 from typer.testing import CliRunner
 
 import lowering
-from jaxops.__main__ import app
+from jaxops_command.app import app
 
 users_promotion = pytest.fixture(autouse=True)(rewrite_checks.users_promotion)
 few_logits_count = pytest.fixture(rewrite_checks.few_logits_count)

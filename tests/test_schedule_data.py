@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from bundle_text import dma, program, wait
 
-from jaxops._commands.options import scalars_of
-from jaxops._commands.user_function import CommandError
+from jaxops_command.options import CommandError
+from jaxops_command.schedule_data import scalars_of
 from lowering.schedule.bundles import read_bundles
 from lowering.schedule.chips import CHIPS
 from lowering.schedule.decisions import DependsOnDataError, Given, names_of

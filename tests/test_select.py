@@ -66,6 +66,7 @@ def test_choose_raises_when_a_kernel_was_asked_for_and_all_refuse(request_, hard
     ) as e:
         choose(request_, hardware, FLOAT64)
     assert e.value.status == 361001
+    assert str(e.value).endswith(f': use("{request_}", op="reference") keeps it on its reference')
     assert "takes no float64" in str(e.value) or "runs on cuda only" in str(e.value)
 
 

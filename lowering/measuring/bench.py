@@ -1,10 +1,14 @@
-"""Times a whole function under each implementation, on the device of this process."""
+"""Times whole functions under each implementation, on the device of this process."""
 
 import dataclasses
+import itertools
 import json
+import math
+import re
+import types
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +33,19 @@ class Row:
 
     Attributes:
       implementation: as in `lowering.use`.
+      function: its name, if several are compared.
       taken: the implementations of each operator in the function.
       median_ms: of the times; None if the program was not run.
       quartiles_ms: the first and the third.
       repeats: how often the program was timed.
       temporary_bytes: what the program allocates while it runs.
-      same_as: an earlier row with the same program, whose times these are; timing it twice would only show noise.
+      same_as: the name of an earlier row with the same program, whose times these are; timing it twice would only show
+        noise.
       refused: the reason; empty if the function runs.
     """
 
     implementation: str
+    function: str = ""
     taken: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     median_ms: float | None = None
     quartiles_ms: Sequence[float] = ()
@@ -46,6 +53,11 @@ class Row:
     temporary_bytes: int = 0
     same_as: str = ""
     refused: str = ""
+
+    @property
+    def name(self) -> str:
+        """What the row times, such as "auto", or "before.py:step, auto"."""
+        return ", ".join(filter(None, (self.function, self.implementation)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +68,12 @@ class BenchResult:
     versions: Mapping[str, str]
     rows: tuple[Row, ...]
 
+    @property
+    def compares_nothing(self) -> bool:
+        """Whether all rows that run are one program."""
+        timed = [row for row in self.rows if row.median_ms is not None]
+        return len(self.rows) > 1 and sum(not row.same_as for row in timed) == 1
+
     def to_json(self) -> str:
         """Writes everything as a JSON object."""
         return json.dumps(dataclasses.asdict(self), indent=2)
@@ -63,18 +81,20 @@ class BenchResult:
     def table(self) -> Table:
         """Lays out the rows as a `rich` table."""
         table = Table(title=f"{self.device}, medians of interleaved repeats", title_justify="left")
-        table.add_column("implementation", overflow="fold")
-        for name in ("median, ms", "quartiles, ms", "repeats", "temporaries, bytes"):
+        table.add_column("function" if any(row.function for row in self.rows) else "implementation", overflow="fold")
+        for name in ("median, ms", "of the first", "quartiles, ms", "repeats", "temporaries, bytes"):
             table.add_column(name, justify="right", no_wrap=True)
+        first_ms = next((row.median_ms for row in self.rows if row.median_ms is not None), math.nan)
         for row in self.rows:
             taken = "".join(f"\n  {operator}: {', '.join(names)}" for operator, names in row.taken.items())
             if row.median_ms is None or row.same_as:
                 reason = row.refused or f"the same program as {row.same_as}"
-                table.add_row(Text(f"{row.implementation}\n  {reason}"), *"----", style="dim")  # not markup
+                table.add_row(Text(f"{row.name}\n  {reason}"), *"-----", style="dim")  # not markup
                 continue
             first, third = row.quartiles_ms
-            figures = f"{row.median_ms:,.3f}", f"{first:,.3f} to {third:,.3f}", str(row.repeats)
-            table.add_row(Text(f"{row.implementation}{taken}"), *figures, f"{row.temporary_bytes:,}")
+            relative = f"{row.median_ms / first_ms:.2f}"
+            figures = f"{row.median_ms:,.3f}", relative, f"{first:,.3f} to {third:,.3f}", str(row.repeats)
+            table.add_row(Text(f"{row.name}{taken}"), *figures, f"{row.temporary_bytes:,}")
         return table
 
 
@@ -97,46 +117,88 @@ def bench(
     Raises:
       OperatorError: if an operator refuses its arguments.
     """
+    return compare({"": fn}, *args, implementations=implementations, repeats=repeats, progress=progress)
+
+
+def compare(
+    functions: Mapping[str, Callable[..., Any]],
+    *args: Any,
+    implementations: Sequence[str] = ("auto",),
+    by_operator: Mapping[str, str] = types.MappingProxyType({}),
+    repeats: int = 20,
+    progress: bool | None = None,
+) -> BenchResult:
+    """Does the same for several functions of the same arguments, which run in turn.
+
+    Args:
+      functions: the functions by name.
+      *args: as in `bench`.
+      implementations: as in `bench`.
+      by_operator: implementations of single operators, in force under each of `implementations`.
+      repeats: as in `bench`.
+      progress: as in `bench`.
+    """
     is_count = isinstance(repeats, Integral) and not isinstance(repeats, bool) and repeats >= 2
     if not is_count:
         raise TypeError(f"bench: repeats must be an integer of at least 2; got {show(repeats)}")
-    fn, args = of_arrays(fn, args)
-    args = _arrays(args)
-    jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
+    found = {name: of_arrays(fn, args) for name, fn in functions.items()}
+    prepared = {name: (fn, _arrays(moving)) for name, (fn, moving) in found.items()}
     rows: dict[str, Row] = {}
-    compiled: dict[str, Any] = {}
-    by_program: dict[str, str] = {}
-    donated: list[bool] = []
-    with timing.progress_bar(len(implementations) + repeats, progress) as bar:
-        for implementation in implementations:
-            bar.update(TaskID(0), description=f"compiling for {implementation}")
-            with use(implementation):
-                try:
-                    lowered = jitted.lower(*args)
-                except NotSupportedError as error:
-                    rows[implementation] = Row(implementation, refused=str(error))
-                    continue
-                row = Row(implementation, _taken(jitted, args))
-            first = by_program.setdefault(lowered.as_text(), implementation)
-            if first == implementation:
-                compiled[implementation] = lowered.compile()
-                donated = [argument.donated for argument in jax.tree.leaves(lowered.args_info)]
-            rows[implementation] = row if first == implementation else dataclasses.replace(row, same_as=first)
+    programs: dict[str, _Program] = {}
+    by_text: dict[str, str] = {}
+    with timing.progress_bar(len(functions) * len(implementations) + repeats, progress) as bar:
+        for function, implementation in itertools.product(functions, implementations):
+            row = Row(implementation, function)
+            bar.update(TaskID(0), description=f"compiling {row.name}")
+            with use(implementation, **by_operator):
+                rows[row.name] = _compiled(row, *prepared[function], by_text, programs)
             bar.advance(TaskID(0))
         bar.update(TaskID(0), description="timing")
         times = timing.times_ms(
-            compiled,
+            {name: program.run for name, program in programs.items()},
             repeats=repeats,
-            prepare=lambda _: _fresh(args, donated),
+            prepare=lambda name: programs[name].arguments(),
             after_round=lambda: bar.advance(TaskID(0)),
         )
     for name, row in rows.items():
         timed = row.same_as or name
-        if timed in compiled:
-            temporary_bytes = compiled[timed].memory_analysis().temp_size_in_bytes
+        if timed in programs:
+            temporary_bytes = programs[timed].run.memory_analysis().temp_size_in_bytes
             rows[name] = dataclasses.replace(row, temporary_bytes=temporary_bytes, **timing.summary(times[timed]))
     device = device_name(here()) or here().name
     return BenchResult(device, dict(versions()), tuple(rows.values()))
+
+
+class _Program(NamedTuple):
+    """A compiled program, with the arrays it runs on and which of them it overwrites."""
+
+    run: Any
+    arrays: Any
+    donated: Sequence[bool]
+
+    def arguments(self) -> Any:
+        leaves, structure = jax.tree.flatten(self.arrays)
+        fresh = [jnp.copy(x) if is_donated else x for x, is_donated in zip(leaves, self.donated, strict=True)]
+        return jax.tree.unflatten(structure, fresh)
+
+
+def _compiled(
+    row: Row, fn: Callable[..., Any], args: Any, by_text: dict[str, str], programs: dict[str, _Program]
+) -> Row:
+    """Compiles under the current selection what is not among the programs already, and completes the row."""
+    jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
+    try:
+        lowered = jitted.lower(*args)
+    except NotSupportedError as error:
+        return dataclasses.replace(row, refused=str(error))
+    row = dataclasses.replace(row, taken=_taken(jitted, args))
+    text = re.sub(r"^module @\S+", "module", lowered.as_text())  # functions' names are no part of what they do
+    first = by_text.setdefault(text, row.name)
+    if first != row.name:
+        return dataclasses.replace(row, same_as=first)
+    donated = [argument.donated for argument in jax.tree.leaves(lowered.args_info)]
+    programs[row.name] = _Program(lowered.compile(), args, donated)
+    return row
 
 
 def _arrays(args: Any) -> Any:
@@ -148,12 +210,6 @@ def _arrays(args: Any) -> Any:
     arrays = iter(made_up(types, known_sizes))
     filled = [next(arrays) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
     return jax.tree.unflatten(structure, filled)
-
-
-def _fresh(args: Any, donated: Sequence[bool]) -> Any:
-    leaves, structure = jax.tree.flatten(args)
-    fresh = [jnp.copy(x) if is_donated else x for x, is_donated in zip(leaves, donated, strict=True)]
-    return jax.tree.unflatten(structure, fresh)
 
 
 def _taken(jitted: Any, args: Any) -> dict[str, list[str]]:

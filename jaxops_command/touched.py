@@ -9,7 +9,7 @@ import jax
 from jax.extend.core import Jaxpr
 
 from jaxops import _suite
-from jaxops._commands.known_faults import FAULTS, Fault
+from jaxops_command.known_faults import FAULTS, Fault
 from lowering import registry
 from lowering.patterns import Graph, Operation, graphs
 from lowering.placement import placed

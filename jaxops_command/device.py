@@ -7,9 +7,9 @@ from pathlib import Path
 import typer
 
 import lowering
-from jaxops._commands.options import show, show_text
-from jaxops._commands.user_function import CommandError
 from jaxops.tune_device import tune_device
+from jaxops_command.options import CommandError
+from jaxops_command.output import show, show_text
 from lowering import TuningError, kept
 from lowering.campaign.report import Campaign
 from lowering.measurements import versions

@@ -4,20 +4,20 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from jaxops._commands import touched
-from jaxops._commands.known_faults import release
-from jaxops._commands.options import Arguments, Json, require_target, show, show_text
-from jaxops._commands.user_function import device_trouble, load, run_user_code
+from jaxops_command import touched
+from jaxops_command.known_faults import release
+from jaxops_command.output import show, show_text
+from jaxops_command.user_function import device_trouble, load, run_user_code
 from lowering import TuningError, compilers, kept
 from lowering.measurements import versions
 from lowering.register import installed_packages
@@ -62,23 +62,8 @@ class Finding:
     helps: str
 
 
-def doctor(
-    function: Annotated[
-        str | None, typer.Argument(metavar="[FILE.py:FUNCTION]", help="A function to look for known faults in.")
-    ] = None,
-    arg: Arguments = None,
-    target: Annotated[
-        str | None, typer.Option(help="Look for faults on this chip, such as cuda-h100. By default, the devices here.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Checks what is installed against known faults, and exits with 1 if one touches your function or this library.
-
-    Without a function, it looks at this library's own operators. Without --arg, the arguments are FILE.py's
-    FUNCTION_args or example_args: a tuple, or a function that returns one. Nothing is compiled or run.
-    """
-    if target is not None:
-        require_target(target)
+def doctor(function: str | None, arg: Sequence[str], target: str | None, as_json: bool) -> None:
+    """Checks what is installed against known faults."""
     parts = tuple(_environment())
     has_devices = not any(part.name == "devices" and part.trouble for part in parts)
     findings = _findings(function, arg or [], target) if has_devices else []  # without any, JAX traces nothing
@@ -98,7 +83,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _findings(function: str | None, arg: list[str], target: str | None) -> list[Finding]:
+def _findings(function: str | None, arg: Sequence[str], target: str | None) -> list[Finding]:
     platform = here().platform if target is None else parse(target).hardware.platform
     faults = touched.faults_here(metadata.version("jaxlib"), platform, os.environ.get("XLA_FLAGS", ""))
     if function is None:

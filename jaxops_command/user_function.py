@@ -3,11 +3,10 @@
 import contextlib
 import importlib.util
 import inspect
-import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,25 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.errors import OperatorError
-from lowering import ArtifactError, CompileError, PlanError, TuningError
-from lowering.describe import counted, first_line, shortened, show
+from jaxops_command.options import CommandError, dtype_and_shape, file_and_name, require
+from lowering import ArtifactError, CompileError, PlanError, TuningError, registry, use
+from lowering.describe import counted, first_line
 from lowering.errors import UsageError
 from lowering.functions import require_function
-
-# By their own names, and as jaxprs print them.
-DTYPES = {
-    "bool": "bool",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    **{f"{kind}{bits}": f"float{bits}" for kind in ("float", "f") for bits in (16, 32, 64)},
-    **{f"{kind}{bits}": f"int{bits}" for kind in ("int", "i") for bits in (8, 16, 32, 64)},
-    **{f"{kind}{bits}": f"uint{bits}" for kind in ("uint", "u") for bits in (8, 16, 32, 64)},
-    **{f"{kind}{bits}": f"complex{bits}" for kind in ("complex", "c") for bits in (64, 128)},
-}
-
-
-class CommandError(Exception):
-    """Why a command cannot do what was asked, in one sentence."""
 
 
 def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -57,30 +42,32 @@ def load_with(
     location: str, arguments: Sequence[str], companion: str
 ) -> tuple[Callable[..., Any], tuple[Any, ...], Callable[..., Any] | None]:
     """The same, and the file's function FUNCTION_companion, else companion; None if it has neither."""
-    file, separator, name = location.rpartition(":")
-    if not separator or not name:
-        stem = location.removesuffix(":")
-        rule = f"name a function after the file, as in {shortened(stem)}:step"
-        raise CommandError(f"FILE.py:FUNCTION must {rule}; got {show(location)}")
-    path = Path(file)
-    # Unlike `path.is_file()`, which raises for names that are too long.
-    is_file = path.suffix == ".py" and os.path.isfile(path)
-    _require(is_file, "FILE.py:FUNCTION", "name an existing Python file", show(location))
-    module = run_user_code(file, "be importable", lambda: _import(path))
-    fn = getattr(module, name, None)
-    if not callable(fn):
-        raise CommandError(f"FILE.py:FUNCTION must name a function of {file}; got {show(name)}")
-    run_user_code(location, "be a function", lambda: require_function(fn))
+    module, fn = _loaded(location)
+    name = location.rpartition(":")[2]
     args = tuple(_parse(argument) for argument in arguments) or _example_arguments(module, name)
-    try:
-        inspect.signature(fn).bind(*args)
-    except ValueError:  # some functions written in C say nothing of their arguments
-        pass
-    except TypeError as error:
-        advice = "pass one --arg for each argument, or define example_args in the file"
-        rule = f"be callable with {counted(len(args), 'argument')}"
-        raise CommandError(f"{name} must {rule}; got {error}: {advice}") from None
+    _require_callable_with(fn, name, args)
     return fn, args, _companion(module, name, companion)
+
+
+def load_another(location: str, args: Sequence[Any]) -> Callable[..., Any]:
+    """Finds a second function, which takes the arguments of the first."""
+    _, fn = _loaded(location)
+    _require_callable_with(fn, location.rpartition(":")[2], args)
+    return fn
+
+
+def require_operators(by_operator: Mapping[str, str]) -> None:
+    """Refuses OPERATOR=NAME of an operator that neither this library nor the user's code has."""
+    for name in by_operator:
+        rule = "name an operator that `jaxops ops` lists, as in dropout=reference"
+        require(name in registry.names(), "--implementation", rule, repr(name))
+
+
+def chosen_by(chosen: tuple[str, Mapping[str, str]]) -> contextlib.AbstractContextManager[None]:
+    """The context in which operators are implemented as --implementation says; after the user's code is loaded."""
+    name, by_operator = chosen
+    require_operators(by_operator)
+    return use(name, **by_operator)
 
 
 def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
@@ -89,7 +76,10 @@ def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
         with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not part of our output
             return code()
     except (OperatorError, ArtifactError, CompileError, PlanError, TuningError) as error:
-        raise CommandError(re.sub(r"^(lowering\.compile|export|load|plan|save|tune): ", "", str(error))) from None
+        message = re.sub(r"^(lowering\.compile|export|load|plan|save|tune): ", "", str(error))
+        raise CommandError(
+            re.sub(r'use\("\S+", (\w+)="reference"\)', r"--implementation \1=reference", message)
+        ) from None
     except UsageError as error:
         raise CommandError(re.sub(r"^lowering: (fn|args)", subject, str(error))) from None
     except (Exception, SystemExit) as error:
@@ -110,6 +100,28 @@ def device_trouble() -> str:
     return ""
 
 
+def _loaded(location: str) -> tuple[ModuleType, Callable[..., Any]]:
+    path, name = file_and_name(location)
+    file = str(path)
+    module = run_user_code(file, "be importable", lambda: _import(path))
+    fn = getattr(module, name, None)
+    if not callable(fn):
+        raise CommandError(f"FILE.py:FUNCTION must name a function of {file}; got {name!r}")
+    run_user_code(location, "be a function", lambda: require_function(fn))
+    return module, fn
+
+
+def _require_callable_with(fn: Callable[..., Any], name: str, args: Sequence[Any]) -> None:
+    try:
+        inspect.signature(fn).bind(*args)
+    except ValueError:  # some functions written in C say nothing of their arguments
+        pass
+    except TypeError as error:
+        advice = "pass one --arg for each argument, or define example_args in the file"
+        rule = f"be callable with {counted(len(args), 'argument')}"
+        raise CommandError(f"{name} must {rule}; got {error}: {advice}") from None
+
+
 def _import(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
@@ -125,7 +137,7 @@ def _companion(module: ModuleType, name: str, companion: str) -> Callable[..., A
     found = next((one for one in (f"{name}_{companion}", companion) if hasattr(module, one)), None)
     if found is None:
         return None
-    _require(callable(getattr(module, found)), found, "be a function", type(getattr(module, found)).__name__)
+    require(callable(getattr(module, found)), found, "be a function", type(getattr(module, found)).__name__)
     return getattr(module, found)
 
 
@@ -134,19 +146,10 @@ def _example_arguments(module: ModuleType, name: str) -> tuple[Any, ...]:
     args = getattr(module, source, ())
     if callable(args):
         args = run_user_code(source, "return the arguments", args)
-    _require(isinstance(args, tuple), source, "be a tuple, or a function that returns one", type(args).__name__)
+    require(isinstance(args, tuple), source, "be a tuple, or a function that returns one", type(args).__name__)
     return args
 
 
 def _parse(argument: str) -> jax.ShapeDtypeStruct:
-    match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\]", argument)
-    dtype, sizes = match.groups() if match else ("", "")
-    _require(dtype in DTYPES, "--arg", "be DTYPE[SHAPE], such as float32[128,64] or i32[]", show(argument))
-    shape = tuple(int(size) for size in sizes.split(",") if size)
-    _require(math.prod(shape) < 2**63, "--arg", "have fewer than 2**63 elements", show(argument))
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(DTYPES[dtype]))
-
-
-def _require(condition: bool, subject: str, rule: str, got: str) -> None:
-    if not condition:
-        raise CommandError(f"{subject} must {rule}; got {got}")
+    dtype, shape = dtype_and_shape(argument)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))

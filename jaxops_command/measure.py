@@ -1,0 +1,71 @@
+"""Measurements on the device at hand: `jaxops tune` with a function, and `jaxops bench`."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import lowering
+from jaxops_command import device
+from jaxops_command.options import IMPLEMENTATIONS
+from jaxops_command.output import show, show_text, tuned_by
+from jaxops_command.user_function import load, load_another, require_operators, run_user_code
+from lowering.measuring.bench import compare
+from lowering.measuring.tune import INTERRUPTED
+
+
+def tune(function: str, arg: Sequence[str] | None, how: Mapping[str, Any], as_json: bool) -> None:
+    """Measures the operators of a function; `how` are the other arguments of `lowering.tune`."""
+    fn, args = load(function, arg or ())
+    rule = "be traceable and its operators run here"
+    result = run_user_code(function, rule, lambda: lowering.tune(fn, *args, **how))
+    if as_json:
+        print(result.to_json())
+    elif result.entries or result.stopped:
+        show(result.table())
+    else:
+        print(f"{function} has none of this library's operators: there is nothing to tune")
+    if result.stopped == INTERRUPTED:
+        kept = "" if how["path"] is None else f", which {how['path']} keeps"
+        print(f"jaxops: interrupted after {len(result.entries)} of the function's operators{kept}", file=sys.stderr)
+        raise typer.Exit(device.INTERRUPTED_STATUS)
+
+
+def bench(
+    functions: Sequence[str],
+    arg: Sequence[str] | None,
+    names: Sequence[str],
+    by_operator: Mapping[str, str],
+    rewrite: bool,
+    tuned: Path | None,
+    repeats: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Times two functions, a function and its rewrite, or a function under several implementations."""
+    first, *others = functions
+    fn, args = load(first, arg or ())
+    require_operators(by_operator)
+    compared = {first: fn, **{other: load_another(other, args) for other in others}}
+    if rewrite:
+        compared[f"{first}, rewritten"] = lowering.rewrite(fn)
+    if len(compared) == 1:
+        compared = {"": fn}
+    names = names or (IMPLEMENTATIONS if len(compared) == 1 else ["auto"])
+    with tuned_by(tuned):
+        result = run_user_code(
+            first,
+            "run here with these arguments",
+            lambda: compare(compared, *args, implementations=names, by_operator=by_operator, repeats=repeats),
+        )
+    if output is not None:
+        output.write_text(result.to_json() + "\n")
+    if as_json:
+        print(result.to_json())
+        return
+    show(result.table())
+    if result.compares_nothing:
+        another = "" if len(compared) > 1 else ": name a second function, or pass --rewrite"
+        show_text(f"these are one program on {result.device}, so there is nothing to compare{another}")
