@@ -147,7 +147,7 @@ def _chosen(only: str | Collection[str], off: str | Collection[str]) -> tuple[Ru
     for argument, names in (("only", wanted), ("off", unwanted)):
         for name in names:
             if name not in known:
-                message = f"lowering.rewrite: {argument} must name patterns, of {', '.join(known)}; got {show(name)}"
-                raise ValueError(message)
+                rule = f"be the name of a pattern, or a tuple of names, from {', '.join(known)}"
+                raise ValueError(f"lowering.rewrite: {argument} must {rule}; got {show(name)}")
     on = [rule for rule in known.values() if (rule.name in wanted if wanted else not rule.asked)]
     return tuple(rule for rule in on if rule.name not in unwanted)
