@@ -30,6 +30,10 @@ from jaxops_command.options import (
     trip_counts_of,
 )
 
+_By = Annotated[str, typer.Option(help="What gives the times: device, or schedule for a TPU that is not here.")]
+_Limit = Annotated[float, typer.Option(metavar="SECONDS", help="Without a function: how long a case may say nothing.")]
+_Rehearse = Annotated[bool, typer.Option("--rehearse", help="Without a function: interpret small kernels on the CPU.")]
+
 
 def explain(
     function: Function,
@@ -127,20 +131,14 @@ def tune(
         typer.Option(metavar="SECONDS", help="When to stop: by default after 60, without a function after 1800."),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure again what is known already.")] = False,
-    by: Annotated[
-        str, typer.Option(help="What gives the times: device, or schedule for a TPU that is not here.")
-    ] = "device",
+    by: _By = "device",
     target: Annotated[str | None, typer.Option(help="The TPU, with --by schedule.")] = None,
     trip_count: TripCounts = None,
     scalars: Scalars = None,
     stages: Annotated[str, typer.Option(help="Without a function: what to do, in this order.")] = ",".join(STAGES),
     only: Annotated[list[str] | None, typer.Option(metavar="CASE", help="Without a function: this case.")] = None,
-    limit: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Without a function: how long a case may say nothing.")
-    ] = 60.0,
-    rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="Without a function: interpret small kernels on the CPU.")
-    ] = False,
+    limit: _Limit = 60.0,
+    rehearse: _Rehearse = False,
     show_kept: Annotated[bool, typer.Option("--show", help="Show what is kept of devices.")] = False,
     forget: Annotated[bool, typer.Option("--forget", help="Delete what is kept of them.")] = False,
     export: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what is kept of them to a file.")] = None,

@@ -8,8 +8,8 @@
 * `distributed.global_state`: the only way to tell the other processes something without a program that all of them run.
 * `mosaic_gpu._mosaic_gpu_ext`: CUPTI's times of each kernel. Mosaic's own `measure` runs each program twice on the same
   operands, so that the second run finds them in the cache.
-* `source_info_util.user_context`: evaluates an equation again under its own source line and name stack, as
-  `jax.core.eval_jaxpr` does for all equations of a jaxpr.
+* `source_info_util.user_context`: evaluates an equation again, or what takes its place, under its own source line and
+  name stack, as `jax.core.eval_jaxpr` does for all equations of a jaxpr.
 * `xla_bridge.make_pjrt_topology`: the public `jax.experimental.topologies` cannot describe absent NVIDIA GPUs.
 """
 
@@ -42,13 +42,18 @@ def without_varying_axes() -> AbstractContextManager[None]:
     return config._check_vma(False)
 
 
-def evaluate(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation of a jaxpr for other operands."""
-    primitive, info = equation.primitive, equation.source_info
-    stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=stack), equation.ctx.manager:
+def evaluate(equation: Any, operands: Sequence[Any], traceback: Any) -> Sequence[Any]:
+    """The results of an equation of a jaxpr for other operands, as if it had been traced there."""
+    primitive = equation.primitive
+    stack = source_info_util.current_name_stack() + equation.source_info.name_stack
+    with source_info_util.user_context(traceback, name_stack=stack), equation.ctx.manager:
         results = primitive.bind(*operands, **primitive.get_bind_params(equation.params))
     return results if primitive.multiple_results else [results]
+
+
+def traced_at(traceback: Any) -> AbstractContextManager[None]:
+    """Gives the equations that are made within the context this traceback."""
+    return source_info_util.user_context(traceback)
 
 
 def cuda_devices(target_config: str, count: str) -> Sequence[jax.Device]:

@@ -45,20 +45,25 @@ class Site:
     caller: "Site | None" = None
     library: str | None = None
 
+    @property
+    def users(self) -> "Site":
+        """The site that has the user's line: this one or, in a library's function, the one where that was called."""
+        if self.caller is not None:
+            own = self.frames()
+            inner = list(itertools.takewhile(lambda frame: is_library(frame.file_name), own))
+            if len(inner) == len(own) or any(frame.file_name == self.library for frame in inner):
+                return self.caller.users
+        return self
+
     def frames(self) -> list[Any]:
         """The frames of the traced function, innermost first, without the call that traced it."""
         frames = getattr(self.traceback, "frames", ())
-        own = list(itertools.takewhile(lambda frame: not _within(frame.file_name, _HERE), frames))
-        if self.caller is not None:
-            inner = list(itertools.takewhile(lambda frame: is_library(frame.file_name), own))
-            if len(inner) == len(own) or any(frame.file_name == self.library for frame in inner):
-                return self.caller.frames()
-        return own
+        return list(itertools.takewhile(lambda frame: not _within(frame.file_name, _HERE), frames))
 
     @property
     def line(self) -> str:
         """The user's line, such as "model.py:12 (loss_fn)"; if all code is installed, the traced package's line."""
-        frames = self.frames()
+        frames = self.users.frames()
         users = [frame for frame in frames if not is_library(frame.file_name)]
         packages = {frame: _package(frame.file_name) for frame in frames}
         installed = [frame for frame in frames if packages[frame]]
@@ -70,7 +75,7 @@ class Site:
     @property
     def is_ours(self) -> bool:
         """Whether one of the registered operators made this."""
-        made_by_libraries = itertools.takewhile(lambda frame: is_library(frame.file_name), self.frames())
+        made_by_libraries = itertools.takewhile(lambda frame: is_library(frame.file_name), self.users.frames())
         return any(_is_operators(frame.file_name) for frame in made_by_libraries)
 
 

@@ -10,13 +10,17 @@ import jax.numpy as jnp
 import pytest
 import rewrite_checks
 from rewrite_checks import ARGS, loss
+from rewritten_models import LABELS, MODELS, X
 from typer.testing import CliRunner
 
 import lowering
 from jaxops_command.app import app
+from lowering.patterns import graphs
+from lowering.static_leaves import jaxpr_of
 
 users_promotion = pytest.fixture(autouse=True)(rewrite_checks.users_promotion)
 few_logits_count = pytest.fixture(rewrite_checks.few_logits_count)
+PADDED, HEAD, _ = MODELS["padded_vocabulary"]
 
 
 def test_patterns_are_switched_by_name(few_logits_count) -> None:
@@ -25,7 +29,10 @@ def test_patterns_are_switched_by_name(few_logits_count) -> None:
     both = "cross_entropy_sum", "cross_entropy"
     assert lowering.rewrite(loss, off=both).report(*ARGS).applied[0].pattern == "row_cone"
     assert lowering.rewrite(loss, only=("max_pool",)).report(*ARGS).applied == ()
-    with pytest.raises(ValueError, match=r"lowering.rewrite: only must name patterns, of .*; got 'cross'"):
+    words = (
+        r"^lowering.rewrite: only must be the name of a pattern, or a tuple of names, from .*, dropout; got 'cross'$"
+    )
+    with pytest.raises(ValueError, match=words):
         lowering.rewrite(loss, only="cross")
     with pytest.raises(TypeError, match="fn must be a function"):
         lowering.rewrite(3)
@@ -60,6 +67,26 @@ def test_command_rewrites_before_it_explains(tmp_path: Path, monkeypatch: pytest
     assert record["rewrite"]["applied"][0]["source"] == "head.py:5 (loss)"
     exported = CliRunner().invoke(app, ["export", "head.py:loss", "--rewrite", "--output", "head.bin", *arguments])
     assert "linear_cross_entropy" in exported.stdout
+
+
+def pooled(x: jax.Array) -> jax.Array:
+    return jnp.sum(jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID") ** 2)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [(loss, ARGS), (jax.grad(loss), ARGS), (jax.grad(PADDED), (HEAD, X, LABELS)), (jax.grad(pooled), ARGS[:1])],
+    ids=["sum", "gradient", "padding", "pooling"],
+)
+def test_what_takes_the_place_of_equations_keeps_their_line(fn, args, few_logits_count) -> None:
+    """`explain` of a rewritten function names lines of the user's code, as it does for the function itself."""
+    few_logits_count(0)
+    rewritten = lowering.rewrite(fn)
+    assert rewritten.report(*args).applied
+    sources = {operation.source for graph in graphs(jaxpr_of(rewritten, args)) for operation in graph.operations}
+    files = {source.partition(":")[0] for source in sources}
+    assert files <= {"test_rewrite_report.py", "rewrite_checks.py", "rewritten_models.py"}
+    assert not any("unknown" in remark for remark in lowering.explain(rewritten, *args).remarks)
 
 
 def test_explain_of_a_gradient_advises_to_rewrite_the_loss() -> None:

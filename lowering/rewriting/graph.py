@@ -92,7 +92,7 @@ class Node:
 
     def run(self, *arrays: Any) -> Sequence[Any]:
         """Evaluates the equation as JAX does, with its context, name stack and source line."""
-        return _jax_private.evaluate(self.equation, arrays)
+        return _jax_private.evaluate(self.equation, arrays, self.site.users.traceback)
 
 
 @dataclasses.dataclass(eq=False)

@@ -71,6 +71,8 @@ class Planner:
                     reason = "an effect, such as a print, or the labels would have to wait for it"
                     refused.append(Refused(rule.name, one.node.source, one.detail, reason))
                     continue
+                for step in one.steps:
+                    step.node = one.node
                 steps += one.steps
                 applied.append(_applied(rule, one, repetitions))
         for node in level.nodes:
@@ -98,7 +100,7 @@ class Planner:
         if not applied:
             return _Within(refused=refused)
         runs = [plan.run if plan.applied else _unchanged(body) for plan, body in zip(plans, runnable, strict=True)]
-        step = Step(node.inputs, node.outputs, lambda *arrays: entered.evaluate(node, runs, arrays))
+        step = Step(node.inputs, node.outputs, lambda *arrays: entered.evaluate(node, runs, arrays), node)
         return _Within(step, applied, refused)
 
     def _holds(self, equation: Any) -> bool:

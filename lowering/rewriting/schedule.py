@@ -1,19 +1,25 @@
 """Which nodes and replacements of a level have to run, and in which order."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from lowering import _jax_private
 from lowering.rewriting.graph import Level, Node, Value
 
 
 @dataclasses.dataclass(eq=False)
 class Step:
-    """A computation that replaces nodes: `run(*arrays of the inputs)` returns the arrays of the outputs."""
+    """A computation that replaces nodes: `run(*arrays of the inputs)` returns the arrays of the outputs.
+
+    The equations that it makes get the source line of `node`.
+    """
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     run: Callable[..., Sequence[Any]]
+    node: Node | None = None
 
 
 Task = Node | Step
@@ -74,7 +80,9 @@ def evaluate(level: Level, order: Sequence[Task], arguments: Sequence[Any]) -> l
         return value.constant if value.is_constant else arrays[value]
 
     for task in order:
-        results = task.run(*map(read, task.inputs))
+        node = task.node if isinstance(task, Step) else task
+        with contextlib.nullcontext() if node is None else _jax_private.traced_at(node.site.users.traceback):
+            results = task.run(*map(read, task.inputs))
         arrays.update(zip(task.outputs, results, strict=True))
         for value in task.inputs:
             if last[value] is task and value not in kept:
