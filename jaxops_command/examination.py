@@ -193,11 +193,13 @@ def _show_findings(findings: list[Finding], subject: str) -> None:
             table.add_row(*map(Text, cells))
         show(table)
         for finding in touching:
-            show_text(finding.thread)
-    others = ", ".join(finding.fault for finding in findings if not finding.touches)
+            show_text(f"{finding.fault}: {finding.thread}")
+    others = [finding for finding in findings if not finding.touches]
     if others:
-        show_text(f"other known faults of these versions, which do not touch {subject}: {others}")
-    elif not touching:
+        show_text(f"other known faults of these versions, which do not touch {subject}:")
+    for finding in others:
+        show_text(f"  {finding.fault}: {finding.what} {finding.thread}")
+    if not findings:
         show_text("no known faults of these versions on this platform")
 
 

@@ -1,7 +1,7 @@
 """Known faults of JAX, XLA and the drivers below them: which versions have them, what they touch, and what helps.
 
 Those of XLA:CPU were reproduced with jaxlib 0.10.2 and 0.12.0.1 on x86, except that of `arctan`, which needs another
-processor. The others are what their threads say.
+processor. The others are what their threads say; those of TPUs do not show on a CPU, where the same programs are right.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Var
 
 from lowering.cost import inner_jaxprs
 from lowering.patterns import RESHAPES, Graph, Operation, Value, backward
@@ -20,6 +20,7 @@ _WITHOUT_YNN = "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type="
 _JAX, _XLA = "https://github.com/jax-ml/jax/issues", "https://github.com/openxla/xla/issues"
 _ROWS, _SMALL = 2**14, 8
 _SMALL_UPDATE_BYTES, _MANY_STEPS = 256, 10_000
+_SUMS_OF_ROWS = ("scatter-add", "scatter_add", "embedding_dense_backward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Fault:
     """A published fault.
 
     Attributes:
-      what: what goes wrong, and with what.
+      what: what goes wrong, and with what, in a sentence.
       thread: where it was reported.
       since: the first jaxlib that has it.
       until: the first jaxlib without it; empty if none is known.
@@ -165,6 +166,48 @@ def _small_writes_in_loops(graph: Graph) -> Iterator[Operation]:
             yield operation
 
 
+def _kernels_with_unread_operands(graph: Graph) -> Iterator[Operation]:
+    """Kernels that copy, and never read an operand which the program computes."""
+    for operation in graph.named("pallas_call"):
+        body = operation.params["jaxpr"]
+        read = {x for equation in body.eqns for x in equation.invars if isinstance(x, Var)}
+        operands = zip(operation.inputs, body.invars, strict=False)  # then come results and scratch
+        has_unread = any(x.producer is not None and ref not in read for x, ref in operands)
+        if has_unread and any(equation.primitive.name == "dma_start" for equation in _equations(body)):
+            yield operation
+
+
+def _kernels_that_copy_four_bytes(graph: Graph) -> Iterator[Operation]:
+    for operation in graph.named("pallas_call"):
+        copies = (each for each in _equations(operation.params["jaxpr"]) if each.primitive.name == "dma_start")
+        if any(_bytes_of(x.aval) == 4 for each in copies for x in each.invars):
+            yield operation
+
+
+def _scatters_summed_in_loops(graph: Graph) -> Iterator[Operation]:
+    """Loops that carry an array of the shape that a scatter-add within them has: gradients of microbatches."""
+    for operation in graph.named("scan", "while"):
+        carried = {x.shape for x in operation.outputs}
+        within = (each for body in inner_jaxprs(operation) for each in _equations(body))
+        sums = (each for each in within if each.primitive.name in _SUMS_OF_ROWS)
+        if any(each.outvars[0].aval.shape in carried for each in sums):
+            yield operation
+
+
+def _equations(body: Jaxpr) -> Iterator[Any]:
+    """The equations of a jaxpr and of those within it."""
+    for equation in body.eqns:
+        yield equation
+        for inner in inner_jaxprs(equation):
+            yield from _equations(inner)
+
+
+def _bytes_of(aval: Any) -> int:
+    """The size of an array or of what a reference refers to; 0 for semaphores."""
+    is_data = jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_
+    return math.prod(map(_known, aval.shape)) * aval.dtype.itemsize if is_data else 0
+
+
 def _writes(operation: Operation, body: Jaxpr) -> Iterator[tuple[Any, Any]]:
     """The types of arrays and of what a turn of a loop writes to them."""
     if operation.name == "scan":
@@ -202,7 +245,7 @@ _YNN_IS_OFF = r"--xla_cpu_experimental_ynn_fusion_type=(-reduce|\s|$)"
 
 FAULTS = (
     Fault(
-        "silently wrong sums over the rows of a product with few rows and very many columns",
+        "XLA silently sums wrongly over the rows of a product that has few rows and very many columns.",
         f"{_JAX}/39103",
         "0.10.2",
         "0.11.0",
@@ -212,7 +255,7 @@ FAULTS = (
         avoided_by=_YNN_IS_OFF,
     ),
     Fault(
-        "crashes or hangs in a float32 sum of products of rank 7 or more",
+        "XLA crashes or hangs in a float32 sum of products of rank 7 or more.",
         f"{_JAX}/39257",
         "0.10.2",
         "0.12.0",
@@ -222,7 +265,7 @@ FAULTS = (
         avoided_by=_YNN_IS_OFF,
     ),
     Fault(
-        "silently wrong reduce_window along axes with base dilation where window and stride are 1",
+        "A reduce_window is silently wrong along axes with base dilation where window and stride are 1.",
         f"{_XLA}/48714",
         "0.10.2",
         "",
@@ -232,7 +275,7 @@ FAULTS = (
         avoided_by=_YNN_IS_OFF,
     ),
     Fault(
-        "silently wrong results where an array is updated by a slice of itself, then reshaped",
+        "Results are silently wrong where an array is updated by a slice of itself and then reshaped.",
         f"{_XLA}/49176",
         "0.10.2",
         "",
@@ -242,7 +285,7 @@ FAULTS = (
         avoided_by=r"--xla_disable_hlo_passes=\S*algsimp",
     ),
     Fault(
-        "silently wrong arctan of 50 elements or more, on some processors",
+        "On some processors the arctan of 50 elements or more is silently wrong.",
         f"{_JAX}/39352",
         "0.10.2",
         "",
@@ -251,7 +294,7 @@ FAULTS = (
         _arctangents,
     ),
     Fault(
-        "loops that write less than 256 bytes of a large array at each turn take time quadratic in their length",
+        "A loop that writes less than 256 bytes of a large array at each turn takes time quadratic in its length.",
         f"{_JAX}/40101",
         "0.11.1",
         "0.12.0",
@@ -260,7 +303,7 @@ FAULTS = (
         _small_writes_in_loops,
     ),
     Fault(
-        "a lax.composite cannot be exported for several platforms or with symbolic sizes",
+        "A lax.composite cannot be exported for several platforms or with symbolic sizes.",
         f"{_JAX}/40486",
         "0.10.2",
         "0.12.0",
@@ -269,7 +312,7 @@ FAULTS = (
         _composites,
     ),
     Fault(
-        "pl.num_programs is that of another grid where one kernel function is used with several",
+        "Where one kernel function is used with several grids, pl.num_programs is that of another grid.",
         f"{_JAX}/40847",
         "0.11.0",
         "0.12.0.1",
@@ -278,7 +321,7 @@ FAULTS = (
         _kernels_with_several_grids,
     ),
     Fault(
-        "float32 scatter-add into few rows is up to 2000 times slower",
+        "A float32 scatter-add into few rows takes up to 2000 times as long as it should.",
         f"{_JAX}/38806",
         "0.10.2",
         "0.11.1",
@@ -287,7 +330,7 @@ FAULTS = (
         _float32_scatters,
     ),
     Fault(
-        "a vmapped segment_sum or scatter-add writes strided, 3 to 6 times slower",
+        "A vmapped segment_sum or scatter-add writes with a stride, which takes 3 to 6 times as long.",
         f"{_JAX}/39959",
         "0.9.2",
         "",
@@ -296,7 +339,7 @@ FAULTS = (
         _strided_scatters,
     ),
     Fault(
-        "XLA refuses the gradient of a max pooling under deterministic operations",
+        "XLA refuses the gradient of a max pooling under deterministic operations.",
         "https://github.com/google/flax/issues/4233",
         "0.4.0",
         "",
@@ -306,7 +349,7 @@ FAULTS = (
         caused_by=r"--xla_gpu_(deterministic_ops|exclude_nondeterministic_ops)(=true|=1|\s|$)",
     ),
     Fault(
-        "scatter-add is very slow under deterministic operations",
+        "A scatter-add is very slow under deterministic operations.",
         f"{_JAX}/17844",
         "0.4.0",
         "",
@@ -316,12 +359,42 @@ FAULTS = (
         caused_by=r"--xla_gpu_deterministic_ops(=true|=1|\s|$)",
     ),
     Fault(
-        "custom_partitioning does not compile",
+        "A function with custom_partitioning does not compile.",
         f"{_JAX}/38196",
         "0.4.0",
         "",
         _TPU,
         "jax.shard_map",
         _partitionings,
+    ),
+    Fault(
+        "A Pallas kernel's copy from HBM silently gives zeros if the program computes an operand that the kernel never "
+        "reads.",
+        f"{_JAX}/39744",
+        "0.10.2",
+        "",
+        _TPU,
+        "a kernel without the operand, or one that reads it; libtpu 0.0.41 was right",
+        _kernels_with_unread_operands,
+    ),
+    Fault(
+        "A Pallas kernel that copies 4 bytes between HBM and VMEM silently gives zeros.",
+        f"{_JAX}/39505",
+        "0.10.2",
+        "",
+        _TPU,
+        "copies of 8 bytes or more, or scalars in SMEM",
+        _kernels_that_copy_four_bytes,
+    ),
+    Fault(
+        "The sum of an embedding's gradients over the steps of a loop is silently wrong on a mesh that splits the "
+        "vocabulary.",
+        f"{_XLA}/49143",
+        "0.10.2",
+        "",
+        _TPU,
+        "XLA_FLAGS=--xla_disable_hlo_passes=while-loop-all-reduce-code-motion",
+        _scatters_summed_in_loops,
+        avoided_by=r"--xla_disable_hlo_passes=\S*while-loop-all-reduce-code-motion",
     ),
 )
