@@ -8,6 +8,7 @@ import re
 import runpy
 import statistics
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,17 @@ def test_page_of_the_compiler_shows_what_explain_says() -> None:
     names = runpy.run_path(str(ROOT / "examples" / "plain.py"))
     explanation = lowering.explain(names["step"], *names["example_args"], target="tpu-v6e")
     assert textwrap.dedent(shown) == f"{explanation}\n"
+
+
+def test_nobody_is_told_to_install_what_no_index_has() -> None:
+    """Until it is published, this library is installed from a clone, with extras that there are."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = (path for name in ("jaxops", "jaxops_command", "lowering") for path in (ROOT / name).rglob("*.py"))
+    for page in (*PAGES, *sorted((ROOT / "notebooks").glob("*.ipynb")), *packages):
+        text = page.read_text()
+        assert not re.search(r"pip install (-\S+ )*['\"\\]*jaxops", text), page.name
+        assert set(re.findall(r"pip install (?:-\S+ )*'\.\[([\w-]+)\]'", text)) <= set(project["optional-dependencies"])
+    assert all("pip install '.[notebooks]'" in path.read_text() for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -183,7 +183,7 @@ def test_command_says_that_orbax_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "orbax" else object())
     result = CliRunner().invoke(app, ["demo", "--processes", "2"])
     words = (
-        "jaxops: orbax-checkpoint must be installed; it is not: pip install 'jaxops[demo]', or '.[demo]' in a clone\n"
+        "jaxops: orbax-checkpoint must be installed; it is not: pip install '.[demo]' in a clone of the repository\n"
     )
     assert (result.exit_code, result.stderr) == (2, words)
 
