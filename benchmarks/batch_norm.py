@@ -1,4 +1,4 @@
-"""Batch norm, forward and gradient: `batch_norm` beside the formula in jnp, flax and, where it is installed, PyTorch.
+"""Batch norm, forward and gradient: `batch_norm` beside the formula in jnp, both flaxes and, if installed, PyTorch.
 
 python benchmarks/batch_norm.py --output benchmarks/results/batch_norm_cpu.json
 """
@@ -12,6 +12,7 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import lowering
 from jaxops import batch_norm
@@ -61,6 +62,19 @@ def flax_module(layout: str, fused: bool) -> Callable[..., Any]:
         variables = {"params": {"scale": scale, "bias": bias}, "batch_stats": {"mean": mean, "var": var}}
         y, moved = module.apply(variables, x, mutable=["batch_stats"])
         return (jax.nn.relu(y + residual) if fused else y).astype(x.dtype), moved
+
+    return forward
+
+
+def nnx_module(layout: str, fused: bool) -> Callable[..., Any]:
+    def forward(x: Any, scale: Any, bias: Any, residual: Any, mean: Any, var: Any) -> Any:
+        axis, rngs = layout.index("C"), nnx.Rngs(0)
+        module = nnx.BatchNorm(scale.size, momentum=1 - MOMENTUM, epsilon=EPSILON, axis=axis, rngs=rngs)
+        module.scale, module.bias = nnx.Param(scale), nnx.Param(bias)
+        module.mean, module.var = nnx.BatchStat(mean), nnx.BatchStat(var)
+        y = module(x)
+        y = jax.nn.relu(y + residual) if fused else y
+        return y.astype(x.dtype), (module.mean.get_value(), module.var.get_value())
 
     return forward
 
@@ -124,6 +138,7 @@ def case(shape: tuple[int, ...], layout: str, dtype: str, fused: bool, repeats: 
             candidates["jaxops, Pallas"] = jax_candidate(ours(layout, fused), operands, fused)
     candidates["jnp formula"] = jax_candidate(formula(layout, fused), operands, fused)
     candidates["flax BatchNorm"] = jax_candidate(flax_module(layout, fused), operands, fused)
+    candidates["flax nnx BatchNorm"] = jax_candidate(nnx_module(layout, fused), operands, fused)
     if importlib.util.find_spec("torch"):
         candidates["torch"] = torch_candidate(operands, layout, fused)
     times = timing.times_ms({name: run for name, (run, _) in candidates.items()}, repeats=repeats)

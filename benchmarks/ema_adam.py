@@ -50,13 +50,16 @@ def jax_candidate(
     return run, {"temporary_mb": round(memory.temp_size_in_bytes / 1e6, 3), "trace_s": round(trace_s, 2)}
 
 
-def optax_candidate(params: Any, grads: Any) -> Any:
+def optax_candidate(params: Any, grads: Any, *, of_optax: bool) -> Any:
+    """AdamW of optax, and an average in float32: optax's own, or as one writes it."""
     optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
     def step(params: Any, state: Any, grads: Any) -> Any:
         opt_state, ema = state
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
+        if of_optax:
+            return params, (opt_state, optax.incremental_update(params, ema, 1 - EMA_DECAY))
         ema = jax.tree.map(lambda s, p: EMA_DECAY * s + (1 - EMA_DECAY) * p.astype(s.dtype), ema, params)
         return params, (opt_state, ema)
 
@@ -107,7 +110,8 @@ def case(shapes: list[tuple[int, ...]], dtype: str, repeats: int) -> dict[str, A
     candidates = {
         "jaxops fused_apply": our_candidate(params, grads, fused=True),
         "jaxops update, apply_updates": our_candidate(params, grads, fused=False),
-        "optax adamw + jnp average": optax_candidate(params, grads),
+        "optax adamw + incremental_update": optax_candidate(params, grads, of_optax=True),
+        "optax adamw + jnp average": optax_candidate(params, grads, of_optax=False),
     }
     if jax.devices()[0].platform != "cpu":
         with lowering.use("pallas"):

@@ -96,6 +96,41 @@ def test_files_that_pages_name_exist(page: Path) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def medians(name: str) -> dict[str, dict[str, str]]:
+    """The times in a results file, as pages write them, by case and candidate."""
+    cases = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["cases"]
+    found = {
+        case["name"]: {candidate: row["median_ms"] for candidate, row in case["candidates"].items()} for case in cases
+    }
+    return {
+        case: {candidate: f"{ms:.{1 if ms < 40 else 0}f} ms" for candidate, ms in times.items()}
+        for case, times in found.items()
+    }
+
+
+def test_pages_compare_batch_norm_with_flax_and_say_where_it_loses():
+    found, page = medians("batch_norm_cpu"), (ROOT / "docs" / "numbers.md").read_text()
+    readme = " ".join(README.read_text().split())
+    for case, times in found.items():
+        cells = (times[name] for name in ("jaxops", "flax BatchNorm", "jnp formula", "torch"))
+        assert f"| {case.removeprefix('16x64x56x56 ')} | {' | '.join(cells)} |" in page
+    best = found["16x64x56x56 NCHW float32 + residual + relu"]
+    assert f"56 x 56 | {best['jaxops']} | {best['flax BatchNorm']} | {best['torch']} |" in readme
+    for case, words in {"NHWC float32": "NHWC", "NCHW bfloat16": "NCHW and bfloat16"}.items():
+        times = found[f"16x64x56x56 {case}"]
+        peers = f"(flax {times['flax BatchNorm']}, PyTorch {times['torch']})"
+        assert f"{times['jaxops']} in {words} {peers}" in readme
+
+
+def test_pages_compare_the_optimizer_with_optax():
+    single, half = medians("ema_adam_cpu").values()
+    page = (ROOT / "docs" / "numbers.md").read_text()
+    candidates = ("jaxops fused_apply", "optax adamw + jnp average", "torch fused AdamW + lerp")
+    for candidate in candidates:
+        assert re.search(rf"\| {single[candidate]} \| [\d. MB]*\| {half[candidate]} \|", page), candidate
+    assert f"85 million parameters | {' | '.join(single[each] for each in candidates)} |" in README.read_text()
+
+
 @pytest.mark.parametrize("chip", ["h100", "v5e"])
 def test_numbers_quotes_the_memory_that_compilers_reported(chip):
     text = (ROOT / "docs" / "numbers.md").read_text()

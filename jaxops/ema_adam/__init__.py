@@ -1,1 +1,1 @@
-"""EMA-Adam: the operator (without optax), the optax transform, and its step in one pass over memory."""
+"""EMA-Adam: the operator (without optax), the optax transform, and its step in one operator."""

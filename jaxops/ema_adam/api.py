@@ -47,7 +47,7 @@ def ema_adam(
     ema_dtype: Any | None = None,
     mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam or AdamW that also keeps an exponential moving average of the parameters, in one pass over memory.
+    """Adam or AdamW that also keeps an exponential moving average of the parameters, in one operator.
 
         g  = grad + weight_decay * params   ("l2")  |  grad   ("adamw")
         mu = b1 * mu + (1 - b1) * g

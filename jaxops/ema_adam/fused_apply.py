@@ -1,4 +1,4 @@
-"""The public function `fused_apply`: `ema_adam` in one pass, whatever transforms stand around it."""
+"""The public function `fused_apply`: `ema_adam` in one operator, whatever transforms stand around it."""
 
 import functools
 import weakref
@@ -21,7 +21,9 @@ _NAME = "fused_apply"
 def fused_apply(
     transform: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, **extra_args: Any
 ) -> tuple[Any, Any]:
-    """Takes one optimizer step, `transform.update` and then `optax.apply_updates`, in one pass over memory.
+    """Takes one optimizer step, `transform.update` and then `optax.apply_updates`, in one operator.
+
+    A kernel needs one pass over memory for it. XLA's code for a CPU has a loop for each result, as for optax.
 
     Where the whole transform returns an update just as `ema_adam` made it, the operator writes the new parameters
     itself. This holds for `ema_adam` alone, and inside `optax.chain` after clipping, `inject_hyperparams`,
