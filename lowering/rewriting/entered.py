@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Jaxpr
 
-from lowering.rewriting.graph import Node, opened
+from lowering.rewriting.graph import Node, equations, opened
 from lowering.rewriting.peeling import CHECKPOINTS
 
 # Evaluates a body: `run(*arrays)` returns the list of its results.
@@ -34,6 +35,12 @@ def keeps_each(node: Node, is_outside: bool) -> bool:
     if node.name in CHECKPOINTS:
         return False
     return is_outside or (node.name == "scan" and node.params["length"] > 1)
+
+
+def draws_again(jaxpr: Jaxpr) -> bool:
+    """Whether a backward pass in it computes something again, with random bits."""
+    again = (x for x in equations(jaxpr) if x.primitive.name in CHECKPOINTS and x.params["differentiated"])
+    return any(inner.primitive.name == "random_bits" for x in again for inner in equations(x.params["jaxpr"]))
 
 
 def closed_because(node: Node) -> str:

@@ -104,12 +104,14 @@ class Level:
       arguments: what the jaxpr takes.
       results: what it returns.
       keeps_each: whether it runs in a loop whose backward pass keeps what it needs of each step until all have run.
+      draws_again: whether a backward pass around it draws random bits again in a checkpoint, which stays as it is.
     """
 
     nodes: list[Node]
     arguments: list[Value]
     results: list[Value]
     keeps_each: bool = False
+    draws_again: bool = False
 
     def named(self, *names: str) -> Iterator[Node]:
         """The nodes of these primitives."""
@@ -155,6 +157,17 @@ def bodies(equation: Any) -> Iterator[Any]:
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, ClosedJaxpr | Jaxpr):
                 yield item
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """The equations of a jaxpr and of all bodies within it; those of a body that several share once."""
+    seen, waiting = {jaxpr}, [jaxpr]
+    while waiting:
+        for equation in waiting.pop().eqns:
+            yield equation
+            fresh = {opened(body)[0] for body in bodies(equation)} - seen
+            seen |= fresh
+            waiting += fresh
 
 
 @dataclasses.dataclass

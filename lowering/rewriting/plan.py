@@ -54,9 +54,14 @@ class Planner:
         self._primitives = frozenset[str]().union(*(rule.primitives for rule in rules))
         self._known: dict[Any, bool] = {}
 
-    def plan(self, closed: Any, repetitions: int = 1, *, keeps_each: bool = False) -> Plan:
-        """How to evaluate a jaxpr, closed or not, that runs so often; for `keeps_each`, see `Level`."""
-        level = dataclasses.replace(level_of(closed, self._holds, self._is_large), keeps_each=keeps_each)
+    def plan(
+        self, closed: Any, repetitions: int = 1, *, keeps_each: bool = False, draws_again: bool | None = None
+    ) -> Plan:
+        """How to evaluate a jaxpr, closed or not, that runs so often; for the rest, see `Level`."""
+        if draws_again is None:
+            draws_again = entered.draws_again(opened(closed)[0])
+        level = level_of(closed, self._holds, self._is_large)
+        level = dataclasses.replace(level, keeps_each=keeps_each, draws_again=draws_again)
         steps: list[Step] = []
         applied: list[Applied] = []
         refused: list[Refused] = []
@@ -76,21 +81,22 @@ class Planner:
                 steps += one.steps
                 applied.append(_applied(rule, one, repetitions))
         for node in level.nodes:
-            inner = self._within(node, repetitions, entered.keeps_each(node, level.keeps_each))
+            keeps_inner = entered.keeps_each(node, level.keeps_each)
+            inner = self._within(node, repetitions, keeps_each=keeps_inner, draws_again=draws_again)
             refused += inner.refused
             if inner.step is not None and node in needed(level, steps):
                 steps.append(inner.step)
                 applied += inner.applied
         return Plan(level, ordered(level, steps) if steps else (), tuple(applied), _distinct(refused, applied))
 
-    def _within(self, node: Node, repetitions: int, keeps_each: bool) -> _Within:
+    def _within(self, node: Node, repetitions: int, **of_level: bool) -> _Within:
         """What is found in the bodies of one node."""
         inner = list(bodies(node.equation))
         if not any(self._holds_within(opened(body)[0]) for body in inner):
             return _Within()
         runnable = entered.bodies_of(node)
         repetitions *= cost.repetitions(node.equation)
-        plans = [self.plan(body, repetitions, keeps_each=keeps_each) for body in runnable or inner]
+        plans = [self.plan(body, repetitions, **of_level) for body in runnable or inner]
         applied = tuple(one for plan in plans for one in plan.applied)
         refused = tuple(one for plan in plans for one in plan.refused)
         if not runnable:
