@@ -40,8 +40,10 @@ DROPOUTS = {name: 0 for name, (_, _, replacement, _) in PLANTED.items() if repla
 COUNTS = dict.fromkeys(PLANTED, 1) | ALREADY_DIFFERENTIATED | TWO | DROPOUTS
 
 
-# The forward pass of a pooling alone.
-CLEAN_COUNTS = dict.fromkeys(CLEAN, 0) | {"pooling_without_a_gradient": 1}
+# The forward pass of a pooling alone, and what compares all logits with something and becomes a number for each row:
+# no operator replaces that, but its rows can be taken in chunks.
+CHUNKED = "policy_that_samples_its_actions", "entropy_of_two_softmaxes"
+CLEAN_COUNTS = dict.fromkeys(CLEAN, 0) | dict.fromkeys(("pooling_without_a_gradient", *CHUNKED), 1)
 
 
 @pytest.mark.sampled
@@ -59,6 +61,14 @@ def test_clean_functions_are_left_alone(name: str, few_logits_count) -> None:
     few_logits_count(0)
     fn, args = CLEAN[name]
     assert len(lowering.rewrite(fn).report(*args).applied) == CLEAN_COUNTS[name]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", CHUNKED)
+def test_what_becomes_a_number_for_each_row_is_chunked_to_the_same(name: str, few_logits_count) -> None:
+    few_logits_count(0)
+    fn, args = CLEAN[name][0], arrays_like(CLEAN[name][1])
+    assert_alike(jax.jit(lowering.rewrite(fn))(*args), fn(*args), tolerance=2e-5)
 
 
 @pytest.mark.sampled

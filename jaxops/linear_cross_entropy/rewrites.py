@@ -261,7 +261,7 @@ def _row_axes(node: Node) -> list[tuple[int, int]]:
     ends = ((len(shape) - 1, free[1]), (0, free[0]))
     reduced = reduced_sizes(node)
     class_axes = [axis for axis, count in ends if count == 1 and not batch[0] and shape[axis] in reduced]
-    longest_first = sorted(range(len(shape)), key=lambda axis: -shape[axis])
+    longest_first = sorted((axis for axis, size in enumerate(shape) if size > 1), key=lambda axis: -shape[axis])
     return [(axis, classes) for classes in class_axes for axis in longest_first if axis != classes]
 
 
