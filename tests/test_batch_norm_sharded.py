@@ -81,7 +81,7 @@ def test_batch_norm_refuses_an_axis_that_no_shard_map_splits(axis_name, rng):
     def train(x):
         return batch_norm(x, scale, bias, axis_name=axis_name).y
 
-    message = "batch_norm: axis_name must name a mesh axis of the surrounding shard_map; got "
+    message = "batch_norm: axis_name must name a mesh axis of the surrounding shard_map, and there is none here; got "
     for call in (train, jax.vmap(train, axis_name="batch"), jax.jit(jax.vmap(train, axis_name="batch"))):
         with pytest.raises(BadParamError, match=message):
             call(x if call is train else x[None])

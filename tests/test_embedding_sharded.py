@@ -47,6 +47,18 @@ def test_embedding_over_a_split_vocabulary_equals_one_device(options, rng):
     contract.assert_close(actual, jax.jvp(lambda table: one(table, indices), (table,), (tangents,))[1])
 
 
+def test_a_table_that_is_not_split_over_the_vocabulary_axis_is_refused(rng):
+    table, _ = draw(rng)
+
+    def look_up(spec):
+        lookup = functools.partial(embedding, vocab_axis="model")
+        return jax.jit(jax.shard_map(lookup, mesh=mesh_of(), in_specs=(spec, P()), out_specs=P()))(table, np.array([V]))
+
+    assert np.isnan(look_up(P("model"))).all()  # every device holding all rows, the id would find one
+    with pytest.raises(BadParamError, match="embedding: table must be split over mesh axis 'model' by the in_specs of"):
+        look_up(P())
+
+
 def test_embedding_over_a_split_vocabulary_exchanges_the_rows_it_looks_up(rng):
     table, indices = draw(rng)
     lookup = functools.partial(embedding, vocab_axis="model")

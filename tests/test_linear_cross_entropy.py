@@ -329,7 +329,7 @@ REFUSALS = {
     "vocab_axis": (
         (X, WEIGHT, LABELS),
         {"vocab_axis": "model"},
-        "vocab_axis must name a mesh axis of the surrounding shard_map; got 'model'",
+        "vocab_axis must name a mesh axis of the surrounding shard_map, and there is none here; got 'model'",
     ),
 }
 

@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxops import BadParamError
 from jaxops.aclnn import linear_cross_entropy as aclnn
-from jaxops.linear_cross_entropy import linear_cross_entropy
+from jaxops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
 
 CLASSES, HIDDEN, ROWS = 16, 6, 13
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 4.0, "ignore_index": 3, "chunk_rows": 4}
@@ -60,6 +61,62 @@ def test_linear_cross_entropy_over_a_split_vocabulary_predicts_the_first_of_equa
     aux = jax.jit(split)(x, weight, labels)[1]
     assert aux.prediction.tolist() == [5, 5]
     assert aux.accuracy.tolist() == [1, 0]
+
+
+def call_on(shards, fn, weight_spec, **options):
+    """`fn` of one row of ones, a weight of zeros (CLASSES, 1) and the label 3, on a mesh with a second axis."""
+    mesh = jax.make_mesh(
+        (2, shards), ("data", "vocab"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: 2 * shards]
+    )
+    split = jax.shard_map(fn, mesh=mesh, in_specs=(P(), weight_spec, P()), out_specs=P(), **options)
+    return jax.jit(split)(jnp.ones((1, 1)), jnp.zeros((CLASSES, 1)), jnp.array([3]))
+
+
+LOSSES = {
+    "loss": linear_cross_entropy,
+    "log_probs": lambda *operands, **options: -linear_log_probs(*operands, **options)[0],
+    "gradient": lambda *operands, **options: jax.grad(
+        lambda scale: linear_cross_entropy(operands[0], scale * operands[1], operands[2], **options)
+    )(1.0),
+    "vmap": lambda *operands, **options: jax.vmap(
+        lambda weight: linear_cross_entropy(operands[0], weight, operands[2], **options)
+    )(operands[1][None])[0],
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_weight_that_is_not_split_over_the_vocabulary_axis_is_refused(kind):
+    fn = functools.partial(LOSSES[kind], vocab_axis="vocab")
+    words = (
+        f"weight must be split over mesh axis 'vocab' by the in_specs of shard_map, .*; got float32\\[{CLASSES}, 1\\]"
+    )
+    for spec in (P(), P("data")):
+        with pytest.raises(BadParamError, match=words if spec == P() else "split over mesh axis 'vocab'"):
+            call_on(2, fn, spec)
+    # All logits are 0, so the loss is the logarithm of the number of classes, whatever the weight's factor.
+    true = 0.0 if kind == "gradient" else np.log(CLASSES)
+    np.testing.assert_allclose(call_on(2, fn, P("vocab")), true, rtol=1e-6)
+    np.testing.assert_allclose(call_on(1, fn, P()), true, rtol=1e-6)  # one device has all of it
+    np.testing.assert_allclose(call_on(2, fn, P("vocab"), check_vma=False), true, rtol=1e-6)
+
+
+def test_a_documented_part_of_the_vocabulary_must_be_a_part():
+    def log_sum(x, weight, target):
+        start = jax.lax.axis_index("vocab") * CLASSES // 2
+        x, weight = x.astype(jnp.float16), weight.astype(jnp.float16)
+        part = aclnn.fused_linear_online_max_sum(
+            x, weight, target, vocab_start_index=start, vocab_end_index=start + CLASSES // 2
+        )
+        return jnp.log(jax.lax.psum(part.sum_exp_logits_local, "vocab"))  # every maximum is 0
+
+    np.testing.assert_allclose(call_on(2, log_sum, P("vocab")), np.log([CLASSES]), rtol=1e-6)
+    with pytest.raises(BadParamError, match="fused_linear_online_max_sum: weight must be split over mesh axis 'vocab'"):
+        call_on(2, log_sum, P())
+
+
+def test_the_vocabulary_axis_must_be_one_of_those_there_are():
+    with pytest.raises(BadParamError, match="of the surrounding shard_map, one of 'data', 'vocab'; got 'model'"):
+        call_on(2, functools.partial(linear_cross_entropy, vocab_axis="model"), P("vocab"))
 
 
 @pytest.mark.slow

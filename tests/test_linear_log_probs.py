@@ -359,7 +359,10 @@ REFUSALS = {
     "chunk_rows": ({"chunk_rows": 0}, "chunk_rows must be a positive integer up to 2147483647; got 0"),
     "ignore_index": ({"ignore_index": 1.5}, "ignore_index must be an integer; got 1.5"),
     "return_entropy": ({"return_entropy": 2}, "return_entropy must be a bool; got 2"),
-    "vocab_axis": ({"vocab_axis": "model"}, "vocab_axis must name a mesh axis of the surrounding shard_map; got"),
+    "vocab_axis": (
+        {"vocab_axis": "model"},
+        "vocab_axis must name a mesh axis of the surrounding shard_map, and there is none here; got",
+    ),
 }
 
 

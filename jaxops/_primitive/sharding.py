@@ -84,8 +84,25 @@ def axis_size(operator: str, argument: str, axis: Hashable) -> int:
     try:
         return jax.lax.axis_size(axis)
     except NameError:  # JAX's own message would not name the argument
-        require(False, operator, argument, "name a mesh axis of the surrounding shard_map", axis)
+        require(False, operator, argument, axis_rule(), axis)
         raise
+
+
+def axis_rule() -> str:
+    """The rule for a mesh axis of the surrounding shard_map, which lists those there are."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    there_are = f"one of {', '.join(map(repr, axes))}" if axes else "and there is none here"
+    return f"name a mesh axis of the surrounding shard_map, {there_are}"
+
+
+def require_split(operator: str, argument: str, array: jax.Array, places: jax.Array) -> None:
+    """Refuses an array that is the same on all devices along a mesh axis along which `places` differ.
+
+    Only inside a shard_map with `check_vma` do types say so. An axis of one device splits nothing.
+    """
+    for name in sorted(_varying_axes(places) - _varying_axes(array)):
+        rule = f"be split over mesh axis {name!r} by the in_specs of shard_map, not the same on all devices along it"
+        require(jax.lax.axis_size(name) == 1, operator, argument, rule, array)
 
 
 def agreeing(signature: str, *operands: Any) -> list[Any]:

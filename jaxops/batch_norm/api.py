@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype, check_floating
 from jaxops._checks.mcdnn import as_array, as_arrays, as_optional, require, require_axis_names, require_real
+from jaxops._primitive.sharding import axis_rule
 from jaxops.activation.modes import IDENTITY, Activation
 from jaxops.batch_norm.fused_activation import requested
 from jaxops.batch_norm.layouts import View, view_of
@@ -135,8 +136,7 @@ def batch_norm(
     if axis_name is not None:
         axes = {*require_axis_names(name, "axis_name", axis_name)}
         is_split = axes <= {*jax.sharding.get_abstract_mesh().manual_axes}
-        rule = "name a mesh axis of the surrounding shard_map"
-        require(is_split, name, "axis_name", rule, axis_name)
+        require(is_split, name, "axis_name", axis_rule(), axis_name)
     y, mean, variance = train(view, x, scale, bias, residual, fused, epsilon=epsilon, axis_name=axis_name)
     mean, variance = jax.lax.stop_gradient((mean, variance))
     running: tuple[jax.Array | None, jax.Array | None] = (None, None)

@@ -37,14 +37,16 @@ def embedding(
       vocab_axis: inside `shard_map`, the mesh axis over which the rows of the table are split. `table` is then this
         device's V / n rows, while `indices` (the same along this axis) and `padding_idx` refer to the whole table.
         Devices exchange the looked-up rows, and nothing for the gradient, because each device owns its rows. A table
-        split by columns does not need this. Neither does a table under `jit`, where the compiler does the same.
+        that in_specs does not split is refused, unless `check_vma` is off: then nothing tells it from a part, and ids
+        beyond the table find rows. A table split by columns does not need this. Neither does a table under `jit`, where
+        the compiler does the same.
 
     Returns:
       (..., D), with the dtype of `table`.
 
     Raises:
       BadParamError: if `table` is not (V, D) and floating point, `indices` are not integers, V is 0 although there are
-        indices, or `padding_idx` is out of range.
+        indices, `padding_idx` is out of range, or `vocab_axis` names an axis over which the table is not split.
 
     Numerics:
       Gradients are summed and scaled in float32 (float64 for float64 tables) and rounded once. Every run adds in the
@@ -77,6 +79,7 @@ def _of_split_table(
 ) -> jax.Array:
     """Looks up in a split table: every device contributes the rows it owns, and zeros for all others."""
     parts = sharding.axis_size("embedding", "vocab_axis", vocab_axis)
+    sharding.require_split("embedding", "table", table, jax.lax.axis_index(vocab_axis))
     whole = jax.ShapeDtypeStruct((table.shape[0] * parts, *table.shape[1:]), table.dtype)
     check_lookup(whole, indices, padding_idx=padding_idx, counted_rank=counted_rank)
     ids = wide_ids(indices)

@@ -154,7 +154,8 @@ def linear_cross_entropy(
       transpose_weight: whether weight is (H, V).
       vocab_axis: inside shard_map, the mesh axis over which V is split. weight, bias, class_weight and probabilities
         are then this device's part, while labels and predictions count all classes. x and labels are the same along the
-        axis.
+        axis. A weight that in_specs does not split over the axis is refused, unless `check_vma` is off: then nothing
+        tells it from a part, and the loss counts every class once for each device.
       strategy: how the derivative is computed. Values do not depend on it beyond rounding.
         "full" keeps the logits (three matrix products).
         "grad_in_forward" computes a chunk of logits, its loss and its gradients at once (three products, no logits
@@ -255,7 +256,7 @@ def linear_cross_entropy(
     weight_grad_dtype = check_weight_grad_dtype(_NAME, weight_grad_dtype, weight)
     _check_rows(x, labels, weight.shape[0], row_weight)
     x, labels, row_weight = _agreeing_rows(x, labels, row_weight)
-    vocabulary = Vocabulary.of(_NAME, weight.shape[0], vocab_axis)
+    vocabulary = Vocabulary.of(_NAME, weight, vocab_axis)
     of_labels = (class_weight, ignore_index, label_smoothing, vocabulary, accumulation_dtype(x.dtype))
     terms = terms_of_rows(labels, *of_labels, batch_invariant=batch_invariant)
     terms, weights = weighted(terms, z_loss, row_weight)

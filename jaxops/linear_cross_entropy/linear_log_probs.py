@@ -101,7 +101,9 @@ def linear_log_probs(
         returned or the logits are kept.
       transpose_weight: whether weight is (H, V).
       vocab_axis: inside shard_map, the mesh axis over which V is split. weight and bias are then this device's part,
-        while labels count all classes. x, labels and temperature are the same along the axis.
+        while labels count all classes. x, labels and temperature are the same along the axis. A weight that in_specs
+        does not split over the axis is refused, unless `check_vma` is off: then nothing tells it from a part, and
+        every class counts once for each device.
       chunk_rows: about how many rows' worth of logits exists at a time, in tiles of some columns; they are computed in
         both passes. None keeps up to 2^24 logits between the passes; more are computed in tiles of 2^18 logits, and at
         least 256 and H / 2 columns of all rows.
@@ -154,7 +156,7 @@ def linear_log_probs(
     require(labels.shape == rows, _NAME, "labels", f"have shape {list(rows)}, as x has rows", labels)
     temperature = _checked_temperature(temperature, rows)
     x, labels, temperature = _agreeing_rows(x, labels, temperature)
-    vocabulary = Vocabulary.of(_NAME, weight.shape[0], vocab_axis)
+    vocabulary = Vocabulary.of(_NAME, weight, vocab_axis)
 
     # An ignored row may hold NaN, which a gradient of zero would not remove.
     kept, labels = differ_from(labels, ignore_index), wide_ids(labels)

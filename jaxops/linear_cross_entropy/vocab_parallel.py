@@ -18,6 +18,7 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator
+from jaxops._primitive.sharding import require_split
 from jaxops.linear_cross_entropy.logits import broadcast_rows, is_present, linear_logits, pick
 from jaxops.linear_cross_entropy.rounded_products import rounded_products
 from jaxops.linear_cross_entropy.row_chunks import default_chunk_rows, map_rows, of_all_devices
@@ -58,6 +59,9 @@ def fused_linear_online_max_sum(
       end: the class after the part's last.
       return_logits: whether to return the logits, rounded to the dtype of x. The statistics come from unrounded ones.
     """
+    if isinstance(start, jax.Array):
+        # Parts that begin at different classes are different parts of a weight.
+        require_split("fused_linear_online_max_sum", "weight", weight, start)
     largest = jnp.iinfo(target.dtype).max
     start, end = (jnp.asarray(min(at, largest) if isinstance(at, int) else at, target.dtype) for at in (start, end))
     *rows, logits = _ONLINE_MAX_SUM(x, weight, target, start, end, return_logits=return_logits)

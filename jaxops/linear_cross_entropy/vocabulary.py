@@ -18,11 +18,14 @@ class Vocabulary(NamedTuple):
     axis: str | None
 
     @classmethod
-    def of(cls, operator: str, columns: int, axis: str | None) -> "Vocabulary":
-        """The vocabulary, from the number of columns on this device."""
+    def of(cls, operator: str, weight: jax.Array, axis: str | None) -> "Vocabulary":
+        """The vocabulary, from this device's part of the weight (V, H)."""
+        columns = weight.shape[0]
         if axis is None:
             return cls(columns, columns, None)
-        return cls(columns, columns * sharding.axis_size(operator, "vocab_axis", axis), axis)
+        parts = sharding.axis_size(operator, "vocab_axis", axis)
+        sharding.require_split(operator, "weight", weight, jax.lax.axis_index(axis))
+        return cls(columns, columns * parts, axis)
 
     @property
     def first(self) -> jax.Array | int:
