@@ -80,7 +80,7 @@ def response_norm_case(shape: tuple[int, int, int, int], n: int, repeats: int) -
     first = [jnp.asarray(array) for array in (x, dy)]
     last = [jnp.asarray(np.ascontiguousarray(np.moveaxis(array, 1, -1))) for array in (x, dy)]
     candidates = {
-        "jaxops": value_and_gradient(functools.partial(local_response_norm, n=n), *first),
+        "jaxops": value_and_gradient(functools.partial(local_response_norm, n=n, layout="NCHW"), *first),
         "reduce_window + jax.grad": value_and_gradient(functools.partial(obvious_response_norm, n=n), *first),
         "jaxops, NHWC": value_and_gradient(functools.partial(local_response_norm, n=n, layout="NHWC"), *last),
         "reduce_window + jax.grad, NHWC": value_and_gradient(
@@ -100,7 +100,7 @@ def divisive_case(shape: tuple[int, int, int, int], n: int, with_means: bool, re
     operands = (x, means, dy) if with_means else (x, dy)
     obvious = functools.partial(obvious_divisive_with_means, counts=counts) if with_means else obvious_divisive
     candidates = {
-        "jaxops": value_and_gradient(functools.partial(divisive_norm, n=n), *operands),
+        "jaxops": value_and_gradient(functools.partial(divisive_norm, n=n, layout="NCHW"), *operands),
         "reduce_window + jax.grad": value_and_gradient(functools.partial(obvious, n=n), *operands),
     }
     what = "means" if with_means else "means of zero"

@@ -109,7 +109,7 @@ def cases(shape: tuple[int, int, int, int], geometry: tuple[int, int, int], repe
             candidates["torch"] = torch_value_and_gradient(kind, x, dy, geometry)
         found.append(case(f"{kind} {what}, forward + gradient", candidates, repeats))
     desc = mcdnn.PoolingDescriptor("MAX", window, padding, stride, "PROPAGATE_NAN")
-    y = max_pool(first[0], window, stride=stride, padding=padding)
+    y = max_pool(first[0], window, stride=stride, padding=padding, layout="NCHW")
     candidates = {
         "jaxops, from x": compiled(functools.partial(mcdnn.pooling_backward, desc), y, first[1], first[0]),
         "select-and-scatter, from x": compiled(lambda x, dy: jax.vjp(by_xla("max", *geometry), x)[1](dy)[0], *first),

@@ -73,7 +73,9 @@ def cases() -> Iterator[Case]:
         yield Case(f"softmax {text(x)}", jaxops.softmax, (x,))
         yield Case(f"softmax {text(x)}, with gradient", with_gradient(jaxops.softmax), (x, x), again=x)
     for x in (shape(128, 96, 55, 55), shape(128, 256, 27, 27), shape(64, 64, 112, 112, dtype=BF16)):
-        yield Case(f"local_response_norm {text(x)}", functools.partial(jaxops.local_response_norm, n=5), (x,))
+        yield Case(
+            f"local_response_norm {text(x)}", functools.partial(jaxops.local_response_norm, n=5, layout="NCHW"), (x,)
+        )
     for leaf in (shape(65536, 1024), shape(4096, 14336), shape(32000, 4096, dtype=BF16)):
         leaves = (leaf,) * 5
         donating = jax.jit(adam_step, donate_argnums=(1, 2, 3, 4))

@@ -49,7 +49,9 @@ def _batch_norm_arguments(*sizes: Any) -> tuple[jax.Array, ...]:
 
 def _normalized(activation: str | None, has_residual: bool, x: jax.Array, scale: jax.Array, bias: jax.Array) -> Any:
     def normalized(x: jax.Array, scale: jax.Array, bias: jax.Array, *residual: jax.Array) -> jax.Array:
-        return batch_norm(x, scale, bias, activation=activation, residual=residual[0] if residual else None).y
+        return batch_norm(
+            x, scale, bias, activation=activation, residual=residual[0] if residual else None, layout="NCHW"
+        ).y
 
     return _with_gradient(normalized, x, scale, bias, *([jnp.flip(x, 0)] if has_residual else []))
 
@@ -158,7 +160,7 @@ SUITE = (
     ),
     Case(
         "local response norm",
-        functools.partial(_with_gradient, local_response_norm),
+        functools.partial(_with_gradient, functools.partial(local_response_norm, layout="NCHW")),
         _arrays,
         _IMAGES,
         _LARGE_IMAGES,

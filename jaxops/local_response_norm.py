@@ -22,6 +22,7 @@ _ADDED_AXES = {"NCHW": (2,), "NHWC": (4, 5, 6), "NCDHW": (), "NDHWC": (5, 6, 7)}
 _CHANNELS = -4
 
 
+@layouts.layout_required
 def local_response_norm(
     x: jax.Array,
     *,
@@ -29,7 +30,7 @@ def local_response_norm(
     alpha: float = 1e-4,
     beta: float = 0.75,
     k: float = 2.0,
-    layout: str | None = None,
+    layout: str,
 ) -> jax.Array:
     """Divides each activation by a power of the mean square over neighbouring channels: `y = x * s**-beta`.
 
@@ -44,14 +45,14 @@ def local_response_norm(
       alpha: the factor of the mean square.
       beta: the power.
       k: the constant added to the mean square.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". None means channels first, by the rank of x.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". There is no default.
 
     Returns:
       An array with the shape and dtype of x.
 
     Raises:
-      BadParamError: if x is not floating point, its rank does not match the layout, n is not a positive integer, or
-        another attribute is not a number.
+      BadParamError: if x is not floating point, no layout is given or its rank does not match it, n is not a
+        positive integer, or another attribute is not a number.
 
     Numerics:
       Computed in float32 (float64 for float64) and rounded once, forward and backward. A power that is not an integer
@@ -62,7 +63,7 @@ def local_response_norm(
 
     Example:
       >>> x = jnp.array([1.0, 2.0, 3.0]).reshape(1, 3, 1, 1)  # three channels, one pixel
-      >>> y = jaxops.local_response_norm(x, n=3, alpha=3.0, beta=1.0, k=0.0)
+      >>> y = jaxops.local_response_norm(x, n=3, alpha=3.0, beta=1.0, k=0.0, layout="NCHW")
       >>> print(np.asarray(y.ravel()).round(3))  # 1 / (1 + 4), 2 / (1 + 4 + 9), 3 / (4 + 9)
       [0.2   0.143 0.231]
 

@@ -175,7 +175,7 @@ class Explanation:
         """What a rewrite would do in one place, and the operator that a user could call there instead."""
         # What a gradient holds is found in the loss as well, where more of it is saved.
         advice = ["rewrite losses before they are differentiated"] if one.pattern == "row_cone" else []
-        advice += dict.fromkeys(f"call {x.replacement}" for x in self.opportunities if x.source == one.source)
+        advice += dict.fromkeys(f"call {x.call}" for x in self.opportunities if x.source == one.source)
         would = f"`lowering.rewrite` would save about {megabytes(one.saved_bytes)} by {one.pattern}"
         return f"{one.source}: {would}: {'; '.join(filter(None, (one.detail, one.remark, ', or '.join(advice))))}"
 

@@ -130,12 +130,14 @@ class Finding:
       detail: what it computes there, in words.
       saved_bytes: about how much a replacement saves in temporaries; None if sizes are symbolic.
       obstacle: why a replacement would save nothing after all, in words; empty if it saves.
+      arguments: what a call must say besides its operands, such as 'layout="NHWC"'; may be empty.
     """
 
     operation: Operation
     detail: str
     saved_bytes: int | None
     obstacle: str = ""
+    arguments: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +173,7 @@ class Opportunity:
       saved_bytes: about how much the replacement saves in temporaries; None if sizes are symbolic.
       remark: under which condition it saves memory, or what else changes.
       obstacle: why it would save nothing; empty if it saves.
+      arguments: what a call must say besides its operands, such as 'layout="NHWC"'; may be empty.
     """
 
     pattern: str
@@ -181,10 +184,16 @@ class Opportunity:
     saved_bytes: int | None
     remark: str
     obstacle: str
+    arguments: str = ""
+
+    @property
+    def call(self) -> str:
+        """The replacement, with what a call of it must say."""
+        return f"{self.replacement}(..., {self.arguments})" if self.arguments else self.replacement
 
     def __str__(self) -> str:
         times = f"{self.count} x " if self.count != 1 else ""
-        found = f"{self.source}: {times}{self.detail}: {self.replacement} would"
+        found = f"{self.source}: {times}{self.detail}: {self.call} would"
         if self.obstacle:
             return f"{found} save nothing, as {self.obstacle}"
         size = "" if self.saved_bytes is None else f" about {_megabytes(self.saved_bytes)} of"
@@ -220,6 +229,7 @@ def _opportunity(pattern: Pattern, finding: Finding, count: int) -> Opportunity:
         saved_bytes=finding.saved_bytes,
         remark=pattern.remark,
         obstacle=finding.obstacle,
+        arguments=finding.arguments,
     )
 
 

@@ -43,6 +43,8 @@ def assert_close(actual, truth, dtype="float32", scale=1.0):
 def forward_and_gradients(x, scale, bias, residual, grad, *running, **attributes):
     """The output of `batch_norm`, and the gradients of x, scale, bias and the residual if there is one."""
 
+    attributes = {"layout": "NCHW" if x.ndim == 4 else None} | attributes
+
     def forward(x, scale, bias, residual):
         out = batch_norm(x, scale, bias, *running, residual=residual, **attributes)
         return out.y, out
@@ -112,7 +114,7 @@ def test_batch_norm_rounds_once(dtype, rng):
 def test_batch_norm_keeps_float64(rng):
     with jax.enable_x64(True):
         x, scale, bias, *_ = draw(rng, dtype="float64")
-        out = batch_norm(x, scale, bias)
+        out = batch_norm(x, scale, bias, layout="NCHW")
         assert (out.y.dtype, out.saved_mean.dtype) == (jnp.float64, jnp.float64)
         np.testing.assert_allclose(out.y, oracle.training(x, scale, bias)[0], rtol=1e-12, atol=1e-12)
 
@@ -172,7 +174,7 @@ def test_batch_norm_statistics_carry_no_gradient(rng):
     x, scale, bias, *_ = draw(rng)
 
     def statistics(x, mean, var):
-        return sum(map(jnp.sum, batch_norm(x, scale, bias, mean, var)[1:]))
+        return sum(map(jnp.sum, batch_norm(x, scale, bias, mean, var, layout="NCHW")[1:]))
 
     for grad in jax.grad(statistics, (0, 1, 2))(x, np.zeros(4, np.float32), np.ones(4, np.float32)):
         assert not np.any(grad)
@@ -220,7 +222,11 @@ def test_batch_norm_needs_one_temporary_activation_at_most():
 
     def step(x, scale, bias, residual, grad):
         y, pull_back = jax.vjp(
-            lambda x, s, b, r: batch_norm(x, s, b, activation="relu", residual=r).y, x, scale, bias, residual
+            lambda x, s, b, r: batch_norm(x, s, b, activation="relu", residual=r, layout="NCHW").y,
+            x,
+            scale,
+            bias,
+            residual,
         )
         return y, pull_back(grad)
 
@@ -244,9 +250,9 @@ def test_batch_norm_inference_equals_float64(rng):
 X, ONE = np.zeros((2, 3, 4, 4), np.float32), np.ones(3, np.float32)
 REFUSALS = {
     "dtype": ((X.astype(np.int32), ONE, ONE), {}, "x must be floating point; got int32[2, 3, 4, 4]"),
-    "rank": ((X[0, 0, 0], ONE, ONE), {}, "x must have rank 2 to 5; got float32[4]"),
+    "rank": ((X[0, 0, 0], ONE, ONE), {"layout": None}, "x must have rank 2 to 5; got float32[4]"),
     "none": ((None, ONE, ONE), {}, "x must be given; got None"),
-    "scale": ((X, ONE[:2], ONE), {}, "scale must have shape (3,); got float32[2]"),
+    "scale": ((X, ONE[:2], ONE), {}, "scale must have shape (3,), the channels of NCHW; got float32[2]"),
     "bias-none": ((X, ONE, None), {}, "bias must be given; got None"),
     "bias-dtype": ((X, ONE, ONE.astype(np.int32)), {}, "bias must be floating point; got int32[3]"),
     "one-running": (
@@ -257,9 +263,19 @@ REFUSALS = {
     "per-activation": (
         (X, ONE, ONE),
         {"mode": "per_activation", "layout": "NHWC"},
-        "scale must have shape (4, 3, 4); got float32[3]",
+        "scale must have shape (4, 3, 4), an image of NHWC with channels first; got float32[3]",
     ),
     "mode": ((X, ONE, ONE), {"mode": "batch"}, "mode must be one of spatial, per_activation; got 'batch'"),
+    "layout-missing": (
+        (X, ONE, ONE),
+        {"layout": None},
+        "layout must be NCHW or NHWC, as x has 4 axes and there is no default; got None",
+    ),
+    "volume-layout-missing": (
+        (X[None], ONE, ONE),
+        {"layout": None},
+        "layout must be NCDHW or NDHWC, as x has 5 axes and there is no default; got None",
+    ),
     "layout": (
         (X, ONE, ONE),
         {"layout": "CHWN"},
@@ -295,7 +311,7 @@ REFUSALS = {
 @pytest.mark.parametrize(("operands", "attributes", "words"), REFUSALS.values(), ids=REFUSALS)
 def test_batch_norm_refuses_bad_input(operands, attributes, words):
     def call(*operands):
-        return batch_norm(*operands, **attributes)
+        return batch_norm(*operands, **{"layout": "NCHW"} | attributes)
 
     for ask in (call, jax.jit(call), lambda *operands: lowering.explain(call, *operands)):
         with pytest.raises(BadParamError) as refusal:
@@ -310,13 +326,13 @@ def images(rng, shape=(16, 2, 1, 2), residual=False):
 
 
 def fused(x, scale, bias, residual):
-    return batch_norm(x, scale, bias, residual=residual, activation=("elu", 0.5)).y
+    return batch_norm(x, scale, bias, residual=residual, activation=("elu", 0.5), layout="NCHW").y
 
 
 CASES = [
     contract.Case(
         "plain",
-        lambda *operands: batch_norm(*operands).y,
+        lambda *operands: batch_norm(*operands, layout="NCHW").y,
         images,
         (0, 1, 2),
         (0, None, None),
@@ -345,7 +361,7 @@ CASES = [
 # Elementwise, with JAX's own derivative: what could break here breaks in the others.
 INFERENCE = contract.Case(
     "inference",
-    lambda x, scale, bias, mean: batch_norm_inference(x, scale, bias, mean, scale, activation="tanh"),
+    lambda x, scale, bias, mean: batch_norm_inference(x, scale, bias, mean, scale, activation="tanh", layout="NCHW"),
     lambda rng: (*images(rng), np.zeros(2, np.float32)),
     (0, 1, 2, 3),
     (0, None, None, None),

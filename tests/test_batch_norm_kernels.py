@@ -210,7 +210,11 @@ def test_batch_norm_gradient_launches_its_kernels(name):
 
     def step(x, scale, bias, residual):
         y, pull_back = jax.vjp(
-            lambda *xs: batch_norm(*xs[:3], residual=xs[3], activation="relu").y, x, scale, bias, residual
+            lambda *xs: batch_norm(*xs[:3], residual=xs[3], activation="relu", layout="NCHW").y,
+            x,
+            scale,
+            bias,
+            residual,
         )
         return pull_back(y)
 
@@ -224,7 +228,7 @@ def test_batch_norm_runs_the_interpreted_kernel():
     x, ones = rng.normal(size=(4, 8, 4, 4)).astype(np.float32), np.ones(8, np.float32)
 
     def loss(x):
-        return jnp.sum(jnp.sin(batch_norm(x, ones, ones, activation="relu").y))
+        return jnp.sum(jnp.sin(batch_norm(x, ones, ones, activation="relu", layout="NCHW").y))
 
     with lowering.use("interpret:mosaic_tpu"):
         assert "mosaic_tpu" in str(lowering.explain(jax.grad(loss), x))

@@ -25,7 +25,9 @@ class BatchNorm(eqx.Module):
 
     def __call__(self, x, state, residual):
         mean, var = state.get(self.running)
-        out = batch_norm(x, self.scale, self.bias, mean, var, momentum=MOMENTUM, activation="relu", residual=residual)
+        out = batch_norm(
+            x, self.scale, self.bias, mean, var, momentum=MOMENTUM, activation="relu", residual=residual, layout="NCHW"
+        )
         return out.y, state.set(self.running, (out.running_mean, out.running_var))
 
 
@@ -101,7 +103,7 @@ def test_equinox_model_infers_with_what_it_averaged(rng):
     for _ in range(200):
         _, state = eqx.filter_jit(model)(x, state, zeros)
     mean, var = state.get(model.running)
-    y = batch_norm_inference(x, model.scale, model.bias, mean, var)
+    y = batch_norm_inference(x, model.scale, model.bias, mean, var, layout="NCHW")
     wide = x.astype(np.float64)
     expected_var = wide.var((0, 2, 3), ddof=1, keepdims=True)
     truth = (wide - wide.mean((0, 2, 3), keepdims=True)) / np.sqrt(expected_var + 1e-5)

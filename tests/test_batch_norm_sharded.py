@@ -30,7 +30,7 @@ def test_batch_norm_of_a_split_batch_has_the_statistics_of_all_of_it(axis_type, 
     @jax.jit
     def step(x, scale, bias, residual):
         def loss(x, scale, bias, residual):
-            out = batch_norm(x, scale, bias, 0 * scale, scale, residual=residual, activation="relu")
+            out = batch_norm(x, scale, bias, 0 * scale, scale, residual=residual, activation="relu", layout="NCHW")
             return jnp.sum(jnp.sin(out.y)), out
 
         return jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(x, scale, bias, residual)
@@ -79,7 +79,7 @@ def test_batch_norm_refuses_an_axis_that_no_shard_map_splits(axis_name, rng):
     x, scale, bias, _ = draw(rng)
 
     def train(x):
-        return batch_norm(x, scale, bias, axis_name=axis_name).y
+        return batch_norm(x, scale, bias, axis_name=axis_name, layout="NCHW").y
 
     message = "batch_norm: axis_name must name a mesh axis of the surrounding shard_map, and there is none here; got "
     for call in (train, jax.vmap(train, axis_name="batch"), jax.jit(jax.vmap(train, axis_name="batch"))):
@@ -112,6 +112,6 @@ def test_batch_norm_kernels_refuse_a_split_batch(rng):
     x, scale, bias, _ = draw(rng)
     x = jax.device_put(x, NamedSharding(mesh, P("data")))
     with lowering.use("pallas"):
-        traced = jax.jit(lambda x: batch_norm(x, scale, bias).y).trace(x)
+        traced = jax.jit(lambda x: batch_norm(x, scale, bias, layout="NCHW").y).trace(x)
         with pytest.raises(NotSupportedError, match="x is split over a mesh"):
             traced.lower(lowering_platforms=("tpu",))

@@ -134,7 +134,7 @@ def averages(name, x, running_mean, running_variance, momentum):
     """Running mean and variance after a training call."""
     one, zero = np.ones(3, np.float32), np.zeros(3, np.float32)
     if name == "batch_norm":
-        return jaxops.batch_norm(x, one, zero, running_mean, running_variance, momentum=momentum)[1:3]
+        return jaxops.batch_norm(x, one, zero, running_mean, running_variance, momentum=momentum, layout="NCHW")[1:3]
     mode = {"norm": ("PER_CHANNEL", "NORM", "STANDARD"), "ex": ("SPATIAL", "OPS_BN"), "bn": ("SPATIAL",)}[name]
     function = {
         "norm": mcdnn.normalization_forward_training,

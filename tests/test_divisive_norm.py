@@ -29,6 +29,7 @@ def draw(rng, shape=(2, 3, 5, 6), dtype="float32"):
 def results(x, means, dy, **attributes):
     """y and the gradients of x and, if there are means, of those."""
     operands = (x,) if means is None else (x, means)
+    attributes = {"layout": "NCHW" if x.ndim == 4 else "NCDHW"} | attributes
     y, pull_back = jax.vjp(jax.jit(lambda *xs: divisive_norm(*xs, **attributes)), *operands)
     return y, *pull_back(jnp.asarray(dy))
 
@@ -50,19 +51,18 @@ def test_divisive_norm_equals_loops_in_float64(attributes, shape, with_means, rn
 def test_divisive_norm_takes_every_layout(layout, rng):
     arrays = draw(rng, (2, 2, 3, 4, 2)[: len(layout)])
     truth = oracle.within_channels(*arrays, n=4, **STRONG)
-    for name in (layout, None) if layout.startswith("NC") else (layout,):
-        moved = [array.transpose(AXES[layout]) for array in arrays]
-        for actual, exact in zip(results(*moved, n=4, **STRONG, layout=name), truth, strict=True):
-            np.testing.assert_allclose(actual, exact.transpose(AXES[layout]), rtol=1e-5, atol=1e-5)
+    moved = [array.transpose(AXES[layout]) for array in arrays]
+    for actual, exact in zip(results(*moved, n=4, **STRONG, layout=layout), truth, strict=True):
+        np.testing.assert_allclose(actual, exact.transpose(AXES[layout]), rtol=1e-5, atol=1e-5)
 
 
 def test_divisive_norm_works_out():
     # Windows of two look ahead; with alpha = 4 the squared deviations from 1 are summed as they are.
     x = np.array([[1, 2], [3, 4]], np.float32)[None, None]
-    y = divisive_norm(x, np.ones_like(x), n=2, alpha=4.0, beta=1.0, k=1.0)
+    y = divisive_norm(x, np.ones_like(x), n=2, alpha=4.0, beta=1.0, k=1.0, layout="NCHW")
     np.testing.assert_allclose(y[0, 0], [[1 / (1 + 14), 2 / (1 + 10)], [3 / (1 + 13), 4 / (1 + 9)]], rtol=1e-6)
     # In a volume of depth 1 the divisor is n**3 all the same.
-    y = divisive_norm(x[:, :, None], n=2, alpha=8.0, beta=1.0, k=1.0)
+    y = divisive_norm(x[:, :, None], n=2, alpha=8.0, beta=1.0, k=1.0, layout="NCDHW")
     np.testing.assert_allclose(y[0, 0, 0], [[1 / (1 + 30), 2 / (1 + 20)], [3 / (1 + 25), 4 / (1 + 16)]], rtol=1e-6)
 
 
@@ -142,7 +142,7 @@ def test_divisive_norm_keeps_what_overflows_to_its_windows(pixel, n, rng):
     with np.errstate(over="ignore", invalid="ignore"):
         truth = [oracle.within_channels(x, m, dy, n=n, **STRONG)[0] for m in (zeros, means)]
     for m, exact in zip((None, zeros, means), (truth[0], *truth), strict=True):
-        np.testing.assert_allclose(divisive_norm(x, m, n=n, **STRONG), exact, rtol=1e-5, atol=1e-11)
+        np.testing.assert_allclose(divisive_norm(x, m, n=n, **STRONG, layout="NCHW"), exact, rtol=1e-5, atol=1e-11)
 
 
 @pytest.mark.sampled
@@ -177,7 +177,7 @@ def test_divisive_norm_passes_gradients_through_a_layer_of_means(rng):
     def blurred(x):
         return sum(jnp.roll(x, shift, axis) for shift in (-1, 0, 1) for axis in (2, 3)) / 6
 
-    grad = jax.grad(lambda x: jnp.sum(dy * divisive_norm(x, blurred(x), **attributes)))(x)
+    grad = jax.grad(lambda x: jnp.sum(dy * divisive_norm(x, blurred(x), **attributes, layout="NCHW")))(x)
     step, exact = 1e-6, np.zeros(x.shape)
     for at in np.ndindex(x.shape):
         values = []
@@ -220,7 +220,7 @@ def test_divisive_norm_of_nothing(shape, with_means):
 
 
 def test_explain_shows_divisive_norm():
-    loss = jax.grad(lambda x: jnp.sum(divisive_norm(x, x)))
+    loss = jax.grad(lambda x: jnp.sum(divisive_norm(x, x, layout="NCHW")))
     rows = lowering.explain(loss, np.zeros((2, 3, 4, 4), np.float32)).rows
     assert [row.operator for row in rows] == ["divisive_norm", "divisive_norm_backward"]
 
@@ -238,6 +238,12 @@ REFUSALS = {
         {},
         "means must have x's shape and dtype, float32[2, 3, 4, 5]; got float16[2, 3, 4, 5]",
     ),
+    "layout-missing": (
+        X,
+        None,
+        {"layout": None},
+        "layout must be NCHW or NHWC, as x has 4 axes and there is no default; got None",
+    ),
     "n-zero": (X, None, {"n": 0}, "n must be an integer from 1 to 2147483647; got 0"),
     "alpha": (X, None, {"alpha": None}, "alpha must be a finite number that float32 can hold; got None"),
 }
@@ -246,7 +252,7 @@ REFUSALS = {
 @pytest.mark.parametrize(("x", "means", "attributes", "words"), REFUSALS.values(), ids=REFUSALS)
 def test_divisive_norm_refuses_bad_input(x, means, attributes, words):
     def call(*operands):
-        return divisive_norm(*operands, **attributes)
+        return divisive_norm(*operands, **{"layout": "NCHW"} | attributes)
 
     for ask in (call, jax.jit(call), lambda *operands: lowering.explain(call, *operands)):
         with pytest.raises(BadParamError) as refusal:
@@ -266,7 +272,7 @@ def test_divisive_norm_operators_refuse_other_shapes():
 def case(name, shape, operands, **attributes):
     return contract.Case(
         name,
-        lambda *xs: divisive_norm(*xs, **STRONG, **attributes),
+        lambda *xs: divisive_norm(*xs, **STRONG, **{"layout": "NCHW"} | attributes),
         lambda rng: tuple(rng.normal(size=shape).astype(np.float32) for _ in range(operands)),
         differentiable=tuple(range(operands)),
         batched=(0,) * operands,

@@ -30,7 +30,7 @@ def channels_first(x):
 
 
 def normalized(x, scale, bias, residual=None, **attributes):
-    return batch_norm(x, scale, bias, residual=residual, **attributes).y
+    return batch_norm(x, scale, bias, residual=residual, **{"layout": "NCHW"} | attributes).y
 
 
 def expected_inference(x, scale, bias, mean, variance):
@@ -66,7 +66,7 @@ LAYOUTS = {
         [P("b", None, None, "a"), P(), P()],
     ),
     "inference-nchw-width": (
-        batch_norm_inference,
+        functools.partial(batch_norm_inference, layout="NCHW"),
         expected_inference,
         [IMAGE, *[CHANNELS] * 4],
         [P("b", None, None, "a"), *[P()] * 4],

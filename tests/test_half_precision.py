@@ -34,7 +34,7 @@ class Row:
 
 
 def batch_norm(x, scale, bias):
-    return jaxops.batch_norm(x, scale, bias).y
+    return jaxops.batch_norm(x, scale, bias, layout="NCHW").y
 
 
 def summed_windows(dy, window):
@@ -77,7 +77,7 @@ ROWS = {
         lambda dy, x: (softmax_oracle.backward(softmax_oracle.forward(x, (-1,), True), dy, (-1,), True),),
     ),
     "avg_pool": Row(
-        lambda x: jaxops.avg_pool(x, window=16, stride=1),
+        lambda x: jaxops.avg_pool(x, window=16, stride=1, layout="NCHW"),
         ((1, 2, 40, 40),),
         lambda dy, x: (summed_windows(dy, 16),),
     ),
@@ -99,12 +99,12 @@ ROWS = {
         (2.0**-14, 2.0**6),
     ),
     "local_response_norm": Row(
-        lambda x: jaxops.local_response_norm(x, **RESPONSE),
+        lambda x: jaxops.local_response_norm(x, **RESPONSE, layout="NCHW"),
         ((1, 9, 4, 4),),
         lambda dy, x: local_response_norm_oracle.across_channels(x, dy, **RESPONSE)[1:],
     ),
     "divisive_norm": Row(
-        lambda x, means: jaxops.divisive_norm(x, means, **RESPONSE),
+        lambda x, means: jaxops.divisive_norm(x, means, **RESPONSE, layout="NCHW"),
         ((1, 2, 6, 7), (1, 2, 6, 7)),
         lambda dy, x, means: local_response_norm_oracle.within_channels(x, means, dy, **RESPONSE)[1:],
     ),

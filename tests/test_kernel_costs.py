@@ -42,7 +42,7 @@ CASES = {
     "softmax": (with_gradient(jaxops.softmax), [shaped(64, 256)], 5, 5),
     "ema_adam": (ema_adam, [shaped(64, 256)] * 5, 9, 9),
     "local_response_norm": (
-        with_gradient(lambda x: jaxops.local_response_norm(x, n=5)),
+        with_gradient(lambda x: jaxops.local_response_norm(x, n=5, layout="NCHW")),
         [shaped(2, 8, 16, 16)],
         5,
         5,

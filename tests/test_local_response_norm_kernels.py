@@ -101,7 +101,7 @@ def test_local_response_norm_gradient_launches_its_kernels(name):
     platform, custom_call = KERNELS[name][0].KERNEL.platform, KERNELS[name][3]
 
     def step(x):
-        y, pull_back = jax.vjp(local_response_norm, x)
+        y, pull_back = jax.vjp(lambda x: local_response_norm(x, layout="NCHW"), x)
         return pull_back(y)
 
     with lowering.use("pallas"):
@@ -113,7 +113,7 @@ def test_local_response_norm_runs_the_interpreted_kernel():
     (x,) = draw((4, 8, 4, 4), count=1)
 
     def loss(x):
-        return jnp.sum(jnp.sin(local_response_norm(x, **STRONG)))
+        return jnp.sum(jnp.sin(local_response_norm(x, **STRONG, layout="NCHW")))
 
     with lowering.use("interpret:mosaic_tpu"):
         assert "mosaic_tpu" in str(lowering.explain(jax.grad(loss), x))

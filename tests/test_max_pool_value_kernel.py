@@ -93,7 +93,7 @@ def test_max_pool_value_kernel_runs_where_it_pays_and_gives_way_elsewhere():
         return report.rows[0].implementation, "".join(refusal.reason for refusal in report.rows[0].refusals)
 
     with lowering.use("pallas"):
-        assert chosen((256, 64, 112, 112), window=3, stride=2, padding=1)[0].startswith("mosaic_tpu")
+        assert chosen((256, 64, 112, 112), window=3, stride=2, padding=1, layout="NCHW")[0].startswith("mosaic_tpu")
         assert chosen((256, 56, 56, 128), "bfloat16", window=2, layout="NHWC")[0].startswith("mosaic_tpu")
         assert chosen((256, 112, 112, 64), "bfloat16", window=3, stride=2, layout="NHWC")[0].startswith("mosaic_tpu")
         reasons = {

@@ -215,6 +215,7 @@ def test_what_saves_most_comes_first() -> None:
         "jaxops.dropout",
         "jaxops.max_pool",
     ]
+    assert 'jaxops.max_pool(..., layout="NHWC") would replace this' in str(explanation.opportunities[2])
     saved = [x.saved_bytes for x in explanation.opportunities]
     assert saved == sorted(saved, reverse=True)
     assert str(explanation.opportunities[1]).endswith("of temporaries with other random bits")

@@ -1,6 +1,7 @@
 """`max_pool` and `avg_pool`: values and gradients against loops in NumPy float64, and what every operator promises."""
 
 import importlib
+import inspect
 
 import contract
 import flax.linen as nn
@@ -14,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from pooling_oracle import AXES, GEOMETRIES, expected, make_case
 
+import jaxops
 import lowering
 from jaxops import avg_pool, max_pool
 from jaxops._checks.errors import BadParamError
@@ -22,6 +24,7 @@ from jaxops.pooling import windows
 
 def pooled(kind, geometry, layout=None):
     _, window, stride, padding = geometry
+    layout = layout or {2: "NCHW", 3: "NCDHW"}[len(window)]
     attributes = {"stride": stride, "padding": padding, "layout": layout}
     if kind == "max":
         return lambda x: max_pool(x, window, **attributes)
@@ -131,11 +134,9 @@ def test_pooling_takes_paddings_as_flax_does(rng):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("pool", [max_pool, avg_pool])
-@pytest.mark.parametrize("layout", [None, *AXES])
+@pytest.mark.parametrize("layout", AXES)
 def test_pooling_of_one_image_is_that_of_a_batch_of_one(layout, pool, rng):
-    shape = {None: (3, 5, 4), "NCHW": (3, 5, 4), "NHWC": (5, 4, 3), "NCDHW": (3, 2, 5, 4), "NDHWC": (2, 5, 4, 3)}[
-        layout
-    ]
+    shape = {"NCHW": (3, 5, 4), "NHWC": (5, 4, 3), "NCDHW": (3, 2, 5, 4), "NDHWC": (2, 5, 4, 3)}[layout]
     x = jnp.asarray(rng.permutation(int(np.prod(shape))).reshape(shape), jnp.float32)
 
     def one(x):
@@ -155,7 +156,7 @@ def test_padding_by_name_follows_symbolic_sizes_where_it_can():
 
     def output_shape(extent, stride):
         x = jax.ShapeDtypeStruct((1, 1, extent, 8), jnp.float32)
-        return jax.eval_shape(lambda x: max_pool(x, 3, stride=stride, padding="SAME"), x).shape
+        return jax.eval_shape(lambda x: max_pool(x, 3, stride=stride, padding="SAME", layout="NCHW"), x).shape
 
     assert output_shape(n, 1) == (1, 1, n, 8)
     assert output_shape(2 * n, 2) == (1, 1, n, 4)
@@ -167,9 +168,11 @@ def test_padding_by_name_follows_symbolic_sizes_where_it_can():
 
 def test_avg_pool_of_many_bfloat16_ones_is_one():
     x = jnp.ones((1, 1, 64, 64), jnp.bfloat16)
-    assert avg_pool(x, 64)[0, 0, 0, 0] == 1
+    assert avg_pool(x, 64, layout="NCHW")[0, 0, 0, 0] == 1
     # 64 windows of width 64 hold the last column.
-    grad = jax.grad(lambda x: jnp.sum(avg_pool(x, (1, 64), stride=1, padding=(0, 63)).astype(jnp.float32)))(x)
+    grad = jax.grad(
+        lambda x: jnp.sum(avg_pool(x, (1, 64), stride=1, padding=(0, 63), layout="NCHW").astype(jnp.float32))
+    )(x)
     np.testing.assert_array_equal(grad.astype(np.float32), 1)
 
 
@@ -188,7 +191,7 @@ def test_max_pool_gradient_goes_to_the_first_of_equals():
     x = np.zeros((1, 1, 3, 3), np.float32)
     x[0, 0, 0, 2] = x[0, 0, 1, 0] = x[0, 0, 2, 1] = 1  # the first row has its maximum last
     for given in (x, np.where(x == 0, -0.0, x - 1).astype(np.float32)):  # -0.0 and 0.0 are equal as well
-        grad = jax.grad(lambda x: max_pool(x, 3)[0, 0, 0, 0])(given)
+        grad = jax.grad(lambda x: max_pool(x, 3, layout="NCHW")[0, 0, 0, 0])(given)
         first = (0, 2) if given is x else (0, 0)
         assert [*zip(*np.nonzero(grad[0, 0]), strict=True)] == [first]
 
@@ -197,7 +200,7 @@ def test_max_pool_gradient_goes_to_the_first_of_equals():
 def test_max_pool_passes_nan_on_and_its_gradient_to_the_first(dtype):
     x = np.array([[3, np.inf, 2, 1], [np.nan, -np.nan, 0, 1], [1, 2, 3, 4]], np.float32)[None, None]
     x = jnp.asarray(x, dtype)
-    y, grad = value_and_gradient(lambda x: max_pool(x, 2, stride=1), x, jnp.ones((1, 1, 2, 3), dtype))
+    y, grad = value_and_gradient(lambda x: max_pool(x, 2, stride=1, layout="NCHW"), x, jnp.ones((1, 1, 2, 3), dtype))
     np.testing.assert_array_equal(y[0, 0].astype(np.float32), [[np.nan, np.nan, 2], [np.nan, np.nan, 4]])
     # NaN at (1, 0) is the first in two windows, that at (1, 1) in the two to its right.
     expected_grad = [[0, 0, 1, 0], [2, 2, 0, 0], [0, 0, 0, 1]]
@@ -207,7 +210,9 @@ def test_max_pool_passes_nan_on_and_its_gradient_to_the_first(dtype):
 def test_max_pool_never_takes_padding():
     for value in (-1.0, -np.inf, np.finfo(np.float32).min):
         x = np.full((1, 1, 3, 3), value, np.float32)
-        y, grad = value_and_gradient(lambda x: max_pool(x, 3, stride=2, padding=2), x, jnp.ones((1, 1, 3, 3)))
+        y, grad = value_and_gradient(
+            lambda x: max_pool(x, 3, stride=2, padding=2, layout="NCHW"), x, jnp.ones((1, 1, 3, 3))
+        )
         np.testing.assert_array_equal(y, np.full((1, 1, 3, 3), value, np.float32))
         # Windows start at -2, 0 and 2, so the first elements inside are at 0, 0 and 2.
         np.testing.assert_array_equal(grad[0, 0], [[4, 0, 2], [0, 0, 0], [2, 0, 1]])
@@ -216,14 +221,14 @@ def test_max_pool_never_takes_padding():
 def test_max_pool_keeps_nan_and_infinity_of_cotangents_in_their_place(rng):
     x = rng.permutation(36).reshape(1, 1, 6, 6).astype(np.float32)
     cotangent = jnp.ones((1, 1, 3, 3)).at[0, 0, 1, 1].set(jnp.nan).at[0, 0, 0, 0].set(jnp.inf)
-    _, grad = value_and_gradient(lambda x: max_pool(x, 2), x, cotangent)
+    _, grad = value_and_gradient(lambda x: max_pool(x, 2, layout="NCHW"), x, cotangent)
     assert np.isnan(grad).sum() == np.isinf(grad).sum() == 1
 
 
 @pytest.mark.parametrize("pool", [max_pool, avg_pool])
 @pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 0, 4, 4)], ids=str)
 def test_pooling_of_no_images(shape, pool):
-    y, grad = value_and_gradient(lambda x: pool(x, 2), jnp.zeros(shape), jnp.zeros((*shape[:2], 2, 2)))
+    y, grad = value_and_gradient(lambda x: pool(x, 2, layout="NCHW"), jnp.zeros(shape), jnp.zeros((*shape[:2], 2, 2)))
     assert y.shape == (*shape[:2], 2, 2)
     assert grad.shape == shape
 
@@ -232,7 +237,7 @@ def test_pooling_of_no_images(shape, pool):
 def test_pooling_gradients_scatter_nothing_and_repeat_in_every_bit(pool, rng):
     x = jnp.asarray(rng.normal(size=(4, 8, 15, 15)), jnp.float32)
     weights = jnp.asarray(rng.normal(size=(4, 8, 8, 8)), jnp.float32)
-    gradient = jax.jit(jax.grad(lambda x: jnp.sum(weights * pool(x, 3, stride=2, padding=1))))
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(weights * pool(x, 3, stride=2, padding=1, layout="NCHW"))))
     assert "scatter" not in gradient.lower(x).as_text()
     first = np.asarray(gradient(x))
     assert all(np.array_equal(first, gradient(x)) for _ in range(3))
@@ -241,7 +246,7 @@ def test_pooling_gradients_scatter_nothing_and_repeat_in_every_bit(pool, rng):
 @pytest.mark.slow
 def test_max_pool_takes_no_temporaries_for_each_element_of_a_window():
     x = jax.ShapeDtypeStruct((4, 16, 32, 32), jnp.float32)
-    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(max_pool(x, 7, stride=1, padding=3)))))
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(max_pool(x, 7, stride=1, padding=3, layout="NCHW")))))
     temporary_bytes = gradient.lower(x).compile().memory_analysis().temp_size_in_bytes
     assert temporary_bytes < 12 * 4 * 4 * 16 * 32 * 32  # twelve times x, where its windows hold 49 times x
 
@@ -260,13 +265,13 @@ def test_max_pool_of_long_windows_runs_in_shard_map(rng):
 
 def test_avg_pool_keeps_nothing_for_its_gradient(rng):
     x = jnp.asarray(rng.normal(size=(1, 2, 6, 6)), jnp.float32)
-    pull_back = jax.vjp(lambda x: avg_pool(x, 2), x)[1]
+    pull_back = jax.vjp(lambda x: avg_pool(x, 2, layout="NCHW"), x)[1]
     assert jax.tree.leaves(pull_back) == []
 
 
 def test_explain_shows_pooling(rng):
     def loss(x):
-        return jnp.sum(avg_pool(max_pool(x, 3, stride=2, padding=1), 2))
+        return jnp.sum(avg_pool(max_pool(x, 3, stride=2, padding=1, layout="NCHW"), 2, layout="NCHW"))
 
     rows = lowering.explain(jax.grad(loss), np.zeros((2, 3, 8, 8), np.float32)).rows
     assert [row.operator for row in rows] == ["max_pool", "avg_pool", "avg_pool_backward", "max_pool_backward"]
@@ -281,6 +286,18 @@ REFUSALS = {
     "rank": (X[0, 0], 2, {}, "x must have rank 3, 4 or 5; got float32[4, 5]"),
     "dtype": (X.astype(np.int32), 2, {}, "x must be floating point; got int32[2, 3, 4, 5]"),
     "layout": (X, 2, {"layout": "NCWH"}, f"layout must be one of {LAYOUTS}; got 'NCWH'"),
+    "layout-missing": (
+        X[0],
+        2,
+        {"layout": None},
+        "layout must be NCHW or NHWC, as x has 3 axes and there is no default; got None",
+    ),
+    "layout-missing-4": (
+        X,
+        2,
+        {"layout": None},
+        "layout must be NCHW, NHWC, NCDHW or NDHWC, as x has 4 axes and there is no default; got None",
+    ),
     "layout-type": (X, 2, {"layout": 3}, f"layout must be one of {LAYOUTS}; got 3"),
     "layout-rank": (
         X[0],
@@ -344,7 +361,7 @@ REFUSALS = {
 @pytest.mark.parametrize(("x", "window", "attributes", "words"), REFUSALS.values(), ids=REFUSALS)
 def test_pooling_refuses_bad_input(x, window, attributes, words, pool):
     def call(*operands):
-        return pool(*operands, window, **attributes)
+        return pool(*operands, window, **{"layout": "NCHW"} | attributes)
 
     asks = (call, jax.jit(call), lambda *operands: lowering.explain(call, *operands))
     for ask in asks:
@@ -354,9 +371,30 @@ def test_pooling_refuses_bad_input(x, window, attributes, words, pool):
         assert refusal.value.status == "MCDNN_STATUS_BAD_PARAM"
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: max_pool(X, 2),
+        lambda: avg_pool(X, window=2),
+        lambda: jaxops.local_response_norm(X),
+        lambda: jaxops.divisive_norm(X, X),
+    ],
+)
+def test_images_without_a_layout_are_refused_in_our_words(call):
+    """And not by Python, which would not name the choices."""
+    with pytest.raises(BadParamError, match=r"layout must be NCHW.* as x has 4 axes and there is no default"):
+        call()
+
+
+@pytest.mark.parametrize("name", ["max_pool", "avg_pool", "local_response_norm", "divisive_norm"])
+def test_type_checkers_and_help_say_that_a_layout_is_needed(name):
+    layout = inspect.signature(getattr(jaxops, name)).parameters["layout"]
+    assert layout.default is inspect.Parameter.empty
+
+
 def test_avg_pool_refuses_other_than_bool():
     with pytest.raises(BadParamError, match="count_include_pad must be a bool; got 'no'"):
-        avg_pool(X, 2, count_include_pad="no")
+        avg_pool(X, 2, count_include_pad="no", layout="NCHW")
 
 
 def images(*shape):
@@ -377,7 +415,7 @@ def case(name, pool, shape, *args, **attributes):
 
 
 CASES = [
-    case("max-overlapping", max_pool, (8, 1, 5, 4), 3, stride=2, padding=1),
+    case("max-overlapping", max_pool, (8, 1, 5, 4), 3, stride=2, padding=1, layout="NCHW"),
     case("max-volume", max_pool, (8, 2, 3, 3, 1), (2, 2, 3), stride=2, padding=(1, 0, 1), layout="NDHWC"),
     case("mean-inside", avg_pool, (8, 4, 3, 2), 3, stride=2, padding=1, count_include_pad=False, layout="NHWC"),
 ]
@@ -393,4 +431,4 @@ def test_pooling_keeps_promise(case, promise, rng):
 def test_max_pool_takes_dtypes_without_infinity(dtype):
     x = jnp.arange(-8.0, 8.0).reshape(1, 1, 4, 4).astype(dtype)
     values = np.asarray(x, np.float64).reshape(2, 2, 2, 2).max((1, 3))
-    np.testing.assert_array_equal(np.asarray(max_pool(x, 2), np.float64)[0, 0], values)
+    np.testing.assert_array_equal(np.asarray(max_pool(x, 2, layout="NCHW"), np.float64)[0, 0], values)

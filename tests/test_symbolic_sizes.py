@@ -36,15 +36,21 @@ CASES = {
     "softmax": (lambda x: jaxops.softmax(x, axis=(1, 2, 3)), IMAGES),
     "log-softmax": (lambda x: jaxops.softmax(x, algorithm="log"), IMAGES),
     "dropout": (lambda x: jaxops.dropout(KEY, x, 0.4), IMAGES),
-    "batch-norm": (lambda x: jaxops.batch_norm(x, jnp.ones(3), jnp.zeros(3))[0], IMAGES),
-    "running-statistics": (lambda x: jaxops.batch_norm(x, *[jnp.ones(3)] * 4).running_var, ("n, 3, h, h", (), SQUARES)),
-    "max-pool": (lambda x: jaxops.max_pool(x, 2), IMAGES),
-    "max-pool-overlapping": (lambda x: jaxops.max_pool(x, 3, stride=2, padding=1), IMAGES),
-    "max-pool-far": (lambda x: jaxops.max_pool(x, 2, stride=3), IMAGES),
-    "avg-pool": (lambda x: jaxops.avg_pool(x, 3, stride=2, padding=1, count_include_pad=False), IMAGES),
-    "local-response-norm": (lambda x: jaxops.local_response_norm(x, n=4, alpha=2.0), CHANNELS),
-    "divisive-norm": (lambda x: jaxops.divisive_norm(x, n=5, alpha=2.0), ("n, 3, h, h", (), SQUARES)),
-    "divisive-norm-means": (lambda x: jaxops.divisive_norm(x, jnp.roll(x, 1, -1), n=5, alpha=2.0), IMAGES),
+    "batch-norm": (lambda x: jaxops.batch_norm(x, jnp.ones(3), jnp.zeros(3), layout="NCHW")[0], IMAGES),
+    "running-statistics": (
+        lambda x: jaxops.batch_norm(x, *[jnp.ones(3)] * 4, layout="NCHW").running_var,
+        ("n, 3, h, h", (), SQUARES),
+    ),
+    "max-pool": (lambda x: jaxops.max_pool(x, 2, layout="NCHW"), IMAGES),
+    "max-pool-overlapping": (lambda x: jaxops.max_pool(x, 3, stride=2, padding=1, layout="NCHW"), IMAGES),
+    "max-pool-far": (lambda x: jaxops.max_pool(x, 2, stride=3, layout="NCHW"), IMAGES),
+    "avg-pool": (lambda x: jaxops.avg_pool(x, 3, stride=2, padding=1, count_include_pad=False, layout="NCHW"), IMAGES),
+    "local-response-norm": (lambda x: jaxops.local_response_norm(x, n=4, alpha=2.0, layout="NCHW"), CHANNELS),
+    "divisive-norm": (lambda x: jaxops.divisive_norm(x, n=5, alpha=2.0, layout="NCHW"), ("n, 3, h, h", (), SQUARES)),
+    "divisive-norm-means": (
+        lambda x: jaxops.divisive_norm(x, jnp.roll(x, 1, -1), n=5, alpha=2.0, layout="NCHW"),
+        IMAGES,
+    ),
     "grid-sample": (lambda x: jaxops.grid_sample(x, jnp.zeros((x.shape[0], 2, 3, 2))), IMAGES),
     "affine-grid": (lambda x: jaxops.affine_grid(x[:, :2, :3, 0], (x.shape[0], 3, 4, x.shape[3])), COLUMNS),
     "spatial-transformer": (transformed, COLUMNS),
@@ -98,6 +104,6 @@ def test_pooling_asks_for_a_constraint_in_one_sentence(pool):
     with pytest.raises(
         jaxops.BadParamError, match=r"; give symbolic_shape a constraint, such as 'n >= 3'; got \(3, 3\)"
     ):
-        jax.eval_shape(lambda x: pool(x, 3), jax.ShapeDtypeStruct(shape, jnp.float32))
+        jax.eval_shape(lambda x: pool(x, 3, layout="NCHW"), jax.ShapeDtypeStruct(shape, jnp.float32))
     shape = jax.export.symbolic_shape("1, 1, n, 16", constraints=["n >= 3"])
-    assert jax.eval_shape(lambda x: pool(x, 3), jax.ShapeDtypeStruct(shape, jnp.float32)).shape[3] == 5
+    assert jax.eval_shape(lambda x: pool(x, 3, layout="NCHW"), jax.ShapeDtypeStruct(shape, jnp.float32)).shape[3] == 5

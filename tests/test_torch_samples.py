@@ -22,6 +22,9 @@ class LeftOutError(Exception):
     """The operator here has no such option."""
 
 
+LAYOUTS = {2: "NC", 3: "NCL", 4: "NCHW", 5: "NCDHW"}
+
+
 def only(condition):
     if not condition:
         raise LeftOutError
@@ -29,21 +32,27 @@ def only(condition):
 
 def max_pool(rank, x, *, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
     only(not ceil_mode and not return_indices and np.all(np.equal(dilation, 1)) and x.ndim == rank)
-    return jaxops.max_pool(x, kernel_size, stride=stride, padding=padding)
+    return jaxops.max_pool(x, kernel_size, stride=stride, padding=padding, layout=LAYOUTS[rank])
 
 
 def avg_pool(
     rank, x, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
 ):
     only(not ceil_mode and divisor_override is None and x.ndim == rank)
-    return jaxops.avg_pool(x, kernel_size, stride=stride, padding=padding, count_include_pad=count_include_pad)
+    return jaxops.avg_pool(
+        x, kernel_size, stride=stride, padding=padding, count_include_pad=count_include_pad, layout=LAYOUTS[rank]
+    )
 
 
 def batch_norm(x, mean, var, scale, bias, *, training=False, momentum=0.1, eps=1e-5):
     only(x.ndim > 1 and 0 <= momentum <= 1)
     if not training:
-        return jaxops.batch_norm_inference(x, *with_defaults(x, scale, bias), mean, var, epsilon=eps)
-    return jaxops.batch_norm(x, *with_defaults(x, scale, bias), mean, var, momentum=momentum, epsilon=eps).y
+        return jaxops.batch_norm_inference(
+            x, *with_defaults(x, scale, bias), mean, var, epsilon=eps, layout=LAYOUTS[x.ndim]
+        )
+    return jaxops.batch_norm(
+        x, *with_defaults(x, scale, bias), mean, var, momentum=momentum, epsilon=eps, layout=LAYOUTS[x.ndim]
+    ).y
 
 
 def with_defaults(x, scale, bias):
@@ -54,7 +63,9 @@ def with_defaults(x, scale, bias):
 def local_response_norm(x, size, alpha=1e-4, beta=0.75, k=1.0):
     # PyTorch's even windows look back: ahead, of channels in reverse.
     images = jnp.flip(x, 1)[..., None]
-    return jnp.flip(jaxops.local_response_norm(images, n=size, alpha=alpha, beta=beta, k=k)[..., 0], 1)
+    return jnp.flip(
+        jaxops.local_response_norm(images, n=size, alpha=alpha, beta=beta, k=k, layout=LAYOUTS[images.ndim])[..., 0], 1
+    )
 
 
 # Where PyTorch's batch norm takes its running statistics, which neither library differentiates.

@@ -34,9 +34,9 @@ def step(params: Params, opt_state: optax.OptState, tokens: jax.Array, labels: j
 
 
 def vision(x: jax.Array, scale: jax.Array, key: jax.Array) -> jax.Array:
-    out = jaxops.batch_norm(x, scale, scale)
+    out = jaxops.batch_norm(x, scale, scale, layout="NCHW")
     assert_type(out, jaxops.BatchNormOutput)
-    assert_type(jaxops.max_pool(out.y, 2), jax.Array)
+    assert_type(jaxops.max_pool(out.y, 2, layout="NCHW"), jax.Array)
     with jaxops.use("pallas", softmax="reference"):
         return jaxops.dropout(key, jaxops.softmax(out.y, axis=(1, 2)), 0.1)
 

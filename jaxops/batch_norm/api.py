@@ -79,7 +79,8 @@ def batch_norm(
       activation: None, a mode, or (mode, coefficient). Modes are "sigmoid", "relu", "tanh", "clipped_relu" (the
         coefficient is its ceiling and must be given), "elu" (its factor, 1), "identity" and "swish" (its beta, 1).
       residual: like x; added before the activation.
-      layout: "NCHW", "NHWC", "NCDHW", "NDHWC", "NC", "NCL" or "NLC". None means channels first, by the rank of x.
+      layout: "NCHW", "NHWC", "NCDHW", "NDHWC", "NC", "NCL" or "NLC". There is no default for images and
+        volumes; None means "NC" for two axes and "NCL" for three.
       axis_name: inside shard_map, the mesh axis (or axes) over which the batch is split and the statistics are shared.
         Under jit a split batch needs no axis name: its statistics already cover all of it.
 
@@ -295,8 +296,7 @@ def parameters(operator: str, view: View, **arrays: Any) -> list[jax.Array]:
     """Parameters or statistics as arrays, checked."""
     checked = as_arrays(operator, arrays)
     for argument, value in zip(arrays, checked, strict=True):
-        rule = f"have shape {view.parameter_shape}"
-        require(value.shape == view.parameter_shape, operator, argument, rule, value)
+        require(value.shape == view.parameter_shape, operator, argument, view.parameter_rule, value)
         floating = jnp.issubdtype(value.dtype, jnp.floating)
         require(floating, operator, argument, "be floating point", value)
     return checked

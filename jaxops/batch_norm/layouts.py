@@ -16,20 +16,36 @@ from jaxops._primitive import sharding
 
 MODES = ("spatial", "per_activation")
 LAYOUTS = (*layouts.IMAGES, "NC", "NCL", "NLC")
+_DEFAULTS = {2: "NC", 3: "NCL"}  # images and volumes have none
 
 
 class View(NamedTuple):
     """How images of one shape, layout and mode are viewed."""
 
     shape: tuple[int, ...]
-    channels_last: bool
+    layout: str
     per_activation: bool
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether other axes than the batch come before the channels."""
+        return self.layout.endswith("C") and self.layout != "NC"
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
         """The shape of users' parameters and statistics: (C,), or (C, ...) with the extents of the image."""
         channels = self.shape[-1] if self.channels_last else self.shape[1]
         return (channels, *self._extents) if self.per_activation else (channels,)
+
+    @property
+    def parameter_rule(self) -> str:
+        """What the shape of parameters must be, and why, for messages."""
+        what = (
+            f"an image of {self.layout} with channels first"
+            if self.per_activation
+            else f"the channels of {self.layout}"
+        )
+        return f"have shape {self.parameter_shape}, {what}"
 
     @property
     def elements(self) -> int:
@@ -75,6 +91,6 @@ class View(NamedTuple):
 
 def view_of(operator: str, x: Any, layout: str | None, mode: str) -> View:
     """The view of images like x, after checking layout and mode."""
-    layout = layouts.resolved(operator, x, layout, LAYOUTS)
+    layout = layouts.resolved(operator, x, layout, LAYOUTS, defaults=_DEFAULTS)
     mode = require_choice(operator, "mode", mode, MODES)
-    return View(tuple(x.shape), layout.endswith("C") and layout != "NC", mode == "per_activation")
+    return View(tuple(x.shape), layout, mode == "per_activation")

@@ -10,6 +10,7 @@ from jaxops.local_response_norm import check_attributes
 from jaxops.pooling import windows
 
 
+@layouts.layout_required
 def divisive_norm(
     x: jax.Array,
     means: jax.Array | None = None,
@@ -18,7 +19,7 @@ def divisive_norm(
     alpha: float = 1e-4,
     beta: float = 0.75,
     k: float = 2.0,
-    layout: str | None = None,
+    layout: str,
 ) -> jax.Array:
     """Divides each pixel by a power of the mean squared deviation around it: `y = x * s**-beta`.
 
@@ -36,14 +37,14 @@ def divisive_norm(
       alpha: the factor of the mean square.
       beta: the power.
       k: the constant added to the mean square.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". None means channels first, by the rank of x.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". There is no default.
 
     Returns:
       An array with the shape and dtype of x.
 
     Raises:
-      BadParamError: if x is not floating point, its rank does not match the layout, means differ from x in shape or
-        dtype, n is not a positive integer, or another attribute is not a number.
+      BadParamError: if x is not floating point, no layout is given or its rank does not match it, means differ
+        from x in shape or dtype, n is not a positive integer, or another attribute is not a number.
 
     Numerics:
       Computed in float32 (float64 for float64) and rounded once, forward and backward. Powers are computed as in
@@ -63,7 +64,7 @@ def divisive_norm(
     Example:
       >>> x = jnp.array([1.0, 3.0, 5.0]).reshape(1, 1, 1, 3)
       >>> means = jnp.full_like(x, 2.0)
-      >>> y = jaxops.divisive_norm(x, means, n=1, alpha=1.0, beta=1.0, k=1.0)
+      >>> y = jaxops.divisive_norm(x, means, n=1, alpha=1.0, beta=1.0, k=1.0, layout="NCHW")
       >>> print(np.asarray(y.ravel()).round(3))  # s = 1 + 1, 1 + 1, 1 + 9
       [0.5 1.5 0.5]
 

@@ -54,7 +54,7 @@ class Call:
         """The layout of images: the requested one, or the one with channels first."""
         self.support(len(x.shape) in (4, 5), "x", "have two or three spatial axes", x)
         self._check_packed(layout)
-        return layouts.resolved(self.name, x, layout)
+        return layouts.resolved(self.name, x, layout, defaults=layouts.CHANNELS_FIRST)
 
     def channel_axis(self, x: Any, layout: str | None, argument: str = "x") -> int:
         """The channel axis of a tensor with four to eight axes; with more than five the layout must be None."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
+from jaxops._checks.layouts import layout_required
 from jaxops._checks.mcdnn import as_array, require, require_bool
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
@@ -15,6 +16,7 @@ from jaxops.pooling import windows
 from jaxops.pooling.windows import Ints, Padding, Span
 
 
+@layout_required
 def avg_pool(
     x: jax.Array,
     window: Ints,
@@ -22,7 +24,7 @@ def avg_pool(
     stride: Ints | None = None,
     padding: Padding = 0,
     count_include_pad: bool = True,
-    layout: str | None = None,
+    layout: str,
 ) -> jax.Array:
     """Computes the mean of each window: `y[o] = sum over k of x[o * stride - before + k] / count[o]`, zeros around x.
 
@@ -38,15 +40,14 @@ def avg_pool(
         `ceil(extent / stride)` windows: half before x and half behind it, with an odd one behind.
       count_include_pad: whether count is the size of the window everywhere, or only that of its part inside x.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". x may lack the batch axis N: "NHWC" with three axes is one image
-        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). None means NCHW for three or four axes, NCDHW for
-        five.
+        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). There is no default.
 
     Returns:
       An array with the dtype and layout of x and spatial extents `1 + (extent + before + behind - window) // stride`.
 
     Raises:
-      BadParamError: if x is not floating point, its rank does not match the layout, a number is out of range, or the
-        window is larger than x with its padding.
+      BadParamError: if x is not floating point, no layout is given or its rank does not match it, a number is out of
+        range, or the window is larger than x with its padding.
 
     Numerics:
       Sums in float32 (float64 for float64), then divides and rounds once, forward and backward. Derivatives of all
@@ -55,7 +56,7 @@ def avg_pool(
 
     Example:
       >>> x = jnp.arange(8.0).reshape(1, 1, 2, 4)
-      >>> jaxops.avg_pool(x, 2).tolist()  # (0 + 1 + 4 + 5) / 4 and (2 + 3 + 6 + 7) / 4
+      >>> jaxops.avg_pool(x, 2, layout="NCHW").tolist()  # (0 + 1 + 4 + 5) / 4 and (2 + 3 + 6 + 7) / 4
       [[[[2.5, 4.5]]]]
 
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.avg_pool2d`.

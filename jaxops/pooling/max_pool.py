@@ -11,6 +11,7 @@ import numpy as np
 
 import lowering
 from jaxops._checks.dtypes import accumulation_dtype, check_floating
+from jaxops._checks.layouts import layout_required
 from jaxops._checks.mcdnn import as_array, require
 from jaxops._primitive import sharding
 from jaxops._primitive.derivative import Active, Arrays, Derivative
@@ -29,9 +30,8 @@ _MOST_IN_ONE_PASS = 9
 UNROLLED_STEPS = 16
 
 
-def max_pool(
-    x: jax.Array, window: Ints, *, stride: Ints | None = None, padding: Padding = 0, layout: str | None = None
-) -> jax.Array:
+@layout_required
+def max_pool(x: jax.Array, window: Ints, *, stride: Ints | None = None, padding: Padding = 0, layout: str) -> jax.Array:
     """Computes the maximum of each window: `y[o] = max over k of x[o * stride - before + k]`, over pixels of x only.
 
     The gradient goes to the first maximum of each window in row-major order, and adds up where windows overlap:
@@ -47,15 +47,14 @@ def max_pool(
         `ceil(extent / stride)` windows: half before x and half behind it, with an odd one behind. Padding is never a
         maximum, so a window of negative numbers has a negative maximum.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". x may lack the batch axis N: "NHWC" with three axes is one image
-        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). None means NCHW for three or four axes, NCDHW for
-        five.
+        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). There is no default.
 
     Returns:
       An array with the dtype and layout of x and spatial extents `1 + (extent + before + behind - window) // stride`.
 
     Raises:
-      BadParamError: if x is not floating point, its rank does not match the layout, a number is out of range, or the
-        window is larger than x with its padding.
+      BadParamError: if x is not floating point, no layout is given or its rank does not match it, a number is out of
+        range, or the window is larger than x with its padding.
 
     Numerics:
       A window with NaN has the maximum NaN, and its gradient goes to the first NaN. A window of -inf passes its
@@ -70,9 +69,9 @@ def max_pool(
 
     Example:
       >>> x = jnp.array([1.0, 5.0, 2.0, 3.0]).reshape(1, 1, 1, 4)
-      >>> jaxops.max_pool(x, (1, 2)).ravel()
+      >>> jaxops.max_pool(x, (1, 2), layout="NCHW").ravel()
       Array([5., 3.], dtype=float32)
-      >>> jax.grad(lambda x: jaxops.max_pool(x, (1, 2)).sum())(x).ravel()
+      >>> jax.grad(lambda x: jaxops.max_pool(x, (1, 2), layout="NCHW").sum())(x).ravel()
       Array([0., 1., 0., 1.], dtype=float32)
 
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.max_pool2d`.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from jaxops._checks.layouts import IMAGES
 from lowering.patterns import Finding, Graph, Operation, Pattern, describe
 
 # As on an NVIDIA GPU, the least: XLA's CPU code keeps 16 and more. Its TPU code keeps nothing.
@@ -15,7 +16,15 @@ def _find(graph: Graph) -> Iterator[Finding]:
             pooled = operation.inputs[1]
             saved = SAVED_BYTES_PER_ELEMENT * pooled.size if isinstance(pooled.size, int) else None
             detail = f"the gradient of a max pooling of {describe(pooled)} by {operation.name}"
-            yield Finding(operation, detail, saved)
+            yield Finding(operation, detail, saved, arguments=_layout(operation))
+
+
+def _layout(operation: Operation) -> str:
+    """The layout that a call must name, as its argument; empty where the windows do not say."""
+    sizes = operation.params["window_dimensions"]
+    axes = [axis for axis, size in enumerate(sizes) if size != 1]
+    fits = [name for name in IMAGES if len(name) == len(sizes) and axes and {name[axis] for axis in axes} <= {*"DHW"}]
+    return f'layout="{fits[0]}"' if len(fits) == 1 else ""
 
 
 def _can_pool(operation: Operation) -> bool:

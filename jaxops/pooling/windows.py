@@ -19,7 +19,6 @@ Pairs = Sequence[tuple[int, int]]
 # The operators see (..., D, H, W, C). Channels that come first are batch axes, and the last axis then has length 1; so
 # does the depth of a flat image. These are the axes of length 1 that turn each layout into a volume.
 _ADDED_AXES = {"NCHW": (-4, -1), "NHWC": (-4,), "NCDHW": (-1,), "NDHWC": ()}
-_DEFAULT_LAYOUTS = {3: "NCHW", 4: "NCHW", 5: "NCDHW"}
 VOLUME_AXES = (-4, -3, -2)
 
 
@@ -158,7 +157,7 @@ def both_sides(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def requested(
-    operator: str, x: jax.Array, window: Ints, stride: Ints | None, padding: Padding, layout: str | None
+    operator: str, x: jax.Array, window: Ints, stride: Ints | None, padding: Padding, layout: str
 ) -> tuple[str, tuple[int, ...], dict[str, Any]]:
     """The layout, the extents of the volume and the operator's attributes, from what a user asked for; checked."""
     layout = _layout(operator, x, layout)
@@ -173,11 +172,10 @@ def requested(
 
 
 def _layout(operator: str, x: Any, layout: Any) -> str:
-    """The layout asked for, or x's default layout; x may lack the batch axis N."""
+    """The layout, checked; x may lack the batch axis N."""
     rank = len(x.shape)
-    require(rank in _DEFAULT_LAYOUTS, operator, "x", "have rank 3, 4 or 5", x)
-    if layout is None:
-        return _DEFAULT_LAYOUTS[rank]
+    require(3 <= rank <= 5, operator, "x", "have rank 3, 4 or 5", x)
+    layouts.require_given(operator, x, layout, [one for one in _ADDED_AXES if rank in (len(one), len(one) - 1)])
     known = isinstance(layout, str) and layout in _ADDED_AXES
     require(known, operator, "layout", f"be one of {', '.join(_ADDED_AXES)}", layout)
     axes = len(layout)

@@ -53,7 +53,7 @@ class NormCall(Call):
 
     def view(self, x: Any, layout: str | None) -> View:
         """The view of x; refuses other ranks than 4 and 5, and undocumented layouts."""
-        layout = layouts.resolved(self.name, x, layout)
+        layout = layouts.resolved(self.name, x, layout, defaults=layouts.CHANNELS_FIRST)
         return view_of(self.name, x, layout, "per_activation" if self.per_activation else "spatial")
 
     def like_x(self, x: Any, **arrays: Any) -> None:
@@ -68,7 +68,7 @@ class NormCall(Call):
         shape = parameter_shape(view)
         for argument, array in arrays.items():
             if array is not None:
-                self.require(array.shape == shape, argument, f"have shape {shape}", array)
+                self.require(array.shape == shape, argument, f"have shape {shape}, as x is {view.layout}", array)
 
     def pair(self, **pair: Any) -> None:
         """Refuses one of two arguments without the other."""
