@@ -5,16 +5,16 @@ import functools
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.export
-from jax.tree_util import PyTreeDef
 
 from lowering import static_leaves
 from lowering.artifact_arguments import Expected, fixed_text, types_by_path
+from lowering.artifact_results import Results
 from lowering.compiling.compile import flattened
 from lowering.compiling.report import KERNEL_CALLS
 from lowering.describe import file_fault, shortened, show
@@ -23,7 +23,7 @@ from lowering.explain import operator_uses
 from lowering.measurements import versions
 from lowering.targets import PLATFORMS, named, platform_here
 
-_FORMAT = 3
+_FORMAT = 4
 _PROGRAM, _METADATA = "program", "metadata.json"
 
 
@@ -47,7 +47,7 @@ class Artifact:
     fixed: dict[str, str]
     _arg_count: int = dataclasses.field(repr=False)
     _exported: jax.export.Exported = dataclasses.field(repr=False)
-    _results: Any = dataclasses.field(repr=False)
+    _results: Results = dataclasses.field(repr=False)
 
     def __repr__(self) -> str:
         counts = f"{len(self.arguments)} arrays, {len(next(iter(self.implementations.values())))} operators"
@@ -71,8 +71,14 @@ class Artifact:
             strings have to be the same; functions are not compared.
 
         Returns:
-          What the function returned. Tuples, lists and dicts stay what they are; other nodes, such as NamedTuples and
-          dataclasses, become tuples of their children.
+          What the function returned, so that a train step takes what it gave. Where the function returned a node that
+          its arguments have, such as the state of an optimizer or a model, the result is of the caller's own class, and
+          has its static data.
+
+          Of the other nodes, tuples, lists and dicts stay what they are, and in the process of the export so do all.
+          In another, NamedTuples and dataclasses without static fields are of their class if its module has been
+          imported; otherwise a NamedTuple with the same attributes takes their place, for other classes a dict or a
+          tuple. Nothing is imported because a file says so.
 
         Raises:
           ArtifactError: if an argument is missing, unexpected or of another type, or if the artifact was not exported
@@ -87,7 +93,7 @@ class Artifact:
             args
         )
         self._check_sizes(leaves)
-        return _filled(self._results, iter(self._jitted(*leaves)))
+        return self._results.filled(iter(self._jitted(*leaves)), args)
 
     def _check_sizes(self, leaves: Sequence[Any]) -> None:
         """Refuses sizes that do not solve the symbolic ones, such as an odd size for 2 * rows."""
@@ -113,7 +119,7 @@ class Artifact:
             "arguments": self.arguments,
             "fixed": self.fixed,
             "arg_count": self._arg_count,
-            "results": self._results,
+            "results": self._results.to_json(),
         }
         if not isinstance(path, str | os.PathLike):
             raise ArtifactError(f"save: path must be a string or a path; got {show(path)}")
@@ -175,7 +181,7 @@ def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFO
         fixed,
         len(types),
         flattened(exported),
-        _skeleton(exported.out_tree),
+        Results.of(jax.tree.unflatten(exported.out_tree, exported.out_avals), types),
     )
 
 
@@ -220,7 +226,7 @@ def load(path: str | Path) -> Artifact:
             fixed=record["fixed"],
             _arg_count=record["arg_count"],
             _exported=jax.export.deserialize(bytearray(program)),
-            _results=record["results"],
+            _results=Results.from_json(record["results"]),
         )
     except Exception as error:  # JAX raises whatever it trips over, also for programs of a later JAX
         written_with = record.get("versions")
@@ -236,29 +242,3 @@ def _implementations(jitted: Any, args: Sequence[Any], platform: str) -> dict[st
     for use in operator_uses(static_leaves.jaxpr_of(jitted, args), args, named(platform)):
         chosen.setdefault(use.operator.name, set()).add(use.choice.implementation)
     return {operator: sorted(names) for operator, names in sorted(chosen.items())}
-
-
-def _skeleton(tree: PyTreeDef) -> Any:
-    """A pytree's structure as JSON: a leaf is 0, None is null, a list or tuple begins with its kind."""
-    node = tree.node_data()
-    if node is None:
-        return 0
-    kind, keys = node
-    if kind is type(None):
-        return None
-    children = [_skeleton(child) for child in tree.children()]
-    if kind is dict:
-        return {"keys": list(keys), "values": children}
-    return ["list" if kind is list else "tuple", *children]
-
-
-def _filled(skeleton: Any, leaves: Iterator[Any]) -> Any:
-    if skeleton is None:
-        return None
-    if skeleton == 0:
-        return next(leaves)
-    if isinstance(skeleton, dict):
-        return dict(zip(skeleton["keys"], [_filled(child, leaves) for child in skeleton["values"]], strict=True))
-    kind, *children = skeleton
-    filled = [_filled(child, leaves) for child in children]
-    return filled if kind == "list" else tuple(filled)

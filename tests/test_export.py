@@ -5,6 +5,8 @@ import subprocess
 import sys
 import zipfile
 
+import contract
+import exported_training
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -56,10 +58,10 @@ def test_flax_train_step_is_exported(rng):
         images, labels = rng.normal(size=(4, 28, 28, 1)).astype(np.float32), np.array([3, 1, 4, 1], np.int32)
         artifact = lowering.export(classifier_step, state, images, labels)
         expected, loss = classifier_step(state, images, labels)
-        (_, params, _), exported_loss = artifact.call(state, images, labels)
+        exported, exported_loss = artifact.call(state, images, labels)
     assert artifact.platforms == ("cpu", "cuda", "tpu")
     np.testing.assert_allclose(exported_loss, loss, rtol=1e-5)
-    np.testing.assert_allclose(params["Dense_1"]["kernel"], expected.params["Dense_1"]["kernel"], atol=1e-5)
+    np.testing.assert_allclose(exported.params["Dense_1"]["kernel"], expected.params["Dense_1"]["kernel"], atol=1e-5)
 
 
 def test_artifact_runs_in_a_fresh_process(artifact, args, tmp_path):
@@ -73,8 +75,9 @@ artifact = lowering.load(sys.argv[1] + "/step.jaxops")
 head, count, mu, nu, ema, x, labels = np.load(sys.argv[1] + "/args.npz").values()
 state = optax.ScaleByAdamState(count, {"head": mu}, {"head": nu}), EmaParamsState({"head": ema})
 params, (adam, average), rest = artifact.call({"head": head}, state, x, labels)
+assert isinstance(adam, optax.ScaleByAdamState) and isinstance(average, EmaParamsState), (adam, average)
 assert rest["nothing"] is None and isinstance(rest["pair"], list), rest
-np.savez(sys.argv[1] + "/results.npz", params["head"], average[0]["head"], rest["loss"])
+np.savez(sys.argv[1] + "/results.npz", params["head"], average.ema["head"], rest["loss"])
 """
     environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(filter(None, sys.path))}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
@@ -82,6 +85,74 @@ np.savez(sys.argv[1] + "/results.npz", params["head"], average[0]["head"], rest[
     expected = params["head"], jaxops.ema_params(opt_state)["head"], rest["loss"]
     for found, true in zip(np.load(tmp_path / "results.npz").values(), expected, strict=True):
         np.testing.assert_allclose(found, true, rtol=1e-6)
+
+
+def test_artifact_takes_its_second_step():
+    artifact = lowering.export(jax.jit(exported_training.step), exported_training.start(), *exported_training.batch())
+    expected = exported_training.two_steps(jax.jit(exported_training.step))
+    found = exported_training.two_steps(artifact.call)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    contract.assert_close(found, expected)
+    assert found[0].first.tx is exported_training.OPTIMIZERS["adamw"]
+
+
+def test_artifact_takes_its_second_step_in_a_fresh_process(tmp_path):
+    step = jax.jit(exported_training.step)
+    lowering.export(step, exported_training.start(), *exported_training.batch()).save(tmp_path / "step")
+    code = """
+import sys, jax, numpy as np, exported_training, lowering
+artifact = lowering.load(sys.argv[1] + "/step")
+found = exported_training.two_steps(artifact.call)
+expected = exported_training.two_steps(jax.jit(exported_training.step))
+assert jax.tree.structure(found) == jax.tree.structure(expected), found
+assert isinstance(found[1], exported_training.Report), found[1]
+assert isinstance(found[1].updates["norms"], exported_training.Norms), found[1]
+np.savez(sys.argv[1] + "/results.npz", *jax.tree.leaves(found))
+"""
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
+    expected = jax.tree.leaves(exported_training.two_steps(step))
+    for found, true in zip(np.load(tmp_path / "results.npz").values(), expected, strict=True):
+        np.testing.assert_allclose(found, true, rtol=1e-5)
+
+
+def test_artifact_gives_stand_ins_for_classes_that_are_not_imported_and_imports_none(tmp_path):
+    run, data = exported_training.start(), exported_training.batch()
+    lowering.export(exported_training.start, platforms="cpu").save(tmp_path / "start")
+    lowering.export(exported_training.step, run, *data, platforms="cpu").save(tmp_path / "step")
+    code = """
+import sys, numpy as np, lowering
+start, step = (lowering.load(sys.argv[1] + name) for name in ("/start", "/step"))
+x, y = np.cos(np.arange(12, dtype="f4")).reshape(4, 3), np.sin(np.arange(8, dtype="f4")).reshape(4, 2)
+run = start.call()
+for _ in range(2):
+    run, report = step.call(run, x, y)
+assert not {"optax", "flax", "jaxops", "exported_training"} & {*sys.modules}
+assert type(run).__name__ == "Run" and run.second["opt_state"][1][0].count == 2, run
+np.savez(sys.argv[1] + "/results.npz", run.first.params["weight"], report.updates["norms"].weight)
+"""
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
+    run, report, _ = exported_training.two_steps(jax.jit(exported_training.step))
+    expected = run.first.params["weight"], report.updates["norms"].weight
+    for found, true in zip(np.load(tmp_path / "results.npz").values(), expected, strict=True):
+        np.testing.assert_allclose(found, true, rtol=1e-5)
+
+
+def test_results_are_of_the_callers_classes_and_have_their_static_data(tmp_path):
+    """And not those of another argument that has other static data."""
+
+    def swap(left, right):
+        return right, left
+
+    def run_of(scale):
+        return exported_training.start().replace(scale=scale)
+
+    artifact = lowering.export(swap, run_of(1.0), run_of(2.0), platforms="cpu")
+    artifact.save(tmp_path / "swap")
+    for one in (artifact, lowering.load(tmp_path / "swap")):
+        assert [run.scale for run in one.call(run_of(1.0), run_of(2.0))] == [2.0, 1.0]
+        assert [run.scale for run in one.call(run_of(3.0), run_of(4.0))] == [4.0, 3.0]
 
 
 def test_artifact_takes_symbolic_sizes(tmp_path):
@@ -178,7 +249,7 @@ def test_load_refuses_what_export_has_not_saved(artifact, tmp_path):
         ("program", b""),
         ("program", b"not a program" * 9),
         ("metadata.json", b"[]"),
-        ("metadata.json", b'{"format": 3}'),
+        ("metadata.json", b'{"format": 4}'),
     ],
 )
 def test_load_refuses_what_it_cannot_read_in_a_whole_file(name, text, artifact, tmp_path):
@@ -188,7 +259,7 @@ def test_load_refuses_what_it_cannot_read_in_a_whole_file(name, text, artifact, 
     with zipfile.ZipFile(tmp_path / "other", "w") as file:
         for part, content in parts.items():
             file.writestr(part, content)
-    with pytest.raises(lowering.ArtifactError, match=r"must (have format 3|hold a program that JAX .* can read); got"):
+    with pytest.raises(lowering.ArtifactError, match=r"must (have format 4|hold a program that JAX .* can read); got"):
         lowering.load(tmp_path / "other")
 
 
@@ -199,12 +270,12 @@ def test_one_platform_may_be_a_string():
 def test_load_refuses_a_later_format(artifact, tmp_path):
     artifact.save(tmp_path / "artifact")
     with zipfile.ZipFile(tmp_path / "artifact") as file:
-        record = {**json.loads(file.read("metadata.json")), "format": 4}
+        record = {**json.loads(file.read("metadata.json")), "format": 5}
         program = file.read("program")
     with zipfile.ZipFile(tmp_path / "later", "w") as file:
         file.writestr("metadata.json", json.dumps(record))
         file.writestr("program", program)
-    with pytest.raises(lowering.ArtifactError, match="must have format 3; got 4"):
+    with pytest.raises(lowering.ArtifactError, match="must have format 4; got 5"):
         lowering.load(tmp_path / "later")
 
 
