@@ -4,10 +4,14 @@ from typing import Any
 
 
 class OperatorError(ValueError):
-    """An operator refuses a call. `status` is the name or number that the vendor documents for the refusal."""
+    """An operator refuses a call.
 
-    def __init__(self, message: str, status: int | str) -> None:
-        """Takes the sentence that the user reads, and the vendor's status."""
+    Attributes:
+      status: the name or number that a vendor documents for the refusal; None for operators that no vendor documents.
+    """
+
+    def __init__(self, message: str, status: int | str | None = None) -> None:
+        """Takes the sentence that the user reads, and the vendor's status if there is one."""
         super().__init__(message)
         self.status = status
 

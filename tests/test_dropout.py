@@ -215,6 +215,13 @@ REFUSALS = {
     "integers": (KEY, X.astype(np.int32), 0.5, "x must be floating point; got int32[4, 8]"),
     "keys": (jax.random.split(KEY, 3), X, 0.5, "key must be one key of jax.random, typed or raw; got key<fry>"),
     "seed": (np.int32(3), X, 0.5, "key must be one key of jax.random, typed or raw; got "),
+    "order-of-torch": (X, 0.5, KEY, "key must come first, as in dropout(key, x, rate); got float32[4, 8]"),
+    "order-with-raw-key": (
+        X,
+        jax.random.PRNGKey(0),
+        0.5,
+        "key must come first, as in dropout(key, x, rate); got float32",
+    ),
     "negative": (KEY, X, -0.1, "rate must be a number in [0, 1]; got -0.1"),
     "above": (KEY, X, 1.1, "rate must be a number in [0, 1]; got 1.1"),
     "nan": (KEY, X, math.nan, "rate must be a number in [0, 1]; got nan"),

@@ -305,6 +305,22 @@ def update_with_other_shapes():
     return optimizer.update(jnp.ones((3,)), optimizer.init(jnp.ones((2,))), jnp.ones((2,)))
 
 
+def without_classes(tree):
+    """As orbax restores it without a target: NamedTuples are dicts, and tuples are lists."""
+    if hasattr(tree, "_asdict"):
+        return {name: without_classes(child) for name, child in tree._asdict().items()}
+    return [*map(without_classes, tree)] if isinstance(tree, tuple) else tree
+
+
+def restored_without_target():
+    return ema_params(without_classes(ema_adam(1e-3).init(make_params())))
+
+
+def update_of_restored():
+    params = make_params()
+    return ema_adam(1e-3).update(params, without_classes(ema_adam(1e-3).init(params)), params)
+
+
 REFUSALS = {
     "mode": (lambda: ema_adam(1e-3, mode="sgd"), "ema_adam: mode must be one of adamw, l2; got 'sgd'", 161002),
     "b1": (lambda: ema_adam(1e-3, b1=1.0), "ema_adam: b1 must lie in [0, 1); got 1.0", 161002),
@@ -339,13 +355,43 @@ REFUSALS = {
         "fused_apply: params must be given; got None",
         161001,
     ),
-    "none": (lambda: ema_params(optax.adam(1e-3).init(1.0)), "hold the state of an ema_adam; got (ScaleBy", 161002),
+    "none": (lambda: ema_params(optax.adam(1e-3).init(1.0)), "hold the state of an ema_adam as its init", 161002),
+    "restored": (
+        restored_without_target,
+        "ema_params: opt_state must hold the state of an ema_adam as its init returned "
+        "it (the target with which a checkpoint is restored); got [{'count': int32[]",
+        161002,
+    ),
+    "restored-update": (
+        update_of_restored,
+        "ema_adam: state must be what the init of this transform returned (the target "
+        "with which a checkpoint is restored); got [{'count': int32[]",
+        161002,
+    ),
     "two": (
         lambda: ema_params(optax.chain(ema_adam(1e-3), ema_adam(1e-3)).init(jnp.ones((2,)))),
         "ema_params: opt_state must hold no more than one average of a parameter; got float32[2]",
         161002,
     ),
 }
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+def test_init_refuses_the_parameters_that_update_refuses(dtype):
+    optimizer, params = ema_adam(1e-3), jnp.ones(3)
+    wrong = {"w": params.astype(dtype)}
+    sentences = set()
+    for call in (
+        lambda: optimizer.init(wrong),
+        lambda: optimizer.init(jax.eval_shape(lambda: wrong)),
+        lambda: optimizer.update({"w": params}, optimizer.init({"w": params}), wrong),
+    ):
+        with pytest.raises(
+            BadParamError, match=rf"ema_adam: params must have a floating dtype .*; got {dtype}\[3\]"
+        ) as e:
+            call()
+        sentences.add(str(e.value))
+    assert len(sentences) == 1
 
 
 @pytest.mark.parametrize("name", REFUSALS)

@@ -262,6 +262,16 @@ REFUSALS = {
         {"transpose_weight": True},
         "weight must have shape (H, V); got float32[3]",
     ),
+    "weight-of-flax": (
+        (X, WEIGHT.T, LABELS),
+        {},
+        "weight must have shape (V, 3), as x has features, or be given with transpose_weight=True; got float32[3, 5]",
+    ),
+    "weight-not-of-flax": (
+        (X, WEIGHT, LABELS),
+        {"transpose_weight": True},
+        "weight must have shape (3, V), as x has features, or be given without transpose_weight; got float32[5, 3]",
+    ),
     "labels-shape": ((X, WEIGHT, LABELS[:3]), {}, "labels must have shape [4], as x has rows; got int32[3]"),
     "labels-bool": (
         (X, WEIGHT, LABELS > 0),

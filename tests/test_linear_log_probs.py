@@ -346,6 +346,10 @@ REFUSALS = {
     "weight-features": ({"weight": WEIGHT[:, :2]}, "weight must have shape (V, 3), as x has features; got"),
     "weight-dtype": ({"weight": WEIGHT.astype(np.float16)}, "weight must have x's dtype float32; got float16[5, 3]"),
     "weight-transposed": ({"weight": X[0], "transpose_weight": True}, "weight must have shape (H, V); got float32[3]"),
+    "weight-of-flax": (
+        {"weight": WEIGHT.T},
+        "weight must have shape (V, 3), as x has features, or be given with transpose_weight=True; got float32[3, 5]",
+    ),
     "labels-shape": ({"labels": LABELS[:3]}, "labels must have shape [4], as x has rows; got int32[3]"),
     "labels-probabilities": ({"labels": np.ones((4, 5), np.float32)}, "labels must be integers; got float32[4, 5]"),
     "bias": ({"bias": X[0]}, "bias must be a floating-point array of shape [5]; got float32[3]"),

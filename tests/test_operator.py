@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxops
 import lowering
 from jaxops._checks.errors import BadParamError, require
 from jaxops._primitive.derivative import Derivative
@@ -150,6 +151,13 @@ def test_refusal_travels_between_processes():
         "toy_scale: x must be given; got None",
         161001,
     )
+
+
+@pytest.mark.parametrize("error", [BadParamError, jaxops.NotSupportedError, jaxops.VersionMismatchError])
+def test_refusals_of_other_packages_need_no_status(error):
+    refusal = pickle.loads(pickle.dumps(error("rms_norm: x must be floating point; got int32[3]")))
+    assert (type(refusal), str(refusal)) == (error, "rms_norm: x must be floating point; got int32[3]")
+    assert refusal.status is None
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: functools.partial(lowering.explain, f)])

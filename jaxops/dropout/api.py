@@ -54,6 +54,8 @@ def dropout(key: jax.Array, x: jax.Array, rate: float | jax.Array) -> jax.Array:
 
     Source: mcDNN `mcdnnDropoutForward` and `mcdnnDropoutBackward`.
     """
+    is_in_order = _is_key(key) or not (_is_key(x) or _is_key(rate))
+    require(is_in_order, "dropout", "key", "come first, as in dropout(key, x, rate)", key)
     require_present("dropout", {"key": key, "x": x})
     x = as_array("dropout", "x", x)
     check_floating("dropout", x=x)
@@ -127,6 +129,13 @@ def probability_and_scale(rate: float | jax.Array, dtype: Any) -> jax.Array:
     kept = jnp.where(jnp.isnan(rate), 1, jnp.round((1 - rate) * 2**RESOLUTION_BITS) / 2**RESOLUTION_BITS)
     scale = jnp.where(kept == 0, 0, 1 / (1 - rate.astype(dtype)))
     return jnp.stack([kept.astype(dtype), scale.astype(dtype)])
+
+
+def _is_key(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and (
+        jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and value.ndim == 1)
+    )
 
 
 def _two_words(operator: str, key: Any) -> tuple[jax.Array, jax.Array]:

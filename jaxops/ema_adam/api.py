@@ -96,7 +96,8 @@ def ema_adam(
 
     Raises:
       BadParamError: if the mode is unknown, a dtype is not floating, b1 or b2 is outside [0, 1), ema_decay is outside
-        [0, 1], or a decay is a 16-bit array; and by `update` if `params` is missing.
+        [0, 1], or a decay is a 16-bit array; by `init` and `update` if a parameter is complex or an integer; and by
+        `update` if `params` is missing.
 
     Numerics:
       Everything is computed in float32 (float64 for float64 parameters) without intermediate rounding, whatever the
@@ -183,6 +184,7 @@ def _step(
     require(is_array, _NAME, "grads", "hold arrays (ema_adam_rows takes the others)", type(grad).__name__)
     named = zip(("grads", "params", "mu", "nu", "ema"), (grad, var, m, v, s), strict=True)
     operands = [as_array(_NAME, argument, x) for argument, x in named]
+    _check_floating(operands[1])
     vector = coefficients(accumulation_dtype(operands[1].dtype), decays)
     operator = functools.partial(APPLY_FUSED_EMA_ADAM, *operands, vector, mode=mode)
     return operator(output="update") if one_pass is None else one_pass.step(operator, var)
@@ -215,7 +217,8 @@ def ema_params(opt_state: Any, params: Any = None) -> Any:
     require_tree("ema_params", "opt_state", opt_state)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, EmaParamsState))
     averages = [node.ema for node in nodes if isinstance(node, EmaParamsState)]
-    require(bool(averages), "ema_params", "opt_state", "hold the state of an ema_adam", opt_state)
+    rule = "hold the state of an ema_adam as its init returned it (the target with which a checkpoint is restored)"
+    require(bool(averages), "ema_params", "opt_state", rule, opt_state)
     try:
         merged = functools.reduce(_merged, averages)
     except (TypeError, ValueError) as error:
@@ -255,7 +258,7 @@ def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
         if not isinstance(x, jax.ShapeDtypeStruct):
             x = as_array(_NAME, "params", x)
         own = x.dtype
-        require(bool(jnp.issubdtype(own, np.number)), _NAME, "params", "hold arrays of numbers", x)
+        _check_floating(x)
         narrow = jnp.issubdtype(own, jnp.floating) and own.itemsize < 4
         wanted = jax.dtypes.canonicalize_dtype(dtype or (jnp.float32 if narrow else own))
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -266,11 +269,17 @@ def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
     return jax.tree.map(like, params)
 
 
+def _check_floating(x: Any) -> None:
+    is_floating = bool(jnp.issubdtype(x.dtype, jnp.floating))
+    require(is_floating, _NAME, "params", "have a floating dtype (optax.masked leaves the others alone)", x)
+
+
 def checked_state(operator: str, state: Any) -> tuple[optax.ScaleByAdamState, EmaParamsState]:
     """The two parts of an `ema_adam` state; BadParamError for any other state."""
     is_pair = isinstance(state, tuple | list) and len(state) == 2
     is_own = is_pair and isinstance(state[0], optax.ScaleByAdamState) and isinstance(state[1], EmaParamsState)
-    require(is_own, operator, "state", "be what the init of this transform returned", state)
+    rule = "be what the init of this transform returned (the target with which a checkpoint is restored)"
+    require(is_own, operator, "state", rule, state)
     count = as_array(operator, "state", state[0].count)
     is_count = count.shape == () and bool(jnp.issubdtype(count.dtype, jnp.integer))
     require(is_count, operator, "state", "have a 0-d integer as its count", count)

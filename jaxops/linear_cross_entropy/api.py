@@ -147,7 +147,8 @@ def linear_cross_entropy(
       label_smoothing: s, from 0 to 1. The label's target is 1 - s + s / V and that of each other class s / V, as with
         PyTorch and `optax.smooth_labels`. Flax's examples have 1 - s and s / (V - 1) instead, which is s V / (V - 1)
         here, and subtract the entropy of these targets, a constant.
-      z_loss: the weight of lse^2.
+      z_loss: the weight of lse^2. "mean" divides it by what the rest is divided by: with class weights by their sum
+        over the rows, where Liger divides by the number of rows.
       softcap: the bound of the logits. None means unbounded.
       reduction: "none", "sum" or "mean". The mean of no rows, or of weights that add up to 0, is NaN, with gradients of
         zero.
@@ -251,7 +252,7 @@ def linear_cross_entropy(
     require_bool(_NAME, "return_aux", return_aux)
     if require_bool(_NAME, "batch_invariant", batch_invariant):
         require_choice(_NAME, "strategy", strategy, INVARIANT_STRATEGIES)
-    weight = by_class(_NAME, weight, transpose_weight)
+    weight = by_class(_NAME, x, weight, transpose_weight)
     check_layer(_NAME, x, weight, bias=bias, class_weight=class_weight)
     weight_grad_dtype = check_weight_grad_dtype(_NAME, weight_grad_dtype, weight)
     _check_rows(x, labels, weight.shape[0], row_weight)

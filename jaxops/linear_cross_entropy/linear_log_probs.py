@@ -149,7 +149,7 @@ def linear_log_probs(
     require_bool(_NAME, "transpose_weight", transpose_weight)
     require_bool(_NAME, "return_entropy", return_entropy)
     require_bool(_NAME, "batch_invariant", batch_invariant)
-    weight = by_class(_NAME, weight, transpose_weight)
+    weight = by_class(_NAME, x, weight, transpose_weight)
     check_layer(_NAME, x, weight, bias=bias)
     rows = x.shape[:-1]
     require(bool(jnp.issubdtype(labels.dtype, jnp.integer)), _NAME, "labels", "be integers", labels)

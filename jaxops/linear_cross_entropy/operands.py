@@ -16,12 +16,17 @@ from jaxops.linear_cross_entropy.row_chunks import SMALL_LOGITS
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 
 
-def by_class(operator: str, weight: jax.Array, transposed: bool) -> jax.Array:
-    """The weight as (V, H)."""
-    if not transposed:
-        return weight
-    require(weight.ndim == 2, operator, "weight", "have shape (H, V)", weight)
-    return weight.T
+def by_class(operator: str, x: jax.Array, weight: jax.Array, transposed: bool) -> jax.Array:
+    """The weight as (V, H). Refuses one that would fit the other way round, as the kernels of flax do by default."""
+    require(weight.ndim == 2 or not transposed, operator, "weight", "have shape (H, V)", weight)
+    if weight.ndim == 2 and x.ndim:
+        features, other = x.shape[-1], weight.shape[transposed]
+        shape = f"({features}, V)" if transposed else f"(V, {features})"
+        remedy = "without transpose_weight" if transposed else "with transpose_weight=True"
+        fits = weight.shape[1 - transposed] == features or other != features
+        rule = f"have shape {shape}, as x has features, or be given {remedy}"
+        require(fits, operator, "weight", rule, weight)
+    return weight.T if transposed else weight
 
 
 def check_layer(operator: str, x: Any, weight: Any, **by_class: Any) -> None:

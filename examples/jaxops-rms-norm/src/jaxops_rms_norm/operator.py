@@ -10,8 +10,6 @@ from jaxops import BadParamError, Derivative, Operator
 from jaxops_rms_norm import tpu
 from jaxops_rms_norm.pattern import RMS_NORM_IN_JNP
 
-_BAD_PARAM = "BAD_PARAM"
-
 
 def rms_norm(x: jax.Array, weight: jax.Array, *, epsilon: float = 1e-6) -> jax.Array:
     """Computes `y = x / sqrt(mean(x**2) + epsilon) * weight` over the last axis.
@@ -38,11 +36,11 @@ def _check(x: Any, weight: Any, *, epsilon: float) -> None:
     """Sees shapes and dtypes alone: the same words outside jit, under it and ahead of time."""
     for name, operand in (("x", x), ("weight", weight)):
         if not jnp.issubdtype(operand.dtype, jnp.floating):
-            raise BadParamError(f"rms_norm: {name} must be floating point; got {operand.dtype}", _BAD_PARAM)
+            raise BadParamError(f"rms_norm: {name} must be floating point; got {operand.dtype}")
     if not x.shape or weight.shape != x.shape[-1:]:
         rule = "have one element for each of the last axis of x"
         shapes = f"{list(weight.shape)} for {list(x.shape)}"
-        raise BadParamError(f"rms_norm: weight must {rule}; got {shapes}", _BAD_PARAM)
+        raise BadParamError(f"rms_norm: weight must {rule}; got {shapes}")
 
 
 def _normalized(x: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
@@ -75,7 +73,7 @@ def _backward(grad: jax.Array, x: jax.Array, weight: jax.Array, *, epsilon: floa
 def _check_backward(grad: Any, x: Any, weight: Any, *, epsilon: float) -> None:
     _check(x, weight, epsilon=epsilon)
     if grad.shape != x.shape:
-        raise BadParamError(f"rms_norm_backward: grad must have the shape of x; got {list(grad.shape)}", _BAD_PARAM)
+        raise BadParamError(f"rms_norm_backward: grad must have the shape of x; got {list(grad.shape)}")
 
 
 def _vjp(
