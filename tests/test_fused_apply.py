@@ -1,6 +1,7 @@
 """`fused_apply`: one pass over memory gives what `update` and `apply_updates` give, whatever wraps the transform."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from optimizers import (
 )
 
 import lowering
-from jaxops import ema_adam, fused_apply
+from jaxops import ema_adam, ema_params, fused_apply
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +32,7 @@ def _standard_promotion():
 
 
 @pytest.mark.sampled
+@pytest.mark.filterwarnings("ignore:fused_apply.*drifts")
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_fused_apply_equals_update_and_apply(name):
     wrap, count = WRAPPERS[name]
@@ -39,6 +41,39 @@ def test_fused_apply_equals_update_and_apply(name):
     assert_trees_close(run(one_pass(optimizer), optimizer.init(params), params), expected)
     jaxpr = str(jax.make_jaxpr(functools.partial(fused_apply, optimizer))(params, optimizer.init(params), params))
     assert jaxpr.count("output=params") == count
+
+
+DRIFTING = {
+    "scale": optax.scale(0.1),
+    "schedule": optax.scale_by_schedule(lambda count: 0.5),
+    "decay": optax.add_decayed_weights(0.1),
+    "clip": optax.clip_by_global_norm(1e-3),
+}
+
+
+@pytest.mark.parametrize("name", DRIFTING)
+def test_fused_apply_warns_where_parameters_and_average_drift_apart(name):
+    optimizer, params = optax.chain(ema_adam(0.1, ema_decay=0.0), DRIFTING[name]), {"w": jnp.array([1.0, -1.0])}
+    with pytest.warns(UserWarning, match="put ema_adam last in the chain"):
+        new_params, state = fused_apply(optimizer, params, optimizer.init(params), params)
+    # Without memory, the average should be the parameters.
+    assert np.abs(ema_params(state)["w"] - new_params["w"]).max() > 1e-3
+
+
+def test_fused_apply_warns_of_no_transform_that_keeps_the_average_right():
+    params = {"w": jnp.array([1.0, -1.0])}
+    make = functools.partial(ema_adam, 0.1, ema_decay=0.0)
+    for optimizer in (
+        make(),
+        optax.chain(optax.scale(0.1), make()),
+        optax.chain(make(), optax.identity()),
+        optax.apply_if_finite(make(), 2),
+        optax.inject_hyperparams(ema_adam)(0.1, ema_decay=0.0),
+        jitted(make()),
+    ):
+        with warnings.catch_warnings(action="error"):
+            new_params, state = fused_apply(optimizer, params, optimizer.init(params), params)
+        np.testing.assert_allclose(ema_params(state)["w"], new_params["w"], rtol=1e-6)
 
 
 def test_fused_apply_passes_extra_arguments_on():

@@ -61,6 +61,8 @@ def ema_adam(
     `fused_apply` takes a step without writing the updates to memory.
 
     The average follows the parameters that this transform's own update leads to, so put the transform last in a chain.
+    After `optax.chain(ema_adam(...), optax.scale(0.1))` it would follow steps ten times as long as those of the
+    parameters. `fused_apply`, which sees the whole transform, warns of that; `update` cannot know what follows it.
 
     Under `optax.inject_hyperparams`, numbers become arrays in the widest dtype of the parameters. If that has 16 bits,
     in which 0.999 is 1, use `inject_hyperparams(ema_adam, hyperparam_dtype=jnp.float32)`.
@@ -195,6 +197,9 @@ def ema_params(opt_state: Any, params: Any = None) -> Any:
 
     Looks inside `optax.chain`, `inject_hyperparams`, `MultiSteps`, `masked`, `multi_transform` and every other state
     that is a pytree. If several `ema_adam`s share the parameters between them, their averages are merged.
+
+    It is the average of the parameters only if the updates of `ema_adam` were applied as they are, so that no transform
+    came after it in a chain.
 
     Args:
       opt_state: the optimizer state.

@@ -1,6 +1,7 @@
 """The public function `fused_apply`: `ema_adam` in one operator, whatever transforms stand around it."""
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,12 +11,20 @@ import optax
 
 from jaxops._checks.errors import PARAM_INVALID, BadParamError, OperatorError, require, require_present
 from jaxops._checks.operands import as_array, require_tree
+from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM
 from jaxops.embedding.embedding_row_gradients import RowGradients, rows_at, with_rows
 from lowering.describe import show
 
 Step = Callable[..., tuple[jax.Array, ...]]
 
 _NAME = "fused_apply"
+_DRIFT = (
+    "fused_apply: the transform changes the updates of ema_adam, whose average follows the parameters that its own "
+    "updates lead to, so the average drifts away from the parameters; put ema_adam last in the chain"
+)
+_ARITHMETIC = frozenset({"add", "add_any", "div", "max", "min", "mul", "neg", "sub"})
+# Transforms that skip steps, and keep the old state then, select between an update and zeros.
+_SELECTION = frozenset({"convert_element_type", "select_n"})
 
 
 def fused_apply(
@@ -52,6 +61,10 @@ def fused_apply(
     Returns:
       The new parameters, with the dtypes of `params`, and the new state.
 
+    Warns:
+      UserWarning: if the transform calculates with the updates of an `ema_adam` before it returns them, as
+        `optax.chain(ema_adam(...), optax.scale(0.1))` does: the average would not be that of the parameters.
+
     Raises:
       BadParamError: if `transform` is not a transform, `params` is None, a tree holds something other than arrays, or
         the trees do not match each other.
@@ -73,11 +86,13 @@ def fused_apply(
     params = jax.tree.map(functools.partial(as_array, _NAME, "params"), params)
     extended = optax.with_extra_args_support(transform)
     try:
-        outputs, is_written = _survey(extended, grads, opt_state, params, extra_args)
+        outputs, is_written, is_changed = _survey(extended, grads, opt_state, params, extra_args)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if not isinstance(error, OperatorError):
             _require_own_state(transform, opt_state, params)
         raise
+    if is_changed:
+        warnings.warn(_DRIFT, stacklevel=2)
     updates, opt_state = extended.update(grads, opt_state, params, one_pass=_Plan(outputs), **extra_args)
     rows, structure = rows_of(_NAME, params=params, updates=updates)
     new_params = [x if done else _applied(old, x) for (old, x), done in zip(rows, is_written, strict=True)]
@@ -137,11 +152,14 @@ class _Plan(OnePass):
         return step(output=next(self._outputs))
 
 
-def _survey(transform: Any, grads: Any, opt_state: Any, params: Any, extra_args: Any) -> tuple[list[str], list[bool]]:
-    """What each step inside the transform may return, and which leaves of `params` are then already written.
+def _survey(
+    transform: Any, grads: Any, opt_state: Any, params: Any, extra_args: Any
+) -> tuple[list[str], list[bool], bool]:
+    """What each step inside the transform may return, which leaves of `params` are then already written, and drift.
 
     The transform is traced once, and nothing is computed. An update is untouched if, at the place of its own
-    parameters, it is the very tracer that its step returned. It is unread if no equation and no state uses it.
+    parameters, it is the very tracer that its step returned. It is unread if no equation and no state uses it. There
+    is drift if arithmetic makes an update out of what a step returned.
     """
     survey = _Survey()
     steps: list[tuple[int, int]] = []
@@ -154,14 +172,37 @@ def _survey(transform: Any, grads: Any, opt_state: Any, params: Any, extra_args:
         alive = {step: update() for step, (_, update) in zip(steps, survey.steps, strict=True) if update() is not None}
         places.extend((id(leaf), id(update)) for leaf, update in rows_of(_NAME, params=params, updates=updates)[0])
         untouched.extend(place for place in places if place in alive)
-        return [alive[place] for place in untouched], new_state
+        ours = {update_id for _, update_id in untouched}
+        others = [leaf for leaf in jax.tree.leaves(updates) if id(leaf) not in ours]
+        return [alive[place] for place in untouched], others, new_state
 
-    jaxpr = jax.make_jaxpr(trace)(grads, opt_state, params).jaxpr
+    closed, (_, others, _) = jax.make_jaxpr(trace, return_shape=True)(grads, opt_state, params)
+    jaxpr = closed.jaxpr
     readers = [*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars[len(untouched) :]]
+    is_changed = _is_changed(jaxpr, jaxpr.outvars[len(untouched) : len(untouched) + len(others)])
     read = {id(variable) for variables in readers for variable in variables}
     # The first outputs of the jaxpr are the untouched updates.
     free = {step for step, variable in zip(untouched, jaxpr.outvars, strict=False) if id(variable) not in read}
-    return ["params" if step in free else "update" for step in steps], [place in free for place in places]
+    outputs = ["params" if step in free else "update" for step in steps]
+    return outputs, [place in free for place in places], is_changed
+
+
+def _is_changed(jaxpr: Any, updates: Iterable[Any]) -> bool:
+    """Whether arithmetic on the results of `ema_adam` makes one of these variables."""
+    made_by = {id(variable): equation for equation in jaxpr.eqns for variable in equation.outvars}
+    left, seen = [(variable, False) for variable in updates], set()
+    while left:
+        variable, is_changed = left.pop()
+        equation = made_by.get(id(variable))
+        if equation is None or (id(variable), is_changed) in seen:
+            continue
+        seen.add((id(variable), is_changed))
+        name = equation.primitive.name
+        if name == APPLY_FUSED_EMA_ADAM.name and is_changed:
+            return True
+        if name in _ARITHMETIC | _SELECTION:
+            left += [(operand, is_changed or name in _ARITHMETIC) for operand in equation.invars]
+    return False
 
 
 def _require_own_state(transform: optax.GradientTransformation, opt_state: Any, params: Any) -> None:
