@@ -44,7 +44,7 @@ class Expected:
         """The arrays among the arguments, in order; raises `error` for the first wrong one, by its path."""
         fault = flattening_fault(args)
         self._require(fault is None, "args", "be pytrees", str(fault))
-        by_path = dict(_leaves(args))
+        by_path = dict(leaves_with_paths(args))
         for path, text in self.fixed.items():
             got = repr(by_path.get(path))
             self._require(got == text, path, f"be {text}, as it was {self.made}", show(by_path.get(path)))
@@ -79,13 +79,13 @@ class Expected:
 
 def types_by_path(args: Any, avals: Sequence[Any]) -> dict[str, str]:
     """The types of arguments that are all arrays, by path."""
-    return {path: type_text(aval) for (path, _), aval in zip(_leaves(args), avals, strict=True)}
+    return {path: type_text(aval) for (path, _), aval in zip(leaves_with_paths(args), avals, strict=True)}
 
 
 def fixed_text(args: Any, moving: Any) -> dict[str, str]:
     """The Python numbers and strings among the arguments that are not in `moving`, as text."""
-    arrays = {path for path, _ in _leaves(moving)}
-    return {path: repr(x) for path, x in _leaves(args) if path not in arrays and isinstance(x, Number | str)}
+    arrays = {path for path, _ in leaves_with_paths(moving)}
+    return {path: repr(x) for path, x in leaves_with_paths(args) if path not in arrays and isinstance(x, Number | str)}
 
 
 def _is_value(leaf: Any) -> bool:
@@ -121,5 +121,6 @@ def _shown(leaf: Any) -> str:
     return show(leaf) if isinstance(leaf, Number | str) else f"a {type(leaf).__name__}"
 
 
-def _leaves(args: Any) -> list[tuple[str, Any]]:
+def leaves_with_paths(args: Any) -> list[tuple[str, Any]]:
+    """The leaves of arguments, each with its path, such as `args[0]['weight']`."""
     return [(f"args{jax.tree_util.keystr(path)}", leaf) for path, leaf in jax.tree.leaves_with_path(args)]

@@ -8,11 +8,14 @@ import collections
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.tree_util import DictKey, GetAttrKey, PyTreeDef
+
+from lowering.artifact_arguments import leaves_with_paths
+from lowering.static_leaves import FixedLeaf
 
 _LEAF, _LIST, _TUPLE = "leaf", "list", "tuple"
 
@@ -70,8 +73,8 @@ class Results:
     """The pytree that a function returns, without its leaves.
 
     Attributes:
-      tree: the tree as JSON: "leaf"; null; a list or tuple with its kind before its children; or the position of a node
-        in `nodes`, and its children.
+      tree: the tree as JSON: "leaf"; null; the path of a fixed leaf of the arguments; a list or tuple with its kind
+        before its children; or the position of a node in `nodes`, and its children.
       nodes: the nodes that are neither lists nor tuples.
     """
 
@@ -87,6 +90,8 @@ class Results:
         def tree_of(at: Any) -> Any:
             if at is None:
                 return None
+            if isinstance(at, FixedLeaf):
+                return {"fixed": at.path}
             children = _children(at)
             if children is None:
                 return _LEAF
@@ -111,18 +116,21 @@ class Results:
 
     def filled(self, leaves: Iterator[Any], args: tuple[Any, ...]) -> Any:
         """The results of a call, from their leaves and the arguments of the call."""
-        return self._filled(self.tree, leaves, args)
+        by_path = functools.cache(lambda: dict(leaves_with_paths(args)))
+        return self._filled(self.tree, leaves, args, lambda path: by_path().get(path))
 
-    def _filled(self, tree: Any, leaves: Iterator[Any], args: tuple[Any, ...]) -> Any:
+    def _filled(self, tree: Any, leaves: Iterator[Any], args: tuple[Any, ...], fixed: Callable[[str], Any]) -> Any:
         if tree is None:
             return None
         if tree == _LEAF:
             return next(leaves)
+        if isinstance(tree, dict) and "fixed" in tree:
+            return fixed(tree["fixed"])
         if isinstance(tree, dict):
-            children = [self._filled(child, leaves, args) for child in tree["children"]]
+            children = [self._filled(child, leaves, args, fixed) for child in tree["children"]]
             return self.nodes[tree["node"]].filled(children, args)
         kind, *trees = tree
-        children = [self._filled(child, leaves, args) for child in trees]
+        children = [self._filled(child, leaves, args, fixed) for child in trees]
         return children if kind == _LIST else tuple(children)
 
 

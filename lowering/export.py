@@ -139,8 +139,8 @@ def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFO
       fn: a function of arrays, jitted or not.
       *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them. Shapes may be symbolic
         (`jax.export.symbolic_shape`) if the function allows it. Everything else in a pytree, as in modules of Equinox,
-        is fixed; results have None in its place. Static arguments of a jitted function are part of the program: `call`
-        takes the others.
+        is fixed; where results have it, they have the caller's own. Static arguments of a jitted function are part of
+        the program: `call` takes the others.
       platforms: any of "cpu", "cuda" and "tpu"; a single one may be a string.
 
     Returns:
@@ -166,7 +166,7 @@ def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFO
             f"export: platforms must be of {', '.join(PLATFORMS)}; got {shortened(', '.join(unknown)) or 'none'}"
         )
     given = args
-    fn, args = static_leaves.of_arrays(fn, args)
+    fn, args = static_leaves.of_arrays(fn, args, marked=True)
     fixed = fixed_text(given, args)
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]

@@ -1,5 +1,6 @@
 """Turns functions of pytrees that hold more than arrays, such as Equinox modules, into functions of the arrays."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from numbers import Number
 from typing import Any
@@ -15,7 +16,21 @@ from lowering.functions import require_function, traceable
 from lowering.pytrees import flattening_fault
 
 
-def of_arrays(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class FixedLeaf:
+    """Stands in results for a fixed leaf of the arguments.
+
+    Attributes:
+      path: of that leaf, such as `args[0].activation`.
+    """
+
+    path: str
+
+
+def of_arrays(
+    fn: Callable[..., Any], args: Sequence[Any], *, marked: bool = False
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A function and arguments that `jax.jit` accepts: every leaf that is not an array is fixed.
 
     Python numbers count as arrays, as under `jax.jit`, with two exceptions. An argument that holds a function, a string
@@ -24,7 +39,8 @@ def of_arrays(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[...
 
     Returns:
       Both, unchanged if nothing is fixed. Otherwise a function whose results have None in place of leaves that are not
-      arrays, and arguments with None in place of fixed leaves, as `without_fixed` makes them.
+      arrays (with `marked`, a `FixedLeaf` in place of those that are fixed leaves of the arguments), and arguments with
+      None in place of fixed leaves, as `without_fixed` makes them.
 
     Raises:
       UsageError: if JAX cannot trace `fn`, or the arguments are not pytrees.
@@ -43,11 +59,19 @@ def of_arrays(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[...
     if hasattr(fn, "trace") or not (any(fixed) or _is_filtered(fn)):
         return traceable(fn, args), tuple(args)
 
+    paths = [f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(tuple(args))]
+    marks = {id(leaf): FixedLeaf(path) for leaf, path, is_one in zip(leaves, paths, fixed, strict=True) if is_one}
+
+    def without_others(leaf: Any) -> Any:
+        if is_array(leaf):
+            return leaf
+        return marks[id(leaf)] if marked and id(leaf) in marks else leaf if isinstance(leaf, Number) else None
+
     def call(*arrays: Any) -> Any:
         moving = iter(jax.tree.leaves(arrays))
         filled = [leaf if is_fixed else next(moving) for leaf, is_fixed in zip(leaves, fixed, strict=True)]
         results = fn(*jax.tree.unflatten(structure, filled))
-        return jax.tree.map(lambda leaf: leaf if is_array(leaf) or isinstance(leaf, Number) else None, results)
+        return jax.tree.map(without_others, results)
 
     return call, without_fixed(fn, args)
 

@@ -64,6 +64,17 @@ def test_equinox_step_is_exported(tmp_path):
         artifact.call(training, *BATCH)
 
 
+def test_exported_equinox_step_takes_its_second_step(tmp_path):
+    lowering.export(eqx.filter_jit(step), MODEL, *BATCH, platforms="cpu").save(tmp_path / "step")
+    model, expected = MODEL, MODEL
+    for _ in range(2):
+        model, value = lowering.load(tmp_path / "step").call(model, *BATCH)
+        expected, true = step(expected, *BATCH)
+        np.testing.assert_allclose(value, true, rtol=1e-6)
+    assert (model.name, model.dropout.inference) == ("model", True)
+    np.testing.assert_allclose(model(BATCH[0]), expected(BATCH[0]), rtol=1e-5, atol=1e-6)  # activations and all
+
+
 def test_modules_with_flags_alone_are_fixed_and_numbers_elsewhere_are_not():
     def dropped(dropout, x, scale):
         return scale * dropout(x, key=jax.random.key(0), inference=None)
