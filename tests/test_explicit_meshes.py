@@ -240,6 +240,11 @@ def dropout_gradient(dy, reserve_space):
     return mcdnn.dropout_backward(mcdnn.DropoutDescriptor(0.25), dy, reserve_space.astype(jnp.uint8))
 
 
+def dropped_and_back(x, dy):
+    y, reserve_space = dropped(x)
+    return y, dropout_gradient(dy, reserve_space)
+
+
 # The documented calls, as functions of arrays alone, and the shapes of these; integers are labels.
 CALLS = {
     "training-spatial": (training("SPATIAL"), [IMAGES, *[ROW] * 4, IMAGES]),
@@ -305,6 +310,7 @@ CALLS = {
     ),
     "dropout": (dropped, [IMAGES]),
     "dropout-gradient": (dropout_gradient, [IMAGES, (WORDS,)]),
+    "dropout-there-and-back": (dropped_and_back, [IMAGES[:3], IMAGES[:3]]),
     "nll-loss-2d": (
         lambda x, weight: aclnn.nll_loss2d(x, jnp.ones((4, 2, 6), jnp.int32), weight, reduction=0, ignore_index=-1),
         [IMAGES, (1, 6, 1, 1)],
