@@ -55,7 +55,9 @@ def fused_linear_online_max_sum(
       `vocab_parallel_logits` is (BT, V) with the input's dtype, or None.
 
     Raises:
-      BadParamError: with status 161001 if an operand is None, 161002 if a dtype, rank, shape or index is wrong.
+      BadParamError: with status 161001 if an operand is None, 161002 if a dtype, rank, shape or index is wrong, or if
+        the devices of a shard_map have different first classes but, as its in_specs say, one weight. With `check_vma`
+        off nothing says so, and all classes of that weight count once for each device.
 
     Numerics:
       The statistics come from float32 logits even if rounded ones are returned. The documented limit H <= 65534 belongs
