@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 WORD_BITS = 32
 RESOLUTION_BITS = 24
@@ -49,6 +50,18 @@ def digits(threshold: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
     number = threshold - is_one
     shifts = reversed(range(RESOLUTION_BITS))
     return repeated(is_one), [repeated((number >> jnp.uint32(shift)) & jnp.uint32(1)) for shift in shifts]
+
+
+def decisive_digits(threshold: jax.Array) -> jax.Array:
+    """How many digits a threshold has before its trailing zeros, which decide nothing; none for 0 and 1."""
+    last = lax.clz(threshold & (jnp.uint32(0) - threshold)).astype(jnp.int32)
+    return jnp.where(threshold == 0, 0, last - (WORD_BITS - 1 - RESOLUTION_BITS))
+
+
+def digit_pair(number: jax.Array, pair: jax.Array) -> list[jax.Array]:
+    """Two neighbouring digits of a number that `digits` takes apart, counted in pairs; each 0 or 2**32 - 1."""
+    last = (RESOLUTION_BITS - 2 - 2 * pair).astype(jnp.uint32)
+    return [repeated(number >> (last + jnp.uint32(place)) & jnp.uint32(1)) for place in (1, 0)]
 
 
 def repeated(bit: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ import lowering
 from jaxops import dropout
 from jaxops.dropout.api import probability_and_scale
 from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.dropout_mask import RESOLUTION_BITS, decisive_digits, digit_pair, threshold
 from pallas_kernels.gpu import dropout as gpu_dropout
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu import dropout as tpu_dropout
@@ -36,7 +37,7 @@ CASES = [
     *[("tpu", (17, 64), F32, rate) for rate in (0.0, 1.0)],
     *[("gpu", shape, dtype, rate) for shape, dtype, rate in (((2, 4096), F32, 0.25), ((4160,), BF16, 0.5))],
     *[("gpu", shape, dtype, rate) for shape, dtype, rate in (((2, 1, 4128), F16, 0.75), ((4096,), F32, 0.1))],
-    *[("gpu", (4096,), F32, rate) for rate in (0.0, 1.0)],
+    *[("gpu", (4096,), F32, rate) for rate in (0.0, 1.0, 0.875, 2**-20)],
 ]
 
 
@@ -71,6 +72,18 @@ def test_dropout_kernels_draw_the_same_mask(name, shape, dtype, rate, rng, capfd
     np.testing.assert_array_equal(dx, expected(grad, mask, rate))
     assert (y.dtype, dx.dtype) == (dtype, dtype)
     assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("keep", "count"), [(0.5, 1), (0.25, 2), (0.875, 3), (1 - 2**-20, 20), (2**-24, 24), (0.0, 0), (1.0, 0)]
+)
+def test_dropout_draws_only_the_digits_that_decide(keep, count):
+    """0.875 is 0.111 in binary digits. No digit decides at 0 and 1."""
+    above = threshold(jnp.float32(keep))
+    assert decisive_digits(above) == count
+    pairs = [digit_pair(above, jnp.int32(pair)) for pair in range(RESOLUTION_BITS // 2)]
+    written = format(int(keep * 2**24), "025b")[1:]
+    assert "".join("1" if digit else "0" for pair in pairs for digit in pair) == written
 
 
 @pytest.mark.parametrize("words", [50, 179])

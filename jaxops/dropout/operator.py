@@ -13,9 +13,9 @@ from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.dropout.patterns import DROPOUT_BY_UNIFORM
 from pallas_kernels.dropout_mask import (
-    RESOLUTION_BITS,
     WORD_BITS,
     compared,
+    decisive_digits,
     digits,
     threshold,
 )
@@ -80,11 +80,8 @@ def _kept_words(keys: tuple[jax.Array, jax.Array], indices: jax.Array, kept: jax
     above = threshold(kept)
     less, number = digits(above)
     table = jnp.stack(number).reshape(-1, 2 * _STEP_PAIRS)
-    zeros_at_end = jax.lax.population_count((above & -above) - jnp.uint32(1)).astype(jnp.int32)
-    digits_left = jnp.maximum(RESOLUTION_BITS - zeros_at_end, 0)
-    # Trailing zeros decide nothing. At least two steps: XLA unrolls a loop of one, and would then draw a word again for
-    # each of its elements.
-    steps = -(-digits_left // table.shape[1])
+    # At least two steps: XLA unrolls a loop of one, and would then draw a word again for each of its elements.
+    steps = -(-decisive_digits(above) // table.shape[1])
     steps = jnp.where(steps == 1, 2, steps)
 
     def step(i: jax.Array, less: jax.Array) -> jax.Array:

@@ -89,7 +89,7 @@ class Block:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         self.tiling = tiling
-        self.outer, self.inner = lax.axis_index("outer"), lax.axis_index("inner")
+        self.outer, self.inner = hopper.place(tiling.grid)
         self._layout = plgpu.Layout.WG_STRIDED((tiling.width,), vec_size=tiling.vector) if pin_layouts else None
 
     def _pinned(self, values):
@@ -225,7 +225,7 @@ def launch(kernel, name, tiling, operands, results, interpret, **params):
     return pl.kernel(
         functools.partial(kernel, tiling=tiling, pin_layouts=not interpret, **params),
         out_type=results,
-        mesh=plgpu.Mesh(grid=tiling.grid, grid_names=("outer", "inner")),
+        mesh=plgpu.Mesh(**hopper.grid(*tiling.grid)),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret_gpu_params() if interpret is True else interpret,
         name=name,

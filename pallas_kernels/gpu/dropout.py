@@ -15,7 +15,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._jax_private import interpret_gpu_params, load_gpu
-from pallas_kernels.dropout_mask import WORD_BITS, compared, digits, threshold
+from pallas_kernels.dropout_mask import (
+    RESOLUTION_BITS,
+    WORD_BITS,
+    compared,
+    decisive_digits,
+    digit_pair,
+    repeated,
+    threshold,
+)
 from pallas_kernels.gpu import hopper
 from pallas_kernels.gpu.hopper import WARPGROUP
 from pallas_kernels.kernel import Kernel
@@ -28,10 +36,9 @@ _AHEAD = 4  # accesses that are loaded before one is used
 class _Run:
     """Inside a kernel, 4096 elements of a row and the 128 words of their mask."""
 
-    def __init__(self, first_word, words_smem, dtype, pin_layouts):
+    def __init__(self, row, first_word, words_smem, dtype, pin_layouts):
         """The interpreter of jax 0.10 has no layouts to pin."""
-        self.row = lax.axis_index("row")
-        self.first_word = first_word
+        self.row, self.first_word = row, first_word
         self.words_smem = words_smem
         self._vector = _ACCESS_BYTES // jnp.dtype(dtype).itemsize
         self._pin_layouts = pin_layouts
@@ -63,8 +70,16 @@ class _Run:
         ones = jnp.full((WARPGROUP,), 1, jnp.uint32)
         key0, key1, first = (ones * streams_gmem[self.row, i] for i in range(3))
         indices = first + self.first_word.astype(jnp.uint32) + self.threads().astype(jnp.uint32)
-        less, number = digits(threshold(keep_gmem[0]))
-        return compared(indices * jnp.uint32(0) + less, (key0, key1), indices, 0, number)
+        above = threshold(keep_gmem[0])
+        pairs = lax.div(decisive_digits(above) + 1, 2)
+
+        def compare(step, less):
+            pair = pairs - 1 - step
+            return compared(less, (key0, key1), indices, pair, digit_pair(above, pair))
+
+        # At the probability 1 no digit decides, and all are less.
+        is_one = above >> jnp.uint32(RESOLUTION_BITS)
+        return lax.fori_loop(0, pairs, compare, indices * jnp.uint32(0) + repeated(is_one))
 
     def _layout(self):
         """The layout of an access, with a row for each word: neighbouring threads have neighbouring runs of a row."""
@@ -116,16 +131,18 @@ class _Run:
         hopper.fold(0, WARPGROUP // rows, _AHEAD, load, use, None)
 
 
-def _for_each_run(words, words_smem, dtype, pin_layouts, process):
+def _for_each_run(shape, words_smem, dtype, pin_layouts, process):
     """Runs of a row, one per thread block; the last block takes the rest of the row in a run that overlaps its own."""
-    block, blocks = lax.axis_index("block"), words // WARPGROUP
-    process(_Run(block * WARPGROUP, words_smem, dtype, pin_layouts))
+    rows, words = shape
+    blocks = words // WARPGROUP
+    row, block = hopper.place((rows, blocks))
+    process(_Run(row, block * WARPGROUP, words_smem, dtype, pin_layouts))
     # Accesses cannot be masked. What two runs both compute is the same, and one block computes both.
     if words % WARPGROUP:
 
         @pl.when(block == blocks - 1)
         def _():
-            process(_Run(block * WARPGROUP + words % WARPGROUP, words_smem, dtype, pin_layouts))
+            process(_Run(row, block * WARPGROUP + words % WARPGROUP, words_smem, dtype, pin_layouts))
 
 
 def _kernel(streams_gmem, x_gmem, keep_gmem, y_gmem, words_gmem, words_smem, *, pin_layouts):
@@ -134,14 +151,14 @@ def _kernel(streams_gmem, x_gmem, keep_gmem, y_gmem, words_gmem, words_smem, *, 
         words_gmem[run.words()] = words
         run.select(words, x_gmem, y_gmem, keep_gmem)
 
-    _for_each_run(words_gmem.shape[1], words_smem, x_gmem.dtype, pin_layouts, process)
+    _for_each_run(words_gmem.shape, words_smem, x_gmem.dtype, pin_layouts, process)
 
 
 def _backward_kernel(grad_gmem, words_gmem, keep_gmem, out_gmem, words_smem, *, pin_layouts):
     def process(run):
         run.select(run.pinned(words_gmem[run.words()]), grad_gmem, out_gmem, keep_gmem)
 
-    _for_each_run(words_gmem.shape[1], words_smem, grad_gmem.dtype, pin_layouts, process)
+    _for_each_run(words_gmem.shape, words_smem, grad_gmem.dtype, pin_layouts, process)
 
 
 def _launch(kernel, name, rows, columns, results, interpret, operands):
@@ -151,8 +168,7 @@ def _launch(kernel, name, rows, columns, results, interpret, operands):
         functools.partial(kernel, pin_layouts=not interpret),
         out_type=results,
         # Thread blocks do not depend on each other; those of one row read the same stream.
-        grid=(rows, columns // _BLOCK),
-        grid_names=("row", "block"),
+        **hopper.grid(rows, columns // _BLOCK),
         scratch_types=[plgpu.SMEM((WARPGROUP,), jnp.uint32)],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret_gpu_params() if interpret is True else interpret or None,

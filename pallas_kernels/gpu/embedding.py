@@ -35,7 +35,7 @@ _CONFIGS = ({"chunk_rows": 32}, {"chunk_rows": 64}, {"chunk_rows": 16})
 def _kernel(ids_gmem, order_gmem, factors_gmem, rows_gmem, out_gmem, *partial_gmem, chunk_rows, columns, pin_layouts):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    chunk = lax.axis_index("chunk")
+    chunk, column = hopper.place((ids_gmem.shape[0] // chunk_rows, columns.blocks))
     first = chunk * chunk_rows
     last_position = ids_gmem.shape[0] - 1
     # Before the first chunk and after the last one comes another id, -1.
@@ -76,7 +76,7 @@ def _kernel(ids_gmem, order_gmem, factors_gmem, rows_gmem, out_gmem, *partial_gm
 
     @pl.when(ids_gmem[first] != _NO_ROW)
     def _():
-        for start in columns.starts(lax.axis_index("column")):
+        for start in columns.starts(column):
             run = pl.ds(start, columns.width)
             nothing = pinned(jnp.zeros((columns.width,), jnp.float32))
             lax.fori_loop(0, chunk_rows // _AHEAD, functools.partial(add, run), nothing)
@@ -124,7 +124,7 @@ def _launch(ids, order, factors, rows, out_ref, chunk_rows, interpret):
         functools.partial(_kernel, chunk_rows=chunk_rows, columns=columns, pin_layouts=not interpret),
         out_type=[partial] * (chunks > 1),
         # Thread blocks write rows of their own, so no order between them matters, and none needs atomics.
-        mesh=plgpu.Mesh(grid=(chunks, columns.blocks), grid_names=("chunk", "column")),
+        mesh=plgpu.Mesh(**hopper.grid(chunks, columns.blocks)),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret_gpu_params() if interpret is True else interpret,
         name="embedding_dense_backward",

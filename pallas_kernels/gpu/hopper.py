@@ -1,9 +1,14 @@
-"""What kernels for NVIDIA GPUs from Hopper on have in common. Their thread blocks are one warpgroup, or a few."""
+"""What kernels for NVIDIA GPUs from Hopper on have in common. Their thread blocks are one warpgroup, or a few.
+
+Grids have a single axis. CUDA counts up to 2**31 - 1 thread blocks along x, but only 65535 along y and z; a launch
+beyond that ends the process. So kernels whose thread blocks form a table number them, and divide to find the place.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -11,7 +16,8 @@ WARPGROUP = 128  # threads, so one access of a warpgroup touches at least as man
 VECTOR = 4  # elements of one access of a thread: 16 bytes of float32, the most that an instruction moves
 SHARED_BYTES = 227 * 2**10  # that one thread block may have
 LAUNCH_SECONDS = 3e-6  # of one kernel, roughly; assumed, not measured
-MAX_ELEMENTS = 2**31 - 1
+# Offsets are of 32 bits. That of an access is computed before it is moved back into the array, by an access at most.
+MAX_ELEMENTS = 2**31 - 2**11
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -27,6 +33,21 @@ def refusal(hardware: Any, **operands: Any) -> str | None:
         if math.prod(operand.shape) > MAX_ELEMENTS:
             return f"the kernel's 32-bit offsets reach {MAX_ELEMENTS} elements; {name} has {math.prod(operand.shape)}"
     return None
+
+
+def grid(*extents: int) -> dict[str, tuple[Any, ...]]:
+    """The launch's grid for a table of thread blocks of these extents, whose neighbours along the last one are next."""
+    return {"grid": (math.prod(extents),), "grid_names": ("block",)}
+
+
+def place(extents: Sequence[int]) -> list[jax.Array]:
+    """Where a thread block is in the table of `grid`."""
+    index = lax.axis_index("block")
+    found = []
+    for extent in reversed(extents[1:]):
+        found.append(lax.rem(index, jnp.int32(extent)))
+        index = lax.div(index, jnp.int32(extent))
+    return [index, *reversed(found)]
 
 
 def fold(

@@ -29,9 +29,9 @@ _CHANNELS = -4
 class Pixels:
     """Inside a kernel, a run of pixels of one image."""
 
-    def __init__(self, start: jax.Array, width: int, channels: int, pin_layouts: bool) -> None:
+    def __init__(self, image: jax.Array, start: jax.Array, width: int, channels: int, pin_layouts: bool) -> None:
         """The interpreter of jax 0.10 has no layouts to pin."""
-        self.image, self.columns, self.channels = lax.axis_index("image"), pl.ds(start, width), channels
+        self.image, self.columns, self.channels = image, pl.ds(start, width), channels
         self._width, self._layout = width, None
         self._offsets = lax.broadcasted_iota(jnp.int32, (width,), 0)
         if pin_layouts:
@@ -122,11 +122,11 @@ def _differentiate(pixels, x_gmem, grad_gmem, dx_gmem, *, group, n, alpha, beta,
 
 
 def _kernel(*refs, body, width, group, pin_layouts, **params):
-    _, channels, pixels = refs[0].shape
-    run = lax.axis_index("run")
+    images, channels, pixels = refs[0].shape
+    image, run = hopper.place((images, pixels // width))
 
     def normalize(start):
-        body(Pixels(start, width, channels, pin_layouts), *refs, group=group, **params)
+        body(Pixels(image, start, width, channels, pin_layouts), *refs, group=group, **params)
 
     normalize(run * width)
     if pixels % width:
@@ -145,7 +145,7 @@ def _launch(body, name, *operands, config, interpret, **params):
     (result,) = pl.kernel(
         functools.partial(_kernel, body=body, width=config["width"], group=group, pin_layouts=not interpret, **params),
         out_type=[jax.ShapeDtypeStruct(view, operands[-1].dtype)],
-        mesh=plgpu.Mesh(grid=(view[0], view[2] // config["width"]), grid_names=("image", "run")),
+        mesh=plgpu.Mesh(**hopper.grid(view[0], view[2] // config["width"])),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret_gpu_params() if interpret is True else interpret,
         name=name,

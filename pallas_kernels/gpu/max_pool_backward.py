@@ -64,14 +64,13 @@ def tiling_of(shape, dtypes, window, stride, width):
 class _Cell:
     """Inside a kernel, a run of channels of one window and of the pixels up to the next ones."""
 
-    def __init__(self, refs, tiling, row, column, first_channel, window, stride, pin_layouts):
+    def __init__(self, refs, tiling, image, row, column, first_channel, window, stride, pin_layouts):
         """The interpreter of jax 0.10 has no layouts to pin."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         self._x_gmem, self._grad_gmem, self._dx_gmem = refs
         self.row, self.column, self._window, self._stride = row, column, window, stride
-        self._width = tiling.width
-        self._image = lax.axis_index("image")
+        self._image, self._width = image, tiling.width
         self._run = pl.ds(first_channel, tiling.width)
         self._layout = plgpu.Layout.WG_STRIDED((tiling.width,), vec_size=tiling.vector) if pin_layouts else None
 
@@ -129,12 +128,13 @@ class _Cell:
 
 
 def _kernel(*refs, tiling, window, stride, propagate_nan, pin_layouts):
-    row, part = lax.axis_index("row"), lax.axis_index("part")
+    image, row, part = hopper.place(tiling.grid)
     group, run = lax.div(part, tiling.runs), lax.rem(part, tiling.runs)
     columns = [group * tiling.cells + position for position in range(tiling.cells)]
 
     def process(first_channel):
-        cells = [_Cell(refs, tiling, row, column, first_channel, window, stride, pin_layouts) for column in columns]
+        where = [(image, row, column, first_channel) for column in columns]
+        cells = [_Cell(refs, tiling, *place, window, stride, pin_layouts) for place in where]
         loaded = [cell.loaded() for cell in cells]
         for cell, (pixels, grad) in zip(cells, loaded, strict=True):
             cell.store(pixels, grad, propagate_nan)
@@ -163,7 +163,7 @@ def run(x, grad, *, window, stride, padding, propagate_nan, config, interpret=Fa
             pin_layouts=not interpret,  # the interpreter of jax 0.10 has no layouts
         ),
         out_type=[jax.ShapeDtypeStruct(view, grad.dtype)],
-        mesh=plgpu.Mesh(grid=tiling.grid, grid_names=("image", "row", "part")),
+        mesh=plgpu.Mesh(**hopper.grid(*tiling.grid)),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret_gpu_params() if interpret is True else interpret,
         name="max_pool_backward",
