@@ -222,13 +222,30 @@ def parse(target: str) -> TargetSlice:
     return TargetSlice(hardware, topology, chips * hardware.devices_per_chip)
 
 
-def of_device(platform: str, device_kind: str) -> Hardware:
-    """The record of a device, from the name that the runtime gives it."""
-    matches = (hardware for hardware in TARGETS.values() if hardware.platform == platform)
-    return next(
-        (hardware for hardware in matches if hardware.device_kind == device_kind),
-        Hardware(platform, platform, device_kind),
+def of_device(platform: str, device: jax.Device | AbstractDevice) -> Hardware:
+    """The record of a device, by the name that the runtime gives it; of any other GPU, what the runtime says of it."""
+    kind = device.device_kind
+    for hardware in TARGETS.values():
+        if (hardware.platform, hardware.device_kind) == (platform, kind):
+            return hardware
+    if platform != "cuda":
+        return Hardware(platform, platform, kind)
+    # An abstract device only has the cores. Of a GPU that is here, the device itself says more.
+    present = jax.devices() if platform_here() == platform else ()
+    device = next((each for each in present if each.device_kind == kind), device)
+    return Hardware(
+        platform,
+        platform,
+        kind,
+        compute_capability=_capability(getattr(device, "compute_capability", None)),
+        cores=getattr(device, "core_count", None) or getattr(device, "num_cores", None),
     )
+
+
+def _capability(text: str | None) -> tuple[int, int] | None:
+    """A compute capability such as "9.0" as two numbers."""
+    major, dot, minor = (text or "").partition(".")
+    return (int(major), int(minor)) if dot else None
 
 
 def gpu_target_config(hardware: Hardware) -> str:
@@ -274,9 +291,9 @@ def being_lowered_for(platform: str, platforms: tuple[str, ...]) -> Hardware:
         return chip
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is not None:
-        return of_device(platform, device.device_kind)
+        return of_device(platform, device)
     if len(platforms) == 1 and platform_here() == platform:
-        return of_device(platform, jax.devices()[0].device_kind)
+        return of_device(platform, jax.devices()[0])
     return named(platform)
 
 
@@ -298,7 +315,7 @@ def abstract_device(hardware: Hardware) -> AbstractDevice:
 
 def here() -> Hardware:
     """The chip that this process uses by default."""
-    return of_device(platform_here(), jax.devices()[0].device_kind)
+    return of_device(platform_here(), jax.devices()[0])
 
 
 def platform_here() -> str:

@@ -45,3 +45,8 @@ class Hardware:
     devices_per_chip: int = 1
     smallest_slice: str = ""
     source: str = ""
+
+    @property
+    def label(self) -> str:
+        """The target's name; for a chip without one, what the runtime calls it."""
+        return self.device_kind if self.name == self.platform and self.device_kind else self.name

@@ -1,17 +1,22 @@
 """Selection as a pure function: what is asked for, what kernels say, and what is taken."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice
 
 import jaxops
 import lowering
 from lowering import select
 from lowering.targets import here, named, of_device
+from pallas_kernels.gpu import softmax
+from pallas_kernels.gpu.linear_cross_entropy import exponentials
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
+from pallas_kernels.softmax_groups import Groups
 
 H100 = named("cuda-h100")
 V5E = named("tpu-v5e")
@@ -128,11 +133,47 @@ def test_use_is_part_of_the_cache_key_of_jit():
 
 
 def test_targets_are_found_by_name_and_by_device():
-    assert of_device("cuda", "NVIDIA H100 80GB HBM3") is H100
-    assert of_device("cuda", "NVIDIA L4").name == "cuda"
+    assert of_device("cuda", AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")) is H100
+    assert of_device("tpu", AbstractDevice("TPU v99", 3, "tpu")) == Hardware("tpu", "tpu", "TPU v99")
     assert here() is CPU
     with pytest.raises(ValueError, match=r"target must be one of cpu, tpu-v5e, .*; got 'tpu-v99'"):
         named("tpu-v99")
+
+
+def a_gpu(kind, capability, cores):
+    """What the runtime says of a GPU."""
+    return types.SimpleNamespace(device_kind=kind, compute_capability=capability, core_count=cores)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "softmax_refusal", "loss_refusal"),
+    [
+        (a_gpu("NVIDIA A10", "8.6", 72), "NVIDIA A10 has 8.6", "NVIDIA A10 has 8.6"),
+        (a_gpu("NVIDIA GeForce RTX 5090", "12.0", 170), "NVIDIA GeForce RTX 5090 has 12.0", "5090 has 12.0"),
+        (a_gpu("NVIDIA GB300", "10.3", 160), None, "NVIDIA GB300 has 10.3"),
+        (a_gpu("NVIDIA H100 PCIe", "9.0", 114), None, None),
+    ],
+    ids=lambda gpu: getattr(gpu, "device_kind", ""),
+)
+def test_kernels_know_a_gpu_without_a_record_by_what_the_runtime_says(gpu, softmax_refusal, loss_refusal, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x, weight = jax.ShapeDtypeStruct((4096, 256), jnp.bfloat16), jax.ShapeDtypeStruct((50257, 256), jnp.bfloat16)
+    abstract = AbstractDevice(gpu.device_kind, gpu.core_count, "gpu")
+    groups = Groups.along(x.shape, [1])
+    for hardware in (here(), of_device("cuda", gpu), of_device("cuda", abstract)):
+        assert (hardware.name, hardware.label, hardware.cores) == ("cuda", gpu.device_kind, gpu.core_count)
+        of_softmax = softmax.KERNEL.refuses(hardware, x, log=False, groups=groups)
+        of_loss = exponentials.refusal(hardware, x, weight)
+        for reason, words in ((of_softmax, softmax_refusal), (of_loss, loss_refusal)):
+            assert reason is None if words is None else reason.endswith(words)
+        # As many thread blocks as multiprocessors, so that none waits for another to end.
+        assert exponentials.configs(hardware, x, weight, 4096)[0]["workers"] == gpu.core_count
+
+
+def test_an_absent_gpu_without_a_record_has_the_cores_that_its_mesh_says():
+    hardware = of_device("cuda", AbstractDevice("NVIDIA H20", 78, "gpu"))
+    assert (hardware.label, hardware.cores, hardware.compute_capability) == ("NVIDIA H20", 78, None)
 
 
 def test_choose_leaves_the_reference_to_operators_whose_kernels_give_way():

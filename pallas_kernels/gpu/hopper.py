@@ -18,14 +18,16 @@ SHARED_BYTES = 227 * 2**10  # that one thread block may have
 LAUNCH_SECONDS = 3e-6  # of one kernel, roughly; assumed, not measured
 # Offsets are of 32 bits. That of an access is computed before it is moved back into the array, by an access at most.
 MAX_ELEMENTS = 2**31 - 2**11
+# Of the later chips, those of 12 have half of the shared memory, and nothing was compiled for any of them.
+_MAJOR_CAPABILITIES = (9, 10)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def refusal(hardware: Any, **operands: Any) -> str | None:
-    """Why a kernel cannot run on a chip with these operands: an older GPU, another dtype, or too many elements."""
-    if hardware.compute_capability is not None and hardware.compute_capability < (9, 0):
+    """Why a kernel cannot run on a chip with these operands: another GPU, another dtype, or too many elements."""
+    if hardware.compute_capability is not None and hardware.compute_capability[0] not in _MAJOR_CAPABILITIES:
         major, minor = hardware.compute_capability
-        return f"Mosaic GPU needs compute capability 9.0 or later; {hardware.name} has {major}.{minor}"
+        return f"the kernel needs compute capability 9 or 10; {hardware.label} has {major}.{minor}"
     for name, operand in operands.items():
         dtype = jnp.dtype(operand.dtype).name
         if dtype not in DTYPES:
@@ -35,7 +37,7 @@ def refusal(hardware: Any, **operands: Any) -> str | None:
     return None
 
 
-def grid(*extents: int) -> dict[str, tuple[Any, ...]]:
+def grid(*extents: int) -> dict[str, Any]:
     """The launch's grid for a table of thread blocks of these extents, whose neighbours along the last one are next."""
     return {"grid": (math.prod(extents),), "grid_names": ("block",)}
 

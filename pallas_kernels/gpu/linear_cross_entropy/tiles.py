@@ -26,7 +26,7 @@ SWIZZLED_ROWS = 8
 # Row blocks that run at the same time read the same weights, and read their own rows of x again for every tile. All
 # these rows together should stay in the L2 cache, which has 50 MB in two halves; what both need may be in both.
 _ROW_GROUP_BYTES = (32 * 2**20, 16 * 2**20, 8 * 2**20)
-_MULTIPROCESSORS = 132  # of an H100, if the hardware's record does not say
+_MULTIPROCESSORS = 132  # of an H100, for programs that are exported for any GPU
 _START_TILES = 0.1  # the cost of starting a thread block: one trip to memory, in units of a tile's time
 _ALONE = {"copying": 1, "cluster_blocks": 1}
 # The size of a warpgroup's tile, and how many stages fit into 227 KiB beside the buffers that kernels store from. A
@@ -240,7 +240,8 @@ def refuses_linear(hardware: Any, x: Any, weight: Any) -> str | None:
     if hardware.compute_capability is not None and hardware.compute_capability != (9, 0):
         major, minor = hardware.compute_capability
         return (
-            f"the kernel is written for the matrix units of compute capability 9.0; {hardware.name} has {major}.{minor}"
+            "the kernel is written for the matrix units of compute capability 9.0; "
+            f"{hardware.label} has {major}.{minor}"
         )
     # The weight's, because x is rounded to it if x is wider.
     dtype = jnp.dtype(weight.dtype).name
