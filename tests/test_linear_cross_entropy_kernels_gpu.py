@@ -224,6 +224,16 @@ def test_linear_cross_entropy_gradients_compute_only_what_is_needed():
         ]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_linear_cross_entropy_kernels_of_a_split_vocabulary_take_another_dtype_of_x(dtype):
+    x, weight = jax.ShapeDtypeStruct((6, 64), dtype), jax.ShapeDtypeStruct((70, 64), "bfloat16")
+    operands = (x, weight, jax.ShapeDtypeStruct((6,), "int32"), *[jax.ShapeDtypeStruct((), "int32")] * 2)
+    assert vocab_parallel.MAX_SUM_KERNEL.refuses(H100, *operands, return_logits=False) is None
+    run = functools.partial(vocab_parallel.run_max_sum, return_logits=False, config=SIZES)
+    text = jax.jit(run).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
 @pytest.mark.slow
 def test_linear_cross_entropy_split_vocabulary_runs_on_the_kernels():
     """The documented calls on two parts of a vocabulary, with the kernels and with their references."""
@@ -233,7 +243,7 @@ def test_linear_cross_entropy_split_vocabulary_runs_on_the_kernels():
     start, end = jnp.asarray(70, "int32"), jnp.asarray(140, "int32")
     part = weight[70:]
     run = functools.partial(vocab_parallel.run_max_sum, return_logits=False, config=sizes, interpret=INTERPRET)
-    found = jax.jit(run)(x, part, target, start, end)
+    found = jax.jit(run)(x.astype("float32"), part, target, start, end)  # is rounded to the weight's dtype
     z = np.asarray(x).astype(np.float64) @ np.asarray(part).astype(np.float64).T
     is_other = np.asarray(target) < 70
     maximum = z.max(axis=1)

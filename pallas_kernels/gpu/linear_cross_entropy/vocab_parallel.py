@@ -17,7 +17,7 @@ def run_max_sum(x, weight, target, start, end, *, return_logits, config, interpr
     columns = jnp.where(mask, -1, masked_target.astype(jnp.int32)).reshape(-1)
     empty = jnp.zeros((0,), jnp.float32)
     found = statistics.reduced_rows(
-        x.reshape(-1, x.shape[-1]),
+        x.reshape(-1, x.shape[-1]).astype(weight.dtype),
         weight,
         empty,
         columns,
