@@ -1,14 +1,21 @@
-"""Half an hour of a GPU: what is right, how fast it is, and peers beside it, in stages that end when time does.
+"""Half an hour of a GPU in three calls of ten minutes: what is right, how fast it is, and peers beside it.
 
-python benchmarks/gpu.py probe smoke flagship --out build/gpu --deadline 550 --done benchmarks/results/gpu_done.jsonl
+python benchmarks/gpu.py first  --out build/gpu-1
+python benchmarks/gpu.py second --out build/gpu-2 --done build/gpu-1
+python benchmarks/gpu.py third  --out build/gpu-3 --done build/gpu-2
 
-Stages, in the order in which to run them: `probe` (versions, clocks, rates), `smoke` (every kernel is verified; mend
-what is wrong before anything is timed), `flagship` (linear cross entropy, plain products, and its kernels alone with
-each configuration), `lce` (the losses at other shapes), `adam`, `rest` (the other operators), `tune` (all
-configurations, for lowering/tuned/), `profile` (Nsight Compute on the cross entropy's kernels). Each case has a process
-of its own; a hang costs that case. Results are appended as they come, and what --out or --done holds is not measured
-again. At the end they are written once more as `gpu_DEVICE.json`, for benchmarks/results/. `--rehearse` runs the same
-on a CPU with small sizes.
+Calls are lists of stages, which can be named instead. Of the first: `probe` (versions, clocks, rates), `loops` (linear
+cross entropy in chunks is verified, with and without CUDA's command buffers), `headline` (its step in three products
+and in four, and the exponentials alone with each configuration). Of the second: `statistics` (the statistics alone, and
+scoring), `races` (clusters, often, bit by bit), `softmax` (with max pool: verified, then timed), `peers`. Of the third:
+`others` (verified, then timed; what loses to XLA needs no kernel). Besides: `smoke` (every kernel is verified), `lce`
+(losses at other shapes), `tune` (all configurations, for lowering/tuned/; name the winners with --only), `profile`
+(Nsight Compute on the cross entropy's kernels).
+
+What is wrong is mended before anything is timed: a kernel that went wrong ends the call. Each case has a process of its
+own; a hang costs that case. Results are appended as they come. What was right in an earlier call, whose folder --done
+names, is copied to --out and not done again. At the end all is written once more as `gpu_DEVICE.json`, for
+benchmarks/results/. `--rehearse` runs the same on a CPU with small sizes.
 """
 
 import argparse
@@ -17,6 +24,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +36,33 @@ import jaxops
 import lowering
 from lowering.campaign.process import converse
 from lowering.campaign.report import Campaign
+from lowering.measurements import HANGS, WRONG
 from lowering.tables import fitted
 from lowering.targets import named
 from pallas_kernels.gpu.linear_cross_entropy import exponentials, statistics
 
-STAGES = ("probe", "smoke", "flagship", "lce", "adam", "rest", "tune", "profile")
-STRATEGIES = ("full", "grad_in_forward", "recompute", "recompute+pallas")
-LOSSES = (
-    *(f"jaxops:{strategy}" for strategy in STRATEGIES),
-    *("optax", "tokamax:xla", "tokamax:chunked_xla", "torch", "torch.compile", "liger", "cut"),
+CALLS = {
+    "first": ("probe", "loops", "headline"),
+    "second": ("statistics", "races", "softmax", "peers"),
+    "third": ("others",),
+}
+STAGES = (*sum(CALLS.values(), ()), "smoke", "lce", "tune", "profile")
+# What stages verify first, by the names of cases of the library's own suite; nothing stands for all.
+VERIFIED: dict[str, tuple[str, ...]] = {
+    "loops": ("linear cross entropy in chunks, gradients in the forward pass", "linear cross entropy in chunks"),
+    "softmax": ("softmax of rows", "softmax of channels", "max pool"),
+    "others": (
+        *("dropout", "embedding gradient", "EMA-Adam", "local response norm"),
+        *("batch norm", "batch norm, residual, relu"),
+    ),
+    "smoke": (),
+}
+REHEARSED = {"loops": ("EMA-Adam",), "softmax": ("softmax of rows",), "others": ("EMA-Adam",)}
+# By XLA and with the exponentials' kernel in three products, and with kernels in four.
+HEADLINE = ("jaxops:grad_in_forward", "jaxops:grad_in_forward+pallas", "jaxops:recompute+pallas")
+PEERS = (
+    *("liger", "cut", "jaxops:full", "jaxops:recompute", "optax", "tokamax:xla", "tokamax:chunked_xla"),
+    *("torch", "torch.compile"),
 )
 FLAGSHIP, REHEARSED_LOSS = (16384, 4096, 128256), (64, 32, 256)
 OTHER_LOSSES = ((16384, 4096, 131072), (8192, 2304, 256000), (4096, 4096, 151936), (4096, 1024, 32768))
@@ -48,21 +74,30 @@ REHEARSED_SIZES = {
     **{"copying": 1, "cluster_blocks": 1, "row_group": 1},
 }
 OPTIMIZERS = ("optax", "jaxops", "jaxops+pallas", "torch")
-OPERATORS = (
-    ("softmax of rows", (16384, 4096, "bfloat16"), (8, 130, "float32")),
-    ("softmax of rows", (8192, 32000, "float32"), None),
-    ("softmax of channels", (32, 21, 512, 512, "float32"), None),
-    ("batch norm", (32, 256, 28, 28, "float32"), (2, 5, 9, 16, "float32")),
-    ("batch norm, relu", (32, 64, 56, 56, "bfloat16"), None),
-    ("local response norm", (32, 64, 56, 56, "float32"), None),
-    ("max pool", (32, 112, 112, 128, "bfloat16"), None),
-    ("dropout", (16384, 4096, "bfloat16"), None),
-    ("embedding gradient", (50257, 768, 8192, "float32"), None),
-)
+# By stage: a case of the suite, its size, and one to rehearse.
+OPERATORS = {
+    "softmax": (
+        ("softmax of rows", (8192, 32000, "float32"), None),
+        ("softmax of rows", (16384, 4096, "bfloat16"), (8, 130, "float32")),
+        ("softmax of channels", (32, 21, 512, 512, "float32"), None),
+        ("max pool", (32, 112, 112, 128, "bfloat16"), None),
+    ),
+    "others": (
+        ("dropout", (16384, 4096, "bfloat16"), None),
+        ("embedding gradient", (50257, 768, 8192, "float32"), None),
+        ("local response norm", (32, 64, 56, 56, "float32"), None),
+        ("batch norm", (32, 256, 28, 28, "float32"), (2, 5, 9, 16, "float32")),
+    ),
+}
+RACES = 50
 REHEARSED_SUITE = ("softmax of rows", "EMA-Adam")
+RESULTS, VERDICTS = "gpu.jsonl", "found"
 # Autotuning would eat the time.
 FLAGS = "--xla_gpu_enable_triton_gemm=false"
 LIMIT_SECONDS = 60.0
+CALL_SECONDS = 550.0  # of ten minutes; the rest is for starting, and for the machine
+VERIFIED_SHARE = 0.6  # of the time of a call, so that something is timed in each
+BAD = ("wrong", "hangs", "fails", "failed", "unfinished")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,81 +115,135 @@ def cases(stage: str, *, rehearse: bool) -> list[Case]:
     if stage == "probe":
         sizes = {"copied_mb": 4, "size": 64} if rehearse else {"copied_mb": 1000, "size": 8192}
         return [Case(stage, "rates", "probe", sizes)]
-    if stage in ("flagship", "lce"):
-        shapes = (REHEARSED_LOSS,) if rehearse else (FLAGSHIP,) if stage == "flagship" else OTHER_LOSSES
-        names = LOSSES[2:5] + LOSSES[7:8] if rehearse else LOSSES
+    if stage == "headline":
+        return [*loss_cases(stage, HEADLINE, (FLAGSHIP,), rehearse), *kernel_cases(stage, "exponentials", rehearse)]
+    if stage == "statistics":
+        shape = REHEARSED_LOSS if rehearse else FLAGSHIP
+        ways = ("reference",) if rehearse else ("reference", "pallas")
+        scores = [Case(stage, f"{way} scoring", "scoring", {"candidate": way, **sizes_of(shape)}) for way in ways]
+        return scores + kernel_cases(stage, "statistics", rehearse)
+    if stage == "races":
+        found = [case for name in ("exponentials", "statistics") for case in kernel_cases(stage, name, rehearse)]
+        repeats = {"repeats": 2 if rehearse else RACES}
         return [
-            Case(stage, f"{name} {shape}", "loss", {"candidate": name, **dict(zip(AXES, shape, strict=True))})
-            for shape in shapes
-            for name in names
-            if not (rehearse and name.endswith("+pallas"))
-        ] + (product_cases(rehearse) + kernel_cases(rehearse) if stage == "flagship" else [])
-    if stage == "adam":
-        sets = ((1, "float32"),) if rehearse else ((0, "float32"), (12, "float32"), (12, "bfloat16"))
-        return [
-            Case(stage, f"{name} {layers} {dtype}", "optimizer", {"candidate": name, "layers": layers, "dtype": dtype})
-            for layers, dtype in sets
-            for name in (OPTIMIZERS[:1] if rehearse else OPTIMIZERS)
+            dataclasses.replace(case, function="repeated", arguments={**case.arguments, **repeats})
+            for case in found
+            if rehearse or case.arguments["config"]["cluster_blocks"] > 1
         ]
+    if stage == "peers":
+        peers = loss_cases(stage, PEERS, (FLAGSHIP,), rehearse)
+        torch = [case for each in OPERATORS for case in operator_cases(each, ("torch", "torch.compile"), rehearse)]
+        return peers + product_cases(rehearse) + [dataclasses.replace(case, stage=stage) for case in torch]
+    if stage == "lce":
+        return loss_cases(stage, HEADLINE + PEERS, OTHER_LOSSES, rehearse)
     if stage == "profile":
-        timed = {case.arguments["kernel"]: case for case in reversed(kernel_cases(rehearse))}  # the first of each
-        return [dataclasses.replace(case, stage=stage, function="profiled") for case in timed.values()]
+        found = [kernel_cases(stage, name, rehearse)[0] for name in ("exponentials", "statistics")]
+        return [dataclasses.replace(case, function="profiled") for case in found]
+    ways = ("reference",) if rehearse else ("reference", "pallas")
+    found = operator_cases(stage, ways, rehearse) if stage in OPERATORS else []
+    return found + (optimizer_cases(rehearse) if stage == "others" else [])
+
+
+def sizes_of(shape: tuple[int, ...]) -> dict[str, int]:
+    """A shape of the loss as arguments."""
+    return dict(zip(AXES, shape, strict=True))
+
+
+def loss_cases(stage: str, names: Iterable[str], shapes: Iterable[tuple[int, ...]], rehearse: bool) -> list[Case]:
+    """The loss with its gradients, by each of these ways."""
+    return [
+        Case(stage, f"{name} {shape}", "loss", {"candidate": name, **sizes_of(shape)})
+        for shape in ((REHEARSED_LOSS,) if rehearse else shapes)
+        for name in names
+        if not (rehearse and name.endswith("+pallas"))
+    ]
+
+
+def operator_cases(stage: str, ways: Iterable[str], rehearse: bool) -> list[Case]:
+    """Cases of the library's own suite as a whole."""
     return [
         Case(stage, f"{way} {name} {size}", "operator", {"candidate": way, "case": name, "size": list(size)})
-        for name, full, small in OPERATORS
-        for size in ([small] if rehearse else [full])
+        for name, full, small in OPERATORS[stage]
+        for size in [small if rehearse else full]
         if size is not None
-        for way in ("reference", "pallas", "torch", "torch.compile")
-        if not (rehearse and way == "pallas")
+        for way in ways
+    ]
+
+
+def optimizer_cases(rehearse: bool) -> list[Case]:
+    """An optimizer's step on one array, and on those of a model."""
+    sets = ((1, "float32"),) if rehearse else ((0, "float32"), (12, "float32"))
+    return [
+        Case("others", f"{name} {layers} {dtype}", "optimizer", {"candidate": name, "layers": layers, "dtype": dtype})
+        for layers, dtype in sets
+        for name in (OPTIMIZERS[:1] if rehearse else OPTIMIZERS)
     ]
 
 
 def product_cases(rehearse: bool) -> list[Case]:
     """Plain products of a chunk's rows with a vocabulary: what a kernel's rate is to be compared with."""
     rows, _, classes = REHEARSED_LOSS if rehearse else (CHUNK_ROWS, *FLAGSHIP[1:])
-    return [
-        Case("flagship", f"product {size}", "product", dict(zip(AXES, size, strict=True)))
-        for size in ((rows, hidden, classes) for hidden in ((32,) if rehearse else PRODUCTS))
-    ]
+    shapes = [(rows, hidden, classes) for hidden in ((32,) if rehearse else PRODUCTS)]
+    return [Case("peers", f"product {shape}", "product", sizes_of(shape)) for shape in shapes]
 
 
-def kernel_cases(rehearse: bool) -> list[Case]:
-    """Each kernel of the logits alone, with each of its configurations: tiles, row groups, store slots."""
+def kernel_cases(stage: str, kernel: str, rehearse: bool) -> list[Case]:
+    """A kernel of the logits alone, with each of its configurations: tiles, row groups, store slots."""
     rows, hidden, classes = REHEARSED_TILE if rehearse else FLAGSHIP
     x, weight = (jax.ShapeDtypeStruct((size, hidden), "bfloat16") for size in (rows, classes))
-    configs: dict[str, tuple[int, Any]] = {
-        "exponentials": (CHUNK_ROWS, exponentials.configs(named("cuda-h100"), x, weight, CHUNK_ROWS)),
-        "statistics": (rows, statistics.configs(named("cuda-h100"), x, weight)),
-    }
-    if rehearse:
-        configs["exponentials"] = (rows, [{**REHEARSED_SIZES, "workers": 1, "store_slots": 2}])
-        configs["statistics"] = (rows, [{**REHEARSED_SIZES, "vocab_splits": 1}])
+    if kernel == "exponentials":
+        rows = min(rows, CHUNK_ROWS)
+        configs: Any = exponentials.configs(named("cuda-h100"), x, weight, rows)
+        rehearsed = {**REHEARSED_SIZES, "workers": 1, "store_slots": 2}
+    else:
+        configs = statistics.configs(named("cuda-h100"), x, weight)
+        rehearsed = {**REHEARSED_SIZES, "vocab_splits": 1}
     return [
         Case(
-            "flagship",
-            f"{name} {', '.join(f'{key} {value}' for key, value in config.items())}",
+            stage,
+            f"{kernel} {', '.join(f'{key} {value}' for key, value in config.items())}",
             "logits_kernel",
-            {"kernel": name, "config": config, "rows": rows, "hidden": hidden, "classes": classes},
+            {"kernel": kernel, "config": config, **sizes_of((rows, hidden, classes))},
         )
-        for name, (rows, each) in configs.items()
-        for config in each
+        for config in ([rehearsed] if rehearse else configs)
     ]
 
 
 AXES = ("rows", "hidden", "classes")
 
 
-class Results:
-    """What was measured, as lines of a file; and what an earlier session has measured."""
+def carry(done: Path, out: Path) -> None:
+    """Copies to a folder what an earlier call has left in another, but for errors, which were mended since."""
+    for path in [done / RESULTS, *(done / VERDICTS).rglob("*.jsonl")]:
+        target = out / path.relative_to(done)
+        if path.exists() and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            records = without_errors([json.loads(line) for line in path.read_text().splitlines()])
+            target.write_text("".join(f"{json.dumps(record)}\n" for record in records))
 
-    def __init__(self, out: Path, done: Path | None) -> None:
-        self.path = out / "gpu.jsonl"
-        self.records = [
-            json.loads(line)
-            for path in (done, self.path)
-            if path is not None and path.exists()
-            for line in path.read_text().splitlines()
-        ]
+
+def without_errors(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results and verdicts, but for what was wrong, and the word that such a case needs nothing more."""
+
+    def case_of(record: dict[str, Any]) -> Any:
+        return [record.get(name) for name in ("stage", "flags", "case")]
+
+    def is_wrong(record: dict[str, Any]) -> bool:
+        candidates = (record.get("entry") or {}).get("candidates", ())
+        has_fault = any(candidate["discarded"].startswith((WRONG, HANGS)) for candidate in candidates)
+        return "error" in record or record.get("outcome") in BAD or has_fault
+
+    wrong = [case_of(record) for record in records if is_wrong(record)]
+    return [x for x in records if not is_wrong(x) and not (x.get("done") and case_of(x) in wrong)]
+
+
+class Results:
+    """What was measured, as lines of a file."""
+
+    def __init__(self, out: Path) -> None:
+        self.path = out / RESULTS
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        self.records = [json.loads(line) for line in lines]
 
     def has(self, case: Case) -> bool:
         return any((record["stage"], record["name"]) == (case.stage, case.name) for record in self.records)
@@ -197,27 +286,28 @@ def measure(stage: str, results: Results, deadline: float, rehearse: bool) -> No
         results.add(case, found[0] if found else failed)
 
 
-def verify_or_tune(stage: str, out: Path, deadline: float, rehearse: bool) -> Campaign:
-    """The library's own campaign: it verifies in `smoke`, and in `tune` measures all configurations."""
-    campaign = jaxops.tune_device(
-        stages=["verify"] if stage == "smoke" else ["time", "tune"],
-        only=REHEARSED_SUITE if rehearse else (),
-        budget_seconds=max(1.0, deadline - time.monotonic()),
+def campaign(
+    stages: list[str], only: Iterable[str], share: float, out: Path, deadline: float, rehearse: bool
+) -> Campaign:
+    """The library's own campaign, which verifies, times or tunes cases of its suite in a share of the time left."""
+    return jaxops.tune_device(
+        stages=stages,
+        only=tuple(only),
+        budget_seconds=max(1.0, share * (deadline - time.monotonic())),
         limit_seconds=LIMIT_SECONDS,
-        folder=out / "found",
+        folder=out / VERDICTS,
         rehearse=rehearse,
     )
-    if stage == "tune":
-        lowering.TuningResult(campaign.entries, campaign.stopped).save(out / f"{campaign.target}.json")
-    return campaign
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="+", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
+    names = (*CALLS, *STAGES)
+    parser.add_argument("stages", nargs="+", choices=names, metavar="CALL or STAGE", help=", ".join(names))
     parser.add_argument("--out", type=Path, required=True, help="a folder for the results")
-    parser.add_argument("--deadline", type=float, default=550.0, help="seconds, after which nothing more begins")
-    parser.add_argument("--done", type=Path, help="results of earlier sessions, whose cases are left out")
+    parser.add_argument("--deadline", type=float, default=CALL_SECONDS, help="seconds, after which nothing more begins")
+    parser.add_argument("--done", type=Path, help="the folder of an earlier call, whose results are taken over")
+    parser.add_argument("--only", action="append", default=[], metavar="CASE", help="of the suite, for smoke and tune")
     parser.add_argument("--rehearse", action="store_true", help="small sizes on a CPU, to see that all stages run")
     return parser.parse_args()
 
@@ -226,22 +316,31 @@ def main() -> None:
     options = parse()
     deadline = time.monotonic() + options.deadline
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.done is not None:
+        carry(options.done, options.out)
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if options.rehearse:
         os.environ["JAX_PLATFORMS"] = "cpu"
     else:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
-    results = Results(options.out, options.done)
+    results = Results(options.out)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    for stage in options.stages:
-        if stage in ("smoke", "tune"):
-            campaign = verify_or_tune(stage, options.out, deadline, options.rehearse)
-            console.print(fitted(campaign.table(), console))
-            wrong = [row for row in campaign.rows if row.outcome in ("wrong", "hangs", "fails", "failed")]
-            if stage == "smoke" and wrong:
-                sys.exit(f"{len(wrong)} kernels went wrong: mend them, or time what is right without this stage")
-        else:
-            measure(stage, results, deadline, options.rehearse)
+    rest = (options.out, deadline, options.rehearse)
+    for stage in [stage for name in options.stages for stage in CALLS.get(name, (name,))]:
+        if stage in VERIFIED:
+            chosen = options.only or (REHEARSED.get(stage, REHEARSED_SUITE) if options.rehearse else VERIFIED[stage])
+            verified = campaign(["verify"], chosen, 1.0 if stage == "smoke" else VERIFIED_SHARE, *rest)
+            console.print(fitted(verified.table(), console))
+            wrong = sum(row.outcome in BAD for row in verified.rows)
+            if wrong:
+                results.save(options.out)
+                sys.exit(f"{wrong} kernels went wrong: mend them, or name the stages that need none of them")
+        if stage == "tune":
+            chosen = options.only or (REHEARSED_SUITE if options.rehearse else ())
+            tuned = campaign(["time", "tune"], chosen, 1.0, *rest)
+            console.print(fitted(tuned.table(), console))
+            lowering.TuningResult(tuned.entries, tuned.stopped).save(options.out / f"{tuned.target}.json")
+        measure(stage, results, deadline, options.rehearse)
     results.save(options.out)
     console.print(fitted(results.table(), console))
 

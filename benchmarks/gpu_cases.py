@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 import ema_adam as adam
 import harness
@@ -25,9 +25,9 @@ import linear_cross_entropy_peers as loss_peers
 
 import lowering
 from jaxops._suite import SUITE
-from jaxops.linear_cross_entropy import linear_cross_entropy
+from jaxops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
 from lowering.measurements import device_name
-from lowering.measuring.device_clock import device_clock
+from lowering.measuring.device_clock import ClockError, Reading, device_clock
 from lowering.targets import here
 from pallas_kernels.gpu.linear_cross_entropy import exponentials
 from pallas_kernels.gpu.linear_cross_entropy import statistics as row_statistics
@@ -39,8 +39,25 @@ class NotHereError(Exception):
     """What a case needs is not installed."""
 
 
+class Answers:
+    """Messages to `gpu.py`, once there is a stream to write them to."""
+
+    stream: IO[str] | None = None
+
+    def tell(self, message: dict[str, Any]) -> None:
+        if self.stream is not None:
+            print(json.dumps(message), file=self.stream, flush=True)
+
+
+ANSWERS = Answers()
+
+
 def measured(runs: list[Callable[[], Any]], *, torch: Any = None, rounds: int = ROUNDS) -> dict[str, Any]:
-    """The median time of runs, which do the same with operands of their own so that no cache holds them."""
+    """The median time of runs, which do the same with operands of their own so that no cache holds them.
+
+    Raises:
+      ClockError: if the device's clock and the host's contradict each other.
+    """
 
     def run_all() -> None:
         results = [run() for run in runs]
@@ -50,18 +67,25 @@ def measured(runs: list[Callable[[], Any]], *, torch: Any = None, rounds: int = 
             torch.cuda.synchronize()
 
     run_all()  # compiles, autotunes, and raises the clocks
-    clock = device_clock(here().platform)
-    if clock and not clock(run_all) > 0:
-        raise RuntimeError("the device's clock cannot be read")
-    times_ms = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        spent_ms = clock(run_all) if clock else None
-        if spent_ms is None:
-            run_all()
-            spent_ms = 1e3 * (time.perf_counter() - start)
-        times_ms.append(spent_ms / len(runs))
-    return {"median_ms": round(statistics.median(times_ms), 4), "clock": "device" if clock else "host"}
+    clock = device_clock(here().platform) or by_host
+    readings = []
+    for _ in range(1 + rounds):
+        ANSWERS.tell({"runs": True})
+        readings.append(clock(run_all))
+        if readings[-1].fault:
+            raise ClockError(readings[-1].fault)
+    ANSWERS.tell({"runs": False})
+    own, wall = (statistics.median(times) / len(runs) for times in zip(*readings[1:], strict=True))
+    named = {"clock": "host"} if clock is by_host else {"clock": "device", "wall_ms": round(wall, 4)}
+    return {"median_ms": round(own, 4), **named}
+
+
+def by_host(launch: Callable[[], Any]) -> Reading:
+    """The time of a launch by the host's clock."""
+    start = time.perf_counter()
+    launch()
+    spent_ms = 1e3 * (time.perf_counter() - start)
+    return Reading(spent_ms, spent_ms)
 
 
 def peak(torch: Any = None) -> dict[str, float]:
@@ -155,6 +179,37 @@ def launcher(kernel: str, config: dict[str, int], rows: int, hidden: int, classe
         run = functools.partial(row_statistics.run, **options)
         operands = (x, weight, none, labels, none, jnp.zeros((rows, 0)))
     return functools.partial(jax.jit(run), *operands)
+
+
+def repeated(repeats: int, **kernel: Any) -> dict[str, Any]:
+    """How many of several launches differ from the first bit by bit: what a race changes, it seldom changes twice."""
+    run = launcher(**kernel)
+
+    @jax.jit
+    def is_same(results: Any, others: Any) -> jax.Array:
+        pairs = zip(jax.tree.leaves(results), jax.tree.leaves(others), strict=True)
+        return jnp.all(jnp.stack([jnp.all(bits(x) == bits(y)) for x, y in pairs]))
+
+    first = jax.block_until_ready(run())
+    different = 0
+    for _ in range(repeats):
+        ANSWERS.tell({"runs": True})
+        different += not is_same(first, run())
+    return {"repeats": repeats, "different": different}
+
+
+def bits(x: jax.Array) -> jax.Array:
+    """The bits of an array of floats as integers, which say of NaN too whether it is the same."""
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def scoring(candidate: str, rows: int, hidden: int, classes: int) -> dict[str, Any]:
+    """Log-probabilities and entropies of labels, without gradients."""
+    score = functools.partial(linear_log_probs, temperature=0.7, return_entropy=True)
+    operands = _loss_operands(rows, hidden, classes)
+    with lowering.use(candidate):
+        compiled = jax.jit(score).lower(*operands).compile()
+    return {**measured([functools.partial(compiled, *operands)]), **peak()}
 
 
 def profiled(**kernel: Any) -> dict[str, Any]:
@@ -260,6 +315,8 @@ CASES = {
     "loss": loss,
     "product": product,
     "logits_kernel": logits_kernel,
+    "repeated": repeated,
+    "scoring": scoring,
     "profiled": profiled,
     "optimizer": optimizer,
     "operator": operator,
@@ -267,7 +324,7 @@ CASES = {
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    ANSWERS.stream = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # where compilers print
     request = json.loads(sys.stdin.readline())
     sys.argv = sys.argv[:1]  # some peers parse it
@@ -277,8 +334,8 @@ def main() -> None:
         record = {"skipped": str(error)}
     except Exception as error:  # a case that fails, as where memory does not suffice, costs no other
         record = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"[:300]}
-    for message in ({"record": record}, {"ended": "done"}):
-        print(json.dumps(message), file=answers, flush=True)
+    ANSWERS.tell({"record": record})
+    ANSWERS.tell({"ended": "done"})
 
 
 if __name__ == "__main__":

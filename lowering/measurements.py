@@ -14,6 +14,7 @@ from pallas_kernels.hardware import Hardware
 REFERENCE = "reference"
 # What the reason to discard a kernel begins with if its results were not right, or never came.
 WRONG, HANGS = "wrong: ", "hangs: "
+NOT_COMPILED = "not compiled before the time budget ended"
 
 Config = tuple[tuple[str, int], ...]
 
@@ -84,12 +85,21 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One way to run an operator: the median of its times, or why it was discarded."""
+    """One way to run an operator: the median of its times, or why it was discarded.
+
+    Attributes:
+      implementation: a kernel's name, or "reference".
+      config: the kernel's launch configuration.
+      median_us: by the device's clock, if it has one.
+      discarded: why there is no time.
+      wall_us: by the host's clock, beside a device's.
+    """
 
     implementation: str
     config: Config = ()
     median_us: float | None = None
     discarded: str = ""
+    wall_us: float | None = None
 
     @property
     def is_fault(self) -> bool:
@@ -122,6 +132,11 @@ class Entry:
     def __hash__(self) -> int:
         """Hashes the key alone, because entries are part of jit's cache key and are hashed often."""
         return hash(self.key)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether some configurations were not compiled, as time ran out."""
+        return any(candidate.discarded == NOT_COMPILED for candidate in self.candidates)
 
     @property
     def winner(self) -> Measurement | None:
@@ -171,6 +186,7 @@ class Entry:
                     "config": dict(candidate.config),
                     "median_us": candidate.median_us,
                     "discarded": candidate.discarded,
+                    **({} if candidate.wall_us is None else {"wall_us": candidate.wall_us}),
                 }
                 for candidate in self.candidates
             ],
@@ -214,13 +230,14 @@ def faults(entries: Iterable[Entry], target: str) -> dict[str, dict[str, str]]:
 
 
 def _measurement(record: Any) -> Measurement:
-    median_us = record["median_us"]
-    if median_us is not None and not (isinstance(median_us, float) and math.isfinite(median_us) and median_us >= 0):
-        raise ValueError(f"not a time: {median_us!r}")
+    median_us, wall_us = record["median_us"], record.get("wall_us")
+    for time_us in (median_us, wall_us):
+        if time_us is not None and not (isinstance(time_us, float) and math.isfinite(time_us) and time_us >= 0):
+            raise ValueError(f"not a time: {time_us!r}")
     if (median_us is None) != bool(record["discarded"]):
         raise ValueError("either a time or a reason")
     config = config_items({_text(name): _integer(value) for name, value in record["config"].items()})
-    return Measurement(_text(record["implementation"]), config, median_us, _text(record["discarded"]))
+    return Measurement(_text(record["implementation"]), config, median_us, _text(record["discarded"]), wall_us)
 
 
 def _text(value: Any) -> str:

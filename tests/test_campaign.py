@@ -1,5 +1,6 @@
 """A campaign finds out what is wrong, what hangs and what is fast, keeps each result, and goes on where it was."""
 
+import dataclasses
 import io
 import json
 import time
@@ -9,6 +10,7 @@ import campaign_toys as toys
 import jax
 import numpy as np
 import pytest
+from test_suite import is_ours
 from typer.testing import CliRunner
 
 import jaxops
@@ -21,7 +23,7 @@ from lowering.campaign.channel import Channel, step_name
 from lowering.campaign.machine import Machine
 from lowering.campaign.measuring import measure
 from lowering.campaign.problems import problems
-from lowering.campaign.process import Ending, converse
+from lowering.campaign.process import PATIENCE, Ending, converse
 from lowering.campaign.verifying import verify
 from lowering.measurements import Key, Measurement, versions
 from lowering.targets import named
@@ -60,9 +62,13 @@ def test_verdicts_are_right_and_every_bad_kernel_is_run_no_further():
     assert reasons["wrong"].startswith("wrong: result 0 is off by ")
     assert reasons["unsteady"] == "wrong: result 0 of run 2 is not that of run 1 bit by bit"
     assert reasons["failing"] == "fails with RuntimeError: no such instruction"
-    # What runs next is said before it runs.
+    # What comes next is said before it is compiled, and once more before it runs.
     begun = [message["begin"]["kernel"] for message in messages if "begin" in message]
     assert begun[:2] == ["wrong", "unsteady"]
+    steps = [*(message.get("runs", next(iter(message))) for message in messages if "case" not in message)]
+    assert steps[:4] == ["begin", True, False, "record"]
+    failing = messages.index({"record": next(each for each in records if each["kernel"] == "failing")})
+    assert "begin" in messages[failing - 1]  # it is not compiled
 
 
 def test_what_is_decided_or_spoilt_is_not_run_again():
@@ -97,23 +103,6 @@ def test_operators_are_given_what_the_function_gives_them():
     np.testing.assert_allclose(backward.operands[0], jax.nn.softmax(x), rtol=1e-5)
 
 
-def is_ours(operator):
-    """Whether this operator has kernels, and is no toy."""
-    return any(kernel.run.__module__.startswith("pallas_kernels.") for kernel in operator.kernels)
-
-
-def test_suite_has_every_kernel():
-    """At the sizes that are rehearsed; nothing is computed."""
-    used = set()
-    for case in _suite.SUITE:
-        for size in case.rehearsed_at:
-            args = jax.eval_shape(lambda case=case, size=size: case.arguments(*size))
-            rows = lowering.explain(case.fn, *args, target="cuda-h100").rows
-            used |= {row.operator for row in rows}
-    assert {operator.name for operator in jaxops.operators() if is_ours(operator)} <= used
-    assert len({case.name for case in _suite.SUITE}) == len(_suite.SUITE)
-
-
 def heard(messages, then, **limits):
     records = []
     request = {"messages": messages, "then": then}
@@ -122,18 +111,37 @@ def heard(messages, then, **limits):
 
 
 BEGIN = [{"case": "double"}, {"record": {"a": 1}}, {"begin": {"kernel": "endless"}}]
+RUNS, RAN = {"runs": True}, {"runs": False}
 
 
 def test_a_process_that_says_nothing_more_is_ended_and_blamed():
     start = time.monotonic()
-    ending, records = heard(BEGIN, "sleep", limit_seconds=2.0)
-    assert time.monotonic() - start < 15
-    assert (ending.how, ending.case, ending.begun, records) == ("hangs", "double", {"kernel": "endless"}, [{"a": 1}])
+    ending, records = heard([*BEGIN, RUNS], "sleep", limit_seconds=2.0)
+    assert time.monotonic() - start < 9  # while something runs; a compiler has five times as long
+    assert (ending.how, ending.case, ending.ran, records) == ("hangs", "double", True, [{"a": 1}])
+    assert ending.begun == {"kernel": "endless"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "begun"),
+    [(BEGIN, {"kernel": "endless"}), ([*BEGIN, RUNS, RAN], None)],
+    ids=["compiling", "after the run"],
+)
+def test_the_limit_of_a_run_does_not_count_while_nothing_of_it_runs(messages, begun):
+    start = time.monotonic()
+    ending, _ = heard(messages, "sleep", limit_seconds=0.5)
+    assert time.monotonic() - start > 0.5 * PATIENCE
+    assert (ending.how, ending.begun, ending.ran) == ("hangs", begun, False)
 
 
 def test_a_process_that_dies_is_quoted():
-    ending, _ = heard(BEGIN, "die")
-    assert (ending.how, ending.begun, ending.last_words) == ("died", {"kernel": "endless"}, "a last word")
+    ending, _ = heard([*BEGIN, RUNS], "die")
+    assert (ending.how, ending.begun, ending.ran, ending.last_words) == (
+        "died",
+        {"kernel": "endless"},
+        True,
+        "a last word",
+    )
 
 
 def test_the_end_of_the_budget_blames_nobody():
@@ -174,9 +182,9 @@ HUNG = {"operator": "toy_double", "kernel": "endless", "operands": ["float32[3]"
 def test_a_hang_costs_one_kernel_and_the_next_campaign_goes_on(script, tmp_path):
     steps, requests = script
     steps += [
-        ([], Ending("hangs", "double", HUNG)),
+        ([], Ending("hangs", "double", HUNG, ran=True)),
         ([done("double")], Ending("done", "double")),
-        ([], Ending("died", "refused", {**HUNG, "kernel": "deadly"}, "bus error")),
+        ([], Ending("died", "refused", {**HUNG, "kernel": "deadly"}, ran=True, last_words="bus error")),
         ([], Ending("budget", "refused")),
     ]
     options = {"stages": ["verify"], "only": ["double", "refused"], "folder": tmp_path, "limit_seconds": 7.0}
@@ -194,6 +202,38 @@ def test_a_hang_costs_one_kernel_and_the_next_campaign_goes_on(script, tmp_path)
     assert not steps
     steps += [([done(name)], Ending("done", name)) for name in ("double", "refused")]
     assert running.run(TOYS, **options, again=True).rows == ()
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        (Ending("hangs", "double", HUNG), "while it was compiled, nothing was heard for 35 seconds"),
+        (Ending("died", "double", HUNG, last_words="no memory"), "while it was compiled, its process ended: no memory"),
+    ],
+    ids=["hangs", "died"],
+)
+def test_what_is_not_compiled_is_left_out_once_and_tried_again_next_time(ending, reason, script, tmp_path):
+    steps, requests = script
+    options = {"stages": ["verify"], "only": ["double"], "folder": tmp_path, "limit_seconds": 7.0}
+    for _ in range(2):
+        steps += [([], ending), ([], Ending("budget", "double"))]
+        campaign = running.run(TOYS, **options)
+        assert [(row.kernel, row.outcome) for row in campaign.rows] == [("endless", "unfinished")]
+        assert campaign.entries == ()  # "auto" and "pallas" hear nothing of it
+        first, second = (request for request, _ in requests[-2:])
+        assert (first["faults"], first["spoilt"]) == ({}, [])
+        assert second["faults"] == {"toy_double": {"endless": reason}}
+
+
+def test_a_gpu_campaign_does_without_autotuning(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--mine")
+    run = running._Run(TOYS, 1.0, 1.0, tmp_path, rehearse=False)
+    for target, expected in (
+        ("cuda-h200", "--xla_gpu_enable_triton_gemm=false --mine --more"),
+        ("cpu", "--mine --more"),
+    ):
+        run._device = {"target": target}
+        assert run._environment("--more")["XLA_FLAGS"] == expected
 
 
 def test_a_case_that_fails_is_told_and_tried_again_next_time(script, tmp_path):
@@ -220,9 +260,20 @@ def test_other_versions_begin_anew(script, tmp_path, monkeypatch):
 def test_loops_are_verified_with_and_without_recording_on_gpus(script, tmp_path):
     run = running._Run(TOYS, 1.0, 1.0, tmp_path, rehearse=False)
     run._device = {"target": "cuda-h200"}
-    looping = next(case for case in _suite.SUITE if case.has_loops)
+    looping = next(case for case in _suite.SUITE if case.loops)
     assert [task.flags for task in run._tasks("verify", [looping])] == ["", "--xla_gpu_enable_command_buffer="]
     assert [task.flags for task in run._tasks("tune", [looping])] == [""]
+    steps, requests = script
+    steps += [([done("looping")], Ending("done", "looping"))] * 2
+    run._device["versions"], run._path, run._deadline = {}, tmp_path / "found.jsonl", time.monotonic() + 60
+    for task in run._tasks("verify", [dataclasses.replace(looping, name="looping")]):
+        assert run._finish(task)
+    assert [request["only_loops"] for request, _ in requests] == [False, True]
+
+
+def test_only_what_runs_in_loops_is_verified_without_recording():
+    assert told(lambda channel: verify(toys.DOUBLE, HERE, channel, ["toy_other"]))[0] == []
+    assert told(lambda channel: verify(toys.DOUBLE, HERE, channel, ["toy_double"]))[0]
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,19 @@ def test_budget_shortens_the_rounds_and_then_leaves_operators_out(tmp_path):
     assert (kept.entries, kept.stopped) == ((), "stopped at the time budget")
 
 
+def test_what_is_compiled_when_time_runs_out_is_timed_and_next_time_measured_anew(tmp_path, clock):
+    """Reference and truth take 3 ms each, and the first kernel 1 ms: the time ends with the second one."""
+    path = tmp_path / "tuned.json"
+    first = lowering.tune(toy_power, X, power=2, budget_seconds=7.5e-3, path=path)
+    (entry,) = first.entries
+    assert (first.stopped, entry.repeats, entry.is_unfinished) == ("stopped at the time budget", 3, True)
+    assert [x.median_us for x in entry.candidates if not x.discarded] == [3000.0, 1000.0, 4000.0]
+    assert {x.discarded for x in entry.candidates} == {"", "not compiled before the time budget ended"}
+    assert lowering.TuningResult.load(path) == first
+    second = lowering.tune(toy_power, X, power=2, repeats=3, path=path)
+    assert (second.complete, second.entries[0].is_unfinished) == (True, False)
+
+
 def test_interruption_keeps_what_was_measured_and_the_next_run_goes_on(tmp_path, clock, monkeypatch):
     path = tmp_path / "tuned.json"
     rounds = timing.times_ms

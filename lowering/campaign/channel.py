@@ -38,12 +38,20 @@ class Channel:
         self.tell({"done": True, "seconds": round(seconds, 1), **outcome})
 
     def begin(self, key: Key, way: Measurement) -> None:
-        """Says what runs next, so that a process that says nothing more has said what it hangs in."""
+        """Says what is compiled next, so that a process that says nothing more has said what it was doing."""
         self._send({"begin": verdict_record(key, way, "hangs", "")})
 
     def begin_kernel(self, key: Key, name: str) -> None:
         """The same for a kernel and its configuration by name; if it hangs, none of its configurations is taken."""
         self.begin(key, Measurement(name.partition(" (")[0]))
+
+    def runs(self) -> None:
+        """Says that what was begun is compiled and runs now: from here on, it may hang."""
+        self._send({"runs": True})
+
+    def ran(self) -> None:
+        """Says that it has run to its end, and that what comes next is not its fault."""
+        self._send({"runs": False})
 
     def tell_verdict(self, key: Key, way: Measurement, outcome: str, reason: str) -> None:
         """Tells what came of a step."""
@@ -54,8 +62,9 @@ class Channel:
         self._send({"record": {"case": self._case, **record}})
 
     def tell_entry(self, entry: Entry) -> None:
-        """Tells what was measured of an operator."""
-        self.tell({"step": step_name(entry.key, WHOLE), "entry": entry.to_record()})
+        """Tells what was measured of an operator; if that is not everything, it is measured again next time."""
+        step = {} if entry.is_unfinished else {"step": step_name(entry.key, WHOLE)}
+        self.tell({**step, "entry": entry.to_record()})
 
     def ask_for_new_process(self) -> None:
         """Ends with what remains to be done in another process, where nothing has failed yet."""

@@ -44,7 +44,7 @@ def _serve(request: dict[str, Any], machine: Machine, channel: Channel) -> None:
         outcome = {}
         try:
             if request["stage"] == "verify":
-                is_whole = verify(case, machine, channel)
+                is_whole = verify(case, machine, channel, case.loops if request["only_loops"] else ())
             else:
                 is_whole = measure(case, machine, channel, request["stage"], request["seconds"])
         except Exception as error:  # whatever a case raises: the next one may be better

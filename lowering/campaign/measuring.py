@@ -7,7 +7,7 @@ from lowering.campaign.machine import Machine
 from lowering.campaign.problems import problems
 from lowering.campaign.suite import Case
 from lowering.measuring import timing
-from lowering.measuring.candidates import launched
+from lowering.measuring.candidates import Watch, launched
 from lowering.measuring.entries import OutOfTimeError, measured_entry
 
 _REPEATS = 30
@@ -37,9 +37,11 @@ def measure(case: Case, machine: Machine, channel: Channel, stage: str, seconds:
                     until=deadline,
                     deadline=deadline,
                     launches=launches,
-                    before_each=functools.partial(channel.begin_kernel, problem.key),
+                    watch=Watch(functools.partial(channel.begin_kernel, problem.key), channel.runs),
                 )
             except OutOfTimeError:
                 return False
             channel.tell_entry(entry)
+            if entry.is_unfinished:
+                return False
     return True

@@ -16,6 +16,9 @@ from typing import Any
 from lowering.compiling.compilers import with_this_path
 from lowering.describe import shortened
 
+# Compiling a kernel, autotuning what is around it, or computing the truth may take as many times the limit of a run.
+PATIENCE = 5
+
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
@@ -25,12 +28,14 @@ class Ending:
       how: "done"; "again" if it asks for another process; "hangs"; "died"; or "budget".
       case: the one that it was doing.
       begun: what it had last begun and told nothing of.
+      ran: whether that was compiled already, and was running.
       last_words: the last line that it wrote on stderr, if it died.
     """
 
     how: str
     case: str = ""
     begun: Mapping[str, Any] | None = None
+    ran: bool = False
     last_words: str = ""
 
 
@@ -49,7 +54,7 @@ def converse(
       request: a JSON object.
       environment: variables that differ from this process's.
       on_record: called with each record as it is told.
-      limit_seconds: how long the process may say nothing.
+      limit_seconds: how long the process may say nothing while something runs; five times as long otherwise.
       deadline: when to end it in any case, by `time.monotonic`.
       module: what the process runs.
     """
@@ -100,22 +105,25 @@ def _hear(
 ) -> Ending:
     case = ""
     begun: Mapping[str, Any] | None = None
+    runs = False
     while True:
-        now = time.monotonic()
-        wait_seconds = min(limit_seconds, deadline - now)
+        limit = limit_seconds if runs else PATIENCE * limit_seconds
+        wait_seconds = min(limit, deadline - time.monotonic())
         try:
             line = lines.get(timeout=max(0.0, wait_seconds))
         except queue.Empty:
-            return Ending("budget" if wait_seconds < limit_seconds else "hangs", case, begun)
+            return Ending("budget" if wait_seconds < limit else "hangs", case, begun, runs)
         if not line:
-            return Ending("died", case, begun)
+            return Ending("died", case, begun, runs)
         match json.loads(line):
             case {"case": name}:
-                case, begun = name, None
+                case, begun, runs = name, None, False
             case {"begin": step}:
-                begun = step
+                begun, runs = step, False
+            case {"runs": runs}:
+                begun = begun if runs else None
             case {"record": record}:
-                begun = None
+                begun, runs = None, False
                 on_record(record)
             case {"ended": how}:
-                return Ending(how, case, begun)
+                return Ending(how, case, begun, runs)

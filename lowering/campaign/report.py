@@ -22,8 +22,8 @@ class Row:
     Attributes:
       operator: its name.
       kernel: the kernel's name; empty for a case that failed as a whole, whose name stands for the operator.
-      outcome: "faster" or "slower" than the reference; without times, "verified", "wrong", "hangs", "fails" or
-        "refused"; for a case, "failed".
+      outcome: "faster" or "slower" than the reference; without times, "verified", "wrong", "hangs", "fails",
+        "unfinished" or "refused"; for a case, "failed".
       operands: what it was timed on; empty without times.
       median_us: of its fastest configuration.
       times_of_reference: its time as a part of the reference's.
@@ -115,7 +115,7 @@ class Campaign:
 
 def _verdict_row(operator: str, kernel: str, records: Sequence[Mapping[str, Any]]) -> Row:
     """The worst that was said of a kernel."""
-    for outcome in ("wrong", "hangs", "fails"):
+    for outcome in ("wrong", "hangs", "fails", "unfinished"):
         for record in records:
             if record["outcome"] == outcome:
                 return Row(operator, kernel, outcome, detail=f"{record['reason']} ({', '.join(record['operands'])})")

@@ -11,7 +11,7 @@ from rich.progress import TaskID
 
 from lowering import kept, measurements
 from lowering.campaign.channel import verdict_record
-from lowering.campaign.process import Ending, converse
+from lowering.campaign.process import PATIENCE, Ending, converse
 from lowering.campaign.report import Campaign
 from lowering.campaign.suite import Case, load
 from lowering.describe import show
@@ -25,7 +25,10 @@ _WITHOUT_RECORDING = "--xla_gpu_enable_command_buffer="
 # The interpreter of GPU kernels runs programs within programs, which wait for each other where threads are few.
 _MORE_THREADS = "--xla_force_host_platform_device_count=8"
 _REHEARSED_LIMIT_SECONDS = 300.0
-_SPOILING = ("wrong", "fails", "hangs")
+UNFINISHED = "unfinished"  # for this campaign; the next one tries again
+_SPOILING = ("wrong", "fails", "hangs", UNFINISHED)
+# Autotuning takes minutes of what a campaign has, and cuBLAS's products are as fast.
+_WITHOUT_AUTOTUNING = "--xla_gpu_enable_triton_gemm=false"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +138,7 @@ class _Run:
         if self._rehearse:
             return [_Task(stage, tuple(case.name for case in cases))]
         recorded = stage == "verify" and self._device["target"].startswith("cuda")
-        flags = {case.name: ("", _WITHOUT_RECORDING) if recorded and case.has_loops else ("",) for case in cases}
+        flags = {case.name: ("", _WITHOUT_RECORDING) if recorded and case.loops else ("",) for case in cases}
         return [_Task(stage, (name,), each) for name in flags for each in flags[name]]
 
     def _probe(self) -> dict[str, Any]:
@@ -175,24 +178,37 @@ class _Run:
         }
 
     def _reason(self, ending: Ending) -> str:
-        if ending.how == "hangs":
+        if ending.how == "hangs" and ending.ran:
             return f"{HANGS}no result within {self._limit_seconds:g} seconds"
+        if ending.how == "hangs":
+            return f"nothing was heard for {PATIENCE * self._limit_seconds:g} seconds"
         return f"its process ended: {ending.last_words}"
 
     def _blamed(self, ending: Ending) -> dict[str, Any]:
-        """The verdict on the kernel that a process was running when it hung or died."""
+        """The verdict on the kernel that a process was busy with when it hung or died: one that lasts, if it ran."""
         begun = ending.begun
         assert begun is not None
         attributes = (begun["operator"], tuple(begun["operands"]), begun["attributes"])
         key = Key(self._device["target"], *attributes, tuple(sorted(self._device["versions"].items())))
         way = Measurement(begun["kernel"], config_items(begun["config"]))
+        if not ending.ran:  # The compiler's fault, or it was only slow.
+            return verdict_record(key, way, UNFINISHED, f"while it was compiled, {self._reason(ending)}")
         if ending.how == "hangs":
             return verdict_record(key, way, "hangs", self._reason(ending))
         return verdict_record(key, way, "wrong", f"{WRONG}{self._reason(ending)}")
 
     def _ask(self, task: _Task, on_record: Callable[[dict[str, Any]], None]) -> Ending:
-        mine = list(filter(task.has, filter(self._is_of_these_versions, self._records)))
-        entries = kept.Found(tuple(self._records)).entries
+        mine = [
+            record
+            for number, record in enumerate(self._records)
+            if task.has(record)
+            and self._is_of_these_versions(record)
+            and (record.get("outcome") != UNFINISHED or number >= self._found_before)
+        ]
+        faults = measurements.faults(kept.Found(tuple(self._records)).entries, self._device.get("target", ""))
+        for record in mine:
+            if record.get("outcome") == UNFINISHED:
+                faults.setdefault(record["operator"], {}).setdefault(record["kernel"], record["reason"])
         done = self._done(task)
         request = {
             "stage": task.stage,
@@ -201,7 +217,8 @@ class _Run:
             "rehearse": self._rehearse,
             "decided": [f"{record['case']}: {record['step']}" for record in mine if "step" in record],
             "spoilt": [[each["operator"], each["kernel"]] for each in mine if each.get("outcome") in _SPOILING],
-            "faults": measurements.faults(entries, self._device.get("target", "")),
+            "faults": faults,
+            "only_loops": task.flags == _WITHOUT_RECORDING,
             "seconds": self._deadline - time.monotonic(),
         }
         return converse(
@@ -215,10 +232,12 @@ class _Run:
     def _environment(self, flags: str) -> dict[str, str]:
         asked = os.environ.get("JAX_PLATFORMS", "")
         platforms = "cpu" if self._rehearse else f"{asked},cpu" if asked and "cpu" not in asked else asked
+        on_gpu = self._device.get("target", "").startswith("cuda")
+        ours = (_MORE_THREADS,) if self._rehearse else (_WITHOUT_AUTOTUNING,) if on_gpu else ()
         return {
             # The truth is computed on the host, so JAX needs the processor beside the device.
             **({"JAX_PLATFORMS": platforms} if platforms else {}),
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {_MORE_THREADS if self._rehearse else flags}".strip(),
+            "XLA_FLAGS": " ".join(filter(None, (*ours, os.environ.get("XLA_FLAGS", ""), flags))),
             "XLA_PYTHON_CLIENT_PREALLOCATE": os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false"),
             **({"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if self._rehearse else {}),
         }

@@ -2,8 +2,10 @@
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from lowering.measurements import config_items
 
 Size = tuple[int | str, ...]
 
@@ -19,7 +21,9 @@ class Case:
       verified_at: sizes at which kernels are compared with float64, the smallest first.
       timed_at: sizes as models have them.
       rehearsed_at: small sizes, for both, where kernels are interpreted; none if other cases rehearse the same kernels.
-      has_loops: whether kernels run in loops that XLA may record and replay; they are verified with and without that.
+      loops: operators whose kernels run in loops that XLA may record and replay; they are verified with and without
+        that.
+      overrides: sizes that kernels are verified with in place of their own, so that small shapes take several steps.
     """
 
     name: str
@@ -28,7 +32,13 @@ class Case:
     verified_at: tuple[Size, ...]
     timed_at: tuple[Size, ...]
     rehearsed_at: tuple[Size, ...]
-    has_loops: bool = False
+    loops: tuple[str, ...] = ()
+    overrides: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def overridden(self, configs: Iterable[Mapping[str, int]]) -> list[dict[str, int]]:
+        """Configurations with the overrides of what they have, each once."""
+        changed = ({**each, **{k: v for k, v in self.overrides.items() if k in each}} for each in configs)
+        return list({config_items(each): each for each in changed}.values())
 
     def sizes(self, stage: str, *, rehearse: bool) -> tuple[Size, ...]:
         """Those of a stage: "verify", "time" or "tune"."""

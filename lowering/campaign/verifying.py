@@ -3,7 +3,7 @@
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,10 +29,16 @@ from pallas_kernels.kernel import Kernel
 _POISONS = (math.nan, math.nan, 7.0)
 
 
-def verify(case: Case, machine: Machine, channel: Channel) -> bool:
+def verify(case: Case, machine: Machine, channel: Channel, operators: Collection[str] = ()) -> bool:
     """Tells a verdict on every kernel at every size.
 
     The first configuration is run at every size, and the others at the last. A kernel that was wrong is not run again.
+
+    Args:
+      case: what uses the kernels.
+      machine: what to run them on.
+      channel: where to tell.
+      operators: by name, those whose kernels to verify; all if empty.
 
     Returns:
       Whether all was done; False after a failure that may have spoilt the device for this process.
@@ -41,9 +47,11 @@ def verify(case: Case, machine: Machine, channel: Channel) -> bool:
     spoilt = set(channel.spoilt)
     for position, size in enumerate(sizes):
         for problem in problems(case.fn, case.arguments(*size), machine.hardware):
-            checker = _Checker(problem)
+            if operators and problem.operator.name not in operators:
+                continue
+            checker = _Checker(problem, channel)
             is_last = position == len(sizes) - 1
-            for kernel, launch, config in _steps(problem, machine, all_configs=is_last):
+            for kernel, launch, config in steps(case, problem, machine, all_configs=is_last):
                 way = Measurement(kernel.name, config_items(config or {}))
                 if (problem.operator.name, kernel.name) in spoilt or channel.is_decided(problem.key, way):
                     continue
@@ -62,8 +70,8 @@ def verify(case: Case, machine: Machine, channel: Channel) -> bool:
     return True
 
 
-def _steps(
-    problem: Problem, machine: Machine, *, all_configs: bool
+def steps(
+    case: Case, problem: Problem, machine: Machine, *, all_configs: bool
 ) -> Iterator[tuple[Kernel, Launch, Mapping[str, int] | None]]:
     """Every kernel in every configuration that is due; None for the configuration of a kernel that refuses."""
     launch = functools.partial(machine.launch, problem.operator.name, first_only=not all_configs)
@@ -71,15 +79,15 @@ def _steps(
         if how.refusal(kernel, problem.operands, problem.params) is not None:
             yield kernel, how, None
             continue
-        for config in how.configs(kernel, problem.operands, problem.params):
+        for config in case.overridden(how.configs(kernel, problem.operands, problem.params)):
             yield kernel, how, config
 
 
 class _Checker:
     """Judges kernels on one problem, with the truth computed once."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, channel: Channel) -> None:
+        self._problem, self._channel = problem, channel
         self._meaning = functools.partial(problem.operator.meaning, **problem.params)
 
     @functools.cached_property
@@ -106,6 +114,7 @@ class _Checker:
             repeats = [tuple(map(_on_host, results)) for results in self._repeats(run, in_place, times)]
         except Exception as error:  # whatever a compiler or a device raises
             return "fails", failure(error)
+        self._channel.ran()  # the reference may take long to compile, and the truth to compute
         with jax.enable_x64(True), jax.default_device(_host()):
             arrays = (repeats[0], self._expected, self._truth, self._problem.operands)
             reason = reason_to_discard(*(tuple(jnp.asarray(_on_host(x)) for x in each) for each in arrays))
@@ -132,6 +141,7 @@ class _Checker:
         memory = compiled.memory_analysis()
         temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
         found = []
+        self._channel.runs()
         for value in _POISONS[:times]:
             arrays = [jnp.copy(x) if position in in_place else x for position, x in enumerate(operands)]
             # The allocator gives freed memory to the next that asks for as much: the temporaries.

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowering.measurements import REFERENCE, WRONG, Config, Measurement, config_items, type_text
+from lowering.measurements import NOT_COMPILED, REFERENCE, WRONG, Config, Measurement, config_items, type_text
 from lowering.placement import placed
 from lowering.register import kernels_of
 from lowering.registry import Operator
@@ -51,6 +51,30 @@ class Launch:
         return offered[:1] if self.first_only else offered
 
 
+def _ignored(*_: Any) -> None:
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """Who is told what happens to a candidate, in case it never ends.
+
+    Attributes:
+      begins: called with a candidate's name before it is compiled, and before it is timed.
+      runs: called before it runs.
+    """
+
+    begins: Callable[[str], None] = _ignored
+    runs: Callable[[], None] = _ignored
+
+    def before_run(self, name: str) -> None:
+        """Says that a candidate of this name runs, which is compiled."""
+        self.begins(name)
+        self.runs()
+
+
+UNWATCHED = Watch()
+
 # How to run a kernel; None leaves it out, as one for another platform.
 Launches = Callable[[Kernel], Launch | None]
 
@@ -76,6 +100,11 @@ class Candidate:
     run: Callable[..., Results]
     in_place: tuple[int, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """The implementation and its configuration."""
+        return Measurement(self.implementation, self.config).name
+
     def arguments(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """The arguments of one run: copies of the operands that it overwrites, and the others themselves."""
         return [jnp.copy(x) if position in self.in_place else x for position, x in enumerate(operands)]
@@ -92,15 +121,16 @@ def candidates(
     operands: Sequence[jax.Array],
     params: Mapping[str, Any],
     launches: Launches,
-    before_each: Callable[[str], None] = lambda name: None,
+    watch: Watch,
+    is_time_left: Callable[[], bool],
 ) -> Iterator[Candidate | Measurement]:
     """The reference, then every configuration of every kernel; for discarded ones, a measurement with the reason.
 
-    Each is compiled and checked only when the iterator gets to it, after a call of `before_each` with its name.
+    Each is compiled and checked only when the iterator gets to it, and not at all once no time is left.
     """
     meaning = functools.partial(operator.meaning, **params)
     kernels = launched(operator, launches)
-    before_each(REFERENCE)
+    watch.begins(REFERENCE)
     try:
         reference = _compiled(REFERENCE, (), _as_lowered(meaning, hardware), operands)
         expected = reference.run(*operands)
@@ -118,27 +148,32 @@ def candidates(
             continue
         in_place = tuple(kernel.overwrites(*operands, **params))
         for config in launch.configs(kernel, operands, params):
+            way = Measurement(kernel.name, config_items(config))
+            if not is_time_left():
+                yield dataclasses.replace(way, discarded=NOT_COMPILED)
+                continue
             run = functools.partial(kernel.run, config=config, interpret=launch.interpret, **params)
-            before_each(Measurement(kernel.name, config_items(config)).name)
-            yield _checked(kernel.name, config_items(config), run, operands, in_place, expected, truth)
+            watch.begins(way.name)
+            yield _checked(way, run, operands, in_place, expected, truth, watch)
 
 
 def _checked(
-    implementation: str,
-    config: Config,
+    way: Measurement,
     run: Callable[..., Results],
     operands: Sequence[jax.Array],
     in_place: tuple[int, ...],
     expected: Results,
     truth: Results,
+    watch: Watch,
 ) -> Candidate | Measurement:
     try:
-        candidate = _compiled(implementation, config, run, operands, in_place)
+        candidate = _compiled(way.implementation, way.config, run, operands, in_place)
+        watch.runs()
         results = jax.block_until_ready(candidate.run(*candidate.arguments(operands)))
     except Exception as error:  # whatever a compiler raises
-        return Measurement(implementation, config, discarded=failure(error))
+        return dataclasses.replace(way, discarded=failure(error))
     reason = reason_to_discard(results, expected, truth, operands)
-    return Measurement(implementation, config, discarded=reason) if reason else candidate
+    return dataclasses.replace(way, discarded=reason) if reason else candidate
 
 
 def _compiled(

@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,43 @@ from lowering.measuring.candidates import Candidate
 from pallas_kernels.hardware import Hardware
 
 _SETS = (2, 8)  # of operands that take turns, at least and at most
+# In runs that take longer by the host's clock, the device's must account for this share.
+_LONG_MS, _LEAST_SHARE = 10.0, 0.5
 
 
-def candidate_times_ms(
+class Reading(NamedTuple):
+    """What a run took.
+
+    Attributes:
+      ms: by the device's clock; where only the host has one, by that.
+      wall_ms: by the host's clock, from the launch until the results are there.
+    """
+
+    ms: float
+    wall_ms: float
+
+    @property
+    def fault(self) -> str:
+        """Why the device's time cannot be that of the run; empty if it can."""
+        if not self.ms > 0:
+            return "the device's clock cannot be read"
+        if self.ms > self.wall_ms:
+            return f"the device's clock says {self.ms:.3f} ms and the host's only {self.wall_ms:.3f}"
+        # Shorter runs are mostly dispatch. In longer ones the device waits, or copies, which its kernels' times miss.
+        if self.wall_ms > _LONG_MS and self.ms < _LEAST_SHARE * self.wall_ms:
+            return f"the device's clock says {self.ms:.3f} ms of the host's {self.wall_ms:.3f}: it missed something"
+        return ""
+
+
+class ClockError(RuntimeError):
+    """The device's clock says what cannot be."""
+
+
+# Takes a launch that waits for its results.
+Clock = Callable[[Callable[[], Any]], Reading]
+
+
+def candidate_readings(
     candidates: Mapping[str, Candidate],
     operands: Sequence[jax.Array],
     hardware: Hardware,
@@ -28,57 +62,83 @@ def candidate_times_ms(
     until: float,
     at_least: int,
     after_round: Callable[[], None],
-) -> dict[str, list[float]]:
+    before_run: Callable[[str], None] = lambda name: None,
+) -> dict[str, list[Reading]]:
     """The times of each candidate: of the device alone on a GPU or a TPU, elsewhere of the host that waits for it.
 
     Dispatch takes tens of microseconds, more than many kernels do; so a GPU's kernels are timed by CUPTI, and a TPU's
-    programs by JAX's profiler. Copies of the operands take turns, enough of them that the chip's cache holds none.
+    programs by JAX's profiler. Where that cannot be read, or says what cannot be, the host's clock times all
+    candidates. Copies of the operands take turns, enough of them that the chip's cache holds none.
+
+    Args:
+      candidates: by any names.
+      operands: what they run on.
+      hardware: the device here.
+      repeats: how often to run each, if time allows.
+      until: when to stop, by `timing.clock`, after `at_least` rounds.
+      at_least: the rounds to finish even then.
+      after_round: called after each round.
+      before_run: called with a candidate's own name before it runs.
     """
     sets = rotated(operands, hardware)
-    measured_ms = device_clock(hardware.platform)
+    rounds: dict[str, Any] = {"until": until, "at_least": at_least, "after_round": after_round}
+    measured = device_clock(hardware.platform)
+    if measured is not None:
+        try:
+            return _by_device(measured, candidates, sets, max(1, repeats // len(sets)), before_run, **rounds)
+        except (RuntimeError, ValueError):  # a profiler may be forbidden, or in the hands of another program
+            pass
+    turns = {name: itertools.cycle(sets) for name in candidates}
 
-    def run_all(name: str) -> float:
-        assert measured_ms is not None
-        arguments = jax.block_until_ready([candidates[name].arguments(each) for each in sets])
-        return measured_ms(lambda: jax.block_until_ready([candidates[name].run(*each) for each in arguments]))
+    def prepared(name: str) -> list[jax.Array]:
+        before_run(candidates[name].name)
+        return candidates[name].arguments(next(turns[name]))
 
-    # The first runs, in which clocks rise, also show whether the profiler may read anything here.
-    if measured_ms is None or not all(_reads(run_all, name) for name in candidates):
-        turns = {name: itertools.cycle(sets) for name in candidates}
-        return timing.times_ms(
-            {name: candidate.run for name, candidate in candidates.items()},
-            repeats=repeats,
-            warmups=1,
-            prepare=lambda name: candidates[name].arguments(next(turns[name])),
-            until=until,
-            at_least=at_least,
-            after_round=after_round,
-        )
+    runs = {name: candidate.run for name, candidate in candidates.items()}
+    times = timing.times_ms(runs, repeats=repeats, warmups=1, prepare=prepared, **rounds)
+    return {name: [Reading(ms, ms) for ms in series] for name, series in times.items()}
 
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for turn in range(max(1, repeats // len(sets))):
+
+def _by_device(
+    measured: Clock,
+    candidates: Mapping[str, Candidate],
+    sets: Sequence[Sequence[jax.Array]],
+    repeats: int,
+    before_run: Callable[[str], None],
+    *,
+    until: float,
+    at_least: int,
+    after_round: Callable[[], None],
+) -> dict[str, list[Reading]]:
+    """Readings of the device's clock, each a mean over the sets of operands."""
+
+    def run_all(name: str) -> Reading:
+        candidate = candidates[name]
+        arguments = jax.block_until_ready([candidate.arguments(each) for each in sets])
+        before_run(candidate.name)
+        reading = measured(lambda: jax.block_until_ready([candidate.run(*each) for each in arguments]))
+        if reading.fault:
+            raise ClockError(reading.fault)
+        return Reading(reading.ms / len(sets), reading.wall_ms / len(sets))
+
+    for name in candidates:  # In the first runs clocks rise.
+        run_all(name)
+    readings: dict[str, list[Reading]] = {name: [] for name in candidates}
+    for turn in range(repeats):
         if turn >= at_least and timing.clock() >= until:
             break
         for name in list(candidates)[:: 1 if turn % 2 == 0 else -1]:
-            times[name].append(run_all(name) / len(sets))
+            readings[name].append(run_all(name))
         after_round()
-    return times
+    return readings
 
 
-def device_clock(platform: str) -> Callable[[Callable[[], Any]], float] | None:
-    """What takes a launch and returns the milliseconds that the device spends on it; None where only hosts have clocks.
+def device_clock(platform: str) -> Clock | None:
+    """What takes a launch and reads how long it takes; None where only hosts have clocks.
 
     On a GPU it counts the kernels of all libraries in this process.
     """
     return _CLOCKS.get(platform)
-
-
-def _reads(measured_ms: Callable[[Any], float], launch: Any) -> bool:
-    """Whether a profiler reads times: it may be forbidden, or in the hands of another program."""
-    try:
-        return measured_ms(launch) > 0
-    except (RuntimeError, ValueError):
-        return False
 
 
 def rotated(operands: Sequence[jax.Array], hardware: Hardware) -> list[list[jax.Array]]:
@@ -92,16 +152,24 @@ def rotated(operands: Sequence[jax.Array], hardware: Hardware) -> list[list[jax.
     return [list(operands), *([jnp.copy(x) for x in operands] for _ in range(count - 1))]
 
 
-def _by_cupti_ms(launch: Callable[[], Any]) -> float:
-    return sum(time_ms for _, time_ms in _jax_private.kernel_times_ms(launch))
+def _by_cupti(launch: Callable[[], Any]) -> Reading:
+    wall_ms: list[float] = []
+    kernels = _jax_private.kernel_times_ms(lambda: wall_ms.append(_wall_ms(launch)))
+    return Reading(sum(time_ms for _, time_ms in kernels), *wall_ms)
 
 
-def _by_profiler_ms(launch: Callable[[], Any]) -> float:
+def _by_profiler(launch: Callable[[], Any]) -> Reading:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            launch()
+            wall_ms = _wall_ms(launch)
         (path,) = glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True)
-        return modules_ms(jax.profiler.ProfileData.from_file(path))
+        return Reading(modules_ms(jax.profiler.ProfileData.from_file(path)), wall_ms)
+
+
+def _wall_ms(launch: Callable[[], Any]) -> float:
+    start = timing.clock()
+    launch()
+    return 1e3 * (timing.clock() - start)
 
 
 def modules_ms(profile: Any) -> float:
@@ -111,4 +179,4 @@ def modules_ms(profile: Any) -> float:
     return sum(event.duration_ns for line in lines for event in line.events) / 1e6
 
 
-_CLOCKS: dict[str, Callable[[Callable[[], Any]], float]] = {"cuda": _by_cupti_ms, "tpu": _by_profiler_ms}
+_CLOCKS: dict[str, Clock] = {"cuda": _by_cupti, "tpu": _by_profiler}

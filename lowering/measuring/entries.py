@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from lowering.measurements import Entry, Key, Measurement
+from lowering.measurements import NOT_COMPILED, Entry, Key, Measurement
 from lowering.measuring import timing
-from lowering.measuring.candidates import Candidate, Launches, candidates, on_device
-from lowering.measuring.device_clock import candidate_times_ms
+from lowering.measuring.candidates import UNWATCHED, Candidate, Launches, Watch, candidates, on_device
+from lowering.measuring.device_clock import Reading, candidate_readings
 from lowering.registry import Operator
 from pallas_kernels.hardware import Hardware
 
@@ -17,7 +17,7 @@ _ROUNDS_AT_LEAST = 3
 
 
 class OutOfTimeError(Exception):
-    """The budget ended before all candidates of an operator were compiled."""
+    """The budget ended before a candidate of an operator was compiled that could be compared with its reference."""
 
 
 def measured_entry(
@@ -31,7 +31,7 @@ def measured_entry(
     until: float,
     deadline: float,
     launches: Launches | None = None,
-    before_each: Callable[[str], None] = lambda name: None,
+    watch: Watch = UNWATCHED,
     after_round: Callable[[], None] = lambda: None,
 ) -> Entry:
     """The reference, and every configuration of every kernel that `launches` lets run, on these operands.
@@ -44,20 +44,24 @@ def measured_entry(
       hardware: the device here.
       repeats: how often to time each, if time allows.
       until: when to stop timing, by `timing.clock`, if each was timed three times.
-      deadline: when to stop compiling.
+      deadline: when to stop compiling. What is compiled by then is still timed.
       launches: how kernels are run; by default, those for the device here as they are.
-      before_each: called with a candidate's name before it is compiled and run for the first time.
+      watch: who is told what happens to each candidate.
       after_round: called when each has been timed once more.
 
     Raises:
-      OutOfTimeError: at the deadline, if something is still not compiled.
+      OutOfTimeError: if by the deadline nothing is compiled that could be compared with the reference.
     """
-    found: list[Candidate | Measurement] = []
-    for candidate in candidates(operator, hardware, operands, params, launches or on_device(hardware), before_each):
-        found.append(candidate)
-        if timing.clock() >= deadline:
-            raise OutOfTimeError
-    times = candidate_times_ms(
+
+    def is_time_left() -> bool:
+        return timing.clock() < deadline
+
+    allowed = launches or on_device(hardware)
+    found = list(candidates(operator, hardware, operands, params, allowed, watch, is_time_left))
+    is_cut_short = any(isinstance(x, Measurement) and x.discarded == NOT_COMPILED for x in found)
+    if not is_time_left() and sum(isinstance(x, Candidate) for x in found) < 1 + is_cut_short:
+        raise OutOfTimeError
+    readings = candidate_readings(
         {str(position): x for position, x in enumerate(found) if isinstance(x, Candidate)},
         operands,
         hardware,
@@ -65,11 +69,16 @@ def measured_entry(
         until=until,
         at_least=_ROUNDS_AT_LEAST,
         after_round=after_round,
+        before_run=watch.before_run,
     )
     measurements = [
-        Measurement(x.implementation, x.config, round(1e3 * statistics.median(times[str(position)]), 3))
-        if isinstance(x, Candidate)
-        else x
-        for position, x in enumerate(found)
+        _measurement(x, readings[str(position)]) if isinstance(x, Candidate) else x for position, x in enumerate(found)
     ]
-    return Entry(key, tuple(measurements), repeats=max((len(series) for series in times.values()), default=0))
+    return Entry(key, tuple(measurements), repeats=max((len(series) for series in readings.values()), default=0))
+
+
+def _measurement(candidate: Candidate, readings: Sequence[Reading]) -> Measurement:
+    """The medians of a candidate's times; the host's only where the device has told others."""
+    own, wall = (round(1e3 * statistics.median(times), 3) for times in zip(*readings, strict=True))
+    by_device = any(reading.ms != reading.wall_ms for reading in readings)
+    return Measurement(candidate.implementation, candidate.config, own, wall_us=wall if by_device else None)

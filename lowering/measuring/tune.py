@@ -78,7 +78,8 @@ def tune(
       by: what gives the times, "device" or "schedule".
       trip_counts: for schedules, as `lowering.compile` takes them.
       scalars: likewise.
-      budget_seconds: when to stop. An operator whose candidates are all compiled by then is still timed, 3 times.
+      budget_seconds: when to stop. What is compiled by then is still timed, 3 times; a later call with the same
+        `path` measures the operator anew, if that was not everything.
       repeats: how often to time each candidate, if time allows.
       progress: whether to show a progress bar on stderr; by default, if stderr is a terminal.
       path: a file for the results, written after each operator. Results that it already holds are kept and reused.
@@ -108,7 +109,7 @@ def tune(
         operands = tuple(map(jnp.asarray, args))
         problems = {key: dataclasses.replace(problem, operands=operands) for key, problem in problems.items()}
     held = [entry for entry in _held(path) if entry.key in problems and entry.replayed == (by == "schedule")]
-    known = {} if again else {entry.key: entry for entry in held}
+    known = {} if again else {entry.key: entry for entry in held if not entry.is_unfinished}
     measured: dict[Key, Entry] = {}
 
     def save(stopped: str) -> None:
@@ -193,6 +194,8 @@ def _measure_all(
                 now = timing.clock()
                 until = min(deadline, now + (deadline - now) / (len(waiting) - position))
                 measured[key] = take(key, until, deadline, bar)
+                if measured[key].is_unfinished:
+                    return _OUT_OF_TIME
                 bar.update(TaskID(0), completed=position + 1)
                 save(INTERRUPTED)
     except OutOfTimeError:

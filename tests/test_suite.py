@@ -1,0 +1,77 @@
+"""What `jaxops tune` verifies and times: every kernel, and loops of enough steps."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxops
+import lowering
+from jaxops._suite import SUITE
+from lowering.explain import operator_uses
+from lowering.static_leaves import jaxpr_of, of_arrays
+from lowering.targets import named
+
+H100 = named("cuda-h100")
+
+
+def is_ours(operator):
+    """Whether this operator has kernels, and is no toy."""
+    return any(kernel.run.__module__.startswith("pallas_kernels.") for kernel in operator.kernels)
+
+
+def problems_of(case, size):
+    """The operators of a case at a size, each with operands and attributes, without computing anything."""
+    args = jax.eval_shape(lambda: case.arguments(*size))
+    uses = operator_uses(jaxpr_of(*of_arrays(case.fn, args)), args, H100)
+    found = {(use.operator.name, str(use.operands), str(use.params)): use for use in uses}
+    return [(use.operator, use.operands, use.params) for use in found.values()]
+
+
+def test_suite_has_every_kernel():
+    """At the sizes that are rehearsed; nothing is computed."""
+    used = set()
+    for case in SUITE:
+        for size in case.rehearsed_at:
+            args = jax.eval_shape(lambda case=case, size=size: case.arguments(*size))
+            rows = lowering.explain(case.fn, *args, target="cuda-h100").rows
+            used |= {row.operator for row in rows}
+    assert {operator.name for operator in jaxops.operators() if is_ours(operator)} <= used
+    assert len({case.name for case in SUITE}) == len(SUITE)
+
+
+def looped():
+    """Each operator that runs in loops, at each size that it is verified at, with its configurations and labels."""
+    for case in SUITE:
+        for size in case.verified_at if case.loops else ():
+            _, weight, labels = case.arguments(*size)
+            for operator, operands, params in problems_of(case, size):
+                if operator.name in case.loops:
+                    (kernel,) = (each for each in operator.kernels if each.platform == "cuda")
+                    configs = case.overridden(kernel.configs(H100, *operands, **params))
+                    yield operator.name, configs, np.asarray(labels), len(weight)
+
+
+def test_kernels_in_loops_are_verified_over_three_chunks_and_a_rest():
+    """Of an H100's configurations; of rows only those count that have a label."""
+    found = set()
+    for name, configs, labels, classes in looped():
+        found.add(name)
+        for config in configs:
+            taken = classes if "chunk_columns" in config else int(np.sum(labels != -100))
+            chunk = config.get("chunk_columns") or config["chunk_rows"]
+            assert taken // chunk >= 3
+            assert taken % chunk > 0
+    assert found == {"linear_cross_entropy_backward", "linear_cross_entropy_sum_with_gradients"}
+
+
+@pytest.mark.parametrize("size", [(3, 4096, "bfloat16"), (2, 4128, "bfloat16"), (2, 8192, "float16")], ids=str)
+def test_dropout_is_verified_where_its_gpu_kernels_take_it(size):
+    case = next(case for case in SUITE if case.name == "dropout")
+    assert size in case.verified_at
+    args = jax.eval_shape(lambda: case.arguments(*size))
+    with lowering.use("pallas"):
+        rows = lowering.explain(case.fn, *args, target="cuda-h100").rows
+    assert {(row.operator, row.implementation) for row in rows} == {
+        ("dropout", "mosaic_gpu"),
+        ("dropout_backward", "mosaic_gpu"),
+    }
