@@ -34,6 +34,7 @@ CASES = [*((form, "llama") for form in FORMS), ("plain", "gpt2"), ("everything",
 # kernels too: a thread has 168, and what is added up beside the logits does not fit.
 GETS_REGISTERS = jax.__version_info__ < (0, 12)
 CHUNK_ROWS = 4096
+SPARE_BYTES = 1024  # of shared memory, for a JAX that reserves more of it
 # What the matrix units of one multiprocessor multiply in a nanosecond, at most, and the longest trip to memory that the
 # stages have to outlast.
 PRODUCTS_PER_NS, TRIP_NS = 989e3 / 2 / 132, 1000
@@ -47,7 +48,8 @@ def compiled(target, function, *shapes_and_dtypes):
 def spilled_bytes(report):
     # So many a thread starts with: 168 in three warpgroups, where the copying one hands most of its own to the others.
     assert all(resources.registers <= 255 for resources in report.gpu_resources)
-    assert all(0 < resources.shared_bytes <= H100.on_chip_bytes for resources in report.gpu_resources)
+    most = H100.on_chip_bytes - SPARE_BYTES
+    assert all(0 < resources.shared_bytes <= most for resources in report.gpu_resources)
     return max(resources.spilled_bytes for resources in report.gpu_resources)
 
 

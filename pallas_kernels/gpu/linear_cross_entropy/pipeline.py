@@ -39,6 +39,9 @@ from pallas_kernels.gpu.linear_cross_entropy.tiles import (
 # block_rows * block_columns / 128 of a multiplying thread's: 128 in most configurations.
 _MULTIPLYING_REGISTERS = 232
 _COPYING_REGISTERS = 40
+# Rows lie within the four lanes of a quad, which reduce them without shared memory; so the
+# default of 2048 bytes would be wasted.
+_SCRATCH_BYTES = 128
 
 
 class Place(NamedTuple):
@@ -307,7 +310,11 @@ def launch(
         cluster_names=("thread_block",) if in_cluster else (),
         num_threads=MULTIPLYING + tiling.copying,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=_SCRATCH_BYTES,
+        ),
         kernel_name=name,
         interpret=interpret or None,
     )(x, weight.T if interpret else weight, *others)
