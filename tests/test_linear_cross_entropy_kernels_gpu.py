@@ -1,7 +1,7 @@
 """The linear cross entropy kernels for Hopper in Mosaic GPU's interpreter, against NumPy float64.
 
-Tiles far smaller than the default let small arrays span several of them. Beyond the end of an operand the interpreter
-reads zeros, as TMA does.
+Tiles far smaller than the default let small arrays span several of them. What nobody has written is NaN there, and the
+weight is filled up with the zeros that TMA reads beyond its end.
 """
 
 import functools
@@ -22,7 +22,7 @@ from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.gpu.linear_cross_entropy import gradients, statistics, vocab_parallel
 from pallas_kernels.hardware import Hardware
 
-INTERPRET = interpret_gpu_params(detect_races=True, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
+INTERPRET = interpret_gpu_params(detect_races=True)
 TILES = {"block_rows": 64, "block_columns": 64, "stages": 2, "copying": 1, "cluster_blocks": 1, "row_group": 2}
 SIZES = {**TILES, "vocab_splits": 1, "chunk_columns": 128, "store_slots": 2}
 H100 = Hardware("cuda-h100", "cuda", compute_capability=(9, 0), cores=132)

@@ -295,10 +295,11 @@ def launch(
     # 64, this copies the operands.
     hidden = BLOCK_HIDDEN * tiling.hidden_blocks
     classes = max(tiling.block_columns, SWIZZLED_ROWS * math.ceil(tiling.columns / SWIZZLED_ROWS))
+    if interpret:  # TMA fills what it reads out of bounds with zeros, and the interpreter refuses to read it.
+        classes = tiling.tiles * tiling.block_columns
     x, weight = filled(x, (tiling.rows, hidden)), filled(weight, (classes, hidden))
     if interpret is True:
-        # TMA fills what it reads out of bounds with zeros.
-        interpret = interpret_gpu_params(out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
+        interpret = interpret_gpu_params()
     in_cluster = tiling.cluster_blocks > 1
     return plgpu.kernel(
         kernel,
