@@ -32,7 +32,7 @@ def tune_device(
         configuration) and "tune" (all configurations), in the order in which to do them.
       only: names of cases; all if empty.
       budget_seconds: when to stop.
-      limit_seconds: how long a case may say nothing before it counts as hanging.
+      limit_seconds: how long a kernel may run before it counts as hanging; compiling it may take five times as long.
       folder: where results are kept; by default where "auto" finds them, in what JAXOPS_TUNED names or else among the
         user's data.
       rehearse: whether to interpret the kernels on the CPU at small sizes instead. Results of that are kept apart.

@@ -12,6 +12,7 @@ from lowering import _jax_private
 from lowering.measuring import device_clock, timing
 from lowering.measuring.candidates import Candidate
 from lowering.targets import named
+from pallas_kernels.hardware import Hardware
 
 H200, CPU, V5E = named("cuda-h200"), named("cpu"), named("tpu-v5e")
 
@@ -86,6 +87,8 @@ def test_the_host_takes_the_time_where_the_device_tells_none(monkeypatch, clock)
 def test_operands_fill_the_cache_twice():
     x = jax.ShapeDtypeStruct((2**22,), jnp.float32)
     assert len(device_clock.rotated([jnp.zeros(x.shape, x.dtype)], H200)) == math.ceil(2 * 50 / 16)
+    unknown = Hardware("cuda", "cuda", "NVIDIA GB300")
+    assert len(device_clock.rotated([jnp.zeros((2**24,))], unknown)) == math.ceil(2 * 126 / 64)
     assert len(device_clock.rotated([jnp.zeros(1)], V5E)) == 8
     assert len(device_clock.rotated([jnp.zeros(1)], CPU)) == 1
 

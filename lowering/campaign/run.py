@@ -65,7 +65,7 @@ def run(
       stages: of "verify", "time" and "tune", in this order.
       only: names of cases; all if empty.
       budget_seconds: when to stop.
-      limit_seconds: how long a case may say nothing before it counts as hanging.
+      limit_seconds: how long a kernel may run before it counts as hanging; compiling it may take five times as long.
       folder: where results are kept, one file for each kind of device; by default, where "auto" finds them.
       rehearse: whether to interpret kernels on the CPU at small sizes. What a rehearsal finds is kept apart.
       again: whether to forget first what was found before.

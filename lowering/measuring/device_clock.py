@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from lowering import _jax_private
 from lowering.measuring import timing
 from lowering.measuring.candidates import Candidate
+from lowering.targets import TARGETS
 from pallas_kernels.hardware import Hardware
 
 _SETS = (2, 8)  # of operands that take turns, at least and at most
 # In runs that take longer by the host's clock, the device's must account for this share.
 _LONG_MS, _LEAST_SHARE = 10.0, 0.5
+_LARGEST_L2_BYTES = max(chip.l2_bytes or 0 for chip in TARGETS.values())
 
 
 class Reading(NamedTuple):
@@ -142,8 +144,9 @@ def device_clock(platform: str) -> Clock | None:
 
 
 def rotated(operands: Sequence[jax.Array], hardware: Hardware) -> list[list[jax.Array]]:
-    """The operands, and copies of them that together fill the chip's cache twice; none where no cache is known."""
-    cache_bytes = hardware.l2_bytes or (hardware.on_chip_bytes if hardware.platform == "tpu" else None)
+    """The operands, and copies of them that together fill the chip's cache twice, or the largest of known GPUs."""
+    sizes = {"tpu": hardware.on_chip_bytes, "cuda": hardware.l2_bytes or _LARGEST_L2_BYTES}
+    cache_bytes = sizes.get(hardware.platform)
     if cache_bytes is None:
         return [list(operands)]
     each_bytes = max(1, sum(x.nbytes for x in operands))
