@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from test_suite import H100, problems_of
 
@@ -117,13 +119,38 @@ def test_what_went_wrong_in_an_earlier_call_is_done_again(benchmark, tmp_path):
     assert [json.loads(line) for line in (out / "gpu.jsonl").read_text().splitlines()] == results[:1]
 
 
-def test_what_nsight_compute_says_is_kept_by_metric(tmp_path, monkeypatch):
+@pytest.fixture
+def gpu_cases(monkeypatch):
+    """`gpu_cases.py` as a module, and what it tells."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    module = importlib.import_module("gpu_cases")
+    monkeypatch.setattr(module.ANSWERS, "stream", io.StringIO())
+    return module
+
+
+def test_a_case_keeps_the_host_s_time_beside_the_device_s_and_says_when_it_runs(gpu_cases, monkeypatch):
+    readings = iter([gpu_cases.Reading(8.0, 9.0), *[gpu_cases.Reading(4.0, 6.0)] * 3])
+    monkeypatch.setattr(gpu_cases, "device_clock", lambda platform: lambda launch: next(readings))
+    assert gpu_cases.measured([lambda: 0] * 2) == {"median_ms": 2.0, "clock": "device", "wall_ms": 3.0}
+    messages = [json.loads(line) for line in gpu_cases.ANSWERS.stream.getvalue().splitlines()]
+    assert [message["runs"] for message in messages] == [True] * 4 + [False]
+    monkeypatch.setattr(gpu_cases, "device_clock", lambda platform: lambda launch: gpu_cases.Reading(5.0, 20.0))
+    with pytest.raises(gpu_cases.ClockError, match=r"5\.000 ms of the host's 20\.000"):
+        gpu_cases.measured([lambda: 0])
+
+
+def test_races_are_counted_bit_by_bit(gpu_cases, monkeypatch):
+    nan, zero = jnp.asarray([jnp.nan, 0.0]), jnp.asarray([jnp.nan, -0.0])
+    results = iter([nan, nan, zero, nan])
+    monkeypatch.setattr(gpu_cases, "launcher", lambda **_: lambda: (next(results),))
+    assert gpu_cases.repeated(3) == {"repeats": 3, "different": 1}
+
+
+def test_what_nsight_compute_says_is_kept_by_metric(tmp_path, gpu_cases, monkeypatch):
     table = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n"0","k","Duration","us","12.5"\n'
     tool = tmp_path / "ncu"
     tool.write_text(f"#!/bin/sh\necho '==PROF== Connected'\ncat <<'END'\n{table}END\necho \"$@\" > {tmp_path}/asked\n")
     tool.chmod(0o755)
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    gpu_cases = importlib.import_module("gpu_cases")
     kernel = {"kernel": "exponentials", "config": {}, "rows": 1, "hidden": 1, "classes": 1}
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert gpu_cases.profiled(**kernel) == {"Duration (us)": "12.5"}

@@ -70,6 +70,16 @@ REFERENCE_WINS = (
 )
 
 
+def test_the_host_s_time_is_kept_beside_the_device_s():
+    measured = entry(Measurement("reference", (), 12.0, wall_us=40.5), Measurement("cpu_kernel", (), 10.0))
+    record = measured.to_record()
+    assert [candidate.get("wall_us") for candidate in record["candidates"]] == [40.5, None]
+    assert Entry.from_record(record) == measured
+    record["candidates"][0]["wall_us"] = float("inf")
+    with pytest.raises(ValueError, match="not a time: inf"):
+        Entry.from_record(record)
+
+
 def answer(x=X, shift=0):
     """What the toy adds: 0 is the reference, 1 a kernel's first configuration and 2 its second."""
     return float(jax.jit(lambda x: toy_answer(x, shift=shift)[0])(x)[0, 0])
