@@ -64,6 +64,13 @@ def test_kernels_in_loops_are_verified_over_three_chunks_and_a_rest():
     assert found == {"linear_cross_entropy_backward", "linear_cross_entropy_sum_with_gradients"}
 
 
+def test_what_other_cases_time_is_not_timed_again():
+    for case in SUITE:
+        assert case.timed_at
+        assert [case.sizes(stage, rehearse=False) for stage in ("time", "tune")] == 2 * [case.timed_at * case.is_timed]
+    assert [case.name for case in SUITE if not case.is_timed] == [case.name for case in SUITE if case.loops]
+
+
 @pytest.mark.parametrize("size", [(3, 4096, "bfloat16"), (2, 4128, "bfloat16"), (2, 8192, "float16")], ids=str)
 def test_dropout_is_verified_where_its_gpu_kernels_take_it(size):
     case = next(case for case in SUITE if case.name == "dropout")

@@ -21,6 +21,7 @@ class Case:
       verified_at: sizes at which kernels are compared with float64, the smallest first.
       timed_at: sizes as models have them.
       rehearsed_at: small sizes, for both, where kernels are interpreted; none if other cases rehearse the same kernels.
+      is_timed: whether its kernels are timed; not if other cases time them.
       loops: operators whose kernels run in loops that XLA may record and replay; they are verified with and without
         that.
       overrides: sizes that kernels are verified with in place of their own, so that small shapes take several steps.
@@ -32,6 +33,7 @@ class Case:
     verified_at: tuple[Size, ...]
     timed_at: tuple[Size, ...]
     rehearsed_at: tuple[Size, ...]
+    is_timed: bool = True
     loops: tuple[str, ...] = ()
     overrides: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -44,7 +46,7 @@ class Case:
         """Those of a stage: "verify", "time" or "tune"."""
         if rehearse:
             return self.rehearsed_at if stage == "verify" else self.rehearsed_at[-1:]
-        return self.verified_at if stage == "verify" else self.timed_at
+        return self.verified_at if stage == "verify" else self.timed_at if self.is_timed else ()
 
 
 def load(location: str) -> Sequence[Case]:
