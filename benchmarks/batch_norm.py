@@ -153,7 +153,7 @@ def case(shape: tuple[int, ...], layout: str, dtype: str, fused: bool, repeats: 
 def main() -> None:
     options = harness.arguments(__doc__.splitlines()[0])
     shape = (4, 16, 14, 14) if options.quick else (16, 64, 56, 56)
-    repeats = 5 if options.quick else 30
+    repeats = 5 if options.quick else 200
     cases = [
         case(shape, layout, dtype, fused, repeats)
         for layout, dtype in (("NCHW", "float32"), ("NHWC", "float32"), ("NCHW", "bfloat16"))

@@ -31,7 +31,7 @@ from jaxops_command.options import (
 )
 
 _By = Annotated[str, typer.Option(help="What gives the times: device, or schedule for a TPU that is not here.")]
-_Limit = Annotated[float, typer.Option(metavar="SECONDS", help="Without a function: how long a case may say nothing.")]
+_Limit = Annotated[float, typer.Option(metavar="SECONDS", help="Without a function: how long a kernel may run; compiling may take five times as long.")]
 _Rehearse = Annotated[bool, typer.Option("--rehearse", help="Without a function: interpret small kernels on the CPU.")]
 
 
