@@ -31,7 +31,12 @@ from jaxops_command.options import (
 )
 
 _By = Annotated[str, typer.Option(help="What gives the times: device, or schedule for a TPU that is not here.")]
-_Limit = Annotated[float, typer.Option(metavar="SECONDS", help="Without a function: how long a kernel may run; compiling may take five times as long.")]
+_Limit = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS", help="Without a function: how long a kernel may run; compiling may take five times as long."
+    ),
+]
 _Rehearse = Annotated[bool, typer.Option("--rehearse", help="Without a function: interpret small kernels on the CPU.")]
 
 
@@ -266,7 +271,7 @@ def _schedule_data(trip_count: list[str] | None, scalars: list[str] | None) -> d
 
 
 def _mesh(text: str) -> dict[str, int]:
-    """What "data=4,tensor=-1" says."""
+    """Parses "data=4,tensor=-1"."""
     found = re.fullmatch(r"\w+=-?\d+(,\w+=-?\d+)*", text)
     require(found is not None, "--mesh", "be AXIS=SIZE, with commas between, such as data=4,tensor=-1", repr(text))
     return {name: int(size) for name, size in (axis.split("=") for axis in text.split(","))}

@@ -56,7 +56,7 @@ class Fault:
         return f"{repository}#{number}"
 
     def is_in(self, jaxlib: str, platform: str, xla_flags: str) -> bool:
-        """Whether this jaxlib has it on this platform under these flags."""
+        """Tells whether this jaxlib has it on this platform under these flags."""
         version = release(jaxlib)
         has_it = release(self.since) <= version and not (self.until and version >= release(self.until))
         is_avoided = bool(self.avoided_by) and re.search(self.avoided_by, xla_flags) is not None

@@ -1,4 +1,4 @@
-"""What is installed: `jaxops ops` and `jaxops --version`."""
+"""Installed operators and versions: `jaxops ops` and `jaxops --version`."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the subcommands of `jaxops` share: options, and refusals of what can be told from the words alone."""
+"""Options that the subcommands of `jaxops` share, and refusals of what can be told from the words alone."""
 
 import math
 import os
@@ -82,7 +82,7 @@ Tuned = Annotated[
 
 
 class CommandError(Exception):
-    """Why a command cannot do what was asked, in one sentence."""
+    """The reason why a command cannot do what was asked, in one sentence."""
 
 
 def shortened(text: str) -> str:
@@ -105,7 +105,7 @@ def require_one_of(names: Iterable[Any], subject: str, got: Any) -> None:
 
 
 def file_and_name(location: str) -> tuple[Path, str]:
-    """What FILE.py:FUNCTION says; refuses a file that does not exist."""
+    """Parses FILE.py:FUNCTION; refuses a file that does not exist."""
     file, separator, name = location.rpartition(":")
     if not separator or not name:
         rule = f"name a function after the file, as in {shortened(location.removesuffix(':'))}:step"
@@ -117,7 +117,7 @@ def file_and_name(location: str) -> tuple[Path, str]:
 
 
 def dtype_and_shape(argument: str) -> tuple[str, tuple[int, ...]]:
-    """What DTYPE[SHAPE] says."""
+    """Parses DTYPE[SHAPE]."""
     match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\]", argument)
     dtype, sizes = match.groups() if match else ("", "")
     require(dtype in DTYPES, "--arg", "be DTYPE[SHAPE], such as float32[128,64] or i32[]", repr(argument))
@@ -166,7 +166,7 @@ def one_implementation_of(given: Sequence[str] | None) -> tuple[str, dict[str, s
 
 
 def trip_counts_of(given: Sequence[str]) -> dict[str, float]:
-    """What NAME=NUMBER options say, as a dictionary."""
+    """Parses NAME=NUMBER options into a dictionary."""
     counts = {}
     for text in given:
         name, _, number = text.rpartition("=")
@@ -177,7 +177,7 @@ def trip_counts_of(given: Sequence[str]) -> dict[str, float]:
 
 
 def scalar_words(text: str) -> tuple[str, int, str]:
-    """What KERNEL:POSITION=1,2,3 or KERNEL:POSITION=FILE.npy says: kernel, position, and numbers or a file."""
+    """Parses KERNEL:POSITION=1,2,3 or KERNEL:POSITION=FILE.npy into kernel, position, and numbers or a file."""
     found = re.fullmatch(r"(.+):(\d+)=(.+)", text)
     require(found is not None, "--scalars", "be KERNEL:POSITION=1,2,3 or KERNEL:POSITION=FILE.npy", repr(text))
     assert found is not None

@@ -1,4 +1,4 @@
-"""What --scalars says of the operands that schedules depend on."""
+"""Values of --scalars for the operands that schedules depend on."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from jaxops_command.options import CommandError, scalar_words, shortened
 
 
 def scalars_of(given: Sequence[str]) -> dict[str, dict[int, np.ndarray]]:
-    """What KERNEL:POSITION=1,2,3 and KERNEL:POSITION=FILE.npy options say, as nested dictionaries."""
+    """Reads KERNEL:POSITION=1,2,3 and KERNEL:POSITION=FILE.npy options into nested dictionaries."""
     operands: dict[str, dict[int, np.ndarray]] = {}
     for text in given:
         kernel, position, numbers = scalar_words(text)

@@ -1,4 +1,4 @@
-"""Where known faults touch a program: the lines of a function, and the operators of this library that it runs."""
+"""Places where known faults touch a program: lines of a function, and the operators of this library that it runs."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ def lines(fn: Callable[..., Any], args: Sequence[Any], fault: Fault, platform: s
 
 @functools.cache
 def library_jaxprs() -> tuple[tuple[str, Jaxpr], ...]:
-    """What our operators with kernels compute, gradients included, at the shapes that models have, by name."""
+    """Returns what our operators with kernels compute, gradients included, at the shapes that models have, by name."""
     traced = []
     for case in _suite.SUITE:
         args = jax.eval_shape(functools.partial(case.arguments, *case.timed_at[0]))
@@ -38,7 +38,7 @@ def library_jaxprs() -> tuple[tuple[str, Jaxpr], ...]:
 
 
 def of_library(fault: Fault, platform: str) -> list[str]:
-    """What of this library a fault may touch."""
+    """Lists what of this library a fault may touch."""
     return [name for name, jaxpr in library_jaxprs() if next(_of_program(jaxpr, fault, platform), None) is not None]
 
 

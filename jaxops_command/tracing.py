@@ -1,4 +1,4 @@
-"""What a function becomes: `jaxops explain`, `compile` and `export`."""
+"""Lowered, compiled and exported functions: `jaxops explain`, `compile` and `export`."""
 
 import json
 from collections.abc import Mapping, Sequence

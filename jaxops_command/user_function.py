@@ -89,7 +89,7 @@ def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
 
 
 def device_trouble() -> str:
-    """Why JAX finds no device at all, and what helps; empty if it finds one."""
+    """Says why JAX finds no device at all, and what helps; empty if it finds one."""
     try:
         jax.devices()
     except Exception as error:  # JAX raises several kinds, AssertionError among them

@@ -135,7 +135,7 @@ class Entry:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether some configurations were not compiled, as time ran out."""
+        """Tells whether some configurations were not compiled, as time ran out."""
         return any(candidate.discarded == NOT_COMPILED for candidate in self.candidates)
 
     @property

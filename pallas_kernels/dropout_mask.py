@@ -53,7 +53,7 @@ def digits(threshold: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
 
 
 def decisive_digits(threshold: jax.Array) -> jax.Array:
-    """How many digits a threshold has before its trailing zeros, which decide nothing; none for 0 and 1."""
+    """Counts the digits of a threshold before its trailing zeros, which decide nothing; none for 0 and 1."""
     last = lax.clz(threshold & (jnp.uint32(0) - threshold)).astype(jnp.int32)
     return jnp.where(threshold == 0, 0, last - (WORD_BITS - 1 - RESOLUTION_BITS))
 

@@ -28,7 +28,7 @@ class View(NamedTuple):
 
     @property
     def channels_last(self) -> bool:
-        """Whether other axes than the batch come before the channels."""
+        """Tells whether other axes than the batch come before the channels."""
         return self.layout.endswith("C") and self.layout != "NC"
 
     @property
@@ -39,7 +39,7 @@ class View(NamedTuple):
 
     @property
     def parameter_rule(self) -> str:
-        """What the shape of parameters must be, and why, for messages."""
+        """Says in a message's words which shape parameters must have, and why."""
         what = (
             f"an image of {self.layout} with channels first"
             if self.per_activation

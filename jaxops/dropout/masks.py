@@ -49,7 +49,7 @@ class Dropout:
 
 @dataclasses.dataclass(frozen=True)
 class Uses:
-    """What is made of random bits.
+    """Uses of random bits.
 
     Attributes:
       node: the first place where they zero elements; None if there is none.
@@ -79,7 +79,7 @@ class _Masked:
 
 
 def uses_of(bits: Node, results: Collection[Value], is_wanted: Callable[[Node], bool] = lambda node: True) -> Uses:
-    """What is made of the result of `random_bits`.
+    """Finds what is made of the result of `random_bits`.
 
     All that is read of the bits, of their mask and of what leads to it has to be dropout, as the operator draws others.
     Several arrays may share a mask: the operator keeps the same elements for the same key, rate and position.
@@ -120,7 +120,7 @@ def _size(value: Value) -> Any:
 
 
 def _of_bits(user: Node, value: Value) -> "_Mask | str | None":
-    """What a node makes of random bits, or of uniform numbers: a mask, uniform numbers (None), or what forbids it."""
+    """Follows random bits or uniform numbers through a node: to a mask, uniform numbers (None), or what forbids it."""
     if user.name in _SHAPED or user.name in _TO_FLOATS:
         return None
     others = [number_of(x) for x in user.inputs if x is not value]
@@ -134,7 +134,7 @@ def _of_bits(user: Node, value: Value) -> "_Mask | str | None":
 
 
 def _of_mask(user: Node, value: Value, mask: _Mask) -> _Mask | _Masked | str:
-    """What a node makes of a mask: another one, an array times the mask, or what forbids a rewrite."""
+    """Follows a mask through a node: to another mask, to an array times the mask, or to what forbids a rewrite."""
     others = [x for x in user.inputs if x is not value]
     numbers = [number_of(x) for x in others]
     match user.name, numbers:

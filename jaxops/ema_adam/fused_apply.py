@@ -155,7 +155,7 @@ class _Plan(OnePass):
 def _survey(
     transform: Any, grads: Any, opt_state: Any, params: Any, extra_args: Any
 ) -> tuple[list[str], list[bool], bool]:
-    """What each step inside the transform may return, which leaves of `params` are then already written, and drift.
+    """Finds what each step inside the transform may return, which leaves of `params` that writes, and drift.
 
     The transform is traced once, and nothing is computed. An update is untouched if, at the place of its own
     parameters, it is the very tracer that its step returned. It is unread if no equation and no state uses it. There
@@ -188,7 +188,7 @@ def _survey(
 
 
 def _is_changed(jaxpr: Any, updates: Iterable[Any]) -> bool:
-    """Whether arithmetic on the results of `ema_adam` makes one of these variables."""
+    """Tells whether arithmetic on the results of `ema_adam` makes one of these variables."""
     made_by = {id(variable): equation for equation in jaxpr.eqns for variable in equation.outvars}
     left, seen = [(variable, False) for variable in updates], set()
     while left:

@@ -28,7 +28,7 @@ class Saving(NamedTuple):
 
     @property
     def is_worthwhile(self) -> bool:
-        """Whether a fifth of the temporaries is saved."""
+        """Tells whether a fifth of the temporaries is saved."""
         return self.saved_bytes >= _LEAST_SHARE * self.plain_bytes
 
 

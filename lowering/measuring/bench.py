@@ -56,7 +56,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What the row times, such as "auto", or "before.py:step, auto"."""
+        """Names what the row times, such as "auto", or "before.py:step, auto"."""
         return ", ".join(filter(None, (self.function, self.implementation)))
 
 
@@ -70,7 +70,7 @@ class BenchResult:
 
     @property
     def compares_nothing(self) -> bool:
-        """Whether all rows that run are one program."""
+        """Tells whether all rows that run are one program."""
         timed = [row for row in self.rows if row.median_ms is not None]
         return len(self.rows) > 1 and sum(not row.same_as for row in timed) == 1
 

@@ -24,7 +24,7 @@ _LARGEST_L2_BYTES = max(chip.l2_bytes or 0 for chip in TARGETS.values())
 
 
 class Reading(NamedTuple):
-    """What a run took.
+    """Time of a run.
 
     Attributes:
       ms: by the device's clock; where only the host has one, by that.
@@ -36,7 +36,7 @@ class Reading(NamedTuple):
 
     @property
     def fault(self) -> str:
-        """Why the device's time cannot be that of the run; empty if it can."""
+        """Says why the device's time cannot be that of the run; empty if it can."""
         if not self.ms > 0:
             return "the device's clock cannot be read"
         if self.ms > self.wall_ms:
@@ -136,7 +136,7 @@ def _by_device(
 
 
 def device_clock(platform: str) -> Clock | None:
-    """What takes a launch and reads how long it takes; None where only hosts have clocks.
+    """Returns what takes a launch and reads how long it takes; None where only hosts have clocks.
 
     On a GPU it counts the kernels of all libraries in this process.
     """

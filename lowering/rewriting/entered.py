@@ -38,7 +38,7 @@ def keeps_each(node: Node, is_outside: bool) -> bool:
 
 
 def draws_again(jaxpr: Jaxpr) -> bool:
-    """Whether a backward pass in it computes something again, with random bits."""
+    """Tells whether a backward pass in it computes something again, with random bits."""
     again = (x for x in equations(jaxpr) if x.primitive.name in CHECKPOINTS and x.params["differentiated"])
     return any(inner.primitive.name == "random_bits" for x in again for inner in equations(x.params["jaxpr"]))
 

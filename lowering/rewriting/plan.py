@@ -57,7 +57,7 @@ class Planner:
     def plan(
         self, closed: Any, repetitions: int = 1, *, keeps_each: bool = False, draws_again: bool | None = None
     ) -> Plan:
-        """How to evaluate a jaxpr, closed or not, that runs so often; for the rest, see `Level`."""
+        """Plans how to evaluate a jaxpr, closed or not, that runs so often; for the rest, see `Level`."""
         if draws_again is None:
             draws_again = entered.draws_again(opened(closed)[0])
         level = level_of(closed, self._holds, self._is_large)
@@ -127,7 +127,7 @@ class Planner:
 
 
 def overlooked(rules: Sequence[Rule], closed: Any, plan: Plan) -> tuple[Refused, ...]:
-    """The places of which the plan of a jaxpr says nothing, though users would expect a rule to know them."""
+    """Finds the places of which the plan of a jaxpr says nothing, though users would expect a rule to know them."""
 
     def looking(rule: Rule) -> Rule:
         return Rule(rule.name, lambda level, _: rule.overlooked(level) if rule.overlooked else (), lambda: 0)

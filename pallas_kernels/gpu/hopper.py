@@ -1,4 +1,4 @@
-"""What kernels for NVIDIA GPUs from Hopper on have in common. Their thread blocks are one warpgroup, or a few.
+"""Parts that kernels for NVIDIA GPUs from Hopper on have in common. Their thread blocks are one warpgroup, or a few.
 
 Grids have a single axis. CUDA counts up to 2**31 - 1 thread blocks along x, but only 65535 along y and z; a launch
 beyond that ends the process. So kernels whose thread blocks form a table number them, and divide to find the place.
@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def refusal(hardware: Any, **operands: Any) -> str | None:
-    """Why a kernel cannot run on a chip with these operands: another GPU, another dtype, or too many elements."""
+    """Says why a kernel cannot run on a chip with these operands: another GPU, another dtype, or too many elements."""
     if hardware.compute_capability is not None and hardware.compute_capability[0] not in _MAJOR_CAPABILITIES:
         major, minor = hardware.compute_capability
         return f"the kernel needs compute capability 9 or 10; {hardware.label} has {major}.{minor}"
@@ -43,7 +43,7 @@ def grid(*extents: int) -> dict[str, Any]:
 
 
 def place(extents: Sequence[int]) -> list[jax.Array]:
-    """Where a thread block is in the table of `grid`."""
+    """Finds the place of a thread block in the table of `grid`."""
     index = lax.axis_index("block")
     found = []
     for extent in reversed(extents[1:]):

@@ -61,11 +61,11 @@ class Cone(Region):
         self.exits = [x for node in self.nodes if node in within for x in node.outputs if x in read]
 
     def is_wide(self, value: Value) -> bool:
-        """Whether a value is about as large as the logits."""
+        """Tells whether a value is about as large as the logits."""
         return value.size > self.head.outputs[0].size // 2
 
     def _is_made_in_chunks(self, value: Value) -> bool:
-        """Whether a value is of the logits' size, or a number for each row of such an array, as another head's is."""
+        """Tells whether a value is of the logits' size, or has a number for each row of such an array."""
         node = value.producer
         if node is None or node.equation.effects or len(node.outputs) > 1:
             return False
@@ -73,7 +73,7 @@ class Cone(Region):
         return self.is_wide(value) or (value.follows_product and is_row)
 
     def is_row(self, value: Value) -> bool:
-        """Whether a value has at most one number for each row of the logits."""
+        """Tells whether a value has at most one number for each row of the logits."""
         return value.size * self.classes <= self.head.outputs[0].size
 
     def _within(self, operands: dict[Node, Parts | RefusalError]) -> set[Node]:

@@ -9,7 +9,7 @@ from lowering.rewriting.peeling import PRODUCTS
 
 
 def dependents(head: Node) -> tuple[set[Node], set[Value]]:
-    """The nodes that depend on a product, up to the next layers', and the values that do."""
+    """Collects the nodes that depend on a product, up to the next layers', and the values that do."""
     nodes: set[Node] = set()
     values, waiting = set(head.outputs), [*head.outputs]
     while waiting:
@@ -22,12 +22,12 @@ def dependents(head: Node) -> tuple[set[Node], set[Value]]:
 
 
 def is_layer(node: Node) -> bool:
-    """Whether a node is a product with a weight; one with one-hot labels has two operands of the logits' size."""
+    """Tells whether a node is a product with a weight; one with one-hot labels has two operands of the logits' size."""
     return node.name in PRODUCTS and len({x.size for x in node.inputs}) > 1
 
 
 def is_like_loss(head: Node) -> bool:
-    """Whether what depends on a product is compared with something of its size, and has a log sum exp or a maximum."""
+    """Tells whether a product is compared with something of its size, and its log sum exp or maximum is taken."""
     nodes, dependent = dependents(head)
     names = {equation.primitive.name for node in nodes for equation in equations_within(node)}
     others = (x for node in nodes for x in node.inputs if x not in dependent and x.size == head.outputs[0].size)
@@ -37,7 +37,7 @@ def is_like_loss(head: Node) -> bool:
 
 
 def reduced_sizes(head: Node) -> set[int]:
-    """The lengths of the axes over which arrays of the logits' size are added up."""
+    """Returns the lengths of the axes over which arrays of the logits' size are added up."""
     return {
         equation.invars[0].aval.shape[axis]
         for node in dependents(head)[0]
@@ -76,7 +76,7 @@ def logits_arrays(level: Level, head: Node) -> float:
 
 
 def _is_free(value: Value) -> bool:
-    """Whether an array is an argument, or one-hot labels, which XLA makes where it reads them."""
+    """Tells whether an array is an argument, or one-hot labels, which XLA makes where it reads them."""
     while value.producer is not None and value.producer.name in ("convert_element_type", "broadcast_in_dim"):
         (value, *_) = value.producer.inputs
     return value.producer is None or value.producer.name == "eq"

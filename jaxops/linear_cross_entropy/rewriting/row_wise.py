@@ -113,7 +113,7 @@ def parts_of_operands(node: Node, part: Part) -> list[Part | None] | None:
 
 
 def parts_of_factors(node: Node, part: Part) -> list[Part | None]:
-    """Where a matrix product's operands have the rows of its result: one has them, and the other is needed whole."""
+    """Finds the rows of a product's result in its operands: one has them, and the other is needed whole."""
     contracted, _ = node.params["dimension_numbers"]
     free = [
         (side, axis) for side in (0, 1) for axis in range(len(node.inputs[side].shape)) if axis not in contracted[side]
