@@ -1,5 +1,6 @@
 """`ema_adam` as an optax transform: against optax and an average of the parameters, and inside what wraps one."""
 
+import contextlib
 import functools
 
 import jax
@@ -139,7 +140,9 @@ def test_ema_adam_inside_wrappers_equals_optax(name):
     peer, params = wrap(optax.adam), make_params()
     expected, _ = run(two_calls(peer), peer.init(params), params)
     optimizer = wrap(ema_adam)
-    actual, state = run(one_pass(optimizer), optimizer.init(params), params)
+    is_warned = name == "touched afterwards"
+    with pytest.warns(UserWarning, match="drifts away") if is_warned else contextlib.nullcontext():
+        actual, state = run(one_pass(optimizer), optimizer.init(params), params)
     assert_trees_close(actual, expected, rtol=1e-5)
     averages = ema_params(state, params)
     assert jax.tree.structure(averages) == jax.tree.structure(params)

@@ -132,10 +132,9 @@ def probability_and_scale(rate: float | jax.Array, dtype: Any) -> jax.Array:
 
 
 def _is_key(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and (
-        jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and value.ndim == 1)
-    )
+    if not isinstance(value, jax.Array | np.ndarray):
+        return False
+    return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key)) or (value.dtype == np.uint32 and value.ndim == 1)
 
 
 def _two_words(operator: str, key: Any) -> tuple[jax.Array, jax.Array]:

@@ -248,7 +248,7 @@ def linear_cross_entropy(
     softcap, chunk_rows = check_softcap(_NAME, softcap), check_chunk_rows(_NAME, chunk_rows)
     require_choice(_NAME, "reduction", reduction, _REDUCTIONS)
     require_choice(_NAME, "strategy", strategy, _STRATEGIES)
-    require_bool(_NAME, "transpose_weight", transpose_weight)
+    transpose_weight = require_bool(_NAME, "transpose_weight", transpose_weight)
     require_bool(_NAME, "return_aux", return_aux)
     if require_bool(_NAME, "batch_invariant", batch_invariant):
         require_choice(_NAME, "strategy", strategy, INVARIANT_STRATEGIES)

@@ -146,7 +146,7 @@ def linear_log_probs(
     bias = as_optional(_NAME, "bias", bias)
     ignore_index = require_integer(_NAME, "ignore_index", ignore_index)
     softcap, chunk_rows = check_softcap(_NAME, softcap), check_chunk_rows(_NAME, chunk_rows)
-    require_bool(_NAME, "transpose_weight", transpose_weight)
+    transpose_weight = require_bool(_NAME, "transpose_weight", transpose_weight)
     require_bool(_NAME, "return_entropy", return_entropy)
     require_bool(_NAME, "batch_invariant", batch_invariant)
     weight = by_class(_NAME, x, weight, transpose_weight)

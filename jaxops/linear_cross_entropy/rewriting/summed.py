@@ -87,7 +87,7 @@ class Sum:
         by_label, by_target, by_square = terms
         own = number(by_label, nothing, target_sum * by_label - by_target, by_square, known)
         missing = jax.lax.stop_gradient(own - total)
-        return total + jnp.where(jnp.isfinite(missing), missing, jnp.zeros_like(missing)), rows
+        return total + jax.lax.select(jax.lax.is_finite(missing), missing, jnp.zeros_like(missing)), rows
 
     def _number(self, arrays: dict[Value, Any], square: Any) -> Any:
         """The number for some statistics, and for any square of log sum exp."""
