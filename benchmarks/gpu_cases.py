@@ -264,7 +264,7 @@ def optimizer(candidate: str, layers: int, dtype: str) -> dict[str, Any]:
     params = [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
     grads = [0.1 * x for x in params]
     if candidate == "optax":
-        run, facts = adam.optax_candidate(params, grads)
+        run, facts = adam.optax_candidate(params, grads, of_optax=False)
     else:
         with lowering.use("pallas" if candidate.endswith("+pallas") else "reference"):
             run, facts = adam.our_candidate(params, grads, fused=True)

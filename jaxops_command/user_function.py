@@ -75,10 +75,12 @@ def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not part of our output
             return code()
+    except CommandError:
+        raise
     except (OperatorError, ArtifactError, CompileError, PlanError, TuningError) as error:
         message = re.sub(r"^(lowering\.compile|export|load|plan|save|tune): ", "", str(error))
         raise CommandError(
-            re.sub(r'use\("\S+", (\w+)="reference"\)', r"--implementation \1=reference", message)
+            re.sub(r'use\("(\S+)", (\w+)="reference"\)', r"--implementation \1,\2=reference", message)
         ) from None
     except UsageError as error:
         raise CommandError(re.sub(r"^lowering: (fn|args)", subject, str(error))) from None

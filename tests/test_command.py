@@ -537,7 +537,7 @@ def test_refused_kernel_names_the_exception(tmp_path: Path, monkeypatch: pytest.
     export = ("export", "ragged.py:dropped", "--output", "out", "--platforms", "tpu", "--arg", "f32[3,5]")
     refused = run(*export, "--implementation", "pallas")
     assert refused.exit_code == 2
-    assert refused.stderr.endswith(": --implementation dropout=reference keeps it on its reference\n")
+    assert refused.stderr.endswith(": --implementation pallas,dropout=reference keeps it on its reference\n")
     record = run(*export, "--implementation", "pallas", "--implementation", "dropout=reference", "--json").stdout
     assert json.loads(record)["implementations"] == {"tpu": {"dropout": ["reference"]}}
 

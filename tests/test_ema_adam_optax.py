@@ -362,13 +362,13 @@ REFUSALS = {
     "restored": (
         restored_without_target,
         "ema_params: opt_state must hold the state of an ema_adam as its init returned "
-        "it (the target with which a checkpoint is restored); got [{'count': int32[]",
+        "it; restore a checkpoint with `optimizer.init(params)` as the target; got [{'count': int32[]",
         161002,
     ),
     "restored-update": (
         update_of_restored,
-        "ema_adam: state must be what the init of this transform returned (the target "
-        "with which a checkpoint is restored); got [{'count': int32[]",
+        "ema_adam: state must be what the init of this transform returned; restore a checkpoint "
+        "with `optimizer.init(params)` as the target; got [{'count': int32[]",
         161002,
     ),
     "two": (

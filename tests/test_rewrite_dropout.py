@@ -116,6 +116,10 @@ LIKENESSES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         "its mask, or what that is made of, is a result too",
     ),
     "mask is counted": (counted, "its mask is read by reduce_sum too"),
+    "what is dropped is noise": (
+        lambda key, x: scaled(x, bernoulli(key, x)) * (1 - bernoulli(key, x)),
+        "its key draws numbers for something else too, which would no longer agree",
+    ),
     "numbers are added": (shared_with_noise, "its random numbers are read by add too"),
     "two masks of the same numbers": (
         lambda key, x: (lambda u: scaled(x, u < KEEP) + jnp.where(u < 0.5, x, 0))(uniform(key, x)),

@@ -40,9 +40,16 @@ DROPOUTS = {name: 0 for name, (_, _, replacement, _) in PLANTED.items() if repla
 COUNTS = dict.fromkeys(PLANTED, 1) | ALREADY_DIFFERENTIATED | TWO | DROPOUTS
 
 
-# The forward pass of a pooling alone, and what compares all logits with something and becomes a number for each row:
-# no operator replaces that, but its rows can be taken in chunks.
-CHUNKED = "policy_that_samples_its_actions", "entropy_of_two_softmaxes"
+# The forward pass of a pooling alone, and what takes a log sum exp of all logits and becomes a number for each row: no
+# operator replaces that, but its rows can be taken in chunks.
+CHUNKED = (
+    "entropy",
+    "entropy_of_two_softmaxes",
+    "log_of_the_probability_of_a_fixed_class",
+    "mixture_of_likelihoods",
+    "policy_that_samples_its_actions",
+    "probability_of_one_class",
+)
 CLEAN_COUNTS = dict.fromkeys(CLEAN, 0) | dict.fromkeys(("pooling_without_a_gradient", *CHUNKED), 1)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ _ARITHMETIC: dict[str, Callable[..., float]] = {
 _TOLERANCE = 1e-6
 
 UNSCALED = "what is kept is not divided by the rate at which it is kept"
+DRAWN_AGAIN = "its key draws numbers for something else too, which would no longer agree"
 SHARED = "the elements do not have a random number each"
 
 
@@ -76,6 +77,29 @@ class _Masked:
 
     x: Value
     mask: _Mask
+
+
+def uses_of_all(
+    draws: Iterable[Node], results: Collection[Value], is_wanted: Callable[[Node], bool] = lambda node: True
+) -> Iterator[tuple[Node, Uses]]:
+    """Finds what is made of each result of `random_bits`; those with the same key are all dropout, or none of them is.
+
+    A mask that is drawn again, for instance to fill what was dropped, has to stay the same mask.
+    """
+    found = [(bits, uses_of(bits, results, is_wanted)) for bits in draws]
+    for bits, uses in found:
+        twins = (other for node, other in found if _key_of(node) is _key_of(bits))
+        if not uses.reason and any(twin.node is None or twin.reason for twin in twins):
+            uses = dataclasses.replace(uses, reason=DRAWN_AGAIN)
+        yield bits, uses
+
+
+def _key_of(bits: Node) -> Value:
+    """Finds the key of random bits; each call of a function of `jax.random` wraps a raw key anew."""
+    key = bits.inputs[0]
+    while key.producer is not None and key.producer.name in ("random_wrap", "random_unwrap"):
+        (key,) = key.producer.inputs
+    return key
 
 
 def uses_of(bits: Node, results: Collection[Value], is_wanted: Callable[[Node], bool] = lambda node: True) -> Uses:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jaxops.dropout.masks import uses_of
+from jaxops.dropout.masks import uses_of_all
 from lowering.patterns import Finding, Graph, Pattern, describe
 
 # XLA's CPU code keeps this much more per element. Its compilers for TPUs and NVIDIA GPUs report that they keep nothing.
@@ -11,8 +11,7 @@ _SAVED_BYTES_PER_ELEMENT = 6
 
 def _find(graph: Graph) -> Iterator[Finding]:
     """Random bits that are compared with one number, and decide which elements of an equally large array are kept."""
-    for bits in graph.named("random_bits"):
-        uses = uses_of(bits, graph.results)
+    for _, uses in uses_of_all(graph.named("random_bits"), graph.results):
         if uses.node is not None and not uses.reason:
             x = uses.node.outputs[0]
             saved = _SAVED_BYTES_PER_ELEMENT * x.size if isinstance(x.size, int) else None

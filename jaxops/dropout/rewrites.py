@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxops.dropout.api import dropout
-from jaxops.dropout.masks import Dropout, uses_of
+from jaxops.dropout.masks import Dropout, uses_of_all
 from lowering.rewriting.graph import Level, Value
 from lowering.rewriting.rules import Found, Missed, Rule, described
 from lowering.rewriting.schedule import Step, needed
@@ -20,9 +20,9 @@ _AGAIN = "a checkpoint draws random numbers again for a gradient: rewrite the fu
 def _find(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
     wanted = needed(level, steps)
     read_elsewhere = {*level.results, *(value for step in steps for value in step.inputs)}
-    for bits in level.named("random_bits"):
-        uses = uses_of(bits, read_elsewhere, wanted.__contains__)
-        if bits not in wanted or uses.node is None:
+    drawn = [bits for bits in level.named("random_bits") if bits in wanted]
+    for bits, uses in uses_of_all(drawn, read_elsewhere, wanted.__contains__):
+        if uses.node is None:
             continue
         detail = f"dropout of {described(uses.node.outputs[0])}"
         key, drawn = bits.inputs[0], bits.outputs[0]

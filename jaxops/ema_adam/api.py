@@ -23,6 +23,7 @@ Schedule = Callable[[jax.Array], jax.typing.ArrayLike]
 
 
 _NAME = "ema_adam"
+_RESTORE = "restore a checkpoint with `optimizer.init(params)` as the target"
 _MASK_RULE = "be a tree of bools, or a function of the parameters that returns one"
 
 
@@ -222,7 +223,7 @@ def ema_params(opt_state: Any, params: Any = None) -> Any:
     require_tree("ema_params", "opt_state", opt_state)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, EmaParamsState))
     averages = [node.ema for node in nodes if isinstance(node, EmaParamsState)]
-    rule = "hold the state of an ema_adam as its init returned it (the target with which a checkpoint is restored)"
+    rule = f"hold the state of an ema_adam as its init returned it; {_RESTORE}"
     require(bool(averages), "ema_params", "opt_state", rule, opt_state)
     try:
         merged = functools.reduce(_merged, averages)
@@ -283,7 +284,7 @@ def checked_state(operator: str, state: Any) -> tuple[optax.ScaleByAdamState, Em
     """The two parts of an `ema_adam` state; BadParamError for any other state."""
     is_pair = isinstance(state, tuple | list) and len(state) == 2
     is_own = is_pair and isinstance(state[0], optax.ScaleByAdamState) and isinstance(state[1], EmaParamsState)
-    rule = "be what the init of this transform returned (the target with which a checkpoint is restored)"
+    rule = f"be what the init of this transform returned; {_RESTORE}"
     require(is_own, operator, "state", rule, state)
     count = as_array(operator, "state", state[0].count)
     is_count = count.shape == () and bool(jnp.issubdtype(count.dtype, jnp.integer))

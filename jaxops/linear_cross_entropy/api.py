@@ -155,8 +155,9 @@ def linear_cross_entropy(
       transpose_weight: whether weight is (H, V).
       vocab_axis: inside shard_map, the mesh axis over which V is split. weight, bias, class_weight and probabilities
         are then this device's part, while labels and predictions count all classes. x and labels are the same along the
-        axis. A weight that in_specs does not split over the axis is refused, unless `check_vma` is off: then nothing
-        tells it from a part, and the loss counts every class once for each device.
+        axis, which nothing checks: rows that in_specs splits over it give wrong losses. A weight that in_specs does not
+        split over the axis is refused, unless `check_vma` is off: then nothing tells it from a part, and the loss
+        counts every class once for each device.
       strategy: how the derivative is computed. Values do not depend on it beyond rounding.
         "full" keeps the logits (three matrix products).
         "grad_in_forward" computes a chunk of logits, its loss and its gradients at once (three products, no logits

@@ -20,12 +20,12 @@ def by_class(operator: str, x: jax.Array, weight: jax.Array, transposed: bool) -
     """The weight as (V, H). Refuses one that would fit the other way round, as the kernels of flax do by default."""
     require(weight.ndim == 2 or not transposed, operator, "weight", "have shape (H, V)", weight)
     if weight.ndim == 2 and x.ndim:
-        features, other = x.shape[-1], weight.shape[transposed]
+        features = x.shape[-1]
         shape = f"({features}, V)" if transposed else f"(V, {features})"
         remedy = "without transpose_weight" if transposed else "with transpose_weight=True"
-        fits = weight.shape[1 - transposed] == features or other != features
-        rule = f"have shape {shape}, as x has features, or be given {remedy}"
-        require(fits, operator, "weight", rule, weight)
+        rule = f"have shape {shape}, as x has features"
+        rule += f", or be given {remedy}" if weight.shape[transposed] == features else ""
+        require(weight.shape[1 - transposed] == features, operator, "weight", rule, weight)
     return weight.T if transposed else weight
 
 

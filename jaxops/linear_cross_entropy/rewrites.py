@@ -12,7 +12,12 @@ from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy import row_chunks, savings
 from jaxops.linear_cross_entropy.rewriting.cone import Cone
 from jaxops.linear_cross_entropy.rewriting.head import Head, Statistics, heads_of, layout_of
-from jaxops.linear_cross_entropy.rewriting.likeness import is_like_loss, logits_arrays, reduced_sizes
+from jaxops.linear_cross_entropy.rewriting.likeness import (
+    has_log_sum_exp,
+    is_like_loss,
+    logits_arrays,
+    reduced_sizes,
+)
 from jaxops.linear_cross_entropy.rewriting.maxima import cancels
 from jaxops.linear_cross_entropy.rewriting.reading import Reading
 from jaxops.linear_cross_entropy.rewriting.row_wise import Part
@@ -93,11 +98,16 @@ def _find(level: Level, steps: tuple[Step, ...], steps_of: _StepsOf, how: str) -
 
 
 def _saving(level: Level, head: Head, *, keeps_rows: bool) -> Saving:
-    weight, is_turned = head.weight, layout_of(head.node, head.side).class_axis != 0
-    # Two transpositions cancel.
-    is_transposed = is_turned != (weight.producer is not None and weight.producer.name == "transpose")
+    weight, is_transposed, is_cast = head.weight, layout_of(head.node, head.side).class_axis != 0, False
+    before = weight
+    while before.producer is not None and before.producer.name in ("transpose", "convert_element_type"):
+        # Two transpositions cancel.
+        is_transposed ^= before.producer.name == "transpose"
+        before = before.producer.inputs[0]
+        is_cast |= before.dtype.itemsize > weight.dtype.itemsize
     options: dict[str, Any] = {"keeps_rows": keeps_rows, "arrays": logits_arrays(level, head.node)}
-    return savings.saving(head.node.outputs[0], weight, head.classes, is_transposed=is_transposed, **options)
+    options |= {"is_transposed": is_transposed, "is_cast": is_cast}
+    return savings.saving(head.node.outputs[0], weight, head.classes, **options)
 
 
 def _products(level: Level) -> list[Node]:
@@ -273,8 +283,8 @@ def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis:
     adds_classes = any(one.inputs[0].shape[a] == shape[class_axis] for one in sums for a in one.params["axes"])
     has_labels = any(x.dtype.kind in "iu" and not is_known(x) for x in cone.cut if hasattr(x.dtype, "kind"))
     # Attention adds up exponentials as well, but a row of its scores becomes more than a number.
-    is_loss = has_labels or all(map(cone.is_row, cone.exits))
-    if not (adds_classes and is_loss and is_like_loss(node)):
+    is_of_rows = has_log_sum_exp(node) and all(map(cone.is_row, cone.exits))
+    if not (adds_classes and (is_of_rows or (has_labels and is_like_loss(node)))):
         raise _UnlikeError
     if any(isinstance(cone.roles[x], Part) and cone.is_wide(x) for x in cone.exits):
         raise RefusalError("the logits, or as many numbers computed from them, are used as a whole")
@@ -290,7 +300,7 @@ def _overlooked(level: Level) -> Iterator[Missed]:
     """Says of each product whose result is read as logits are why nothing replaces it."""
     for node in level.named("dot_general", "conv_general_dilated"):
         heads = heads_of(node)
-        if not heads or node.outputs[0].size == 0 or not is_like_loss(node):
+        if not heads or node.outputs[0].size == 0 or not (is_like_loss(node) or has_log_sum_exp(node)):
             continue
         size, found = node.outputs[0].size, _saving(level, heads[0], keeps_rows=False)
         if size <= row_chunks.SMALL_LOGITS:

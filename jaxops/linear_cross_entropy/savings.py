@@ -38,6 +38,7 @@ def saving(
     classes: int,
     *,
     is_transposed: bool,
+    is_cast: bool = False,
     keeps_rows: bool = False,
     arrays: float = LEAST_ARRAYS,
 ) -> Saving:
@@ -48,6 +49,7 @@ def saving(
       weight: its shape and dtype, with V H elements.
       classes: the number of classes, V.
       is_transposed: whether the weight has its features first, (H, V), or is copied for another reason.
+      is_cast: whether the weight is rounded from an array that is wider, which plain JAX reads as it is.
       keeps_rows: whether all rows are taken at a time, and some of the columns.
       arrays: how many arrays of the logits' size plain JAX keeps.
     """
@@ -61,7 +63,8 @@ def saving(
     # A chunk exists once, or twice where a bias is added to columns that do not split evenly into tiles.
     chunk = 2 * default_tile_logits(rows, features) if keeps_rows else math.ceil(rows / chunks) * classes * 3 // 2
     copied_bytes = (weight.dtype.itemsize if keeps_rows else itemsize) * weight_size * (is_transposed or is_narrow)
+    copied_bytes *= 2 if is_cast else 1
     kept_bytes = int(arrays * size * itemsize)
     saved_bytes = max(0, kept_bytes - itemsize * chunk - copied_bytes)
     is_small = size <= row_chunks.SMALL_LOGITS  # the operator keeps them as well
-    return Saving(kept_bytes + itemsize * weight_size * is_narrow, 0 if is_small else saved_bytes)
+    return Saving(kept_bytes + itemsize * weight_size * (is_narrow and not is_cast), 0 if is_small else saved_bytes)

@@ -1,5 +1,7 @@
 """Cheap looks at what depends on a matrix product, before anything is proved about it."""
 
+from collections.abc import Iterable
+
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy.rewriting.reading import ELEMENTWISE
 from jaxops.linear_cross_entropy.rewriting.region import equations_within
@@ -29,11 +31,20 @@ def is_layer(node: Node) -> bool:
 def is_like_loss(head: Node) -> bool:
     """Tells whether a product is compared with something of its size, and its log sum exp or maximum is taken."""
     nodes, dependent = dependents(head)
-    names = {equation.primitive.name for node in nodes for equation in equations_within(node)}
+    names = _names(nodes)
     others = (x for node in nodes for x in node.inputs if x not in dependent and x.size == head.outputs[0].size)
     is_compared = "gather" in names or any(x.producer is not None for x in others)
-    is_log_sum_exp = "exp" in names and not names.isdisjoint(("log", "log1p"))
-    return is_compared and (is_log_sum_exp or "reduce_max" in names)
+    return is_compared and ("reduce_max" in names or has_log_sum_exp(head))
+
+
+def has_log_sum_exp(head: Node) -> bool:
+    """Tells whether logarithms and exponentials depend on a product, as in any log-probabilities or entropies."""
+    names = _names(dependents(head)[0])
+    return "exp" in names and not names.isdisjoint(("log", "log1p"))
+
+
+def _names(nodes: Iterable[Node]) -> set[str]:
+    return {equation.primitive.name for node in nodes for equation in equations_within(node)}
 
 
 def reduced_sizes(head: Node) -> set[int]:
