@@ -35,7 +35,8 @@ def embedding(
         row. Looked-up values are not affected. None means that every row gets a gradient.
       scale_grad_by_freq: divides each row of the gradient by the frequency of its id.
       vocab_axis: inside `shard_map`, the mesh axis over which the rows of the table are split. `table` is then this
-        device's V / n rows, while `indices` (the same along this axis) and `padding_idx` refer to the whole table.
+        device's V / n rows, while `indices` and `padding_idx` refer to the whole table. `indices` are the same along
+        this axis, which nothing checks: ids that in_specs splits over it find wrong rows.
         Devices exchange the looked-up rows, and nothing for the gradient, because each device owns its rows. A table
         that in_specs does not split is refused, unless `check_vma` is off: then nothing tells it from a part, and ids
         beyond the table find rows. A table split by columns does not need this. Neither does a table under `jit`, where

@@ -101,9 +101,10 @@ def linear_log_probs(
         returned or the logits are kept.
       transpose_weight: whether weight is (H, V).
       vocab_axis: inside shard_map, the mesh axis over which V is split. weight and bias are then this device's part,
-        while labels count all classes. x, labels and temperature are the same along the axis. A weight that in_specs
-        does not split over the axis is refused, unless `check_vma` is off: then nothing tells it from a part, and
-        every class counts once for each device.
+        while labels count all classes. x, labels and temperature are the same along the axis, which nothing checks:
+        rows that in_specs splits over it give wrong results. A weight that in_specs does not split over the axis is
+        refused, unless `check_vma` is off: then nothing tells it from a part, and every class counts once for each
+        device.
       chunk_rows: about how many rows' worth of logits exists at a time, in tiles of some columns; they are computed in
         both passes. None keeps up to 2^24 logits between the passes; more are computed in tiles of 2^18 logits, and at
         least 256 and H / 2 columns of all rows.
