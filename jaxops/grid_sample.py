@@ -294,8 +294,7 @@ def _flat(x: jax.Array, rank: int) -> jax.Array:
 
 def _vjp(residuals: Arrays, cotangents: Arrays, active: Active) -> Arrays:
     x, grid, _ = residuals
-    grads = GRID_SAMPLE_BACKWARD(x, grid, *cotangents)
-    return tuple(grad for grad, a in zip(grads, active, strict=True) if a)
+    return GRID_SAMPLE_BACKWARD(x, grid, *cotangents)
 
 
 GRID_SAMPLE = Operator("grid_sample", "... c h_in w_in, ... h w xy -> ... c h w", _check, _sample, Derivative(_vjp))

@@ -180,14 +180,15 @@ def _weights(weight: jax.Array, ids: jax.Array, live: jax.Array, dtype: Any) -> 
     return jnp.where(live, picked, jnp.zeros((), dtype))
 
 
-def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, *, axis: int, ignore_index: int) -> list[jax.Array]:
+def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, *, axis: int, ignore_index: int) -> list[Any]:
     log_probs, labels, weight, *_ = residuals
     grad_losses, grad_weights = cotangents
     forward, backward = (NLL_LOSS, NLL_LOSS_BACKWARD) if axis == -1 else (NLL_LOSS2D, NLL_LOSS2D_BACKWARD)
-    grads: list[jax.Array] = []
-    if active[0]:
-        grads += backward(grad_losses, labels, weight, ignore_index=ignore_index, dtype=log_probs.dtype)
-    if active[2]:
+    has_log_probs, _, has_weight = active
+    log_probs_grad = weight_grad = None
+    if has_log_probs:
+        (log_probs_grad,) = backward(grad_losses, labels, weight, ignore_index=ignore_index, dtype=log_probs.dtype)
+    if has_weight:
         # The loss is linear in the weights. Their gradient sums positions by class, like an embedding of width one.
         unweighted, _ = forward(log_probs, labels, jnp.ones_like(weight), ignore_index=ignore_index)
         by_position = unweighted * grad_losses + grad_weights
@@ -195,8 +196,8 @@ def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, *, axis: int, ig
         padding_idx = ignore_index if 0 <= ignore_index < classes else None
         attributes = {"num_weights": classes, "padding_idx": padding_idx, "scale_grad_by_freq": False}
         (by_class,) = EMBEDDING_DENSE_BACKWARD(by_position[..., None], labels, **attributes)
-        grads.append(by_class[:, 0].astype(weight.dtype))
-    return grads
+        weight_grad = by_class[:, 0].astype(weight.dtype)
+    return [log_probs_grad, None, weight_grad]
 
 
 NLL_LOSS = Operator(

@@ -19,6 +19,7 @@ from lowering.measurements import type_text
 from lowering.patterns import Pattern
 from lowering.placement import placed
 from lowering.registry import Operator
+from lowering.structures import on_arrays, unpacked
 from lowering.targets import PLATFORMS, abstract_device, being_lowered_for, is_absent
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
@@ -164,22 +165,31 @@ def _lower(
     choice = choose(operator, selection, hardware, ctx.avals_in, params, split)
     if choice.kernel is None:
         return _lower_reference(operator, platform, ctx, *operands, selection=selection, **params)
-    first = choice.kernel.configs(hardware, *ctx.avals_in, **params)[0]
+    structured, attributes = unpacked(ctx.avals_in, params)
+    first = choice.kernel.configs(hardware, *structured, **attributes)[0]
     config = first if choice.config is None else dict(choice.config)
-    if choice.kernel.overwrites(*ctx.avals_in, **params):
-        params["in_place"] = _donates(ctx.module_context.symbol_table)
-    run = functools.partial(choice.kernel.run, config=config, interpret=choice.interpret, **params)
+    launch: dict[str, Any] = {"config": config, "interpret": choice.interpret}
+    if choice.kernel.overwrites(*structured, **attributes):
+        launch["in_place"] = _donates(ctx.module_context.symbol_table)
+    run = functools.partial(choice.kernel.run, **launch)
     # A kernel is run on each device's own part.
     on_chips = _on_chips(hardware) if is_absent() else contextlib.nullcontext()
     with on_chips, placed(platform):
-        return _lower_kernel(operator, run, split, ctx, *operands)
+        return _lower_kernel(operator, run, split, ctx, *operands, params=params)
 
 
-def _lower_kernel(operator: Operator, run: Callable[..., Any], split: str, ctx: Any, *operands: Any) -> Any:
+def _lower_kernel(
+    operator: Operator, run: Callable[..., Any], split: str, ctx: Any, *operands: Any, params: dict[str, Any]
+) -> Any:
+    run = on_arrays(run, params)
     if split in ("explicit", "auto"):
         avals = [_on_mesh_around(aval) if split == "explicit" else aval for aval in ctx.avals_in]
         local = ctx.replace(avals_in=avals)
-        return _lower_fun(operator, lambda *arrays: operator.local_kernel(run, arrays)(*arrays), local, *operands)
+
+        def on_each(*arrays: Any) -> Any:
+            return operator.local_kernel(run, arrays, params)(*arrays)
+
+        return _lower_fun(operator, on_each, local, *operands)
     # Even inside shard_map a kernel sees plain arrays, as the primitive has already typed the results.
     plain = [
         [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)

@@ -34,12 +34,12 @@ class Operator(Protocol):
         """Plain-JAX patterns that this operator can replace."""
         ...
 
-    def meaning(self, *operands: Any, **params: Any) -> tuple[jax.Array, ...]:
-        """Computes the results in plain JAX: the reference implementation."""
+    def meaning(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
+        """Computes the results of an equation in plain JAX: the reference implementation."""
         ...
 
-    def local_kernel(self, run: Callable[..., Any], operands: Any) -> Callable[..., Any]:
-        """Wraps a kernel's `run` so that each device applies it to its own part of operands on a mesh."""
+    def local_kernel(self, run: Callable[..., Any], arrays: Any, params: Any) -> Callable[..., Any]:
+        """Wraps a kernel's `run`, on arrays, so that each device of a mesh applies it to its own part of them."""
         ...
 
 

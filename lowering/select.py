@@ -12,6 +12,7 @@ from lowering import registry
 from lowering.describe import show
 from lowering.errors import NotSupportedError
 from lowering.measurements import REFERENCE, Config, Entry, config_items, config_text, versions
+from lowering.structures import present_names, unpacked
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 
@@ -191,8 +192,8 @@ def choose(
       kernels: in order of preference.
       request: what the user asked for, as in `Selection`.
       hardware: the chip that is lowered for, which may be absent.
-      operands: anything with shape and dtype.
-      params: the operator's attributes.
+      operands: the arrays of an equation, or anything with shape and dtype.
+      params: the equation's parameters: the operator's attributes, and the operands' structure.
       placement_reason: why no kernel at all can run in this place, if so.
       tuned: measurements of this operator on this hardware, with these operands and attributes.
       faults: what went wrong with kernels on this hardware, by name. They are taken only if asked for by name.
@@ -201,6 +202,7 @@ def choose(
       NotSupportedError: if the user asked for a kernel and every candidate refuses.
     """
     mode, _, kernel_name = request.partition(":")
+    structured, attributes = unpacked(operands, params)
 
     def refusal(kernel: Kernel) -> str | None:
         reason = _platform_reason(kernel, mode, hardware) or placement_reason or _size_reason(operands)
@@ -210,15 +212,18 @@ def choose(
             insisting = f"use({operator_name}='pallas:{kernel.name}') takes it all the same"
             reason = reason or f"went wrong on this device when it was tuned, {faults[kernel.name]}; {insisting}"
         chip = Hardware(kernel.platform, kernel.platform) if mode == "interpret" else hardware
-        return reason or kernel.refuses(chip, *operands, **params)
+        reason = reason or refusal_by_fields(kernel, structured)
+        return reason or kernel.refuses(chip, *structured, **attributes)
 
     def outweighed(kernel: Kernel) -> str | None:
-        return kernel.outweighed(hardware, *operands, **params)
+        return kernel.outweighed(hardware, *structured, **attributes)
 
     def tuned_config(kernel: Kernel) -> Config | None:
         best = tuned.best(kernel.name) if tuned is not None and tuned.key.versions == versions() else None
-        offered = [config_items(config) for config in kernel.configs(hardware, *operands, **params)] if best else []
-        return best.config if best is not None and best.config in offered else None
+        if best is None:
+            return None
+        offered = map(config_items, kernel.configs(hardware, *structured, **attributes))
+        return best.config if best.config in offered else None
 
     default, others_reason = None, None
     if mode == "auto":
@@ -253,6 +258,12 @@ def _platform_reason(kernel: Kernel, mode: str, hardware: Hardware) -> str | Non
     if mode == "interpret":
         return None if kernel.interpreter_is_pure else "its interpreter has side effects, which a primitive cannot have"
     return None if kernel.platform == hardware.platform else f"runs on {kernel.platform} only"
+
+
+def refusal_by_fields(kernel: Kernel, operands: Sequence[Any]) -> str | None:
+    """Says which of the operands' fields that are present the kernel does not take; None if it takes them all."""
+    beyond = [] if kernel.takes is None else [name for name in present_names(operands) if name not in kernel.takes]
+    return f"takes no {' and no '.join(beyond)}" if beyond else None
 
 
 def _size_reason(operands: Sequence[Any]) -> str | None:

@@ -31,6 +31,8 @@ class Kernel:
       refuses: `refuses(hardware, *operands, **params) -> str | None`. Why this kernel cannot take operands of these
         shapes and dtypes on this hardware, in words that a user can act on; None if it can. Never raises. Symbolic
         sizes are refused earlier, for all kernels.
+      takes: the names of the fields of operands that it takes, if these are NamedTuples. The machinery refuses operands
+        in which another field is present, before `refuses` is asked. None takes every field.
       configs: `configs(hardware, *operands, **params)`. The launch configurations worth trying there, the default
         first.
       outweighed: `outweighed(hardware, *operands, **params) -> str | None`. Why the hardware's figures say that the
@@ -59,3 +61,4 @@ class Kernel:
     interpreter_is_pure: bool = True
     overwrites: Callable[..., Sequence[int]] = _no_operand
     gives_way: bool = False
+    takes: frozenset[str] | None = None

@@ -1,6 +1,6 @@
 """The rule of `vmap` that all operators share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,16 +8,21 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from jaxops._primitive import sharding
+from jaxops._primitive.signature import Signature
 
 
 def batching_rule(
-    primitive: Primitive, operands_carry: Sequence[bool], results_carry: Sequence[bool]
+    primitive: Primitive, axes_of: Callable[[Sequence[Any], Mapping[str, Any]], Signature]
 ) -> Callable[..., Any]:
     """The batching rule of a primitive whose operands and results may carry leading batch axes.
 
     If everything that is mapped carries batch axes and so do all results, the mapped axis becomes one more batch axis
     and the primitive runs once. Otherwise it runs once for each position of the mapped axis. Either way it stays the
     same primitive, with its derivative and its kernels.
+
+    Args:
+      primitive: returns several results.
+      axes_of: `axes_of(types of operands, params)` returns an equation's signature.
     """
 
     def batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Sequence[Any], Sequence[int]]:
@@ -25,14 +30,18 @@ def batching_rule(
         operands = [
             jnp.moveaxis(x, dim, 0) if m else as_array(x) for x, dim, m in zip(operands, dims, mapped, strict=True)
         ]
+        shapes = [x.shape[1:] if m else x.shape for x, m in zip(operands, mapped, strict=True)]
+        types = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, operands, strict=True)]
+        axes = axes_of(types, params)
         # A batched operand with one more leading axis is still a valid operand, so the mapped axis just joins the batch
         # axes. That is impossible if a mapped operand is shared by all positions, or if a result reduces over them.
-        if all(results_carry) and all(carries or not m for carries, m in zip(operands_carry, mapped, strict=True)):
+        pairs = zip(axes.operands, mapped, strict=True)
+        if all(result.batched for result in axes.results) and all(x.batched or not m for x, m in pairs):
             size = next(x.shape[0] for x, m in zip(operands, mapped, strict=True) if m)
             # The batch axes of all operands that have them are the same, so an operand that is not mapped is repeated.
             operands = [
-                jnp.broadcast_to(x, (size, *x.shape)) if carries and not m else x
-                for x, carries, m in zip(operands, operands_carry, mapped, strict=True)
+                jnp.broadcast_to(x, (size, *x.shape)) if of.batched and not m else x
+                for x, of, m in zip(operands, axes.operands, mapped, strict=True)
             ]
             results = primitive.bind(*operands, **params)
         else:

@@ -12,7 +12,8 @@ derivatives again, so every order and mixture exists.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -23,33 +24,37 @@ from jax.interpreters import ad, batching, mlir
 import lowering
 from jaxops._primitive import sharding
 from jaxops._primitive.batching import as_array, batching_rule
-from jaxops._primitive.signature import Axes, Signature
+from jaxops._primitive.signature import Signature
+from lowering.structures import Structure, attributes_of, fields, presence, structure_of, unpacked
 
 Arrays = tuple[jax.Array, ...]
-Active = tuple[bool, ...]
+# The operands, with True for each that is differentiated, False for the others, and None where one is absent.
+Active = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Derivative:
     """The derivative of an operator, as a linear map and its transpose.
 
-    `active` says which operands are differentiated; `params` are the operator's attributes. Tangents and cotangents of
-    operands are listed for active operands only, in order. Results of integer dtype have neither.
+    Operands, results, their tangents and cotangents have the structure that the operator gives them. Tangents of
+    operands that are not `active` are None, and so are tangents and cotangents of integer results. `params` are the
+    operator's attributes.
 
     Attributes:
-      vjp: `vjp(residuals, cotangents, active, **params)` returns the cotangents of the active operands, by calling
-        the documented backward operator.
+      vjp: `vjp(residuals, cotangents, active, **params)` returns the cotangents of the operands, by calling the
+        documented backward operator. What it returns for those that are not active is not read.
       tangent: `tangent(residuals, tangents, active, **params)` returns the tangents of the results; linear in
         `tangents`. It consists of operators and elementwise jnp, whose layout an explicit mesh can infer. None takes
         the JVP of the operator's reference, which is right unless vjp differs from it on purpose.
       linearize: `linearize(operands, active, **params)` returns (results, residuals). None evaluates the operator and
         keeps its operands and results as residuals.
-      residuals: the signature of what `linearize` keeps, such as `"... h, v h"`; "" if it keeps nothing.
+      residuals: the signature of what `linearize` keeps, with an entry for each field, such as `"... h, v h"`; "" if it
+        keeps nothing.
     """
 
-    vjp: Callable[..., Sequence[jax.Array]]
-    tangent: Callable[..., Sequence[jax.Array]] | None = None
-    linearize: Callable[..., tuple[Arrays, Arrays]] | None = None
+    vjp: Callable[..., Any]
+    tangent: Callable[..., Any] | None = None
+    linearize: Callable[..., tuple[Any, Any]] | None = None
     residuals: str = ""
 
 
@@ -62,8 +67,55 @@ class _Operator(Protocol):
     def derivative(self) -> Derivative | None: ...
     @property
     def axes(self) -> Signature: ...
-    def __call__(self, *operands: Any, **params: Any) -> Arrays: ...
-    def meaning(self, *operands: Any, **params: Any) -> Arrays: ...
+    def __call__(self, *operands: Any, **params: Any) -> Any: ...
+    def bind(self, arrays: Sequence[Any], params: Mapping[str, Any]) -> list[jax.Array]: ...
+    def meaning(self, *arrays: Any, **params: Any) -> Arrays: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Linear:
+    """The one parameter of a tangent primitive, whose operands are the residuals and the active operands' tangents.
+
+    Attributes:
+      params: those of the operator's own equation, sorted by name.
+      operands: the structure of the operator's operands.
+      active: for each operand that is present, whether it has a tangent here.
+      residuals: the structure of the residuals.
+      results: the structure of the results' tangents.
+      selection: what the user asked for where the operator was bound.
+    """
+
+    params: tuple[tuple[str, Any], ...]
+    operands: Structure
+    active: tuple[bool, ...]
+    residuals: Structure
+    results: Structure
+    selection: Any
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The operator's attributes."""
+        return attributes_of(dict(self.params))
+
+    @property
+    def active_operands(self) -> Active:
+        """The operands, with whether each is active."""
+        return jax.tree.unflatten(self.operands, self.active)
+
+    def split(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Splits operands of the tangent primitive into residuals and tangents."""
+        count = self.residuals.num_leaves
+        return list(arrays[:count]), list(arrays[count:])
+
+    def tangents(self, arrays: Sequence[Any]) -> Any:
+        """The tangents, one for each active operand, as the operands are structured."""
+        rest = iter(arrays)
+        return jax.tree.unflatten(self.operands, [next(rest) if a else None for a in self.active])
+
+    def of_active(self, operands: Any) -> list[Any]:
+        """What `operands`, structured like the operands, has in the place of the active ones."""
+        present = itertools.compress(fields(operands), presence(self.operands))
+        return list(itertools.compress(present, self.active))
 
 
 def jvp_rule(operator: _Operator) -> Callable[..., Any]:
@@ -73,19 +125,28 @@ def jvp_rule(operator: _Operator) -> Callable[..., Any]:
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, selection: Any, **params: Any) -> tuple[Any, Any]:
         # Operands with symbolic zeros for tangents are constants here, and get no cotangent in reverse mode.
         active = tuple(not isinstance(tangent, ad.Zero) for tangent in tangents)
-        live_tangents = [tangent for tangent, a in zip(tangents, active, strict=True) if a]
+        live_tangents = list(itertools.compress(tangents, active))
         # JAX may run this rule after the user's `lowering.use` has ended: operators bound here keep its choice.
         with lowering.using(selection):
             if tangent_primitive is None:
-                results = operator(*primals, **params)
+                results = operator.bind(primals, params)
                 result_tangents = _jvp_of_meaning(operator, primals, live_tangents, active, params)
             else:
-                results, residuals = _linearize(operator, primals, active, params)
+                structured, residuals = _linearize(operator, primals, active, params)
+                results = jax.tree.leaves(structured)
+                varying = jax.tree.map(lambda x: x if _has_tangent(x) else None, structured)
+                residuals, structure = jax.tree.flatten(residuals)
+                linear = _Linear(
+                    params=tuple(sorted(params.items())),
+                    operands=structure_of(primals, params),
+                    active=active,
+                    residuals=structure,
+                    results=jax.tree.structure(varying),
+                    selection=selection,
+                )
                 # Inside shard_map a replicated residual may meet a varying tangent; a primitive needs both to vary.
                 operands = sharding.same_varying_axes([*residuals, *live_tangents])
-                result_tangents = tangent_primitive.bind(
-                    *operands, active=active, selection=selection, params=tuple(sorted(params.items()))
-                )
+                result_tangents = tangent_primitive.bind(*operands, linear=linear)
         rest = iter(result_tangents)
         return results, [next(rest) if _has_tangent(x) else ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
 
@@ -116,129 +177,136 @@ def _tangent_primitive(operator: _Operator, derivative: Derivative) -> Primitive
     primitive = Primitive(f"{operator.name}_tangent")
     primitive.multiple_results = True
 
-    def apply(*operands: Any, active: Active, selection: Any, params: Any) -> Arrays:
-        residuals, tangents = _split(operands, active)
-        with lowering.using(selection):
+    def apply(*arrays: Any, linear: _Linear) -> Arrays:
+        residuals, tangents = linear.split(arrays)
+        with lowering.using(linear.selection):
             if derivative.tangent is None:
-                # The residuals begin with the operands, because such an operator has no `linearize` of its own.
-                primals = residuals[: len(active)]
-                return tuple(_jvp_of_meaning(operator, primals, tangents, active, dict(params)))
-            return tuple(derivative.tangent(residuals, tangents, active, **dict(params)))
+                # The residuals begin with the operands, because such an operator keeps them.
+                primals = residuals[: len(linear.active)]
+                return tuple(_jvp_of_meaning(operator, primals, tangents, linear.active, dict(linear.params)))
+            structured = jax.tree.unflatten(linear.residuals, residuals)
+            results = derivative.tangent(
+                structured, linear.tangents(tangents), linear.active_operands, **linear.attributes
+            )
+            return tuple(jax.tree.leaves(results))
 
-    def abstract_eval(*operands: Any, **params: Any) -> list[Any]:
-        return list(jax.make_jaxpr(functools.partial(apply, **params))(*operands).out_avals)
+    def abstract_eval(*arrays: Any, linear: _Linear) -> list[Any]:
+        return list(jax.make_jaxpr(functools.partial(apply, linear=linear))(*arrays).out_avals)
+
+    def axes_of(_: Sequence[Any], params: Mapping[str, Any]) -> Signature:
+        return _axes_of_tangent(operator, derivative, params["linear"])
 
     primitive.def_impl(compiled_bind(primitive))
     primitive.def_abstract_eval(abstract_eval)
     mlir.register_lowering(primitive, mlir.lower_fun(apply, multiple_results=True))
     ad.primitive_transposes[primitive] = functools.partial(_transpose, derivative)
     ad.primitive_jvps[primitive] = functools.partial(_jvp_of_tangent, primitive, apply)
-    batching.primitive_batchers[primitive] = functools.partial(_batch_tangent, operator, derivative, primitive)
+    batching.primitive_batchers[primitive] = batching_rule(primitive, axes_of)
     return primitive
 
 
-def _transpose(
-    derivative: Derivative, cotangents: Any, *operands: Any, active: Active, selection: Any, params: Any
-) -> list[Any]:
+def _transpose(derivative: Derivative, cotangents: Any, *arrays: Any, linear: _Linear) -> list[Any]:
     """The transpose of a tangent primitive: binds the documented backward operator."""
     # JAX transposes in the tangents alone: residuals have values here, and tangents are placeholders for their types.
-    residuals, tangents = _split(operands, active)
+    residuals, tangents = linear.split(arrays)
     # Transposition happens after tracing, maybe outside the user's `lowering.use`, so what held there is restored.
-    with lowering.using(selection):
+    with lowering.using(linear.selection):
         # The backward operator takes every cotangent as an array, but JAX passes symbolic zeros for unused results.
         cotangents = [as_array(ad.instantiate_zeros(cotangent)) for cotangent in cotangents]
-        results = derivative.vjp(residuals, cotangents, active, **dict(params))
+        results = derivative.vjp(
+            jax.tree.unflatten(linear.residuals, residuals),
+            jax.tree.unflatten(linear.results, cotangents),
+            linear.active_operands,
+            **linear.attributes,
+        )
     # On an explicit mesh JAX adds cotangents of one operand up, and refuses to if they are laid out differently.
-    laid_out = [sharding.laid_out_as(x, tangent.aval.sharding) for x, tangent in zip(results, tangents, strict=True)]
-    return [None] * len(residuals) + laid_out
+    pairs = zip(linear.of_active(results), tangents, strict=True)
+    return [None] * len(residuals) + [sharding.laid_out_as(x, tangent.aval.sharding) for x, tangent in pairs]
 
 
 def _jvp_of_tangent(
-    primitive: Primitive, apply: Callable[..., Arrays], primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+    primitive: Primitive,
+    apply: Callable[..., Arrays],
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    linear: _Linear,
 ) -> tuple[Any, Any]:
     """The JVP of a tangent primitive t = T(r) u, which is linear in the tangents u but not in the residuals r.
 
     By the product rule, dt = (dT(r)/dr dr) u + T(r) du.
     """
-    residuals, linear = _split(primals, params["active"])
-    residual_dots, linear_dots = _split(tangents, params["active"])
-    results = primitive.bind(*primals, **params)
+    residuals, directions = linear.split(primals)
+    residual_dots, direction_dots = linear.split(tangents)
+    results = primitive.bind(*primals, linear=linear)
     terms = []
 
     # First term: differentiate `apply` in r at fixed u. It consists of operators and jnp, so JAX can, to any order.
     # Residuals without a tangent stay constants: labels, being integers, have none, and explicit zeros would cost work.
     varies = [not isinstance(dot, ad.Zero) for dot in residual_dots]
     if any(varies):
-        varying = [x for x, v in zip(residuals, varies, strict=True) if v]
-        dots = [dot for dot, v in zip(residual_dots, varies, strict=True) if v]
+        varying, dots = (list(itertools.compress(values, varies)) for values in (residuals, residual_dots))
 
         def of_residuals(*varying: Any) -> Arrays:
             rest = iter(varying)
             full = [next(rest) if v else x for x, v in zip(residuals, varies, strict=True)]
-            return apply(*full, *linear, **params)
+            return apply(*full, *directions, linear=linear)
 
         terms.append(jax.jvp(of_residuals, varying, dots)[1])
 
     # Second term: T(r) again, now at du. It is bound as the primitive, not inlined, so that its transpose is the
     # documented backward operator here too. Tangents whose own tangent is zero are no longer active.
-    is_live = [not isinstance(dot, ad.Zero) for dot in linear_dots]
+    is_live = [not isinstance(dot, ad.Zero) for dot in direction_dots]
     if any(is_live):
         among_active = iter(is_live)
-        active = tuple(a and next(among_active) for a in params["active"])
-        dots = [dot for dot, live in zip(linear_dots, is_live, strict=True) if live]
-        operands = sharding.same_varying_axes([*residuals, *dots])
-        terms.append(primitive.bind(*operands, **{**params, "active": active}))
+        active = tuple(a and next(among_active) for a in linear.active)
+        operands = sharding.same_varying_axes([*residuals, *itertools.compress(direction_dots, is_live)])
+        terms.append(primitive.bind(*operands, linear=dataclasses.replace(linear, active=active)))
     return results, terms[0] if len(terms) == 1 else [a + b for a, b in zip(*terms, strict=True)]
 
 
-def _batch_tangent(
-    operator: _Operator,
-    derivative: Derivative,
-    primitive: Primitive,
-    operands: Sequence[Any],
-    dims: Sequence[Any],
-    **params: Any,
-) -> Any:
-    """The batching rule of a tangent primitive, from the signatures of its operator and of the residuals."""
+def _axes_of_tangent(operator: _Operator, derivative: Derivative, linear: _Linear) -> Signature:
+    """The signature of a tangent primitive's equation, from those of its operator and of the residuals."""
     axes = operator.axes
-    # A tangent has the axes of its operand. How many tangents there are depends on `active`, so this waits until now.
-    active_axes = [operand for operand, a in zip(axes.operands, params["active"], strict=True) if a]
-    residual_axes: Sequence[Axes] = [*axes.operands, *axes.results]
+    kept = (*axes.operands, *axes.results)
     if derivative.linearize is not None:
-        residual_axes = Signature.parse(f"{derivative.residuals} ->").operands if derivative.residuals else ()
-    carry = [x.batched for x in (*residual_axes, *active_axes)]
-    return batching_rule(primitive, carry, [result.batched for result in axes.results])(operands, dims, **params)
+        kept = Signature.parse(f"{derivative.residuals} ->").operands if derivative.residuals else ()
+    # A tangent has the axes of its operand.
+    is_active = [bool(a) for a in fields(linear.active_operands)]
+    operands = itertools.chain(
+        itertools.compress(kept, presence(linear.residuals)), itertools.compress(axes.operands, is_active)
+    )
+    return Signature(tuple(operands), tuple(itertools.compress(axes.results, presence(linear.results))))
 
 
 def _linearize(
-    operator: _Operator, primals: Sequence[Any], active: Active, params: dict[str, Any]
-) -> tuple[Arrays, Arrays]:
+    operator: _Operator, primals: Sequence[Any], active: tuple[bool, ...], params: Mapping[str, Any]
+) -> tuple[Any, Any]:
     assert operator.derivative is not None
+    operands, attributes = unpacked(primals, params)
     if operator.derivative.linearize is not None:
-        return operator.derivative.linearize(primals, active, **params)
-    results = operator(*primals, **params)
-    return results, (*primals, *results)
+        structure = structure_of(primals, params)
+        return operator.derivative.linearize(operands, jax.tree.unflatten(structure, active), **attributes)
+    results = operator(*operands, **attributes)
+    return results, (*operands, *results)
 
 
 def _jvp_of_meaning(
-    operator: _Operator, primals: Sequence[Any], tangents: Sequence[Any], active: Active, params: dict[str, Any]
+    operator: _Operator,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    active: Sequence[bool],
+    params: Mapping[str, Any],
 ) -> list[jax.Array]:
     """The tangents of the operator's results, by JAX's differentiation of its reference."""
 
     def of_active(*varying: Any) -> list[jax.Array]:
         rest = iter(varying)
-        operands = [next(rest) if a else primal for primal, a in zip(primals, active, strict=True)]
-        return [result for result in operator.meaning(*operands, **params) if _has_tangent(result)]
+        arrays = [next(rest) if a else primal for primal, a in zip(primals, active, strict=True)]
+        return [result for result in operator.meaning(*arrays, **params) if _has_tangent(result)]
 
-    varying = [primal for primal, a in zip(primals, active, strict=True) if a]
-    return jax.jvp(of_active, varying, list(tangents))[1]
+    return jax.jvp(of_active, list(itertools.compress(primals, active)), list(tangents))[1]
 
 
 def _has_tangent(result: Any) -> bool:
     return bool(jnp.issubdtype(result.dtype, jnp.inexact))
-
-
-def _split(operands: Sequence[Any], active: Active) -> tuple[list[Any], list[Any]]:
-    """Splits the operands of a tangent primitive into residuals and tangents (one for each active operand)."""
-    count = len(operands) - sum(active)
-    return list(operands[:count]), list(operands[count:])

@@ -1,7 +1,8 @@
 """An operator as a record, and the JAX primitive made from it."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,21 +16,29 @@ from jaxops._primitive.derivative import Derivative, compiled_bind, jvp_rule
 from jaxops._primitive.signature import Signature
 from lowering import registry
 from lowering.patterns import Pattern
+from lowering.structures import Structure, packed, presence, structure_of, unpacked
 from pallas_kernels.kernel import Kernel
+
+# The structures of results that one operator remembers: attributes may take any number of values.
+_MOST_STRUCTURES = 4096
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operator:
     """Everything about one operator. Constructing the record creates the primitive and installs all of its rules.
 
+    Operands and results are arrays, or NamedTuples of arrays whose fields may be None. The primitive binds the arrays
+    that are present; batching, sharding and derivatives follow from the signature's entries for their fields.
+
     Attributes:
       name: the name of the operator and of its primitive, as jaxprs print it.
-      signature: which operands and results carry batch axes; `jaxops._primitive.signature.Signature` describes the
-        notation. Batching and sharding follow from it.
+      signature: which operands and results carry batch axes, with an entry for each field, present or not;
+        `jaxops._primitive.signature.Signature` describes the notation. Batching and sharding follow from it.
       check: `check(*operands, **params)` raises BadParamError if shapes, dtypes or attributes break the documented
         rules. Operands need only a shape and a dtype.
       reference: `reference(*operands, **params)` returns a tuple of results. It defines the operator in jnp, and runs
-        wherever no kernel is better.
+        wherever no kernel is better. Which fields of the results are None depends on those of the operands and on
+        params alone.
       derivative: how to differentiate by way of other operators. None differentiates the reference as JAX does.
       kernels: kernels that may run in place of the reference, in order of preference.
       patterns: plain-JAX patterns that this operator can replace. `lowering.explain` looks for them in users'
@@ -39,48 +48,83 @@ class Operator:
     name: str
     signature: str
     check: Callable[..., None]
-    reference: Callable[..., tuple[jax.Array, ...]]
+    reference: Callable[..., Any]
     derivative: Derivative | None = None
     kernels: tuple[Kernel, ...] = ()
     patterns: tuple[Pattern, ...] = ()
     primitive: Primitive = dataclasses.field(init=False, repr=False)
+    _structures: dict[Any, Structure] = dataclasses.field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         primitive = Primitive(self.name)
         primitive.multiple_results = True
         object.__setattr__(self, "primitive", primitive)
-        axes = self.axes
         primitive.def_impl(compiled_bind(primitive))
         primitive.def_abstract_eval(self._abstract_eval)
         lowering.register(self)
-        carries_batch = ([operand.batched for operand in axes.operands], [result.batched for result in axes.results])
-        batching.primitive_batchers[primitive] = batching_rule(primitive, *carries_batch)
+        batching.primitive_batchers[primitive] = batching_rule(primitive, self._axes_of_equation)
         ad.primitive_jvps[primitive] = jvp_rule(self)
 
-    def __call__(self, *operands: jax.Array, **params: Any) -> tuple[jax.Array, ...]:
-        """Binds the primitive. Operands must be arrays, and `params` hashable."""
+    def __call__(self, *operands: Any, **params: Any) -> Any:
+        """Binds the primitive. Operands must be arrays or NamedTuples of them, and `params` hashable."""
         # Abstract evaluation checks too, but under vmap only this place sees the shapes that the user wrote.
         self.check(*operands, **params)
-        selection = lowering.current_selection()
-        operands = tuple(sharding.same_varying_axes(sharding.agreeing(self.signature, *operands)))
-        return tuple(self.primitive.bind(*operands, selection=selection, **params))
+        arrays, params = packed(operands, params)
+        results = self.bind(arrays, params)
+        return jax.tree.unflatten(self.structure_of_results(arrays, params), results)
+
+    def bind(self, arrays: Sequence[jax.Array], params: Mapping[str, Any]) -> list[jax.Array]:
+        """Binds the primitive to the arrays of operands; returns those of results."""
+        axes = self.axes.of_present(presence(structure_of(arrays, params)), [False] * len(self.axes.results))
+        arrays = sharding.same_varying_axes(sharding.agreeing(axes, *arrays))
+        return self.primitive.bind(*arrays, selection=lowering.current_selection(), **params)
 
     @property
     def axes(self) -> Signature:
+        """The signature, with all fields of operands and results."""
         return Signature.parse(self.signature)
 
-    def meaning(self, *operands: Any, **params: Any) -> tuple[jax.Array, ...]:
-        """Evaluates the reference; on an explicit mesh, with results laid out as the signature says."""
-        return sharding.sharded_as_signature(self.axes, self.reference, operands, params)
+    def meaning(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
+        """Evaluates the reference on an equation; on an explicit mesh, with results laid out as the signature says."""
+        evaluate = functools.partial(self._evaluate, params)
+        return sharding.sharded_as_signature(lambda: self._axes_of_equation(arrays, params), evaluate, arrays)
 
-    def local_kernel(self, run: Callable[..., Any], operands: Any) -> Callable[..., Any]:
-        """Applies a kernel's `run` to each device's own part of the operands."""
-        return sharding.per_device(self.axes, run, operands)
+    def _evaluate(self, params: Mapping[str, Any], *arrays: Any) -> tuple[jax.Array, ...]:
+        operands, attributes = unpacked(arrays, params)
+        results, structure = jax.tree.flatten(self.reference(*operands, **attributes))
+        if len(self._structures) >= _MOST_STRUCTURES:
+            self._structures.clear()
+        self._structures[_key(arrays, params)] = structure
+        return tuple(results)
 
-    def _abstract_eval(self, *operands: Any, selection: Any, **params: Any) -> list[Any]:
-        self.check(*operands, **params)
-        results = jax.make_jaxpr(lambda *arrays: self.meaning(*arrays, **params))(*operands)
+    def local_kernel(
+        self, run: Callable[..., Any], arrays: Sequence[Any], params: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        """Applies a kernel's `run`, on arrays, to each device's own part of an equation's operands."""
+        return sharding.per_device(self._axes_of_equation(arrays, params), run, arrays)
+
+    def structure_of_results(self, arrays: Sequence[Any], params: Mapping[str, Any]) -> Structure:
+        """The structure of an equation's results."""
+        key = _key(arrays, params)
+        if key not in self._structures:
+            types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+            jax.eval_shape(functools.partial(self._evaluate, params), *types)
+        return self._structures[key]
+
+    def _axes_of_equation(self, arrays: Sequence[Any], params: Mapping[str, Any]) -> Signature:
+        attributes = {name: value for name, value in params.items() if name != "selection"}
+        results = self.structure_of_results(arrays, attributes)
+        return self.axes.of_present(presence(structure_of(arrays, params)), presence(results))
+
+    def _abstract_eval(self, *arrays: Any, selection: Any, **params: Any) -> list[Any]:
+        operands, attributes = unpacked(arrays, params)
+        self.check(*operands, **attributes)
+        results = jax.make_jaxpr(lambda *arrays: self.meaning(*arrays, **params))(*arrays)
         return list(results.out_avals)
+
+
+def _key(arrays: Sequence[Any], params: Mapping[str, Any]) -> Any:
+    return structure_of(arrays, params), tuple(sorted(params.items()))
 
 
 def operators() -> tuple[Operator, ...]:

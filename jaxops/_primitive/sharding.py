@@ -56,19 +56,21 @@ def explicit_mesh(operands: Sequence[Any]) -> Any | None:
     return None
 
 
-def sharded_as_signature(
-    axes: Signature, fn: Callable[..., Any], operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
-    """Calls `fn`. On an explicit mesh, lays its results out as the signature says and leaves its inside to XLA."""
+def sharded_as_signature(axes: Callable[[], Signature], fn: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    """Calls `fn`. On an explicit mesh, lays its results out as the signature says and leaves its inside to XLA.
+
+    `axes` returns the signature, which is only needed there.
+    """
     mesh = explicit_mesh(operands)
     if mesh is None:
-        return fn(*operands, **params)
+        return fn(*operands)
     # On an explicit mesh every jnp call must know the sharding of its result, and many in a reference do not. The
     # signature does, so only the results are fixed and XLA's partitioner decides about everything between.
     specs = tuple(_full_spec(operand) for operand in operands)
-    result_ranks = _result_ranks(axes, tuple(len(spec) for spec in specs))
-    shardings = tuple(NamedSharding(mesh, spec) for spec in axes.result_specs(specs, result_ranks))
-    return jax.sharding.auto_axes(lambda *arrays: fn(*arrays, **params), out_sharding=shardings)(*operands)
+    signature = axes()
+    result_ranks = _result_ranks(signature, tuple(len(spec) for spec in specs))
+    shardings = tuple(NamedSharding(mesh, spec) for spec in signature.result_specs(specs, result_ranks))
+    return jax.sharding.auto_axes(fn, out_sharding=shardings)(*operands)
 
 
 def laid_out_as(x: jax.Array, sharding: Any) -> jax.Array:
@@ -105,7 +107,7 @@ def require_split(operator: str, argument: str, array: jax.Array, places: jax.Ar
         require(jax.lax.axis_size(name) == 1, operator, argument, rule, array)
 
 
-def agreeing(signature: str, *operands: Any) -> list[Any]:
+def agreeing(signature: str | Signature, *operands: Any) -> list[Any]:
     """The operands of a signature; on an explicit mesh, resharded so that no two of them split an axis differently.
 
     JAX cannot combine operands whose types disagree. `Signature.agreed_specs` decides for them; operands that already
@@ -114,7 +116,8 @@ def agreeing(signature: str, *operands: Any) -> list[Any]:
     mesh = explicit_mesh(operands)
     if mesh is None:
         return list(operands)
-    specs = Signature.parse(signature).agreed_specs(tuple(map(_full_spec, operands)))
+    axes = Signature.parse(signature) if isinstance(signature, str) else signature
+    specs = axes.agreed_specs(tuple(map(_full_spec, operands)))
     return [_resharded(x, mesh, spec) for x, spec in zip(operands, specs, strict=True)]
 
 

@@ -1,6 +1,7 @@
 """An operator's signature: which operands and results carry the batch axes, and what the other axes are called."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,8 @@ class Signature:
     Commas separate operands and results, spaces separate axes. `...` stands for the batch axes. They come first, they
     are the same in every operand that carries them, and an operator treats all their positions in the same way. An
     operand without batch axes is shared by all positions. A result without them sums or otherwise reduces over them.
-    The same name in two places means the same axis.
+    The same name in two places means the same axis. Fields of operands and results that may be absent have entries,
+    too.
     """
 
     operands: tuple[Axes, ...]
@@ -46,6 +48,11 @@ class Signature:
 
     def __str__(self) -> str:
         return " -> ".join(", ".join(map(str, side)) for side in (self.operands, self.results))
+
+    def of_present(self, operands: Sequence[bool], results: Sequence[bool]) -> "Signature":
+        """The signature of an equation, given which of the operator's fields are present in it."""
+        sides = zip((self.operands, self.results), (operands, results), strict=True)
+        return Signature(*(tuple(itertools.compress(axes, is_present)) for axes, is_present in sides))
 
     def agreed_specs(self, specs: tuple[PartitionSpec, ...]) -> tuple[PartitionSpec, ...]:
         """Specs for the operands that agree, where two operands with batch axes would split the same axis differently.

@@ -104,8 +104,7 @@ def apply_fused_ema_adam(
         **numbers,
         bias_correction=bias_correction,
     )
-    new_var, m, v, s = APPLY_FUSED_EMA_ADAM(grad, var, m, v, s, coefficients, mode=_MODES[mode], output="params")
-    return new_var, m, v, s
+    return APPLY_FUSED_EMA_ADAM(grad, var, m, v, s, coefficients, mode=_MODES[mode], output="params")
 
 
 def _check(tensors: dict[str, jax.Array], step: jax.Array, mode: int) -> None:

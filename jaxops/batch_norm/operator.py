@@ -123,8 +123,7 @@ def _tangent(
     activation: Activation = IDENTITY,
 ) -> Arrays:
     x, scale, mean, inv_std, *gate = residuals
-    rest = iter(tangents)
-    x_dot, scale_dot, bias_dot, residual_dot = (next(rest) if a else None for a in (*active, False)[:4])
+    x_dot, scale_dot, bias_dot, residual_dot = (*tangents, None)[:4]
     dtype = mean.dtype
     centred = x.astype(dtype) - broadcast_channels(mean)
     mean_dot, variance_dot = jnp.zeros_like(mean), jnp.zeros_like(mean)
@@ -156,7 +155,7 @@ def _vjp(
     epsilon: float,
     axis_name: Hashable,
     activation: Activation = IDENTITY,
-) -> list[jax.Array]:
+) -> list[Any]:
     x, scale, mean, inv_std, *gate = residuals
     grad, grad_mean, grad_variance = cotangents
     if axis_name is not None and not sharding.tracks_varying_axes(axis_name):
@@ -169,7 +168,7 @@ def _vjp(
         grads = BATCH_NORM_ACTIVATION_BACKWARD(*operands, axis_name=axis_name, activation=activation)
     else:
         grads = BATCH_NORM_ADD_ACTIVATION_BACKWARD(*operands, axis_name=axis_name, activation=activation)
-    return [grad for grad, a in zip(grads, active, strict=False) if a]
+    return [*grads, None][: len(active)]
 
 
 def _operator(name: str, operands: str, residuals: str) -> Operator:

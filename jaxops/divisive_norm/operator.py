@@ -131,8 +131,7 @@ def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> 
 
 
 def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, **params: Any) -> Arrays:
-    grads = DIVISIVE_NORM_BACKWARD(*residuals, *cotangents, **params)
-    return tuple(grad for grad, a in zip(grads, active, strict=True) if a)
+    return DIVISIVE_NORM_BACKWARD(*residuals, *cotangents, **params)
 
 
 _IMAGES = "... d h w c"

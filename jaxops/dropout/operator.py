@@ -111,12 +111,26 @@ def _linearize(operands: Sequence[jax.Array], active: Active) -> tuple[Arrays, A
     return (y, words), (words, operands[2])
 
 
-def _linear(residuals: Arrays, linear: Arrays, active: Active) -> Arrays:
-    return DROPOUT_BACKWARD(linear[0], *residuals)
+def _tangent(residuals: Arrays, tangents: Any, active: Active) -> Arrays:
+    _, x_dot, _ = tangents
+    return DROPOUT_BACKWARD(x_dot, *residuals)
+
+
+def _vjp(residuals: Arrays, cotangents: Any, active: Active) -> Any:
+    y_grad, _ = cotangents
+    return None, *DROPOUT_BACKWARD(y_grad, *residuals), None
 
 
 def _linearize_backward(operands: Sequence[jax.Array], active: Active) -> tuple[Arrays, Arrays]:
     return DROPOUT_BACKWARD(*operands), tuple(operands[1:])
+
+
+def _tangent_of_backward(residuals: Arrays, tangents: Any, active: Active) -> Arrays:
+    return DROPOUT_BACKWARD(tangents[0], *residuals)
+
+
+def _vjp_of_backward(residuals: Arrays, cotangents: Any, active: Active) -> Any:
+    return *DROPOUT_BACKWARD(cotangents[0], *residuals), None, None
 
 
 DROPOUT = Operator(
@@ -124,7 +138,7 @@ DROPOUT = Operator(
     "... s, ... n, k -> ... n, ... w",
     _check,
     _drop,
-    Derivative(_linear, _linear, _linearize, residuals="... w, k"),
+    Derivative(_vjp, _tangent, _linearize, residuals="... w, k"),
     kernels=(tpu.KERNEL, gpu.KERNEL),
     patterns=(DROPOUT_BY_UNIFORM,),
 )
@@ -133,6 +147,6 @@ DROPOUT_BACKWARD = Operator(
     "... n, ... w, k -> ... n",
     _check_backward,
     _select,
-    Derivative(_linear, _linear, _linearize_backward, residuals="... w, k"),
+    Derivative(_vjp_of_backward, _tangent_of_backward, _linearize_backward, residuals="... w, k"),
     kernels=(tpu.BACKWARD_KERNEL, gpu.BACKWARD_KERNEL),
 )

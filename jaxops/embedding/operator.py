@@ -116,7 +116,7 @@ def _transposed_gradient(
 
 def _vjp(
     residuals: Arrays, cotangents: Arrays, active: Active, *, padding_idx: int | None, counted_rank: int | None
-) -> Arrays:
+) -> tuple[jax.Array, None]:
     table, indices = residuals
     (grad,) = cotangents
     scale = counted_rank is not None
@@ -125,7 +125,7 @@ def _vjp(
         grad, scale = _scaled_by_frequency(grad, indices, table.shape[0], counted_rank), False
     attributes = {"num_weights": table.shape[0], "padding_idx": _row(padding_idx, table), "scale_grad_by_freq": scale}
     (grad_table,) = EMBEDDING_DENSE_BACKWARD(grad, indices, **attributes)
-    return (grad_table.astype(table.dtype),)
+    return grad_table.astype(table.dtype), None
 
 
 def _scaled_by_frequency(rows: jax.Array, indices: jax.Array, num_weights: int, counted_rank: int) -> jax.Array:
@@ -156,9 +156,10 @@ def _vjp_of_dense_backward(
     padding_idx: int | None,
     scale_grad_by_freq: bool,
     **_: Any,
-) -> Arrays:
+) -> tuple[jax.Array, None]:
     (indices,) = residuals
-    return (_transposed_gradient(cotangents[0], indices, padding_idx, indices.ndim if scale_grad_by_freq else None),)
+    counted_rank = indices.ndim if scale_grad_by_freq else None
+    return _transposed_gradient(cotangents[0], indices, padding_idx, counted_rank), None
 
 
 EMBEDDING = Operator(

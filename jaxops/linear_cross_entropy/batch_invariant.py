@@ -90,14 +90,17 @@ def _gather(*of_device: jax.Array, axis: Any) -> Arrays:
 
 def _vjp_of_gather(
     residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array], active: Active, *, axis: Any
-) -> list[jax.Array]:
+) -> list[Any]:
     if not tracks_varying_axes(axis):
         # Each device has a share of the cotangent, and the sum of equal shares is exact only in this order.
-        cotangents = [exchanged_sum(x, axis) for x in cotangents]
-    by_device = [x.reshape(*x.shape[:-1], jax.lax.axis_size(axis), -1) for x in cotangents]
+        cotangents = [None if x is None else exchanged_sum(x, axis) for x in cotangents]
     here = jax.lax.axis_index(axis)
-    own = [jax.lax.dynamic_index_in_dim(x, here, x.ndim - 2, keepdims=False) for x in by_device]
-    return [x for x, a in zip(own, active, strict=False) if a]
+
+    def own(x: jax.Array) -> jax.Array:
+        by_device = x.reshape(*x.shape[:-1], jax.lax.axis_size(axis), -1)
+        return jax.lax.dynamic_index_in_dim(by_device, here, x.ndim - 1, keepdims=False)
+
+    return [None if x is None else own(x) for x in cotangents]
 
 
 def _losses(*operands: jax.Array, columns: int) -> Arrays:
@@ -160,15 +163,15 @@ def _loss_gradients(*operands: jax.Array, columns: int, varying: tuple[int, ...]
 
 def _vjp_of_losses(
     residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array], active: Active, **params: Any
-) -> list[jax.Array]:
+) -> list[Any]:
     # The maximum, the second result, has no derivative, and the prediction no cotangent.
-    for_loss, _, *for_statistics = cotangents
+    for_loss, _, *for_statistics, _ = cotangents
     operands = (for_loss, *for_statistics, *residuals[: len(active)])
     gradients = dict(zip(_OF_LOGITS, _LOSS_GRADIENTS(*operands, **params), strict=True))
     if any(active[i] for i in _OF_WEIGHTS):
         # Apart, for the same reason as in `invariant_sums`.
         gradients |= zip(_OF_WEIGHTS, _WEIGHT_GRADIENTS(*operands, **params), strict=True)
-    return [gradients[i] for i, a in enumerate(active) if a]
+    return [gradients.get(i) for i in range(len(active))]
 
 
 _LABELS = len(RowSums._fields)

@@ -129,28 +129,29 @@ def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> 
     return (loss, *gradients[-3:], numbers, predictions), (*operands, *gradients)
 
 
-def _active_gradients(residuals: Sequence[jax.Array], active: Active) -> list[tuple[jax.Array, jax.Array]]:
-    """Each active operand with its gradient as it was added up, on an explicit mesh laid out like the operand."""
+def _gradients_of_operands(residuals: Sequence[jax.Array], active: Active) -> list[jax.Array | None]:
+    """The gradient of each active operand as it was added up, on an explicit mesh laid out like the operand."""
     operands, gradients = list(residuals[: len(active)]), list(residuals[len(active) :])
     gradients.insert(operator.LABELS, operands[operator.LABELS])
-    pairs = [(x, gradient) for x, gradient, a in zip(operands, gradients, active, strict=True) if a]
-    return [(x, laid_out_as(gradient, jax.typeof(x).sharding)) for x, gradient in pairs]
+    triples = zip(operands, gradients, active, strict=True)
+    return [laid_out_as(gradient, jax.typeof(x).sharding) if a else None for x, gradient, a in triples]
 
 
 def _tangent(
-    residuals: Sequence[jax.Array], tangents: Sequence[jax.Array], active: Active, *, metrics: bool, **_: Any
+    residuals: Sequence[jax.Array], tangents: Sequence[Any], active: Active, *, metrics: bool, **_: Any
 ) -> Arrays:
-    pairs, dtype = zip(_active_gradients(residuals, active), tangents, strict=True), residuals[6].dtype
-    products = [jnp.sum(gradient.astype(dtype) * tangent.astype(dtype)) for (_, gradient), tangent in pairs]
+    pairs, dtype = zip(_gradients_of_operands(residuals, active), tangents, strict=True), residuals[6].dtype
+    products = [jnp.sum(x.astype(dtype) * tangent.astype(dtype)) for x, tangent in pairs if x is not None]
     zeros = jnp.zeros_like(residuals[6])
     of_row = jnp.broadcast_to(zeros[..., None], (*zeros.shape, 3 if metrics else 0))
     return sum(products[1:], products[0]), zeros, zeros, zeros, of_row
 
 
-def _vjp(residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array], active: Active, **_: Any) -> Arrays:
+def _vjp(residuals: Sequence[jax.Array], cotangents: Sequence[Any], active: Active, **_: Any) -> list[Any]:
     factor = cotangents[0]  # those of terms and numbers are zero: see `summed_cross_entropy`
-    pairs = _active_gradients(residuals, active)
-    return tuple((factor * gradient.astype(factor.dtype)).astype(x.dtype) for x, gradient in pairs)
+    gradients = _gradients_of_operands(residuals, active)
+    pairs = zip(residuals[: len(active)], gradients, strict=True)
+    return [None if of is None else (factor * of.astype(factor.dtype)).astype(x.dtype) for x, of in pairs]
 
 
 _GRADIENTS = "... h, v h, v, v, ... v, ..., ..., ..."

@@ -244,13 +244,11 @@ def exchanged_sum(part: jax.Array, axis: Any) -> jax.Array:
     return part
 
 
-def _vjp(
-    residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array], active: Active, **params: Any
-) -> list[jax.Array]:
+def _vjp(residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array], active: Active, **params: Any) -> list[Any]:
     operands, sums = residuals[: len(active)], RowSums(*residuals[len(active) :])
     x, weight, *_, scale = operands
     # The maximum has no derivative, and the prediction no cotangent.
-    _, for_sum_exp, for_label, for_target, for_total, for_weighted = cotangents
+    _, for_sum_exp, for_label, for_target, for_total, for_weighted, _ = cotangents
     of_parts = for_sum_exp, for_label, for_target, for_total, for_weighted, sums.max_logit
     gradients = functools.partial(_PART_GRADIENTS, *of_parts, *operands, **params)
     needs = Needs(active[0], active[1], active[2], False, False)
@@ -270,8 +268,7 @@ def _vjp(
         total = total + jnp.where(has_label, for_label, jnp.zeros_like(for_label)) + for_target * sums.target_total
         others[-1] = (others[-1] + jnp.sum(sums.max_logit * total, axis=-1)) / scale
     x_grad = _added_over_devices(x_grad, params["axis"]).astype(x.dtype)
-    all_gradients = (x_grad, weight_grad, bias_grad, None, *others)
-    return [gradient for gradient, a in zip(all_gradients, active, strict=True) if a and gradient is not None]
+    return [x_grad, weight_grad, bias_grad, None, *others]
 
 
 _OPERANDS = "... h, v h, v, ..., v, ... v, ..."

@@ -161,7 +161,7 @@ def _vjp(
     *,
     keep_logits: bool,
     **params: Any,
-) -> list[jax.Array]:
+) -> list[Any]:
     operands, rest = residuals[: len(active)], residuals[len(active) :]
     rows, logits, scale = RowStatistics(*rest[:6]), rest[6], operands[_UNSCALED:]
     # max_logit has no derivative, and prediction no cotangent.
@@ -175,7 +175,7 @@ def _vjp(
     backward = operators.backward_of_logits if is_present(logits) else operators.backward
     gradients = backward(*terms, *operands[:_UNSCALED], logits, *scale, needs=needs, **params)
     x_grad, weight_grad, bias_grad, shared_grad, row_grad, *along_logits = gradients
-    of_operands = [x_grad, weight_grad, bias_grad, None, shared_grad, row_grad]
+    of_operands: list[Any] = [x_grad, weight_grad, bias_grad, None, shared_grad, row_grad]
     if scale:
         # The scale's gradient is the sum over columns of the scaled logits' cotangent times the logits. The maximum is
         # added apart, times the cotangent's known sum: if that is zero, a large common offset costs no digits.
@@ -184,7 +184,7 @@ def _vjp(
         total = for_log_sum_exp + for_mean + is_column.astype(for_label.dtype) * for_label
         total = total + for_target * target_total(targets, for_target)
         of_operands.append((along_logits[0] + rows.max_logit * total) / scale[0])
-    return [gradient for gradient, a in zip(of_operands, active, strict=True) if a and gradient is not None]
+    return of_operands
 
 
 def _operators_of(operands: Sequence[Any]) -> _Operators:
@@ -262,7 +262,7 @@ def _linearize_known(operands: Sequence[jax.Array], active: Active, **params: An
 def _vjp_known(
     residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array], active: Active, **params: Any
 ) -> list[jax.Array]:
-    return _vjp(residuals, cotangents, active[:_UNSCALED], keep_logits=False, **params)
+    return [*_vjp(residuals, cotangents, active[:_UNSCALED], keep_logits=False, **params), *active[_UNSCALED:]]
 
 
 def _tangent_known(
@@ -277,7 +277,7 @@ def _tangent_known(
         return list(_STATISTICS(*primals, keep_logits=False, **params)[:-1])
 
     varying = [x for x, a in zip(operands, active[:_UNSCALED], strict=True) if a]
-    return jax.jvp(of_active, varying, list(tangents))[1]
+    return jax.jvp(of_active, varying, [tangent for tangent in tangents if tangent is not None])[1]
 
 
 _KNOWN = Operator(

@@ -5,7 +5,6 @@ loop takes as many rows, whatever the batch; rows that are missing are filled in
 compilers merge its body with what is around it, which may round differently. So there are at least two.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from jaxops._checks.errors import NotSupportedError, require
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator
 from lowering._jax_private import require_devices_during_lowering
+from lowering.structures import on_arrays
 from lowering.targets import is_absent
 
 _BLOCK_ROWS = 64
@@ -84,7 +84,7 @@ class PerDeviceOperator(Operator):
         place = lowering.placement()
         if place is None or not place.is_split:
             return super().meaning(*operands, **params)
-        run = functools.partial(self.reference, **params)
+        run = on_arrays(self.reference, params)
         mesh = jax.typeof(operands[0]).sharding.mesh
         if AxisType.Manual in mesh.axis_types:
             # Inside a shard_map over other axes, all devices along the automatic ones compute the same.
@@ -97,4 +97,4 @@ class PerDeviceOperator(Operator):
             rule = "be used inside shard_map or with explicit axes on meshes of such chips"
             is_partitioned = place.platform in ("cpu", "cuda") and not is_absent()
             require(is_partitioned, self.name, "batch_invariant", rule, place.platform, error=NotSupportedError)
-        return tuple(self.local_kernel(run, operands)(*operands))
+        return tuple(self.local_kernel(run, operands, params)(*operands))

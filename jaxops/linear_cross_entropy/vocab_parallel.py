@@ -118,7 +118,7 @@ def fused_linear_cross_entropy_loss_grad(
     dtype = accumulation_dtype(x.dtype)
     maximum, total = (jnp.zeros(rows, dtype) if v is None else v for v in (logits_max, sum_exp_logits))
     softmax = jnp.zeros((*rows, 0), dtype) if softmax is None else softmax
-    return _GRAD(grad, x, weight, mask, masked_target, maximum, total, softmax)  # type: ignore[return-value]
+    return _GRAD(grad, x, weight, mask, masked_target, maximum, total, softmax)
 
 
 def _check_max_sum(x: Any, weight: Any, target: Any, *_: Any, **__: Any) -> None:

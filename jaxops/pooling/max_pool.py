@@ -271,28 +271,28 @@ def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, **params: Any) -
 # the elements of x, so its own derivative is zero.
 
 
-def _backward_tangent(residuals: Arrays, tangents: Arrays, active: Active, **params: Any) -> Arrays:
+def _backward_tangent(residuals: Arrays, tangents: Any, active: Active, **params: Any) -> Arrays:
     x, _, result = residuals
-    return MAX_POOL_BACKWARD(x, tangents[-1], **params) if active[1] else (jnp.zeros_like(result),)
+    _, grad_dot = tangents
+    return (jnp.zeros_like(result),) if grad_dot is None else MAX_POOL_BACKWARD(x, grad_dot, **params)
 
 
-def _backward_vjp(residuals: Arrays, cotangents: Arrays, active: Active, **params: Any) -> Arrays:
-    x = residuals[0]
-    return _zero_if(active[0], x) + (MAX_POOL_AT(x, *cotangents, **params) if active[1] else ())
+def _backward_vjp(residuals: Arrays, cotangents: Arrays, active: Active, **params: Any) -> tuple[Any, ...]:
+    x, *_ = residuals
+    _, has_grad = active
+    return jnp.zeros_like(x), *(MAX_POOL_AT(x, *cotangents, **params) if has_grad else (None,))
 
 
-def _at_tangent(residuals: Arrays, tangents: Arrays, active: Active, **params: Any) -> Arrays:
+def _at_tangent(residuals: Arrays, tangents: Any, active: Active, **params: Any) -> Arrays:
     x, _, result = residuals
-    return MAX_POOL_AT(x, tangents[-1], **params) if active[1] else (jnp.zeros_like(result),)
+    _, image_dot = tangents
+    return (jnp.zeros_like(result),) if image_dot is None else MAX_POOL_AT(x, image_dot, **params)
 
 
-def _at_vjp(residuals: Arrays, cotangents: Arrays, active: Active, **params: Any) -> Arrays:
-    x = residuals[0]
-    return _zero_if(active[0], x) + (MAX_POOL_BACKWARD(x, *cotangents, **params) if active[1] else ())
-
-
-def _zero_if(active: bool, x: jax.Array) -> Arrays:
-    return (jnp.zeros_like(x),) if active else ()
+def _at_vjp(residuals: Arrays, cotangents: Arrays, active: Active, **params: Any) -> tuple[Any, ...]:
+    x, *_ = residuals
+    _, has_image = active
+    return jnp.zeros_like(x), *(MAX_POOL_BACKWARD(x, *cotangents, **params) if has_image else (None,))
 
 
 MAX_POOL = Operator(

@@ -23,6 +23,7 @@ from lowering.measuring.candidates import (
     reason_to_discard,
     truth_in_float32,
 )
+from lowering.structures import on_arrays, unpacked
 from pallas_kernels.kernel import Kernel
 
 # What results and temporaries hold before each run: a kernel that reads what it never wrote shows it.
@@ -106,8 +107,9 @@ class _Checker:
 
     def verdict(self, kernel: Kernel, launch: Launch, config: Mapping[str, int]) -> tuple[str, str]:
         """Runs a kernel: "verified", "wrong" or "fails", and why."""
-        run = functools.partial(kernel.run, config=config, interpret=launch.interpret, **self._problem.params)
-        in_place = tuple(kernel.overwrites(*self._problem.operands, **self._problem.params))
+        structured, attributes = unpacked(self._problem.operands, self._problem.params)
+        run = on_arrays(functools.partial(kernel.run, config=config, interpret=launch.interpret), self._problem.params)
+        in_place = tuple(kernel.overwrites(*structured, **attributes))
         try:
             # An interpreter is the same every time, and one with side effects is slow.
             times = 1 if launch.interpret and not kernel.interpreter_is_pure else len(_POISONS)

@@ -13,6 +13,8 @@ from lowering.measurements import NOT_COMPILED, REFERENCE, WRONG, Config, Measur
 from lowering.placement import placed
 from lowering.register import kernels_of
 from lowering.registry import Operator
+from lowering.select import refusal_by_fields
+from lowering.structures import on_arrays, unpacked
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 
@@ -41,13 +43,16 @@ class Launch:
 
     def refusal(self, kernel: Kernel, operands: Sequence[Any], params: Mapping[str, Any]) -> str | None:
         """Why the kernel does not run; None if it does."""
-        return self.excluded or kernel.refuses(self.chip, *operands, **params)
+        structured, attributes = unpacked(operands, params)
+        reason = self.excluded or refusal_by_fields(kernel, structured)
+        return reason or kernel.refuses(self.chip, *structured, **attributes)
 
     def configs(
         self, kernel: Kernel, operands: Sequence[Any], params: Mapping[str, Any]
     ) -> Sequence[Mapping[str, int]]:
         """The configurations to run."""
-        offered = kernel.configs(self.chip, *operands, **params)
+        structured, attributes = unpacked(operands, params)
+        offered = kernel.configs(self.chip, *structured, **attributes)
         return offered[:1] if self.first_only else offered
 
 
@@ -146,13 +151,14 @@ def candidates(
         if reason is not None:
             yield Measurement(kernel.name, discarded=reason)
             continue
-        in_place = tuple(kernel.overwrites(*operands, **params))
+        structured, attributes = unpacked(operands, params)
+        in_place = tuple(kernel.overwrites(*structured, **attributes))
         for config in launch.configs(kernel, operands, params):
             way = Measurement(kernel.name, config_items(config))
             if not is_time_left():
                 yield dataclasses.replace(way, discarded=NOT_COMPILED)
                 continue
-            run = functools.partial(kernel.run, config=config, interpret=launch.interpret, **params)
+            run = on_arrays(functools.partial(kernel.run, config=config, interpret=launch.interpret), params)
             watch.begins(way.name)
             yield _checked(way, run, operands, in_place, expected, truth, watch)
 

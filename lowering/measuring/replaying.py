@@ -13,6 +13,8 @@ from lowering.measurements import REFERENCE, Config, Entry, Key, Measurement, co
 from lowering.placement import placed
 from lowering.register import kernels_of
 from lowering.registry import Operator
+from lowering.select import refusal_by_fields
+from lowering.structures import on_arrays, unpacked
 from pallas_kernels.hardware import Hardware
 
 # Where a whole program is one operator, libtpu may keep an argument in VMEM from one run to the next: on TPU v5e up to
@@ -73,13 +75,14 @@ def replayed_entry(
     # are not always its best.
     references = [replayed(REFERENCE, (), reference, auto_layouts=auto) for auto in (True, False)]
     found = [min(references, key=lambda each: math.inf if each.median_us is None else each.median_us)]
+    structured, attributes = unpacked(operands, params)
     for kernel in (kernel for kernel in kernels_of(operator) if kernel.platform == hardware.platform):
-        reason = kernel.refuses(hardware, *operands, **params)
+        reason = refusal_by_fields(kernel, structured) or kernel.refuses(hardware, *structured, **attributes)
         if reason is not None:
             found.append(Measurement(kernel.name, discarded=reason))
             continue
-        in_place = tuple(kernel.overwrites(*operands, **params))
-        for config in kernel.configs(hardware, *operands, **params):
-            run = functools.partial(kernel.run, config=config, interpret=False, **params)
+        in_place = tuple(kernel.overwrites(*structured, **attributes))
+        for config in kernel.configs(hardware, *structured, **attributes):
+            run = on_arrays(functools.partial(kernel.run, config=config, interpret=False), params)
             found.append(replayed(kernel.name, config_items(config), run, in_place))
     return Entry(key, tuple(found), repeats=0, replayed=True)

@@ -78,11 +78,10 @@ def _check_backward(grad: Any, x: Any, weight: Any, *, epsilon: float) -> None:
 
 def _vjp(
     residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array], active: Sequence[bool], *, epsilon: float
-) -> list[jax.Array]:
-    """The gradients of the operands that are differentiated. The residuals are the operands, then the results."""
+) -> tuple[jax.Array, ...]:
+    """Computes the gradients of the operands. The residuals are the operands, then the results."""
     x, weight, _ = residuals
-    gradients = RMS_NORM_BACKWARD(*cotangents, x, weight, epsilon=epsilon)
-    return [gradient for gradient, is_active in zip(gradients, active, strict=True) if is_active]
+    return RMS_NORM_BACKWARD(*cotangents, x, weight, epsilon=epsilon)
 
 
 # `...` stands for the batch axes, `c` for the normalized one. The weight has no batch axes: all rows share it, and its
