@@ -15,9 +15,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from lowering import _jax_private, operator_scopes, registry, select, tuning
 from lowering.describe import show
+from lowering.forms import Form, Place
 from lowering.measurements import type_text
 from lowering.patterns import Pattern
-from lowering.placement import placed
 from lowering.registry import Operator
 from lowering.structures import on_arrays, unpacked
 from lowering.targets import PLATFORMS, abstract_device, being_lowered_for, is_absent
@@ -43,7 +43,7 @@ def register(operator: Operator) -> None:
     """
     _require_operator("register", operator)
     registry.add(operator)
-    mlir.register_lowering(operator.primitive, functools.partial(_lower_reference, operator, "other"))
+    mlir.register_lowering(operator.primitive, functools.partial(_lower_reference, operator))
     for platform in PLATFORMS:
         mlir.register_lowering(operator.primitive, functools.partial(_lower, operator, platform), platform=platform)
     if operator.kernels:
@@ -143,9 +143,10 @@ def choose(
     hardware: Hardware,
     operands: Sequence[Any],
     params: dict[str, Any],
-    split: str,
+    device_count: int,
 ) -> select.Choice:
-    """Calls `select.choose` for this operator; `split` is how operands lie on devices, as in `partitioning`."""
+    """Calls `select.choose` for this operator in a program for so many devices."""
+    split = partitioning(operands, device_count)
     kernels = kernels_of(operator)
     request = selection.request(operator.name)
     placement_reason = _placement_reason(split, hardware.platform)
@@ -154,17 +155,41 @@ def choose(
     is_whole = bool(kernels) and split in ("none", "manual")
     tuned = tuning.find(selection.tuned, operator.name, hardware, operands, params) if is_whole else None
     faults = tuning.faults(selection.tuned, operator.name, hardware) if kernels else {}
-    return select.choose(operator.name, kernels, request, hardware, operands, params, placement_reason, tuned, faults)
+    forms, split_count = operator.forms, split_over(operands, device_count)
+    context = placement_reason, tuned, faults, forms, split_count
+    return select.choose(operator.name, kernels, request, hardware, operands, params, *context)
+
+
+def without_kernels(
+    operator: Operator, hardware: Hardware, operands: Sequence[Any], params: dict[str, Any]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """The operator on one device as it is where no kernel runs: its form for this hardware, or its reference."""
+    place, (structured, attributes) = Place(hardware.platform), unpacked(operands, params)
+    form = select.form_for(operator.forms, "auto", place, structured, attributes)
+    return functools.partial(_in_jnp(operator, form, place), params=params)
+
+
+def _in_jnp(operator: Operator, form: Form | None, place: Place) -> Callable[..., tuple[jax.Array, ...]]:
+    """A form of the operator, or its reference, as a function of an equation's arrays and `params`."""
+
+    def evaluate(*arrays: Any, params: dict[str, Any]) -> tuple[jax.Array, ...]:
+        if form is None:
+            return operator.meaning(*arrays, **params)
+        return operator.in_jnp(functools.partial(form.run, place=place), arrays, params)
+
+    return evaluate
 
 
 def _lower(
     operator: Operator, platform: str, ctx: Any, *operands: Any, selection: select.Selection, **params: Any
 ) -> Any:
     hardware = being_lowered_for(platform, tuple(ctx.module_context.platforms))
-    split = partitioning(ctx.avals_in, _device_count(ctx))
-    choice = choose(operator, selection, hardware, ctx.avals_in, params, split)
+    devices = _device_count(ctx)
+    choice = choose(operator, selection, hardware, ctx.avals_in, params, devices)
     if choice.kernel is None:
-        return _lower_reference(operator, platform, ctx, *operands, selection=selection, **params)
+        in_jnp = _in_jnp(operator, choice.form, Place(platform, split_over(ctx.avals_in, devices)))
+        with select.using(selection):
+            return _lower_fun(operator, functools.partial(in_jnp, params=params), ctx, *operands)
     structured, attributes = unpacked(ctx.avals_in, params)
     first = choice.kernel.configs(hardware, *structured, **attributes)[0]
     config = first if choice.config is None else dict(choice.config)
@@ -174,8 +199,8 @@ def _lower(
     run = functools.partial(choice.kernel.run, **launch)
     # A kernel is run on each device's own part.
     on_chips = _on_chips(hardware) if is_absent() else contextlib.nullcontext()
-    with on_chips, placed(platform):
-        return _lower_kernel(operator, run, split, ctx, *operands, params=params)
+    with on_chips:
+        return _lower_kernel(operator, run, partitioning(ctx.avals_in, devices), ctx, *operands, params=params)
 
 
 def _lower_kernel(
@@ -220,10 +245,8 @@ def _on_mesh_around(aval: Any) -> Any:
     return aval.update(sharding=NamedSharding(mesh, aval.sharding.spec)) if is_absent() else aval
 
 
-def _lower_reference(
-    operator: Operator, platform: str, ctx: Any, *operands: Any, selection: select.Selection, **params: Any
-) -> Any:
-    with select.using(selection), placed(platform, split_over(ctx.avals_in, _device_count(ctx))):
+def _lower_reference(operator: Operator, ctx: Any, *operands: Any, selection: select.Selection, **params: Any) -> Any:
+    with select.using(selection):
         return _lower_fun(operator, functools.partial(operator.meaning, **params), ctx, *operands)
 
 

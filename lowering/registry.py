@@ -7,6 +7,7 @@ import jax
 from jax.extend.core import Primitive
 
 from lowering import source_lines
+from lowering.forms import Form
 from lowering.patterns import Pattern
 from pallas_kernels.kernel import Kernel
 
@@ -30,12 +31,21 @@ class Operator(Protocol):
         ...
 
     @property
+    def forms(self) -> tuple[Form, ...]:
+        """The forms in jnp beside the reference, in order of preference."""
+        ...
+
+    @property
     def patterns(self) -> tuple[Pattern, ...]:
         """Plain-JAX patterns that this operator can replace."""
         ...
 
     def meaning(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
         """Computes the results of an equation in plain JAX: the reference implementation."""
+        ...
+
+    def in_jnp(self, run: Callable[..., Any], arrays: Any, params: Any) -> tuple[jax.Array, ...]:
+        """Computes the results of an equation by a form's `run`."""
         ...
 
     def local_kernel(self, run: Callable[..., Any], arrays: Any, params: Any) -> Callable[..., Any]:
@@ -60,6 +70,11 @@ def operators() -> tuple[Operator, ...]:
 def names() -> frozenset[str]:
     """The names of all operators."""
     return frozenset(operator.name for operator in _operators.values())
+
+
+def form_names() -> frozenset[str]:
+    """The names of all operators' forms in jnp."""
+    return frozenset(form.name for operator in _operators.values() for form in operator.forms)
 
 
 def operator_of(primitive: Primitive) -> Operator | None:

@@ -11,6 +11,7 @@ import jax
 from lowering import registry
 from lowering.describe import show
 from lowering.errors import NotSupportedError
+from lowering.forms import Form, Place
 from lowering.measurements import REFERENCE, Config, Entry, config_items, config_text, versions
 from lowering.structures import present_names, unpacked
 from pallas_kernels.hardware import Hardware
@@ -93,10 +94,12 @@ def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.
           this machine. Otherwise it takes the first kernel
           that accepts the operands and was measured at least as fast as the reference on the target, else the
           reference.
-        - "reference" takes the `jax.numpy` form.
+        - "reference" takes the operator's definition in `jax.numpy`, the same program on every platform.
+        - the name of another form in `jax.numpy`, as `explain` shows it ("xla_prior_shift"), takes that form, on any
+          platform; operators without such a form take what "auto" takes.
         - "pallas" takes the first kernel that accepts the operands, measured or not, but none that `jaxops tune` found
-          wrong on the device. An operator without kernels for the platform takes the reference; so does one whose
-          kernels all refuse, if they are only there for some shapes, as `Kernel.gives_way` says.
+          wrong on the device. An operator without kernels for the platform takes its form in `jax.numpy`; so does one
+          whose kernels all refuse, if they are only there for some shapes, as `Kernel.gives_way` says.
         - "interpret" runs a kernel in Pallas' interpreter, on any machine.
         - None keeps the choice of the surrounding context.
 
@@ -137,6 +140,8 @@ def _used(implementation: str | None, by_operator: Mapping[str, str]) -> Iterato
 
 def _is_request(request: Any) -> bool:
     mode, colon, kernel_name = request.partition(":") if isinstance(request, str) else ("", "", "")
+    if request in registry.form_names():
+        return True
     return mode in MODES and (not colon or (bool(kernel_name) and mode in ("pallas", "interpret")))
 
 
@@ -153,7 +158,8 @@ class Choice:
     """The chosen implementation, and the refusals of the kernels that come before it.
 
     Attributes:
-      kernel: None for the reference.
+      kernel: None for a form in jnp.
+      form: another form in jnp than the reference, if there is no kernel; None for the reference.
       interpret: whether Pallas' interpreter runs the kernel.
       refusals: of the kernels that were considered first, in order of preference.
       config: the kernel's tuned configuration; None takes the first that the kernel offers.
@@ -163,12 +169,13 @@ class Choice:
     interpret: bool
     refusals: tuple[Refusal, ...]
     config: Config | None = None
+    form: Form | None = None
 
     @property
     def implementation(self) -> str:
         """The name that `explain` shows."""
         if self.kernel is None:
-            return REFERENCE
+            return REFERENCE if self.form is None else self.form.name
         if self.config is not None:
             return f"{self.kernel.name} (tuned: {config_text(self.config) or 'its only configuration'})"
         return f"{self.kernel.name} (interpreted)" if self.interpret else self.kernel.name
@@ -184,8 +191,10 @@ def choose(
     placement_reason: str | None = None,
     tuned: Entry | None = None,
     faults: Mapping[str, str] = _NO_FAULTS,
+    forms: Sequence[Form] = (),
+    device_count: int = 1,
 ) -> Choice:
-    """Takes the tuned winner, else the first kernel that does not refuse, else the reference.
+    """Takes the tuned winner, else the first kernel that does not refuse, else a form in jnp, else the reference.
 
     Args:
       operator_name: for the error.
@@ -197,10 +206,14 @@ def choose(
       placement_reason: why no kernel at all can run in this place, if so.
       tuned: measurements of this operator on this hardware, with these operands and attributes.
       faults: what went wrong with kernels on this hardware, by name. They are taken only if asked for by name.
+      forms: the operator's forms in jnp, in order of preference.
+      device_count: over how many devices the compiler splits the operands.
 
     Raises:
       NotSupportedError: if the user asked for a kernel and every candidate refuses.
     """
+    if request in registry.form_names() and request not in {form.name for form in forms}:
+        request = "auto"
     mode, _, kernel_name = request.partition(":")
     structured, attributes = unpacked(operands, params)
 
@@ -230,7 +243,7 @@ def choose(
         measured = None if tuned is None or tuned.replayed else tuned  # replays choose configurations, never kernels
         default, others_reason = _default(kernels, hardware, measured, refusal, outweighed, tuned_config)
     refusals: list[Refusal] = []
-    for kernel in kernels if mode != "reference" else ():
+    for kernel in kernels if mode not in ("reference", *(form.name for form in forms)) else ():
         reason = refusal(kernel)
         if reason is None and mode == "auto" and kernel is not default:
             is_replay = tuned is not None and tuned.replayed and tuned.key.versions == versions()
@@ -251,7 +264,26 @@ def choose(
             f'({reasons}): use("{request}", {operator_name}="reference") keeps it on its reference'
         )
         raise NotSupportedError(message, _RUNTIME_ERROR)
-    return Choice(None, False, tuple(refusals))
+    place = Place(hardware.platform, device_count)
+    form = None if mode == "reference" else form_for(forms, mode, place, structured, attributes)
+    return Choice(None, False, tuple(refusals), form=form)
+
+
+def form_for(
+    forms: Sequence[Form], request: str, place: Place, operands: Sequence[Any], attributes: Mapping[str, Any]
+) -> Form | None:
+    """Returns the form that runs where no kernel does; None for the reference.
+
+    Raises:
+      NotSupportedError: if a form was asked for by name and refuses.
+    """
+    for form in forms:
+        if request == form.name:
+            if (reason := form.refuses(place, *operands, **attributes)) is None:
+                return form
+            raise NotSupportedError(f"{form.name} was asked for, but {reason}", _RUNTIME_ERROR)
+    default = (form for form in forms if place.platform in form.platforms)
+    return next((form for form in default if form.refuses(place, *operands, **attributes) is None), None)
 
 
 def _platform_reason(kernel: Kernel, mode: str, hardware: Hardware) -> str | None:

@@ -94,7 +94,7 @@ def test_use_nests_and_the_inner_one_wins():
 
 
 def test_choose_leaves_an_operator_without_kernels_on_the_reference():
-    choice = select.choose("op", (), "pallas:mosaic_gpu", H100, FLOAT32, {})
+    choice = select.choose("op", (), "pallas:mosaic_gpu", H100, [FLOAT32], {})
     assert choice.implementation == "reference"
 
 

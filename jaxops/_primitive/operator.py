@@ -15,8 +15,9 @@ from jaxops._primitive.batching import batching_rule
 from jaxops._primitive.derivative import Derivative, compiled_bind, jvp_rule
 from jaxops._primitive.signature import Signature
 from lowering import registry
+from lowering.forms import Form
 from lowering.patterns import Pattern
-from lowering.structures import Structure, packed, presence, structure_of, unpacked
+from lowering.structures import Structure, on_arrays, packed, presence, structure_of, unpacked
 from pallas_kernels.kernel import Kernel
 
 # The structures of results that one operator remembers: attributes may take any number of values.
@@ -36,11 +37,12 @@ class Operator:
         `jaxops._primitive.signature.Signature` describes the notation. Batching and sharding follow from it.
       check: `check(*operands, **params)` raises BadParamError if shapes, dtypes or attributes break the documented
         rules. Operands need only a shape and a dtype.
-      reference: `reference(*operands, **params)` returns a tuple of results. It defines the operator in jnp, and runs
-        wherever no kernel is better. Which fields of the results are None depends on those of the operands and on
-        params alone.
+      reference: `reference(*operands, **params)` returns the results. It defines the operator in jnp, is the same
+        program on every platform, and runs wherever no kernel and no other form is better. Which fields of the results
+        are None depends on those of the operands and on params alone.
       derivative: how to differentiate by way of other operators. None differentiates the reference as JAX does.
       kernels: kernels that may run in place of the reference, in order of preference.
+      forms: programs in jnp that are better than the reference on some platforms, in order of preference.
       patterns: plain-JAX patterns that this operator can replace. `lowering.explain` looks for them in users'
         functions.
     """
@@ -51,6 +53,7 @@ class Operator:
     reference: Callable[..., Any]
     derivative: Derivative | None = None
     kernels: tuple[Kernel, ...] = ()
+    forms: tuple[Form, ...] = ()
     patterns: tuple[Pattern, ...] = ()
     primitive: Primitive = dataclasses.field(init=False, repr=False)
     _structures: dict[Any, Structure] = dataclasses.field(init=False, repr=False, default_factory=dict)
@@ -87,6 +90,13 @@ class Operator:
     def meaning(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
         """Evaluates the reference on an equation; on an explicit mesh, with results laid out as the signature says."""
         evaluate = functools.partial(self._evaluate, params)
+        return sharding.sharded_as_signature(lambda: self._axes_of_equation(arrays, params), evaluate, arrays)
+
+    def in_jnp(
+        self, run: Callable[..., Any], arrays: Sequence[Any], params: Mapping[str, Any]
+    ) -> tuple[jax.Array, ...]:
+        """Evaluates a form's `run` in place of the reference, with results laid out likewise."""
+        evaluate = on_arrays(run, params)
         return sharding.sharded_as_signature(lambda: self._axes_of_equation(arrays, params), evaluate, arrays)
 
     def _evaluate(self, params: Mapping[str, Any], *arrays: Any) -> tuple[jax.Array, ...]:

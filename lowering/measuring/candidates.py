@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from lowering.measurements import NOT_COMPILED, REFERENCE, WRONG, Config, Measurement, config_items, type_text
-from lowering.placement import placed
-from lowering.register import kernels_of
+from lowering.register import kernels_of, without_kernels
 from lowering.registry import Operator
 from lowering.select import refusal_by_fields
 from lowering.structures import on_arrays, unpacked
@@ -137,7 +136,8 @@ def candidates(
     kernels = launched(operator, launches)
     watch.begins(REFERENCE)
     try:
-        reference = _compiled(REFERENCE, (), _as_lowered(meaning, hardware), operands)
+        as_lowered = without_kernels(operator, hardware, operands, dict(params))
+        reference = _compiled(REFERENCE, (), as_lowered, operands)
         expected = reference.run(*operands)
         truth = truth_in_float32(meaning, operands) if kernels else ()
     except Exception as error:
@@ -194,16 +194,6 @@ def _compiled(
 
     compiled = jax.jit(results, donate_argnums=in_place).lower(*operands).compile()
     return Candidate(implementation, config, compiled, in_place)
-
-
-def _as_lowered(meaning: Callable[..., Results], hardware: Hardware) -> Callable[..., Results]:
-    """The reference in the form that it takes on this hardware."""
-
-    def placed_meaning(*arrays: jax.Array) -> Results:
-        with placed(hardware.platform):
-            return meaning(*arrays)
-
-    return placed_meaning
 
 
 def truth_in_float32(meaning: Callable[..., Results], operands: Sequence[jax.Array]) -> Results:

@@ -10,8 +10,7 @@ import jax
 from lowering.compiling.compile import CompileError, compile
 from lowering.compiling.process import more_libtpu_flags
 from lowering.measurements import REFERENCE, Config, Entry, Key, Measurement, config_items
-from lowering.placement import placed
-from lowering.register import kernels_of
+from lowering.register import kernels_of, without_kernels
 from lowering.registry import Operator
 from lowering.select import refusal_by_fields
 from lowering.structures import on_arrays, unpacked
@@ -65,12 +64,7 @@ def replayed_entry(
         assert report.schedule is not None
         return Measurement(name, config, round(report.schedule.total_us, 3))
 
-    meaning = functools.partial(operator.meaning, **params)
-
-    def reference(*arrays: jax.Array) -> Any:
-        with placed(hardware.platform):
-            return meaning(*arrays)
-
+    reference = without_kernels(operator, hardware, operands, dict(params))
     # In a model, what is around an operator can take and give any layout. Those that XLA chooses for its own program
     # are not always its best.
     references = [replayed(REFERENCE, (), reference, auto_layouts=auto) for auto in (True, False)]
