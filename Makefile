@@ -5,7 +5,7 @@
 #   TESTS="..."         what `make test` runs
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint docs notebooks example compile-tpu compile-cuda clean
+.PHONY: demo test lint docs notebooks example compile-tpu compile-cuda nets clean
 
 SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -45,6 +45,10 @@ compile-tpu compile-cuda: export JAX_DISABLE_MOST_OPTIMIZATIONS = 0
 compile-tpu compile-cuda: compile-%: $(VENV)/.test
 	$(BIN)/jaxops targets --install $* >/dev/null
 	$(BIN)/pytest -n 2 -m "$*_compile and not slow" tests/compile_targets $(ARGS)
+
+# Whether values, memory, explanations, programs and replayed times are as recorded; ARGS="--only values" checks a part.
+nets: $(VENV)/.test
+	$(BIN)/python -m benchmarks.nets check $(ARGS)
 
 clean:
 	rm -rf .venv .venv-* build dist
