@@ -61,7 +61,7 @@ REHEARSED = {"loops": ("EMA-Adam",), "softmax": ("softmax of rows",), "others": 
 # By XLA and with the exponentials' kernel in three products, and with kernels in four.
 HEADLINE = ("jaxops:grad_in_forward", "jaxops:grad_in_forward+pallas", "jaxops:recompute+pallas")
 PEERS = (
-    *("liger", "cut", "jaxops:full", "jaxops:recompute", "optax", "tokamax:xla", "tokamax:chunked_xla"),
+    *("liger", "cut", "jaxops:recompute", "optax", "tokamax:xla", "tokamax:chunked_xla"),
     *("torch", "torch.compile"),
 )
 FLAGSHIP, REHEARSED_LOSS = (16384, 4096, 128256), (64, 32, 256)
@@ -196,7 +196,7 @@ def kernel_cases(stage: str, kernel: str, rehearse: bool) -> list[Case]:
         configs: Any = exponentials.configs(named("cuda-h100"), x, weight, rows)
         rehearsed = {**REHEARSED_SIZES, "workers": 1, "store_slots": 2}
     else:
-        configs = statistics.configs(named("cuda-h100"), x, weight)
+        configs = statistics.launch_configs(named("cuda-h100"), rows, classes, hidden)
         rehearsed = {**REHEARSED_SIZES, "vocab_splits": 1}
     return [
         Case(

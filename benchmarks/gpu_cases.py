@@ -26,6 +26,7 @@ import linear_cross_entropy_peers as loss_peers
 import lowering
 from jaxops._suite import SUITE
 from jaxops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
+from jaxops.linear_cross_entropy.operands import Columns, Rows
 from lowering.measurements import device_name
 from lowering.measuring.device_clock import ClockError, Reading, device_clock
 from lowering.targets import here
@@ -169,15 +170,15 @@ def logits_kernel(kernel: str, config: dict[str, int], rows: int, hidden: int, c
 def launcher(kernel: str, config: dict[str, int], rows: int, hidden: int, classes: int) -> Callable[[], Any]:
     """Launches such a kernel, on operands that are drawn here."""
     x, weight, labels = _loss_operands(rows, hidden, classes)
-    none, interpret = jnp.zeros(0), here().platform != "cuda"
+    interpret = here().platform != "cuda"
     if kernel == "exponentials":
         options: dict[str, Any] = {"softcap": None, "most_excess": 60.0, "config": config, "interpret": interpret}
         run = functools.partial(exponentials.exponentials, **options)
-        operands = (x, weight, none, none, labels, jnp.zeros(rows))
+        operands: tuple[Any, ...] = x, weight, None, None, labels, jnp.zeros(rows)
     else:
         options = {"softcap": None, "metrics": False, "config": config, "interpret": interpret}
         run = functools.partial(row_statistics.run, **options)
-        operands = (x, weight, none, labels, none, jnp.zeros((rows, 0)))
+        operands = Rows(x, labels), Columns(weight)
     return functools.partial(jax.jit(run), *operands)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import jaxops
 import lowering
 from jaxops import aclnn
-from jaxops.linear_cross_entropy import fixed_reference
+from jaxops.linear_cross_entropy import chunk_sizes
 from lowering.schedule.chips import CHIPS, bytes_per_cycle
 from lowering.targets import named
 from pallas_kernels.tpu import embedding
@@ -133,8 +133,8 @@ def cases() -> Iterator[Case]:
 
 def chunks_of_gradients(rows: int, features: int, classes: int, target: str, implementation: str) -> tuple[float, ...]:
     """Chunks of rows as the target has them, none that overflows, and no row that moves, as all of them count."""
-    default = fixed_reference.default_chunk_rows(classes, features)
-    chosen = fixed_reference.chunk_rows_on(named(target), classes, features)
+    default = chunk_sizes.rows_of_exponentials(classes, features)
+    chosen = chunk_sizes.rows_of_exponentials_on(named(target), classes, features)
     chunks = math.ceil(rows / (chosen if implementation == "pallas" else default))
     return (0,) if chunks == 1 else (chunks, 0, 0)
 

@@ -1,4 +1,4 @@
-"""What `jaxops tune` runs if it is given no function: every kernel, at the shapes that models have."""
+"""Default suite of `jaxops tune`: every kernel, at the shapes that models have."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ F32, BF16, F16 = "float32", "bfloat16", "float16"
 
 
 def _with_gradient(fn: Callable[..., jax.Array], *operands: jax.Array) -> Any:
-    """The result, and gradients from cotangents that do not cancel."""
+    """Computes the result, and gradients from cotangents that do not cancel."""
     y, pull_back = jax.vjp(fn, *operands)
     return y, pull_back(jnp.cos(3 * y))
 
@@ -36,7 +36,7 @@ def _ids(seed: int, count: int, classes: int) -> jax.Array:
 
 
 def _arrays(*sizes: Any) -> tuple[jax.Array]:
-    """One array; the last of the sizes is its dtype."""
+    """Draws one array; the last of the sizes is its dtype."""
     *shape, dtype = sizes
     return (_normal(0, tuple(shape), dtype, 2.0),)
 
@@ -105,7 +105,7 @@ def _capped_cross_entropy(x: jax.Array, weight: jax.Array, labels: jax.Array) ->
 
 
 def _split_cross_entropy(x: jax.Array, weight: jax.Array, labels: jax.Array) -> Any:
-    """As one of several devices sees it, whose part of the vocabulary begins at 100."""
+    """Computes the loss as one of several devices does, whose part of the vocabulary begins at 100."""
     found = aclnn.fused_linear_online_max_sum(
         x, weight, jnp.maximum(labels, 0), vocab_start_index=100, vocab_end_index=100 + weight.shape[0]
     )

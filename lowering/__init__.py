@@ -15,8 +15,6 @@ from lowering.export import export as export
 from lowering.export import load as load
 from lowering.measuring.tune import tune as tune
 from lowering.notes import note as note
-from lowering.placement import is_on_one_cpu as is_on_one_cpu
-from lowering.placement import placement as placement
 from lowering.planning.api import plan as plan
 from lowering.planning.cases import PlanError as PlanError
 from lowering.planning.report import Plan as Plan
@@ -58,10 +56,8 @@ __all__ = [
     "current_selection",
     "explain",
     "export",
-    "is_on_one_cpu",
     "load",
     "note",
-    "placement",
     "plan",
     "register",
     "remove_kernel",

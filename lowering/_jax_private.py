@@ -43,7 +43,7 @@ def without_varying_axes() -> AbstractContextManager[None]:
 
 
 def evaluate(equation: Any, operands: Sequence[Any], traceback: Any) -> Sequence[Any]:
-    """The results of an equation of a jaxpr for other operands, as if it had been traced there."""
+    """Evaluates an equation of a jaxpr for other operands, as if it had been traced there."""
     primitive = equation.primitive
     stack = source_info_util.current_name_stack() + equation.source_info.name_stack
     with source_info_util.user_context(traceback, name_stack=stack), equation.ctx.manager:
@@ -57,7 +57,7 @@ def traced_at(traceback: Any) -> AbstractContextManager[None]:
 
 
 def cuda_devices(target_config: str, count: str) -> Sequence[jax.Device]:
-    """The NVIDIA GPUs of one machine to compile for. Call it only in a process that does nothing else."""
+    """Returns the NVIDIA GPUs of one machine to compile for. Call it only in a process that does nothing else."""
     jax.devices()  # registers the CUDA plugin, which logs that it found no device
     shape = f"1x1x{count}"
     topology = xla_bridge.make_pjrt_topology("cuda", shape, target_config=target_config, topology=shape)
@@ -65,7 +65,7 @@ def cuda_devices(target_config: str, count: str) -> Sequence[jax.Device]:
 
 
 def said_by_first_process(name: str, value: str, seconds: float) -> str | None:
-    """What the first process of `jax.distributed` says under a name; None if it says nothing for so many seconds."""
+    """Returns what the first process of `jax.distributed` says under a name; None if nothing for so many seconds."""
     client = distributed.global_state.client
     assert client is not None
     if distributed.global_state.process_id == 0:
@@ -78,7 +78,7 @@ def said_by_first_process(name: str, value: str, seconds: float) -> str | None:
 
 
 def kernel_times_ms(launch: Callable[[], None]) -> list[tuple[str, float]]:
-    """The name and the time of every GPU kernel that `launch` runs to its end, in order."""
+    """Returns the name and the time of every GPU kernel that `launch` runs to its end, in order."""
     # Only installations with JAX's CUDA plugin have it.
     extension = importlib.import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
     extension._cupti_init()

@@ -20,7 +20,7 @@ _VALUES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What a program takes.
+    """Arguments that a program takes.
 
     Attributes:
       subject: whose arguments these are, for messages.
@@ -41,7 +41,7 @@ class Expected:
     avals: Sequence[Any]
 
     def leaves(self, args: tuple[Any, ...]) -> list[Any]:
-        """The arrays among the arguments, in order; raises `error` for the first wrong one, by its path."""
+        """Returns the arrays among the arguments, in order; raises `error` for the first wrong one, by its path."""
         fault = flattening_fault(args)
         self._require(fault is None, "args", "be pytrees", str(fault))
         by_path = dict(leaves_with_paths(args))
@@ -78,12 +78,12 @@ class Expected:
 
 
 def types_by_path(args: Any, avals: Sequence[Any]) -> dict[str, str]:
-    """The types of arguments that are all arrays, by path."""
+    """Returns the types of arguments that are all arrays, by path."""
     return {path: type_text(aval) for (path, _), aval in zip(leaves_with_paths(args), avals, strict=True)}
 
 
 def fixed_text(args: Any, moving: Any) -> dict[str, str]:
-    """The Python numbers and strings among the arguments that are not in `moving`, as text."""
+    """Returns the Python numbers and strings among the arguments that are not in `moving`, as text."""
     arrays = {path for path, _ in leaves_with_paths(moving)}
     return {path: repr(x) for path, x in leaves_with_paths(args) if path not in arrays and isinstance(x, Number | str)}
 
@@ -93,7 +93,7 @@ def _is_value(leaf: Any) -> bool:
 
 
 def _dtype(leaf: Any) -> Any:
-    """The dtype that JAX gives this; None if it takes no such value."""
+    """Returns the dtype that JAX gives a leaf; None if it takes no such value."""
     if isinstance(leaf, jax.Array):
         return leaf.dtype
     try:
@@ -103,7 +103,7 @@ def _dtype(leaf: Any) -> Any:
 
 
 def _can_hold(dtype: Any, leaf: Any) -> bool:
-    """Whether a number or an array of NumPy, which JAX casts without a word, stays what it is in this dtype."""
+    """Tells whether a number or NumPy array, which JAX casts silently, keeps its value in this dtype."""
     if isinstance(leaf, jax.Array):
         return True
     host = np.asarray(leaf)
@@ -122,5 +122,5 @@ def _shown(leaf: Any) -> str:
 
 
 def leaves_with_paths(args: Any) -> list[tuple[str, Any]]:
-    """The leaves of arguments, each with its path, such as `args[0]['weight']`."""
+    """Returns the leaves of arguments, each with its path, such as `args[0]['weight']`."""
     return [(f"args{jax.tree_util.keystr(path)}", leaf) for path, leaf in jax.tree.leaves_with_path(args)]

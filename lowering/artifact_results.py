@@ -40,7 +40,7 @@ class Node:
     structure: PyTreeDef | None = None
 
     def filled(self, children: Sequence[Any], args: Any) -> Any:
-        """This node with other children, of the class that the caller's arguments have there."""
+        """Returns this node with other children, of the class that the caller's arguments have there."""
         template = None if self.like is None else _node_at(args, self.like)
         structure = self.structure if template is None else _structure(template)
         if structure is not None and structure.num_leaves == len(children):
@@ -83,7 +83,7 @@ class Results:
 
     @classmethod
     def of(cls, results: Any, args: tuple[Any, ...]) -> "Results":
-        """The tree of the results of a function of these arguments; leaves may be anything."""
+        """Describes the tree of the results of a function of these arguments; leaves may be anything."""
         known = [*_nodes(args, ())]
         nodes: list[Node] = []
 
@@ -105,17 +105,17 @@ class Results:
 
     @classmethod
     def from_json(cls, record: Any) -> "Results":
-        """The results that `to_json` wrote."""
+        """Reads the results that `to_json` wrote."""
         nodes = [Node(**{name: _hashable(value) for name, value in node.items()}) for node in record["nodes"]]
         return cls(record["tree"], tuple(nodes))
 
     def to_json(self) -> Any:
-        """All but the structures, for which JSON has no place."""
+        """Returns all but the structures, for which JSON has no place."""
         names = [one.name for one in dataclasses.fields(Node) if one.name != "structure"]
         return {"tree": self.tree, "nodes": [{name: getattr(node, name) for name in names} for node in self.nodes]}
 
     def filled(self, leaves: Iterator[Any], args: tuple[Any, ...]) -> Any:
-        """The results of a call, from their leaves and the arguments of the call."""
+        """Builds the results of a call, from their leaves and the arguments of the call."""
         by_path = functools.cache(lambda: dict(leaves_with_paths(args)))
         return self._filled(self.tree, leaves, args, lambda path: by_path().get(path))
 
@@ -135,7 +135,7 @@ class Results:
 
 
 def _described(at: Any, keys: list[Any], known: list[tuple[tuple[int, ...], PyTreeDef]]) -> Node:
-    """A node of the results; `known` are those of the arguments."""
+    """Describes a node of the results; `known` are those of the arguments."""
     structure = _structure(at)
     like = next((place for place, one in known if one == structure), None)
     kind = f"{type(at).__module__}:{type(at).__qualname__}"
@@ -147,7 +147,7 @@ def _described(at: Any, keys: list[Any], known: list[tuple[tuple[int, ...], PyTr
 
 
 def _nodes(at: Any, place: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], PyTreeDef]]:
-    """The places and structures of all nodes that are neither lists nor tuples."""
+    """Yields the places and structures of all nodes that are neither lists nor tuples."""
     children = _children(at)
     if children is None:
         return
@@ -158,7 +158,7 @@ def _nodes(at: Any, place: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], P
 
 
 def _node_at(args: Any, place: Sequence[int]) -> Any:
-    """The node at a place in a caller's arguments; None if they have none there."""
+    """Returns the node at a place in a caller's arguments; None if they have none there."""
     at = args
     for position in place:
         children = _children(at) or []
@@ -169,7 +169,7 @@ def _node_at(args: Any, place: Sequence[int]) -> Any:
 
 
 def _children(at: Any) -> list[tuple[Any, Any]] | None:
-    """The children of a node with their keys; None for a leaf."""
+    """Returns the children of a node with their keys; None for a leaf."""
     if at is None or jax.tree_util.all_leaves([at]):
         return None
     flat, _ = jax.tree_util.tree_flatten_with_path(at, is_leaf=lambda x: x is not at)
@@ -177,13 +177,13 @@ def _children(at: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _structure(at: Any) -> PyTreeDef:
-    """A node's structure with its children as leaves."""
+    """Returns a node's structure with its children as leaves."""
     structure: PyTreeDef = jax.tree.structure(at, is_leaf=lambda x: x is not at)
     return structure
 
 
 def _fields(found: Any) -> set[str] | None:
-    """The fields of a NamedTuple or a dataclass; None for anything else."""
+    """Returns the fields of a NamedTuple or a dataclass; None for anything else."""
     if not isinstance(found, type):
         return None
     if dataclasses.is_dataclass(found):
@@ -193,10 +193,10 @@ def _fields(found: Any) -> set[str] | None:
 
 @functools.cache
 def _stand_in(name: str, fields: tuple[str, ...]) -> Any:
-    """A NamedTuple in place of a class that is not known here: its attributes, and the same paths as arguments."""
+    """Makes a NamedTuple in place of a class that is not known here: same attributes, same paths as arguments."""
     return collections.namedtuple(name, fields, rename=True)
 
 
 def _hashable(value: Any) -> Any:
-    """Tuples, for which JSON has lists."""
+    """Turns lists, which JSON has for tuples, back into tuples."""
     return tuple(map(_hashable, value)) if isinstance(value, list) else value

@@ -30,7 +30,7 @@ def flops(jaxpr: Jaxpr, excluding: Collection[str] = ()) -> int:
 
 
 def matmul_flops(jaxpr: Jaxpr) -> dict[str, int]:
-    """The flops of matrix products and convolutions, by kind of product; `Hardware` has a rate for each kind."""
+    """Counts the flops of matrix products and convolutions, by kind of product; `Hardware` has a rate for each kind."""
     found: dict[str, int] = {}
     for equation, count in _leaves(jaxpr):
         if product := count * _product_flops(equation):
@@ -40,17 +40,17 @@ def matmul_flops(jaxpr: Jaxpr) -> dict[str, int]:
 
 
 def array_bytes(avals: Sequence[Any]) -> int:
-    """The bytes of arrays of these shapes and dtypes."""
+    """Counts the bytes of arrays of these shapes and dtypes."""
     return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
 
 
 def read_bytes(jaxpr: Jaxpr) -> int:
-    """The bytes that a computation has to read. A table in which it only looks up rows counts as those rows."""
+    """Counts the bytes that a computation has to read. A table in which it only looks up rows counts as those rows."""
     return sum(_read_bytes(jaxpr, operand) for operand in jaxpr.invars)
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
-    """The jaxprs in an equation's parameters: bodies of jit, scan, cond, shard_map, remat and custom rules."""
+    """Yields the jaxprs in an equation's parameters: bodies of jit, scan, cond, shard_map, remat and custom rules."""
     for value in equation.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, ClosedJaxpr):
@@ -60,7 +60,7 @@ def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
 
 
 def repetitions(equation: Any) -> int:
-    """How often the bodies of this equation run; 1 if only running them can tell."""
+    """Returns how often the bodies of this equation run; 1 if only running them can tell."""
     if equation.primitive.name == "pallas_call":
         return math.prod(size for size in equation.params["grid_mapping"].grid if isinstance(size, int))
     return equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
@@ -82,7 +82,7 @@ def _read_bytes(jaxpr: Jaxpr, operand: Any) -> int:
 
 
 def _leaves(jaxpr: Jaxpr, count: int = 1) -> Iterator[tuple[Any, int]]:
-    """The equations that compute something themselves, not through a body, and how often each runs."""
+    """Yields the equations that compute something themselves, not through a body, and how often each runs."""
     for equation in jaxpr.eqns:
         bodies = list(inner_jaxprs(equation))
         if bodies and not equation.primitive.name.startswith(("scatter", "reduce_")):
@@ -93,7 +93,7 @@ def _leaves(jaxpr: Jaxpr, count: int = 1) -> Iterator[tuple[Any, int]]:
 
 
 def _product_flops(equation: Any) -> int:
-    """2mnk for a matrix product or a convolution, 0 otherwise."""
+    """Counts 2mnk for a matrix product or a convolution, 0 otherwise."""
     name, params = equation.primitive.name, equation.params
     if name not in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
         return 0
@@ -107,7 +107,7 @@ def _product_flops(equation: Any) -> int:
 
 
 def _product_kind(equation: Any) -> str:
-    """The dtype of the operands; for float32, followed by a precision above the default."""
+    """Returns the dtype of the operands; for float32, followed by a precision above the default."""
     dtype = max((operand.aval.dtype for operand in equation.invars[:2]), key=lambda dtype: dtype.itemsize)
     if dtype.itemsize == 1:
         return "int8" if dtype.kind in "iu" else "float8"

@@ -43,7 +43,7 @@ def _bytes_per_s() -> float:
 
 
 def _least_seconds(step: Callable[[Any], Any], state: Any) -> float:
-    """The least time of a few steps, which other work on the machine disturbs least."""
+    """Returns the least time of a few steps, which other work on the machine disturbs least."""
     times = []
     for _ in range(_REPEATS + 1):  # the first also compiles
         start = time.perf_counter()

@@ -14,35 +14,35 @@ _TRACER = re.compile(r"Tracer\b|Traced<")
 
 
 def show(value: Any) -> str:
-    """The shape and dtype of anything like an array, even a tracer; the one-line repr of anything else."""
+    """Shows the shape and dtype of anything like an array, even a tracer; the one-line repr of anything else."""
     return shortened(_described(value, 0))
 
 
 def shortened(text: str) -> str:
-    """A text on one line, without addresses in memory, which help nobody; cut in its middle if it is long."""
+    """Returns a text on one line, without addresses in memory, which help nobody; cut in its middle if it is long."""
     text = " ".join(re.sub(r" at 0x[0-9a-f]+", "", text).split())
     is_long = len(text) > _MAX_SHOWN
     return f"{text[: _MAX_SHOWN - _LAST_SHOWN]}...{text[-_LAST_SHOWN:]}" if is_long else text
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's type and the first line of its message, shortened."""
+    """Returns an exception's type and the first line of its message, shortened."""
     lines = str(error).strip().splitlines()
     return shortened(": ".join([type(error).__name__, *lines[:1]]))
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, such as "1 step" and "2 steps"."""
+    """Returns a number of things, such as "1 step" and "2 steps"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def file_fault(error: Exception) -> str:
-    """Why a file cannot be read or written, without its path."""
+    """Says why a file cannot be read or written, without its path."""
     return getattr(error, "strerror", None) or first_line(error)
 
 
 def is_like_array(value: Any) -> bool:
-    """Whether a value has a shape and a dtype. Modules and mocks have other things under these names."""
+    """Tells whether a value has a shape and a dtype. Modules and mocks have other things under these names."""
     try:
         return isinstance(value.shape, tuple) and hasattr(value, "dtype") and not isinstance(value, np.generic | type)
     except Exception:  # a user's attribute may raise anything
@@ -58,7 +58,7 @@ def _described(value: Any, depth: int) -> str:
 
 
 def _written(value: Any) -> str:
-    """The repr; the type where the repr fails, as for objects that are only half built, or shows tracers."""
+    """Returns the repr; the type where the repr fails, as for objects that are only half built, or shows tracers."""
     try:
         text = repr(value)
     except Exception:
@@ -67,7 +67,7 @@ def _written(value: Any) -> str:
 
 
 def _elements(value: Any, depth: int) -> str | None:
-    """A container shown element by element, because an element may be a tracer; None for anything else."""
+    """Shows a container element by element, because an element may be a tracer; None for anything else."""
     if not isinstance(value, tuple | list | dict):
         return None
     if depth == _MAX_DEPTH:
@@ -85,7 +85,7 @@ def _elements(value: Any, depth: int) -> str | None:
 
 
 def _joined(parts: Iterable[str]) -> str:
-    """The parts with commas between them, only as many as a message shows."""
+    """Joins the parts with commas, only as many as a message shows."""
     shown: list[str] = []
     for part in parts:
         shown.append(part)

@@ -87,7 +87,7 @@ class OperatorUse:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain` found. `print` shows a table; `to_json` is for programs.
+    """Findings of `explain`. `print` shows a table; `to_json` is for programs.
 
     Attributes:
       target: the name of the target.
@@ -172,7 +172,7 @@ class Explanation:
         return [*self.notes, *map(self._rewrite, self.rewrites), *map(str, others), *map(str, self.near_misses)]
 
     def _rewrite(self, one: Applied) -> str:
-        """What a rewrite would do in one place, and the operator that a user could call there instead."""
+        """Says what a rewrite would do in one place, and names the operator that a user could call there instead."""
         # What a gradient holds is found in the loss as well, where more of it is saved.
         advice = ["rewrite losses before they are differentiated"] if one.pattern == "row_cone" else []
         advice += dict.fromkeys(f"call {x.call}" for x in self.opportunities if x.source == one.source)
@@ -232,7 +232,7 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
 
 
 def operator_uses(jaxpr: Jaxpr, args: Any, hardware: Hardware) -> Iterator[OperatorUse]:
-    """Every use of an operator in a function of these arguments, in order."""
+    """Yields every use of an operator in a function of these arguments, in order."""
     device_count = max((_device_count(leaf) for leaf in jax.tree.leaves(args)), default=1)
     yield from _uses(jaxpr, 1, hardware, device_count)
 
@@ -276,7 +276,7 @@ def _row(use: OperatorUse, hardware: Hardware) -> Row:
 
 
 def _roofline(hardware: Hardware, matmul_flops: dict[str, int], moved_bytes: int) -> tuple[float | None, str | None]:
-    """The least time that the chip needs for these products and bytes, and which of the two limits it."""
+    """Returns the least time that the chip needs for these products and bytes, and which of the two limits it."""
     if jax.export.is_symbolic_dim(moved_bytes):
         return None, None
     if hardware == here() and hardware.platform == "cpu":
@@ -290,7 +290,7 @@ def _roofline(hardware: Hardware, matmul_flops: dict[str, int], moved_bytes: int
 
 
 def _total_seconds(rows: Sequence[Row]) -> float | None:
-    """The time of all runs; None if one row's is unknown."""
+    """Returns the time of all runs; None if one row's is unknown."""
     known = [row.count * row.seconds for row in rows if row.seconds is not None]
     return sum(known) if len(known) == len(rows) else None
 
@@ -309,7 +309,7 @@ def _device_count(leaf: Any) -> int:
 
 
 def _si(quantity: Any) -> str:
-    """Three significant digits and a decimal prefix: k, M, G, T or P. A symbolic size is shown as it is."""
+    """Writes three significant digits and a decimal prefix: k, M, G, T or P. A symbolic size stays as it is."""
     if jax.export.is_symbolic_dim(quantity):
         return f"{quantity} "
     power = min(int(math.log10(quantity) // 3), 5) if quantity >= 1 else 0

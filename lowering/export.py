@@ -237,7 +237,7 @@ def load(path: str | Path) -> Artifact:
 
 
 def _implementations(jitted: Any, args: Sequence[Any], platform: str) -> dict[str, list[str]]:
-    """The implementations that each operator takes on a platform, without knowing the chip."""
+    """Returns the implementations that each operator takes on a platform, without knowing the chip."""
     chosen: dict[str, set[str]] = {}
     for use in operator_uses(static_leaves.jaxpr_of(jitted, args), args, named(platform)):
         chosen.setdefault(use.operator.name, set()).add(use.choice.implementation)

@@ -31,7 +31,7 @@ def require_function(fn: Any) -> None:
 
 
 def traceable(fn: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
-    """A function that JAX can hold and trace, for arguments that are all arrays.
+    """Returns a function that JAX can hold and trace, for arguments that are all arrays.
 
     JAX keeps weak references to functions, and hashes them. What has neither, such as `numpy.sin`, crashes JAX 0.12 the
     second time that it is jitted. So it is called from a function that has both. What is not written in Python is
@@ -53,7 +53,7 @@ def traceable(fn: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]
 
 
 def _body(fn: Any) -> Any:
-    """The Python function that runs when this is called, as far as that can be told."""
+    """Returns the Python function that runs when this is called, as far as that can be told."""
     while not (inspect.isfunction(fn) or inspect.ismethod(fn)):
         if isinstance(fn, functools.partial):
             fn = fn.func

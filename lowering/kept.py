@@ -1,4 +1,4 @@
-"""What `jaxops tune` has found on this machine: a file for each kind of device, which "auto" follows."""
+"""Results that `jaxops tune` has kept on this machine: a file for each kind of device, which "auto" follows."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ class Found:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """What was measured and what was found wrong; of one kernel at one set of shapes, what was found last."""
+        """The latest measurements and faults of each kernel at each set of shapes."""
         found: dict[Key, Entry] = {}
         for record in self.records:
             if record.get("entry"):
@@ -48,7 +48,7 @@ class Found:
 
 
 def _joined(earlier: Entry | None, later: Entry) -> Entry:
-    """A measurement replaces what was found earlier; without times, it only speaks of its own kernels."""
+    """Replaces what was found earlier with a measurement; without times, it only speaks of its own kernels."""
     if earlier is None or later.repeats:
         return later
     spoken_of = {candidate.implementation for candidate in later.candidates}
@@ -57,18 +57,18 @@ def _joined(earlier: Entry | None, later: Entry) -> Entry:
 
 
 def folder() -> Path:
-    """Where results are kept: what JAXOPS_TUNED names, else a folder among the user's data."""
+    """Returns the folder where results are kept: what JAXOPS_TUNED names, else a folder among the user's data."""
     named = os.environ.get(VARIABLE)
     return Path(named) if named else platformdirs.user_data_path("jaxops") / "tuned"
 
 
 def file_of(target: str, within: Path | None = None) -> Path:
-    """The file that holds the records of a device, named as `measurements.device_name` does."""
+    """Returns the file that holds the records of a device, named as `measurements.device_name` does."""
     return (within or folder()) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', target)}.jsonl"
 
 
 def read(path: Path) -> Found:
-    """The records in a file, or no records if the file does not exist.
+    """Reads the records in a file, or no records if the file does not exist.
 
     Raises:
       TuningError: if the file cannot be read.
@@ -86,7 +86,7 @@ def read(path: Path) -> Found:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The record that a line holds; None if it holds none, as a line that a stopped process did not finish."""
+    """Parses the record on a line; None if it holds none, such as a line that a stopped process did not finish."""
     try:
         record = json.loads(line)
         if record.get("entry"):
@@ -146,7 +146,7 @@ def forget(path: Path) -> None:
 
 @functools.cache
 def entries_for(target: str) -> tuple[Entry, ...]:
-    """What "auto" follows on a device: read when it is first asked for, and the same until the process ends.
+    """Returns the entries that "auto" follows on a device: read when first asked for, then kept by the process.
 
     So no compiled function of the process is older than it; `reread` clears JAX's caches.
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
+from lowering.structures import present_names, unpacked
 from lowering.targets import TARGETS
 from pallas_kernels.hardware import Hardware
 
@@ -21,7 +22,7 @@ Config = tuple[tuple[str, int], ...]
 
 @functools.cache
 def versions() -> tuple[tuple[str, str], ...]:
-    """The versions that measurements depend on: of JAX, its compilers and, if it is installed, this library."""
+    """Returns the versions that measurements depend on: of JAX, its compilers and, if it is installed, this library."""
     found = []
     for name in ("jax", "jaxlib", "jaxops"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -30,22 +31,22 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 def config_items(config: Mapping[str, int]) -> Config:
-    """A kernel's launch configuration as a value that can be compared and hashed."""
+    """Returns a kernel's launch configuration as a value that can be compared and hashed."""
     return tuple(sorted(config.items()))
 
 
 def config_text(config: Config) -> str:
-    """A launch configuration as text, such as "rows=8, columns=128"."""
+    """Returns a launch configuration as text, such as "rows=8, columns=128"."""
     return ", ".join(f"{name}={value}" for name, value in config)
 
 
 def type_text(x: Any) -> str:
-    """An array's dtype and shape, such as "float32[128,64]"."""
+    """Returns an array's dtype and shape, such as "float32[128,64]"."""
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 def device_name(hardware: Hardware) -> str | None:
-    """The target's name. A chip without a record goes by the runtime's name for it; an unknown chip is None."""
+    """Returns the target's name. A chip without a record goes by the runtime's name for it; an unknown chip is None."""
     known = TARGETS.get(hardware.name)
     if known is not None and known.device_kind == hardware.device_kind:
         return hardware.name
@@ -54,13 +55,13 @@ def device_name(hardware: Hardware) -> str | None:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Key:
-    """What a measurement is valid for: exactly this, and nothing that is merely similar.
+    """Key of a measurement: it is valid for exactly this, and nothing that is merely similar.
 
     Attributes:
       target: as `device_name` returns it.
       operator: its name.
       operands: the `type_text` of each.
-      attributes: the operator's, as text, sorted by name.
+      attributes: the operator's, as text, sorted by name, and the names of the operands' fields that are present.
       versions: those of the process that measured, as `versions` returns them.
     """
 
@@ -74,13 +75,16 @@ class Key:
     def of(
         cls, operator_name: str, hardware: Hardware, operands: Sequence[Any], params: Mapping[str, Any]
     ) -> "Key | None":
-        """The key of an operator in this process; None if the chip that will run it is unknown."""
+        """Returns the key of an operator in this process; None if the chip that will run it is unknown."""
         target = device_name(hardware)
         if target is None:
             return None
         types = tuple(type_text(x) for x in operands)
-        attributes = ", ".join(f"{name}={value!r}" for name, value in sorted(params.items()))
-        return cls(target, operator_name, types, attributes, versions())
+        structured, attributes = unpacked(operands, params)
+        if fields := present_names(structured):
+            attributes["operands"] = " ".join(fields)
+        text = ", ".join(f"{name}={value!r}" for name, value in sorted(attributes.items()))
+        return cls(target, operator_name, types, text, versions())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +107,7 @@ class Measurement:
 
     @property
     def is_fault(self) -> bool:
-        """Whether it ran and must never run again, unlike one that refuses or does not compile."""
+        """Tells whether it ran and must never run again, unlike one that refuses or does not compile."""
         return self.discarded.startswith((WRONG, HANGS))
 
     @property
@@ -144,12 +148,12 @@ class Entry:
         return self.best(*{candidate.implementation for candidate in self.candidates})
 
     def best(self, *implementations: str) -> Measurement | None:
-        """The fastest candidate of these implementations; None if none of them was timed."""
+        """Returns the fastest candidate of these implementations; None if none of them was timed."""
         timed = [c for c in self.candidates if c.implementation in implementations and c.median_us is not None]
         return min(timed, key=lambda candidate: candidate.median_us or 0.0, default=None)
 
     def against(self, kernel: str) -> str | None:
-        """Why a kernel is not chosen; None if it is the winner."""
+        """Says why a kernel is not chosen; None if it is the winner."""
         winner = self.winner
         if winner is None or winner.implementation == kernel:
             return None
@@ -161,7 +165,7 @@ class Entry:
         return f"tuned: {reasons[0]}" if reasons else f"tuned: not measured when {name} was found the fastest"
 
     def replay_remark(self, kernel: str) -> str | None:
-        """What a replay says of a kernel, against the reference; None where it says nothing."""
+        """Says how a kernel's replay compares with the reference's; None where there is none."""
         own, reference = self.best(kernel), self.best(REFERENCE)
         if own is None or not own.median_us or reference is None or not reference.median_us:
             return None
@@ -169,7 +173,7 @@ class Entry:
         return f"replayed on {self.key.target} at {part:.2f} of the reference's time; not run on a device"
 
     def to_record(self) -> dict[str, Any]:
-        """The entry as a JSON object."""
+        """Returns the entry as a JSON object."""
         winner = self.winner
         return {
             "target": self.key.target,
@@ -214,7 +218,7 @@ class Entry:
 
 
 def faults(entries: Iterable[Entry], target: str) -> dict[str, dict[str, str]]:
-    """Why kernels must not be taken on a target: what went wrong there with these versions, by operator and kernel.
+    """Returns why kernels must not be taken on a target: what went wrong with these versions, by operator and kernel.
 
     A kernel that was right in another configuration at the same shapes is only kept from the wrong configuration.
     """

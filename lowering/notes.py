@@ -9,7 +9,7 @@ from lowering.describe import show
 
 
 class _Listener:
-    """Collects sentences; compared by identity, so each listener is its own cache key."""
+    """Collector of sentences; compared by identity, so each listener is its own cache key."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []

@@ -93,7 +93,7 @@ class Graph:
     count: int
 
     def duplicates(self, operation: Operation) -> list[Operation]:
-        """This operation and the others that compute the same, which XLA merges into one."""
+        """Returns this operation and the others that compute the same, which XLA merges into one."""
         return [x for x in self.operations if self._numbers[x] == self._numbers[operation]]
 
     @functools.cached_property
@@ -117,7 +117,7 @@ class Graph:
         return found
 
     def named(self, *names: str) -> Iterator[Operation]:
-        """The operations of these primitives."""
+        """Yields the operations of these primitives."""
         return (operation for operation in self.operations if operation.name in names)
 
 
@@ -201,7 +201,7 @@ class Opportunity:
 
 
 def opportunities(jaxpr: Jaxpr, patterns: Iterable[Pattern], platform: str) -> tuple[Opportunity, ...]:
-    """The patterns in a jaxpr: each line of the user's code once, the largest saving first, obstacles last."""
+    """Returns the patterns in a jaxpr: each line of the user's code once, the largest saving first, obstacles last."""
     patterns = [pattern for pattern in patterns if pattern.platforms is None or platform in pattern.platforms]
     found: dict[tuple[str, str, str], Opportunity] = {}
     for graph in graphs(jaxpr) if patterns else ():
@@ -238,12 +238,12 @@ def _megabytes(size: int) -> str:
 
 
 def graphs(jaxpr: Jaxpr) -> Iterator[Graph]:
-    """The graph of a jaxpr, then one for each body of a loop, a branch or a shard_map in it."""
+    """Yields the graph of a jaxpr, then one for each body of a loop, a branch or a shard_map in it."""
     yield from _graphs(jaxpr, 1, [True] * len(jaxpr.outvars))
 
 
 def _graphs(jaxpr: Jaxpr, count: int, is_kept: Sequence[bool]) -> Iterator[Graph]:
-    """The graphs of a body; `is_kept` says which of its results are used by more than its own gradient."""
+    """Yields the graphs of a body; `is_kept` says which of its results are used by more than its own gradient."""
     operations: list[Operation] = []
     bodies: list[_Body] = []
     returned = _inline(jaxpr, [_argument(x.aval) for x in jaxpr.invars], None, operations, bodies)
@@ -261,7 +261,7 @@ class _Body(NamedTuple):
     operation: Operation
 
     def kept_results(self, results: frozenset[Value]) -> list[bool]:
-        """Whether each result is returned, or read by anything but the operation's own gradient."""
+        """Tells whether each result is returned, or read by anything but the operation's own gradient."""
         outputs = self.operation.outputs
         if len(outputs) != len(self.jaxpr.outvars):
             return [False] * len(self.jaxpr.outvars)
@@ -272,7 +272,7 @@ class _Body(NamedTuple):
 
 
 def forward(values: Iterable[Value], follows: Callable[[Operation, Value], bool]) -> set[Value]:
-    """These values and all that is computed from them, through operations that `follows(operation, operand)`."""
+    """Returns these values and all that is computed from them, by operations that `follows(operation, operand)`."""
     reached = set(values)
     waiting = list(reached)
     while waiting:
@@ -286,7 +286,7 @@ def forward(values: Iterable[Value], follows: Callable[[Operation, Value], bool]
 
 
 def backward(value: Value, follows: Callable[[Operation, Value], bool]) -> set[Value]:
-    """This value and all that it is computed from, through operations that `follows(operation, operand)`."""
+    """Returns this value and all that it is computed from, through operations that `follows(operation, operand)`."""
     reached, waiting = {value}, [value]
     while waiting:
         operation = waiting.pop().producer
@@ -298,14 +298,14 @@ def backward(value: Value, follows: Callable[[Operation, Value], bool]) -> set[V
 
 
 def unshaped(value: Value) -> Value:
-    """The value before it was reshaped or broadcast."""
+    """Returns the value before it was reshaped or broadcast."""
     while value.producer is not None and value.producer.name in RESHAPES:
         value = value.producer.inputs[0]
     return value
 
 
 def describe(value: Value) -> str:
-    """Dtype and shape."""
+    """Returns dtype and shape as text."""
     return f"{value.aval.dtype}[{','.join(map(str, value.shape))}]"
 
 

@@ -8,7 +8,7 @@ from lowering.describe import first_line
 
 
 def flattening_fault(tree: Any) -> str | None:
-    """What makes it impossible to flatten this; None if it is a pytree."""
+    """Says what makes it impossible to flatten this; None if it is a pytree."""
     try:
         jax.tree.structure(tree)
     except Exception as error:  # nodes of users' own types may raise anything

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from lowering import _jax_private, operator_scopes, registry, select, tuning
 from lowering.describe import show
+from lowering.errors import NotSupportedError
 from lowering.forms import Form, Place
 from lowering.measurements import type_text
 from lowering.patterns import Pattern
@@ -46,7 +47,7 @@ def register(operator: Operator) -> None:
     mlir.register_lowering(operator.primitive, functools.partial(_lower_reference, operator))
     for platform in PLATFORMS:
         mlir.register_lowering(operator.primitive, functools.partial(_lower, operator, platform), platform=platform)
-    if operator.kernels:
+    if operator.kernels or any(form.per_device for form in operator.forms):
         _jax_private.require_devices_during_lowering(operator.primitive)
 
 
@@ -111,7 +112,7 @@ def _require_operator(caller: str, operator: Any) -> None:
 
 
 def kernels_of(operator: Operator) -> tuple[Kernel, ...]:
-    """The operator's kernels in order of preference; those that were added come first."""
+    """Returns the operator's kernels in order of preference; those that were added come first."""
     return (*_added_kernels.get(operator.name, ()), *operator.kernels)
 
 
@@ -121,7 +122,7 @@ def lowered_without_devices() -> AbstractContextManager[None]:
 
 
 def installed_packages() -> metadata.EntryPoints:
-    """What names the installed packages that bring operators, imported or not."""
+    """Returns the entry points of the installed packages that bring operators, imported or not."""
     return metadata.entry_points(group="lowering.operators")
 
 
@@ -132,7 +133,7 @@ def load_packages() -> None:
 
 
 def patterns() -> tuple[Pattern, ...]:
-    """The patterns of all operators, including those of installed packages that nothing has imported yet."""
+    """Returns the patterns of all operators, including those of installed packages that nothing has imported yet."""
     load_packages()
     return tuple(pattern for operator in registry.operators() for pattern in operator.patterns)
 
@@ -157,20 +158,23 @@ def choose(
     faults = tuning.faults(selection.tuned, operator.name, hardware) if kernels else {}
     forms, split_count = operator.forms, split_over(operands, device_count)
     context = placement_reason, tuned, faults, forms, split_count
-    return select.choose(operator.name, kernels, request, hardware, operands, params, *context)
+    choice = select.choose(operator.name, kernels, request, hardware, operands, params, *context)
+    if choice.form is not None and choice.form.per_device and split == "auto" and placement_reason is not None:
+        raise NotSupportedError(f"{operator.name}: {choice.form.name} must run on each device; {placement_reason}")
+    return choice
 
 
 def without_kernels(
     operator: Operator, hardware: Hardware, operands: Sequence[Any], params: dict[str, Any]
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """The operator on one device as it is where no kernel runs: its form for this hardware, or its reference."""
+    """Returns the operator on one device where no kernel runs: its form for this hardware, or its reference."""
     place, (structured, attributes) = Place(hardware.platform), unpacked(operands, params)
     form = select.form_for(operator.forms, "auto", place, structured, attributes)
     return functools.partial(_in_jnp(operator, form, place), params=params)
 
 
 def _in_jnp(operator: Operator, form: Form | None, place: Place) -> Callable[..., tuple[jax.Array, ...]]:
-    """A form of the operator, or its reference, as a function of an equation's arrays and `params`."""
+    """Returns a form of the operator, or its reference, as a function of an equation's arrays and `params`."""
 
     def evaluate(*arrays: Any, params: dict[str, Any]) -> tuple[jax.Array, ...]:
         if form is None:
@@ -186,8 +190,13 @@ def _lower(
     hardware = being_lowered_for(platform, tuple(ctx.module_context.platforms))
     devices = _device_count(ctx)
     choice = choose(operator, selection, hardware, ctx.avals_in, params, devices)
+    place = Place(platform, split_over(ctx.avals_in, devices))
+    if choice.form is not None and choice.form.per_device and place.is_split:
+        run = functools.partial(choice.form.run, place=Place(platform))
+        with select.using(selection):
+            return _lower_kernel(operator, run, partitioning(ctx.avals_in, devices), ctx, *operands, params=params)
     if choice.kernel is None:
-        in_jnp = _in_jnp(operator, choice.form, Place(platform, split_over(ctx.avals_in, devices)))
+        in_jnp = _in_jnp(operator, choice.form, place)
         with select.using(selection):
             return _lower_fun(operator, functools.partial(in_jnp, params=params), ctx, *operands)
     structured, attributes = unpacked(ctx.avals_in, params)
@@ -207,7 +216,7 @@ def _lower_kernel(
     operator: Operator, run: Callable[..., Any], split: str, ctx: Any, *operands: Any, params: dict[str, Any]
 ) -> Any:
     run = on_arrays(run, params)
-    if split in ("explicit", "auto"):
+    if split in ("explicit", "auto", "mixed"):
         avals = [_on_mesh_around(aval) if split == "explicit" else aval for aval in ctx.avals_in]
         local = ctx.replace(avals_in=avals)
 
@@ -224,14 +233,14 @@ def _lower_kernel(
 
 
 def _donates(symbols: Any) -> bool:
-    """Whether the program that is being lowered donates any argument, or may do so."""
+    """Tells whether the program that is being lowered donates any argument, or may do so."""
     # JAX lowers an equation once for all places where it stands, so the operands themselves are not known here.
     marks = ("jax.buffer_donor", "tf.aliasing_output")
     return "main" not in symbols or any(mark in given for given in symbols["main"].arg_attrs for mark in marks)
 
 
 def _on_chips(hardware: Hardware) -> AbstractContextManager[None]:
-    """The surrounding mesh with chips of this kind: Pallas asks the mesh, else assumes the chip of this machine."""
+    """Returns the surrounding mesh with chips of this kind: Pallas asks the mesh, else assumes this machine's chip."""
     mesh = jax.sharding.get_abstract_mesh()
     device = abstract_device(hardware)
     return jax.sharding.use_abstract_mesh(
@@ -240,7 +249,7 @@ def _on_chips(hardware: Hardware) -> AbstractContextManager[None]:
 
 
 def _on_mesh_around(aval: Any) -> Any:
-    """An operand's type on the surrounding mesh, which knows its devices where the operand's own mesh may not."""
+    """Returns an operand's type on the surrounding mesh, which knows its devices where the operand's own may not."""
     mesh = jax.sharding.get_abstract_mesh()
     return aval.update(sharding=NamedSharding(mesh, aval.sharding.spec)) if is_absent() else aval
 
@@ -260,7 +269,7 @@ def _lower_fun(operator: Operator, fn: Callable[..., Any], ctx: Any, *operands: 
 
 
 def partitioning(avals: Sequence[Any], device_count: int) -> str:
-    """How operands of these types are split over devices: "none", "manual", "mixed", "explicit" or "auto"."""
+    """Tells how operands of these types are split over devices: "none", "manual", "mixed", "explicit" or "auto"."""
     axis_types = mesh_of(avals).axis_types
     if AxisType.Explicit in axis_types:
         return "explicit"
@@ -270,7 +279,7 @@ def partitioning(avals: Sequence[Any], device_count: int) -> str:
 
 
 def split_over(avals: Sequence[Any], device_count: int) -> int:
-    """Over how many devices the compiler splits operands of these types; 1 if it does not."""
+    """Counts the devices over which the compiler splits operands of these types; 1 if it does not."""
     mesh, split = mesh_of(avals), partitioning(avals, device_count)
     if split == "auto":
         return device_count
@@ -279,7 +288,7 @@ def split_over(avals: Sequence[Any], device_count: int) -> int:
 
 
 def mesh_of(avals: Sequence[Any]) -> Any:
-    """The mesh in the operands' types; an empty mesh if they name none."""
+    """Returns the mesh in the operands' types; an empty mesh if they name none."""
     meshes = [aval.sharding.mesh for aval in avals]
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.AbstractMesh((), ()))
 

@@ -13,7 +13,7 @@ from pallas_kernels.kernel import Kernel
 
 
 class Operator(Protocol):
-    """What `lowering` needs to know about an operator; `jaxops.Operator` is one implementation."""
+    """Facts that `lowering` needs to know about an operator; `jaxops.Operator` is one implementation."""
 
     @property
     def name(self) -> str:
@@ -63,20 +63,20 @@ def add(operator: Operator) -> None:
 
 
 def operators() -> tuple[Operator, ...]:
-    """All operators, in order of registration."""
+    """Returns all operators, in order of registration."""
     return tuple(_operators.values())
 
 
 def names() -> frozenset[str]:
-    """The names of all operators."""
+    """Returns the names of all operators."""
     return frozenset(operator.name for operator in _operators.values())
 
 
 def form_names() -> frozenset[str]:
-    """The names of all operators' forms in jnp."""
+    """Returns the names of all operators' forms in jnp."""
     return frozenset(form.name for operator in _operators.values() for form in operator.forms)
 
 
 def operator_of(primitive: Primitive) -> Operator | None:
-    """The operator that a primitive stands for; None for a primitive of JAX or of another library."""
+    """Returns the operator that a primitive stands for; None for a primitive of JAX or of another library."""
     return _operators.get(primitive)

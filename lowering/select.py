@@ -1,4 +1,4 @@
-"""Which implementation of an operator a target gets, and why the others were refused."""
+"""Selection of the implementation of an operator for a target, and why the others were refused."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ _RUNTIME_ERROR = 361001  # CANN's status for "unsupported on this platform"
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What the user asked for: a default, exceptions for single operators, and measurements from tuning.
+    """Choice of the user: a default, exceptions for single operators, and measurements from tuning.
 
     Each request is one of MODES; "pallas" and "interpret" may name a kernel, as in "pallas:mosaic_gpu".
     """
@@ -34,7 +34,7 @@ class Selection:
     tuned: tuple[Entry, ...] = ()
 
     def request(self, operator_name: str) -> str:
-        """What the user asked for this operator."""
+        """Returns what the user asked for this operator."""
         return dict(self.by_operator).get(operator_name, self.default)
 
     def __repr__(self) -> str:
@@ -140,7 +140,7 @@ def _used(implementation: str | None, by_operator: Mapping[str, str]) -> Iterato
 
 def _is_request(request: Any) -> bool:
     mode, colon, kernel_name = request.partition(":") if isinstance(request, str) else ("", "", "")
-    if request in registry.form_names():
+    if isinstance(request, str) and request in registry.form_names():
         return True
     return mode in MODES and (not colon or (bool(kernel_name) and mode in ("pallas", "interpret")))
 
@@ -256,7 +256,8 @@ def choose(
             return Choice(kernel, mode == "interpret", tuple(refusals), config)
         refusals.append(Refusal(kernel.name, reason))
     asked = [kernel for kernel in kernels if kernel_name or _platform_reason(kernel, mode, hardware) is None]
-    insists = any(not kernel.gives_way for kernel in asked)
+    present = set(present_names(structured))
+    insists = any(not kernel.gives_way and present.isdisjoint(kernel.yields_to) for kernel in asked)
     if mode in ("pallas", "interpret") and insists:
         reasons = "; ".join(f"{refusal.kernel}: {refusal.reason}" for refusal in refusals)
         message = (
@@ -313,7 +314,7 @@ def _default(
     outweighed: Callable[[Kernel], str | None],
     tuned_config: Callable[[Kernel], Config | None],
 ) -> tuple[Kernel | None, str | None]:
-    """The kernel that "auto" takes, None for the reference; and why it takes no other, None if tuning has decided."""
+    """Returns the kernel that "auto" takes, None for the reference; and why no other, None if tuning has decided."""
     reason: str | None = None
     if tuned is not None:
         winner = tuned.winner

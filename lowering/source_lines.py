@@ -30,7 +30,7 @@ def add_operators(package: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Where an equation was made.
+    """Place where an equation was made.
 
     A function that a library jits, such as `log_softmax`, is traced once, and its equations remember only the first
     caller. `caller` is the right one, unless the library's function called a user's function in between.
@@ -56,7 +56,7 @@ class Site:
         return self
 
     def frames(self) -> list[Any]:
-        """The frames of the traced function, innermost first, without the call that traced it."""
+        """Returns the frames of the traced function, innermost first, without the call that traced it."""
         frames = getattr(self.traceback, "frames", ())
         return list(itertools.takewhile(lambda frame: not _within(frame.file_name, _HERE), frames))
 
@@ -74,13 +74,13 @@ class Site:
 
     @property
     def is_ours(self) -> bool:
-        """Whether one of the registered operators made this."""
+        """Tells whether one of the registered operators made this."""
         made_by_libraries = itertools.takewhile(lambda frame: is_library(frame.file_name), self.users.frames())
         return any(_is_operators(frame.file_name) for frame in made_by_libraries)
 
 
 def users_line(frames: Sequence[tuple[str, int, str]]) -> str:
-    """The user's line in frames (file, line, function), innermost first; else the innermost; "" for no frames."""
+    """Returns the user's line in frames (file, line, function), innermost first; else the innermost; "" for none."""
     own = list(itertools.takewhile(lambda frame: not _within(frame[0], _HERE), frames)) or frames
     return next((_place(*frame) for frame in own if not is_library(frame[0])), _place(*own[0]) if own else "")
 
@@ -91,14 +91,14 @@ def _place(file: str, line: int, function: str) -> str:
 
 @functools.cache
 def is_library(path: str) -> bool:
-    """Whether a file belongs to a library: an installed package, JAX, a registered operator or Python."""
+    """Tells whether a file belongs to a library: an installed package, JAX, a registered operator or Python."""
     if _INSTALLED.search(path) or _MADE_UP.search(path):
         return True
     return _within(path, _JAX) or _is_operators(path) or _within(path, _STANDARD_LIBRARY)
 
 
 def _package(path: str) -> str:
-    """The installed package that a file belongs to; "" for JAX, operators and files that are not installed."""
+    """Returns the installed package that a file belongs to; "" for JAX, operators and files that are not installed."""
     found = _INSTALLED.search(path)
     return "" if found is None or found[1] in ("jax", "jaxlib") or _is_operators(path) else found[1]
 

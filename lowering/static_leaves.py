@@ -19,7 +19,7 @@ from lowering.pytrees import flattening_fault
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class FixedLeaf:
-    """Stands in results for a fixed leaf of the arguments.
+    """Placeholder in results for a fixed leaf of the arguments.
 
     Attributes:
       path: of that leaf, such as `args[0].activation`.
@@ -31,7 +31,7 @@ class FixedLeaf:
 def of_arrays(
     fn: Callable[..., Any], args: Sequence[Any], *, marked: bool = False
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function and arguments that `jax.jit` accepts: every leaf that is not an array is fixed.
+    """Returns a function and arguments that `jax.jit` accepts: every leaf that is not an array is fixed.
 
     Python numbers count as arrays, as under `jax.jit`, with two exceptions. An argument that holds a function, a string
     or a bool beside its arrays is configuration, so its numbers are fixed too. All numbers are fixed if the function is
@@ -77,25 +77,25 @@ def of_arrays(
 
 
 def jaxpr_of(fn: Callable[..., Any], args: Sequence[Any]) -> Jaxpr:
-    """What `fn` computes; a function that JAX has jitted may have static arguments among these."""
+    """Returns what `fn` computes; a function that JAX has jitted may have static arguments among these."""
     closed = fn.trace(*args).jaxpr if hasattr(fn, "trace") else jax.make_jaxpr(fn)(*args)
     return closed.jaxpr
 
 
 def without_fixed(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments with None in place of the leaves that `of_arrays` fixes."""
+    """Returns the arguments with None in place of the leaves that `of_arrays` fixes."""
     leaves, structure = jax.tree.flatten(tuple(args))
     moving = [None if is_fixed else leaf for leaf, is_fixed in zip(leaves, _fixed(fn, args), strict=True)]
     return tuple(jax.tree.unflatten(structure, moving))
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether this has a shape and a dtype."""
+    """Tells whether this has a shape and a dtype."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, str)
 
 
 def _fixed(fn: Any, args: Sequence[Any]) -> list[bool]:
-    """Whether each leaf is fixed."""
+    """Tells whether each leaf is fixed."""
     fixed = []
     for arg in args:
         leaves, structure = jax.tree.flatten(arg)
@@ -106,7 +106,7 @@ def _fixed(fn: Any, args: Sequence[Any]) -> list[bool]:
 
 
 def _is_value(leaf: Any) -> bool:
-    """Whether JAX can hold this array or number."""
+    """Tells whether JAX can hold this array or number."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype.kind not in "OSUMm" and leaf.dtype.names is None
     if isinstance(leaf, int) and not isinstance(leaf, bool):
@@ -120,5 +120,5 @@ def _is_configuration(leaf: Any) -> bool:
 
 
 def _is_filtered(fn: Any) -> bool:
-    """Whether something other than `jax.jit` has jitted this."""
+    """Tells whether something other than `jax.jit` has jitted this."""
     return hasattr(fn, "lower") and not hasattr(fn, "trace")

@@ -14,7 +14,7 @@ _BORDERS_AND_PADDING = 3  # characters per column, plus one for the table
 
 
 def fitted(table: RenderableType, console: Console) -> RenderableType:
-    """A table with columns at least as wide as their longest words; if the console is too narrow, rows as lists."""
+    """Fits a table's columns to at least their longest words; if the console is too narrow, shows rows as lists."""
     if not isinstance(table, Table):
         return table
     sizes = [_sizes(table, index, console) for index in range(len(table.columns))]
@@ -28,7 +28,7 @@ def fitted(table: RenderableType, console: Console) -> RenderableType:
 
 
 def text(table: RenderableType) -> str:
-    """The text that `print` shows: as wide as the terminal, and the same wherever stdout is none."""
+    """Returns the text that `print` shows: as wide as the terminal, and the same wherever stdout is none."""
     is_terminal = getattr(sys.stdout, "isatty", bool)()
     width = shutil.get_terminal_size().columns if is_terminal else _WIDTH
     file = StringIO()
@@ -38,7 +38,7 @@ def text(table: RenderableType) -> str:
 
 
 def _widths(sizes: list[Measurement], spare: int) -> list[int]:
-    """The least widths, plus the spare characters one by one for the narrowest column that wants more."""
+    """Returns the least widths, plus the spare characters one by one for the narrowest column that wants more."""
     widths = [least for least, _ in sizes]
     for _ in range(spare):
         wanting = [(width, index) for index, width in enumerate(widths) if width < sizes[index].maximum]
@@ -47,7 +47,7 @@ def _widths(sizes: list[Measurement], spare: int) -> list[int]:
 
 
 def _sizes(table: Table, index: int, console: Console) -> Measurement:
-    """The widths of a column's longest word and longest line."""
+    """Returns the widths of a column's longest word and longest line."""
     column = table.columns[index]
     footers = [column.footer] if table.show_footer else []
     cells = [column.header, *column.cells, *footers]
@@ -57,7 +57,7 @@ def _sizes(table: Table, index: int, console: Console) -> Measurement:
 
 
 def _as_lists(table: Table) -> Group:
-    """Each row as its first cell, the other words below it, and its numbers on one line."""
+    """Shows each row as its first cell, the other words below it, and its numbers on one line."""
     lines: list[RenderableType] = [] if table.title is None else [table.title]
     for name, *values in zip(*(column.cells for column in table.columns), strict=True):
         cells = list(zip(table.columns[1:], values, strict=True))
@@ -71,7 +71,7 @@ def _as_lists(table: Table) -> Group:
 
 
 def _numbers(cells: list[tuple[RenderableType, RenderableType]]) -> list[RenderableType]:
-    """All numbers on one line."""
+    """Writes all numbers on one line."""
     named = [f"{' '.join(str(header).split())} {' '.join(str(value).split())}" for header, value in cells if value]
     return [f"  {', '.join(named)}"] if named else []
 

@@ -19,13 +19,13 @@ _NVIDIA_SOURCE = (
 
 
 def _tpu_rates(bfloat16: float, **others: float) -> tuple[tuple[str, float], ...]:
-    """With float32 derived: rounded to bfloat16, or split into parts whose products take three or six passes."""
+    """Derives rates for float32: rounded to bfloat16, or split into parts whose products take three or six passes."""
     passes = {"float32": bfloat16, "float32 high": bfloat16 / 3, "float32 highest": bfloat16 / 6}
     return tuple({"bfloat16": bfloat16, **passes, **others}.items())
 
 
 def _nvidia_rates(*, float16: float, tf32: float, float32: float, float64: float, **others: float) -> Any:
-    """With float32 derived: rounded to TF32, unless the highest precision is asked for."""
+    """Derives the rates for float32: rounded to TF32, unless the highest precision is asked for."""
     halves = {"bfloat16": float16, "float16": float16}
     singles = {"float32": tf32, "float32 high": tf32, "float32 highest": float32}
     return tuple({**halves, **singles, "float64": float64, **others}.items())
@@ -179,7 +179,7 @@ def targets() -> tuple[Hardware, ...]:
 
 
 def named(name: str) -> Hardware:
-    """The record of a chip, or of a platform ("cpu", "cuda", "tpu") if nothing more is known of the chip."""
+    """Returns the record of a chip, or of a platform ("cpu", "cuda", "tpu") if nothing more is known of the chip."""
     if isinstance(name, str) and name in TARGETS:
         return TARGETS[name]
     if isinstance(name, str) and name in PLATFORMS:
@@ -192,7 +192,7 @@ class TopologyError(ValueError):
 
 
 class TargetSlice(NamedTuple):
-    """What a target string such as "tpu-v5e:16x16" names.
+    """Slice that a target string such as "tpu-v5e:16x16" names.
 
     Attributes:
       hardware: the record of the chip, or of a platform about whose chip nothing more is known.
@@ -223,7 +223,7 @@ def parse(target: str) -> TargetSlice:
 
 
 def of_device(platform: str, device: jax.Device | AbstractDevice) -> Hardware:
-    """The record of a device, by the name that the runtime gives it; of any other GPU, what the runtime says of it."""
+    """Returns the record of a device, by the runtime's name for it; of any other GPU, what the runtime says of it."""
     kind = device.device_kind
     for hardware in TARGETS.values():
         if (hardware.platform, hardware.device_kind) == (platform, kind):
@@ -243,13 +243,13 @@ def of_device(platform: str, device: jax.Device | AbstractDevice) -> Hardware:
 
 
 def _capability(text: str | None) -> tuple[int, int] | None:
-    """A compute capability such as "9.0" as two numbers."""
+    """Parses a compute capability such as "9.0" as two numbers."""
     major, dot, minor = (text or "").partition(".")
     return (int(major), int(minor)) if dot else None
 
 
 def gpu_target_config(hardware: Hardware) -> str:
-    """What XLA has to know about an NVIDIA GPU to compile for it: a GpuTargetConfigProto in text form."""
+    """Returns what XLA has to know about an NVIDIA GPU to compile for it: a GpuTargetConfigProto in text form."""
     if hardware.compute_capability is None or hardware.clock_hz is None:
         raise ValueError(f"lowering: target must be one of NVIDIA's chips; got {show(hardware.name)}")
     major, minor = hardware.compute_capability
@@ -281,7 +281,7 @@ device_description_str: "{hardware.device_kind}"
 
 
 def being_lowered_for(platform: str, platforms: tuple[str, ...]) -> Hardware:
-    """The chip that code for `platform` will run on, as far as lowering knows it.
+    """Returns the chip that code for `platform` will run on, as far as lowering knows it.
 
     `lowering.compile` names the chip, and so may an abstract mesh. Otherwise code for one platform runs on the devices
     of this process, if they are of that platform. Code exported for several platforms may run on any of their chips.
@@ -303,22 +303,22 @@ def compiled_for(hardware: Hardware) -> AbstractContextManager[None]:
 
 
 def is_absent() -> bool:
-    """Whether code is being compiled for a chip that is absent."""
+    """Tells whether code is being compiled for a chip that is absent."""
     return _compiled_for.value is not None
 
 
 def abstract_device(hardware: Hardware) -> AbstractDevice:
-    """The chip as an abstract mesh holds it."""
+    """Returns the chip as an abstract mesh holds it."""
     platform = "gpu" if hardware.platform == "cuda" else hardware.platform
     return AbstractDevice(device_kind=hardware.device_kind, num_cores=hardware.cores, platform=platform)
 
 
 def here() -> Hardware:
-    """The chip that this process uses by default."""
+    """Returns the chip that this process uses by default."""
     return of_device(platform_here(), jax.devices()[0])
 
 
 def platform_here() -> str:
-    """The default backend, by the name that lowering rules use: "cpu", "cuda" or "tpu"."""
+    """Returns the default backend, by the name that lowering rules use: "cpu", "cuda" or "tpu"."""
     backend = jax.default_backend()
     return "cuda" if backend == "gpu" else backend

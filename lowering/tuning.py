@@ -54,7 +54,7 @@ class TuningResult:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is missing."""
+        """Tells whether nothing is missing."""
         return not self.stopped
 
     def __enter__(self) -> "TuningResult":
@@ -152,7 +152,7 @@ class TuningResult:
 
 
 def merged(*groups: Iterable[Entry]) -> tuple[Entry, ...]:
-    """The entries of all groups; of those with one key, the last that was measured and the last that was replayed."""
+    """Merges the entries of all groups; of those with one key, the last one measured and the last one replayed."""
     return tuple({(entry.key, entry.replayed): entry for group in groups for entry in group}.values())
 
 
@@ -163,7 +163,7 @@ def find(
     operands: Sequence[Any],
     params: Mapping[str, Any],
 ) -> Entry | None:
-    """The measurement of an operator: from the context, else kept, else shipped, else made with other versions."""
+    """Finds an operator's measurement: from the context, else kept, else shipped, else made with other versions."""
     key = Key.of(operator_name, hardware, operands, params)
     if key is None:
         return None
@@ -175,7 +175,7 @@ def find(
 
 
 def faults(overlay: Sequence[Entry], operator_name: str, hardware: Hardware) -> dict[str, str]:
-    """Why kernels of an operator must not be taken on a device, by name."""
+    """Returns why kernels of an operator must not be taken on a device, by name."""
     target = device_name(hardware)
     if target is None:
         return {}
@@ -183,14 +183,14 @@ def faults(overlay: Sequence[Entry], operator_name: str, hardware: Hardware) -> 
 
 
 def _known(overlay: Sequence[Entry], target: str) -> Iterable[Entry]:
-    """All entries that may speak of a target, those that decide first."""
+    """Returns all entries that may speak of a target, those that decide first."""
     shipped = (_shipped(_SHIPPED / f"{target}{kind}.json") for kind in ("", ".replayed"))
     return itertools.chain(overlay, kept.entries_for(target), *shipped)
 
 
 @functools.cache
 def _shipped(path: Path) -> tuple[Entry, ...]:
-    """The entries in a file of this library, read once; warns about a damaged file and ignores it."""
+    """Reads the entries in a file of this library, once; warns about a damaged file and ignores it."""
     if not path.is_file():
         return ()
     try:

@@ -33,6 +33,8 @@ class Kernel:
         sizes are refused earlier, for all kernels.
       takes: the names of the fields of operands that it takes, if these are NamedTuples. The machinery refuses operands
         in which another field is present, before `refuses` is asked. None takes every field.
+      yields_to: those of the other fields that leave the operator to jnp where they are present, even if the user asked
+        for kernels, instead of an error: for gradients of what a kernel can compute the value of.
       configs: `configs(hardware, *operands, **params)`. The launch configurations worth trying there, the default
         first.
       outweighed: `outweighed(hardware, *operands, **params) -> str | None`. Why the hardware's figures say that the
@@ -62,3 +64,4 @@ class Kernel:
     overwrites: Callable[..., Sequence[int]] = _no_operand
     gives_way: bool = False
     takes: frozenset[str] | None = None
+    yields_to: frozenset[str] = frozenset()

@@ -190,8 +190,9 @@ def own_derivative_of_maxtext(w, x, labels):
     return jnp.sum(losses * weights) / (jnp.sum(weights) + 1e-8)
 
 
-def arguments(name: str, dtype: Any, rows: int, features: int, classes: int) -> Any:
-    """The types of a form's arguments, in one dtype; the parameters of linen stay float32, as there."""
+def arguments(name: str, dtype: Any, *sizes: int) -> Any:
+    """The types of a form's arguments for (*rows, features, classes), in one dtype; linen's parameters are float32."""
+    *rows, features, classes = sizes
     shapes = FORMS[name][1](features, classes)
     dtype_of_parameters = jnp.float32 if isinstance(shapes, dict) else dtype
     parameters = jax.tree.map(
@@ -199,7 +200,7 @@ def arguments(name: str, dtype: Any, rows: int, features: int, classes: int) -> 
         shapes,
         is_leaf=lambda each: isinstance(each, tuple) and isinstance(each[0], int),
     )
-    return parameters, jax.ShapeDtypeStruct((rows, features), dtype), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    return parameters, jax.ShapeDtypeStruct((*rows, features), dtype), jax.ShapeDtypeStruct(rows, jnp.int32)
 
 
 def with_gradients(fn: Callable[..., Any]) -> Callable[..., Any]:

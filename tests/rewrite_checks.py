@@ -19,12 +19,11 @@ def users_promotion() -> Iterator[None]:
 
 
 def let_few_logits_count(monkeypatch: pytest.MonkeyPatch, size: int = 0) -> None:
-    """Has arrays of more elements count as logits that are worth a rewrite, and chunks of a row each."""
-    row_chunks, savings = (
-        importlib.import_module(f"jaxops.linear_cross_entropy.{name}") for name in ("row_chunks", "savings")
+    """Has arrays of more elements count as logits that are worth a rewrite, and chunks of few rows."""
+    chunk_sizes, savings = (
+        importlib.import_module(f"jaxops.linear_cross_entropy.{name}") for name in ("chunk_sizes", "rewriting.savings")
     )
-    monkeypatch.setattr(row_chunks, "SMALL_LOGITS", size)
-    monkeypatch.setattr(row_chunks, "default_chunk_rows", lambda *_: 0)
+    monkeypatch.setattr(chunk_sizes, "SIZES", chunk_sizes.SIZES._replace(logits=size, least_rows=1))
     monkeypatch.setattr(savings, "saving", lambda logits, *_, **__: savings.Saving(4 * logits.size, 4 * logits.size))
 
 

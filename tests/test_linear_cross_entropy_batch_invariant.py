@@ -146,22 +146,6 @@ def rows_split_by_hand(devices):
     return run
 
 
-def vocabulary_split_by_hand(inside, check_vma=True, **axes):
-    def run(fn, rows, parameters):
-        of_rows = "rows" if "rows" in axes else None
-        specs = {name: P(of_rows, "vocab" if name == "probabilities" else None) for name in rows}
-        specs |= {name: P(of_rows) for name in ("label", "weight")}
-        options = {"mesh": mesh_of(**axes), "out_specs": P(of_rows), "check_vma": check_vma}
-        split = functools.partial(jax.shard_map, in_specs=(specs, *(P("vocab"),) * len(parameters)), **options)
-        if inside:
-            return jax.jit(split(functools.partial(results, fn, vocab_axis="vocab")))(rows, *parameters), slice(None)
-        forward = split(lambda rows, *parameters: fn(rows, rows["x"], *parameters, vocab_axis="vocab"))
-        outside = functools.partial(results, lambda rows, x, *parameters: forward(rows | {"x": x}, *parameters))
-        return jax.jit(outside)(rows, *parameters), slice(None)
-
-    return run
-
-
 def split_by_jit(
     axis_type, of_rows, of_weight, in_context, split=("x", "label", "weight", "probabilities", "cotangents")
 ):
@@ -190,7 +174,6 @@ def split_by_hand_and_by_jit(fn, rows, parameters):
 
 
 PLACES = {
-    "vocabulary-8": vocabulary_split_by_hand(True, vocab=8),
     "shuffled": of_batch(np.random.default_rng(1).permutation(ROWS)),
     "automatic": split_by_jit(AxisType.Auto, "rows", None, in_context=False),
     "one-row": of_batch(np.arange(ROWS - 1, ROWS)),
@@ -198,10 +181,7 @@ PLACES = {
     "rows-8": rows_split_by_hand(8),
     "gradients": with_all_gradients,
     "65-rows": of_batch(np.arange(20, 85)),
-    "vocabulary-2x4": vocabulary_split_by_hand(True, rows=2, vocab=4),
     "chunks": with_chunk_rows,
-    "vocabulary-2": vocabulary_split_by_hand(False, vocab=2),
-    "vocabulary-8-unchecked": vocabulary_split_by_hand(False, check_vma=False, vocab=8),
     "two-axes": in_two_axes,
     "vmap": under_vmap,
     "no-jit": without_jit,
@@ -214,7 +194,7 @@ PLACES = {
 
 
 IN_EVERY_RUN = {
-    (entropy_and_loss, "float32"): ("vocabulary-8",),
+    (entropy_and_loss, "float32"): ("shuffled", "automatic"),
     (log_probs_and_entropy, "bfloat16"): ("65-rows",),
 }
 # Each place has two of the functions, one in each dtype, and each function half of the places.
@@ -269,7 +249,7 @@ def test_bias_that_forbids_parts_of_the_vocabulary_and_all_classes(rng):
         bias = np.full(32, -np.inf, np.float32)
         bias[first:last] = rng.normal(size=last - first)
         actual = value_and_gradients(x, weight, labels + first, bias=bias, batch_invariant=True)
-        known = value_and_gradients(x, weight[first:last], labels, bias=bias[first:last], strategy="full")
+        known = value_and_gradients(x, weight[first:last], labels, bias=bias[first:last])
         contract.assert_close(actual[:2], known[:2])
         assert not np.any(np.delete(np.asarray(actual[2]), np.s_[first:last], axis=0))
     loss, x_grad, *_ = value_and_gradients(
@@ -299,10 +279,10 @@ def test_of_equal_logits_the_first_is_predicted(rng):
     assert aux.accuracy.tolist() == [1, 0]
 
 
-def with_aux(x, weight, labels, bias):
-    options = {"ignore_index": -1, "label_smoothing": 0.1, "z_loss": 0.1, "return_aux": True}
-    loss, aux = linear_cross_entropy(x, weight, labels, bias=bias, batch_invariant=True, **options)
-    return loss, jnp.sum(aux.lse), jnp.sum(aux.entropy)
+def promised(x, weight, labels, bias):
+    options = {"ignore_index": -1, "label_smoothing": 0.1, "z_loss": 0.1, "bias": bias, "batch_invariant": True}
+    log_probs = linear_log_probs(x, weight, labels, ignore_index=-1, return_entropy=True, batch_invariant=True)
+    return linear_cross_entropy(x, weight, labels, **options), *map(jnp.sum, log_probs)
 
 
 def draw_promised(rng):
@@ -312,12 +292,12 @@ def draw_promised(rng):
 
 PROMISED = contract.Case(
     name="batch_invariant",
-    fn=with_aux,
+    fn=promised,
     operands=draw_promised,
     differentiable=(0, 1, 3),
     batched=(0, None, 0, None),
-    operator="batch_invariant_sums",
-    backward="batch_invariant_sums_backward",
+    operator="batch_invariant_losses",
+    backward="batch_invariant_losses_backward",
 )
 
 
@@ -346,17 +326,16 @@ def test_kernels_have_no_part(rng):
 def test_what_cannot_be_batch_invariant_is_refused_in_one_sentence(rng):
     x, weight, labels = make_case(rng, classes=24)
     with pytest.raises(
-        BadParamError, match=r"^linear_cross_entropy: strategy must be one of auto, recompute; got 'full'$"
+        BadParamError, match=r"^linear_cross_entropy: strategy must be one of auto, recompute; got 'grad_in_forward'$"
     ):
-        linear_cross_entropy(x, weight, labels, strategy="full", batch_invariant=True)
+        linear_cross_entropy(x, weight, labels, strategy="grad_in_forward", batch_invariant=True)
     with pytest.raises(BadParamError, match=r"^linear_log_probs: batch_invariant must be a bool; got 1$"):
         linear_log_probs(x, weight, labels, batch_invariant=1)
     call = functools.partial(linear_log_probs, vocab_axis="vocab", batch_invariant=True)
     split = jax.shard_map(call, mesh=mesh_of(vocab=3), in_specs=(P(), P("vocab"), P()), out_specs=P())
-    rule = (
-        "vocab_axis must have a size that divides 8, the number of parts that batch_invariant cuts the vocabulary into"
-    )
-    with pytest.raises(BadParamError, match=f"^linear_log_probs: {rule}; got 3"):
+    with pytest.raises(
+        BadParamError, match=r"^linear_log_probs: batch_invariant must be False with vocab_axis; got True"
+    ):
         split(x, weight, labels)
     (rows,) = jax.export.symbolic_shape("n")
     with pytest.raises(

@@ -5,7 +5,8 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_linear_cross_entropy_kernels_gpu import H100, INTERPRET, TILES, logits_of, make_case
+from linear_cross_entropy_rows_oracle import is_label, make_logits
+from test_linear_cross_entropy_kernels_gpu import H100, INTERPRET, TILES, make_case
 
 from pallas_kernels.gpu.linear_cross_entropy import exponentials, gradients, statistics, tiles
 
@@ -24,32 +25,30 @@ from pallas_kernels.gpu.linear_cross_entropy import exponentials, gradients, sta
 )
 def test_linear_cross_entropy_exponentials_agree_with_float64(sizes, options, form, capfd):
     """Workers have several tiles each, of one row block or of several, in whole groups of these or not."""
-    operands, softcap = make_case(*sizes, **options)
+    rows, columns, softcap = make_case(*sizes, **options)
     config = {**TILES, "workers": 3, "store_slots": 2, **form}
-    x, weight, bias, labels, target = operands
-    reference = np.random.default_rng(1).normal(size=sizes[0]).astype(np.float32)
+    shift = np.random.default_rng(1).normal(size=sizes[0]).astype(np.float32)
     off_label, rest, target_logit = exponentials.exponentials(
-        x,
-        weight,
-        bias,
-        target,
-        labels,
-        reference,
+        rows.x,
+        *columns,
+        rows.labels,
+        shift,
         softcap=softcap,
         most_excess=60.0,
         config=config,
         interpret=INTERPRET,
     )
     assert "RACE DETECTED" not in capfd.readouterr().out
-    shifted = logits_of(operands, softcap) - reference[:, None]
-    is_label = np.arange(sizes[2]) == np.asarray(labels)[:, None]
-    truth = np.where(is_label, 0, np.exp(shifted))
+    logits = make_logits(rows, columns, softcap)
+    shifted = logits - shift[:, None]
+    truth = np.where(is_label(rows, columns), 0, np.exp(shifted))
     np.testing.assert_allclose(rest, truth.sum(-1), rtol=1e-5)
     if softcap is not None:
-        truth = truth * (1 - ((shifted + reference[:, None]) / softcap) ** 2)
+        truth = truth * (1 - (logits / softcap) ** 2)
     np.testing.assert_allclose(np.asarray(off_label, np.float64), truth, rtol=5e-3, atol=1e-3)
-    expected_target = (shifted * np.asarray(target)).sum(-1) if target.size else np.zeros(sizes[0])
-    np.testing.assert_allclose(target_logit, expected_target, rtol=1e-4, atol=1e-4)
+    target = columns.class_targets
+    true_target = np.zeros(sizes[0]) if target is None else (shifted * np.asarray(target)).sum(-1)
+    np.testing.assert_allclose(target_logit, true_target, rtol=1e-4, atol=1e-4)
 
 
 def test_linear_cross_entropy_configs_fit_and_use_the_chip():

@@ -5,12 +5,12 @@ import types
 
 import jax
 import jax.numpy as jnp
-import linear_cross_entropy_rows_oracle as oracle
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from linear_cross_entropy_oracle import expected
 from linear_cross_entropy_rows_oracle import (
     CLASSES,
     F32,
@@ -25,7 +25,8 @@ from linear_cross_entropy_rows_oracle import (
 import lowering
 from jaxops import aclnn
 from jaxops.linear_cross_entropy import linear_cross_entropy
-from jaxops.linear_cross_entropy.logits import Needs, RowStatistics
+from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows, RowStatistics
+from lowering.select import refusal_by_fields
 from lowering.targets import named
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu.linear_cross_entropy import backward, gradients, statistics, tiles, vocab_parallel
@@ -33,6 +34,7 @@ from pallas_kernels.tpu.linear_cross_entropy import backward, gradients, statist
 BF16 = "bfloat16"
 FORWARD_CONFIG = {"block_rows": 8, "block_vocab": 8, "block_hidden": 8}
 BACKWARD_CONFIG = {"block_staying": 8, "block_streaming": 8, "block_hidden": 8}
+NEEDS = Needs(x=True, weight=True)
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 VARIANTS = {
     "plain": {},
@@ -54,18 +56,27 @@ def compiled(name, **attributes):
     return jax.jit(functools.partial(run, config=config, interpret=INTERPRET, **attributes))
 
 
-def forward(operands, *, softcap=None, metrics=False):
-    return RowStatistics(*compiled("forward", softcap=softcap, metrics=metrics)(*operands))
+def forward(rows, columns, *, softcap=None, metrics=False):
+    return RowStatistics(*compiled("forward", softcap=softcap, metrics=metrics)(rows, columns))
 
 
-def gradients_of(terms, operands, *, needs, softcap=None, metrics=False):
-    run = compiled("backward", softcap=softcap, metrics=metrics, needs=needs)
-    return run(*terms, *operands, jnp.zeros((ROWS, 0), F32))
+def gradients_of(terms, rows, columns, *, needs=NEEDS, softcap=None):
+    """The gradients of x, weight, bias and targets; None where they are not needed."""
+    (x_grad, *_), of_columns = compiled("backward", softcap=softcap, needs=needs)(terms, rows, columns)
+    return x_grad, *of_columns
 
 
-def make_terms(rng, rows):
-    weights = [jnp.asarray(rng.normal(size=ROWS), F32) for _ in range(4)]
-    return [*weights, rows.max_logit, rows.log_sum_exp]
+def make_terms(rng, statistics):
+    """Terms for everything that the statistics are of."""
+    softmax, slope, label, target = (jnp.asarray(rng.normal(size=statistics.max_logit.shape), F32) for _ in range(4))
+    return CotangentTerms(
+        softmax,
+        statistics.max_logit,
+        statistics.log_sum_exp,
+        label,
+        None if statistics.target_logit is None else target,
+        None if statistics.mean_logit is None else slope,
+    )
 
 
 def assert_close(actual, expected, rtol=2e-5):
@@ -73,65 +84,68 @@ def assert_close(actual, expected, rtol=2e-5):
     np.testing.assert_allclose(wide(actual), expected, rtol=rtol, atol=rtol * scale)
 
 
+def assert_statistics_close(actual, expected):
+    """Holds statistics against the truth; both lack the same fields."""
+    for name, result, true in zip(actual._fields, actual, expected, strict=True):
+        assert (result is None) == (true is None), name
+        if result is not None:
+            dtype = jnp.int32 if name == "prediction" else jnp.float32
+            assert (result.shape, result.dtype) == (true.shape, dtype), name
+            assert_close(result, true)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_linear_cross_entropy_tpu_kernels_agree_with_float64(variant, rng):
-    attributes = {"softcap": variant.get("softcap"), "metrics": variant.get("metrics", False)}
-    operands = make_operands(rng, **variant)
-    rows = forward(operands, **attributes)
-    for name, actual, true in zip(rows._fields, rows, expected_statistics(operands, **attributes), strict=True):
-        assert (actual.shape, actual.dtype) == ((ROWS,), jnp.int32 if name == "prediction" else jnp.float32), name
-        assert_close(actual, true)
-    terms = make_terms(rng, rows)
-    needs = Needs(True, True, operands[2].size > 0, operands[4].size > 0, False)
-    results = gradients_of(terms, operands, needs=needs, **attributes)
-    truth = expected_gradients(terms, operands, **attributes)
-    eps = float(jnp.finfo(operands[0].dtype).eps)
-    for result, true, needed in zip(results, truth, needs, strict=False):
-        assert result.size == (true.size if needed else 0)
-        assert_close(result, true if needed else true[:0], rtol=max(2e-5, eps))
-    assert [result.dtype for result in results] == [operand.dtype for operand in (*operands[:3], *operands[4:])]
+    softcap, metrics = variant.get("softcap"), variant.get("metrics", False)
+    rows, columns = make_operands(rng, **variant)
+    found = forward(rows, columns, softcap=softcap, metrics=metrics)
+    assert_statistics_close(found, expected_statistics(rows, columns, softcap=softcap, metrics=metrics))
+    terms = make_terms(rng, found)
+    needs = NEEDS._replace(bias=columns.bias is not None, class_targets=columns.class_targets is not None)
+    results = gradients_of(terms, rows, columns, needs=needs, softcap=softcap)
+    truth = expected_gradients(terms, rows, columns, softcap=softcap)
+    eps = float(jnp.finfo(rows.x.dtype).eps)
+    for result, true, operand in zip(results, truth, (rows.x, *columns), strict=True):
+        assert (result is None) == (operand is None)
+        if result is not None:
+            assert (result.shape, result.dtype) == (operand.shape, operand.dtype)
+            assert_close(result, true, rtol=max(2e-5, eps))
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("block_hidden", [128, 8], ids=["whole features", "features in parts"])
-def test_linear_cross_entropy_tpu_kernel_folds_chunks_of_a_block(block_hidden, rng, monkeypatch):
+def test_linear_cross_entropy_tpu_kernel_folds_chunks_of_a_block(block_hidden, rng):
     # A block of rows takes two registers' lanes; the first block of classes is two chunks, and the second is cut in its
     # second chunk.
-    for name, size in {"ROWS": 200, "CLASSES": 850}.items():
-        monkeypatch.setattr(oracle, name, size)
-    operands = make_operands(rng, **VARIANTS["all"])
+    operands = make_operands(rng, rows=200, classes=850, **VARIANTS["all"])
     config = {"block_rows": 256, "block_vocab": 512, "block_hidden": block_hidden}
     run = functools.partial(statistics.run, config=config, interpret=INTERPRET, softcap=3.0, metrics=True)
-    rows = RowStatistics(*jax.jit(run)(*operands))
-    for actual, true in zip(rows, expected_statistics(operands, softcap=3.0, metrics=True), strict=True):
-        assert_close(actual, true)
+    found = RowStatistics(*jax.jit(run)(*operands))
+    assert_statistics_close(found, expected_statistics(*operands, softcap=3.0, metrics=True))
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("classes", [1024, 850], ids=["whole blocks", "a cut block"])
-def test_linear_cross_entropy_tpu_kernel_defers_what_a_block_gives_last(classes, rng, monkeypatch):
+def test_linear_cross_entropy_tpu_kernel_defers_what_a_block_gives_last(classes, rng):
     # The first 128 of 640 rows are not deferred. Labels are also looked for before the first block, among no logits.
-    for name, size in {"ROWS": 600, "CLASSES": classes}.items():
-        monkeypatch.setattr(oracle, name, size)
-    x, *others = make_operands(rng, **VARIANTS["bfloat16"])
+    rows, columns = make_operands(rng, rows=600, classes=classes, **VARIANTS["bfloat16"])
     scale = rng.uniform(0.5, 2, size=600).astype(F32)
     scale[300] = 0
+    rows = rows._replace(scale=jnp.asarray(scale))
     config = {"block_rows": 640, "block_vocab": 512, "block_hidden": 128}
     run = functools.partial(statistics.run, config=config, interpret=INTERPRET, softcap=None, metrics=True)
-    rows = RowStatistics(*jax.jit(run)(x, *others, scale))
-    truth = expected_statistics((wide(x) * scale[:, None], *others), softcap=None, metrics=True)
+    found = RowStatistics(*jax.jit(run)(rows, columns))
+    truth = expected_statistics(rows, columns, metrics=True)
     # With a scale of 0 all logits are equal, and the kernel still predicts the largest of x's own.
-    truth.prediction[300] = (wide(x)[300] @ wide(others[0]).T).argmax()
-    for actual, true in zip(rows, truth, strict=True):
-        assert_close(actual, true)
+    truth.prediction[300] = (wide(rows.x)[300] @ wide(columns.weight).T).argmax()
+    assert_statistics_close(found, truth)
 
 
 @pytest.mark.parametrize("scale", [40.0, 640.0])
 def test_linear_cross_entropy_tpu_kernels_take_large_logits(scale, rng):
     operands = make_operands(rng, scale=scale)
-    rows = forward(operands)
-    for actual, true in zip(rows, expected_statistics(operands, softcap=None, metrics=False), strict=True):
+    for actual, true in zip(forward(*operands)[:3], expected_statistics(*operands)[:3], strict=True):
         # Against the size of the logits, as products of float32 have their error.
         np.testing.assert_allclose(actual, true, atol=1e-6 * scale * HIDDEN)
 
@@ -141,84 +155,63 @@ def test_linear_cross_entropy_tpu_kernels_lose_no_digits_to_a_common_offset(rng)
     x = np.concatenate([rng.integers(-2, 3, size=(ROWS, 2)), np.ones((ROWS, 1)), np.zeros((ROWS, HIDDEN - 3))], axis=1)
     weight = np.concatenate([rng.integers(-1, 2, size=(CLASSES, 2)), np.full((CLASSES, 1), 2**20)], axis=1)
     weight = np.concatenate([weight, np.zeros((CLASSES, HIDDEN - 3))], axis=1)
-    operands = jnp.asarray(x, F32), jnp.asarray(weight, F32), *make_operands(rng)[2:]
-    truth = expected_statistics(operands, softcap=None, metrics=False)
-    rows = forward(operands)
-    np.testing.assert_allclose(rows.log_sum_exp, truth.log_sum_exp, rtol=1e-6)
-    np.testing.assert_array_equal(rows.label_logit, truth.label_logit)
-    terms = make_terms(rng, rows)
-    results = gradients_of(terms, operands, needs=Needs(True, True, False, False, False))
-    true_x, true_weight, *_ = expected_gradients(terms, operands, softcap=None, metrics=False)
-    np.testing.assert_allclose(results[0][:, :2], true_x[:, :2], atol=2e-5)
-    np.testing.assert_allclose(results[1], true_weight, atol=2e-5)
+    rows, columns = make_operands(rng)[0]._replace(x=jnp.asarray(x, F32)), Columns(jnp.asarray(weight, F32))
+    truth = expected_statistics(rows, columns)
+    found = forward(rows, columns)
+    np.testing.assert_allclose(found.log_sum_exp, truth.log_sum_exp, rtol=1e-6)
+    np.testing.assert_array_equal(found.label_logit, truth.label_logit)
+    terms = make_terms(rng, found)
+    x_grad, weight_grad, *_ = gradients_of(terms, rows, columns)
+    true_x, true_weight, *_ = expected_gradients(terms, rows, columns)
+    np.testing.assert_allclose(x_grad[:, :2], true_x[:, :2], atol=2e-5)
+    np.testing.assert_allclose(weight_grad, true_weight, atol=2e-5)
 
 
 @pytest.mark.slow
 def test_linear_cross_entropy_tpu_kernels_skip_rows_that_do_not_count(rng):
-    x, *others = make_operands(rng)
-    operands = x.at[:8].set(0), *others
-    rows = forward(operands)
-    for actual, true in zip(rows, expected_statistics(operands, softcap=None, metrics=False), strict=True):
-        assert_close(actual, true)
-    weights = [row.at[:8].set(0) for row in make_terms(rng, rows)[:4]]
+    rows, columns = make_operands(rng)
+    rows = rows._replace(x=rows.x.at[:8].set(0))
+    found = forward(rows, columns)
+    assert_statistics_close(found, expected_statistics(rows, columns))
+    terms = make_terms(rng, found)
+    terms = terms._replace(softmax=terms.softmax.at[:8].set(0), label=terms.label.at[:8].set(0))
     # A block on which nothing pulls is not read.
-    poisoned = x.at[:8].set(jnp.nan), *others
-    terms = [*weights, rows.max_logit, rows.log_sum_exp]
-    x_grad, weight_grad, *_ = gradients_of(terms, poisoned, needs=Needs(True, True, False, False, False))
-    true_x, true_weight, *_ = expected_gradients(terms, operands, softcap=None, metrics=False)
+    poisoned = rows._replace(x=rows.x.at[:8].set(jnp.nan))
+    x_grad, weight_grad, *_ = gradients_of(terms, poisoned, columns)
+    true_x, true_weight, *_ = expected_gradients(terms, rows, columns)
     np.testing.assert_array_equal(x_grad[:8], 0)
     assert_close(x_grad, true_x)
     assert_close(weight_grad, true_weight)
-    nothing = [0 * row for row in terms[:4]] + terms[4:]
-    for result in gradients_of(nothing, poisoned, needs=Needs(True, True, False, False, False)):
+    nothing = terms._replace(softmax=0 * terms.softmax, label=0 * terms.label)
+    for result in gradients_of(nothing, poisoned, columns)[:2]:
         np.testing.assert_array_equal(result, np.zeros_like(result))
 
 
 @pytest.mark.slow
 def test_linear_cross_entropy_tpu_kernel_predicts_the_first_of_equal_logits(rng):
-    x, weight, *others = make_operands(rng, **VARIANTS["bfloat16"])
-    weight = weight.at[jnp.array([5, 9, 20])].set(weight[3])
-    operands = 4 * weight[jnp.array([3] * ROWS)] + 0 * x, weight, *others
-    rows = forward(operands, metrics=True)
-    np.testing.assert_array_equal(rows.prediction, 3)
-    all_equal = 0 * x, weight, *others
-    np.testing.assert_array_equal(forward(all_equal, metrics=True).prediction, 0)
+    rows, columns = make_operands(rng, **VARIANTS["bfloat16"])
+    weight = columns.weight.at[jnp.array([5, 9, 20])].set(columns.weight[3])
+    columns = columns._replace(weight=weight)
+    equal = rows._replace(x=4 * weight[jnp.array([3] * ROWS)])
+    np.testing.assert_array_equal(forward(equal, columns, metrics=True).prediction, 3)
+    all_equal = rows._replace(x=0 * rows.x)
+    np.testing.assert_array_equal(forward(all_equal, columns, metrics=True).prediction, 0)
 
 
 @pytest.mark.slow
 def test_linear_cross_entropy_tpu_kernels_allow_forbidden_classes(rng):
-    x, weight, _, _, *targets = make_operands(rng, **VARIANTS["bfloat16"])
+    rows, columns = make_operands(rng, **VARIANTS["bfloat16"])
     # The first block of classes is forbidden as a whole.
-    bias = jnp.where(jnp.arange(CLASSES) < 10, -jnp.inf, 0.0)
-    rows = forward((x, weight, bias, jnp.full(ROWS, 12), *targets), metrics=True)
-    logits = wide(x) @ wide(weight[10:]).T
+    columns = columns._replace(bias=jnp.where(jnp.arange(CLASSES) < 10, -jnp.inf, 0.0))
+    found = forward(rows._replace(labels=jnp.full(ROWS, 12)), columns, metrics=True)
+    logits = wide(rows.x) @ wide(columns.weight[10:]).T
     shifted = logits - logits.max(-1, keepdims=True)
     total = np.exp(shifted).sum(-1)
-    assert_close(rows.max_logit, logits.max(-1))
-    assert_close(rows.log_sum_exp, np.log(total))
-    assert_close(rows.label_logit, shifted[:, 2])
-    assert_close(rows.mean_logit, (np.exp(shifted) * shifted).sum(-1) / total)
-    np.testing.assert_array_equal(rows.prediction, 10 + logits.argmax(-1))
-
-
-def oracle_loss(x, weight, labels, *, bias=None, class_weight=None, label_smoothing=0.0, z_loss=0.0, softcap=None):
-    """The documented formula summed over kept rows in float64, with its gradients in x and weight."""
-    classes = weight.shape[0]
-    kept = np.asarray(labels) != -100
-    weights = np.ones(classes) if class_weight is None else wide(class_weight)
-    q = (
-        (1 - label_smoothing) * (np.asarray(labels)[:, None] == np.arange(classes)) + label_smoothing / classes
-    ) * weights
-    q, x = np.where(kept[:, None], q, 0), np.where(kept[:, None], wide(x), 0)
-    logits = x @ wide(weight).T + (0 if bias is None else wide(bias))
-    slope = 1.0
-    if softcap is not None:
-        logits = softcap * np.tanh(logits / softcap)
-        slope = 1 - (logits / softcap) ** 2
-    lse = np.log(np.exp(logits - logits.max(-1)[:, None]).sum(-1)) + logits.max(-1)
-    loss = (q.sum(-1) * lse - (q * logits).sum(-1) + kept * z_loss * lse**2).sum()
-    terms = (q.sum(-1) + 2 * kept * z_loss * lse)[:, None] * np.exp(logits - lse[:, None]) - q
-    return loss, (terms * slope) @ wide(weight), (terms * slope).T @ x
+    assert_close(found.max_logit, logits.max(-1))
+    assert_close(found.log_sum_exp, np.log(total))
+    assert_close(found.label_logit, shifted[:, 2])
+    assert_close(found.mean_logit, (np.exp(shifted) * shifted).sum(-1) / total)
+    np.testing.assert_array_equal(found.prediction, 10 + logits.argmax(-1))
 
 
 LOSSES = {
@@ -248,7 +241,7 @@ def test_linear_cross_entropy_runs_on_the_tpu_kernels(rows, hidden, classes, dty
         value, (x_grad, weight_grad) = fn(x, weight)
     for operator in ("linear_cross_entropy", "linear_cross_entropy_backward"):
         assert ran[operator] == "mosaic_tpu (interpreted)"
-    true_loss, true_x, true_weight = oracle_loss(x, weight, labels, **attributes)
+    true_loss, true_x, true_weight, _ = expected(x, weight, labels, reduction="sum", **attributes)
     np.testing.assert_allclose(value, true_loss, rtol=1e-5)
     rtol = max(2e-5, 2 * float(jnp.finfo(dtype).eps))
     assert_close(x_grad, true_x, rtol)
@@ -330,54 +323,55 @@ def test_linear_cross_entropy_tpu_kernel_takes_a_mapped_axis_as_rows():
     assert "tensor<1x15xi32>" in text
 
 
-SHAPES = {
-    "x": (5, 8),
-    "weight": (9, 8),
-    "bias": (0,),
-    "labels": (5,),
-    "shared_target": (0,),
-    "row_target": (5, 0),
-    "logits": (5, 0),
-}
+def array(*shape, dtype=F32):
+    return types.SimpleNamespace(shape=shape, dtype=dtype)
+
+
+HARDWARE = Hardware(name="tpu", platform="tpu")
+ROWS_OF_FIVE, COLUMNS = Rows(array(5, 8), array(5)), Columns(array(9, 8))
+# Fields of the operands, and what is said of them by the statistics and by the gradients.
 REFUSALS = {
-    "none": ({}, {}, None, None),
-    "float16": ({}, {"x": "float16"}, "x is float16", "x is float16"),
-    "float64": ({}, {"weight": "float64"}, "weight is float64", "weight is float64"),
-    "no rows": ({"x": (0, 8)}, {}, "x is [0, 8]", "x is [0, 8]"),
-    "many classes": ({"weight": (2**25, 8)}, {}, "weight has 33554432", "weight has 33554432"),
-    "probabilities": ({"row_target": (5, 9)}, {}, "probabilities of every class", "probabilities of every class"),
-    "kept logits": ({"logits": (5, 9)}, {}, None, "use strategy='recompute'"),
-    "many features": ({"x": (5, 2**17), "weight": (9, 2**17)}, {}, None, "131072 features do not fit into VMEM"),
+    "none": ({}, None, None),
+    "float16": ({"x": array(5, 8, dtype="float16")}, "x is float16", "x is float16"),
+    "float64": ({"weight": array(9, 8, dtype="float64")}, "weight is float64", "weight is float64"),
+    "no rows": ({"x": array(0, 8)}, "x is [0, 8]", "x is [0, 8]"),
+    "many classes": ({"weight": array(2**25, 8)}, "weight has 33554432", "weight has 33554432"),
+    "probabilities": ({"labels": None, "probabilities": array(5, 9)}, *["takes no probabilities"] * 2),
+    "no labels": ({"labels": None}, *["compares rows with labels"] * 2),
+    "scale": ({"scale": array(5)}, None, "takes no scale"),
+    "margin": ({"margin": array(5)}, "takes no margin", "takes no margin"),
+    "many features": (
+        {"x": array(5, 2**17), "weight": array(9, 2**17)},
+        *(None, "131072 features do not fit into VMEM"),
+    ),
 }
 
 
-@pytest.mark.parametrize(("shapes", "dtypes", "forward_words", "backward_words"), REFUSALS.values(), ids=REFUSALS)
-def test_linear_cross_entropy_tpu_kernels_refuse(shapes, dtypes, forward_words, backward_words):
-    operands = [
-        types.SimpleNamespace(shape=shapes.get(name, shape), dtype=dtypes.get(name, F32))
-        for name, shape in SHAPES.items()
-    ]
-    hardware = Hardware(name="tpu", platform="tpu")
-    forward_reason = statistics.KERNEL.refuses(hardware, *operands[:6], softcap=None, metrics=False)
-    rows = [types.SimpleNamespace(shape=(5,), dtype=F32)] * 6
-    backward_reason = backward.KERNEL.refuses(hardware, *rows, *operands, softcap=None, metrics=False)
-    for reason, words in ((forward_reason, forward_words), (backward_reason, backward_words)):
+@pytest.mark.parametrize(("fields", "forward_words", "backward_words"), REFUSALS.values(), ids=REFUSALS)
+def test_linear_cross_entropy_tpu_kernels_refuse(fields, forward_words, backward_words):
+    rows, columns = (
+        record._replace(**{name: field for name, field in fields.items() if name in record._fields})
+        for record in (ROWS_OF_FIVE, COLUMNS)
+    )
+    terms = CotangentTerms(*[array(5)] * 4)
+    for kernel, operands, words in (
+        (statistics.KERNEL, (rows, columns), forward_words),
+        (backward.KERNEL, (terms, rows, columns), backward_words),
+    ):
+        reason = refusal_by_fields(kernel, operands) or kernel.refuses(HARDWARE, *operands, softcap=None, needs=NEEDS)
         assert (reason is None) == (words is None)
         assert words is None or words in reason
 
 
 def test_aclnn_linear_cross_entropy_tpu_kernels_refuse():
-    def array(*shape, dtype=F32):
-        return types.SimpleNamespace(shape=shape, dtype=dtype)
-
-    hardware, x, weight, row = Hardware(name="tpu", platform="tpu"), array(5, 8), array(9, 8), array(5)
-    max_sum = functools.partial(vocab_parallel.MAX_SUM_KERNEL.refuses, hardware, x, weight, row, array(), array())
+    x, weight, row = array(5, 8), array(9, 8), array(5)
+    max_sum = functools.partial(vocab_parallel.MAX_SUM_KERNEL.refuses, HARDWARE, x, weight, row, array(), array())
     assert max_sum(return_logits=False) is None
     assert "no logits that could be returned" in max_sum(return_logits=True)
-    grad = functools.partial(vocab_parallel.GRAD_KERNEL.refuses, hardware, row, x, weight, row, row)
-    assert grad(row, row, array(5, 0)) is None
-    assert "give logits_max and sum_exp_logits" in grad(row, row, array(5, 9))
-    assert "sum_exp_logits is float64" in grad(row, array(5, dtype="float64"), array(5, 0))
+    grad = functools.partial(vocab_parallel.GRAD_KERNEL.refuses, HARDWARE, row, x, weight, row, row)
+    assert grad(row, row, None) is None
+    assert "give logits_max and sum_exp_logits" in grad(None, None, array(5, 9))
+    assert "sum_exp_logits is float64" in grad(row, array(5, dtype="float64"), None)
 
 
 @pytest.mark.parametrize(("rows", "hidden", "classes"), [(1, 5, 7), (8192, 2304, 256000), (16384, 16384, 128256)])
@@ -385,7 +379,7 @@ def test_aclnn_linear_cross_entropy_tpu_kernels_refuse():
 def test_linear_cross_entropy_tpu_configs_fit(target, rows, hidden, classes):
     chip = Hardware("tpu", "tpu") if target is None else named(target)
     x, weight = (types.SimpleNamespace(shape=(size, hidden), dtype=BF16) for size in (rows, classes))
-    forward_configs = statistics.configs(chip, x, weight)
+    forward_configs = statistics.launch_configs(chip, x, weight)
     backward_configs = gradients.configs(chip, x, weight)
     for configs in (forward_configs, backward_configs):
         assert configs

@@ -14,7 +14,7 @@ import softmax_oracle
 import lowering
 from jaxops import aclnn, softmax
 from jaxops.linear_cross_entropy import linear_cross_entropy
-from jaxops.linear_cross_entropy.logits import Needs
+from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows, RowStatistics
 from lowering.targets import here
 from pallas_kernels.gpu.linear_cross_entropy import gradients, statistics
 
@@ -91,22 +91,20 @@ def test_linear_cross_entropy_kernels_agree_with_float64(shape, dtype, attribute
 @pytest.mark.parametrize("index", range(4))
 def test_linear_cross_entropy_configs_agree(index):
     x, weight, labels = make_operands(700, 320, 9000, "bfloat16")
-    empty, none = jnp.zeros((0,)), jnp.zeros((700, 0))
-    operands = (x, weight, empty, labels, empty, none)
+    rows, columns = Rows(x, labels), Columns(weight)
     forward = {"softcap": None, "metrics": True}
-    config = statistics.configs(here(), *operands, **forward)[index]
-    found = jax.jit(functools.partial(statistics.run, config=config, **forward))(*operands)
+    config = statistics.configs(here(), rows, columns, **forward)[index]
+    found = RowStatistics(*jax.jit(functools.partial(statistics.run, config=config, **forward))(rows, columns))
     z = np.asarray(x).astype(np.float64) @ np.asarray(weight).astype(np.float64).T
     lse = np.log(np.exp(z - z.max(axis=1, keepdims=True)).sum(axis=1))
-    np.testing.assert_allclose(found[0], z.max(axis=1), rtol=1e-5)
-    np.testing.assert_allclose(found[1], lse, rtol=1e-4)
-    np.testing.assert_array_equal(found[5], z.argmax(axis=1))
-    pull = [jnp.ones(700), jnp.zeros(700), -jnp.ones(700), jnp.zeros(700), found[0], found[1]]
-    backward = {"softcap": None, "metrics": False, "needs": Needs(True, True, False, False, False)}
-    config = {**gradients.configs(here(), *pull, *operands, none, **backward)[index], "chunk_columns": 4096}
-    x_grad, weight_grad, *_ = jax.jit(functools.partial(gradients.run, config=config, **backward))(
-        *pull, *operands, none
-    )
+    np.testing.assert_allclose(found.max_logit, z.max(axis=1), rtol=1e-5)
+    np.testing.assert_allclose(found.log_sum_exp, lse, rtol=1e-4)
+    np.testing.assert_array_equal(found.prediction, z.argmax(axis=1))
+    operands = CotangentTerms(jnp.ones(700), *found[:2], -jnp.ones(700)), rows, columns
+    backward = {"softcap": None, "needs": Needs(x=True, weight=True)}
+    config = {**gradients.configs(here(), *operands, **backward)[index], "chunk_columns": 4096}
+    run = functools.partial(gradients.run, config=config, **backward)
+    x_grad, weight_grad = jax.tree.leaves(jax.jit(run)(*operands))
     dz = np.exp(z - z.max(axis=1, keepdims=True) - lse[:, None])
     dz -= np.arange(z.shape[1]) == np.asarray(labels)[:, None]
     truth = (dz @ np.asarray(weight).astype(np.float64), dz.T @ np.asarray(x).astype(np.float64))

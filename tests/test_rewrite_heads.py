@@ -13,15 +13,17 @@ import pytest
 import rewrite_checks
 from heads import FORMS
 
-import jaxops
 import lowering
+from jaxops.linear_cross_entropy.rewriting import savings
 
 users_promotion = pytest.fixture(autouse=True)(rewrite_checks.users_promotion)
 few_logits_count = pytest.fixture(rewrite_checks.few_logits_count)
 
 LARGE, ODD, NARROW, FEW_ROWS = (2048, 512, 32000), (1537, 96, 20011), (600, 8, 32512), (512, 1024, 50257)
 SMALL, TINY = (512, 64, 32000), (260, 32, 2000)
-KEPT, LITTLE = "up to 16,777,216 logits are left alone", "the operator would save less than a fifth of the temporaries"
+BATCHES, ODD_BATCHES, AS_MANY_FEATURES = (8, 256, 512, 32000), (3, 400, 512, 32000), (2048, 2048, 50304)
+KEPT = "up to 16,777,216 logits are left alone"
+COSTS = "the operator could need more temporaries, for copies or sums of a weight that is so large"
 RULES = dict.fromkeys(FORMS, "cross_entropy_sum") | {
     "of_rows": "cross_entropy",
     "focal": "cross_entropy",
@@ -29,7 +31,7 @@ RULES = dict.fromkeys(FORMS, "cross_entropy_sum") | {
 }
 
 # Form, dtype and size, and the rule that rewrites it, or why none does.
-HEADS: dict[tuple[str, Any, tuple[int, int, int]], str] = {
+HEADS: dict[tuple[str, Any, tuple[int, ...]], str] = {
     **{(name, jnp.bfloat16, LARGE): rule for name, rule in RULES.items()},
     **{(name, jnp.float32, ODD): rule for name, rule in RULES.items() if "bias" not in name and "nnx" not in name},
     ("widened", jnp.float16, LARGE): "cross_entropy_sum",
@@ -40,10 +42,28 @@ HEADS: dict[tuple[str, Any, tuple[int, int, int]], str] = {
     ("widened", jnp.bfloat16, ODD): "cross_entropy_sum",
     ("widened", jnp.bfloat16, NARROW): "cross_entropy_sum",
     ("widened", jnp.float32, NARROW): "cross_entropy_sum",
-    ("widened", jnp.bfloat16, FEW_ROWS): "cross_entropy",
-    ("widened", jnp.float32, FEW_ROWS): LITTLE,
+    ("widened", jnp.bfloat16, BATCHES): "cross_entropy_sum",
+    ("widened", jnp.float32, BATCHES): "cross_entropy_sum",
+    ("widened", jnp.bfloat16, ODD_BATCHES): "cross_entropy_sum",
+    ("as_they_are", jnp.bfloat16, BATCHES): "cross_entropy_sum",
+    ("widened_behind_the_bias", jnp.bfloat16, BATCHES): "cross_entropy_sum",
+    ("dense_of_linen", jnp.bfloat16, BATCHES): "cross_entropy_sum",
+    ("narrow_dense_of_linen", jnp.bfloat16, BATCHES): "cross_entropy_sum",
+    ("attend_of_linen", jnp.bfloat16, BATCHES): "cross_entropy_sum",
+    ("linear_of_nnx", jnp.bfloat16, BATCHES): "cross_entropy_sum",
+    ("own_derivative_of_maxtext", jnp.bfloat16, BATCHES): "row_cone",
+    ("own_derivative_of_maxtext", jnp.float32, BATCHES): "row_cone",
+    ("widened", jnp.float32, (4096, 2048, 50304)): "cross_entropy_sum",
+    ("widened", jnp.float32, (4200, 4096, 4096)): COSTS,
+    ("widened", jnp.float32, (4096, 4096, 50304)): COSTS,
+    ("tied", jnp.float32, (4096, 4096, 50304)): "cross_entropy_sum",
+    ("tied", jnp.float32, (2048, 2048, 128256)): "cross_entropy_sum",
+    ("widened", jnp.bfloat16, (2048, 4096, 128256)): COSTS,
+    ("widened", jnp.bfloat16, FEW_ROWS): COSTS,
+    ("widened", jnp.float32, FEW_ROWS): COSTS,
     ("tied", jnp.float32, FEW_ROWS): "cross_entropy_sum",
-    ("own_derivative_of_maxtext", jnp.bfloat16, FEW_ROWS): LITTLE,
+    ("widened", jnp.float32, AS_MANY_FEATURES): "cross_entropy_sum" if savings.KEEPS_ROUNDED else COSTS,
+    ("own_derivative_of_maxtext", jnp.bfloat16, FEW_ROWS): COSTS,
     ("as_they_are", jnp.bfloat16, SMALL): KEPT,
     ("dense_of_linen", jnp.float32, SMALL): KEPT,
     ("own_derivative_of_maxtext", jnp.bfloat16, TINY): KEPT,
@@ -60,15 +80,8 @@ def temporaries(fn: Callable[..., Any], args: Any) -> int:
     return jax.jit(heads.with_gradients(fn)).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
-def by_hand(params: Any, x: Any, labels: Any) -> Any:
-    """The operator with the form's largest parameter, which is what anybody would call."""
-    weight = max(jax.tree.leaves(params), key=lambda leaf: leaf.size)
-    transposed = weight.shape[0] == x.shape[-1]
-    return jaxops.linear_cross_entropy(x, weight.astype(x.dtype), labels, transpose_weight=transposed)
-
-
 @pytest.mark.parametrize(("name", "dtype", "size"), HEADS, ids=named)
-def test_a_head_is_rewritten_or_the_reason_is_said(name: str, dtype: Any, size: tuple[int, int, int]) -> None:
+def test_a_head_is_rewritten_or_the_reason_is_said(name: str, dtype: Any, size: tuple[int, ...]) -> None:
     report = lowering.rewrite(FORMS[name][0]).report(*heads.arguments(name, dtype, *size))
     expected = HEADS[name, dtype, size]
     if expected in RULES.values():
@@ -83,7 +96,9 @@ def test_a_head_is_rewritten_or_the_reason_is_said(name: str, dtype: Any, size: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "size"), HEADS, ids=named)
-def test_what_is_said_of_memory_is_what_xla_reports(name: str, dtype: Any, size: tuple[int, int, int]) -> None:
+def test_what_is_said_of_memory_is_what_xla_reports(
+    name: str, dtype: Any, size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fn, args = FORMS[name][0], heads.arguments(name, dtype, *size)
     fast = lowering.rewrite(fn)
     plain, applied = temporaries(fn, args), fast.report(*args).applied
@@ -92,7 +107,11 @@ def test_what_is_said_of_memory_is_what_xla_reports(name: str, dtype: Any, size:
         assert saved >= 0.2 * plain
         assert applied[0].saved_bytes / 1.5 <= saved <= 1.5 * applied[0].saved_bytes
     else:
-        assert plain - temporaries(by_hand, args) < 0.2 * plain
+        # Nor would a rewrite have saved anything in any order of gradients, if estimates were not asked.
+        monkeypatch.setattr(savings, "saving", lambda logits, *_, **__: savings.Saving(logits.size, logits.size))
+        params, x, labels = args
+        turned = temporaries(lambda x, params, labels: fn(params, x, labels), (x, params, labels))
+        assert min(plain, turned) - temporaries(lowering.rewrite(fn), args) < 0.2 * min(plain, turned)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=named)

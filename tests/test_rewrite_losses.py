@@ -44,6 +44,44 @@ REFUSED = {
 }
 
 
+def one_hot(labels: Any) -> Any:
+    return jax.nn.one_hot(labels, ARGS[0].shape[1])
+
+
+# Losses that are no cross entropy, and of what they are.
+OTHERS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "perceptron": (
+        lambda z, y: optax.losses.perceptron_loss(z, one_hot(y)),
+        "the positive part of products with labels",
+    ),
+    "hinge": (
+        lambda z, y: optax.losses.hinge_loss(z, 2 * one_hot(y) - 1),
+        "the positive part of products with labels",
+    ),
+    "squared error": (lambda z, y: optax.squared_error(z, one_hot(y)), "squared differences from labels"),
+    "margin": (
+        lambda z, y: z.max(-1) - jnp.take_along_axis(z, y[:, None], 1)[:, 0],
+        "maxima of rows and the numbers at labels",
+    ),
+    "picked": (lambda z, y: z[jnp.arange(len(z)), y], "the numbers at labels"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_losses_without_a_log_sum_exp_are_called_what_they_are(name: str) -> None:
+    of_logits, what = OTHERS[name]
+    report = lowering.rewrite(lambda w, x, y: of_logits(x @ w, y).mean()).report(*ARGS)
+    expected = f"this takes no log sum exp: it is a loss of {what}, for which there is no operator"
+    assert [one.reason for one in report.refused] == [expected]
+    assert report.applied == ()
+
+
+def test_layers_that_are_no_loss_are_not_spoken_of() -> None:
+    for layer in (jax.nn.relu, jnp.square, lambda z: z[0], lambda z: z[:, 3], lambda z: (z - 1) ** 2):
+        report = lowering.rewrite(lambda w, x, y, layer=layer: layer(x @ w).mean()).report(*ARGS)
+        assert str(report) == "nothing to rewrite"
+
+
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
 def test_what_is_left_alone_has_a_reason(fn, few_logits_count) -> None:
     few_logits_count(95)

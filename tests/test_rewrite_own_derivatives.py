@@ -85,8 +85,8 @@ LOSSES = {"rows": total, "mean": mean, "jvp": squares}
 def few_rows(few_logits_count, monkeypatch) -> None:
     """Eight rows of the batch axis' 48 at a time."""
     few_logits_count(95)
-    row_chunks = importlib.import_module("jaxops.linear_cross_entropy.row_chunks")
-    monkeypatch.setattr(row_chunks, "default_chunk_rows", lambda *_: 8)
+    chunk_sizes = importlib.import_module("jaxops.linear_cross_entropy.chunk_sizes")
+    monkeypatch.setattr(chunk_sizes, "rows_of_logits", lambda *_: 8)
 
 
 def assert_rewritten(fast: Any, *args: Any) -> None:

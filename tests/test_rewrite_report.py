@@ -34,6 +34,10 @@ def test_patterns_are_switched_by_name(few_logits_count) -> None:
     )
     with pytest.raises(ValueError, match=words):
         lowering.rewrite(loss, only="cross")
+    for name in (3, None, 1.5, [["cross_entropy"]], (3,)):
+        for argument in ("only", "off"):
+            with pytest.raises(ValueError, match=rf"^lowering.rewrite: {argument} must be .* dropout; got \S+$"):
+                lowering.rewrite(loss, **{argument: name})
     with pytest.raises(TypeError, match="fn must be a function"):
         lowering.rewrite(3)
 
@@ -44,8 +48,9 @@ def test_report_is_shown_and_written() -> None:
     (one,) = report.applied
     assert one.source.startswith("rewrite_checks.py:")
     assert one.source.endswith("(loss)")
-    # The logits and their cotangent, but for 1.5 chunks of 512 rows, and the weight as the operator has it.
-    assert one.saved_bytes == 2 * 262_144_000 - 262_144_000 * 3 // 8 - 4 * 512 * 32000
+    # The logits and their cotangent, but for one and a half chunks of 512 rows, the weight as the operator has it,
+    # and the gradient of x.
+    assert one.saved_bytes == 2 * 262_144_000 - 3 * 262_144_000 // 8 - 4 * 512 * 32000 - 4 * 2048 * 512
     assert "cross_entropy" in str(report)
     assert json.loads(report.to_json())["applied"][0]["pattern"] == "cross_entropy_sum"
     assert "rewrite_checks.py" in str(report)

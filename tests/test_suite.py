@@ -9,6 +9,7 @@ import lowering
 from jaxops._suite import SUITE
 from lowering.explain import operator_uses
 from lowering.static_leaves import jaxpr_of, of_arrays
+from lowering.structures import unpacked
 from lowering.targets import named
 
 H100 = named("cuda-h100")
@@ -47,7 +48,8 @@ def looped():
             for operator, operands, params in problems_of(case, size):
                 if operator.name in case.loops:
                     (kernel,) = (each for each in operator.kernels if each.platform == "cuda")
-                    configs = case.overridden(kernel.configs(H100, *operands, **params))
+                    structured, attributes = unpacked(operands, params)
+                    configs = case.overridden(kernel.configs(H100, *structured, **attributes))
                     yield operator.name, configs, np.asarray(labels), len(weight)
 
 

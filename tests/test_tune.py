@@ -9,6 +9,7 @@ import pytest
 
 import lowering
 from jaxops._primitive.operator import Operator
+from lowering.forms import Form, Place
 from lowering.measuring import timing
 from pallas_kernels.kernel import Kernel
 
@@ -270,13 +271,14 @@ def test_result_prints_as_a_table(result):
     assert "the compiler [gives] up" in text
 
 
-def test_tune_times_the_reference_in_the_form_that_it_is_lowered_to():
+def test_tune_times_the_form_that_runs_in_place_of_the_reference():
     places = []
 
-    def reference(x):
-        places.append(lowering.placement())
+    def run(x, *, place):
+        places.append(place)
         return (x + 1,)
 
-    placed = Operator("toy_placed", "... -> ...", lambda x: None, reference)
+    form = Form("xla_toy_placed", frozenset({"cpu"}), run)
+    placed = Operator("toy_placed", "... -> ...", lambda x: None, lambda x: (x + 1,), forms=(form,))
     lowering.tune(lambda x: placed(x)[0], X)
-    assert any(place is not None and (place.platform, place.is_split) == ("cpu", False) for place in places)
+    assert {*places} == {Place("cpu")}

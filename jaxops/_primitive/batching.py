@@ -14,7 +14,7 @@ from jaxops._primitive.signature import Signature
 def batching_rule(
     primitive: Primitive, axes_of: Callable[[Sequence[Any], Mapping[str, Any]], Signature]
 ) -> Callable[..., Any]:
-    """The batching rule of a primitive whose operands and results may carry leading batch axes.
+    """Returns the batching rule of a primitive whose operands and results may carry leading batch axes.
 
     If everything that is mapped carries batch axes and so do all results, the mapped axis becomes one more batch axis
     and the primitive runs once. Otherwise it runs once for each position of the mapped axis. Either way it stays the
@@ -52,7 +52,7 @@ def batching_rule(
 
 
 def as_array(x: Any) -> Any:
-    """An operand, tangent or cotangent as an array. JAX passes on Python numbers as users wrote them."""
+    """Returns an operand, tangent or cotangent as an array. JAX passes on Python numbers as users wrote them."""
     return x if isinstance(x, jax.Array) else jnp.asarray(x, jax.typeof(x).dtype)
 
 

@@ -1,4 +1,4 @@
-"""How operators are differentiated: in forward mode, in reverse mode, and in any mixture of them.
+"""Differentiation of operators: in forward mode, in reverse mode, and in any mixture of them.
 
 Each operator has a documented backward operator, and reverse mode has to run exactly that one. Neither of JAX's own
 tools is enough. `jax.custom_vjp` runs it, but rules out forward mode. `jax.custom_jvp` allows both modes, but reverse
@@ -108,18 +108,18 @@ class _Linear:
         return list(arrays[:count]), list(arrays[count:])
 
     def tangents(self, arrays: Sequence[Any]) -> Any:
-        """The tangents, one for each active operand, as the operands are structured."""
+        """Returns the tangents, one for each active operand, as the operands are structured."""
         rest = iter(arrays)
         return jax.tree.unflatten(self.operands, [next(rest) if a else None for a in self.active])
 
     def of_active(self, operands: Any) -> list[Any]:
-        """What `operands`, structured like the operands, has in the place of the active ones."""
+        """Lists what `operands`, structured like the operands, has in the place of the active ones."""
         present = itertools.compress(fields(operands), presence(self.operands))
         return list(itertools.compress(present, self.active))
 
 
 def jvp_rule(operator: _Operator) -> Callable[..., Any]:
-    """The JVP of an operator: through its tangent primitive if it has one, else through its reference."""
+    """Returns the JVP of an operator: through its tangent primitive if it has one, else through its reference."""
     tangent_primitive = _tangent_primitive(operator, operator.derivative) if operator.derivative else None
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, selection: Any, **params: Any) -> tuple[Any, Any]:
@@ -173,7 +173,7 @@ def _compiled(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Call
 
 
 def _tangent_primitive(operator: _Operator, derivative: Derivative) -> Primitive:
-    """The primitive that maps tangents of operands to tangents of results; its first operands are the residuals."""
+    """Makes the primitive that maps operands' tangents to results' tangents; its first operands are the residuals."""
     primitive = Primitive(f"{operator.name}_tangent")
     primitive.multiple_results = True
 
@@ -206,7 +206,7 @@ def _tangent_primitive(operator: _Operator, derivative: Derivative) -> Primitive
 
 
 def _transpose(derivative: Derivative, cotangents: Any, *arrays: Any, linear: _Linear) -> list[Any]:
-    """The transpose of a tangent primitive: binds the documented backward operator."""
+    """Transposes a tangent primitive, by binding the documented backward operator."""
     # JAX transposes in the tangents alone: residuals have values here, and tangents are placeholders for their types.
     residuals, tangents = linear.split(arrays)
     # Transposition happens after tracing, maybe outside the user's `lowering.use`, so what held there is restored.
@@ -232,7 +232,7 @@ def _jvp_of_tangent(
     *,
     linear: _Linear,
 ) -> tuple[Any, Any]:
-    """The JVP of a tangent primitive t = T(r) u, which is linear in the tangents u but not in the residuals r.
+    """Computes the JVP of a tangent primitive t = T(r) u, which is linear in the tangents u but not in the residuals r.
 
     By the product rule, dt = (dT(r)/dr dr) u + T(r) du.
     """
@@ -266,7 +266,7 @@ def _jvp_of_tangent(
 
 
 def _axes_of_tangent(operator: _Operator, derivative: Derivative, linear: _Linear) -> Signature:
-    """The signature of a tangent primitive's equation, from those of its operator and of the residuals."""
+    """Returns the signature of a tangent primitive's equation, from those of its operator and of the residuals."""
     axes = operator.axes
     kept = (*axes.operands, *axes.results)
     if derivative.linearize is not None:
@@ -298,7 +298,7 @@ def _jvp_of_meaning(
     active: Sequence[bool],
     params: Mapping[str, Any],
 ) -> list[jax.Array]:
-    """The tangents of the operator's results, by JAX's differentiation of its reference."""
+    """Computes the tangents of the operator's results, by JAX's differentiation of its reference."""
 
     def of_active(*varying: Any) -> list[jax.Array]:
         rest = iter(varying)

@@ -114,7 +114,7 @@ class Operator:
         return sharding.per_device(self._axes_of_equation(arrays, params), run, arrays)
 
     def structure_of_results(self, arrays: Sequence[Any], params: Mapping[str, Any]) -> Structure:
-        """The structure of an equation's results."""
+        """Returns the structure of an equation's results."""
         key = _key(arrays, params)
         if key not in self._structures:
             types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]

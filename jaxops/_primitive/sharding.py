@@ -1,4 +1,4 @@
-"""How operators run on more than one device, as their signatures say.
+"""Operators on more than one device, run as their signatures say.
 
 JAX has three ways to split arrays, and an operator has to work under each. Under jit on an automatic mesh, XLA's
 partitioner decides. On an explicit mesh (`AxisType.Explicit`), the sharding is part of an array's type, and every
@@ -20,7 +20,7 @@ from jaxops._primitive.signature import Axes, Signature, entry_of, names_of
 
 
 def same_varying_axes(operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Inside shard_map, makes all operands vary over the same mesh axes, as primitives require.
+    """Makes all operands inside shard_map vary over the same mesh axes, as primitives require.
 
     The transpose of `pcast` then sums the cotangents of replicated operands over devices.
     """
@@ -35,12 +35,12 @@ def same_varying_axes(operands: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def varying_with(arrays: Sequence[jax.Array], operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Inside shard_map, makes the initial carry of a loop vary over all axes over which its operands vary."""
+    """Makes the initial carry of a loop inside shard_map vary over all axes over which its operands vary."""
     return tuple(same_varying_axes([*arrays, *operands])[: len(arrays)])
 
 
 def tracks_varying_axes(axis_name: Any) -> bool:
-    """Whether the surrounding shard_map has `check_vma`.
+    """Tells whether the surrounding shard_map has `check_vma`.
 
     If so, all devices share the cotangent of a sum over devices. If not, each has its own, and they must be summed.
     """
@@ -48,7 +48,7 @@ def tracks_varying_axes(axis_name: Any) -> bool:
 
 
 def explicit_mesh(operands: Sequence[Any]) -> Any | None:
-    """The mesh with explicit axes on which the operands lie, or None."""
+    """Returns the mesh with explicit axes on which the operands lie, or None."""
     for operand in operands:
         mesh = jax.typeof(operand).sharding.mesh
         if AxisType.Explicit in mesh.axis_types:
@@ -74,14 +74,14 @@ def sharded_as_signature(axes: Callable[[], Signature], fn: Callable[..., Any], 
 
 
 def laid_out_as(x: jax.Array, sharding: Any) -> jax.Array:
-    """On an explicit mesh, `x` resharded to a type's sharding: a cotangent must be laid out like its operand."""
+    """Reshards `x` on an explicit mesh to a type's sharding: a cotangent must be laid out like its operand."""
     if AxisType.Explicit not in sharding.mesh.axis_types or jax.typeof(x).sharding == sharding:
         return x
     return jax.sharding.reshard(x, sharding)
 
 
 def axis_size(operator: str, argument: str, axis: Hashable) -> int:
-    """The number of devices along mesh axes; BadParamError if no surrounding shard_map splits over them."""
+    """Returns the number of devices along mesh axes; BadParamError if no surrounding shard_map splits over them."""
     require_axis_names(operator, argument, axis)
     try:
         return jax.lax.axis_size(axis)
@@ -91,7 +91,7 @@ def axis_size(operator: str, argument: str, axis: Hashable) -> int:
 
 
 def axis_rule() -> str:
-    """The rule for a mesh axis of the surrounding shard_map, which lists those there are."""
+    """Returns the rule for a mesh axis of the surrounding shard_map, which lists those there are."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     there_are = f"one of {', '.join(map(repr, axes))}" if axes else "and there is none here"
     return f"name a mesh axis of the surrounding shard_map, {there_are}"
@@ -108,7 +108,7 @@ def require_split(operator: str, argument: str, array: jax.Array, places: jax.Ar
 
 
 def agreeing(signature: str | Signature, *operands: Any) -> list[Any]:
-    """The operands of a signature; on an explicit mesh, resharded so that no two of them split an axis differently.
+    """Returns a signature's operands; on an explicit mesh, resharded so that no two of them split an axis differently.
 
     JAX cannot combine operands whose types disagree. `Signature.agreed_specs` decides for them; operands that already
     agree, and axes that are not split, stay as they are.
@@ -122,7 +122,7 @@ def agreeing(signature: str | Signature, *operands: Any) -> list[Any]:
 
 
 def reshaped(x: jax.Array, shape: Sequence[int], *, sharding: Any = None) -> jax.Array:
-    """`x` in another shape, with the same elements in the same row-major order, however it is laid out.
+    """Returns `x` in another shape, with the same elements in the same row-major order, however it is laid out.
 
     On an explicit mesh, axes that are merged or divided are split only along the first of them, before and after. So
     each device holds whole runs of elements in either shape. If a later axis is split, devices exchange elements so
@@ -140,7 +140,7 @@ def reshaped(x: jax.Array, shape: Sequence[int], *, sharding: Any = None) -> jax
 
 
 def _specs_of_reshape(mesh: Any, x: jax.Array, shape: tuple[int, ...]) -> tuple[PartitionSpec, PartitionSpec]:
-    """How to split an array so that a reshape moves nothing between devices, and how its result is then split."""
+    """Says how to split an array so that a reshape moves nothing between devices, and how its result is then split."""
     spec = _full_spec(x)
     before: list[Any] = [None] * x.ndim
     after: list[Any] = [None] * len(shape)
@@ -178,7 +178,7 @@ def _runs(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range
 
 
 def _first_long(sizes: Sequence[int], axes: range) -> int:
-    """The first axis of a run that is longer than 1, or its first axis."""
+    """Returns the first axis of a run that is longer than 1, or its first axis."""
     return next((axis for axis in axes if sizes[axis] != 1), axes[0])
 
 
@@ -187,13 +187,13 @@ def _resharded(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
 
 
 def whole_along_first(x: jax.Array) -> jax.Array:
-    """On an explicit mesh, `x` with its first axis gathered; elsewhere `x` itself."""
+    """Returns `x` with its first axis gathered on an explicit mesh; elsewhere `x` itself."""
     mesh = explicit_mesh([x])
     return x if mesh is None else _resharded(x, mesh, PartitionSpec(None, *_full_spec(x)[1:]))
 
 
 def _full_spec(operand: Any) -> PartitionSpec:
-    """The spec of an operand, with an entry for every axis."""
+    """Returns the spec of an operand, with an entry for every axis."""
     aval = jax.typeof(operand)
     return PartitionSpec(*aval.sharding.spec, *(None,) * (aval.ndim - len(aval.sharding.spec)))
 
@@ -203,7 +203,7 @@ def _varying_axes(operand: Any) -> frozenset[str]:
 
 
 def sharding_of_result(signature: str, *operands: Any) -> Any:
-    """The sharding of a signature's only result for operands like these."""
+    """Returns the sharding of a signature's only result for operands like these."""
     axes = Signature.parse(signature)
     specs = tuple(map(_full_spec, operands))
     (spec,) = axes.result_specs(specs, _result_ranks(axes, tuple(map(len, specs))))
@@ -215,8 +215,20 @@ def per_device(axes: Signature, run: Callable[..., Any], operands: Sequence[Any]
     """Applies a kernel, which knows nothing of meshes, to each device's part of the operands.
 
     The batch axes stay split and the named axes are gathered. Results without batch axes are summed over the devices
-    that hold different parts of the batch.
+    that hold different parts of the batch. Inside a shard_map over some axes of a mesh, all devices along its automatic
+    axes compute the same.
     """
+    around = jax.typeof(operands[0]).sharding.mesh
+    if AxisType.Manual in around.axis_types and AxisType.Auto in around.axis_types:
+        kinds = zip(around.axis_names, around.axis_types, strict=True)
+        automatic, spec = {name for name, kind in kinds if kind == AxisType.Auto}, PartitionSpec()
+        return jax.shard_map(
+            lambda *arrays: tuple(run(*arrays)),
+            in_specs=spec,
+            out_specs=spec,
+            axis_names=automatic,
+            check_vma=False,
+        )
     mesh = explicit_mesh(operands)
     if mesh is None:
         return _per_device_auto(axes, run)
@@ -238,7 +250,7 @@ def per_device(axes: Signature, run: Callable[..., Any], operands: Sequence[Any]
 
 
 def _per_device_auto(axes: Signature, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`per_device` on an automatic mesh, where the compiler chooses the layout of operands and then asks."""
+    """Acts for `per_device` on an automatic mesh, where the compiler chooses the layout of operands and then asks."""
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         # A spec may leave out trailing axes that are not split; ours have an entry for each axis.
@@ -271,7 +283,7 @@ def _batch_specs(axes: Signature, specs: Sequence[PartitionSpec]) -> list[Partit
 
 
 def _batch_mesh_axes(axes: Signature, specs: Sequence[PartitionSpec]) -> tuple[str, ...]:
-    """The mesh axes over which the batch is split."""
+    """Returns the mesh axes over which the batch is split."""
     return tuple(dict.fromkeys(name for spec in specs for entry in spec for name in names_of(entry)))
 
 

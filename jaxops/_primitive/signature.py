@@ -19,11 +19,11 @@ class Axes:
         return " ".join(("...",) * self.batched + self.names)
 
     def batch_rank(self, rank: int) -> int:
-        """How many batch axes an array of this rank has."""
+        """Returns how many batch axes an array of this rank has."""
         return rank - len(self.names) if self.batched else 0
 
     def keys(self, rank: int) -> tuple[int | str, ...]:
-        """A key for each axis of an array of this rank: a number for a batch axis, else its name."""
+        """Returns a key for each axis of an array of this rank: a number for a batch axis, else its name."""
         return (*range(self.batch_rank(rank)), *self.names)
 
 
@@ -50,7 +50,7 @@ class Signature:
         return " -> ".join(", ".join(map(str, side)) for side in (self.operands, self.results))
 
     def of_present(self, operands: Sequence[bool], results: Sequence[bool]) -> "Signature":
-        """The signature of an equation, given which of the operator's fields are present in it."""
+        """Returns the signature of an equation, given which of the operator's fields are present in it."""
         sides = zip((self.operands, self.results), (operands, results), strict=True)
         return Signature(*(tuple(itertools.compress(axes, is_present)) for axes, is_present in sides))
 
@@ -116,10 +116,10 @@ def _without_repeats(entries: list[object]) -> PartitionSpec:
 
 
 def names_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes over which an entry of a PartitionSpec splits its array axis."""
+    """Returns the mesh axes over which an entry of a PartitionSpec splits its array axis."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def entry_of(names: Sequence[str]) -> str | tuple[str, ...] | None:
-    """The inverse of `names_of`."""
+    """Inverts `names_of`."""
     return names[0] if len(names) == 1 else tuple(names) or None

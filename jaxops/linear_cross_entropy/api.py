@@ -10,42 +10,41 @@ from jaxops._checks.attributes import require_bool, require_choice, require_inte
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
 from jaxops._checks.ids import wide_ids
-from jaxops._checks.operands import as_arrays, as_optional
+from jaxops._checks.operands import as_array, as_arrays, as_optional
 from jaxops._primitive.sharding import agreeing
 from jaxops.linear_cross_entropy.batch_invariant import INVARIANT_STRATEGIES, invariant_losses
-from jaxops.linear_cross_entropy.chunk_gradients import row_losses
-from jaxops.linear_cross_entropy.grad_in_forward import summed_cross_entropy
-from jaxops.linear_cross_entropy.logits import SKIPPED, RowStatistics, target_total, zero_unless
-from jaxops.linear_cross_entropy.operands import (
+from jaxops.linear_cross_entropy.checks import (
     by_class,
     check_chunk_rows,
     check_layer,
     check_softcap,
     check_weight_grad_dtype,
     is_floating,
-    merged_statistics,
     nan_added_unless,
-    strategy_for,
 )
-from jaxops.linear_cross_entropy.row_terms import averaged, reduced, terms_of_rows, weighted
+from jaxops.linear_cross_entropy.operands import SKIPPED, Metrics, RowStatistics
+from jaxops.linear_cross_entropy.row_statistics import row_losses, target_total, zero_unless
+from jaxops.linear_cross_entropy.row_targets import losses_of
+from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 
 _NAME = "linear_cross_entropy"
 _REDUCTIONS = ("none", "mean", "sum")
-_STRATEGIES = ("auto", "full", "grad_in_forward", "recompute")
+_STRATEGIES = ("auto", "grad_in_forward", "recompute")
 
 
 class LinearCrossEntropyAux(NamedTuple):
-    """What else is known about each row; every field has shape (...).
+    """Metrics of each row, without derivatives; every field has shape (...).
 
-    Ignored rows are treated like all others, except that an ignored row whose x is not finite counts as x = 0.
+    `linear_log_probs` and `z_loss` are the ways to differentiate an entropy and log sum exp. Ignored rows are treated
+    like all others, except that an ignored row whose x is not finite counts as x = 0.
 
     Attributes:
-      lse: log sum exp of the logits; differentiable.
+      lse: log sum exp of the logits.
       accuracy: 1.0 where the row is kept and the prediction is its label (for probabilities: the likeliest class), else
         0.0.
       prediction: int32, the class of the largest logit; of equal ones, the first.
-      entropy: the entropy of softmax(logits), in nats; differentiable.
+      entropy: the entropy of softmax(logits), in nats.
       kept: bool, whether the row counts: its label is not ignore_index.
     """
 
@@ -67,6 +66,7 @@ def linear_cross_entropy(
     row_weight: jax.Array | None = ...,
     ignore_index: int = ...,
     label_smoothing: float = ...,
+    margin: float | jax.Array | None = ...,
     z_loss: float = ...,
     softcap: float | None = ...,
     reduction: str = ...,
@@ -89,6 +89,7 @@ def linear_cross_entropy(
     row_weight: jax.Array | None = ...,
     ignore_index: int = ...,
     label_smoothing: float = ...,
+    margin: float | jax.Array | None = ...,
     z_loss: float = ...,
     softcap: float | None = ...,
     reduction: str = ...,
@@ -110,6 +111,7 @@ def linear_cross_entropy(
     row_weight: jax.Array | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    margin: float | jax.Array | None = None,
     z_loss: float = 0.0,
     softcap: float | None = None,
     reduction: str = "mean",
@@ -134,7 +136,8 @@ def linear_cross_entropy(
 
     Args:
       x: (..., H), floating point.
-      weight: (V, H), or (H, V) with `transpose_weight`; the dtype of x.
+      weight: (V, H), or (H, V) with `transpose_weight`; floating point. Products are computed in its dtype, to which x
+        is rounded; each of the two gets its gradient in its own.
       labels: (...) integers in [0, V), or (..., V) floating-point probabilities. A label that is neither a class nor
         `ignore_index` makes the loss NaN.
       bias: (V,), floating point. None means no bias.
@@ -143,10 +146,12 @@ def linear_cross_entropy(
         whatever it is. A weight of 0 takes a row out of the loss, but its x must be finite.
       ignore_index: rows with this label are skipped, whatever they hold: their loss and gradients are 0. On one device
         and inside shard_map, the matrix products leave out whole chunks of skipped rows, wherever those rows lie,
-        unless aux is returned or the logits are kept. Has no effect on probabilities.
+        unless aux is returned. Has no effect on probabilities.
       label_smoothing: s, from 0 to 1. The label's target is 1 - s + s / V and that of each other class s / V, as with
         PyTorch and `optax.smooth_labels`. Flax's examples have 1 - s and s / (V - 1) instead, which is s V / (V - 1)
         here, and subtract the entropy of these targets, a constant.
+      margin: subtracted from the logit of each row's label before anything else, as in additive-margin softmax: a
+        number, or (V,) floating point, one for each class. None means 0. It has no derivative.
       z_loss: the weight of lse^2. "mean" divides it by what the rest is divided by: with class weights by their sum
         over the rows, where Liger divides by the number of rows.
       softcap: the bound of the logits. None means unbounded.
@@ -159,19 +164,16 @@ def linear_cross_entropy(
         split over the axis is refused, unless `check_vma` is off: then nothing tells it from a part, and the loss
         counts every class once for each device.
       strategy: how the derivative is computed. Values do not depend on it beyond rounding.
-        "full" keeps the logits (three matrix products).
         "grad_in_forward" computes a chunk of logits, its loss and its gradients at once (three products, no logits
-        kept). It needs a scalar loss on one shard; otherwise "recompute" takes its place. Aux is a by-product, which
-        costs another two or three products only where it is differentiated.
+        kept). It needs a scalar loss on one shard; otherwise "recompute" takes its place.
         "recompute" computes each chunk of logits in both passes (four products, least memory).
-        "auto" is "full" up to 2^24 logits, then "grad_in_forward". Kernels take part in the last two.
+        "auto" is "grad_in_forward". Kernels take part in both.
       chunk_rows: about how many rows' worth of logits exists at a time.
         "grad_in_forward" takes that many rows on each device. None: as many as have 2^24 logits, or 2^28 on TPUs and
-        with kernels (2^27 with `return_aux`), and at least 256 and H / 4. On a CPU, the gradient of the weight has room
-        for the logits of H further rows until it is written.
-        "recompute" takes that many logits over all devices, in tiles of some columns. None: 2^18 logits, and at least
-        256 and H / 2 columns of all rows.
-        When exported with a symbolic number of rows, all rows are one chunk and "auto" is "full".
+        with kernels (2^27 with `return_aux`), and at least 256 and H / 4.
+        "recompute" takes that many logits over all devices, in tiles of some columns. None: all of up to 2^24 logits;
+        of more, 2^18 logits, and at least 256 and H / 2 columns of all rows.
+        When exported with a symbolic number of rows, all rows are one chunk.
       weight_grad_dtype: the dtype in which "grad_in_forward" adds up the gradient of the weight over chunks. None:
         float32, or float64 for float64. For a bfloat16 weight it may be bfloat16, which saves the sum in float32,
         4 V H bytes, and rounds once more in every chunk; see below. The other strategies have no such sum.
@@ -198,8 +200,7 @@ def linear_cross_entropy(
 
       On TPUs, and where kernels take part, "grad_in_forward" rounds exp(z - r) instead, where r, from the label and
       the first columns, is known before z, and multiplies rows by their factors in float32. What cancels at the label
-      is float32, too. Rows whose logits exceed r by 59 or more are computed again with their own maximum; on automatic
-      and explicit meshes, where rows do not move between devices, that takes all rows once more.
+      is float32, too. A chunk with a row whose logits exceed r by 59 or more is computed again by the rows' maxima.
 
       In bfloat16, "grad_in_forward" keeps the gradients of x and weight in bfloat16 until they are multiplied by the
       cotangent of the loss. That rounds them once more unless it is a power of two. If the loss is a mean and nothing
@@ -217,17 +218,17 @@ def linear_cross_entropy(
 
     Batch invariance:
       With `batch_invariant`, a row's loss, its aux and the gradient of its x have the same bits whatever other rows
-      there are, wherever the row stands among them, and whatever the mesh: with rows split over devices in any way, and
-      with `vocab_axis` over as many devices as divide gcd(V, 16). This holds on one kind of machine, with one version
-      of JAX, with the same options (with `transpose_weight`, under jit) and the same results in use: a program that
-      uses aux may round otherwise than one that does not. The cotangents of the losses must be equal; those of a mean
-      contain its divisor. Gradients of weight, bias and the other parameters are sums over rows and not covered.
-      Neither are forward mode and second derivatives, which are right all the same.
+      there are, wherever the row stands among them, and whatever the mesh, with rows split over devices in any way. It
+      cannot be used with `vocab_axis`. This holds on one kind of machine, with one version of JAX, with the same
+      options (with `transpose_weight`, under jit) and the same results in use: a program that uses aux may round
+      otherwise than one that does not. The cotangents of the losses must be equal; those of a mean contain its divisor.
+      Gradients of weight, bias and the other parameters are sums over rows and not covered. Neither are forward mode
+      and second derivatives, which are right all the same.
 
       Rows are computed in blocks of 64, at least two of them, so a single row costs as much as 128. No chunks of
-      skipped rows are left out, and kernels have no part. The gradients of class_weight and probabilities take one more
-      product. Along `vocab_axis`, the gradient of x travels log2(devices) + 1 times, at first in float32. On automatic
-      and explicit meshes, each device takes the whole weight, however it is split, and computes its own rows with it.
+      skipped rows are left out, and kernels have no part. The gradients of all parameters take another two or three
+      products. On automatic and explicit meshes, each device takes the whole weight, however it is split, and computes
+      its own rows with it.
 
     Example:
       >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
@@ -255,43 +256,53 @@ def linear_cross_entropy(
         require_choice(_NAME, "strategy", strategy, INVARIANT_STRATEGIES)
     weight = by_class(_NAME, x, weight, transpose_weight)
     check_layer(_NAME, x, weight, bias=bias, class_weight=class_weight)
+    margin = _checked_margin(margin, labels, weight.shape[0])
     weight_grad_dtype = check_weight_grad_dtype(_NAME, weight_grad_dtype, weight)
     _check_rows(x, labels, weight.shape[0], row_weight)
     x, labels, row_weight = _agreeing_rows(x, labels, row_weight)
     vocabulary = Vocabulary.of(_NAME, weight, vocab_axis)
-    of_labels = (class_weight, ignore_index, label_smoothing, vocabulary, accumulation_dtype(x.dtype))
-    terms = terms_of_rows(labels, *of_labels, batch_invariant=batch_invariant)
-    terms, weights = weighted(terms, z_loss, row_weight)
-
-    strategy = "" if batch_invariant else _resolve(strategy, reduction, vocabulary, terms.kept.size, weight.shape[0])
+    losses = losses_of(
+        x,
+        labels,
+        vocabulary,
+        accumulation_dtype(weight.dtype),
+        class_weight=class_weight,
+        row_weight=row_weight,
+        margin=margin,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )
+    strategy = "" if batch_invariant else _resolve(strategy, reduction, vocabulary)
+    rows, columns = losses.rows, losses.columns(weight, bias)
     # A skipped row may hold NaN, which a gradient of zero would not remove. Aux describes skipped rows, too.
-    live = terms.kept | jnp.all(jnp.isfinite(x), axis=-1) if return_aux else terms.kept
-    targets = terms.targets._replace(labels=jnp.where(live, terms.targets.labels, SKIPPED))
+    live = losses.kept | jnp.all(jnp.isfinite(x), axis=-1) if return_aux else losses.kept
+    if rows.labels is not None:
+        rows = rows._replace(labels=jnp.where(live, rows.labels, SKIPPED))
     if return_aux or strategy != "grad_in_forward":  # which does it chunk by chunk
-        x = zero_unless(live, x)
-    operands = (x, weight, jnp.zeros((0,), x.dtype) if bias is None else bias, targets)
+        rows = rows._replace(x=zero_unless(live, x))
 
-    def result(loss: jax.Array, rows: RowStatistics | None) -> Any:
-        return (loss, _aux(rows, labels, terms.kept, vocabulary)) if return_aux and rows is not None else loss
+    def result(loss: jax.Array, metrics: RowStatistics | Metrics) -> Any:
+        return (loss, _aux(metrics, labels, losses.kept, vocabulary)) if return_aux else loss
 
     options: dict[str, Any] = {"softcap": softcap, "metrics": return_aux}
     if batch_invariant:
-        global_labels = targets.labels if is_floating(labels) else wide_ids(labels)
-        losses, rows = invariant_losses(_NAME, *operands, weights, global_labels, vocabulary, **options)
-        return result(reduced(losses, terms, reduction), rows)
+        by_row, statistics = invariant_losses(_NAME, rows, columns, losses.weights, vocab_axis=vocab_axis, **options)
+        return result(losses.reduced(by_row, reduction), statistics)
     options["chunk_rows"] = chunk_rows
     if strategy != "grad_in_forward":
-        rows = merged_statistics(*operands, vocabulary, keep_logits=strategy == "full", **options)
-        losses = row_losses(rows, vocabulary.sum(target_total(targets, rows.log_sum_exp)), weights)
-        return result(reduced(losses, terms, reduction), rows)
+        statistics = vocabulary.statistics(rows, columns, **options)
+        total = target_total(rows, columns, statistics.max_logit)
+        by_row = row_losses(statistics, None if total is None else vocabulary.sum(total), losses.weights)
+        return result(losses.reduced(by_row, reduction), statistics)
     options["weight_grad_dtype"] = weight_grad_dtype
     # With its divisor in the weights, a mean's cotangent is 1. Float16 lacks the range for it.
-    if reduction == "sum" or x.dtype == jnp.float16:
-        total, _, known = summed_cross_entropy(*operands, weights, **options)
-        return result(reduced(total, terms, reduction), known)
-    weights, has_mean = averaged(weights, terms)
-    mean, _, known = summed_cross_entropy(*operands, weights, **options)
-    return result(nan_added_unless(has_mean, mean), known)
+    if reduction == "sum" or jnp.float16 in (x.dtype, weight.dtype):
+        total, of_rows = summed_cross_entropy(rows, columns, losses.weights, **options)
+        return result(losses.reduced(total, reduction), of_rows.metrics)
+    weights, has_mean = losses.averaged()
+    mean, of_rows = summed_cross_entropy(rows, columns, weights, **options)
+    return result(nan_added_unless(has_mean, mean), of_rows.metrics)
 
 
 def _agreeing_rows(x: jax.Array, labels: jax.Array, row_weight: Any) -> tuple[jax.Array, jax.Array, Any]:
@@ -301,24 +312,40 @@ def _agreeing_rows(x: jax.Array, labels: jax.Array, row_weight: Any) -> tuple[ja
     return tuple(agreeing(f"... h, {of_labels}, ... ->", x, labels, row_weight))
 
 
-def _aux(rows: RowStatistics, labels: jax.Array, kept: jax.Array, vocabulary: Vocabulary) -> LinearCrossEntropyAux:
-    lse = rows.max_logit + rows.log_sum_exp
+def _aux(
+    metrics: RowStatistics | Metrics, labels: jax.Array, kept: jax.Array, vocabulary: Vocabulary
+) -> LinearCrossEntropyAux:
+    values = [jax.lax.stop_gradient(getattr(metrics, name)) for name in Metrics._fields]
+    max_logit, log_sum_exp, mean_logit, prediction = values
+    lse = max_logit + log_sum_exp
     likeliest = vocabulary.argmax(labels) if is_floating(labels) else wide_ids(labels)
-    correct = kept & (rows.prediction.astype(likeliest.dtype) == likeliest)
-    return LinearCrossEntropyAux(
-        lse, correct.astype(lse.dtype), rows.prediction, rows.log_sum_exp - rows.mean_logit, kept
-    )
+    correct = kept & (prediction.astype(likeliest.dtype) == likeliest)
+    return LinearCrossEntropyAux(lse, correct.astype(lse.dtype), prediction, log_sum_exp - mean_logit, kept)
 
 
-def _resolve(strategy: str, reduction: str, vocabulary: Vocabulary, rows: Any, classes: Any) -> str:
-    """The strategy that runs."""
+def _resolve(strategy: str, reduction: str, vocabulary: Vocabulary) -> str:
+    """Returns the strategy that runs."""
     reason = "as asked"
     if strategy == "auto":
-        strategy, reason = strategy_for(rows * classes)
+        strategy, reason = "grad_in_forward", "as it takes the fewest products"
     if strategy == "grad_in_forward" and (reduction == "none" or vocabulary.axis is not None):
-        strategy, reason = "recompute", f"{reason}, and the loss is not a scalar on one shard"
+        strategy, reason = "recompute", "as the loss is not a scalar on one shard"
     lowering.note(f"{_NAME}: strategy {strategy}, {reason}")
     return strategy
+
+
+def _checked_margin(margin: Any, labels: jax.Array, classes: Any) -> Any:
+    """Returns the margin as a number or an array; None for 0 and for none."""
+    rule = f"be a finite number, or a floating-point array of shape [{classes}]"
+    if margin is None:
+        return None
+    require(not is_floating(labels), _NAME, "margin", "be None where labels are probabilities", margin)
+    if isinstance(margin, list | tuple) or getattr(margin, "shape", ()) != ():
+        margin = as_array(_NAME, "margin", margin)
+        require(margin.shape == (classes,) and is_floating(margin), _NAME, "margin", rule, margin)
+        return margin
+    margin = require_real(_NAME, "margin", margin, rule, traced=True)
+    return None if isinstance(margin, float) and margin == 0 else margin
 
 
 def _check_rows(x: jax.Array, labels: jax.Array, classes: Any, row_weight: Any) -> None:

@@ -1,223 +1,215 @@
-"""Losses and statistics of rows whose bits do not depend on the batch, the row's position, chunks or the mesh.
+"""Losses of rows whose bits depend on nothing but the row: not on the batch, the row's position, chunks or the mesh.
 
-Every row is computed in a block of a fixed number of rows (`row_blocks`), for one part of the vocabulary after the
-other. There are as many parts whatever the mesh, and devices that share the vocabulary have whole parts. Sums over the
-parts are added in a fixed order: those of the statistics are gathered first, and the gradient of x is added as a
-balanced tree, and each device computes one of its branches.
+A compiler chooses the order in which a product or a reduction adds by the shapes of its operands, and what it fuses by
+what is wanted. So every step of a loop computes one block of a fixed number of rows, from their x to their losses, or
+from the cotangents of these to the gradient of x; rows that are missing are filled in. A loop of one step would be no
+loop: compilers merge its body with what is around it, which may round differently. So there are at least two. Metrics,
+and gradients other than that of x, come from loops of their own.
 """
 
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 
 import lowering
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
-from jaxops._primitive.derivative import Active, Arrays, Derivative
+from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
-from jaxops._primitive.sharding import tracks_varying_axes
-from jaxops.linear_cross_entropy.chunk_gradients import row_losses
-from jaxops.linear_cross_entropy.invariant_sums import exchanged_sum, is_part_of, part_sums
-from jaxops.linear_cross_entropy.logits import RowStatistics, RowSums, RowWeights, Targets, broadcast_rows
-from jaxops.linear_cross_entropy.row_blocks import PerDeviceOperator, map_blocks
-from jaxops.linear_cross_entropy.vocabulary import Vocabulary
+from jaxops.linear_cross_entropy.fold_rows import filler, varying
+from jaxops.linear_cross_entropy.operands import (
+    COLUMNS_AXES,
+    ROW_GRADIENTS_AXES,
+    ROWS_AXES,
+    STATISTICS_AXES,
+    WEIGHTS_AXES,
+    ColumnGradients,
+    Columns,
+    Needs,
+    RowGradients,
+    Rows,
+    RowStatistics,
+    RowWeights,
+)
+from jaxops.linear_cross_entropy.operator import check
+from jaxops.linear_cross_entropy.row_statistics import (
+    bounded_logits,
+    cotangent_terms,
+    linear_gradients,
+    logits_of,
+    loss_terms,
+    of_present,
+    row_losses,
+    row_sums,
+    scale_gradient,
+    statistics_terms,
+    target_total,
+    with_target_total,
+)
+from lowering.forms import Form
+from lowering.targets import PLATFORMS
 
+_NO_STATISTICS = RowStatistics(*(None for _ in RowStatistics._fields))  # type: ignore[arg-type]
 INVARIANT_STRATEGIES = ("auto", "recompute")
-# A vocabulary may lie on up to this many devices.
-_MOST_PARTS = 16
+_BLOCK_ROWS = 64
+_LEAST_BLOCKS = 2
 
 
 def invariant_losses(
     operator: str,
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array,
-    targets: Targets,
+    rows: Rows,
+    columns: Columns,
     weights: RowWeights,
-    labels: jax.Array,
-    vocabulary: Vocabulary,
     *,
+    vocab_axis: str | None,
     softcap: float | None,
     metrics: bool,
-    scale: jax.Array | None = None,
 ) -> tuple[jax.Array, RowStatistics]:
-    """The `row_losses` and the statistics of rows over the whole vocabulary.
-
-    Operands are as in `operator.linear_row_statistics`; `labels` count all classes. The operator is for messages.
-    """
-    is_known = not any(map(jax.export.is_symbolic_dim, (*labels.shape, *weight.shape)))
+    """Computes the `row_losses` of rows and, with metrics, their statistics. The operator is for messages."""
+    sizes = jax.tree.leaves(jax.tree.map(lambda x: x.shape, (rows, columns)))
+    is_known = not any(map(jax.export.is_symbolic_dim, sizes))
+    # Symbolic sizes leave the number of blocks open; parts of a split vocabulary are added as the mesh has them.
     require(is_known, operator, "batch_invariant", "be False where sizes are symbolic", True)
-    parts, devices = math.gcd(vocabulary.classes, _MOST_PARTS), vocabulary.classes // vocabulary.columns
-    rule = f"have a size that divides {parts}, the number of parts that batch_invariant cuts the vocabulary into"
-    require(parts % devices == 0, operator, "vocab_axis", rule, devices)
+    require(vocab_axis is None, operator, "batch_invariant", "be False with vocab_axis", True)
     lowering.note(f"{operator}: strategy recompute, in blocks of rows, as batch_invariant is set")
-    scale = jnp.ones_like(weights.label) if scale is None else scale
-    axis = vocabulary.axis
-    operands = (x, weight, bias, targets, scale)
-    sums = part_sums(*operands, parts=parts // devices, softcap=softcap, metrics=metrics, axis=axis)
-    if axis is not None:
-        sums = RowSums(*_GATHERED(*sums, axis=axis))
-    sums = sums._replace(max_logit=jax.lax.stop_gradient(sums.max_logit))
-    loss, *rows = _LOSSES(*sums, labels, *weights, columns=vocabulary.classes // parts)
-    return loss, RowStatistics(*rows)
+    # Two loops: in one, the metrics would change what is fused with the sums behind the loss.
+    loss, _ = _LOSSES(rows, columns, weights, softcap=softcap, metrics=False)
+    return loss, _LOSSES(rows, columns, weights, softcap=softcap, metrics=True)[1] if metrics else _NO_STATISTICS
 
 
-def invariant_smoothing(probabilities: jax.Array, smoothing: float, classes: int) -> jax.Array:
-    """Label probabilities (..., V), smoothed; in blocks as well, as how XLA rounds depends on what it fuses."""
-    dtype = accumulation_dtype(probabilities.dtype)
-    return _SMOOTHED(probabilities.astype(dtype), smoothing=smoothing, share=smoothing / classes)[0]
+def _scan_blocks(step: Callable[[Any, Any], tuple[Any, Any]], sums: Any, operands: Any, batch: tuple[int, ...]) -> Any:
+    """Calls `sums, results = step(sums, block of rows)` for blocks of a fixed size; returns all sums and results."""
+    size = math.prod(batch)
+    blocks = max(_LEAST_BLOCKS, math.ceil(size / _BLOCK_ROWS))
+
+    def split(x: jax.Array) -> jax.Array:
+        flat = x.reshape(size, *x.shape[len(batch) :])
+        # A shorter last block would be a product of another shape, which may add in another order.
+        padding = [(0, blocks * _BLOCK_ROWS - size), *((0, 0),) * (flat.ndim - 1)]
+        filled = jnp.pad(flat, padding, constant_values=jnp.asarray(filler(x), x.dtype))
+        return filled.reshape(blocks, _BLOCK_ROWS, *flat.shape[1:])
+
+    def join(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, *x.shape[2:])[:size].reshape(*batch, *x.shape[2:])
+
+    # Steps keep nothing for their derivative but what they are given.
+    step = jax.checkpoint(step, prevent_cse=False)
+    sums, results = jax.lax.scan(step, varying(sums, operands), jax.tree.map(split, operands))
+    return sums, jax.tree.map(join, results)
 
 
-def _smoothed(probabilities: jax.Array, *, smoothing: float, share: float) -> Arrays:
-    def of_block(probabilities: jax.Array) -> Arrays:
-        return ((1 - smoothing) * probabilities + share,)
+def _losses(
+    rows: Rows, columns: Columns, weights: RowWeights, *, softcap: float | None, metrics: bool, place: Any = None
+) -> tuple[jax.Array | None, RowStatistics]:
+    """Computes the losses of rows or, with metrics, their statistics; not both, as results that nothing reads go."""
 
-    return map_blocks(of_block, probabilities.shape[:-1], [probabilities])
+    def step(_: None, block: tuple[Rows, RowWeights]) -> tuple[None, tuple[jax.Array | None, RowStatistics]]:
+        rows, weights = block
+        statistics = _statistics(rows, columns, softcap, metrics)[1]
+        if metrics:
+            return None, (None, statistics)
+        total = target_total(rows, columns, statistics.max_logit)
+        return None, (row_losses(statistics, total, weights), _NO_STATISTICS)
 
-
-def _gather(*of_device: jax.Array, axis: Any) -> Arrays:
-    """The parts (..., p) of all devices, in order."""
-    # A sum with zeros is exact, and JAX knows that its result is the same on all devices.
-    is_here = jnp.arange(jax.lax.axis_size(axis))[:, None] == jax.lax.axis_index(axis)
-    placed = [jnp.where(is_here, x[..., None, :], jnp.zeros_like(x[..., None, :])) for x in of_device]
-    return tuple(x.reshape(*x.shape[:-2], -1) for x in jax.lax.psum(placed, axis))
-
-
-def _vjp_of_gather(
-    residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array], active: Active, *, axis: Any
-) -> list[Any]:
-    if not tracks_varying_axes(axis):
-        # Each device has a share of the cotangent, and the sum of equal shares is exact only in this order.
-        cotangents = [None if x is None else exchanged_sum(x, axis) for x in cotangents]
-    here = jax.lax.axis_index(axis)
-
-    def own(x: jax.Array) -> jax.Array:
-        by_device = x.reshape(*x.shape[:-1], jax.lax.axis_size(axis), -1)
-        return jax.lax.dynamic_index_in_dim(by_device, here, x.ndim - 1, keepdims=False)
-
-    return [None if x is None else own(x) for x in cotangents]
+    return _scan_blocks(step, None, (rows, weights), rows.x.shape[:-1])[1]
 
 
-def _losses(*operands: jax.Array, columns: int) -> Arrays:
-    """The losses and `RowStatistics` of whole rows, from the `RowSums` (..., p) of parts of so many columns.
-
-    The other operands are labels, which count all classes, and `RowWeights`.
-    """
-
-    def results(chosen: slice) -> Arrays:
-        def of_block(*block: jax.Array) -> Arrays:
-            return _block_losses(*block, columns=columns)[chosen]
-
-        return map_blocks(of_block, operands[_LABELS].shape, operands)
-
-    # The loss, what it is made of, and what only metrics need: apart, as in `invariant_sums`.
-    return *results(slice(1)), *results(slice(1, -2)), *results(slice(-2, None))
+def _statistics(rows: Rows, columns: Columns, softcap: float | None, metrics: bool) -> tuple[jax.Array, RowStatistics]:
+    rows = rows._replace(x=rows.x.astype(columns.weight.dtype))
+    bounded = bounded_logits(rows, columns, softcap)
+    return bounded, row_sums(logits_of(bounded, rows), rows, columns, metrics=metrics).statistics
 
 
-def _block_losses(*operands: jax.Array, columns: int) -> Arrays:
-    sums, labels, weights = RowSums(*operands[:_LABELS]), operands[_LABELS], RowWeights(*operands[_LABELS + 1 :])
-    zeros = jnp.zeros_like(sums.sum_exp)
-    # A part without a finite logit has 0 as its maximum.
-    is_empty = sums.sum_exp == 0
-    maxima = jnp.where(is_empty, jnp.full_like(zeros, -jnp.inf), sums.max_logit)
-    largest = jnp.max(maxima, axis=-1)
-    maximum = jnp.where(largest == -jnp.inf, jnp.zeros_like(largest), largest)
-    shift = jnp.where(is_empty, zeros, maxima - broadcast_rows(maximum))
-    share = jnp.exp(shift)
-    sum_exp = jnp.sum(share * sums.sum_exp, axis=-1)
-    divisor = jnp.where(sum_exp == 0, jnp.ones_like(sum_exp), sum_exp)
-    label_logits = jnp.where(is_part_of(labels, zeros, columns), sums.label_logit + shift, zeros)
-    firsts = columns * jax.lax.broadcasted_iota(jnp.int32, zeros.shape, zeros.ndim - 1)
-    is_best = maxima == broadcast_rows(largest)
-    rows = RowStatistics(
-        maximum,
-        jnp.where(sum_exp == 0, jnp.full_like(sum_exp, -jnp.inf), jnp.log(divisor)),
-        jnp.sum(label_logits, axis=-1),
-        jnp.sum(sums.target_logit + sums.target_total * shift, axis=-1),
-        jnp.sum(share * (sums.weighted_logit + shift * sums.sum_exp), axis=-1) / divisor,
-        jnp.min(jnp.where(is_best, firsts + sums.prediction, jnp.iinfo(jnp.int32).max), axis=-1),
-    )
-    return row_losses(rows, jnp.sum(sums.target_total, axis=-1), weights), *rows
+def _gradients(
+    for_losses: jax.Array | None,
+    for_statistics: RowStatistics,
+    rows: Rows,
+    columns: Columns,
+    weights: RowWeights,
+    *,
+    needs: Needs,
+    softcap: float | None,
+    metrics: bool,
+    place: Any = None,
+) -> tuple[RowGradients, ColumnGradients, RowWeights]:
+    """Computes the gradients of the operands of `_losses`; those of the weights are never left out."""
+    dtype = accumulation_dtype(columns.weight.dtype)
+
+    def step(sums: ColumnGradients, block: Any) -> tuple[ColumnGradients, tuple[RowGradients, RowWeights]]:
+        of_loss, cotangents, rows, weights = block
+        bounded, statistics = _statistics(rows, columns, softcap, metrics)
+        total = target_total(rows, columns, statistics.max_logit)
+        of_weights = RowWeights()
+        if of_loss is not None:
+            # A loss is linear in the statistics but for log sum exp, so these are the cotangents of the statistics.
+            of_weights = jax.tree.map(lambda term: of_loss * term, of_present(loss_terms(statistics, total), weights))
+            terms = cotangent_terms(jax.tree.map(lambda weight: of_loss * weight, weights), statistics, total)
+            cotangents = RowStatistics(terms.softmax, terms.softmax, terms.label, terms.target)
+        terms = statistics_terms(cotangents, statistics)
+        rows = rows._replace(x=rows.x.astype(columns.weight.dtype))
+        of_rows, of_columns = linear_gradients(terms, rows, columns, bounded, softcap, needs)
+        if of_rows.scale is not None:
+            scale = scale_gradient(of_rows.scale, cotangents, statistics, rows, columns)
+            of_rows = of_rows._replace(scale=scale)
+        if of_loss is not None and weights.target is not None:
+            # T is a sum of the targets, so each of them has this in its gradient, whatever its column.
+            by_total = of_loss * weights.target * statistics.log_sum_exp
+            of_rows, of_columns = with_target_total(of_rows, of_columns, by_total)
+        return jax.tree.map(jnp.add, sums, of_columns), (of_rows, of_weights)
+
+    def zeros(name: str) -> jax.Array | None:
+        return jnp.zeros_like(getattr(columns, name), dtype) if getattr(needs, name) else None
+
+    operands = (for_losses, for_statistics, rows, weights)
+    sums = ColumnGradients(*map(zeros, ColumnGradients._fields))
+    sums, (of_rows, of_weights) = _scan_blocks(step, sums, operands, rows.x.shape[:-1])
+    return of_rows, sums, of_weights
 
 
-def _loss_gradients(*operands: jax.Array, columns: int, varying: tuple[int, ...]) -> Arrays:
-    """The gradients of some operands of `_losses`, whose cotangents, of results that have them, come first."""
+def _vjp(residuals: Any, cotangents: Any, active: Active, **params: Any) -> Any:
+    for_losses, for_statistics = cotangents
+    rows, columns, weights = operands = residuals[:3]
+    is_row, is_column, is_weight = active
+    x_only = Needs(x=bool(is_row.x))
+    of_rows, of_columns, of_weights = _GRADIENTS(for_losses, for_statistics, *operands, needs=x_only, **params)
+    others = Needs.of(is_row, is_column)._replace(x=False)
+    if any(others) or any(is_weight):
+        # Apart: in one loop, what else is asked for would change what is fused in the computation of x's gradient.
+        x_grad = of_rows.x
+        of_rows, of_columns, of_weights = _GRADIENTS(for_losses, for_statistics, *operands, needs=others, **params)
+        of_rows = of_rows._replace(x=x_grad)
 
-    def of_block(*block: jax.Array) -> Arrays:
-        cotangents, operands = block[: len(_WITH_COTANGENT)], block[len(_WITH_COTANGENT) :]
+    def rounded(x: Any, gradient: Any) -> Any:
+        return None if x is None or gradient is None else gradient.astype(x.dtype)
 
-        def results(*replaced: jax.Array) -> Arrays:
-            changed = dict(zip(varying, replaced, strict=True))
-            results = _block_losses(*(changed.get(i, x) for i, x in enumerate(operands)), columns=columns)
-            return tuple(results[i] for i in _WITH_COTANGENT)
-
-        return tuple(jax.vjp(results, *(operands[i] for i in varying))[1](cotangents))
-
-    return map_blocks(of_block, operands[0].shape, operands)
-
-
-def _vjp_of_losses(
-    residuals: Sequence[jax.Array], cotangents: Sequence[jax.Array], active: Active, **params: Any
-) -> list[Any]:
-    # The maximum, the second result, has no derivative, and the prediction no cotangent.
-    for_loss, _, *for_statistics, _ = cotangents
-    operands = (for_loss, *for_statistics, *residuals[: len(active)])
-    gradients = dict(zip(_OF_LOGITS, _LOSS_GRADIENTS(*operands, **params), strict=True))
-    if any(active[i] for i in _OF_WEIGHTS):
-        # Apart, for the same reason as in `invariant_sums`.
-        gradients |= zip(_OF_WEIGHTS, _WEIGHT_GRADIENTS(*operands, **params), strict=True)
-    return [gradients.get(i) for i in range(len(active))]
+    gradients = Rows(of_rows.x, None, of_rows.probabilities, of_rows.scale), Columns(*of_columns), of_weights
+    return jax.tree.map(rounded, (rows, columns, weights), gradients, is_leaf=lambda field: field is None)
 
 
-_LABELS = len(RowSums._fields)
-# The operands of `_losses` through which it depends on x, and the others that have a derivative.
-_OF_LOGITS = (1, 2, 3, 5)
-_OF_WEIGHTS = (4, 8, 9, 10)
-# The results that have a derivative: all but the maximum and the prediction.
-_WITH_COTANGENT = (0, 2, 3, 4, 5)
+def _no_check(*_: Any, **__: Any) -> None:
+    pass
 
-_SUMS = ", ".join(["... p"] * len(RowSums._fields))
-_OPERANDS = f"{_SUMS}, ..., ..., ..., ..."
-_COTANGENTS = "..., ..., ..., ..., ..."
 
-_SMOOTHED = PerDeviceOperator(
-    name="batch_invariant_smoothing",
-    signature="... v -> ... v",
-    check=lambda *_, **__: None,
-    reference=_smoothed,
-)
+_OPERANDS = f"{ROWS_AXES}, {COLUMNS_AXES}, {WEIGHTS_AXES}"
+_EVERYWHERE = frozenset(PLATFORMS)
 
-_GATHERED = Operator(
-    name="batch_invariant_gather",
-    signature=f"{_SUMS} -> {_SUMS.replace('p', 'q')}",
-    check=lambda *_, **__: None,
-    reference=_gather,
-    derivative=Derivative(vjp=_vjp_of_gather),
-)
-
-_LOSS_GRADIENTS = PerDeviceOperator(
+# Per device: if the compiler split a block over devices, its shape on each, and so its bits, would depend on the mesh.
+_GRADIENTS = Operator(
     name="batch_invariant_losses_backward",
-    signature=f"{_COTANGENTS}, {_OPERANDS} -> ... p, ... p, ... p, ... p",
-    check=lambda *_, **__: None,
-    reference=functools.partial(_loss_gradients, varying=_OF_LOGITS),
+    signature=f"..., {STATISTICS_AXES}, {_OPERANDS} -> {ROW_GRADIENTS_AXES}, {COLUMNS_AXES}, {WEIGHTS_AXES}",
+    check=_no_check,
+    reference=_gradients,
+    forms=(Form("xla_row_blocks", _EVERYWHERE, _gradients, per_device=True),),
 )
 
-_WEIGHT_GRADIENTS = PerDeviceOperator(
-    name="batch_invariant_weights_backward",
-    signature=f"{_COTANGENTS}, {_OPERANDS} -> ... p, ..., ..., ...",
-    check=lambda *_, **__: None,
-    reference=functools.partial(_loss_gradients, varying=_OF_WEIGHTS),
-)
-
-_LOSSES = PerDeviceOperator(
+_LOSSES = Operator(
     name="batch_invariant_losses",
-    signature=f"{_OPERANDS} -> ..., ..., ..., ..., ..., ..., ...",
-    check=lambda *_, **__: None,
+    signature=f"{_OPERANDS} -> ..., {STATISTICS_AXES}",
+    check=check,
     reference=_losses,
-    derivative=Derivative(vjp=_vjp_of_losses),
+    derivative=Derivative(vjp=_vjp),
+    forms=(Form("xla_row_blocks", _EVERYWHERE, _losses, per_device=True),),
 )

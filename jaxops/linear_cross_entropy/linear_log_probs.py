@@ -14,17 +14,16 @@ from jaxops._checks.ids import differ_from, wide_ids
 from jaxops._checks.operands import as_array, as_arrays, as_optional
 from jaxops._primitive.sharding import agreeing, laid_out_as
 from jaxops.linear_cross_entropy.batch_invariant import invariant_losses
-from jaxops.linear_cross_entropy.logits import SKIPPED, RowWeights, Targets, zero_unless
-from jaxops.linear_cross_entropy.operands import (
+from jaxops.linear_cross_entropy.checks import (
     by_class,
     check_chunk_rows,
     check_layer,
     check_softcap,
     is_floating,
-    merged_statistics,
     nan_unless,
-    strategy_for,
 )
+from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows, RowWeights
+from jaxops.linear_cross_entropy.row_statistics import zero_unless
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 
 _NAME = "linear_log_probs"
@@ -89,7 +88,7 @@ def linear_log_probs(
 
     Args:
       x: (..., H), floating point.
-      weight: (V, H), or (H, V) with `transpose_weight`; the dtype of x.
+      weight: (V, H), or (H, V) with `transpose_weight`; floating point. Products are computed in its dtype.
       labels: (...) integers in [0, V). The log-probability of a label that is neither a class nor `ignore_index` is
         NaN.
       bias: (V,), floating point. None means no bias.
@@ -98,7 +97,7 @@ def linear_log_probs(
       softcap: the bound of the logits, before the temperature. None means unbounded.
       ignore_index: rows with this label are skipped, whatever they hold: their results and gradients are 0. On one
         device and inside shard_map, the matrix products leave out whole chunks of skipped rows, unless the entropy is
-        returned or the logits are kept.
+        returned.
       transpose_weight: whether weight is (H, V).
       vocab_axis: inside shard_map, the mesh axis over which V is split. weight and bias are then this device's part,
         while labels count all classes. x, labels and temperature are the same along the axis, which nothing checks:
@@ -106,8 +105,7 @@ def linear_log_probs(
         refused, unless `check_vma` is off: then nothing tells it from a part, and every class counts once for each
         device.
       chunk_rows: about how many rows' worth of logits exists at a time, in tiles of some columns; they are computed in
-        both passes. None keeps up to 2^24 logits between the passes; more are computed in tiles of 2^18 logits, and at
-        least 256 and H / 2 columns of all rows.
+        both passes. None: all of up to 2^24 logits; of more, tiles of 2^18, and at least 256 and H / 2 columns.
       batch_invariant: whether the bits of a row's results, and of the gradient of its x, must depend on nothing but the
         row: the same in any batch and on any mesh, and in training and scoring if both use the entropy or neither does.
         `chunk_rows` then has no effect. `linear_cross_entropy` says what it costs, and what it does not cover.
@@ -162,22 +160,22 @@ def linear_log_probs(
     # An ignored row may hold NaN, which a gradient of zero would not remove.
     kept, labels = differ_from(labels, ignore_index), wide_ids(labels)
     x = zero_unless(kept, x)
-    zeros = jnp.zeros_like(labels, accumulation_dtype(x.dtype))  # laid out as labels are
-    bias = jnp.zeros((0,), x.dtype) if bias is None else bias
+    zeros = jnp.zeros_like(labels, accumulation_dtype(weight.dtype))  # laid out as labels are
     local = vocabulary.local(labels)
-    no_weights = jnp.zeros((0,), zeros.dtype), jnp.zeros((*rows, 0), zeros.dtype)
-    targets = Targets(jnp.where(kept, local, jnp.full_like(local, SKIPPED)), *no_weights)
     scale, is_positive = _scale(temperature, kept, zeros)
-    options: dict[str, Any] = {"softcap": softcap, "metrics": return_entropy, "scale": scale}
+    operands = Rows(x, jnp.where(kept, local, jnp.full_like(local, SKIPPED)), scale=scale)
+    columns = Columns(weight, bias)
+    options: dict[str, Any] = {"softcap": softcap, "metrics": return_entropy}
+    statistics: Any
     if batch_invariant:
-        operands = (x, weight, bias, targets, RowWeights(zeros, zeros, zeros), labels, vocabulary)
-        _, statistics = invariant_losses(_NAME, *operands, **options)
+        ones = RowWeights(label=zeros + 1)
+        losses, statistics = invariant_losses(_NAME, operands, columns, ones, vocab_axis=vocab_axis, **options)
+        log_probs = -losses
     else:
-        keep_logits = _keeps_logits(labels.size * weight.shape[0], chunk_rows)
-        in_chunks: dict[str, Any] = {"keep_logits": keep_logits, "chunk_rows": chunk_rows}
-        statistics = merged_statistics(x, weight, bias, targets, vocabulary, **in_chunks, **options)
-    # Both are relative to the row's maximum, so a large common offset of the logits costs no digits.
-    log_probs = statistics.label_logit - statistics.log_sum_exp
+        lowering.note(f"{_NAME}: strategy recompute, as results are rows")
+        statistics = vocabulary.statistics(operands, columns, chunk_rows=chunk_rows, **options)
+        # Both are relative to the row's maximum, so a large common offset of the logits costs no digits.
+        log_probs = statistics.label_logit - statistics.log_sum_exp
     is_class = (labels >= 0) & (labels < vocabulary.classes)
     log_probs = _of_kept(kept, is_class & is_positive, log_probs)
     if not return_entropy:
@@ -186,14 +184,14 @@ def linear_log_probs(
 
 
 def _of_kept(kept: jax.Array, valid: jax.Array, results: jax.Array) -> jax.Array:
-    """The results of kept rows, NaN where they are not valid; 0 for the others."""
+    """Returns the results of kept rows, NaN where they are not valid; 0 for the others."""
     # On an explicit mesh, rows may be split in the results that are not split in the labels.
     kept, valid = (laid_out_as(rows, jax.typeof(results).sharding) for rows in (kept, valid))
     return nan_unless(~kept | valid, jnp.where(kept, results, jnp.zeros_like(results)))
 
 
 def _checked_temperature(temperature: Any, rows: tuple[int, ...]) -> Any:
-    """The temperature as a float or an array."""
+    """Returns the temperature as a float or an array."""
     rule = f"be a positive number, or a floating-point array of shape [] or {list(rows)}"
     is_array = isinstance(temperature, list | tuple) or hasattr(temperature, "__jax_array__")
     if not is_array and getattr(temperature, "shape", ()) == ():
@@ -210,7 +208,7 @@ def _agreeing_rows(x: jax.Array, labels: jax.Array, temperature: Any) -> tuple[j
 
 
 def _scale(temperature: Any, kept: jax.Array, zeros: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-    """The factor of each row's logits, None for 1; and where the temperature is positive."""
+    """Returns the factor of each row's logits, None for 1; and where the temperature is positive."""
     if isinstance(temperature, float):
         scale = None if temperature == 1 else jnp.where(kept, 1 / temperature, jnp.ones_like(zeros))
         return scale, jnp.ones_like(kept)
@@ -218,13 +216,3 @@ def _scale(temperature: Any, kept: jax.Array, zeros: jax.Array) -> tuple[jax.Arr
     is_positive = temperature > 0
     # An ignored row's temperature may be anything, too.
     return 1 / jnp.where(kept & is_positive, temperature, jnp.ones_like(temperature)), is_positive
-
-
-def _keeps_logits(logits_size: Any, chunk_rows: int | None) -> bool:
-    """Whether reverse mode keeps the logits; says why, as `linear_cross_entropy` does."""
-    strategy, reason = strategy_for(logits_size)
-    if chunk_rows is not None:
-        strategy, reason = "recompute", "as chunk_rows is given"
-    strategy = "full" if strategy == "full" else "recompute"
-    lowering.note(f"{_NAME}: strategy {strategy}, {reason}")
-    return strategy == "full"

@@ -1,135 +1,152 @@
-"""What the public functions on a linear layer's logits share: their checks, and how their operands are prepared."""
+"""The operands and results of the loss's operators: records whose fields are None where they are absent."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.export
-import jax.numpy as jnp
 
-from jaxops._checks.attributes import INT32_MAX, require_floating_dtype, require_integer, require_real
-from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._checks.errors import require
-from jaxops.linear_cross_entropy.column_tiles import default_tile_logits
-from jaxops.linear_cross_entropy.logits import RowStatistics, Targets
-from jaxops.linear_cross_entropy.operator import check_linear, linear_row_statistics
-from jaxops.linear_cross_entropy.row_chunks import SMALL_LOGITS
-from jaxops.linear_cross_entropy.vocabulary import Vocabulary
+# The label of a row that does not count.
+SKIPPED = -2
 
 
-def by_class(operator: str, x: jax.Array, weight: jax.Array, transposed: bool) -> jax.Array:
-    """The weight as (V, H). Refuses one that would fit the other way round, as the kernels of flax do by default."""
-    require(weight.ndim == 2 or not transposed, operator, "weight", "have shape (H, V)", weight)
-    if weight.ndim == 2 and x.ndim:
-        features = x.shape[-1]
-        shape = f"({features}, V)" if transposed else f"(V, {features})"
-        remedy = "without transpose_weight" if transposed else "with transpose_weight=True"
-        rule = f"have shape {shape}, as x has features"
-        rule += f", or be given {remedy}" if weight.shape[transposed] == features else ""
-        require(weight.shape[1 - transposed] == features, operator, "weight", rule, weight)
-    return weight.T if transposed else weight
+class Rows(NamedTuple):
+    """Operands of each row: its features, and what its logits are compared with. The first axes are the batch's.
+
+    Attributes:
+      x: (..., H). Rounded to the weight's dtype before any product; its gradient is not.
+      labels: (...), columns of the logits. Any other integer means that the row has no label; `SKIPPED` means that its
+        x is zero as well.
+      probabilities: (..., V), weights t of the columns for this row.
+      scale: (...), 1 / temperature, by which the row's logits are multiplied; 1 for a `SKIPPED` row.
+      margin: (...), subtracted from the logit of the row's label; a constant.
+    """
+
+    x: jax.Array
+    labels: jax.Array | None = None
+    probabilities: jax.Array | None = None
+    scale: jax.Array | None = None
+    margin: jax.Array | None = None
 
 
-def check_layer(operator: str, x: Any, weight: Any, **by_class: Any) -> None:
-    """Checks a linear layer, and vectors with a number for each class, which may be None."""
-    check_linear(x, weight, operator)
-    require(jnp.finfo(x.dtype).bits >= 8, operator, "x", "have a dtype of at least 8 bits", x)
-    require(weight.dtype == x.dtype, operator, "weight", f"have x's dtype {x.dtype}", weight)
-    classes = weight.shape[0]
-    is_countable = jax.export.is_symbolic_dim(classes) or classes <= INT32_MAX
-    require(is_countable, operator, "weight", f"have at most {INT32_MAX} classes", weight)
-    for argument, value in by_class.items():
-        valid = value is None or (value.shape == (classes,) and is_floating(value))
-        require(valid, operator, argument, f"be a floating-point array of shape [{classes}]", value)
+class Columns(NamedTuple):
+    """Operands of each column of the logits, which are x weight^T + bias.
+
+    Attributes:
+      weight: (V, H).
+      bias: (V,).
+      class_targets: (V,), weights t of the columns that all rows share.
+    """
+
+    weight: jax.Array
+    bias: jax.Array | None = None
+    class_targets: jax.Array | None = None
 
 
-def check_softcap(operator: str, softcap: Any) -> float | None:
-    """The bound of the logits as a float, or None."""
-    rule = "be a positive number that float32 can hold"
-    return None if softcap is None else float(require_real(operator, "softcap", softcap, rule, above=0))
+class RowWeights(NamedTuple):
+    """The weights (...) of the terms in a row's loss: -log p[label], sum_c t_c (-log p_c), and (log sum exp z)^2."""
+
+    label: jax.Array | None = None
+    target: jax.Array | None = None
+    square: jax.Array | None = None
 
 
-def check_chunk_rows(operator: str, chunk_rows: Any) -> int | None:
-    """The number of rows in a chunk as an int, or None."""
-    rule = f"be a positive integer up to {INT32_MAX}"
-    if chunk_rows is None:
-        return None
-    return require_integer(operator, "chunk_rows", chunk_rows, rule, least=1, most=INT32_MAX)
+class RowStatistics(NamedTuple):
+    """Statistics (...) of each row of logits z, relative to its maximum m. m is a constant, because it cancels.
+
+    If the vocabulary is split, each device holds the statistics of its own columns.
+
+    Attributes:
+      max_logit: m = max z, without a derivative.
+      log_sum_exp: log sum exp(z - m).
+      label_logit: z[label] - m; 0 if the label is not one of the columns.
+      target_logit: sum t (z - m) for the weights t of the columns.
+      mean_logit: sum softmax(z) (z - m), a metric.
+      prediction: argmax z, a metric.
+    """
+
+    max_logit: jax.Array
+    log_sum_exp: jax.Array
+    label_logit: jax.Array | None = None
+    target_logit: jax.Array | None = None
+    mean_logit: jax.Array | None = None
+    prediction: jax.Array | None = None
 
 
-def check_weight_grad_dtype(operator: str, value: Any, weight: jax.Array) -> Any:
-    """The dtype in which the weight's gradient is added up."""
-    default = accumulation_dtype(weight.dtype)
-    if value is None:
-        return default
-    dtype = require_floating_dtype(operator, "weight_grad_dtype", value)
-    choices = {default, jnp.dtype(weight.dtype)} if weight.dtype == jnp.bfloat16 else {default}
-    rule = f"be None or {' or '.join(sorted(map(str, choices)))}, as the weight is {weight.dtype}"
-    require(dtype in choices, operator, "weight_grad_dtype", rule, value)
-    return dtype
+class Metrics(NamedTuple):
+    """Statistics (...) of rows that are returned beside a loss, as in `RowStatistics`; None unless they are wanted."""
+
+    max_logit: jax.Array | None = None
+    log_sum_exp: jax.Array | None = None
+    mean_logit: jax.Array | None = None
+    prediction: jax.Array | None = None
 
 
-def is_floating(value: Any) -> bool:
-    """Whether an array is floating point."""
-    return bool(jnp.issubdtype(value.dtype, jnp.floating))
+class CotangentTerms(NamedTuple):
+    """The coefficients (...) of the logits' cotangent, derived in `row_statistics`.
+
+    softmax(z) (softmax + slope (z - maximum)) + label onehot(label) + target t, where softmax(z) is
+    exp(z - maximum - log_sum_exp).
+    """
+
+    softmax: jax.Array
+    maximum: jax.Array
+    log_sum_exp: jax.Array
+    label: jax.Array | None = None
+    target: jax.Array | None = None
+    slope: jax.Array | None = None
 
 
-@jax.jit
-def nan_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
-    """`x` where valid, else NaN. Jitted even outside jit, so that `jax.debug_nans` only sees NaN in the result."""
-    return jnp.where(valid, x, jnp.nan)
+class Needs(NamedTuple):
+    """The operands that need a gradient."""
+
+    x: bool = False
+    probabilities: bool = False
+    scale: bool = False
+    weight: bool = False
+    bias: bool = False
+    class_targets: bool = False
+
+    @classmethod
+    def of(cls, rows: Any, columns: Any) -> "Needs":
+        """Returns which operands need a gradient, given records of bools, None where an operand is absent."""
+        return cls(*(bool(getattr(rows, name, None) or getattr(columns, name, None)) for name in cls._fields))
 
 
-@jax.jit
-def nan_added_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
-    """The same, with a derivative of 1 that compilers can see."""
-    return x + jnp.where(valid, 0, jnp.nan).astype(x.dtype)
+class RowGradients(NamedTuple):
+    """The gradients of what each row has, None where they are not needed."""
+
+    x: jax.Array | None = None
+    probabilities: jax.Array | None = None
+    scale: jax.Array | None = None
 
 
-def strategy_for(logits_size: Any) -> tuple[str, str]:
-    """The best strategy and why, from the number of logits alone; a symbolic size may have any value."""
-    if jax.export.is_symbolic_dim(logits_size):
-        return "full", f"as {logits_size} logits may be few"
-    if logits_size <= SMALL_LOGITS:
-        return "full", f"as {logits_size:,} logits are at most {SMALL_LOGITS:,}"
-    return "grad_in_forward", f"as {logits_size:,} logits are more than {SMALL_LOGITS:,}"
+class ColumnGradients(NamedTuple):
+    """The gradients of what each column has, summed over rows; None where they are not needed."""
+
+    weight: jax.Array | None = None
+    bias: jax.Array | None = None
+    class_targets: jax.Array | None = None
 
 
-def merged_statistics(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array,
-    targets: Targets,
-    vocabulary: Vocabulary,
-    *,
-    softcap: float | None,
-    keep_logits: bool,
-    chunk_rows: int | None,
-    metrics: bool,
-    scale: jax.Array | None = None,
-) -> RowStatistics:
-    """The statistics of rows over the whole vocabulary; see `operator.linear_row_statistics`."""
-    tile_logits = None if keep_logits else _tile_logits(targets.labels.size, weight.shape, chunk_rows)
-    if vocabulary.axis is not None and x.dtype == jnp.float16:
-        # Every part of the vocabulary contributes a share of x's gradient. For a mean these are too small for float16,
-        # so they are added in float32.
-        x = x.astype(jnp.float32)
-    rows = linear_row_statistics(
-        x,
-        weight,
-        bias,
-        targets,
-        softcap=softcap,
-        tile_logits=tile_logits,
-        keep_logits=keep_logits,
-        metrics=metrics,
-        scale=scale,
-    )
-    return vocabulary.merge(rows, targets, metrics=metrics)
+class RowResults(NamedTuple):
+    """Results of each row beside the sum of losses.
+
+    Attributes:
+      terms: the terms of its loss that have a weight, before they are weighted; the gradients of these weights.
+      metrics: on request.
+      gradients: of what the row has, in the sum with gradients.
+    """
+
+    terms: RowWeights
+    metrics: Metrics
+    gradients: RowGradients = RowGradients()
 
 
-def _tile_logits(rows: Any, weight_shape: tuple[int, ...], chunk_rows: int | None) -> int | None:
-    """How many logits exist at a time: those of as many whole rows as the user says. A symbolic vocabulary: all."""
-    vocabulary, features = weight_shape
-    if jax.export.is_symbolic_dim(vocabulary):
-        return None
-    return default_tile_logits(rows, features) if chunk_rows is None else chunk_rows * vocabulary
+# The axes of these fields, for the operators' signatures.
+ROWS_AXES = "... h, ..., ... v, ..., ..."
+COLUMNS_AXES = "v h, v, v"
+WEIGHTS_AXES = "..., ..., ..."
+STATISTICS_AXES = "..., ..., ..., ..., ..., ..."
+TERMS_AXES = "..., ..., ..., ..., ..., ..."
+ROW_GRADIENTS_AXES = "... h, ... v, ..."
+METRICS_AXES = "..., ..., ..., ..."
+ROW_RESULTS_AXES = f"{WEIGHTS_AXES}, {METRICS_AXES}, {ROW_GRADIENTS_AXES}"

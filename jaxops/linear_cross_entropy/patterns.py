@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.export
 
-from jaxops.linear_cross_entropy import savings
 from jaxops.linear_cross_entropy.readers import other_readers
+from jaxops.linear_cross_entropy.rewriting import savings
 from lowering.patterns import RESHAPES, Finding, Graph, Operation, Pattern, Value, backward, describe, forward, unshaped
 
 _LINEAR = frozenset({"add", "add_any", "sub", "neg", "transpose", "slice", *RESHAPES})
@@ -28,7 +28,7 @@ def _find(graph: Graph) -> Iterator[Finding]:
 
 
 def _saved_bytes(matmul: Operation, classes: Any) -> int | None:
-    """The bytes that the operator saves, 0 if that is not worthwhile; None for symbolic sizes."""
+    """Returns the bytes that the operator saves, 0 if that is not worthwhile; None for symbolic sizes."""
     (logits,), (contracted, _) = matmul.outputs, matmul.params["dimension_numbers"]
     if any(map(jax.export.is_symbolic_dim, (classes, *(x.size for x in (logits, *matmul.inputs))))):
         return None
@@ -41,7 +41,7 @@ def _saved_bytes(matmul: Operation, classes: Any) -> int | None:
 
 
 def _picked_log_softmax(graph: Graph, log: Operation) -> Iterator[tuple[Operation, Any, Operation]]:
-    """The first matrix product whose log sum exp this is, its classes, and what picks from its log-softmax."""
+    """Yields the first matrix product whose log sum exp this is, its classes, and what picks from its log-softmax."""
     for matmul, classes in _softmax_inputs(log):
         pick = _pick_by_label(matmul, classes, log, _made_of(graph, matmul))
         if pick is not None:
@@ -50,7 +50,7 @@ def _picked_log_softmax(graph: Graph, log: Operation) -> Iterator[tuple[Operatio
 
 
 def _log_of_picked_softmax(graph: Graph, log: Operation) -> Iterator[tuple[Operation, Any, Operation]]:
-    """Matrix products whose softmax is picked at one class per row before this log; their classes, and what picks."""
+    """Yields matrix products whose softmax is picked at a class per row before this log; their classes; what picks."""
     for value in backward(log.inputs[0], _keeps_picked):
         pick = value.producer
         if pick is None or pick.name not in ("gather", "dynamic_slice", "mul", "select_n"):
@@ -63,7 +63,7 @@ def _log_of_picked_softmax(graph: Graph, log: Operation) -> Iterator[tuple[Opera
 
 
 def _softmax_of(probabilities: Value) -> Iterator[tuple[Operation, Any]]:
-    """Matrix products whose exponentials over their sum these are, and the number of classes summed over."""
+    """Yields matrix products whose exponentials over their sum these are, and the number of classes summed over."""
     for quotient in _producers(probabilities, _keeps_shape, "div"):
         for total in _producers(quotient.inputs[1], _keeps_sums, "reduce_sum"):
             exponentials = _producers(quotient.inputs[0], _keeps_shape, "exp")
@@ -80,7 +80,7 @@ def _detail(matmul: Operation, pick: Operation) -> str:
 
 
 def _softmax_inputs(log: Operation) -> list[tuple[Operation, Any]]:
-    """Matrix products whose log sum exp this is, and the number of classes."""
+    """Lists matrix products whose log sum exp this is, and the number of classes."""
     found = {}
     for total in _producers(log.inputs[0], _keeps_sums, "reduce_sum"):
         (terms,) = total.inputs
@@ -92,13 +92,13 @@ def _softmax_inputs(log: Operation) -> list[tuple[Operation, Any]]:
 
 
 def _producers(value: Value, follows: Any, name: str) -> set[Operation]:
-    """The nearest operations of this name that a value is computed from."""
+    """Returns the nearest operations of this name that a value is computed from."""
     producers = (x.producer for x in backward(value, follows))
     return {producer for producer in producers if producer is not None and producer.name == name}
 
 
 def _keeps_logits(operation: Operation, operand: Value) -> bool:
-    """Whether the result holds logits if the operand does: after a bias, mask, temperature, softcap or shift."""
+    """Tells whether the result holds logits if the operand does: after a bias, mask, temperature, softcap or shift."""
     if operation.name in ("mul", "div"):
         return operand is operation.inputs[0] if operation.name == "div" else _is_scaled(operation, operand)
     if operation.name in ("select_n", "dynamic_slice"):
@@ -107,21 +107,21 @@ def _keeps_logits(operation: Operation, operand: Value) -> bool:
 
 
 def _keeps_sums(operation: Operation, operand: Value) -> bool:
-    """The same on the way from exponentials through their sum to its logarithm."""
+    """Tells the same on the way from exponentials through their sum to its logarithm."""
     if operation.name == "select_n":
         return _is_selected(operation, operand)
     return operation.name in _LINEAR | _SUMS or operation.name in ("mul", "div", "abs", "max")
 
 
 def _keeps_losses(operation: Operation, operand: Value) -> bool:
-    """The same on the way from picked logits to a loss."""
+    """Tells the same on the way from picked logits to a loss."""
     if operation.name == "gather":  # optax takes the only column in this way
         return operand is operation.inputs[0] and bool(operation.outputs[0].size == operand.size)
     return operation.name in ("reduce_sum", "mul", "div", *_SUMS) or _keeps_logits(operation, operand)
 
 
 def _keeps_picked(operation: Operation, operand: Value) -> bool:
-    """The same on the way from probabilities through picking to a logarithm."""
+    """Tells the same on the way from probabilities through picking to a logarithm."""
     if operation.name in ("gather", "dynamic_slice", "select_n"):
         return _is_selected(operation, operand)
     return operation.name in _LINEAR or operation.name in ("mul", "max", "clamp", "reduce_sum")
@@ -137,20 +137,20 @@ def _is_one_hot(value: Value) -> bool:
 
 
 def _is_scaled(operation: Operation, operand: Value) -> bool:
-    """Whether the other factor is smaller: a number, or one per row or class."""
+    """Tells whether the other factor is smaller: a number, or one per row or class."""
     other = operation.inputs[operation.inputs[0] is operand]
     return bool(unshaped(other).size != operand.size)
 
 
 def _is_selected(operation: Operation, operand: Value) -> bool:
-    """Whether the operand is what is selected from, not what decides."""
+    """Tells whether the operand is what is selected from, not what decides."""
     if operation.name == "select_n":
         return operand is not operation.inputs[0]
     return operand is operation.inputs[0]
 
 
 def _reduced(operation: Operation) -> Any:
-    """How many elements a sum adds up."""
+    """Counts the elements that a sum adds up."""
     size: Any = 1
     for axis in operation.params["axes"]:
         size = size * operation.inputs[0].shape[axis]
@@ -158,7 +158,7 @@ def _reduced(operation: Operation) -> Any:
 
 
 def _pick_by_label(matmul: Operation, classes: Any, log: Operation, made_of_logits: set[Value]) -> Operation | None:
-    """The operation that picks one class per row from the log-softmax, or from the logits that remain of it."""
+    """Finds the operation that picks one class per row from the log-softmax, or from the logits that remain of it."""
     log_probs = forward(log.outputs, _keeps_logits)
     losses = forward(log.outputs, _keeps_losses)
     for value in forward(matmul.outputs, _keeps_logits) | log_probs:
@@ -171,12 +171,12 @@ def _pick_by_label(matmul: Operation, classes: Any, log: Operation, made_of_logi
 
 
 def _made_of(graph: Graph, matmul: Operation) -> set[Value]:
-    """Everything computed from these logits, also where they are computed again."""
+    """Returns everything computed from these logits, also where they are computed again."""
     return forward((x for same in graph.duplicates(matmul) for x in same.outputs), lambda *_: True)
 
 
 def _picks(operation: Operation, logits: Value, classes: Any, made_of_logits: set[Value]) -> bool:
-    """Whether this picks one of `classes` in each row, by labels that do not come from the logits themselves."""
+    """Tells whether this picks one of `classes` in each row, by labels that do not come from the logits themselves."""
     rest = [x for x in operation.inputs if x is not logits]
     if not rest or not operation.outputs or made_of_logits & set(rest):
         return False
@@ -196,14 +196,14 @@ def _picks(operation: Operation, logits: Value, classes: Any, made_of_logits: se
 
 
 def _is_summed(operation: Operation, classes: Any) -> bool:
-    """Whether the result is then summed over the classes."""
+    """Tells whether the result is then summed over the classes."""
     products = forward(operation.outputs, _keeps_logits)
     sums = (user for product in products for user in product.users if user.name == "reduce_sum")
     return any(classes in [total.inputs[0].shape[axis] for axis in total.params["axes"]] for total in sums)
 
 
 def _is_constant(value: Value) -> bool:
-    """Whether a value is written in the code: a fixed class is not a label."""
+    """Tells whether a value is written in the code: a fixed class is not a label."""
     made_of = backward(value, lambda *_: True)
     return all(x.number is not None if x.producer is None else x.producer.name != "iota" for x in made_of)
 

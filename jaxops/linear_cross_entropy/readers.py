@@ -21,7 +21,7 @@ def other_readers(graph: Graph, matmul: Operation, classes: Any) -> list[str]:
 
 
 def _stays_whole(operation: Operation, classes: Any) -> bool:
-    """Whether the result still has all classes of a row."""
+    """Tells whether the result still has all classes of a row."""
     if operation.name in _SUMMARIES | _ORDERS | _BODIES or operation.name == "dot_general":
         return False
     return any(_has_classes(x, classes) for x in operation.outputs)

@@ -9,23 +9,25 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._primitive.sharding import laid_out_as
-from jaxops.linear_cross_entropy import row_chunks, savings
+from jaxops.linear_cross_entropy import chunk_sizes
+from jaxops.linear_cross_entropy.rewriting import savings
 from jaxops.linear_cross_entropy.rewriting.cone import Cone
 from jaxops.linear_cross_entropy.rewriting.head import Head, Statistics, heads_of, layout_of
 from jaxops.linear_cross_entropy.rewriting.likeness import (
     has_log_sum_exp,
     is_like_loss,
     logits_arrays,
+    read_at_labels,
     reduced_sizes,
 )
 from jaxops.linear_cross_entropy.rewriting.maxima import cancels
 from jaxops.linear_cross_entropy.rewriting.reading import Reading
 from jaxops.linear_cross_entropy.rewriting.row_wise import Part
 from jaxops.linear_cross_entropy.rewriting.rows import Row
+from jaxops.linear_cross_entropy.rewriting.savings import Saving
 from jaxops.linear_cross_entropy.rewriting.sinks import SINKS, is_known, reduced
 from jaxops.linear_cross_entropy.rewriting.summed import Exit, sums_of
 from jaxops.linear_cross_entropy.rewriting.totals import Asked
-from jaxops.linear_cross_entropy.savings import Saving
 from lowering.rewriting.graph import Level, Node, Value
 from lowering.rewriting.report import megabytes
 from lowering.rewriting.rules import Found, Missed, RefusalError, Rule, described
@@ -42,7 +44,7 @@ _StepsOf = Callable[[Level, list[Step], Head], tuple[Step, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class _Readers:
-    """What reads the logits of a head.
+    """Readers of the logits of a head.
 
     Attributes:
       statistics: what they ask of the rows.
@@ -59,7 +61,7 @@ class _Readers:
     alike: list[Node]
 
     def exits(self) -> dict[Node, Exit]:
-        """The steps that take the place of the nodes that reduce logits."""
+        """Returns the steps that take the place of the nodes that reduce logits."""
         return {node: Exit(row, _exit(node, row)) for node, row in self.rows.items()}
 
 
@@ -111,13 +113,13 @@ def _saving(level: Level, head: Head, *, keeps_rows: bool) -> Saving:
 
 
 def _products(level: Level) -> list[Node]:
-    """The large matrix products, the last first, as a loss is behind a model's other layers."""
+    """Lists the large matrix products, the last first, as a loss is behind a model's other layers."""
     nodes = level.named("dot_general", "conv_general_dilated")
-    return [node for node in nodes if node.outputs[0].size > row_chunks.SMALL_LOGITS][::-1]
+    return [node for node in nodes if node.outputs[0].size > chunk_sizes.SIZES.logits][::-1]
 
 
 def _by_sum(level: Level, taken: list[Step], head: Head) -> tuple[Step, ...]:
-    """The steps that compute a sum of cross entropies, and what else is known with it; none if there is no such sum."""
+    """Returns the steps that compute a sum of cross entropies and what else is known with it; none if it is absent."""
     try:
         readers = _readers(level, taken, head, is_promised=True)
         exits = readers.exits()
@@ -141,12 +143,12 @@ def _by_sum(level: Level, taken: list[Step], head: Head) -> tuple[Step, ...]:
 
 
 def _asked(statistics: Statistics, row: Row) -> Set[Value]:
-    """What a row needs of the statistics."""
+    """Returns what a row needs of the statistics."""
     return row.values & set(statistics.answers())
 
 
 def _by_statistics(level: Level, taken: list[Step], head: Head) -> tuple[Step, ...]:
-    """The steps that compute statistics of rows, and all that reads logits from these."""
+    """Returns the steps that compute statistics of rows, and all that reads logits from these."""
     readers = _readers(level, taken, head, is_promised=False)
     steps = (_step(readers.statistics), *(each.step for each in readers.exits().values()))
     if not needed(level, [*taken, *steps]).isdisjoint(readers.alike):
@@ -163,7 +165,7 @@ def _check_maxima(level: Level, readers: _Readers) -> None:
 
 
 def _readers(level: Level, taken: list[Step], head: Head, *, is_promised: bool) -> _Readers:
-    """All that reads these logits."""
+    """Finds all that reads these logits."""
     alike = [node for node in level.named(head.node.name) if _is_alike(node, head.node)]
     reading, asked = Reading.of(head, alike), Asked(head.classes, head.dtype, is_promised=is_promised)
     wanted = needed(level, taken)
@@ -193,7 +195,7 @@ def _readers(level: Level, taken: list[Step], head: Head, *, is_promised: bool) 
 
 
 def _is_alike(node: Node, other: Node) -> bool:
-    """Whether two nodes compute the same, which XLA merges into one."""
+    """Tells whether two nodes compute the same, which XLA merges into one."""
     same = [
         a is b or (a.number is not None and a.number == b.number)
         for a, b in zip(node.inputs, other.inputs, strict=True)
@@ -202,7 +204,7 @@ def _is_alike(node: Node, other: Node) -> bool:
 
 
 def _escape(level: Level, reading: Reading, steps: list[Step], others: dict[Node, str]) -> str:
-    """Why logits are still needed."""
+    """Says why logits are still needed."""
     if any(value in reading.axes for value in level.results):
         return "the logits, or as many numbers computed from them, are returned"
     wanted = needed(level, steps)
@@ -240,7 +242,7 @@ def _find_cones(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Misse
         refusal = None
         for axis, class_axis in _row_axes(node):
             classes, arrays = node.outputs[0].shape[class_axis], logits_arrays(level, node)
-            # In a loop, the gradient of the weight is one more array.
+            # In a loop, the gradient of the weight is one more array, as a transposed weight is one for the operator.
             weight = node.inputs[class_axis != 0]
             saved = savings.saving(node.outputs[0], weight, classes, is_transposed=True, arrays=arrays)
             try:
@@ -265,7 +267,7 @@ def _features(node: Node) -> int:
 
 
 def _row_axes(node: Node) -> list[tuple[int, int]]:
-    """The axes of a product that may be split, the longest first, each with that of the classes, which are reduced."""
+    """Lists a product's axes that may be split, the longest first, each with that of the classes, which are reduced."""
     (contracted, batch), shape = node.params["dimension_numbers"], node.outputs[0].shape
     free = [len(node.inputs[side].shape) - len(contracted[side]) for side in (0, 1)]
     ends = ((len(shape) - 1, free[1]), (0, free[0]))
@@ -276,7 +278,7 @@ def _row_axes(node: Node) -> list[tuple[int, int]]:
 
 
 def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis: int) -> Step:
-    """The step that computes what depends on these logits in chunks of rows."""
+    """Returns the step that computes what depends on these logits in chunks of rows."""
     shape = node.outputs[0].shape
     cone = Cone(level, needed(level, taken), node, axis, shape[class_axis])
     sums = [x for x in cone.with_bodies(cone.nodes) if x.name == "reduce_sum" and cone.is_wide(x.inputs[0])]
@@ -288,8 +290,8 @@ def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis:
         raise _UnlikeError
     if any(isinstance(cone.roles[x], Part) and cone.is_wide(x) for x in cone.exits):
         raise RefusalError("the logits, or as many numbers computed from them, are used as a whole")
-    chunk_rows = row_chunks.default_chunk_rows(shape[class_axis], _features(node))
     rows = node.outputs[0].size // shape[class_axis]
+    chunk_rows = chunk_sizes.rows_of_logits(shape[class_axis], _features(node)) or rows
     step = cone.step(max(1, chunk_rows * shape[axis] // rows))
     if node in needed(level, [*taken, step]):
         raise RefusalError("the logits are used elsewhere")
@@ -300,11 +302,18 @@ def _overlooked(level: Level) -> Iterator[Missed]:
     """Says of each product whose result is read as logits are why nothing replaces it."""
     for node in level.named("dot_general", "conv_general_dilated"):
         heads = heads_of(node)
-        if not heads or node.outputs[0].size == 0 or not (is_like_loss(node) or has_log_sum_exp(node)):
+        if not heads or node.outputs[0].size == 0:
+            continue
+        read = read_at_labels(node)
+        if not (read or is_like_loss(node) or has_log_sum_exp(node)):
             continue
         size, found = node.outputs[0].size, _saving(level, heads[0], keeps_rows=False)
-        if size <= row_chunks.SMALL_LOGITS:
-            reason = f"up to {row_chunks.SMALL_LOGITS:,} logits are left alone, as the operator would keep them"
+        if read:
+            reason = f"this takes no log sum exp: it is a loss of {read}, for which there is no operator"
+        elif size <= chunk_sizes.SIZES.logits:
+            reason = f"up to {chunk_sizes.SIZES.logits:,} logits are left alone, as the operator would keep them"
+        elif not found.is_worthwhile and found.least_bytes < 0:
+            reason = "the operator could need more temporaries, for copies or sums of a weight that is so large"
         elif not found.is_worthwhile:
             saved, plain = megabytes(found.saved_bytes), megabytes(found.plain_bytes)
             reason = f"the operator would save less than a fifth of the temporaries, about {saved} of {plain}"
@@ -313,11 +322,11 @@ def _overlooked(level: Level) -> Iterator[Missed]:
         yield Missed(node, f"{size:,} logits {described(node.outputs[0])}", reason)
 
 
-ROW_CONE = Rule("row_cone", _find_cones, lambda: row_chunks.SMALL_LOGITS)
-CROSS_ENTROPY = Rule("cross_entropy", _find_statistics, lambda: row_chunks.SMALL_LOGITS, overlooked=_overlooked)
+ROW_CONE = Rule("row_cone", _find_cones, lambda: chunk_sizes.SIZES.logits)
+CROSS_ENTROPY = Rule("cross_entropy", _find_statistics, lambda: chunk_sizes.SIZES.logits, overlooked=_overlooked)
 CROSS_ENTROPY_SUM = Rule(
     "cross_entropy_sum",
     _find_sums,
-    lambda: row_chunks.SMALL_LOGITS,
+    lambda: chunk_sizes.SIZES.logits,
     remark="a TPU takes up to 2^28 at a time and saves less",
 )

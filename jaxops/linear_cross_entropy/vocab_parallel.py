@@ -9,6 +9,7 @@ devices:
     4  fused_linear_cross_entropy_loss_grad(..., logits_max=M, sum_exp_logits=Z); psum of its input gradient
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +20,14 @@ from jaxops._checks.errors import require
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import require_split
-from jaxops.linear_cross_entropy.logits import broadcast_rows, is_present, linear_logits, pick
-from jaxops.linear_cross_entropy.rounded_products import rounded_products
-from jaxops.linear_cross_entropy.row_chunks import default_chunk_rows, map_rows, of_all_devices
+from jaxops.linear_cross_entropy.by_rows import on_all_devices
+from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
+from jaxops.linear_cross_entropy.fold_rows import fold_rows, varying
+from jaxops.linear_cross_entropy.operands import Columns, Rows
+from jaxops.linear_cross_entropy.rounded_products import Products, rounded_products
+from jaxops.linear_cross_entropy.row_statistics import bounded_logits, is_label, over_columns, row_sums
+from lowering.forms import Form, Place
+from lowering.targets import PLATFORMS
 from pallas_kernels.gpu.linear_cross_entropy import vocab_parallel as gpu
 from pallas_kernels.tpu.linear_cross_entropy import vocab_parallel as tpu
 
@@ -83,7 +89,7 @@ def fused_cross_entropy_loss_with_max_sum(
       logits: (..., V), one part's logits.
     """
     statistics = (logits_max, sum_exp_logits, predicted_logits)
-    loss, _ = _LOSS(*statistics, jnp.zeros((*logits_max.shape, 0), logits_max.dtype))
+    loss, _ = _LOSS(*statistics, None)
     # Two calls, because inside shard_map the loss is the same on all devices and the softmax is not.
     return loss, None if logits is None else _LOSS(*statistics, logits)[1]
 
@@ -111,14 +117,10 @@ def fused_linear_cross_entropy_loss_grad(
       sum_exp_logits: (...), the sum of exp(logits - logits_max) over all classes.
       softmax: (..., V), this part's. None computes the logits again, a chunk of rows at a time.
     """
-    rows = x.shape[:-1]
     mask = target_mask
     if mask.dtype != jnp.bool_:
         (mask,) = _UNPACK(mask, grad)
-    dtype = accumulation_dtype(x.dtype)
-    maximum, total = (jnp.zeros(rows, dtype) if v is None else v for v in (logits_max, sum_exp_logits))
-    softmax = jnp.zeros((*rows, 0), dtype) if softmax is None else softmax
-    return _GRAD(grad, x, weight, mask, masked_target, maximum, total, softmax)
+    return _GRAD(grad, x, weight, mask, masked_target, logits_max, sum_exp_logits, softmax)
 
 
 def _check_max_sum(x: Any, weight: Any, target: Any, *_: Any, **__: Any) -> None:
@@ -141,7 +143,8 @@ def _check_loss(logits_max: Any, sum_exp_logits: Any, predicted_logits: Any, log
         f"have logits_max's shape {list(rows)}",
         predicted_logits,
     )
-    require(logits.shape[:-1] == rows, name, "vocab_parallel_logits", f"have shape [{_listed(rows)}V]", logits)
+    fits = logits is None or logits.shape[:-1] == rows
+    require(fits, name, "vocab_parallel_logits", f"have shape [{_listed(rows)}V]", logits)
 
 
 def _check_grad(
@@ -152,8 +155,9 @@ def _check_grad(
     rows, classes = x.shape[:-1], weight.shape[0]
     operands = {"grad": grad, "target_mask": mask, "masked_target": masked_target}
     for argument, value in {**operands, "logits_max": logits_max, "sum_exp_logits": sum_exp_logits}.items():
-        require(value.shape == rows, name, argument, f"have shape {list(rows)}, as input has rows", value)
-    fits = softmax.shape in ((*rows, classes), (*rows, 0))
+        fits = value is None or value.shape == rows
+        require(fits, name, argument, f"have shape {list(rows)}, as input has rows", value)
+    fits = softmax is None or softmax.shape == (*rows, classes)
     require(fits, name, "softmax", f"have shape {[*rows, classes]}", softmax)
 
 
@@ -172,22 +176,29 @@ def _listed(shape: tuple[int, ...]) -> str:
 
 
 def _max_sum(
-    x: jax.Array, weight: jax.Array, target: jax.Array, start: jax.Array, end: jax.Array, *, return_logits: bool
-) -> Arrays:
+    x: jax.Array,
+    weight: jax.Array,
+    target: jax.Array,
+    start: jax.Array,
+    end: jax.Array,
+    *,
+    return_logits: bool,
+    place: Place | None = None,
+) -> OnlineMaxSum:
     mask = (target < start) | (target >= end)
     masked_target = jnp.where(mask, jnp.zeros_like(target), target - start)
+    columns = Columns(weight)
 
-    def chunk(x: jax.Array, mask: jax.Array, masked_target: jax.Array) -> tuple[Arrays, Arrays]:
-        logits = linear_logits(x, weight, jnp.zeros((0,), x.dtype), None)
-        maximum = jnp.max(logits, axis=-1)
-        shifted = logits - broadcast_rows(maximum)
-        predicted = jnp.where(mask, jnp.zeros_like(maximum), pick(logits, masked_target, maximum))
-        logits = logits.astype(x.dtype) if return_logits else logits[..., :0].astype(x.dtype)
-        return (maximum, jnp.sum(jnp.exp(shifted), axis=-1), predicted, logits), ()
+    def chunk(_: None, rows: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[OnlineMaxSum, None]:
+        x, mask, masked_target = rows
+        logits = bounded_logits(Rows(x), columns, None)
+        of_rows = Rows(x, jnp.where(mask, -1, masked_target))
+        sums: Any = row_sums(logits, of_rows, columns, metrics=False)
+        local = sums.max_logit, sums.sum_exp, sums.label_logit, mask, masked_target
+        return OnlineMaxSum(*local, logits.astype(x.dtype) if return_logits else None), None
 
-    chunk_rows = None if return_logits else of_all_devices(default_chunk_rows(*weight.shape))
-    (maximum, total, predicted, logits), _ = map_rows(chunk, (x, mask, masked_target), x.ndim - 1, chunk_rows)
-    return maximum, total, predicted, mask, masked_target, logits
+    chunk_rows = None if return_logits else on_all_devices(rows_of_logits(*weight.shape), place)
+    return fold_rows(chunk, None, (x, mask, masked_target), target.shape, chunk_rows)[0]
 
 
 def _pack(mask: jax.Array, beyond: jax.Array) -> Arrays:
@@ -199,46 +210,76 @@ def _unpack(packed: jax.Array, like: jax.Array) -> Arrays:
     return (jnp.unpackbits(packed, count=like.size, bitorder="little").astype(bool).reshape(like.shape),)
 
 
-def _loss(logits_max: jax.Array, sum_exp_logits: jax.Array, predicted_logits: jax.Array, logits: jax.Array) -> Arrays:
-    shifted = logits.astype(logits_max.dtype) - broadcast_rows(logits_max)
-    return jnp.log(sum_exp_logits) - predicted_logits, jnp.exp(shifted) * broadcast_rows(1 / sum_exp_logits)
+def _loss(
+    logits_max: jax.Array, sum_exp_logits: jax.Array, predicted_logits: jax.Array, logits: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    loss = jnp.log(sum_exp_logits) - predicted_logits
+    if logits is None:
+        return loss, None
+    shifted = logits.astype(logits_max.dtype) - over_columns(logits_max)
+    return loss, jnp.exp(shifted) * over_columns(1 / sum_exp_logits)
 
 
-def _grad(grad: jax.Array, x: jax.Array, weight: jax.Array, *rows: jax.Array) -> Arrays:
-    def chunk(
-        grad: jax.Array,
-        maximum: jax.Array,
-        total: jax.Array,
-        x: jax.Array,
-        mask: jax.Array,
-        masked_target: jax.Array,
-        softmax: jax.Array,
-    ) -> tuple[Arrays, Arrays]:
-        if not is_present(softmax):
-            logits = linear_logits(x, weight, jnp.zeros((0,), x.dtype), None)
-            softmax = jnp.exp(logits - broadcast_rows(maximum)) / broadcast_rows(total)
-        columns = jax.lax.broadcasted_iota(masked_target.dtype, softmax.shape, softmax.ndim - 1)
-        is_target = (columns == broadcast_rows(masked_target)) & ~broadcast_rows(mask)
-        cotangent = ((softmax - is_target.astype(softmax.dtype)) * broadcast_rows(grad)).astype(
-            accumulation_dtype(x.dtype)
-        )
-        x_grad, weight_grad = rounded_products((True, True), cotangent, lambda: jnp.abs(grad), x, weight)
-        return (x_grad.astype(x.dtype),), (weight_grad,)
+class _GradRows(NamedTuple):
+    """Row values that the gradient reads, as the public function names them."""
 
-    mask, masked_target, maximum, total, softmax = rows
-    operands = (grad, maximum, total, x, mask, masked_target, softmax)
+    grad: jax.Array
+    x: jax.Array
+    mask: jax.Array
+    masked_target: jax.Array
+    maximum: jax.Array | None
+    total: jax.Array | None
+    softmax: jax.Array | None
+
+
+def _grad(
+    grad: jax.Array,
+    x: jax.Array,
+    weight: jax.Array,
+    mask: jax.Array,
+    masked_target: jax.Array,
+    logits_max: jax.Array | None,
+    sum_exp_logits: jax.Array | None,
+    softmax: jax.Array | None,
+    *,
+    place: Place | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    dtype = accumulation_dtype(x.dtype)
+
+    def chunk(weight_sum: jax.Array, rows: _GradRows) -> tuple[Any, Any]:
+        softmax = rows.softmax
+        if softmax is None and rows.maximum is not None and rows.total is not None:
+            logits = bounded_logits(Rows(rows.x), Columns(weight), None)
+            softmax = jnp.exp(logits - over_columns(rows.maximum)) / over_columns(rows.total)
+        assert softmax is not None  # the public function has checked that it can be known
+        at_target = is_label(rows.masked_target, softmax) & ~over_columns(rows.mask)
+        cotangent = ((softmax - at_target.astype(softmax.dtype)) * over_columns(rows.grad)).astype(dtype)
+        bound = functools.partial(jnp.abs, rows.grad)
+        gradients: Any = rounded_products(Products(True, True), cotangent, bound, rows.x, weight, weight_sum)
+        return gradients[0].astype(x.dtype), gradients[1]
+
+    rows = _GradRows(grad, x, mask, masked_target, logits_max, sum_exp_logits, softmax)
     # Fillers get the softmax exp(-inf) / 1.
-    fills = (0, jnp.inf, 1)
-    chunk_rows = None if is_present(softmax) else of_all_devices(default_chunk_rows(*weight.shape))
-    (x_grad,), (weight_grad,) = map_rows(chunk, operands, x.ndim - 1, chunk_rows, fills)
+    fills = jax.tree.map(lambda _: 0, rows)
+    if softmax is None:
+        fills = fills._replace(maximum=jnp.inf, total=1)
+    chunk_rows = None if softmax is not None else on_all_devices(rows_of_logits(*weight.shape), place)
+    start = varying(jnp.zeros(weight.shape, dtype), rows)
+    x_grad, weight_grad = fold_rows(chunk, start, rows, grad.shape, chunk_rows, fills)
     return x_grad, weight_grad.astype(weight.dtype)
 
 
+def _on_one_device(place: Place, *_: Any, **__: Any) -> str | None:
+    return None if place.is_split else "one device has all rows, as the reference expects"
+
+
+_EVERYWHERE = frozenset(PLATFORMS)
 _ONLINE_MAX_SUM = Operator(
     name="fused_linear_online_max_sum",
     signature="... h, v h, ..., , -> ..., ..., ..., ..., ..., ... v",
     check=_check_max_sum,
     reference=_max_sum,
+    forms=(Form("xla_split_rows", _EVERYWHERE, _max_sum, _on_one_device),),
     kernels=(tpu.MAX_SUM_KERNEL, gpu.MAX_SUM_KERNEL),
 )
 
@@ -258,5 +299,6 @@ _GRAD = Operator(
     signature="..., ... h, v h, ..., ..., ..., ..., ... v -> ... h, v h",
     check=_check_grad,
     reference=_grad,
+    forms=(Form("xla_split_rows", _EVERYWHERE, _grad, _on_one_device),),
     kernels=(tpu.GRAD_KERNEL, gpu.GRAD_KERNEL),
 )

@@ -1,5 +1,7 @@
 """The vocabulary: all on this device, or split over a mesh axis."""
 
+import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -7,7 +9,10 @@ import jax.numpy as jnp
 
 from jaxops._primitive import sharding
 from jaxops._primitive.operator import Operator
-from jaxops.linear_cross_entropy.logits import RowStatistics, Targets, target_total
+from jaxops.linear_cross_entropy.chunk_sizes import logits_of_tile
+from jaxops.linear_cross_entropy.operands import Columns, Rows, RowStatistics
+from jaxops.linear_cross_entropy.operator import linear_row_statistics
+from jaxops.linear_cross_entropy.row_statistics import RowSums, merged, target_total
 
 
 class Vocabulary(NamedTuple):
@@ -19,7 +24,7 @@ class Vocabulary(NamedTuple):
 
     @classmethod
     def of(cls, operator: str, weight: jax.Array, axis: str | None) -> "Vocabulary":
-        """The vocabulary, from this device's part of the weight (V, H)."""
+        """Makes the vocabulary, from this device's part of the weight (V, H)."""
         columns = weight.shape[0]
         if axis is None:
             return cls(columns, columns, None)
@@ -39,61 +44,60 @@ class Vocabulary(NamedTuple):
         return jnp.where(is_class & (columns >= 0) & (columns < self.columns), columns.astype(jnp.int32), -1)
 
     def sum(self, part: jax.Array) -> jax.Array:
-        """The sum over all parts of the vocabulary."""
+        """Sums over all parts of the vocabulary."""
         return part if self.axis is None else jax.lax.psum(part, self.axis)
 
-    def merge(self, rows: RowStatistics, targets: Targets, *, metrics: bool) -> RowStatistics:
-        """The statistics of whole rows, from those of each part, which are relative to the part's own maximum."""
-        if self.axis is None:
-            return rows
-        local_max = jax.lax.stop_gradient(rows.max_logit)
-        # A part without a finite logit has 0 as its maximum.
-        empty = rows.log_sum_exp == -jnp.inf
-        maximum = jax.lax.pmax(jax.lax.stop_gradient(jnp.where(empty, -jnp.inf, local_max)), self.axis)
-        maximum = jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
-        shift = local_max - maximum
-        log_sum_exp = jnp.log(self.sum(jnp.exp(rows.log_sum_exp + shift)))
-        label_logit = jnp.where(targets.labels >= 0, rows.label_logit + shift, jnp.zeros_like(shift))
-        target_logit = rows.target_logit + target_total(targets, shift) * shift
-        merged = rows._replace(
-            max_logit=maximum,
-            log_sum_exp=log_sum_exp,
-            label_logit=self.sum(label_logit),
-            target_logit=self.sum(target_logit),
-        )
-        if not metrics:
-            return merged
-        share = jnp.exp(rows.log_sum_exp + shift - log_sum_exp)
-        mean_logit = jnp.where(empty, jnp.zeros_like(shift), share * (rows.mean_logit + shift))
-        prediction = self._first_with_maximum(rows.prediction, local_max, maximum)
-        return merged._replace(mean_logit=self.sum(mean_logit), prediction=prediction)
+    def statistics(
+        self, rows: Rows, columns: Columns, *, softcap: float | None, chunk_rows: int | None, metrics: bool
+    ) -> RowStatistics:
+        """Computes the statistics of rows over all classes; see `operator.linear_row_statistics`."""
+        tile_logits = logits_of_tile(math.prod(rows.x.shape[:-1]), columns.weight.shape, chunk_rows)
+        if self.axis is not None and rows.x.dtype == jnp.float16:
+            # Every part of the vocabulary contributes a share of x's gradient. For a mean these are too small for
+            # float16, so they are added in float32.
+            rows = rows._replace(x=rows.x.astype(jnp.float32))
+        statistics = linear_row_statistics(rows, columns, softcap=softcap, tile_logits=tile_logits, metrics=metrics)
+        return statistics if self.axis is None else self._merged(statistics, rows, columns)
+
+    def _merged(self, statistics: RowStatistics, rows: Rows, columns: Columns) -> RowStatistics:
+        """Merges the statistics of each part, which are relative to the part's own maximum."""
+        maximum, log_sum_exp, label_logit, target_logit, mean_logit, prediction = statistics
+        parts = RowSums(maximum, jnp.expm1(log_sum_exp), target_logit=target_logit)
+        if rows.labels is not None and label_logit is not None:
+            has_label = (rows.labels >= 0).astype(maximum.dtype)
+            parts = parts._replace(label_logit=label_logit, has_label=has_label)
+        if target_logit is not None:
+            parts = parts._replace(target_total=target_total(rows, columns, maximum))
+        if mean_logit is not None and prediction is not None:
+            weighted = mean_logit * jnp.exp(log_sum_exp)
+            parts = parts._replace(weighted_logit=weighted, prediction=prediction + self.first)
+        over = (functools.partial(of, axis_name=self.axis) for of in (jax.lax.pmax, jax.lax.psum, jax.lax.pmin))
+        index = jnp.broadcast_to(jax.lax.axis_index(self.axis), maximum.shape)
+        return merged(parts, index, *over).statistics
 
     def argmax(self, row_values: jax.Array) -> jax.Array:
-        """The class with the largest value of each row (..., columns); of equal ones, the first."""
+        """Finds the class with the largest value of each row (..., columns); of equal ones, the first."""
         best = jnp.argmax(row_values, axis=-1).astype(jnp.int32)
         if self.axis is None:
             return best
         local_max = jax.lax.stop_gradient(jnp.max(row_values, axis=-1))
-        return self._first_with_maximum(best, local_max, jax.lax.pmax(local_max, self.axis))
+        is_best = local_max == jax.lax.pmax(local_max, self.axis)
+        return jax.lax.pmin(jnp.where(is_best, best + self.first, self.classes), self.axis)
 
-    def weights_of(self, labels: jax.Array, class_weight: jax.Array) -> jax.Array:
-        """The class weight of each row's label; 0 if the label is not a class."""
-        return self.sum(_LABEL_WEIGHTS(class_weight, self.local(labels))[0])
-
-    def _first_with_maximum(self, columns: jax.Array, local_max: jax.Array, maximum: jax.Array) -> jax.Array:
-        """The first class among the parts' best columns that reach the maximum."""
-        return jax.lax.pmin(jnp.where(local_max == maximum, columns + self.first, self.classes), self.axis)
+    def values_of(self, labels: jax.Array, by_class: jax.Array) -> jax.Array:
+        """Returns the value of each row's label among values by class; 0 if the label is not a class."""
+        return self.sum(_LABEL_VALUES(by_class, self.local(labels))[0])
 
 
-def _label_weights(class_weight: jax.Array, labels: jax.Array) -> tuple[jax.Array, ...]:
-    weights = class_weight.at[jnp.maximum(labels, 0)].get(mode="promise_in_bounds")
-    return (jnp.where(labels >= 0, weights, jnp.zeros_like(weights)),)
+def _label_values(by_class: jax.Array, labels: jax.Array) -> tuple[jax.Array, ...]:
+    values = by_class.at[jnp.maximum(labels, 0)].get(mode="promise_in_bounds")
+    return (jnp.where(labels >= 0, values, jnp.zeros_like(values)),)
 
 
 # An operator, so that on an explicit mesh the result is laid out like the labels, which indexing alone cannot infer.
-_LABEL_WEIGHTS = Operator(
-    name="label_weights",
+_LABEL_VALUES = Operator(
+    name="label_values",
     signature="v, ... -> ...",
     check=lambda *_: None,
-    reference=_label_weights,
+    reference=_label_values,
 )

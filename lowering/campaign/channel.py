@@ -1,4 +1,4 @@
-"""How the process of a case tells the campaign what it does and what it finds: JSON, one message a line."""
+"""Channel from a case's process to the campaign, about its steps and findings: JSON, one message a line."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -25,7 +25,7 @@ class Channel:
         self.spoilt = spoilt
 
     def is_decided(self, key: Key, way: Measurement) -> bool:
-        """Whether an earlier process has told what comes of this step."""
+        """Tells whether an earlier process has told the outcome of this step."""
         return f"{self._case}: {step_name(key, way)}" in self._decided
 
     def begin_case(self, name: str) -> None:
@@ -42,7 +42,7 @@ class Channel:
         self._send({"begin": verdict_record(key, way, "hangs", "")})
 
     def begin_kernel(self, key: Key, name: str) -> None:
-        """The same for a kernel and its configuration by name; if it hangs, none of its configurations is taken."""
+        """Begins a kernel and its configuration by name; if it hangs, none of its configurations is taken."""
         self.begin(key, Measurement(name.partition(" (")[0]))
 
     def runs(self) -> None:
@@ -82,12 +82,12 @@ class Channel:
 
 
 def step_name(key: Key, way: Measurement) -> str:
-    """One configuration of one kernel at one set of shapes, as text."""
+    """Returns one configuration of one kernel at one set of shapes, as text."""
     return json.dumps([key.operator, list(key.operands), key.attributes, way.name])
 
 
 def verdict_record(key: Key, way: Measurement, outcome: str, reason: str) -> dict[str, Any]:
-    """What came of a step; with an entry if the kernel must never be taken for it."""
+    """Records the outcome of a step; with an entry if the kernel must never be taken for it."""
     record: dict[str, Any] = {
         "step": step_name(key, way),
         "operator": key.operator,

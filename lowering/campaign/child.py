@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _serve(request: dict[str, Any], machine: Machine, channel: Channel) -> None:
-    """Does one stage of each case."""
+    """Runs one stage of each case."""
     for case in load(request["suite"]):
         if case.name not in request["cases"]:
             continue

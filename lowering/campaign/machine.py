@@ -1,4 +1,4 @@
-"""What a campaign runs on: the device of this process, or interpreters on a CPU for a rehearsal."""
+"""Machine of a campaign: the device of this process, or interpreters on a CPU for a rehearsal."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ class Machine:
     faults: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
 
     def timed_launch(self, operator_name: str, kernel: Kernel, *, first_only: bool) -> Launch | None:
-        """The same, to be timed: interpreters with side effects are so slow that rehearsing them shows nothing more."""
+        """Returns a kernel's launch to be timed; None for interpreters with side effects: they are too slow."""
         is_slow = kernel.platform != self.hardware.platform and not kernel.interpreter_is_pure
         return None if is_slow else self.launch(operator_name, kernel, first_only=first_only)
 
     def launch(self, operator_name: str, kernel: Kernel, *, first_only: bool = False) -> Launch | None:
-        """How a kernel is run here; None if it is not."""
+        """Returns how a kernel is run here; None if it is not."""
         excluded = self.faults.get(operator_name, {}).get(kernel.name, "")
         if kernel.platform == self.hardware.platform:
             return Launch(self.hardware, first_only=first_only, excluded=excluded)

@@ -1,4 +1,4 @@
-"""How fast kernels are on this device, beside the reference: in their first configuration, or in all of them."""
+"""Speed of kernels on this device, beside the reference: in their first configuration, or in all of them."""
 
 import functools
 

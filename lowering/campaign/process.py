@@ -22,7 +22,7 @@ PATIENCE = 5
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How a process ended.
+    """Ending of a process.
 
     Attributes:
       how: "done"; "again" if it asks for another process; "hangs"; "died"; or "budget".
@@ -86,7 +86,7 @@ def converse(
 
 
 def _lines_of(process: subprocess.Popen[str]) -> "queue.Queue[str]":
-    """What the process writes, line by line; an empty text at its end."""
+    """Returns a queue of the lines that the process writes; an empty text at its end."""
     lines: queue.Queue[str] = queue.Queue()
     stream = process.stdout
     assert stream is not None

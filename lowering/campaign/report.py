@@ -1,4 +1,4 @@
-"""What a campaign has found: a row for each kernel at each set of shapes, as a table and as JSON."""
+"""Findings of a campaign: a row for each kernel at each set of shapes, as a table and as JSON."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ _STYLES = {"faster": "green", "wrong": "bold red", "fails": "red", "hangs": "bol
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What is known of a kernel.
+    """Facts about one kernel.
 
     Attributes:
       operator: its name.
@@ -41,7 +41,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Campaign:
-    """What is known of a device's kernels.
+    """Facts about a device's kernels.
 
     Attributes:
       target: the device.
@@ -114,7 +114,7 @@ class Campaign:
 
 
 def _verdict_row(operator: str, kernel: str, records: Sequence[Mapping[str, Any]]) -> Row:
-    """The worst that was said of a kernel."""
+    """Returns the worst that was said of a kernel."""
     for outcome in ("wrong", "hangs", "fails", "unfinished"):
         for record in records:
             if record["outcome"] == outcome:

@@ -40,7 +40,7 @@ class _Task:
     flags: str = ""
 
     def has(self, record: Mapping[str, Any]) -> bool:
-        """Whether a record comes from this."""
+        """Tells whether a record comes from this task."""
         return (record.get("stage"), record.get("flags")) == (self.stage, self.flags) and record["case"] in self.cases
 
 
@@ -134,7 +134,7 @@ class _Run:
         return Campaign(self._device["target"], tuple(filter(self._is_of_these_versions, self._records)), stopped)
 
     def _tasks(self, stage: str, cases: Sequence[Case]) -> list[_Task]:
-        """A process for each case. Interpreters neither hang nor spoil a device, and starting takes longest there."""
+        """Makes a task for each case. Interpreters neither hang nor spoil a device, but start slowly: all share one."""
         if self._rehearse:
             return [_Task(stage, tuple(case.name for case in cases))]
         recorded = stage == "verify" and self._device["target"].startswith("cuda")
@@ -142,7 +142,7 @@ class _Run:
         return [_Task(stage, (name,), each) for name in flags for each in flags[name]]
 
     def _probe(self) -> dict[str, Any]:
-        """The device's name and the versions, from a process that asks and ends."""
+        """Asks a process for the device's name and the versions, and lets it end."""
         found: list[dict[str, Any]] = []
         ending = self._ask(_Task("probe", ()), found.append)
         if not found:
@@ -150,7 +150,7 @@ class _Run:
         return found[0]
 
     def _finish(self, task: _Task) -> bool:
-        """Does a task to its end, in as many processes as its kernels bring down; returns whether time was enough."""
+        """Finishes a task, in as many processes as its kernels bring down; returns whether time was enough."""
         done = self._done(task)
         self._bar.advance(TaskID(0), len(done))
         while done != set(task.cases):
@@ -169,7 +169,7 @@ class _Run:
         return True
 
     def _done(self, task: _Task) -> set[str]:
-        """The cases of a task that need nothing more; what failed in an earlier campaign is tried again."""
+        """Returns the cases of a task that need nothing more; what failed in an earlier campaign is tried again."""
         mine = filter(task.has, filter(self._is_of_these_versions, self._records))
         return {
             record["case"]
@@ -185,7 +185,7 @@ class _Run:
         return f"its process ended: {ending.last_words}"
 
     def _blamed(self, ending: Ending) -> dict[str, Any]:
-        """The verdict on the kernel that a process was busy with when it hung or died: one that lasts, if it ran."""
+        """Returns the verdict on the kernel that a process ran when it hung or died: one that lasts, if it ran."""
         begun = ending.begun
         assert begun is not None
         attributes = (begun["operator"], tuple(begun["operands"]), begun["attributes"])

@@ -38,19 +38,19 @@ class Case:
     overrides: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def overridden(self, configs: Iterable[Mapping[str, int]]) -> list[dict[str, int]]:
-        """Configurations with the overrides of what they have, each once."""
+        """Returns configurations with the overrides of what they have, each once."""
         changed = ({**each, **{k: v for k, v in self.overrides.items() if k in each}} for each in configs)
         return list({config_items(each): each for each in changed}.values())
 
     def sizes(self, stage: str, *, rehearse: bool) -> tuple[Size, ...]:
-        """Those of a stage: "verify", "time" or "tune"."""
+        """Returns the sizes of a stage: "verify", "time" or "tune"."""
         if rehearse:
             return self.rehearsed_at if stage == "verify" else self.rehearsed_at[-1:]
         return self.verified_at if stage == "verify" else self.timed_at if self.is_timed else ()
 
 
 def load(location: str) -> Sequence[Case]:
-    """The suite that "module:NAME" names."""
+    """Loads the suite that "module:NAME" names."""
     module, _, name = location.partition(":")
     cases: Sequence[Case] = getattr(importlib.import_module(module), name)
     return cases

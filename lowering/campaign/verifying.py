@@ -1,4 +1,4 @@
-"""Whether kernels are right on this device: against float64, bit by bit again, and in memory that holds poison."""
+"""Correctness of kernels on this device: against float64, bit by bit again, and in memory that holds poison."""
 
 import functools
 import math
@@ -74,7 +74,7 @@ def verify(case: Case, machine: Machine, channel: Channel, operators: Collection
 def steps(
     case: Case, problem: Problem, machine: Machine, *, all_configs: bool
 ) -> Iterator[tuple[Kernel, Launch, Mapping[str, int] | None]]:
-    """Every kernel in every configuration that is due; None for the configuration of a kernel that refuses."""
+    """Yields every kernel in every configuration that is due; None for the configuration of a kernel that refuses."""
     launch = functools.partial(machine.launch, problem.operator.name, first_only=not all_configs)
     for kernel, how in launched(problem.operator, launch):
         if how.refusal(kernel, problem.operands, problem.params) is not None:
@@ -85,7 +85,7 @@ def steps(
 
 
 class _Checker:
-    """Judges kernels on one problem, with the truth computed once."""
+    """Judge of kernels on one problem, with the truth computed once."""
 
     def __init__(self, problem: Problem, channel: Channel) -> None:
         self._problem, self._channel = problem, channel
@@ -127,7 +127,7 @@ class _Checker:
         return ("wrong", reason) if reason else ("verified", "")
 
     def _repeats(self, run: Any, in_place: Sequence[int], times: int) -> list[Results]:
-        """Results of several runs, each written over poison that was there before."""
+        """Returns the results of several runs, each written over poison that was there before."""
         operands = self._problem.operands
         # XLA writes results over donated operands of their types. A kernel in place writes over its own operands.
         types = () if in_place else tuple((x.shape, x.dtype) for x in self._expected)
@@ -153,7 +153,7 @@ class _Checker:
 
 
 def _poison(types: Sequence[tuple[tuple[int, ...], Any]], value: float) -> list[jax.Array]:
-    """Arrays of these types that hold nothing but a value; the largest integer stands for NaN."""
+    """Makes arrays of these types that hold nothing but a value; the largest integer stands for NaN."""
     arrays = []
     for shape, dtype in types:
         if jnp.issubdtype(dtype, jnp.integer) and math.isnan(value):
@@ -164,7 +164,7 @@ def _poison(types: Sequence[tuple[tuple[int, ...], Any]], value: float) -> list[
 
 
 def _host() -> Any:
-    """The processor beside the device; the device itself where JAX has no other."""
+    """Returns the processor beside the device; the device itself where JAX has no other."""
     try:
         return jax.devices("cpu")[0]
     except RuntimeError:
@@ -176,6 +176,6 @@ def _on_host(x: Any) -> np.ndarray:
 
 
 def _widened(x: jax.Array) -> jax.Array:
-    """An operand on the host, in float64 if it holds floats."""
+    """Returns an operand on the host, in float64 if it holds floats."""
     host = _on_host(x)
     return jnp.asarray(host.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else host)

@@ -87,7 +87,7 @@ def _compile(folder: Path) -> None:
 
 
 def _devices(target: TargetSlice) -> Any:
-    """The devices of a slice; for a single chip, those of the smallest slice that can be compiled for."""
+    """Returns the devices of a slice; for a single chip, those of the smallest slice that can be compiled for."""
     if target.hardware.platform == "tpu":
         generation, _, smallest = target.hardware.smallest_slice.partition(":")
         return topologies.get_topology_desc(f"{generation}:{target.topology or smallest}", platform="tpu").devices

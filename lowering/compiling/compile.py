@@ -37,7 +37,7 @@ class CompileError(RuntimeError):
 
 
 def availability(hardware: Hardware) -> str:
-    """Whether this machine has a chip, can compile for it, or needs a compiler first.
+    """Tells whether this machine has a chip, can compile for it, or needs a compiler first.
 
     Args:
       hardware: one of `lowering.targets()`.
@@ -140,7 +140,7 @@ def compile(
 
 
 def _given(schedule: Any, trip_counts: Any, scalars: Any, auto_layouts: Any) -> Given | None:
-    """What the caller says of data, once checked; None if no schedule is wanted."""
+    """Checks and returns what the caller says of data; None if no schedule is wanted."""
     for name, value in (("schedule", schedule), ("auto_layouts", auto_layouts)):
         if not isinstance(value, bool):
             raise CompileError(f"lowering.compile: {name} must be a bool; got {show(value)}")
@@ -211,7 +211,7 @@ def _checked(compiled: Any, fixed: Mapping[str, str]) -> Callable[..., Any]:
 
 
 def _lowered_for(jitted: Any, args: Sequence[Any], hardware: Hardware) -> tuple[jax.export.Exported, dict[str, Any]]:
-    """The function as StableHLO with flat arguments and results; and what else the compiler's process has to know."""
+    """Lowers the function to StableHLO with flat arguments and results; adds what the compiler's process must know."""
     mesh, args = _on_chips(args, hardware)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
     with compiled_for(hardware), jax.sharding.use_abstract_mesh(mesh), lowered_without_devices():
@@ -227,7 +227,7 @@ def _lowered_for(jitted: Any, args: Sequence[Any], hardware: Hardware) -> tuple[
 
 
 def _on_chips(args: Any, hardware: Hardware) -> tuple[AbstractMesh, Any]:
-    """The mesh that arguments lie on, without its devices, or a mesh of one chip; and the arguments' types on it."""
+    """Returns the mesh that arguments lie on, without its devices, or one of a single chip; and their types on it."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1]
     if not meshes:
@@ -246,7 +246,7 @@ def _on_chips(args: Any, hardware: Hardware) -> tuple[AbstractMesh, Any]:
 
 
 def flattened(exported: jax.export.Exported) -> jax.export.Exported:
-    """The same function with flat arguments and results: pytrees of users' own types cannot be written to a file."""
+    """Flattens a function's arguments and results: pytrees of users' own types cannot be written to a file."""
     in_tree = jax.tree.structure((tuple(exported.in_avals), {}))
     out_tree = jax.tree.structure(tuple(exported.out_avals))
     return dataclasses.replace(exported, in_tree=in_tree, out_tree=out_tree)
@@ -298,7 +298,7 @@ def _replayed(folder: Path, report: CompiledReport, hardware: Hardware, given: G
 
 
 def _mosaic_gpu_kernels(stablehlo: str) -> frozenset[str]:
-    """The hashes of a program's Mosaic GPU kernels. A process dumps each only once: when it first compiles it."""
+    """Returns the hashes of a program's Mosaic GPU kernels. A process dumps each only when it first compiles it."""
     return frozenset(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', stablehlo))
 
 

@@ -26,7 +26,7 @@ from lowering.describe import show
 
 @dataclasses.dataclass(frozen=True)
 class _Compiler:
-    """What a platform's compiler needs.
+    """Requirements of a platform's compiler.
 
     Attributes:
       module: can be found if the compiler is installed.
@@ -54,7 +54,7 @@ class InstallError(RuntimeError):
 
 
 def interpreter(platform: str) -> str | None:
-    """The Python that has a platform's compiler: in its own environment, else this one; None if neither has it."""
+    """Returns the Python with a platform's compiler: in its own environment, else this one; None if neither has it."""
     own = _python(environment(platform))
     if own.exists():
         return str(own)
@@ -62,14 +62,14 @@ def interpreter(platform: str) -> str | None:
 
 
 def environment(platform: str) -> Path:
-    """The folder for the compiler's own environment, for this JAX and this Python, whether or not it exists."""
+    """Returns the folder for the compiler's own environment, for this JAX and this Python, whether or not it exists."""
     _require_platform(platform)
     version = ".".join(map(str, sys.version_info[:2]))
     return platformdirs.user_cache_path("jaxops") / "compilers" / f"{platform}-jax{jax.__version__}-python{version}"
 
 
 def command(platform: str) -> str:
-    """The command that installs the platform's compiler."""
+    """Returns the command that installs the platform's compiler."""
     _require_platform(platform)
     return f"jaxops targets --install {platform}"
 
@@ -105,7 +105,7 @@ def install(platform: str) -> Path:
 
 
 def with_this_path(variables: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables for a process that finds the same modules as this one."""
+    """Returns environment variables for a process that finds the same modules as this one."""
     return {**variables, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
@@ -137,7 +137,7 @@ def _python(environment: Path) -> Path:
 
 
 def _requirements(extra: str) -> list[str]:
-    """The packages of an extra of this library, JAX's own pinned to the running version."""
+    """Returns the packages of an extra of this library, JAX's own pinned to the running version."""
     try:
         listed = importlib.metadata.requires("jaxops") or []
     except importlib.metadata.PackageNotFoundError:

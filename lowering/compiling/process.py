@@ -38,7 +38,7 @@ def compile_folder(
     gpu_kernels: tuple[str, frozenset[str]] = ("", frozenset()),
     libtpu_flags: str = "",
 ) -> None:
-    """Has `lowering.compiling.child` compile the contents of a folder, in the platform's process.
+    """Compiles the contents of a folder with `lowering.compiling.child`, in the platform's process.
 
     Args:
       folder: what to compile; the results are written there.
@@ -75,7 +75,7 @@ def compile_folder(
 
 @contextlib.contextmanager
 def more_libtpu_flags(flags: str) -> Iterator[None]:
-    """Within it, folders that come with flags for libtpu come with these too."""
+    """Adds flags for libtpu to those of folders that come with some, inside a `with` block."""
     token = _more_libtpu_flags.set(flags)
     try:
         yield
@@ -84,7 +84,7 @@ def more_libtpu_flags(flags: str) -> Iterator[None]:
 
 
 def _with_flags(libtpu_flags: str) -> dict[str, str]:
-    """The user's own flags for libtpu, and these."""
+    """Returns the user's own flags for libtpu, and these."""
     variable = "LIBTPU_INIT_ARGS"
     flags = f"{os.environ.get(variable, '')} {_more_libtpu_flags.get()} {libtpu_flags}"
     return {variable: flags} if libtpu_flags else {}
@@ -109,7 +109,7 @@ class _Process:
         atexit.register(self.end)
 
     def can_report(self, chip: str, kernels: frozenset[str]) -> bool:
-        """Whether these Mosaic GPU kernels are new to this process, and it has compiled none for another chip."""
+        """Tells whether these Mosaic GPU kernels are new to this process, and it has compiled none for another chip."""
         return not kernels or (self._chip in ("", chip) and self._reported.isdisjoint(kernels))
 
     def add_reported(self, chip: str, kernels: frozenset[str]) -> None:

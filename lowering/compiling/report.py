@@ -36,7 +36,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """What the device holds at most while the function runs, without the code."""
+        """The most memory that the device holds while the function runs, without the code."""
         total = self.arguments + self.outputs - self.aliased + self.temporaries
         # On a TPU, results may take the place of temporaries, so that the sum is too much. What the compiler says is
         # too much where arrays are in the chip's vector memory, which it counts as well.
@@ -45,7 +45,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class GpuResources:
-    """What one Mosaic GPU kernel occupies on a multiprocessor.
+    """Resources that one Mosaic GPU kernel occupies on a multiprocessor.
 
     Attributes:
       kernel: its name; in a program with several kernels the compiler's name for it, which may be its body's.
@@ -81,7 +81,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledReport:
-    """What a compiler made of a function.
+    """Facts about a compiled function.
 
     Attributes:
       target: the name of the chip.
@@ -147,7 +147,7 @@ class CompiledReport:
 
 
 def compiled_facts(compiled: Any, seconds: float) -> dict[str, Any]:
-    """The facts of a compiled program, collected in the process that compiled it."""
+    """Collects the facts of a compiled program, in the process that compiled it."""
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     return {

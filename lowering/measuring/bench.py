@@ -128,7 +128,7 @@ def compare(
     repeats: int = 20,
     progress: bool | None = None,
 ) -> BenchResult:
-    """Does the same for several functions of the same arguments, which run in turn.
+    """Times several functions of the same arguments, which run in turn, as `bench` times one.
 
     Args:
       functions: the functions by name.
@@ -213,7 +213,7 @@ def _arrays(args: Any) -> Any:
 
 
 def _taken(jitted: Any, args: Any) -> dict[str, list[str]]:
-    """The implementations that each operator takes on this device."""
+    """Returns the implementations that each operator takes on this device."""
     found: dict[str, set[str]] = {}
     for row in explain(jitted, *args).rows:
         found.setdefault(row.operator, set()).add(row.implementation)

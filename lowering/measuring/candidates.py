@@ -26,7 +26,7 @@ Results = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How a kernel is run.
+    """Way to run a kernel.
 
     Attributes:
       chip: the one that it is launched for.
@@ -41,7 +41,7 @@ class Launch:
     excluded: str = ""
 
     def refusal(self, kernel: Kernel, operands: Sequence[Any], params: Mapping[str, Any]) -> str | None:
-        """Why the kernel does not run; None if it does."""
+        """Says why the kernel does not run; None if it does."""
         structured, attributes = unpacked(operands, params)
         reason = self.excluded or refusal_by_fields(kernel, structured)
         return reason or kernel.refuses(self.chip, *structured, **attributes)
@@ -49,7 +49,7 @@ class Launch:
     def configs(
         self, kernel: Kernel, operands: Sequence[Any], params: Mapping[str, Any]
     ) -> Sequence[Mapping[str, int]]:
-        """The configurations to run."""
+        """Returns the configurations to run."""
         structured, attributes = unpacked(operands, params)
         offered = kernel.configs(self.chip, *structured, **attributes)
         return offered[:1] if self.first_only else offered
@@ -61,7 +61,7 @@ def _ignored(*_: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
-    """Who is told what happens to a candidate, in case it never ends.
+    """Listener that is told what happens to a candidate, in case it never ends.
 
     Attributes:
       begins: called with a candidate's name before it is compiled, and before it is timed.
@@ -110,12 +110,12 @@ class Candidate:
         return Measurement(self.implementation, self.config).name
 
     def arguments(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """The arguments of one run: copies of the operands that it overwrites, and the others themselves."""
+        """Returns the arguments of one run: copies of the operands that it overwrites, and the others themselves."""
         return [jnp.copy(x) if position in self.in_place else x for position, x in enumerate(operands)]
 
 
 def launched(operator: Operator, launches: Launches) -> list[tuple[Kernel, Launch]]:
-    """The kernels of an operator that are not left out, and how each is run."""
+    """Returns the kernels of an operator that are not left out, and how each is run."""
     return [(kernel, launch) for kernel in kernels_of(operator) if (launch := launches(kernel)) is not None]
 
 
@@ -128,7 +128,7 @@ def candidates(
     watch: Watch,
     is_time_left: Callable[[], bool],
 ) -> Iterator[Candidate | Measurement]:
-    """The reference, then every configuration of every kernel; for discarded ones, a measurement with the reason.
+    """Yields the reference, then every configuration of every kernel; for discarded ones a measurement with the reason.
 
     Each is compiled and checked only when the iterator gets to it, and not at all once no time is left.
     """
@@ -197,14 +197,14 @@ def _compiled(
 
 
 def truth_in_float32(meaning: Callable[..., Results], operands: Sequence[jax.Array]) -> Results:
-    """The reference in float32, with the most exact products that the device has."""
+    """Computes the reference in float32, with the most exact products that the device has."""
     upcast = [x.astype(jnp.float32) if _bits(x) < 32 else x for x in operands]
     with jax.default_matmul_precision("highest"):
         return jax.block_until_ready(jax.jit(meaning)(*upcast))
 
 
 def reason_to_discard(results: Results, expected: Results, truth: Results, operands: Sequence[jax.Array]) -> str:
-    """What is wrong with the results, or ""."""
+    """Says what is wrong with the results, or ""."""
     types, right_types = (", ".join(map(type_text, arrays)) for arrays in (results, expected))
     if types != right_types:
         return f"{WRONG}results are {types} instead of {right_types}"
@@ -228,7 +228,7 @@ def reason_to_discard(results: Results, expected: Results, truth: Results, opera
 
 
 def _relative_error(x: jax.Array, exact: jax.Array) -> float:
-    """The largest error relative to the largest value; not finite if only `x` has a value that is not."""
+    """Returns the largest error relative to the largest value; not finite if only `x` has a value that is not."""
     is_known = jnp.isfinite(exact)
     difference = jnp.max(jnp.where(is_known, jnp.abs(x.astype(exact.dtype) - exact), 0), initial=0)
     scale = float(jnp.max(jnp.where(is_known, jnp.abs(exact), 0), initial=0))
@@ -240,5 +240,5 @@ def _bits(x: Any) -> int:
 
 
 def failure(error: Exception) -> str:
-    """Why something is discarded that raises this."""
+    """Says why something is discarded that raises this."""
     return f"fails with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

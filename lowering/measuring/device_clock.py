@@ -66,7 +66,7 @@ def candidate_readings(
     after_round: Callable[[], None],
     before_run: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[Reading]]:
-    """The times of each candidate: of the device alone on a GPU or a TPU, elsewhere of the host that waits for it.
+    """Returns the times of each candidate: of the device alone on a GPU or a TPU, elsewhere of the waiting host.
 
     Dispatch takes tens of microseconds, more than many kernels do; so a GPU's kernels are timed by CUPTI, and a TPU's
     programs by JAX's profiler. Where that cannot be read, or says what cannot be, the host's clock times all
@@ -112,7 +112,7 @@ def _by_device(
     at_least: int,
     after_round: Callable[[], None],
 ) -> dict[str, list[Reading]]:
-    """Readings of the device's clock, each a mean over the sets of operands."""
+    """Returns readings of the device's clock, each a mean over the sets of operands."""
 
     def run_all(name: str) -> Reading:
         candidate = candidates[name]
@@ -144,7 +144,7 @@ def device_clock(platform: str) -> Clock | None:
 
 
 def rotated(operands: Sequence[jax.Array], hardware: Hardware) -> list[list[jax.Array]]:
-    """The operands, and copies of them that together fill the chip's cache twice, or the largest of known GPUs."""
+    """Returns the operands, and copies that together fill the chip's cache twice, or the largest of known GPUs."""
     sizes = {"tpu": hardware.on_chip_bytes, "cuda": hardware.l2_bytes or _LARGEST_L2_BYTES}
     cache_bytes = sizes.get(hardware.platform)
     if cache_bytes is None:
@@ -176,7 +176,7 @@ def _wall_ms(launch: Callable[[], Any]) -> float:
 
 
 def modules_ms(profile: Any) -> float:
-    """The time of all programs in a profile of one TPU."""
+    """Returns the time of all programs in a profile of one TPU."""
     planes = (plane for plane in profile.planes if plane.name.startswith("/device:"))
     lines = (line for plane in planes for line in plane.lines if line.name == "XLA Modules")
     return sum(event.duration_ns for line in lines for event in line.events) / 1e6

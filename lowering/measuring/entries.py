@@ -34,7 +34,7 @@ def measured_entry(
     watch: Watch = UNWATCHED,
     after_round: Callable[[], None] = lambda: None,
 ) -> Entry:
-    """The reference, and every configuration of every kernel that `launches` lets run, on these operands.
+    """Measures the reference, and every configuration of every kernel that `launches` lets run, on these operands.
 
     Args:
       key: of the entry.
@@ -78,7 +78,7 @@ def measured_entry(
 
 
 def _measurement(candidate: Candidate, readings: Sequence[Reading]) -> Measurement:
-    """The medians of a candidate's times; the host's only where the device has told others."""
+    """Returns the medians of a candidate's times; the host's only where the device has told others."""
     own, wall = (round(1e3 * statistics.median(times), 3) for times in zip(*readings, strict=True))
     by_device = any(reading.ms != reading.wall_ms for reading in readings)
     return Measurement(candidate.implementation, candidate.config, own, wall_us=wall if by_device else None)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def made_up(types: Sequence[Any], attributes: Sequence[Any] = ()) -> list[jax.Array]:
-    """Random arrays of these shapes and dtypes, the same in every call.
+    """Makes random arrays of these shapes and dtypes, the same in every call.
 
     Floats lie in [0.1, 1), where square roots and logarithms are defined. Integers may be indices into an axis of
     another array, or below a size that is an attribute, so they lie in [0, the smallest of these sizes).
@@ -23,7 +23,7 @@ def made_up(types: Sequence[Any], attributes: Sequence[Any] = ()) -> list[jax.Ar
 
 
 def _without_batch(shape: Sequence[int], indices_shape: Sequence[int]) -> Sequence[int]:
-    """The sizes that indices may refer to: without the axes that both arrays share, except for a vector of indices."""
+    """Returns the sizes that indices may refer to: without axes that both share, except for a vector of indices."""
     rank = len(indices_shape)
     return shape[rank:] if rank >= 2 and tuple(shape[:rank]) == tuple(indices_shape) else shape
 

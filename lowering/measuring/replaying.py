@@ -30,7 +30,7 @@ def replayed_entry(
     data: Mapping[str, Any],
     before_each: Callable[[], None],
 ) -> Entry:
-    """The reference and every configuration of every kernel of an operator, with the times of their schedules.
+    """Replays the reference and every configuration of every kernel of an operator, with the times of their schedules.
 
     Args:
       key: of the entry.

@@ -59,13 +59,13 @@ def times_ms(
 
 
 def summary(times: list[float]) -> dict[str, Any]:
-    """The median of the times, the quartiles and their number."""
+    """Returns the median of the times, the quartiles and their number."""
     first, median, third = statistics.quantiles(times, n=4, method="inclusive")
     return {"median_ms": round(median, 3), "quartiles_ms": [round(first, 3), round(third, 3)], "repeats": len(times)}
 
 
 def progress_bar(total: int, is_shown: bool | None = None) -> Progress:
-    """A bar on stderr with one task, number 0; None shows it only on a terminal."""
+    """Makes a bar on stderr with one task, number 0; None shows it only on a terminal."""
     console = Console(stderr=True, force_terminal=is_shown)
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -131,7 +131,7 @@ def tune(
 
 
 def _checked_chip(target: str | None, by: str) -> Hardware:
-    """The chip that is tuned for."""
+    """Checks and returns the chip that is tuned for."""
     if not isinstance(by, str) or by not in ("device", "schedule"):
         raise TuningError(f"tune: by must be 'device' or 'schedule'; got {show(by)}")
     hardware = here() if target is None else named(target)
@@ -157,7 +157,7 @@ def _check_options(budget_seconds: Any, repeats: Any, progress: Any, path: Any, 
 
 
 def _checked_data(by: str, **data: Any) -> dict[str, Any]:
-    """What the caller says of data."""
+    """Checks and returns what the caller says of data."""
     try:
         Given.of(**data)
     except ValueError as error:
@@ -169,7 +169,7 @@ def _checked_data(by: str, **data: Any) -> dict[str, Any]:
 
 
 def _is_number(value: Any, kind: Any) -> bool:
-    """Whether this is a positive number of this kind that a float can hold; bools do not count."""
+    """Tells whether this is a positive number of this kind that a float can hold; bools do not count."""
     return (
         isinstance(value, kind)
         and not isinstance(value, bool)
@@ -223,12 +223,12 @@ def _replay(
 
 
 def _held(path: str | Path | None) -> tuple[Entry, ...]:
-    """What the file holds now; another process may be adding to it."""
+    """Returns what the file holds now; another process may be adding to it."""
     return TuningResult.load(path).entries if path is not None and os.path.exists(path) else ()
 
 
 def _problems(fn: Callable[..., Any], args: Sequence[Any], hardware: Hardware) -> tuple[dict[Key, _Problem], str]:
-    """Every distinct operator in order of first use, and a sentence about those that are left out."""
+    """Returns every distinct operator in order of first use, and a sentence about those that are left out."""
     found: dict[Key, _Problem] = {}
     split: set[str] = set()
     for use in operator_uses(jaxpr_of(fn, args), args, hardware):

@@ -130,7 +130,7 @@ def _row(
     folder: Path,
     deadline: float,
 ) -> Row | None:
-    """What one case takes; None if it would have to be compiled and there is no time left."""
+    """Returns the needs of one case; None if it would have to be compiled and there is no time left."""
     began = time.perf_counter()
     mesh = dict(case.mesh.shape)
     empty = Row(case.name, mesh, case.target.device_count, None, None, case.target.hardware.memory_bytes)
@@ -157,7 +157,7 @@ def _row(
 
 
 def _alone(jitted: Any, traced: Any, mesh: AbstractMesh) -> Any:
-    """The function on one chip, where it may still name the axes of its mesh."""
+    """Returns the function on one chip, where it may still name the axes of its mesh."""
     arguments = traced.args_info[0]
     donated = [number for number, one in enumerate(arguments) if any(leaf.donated for leaf in jax.tree.leaves(one))]
 
@@ -169,7 +169,7 @@ def _alone(jitted: Any, traced: Any, mesh: AbstractMesh) -> Any:
 
 
 def _compiled(jitted: Any, types: Sequence[Any], case: Case) -> dict[str, Any]:
-    """What the compiler says of a program, as it is kept."""
+    """Returns the compiler's report on a program, as it is kept."""
     hardware = case.target.hardware
     if availability(hardware) not in ("here", "can compile for"):
         raise PlanError(
@@ -196,7 +196,7 @@ def _compiled(jitted: Any, types: Sequence[Any], case: Case) -> dict[str, Any]:
 
 
 def _schedule(jitted: Any, types: Sequence[Any], case: Case) -> Schedule | None:
-    """The replay of a single TPU's program, if data decides nothing in it."""
+    """Replays a single TPU's program, if data decides nothing in it."""
     if case.target.hardware.platform != "tpu" or case.target.topology:
         return None
     try:
@@ -210,7 +210,7 @@ def _replayed_us(schedule: Schedule | None) -> float | None:
 
 
 def _of_record(empty: Row, record: Mapping[str, Any], flops: Mapping[str, int], case: Case) -> Row:
-    """The row for what was kept of a program."""
+    """Returns the row for the record kept of a program."""
     if record.get("refusal"):
         return dataclasses.replace(empty, refusal=record["refusal"])
     limit = record.get("memory_limit_bytes", empty.memory_limit_bytes)
@@ -252,7 +252,7 @@ def _timed(record: Mapping[str, Any], case: Case) -> TimedCollective:
 
 
 def _matmul(flops: Mapping[str, int], compiled_flops: int, case: Case) -> tuple[float | None, int]:
-    """The time and the flops of a chip's products: its even share, or more where the program repeats some on chips."""
+    """Returns the time and flops of a chip's products: its even share, or more if the program repeats some on chips."""
     rates = dict(case.target.hardware.matmul_flops_per_s)
     share = sum(flops.values()) / case.target.device_count
     repeated = max(1.0, compiled_flops / share) if share else 1.0

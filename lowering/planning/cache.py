@@ -24,7 +24,7 @@ _FORMAT = 1  # of the records; a change makes old ones unused
 
 
 def folder(given: str | Path | None) -> Path:
-    """Where records are kept: what the caller names, else a folder in the user's cache.
+    """Returns the folder where records are kept: what the caller names, else a folder in the user's cache.
 
     Raises:
       PlanError: if nothing can be kept there.
@@ -41,7 +41,7 @@ def folder(given: str | Path | None) -> Path:
 
 
 def key(case: Case, closed: Any, args: Sequence[Any], donated: Sequence[bool]) -> str:
-    """A name for a program on a slice, under these versions: what it computes, on what, and where each part lies."""
+    """Names a program on a slice, under these versions: what it computes, on what, and where each part lies."""
     text = re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr))
     leaves = jax.tree.leaves(args)
     described = [
@@ -62,7 +62,7 @@ def key(case: Case, closed: Any, args: Sequence[Any], donated: Sequence[bool]) -
 
 
 def read(path: Path, name: str) -> dict[str, Any] | None:
-    """The record under a name; None if there is none that can be read."""
+    """Reads the record under a name; None if there is none that can be read."""
     with contextlib.suppress(OSError, ValueError):
         record = json.loads((path / f"{name}.json").read_text())
         return record if isinstance(record, dict) else None

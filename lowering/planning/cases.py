@@ -24,7 +24,7 @@ class Case(NamedTuple):
 
 
 def cases(targets: Sequence[str], meshes: Sequence[Mapping[str, int]]) -> list[Case]:
-    """Every slice with every mesh that has as many devices; a size of -1 takes what the others leave."""
+    """Returns every slice with every mesh that has as many devices; a size of -1 takes what the others leave."""
     if isinstance(targets, str) or not targets:
         raise PlanError(f"plan: targets must be a sequence of slices such as tpu-v5e:4x4; got {show(targets)}")
     if isinstance(meshes, Mapping) or not meshes:
@@ -53,7 +53,7 @@ def cases(targets: Sequence[str], meshes: Sequence[Mapping[str, int]]) -> list[C
 
 
 def placed(args: Sequence[Any], mesh: AbstractMesh, shardings: Callable[[AbstractMesh], Any] | None) -> tuple[Any, ...]:
-    """The arguments' types on a mesh, split as the user's function says; whole on every device without one."""
+    """Returns the arguments' types on a mesh, split as the user's function says; whole on every device without one."""
     types = jax.tree.map(_type, tuple(args))
     if mesh.size == 1:
         return types
@@ -85,7 +85,7 @@ def _require_sizes(mesh: Any) -> None:
 
 
 def _sizes(mesh: Mapping[str, int], devices: int) -> tuple[int, ...] | None:
-    """The sizes of a mesh of so many devices; None if there is no such mesh."""
+    """Returns the sizes of a mesh of so many devices; None if there is no such mesh."""
     known = math.prod(size for size in mesh.values() if size > 0)
     if devices % known or (known != devices and -1 not in mesh.values()):
         return None

@@ -51,7 +51,7 @@ class Collective:
 
 
 def collectives(program: Program, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
-    """All communication of a program, what takes most bytes first.
+    """Returns all communication of a program, what takes most bytes first.
 
     Args:
       program: as the compiler has optimised it.
@@ -97,7 +97,7 @@ def _collective(name: str, line: Instruction, mesh: Mapping[str, int]) -> Collec
 
 
 def _results(line: Instruction, kind: str) -> list[Array]:
-    """The arrays that a collective results in. A "-start" lists its operands first, with some exceptions."""
+    """Returns the arrays that a collective results in. A "-start" lists its operands first, with some exceptions."""
     arrays = list(line.arrays)
     if not line.opcode.endswith("-start"):
         return arrays
@@ -112,7 +112,7 @@ def _times(array: Array, factor: int) -> Array:
 
 
 def _first_group(line: Instruction, chips: int) -> tuple[int, ...]:
-    """The chips that the first group has; of pairs, the first that differ."""
+    """Returns the chips that the first group has; of pairs, the first that differ."""
     pairs = line.attribute(r"source_target_pairs=\{\{([^=]*)\}\}")
     if pairs is not None:
         return next((pair for pair in _explicit(pairs) if len(set(pair)) == 2), ())
@@ -130,7 +130,7 @@ def _explicit(text: str) -> Iterator[tuple[int, ...]]:
 
 
 def _of_iota(text: str) -> tuple[int, ...]:
-    """The first group of such as "[8,2]<=[4,4]T(1,0)": numbers in order, as an array, transposed and reshaped."""
+    """Parses the first group of, say, "[8,2]<=[4,4]T(1,0)": numbers in order, as an array, transposed and reshaped."""
     shape, _, source = text.partition("<=")
     sizes, _, order = source.partition("T")
     ids = np.arange(math.prod(_integers(shape))).reshape(_integers(sizes))
@@ -138,7 +138,7 @@ def _of_iota(text: str) -> tuple[int, ...]:
 
 
 def _of_mesh(text: str) -> tuple[int, ...]:
-    """The first group of such as "mesh['a'=2,'b'=4] {'b'}"; an axis may be named in part: 'b':(1)2."""
+    """Parses the first group of, say, "mesh['a'=2,'b'=4] {'b'}"; an axis may be named in part: 'b':(1)2."""
     mesh, _, chosen = text.partition("]")
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     ids = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
@@ -154,6 +154,6 @@ def _integers(text: str) -> list[int]:
 
 
 def _axes(group: Sequence[int], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes along which the places of a group differ."""
+    """Returns the axes along which the places of a group differ."""
     places = np.unravel_index(np.array(group, int), tuple(mesh.values()) or (1,))
     return tuple(name for name, along in zip(mesh, places, strict=False) if len(set(along.tolist())) > 1)

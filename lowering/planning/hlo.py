@@ -28,7 +28,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """What it takes in memory, without padding."""
+        """The size in memory, without padding."""
         bits = re.search(r"\d+", self.dtype)
         return self.size * (int(bits.group()) if bits else 8) // 8
 
@@ -63,7 +63,7 @@ class Instruction:
         return tuple(re.findall(r"%([^\s,)]+)", self.rest.partition(")")[0]))
 
     def attribute(self, pattern: str) -> str | None:
-        """What the first group of a pattern finds in the rest of the line."""
+        """Returns what the first group of a pattern finds in the rest of the line."""
         found = re.search(pattern, self.rest)
         return found[1] if found else None
 
@@ -76,7 +76,7 @@ class Program:
     entry: str
 
     def runs(self) -> Iterator[tuple[str, str, int]]:
-        """Each computation, what it is a part of, and how often it runs; once for each place that calls it.
+        """Yields each computation, what it is a part of, and how often it runs; once for each place that calls it.
 
         A computation that fusions call is a part of what the outermost fusion stands in; others are their own part.
         """
@@ -97,7 +97,7 @@ class Program:
                     yield from self._runs(called, whole if instruction.opcode == "fusion" else called, count * turns)
 
     def _trips(self, loop: Instruction) -> int | None:
-        """How often a loop turns: as the compiler notes it, or as its condition compares a counter from 0."""
+        """Returns how often a loop turns: as the compiler notes it, or as its condition compares a counter from 0."""
         noted = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
         if noted:
             return int(noted)
@@ -125,7 +125,7 @@ def parse(text: str) -> Program:
 
 
 def arrays_of(type_text: str) -> tuple[Array, ...]:
-    """The arrays in a type, such as "(f32[2,3]{1,0}, s32[])"."""
+    """Returns the arrays in a type, such as "(f32[2,3]{1,0}, s32[])"."""
     found = _ARRAY.findall(type_text)
     return tuple(Array(dtype, tuple(int(size) for size in sizes.split(",") if size)) for dtype, sizes in found)
 

@@ -30,7 +30,7 @@ class Torus:
     source: str
 
     def seconds(self, one: Collective, target: TargetSlice) -> float:
-        """The least time of one run of a collective. Devices of one chip share its links, and what it receives."""
+        """Returns the least time of one run of a collective. Devices of a chip share its links and what it receives."""
         sides = _sides(target)
         chips = sorted({device // target.hardware.devices_per_chip for device in one.group})
         if len(chips) == 1:
@@ -49,7 +49,7 @@ class Torus:
         return seconds
 
     def _rate(self, places: set[int], side: int, sides: Sequence[int]) -> float:
-        """What reaches a chip along one side: two links of a ring, one of a line, shared with the groups between."""
+        """Returns the rate into a chip along one side: two links of a ring, one of a line, shared between groups."""
         if len(places) == 1:
             return 0.0
         ordered = sorted(places)
@@ -76,7 +76,7 @@ class Switched:
     source: str
 
     def seconds(self, one: Collective, target: TargetSlice) -> float:
-        """The least time of one run of a collective."""
+        """Returns the least time of one run of a collective."""
         machines = {chip // 8 for chip in one.group}
         if one.kind == "collective-permute":
             return one.bytes / (self.bytes_per_s if len(machines) == 1 else self.network_bytes_per_s)
@@ -104,7 +104,7 @@ LINKS: dict[str, Torus | Switched] = {
 
 
 def seconds(one: Collective, target: TargetSlice) -> float:
-    """The least time that all runs of a collective need on the links of a slice; 0 where no links are published."""
+    """Returns the least time of all runs of a collective on the links of a slice; 0 where no links are published."""
     links = LINKS.get(target.hardware.name)
     if links is None or one.group_size < 2 or target.device_count <= max(one.group):
         return 0.0
@@ -112,10 +112,10 @@ def seconds(one: Collective, target: TargetSlice) -> float:
 
 
 def _passes(kind: str) -> int:
-    """How often all bytes cross the links: an all-reduce is a reduce-scatter and an all-gather."""
+    """Returns how often all bytes cross the links: an all-reduce is a reduce-scatter and an all-gather."""
     return 2 if kind == "all-reduce" else 1
 
 
 def _sides(target: TargetSlice) -> tuple[int, ...]:
-    """The lengths of a slice's sides."""
+    """Returns the lengths of a slice's sides."""
     return tuple(map(int, target.topology.split("x"))) if target.topology else (1,)

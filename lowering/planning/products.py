@@ -11,7 +11,7 @@ _WINDOW = re.compile(r"(\w+)=([\dx_-]+)")
 
 
 def product_flops(program: Program) -> int:
-    """The flops of all `dot`s and convolutions that one chip runs: two for each product of two numbers."""
+    """Counts the flops of all `dot`s and convolutions that one chip runs: two for each product of two numbers."""
     per_computation: dict[str, int] = {}
     total = 0
     for name, _, count in program.runs():
@@ -44,7 +44,7 @@ def _dot_flops(line: Instruction, lhs: Array) -> int:
 
 
 def _convolution_flops(line: Instruction, lhs: Array, rhs: Array) -> int:
-    """The products whose left operand lies within the array, neither in its padding nor in a hole of a dilation.
+    """Counts the products whose left operand lies within the array, neither in its padding nor in a hole of a dilation.
 
     A TPU's compiler writes matrix products as convolutions, and their batch axes as windows with strides and holes.
     """
@@ -68,7 +68,7 @@ def _convolution_flops(line: Instruction, lhs: Array, rhs: Array) -> int:
 
 
 def _pairs(size: int, window_size: int, out_size: int, window: Mapping[str, str]) -> int:
-    """Pairs of a result's and a window's place, along one axis, that meet an element."""
+    """Counts pairs of a result's and a window's place, along one axis, that meet an element."""
     stride, low = int(window.get("stride", 1)), int(window.get("pad", "0_0").split("_")[0])
     window_dilation, dilation = int(window.get("rhs_dilate", 1)), int(window.get("lhs_dilate", 1))
     last = (size - 1) * dilation

@@ -1,4 +1,4 @@
-"""What a plan has found: a row for each slice and mesh, as a table, as JSON and as a picture."""
+"""Findings of a plan: a row for each slice and mesh, as a table, as JSON and as a picture."""
 
 import dataclasses
 import json
@@ -73,7 +73,7 @@ class Row:
 
     @property
     def spare_bytes(self) -> int | None:
-        """By how much it fits, or, below zero, does not fit."""
+        """The bytes by which it fits, or, below zero, does not fit."""
         if self.memory_bytes is None or self.memory_limit_bytes is None:
             return None
         return self.memory_limit_bytes - self.memory_bytes
@@ -86,7 +86,7 @@ class Row:
 
     @property
     def bound(self) -> str:
-        """What takes longest; empty if nothing is known."""
+        """The part that takes longest; empty if nothing is known."""
         return max(self.times, key=lambda name: self.times[name], default="")
 
     @property
@@ -100,7 +100,7 @@ class Row:
         return sum(self.times.values()) if self.times else None
 
     def to_record(self) -> dict[str, Any]:
-        """Everything, for JSON; a group of chips by its size."""
+        """Returns everything, for JSON; a group of chips by its size."""
         derived = ("spare_bytes", "bound", "bound_seconds", "serial_seconds")
         found = [{**dataclasses.asdict(one), "group": one.group_size} for one in self.collectives]
         return {
@@ -112,7 +112,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Where a function could run. `print` it for a table.
+    """Slices and meshes on which a function could run. `print` it for a table.
 
     Attributes:
       rows: what fits, that with the least time first; then what does not, by how much; then what is refused.
@@ -201,7 +201,7 @@ class Plan:
 
 
 def ordered(rows: list[Row]) -> tuple[Row, ...]:
-    """What fits by the time in turn, which tells apart meshes whose bounds are alike; the others by what they lack."""
+    """Sorts what fits by the time in turn, which tells apart meshes with like bounds; the others by what they lack."""
 
     def key(row: Row) -> tuple[float, ...]:
         if row.fits:
@@ -212,7 +212,7 @@ def ordered(rows: list[Row]) -> tuple[Row, ...]:
 
 
 def mesh_text(mesh: Mapping[str, int]) -> str:
-    """A mesh on one line, such as "data=4, tensor=4"."""
+    """Writes a mesh on one line, such as "data=4, tensor=4"."""
     return ", ".join(f"{name}={size}" for name, size in mesh.items())
 
 

@@ -15,7 +15,7 @@ Run = Callable[..., list[Any]]
 
 
 def bodies_of(node: Node) -> list[Any]:
-    """The jaxprs of a node that `evaluate` can run in another form; empty if it has none."""
+    """Returns the jaxprs of a node that `evaluate` can run in another form; empty if it has none."""
     params = node.params
     match node.name:
         case "scan" | "shard_map" | "pjit" | "jit":
@@ -31,7 +31,7 @@ def bodies_of(node: Node) -> list[Any]:
 
 
 def keeps_each(node: Node, is_outside: bool) -> bool:
-    """Whether bodies run in a loop whose backward pass keeps what it needs of each step; `is_outside` for the node."""
+    """Tells whether bodies run in a loop whose backward pass keeps values of each step; `is_outside` for the node."""
     if node.name in CHECKPOINTS:
         return False
     return is_outside or (node.name == "scan" and node.params["length"] > 1)
@@ -44,7 +44,7 @@ def draws_again(jaxpr: Jaxpr) -> bool:
 
 
 def closed_because(node: Node) -> str:
-    """Why the body of a node cannot be rewritten; empty if there is nothing to be said about it."""
+    """Says why the body of a node cannot be rewritten; empty if there is nothing to be said about it."""
     match node.name:
         case name if name in CHECKPOINTS:
             return "its gradient is computed here as well: rewrite the function before it is differentiated"
@@ -54,7 +54,7 @@ def closed_because(node: Node) -> str:
 
 
 def evaluate(node: Node, runs: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
-    """The results of a node, with `runs` in place of its bodies."""
+    """Computes the results of a node, with `runs` in place of its bodies."""
     with node.equation.ctx.manager:
         return _EVALUATED[node.name](node.params, runs, operands)
 
@@ -74,7 +74,7 @@ def _scan(params: dict[str, Any], runs: Sequence[Run], operands: Sequence[Any]) 
 
 
 def _scan_counts(params: dict[str, Any], operands: int) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried."""
+    """Counts the operands of a scan that are constants, and those that are carried."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     # From JAX 0.12 on, a tree with a leaf for each operand.

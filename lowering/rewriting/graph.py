@@ -114,12 +114,12 @@ class Level:
     draws_again: bool = False
 
     def named(self, *names: str) -> Iterator[Node]:
-        """The nodes of these primitives."""
+        """Yields the nodes of these primitives."""
         return (node for node in self.nodes if node.name in names)
 
 
 def level_of(closed: Any, is_inlined: Callable[[Any], bool], is_large: Callable[[Any], bool]) -> Level:
-    """The graph of a jaxpr, closed or not.
+    """Returns the graph of a jaxpr, closed or not.
 
     Args:
       closed: the jaxpr.
@@ -136,23 +136,23 @@ def level_of(closed: Any, is_inlined: Callable[[Any], bool], is_large: Callable[
 
 
 def size_of(aval: Any) -> int:
-    """The number of elements of an array of this type; 0 if it depends on a symbolic size, which may be small."""
+    """Counts the elements of an array of this type; 0 if a symbolic size, which may be small, decides."""
     size = math.prod(getattr(aval, "shape", ()))
     return 0 if jax.export.is_symbolic_dim(size) else size
 
 
 def opened(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
-    """A jaxpr and its constants, whether it was closed or not."""
+    """Returns a jaxpr and its constants, whether it was closed or not."""
     return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, getattr(jaxpr, "consts", ()))
 
 
 def constant(array: Any, aval: Any = None) -> Value:
-    """A value that is known."""
+    """Makes a value that is known."""
     return Value(jax.typeof(array) if aval is None else aval, constant=array, is_constant=True)
 
 
 def bodies(equation: Any) -> Iterator[Any]:
-    """The jaxprs, closed or not, in an equation's parameters."""
+    """Yields the jaxprs, closed or not, in an equation's parameters."""
     for value in equation.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, ClosedJaxpr | Jaxpr):
@@ -160,7 +160,7 @@ def bodies(equation: Any) -> Iterator[Any]:
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """The equations of a jaxpr and of all bodies within it; those of a body that several share once."""
+    """Yields the equations of a jaxpr and of all bodies within it; those of a body that several share once."""
     seen, waiting = {jaxpr}, [jaxpr]
     while waiting:
         for equation in waiting.pop().eqns:
@@ -210,7 +210,7 @@ class _Builder:
         return outputs
 
     def _inlined(self, equation: Any, inputs: list[Value], site: Site) -> list[Value] | None:
-        """The results of an equation whose body takes its place; None if none does."""
+        """Returns the results of an equation whose body takes its place; None if none does."""
         is_call = equation.primitive.name in _CALLS and any(x.follows_product for x in inputs)
         if not (is_call or self.is_inlined(equation)):
             return None
@@ -226,7 +226,7 @@ class _Builder:
 
 
 def _inlined_body(equation: Any) -> Any:
-    """The body of a call that may be inlined; None otherwise."""
+    """Returns the body of a call that may be inlined; None otherwise."""
     name, params = equation.primitive.name, equation.params
     if name in _CALLS:
         shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
@@ -242,7 +242,7 @@ def _inlined_body(equation: Any) -> Any:
 
 
 def _reference(equation: Any) -> Any:
-    """What an operator computes, if it has no kernels and only reduces its largest operand; None otherwise."""
+    """Returns the reference of an operator that has no kernels and only reduces its largest operand; None otherwise."""
     operator = operator_of(equation.primitive)
     sizes = [[size_of(x.aval) for x in atoms] for atoms in (equation.invars, equation.outvars)]
     if operator is None or operator.kernels or max(sizes[0], default=0) <= max(sizes[1], default=0):

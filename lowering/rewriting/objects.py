@@ -21,7 +21,7 @@ class Arguments:
         self.tree = (others, state)
 
     def merged(self, tree: Any) -> tuple[Any, Any, Any]:
-        """Positional and keyword arguments made of such a tree, and the new objects in them."""
+        """Returns positional and keyword arguments made of such a tree, and the new objects in them."""
         others, state = tree
         objects = self._nnx.merge(self._graph, state) if self._nnx and self._objects else []
         sources = {True: iter(objects), False: iter(others)}
@@ -29,7 +29,7 @@ class Arguments:
         return args, kwargs, objects
 
     def state(self, objects: Any) -> Any:
-        """What a call has left in the objects of `merged`."""
+        """Returns what a call has left in the objects of `merged`."""
         return self._nnx.split(objects)[1] if self._nnx and self._objects else ()
 
     def update(self, state: Any) -> None:

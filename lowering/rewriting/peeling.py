@@ -22,7 +22,7 @@ class Peeled(NamedTuple):
 
 
 def peeled(equation: Any, is_large: Callable[[Any], bool]) -> Peeled | None:
-    """The two parts of a checkpoint that returns the result of a large product; None for anything else."""
+    """Returns the two parts of a checkpoint that returns the result of a large product; None for anything else."""
     if equation.primitive.name not in CHECKPOINTS or equation.params["differentiated"]:
         return None
     body = equation.params["jaxpr"]

@@ -16,7 +16,7 @@ from lowering.rewriting.schedule import OrderError, Step, Task, evaluate, needed
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How to evaluate a level again.
+    """Plan for evaluating a level again.
 
     Attributes:
       level: its graph.
@@ -31,13 +31,13 @@ class Plan:
     refused: tuple[Refused, ...]
 
     def run(self, *arguments: Any) -> list[Any]:
-        """The results of the level."""
+        """Computes the results of the level."""
         return evaluate(self.level, self.order, arguments)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Within:
-    """What is found in the bodies of one node."""
+    """Findings in the bodies of one node."""
 
     step: Step | None = None
     applied: tuple[Applied, ...] = ()
@@ -45,7 +45,7 @@ class _Within:
 
 
 class Planner:
-    """Applies rules to a jaxpr and to the bodies in it."""
+    """Planner that applies rules to a jaxpr and to the bodies in it."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         """Takes the rules, in order of preference."""
@@ -90,7 +90,7 @@ class Planner:
         return Plan(level, ordered(level, steps) if steps else (), tuple(applied), _distinct(refused, applied))
 
     def _within(self, node: Node, repetitions: int, **of_level: bool) -> _Within:
-        """What is found in the bodies of one node."""
+        """Finds what can be rewritten in the bodies of one node."""
         inner = list(bodies(node.equation))
         if not any(self._holds_within(opened(body)[0]) for body in inner):
             return _Within()
@@ -110,14 +110,14 @@ class Planner:
         return _Within(step, applied, refused)
 
     def _holds(self, equation: Any) -> bool:
-        """Whether an equation, or one in its bodies, may belong to a place of a rule."""
+        """Tells whether an equation, or one in its bodies, may belong to a place of a rule."""
         is_known = equation.primitive.name in self._primitives
         if is_known or any(self._is_large(x.aval) for x in (*equation.invars, *equation.outvars)):
             return True
         return any(self._holds_within(opened(body)[0]) for body in bodies(equation))
 
     def _holds_within(self, jaxpr: Any) -> bool:
-        """The same for a jaxpr; calls of the same function share one."""
+        """Tells the same for a jaxpr; calls of the same function share one."""
         if jaxpr not in self._known:
             self._known[jaxpr] = any(map(self._holds, jaxpr.eqns))
         return self._known[jaxpr]
@@ -127,7 +127,7 @@ class Planner:
 
 
 def overlooked(rules: Sequence[Rule], closed: Any, plan: Plan) -> tuple[Refused, ...]:
-    """Finds the places of which the plan of a jaxpr says nothing, though users would expect a rule to know them."""
+    """Finds the places that the plan of a jaxpr does not mention, though users would expect a rule to know them."""
 
     def looking(rule: Rule) -> Rule:
         return Rule(rule.name, lambda level, _: rule.overlooked(level) if rule.overlooked else (), lambda: 0)
@@ -142,7 +142,7 @@ def _applied(rule: Rule, found: Found, repetitions: int) -> Applied:
 
 
 def _distinct(refused: Sequence[Refused], applied: Sequence[Applied]) -> tuple[Refused, ...]:
-    """Each refusal once, and none of what another rule has rewritten after all."""
+    """Returns each refusal once, and none of what another rule has rewritten after all."""
     done = {one.source for one in applied}
     return tuple(dict.fromkeys(one for one in refused if one.source not in done))
 

@@ -1,4 +1,4 @@
-"""What `rewrite` has found in a function."""
+"""Findings of `rewrite` in a function."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ class Refused:
 
 @dataclasses.dataclass(frozen=True)
 class Rewrites:
-    """What a rewritten function does for arguments of some shapes. `print` shows a table.
+    """Rewrites of a function for arguments of some shapes. `print` shows a table.
 
     Attributes:
       applied: what is rewritten, the largest saving first.
@@ -102,5 +102,5 @@ class Rewrites:
 
 
 def megabytes(size: int) -> str:
-    """A number of bytes, with three digits."""
+    """Writes a number of bytes with three digits."""
     return f"{size / 1e6:.3g} MB" if size < 1e9 else f"{size / 1e9:.3g} GB"

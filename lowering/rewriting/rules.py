@@ -1,4 +1,4 @@
-"""What a rewrite rule is, and what it finds."""
+"""Rules of rewriting, and their findings."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ from lowering.rewriting.schedule import Step
 
 
 class RefusalError(Exception):
-    """Why something that looks like a pattern is not rewritten, in words."""
+    """Reason why something that looks like a pattern is not rewritten, in words."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +71,15 @@ def add_rules(rules: Iterable[Rule]) -> None:
 
 
 def rules() -> tuple[Rule, ...]:
-    """All rules, in order of preference."""
+    """Returns all rules, in order of preference."""
     return tuple(_rules.values())
 
 
 def usual() -> tuple[Rule, ...]:
-    """The rules that are on by default."""
+    """Returns the rules that are on by default."""
     return tuple(rule for rule in rules() if not rule.asked)
 
 
 def described(value: Any) -> str:
-    """Dtype and shape."""
+    """Returns dtype and shape as text."""
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"

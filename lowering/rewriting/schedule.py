@@ -1,4 +1,4 @@
-"""Which nodes and replacements of a level have to run, and in which order."""
+"""Nodes and replacements of a level that have to run, and their order."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ class OrderError(Exception):
 
 
 def needed(level: Level, steps: Iterable[Step]) -> set[Task]:
-    """What has to run for the results and the effects of a level, if these steps take the place of its nodes."""
+    """Returns what has to run for a level's results and effects, if these steps take the place of its nodes."""
     producer = _producers(steps)
     found: set[Task] = set()
     waiting: list[Task] = [node for node in level.nodes if node.equation.effects]
@@ -44,7 +44,7 @@ def needed(level: Level, steps: Iterable[Step]) -> set[Task]:
 
 
 def ordered(level: Level, steps: Sequence[Step]) -> list[Task]:
-    """What has to run, each after what it reads, otherwise in the order of the level.
+    """Returns what has to run, each after what it reads, otherwise in the order of the level.
 
     Raises:
       OrderError: if two effects would change places.
@@ -71,7 +71,7 @@ def ordered(level: Level, steps: Sequence[Step]) -> list[Task]:
 
 
 def evaluate(level: Level, order: Sequence[Task], arguments: Sequence[Any]) -> list[Any]:
-    """The results of a level."""
+    """Computes the results of a level."""
     last = {value: task for task in order for value in task.inputs}
     kept = set(level.results)
     arrays = dict(zip(level.arguments, arguments, strict=True))

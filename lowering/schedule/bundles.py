@@ -45,7 +45,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bundle:
-    """What is issued in one cycle.
+    """Instructions that are issued in one cycle.
 
     Attributes:
       number: counted from the first.
@@ -75,7 +75,7 @@ _NO_OPERAND = re.compile(r"\[(?:thread|resolvable):[^\]]*\]\s*")
 
 
 def read_bundles(text: str) -> tuple[Bundle, ...]:
-    """The bundles of a `packed-bundles-post-ra` dump, in order."""
+    """Parses the bundles of a `packed-bundles-post-ra` dump, in order."""
     text = _LABEL.sub(r"\1=", text)
     text = _CALL.sub(lambda call: f"{call[1]}<{call[3] or call[4]}> {call[2]}/*", text)
     text = _CORE.sub(r"= core_id \1", text)
@@ -85,7 +85,7 @@ def read_bundles(text: str) -> tuple[Bundle, ...]:
 
 
 def value_of(operand: str) -> tuple[str, str] | None:
-    """The value and the register that an operand names, as in "%s21_s24"; None for constants and addresses."""
+    """Parses the value and the register of an operand such as "%s21_s24"; None for constants and addresses."""
     found = _VALUE.match(operand[1:]) if operand.startswith("%") else None
     return None if found is None else (found[1], found[2] or "")
 
@@ -121,6 +121,6 @@ def _instruction(text: str) -> Instruction:
 
 
 def _operands(text: str) -> tuple[str, ...]:
-    """Separated by commas that are not within brackets, or by the bracket that ends an address."""
+    """Splits operands at commas that are not within brackets, and at the bracket that ends an address."""
     parts = re.sub(r"(\]\])\s*(?=[^\s,\]])", r"\1,", text)
     return tuple(part.strip() for part in re.split(r",(?![^\[]*\])", parts) if part.strip())

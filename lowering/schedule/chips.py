@@ -1,4 +1,4 @@
-"""What a replay has to know of each TPU: its clock, its units, and how far figures for it are to be trusted."""
+"""Facts about each TPU for a replay: its clock, its units, and how far figures for it are to be trusted."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -53,6 +53,6 @@ CHIPS = {
 
 
 def bytes_per_cycle(chip: Chip, hardware: Hardware) -> float:
-    """What the memory of a chip gives to one TensorCore in a cycle."""
+    """Returns the bytes that the memory of a chip gives to one TensorCore in a cycle."""
     assert hardware.memory_bytes_per_s is not None
     return hardware.memory_bytes_per_s / (hardware.cores or 1) * chip.hbm_efficiency / chip.clock_hz

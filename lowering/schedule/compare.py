@@ -1,4 +1,4 @@
-"""The same function under several implementations, side by side, by the schedules that a compiler makes of it."""
+"""Comparison of a function under several implementations, by the schedules that a compiler makes of it."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True)
 class OperatorTimes:
-    """What one operator takes under each implementation.
+    """Times of one operator under each implementation.
 
     Attributes:
       operator: with its operands, such as "softmax(f32[8,128])"; "other" for all that belongs to none.
@@ -54,7 +54,7 @@ class OperatorTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare` found, in the order that was asked for. `print` it for tables."""
+    """Findings of `compare`, in the order that was asked for. `print` it for tables."""
 
     target: str
     rows: tuple[Compared, ...]
@@ -72,13 +72,13 @@ class Comparison:
         return tuple(OperatorTimes(name, {each: times[each].get(name) for each in times}) for name in ordered)
 
     def to_json(self) -> str:
-        """Everything, as a JSON object."""
+        """Returns everything as a JSON object."""
         return json.dumps(
             {**dataclasses.asdict(self), "operators": [*map(dataclasses.asdict, self.operators)]}, indent=2
         )
 
     def table(self) -> Table:
-        """Each implementation's time as a `rich` table, with the kernels that it is made of."""
+        """Lays out each implementation's time as a `rich` table, with the kernels that it is made of."""
         table = Table(title=f"{self.target}, by the compiler's schedules", title_justify="left")
         table.add_column("implementation", overflow="fold")
         table.add_column("bound by")
@@ -105,7 +105,7 @@ class Comparison:
         return table
 
     def table_by_operator(self) -> Table:
-        """Each operator's time under each implementation as a `rich` table."""
+        """Lays out each operator's time under each implementation as a `rich` table."""
         table = Table(title="us, by operator", title_justify="left")
         table.add_column("operator and operands", overflow="fold")
         for position, name in enumerate(self.operators[0].time_us if self.operators else ()):

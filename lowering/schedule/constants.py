@@ -1,4 +1,4 @@
-"""What operands hold that are constants of the program: what splash attention knows of its mask, for one."""
+"""Operands that are constants of the program, such as what splash attention knows of its mask."""
 
 import math
 import re
@@ -15,7 +15,7 @@ _COPIES = ("copy", "copy-start", "copy-done")
 
 
 def constant_operands(instructions: Mapping[str, Any], name: str) -> dict[int, np.ndarray]:
-    """The integers in what an instruction takes, by position, where the program itself says what they are."""
+    """Returns the integers in what an instruction takes, by position, where the program itself says what they are."""
     instruction = instructions.get(name)
     taken = enumerate(instruction.operands if instruction is not None else ())
     return {position: known for position, operand in taken if (known := _constant(instructions, operand)) is not None}

@@ -1,4 +1,4 @@
-"""What happens where data decides: what the caller has said, or a refusal that names the place."""
+"""Decisions that depend on data: what the caller has said, or a refusal that names the place."""
 
 import collections
 import dataclasses
@@ -25,7 +25,7 @@ class DependsOnDataError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What a caller says of data.
+    """Hints of a caller about data.
 
     Attributes:
       trip_counts: how often a loop turns each time, in the mean, or which part of the times what a branch may skip is
@@ -39,7 +39,7 @@ class Given:
 
     @classmethod
     def of(cls, trip_counts: Any, scalars: Any) -> "Given":
-        """The same from what a user gives, in which arrays may be of any kind.
+        """Makes hints from what a user gives, in which arrays may be of any kind.
 
         Raises:
           ValueError: if it is none of that.
@@ -66,7 +66,7 @@ class Given:
     def of_call(
         self, instruction: str, code: str, operand_types: Mapping[int, str], constants: Mapping[int, Any] = NOTHING
     ) -> "Given":
-        """What is said of one instruction, by the name of the code that it shares with its equals.
+        """Returns the hints for one instruction; identical instructions share a body and its name.
 
         Operands are in the order of memory. One that the caller says nothing about holds its constant, if it is one.
 
@@ -95,17 +95,17 @@ class Given:
         return Given(counts, {code: words})
 
     def key(self) -> tuple[Any, ...]:
-        """The same for all that say the same."""
+        """Returns a key that is the same for the same hints."""
         scalars = ((name, at, tuple(words)) for name, held in self.scalars.items() for at, words in held.items())
         return tuple(self.trip_counts.items()), tuple(scalars)
 
     def words_of(self, kernel: str, operand: Sequence[str]) -> Sequence[int | None]:
-        """What an operand of a kernel holds, by how the kernel's program declares it; empty where nothing is said."""
+        """Returns the words in a kernel's operand, by how its program declares it; empty where nothing is said."""
         position = _POSITION.search(" ".join(operand))
         return self.scalars.get(kernel, {}).get(int(position[1]), ()) if position else ()
 
     def unused(self, kernels: Iterable[str]) -> list[str]:
-        """The names for which something is said, and which are of none of these kernels."""
+        """Returns the names for which something is said, and which are of none of these kernels."""
         known = {PROGRAM, *(name for kernel in kernels for name in names_of(kernel))}
         return sorted(
             {
@@ -120,7 +120,7 @@ NOTHING_GIVEN = Given()
 
 
 def names_of(kernel: str) -> tuple[str, ...]:
-    """What a caller may call a kernel: as XLA does, or without what XLA puts behind the name.
+    """Returns what a caller may call a kernel: as XLA does, or without what XLA puts behind the name.
 
     That is a number, and with JAX 0.12 the name of what takes the result, as in "softmax.2.x_ref".
     """
@@ -129,12 +129,12 @@ def names_of(kernel: str) -> tuple[str, ...]:
 
 
 def _nth(n: int, mean: float) -> int:
-    """The n-th of whole numbers, from the first, that have this mean."""
+    """Returns the n-th of whole numbers, from the first, that have this mean."""
     return int(n * mean) - int((n - 1) * mean)
 
 
 class Decisions:
-    """What the caller says of one program's branches.
+    """Decisions of the caller about one program's branches.
 
     Attributes:
       program: its name.
@@ -151,11 +151,11 @@ class Decisions:
         self._loops: collections.Counter[str] = collections.Counter()
 
     def is_of_loop(self, number: int, target: int | None) -> bool:
-        """Whether a branch ends a turn of a loop, which is to be decided anew each time."""
+        """Tells whether a branch ends a turn of a loop, which is to be decided anew each time."""
         return self._header(number, target) is not None
 
     def holds(self, number: int, target: int | None, not_understood: Iterable[str] = ()) -> bool:
-        """Whether a branch at a bundle is taken to a target this time, or another instruction (None) takes effect.
+        """Tells whether a branch at a bundle goes to a target this time, or another instruction (None) takes effect.
 
         Raises:
           DependsOnDataError: if nothing is said about it; what was not understood may be why.
@@ -177,7 +177,7 @@ class Decisions:
         return is_over != goes_back
 
     def _header(self, number: int, target: int | None) -> int | None:
-        """The first bundle of the loop that a branch goes back to or leaves; None for other branches."""
+        """Returns the first bundle of the loop that a branch goes back to or leaves; None for other branches."""
         if target is None or target <= number:
             return target
         left = [to for at, to in self._branches.items() if to <= number <= at < target]

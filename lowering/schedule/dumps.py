@@ -1,4 +1,4 @@
-"""What libtpu is asked to write, and where in it each part of a program is."""
+"""Dumps that libtpu is asked to write, and where in them each part of a program is."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ _OPCODE = re.compile(r"(?:\(.*?\)|\S+) ([a-z][\w\-]*)\(")
 
 
 def libtpu_flags(folder: Path) -> str:
-    """What `LIBTPU_INIT_ARGS` must hold when libtpu is loaded, for schedules to be written to a folder."""
+    """Returns what `LIBTPU_INIT_ARGS` must hold when libtpu is loaded, for schedules to be written to a folder."""
     return (
         f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=true "
         "--xla_jf_dump_llo_pass_label_regex=.*packed-bundles-post-ra --xla_mosaic_enable_llo_source_annotations=true"
@@ -87,31 +87,31 @@ class Dumps:
         self._shared = {self.instructions[name].text: name for name in reversed(files) if name in self.instructions}
 
     def top_level(self) -> tuple[Bundle, ...]:
-        """The program that calls all others; empty where none was written."""
+        """Reads the program that calls all others; empty where none was written."""
         return () if self._top_level is None else read_bundles(self._top_level.read_text(errors="replace"))
 
     def name_of(self, instruction: str) -> str | None:
-        """The name under which an instruction's code was written; None for none."""
+        """Returns the name under which an instruction's code was written; None for none."""
         if instruction in self._files:
             return instruction
         known = self.instructions.get(instruction)
         return self._shared.get(known.text) if known is not None else None
 
     def operand_types(self, name: str) -> dict[int, str]:
-        """The types of what an instruction takes, by position, such as "s32[8]{0:T(128)}"."""
+        """Returns the types of what an instruction takes, by position, such as "s32[8]{0:T(128)}"."""
         instruction = self.instructions.get(name)
         known = enumerate(map(self.instructions.get, instruction.operands if instruction is not None else ()))
         return {position: operand.type for position, operand in known if operand is not None}
 
     def constants(self, name: str) -> dict[int, np.ndarray]:
-        """What operands of a Pallas kernel hold, by position, where the program itself says it."""
+        """Returns what operands of a Pallas kernel hold, by position, where the program itself says it."""
         instruction = self.instructions.get(name)
         is_kernel = instruction is not None and instruction.opcode == _KERNEL
         return constant_operands(self.instructions, name) if is_kernel else {}
 
     @functools.cache  # noqa: B019 an object lives for one report
     def bundles(self, name: str) -> tuple[Bundle, ...]:
-        """The code of that name."""
+        """Reads the code of that name."""
         return read_bundles(self._files[name].read_text(errors="replace"))
 
 
@@ -129,7 +129,7 @@ def _hlo_instruction(rest: str, bodies: dict[str, str], locations: dict[int, str
 
 
 def _operator(rest: str, bodies: dict[str, str]) -> str:
-    """What an instruction's own metadata names; if there is none, the only operator in what it calls."""
+    """Returns the operator in an instruction's own metadata; if there is none, the only operator in what it calls."""
     own = _OP_NAME.search(rest)
     if own is not None:
         return operator_in(own[1])
@@ -139,7 +139,7 @@ def _operator(rest: str, bodies: dict[str, str]) -> str:
 
 
 def _without_names(text: str, bodies: dict[str, str]) -> str:
-    """What an instruction does, whatever it, its operands and the computations in it are called."""
+    """Returns what an instruction does, whatever it, its operands and the computations in it are called."""
     called = _CALLED.findall(text)
     text = re.sub(r"(?:calls|to_apply)=%?[\w.\-]+", "", _SAID_ELSEWHERE.sub("", text))
     inner = [_without_names(line, bodies) for name in called for line in bodies.get(name, "").splitlines()]
@@ -147,7 +147,7 @@ def _without_names(text: str, bodies: dict[str, str]) -> str:
 
 
 def _locations(hlo: str) -> dict[int, str]:
-    """The user's line in each stack of frames of a program, such as "model.py:12 (loss)"."""
+    """Returns the user's line in each stack of frames of a program, such as "model.py:12 (loss)"."""
 
     def entries(table: str, pattern: str) -> dict[int, tuple[str, ...]]:
         part = re.search(rf"^{table}\n((?:\d+ .*\n)*)", hlo, re.MULTILINE)

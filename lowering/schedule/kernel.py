@@ -76,12 +76,12 @@ class KernelReplay:
     unknown: tuple[str, ...]
 
     def shares(self, chip: Chip) -> dict[str, float]:
-        """The part of its slots that each kind of unit uses, stalls included."""
+        """Returns the part of its slots that each kind of unit uses, stalls included."""
         cycles = max(self.cycles, 1.0)
         return {kind: work / (chip.slots[kind] * cycles) for kind, work in self.work.items()}
 
     def bound(self, chip: Chip) -> str:
-        """What the kernel waits for, or what is busiest in it."""
+        """Says what the kernel waits for, or what is busiest in it."""
         hbm = self.hbm_cycles / max(self.cycles, 1.0)
         if self.stall_cycles > _MOST_WAITING * self.cycles and hbm < _BUSY:
             return "DMA latency"

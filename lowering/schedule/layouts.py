@@ -1,4 +1,4 @@
-"""In which order an operand's elements lie in memory."""
+"""Layout of an operand's elements in memory."""
 
 import math
 import re
@@ -16,7 +16,7 @@ _PADDING = -1
 
 
 def in_memory(values: np.ndarray, operand_type: str) -> list[int | None]:
-    """The words of an operand in the order of memory; None where tiles are padded. One value is that of all elements.
+    """Returns an operand's words in memory's order; None where tiles are padded. One value stands for all elements.
 
     Raises:
       ValueError: if the operand has another shape. What has one dimension may be given in part.
@@ -45,7 +45,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 
 
 def _tiled(places: np.ndarray, tile: Sequence[int]) -> np.ndarray:
-    """Which element lies at each place, in tiles of the last dimensions."""
+    """Returns which element lies at each place, in tiles of the last dimensions."""
     untiled = places.ndim - len(tile)
     if untiled < 0:
         return places
@@ -58,7 +58,7 @@ def _tiled(places: np.ndarray, tile: Sequence[int]) -> np.ndarray:
 
 
 def _packed(elements: Iterable[int | None], bits: int) -> list[int | None]:
-    """Words of several elements each; the first element has the lowest bits."""
+    """Packs several elements into each word; the first element has the lowest bits."""
     elements = list(elements)
     words: list[int | None] = []
     for first in range(0, len(elements), _WORD_BITS // bits):

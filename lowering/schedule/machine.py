@@ -116,7 +116,7 @@ class Machine:
         raise DependsOnDataError(f"{self._name} does not end: a loop in it waits for something that is not replayed")
 
     def _block(self, first: int, *, stops_at_branch: bool) -> _Block:
-        """The bundles from one on to the next branch; or those that follow one in its delay slots."""
+        """Returns the bundles from one on to the next branch; or those that follow one in its delay slots."""
         key = first, stops_at_branch
         if key not in self._blocks:
             last = min(first + self._delay_slots, len(self._bundles)) - 1
@@ -128,7 +128,7 @@ class Machine:
         return self._blocks[key]
 
     def _steps(self, bundle: Bundle) -> list[Step]:
-        """What one bundle does. Values that are new names of others, or of what a loop carries, are there at once."""
+        """Returns the steps of one bundle. Values that rename others, or that a loop carries, are there at once."""
         order = sorted(bundle.instructions, key=lambda x: (x.opcode not in _CARRIED, x.opcode.startswith("int_to_ptr")))
         return [step for instruction in order for step in self._translated(bundle.number, instruction)]
 
@@ -172,7 +172,7 @@ class Machine:
         return self._effect(instruction, Unknown)
 
     def _argument(self, instruction: Instruction) -> Step:
-        """An operand of the caller, or where a parameter of the whole program lies."""
+        """Loads an operand of the caller, or the address of a parameter of the whole program."""
         if instruction.opcode == PARAMETER:
             address = self._memory.address(self._name, f"#{PARAMETER} {instruction.operands[0]}")
         else:
@@ -188,7 +188,7 @@ class Machine:
         return self._effect(instruction, lambda: address)
 
     def _is_open(self, instruction: Instruction) -> bool:
-        """Whether nothing is said of what an operand holds."""
+        """Tells whether nothing is said of what an operand holds."""
         return not self._given.words_of(self._name, instruction.operands)
 
     def _computed(self, function: Callable[..., Any], places: Sequence[int]) -> Callable[[], Any]:
@@ -241,7 +241,7 @@ class Machine:
         return self._places.place(named[0]), predicate.negated
 
     def _queued(self, instruction: Instruction) -> list[Step]:
-        """Results that wait until they are taken: quotients and remainders, and what vectors send."""
+        """Queues results that wait until they are taken: quotients and remainders, and what vectors send."""
         before: list[Step] = []
         values = self._values
         if instruction.opcode.startswith("spop"):
@@ -257,7 +257,7 @@ class Machine:
         return [*before, step]
 
     def _popped(self, instruction: Instruction) -> Step:
-        """What a semaphore held when it was read, or what vectors send, which is new each time."""
+        """Takes what a semaphore held when it was read, or what vectors send, which is new each time."""
         values = self._values
         sent = self._places.place(instruction.operands[0].strip("%")) if instruction.operands else None
         read = None if sent is None else lambda: Unknown() if isinstance(values[sent], Unknown) else values[sent]
@@ -308,7 +308,7 @@ class Machine:
         return step
 
     def _checked(self, number: int, predicate: Predicate) -> Step:
-        """A check that the compiler has put in, such as that a transfer stays within its operand."""
+        """Makes the step of a check that the compiler has put in, such as that a transfer stays within its operand."""
         place, negated = self._predicate(predicate)
 
         def step() -> None:
@@ -319,7 +319,7 @@ class Machine:
         return step
 
     def _holds(self, number: int, predicate: Predicate | None, target: int | None = None) -> Callable[[], bool]:
-        """Whether an instruction takes effect, now; what data decides is answered by `trip_counts`."""
+        """Returns a function that tells whether an instruction takes effect now; `trip_counts` answer for data."""
         if predicate is None:
             return lambda: True
         values = self._values
@@ -334,7 +334,7 @@ class Machine:
         return holds
 
     def _decided(self, value: Unknown, number: int, target: int | None, *, negated: bool) -> bool:
-        """Whether an instruction takes effect whose predicate is unknown: as its question was answered before."""
+        """Tells whether an instruction with an unknown predicate takes effect: as its question was answered before."""
         truth = self._answers.known(value)
         if truth is None or self._decisions.is_of_loop(number, target):
             truth = self._decisions.holds(number, target, self.trace.unknown) != negated
@@ -343,7 +343,7 @@ class Machine:
 
 
 def _scalars(instructions: Iterable[Instruction]) -> list[str]:
-    """The operands that a kernel may take its decisions from."""
+    """Returns the operands that a kernel may take its decisions from."""
     declared = (x for x in instructions if x.opcode.startswith("inlined_call_operand"))
     found = (_SCALARS.search(" ".join(instruction.operands)) for instruction in declared)
     return [f"operand {operand[2]} ({operand[1]})" for operand in found if operand is not None]

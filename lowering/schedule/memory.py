@@ -1,4 +1,4 @@
-"""What a TPU's scalar program reaches: values that are known or not, scalar memory, semaphores and the DMA engines."""
+"""Memory that a TPU's scalar program reaches: values, known or not, scalar memory, semaphores and the DMA engines."""
 
 import collections
 import dataclasses
@@ -20,7 +20,7 @@ _ON_CHIP_LATENCY_CYCLES = 100.0
 
 
 def wrapped(value: Any) -> Any:
-    """A value as 32 bits with a sign."""
+    """Wraps a value to 32 bits with a sign."""
     return ((value + HALF) & MASK) - HALF
 
 
@@ -34,7 +34,7 @@ class Hbm:
         self.free_at = 0.0
 
     def done_at(self, now: float, size_bytes: float) -> float:
-        """When a transfer that is asked for now has arrived."""
+        """Returns when a transfer that is asked for now has arrived."""
         self.free_at = max(now, self.free_at) + size_bytes / self.bytes_per_cycle
         return self.free_at + self.latency_cycles
 
@@ -51,11 +51,11 @@ class ScalarMemory:
         self._has_lost_a_store = False
 
     def address(self, program: str, symbol: str) -> int:
-        """Where a program's allocation lies."""
+        """Returns where a program's allocation lies."""
         return self._addresses.setdefault((program, symbol), (len(self._addresses) + 1) * _SYMBOL_WORDS)
 
     def load(self, address: Any) -> Any:
-        """The word at an address; unknown where a store may have gone that cannot be followed."""
+        """Loads the word at an address; unknown where a store may have gone that cannot be followed."""
         if isinstance(address, Unknown) or self._has_lost_a_store:
             return Unknown()
         if address not in self._words:
@@ -112,7 +112,7 @@ class Semaphore:
     is_lost: bool = False
 
     def reached_at(self, amount: int) -> float | None:
-        """When it holds an amount; None if nothing that was started makes it so."""
+        """Returns when it holds an amount; None if nothing that was started makes it so."""
         held, at = -self.missing, 0.0
         for time, added in self.arrivals if held < amount else ():
             held, at = held + added, max(at, time)
@@ -122,7 +122,7 @@ class Semaphore:
         return at if held >= amount else None
 
     def held_at(self, now: float) -> int | None:
-        """What it holds at a time, if that is known."""
+        """Returns what it holds at a time, if that is known."""
         return None if self.is_lost else sum(added for time, added in self.arrivals if time <= now) - self.missing
 
     def add(self, now: float, amount: int) -> None:
@@ -189,17 +189,17 @@ class Dma:
         self._semaphore(semaphore).add(now, amount)
 
     def reached_at(self, semaphore: Any, amount: int) -> float | None:
-        """When a semaphore holds an amount."""
+        """Returns when a semaphore holds an amount."""
         return self._semaphore(semaphore).reached_at(amount)
 
     def held_at(self, semaphore: Any, now: float) -> int | None:
-        """What a semaphore holds at a time; None where that, or which one it is, is not known."""
+        """Returns what a semaphore holds at a time; None where that, or which one it is, is not known."""
         return None if isinstance(semaphore, Unknown) else self._semaphore(semaphore).held_at(now)
 
     def is_awaited(self) -> bool:
-        """Whether everything that was added to a semaphore has been taken away, as a kernel has to leave them."""
+        """Tells whether everything that was added to a semaphore has been taken away, as a kernel has to leave them."""
         return all(held.is_lost or not held.held_at(math.inf) for held in self._semaphores.values())
 
     def _semaphore(self, address: Any) -> Semaphore:
-        """The semaphore at an address; where data decide which one it is, one stands for all of them."""
+        """Returns the semaphore at an address; where data decide which one it is, one stands for all of them."""
         return self._semaphores[None if isinstance(address, Unknown) else address]

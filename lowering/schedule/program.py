@@ -22,7 +22,7 @@ _RUNTIME_WORD = 1
 
 @dataclasses.dataclass
 class Called:
-    """What was called under one name: how often, and how long that took in the whole program."""
+    """Count of the calls under one name, and how long they took in the whole program."""
 
     replay: KernelReplay
     calls: int = 0
@@ -86,7 +86,7 @@ class _Program:
         return result
 
     def _call(self, now: float, instruction: Instruction, operands: Mapping[str, Any]) -> float:
-        """When what is called is done; parts of the runtime are taken to need no time."""
+        """Returns when what is called is done; parts of the runtime are taken to need no time."""
         name = instruction.callee
         if name.startswith("<"):
             return now
@@ -102,7 +102,7 @@ class _Program:
         return now + one.cycles + delayed
 
     def _replayed(self, name: str, code: str, operands: Mapping[str, Any]) -> KernelReplay:
-        """One call of this code. Operands matter only where they decide something, such as how often a loop turns."""
+        """Replays one call of this code. Operands matter only where they decide something, such as a loop's turns."""
         given = self._given_of(name, code)
         key = code, *given.key()
         if key not in self._deciding:
@@ -123,13 +123,13 @@ class _Program:
 
     @functools.cache  # noqa: B019 an object lives for one report
     def _given_of(self, name: str, code: str) -> Given:
-        """What is said of one instruction, by the caller or, of a Pallas kernel, by the program."""
+        """Returns the hints for one instruction, by the caller or, for a Pallas kernel, by the program."""
         types = self._dumps.operand_types(name)
         return self._given.of_call(name, code, types, self._dumps.constants(name))
 
 
 def _gathered(unknown: Collection[str]) -> set[str]:
-    """The same with one entry for all that has to do with cores that are not replayed, such as SparseCores."""
+    """Merges all entries about cores that are not replayed, such as SparseCores, into one."""
     if not any(entry.endswith(".remote") for entry in unknown):
         return set(unknown)
     waits = [entry for entry in unknown if entry.startswith("a wait at ")]

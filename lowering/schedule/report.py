@@ -1,4 +1,4 @@
-"""What a replay found, for people and for programs."""
+"""Findings of a replay, for people and for programs."""
 
 import dataclasses
 import json
@@ -67,7 +67,7 @@ class KernelSchedule:
     regions: tuple[Region, ...] = ()
 
     def table(self) -> Table:
-        """The regions as a `rich` table."""
+        """Lays out the regions as a `rich` table."""
         table = Table(title=f"{self.name}, {self.cycles:,.0f} cycles {self.source}".strip(), title_justify="left")
         table.add_column("bundles", no_wrap=True)
         table.add_column("line")
@@ -88,7 +88,7 @@ class KernelSchedule:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How long a compiled program takes on a TPU by its own schedule. `print` it for a table.
+    """Time of a compiled program on a TPU by its own schedule. `print` it for a table.
 
     Attributes:
       target: the chip.
@@ -107,15 +107,15 @@ class Schedule:
     remarks: tuple[str, ...]
 
     def to_record(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Returns everything, for JSON."""
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
-        """Everything, as a JSON object."""
+        """Returns everything as a JSON object."""
         return json.dumps(self.to_record(), indent=2)
 
     def table(self) -> Table:
-        """The kernels as a `rich` table."""
+        """Lays out the kernels as a `rich` table."""
         at_best = f", {self.total_us / self.roofline_us:.2f} of the roofline" if self.roofline_us else ""
         table = Table(title=f"{self.target}: {self.total_us:,.1f} us by its schedule{at_best}", title_justify="left")
         table.add_column("kernel", overflow="fold")
@@ -253,7 +253,7 @@ def _row(name: str, called: Called, dumps: Dumps, chip: Chip, total_cycles: floa
 
 
 def _rest(program: ProgramReplay, chip: Chip, hbm: float) -> KernelSchedule:
-    """What the top-level program does itself."""
+    """Returns the part that the top-level program does itself."""
     cycles = program.cycles - sum(called.cycles for called in program.called.values())
     return KernelSchedule(
         name="program",

@@ -1,4 +1,4 @@
-"""Where the results of a program lie: those that overwrite donated arguments are taken to be in the same memory."""
+"""Places of a program's results: those that overwrite donated arguments are taken to be in the same memory."""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,7 +31,7 @@ def place_results(memory: ScalarMemory, bundles: Sequence[Bundle], aliases: Mapp
 
 
 def _first_word_in_hbm(bundles: Sequence[Bundle]) -> str | None:
-    """The name of the word from which the program takes the first pointer to HBM: that of its results."""
+    """Returns the name of the word from which the program takes the first pointer to HBM: that of its results."""
     loads = {x.value: x.operands[0] for bundle in bundles for x in bundle.instructions if x.opcode == "sld"}
     for bundle in bundles:
         for instruction in bundle.instructions:

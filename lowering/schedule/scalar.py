@@ -1,4 +1,4 @@
-"""What the scalar unit computes, by opcode. Values have 32 bits: integers with a sign, or the bits of a float32."""
+"""Arithmetic of the scalar unit, by opcode. Values have 32 bits: integers with a sign, or the bits of a float32."""
 
 import operator
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def _unsigned(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _shifted_in(value: int, places: int) -> Any:
-    """A v7x's shift that brings in ones: libtpu has a v5e compute (1 << places) - 1 where a v7x shifts 0 by this."""
+    """Shifts in ones as a v7x does: libtpu has a v5e compute (1 << places) - 1 where a v7x shifts 0 by this."""
     return wrapped((1 << places) - 1) if value == 0 and 0 <= places < 32 else Unknown()
 
 
@@ -73,7 +73,7 @@ _WITHOUT_EFFECT = (
 
 
 def float_bits(value: float) -> int:
-    """The bits of a number as a float32."""
+    """Returns the bits of a number as a float32."""
     return int(np.float32(value).view(np.int32))
 
 
@@ -109,7 +109,7 @@ def _to_integer(bits: Any) -> Any:
 
 
 def function_of(opcode: str) -> Callable[..., Any] | None:
-    """What an opcode computes; None if it is not known."""
+    """Returns the function that an opcode computes; None if it is not known."""
     name, *types = opcode.split(".")
     if name == "scvt":
         return {("s32", "f32"): _to_float, ("f32", "s32"): _to_integer}.get((types[0], types[-1]))
@@ -126,13 +126,13 @@ def function_of(opcode: str) -> Callable[..., Any] | None:
 
 
 def has_no_effect(opcode: str) -> bool:
-    """Whether an opcode is known to change nothing that a replay follows: vectors, fences and traces."""
+    """Tells whether an opcode is known to change nothing that a replay follows: vectors, fences and traces."""
     name = opcode.partition(".")[0]
     return name in _WITHOUT_EFFECT or (name.startswith("v") and not name.startswith(("vsync", "vwait")))
 
 
 def divided(opcode: str, dividend: Any, divisor: Any, wanted: str = "kDivAndRem") -> tuple[Any, ...]:
-    """The quotient, rounded towards zero, the remainder, or both in this order; not known where an operand is not."""
+    """Divides; returns the quotient, rounded towards zero, the remainder, or both; unknown where an operand is."""
     try:
         if opcode.endswith("u32"):
             quotient, remainder = map(wrapped, divmod(dividend & MASK, divisor & MASK))

@@ -1,4 +1,4 @@
-"""Which unit of the core an instruction is for, and for how many cycles it keeps one."""
+"""Units of the core, by instruction, and the cycles for which one keeps them."""
 
 import collections
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ _SIXTEEN_BITS_OR_LESS = ("bf16", "f16", "s8", "u8", "f8", "s4", "u4")
 
 
 def unit(opcode: str) -> str:
-    """The unit that executes an opcode, as `Chip.slots` names them; "" for none that is counted."""
+    """Returns the unit that executes an opcode, as `Chip.slots` names them; "" for none that is counted."""
     if opcode.startswith(_NEITHER):
         return ""
     if opcode.startswith("vmatmul"):
@@ -29,7 +29,7 @@ def unit(opcode: str) -> str:
 
 
 def cycles_of(opcode: str, chip: Chip) -> int:
-    """For how many cycles an instruction keeps its unit."""
+    """Returns for how many cycles an instruction keeps its unit."""
     if opcode.startswith("vmatmul"):
         types = opcode.split(".")
         packed = "lmr" not in types and not set(_SIXTEEN_BITS_OR_LESS).isdisjoint(types)
@@ -38,7 +38,7 @@ def cycles_of(opcode: str, chip: Chip) -> int:
 
 
 def used(bundles: Iterable[Bundle], issues: Sequence[int], chip: Chip) -> dict[str, int]:
-    """Cycles of work for all units of each kind, of bundles that were issued so often."""
+    """Counts the cycles of work for all units of each kind, of bundles that were issued so often."""
     cycles = dict.fromkeys(chip.slots, 0)
     for bundle in bundles:
         for instruction in bundle.instructions if issues[bundle.number] else ():
@@ -49,7 +49,7 @@ def used(bundles: Iterable[Bundle], issues: Sequence[int], chip: Chip) -> dict[s
 
 
 def spills(bundles: Iterable[Bundle], issues: Sequence[int]) -> dict[str, int]:
-    """How many vector registers were stored for want of registers ("vst"), and loaded again ("vld")."""
+    """Counts the vector registers that were stored for want of registers ("vst"), and loaded again ("vld")."""
     counts: collections.Counter[str] = collections.Counter({"vst": 0, "vld": 0})
     for bundle in bundles:
         for instruction in bundle.instructions:

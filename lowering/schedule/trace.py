@@ -1,4 +1,4 @@
-"""What is seen while a program is replayed."""
+"""Observations while a program is replayed."""
 
 import collections
 import dataclasses
@@ -7,7 +7,7 @@ import itertools
 
 @dataclasses.dataclass
 class Trace:
-    """What was seen in one run.
+    """Observations in one run.
 
     Attributes:
       cycles: from the first bundle to the last, stalls included.
@@ -31,7 +31,7 @@ class Trace:
         self.is_unmatched = True
 
     def issues(self, bundles: int) -> list[int]:
-        """How often each bundle was issued."""
+        """Counts how often each bundle was issued."""
         changes = [0] * (bundles + 1)
         for (first, last), count in self.runs.items():
             changes[first] += count

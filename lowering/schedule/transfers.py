@@ -1,4 +1,4 @@
-"""What takes time in a TPU's scalar program, besides its bundles: transfers, semaphores and delays."""
+"""Instructions of a TPU's scalar program that take time besides its bundles: transfers, semaphores and delays."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ class Clock:
         self.behind = 0.0
 
     def at(self, number: int) -> float:
-        """When a bundle is issued, if it is issued now."""
+        """Returns when a bundle is issued, if it is issued now."""
         return number + self.behind
 
 
@@ -43,7 +43,7 @@ class Transfers:
         self._spaces = _spaces(bundles)
 
     def step(self, number: int, instruction: Instruction, happens: Callable[[], bool]) -> list[Step]:
-        """What an instruction does where its predicate holds; nothing of what is not understood."""
+        """Returns what an instruction does where its predicate holds; nothing of what is not understood."""
         before: list[Step] = []
         names = [found[1] if (found := LABEL.match(operand)) else "" for operand in instruction.operands]
         places = [self._places.operand(operand, before) for operand in instruction.operands]
@@ -81,7 +81,7 @@ class Transfers:
         return step
 
     def _between(self, instruction: Instruction) -> str:
-        """The opcode of a transfer, by where its ends are: "dma.general" is between any two places."""
+        """Returns the opcode of a transfer, by where its ends are: "dma.general" is between any two places."""
         ends = [operand.partition("=")[2] for operand in instruction.operands if operand.startswith(_ENDS)]
         spaces = [self._spaces.get(named[0]) for end in ends if (named := value_of(end)) is not None]
         if instruction.opcode != "dma.general" or len(spaces) < 2 or None in spaces:
@@ -129,12 +129,12 @@ class Transfers:
 
 
 def takes_time(opcode: str) -> bool:
-    """Whether an opcode is one of these."""
+    """Tells whether an opcode is one of these."""
     return opcode in _WAITS or opcode in _OTHERS or opcode.startswith("dma.")
 
 
 def _spaces(bundles: Sequence[Bundle]) -> Mapping[str, str]:
-    """The memory that each pointer is to, by the name of its value."""
+    """Returns the memory that each pointer is to, by the name of its value."""
     return {
         instruction.value: instruction.opcode.rpartition(".")[2]
         for bundle in bundles

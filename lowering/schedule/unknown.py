@@ -19,7 +19,7 @@ class Unknown:
     __slots__ = ("_serial", "negated", "question")
 
     def __init__(self, question: tuple[Any, ...] | None = None, *, negated: bool = False) -> None:
-        """A new one; without a question, the value is true if it is not 0."""
+        """Makes a new one; without a question, the value is true if it is not 0."""
         self._serial = next(_SERIALS)
         self.question = (self._serial, "eq", 0) if question is None else question
         self.negated = question is None or negated
@@ -71,7 +71,7 @@ class Unknown:
     __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
 
     def _is_truth(self) -> bool:
-        """Whether it is 0 or 1 because it answers a question about another value."""
+        """Tells whether it is 0 or 1 because it answers a question about another value."""
         return self.question[0] != self._serial
 
     def __bool__(self) -> bool:
@@ -79,7 +79,7 @@ class Unknown:
 
 
 def selected(condition: Any, on_true: Any, on_false: Any) -> Any:
-    """One of two values; 1 and 0 are the condition itself, as a number."""
+    """Selects one of two values; 1 and 0 are the condition itself, as a number."""
     if isinstance(condition, Unknown):
         return condition if _is(on_true, 1) and _is(on_false, 0) else Unknown()
     return on_true if condition else on_false
@@ -90,7 +90,7 @@ def _is(value: Any, number: int) -> bool:
 
 
 class Answers:
-    """What has been decided about unknown values, and the values that wait for a decision."""
+    """Decisions made about unknown values, and the values that wait for one."""
 
     def __init__(self, held: list[Any]) -> None:
         """Takes the values of a program, by their places."""
@@ -99,7 +99,7 @@ class Answers:
         self._waiting: dict[tuple[Any, ...], list[tuple[int, Unknown, Any, Any]]] = {}
 
     def known(self, value: Unknown) -> bool | None:
-        """Whether a value is true; None if nothing was decided about it."""
+        """Tells whether a value is true; None if nothing was decided about it."""
         answer = self._given.get(value.question)
         return None if answer is None else answer != value.negated
 

@@ -1,4 +1,4 @@
-"""Where the values of one scheduled program are kept: by their names, and by register for what loops carry."""
+"""Values of one scheduled program, kept by their names, and by register for what loops carry."""
 
 import re
 from collections.abc import Callable
@@ -31,18 +31,18 @@ class Values:
         self.held: list[Any] = []
 
     def place(self, name: str, value: Any = None) -> int:
-        """Where a value is kept; it is unknown until something computes it."""
+        """Returns where a value is kept; it is unknown until something computes it."""
         if name not in self._places:
             self._places[name] = len(self.held)
             self.held.append(Unknown() if value is None else value)
         return self._places[name]
 
     def register(self, name: str) -> int:
-        """Where the value that a register holds is kept; some values have the names of registers."""
+        """Returns where the value that a register holds is kept; some values have the names of registers."""
         return self.place(f"register {name}")
 
     def operand(self, text: str, before: list[Step]) -> int:
-        """Where the value of an operand is; what has to be added up for it is put before the instruction."""
+        """Returns where the value of an operand is; what has to be added up for it is put before the instruction."""
         labelled = LABEL.match(text)
         text = (labelled[2] if labelled else text).replace("smem:", "")
         inner = re.sub(r"(?<=\S)\s+\[.*", "", text).strip("[] ")  # "1 [#allocation5]": the allocation is a remark
@@ -56,7 +56,7 @@ class Values:
         return places[0] if places else self.place("nothing")
 
     def copied(self, source: int, to: int) -> Step:
-        """What copies a value."""
+        """Returns a step that copies a value."""
         held = self.held
 
         def step() -> None:

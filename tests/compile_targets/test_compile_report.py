@@ -96,7 +96,8 @@ def test_slice_compiles_with_its_collectives(chip, axis_sizes):
 
     x, labels = placed((128, 16, 256), jnp.bfloat16, "data"), placed((128, 16), jnp.int32, "data")
     weight = placed((1024, 256), jnp.bfloat16)
-    loss = functools.partial(jaxops.linear_cross_entropy, strategy="full")
+    # All rows at once, as what is summed in a loop is counted once.
+    loss = functools.partial(jaxops.linear_cross_entropy, strategy="recompute", chunk_rows=128 * 16)
     report = lowering.compile(jax.value_and_grad(loss, (0, 1)), x, weight, labels, target=chip)
     local_bytes = (2 * 128 * 16 * 256 + 4 * 128 * 16) // axis_sizes[0] + 2 * 1024 * 256
     assert local_bytes <= report.memory.arguments <= 1.05 * local_bytes

@@ -3,13 +3,12 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import pytest
 from compile_targets.sass import machine_code
 
 import lowering
 from jaxops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
-from jaxops.linear_cross_entropy.logits import Needs
+from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows
 from lowering.targets import named
 from pallas_kernels.gpu.linear_cross_entropy import exponentials, gradients, statistics, tiles
 
@@ -40,8 +39,11 @@ SPARE_BYTES = 1024  # of shared memory, for a JAX that reserves more of it
 PRODUCTS_PER_NS, TRIP_NS = 989e3 / 2 / 132, 1000
 
 
-def compiled(target, function, *shapes_and_dtypes):
-    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes_and_dtypes]
+def array(*shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def compiled(target, function, *operands):
     return lowering.compile(function, *operands, target=target)
 
 
@@ -55,44 +57,52 @@ def spilled_bytes(report):
 
 def operands_of(shape, form, dtype):
     rows, hidden, classes = shape
-    _, _, has_bias, has_target = form
-    return (
-        ((rows, hidden), dtype),
-        ((classes, hidden), dtype),
-        ((classes * has_bias,), F32),
-        ((rows,), "int32"),
-        ((classes * has_target,), F32),
-        ((rows, 0), F32),
-    )
+    *_, has_bias, has_target = form
+    vectors = (array(classes) if given else None for given in (has_bias, has_target))
+    of_rows = Rows(array(rows, hidden, dtype=dtype), array(rows, dtype="int32"))
+    return of_rows, Columns(array(classes, hidden, dtype=dtype), *vectors)
+
+
+def terms_of(rows, form):
+    """The terms of all statistics of which there are any."""
+    _, metrics, _, has_target = form
+    return CotangentTerms(*[rows] * 4, rows if has_target else None, rows if metrics else None)
+
+
+def compiled_statistics(target, form, rows, columns, config):
+    softcap, metrics, *_ = form
+    run = functools.partial(statistics.run, softcap=softcap, metrics=metrics, config=config)
+    return compiled(target, run, rows, columns)
+
+
+def compiled_gradients(target, form, rows, columns, config):
+    needs = Needs(x=True, weight=True, bias=columns.bias is not None)
+    run = functools.partial(gradients.run, softcap=form[0], needs=needs, config=config)
+    return compiled(target, run, terms_of(array(*rows.labels.shape), form), rows, columns)
 
 
 def compiled_exponentials(target, form, config):
-    softcap, _, has_bias, has_target = FORMS[form]
-    hidden, classes = SHAPES["llama"][1:]
-    shapes = ((CHUNK_ROWS, hidden), (classes, hidden), (classes * has_bias,), (classes * has_target,))
-    run = functools.partial(exponentials.exponentials, softcap=softcap, most_excess=60.0, config=config)
-    dtypes = (BF16, BF16, F32, F32)
-    rows = (((CHUNK_ROWS,), "int32"), ((CHUNK_ROWS,), F32))
-    return compiled(target, run, *zip(shapes, dtypes, strict=True), *rows)
+    rows, columns = operands_of((CHUNK_ROWS, *SHAPES["llama"][1:]), FORMS[form], BF16)
+    run = functools.partial(exponentials.exponentials, softcap=FORMS[form][0], most_excess=60.0, config=config)
+    return compiled(target, run, rows.x, *columns, rows.labels, array(CHUNK_ROWS))
+
+
+def tiled(shape):
+    """The sizes in the order in which a launch is asked for its configurations: rows, columns, hidden."""
+    rows, hidden, classes = SHAPES[shape]
+    return rows, classes, hidden
 
 
 def exponentials_configs():
-    rows, hidden, classes = SHAPES["llama"]
-    x, weight = (jax.ShapeDtypeStruct((size, hidden), BF16) for size in (rows, classes))
-    return exponentials.configs(H100, x, weight, CHUNK_ROWS)
-
-
-def configs_of(kernel, operands, **params):
-    return kernel.configs(H100, *(jax.ShapeDtypeStruct(*operand) for operand in operands), **params)
+    rows, columns = operands_of(SHAPES["llama"], FORMS["plain"], BF16)
+    return exponentials.configs(H100, rows.x, columns.weight, CHUNK_ROWS)
 
 
 @pytest.mark.parametrize(("form", "shape"), CASES)
 def test_linear_cross_entropy_statistics_compile_in_registers(h100, form, shape):
-    softcap, metrics, *_ = FORMS[form]
-    operands = operands_of(SHAPES[shape], FORMS[form], BF16)
-    params = {"softcap": softcap, "metrics": metrics}
-    config = configs_of(statistics.KERNEL, operands, **params)[0]
-    program = compiled(h100, functools.partial(statistics.run, config=config, **params), *operands)
+    rows, columns = operands_of(SHAPES[shape], FORMS[form], BF16)
+    config = statistics.launch_configs(H100, *tiled(shape))[0]
+    program = compiled_statistics(h100, FORMS[form], rows, columns, config)
     assert program.kernels == {"linear_cross_entropy": 1}
     limit = {"target": 16, "everything": 16} if GETS_REGISTERS else {"bias": 320, "target": 1024, "everything": 1600}
     assert spilled_bytes(program) <= limit.get(form, 0 if GETS_REGISTERS else 32)
@@ -103,21 +113,18 @@ def test_linear_cross_entropy_statistics_compile_in_registers(h100, form, shape)
 
 def test_log_probs_at_a_temperature_compile_in_registers(h100):
     scoring = functools.partial(linear_log_probs, temperature=0.7, return_entropy=True)
-    x, weight, _, labels, *_ = operands_of(SHAPES["llama"], FORMS["plain"], BF16)
+    rows, columns = operands_of(SHAPES["llama"], FORMS["plain"], BF16)
     with lowering.use("pallas"):
-        program = compiled(h100, scoring, x, weight, labels)
+        program = compiled(h100, scoring, rows.x, columns.weight, rows.labels)
     assert program.kernels == {"linear_cross_entropy": 1}
     assert spilled_bytes(program) <= (0 if GETS_REGISTERS else 400)
 
 
 @pytest.mark.parametrize(("form", "shape"), CASES)
 def test_linear_cross_entropy_gradients_compile_in_registers(h100, form, shape):
-    softcap, metrics, has_bias, _ = FORMS[form]
-    rows = SHAPES[shape][0]
-    operands = (*[((rows,), F32)] * 6, *operands_of(SHAPES[shape], FORMS[form], BF16), ((rows, 0), F32))
-    params = {"softcap": softcap, "metrics": metrics, "needs": Needs(True, True, has_bias, False, False)}
-    config = configs_of(gradients.KERNEL, operands, **params)[0]
-    program = compiled(h100, functools.partial(gradients.run, config=config, **params), *operands)
+    rows, columns = operands_of(SHAPES[shape], FORMS[form], BF16)
+    config = gradients.launch_configs(H100, *tiled(shape))[0]
+    program = compiled_gradients(h100, FORMS[form], rows, columns, config)
     # One for whole chunks of the vocabulary, in a loop, and one for the rest.
     classes, chunk = SHAPES[shape][2], config["chunk_columns"]
     launches = 1 if classes <= chunk or classes % chunk == 0 else 2
@@ -161,11 +168,8 @@ def test_linear_cross_entropy_exponentials_keep_the_matrix_units_busy(h100, inde
 @pytest.mark.parametrize("form", ["softcap", "target", "everything"])
 def test_linear_cross_entropy_without_a_copying_warpgroup_needs_no_more_registers_than_a_launch_gives(h100, form):
     """The threads of two warpgroups have 255 registers each, whether or not ptxas drops `setmaxnreg`."""
-    softcap, metrics, *_ = FORMS[form]
-    operands = operands_of(SHAPES["llama"], FORMS[form], BF16)
-    params = {"softcap": softcap, "metrics": metrics}
-    (config,) = (config for config in configs_of(statistics.KERNEL, operands, **params) if not config["copying"])
-    program = compiled(h100, functools.partial(statistics.run, config=config, **params), *operands)
+    (config,) = (config for config in statistics.launch_configs(H100, *tiled("llama")) if not config["copying"])
+    program = compiled_statistics(h100, FORMS[form], *operands_of(SHAPES["llama"], FORMS[form], BF16), config)
     assert spilled_bytes(program) <= {"target": 32, "everything": 32}.get(form, 0)  # 24 in JAX 0.10
     (config,) = (config for config in exponentials_configs() if not config["copying"])
     assert spilled_bytes(compiled_exponentials(h100, form, config)) <= {"softcap": 128, "target": 128}.get(form, 0)
@@ -174,13 +178,9 @@ def test_linear_cross_entropy_without_a_copying_warpgroup_needs_no_more_register
 @pytest.mark.parametrize("index", range(len(tiles.TILE_SIZES)))
 def test_linear_cross_entropy_configs_compile(h100, index):
     operands = operands_of(SHAPES["gpt2"], FORMS["plain"], F16)
-    params = {"softcap": None, "metrics": False}
-    config = configs_of(statistics.KERNEL, operands, **params)[index]
-    compiled(h100, functools.partial(statistics.run, config=config, **params), *operands)
-    operands = (*[(operands[3][0], F32)] * 6, *operands, operands[5])
-    params["needs"] = Needs(True, True, False, False, False)
-    config = configs_of(gradients.KERNEL, operands, **params)[index]
-    compiled(h100, functools.partial(gradients.run, config=config, **params), *operands)
+    for compiled_kernel, kernel in ((compiled_statistics, statistics), (compiled_gradients, gradients)):
+        config = kernel.launch_configs(H100, *tiled("gpt2"))[index]
+        compiled_kernel(h100, FORMS["plain"], *operands, config)
 
 
 def test_linear_cross_entropy_trains_within_three_gigabytes(h100):
@@ -190,9 +190,9 @@ def test_linear_cross_entropy_trains_within_three_gigabytes(h100):
     def loss(x, weight, labels):
         return linear_cross_entropy(x, weight, labels, strategy="recompute", z_loss=1e-4)
 
-    shapes = (((rows, hidden), BF16), ((classes, hidden), BF16), ((rows,), jnp.int32))
+    operands = array(rows, hidden, dtype=BF16), array(classes, hidden, dtype=BF16), array(rows, dtype="int32")
     with lowering.use("pallas"):
-        program = compiled(h100, jax.value_and_grad(loss, (0, 1)), *shapes)
+        program = compiled(h100, jax.value_and_grad(loss, (0, 1)), *operands)
     assert program.kernels == {"linear_cross_entropy": 1, "linear_cross_entropy_backward": 2}
     assert program.memory.temporaries < 0.7e9
 
@@ -209,9 +209,9 @@ def test_linear_cross_entropy_takes_three_products_and_keeps_no_float32_logits(h
         options = {"bias": bias if has_bias else None, "softcap": softcap, "weight_grad_dtype": sum_dtype}
         return linear_cross_entropy(x, weight, labels, **options)
 
-    shapes = (((rows, hidden), BF16), ((classes, hidden), BF16), ((rows,), jnp.int32), ((classes,), F32))
+    operands = array(rows, hidden, dtype=BF16), array(classes, hidden, dtype=BF16), array(rows, dtype="int32")
     with lowering.use("pallas"):
-        program = compiled(h100, jax.value_and_grad(loss, (0, 1)), *shapes)
+        program = compiled(h100, jax.value_and_grad(loss, (0, 1)), *operands, array(classes))
     assert program.kernels == {"linear_cross_entropy_exponentials": 1}
     assert spilled_bytes(program) <= (40 if GETS_REGISTERS else 384) * (form == "softcap")
     # Arguments and results, 2.4 GB, with the weight's gradient in float32, or a chunk of exponentials; the logits alone

@@ -12,7 +12,7 @@ from jaxops.linear_cross_entropy import (
     fused_linear_online_max_sum,
     linear_cross_entropy,
 )
-from jaxops.linear_cross_entropy.logits import Needs
+from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows
 from pallas_kernels.tpu.linear_cross_entropy import backward, statistics
 
 pytestmark = pytest.mark.tpu_compile
@@ -29,10 +29,13 @@ CASES = {  # rows, features, classes, dtype, attributes
 }
 
 
-def compile_for(target, fn, *shapes_and_dtypes):
-    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes_and_dtypes]
+def compile_for(target, fn, *operands):
     with lowering.use("pallas"):
         return lowering.compile(fn, *operands, target=target)
+
+
+def array(*shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 FORWARD = {"linear_cross_entropy": 1}
@@ -51,8 +54,8 @@ def make_loss(attributes, **options):
 
 
 def operands_of(rows, features, classes, dtype, attributes):
-    operands = [((rows, features), dtype), ((classes, features), dtype), ((rows,), "int32")]
-    return [*operands, ((classes,), F32)] if attributes.get("bias") else operands
+    x, weight = (array(size, features, dtype=dtype) for size in (rows, classes))
+    return x, weight, array(rows, dtype="int32"), *([array(classes)] if attributes.get("bias") else [])
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -97,13 +100,11 @@ def test_linear_cross_entropy_compiles_with_features_in_parts(tpu, dtype):
     sizes = {"block_hidden": 512}
     forward = functools.partial(statistics.run, config={**sizes, "block_rows": 128, "block_vocab": 256})
     back = functools.partial(backward.run, config={**sizes, "block_staying": 256, "block_streaming": 128})
-    row, none, rows_of_none = ((300,), F32), ((0,), F32), ((300, 0), F32)
-    operands = [((300, 1300), dtype), ((777, 1300), dtype), ((777,), F32), ((300,), "int32"), none, rows_of_none]
-    attributes = {"softcap": None, "metrics": False}
-    report = compile_for(tpu, functools.partial(forward, **attributes), *operands)
-    assert report.kernels == FORWARD
-    back = functools.partial(back, needs=Needs(True, True, True, False, False), **attributes)
-    assert compile_for(tpu, back, *[row] * 6, *operands, rows_of_none).kernels == BACKWARD
+    x, weight, labels, bias = operands_of(300, 1300, 777, dtype, {"bias": True})
+    operands = Rows(x, labels), Columns(weight, bias)
+    assert compile_for(tpu, functools.partial(forward, softcap=None, metrics=False), *operands).kernels == FORWARD
+    back = functools.partial(back, needs=Needs(x=True, weight=True, bias=True), softcap=None)
+    assert compile_for(tpu, back, CotangentTerms(*[array(300)] * 4), *operands).kernels == BACKWARD
 
 
 def test_linear_cross_entropy_compiles_in_full_precision(tpu):
@@ -121,5 +122,5 @@ def test_aclnn_linear_cross_entropy_compiles(tpu, rows, features, classes):
         masks = own.target_mask, own.masked_target
         return own, fused_linear_cross_entropy_loss_grad(grad, x, weight, *masks, **statistics)
 
-    operands = [((rows, features), BF16), ((classes, features), BF16), ((rows,), "int32"), ((rows,), F32)]
-    assert compile_for(tpu, calls, *operands).kernels == FORWARD | BACKWARD
+    operands = operands_of(rows, features, classes, BF16, {})
+    assert compile_for(tpu, calls, *operands, array(rows)).kernels == FORWARD | BACKWARD

@@ -15,12 +15,12 @@ _BLOCK_SIZE = 2**20
 
 
 def is_large_product(node: Node) -> bool:
-    """Whether a node is a product that is better added block by block."""
+    """Tells whether a node is a product that is better added block by block."""
     return node.name == "dot_general" and node.outputs[0].size > 2 * _BLOCK_SIZE
 
 
 def plus_product(node: Node, total: Any, lhs: Any, rhs: Any) -> Any:
-    """The total plus the product of a node for these operands, in the total's dtype."""
+    """Adds the product of a node for these operands to the total, in the total's dtype."""
 
     def product(lhs: Any, rhs: Any) -> Any:
         with node.equation.ctx.manager:

@@ -27,7 +27,7 @@ Slope = dict[int, float]
 
 @dataclasses.dataclass(frozen=True)
 class Slopes:
-    """How a value varies.
+    """Slopes by which a value varies.
 
     Attributes:
       rise: with a rise of all logits of a row, in rows that have a label.
@@ -40,18 +40,18 @@ class Slopes:
     beside: Slope = dataclasses.field(default_factory=dict)
 
     def plus(self, other: "Slopes", sign: float = 1.0) -> "Slopes":
-        """The sum of both."""
+        """Adds two slopes."""
         rise, maximum = _added(self.rise, other.rise, sign), _added(self.maximum, other.maximum, sign)
         return Slopes(rise, maximum, _added(self.beside, other.beside, sign))
 
     def each(self, change: Callable[[Slope], Slope]) -> "Slopes":
-        """All three, changed."""
+        """Applies a change to all three slopes."""
         return Slopes(change(self.rise), change(self.maximum), change(self.beside))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Form:
-    """What is known of a value.
+    """Known facts about a value.
 
     Attributes:
       key: equal for values that are computed alike, in whichever shape.
@@ -73,17 +73,17 @@ class Form:
 
     @property
     def is_carrying(self) -> bool:
-        """Whether its slopes say something."""
+        """Tells whether its slopes say something."""
         return self.varies or bool(self.slopes.maximum)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has nothing to do with the logits."""
+        """Tells whether it has nothing to do with the logits."""
         return not (self.is_carrying or self.reads)
 
     @property
     def is_known_sum(self) -> bool:
-        """Whether it is a sum of cross entropies with known weights, plus something without a derivative."""
+        """Tells whether it is a sum of cross entropies with known weights, plus something without a derivative."""
         return self.varies and not self.is_factor and not self.slopes.rise
 
 
@@ -104,7 +104,7 @@ class Forms:
         self._has_label: int | None = None
 
     def of_statistic(self, name: str, total: Form | None = None) -> Result:
-        """The form of a statistic, by its name in `RowStatistics`; `total` is that of the targets' sum."""
+        """Returns the form of a statistic, by its name in `RowStatistics`; `total` is that of the targets' sum."""
         key, unit, apart = self._number(name), self._unit, {self._number(name): 1.0}
         match name:
             case "max_logit":
@@ -120,7 +120,7 @@ class Forms:
         return None
 
     def of_square(self, equation: Any, operands: Sequence[Result]) -> Result:
-        """The form of the square of log sum exp, which is one more statistic; None for anything else."""
+        """Returns the form of the square of log sum exp, which is one more statistic; None for anything else."""
         name, form = equation.primitive.name, operands[0] if operands else None
         is_square = name == "square" or (name == "integer_pow" and equation.params["y"] == 2)
         if form is None or form.is_factor or not (is_square or (name == "mul" and operands[1] is form)):
@@ -129,7 +129,7 @@ class Forms:
         return Form(self._number("square", form.key), varies=True) if is_log_sum_exp else None
 
     def of_constant(self, value: Value) -> Form:
-        """The form of a value that does not depend on the logits."""
+        """Returns the form of a value that does not depend on the logits."""
         number = only_number(value)
         return Form(self._number("value", identity(value)), number, is_pure=number == 0)
 
@@ -138,7 +138,7 @@ class Forms:
         self._has_label = has_label.key
 
     def of_jaxpr(self, closed: Any, inputs: Sequence[Result]) -> list[Result]:
-        """The forms of a jaxpr's results."""
+        """Returns the forms of a jaxpr's results."""
         jaxpr, constants = opened(closed)
         known: dict[Any, Result] = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, array in zip(jaxpr.constvars, constants, strict=True):
@@ -153,7 +153,7 @@ class Forms:
         return [read(atom) for atom in jaxpr.outvars]
 
     def after(self, equation: Any, inputs: Sequence[Result]) -> Sequence[Result]:
-        """The forms of an equation's results."""
+        """Returns the forms of an equation's results."""
         operands = [x for x in inputs if x is not None]
         if equation.effects or len(operands) < len(inputs):
             return [None for _ in equation.outvars]
@@ -193,14 +193,14 @@ class Forms:
         return found if found in operands else dataclasses.replace(found, key=key)
 
     def _spread(self, form: Form, before: tuple[int, ...], after: tuple[int, ...]) -> Form:
-        """An operand repeated along axes of length 1."""
+        """Repeats an operand along axes of length 1."""
         if form.number is not None or math.prod(before) == math.prod(after):
             return form
         slopes = form.slopes.each(functools.partial(self._mapped, told=("spread", before, after)))
         return dataclasses.replace(form, key=self._number("spread", form.key, before, after), slopes=slopes)
 
     def _linear(self, equation: Any, operands: Sequence[Form], position: int = 0) -> Result:
-        """What is linear in one operand, or joins several."""
+        """Follows an equation that is linear in one operand, or joins several."""
         name = equation.primitive.name
         carrying = [i for i, x in enumerate(operands) if x.is_carrying]
         others = [x for i, x in enumerate(operands) if i not in carrying]
@@ -225,14 +225,14 @@ class Forms:
         return {self._number("map", told, chain): factor for chain, factor in slope.items()}
 
     def _times(self, slope: Slope, by: Form, name: str = "mul") -> Slope:
-        """A slope times (or over) a constant."""
+        """Multiplies (or divides) a slope by a constant."""
         if by.number is not None:
             factor = float(by.number) if name == "mul" else 1 / float(by.number)
             return {chain: factor * old for chain, old in slope.items() if factor}
         return self._of_rows(slope, name, by.key)
 
     def _of_rows(self, slope: Slope, *told: Any) -> Slope:
-        """A slope through a map of each row for itself."""
+        """Takes a slope through a map of each row for itself."""
         found = {}
         for chain, factor in slope.items():
             after = self._number("map", told, chain)
@@ -315,7 +315,7 @@ class Forms:
         return self._number("is_finite", _written({}), (form.key,), ())
 
     def _pick(self, equation: Any, operands: Sequence[Form]) -> Result:
-        """A gather; one that takes everything, as that of the only column does, changes nothing but the shape."""
+        """Follows a gather; one that takes everything, like that of the only column, changes nothing but the shape."""
         is_whole = tuple(equation.params["slice_sizes"]) == tuple(equation.invars[0].aval.shape)
         return operands[0] if is_whole and operands[1].is_plain else self._linear(equation, operands)
 
@@ -340,7 +340,7 @@ def _written(params: dict[str, Any]) -> str:
 
 
 def _is_floating(equation: Any) -> bool:
-    """Whether both the operand and the result of a conversion have derivatives."""
+    """Tells whether both the operand and the result of a conversion have derivatives."""
     return all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in (equation.invars[0], equation.outvars[0]))
 
 

@@ -10,7 +10,7 @@ from jaxops.linear_cross_entropy.rewriting.rows import Change
 
 
 def reshaped(before: Sequence[int], after: Sequence[int]) -> Change:
-    """Rows of shape `before` as rows of shape `after`."""
+    """Reshapes rows from `before` to `after`."""
 
     def to(shape: Sequence[int], array: Any, rank: int) -> Any:
         return lax.reshape(array, (*shape, *array.shape[rank:]))
@@ -23,7 +23,7 @@ def reshaped(before: Sequence[int], after: Sequence[int]) -> Change:
 
 
 def transposed(order: Sequence[int]) -> Change:
-    """Rows with their axes in another order."""
+    """Puts the axes of rows in another order."""
     inverse = [list(order).index(axis) for axis in range(len(order))]
 
     def permute(array: Any, order: Sequence[int]) -> Any:
@@ -35,7 +35,7 @@ def transposed(order: Sequence[int]) -> Change:
 
 
 def sliced(starts: Sequence[int], limits: Sequence[int], strides: Sequence[int]) -> Change:
-    """Some of the rows."""
+    """Slices the rows."""
 
     def cut(array: Any) -> Any:
         behind = array.shape[len(starts) :]
@@ -45,7 +45,7 @@ def sliced(starts: Sequence[int], limits: Sequence[int], strides: Sequence[int])
 
 
 def spread(before: Sequence[int], after: Sequence[int], axes: Sequence[int]) -> Change:
-    """Rows of shape `before`, whose axes become these axes of shape `after`, repeated along the others."""
+    """Broadcasts rows of shape `before`, whose axes become these axes of shape `after`."""
     if math.prod(before) == math.prod(after):
         return reshaped(before, after)
     return Change(
@@ -55,5 +55,5 @@ def spread(before: Sequence[int], after: Sequence[int], axes: Sequence[int]) -> 
 
 
 def without_axis(shape: Sequence[int], axis: int) -> tuple[int, ...]:
-    """A shape without one of its axes."""
+    """Returns a shape without one of its axes."""
     return (*shape[:axis], *shape[axis + 1 :])

@@ -77,7 +77,7 @@ class Cone(Region):
         return value.size * self.classes <= self.head.outputs[0].size
 
     def _within(self, operands: dict[Node, Parts | RefusalError]) -> set[Node]:
-        """The nodes that read something of the logits' size, and those between the logits and them."""
+        """Returns the nodes that read something of the logits' size, and those between the logits and them."""
 
         def reads_wide(node: Node) -> bool:
             return any(isinstance(self.roles.get(x), Part) and self.is_wide(x) for x in node.inputs)
@@ -119,7 +119,7 @@ class Cone(Region):
             raise RefusalError("rows are paired with other rows")
 
     def step(self, chunk_rows: int) -> Step:
-        """The chunked computation; about so many rows of the split axis exist at a time."""
+        """Returns the chunked computation; about so many rows of the split axis exist at a time."""
         shared = [x for x in self._shared if not x.is_constant]
         cut = list(self.cut)
         least = max(1, math.ceil(self.rows / chunk_rows))
@@ -155,7 +155,7 @@ class Cone(Region):
     def _loop(
         self, fixed: dict[Value, Any], cut: list[Value], arrays: Sequence[Any], size: int, steps: int
     ) -> tuple[_Arrays, _Arrays]:
-        """The sums over all chunks, and the rows of each joined."""
+        """Returns the sums over all chunks, and the rows of each joined."""
         chunks = tuple(self.cut[x].chunks(array, size, steps) for x, array in zip(cut, arrays, strict=True))
         added = [x for x in self.exits if self.roles[x] == SUM]
         joined = [x for x in self.exits if self.roles[x] != SUM]
@@ -178,7 +178,7 @@ class Cone(Region):
     def _chunk(
         self, fixed: dict[Value, Any], cut: list[Value], arrays: Sequence[Any], size: int, sums: _Arrays
     ) -> tuple[_Arrays, _Arrays]:
-        """The sums with those of a chunk added to them, and its rows."""
+        """Adds a chunk to the sums; returns them and its rows."""
         known, after = {**fixed, **dict(zip(cut, arrays, strict=True))}, dict(sums)
 
         def read(value: Value) -> Any:
@@ -195,11 +195,11 @@ class Cone(Region):
 
 
 def _devices_along(aval: Any, axis: int) -> int:
-    """Over how many devices of an explicit mesh an array's axis is laid out; each chunk has as many rows on each."""
+    """Counts the devices of an explicit mesh that share an array's axis; each chunk has as many rows on each."""
     mesh, spec = aval.sharding.mesh, aval.sharding.spec
     return math.prod(mesh.shape[name] for name in names_of(spec[axis] if axis < len(spec) else None))
 
 
 def _sum_dtype(dtype: Any) -> Any:
-    """Sums of 16 bits are kept in float32."""
+    """Returns the dtype in which a sum is kept: float32 for floats of 16 bits."""
     return accumulation_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype

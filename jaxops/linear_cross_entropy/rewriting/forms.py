@@ -1,4 +1,4 @@
-"""What arrays of the logits' shape are made of: each form says how a number follows from its row and its class."""
+"""Forms of arrays of the logits' shape: each says how a number follows from its row and its class."""
 
 import dataclasses
 from typing import Any
@@ -14,27 +14,27 @@ ONE, ZERO = Row.number(1.0), Row.number(0.0)
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The same number for all classes."""
+    """Rows that have one number for all classes."""
 
     row: Row
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """The same numbers for all rows: those of `value` along an axis, wherever it is on the others."""
+    """Columns that have one number for all rows: those of `value` along an axis, wherever it is on the others."""
 
     value: Value
     axis: int
 
     def array(self, read: Read) -> Any:
-        """The numbers (V,)."""
+        """Returns the numbers (V,)."""
         array = jnp.moveaxis(read(self.value), self.axis, -1)
         return array.reshape(-1, array.shape[-1])[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class OneHot:
-    """`on` at each row's label, `off` elsewhere."""
+    """One-hot rows: `on` at each row's label, `off` elsewhere."""
 
     labels: Row
     on: Row
@@ -50,7 +50,7 @@ class Dense:
     changes: tuple[Change, ...] = ()
 
     def array(self, read: Read) -> Any:
-        """The array with the classes last."""
+        """Returns the array with the classes last."""
         array = jnp.moveaxis(read(self.value), self.axis, -1)
         for change in self.changes:
             array = change.apply(array)
@@ -59,7 +59,7 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """scale z + shift, where z are the head's logits; `changes` bring its rows into this form's shape."""
+    """Logits scale z + shift, where z are the head's; `changes` bring its rows into this form's shape."""
 
     head: Head
     scale: Row = ONE
@@ -69,7 +69,7 @@ class Logits:
 
 @dataclasses.dataclass(frozen=True)
 class Exponentials:
-    """gain exp(logits)."""
+    """Exponentials gain exp(logits)."""
 
     logits: Logits
     gain: Row = ONE
@@ -77,7 +77,7 @@ class Exponentials:
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise:
-    """What a node computes of other forms, number by number."""
+    """Result of a node that computes number by number from other forms."""
 
     node: Node
     operands: tuple["Form", ...]
@@ -87,7 +87,7 @@ Form = Rows | Columns | OneHot | Dense | Logits | Exponentials | Elementwise
 
 
 def changed(form: Form, change: Change) -> Form:
-    """A form after a change of the axes of its rows."""
+    """Returns a form after a change of the axes of its rows."""
     match form:
         case Rows(row):
             return Rows(row.through(change))
@@ -105,7 +105,7 @@ def changed(form: Form, change: Change) -> Form:
 
 
 def changed_logits(form: Logits, change: Change) -> Logits:
-    """Logits after a change of the axes of their rows. One that leaves rows out is made before anything is computed."""
+    """Returns logits after a change of their rows' axes. A change that leaves rows out is made before all else."""
     head, changes = form.head, (*form.changes, change)
     if change.undo is None:
         head, changes = dataclasses.replace(head, cuts=(*head.cuts, *changes)), ()

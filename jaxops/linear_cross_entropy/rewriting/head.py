@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops.linear_cross_entropy.logits import Targets
-from jaxops.linear_cross_entropy.operands import merged_statistics
+from jaxops.linear_cross_entropy.operands import Columns, Rows
 from jaxops.linear_cross_entropy.rewriting.rows import Change, Read, Row, is_class
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 from lowering.rewriting.graph import Node, Value
@@ -48,7 +47,7 @@ class Head:
 
     @property
     def x(self) -> Value:
-        """What the weight is multiplied with."""
+        """The value with which the weight is multiplied."""
         return self.node.inputs[1 - self.side]
 
     @property
@@ -72,7 +71,7 @@ class Head:
         return self.weight.size // self.classes
 
     def rows_of(self, x: Any) -> Any:
-        """The operand x as (..., H)."""
+        """Returns the operand x as (..., H)."""
         layout = layout_of(self.node, self.side)
         rows = [x.shape[axis] for axis in layout.rows]
         x = _in_order(x, (*layout.rows, *layout.x_features))
@@ -82,14 +81,14 @@ class Head:
         return x
 
     def columns_of(self, weight: Any) -> Any:
-        """The weight as (V, H)."""
+        """Returns the weight as (V, H)."""
         layout = layout_of(self.node, self.side)
         weight = _in_order(weight, (layout.class_axis, *layout.weight_features))
         return weight if weight.ndim == 2 else weight.reshape(weight.shape[0], -1)
 
 
 class Layout(NamedTuple):
-    """Which axes of a layer's operands and of its result are which.
+    """Roles of the axes of a layer's operands and of its result.
 
     Attributes:
       rows: axes of x, in the order of the result.
@@ -107,7 +106,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(node: Node, side: int) -> Layout:
-    """The layout of a layer whose weight is the operand on this side."""
+    """Returns the layout of a layer whose weight is the operand on this side."""
     if node.name == "conv_general_dilated":
         lhs, rhs, out = node.params["dimension_numbers"]
         by_result = dict(zip((out[0], *out[2:]), (lhs[0], *lhs[2:]), strict=True))
@@ -120,7 +119,7 @@ def layout_of(node: Node, side: int) -> Layout:
 
 
 def heads_of(node: Node) -> list[Head]:
-    """The ways to read a matrix product, or a convolution with a window of one position, as a layer."""
+    """Lists the ways to read a matrix product, or a convolution with a window of one position, as a layer."""
     x, weight = node.inputs
     precision = node.params.get("precision")
     asked = {str(one) for one in (precision if isinstance(precision, tuple) else (precision,))}
@@ -143,18 +142,9 @@ def _is_pointwise(node: Node) -> bool:
     return is_still and all(size == 1 for size in (*steps, *window, *groups))
 
 
-class Layer(NamedTuple):
-    """The operands of a linear layer's operators: x (..., H), weight (V, H), bias, and labels or weights of classes."""
-
-    x: jax.Array
-    weight: jax.Array
-    bias: jax.Array
-    targets: Targets
-
-
 @dataclasses.dataclass(eq=False)
 class Statistics:
-    """What is asked of the rows of one head's logits, and the values that will hold the answers.
+    """Questions about the rows of one head's logits, and the values that will hold the answers.
 
     Answers are about the logits times `scale`, relative to each row's maximum.
     """
@@ -175,34 +165,34 @@ class Statistics:
         )
 
     def ask_scale(self, scale: Row) -> None:
-        """The exponentials are of the logits times this."""
+        """Asks that the exponentials be of the logits times this."""
         if self.scale is not None and self.scale.key != scale.key:
             raise RefusalError("exponentials of the logits are taken at two temperatures")
         self.scale = scale
 
     def ask_label(self, labels: Row) -> None:
-        """The logit at these labels is wanted."""
+        """Asks for the logit at these labels."""
         if self.labels is not None and self.labels.key != labels.key:
             raise RefusalError("the logits are picked at two kinds of labels")
         self.labels = labels
 
     def ask_target(self, target: Any, total: Row) -> None:
-        """The sum of the logits times this is wanted, a form or "ones", whose own sum is `total`."""
+        """Asks for the sum of the logits times this, a form or "ones", whose own sum is `total`."""
         if self.target is not None and self.target != target:
             raise RefusalError("two different weighted sums of the logits are wanted")
         self.target, self.target_total = target, total
 
     def answers(self) -> tuple[Value, ...]:
-        """The values that `run` computes."""
+        """Returns the values that `run` computes."""
         return self.maximum, self.log_sum_exp, self.label, self.weighted, self.mean, self.prediction
 
     def has_label(self) -> Row:
-        """Where the label is a class."""
+        """Returns where the label is a class."""
         assert self.labels is not None
         return is_class(self.labels, self.head.classes)
 
     def operands(self) -> tuple[Value, ...]:
-        """The values that `run` needs."""
+        """Returns the values that `run` needs."""
         head = self.head
         values = {head.x: None, head.weight: None, **{columns.value: None for columns, _ in head.biases}}
         if head.mask is not None:
@@ -215,23 +205,22 @@ class Statistics:
 
     def run(self, read: Read) -> Sequence[Any]:
         """Computes the answers, chunk by chunk."""
-        layer = self.layer(read)
-        scale = None
+        rows, columns = self.layer(read)
         if self.scale is not None and self.scale.literal != 1:
-            rows = layer.x.shape[:-1]
-            scale = jnp.broadcast_to(jnp.asarray(self.scale.compute(read), self.head.dtype), rows)
-        return merged_statistics(
-            *layer,
-            Vocabulary(self.head.classes, self.head.classes, None),
+            scale = jnp.asarray(self.scale.compute(read), self.head.dtype)
+            rows = rows._replace(scale=jnp.broadcast_to(scale, rows.x.shape[:-1]))
+        answers = Vocabulary(self.head.classes, self.head.classes, None).statistics(
+            rows,
+            columns,
             softcap=self.head.softcap,
-            keep_logits=False,
             chunk_rows=None,
             metrics=self.wants_mean or self.wants_prediction,
-            scale=scale,
         )
+        # Nothing reads what was not asked for.
+        return [jnp.zeros_like(answers.max_logit) if answer is None else answer for answer in answers]
 
     def can_scale_layer(self) -> bool:
-        """Whether the logits times the scale are those of another layer, up to the rounding of logits."""
+        """Tells whether the logits times the scale are those of another layer, up to the rounding of logits."""
         head, scale = self.head, self.scale
         if scale is None or scale.literal == 1:
             return scale is not None
@@ -240,48 +229,46 @@ class Statistics:
         is_one_number = scale.literal is not None or all(not x.shape for x in scale.values)
         return is_exact and head.softcap is None and (is_one_number or not (head.biases or head.mask))
 
-    def scaled_layer(self, read: Read) -> "Layer":
-        """The operands of the layer whose logits are those of `layer` times the scale."""
-        layer = self.layer(read)
+    def scaled_layer(self, read: Read) -> tuple[Rows, Columns]:
+        """Returns the operands of the layer whose logits are those of `layer` times the scale."""
+        rows, columns = self.layer(read)
         if self.scale is None or self.scale.literal == 1:
-            return layer
-        scale = jnp.asarray(self.scale.compute(read), layer.x.dtype)
-        bias = layer.bias
-        if bias.size:
+            return rows, columns
+        scale = jnp.asarray(self.scale.compute(read), rows.x.dtype)
+        bias = columns.bias
+        if bias is not None:
             # A forbidden column stays one.
             bias = jnp.where(bias == -jnp.inf, bias, bias * scale.astype(bias.dtype))
-        by_row = jnp.broadcast_to(scale, layer.x.shape[:-1])[..., None]
-        return layer._replace(x=layer.x * by_row, bias=bias)
+        by_row = jnp.broadcast_to(scale, rows.x.shape[:-1])[..., None]
+        return rows._replace(x=rows.x * by_row), columns._replace(bias=bias)
 
-    def layer(self, read: Read) -> "Layer":
-        """The operands of the operators."""
+    def layer(self, read: Read) -> tuple[Rows, Columns]:
+        """Returns the operands of the operators."""
         head = self.head
         x, weight = head.rows_of(read(head.x)), head.columns_of(read(head.weight))
-        rows = x.shape[:-1]
-        bias = self._bias(read, weight)
+        bias = self._bias(read)
         if head.mask is not None:
             is_kept = head.mask.columns.array(read) == head.mask.kept
             weight = jnp.where(is_kept[:, None], weight, jnp.zeros_like(weight))
-            bias = jnp.where(is_kept, bias if bias.size else 0, jnp.asarray(head.mask.fill, head.dtype))
-        labels = jnp.full(rows, -1, jnp.int32)
+            bias = jnp.where(is_kept, 0 if bias is None else bias, jnp.asarray(head.mask.fill, head.dtype))
+        labels = jnp.full(x.shape[:-1], -1, jnp.int32)
         if self.labels is not None:
             labels, has_label = (jnp.asarray(row.compute(read)) for row in (self.labels, self.has_label()))
-            labels, has_label = (jnp.broadcast_to(x, rows) for x in (labels, has_label))
+            labels, has_label = (jnp.broadcast_to(row, x.shape[:-1]) for row in (labels, has_label))
             labels = jnp.where(has_label, labels, jnp.full_like(labels, -1)).astype(jnp.int32)
-        return Layer(x, weight, bias, Targets(labels, *self._target(read, rows)))
-
-    def _bias(self, read: Read, weight: Any) -> Any:
-        parts = [factor * columns.array(read).astype(self.head.dtype) for columns, factor in self.head.biases]
-        return sum(parts[1:], parts[0]) if parts else jnp.zeros((0,), weight.dtype)
-
-    def _target(self, read: Read, rows: tuple[int, ...]) -> tuple[Any, Any]:
-        nothing = jnp.zeros((0,), self.head.dtype), jnp.zeros((*rows, 0), self.head.dtype)
+        rows, columns = Rows(x, labels), Columns(weight, bias)
         if self.target is None:
-            return nothing
+            return rows, columns
         if self.target == "ones":
-            return jnp.ones(self.head.classes, self.head.dtype), nothing[1]
-        array = self.target.array(read)
-        return (nothing[0], array) if array.ndim > 1 else (array.astype(self.head.dtype), nothing[1])
+            return rows, columns._replace(class_targets=jnp.ones(head.classes, head.dtype))
+        target = self.target.array(read)
+        if target.ndim > 1:
+            return rows._replace(probabilities=target), columns
+        return rows, columns._replace(class_targets=target.astype(head.dtype))
+
+    def _bias(self, read: Read) -> Any:
+        parts = [factor * columns.array(read).astype(self.head.dtype) for columns, factor in self.head.biases]
+        return sum(parts[1:], parts[0]) if parts else None
 
 
 def _in_order(array: Any, axes: tuple[int, ...]) -> Any:

@@ -1,11 +1,11 @@
 """Cheap looks at what depends on a matrix product, before anything is proved about it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy.rewriting.reading import ELEMENTWISE
 from jaxops.linear_cross_entropy.rewriting.region import equations_within
-from jaxops.linear_cross_entropy.savings import LEAST_ARRAYS
+from jaxops.linear_cross_entropy.rewriting.savings import KEEPS_ROUNDED, LEAST_ARRAYS
 from lowering.rewriting.graph import Level, Node, Value, size_of
 from lowering.rewriting.peeling import PRODUCTS
 
@@ -43,6 +43,54 @@ def has_log_sum_exp(head: Node) -> bool:
     return "exp" in names and not names.isdisjoint(("log", "log1p"))
 
 
+def read_at_labels(head: Node) -> str:
+    """Says what is computed of a product and labels without a log sum exp; nothing if there are no labels."""
+    nodes, dependent = dependents(head)
+    if has_log_sum_exp(head) or not any(_reads_labels(node, head.outputs[0].size, dependent) for node in nodes):
+        return ""
+    names = _names(nodes)
+    if not names.isdisjoint(("square", "integer_pow")):
+        return "squared differences from labels"
+    if "reduce_max" in names:
+        return "maxima of rows and the numbers at labels"
+    return "the positive part of products with labels" if "max" in names else "the numbers at labels"
+
+
+def _reads_labels(node: Node, size: int, dependent: set[Value]) -> bool:
+    """Tells whether a node picks a number from each row by integers, or compares all with one-hot labels."""
+    operand, *others = node.inputs
+    if node.name == "gather":
+        is_picked = node.outputs[0].size in operand.shape or node.outputs[0].size * operand.shape[-1] == operand.size
+        return operand in dependent and operand.size == size and is_picked and not _is_constant(others[0])
+    return any(x.size == size and x not in dependent and _is_one_hot(x) for x in node.inputs)
+
+
+def _is_constant(value: Value) -> bool:
+    return all(x.producer is not None or x.number is not None for x in _made_of(value, lambda _: True))
+
+
+def _is_one_hot(value: Value) -> bool:
+    """Tells whether an array is computed from one-hot labels, element by element."""
+    producers = (x.producer for x in _made_of(value, lambda x: x.size == value.size and not _is_product(x)))
+    compared = (node.inputs for node in producers if node is not None and node.name == "eq")
+    return any(not all(map(_is_constant, inputs)) for inputs in compared)
+
+
+def _is_product(value: Value) -> bool:
+    return value.producer is not None and value.producer.name in PRODUCTS
+
+
+def _made_of(value: Value, follows: Callable[[Value], bool]) -> set[Value]:
+    """Collects a value and what it is computed from, as far as is followed."""
+    seen, waiting = {value}, [value]
+    while waiting:
+        producer = waiting.pop().producer
+        new = {x for x in producer.inputs if follows(x)} - seen if producer is not None else set()
+        seen |= new
+        waiting += new
+    return seen
+
+
 def _names(nodes: Iterable[Node]) -> set[str]:
     return {equation.primitive.name for node in nodes for equation in equations_within(node)}
 
@@ -62,7 +110,8 @@ def logits_arrays(level: Level, head: Node) -> float:
     """Counts the arrays of the logits' size that plain JAX keeps for the gradient, as XLA was seen to for CPUs.
 
     Beside the logits and their cotangent, these are what a tanh computes, log-probabilities, the factors of products
-    apart from one-hot labels, and exponentials in 16 bits; what has 16 bits counts half.
+    apart from one-hot labels, and exponentials in 16 bits; what has 16 bits counts half. Where rows have more than one
+    axis, there is more.
     """
     size, itemsize = head.outputs[0].size, accumulation_dtype(head.outputs[0].dtype).itemsize
     nodes, dependent = dependents(head)
@@ -76,14 +125,33 @@ def logits_arrays(level: Level, head: Node) -> float:
         if not is_wide:
             if node.name == "log" or any(x in logs for x in node.inputs):
                 logs.update(node.outputs)
-        elif node.name == "tanh" or (node.name == "exp" and node.outputs[0].dtype.itemsize < itemsize):
+        elif node.name == "tanh" or (KEEPS_ROUNDED and node.name == "exp" and _is_rounded(node)):
             kept.update(node.outputs)
         elif node.name in ELEMENTWISE and any(x in logs for x in node.inputs):
             forms_log_probs = True
             logs.update(node.outputs)
         if node.name == "mul" and all(x.size == size for x in node.inputs) and not is_gradient:
             kept.update(x for x in node.inputs if x not in logs and (x in dependent or not _is_free(x)))
-    return LEAST_ARRAYS + forms_log_probs + sum(x.dtype.itemsize for x in kept) / itemsize
+    arrays = LEAST_ARRAYS + forms_log_probs + sum(x.dtype.itemsize for x in kept) / itemsize
+    wide = [node for node in nodes if any(x.size == size for x in node.outputs)]
+    return arrays + (_arrays_beside(head, nodes, wide) if len(head.outputs[0].shape) > 2 else 0)
+
+
+def _arrays_beside(head: Node, nodes: set[Node], wide: list[Node]) -> float:
+    """Counts what is kept beside, where XLA lays rows of several axes out as one for products, and not for the rest."""
+    if any(node.name.startswith("custom_vjp") for node in nodes):
+        # What a function of its own derivative keeps is computed before.
+        return 0.5 if _is_rounded(head) else 2
+    if not (KEEPS_ROUNDED and _is_rounded(head)):
+        return 0
+    # A bias is added in float32, to logits that are kept in both dtypes; so are those of exponentials in 16 bits.
+    adds_bias = any(node.name == "add" and _is_rounded(node) for node in wide)
+    has_exponentials = any(node.name == "exp" and _is_rounded(node) for node in wide)
+    return adds_bias + 0.5 * (not has_exponentials)
+
+
+def _is_rounded(node: Node) -> bool:
+    return node.outputs[0].dtype.itemsize < accumulation_dtype(node.outputs[0].dtype).itemsize
 
 
 def _is_free(value: Value) -> bool:

@@ -13,7 +13,7 @@ from lowering.rewriting.graph import Level, Node, Value
 
 @dataclasses.dataclass(frozen=True)
 class _Slope:
-    """How a value changes with m: plus `degree` m, or times exp(degree m); None is not known."""
+    """Change of a value with m: plus `degree` m, or times exp(degree m); None is not known."""
 
     degree: float | None
     is_factor: bool = False
@@ -31,7 +31,7 @@ _STEPS = frozenset(
 
 
 def cancels(level: Level, maximum: Value) -> bool:
-    """Whether nothing that leaves the level changes with this maximum, apart from where its gradient is stopped."""
+    """Tells whether nothing that leaves the level changes with this maximum, except where its gradient is stopped."""
     slopes = {maximum: _Slope(1.0)}
     for node in level.nodes:
         if any(x in slopes for x in node.inputs):
@@ -44,7 +44,7 @@ def cancels(level: Level, maximum: Value) -> bool:
 
 
 def _after(node: Node, slopes: Sequence[_Slope]) -> _Slope | None:
-    """The slope of a node's results; None if it has an effect or a body, where slopes are not followed."""
+    """Returns the slope of a node's results; None if it has an effect or a body, where slopes are not followed."""
     if node.equation.effects or any(name in node.params for name in ("jaxpr", "branches", "call_jaxpr", "body_jaxpr")):
         return None
     first = slopes[0]
@@ -73,7 +73,7 @@ def _after(node: Node, slopes: Sequence[_Slope]) -> _Slope | None:
 
 
 def _keeps_rows(node: Node) -> bool:
-    """Whether a sum is over a single axis, as that of exponentials over classes is."""
+    """Tells whether a sum is over a single axis, as that of exponentials over classes is."""
     return len(node.params["axes"]) == 1
 
 

@@ -61,12 +61,12 @@ class Reading:
 
     @classmethod
     def of(cls, head: Head, alike: Sequence[Node]) -> "Reading":
-        """For the logits of a head, which all these nodes compute."""
+        """Starts to read the logits of a head, which all these nodes compute."""
         axis = layout_of(head.node, head.side).result_axis
         return cls(head.classes, head.dtype, {value: axis for node in alike for value in node.outputs}, head)
 
     def follow(self, node: Node) -> bool:
-        """Whether the node's result has all classes as well; then it is remembered."""
+        """Remembers a node whose result has all classes as well, and tells whether it does."""
         sources = [x for x in dict.fromkeys(node.inputs) if x in self.axes]
         if len(node.outputs) != 1 or node.name not in SAME | RESHAPES | ELEMENTWISE | {
             *("broadcast_in_dim", "transpose", "slice")
@@ -93,7 +93,7 @@ class Reading:
         return axis if shape[axis] == operand.shape[axis] else None
 
     def form(self, value: Value, axis: int) -> Form:
-        """What a value is made of, where `axis` counts the classes.
+        """Returns the form of a value, where `axis` counts the classes.
 
         Raises:
           RefusalError: if it depends on the logits in a way that is not known.
@@ -135,7 +135,7 @@ class Reading:
         return Dense(value, axis)
 
     def aligned(self, value: Value, shape: Sequence[int], axis: int, dims: Sequence[int] | None = None) -> Form:
-        """The form of an operand that is repeated to this shape; its axes become the axes `dims`."""
+        """Returns the form of an operand that is repeated to this shape; its axes become the axes `dims`."""
         dims = tuple(range(len(value.shape))) if dims is None else tuple(dims)
         if not value.shape:
             return Rows(Row.of(value))
@@ -191,7 +191,7 @@ class Reading:
 
 
 def counts_classes(columns: Columns) -> bool:
-    """Whether the numbers are 0, 1, 2, ..."""
+    """Tells whether the numbers are 0, 1, 2, ..."""
     value, axis = columns.value, columns.axis
     while value.producer is not None:
         node = value.producer
@@ -217,7 +217,7 @@ def counts_classes(columns: Columns) -> bool:
 
 
 def combined(node: Node, operands: Sequence[Form], dtype: Any) -> Form:
-    """What a node computes, number by number, of forms."""
+    """Returns the form that a node computes from forms, number by number."""
     labels = {form.labels.key for form in operands if isinstance(form, OneHot)}
     if all(isinstance(form, Rows | OneHot) for form in operands) and len(labels) <= 1:
         return _of_rows(node, operands, dtype)
@@ -270,7 +270,7 @@ def _added(node: Node, operands: Sequence[Form]) -> Form | None:
 
 
 def _biased(logits: Logits, bias: Columns, sign: float) -> Form | None:
-    """Logits with one more bias, which the head can take as long as nothing but a number has multiplied them."""
+    """Adds one more bias to logits, which the head can take as long as nothing but a number has multiplied them."""
     head, scale = logits.head, logits.scale.literal
     if scale in (None, 0) or logits.shift.literal != 0 or head.softcap is not None or head.mask is not None:
         return None
@@ -322,7 +322,7 @@ def _exponential(node: Node, operands: Sequence[Form]) -> Form | None:
 
 
 def _converted(node: Node, operands: Sequence[Form]) -> Form | None:
-    """Logits are kept in float32 or wider, so rounding to another dtype and back is left out."""
+    """Leaves out a rounding to another dtype and back, as logits are kept in float32 or wider."""
     (form,), to = operands, node.outputs[0].dtype
     if not jnp.issubdtype(to, jnp.floating) or not jnp.issubdtype(node.inputs[0].dtype, jnp.floating):
         return None
@@ -339,7 +339,7 @@ def _bits(form: Form) -> int:
 
 
 def _selected(node: Node, operands: Sequence[Form]) -> Form | None:
-    """Logits with a number in place of some columns."""
+    """Puts a number in place of some columns of the logits."""
     condition, *cases = operands
     for logits, other, kept in ((cases[1], cases[0], True), (cases[0], cases[1], False)):
         if not (isinstance(condition, Columns) and isinstance(logits, Logits) and isinstance(other, Rows)):
@@ -367,7 +367,7 @@ _RULES: dict[str, Callable[[Node, Sequence[Form]], Form | None]] = {
 
 
 def _kept_axis(before: Sequence[int], axis: int, after: Sequence[int]) -> int | None:
-    """Where a reshape puts an axis, if it keeps it whole."""
+    """Returns the axis that a reshape turns an axis into, if it keeps it whole."""
     ahead = math.prod(before[:axis])
     candidates = [i for i, size in enumerate(after) if size == before[axis] and math.prod(after[:i]) == ahead]
     return candidates[0] if candidates else None

@@ -38,7 +38,7 @@ class Region:
         self._own: dict[Node, OwnDerivative] = {}
 
     def follow(self, nodes: Iterable[Node]) -> dict[Node, Parts | RefusalError]:
-        """For the nodes that depend on values with a role, where their operands have their rows, or why none knows."""
+        """Finds where operands of nodes that depend on values with a role have their rows, or why that is unknown."""
         found: dict[Node, Parts | RefusalError] = {}
         dependent = set(self.roles)
         for node in nodes:
@@ -54,11 +54,11 @@ class Region:
         return found
 
     def inputs(self, node: Node) -> tuple[Value, ...]:
-        """What the node reads in a chunk."""
+        """Returns the values that the node reads in a chunk."""
         return (node.inputs[0], self._picks[node][1]) if node in self._picks else node.inputs
 
     def run(self, node: Node, size: int, arrays: Sequence[Any]) -> Sequence[Any]:
-        """A node's results for a chunk of so many rows."""
+        """Computes a node's results for a chunk of so many rows."""
         if node in self._own:
             return self._own[node].run(size, arrays)
         role = self.roles[node.outputs[0]]
@@ -72,11 +72,11 @@ class Region:
         return [found.reshape(role.shape(node.outputs[0].shape, size))]
 
     def with_bodies(self, nodes: Iterable[Node]) -> list[Node]:
-        """The nodes, and those inside of functions with a derivative of their own."""
+        """Lists the nodes, and those inside functions with a derivative of their own."""
         return [one for node in nodes for one in (node, *(self._own[node].nodes() if node in self._own else ()))]
 
     def _understood(self, node: Node, dependent: set[Value]) -> tuple[Parts, list[Role]]:
-        """Where a node's operands and results have their rows."""
+        """Finds where a node's operands and results have their rows."""
         if node.equation.effects:
             raise RefusalError(f"{node.name} on {node.source} has an effect")
         known = [self.roles.get(x) for x in node.inputs]
@@ -93,7 +93,7 @@ class Region:
         return found, [role for _ in node.outputs]
 
     def _pick(self, node: Node, parts: Parts) -> Part | None:
-        """Where a gather's result has its rows, if it picks one number in each; then labels become an operand."""
+        """Finds where a gather's result has its rows, if it picks one number in each; then labels become an operand."""
         if node.name != "gather" or parts[0] is None:
             return None
         found = labels_by_position(node)
@@ -156,7 +156,7 @@ class RowFunction(Region):
         self.results = [self.roles.get(x) for x in self._level.results]
 
     def evaluate(self, size: int, arrays: Sequence[Any]) -> list[Any]:
-        """The results for a chunk of so many rows."""
+        """Computes the results for a chunk of so many rows."""
         known = dict(zip(self._level.arguments, arrays, strict=True))
 
         def read(value: Value) -> Any:
@@ -242,11 +242,11 @@ class OwnDerivative:
             _ = self._derivatives
 
     def nodes(self) -> list[Node]:
-        """The nodes of the function itself."""
+        """Lists the nodes of the function itself."""
         return self._value.with_bodies(self._value.nodes)
 
     def run(self, size: int, operands: Sequence[Any]) -> Sequence[Any]:
-        """The results for a chunk of so many rows."""
+        """Computes the results for a chunk of so many rows."""
         if self._node.name == _CUSTOM_JVP:
             return self._with_jvp(size, operands)
         return self._with_vjp(size, operands)
@@ -294,7 +294,7 @@ class OwnDerivative:
     def _row_function(
         self, fn: Callable[..., Any], more: Sequence[int], parts: Sequence[Part | None], wanted: Sequence[Role]
     ) -> RowFunction:
-        """A function of the operands, and of something like those, or like the results, that are listed in `more`."""
+        """Makes a function of the operands, and of others like them or like the results, listed in `more`."""
         others = self._node.inputs if fn == self._jvp else self._node.outputs
         avals = [x.aval for x in (*self._node.inputs, *(others[i] for i in more))]
         is_outside = not jax.sharding.get_abstract_mesh().manual_axes
@@ -310,7 +310,7 @@ class OwnDerivative:
         return RowFunction(traced, parts, wanted, self._callers)
 
     def _jvp(self, *arrays: Any) -> Any:
-        """The results and their tangents, as the user's rule computes them, for the operands and their tangents."""
+        """Computes the results and their tangents by the user's rule, from the operands and their tangents."""
         tangents = [np.zeros(x.shape, jax.dtypes.float0) for x in self._node.inputs]
         for i, tangent in zip(self._moving, arrays[len(self._node.inputs) :], strict=True):
             tangents[i] = tangent
@@ -318,12 +318,12 @@ class OwnDerivative:
         return [*results, *(found[i] for i in self._answering)]
 
     def _first(self, *operands: Any) -> Any:
-        """The results, as the user's rule computes them."""
+        """Computes the results by the user's rule."""
         results, _ = jax.vjp(self._of_all, *operands)
         return results
 
     def _pulled(self, *arrays: Any) -> Any:
-        """The cotangents of the operands, for the operands and the cotangents of the results."""
+        """Computes the cotangents of the operands, from the operands and the cotangents of the results."""
         count = len(self._node.inputs)
         _, pull = jax.vjp(self._of_moving(arrays), *(arrays[i] for i in self._moving))
         return pull(list(arrays[count:]))
@@ -332,7 +332,7 @@ class OwnDerivative:
         return list(self._node.run(*operands))
 
     def _of_moving(self, arrays: Sequence[Any]) -> Callable[..., list[Any]]:
-        """The results that have a derivative, as a function of the operands that have one."""
+        """Returns the results that have a derivative, as a function of the operands that have one."""
 
         def call(*moving: Any) -> list[Any]:
             operands = list(arrays[: len(self._node.inputs)])
@@ -345,7 +345,7 @@ class OwnDerivative:
 
 
 def equations_within(node: Node) -> Iterator[Any]:
-    """The node's equation, and those in the body of a function with a derivative of its own."""
+    """Yields the node's equation, and those in the body of a function with a derivative of its own."""
     return _equations(node.equation) if node.name in _CUSTOM else iter((node.equation,))
 
 
@@ -361,6 +361,6 @@ def _is_inexact(value: Value) -> bool:
 
 
 def _among(arrays: Sequence[Any], positions: Sequence[int], found: Sequence[Any]) -> tuple[Any, ...]:
-    """What is found for arrays at some positions, and zeros without a dtype for the integers between them."""
+    """Puts what was found for arrays at their positions, and zeros without a dtype for the integers between them."""
     given = dict(zip(positions, found, strict=True))
     return tuple(given.get(i, np.zeros(np.shape(x), jax.dtypes.float0)) for i, x in enumerate(arrays))

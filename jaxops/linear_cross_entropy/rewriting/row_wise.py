@@ -1,4 +1,4 @@
-"""Which axis of an array holds the rows that are taken in chunks, and how each node computes a chunk of its results."""
+"""Rows that are taken in chunks: which axis of an array holds them, and how each node computes a chunk."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,36 +22,36 @@ _ALONG_ONE_AXIS = frozenset({"cumsum", "cumlogsumexp", "cummax", "cummin", "cump
 
 
 class Part(NamedTuple):
-    """Where an array has the rows: an axis of `outer` x rows x `inner` positions."""
+    """Place of the rows in an array: an axis of `outer` x rows x `inner` positions."""
 
     axis: int
     outer: int = 1
     inner: int = 1
 
     def size(self, rows: int) -> int:
-        """The length of the axis, for so many rows."""
+        """Returns the length of the axis, for so many rows."""
         return self.outer * rows * self.inner
 
     def shape(self, shape: Sequence[int], rows: int) -> tuple[int, ...]:
-        """A shape with so many rows."""
+        """Returns a shape with so many rows."""
         return (*shape[: self.axis], self.size(rows), *shape[self.axis + 1 :])
 
     def chunks(self, array: Any, rows: int, steps: int) -> Any:
-        """The chunks of so many rows, along a new first axis. Each has rows from everywhere, as a mesh wants it."""
+        """Cuts an array into chunks of so many rows, along a new first axis; for meshes, each has rows of all parts."""
         before, behind = array.shape[: self.axis], array.shape[self.axis + 1 :]
         parts = sharding.reshaped(array, (*before, self.outer, rows, steps, self.inner, *behind))
         parts = lax.transpose(parts, _moved(parts.ndim, len(before) + 2, 0))
         return sharding.reshaped(parts, (steps, *before, self.size(rows), *behind))
 
     def joined(self, chunks: Any, rows: int, steps: int) -> Any:
-        """The inverse of `chunks`."""
+        """Inverts `chunks`."""
         before, behind = chunks.shape[1 : self.axis + 1], chunks.shape[self.axis + 2 :]
         parts = sharding.reshaped(chunks, (steps, *before, self.outer, rows, self.inner, *behind))
         parts = lax.transpose(parts, _moved(parts.ndim, 0, len(before) + 2))
         return sharding.reshaped(parts, (*before, self.size(rows * steps), *behind))
 
     def cut(self, array: Any, first: int, last: int, rows: int) -> Any:
-        """The rows from `first` to `last`, of all."""
+        """Takes the rows from `first` to `last`."""
         before, behind = array.shape[: self.axis], array.shape[self.axis + 1 :]
         parts = sharding.reshaped(array, (*before, self.outer, rows, self.inner, *behind))
         parts = lax.slice_in_dim(parts, first, last, axis=len(before) + 1)
@@ -70,7 +70,7 @@ def _moved(rank: int, source: int, target: int) -> tuple[int, ...]:
 
 
 def role_of_results(node: Node, parts: Sequence[Part | None]) -> Role:
-    """Where a node's results have their rows, given where its operands have them; SUM if it adds them up.
+    """Finds where a node's results have their rows, given where its operands have them; SUM if it adds them up.
 
     Raises:
       RefusalError: if it is not known to treat all rows alike.
@@ -84,7 +84,7 @@ def role_of_results(node: Node, parts: Sequence[Part | None]) -> Role:
 
 
 def parts_of_operands(node: Node, part: Part) -> list[Part | None] | None:
-    """Where operands have the rows that a node's result has at `part`; None if that is not known."""
+    """Finds where operands have the rows that a node's result has at `part`; None if that is not known."""
     shape = node.outputs[0].shape
     if node.name in POINTWISE:
         return [_broadcast_part(x, shape, part) for x in node.inputs]
@@ -123,7 +123,7 @@ def parts_of_factors(node: Node, part: Part) -> list[Part | None]:
 
 
 def is_linear_in_sum(node: Node, roles: Sequence[Role], depends: Sequence[bool]) -> bool:
-    """Whether a node only scales or moves a sum over all rows, so that each chunk may do so with its share.
+    """Tells whether a node only scales or moves a sum over all rows, so that each chunk may do so with its share.
 
     Args:
       node: the node.
@@ -139,7 +139,7 @@ def is_linear_in_sum(node: Node, roles: Sequence[Role], depends: Sequence[bool])
 
 
 def batch_axes(node: Node) -> list[tuple[int, ...]]:
-    """For a gather or a scatter, the batch axes of its operand, of its indices, and of its result or updates."""
+    """Returns the batch axes of a gather's or scatter's operand, of its indices, and of its result or updates."""
     numbers = node.params["dimension_numbers"]
     if node.name == "gather":
         starts, window, last = numbers.start_indices_batching_dims, numbers.offset_dims, node.outputs[0]
@@ -150,7 +150,7 @@ def batch_axes(node: Node) -> list[tuple[int, ...]]:
 
 
 def matching(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
-    """Where an operand from outside has the rows that other operands have."""
+    """Finds where an operand from outside has the rows that other operands have."""
     others = [(x, roles[x]) for x in node.inputs if isinstance(roles.get(x), Part)]
     other, part = others[0]
     assert isinstance(part, Part)
@@ -170,7 +170,7 @@ def matching(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
 
 
 def _matching_index(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
-    """The same for the operand, the indices or the updates of a gather or a scatter with batch axes."""
+    """Finds the same for the operand, the indices or the updates of a gather or a scatter with batch axes."""
     axes, position = batch_axes(node), node.inputs.index(value)
     for source, one in enumerate(node.inputs):
         part = roles.get(one)
@@ -185,7 +185,7 @@ def _broadcast_part(value: Value, shape: Sequence[int], part: Part) -> Part | No
 
 
 def run(node: Node, part: Role, rows: int, arrays: Sequence[Any]) -> Sequence[Any]:
-    """A node's results for a chunk of so many rows."""
+    """Computes a node's results for a chunk of so many rows."""
     params = node.params
     if isinstance(part, Part):
         shape = part.shape(node.outputs[0].shape, rows)
@@ -226,7 +226,7 @@ def _reshape(node: Node, parts: Sequence[Part | None]) -> Role:
 
 
 def reshaped(before: Sequence[int], part: Part, after: Sequence[int]) -> Part | None:
-    """Where a reshape puts the rows, if it keeps them together."""
+    """Finds where a reshape puts the rows, if it keeps them together."""
     rows = before[part.axis] // (part.outer * part.inner)
     outer = math.prod(before[: part.axis]) * part.outer
     inner = math.prod(before[part.axis + 1 :]) * part.inner
@@ -252,7 +252,7 @@ def _reduction(node: Node, parts: Sequence[Part | None]) -> Role:
 
 
 def _kept(node: Node, parts: Sequence[Part | None]) -> Role:
-    """Nodes that work along one other axis."""
+    """Follows nodes that work along one other axis."""
     params = node.params
     axis = params.get("axis", params.get("dimension", len(node.inputs[0].shape) - 1))
     (part, *others) = parts

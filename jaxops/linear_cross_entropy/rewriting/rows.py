@@ -33,12 +33,12 @@ class Row:
 
     @classmethod
     def number(cls, number: Any) -> "Row":
-        """The same number for all rows."""
+        """Makes a row that has the same number everywhere."""
         return cls(("number", number), frozenset(), lambda _: number)
 
     @classmethod
     def of(cls, value: Value, change: "Change | None" = None) -> "Row":
-        """The array of a value, perhaps with its axes changed."""
+        """Makes a row from the array of a value, perhaps with its axes changed."""
         number = _number(value)
         if number is not None:
             return cls.number(number)
@@ -51,7 +51,7 @@ class Row:
         return self.key[1] if isinstance(self.key, tuple) and self.key[0] == "number" else None
 
     def through(self, change: "Change") -> "Row":
-        """The row after a change of its axes; one number stays one."""
+        """Returns the row after a change of its axes; one number stays one."""
         if self.literal is not None:
             return self
         if self.before is not None and (
@@ -79,7 +79,7 @@ class Change:
 
 
 def _number(value: Value) -> Any:
-    """The number that a scalar is, if that is written in the code."""
+    """Returns the number that a scalar is, if that is written in the code."""
     while value.shape == () and value.producer is not None and value.producer.name in ("convert_element_type", "copy"):
         value = value.producer.inputs[0]
     return value.number
@@ -89,7 +89,7 @@ _REPEATS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "copy"})
 
 
 def only_number(value: Value) -> Any:
-    """What all elements of an array are, if that is written in the code."""
+    """Returns the number that all elements of an array are, if that is written in the code."""
     while (node := value.producer) is not None:
         is_widened = node.name == "convert_element_type" and keeps_numbers(node.equation)
         if node.name not in _REPEATS and not is_widened:
@@ -99,7 +99,7 @@ def only_number(value: Value) -> Any:
 
 
 def keeps_numbers(equation: Any) -> bool:
-    """Whether a conversion keeps numbers, apart from rounding."""
+    """Tells whether a conversion keeps numbers, apart from rounding."""
     before, after = (atom.aval.dtype for atom in (equation.invars[0], equation.outvars[0]))
     return bool(jnp.issubdtype(after, jnp.floating)) or before == after
 
@@ -111,7 +111,7 @@ _DEPTH = 8
 
 
 def identity(value: Value, depth: int = _DEPTH) -> Any:
-    """Something equal for values that are computed in the same way, as labels are for each pick."""
+    """Returns something equal for values that are computed in the same way, as labels are for each pick."""
     if value.number is not None:
         return ("is", value.number, str(value.dtype))
     node = value.producer
@@ -122,13 +122,13 @@ def identity(value: Value, depth: int = _DEPTH) -> Any:
 
 
 def combine(name: Any, compute: Callable[..., Any], *rows: Row) -> Row:
-    """A row computed from others; `name` tells the computation from others."""
+    """Computes a row from others; `name` tells the computation from others."""
     values = frozenset().union(*(row.values for row in rows))
     return Row((name, *(row.key for row in rows)), values, lambda read: compute(*(row.compute(read) for row in rows)))
 
 
 def plus(a: Row, b: Row) -> Row:
-    """The sum a + b."""
+    """Adds a and b."""
     if a.literal == 0 or b.literal == 0:
         return b if a.literal == 0 else a
     if a.literal is not None and b.literal is not None:
@@ -137,7 +137,7 @@ def plus(a: Row, b: Row) -> Row:
 
 
 def total(*terms: Row) -> Row:
-    """The sum of the terms, from the first to the last."""
+    """Sums the terms, from the first to the last."""
     terms = tuple(term for term in terms if term.literal != 0) or terms[:1]
     if len(terms) == 1:
         return terms[0]
@@ -146,7 +146,7 @@ def total(*terms: Row) -> Row:
 
 
 def minus(a: Row, b: Row) -> Row:
-    """The difference a - b."""
+    """Subtracts b from a."""
     if b.literal == 0:
         return a
     if a.literal is not None and b.literal is not None:
@@ -155,7 +155,7 @@ def minus(a: Row, b: Row) -> Row:
 
 
 def times(a: Row, b: Row) -> Row:
-    """The product a b."""
+    """Multiplies a by b."""
     if a.literal == 1 or b.literal == 1:
         return b if a.literal == 1 else a
     if a.literal is not None and b.literal is not None:
@@ -164,7 +164,7 @@ def times(a: Row, b: Row) -> Row:
 
 
 def over(a: Row, b: Row) -> Row:
-    """The quotient a / b."""
+    """Divides a by b."""
     if b.literal == 1:
         return a
     if a.key == b.key:
@@ -175,12 +175,12 @@ def over(a: Row, b: Row) -> Row:
 
 
 def exponential(a: Row) -> Row:
-    """The exponential exp(a)."""
+    """Computes exp(a)."""
     return combine("exp", jnp.exp, a)
 
 
 def where(condition: Row, yes: Row, no: Row) -> Row:
-    """`yes` where the condition holds, else `no`."""
+    """Chooses `yes` where the condition holds, else `no`."""
 
     def choose(condition: Any, yes: Any, no: Any) -> Any:
         return jnp.where(*_spread(condition, *_together(yes, no)))
@@ -189,12 +189,12 @@ def where(condition: Row, yes: Row, no: Row) -> Row:
 
 
 def is_class(labels: Row, classes: int) -> Row:
-    """Where labels are classes."""
+    """Marks the labels that are classes."""
     return combine("is class", lambda x: (jnp.asarray(x) >= 0) & (jnp.asarray(x) < classes), labels)
 
 
 def bound(node: Node, rows: Sequence[Row], dtype: Any) -> Row:
-    """A node that computes elementwise, applied to rows; floating numbers in `dtype`, as the logits are."""
+    """Applies an elementwise node to rows; floating numbers in `dtype`, as the logits are."""
     originals = [value.dtype for value in node.inputs]
     result = node.outputs[0].dtype
 
@@ -211,18 +211,18 @@ def bound(node: Node, rows: Sequence[Row], dtype: Any) -> Row:
 
 
 def _in(array: Any, original: Any, dtype: Any) -> jax.Array:
-    """The operand, which keeps its own dtype if that is not floating point."""
+    """Casts the operand to `dtype` if its own is floating point."""
     return jnp.asarray(array, dtype if jnp.issubdtype(original, jnp.floating) else original)
 
 
 def _spread(*arrays: Any) -> list[Any]:
-    """The arrays with single numbers repeated, laid out over a mesh like the others."""
+    """Repeats single numbers among the arrays, laid out over a mesh like the others."""
     whole = next((x for x in arrays if jnp.ndim(x)), None)
     return [x if whole is None or jnp.ndim(x) else jnp.full_like(whole, x, dtype=jnp.result_type(x)) for x in arrays]
 
 
 def _together(a: Any, b: Any) -> tuple[Any, Any]:
-    """Two operands in the wider of their dtypes; plain numbers take that of the other."""
+    """Casts two operands to the wider of their dtypes; plain numbers take that of the other."""
     if not (hasattr(a, "dtype") and hasattr(b, "dtype")) or a.dtype == b.dtype:
         return a, b
     dtype = jnp.promote_types(a.dtype, b.dtype)

@@ -20,7 +20,7 @@ SINKS = frozenset({"reduce_sum", "reduce_max", "argmax", "gather", "dynamic_slic
 
 
 def reduced(node: Node, reading: Reading, asked: Asked) -> Row:
-    """What a node computes, with the rows in the order of its result's axes.
+    """Reads what a node computes, with the rows in the order of its result's axes.
 
     Raises:
       RefusalError: if it is not known.
@@ -29,7 +29,7 @@ def reduced(node: Node, reading: Reading, asked: Asked) -> Row:
 
 
 def _axes_behind(node: Node, reading: Reading) -> tuple[Value, int, tuple[int, ...]]:
-    """The operand, the axis of its classes, and the other axes that are reduced, counted among the rows."""
+    """Returns the operand, the axis of its classes, and the other axes that are reduced, counted among the rows."""
     value = node.inputs[0]
     axis, axes = reading.axes[value], tuple(node.params["axes"])
     if axis not in axes:
@@ -89,7 +89,7 @@ def _clipped(labels: Row, classes: int) -> Row:
 
 
 def labels_by_position(node: Node) -> tuple[int, Value] | None:
-    """The axis along which a gather picks one number in each row, and the labels, if rows are numbered by positions."""
+    """Returns the axis along which a gather picks one number in each row, and the labels, if positions number rows."""
     value, indices = node.inputs
     if node.params["dimension_numbers"].operand_batching_dims:
         return None
@@ -103,7 +103,7 @@ def labels_by_position(node: Node) -> tuple[int, Value] | None:
 
 
 def _labels(node: Node, value: Value, indices: Value, axis: int) -> Row:
-    """The class that a gather picks in each row; it must pick one in each, in order."""
+    """Returns the class that a gather picks in each row; it must pick one in each, in order."""
     numbers, shape = node.params["dimension_numbers"], value.shape
     refusal = RefusalError(f"{node.name} on {node.source} does more than to pick one class per row")
     if any(size != 1 for size in node.params["slice_sizes"]):
@@ -139,7 +139,7 @@ def _labels(node: Node, value: Value, indices: Value, axis: int) -> Row:
 
 
 def _parts(indices: Value) -> list[Value]:
-    """The arrays that are joined along the last axis, each of length 1 there."""
+    """Returns the arrays that are joined along the last axis, each of length 1 there."""
     node = indices.producer
     if node is None or node.name != "concatenate" or node.params["dimension"] != len(indices.shape) - 1:
         return []
@@ -147,7 +147,7 @@ def _parts(indices: Value) -> list[Value]:
 
 
 def constant_of(value: Value) -> np.ndarray | None:
-    """The array, if it follows from numbers in the code alone."""
+    """Returns the array, if it follows from numbers in the code alone."""
     if value.is_constant:
         return None if isinstance(value.constant, jax.core.Tracer) else np.asarray(value.constant)
     node = value.producer
@@ -161,7 +161,7 @@ def constant_of(value: Value) -> np.ndarray | None:
 
 
 def is_known(value: Value) -> bool:
-    """Whether all that decides about a value is written in the code, as numbers or counted positions."""
+    """Tells whether all that decides about a value is written in the code, as numbers or counted positions."""
     seen, waiting = {value}, [value]
     while waiting:
         one = waiting.pop()

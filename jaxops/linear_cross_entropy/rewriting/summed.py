@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._primitive.sharding import agreeing, reshaped, varying_with
-from jaxops.linear_cross_entropy.grad_in_forward import summed_cross_entropy
-from jaxops.linear_cross_entropy.logits import SKIPPED, RowStatistics, RowWeights, is_present, target_total, zero_unless
+from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Metrics, Rows, RowStatistics, RowWeights
 from jaxops.linear_cross_entropy.rewriting.affine import Forms, Result
-from jaxops.linear_cross_entropy.rewriting.head import Layer, Statistics
+from jaxops.linear_cross_entropy.rewriting.head import Statistics
 from jaxops.linear_cross_entropy.rewriting.rows import Row
+from jaxops.linear_cross_entropy.row_statistics import target_total, zero_unless
+from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 from lowering.rewriting.graph import Level, Node, Value
 from lowering.rewriting.schedule import Step, Task
@@ -43,21 +44,21 @@ class Sum:
         known = statistics.maximum, statistics.prediction
 
         def run(*arrays: Any) -> Sequence[Any]:
-            total, rows = self._run(dict(zip(operands, arrays, strict=True)), with_rows)
-            return (total,) if rows is None else (total, rows.max_logit, rows.prediction)
+            total, metrics = self._run(dict(zip(operands, arrays, strict=True)), with_rows)
+            return (total,) if metrics is None else (total, metrics.max_logit, metrics.prediction)
 
         return Step(operands, (self.value, *known) if with_rows else (self.value,), run)
 
     def _operands(self) -> Iterator[Value]:
-        """What the tasks read beside the statistics."""
+        """Yields what the tasks read beside the statistics."""
         computed = {*self.statistics.answers(), *(x for task in self.tasks for x in task.outputs)}
         return (x for task in self.tasks for x in task.inputs if x not in computed and not x.is_constant)
 
-    def _run(self, arrays: dict[Value, Any], with_rows: bool) -> tuple[Any, RowStatistics | None]:
+    def _run(self, arrays: dict[Value, Any], with_rows: bool) -> tuple[Any, Metrics | None]:
         statistics = self.statistics
-        layer = statistics.scaled_layer(lambda x: x.constant if x.is_constant else arrays[x])
-        x, labels = agreeing("... h, ... ->", layer.x, layer.targets.labels)
-        layer = layer._replace(x=x, targets=layer.targets._replace(labels=labels))
+        rows, columns = statistics.scaled_layer(lambda x: x.constant if x.is_constant else arrays[x])
+        x, labels = agreeing("... h, ... ->", rows.x, rows.labels)
+        rows = rows._replace(x=x, labels=labels)
         (nothing,) = varying_with([jnp.zeros_like(labels, statistics.head.dtype)], list(arrays.values()))
 
         def number(log_sum_exp: Any, label: Any, weighted: Any, square: Any, known: Any = (nothing, nothing)) -> Any:
@@ -71,26 +72,29 @@ class Sum:
         slopes = (
             jnp.where(jnp.isfinite(x) | ~is_number, x, jnp.zeros_like(x)) for x in transposed(jnp.ones_like(rest))
         )
-        target_sum = target_total(layer.targets, nothing)
-        layer, weights = _weighted(layer, *slopes)
+        target_sum = target_total(rows, columns, nothing)
+        rows, weights = _weighted(rows, columns, target_sum, *slopes)
         if with_rows:
-            layer = layer._replace(x=zero_unless(layer.targets.labels != SKIPPED, layer.x))
+            rows = rows._replace(x=zero_unless(jnp.asarray(rows.labels) != SKIPPED, rows.x))
         options: dict[str, Any] = {"softcap": statistics.head.softcap, "chunk_rows": None, "metrics": with_rows}
-        total, terms, rows = summed_cross_entropy(*layer, weights, **options)
-        known = (nothing, nothing) if rows is None else (rows.max_logit, rows.prediction)
-        if rows is not None:
+        total, of_rows = summed_cross_entropy(rows, columns, weights, **options)
+        metrics = of_rows.metrics if with_rows else None
+        known = (nothing, nothing) if metrics is None else (metrics.max_logit, metrics.prediction)
+        if metrics is not None:
             rest = number(nothing, nothing, nothing, nothing, known)
         total = rest + total.astype(rest.dtype)
         # Users may subtract what nearly equals a row's loss, such as another model's, before they add up rows. So the
         # value is what their equations make of each row; it stays the same if all relative logits of a row rise by
         # the label's. The sum of losses and the rest only have the derivatives.
+        terms: Any = of_rows.terms
         by_label, by_target, by_square = terms
-        own = number(by_label, nothing, target_sum * by_label - by_target, by_square, known)
+        weighted = nothing if target_sum is None else target_sum * by_label - by_target
+        own = number(by_label, nothing, weighted, by_square, known)
         missing = jax.lax.stop_gradient(own - total)
-        return total + jax.lax.select(jax.lax.is_finite(missing), missing, jnp.zeros_like(missing)), rows
+        return total + jax.lax.select(jax.lax.is_finite(missing), missing, jnp.zeros_like(missing)), metrics
 
     def _number(self, arrays: dict[Value, Any], square: Any) -> Any:
-        """The number for some statistics, and for any square of log sum exp."""
+        """Computes the number for some statistics, and for any square of log sum exp."""
         for task in self.tasks:
             if task in self.squares:
                 (value,) = task.outputs
@@ -102,27 +106,28 @@ class Sum:
 
 
 def _weighted(
-    layer: Layer, by_log_sum_exp: Any, by_label: Any, by_target: Any, by_square: Any
-) -> tuple[Layer, RowWeights]:
-    """The weights of the terms of each row's loss, from the slopes of a sum; rows that do not count are left out."""
-    x, targets = layer.x, layer.targets
-    total = target_total(targets, by_target)
+    rows: Any, columns: Columns, total: Any, by_log_sum_exp: Any, by_label: Any, by_target: Any, by_square: Any
+) -> tuple[Rows, RowWeights]:
+    """Returns the weights of the terms of each row's loss, from the slopes of a sum; what does not count is skipped.
+
+    `total` is the sum of the rows' column targets, or None.
+    """
     # Where there is a label, both are the same, apart from rounding.
-    has_label = targets.labels >= 0
-    of_label = jnp.where(has_label, -by_label, by_log_sum_exp + by_target * total)
-    weights = RowWeights(of_label, -by_target, by_square)
+    without = by_log_sum_exp if total is None else by_log_sum_exp + by_target * total
+    of_label = jnp.where(rows.labels >= 0, -by_label, without)
+    weights = RowWeights(of_label, None if total is None else -by_target, by_square)
     counts = (of_label != 0) | (by_target != 0) | (by_square != 0)
-    labels = targets.labels
-    if is_present(layer.bias):
+    labels = rows.labels
+    if columns.bias is not None:
         # The loss of a label that a mask forbids is infinite, and times a weight of 0 not 0.
-        classes = layer.weight.shape[0]
-        forbids = (~jnp.isfinite(layer.bias)).astype(x.dtype)
-        is_forbidden = Vocabulary(classes, classes, None).weights_of(labels, forbids) > 0
+        classes = columns.weight.shape[0]
+        forbids = (~jnp.isfinite(columns.bias)).astype(rows.x.dtype)
+        is_forbidden = Vocabulary(classes, classes, None).values_of(labels, forbids) > 0
         labels = jnp.where(is_forbidden & ~counts, jnp.full_like(labels, -1), labels)
     # A row without a weight may hold NaN, which users have left out by `where`.
-    counts |= jnp.all(jnp.isfinite(x), axis=-1)
+    counts |= jnp.all(jnp.isfinite(rows.x), axis=-1)
     labels = jnp.where(counts, labels, jnp.full_like(labels, SKIPPED))
-    return layer._replace(targets=targets._replace(labels=labels)), weights
+    return rows._replace(labels=labels), weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +141,7 @@ class Exit:
 def sums_of(
     level: Level, wanted: set[Task], statistics: Statistics, exits: dict[Node, Exit], logits: Set[Value]
 ) -> Iterator[Sum]:
-    """The scalars of a level that are sums of cross entropies, in order.
+    """Yields the scalars of a level that are sums of cross entropies, in order.
 
     Args:
       level: the level.
@@ -163,7 +168,7 @@ def sums_of(
 
 
 def _tasks(value: Value, made_by: dict[Value, Task]) -> tuple[Task, ...]:
-    """The tasks that compute a value, in order."""
+    """Returns the tasks that compute a value, in order."""
     found, waiting = set(), [made_by[value]]
     while waiting:
         task = waiting.pop()
@@ -174,7 +179,7 @@ def _tasks(value: Value, made_by: dict[Value, Task]) -> tuple[Task, ...]:
 
 
 class _Rows:
-    """What is computed from statistics.
+    """Values that are computed from statistics.
 
     Attributes:
       forms: of each value.
@@ -217,11 +222,11 @@ class _Rows:
         self.made_by.update(dict.fromkeys(node.outputs, node))
 
     def _form(self, value: Value) -> Result:
-        """The form of any value."""
+        """Returns the form of any value."""
         return self.forms[value] if value in self.forms else self._known.of_constant(value)
 
     def _form_of(self, row: Row) -> Result:
-        """The form of what a row computes."""
+        """Returns the form of what a row computes."""
         values = tuple(row.values)
 
         def compute(*arrays: Any) -> Any:

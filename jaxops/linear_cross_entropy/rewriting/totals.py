@@ -41,7 +41,7 @@ class Asked:
         self.picks_by_label = False
 
     def total(self, form: Form) -> Row:
-        """The sum over the classes."""
+        """Sums over the classes."""
         match form:
             case Rows(row):
                 return times(Row.number(float(self.classes)), row)
@@ -58,7 +58,7 @@ class Asked:
                 return self._total_of_node(form)
 
     def picked(self, form: Form, labels: Row) -> Row:
-        """The number at each row's label."""
+        """Picks the number at each row's label."""
         match form:
             case Rows(row):
                 return row
@@ -75,7 +75,7 @@ class Asked:
                 return rows.bound(node, [self.picked(x, labels) for x in operands], self.dtype)
 
     def maximum(self, form: Form) -> Row:
-        """The largest number of each row."""
+        """Returns the largest number of each row."""
         if not isinstance(form, Logits):
             raise RefusalError("the maximum of something else than logits is taken")
         statistics = self._statistics(form)
@@ -85,7 +85,7 @@ class Asked:
         return plus(times(ratio, self._answer(form, statistics.maximum)), form.shift)
 
     def prediction(self, form: Form) -> Row:
-        """The first class with the largest number."""
+        """Returns the first class with the largest number."""
         if isinstance(form, Exponentials):
             form = form.logits
         if not isinstance(form, Logits):
@@ -132,7 +132,7 @@ class Asked:
         raise RefusalError(f"{form.node.name} on {form.node.source} is added up over the classes")
 
     def total_of_product(self, a: Form, b: Form) -> Row:
-        """The sum over the classes of a b."""
+        """Sums a b over the classes."""
         for one, other in ((a, b), (b, a)):
             if isinstance(one, Rows):
                 return times(one.row, self.total(other))
@@ -167,7 +167,7 @@ class Asked:
             raise RefusalError(f"{node.name} on {node.source} compares the logits with other numbers, class by class")
 
     def _as_logits(self, form: Form) -> Logits:
-        """Logits, also as the log of their exponentials."""
+        """Returns logits, also from the log of their exponentials."""
         if isinstance(form, Elementwise) and form.node.name == "log" and isinstance(form.operands[0], Exponentials):
             exponentials = form.operands[0]
             logits = exponentials.logits
@@ -182,7 +182,7 @@ class Asked:
         return self.of_heads.setdefault(logits.head, Statistics(logits.head))
 
     def _ratio(self, logits: Logits, statistics: Statistics) -> Row:
-        """These logits in units of those that the statistics are about."""
+        """Returns these logits in units of those that the statistics are about."""
         scale = statistics.scale
         if scale is None:
             return logits.scale
@@ -192,7 +192,7 @@ class Asked:
         return _forth(Row.of(value), logits.changes)
 
     def _log_total(self, logits: Logits) -> Row:
-        """The logarithm of the sum of exp(logits)."""
+        """Returns the logarithm of the sum of exp(logits)."""
         statistics = self._statistics(logits)
         statistics.ask_scale(_back(logits.scale, logits.changes))
         maximum, relative = (self._answer(logits, x) for x in (statistics.maximum, statistics.log_sum_exp))
@@ -206,7 +206,7 @@ class Asked:
         return _shifted(times(ratio, maximum), times(ratio, relative), logits.shift)
 
     def _weighted(self, logits: Logits, weights: Columns | Dense | str, total_weight: Row) -> Row:
-        """The sum of the logits times weights, whose sum is known."""
+        """Sums the logits times weights, whose own sum is known."""
         statistics = self._statistics(logits)
         if isinstance(weights, Dense):
             self.picks_by_label = True
@@ -221,7 +221,7 @@ class Asked:
         return plus(times(ratio, relative), times(total_weight, offset))
 
     def _expected(self, exponentials: Exponentials, logits: Logits) -> Row:
-        """The sum of exponentials times logits, as in an entropy."""
+        """Sums exponentials times logits, as in an entropy."""
         total = self.total(exponentials)
         if logits.head != exponentials.logits.head:
             raise RefusalError("exponentials are multiplied by other logits than their own")
@@ -236,11 +236,11 @@ class Asked:
         return self.picked(form, labels)
 
     def _if_class(self, labels: Row, row: Row) -> Row:
-        """A row where the label is a class, else 0."""
+        """Returns a row where the label is a class, else 0."""
         return rows.where(self.is_class(labels), row, Row.number(0.0))
 
     def is_class(self, labels: Row) -> Row:
-        """Where the labels are classes."""
+        """Marks the labels that are classes."""
         return rows.is_class(labels, self.classes)
 
     def _sum_of(self, form: Columns | Dense) -> Row:
@@ -272,7 +272,7 @@ def _reads_logits(form: Form) -> bool:
 
 
 def _shifted(maximum: Row, relative: Row, shift: Row) -> Row:
-    """The sum of a row's maximum, a number relative to it, and what the user adds.
+    """Sums a row's maximum, a number relative to it, and what the user adds.
 
     What is first subtracted of logits is mostly their maximum. It goes first here too: a small number that is added to
     the maximum before would lose its digits.

@@ -30,7 +30,7 @@ class _Params(NamedTuple):
 
 
 def _kernel(x_gmem, weight_gmem, labels_gmem, reference_gmem, *refs, tiling, params, interpret):
-    """`refs`: the bias and the target weights, if present; P and the sums; shared memory to store P from."""
+    """Takes as `refs` the bias and the target weights, if present; P and the sums; shared memory to store P from."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     *optional, exponentials_gmem, sums_gmem, exponentials_smem = refs
@@ -85,9 +85,9 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, reference_gmem, *refs, tiling, par
 
 
 def exponentials(
-    x, weight, bias, shared_target, labels, reference, *, softcap, most_excess, config, interpret=False
+    x, weight, bias, target, labels, reference, *, softcap, most_excess, config, interpret=False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Launches the kernel on rows (R, H); bias and shared_target may be empty.
+    """Launches the kernel on rows (R, H); bias and target may be None.
 
     Returns P (R, V) times the softcap's derivative, which is 0 at the label and at most exp(most_excess); the sums of
     the exponentials (R,), without the label's and without the derivative; and sum t (z - reference) (R,).
@@ -95,8 +95,8 @@ def exponentials(
     rows, slots = len(x), config["store_slots"]
     tiling = Tiling.of(config, rows, weight.shape)
     columns = tiling.tiles * tiling.block_columns
-    params = _Params(softcap, most_excess, slots, bias.size > 0, shared_target.size > 0)
-    vectors = (tiles.filled(v.astype(jnp.float32), (columns,)) for v in (bias, shared_target) if v.size > 0)
+    params = _Params(softcap, most_excess, slots, bias is not None, target is not None)
+    vectors = (tiles.filled(v.astype(jnp.float32), (columns,)) for v in (bias, target) if v is not None)
     stored, sums = pipeline.launch(
         functools.partial(_kernel, tiling=tiling, params=params, interpret=bool(interpret)),
         (
@@ -120,12 +120,12 @@ def exponentials(
 
 
 def refusal(hardware, x, weight) -> str | None:
-    """Why the kernel cannot run on operands of these shapes and dtypes."""
+    """Says why the kernel cannot run on operands of these shapes and dtypes."""
     return tiles.refuses_linear(hardware, x, weight)
 
 
 def configs(hardware, x, weight, chunk_rows) -> tuple[dict[str, Any], ...]:
-    """Tiles and stages worth trying for chunks of so many rows; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Lists tiles and stages worth trying for chunks of so many rows; see `pallas_kernels.kernel.Kernel.configs`."""
     sizes = tiles.grouped_sizes(min(math.prod(x.shape[:-1]), chunk_rows), weight.shape[1])
     ways = [(each, STORE_SLOTS[0]) for each in sizes] + [(sizes[0], slots) for slots in STORE_SLOTS[1:]]
     return tuple({**each, "workers": tiles.workers(hardware, each), "store_slots": slots} for each, slots in ways)

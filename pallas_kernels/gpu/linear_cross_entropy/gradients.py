@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.float16_rows import RowPowers
 from pallas_kernels.gpu.linear_cross_entropy import pipeline, tiles
+from pallas_kernels.gpu.linear_cross_entropy.statistics import label_refusal
 from pallas_kernels.gpu.linear_cross_entropy.tiles import STORE_COLUMNS, STORE_SLOTS, Tiling
 from pallas_kernels.kernel import Kernel
 
@@ -56,7 +57,7 @@ class _Params(NamedTuple):
 
 
 def _kernel(x_gmem, weight_gmem, terms_gmem, labels_gmem, *refs, tiling, params, interpret):
-    """`refs`: the bias and the target weights, if present; the cotangent; shared memory to store it from."""
+    """Takes as `refs` the bias and the target weights, if present; the cotangent; shared memory to store it from."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     *optional, cotangent_gmem, cotangent_smem = refs
@@ -115,7 +116,7 @@ def _kernel(x_gmem, weight_gmem, terms_gmem, labels_gmem, *refs, tiling, params,
     pipeline.fold_tiles(body, x_gmem, weight_gmem, tiling=tiling, interpret=interpret)
 
 
-_Gradients = tuple[jax.Array, jax.Array, jax.Array]
+_Gradients = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
 
 
 def cotangent_of_logits(
@@ -123,21 +124,21 @@ def cotangent_of_logits(
     weight: jax.Array,
     terms: jax.Array,
     labels: jax.Array,
-    bias: jax.Array,
-    target: jax.Array,
+    bias: jax.Array | None,
+    target: jax.Array | None,
     *,
     softcap: float | None,
     has_slope: bool,
     config: Any,
     interpret: Any,
 ) -> jax.Array:
-    """The cotangent of the logits x weight^T + bias, in x's dtype; rows fill whole blocks, and `terms` are stacked."""
+    """Computes the cotangent of the logits x weight^T + bias in x's dtype, for whole row blocks, `terms` stacked."""
     tiling = Tiling.of(config, len(x), weight.shape)
     columns = tiling.tiles * tiling.block_columns
-    params = _Params(softcap, config["store_slots"], bias.size > 0, target.size > 0, has_slope)
+    params = _Params(softcap, config["store_slots"], bias is not None, target is not None, has_slope)
     cotangent = pipeline.launch(
         functools.partial(_kernel, tiling=tiling, params=params, interpret=bool(interpret)),
-        (x, weight, terms, labels, *(tiles.filled(v, (columns,)) for v in (bias, target) if v.size > 0)),
+        (x, weight, terms, labels, *(tiles.filled(v, (columns,)) for v in (bias, target) if v is not None)),
         jax.ShapeDtypeStruct((tiling.rows, columns), x.dtype),
         tiling=tiling,
         name="linear_cross_entropy_backward",
@@ -151,17 +152,17 @@ def linear_gradients(
     terms: CotangentTerms,
     x: jax.Array,
     weight: jax.Array,
-    bias: jax.Array,
     labels: jax.Array,
-    target: jax.Array,
     *,
+    bias: jax.Array | None = None,
+    target: jax.Array | None = None,
     softcap: float | None,
     has_slope: bool,
     needs: tuple[bool, bool, bool],
     config: Any,
     interpret: Any,
 ) -> _Gradients:
-    """The gradients of x (n, H), weight and bias in their dtypes; empty if `needs` does not ask for them.
+    """Computes the gradients of x (n, H), weight and bias in their dtypes; None if `needs` does not ask for them.
 
     The bias gradient sums the rounded cotangent, in float32. x is rounded to the weight's dtype; its gradient is not.
     """
@@ -178,7 +179,9 @@ def linear_gradients(
 
     def add_chunk(start: Any, width: int, gradients: _Gradients) -> _Gradients:
         part = lax.dynamic_slice_in_dim(weight, start, width)
-        by_column = (lax.dynamic_slice_in_dim(v.astype(jnp.float32), start, min(width, v.size)) for v in (bias, target))
+        by_column = (
+            None if v is None else lax.dynamic_slice_in_dim(v.astype(jnp.float32), start, width) for v in (bias, target)
+        )
         cotangent = cotangent_of_logits(
             x_filled,
             part,
@@ -190,12 +193,12 @@ def linear_gradients(
             config=config,
             interpret=interpret,
         )
-        return _with_chunk(gradients, cotangent, part, x_scaled, powers, start, needs)
+        return _with_chunk(gradients, cotangent, part, x_scaled, powers, start)
 
     gradients = (
-        jnp.zeros((padded_rows, hidden) if needs_x else (rows, 0), jnp.float32),
-        jnp.zeros((classes if needs_weight else 0, hidden), weight.dtype),
-        jnp.zeros((classes if needs_bias else 0,), bias.dtype),
+        jnp.zeros((padded_rows, hidden), jnp.float32) if needs_x else None,
+        jnp.zeros_like(weight) if needs_weight else None,
+        jnp.zeros_like(bias) if needs_bias and bias is not None else None,
     )
     # A loop over whole chunks, so that one kernel is compiled for all of them, and one more for the shorter last chunk.
     # This one goes first: if it came after the loop, XLA would compute its cotangent before the loop and keep it.
@@ -205,8 +208,10 @@ def linear_gradients(
         gradients = add_chunk(classes - rest, rest, gradients)
     gradients = lax.fori_loop(0, chunks, lambda chunk, found: add_chunk(chunk * width, width, found), gradients)
     x_grad, weight_grad, bias_grad = gradients
-    x_grad = x_grad if powers is None else powers.rows[: len(x_grad), None] * x_grad
-    return x_grad[:rows].astype(x.dtype), weight_grad, bias_grad
+    if x_grad is not None:
+        x_grad = x_grad if powers is None else powers.rows[: len(x_grad), None] * x_grad
+        x_grad = x_grad[:rows].astype(x.dtype)
+    return x_grad, weight_grad, bias_grad
 
 
 def _with_chunk(
@@ -216,18 +221,16 @@ def _with_chunk(
     x_scaled: jax.Array,
     powers: RowPowers | None,
     start: Any,
-    needs: tuple[bool, bool, bool],
 ) -> _Gradients:
     """Adds the products with a chunk's cotangent; `weight` is the chunk's, which begins at class `start`."""
     x_grad, weight_grad, bias_grad = gradients
-    needs_x, needs_weight, needs_bias = needs
-    if needs_x:
+    if x_grad is not None:
         x_grad = x_grad + jnp.einsum("nv,vh->nh", cotangent, weight, preferred_element_type=jnp.float32)
-    if needs_weight:
+    if weight_grad is not None:
         product = jnp.einsum("nv,nh->vh", cotangent, x_scaled, preferred_element_type=jnp.float32)
         product = product if powers is None else powers.largest * product
         weight_grad = lax.dynamic_update_slice_in_dim(weight_grad, product.astype(weight.dtype), start, 0)
-    if needs_bias:
+    if bias_grad is not None:
         by_row = cotangent if powers is None else cotangent.astype(jnp.float32) * powers.rows[:, None]
         total = jnp.sum(by_row, axis=0, dtype=jnp.float32)
         bias_grad = lax.dynamic_update_slice_in_dim(bias_grad, total.astype(bias_grad.dtype), start, 0)
@@ -235,58 +238,53 @@ def _with_chunk(
 
 
 def _in_range(
-    x: jax.Array, terms: CotangentTerms, target: jax.Array
+    x: jax.Array, terms: CotangentTerms, target: jax.Array | None
 ) -> tuple[RowPowers | None, jax.Array, CotangentTerms]:
-    """Powers of two that bring the cotangent's rows into float16's range, and x and the terms scaled by them."""
+    """Returns powers of two that bring the cotangent's rows into float16's range, and x and terms scaled by them."""
     if x.dtype != jnp.float16:  # bfloat16 has float32's range
         return None, x, terms
     softmax, slope, label, by_target = (jnp.abs(v) for v in terms[:4])
-    powers = RowPowers.of(softmax + slope + label + by_target * jnp.max(jnp.abs(target), initial=0).astype(jnp.float32))
+    largest = 0 if target is None else jnp.max(jnp.abs(target)).astype(jnp.float32)
+    powers = RowPowers.of(softmax + slope + label + by_target * largest)
     scaled = {name: getattr(terms, name) / powers.rows for name in CotangentTerms._fields[:4]}
     return powers, powers.multiplied(x), terms._replace(**scaled)
 
 
-def run(*operands, softcap, metrics, needs, config, interpret=False, **_):
+def run(terms, rows, columns, *, softcap, needs, config, interpret=False, **_):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
-    *terms, x, weight, bias, labels, shared_target, row_target, _logits = operands
-    rows = x.shape[:-1]
+    x, zeros = rows.x, jnp.zeros_like(terms.softmax)
+    slope, label, target = (zeros if term is None else term for term in (terms.slope, terms.label, terms.target))
+    by_row = CotangentTerms(terms.softmax, slope, label, target, terms.maximum, terms.log_sum_exp)
     x_grad, weight_grad, bias_grad = linear_gradients(
-        CotangentTerms(*(value.reshape(-1) for value in terms)),
+        CotangentTerms(*(value.reshape(-1) for value in by_row)),
         x.reshape(-1, x.shape[-1]),
-        weight,
-        bias,
-        labels.reshape(-1),
-        shared_target,
+        columns.weight,
+        rows.labels.reshape(-1),
+        bias=columns.bias,
+        target=columns.class_targets,
         softcap=softcap,
-        has_slope=metrics,
+        has_slope=terms.slope is not None,
         needs=(needs.x, needs.weight, needs.bias),
         config=config,
         interpret=interpret,
     )
-    none = jnp.zeros((0,), shared_target.dtype)
-    return x_grad.reshape(*rows, x_grad.shape[1]), weight_grad, bias_grad, none, jnp.zeros((*rows, 0), row_target.dtype)
+    return (None if x_grad is None else x_grad.reshape(x.shape), None, None), (weight_grad, bias_grad, None)
 
 
-def refuses(hardware, *operands, needs, **_) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
-    *_pull, x, weight, _bias, _labels, _shared_target, row_target, logits = operands
-    if logits.shape[-1] > 0:
-        return "the logits are kept, so there are none to compute"
-    if row_target.shape[-1] > 0:
-        return "the kernel takes labels; probabilities of all classes are another array of the logits' size"
-    if needs.shared_target:
-        return "the gradient of target weights needs the logits, which the kernel does not keep"
-    return tiles.refuses_linear(hardware, x, weight)
+def refuses(hardware, terms, rows, columns, *, needs, **_) -> str | None:
+    """Tells why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    if needs.class_targets:
+        return "the gradient of class weights needs the logits, which the kernel does not keep"
+    return label_refusal(rows) or tiles.refuses_linear(hardware, rows.x, columns.weight)
 
 
-def configs(hardware, *operands, **_):
-    """Tiles, stages, splits and chunks worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
-    x, weight = operands[6:8]
-    return launch_configs(hardware, math.prod(x.shape[:-1]), *weight.shape)
+def configs(hardware, terms, rows, columns, **_):
+    """Returns tiles, stages, splits and chunks worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    return launch_configs(hardware, math.prod(rows.x.shape[:-1]), *columns.weight.shape)
 
 
 def launch_configs(hardware: Any, rows: int, columns: int, hidden: int) -> tuple[dict[str, int], ...]:
-    """The configurations for gradients over this many rows and columns."""
+    """Lists the configurations for gradients over this many rows and columns."""
     # As large as the cotangent's memory allows, since each chunk reads all of x again; but not so narrow, with very
     # many rows, that its products no longer fill the matrix units.
     chunk_columns = max(_LEAST_CHUNK_COLUMNS, 2 ** int(math.log2(_CHUNK_ELEMENTS / rows)))
@@ -301,6 +299,14 @@ def launch_configs(hardware: Any, rows: int, columns: int, hidden: int) -> tuple
     return (*(config(each, chunk_columns) for each in sizes), *others)
 
 
+TAKES = frozenset({"x", "labels", "weight", "bias", "class_targets"})
 KERNEL = Kernel(
-    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
+    name="mosaic_gpu",
+    platform="cuda",
+    run=run,
+    refuses=refuses,
+    configs=configs,
+    interpreter_is_pure=False,
+    takes=TAKES | {"softmax", "maximum", "log_sum_exp", "label", "target", "slope"},
+    yields_to=frozenset({"scale"}),
 )

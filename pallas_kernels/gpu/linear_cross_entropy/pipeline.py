@@ -45,7 +45,7 @@ _SCRATCH_BYTES = 128
 
 
 class Place(NamedTuple):
-    """Where a warpgroup's tile of logits is: its rows, the number of the tile in its row, and its first column."""
+    """Place of a warpgroup's tile of logits: its rows, the number of the tile in its row, and its first column."""
 
     rows: Any
     tile: jax.Array
@@ -80,7 +80,7 @@ class _Pipeline(NamedTuple):
         return lax.rem(step, jnp.int32(self.tiling.stages))
 
     def place(self, number: Any) -> tuple[jax.Array, jax.Array]:
-        """The row block of this thread block's tile, and where in its row the tile is."""
+        """Returns the row block of this thread block's tile, and where in its row the tile is."""
         row_block, tile = self.tiling.place(self.worker, number)
         return row_block * self.tiling.cluster_blocks + self.thread_block, tile
 
@@ -250,7 +250,7 @@ def store(part: jax.Array, index: int, slots: int, buffers: Any, result_gmem: An
 
 
 def _memory(x_dtype: Any, weight_dtype: Any, tiling: Tiling, interpret: bool) -> tuple[Any, ...]:
-    """Shared memory of a thread block, in bytes, for 16-bit operands; the first configuration takes 128 + 64 KiB.
+    """Returns a thread block's shared memory for 16-bit operands; the first configuration takes 128 + 64 KiB.
 
         x_smem:       stages * thread_block_rows * BLOCK_HIDDEN * 2    both warpgroups read their halves of the rows
         weight_smem:  stages * block_columns * BLOCK_HIDDEN * 2        both read all of it

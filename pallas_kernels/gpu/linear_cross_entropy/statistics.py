@@ -25,7 +25,7 @@ _PART_COLUMNS = (32, 16)
 
 
 class _Partial(NamedTuple):
-    """What is known about rows after some of their logits z. m is the largest of these, or 0 if all are -inf.
+    """Statistics of rows after some of their logits z. m is the largest of these, or 0 if all are -inf.
 
     Attributes:
       maximum: max z, -inf at the start.
@@ -45,7 +45,7 @@ class _Partial(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """What is known about whole rows: the fields of `RowStatistics`, with sum exp(z - m) in place of its logarithm."""
+    """Statistics of whole rows: the fields of `RowStatistics`, with sum exp(z - m) in place of its logarithm."""
 
     maximum: jax.Array
     total: jax.Array
@@ -56,12 +56,12 @@ class Reduced(NamedTuple):
 
 
 def _reference_point(maximum: jax.Array) -> jax.Array:
-    """m, which is finite, so that z - m is not NaN while all logits are -inf."""
+    """Returns a finite m, so that z - m is not NaN while all logits are -inf."""
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
 def _first_column(z: jax.Array, maximum: jax.Array, columns: jax.Array) -> jax.Array:
-    """The first column of each row's maximum: the maximum of negated columns, as rows reduce by a maximum anyway."""
+    """Finds the first column of each row's maximum: the maximum of negated columns, as rows reduce by one anyway."""
     is_maximum = z == tiles.by_row(maximum, z)
     return -jnp.max(jnp.where(is_maximum, -columns.astype(jnp.float32), -jnp.inf), axis=1)
 
@@ -79,7 +79,7 @@ class _Params(NamedTuple):
 
 
 def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, params, interpret):
-    """`refs`: if present, bias, scales of rows, target weights and their sums before each part of a split; results."""
+    """Takes as `refs`, if present, bias, row scales, target weights and their sums before each split; results."""
     *optional, results_gmem = refs
     bias_gmem = optional.pop(0) if params.has_bias else None
     scale_gmem = optional.pop(0) if params.has_scale else None
@@ -147,25 +147,27 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, params, interpret):
 def reduced_rows(
     x: jax.Array,
     weight: jax.Array,
-    bias: jax.Array,
     labels: jax.Array,
-    target: jax.Array,
-    *scale: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    target: jax.Array | None = None,
+    scale: jax.Array | None = None,
     softcap: float | None,
     metrics: bool,
     config: Any,
     interpret: Any,
 ) -> Reduced:
-    """The statistics of rows (n, H); `bias` and `target` (V,) may be empty, and logits have a scale (n,) or none."""
-    params = _Params(softcap, bias.size > 0, bool(scale), target.size > 0, metrics)
+    """Computes the statistics of rows (n, H); `bias` and `target` are (V,), and logits may have a scale (n,)."""
+    params = _Params(softcap, bias is not None, scale is not None, target is not None, metrics)
     rows = x.shape[0]
     tiling = Tiling.of(config, rows, weight.shape)
     operands = [x, weight, tiles.filled(labels, (tiling.rows,), -1)]
-    if params.has_bias:
+    if bias is not None:
         operands.append(tiles.filled(bias.astype(jnp.float32), (tiling.tiles * tiling.block_columns,)))
-    operands += [tiles.filled(rows_scale.astype(jnp.float32), (tiling.rows,)) for rows_scale in scale]
+    if scale is not None:
+        operands.append(tiles.filled(scale.astype(jnp.float32), (tiling.rows,)))
     split_weights = jnp.zeros((tiling.vocab_splits,), jnp.float32)
-    if params.has_target:
+    if target is not None:
         padded = tiling.vocab_splits * tiling.tiles_per_split * tiling.block_columns
         target = tiles.filled(target.astype(jnp.float32), (padded,))
         part_weights = jnp.sum(target.reshape(tiling.vocab_splits, -1, params.part_columns), axis=2)
@@ -213,46 +215,60 @@ def _merged(partial: _Partial, labels: jax.Array, split_weights: jax.Array, colu
     return Reduced(maximum, total, label, target, mean, prediction.astype(jnp.int32))
 
 
-def run(x, weight, bias, labels, shared_target, row_target, *scale, softcap, metrics, config, interpret=False, **_):
+def run(rows, columns, *, softcap, metrics, config, interpret=False, **_):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
-    rows = x.shape[:-1]
+    x = rows.x.astype(columns.weight.dtype)
     found = reduced_rows(
-        x.reshape(-1, x.shape[-1]).astype(weight.dtype),
-        weight,
-        bias,
-        labels.reshape(-1),
-        shared_target,
-        *(rows_scale.reshape(-1) for rows_scale in scale),
+        x.reshape(-1, x.shape[-1]),
+        columns.weight,
+        rows.labels.reshape(-1),
+        bias=columns.bias,
+        target=columns.class_targets,
+        scale=None if rows.scale is None else rows.scale.reshape(-1),
         softcap=softcap,
         metrics=metrics,
         config=config,
         interpret=interpret,
     )
-    return tuple(values.reshape(rows) for values in (found.maximum, jnp.log(found.total), *found[2:]))
+    target = None if columns.class_targets is None else found.target
+    metrics_of_rows = (found.mean, found.prediction) if metrics else (None, None)
+    results = (found.maximum, jnp.log(found.total), found.label, target, *metrics_of_rows)
+    return tuple(None if result is None else result.reshape(x.shape[:-1]) for result in results)
 
 
-def refuses(hardware, x, weight, bias, labels, shared_target, row_target, *scale, metrics, **_) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
-    if row_target.shape[-1] > 0:
-        return "the kernel takes labels; probabilities of all classes are another array of the logits' size"
-    if metrics and weight.shape[0] > _MAX_PREDICTED_COLUMNS:
-        return f"the kernel tells {_MAX_PREDICTED_COLUMNS} columns apart; the vocabulary has {weight.shape[0]}"
-    return tiles.refuses_linear(hardware, x, weight)
+def refuses(hardware, rows, columns, *, metrics, **_) -> str | None:
+    """Tells why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    if metrics and columns.weight.shape[0] > _MAX_PREDICTED_COLUMNS:
+        classes = columns.weight.shape[0]
+        return f"the kernel tells {_MAX_PREDICTED_COLUMNS} columns apart; the vocabulary has {classes}"
+    return label_refusal(rows) or tiles.refuses_linear(hardware, rows.x, columns.weight)
 
 
-def configs(hardware, x, weight, *_, **__):
-    """Tiles, stages and vocabulary splits worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
-    return launch_configs(hardware, math.prod(x.shape[:-1]), *weight.shape)
+def label_refusal(rows) -> str | None:
+    """Tells why the kernel cannot take what rows are compared with."""
+    return None if rows.labels is not None else "the kernel compares rows with labels, and these have none"
+
+
+def configs(hardware, rows, columns, **_):
+    """Returns tiles, stages and vocabulary splits worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    return launch_configs(hardware, math.prod(rows.x.shape[:-1]), *columns.weight.shape)
 
 
 def launch_configs(hardware: Any, rows: int, columns: int, hidden: int) -> tuple[dict[str, int], ...]:
-    """The configurations for a launch over this many rows and columns."""
+    """Lists the configurations for a launch over this many rows and columns."""
     return tuple(
         {**sizes, "vocab_splits": tiles.vocab_splits(hardware, sizes, rows, columns, hidden)}
         for sizes in tiles.grouped_sizes(rows, hidden)
     )
 
 
+TAKES = frozenset({"x", "labels", "scale", "weight", "bias", "class_targets"})
 KERNEL = Kernel(
-    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
+    name="mosaic_gpu",
+    platform="cuda",
+    run=run,
+    refuses=refuses,
+    configs=configs,
+    interpreter_is_pure=False,
+    takes=TAKES,
 )

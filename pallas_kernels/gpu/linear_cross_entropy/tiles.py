@@ -1,4 +1,4 @@
-"""How logits of a linear layer are split on Hopper, and what its kernels share inside a tile.
+"""Tiles of a linear layer's logits on Hopper, and what its kernels share inside a tile.
 
 A worker is a thread block, or a cluster of two, with rows of its own. It computes a run of a row's vocabulary tiles, or
 single tiles one after another.
@@ -52,7 +52,7 @@ LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How the logits of one launch are split.
+    """Tiling of the logits of one launch.
 
     Attributes:
       rows: a multiple of a worker's rows.
@@ -82,7 +82,7 @@ class Tiling:
 
     @classmethod
     def of(cls, config: Any, rows: int, weight_shape: Sequence[int]) -> "Tiling":
-        """The tiling of a launch by a configuration; rows are padded to whole row blocks."""
+        """Makes the tiling of a launch from a configuration; rows are padded to whole row blocks."""
         columns, hidden = weight_shape
         row_blocks = math.ceil(rows / worker_rows(config))
         tiles = math.ceil(columns / config["block_columns"])
@@ -122,7 +122,7 @@ class Tiling:
         return pl.cdiv(self.tiles, self.vocab_splits)
 
     def tiles_of(self, worker: jax.Array) -> jax.Array:
-        """How many tiles a worker computes."""
+        """Counts the tiles that a worker computes."""
         if self.tiles_per_split == 1:
             return lax.div(self.row_blocks * self.vocab_splits - 1 - worker, jnp.int32(self.workers)) + 1
         _, first_tile = self.place(worker, 0)
@@ -130,14 +130,14 @@ class Tiling:
         return jnp.clip(self.tiles - first_tile, 0, self.tiles_per_split)
 
     def place(self, worker: jax.Array, number: Any) -> tuple[jax.Array, jax.Array]:
-        """The row block of a worker's tile, and which tile of its row it is."""
+        """Returns the row block of a worker's tile, and which tile of its row it is."""
         if self.tiles_per_split == 1:
             return self._run(worker + number * self.workers)
         row_block, split = self._run(worker)
         return row_block, split * self.tiles_per_split + number
 
     def _run(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The row block and the vocabulary split of a run.
+        """Returns the row block and the vocabulary split of a run.
 
         Rows vary fastest within a group: runs that start together are of the same split, so the weight passes from
         memory once for a whole group of row blocks, and the others find it in the cache. Every other group takes the
@@ -154,12 +154,12 @@ class Tiling:
 
 
 def worker_rows(config: Any) -> int:
-    """The rows that a worker owns at a time; rows have to be padded to a multiple of this."""
+    """Counts the rows that a worker owns at a time; rows have to be padded to a multiple of this."""
     return MULTIPLYING * config["block_rows"] * config["cluster_blocks"]
 
 
 def grouped_sizes(rows: int, hidden: int) -> list[dict[str, int]]:
-    """`TILE_SIZES` with the row groups worth trying: all for the first sizes, and the largest for the others."""
+    """Lists `TILE_SIZES` with the row groups worth trying: all for the first sizes, and the largest for the others."""
 
     def grouped(sizes: dict[str, int], group_bytes: int) -> dict[str, int]:
         row_blocks, block_bytes = math.ceil(rows / worker_rows(sizes)), 2 * worker_rows(sizes) * hidden
@@ -171,12 +171,12 @@ def grouped_sizes(rows: int, hidden: int) -> list[dict[str, int]]:
 
 
 def workers(hardware: Any, config: Any) -> int:
-    """How many workers run at the same time: shared memory has room for one thread block per multiprocessor."""
+    """Counts the workers that run at the same time: shared memory has room for one thread block per multiprocessor."""
     return (hardware.cores or _MULTIPROCESSORS) // config["cluster_blocks"]
 
 
 def vocab_splits(hardware: Any, config: Any, rows: int, columns: int, hidden: int) -> int:
-    """The number of vocabulary splits that keeps the multiprocessors busy with a group of row blocks."""
+    """Returns the number of vocabulary splits that keeps the multiprocessors busy with a group of row blocks."""
     at_once, tiles = workers(hardware, config), math.ceil(columns / config["block_columns"])
     row_blocks = math.ceil(rows / worker_rows(config))
     least = max(1, at_once // config["row_group"])
@@ -190,7 +190,7 @@ def vocab_splits(hardware: Any, config: Any, rows: int, columns: int, hidden: in
 
 
 def swizzled_smem(shape: Sequence[int], dtype: Any) -> Any:
-    """A type of shared memory that the matrix units and TMA both access without bank conflicts."""
+    """Returns a type of shared memory that the matrix units and TMA both access without bank conflicts."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
@@ -203,7 +203,7 @@ def swizzled_smem(shape: Sequence[int], dtype: Any) -> Any:
 
 
 def store_buffers(slots: int, block_rows: int, dtype: Any) -> Any:
-    """Shared memory to store from: for each warpgroup slots * block_rows * STORE_COLUMNS * 2 bytes, 32 KiB at most."""
+    """Returns shared memory to store from: slots * block_rows * STORE_COLUMNS * 2 bytes a warpgroup, 32 KiB at most."""
     return swizzled_smem((MULTIPLYING, slots, block_rows, STORE_COLUMNS), dtype)
 
 
@@ -236,7 +236,7 @@ def filled(array: jax.Array, shape: Sequence[int], value: float = 0) -> jax.Arra
 
 
 def refuses_linear(hardware: Any, x: Any, weight: Any) -> str | None:
-    """Why logits of these operands cannot be computed; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why logits of these operands cannot be computed; see `pallas_kernels.kernel.Kernel.refuses`."""
     if hardware.compute_capability is not None and hardware.compute_capability != (9, 0):
         major, minor = hardware.compute_capability
         return (

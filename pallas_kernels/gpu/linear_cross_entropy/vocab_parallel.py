@@ -15,31 +15,28 @@ def run_max_sum(x, weight, target, start, end, *, return_logits, config, interpr
     mask = (target < start) | (target >= end)
     masked_target = jnp.where(mask, jnp.zeros_like(target), target - start)
     columns = jnp.where(mask, -1, masked_target.astype(jnp.int32)).reshape(-1)
-    empty = jnp.zeros((0,), jnp.float32)
     found = statistics.reduced_rows(
         x.reshape(-1, x.shape[-1]).astype(weight.dtype),
         weight,
-        empty,
         columns,
-        empty,
         softcap=None,
         metrics=False,
         config=config,
         interpret=interpret,
     )
     maximum, total, predicted = (values.reshape(rows) for values in (found.maximum, found.total, found.label))
-    return maximum, total, predicted, mask, masked_target, jnp.zeros((*rows, 0), x.dtype)
+    return maximum, total, predicted, mask, masked_target, None
 
 
 def refuses_max_sum(hardware, x, weight, target, start, end, *, return_logits) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     if return_logits:
         return "the logits are asked for, which the kernel does not write"
     return tiles.refuses_linear(hardware, x, weight)
 
 
 def configs_max_sum(hardware, x, weight, target, start, end, *, return_logits):
-    """Tiles, stages and splits worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Lists tiles, stages and splits worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     return statistics.launch_configs(hardware, math.prod(x.shape[:-1]), *weight.shape)
 
 
@@ -47,32 +44,30 @@ def run_grad(grad, x, weight, mask, masked_target, maximum, total, softmax, *, c
     """Launches the kernel of `fused_linear_cross_entropy_loss_grad`; see `pallas_kernels.kernel.Kernel.run`."""
     grad, zeros = grad.astype(jnp.float32), jnp.zeros(grad.shape, jnp.float32)
     terms = CotangentTerms(grad, zeros, jnp.where(mask, zeros, -grad), zeros, maximum, jnp.log(total))
-    empty = jnp.zeros((0,), jnp.float32)
     x_grad, weight_grad, _ = gradients.linear_gradients(
         CotangentTerms(*(values.astype(jnp.float32).reshape(-1) for values in terms)),
         x.reshape(-1, x.shape[-1]),
         weight,
-        empty,
         masked_target.astype(jnp.int32).reshape(-1),
-        empty,
         softcap=None,
         has_slope=False,
         needs=(True, True, False),
         config=config,
         interpret=interpret,
     )
+    assert x_grad is not None  # it was asked for
     return x_grad.reshape(x.shape), weight_grad
 
 
 def refuses_grad(hardware, grad, x, weight, mask, masked_target, maximum, total, softmax) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
-    if softmax.shape[-1] > 0:
+    """Tells why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    if softmax is not None:
         return "the softmax is given, so there are no logits to compute"
     return tiles.refuses_linear(hardware, x, weight)
 
 
 def configs_grad(hardware, grad, x, weight, *_):
-    """Tiles, stages, splits and chunks worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Lists tiles, stages, splits and chunks worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     return gradients.launch_configs(hardware, math.prod(x.shape[:-1]), *weight.shape)
 
 

@@ -41,7 +41,7 @@ from pallas_kernels.tpu.linear_cross_entropy.tiles import (
 
 
 def _kernel(labels_ref, reference_ref, columns_ref, x_ref, weight_ref, *refs, classes, features, **options):
-    """`refs`: P, the sums, sum t (z - reference); then what is held from step to step."""
+    """Takes as `refs` P, the sums, sum t (z - reference); then what is held from step to step."""
     exponentials_ref, *sum_refs = refs[:3]
     hidden_blocks, vocab_index, hidden_index = pl.cdiv(features, x_ref.shape[1]), pl.program_id(1), pl.program_id(2)
 
@@ -113,14 +113,14 @@ def _fold_chunk(
 
 
 def _by_sublane(columns):
-    """The sums over every eighth class: (classes, rows) -> (sublanes, rows)."""
+    """Sums over every eighth class: (classes, rows) -> (sublanes, rows)."""
     return jnp.sum(columns.reshape(-1, SUBLANES, columns.shape[1]), axis=0)
 
 
 def exponentials(
-    x, weight, bias, shared_target, labels, reference, *, softcap, most_excess, config, interpret=False
+    x, weight, bias, target, labels, reference, *, softcap, most_excess, config, interpret=False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Launches the kernel on rows (R, H); bias and shared_target may be empty.
+    """Launches the kernel on rows (R, H); bias and target may be None.
 
     Returns P (R, V) times the softcap's derivative, which is 0 at the label and at most exp(most_excess); the sums of
     the exponentials (R,), without the label's and without the derivative; and sum t (z - reference) (R,).
@@ -130,8 +130,8 @@ def exponentials(
     (rows, features), classes = x.shape, weight.shape[0]
     block_rows, block_vocab, block_hidden = blocks_of(rows, classes, features, config)
     grid = (pl.cdiv(rows, block_rows), pl.cdiv(classes, block_vocab), pl.cdiv(features, block_hidden))
-    options = {"softcap": softcap, "biased": bias.size > 0, "weighted": shared_target.size > 0}
-    columns = class_vectors(bias, shared_target, classes)
+    options = {"softcap": softcap, "biased": bias is not None, "weighted": target is not None}
+    columns = class_vectors(bias, target, classes)
     has_columns = int(columns is not None)
     if columns is None:
         columns = jnp.zeros((SUBLANES, block_vocab), jnp.float32)
@@ -178,12 +178,12 @@ def exponentials(
 
 
 def refusal(hardware, x, weight) -> str | None:
-    """Why the kernel cannot run on operands of these shapes and dtypes."""
+    """Says why the kernel cannot run on operands of these shapes and dtypes."""
     return dtype_refusal(x=x, weight=weight) or size_refusal(x, weight)
 
 
 def configs(hardware, x, weight, chunk_rows):
-    """Block sizes worth trying for chunks of so many rows; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Lists block sizes worth trying for chunks of so many rows; see `pallas_kernels.kernel.Kernel.configs`."""
     *batch, features = x.shape
     rows, classes, itemsize = min(math.prod(batch), chunk_rows), weight.shape[0], jnp.dtype(x.dtype).itemsize
     return affordable(
@@ -196,7 +196,7 @@ def configs(hardware, x, weight, chunk_rows):
 
 
 def _vmem_bytes(itemsize, block_rows, block_vocab, block_hidden):
-    """An estimate of the VMEM that the kernel needs."""
+    """Estimates the VMEM that the kernel needs."""
     # x:       (block_rows, block_hidden), two buffers, as the pipeline fetches the next block during a product
     # weight:  (block_vocab, block_hidden), likewise; `block_bytes` also counts the parts of a float32 product
     operands = block_bytes(itemsize, (block_rows + block_vocab) * block_hidden)

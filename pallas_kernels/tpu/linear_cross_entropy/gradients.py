@@ -147,7 +147,7 @@ def _store_cotangent(
 
 
 def _accumulate_gradient(ref_of, streaming_ref, streaming_index, streaming_size, hidden_index, is_live, is_second_half):
-    """The second half of the innermost axis: gradient += cotangent streams, for each block of features."""
+    """Runs the second half of the innermost axis: gradient += cotangent streams, for each block of features."""
     accumulator_ref, gradient_ref = ref_of["accumulator"], ref_of["gradient"]
     last_streaming = pl.cdiv(streaming_size, streaming_ref.shape[0]) - 1
 
@@ -169,12 +169,12 @@ def _accumulate_gradient(ref_of, streaming_ref, streaming_index, streaming_size,
 
 
 def _hidden_index(step, hidden_blocks):
-    """Forth for the logits and back for the gradient, so that the block that was read last needs no new copy."""
+    """Goes forth for the logits and back for the gradient, so that the block that was read last needs no new copy."""
     return jnp.minimum(step, 2 * hidden_blocks - 1 - step)
 
 
 def _vector(stack, axis, position):
-    """One of the stacked vectors, as a row or a column."""
+    """Returns one of the stacked vectors, as a row or a column."""
     return jax.lax.slice_in_dim(stack, position, position + 1, axis=axis)
 
 
@@ -184,7 +184,7 @@ def _by_lane(tile, lanes):
 
 
 def _index_maps(rows_stay, grid, hidden_blocks):
-    """Where the pipeline takes the blocks of the staying and the streaming operand, and puts those of the gradient."""
+    """Returns where the pipeline takes the blocks of the staying and the streaming operand, and puts the gradient's."""
 
     # A skipped block of rows has the index of one that was read before, and the pipeline copies nothing.
     def alive(i, j, live):
@@ -206,7 +206,7 @@ def _index_maps(rows_stay, grid, hidden_blocks):
 
 
 def _outputs_and_scratch(staying, staying_size, blocks, hidden_blocks, gradient_index, *, needs_product, needs_sums):
-    """What the kernel gets beside its inputs, by name: outputs with their specs and shapes, then scratch."""
+    """Returns what the kernel gets beside its inputs, by name: outputs with their specs and shapes, then scratch."""
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     block_staying, block_streaming, block_hidden = blocks
@@ -225,7 +225,7 @@ def _outputs_and_scratch(staying, staying_size, blocks, hidden_blocks, gradient_
 
 
 def _launch(rows, columns, is_live, x, weight, *, rows_stay, needs_product, needs_sums, config, interpret, **params):
-    """The "gradient" of x, or of the weight with "sums" (8, V) over rows: of the cotangent, and of the target's."""
+    """Computes the "gradient" of x, or of the weight with "sums" (8, V) over rows of the cotangent and the target's."""
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     staying, streaming = (x, weight) if rows_stay else (weight, x)
@@ -284,39 +284,38 @@ def _launch(rows, columns, is_live, x, weight, *, rows_stay, needs_product, need
     return dict(zip(outputs, results, strict=True))
 
 
-def linear_gradients(rows, x, weight, bias, shared_target, *, needs, softcap, metrics, config, interpret):
-    """The gradients of x (R, H), weight (V, H), bias (V,) and shared target (V,); empty if not needed.
+def linear_gradients(rows, x, weight, *, bias=None, target=None, needs, softcap, metrics, config, interpret):
+    """Computes the gradients of x (R, H), weight (V, H), bias (V,) and target (V,); None if `needs` does not ask.
 
-    `rows` are the seven vectors (R,) in the order above; bias and shared_target may be empty.
+    `rows` are the seven vectors (R,) in the order above.
     """
     # A row whose terms are all 0 has no gradient, whatever its other values are.
     is_live = functools.reduce(jnp.logical_or, (row != 0 for row in rows[:_MAXIMUM]))
     launch = functools.partial(
         _launch,
         stacked(rows),
-        class_vectors(bias, shared_target, weight.shape[0]),
+        class_vectors(bias, target, weight.shape[0]),
         is_live,
         x,
         weight,
         softcap=softcap,
         metrics=metrics,
-        biased=bias.size > 0,
-        weighted=shared_target.size > 0,
+        biased=bias is not None,
+        weighted=target is not None,
         config=config,
         interpret=interpret,
     )
-    needs_x, needs_weight, needs_bias, needs_shared, _ = needs
-    x_grad, weight_grad = jnp.zeros((x.shape[0], 0), x.dtype), jnp.zeros((0, x.shape[1]), x.dtype)
-    bias_grad = shared_grad = jnp.zeros((0,), jnp.float32)
-    needs_sums = needs_bias or needs_shared
+    needs_x, needs_weight, needs_bias, needs_target = needs
+    x_grad = weight_grad = bias_grad = target_grad = None
+    needs_sums = needs_bias or needs_target
     if needs_x:
         x_grad = launch(rows_stay=True, needs_product=True, needs_sums=False)["gradient"][: x.shape[0]]
     if needs_weight or needs_sums:
         results = launch(rows_stay=False, needs_product=needs_weight, needs_sums=needs_sums)
-        weight_grad = results["gradient"][: weight.shape[0]] if needs_weight else weight_grad
-        bias_grad = results["sums"][BIAS] if needs_bias else bias_grad
-        shared_grad = results["sums"][TARGET] if needs_shared else shared_grad
-    return x_grad, weight_grad, bias_grad, shared_grad
+        weight_grad = results["gradient"][: weight.shape[0]] if needs_weight else None
+        bias_grad = results["sums"][BIAS] if needs_bias else None
+        target_grad = results["sums"][TARGET] if needs_target else None
+    return x_grad, weight_grad, bias_grad, target_grad
 
 
 def _blocks(staying_size, streaming_size, features, config):
@@ -325,7 +324,7 @@ def _blocks(staying_size, streaming_size, features, config):
 
 
 def refusal(hardware, x, weight) -> str | None:
-    """Why the kernels cannot run on operands of these shapes and dtypes."""
+    """Says why the kernels cannot run on operands of these shapes and dtypes."""
     if reason := dtype_refusal(x=x, weight=weight) or size_refusal(x, weight):
         return reason
     if not configs(hardware, x, weight):
@@ -334,7 +333,7 @@ def refusal(hardware, x, weight) -> str | None:
 
 
 def configs(hardware, x, weight):
-    """Block sizes worth trying for operands of these shapes."""
+    """Lists block sizes worth trying for operands of these shapes."""
     *batch, features = x.shape
     rows, classes, itemsize = math.prod(batch), weight.shape[0], jnp.dtype(x.dtype).itemsize
     # Both launches use the same sizes, so the larger operand bounds the blocks.
@@ -354,7 +353,7 @@ def configs(hardware, x, weight):
 
 
 def _vmem_bytes(itemsize, features, block_staying, block_streaming, block_hidden):
-    """An estimate of the VMEM that a launch needs."""
+    """Estimates the VMEM that a launch needs."""
     # stays, streams:  (block_staying or block_streaming, block_hidden), two buffers each for the pipeline
     operands = block_bytes(itemsize, (block_staying + block_streaming) * block_hidden)
     # gradient:        (block_staying, block_hidden) in the result's dtype, two buffers
@@ -368,7 +367,7 @@ def _vmem_bytes(itemsize, features, block_staying, block_streaming, block_hidden
 
 
 def _hbm_bytes(itemsize, staying_shape, streaming_size, block_staying, block_streaming, block_hidden):
-    """The traffic of both operands and the gradient."""
+    """Estimates the traffic of both operands and the gradient."""
     # The streaming operand is read once per staying block; if features are cut, twice, for logits and gradient. The
     # staying operand is read once; if features are cut, again for every streaming block.
     staying_size, features = staying_shape

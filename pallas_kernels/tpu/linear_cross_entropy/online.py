@@ -1,4 +1,4 @@
-"""What is known about rows of logits after some of their classes, on TPU: more are folded in, sublanes are merged."""
+"""Statistics of rows of logits after some of their classes, on TPU: more are folded in, sublanes are merged."""
 
 import math
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ _LEAST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
 
 class OnlineStatistics(NamedTuple):
-    """What is known about each row (R,) after some classes, or refs to it; m is the maximum, or 0 if that is -inf.
+    """Statistics of each row (R,) after some classes, or refs to them; m is the maximum, or 0 if that is -inf.
 
     Inside the kernel each sublane has a row of it, for its classes, and a seventh vector: the sum of t so far. There z
     is not scaled yet: exponents are, which costs nothing, as they have a factor anyway to become those of two.
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
     target_total: Any
 
     def at(self, lanes: slice) -> "Rows":
-        """Some of the rows."""
+        """Returns some of the rows."""
         known: list[Any] = [ref.at[:, lanes] for ref in self.known]
         scale = None if self.scale is None else self.scale.at[:, lanes]
         return Rows(self.labels.at[:, lanes], scale, OnlineStatistics(*known), self.target_total.at[:, lanes])
@@ -114,12 +114,12 @@ class Rows(NamedTuple):
         return 1.0 if self.scale is None else jnp.maximum(self.scale[...], _LEAST_SCALE)
 
     def _exponential(self, z: Any) -> Any:
-        """exp(scale z)."""
+        """Computes exp(scale z)."""
         return jnp.exp2(z * jnp.broadcast_to(_LOG2_E * self._scale(), z.shape))
 
 
 def _label_logit(logits: Any, labels: Any) -> Any:
-    """Logits (registers, sublanes, R) at labels (1, R), each in its sublane; 0 in the others.
+    """Picks logits (registers, sublanes, R) at labels (1, R), each in its sublane; 0 in the others.
 
     A bit of the label chooses between two registers: one operation a register, where comparing, selecting and adding
     would be three.
@@ -133,10 +133,10 @@ def _label_logit(logits: Any, labels: Any) -> Any:
 
 
 def _by_sublane(columns: Any) -> Any:
-    """(classes, R) as (registers, sublanes, R)."""
+    """Reshapes (classes, R) to (registers, sublanes, R)."""
     return columns.reshape(-1, SUBLANES, columns.shape[1])
 
 
 def finite(logits: Any) -> Any:
-    """0 in place of -inf, whose difference with -inf would be NaN."""
+    """Puts 0 in place of -inf, whose difference with -inf would be NaN."""
     return jnp.where(logits == -jnp.inf, 0.0, logits)

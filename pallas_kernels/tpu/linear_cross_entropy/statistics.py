@@ -58,7 +58,7 @@ _NO_CLASS = 2**30
 
 
 def _kernel(live_ref, labels_ref, columns_ref, x_ref, weight_ref, *refs, classes, features, scaled, defers, **options):
-    """`refs`: scales of rows, if any; six statistics, as many of each sublane, the sums of targets; then scratch."""
+    """Takes as `refs` scales of rows, if any; six statistics, as many a sublane, the sums of targets; then scratch."""
     scale_ref, refs = (refs[0], refs[1:]) if scaled else (None, refs)
     results, rows = OnlineStatistics(*refs[:6]), Rows(labels_ref, scale_ref, OnlineStatistics(*refs[6:12]), refs[12])
     deferred, held = _Deferred(refs[13] if defers else None, rows, options["metrics"]), refs[13 + defers :]
@@ -169,23 +169,24 @@ def _fold_chunk(
 
 
 def online_statistics(
-    x, weight, labels, bias, shared_target, *scale, softcap, metrics, config, interpret
+    x, weight, labels, *, bias=None, target=None, scale=None, softcap, metrics, config, interpret
 ) -> OnlineStatistics:
-    """Launches the kernel on rows (R, H); bias and shared_target may be empty, and logits have a scale (R,) or none."""
+    """Launches the kernel on rows (R, H), whose logits may have a scale (R,)."""
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     (rows, features), classes = x.shape, weight.shape[0]
     block_rows, block_vocab, block_hidden = blocks_of(rows, classes, features, config)
-    biased = bias.size > 0
-    options = {"softcap": softcap, "biased": biased, "weighted": shared_target.size > 0, "metrics": metrics}
+    biased = bias is not None
+    options = {"softcap": softcap, "biased": biased, "weighted": target is not None, "metrics": metrics}
     grid = (pl.cdiv(rows, block_rows), pl.cdiv(classes, block_vocab), pl.cdiv(features, block_hidden))
     # Weights of classes would have to be kept for the next block as well.
-    options |= {"scaled": bool(scale), "defers": grid[1] > 1 and not options["weighted"]}
+    options |= {"scaled": scale is not None, "defers": grid[1] > 1 and not options["weighted"]}
     deferred = math.gcd(block_vocab, CHUNK), min(_DEFERRED_ROWS, block_rows)
-    columns = class_vectors(bias, shared_target, classes)
+    columns = class_vectors(bias, target, classes)
     has_columns = int(columns is not None)
     if columns is None:
         columns = jnp.zeros((SUBLANES, block_vocab), jnp.float32)
+    by_row = () if scale is None else (scale.reshape(1, rows),)
     # Without a bias, a row x = 0 has only zero logits. Ignored rows come as such, and a block of them is skipped.
     live = jnp.ones(grid[:1], jnp.int32) if biased else live_blocks(jnp.any(x != 0, axis=1), block_rows)
     labels = class_or_none(labels, classes)
@@ -203,7 +204,7 @@ def online_statistics(
                 pl.BlockSpec((SUBLANES, block_vocab), lambda i, j, k, live: (0, has_columns * j * live[i])),
                 pl.BlockSpec((block_rows, block_hidden), lambda i, j, k, live: (i, k * live[i])),
                 pl.BlockSpec((block_vocab, block_hidden), lambda i, j, k, live: (j * live[i], k * live[i])),
-                *[row_spec for _ in scale],
+                *[row_spec] * (scale is not None),
             ],
             out_specs=[row_spec] * 6,
             scratch_shapes=[
@@ -224,60 +225,60 @@ def online_statistics(
             bytes_accessed=operand_bytes(x.dtype.itemsize, x.shape, classes, block_rows, block_vocab, block_hidden),
         ),
         interpret=interpret,
-    )(live, labels.reshape(1, rows), columns, whole_tile(x), whole_tile(weight), *(s.reshape(1, rows) for s in scale))
+    )(live, labels.reshape(1, rows), columns, whole_tile(x), whole_tile(weight), *by_row)
     statistics = OnlineStatistics(*(result.reshape(rows) for result in results))
     label_logit = jnp.where(labels >= 0, statistics.label_logit - finite(statistics.maximum), 0.0)
     return statistics._replace(label_logit=label_logit)
 
 
-def run(
-    x,
-    weight,
-    bias,
-    labels,
-    shared_target,
-    row_target,
-    *scale,
-    softcap,
-    metrics,
-    config,
-    interpret=False,
-    **_,
-):
+def run(rows, columns, *, softcap, metrics, config, interpret=False, **_):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
-    batch_shape = x.shape[:-1]
-    rows = online_statistics(
+    x, target = rows.x.astype(columns.weight.dtype), columns.class_targets
+    found = online_statistics(
         x.reshape(-1, x.shape[-1]),
-        weight,
-        labels.reshape(-1),
-        bias,
-        shared_target,
-        *(s.reshape(-1) for s in scale),
+        columns.weight,
+        rows.labels.reshape(-1),
+        bias=columns.bias,
+        target=target,
+        scale=None if rows.scale is None else rows.scale.reshape(-1),
         softcap=softcap,
         metrics=metrics,
         config=config,
         interpret=interpret,
     )
-    mean_logit = rows.weighted_total / rows.total
-    log_sum_exp = jnp.log(rows.total)
-    results = finite(rows.maximum), log_sum_exp, rows.label_logit, rows.target_logit, mean_logit, rows.prediction
-    return tuple(result.reshape(batch_shape) for result in results)
+    results = (
+        finite(found.maximum),
+        jnp.log(found.total),
+        found.label_logit,
+        None if target is None else found.target_logit,
+        found.weighted_total / found.total if metrics else None,
+        found.prediction if metrics else None,
+    )
+    return tuple(None if result is None else result.reshape(x.shape[:-1]) for result in results)
 
 
-def refuses(hardware, x, weight, bias, labels, shared_target, row_target, *scale, **params) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
-    if row_target.shape[-1]:
-        return "probabilities of every class are an array of the logits' size, which the kernel is there to avoid"
-    return refusal(hardware, x, weight)
+def refuses(hardware, rows, columns, **params) -> str | None:
+    """Tells why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    return label_refusal(rows) or refusal(hardware, rows.x, columns.weight)
+
+
+def label_refusal(rows) -> str | None:
+    """Tells why the kernel cannot take what rows are compared with."""
+    return None if rows.labels is not None else "the kernel compares rows with labels, and these have none"
 
 
 def refusal(hardware, x, weight) -> str | None:
-    """Why the kernel cannot run on operands of these shapes and dtypes."""
+    """Says why the kernel cannot run on operands of these shapes and dtypes."""
     return dtype_refusal(x=x, weight=weight) or size_refusal(x, weight)
 
 
-def configs(hardware, x, weight, *operands, **params):
-    """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+def configs(hardware, rows, columns, **params):
+    """Returns block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    return launch_configs(hardware, rows.x, columns.weight)
+
+
+def launch_configs(hardware, x, weight):
+    """Returns block sizes worth trying for operands of these shapes."""
     *batch, features = x.shape
     shape, classes, itemsize = (math.prod(batch), features), weight.shape[0], jnp.dtype(x.dtype).itemsize
     return affordable(
@@ -289,7 +290,7 @@ def configs(hardware, x, weight, *operands, **params):
 
 
 def _vmem_bytes(itemsize, block_rows, block_vocab, block_hidden):
-    """An estimate of the VMEM that the kernel needs."""
+    """Estimates the VMEM that the kernel needs."""
     # x:       (block_rows, block_hidden), two buffers, as the pipeline fetches the next block during a product
     # weight:  (block_vocab, block_hidden), likewise; `block_bytes` also counts the parts of a float32 product
     operands = block_bytes(itemsize, (block_rows + block_vocab) * block_hidden)
@@ -301,4 +302,5 @@ def _vmem_bytes(itemsize, block_rows, block_vocab, block_hidden):
     return operands + tile + spilled
 
 
-KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)
+TAKES = frozenset({"x", "labels", "scale", "weight", "bias", "class_targets"})
+KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, takes=TAKES)

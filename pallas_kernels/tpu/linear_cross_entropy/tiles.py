@@ -39,12 +39,12 @@ _MOST_CLASSES = 2**24  # float32 represents integers exactly up to this number
 
 
 def block_size(size: int, wanted: int) -> int:
-    """The size of a block along an axis: as wanted, but at most the axis rounded up to whole tiles."""
+    """Returns the size of a block along an axis: as wanted, but at most the axis rounded up to whole tiles."""
     return min(wanted, round_up(size, LANES))
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The smallest multiple that is not below `size`."""
+    """Returns the smallest multiple that is not below `size`."""
     return pl.cdiv(size, multiple) * multiple
 
 
@@ -78,7 +78,7 @@ def for_chunks(fold: Callable[[Any, Any, Any], None], block_vocab: int, vocab_in
 
 
 def masked(values: jax.Array, axis: int, valid: int | None, fill: float = 0) -> jax.Array:
-    """`values`, with `fill` from position `valid` on."""
+    """Returns `values`, with `fill` from position `valid` on."""
     if valid is None:
         return values
     position = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
@@ -86,7 +86,7 @@ def masked(values: jax.Array, axis: int, valid: int | None, fill: float = 0) -> 
 
 
 def dot(lhs: jax.Array, rhs: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
-    """A matrix product, accumulated in float32.
+    """Computes a matrix product, accumulated in float32.
 
     A product of float32 operands takes one pass on the matrix units. If `jax_default_matmul_precision` asks for more,
     it takes as many as keep all bits, since not every JAX offers the precisions in between.
@@ -103,7 +103,7 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, contract: tuple[int, int]) -> jax.Arr
 
 
 def scratch_of_tile(dtype: Any, grid: tuple[int, ...], blocks: tuple[int, ...]) -> list[Any]:
-    """What `logits_by_chunk` holds from one step to the next: one array, or none."""
+    """Returns what `logits_by_chunk` holds from one step to the next: one array, or none."""
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     block_rows, block_vocab, block_hidden = blocks
@@ -165,7 +165,7 @@ def logits_by_chunk(
 
 
 def class_or_none(labels: jax.Array, classes: int) -> jax.Array:
-    """Labels as int32; -1 if they are not in [0, classes)."""
+    """Returns labels as int32; -1 if they are not in [0, classes)."""
     labels = labels if labels.dtype.itemsize == 8 else labels.astype(jnp.int32)
     return jnp.where((labels >= 0) & (labels < classes), labels, -jnp.ones_like(labels)).astype(jnp.int32)
 
@@ -176,7 +176,7 @@ def whole_tile(matrix: jax.Array) -> jax.Array:
 
 
 def streamed(matrix: jax.Array, interpret: Any) -> jax.Array:
-    """A matrix that a kernel reads from HBM, a block at a time, padded to `whole_tile`.
+    """Pads a matrix to `whole_tile` and keeps it in HBM, where a kernel reads it a block at a time.
 
     Left to itself, XLA copies a matrix that fits into VMEM there before the kernel starts, and nothing is computed
     meanwhile.
@@ -188,7 +188,7 @@ def streamed(matrix: jax.Array, interpret: Any) -> jax.Array:
 
 
 def live_blocks(is_live: jax.Array, block_rows: int) -> jax.Array:
-    """1 for each block with a live row, 0 for a block that can be skipped."""
+    """Returns 1 for each block with a live row, 0 for a block that can be skipped."""
     missing = -is_live.size % block_rows
     return jnp.any(jnp.pad(is_live, (0, missing)).reshape(-1, block_rows), axis=1).astype(jnp.int32)
 
@@ -199,29 +199,29 @@ def stacked(rows: Iterable[jax.Array]) -> jax.Array:
     return jnp.stack([*rows, *[jnp.zeros_like(rows[0])] * (SUBLANES - len(rows))])
 
 
-def class_vectors(bias: jax.Array, target: jax.Array, classes: int) -> jax.Array | None:
-    """The vectors over classes, stacked in the order of `BIAS` and `TARGET`; None if both are empty."""
-    if not (bias.size or target.size):
+def class_vectors(bias: jax.Array | None, target: jax.Array | None, classes: int) -> jax.Array | None:
+    """Stacks the vectors over classes in the order of `BIAS` and `TARGET`; None if both are absent."""
+    if bias is None and target is None:
         return None
-    return stacked(vector if vector.size else jnp.zeros((classes,), jnp.float32) for vector in (bias, target))
+    return stacked(jnp.zeros((classes,), jnp.float32) if vector is None else vector for vector in (bias, target))
 
 
 def block_bytes(itemsize: int, elements: int) -> int:
-    """The VMEM of an operand's block."""
+    """Returns the VMEM of an operand's block."""
     # Two buffers, and for float32 the bfloat16 parts that a product at full precision splits it into: 8 bytes are room
     # for four.
     return elements * (2 * itemsize + (8 if itemsize == 4 else 0))
 
 
 def vmem_limit_bytes(estimated_bytes: int) -> int:
-    """The VMEM to ask XLA for: the estimate, and a quarter more for Mosaic's own needs beside the blocks."""
+    """Returns the VMEM to ask XLA for: the estimate, and a quarter more for Mosaic's own needs beside the blocks."""
     return max(_DEFAULT_LIMIT_BYTES, math.ceil(1.25 * estimated_bytes))
 
 
 def affordable(
     hardware: Any, configs: Iterable[Config], vmem_bytes: Callable[..., int], hbm_bytes: Callable[..., float]
 ) -> list[Config]:
-    """The configurations that fit into VMEM, the least traffic to HBM first."""
+    """Lists the configurations that fit into VMEM, the least traffic to HBM first."""
     on_chip_bytes = getattr(hardware, "on_chip_bytes", None) or _SMALLEST_VMEM_BYTES
     unique = {tuple(config.items()): config for config in configs}.values()
     fitting = [config for config in unique if vmem_limit_bytes(vmem_bytes(**config)) <= 0.9 * on_chip_bytes]
@@ -229,7 +229,7 @@ def affordable(
 
 
 def dtype_refusal(**operands: Any) -> str | None:
-    """Why Mosaic TPU cannot multiply operands of these dtypes."""
+    """Says why Mosaic TPU cannot multiply operands of these dtypes."""
     for name, operand in operands.items():
         if jnp.dtype(operand.dtype).name not in _DTYPES:
             return f"Mosaic TPU multiplies {' and '.join(_DTYPES)}; {name} is {jnp.dtype(operand.dtype).name}"
@@ -237,7 +237,7 @@ def dtype_refusal(**operands: Any) -> str | None:
 
 
 def size_refusal(x: Any, weight: Any) -> str | None:
-    """Why an operand is empty for a kernel, or has too many classes to count."""
+    """Says why an operand is empty for a kernel, or has too many classes to count."""
     if 0 in (*x.shape, *weight.shape):
         return f"a kernel needs rows, features and classes; x is {list(x.shape)}, weight {list(weight.shape)}"
     if weight.shape[0] > _MOST_CLASSES:
@@ -246,13 +246,13 @@ def size_refusal(x: Any, weight: Any) -> str | None:
 
 
 def blocks_of(rows: int, classes: int, features: int, config: Config) -> tuple[int, ...]:
-    """The block sizes of a configuration, cut down to the operands."""
+    """Returns the block sizes of a configuration, cut down to the operands."""
     wanted = config["block_rows"], config["block_vocab"], config["block_hidden"]
     return tuple(map(block_size, (rows, round_up(classes, CHUNK), features), wanted))
 
 
 def block_choices(rows: int, classes: int, features: int, most_rows: int = 2048) -> Iterator[Config]:
-    """Block sizes worth trying for a kernel that computes a block's logits in chunks of classes."""
+    """Yields block sizes worth trying for a kernel that computes a block's logits in chunks of classes."""
     names = ("block_rows", "block_vocab", "block_hidden")
     # Of two sizes with the same traffic, the one that leaves no block of classes cut comes first.
     vocab_sizes = sorted((1024, 768, 512, 256), key=lambda size: size < 768 or classes % size > 0)
@@ -269,7 +269,7 @@ def block_choices(rows: int, classes: int, features: int, most_rows: int = 2048)
 def operand_bytes(
     itemsize: int, shape: tuple[int, int], classes: int, block_rows: int, block_vocab: int, block_hidden: int
 ) -> int:
-    """The traffic of operands: the weight once per block of rows, x once, or again per block of classes if cut."""
+    """Estimates the traffic of operands: the weight once a block of rows, x once, or once a block of classes if cut."""
     # A block of x that spans all features keeps its index while classes pass, so it is copied only once.
     rows, features = shape
     reads_of_x = 1 if block_hidden >= features else pl.cdiv(classes, block_vocab)

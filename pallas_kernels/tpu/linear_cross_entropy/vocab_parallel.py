@@ -10,20 +10,17 @@ from pallas_kernels.tpu.linear_cross_entropy.tiles import class_or_none
 def _run_max_sum(x, weight, target, start, end, *, return_logits, config, interpret=False):
     mask = (target < start) | (target >= end)
     masked_target = jnp.where(mask, jnp.zeros_like(target), target - start)
-    empty = jnp.zeros((0,), jnp.float32)
     rows = statistics.online_statistics(
         x.reshape(-1, x.shape[-1]),
         weight,
         _label(mask, masked_target, weight),
-        empty,
-        empty,
         softcap=None,
         metrics=False,
         config=config,
         interpret=interpret,
     )
     maximum, total, predicted = (row.reshape(target.shape) for row in rows[:3])
-    return maximum, total, predicted, mask, masked_target, jnp.zeros((*target.shape, 0), x.dtype)
+    return maximum, total, predicted, mask, masked_target, None
 
 
 def _label(mask, masked_target, weight):
@@ -38,7 +35,7 @@ def _max_sum_refuses(hardware, x, weight, target, start, end, *, return_logits) 
 
 def _run_grad(grad, x, weight, mask, masked_target, maximum, total, softmax, *, config, interpret=False):
     grad, maximum, total = (row.reshape(-1).astype(jnp.float32) for row in (grad, maximum, total))
-    zeros, empty = jnp.zeros_like(grad), jnp.zeros((0,), jnp.float32)
+    zeros = jnp.zeros_like(grad)
     # softmax = exp(z - maximum) / total. The kernel computes exp(z - maximum - log_sum_exp): with 0 for the logarithm,
     # the factor takes the divisor.
     rows = (grad / total, zeros, -grad, zeros, maximum, zeros, _label(mask, masked_target, weight))
@@ -46,9 +43,7 @@ def _run_grad(grad, x, weight, mask, masked_target, maximum, total, softmax, *, 
         rows,
         x.reshape(-1, x.shape[-1]),
         weight,
-        empty,
-        empty,
-        needs=(True, True, False, False, False),
+        needs=(True, True, False, False),
         softcap=None,
         metrics=False,
         config=config,
@@ -58,7 +53,7 @@ def _run_grad(grad, x, weight, mask, masked_target, maximum, total, softmax, *, 
 
 
 def _grad_refuses(hardware, grad, x, weight, mask, masked_target, maximum, total, softmax) -> str | None:
-    if softmax.shape[-1]:
+    if softmax is not None:
         return "the softmax was given, and the kernel would compute it again: give logits_max and sum_exp_logits"
     for name, row in {"grad": grad, "logits_max": maximum, "sum_exp_logits": total}.items():
         if jnp.dtype(row.dtype).name == "float64":
@@ -70,5 +65,9 @@ def _grad_configs(hardware, grad, x, weight, *operands):
     return gradients.configs(hardware, x, weight)
 
 
-MAX_SUM_KERNEL = Kernel("mosaic_tpu", "tpu", _run_max_sum, _max_sum_refuses, statistics.configs)
+def _max_sum_configs(hardware, x, weight, *operands, **params):
+    return statistics.launch_configs(hardware, x, weight)
+
+
+MAX_SUM_KERNEL = Kernel("mosaic_tpu", "tpu", _run_max_sum, _max_sum_refuses, _max_sum_configs)
 GRAD_KERNEL = Kernel("mosaic_tpu", "tpu", _run_grad, _grad_refuses, _grad_configs)

@@ -1,0 +1,163 @@
+"""The summed cross entropy of rows and its gradients, in chunks of rows whose logits exist one after the other.
+
+For each chunk: its logits, their statistics, the cotangent, and both gradients; three products in all.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._checks.dtypes import accumulation_dtype
+from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
+from jaxops.linear_cross_entropy.fold_columns import added_in_blocks
+from jaxops.linear_cross_entropy.fold_rows import Step, fold_rows, varying
+from jaxops.linear_cross_entropy.kept_rows import kept_rows
+from jaxops.linear_cross_entropy.operands import (
+    SKIPPED,
+    ColumnGradients,
+    Columns,
+    Metrics,
+    Needs,
+    RowResults,
+    Rows,
+    RowStatistics,
+    RowWeights,
+)
+from jaxops.linear_cross_entropy.rounded_products import Adding
+from jaxops.linear_cross_entropy.row_statistics import (
+    bounded_logits,
+    cotangent_terms,
+    kept_gradient_dtype,
+    linear_gradients,
+    logits_of,
+    loss_terms,
+    of_present,
+    row_sums,
+    target_total,
+    weighted,
+    with_target_total,
+    zero_unless,
+)
+from lowering.forms import Place
+
+
+class Sums(NamedTuple):
+    """Sums over rows."""
+
+    loss: jax.Array
+    columns: ColumnGradients
+
+
+def summed_by_rows(
+    rows: Rows,
+    columns: Columns,
+    weights: RowWeights,
+    *,
+    softcap: float | None,
+    chunk_rows: int | None,
+    needs: Needs,
+    metrics: bool,
+    weight_grad_dtype: Any,
+    place: Place | None = None,
+) -> tuple[jax.Array, RowResults, ColumnGradients]:
+    """Computes the sum of losses and its gradients, the exponentials of each row relative to its maximum.
+
+    With the place where it runs, chunks are sized for all of its devices, a CPU adds to the gradient of the weight in
+    blocks, and a single device leaves out chunks of skipped rows.
+    """
+    on_one_cpu = place is not None and place.platform == "cpu" and not place.is_split
+    # XLA's CPU compiler writes what it adds up over columns or multiplies: one more array, unless the loss is plain.
+    is_plain = softcap is None and columns.bias is None and columns.class_targets is None and not metrics
+    is_plain = is_plain and columns.weight.dtype.itemsize > 2
+    classes, features = columns.weight.shape
+    chunk_rows = chunk_rows or rows_of_logits(classes, features, 2 if on_one_cpu and not is_plain else 1)
+    add = added_in_blocks if on_one_cpu and not jax.export.is_symbolic_dim(columns.weight.size) else None
+    step = chunk_step(columns, softcap, needs, metrics=metrics, add=add)
+    start = no_sums(rows, columns, needs, weight_grad_dtype)
+    kept = None
+    # Probabilities are too large to be reordered, and metrics are wanted for all rows.
+    if takes_kept_rows(place, rows) and not metrics and rows.labels is not None:
+        kept = kept_rows(rows.labels, chunk_rows)
+    if kept is not None:
+        results, sums = kept.map(step, start, (rows, weights))
+    else:
+        chunk_rows = on_all_devices(chunk_rows, place)
+        results, sums = fold_rows(step, start, (rows, weights), rows.x.shape[:-1], chunk_rows)
+    return sums.loss, results, kept_in_range(sums.columns, columns)
+
+
+def kept_in_range(sums: ColumnGradients, columns: Columns) -> ColumnGradients:
+    """Returns the sums of gradients with that of the weight in the dtype in which it is kept."""
+    if sums.weight is None:
+        return sums
+    return sums._replace(weight=sums.weight.astype(kept_gradient_dtype(columns.weight.dtype)))
+
+
+def takes_kept_rows(place: Place | None, rows: Rows) -> bool:
+    """Tells whether rows may be taken in another order: on one device, with labels."""
+    # To take rows in another order, a split array would have to move between devices.
+    is_one = place is not None and not place.is_split and not jax.export.is_symbolic_dim(rows.x.size)
+    return is_one and rows.probabilities is None and rows.labels is not None
+
+
+def on_all_devices(chunk_rows: int | None, place: Place | None) -> int | None:
+    """Returns how many rows are a chunk for all devices together, over which the compiler splits them.
+
+    Each device then has as many as one alone would. With fewer, it would mostly read the weight, once for each chunk.
+    """
+    return chunk_rows if chunk_rows is None or place is None else chunk_rows * place.device_count
+
+
+def no_sums(rows: Rows, columns: Columns, needs: Needs, weight_grad_dtype: Any) -> Sums:
+    """Returns the sums before the first row."""
+    dtype = accumulation_dtype(columns.weight.dtype)
+
+    def zeros(is_needed: bool, like: jax.Array | None, dtype: Any = dtype) -> jax.Array | None:
+        return jnp.zeros_like(like, dtype) if is_needed and like is not None else None
+
+    of_columns = ColumnGradients(
+        zeros(needs.weight, columns.weight, weight_grad_dtype),
+        zeros(needs.bias, columns.bias),
+        zeros(needs.class_targets, columns.class_targets),
+    )
+    return varying(Sums(jnp.zeros((), dtype), of_columns), (rows, columns))
+
+
+def chunk_step(
+    columns: Columns, softcap: float | None, needs: Needs, *, metrics: bool, add: Adding | None = None
+) -> Step:
+    """Returns the step of a chunk, by which its sums are added to those of the chunks before."""
+
+    def step(sums: Sums, chunk: tuple[Rows, RowWeights]) -> tuple[RowResults, Sums]:
+        rows, weights = chunk
+        x_dtype, x = rows.x.dtype, rows.x.astype(columns.weight.dtype)
+        # A skipped row may hold NaN, and its cotangent of 0 times NaN would be NaN in the gradient of the weight.
+        rows = rows._replace(x=x if rows.labels is None else zero_unless(rows.labels != SKIPPED, x))
+        bounded = bounded_logits(rows, columns, softcap)
+        statistics = row_sums(logits_of(bounded, rows), rows, columns, metrics=metrics).statistics
+        total = target_total(rows, columns, statistics.max_logit)
+        cotangent = cotangent_terms(weights, statistics, total)
+        of_rows, of_columns = linear_gradients(
+            cotangent, rows, columns, bounded, softcap, needs, weight_sum=sums.columns.weight, add=add
+        )
+        terms = loss_terms(statistics, total)
+        # The gradient of t_c is b l - b (z_c - m), as T is the sum of t; the first term, alike for all c, is missing.
+        if weights.target is not None:
+            of_rows, of_columns = with_target_total(of_rows, of_columns, weights.target * statistics.log_sum_exp)
+        loss = sums.loss + jnp.sum(weighted(terms, weights))
+        # The weight's product adds to its sum itself: as an array of its own, it would be V H numbers more.
+        before = sums.columns._replace(weight=None)
+        added = jax.tree.map(jnp.add, before, of_columns._replace(weight=None))
+        # Rounded in its chunk, so that no gradient of all rows exists in float32 if it is kept in bfloat16.
+        if of_rows.x is not None:
+            of_rows = of_rows._replace(x=of_rows.x.astype(kept_gradient_dtype(x_dtype)))
+        results = RowResults(of_present(terms, weights), metrics_of(statistics, metrics), of_rows)
+        return results, Sums(loss, added._replace(weight=of_columns.weight))
+
+    return step
+
+
+def metrics_of(statistics: RowStatistics, metrics: bool) -> Metrics:
+    """Returns what is returned of rows beside their loss, if it is wanted."""
+    return Metrics(*(getattr(statistics, name) for name in Metrics._fields)) if metrics else Metrics()

@@ -1,0 +1,82 @@
+"""Checks and preparation of operands that the public functions on a linear layer's logits share."""
+
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+
+from jaxops._checks.attributes import INT32_MAX, require_floating_dtype, require_integer, require_real
+from jaxops._checks.dtypes import accumulation_dtype
+from jaxops._checks.errors import require
+from jaxops.linear_cross_entropy.operator import check_linear
+
+
+def by_class(operator: str, x: jax.Array, weight: jax.Array, transposed: bool) -> jax.Array:
+    """Returns the weight as (V, H). Refuses one that would fit the other way round, as flax's kernels do by default."""
+    require(weight.ndim == 2 or not transposed, operator, "weight", "have shape (H, V)", weight)
+    if weight.ndim == 2 and x.ndim:
+        features = x.shape[-1]
+        shape = f"({features}, V)" if transposed else f"(V, {features})"
+        remedy = "without transpose_weight" if transposed else "with transpose_weight=True"
+        rule = f"have shape {shape}, as x has features"
+        rule += f", or be given {remedy}" if weight.shape[transposed] == features else ""
+        require(weight.shape[1 - transposed] == features, operator, "weight", rule, weight)
+    return weight.T if transposed else weight
+
+
+def check_layer(operator: str, x: Any, weight: Any, **by_class: Any) -> None:
+    """Checks a linear layer, and vectors with a number for each class, which may be None."""
+    check_linear(x, weight, operator)
+    require(jnp.finfo(x.dtype).bits >= 8, operator, "x", "have a dtype of at least 8 bits", x)
+    floating = jnp.issubdtype(weight.dtype, jnp.floating) and jnp.finfo(weight.dtype).bits >= 8
+    require(floating, operator, "weight", "have a floating-point dtype of at least 8 bits", weight)
+    classes = weight.shape[0]
+    is_countable = jax.export.is_symbolic_dim(classes) or classes <= INT32_MAX
+    require(is_countable, operator, "weight", f"have at most {INT32_MAX} classes", weight)
+    for argument, value in by_class.items():
+        valid = value is None or (value.shape == (classes,) and is_floating(value))
+        require(valid, operator, argument, f"be a floating-point array of shape [{classes}]", value)
+
+
+def check_softcap(operator: str, softcap: Any) -> float | None:
+    """Returns the bound of the logits as a float, or None."""
+    rule = "be a positive number that float32 can hold"
+    return None if softcap is None else float(require_real(operator, "softcap", softcap, rule, above=0))
+
+
+def check_chunk_rows(operator: str, chunk_rows: Any) -> int | None:
+    """Returns the number of rows in a chunk as an int, or None."""
+    rule = f"be a positive integer up to {INT32_MAX}"
+    if chunk_rows is None:
+        return None
+    return require_integer(operator, "chunk_rows", chunk_rows, rule, least=1, most=INT32_MAX)
+
+
+def check_weight_grad_dtype(operator: str, value: Any, weight: jax.Array) -> Any:
+    """Returns the dtype in which the weight's gradient is added up."""
+    default = accumulation_dtype(weight.dtype)
+    if value is None:
+        return default
+    dtype = require_floating_dtype(operator, "weight_grad_dtype", value)
+    choices = {default, jnp.dtype(weight.dtype)} if weight.dtype == jnp.bfloat16 else {default}
+    rule = f"be None or {' or '.join(sorted(map(str, choices)))}, as the weight is {weight.dtype}"
+    require(dtype in choices, operator, "weight_grad_dtype", rule, value)
+    return dtype
+
+
+def is_floating(value: Any) -> bool:
+    """Tells whether an array is floating point."""
+    return bool(jnp.issubdtype(value.dtype, jnp.floating))
+
+
+@jax.jit
+def nan_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns `x` where valid, else NaN. Jitted even outside jit, so that `jax.debug_nans` only sees the result."""
+    return jnp.where(valid, x, jnp.nan)
+
+
+@jax.jit
+def nan_added_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
+    """Does the same, with a derivative of 1 that compilers can see."""
+    return x + jnp.where(valid, 0, jnp.nan).astype(x.dtype)

@@ -1,0 +1,99 @@
+"""The sizes of chunks of rows and of tiles of columns, which are computed at a time, and where they come from."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+
+class ChunkSizes(NamedTuple):
+    """Sizes of chunks and tiles, in elements, rows or columns.
+
+    Attributes:
+      logits: of a chunk of rows: 64 MiB in float32. Fewer cost time, as each chunk adds to the gradient of the weight.
+      least_rows: with fewer rows, a chunk mostly reads the weight and adds to its gradient.
+      exponentials: of a chunk of rows whose exponentials are written in 16 bits, 0.5 GiB, as on TPUs and in kernels:
+        by replay, smaller chunks spend over a tenth of their time on the float32 sum for the weight.
+      tile_logits: of a tile of columns over all rows: 1 MiB in float32, which stays in a processor's cache between the
+        steps that read it.
+      least_columns: with fewer columns, matrix products are too small to be fast.
+      vocabulary_parts: the devices over which a vocabulary may lie without being moved by tiles. More parts would be
+        shorter than the units in which memory is laid out.
+      block: of the gradient of a weight, in elements, that a CPU adds a product to at a time: it stays in a cache.
+      first_columns: those that decide a row's reference before its logits are known: their maximum is below that of
+        128,000 by some 1.7 standard deviations.
+      kept_chunks: into how many chunks rows go, about, if only those that count are taken.
+      least_kept_rows: with fewer rows, such a chunk is too small for fast products.
+    """
+
+    logits: int = 2**24
+    least_rows: int = 256
+    exponentials: int = 2**28
+    tile_logits: int = 2**18
+    least_columns: int = 256
+    vocabulary_parts: int = 16
+    block: int = 2**20
+    first_columns: int = 256
+    kept_chunks: int = 8
+    least_kept_rows: int = 512
+
+
+SIZES = ChunkSizes()
+
+
+def rows_of_logits(classes: Any, features: Any, arrays: int = 1) -> int | None:
+    """Returns how many rows a chunk of float32 logits has: enough that adding to the weight's gradient is cheap.
+
+    None, all rows, where sizes are symbolic. Where the compiler writes several arrays of a chunk's size, it has fewer.
+    """
+    if jax.export.is_symbolic_dim(classes) or jax.export.is_symbolic_dim(features):
+        return None
+    return max(SIZES.least_rows, features // 4, SIZES.logits // max(1, arrays * classes))
+
+
+def rows_of_exponentials(classes: int, features: int, *, metrics: bool = False) -> int:
+    """Returns how many rows a chunk of 16-bit exponentials has; half with metrics, whose logits are float32."""
+    rows = SIZES.exponentials // max(1, classes) // (2 if metrics else 1)
+    return max(SIZES.least_rows, features // 4, rows)
+
+
+def rows_of_exponentials_on(hardware: Any, classes: int, features: int) -> int:
+    """Returns the same for a chip: more, if its memory would not keep up with adding chunks to the float32 sum.
+
+    The sum is read and written, 8 V H bytes beside 2 R V H floating-point operations for R rows. With at most H rows,
+    exponentials take no more memory than the gradient of the weight, whose place they have until it is written.
+    """
+    rows = rows_of_exponentials(classes, features)
+    rates = dict(hardware.matmul_flops_per_s)
+    if not hardware.memory_bytes_per_s or "bfloat16" not in rates:
+        return rows
+    balanced = 8 * rates["bfloat16"] / hardware.memory_bytes_per_s  # twice as many rows as take equal times
+    return max(rows, min(2 ** int(math.log2(balanced)), features))
+
+
+def logits_of_tile(rows: Any, weight_shape: tuple[int, ...], chunk_rows: int | None) -> int | None:
+    """Returns how many logits exist at a time, over all rows, in tiles of columns; None for all.
+
+    Those of as many whole rows as `chunk_rows` says; without it, all of few, and of many so many columns that reading
+    and writing the rows' feature sums is cheap.
+    """
+    classes, features = weight_shape
+    if jax.export.is_symbolic_dim(classes):
+        return None
+    if chunk_rows is not None:
+        return chunk_rows * classes
+    if jax.export.is_symbolic_dim(rows * features):
+        return SIZES.tile_logits
+    if rows * classes <= SIZES.logits:
+        return None
+    return max(SIZES.tile_logits, rows * max(SIZES.least_columns, features // 2))
+
+
+def columns_of_tile(rows: Any, weight_shape: tuple[int, ...], tile_logits: int | None) -> int | None:
+    """Returns how many columns of all `rows` have about `tile_logits` logits; None for all columns."""
+    classes, features = weight_shape
+    if tile_logits is None or jax.export.is_symbolic_dim(classes):
+        return None
+    if jax.export.is_symbolic_dim(rows):
+        return max(SIZES.least_columns, features // 2)
+    return math.ceil(tile_logits / max(1, rows))

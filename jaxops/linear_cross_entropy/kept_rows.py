@@ -1,0 +1,164 @@
+"""Takes the rows that count first, so that whole chunks of the others can be skipped."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxops.linear_cross_entropy.chunk_sizes import SIZES
+from jaxops.linear_cross_entropy.fold_rows import Step, filler, varying
+from jaxops.linear_cross_entropy.operands import SKIPPED
+
+
+class KeptRows(NamedTuple):
+    """All rows in the order in which they are taken: those that count, the others, and fillers of the last chunk.
+
+    Which steps run depends on the data, so nothing here can be differentiated in reverse mode.
+
+    Attributes:
+      is_kept: (rows,), which rows count, by position.
+      order: (chunks * chunk_rows,), the position of each row; beyond the last row for fillers.
+      kept: (), how many rows count.
+      chunk_rows: the rows of a chunk.
+      batch_shape: the batch axes.
+    """
+
+    is_kept: jax.Array
+    order: jax.Array
+    kept: jax.Array
+    chunk_rows: int
+    batch_shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        return math.prod(self.batch_shape)
+
+    def take(self, rows: Any, fills: Any = None) -> Any:
+        """Takes (..., rest) in this order, as (chunks * chunk_rows, rest); pytrees."""
+        fills = jax.tree.map(filler, rows) if fills is None else fills
+
+        def taken(x: jax.Array, fill: float) -> jax.Array:
+            return self._flat(x).at[self.order].get(mode="fill", fill_value=fill, unique_indices=True)
+
+        return jax.tree.map(taken, rows, fills)
+
+    def restore(self, results: Any) -> Any:
+        """Computes the inverse of `take`. Where all rows count nothing moves, and vectors move in a sort.
+
+        TPUs would gather them one by one.
+        """
+        positions = jnp.arange(len(self.order), dtype=self.order.dtype)
+        leaves, structure = jax.tree.flatten(results)
+        _, places, *vectors = jax.lax.sort(
+            (self.order, positions, *(x for x in leaves if x.ndim == 1)), num_keys=1, is_stable=False
+        )
+        rest, moves = iter(vectors), (self.kept < self.size).astype(jnp.int32)
+
+        def taken(x: jax.Array) -> jax.Array:
+            return x.at[places[: self.size]].get(mode="promise_in_bounds", unique_indices=True)
+
+        def restored(x: jax.Array) -> jax.Array:
+            if x.ndim == 1:
+                return next(rest)[: self.size]
+            # A loop of one step or none, rather than a branch, so that rows that do not move stay where they are.
+            return jax.lax.fori_loop(jnp.zeros_like(moves), moves, lambda _, x: taken(x), x[: self.size])
+
+        in_place = (restored(x).reshape(*self.batch_shape, *x.shape[1:]) for x in leaves)
+        return jax.tree.unflatten(structure, list(in_place))
+
+    def fold(
+        self,
+        step: Step,
+        sums: Any,
+        results: Any,
+        read: Callable[[jax.Array, Any], Any],
+        *,
+        starts_unwritten: bool = False,
+    ) -> tuple[Any, Any]:
+        """Calls `results, sums = step(sums, read(first row, results))` on every chunk with a row that counts.
+
+        The other chunks keep their results. Rows behind the last one that counts in its chunk are computed as well.
+        With `starts_unwritten`, sums start from 0 whatever they hold, and the first chunk is computed in any case.
+        """
+
+        def one(at: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            results, sums = carry
+            first = at * self.chunk_rows
+            if starts_unwritten:
+                sums = jax.tree.map(lambda x: jnp.where(at == 0, jnp.zeros_like(x), x), sums)
+            new, sums = step(sums, read(first, results))
+            results = jax.tree.map(
+                lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, first, 0), results, new
+            )
+            return results, sums
+
+        chunks = jnp.maximum(-(-self.kept // self.chunk_rows), int(starts_unwritten))
+        return jax.lax.fori_loop(jnp.zeros_like(chunks), chunks, one, (results, sums))
+
+    def update(self, step: Step, sums: Any, results: Any, rows: Any) -> tuple[Any, Any]:
+        """Calls `results, sums = step(sums, (results, rows))` on every such chunk of rows that were taken."""
+
+        def read(first: jax.Array, results: Any) -> Any:
+            part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=self.chunk_rows)
+            return jax.tree.map(part, (results, rows))
+
+        return self.fold(step, sums, results, read)
+
+    def map(self, step: Step, sums: Any, rows: Any, *, starts_unwritten: bool = False) -> tuple[Any, Any]:
+        """Calls `step` as `fold_rows` does; row results are 0 where a whole chunk is skipped.
+
+        Vectors are taken first, and what is wider when its chunk is computed, so that it is not copied as a whole.
+        """
+        leaves, structure = jax.tree.flatten(rows)
+        vectors = iter(self._vectors([x for x in leaves if x.ndim == len(self.batch_shape)]))
+        taken = [next(vectors) if x.ndim == len(self.batch_shape) else None for x in leaves]
+
+        def read(first: jax.Array, _: Any) -> Any:
+            part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=self.chunk_rows)
+            places = part(self.order)
+
+            def chunk(x: jax.Array, vector: jax.Array | None) -> jax.Array:
+                if vector is not None:
+                    return part(vector)
+                return self._flat(x).at[places].get(mode="fill", fill_value=filler(x), unique_indices=True)
+
+            return jax.tree.unflatten(structure, [chunk(*pair) for pair in zip(leaves, taken, strict=True)])
+
+        shapes, _ = jax.eval_shape(step, sums, jax.eval_shape(read, jnp.zeros((), self.order.dtype), None))
+        results = jax.tree.map(lambda x: jnp.zeros((len(self.order), *x.shape[1:]), x.dtype), shapes)
+        results, sums = varying((results, sums), rows)
+        results, sums = self.fold(step, sums, results, read, starts_unwritten=starts_unwritten)
+        return self.restore(results), sums
+
+    def _flat(self, x: jax.Array) -> jax.Array:
+        return x.reshape(self.size, *x.shape[len(self.batch_shape) :])
+
+    def _vectors(self, vectors: list[jax.Array]) -> list[jax.Array]:
+        """Takes a value per row in this order, with fillers. TPUs gather such values one by one, and sort them fast."""
+        _, *taken = jax.lax.sort((~self.is_kept, *(x.reshape(-1) for x in vectors)), num_keys=1)
+        fillers = len(self.order) - self.size
+        return [jnp.concatenate([x, jnp.full(fillers, filler(x), x.dtype)]) for x in taken]
+
+
+def kept_rows(labels: jax.Array, chunk_rows: int | None = None) -> KeptRows | None:
+    """Returns the rows whose label is not `SKIPPED`, first; None if they make up a single chunk.
+
+    Args:
+      labels: (...).
+      chunk_rows: about how many rows are in a chunk. None: an eighth of them, and at least 512.
+    """
+    wanted = chunk_rows or max(SIZES.least_kept_rows, labels.size // SIZES.kept_chunks)
+    steps = math.ceil(labels.size / wanted)
+    if steps < 2:
+        return None
+    chunk_rows = math.ceil(labels.size / steps)
+    is_kept = labels.reshape(-1) != SKIPPED
+    order = jnp.argsort(~is_kept, stable=True).astype(jnp.int32)
+    # Rows that fill up the last chunk have different positions past the end.
+    fillers = labels.size + jnp.arange(-labels.size % chunk_rows, dtype=order.dtype)
+    order, kept = jnp.concatenate([order, fillers]), jnp.sum(is_kept, dtype=jnp.int32)
+    return KeptRows(is_kept, order, kept, chunk_rows, tuple(labels.shape))

@@ -1,0 +1,390 @@
+"""The logits of rows, their statistics and losses, and the gradients behind them: the algebra that all forms share.
+
+With the logits z of a row, their maximum m, lse = m + l and p = softmax(z) = exp(z - m - l), weights t of the columns
+with T = sum t, and row weights a, b and q, the loss of a row with label y is
+
+    L = a (lse - z_y) + b sum_c t_c (lse - z_c) + q lse^2
+      = a (l - (z_y - m)) + b (T l - sum_c t_c (z_c - m)) + q (m + l)^2
+
+As d lse / dz_c = p_c, the cotangent of the logits is
+
+    dL / dz_c = (a + b T + 2 q lse) p_c - a [c = y] - b t_c
+
+The statistics l, z_y - m, sum t (z - m) and mu = sum p (z - m) may also be differentiated themselves. m is a constant,
+since it cancels, and d mu / dz_c = p_c (1 + (z_c - m) - mu). With cotangents g of the four, dz_c is
+
+    (g_l + g_mu (1 - mu)) p_c + g_mu (z_c - m) p_c + g_y [c = y] + g_t t_c
+
+So both are `CotangentTerms`: softmax, slope, label and target. The bounded logits u = softcap tanh(z0 / softcap) of
+z0 = x weight^T + bias have du / dz0 = 1 - (u / softcap)^2. A row's scale s gives z = s u, and
+
+    dL / ds = sum_c dz_c u_c = (sum_c dz_c (z_c - m) + m sum_c dz_c) / s
+
+where the second sum is known: softmax-terms add up to g_l + g_mu, the others to g_y and g_t T. A margin shifts z_y by a
+constant.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxops._checks.dtypes import accumulation_dtype
+from jaxops._primitive.sharding import laid_out_as
+from jaxops.linear_cross_entropy.operands import (
+    ColumnGradients,
+    Columns,
+    CotangentTerms,
+    Needs,
+    RowGradients,
+    Rows,
+    RowStatistics,
+    RowWeights,
+)
+from jaxops.linear_cross_entropy.rounded_products import Adding, Products, rounded_products
+
+
+def over_columns(row_values: jax.Array) -> jax.Array:
+    """Adds an axis to one value per row, which broadcasts against rows of logits."""
+    return row_values[..., None]
+
+
+def over_rows(column_values: jax.Array, like: jax.Array) -> jax.Array:
+    """Broadcasts one value per column of the logits to every row."""
+    return jnp.broadcast_to(column_values.astype(like.dtype), like.shape)
+
+
+def bounded_logits(rows: Rows, columns: Columns, softcap: float | None) -> jax.Array:
+    """Computes x weight^T + bias, accumulated and kept in float32; with a softcap, softcap tanh(z / softcap)."""
+    dtype = accumulation_dtype(columns.weight.dtype)
+    logits = jnp.einsum("...h,vh->...v", rows.x, columns.weight, preferred_element_type=dtype)
+    if columns.bias is not None:
+        logits = logits + over_rows(columns.bias, logits)
+    return _bounded(logits, softcap)
+
+
+def logits_of_zero(columns: Columns, softcap: float | None) -> jax.Array:
+    """Computes the logits (1, V) of a row whose x is 0."""
+    logits = jnp.zeros((1, columns.weight.shape[0]), accumulation_dtype(columns.weight.dtype))
+    return logits if columns.bias is None else _bounded(over_rows(columns.bias, logits), softcap)
+
+
+def _bounded(logits: jax.Array, softcap: float | None) -> jax.Array:
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def logits_of(bounded: jax.Array, rows: Rows) -> jax.Array:
+    """Scales the bounded logits of rows, and takes the margins off."""
+    logits = bounded
+    if rows.scale is not None:
+        # A forbidden column stays one; in forward mode, the scale's tangent times -inf would be NaN.
+        logits = jnp.where(logits == -jnp.inf, logits, over_columns(rows.scale) * logits)
+    if rows.margin is not None and rows.labels is not None:
+        logits = logits - jnp.where(is_label(rows.labels, logits), over_columns(rows.margin), 0)
+    return logits
+
+
+def is_label(labels: jax.Array, logits: jax.Array) -> jax.Array:
+    """Returns where columns of the logits (..., V) are the label of their row."""
+    # A comparison of columns fuses and leaves a split vocabulary split; a scatter does neither.
+    return jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == over_columns(labels)
+
+
+def column_targets(rows: Rows, columns: Columns, like: jax.Array) -> jax.Array | None:
+    """Returns the weights t of the columns, for each row of `like`; None without."""
+    if rows.probabilities is not None:
+        return rows.probabilities.astype(like.dtype)
+    return None if columns.class_targets is None else over_rows(columns.class_targets, like)
+
+
+def target_total(rows: Rows, columns: Columns, like: jax.Array) -> jax.Array | None:
+    """Computes the sum T of each row's weights of the columns, in the shape and dtype of `like`; None without."""
+    if rows.probabilities is not None:
+        return jnp.sum(rows.probabilities.astype(like.dtype), axis=-1)
+    if columns.class_targets is None:
+        return None
+    return jnp.broadcast_to(jnp.sum(columns.class_targets.astype(like.dtype)), like.shape)
+
+
+class RowSums(NamedTuple):
+    """The sums behind `RowStatistics`, over some of the columns; sums over disjoint columns can be merged.
+
+    Attributes:
+      max_logit: m, 0 if no logit is finite.
+      less_one: sum exp(z - m) - 1, which is -1 if no logit is finite. Added to the 1 of the maximum, the small sums of
+        further columns would be lost, and with them the loss of a confident row.
+      label_logit: z[label] - m; 0 if the label is not among these columns.
+      has_label: 1 if it is, else 0.
+      target_logit: sum t (z - m).
+      target_total: sum t.
+      weighted_logit: sum exp(z - m) (z - m), a metric.
+      prediction: argmax z, a metric.
+    """
+
+    max_logit: jax.Array
+    less_one: jax.Array
+    label_logit: jax.Array | None = None
+    has_label: jax.Array | None = None
+    target_logit: jax.Array | None = None
+    target_total: jax.Array | None = None
+    weighted_logit: jax.Array | None = None
+    prediction: jax.Array | None = None
+
+    @property
+    def sum_exp(self) -> jax.Array:
+        """The sum of exp(z - m); 0 if no logit is finite."""
+        return 1 + self.less_one
+
+    @property
+    def statistics(self) -> RowStatistics:
+        """The statistics of rows that consist of these columns alone."""
+        mean_logit = None
+        if self.weighted_logit is not None:
+            sum_exp = self.sum_exp
+            mean_logit = self.weighted_logit / jnp.where(sum_exp == 0, jnp.ones_like(sum_exp), sum_exp)
+        log_sum_exp = jnp.log1p(self.less_one)
+        return RowStatistics(
+            self.max_logit, log_sum_exp, self.label_logit, self.target_logit, mean_logit, self.prediction
+        )
+
+
+def row_sums(logits: jax.Array, rows: Rows, columns: Columns, *, metrics: bool) -> RowSums:
+    """Computes the sums of rows of logits; `metrics` asks for the last two."""
+    maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+    # 0 if all logits are -inf, because z - m would be NaN.
+    maximum = jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
+    shifted = logits - over_columns(maximum)
+    exp = jnp.exp(shifted)
+    sums = RowSums(maximum, jnp.sum(exp, axis=-1) - 1)
+    if rows.labels is not None:
+        count = logits.shape[-1]
+        # Picked before the maximum is subtracted: with two uses, the difference would be one more array of logits.
+        at = over_columns(jnp.clip(rows.labels, 0, count - 1))
+        picked = jnp.take_along_axis(logits, at, axis=-1)[..., 0] - maximum
+        has_label = (rows.labels >= 0) & (rows.labels < count)
+        label_logit = jnp.where(has_label, picked, jnp.zeros_like(picked))
+        sums = sums._replace(label_logit=label_logit, has_label=has_label.astype(picked.dtype))
+    targets = column_targets(rows, columns, shifted)
+    if targets is not None:
+        total = target_total(rows, columns, maximum)
+        sums = sums._replace(target_logit=jnp.sum(targets * shifted, axis=-1), target_total=total)
+    if metrics:
+        weighted = jnp.sum(exp * finite(shifted), axis=-1)
+        sums = sums._replace(weighted_logit=weighted, prediction=jnp.argmax(logits, axis=-1).astype(jnp.int32))
+    return sums
+
+
+Reduction = Callable[[jax.Array], jax.Array]
+
+
+def merged(parts: RowSums, index: jax.Array, largest: Reduction, total: Reduction, least: Reduction) -> RowSums:
+    """Merges the sums over several parts of the columns; predictions count the columns of all parts.
+
+    The parts lie along an axis of each array, which stays, or on different devices. `index` counts them. The reductions
+    take the maximum, the sum and the minimum over them.
+    """
+    sum_exp = parts.sum_exp
+    is_empty = sum_exp == 0
+    maxima = jnp.where(is_empty, -jnp.inf, jax.lax.stop_gradient(parts.max_logit))
+    top = jax.lax.stop_gradient(largest(maxima))
+    maximum = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
+    shift = jnp.where(is_empty, jnp.zeros_like(maxima), maxima - maximum)
+    share = jnp.exp(shift)
+    # The first part that has the maximum counts without the 1 that this adds.
+    first = least(jnp.where(maxima == top, index, jnp.iinfo(jnp.int32).max))
+    sums = RowSums(maximum, total(jnp.where(index == first, parts.less_one, share * sum_exp)))
+    if parts.label_logit is not None and parts.has_label is not None:
+        # Not has_label times shift: the label's logit may be -inf.
+        label_logit = jnp.where(parts.has_label > 0, parts.label_logit + shift, jnp.zeros_like(shift))
+        sums = sums._replace(label_logit=total(label_logit), has_label=total(parts.has_label))
+    if parts.target_logit is not None and parts.target_total is not None:
+        target_logit = total(parts.target_logit + parts.target_total * shift)
+        sums = sums._replace(target_logit=target_logit, target_total=total(parts.target_total))
+    if parts.weighted_logit is not None and parts.prediction is not None:
+        weighted = total(share * (parts.weighted_logit + shift * sum_exp))
+        # Of equal maxima, the first counts.
+        candidates = jnp.where(maxima == top, parts.prediction, jnp.iinfo(jnp.int32).max)
+        sums = sums._replace(weighted_logit=weighted, prediction=least(candidates))
+    return sums
+
+
+def merged_pair(left: RowSums, right: RowSums) -> RowSums:
+    """Merges the sums over two disjoint sets of columns."""
+    stacked = jax.tree.map(lambda *pair: jnp.stack(pair), left, right)
+    index = jax.lax.broadcasted_iota(jnp.int32, stacked.max_logit.shape, 0)
+    over = (functools.partial(reduction, axis=0, keepdims=True) for reduction in (jnp.max, jnp.sum, jnp.min))
+    return jax.tree.map(lambda x: x[0], merged(stacked, index, *over))
+
+
+def loss_terms(rows: RowStatistics, total: jax.Array | None) -> RowWeights:
+    """Computes the terms of a row's loss before they are weighted; `total` is the sum T of its column targets."""
+    # Differences are relative to the row's maximum, so a large common offset of the logits costs no digits.
+    by_label = None if rows.label_logit is None else rows.log_sum_exp - rows.label_logit
+    by_target = None if total is None or rows.target_logit is None else total * rows.log_sum_exp - rows.target_logit
+    return RowWeights(by_label, by_target, jnp.square(rows.max_logit + rows.log_sum_exp))
+
+
+def of_present(terms: RowWeights, weights: RowWeights) -> RowWeights:
+    """Returns the terms that have a weight."""
+    return RowWeights(*(None if weight is None else term for term, weight in zip(terms, weights, strict=True)))
+
+
+def weighted(terms: RowWeights, weights: RowWeights) -> jax.Array:
+    """Computes the loss of each row from its `loss_terms`."""
+    pairs = [(a, b) for a, b in zip(weights, terms, strict=True) if a is not None and b is not None]
+    return functools.reduce(jnp.add, (weight * term for weight, term in pairs))
+
+
+def row_losses(statistics: RowStatistics, total: jax.Array | None, weights: RowWeights) -> jax.Array:
+    """Computes the loss of each row from the statistics of its logits."""
+    return weighted(loss_terms(statistics, total), weights)
+
+
+def softmax_coefficient(weights: RowWeights, rows: RowStatistics, total: jax.Array | None) -> jax.Array:
+    """Computes a + b T + 2 q lse, the coefficient of softmax(z) in the cotangent of the logits of summed losses."""
+    coefficient = jnp.zeros_like(rows.max_logit) if weights.label is None else weights.label
+    if weights.target is not None and total is not None:
+        coefficient = coefficient + weights.target * total
+    if weights.square is not None:
+        coefficient = coefficient + 2 * weights.square * (rows.max_logit + rows.log_sum_exp)
+    return coefficient
+
+
+def cotangent_terms(weights: RowWeights, rows: RowStatistics, total: jax.Array | None) -> CotangentTerms:
+    """Computes the cotangent of the logits of rows whose weighted losses are summed."""
+    # With it, logits - maximum is computed again. Without the barrier XLA would keep it next to the logits instead.
+    maximum = jax.lax.optimization_barrier(rows.max_logit)
+    softmax = softmax_coefficient(weights, rows, total)
+    label = None if weights.label is None else -weights.label
+    target = None if weights.target is None or total is None else -weights.target
+    return CotangentTerms(softmax, maximum, rows.log_sum_exp, label, target)
+
+
+def statistics_terms(cotangents: RowStatistics, rows: RowStatistics) -> CotangentTerms:
+    """Computes the cotangent of the logits of rows whose statistics have these cotangents."""
+    # A row without a finite logit has no probabilities: exp(-inf - 0) = 0.
+    log_sum_exp = jnp.where(rows.log_sum_exp == -jnp.inf, jnp.zeros_like(rows.log_sum_exp), rows.log_sum_exp)
+    softmax, slope = cotangents.log_sum_exp, cotangents.mean_logit
+    if slope is not None and rows.mean_logit is not None:
+        softmax = softmax + slope * (1 - rows.mean_logit)
+    return CotangentTerms(softmax, rows.max_logit, log_sum_exp, cotangents.label_logit, cotangents.target_logit, slope)
+
+
+def scale_gradient(
+    along_logits: jax.Array, cotangents: RowStatistics, statistics: RowStatistics, rows: Rows, columns: Columns
+) -> Any:
+    """Computes the gradient of the scale from that of `linear_gradients` and the cotangents of the statistics.
+
+    The maximum is added apart, times the known sum of the logits' cotangent: if that is zero, a large common offset of
+    the logits costs no digits.
+    """
+    total, label, target = cotangents.log_sum_exp, cotangents.label_logit, cotangents.target_logit
+    if cotangents.mean_logit is not None:
+        total = total + cotangents.mean_logit
+    if label is not None and rows.labels is not None:
+        is_column = (rows.labels >= 0) & (rows.labels < columns.weight.shape[0])
+        total = total + is_column.astype(label.dtype) * label
+    of_targets = None if target is None else target_total(rows, columns, target)
+    total = total if target is None or of_targets is None else total + target * of_targets
+    return (along_logits + statistics.max_logit * total) / jnp.asarray(rows.scale)
+
+
+def linear_gradients(
+    terms: CotangentTerms,
+    rows: Rows,
+    columns: Columns,
+    bounded: jax.Array,
+    softcap: float | None,
+    needs: Needs,
+    *,
+    weight_sum: jax.Array | None = None,
+    add: Adding | None = None,
+) -> tuple[RowGradients, ColumnGradients]:
+    """Computes gradients, accumulated in float32, from the cotangent of the logits and the `bounded` logits.
+
+    The weight gradient is added to `weight_sum`, if there is one, by `add`. That of the scale is the sum over columns
+    of the logits' cotangent times (logits - maximum): see above for the rest.
+
+    The cotangent is rounded to the weight's dtype before the matrix products, as in the documented operators, so that
+    16-bit inputs run on 16-bit matrix units. The sum for the bias is taken before.
+    """
+    batch, logits = tuple(range(rows.x.ndim - 1)), logits_of(bounded, rows)
+    cotangent = _cotangent(terms, rows, columns, logits)
+    shifted = logits - over_columns(terms.maximum)
+    of_scale = jnp.sum(cotangent * finite(shifted), axis=-1) if needs.scale else None
+    if rows.scale is not None:
+        cotangent = over_columns(rows.scale) * cotangent
+    if softcap is not None:
+        cotangent = cotangent * (1 - jnp.square(bounded / softcap))
+    bound = functools.partial(_cotangent_bound, terms, rows, columns)
+    products = Products(needs.x, needs.weight, add)
+    x_grad, weight_grad = rounded_products(products, cotangent, bound, rows.x, columns.weight, weight_sum)
+    of_rows, of_columns = RowGradients(x_grad, scale=of_scale), ColumnGradients(weight_grad)
+    if needs.bias:
+        of_columns = of_columns._replace(bias=jnp.sum(cotangent, axis=batch))
+    if terms.target is not None and needs.class_targets:
+        by_column = jnp.sum(over_columns(terms.target) * shifted, axis=batch)
+        of_columns = of_columns._replace(class_targets=by_column)
+    if terms.target is not None and needs.probabilities:
+        of_rows = of_rows._replace(probabilities=over_columns(terms.target) * shifted)
+    return of_rows, of_columns
+
+
+def with_target_total(
+    of_rows: RowGradients, of_columns: ColumnGradients, by_total: jax.Array
+) -> tuple[RowGradients, ColumnGradients]:
+    """Completes gradients of the column targets: each also counts in T, which has the gradient `by_total` in a row."""
+    if of_rows.probabilities is not None:
+        of_rows = of_rows._replace(probabilities=of_rows.probabilities + over_columns(by_total))
+    if of_columns.class_targets is not None:
+        of_columns = of_columns._replace(class_targets=of_columns.class_targets + jnp.sum(by_total))
+    return of_rows, of_columns
+
+
+def _cotangent(terms: CotangentTerms, rows: Rows, columns: Columns, logits: jax.Array) -> jax.Array:
+    shifted = logits - over_columns(terms.maximum)
+    factor = over_columns(terms.softmax)
+    if terms.slope is not None:
+        factor = factor + over_columns(terms.slope) * finite(shifted)
+    cotangent = factor * jnp.exp(shifted - over_columns(terms.log_sum_exp))
+    if terms.label is not None and rows.labels is not None:
+        at_label = jnp.where(is_label(rows.labels, logits), over_columns(terms.label), jnp.zeros_like(logits))
+        cotangent = cotangent + at_label
+    targets = column_targets(rows, columns, logits)
+    if terms.target is None or targets is None:
+        return cotangent
+    return cotangent + over_columns(terms.target) * targets
+
+
+def _cotangent_bound(terms: CotangentTerms, rows: Rows, columns: Columns) -> jax.Array:
+    """Returns an upper bound for the cotangent of each row of logits, within a small factor."""
+    # exp(-d) d is below 1, so the slope itself bounds its term.
+    parts = (terms.softmax, terms.slope, terms.label)
+    bound = functools.reduce(jnp.add, (jnp.abs(part) for part in parts if part is not None))
+    targets = columns.class_targets if rows.probabilities is None else rows.probabilities
+    if terms.target is not None and targets is not None:
+        bound = bound + jnp.abs(terms.target) * jnp.max(jnp.abs(targets), axis=-1).astype(bound.dtype)
+    return bound if rows.scale is None else jnp.abs(rows.scale) * bound
+
+
+def finite(shifted: jax.Array) -> jax.Array:
+    """Returns `shifted` with 0 for -inf: a column of probability 0 has no part in a mean."""
+    return jnp.where(shifted == -jnp.inf, jnp.zeros_like(shifted), shifted)
+
+
+def zero_unless(live: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns the rows of x (..., H) that are live, and zeros for the others."""
+    is_live = over_columns(live)
+    if is_live.shape == x.shape:  # a single feature: nothing is broadcast, so an explicit mesh wants one layout
+        is_live = laid_out_as(is_live, jax.typeof(x).sharding)
+    return jnp.where(is_live, x, jnp.zeros_like(x))
+
+
+def kept_gradient_dtype(dtype: Any) -> Any:
+    """Returns the dtype in which a gradient of x or weight is kept until the loss's cotangent multiplies it.
+
+    An unscaled gradient fits bfloat16's range but not float16's, and a cotangent of 1 does not round it again.
+    """
+    return dtype if dtype == jnp.bfloat16 else accumulation_dtype(dtype)
