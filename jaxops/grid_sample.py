@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import lowering
 from jaxops._checks.dtypes import accumulation_dtype, check_floating
 from jaxops._checks.mcdnn import as_arrays, require
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
+from lowering.forms import Form, Place, refusal_of_parts
 
 
 def grid_sample(x: jax.Array, grid: jax.Array) -> jax.Array:
@@ -52,9 +52,10 @@ def grid_sample(x: jax.Array, grid: jax.Array) -> jax.Array:
 
       Derivatives of all modes exist up to second order. The floor counts as constant.
 
-      On every platform this runs as XLA's gathers and scatters. On a CPU it avoids temporaries that hold every product,
-      and computes the gradient of x two images at a time. A kernel would gain nothing: a TPU's own gather reaches over
-      a register, not over an image, and a GPU's pixels come through its cache anyway.
+      On every platform this runs as XLA's gathers and scatters. On a CPU it avoids temporaries that hold every product
+      (`xla_few_channels`), and computes the gradient of x two images at a time (`xla_image_pairs`). A kernel would gain
+      nothing: a TPU's own gather reaches over a register, not over an image, and a GPU's pixels come through its cache
+      anyway.
 
     Example:
       >>> x = jnp.array([[[[0.0, 10.0], [20.0, 30.0]]]])
@@ -113,7 +114,7 @@ _FEW_CHANNELS = 4
 
 
 def _points(grid: jax.Array, extents: tuple[int, ...], dtype: Any) -> _Points:
-    """The points of a grid (..., H, W, 2). A point that no pixel is near counts as if it lay below the last row."""
+    """Returns the points of a grid (..., H, W, 2). A point near no pixel counts as if it lay below the last row."""
     grid = grid.reshape(*grid.shape[:-3], math.prod(grid.shape[-3:-1]), 2).astype(dtype)
     height, width = extents
     x, y = ((grid[..., i] + 1) / 2 * (extent - 1) for i, extent in ((0, width), (1, height)))
@@ -124,7 +125,7 @@ def _points(grid: jax.Array, extents: tuple[int, ...], dtype: Any) -> _Points:
 
 
 def _corner(points: _Points, corner: tuple[Any, Any], extents: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """The pixels at one corner of the points: their indices, whether they lie in the image, and their weights."""
+    """Finds the pixels at one corner of the points: their indices, whether they lie in the image, and their weights."""
     (down, right), (height, width) = corner, extents
     row, column = points.row + down, points.column + right
     is_inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
@@ -133,7 +134,7 @@ def _corner(points: _Points, corner: tuple[Any, Any], extents: tuple[int, ...]) 
 
 
 def _slopes(points: _Points, corners: Sequence[jax.Array], extents: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The derivatives with respect to a grid's x and y, from the values at the four corners of each point."""
+    """Computes the derivatives with respect to a grid's x and y, from the values at the four corners of each point."""
     (upper_left, upper_right, lower_left, lower_right), (height, width) = corners, extents
     a, b = points.right, points.below
     along_x = (upper_right - upper_left) * (1 - b) + (lower_right - lower_left) * b
@@ -142,12 +143,28 @@ def _slopes(points: _Points, corners: Sequence[jax.Array], extents: tuple[int, .
 
 
 def _sample(x: jax.Array, grid: jax.Array) -> Arrays:
-    images, grids = _flat(x, 3), _flat(grid, 3)
-    if _is_on_one_cpu(x) and 1 <= x.shape[-3] <= _FEW_CHANNELS:
-        y = _sample_few_channels(images, grids)
-    else:
-        y = jax.vmap(_sample_image)(images, grids)
+    y = jax.vmap(_sample_image)(_flat(x, 3), _flat(grid, 3))
     return (y.reshape(*x.shape[:-2], *grid.shape[-3:-1]),)
+
+
+def _sample_few_channels(x: jax.Array, grid: jax.Array, *, place: Place) -> Arrays:
+    """Samples with the corners along an axis, so that what channels share is computed once."""
+    images, grids = _flat(x, 3), _flat(grid, 3)
+    dtype, extents = accumulation_dtype(x.dtype, grid.dtype), x.shape[-2:]
+    points = _with_axis(_points(grids, extents, dtype))
+    down, right = jnp.asarray(_CORNERS, jnp.int32).T[:, None, :, None]
+    index, is_inside, weight = _corner(points, (down, right), extents)
+    channels = [_pixels(images, [i], index, is_inside, dtype) * weight for i in range(x.shape[-3])]
+    y = jnp.stack(_sums(channels), axis=1).astype(x.dtype)
+    return (y.reshape(*x.shape[:-2], *grid.shape[-3:-1]),)
+
+
+def _refuses_few_channels(place: Place, x: Any, grid: Any) -> str | None:
+    if reason := _refuses_stack(place, x, grid):
+        return reason
+    channels = x.shape[-3]
+    is_few = 1 <= channels <= _FEW_CHANNELS
+    return None if is_few else f"one loop over the points samples 1 to {_FEW_CHANNELS} channels; x has {channels}"
 
 
 def _sample_image(x: jax.Array, grid: jax.Array) -> jax.Array:
@@ -161,36 +178,44 @@ def _sample_image(x: jax.Array, grid: jax.Array) -> jax.Array:
     return total.astype(x.dtype)
 
 
-def _sample_few_channels(x: jax.Array, grid: jax.Array) -> jax.Array:
-    """Samples a stack of images, with the corners along an axis, so that what channels share is computed once."""
-    dtype, extents = accumulation_dtype(x.dtype, grid.dtype), x.shape[2:]
-    points = _with_axis(_points(grid, extents, dtype))
-    down, right = jnp.asarray(_CORNERS, jnp.int32).T[:, None, :, None]
-    index, is_inside, weight = _corner(points, (down, right), extents)
-    channels = [_pixels(x, [i], index, is_inside, dtype) * weight for i in range(x.shape[1])]
-    return jnp.stack(_sums(channels), axis=1).astype(x.dtype)
-
-
 def _sample_backward(x: jax.Array, grid: jax.Array, grad: jax.Array) -> Arrays:
-    images, grids, grads = _flat(x, 3), _flat(grid, 3), _flat(grad, 3)
-    extents, dtype = x.shape[-2:], accumulation_dtype(x.dtype, grid.dtype)
-    points = _points(grids, extents, dtype)
-    # With a border of zeros the two pixels of a point on one row are always one run of memory, channels last.
-    starts = ((points.row + 1) * (extents[1] + 2) + points.column + 1) * x.shape[-3]
-    of_image = functools.partial(_gradient_of_image, extents=extents)
-    if _is_on_one_cpu(x):
-        grad_x = _in_pairs(_side_by_side(of_image))(starts, points, grads)
-        # With few channels, XLA stores y, and whatever is computed from y can be read without the loop over pairs.
-        over_grids = _gradient_of_grids if x.shape[-3] <= _FEW_CHANNELS else _in_pairs(_gradient_of_grids)
-        grad_grid = over_grids(images, points, grads)
-    else:
-        grad_x = jax.vmap(of_image)(starts, points, grads)
-        grad_grid = jax.vmap(_gradient_of_grid)(images, starts, points, grads)
+    starts, points = _runs_of_points(x, grid)
+    grads = _flat(grad, 3)
+    grad_x = jax.vmap(functools.partial(_gradient_of_image, extents=x.shape[-2:]))(starts, points, grads)
+    grad_grid = jax.vmap(_gradient_of_grid)(_flat(x, 3), starts, points, grads)
     return grad_x.astype(x.dtype).reshape(x.shape), grad_grid.astype(grid.dtype).reshape(grid.shape)
 
 
+def _sample_backward_in_pairs(x: jax.Array, grid: jax.Array, grad: jax.Array, *, place: Place) -> Arrays:
+    """Computes `_sample_backward` two images at a time."""
+    starts, points = _runs_of_points(x, grid)
+    grads = _flat(grad, 3)
+    of_image = functools.partial(_gradient_of_image, extents=x.shape[-2:])
+    grad_x = _in_pairs(_side_by_side(of_image))(starts, points, grads)
+    # With few channels, XLA stores y, and whatever is computed from y can be read without the loop over pairs.
+    over_grids = _gradient_of_grids if x.shape[-3] <= _FEW_CHANNELS else _in_pairs(_gradient_of_grids)
+    grad_grid = over_grids(_flat(x, 3), points, grads)
+    return grad_x.astype(x.dtype).reshape(x.shape), grad_grid.astype(grid.dtype).reshape(grid.shape)
+
+
+def _refuses_stack(place: Place, x: Any, *others: Any) -> str | None:
+    """Says why no index reaches into all images at once."""
+    if reason := refusal_of_parts(place, x):
+        return reason
+    return None if x.size < 2**31 else f"one index reaches 2**31 - 1 elements of all images; x has {x.size}"
+
+
+def _runs_of_points(x: jax.Array, grid: jax.Array) -> tuple[jax.Array, _Points]:
+    """Returns the points of all images, and where their pixels begin in images with a border.
+
+    With a border of zeros the two pixels of a point on one row are always one run of memory, channels last.
+    """
+    points = _points(_flat(grid, 3), x.shape[-2:], accumulation_dtype(x.dtype, grid.dtype))
+    return ((points.row + 1) * (x.shape[-1] + 2) + points.column + 1) * x.shape[-3], points
+
+
 def _gradient_of_image(starts: jax.Array, points: _Points, grad: jax.Array, *, extents: tuple[int, ...]) -> jax.Array:
-    """The gradient (C, H_in, W_in), from (C, H, W). Points far from all pixels add to the border, which is cut off."""
+    """Computes the gradient (C, H_in, W_in), from (C, H, W). Far points add to the border, which is cut off."""
     channels, (height, width), dtype = grad.shape[0], extents, points.below.dtype
     dy = grad.reshape(channels, starts.size).T[:, None].astype(dtype)
     a, b, is_right = points.right[:, None, None], points.below[:, None, None], np.array([[[False], [True]]])
@@ -202,7 +227,7 @@ def _gradient_of_image(starts: jax.Array, points: _Points, grad: jax.Array, *, e
 
 
 def _gradient_of_grid(x: jax.Array, starts: jax.Array, points: _Points, grad: jax.Array) -> jax.Array:
-    """The gradient (H * W, 2), reading two runs of pixels for each point."""
+    """Computes the gradient (H * W, 2), reading two runs of pixels for each point."""
     (channels, height, width), dtype = x.shape, points.below.dtype
     pixels = jnp.pad(jnp.moveaxis(x.astype(dtype), 0, -1), ((1, 2), (1, 1), (0, 0))).ravel()
     is_near = points.row < height
@@ -215,7 +240,7 @@ def _gradient_of_grid(x: jax.Array, starts: jax.Array, points: _Points, grad: ja
 
 
 def _gradient_of_grids(x: jax.Array, points: _Points, grad: jax.Array) -> jax.Array:
-    """`_gradient_of_grid` for each image of a stack, in one loop that reads pixel by pixel and stores none."""
+    """Computes `_gradient_of_grid` for each image of a stack, in one loop that reads pixel by pixel and stores none."""
     dtype, extents = points.below.dtype, x.shape[2:]
     points = _with_axis(points)
     corners = [_corner(points, corner, extents)[:2] for corner in _CORNERS]
@@ -226,7 +251,7 @@ def _gradient_of_grids(x: jax.Array, points: _Points, grad: jax.Array) -> jax.Ar
 
 
 def _with_axis(points: _Points) -> _Points:
-    """The points of a stack, with an axis for channels or corners: (N, 1, H * W)."""
+    """Returns the points of a stack, with an axis for channels or corners: (N, 1, H * W)."""
     return _Points(*(array[:, None] for array in points))
 
 
@@ -239,14 +264,9 @@ def _pixels(x: jax.Array, channels: Sequence[int], index: jax.Array, is_inside: 
 
 
 def _sums(arrays: list[jax.Array]) -> tuple[jax.Array, ...]:
-    """The sum of each array along its second axis, in one loop that computes shared operands once."""
+    """Sums each array along its second axis, in one loop that computes shared operands once."""
     zeros = [np.zeros((), array.dtype) for array in arrays]
     return tuple(jax.lax.reduce(arrays, zeros, lambda a, b: [p + q for p, q in zip(a, b, strict=True)], (1,)))
-
-
-def _is_on_one_cpu(x: jax.Array) -> bool:
-    """Whether images are on a single CPU, and small enough for an index into all of them."""
-    return lowering.is_on_one_cpu() and not jax.export.is_symbolic_dim(x.size) and x.size < 2**31
 
 
 def _in_pairs(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -268,7 +288,7 @@ def _in_pairs(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _side_by_side(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A function of one image, for a stack. XLA runs each call in one thread, but calls in parallel."""
+    """Returns a function of one image, for a stack. XLA runs each call in one thread, but calls in parallel."""
 
     def stacked(*stacks: Any) -> jax.Array:
         count = jax.tree.leaves(stacks)[0].shape[0]
@@ -288,7 +308,7 @@ def _add_runs(array: jax.Array, starts: jax.Array, runs: jax.Array) -> jax.Array
 
 
 def _flat(x: jax.Array, rank: int) -> jax.Array:
-    """An array with a single batch axis before its last `rank` axes."""
+    """Returns an array with a single batch axis before its last `rank` axes."""
     return x.reshape(math.prod(x.shape[:-rank]), *x.shape[-rank:])
 
 
@@ -297,10 +317,18 @@ def _vjp(residuals: Arrays, cotangents: Arrays, active: Active) -> Arrays:
     return GRID_SAMPLE_BACKWARD(x, grid, *cotangents)
 
 
-GRID_SAMPLE = Operator("grid_sample", "... c h_in w_in, ... h w xy -> ... c h w", _check, _sample, Derivative(_vjp))
+GRID_SAMPLE = Operator(
+    "grid_sample",
+    "... c h_in w_in, ... h w xy -> ... c h w",
+    _check,
+    _sample,
+    Derivative(_vjp),
+    forms=(Form("xla_few_channels", frozenset({"cpu"}), _sample_few_channels, _refuses_few_channels),),
+)
 GRID_SAMPLE_BACKWARD = Operator(
     "grid_sample_backward",
     "... c h_in w_in, ... h w xy, ... c h w -> ... c h_in w_in, ... h w xy",
     _check_backward,
     _sample_backward,
+    forms=(Form("xla_image_pairs", frozenset({"cpu"}), _sample_backward_in_pairs, _refuses_stack),),
 )

@@ -83,12 +83,12 @@ def local_response_norm(
 
 
 def channels_before_space(x: jax.Array, layout: str) -> jax.Array:
-    """Images of any layout as the operators see them, without transposing."""
+    """Returns images of any layout as the operators see them, without transposing."""
     return jnp.expand_dims(x, _ADDED_AXES[layout])
 
 
 def channels_back(x: jax.Array, layout: str) -> jax.Array:
-    """The inverse of `channels_before_space`."""
+    """Inverts `channels_before_space`."""
     return jnp.squeeze(x, _ADDED_AXES[layout])
 
 
@@ -100,13 +100,13 @@ def check_attributes(operator: str, n: Any, alpha: Any, beta: Any, k: Any) -> No
 
 
 def reach(n: int) -> tuple[int, int]:
-    """How far a window of n reaches before and after its centre."""
+    """Returns how far a window of n reaches before and after its centre."""
     before = (n - 1) // 2
     return before, n - 1 - before
 
 
 def negative_power(s: jax.Array, beta: float) -> jax.Array:
-    """s**-beta. XLA's `pow` takes several times as long as `exp` and `log`, which vectorise."""
+    """Computes s**-beta. XLA's `pow` takes several times as long as `exp` and `log`, which vectorise."""
     return jax.lax.integer_pow(s, -int(beta)) if beta.is_integer() else jnp.exp(-beta * jnp.log(s))
 
 
@@ -133,7 +133,7 @@ def _forward(x: jax.Array, *, n: int, alpha: float, beta: float, k: float) -> Ar
 
 
 def _backward(x: jax.Array, grad: jax.Array, *, n: int, alpha: float, beta: float, k: float) -> Arrays:
-    """The gradient dy s**-beta - 2 alpha beta / n x (sum of dy y / s over the windows that hold the channel)."""
+    """Computes the gradient dy s**-beta - 2 alpha beta / n x (sum of dy y / s over the windows with the channel)."""
     dtype = accumulation_dtype(x.dtype)
     wide, dy = x.astype(dtype), grad.astype(dtype)
     before, after = reach(n)
@@ -145,7 +145,7 @@ def _backward(x: jax.Array, grad: jax.Array, *, n: int, alpha: float, beta: floa
 
 
 def _neighbours(x: jax.Array, before: int, after: int) -> jax.Array:
-    """The sum over the channels around each channel."""
+    """Sums over the channels around each channel."""
     # XLA finds worse layouts for arrays with axes of length 1.
     ones = tuple(axis for axis in range(_CHANNELS + 1, 0) if x.shape[axis] == 1)
     channels = x.shape[_CHANNELS]

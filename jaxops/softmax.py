@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import lowering
 from jaxops._checks.attributes import is_integer
 from jaxops._checks.dtypes import accumulation_dtype, check_floating
 from jaxops._checks.mcdnn import as_array, require, require_choice
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import laid_out_as, reshaped
+from lowering.forms import Form, Place, refusal_of_parts
 from pallas_kernels.gpu import softmax as gpu
 from pallas_kernels.gpu import softmax_backward as gpu_backward
 from pallas_kernels.softmax_groups import Groups
@@ -83,14 +83,14 @@ def softmax(x: jax.Array, *, axis: int | Sequence[int] = -1, algorithm: str = "a
 
 @functools.partial(jax.jit, static_argnames=("log", "groups"), inline=True)
 def over_groups(x: jax.Array, *, log: bool, groups: Groups) -> jax.Array:
-    """The softmax of an array over its groups, or its logarithm."""
+    """Computes the softmax of an array over its groups, or its logarithm."""
     (y,) = SOFTMAX(groups.of(x, reshaped), log=log, groups=groups)
     return laid_out_as(groups.in_memory(y, reshaped), jax.typeof(x).sharding)
 
 
 @functools.partial(jax.jit, static_argnames=("log", "groups"), inline=True)
 def gradient_over_groups(y: jax.Array, grad: jax.Array, *, log: bool, groups: Groups) -> jax.Array:
-    """The documented gradient, from the result and the gradient of the result."""
+    """Computes the documented gradient, from the result and the gradient of the result."""
     (dx,) = SOFTMAX_BACKWARD(groups.of(y, reshaped), groups.of(grad, reshaped), log=log, groups=groups)
     return laid_out_as(groups.in_memory(dx, reshaped), jax.typeof(grad).sharding)
 
@@ -137,31 +137,36 @@ def _forward(x: jax.Array, *, log: bool, groups: Groups) -> Arrays:
 def _backward(y: jax.Array, grad: jax.Array, *, log: bool, groups: Groups) -> Arrays:
     y, wide = (groups.in_memory(array).astype(accumulation_dtype(grad.dtype)) for array in (y, grad))
     if log:
-        dx = wide - jnp.exp(y) * _totals(grad, groups)
+        dx = wide - jnp.exp(y) * jnp.sum(wide, groups.axes, keepdims=True)
     else:
         dx = y * (wide - jnp.sum(y * wide, groups.axes, keepdims=True))
     return (groups.of(dx.astype(grad.dtype)),)
 
 
-def _totals(grad: jax.Array, groups: Groups) -> jax.Array:
-    """The sum of each group (..., c), in the array that holds the groups."""
-    array = groups.in_memory(grad)
-    if not _sums_rows_by_product(grad, groups):
-        return jnp.sum(array, groups.axes, keepdims=True, dtype=accumulation_dtype(grad.dtype))
-    total = jnp.tensordot(array, jnp.ones(groups.sizes, array.dtype), len(groups.sizes), precision="highest")
-    return jnp.expand_dims(total, groups.axes)
-
-
-def _sums_rows_by_product(grad: jax.Array, groups: Groups) -> bool:
-    """Whether groups are rows that a product with ones sums faster.
+def _backward_with_product(y: jax.Array, grad: jax.Array, *, place: Place, log: bool, groups: Groups) -> Arrays:
+    """Computes `_backward` of a logarithm, with the sums of rows as a product with ones.
 
     XLA's CPU compiler fuses a sum of rows into whatever reads it, exponentials included. That is slower than a sum
     first and then a loop of its own for the exponentials. A product would need a wider copy of narrow dtypes.
     """
+    y, grad = (groups.in_memory(array).astype(grad.dtype) for array in (y, grad))
+    exponentials = jnp.exp(y)
+    totals = jnp.tensordot(grad, jnp.ones(groups.sizes, grad.dtype), len(groups.sizes), precision="highest")
+    return (groups.of(grad - exponentials * jnp.expand_dims(totals, groups.axes)),)
+
+
+def _refuses_product(place: Place, y: Any, grad: Any, *, log: bool, groups: Groups) -> str | None:
+    if not log:
+        return "a product sums the gradients of logarithms alone"
     size = grad.shape[-1]
-    is_long = not jax.export.is_symbolic_dim(size) and size >= _LONG_ROW
-    is_wide = grad.dtype == accumulation_dtype(grad.dtype)
-    return lowering.is_on_one_cpu() and is_long and is_wide and not any(groups.behind)
+    # Rows are summed one by one, so how many there are need not be known.
+    if reason := refusal_of_parts(place, jax.ShapeDtypeStruct((size,), grad.dtype)):
+        return reason
+    if size < _LONG_ROW:
+        return f"a product sums rows of {_LONG_ROW} elements or more; these have {size}"
+    if grad.dtype != accumulation_dtype(grad.dtype):
+        return f"a product would need a wider copy of grad, which is {grad.dtype}"
+    return "a product sums groups along the last axes; these lie along others" if any(groups.behind) else None
 
 
 # The derivative keeps y. The Jacobian of a softmax is symmetric, that of its logarithm is not.
@@ -201,4 +206,5 @@ SOFTMAX_BACKWARD = Operator(
     _check_backward,
     _backward,
     kernels=(tpu_backward.KERNEL, gpu_backward.KERNEL),
+    forms=(Form("xla_sums_by_product", frozenset({"cpu"}), _backward_with_product, _refuses_product),),
 )

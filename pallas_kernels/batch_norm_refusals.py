@@ -1,14 +1,15 @@
-"""What no batch-norm kernel supports, whatever its dialect."""
+"""The operands that batch-norm kernels take and those that none supports, whatever its dialect."""
 
 import math
 from typing import Any
 
-IDENTITY = ("identity", 0.0, True)
+FORWARD_FIELDS = frozenset({"x", "scale", "bias", "residual"})
+BACKWARD_FIELDS = frozenset({"grad", "x", "scale", "mean", "inv_std", "grad_mean", "grad_variance", "gate"})
 _ACTIVATIONS = ("identity", "relu")
 
 
-def refusal(x: Any, axis_name: Any, activation: tuple[str, float, bool] = IDENTITY) -> str | None:
-    """Why no kernel normalizes x (..., n, a, c, b) with these attributes; None if kernels may."""
+def refusal(x: Any, axis_name: Any, activation: tuple[str, float, bool]) -> str | None:
+    """Says why no kernel normalizes x (..., n, a, c, b) with these attributes; None if kernels may."""
     if activation[0] not in _ACTIVATIONS:
         return f"the kernels fuse relu, not {activation[0]}"
     if axis_name is not None:

@@ -234,6 +234,17 @@ def test_batch_norm_needs_one_temporary_activation_at_most():
     assert memory.temp_size_in_bytes <= 1.05 * 4 * x.size
 
 
+def test_batch_norm_keeps_a_gate_for_its_gradient_only_where_an_activation_has_a_slope(rng):
+    x, scale, bias, residual, _ = draw(rng, (4, 4, 3, 3))
+    for activation, images in ((None, 1), ("identity", 1), ("relu", 2), ("swish", 2)):
+        _, pull_back = jax.vjp(
+            lambda x, r: batch_norm(x, scale, bias, activation=activation, residual=r, layout="NCHW").y,  # noqa: B023
+            x,
+            residual,
+        )
+        assert sum(leaf.size == x.size for leaf in jax.tree.leaves(pull_back)) == images
+
+
 def test_batch_norm_inference_equals_float64(rng):
     for layout, (order, shape) in LAYOUTS.items():
         x, scale, bias, residual, _ = draw(rng, shape)
@@ -345,8 +356,8 @@ CASES = [
         images,
         (0, 1, 2),
         (0, None, None),
-        "batch_norm_activation",
-        "batch_norm_activation_backward",
+        "batch_norm",
+        "batch_norm_backward",
     ),
     contract.Case(
         "residual",
@@ -354,8 +365,8 @@ CASES = [
         functools.partial(images, residual=True),
         (0, 1, 2, 3),
         (0, None, None, 0),
-        "batch_norm_add_activation",
-        "batch_norm_add_activation_backward",
+        "batch_norm",
+        "batch_norm_backward",
     ),
 ]
 # Elementwise, with JAX's own derivative: what could break here breaks in the others.

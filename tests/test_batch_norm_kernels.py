@@ -13,6 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 import lowering
 from jaxops import batch_norm
+from jaxops.batch_norm.backward import BackwardOperands
+from jaxops.batch_norm.operator import TrainingOperands
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.gpu import batch_norm as gpu_forward
 from pallas_kernels.gpu import batch_norm_backward as gpu_backward
@@ -87,13 +89,13 @@ def check(name, shape, dtype, activation, adds, capfd, **sizes):
     config = config | sizes
     x, residual, grad, scale, bias, grad_mean, grad_variance = draw(shape, dtype)
     attributes = {"axis_name": None, "config": config, "interpret": interpret}
-    residuals = (residual,) if adds else ()
     launch = functools.partial(forward.run, epsilon=EPSILON, activation=activation, **attributes)
-    y, mean, variance = jax.jit(launch)(x, scale, bias, *residuals)
+    y, mean, variance = jax.jit(launch)(TrainingOperands(x, scale, bias, residual if adds else None))
     inv_std = (1 / np.sqrt(np.float64(variance) + EPSILON)).astype(np.float32)
-    gate = () if activation == IDENTITY and not adds else (y,)
+    gate = None if activation == IDENTITY else y
     launch = functools.partial(backward.run, activation=activation, residual_grad=adds, **attributes)
-    results = jax.jit(launch)(grad, x, scale, mean, inv_std, grad_mean, grad_variance, *gate)
+    operands = BackwardOperands(grad, x, scale, mean, inv_std, grad_mean, grad_variance, gate)
+    results = jax.jit(launch)(operands)
     for at in np.ndindex(shape[:-4]):
         images = [in_oracle(values[at], shape) for values in (x, residual, grad)]
         parameters = {"epsilon": EPSILON, "activation": activation[:2]}
@@ -180,8 +182,9 @@ def test_batch_norm_kernel_keeps_the_digits_of_a_variance_beside_a_large_mean(na
     forward, _, config, interpret, _ = KERNELS[name]
     x = (1e4 + np.random.default_rng(0).normal(size=(8, 1, 2, 256))).astype(np.float32)
     ones = np.ones(2, np.float32)
-    launch = functools.partial(forward.run, epsilon=0.0, axis_name=None, config=config, interpret=interpret)
-    _, mean, variance = jax.jit(launch)(x, ones, ones)
+    attributes = {"epsilon": 0.0, "axis_name": None, "activation": IDENTITY}
+    launch = functools.partial(forward.run, config=config, interpret=interpret, **attributes)
+    _, mean, variance = jax.jit(launch)(TrainingOperands(x, ones, ones))
     np.testing.assert_allclose(mean, x.mean((0, 1, 3), np.float64), rtol=1e-6)
     np.testing.assert_allclose(variance, x.astype(np.float64).var((0, 1, 3)), rtol=1e-4)
 
@@ -191,11 +194,12 @@ def test_batch_norm_kernels_on_tpu_keep_bfloat16_beside_a_large_mean():
     x, _, grad, scale, bias, grad_mean, grad_variance = draw((16, 9, 128, 1), "bfloat16")
     x = (x.astype(np.float32) + 60).astype(x.dtype)
     forward, backward, config, interpret, _ = KERNELS["tpu"]
-    attributes = {"axis_name": None, "config": config, "interpret": interpret}
-    y, mean, variance = jax.jit(functools.partial(forward.run, epsilon=EPSILON, **attributes))(x, scale, bias)
+    attributes = {"axis_name": None, "activation": IDENTITY, "config": config, "interpret": interpret}
+    launch = functools.partial(forward.run, epsilon=EPSILON, **attributes)
+    y, mean, variance = jax.jit(launch)(TrainingOperands(x, scale, bias))
     inv_std = (1 / np.sqrt(np.float64(variance) + EPSILON)).astype(np.float32)
-    operands = grad, x, scale, mean, inv_std, 0 * grad_mean, 0 * grad_variance
-    dx, *_ = jax.jit(functools.partial(backward.run, **attributes))(*operands)
+    operands = BackwardOperands(grad, x, scale, mean, inv_std, 0 * grad_mean, 0 * grad_variance)
+    dx, *_ = jax.jit(functools.partial(backward.run, residual_grad=False, **attributes))(operands)
     images = in_oracle(x, x.shape), in_oracle(grad, x.shape)
     truth = oracle.training(images[0], scale, bias, None, epsilon=EPSILON, activation=IDENTITY[:2])
     assert_close(np.moveaxis(y, 2, 1), truth[0], "bfloat16")
@@ -238,8 +242,9 @@ def test_batch_norm_runs_the_interpreted_kernel():
 
 def test_batch_norm_kernels_refuse_what_they_cannot_run():
     def reason(kernel, hardware, shape=(8, 1, 16, 64), dtype="float32", **params):
-        x = types.SimpleNamespace(shape=shape, dtype=jnp.dtype(dtype))
-        return kernel.KERNEL.refuses(hardware, x, x, **{"axis_name": None, "epsilon": 0.0, **params})
+        operands = types.SimpleNamespace(x=types.SimpleNamespace(shape=shape, dtype=jnp.dtype(dtype)))
+        attributes = {"axis_name": None, "epsilon": 0.0, "activation": IDENTITY, **params}
+        return kernel.KERNEL.refuses(hardware, operands, **attributes)
 
     v5e = Hardware(name="tpu-v5e", platform="tpu")
     h100 = Hardware(name="cuda-h100", platform="cuda", compute_capability=(9, 0))
@@ -266,6 +271,6 @@ def test_batch_norm_kernels_refuse_what_they_cannot_run():
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_batch_norm_kernel_configs_are_tried_largest_first(name):
-    x = jnp.zeros((8, 1, 64, 256))
-    configs = KERNELS[name][0].KERNEL.configs(Hardware(name=name, platform=name), x)
+    operands = TrainingOperands(jnp.zeros((8, 1, 64, 256)), jnp.zeros(64), jnp.zeros(64))
+    configs = KERNELS[name][0].KERNEL.configs(Hardware(name=name, platform=name), operands)
     assert len(configs) == len({tuple(config.items()) for config in configs}) > 0

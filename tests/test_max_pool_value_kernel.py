@@ -106,7 +106,7 @@ def test_max_pool_value_kernel_runs_where_it_pays_and_gives_way_elsewhere():
             "at most 16": chosen((256, 56, 56, 128), window=28, layout="NHWC"),
         }
     for part, (implementation, reason) in reasons.items():
-        assert implementation == "reference"
+        assert implementation in ("reference", "xla_one_pass")
         assert part in reason
 
 

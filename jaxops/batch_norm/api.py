@@ -14,10 +14,9 @@ from jaxops.batch_norm.fused_activation import requested
 from jaxops.batch_norm.layouts import View, view_of
 from jaxops.batch_norm.operator import (
     BATCH_NORM,
-    BATCH_NORM_ACTIVATION,
-    BATCH_NORM_ADD_ACTIVATION,
-    BATCH_NORM_ADD_INFERENCE,
     BATCH_NORM_INFERENCE,
+    InferenceOperands,
+    TrainingOperands,
     inverse_std,
 )
 from jaxops.batch_norm.statistics import check_like_images
@@ -26,7 +25,7 @@ BN_MIN_EPSILON = 0.0
 
 
 class BatchNormOutput(NamedTuple):
-    """What training computes. Only `y` carries a gradient.
+    """Results of training. Only `y` carries a gradient.
 
     Attributes:
       y: the normalized images; shape and dtype of x.
@@ -132,7 +131,7 @@ def batch_norm(
     momentum = checked_momentum(name, "momentum", momentum)
     both = (running_mean is None) == (running_var is None)
     require(both, name, "running_mean", "be given with running_var, or neither", running_mean)
-    fused = None if activation is None else requested(name, activation)
+    fused = IDENTITY if activation is None else requested(name, activation)
     residual = _residual(name, x, residual)
     if axis_name is not None:
         axes = {*require_axis_names(name, "axis_name", axis_name)}
@@ -211,23 +210,16 @@ def train(
     scale: jax.Array,
     bias: jax.Array,
     residual: jax.Array | None,
-    activation: Activation | None,
+    activation: Activation,
     *,
     epsilon: float,
     axis_name: Hashable = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The result y, and the mean and biased variance as the operators have them, (c,), of checked arguments."""
-    dtype = accumulation_dtype(x.dtype)
-    operands = [view.images(x), *(view.parameters(values).astype(dtype) for values in (scale, bias))]
-    attributes: dict[str, Any] = {"epsilon": epsilon, "axis_name": axis_name}
-    if residual is not None:
-        fused = activation or IDENTITY
-        results = BATCH_NORM_ADD_ACTIVATION(*operands, view.images(residual), activation=fused, **attributes)
-    elif activation is None or activation.mode == "identity":
-        results = BATCH_NORM(*operands, **attributes)
-    else:
-        results = BATCH_NORM_ACTIVATION(*operands, activation=activation, **attributes)
-    y, mean, variance = results
+    """Computes the result y, and mean and biased variance as the operators have them, (c,), of checked arguments."""
+    images, dtype = view.images(x), accumulation_dtype(x.dtype)
+    scale, bias = (view.parameters(values).astype(dtype) for values in (scale, bias))
+    operands = TrainingOperands(images, scale, bias, None if residual is None else view.images(residual))
+    y, mean, variance = BATCH_NORM(operands, epsilon=epsilon, axis_name=axis_name, activation=activation)
     return view.images_back(y, x), mean, variance
 
 
@@ -240,14 +232,12 @@ def infer(
     *,
     epsilon: float,
 ) -> jax.Array:
-    """The result y of checked arguments; `params` are scale, bias, mean and variance."""
-    dtype = accumulation_dtype(x.dtype)
-    operands = [view.images(x), *(view.parameters(values).astype(dtype) for values in params)]
-    attributes: dict[str, Any] = {"activation": activation, "epsilon": epsilon}
-    if residual is None:
-        (y,) = BATCH_NORM_INFERENCE(*operands, **attributes)
-    else:
-        (y,) = BATCH_NORM_ADD_INFERENCE(*operands, view.images(residual), **attributes)
+    """Computes the result y of checked arguments; `params` are scale, bias, mean and variance."""
+    images, dtype = view.images(x), accumulation_dtype(x.dtype)
+    scale, bias, mean, variance = (view.parameters(values).astype(dtype) for values in params)
+    added = None if residual is None else view.images(residual)
+    operands = InferenceOperands(images, scale, bias, mean, variance, added)
+    (y,) = BATCH_NORM_INFERENCE(operands, activation=activation, epsilon=epsilon)
     return view.images_back(y, x)
 
 
@@ -260,7 +250,7 @@ def updated_statistics(
     momentum: float | jax.Array,
     axis_name: Hashable = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Running mean and variance after a batch with this mean and biased variance, each (c,)."""
+    """Computes the running mean and variance after a batch with this mean and biased variance, each (c,)."""
     elements = view.elements * (1 if axis_name is None else jax.lax.axis_size(axis_name))
     if elements == 0:
         momentum = 0.0
@@ -273,7 +263,7 @@ def updated_statistics(
 
 
 def _weighted_average(before: jax.Array, after: jax.Array, momentum: float | jax.Array) -> jax.Array:
-    """The weighted average. At momentum 0 or 1 it is exactly one of the two, whatever the other holds."""
+    """Computes the weighted average. At momentum 0 or 1 it is exactly one of the two, whatever the other holds."""
     new = after.astype(before.dtype)
     if not isinstance(momentum, jax.Array):
         if momentum in (0, 1):
@@ -285,7 +275,7 @@ def _weighted_average(before: jax.Array, after: jax.Array, momentum: float | jax
 
 
 def _unbiased(elements: int) -> float | jax.Array:
-    """The factor that makes a biased variance of this many elements unbiased; 1 for a single element."""
+    """Returns the factor that makes a biased variance of this many elements unbiased; 1 for a single element."""
     if jax.export.is_symbolic_dim(elements):
         count = jnp.asarray(elements, jnp.float32)
         return jnp.where(count > 1, count / jnp.maximum(count - 1, 1), 1)
@@ -303,14 +293,14 @@ def parameters(operator: str, view: View, **arrays: Any) -> list[jax.Array]:
 
 
 def checked_epsilon(operator: str, epsilon: Any) -> float:
-    """Epsilon as a float; BadParamError unless it is a finite number of at least BN_MIN_EPSILON."""
+    """Returns epsilon as a float; BadParamError unless it is a finite number of at least BN_MIN_EPSILON."""
     rule = f"be a finite number of {BN_MIN_EPSILON} or more"
     number: float = require_real(operator, "epsilon", epsilon, rule, least=BN_MIN_EPSILON)
     return number
 
 
 def checked_momentum(operator: str, argument: str, momentum: Any) -> float | jax.Array:
-    """A momentum as a float or a traced scalar; BadParamError for a number outside [0, 1]."""
+    """Returns a momentum as a float or a traced scalar; BadParamError for a number outside [0, 1]."""
     rule = "be a number in [0, 1]"
     checked: float | jax.Array = require_real(operator, argument, momentum, rule, least=0, most=1, traced=True)
     return checked

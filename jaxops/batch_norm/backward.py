@@ -1,17 +1,15 @@
-"""The documented backward operators of batch normalization: plain, with an activation, and with a residual as well."""
+"""The documented backward operator of batch normalization: plain, with an activation, and with a residual as well."""
 
-import functools
 from collections.abc import Hashable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.mcdnn import require
-from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator
-from jaxops.activation.modes import IDENTITY, Activation, scaled_by_slope
+from jaxops.activation.modes import Activation, scaled_by_slope
 from jaxops.batch_norm.statistics import (
     broadcast_channels,
     check_images,
@@ -25,39 +23,56 @@ from pallas_kernels.gpu import batch_norm_backward as gpu
 from pallas_kernels.tpu import batch_norm_backward as tpu
 
 
-def _check(
-    grad: Any,
-    x: Any,
-    scale: Any,
-    mean: Any,
-    inv_std: Any,
-    grad_mean: Any,
-    grad_variance: Any,
-    *gate: Any,
-    name: str,
-    **_: Any,
-) -> None:
+class BackwardOperands(NamedTuple):
+    """Operands that a training step leaves for its gradients.
+
+    Attributes:
+      grad: the gradient of the result.
+      x: the images.
+      scale: what they were scaled by.
+      mean: of the batch.
+      inv_std: 1 / sqrt(variance + epsilon) of the batch.
+      grad_mean: the gradient of the mean as a result.
+      grad_variance: the gradient of the variance as a result.
+      gate: determines the activation's slope: its operand or, for relu, any array that is positive where that is. None
+        for the identity.
+    """
+
+    grad: jax.Array
+    x: jax.Array
+    scale: jax.Array
+    mean: jax.Array
+    inv_std: jax.Array
+    grad_mean: jax.Array
+    grad_variance: jax.Array
+    gate: jax.Array | None = None
+
+
+class Gradients(NamedTuple):
+    """The gradients of a training step's operands; None for a residual that was not added, or is a constant."""
+
+    x: jax.Array
+    scale: jax.Array
+    bias: jax.Array
+    residual: jax.Array | None = None
+
+
+def _check(operands: BackwardOperands, *, axis_name: Hashable, activation: Activation, residual_grad: bool) -> None:
+    name = "batch_norm_backward"
+    grad, x, scale, mean, inv_std, grad_mean, grad_variance, gate = operands
     check_images(name, x)
     check_like_images(name, x, grad=grad)
     statistics = {"scale": scale, "mean": mean, "inv_std": inv_std}
     check_statistics(name, x, **statistics, grad_mean=grad_mean, grad_variance=grad_variance)
-    for array in gate:
-        require(array.shape == x.shape, name, "gate", f"have the shape of x, {x.shape}", array)
+    fits = (gate is None) == (activation.mode == "identity")
+    require(fits, name, "gate", f"be given for an activation and for no identity, as {activation.mode} is", gate)
+    if gate is not None:
+        require(gate.shape == x.shape, name, "gate", f"have the shape of x, {x.shape}", gate)
 
 
 def _backward(
-    grad: jax.Array,
-    x: jax.Array,
-    scale: jax.Array,
-    mean: jax.Array,
-    inv_std: jax.Array,
-    grad_mean: jax.Array,
-    grad_variance: jax.Array,
-    *gate: jax.Array,
-    axis_name: Hashable,
-    activation: Activation = IDENTITY,
-    residual_grad: bool = False,
-) -> Arrays:
+    operands: BackwardOperands, *, axis_name: Hashable, activation: Activation, residual_grad: bool
+) -> Gradients:
     """Gradients where u = scale * xhat + bias (+ residual) and xhat = (x - mean) * inv_std, with M elements a channel.
 
         d = grad * activation'(u);  dbias = sum(d);  dscale = sum(d * xhat)
@@ -66,10 +81,11 @@ def _backward(
     The last term belongs to the statistics as results of their own. The documents do not differentiate them, and there
     it is 0. Over a mesh axis, dx uses the sums over all devices, while dscale and dbias stay those of this device.
     """
+    grad, x, scale, mean, inv_std, grad_mean, grad_variance, gate = operands
     dtype = accumulation_dtype(x.dtype)
     d = grad.astype(dtype)
-    for array in gate:
-        d = scaled_by_slope(activation, array, d)
+    if gate is not None:
+        d = scaled_by_slope(activation, gate, d)
     centred = x.astype(dtype) - broadcast_channels(mean)
     sum_d, sum_d_centred = local_sum(d), local_sum(d * centred)
     elements = count(x, axis_name)
@@ -77,32 +93,16 @@ def _backward(
     slope = (2 * grad_variance - factor * jnp.square(inv_std) * global_sum(sum_d_centred, axis_name)) / elements
     offset = (grad_mean - factor * global_sum(sum_d, axis_name)) / elements
     dx = broadcast_channels(factor) * d + centred * broadcast_channels(slope) + broadcast_channels(offset)
-    grads = dx.astype(x.dtype), sum_d_centred * inv_std, sum_d
-    return (*grads, d.astype(x.dtype)) if residual_grad else grads
+    return Gradients(
+        dx.astype(x.dtype), sum_d_centred * inv_std, sum_d, residual=d.astype(x.dtype) if residual_grad else None
+    )
 
 
-_OPERANDS = "... n a c b, ... n a c b, ... c, ... c, ... c, ... c, ... c"
-_GRADS = "... n a c b, ... c, ... c"
-
+_IMAGES = "... n a c b"
 BATCH_NORM_BACKWARD = Operator(
     "batch_norm_backward",
-    f"{_OPERANDS} -> {_GRADS}",
-    functools.partial(_check, name="batch_norm_backward"),
+    f"{_IMAGES}, {_IMAGES}, ... c, ... c, ... c, ... c, ... c, {_IMAGES} -> {_IMAGES}, ... c, ... c, {_IMAGES}",
+    _check,
     _backward,
     kernels=(tpu.KERNEL, gpu.KERNEL),
-)
-# The gate determines the activation's slope: it is u or, for relu, any array that is positive where u is.
-BATCH_NORM_ACTIVATION_BACKWARD = Operator(
-    "batch_norm_activation_backward",
-    f"{_OPERANDS}, ... n a c b -> {_GRADS}",
-    functools.partial(_check, name="batch_norm_activation_backward"),
-    _backward,
-    kernels=(tpu.KERNEL, gpu.KERNEL),
-)
-BATCH_NORM_ADD_ACTIVATION_BACKWARD = Operator(
-    "batch_norm_add_activation_backward",
-    f"{_OPERANDS}, ... n a c b -> {_GRADS}, ... n a c b",
-    functools.partial(_check, name="batch_norm_add_activation_backward"),
-    functools.partial(_backward, residual_grad=True),
-    kernels=(tpu.RESIDUAL_KERNEL, gpu.RESIDUAL_KERNEL),
 )

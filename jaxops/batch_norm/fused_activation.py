@@ -7,7 +7,7 @@ from jaxops.activation.modes import DEFAULT_COEFFICIENTS, MODES, Activation
 
 
 def requested(operator: str, activation: Any) -> Activation:
-    """The activation that a user names by a mode, or by a mode and its coefficient."""
+    """Returns the activation that a user names by a mode, or by a mode and its coefficient."""
     mode: Any = activation
     coef: Any = None
     if isinstance(activation, tuple) and len(activation) == 2:

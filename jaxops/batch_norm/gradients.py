@@ -11,20 +11,16 @@ import jax.numpy as jnp
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive import sharding
 from jaxops.activation.modes import IDENTITY, RELU, Activation, scaled_by_slope_of_result
-from jaxops.batch_norm.backward import (
-    BATCH_NORM_ACTIVATION_BACKWARD,
-    BATCH_NORM_ADD_ACTIVATION_BACKWARD,
-    BATCH_NORM_BACKWARD,
-)
+from jaxops.batch_norm.backward import BATCH_NORM_BACKWARD, BackwardOperands, Gradients
 from jaxops.batch_norm.layouts import View
-from jaxops.batch_norm.operator import inverse_std, pre_activation
+from jaxops.batch_norm.operator import TrainingOperands, inverse_std, pre_activation
 from jaxops.batch_norm.statistics import mean_and_variance
 
 MASKED_MODES = ("relu", "clipped_relu")
 
 
 class Slope(NamedTuple):
-    """What tells the slope of the activation: mask, bias or y, whichever is present first.
+    """Arrays that tell the slope of the activation: mask, bias or y, whichever is present first.
 
     Attributes:
       activation: the activation. The identity needs none of the others.
@@ -40,17 +36,8 @@ class Slope(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether anything tells the slope."""
+        """Tells whether the slope is known."""
         return self.activation.mode == "identity" or any(array is not None for array in (self.mask, self.bias, self.y))
-
-
-class Gradients(NamedTuple):
-    """The gradients of a training step's operands; None for a residual that was not added."""
-
-    x: jax.Array
-    scale: jax.Array
-    bias: jax.Array
-    residual: jax.Array | None
 
 
 def gradients(
@@ -64,33 +51,28 @@ def gradients(
     *,
     has_residual: bool,
 ) -> Gradients:
-    """The gradients from `grad`, that of y. Arguments are checked; mean and inv_std have shape (c,)."""
+    """Computes the gradients from `grad`, that of y. Arguments are checked; mean and inv_std have shape (c,)."""
     images, grad, factors = view.images(x), view.images(grad), view.parameters(scale)
     gate, activation, grad = _gate(view, images, grad, factors, mean, inv_std, slope)
     # The documents do not differentiate the statistics that a training call returns: their gradients are 0.
-    operands = (grad, images, factors, mean, inv_std, jnp.zeros_like(mean), jnp.zeros_like(mean))
-    residual_grad = grad
-    if gate is None:
-        x_grad, *parameter_grads = BATCH_NORM_BACKWARD(*operands, axis_name=None)
-    elif has_residual:
-        results = BATCH_NORM_ADD_ACTIVATION_BACKWARD(*operands, gate, axis_name=None, activation=activation)
-        x_grad, *parameter_grads, residual_grad = results
-    else:
-        results = BATCH_NORM_ACTIVATION_BACKWARD(*operands, gate, axis_name=None, activation=activation)
-        x_grad, *parameter_grads = results
-    scale_grad, bias_grad = (view.parameters_back(values, scale) for values in parameter_grads)
-    residual = view.images_back(residual_grad, x) if has_residual else None
-    return Gradients(view.images_back(x_grad, x), scale_grad, bias_grad, residual)
+    operands = BackwardOperands(grad, images, factors, mean, inv_std, jnp.zeros_like(mean), jnp.zeros_like(mean), gate)
+    # Without a gate the residual's gradient is the one that came in.
+    from_operator = has_residual and gate is not None
+    found = BATCH_NORM_BACKWARD(operands, axis_name=None, activation=activation, residual_grad=from_operator)
+    scale_grad, bias_grad = (view.parameters_back(values, scale) for values in (found.scale, found.bias))
+    of_residual = found.residual if from_operator else grad
+    residual = view.images_back(of_residual, x) if has_residual else None
+    return Gradients(view.images_back(found.x, x), scale_grad, bias_grad, residual)
 
 
 def batch_statistics(view: View, x: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
-    """The mean and `1 / sqrt(biased variance + epsilon)` of a batch, (c,)."""
+    """Computes the mean and `1 / sqrt(biased variance + epsilon)` of a batch, (c,)."""
     mean, variance = mean_and_variance(view.images(x), None)
     return mean, inverse_std(variance, epsilon)
 
 
 def slope_mask(activation: Activation, y: jax.Array) -> jax.Array:
-    """Where relu or clipped relu, with result y, has slope 1."""
+    """Returns where relu or clipped relu, with result y, has slope 1."""
     return (y > 0) & (y < activation.coef) if activation.mode == "clipped_relu" else y > 0
 
 
@@ -103,7 +85,7 @@ def _gate(
     inv_std: jax.Array,
     slope: Slope,
 ) -> tuple[jax.Array | None, Activation, jax.Array]:
-    """The gate, activation and gradient of the backward operator; without a gate the gradient is already scaled."""
+    """Returns the backward operator's gate, activation and gradient; without a gate the gradient is already scaled."""
     activation, mask, bias, y = slope
     if activation.mode == "identity":
         return None, IDENTITY, grad
@@ -114,11 +96,11 @@ def _gate(
         operands = (images, scale, view.parameters(bias), mean, inv_std)
         aligned = sharding.agreeing("... n a c b, ... c, ... c, ... c, ... c ->", *operands)
         x, scale, bias, mean, inv_std = aligned
-        return pre_activation(x, scale, bias, mean=mean, inv_std=inv_std), activation, grad
+        return pre_activation(TrainingOperands(x, scale, bias), mean, inv_std), activation, grad
     assert y is not None
     if activation.mode in MASKED_MODES:
         return slope_mask(activation, view.images(y)), RELU, grad
     # For the other modes the operators take only the pre-activation as a gate, so the slope is applied here.
     wide_grad = grad.astype(accumulation_dtype(grad.dtype))
     y, wide_grad = sharding.agreeing("..., ... ->", view.images(y), wide_grad)
-    return None, activation, scaled_by_slope_of_result(activation, y, wide_grad).astype(grad.dtype)
+    return None, IDENTITY, scaled_by_slope_of_result(activation, y, wide_grad).astype(grad.dtype)

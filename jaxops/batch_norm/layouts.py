@@ -20,7 +20,7 @@ _DEFAULTS = {2: "NC", 3: "NCL"}  # images and volumes have none
 
 
 class View(NamedTuple):
-    """How images of one shape, layout and mode are viewed."""
+    """View of images of one shape, layout and mode."""
 
     shape: tuple[int, ...]
     layout: str
@@ -49,7 +49,7 @@ class View(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many elements each statistic reduces."""
+        """The number of elements that each statistic reduces."""
         return math.prod(self.shape) // max(1, math.prod(self.parameter_shape))
 
     def images(self, x: jax.Array) -> jax.Array:
@@ -57,7 +57,7 @@ class View(NamedTuple):
         return jnp.expand_dims(sharding.reshaped(x, self._merged), self._added)
 
     def images_back(self, y: jax.Array, x: jax.Array) -> jax.Array:
-        """The inverse of `images`, laid out like the images x."""
+        """Inverts `images`, with the layout of the images x."""
         return sharding.reshaped(jnp.squeeze(y, self._added), self.shape, sharding=jax.typeof(x).sharding)
 
     def parameters(self, values: jax.Array) -> jax.Array:
@@ -68,7 +68,7 @@ class View(NamedTuple):
         return sharding.reshaped(values, (math.prod(self.parameter_shape),))
 
     def parameters_back(self, values: jax.Array, like: jax.Array) -> jax.Array:
-        """The inverse of `parameters`, with the layout and the axes of size 1 of the parameters `like`."""
+        """Inverts `parameters`, with the layout and the axes of size 1 of the parameters `like`."""
         if self.per_activation and self.channels_last:
             values = jnp.moveaxis(sharding.reshaped(values, self.shape[1:]), -1, 0)
         return sharding.reshaped(values, like.shape, sharding=jax.typeof(like).sharding)
@@ -90,7 +90,7 @@ class View(NamedTuple):
 
 
 def view_of(operator: str, x: Any, layout: str | None, mode: str) -> View:
-    """The view of images like x, after checking layout and mode."""
+    """Returns the view of images like x, after checking layout and mode."""
     layout = layouts.resolved(operator, x, layout, LAYOUTS, defaults=_DEFAULTS)
     mode = require_choice(operator, "mode", mode, MODES)
     return View(tuple(x.shape), layout, mode == "per_activation")

@@ -23,24 +23,24 @@ def broadcast_channels(statistic: jax.Array) -> jax.Array:
 
 
 def local_sum(x: jax.Array) -> jax.Array:
-    """The sum of each channel over the images on this device."""
+    """Sums each channel over the images on this device."""
     return jnp.sum(x, _REDUCED)
 
 
 def global_sum(local: jax.Array, axis_name: Hashable) -> jax.Array:
-    """The sum over the devices of a mesh axis; with None, `local` itself."""
+    """Sums over the devices of a mesh axis; with None, returns `local` itself."""
     return local if axis_name is None else jax.lax.psum(local, axis_name)
 
 
 def count(x: jax.Array, axis_name: Hashable) -> int:
-    """How many elements each statistic reduces; at least 1, so that it can divide an empty sum."""
+    """Counts the elements that each statistic reduces; at least 1, so that it can divide an empty sum."""
     here = math.prod(x.shape[axis] for axis in _REDUCED)
     # In this order symbolic sizes, of 1 or more, can be compared.
     return max(here * (1 if axis_name is None else jax.lax.axis_size(axis_name)), 1)
 
 
 def mean_and_variance(x: jax.Array, axis_name: Hashable) -> tuple[jax.Array, jax.Array]:
-    """The mean and biased variance of each channel, in two passes so that a large mean costs no digits."""
+    """Computes the mean and biased variance of each channel, in two passes so that a large mean costs no digits."""
     x = x.astype(accumulation_dtype(x.dtype))
     elements = count(x, axis_name)
     mean = global_sum(local_sum(x), axis_name) / elements

@@ -20,7 +20,7 @@ from jaxops.pooling.windows import Span
 
 
 class Deviations(NamedTuple):
-    """For each window, its mean `origin + offset` and the mean squared deviation from it.
+    """Mean `origin + offset` of each window, and the mean squared deviation from it.
 
     None stands for zeros: single elements are their own origins.
     """
@@ -31,7 +31,7 @@ class Deviations(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """For each window, the sum of weights, and the sum of weights times distances from an origin.
+    """Sums of weights in each window, and of weights times distances from an origin.
 
     None stands for zeros.
     """
@@ -42,7 +42,7 @@ class Weights(NamedTuple):
 
 
 def deviations(x: jax.Array, spans: Sequence[Span]) -> Deviations:
-    """The deviations in the windows of x along these axes."""
+    """Computes the deviations in the windows of x along these axes."""
     sums = Deviations(x, None, None)
     for span in spans:
         if sums.offset is not None:
@@ -52,7 +52,7 @@ def deviations(x: jax.Array, spans: Sequence[Span]) -> Deviations:
 
 
 def weights(weight: jax.Array, x: jax.Array, spans: Sequence[Span]) -> Weights:
-    """The weights in the windows along these axes, with one weight for each element of x."""
+    """Computes the weights in the windows along these axes, with one weight for each element of x."""
     sums = Weights(x, weight, None)
     for span in spans:
         sums = _grown_along(sums, _joined_weights, span)
@@ -60,7 +60,7 @@ def weights(weight: jax.Array, x: jax.Array, spans: Sequence[Span]) -> Weights:
 
 
 def counts(x: jax.Array, spans: Sequence[Span]) -> np.ndarray:
-    """How many elements the windows of x along these axes hold."""
+    """Counts the elements in each window of x along these axes."""
     along_each = (_held(x, span, 0, span.window, span.extent) for span in spans)
     return math.prod(along_each, start=np.ones((1,) * x.ndim)).astype(x.dtype)
 
@@ -78,7 +78,7 @@ def _joined_deviations(first: Deviations, second: Deviations, sizes: Sequence[np
 
 
 def _about_medians(sums: Deviations, axis: int) -> Deviations:
-    """The sums about the median of three origins in a row, because the first element of a window may be an outlier.
+    """Moves the sums to the median of three origins in a row, because the first element of a window may be an outlier.
 
     A rounded mean would not do: XLA computes it again wherever it is fused, and may round it differently there.
     """
@@ -90,7 +90,7 @@ def _about_medians(sums: Deviations, axis: int) -> Deviations:
 
 
 def _later(x: jax.Array, steps: int, axis: int) -> jax.Array:
-    """The elements `steps` further along an axis, repeating the last one at the end."""
+    """Returns the elements `steps` further along an axis, repeating the last one at the end."""
     if not jax.export.is_symbolic_dim(x.shape[axis]):
         steps = min(steps, x.shape[axis] - 1)
     widths = [(0, steps if one == axis % x.ndim else 0) for one in range(x.ndim)]
@@ -104,7 +104,7 @@ def _joined_weights(first: Weights, second: Weights, _: Sequence[np.ndarray]) ->
 
 
 def _combined(*terms: tuple[Any, jax.Array | None]) -> Any:
-    """The sum of factors times arrays, where None stands for zeros."""
+    """Sums factors times arrays, where None stands for zeros."""
     return functools.reduce(jnp.add, [factor * x for factor, x in terms if x is not None])
 
 
@@ -130,7 +130,7 @@ def _grown_along(sums: Any, join: Callable[[Any, Any, Sequence[np.ndarray]], Any
 
 
 def _held(x: jax.Array, span: Span, start: int, width: int, number: int) -> np.ndarray:
-    """How many elements lie in stretches of `width` that begin `start` after the start of each window."""
+    """Counts the elements in stretches of `width` that begin `start` after the start of each window."""
     numpy: Any = jnp if jax.export.is_symbolic_dim(number) else np
     first = numpy.arange(number) + start - span.before
     inside = numpy.clip(first + width, 0, span.extent) - numpy.clip(first, 0, span.extent)
@@ -139,7 +139,7 @@ def _held(x: jax.Array, span: Span, start: int, width: int, number: int) -> np.n
 
 
 def _cut(sums: Any, axis: int, start: int, size: int) -> Any:
-    """The windows that begin in this range."""
+    """Returns the windows that begin in this range."""
     return type(sums)(*(x if x is None else jax.lax.slice_in_dim(x, start, start + size, axis=axis) for x in sums))
 
 

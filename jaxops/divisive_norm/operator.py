@@ -20,12 +20,12 @@ _NO_MEANS = (0, 0, 0, 0)
 
 
 def no_means(volume: jax.Array) -> jax.Array:
-    """The operand by which the operators represent means of zero."""
+    """Returns the operand by which the operators represent means of zero."""
     return jnp.zeros((*volume.shape[:-4], *_NO_MEANS), volume.dtype)
 
 
 def window_of(n: int, layout: str) -> tuple[int, ...]:
-    """The extents of a window of a volume: n along each spatial axis of the layout."""
+    """Returns the extents of a window of a volume: n along each spatial axis of the layout."""
     return windows.for_volume((n,) * (len(layout) - 2), 1)
 
 
@@ -54,7 +54,7 @@ def _forward(x: jax.Array, means: jax.Array, *, window: tuple[int, ...], alpha: 
 def _backward(
     x: jax.Array, means: jax.Array, grad: jax.Array, *, window: tuple[int, ...], alpha: float, beta: float, k: float
 ) -> Arrays:
-    """The gradients of x and of the means, where u = -beta dy x s**(-beta - 1) alpha / n**d.
+    """Computes the gradients of x and of the means, where u = -beta dy x s**(-beta - 1) alpha / n**d.
 
     dx[j] = dy[j] s[j]**-beta + 2 sum of u[i] (x[j] - means[i]) over the windows i that hold j
     dmeans[i] = -2 u[i] sum of (x[j] - means[i]) over the window i
@@ -76,7 +76,7 @@ def _backward(
 
 
 def _deviations(x: jax.Array, means: jax.Array | None, spans: Sequence[Span]) -> tuple[jax.Array, jax.Array]:
-    """The sums over each window of the deviations from the mean at its centre, and of their squares."""
+    """Sums, over each window, the deviations from the mean at its centre, and their squares."""
     if means is None:
         return _summed(x, spans), _summed(jnp.square(x), spans)
     # Differences of numbers up to this limit are finite, but their squares are infinite, as they must be for infinite
@@ -89,7 +89,7 @@ def _deviations(x: jax.Array, means: jax.Array | None, spans: Sequence[Span]) ->
 
 
 def _weighted_deviations(u: jax.Array, x: jax.Array, means: jax.Array | None, spans: Sequence[Span]) -> jax.Array:
-    """The sum of `u[i] (x[j] - means[i])` over each window of i."""
+    """Sums `u[i] (x[j] - means[i])` over each window of i."""
     if means is None:
         return x * _summed(u, spans)
     origin, total, moment = moments.weights(u, means, spans)
@@ -103,7 +103,7 @@ def _summed(x: jax.Array, spans: Sequence[Span]) -> jax.Array:
 
 
 def _spans(x: jax.Array, window: tuple[int, ...]) -> tuple[Span, ...]:
-    """The windows along depth, height and width, without the parts that never lie in x."""
+    """Returns the windows along depth, height and width, without the parts that never lie in x."""
     spans = []
     for axis, n in zip(windows.VOLUME_AXES, window, strict=True):
         extent = x.shape[axis]

@@ -106,20 +106,20 @@ def embedding_row_gradients(
 
 
 def rows_at(table: jax.Array, rows: jax.Array, dtype: Any) -> jax.Array:
-    """The rows of a table in another dtype; zeros where the id is `NO_ROW`."""
+    """Returns the rows of a table in another dtype; zeros where the id is `NO_ROW`."""
     (found,) = EMBEDDING(table, rows, padding_idx=None, counted_rank=None)
     return jnp.where((rows != NO_ROW)[:, None], found.astype(dtype), jnp.zeros((), dtype))
 
 
 def with_rows(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """The table with these rows replaced, in place if it is donated. Ids out of range are dropped."""
+    """Returns the table with these rows replaced, in place if it is donated. Ids out of range are dropped."""
     out_sharding = None if sharding.explicit_mesh([table]) is None else jax.typeof(table).sharding
     options = {"indices_are_sorted": True, "unique_indices": True, "wrap_negative_indices": False}
     return table.at[rows].set(values.astype(table.dtype), mode="drop", out_sharding=out_sharding, **options)
 
 
 def _rows(indices: jax.Array, *, num_weights: int, padding_idx: int | None) -> Arrays:
-    """The distinct ids among indices, and for each position the slot of its id; one past the end if it has none."""
+    """Returns the distinct ids among indices, and for each position its id's slot; one past the end if it has none."""
     count, size = math.prod(indices.shape), min(math.prod(indices.shape), num_weights)
     ids = wide_ids(indices).reshape(count)
     live = (ids >= 0) & (ids < num_weights)

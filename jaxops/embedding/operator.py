@@ -5,7 +5,7 @@ of all orders bind these operators again.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,8 @@ from jaxops._checks.errors import require
 from jaxops._checks.ids import require_numbered, wide_dtype, wide_ids
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
-from jaxops.embedding.sums import reciprocal, sums_by_id
+from jaxops.embedding.sums import by_owner, by_run, reciprocal, scattered, scattered_flat
+from lowering.forms import Form, Place, refusal_of_parts
 from pallas_kernels.gpu import embedding as gpu
 from pallas_kernels.tpu import embedding as tpu
 
@@ -62,15 +63,43 @@ def _lookup(table: jax.Array, indices: jax.Array, **_: Any) -> Arrays:
 
 
 def _dense_backward(
-    grad: jax.Array, indices: jax.Array, *, num_weights: int, padding_idx: int | None, scale_grad_by_freq: bool
+    grad: jax.Array,
+    indices: jax.Array,
+    *,
+    num_weights: int,
+    padding_idx: int | None,
+    scale_grad_by_freq: bool,
+    sums: Callable[..., jax.Array] = scattered,
 ) -> Arrays:
     # Ids one past the end are dropped.
     ids = jnp.where(_live(indices, num_weights, padding_idx), wide_ids(indices), num_weights)
-    return (sums_by_id(grad, ids, num_weights, averaged=scale_grad_by_freq),)
+    return (sums(grad, ids, num_weights, averaged=scale_grad_by_freq),)
+
+
+def _refuses_runs(place: Place, grad: Any, indices: Any, *, num_weights: int, **_: Any) -> str | None:
+    if reason := refusal_of_parts(place, grad, indices, jax.ShapeDtypeStruct((num_weights,), grad.dtype)):
+        return reason
+    return None if grad.size else "there are no rows to sum"
+
+
+def _refuses_flat(place: Place, grad: Any, indices: Any, **params: Any) -> str | None:
+    if reason := _refuses_runs(place, grad, indices, **params):
+        return reason
+    return "the rows lie along one axis already" if indices.ndim == 1 else None
+
+
+def _refuses_owners(place: Place, grad: Any, indices: Any, *, num_weights: int, **params: Any) -> str | None:
+    if reason := _refuses_runs(place, grad, indices, num_weights=num_weights, **params):
+        return reason
+    if grad.dtype.itemsize >= 4:
+        return f"a scatter sums {grad.dtype} without a copy of another dtype"
+    if indices.size >= num_weights:
+        return f"a copy of the {num_weights} rows of the table is no larger than one of {indices.size} gradients"
+    return None
 
 
 def _frequency(indices: jax.Array, *, num_weights: int, counted_rank: int) -> Arrays:
-    """At each position, how often its id occurs in the last `counted_rank` axes of `indices`."""
+    """Counts, for each position, how often its id occurs in the last `counted_rank` axes of `indices`."""
     calls = indices.shape[: indices.ndim - counted_rank]
     ids = wide_ids(indices).reshape(*calls, math.prod(indices.shape[len(calls) :]))
     ids = jnp.where(_live(ids, num_weights, None), ids, num_weights)
@@ -105,7 +134,7 @@ def _tangent(
 def _transposed_gradient(
     table: jax.Array, indices: jax.Array, padding_idx: int | None, counted_rank: int | None
 ) -> jax.Array:
-    """The lookup with the gradient's padding and scaling: zero at padding and outside the table."""
+    """Looks up rows with the gradient's padding and scaling: zero at padding and outside the table."""
     rows = table.shape[0]
     (out,) = EMBEDDING(table, indices, padding_idx=None, counted_rank=None)
     if counted_rank is not None:
@@ -129,7 +158,7 @@ def _vjp(
 
 
 def _scaled_by_frequency(rows: jax.Array, indices: jax.Array, num_weights: int, counted_rank: int) -> jax.Array:
-    """Rows divided by the frequency of their id within its call, not yet rounded."""
+    """Divides rows by the frequency of their id within its call, not yet rounded."""
     (counts,) = EMBEDDING_FREQUENCY(indices, num_weights=num_weights, counted_rank=counted_rank)
     dtype = accumulation_dtype(rows.dtype)
     return rows.astype(dtype) * reciprocal(counts, dtype)[..., None]
@@ -162,6 +191,13 @@ def _vjp_of_dense_backward(
     return _transposed_gradient(cotangents[0], indices, padding_idx, counted_rank), None
 
 
+def _form(name: str, platforms: set[str], sums: Callable[..., jax.Array], refuses: Callable[..., str | None]) -> Form:
+    def run(grad: jax.Array, indices: jax.Array, *, place: Place, **params: Any) -> Arrays:
+        return _dense_backward(grad, indices, sums=sums, **params)
+
+    return Form(name, frozenset(platforms), run, refuses)
+
+
 EMBEDDING = Operator(
     "embedding",
     "v d, ... -> ... d",
@@ -176,5 +212,10 @@ EMBEDDING_DENSE_BACKWARD = Operator(
     _dense_backward,
     Derivative(_vjp_of_dense_backward, _tangent_of_dense_backward, _linearize_dense_backward, residuals="..."),
     kernels=(tpu.KERNEL, gpu.KERNEL),
+    forms=(
+        _form("xla_sorted_runs", {"cuda"}, by_run, _refuses_runs),
+        _form("xla_row_owners", {"cpu", "tpu"}, by_owner, _refuses_owners),
+        _form("xla_flat_scatter", {"cpu", "tpu"}, scattered_flat, _refuses_flat),
+    ),
 )
 EMBEDDING_FREQUENCY = Operator("embedding_frequency", "... -> ...", lambda indices, **_: None, _frequency)

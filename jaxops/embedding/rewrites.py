@@ -35,7 +35,7 @@ def _is_table(node: Node) -> bool:
 
 
 def _of_gather(node: Node) -> Found | None:
-    """The lookup of whole rows."""
+    """Finds a lookup of whole rows in a gather."""
     table, indices = node.inputs
     numbers, rank = node.params["dimension_numbers"], len(node.outputs[0].shape)
     is_lookup = (
@@ -70,7 +70,7 @@ def _of_gather(node: Node) -> Found | None:
 
 
 def _of_product(node: Node) -> Found | None:
-    """The product of one-hot rows and a table."""
+    """Finds a lookup in a product of one-hot rows and a table."""
     one_hot, table = node.inputs
     contracted, batch = node.params["dimension_numbers"]
     axis = contracted[0][0] if len(contracted[0]) == 1 else None

@@ -1,8 +1,10 @@
-"""Sums of gradient rows by id, in float32 and rounded once, in the form that suits the platform.
+"""Sums of gradient rows by id, in float32 and rounded once.
 
     out[w] = sum of rows[r] over {r : ids[r] = w},   optionally divided by the number of its terms
 
-On one device every form adds the rows of an id in a fixed order, so results are the same bit by bit in every run.
+Each function takes rows (..., D) and ids (...) in [0, size), drops other ids, and returns sums (size, D) in the dtype
+of the rows. On one device each adds the rows of an id in a fixed order, so results are the same bit by bit in every
+run.
 """
 
 from typing import Any
@@ -10,31 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import lowering
 from jaxops._checks.dtypes import accumulation_dtype
 
 
-def sums_by_id(rows: jax.Array, ids: jax.Array, size: int, *, averaged: bool) -> jax.Array:
-    """Sums (size, D), in the dtype of `rows`, of rows (..., D) with ids (...) in [0, size); other ids are dropped."""
-    place = lowering.placement()
-    is_symbolic = any(jax.export.is_symbolic_dim(extent) for extent in (*rows.shape, size))
-    if place is None or place.is_split or is_symbolic or rows.size == 0:
-        return _scattered(rows, ids, size, averaged)
-    rows, ids = rows.reshape(-1, rows.shape[-1]), ids.reshape(-1)
-    if place.platform == "cuda":
-        return _by_run(rows, ids, size, averaged)
-    if rows.dtype.itemsize < 4 and ids.size < size:
-        return _by_owner(rows, ids, size, averaged)
-    return _scattered(rows, ids, size, averaged)
-
-
 def reciprocal(counts: jax.Array, dtype: Any) -> jax.Array:
-    """1 / counts, and 1 where the count is 0."""
+    """Computes 1 / counts, and 1 where the count is 0."""
     return 1 / jnp.maximum(counts, 1).astype(dtype)
 
 
-def _scattered(rows: jax.Array, ids: jax.Array, size: int, averaged: bool) -> jax.Array:
-    """One scatter, which a mesh can split. CPUs scatter in order and at memory speed; TPUs scatter without atomics."""
+def scattered(rows: jax.Array, ids: jax.Array, size: int, *, averaged: bool) -> jax.Array:
+    """Sums by one scatter, which a mesh can split. CPUs scatter in order and at memory speed, TPUs without atomics."""
     sums = jnp.zeros((size, rows.shape[-1]), accumulation_dtype(rows.dtype))
     sums = sums.at[ids].add(rows.astype(sums.dtype), mode="drop")
     if averaged:
@@ -42,23 +29,30 @@ def _scattered(rows: jax.Array, ids: jax.Array, size: int, averaged: bool) -> ja
     return sums.astype(rows.dtype)
 
 
-def _by_owner(rows: jax.Array, ids: jax.Array, size: int, averaged: bool) -> jax.Array:
+def scattered_flat(rows: jax.Array, ids: jax.Array, size: int, *, averaged: bool) -> jax.Array:
+    """Sums by one scatter of rows that lie along a single axis, which no mesh could split."""
+    return scattered(*_in_one_batch(rows, ids), size, averaged=averaged)
+
+
+def by_owner(rows: jax.Array, ids: jax.Array, size: int, *, averaged: bool) -> jax.Array:
     """Sums beside the rows, rounds there, and looks the sums up, so that nothing as large as the result is float32.
 
     One of the positions that hold an id owns it and collects the sum. Which one makes no difference.
     """
+    rows, ids = _in_one_batch(rows, ids)
     positions = ids.size
     owner_of_id = jnp.full(size, positions, jnp.int32).at[ids].set(jnp.arange(positions, dtype=jnp.int32), mode="drop")
     owners = owner_of_id.at[ids].get(mode="fill", fill_value=positions)
-    sums = _scattered(rows, owners, positions, averaged)
+    sums = scattered(rows, owners, positions, averaged=averaged)
     return sums.at[owner_of_id].get(mode="fill", fill_value=0)
 
 
-def _by_run(rows: jax.Array, ids: jax.Array, size: int, averaged: bool) -> jax.Array:
+def by_run(rows: jax.Array, ids: jax.Array, size: int, *, averaged: bool) -> jax.Array:
     """Sums runs of sorted ids: GPUs scatter with atomics, in any order, and very slowly in some versions of XLA.
 
     The scan has logarithmic depth, so an id that fills the batch takes no longer than many different ids.
     """
+    rows, ids = _in_one_batch(rows, ids)
     ids, order = jax.lax.sort((ids, jnp.arange(ids.size, dtype=jnp.int32)), num_keys=1)
     rows_by_id = rows[order].astype(accumulation_dtype(rows.dtype))
     changes = ids[1:] != ids[:-1]
@@ -80,6 +74,10 @@ def _by_run(rows: jax.Array, ids: jax.Array, size: int, averaged: bool) -> jax.A
     destinations = jnp.where(is_last, ids, size)
     out = jnp.zeros((size, rows.shape[-1]), rows.dtype)
     return out.at[destinations].set(sums.astype(rows.dtype), mode="drop", unique_indices=True)
+
+
+def _in_one_batch(rows: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return rows.reshape(-1, rows.shape[-1]), ids.reshape(-1)
 
 
 def _counts(ids: jax.Array, size: int) -> jax.Array:

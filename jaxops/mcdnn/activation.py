@@ -77,7 +77,7 @@ def activation_backward(
     layout: str | None = None,
     strict: bool = False,
 ) -> jax.Array:
-    """The gradient of `activation_forward`: `alpha * dy * slope + beta * dx`.
+    """Computes the gradient of `activation_forward`: `alpha * dy * slope + beta * dx`.
 
         SIGMOID       y * (1 - y)
         RELU          1 if y > 0 else 0
@@ -128,7 +128,7 @@ def activation_backward(
 
 
 def requested(descriptor: ActivationDescriptor) -> Activation:
-    """The activation that a descriptor describes, as an attribute of operators."""
+    """Returns the activation that a descriptor describes, as an attribute of operators."""
     mode = member("ActivationDescriptor", "mode", ActivationMode, descriptor.mode)
     coef = descriptor.swish_beta if mode == ActivationMode.SWISH else descriptor.coef
     propagates = descriptor.nan_propagation == NanPropagation.PROPAGATE_NAN

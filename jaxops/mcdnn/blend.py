@@ -1,4 +1,4 @@
-"""How results are blended with what the output held before: `alpha * result + beta * prior`."""
+"""Blends of results with what the output held before: `alpha * result + beta * prior`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from jaxops._primitive import sharding
 
 @dataclasses.dataclass(frozen=True)
 class Blend:
-    """How one output of a call is blended from its result and its prior.
+    """Blend of one output of a call from its result and its prior.
 
     Attributes:
       operator: the name of the call, for errors.
@@ -33,19 +33,19 @@ class Blend:
 
     @classmethod
     def requested(cls, operator: str, **arguments: Any) -> "Blend":
-        """From alpha, beta and the prior, in this order, under the names of their arguments."""
+        """Makes a blend from alpha, beta and the prior, in this order, under the names of their arguments."""
         *factors, (argument, prior) = arguments.items()
         alpha, beta = (require_real(operator, *factor, traced=True) for factor in factors)
         return cls(operator, alpha, beta, argument, as_optional(operator, argument, prior))
 
     @property
     def reads_prior(self) -> bool:
-        """Whether the prior is or may be read: a traced beta may be 0."""
+        """Tells whether the prior is or may be read: a traced beta may be 0."""
         return isinstance(self.beta, jax.Array) or self.beta != 0
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the output is the result itself."""
+        """Tells whether the output is the result itself."""
         return not self.reads_prior and not isinstance(self.alpha, jax.Array) and self.alpha == 1
 
     def check(
@@ -60,11 +60,11 @@ class Blend:
             require(same, self.operator, self.argument, rule, self.prior, status=status, error=error)
 
     def upcast(self, x: jax.Array) -> jax.Array:
-        """Data in the dtype of the blend, so that only the blend is rounded."""
+        """Casts data to the dtype of the blend, so that only the blend is rounded."""
         return x if self._is_plain else x.astype(accumulation_dtype(x.dtype))
 
     def apply(self, result: jax.Array, dtype: Any) -> jax.Array:
-        """The output in its dtype, rounded once."""
+        """Blends the output in its dtype, rounded once."""
         if self._is_plain:
             return result.astype(dtype)
         alpha, beta = (_factor(factor, accumulation_dtype(dtype)) for factor in (self.alpha, self.beta))

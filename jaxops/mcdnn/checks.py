@@ -1,4 +1,4 @@
-"""What all calls refuse, with the documented status."""
+"""Refusals that all calls share, with the documented status."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -35,11 +35,11 @@ class Call:
         require_present(self.name, arguments)
 
     def arrays(self, **operands: Any) -> list[Any]:
-        """Operands as arrays; None stays None."""
+        """Returns operands as arrays; None stays None."""
         return [as_optional(self.name, argument, value) for argument, value in operands.items()]
 
     def shapes(self, **operands: Any) -> list[Any]:
-        """Shapes and dtypes of operands, which may be abstract or None."""
+        """Returns shapes and dtypes of operands, which may be abstract or None."""
         return [None if value is None else as_shape(self.name, argument, value) for argument, value in operands.items()]
 
     def descriptor(self, kind: type, value: Any, argument: str = "desc") -> None:
@@ -51,13 +51,13 @@ class Call:
         self.support(array.dtype.name in dtypes, argument, f"have a dtype of {', '.join(dtypes)}", array)
 
     def layout(self, x: Any, layout: str | None) -> str:
-        """The layout of images: the requested one, or the one with channels first."""
+        """Returns the layout of images: the requested one, or the one with channels first."""
         self.support(len(x.shape) in (4, 5), "x", "have two or three spatial axes", x)
         self._check_packed(layout)
         return layouts.resolved(self.name, x, layout, defaults=layouts.CHANNELS_FIRST)
 
     def channel_axis(self, x: Any, layout: str | None, argument: str = "x") -> int:
-        """The channel axis of a tensor with four to eight axes; with more than five the layout must be None."""
+        """Returns the channel axis of a tensor with four to eight axes; with more than five the layout must be None."""
         rank = len(x.shape)
         self.require(4 <= rank <= MAX_RANK, argument, f"have rank 4 to {MAX_RANK}", x)
         if layout is None:

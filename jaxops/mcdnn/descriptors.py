@@ -49,7 +49,7 @@ LRN_MIN_BETA = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class LRNDescriptor:
-    """How local response normalization and divisive normalization weigh the neighbourhood.
+    """The window and weights of local response normalization and divisive normalization.
 
     Attributes:
       n: the extent of the window, LRN_MIN_N to LRN_MAX_N; an even window reaches one further ahead.
@@ -88,7 +88,7 @@ class LRNDescriptor:
 
 @dataclasses.dataclass(frozen=True)
 class DropoutDescriptor:
-    """How much to drop.
+    """The probability of dropping an element.
 
     Attributes:
       dropout: the probability of dropping an element, in [0, 1]: a Python or NumPy number, or a traced scalar. The
@@ -107,7 +107,7 @@ class DropoutDescriptor:
 
 @dataclasses.dataclass(frozen=True)
 class PoolingDescriptor:
-    """How to pool.
+    """The windows of a pooling and their reduction.
 
     Attributes:
       mode: a `PoolingMode`. MAX and MAX_DETERMINISTIC are the same: both are deterministic here.

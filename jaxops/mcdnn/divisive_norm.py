@@ -82,7 +82,7 @@ def divisive_normalization_backward(
     dmeans: jax.Array | None = None,
     layout: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The exact gradients of `divisive_normalization_forward` in x and means: `alpha * result + beta * prior`.
+    """Computes the exact gradients of `divisive_normalization_forward` in x and means: `alpha * result + beta * prior`.
 
     The means count as an input of their own. With u = -desc.beta dy x s**(-desc.beta - 1) desc.alpha / n**d,
 

@@ -51,7 +51,7 @@ def dropout_forward(desc: DropoutDescriptor, key: jax.Array, x: jax.Array) -> tu
 
 
 def dropout_backward(desc: DropoutDescriptor, dy: jax.Array, reserve_space: jax.Array) -> jax.Array:
-    """The gradient of `dropout_forward`: `dx = dy / (1 - p)` where an element was kept, else 0.
+    """Computes the gradient of `dropout_forward`: `dx = dy / (1 - p)` where an element was kept, else 0.
 
     Args:
       desc: that of the forward call.
@@ -89,7 +89,7 @@ def dropout_backward(desc: DropoutDescriptor, dy: jax.Array, reserve_space: jax.
 
 
 def dropout_get_reserve_space_size(x: Any) -> int:
-    """The bytes of reserve space that `dropout_forward` returns for x: a bit for each element, in words of 32 bits.
+    """Returns the bytes of reserve space of `dropout_forward` for x: a bit for each element, in words of 32 bits.
 
     Args:
       x: an array or a `jax.ShapeDtypeStruct`.

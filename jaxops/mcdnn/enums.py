@@ -19,7 +19,7 @@ class ActivationMode(enum.IntEnum):
 
 
 class BatchNormMode(enum.IntEnum):
-    """What batch normalization reduces: the batch, or the batch and space."""
+    """Axes that batch normalization reduces: the batch, or the batch and space."""
 
     PER_ACTIVATION = 0
     SPATIAL = 1
@@ -27,7 +27,7 @@ class BatchNormMode(enum.IntEnum):
 
 
 class BatchNormOps(enum.IntEnum):
-    """What follows batch normalization."""
+    """Operations that follow batch normalization."""
 
     OPS_BN = 0
     OPS_BN_ACTIVATION = 1
@@ -35,14 +35,14 @@ class BatchNormOps(enum.IntEnum):
 
 
 class NormMode(enum.IntEnum):
-    """What normalization reduces: the batch, or the batch and space."""
+    """Axes that normalization reduces: the batch, or the batch and space."""
 
     PER_ACTIVATION = 0
     PER_CHANNEL = 1
 
 
 class NormOps(enum.IntEnum):
-    """What follows normalization; the numbers are those of `BatchNormOps`."""
+    """Operations that follow normalization; the numbers are those of `BatchNormOps`."""
 
     NORM = 0
     NORM_ACTIVATION = 1
@@ -50,7 +50,7 @@ class NormOps(enum.IntEnum):
 
 
 class NormAlgo(enum.IntEnum):
-    """How the vendor's chip computes normalization; values are the same, and there is no choice here."""
+    """Algorithm of normalization on the vendor's chip; values are the same, and there is no choice here."""
 
     STANDARD = 0
     PERSIST = 1
@@ -63,13 +63,13 @@ class LRNMode(enum.IntEnum):
 
 
 class DivNormMode(enum.IntEnum):
-    """Where the means of divisive normalization come from."""
+    """Source of the means of divisive normalization."""
 
     PRECOMPUTED_MEANS = 0
 
 
 class PoolingMode(enum.IntEnum):
-    """How pooling reduces a window."""
+    """Reduction of a window in pooling."""
 
     MAX = 0
     AVERAGE_COUNT_INCLUDE_PADDING = 1
@@ -78,7 +78,7 @@ class PoolingMode(enum.IntEnum):
 
 
 class SoftmaxAlgorithm(enum.IntEnum):
-    """How a softmax is computed, or its logarithm; FAST and ACCURATE are the same here."""
+    """Algorithm of a softmax, or of its logarithm; FAST and ACCURATE are the same here."""
 
     FAST = 0
     ACCURATE = 1
@@ -86,21 +86,21 @@ class SoftmaxAlgorithm(enum.IntEnum):
 
 
 class SoftmaxMode(enum.IntEnum):
-    """What adds up to 1: a whole image, or the channels of each pixel."""
+    """Elements that add up to 1: a whole image, or the channels of each pixel."""
 
     INSTANCE = 0
     CHANNEL = 1
 
 
 class NanPropagation(enum.IntEnum):
-    """Whether NaN propagates, or is passed over as if it were minus infinity."""
+    """Treatment of NaN: propagated, or passed over as if it were minus infinity."""
 
     NOT_PROPAGATE_NAN = 0
     PROPAGATE_NAN = 1
 
 
 class SamplerType(enum.IntEnum):
-    """How a spatial transformer interpolates between pixels."""
+    """Interpolation between pixels in a spatial transformer."""
 
     BILINEAR = 0
 
@@ -109,7 +109,7 @@ Enumeration = TypeVar("Enumeration", bound=enum.IntEnum)
 
 
 def member(operator: str, argument: str, enumeration: type[Enumeration], value: object) -> Enumeration:
-    """The member that a name or number stands for; BadParamError if there is none."""
+    """Returns the member that a name or number stands for; raises BadParamError if there is none."""
     names, numbers = isinstance(value, str), type(value) in (int, enumeration)
     named = [one for one in enumeration if (names and one.name == value) or (numbers and one == value)]
     rule = f"be one of {', '.join(one.name for one in enumeration)}"

@@ -79,7 +79,7 @@ def lrn_cross_channel_backward(
     dx: jax.Array | None = None,
     layout: str | None = None,
 ) -> jax.Array:
-    """The gradient of `lrn_cross_channel_forward`: `alpha * result + beta * dx`.
+    """Computes the gradient of `lrn_cross_channel_forward`: `alpha * result + beta * dx`.
 
         result[c] = dy[c] * s[c]**-desc.beta
                     - 2 * desc.alpha * desc.beta / n * x[c] * sum of dy[j] * x[j] * s[j]**(-desc.beta - 1)

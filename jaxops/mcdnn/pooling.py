@@ -81,7 +81,7 @@ def pooling_backward(
     x_shape: Sequence[int] | None = None,
     layout: str | None = None,
 ) -> jax.Array:
-    """The gradient of `pooling_forward`: `alpha * result + beta * dx`, over the whole of dx.
+    """Computes the gradient of `pooling_forward`: `alpha * result + beta * dx`, over the whole of dx.
 
     Maxima send each dy to the first maximum of its window in row-major order. Averages give `dy / divisor` to each
     element inside x. Where windows overlap, contributions add up. Arguments shared by all calls are described in
@@ -153,7 +153,7 @@ def _image_shape(call: Call, x: Any, x_shape: Any) -> tuple[int, ...]:
 
 
 def _windows(call: Call, desc: PoolingDescriptor, x: Any, layout: str | None) -> tuple[str, dict[str, Any]]:
-    """The layout and the windows' attributes, checked against the images."""
+    """Returns the layout and the windows' attributes, checked against the images."""
     layout = call.layout(x, layout)
     extents = layouts.spatial_extents(x.shape, layout)
     numbers = (("window", desc.window), ("stride", desc.stride), ("padding", desc.padding))

@@ -21,7 +21,7 @@ def softmax_forward(
     y: jax.Array | None = None,
     layout: str | None = None,
 ) -> jax.Array:
-    """Exponentials that add up to 1 in each group: `alpha * result + beta * y`.
+    """Computes exponentials that add up to 1 in each group: `alpha * result + beta * y`.
 
     Arguments shared by all calls are described in `jaxops.mcdnn`.
 
@@ -69,7 +69,7 @@ def softmax_backward(
     dx: jax.Array | None = None,
     layout: str | None = None,
 ) -> jax.Array:
-    """The gradient of `softmax_forward`: `alpha * result + beta * dx`, computed from y as stored.
+    """Computes the gradient of `softmax_forward`: `alpha * result + beta * dx`, computed from y as stored.
 
         FAST, ACCURATE  result = y * (dy - sum(y * dy))
         LOG             result = dy - exp(y) * sum(dy)
@@ -109,7 +109,7 @@ def softmax_backward(
 
 
 def _members(call: Call, algorithm: Any, mode: Any) -> tuple[bool, SoftmaxMode]:
-    """Whether the logarithm is asked for, and the mode."""
+    """Tells whether the logarithm is asked for, and the mode."""
     algorithm = member(call.name, "algorithm", SoftmaxAlgorithm, algorithm)
     return algorithm == SoftmaxAlgorithm.LOG, member(call.name, "mode", SoftmaxMode, mode)
 

@@ -49,7 +49,7 @@ def spatial_tf_grid_generator_forward(desc: SpatialTransformerDescriptor, theta:
 
 
 def spatial_tf_grid_generator_backward(desc: SpatialTransformerDescriptor, dgrid: jax.Array) -> jax.Array:
-    """The gradient of `spatial_tf_grid_generator_forward`: `dtheta[n, i] = sum over h, w of dgrid[n, h, w, i] * base`.
+    """Differentiates `spatial_tf_grid_generator_forward`: `dtheta[n, i] = sum over h, w of dgrid[n, h, w, i] * base`.
 
     Args:
       desc: that of the forward call.
@@ -145,7 +145,7 @@ def spatial_tf_sampler_backward(
     dgrid: jax.Array | None = None,
     layout: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of `spatial_tf_sampler_forward`: `alpha * result + beta * dx`, and dgrid with its own factors.
+    """Differentiates `spatial_tf_sampler_forward`: `alpha * result + beta * dx`, and dgrid with its own factors.
 
     Arguments shared by all calls are described in `jaxops.mcdnn`.
 
@@ -199,7 +199,7 @@ def _output_shape(call: Call, desc: Any) -> tuple[int, ...]:
 
 
 def _channel_axis(call: Call, desc: Any, x: Any, grid: Any, layout: str | None) -> int:
-    """The axis of the channels, after x and grid are checked."""
+    """Returns the axis of the channels, after it has checked x and grid."""
     call.support(len(x.shape) <= 4, "x", "have at most four axes", x)
     call.require(len(x.shape) == 4, "x", "have four axes", x)
     channels = call.layout(x, layout).index("C")

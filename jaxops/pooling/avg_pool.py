@@ -102,7 +102,7 @@ def _backward(grad: jax.Array, *, extents: tuple[int, ...], count_include_pad: b
 
 
 def _counts(spans: Sequence[Span], include_padding: bool, pooled: jax.Array) -> jax.Array | int:
-    """How many elements each window counts, to broadcast against the pooled array."""
+    """Counts the elements of each window, to broadcast against the pooled array."""
     if include_padding:
         return math.prod(span.window for span in spans)
     counts = jnp.ones((), pooled.dtype)
@@ -115,7 +115,7 @@ def _counts(spans: Sequence[Span], include_padding: bool, pooled: jax.Array) -> 
 
 
 def _gradient_along(grad: jax.Array, span: Span) -> jax.Array:
-    """Along one axis, the sum at each position of the gradients of the windows that hold it."""
+    """Sums along one axis, at each position, the gradients of the windows that hold it."""
     # With `stride - 1` holes between the gradients, these windows lie side by side, so their sum is a window sum again.
     before = span.window - 1 - span.before
     behind = span.extent + span.before - (span.outputs - 1) * span.stride - 1

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import lowering
 from jaxops._checks.dtypes import accumulation_dtype, check_floating
 from jaxops._checks.layouts import layout_required
 from jaxops._checks.mcdnn import as_array, require
@@ -19,12 +18,13 @@ from jaxops._primitive.operator import Operator
 from jaxops.pooling import windows
 from jaxops.pooling.patterns import SELECT_AND_SCATTER
 from jaxops.pooling.windows import Ints, Padding, Span
+from lowering.forms import Form, Place
 from pallas_kernels.gpu import max_pool_backward as gpu
 from pallas_kernels.tpu import max_pool as tpu_value
 from pallas_kernels.tpu import max_pool_backward as tpu
 from pallas_kernels.tpu.max_pool_views import view_of
 
-# Elements of a window that a TPU reduces in one pass over x; with 25, two passes are faster.
+# Elements of a window that a TPU reduces in one pass over x; by replay, two passes are faster with 25.
 _MOST_IN_ONE_PASS = 9
 # Loops of more steps are compiled as loops; shorter ones are unrolled.
 UNROLLED_STEPS = 16
@@ -62,10 +62,11 @@ def max_pool(x: jax.Array, window: Ints, *, stride: Ints | None = None, padding:
       always in the same order, so repeated runs agree in every bit. Derivatives of all modes and orders exist.
 
       On every platform this runs as XLA operations: window reductions forward, one axis after the other (on TPUs both
-      at once for small windows, unless XLA keeps columns in lanes), slices and comparisons backward. Kernels of the
-      gradient are opt-in: on TPUs where their blocks fit VMEM, and fastest where XLA keeps channels or images in lanes;
-      and on NVIDIA GPUs with channels last, where windows do not overlap. So is a kernel of the value on TPUs; where
-      it refuses, as where XLA keeps columns in lanes, the window reductions stand beside the gradient's kernel.
+      at once for small windows, unless XLA keeps columns in lanes: `xla_one_pass`), slices and comparisons backward.
+      Kernels of the gradient are opt-in: on TPUs where their blocks fit VMEM, and fastest where XLA keeps channels or
+      images in lanes; and on NVIDIA GPUs with channels last, where windows do not overlap. So is a kernel of the value
+      on TPUs; where it refuses, as where XLA keeps columns in lanes, the window reductions stand beside the gradient's
+      kernel.
 
     Example:
       >>> x = jnp.array([1.0, 5.0, 2.0, 3.0]).reshape(1, 1, 1, 4)
@@ -107,31 +108,43 @@ def _check_at(x: Any, values: Any, *, propagate_nan: bool, **attributes: Any) ->
 def _maxima(x: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
     along = windows.spans(x.shape[-4:-1], **attributes)
     y, spans = windows.squeezed(x, along)
-    least = _least(x.dtype)
-    if not propagate_nan:
-        y = jnp.where(jnp.isnan(y), jnp.asarray(least, y.dtype), y)
-    if len(spans) == 2 and _suits_one_pass(x, attributes["window"]):
-        y = windows.pooled_at_once(y, spans, least, jax.lax.max)
-    else:
-        for span in spans:
-            y = windows.pooled_along(y, span, least, jax.lax.max)
+    y = _without_nan(y, propagate_nan)
+    for span in spans:
+        y = windows.pooled_along(y, span, _least(x.dtype), jax.lax.max)
     return (windows.unsqueezed(y, x, along),)
 
 
-def _suits_one_pass(x: jax.Array, window: Sequence[int]) -> bool:
-    """Whether both axes of these windows are reduced in one pass over x, rather than two, as on TPUs.
+def _maxima_in_one_pass(x: jax.Array, *, place: Place, propagate_nan: bool, **attributes: Any) -> Arrays:
+    """Computes `_maxima` along both axes of its windows at once."""
+    along = windows.spans(x.shape[-4:-1], **attributes)
+    image, spans = windows.squeezed(x, along)
+    y = windows.pooled_at_once(_without_nan(image, propagate_nan), spans, _least(x.dtype), jax.lax.max)
+    return (windows.unsqueezed(y, x, along),)
 
-    By replay, XLA then reads x once as fast as it reads rows, if windows are small and columns do not lie in lanes.
+
+def _refuses_one_pass(place: Place, x: Any, *, propagate_nan: bool, **attributes: Any) -> str | None:
+    """Says why these windows are not reduced in one pass.
+
+    By replay, XLA reads x once as fast as it reads rows, if windows are small and columns do not lie in lanes.
     """
-    place = lowering.placement()
-    is_on_tpu = place is not None and place.platform == "tpu"
-    if not is_on_tpu or any(map(jax.export.is_symbolic_dim, x.shape)):
-        return False
-    return math.prod(window) <= _MOST_IN_ONE_PASS and view_of(x.shape).is_stored_so
+    if any(map(jax.export.is_symbolic_dim, x.shape)):
+        return f"one pass over x needs sizes that are numbers; x is {list(x.shape)}"
+    axes = sum(not span.is_trivial for span in windows.spans(x.shape[-4:-1], **attributes))
+    if axes != 2:
+        return f"one pass in place of two is for windows along two axes; these lie along {axes}"
+    elements = math.prod(attributes["window"])
+    if elements > _MOST_IN_ONE_PASS:
+        return f"one pass is for windows of at most {_MOST_IN_ONE_PASS} elements; these have {elements}"
+    return None if view_of(x.shape).is_stored_so else "XLA keeps the columns of x in lanes, where two passes are faster"
+
+
+def _without_nan(x: jax.Array, propagate_nan: bool) -> jax.Array:
+    """Replaces NaN by what is never a maximum, unless it is propagated."""
+    return x if propagate_nan else jnp.where(jnp.isnan(x), jnp.asarray(_least(x.dtype), x.dtype), x)
 
 
 def _least(dtype: Any) -> float:
-    """-inf, or the least number of a dtype without infinities, such as float8_e4m3fn."""
+    """Returns -inf, or the least number of a dtype without infinities, such as float8_e4m3fn."""
     return -np.inf if np.isinf(np.asarray(np.inf, dtype)) else float(jnp.finfo(dtype).min)
 
 
@@ -151,7 +164,7 @@ def _backward(x: jax.Array, grad: jax.Array, *, propagate_nan: bool, **attribute
 
 
 def _at(x: jax.Array, values: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
-    """`values` at the first maxima of the windows of x; linear in `values`."""
+    """Returns `values` at the first maxima of the windows of x; linear in `values`."""
     along = windows.spans(x.shape[-4:-1], **attributes)
     image, spans = windows.squeezed(x, along)
     picked, _ = windows.squeezed(values, along)
@@ -174,7 +187,7 @@ def _keys(x: jax.Array, propagate_nan: bool) -> jax.Array:
 
 
 def _winners(keys: jax.Array, values: jax.Array, span: Span) -> Arrays:
-    """The greatest key of each window along one axis, and the value next to the first such key."""
+    """Returns the greatest key of each window along one axis, and the value next to the first such key."""
     reach = (span.outputs - 1) * span.stride + span.window
     # The windows end within the padding.
     behind = _at_least_0(reach - span.before - span.extent, limit=span.behind)
@@ -200,7 +213,7 @@ def _winners(keys: jax.Array, values: jax.Array, span: Span) -> Arrays:
 
 
 def _gradient_along(grad: jax.Array, winners: jax.Array, span: Span) -> jax.Array:
-    """Along one axis, the sum at each position of the gradients of the windows that it won."""
+    """Sums, at each position along one axis, the gradients of the windows that it won."""
     axis, extent, window, stride, before, _ = span
     # Position `stride * group + phase` lies in the windows `group - shift`, for a few shifts.
     shifts = range(-((before + stride - 1) // stride), (window - 1 - before) // stride + 1)
@@ -237,7 +250,7 @@ def _gradient_along(grad: jax.Array, winners: jax.Array, span: Span) -> jax.Arra
 
 
 def _at_least_0(size: int, *, limit: int) -> int:
-    """A size of padding, or 0 if negative; a symbolic size is replaced by its upper limit."""
+    """Returns a size of padding, or 0 if negative; a symbolic size is replaced by its upper limit."""
     return limit if jax.export.is_symbolic_dim(size) else max(size, 0)
 
 
@@ -302,6 +315,7 @@ MAX_POOL = Operator(
     _maxima,
     Derivative(_vjp, _tangent, _linearize, residuals="... d h w c"),
     kernels=(tpu_value.KERNEL,),
+    forms=(Form("xla_one_pass", frozenset({"tpu"}), _maxima_in_one_pass, _refuses_one_pass),),
     patterns=(SELECT_AND_SCATTER,),
 )
 MAX_POOL_BACKWARD = Operator(

@@ -20,7 +20,7 @@ def _find(graph: Graph) -> Iterator[Finding]:
 
 
 def _layout(operation: Operation) -> str:
-    """The layout that a call must name, as its argument; empty where the windows do not say."""
+    """Returns the layout that a call must name, as its argument; empty where the windows do not say."""
     sizes = operation.params["window_dimensions"]
     axes = [axis for axis, size in enumerate(sizes) if size != 1]
     fits = [name for name in IMAGES if len(name) == len(sizes) and axes and {name[axis] for axis in axes} <= {*"DHW"}]
@@ -28,7 +28,7 @@ def _layout(operation: Operation) -> str:
 
 
 def _can_pool(operation: Operation) -> bool:
-    """Whether the windows are those of images or volumes, without holes, and none lies in padding alone."""
+    """Tells whether the windows are those of images or volumes, without holes, and none lies in padding alone."""
     params = operation.params
     along = [*zip(params["window_dimensions"], params["window_strides"], params["padding"], strict=True)]
     axes = [axis for axis, numbers in enumerate(along) if numbers != (1, 1, (0, 0))]

@@ -38,7 +38,7 @@ def _step(node: Node, image: Value) -> Step:
     attributes, first, last = _windows(node, image)
 
     def to_volume(x: Any) -> Any:
-        """(..., D, H, W, C)."""
+        """Reshapes to (..., D, H, W, C)."""
         spatial = (*(1 for _ in range(_SPATIAL_AXES - (last - first))), *x.shape[first:last])
         return x.reshape(*x.shape[:first], *spatial, math.prod(x.shape[last:]))
 
@@ -56,7 +56,7 @@ def _step(node: Node, image: Value) -> Step:
 
 
 def _windows(node: Node, image: Value) -> tuple[dict[str, Any], int, int]:
-    """The operator's attributes, the first axis with windows, and the one behind the last."""
+    """Returns the operator's attributes, the first axis with windows, and the one behind the last."""
     params = node.params
     if not jnp.issubdtype(image.dtype, jnp.floating) or image.size == 0:
         raise RefusalError("only floating-point images of known size are pooled")

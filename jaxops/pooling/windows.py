@@ -1,4 +1,4 @@
-"""Where pooling windows lie, and images of every layout viewed as volumes with channels last."""
+"""Windows of pooling, and images of every layout viewed as volumes with channels last."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -43,17 +43,17 @@ class Span(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """How many windows there are."""
+        """The number of windows."""
         return 1 + (self.padded - self.window) // self.stride
 
     @property
     def is_trivial(self) -> bool:
-        """Whether every position is a window of its own."""
+        """Tells whether every position is a window of its own."""
         return self[2:] == (1, 1, 0, 0)
 
 
 def spans(extents: Sequence[int], window: Sequence[int], stride: Sequence[int], padding: Pairs) -> tuple[Span, ...]:
-    """The windows along depth, height and width."""
+    """Returns the windows along depth, height and width."""
     along_each = zip(VOLUME_AXES, extents, window, stride, padding, strict=True)
     found = [Span(axis, n, k, s, before, behind) for axis, n, k, s, (before, behind) in along_each]
     # A single window may have any stride that reaches beyond the end; this one makes the shortest gradients.
@@ -61,7 +61,7 @@ def spans(extents: Sequence[int], window: Sequence[int], stride: Sequence[int], 
 
 
 def squeezed(volume: jax.Array, along: Sequence[Span]) -> tuple[jax.Array, list[Span]]:
-    """A volume as an image, without depth or channels of length 1, and the nontrivial spans in that image.
+    """Turns a volume into an image, without depth or channels of length 1, and returns the nontrivial spans in it.
 
     XLA finds worse layouts for arrays with axes of length 1.
     """
@@ -71,7 +71,7 @@ def squeezed(volume: jax.Array, along: Sequence[Span]) -> tuple[jax.Array, list[
 
 
 def unsqueezed(image: jax.Array, volume: jax.Array, along: Sequence[Span]) -> jax.Array:
-    """The inverse of `squeezed(volume, along)`, for an image computed from it."""
+    """Inverts `squeezed(volume, along)`, for an image computed from it."""
     return jnp.expand_dims(image, _ones(volume, along))
 
 
@@ -106,7 +106,7 @@ def reduced_along(
     padding: tuple[int, int] = (0, 0),
     dilation: int = 1,
 ) -> jax.Array:
-    """`jax.lax.reduce_window` along one axis."""
+    """Calls `jax.lax.reduce_window` along one axis."""
     shape, strides, paddings, dilations = [1] * x.ndim, [1] * x.ndim, [(0, 0)] * x.ndim, [1] * x.ndim
     shape[axis], strides[axis], paddings[axis], dilations[axis] = window, stride, padding, dilation
     start = np.asarray(initial, x.dtype)  # a constant also under jit: JAX differentiates sums that it recognizes
@@ -114,28 +114,28 @@ def reduced_along(
 
 
 def positions(shape: Sequence[int], axis: int) -> jax.Array:
-    """Coordinates along one axis, counted from the last; the other axes have length 1."""
+    """Returns coordinates along one axis, counted from the last; the other axes have length 1."""
     along = [size if i == axis else 1 for i, size in enumerate(shape, -len(shape))]
     return jax.lax.broadcasted_iota(jnp.int32, along, len(shape) + axis)
 
 
 def to_volume(x: jax.Array, layout: str) -> jax.Array:
-    """An image of any layout as the operators see it, without transposing."""
+    """Returns an image of any layout as the operators see it, without transposing."""
     return jnp.expand_dims(x, _ADDED_AXES[layout])
 
 
 def from_volume(x: jax.Array, layout: str) -> jax.Array:
-    """The inverse of `to_volume`."""
+    """Inverts `to_volume`."""
     return jnp.squeeze(x, _ADDED_AXES[layout])
 
 
 def for_volume(numbers: Sequence[int], flat: int) -> tuple[int, ...]:
-    """One number per axis of a volume; `flat` stands for the depth of a flat image."""
+    """Returns one number per axis of a volume; `flat` stands for the depth of a flat image."""
     return (flat,) * (len(VOLUME_AXES) - len(numbers)) + tuple(numbers)
 
 
 def volume_attributes(window: Sequence[int], stride: Sequence[int], padding: Pairs) -> dict[str, Any]:
-    """The operators' attributes for windows of two or three axes."""
+    """Returns the operators' attributes for windows of two or three axes."""
     return {
         "window": for_volume(window, 1),
         "stride": for_volume(stride, 1),
@@ -144,7 +144,7 @@ def volume_attributes(window: Sequence[int], stride: Sequence[int], padding: Pai
 
 
 def along_axes(operator: str, argument: str, value: Any, count: int) -> tuple[int, ...]:
-    """One integer per spatial axis, from a single integer or a sequence."""
+    """Returns one integer per spatial axis, from a single integer or a sequence."""
     numbers = _each(value, count)
     require(numbers is not None, operator, argument, f"be an integer or {count} of them", value)
     assert numbers is not None
@@ -152,14 +152,14 @@ def along_axes(operator: str, argument: str, value: Any, count: int) -> tuple[in
 
 
 def both_sides(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """The same padding before and behind each axis."""
+    """Returns the same padding before and behind each axis."""
     return tuple((number, number) for number in numbers)
 
 
 def requested(
     operator: str, x: jax.Array, window: Ints, stride: Ints | None, padding: Padding, layout: str
 ) -> tuple[str, tuple[int, ...], dict[str, Any]]:
-    """The layout, the extents of the volume and the operator's attributes, from what a user asked for; checked."""
+    """Returns the layout, the extents of the volume and the operator's attributes, from a user's checked arguments."""
     layout = _layout(operator, x, layout)
     extents = layouts.spatial_extents((1,) * (len(layout) - len(x.shape)) + x.shape, layout)
     check_floating(operator, x=x)
@@ -172,7 +172,7 @@ def requested(
 
 
 def _layout(operator: str, x: Any, layout: Any) -> str:
-    """The layout, checked; x may lack the batch axis N."""
+    """Checks and returns the layout; x may lack the batch axis N."""
     rank = len(x.shape)
     require(3 <= rank <= 5, operator, "x", "have rank 3, 4 or 5", x)
     layouts.require_given(operator, x, layout, [one for one in _ADDED_AXES if rank in (len(one), len(one) - 1)])
@@ -187,7 +187,7 @@ def _layout(operator: str, x: Any, layout: Any) -> str:
 def _padding(
     operator: str, value: Any, extents: Sequence[int], window: Sequence[int], stride: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """The padding before and behind each axis, in whichever form it was given."""
+    """Returns the padding before and behind each axis, in whichever form it was given."""
     count = len(extents)
     if isinstance(value, str) and value == "VALID":
         return both_sides((0,) * count)
@@ -208,7 +208,7 @@ def _padding(
 
 
 def _each(value: Any, count: int) -> tuple[int, ...] | None:
-    """A tuple of `count` integers, from one integer or a sequence; None for anything else."""
+    """Returns a tuple of `count` integers, from one integer or a sequence; None for anything else."""
     values = value if isinstance(value, tuple | list) else (value,) * count
     return tuple(map(int, values)) if len(values) == count and all(map(is_integer, values)) else None
 
@@ -251,6 +251,6 @@ def check_volume(operator: str, argument: str, x: Any) -> None:
 
 
 def pooled_shape(shape: Sequence[int], **attributes: Any) -> tuple[int, ...]:
-    """The shape of a volume's pooled result."""
+    """Returns the shape of a volume's pooled result."""
     along = spans(shape[-4:-1], attributes["window"], attributes["stride"], attributes["padding"])
     return (*shape[:-4], *(span.outputs for span in along), shape[-1])

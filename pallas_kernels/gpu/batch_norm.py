@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._jax_private import interpret_gpu_params
-from pallas_kernels.batch_norm_refusals import IDENTITY, refusal
+from pallas_kernels.batch_norm_refusals import FORWARD_FIELDS, refusal
 from pallas_kernels.gpu import hopper
 from pallas_kernels.gpu.hopper import VECTOR, WARPGROUP
 from pallas_kernels.kernel import Kernel
@@ -73,19 +73,19 @@ class Tiling(NamedTuple):
         return (self.view[0], self.view[2] if self.channels_last else self.view[1])
 
     def by_channel(self, parts: jax.Array) -> jax.Array:
-        """Statistics of all parts as (parts, c)."""
+        """Returns statistics of all parts as (parts, c)."""
         return parts.reshape(-1, self.channels)
 
     def for_parts(self, values: jax.Array) -> jax.Array:
-        """One number per channel as blocks read them: if channels lie last, one per column."""
+        """Returns one number per channel as blocks read them: if channels lie last, one per column."""
         return jnp.tile(values.reshape(-1), self.view[2] // self.channels) if self.channels_last else values.reshape(-1)
 
 
 class Block:
-    """Inside a kernel, one thread block's part."""
+    """Part of one thread block, inside a kernel."""
 
     def __init__(self, tiling: Tiling, pin_layouts: bool) -> None:
-        """The interpreter of jax 0.10 has no layouts to pin."""
+        """Pins layouts if asked to; the interpreter of jax 0.10 has none to pin."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         self.tiling = tiling
@@ -107,11 +107,11 @@ class Block:
         return self.outer, self.inner, self._columns(step)
 
     def zeros(self):
-        """One access of zeros."""
+        """Returns one access of zeros."""
         return self._pinned(jnp.zeros((self.tiling.width,), jnp.float32))
 
     def load(self, ref, step):
-        """One access to images, in float32."""
+        """Loads one access to images, in float32."""
         return self._pinned(ref[self._index(step)]).astype(jnp.float32)
 
     def fold(self, load, use, carry):
@@ -125,7 +125,7 @@ class Block:
         ref[self._index(step)] = values.astype(ref.dtype)
 
     def new(self, step, values):
-        """The values of an access, with 0 for elements that the access before already had."""
+        """Returns the values of an access, with 0 for elements that the access before already had."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         width, extent = self.tiling.width, self.tiling.view[2]
@@ -138,11 +138,11 @@ class Block:
         return jnp.where(offsets + jnp.minimum(step * width, extent - width) >= step * width, values, 0.0)
 
     def parameter(self, ref):
-        """The parameter of the block's channel, or those of its channels."""
+        """Loads the parameter of the block's channel, or those of its channels."""
         return self._pinned(ref[self._columns(self.inner)]) if self.tiling.channels_last else ref[self.inner]
 
     def first(self, ref):
-        """An element of each of the block's channels."""
+        """Loads an element of each of the block's channels."""
         return self.load(ref, 0) if self.tiling.channels_last else ref[self.outer, self.inner, 0].astype(jnp.float32)
 
     def total(self, values):
@@ -155,7 +155,7 @@ class Block:
 
 
 def tiling_of(shape, max_width):
-    """How thread blocks share images (n, a, c, b); None if no access fits them."""
+    """Returns how thread blocks share images (n, a, c, b); None if no access fits them."""
     n, a, c, b = shape[-4:]
     if b > 1 or c == 1:
         view = (n, c, a * b)
@@ -232,10 +232,11 @@ def launch(kernel, name, tiling, operands, results, interpret, **params):
     )(*operands)
 
 
-def run(x, scale, bias, *residual, epsilon, axis_name, config, activation=IDENTITY, interpret=False):
+def run(operands, *, epsilon, axis_name, activation, config, interpret=False):
     """Launches the kernels; see `pallas_kernels.kernel.Kernel.run`."""
+    x, scale, bias, residual = operands
     tiling = tiling_of(x.shape, config["width"])
-    images = [values.reshape(tiling.view) for values in (x, *residual)]
+    images = [values.reshape(tiling.view) for values in (x, residual) if values is not None]
     part = jax.ShapeDtypeStruct(tiling.parts_shape, jnp.float32)
     parts = launch(_parts_kernel, "batch_norm_statistics", tiling, images[:1], [part, part], interpret)
     means, squares = map(tiling.by_channel, parts)
@@ -245,14 +246,15 @@ def run(x, scale, bias, *residual, epsilon, axis_name, config, activation=IDENTI
     factor = scale.reshape(-1) * lax.rsqrt(variance + epsilon)
     parameters = [tiling.for_parts(values) for values in (mean, factor, bias)]
     # scale and inv_std are one factor by now, so the second launch takes one multiplication and two additions.
-    operands = (images[0], *parameters, *images[1:])
+    arrays = (images[0], *parameters, *images[1:])
     result = jax.ShapeDtypeStruct(tiling.view, x.dtype)
-    (y,) = launch(_normalize_kernel, "batch_norm", tiling, operands, [result], interpret, activation=activation)
+    (y,) = launch(_normalize_kernel, "batch_norm", tiling, arrays, [result], interpret, activation=activation)
     return y.reshape(x.shape), mean.reshape(scale.shape), variance.reshape(scale.shape)
 
 
-def refuses(hardware, x, *operands, axis_name, activation=IDENTITY, **_) -> str | None:
-    """Why the kernels cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+def refuses(hardware, operands, *, axis_name, activation, **_) -> str | None:
+    """Tells why the kernels cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    x = operands.x
     if reason := hopper.refusal(hardware, x=x) or refusal(x, axis_name, activation):
         return reason
     if math.prod(x.shape[:-4]) > 1:
@@ -262,11 +264,17 @@ def refuses(hardware, x, *operands, axis_name, activation=IDENTITY, **_) -> str 
     return None
 
 
-def configs(hardware, x, *operands, **_):
+def configs(hardware, operands, **_):
     """Widths worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     return _CONFIGS
 
 
 KERNEL = Kernel(
-    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
+    name="mosaic_gpu",
+    platform="cuda",
+    run=run,
+    refuses=refuses,
+    takes=FORWARD_FIELDS,
+    configs=configs,
+    interpreter_is_pure=False,
 )

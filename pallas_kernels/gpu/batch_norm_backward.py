@@ -4,20 +4,19 @@ Both reads apply the activation's derivative, so the gradient behind the activat
 the gradient of the residual. The thread blocks have the parts of the forward kernel.
 """
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.batch_norm_refusals import IDENTITY
+from pallas_kernels.batch_norm_refusals import BACKWARD_FIELDS
 from pallas_kernels.gpu import batch_norm
 from pallas_kernels.gpu.batch_norm import Block, launch, tiling_of
 from pallas_kernels.kernel import Kernel
 
 
 def _passed(grad, gate):
-    """The gradient that the activation lets through."""
+    """Returns the gradient that the activation lets through."""
     for values in gate:
         grad = jnp.where(values > 0, grad, 0.0)
     return grad
@@ -62,29 +61,16 @@ def _gradient_kernel(
     block.fold(load, differentiate, None)
 
 
-def run(
-    grad,
-    x,
-    scale,
-    mean,
-    inv_std,
-    grad_mean,
-    grad_variance,
-    *gate,
-    axis_name,
-    config,
-    activation=IDENTITY,
-    residual_grad=False,
-    interpret=False,
-):
+def run(operands, *, axis_name, activation, residual_grad, config, interpret=False):
     """Launches the kernels; see `pallas_kernels.kernel.Kernel.run`."""
+    grad, x, scale, mean, inv_std, grad_mean, grad_variance, gate = operands
     tiling = tiling_of(x.shape, config["width"])
-    # A gate may be a mask of bools; the identity has no gate to read.
-    gates = [array.astype(x.dtype).reshape(tiling.view) for array in gate if activation[0] == "relu"]
+    # A gate may be a mask of bools.
+    gates = [] if gate is None else [gate.astype(x.dtype).reshape(tiling.view)]
     images = [values.reshape(tiling.view) for values in (grad, x)]
     part = jax.ShapeDtypeStruct(tiling.parts_shape, jnp.float32)
-    operands = (*images, tiling.for_parts(mean), *gates)
-    parts = launch(_sums_kernel, "batch_norm_sums", tiling, operands, [part, part], interpret)
+    arrays = (*images, tiling.for_parts(mean), *gates)
+    parts = launch(_sums_kernel, "batch_norm_sums", tiling, arrays, [part, part], interpret)
     sum_d, sum_d_centred = (jnp.sum(tiling.by_channel(values), 0).reshape(scale.shape) for values in parts)
     # With x_hat = (x - mean) inv_std, and means over the elements of a channel:
     # dx = scale inv_std (d - mean(d) - x_hat mean(d x_hat)) + (grad_mean + 2 (x - mean) grad_variance) / elements,
@@ -95,32 +81,20 @@ def run(
     offset = (grad_mean - factor * sum_d) / elements
     parameters = [tiling.for_parts(values) for values in (mean, factor, slope, offset)]
     results = [jax.ShapeDtypeStruct(tiling.view, x.dtype)] * (1 + residual_grad)
-    operands = (*images, *parameters, *gates)
+    arrays = (*images, *parameters, *gates)
     dx, *residual = launch(
-        _gradient_kernel, "batch_norm_backward", tiling, operands, results, interpret, gates=len(gates)
+        _gradient_kernel, "batch_norm_backward", tiling, arrays, results, interpret, gates=len(gates)
     )
     grads = dx.reshape(x.shape), sum_d_centred * inv_std, sum_d
     return (*grads, residual[0].reshape(x.shape)) if residual_grad else grads
 
 
-def refuses(hardware, grad, x, *operands, axis_name, **params) -> str | None:
-    """Why the kernels cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
-    return batch_norm.refuses(hardware, x, axis_name=axis_name, **params)
-
-
-def configs(hardware, grad, x, *operands, **_):
-    """Widths worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
-    return batch_norm.configs(hardware, x)
-
-
 KERNEL = Kernel(
-    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
-)
-RESIDUAL_KERNEL = Kernel(
     name="mosaic_gpu",
     platform="cuda",
-    run=functools.partial(run, residual_grad=True),
-    refuses=refuses,
-    configs=configs,
+    run=run,
+    refuses=batch_norm.refuses,
+    takes=BACKWARD_FIELDS,
+    configs=batch_norm.configs,
     interpreter_is_pure=False,
 )

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.batch_norm_refusals import IDENTITY, refusal
+from pallas_kernels.batch_norm_refusals import FORWARD_FIELDS, refusal
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu.batch_norm_blocks import blocks_of, most_kept_bytes
 from pallas_kernels.tpu.batch_norm_streams import Phase, launch, pass_twice
@@ -126,14 +126,16 @@ def _accumulate(x_ref, sums, step, blocks):
     blocks.for_each_group(group)
 
 
-def run(x, scale, bias, *residual, epsilon, axis_name, config, activation=IDENTITY, interpret=False):
+def run(operands, *, epsilon, axis_name, activation, config, interpret=False):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
+    x, scale, bias, residual = operands
+    added = [] if residual is None else [(residual, "once")]
     blocks = blocks_of(x.shape, x.dtype, 1, **config)
     y, mean, variance = launch(
         functools.partial(_kernel, blocks=blocks, epsilon=epsilon, activation=activation),
         "batch_norm",
         blocks,
-        [(x, "kept" if blocks.kept else "both"), *((values, "once") for values in residual)],
+        [(x, "kept" if blocks.kept else "both"), *added],
         [scale, bias],
         1,
         interpret,
@@ -141,25 +143,26 @@ def run(x, scale, bias, *residual, epsilon, axis_name, config, activation=IDENTI
     return blocks.from_view(y, x.shape), mean.reshape(scale.shape), variance.reshape(scale.shape)
 
 
-def refuses(hardware, x, *operands, axis_name, activation=IDENTITY, **_) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+def refuses(hardware, operands, *, axis_name, activation, **_) -> str | None:
+    """Tells why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    x = operands.x
     if jnp.dtype(x.dtype).name not in _DTYPES:
         return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; x is {jnp.dtype(x.dtype).name}"
     if reason := refusal(x, axis_name, activation):
         return reason
-    if not configs(hardware, x):
+    if not configs_of(hardware, x, 1, images=2):
         return f"no block of whole tiles divides images of {list(x.shape[-3:])} and fits VMEM"
     return None
 
 
-def configs(hardware, x, *operands, **_):
-    """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
-    # Images are x, y and a residual, which follows scale and bias.
-    return configs_of(hardware, x, 1, images=2 + len(operands[2:]))
+def configs(hardware, operands, **_):
+    """Returns block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    # Images are x, y and a residual.
+    return configs_of(hardware, operands.x, 1, images=2 + (operands.residual is not None))
 
 
 def configs_of(hardware, x, arrays, images, widens=False):
-    """Block sizes for a kernel with this many images: it can keep up to `arrays` in VMEM, and `widens` one of them."""
+    """Lists block sizes for a kernel with so many images: it keeps up to `arrays` in VMEM, and `widens` one."""
     found = []
     for size in (block_bytes // jnp.dtype(x.dtype).itemsize for block_bytes in _BLOCK_BYTES):
         config = {"block_elements": size}
@@ -175,4 +178,4 @@ def configs_of(hardware, x, arrays, images, widens=False):
     return [config for *_, config in sorted(found, key=lambda found: found[:-1])]
 
 
-KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)
+KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, takes=FORWARD_FIELDS, configs=configs)

@@ -10,7 +10,7 @@ import functools
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.batch_norm_refusals import IDENTITY
+from pallas_kernels.batch_norm_refusals import BACKWARD_FIELDS
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu import batch_norm
 from pallas_kernels.tpu.batch_norm_blocks import blocks_of
@@ -88,7 +88,7 @@ def _accumulate(blocks, x_ref, grad_ref, wide_ref, gate_refs, sums, channels):
 
 
 def _gated(grad_ref, gate_refs, at):
-    """A tile of the gradient behind the activation."""
+    """Returns a tile of the gradient behind the activation."""
     d = grad_ref[at].astype(jnp.float32)
     for gate_ref in gate_refs:
         d = jnp.where(gate_ref[at].astype(jnp.float32) > 0, d, 0.0)
@@ -96,7 +96,7 @@ def _gated(grad_ref, gate_refs, at):
 
 
 def _finish(blocks, parameters, statistics, sums, coefficients, folds, turn, channels):
-    """The sums of a group of channels, and what dx needs of them: `mean`, `factor`, `slope` and `offset`.
+    """Computes the sums of a group of channels, and what dx needs of them: `mean`, `factor`, `slope` and `offset`.
 
     With x_hat = (x - mean) inv_std, and means over the elements of a channel:
     dx = scale inv_std (d - mean(d) - x_hat mean(d x_hat)) + (grad_mean + 2 (x - mean) grad_variance) / elements
@@ -116,32 +116,19 @@ def _finish(blocks, parameters, statistics, sums, coefficients, folds, turn, cha
         ref[channels] = jnp.broadcast_to(values, blocks.tile)
 
 
-def run(
-    grad,
-    x,
-    scale,
-    mean,
-    inv_std,
-    grad_mean,
-    grad_variance,
-    *gate,
-    axis_name,
-    config,
-    activation=IDENTITY,
-    residual_grad=False,
-    interpret=False,
-):
+def run(operands, *, axis_name, activation, residual_grad, config, interpret=False):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
+    grad, x, scale, mean, inv_std, grad_mean, grad_variance, gate = operands
     blocks = blocks_of(x.shape, x.dtype, 2, **config)
-    # A gate may be a mask of bools, which Mosaic does not tile like x. The identity has no gate to read.
-    gates = [array.astype(x.dtype) for array in gate if activation[0] == "relu"]
     of_grad = "wide" if blocks.widens else "kept" if blocks.kept else "both"
     of_gate = "once" if blocks.kept else "both"
+    # A gate may be a mask of bools, which Mosaic does not tile like x.
+    gates = [] if gate is None else [(gate.astype(x.dtype), of_gate)]
     dx, *residual, dscale, dbias = launch(
         functools.partial(_kernel, blocks=blocks),
         "batch_norm_backward",
         blocks,
-        [(x, "kept" if blocks.kept == 2 else "both"), (grad, of_grad), *((array, of_gate) for array in gates)],
+        [(x, "kept" if blocks.kept == 2 else "both"), (grad, of_grad), *gates],
         [scale, mean, inv_std, grad_mean, grad_variance],
         1 + residual_grad,
         interpret,
@@ -150,24 +137,19 @@ def run(
     return (*grads, blocks.from_view(residual[0], x.shape)) if residual_grad else grads
 
 
-def refuses(hardware, grad, x, *operands, axis_name, **params) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
-    return batch_norm.refuses(hardware, x, axis_name=axis_name, **params)
-
-
-def configs(hardware, grad, x, *operands, residual_grad=False, **_):
-    """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
-    # Images are the gradient, x, dx, a gate, which follows the five statistics, and the residual's gradient.
-    images = 3 + len(operands[5:]) + residual_grad
+def configs(hardware, operands, *, residual_grad, **_):
+    """Returns block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    # Images are the gradient, x, dx, a gate and the residual's gradient.
+    images = 3 + (operands.gate is not None) + residual_grad
     widens = (hardware.memory_bytes_per_s or 0) > _WIDENS_BYTES_PER_S
-    return batch_norm.configs_of(hardware, x, 2, images, widens)
+    return batch_norm.configs_of(hardware, operands.x, 2, images, widens)
 
 
-KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)
-RESIDUAL_KERNEL = Kernel(
+KERNEL = Kernel(
     name="mosaic_tpu",
     platform="tpu",
-    run=functools.partial(run, residual_grad=True),
-    refuses=refuses,
-    configs=functools.partial(configs, residual_grad=True),
+    run=run,
+    refuses=batch_norm.refuses,
+    takes=BACKWARD_FIELDS,
+    configs=configs,
 )

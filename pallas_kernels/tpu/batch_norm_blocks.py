@@ -1,4 +1,4 @@
-"""How the batch-norm kernels on TPU cut images into blocks, and walk through them.
+"""Blocks into which the batch-norm kernels on TPU cut images, and the walk through them.
 
 Images are (..., n, a, c, b), as in the operator, with a = 1 or b = 1. Statistics do not depend on the order of the
 other axes, so the kernels take the order in which XLA stores them.
@@ -61,14 +61,14 @@ class Blocks(NamedTuple):
     widens: bool
 
     def to_view(self, x: jax.Array) -> jax.Array:
-        """The operator's images in this view."""
+        """Returns the operator's images in this view."""
         n, a, c, b = x.shape[-4:]
         stored = "nsc" if b == 1 else "ncs"
         shape = (self.view[0], *({"n": n, "c": c, "s": a * b}[axis] for axis in stored))
         return jnp.transpose(x.reshape(shape), (0, *(1 + stored.index(axis) for axis in self.order)))
 
     def from_view(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The inverse of `to_view`, for images of this shape."""
+        """Inverts `to_view`, for images of this shape."""
         stored = "nsc" if shape[-1] == 1 else "ncs"
         return jnp.transpose(x, (0, *(1 + self.order.index(axis) for axis in stored))).reshape(shape)
 
@@ -91,22 +91,22 @@ class Blocks(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """How many blocks of each stream are in flight."""
+        """The number of blocks of each stream in flight."""
         return min(DEPTH, self.steps_of_a_phase)
 
     @property
     def alternates(self) -> bool:
-        """Whether one block of channels is in its second phase while the next is in its first."""
+        """Tells whether one block of channels is in its second phase while the next is in its first."""
         return self.rounds > 1 and self.keeps_all
 
     def slots(self, keeps: bool) -> int:
-        """The number of buffers for blocks of images that are kept, or only pass."""
+        """Counts the buffers for blocks of images that are kept, or only pass."""
         if not keeps:
             return DEPTH
         return self.steps_of_a_phase + (self.depth if self.alternates else 0)
 
     def vmem_bytes(self, dtype: Any, images: int) -> int:
-        """The VMEM of a kernel with this many images, of which it keeps `kept`."""
+        """Returns the VMEM of a kernel with this many images that keeps `kept` of them."""
         kept = self.kept - self.widens
         slots = kept * self.slots(True) + (images - kept) * self.slots(False)
         bytes_of_a_slot = _padded_bytes(self.block[1:], dtype)
@@ -133,11 +133,11 @@ class Blocks(NamedTuple):
         return tuple(size * self.rounds if axis == self.channel_axis else 1 for axis, size in enumerate(self.block))
 
     def statistics_spec(self) -> pl.BlockSpec:
-        """The parameters or statistics of a program."""
+        """Returns the spec of a program's parameters or statistics."""
         return pl.BlockSpec(self.statistics_block, lambda batch, part: (batch, *self.with_channels(part, (0, 0))))
 
     def with_channels(self, channel: Any, others: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A value of each axis, from that of the channels and those of the other two."""
+        """Returns a value for each axis, from that of the channels and those of the other two."""
         return *others[: self.channel_axis - 1], channel, *others[self.channel_axis - 1 :]
 
     # A block is walked through in tiles of whole registers. A group of channels is one position of tiles along the
@@ -158,7 +158,7 @@ class Blocks(NamedTuple):
         return next((size for size in depths if size * height <= most), 1), height, width
 
     def _turn(self, tile: tuple[int, int, int]) -> tuple[int, ...]:
-        """How many tiles along each axis one turn of the innermost loop takes; 1 along the channels."""
+        """Returns how many tiles along each axis one turn of the innermost loop takes; 1 along the channels."""
         most = max(1, _TURN_REGISTERS * _REGISTER // (tile[0] * tile[1] * round_up(tile[2], LANES)))
         turn = [1, 1, 1]
         for axis in range(3):
@@ -183,11 +183,11 @@ class Blocks(NamedTuple):
         return math.prod(self.block) // math.prod(self.partial_shape)
 
     def total(self, partial: jax.Array) -> jax.Array:
-        """The sums of a group's partial statistics, to broadcast against them."""
+        """Sums a group's partial statistics, to broadcast against them."""
         return jnp.sum(partial, tuple(axis for axis in range(3) if axis != self.channel_axis - 1), keepdims=True)
 
     def group_at(self, turn: Any, group: Any) -> tuple[Any, ...]:
-        """The index of a group of channels of a round among the program's parameters or statistics."""
+        """Returns the index of a group of channels of a round among the program's parameters or statistics."""
         axis = self.channel_axis
         at: list[Any] = [slice(None)] * 3
         at[axis - 1] = _tile_at(turn * self.groups + group, self.tile[axis - 1], self.statistics_block[axis])
@@ -238,7 +238,7 @@ class Blocks(NamedTuple):
         loop()
 
     def _at(self, plane: Any, row: Any, column: Any) -> tuple[Any, Any, Any]:
-        """The index of a tile."""
+        """Returns the index of a tile."""
         return (
             _tile_at(plane, self.tile[0], self.block[1]),
             _tile_at(row, self.tile[1], self.block[2]),
@@ -254,7 +254,7 @@ def _loop(turns: int, body: Callable[[Any], None]) -> None:
 
 
 def _sum(terms: Sequence[Any]) -> Any:
-    """The sum of some terms, by halves."""
+    """Sums some terms, by halves."""
     half = len(terms) // 2
     return terms[0] if len(terms) == 1 else _sum(terms[:half]) + _sum(terms[half:])
 
@@ -267,7 +267,7 @@ def _tile_at(tile: Any, size: int, extent: int) -> Any:
 
 
 def blocks_of(shape, dtype, arrays, block_elements, kept_bytes, parts=1, widens=False):
-    """Blocks of at most `block_elements` padded elements; None if no division of the images is that small.
+    """Returns blocks of at most `block_elements` padded elements; None if no division of the images is that small.
 
     Up to `arrays` images stay in VMEM between the phases: as many as fit into `kept_bytes`, one of them in float32 if
     it `widens` and all fit so. Channels are shared by `parts` programs that may run on as many cores, or by more.
@@ -313,13 +313,13 @@ def blocks_of(shape, dtype, arrays, block_elements, kept_bytes, parts=1, widens=
 
 
 def _rounds(channel_blocks: int, parts: int, statistics_bytes: int) -> int:
-    """How many blocks of channels a program takes, if their parameters and statistics are to be small."""
+    """Counts the blocks of channels that a program takes, if their parameters and statistics are to be small."""
     most = max(1, min(-(-channel_blocks // parts), _STATISTICS_BYTES // (_STATISTICS * statistics_bytes)))
     return next(size for size in divisors(channel_blocks, 1) if size <= most)
 
 
 def _order(n: int, c: int, s: int, channels_last: bool) -> str:
-    """The order of axes in which XLA:TPU most likely stores the images, so that this view moves nothing.
+    """Returns the order of axes in which XLA:TPU most likely stores the images, so that this view moves nothing.
 
     The height and width are unknown here, and the root of the extent stands in for them. A wrong guess costs copies,
     never the result.
@@ -332,12 +332,12 @@ def _order(n: int, c: int, s: int, channels_last: bool) -> str:
 
 
 def divisors(extent: int, multiple: int) -> list[int]:
-    """The extent itself, then its divisors that are multiples, the largest first."""
+    """Lists the extent itself, then its divisors that are multiples, the largest first."""
     return [extent, *(size for size in range(extent - 1, 0, -1) if extent % size == 0 and size % multiple == 0)]
 
 
 def most_kept_bytes(on_chip_bytes: int | None, dtype: Any, images: int, block_elements: int) -> int:
-    """The VMEM left for images that are kept, beside the rings of the others and two partial statistics."""
+    """Returns the VMEM left for images that are kept, beside the rings of the others and two partial statistics."""
     if on_chip_bytes is None:
         return 0
     # Partial statistics are float32, and at most a group's tiles of a block.

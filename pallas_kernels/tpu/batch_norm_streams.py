@@ -1,4 +1,4 @@
-"""How the batch-norm kernels on TPU pass twice over images in HBM, and keep what they can in VMEM in between.
+"""Streams of the batch-norm kernels on TPU, which read images in HBM twice and keep what they can in VMEM.
 
 The kernels copy blocks themselves: the pipeline of a Pallas grid takes some 250 bundles for each step, and what a
 phase is to keep it would have copied twice, the second time through registers.
@@ -38,11 +38,11 @@ class Stream(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """Of the images."""
+        """The dtype of the images."""
         return self.ring_vmem.dtype
 
     def block(self, turn: Any, step: Any) -> Any:
-        """The buffer of a block."""
+        """Returns the buffer of a block."""
         slots, steps = self.ring_vmem.shape[0], self.blocks.steps_of_a_phase
         if slots == DEPTH:
             return self.ring_vmem.at[(turn * steps + step) & (DEPTH - 1)]
@@ -53,11 +53,11 @@ class Stream(NamedTuple):
         return self.ring_vmem.at[jnp.where(slot < slots, slot, slot - slots)]
 
     def load(self, turn: Any, step: Any) -> Any:
-        """The copy of a block from HBM, to start or to wait for."""
+        """Returns the copy of a block from HBM, to start or to wait for."""
         return self._copy(self._in_hbm(turn, step), self.block(turn, step), turn, step)
 
     def store(self, turn: Any, step: Any) -> Any:
-        """The copy of a block to HBM, to start or to wait for."""
+        """Returns the copy of a block to HBM, to start or to wait for."""
         return self._copy(self.block(turn, step), self._in_hbm(turn, step), turn, step)
 
     def _copy(self, source: Any, target: Any, turn: Any, step: Any) -> Any:
@@ -239,6 +239,6 @@ def launch(
 
 
 def _split(values: tuple[Any, ...], counts: Sequence[int]) -> list[tuple[Any, ...]]:
-    """The values in groups of these sizes."""
+    """Splits the values into groups of these sizes."""
     rest = iter(values)
     return [tuple(itertools.islice(rest, count)) for count in counts]

@@ -15,7 +15,7 @@ _WITHOUT_BFLOAT16 = tuple(dtype for dtype in DTYPES if dtype != "bfloat16")
 
 
 class BatchNormTraining(NamedTuple):
-    """What `batch_normalization_forward_training` returns: `BatchNormTrainingEx` without the reserve space."""
+    """Results of `batch_normalization_forward_training`: `BatchNormTrainingEx` without the reserve space."""
 
     y: jax.Array
     running_mean: jax.Array | None
@@ -180,7 +180,7 @@ def batch_normalization_backward(
     layout: str | None = None,
     strict: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of `batch_normalization_forward_training`: (dx, dscale, dbias), each blended with its prior.
+    """Computes gradients of `batch_normalization_forward_training`: (dx, dscale, dbias), each blended with its prior.
 
         dbias = sum(dy);  dscale = sum(dy * xhat);  dx = scale * inv_variance * (dy - dbias / M - xhat * dscale / M)
 
@@ -238,7 +238,7 @@ def batch_normalization_backward_ex(
     layout: str | None = None,
     strict: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
-    """The gradients of `batch_normalization_forward_training_ex`: (dx, dz, dscale, dbias).
+    """Computes the gradients of `batch_normalization_forward_training_ex`: (dx, dz, dscale, dbias).
 
     As in `batch_normalization_backward`, with `d = dy * act'(u)` in place of dy. dz is d, not blended; None if z was
     not added. The slope comes from the first that is available: reserve_space (for RELU and CLIPPED_RELU); x and bias

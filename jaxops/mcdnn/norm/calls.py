@@ -1,4 +1,4 @@
-"""What norm calls do once their enumerations are read: check, compute, blend."""
+"""Norm calls once their enumerations are read: check, compute, blend."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ BACKWARD_ACTIVATIONS = (ActivationMode.RELU,)
 
 
 class BatchNormTrainingEx(NamedTuple):
-    """What a training call returns.
+    """Results of a training call.
 
     Attributes:
       y: like x.
@@ -76,7 +76,7 @@ def forward_training(
     call.supported_ops(view, x, FORWARD_ACTIVATIONS)
     data = blend.upcast(x)
     residual = None if z is None else z.astype(data.dtype)
-    result, mean, variance = train(view, data, scale, bias, residual, call.activation, epsilon=epsilon)
+    result, mean, variance = train(view, data, scale, bias, residual, call.activation or IDENTITY, epsilon=epsilon)
     if running_mean is not None:
         old = (running_mean, running_variance)
         running_mean, running_variance = updated_statistics(view, old, mean, variance, momentum=factor)
@@ -136,7 +136,7 @@ def forward_inference(
 
 
 class GradientBlend(NamedTuple):
-    """What a backward call blends its gradients with, under the names of its arguments."""
+    """Factors and priors that a backward call blends its gradients with, under the names of its arguments."""
 
     alpha_data_diff: float | jax.Array
     beta_data_diff: float | jax.Array
@@ -147,7 +147,7 @@ class GradientBlend(NamedTuple):
     dbias: Any
 
     def requested(self, name: str) -> tuple[Blend, Blend, Blend]:
-        """How dx, dscale and dbias are blended."""
+        """Returns the blends of dx, dscale and dbias."""
         data = {"alpha_data_diff": self.alpha_data_diff, "beta_data_diff": self.beta_data_diff}
         params = {"alpha_param_diff": self.alpha_param_diff, "beta_param_diff": self.beta_param_diff}
         return (
@@ -214,7 +214,7 @@ def _check_reserve_space(call: NormCall, x: jax.Array, reserve_space: jax.Array 
 
 
 def _slope(call: NormCall, x: jax.Array, y: Any, bias: Any, reserve_space: jax.Array | None) -> Slope:
-    """What tells the activation's slope; refuses a call in which nothing does."""
+    """Returns what tells the activation's slope; refuses a call in which nothing does."""
     activation = call.activation or IDENTITY
     call.support(activation.mode != "swish", "activation", "not be SWISH, which has no fused gradient", "SWISH")
     mask = None

@@ -1,4 +1,4 @@
-"""What all norm calls refuse, with the documented status."""
+"""Refusals that all norm calls share, with the documented status."""
 
 import dataclasses
 from typing import Any
@@ -48,11 +48,11 @@ class NormCall(Call):
 
     @property
     def adds(self) -> bool:
-        """Whether a residual is added before the activation."""
+        """Tells whether a residual is added before the activation."""
         return self.ops == BatchNormOps.OPS_BN_ADD_ACTIVATION
 
     def view(self, x: Any, layout: str | None) -> View:
-        """The view of x; refuses other ranks than 4 and 5, and undocumented layouts."""
+        """Returns the view of x; refuses other ranks than 4 and 5, and undocumented layouts."""
         layout = layouts.resolved(self.name, x, layout, defaults=layouts.CHANNELS_FIRST)
         return view_of(self.name, x, layout, "per_activation" if self.per_activation else "spatial")
 
@@ -76,11 +76,11 @@ class NormCall(Call):
         self.require((one is None) == (other is None), first, f"be given with {second}, or neither", one)
 
     def epsilon(self, epsilon: Any) -> float:
-        """Epsilon as a float; refuses less than BN_MIN_EPSILON, and NaN."""
+        """Returns epsilon as a float; refuses less than BN_MIN_EPSILON, and NaN."""
         return checked_epsilon(self.name, epsilon)
 
     def factor(self, factor: Any) -> float | jax.Array:
-        """The factor of the running average as a float or a traced scalar; refuses numbers outside [0, 1]."""
+        """Returns the factor of the running average as a float or a traced scalar; refuses numbers outside [0, 1]."""
         return checked_momentum(self.name, "exponential_average_factor", factor)
 
     def dtypes(self, x: Any, listed: tuple[str, ...], **parameters: Any) -> None:
@@ -94,7 +94,7 @@ class NormCall(Call):
                 refuse(array.dtype == dtype, argument, f"be {dtype}, as {x.dtype} data asks for", array)
 
     def supported_ops(self, view: View, x: Any, listed: tuple[ActivationMode, ...]) -> None:
-        """If strict, refuses layouts, activations and residuals that the documents leave out."""
+        """Refuses, if strict, layouts, activations and residuals that the documents leave out."""
         if self.strict and self.activation is not None:
             self.support(view.channels_last, "layout", "be NHWC or NDHWC with an activation", "channels first")
             modes = [mode.name for mode in listed]
@@ -131,7 +131,7 @@ def check_group_count(call: NormCall, group_cnt: Any) -> None:
 
 
 def parameter_shape(view: View) -> tuple[int, ...]:
-    """The documented shape of parameters and statistics: (1, C, 1, 1[, 1]), or (1, C[, D], H, W)."""
+    """Returns the documented shape of parameters and statistics: (1, C, 1, 1[, 1]), or (1, C[, D], H, W)."""
     shape = (1, *view.parameter_shape)
     return shape + (1,) * (len(view.shape) - len(shape))
 

@@ -131,7 +131,7 @@ def normalization_backward(
     group_cnt: int = 1,
     strict: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
-    """The gradients of `normalization_forward_training`, computed as `batch_normalization_backward_ex` says.
+    """Computes the gradients of `normalization_forward_training`, as `batch_normalization_backward_ex` says.
 
     Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`. Here a parameter or
     statistic whose dtype does not go with x raises BadParamError.

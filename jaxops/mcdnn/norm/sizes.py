@@ -24,7 +24,7 @@ def get_batch_normalization_forward_training_ex_workspace_size(
     *,
     layout: str | None = None,
 ) -> int:
-    """The bytes of workspace that `batch_normalization_forward_training_ex` needs: 0.
+    """Returns the bytes of workspace that `batch_normalization_forward_training_ex` needs: 0.
 
     Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
@@ -53,7 +53,7 @@ def get_batch_normalization_backward_ex_workspace_size(
     *,
     layout: str | None = None,
 ) -> int:
-    """The bytes of workspace that `batch_normalization_backward_ex` needs: 0.
+    """Returns the bytes of workspace that `batch_normalization_backward_ex` needs: 0.
 
     Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
@@ -75,7 +75,7 @@ def get_batch_normalization_training_ex_reserve_space_size(
     activation: ActivationDescriptor | None,
     x: Any,
 ) -> int:
-    """The bytes of reserve space that `batch_normalization_forward_training_ex` returns: 0 without an activation.
+    """Returns the bytes of reserve space of `batch_normalization_forward_training_ex`: 0 without an activation.
 
     Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
@@ -105,7 +105,7 @@ def get_normalization_forward_training_workspace_size(
     group_cnt: int = 1,
     layout: str | None = None,
 ) -> int:
-    """The bytes of workspace that `normalization_forward_training` needs: 0.
+    """Returns the bytes of workspace that `normalization_forward_training` needs: 0.
 
     Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
@@ -139,7 +139,7 @@ def get_normalization_backward_workspace_size(
     group_cnt: int = 1,
     layout: str | None = None,
 ) -> int:
-    """The bytes of workspace that `normalization_backward` needs: 0.
+    """Returns the bytes of workspace that `normalization_backward` needs: 0.
 
     Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
@@ -166,7 +166,7 @@ def get_normalization_training_reserve_space_size(
     *,
     group_cnt: int = 1,
 ) -> int:
-    """The bytes of reserve space that `normalization_forward_training` returns: 0 without an activation.
+    """Returns the bytes of reserve space that `normalization_forward_training` returns: 0 without an activation.
 
     Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 

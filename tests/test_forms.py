@@ -1,0 +1,137 @@
+"""The forms in jnp beside the references: named by explain, asked for by name, refused with a reason."""
+
+import functools
+import re
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import pytest
+
+import jaxops
+import lowering
+from jaxops import NotSupportedError
+
+
+def loss(fn):
+    return lambda *operands: jnp.sum(jnp.sin(fn(*operands).astype(jnp.float32)))
+
+
+def of(shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+IDS = of((8, 32), "int32")
+(N,) = jax.export.symbolic_shape("n")
+IMAGES, GRID = of((3, 2, 8, 9)), of((3, 5, 6, 2))
+of_table = jax.grad(loss(jaxops.embedding))
+of_log_softmax = jax.grad(loss(functools.partial(jaxops.softmax, algorithm="log")))
+pooled = functools.partial(jaxops.max_pool, window=3, layout="NHWC")
+# By form: where "auto" takes it, the operator, a function of operands that it takes, and operands that it refuses.
+FORMS = {
+    "xla_one_pass": (
+        "tpu-v5e",
+        "max_pool",
+        pooled,
+        [of((8, 28, 28, 128))],
+        (functools.partial(pooled, window=5), [of((8, 28, 28, 128))]),
+        "windows of at most 9 elements; these have 25",
+    ),
+    "xla_sorted_runs": (
+        "cuda-h100",
+        "embedding_dense_backward",
+        of_table,
+        [of((1000, 16)), IDS],
+        (of_table, [of((1000, 16)), of((0,), "int32")]),
+        "there are no rows to sum",
+    ),
+    "xla_row_owners": (
+        "cpu",
+        "embedding_dense_backward",
+        of_table,
+        [of((1000, 16), "bfloat16"), IDS],
+        (of_table, [of((1000, 16)), IDS]),
+        "a scatter sums float32 without a copy of another dtype",
+    ),
+    "xla_flat_scatter": (
+        "tpu-v5e",
+        "embedding_dense_backward",
+        of_table,
+        [of((1000, 16)), IDS],
+        (of_table, [of((1000, 16)), of((256,), "int32")]),
+        "the rows lie along one axis already",
+    ),
+    "xla_few_channels": (
+        "cpu",
+        "grid_sample",
+        jaxops.grid_sample,
+        [IMAGES, GRID],
+        (jaxops.grid_sample, [of((3, 5, 8, 9)), GRID]),
+        "samples 1 to 4 channels; x has 5",
+    ),
+    "xla_image_pairs": (
+        "cpu",
+        "grid_sample_backward",
+        jax.grad(loss(jaxops.grid_sample), (0, 1)),
+        [IMAGES, GRID],
+        (
+            jax.grad(loss(jaxops.grid_sample), (0, 1)),
+            [of((N, 2, 8, 9)), of((N, 5, 6, 2))],
+        ),
+        "needs sizes that are numbers",
+    ),
+    "xla_sums_by_product": (
+        "cpu",
+        "softmax_backward",
+        of_log_softmax,
+        [of((4, 2000))],
+        (of_log_softmax, [of((4, 511))]),
+        "sums rows of 512 elements or more; these have 511",
+    ),
+}
+
+
+def text(fn, operands, platform="cpu"):
+    return jax.jit(lambda *operands: fn(*operands)).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+
+
+def implementations(fn, operands, target):
+    return {row.operator: row.implementation for row in lowering.explain(fn, *operands, target=target).rows}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_explain_names_the_form_where_it_runs_and_reference_elsewhere(name):
+    target, operator, fn, operands, (refused_fn, refused_operands), _ = FORMS[name]
+    assert implementations(fn, operands, target)[operator] == name
+    assert implementations(refused_fn, refused_operands, target)[operator] != name
+    with lowering.use("reference"):
+        assert implementations(fn, operands, target)[operator] == "reference"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_use_reference_runs_one_program_on_every_platform(name):
+    target, _, fn, operands, *_ = FORMS[name]
+    platform = target.partition("-")[0]
+    with lowering.use("reference"):
+        reference = text(fn, operands)
+        assert text(fn, operands, "tpu") == text(fn, operands, "cuda") == reference
+    assert text(fn, operands, platform) != reference
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_use_asks_for_a_form_by_name_on_any_platform(name):
+    target, operator, fn, operands, (refused_fn, refused_operands), reason = FORMS[name]
+    on_its_own = text(fn, operands, target.partition("-")[0])
+    with lowering.use(**{operator: name}):
+        for elsewhere in ("cpu", "tpu-v5e", "cuda-h100"):
+            assert implementations(fn, operands, elsewhere)[operator] == name
+        assert text(fn, operands, target.partition("-")[0]) == on_its_own
+        with pytest.raises(NotSupportedError, match=f"{name} was asked for, but .*{re.escape(reason)}"):
+            text(refused_fn, refused_operands)
+
+
+def test_forms_for_one_device_refuse_parts(rng):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = jax.device_put(rng.normal(size=(8, 600)).astype("float32"), jax.NamedSharding(mesh, jax.P("data")))
+    with lowering.use(softmax_backward="xla_sums_by_product"), pytest.raises(NotSupportedError, match="over 8 devices"):
+        jax.jit(of_log_softmax).lower(x)
