@@ -26,7 +26,7 @@ def campaign(
     again: bool,
     as_json: bool,
 ) -> None:
-    """Runs it, and prints what is known then."""
+    """Runs a campaign, and prints what is known then."""
     try:
         found = tune_device(
             stages=stages,

@@ -133,7 +133,7 @@ def _plugins(jaxlib: str) -> Part:
 
 
 def _versions_by_package(entries: metadata.EntryPoints) -> dict[str, str]:
-    """The packages, other than this one, that these entry points come from."""
+    """Returns the packages, other than this one, that these entry points come from."""
     return {entry.dist.name: entry.dist.version for entry in entries if entry.dist and entry.dist.name != "jaxops"}
 
 
@@ -154,7 +154,7 @@ def _devices() -> Part:
 
 
 def _tuned() -> Part:
-    """The files that `jaxops tune` keeps on this machine."""
+    """Describes the files that `jaxops tune` keeps on this machine."""
     paths = sorted(kept.folder().glob("*.jsonl"))
     texts, troubles = [], []
     for path in paths:

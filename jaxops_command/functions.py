@@ -47,6 +47,7 @@ def explain(
         typer.Option(help="What to lower for, such as cpu, tpu-v5e or cuda-h100. By default, the devices here."),
     ] = None,
     arg: Arguments = None,
+    implementation: Implementation = None,
     rewrite: Rewrite = False,
     tuned: Tuned = None,
     as_json: Json = False,
@@ -57,10 +58,11 @@ def explain(
     Nothing is compiled or run.
     """
     require_target(target)
+    chosen = one_implementation_of(implementation)
     require_location(function, arg)
     from jaxops_command import tracing
 
-    tracing.explain(function, target, arg, rewrite, tuned, as_json)
+    tracing.explain(function, target, arg, chosen, rewrite, tuned, as_json)
 
 
 def compile(

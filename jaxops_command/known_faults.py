@@ -65,13 +65,13 @@ class Fault:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version, such as (0, 12, 0) of "0.12.0.dev20260920"."""
+    """Returns the numbers of a version, such as (0, 12, 0) of "0.12.0.dev20260920"."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def _sums_of_small_products(graph: Graph) -> Iterator[Operation]:
-    """Sums over the few rows of a product of matrices with very many columns."""
+    """Finds sums over the few rows of a product of matrices with very many columns."""
     for operation in graph.named("reduce_sum"):
         x, axes = operation.inputs[0], operation.params["axes"]
         is_narrow = len(axes) == 1 and axes[0] < len(x.shape) - 1 and _known(x.shape[axes[0]]) < _SMALL
@@ -105,7 +105,7 @@ def _windows_of_one_in_dilated_operands(graph: Graph) -> Iterator[Operation]:
 
 
 def _updates_by_slices_of_themselves(graph: Graph) -> Iterator[Operation]:
-    """An array, updated by a shifted slice of itself, and reshaped."""
+    """Finds arrays that are updated by a shifted slice of themselves, and reshaped."""
     for operation in graph.named("dynamic_update_slice", "scatter"):
         base, update = operation.inputs[0], operation.inputs[2 if operation.name == "scatter" else 1]
         sources = backward(update, lambda step, value: _is_elementwise(step) or step.name in ("slice", "dynamic_slice"))
@@ -127,7 +127,7 @@ def _arctangents(graph: Graph) -> Iterator[Operation]:
 
 
 def _kernels_with_several_grids(graph: Graph) -> Iterator[Operation]:
-    """Kernels that one function describes for several grids."""
+    """Finds kernels that one function describes for several grids."""
     grids: dict[str, set[Any]] = {}
     for operation in graph.named("pallas_call"):
         seen = grids.setdefault(operation.params["jaxpr"].debug_info.func_src_info, set())
@@ -145,7 +145,7 @@ def _scatters(graph: Graph) -> Iterator[Operation]:
 
 
 def _strided_scatters(graph: Graph) -> Iterator[Operation]:
-    """Sums into rows that are not the leading axis, as of a vmapped segment_sum."""
+    """Finds sums into rows that are not the leading axis, as of a vmapped segment_sum."""
     for operation in _scatters(graph):
         numbers = operation.params["dimension_numbers"]
         is_strided = 0 in numbers.update_window_dims and 0 not in numbers.scatter_dims_to_operand_dims
@@ -159,7 +159,7 @@ def _pooling_gradients(graph: Graph) -> Iterator[Operation]:
 
 
 def _small_writes_in_loops(graph: Graph) -> Iterator[Operation]:
-    """Loops that write a few bytes of a large array at each turn."""
+    """Finds loops that write a few bytes of a large array at each turn."""
     for operation in graph.named("scan", "while"):
         writes = (write for body in inner_jaxprs(operation) for write in _writes(operation, body))
         if any(_is_small_part(whole, part) for whole, part in writes):
@@ -167,7 +167,7 @@ def _small_writes_in_loops(graph: Graph) -> Iterator[Operation]:
 
 
 def _kernels_with_unread_operands(graph: Graph) -> Iterator[Operation]:
-    """Kernels that copy, and never read an operand which the program computes."""
+    """Finds kernels that copy, and never read an operand which the program computes."""
     for operation in graph.named("pallas_call"):
         body = operation.params["jaxpr"]
         read = {x for equation in body.eqns for x in equation.invars if isinstance(x, Var)}
@@ -185,7 +185,7 @@ def _kernels_that_copy_four_bytes(graph: Graph) -> Iterator[Operation]:
 
 
 def _scatters_summed_in_loops(graph: Graph) -> Iterator[Operation]:
-    """Loops that carry an array of the shape that a scatter-add within them has: gradients of microbatches."""
+    """Finds loops that carry an array of the shape of a scatter-add within them: gradients of microbatches."""
     for operation in graph.named("scan", "while"):
         carried = {x.shape for x in operation.outputs}
         within = (each for body in inner_jaxprs(operation) for each in _equations(body))
@@ -195,7 +195,7 @@ def _scatters_summed_in_loops(graph: Graph) -> Iterator[Operation]:
 
 
 def _equations(body: Jaxpr) -> Iterator[Any]:
-    """The equations of a jaxpr and of those within it."""
+    """Yields the equations of a jaxpr and of those within it."""
     for equation in body.eqns:
         yield equation
         for inner in inner_jaxprs(equation):
@@ -203,13 +203,13 @@ def _equations(body: Jaxpr) -> Iterator[Any]:
 
 
 def _bytes_of(aval: Any) -> int:
-    """The size of an array or of what a reference refers to; 0 for semaphores."""
+    """Returns the size of an array or of what a reference refers to; 0 for semaphores."""
     is_data = jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_
     return math.prod(map(_known, aval.shape)) * aval.dtype.itemsize if is_data else 0
 
 
 def _writes(operation: Operation, body: Jaxpr) -> Iterator[tuple[Any, Any]]:
-    """The types of arrays and of what a turn of a loop writes to them."""
+    """Yields the types of arrays and of what a turn of a loop writes to them."""
     if operation.name == "scan":
         results: Iterable[Any] = zip(operation.outputs, body.outvars, strict=True)
         yield from ((x.aval, y.aval) for x, y in results if x.aval.shape != y.aval.shape)  # stacked; others are carried
@@ -236,7 +236,7 @@ def _is_float32(value: Value) -> bool:
 
 
 def _known(size: Any) -> int:
-    """A size; a symbolic one may be large."""
+    """Returns a size; a symbolic one may be large."""
     return size if isinstance(size, int) else 2**30
 
 

@@ -86,7 +86,7 @@ class CommandError(Exception):
 
 
 def shortened(text: str) -> str:
-    """A text on one line; cut in its middle if it is long."""
+    """Returns a text on one line; cut in its middle if it is long."""
     text = " ".join(text.split())
     is_long = len(text) > _MOST_SHOWN
     return f"{text[: _MOST_SHOWN - _LAST_SHOWN]}...{text[-_LAST_SHOWN:]}" if is_long else text
@@ -144,7 +144,7 @@ def require_target(target: str | None) -> None:
 
 
 def implementations_of(given: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
-    """The implementations that --implementation names, and those of single operators by OPERATOR=NAME."""
+    """Returns the implementations that --implementation names, and those of single operators by OPERATOR=NAME."""
     names, by_operator = [], {}
     for word in (word.strip() for text in given or () for word in text.split(",")):
         operator, equals, name = word.rpartition("=")
@@ -158,7 +158,7 @@ def implementations_of(given: Sequence[str] | None) -> tuple[list[str], dict[str
 
 
 def one_implementation_of(given: Sequence[str] | None) -> tuple[str, dict[str, str]]:
-    """The same for a single implementation, by default "auto"."""
+    """Returns a single implementation, by default "auto", and those of single operators."""
     names, by_operator = implementations_of(given)
     rule = "name one implementation, and exceptions such as dropout=reference"
     require(len(names) <= 1, "--implementation", rule, repr(",".join(names)))

@@ -12,7 +12,7 @@ from lowering.tables import fitted
 
 
 def console() -> Console:
-    """A console as wide as the terminal or COLUMNS says; without either, wide enough for the tables."""
+    """Makes a console as wide as the terminal or COLUMNS says; without either, wide enough for the tables."""
     asked = os.environ.get("COLUMNS", "").isdigit()
     return Console(width=None if sys.stdout.isatty() or asked else 120)
 
@@ -30,7 +30,7 @@ def show(table: RenderableType) -> None:
 
 
 def tuned_by(path: Path | None) -> TuningResult:
-    """The file's tuning result as a context; without a file, one that changes nothing."""
+    """Returns the file's tuning result as a context; without a file, one that changes nothing."""
     try:
         return TuningResult() if path is None else TuningResult.load(path)
     except TuningError as error:

@@ -12,17 +12,18 @@ from jaxops import _suite
 from jaxops_command.known_faults import FAULTS, Fault
 from lowering import registry
 from lowering.patterns import Graph, Operation, graphs
-from lowering.placement import placed
+from lowering.register import without_kernels
 from lowering.static_leaves import jaxpr_of, of_arrays
+from lowering.targets import named
 
 
 def faults_here(jaxlib: str, platform: str, xla_flags: str) -> tuple[Fault, ...]:
-    """The known faults of this jaxlib on this platform under these flags."""
+    """Returns the known faults of this jaxlib on this platform under these flags."""
     return tuple(fault for fault in FAULTS if fault.is_in(jaxlib, platform, xla_flags))
 
 
 def lines(fn: Callable[..., Any], args: Sequence[Any], fault: Fault, platform: str) -> list[str]:
-    """The lines of a function that a fault may touch, such as "model.py:12 (loss)"."""
+    """Returns the lines of a function that a fault may touch, such as "model.py:12 (loss)"."""
     fn, args = of_arrays(fn, args)
     return list(dict.fromkeys(_of_program(jaxpr_of(fn, args), fault, platform)))
 
@@ -63,9 +64,8 @@ def _touches_operator(operation: Operation, fault: Fault, platform: str) -> bool
 # Many faults look at the same operator, and many lines run it at the same shapes.
 @functools.lru_cache(maxsize=256)
 def _meaning(operator: Any, params: Any, shapes: Any, platform: str) -> tuple[Graph, ...]:
-    with placed(platform):
-        # By the form that runs there; a fresh function, as JAX remembers traces by function and shapes.
-        jaxpr = jax.make_jaxpr(lambda *operands: operator.meaning(*operands, **dict(params)))(*shapes)
+    # By the form that runs there.
+    jaxpr = jax.make_jaxpr(without_kernels(operator, named(platform), shapes, dict(params)))(*shapes)
     return tuple(graphs(jaxpr.jaxpr))
 
 

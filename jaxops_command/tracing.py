@@ -17,15 +17,26 @@ _Chosen = tuple[str, Mapping[str, str]]
 
 
 def explain(
-    function: str, target: str | None, arg: Sequence[str] | None, rewrite: bool, tuned: Path | None, as_json: bool
+    function: str,
+    target: str | None,
+    arg: Sequence[str] | None,
+    chosen: _Chosen,
+    rewrite: bool,
+    tuned: Path | None,
+    as_json: bool,
 ) -> None:
     """Shows which implementation each operator takes."""
     fn, args = load(function, arg or ())
     rule = "be traceable with these arguments"
     rewrites = run_user_code(function, rule, lambda: lowering.rewrite(fn).report(*args)) if rewrite else None
     fn = lowering.rewrite(fn) if rewrite else fn
+
+    def explained() -> lowering.Explanation:
+        with chosen_by(chosen):
+            return lowering.explain(fn, *args, target=target)
+
     with tuned_by(tuned):
-        explanation = run_user_code(function, rule, lambda: lowering.explain(fn, *args, target=target))
+        explanation = run_user_code(function, rule, explained)
     if as_json:
         both = {} if rewrites is None else {"rewrite": json.loads(rewrites.to_json())}
         print(json.dumps({**json.loads(explanation.to_json()), **both}, indent=2) if both else explanation.to_json())

@@ -41,7 +41,7 @@ def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., An
 def load_with(
     location: str, arguments: Sequence[str], companion: str
 ) -> tuple[Callable[..., Any], tuple[Any, ...], Callable[..., Any] | None]:
-    """The same, and the file's function FUNCTION_companion, else companion; None if it has neither."""
+    """Loads a function, its arguments, and the file's FUNCTION_companion, else companion; None if it has neither."""
     module, fn = _loaded(location)
     name = location.rpartition(":")[2]
     args = tuple(_parse(argument) for argument in arguments) or _example_arguments(module, name)
@@ -64,14 +64,14 @@ def require_operators(by_operator: Mapping[str, str]) -> None:
 
 
 def chosen_by(chosen: tuple[str, Mapping[str, str]]) -> contextlib.AbstractContextManager[None]:
-    """The context in which operators are implemented as --implementation says; after the user's code is loaded."""
+    """Returns a context of the operators that --implementation names; call it after the user's code is loaded."""
     name, by_operator = chosen
     require_operators(by_operator)
     return use(name, **by_operator)
 
 
 def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
-    """The result of `code()`. An operator's refusal keeps its own words; any other error becomes one line."""
+    """Returns the result of `code()`. An operator's refusal keeps its own words; any other error becomes one line."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not part of our output
             return code()

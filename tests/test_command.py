@@ -191,6 +191,10 @@ REFUSALS = {
         "nll_loss: labels must ",
     ),
     "compile without target": (("compile", "mine.py:loss"), "Missing option '--target'"),
+    "explain under two implementations": (
+        ("explain", "mine.py:loss", "--implementation", "auto,pallas"),
+        "--implementation must name one implementation, and exceptions such as dropout=reference; got 'auto,pallas'",
+    ),
     "compile for an unknown target": (("compile", "mine.py:loss", "--target", "abacus"), "target must be one of cpu,"),
     "unknown implementation": (
         ("compile", "mine.py:loss", "--target", "cpu", "--implementation", "fast"),
@@ -528,6 +532,19 @@ def test_implementations_of_single_operators_are_exceptions(monkeypatch: pytest.
     assert run(*command, "dropout=reference, nll_loss=pallas").exit_code == 0
     selected = "pallas nll_loss=reference"
     assert seen == [selected, selected, "auto dropout=reference nll_loss=pallas"]
+
+
+def test_explain_shows_what_an_asked_implementation_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "probs.py").write_text("import jaxops\ndef probs(x):\n    return jaxops.softmax(x)\n")
+    monkeypatch.chdir(tmp_path)
+    command = ("explain", "probs.py:probs", "--target", "tpu-v5e", "--arg", "f32[256,1024]", "--json")
+    for words, expected in (
+        ("reference", "reference"),
+        ("pallas", "mosaic_tpu"),
+        ("pallas,softmax=reference", "reference"),
+    ):
+        (row,) = json.loads(run(*command, "--implementation", words).stdout)["rows"]
+        assert (row["operator"], row["implementation"]) == ("softmax", expected)
 
 
 def test_refused_kernel_names_the_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from optimizers import (
     jitted,
     make_params,
     one_pass,
+    remember,
     run,
     two_calls,
 )
@@ -48,6 +49,13 @@ DRIFTING = {
     "schedule": optax.scale_by_schedule(lambda count: 0.5),
     "decay": optax.add_decayed_weights(0.1),
     "clip": optax.clip_by_global_norm(1e-3),
+    "clip each": optax.clip(0.01),
+    "keep nonnegative": optax.keep_params_nonnegative(),
+    "set to zero": optax.masked(optax.set_to_zero(), {"w": True}),
+    "where": optax.stateless(lambda updates, _: jax.tree.map(lambda u: jnp.where(u < 0, u, 0), updates)),
+    "skipped behind": optax.stateless(
+        lambda updates, params: jax.tree.map(lambda u: jnp.where(jnp.sum(params["w"]) < 9, 0, u), updates)
+    ),
 }
 
 
@@ -60,6 +68,17 @@ def test_fused_apply_warns_where_parameters_and_average_drift_apart(name):
     assert np.abs(ema_params(state)["w"] - new_params["w"]).max() > 1e-3
 
 
+def test_fused_apply_warns_once_of_each_transform():
+    params = {"w": jnp.array([1.0, -1.0])}
+    scaled = [optax.chain(ema_adam(0.1), optax.scale(0.1)) for _ in range(2)]
+    for optimizer in (*scaled, optax.MultiSteps(scaled[0], 2)):
+        state = optimizer.init(params)
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            for _ in range(3):
+                _, state = fused_apply(optimizer, params, state, params)
+        assert [str(one.message).partition(":")[0] for one in caught] == ["fused_apply"]
+
+
 def test_fused_apply_warns_of_no_transform_that_keeps_the_average_right():
     params = {"w": jnp.array([1.0, -1.0])}
     make = functools.partial(ema_adam, 0.1, ema_decay=0.0)
@@ -69,6 +88,11 @@ def test_fused_apply_warns_of_no_transform_that_keeps_the_average_right():
         optax.chain(make(), optax.identity()),
         optax.apply_if_finite(make(), 2),
         optax.inject_hyperparams(ema_adam)(0.1, ema_decay=0.0),
+        optax.masked(make(), {"w": True}),
+        optax.multi_transform({"ours": make(), "frozen": optax.set_to_zero()}, {"w": "ours"}),
+        optax.MultiSteps(make(), 1),
+        optax.MultiSteps(make(), 2),
+        optax.chain(make(), remember(optax.tree_utils.tree_norm)),
         jitted(make()),
     ):
         with warnings.catch_warnings(action="error"):

@@ -48,7 +48,7 @@ def ema_adam(
     ema_dtype: Any | None = None,
     mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam or AdamW that also keeps an exponential moving average of the parameters, in one operator.
+    """Returns Adam or AdamW that also averages the parameters exponentially, in one operator.
 
         g  = grad + weight_decay * params   ("l2")  |  grad   ("adamw")
         mu = b1 * mu + (1 - b1) * g
@@ -179,7 +179,7 @@ def _step(
     mode: str,
     one_pass: OnePass | None,
 ) -> tuple[Any, ...]:
-    """The update (or new parameters, where `one_pass` plans them) and new state of one array."""
+    """Computes the update (or new parameters, where `one_pass` plans them) and new state of one array."""
     if grad is None:
         return None, m, v, s
     require(var is not None, _NAME, "params", "have an array where grads has one", None)
@@ -258,7 +258,7 @@ def _is_masked(x: Any) -> bool:
 
 
 def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
-    """`make(x, dtype=...)` of every parameter; for a `ShapeDtypeStruct`, only the type of that."""
+    """Calls `make(x, dtype=...)` for every parameter; for a `ShapeDtypeStruct`, returns only the result's type."""
 
     def like(x: Any) -> Any:
         if not isinstance(x, jax.ShapeDtypeStruct):
@@ -281,7 +281,7 @@ def _check_floating(x: Any) -> None:
 
 
 def checked_state(operator: str, state: Any) -> tuple[optax.ScaleByAdamState, EmaParamsState]:
-    """The two parts of an `ema_adam` state; BadParamError for any other state."""
+    """Returns the two parts of an `ema_adam` state; raises BadParamError for any other state."""
     is_pair = isinstance(state, tuple | list) and len(state) == 2
     is_own = is_pair and isinstance(state[0], optax.ScaleByAdamState) and isinstance(state[1], EmaParamsState)
     rule = f"be what the init of this transform returned; {_RESTORE}"
@@ -293,7 +293,7 @@ def checked_state(operator: str, state: Any) -> tuple[optax.ScaleByAdamState, Em
 
 
 def _decay_mask(mask: Any, params: Any) -> Any:
-    """A bool for every parameter: whether it decays."""
+    """Returns a bool for every parameter: whether it decays."""
     chosen = True if mask is None else mask
     if _is_function(mask):
         chosen = _called("mask", _MASK_RULE, mask, params)
@@ -339,7 +339,7 @@ def _scheduled(name: str, number: Any, count: jax.Array) -> Any:
 
 
 def _called(name: str, rule: str, function: Callable[[Any], Any], argument: Any) -> Any:
-    """The result of a user's function; its exception becomes the cause of ours, which names the argument."""
+    """Calls a user's function; its exception becomes the cause of ours, which names the argument."""
     try:
         return function(argument)
     except Exception as error:

@@ -33,7 +33,7 @@ def ema_adam_rows(
     ema_dtype: Any | None = None,
     mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`ema_adam` for embedding tables whose gradients hold only the touched rows.
+    """Returns an `ema_adam` for embedding tables whose gradients hold only the touched rows.
 
     Wherever the tree of gradients holds `RowGradients`, made by `embedding_row_gradients`, only these rows of the
     table, of its moments and of its average are read and written. Ordinary arrays are updated as by `ema_adam`:
@@ -120,7 +120,7 @@ def ema_adam_rows(
 
 
 def _touched(grad: RowGradients, table: Any, *state: Any) -> tuple[Any, ...]:
-    """The gradient, parameters and state of the touched rows; parameters in the dtype in which they are updated."""
+    """Returns the gradient, parameters and state of the touched rows; parameters in the dtype of their update."""
     rows, values = as_array(_NAME, "grads", grad.rows), as_array(_NAME, "grads", grad.values)
     is_pair = rows.ndim == 1 and values.ndim == 2 and values.shape[0] == rows.size
     is_pair = is_pair and bool(jnp.issubdtype(rows.dtype, jnp.integer) and jnp.issubdtype(values.dtype, jnp.floating))
@@ -133,7 +133,7 @@ def _touched(grad: RowGradients, table: Any, *state: Any) -> tuple[Any, ...]:
 
 
 def _merged(grad: Any, table: Any, m: Any, v: Any, s: Any, *results: Any) -> tuple[Any, ...]:
-    """The update, and the state with the results in the touched rows."""
+    """Returns the update, and the state with the results in the touched rows."""
     if not isinstance(grad, RowGradients):
         return results
     update, *new_rows = results

@@ -11,7 +11,7 @@ import optax
 
 from jaxops._checks.errors import PARAM_INVALID, BadParamError, OperatorError, require, require_present
 from jaxops._checks.operands import as_array, require_tree
-from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM
+from jaxops.ema_adam.drift import drifts
 from jaxops.embedding.embedding_row_gradients import RowGradients, rows_at, with_rows
 from lowering.describe import show
 
@@ -22,9 +22,8 @@ _DRIFT = (
     "fused_apply: the transform changes the updates of ema_adam, whose average follows the parameters that its own "
     "updates lead to, so the average drifts away from the parameters; put ema_adam last in the chain"
 )
-_ARITHMETIC = frozenset({"add", "add_any", "div", "max", "min", "mul", "neg", "sub"})
-# Transforms that skip steps, and keep the old state then, select between an update and zeros.
-_SELECTION = frozenset({"convert_element_type", "select_n"})
+# What updates the transforms that a user has been warned of.
+_told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def fused_apply(
@@ -62,8 +61,9 @@ def fused_apply(
       The new parameters, with the dtypes of `params`, and the new state.
 
     Warns:
-      UserWarning: if the transform calculates with the updates of an `ema_adam` before it returns them, as
-        `optax.chain(ema_adam(...), optax.scale(0.1))` does: the average would not be that of the parameters.
+      UserWarning: once for each transform that returns other updates than those of the `ema_adam` in it, as
+        `optax.chain(ema_adam(...), optax.scale(0.1))` does: the average would not be that of the parameters. Steps may
+        be skipped, if the average then stays as it is.
 
     Raises:
       BadParamError: if `transform` is not a transform, `params` is None, a tree holds something other than arrays, or
@@ -91,7 +91,7 @@ def fused_apply(
         if not isinstance(error, OperatorError):
             _require_own_state(transform, opt_state, params)
         raise
-    if is_changed:
+    if is_changed and _is_told_first(transform):
         warnings.warn(_DRIFT, stacklevel=2)
     updates, opt_state = extended.update(grads, opt_state, params, one_pass=_Plan(outputs), **extra_args)
     rows, structure = rows_of(_NAME, params=params, updates=updates)
@@ -100,7 +100,7 @@ def fused_apply(
 
 
 def rows_of(operator: str, /, **trees: Any) -> tuple[list[tuple[Any, ...]], Any]:
-    """The leaves of the first tree (None is a leaf), each with its counterparts in the others; and its structure."""
+    """Returns the first tree's leaves (None is a leaf), each with its counterparts in others; and its structure."""
     first = next(iter(trees))
     require_tree(operator, first, trees[first])
     structure: Any = jax.tree.structure(trees[first], is_leaf=_is_leaf)
@@ -117,7 +117,7 @@ def rows_of(operator: str, /, **trees: Any) -> tuple[list[tuple[Any, ...]], Any]
 
 
 class OnePass:
-    """What `fused_apply` passes to every `ema_adam` inside a transform, as the extra argument `one_pass`.
+    """Extra argument `one_pass` that `fused_apply` passes to every `ema_adam` inside a transform.
 
     It decides for each array whether to return the update or the new parameters. It has no leaves and equals only
     itself, so transforms that jit their update trace again for each instance.
@@ -130,7 +130,7 @@ class OnePass:
 
 @jax.tree_util.register_static
 class _Survey(OnePass):
-    """Records the identity of each step's parameters and update, without keeping tracers alive."""
+    """Record of the identity of each step's parameters and update, which keeps no tracers alive."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, weakref.ref[jax.Array]]] = []
@@ -143,7 +143,7 @@ class _Survey(OnePass):
 
 @jax.tree_util.register_static
 class _Plan(OnePass):
-    """Hands out what the survey found, in the same order."""
+    """Plan that hands out what the survey found, in the same order."""
 
     def __init__(self, outputs: Iterable[str]) -> None:
         self._outputs = iter(outputs)
@@ -158,28 +158,32 @@ def _survey(
     """Finds what each step inside the transform may return, which leaves of `params` that writes, and drift.
 
     The transform is traced once, and nothing is computed. An update is untouched if, at the place of its own
-    parameters, it is the very tracer that its step returned. It is unread if no equation and no state uses it. There
-    is drift if arithmetic makes an update out of what a step returned.
+    parameters, it is the very tracer that its step returned. It is unread if no equation and no state uses it.
     """
     survey = _Survey()
     steps: list[tuple[int, int]] = []
     places: list[tuple[int, int]] = []
     untouched: list[tuple[int, int]] = []
+    of_params: list[int] = []
 
     def trace(grads: Any, opt_state: Any, params: Any) -> Any:
         updates, new_state = transform.update(grads, opt_state, params, one_pass=survey, **extra_args)
         steps.extend((var_id, id(update())) for var_id, update in survey.steps)
         alive = {step: update() for step, (_, update) in zip(steps, survey.steps, strict=True) if update() is not None}
-        places.extend((id(leaf), id(update)) for leaf, update in rows_of(_NAME, params=params, updates=updates)[0])
+        rows, _ = rows_of(_NAME, params=params, updates=updates)
+        places.extend((id(leaf), id(update)) for leaf, update in rows)
         untouched.extend(place for place in places if place in alive)
-        ours = {update_id for _, update_id in untouched}
-        others = [leaf for leaf in jax.tree.leaves(updates) if id(leaf) not in ours]
-        return [alive[place] for place in untouched], others, new_state
+        given = [update for leaf, update in rows if leaf is not None]
+        others = [(n, leaf) for n, update in enumerate(given) for leaf in jax.tree.leaves(update)]
+        others = [(n, leaf) for n, leaf in others if id(leaf) not in {update_id for _, update_id in untouched}]
+        of_params.extend(n for n, _ in others)
+        return [alive[place] for place in untouched], [leaf for _, leaf in others], new_state
 
-    closed, (_, others, _) = jax.make_jaxpr(trace, return_shape=True)(grads, opt_state, params)
-    jaxpr = closed.jaxpr
+    jaxpr = jax.make_jaxpr(trace)(grads, opt_state, params).jaxpr
     readers = [*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars[len(untouched) :]]
-    is_changed = _is_changed(jaxpr, jaxpr.outvars[len(untouched) : len(untouched) + len(others)])
+    others, new_state = readers[-1][: len(of_params)], readers[-1][len(of_params) :]
+    of_leaves = jaxpr.invars[len(jaxpr.invars) - len(jax.tree.leaves(params)) :]
+    is_changed = drifts(jaxpr, of_leaves, zip(of_params, others, strict=True), new_state)
     read = {id(variable) for variables in readers for variable in variables}
     # The first outputs of the jaxpr are the untouched updates.
     free = {step for step, variable in zip(untouched, jaxpr.outvars, strict=False) if id(variable) not in read}
@@ -187,22 +191,15 @@ def _survey(
     return outputs, [place in free for place in places], is_changed
 
 
-def _is_changed(jaxpr: Any, updates: Iterable[Any]) -> bool:
-    """Tells whether arithmetic on the results of `ema_adam` makes one of these variables."""
-    made_by = {id(variable): equation for equation in jaxpr.eqns for variable in equation.outvars}
-    left, seen = [(variable, False) for variable in updates], set()
-    while left:
-        variable, is_changed = left.pop()
-        equation = made_by.get(id(variable))
-        if equation is None or (id(variable), is_changed) in seen:
-            continue
-        seen.add((id(variable), is_changed))
-        name = equation.primitive.name
-        if name == APPLY_FUSED_EMA_ADAM.name and is_changed:
-            return True
-        if name in _ARITHMETIC | _SELECTION:
-            left += [(operand, is_changed or name in _ARITHMETIC) for operand in equation.invars]
-    return False
+def _is_told_first(transform: Any) -> bool:
+    """Tells whether nobody has been warned of this transform yet: an eager loop comes by at every step."""
+    update = getattr(transform.update, "__self__", transform.update)
+    try:
+        is_new = update not in _told
+        _told.add(update)
+    except TypeError:  # it has no hash or takes no weak references
+        return True
+    return is_new
 
 
 def _require_own_state(transform: optax.GradientTransformation, opt_state: Any, params: Any) -> None:

@@ -48,7 +48,7 @@ def step_coefficients(
     weight_decay: Number,
     bias_correction: bool,
 ) -> jax.Array:
-    """The operator's vector of coefficients.
+    """Computes the operator's vector of coefficients.
 
     A decay near 1 loses most of its digits in 1 - decay. For Python and NumPy numbers this is computed in float64,
     before anything is rounded to `dtype`; for JAX arrays, in their own dtype.
@@ -74,7 +74,7 @@ def step_coefficients(
 
 
 def _number(x: Number) -> Any:
-    """A Python float for a Python or NumPy number, else a floating JAX scalar."""
+    """Returns a Python float for a Python or NumPy number, else a floating JAX scalar."""
     if isinstance(x, int | float | np.generic | np.ndarray):
         return float(x)
     x = jnp.asarray(x)
@@ -82,7 +82,7 @@ def _number(x: Number) -> Any:
 
 
 def _correction(beta: Any, step: jax.Array) -> jax.Array:
-    """1 - beta^step, with the digits that the plain difference would lose."""
+    """Computes 1 - beta^step, with the digits that the plain difference would lose."""
     log_beta: Any
     if isinstance(beta, float):
         log_beta = math.log(beta) if beta > 0 else -math.inf if beta == 0 else math.nan
@@ -136,7 +136,7 @@ def _reference(
 
 
 def _sqrt(x: jax.Array) -> jax.Array:
-    """The square root, with derivative 0 at 0, so that a parameter without gradients so far does not produce NaN."""
+    """Computes the square root, with derivative 0 at 0: a parameter without gradients so far does not produce NaN."""
     is_zero = x == 0
     return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, x)))
 
