@@ -88,7 +88,7 @@ def _backward(grad: jax.Array, *, extents: tuple[int, int]) -> Arrays:
 
 
 def _base_points(extents: tuple[int, int], dtype: Any) -> list[jax.Array]:
-    """The base points of rows and of columns, computed in float64 unless their number is symbolic."""
+    """Computes the base points of rows and of columns, in float64 unless their number is symbolic."""
     return [_base_points_along(extent, accumulation_dtype(dtype)) for extent in extents]
 
 

@@ -104,7 +104,7 @@ def reduced(losses: jax.Array, weights: jax.Array, reduction: str) -> jax.Array:
 def _at_positions(
     log_probs: jax.Array, labels: jax.Array, weight: jax.Array, *, axis: int, ignore_index: int
 ) -> Arrays:
-    """The loss and weight at each position."""
+    """Computes the loss and weight at each position."""
     if axis == -1:
         return NLL_LOSS(log_probs, labels, weight, ignore_index=ignore_index)
     # Any axes behind the classes can be viewed as the two axes of an image, without moving data.
@@ -167,7 +167,7 @@ def _backward(
 
 
 def _classify(labels: jax.Array, classes: int, ignore_index: int) -> Arrays:
-    """Labels as ids, where they are not ignored, and where they are also classes."""
+    """Returns labels as ids, where they are not ignored, and where they are also classes."""
     ids = wide_ids(labels)
     kept = differ_from(labels, ignore_index)
     return ids, kept, kept & (ids >= 0) & (ids < classes)

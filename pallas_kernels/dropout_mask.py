@@ -36,12 +36,12 @@ def threefry(key0: jax.Array, key1: jax.Array, count0: jax.Array, count1: jax.Ar
 
 
 def threshold(keep_probability: jax.Array) -> jax.Array:
-    """A probability with 24 binary digits in units of the last digit, as uint32 from 0 to 2**24."""
+    """Returns a probability with 24 binary digits in units of the last digit, as uint32 from 0 to 2**24."""
     return (keep_probability * 2**RESOLUTION_BITS).astype(jnp.int32).astype(jnp.uint32)
 
 
 def digits(threshold: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-    """The start value of `compared` and the 24 digits of a threshold; each 0 or 2**32 - 1.
+    """Returns the start value of `compared` and the 24 digits of a threshold; each 0 or 2**32 - 1.
 
     The probability 1 is written as 0.111...: 24 digits of 1, and a start value that says less for all digits after
     them.
@@ -59,13 +59,13 @@ def decisive_digits(threshold: jax.Array) -> jax.Array:
 
 
 def digit_pair(number: jax.Array, pair: jax.Array) -> list[jax.Array]:
-    """Two neighbouring digits of a number that `digits` takes apart, counted in pairs; each 0 or 2**32 - 1."""
+    """Returns two neighbouring digits of a number that `digits` takes apart, counted in pairs; each 0 or 2**32 - 1."""
     last = (RESOLUTION_BITS - 2 - 2 * pair).astype(jnp.uint32)
     return [repeated(number >> (last + jnp.uint32(place)) & jnp.uint32(1)) for place in (1, 0)]
 
 
 def repeated(bit: jax.Array) -> jax.Array:
-    """All bits of a word equal to this one."""
+    """Sets all bits of a word equal to this one."""
     return jnp.uint32(0) - bit
 
 
@@ -96,5 +96,5 @@ def compared(
 
 
 def drawn_pair(keys: tuple[jax.Array, jax.Array], words: jax.Array, pair: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Random words with a digit of all their elements' numbers, and the next: one call of the generator makes two."""
+    """Draws random words with a digit of all their elements' numbers, and the next: one call makes two."""
     return threefry(*keys, jnp.full_like(words, _FIRST_COUNT) + pair, words)

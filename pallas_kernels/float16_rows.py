@@ -29,7 +29,7 @@ class RowPowers(NamedTuple):
 
     @classmethod
     def of(cls, bound: jax.Array) -> "RowPowers":
-        """The powers for rows (...) whose elements are at most about `bound`."""
+        """Returns the powers for rows (...) whose elements are at most about `bound`."""
         _, exponent = jnp.frexp(bound.astype(jnp.float32))
         # A row of zeros, such as an ignored one, must not count as the largest.
         exponent = jnp.where(bound == 0, -_MOST_EXPONENT, jnp.clip(exponent, -_MOST_EXPONENT, _MOST_EXPONENT))
@@ -37,9 +37,9 @@ class RowPowers(NamedTuple):
         return cls(rows, jnp.max(rows, initial=2.0 ** (-_MOST_EXPONENT - _SIZE_EXPONENT)))
 
     def divided(self, gradient: jax.Array) -> jax.Array:
-        """round(C / s) of a gradient C (..., columns)."""
+        """Computes round(C / s) of a gradient C (..., columns)."""
         return (gradient.astype(jnp.float32) * (1 / self.rows)[..., None]).astype(jnp.float16)
 
     def multiplied(self, x: jax.Array) -> jax.Array:
-        """round(x s / m), of x (..., features)."""
+        """Computes round(x s / m), of x (..., features)."""
         return (x.astype(jnp.float32) * (self.rows / self.largest)[..., None]).astype(jnp.float16)

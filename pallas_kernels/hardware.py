@@ -1,4 +1,4 @@
-"""What a kernel may need to know about the chip that it runs on."""
+"""Facts about the chip that a kernel runs on."""
 
 import dataclasses
 

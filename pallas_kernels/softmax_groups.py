@@ -1,4 +1,4 @@
-"""Where the groups of a softmax lie in memory, and which groups no kernel takes, whatever its dialect."""
+"""Groups of a softmax in memory, and those that no kernel takes, whatever its dialect."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ Reshape = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
 
 class Groups(NamedTuple):
-    """How groups of elements lie in an array; the operator sees them as (..., c).
+    """Groups of elements in an array; the operator sees them as (..., c).
 
     `of` and `in_memory` are inverse to each other. The operator's caller applies `of` to operands and `in_memory` to
     results; inside, the reference and the kernels do the reverse. All of this cancels out in XLA, so nothing is moved,
@@ -27,7 +27,7 @@ class Groups(NamedTuple):
 
     @classmethod
     def along(cls, shape: Sequence[int], axes: Sequence[int]) -> "Groups":
-        """The groups of an array along these axes, in ascending order."""
+        """Makes the groups of an array along these axes, in ascending order."""
         behind = [len(shape) - 1 - axis - sum(other > axis for other in axes) for axis in axes]
         return cls(tuple(shape[axis] for axis in axes), tuple(behind))
 
@@ -42,12 +42,12 @@ class Groups(NamedTuple):
         return tuple(range(-len(self.sizes), 0))
 
     def of(self, x: jax.Array, reshape: Reshape = jnp.reshape) -> jax.Array:
-        """The groups (..., c) of an array."""
+        """Returns the groups (..., c) of an array."""
         grouped = jnp.moveaxis(x, self.axes, self._last)
         return reshape(grouped, (*grouped.shape[: grouped.ndim - len(self.sizes)], math.prod(self.sizes)))
 
     def in_memory(self, groups: jax.Array, reshape: Reshape = jnp.reshape) -> jax.Array:
-        """The array that has these groups (..., c)."""
+        """Returns the array that has these groups (..., c)."""
         return jnp.moveaxis(reshape(groups, (*groups.shape[:-1], *self.sizes)), self._last, self.axes)
 
 
@@ -69,7 +69,7 @@ class View(NamedTuple):
 
     @classmethod
     def in_memory(cls, groups: Groups, shape: Sequence[int]) -> "View":
-        """The view of groups (..., c) of this shape: (outer, c, inner), or (1, outer, c) if c comes last."""
+        """Makes the view of groups (..., c) of this shape: (outer, c, inner), or (1, outer, c) if c comes last."""
         *batch, c = shape
         array = array_shape(groups, shape)
         # With other axes between a group's own, no merge of neighbouring axes makes the group one axis.
@@ -85,13 +85,13 @@ class View(NamedTuple):
         return self.shape[self.axis]
 
     def to_view(self, x: jax.Array) -> jax.Array:
-        """Groups (..., c) in this view."""
+        """Returns groups (..., c) in this view."""
         if self.order is not None:
             x = jnp.transpose(self.groups.in_memory(x), self.order)
         return x.reshape(self.shape)
 
     def from_view(self, y: jax.Array, shape: Sequence[int]) -> jax.Array:
-        """The inverse of `to_view`, for groups of this shape."""
+        """Inverts `to_view`, for groups of this shape."""
         if self.order is None:
             return y.reshape(shape)
         array = array_shape(self.groups, shape)
@@ -100,12 +100,12 @@ class View(NamedTuple):
 
 
 def array_shape(groups: Groups, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the array that has groups (..., c) of this shape."""
+    """Returns the shape of the array that has groups (..., c) of this shape."""
     return jax.eval_shape(groups.in_memory, jax.ShapeDtypeStruct(shape, jnp.float32)).shape
 
 
 def refusal(x: Any) -> str | None:
-    """Why no kernel takes groups of this shape, split over devices like x; None if kernels may."""
+    """Says why no kernel takes groups of this shape, split over devices like x; None if kernels may."""
     if math.prod(x.shape) == 0:
         return "there is nothing to normalize"
     spec = tuple(getattr(getattr(x, "sharding", None), "spec", ()))

@@ -1,11 +1,11 @@
-"""Why kernels of whole images refuse images that are split over a mesh."""
+"""Refusals of images that are split over a mesh, by kernels of whole images."""
 
 import math
 from typing import Any
 
 
 def refusal(x: Any) -> str | None:
-    """Why no kernel takes images of four axes, split over devices like x; None if kernels may."""
+    """Says why no kernel takes images of four axes, split over devices like x; None if kernels may."""
     if math.prod(x.shape) == 0:
         return "there is nothing to compute"
     spec = tuple(getattr(getattr(x, "sharding", None), "spec", ()))

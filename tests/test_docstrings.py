@@ -1,8 +1,12 @@
-"""The docstring of each public function has an example that runs as written, and mcDNN's arguments are described."""
+"""Docstrings begin as one would say them; those of public functions have examples that run as written.
+
+mcDNN's arguments are described in each function's docstring, or in its package's.
+"""
 
 import doctest
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,33 @@ PUBLIC = {
     for name in module.__all__
     if inspect.isfunction(getattr(module, name))
 }
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("jaxops", "jaxops_command", "lowering", "pallas_kernels")
+QUESTION_WORDS = frozenset(("What", "Whether", "How", "Why", "Where", "Which", "When", "Who", "If", "Of", "That"))
+ARTICLES = frozenset(("A", "An", "The"))
+
+
+def first_words(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """Yields the line and the first word of every docstring in a file, and tells whether it is a function's.
+
+    Reads lines, as parsing all files takes a second and more.
+    """
+    owner = "module"
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if found := re.match(r" *(@\S*property|(?:async )?def|class)\b", line):
+            owner = "value" if owner.startswith("@") else found[1]
+        elif found := re.match(r' *r?"""(\w+)', line):
+            yield number, found[1], owner.endswith("def")
+
+
+def test_docstrings_begin_with_verbs_and_nouns() -> None:
+    wrong = []
+    for path in sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
+        for line, word, is_function in first_words(path):
+            if word in QUESTION_WORDS or (is_function and word in ARTICLES):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} begins with {word}")
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

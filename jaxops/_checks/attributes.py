@@ -20,13 +20,13 @@ _FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is a Python or NumPy integer."""
+    """Tells whether a value is a Python or NumPy integer."""
     # NumPy's durations count as integers.
     return isinstance(value, Integral) and not isinstance(value, bool | np.timedelta64)
 
 
 def is_bool(value: Any) -> bool:
-    """Whether a value is a Python or NumPy bool."""
+    """Tells whether a value is a Python or NumPy bool."""
     return isinstance(value, bool | np.bool_)
 
 
@@ -43,7 +43,7 @@ def require_real(
     traced: bool = False,
     status: int | str = PARAM_INVALID,
 ) -> Any:
-    """A finite Python or NumPy number as a float.
+    """Returns a finite Python or NumPy number as a float.
 
     Args:
       operator: the operator, for the message.
@@ -82,7 +82,7 @@ def require_integer(
     traced: bool = False,
     status: int | str = PARAM_INVALID,
 ) -> Any:
-    """A Python or NumPy integer from `least` to `most`, as an int.
+    """Returns a Python or NumPy integer from `least` to `most` as an int.
 
     With `traced` it may also be a 0-d array; a traced one is returned as it is.
     """
@@ -100,7 +100,7 @@ def require_integer(
 def require_bool(
     operator: str, argument: str, value: Any, *, or_int: bool = False, status: int | str = PARAM_INVALID
 ) -> bool:
-    """A Python or NumPy bool; with `or_int` also 0 or 1, as in C calls."""
+    """Returns a Python or NumPy bool as a bool; with `or_int` also takes 0 or 1, as in C calls."""
     fits = is_bool(value) or (or_int and is_integer(value) and value in (0, 1))
     require(fits, operator, argument, "be a bool", value, status=status)
     return bool(value)
@@ -109,7 +109,7 @@ def require_bool(
 def require_choice(
     operator: str, argument: str, value: Any, choices: Sequence[str], *, status: int | str = PARAM_INVALID
 ) -> str:
-    """One of several strings."""
+    """Returns a string that must be one of `choices`."""
     fits = isinstance(value, str) and value in choices
     require(fits, operator, argument, f"be one of {', '.join(choices)}", value, status=status)
     return str(value)
@@ -118,7 +118,7 @@ def require_choice(
 def require_axis_names(
     operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID
 ) -> tuple[str, ...]:
-    """The names in a mesh axis or a tuple of different ones, whether or not such axes exist."""
+    """Returns the names in a mesh axis or a tuple of different ones; such axes need not exist."""
     names = value if isinstance(value, tuple) else (value,)
     are_names = all(isinstance(name, str) for name in names) and len({*names}) == len(names)
     require(are_names, operator, argument, "be a mesh axis or a tuple of them", value, status=status)
@@ -126,7 +126,7 @@ def require_axis_names(
 
 
 def require_floating_dtype(operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID) -> np.dtype:
-    """A floating-point dtype that JAX supports, from a dtype, a type or a name."""
+    """Returns a floating-point dtype that JAX supports, from a dtype, a type or a name."""
     dtype = _as_dtype(value)
     # NumPy has wider dtypes than JAX, and dtypes with their bytes reversed.
     fits = dtype is not None and dtype.itemsize <= 8 and dtype.isnative and bool(jnp.issubdtype(dtype, jnp.floating))
@@ -135,7 +135,7 @@ def require_floating_dtype(operator: str, argument: str, value: Any, *, status: 
 
 
 def _as_float(value: Any, zero_rank: bool) -> float | None:
-    """A value as a float; None if it is not a number, or too large for one."""
+    """Returns a value as a float; None if it is not a number, or too large for one."""
     is_array = isinstance(value, np.generic) or (zero_rank and _is_scalar(value))
     is_number = _is_real(value.dtype) if is_array else isinstance(value, Real) and not isinstance(value, bool)
     try:
@@ -145,7 +145,7 @@ def _as_float(value: Any, zero_rank: bool) -> float | None:
 
 
 def _is_scalar(value: Any) -> bool:
-    """Whether a value is a 0-d NumPy array with a value, which a masked one lacks."""
+    """Tells whether a value is a 0-d NumPy array with a value, which a masked one lacks."""
     return isinstance(value, np.ndarray) and value.shape == () and not isinstance(value, np.ma.MaskedArray)
 
 

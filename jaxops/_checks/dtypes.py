@@ -8,7 +8,7 @@ from jaxops._checks.mcdnn import require
 
 
 def accumulation_dtype(*dtypes: Any) -> Any:
-    """The dtype in which data of these dtypes is computed and summed: float64 if one of them is, else float32."""
+    """Returns the dtype to compute and sum data of these dtypes in: float64 if one of them is, else float32."""
     return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)
 
 

@@ -11,12 +11,12 @@ from jaxops._checks.errors import require
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """The dtype of `wide_ids` for ids of this dtype."""
+    """Returns the dtype of `wide_ids` for ids of this dtype."""
     return jnp.dtype(jnp.int64 if dtype.itemsize == 8 else jnp.int32)
 
 
 def wide_ids(ids: jax.Array) -> jax.Array:
-    """Ids in a signed dtype. Values that do not fit become negative, and so out of range."""
+    """Casts ids to a signed dtype. Values that do not fit become negative, and so out of range."""
     return ids.astype(wide_dtype(ids.dtype))
 
 
@@ -28,7 +28,7 @@ def require_numbered(operator: str, argument: str, x: Any, size: int, ids: Any) 
 
 
 def differ_from(ids: jax.Array, one: int) -> jax.Array:
-    """Where ids differ from `one`, which their dtype may be unable to hold."""
+    """Marks the ids that differ from `one`, which their dtype may be unable to hold."""
     limits = jnp.iinfo(ids.dtype)
     if not limits.min <= one <= limits.max:
         return jnp.ones_like(ids, dtype=bool)
@@ -37,7 +37,7 @@ def differ_from(ids: jax.Array, one: int) -> jax.Array:
 
 
 def ids_of_part(ids: jax.Array, size: int, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    """Local ids (-1 if another device owns them), and the ownership mask; every device owns `size` ids."""
+    """Returns local ids (-1 if another device owns them) and the ownership mask; every device owns `size` ids."""
     ids = wide_ids(ids)
     start = (jax.lax.axis_index(axis_name) * size).astype(ids.dtype)
     is_here = (ids >= start) & (ids < start + size)

@@ -38,7 +38,7 @@ def resolved(
     *,
     defaults: Mapping[int, str] = NO_DEFAULTS,
 ) -> str:
-    """The layout asked for, or that by default for x's rank if there is one; checked against x."""
+    """Returns the layout asked for, or else the default one for x's rank; checked against x."""
     ranks = sorted({len(one) for one in known})
     rule = f"have rank {' or '.join(map(str, ranks))}" if len(ranks) < 3 else f"have rank {ranks[0]} to {ranks[-1]}"
     require(len(x.shape) in ranks, operator, "x", rule, x)
@@ -58,7 +58,7 @@ def require_given(operator: str, x: Any, layout: Any, choices: Sequence[str]) ->
 
 
 def sizes(value: Any) -> tuple[int, ...] | None:
-    """A user's shape, which may have symbolic sizes; None if it is not a shape, or a size exceeds int32."""
+    """Returns a user's shape, which may have symbolic sizes; None if it is not a shape, or a size exceeds int32."""
     if not isinstance(value, tuple | list):
         return None
     are_integers = (is_integer(n) and 0 <= int(n) <= INT32_MAX for n in value)
@@ -70,12 +70,12 @@ def sizes(value: Any) -> tuple[int, ...] | None:
 
 
 def spatial_extents(shape: Sequence[int], layout: str) -> tuple[int, ...]:
-    """The two or three spatial extents of an image."""
+    """Returns the two or three spatial extents of an image."""
     return tuple(shape[_SPATIAL_AXES[layout]])
 
 
 def with_spatial_extents(shape: Sequence[int], layout: str, extents: Sequence[int]) -> tuple[int, ...]:
-    """The shape of an image with other spatial extents."""
+    """Returns the shape of an image with other spatial extents."""
     changed = list(shape)
     changed[_SPATIAL_AXES[layout]] = extents
     return tuple(changed)

@@ -1,4 +1,4 @@
-"""What operators accept as arrays, and how they refuse everything else.
+"""Operands that operators accept as arrays, and the refusal of everything else.
 
 Accepted are JAX arrays (traced ones too), NumPy arrays, numbers, nested lists and tuples of numbers, and objects with
 `__jax_array__`. Tensors of other frameworks are refused, because JAX would silently copy them through the host, and so
@@ -25,7 +25,7 @@ _NUMPY = (np.ndarray, np.generic)
 
 
 def as_array(operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID) -> jax.Array:
-    """A required operand as a JAX array; BadParamError if it is None or not an array."""
+    """Returns a required operand as a JAX array; raises BadParamError if it is None or not an array."""
     array = value if isinstance(value, jax.Array) else _converted(operator, argument, value, status)
     if array.dtype == _SCALES:
         raise BadParamError(f"{operator}: {argument} must have a dtype that holds 0; got {show(array)}", status)
@@ -59,12 +59,12 @@ def _converted(operator: str, argument: str, value: Any, status: int | str) -> j
 
 
 def as_optional(operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID) -> jax.Array | None:
-    """`as_array` for an operand that may be None."""
+    """Calls `as_array` unless the operand is None."""
     return None if value is None else as_array(operator, argument, value, status=status)
 
 
 def as_arrays(operator: str, operands: Mapping[str, Any], *, status: int | str = PARAM_INVALID) -> list[jax.Array]:
-    """`as_array` for several required operands by name; first checks that all are given."""
+    """Calls `as_array` for several required operands by name; first checks that all are given."""
     require_present(operator, operands, status=status)
     return [as_array(operator, argument, value, status=status) for argument, value in operands.items()]
 
@@ -79,7 +79,7 @@ def require_tree(operator: str, argument: str, tree: Any, *, status: int | str =
 def as_shape(
     operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID
 ) -> jax.ShapeDtypeStruct | jax.core.ShapedArray:
-    """The shape and dtype of an operand that must have these but need not have values."""
+    """Returns the shape and dtype of an operand that must have these but need not have values."""
     if isinstance(value, jax.ShapeDtypeStruct | jax.core.ShapedArray):
         return value
     if not hasattr(value, "shape"):
@@ -89,7 +89,7 @@ def as_shape(
 
 
 def as_key(operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID) -> jax.Array:
-    """The uint32 words of a single `jax.random` key, typed or raw."""
+    """Returns the uint32 words of a single `jax.random` key, typed or raw."""
     key = as_array(operator, argument, value, status=status)
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     data = jax.random.key_data(key) if is_typed else key
@@ -100,7 +100,7 @@ def as_key(operator: str, argument: str, value: Any, *, status: int | str = PARA
 
 
 def _may_be_array(value: Any, depth: int = 0) -> bool:
-    """Whether a value is an array, a number, or a list of only these. JAX would read strings in lists as dtypes."""
+    """Tells whether a value is an array, a number, or a list of these. JAX would read strings in lists as dtypes."""
     if isinstance(value, list | tuple):
         # A named tuple is a state or a result, even if JAX could stack its fields.
         is_list = depth < _MAX_RANK and not hasattr(value, "_fields")

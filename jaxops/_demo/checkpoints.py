@@ -13,7 +13,7 @@ _SECONDS_TO_SAVE = 300
 
 
 class Checkpoints:
-    """What saves and restores the state of a run."""
+    """Storage that saves and restores the state of a run."""
 
     def __init__(self, folder: RunFolder, save_every: int) -> None:
         self._folder, self._save_every = folder, save_every
@@ -27,7 +27,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(folder.checkpoints.absolute(), options=options)
 
     def restore(self, step: int, types: Any) -> Any:
-        """The state after a step, split as the types say, over however many processes there are now."""
+        """Restores the state after a step, split as the types say, over however many processes there are now."""
         try:
             return self._manager.restore(step, args=self._args.StandardRestore(types))
         except (ValueError, KeyError) as error:

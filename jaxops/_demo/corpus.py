@@ -52,7 +52,7 @@ def standard_library() -> Corpus:
 
 
 def windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    """The runs of `length` tokens that begin at `starts`: int32 (len(starts), length)."""
+    """Cuts out the runs of `length` tokens that begin at `starts`: int32 (len(starts), length)."""
     return tokens[starts[:, None] + np.arange(length)]
 
 
@@ -61,7 +61,7 @@ def _source_files(root: Path) -> list[Path]:
 
 
 def _read(paths: Iterable[Path]) -> list[str]:
-    """The text of files, in order, up to the size of the corpus."""
+    """Reads the text of files, in order, up to the size of the corpus."""
     texts: list[str] = []
     characters = 0
     for path in paths:

@@ -26,7 +26,7 @@ class Shape(NamedTuple):
 
 
 def init(key: jax.Array, shape: Shape) -> Params:
-    """Random parameters. Those of the blocks are stacked over the depth; one table embeds tokens and scores them."""
+    """Draws random parameters. Those of blocks are stacked over the depth; one table embeds tokens and scores them."""
     keys = iter(jax.random.split(key, 4))
     width, depth = shape.width, shape.depth
 
@@ -46,7 +46,7 @@ def init(key: jax.Array, shape: Shape) -> Params:
 
 
 def hidden_states(params: Params, tokens: jax.Array, shape: Shape, embedding: Embedding) -> jax.Array:
-    """What the last block makes of each position: int32 (batch, length) -> float32 (batch, length, width)."""
+    """Computes the last block's output at each position: int32 (batch, length) -> float32 (batch, length, width)."""
     x = _rms_norm(embedding(params["table"], tokens) + params["positions"][None, : tokens.shape[1]])
 
     # The backward pass keeps the matrix products and recomputes what lies between them, which is cheap.
@@ -71,5 +71,5 @@ def _mlp(layer: Params, x: jax.Array) -> jax.Array:
 
 
 def _rms_norm(x: jax.Array) -> jax.Array:
-    """Rows scaled to a root mean square of one. No gain: the matrix that follows has it."""
+    """Scales rows to a root mean square of one. No gain: the matrix that follows has it."""
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)

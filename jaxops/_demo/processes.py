@@ -100,14 +100,14 @@ def _watch(members: Sequence[Member], folder: RunFolder, on_step: Callable[[Loss
 
 
 def _first_to_end(members: Sequence[Member]) -> Member:
-    """The process that the others miss: they may notice sooner than this one does."""
+    """Returns the process that the others miss: they may notice sooner than this one does."""
     time.sleep(SECONDS_TO_NOTICE)
     failed = [member for member in members if member.process.poll()]
     return min(failed, key=lambda member: _ORDER.get(member.process.returncode, 0))
 
 
 def _why(member: Member, folder: RunFolder) -> str:
-    """What the process said last, or else how it ended."""
+    """Returns the last sentence that the process said, or else how it ended."""
     said = [line for line in member.log.read_text(errors="replace").splitlines() if line.startswith(SENTENCE)]
     if said:
         return said[-1].removeprefix(SENTENCE)

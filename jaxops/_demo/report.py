@@ -1,4 +1,4 @@
-"""What the demo shows on the terminal and what it writes to disk."""
+"""The demo's output on the terminal and on disk."""
 
 import json
 import platform
@@ -31,7 +31,7 @@ STEPS_PER_LINE = 25
 
 
 def run(settings: Settings, output: Path, console: Console) -> None:
-    """The whole demo: reads the corpus, trains, prints the results and saves them into a folder that exists."""
+    """Runs the whole demo: reads the corpus, trains, prints the results and saves them into a folder that exists."""
     started = time.perf_counter()
     with _progress(console) as progress:
         task = progress.add_task("training a vocabulary on the standard library's source", total=None)
@@ -48,7 +48,7 @@ def run(settings: Settings, output: Path, console: Console) -> None:
 
 
 def run_together(count: int, settings: Settings, resume: bool, output: Path, console: Console) -> None:
-    """The training by several processes, with checkpoints: shows how far they are, and what they came to.
+    """Trains in several processes, with checkpoints; shows their progress and the outcome.
 
     Raises:
       RunError: if one of them cannot go on.
@@ -83,7 +83,7 @@ def _progress(console: Console) -> Progress:
 
 
 def _shows_steps(progress: Progress, task: TaskID, steps: int) -> Callable[[int, float], None]:
-    """What shows a step and its loss: in the bar on a terminal, and elsewhere on a line now and then."""
+    """Returns a function that shows a step and its loss: in a terminal's bar, elsewhere on a line now and then."""
     said = 0
 
     def show_step(done: int, loss: float) -> None:
@@ -97,7 +97,7 @@ def _shows_steps(progress: Progress, task: TaskID, steps: int) -> Callable[[int,
 
 
 def _record(settings: Settings, text: Corpus, shape: model.Shape, result: Run, seconds: float) -> dict[str, Any]:
-    """Everything about the run as JSON."""
+    """Collects everything about the run as JSON."""
     return {
         "settings": {**settings._asdict(), "ema_decay": settings.ema_decay},
         "corpus": {
@@ -119,7 +119,7 @@ def _record(settings: Settings, text: Corpus, shape: model.Shape, result: Run, s
 
 
 def _summary(record: dict[str, Any]) -> Group:
-    """The results as tables; every number is one of the record's."""
+    """Lays out the results as tables; every number is one of the record's."""
     text, sizes, settings = record["corpus"], record["model"], record["settings"]
     trained_on, held_out = text["train_tokens"], text["validation_tokens"]
     facts = Table.grid(padding=(0, 2))
@@ -135,7 +135,7 @@ def _summary(record: dict[str, Any]) -> Group:
 
 
 def _opening(settings: Settings, output: Path) -> str:
-    """What a newcomer reads while the first part runs. The estimate is that of two cores of a server's CPU."""
+    """Returns the text for a newcomer while the first part runs. The estimate is for two cores of a server's CPU."""
     seconds = 20 + 0.3 * settings.steps
     about = f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
     steps = counted(settings.steps, "step")
@@ -147,7 +147,7 @@ def _opening(settings: Settings, output: Path) -> str:
 
 
 def _validation_table(evaluations: list[dict[str, Any]]) -> Table:
-    """The loss over the run, in at most five rows."""
+    """Lays out the loss over the run, in at most five rows."""
     table = Table(title="validation loss", title_justify="left")
     for name in ("step", "trained weights", "EMA weights"):
         table.add_column(name, justify="right")

@@ -1,4 +1,4 @@
-"""What a run of several processes keeps on disk: what was asked for, the text, the losses, and sealed checkpoints.
+"""Files of a run of several processes: its settings, the text, the losses, and sealed checkpoints.
 
 The first process writes all but the checkpoints, to which every process adds its part. Other files appear whole or not
 at all, but for the last line of the losses. A checkpoint counts once it is sealed: once the digests of all its files
@@ -25,7 +25,7 @@ SENTENCE = "demo: "
 
 
 class RunError(Exception):
-    """Why a run cannot begin or go on, in one sentence."""
+    """Reason why a run cannot begin or go on, in one sentence."""
 
 
 class Loss(NamedTuple):
@@ -42,7 +42,7 @@ class RunFolder(NamedTuple):
 
     @property
     def checkpoints(self) -> Path:
-        """Where orbax keeps a folder for each step."""
+        """The folder in which orbax keeps a folder for each step."""
         return self.path / "checkpoints"
 
     @property
@@ -80,12 +80,12 @@ class RunFolder(NamedTuple):
             os.replace(_replacing(self._text_file), self._text_file)
 
     def tokens(self) -> tuple[np.ndarray, int]:
-        """The tokens to train on, and how many there are in the vocabulary."""
+        """Reads the tokens to train on and the size of the vocabulary."""
         with _as_written(self._text_file), np.load(self._text_file) as read:
             return read["train"], int(read["vocabulary_size"])
 
     def losses(self) -> list[Loss]:
-        """Those written so far; a line that a stopped process did not finish does not count."""
+        """Reads the losses written so far, except a line that a stopped process did not finish."""
         try:
             lines = self.losses_file.read_text().splitlines(keepends=True)
         except FileNotFoundError:
@@ -116,7 +116,7 @@ class RunFolder(NamedTuple):
         return self.path / "seals"
 
     def _newest_whole(self) -> int:
-        """The newest step whose checkpoint is as it was when sealed, or 0 if none was ever sealed."""
+        """Returns the newest step whose checkpoint is as it was when sealed, or 0 if none was ever sealed."""
         sealed = sorted((int(seal.stem) for seal in self._seals.glob("*.json")), reverse=True)
         for step in sealed:
             if json.loads((self._seals / f"{step}.json").read_text()) == _digests(self.checkpoints / str(step)):

@@ -23,7 +23,7 @@ VOCABULARY_PARTS = 2
 
 
 class Training(NamedTuple):
-    """What all processes of a run agree on."""
+    """Settings that all processes of a run agree on."""
 
     settings: train.Settings
     shape: model.Shape
@@ -31,7 +31,7 @@ class Training(NamedTuple):
 
 
 def mesh() -> Mesh:
-    """All devices of all processes; pairs of them share one vocabulary."""
+    """Returns a mesh of all devices of all processes; pairs of them share one vocabulary."""
     parts = math.gcd(jax.device_count(), VOCABULARY_PARTS)
     return jax.make_mesh((jax.device_count() // parts, parts), ("data", "vocabulary"), axis_types=(AxisType.Auto,) * 2)
 
@@ -45,12 +45,12 @@ def require_divisible(training: Training, over: Mesh) -> None:
 
 
 def parameter_specs(params: Params) -> Any:
-    """How the parameters are split: the table by rows, the others not at all."""
+    """Returns how the parameters are split: the table by rows, the others not at all."""
     return {name: P("vocabulary") if name == "table" else jax.tree.map(lambda _: P(), params[name]) for name in params}
 
 
 def formulation(training: Training, key: jax.Array) -> train.Formulation:
-    """The train step in the library's operators, on one device's part of the table, with dropout by the key."""
+    """Returns the train step in the library's operators, on one device's part of the table, with dropout by the key."""
     lookup = functools.partial(jaxops.embedding, vocab_axis="vocabulary")
     return train.operators(training.settings)._replace(
         embedding=lambda table, tokens: jaxops.dropout(key, lookup(table, tokens), training.dropout),
@@ -61,7 +61,7 @@ def formulation(training: Training, key: jax.Array) -> train.Formulation:
 
 
 def loss(training: Training, over: Mesh, specs: Any) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:
-    """The mean loss of a batch that is split over the data axis: `loss(params, tokens, step)`."""
+    """Returns `loss(params, tokens, step)`, the mean loss of a batch that is split over the data axis."""
 
     def of_part(params: Params, tokens: jax.Array, step: jax.Array) -> jax.Array:
         # The key follows from the step, so a run that is resumed drops what it would have dropped.
@@ -74,7 +74,7 @@ def loss(training: Training, over: Mesh, specs: Any) -> Callable[[Params, jax.Ar
 
 
 def state_types(training: Training, over: Mesh) -> tuple[Params, Any]:
-    """The types of parameters and optimizer state, and where their parts lie."""
+    """Returns the types of parameters and optimizer state, and where their parts lie."""
     optimizer = train.operators(training.settings)
     params, _, _ = train.step_arguments(optimizer, training.settings, training.shape)
     params = jax.tree.map(functools.partial(_placed, over), params, parameter_specs(params))
@@ -90,7 +90,7 @@ def _placed(over: Mesh, leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
 
 
 def first_state(training: Training, over: Mesh) -> tuple[Params, Any]:
-    """Parameters and optimizer state before the first step; each device makes its own part."""
+    """Returns parameters and optimizer state before the first step; each device makes its own part."""
     optimizer = train.operators(training.settings)
 
     def init(key: jax.Array) -> tuple[Params, Any]:
@@ -102,7 +102,7 @@ def first_state(training: Training, over: Mesh) -> tuple[Params, Any]:
 
 
 def compiled_step(training: Training, over: Mesh) -> Any:
-    """`step(params, opt_state, tokens, number) -> (params, opt_state, loss)`, compiled for every device at once."""
+    """Compiles `step(params, opt_state, tokens, number) -> (params, opt_state, loss)` for every device at once."""
     params, opt_state = state_types(training, over)
     tokens = jax.ShapeDtypeStruct((training.settings.batch, training.shape.context + 1), np.int32)
     number = jax.ShapeDtypeStruct((), np.int32)
@@ -120,7 +120,7 @@ def compiled_step(training: Training, over: Mesh) -> Any:
 
 
 def batch(training: Training, over: Mesh, text: np.ndarray, number: int) -> tuple[jax.Array, jax.Array]:
-    """The windows of a step and its number: they follow from the seed and the number, and from nothing before."""
+    """Returns a step's windows and its number: they follow from the seed and the number, and from nothing before."""
     settings, length = training.settings, training.shape.context + 1
     draw = np.random.default_rng((settings.seed, number))
     rows = corpus.windows(text, draw.integers(0, len(text) - length, settings.batch), length)

@@ -22,7 +22,7 @@ CHUNK_ROWS = 128
 
 
 class Settings(NamedTuple):
-    """What may be chosen about a run."""
+    """Settings of a run."""
 
     steps: int = 270
     seed: int = 0
@@ -61,7 +61,7 @@ class Evaluation(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What was measured in one run."""
+    """Measurements of one run."""
 
     losses: list[float]
     evaluations: list[Evaluation]
@@ -73,7 +73,7 @@ class Run(NamedTuple):
 
 
 def operators(settings: Settings) -> Formulation:
-    """The train step in the library's operators."""
+    """Returns the train step in the library's operators."""
     optimizer = jaxops.ema_adam(
         settings.learning_rate, b2=settings.b2, weight_decay=settings.weight_decay, ema_decay=settings.ema_decay
     )
@@ -87,7 +87,7 @@ def operators(settings: Settings) -> Formulation:
 
 
 def plain(settings: Settings) -> Formulation:
-    """The same in jnp and optax: logits of the whole batch, AdamW, and then the average of the parameters."""
+    """Returns the train step in jnp and optax: logits of the whole batch, AdamW, then the average of the parameters."""
     optimizer = optax.adamw(settings.learning_rate, b2=settings.b2, weight_decay=settings.weight_decay)
 
     def cross_entropy(x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
@@ -108,7 +108,7 @@ def plain(settings: Settings) -> Formulation:
 
 
 def mean_loss(formulation: Formulation, shape: model.Shape) -> Callable[[Params, jax.Array], jax.Array]:
-    """The loss of a batch of windows: `loss(params, tokens)`."""
+    """Returns `loss(params, tokens)`, the loss of a batch of windows."""
 
     def loss(params: Params, tokens: jax.Array) -> jax.Array:
         hidden = model.hidden_states(params, tokens[:, :-1], shape, formulation.embedding)
@@ -118,7 +118,7 @@ def mean_loss(formulation: Formulation, shape: model.Shape) -> Callable[[Params,
 
 
 def step_of(loss: Callable[..., jax.Array], update: Callable[[Params, Any, Params], tuple[Params, Any]]) -> Any:
-    """`step(params, opt_state, *batch) -> (params, opt_state, loss)`, which descends on `loss(params, *batch)`."""
+    """Returns `step(params, opt_state, *batch) -> (params, opt_state, loss)`, descending on `loss(params, *batch)`."""
 
     def step(params: Params, opt_state: Any, *batch: jax.Array) -> tuple[Params, Any, jax.Array]:
         value, grads = jax.value_and_grad(loss)(params, *batch)
@@ -128,29 +128,29 @@ def step_of(loss: Callable[..., jax.Array], update: Callable[[Params, Any, Param
 
 
 def train_step(formulation: Formulation, shape: model.Shape) -> Any:
-    """The jitted `step(params, opt_state, tokens) -> (params, opt_state, loss)`; it updates the first two in place."""
+    """Jits `step(params, opt_state, tokens) -> (params, opt_state, loss)`; it updates the first two in place."""
     return jax.jit(step_of(mean_loss(formulation, shape), formulation.update), donate_argnums=(0, 1))
 
 
 def step_arguments(formulation: Formulation, settings: Settings, shape: model.Shape) -> tuple[Any, Any, Any]:
-    """The types of what a train step takes."""
+    """Returns the types of a train step's arguments."""
     params = jax.eval_shape(lambda key: model.init(key, shape), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((settings.batch, shape.context + 1), jnp.int32)
     return params, jax.eval_shape(formulation.init, params), tokens
 
 
 def compiled_step(formulation: Formulation, settings: Settings, shape: model.Shape) -> Any:
-    """The train step, compiled ahead of time."""
+    """Compiles the train step ahead of time."""
     return train_step(formulation, shape).lower(*step_arguments(formulation, settings, shape)).compile()
 
 
 def temporary_bytes(compiled: Any) -> int:
-    """What a compiled function needs beyond its arguments and results."""
+    """Returns the memory that a compiled function needs beyond its arguments and results."""
     return compiled.memory_analysis().temp_size_in_bytes
 
 
 def validation_loss(params: Params, tokens: jax.Array, shape: model.Shape) -> jax.Array:
-    """The mean negative log-likelihood of windows of text."""
+    """Computes the mean negative log-likelihood of windows of text."""
     hidden = model.hidden_states(params, tokens[:, :-1], shape, jaxops.embedding)
     log_probs = jax.nn.log_softmax(hidden @ params["table"].T)
     return jaxops.nll_loss(log_probs, tokens[:, 1:])
@@ -196,7 +196,7 @@ def _batch(tokens: np.ndarray, draw: np.random.Generator, rows: int, length: int
 
 
 def _evaluator(text: Corpus, shape: model.Shape, batch: int) -> Callable[[Params, Any], tuple[float, float]]:
-    """What measures trained and averaged parameters, on windows that are spread evenly over the validation text."""
+    """Returns a function that measures trained and averaged parameters on evenly spread windows of validation text."""
     length = shape.context + 1
     starts = np.linspace(0, len(text.validation) - length, VALIDATION_WINDOWS).astype(int)
     batches = [corpus.windows(text.validation, starts[i : i + batch], length) for i in range(0, len(starts), batch)]

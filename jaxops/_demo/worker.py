@@ -41,7 +41,7 @@ REFUSED, LOST = 2, 3
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a process was asked to do."""
+    """Task of one process."""
 
     folder: RunFolder
     settings: Settings
@@ -51,7 +51,7 @@ class Plan:
     resume: bool
 
     def record(self) -> dict[str, Any]:
-        """What a run that is resumed must have in common with the one that was stopped."""
+        """Returns the settings that a resumed run must have in common with the one that was stopped."""
         return {**self.settings._asdict(), **self.sizes, "dropout": self.dropout}
 
 
@@ -140,7 +140,7 @@ def _train(plan: Plan) -> None:
 
 
 def _versions() -> dict[str, str]:
-    """What programs depend on: processes of different versions would not meet in the same collectives."""
+    """Returns the versions that programs depend on: processes that differ would not meet in the same collectives."""
     installed = {name: metadata.version(name) for name in ("jaxops", "jaxlib", "orbax-checkpoint", "numpy")}
     return {"python": platform.python_version(), "jax": jax.__version__, **installed}
 
@@ -159,7 +159,7 @@ def _require_agreement(subject: str, of_this: dict[str, Any]) -> None:
 
 
 def _from_first(name: str, action: Callable[[], Any]) -> Any:
-    """What an action of the first process returns, in all processes."""
+    """Returns, in all processes, the result of an action of the first one."""
     value = json.dumps(action()) if jax.process_index() == 0 else ""
     said = said_by_first_process(f"demo/{name}", value, SECONDS_TO_START)
     if said is None:

@@ -77,7 +77,7 @@ def embedding_dense_backward(
 
 
 def _integral(indices: jax.Array) -> jax.Array:
-    """Indices as integers: int64 from float64, int32 from every other dtype that is not an integer."""
+    """Returns indices as integers: int64 from float64, int32 from every other dtype that is not an integer."""
     if jnp.issubdtype(indices.dtype, jnp.integer):
         return indices
     if jnp.issubdtype(indices.dtype, jnp.floating):

@@ -78,5 +78,5 @@ def get_workspace_size(operation: Callable[..., Any], *args: Any, **attributes: 
 
 
 def _planned(operator: str, argument: str, value: Any) -> Any:
-    """An operand to plan with. None passes, because the operation refuses it with the right status."""
+    """Returns an operand to plan with. None passes, because the operation refuses it with the right status."""
     return value if value is None or isinstance(value, jax.ShapeDtypeStruct) else as_array(operator, argument, value)

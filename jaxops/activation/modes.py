@@ -52,7 +52,7 @@ def _activated_jvp(activation: Activation, primals: Any, tangents: Any) -> tuple
 
 
 def scaled_by_slope(activation: Activation, gate: jax.Array, grad: jax.Array) -> jax.Array:
-    """`grad` times the activation's derivative at `gate`, in the dtype of `grad`.
+    """Multiplies `grad` by the activation's derivative at `gate`, in the dtype of `grad`.
 
     For relu, the gate may be any array that is positive exactly where the activation passes, or a mask. Where relu and
     clipped_relu stop a gradient they do not multiply it by zero, so NaN in it disappears.
@@ -79,12 +79,12 @@ def scaled_by_slope(activation: Activation, gate: jax.Array, grad: jax.Array) ->
 
 
 def _times(factor: float, u: jax.Array) -> jax.Array:
-    """The product, which is 0 for a factor of 0 even if u is infinite."""
+    """Multiplies u by a factor; a factor of 0 gives 0 even if u is infinite."""
     return factor * u if factor else jnp.zeros_like(u)
 
 
 def scaled_by_slope_of_result(activation: Activation, y: jax.Array, grad: jax.Array) -> jax.Array:
-    """`grad` times the derivative of sigmoid, relu, tanh or elu, where the activation's result is y."""
+    """Multiplies `grad` by the derivative of sigmoid, relu, tanh or elu, where the activation's result is y."""
     if activation.mode == "relu":
         return scaled_by_slope(activation, y, grad)
     y = y.astype(grad.dtype)

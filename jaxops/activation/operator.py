@@ -20,7 +20,7 @@ _READ_RESULT = ("sigmoid", "relu", "tanh", "elu")
 
 
 def reads_result(activation: Activation) -> bool:
-    """Whether the documented gradient reads the activation's result instead of its input."""
+    """Tells whether the documented gradient reads the activation's result instead of its input."""
     return activation.mode in _READ_RESULT
 
 
@@ -40,7 +40,7 @@ def _forward(x: jax.Array, *, activation: Activation) -> Arrays:
 
 
 def _backward(gate: jax.Array, grad: jax.Array, *, activation: Activation, of_result: bool) -> Arrays:
-    """`grad` times the slope where the activation's result or input is `gate`, in the dtype of `grad`."""
+    """Multiplies `grad` by the slope where the activation's result or input is `gate`, in the dtype of `grad`."""
     scaled = scaled_by_slope_of_result if of_result else scaled_by_slope
     return (scaled(activation, gate, grad.astype(accumulation_dtype(grad.dtype))).astype(grad.dtype),)
 

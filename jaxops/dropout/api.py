@@ -63,7 +63,7 @@ def dropout(key: jax.Array, x: jax.Array, rate: float | jax.Array) -> jax.Array:
 
 
 def dropped_out(operator: str, key: jax.Array, x: jax.Array, rate: float | jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The result and the words of its mask, in the name of `operator`; x and rate are checked already."""
+    """Returns the result and the words of its mask, in the name of `operator`; x and rate are checked already."""
     lead, length = row_view(x.shape)
     word_count = math.prod(lead) * words_of(length)
     fits = jax.export.is_symbolic_dim(word_count) or word_count <= _MAX_WORDS
@@ -78,7 +78,7 @@ def dropped_out(operator: str, key: jax.Array, x: jax.Array, rate: float | jax.A
 
 
 def dropout_gradient(dy: jax.Array, words: jax.Array, rate: float | jax.Array) -> jax.Array:
-    """The gradient, from the words of the mask in any shape."""
+    """Computes the gradient from the words of the mask, in any shape."""
     lead, length = row_view(dy.shape)
     rows = sharding.reshaped(dy, (*lead, length))
     (dx,) = DROPOUT_BACKWARD(
@@ -90,7 +90,7 @@ def dropout_gradient(dy: jax.Array, words: jax.Array, rate: float | jax.Array) -
 
 
 def row_view(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """The leading axes, which may be split over devices, and the length of a row of the other axes.
+    """Returns the leading axes, which may be split over devices, and the length of a row of the other axes.
 
     A row consists of the fewest trailing axes that fill whole words, or else of the whole array.
     """
@@ -102,7 +102,7 @@ def row_view(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 
 def checked_rate(operator: str, argument: str, rate: Any) -> float | jax.Array:
-    """A rate as a float or a JAX scalar; BadParamError for a number outside [0, 1]."""
+    """Returns a rate as a float or a JAX scalar; raises BadParamError for a number outside [0, 1]."""
     checked: float | jax.Array = require_real(
         operator, argument, rate, "be a number in [0, 1]", least=0, most=1, traced=True
     )
@@ -110,7 +110,7 @@ def checked_rate(operator: str, argument: str, rate: Any) -> float | jax.Array:
 
 
 def probability_and_scale(rate: float | jax.Array, dtype: Any) -> jax.Array:
-    """What the operators read of a rate, (2,): `1 - rate` rounded to 24 binary digits, and the scale `1 / (1 - rate)`.
+    """Returns, (2,): `1 - rate` rounded to 24 binary digits, and the scale `1 / (1 - rate)`.
 
     The scale is 0 if nothing is kept.
 
@@ -138,7 +138,7 @@ def _is_key(value: Any) -> bool:
 
 
 def _two_words(operator: str, key: Any) -> tuple[jax.Array, jax.Array]:
-    """The generator's two key words, from a JAX key of any implementation."""
+    """Returns the generator's two key words, from a JAX key of any implementation."""
     words = as_key(operator, "key", key)
     first, second, *rest = jnp.unstack(sharding.whole_along_first(words))
     for pair in zip(rest[::2], [*rest[1::2], jnp.zeros_like(first)], strict=False):

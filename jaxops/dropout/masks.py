@@ -139,7 +139,7 @@ def uses_of(bits: Node, results: Collection[Value], is_wanted: Callable[[Node], 
 
 
 def _size(value: Value) -> Any:
-    """The number of elements, which may be symbolic."""
+    """Returns the number of elements, which may be symbolic."""
     return math.prod(value.shape)
 
 
@@ -186,7 +186,7 @@ def _of_mask(user: Node, value: Value, mask: _Mask) -> _Mask | _Masked | str:
 def _dropout(
     node: Node, masked: _Masked, results: Collection[Value], is_wanted: Callable[[Node], bool]
 ) -> Dropout | None:
-    """The whole dropout, with the scaling of x before or of the result after; None if the scale is another."""
+    """Returns the whole dropout, with the scaling of x before or of the result after; None if the scale is another."""
     y, kept_rate, factor = node.outputs[0], masked.mask.kept_rate, masked.mask.factor
     tolerance = max(_TOLERANCE, float(jnp.finfo(y.aval.dtype).eps)) if jnp.issubdtype(y.aval.dtype, jnp.floating) else 0
 
@@ -207,7 +207,7 @@ def _dropout(
 
 
 def _before(x: Value) -> Iterator[tuple[Value, float]]:
-    """An array, and what it is before it is multiplied or divided by numbers, with their product."""
+    """Yields an array and what it was before each multiplication or division by a number, with the numbers' product."""
     scale = 1.0
     while True:
         yield x, scale
@@ -222,7 +222,7 @@ def _before(x: Value) -> Iterator[tuple[Value, float]]:
 
 
 def _by_number(node: Node, value: Value) -> float | None:
-    """The number that a node multiplies a value by."""
+    """Returns the number that a node multiplies a value by."""
     numbers = [number_of(x) for x in node.inputs if x is not value]
     if len(numbers) != 1 or numbers[0] is None:
         return None
@@ -232,7 +232,7 @@ def _by_number(node: Node, value: Value) -> float | None:
 
 
 def number_of(value: Value) -> float | None:
-    """The number that all elements have, if it is written in the code or computed from such numbers."""
+    """Returns the number that all elements have, if it is written in the code or computed from such numbers."""
     node = value.producer
     if node is None:
         is_real = any(jnp.issubdtype(value.aval.dtype, kind) for kind in (jnp.floating, jnp.integer))

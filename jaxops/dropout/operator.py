@@ -26,7 +26,7 @@ _STEP_PAIRS = 2
 
 
 def words_of(elements: int) -> int:
-    """How many words hold one bit per element."""
+    """Counts the words that hold one bit per element."""
     return -(-elements // WORD_BITS)
 
 
@@ -76,7 +76,7 @@ def _drop(streams: jax.Array, x: jax.Array, keep: jax.Array) -> Arrays:
 
 
 def _kept_words(keys: tuple[jax.Array, jax.Array], indices: jax.Array, kept: jax.Array) -> jax.Array:
-    """Words whose bit b says whether element `32 * index + b` is kept: a uniform number below `kept` was drawn."""
+    """Returns words whose bit b tells whether element `32 * index + b` is kept: its uniform number is below `kept`."""
     above = threshold(kept)
     less, number = digits(above)
     table = jnp.stack(number).reshape(-1, 2 * _STEP_PAIRS)

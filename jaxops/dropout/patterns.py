@@ -10,7 +10,7 @@ _SAVED_BYTES_PER_ELEMENT = 6
 
 
 def _find(graph: Graph) -> Iterator[Finding]:
-    """Random bits that are compared with one number, and decide which elements of an equally large array are kept."""
+    """Finds random bits that are compared with one number and decide which elements of a like array are kept."""
     for _, uses in uses_of_all(graph.named("random_bits"), graph.results):
         if uses.node is not None and not uses.reason:
             x = uses.node.outputs[0]

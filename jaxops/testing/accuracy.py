@@ -47,7 +47,7 @@ def _may_lack_kernels(name: str) -> Iterator[None]:
 
 
 def _truth(trial: Trial, narrow: Sequence[Any], chosen: Sequence[Any]) -> tuple[Any, Any, str]:
-    """Results and gradients for the same values in float64; in float32 if the function refuses float64."""
+    """Computes results and gradients for the same values in float64; in float32 if the function refuses float64."""
     fn = trial.reference or trial.fn
     try:
         with jax.enable_x64(True):

@@ -15,14 +15,14 @@ _PLATFORMS = ("cpu", "cuda", "tpu")
 
 
 def runs(trial: Trial) -> None:
-    """Outside jit, the function returns arrays of numbers."""
+    """Checks that the function, outside jit, returns arrays of numbers."""
     for x in jax.tree.leaves(trial.results):
         if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == np.bool_):
             raise FoundError(f"it returns {x.dtype}{list(x.shape)}, which is no array of numbers")
 
 
 def reference(trial: Trial) -> None:
-    """Results, and gradients of a loss, are those of the reference."""
+    """Checks that results, and gradients of a loss, are those of the reference."""
     if trial.reference is None:
         raise SkipError("there is nothing to compare with: pass reference=, the same in plain JAX")
     other = dataclasses.replace(trial, fn=trial.reference)
@@ -37,21 +37,21 @@ def reference(trial: Trial) -> None:
 
 
 def jit(trial: Trial) -> None:
-    """Under jit, results are those outside it."""
+    """Checks that results under jit are those outside it."""
     with during("under jax.jit"):
         actual = trial.jitted(*trial.operands)
     trial.agree("the result under jax.jit", actual, trial.results, compared_with="the result outside it")
 
 
 def disable_jit(trial: Trial) -> None:
-    """With jit disabled, as debuggers want it, results are the same."""
+    """Checks that results with jit disabled, as debuggers want it, are the same."""
     with during("under jax.disable_jit"), jax.disable_jit():
         actual = trial.fn(*trial.arrays)
     trial.agree("the result under jax.disable_jit", actual, trial.results, compared_with="the result without it")
 
 
 def deterministic(trial: Trial) -> None:
-    """A second run gives the same bits, in results and gradients."""
+    """Checks that a second run gives the same bits, in results and gradients."""
     first, second = (trial.jitted(*trial.operands) for _ in range(2))
     trial.agree("a second result", second, first, compared_with="the first", exactly=True)
     if trial.has_gradient:
@@ -60,7 +60,7 @@ def deterministic(trial: Trial) -> None:
 
 
 def vmap(trial: Trial) -> None:
-    """Under vmap over each operand, and over all of them on their last axes, results are those of a loop."""
+    """Checks that results under vmap over each operand, and over all on their last axes, are those of a loop."""
     for position, operand in enumerate(trial.operands):
         mapped = replaced(trial.operands, position, two_of(operand))
         in_axes = replaced((None,) * len(mapped), position, 0)
@@ -76,7 +76,7 @@ def vmap(trial: Trial) -> None:
 
 
 def export(trial: Trial) -> None:
-    """The function, and its gradient, can be exported for three platforms at once, stored, and called again."""
+    """Checks that function and gradient can be exported for three platforms at once, stored, and called again."""
     functions = {"the result": trial.jitted}
     if trial.has_gradient:
         functions["the gradient"] = trial.gradient

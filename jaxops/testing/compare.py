@@ -1,4 +1,4 @@
-"""Whether two pytrees of arrays agree, and in words how they differ."""
+"""Comparison of two pytrees of arrays, and in words how they differ."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ _TINY = 1e-300
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """How far apart two results may be, by the name of their dtype."""
+    """Largest difference allowed between two results, by the name of their dtype."""
 
     by_dtype: Mapping[str, float]
 
     def difference(self, actual: Any, expected: Any, exactly: bool = False) -> str | None:
-        """How two pytrees of arrays differ, by the dtypes of the first one; None if they agree."""
+        """Says how two pytrees of arrays differ, by the dtypes of the first one; None if they agree."""
         structures: list[Any] = [jax.tree.structure(actual), jax.tree.structure(expected)]
         if structures[0] != structures[1]:
             return f"one has the structure {structures[0]}, the other {structures[1]}"

@@ -24,7 +24,7 @@ from jaxops.testing.trial import (
 
 
 def derivative(trial: Trial) -> None:
-    """The gradient is the slope of the function, as differences in float64 measure it."""
+    """Checks that the gradient is the slope of the function, as differences in float64 measure it."""
     trial.require_derivatives()
     chosen = cotangents(floating(trial.results))
 
@@ -35,12 +35,12 @@ def derivative(trial: Trial) -> None:
 
 
 def second_order(trial: Trial) -> None:
-    """Second derivatives in both modes agree, and are the slope of the gradient."""
+    """Checks that second derivatives in both modes agree, and are the slope of the gradient."""
     trial.require_derivatives()
     tangents = directions(trial.operands)
 
     def along(*operands: Any) -> jax.Array:
-        """The derivative of the loss along fixed directions."""
+        """Computes the derivative of the loss along fixed directions."""
         gradients = jax.grad(trial.loss, trial.differentiable)(*operands)
         return inner(gradients, [tangents[position] for position in trial.differentiable])
 
@@ -58,7 +58,7 @@ def second_order(trial: Trial) -> None:
 
 
 def jvp(trial: Trial) -> None:
-    """Forward mode works, and is the transpose of reverse mode."""
+    """Checks that forward mode works, and is the transpose of reverse mode."""
     trial.require_derivatives()
     of_differentiable, primals = trial.at_differentiable(trial.operands)
     of_differentiable = jax.jit(of_differentiable)
@@ -82,7 +82,7 @@ def jvp(trial: Trial) -> None:
 
 
 def cotangent_scaling(trial: Trial) -> None:
-    """Reverse mode is linear in the cotangents: scaled ones give scaled gradients, and zeros give zeros."""
+    """Checks that reverse mode is linear in the cotangents: scaled ones give scaled gradients, and zeros give zeros."""
     trial.require_derivatives()
     of_differentiable, primals = trial.at_differentiable(trial.operands)
 
@@ -110,7 +110,7 @@ def cotangent_scaling(trial: Trial) -> None:
 
 
 def vmap_of_gradient(trial: Trial) -> None:
-    """Under vmap, the gradient is a loop of gradients."""
+    """Checks that the gradient under vmap is a loop of gradients."""
     trial.require_derivatives()
     mapped = [two_of(x) for x in trial.operands]
     loop = [trial.gradient(*parts) for parts in zip(*mapped, strict=True)]
@@ -120,7 +120,7 @@ def vmap_of_gradient(trial: Trial) -> None:
 
 
 def gradient_of_vmap(trial: Trial) -> None:
-    """The gradient of a sum over vmap, by what is mapped and by what is shared, is a loop of gradients."""
+    """Checks that the gradient of a sum over vmap, by what is mapped and by what is shared, is a loop of gradients."""
     trial.require_derivatives()
     for position in range(len(trial.operands)):
         in_axes = replaced((None,) * len(trial.operands), position, 0)
@@ -142,7 +142,7 @@ def gradient_of_vmap(trial: Trial) -> None:
 
 
 def scan(trial: Trial) -> None:
-    """Inside scan, a loss and its gradient are those of a loop."""
+    """Checks that a loss and its gradient inside scan are those of a loop."""
     trial.require_derivatives()
     mapped = [two_of(x) for x in trial.operands]
 
@@ -160,7 +160,7 @@ def scan(trial: Trial) -> None:
 
 
 def checkpoint(trial: Trial) -> None:
-    """Under checkpoint, which computes results again, gradients are the same."""
+    """Checks that gradients under checkpoint, which computes results again, are the same."""
     trial.require_derivatives()
     with during("under jax.checkpoint"):
         actual = jax.jit(jax.grad(jax.checkpoint(trial.loss), trial.differentiable))(*trial.operands)
@@ -170,7 +170,7 @@ def checkpoint(trial: Trial) -> None:
 
 
 def inner(left: Any, right: Any) -> jax.Array:
-    """The inner product of two lists of arrays, in float32 at least."""
+    """Computes the inner product of two lists of arrays, in float32 at least."""
     terms = [jnp.sum(a.astype(widest(a)) * jnp.asarray(b).astype(widest(a))) for a, b in zip(left, right, strict=True)]
     return functools.reduce(jnp.add, terms)
 
@@ -197,7 +197,7 @@ def _is_slope(trial: Trial, scalar: Callable[..., jax.Array], subject: str) -> N
 
 
 def _sum_of_products(left: Sequence[Any], right: Sequence[Any]) -> tuple[float, float]:
-    """An inner product in float64, and the sum of its terms' magnitudes."""
+    """Computes an inner product in float64, and the sum of its terms' magnitudes."""
     products = [np.asarray(a, np.float64) * np.asarray(b, np.float64) for a, b in zip(left, right, strict=True)]
     return sum(float(np.sum(x)) for x in products), sum(float(np.sum(np.abs(x))) for x in products)
 

@@ -21,7 +21,7 @@ _AXIS = "rows"
 
 
 def shard_map(trial: Trial) -> None:
-    """In shard_map each device computes its own rows; the gradient of what is shared is summed over devices."""
+    """Checks that each device computes its own rows in shard_map, and sums the gradient of what is shared."""
     rows = Rows.of(trial)
     count = _device_count(rows)
     mesh, specs = _mesh(count, AxisType.Auto), _specs(rows)
@@ -56,7 +56,7 @@ def shard_map(trial: Trial) -> None:
 
 
 def _on_mesh(trial: Trial, axis_type: AxisType) -> None:
-    """With rows split under jit, results are those of one device, and no large operand is gathered."""
+    """Checks that results with rows split under jit are those of one device, and no large operand is gathered."""
     rows = Rows.of(trial)
     count = _device_count(rows)
     mesh = _mesh(count, axis_type)
@@ -81,7 +81,7 @@ def _on_mesh(trial: Trial, axis_type: AxisType) -> None:
 
 
 def _gathered_sizes(compiled_text: str) -> Iterator[int]:
-    """The number of elements of every result of an all-gather in an optimised program."""
+    """Yields the number of elements of every result of an all-gather in an optimised program."""
     for shapes in re.findall(r"= (.*) all-gather(?:-start)?\(", compiled_text):
         for shape in re.findall(r"\w+\[([\d,]*)\]", shapes):
             yield math.prod(int(size) for size in shape.split(",") if size)

@@ -19,7 +19,7 @@ class Promise(NamedTuple):
     check: Callable[[Trial], None]
 
     def outcome(self, trial: Trial) -> Broken | Skipped | None:
-        """What was found, why it could not be checked, or None if the promise is kept."""
+        """Returns what was found, why it could not be checked, or None if the promise is kept."""
         try:
             with during("while this is checked"):
                 self.check(trial)

@@ -1,4 +1,4 @@
-"""What `check_operator` found."""
+"""Findings of `check_operator`."""
 
 import dataclasses
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class Skipped(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Which promises a function keeps. `print` shows a table.
+    """Report on the promises that a function keeps or breaks. `print` shows a table.
 
     Attributes:
       function: its name.
@@ -57,7 +57,7 @@ class Report:
             raise AssertionError(f"{self.function} breaks {counted(len(self.broken), 'promise')}:{sentences}")
 
     def table(self) -> Table:
-        """A table of the promises: broken ones first, then those that were skipped, then those that are kept."""
+        """Lays out the promises as a table: broken ones first, then skipped ones, then those that are kept."""
         broken, kept, skipped = (len(each) for each in (self.broken, self.kept, self.skipped))
         title = f"{self.function}: {broken} broken, {kept} kept, {skipped} skipped"
         table = Table(title=Text(title), title_justify="left")

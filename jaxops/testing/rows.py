@@ -29,7 +29,7 @@ class Rows:
 
     @classmethod
     def of(cls, trial: Trial) -> "Rows":
-        """The rows of a function on trial; skips the promise if nobody knows them."""
+        """Finds the rows of a function on trial; skips the promise if nobody knows them."""
         if trial.batched is None:
             raise SkipError("no rows are known: pass batched=, an axis for each operand or None")
         ((count, *_),) = {
@@ -40,7 +40,7 @@ class Rows:
         return cls(trial, trial.batched, count)
 
     def taken(self, rows: Any) -> tuple[np.ndarray, ...]:
-        """The operands with some of the rows."""
+        """Returns the operands with some of the rows."""
         return tuple(
             x if axis is None else x[(slice(None),) * axis + (rows,)]
             for x, axis in zip(self.trial.operands, self.axes, strict=True)
@@ -48,7 +48,7 @@ class Rows:
 
     @functools.cached_property
     def result_axes(self) -> list[int | None]:
-        """For each array among the results the axis of its rows, or None if rows are combined in it."""
+        """The axis of rows of each array among the results, or None if rows are combined in it."""
         with during(f"on {self.count - self.count // 2} of {self.count} rows"):
             whole = jax.eval_shape(self.trial.fn, *self.trial.operands)
             part = jax.eval_shape(self.trial.fn, *self.taken(slice(self.count // 2, None)))
@@ -61,7 +61,7 @@ class Rows:
             raise SkipError("no result has an axis of rows: rows are combined in all of them")
 
     def row_results(self, *operands: Any) -> list[Any]:
-        """The results that have rows, with these in front."""
+        """Returns the results that have rows, with these in front."""
         leaves = zip(jax.tree.leaves(self.trial.fn(*operands)), self.result_axes, strict=True)
         return [jnp.moveaxis(x, axis, 0) for x, axis in leaves if axis is not None]
 
@@ -83,7 +83,7 @@ class Rows:
 
 
 def nan_in_padding(trial: Trial) -> None:
-    """NaN in the last rows reaches no other row, neither of results nor of gradients by operands with rows."""
+    """Checks that NaN in the last rows reaches no other row of results, or of gradients by operands with rows."""
     rows = Rows.of(trial)
     rows.require_results()
     kept = rows.count - max(1, rows.count // 4)
@@ -101,7 +101,7 @@ def nan_in_padding(trial: Trial) -> None:
 
 
 def batch_invariance(trial: Trial) -> None:
-    """A row has the same bits whichever other rows there are, and in whichever order."""
+    """Checks that a row has the same bits whichever other rows there are, and in whichever order."""
     rows = Rows.of(trial)
     rows.require_results()
     orders: Sequence[tuple[str, Any]] = (

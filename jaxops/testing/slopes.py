@@ -17,7 +17,7 @@ _STEPS = tuple(2.0**-exponent for exponent in (30, 20, 15, 11, 8, 6, 4))
 def slope(
     scalar: Callable[..., jax.Array], operands: Sequence[np.ndarray], position: int, direction: np.ndarray
 ) -> tuple[float, float, float]:
-    """The derivative along a direction in one operand: as claimed by the gradient, as measured, and to what accuracy.
+    """Returns the derivative along a direction in one operand: as claimed, as measured, and to what accuracy.
 
     In float64 if the function takes it. The accuracy is how far two measurements with neighbouring steps differ, for
     the pair that agrees best.
@@ -32,12 +32,12 @@ def slope(
 
 
 def in_float64(x: np.ndarray) -> np.ndarray:
-    """The array in float64 if it is floating point."""
+    """Returns the array in float64 if it is floating point."""
     return x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def widest(x: Any) -> Any:
-    """The dtype in which to sum an array."""
+    """Returns the dtype in which to sum an array."""
     return accumulation_dtype(x.dtype)
 
 
@@ -65,7 +65,7 @@ def _slope(
 
 
 def _precision(measured: np.ndarray, magnitude: float) -> float:
-    """By how much, relatively, values of the function are wrong: by the rounding of float64, or else of float32.
+    """Estimates the relative error of the function's values: the rounding of float64, or else of float32.
 
     Whatever computes in float32 is a staircase, where two of the smallest steps find no slope, or different ones.
     """

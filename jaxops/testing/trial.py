@@ -18,11 +18,11 @@ SEED = 20260
 
 
 class FoundError(Exception):
-    """What breaks a promise, in one sentence."""
+    """Sentence that says what breaks a promise."""
 
 
 class SkipError(Exception):
-    """Why a promise cannot be checked, in one sentence."""
+    """Sentence that says why a promise cannot be checked."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Trial:
 
     @functools.cached_property
     def results(self) -> Any:
-        """What the function returns outside jit."""
+        """The function's results outside jit."""
         with during("called outside jit"):
             return jax.tree.map(np.asarray, self.fn(*self.arrays))
 
@@ -67,7 +67,7 @@ class Trial:
 
     @functools.cached_property
     def jitted_loss(self) -> Callable[..., Any]:
-        """`loss` under jit."""
+        """The jitted `loss`."""
         return jax.jit(self.loss)
 
     @functools.cached_property
@@ -77,14 +77,14 @@ class Trial:
 
     @functools.cached_property
     def has_gradient(self) -> bool:
-        """Whether there is a gradient; that there should be one is for the promises about derivatives to say."""
+        """Tells whether there is a gradient; the promises about derivatives say whether there should be one."""
         try:
             return bool(self.differentiable and floating(self.results) and self.gradient(*self.operands))
         except Exception:
             return False
 
     def loss(self, *operands: Any) -> jax.Array:
-        """A scalar that depends on every floating-point result, and not linearly."""
+        """Computes a scalar that depends on every floating-point result, and not linearly."""
         # Sines of large numbers would be as good as random.
         scale = 1.0 / max([1.0, *(float(_largest(x)) for x in floating(self.results))])
         terms = [jnp.sum(jnp.sin(x.astype(accumulation_dtype(x.dtype)) * scale)) for x in floating(self.fn(*operands))]
@@ -100,7 +100,7 @@ class Trial:
     def at_differentiable(
         self, operands: Sequence[Any], fn: Callable[..., Any] | None = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """The floating-point results as a function of the differentiable operands alone, and these operands."""
+        """Returns the floating-point results as a function of the differentiable operands alone, and these operands."""
 
         def of_differentiable(*primals: Any) -> list[Any]:
             full = list(operands)
@@ -119,7 +119,7 @@ class Trial:
     def gradients_agree(
         self, subject: str, actual: Sequence[Any], expected: Sequence[Any], *, compared_with: str
     ) -> None:
-        """`agree` for gradients by each differentiable operand."""
+        """Calls `agree` for the gradient by each differentiable operand."""
         for position, a, b in zip(self.differentiable, actual, expected, strict=True):
             self.agree(f"{subject} by operand {position}", a, b, compared_with=compared_with)
 
@@ -140,33 +140,33 @@ def during(what: str) -> Iterator[None]:
 
 
 def floating(results: Any) -> list[Any]:
-    """The floating-point arrays among results."""
+    """Returns the floating-point arrays among results."""
     return [x for x in jax.tree.leaves(results) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
 def replaced(items: Sequence[Any], position: int, item: Any) -> tuple[Any, ...]:
-    """The items with another one in one place."""
+    """Returns the items with another one in one place."""
     return (*items[:position], item, *items[position + 1 :])
 
 
 def two_of(x: np.ndarray) -> np.ndarray:
-    """The operand and a different one of the same values, stacked."""
+    """Stacks the operand and a different one of the same values."""
     return np.stack([x, np.roll(x, 1, axis=0) if x.ndim else x])
 
 
 def stacked(results: Sequence[Any]) -> Any:
-    """Pytrees of arrays as one with an axis more in front."""
+    """Stacks pytrees of arrays into one, along a new first axis."""
     return jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *results)
 
 
 def directions(operands: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Random arrays of the shapes and dtypes of operands, as large as these on average."""
+    """Draws random arrays of the shapes and dtypes of operands, as large as these on average."""
     rng = np.random.default_rng(SEED)
     return [(rng.standard_normal(x.shape) * _average(x)).astype(x.dtype) for x in operands]
 
 
 def cotangents(results: Sequence[Any]) -> list[np.ndarray]:
-    """Random arrays of the shapes and dtypes of results, of size one on average."""
+    """Draws random arrays of the shapes and dtypes of results, of size one on average."""
     rng = np.random.default_rng(SEED + 1)
     return [rng.standard_normal(x.shape).astype(x.dtype) for x in results]
 

@@ -34,17 +34,17 @@ _AHEAD = 4  # accesses that are loaded before one is used
 
 
 class _Run:
-    """Inside a kernel, 4096 elements of a row and the 128 words of their mask."""
+    """Run of 4096 elements of a row and the 128 words of their mask, inside a kernel."""
 
     def __init__(self, row, first_word, words_smem, dtype, pin_layouts):
-        """The interpreter of jax 0.10 has no layouts to pin."""
+        """Pins layouts if asked to; the interpreter of jax 0.10 has none to pin."""
         self.row, self.first_word = row, first_word
         self.words_smem = words_smem
         self._vector = _ACCESS_BYTES // jnp.dtype(dtype).itemsize
         self._pin_layouts = pin_layouts
 
     def pinned(self, values):
-        """One number a thread."""
+        """Pins one number a thread."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         return plgpu.layout_cast(values, self._threads_layout()) if self._pin_layouts else values
@@ -82,7 +82,7 @@ class _Run:
         return lax.fori_loop(0, pairs, compare, indices * jnp.uint32(0) + repeated(is_one))
 
     def _layout(self):
-        """The layout of an access, with a row for each word: neighbouring threads have neighbouring runs of a row."""
+        """Returns the layout of an access, with a row for each word: neighbouring threads have neighbouring runs."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         vector = self._vector
@@ -132,7 +132,7 @@ class _Run:
 
 
 def _for_each_run(shape, words_smem, dtype, pin_layouts, process):
-    """Runs of a row, one per thread block; the last block takes the rest of the row in a run that overlaps its own."""
+    """Gives each thread block a run of a row; the last block takes the rest in a run that overlaps its own."""
     rows, words = shape
     blocks = words // WARPGROUP
     row, block = hopper.place((rows, blocks))
@@ -208,12 +208,12 @@ def _refusal(hardware, x) -> str | None:
 
 
 def refuses(hardware, streams, x, keep) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     return _refusal(hardware, x)
 
 
 def refuses_backward(hardware, grad, words, keep) -> str | None:
-    """Why the kernel of the gradient cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernel of the gradient cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     return _refusal(hardware, grad)
 
 

@@ -24,7 +24,7 @@ _CONFIGS = ({"block_elements": 1024}, {"block_elements": 512}, {"block_elements"
 
 
 def _full_blocks(size: int, block_elements: int) -> int:
-    """The number of blocks that are updated whole; the rest is nothing, or enough to fill a warpgroup."""
+    """Counts the blocks that are updated whole; the rest is nothing, or enough to fill a warpgroup."""
     return size // block_elements if size % block_elements == 0 else (size - WARPGROUP) // block_elements
 
 
@@ -34,7 +34,7 @@ def _sqrt(x: jax.Array) -> jax.Array:
 
 
 def _kernel(coefficients_gmem, *refs, result_indices, mode, output, block_elements, pin_layouts):
-    """`refs`: grad, var, m, v, s, then results with buffers of their own; `result_indices` locates all four."""
+    """Takes as `refs` grad, var, m, v, s, then results with buffers of their own; `result_indices` locates all four."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     operands_gmem, results_gmem = refs[:5], [refs[i] for i in result_indices]
@@ -77,7 +77,7 @@ def _kernel(coefficients_gmem, *refs, result_indices, mode, output, block_elemen
 
 
 def _result_indices(grad: jax.Array, var: jax.Array, output: str) -> tuple[int, int, int, int]:
-    """Which of grad, var, m, v and s each result replaces; from 5 on, it has a buffer of its own."""
+    """Returns which of grad, var, m, v and s each result replaces; from 5 on, it has a buffer of its own."""
     # An update leaves the parameters to their owner, who has yet to apply it, and replaces the gradient if it can.
     first = 1 if output == "params" else 0 if grad.dtype == var.dtype else 5
     return first, 2, 3, 4
@@ -119,12 +119,12 @@ def run(grad, var, m, v, s, coefficients, *, mode, output, config, interpret=Fal
 
 
 def refuses(hardware, grad, var, m, v, s, coefficients, *, mode, output) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     return hopper.refusal(hardware, grad=grad, var=var, m=m, v=v, s=s)
 
 
 def outweighed(hardware, grad, var, m, v, s, coefficients, *, mode, output) -> str | None:
-    """Why the reference is as fast; see `pallas_kernels.kernel.Kernel.outweighed`."""
+    """Says why the reference is as fast; see `pallas_kernels.kernel.Kernel.outweighed`."""
     # Five arrays are read and four written; m, v and s are both.
     widths = [jnp.dtype(x.dtype).itemsize for x in (grad, var, var if output == "params" else grad, *[m, v, s] * 2)]
     moved_bytes = sum(widths) * math.prod(grad.shape)
@@ -138,12 +138,12 @@ def outweighed(hardware, grad, var, m, v, s, coefficients, *, mode, output) -> s
 
 
 def configs(hardware, grad, var, m, v, s, coefficients, *, mode, output):
-    """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Lists block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     return _CONFIGS
 
 
 def overwrites(grad, var, m, v, s, coefficients, *, mode, output):
-    """The operands that are updated in place; see `pallas_kernels.kernel.Kernel.overwrites`."""
+    """Returns the operands that are updated in place; see `pallas_kernels.kernel.Kernel.overwrites`."""
     return tuple(index for index in _result_indices(grad, var, output) if index < 5)
 
 

@@ -83,7 +83,7 @@ def _kernel(ids_gmem, order_gmem, factors_gmem, rows_gmem, out_gmem, *partial_gm
 
 
 class Columns(NamedTuple):
-    """How rows are cut into a warpgroup's accesses, which cannot be masked.
+    """Accesses of a warpgroup to rows, which cannot be masked.
 
     Attributes:
       total: the width of a row.
@@ -97,7 +97,7 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, total: int) -> "Columns":
-        """The widest accesses that divide a row; else narrow ones, where the last one overlaps the one before."""
+        """Finds the widest accesses that divide a row; else narrow ones, where the last one overlaps the one before."""
         width = next((width for width in _WIDTHS if total % width == 0), WARPGROUP)
         vector = min(VECTOR, width // WARPGROUP)
         return cls(total, width, math.gcd(vector, total))
@@ -108,7 +108,7 @@ class Columns(NamedTuple):
         return 1 if self.total % self.width else self.total // self.width
 
     def starts(self, block: jax.Array) -> list[Any]:
-        """Where the accesses of a thread block begin."""
+        """Returns where the accesses of a thread block begin."""
         if self.total % self.width == 0:
             return [block * self.width]
         return [*range(0, self.total - self.width, self.width), self.total - self.width]
@@ -158,14 +158,14 @@ def run(grad, indices, *, num_weights, padding_idx, scale_grad_by_freq, config, 
 
 
 def _sorted(ids, chunk_rows):
-    """Ids in ascending order, padded to whole chunks, with ids that are not a row last; and their positions."""
+    """Sorts ids, padded to whole chunks, with ids that are not a row last; and returns their positions."""
     ids, order = lax.sort((ids, jnp.arange(ids.size, dtype=jnp.int32)), num_keys=1)
     missing = -ids.size % chunk_rows
     return jnp.pad(ids, (0, missing), constant_values=_NO_ROW), jnp.pad(order, (0, missing))
 
 
 def _of_partial_sums(ids, factors, chunk_rows):
-    """The ids and factors of each chunk's two partial sums: of a run that began before it, and of one that goes on."""
+    """Returns ids and factors of each chunk's partial sums: of a run that began before it, and of one that goes on."""
     ids, factors = (x.reshape(-1, chunk_rows) for x in (ids, factors))
     first, last = ids[:, 0], ids[:, -1]
     edge = jnp.full(1, -1, jnp.int32)
@@ -177,7 +177,7 @@ def _of_partial_sums(ids, factors, chunk_rows):
 
 
 def refuses(hardware, grad, indices, *, num_weights, **_) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     if reason := hopper.refusal(hardware, grad=grad):
         return reason
     if 0 in (*grad.shape, num_weights):
@@ -189,7 +189,7 @@ def refuses(hardware, grad, indices, *, num_weights, **_) -> str | None:
 
 
 def configs(hardware, grad, indices, **_):
-    """Chunks worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Lists chunks worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     return _CONFIGS
 
 

@@ -38,7 +38,7 @@ def refusal(hardware: Any, **operands: Any) -> str | None:
 
 
 def grid(*extents: int) -> dict[str, Any]:
-    """The launch's grid for a table of thread blocks of these extents, whose neighbours along the last one are next."""
+    """Returns the launch's grid for a table of thread blocks of these extents; the last one varies fastest."""
     return {"grid": (math.prod(extents),), "grid_names": ("block",)}
 
 

@@ -27,10 +27,10 @@ _CHANNELS = -4
 
 
 class Pixels:
-    """Inside a kernel, a run of pixels of one image."""
+    """Run of pixels of one image, inside a kernel."""
 
     def __init__(self, image: jax.Array, start: jax.Array, width: int, channels: int, pin_layouts: bool) -> None:
-        """The interpreter of jax 0.10 has no layouts to pin."""
+        """Pins layouts if asked to; the interpreter of jax 0.10 has none to pin."""
         self.image, self.columns, self.channels = image, pl.ds(start, width), channels
         self._width, self._layout = width, None
         self._offsets = lax.broadcasted_iota(jnp.int32, (width,), 0)
@@ -47,11 +47,11 @@ class Pixels:
         return values if self._layout is None else plgpu.layout_cast(values, self._layout)
 
     def zeros(self):
-        """The values of channels outside of the image."""
+        """Returns the values of channels outside of the image."""
         return self._pinned(jnp.zeros((self._width,), jnp.float32))
 
     def load(self, ref, channel):
-        """One channel in float32; zeros beyond the last one."""
+        """Loads one channel in float32; zeros beyond the last one."""
         values = self._pinned(ref[self.image, jnp.minimum(channel, self.channels - 1), self.columns])
         # Compared element by element, as Mosaic cannot broadcast a scalar condition.
         limit = jnp.where(channel < self.channels, self._width, 0)
@@ -63,7 +63,7 @@ class Pixels:
 
 
 def _sums(values, window):
-    """The sum of each run of `window` values."""
+    """Sums each run of `window` values."""
     return [functools.reduce(jnp.add, values[i : i + window]) for i in range(len(values) - window + 1)]
 
 
@@ -92,7 +92,7 @@ def _differentiate(pixels, x_gmem, grad_gmem, dx_gmem, *, group, n, alpha, beta,
     window = before + after + 1
 
     def shares(x, total, channel):
-        """The part of a channel's gradient that stays there, and the part that its neighbours share."""
+        """Returns the part of a channel's gradient that stays there, and the part that its neighbours share."""
         s = k + alpha / n * total
         scaled = pixels.load(grad_gmem, channel) * jnp.exp(-beta * jnp.log(s))
         return scaled, scaled * x / s
@@ -166,7 +166,7 @@ def run_backward(x, grad, *, config, interpret=False, **params):
 
 
 def refuses(hardware, x, *grad, n, alpha, k, **_) -> str | None:
-    """Why the kernels cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernels cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     operands = dict(zip(("x", "grad"), (x, *grad), strict=False))
     if reason := hopper.refusal(hardware, **operands) or refusal(x, alpha=alpha, k=k):
         return reason
@@ -179,7 +179,7 @@ def refuses(hardware, x, *grad, n, alpha, k, **_) -> str | None:
 
 
 def configs(hardware, x, *operands, **_):
-    """Runs of pixels worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Lists runs of pixels worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     return [config for config in _CONFIGS if config["width"] <= math.prod(x.shape[_CHANNELS + 1 :])]
 
 

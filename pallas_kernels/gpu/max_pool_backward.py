@@ -30,7 +30,7 @@ _CONFIGS = ({"width": 1024}, {"width": 512}, {"width": 256}, {"width": 128})
 
 
 class Tiling(NamedTuple):
-    """How thread blocks share images.
+    """Tiling of images among thread blocks.
 
     Attributes:
       width: channels of one access of a thread block.
@@ -48,7 +48,7 @@ class Tiling(NamedTuple):
 
 
 def tiling_of(shape, dtypes, window, stride, width):
-    """How thread blocks share images of this shape (n, h, w, c)."""
+    """Returns how thread blocks share images of this shape (n, h, w, c)."""
     images, rows, columns, channels = shape
     widest = min(width // WARPGROUP, _ACCESS_BYTES // max(jnp.dtype(dtype).itemsize for dtype in dtypes))
     vector = math.gcd(widest, channels)
@@ -62,10 +62,10 @@ def tiling_of(shape, dtypes, window, stride, width):
 
 
 class _Cell:
-    """Inside a kernel, a run of channels of one window and of the pixels up to the next ones."""
+    """Run of channels of one window and of the pixels up to the next ones, inside a kernel."""
 
     def __init__(self, refs, tiling, image, row, column, first_channel, window, stride, pin_layouts):
-        """The interpreter of jax 0.10 has no layouts to pin."""
+        """Pins layouts if asked to; the interpreter of jax 0.10 has none to pin."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         self._x_gmem, self._grad_gmem, self._dx_gmem = refs
@@ -85,7 +85,7 @@ class _Cell:
         return self.row * self._stride[0] + offset[0], self.column * self._stride[1] + offset[1]
 
     def loaded(self):
-        """The window's pixels, and its gradient."""
+        """Loads the window's pixels, and its gradient."""
         pixels = [self._load(self._x_gmem, *self._pixel(offset)) for offset in self._offsets(self._window)]
         return pixels, self._load(self._grad_gmem, self.row, self.column)
 
@@ -172,7 +172,7 @@ def run(x, grad, *, window, stride, padding, propagate_nan, config, interpret=Fa
 
 
 def refuses(hardware, x, grad, *, window, stride, padding, **_) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     if reason := hopper.refusal(hardware, x=x, grad=grad) or whole_images.refusal(x):
         return reason
     if (window[0], stride[0], padding[0]) != (1, 1, (0, 0)):
@@ -187,7 +187,7 @@ def refuses(hardware, x, grad, *, window, stride, padding, **_) -> str | None:
 
 
 def configs(hardware, x, *operands, **_):
-    """Runs of channels worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Lists runs of channels worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     channels, most = x.shape[-1], WARPGROUP * _ACCESS_BYTES // jnp.dtype(x.dtype).itemsize
     fitting = [config for config in _CONFIGS if config["width"] <= min(channels, most)]
     # The last access may overlap the one before: first those that repeat least, and the widest of them.

@@ -40,7 +40,7 @@ _WIDTHS = (512, 256, 128)
 
 
 class Tiling(NamedTuple):
-    """How thread blocks share a view.
+    """Tiling of a view among thread blocks.
 
     Attributes:
       view: of the groups.
@@ -60,7 +60,7 @@ class Tiling(NamedTuple):
 
     @property
     def along_group(self) -> bool:
-        """Whether a block has one group, and its threads lie along it."""
+        """Tells whether a block has one group, and its threads lie along it."""
         return self.view.axis == 2
 
     @property
@@ -96,18 +96,18 @@ class Tiling(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """What several warpgroups take: accesses, partial maxima and sums, and the place where Mosaic reduces each."""
+        """The bytes of several warpgroups: accesses, partial maxima and sums, and the place of Mosaic's reductions."""
         accesses = self.kept_steps * sum(dtype.itemsize for dtype in self.dtypes) + 2 * 4
         return self.warpgroups * self.width * accesses + _REDUCTION_BYTES
 
     @property
     def is_read_once(self) -> bool:
-        """Whether nothing is read from device memory a second time."""
+        """Tells whether nothing is read from device memory a second time."""
         return self.held_steps + self.kept_steps == self.steps
 
 
 def tiling_of(view, max_width, dtypes):
-    """How thread blocks share a view; None if no access fits its last axis."""
+    """Returns how thread blocks share a view; None if no access fits its last axis."""
     extent = view.shape[2]
     if extent < WARPGROUP:
         return None
@@ -126,13 +126,13 @@ def tiling_of(view, max_width, dtypes):
 
 
 class Part:
-    """Inside a kernel, the groups at hand: one, or a run of neighbours that begins at `start`.
+    """Groups at hand inside a kernel: one, or a run of neighbours that begins at `start`.
 
     Several warpgroups with one group have a part each: `warpgroup` is whose this is, `scratch` where they meet.
     """
 
     def __init__(self, tiling: Tiling, outer, start, pin_layouts: bool, warpgroup=0, scratch=None) -> None:
-        """The interpreter of jax 0.10 has no layouts to pin."""
+        """Pins layouts if asked to; the interpreter of jax 0.10 has none to pin."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         self.tiling, self._outer, self._start = tiling, outer, start
@@ -162,15 +162,15 @@ class Part:
         return self._outer, step, pl.ds(self._start, self.tiling.width)
 
     def full(self, value):
-        """One access of this value."""
+        """Returns one access of this value."""
         return self._pinned(jnp.full((self.tiling.width,), value, jnp.float32))
 
     def load(self, refs, step):
-        """One access to each array, in float32."""
+        """Loads one access to each array, in float32."""
         return [self._pinned(ref[self._index(step)]).astype(jnp.float32) for ref in refs]
 
     def held(self, refs):
-        """The accesses that registers hold."""
+        """Loads the accesses that registers hold."""
         # Unrolled, because only names, not a loop's index, can address registers.
         return [self.load(refs, step) for step in range(self.tiling.held_steps)]
 
@@ -178,7 +178,7 @@ class Part:
         return [ref.at[self._warpgroup, step - self.tiling.held_steps] for ref in self._scratch.kept]
 
     def load_and_keep(self, refs, step):
-        """One access to each array, put into shared memory if it has room."""
+        """Loads one access to each array, and puts it into shared memory if it has room."""
         loaded = [self._pinned(ref[self._index(step)]) for ref in refs]
         if self.tiling.kept_steps:
             for ref, values in zip(self._kept(step), loaded, strict=True):
@@ -186,7 +186,7 @@ class Part:
         return [values.astype(jnp.float32) for values in loaded]
 
     def load_again(self, refs, step):
-        """The same access, from shared memory if it is there."""
+        """Loads the same access, from shared memory if it is there."""
         if self.tiling.kept_steps:
             return [self._pinned(ref[...]).astype(jnp.float32) for ref in self._kept(step)]
         return self.load(refs, step)
@@ -196,7 +196,7 @@ class Part:
         ref[self._index(step)] = values.astype(ref.dtype)
 
     def new(self, step, values):
-        """The values of an access, with 0 for elements that the access before already had."""
+        """Returns the values of an access, with 0 for elements that the access before already had."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         tiling = self.tiling
@@ -277,7 +277,7 @@ def _normalized(part, x_gmem, y_gmem, log):
 
 
 def _finite(maximum):
-    """0 in place of -inf, whose difference with -inf would be NaN, though a finite value may still follow."""
+    """Puts 0 in place of -inf, whose difference with -inf would be NaN, though a finite value may still follow."""
     return jnp.where(maximum == -math.inf, 0.0, maximum)
 
 
@@ -352,7 +352,7 @@ def run(x, *, log, groups, config, interpret=False):
 
 
 def refuses(hardware, *operands, log, groups) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     names = ("y", "grad") if len(operands) > 1 else ("x",)
     shape = operands[-1].shape
     if reason := hopper.refusal(hardware, **dict(zip(names, operands, strict=True))) or refusal(operands[-1]):
@@ -364,7 +364,7 @@ def refuses(hardware, *operands, log, groups) -> str | None:
 
 
 def configs(hardware, *operands, log, groups):
-    """Widths worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Lists widths worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     # A thread with neighbouring groups holds width / 128 values for each element of a group: narrow runs hold longer
     # groups, so they come first.
     widths = _WIDTHS if View.in_memory(groups, operands[-1].shape).axis == 2 else _WIDTHS[::-1]

@@ -118,7 +118,7 @@ def _backward_kernel(factor_ref, grad_ref, words_ref, out_ref, words_vmem):
 
 
 class Blocks(NamedTuple):
-    """How rows and columns are cut.
+    """Blocks into which rows and columns are cut.
 
     Attributes:
       counts: of blocks along rows and columns.
@@ -130,7 +130,7 @@ class Blocks(NamedTuple):
 
     @property
     def rows(self):
-        """Of a block."""
+        """The rows of a block."""
         return self.places.bands * self.places.rows
 
     @property
@@ -140,11 +140,11 @@ class Blocks(NamedTuple):
 
     @property
     def words_in_rows(self):
-        """The same as they lie, in whole groups of lanes."""
+        """Words of a block as they lie in rows, in whole groups of lanes."""
         return self.rows, round_up(self.places.words, LANES)
 
     def specs(self, block_of):
-        """Blocks of elements, words and streams; `block_of` says which from the indices of the grid."""
+        """Returns specs of elements, words and streams; `block_of` tells which block from the grid's indices."""
         words, columns = self.places.words, self.counts[1]
 
         def row_and_column(*indices):
@@ -158,7 +158,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(rows, columns, block_elements):
-    """Blocks of about `block_elements`: of whole rows where their words so fill more of the lanes, or of 4096 columns.
+    """Cuts blocks of about `block_elements`: of whole rows where their words fill more lanes so, or of 4096 columns.
 
     The lanes of a register may hold the end of one row's words and the beginning of another's.
     """
@@ -246,17 +246,17 @@ def _refusal(x) -> str | None:
 
 
 def refuses(hardware, streams, x, keep) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     return _refusal(x)
 
 
 def refuses_backward(hardware, grad, words, keep) -> str | None:
-    """Why the kernel of the gradient cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernel of the gradient cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     return _refusal(grad)
 
 
 def configs(hardware, *operands):
-    """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Lists block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     itemsize = min(jnp.dtype(x.dtype).itemsize for x in operands)
     return tuple({"block_elements": size // itemsize} for size in _BLOCK_BYTES)
 

@@ -38,7 +38,7 @@ class Keep(NamedTuple):
 
 
 def keep_of(above):
-    """The digits of a probability, as `dropout_mask.threshold` gives it."""
+    """Returns the digits of a probability, as `dropout_mask.threshold` gives it."""
     is_one = above >> jnp.uint32(RESOLUTION_BITS)
     number = above - is_one
     digits = [number >> jnp.uint32(shift) & jnp.uint32(1) for shift in reversed(range(RESOLUTION_BITS))]
@@ -46,7 +46,7 @@ def keep_of(above):
 
 
 class Places(NamedTuple):
-    """Where the words of a block's rows are drawn.
+    """Places where the words of a block's rows are drawn.
 
     The rows are bands of `rows`, one after another. Words fill groups of 128 lanes, in which each row has a line: first
     groups with words of one band only, then those in which the other words of all bands lie beside each other.
@@ -63,16 +63,16 @@ class Places(NamedTuple):
 
     @property
     def whole(self):
-        """How many words of a row fill groups of their own."""
+        """The number of a row's words that fill groups of their own."""
         return self.words // LANES * LANES
 
     @property
     def groups(self):
-        """How many groups of 128 lanes there are."""
+        """The number of groups of 128 lanes."""
         return self.bands * self.whole // LANES + pl.cdiv(self.bands * (self.words - self.whole), LANES)
 
     def counters(self, streams_ref, first_word):
-        """Keys and numbers of all words, (groups * rows, 128): a row has a stream of its own, whatever the blocks are.
+        """Returns keys and numbers of all words, (groups * rows, 128): each row has its own stream in any blocks.
 
         Args:
           streams_ref: for each row of the block two words of key, and the number of its first word.
@@ -81,7 +81,7 @@ class Places(NamedTuple):
         lane = lax.broadcasted_iota(jnp.int32, (self.rows, LANES), 1)
 
         def counter(band, begin, word):
-            """The same of one band, whose word of this number lies in lane `begin`."""
+            """Returns the same of one band, whose word of this number lies in lane `begin`."""
             place = slice(band * self.rows, (band + 1) * self.rows)
             key0, key1, number = (jnp.broadcast_to(streams_ref[place, i : i + 1], lane.shape) for i in range(3))
             return key0, key1, number + (lane + (first_word + word - begin)).astype(jnp.uint32)
@@ -99,7 +99,7 @@ class Places(NamedTuple):
         return [jnp.concatenate(values) for values in zip(*groups, strict=True)]
 
     def in_rows(self, drawn):
-        """Slices of rows and words of a block, and the words there, in as many of 128 lanes as there are words."""
+        """Yields slices of rows and words of a block, and the words there, in as many of 128 lanes as there are any."""
         lane = lax.broadcasted_iota(jnp.int32, (self.rows, LANES), 1)
         groups = [drawn[start : start + self.rows] for start in range(0, drawn.shape[0], self.rows)]
         others = self.words - self.whole
@@ -121,19 +121,19 @@ class Places(NamedTuple):
 
 
 def permuted(words, lanes):
-    """The words of other lanes."""
+    """Takes the words of other lanes."""
     if words.shape[0] == 1:  # Mosaic takes no gather from a single row, so it passes as two equal ones.
         return permuted(*(jnp.broadcast_to(values, (2, LANES)) for values in (words, lanes)))[:1]
     return jnp.take_along_axis(words, lanes, axis=1, mode="promise_in_bounds")
 
 
 def short_words(keep, counters):
-    """The words of a probability whose digits after the first four are 0."""
+    """Draws the words of a probability whose digits after the first four are 0."""
     return _narrowed(counters, keep.digits[:_SHORT_DIGITS])[0]
 
 
 def long_words(keep, counters):
-    """The words of any other probability: by its first 12 digits, and by all where these leave an element open."""
+    """Draws the words of any other probability: by its first 12 digits, and by all where an element is still open."""
     less, at_most = _narrowed(counters, keep.digits[:_FIRST_DIGITS])
     turn = functools.partial(
         decide_some, counters, repeated(keep.is_one), list(map(repeated, keep.digits[_FIRST_DIGITS:]))

@@ -38,7 +38,7 @@ def _kernel(coefficients_ref, grad_ref, var_ref, m_ref, v_ref, s_ref, *out_refs,
 
 
 def _view_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(untiled, rows, columns): collapsing the untiled major axes moves nothing."""
+    """Returns (untiled, rows, columns): collapsing the untiled major axes moves nothing."""
     if len(shape) >= 2:
         *untiled, rows, columns = (shape[axis] for axis in stored_order(shape))
         return math.prod(untiled), rows, columns
@@ -59,7 +59,7 @@ def _from_view(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _block_shape(view_shape: tuple[int, int, int], block_elements: int) -> tuple[int, int, int]:
-    """The largest block of about `block_elements` padded elements, grown from the minor axis outwards."""
+    """Returns the largest block of about `block_elements` padded elements, grown from the minor axis outwards."""
     untiled, rows, columns = view_shape
     min_rows = min(round_up(rows, SUBLANES), 2 * SUBLANES)  # two tiles of rows fill a register of 16-bit values
     block_columns = min(columns, block_elements // min_rows // LANES * LANES)
@@ -101,7 +101,7 @@ def run(grad, var, m, v, s, coefficients, *, mode, output, config, interpret=Fal
 
 
 def refuses(hardware, grad, var, m, v, s, coefficients, *, mode, output) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     for name, operand in {"grad": grad, "var": var, "m": m, "v": v, "s": s}.items():
         if jnp.dtype(operand.dtype).name not in _DTYPES:
             return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; {name} is {jnp.dtype(operand.dtype).name}"
@@ -112,13 +112,13 @@ def refuses(hardware, grad, var, m, v, s, coefficients, *, mode, output) -> str 
 
 
 def configs(hardware, grad, var, m, v, s, coefficients, *, mode, output):
-    """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Lists block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     widest = max(jnp.dtype(x.dtype).itemsize for x in (grad, var, m, v, s))
     return tuple({"block_elements": block_bytes // widest} for block_bytes in _BLOCK_BYTES)
 
 
 def overwrites(grad, var, m, v, s, coefficients, *, mode, output):
-    """The operands that are updated in place; see `pallas_kernels.kernel.Kernel.overwrites`."""
+    """Returns the operands that are updated in place; see `pallas_kernels.kernel.Kernel.overwrites`."""
     # An update leaves the parameters to their owner, who has yet to apply it, and replaces the gradient if it can.
     first = (1,) if output == "params" else (0,) if grad.dtype == var.dtype else ()
     return *first, 2, 3, 4

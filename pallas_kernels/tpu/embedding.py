@@ -65,7 +65,7 @@ def run(grad, indices, *, num_weights, padding_idx, scale_grad_by_freq, config, 
 
 
 def _as_stored(rows: jax.Array) -> jax.Array:
-    """(N, D) as rows of 128 lanes in the order in which memory has them, which XLA knows to be no copy."""
+    """Returns (N, D) as rows of 128 lanes in the order in which memory has them, which XLA knows to be no copy."""
     rows = jnp.pad(rows, ((0, -rows.shape[0] % SUBLANES), (0, -rows.shape[1] % LANES)))
     return rows.reshape(-1, SUBLANES, rows.shape[1] // LANES, LANES).transpose(0, 2, 1, 3).reshape(-1, LANES)
 
@@ -75,7 +75,7 @@ def _from_stored(lanes: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 
 def _specs(plan: Plan, dtype: Any) -> dict[str, Any]:
-    """Blocks and scratch of the kernel."""
+    """Returns blocks and scratch of the kernel."""
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     blocks = plan.blocks
@@ -106,7 +106,7 @@ def _specs(plan: Plan, dtype: Any) -> dict[str, Any]:
 
 
 def _vmem_bytes(blocks: Blocks) -> int:
-    """The VMEM that the kernel asks for."""
+    """Returns the VMEM that the kernel asks for."""
     row_bytes = 4 * blocks.strips * LANES
     # The gradient's rows, all of them or three chunks: two buffers, and a copy in float32. Then a tile of sums for each
     # slot and for the fullest one; or one such tile and two buffers of the result's.
@@ -115,14 +115,14 @@ def _vmem_bytes(blocks: Blocks) -> int:
 
 
 def scalar_operands(indices: jax.Array, num_weights: int, width: int, dtype: Any, config: Any) -> tuple[jax.Array, ...]:
-    """What the kernel's first operands hold for these ids: they decide its course, for replays of its schedule."""
+    """Returns the kernel's first operands for these ids: they decide its course, for replays of its schedule."""
     blocks = blocks_of(num_weights, width, indices.size, dtype, config)
     schedule, words, _ = in_order(indices, blocks, num_weights, None)
     return *schedule, words
 
 
 def refuses(hardware, grad, indices, *, num_weights, **_) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     if jnp.dtype(grad.dtype).name not in _DTYPES:
         return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; grad is {jnp.dtype(grad.dtype).name}"
     if 0 in (*grad.shape, num_weights):
@@ -133,7 +133,7 @@ def refuses(hardware, grad, indices, *, num_weights, **_) -> str | None:
 
 
 def configs(hardware, grad, indices, *, num_weights, **_):
-    """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Lists block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     positions, width = math.prod(indices.shape), grad.shape[-1]
     vmem_bytes = getattr(hardware, "on_chip_bytes", None) or _SMALLEST_VMEM_BYTES
 

@@ -17,7 +17,7 @@ _CHUNK_ROWS = 128  # at most
 
 
 class Blocks(NamedTuple):
-    """How a table (V, D) and the positions are cut.
+    """Blocks into which a table (V, D) and the positions are cut.
 
     Attributes:
       rows: of a tile.
@@ -47,17 +47,17 @@ class Blocks(NamedTuple):
 
     @property
     def source_bits(self) -> int:
-        """Of a word, what says where a position's row lies in its chunk."""
+        """The bits of a word that say where a position's row lies in its chunk."""
         return (self.chunk_rows * self.strips - 1).bit_length()
 
     @property
     def word_bits(self) -> int:
-        """Of a word in all: where the row lies, whether its id is a new one, and where the sum goes in its tile."""
+        """All bits of a word: where the row lies, whether its id is a new one, and where the sum goes in its tile."""
         return self.source_bits + 1 + (self.rows * self.strips - 1).bit_length()
 
 
 def blocks_of(num_weights: int, width: int, positions: int, dtype: Any, config: Any) -> Blocks:
-    """Tiles of about `block_elements`, as wide as the table."""
+    """Cuts tiles of about `block_elements`, as wide as the table."""
     multiple, strips = 32 // jnp.dtype(dtype).itemsize, pl.cdiv(width, LANES)
     rows = max(multiple, config["block_elements"] // (strips * LANES) // multiple * multiple)
     # Of 16-bit values two rows share registers, and neither can be read alone.
@@ -69,7 +69,7 @@ def blocks_of(num_weights: int, width: int, positions: int, dtype: Any, config: 
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The smallest multiple that is not below `size`."""
+    """Returns the smallest multiple that is not below `size`."""
     return pl.cdiv(size, multiple) * multiple
 
 
@@ -106,7 +106,7 @@ def in_order(indices: jax.Array, blocks: Blocks, num_weights: int, padding_idx: 
 
 
 def _sorted_ids(indices: jax.Array, num_weights: int, padding_idx: int | None) -> tuple[jax.Array, jax.Array]:
-    """Ids in ascending order, with ids that are not a row last, and the positions that hold them."""
+    """Sorts ids, with ids that are not a row last, and returns the positions that hold them."""
     ids = indices.reshape(-1)
     ids = ids if ids.dtype.itemsize == 8 else ids.astype(jnp.int32)
     live = (ids >= 0) & (ids < num_weights)
@@ -124,12 +124,12 @@ def _sorted_ids(indices: jax.Array, num_weights: int, padding_idx: int | None) -
 
 
 def _place(row: jax.Array, strips: int) -> jax.Array:
-    """Where a row begins, in rows of 128 lanes: memory has 8 rows of a strip of 128 columns, then of the next strip."""
+    """Returns where a row begins, in rows of 128 lanes: memory has 8 rows of a strip of 128 columns, then the next."""
     return row // SUBLANES * (SUBLANES * strips) + row % SUBLANES
 
 
 def _pairs(starts: jax.Array, blocks: Blocks) -> tuple[jax.Array, ...]:
-    """For each step: the tile, the chunk, and where in the chunk the tile's positions begin and end."""
+    """Returns, for each step, the tile, the chunk, and where in the chunk the tile's positions begin and end."""
     start, stop = starts[:-1], starts[1:]
     first_chunk = jnp.minimum(start // blocks.chunk_rows, blocks.chunks - 1)
     last_chunk = jnp.maximum(first_chunk, (stop - 1) // blocks.chunk_rows)

@@ -27,7 +27,7 @@ SLOTS = 3
 
 
 class Plan(NamedTuple):
-    """What the kernel is traced for.
+    """Plan that the kernel is traced for.
 
     Attributes:
       blocks: how table and positions are cut.
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """How many tiles of sums there are, beside the fullest one's."""
+        """The number of tiles of sums, beside the fullest one's."""
         return SLOTS if self.in_place else 1
 
     @property
@@ -86,12 +86,12 @@ def _resident_step(plan: Plan, state_ref: Any, starts_ref: Any) -> _Step:
 
 
 def _tile_of_turn(plan: Plan, state_ref: Any, turn: Any) -> Any:
-    """Tiles take turns in their order, without the fullest."""
+    """Returns the tile of a turn: they take turns in their order, without the fullest."""
     return turn + (jnp.asarray(turn, jnp.int32) >= state_ref[_FULLEST]).astype(jnp.int32) if plan.fullest_at else turn
 
 
 def _gathered_step(plan: Plan, tile_ref: Any, chunk_ref: Any, begin_ref: Any, end_ref: Any) -> _Step:
-    """The steps of one tile follow each other."""
+    """Returns this step's tile and positions; the steps of one tile follow each other."""
     del chunk_ref
     step, steps = pl.program_id(0), plan.blocks.steps
     tile = tile_ref[step]
@@ -101,7 +101,7 @@ def _gathered_step(plan: Plan, tile_ref: Any, chunk_ref: Any, begin_ref: Any, en
 
 
 def _find_fullest(plan: Plan, state_ref: Any, starts_ref: Any) -> None:
-    """By the scalar unit: XLA would bring what it finds to HBM and back."""
+    """Finds the fullest tile on the scalar unit: XLA would bring what it finds to HBM and back."""
 
     def compare(tile: Any, found: tuple[Any, ...]) -> tuple[Any, ...]:
         fullest, begin, end, start = found
@@ -116,7 +116,7 @@ def _find_fullest(plan: Plan, state_ref: Any, starts_ref: Any) -> None:
 
 
 def kernel(*refs: Any, plan: Plan) -> None:
-    """One step; `refs`: scalars, words, rows, the result, sums, state, what is carried, then what `Plan` asks for."""
+    """Runs one step; `refs`: scalars, words, rows, the result, sums, state, what is carried, then `Plan`'s scratch."""
     is_resident, step, at = plan.blocks.is_resident, pl.program_id(0), plan.fullest_at
     scalars = 1 if is_resident else 4
     scalar_refs, (words_ref, rows_ref, out_ref, sums_ref, state_ref) = refs[:scalars], refs[scalars : scalars + 5]
@@ -173,7 +173,7 @@ def kernel(*refs: Any, plan: Plan) -> None:
 
 
 def _convert(rows_ref: Any, float32_ref: Any) -> None:
-    """A row of 16-bit values shares its registers with the next and cannot be read alone, so all are converted."""
+    """Converts all rows: a row of 16-bit values shares its registers with the next and cannot be read alone."""
     float32_ref[...] = rows_ref[...].astype(jnp.float32)
 
 
@@ -194,7 +194,7 @@ def _store_block(plan: Plan, sums_ref: Any, out_ref: Any) -> None:
 
 
 def _part_of_fullest(plan: Plan, state_ref: Any) -> tuple[Any, Any]:
-    """Where those of the fullest tile's positions begin and end that are added in this step: an even part."""
+    """Returns where this step's even part of the fullest tile's positions begins and ends."""
     begin, end, unrolled = state_ref[_BEGIN], state_ref[_END], plan.blocks.unrolled
     # (end - begin) / fullest_at, rounded up to whole turns of the loop; by a product, as the divisor is a constant.
     part = (((end - begin) * pl.cdiv(2**14, plan.fullest_at * unrolled) >> 14) + 1) * unrolled

@@ -48,19 +48,19 @@ class View(NamedTuple):
     channel_axis: int
 
     def of(self, x: jax.Array) -> jax.Array:
-        """Images in this view."""
+        """Returns images in this view."""
         rest = (axis for axis in range(x.ndim) if axis not in self.order)
         return jnp.transpose(x, (*rest, *self.order)).reshape(self.shape)
 
     def back(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The inverse of `of`, for images of this shape."""
+        """Inverts `of`, for images of this shape."""
         rest = [axis for axis in range(len(shape)) if axis not in self.order]
         order = [*rest, *self.order]
         return jnp.transpose(x.reshape([shape[axis] for axis in order]), [order.index(i) for i in range(len(shape))])
 
 
 def view_of(shape):
-    """The order in which XLA stores images (..., c, d, h, w)."""
+    """Returns the order in which XLA stores images (..., c, d, h, w)."""
     channels = len(shape) + _CHANNELS
     # Axes of size 1 take no space. Two axes are needed all the same, for sublanes and lanes.
     axes = [axis for axis, size in enumerate(shape) if size > 1 or axis == channels]
@@ -75,7 +75,7 @@ def view_of(shape):
 
 
 def block_of(view, block_elements):
-    """A block of at most `block_elements` padded elements with all channels; None if it cannot be that small."""
+    """Returns a block of at most `block_elements` padded elements with all channels; None if none is that small."""
     block = [min(size, least) for size, least in zip(view.shape, (1, 1, 1, _ROWS, LANES), strict=True)]
     block[view.channel_axis] = view.shape[view.channel_axis]
     # Grown from the minor axis outwards, as longer runs in HBM are copied faster.
@@ -101,7 +101,7 @@ def _padded_elements(block):
 
 
 class _Norm(NamedTuple):
-    """What a kernel computes, of blocks whose channels lie in an axis."""
+    """Norm that a kernel computes, of blocks whose channels lie in an axis."""
 
     channel_axis: int
     n: int
@@ -111,19 +111,19 @@ class _Norm(NamedTuple):
 
     @property
     def share(self) -> float:
-        """What a square in a window adds to s, the sum that is raised to a power."""
+        """The part of a square in a window that s gets, the sum that is raised to a power."""
         return self.alpha / self.n
 
     def power(self, s: jax.Array) -> jax.Array:
-        """s^-beta: s is positive, as `refusal` requires alpha >= 0 and k > 0."""
+        """Computes s^-beta: s is positive, as `refusal` requires alpha >= 0 and k > 0."""
         return jnp.exp2((-self.beta / math.log(2)) * jnp.log(s))
 
     def gradient(self, scaled: jax.Array, x: jax.Array, shared: jax.Array) -> jax.Array:
-        """The result of the scaled gradient and the sum of what windows that hold x have in common."""
+        """Computes the result from the scaled gradient and the sum of what windows that hold x have in common."""
         return scaled - (2 * self.beta * self.share) * x * shared
 
     def tile(self, block: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns that are computed together: those of one register, beside all channels."""
+        """Returns rows and columns that are computed together: those of one register, beside all channels."""
         rows, columns = block[3:]
         if self.channel_axis == 4:
             return next((count for count in (LANES, 64, 32, 16, 8) if rows % count == 0), rows), columns
@@ -131,18 +131,18 @@ class _Norm(NamedTuple):
         return (_ROWS if self.channel_axis == 1 and rows % _ROWS == 0 else rows), columns
 
     def tiles(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        """How many there are, along all axes but the untiled one of channels."""
+        """Counts the tiles along all axes but the untiled one of channels."""
         rows, columns = self.tile(block)
         return block[0], block[2], block[3] // rows, block[4] // columns
 
     def group(self, block: tuple[int, ...]) -> int:
-        """How many tiles are computed without a loop."""
+        """Counts the tiles that are computed without a loop."""
         rows, columns = self.tile(block)
         elements = block[1] * round_up(rows, SUBLANES) * round_up(columns, LANES)
         return min(max(1, _GROUP_ELEMENTS // elements), _MOST_TILES, math.prod(self.tiles(block)))
 
     def edge(self, block: tuple[int, ...]) -> int | None:
-        """How many zeros stand before and behind the channels in scratch; None if windows are added in registers."""
+        """Counts the zeros before and behind the channels in scratch; None if windows are added in registers."""
         is_in_sublanes = self.channel_axis == 3 or (self.channel_axis == 4 and self.tile(block)[0] == LANES)
         if not is_in_sublanes or self.n > _MOST_IN_SCRATCH:
             return None
@@ -163,7 +163,7 @@ def _backward(norm, sums, channels, x, grad):
 
 
 def _channel_by_channel(norm, x_ref, *refs, place):
-    """A tile whose channels lie before rows and columns, in an order in which registers hold what is used again."""
+    """Computes a tile whose channels lie before rows and columns, in an order that keeps reused values in registers."""
     *grad_refs, result_ref = refs
     channels, image, pixels = x_ref.shape[1], place[0], place[1:]
     before, after = reach(norm.n, channels)
@@ -189,7 +189,7 @@ def _channel_by_channel(norm, x_ref, *refs, place):
 
 
 def _all_channels(norm, *refs, edge, places):
-    """Tiles whose channels lie in sublanes or lanes: step by step, so that each step's instructions are independent."""
+    """Computes tiles with channels in sublanes or lanes, step by step: each step's instructions are independent."""
     *operand_refs, result_ref, scratch = refs
     block = result_ref.shape
     channels = block[norm.channel_axis]
@@ -241,7 +241,7 @@ def _kernel(*refs, norm):
 
 
 def _divided(i, size):
-    """Quotient and remainder, of what is not negative: without the signs that `//` asks for."""
+    """Returns quotient and remainder of what is not negative, without the signs that `//` asks for."""
     if isinstance(i, int):
         return divmod(i, size)
     if size == 1:
@@ -292,7 +292,7 @@ def run_backward(x, grad, *, config, interpret=False, **params):
 
 
 def refuses(hardware, x, *grad, alpha, k, **_) -> str | None:
-    """Why the kernels cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernels cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     for name, operand in zip(("x", "grad"), (x, *grad), strict=False):
         if jnp.dtype(operand.dtype).name not in _DTYPES:
             return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; {name} is {jnp.dtype(operand.dtype).name}"
@@ -304,7 +304,7 @@ def refuses(hardware, x, *grad, alpha, k, **_) -> str | None:
 
 
 def configs(hardware, x, *operands, **_):
-    """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Lists block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     view = view_of(x.shape)
     widest = max(jnp.dtype(operand.dtype).itemsize for operand in (x, *operands))
     sizes = [size // widest for size in _BLOCK_BYTES]

@@ -10,7 +10,7 @@ from jax import lax
 
 
 def in_scratch(x: jax.Array, before: int, after: int, ref: Any, edge: int) -> jax.Array:
-    """The sum of `x[i + step]` for steps from -before to after, by way of `ref`, where x lies between edges of zeros.
+    """Sums `x[i + step]` for steps from -before to after, by way of `ref`, where x lies between edges of zeros.
 
     Loads may begin at any sublane. A shift in registers is a rotation and a selection, both of the vector unit.
     """
@@ -20,13 +20,13 @@ def in_scratch(x: jax.Array, before: int, after: int, ref: Any, edge: int) -> ja
 
 
 def in_registers(x: jax.Array, before: int, after: int, axis: int) -> jax.Array:
-    """The sum of `x[i + step]` for steps from -before to after."""
+    """Sums `x[i + step]` for steps from -before to after."""
     total = _run_of(x, after + 1, 1, axis)
     return total + _shifted(_run_of(x, before, -1, axis), -1, axis) if before else total
 
 
 def _run_of(x: jax.Array, count: int, direction: int, axis: int) -> jax.Array:
-    """The sum of `x[i + direction * step]` for steps below count, by doubling: about log2(count) shifts each way."""
+    """Sums `x[i + direction * step]` for steps below count, by doubling: about log2(count) shifts each way."""
     pieces, covered, width = [], 0, 1
     while covered < count:
         if count & width:
@@ -39,7 +39,7 @@ def _run_of(x: jax.Array, count: int, direction: int, axis: int) -> jax.Array:
 
 
 def _shifted(x: jax.Array, steps: int, axis: int) -> jax.Array:
-    """`x[i + steps]`, with zeros beyond the edge."""
+    """Returns `x[i + steps]`, with zeros beyond the edge."""
     if steps == 0:
         return x
     size, zeros = x.shape[axis], list(x.shape)
@@ -51,7 +51,7 @@ def _shifted(x: jax.Array, steps: int, axis: int) -> jax.Array:
 
 
 def windows(element: Callable[[int], Any], size: int, constant: float | None = None) -> Callable[[int], Any]:
-    """A function of i that adds `element(j)` for j from i to i + size - 1 and a constant.
+    """Returns a function of i that adds `element(j)` for j from i to i + size - 1 and a constant.
 
     Elements beyond the edges are None. Two windows beside each other share all but their first and last elements, and
     what they share is a window of sums of pairs: 2 additions for each of 5 elements, where doubling takes 3.
@@ -74,5 +74,5 @@ def windows(element: Callable[[int], Any], size: int, constant: float | None = N
 
 
 def add(a: Any, b: Any) -> Any:
-    """The sum of those that are not None."""
+    """Adds those that are not None."""
     return b if a is None else a if b is None else a + b

@@ -34,7 +34,7 @@ _LEAST_STEPS = 8
 
 
 class Blocks(NamedTuple):
-    """How images (before, h, between, w, lanes) and their windows are cut into blocks.
+    """Blocks into which images (before, h, between, w, lanes) and their windows are cut.
 
     Attributes:
       image: rows and columns of an image.
@@ -65,13 +65,13 @@ class Blocks(NamedTuple):
 
     @property
     def has_pairs(self) -> bool:
-        """Whether the columns of each window are the halves of a word."""
+        """Tells whether the columns of each window are the halves of a word."""
         columns = self.window[1], self.stride[1], self.before[1], self.image[1] % 2, self.itemsize
         return columns == (2, 2, 0, 0, 2)
 
     @property
     def first_column(self) -> int:
-        """Where the image begins in a row of maxima: at whole tiles, behind its padding."""
+        """The column at which the image begins in a row of maxima: at whole tiles, behind its padding."""
         return round_up(self.before[1], SUBLANES)
 
     @property
@@ -100,7 +100,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(x, *, window, stride, padding):
-    """The largest blocks of some MiB; whole images, if their windows overlap."""
+    """Returns the largest blocks of some MiB; whole images, if their windows overlap."""
     view = view_of(x.shape)
     image = height, _ = x.shape[-3:-1]
     window, stride, padding = window[1:], stride[1:], padding[1:]
@@ -127,7 +127,7 @@ def blocks_of(x, *, window, stride, padding):
 
 
 class _Step(NamedTuple):
-    """What one step computes.
+    """Computation of one step.
 
     Attributes:
       blocks: how images are cut.
@@ -142,7 +142,7 @@ class _Step(NamedTuple):
     maxima_vmem: Any
 
     def maxima(self, image, row, slot):
-        """The maxima of a row of windows, in float32."""
+        """Computes the maxima of a row of windows, in float32."""
         blocks, best = self.blocks, self.maxima_of_rows(image, row)
         if blocks.has_pairs:
             return jnp.maximum(*halves(best))
@@ -155,7 +155,7 @@ class _Step(NamedTuple):
         return functools.reduce(jnp.maximum, columns)
 
     def maxima_of_rows(self, image, row):
-        """The maxima of the rows of windows. For a row beyond the image stands the nearest, which they have as well."""
+        """Computes maxima of the rows of windows. The nearest row stands for one beyond the image: they have it too."""
         blocks, begin = self.blocks, row * self.blocks.stride[0] - self.blocks.before[0]
         found = [self.x[image, jnp.clip(begin + i, 0, blocks.rows - 1)] for i in range(blocks.window[0])]
         if not self.propagate_nan:
@@ -164,7 +164,7 @@ class _Step(NamedTuple):
 
 
 def _kernel(x_ref, y_ref, maxima_vmem, *, blocks, propagate_nan):
-    """Computes a block of which the result has columns in sublanes."""
+    """Computes a block whose result has columns in sublanes."""
     maxima_vmem[...] = jnp.full(maxima_vmem.shape, -jnp.inf)
     step = _Step(blocks, propagate_nan, x_ref, maxima_vmem)
     unroll = math.gcd(blocks.output_rows, _UNROLLED_ROWS)
@@ -178,7 +178,7 @@ def _kernel(x_ref, y_ref, maxima_vmem, *, blocks, propagate_nan):
 
 
 def _grouped_kernel(x_ref, y_ref, maxima_vmem, words_vmem, *, blocks, propagate_nan):
-    """Computes a block of which the result has images in sublanes."""
+    """Computes a block whose result has images in sublanes."""
     maxima_vmem[...] = jnp.full(maxima_vmem.shape, -jnp.inf)
     step = _Step(blocks, propagate_nan, x_ref, maxima_vmem)
     images = blocks.images // SUBLANES  # in a word
@@ -196,7 +196,7 @@ def _grouped_kernel(x_ref, y_ref, maxima_vmem, words_vmem, *, blocks, propagate_
 
 
 def _as_stored(words, y_ref):
-    """A row of maxima of a group of images."""
+    """Returns a row of maxima of a group of images as it is stored."""
     from jax.experimental.pallas import tpu as pltpu
 
     words = words.reshape(y_ref.shape[1], SUBLANES, y_ref.shape[3])
@@ -221,7 +221,7 @@ def run(x, *, window, stride, padding, propagate_nan, config, interpret=False):
 
 
 def _launch(x, y, propagate_nan, cost, interpret, **geometry):
-    """The maxima of images whose columns lie in sublanes, as y describes them."""
+    """Computes the maxima of images whose columns lie in sublanes, as y describes them."""
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     blocks = blocks_of(x, **geometry)
@@ -254,7 +254,7 @@ def _launch(x, y, propagate_nan, cost, interpret, **geometry):
 
 
 def _result(x, y, blocks, lanes, x_spec):
-    """The result as the kernel sees it, and its blocks: (h, w, before, lanes), or (before, h, between, w, lanes)."""
+    """Returns the result as the kernel sees it, and its blocks: (h, w, before, lanes), or all five axes of the view."""
     before, _, between, _, all_lanes = view_of(x.shape).shape(x.shape)
     rows, columns = blocks.outputs
     if blocks.is_grouped:
@@ -266,7 +266,7 @@ def _result(x, y, blocks, lanes, x_spec):
 
 
 def refuses(hardware, x, *, window, stride, padding, **_) -> str | None:
-    """Why the kernel cannot run, or XLA is as fast; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernel cannot run, or XLA is as fast; see `pallas_kernels.kernel.Kernel.refuses`."""
     if jnp.dtype(x.dtype).name not in _DTYPES:
         return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; x is {jnp.dtype(x.dtype).name}"
     if reason := whole_images.refusal(x):
@@ -298,7 +298,7 @@ def _pixels_refusal(hardware, x, **geometry):
 
 
 def _steps(x, **geometry):
-    """How many blocks pass through VMEM; 0 if it holds none."""
+    """Counts the blocks that pass through VMEM; 0 if it holds none."""
     if not view_of(x.shape).has_pixels_outside:
         blocks = blocks_of(x, **geometry)
         return math.prod(_grid(x, blocks)) if blocks.limit_bytes <= _MOST_BYTES else 0

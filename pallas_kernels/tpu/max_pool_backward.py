@@ -45,14 +45,14 @@ def run(x, grad, *, window, stride, padding, propagate_nan, config, interpret=Fa
 
 
 def view_for(shape, **geometry):
-    """How the kernel sees images of this shape."""
+    """Returns how the kernel sees images of this shape."""
     view = view_of(shape)
     fits = not view.has_pixels_outside or max_pool_pixels.refusal(**geometry) is None
     return view if fits else transposed(shape)
 
 
 def _is_grouped(x, grad, view, vmem_bytes, **geometry):
-    """Whether XLA stores the gradients with images in sublanes, and VMEM holds those of several images.
+    """Tells whether XLA stores the gradients with images in sublanes, and VMEM holds those of several images.
 
     That is where the columns of the images fill their tiles and those of the windows do not, such as 56 and 28. With
     bfloat16, upcasting the gradients of all these images takes longer than to have XLA transpose them.
@@ -69,7 +69,7 @@ def _is_grouped(x, grad, view, vmem_bytes, **geometry):
 
 
 def refuses(hardware, x, grad, *, window, stride, padding, **_) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     for name, operand in (("x", x), ("grad", grad)):
         if jnp.dtype(operand.dtype).name not in _DTYPES:
             return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; {name} is {jnp.dtype(operand.dtype).name}"
@@ -90,7 +90,7 @@ def refuses(hardware, x, grad, *, window, stride, padding, **_) -> str | None:
 
 
 def configs(hardware, x, grad, *, window, stride, padding, **_):
-    """Sizes of blocks worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Lists sizes of blocks worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     geometry = {"window": window, "stride": stride, "padding": padding}
     view = view_for(x.shape, **geometry)
     kernel = max_pool_pixels if view.has_pixels_outside else max_pool_columns

@@ -27,7 +27,7 @@ _BUFFERS = 6
 
 
 class Blocks(NamedTuple):
-    """How images (before, h, between, w, lanes) and their windows are cut into blocks.
+    """Blocks into which images (before, h, between, w, lanes) and their windows are cut.
 
     Attributes:
       image: rows and columns of an image.
@@ -67,18 +67,18 @@ class Blocks(NamedTuple):
 
     @property
     def is_apart(self) -> bool:
-        """Whether windows share no element."""
+        """Tells whether windows share no element."""
         return all(k <= s for k, s in zip(self.window, self.stride, strict=True))
 
     @property
     def is_tiled(self) -> bool:
-        """Whether each element is in one window."""
+        """Tells whether each element is in one window."""
         covered = tuple(n * s for n, s in zip(self.outputs, self.stride, strict=True))
         return self.window == self.stride and self.before == (0, 0) and covered == self.image
 
     @property
     def vmem_bytes(self) -> int:
-        """What the buffers of a block's size take, in float32."""
+        """The bytes of the buffers of a block's size, in float32."""
         rows, columns = self.padded
         return _BUFFERS * 4 * rows * round_up(columns, SUBLANES) * LANES
 
@@ -90,7 +90,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(view_shape, vmem_bytes, *, window, stride, padding):
-    """The largest blocks that fit into VMEM; None if even the smallest does not."""
+    """Returns the largest blocks that fit into VMEM; None if even the smallest does not."""
     _, height, _, width, lanes = view_shape
     image, window, stride, padding = (height, width), window[1:], stride[1:], padding[1:]
     outputs = tuple(1 + (n + sum(p) - k) // s for n, k, s, p in zip(image, window, stride, padding, strict=True))
@@ -107,7 +107,7 @@ def blocks_of(view_shape, vmem_bytes, *, window, stride, padding):
 
 
 def group_bytes(blocks):
-    """VMEM for the gradients of a group of images, in float32: two buffers, and the windows of each row together."""
+    """Returns the VMEM of a group's gradients, in float32: two buffers, and the windows of each row together."""
     return 3 * 4 * GROUP * blocks.output_rows * blocks.outputs[1] * LANES
 
 
@@ -174,7 +174,7 @@ def _fill_padding(keys_vmem, inside):
 
 
 def launch(x, grad, config, propagate_nan, cost, interpret, **geometry):
-    """The gradient of images, a view (before, h, between, w, lanes).
+    """Computes the gradient of images, a view (before, h, between, w, lanes).
 
     The gradients of their windows are such a view too; or, if all images are in `before`, a view (h, w, before, lanes).
     """

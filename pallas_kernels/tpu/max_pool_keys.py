@@ -11,12 +11,12 @@ _BITS_OF_INFINITY, _BITS_OF_NAN = 0x7F80, 0x7FC0  # in bfloat16
 
 
 def least_of(dtype: jnp.dtype) -> int:
-    """The key of padding among keys of this dtype."""
+    """Returns the key of padding among keys of this dtype."""
     return int(jnp.iinfo(dtype).min)
 
 
 def keys(x: jax.Array, propagate_nan: bool, dtype: jnp.dtype = jnp.int32) -> jax.Array:
-    """Integers in the order of x, equal for equal numbers; NaN is the largest if propagated, else the smallest.
+    """Returns integers in the order of x, equal for equal numbers; NaN is the largest if propagated, else the smallest.
 
     Comparing them settles ties and NaN at once, and padding has a key of its own, below that of -inf. bfloat16 may have
     keys of 16 bits.
@@ -34,7 +34,7 @@ def keys(x: jax.Array, propagate_nan: bool, dtype: jnp.dtype = jnp.int32) -> jax
 
 
 def greater(key: jax.Array, best: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The greater of two keys, and whether it is the first and not equal to the second."""
+    """Returns the greater of two keys, and whether it is the first and not equal to the second."""
     is_greater = key > best
     if key.dtype == jnp.int32:
         return jnp.where(is_greater, key, best), is_greater
@@ -45,7 +45,7 @@ def greater(key: jax.Array, best: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def shares(found: Sequence[jax.Array], grad: jax.Array) -> list[jax.Array]:
-    """The gradient for the first of the elements with the greatest key, and zeros for the others."""
+    """Returns the gradient for the first of the elements with the greatest key, and zeros for the others."""
     best, wins = found[0], []
     for key in found[1:]:
         best, is_greater = greater(key, best)

@@ -24,7 +24,7 @@ _DEFAULT_LIMIT_BYTES = 16 * 2**20  # what XLA grants a kernel that asks for noth
 
 
 class Blocks(NamedTuple):
-    """How images (before, h, between, w, lanes) and their windows are cut into blocks.
+    """Blocks into which images (before, h, between, w, lanes) and their windows are cut.
 
     Attributes:
       image: rows and columns of an image.
@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
 
     @property
     def images(self) -> int:
-        """In a block."""
+        """The number of images in a block."""
         return _GROUP if self.is_grouped else 1
 
     @property
@@ -65,7 +65,7 @@ class Blocks(NamedTuple):
 
 
 def suits(x, grad, *, window, stride, padding):
-    """Whether the kernel computes the gradient of these images, and XLA stores those of windows as it takes them."""
+    """Tells whether the kernel computes these images' gradient, and XLA stores that of windows as it takes it."""
     view = view_of(x.shape)
     sizes = [count * size for count, size in zip(grad.shape[-3:-1], window[1:], strict=True)]
     is_tiled = window == stride and not any(map(any, padding)) and sizes == list(x.shape[-3:-1])
@@ -84,7 +84,7 @@ def _is_grouped(x, grad):
 
 
 def blocks_of(x, grad, vmem_bytes, is_packed=False, *, window, **_):
-    """The largest blocks that fit into VMEM; None if even the smallest does not."""
+    """Returns the largest blocks that fit into VMEM; None if even the smallest does not."""
     outputs = grad.shape[-3]
     for output_rows in range(outputs, 0, -1):
         blocks = Blocks(tuple(x.shape[-3:-1]), window[1], _is_grouped(x, grad), output_rows, is_packed)
@@ -131,7 +131,7 @@ class _Row(NamedTuple):
             self.dx[place] = pltpu.bitcast(words, self.dx.dtype)
 
     def searched(self, x, low, high):
-        """The greater key of each pair, and its window's gradient in that half."""
+        """Returns the greater key of each pair, and its window's gradient in that half."""
         if self.blocks.is_packed:
             words = words_of(keys(x, self.propagate_nan, jnp.int16))
             even, odd = words << 16, words & HIGH_HALF
@@ -168,7 +168,7 @@ def _grouped_kernel(x_ref, grad_ref, dx_ref, words_vmem, *, blocks, propagate_na
 
 
 def launch(x, grad, config, propagate_nan, cost, interpret, **geometry):
-    """The gradient of images (..., h, w, c)."""
+    """Computes the gradient of images (..., h, w, c)."""
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     blocks = blocks_of(x, grad, **config, **geometry)

@@ -18,14 +18,14 @@ _DEFAULT_LIMIT_BYTES = 16 * 2**20  # what XLA grants a kernel that asks for noth
 
 
 def blocks_of(view_shape, dtype, **geometry):
-    """How images of this view are cut; None if no block fits."""
+    """Returns how images of this view are cut; None if no block fits."""
     if max_pool_pixels.refusal(**geometry):
         return None
     return max_pool_pixels.blocks_of(view_shape, _VMEM_BYTES, dtype == jnp.bfloat16, **geometry)
 
 
 def grid_of(view_shape, blocks):
-    """The blocks, and at last the steps from one row of windows to the next."""
+    """Returns the blocks, and at last the steps from one row of windows to the next."""
     before, _, _, between, sublanes, lanes = view_shape
     tiles = pl.cdiv(sublanes, blocks.tile[0]), pl.cdiv(lanes, blocks.tile[1])
     return before, between, *tiles, blocks.outputs[0] + blocks.delay
@@ -81,7 +81,7 @@ def _window(x_ref, y_ref, kept, place, step, blocks, propagate_nan, i, _):
 
 
 def launch(x, propagate_nan, cost, interpret, **geometry):
-    """The maxima of images, both views (before, h, w, between, sublanes, lanes)."""
+    """Computes the maxima of images, both views (before, h, w, between, sublanes, lanes)."""
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     blocks = blocks_of(x.shape, x.dtype, **geometry)

@@ -25,7 +25,7 @@ _DEFAULT_LIMIT_BYTES = 16 * 2**20  # what XLA grants a kernel that asks for noth
 
 
 class Blocks(NamedTuple):
-    """How images (before, h, w, between, sublanes, lanes) and their windows are cut into blocks.
+    """Blocks into which images (before, h, w, between, sublanes, lanes) and their windows are cut.
 
     Attributes:
       image: rows and columns of an image.
@@ -51,12 +51,12 @@ class Blocks(NamedTuple):
 
     @property
     def key_dtype(self) -> Any:
-        """What is compared."""
+        """The dtype of what is compared."""
         return jnp.int16 if self.is_packed else jnp.int32
 
     @property
     def grad_dtype(self) -> Any:
-        """What one window's gradient is routed as; where it is added to another's, in float32."""
+        """The dtype in which one window's gradient is routed; where it is added to another's, in float32."""
         return jnp.bfloat16 if self.is_packed else jnp.float32
 
     @property
@@ -66,7 +66,7 @@ class Blocks(NamedTuple):
 
     @property
     def is_late(self) -> bool:
-        """Whether a block of rows is finished by the step after its own."""
+        """Tells whether a block of rows is finished by the step after its own."""
         return self.first < self.stride[0]
 
     @property
@@ -106,7 +106,7 @@ class Blocks(NamedTuple):
 
     @property
     def vmem_bytes(self) -> int:
-        """What its buffers take: two of x, dx and the gradient, and what is kept."""
+        """The bytes of its buffers: two of x, dx and the gradient, and what is kept."""
         (rows, columns), (_, windows) = (self.stride[0], self.image[1]), self.outputs
         late_rows = self.open_rows.start if self.is_late else 0
         pixels = (4 * rows + late_rows) * columns + (2 + 3 * len(self.open_rows)) * windows
@@ -114,19 +114,19 @@ class Blocks(NamedTuple):
 
 
 def refusal(*, window, stride, padding) -> str | None:
-    """Why a step cannot compute these windows; None if it can."""
+    """Says why a step cannot compute these windows; None if it can."""
     _, first = _place(window[1], stride[1], padding[1][0])
     return None if first >= 0 else "the rows of a window lie in more than two blocks of as many rows as its stride"
 
 
 def _place(window, stride, before):
-    """The step at which the first window is computed, and the row of the block before it in which it begins."""
+    """Returns the step at which the first window is computed, and the row of the block before it in which it begins."""
     delay = (window - 1 - before) // stride
     return delay, stride * (1 - delay) - before
 
 
 def blocks_of(view_shape, vmem_bytes, is_packed=False, *, window, stride, padding):
-    """The largest blocks that fit into VMEM; None if even the smallest does not."""
+    """Returns the largest blocks that fit into VMEM; None if even the smallest does not."""
     *_, height, width, _, sublanes, lanes = view_shape
     image, window, stride, padding = (height, width), window[1:], stride[1:], padding[1:]
     outputs = tuple(1 + (n + sum(p) - k) // s for n, k, s, p in zip(image, window, stride, padding, strict=True))
@@ -141,7 +141,7 @@ def blocks_of(view_shape, vmem_bytes, is_packed=False, *, window, stride, paddin
 
 
 def _sizes(size, unit):
-    """Sizes of blocks along an axis: all of it, or multiples of a unit."""
+    """Lists sizes of blocks along an axis: all of it, or multiples of a unit."""
     return [size, *range(size // unit * unit, 0, -unit)]
 
 
@@ -228,11 +228,11 @@ class _Step(NamedTuple):
         return keys(self.x[(row, column, *self.place)], self.propagate_nan, self.blocks.key_dtype)
 
     def sum_dtype(self, row):
-        """Two of bfloat16 have the same sum as in float32 and rounded; four lie in a row of two blocks' windows."""
+        """Returns the dtype of sums: two bfloat16s add up as in float32, rounded; rows of two blocks have four."""
         return self.blocks.grad_dtype if row < self.blocks.open_rows.start else jnp.float32
 
     def searched(self, row, found, places):
-        """The greatest of the keys in a window's columns, and the first column that has it."""
+        """Returns the greatest of the keys in a window's columns, and the first column that has it."""
         best, column = found[0], jnp.full_like(found[0], places[0])
         for key, place in zip(found[1:], places[1:], strict=True):
             best, is_greater = greater(key, best)
@@ -243,7 +243,7 @@ class _Step(NamedTuple):
         return best, column
 
     def routed(self, i, found):
-        """For each finished row, a function of its keys and columns: what they get from the rows' windows.
+        """Returns, for each finished row, a function of its keys and columns: what they get from the rows' windows.
 
         Args:
           i: which window along columns.
@@ -285,7 +285,7 @@ class _Step(NamedTuple):
         return jnp.where(column == jnp.asarray(j, column.dtype), grad, jnp.zeros((), grad.dtype))
 
     def is_in_one_window(self, j):
-        """Whether a window's column j is in no other window."""
+        """Tells whether a window's column j is in no other window."""
         return self.blocks.shared_columns <= j < self.blocks.stride[1]
 
     def store(self, row, column, value):
@@ -327,7 +327,7 @@ def _kernel(x_ref, grad_ref, dx_ref, *kept, blocks, propagate_nan):
 
 
 def _scratch(blocks, dtype):
-    """What a step keeps for the next.
+    """Returns what a step keeps for the next.
 
     Of the rows that its windows need: for each window along columns the greatest key, the first column that has it, and
     the gradient won so far. And rows that are finished, but belong to a block that the next step stores.
@@ -344,7 +344,7 @@ def _scratch(blocks, dtype):
 
 
 def launch(x, grad, config, propagate_nan, cost, interpret, **geometry):
-    """The gradient of images, both views (before, h, w, between, sublanes, lanes)."""
+    """Computes the gradient of images, both views (before, h, w, between, sublanes, lanes)."""
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     blocks = blocks_of(x.shape, **config, **geometry)

@@ -10,7 +10,7 @@ from pallas_kernels.tpu.stored_order import stored_order
 
 
 class View(NamedTuple):
-    """How a kernel sees images (..., h, w, c), or their windows.
+    """View of images (..., h, w, c), or of their windows, as a kernel sees them.
 
     Attributes:
       order: the axes of the images in the order of the view's.
@@ -24,30 +24,30 @@ class View(NamedTuple):
 
     @property
     def has_pixels_outside(self) -> bool:
-        """Whether rows and columns both lie outside of the tiles.
+        """Tells whether rows and columns both lie outside of the tiles.
 
         The view is then (before, h, w, between, sublanes, lanes), otherwise (before, h, between, w, lanes).
         """
         return len(self.cuts) == 5
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the view of an array of this shape."""
+        """Returns the shape of the view of an array of this shape."""
         sizes = [shape[axis] for axis in self.order]
         ends = zip((0, *self.cuts), (*self.cuts, len(sizes)), strict=True)
         return tuple(math.prod(sizes[begin:end]) for begin, end in ends)
 
     def of(self, x: jax.Array) -> jax.Array:
-        """An array in this view."""
+        """Returns an array in this view."""
         return jnp.transpose(x, self.order).reshape(self.shape(x.shape))
 
     def back(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The inverse of `of`, for an array of this shape."""
+        """Inverts `of`, for an array of this shape."""
         places = [self.order.index(axis) for axis in range(len(shape))]
         return jnp.transpose(x.reshape([shape[axis] for axis in self.order]), places)
 
 
 def view_of(shape: tuple[int, ...]) -> View:
-    """The view of images (..., h, w, c) whose windows lie along rows or columns."""
+    """Returns the view of images (..., h, w, c) whose windows lie along rows or columns."""
     rank = len(shape)
     height, width, channels = rank - 3, rank - 2, rank - 1
     # Axes of size 1 take no space; those of pixels and channels are kept, as every view has them.
@@ -65,7 +65,7 @@ def view_of(shape: tuple[int, ...]) -> View:
 
 
 def transposed(shape: tuple[int, ...]) -> View:
-    """The view with the channels of all images beside each other in lanes, as XLA does not store them."""
+    """Returns the view with the channels of all images beside each other in lanes, as XLA does not store them."""
     height, width = len(shape) - 3, len(shape) - 2
     others = tuple(axis for axis in range(len(shape)) if axis not in (height, width))
     return View((height, width, *others), (0, 1, 1, 2), False)

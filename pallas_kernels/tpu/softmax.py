@@ -28,7 +28,7 @@ _WIDEST = 512  # columns of a block if groups do not lie along lanes: more leave
 
 
 class Blocks(NamedTuple):
-    """How a view is cut.
+    """Blocks into which a view is cut.
 
     Attributes:
       view: of the groups, with five axes.
@@ -56,7 +56,7 @@ class Blocks(NamedTuple):
         return tuple(1 if axis == self.view.axis else size for axis, size in enumerate(self.block))
 
     def spec(self, always: bool) -> pl.BlockSpec:
-        """Blocks of the view; unless `always`, the first phase has only the block that the second phase begins with."""
+        """Returns the view's blocks; unless `always`, the first phase has only the block where the second begins."""
 
         def index(*position):
             *others, phase, step = position
@@ -66,7 +66,7 @@ class Blocks(NamedTuple):
         return pl.BlockSpec(self.block, index)
 
     def valid(self, values, step, fill):
-        """The values of this step's block, with `fill` beyond the end of their groups."""
+        """Returns the values of this step's block, with `fill` beyond the end of their groups."""
         size = self.block[self.view.axis]
         if self.view.size % size == 0:
             return values
@@ -74,12 +74,12 @@ class Blocks(NamedTuple):
         return jnp.where(position < self.view.size - step * size, values, fill)
 
     def sum(self, values):
-        """The sum over each group in this step's block."""
+        """Sums over each group in this step's block."""
         return jnp.sum(values, self.view.axis, keepdims=True)
 
 
 def view_of(groups, shape):
-    """The view of groups (..., c) of this shape, whose last two axes are tiled.
+    """Returns the view of groups (..., c) of this shape, whose last two axes are tiled.
 
     It is (outer, c, between, rows, columns), (1, 1, outer, c, columns) or (1, 1, outer, rows, c).
     """
@@ -97,7 +97,7 @@ def view_of(groups, shape):
 
 
 def blocks_of(view, dtypes, block_elements):
-    """Blocks of at most `block_elements` padded elements, with whole groups if they fit."""
+    """Cuts blocks of at most `block_elements` padded elements, with whole groups if they fit."""
     multiples = (1, 1, 1, 32 // min(jnp.dtype(dtype).itemsize for dtype in dtypes), LANES)
     # The group's own axis grows first, so that a group is read once if possible; then the minor axes.
     block = list(map(min, view.shape, multiples))
@@ -146,7 +146,7 @@ def _kernel(x_ref, y_ref, maximum_ref, total_ref, *, blocks, log):
 
 
 def _finite(maximum):
-    """0 in place of -inf, whose difference with -inf would be NaN, though a finite value may still follow."""
+    """Puts 0 in place of -inf, whose difference with -inf would be NaN, though a finite value may still follow."""
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
@@ -190,7 +190,7 @@ def launch(body, name, blocks, operands, statistics, interpret):
 
 
 def refuses(hardware, *operands, log, groups) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     for operand in operands:
         dtype = jnp.dtype(operand.dtype).name
         if dtype not in _DTYPES:
@@ -199,7 +199,7 @@ def refuses(hardware, *operands, log, groups) -> str | None:
 
 
 def configs(hardware, *operands, log, groups):
-    """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Lists block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     view, dtypes = view_of(groups, operands[-1].shape), [operand.dtype for operand in operands]
     # First the smallest size that reads each group once, if there is one.
     once = [size for size in _BLOCK_ELEMENTS if blocks_of(view, dtypes, size).steps == 1]

@@ -38,7 +38,7 @@ def _kernel(y_ref, grad_ref, dx_ref, total_ref, *, blocks, log):
 
 
 def _term(y, grad, log):
-    """The values to sum over a group."""
+    """Returns the values to sum over a group."""
     return grad if log else y * grad
 
 

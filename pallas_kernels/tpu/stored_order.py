@@ -1,4 +1,4 @@
-"""How XLA:TPU lays out arrays in HBM."""
+"""Layout of arrays in HBM by XLA:TPU."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ SUBLANES = 8
 
 
 def stored_order(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The major-to-minor order in which XLA:TPU stores an array of this shape: the one that pads least.
+    """Returns the major-to-minor order in which XLA:TPU stores an array of this shape: the one that pads least.
 
     Pallas takes operands in row-major order, so an array whose axes are first put in this order reaches the kernel as
     it is; otherwise XLA would transpose it on the way in and out. A wrong guess costs those copies, never the result.
@@ -22,7 +22,7 @@ def stored_order(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _padded_size(shape: tuple[int, ...], second: int, minor: int) -> int:
-    """Elements that `shape` occupies in HBM when these two axes are the tiled ones."""
+    """Counts the elements that `shape` occupies in HBM when these two axes are the tiled ones."""
     # XLA stores arrays of few rows in tiles with fewer sublanes.
     tile_rows = min(SUBLANES, pl.next_power_of_2(shape[second]))
     tiled = {second: round_up(shape[second], tile_rows), minor: round_up(shape[minor], LANES)}
@@ -30,5 +30,5 @@ def _padded_size(shape: tuple[int, ...], second: int, minor: int) -> int:
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The smallest multiple that is not below `size`."""
+    """Returns the smallest multiple that is not below `size`."""
     return pl.cdiv(size, multiple) * multiple

@@ -1,4 +1,4 @@
-"""What a kernel tells XLA of its cost, so that the scheduler can hide other copies behind it."""
+"""Cost that a kernel tells XLA, so that the scheduler can hide other copies behind it."""
 
 import math
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 
 def streaming_cost(arrays: Iterable[Any], elements: int, *, flops: int, transcendentals: int = 0) -> pl.CostEstimate:
-    """The cost of a kernel that passes over arrays in HBM.
+    """Estimates the cost of a kernel that passes over arrays in HBM.
 
     Args:
       arrays: what is read or written, with shapes and dtypes; one that passes twice appears twice.

@@ -6,6 +6,8 @@ import jax
 import pytest
 
 import lowering
+from jaxops.batch_norm.backward import BackwardOperands
+from jaxops.batch_norm.operator import TrainingOperands
 from lowering.targets import named
 from pallas_kernels.ema_adam_update import COEFFICIENTS
 from pallas_kernels.gpu import batch_norm, batch_norm_backward, dropout, ema_adam
@@ -60,17 +62,22 @@ def test_batch_norm_compiles_in_registers(h100, shape, dtype):
     image, statistic = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[2:3], F32)
     relu = {"axis_name": None, "activation": ("relu", 0.0, True)}
     for kernels, kernel, operands, params in (
-        ({"batch_norm_statistics": 1, "batch_norm": 1}, batch_norm, [image, *[statistic] * 2, image], {"epsilon": 0.0}),
+        (
+            {"batch_norm_statistics": 1, "batch_norm": 1},
+            batch_norm,
+            TrainingOperands(image, statistic, statistic, image),
+            {"epsilon": 0.0},
+        ),
         (
             {"batch_norm_sums": 1, "batch_norm_backward": 1},
             batch_norm_backward,
-            [image, image, *[statistic] * 5, image],
+            BackwardOperands(image, image, *[statistic] * 5, image),
             {"residual_grad": True},
         ),
     ):
-        assert kernel.KERNEL.refuses(named(h100), *operands, **relu, **params) is None
+        assert kernel.KERNEL.refuses(named(h100), operands, **relu, **params) is None
         run = functools.partial(kernel.run, config=batch_norm._CONFIGS[0], **relu, **params)
-        report = lowering.compile(jax.jit(run), *operands, target=h100)
+        report = lowering.compile(jax.jit(run), operands, target=h100)
         assert report.kernels == kernels
         # The parts' statistics, and nothing like an image.
         assert report.memory.temporaries < image.size * image.dtype.itemsize / 4 + 2**20
@@ -83,7 +90,7 @@ def test_batch_norm_holds_several_accesses_at_once(h100):
     image, statistic = jax.ShapeDtypeStruct((16, 1, 64, 3136), F32), jax.ShapeDtypeStruct((64,), F32)
     params = {"epsilon": 0.0, "axis_name": None, "activation": ("relu", 0.0, True)}
     run = functools.partial(batch_norm.run, config=batch_norm._CONFIGS[0], **params)
-    report = lowering.compile(jax.jit(run), image, statistic, statistic, image, target=h100)
+    report = lowering.compile(jax.jit(run), TrainingOperands(image, statistic, statistic, image), target=h100)
     (resources,) = (each for each in report.gpu_resources if each.kernel == "batch_norm")
     assert 40 <= resources.registers <= 64
     assert resources.spilled_bytes == 0

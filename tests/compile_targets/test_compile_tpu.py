@@ -9,6 +9,8 @@ import pytest
 import lowering
 from jaxops import batch_norm as batch_norm_layer
 from jaxops import dropout as dropout_layer
+from jaxops.batch_norm.backward import BackwardOperands
+from jaxops.batch_norm.operator import TrainingOperands
 from lowering.targets import named
 from pallas_kernels.ema_adam_update import COEFFICIENTS
 from pallas_kernels.tpu import batch_norm, batch_norm_backward, dropout, ema_adam
@@ -68,13 +70,18 @@ def test_batch_norm_compiles_forward_and_backward(tpu, shape, dtype):
     statistic = jax.ShapeDtypeStruct(shape[2:3], F32)
     relu = {"axis_name": None, "activation": ("relu", 0.0, True)}
     for name, kernel, operands, params in (
-        ("batch_norm", batch_norm, [image, statistic, statistic, image], {"epsilon": 1e-5}),
-        ("batch_norm_backward", batch_norm_backward, [image, image, *[statistic] * 5, image], {"residual_grad": True}),
+        ("batch_norm", batch_norm, TrainingOperands(image, statistic, statistic, image), {"epsilon": 1e-5}),
+        (
+            "batch_norm_backward",
+            batch_norm_backward,
+            BackwardOperands(image, image, *[statistic] * 5, image),
+            {"residual_grad": True},
+        ),
     ):
-        assert kernel.KERNEL.refuses(named(tpu), *operands, **relu, **params) is None
-        for config in kernel.KERNEL.configs(named(tpu), *operands, **params)[:1]:
+        assert kernel.KERNEL.refuses(named(tpu), operands, **relu, **params) is None
+        for config in kernel.KERNEL.configs(named(tpu), operands, **params)[:1]:
             run = functools.partial(kernel.run, config=config, **relu, **params)
-            report = lowering.compile(jax.jit(run), *operands, target=tpu)
+            report = lowering.compile(jax.jit(run), operands, target=tpu)
             assert report.kernels == {name: 1}
 
 

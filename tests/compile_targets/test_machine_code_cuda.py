@@ -8,6 +8,8 @@ from compile_targets.sass import _code_of, machine_code
 from compile_targets.test_compile_cuda import BF16, F32, compile_ema_adam
 
 import lowering
+from jaxops.batch_norm.backward import BackwardOperands
+from jaxops.batch_norm.operator import TrainingOperands
 from pallas_kernels.gpu import batch_norm, batch_norm_backward, dropout, ema_adam
 
 SASS = """
@@ -70,11 +72,11 @@ def test_batch_norm_loads_several_accesses_of_each_image_before_it_uses_one(h100
     relu = {"axis_name": None, "activation": ("relu", 0.0, True)}
     loaded_images = {"batch_norm_statistics": 1, "batch_norm": 2, "batch_norm_sums": 3, "batch_norm_backward": 3}
     for kernel, operands, params in (
-        (batch_norm, [image, *[statistic] * 2, image], {"epsilon": 0.0}),
-        (batch_norm_backward, [image, image, *[statistic] * 5, image], {"residual_grad": True}),
+        (batch_norm, TrainingOperands(image, statistic, statistic, image), {"epsilon": 0.0}),
+        (batch_norm_backward, BackwardOperands(image, image, *[statistic] * 5, image), {"residual_grad": True}),
     ):
         run = functools.partial(kernel.run, config=batch_norm._CONFIGS[0], **relu, **params)
-        report = lowering.compile(jax.jit(run), *operands, target=h100)
+        report = lowering.compile(jax.jit(run), operands, target=h100)
         for code in machine_code(report):
             ahead = 4 * loaded_images.pop(code.kernel)
             assert code.access_bytes("LDG")[access_bytes] >= ahead

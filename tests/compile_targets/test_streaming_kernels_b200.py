@@ -8,6 +8,8 @@ from compile_targets.conftest import installed
 from compile_targets.sass import machine_code
 
 import lowering
+from jaxops.batch_norm.backward import BackwardOperands
+from jaxops.batch_norm.operator import TrainingOperands
 from lowering.targets import named
 from pallas_kernels.ema_adam_update import COEFFICIENTS
 from pallas_kernels.gpu import (
@@ -38,11 +40,16 @@ CASES = {
         {"mode": "adamw", "output": "params"},
         16,
     ),
-    "batch-norm": (batch_norm.KERNEL, [PIXELS, STATISTIC, STATISTIC, PIXELS], {"epsilon": 0.0, **RELU}, 8),
+    "batch-norm": (
+        batch_norm.KERNEL,
+        [TrainingOperands(PIXELS, STATISTIC, STATISTIC, PIXELS)],
+        {"epsilon": 0.0, **RELU},
+        8,
+    ),
     "batch-norm-backward": (
-        batch_norm_backward.RESIDUAL_KERNEL,
-        [PIXELS, PIXELS, *[STATISTIC] * 5, PIXELS],
-        RELU,
+        batch_norm_backward.KERNEL,
+        [BackwardOperands(PIXELS, PIXELS, *[STATISTIC] * 5, PIXELS)],
+        {"residual_grad": True, **RELU},
         8,
     ),
     "dropout": (dropout.KERNEL, [((1024, 3), "uint32"), ((1024, 4096), BF16), ((2,), F32)], {}, 16),
@@ -71,7 +78,7 @@ def b200():
 @pytest.mark.parametrize("case", CASES)
 def test_streaming_kernels_compile_in_registers_for_blackwell(b200, case):
     kernel, shapes, params, access_bytes = CASES[case]
-    operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(*x), shapes, is_leaf=lambda x: type(x) is tuple)
     assert kernel.refuses(named(b200), *operands, **params) is None
     config = kernel.configs(named(b200), *operands, **params)[0]
     run = functools.partial(kernel.run, config=config, **params)
