@@ -196,7 +196,7 @@ ACCEPTED: dict[str, set[str]] = {
         for name in ("local_response_norm", "divisive_norm", "mcdnn.LRNDescriptor")
         for argument in ("alpha", "beta")
     },
-    **dict.fromkeys(("lr", "beta1", "beta2", "b1", "b2", "eps", "weight_decay", "z_loss"), SCALARS),
+    **dict.fromkeys(("lr", "beta1", "beta2", "b1", "b2", "eps", "weight_decay", "z_loss", "margin"), SCALARS),
     **dict.fromkeys(("learning_rate", "ema_decay"), SCALARS),
     "temperature": SCALARS | {"numbers"},  # one for each of two rows
     "coef": NUMBERS,

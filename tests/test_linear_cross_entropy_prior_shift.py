@@ -298,6 +298,7 @@ CASE = contract.Case(
     batched=(0, None, 0, None),
     operator="linear_cross_entropy_sum",
     backward="linear_cross_entropy_sum_with_gradients",
+    implementation="xla_prior_shift",
 )
 
 

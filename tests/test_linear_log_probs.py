@@ -400,8 +400,8 @@ CASE = contract.Case(
     operands=draw_rows,
     differentiable=(0, 1, 3),
     batched=(0, None, 0, 0),
-    operator="scaled_cross_entropy",
-    backward="scaled_cross_entropy_backward",
+    operator="linear_cross_entropy",
+    backward="linear_cross_entropy_backward",
 )
 
 

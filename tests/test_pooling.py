@@ -58,7 +58,8 @@ def test_maxima_in_one_pass_equal_loops_in_float64(geometry, rng):
     """As on TPUs; also what the form leaves to the reference for speed alone."""
     (form,) = MAX_POOL.forms
     x, cotangent = make_case(rng, geometry)
-    attributes = windows.volume_attributes(*geometry[1:3], windows.both_sides(geometry[3]))
+    padding = tuple(side if isinstance(side, tuple) else (side, side) for side in geometry[3])
+    attributes = windows.volume_attributes(*geometry[1:3], padding)
     run = functools.partial(form.run, place=Place("tpu"), propagate_nan=True, **attributes)
     (y,) = jax.jit(run)(windows.to_volume(jnp.asarray(x), "NCHW"))
     y = windows.from_volume(y, "NCHW")

@@ -179,19 +179,19 @@ def summed_by_prior_shift(
     again_rows = on_all_devices(rows_of_logits(columns.weight.shape[0], features=0), place)
 
     def again(chunk: tuple[Rows, RowWeights], results: RowResults, sums: Sums, is_exact: jax.Array) -> Any:
-        def take(_: Any, carry: tuple[RowResults, Sums]) -> tuple[RowResults, Sums]:
+        def take(at: jax.Array, carry: tuple[RowResults, Sums]) -> tuple[RowResults, Sums]:
             results, sums = carry
-            new, sums = fold_rows(by_maximum, sums, _failed(*chunk, is_exact), is_exact.shape, again_rows)
+            # Nothing in a step may be the same in every step, or the compiler computes it before the loop, always.
+            rows, _ = jax.lax.optimization_barrier((_failed(*chunk, is_exact), at))
+            new, sums = fold_rows(by_maximum, sums, rows, is_exact.shape, again_rows)
             is_kept = [
                 is_exact.reshape(*is_exact.shape, *(1,) * (x.ndim - is_exact.ndim)) for x in jax.tree.leaves(new)
             ]
             masks = jax.tree.unflatten(jax.tree.structure(new), is_kept)
             return jax.tree.map(jnp.where, masks, results, new), sums
 
-        # A loop of one step or none, rather than a branch, so that sums stay where they are. The compiler must not know
-        # that it is no more than one, or it computes both sides of a branch.
-        count = jax.lax.optimization_barrier(jnp.any(~is_exact).astype(jnp.int32))
-        return jax.lax.fori_loop(0, count, take, (results, sums))
+        # A loop of one step or none, rather than a branch, so that sums stay where they are.
+        return jax.lax.fori_loop(0, jnp.any(~is_exact).astype(jnp.int32), take, (results, sums))
 
     def step(carry: tuple[Sums, _TargetSums], chunk: tuple[Rows, RowWeights]) -> Any:
         results, is_exact, sums, of_targets = _chunk(shared, exponentiating, place, *carry, *chunk)

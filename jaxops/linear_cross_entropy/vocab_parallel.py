@@ -25,7 +25,7 @@ from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_rows, varying
 from jaxops.linear_cross_entropy.operands import Columns, Rows
 from jaxops.linear_cross_entropy.rounded_products import Products, rounded_products
-from jaxops.linear_cross_entropy.row_statistics import bounded_logits, is_label, over_columns, row_sums
+from jaxops.linear_cross_entropy.row_statistics import bounded_logits, is_label, over_columns
 from lowering.forms import Form, Place
 from lowering.targets import PLATFORMS
 from pallas_kernels.gpu.linear_cross_entropy import vocab_parallel as gpu
@@ -192,9 +192,14 @@ def _max_sum(
     def chunk(_: None, rows: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[OnlineMaxSum, None]:
         x, mask, masked_target = rows
         logits = bounded_logits(Rows(x), columns, None)
-        of_rows = Rows(x, jnp.where(mask, -1, masked_target))
-        sums: Any = row_sums(logits, of_rows, columns, metrics=False)
-        local = sums.max_logit, sums.sum_exp, sums.label_logit, mask, masked_target
+        # Not `row_sums`: here the maximum is a result, which is differentiated as well.
+        maximum = jnp.max(logits, axis=-1)
+        shifted = logits - over_columns(maximum)
+        at = over_columns(jnp.clip(masked_target, 0, logits.shape[-1] - 1))
+        is_column = ~mask & (masked_target >= 0) & (masked_target < logits.shape[-1])
+        predicted = jnp.take_along_axis(logits, at, axis=-1)[..., 0] - maximum
+        predicted = jnp.where(is_column, predicted, jnp.zeros_like(predicted))
+        local = maximum, jnp.sum(jnp.exp(shifted), axis=-1), predicted, mask, masked_target
         return OnlineMaxSum(*local, logits.astype(x.dtype) if return_logits else None), None
 
     chunk_rows = None if return_logits else on_all_devices(rows_of_logits(*weight.shape), place)
