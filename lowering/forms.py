@@ -6,6 +6,11 @@ from typing import Any
 
 import jax
 
+from lowering.targets import PLATFORMS
+
+# The platforms of a form that is the default wherever no other is.
+EVERYWHERE = frozenset(PLATFORMS)
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:

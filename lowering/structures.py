@@ -48,9 +48,14 @@ def on_arrays(fn: Callable[..., Any], params: Mapping[str, Any]) -> Callable[...
     return call
 
 
+def is_absent_field(field: Any) -> bool:
+    """Tells whether a field is absent; makes such fields leaves, as `is_leaf` of `jax.tree` functions."""
+    return field is None
+
+
 def fields(tree: Any) -> list[Any]:
     """Returns what is in each field of a structure, None where it is absent."""
-    return jax.tree.leaves(tree, is_leaf=lambda field: field is None)
+    return jax.tree.leaves(tree, is_leaf=is_absent_field)
 
 
 def presence(structure: Structure) -> tuple[bool, ...]:

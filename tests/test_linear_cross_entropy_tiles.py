@@ -19,7 +19,6 @@ from linear_cross_entropy_oracle import (
 )
 
 from jaxops.linear_cross_entropy import linear_cross_entropy
-from jaxops.linear_cross_entropy.by_rows import takes_kept_rows
 from jaxops.linear_cross_entropy.kept_rows import kept_rows
 from jaxops.linear_cross_entropy.operands import SKIPPED, Rows
 from lowering.forms import Place
@@ -96,7 +95,8 @@ def test_kept_rows_run_no_step_without_a_row_that_counts(kept, starts_unwritten)
     @jax.jit
     def mapped(labels, x, weights):
         before = jnp.float32(jnp.nan if starts_unwritten else 0), jnp.int32(7 if starts_unwritten else 0)
-        return kept_rows(labels, 3).map(step, before, (x, labels, weights), starts_unwritten=starts_unwritten)
+        kept = kept_rows(Rows(x, labels), Place("cpu"), 3)
+        return kept.map(step, before, (x, labels, weights), starts_unwritten=starts_unwritten)
 
     results, (total, steps) = mapped(labels, x, weights)
     # Four rows fill a chunk and a third of the next, whose others are the first of the rest.
@@ -112,16 +112,16 @@ def test_kept_rows_run_no_step_without_a_row_that_counts(kept, starts_unwritten)
 
 def test_kept_rows_that_all_count_stay_in_place():
     x = jnp.arange(11.0)
-    kept = kept_rows(jnp.zeros(11, jnp.int32), 3)
+    kept = kept_rows(Rows(x[:, None], jnp.zeros(11, jnp.int32)), Place("cpu"), 3)
     np.testing.assert_array_equal(kept.restore(kept.take((x, x[:, None])))[1][:, 0], x)
 
 
 @pytest.mark.parametrize("device_count", [1, 2])
 def test_rows_are_only_reordered_on_one_device(device_count):
     rows = Rows(jnp.zeros((12, 2)), jnp.zeros(12, jnp.int32))
-    assert not takes_kept_rows(None, rows)
-    assert takes_kept_rows(Place("tpu", device_count), rows) == (device_count == 1)
-    assert not takes_kept_rows(Place("tpu"), rows._replace(labels=None, probabilities=jnp.zeros((12, 3))))
+    assert kept_rows(rows, None, 3) is None
+    assert (kept_rows(rows, Place("tpu", device_count), 3) is not None) == (device_count == 1)
+    assert kept_rows(rows._replace(labels=None, probabilities=jnp.zeros((12, 3))), Place("tpu"), 3) is None
 
 
 @pytest.mark.sampled

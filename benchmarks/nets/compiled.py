@@ -80,7 +80,7 @@ def with_gradients(loss: Callable[..., Any], x: Any, weight: Any, labels: Any) -
 
 
 def temporary_bytes(fn: Callable[..., Any], args: Any) -> int:
-    """Of a function as XLA compiles it here."""
+    """Returns the temporary memory of a function as XLA compiles it here."""
     compiled = jax.jit(fn).lower(*args).compile(compiler_options=QUICKLY)
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
@@ -93,7 +93,7 @@ def peaks() -> Cases:
 
 
 def peak_bytes(fn: Callable[..., Any], args: Any, target: str) -> int:
-    """Of a function as the target's compiler makes it."""
+    """Returns the peak of memory of a function as the target's compiler makes it."""
     return lowering.compile(fn, *args, target=target).memory.peak
 
 
@@ -116,7 +116,7 @@ def replays() -> Cases:
 
 
 def replayed_us(case: Any, target: str, implementation: str) -> float:
-    """Of a case of `tpu_schedules`."""
+    """Returns the replayed time of a case of `tpu_schedules`."""
     found = tpu_schedules.replayed(case, target, implementation)
     if "us" not in found:
         raise OffError(found["refused"])

@@ -73,7 +73,7 @@ def equal_texts(recorded: str, found: str) -> None:
 
 
 def at_most(share: float) -> Callable[[Any, Any], str | None]:
-    """Compares numbers of which less is better: up to this share more is no difference."""
+    """Returns a comparison of numbers where less is better; an increase by up to this share passes."""
 
     def compare(recorded: float, found: float) -> str | None:
         if not isinstance(found, int | float) or not isinstance(recorded, int | float):

@@ -165,7 +165,7 @@ def drawn(index: int) -> tuple[Callable[..., Any], dict[str, Any], str]:
 
 
 def numbers_of_loss(fn: Callable[..., Any], operands: dict[str, Any]) -> np.ndarray:
-    """Of results, aux (without derivatives), and the gradients of all operands that have one."""
+    """Returns the numbers of results and aux, and of the gradients of all operands that have one."""
     dtype = operands["x"].dtype.name
     is_differentiable = {
         key: jnp.issubdtype(jnp.result_type(value), jnp.floating) and hasattr(value, "shape")
@@ -187,12 +187,12 @@ def numbers_of_loss(fn: Callable[..., Any], operands: dict[str, Any]) -> np.ndar
 
 
 def run(fn: Callable[..., Any], *args: Any) -> Any:
-    """The results of a compiled function."""
+    """Compiles a function and returns its results."""
     return jax.jit(fn).lower(*args).compile(compiler_options=MORE_QUICKLY)(*args)
 
 
 def numbers_of_rewrite(fn: Callable[..., Any], dtype: str, *args: Any, argnums: Any = (0, 1)) -> np.ndarray:
-    """Of the value and the gradients of a rewritten function, behind how many parts of it are rewritten."""
+    """Returns how many parts of a function are rewritten, then the numbers of its value and its gradients."""
 
     def first(*args: Any) -> Any:
         result = fn(*args)
@@ -206,13 +206,13 @@ def numbers_of_rewrite(fn: Callable[..., Any], dtype: str, *args: Any, argnums: 
 
 
 def numbers_of_model(name: str) -> np.ndarray:
-    """Of a model as public training code has it."""
+    """Returns the numbers of a model that is written as public training code has it."""
     fn, params, _ = rewritten_models.MODELS[name]
     return numbers_of_rewrite(fn, "float32", params, rewritten_models.X, rewritten_models.LABELS)
 
 
 def numbers_of_head(name: str, dtype: str) -> np.ndarray:
-    """Of the head of a language model in a dtype."""
+    """Returns the numbers of a language model's head in a dtype."""
     rng = np.random.default_rng(0)
     params, x, _ = heads.arguments(name, jnp.dtype(dtype), 24, 16, 40)
     params, x = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), (params, x))
@@ -220,7 +220,7 @@ def numbers_of_head(name: str, dtype: str) -> np.ndarray:
 
 
 def numbers_of_random_rewrite(index: int) -> np.ndarray:
-    """Of a loss that is put together at random, in float64."""
+    """Returns the numbers of a randomly composed loss, computed in float64."""
     rng = np.random.default_rng([SEED, index])
     tables = {"loss": "LOSSES", "term": "TERMS", "reduction": "REDUCTIONS", "pick": "PICKS"}
     made_of: dict[str, Any] = {key: rng.choice([*getattr(random_losses, table)]) for key, table in tables.items()}

@@ -31,7 +31,7 @@ class _Kind(enum.Enum):
 
 
 class _Fact(NamedTuple):
-    """Fact that is known of a value, and of which step or parameter."""
+    """Fact about a value: its kind, and the step or parameter that it belongs to."""
 
     kind: _Kind
     of: int = 0

@@ -49,8 +49,8 @@ from jaxops.linear_cross_entropy.row_statistics import (
     target_total,
     with_target_total,
 )
-from lowering.forms import Form
-from lowering.targets import PLATFORMS
+from lowering.forms import EVERYWHERE, Form
+from lowering.structures import is_absent_field
 
 _NO_STATISTICS = RowStatistics(*(None for _ in RowStatistics._fields))  # type: ignore[arg-type]
 INVARIANT_STRATEGIES = ("auto", "recompute")
@@ -186,23 +186,18 @@ def _vjp(residuals: Any, cotangents: Any, active: Active, **params: Any) -> Any:
         return None if x is None or gradient is None else gradient.astype(x.dtype)
 
     gradients = Rows(of_rows.x, None, of_rows.probabilities, of_rows.scale), Columns(*of_columns), of_weights
-    return jax.tree.map(rounded, (rows, columns, weights), gradients, is_leaf=lambda field: field is None)
-
-
-def _no_check(*_: Any, **__: Any) -> None:
-    pass
+    return jax.tree.map(rounded, (rows, columns, weights), gradients, is_leaf=is_absent_field)
 
 
 _OPERANDS = f"{ROWS_AXES}, {COLUMNS_AXES}, {WEIGHTS_AXES}"
-_EVERYWHERE = frozenset(PLATFORMS)
 
 # Per device: if the compiler split a block over devices, its shape on each, and so its bits, would depend on the mesh.
 _GRADIENTS = Operator(
     name="batch_invariant_losses_backward",
     signature=f"..., {STATISTICS_AXES}, {_OPERANDS} -> {ROW_GRADIENTS_AXES}, {COLUMNS_AXES}, {WEIGHTS_AXES}",
-    check=_no_check,
+    check=lambda *_, **__: None,
     reference=_gradients,
-    forms=(Form("xla_row_blocks", _EVERYWHERE, _gradients, per_device=True),),
+    forms=(Form("xla_row_blocks", EVERYWHERE, _gradients, per_device=True),),
 )
 
 _LOSSES = Operator(
@@ -211,5 +206,5 @@ _LOSSES = Operator(
     check=check,
     reference=_losses,
     derivative=Derivative(vjp=_vjp),
-    forms=(Form("xla_row_blocks", _EVERYWHERE, _losses, per_device=True),),
+    forms=(Form("xla_row_blocks", EVERYWHERE, _losses, per_device=True),),
 )

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops.linear_cross_entropy.by_rows import takes_kept_rows
 from jaxops.linear_cross_entropy.chunk_sizes import columns_of_tile
 from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, parts_of
 from jaxops.linear_cross_entropy.fold_rows import filler, varying
@@ -50,7 +49,7 @@ def statistics_by_columns(
     """Computes the `RowStatistics` of x weight^T + bias."""
     rows = rows._replace(x=rows.x.astype(columns.weight.dtype))
     # Metrics are wanted for all rows.
-    kept = kept_rows(rows.labels) if takes_kept_rows(place, rows) and not metrics and rows.labels is not None else None
+    kept = None if metrics else kept_rows(rows, place)
     taken = rows if kept is None else kept.take(rows)
 
     def sums_of(bounded: jax.Array, rows: Rows, columns: Columns) -> RowSums:
@@ -94,7 +93,7 @@ def gradients_by_columns(
 ) -> tuple[RowGradients, ColumnGradients]:
     """Computes gradients from the cotangent of the logits; that of the scale is as in `linear_gradients`."""
     x_dtype, rows = rows.x.dtype, rows._replace(x=rows.x.astype(columns.weight.dtype))
-    kept = kept_rows(rows.labels) if takes_kept_rows(place, rows) and rows.labels is not None else None
+    kept = kept_rows(rows, place)
     if kept is not None:
         # Fillers must get probabilities of 0: their logits are the bias, and exp(bias) alone may overflow.
         fills = jax.tree.map(filler, (terms, rows))

@@ -75,10 +75,8 @@ def summed_by_rows(
     add = added_in_blocks if on_one_cpu and not jax.export.is_symbolic_dim(columns.weight.size) else None
     step = chunk_step(columns, softcap, needs, metrics=metrics, add=add)
     start = no_sums(rows, columns, needs, weight_grad_dtype)
-    kept = None
-    # Probabilities are too large to be reordered, and metrics are wanted for all rows.
-    if takes_kept_rows(place, rows) and not metrics and rows.labels is not None:
-        kept = kept_rows(rows.labels, chunk_rows)
+    # Metrics are wanted for all rows.
+    kept = None if metrics else kept_rows(rows, place, chunk_rows)
     if kept is not None:
         results, sums = kept.map(step, start, (rows, weights))
     else:
@@ -92,13 +90,6 @@ def kept_in_range(sums: ColumnGradients, columns: Columns) -> ColumnGradients:
     if sums.weight is None:
         return sums
     return sums._replace(weight=sums.weight.astype(kept_gradient_dtype(columns.weight.dtype)))
-
-
-def takes_kept_rows(place: Place | None, rows: Rows) -> bool:
-    """Tells whether rows may be taken in another order: on one device, with labels."""
-    # To take rows in another order, a split array would have to move between devices.
-    is_one = place is not None and not place.is_split and not jax.export.is_symbolic_dim(rows.x.size)
-    return is_one and rows.probabilities is None and rows.labels is not None
 
 
 def on_all_devices(chunk_rows: int | None, place: Place | None) -> int | None:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES
 from jaxops.linear_cross_entropy.fold_rows import Step, filler, varying
-from jaxops.linear_cross_entropy.operands import SKIPPED
+from jaxops.linear_cross_entropy.operands import SKIPPED, Rows
+from lowering.forms import Place
 
 
 class KeptRows(NamedTuple):
@@ -144,13 +145,23 @@ class KeptRows(NamedTuple):
         return [jnp.concatenate([x, jnp.full(fillers, filler(x), x.dtype)]) for x in taken]
 
 
-def kept_rows(labels: jax.Array, chunk_rows: int | None = None) -> KeptRows | None:
-    """Returns the rows whose label is not `SKIPPED`, first; None if they make up a single chunk.
+def kept_rows(rows: Rows, place: Place | None, chunk_rows: int | None = None) -> KeptRows | None:
+    """Returns the rows whose label is not `SKIPPED`, first; None if they are taken as they lie.
+
+    So they are without a place, on several devices, with symbolic sizes, with probabilities, and in a single chunk.
 
     Args:
-      labels: (...).
+      rows: what each row has.
+      place: where they are taken.
       chunk_rows: about how many rows are in a chunk. None: an eighth of them, and at least 512.
     """
+    # To take rows in another order, a split array would have to move between devices, and probabilities are too large.
+    is_one_device = place is not None and not place.is_split
+    if not is_one_device or rows.labels is None or rows.probabilities is not None:
+        return None
+    if jax.export.is_symbolic_dim(rows.x.size):
+        return None
+    labels = rows.labels
     wanted = chunk_rows or max(SIZES.least_kept_rows, labels.size // SIZES.kept_chunks)
     steps = math.ceil(labels.size / wanted)
     if steps < 2:

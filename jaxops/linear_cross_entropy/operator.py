@@ -21,8 +21,7 @@ from jaxops.linear_cross_entropy.operands import (
 )
 from jaxops.linear_cross_entropy.patterns import LOGITS_CROSS_ENTROPY
 from jaxops.linear_cross_entropy.row_statistics import scale_gradient, statistics_terms
-from lowering.forms import Form
-from lowering.targets import PLATFORMS
+from lowering.forms import EVERYWHERE, Form
 from pallas_kernels.gpu.linear_cross_entropy import gradients as gpu_gradients
 from pallas_kernels.gpu.linear_cross_entropy import statistics as gpu_statistics
 from pallas_kernels.tpu.linear_cross_entropy import backward as tpu_backward
@@ -70,16 +69,13 @@ def _vjp(residuals: Any, cotangents: RowStatistics, active: Active, *, metrics: 
     return Rows(of_rows.x, None, of_rows.probabilities, of_scale, rows.margin), Columns(*of_columns)
 
 
-_EVERYWHERE = frozenset(PLATFORMS)
-_OF_LABELS = frozenset(("x", "labels", "weight", "bias", "class_targets"))
-
 _BACKWARD = Operator(
     name="linear_cross_entropy_backward",
     signature=f"{TERMS_AXES}, {ROWS_AXES}, {COLUMNS_AXES} -> {ROW_GRADIENTS_AXES}, {COLUMNS_AXES}",
     check=lambda *operands, **_: None,
     reference=gradients_by_columns,
     kernels=(tpu_backward.KERNEL, gpu_gradients.KERNEL),
-    forms=(Form("xla_by_columns", _EVERYWHERE, gradients_by_columns),),
+    forms=(Form("xla_by_columns", EVERYWHERE, gradients_by_columns),),
 )
 
 _STATISTICS = Operator(
@@ -89,6 +85,6 @@ _STATISTICS = Operator(
     reference=statistics_by_columns,
     derivative=Derivative(vjp=_vjp),
     kernels=(tpu_statistics.KERNEL, gpu_statistics.KERNEL),
-    forms=(Form("xla_by_columns", _EVERYWHERE, statistics_by_columns),),
+    forms=(Form("xla_by_columns", EVERYWHERE, statistics_by_columns),),
     patterns=(LOGITS_CROSS_ENTROPY,),
 )

@@ -31,7 +31,6 @@ from jaxops.linear_cross_entropy.by_rows import (
     metrics_of,
     no_sums,
     on_all_devices,
-    takes_kept_rows,
 )
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, rows_of_exponentials, rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_rows, varying
@@ -202,7 +201,7 @@ def summed_by_prior_shift(
     sums = no_sums(rows, columns, needs, weight_grad_dtype)
     of_targets = varying(_TargetSums(jnp.zeros(rows.x.shape[-1:], dtype), jnp.zeros((), dtype)), (rows, columns))
     # Metrics are wanted for all rows.
-    kept = kept_rows(rows.labels, chunk_rows) if takes_kept_rows(place, rows) and not metrics else None  # type: ignore[arg-type]
+    kept = None if metrics else kept_rows(rows, place, chunk_rows)
     if kept is None:
         chunk = on_all_devices(chunk_rows, place)
         (results, is_exact), carry = fold_rows(step, (sums, of_targets), (rows, weights), rows.x.shape[:-1], chunk)

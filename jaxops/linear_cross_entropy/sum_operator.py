@@ -36,9 +36,8 @@ from jaxops.linear_cross_entropy.operands import (
 )
 from jaxops.linear_cross_entropy.operator import check
 from jaxops.linear_cross_entropy.row_statistics import loss_terms, of_present, target_total, weighted, zero_unless
-from lowering.forms import Form, Place
-from lowering.structures import fields
-from lowering.targets import PLATFORMS
+from lowering.forms import EVERYWHERE, Form, Place
+from lowering.structures import fields, is_absent_field
 from pallas_kernels.gpu.linear_cross_entropy import exponentials as gpu_exponentials
 from pallas_kernels.gpu.linear_cross_entropy import statistics as gpu_statistics
 from pallas_kernels.kernel import Kernel
@@ -109,12 +108,8 @@ def _linearize(operands: Any, active: Active, **params: Any) -> tuple[Any, Any]:
         return None if x is None or gradient is None else laid_out_as(gradient, jax.typeof(x).sharding)
 
     # On an explicit mesh, a tangent and a gradient can only be multiplied if they are split alike.
-    gradients = jax.tree.map(laid_out, operands, gradients, is_leaf=_is_absent)
+    gradients = jax.tree.map(laid_out, operands, gradients, is_leaf=is_absent_field)
     return (loss, of_rows._replace(gradients=RowGradients())), (*gradients, *operands)
-
-
-def _is_absent(field: Any) -> bool:
-    return field is None
 
 
 def _tangent(residuals: Any, tangents: Any, active: Active, *, metrics: bool, **_: Any) -> Any:
@@ -138,7 +133,7 @@ def _vjp(residuals: Any, cotangents: Any, active: Active, **_: Any) -> Any:
     def scaled(x: Any, gradient: Any, is_active: Any) -> Any:
         return (factor * gradient.astype(factor.dtype)).astype(x.dtype) if is_active else None
 
-    return jax.tree.map(scaled, tuple(residuals[3:]), tuple(residuals[:3]), active, is_leaf=_is_absent)
+    return jax.tree.map(scaled, tuple(residuals[3:]), tuple(residuals[:3]), active, is_leaf=is_absent_field)
 
 
 def _of_statistics(kernel: Kernel) -> Kernel:
@@ -229,7 +224,6 @@ def _refuses_prior_shift(
 
 
 _OF_LABELS = frozenset({"x", "labels", "weight", "bias", "class_targets", *RowWeights._fields})
-_EVERYWHERE = frozenset(PLATFORMS)
 _SUMMANDS = f"{ROWS_AXES}, {COLUMNS_AXES}, {WEIGHTS_AXES}"
 
 _SUM_WITH_GRADIENTS = Operator(
@@ -244,7 +238,7 @@ _SUM_WITH_GRADIENTS = Operator(
     forms=(
         # On TPUs, XLA fuses the exponentials into the product that makes the logits.
         Form("xla_prior_shift", frozenset({"tpu"}), prior_shift.summed_by_prior_shift, _refuses_prior_shift),
-        Form("xla_by_rows", _EVERYWHERE, summed_by_rows),
+        Form("xla_by_rows", EVERYWHERE, summed_by_rows),
     ),
 )
 
@@ -255,5 +249,5 @@ _SUM = Operator(
     reference=_value,
     derivative=Derivative(vjp=_vjp, tangent=_tangent, linearize=_linearize, residuals=f"{_SUMMANDS}, {_SUMMANDS}"),
     kernels=(_of_statistics(tpu_statistics.KERNEL), _of_statistics(gpu_statistics.KERNEL)),
-    forms=(Form("xla_by_columns", _EVERYWHERE, _value),),
+    forms=(Form("xla_by_columns", EVERYWHERE, _value),),
 )

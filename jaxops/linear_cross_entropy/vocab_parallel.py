@@ -26,8 +26,7 @@ from jaxops.linear_cross_entropy.fold_rows import fold_rows, varying
 from jaxops.linear_cross_entropy.operands import Columns, Rows
 from jaxops.linear_cross_entropy.rounded_products import Products, rounded_products
 from jaxops.linear_cross_entropy.row_statistics import bounded_logits, is_label, over_columns
-from lowering.forms import Form, Place
-from lowering.targets import PLATFORMS
+from lowering.forms import EVERYWHERE, Form, Place
 from pallas_kernels.gpu.linear_cross_entropy import vocab_parallel as gpu
 from pallas_kernels.tpu.linear_cross_entropy import vocab_parallel as tpu
 
@@ -278,13 +277,12 @@ def _on_one_device(place: Place, *_: Any, **__: Any) -> str | None:
     return None if place.is_split else "one device has all rows, as the reference expects"
 
 
-_EVERYWHERE = frozenset(PLATFORMS)
 _ONLINE_MAX_SUM = Operator(
     name="fused_linear_online_max_sum",
     signature="... h, v h, ..., , -> ..., ..., ..., ..., ..., ... v",
     check=_check_max_sum,
     reference=_max_sum,
-    forms=(Form("xla_split_rows", _EVERYWHERE, _max_sum, _on_one_device),),
+    forms=(Form("xla_split_rows", EVERYWHERE, _max_sum, _on_one_device),),
     kernels=(tpu.MAX_SUM_KERNEL, gpu.MAX_SUM_KERNEL),
 )
 
@@ -304,6 +302,6 @@ _GRAD = Operator(
     signature="..., ... h, v h, ..., ..., ..., ..., ... v -> ... h, v h",
     check=_check_grad,
     reference=_grad,
-    forms=(Form("xla_split_rows", _EVERYWHERE, _grad, _on_one_device),),
+    forms=(Form("xla_split_rows", EVERYWHERE, _grad, _on_one_device),),
     kernels=(tpu.GRAD_KERNEL, gpu.GRAD_KERNEL),
 )
