@@ -119,3 +119,26 @@ def test_value_is_as_near_to_float64_as_the_functions_own(name: str, few_logits_
         errors = [float(np.sqrt(np.mean((f(W, others) - expected) ** 2))) for f in (own, found)]
         # Log-probabilities of about 5 are rounded by 2e-7 before they are subtracted, and 48 rows are averaged.
         assert errors[1] <= 1.5 * errors[0] + 2e-7 * np.abs(expected).max() + 1e-8
+
+
+@pytest.mark.parametrize("scale", [1, 0.5], ids=["plain", "temperature"])
+def test_gradient_is_as_near_to_float64_where_targets_nearly_cancel_it(scale: float, few_logits_count) -> None:
+    few_logits_count(64)
+    rows, features, classes = 64, 32, 16384
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(rows, features)).astype(np.float32)
+    w = (rng.normal(size=(features, classes)) / 4).astype(np.float32)
+    teacher = (w + 1e-4 * rng.normal(size=w.shape)).astype(np.float32)
+
+    def distillation(x, w):
+        targets = jax.nn.softmax(scale * (jax.lax.stop_gradient(x) @ teacher))
+        return optax.softmax_cross_entropy(scale * (x @ w), targets).mean()
+
+    fast = lowering.rewrite(distillation)
+    assert [one.pattern for one in fast.report(x, w).applied] == ["cross_entropy_sum"]
+    log_probs, targets = (log_softmax(scale * (x.astype(float) @ each.astype(float)), axis=-1) for each in (w, teacher))
+    cotangent = scale / rows * (np.exp(log_probs) - np.exp(targets))
+    expected = cotangent @ w.T.astype(float), x.T.astype(float) @ cotangent
+    own, found = (jax.jit(jax.grad(f, (0, 1)))(x, w) for f in (distillation, fast))
+    for of_own, of_found, truth in zip(own, found, expected, strict=True):
+        assert np.linalg.norm(of_found - truth) <= 1.25 * np.linalg.norm(of_own - truth)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import rewrite_checks
 from rewrite_checks import ARGS, loss
@@ -40,6 +41,20 @@ def test_patterns_are_switched_by_name(few_logits_count) -> None:
                 lowering.rewrite(loss, **{argument: name})
     with pytest.raises(TypeError, match="fn must be a function"):
         lowering.rewrite(3)
+
+
+def test_report_holds_for_numpy_arrays_as_under_jit(few_logits_count) -> None:
+    few_logits_count(95)
+    args = tuple(map(np.asarray, ARGS))
+    assert [one.pattern for one in lowering.rewrite(loss).report(*args).applied] == ["cross_entropy_sum"]
+    assert "linear_cross_entropy" in str(jax.make_jaxpr(lowering.rewrite(loss))(*args))
+
+    def with_values(w, x, labels):
+        return loss(w, x[np.flatnonzero(labels >= 0)], labels[labels >= 0])
+
+    assert [one.pattern for one in lowering.rewrite(with_values).report(ARGS[0], *args[1:]).applied] == [
+        "cross_entropy_sum"
+    ]
 
 
 def test_report_is_shown_and_written() -> None:

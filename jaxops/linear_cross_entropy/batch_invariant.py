@@ -36,6 +36,7 @@ from jaxops.linear_cross_entropy.operands import (
 )
 from jaxops.linear_cross_entropy.operator import check
 from jaxops.linear_cross_entropy.row_statistics import (
+    RowSums,
     bounded_logits,
     cotangent_terms,
     linear_gradients,
@@ -45,6 +46,7 @@ from jaxops.linear_cross_entropy.row_statistics import (
     row_losses,
     row_sums,
     scale_gradient,
+    softmax_coefficient,
     statistics_terms,
     target_total,
     with_target_total,
@@ -108,7 +110,7 @@ def _losses(
 
     def step(_: None, block: tuple[Rows, RowWeights]) -> tuple[None, tuple[jax.Array | None, RowStatistics]]:
         rows, weights = block
-        statistics = _statistics(rows, columns, softcap, metrics)[1]
+        statistics = _row_sums(rows, columns, softcap, metrics)[1].statistics
         if metrics:
             return None, (None, statistics)
         total = target_total(rows, columns, statistics.max_logit)
@@ -117,10 +119,10 @@ def _losses(
     return _scan_blocks(step, None, (rows, weights), rows.x.shape[:-1])[1]
 
 
-def _statistics(rows: Rows, columns: Columns, softcap: float | None, metrics: bool) -> tuple[jax.Array, RowStatistics]:
+def _row_sums(rows: Rows, columns: Columns, softcap: float | None, metrics: bool) -> tuple[jax.Array, RowSums]:
     rows = rows._replace(x=rows.x.astype(columns.weight.dtype))
     bounded = bounded_logits(rows, columns, softcap)
-    return bounded, row_sums(logits_of(bounded, rows), rows, columns, metrics=metrics).statistics
+    return bounded, row_sums(logits_of(bounded, rows), rows, columns, metrics=metrics)
 
 
 def _gradients(
@@ -140,15 +142,19 @@ def _gradients(
 
     def step(sums: ColumnGradients, block: Any) -> tuple[ColumnGradients, tuple[RowGradients, RowWeights]]:
         of_loss, cotangents, rows, weights = block
-        bounded, statistics = _statistics(rows, columns, softcap, metrics)
+        bounded, row_totals = _row_sums(rows, columns, softcap, metrics)
+        statistics = row_totals.statistics
         total = target_total(rows, columns, statistics.max_logit)
         of_weights = RowWeights()
         if of_loss is not None:
-            # A loss is linear in the statistics but for log sum exp, so these are the cotangents of the statistics.
             of_weights = jax.tree.map(lambda term: of_loss * term, of_present(loss_terms(statistics, total), weights))
-            terms = cotangent_terms(jax.tree.map(lambda weight: of_loss * weight, weights), statistics, total)
-            cotangents = RowStatistics(terms.softmax, terms.softmax, terms.label, terms.target)
-        terms = statistics_terms(cotangents, statistics)
+            weighted = jax.tree.map(lambda weight: of_loss * weight, weights)
+            terms = cotangent_terms(weighted, row_totals, total)
+            # A loss is linear in the statistics but for log sum exp, so these are the cotangents of the statistics.
+            softmax = softmax_coefficient(weighted, statistics, total)
+            cotangents = RowStatistics(softmax, softmax, terms.label, terms.target)
+        else:
+            terms = statistics_terms(cotangents, statistics)
         rows = rows._replace(x=rows.x.astype(columns.weight.dtype))
         of_rows, of_columns = linear_gradients(terms, rows, columns, bounded, softcap, needs)
         if of_rows.scale is not None:

@@ -126,9 +126,10 @@ def chunk_step(
         # A skipped row may hold NaN, and its cotangent of 0 times NaN would be NaN in the gradient of the weight.
         rows = rows._replace(x=x if rows.labels is None else zero_unless(rows.labels != SKIPPED, x))
         bounded = bounded_logits(rows, columns, softcap)
-        statistics = row_sums(logits_of(bounded, rows), rows, columns, metrics=metrics).statistics
+        row_totals = row_sums(logits_of(bounded, rows), rows, columns, metrics=metrics)
+        statistics = row_totals.statistics
         total = target_total(rows, columns, statistics.max_logit)
-        cotangent = cotangent_terms(weights, statistics, total)
+        cotangent = cotangent_terms(weights, row_totals, total)
         of_rows, of_columns = linear_gradients(
             cotangent, rows, columns, bounded, softcap, needs, weight_sum=sums.columns.weight, add=add
         )

@@ -252,14 +252,20 @@ def softmax_coefficient(weights: RowWeights, rows: RowStatistics, total: jax.Arr
     return coefficient
 
 
-def cotangent_terms(weights: RowWeights, rows: RowStatistics, total: jax.Array | None) -> CotangentTerms:
-    """Computes the cotangent of the logits of rows whose weighted losses are summed."""
+def cotangent_terms(weights: RowWeights, sums: RowSums, total: jax.Array | None) -> CotangentTerms:
+    """Computes the cotangent of the logits of rows whose weighted losses are summed.
+
+    Divided by the sum itself, an exponential keeps the digits that exp(z - m - l) loses to the size of l, which show
+    where targets nearly cancel it.
+    """
     # With it, logits - maximum is computed again. Without the barrier XLA would keep it next to the logits instead.
-    maximum = jax.lax.optimization_barrier(rows.max_logit)
-    softmax = softmax_coefficient(weights, rows, total)
+    maximum = jax.lax.optimization_barrier(sums.max_logit)
+    # A row without a finite logit has exponentials of 0.
+    sum_exp = jnp.where(sums.sum_exp == 0, jnp.ones_like(maximum), sums.sum_exp)
+    softmax = softmax_coefficient(weights, sums.statistics, total) / sum_exp
     label = None if weights.label is None else -weights.label
     target = None if weights.target is None or total is None else -weights.target
-    return CotangentTerms(softmax, maximum, rows.log_sum_exp, label, target)
+    return CotangentTerms(softmax, maximum, jnp.zeros_like(maximum), label, target)
 
 
 def statistics_terms(cotangents: RowStatistics, rows: RowStatistics) -> CotangentTerms:

@@ -83,13 +83,18 @@ class Rewritten(Generic[_P, _R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def report(self, *args: _P.args, **kwargs: _P.kwargs) -> Rewrites:
-        """Reports what is rewritten for these arguments, and what is left alone and why. Computes nothing.
+        """Reports what is rewritten for these arguments under `jax.jit`, and what is left alone and why.
+
+        It computes nothing. NumPy's arrays are traced as `jax.jit` would, unless the function needs their values.
 
         Args:
           *args: the function's arguments: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them.
           **kwargs: its keyword arguments.
         """
-        jaxpr = _Traced(self._fn, args, kwargs).jaxpr
+        try:
+            jaxpr = _Traced(self._fn, args, kwargs, numpy_is_traced=True).jaxpr
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+            jaxpr = _Traced(self._fn, args, kwargs).jaxpr
         plan = Planner(self._rules).plan(jaxpr)
         applied = tuple(sorted(plan.applied, key=lambda one: -one.saved_bytes))
         return Rewrites(applied, (*plan.refused, *overlooked(self._rules, jaxpr, plan)))
@@ -98,14 +103,15 @@ class Rewritten(Generic[_P, _R]):
 class _Traced:
     """A function's jaxpr for some arguments, and how to make its results of the jaxpr's.
 
-    Every leaf that is no JAX array stays what it is, as in a plain call: numbers, strings, NumPy's arrays.
+    Every leaf that is no JAX array stays what it is, as in a plain call: numbers, strings and, unless they are to be
+    traced, NumPy's arrays.
     """
 
-    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any, *, numpy_is_traced: bool = False) -> None:
         """Traces the function."""
         self._arguments = Arguments(args, kwargs)
         leaves, structure = jax.tree.flatten(self._arguments.tree)
-        moving = [_is_traced(leaf) for leaf in leaves]
+        moving = [_is_traced(leaf) or (numpy_is_traced and _is_numeric(leaf)) for leaf in leaves]
         self._arrays = [leaf for leaf, moves in zip(leaves, moving, strict=True) if moves]
         self._outputs: list[Any] = []
         self._structure: Any = None
@@ -137,6 +143,10 @@ _TRACED = object()
 def _is_traced(leaf: Any) -> bool:
     is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     return isinstance(leaf, jax.Array) or (is_array and not isinstance(leaf, np.ndarray | np.generic))
+
+
+def _is_numeric(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and (leaf.dtype == bool or jax.dtypes.issubdtype(leaf.dtype, np.number))
 
 
 def _chosen(only: str | Collection[str], off: str | Collection[str]) -> tuple[Rule, ...]:
