@@ -17,7 +17,8 @@ class Applied:
       pattern: the name of the rule.
       source: the line where it begins, such as "model.py:12 (loss_fn)".
       detail: what is computed there, and how it is computed instead.
-      saved_bytes: about how many bytes of temporaries this saves, where the function is differentiated.
+      saved_bytes: about how many bytes of temporaries this saves where the function is differentiated with respect to
+        all that it reads there.
       count: how often it runs.
       remark: what else it changes.
     """
