@@ -3,14 +3,24 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from linear_cross_entropy_oracle import IGNORED, STRATEGIES, make_case
 
 import lowering
 from jaxops import BadParamError, linear_cross_entropy, linear_log_probs
+from jaxops.linear_cross_entropy.operands import Columns, Rows, RowStatistics
+from pallas_kernels._jax_private import interpret_gpu_params
+from pallas_kernels.gpu.linear_cross_entropy import statistics as gpu_statistics
+from pallas_kernels.tpu.linear_cross_entropy import statistics as tpu_statistics
+
+TPU_CONFIG = {"block_rows": 8, "block_vocab": 256, "block_hidden": 16}
+GPU_CONFIG = {"block_rows": 64, "block_columns": 64, "stages": 2, "copying": 1, "cluster_blocks": 1, "row_group": 1}
+GPU_CONFIG |= {"vocab_splits": 3}
 
 
 def with_margin(x, weight, labels, margin):
@@ -108,3 +118,25 @@ def test_a_loss_of_rows_that_are_nearly_certain_keeps_its_digits(form, rng):
     np.testing.assert_allclose(value, truth.sum(), rtol=tolerance)
     log_probs = jax.jit(functools.partial(linear_log_probs, bias=bias))(x, weight, labels)
     np.testing.assert_allclose(np.asarray(log_probs, np.float64).sum(), -truth.sum(), rtol=0.25)
+
+
+@pytest.mark.parametrize(
+    ("run", "config", "interpret"),
+    [
+        (tpu_statistics.run, TPU_CONFIG, pltpu.InterpretParams()),
+        (gpu_statistics.run, GPU_CONFIG, interpret_gpu_params()),
+    ],
+    ids=["tpu", "gpu"],
+)
+def test_kernels_keep_the_digits_of_rows_that_are_nearly_certain(run, config, interpret, rng):
+    x, weight = (rng.normal(size=size).astype(jnp.bfloat16) for size in ((8, 16), (2000, 16)))
+    weight, labels, bias = weight / 16, np.full(8, 7, np.int32), np.zeros(2000, np.float32)
+    bias[7] = 22.3
+    logits = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T + bias
+    truth = np.log1p(np.exp(np.delete(logits - logits[:, 7:8], 7, axis=1)).sum(-1))
+    assert truth.max() < 1e-6
+    operands = Rows(jnp.asarray(x), jnp.asarray(labels)), Columns(jnp.asarray(weight), jnp.asarray(bias))
+    run = functools.partial(run, softcap=None, metrics=False, config=config, interpret=interpret)
+    found = RowStatistics(*jax.jit(run)(*operands))
+    np.testing.assert_array_equal(found.label_logit, 0)
+    np.testing.assert_allclose(np.float64(found.log_sum_exp).sum(), truth.sum(), rtol=0.05)

@@ -29,7 +29,7 @@ class _Partial(NamedTuple):
 
     Attributes:
       maximum: max z, -inf at the start.
-      total: sum exp(z - m).
+      less_one: sum exp(z - m) - 1. Added to the 1 of the maximum, the small terms of a confident row would be lost.
       label: the label's z, 0 if it was not among them.
       target: sum t (z - m), or None.
       mean: sum exp(z - m) (z - m), or None.
@@ -37,7 +37,7 @@ class _Partial(NamedTuple):
     """
 
     maximum: jax.Array
-    total: jax.Array
+    less_one: jax.Array
     label: jax.Array
     target: jax.Array | None
     mean: jax.Array | None
@@ -45,10 +45,10 @@ class _Partial(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """Statistics of whole rows: the fields of `RowStatistics`, with sum exp(z - m) in place of its logarithm."""
+    """Statistics of whole rows: `RowStatistics` with sum exp(z - m) - 1 in place of log sum exp(z - m)."""
 
     maximum: jax.Array
-    total: jax.Array
+    less_one: jax.Array
     label: jax.Array
     target: jax.Array
     mean: jax.Array
@@ -116,7 +116,8 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, params, interpret):
             shifted = z - tiles.by_row(after, z)
             exponential = jnp.exp2(tiles.LOG2_E * shifted)
             rescale = jnp.exp2(tiles.LOG2_E * (partial.maximum - after))
-            total = rescale * partial.total + jnp.sum(exponential, axis=1)
+            # Without a new maximum `rescale` is 1, and a small sum keeps its digits.
+            less_one = rescale * partial.less_one + (jnp.sum(exponential, axis=1) + (rescale - 1))
             is_label = columns == tiles.by_row(labels, columns)
             label = partial.label + jnp.sum(jnp.where(is_label, z, 0.0), axis=1)
             target, mean, prediction = partial.target, partial.mean, partial.prediction
@@ -128,13 +129,14 @@ def _kernel(x_gmem, weight_gmem, labels_gmem, *refs, tiling, params, interpret):
                 target = target + weight_before * (before - after) + jnp.sum(products, axis=1)
             if params.metrics:
                 finite = jnp.where(shifted == -jnp.inf, 0.0, shifted)
-                mean = rescale * (mean + (before - after) * partial.total) + jnp.sum(exponential * finite, axis=1)
+                mean = rescale * (mean + (before - after) * (1 + partial.less_one))
+                mean = mean + jnp.sum(exponential * finite, axis=1)
                 is_new = tile_maximum > partial.maximum
                 prediction = jnp.where(is_new, _first_column(z, tile_maximum, columns), prediction)
-            return _Partial(maximum, total, label, target, mean, prediction)
+            return _Partial(maximum, less_one, label, target, mean, prediction)
 
         of_target, of_metrics = zeros if params.has_target else None, zeros if params.metrics else None
-        start = _Partial(zeros - jnp.inf, zeros, zeros, of_target, of_metrics, of_metrics)
+        start = _Partial(zeros - jnp.inf, zeros - 1, zeros, of_target, of_metrics, of_metrics)
         found = fold(lambda place: functools.partial(consume, place), start)
         # No two thread blocks have the same rows and split, so results are stored without atomics, in any order.
         split = lax.div(first.tile, jnp.int32(tiling.tiles_per_split))
@@ -183,10 +185,10 @@ def reduced_rows(
         name="linear_cross_entropy",
         interpret=interpret,
     )
-    maximum, total, label, *others = results[:, :, :rows]
+    maximum, less_one, label, *others = results[:, :, :rows]
     partial = _Partial(
         maximum,
-        total,
+        less_one,
         label,
         target=others[0] if params.has_target else None,
         mean=others[-2] if metrics else None,
@@ -200,7 +202,11 @@ def _merged(partial: _Partial, labels: jax.Array, split_weights: jax.Array, colu
     maximum = _reference_point(jnp.max(partial.maximum, axis=0))
     shift = _reference_point(partial.maximum) - maximum[None]
     rescale = jnp.exp(partial.maximum - maximum[None])
-    total = jnp.sum(rescale * partial.total, axis=0)
+    total = 1 + partial.less_one
+    # One of the splits that have the maximum counts without the 1 that this adds.
+    best = jnp.argmax(partial.maximum, axis=0)
+    is_best = lax.broadcasted_iota(jnp.int32, total.shape, 0) == best[None]
+    less_one = jnp.sum(jnp.where(is_best, partial.less_one, rescale * total), axis=0)
     zeros = jnp.zeros_like(maximum)
     is_column = (labels >= 0) & (labels < columns)
     label = jnp.where(is_column, jnp.sum(partial.label, axis=0) - maximum, zeros)
@@ -208,11 +214,10 @@ def _merged(partial: _Partial, labels: jax.Array, split_weights: jax.Array, colu
     if partial.target is not None:
         target = jnp.sum(partial.target + split_weights[:, None] * shift, axis=0)
     if partial.mean is not None and partial.prediction is not None:
-        mean = jnp.sum(rescale * (partial.mean + shift * partial.total), axis=0) / total
+        mean = jnp.sum(rescale * (partial.mean + shift * total), axis=0) / (1 + less_one)
         # argmax takes the first of equal maxima, and splits are in the order of their columns.
-        best = jnp.argmax(partial.maximum, axis=0)
         prediction = jnp.take_along_axis(partial.prediction, best[None], axis=0)[0]
-    return Reduced(maximum, total, label, target, mean, prediction.astype(jnp.int32))
+    return Reduced(maximum, less_one, label, target, mean, prediction.astype(jnp.int32))
 
 
 def run(rows, columns, *, softcap, metrics, config, interpret=False, **_):
@@ -232,7 +237,7 @@ def run(rows, columns, *, softcap, metrics, config, interpret=False, **_):
     )
     target = None if columns.class_targets is None else found.target
     metrics_of_rows = (found.mean, found.prediction) if metrics else (None, None)
-    results = (found.maximum, jnp.log(found.total), found.label, target, *metrics_of_rows)
+    results = (found.maximum, jnp.log1p(found.less_one), found.label, target, *metrics_of_rows)
     return tuple(None if result is None else result.reshape(x.shape[:-1]) for result in results)
 
 

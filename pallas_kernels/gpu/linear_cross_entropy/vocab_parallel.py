@@ -24,8 +24,8 @@ def run_max_sum(x, weight, target, start, end, *, return_logits, config, interpr
         config=config,
         interpret=interpret,
     )
-    maximum, total, predicted = (values.reshape(rows) for values in (found.maximum, found.total, found.label))
-    return maximum, total, predicted, mask, masked_target, None
+    maximum, less_one, predicted = (values.reshape(rows) for values in (found.maximum, found.less_one, found.label))
+    return maximum, 1 + less_one, predicted, mask, masked_target, None
 
 
 def refuses_max_sum(hardware, x, weight, target, start, end, *, return_logits) -> str | None:

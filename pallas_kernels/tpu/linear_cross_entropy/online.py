@@ -20,7 +20,7 @@ class OnlineStatistics(NamedTuple):
 
     Attributes:
       maximum: max z.
-      total: sum exp(z - m).
+      less_one: sum exp(z - m) - 1. Added to the 1 of the maximum, the small terms of a confident row would be lost.
       label_logit: z[label] - m, or 0 if the label is not a class; inside the kernel without - m.
       target_logit: sum t (z - m).
       weighted_total: sum exp(z - m) (z - m).
@@ -28,7 +28,7 @@ class OnlineStatistics(NamedTuple):
     """
 
     maximum: jax.Array
-    total: jax.Array
+    less_one: jax.Array
     label_logit: jax.Array
     target_logit: jax.Array
     weighted_total: jax.Array
@@ -60,7 +60,8 @@ class Rows(NamedTuple):
         """Stores what is known before the first class. A skipped block ends as it starts: all of its logits are 0."""
         known = self.known
         known.maximum[...] = jnp.full(known.maximum.shape, jnp.where(is_live, -jnp.inf, 0.0), jnp.float32)
-        known.total[...] = jnp.full(known.total.shape, jnp.where(is_live, 0.0, classes / SUBLANES), jnp.float32)
+        less_one = jnp.where(is_live, -1.0, classes / SUBLANES - 1)
+        known.less_one[...] = jnp.full(known.less_one.shape, less_one, jnp.float32)
         for ref in (*known[2:], self.target_total):
             ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
@@ -80,18 +81,20 @@ class Rows(NamedTuple):
             self.target_total[...] += jnp.sum(_by_sublane(target), axis=0)
         if metrics:
             products = jnp.sum(exponentials * finite(shifted), axis=0)
-            known.weighted_total[...] = (known.weighted_total[...] + known.total[...] * shift) * correction + products
+            weighted_total = known.weighted_total[...] + (1 + known.less_one[...]) * shift
+            known.weighted_total[...] = weighted_total * correction + products
             # Small integers, which float32 holds exactly: not every TPU has a minimum of integers.
             class_index = _by_sublane(class_index.astype(jnp.float32))
             first = jnp.min(jnp.where(logits == chunk_max[None], class_index, jnp.inf), axis=0)
             first += jnp.asarray(first_class, jnp.float32)
             known.prediction[...] = jnp.where(chunk_max > old, first, known.prediction[...])
-        known.total[...] = known.total[...] * correction + jnp.sum(exponentials, axis=0)
+        # Without a new maximum the correction is 1, and a small sum keeps its digits.
+        known.less_one[...] = known.less_one[...] * correction + (jnp.sum(exponentials, axis=0) + (correction - 1))
         known.maximum[...] = new
 
     def merge(self, results: OnlineStatistics, *, weighted: bool, metrics: bool) -> None:
         """Stores what is known about the rows in `results`, from what each sublane knows of its classes."""
-        maximum, total, scale = self.known.maximum[...], self.known.total[...], self._scale()
+        maximum, less_one, scale = self.known.maximum[...], self.known.less_one[...], self._scale()
         row_max = jnp.max(maximum, axis=0, keepdims=True)
         shift, correction = finite(maximum) - finite(row_max), self._exponential(maximum - finite(row_max))
 
@@ -99,7 +102,11 @@ class Rows(NamedTuple):
             ref[...] = scale * jnp.sum(terms, axis=0, keepdims=True)
 
         results.maximum[...] = scale * row_max
-        store(results.total, total * correction, 1.0)
+        # One of the sublanes that have the maximum counts without the 1 that this adds.
+        sublane = jax.lax.broadcasted_iota(jnp.int32, maximum.shape, 0).astype(jnp.float32)
+        first = jnp.min(jnp.where(maximum == row_max, sublane, SUBLANES), axis=0, keepdims=True)
+        total = 1 + less_one
+        store(results.less_one, jnp.where(sublane == first, less_one, total * correction), 1.0)
         store(results.label_logit, self.known.label_logit[...])
         target_logit, weighted_total = self.known.target_logit[...], self.known.weighted_total[...]
         store(results.target_logit, target_logit + self.target_total[...] * shift if weighted else target_logit)

@@ -248,10 +248,10 @@ def run(rows, columns, *, softcap, metrics, config, interpret=False, **_):
     )
     results = (
         finite(found.maximum),
-        jnp.log(found.total),
+        jnp.log1p(found.less_one),
         found.label_logit,
         None if target is None else found.target_logit,
-        found.weighted_total / found.total if metrics else None,
+        found.weighted_total / (1 + found.less_one) if metrics else None,
         found.prediction if metrics else None,
     )
     return tuple(None if result is None else result.reshape(x.shape[:-1]) for result in results)

@@ -19,8 +19,8 @@ def _run_max_sum(x, weight, target, start, end, *, return_logits, config, interp
         config=config,
         interpret=interpret,
     )
-    maximum, total, predicted = (row.reshape(target.shape) for row in rows[:3])
-    return maximum, total, predicted, mask, masked_target, None
+    maximum, less_one, predicted = (row.reshape(target.shape) for row in rows[:3])
+    return maximum, 1 + less_one, predicted, mask, masked_target, None
 
 
 def _label(mask, masked_target, weight):
