@@ -256,11 +256,11 @@ def test_explanation_shows_opportunities_below_the_table() -> None:
     assert str(explanation).splitlines()[1:] == explanation.remarks
     assert line not in explanation.remarks
     (shown,) = json.loads(explanation.to_json())["opportunities"]
-    # 2048 x 32000 logits of four bytes and their cotangent, but for one and a half chunks of 512 rows, the
+    # 2048 x 32000 logits of four bytes and their cotangent, but for a chunk of 512 rows, the
     # weight as the operator has it, and the gradient of x.
     assert "float32[2048,32000] (262,144,000 bytes)" in line
-    assert shown["saved_bytes"] == 2 * 262_144_000 - 3 * 262_144_000 // 8 - 4 * 512 * 32000 - 4 * 2048 * 512
-    assert "would replace this and save about 356 MB of temporaries where it is differentiated" in line
+    assert shown["saved_bytes"] == 2 * 262_144_000 - 262_144_000 // 4 - 4 * 512 * 32000 - 4 * 2048 * 512
+    assert "would replace this and save about 389 MB of temporaries where it is differentiated" in line
     assert shown["source"].endswith("(optax_loss)")
     assert shown["count"] == 1
 

@@ -58,6 +58,8 @@ HEADS: dict[tuple[str, Any, tuple[int, ...]], str] = {
     ("widened", jnp.float32, (4096, 4096, 50304)): COSTS,
     ("tied", jnp.float32, (4096, 4096, 50304)): "cross_entropy_sum",
     ("tied", jnp.float32, (2048, 2048, 128256)): "cross_entropy_sum",
+    ("tied", jnp.float32, (1024, 4096, 50304)): "cross_entropy_sum",
+    ("tied", jnp.float32, (1024, 4096, 32000)): "cross_entropy_sum",
     ("widened", jnp.bfloat16, (2048, 4096, 128256)): COSTS,
     ("widened", jnp.bfloat16, FEW_ROWS): COSTS,
     ("widened", jnp.float32, FEW_ROWS): COSTS,

@@ -16,6 +16,7 @@ from jaxops.linear_cross_entropy.rewriting.head import Head, Statistics, heads_o
 from jaxops.linear_cross_entropy.rewriting.likeness import (
     has_log_sum_exp,
     is_like_loss,
+    is_plain,
     logits_arrays,
     read_at_labels,
     reduced_sizes,
@@ -108,7 +109,7 @@ def _saving(level: Level, head: Head, *, keeps_rows: bool) -> Saving:
         before = before.producer.inputs[0]
         is_cast |= before.dtype.itemsize > weight.dtype.itemsize
     options: dict[str, Any] = {"keeps_rows": keeps_rows, "arrays": logits_arrays(level, head.node)}
-    options |= {"is_transposed": is_transposed, "is_cast": is_cast}
+    options |= {"is_transposed": is_transposed, "is_cast": is_cast, "is_plain": is_plain(head.node)}
     return savings.saving(head.node.outputs[0], weight, head.classes, **options)
 
 

@@ -106,6 +106,15 @@ def reduced_sizes(head: Node) -> set[int]:
     }
 
 
+def is_plain(head: Node) -> bool:
+    """Tells whether nothing is added to the result of a product, nor is it bounded, before its rows are reduced."""
+    nodes, dependent = dependents(head)
+    wide = (node for node in nodes if any(x.size == head.outputs[0].size for x in node.outputs))
+    return not any(
+        node.name == "tanh" or (node.name == "add" and not dependent.issuperset(node.inputs)) for node in wide
+    )
+
+
 def logits_arrays(level: Level, head: Node) -> float:
     """Counts the arrays of the logits' size that plain JAX keeps for the gradient, as XLA was seen to for CPUs.
 

@@ -45,6 +45,7 @@ def saving(
     is_transposed: bool,
     is_cast: bool = False,
     keeps_rows: bool = False,
+    is_plain: bool = True,
     arrays: float = LEAST_ARRAYS,
 ) -> Saving:
     """Estimates what the operator saves: nothing of so few logits that it keeps them as well.
@@ -56,6 +57,7 @@ def saving(
       is_transposed: whether the weight has its features first, (H, V), or is copied for another reason.
       is_cast: whether the weight is rounded from an array that is wider, which plain JAX reads as it is.
       keeps_rows: whether all rows are taken at a time, and some of the columns.
+      is_plain: whether the logits are a product as it is, without a bias or cap.
       arrays: how many arrays of the logits' size plain JAX keeps.
     """
     size, weight_size = math.prod(logits.shape), math.prod(weight.shape)
@@ -67,17 +69,20 @@ def saving(
     fits = weight_size * weight.dtype.itemsize >= size * itemsize
     is_placed = features >= classes or (fits and (arrays > LEAST_ARRAYS or rows >= _ROWS_OF_PLACED))
     plain = (arrays - (is_placed and not is_narrow)) * size + widened
-    least = (LEAST_ARRAYS - 1) * size + widened if fits and is_narrow else plain
+    # Nor is it known where rows have several axes.
+    least = (LEAST_ARRAYS - 1) * size + widened if fits and (is_narrow or len(logits.shape) > 2) else plain
     if keeps_rows:
         # Rows are taken in another order, and so are their gradients, in two places.
         tile = chunk_sizes.logits_of_tile(rows, (classes, features), None) or size
         copies = _weights_of_statistics(is_transposed, is_narrow, classes, math.ceil(size / tile))
-        taken = 2 * tile + 4 * rows * features + copies * weight_size
+        # Tiles of logits, row gradients, and tiles of the weight and its gradient, as they are and transposed.
+        taken = 2 * tile + 4 * rows * features + 4 * math.ceil(tile / rows) * features + copies * weight_size
     else:
-        chunks = math.ceil(rows / (chunk_sizes.rows_of_logits(classes, features, 1 + is_narrow) or rows))
-        # A chunk exists in 16 bits as well; in float32 it exists twice with a bias or cap, so half more is expected.
+        # A chunk exists in 16 bits as well; in float32 it exists twice with a bias or cap.
+        in_chunk = 1.5 if is_narrow else 2 - is_plain
+        chunks = math.ceil(rows / (chunk_sizes.rows_of_logits(classes, features, math.ceil(in_chunk)) or rows))
         copies = _weights_of_sum(is_transposed, is_narrow, is_cast)
-        taken = 1.5 * math.ceil(rows / chunks) * classes + rows * features + copies * weight_size
+        taken = in_chunk * math.ceil(rows / chunks) * classes + rows * features + copies * weight_size
         # Since JAX 0.11, a transposed float32 weight exists while its gradient is transposed as well.
         if is_transposed and not is_narrow and not KEEPS_ROUNDED:
             taken = max(taken, 2 * weight_size + rows * features)
