@@ -57,8 +57,8 @@ CASES = [
         (of_probabilities, (0, 1, 2, 3), "linear_cross_entropy", "linear_cross_entropy_backward"),
         (chunks_with_margin, (0, 1), "linear_cross_entropy", "linear_cross_entropy_backward"),
         (chunks_by_row, (0, 1, 3), "linear_cross_entropy", "linear_cross_entropy_backward"),
-        (chunks_to_scalar, (0, 1, 3), "linear_cross_entropy_sum", "linear_cross_entropy_sum_with_gradients"),
-        (chunks_to_scalar_with_aux, (0, 1, 3), "linear_cross_entropy_sum", "linear_cross_entropy_sum_with_gradients"),
+        (chunks_to_scalar, (0, 1, 3), "linear_cross_entropy", "linear_cross_entropy_sum_with_gradients"),
+        (chunks_to_scalar_with_aux, (0, 1, 3), "linear_cross_entropy", "linear_cross_entropy_sum_with_gradients"),
     )
 ]
 

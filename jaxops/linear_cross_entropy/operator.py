@@ -1,5 +1,6 @@
 """The operators for row statistics of a linear layer's logits, from which every cross entropy follows."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from jaxops._checks.errors import require
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.linear_cross_entropy.by_columns import gradients_by_columns, statistics_by_columns
+from jaxops.linear_cross_entropy.chunk_sizes import logits_of_tile
 from jaxops.linear_cross_entropy.operands import (
     COLUMNS_AXES,
     ROW_GRADIENTS_AXES,
@@ -29,7 +31,7 @@ from pallas_kernels.tpu.linear_cross_entropy import statistics as tpu_statistics
 
 
 def linear_row_statistics(
-    rows: Rows, columns: Columns, *, softcap: float | None, tile_logits: int | None, metrics: bool
+    rows: Rows, columns: Columns, *, softcap: float | None, chunk_rows: int | None, metrics: bool
 ) -> RowStatistics:
     """Computes the statistics of the logits z = x weight^T + bias, which are never needed all at once.
 
@@ -37,11 +39,11 @@ def linear_row_statistics(
       rows: what each row has.
       columns: what each column has.
       softcap: z becomes softcap tanh(z / softcap).
-      tile_logits: about how many elements of z exist at a time; None for all.
+      chunk_rows: about how many rows' worth of z exists at a time.
       metrics: whether to compute `mean_logit` and `prediction`.
     """
-    params = {"softcap": softcap, "tile_logits": tile_logits, "metrics": metrics}
-    return _STATISTICS(rows, columns, **params)
+    tile_logits = logits_of_tile(math.prod(rows.x.shape[:-1]), columns.weight.shape, chunk_rows)
+    return _STATISTICS(rows, columns, softcap=softcap, tile_logits=tile_logits, metrics=metrics)
 
 
 def check_linear(x: Any, weight: Any, operator: str = "linear_cross_entropy") -> None:

@@ -1,24 +1,23 @@
-"""The operators of the summed cross entropy of rows: its value, and its value with gradients from the same pass.
+"""The summed cross entropy of rows: its value, and the operator of its value with gradients from the same pass.
 
 Differentiating the sum computes its gradients in the forward pass, three matrix products in all. The tangent is their
 inner product with the tangents of the operands, and reverse mode multiplies them by the loss's cotangent.
 """
 
-import dataclasses
-import math
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
+import lowering
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy import prior_shift
-from jaxops.linear_cross_entropy.by_columns import statistics_by_columns
-from jaxops.linear_cross_entropy.by_rows import metrics_of, on_all_devices, summed_by_rows
-from jaxops.linear_cross_entropy.chunk_sizes import logits_of_tile, rows_of_exponentials_on
+from jaxops.linear_cross_entropy.by_rows import metrics_of, summed_by_rows
+from jaxops.linear_cross_entropy.chunk_sizes import rows_of_exponentials_on
 from jaxops.linear_cross_entropy.operands import (
     COLUMNS_AXES,
     ROW_RESULTS_AXES,
@@ -26,23 +25,19 @@ from jaxops.linear_cross_entropy.operands import (
     SKIPPED,
     WEIGHTS_AXES,
     Columns,
-    Metrics,
     Needs,
     RowGradients,
     RowResults,
     Rows,
-    RowStatistics,
     RowWeights,
 )
-from jaxops.linear_cross_entropy.operator import check
+from jaxops.linear_cross_entropy.operator import check, linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import loss_terms, of_present, target_total, weighted, zero_unless
 from lowering.forms import EVERYWHERE, Form, Place
-from lowering.structures import fields, is_absent_field
+from lowering.structures import fields
 from pallas_kernels.gpu.linear_cross_entropy import exponentials as gpu_exponentials
-from pallas_kernels.gpu.linear_cross_entropy import statistics as gpu_statistics
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu.linear_cross_entropy import exponentials as tpu_exponentials
-from pallas_kernels.tpu.linear_cross_entropy import statistics as tpu_statistics
 
 
 def summed_cross_entropy(
@@ -60,107 +55,49 @@ def summed_cross_entropy(
     The x of a `SKIPPED` row may hold anything. Gradients are kept before the loss's own cotangent is known. A cotangent
     of 1 costs nothing, which is what a mean leaves if the weights have its divisor already.
     """
-    dtype = weight_grad_dtype or accumulation_dtype(columns.weight.dtype)
-    params = {"softcap": softcap, "chunk_rows": chunk_rows, "metrics": metrics, "weight_grad_dtype": dtype}
-    total, of_rows = _SUM(rows, columns, weights, **params)
-    return total, jax.tree.map(jax.lax.stop_gradient, of_rows)
+    dtype, selection = accumulation_dtype(columns.weight.dtype), lowering.current_selection()
+    params: dict[str, Any] = {"softcap": softcap, "chunk_rows": chunk_rows, "metrics": metrics}
 
+    @jax.custom_jvp
+    def summed(rows: Rows, columns: Columns, weights: RowWeights) -> tuple[jax.Array, RowResults]:
+        statistics = linear_row_statistics(_with_zeros(rows), columns, **params)
+        terms = loss_terms(statistics, target_total(rows, columns, statistics.max_logit))
+        return jnp.sum(weighted(terms, weights)), RowResults(
+            of_present(terms, weights), metrics_of(statistics, metrics)
+        )
 
-def _value(
-    rows: Rows,
-    columns: Columns,
-    weights: RowWeights,
-    *,
-    softcap: float | None,
-    chunk_rows: int | None,
-    metrics: bool,
-    weight_grad_dtype: Any,
-    place: Place | None = None,
-) -> tuple[jax.Array, RowResults]:
-    # The tiles of the rows' statistics, so that what users subtract, as from another head, is rounded alike.
-    size, chunk_rows = math.prod(rows.x.shape[:-1]), on_all_devices(chunk_rows, place)
-    tile_logits = logits_of_tile(size, columns.weight.shape, chunk_rows)
-    params: dict[str, Any] = {"softcap": softcap, "tile_logits": tile_logits, "metrics": metrics, "place": place}
-    statistics = statistics_by_columns(_with_zeros(rows), columns, **params)
-    return _summed(statistics, rows, columns, weights, metrics)
+    def jvp(operands: Any, tangents: Any) -> Any:
+        active = jax.tree.map(lambda dot: not isinstance(dot, SymbolicZero), tangents)
+        # JAX may run this after the user's `lowering.use` has ended.
+        with lowering.using(selection):
+            loss, of_rows, of_columns = _SUM_WITH_GRADIENTS(
+                *operands, needs=Needs.of(*active[:2]), weight_grad_dtype=weight_grad_dtype or dtype, **params
+            )
+        x_grad, probabilities_grad, _ = of_rows.gradients
+        # The terms of rows are the gradients of their weights.
+        gradients = Rows(x_grad, probabilities=probabilities_grad), Columns(*of_columns), of_rows.terms
+        of_rows = of_rows._replace(gradients=RowGradients())
+        none = jax.tree.map(lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval()), of_rows)
+        pairs = zip(fields(gradients), fields(tangents), strict=True)
+        products = [_inner_product(x, dot, dtype) for x, dot in pairs if not isinstance(dot, SymbolicZero | None)]
+        return (loss, of_rows), (sum(products[1:], products[0]), none)
+
+    summed.defjvp(jvp, symbolic_zeros=True)
+    return summed(rows, columns, weights)
 
 
 def _with_zeros(rows: Rows) -> Rows:
     return rows if rows.labels is None else rows._replace(x=zero_unless(rows.labels != SKIPPED, rows.x))
 
 
-def _summed(
-    statistics: RowStatistics, rows: Rows, columns: Columns, weights: RowWeights, metrics: bool
-) -> tuple[jax.Array, RowResults]:
-    terms = loss_terms(statistics, target_total(rows, columns, statistics.max_logit))
-    results = RowResults(of_present(terms, weights), metrics_of(statistics, metrics))
-    return jnp.sum(weighted(terms, weights)), results
-
-
-def _linearize(operands: Any, active: Active, **params: Any) -> tuple[Any, Any]:
-    needs = Needs.of(*active[:2])
-    loss, of_rows, of_columns = _SUM_WITH_GRADIENTS(*operands, needs=needs, **params)
-    x_grad, probabilities_grad, _ = of_rows.gradients
-    # The terms of rows are the gradients of their weights.
-    gradients = Rows(x_grad, probabilities=probabilities_grad), Columns(*of_columns), of_rows.terms
-
-    def laid_out(x: Any, gradient: Any) -> Any:
-        return None if x is None or gradient is None else laid_out_as(gradient, jax.typeof(x).sharding)
-
-    # On an explicit mesh, a tangent and a gradient can only be multiplied if they are split alike.
-    gradients = jax.tree.map(laid_out, operands, gradients, is_leaf=is_absent_field)
-    return (loss, of_rows._replace(gradients=RowGradients())), (*gradients, *operands)
-
-
-def _tangent(residuals: Any, tangents: Any, active: Active, *, metrics: bool, **_: Any) -> Any:
-    gradients, (rows, columns, weights) = residuals[:3], residuals[3:]
-    dtype = accumulation_dtype(columns.weight.dtype)
-    pairs = zip(fields(gradients), fields(tangents), strict=True)
-    # In 16 bits a sum of V H products would soon be too large for the next product to change it.
-    products = [jnp.sum(x.astype(dtype) * dot.astype(dtype)) for x, dot in pairs if dot is not None]
-    zeros = jnp.zeros_like(rows.x, dtype, shape=rows.x.shape[:-1])
-    none = RowResults(
-        jax.tree.map(lambda _: zeros, weights), Metrics(zeros, zeros, zeros) if metrics else Metrics(), RowGradients()
-    )
-    return sum(products[1:], products[0]), none
-
-
-def _vjp(residuals: Any, cotangents: Any, active: Active, **_: Any) -> Any:
-    # Those of the rows' results are zero: see `summed_cross_entropy`.
-    factor, _ = cotangents
-
-    # Multiplied before it is rounded: only the product need fit the range of float16.
-    def scaled(x: Any, gradient: Any, is_active: Any) -> Any:
-        return (factor * gradient.astype(factor.dtype)).astype(x.dtype) if is_active else None
-
-    return jax.tree.map(scaled, tuple(residuals[3:]), tuple(residuals[:3]), active, is_leaf=is_absent_field)
-
-
-def _of_statistics(kernel: Kernel) -> Kernel:
-    """Returns the kernel of the rows' statistics, for their sum."""
-
-    def run(
-        rows: Rows,
-        columns: Columns,
-        weights: RowWeights,
-        *,
-        metrics: bool,
-        chunk_rows: int | None,
-        weight_grad_dtype: Any,
-        **params: Any,
-    ) -> Any:
-        # Beside the products, the sum reads next to nothing: a few numbers of each row.
-        statistics = RowStatistics(*kernel.run(_with_zeros(rows), columns, metrics=metrics, **params))
-        return _summed(statistics, rows, columns, weights, metrics)
-
-    def refuses(hardware: Any, rows: Any, columns: Any, *_: Any, **params: Any) -> str | None:
-        return kernel.refuses(hardware, rows, columns, **params)
-
-    def configs(hardware: Any, rows: Any, columns: Any, *_: Any, **params: Any) -> Any:
-        return kernel.configs(hardware, rows, columns, **params)
-
-    takes = None if kernel.takes is None else kernel.takes | set(RowWeights._fields)
-    return dataclasses.replace(kernel, run=run, refuses=refuses, configs=configs, takes=takes)
+# A checkpoint, so that a gradient in 16 bits waits for the loss's cotangent as it is.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _inner_product(gradient: jax.Array, tangent: jax.Array, dtype: Any) -> jax.Array:
+    # On an explicit mesh, the two can only be multiplied if they are split alike.
+    gradient = laid_out_as(gradient, jax.typeof(tangent).sharding)
+    # In 16 bits a sum of V H products would soon be too large for the next product to change it, and a gradient that is
+    # multiplied by a cotangent before it is rounded need not fit the range of float16 itself.
+    return jnp.sum(gradient.astype(dtype) * tangent.astype(dtype))
 
 
 def _exponentiating(launcher: Any, name: str, platform: str, *, interpreter_is_pure: bool = True) -> Kernel:
@@ -224,11 +161,10 @@ def _refuses_prior_shift(
 
 
 _OF_LABELS = frozenset({"x", "labels", "weight", "bias", "class_targets", *RowWeights._fields})
-_SUMMANDS = f"{ROWS_AXES}, {COLUMNS_AXES}, {WEIGHTS_AXES}"
 
 _SUM_WITH_GRADIENTS = Operator(
     name="linear_cross_entropy_sum_with_gradients",
-    signature=f"{_SUMMANDS} -> , {ROW_RESULTS_AXES}, {COLUMNS_AXES}",
+    signature=f"{ROWS_AXES}, {COLUMNS_AXES}, {WEIGHTS_AXES} -> , {ROW_RESULTS_AXES}, {COLUMNS_AXES}",
     check=check,
     reference=summed_by_rows,
     kernels=(
@@ -240,14 +176,4 @@ _SUM_WITH_GRADIENTS = Operator(
         Form("xla_prior_shift", frozenset({"tpu"}), prior_shift.summed_by_prior_shift, _refuses_prior_shift),
         Form("xla_by_rows", EVERYWHERE, summed_by_rows),
     ),
-)
-
-_SUM = Operator(
-    name="linear_cross_entropy_sum",
-    signature=f"{_SUMMANDS} -> , {ROW_RESULTS_AXES}",
-    check=check,
-    reference=_value,
-    derivative=Derivative(vjp=_vjp, tangent=_tangent, linearize=_linearize, residuals=f"{_SUMMANDS}, {_SUMMANDS}"),
-    kernels=(_of_statistics(tpu_statistics.KERNEL), _of_statistics(gpu_statistics.KERNEL)),
-    forms=(Form("xla_by_columns", EVERYWHERE, _value),),
 )

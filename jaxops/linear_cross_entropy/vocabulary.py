@@ -1,7 +1,6 @@
 """The vocabulary: all on this device, or split over a mesh axis."""
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 
 from jaxops._primitive import sharding
 from jaxops._primitive.operator import Operator
-from jaxops.linear_cross_entropy.chunk_sizes import logits_of_tile
 from jaxops.linear_cross_entropy.operands import Columns, Rows, RowStatistics
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import RowSums, merged, target_total
@@ -51,12 +49,11 @@ class Vocabulary(NamedTuple):
         self, rows: Rows, columns: Columns, *, softcap: float | None, chunk_rows: int | None, metrics: bool
     ) -> RowStatistics:
         """Computes the statistics of rows over all classes; see `operator.linear_row_statistics`."""
-        tile_logits = logits_of_tile(math.prod(rows.x.shape[:-1]), columns.weight.shape, chunk_rows)
         if self.axis is not None and rows.x.dtype == jnp.float16:
             # Every part of the vocabulary contributes a share of x's gradient. For a mean these are too small for
             # float16, so they are added in float32.
             rows = rows._replace(x=rows.x.astype(jnp.float32))
-        statistics = linear_row_statistics(rows, columns, softcap=softcap, tile_logits=tile_logits, metrics=metrics)
+        statistics = linear_row_statistics(rows, columns, softcap=softcap, chunk_rows=chunk_rows, metrics=metrics)
         return statistics if self.axis is None else self._merged(statistics, rows, columns)
 
     def _merged(self, statistics: RowStatistics, rows: Rows, columns: Columns) -> RowStatistics:

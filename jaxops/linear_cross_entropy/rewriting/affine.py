@@ -4,7 +4,7 @@ The loss of a row follows from numbers relative to the row's maximum m: log sum 
 weighted sum of z - m. On the way these may be exponents, as in log(softmax). If a sum of losses is affine in them, its
 gradients can be computed together with the logits, as it is known beforehand how it depends on these.
 
-`linear_cross_entropy_sum` computes sums that do not change when all logits of a row rise alike. So for each value two
+`summed_cross_entropy` computes sums that do not change when all logits of a row rise alike. So for each value two
 slopes are followed: with such a rise, in rows that have a label, and with m. A slope is a formal sum of linear maps;
 equal maps cancel. Squares of log sum exp may be added, which the operator takes apart.
 """
