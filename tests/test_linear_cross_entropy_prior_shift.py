@@ -29,13 +29,18 @@ OPTIONS = {"strategy": "grad_in_forward", "chunk_rows": 16, "reduction": "sum"}
 def chunks(monkeypatch):
     """Takes the form on CPU, and lists the rows of its chunks."""
     traced = []
-    chunk = prior_shift._chunk
+    chunk_step = prior_shift._chunk_step
 
     def counted(*args):
-        traced.append(args[-2].x)
-        return chunk(*args)
+        step = chunk_step(*args)
 
-    monkeypatch.setattr(prior_shift, "_chunk", counted)
+        def counting(sums, rows, weights):
+            traced.append(rows.x)
+            return step(sums, rows, weights)
+
+        return counting
+
+    monkeypatch.setattr(prior_shift, "_chunk_step", counted)
     with lowering.use(linear_cross_entropy_sum_with_gradients="xla_prior_shift"):
         yield traced
 
@@ -201,10 +206,10 @@ def test_rows_whose_maximum_is_nowhere_near_the_reference_are_computed_again(exc
     needs = Needs(x=True, weight=True)
     for rows, may_fail in ((slice(None), excess > 60), (slice(None, None, 3), False)):
         operands = Rows(x[rows], labels[rows] % 200), Columns(weight)
-        shared = prior_shift.Shared(operands[1], None, needs)
-        sums = no_sums(*operands, needs, jnp.float32), prior_shift._TargetSums(jnp.zeros(x.shape[1:]), jnp.zeros(()))
+        exponentiating = functools.partial(prior_shift.exponentials, operands[1], None, False)
+        step = prior_shift._chunk_step(operands[1], None, needs, exponentiating, Place("cpu"))
         weights = RowWeights(label=jnp.ones(operands[0].labels.shape))
-        exact = prior_shift._chunk(shared, prior_shift.exponentials, Place("cpu"), *sums, operands[0], weights)[1]
+        exact = step(no_sums(*operands, needs, jnp.float32), operands[0], weights)[1]
         assert exact.all() == (not may_fail)
 
 

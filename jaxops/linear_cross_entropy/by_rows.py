@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_columns import added_in_blocks
-from jaxops.linear_cross_entropy.fold_rows import Step, fold_rows, varying
-from jaxops.linear_cross_entropy.kept_rows import kept_rows
+from jaxops.linear_cross_entropy.fold_rows import Step, varying
+from jaxops.linear_cross_entropy.kept_rows import fold_kept_rows
 from jaxops.linear_cross_entropy.operands import (
     SKIPPED,
     ColumnGradients,
@@ -75,13 +75,7 @@ def summed_by_rows(
     add = added_in_blocks if on_one_cpu and not jax.export.is_symbolic_dim(columns.weight.size) else None
     step = chunk_step(columns, softcap, needs, metrics=metrics, add=add)
     start = no_sums(rows, columns, needs, weight_grad_dtype)
-    # Metrics are wanted for all rows.
-    kept = None if metrics else kept_rows(rows, place, chunk_rows)
-    if kept is not None:
-        results, sums = kept.map(step, start, (rows, weights))
-    else:
-        chunk_rows = on_all_devices(chunk_rows, place)
-        results, sums = fold_rows(step, start, (rows, weights), rows.x.shape[:-1], chunk_rows)
+    results, sums = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=metrics)
     return sums.loss, results, kept_in_range(sums.columns, columns)
 
 
@@ -90,14 +84,6 @@ def kept_in_range(sums: ColumnGradients, columns: Columns) -> ColumnGradients:
     if sums.weight is None:
         return sums
     return sums._replace(weight=sums.weight.astype(kept_gradient_dtype(columns.weight.dtype)))
-
-
-def on_all_devices(chunk_rows: int | None, place: Place | None) -> int | None:
-    """Returns how many rows are a chunk for all devices together, over which the compiler splits them.
-
-    Each device then has as many as one alone would. With fewer, it would mostly read the weight, once for each chunk.
-    """
-    return chunk_rows if chunk_rows is None or place is None else chunk_rows * place.device_count
 
 
 def no_sums(rows: Rows, columns: Columns, needs: Needs, weight_grad_dtype: Any) -> Sums:

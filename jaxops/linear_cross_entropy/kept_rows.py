@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops.linear_cross_entropy.chunk_sizes import SIZES
-from jaxops.linear_cross_entropy.fold_rows import Step, filler, varying
+from jaxops.linear_cross_entropy.chunk_sizes import SIZES, on_all_devices
+from jaxops.linear_cross_entropy.fold_rows import Step, filler, fold_rows, varying
 from jaxops.linear_cross_entropy.operands import SKIPPED, Rows
 from lowering.forms import Place
 
@@ -143,6 +143,28 @@ class KeptRows(NamedTuple):
         _, *taken = jax.lax.sort((~self.is_kept, *(x.reshape(-1) for x in vectors)), num_keys=1)
         fillers = len(self.order) - self.size
         return [jnp.concatenate([x, jnp.full(fillers, filler(x), x.dtype)]) for x in taken]
+
+
+def fold_kept_rows(
+    step: Step,
+    sums: Any,
+    rows: tuple[Rows, Any],
+    place: Place | None,
+    chunk_rows: int | None,
+    *,
+    all_rows: bool,
+    starts_unwritten: bool = False,
+) -> tuple[Any, Any]:
+    """Calls `step` as `fold_rows` does, for chunks on all devices, and without `all_rows` for the rows that count.
+
+    With `starts_unwritten`, sums of these start from 0, whatever they are.
+    """
+    kept = None if all_rows else kept_rows(rows[0], place, chunk_rows)
+    if kept is None:
+        return fold_rows(step, sums, rows, rows[0].x.shape[:-1], on_all_devices(chunk_rows, place))
+    if starts_unwritten:
+        sums = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), sums)
+    return kept.map(step, sums, rows, starts_unwritten=starts_unwritten)
 
 
 def kept_rows(rows: Rows, place: Place | None, chunk_rows: int | None = None) -> KeptRows | None:

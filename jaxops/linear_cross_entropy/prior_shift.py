@@ -17,6 +17,7 @@ P is above 1 where a logit is above r. A chunk with a row in which it comes near
 nothing here, and is computed again by the rows' maxima.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,11 +31,10 @@ from jaxops.linear_cross_entropy.by_rows import (
     kept_in_range,
     metrics_of,
     no_sums,
-    on_all_devices,
 )
-from jaxops.linear_cross_entropy.chunk_sizes import SIZES, rows_of_exponentials, rows_of_logits
-from jaxops.linear_cross_entropy.fold_rows import fold_rows, varying
-from jaxops.linear_cross_entropy.kept_rows import kept_rows
+from jaxops.linear_cross_entropy.chunk_sizes import SIZES, on_all_devices, rows_of_exponentials, rows_of_logits
+from jaxops.linear_cross_entropy.fold_rows import fold_rows
+from jaxops.linear_cross_entropy.kept_rows import fold_kept_rows
 from jaxops.linear_cross_entropy.operands import (
     SKIPPED,
     ColumnGradients,
@@ -43,12 +43,14 @@ from jaxops.linear_cross_entropy.operands import (
     RowGradients,
     RowResults,
     Rows,
-    RowStatistics,
     RowWeights,
 )
 from jaxops.linear_cross_entropy.rounded_products import added
 from jaxops.linear_cross_entropy.row_statistics import (
+    RowSums,
     bounded_logits,
+    capped,
+    column_targets,
     finite,
     is_label,
     kept_gradient_dtype,
@@ -56,7 +58,9 @@ from jaxops.linear_cross_entropy.row_statistics import (
     of_present,
     over_columns,
     over_rows,
+    softcap_slope,
     softmax_coefficient,
+    target_total,
     weighted,
     zero_unless,
 )
@@ -68,7 +72,7 @@ _FUSING_PLATFORMS = ("tpu",)
 MOST_EXCESS = 60.0
 
 
-def refusal(rows: Any, columns: Any, softcap: float | None, needs: Needs) -> str | None:
+def refusal(_: Any, rows: Any, columns: Any, *__: Any, softcap: float | None, needs: Needs, **___: Any) -> str | None:
     """Returns why rows of these operands cannot have their shift known before, if so."""
     if any(map(jax.export.is_symbolic_dim, (*rows.x.shape, *columns.weight.shape))):
         return "rows that have failed are taken in chunks of a known size"
@@ -83,78 +87,44 @@ def refusal(rows: Any, columns: Any, softcap: float | None, needs: Needs) -> str
     return None
 
 
-class Shared:
-    """Operands without rows, which all chunks share, and what is computed from them once."""
-
-    def __init__(self, columns: Columns, softcap: float | None, needs: Needs, *, metrics: bool = False) -> None:
-        """Takes the operands of all columns."""
-        self.columns, self.softcap, self.needs, self.metrics = columns, softcap, needs, metrics
-        self.targets: jax.Array | None = None
-        self.target_total = self.weight_of_targets = jnp.zeros((), accumulation_dtype(columns.weight.dtype))
-        if columns.class_targets is not None:
-            self.targets = columns.class_targets.astype(self.target_total.dtype)
-            self.target_total = jnp.sum(self.targets)
-            if needs.x:
-                weight = columns.weight.astype(self.targets.dtype)
-                self.weight_of_targets = jnp.einsum("v,vh->h", self.targets, weight)
-
-    def of_labels(self, x: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the label's row of the weight and its logit in float32, for labels that are columns."""
-        weight = self.columns.weight.at[labels].get(mode="promise_in_bounds").astype(accumulation_dtype(x.dtype))
-        logit = jnp.sum(x.astype(weight.dtype) * weight, axis=-1)
-        if self.columns.bias is not None:
-            logit = logit + self.columns.bias.at[labels].get(mode="promise_in_bounds").astype(logit.dtype)
-        return weight, logit if self.softcap is None else self.softcap * jnp.tanh(logit / self.softcap)
-
-    def slope(self, logits: jax.Array) -> Any:
-        """Computes the derivative of the softcap, from what it gives."""
-        return 1.0 if self.softcap is None else 1 - jnp.square(logits / self.softcap)
-
-
 class Exponentials(NamedTuple):
     """The exponentials of a chunk, and what is summed over columns while they are computed.
 
     Attributes:
       off_label: (..., V), P with 0 at the label and times the softcap's derivative, in the operands' dtype.
       rest: (...), sum exp(z - shift) over the other columns, before P is rounded.
-      target_logit: (...), sum t (z - shift); 0 without targets t.
-      weighted_logit: (...), sum exp(z - shift) (z - shift) over the other columns; 0 unless metrics are wanted.
-      prediction: (...), the first column with the largest logit; 0 unless metrics are wanted.
+      target_logit: (...), sum t (z - shift); not read without targets t.
+      weighted_logit: (...), sum exp(z - shift) (z - shift) over the other columns, a metric.
+      prediction: (...), the first column with the largest logit, a metric.
     """
 
     off_label: jax.Array
     rest: jax.Array
-    target_logit: jax.Array
-    weighted_logit: Any = 0
-    prediction: Any = 0
+    target_logit: jax.Array | None = None
+    weighted_logit: jax.Array | None = None
+    prediction: jax.Array | None = None
 
 
-Exponentiating = Callable[[Shared, jax.Array, jax.Array, jax.Array], Exponentials]
+# Computes them from x, labels and shifts.
+Exponentiating = Callable[[jax.Array, jax.Array, jax.Array], Exponentials]
 
 
-def exponentials(shared: Shared, x: jax.Array, labels: jax.Array, shift: jax.Array) -> Exponentials:
+def exponentials(
+    columns: Columns, softcap: float | None, metrics: bool, x: jax.Array, labels: jax.Array, shift: jax.Array
+) -> Exponentials:
     """Computes exponentials in jnp, for compilers that fuse what is elementwise into a product."""
-    logits = bounded_logits(Rows(x), shared.columns, shared.softcap)
+    logits = bounded_logits(Rows(x), columns, softcap)
     shifted = logits - over_columns(shift)
     exp = jnp.where(is_label(labels, logits), 0, jnp.exp(jnp.minimum(shifted, MOST_EXCESS)))
-    rest = jnp.sum(exp, axis=-1)
-    target_logit = jnp.zeros_like(rest)
-    if shared.targets is not None:
-        target_logit = jnp.sum(over_rows(shared.targets, shifted) * shifted, axis=-1)
-    metrics: tuple[jax.Array, ...] = ()
-    if shared.metrics:
+    targets = column_targets(Rows(x), columns, shifted)
+    target_logit = None if targets is None else jnp.sum(targets * shifted, axis=-1)
+    of_metrics: tuple[jax.Array, ...] = ()
+    if metrics:
         # No compiler finds a column within the product: for this, the logits are written after all.
-        metrics = (jnp.sum(exp * finite(shifted), axis=-1), jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        of_metrics = (jnp.sum(exp * finite(shifted), axis=-1), jnp.argmax(logits, axis=-1).astype(jnp.int32))
     # The barrier keeps what is fused into this product from being computed again in the next ones.
-    off_label = jax.lax.optimization_barrier((exp * shared.slope(logits)).astype(x.dtype))
-    return Exponentials(off_label, rest, target_logit, *metrics)
-
-
-class _TargetSums(NamedTuple):
-    """Sums over rows of w x and of w, the weights of the target term, by which `_with_targets` completes gradients."""
-
-    x: jax.Array
-    weight: jax.Array
+    off_label = jax.lax.optimization_barrier((exp * softcap_slope(logits, softcap)).astype(x.dtype))
+    return Exponentials(off_label, jnp.sum(exp, axis=-1), target_logit, *of_metrics)
 
 
 def summed_by_prior_shift(
@@ -168,161 +138,130 @@ def summed_by_prior_shift(
     metrics: bool,
     weight_grad_dtype: Any,
     place: Place,
-    exponentiating: Exponentiating = exponentials,
+    exponentiating: Exponentiating | None = None,
 ) -> tuple[jax.Array, RowResults, ColumnGradients]:
     """Computes what `by_rows.summed_by_rows` does, with exponentials shifted by what is known before the logits."""
+    exponentiating = exponentiating or functools.partial(exponentials, columns, softcap, metrics)
     chunk_rows = chunk_rows or rows_of_exponentials(*columns.weight.shape, metrics=metrics)
-    shared, dtype = Shared(columns, softcap, needs, metrics=metrics), accumulation_dtype(columns.weight.dtype)
+    by_shift = _chunk_step(columns, softcap, needs, exponentiating, place)
     by_maximum = chunk_step(columns, softcap, needs, metrics=metrics)
     # Seldom needed, so no more than fit beside the rest: their float32 logits are larger than a chunk's exponentials.
     again_rows = on_all_devices(rows_of_logits(columns.weight.shape[0], features=0), place)
 
     def again(chunk: tuple[Rows, RowWeights], results: RowResults, sums: Sums, is_exact: jax.Array) -> Any:
         def take(at: jax.Array, carry: tuple[RowResults, Sums]) -> tuple[RowResults, Sums]:
-            results, sums = carry
             # Nothing in a step may be the same in every step, or the compiler computes it before the loop, always.
-            rows, _ = jax.lax.optimization_barrier((_failed(*chunk, is_exact), at))
-            new, sums = fold_rows(by_maximum, sums, rows, is_exact.shape, again_rows)
-            is_kept = [
-                is_exact.reshape(*is_exact.shape, *(1,) * (x.ndim - is_exact.ndim)) for x in jax.tree.leaves(new)
-            ]
-            masks = jax.tree.unflatten(jax.tree.structure(new), is_kept)
-            return jax.tree.map(jnp.where, masks, results, new), sums
+            rows, _ = jax.lax.optimization_barrier((chunk, at))
+            start = jax.tree.map(jnp.zeros_like, carry[1]) if place.is_split else carry[1]
+            return fold_rows(by_maximum, start, rows, is_exact.shape, again_rows)
 
         # A loop of one step or none, rather than a branch, so that sums stay where they are.
         return jax.lax.fori_loop(0, jnp.any(~is_exact).astype(jnp.int32), take, (results, sums))
 
-    def step(carry: tuple[Sums, _TargetSums], chunk: tuple[Rows, RowWeights]) -> Any:
-        results, is_exact, sums, of_targets = _chunk(shared, exponentiating, place, *carry, *chunk)
+    def step(sums: Sums, chunk: tuple[Rows, RowWeights]) -> Any:
+        results, is_exact, sums = by_shift(sums, *chunk)
         if not place.is_split:
             results, sums = again(chunk, results, sums, is_exact)
-        return (results, is_exact), (sums, of_targets)
+        return (results, is_exact), sums
 
-    sums = no_sums(rows, columns, needs, weight_grad_dtype)
-    of_targets = varying(_TargetSums(jnp.zeros(rows.x.shape[-1:], dtype), jnp.zeros((), dtype)), (rows, columns))
-    # Metrics are wanted for all rows.
-    kept = None if metrics else kept_rows(rows, place, chunk_rows)
-    if kept is None:
-        chunk = on_all_devices(chunk_rows, place)
-        (results, is_exact), carry = fold_rows(step, (sums, of_targets), (rows, weights), rows.x.shape[:-1], chunk)
-    else:
-        # Filling the gradient of a large weight with 0 would take as long as hundreds of rows.
-        starts_unwritten = place.platform in _FUSING_PLATFORMS
-        start = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype) if starts_unwritten else x, (sums, of_targets))
-        (results, is_exact), carry = kept.map(step, start, (rows, weights), starts_unwritten=starts_unwritten)
-    sums, of_targets = carry
+    # Filling the gradient of a large weight with 0 would take as long as hundreds of rows.
+    options = {"all_rows": metrics, "starts_unwritten": place.platform in _FUSING_PLATFORMS}
+    start = no_sums(rows, columns, needs, weight_grad_dtype)
+    (results, is_exact), sums = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, **options)
     if place.is_split:
         # Once for all chunks: a sum over devices of the gradient of the weight would not move out of two loops.
         results, sums = again((rows, weights), results, sums, is_exact)
-    return sums.loss, results, kept_in_range(_with_targets(shared, sums.columns, of_targets), columns)
+        is_exact = jnp.broadcast_to(jnp.all(is_exact), is_exact.shape)
+    of_columns = sums.columns
+    if weights.target is not None:
+        of_columns = _with_targets(of_columns, rows, columns, jnp.where(is_exact, weights.target, 0))
+    return sums.loss, results, kept_in_range(of_columns, columns)
 
 
-def _failed(rows: Rows, weights: RowWeights, is_exact: jax.Array) -> tuple[Rows, RowWeights]:
-    """Returns the rows with those that are exact skipped."""
-    labels = jnp.where(is_exact, SKIPPED, rows.labels)  # type: ignore[arg-type]
-    return rows._replace(labels=labels), jax.tree.map(lambda weight: jnp.where(is_exact, 0, weight), weights)
-
-
-def _chunk(
-    shared: Shared,
-    exponentiating: Exponentiating,
-    place: Place,
-    sums: Sums,
-    of_targets: _TargetSums,
-    rows: Rows,
-    weights: RowWeights,
-) -> tuple[RowResults, jax.Array, Sums, _TargetSums]:
-    """Returns the results of a chunk, which of its rows count in the sums, and the sums with these added.
+def _chunk_step(
+    columns: Columns, softcap: float | None, needs: Needs, exponentiating: Exponentiating, place: Place
+) -> Callable[[Sums, Rows, RowWeights], tuple[RowResults, jax.Array, Sums]]:
+    """Returns the step of a chunk: its results, which of its rows count in the sums, and the sums with these added.
 
     Rows that have failed count nothing, and on one device neither does the rest of their chunk: all are taken again.
+    The columns' targets are missing in the sums, see `_with_targets`.
     """
-    assert rows.labels is not None
-    weight, needs = shared.columns.weight, shared.needs
-    dtype = accumulation_dtype(weight.dtype)
-    x = zero_unless(rows.labels != SKIPPED, rows.x.astype(weight.dtype))
-    of, off_label = _statistics(shared, exponentiating, x, rows.labels)
-    total = None if shared.targets is None else jnp.broadcast_to(shared.target_total, of.total.shape)
-    terms = loss_terms(of.statistics, total)
-    scale = softmax_coefficient(weights, of.statistics, total) / of.total
-    by_label = jnp.zeros_like(scale) if weights.label is None else weights.label
-    at_label = jnp.where(of.has_label, (scale * of.label_exp - by_label) * of.label_slope, 0)
-    ratio = at_label / scale
-    # Near the limit, some exponentials may have met it. A scale of 0 stands for no rows, unless their label counts.
-    is_finite = jnp.isfinite(scale) & (jnp.isfinite(ratio) | (at_label == 0))
-    is_exact = (of.total < jnp.exp(MOST_EXCESS - 1)) & is_finite
-    if not place.is_split:
-        is_exact = jnp.broadcast_to(jnp.all(is_exact), is_exact.shape)
-    scale, at_label = jnp.where(is_exact, scale, 0), jnp.where(is_exact, at_label, 0)
-    ratio = jnp.where(scale == 0, 0, ratio).astype(x.dtype)
-    target_weights = jnp.zeros_like(scale)
-    if weights.target is not None and shared.targets is not None:
-        target_weights = jnp.where(is_exact, weights.target, 0)
-    loss = sums.loss + jnp.sum(jnp.where(is_exact, weighted(terms, weights), 0))
-    x_grad, of_columns = None, sums.columns
-    if needs.x:
-        x_grad = jnp.einsum("...v,vh->...h", off_label, weight, preferred_element_type=dtype)
-        x_grad, off_label = jax.lax.optimization_barrier((x_grad, off_label))
-        x_grad = over_columns(scale) * x_grad + over_columns(at_label) * of.label_weight
-        if shared.targets is not None:
-            x_grad = x_grad - over_columns(target_weights) * over_rows(shared.weight_of_targets, x_grad)
-        x_grad = x_grad.astype(kept_gradient_dtype(rows.x.dtype))
-    cotangent = _with_label(off_label, rows.labels, ratio, place)
-    if of_columns.weight is not None:
-        scaled_x = jax.lax.optimization_barrier((over_columns(scale) * x.astype(dtype)).astype(x.dtype))
-        of_columns = of_columns._replace(weight=added(of_columns.weight, cotangent, scaled_x))
-    batch = tuple(range(of.total.ndim))
-    if of_columns.bias is not None:
-        bias = jnp.sum(cotangent.astype(dtype) * over_columns(scale), axis=batch)
-        of_columns = of_columns._replace(bias=of_columns.bias + bias)
-    if shared.targets is not None:
-        target_x = of_targets.x + jnp.sum(over_columns(target_weights) * x.astype(dtype), axis=batch)
-        of_targets = _TargetSums(target_x, of_targets.weight + jnp.sum(target_weights))
-    results = RowResults(of_present(terms, weights), metrics_of(of.statistics, shared.metrics), RowGradients(x_grad))
-    return results, is_exact, Sums(loss, of_columns), of_targets
+    dtype, targets = accumulation_dtype(columns.weight.dtype), columns.class_targets
+    weight_of_targets = None
+    if targets is not None and needs.x:
+        weight_of_targets = jnp.einsum("v,vh->h", targets.astype(dtype), columns.weight.astype(dtype))
+
+    def step(before: Sums, rows: Rows, weights: RowWeights) -> tuple[RowResults, jax.Array, Sums]:
+        assert rows.labels is not None
+        x = zero_unless(rows.labels != SKIPPED, rows.x.astype(columns.weight.dtype))
+        has_label = (rows.labels >= 0) & (rows.labels < columns.weight.shape[0])
+        sums, off_label, label_weight = _shifted_sums(columns, softcap, exponentiating, x, rows.labels, has_label)
+        statistics, total = sums.statistics, sums.target_total
+        assert statistics.label_logit is not None
+        terms = loss_terms(statistics, total)
+        scale = softmax_coefficient(weights, statistics, total) / sums.sum_exp
+        at_label = scale * jnp.exp(statistics.label_logit) - (0 if weights.label is None else weights.label)
+        at_label = at_label * softcap_slope(statistics.label_logit + sums.max_logit, softcap)
+        at_label = jnp.where(has_label, at_label, 0)
+        ratio = at_label / scale
+        # Near the limit, some exponentials may have met it. A scale of 0 stands for no rows, unless their label counts.
+        is_finite = jnp.isfinite(scale) & (jnp.isfinite(ratio) | (at_label == 0))
+        is_exact = (sums.sum_exp < jnp.exp(MOST_EXCESS - 1)) & is_finite
+        if not place.is_split:
+            is_exact = jnp.broadcast_to(jnp.all(is_exact), is_exact.shape)
+        scale, at_label = jnp.where(is_exact, scale, 0), jnp.where(is_exact, at_label, 0)
+        ratio = jnp.where(scale == 0, 0, ratio).astype(x.dtype)
+        loss = before.loss + jnp.sum(jnp.where(is_exact, weighted(terms, weights), 0))
+        x_grad, of_columns = None, before.columns
+        if needs.x:
+            x_grad = jnp.einsum("...v,vh->...h", off_label, columns.weight, preferred_element_type=dtype)
+            x_grad, off_label = jax.lax.optimization_barrier((x_grad, off_label))
+            x_grad = over_columns(scale) * x_grad + over_columns(at_label) * label_weight
+            if weight_of_targets is not None and weights.target is not None:
+                x_grad = x_grad - over_columns(weights.target) * over_rows(weight_of_targets, x_grad)
+            x_grad = x_grad.astype(kept_gradient_dtype(rows.x.dtype))
+        cotangent = _with_label(off_label, rows.labels, ratio, place)
+        if of_columns.weight is not None:
+            scaled_x = jax.lax.optimization_barrier((over_columns(scale) * x.astype(dtype)).astype(x.dtype))
+            of_columns = of_columns._replace(weight=added(of_columns.weight, cotangent, scaled_x))
+        if of_columns.bias is not None:
+            bias = jnp.sum(cotangent.astype(dtype) * over_columns(scale), axis=tuple(range(scale.ndim)))
+            of_columns = of_columns._replace(bias=of_columns.bias + bias)
+        of_metrics = metrics_of(statistics, sums.prediction is not None)
+        results = RowResults(of_present(terms, weights), of_metrics, RowGradients(x_grad))
+        return results, is_exact, Sums(loss, of_columns)
+
+    return step
 
 
-class _Statistics(NamedTuple):
-    """Facts that are known of a chunk's rows.
-
-    Attributes:
-      statistics: relative to the shift.
-      total: the sum of all exponentials of a row.
-      label_exp: exp(z_label - shift); 0 without a label.
-      label_slope: the softcap's derivative at the label.
-      label_weight: the label's row of the weight, in float32.
-      has_label: whether the label is a column.
-    """
-
-    statistics: RowStatistics
-    total: jax.Array
-    label_exp: jax.Array
-    label_slope: Any
-    label_weight: jax.Array
-    has_label: jax.Array
-
-
-def _statistics(
-    shared: Shared, exponentiating: Exponentiating, x: jax.Array, labels: jax.Array
-) -> tuple[_Statistics, jax.Array]:
-    """Returns what is known of the rows, and P off the label."""
-    has_label = (labels >= 0) & (labels < shared.columns.weight.shape[0])
-    label_weight, label_logit = shared.of_labels(x, jnp.where(has_label, labels, 0))
+def _shifted_sums(
+    columns: Columns,
+    softcap: float | None,
+    exponentiating: Exponentiating,
+    x: jax.Array,
+    labels: jax.Array,
+    has_label: jax.Array,
+) -> tuple[RowSums, jax.Array, jax.Array]:
+    """Returns the sums of rows relative to their shift, P off the label, and the label's rows of the weight."""
+    dtype, at = accumulation_dtype(x.dtype), jnp.where(has_label, labels, 0)
+    label = jax.tree.map(lambda column: column.at[at].get(mode="promise_in_bounds").astype(dtype), columns)
+    label_logit = jnp.sum(x.astype(dtype) * label.weight, axis=-1)
+    label_logit = capped(label_logit if label.bias is None else label_logit + label.bias, softcap)
     label_logit = jnp.where(has_label, label_logit, -jnp.inf)
-    first_columns = jax.tree.map(lambda column: column[: SIZES.first_columns], shared.columns)
-    first = bounded_logits(Rows(x), first_columns, shared.softcap)
+    first_columns = jax.tree.map(lambda column: column[: SIZES.first_columns], columns)
+    first = bounded_logits(Rows(x), first_columns, softcap)
     shift = jnp.maximum(label_logit, jnp.max(first, axis=-1))
     shift = jnp.where(jnp.isfinite(shift), shift, 0)
-
-    of = exponentiating(shared, x, labels, shift)
-    label_exp, total_less_one = jnp.exp(label_logit - shift), of.rest + jnp.expm1(label_logit - shift)
-    total = of.rest + label_exp
-    label_logit = jnp.where(has_label, label_logit - shift, 0)
-    mean_logit = (of.weighted_logit + label_exp * label_logit) / total
-    prediction = jnp.broadcast_to(of.prediction, total.shape)
-    # As in `RowSums.statistics`: as a rule the label has the shift itself.
-    statistics = RowStatistics(shift, jnp.log1p(total_less_one), label_logit, of.target_logit, mean_logit, prediction)
-    slope = shared.slope(label_logit + shift)
-    return _Statistics(statistics, total, label_exp, slope, label_weight, has_label), of.off_label
+    of, label_logit = exponentiating(x, labels, shift), label_logit - shift
+    # As a rule the label has the shift itself, and a row's sum is 1 and little more.
+    less_one, at_label = of.rest + jnp.expm1(label_logit), jnp.where(has_label, label_logit, 0)
+    sums = RowSums(shift, less_one, at_label)
+    if columns.class_targets is not None:
+        sums = sums._replace(target_logit=of.target_logit, target_total=target_total(Rows(x), columns, shift))
+    if of.weighted_logit is not None:
+        weighted_logit = of.weighted_logit + jnp.exp(label_logit) * at_label
+        sums = sums._replace(weighted_logit=weighted_logit, prediction=of.prediction)
+    return sums, of.off_label, label.weight
 
 
 def _with_label(off_label: jax.Array, labels: jax.Array, ratio: jax.Array, place: Place) -> jax.Array:
@@ -336,13 +275,14 @@ def _with_label(off_label: jax.Array, labels: jax.Array, ratio: jax.Array, place
     return flat.at[rows, at].set(ratio.reshape(-1), mode="drop", unique_indices=True).reshape(off_label.shape)
 
 
-def _with_targets(shared: Shared, of_columns: ColumnGradients, of_targets: _TargetSums) -> ColumnGradients:
-    """Returns gradients with the part of the column targets t in them: - t sum w x, and - t sum w."""
-    if shared.targets is None:
+def _with_targets(of_columns: ColumnGradients, rows: Rows, columns: Columns, by_row: jax.Array) -> ColumnGradients:
+    """Adds the part of the column targets t, - t sum w x and - t sum w, where w is the weight of each row's term."""
+    if columns.class_targets is None:
         return of_columns
+    targets = columns.class_targets.astype(by_row.dtype)
     if (weight := of_columns.weight) is not None:
-        by_target = shared.targets[:, None] * of_targets.x[None]
-        of_columns = of_columns._replace(weight=(weight.astype(by_target.dtype) - by_target).astype(weight.dtype))
-    if (bias := of_columns.bias) is not None:
-        of_columns = of_columns._replace(bias=bias - shared.targets * of_targets.weight)
-    return of_columns
+        x = zero_unless(by_row != 0, rows.x.astype(columns.weight.dtype)).astype(by_row.dtype)
+        x_sum = jnp.sum(over_columns(by_row) * x, axis=tuple(range(by_row.ndim)))
+        weight = (weight.astype(x_sum.dtype) - targets[:, None] * x_sum[None]).astype(weight.dtype)
+    bias = None if of_columns.bias is None else of_columns.bias - targets * jnp.sum(by_row)
+    return of_columns._replace(weight=weight, bias=bias)

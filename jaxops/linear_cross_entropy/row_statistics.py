@@ -62,17 +62,23 @@ def bounded_logits(rows: Rows, columns: Columns, softcap: float | None) -> jax.A
     logits = jnp.einsum("...h,vh->...v", rows.x, columns.weight, preferred_element_type=dtype)
     if columns.bias is not None:
         logits = logits + over_rows(columns.bias, logits)
-    return _bounded(logits, softcap)
+    return capped(logits, softcap)
 
 
 def logits_of_zero(columns: Columns, softcap: float | None) -> jax.Array:
     """Computes the logits (1, V) of a row whose x is 0."""
     logits = jnp.zeros((1, columns.weight.shape[0]), accumulation_dtype(columns.weight.dtype))
-    return logits if columns.bias is None else _bounded(over_rows(columns.bias, logits), softcap)
+    return logits if columns.bias is None else capped(over_rows(columns.bias, logits), softcap)
 
 
-def _bounded(logits: jax.Array, softcap: float | None) -> jax.Array:
+def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
+    """Bounds logits by a softcap."""
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def softcap_slope(bounded: jax.Array, softcap: float | None) -> Any:
+    """Computes the derivative of the softcap, from what it gives."""
+    return 1 if softcap is None else 1 - jnp.square(bounded / softcap)
 
 
 def logits_of(bounded: jax.Array, rows: Rows) -> jax.Array:
@@ -322,8 +328,7 @@ def linear_gradients(
     of_scale = jnp.sum(cotangent * finite(shifted), axis=-1) if needs.scale else None
     if rows.scale is not None:
         cotangent = over_columns(rows.scale) * cotangent
-    if softcap is not None:
-        cotangent = cotangent * (1 - jnp.square(bounded / softcap))
+    cotangent = softcap_slope(bounded, softcap) * cotangent
     bound = functools.partial(_cotangent_bound, terms, rows, columns)
     products = Products(needs.x, needs.weight, add)
     x_grad, weight_grad = rounded_products(products, cotangent, bound, rows.x, columns.weight, weight_sum)

@@ -110,6 +110,7 @@ def _exponentiating(launcher: Any, name: str, platform: str, *, interpreter_is_p
         *,
         config: Any,
         interpret: Any = False,
+        softcap: float | None,
         chunk_rows: int | None,
         **params: Any,
     ) -> Any:
@@ -117,17 +118,15 @@ def _exponentiating(launcher: Any, name: str, platform: str, *, interpreter_is_p
         # A value of its own, so that its layout can be the kernel's, once for all chunks.
         own_weight = jax.lax.optimization_barrier(columns.weight)
 
-        def exponentials(
-            shared: prior_shift.Shared, x: jax.Array, labels: jax.Array, shift: jax.Array
-        ) -> prior_shift.Exponentials:
+        def exponentials(x: jax.Array, labels: jax.Array, shift: jax.Array) -> prior_shift.Exponentials:
             results = launcher.exponentials(
                 x.reshape(-1, x.shape[-1]),
                 own_weight,
-                shared.columns.bias,
-                shared.targets,
+                columns.bias,
+                None if columns.class_targets is None else columns.class_targets.astype(jnp.float32),
                 labels.reshape(-1),
                 shift.reshape(-1),
-                softcap=shared.softcap,
+                softcap=softcap,
                 most_excess=prior_shift.MOST_EXCESS,
                 config=blocks,
                 interpret=interpret,
@@ -136,14 +135,15 @@ def _exponentiating(launcher: Any, name: str, platform: str, *, interpreter_is_p
 
         # A kernel sees one device's part.
         params |= {"place": Place("cpu" if interpret else platform), "exponentiating": exponentials}
-        return prior_shift.summed_by_prior_shift(rows, columns, weights, chunk_rows=config["chunk_rows"], **params)
+        params |= {"softcap": softcap, "chunk_rows": config["chunk_rows"]}
+        return prior_shift.summed_by_prior_shift(rows, columns, weights, **params)
 
     def refuses(
         hardware: Any, rows: Any, columns: Any, weights: Any, *, metrics: bool, softcap: Any, needs: Needs, **_: Any
     ) -> str | None:
         if metrics:
             return "what `return_aux` returns needs the logits themselves, column by column"
-        reason = prior_shift.refusal(rows, columns, softcap, needs)
+        reason = prior_shift.refusal(None, rows, columns, softcap=softcap, needs=needs)
         return reason or launcher.refusal(hardware, rows.x, columns.weight)
 
     def configs(hardware: Any, rows: Any, columns: Any, *_: Any, chunk_rows: int | None, **__: Any) -> Any:
@@ -152,12 +152,6 @@ def _exponentiating(launcher: Any, name: str, platform: str, *, interpreter_is_p
         return [config | {"chunk_rows": size} for config in offered]
 
     return Kernel(name, platform, run, refuses, configs, interpreter_is_pure=interpreter_is_pure, takes=_OF_LABELS)
-
-
-def _refuses_prior_shift(
-    place: Place, rows: Any, columns: Any, *_: Any, softcap: float | None, needs: Needs, **__: Any
-) -> str | None:
-    return prior_shift.refusal(rows, columns, softcap, needs)
 
 
 _OF_LABELS = frozenset({"x", "labels", "weight", "bias", "class_targets", *RowWeights._fields})
@@ -173,7 +167,7 @@ _SUM_WITH_GRADIENTS = Operator(
     ),
     forms=(
         # On TPUs, XLA fuses the exponentials into the product that makes the logits.
-        Form("xla_prior_shift", frozenset({"tpu"}), prior_shift.summed_by_prior_shift, _refuses_prior_shift),
+        Form("xla_prior_shift", frozenset({"tpu"}), prior_shift.summed_by_prior_shift, prior_shift.refusal),
         Form("xla_by_rows", EVERYWHERE, summed_by_rows),
     ),
 )

@@ -20,8 +20,7 @@ from jaxops._checks.errors import require
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import require_split
-from jaxops.linear_cross_entropy.by_rows import on_all_devices
-from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
+from jaxops.linear_cross_entropy.chunk_sizes import on_all_devices, rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_rows, varying
 from jaxops.linear_cross_entropy.operands import Columns, Rows
 from jaxops.linear_cross_entropy.rounded_products import Products, rounded_products
