@@ -17,14 +17,21 @@ import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
+from jaxops._checks.ids import wide_ids
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import require_split
 from jaxops.linear_cross_entropy.chunk_sizes import on_all_devices, rows_of_logits
-from jaxops.linear_cross_entropy.fold_rows import fold_rows, varying
-from jaxops.linear_cross_entropy.operands import Columns, Rows
+from jaxops.linear_cross_entropy.fold_rows import filler, fold_rows, varying
+from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows
 from jaxops.linear_cross_entropy.rounded_products import Products, rounded_products
-from jaxops.linear_cross_entropy.row_statistics import bounded_logits, is_label, over_columns
+from jaxops.linear_cross_entropy.row_statistics import (
+    bounded_logits,
+    is_label,
+    linear_gradients,
+    over_columns,
+    row_sums,
+)
 from lowering.forms import EVERYWHERE, Form, Place
 from pallas_kernels.gpu.linear_cross_entropy import vocab_parallel as gpu
 from pallas_kernels.tpu.linear_cross_entropy import vocab_parallel as tpu
@@ -125,24 +132,16 @@ def _check_max_sum(x: Any, weight: Any, target: Any, *_: Any, **__: Any) -> None
     name = "fused_linear_online_max_sum"
     _check_linear(name, x, weight)
     require(weight.shape[0] > 0, name, "weight", "have a vocabulary of at least 1", weight)
-    require(target.shape == x.shape[:-1], name, "target", f"have shape {list(x.shape[:-1])}", target)
+    _check_shapes(name, x.shape[:-1], "", target=target)
     require(bool(jnp.issubdtype(target.dtype, jnp.integer)), name, "target", "be integers", target)
 
 
 def _check_loss(logits_max: Any, sum_exp_logits: Any, predicted_logits: Any, logits: Any) -> None:
     name, rows = "fused_cross_entropy_loss_with_max_sum", logits_max.shape
-    require(
-        sum_exp_logits.shape == rows, name, "sum_exp_logits", f"have logits_max's shape {list(rows)}", sum_exp_logits
-    )
-    require(
-        predicted_logits.shape == rows,
-        name,
-        "predicted_logits",
-        f"have logits_max's shape {list(rows)}",
-        predicted_logits,
-    )
-    fits = logits is None or logits.shape[:-1] == rows
-    require(fits, name, "vocab_parallel_logits", f"have shape [{_listed(rows)}V]", logits)
+    for argument, value in {"sum_exp_logits": sum_exp_logits, "predicted_logits": predicted_logits}.items():
+        require(value.shape == rows, name, argument, f"have logits_max's shape {list(rows)}", value)
+    fits, listed = logits is None or logits.shape[:-1] == rows, ", ".join(map(str, (*rows, "V")))
+    require(fits, name, "vocab_parallel_logits", f"have shape [{listed}]", logits)
 
 
 def _check_grad(
@@ -150,27 +149,23 @@ def _check_grad(
 ) -> None:
     name = "fused_linear_cross_entropy_loss_grad"
     _check_linear(name, x, weight)
-    rows, classes = x.shape[:-1], weight.shape[0]
-    operands = {"grad": grad, "target_mask": mask, "masked_target": masked_target}
-    for argument, value in {**operands, "logits_max": logits_max, "sum_exp_logits": sum_exp_logits}.items():
-        fits = value is None or value.shape == rows
-        require(fits, name, argument, f"have shape {list(rows)}, as input has rows", value)
-    fits = softmax is None or softmax.shape == (*rows, classes)
-    require(fits, name, "softmax", f"have shape {[*rows, classes]}", softmax)
+    rows, operands = x.shape[:-1], {"grad": grad, "target_mask": mask, "masked_target": masked_target}
+    statistics = {"logits_max": logits_max, "sum_exp_logits": sum_exp_logits}
+    _check_shapes(name, rows, ", as input has rows", **operands, **statistics)
+    _check_shapes(name, (*rows, weight.shape[0]), "", softmax=softmax)
 
 
 def _check_linear(name: str, x: Any, weight: Any) -> None:
-    require(
-        x.ndim >= 1 and bool(jnp.issubdtype(x.dtype, jnp.floating)), name, "input", "be floating-point, (..., H)", x
-    )
-    require(
-        weight.ndim == 2 and weight.shape[1] == x.shape[-1], name, "weight", f"have shape (V, {x.shape[-1]})", weight
-    )
+    is_floating = x.ndim >= 1 and bool(jnp.issubdtype(x.dtype, jnp.floating))
+    require(is_floating, name, "input", "be floating-point, (..., H)", x)
+    fits = weight.ndim == 2 and weight.shape[1] == x.shape[-1]
+    require(fits, name, "weight", f"have shape (V, {x.shape[-1]})", weight)
     require(weight.dtype == x.dtype, name, "weight", f"have the input's dtype {x.dtype}", weight)
 
 
-def _listed(shape: tuple[int, ...]) -> str:
-    return "".join(f"{size}, " for size in shape)
+def _check_shapes(name: str, shape: tuple[int, ...], reason: str, **operands: Any) -> None:
+    for argument, value in operands.items():
+        require(value is None or value.shape == shape, name, argument, f"have shape {list(shape)}{reason}", value)
 
 
 def _max_sum(
@@ -190,14 +185,12 @@ def _max_sum(
     def chunk(_: None, rows: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[OnlineMaxSum, None]:
         x, mask, masked_target = rows
         logits = bounded_logits(Rows(x), columns, None)
-        # Not `row_sums`: here the maximum is a result, which is differentiated as well.
+        sums: Any = row_sums(logits, Rows(x, jnp.where(mask, -1, wide_ids(masked_target))), columns, metrics=False)
+        # Here the maximum is a result, which is differentiated as well. There it is a constant.
         maximum = jnp.max(logits, axis=-1)
-        shifted = logits - over_columns(maximum)
-        at = over_columns(jnp.clip(masked_target, 0, logits.shape[-1] - 1))
-        is_column = ~mask & (masked_target >= 0) & (masked_target < logits.shape[-1])
-        predicted = jnp.take_along_axis(logits, at, axis=-1)[..., 0] - maximum
-        predicted = jnp.where(is_column, predicted, jnp.zeros_like(predicted))
-        local = maximum, jnp.sum(jnp.exp(shifted), axis=-1), predicted, mask, masked_target
+        above = sums.max_logit - maximum
+        predicted = sums.label_logit + sums.has_label * above
+        local = maximum, jnp.exp(above) * sums.sum_exp, predicted, mask, masked_target
         return OnlineMaxSum(*local, logits.astype(x.dtype) if return_logits else None), None
 
     chunk_rows = None if return_logits else on_all_devices(rows_of_logits(*weight.shape), place)
@@ -223,18 +216,6 @@ def _loss(
     return loss, jnp.exp(shifted) * over_columns(1 / sum_exp_logits)
 
 
-class _GradRows(NamedTuple):
-    """Row values that the gradient reads, as the public function names them."""
-
-    grad: jax.Array
-    x: jax.Array
-    mask: jax.Array
-    masked_target: jax.Array
-    maximum: jax.Array | None
-    total: jax.Array | None
-    softmax: jax.Array | None
-
-
 def _grad(
     grad: jax.Array,
     x: jax.Array,
@@ -247,28 +228,32 @@ def _grad(
     *,
     place: Place | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    dtype = accumulation_dtype(x.dtype)
+    labels = jnp.where(mask, -1, wide_ids(masked_target))
+    if softmax is not None:
+        cotangent = (softmax - is_label(labels, softmax).astype(softmax.dtype)) * over_columns(grad)
+        cotangent, bound = cotangent.astype(accumulation_dtype(x.dtype)), functools.partial(jnp.abs, grad)
+        gradients: Any = rounded_products(Products(True, True), cotangent, bound, x, weight)
+        return gradients[0].astype(x.dtype), gradients[1].astype(weight.dtype)
 
-    def chunk(weight_sum: jax.Array, rows: _GradRows) -> tuple[Any, Any]:
-        softmax = rows.softmax
-        if softmax is None and rows.maximum is not None and rows.total is not None:
-            logits = bounded_logits(Rows(rows.x), Columns(weight), None)
-            softmax = jnp.exp(logits - over_columns(rows.maximum)) / over_columns(rows.total)
-        assert softmax is not None  # the public function has checked that it can be known
-        at_target = is_label(rows.masked_target, softmax) & ~over_columns(rows.mask)
-        cotangent = ((softmax - at_target.astype(softmax.dtype)) * over_columns(rows.grad)).astype(dtype)
-        bound = functools.partial(jnp.abs, rows.grad)
-        gradients: Any = rounded_products(Products(True, True), cotangent, bound, rows.x, weight, weight_sum)
-        return gradients[0].astype(x.dtype), gradients[1]
+    def chunk(weight_sum: jax.Array, chunk: tuple[CotangentTerms, Rows]) -> tuple[Any, Any]:
+        of_rows: Any
+        terms, rows = chunk
+        bounded, needs = bounded_logits(rows, Columns(weight), None), Needs(x=True, weight=True)
+        of_rows, of_columns = linear_gradients(
+            terms, rows, Columns(weight), bounded, None, needs, weight_sum=weight_sum
+        )
+        return of_rows.x.astype(x.dtype), of_columns.weight
 
-    rows = _GradRows(grad, x, mask, masked_target, logits_max, sum_exp_logits, softmax)
-    # Fillers get the softmax exp(-inf) / 1.
-    fills = jax.tree.map(lambda _: 0, rows)
-    if softmax is None:
-        fills = fills._replace(maximum=jnp.inf, total=1)
-    chunk_rows = None if softmax is not None else on_all_devices(rows_of_logits(*weight.shape), place)
-    start = varying(jnp.zeros(weight.shape, dtype), rows)
-    x_grad, weight_grad = fold_rows(chunk, start, rows, grad.shape, chunk_rows, fills)
+    # The public function has checked that they are known.
+    assert logits_max is not None
+    assert sum_exp_logits is not None
+    chunks = CotangentTerms(grad, logits_max, jnp.log(sum_exp_logits), -grad), Rows(x, labels)
+    # Fillers get probabilities of 0.
+    fills = jax.tree.map(filler, chunks)
+    fills = fills[0]._replace(log_sum_exp=jnp.inf), fills[1]
+    start = varying(jnp.zeros(weight.shape, accumulation_dtype(x.dtype)), (chunks, weight))
+    chunk_rows = on_all_devices(rows_of_logits(*weight.shape), place)
+    x_grad, weight_grad = fold_rows(chunk, start, chunks, grad.shape, chunk_rows, fills)
     return x_grad, weight_grad.astype(weight.dtype)
 
 
