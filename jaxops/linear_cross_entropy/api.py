@@ -22,7 +22,7 @@ from jaxops.linear_cross_entropy.checks import (
     is_floating,
     nan_added_unless,
 )
-from jaxops.linear_cross_entropy.operands import SKIPPED, Metrics, RowStatistics
+from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Metrics, RowStatistics
 from jaxops.linear_cross_entropy.row_statistics import row_losses, target_total, zero_unless
 from jaxops.linear_cross_entropy.row_targets import losses_of
 from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
@@ -274,7 +274,11 @@ def linear_cross_entropy(
         z_loss=z_loss,
     )
     strategy = "" if batch_invariant else _resolve(strategy, reduction, vocabulary)
-    rows, columns = losses.rows, losses.columns(weight, bias)
+    rows, columns, weights = losses.rows, Columns(weight, bias, losses.class_targets), losses.weights
+    # With its divisor in the weights, a mean's cotangent is 1.
+    has_mean = None
+    if reduction == "mean":
+        weights, has_mean = losses.averaged()
     # A skipped row may hold NaN, which a gradient of zero would not remove. Aux describes skipped rows, too.
     live = losses.kept | jnp.all(jnp.isfinite(x), axis=-1) if return_aux else losses.kept
     if rows.labels is not None:
@@ -283,26 +287,21 @@ def linear_cross_entropy(
         rows = rows._replace(x=zero_unless(live, x))
 
     def result(loss: jax.Array, metrics: RowStatistics | Metrics) -> Any:
+        loss = jnp.sum(loss) if reduction != "none" else loss
+        loss = loss if has_mean is None else nan_added_unless(has_mean, loss)
         return (loss, _aux(metrics, labels, losses.kept, vocabulary)) if return_aux else loss
 
     options: dict[str, Any] = {"softcap": softcap, "metrics": return_aux}
     if batch_invariant:
-        by_row, statistics = invariant_losses(_NAME, rows, columns, losses.weights, vocab_axis=vocab_axis, **options)
-        return result(losses.reduced(by_row, reduction), statistics)
+        return result(*invariant_losses(_NAME, rows, columns, weights, vocab_axis=vocab_axis, **options))
     options["chunk_rows"] = chunk_rows
     if strategy != "grad_in_forward":
         statistics = vocabulary.statistics(rows, columns, **options)
         total = target_total(rows, columns, statistics.max_logit)
-        by_row = row_losses(statistics, None if total is None else vocabulary.sum(total), losses.weights)
-        return result(losses.reduced(by_row, reduction), statistics)
-    options["weight_grad_dtype"] = weight_grad_dtype
-    # With its divisor in the weights, a mean's cotangent is 1. Float16 lacks the range for it.
-    if reduction == "sum" or jnp.float16 in (x.dtype, weight.dtype):
-        total, of_rows = summed_cross_entropy(rows, columns, losses.weights, **options)
-        return result(losses.reduced(total, reduction), of_rows.metrics)
-    weights, has_mean = losses.averaged()
-    mean, of_rows = summed_cross_entropy(rows, columns, weights, **options)
-    return result(nan_added_unless(has_mean, mean), of_rows.metrics)
+        total = None if total is None else vocabulary.sum(total)
+        return result(row_losses(statistics, total, weights), statistics)
+    total, of_rows = summed_cross_entropy(rows, columns, weights, weight_grad_dtype=weight_grad_dtype, **options)
+    return result(total, of_rows.metrics)
 
 
 def _agreeing_rows(x: jax.Array, labels: jax.Array, row_weight: Any) -> tuple[jax.Array, jax.Array, Any]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxops._checks.ids import differ_from, wide_ids
 from jaxops._primitive.sharding import agreeing, explicit_mesh, laid_out_as
 from jaxops.linear_cross_entropy.checks import is_floating, nan_unless
-from jaxops.linear_cross_entropy.operands import Columns, Rows, RowWeights
+from jaxops.linear_cross_entropy.operands import Rows, RowWeights
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 
 
@@ -29,28 +29,15 @@ class Losses(NamedTuple):
     kept: jax.Array
     divisor: jax.Array
 
-    def reduced(self, losses: jax.Array, reduction: str) -> jax.Array:
-        """Returns the losses of rows, or their sum or mean; they may be summed already."""
-        if reduction == "none":
-            return losses
-        total = jnp.sum(losses)
-        if reduction == "sum":
-            return total
-        divisor = jnp.sum(self.divisor)
-        # The mean of nothing is NaN. Its gradients are zero, like those of skipped rows, so 1 / 0 must not reach them.
-        is_zero = divisor == 0
-        return nan_unless(~is_zero, total / jnp.where(is_zero, 1, divisor))
-
     def averaged(self) -> tuple[RowWeights, jax.Array]:
-        """Returns weights with which the sum of the losses is their mean, and whether there is one; zeros if not."""
+        """Returns weights with which the sum of the losses is their mean, and whether there is one; zeros if not.
+
+        The mean of nothing is NaN. Its gradients are zero, like those of skipped rows, so 1 / 0 must not reach them.
+        """
         divisor = jnp.sum(self.divisor)
         has_mean = divisor != 0
         divisor = jnp.where(has_mean, divisor, 1)
         return jax.tree.map(lambda weight: jnp.where(has_mean, weight / divisor, 0), self.weights), has_mean
-
-    def columns(self, weight: jax.Array, bias: jax.Array | None) -> Columns:
-        """Returns the operands of all columns."""
-        return Columns(weight, bias, self.class_targets)
 
 
 def losses_of(
