@@ -91,24 +91,17 @@ def linear_log_probs(
       weight: (V, H), or (H, V) with `transpose_weight`; floating point. Products are computed in its dtype.
       labels: (...) integers in [0, V). The log-probability of a label that is neither a class nor `ignore_index` is
         NaN.
-      bias: (V,), floating point. None means no bias.
+      bias: (V,), as in `linear_cross_entropy`, like all arguments that are not explained here.
       temperature: a positive number, a 0-d array, or (...) floating point, one for each row. Values in arrays are not
         checked, but rows whose temperature is not positive become NaN.
       softcap: the bound of the logits, before the temperature. None means unbounded.
-      ignore_index: rows with this label are skipped, whatever they hold: their results and gradients are 0. On one
-        device and inside shard_map, the matrix products leave out whole chunks of skipped rows, unless the entropy is
-        returned.
+      ignore_index: rows with this label are skipped, whatever they hold: their results and gradients are 0. Whole
+        chunks of them are left out as there, unless the entropy is returned.
       transpose_weight: whether weight is (H, V).
-      vocab_axis: inside shard_map, the mesh axis over which V is split. weight and bias are then this device's part,
-        while labels count all classes. x, labels and temperature are the same along the axis, which nothing checks:
-        rows that in_specs splits over it give wrong results. A weight that in_specs does not split over the axis is
-        refused, unless `check_vma` is off: then nothing tells it from a part, and every class counts once for each
-        device.
-      chunk_rows: about how many rows' worth of logits exists at a time, in tiles of some columns; they are computed in
-        both passes. None: all of up to 2^24 logits; of more, tiles of 2^18, and at least 256 and H / 2 columns.
+      vocab_axis: inside shard_map, the mesh axis over which V is split. The temperature is the same along it.
+      chunk_rows: as with strategy "recompute".
       batch_invariant: whether the bits of a row's results, and of the gradient of its x, must depend on nothing but the
-        row: the same in any batch and on any mesh, and in training and scoring if both use the entropy or neither does.
-        `chunk_rows` then has no effect. `linear_cross_entropy` says what it costs, and what it does not cover.
+        row: also in training and scoring alike, if both use the entropy or neither does.
       return_entropy: whether to return the entropy as well.
 
     Returns:
