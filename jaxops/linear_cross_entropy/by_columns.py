@@ -63,7 +63,7 @@ def statistics_by_columns(
             return merged_pair(before, tile.sums(sums_of(bounded_logits(rows, in_tile, softcap), rows, in_tile))), None
 
         of_tile = tile.rows(taken)
-        return (add(None, (sums, of_tile)) if kept is None else kept.update(add, None, sums, of_tile))[0]
+        return (add(None, (sums, of_tile)) if kept is None else kept.fold(add, None, sums, of_tile))[0]
 
     shapes = jax.eval_shape(lambda: sums_of(bounded_logits(taken, columns, softcap), taken, columns))
     no_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -116,7 +116,7 @@ def gradients_by_columns(
         sums = jax.tree.map(lambda x: jnp.zeros_like(tile.of(x), dtype), of_columns)
         before = of_rows._replace(probabilities=None)
         chunk = terms, tile.rows(rows)
-        new, sums = add(sums, (before, chunk)) if kept is None else kept.update(add, sums, before, chunk)
+        new, sums = add(sums, (before, chunk)) if kept is None else kept.fold(add, sums, before, chunk)
         probabilities = of_rows.probabilities
         if probabilities is not None and new.probabilities is not None:
             axis = probabilities.ndim - 1

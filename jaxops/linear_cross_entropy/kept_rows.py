@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -72,15 +71,9 @@ class KeptRows(NamedTuple):
         return jax.tree.unflatten(structure, list(in_place))
 
     def fold(
-        self,
-        step: Step,
-        sums: Any,
-        results: Any,
-        read: Callable[[jax.Array, Any], Any],
-        *,
-        starts_unwritten: bool = False,
+        self, step: Step, sums: Any, results: Any, rows: Any, *, starts_unwritten: bool = False
     ) -> tuple[Any, Any]:
-        """Calls `results, sums = step(sums, read(first row, results))` on every chunk with a row that counts.
+        """Calls `results, sums = step(sums, (results, rows))` on every chunk with a row that counts, all in this order.
 
         The other chunks keep their results. Rows behind the last one that counts in its chunk are computed as well.
         With `starts_unwritten`, sums start from 0 whatever they hold, and the first chunk is computed in any case.
@@ -91,7 +84,8 @@ class KeptRows(NamedTuple):
             first = at * self.chunk_rows
             if starts_unwritten:
                 sums = jax.tree.map(lambda x: jnp.where(at == 0, jnp.zeros_like(x), x), sums)
-            new, sums = step(sums, read(first, results))
+            part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=self.chunk_rows)
+            new, sums = step(sums, jax.tree.map(part, (results, rows)))
             results = jax.tree.map(
                 lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, first, 0), results, new
             )
@@ -100,39 +94,31 @@ class KeptRows(NamedTuple):
         chunks = jnp.maximum(-(-self.kept // self.chunk_rows), int(starts_unwritten))
         return jax.lax.fori_loop(jnp.zeros_like(chunks), chunks, one, (results, sums))
 
-    def update(self, step: Step, sums: Any, results: Any, rows: Any) -> tuple[Any, Any]:
-        """Calls `results, sums = step(sums, (results, rows))` on every such chunk of rows that were taken."""
-
-        def read(first: jax.Array, results: Any) -> Any:
-            part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=self.chunk_rows)
-            return jax.tree.map(part, (results, rows))
-
-        return self.fold(step, sums, results, read)
-
     def map(self, step: Step, sums: Any, rows: Any, *, starts_unwritten: bool = False) -> tuple[Any, Any]:
         """Calls `step` as `fold_rows` does; row results are 0 where a whole chunk is skipped.
 
         Vectors are taken first, and what is wider when its chunk is computed, so that it is not copied as a whole.
         """
         leaves, structure = jax.tree.flatten(rows)
-        vectors = iter(self._vectors([x for x in leaves if x.ndim == len(self.batch_shape)]))
-        taken = [next(vectors) if x.ndim == len(self.batch_shape) else None for x in leaves]
+        is_vector = [x.ndim == len(self.batch_shape) for x in leaves]
+        taken = self.order, self._vectors([x for x, is_one in zip(leaves, is_vector, strict=True) if is_one])
 
-        def read(first: jax.Array, _: Any) -> Any:
-            part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=self.chunk_rows)
-            places = part(self.order)
+        def gathering(sums: Any, chunk: Any) -> tuple[Any, Any]:
+            _, (places, vectors) = chunk
+            rest = iter(vectors)
+            chunks = (
+                next(rest)
+                if is_one
+                else self._flat(x).at[places].get(mode="fill", fill_value=filler(x), unique_indices=True)
+                for x, is_one in zip(leaves, is_vector, strict=True)
+            )
+            return step(sums, jax.tree.unflatten(structure, list(chunks)))
 
-            def chunk(x: jax.Array, vector: jax.Array | None) -> jax.Array:
-                if vector is not None:
-                    return part(vector)
-                return self._flat(x).at[places].get(mode="fill", fill_value=filler(x), unique_indices=True)
-
-            return jax.tree.unflatten(structure, [chunk(*pair) for pair in zip(leaves, taken, strict=True)])
-
-        shapes, _ = jax.eval_shape(step, sums, jax.eval_shape(read, jnp.zeros((), self.order.dtype), None))
+        first = jax.eval_shape(lambda: jax.tree.map(lambda x: x[: self.chunk_rows], taken))
+        shapes, _ = jax.eval_shape(gathering, sums, (None, first))
         results = jax.tree.map(lambda x: jnp.zeros((len(self.order), *x.shape[1:]), x.dtype), shapes)
         results, sums = varying((results, sums), rows)
-        results, sums = self.fold(step, sums, results, read, starts_unwritten=starts_unwritten)
+        results, sums = self.fold(gathering, sums, results, taken, starts_unwritten=starts_unwritten)
         return self.restore(results), sums
 
     def _flat(self, x: jax.Array) -> jax.Array:
