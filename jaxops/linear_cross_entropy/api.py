@@ -22,7 +22,7 @@ from jaxops.linear_cross_entropy.checks import (
     is_floating,
     nan_added_unless,
 )
-from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Metrics, RowStatistics
+from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, RowStatistics
 from jaxops.linear_cross_entropy.row_statistics import row_losses, target_total, zero_unless
 from jaxops.linear_cross_entropy.row_targets import losses_of
 from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
@@ -286,10 +286,10 @@ def linear_cross_entropy(
     if return_aux or strategy != "grad_in_forward":  # which does it chunk by chunk
         rows = rows._replace(x=zero_unless(live, x))
 
-    def result(loss: jax.Array, metrics: RowStatistics | Metrics) -> Any:
+    def result(loss: jax.Array, statistics: RowStatistics) -> Any:
         loss = jnp.sum(loss) if reduction != "none" else loss
         loss = loss if has_mean is None else nan_added_unless(has_mean, loss)
-        return (loss, _aux(metrics, labels, losses.kept, vocabulary)) if return_aux else loss
+        return (loss, _aux(statistics, labels, losses.kept, vocabulary)) if return_aux else loss
 
     options: dict[str, Any] = {"softcap": softcap, "metrics": return_aux}
     if batch_invariant:
@@ -300,8 +300,7 @@ def linear_cross_entropy(
         total = target_total(rows, columns, statistics.max_logit)
         total = None if total is None else vocabulary.sum(total)
         return result(row_losses(statistics, total, weights), statistics)
-    total, of_rows = summed_cross_entropy(rows, columns, weights, weight_grad_dtype=weight_grad_dtype, **options)
-    return result(total, of_rows.metrics)
+    return result(*summed_cross_entropy(rows, columns, weights, weight_grad_dtype=weight_grad_dtype, **options))
 
 
 def _agreeing_rows(x: jax.Array, labels: jax.Array, row_weight: Any) -> tuple[jax.Array, jax.Array, Any]:
@@ -312,10 +311,9 @@ def _agreeing_rows(x: jax.Array, labels: jax.Array, row_weight: Any) -> tuple[ja
 
 
 def _aux(
-    metrics: RowStatistics | Metrics, labels: jax.Array, kept: jax.Array, vocabulary: Vocabulary
+    statistics: RowStatistics, labels: jax.Array, kept: jax.Array, vocabulary: Vocabulary
 ) -> LinearCrossEntropyAux:
-    values = [jax.lax.stop_gradient(getattr(metrics, name)) for name in Metrics._fields]
-    max_logit, log_sum_exp, mean_logit, prediction = values
+    max_logit, log_sum_exp, _, _, mean_logit, prediction = jax.tree.map(jax.lax.stop_gradient, statistics)
     lse = max_logit + log_sum_exp
     likeliest = vocabulary.argmax(labels) if is_floating(labels) else wide_ids(labels)
     correct = kept & (prediction.astype(likeliest.dtype) == likeliest)

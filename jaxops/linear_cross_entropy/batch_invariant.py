@@ -42,7 +42,6 @@ from jaxops.linear_cross_entropy.row_statistics import (
     linear_gradients,
     logits_of,
     loss_terms,
-    of_present,
     row_losses,
     row_sums,
     scale_gradient,
@@ -147,7 +146,8 @@ def _gradients(
         total = target_total(rows, columns, statistics.max_logit)
         of_weights = RowWeights()
         if of_loss is not None:
-            of_weights = jax.tree.map(lambda term: of_loss * term, of_present(loss_terms(statistics, total), weights))
+            pairs = zip(weights, loss_terms(statistics, total), strict=True)
+            of_weights = RowWeights(*(None if weight is None else of_loss * term for weight, term in pairs))
             weighted = jax.tree.map(lambda weight: of_loss * weight, weights)
             terms = cotangent_terms(weighted, row_totals, total)
             # A loss is linear in the statistics but for log sum exp, so these are the cotangents of the statistics.
@@ -201,7 +201,7 @@ _OPERANDS = f"{ROWS_AXES}, {COLUMNS_AXES}, {WEIGHTS_AXES}"
 _GRADIENTS = Operator(
     name="batch_invariant_losses_backward",
     signature=f"..., {STATISTICS_AXES}, {_OPERANDS} -> {ROW_GRADIENTS_AXES}, {COLUMNS_AXES}, {WEIGHTS_AXES}",
-    check=lambda *_, **__: None,
+    check=check,
     reference=_gradients,
     forms=(Form("xla_row_blocks", EVERYWHERE, _gradients, per_device=True),),
 )

@@ -17,9 +17,8 @@ from jaxops.linear_cross_entropy.operands import (
     SKIPPED,
     ColumnGradients,
     Columns,
-    Metrics,
     Needs,
-    RowResults,
+    RowGradients,
     Rows,
     RowStatistics,
     RowWeights,
@@ -31,11 +30,9 @@ from jaxops.linear_cross_entropy.row_statistics import (
     kept_gradient_dtype,
     linear_gradients,
     logits_of,
-    loss_terms,
-    of_present,
+    row_losses,
     row_sums,
     target_total,
-    weighted,
     with_target_total,
     zero_unless,
 )
@@ -60,8 +57,8 @@ def summed_by_rows(
     metrics: bool,
     weight_grad_dtype: Any,
     place: Place | None = None,
-) -> tuple[jax.Array, RowResults, ColumnGradients]:
-    """Computes the sum of losses and its gradients, the exponentials of each row relative to its maximum.
+) -> tuple[jax.Array, RowStatistics, RowGradients, ColumnGradients]:
+    """Computes the sum of losses, the rows' statistics and gradients, with exponentials relative to a row's maximum.
 
     With the place where it runs, chunks are sized for all of its devices, a CPU adds to the gradient of the weight in
     blocks, and a single device leaves out chunks of skipped rows.
@@ -75,8 +72,8 @@ def summed_by_rows(
     add = added_in_blocks if on_one_cpu and not jax.export.is_symbolic_dim(columns.weight.size) else None
     step = chunk_step(columns, softcap, needs, metrics=metrics, add=add)
     start = no_sums(rows, columns, needs, weight_grad_dtype)
-    results, sums = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=metrics)
-    return sums.loss, results, kept_in_range(sums.columns, columns)
+    (statistics, of_rows), sums = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=metrics)
+    return sums.loss, statistics, of_rows, kept_in_range(sums.columns, columns)
 
 
 def kept_in_range(sums: ColumnGradients, columns: Columns) -> ColumnGradients:
@@ -106,36 +103,30 @@ def chunk_step(
 ) -> Step:
     """Returns the step of a chunk, by which its sums are added to those of the chunks before."""
 
-    def step(sums: Sums, chunk: tuple[Rows, RowWeights]) -> tuple[RowResults, Sums]:
+    def step(sums: Sums, chunk: tuple[Rows, RowWeights]) -> tuple[tuple[RowStatistics, RowGradients], Sums]:
         rows, weights = chunk
         x_dtype, x = rows.x.dtype, rows.x.astype(columns.weight.dtype)
         # A skipped row may hold NaN, and its cotangent of 0 times NaN would be NaN in the gradient of the weight.
         rows = rows._replace(x=x if rows.labels is None else zero_unless(rows.labels != SKIPPED, x))
         bounded = bounded_logits(rows, columns, softcap)
-        row_totals = row_sums(logits_of(bounded, rows), rows, columns, metrics=metrics)
+        # With it, logits - maximum is computed again. Without the barrier XLA would keep it next to the logits instead.
+        row_totals = jax.lax.optimization_barrier(row_sums(logits_of(bounded, rows), rows, columns, metrics=metrics))
         statistics = row_totals.statistics
         total = target_total(rows, columns, statistics.max_logit)
         cotangent = cotangent_terms(weights, row_totals, total)
         of_rows, of_columns = linear_gradients(
             cotangent, rows, columns, bounded, softcap, needs, weight_sum=sums.columns.weight, add=add
         )
-        terms = loss_terms(statistics, total)
         # The gradient of t_c is b l - b (z_c - m), as T is the sum of t; the first term, alike for all c, is missing.
         if weights.target is not None:
             of_rows, of_columns = with_target_total(of_rows, of_columns, weights.target * statistics.log_sum_exp)
-        loss = sums.loss + jnp.sum(weighted(terms, weights))
+        loss = sums.loss + jnp.sum(row_losses(statistics, total, weights))
         # The weight's product adds to its sum itself: as an array of its own, it would be V H numbers more.
         before = sums.columns._replace(weight=None)
         added = jax.tree.map(jnp.add, before, of_columns._replace(weight=None))
         # Rounded in its chunk, so that no gradient of all rows exists in float32 if it is kept in bfloat16.
         if of_rows.x is not None:
             of_rows = of_rows._replace(x=of_rows.x.astype(kept_gradient_dtype(x_dtype)))
-        results = RowResults(of_present(terms, weights), metrics_of(statistics, metrics), of_rows)
-        return results, Sums(loss, added._replace(weight=of_columns.weight))
+        return (statistics, of_rows), Sums(loss, added._replace(weight=of_columns.weight))
 
     return step
-
-
-def metrics_of(statistics: RowStatistics, metrics: bool) -> Metrics:
-    """Returns what is returned of rows beside their loss, if it is wanted."""
-    return Metrics(*(getattr(statistics, name) for name in Metrics._fields)) if metrics else Metrics()

@@ -71,15 +71,6 @@ class RowStatistics(NamedTuple):
     prediction: jax.Array | None = None
 
 
-class Metrics(NamedTuple):
-    """Statistics (...) of rows that are returned beside a loss, as in `RowStatistics`; None unless they are wanted."""
-
-    max_logit: jax.Array | None = None
-    log_sum_exp: jax.Array | None = None
-    mean_logit: jax.Array | None = None
-    prediction: jax.Array | None = None
-
-
 class CotangentTerms(NamedTuple):
     """The coefficients (...) of the logits' cotangent, derived in `row_statistics`.
 
@@ -127,20 +118,6 @@ class ColumnGradients(NamedTuple):
     class_targets: jax.Array | None = None
 
 
-class RowResults(NamedTuple):
-    """Results of each row beside the sum of losses.
-
-    Attributes:
-      terms: the terms of its loss that have a weight, before they are weighted; the gradients of these weights.
-      metrics: on request.
-      gradients: of what the row has, in the sum with gradients.
-    """
-
-    terms: RowWeights
-    metrics: Metrics
-    gradients: RowGradients = RowGradients()
-
-
 # The axes of these fields, for the operators' signatures.
 ROWS_AXES = "... h, ..., ... v, ..., ..."
 COLUMNS_AXES = "v h, v, v"
@@ -148,5 +125,3 @@ WEIGHTS_AXES = "..., ..., ..."
 STATISTICS_AXES = "..., ..., ..., ..., ..., ..."
 TERMS_AXES = "..., ..., ..., ..., ..., ..."
 ROW_GRADIENTS_AXES = "... h, ... v, ..."
-METRICS_AXES = "..., ..., ..., ..."
-ROW_RESULTS_AXES = f"{WEIGHTS_AXES}, {METRICS_AXES}, {ROW_GRADIENTS_AXES}"

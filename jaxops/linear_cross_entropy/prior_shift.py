@@ -29,7 +29,6 @@ from jaxops.linear_cross_entropy.by_rows import (
     Sums,
     chunk_step,
     kept_in_range,
-    metrics_of,
     no_sums,
 )
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, on_all_devices, rows_of_exponentials, rows_of_logits
@@ -41,8 +40,8 @@ from jaxops.linear_cross_entropy.operands import (
     Columns,
     Needs,
     RowGradients,
-    RowResults,
     Rows,
+    RowStatistics,
     RowWeights,
 )
 from jaxops.linear_cross_entropy.rounded_products import added
@@ -54,14 +53,12 @@ from jaxops.linear_cross_entropy.row_statistics import (
     finite,
     is_label,
     kept_gradient_dtype,
-    loss_terms,
-    of_present,
     over_columns,
     over_rows,
+    row_losses,
     softcap_slope,
     softmax_coefficient,
     target_total,
-    weighted,
     zero_unless,
 )
 from lowering.forms import Place
@@ -105,6 +102,7 @@ class Exponentials(NamedTuple):
     prediction: jax.Array | None = None
 
 
+RowResults = tuple[RowStatistics, RowGradients]
 # Computes them from x, labels and shifts.
 Exponentiating = Callable[[jax.Array, jax.Array, jax.Array], Exponentials]
 
@@ -139,7 +137,7 @@ def summed_by_prior_shift(
     weight_grad_dtype: Any,
     place: Place,
     exponentiating: Exponentiating | None = None,
-) -> tuple[jax.Array, RowResults, ColumnGradients]:
+) -> tuple[jax.Array, RowStatistics, RowGradients, ColumnGradients]:
     """Computes what `by_rows.summed_by_rows` does, with exponentials shifted by what is known before the logits."""
     exponentiating = exponentiating or functools.partial(exponentials, columns, softcap, metrics)
     chunk_rows = chunk_rows or rows_of_exponentials(*columns.weight.shape, metrics=metrics)
@@ -175,7 +173,7 @@ def summed_by_prior_shift(
     of_columns = sums.columns
     if weights.target is not None:
         of_columns = _with_targets(of_columns, rows, columns, jnp.where(is_exact, weights.target, 0))
-    return sums.loss, results, kept_in_range(of_columns, columns)
+    return sums.loss, *results, kept_in_range(of_columns, columns)
 
 
 def _chunk_step(
@@ -198,7 +196,6 @@ def _chunk_step(
         sums, off_label, label_weight = _shifted_sums(columns, softcap, exponentiating, x, rows.labels, has_label)
         statistics, total = sums.statistics, sums.target_total
         assert statistics.label_logit is not None
-        terms = loss_terms(statistics, total)
         scale = softmax_coefficient(weights, statistics, total) / sums.sum_exp
         at_label = scale * jnp.exp(statistics.label_logit) - (0 if weights.label is None else weights.label)
         at_label = at_label * softcap_slope(statistics.label_logit + sums.max_logit, softcap)
@@ -211,7 +208,7 @@ def _chunk_step(
             is_exact = jnp.broadcast_to(jnp.all(is_exact), is_exact.shape)
         scale, at_label = jnp.where(is_exact, scale, 0), jnp.where(is_exact, at_label, 0)
         ratio = jnp.where(scale == 0, 0, ratio).astype(x.dtype)
-        loss = before.loss + jnp.sum(jnp.where(is_exact, weighted(terms, weights), 0))
+        loss = before.loss + jnp.sum(jnp.where(is_exact, row_losses(statistics, total, weights), 0))
         x_grad, of_columns = None, before.columns
         if needs.x:
             x_grad = jnp.einsum("...v,vh->...h", off_label, columns.weight, preferred_element_type=dtype)
@@ -227,9 +224,7 @@ def _chunk_step(
         if of_columns.bias is not None:
             bias = jnp.sum(cotangent.astype(dtype) * over_columns(scale), axis=tuple(range(scale.ndim)))
             of_columns = of_columns._replace(bias=of_columns.bias + bias)
-        of_metrics = metrics_of(statistics, sums.prediction is not None)
-        results = RowResults(of_present(terms, weights), of_metrics, RowGradients(x_grad))
-        return results, is_exact, Sums(loss, of_columns)
+        return (statistics, RowGradients(x_grad)), is_exact, Sums(loss, of_columns)
 
     return step
 

@@ -232,20 +232,10 @@ def loss_terms(rows: RowStatistics, total: jax.Array | None) -> RowWeights:
     return RowWeights(by_label, by_target, jnp.square(rows.max_logit + rows.log_sum_exp))
 
 
-def of_present(terms: RowWeights, weights: RowWeights) -> RowWeights:
-    """Returns the terms that have a weight."""
-    return RowWeights(*(None if weight is None else term for term, weight in zip(terms, weights, strict=True)))
-
-
-def weighted(terms: RowWeights, weights: RowWeights) -> jax.Array:
-    """Computes the loss of each row from its `loss_terms`."""
-    pairs = [(a, b) for a, b in zip(weights, terms, strict=True) if a is not None and b is not None]
-    return functools.reduce(jnp.add, (weight * term for weight, term in pairs))
-
-
 def row_losses(statistics: RowStatistics, total: jax.Array | None, weights: RowWeights) -> jax.Array:
     """Computes the loss of each row from the statistics of its logits."""
-    return weighted(loss_terms(statistics, total), weights)
+    pairs = zip(weights, loss_terms(statistics, total), strict=True)
+    return functools.reduce(jnp.add, (a * b for a, b in pairs if a is not None and b is not None))
 
 
 def softmax_coefficient(weights: RowWeights, rows: RowStatistics, total: jax.Array | None) -> jax.Array:
@@ -264,14 +254,12 @@ def cotangent_terms(weights: RowWeights, sums: RowSums, total: jax.Array | None)
     Divided by the sum itself, an exponential keeps the digits that exp(z - m - l) loses to the size of l, which show
     where targets nearly cancel it.
     """
-    # With it, logits - maximum is computed again. Without the barrier XLA would keep it next to the logits instead.
-    maximum = jax.lax.optimization_barrier(sums.max_logit)
     # A row without a finite logit has exponentials of 0.
-    sum_exp = jnp.where(sums.sum_exp == 0, jnp.ones_like(maximum), sums.sum_exp)
+    sum_exp = jnp.where(sums.sum_exp == 0, jnp.ones_like(sums.less_one), sums.sum_exp)
     softmax = softmax_coefficient(weights, sums.statistics, total) / sum_exp
     label = None if weights.label is None else -weights.label
     target = None if weights.target is None or total is None else -weights.target
-    return CotangentTerms(softmax, maximum, jnp.zeros_like(maximum), label, target)
+    return CotangentTerms(softmax, sums.max_logit, jnp.zeros_like(softmax), label, target)
 
 
 def statistics_terms(cotangents: RowStatistics, rows: RowStatistics) -> CotangentTerms:

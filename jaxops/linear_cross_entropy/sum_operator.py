@@ -16,23 +16,23 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy import prior_shift
-from jaxops.linear_cross_entropy.by_rows import metrics_of, summed_by_rows
+from jaxops.linear_cross_entropy.by_rows import summed_by_rows
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_exponentials_on
 from jaxops.linear_cross_entropy.operands import (
     COLUMNS_AXES,
-    ROW_RESULTS_AXES,
+    ROW_GRADIENTS_AXES,
     ROWS_AXES,
     SKIPPED,
+    STATISTICS_AXES,
     WEIGHTS_AXES,
     Columns,
     Needs,
-    RowGradients,
-    RowResults,
     Rows,
+    RowStatistics,
     RowWeights,
 )
 from jaxops.linear_cross_entropy.operator import check, linear_row_statistics
-from jaxops.linear_cross_entropy.row_statistics import loss_terms, of_present, target_total, weighted, zero_unless
+from jaxops.linear_cross_entropy.row_statistics import loss_terms, row_losses, target_total, zero_unless
 from lowering.forms import EVERYWHERE, Form, Place
 from lowering.structures import fields
 from pallas_kernels.gpu.linear_cross_entropy import exponentials as gpu_exponentials
@@ -49,8 +49,8 @@ def summed_cross_entropy(
     chunk_rows: int | None,
     metrics: bool,
     weight_grad_dtype: Any = None,
-) -> tuple[jax.Array, RowResults]:
-    """Computes the sum of `row_losses`, and what is known of rows, which has no derivative.
+) -> tuple[jax.Array, RowStatistics]:
+    """Computes the sum of `row_losses`, and the statistics of rows, which have no derivative here.
 
     The x of a `SKIPPED` row may hold anything. Gradients are kept before the loss's own cotangent is known. A cotangent
     of 1 costs nothing, which is what a mean leaves if the weights have its divisor already.
@@ -59,28 +59,25 @@ def summed_cross_entropy(
     params: dict[str, Any] = {"softcap": softcap, "chunk_rows": chunk_rows, "metrics": metrics}
 
     @jax.custom_jvp
-    def summed(rows: Rows, columns: Columns, weights: RowWeights) -> tuple[jax.Array, RowResults]:
+    def summed(rows: Rows, columns: Columns, weights: RowWeights) -> tuple[jax.Array, RowStatistics]:
         statistics = linear_row_statistics(_with_zeros(rows), columns, **params)
-        terms = loss_terms(statistics, target_total(rows, columns, statistics.max_logit))
-        return jnp.sum(weighted(terms, weights)), RowResults(
-            of_present(terms, weights), metrics_of(statistics, metrics)
-        )
+        total = target_total(rows, columns, statistics.max_logit)
+        return jnp.sum(row_losses(statistics, total, weights)), statistics
 
     def jvp(operands: Any, tangents: Any) -> Any:
         active = jax.tree.map(lambda dot: not isinstance(dot, SymbolicZero), tangents)
         # JAX may run this after the user's `lowering.use` has ended.
         with lowering.using(selection):
-            loss, of_rows, of_columns = _SUM_WITH_GRADIENTS(
+            loss, statistics, of_rows, of_columns = _SUM_WITH_GRADIENTS(
                 *operands, needs=Needs.of(*active[:2]), weight_grad_dtype=weight_grad_dtype or dtype, **params
             )
-        x_grad, probabilities_grad, _ = of_rows.gradients
+        terms = loss_terms(statistics, target_total(operands[0], operands[1], statistics.max_logit))
         # The terms of rows are the gradients of their weights.
-        gradients = Rows(x_grad, probabilities=probabilities_grad), Columns(*of_columns), of_rows.terms
-        of_rows = of_rows._replace(gradients=RowGradients())
-        none = jax.tree.map(lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval()), of_rows)
+        gradients = Rows(of_rows.x, probabilities=of_rows.probabilities), Columns(*of_columns), terms
+        none = jax.tree.map(lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval()), statistics)
         pairs = zip(fields(gradients), fields(tangents), strict=True)
         products = [_inner_product(x, dot, dtype) for x, dot in pairs if not isinstance(dot, SymbolicZero | None)]
-        return (loss, of_rows), (sum(products[1:], products[0]), none)
+        return (loss, statistics), (sum(products[1:], products[0]), none)
 
     summed.defjvp(jvp, symbolic_zeros=True)
     return summed(rows, columns, weights)
@@ -158,7 +155,9 @@ _OF_LABELS = frozenset({"x", "labels", "weight", "bias", "class_targets", *RowWe
 
 _SUM_WITH_GRADIENTS = Operator(
     name="linear_cross_entropy_sum_with_gradients",
-    signature=f"{ROWS_AXES}, {COLUMNS_AXES}, {WEIGHTS_AXES} -> , {ROW_RESULTS_AXES}, {COLUMNS_AXES}",
+    signature=(
+        f"{ROWS_AXES}, {COLUMNS_AXES}, {WEIGHTS_AXES} -> , {STATISTICS_AXES}, {ROW_GRADIENTS_AXES}, {COLUMNS_AXES}"
+    ),
     check=check,
     reference=summed_by_rows,
     kernels=(

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._primitive.sharding import agreeing, reshaped, varying_with
-from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Metrics, Rows, RowStatistics, RowWeights
+from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows, RowStatistics, RowWeights
 from jaxops.linear_cross_entropy.rewriting.affine import Forms, Result
 from jaxops.linear_cross_entropy.rewriting.head import Statistics
 from jaxops.linear_cross_entropy.rewriting.rows import Row
-from jaxops.linear_cross_entropy.row_statistics import target_total, zero_unless
+from jaxops.linear_cross_entropy.row_statistics import loss_terms, target_total, zero_unless
 from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 from lowering.rewriting.graph import Level, Node, Value
@@ -54,7 +54,7 @@ class Sum:
         computed = {*self.statistics.answers(), *(x for task in self.tasks for x in task.outputs)}
         return (x for task in self.tasks for x in task.inputs if x not in computed and not x.is_constant)
 
-    def _run(self, arrays: dict[Value, Any], with_rows: bool) -> tuple[Any, Metrics | None]:
+    def _run(self, arrays: dict[Value, Any], with_rows: bool) -> tuple[Any, RowStatistics | None]:
         statistics = self.statistics
         rows, columns = statistics.scaled_layer(lambda x: x.constant if x.is_constant else arrays[x])
         x, labels = agreeing("... h, ... ->", rows.x, rows.labels)
@@ -77,8 +77,8 @@ class Sum:
         if with_rows:
             rows = rows._replace(x=zero_unless(jnp.asarray(rows.labels) != SKIPPED, rows.x))
         options: dict[str, Any] = {"softcap": statistics.head.softcap, "chunk_rows": None, "metrics": with_rows}
-        total, of_rows = summed_cross_entropy(rows, columns, weights, **options)
-        metrics = of_rows.metrics if with_rows else None
+        total, of_sum = summed_cross_entropy(rows, columns, weights, **options)
+        metrics = of_sum if with_rows else None
         known = (nothing, nothing) if metrics is None else (metrics.max_logit, metrics.prediction)
         if metrics is not None:
             rest = number(nothing, nothing, nothing, nothing, known)
@@ -86,7 +86,7 @@ class Sum:
         # Users may subtract what nearly equals a row's loss, such as another model's, before they add up rows. So the
         # value is what their equations make of each row; it stays the same if all relative logits of a row rise by
         # the label's. The sum of losses and the rest only have the derivatives.
-        terms: Any = of_rows.terms
+        terms: Any = loss_terms(of_sum, target_sum)
         by_label, by_target, by_square = terms
         weighted = nothing if target_sum is None else target_sum * by_label - by_target
         own = number(by_label, nothing, weighted, by_square, known)
