@@ -11,9 +11,9 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
 from jaxops._checks.ids import wide_ids
 from jaxops._checks.operands import as_array, as_arrays, as_optional
-from jaxops._primitive.sharding import agreeing
 from jaxops.linear_cross_entropy.batch_invariant import INVARIANT_STRATEGIES, invariant_losses
 from jaxops.linear_cross_entropy.checks import (
+    agreeing_rows,
     by_class,
     check_chunk_rows,
     check_layer,
@@ -259,7 +259,7 @@ def linear_cross_entropy(
     margin = _checked_margin(margin, labels, weight.shape[0])
     weight_grad_dtype = check_weight_grad_dtype(_NAME, weight_grad_dtype, weight)
     _check_rows(x, labels, weight.shape[0], row_weight)
-    x, labels, row_weight = _agreeing_rows(x, labels, row_weight)
+    x, labels, row_weight = agreeing_rows(x, labels, row_weight)
     vocabulary = Vocabulary.of(_NAME, weight, vocab_axis)
     losses = losses_of(
         x,
@@ -301,13 +301,6 @@ def linear_cross_entropy(
         total = None if total is None else vocabulary.sum(total)
         return result(row_losses(statistics, total, weights), statistics)
     return result(*summed_cross_entropy(rows, columns, weights, weight_grad_dtype=weight_grad_dtype, **options))
-
-
-def _agreeing_rows(x: jax.Array, labels: jax.Array, row_weight: Any) -> tuple[jax.Array, jax.Array, Any]:
-    of_labels = "... v" if is_floating(labels) else "..."
-    if row_weight is None:
-        return *agreeing(f"... h, {of_labels} ->", x, labels), None
-    return tuple(agreeing(f"... h, {of_labels}, ... ->", x, labels, row_weight))
 
 
 def _aux(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxops._checks.attributes import INT32_MAX, require_floating_dtype, require_integer, require_real
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
+from jaxops._primitive.sharding import agreeing
 
 
 def by_class(operator: str, x: jax.Array, weight: jax.Array, transposed: bool) -> jax.Array:
@@ -65,6 +66,14 @@ def check_weight_grad_dtype(operator: str, value: Any, weight: jax.Array) -> Any
     rule = f"be None or {' or '.join(sorted(map(str, choices)))}, as the weight is {weight.dtype}"
     require(dtype in choices, operator, "weight_grad_dtype", rule, value)
     return dtype
+
+
+def agreeing_rows(x: jax.Array, labels: jax.Array, by_row: Any) -> tuple[jax.Array, jax.Array, Any]:
+    """Returns `sharding.agreeing` rows: x, labels, and one more value for each, which may be a number or None."""
+    of_labels = "... v" if is_floating(labels) else "..."
+    if by_row is not None and jnp.ndim(by_row):
+        return tuple(agreeing(f"... h, {of_labels}, ... ->", x, labels, by_row))
+    return *agreeing(f"... h, {of_labels} ->", x, labels), by_row
 
 
 def is_floating(value: Any) -> bool:

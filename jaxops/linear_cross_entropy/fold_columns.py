@@ -125,8 +125,7 @@ def added_in_blocks(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor
         is_new = first + jnp.arange(part.shape[-1], dtype=first.dtype) >= step * width
         part = jnp.where(is_new, part, jnp.zeros_like(part))
         old, dtype = block.of(total), accumulation_dtype(total.dtype)
-        terms = product(part, x, dtype)
-        terms = terms if factor is None else factor * terms
+        terms = product(part, x, dtype, factor)
         # A sum that is kept in 16 bits is rounded once for each product, after the addition.
         return block.put(total, (old.astype(dtype) + terms).astype(old.dtype))
 

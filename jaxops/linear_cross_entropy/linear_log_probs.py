@@ -4,7 +4,6 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import lowering
 from jaxops._checks.attributes import require_bool, require_integer, require_real
@@ -12,9 +11,10 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.errors import require
 from jaxops._checks.ids import differ_from, wide_ids
 from jaxops._checks.operands import as_array, as_arrays, as_optional
-from jaxops._primitive.sharding import agreeing, laid_out_as
+from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy.batch_invariant import invariant_losses
 from jaxops.linear_cross_entropy.checks import (
+    agreeing_rows,
     by_class,
     check_chunk_rows,
     check_layer,
@@ -147,7 +147,7 @@ def linear_log_probs(
     require(bool(jnp.issubdtype(labels.dtype, jnp.integer)), _NAME, "labels", "be integers", labels)
     require(labels.shape == rows, _NAME, "labels", f"have shape {list(rows)}, as x has rows", labels)
     temperature = _checked_temperature(temperature, rows)
-    x, labels, temperature = _agreeing_rows(x, labels, temperature)
+    x, labels, temperature = agreeing_rows(x, labels, temperature)
     vocabulary = Vocabulary.of(_NAME, weight, vocab_axis)
 
     # An ignored row may hold NaN, which a gradient of zero would not remove.
@@ -192,12 +192,6 @@ def _checked_temperature(temperature: Any, rows: tuple[int, ...]) -> Any:
     array = as_array(_NAME, "temperature", temperature)
     require(array.shape in ((), rows) and is_floating(array), _NAME, "temperature", rule, array)
     return array
-
-
-def _agreeing_rows(x: jax.Array, labels: jax.Array, temperature: Any) -> tuple[jax.Array, jax.Array, Any]:
-    if np.ndim(temperature) == 0:
-        return *agreeing("... h, ... ->", x, labels), temperature
-    return tuple(agreeing("... h, ..., ... ->", x, labels, temperature))
 
 
 def _scale(temperature: Any, kept: jax.Array, zeros: jax.Array) -> tuple[jax.Array | None, jax.Array]:

@@ -14,7 +14,7 @@ is s P, where s = coefficient / total is one number for each row, so
 C is P with k / s at the label, put in while the product reads P. k, where p_label - 1 cancels, is float32.
 
 P is above 1 where a logit is above r. A chunk with a row in which it comes near the end of float32's range counts as
-nothing here, and is computed again by the rows' maxima.
+nothing here, and is computed again by the rows' maxima; so are all chunks if the rows are split over devices.
 """
 
 import functools
@@ -25,12 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops.linear_cross_entropy.by_rows import (
-    Sums,
-    chunk_step,
-    kept_in_range,
-    no_sums,
-)
+from jaxops.linear_cross_entropy.by_rows import Sums, chunk_step, kept_in_range, no_sums
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, on_all_devices, rows_of_exponentials, rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_rows
 from jaxops.linear_cross_entropy.kept_rows import fold_kept_rows

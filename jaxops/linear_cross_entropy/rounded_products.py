@@ -45,16 +45,16 @@ def rounded_products(
     return _products(products, cotangent.dtype, cotangent.astype(x.dtype), x, weight, weight_sum)
 
 
-def product(cotangent: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
-    """Computes the product (V, H) of (..., V) and (..., H) over all rows, accumulated in `dtype`."""
+def product(cotangent: jax.Array, x: jax.Array, dtype: Any, factor: jax.Array | None = None) -> jax.Array:
+    """Computes the product (V, H) of (..., V) and (..., H) over all rows, accumulated in `dtype`, times a factor."""
     batch = tuple(range(x.ndim - 1))
-    return jnp.tensordot(cotangent, x, axes=(batch, batch), preferred_element_type=dtype)
+    terms = jnp.tensordot(cotangent, x, axes=(batch, batch), preferred_element_type=dtype)
+    return terms if factor is None else factor * terms
 
 
 def added(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
     """Adds a product to a sum: compilers for GPUs and TPUs do it within, and move a sum over devices out of a loop."""
-    terms = product(cotangent, x, total.dtype)
-    return total + (terms if factor is None else factor * terms)
+    return total + product(cotangent, x, total.dtype, factor)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -98,6 +98,5 @@ def _products(
     if products.weight and weight_sum is not None:
         weight_grad = (products.add or added)(weight_sum, cotangent, x, factor)
     elif products.weight:
-        weight_grad = product(cotangent, x, dtype)
-        weight_grad = weight_grad if factor is None else factor * weight_grad
+        weight_grad = product(cotangent, x, dtype, factor)
     return x_grad, weight_grad
