@@ -147,10 +147,22 @@ def fold_kept_rows(
     """
     kept = None if all_rows else kept_rows(rows[0], place, chunk_rows)
     if kept is None:
-        return fold_rows(step, sums, rows, rows[0].x.shape[:-1], on_all_devices(chunk_rows, place))
+        batch, chunk_rows = rows[0].x.shape[:-1], on_all_devices(chunk_rows, place)
+        if not is_on_one_device(place) or any(map(jax.export.is_symbolic_dim, batch)):
+            return fold_rows(step, sums, rows, batch, chunk_rows)
+        # A product over rows of several axes would copy the logits, to have them as rows of one.
+        size = math.prod(batch)
+        rows = jax.tree.map(lambda x: x.reshape(size, *x.shape[len(batch) :]), rows)
+        results, sums = fold_rows(step, sums, rows, (size,), chunk_rows)
+        return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), results), sums
     if starts_unwritten:
         sums = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), sums)
     return kept.map(step, sums, rows, starts_unwritten=starts_unwritten)
+
+
+def is_on_one_device(place: Place | None) -> bool:
+    """Tells whether it is known that no array is split over devices."""
+    return place is not None and not place.is_split
 
 
 def kept_rows(rows: Rows, place: Place | None, chunk_rows: int | None = None) -> KeptRows | None:
@@ -164,8 +176,7 @@ def kept_rows(rows: Rows, place: Place | None, chunk_rows: int | None = None) ->
       chunk_rows: about how many rows are in a chunk. None: an eighth of them, and at least 512.
     """
     # To take rows in another order, a split array would have to move between devices, and probabilities are too large.
-    is_one_device = place is not None and not place.is_split
-    if not is_one_device or rows.labels is None or rows.probabilities is not None:
+    if not is_on_one_device(place) or rows.labels is None or rows.probabilities is not None:
         return None
     if jax.export.is_symbolic_dim(rows.x.size):
         return None
