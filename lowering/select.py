@@ -61,8 +61,7 @@ def current_selection() -> Selection:
     return _selection.value
 
 
-@contextlib.contextmanager
-def using(selection: Selection) -> Iterator[None]:
+def using(selection: Selection) -> contextlib.AbstractContextManager[None]:
     """Makes exactly this selection the current one; `use` changes parts of it.
 
     Args:
@@ -77,8 +76,7 @@ def using(selection: Selection) -> Iterator[None]:
     """
     if not isinstance(selection, Selection):
         raise TypeError(f"using: selection must be what current_selection returns; got {show(selection)}")
-    with _selection(selection):
-        yield
+    return _selection(selection)
 
 
 def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.AbstractContextManager[None]:
@@ -140,9 +138,9 @@ def _used(implementation: str | None, by_operator: Mapping[str, str]) -> Iterato
 
 def _is_request(request: Any) -> bool:
     mode, colon, kernel_name = request.partition(":") if isinstance(request, str) else ("", "", "")
-    if isinstance(request, str) and request in registry.form_names():
-        return True
-    return mode in MODES and (not colon or (bool(kernel_name) and mode in ("pallas", "interpret")))
+    if mode in MODES:
+        return not colon or (bool(kernel_name) and mode in ("pallas", "interpret"))
+    return isinstance(request, str) and request in registry.form_names()
 
 
 @dataclasses.dataclass(frozen=True)
