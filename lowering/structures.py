@@ -15,9 +15,9 @@ _STRUCTURE = "structure"
 
 def packed(operands: Sequence[Any], attributes: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Splits operands into arrays and their structure, which joins the attributes as the equation's parameters."""
-    arrays = jax.tree.leaves(tuple(operands))
-    structure: Structure = jax.tree.structure(tuple(operands))
-    if structure == jax.tree.structure(tuple(arrays)):
+    arrays, structure = jax.tree.flatten(tuple(operands))
+    plain: Structure = jax.tree.structure(tuple(arrays))
+    if plain == structure:
         return arrays, dict(attributes)
     return arrays, {**attributes, _STRUCTURE: structure}
 

@@ -28,7 +28,8 @@ def batching_rule(
     def batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Sequence[Any], Sequence[int]]:
         mapped = [dim is not None for dim in dims]
         operands = [
-            jnp.moveaxis(x, dim, 0) if m else as_array(x) for x, dim, m in zip(operands, dims, mapped, strict=True)
+            jnp.moveaxis(x, dim, 0) if m else sharding.as_array(x)
+            for x, dim, m in zip(operands, dims, mapped, strict=True)
         ]
         shapes = [x.shape[1:] if m else x.shape for x, m in zip(operands, mapped, strict=True)]
         types = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, operands, strict=True)]
@@ -49,11 +50,6 @@ def batching_rule(
         return results, (0,) * len(results)
 
     return batch
-
-
-def as_array(x: Any) -> Any:
-    """Returns an operand, tangent or cotangent as an array. JAX passes on Python numbers as users wrote them."""
-    return x if isinstance(x, jax.Array) else jnp.asarray(x, jax.typeof(x).dtype)
 
 
 def _one_by_one(primitive: Primitive, operands: Sequence[Any], mapped: Sequence[bool], params: dict[str, Any]) -> Any:

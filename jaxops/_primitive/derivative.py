@@ -23,9 +23,9 @@ from jax.interpreters import ad, batching, mlir
 
 import lowering
 from jaxops._primitive import sharding
-from jaxops._primitive.batching import as_array, batching_rule
+from jaxops._primitive.batching import batching_rule
 from jaxops._primitive.signature import Signature
-from lowering.structures import Structure, attributes_of, fields, presence, structure_of, unpacked
+from lowering.structures import Structure, fields, packed, presence, unpacked
 
 Arrays = tuple[jax.Array, ...]
 # The operands, with True for each that is differentiated, False for the others, and None where one is absent.
@@ -70,6 +70,7 @@ class _Operator(Protocol):
     def __call__(self, *operands: Any, **params: Any) -> Any: ...
     def bind(self, arrays: Sequence[Any], params: Mapping[str, Any]) -> list[jax.Array]: ...
     def meaning(self, *arrays: Any, **params: Any) -> Arrays: ...
+    def remember_structure(self, arrays: Sequence[Any], params: Mapping[str, Any], structure: Structure) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ class _Linear:
     """The one parameter of a tangent primitive, whose operands are the residuals and the active operands' tangents.
 
     Attributes:
-      params: those of the operator's own equation, sorted by name.
+      attributes: those of the operator, sorted by name.
       operands: the structure of the operator's operands.
       active: for each operand that is present, whether it has a tangent here.
       residuals: the structure of the residuals.
@@ -85,17 +86,12 @@ class _Linear:
       selection: what the user asked for where the operator was bound.
     """
 
-    params: tuple[tuple[str, Any], ...]
+    attributes: tuple[tuple[str, Any], ...]
     operands: Structure
     active: tuple[bool, ...]
     residuals: Structure
     results: Structure
     selection: Any
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """The operator's attributes."""
-        return attributes_of(dict(self.params))
 
     @property
     def active_operands(self) -> Active:
@@ -114,8 +110,7 @@ class _Linear:
 
     def of_active(self, operands: Any) -> list[Any]:
         """Lists what `operands`, structured like the operands, has in the place of the active ones."""
-        present = itertools.compress(fields(operands), presence(self.operands))
-        return list(itertools.compress(present, self.active))
+        return list(itertools.compress(self.operands.flatten_up_to(tuple(operands)), self.active))
 
 
 def jvp_rule(operator: _Operator) -> Callable[..., Any]:
@@ -132,15 +127,21 @@ def jvp_rule(operator: _Operator) -> Callable[..., Any]:
                 results = operator.bind(primals, params)
                 result_tangents = _jvp_of_meaning(operator, primals, live_tangents, active, params)
             else:
-                structured, residuals = _linearize(operator, primals, active, params)
-                results = jax.tree.leaves(structured)
+                operands, attributes = unpacked(primals, params)
+                structure = jax.tree.structure(operands)
+                structured, residuals = _linearize(
+                    operator, operands, jax.tree.unflatten(structure, active), attributes
+                )
+                results, structure_of_results = jax.tree.flatten(structured)
+                # The caller asks for it, and would trace the reference to find out.
+                operator.remember_structure(primals, params, structure_of_results)
                 varying = jax.tree.map(lambda x: x if _has_tangent(x) else None, structured)
-                residuals, structure = jax.tree.flatten(residuals)
+                residuals, structure_of_residuals = jax.tree.flatten(residuals)
                 linear = _Linear(
-                    params=tuple(sorted(params.items())),
-                    operands=structure_of(primals, params),
+                    attributes=tuple(sorted(attributes.items())),
+                    operands=structure,
                     active=active,
-                    residuals=structure,
+                    residuals=structure_of_residuals,
                     results=jax.tree.structure(varying),
                     selection=selection,
                 )
@@ -182,11 +183,12 @@ def _tangent_primitive(operator: _Operator, derivative: Derivative) -> Primitive
         with lowering.using(linear.selection):
             if derivative.tangent is None:
                 # The residuals begin with the operands, because such an operator keeps them.
-                primals = residuals[: len(linear.active)]
-                return tuple(_jvp_of_meaning(operator, primals, tangents, linear.active, dict(linear.params)))
+                operands = jax.tree.unflatten(linear.operands, residuals[: len(linear.active)])
+                primals, params = packed(operands, dict(linear.attributes))
+                return tuple(_jvp_of_meaning(operator, primals, tangents, linear.active, params))
             structured = jax.tree.unflatten(linear.residuals, residuals)
             results = derivative.tangent(
-                structured, linear.tangents(tangents), linear.active_operands, **linear.attributes
+                structured, linear.tangents(tangents), linear.active_operands, **dict(linear.attributes)
             )
             return tuple(jax.tree.leaves(results))
 
@@ -212,12 +214,12 @@ def _transpose(derivative: Derivative, cotangents: Any, *arrays: Any, linear: _L
     # Transposition happens after tracing, maybe outside the user's `lowering.use`, so what held there is restored.
     with lowering.using(linear.selection):
         # The backward operator takes every cotangent as an array, but JAX passes symbolic zeros for unused results.
-        cotangents = [as_array(ad.instantiate_zeros(cotangent)) for cotangent in cotangents]
+        cotangents = [sharding.as_array(ad.instantiate_zeros(cotangent)) for cotangent in cotangents]
         results = derivative.vjp(
             jax.tree.unflatten(linear.residuals, residuals),
             jax.tree.unflatten(linear.results, cotangents),
             linear.active_operands,
-            **linear.attributes,
+            **dict(linear.attributes),
         )
     # On an explicit mesh JAX adds cotangents of one operand up, and refuses to if they are laid out differently.
     pairs = zip(linear.of_active(results), tangents, strict=True)
@@ -280,13 +282,11 @@ def _axes_of_tangent(operator: _Operator, derivative: Derivative, linear: _Linea
 
 
 def _linearize(
-    operator: _Operator, primals: Sequence[Any], active: tuple[bool, ...], params: Mapping[str, Any]
+    operator: _Operator, operands: Sequence[Any], active: Active, attributes: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     assert operator.derivative is not None
-    operands, attributes = unpacked(primals, params)
     if operator.derivative.linearize is not None:
-        structure = structure_of(primals, params)
-        return operator.derivative.linearize(operands, jax.tree.unflatten(structure, active), **attributes)
+        return operator.derivative.linearize(operands, active, **attributes)
     results = operator(*operands, **attributes)
     return results, (*operands, *results)
 

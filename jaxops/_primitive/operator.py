@@ -45,6 +45,7 @@ class Operator:
       forms: programs in jnp that are better than the reference on some platforms, in order of preference.
       patterns: plain-JAX patterns that this operator can replace. `lowering.explain` looks for them in users'
         functions.
+      axes: the parsed signature, with all fields of operands and results.
     """
 
     name: str
@@ -56,12 +57,14 @@ class Operator:
     forms: tuple[Form, ...] = ()
     patterns: tuple[Pattern, ...] = ()
     primitive: Primitive = dataclasses.field(init=False, repr=False)
+    axes: Signature = dataclasses.field(init=False, repr=False)
     _structures: dict[Any, Structure] = dataclasses.field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         primitive = Primitive(self.name)
         primitive.multiple_results = True
         object.__setattr__(self, "primitive", primitive)
+        object.__setattr__(self, "axes", Signature.parse(self.signature))
         primitive.def_impl(compiled_bind(primitive))
         primitive.def_abstract_eval(self._abstract_eval)
         lowering.register(self)
@@ -78,14 +81,11 @@ class Operator:
 
     def bind(self, arrays: Sequence[jax.Array], params: Mapping[str, Any]) -> list[jax.Array]:
         """Binds the primitive to the arrays of operands; returns those of results."""
-        axes = self.axes.of_present(presence(structure_of(arrays, params)), [False] * len(self.axes.results))
-        arrays = sharding.same_varying_axes(sharding.agreeing(axes, *arrays))
+        if sharding.explicit_mesh(arrays) is not None:
+            present = presence(structure_of(arrays, params))
+            arrays = sharding.agreeing(self.axes.of_present(present, [False] * len(self.axes.results)), *arrays)
+        arrays = sharding.same_varying_axes(arrays)
         return self.primitive.bind(*arrays, selection=lowering.current_selection(), **params)
-
-    @property
-    def axes(self) -> Signature:
-        """The signature, with all fields of operands and results."""
-        return Signature.parse(self.signature)
 
     def meaning(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
         """Evaluates the reference on an equation; on an explicit mesh, with results laid out as the signature says."""
@@ -102,9 +102,7 @@ class Operator:
     def _evaluate(self, params: Mapping[str, Any], *arrays: Any) -> tuple[jax.Array, ...]:
         operands, attributes = unpacked(arrays, params)
         results, structure = jax.tree.flatten(self.reference(*operands, **attributes))
-        if len(self._structures) >= _MOST_STRUCTURES:
-            self._structures.clear()
-        self._structures[_key(arrays, params)] = structure
+        self.remember_structure(arrays, params, structure)
         return tuple(results)
 
     def local_kernel(
@@ -112,6 +110,12 @@ class Operator:
     ) -> Callable[..., Any]:
         """Applies a kernel's `run`, on arrays, to each device's own part of an equation's operands."""
         return sharding.per_device(self._axes_of_equation(arrays, params), run, arrays)
+
+    def remember_structure(self, arrays: Sequence[Any], params: Mapping[str, Any], structure: Structure) -> None:
+        """Remembers the structure of an equation's results, for `structure_of_results`."""
+        if len(self._structures) >= _MOST_STRUCTURES:
+            self._structures.clear()
+        self._structures[_key(arrays, params)] = structure
 
     def structure_of_results(self, arrays: Sequence[Any], params: Mapping[str, Any]) -> Structure:
         """Returns the structure of an equation's results."""
@@ -134,7 +138,8 @@ class Operator:
 
 
 def _key(arrays: Sequence[Any], params: Mapping[str, Any]) -> Any:
-    return structure_of(arrays, params), tuple(sorted(params.items()))
+    # Where the parameters have no structure of the operands, it is a plain tuple of this length.
+    return len(arrays), tuple(sorted(params.items()))
 
 
 def operators() -> tuple[Operator, ...]:

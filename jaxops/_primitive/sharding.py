@@ -73,6 +73,11 @@ def sharded_as_signature(axes: Callable[[], Signature], fn: Callable[..., Any], 
     return jax.sharding.auto_axes(fn, out_sharding=shardings)(*operands)
 
 
+def as_array(x: Any) -> Any:
+    """Returns an operand, tangent or cotangent as an array. JAX passes on Python numbers as users wrote them."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x, jax.typeof(x).dtype)
+
+
 def laid_out_as(x: jax.Array, sharding: Any) -> jax.Array:
     """Reshards `x` on an explicit mesh to a type's sharding: a cotangent must be laid out like its operand."""
     if AxisType.Explicit not in sharding.mesh.axis_types or jax.typeof(x).sharding == sharding:
