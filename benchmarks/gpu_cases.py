@@ -27,9 +27,8 @@ import lowering
 from jaxops._suite import SUITE
 from jaxops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
 from jaxops.linear_cross_entropy.operands import Columns, Rows
-from lowering.measurements import device_name
 from lowering.measuring.device_clock import ClockError, Reading, device_clock
-from lowering.targets import here
+from lowering.targets import device_name, here
 from pallas_kernels.gpu.linear_cross_entropy import exponentials
 from pallas_kernels.gpu.linear_cross_entropy import statistics as row_statistics
 

@@ -1,27 +1,107 @@
-"""Results that `jaxops tune` has kept on this machine: a file for each kind of device, which "auto" follows."""
+"""Results that "auto" follows: kept on this machine by `jaxops tune`, a file for each kind of device, or shipped."""
 
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import platformdirs
 
-from lowering import _jax_private
+from lowering import _jax_private, measurements
 from lowering.describe import file_fault, show
 from lowering.errors import TuningError
 from lowering.measurements import Entry, Key, versions
+from lowering.targets import device_name
+from pallas_kernels.hardware import Hardware
 
 VARIABLE = "JAXOPS_TUNED"
 _SECONDS_TO_WAIT = 20
+_SHIPPED = Path(__file__).parent / "tuned"
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """Results for one equation of an operator, of which each is only looked up if a choice depends on it.
+
+    Attributes:
+      operator: its name.
+      hardware: the chip that is lowered for; of an unknown chip nothing is known.
+      operands: the arrays of the equation, or anything with shape and dtype.
+      params: the equation's parameters.
+      overlay: the entries of the surrounding contexts, which come before all others.
+      is_whole: whether a kernel sees these operands. What was tuned for them does not hold for a device's part.
+    """
+
+    operator: str
+    hardware: Hardware
+    operands: Sequence[Any]
+    params: Mapping[str, Any]
+    overlay: Sequence[Entry] = ()
+    is_whole: bool = True
+
+    @functools.cached_property
+    def measured(self) -> Entry | None:
+        """Measurements by these versions with these operands."""
+        known = self._measured if self.is_whole else ()
+        return next((entry for entry in known if not entry.replayed and entry.key == self._key), None)
+
+    @functools.cached_property
+    def entry(self) -> Entry | None:
+        """The measurements, else what was replayed, else either with other versions."""
+        key = self._key if self.is_whole else None
+        if self.measured is not None or key is None:
+            return self.measured
+        known = sorted(self._known, key=lambda entry: entry.replayed)
+        exact = next((entry for entry in known if entry.key == key), None)
+        alike = (entry for entry in known if dataclasses.replace(entry.key, versions=key.versions) == key)
+        return exact or next(alike, None)
+
+    @functools.cached_property
+    def faults(self) -> dict[str, str]:
+        """Reasons why kernels of the operator must not be taken on this device, by name."""
+        return measurements.faults(self._known, self._target or "").get(self.operator, {})
+
+    @functools.cached_property
+    def _target(self) -> str | None:
+        return device_name(self.hardware)
+
+    @functools.cached_property
+    def _key(self) -> Key | None:
+        return Key.of(self.operator, self.hardware, self.operands, self.params)
+
+    @property
+    def _measured(self) -> Iterable[Entry]:
+        """All entries that may speak of the target, those that decide first, without what was shipped of replays."""
+        if self._target is None:
+            return ()
+        return itertools.chain(self.overlay, entries_for(self._target), _shipped(_SHIPPED / f"{self._target}.json"))
+
+    @property
+    def _known(self) -> Iterable[Entry]:
+        if self._target is None:
+            return ()
+        return itertools.chain(self._measured, _shipped(_SHIPPED / f"{self._target}.replayed.json"))
+
+
+@functools.cache
+def _shipped(path: Path) -> tuple[Entry, ...]:
+    """Reads the entries in a file of this library, once; warns about a damaged file and ignores it."""
+    if not path.is_file():
+        return ()
+    try:
+        return measurements.load(path)[0]
+    except TuningError as error:
+        warnings.warn(f"{error}; nothing in it is used", RuntimeWarning, stacklevel=2)
+        return ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +143,7 @@ def folder() -> Path:
 
 
 def file_of(target: str, within: Path | None = None) -> Path:
-    """Returns the file that holds the records of a device, named as `measurements.device_name` does."""
+    """Returns the file that holds the records of a device, named as `targets.device_name` does."""
     return (within or folder()) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', target)}.jsonl"
 
 

@@ -1,17 +1,22 @@
-"""Measurements of an operator's implementations: records that can be compared, hashed and written as JSON."""
+"""Measurements of an operator's implementations: records that can be compared, hashed, and written and read as JSON."""
 
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+from lowering.describe import show
+from lowering.errors import TuningError
 from lowering.structures import present_names, unpacked
-from lowering.targets import TARGETS
+from lowering.targets import device_name
 from pallas_kernels.hardware import Hardware
 
+FORMAT = 1  # of a file of entries
 REFERENCE = "reference"
 # What the reason to discard a kernel begins with if its results were not right, or never came.
 WRONG, HANGS = "wrong: ", "hangs: "
@@ -43,14 +48,6 @@ def config_text(config: Config) -> str:
 def type_text(x: Any) -> str:
     """Returns an array's dtype and shape, such as "float32[128,64]"."""
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
-
-
-def device_name(hardware: Hardware) -> str | None:
-    """Returns the target's name. A chip without a record goes by the runtime's name for it; an unknown chip is None."""
-    known = TARGETS.get(hardware.name)
-    if known is not None and known.device_kind == hardware.device_kind:
-        return hardware.name
-    return f"{hardware.platform} {hardware.device_kind}" if hardware.device_kind else None
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -231,6 +228,31 @@ def faults(entries: Iterable[Entry], target: str) -> dict[str, dict[str, str]]:
                 reason = f"{candidate.discarded} ({', '.join(entry.key.operands)})"
                 found.setdefault(entry.key.operator, {}).setdefault(candidate.implementation, reason)
     return found
+
+
+def load(path: str | Path) -> tuple[tuple[Entry, ...], str]:
+    """Reads the entries of a file that `TuningResult.save` wrote, and why some are missing.
+
+    Raises:
+      TuningError: if the file is missing, damaged, of another kind or of another format.
+    """
+    try:
+        record = json.loads(Path(path).read_text())
+    except (OSError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or "no path"
+        raise TuningError(f"load: {show(str(path))} must be a file that can be read; got {reason}") from None
+    except (ValueError, RecursionError):
+        record = None
+    found = record.get("format") if isinstance(record, dict) and "entries" in record else None
+    if isinstance(found, int) and found != FORMAT:
+        raise TuningError(f"load: {show(str(path))} must have format {FORMAT}; got {show(found)}")
+    try:
+        if found != FORMAT or not isinstance(record["stopped"], str):
+            raise ValueError("not a result")
+        entries = tuple(map(Entry.from_record, record["entries"]))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise TuningError(f"load: {show(str(path))} must be a whole file that tune has written") from None
+    return entries, record["stopped"]
 
 
 def _measurement(record: Any) -> Measurement:

@@ -13,10 +13,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from lowering import _jax_private, operator_scopes, registry, select, tuning
+from lowering import _jax_private, operator_scopes, registry, select
 from lowering.describe import show
 from lowering.errors import NotSupportedError
 from lowering.forms import Form, Place
+from lowering.kept import Evidence
 from lowering.measurements import type_text
 from lowering.patterns import Pattern
 from lowering.registry import Operator
@@ -151,13 +152,10 @@ def choose(
     kernels = kernels_of(operator)
     request = selection.request(operator.name)
     placement_reason = _placement_reason(split, hardware.platform)
-    # On an explicit or automatic mesh a kernel sees one device's part. Only the whole shapes are known here; what was
-    # tuned for them does not hold for a part.
-    is_whole = bool(kernels) and split in ("none", "manual")
-    tuned = tuning.find(selection.tuned, operator.name, hardware, operands, params) if is_whole else None
-    faults = tuning.faults(selection.tuned, operator.name, hardware) if kernels else {}
-    forms, split_count = operator.forms, split_over(operands, device_count)
-    context = placement_reason, tuned, faults, forms, split_count
+    # On an explicit or automatic mesh a kernel sees one device's part, and only the whole shapes are known here.
+    is_whole = split in ("none", "manual")
+    evidence = Evidence(operator.name, hardware, operands, params, selection.tuned, is_whole)
+    context = placement_reason, evidence, operator.forms, split_over(operands, device_count)
     choice = select.choose(operator.name, kernels, request, hardware, operands, params, *context)
     if choice.form is not None and choice.form.per_device and split == "auto" and placement_reason is not None:
         raise NotSupportedError(f"{operator.name}: {choice.form.name} must run on each device; {placement_reason}")

@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-import types
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,13 +13,14 @@ from lowering import registry
 from lowering.describe import show
 from lowering.errors import NotSupportedError
 from lowering.forms import Form, Place
+from lowering.kept import Evidence
 from lowering.measurements import REFERENCE, Config, Entry, config_items, config_text, versions
 from lowering.structures import present_names, unpacked
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 
 MODES = ("auto", "reference", "pallas", "interpret")
-_NO_FAULTS: Mapping[str, str] = types.MappingProxyType({})
+NOTHING_KNOWN = Evidence("", Hardware("", ""), (), {})  # as of any unknown chip
 _RUNTIME_ERROR = 361001  # CANN's status for "unsupported on this platform"
 
 
@@ -159,15 +161,20 @@ class Choice:
       kernel: None for a form in jnp.
       form: another form in jnp than the reference, if there is no kernel; None for the reference.
       interpret: whether Pallas' interpreter runs the kernel.
-      refusals: of the kernels that were considered first, in order of preference.
+      reasons: `reasons()` computes the refusals.
       config: the kernel's tuned configuration; None takes the first that the kernel offers.
     """
 
     kernel: Kernel | None
     interpret: bool
-    refusals: tuple[Refusal, ...]
+    reasons: Callable[[], tuple[Refusal, ...]]
     config: Config | None = None
     form: Form | None = None
+
+    @functools.cached_property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """Refusals of the kernels that were considered first, in order of preference."""
+        return self.reasons()
 
     @property
     def implementation(self) -> str:
@@ -187,8 +194,7 @@ def choose(
     operands: Sequence[Any],
     params: Mapping[str, Any],
     placement_reason: str | None = None,
-    tuned: Entry | None = None,
-    faults: Mapping[str, str] = _NO_FAULTS,
+    evidence: Evidence = NOTHING_KNOWN,
     forms: Sequence[Form] = (),
     device_count: int = 1,
 ) -> Choice:
@@ -202,8 +208,7 @@ def choose(
       operands: the arrays of an equation, or anything with shape and dtype.
       params: the equation's parameters: the operator's attributes, and the operands' structure.
       placement_reason: why no kernel at all can run in this place, if so.
-      tuned: measurements of this operator on this hardware, with these operands and attributes.
-      faults: what went wrong with kernels on this hardware, by name. They are taken only if asked for by name.
+      evidence: results for this operator on this hardware, with these operands and attributes.
       forms: the operator's forms in jnp, in order of preference.
       device_count: over how many devices the compiler splits the operands.
 
@@ -214,58 +219,130 @@ def choose(
         request = "auto"
     mode, _, kernel_name = request.partition(":")
     structured, attributes = unpacked(operands, params)
-
-    def refusal(kernel: Kernel) -> str | None:
-        reason = _platform_reason(kernel, mode, hardware) or placement_reason or _size_reason(operands)
-        if kernel_name and kernel.name != kernel_name:
-            reason = f"{kernel_name} was asked for"
-        if mode not in ("interpret", "reference") and not kernel_name and kernel.name in faults:
-            insisting = f"use({operator_name}='pallas:{kernel.name}') takes it all the same"
-            reason = reason or f"went wrong on this device when it was tuned, {faults[kernel.name]}; {insisting}"
-        chip = Hardware(kernel.platform, kernel.platform) if mode == "interpret" else hardware
-        reason = reason or refusal_by_fields(kernel, structured)
-        return reason or kernel.refuses(chip, *structured, **attributes)
-
-    def outweighed(kernel: Kernel) -> str | None:
-        return kernel.outweighed(hardware, *structured, **attributes)
-
-    def tuned_config(kernel: Kernel) -> Config | None:
-        best = tuned.best(kernel.name) if tuned is not None and tuned.key.versions == versions() else None
-        if best is None:
-            return None
-        offered = map(config_items, kernel.configs(hardware, *structured, **attributes))
-        return best.config if best.config in offered else None
-
-    default, others_reason = None, None
-    if mode == "auto":
-        measured = None if tuned is None or tuned.replayed else tuned  # replays choose configurations, never kernels
-        default, others_reason = _default(kernels, hardware, measured, refusal, outweighed, tuned_config)
-    refusals: list[Refusal] = []
-    for kernel in kernels if mode not in ("reference", *(form.name for form in forms)) else ():
-        reason = refusal(kernel)
-        if reason is None and mode == "auto" and kernel is not default:
-            is_replay = tuned is not None and tuned.replayed and tuned.key.versions == versions()
-            remark = tuned.replay_remark(kernel.name) if tuned is not None and is_replay else None
-            remark = outweighed(kernel) or remark
-            reason = f"opt-in: {remark}" if remark else others_reason
-            reason = reason or (tuned.against(kernel.name) if tuned is not None else None)
-        if reason is None:
-            config = None if mode == "interpret" else tuned_config(kernel)
-            return Choice(kernel, mode == "interpret", tuple(refusals), config)
-        refusals.append(Refusal(kernel.name, reason))
-    asked = [kernel for kernel in kernels if kernel_name or _platform_reason(kernel, mode, hardware) is None]
-    present = set(present_names(structured))
-    insists = any(not kernel.gives_way and present.isdisjoint(kernel.yields_to) for kernel in asked)
-    if mode in ("pallas", "interpret") and insists:
-        reasons = "; ".join(f"{refusal.kernel}: {refusal.reason}" for refusal in refusals)
+    context = hardware, structured, attributes, placement_reason, evidence
+    considered = () if mode in (REFERENCE, *(form.name for form in forms)) else tuple(kernels)
+    candidates = _Candidates(operator_name, considered, mode, kernel_name, *context)
+    kernel = candidates.chosen()
+    reasons = functools.partial(candidates.refusals, kernel)
+    if kernel is not None:
+        is_interpreted = mode == "interpret"
+        return Choice(kernel, is_interpreted, reasons, None if is_interpreted else candidates.tuned_config(kernel))
+    if mode in ("pallas", "interpret") and candidates.insist():
+        told = "; ".join(f"{refusal.kernel}: {refusal.reason}" for refusal in reasons())
         message = (
             f"{operator_name}: implementation must be one that {hardware.name} can take; got {show(request)} "
-            f'({reasons}): use("{request}", {operator_name}="reference") keeps it on its reference'
+            f'({told}): use("{request}", {operator_name}="reference") keeps it on its reference'
         )
         raise NotSupportedError(message, _RUNTIME_ERROR)
     place = Place(hardware.platform, device_count)
-    form = None if mode == "reference" else form_for(forms, mode, place, structured, attributes)
-    return Choice(None, False, tuple(refusals), form=form)
+    form = None if mode == REFERENCE else form_for(forms, mode, place, structured, attributes)
+    return Choice(None, False, reasons, form=form)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidates:
+    """The kernels that may run an equation, and why they do not; `choose` describes the other attributes."""
+
+    operator: str
+    kernels: tuple[Kernel, ...]
+    mode: str
+    kernel_name: str
+    hardware: Hardware
+    operands: Sequence[Any]
+    attributes: Mapping[str, Any]
+    placement_reason: str | None
+    evidence: Evidence
+
+    def chosen(self) -> Kernel | None:
+        """Returns the kernel that runs; None for a form in jnp."""
+        if self.mode == "auto":
+            return self._default()
+        return next((kernel for kernel in self.kernels if self._refusal(kernel) is None), None)
+
+    def refusals(self, chosen: Kernel | None) -> tuple[Refusal, ...]:
+        """Says why each kernel before the chosen one does not run."""
+        before = itertools.takewhile(lambda kernel: kernel is not chosen, self.kernels)
+        return tuple(Refusal(kernel.name, self._refusal(kernel) or self._opt_in(kernel)) for kernel in before)
+
+    def insist(self) -> bool:
+        """Tells whether a user who asks for kernels wants an error where all refuse, not a form in jnp."""
+        asked = (kernel for kernel in self.kernels if self.kernel_name or self._platform_reason(kernel) is None)
+        present = set(present_names(self.operands))
+        return any(not kernel.gives_way and present.isdisjoint(kernel.yields_to) for kernel in asked)
+
+    def tuned_config(self, kernel: Kernel) -> Config | None:
+        """Returns the configuration that was fastest, if the kernel offers it; None for the first."""
+        tuned = self.evidence.entry
+        best = tuned.best(kernel.name) if tuned is not None and tuned.key.versions == versions() else None
+        if best is None:
+            return None
+        offered = map(config_items, kernel.configs(self.hardware, *self.operands, **self.attributes))
+        return best.config if best.config in offered else None
+
+    def _default(self) -> Kernel | None:
+        """Returns the kernel that "auto" takes."""
+        of_platform = [kernel for kernel in self.kernels if kernel.platform == self.hardware.platform]
+        winner = self.evidence.measured.winner if of_platform and self.evidence.measured else None
+        if winner is not None:
+            if winner.implementation == REFERENCE:
+                return None
+            tuned = next((kernel for kernel in of_platform if kernel.name == winner.implementation), None)
+            if tuned is not None and self._refusal(tuned) is None and self.tuned_config(tuned) is not None:
+                return tuned
+        measured = (kernel for kernel in of_platform if self.hardware.name in kernel.measured_on)
+        return next((x for x in measured if self._refusal(x) is None and self._outweighed(x) is None), None)
+
+    def _refusal(self, kernel: Kernel) -> str | None:
+        reason = self._platform_reason(kernel) or self.placement_reason or _size_reason(jax.tree.leaves(self.operands))
+        if self.kernel_name and kernel.name != self.kernel_name:
+            reason = f"{self.kernel_name} was asked for"
+        minds_faults = self.mode != "interpret" and not self.kernel_name
+        if reason is None and minds_faults and kernel.name in self.evidence.faults:
+            insisting = f"use({self.operator}='pallas:{kernel.name}') takes it all the same"
+            reason = f"went wrong on this device when it was tuned, {self.evidence.faults[kernel.name]}; {insisting}"
+        chip = Hardware(kernel.platform, kernel.platform) if self.mode == "interpret" else self.hardware
+        reason = reason or refusal_by_fields(kernel, self.operands)
+        return reason or kernel.refuses(chip, *self.operands, **self.attributes)
+
+    def _platform_reason(self, kernel: Kernel) -> str | None:
+        if self.mode == "interpret":
+            pure = kernel.interpreter_is_pure
+            return None if pure else "its interpreter has side effects, which a primitive cannot have"
+        return None if kernel.platform == self.hardware.platform else f"runs on {kernel.platform} only"
+
+    def _outweighed(self, kernel: Kernel) -> str | None:
+        return kernel.outweighed(self.hardware, *self.operands, **self.attributes)
+
+    def _opt_in(self, kernel: Kernel) -> str:
+        """Says why "auto" does not take a kernel that would run."""
+        tuned = self.evidence.entry
+        is_replay = tuned is not None and tuned.replayed and tuned.key.versions == versions()
+        remark = self._outweighed(kernel) or (tuned.replay_remark(kernel.name) if tuned and is_replay else None)
+        if remark:
+            return f"opt-in: {remark}"
+        undecided = "" if tuned is None or tuned.replayed else self._undecided(tuned)
+        if tuned is not None and undecided is None:
+            return tuned.against(kernel.name) or ""
+        return f"opt-in: not measured on this target{undecided}"
+
+    def _undecided(self, tuned: Entry) -> str | None:
+        """Says why what was tuned does not decide which kernel runs; None if it does."""
+        winner = tuned.winner
+        if tuned.key.versions != versions():
+            measured_with = ", ".join(f"{name} {version}" for name, version in tuned.key.versions)
+            return f"; what was tuned with {measured_with} does not count here"
+        if winner is None:
+            return "; tuning could compare nothing with the reference"
+        if winner.implementation == REFERENCE:
+            return None
+        kernel = next((kernel for kernel in self.kernels if kernel.name == winner.implementation), None)
+        if kernel is None:
+            return f"; {winner.name} was tuned, but is not offered"
+        if (refused := self._refusal(kernel)) is not None:
+            return f"; {winner.name} was tuned, but {refused}"
+        if self.tuned_config(kernel) is None:
+            return f"; {winner.name} was tuned, but that is none of its configurations"
+        return None
 
 
 def form_for(
@@ -285,12 +362,6 @@ def form_for(
     return next((form for form in default if form.refuses(place, *operands, **attributes) is None), None)
 
 
-def _platform_reason(kernel: Kernel, mode: str, hardware: Hardware) -> str | None:
-    if mode == "interpret":
-        return None if kernel.interpreter_is_pure else "its interpreter has side effects, which a primitive cannot have"
-    return None if kernel.platform == hardware.platform else f"runs on {kernel.platform} only"
-
-
 def refusal_by_fields(kernel: Kernel, operands: Sequence[Any]) -> str | None:
     """Says which of the operands' fields that are present the kernel does not take; None if it takes them all."""
     beyond = [] if kernel.takes is None else [name for name in present_names(operands) if name not in kernel.takes]
@@ -302,36 +373,3 @@ def _size_reason(operands: Sequence[Any]) -> str | None:
         if any(map(jax.export.is_symbolic_dim, operand.shape)):
             return f"a kernel's blocks need sizes that are numbers; an operand is {list(operand.shape)}"
     return None
-
-
-def _default(
-    kernels: Sequence[Kernel],
-    hardware: Hardware,
-    tuned: Entry | None,
-    refusal: Callable[[Kernel], str | None],
-    outweighed: Callable[[Kernel], str | None],
-    tuned_config: Callable[[Kernel], Config | None],
-) -> tuple[Kernel | None, str | None]:
-    """Returns the kernel that "auto" takes, None for the reference; and why no other, None if tuning has decided."""
-    reason: str | None = None
-    if tuned is not None:
-        winner = tuned.winner
-        kernel = next((kernel for kernel in kernels if winner and kernel.name == winner.implementation), None)
-        if tuned.key.versions != versions():
-            measured_with = ", ".join(f"{name} {version}" for name, version in tuned.key.versions)
-            reason = f"what was tuned with {measured_with} does not count here"
-        elif winner is None:
-            reason = "tuning could compare nothing with the reference"
-        elif winner.implementation == REFERENCE:
-            return None, None
-        elif kernel is None:
-            reason = f"{winner.name} was tuned, but is not offered"
-        elif (refused := refusal(kernel)) is not None:
-            reason = f"{winner.name} was tuned, but {refused}"
-        elif tuned_config(kernel) is None:
-            reason = f"{winner.name} was tuned, but that is none of its configurations"
-        else:
-            return kernel, None
-    measured = (kernel for kernel in kernels if hardware.name in kernel.measured_on)
-    taken = (kernel for kernel in measured if refusal(kernel) is None and outweighed(kernel) is None)
-    return next(taken, None), "opt-in: not measured on this target" + (f"; {reason}" if reason else "")

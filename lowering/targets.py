@@ -242,6 +242,14 @@ def of_device(platform: str, device: jax.Device | AbstractDevice) -> Hardware:
     )
 
 
+def device_name(hardware: Hardware) -> str | None:
+    """Returns the target's name. A chip without a record goes by the runtime's name for it; an unknown chip is None."""
+    known = TARGETS.get(hardware.name)
+    if known is not None and known.device_kind == hardware.device_kind:
+        return hardware.name
+    return f"{hardware.platform} {hardware.device_kind}" if hardware.device_kind else None
+
+
 def _capability(text: str | None) -> tuple[int, int] | None:
     """Parses a compute capability such as "9.0" as two numbers."""
     major, dot, minor = (text or "").partition(".")

@@ -1,13 +1,10 @@
-"""Tuning results: as a context for tracing, as a file, as kept on this machine, and as shipped with this library."""
+"""Tuning results: as a context for tracing, as a file and as a table."""
 
 import dataclasses
-import functools
-import itertools
 import json
 import os
 import threading
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,15 +12,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from lowering import kept, measurements, tables
+from lowering import tables
 from lowering.describe import file_fault, show
 from lowering.errors import TuningError
-from lowering.measurements import Entry, Key, device_name
+from lowering.measurements import FORMAT, Entry, load
 from lowering.select import current_selection, using
-from pallas_kernels.hardware import Hardware
-
-_FORMAT = 1
-_SHIPPED = Path(__file__).parent / "tuned"
 
 
 class _Entered(threading.local):
@@ -98,28 +91,12 @@ class TuningResult:
         Raises:
           TuningError: if the file is missing, damaged, of another kind or of another format.
         """
-        try:
-            record = json.loads(Path(path).read_text())
-        except (OSError, TypeError) as error:
-            reason = getattr(error, "strerror", None) or "no path"
-            raise TuningError(f"load: {show(str(path))} must be a file that can be read; got {reason}") from None
-        except (ValueError, RecursionError):
-            record = None
-        found = record.get("format") if isinstance(record, dict) and "entries" in record else None
-        if isinstance(found, int) and found != _FORMAT:
-            raise TuningError(f"load: {show(str(path))} must have format {_FORMAT}; got {show(found)}")
-        try:
-            if found != _FORMAT or not isinstance(record["stopped"], str):
-                raise ValueError("not a result")
-            entries = tuple(Entry.from_record(entry) for entry in record["entries"])
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise TuningError(f"load: {show(str(path))} must be a whole file that tune has written") from None
-        return cls(entries, record["stopped"])
+        return cls(*load(path))
 
     def to_json(self) -> str:
         """Writes everything as a JSON object."""
         entries = [entry.to_record() for entry in self.entries]
-        return json.dumps({"format": _FORMAT, "stopped": self.stopped, "entries": entries}, indent=2)
+        return json.dumps({"format": FORMAT, "stopped": self.stopped, "entries": entries}, indent=2)
 
     def table(self) -> Table:
         """Lays out the entries as a `rich` table, the fastest candidate of each in bold."""
@@ -154,47 +131,3 @@ class TuningResult:
 def merged(*groups: Iterable[Entry]) -> tuple[Entry, ...]:
     """Merges the entries of all groups; of those with one key, the last one measured and the last one replayed."""
     return tuple({(entry.key, entry.replayed): entry for group in groups for entry in group}.values())
-
-
-def find(
-    overlay: Sequence[Entry],
-    operator_name: str,
-    hardware: Hardware,
-    operands: Sequence[Any],
-    params: Mapping[str, Any],
-) -> Entry | None:
-    """Finds an operator's measurement: from the context, else kept, else shipped, else made with other versions."""
-    key = Key.of(operator_name, hardware, operands, params)
-    if key is None:
-        return None
-    known = sorted(_known(overlay, key.target), key=lambda entry: entry.replayed)
-    exact = next((entry for entry in known if entry.key == key), None)
-    if exact is not None:
-        return exact
-    return next((e for e in known if dataclasses.replace(e.key, versions=key.versions) == key), None)
-
-
-def faults(overlay: Sequence[Entry], operator_name: str, hardware: Hardware) -> dict[str, str]:
-    """Returns why kernels of an operator must not be taken on a device, by name."""
-    target = device_name(hardware)
-    if target is None:
-        return {}
-    return measurements.faults(_known(overlay, target), target).get(operator_name, {})
-
-
-def _known(overlay: Sequence[Entry], target: str) -> Iterable[Entry]:
-    """Returns all entries that may speak of a target, those that decide first."""
-    shipped = (_shipped(_SHIPPED / f"{target}{kind}.json") for kind in ("", ".replayed"))
-    return itertools.chain(overlay, kept.entries_for(target), *shipped)
-
-
-@functools.cache
-def _shipped(path: Path) -> tuple[Entry, ...]:
-    """Reads the entries in a file of this library, once; warns about a damaged file and ignores it."""
-    if not path.is_file():
-        return ()
-    try:
-        return TuningResult.load(path).entries
-    except TuningError as error:
-        warnings.warn(f"{error}; nothing in it is used", RuntimeWarning, stacklevel=2)
-        return ()

@@ -29,8 +29,7 @@ from jaxops._demo.train import Settings
 from lowering import kept
 from lowering._jax_private import said_by_first_process
 from lowering.describe import first_line
-from lowering.measurements import device_name
-from lowering.targets import here
+from lowering.targets import device_name, here
 
 # After so many seconds without a sign of life from one process, JAX ends the others.
 HEARTBEAT_SECONDS = 10

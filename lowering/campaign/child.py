@@ -16,8 +16,8 @@ from lowering.campaign.measuring import measure
 from lowering.campaign.suite import load
 from lowering.campaign.verifying import verify
 from lowering.describe import first_line
-from lowering.measurements import device_name, versions
-from lowering.targets import here
+from lowering.measurements import versions
+from lowering.targets import device_name, here
 
 
 def main() -> None:

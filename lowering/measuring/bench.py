@@ -19,12 +19,12 @@ from rich.text import Text
 from lowering.describe import show
 from lowering.errors import NotSupportedError
 from lowering.explain import explain
-from lowering.measurements import device_name, versions
+from lowering.measurements import versions
 from lowering.measuring import timing
 from lowering.measuring.inputs import made_up
 from lowering.select import use
 from lowering.static_leaves import of_arrays
-from lowering.targets import here
+from lowering.targets import device_name, here
 
 
 @dataclasses.dataclass(frozen=True)
