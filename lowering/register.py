@@ -150,12 +150,12 @@ def choose(
     """Calls `select.choose` for this operator in a program for so many devices."""
     split = partitioning(operands, device_count)
     kernels = kernels_of(operator)
-    request = selection.request(operator.name)
     placement_reason = _placement_reason(split, hardware.platform)
     # On an explicit or automatic mesh a kernel sees one device's part, and only the whole shapes are known here.
     is_whole = split in ("none", "manual")
     evidence = Evidence(operator.name, hardware, operands, params, selection.tuned, is_whole)
     context = placement_reason, evidence, operator.forms, split_over(operands, device_count)
+    request = selection.request(operator.name)
     choice = select.choose(operator.name, kernels, request, hardware, operands, params, *context)
     if choice.form is not None and choice.form.per_device and split == "auto" and placement_reason is not None:
         raise NotSupportedError(f"{operator.name}: {choice.form.name} must run on each device; {placement_reason}")

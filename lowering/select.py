@@ -215,12 +215,13 @@ def choose(
     Raises:
       NotSupportedError: if the user asked for a kernel and every candidate refuses.
     """
-    if request in registry.form_names() and request not in {form.name for form in forms}:
-        request = "auto"
+    form_names = [form.name for form in forms]
     mode, _, kernel_name = request.partition(":")
+    if mode not in (*MODES, *form_names):  # a form of other operators
+        mode = "auto"
     structured, attributes = unpacked(operands, params)
     context = hardware, structured, attributes, placement_reason, evidence
-    considered = () if mode in (REFERENCE, *(form.name for form in forms)) else tuple(kernels)
+    considered = () if mode in (REFERENCE, *form_names) else tuple(kernels)
     candidates = _Candidates(operator_name, considered, mode, kernel_name, *context)
     kernel = candidates.chosen()
     reasons = functools.partial(candidates.refusals, kernel)

@@ -17,7 +17,7 @@ from jaxops._primitive.signature import Signature
 from lowering import registry
 from lowering.forms import Form
 from lowering.patterns import Pattern
-from lowering.structures import Structure, on_arrays, packed, presence, structure_of, unpacked
+from lowering.structures import Structure, packed, presence, structure_of, unpacked
 from pallas_kernels.kernel import Kernel
 
 # The structures of results that one operator remembers: attributes may take any number of values.
@@ -89,19 +89,18 @@ class Operator:
 
     def meaning(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
         """Evaluates the reference on an equation; on an explicit mesh, with results laid out as the signature says."""
-        evaluate = functools.partial(self._evaluate, params)
-        return sharding.sharded_as_signature(lambda: self._axes_of_equation(arrays, params), evaluate, arrays)
+        return self.in_jnp(self.reference, arrays, params)
 
     def in_jnp(
         self, run: Callable[..., Any], arrays: Sequence[Any], params: Mapping[str, Any]
     ) -> tuple[jax.Array, ...]:
         """Evaluates a form's `run` in place of the reference, with results laid out likewise."""
-        evaluate = on_arrays(run, params)
+        evaluate = functools.partial(self._evaluate, run, params)
         return sharding.sharded_as_signature(lambda: self._axes_of_equation(arrays, params), evaluate, arrays)
 
-    def _evaluate(self, params: Mapping[str, Any], *arrays: Any) -> tuple[jax.Array, ...]:
+    def _evaluate(self, run: Callable[..., Any], params: Mapping[str, Any], *arrays: Any) -> tuple[jax.Array, ...]:
         operands, attributes = unpacked(arrays, params)
-        results, structure = jax.tree.flatten(self.reference(*operands, **attributes))
+        results, structure = jax.tree.flatten(run(*operands, **attributes))
         self.remember_structure(arrays, params, structure)
         return tuple(results)
 
@@ -122,7 +121,7 @@ class Operator:
         key = _key(arrays, params)
         if key not in self._structures:
             types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-            jax.eval_shape(functools.partial(self._evaluate, params), *types)
+            jax.eval_shape(functools.partial(self._evaluate, self.reference, params), *types)
         return self._structures[key]
 
     def _axes_of_equation(self, arrays: Sequence[Any], params: Mapping[str, Any]) -> Signature:
