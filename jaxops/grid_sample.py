@@ -13,7 +13,7 @@ from jaxops._checks.dtypes import accumulation_dtype, check_floating
 from jaxops._checks.mcdnn import as_arrays, require
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
-from lowering.forms import Form, Place, refusal_of_parts
+from lowering.operators import Form, Place, refusal_of_parts
 
 
 def grid_sample(x: jax.Array, grid: jax.Array) -> jax.Array:

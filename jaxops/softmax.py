@@ -14,7 +14,7 @@ from jaxops._checks.mcdnn import as_array, require, require_choice
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import laid_out_as, reshaped
-from lowering.forms import Form, Place, refusal_of_parts
+from lowering.operators import Form, Place, refusal_of_parts
 from pallas_kernels.gpu import softmax as gpu
 from pallas_kernels.gpu import softmax_backward as gpu_backward
 from pallas_kernels.softmax_groups import Groups

@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr
 
 from jaxops import _suite
 from jaxops_command.known_faults import FAULTS, Fault
-from lowering import registry
+from lowering import operators
 from lowering.patterns import Graph, Operation, graphs
 from lowering.register import without_kernels
 from lowering.static_leaves import jaxpr_of, of_arrays
@@ -53,7 +53,7 @@ def _of_program(jaxpr: Jaxpr, fault: Fault, platform: str) -> Iterator[str]:
 
 
 def _touches_operator(operation: Operation, fault: Fault, platform: str) -> bool:
-    operator: Any = next((each for each in registry.operators() if each.name == operation.name), None)
+    operator: Any = next((each for each in operators.registered() if each.name == operation.name), None)
     if operator is None:
         return False
     params = {name: value for name, value in operation.params.items() if name != "selection"}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxops._checks.errors import OperatorError
 from jaxops_command.options import CommandError, dtype_and_shape, file_and_name, require
-from lowering import ArtifactError, CompileError, PlanError, TuningError, registry, use
+from lowering import ArtifactError, CompileError, PlanError, TuningError, operators, use
 from lowering.describe import counted, first_line
 from lowering.errors import UsageError
 from lowering.functions import require_function
@@ -60,7 +60,7 @@ def require_operators(by_operator: Mapping[str, str]) -> None:
     """Refuses OPERATOR=NAME of an operator that neither this library nor the user's code has."""
     for name in by_operator:
         rule = "name an operator that `jaxops ops` lists, as in dropout=reference"
-        require(name in registry.names(), "--implementation", rule, repr(name))
+        require(name in operators.names(), "--implementation", rule, repr(name))
 
 
 def chosen_by(chosen: tuple[str, Mapping[str, str]]) -> contextlib.AbstractContextManager[None]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowering.describe import show
-from lowering.measurements import type_text
+from lowering.operators import type_text
 from lowering.pytrees import flattening_fault
 from lowering.static_leaves import is_array
 

@@ -15,11 +15,9 @@ from rich.text import Text
 
 from lowering import cost, register, tables
 from lowering.cpu_rates import with_measured_rates
-from lowering.measurements import type_text
 from lowering.notes import heard
-from lowering.operator_scopes import brief
+from lowering.operators import Operator, brief, operator_of, type_text
 from lowering.patterns import Opportunity, opportunities
-from lowering.registry import Operator, operator_of
 from lowering.rewriting import rules
 from lowering.rewriting.plan import Planner
 from lowering.rewriting.report import Applied, megabytes

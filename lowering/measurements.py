@@ -12,7 +12,7 @@ from typing import Any
 
 from lowering.describe import show
 from lowering.errors import TuningError
-from lowering.structures import present_names, unpacked
+from lowering.operators import present_names, type_text, unpacked
 from lowering.targets import device_name
 from pallas_kernels.hardware import Hardware
 
@@ -43,11 +43,6 @@ def config_items(config: Mapping[str, int]) -> Config:
 def config_text(config: Config) -> str:
     """Returns a launch configuration as text, such as "rows=8, columns=128"."""
     return ", ".join(f"{name}={value}" for name, value in config)
-
-
-def type_text(x: Any) -> str:
-    """Returns an array's dtype and shape, such as "float32[128,64]"."""
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -13,15 +13,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from lowering import _jax_private, operator_scopes, registry, select
+from lowering import _jax_private, operators, select
 from lowering.describe import show
 from lowering.errors import NotSupportedError
-from lowering.forms import Form, Place
 from lowering.kept import Evidence
-from lowering.measurements import type_text
+from lowering.operators import Form, Operator, Place, on_arrays, type_text, unpacked
 from lowering.patterns import Pattern
-from lowering.registry import Operator
-from lowering.structures import on_arrays, unpacked
 from lowering.targets import PLATFORMS, abstract_device, being_lowered_for, is_absent
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
@@ -35,7 +32,7 @@ def register(operator: Operator) -> None:
     `jaxops` calls this for each of its operators. Call it yourself for an operator of another package.
 
     Args:
-      operator: anything that implements `lowering.registry.Operator`, with a new primitive.
+      operator: anything that implements `lowering.operators.Operator`, with a new primitive.
 
     Example:
       >>> operator = next(x for x in jaxops.operators() if x.name == "nll_loss")
@@ -44,7 +41,7 @@ def register(operator: Operator) -> None:
       nll_loss
     """
     _require_operator("register", operator)
-    registry.add(operator)
+    operators.add(operator)
     mlir.register_lowering(operator.primitive, functools.partial(_lower_reference, operator))
     for platform in PLATFORMS:
         mlir.register_lowering(operator.primitive, functools.partial(_lower, operator, platform), platform=platform)
@@ -119,7 +116,7 @@ def kernels_of(operator: Operator) -> tuple[Kernel, ...]:
 
 def lowered_without_devices() -> AbstractContextManager[None]:
     """Lets operators be lowered for a mesh of chips that are absent."""
-    return _jax_private.without_devices(operator.primitive for operator in registry.operators())
+    return _jax_private.without_devices(operator.primitive for operator in operators.registered())
 
 
 def installed_packages() -> metadata.EntryPoints:
@@ -136,7 +133,7 @@ def load_packages() -> None:
 def patterns() -> tuple[Pattern, ...]:
     """Returns the patterns of all operators, including those of installed packages that nothing has imported yet."""
     load_packages()
-    return tuple(pattern for operator in registry.operators() for pattern in operator.patterns)
+    return tuple(pattern for operator in operators.registered() for pattern in operator.patterns)
 
 
 def choose(
@@ -262,7 +259,7 @@ def _device_count(ctx: Any) -> int:
 
 
 def _lower_fun(operator: Operator, fn: Callable[..., Any], ctx: Any, *operands: Any) -> Any:
-    name = operator_scopes.scope(operator.name, [type_text(aval) for aval in ctx.avals_in])
+    name = operators.scope(operator.name, [type_text(aval) for aval in ctx.avals_in])
     return mlir.lower_fun(fn, multiple_results=True)(ctx.replace(name_stack=ctx.name_stack.extend(name)), *operands)
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 
-from lowering import registry
+from lowering import operators
 from lowering.describe import show
 from lowering.errors import NotSupportedError
-from lowering.forms import Form, Place
 from lowering.kept import Evidence
 from lowering.measurements import REFERENCE, Config, Entry, config_items, config_text, versions
-from lowering.structures import present_names, unpacked
+from lowering.operators import Form, Place, present_names, unpacked
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 
@@ -124,8 +123,8 @@ def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.
         if not _is_request(request):
             raise ValueError(f"use: implementation must be one of {', '.join(MODES)}; got {show(request)}")
     for name in by_operator:
-        if name not in registry.names():
-            raise ValueError(f"use: operator must be one of {', '.join(sorted(registry.names()))}; got {show(name)}")
+        if name not in operators.names():
+            raise ValueError(f"use: operator must be one of {', '.join(sorted(operators.names()))}; got {show(name)}")
     return _used(implementation, by_operator)
 
 
@@ -142,7 +141,7 @@ def _is_request(request: Any) -> bool:
     mode, colon, kernel_name = request.partition(":") if isinstance(request, str) else ("", "", "")
     if mode in MODES:
         return not colon or (bool(kernel_name) and mode in ("pallas", "interpret"))
-    return isinstance(request, str) and request in registry.form_names()
+    return isinstance(request, str) and request in operators.form_names()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 from embedding_oracle import expected_gradient
 
 from jaxops.embedding import EMBEDDING_DENSE_BACKWARD, embedding
-from lowering.forms import Place
+from lowering.operators import Place
 
 FORMS = {form.name: functools.partial(form.run, place=Place("cpu")) for form in EMBEDDING_DENSE_BACKWARD.forms}
 IMPLEMENTATIONS = {"reference": EMBEDDING_DENSE_BACKWARD.reference, **FORMS}

@@ -18,7 +18,7 @@ import lowering
 from jaxops.linear_cross_entropy import linear_cross_entropy, prior_shift
 from jaxops.linear_cross_entropy.by_rows import no_sums
 from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowWeights
-from lowering.forms import Place
+from lowering.operators import Place
 from pallas_kernels.tpu.linear_cross_entropy import exponentials
 
 CLASSES = 300  # some beyond the first columns

@@ -20,7 +20,7 @@ import lowering
 from jaxops import avg_pool, max_pool
 from jaxops._checks.errors import BadParamError
 from jaxops.pooling import MAX_POOL, windows
-from lowering.forms import Place
+from lowering.operators import Place
 
 
 def pooled(kind, geometry, layout=None):

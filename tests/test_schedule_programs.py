@@ -10,7 +10,7 @@ from bundle_text import dma, program, wait
 
 import jaxops
 import lowering
-from lowering.operator_scopes import operator_in
+from lowering.operators import operator_in
 from lowering.schedule.chips import CHIPS, bytes_per_cycle
 from lowering.schedule.compare import Compared, Comparison
 from lowering.schedule.decisions import DependsOnDataError, Given

@@ -8,8 +8,8 @@ import jaxops
 import lowering
 from jaxops._suite import SUITE
 from lowering.explain import operator_uses
+from lowering.operators import unpacked
 from lowering.static_leaves import jaxpr_of, of_arrays
-from lowering.structures import unpacked
 from lowering.targets import named
 
 H100 = named("cuda-h100")

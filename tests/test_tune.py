@@ -9,8 +9,8 @@ import pytest
 
 import lowering
 from jaxops._primitive.operator import Operator
-from lowering.forms import Form, Place
 from lowering.measuring import timing
+from lowering.operators import Form, Place
 from pallas_kernels.kernel import Kernel
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)

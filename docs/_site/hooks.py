@@ -35,7 +35,7 @@ FROM_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUT
 RECORDS = {
     "jaxops/_primitive/signature.py": ("Signature",),
     "pallas_kernels/kernel.py": ("Kernel",),
-    "lowering/forms.py": ("Form", "Place"),
+    "lowering/operators.py": ("Form", "Place"),
     "lowering/patterns.py": (
         *("Pattern", "Finding", "Graph", "Operation", "Value"),
         *("forward", "backward", "unshaped", "describe"),

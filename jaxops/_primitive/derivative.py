@@ -25,7 +25,7 @@ import lowering
 from jaxops._primitive import sharding
 from jaxops._primitive.batching import batching_rule
 from jaxops._primitive.signature import Signature
-from lowering.structures import Structure, fields, packed, presence, unpacked
+from lowering.operators import Structure, fields, packed, presence, unpacked
 
 Arrays = tuple[jax.Array, ...]
 # The operands, with True for each that is differentiated, False for the others, and None where one is absent.

@@ -14,10 +14,8 @@ from jaxops._primitive import sharding
 from jaxops._primitive.batching import batching_rule
 from jaxops._primitive.derivative import Derivative, compiled_bind, jvp_rule
 from jaxops._primitive.signature import Signature
-from lowering import registry
-from lowering.forms import Form
+from lowering.operators import Form, Structure, packed, presence, registered, structure_of, unpacked
 from lowering.patterns import Pattern
-from lowering.structures import Structure, packed, presence, structure_of, unpacked
 from pallas_kernels.kernel import Kernel
 
 # The structures of results that one operator remembers: attributes may take any number of values.
@@ -149,5 +147,5 @@ def operators() -> tuple[Operator, ...]:
       >>> softmax.signature, [kernel.platform for kernel in softmax.kernels]
       ('... c -> ... c', ['tpu', 'cuda'])
     """
-    by_name = {operator.name: operator for operator in registry.operators() if isinstance(operator, Operator)}
+    by_name = {operator.name: operator for operator in registered() if isinstance(operator, Operator)}
     return tuple(by_name[name] for name in sorted(by_name))

@@ -18,7 +18,7 @@ from jaxops._checks.ids import require_numbered, wide_dtype, wide_ids
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.embedding.sums import by_owner, by_run, reciprocal, scattered, scattered_flat
-from lowering.forms import Form, Place, refusal_of_parts
+from lowering.operators import Form, Place, refusal_of_parts
 from pallas_kernels.gpu import embedding as gpu
 from pallas_kernels.tpu import embedding as tpu
 

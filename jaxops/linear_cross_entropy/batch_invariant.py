@@ -50,8 +50,7 @@ from jaxops.linear_cross_entropy.row_statistics import (
     target_total,
     with_target_total,
 )
-from lowering.forms import EVERYWHERE, Form
-from lowering.structures import is_absent_field
+from lowering.operators import EVERYWHERE, Form, is_absent_field
 
 _NO_STATISTICS = RowStatistics(*(None for _ in RowStatistics._fields))  # type: ignore[arg-type]
 INVARIANT_STRATEGIES = ("auto", "recompute")

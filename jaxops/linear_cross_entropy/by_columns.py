@@ -34,7 +34,7 @@ from jaxops.linear_cross_entropy.row_statistics import (
     merged_pair,
     row_sums,
 )
-from lowering.forms import Place
+from lowering.operators import Place
 
 
 def statistics_by_columns(

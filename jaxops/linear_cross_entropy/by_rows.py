@@ -36,7 +36,7 @@ from jaxops.linear_cross_entropy.row_statistics import (
     with_target_total,
     zero_unless,
 )
-from lowering.forms import Place
+from lowering.operators import Place
 
 
 class Sums(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lowering.forms import Place
+from lowering.operators import Place
 
 
 class ChunkSizes(NamedTuple):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, on_all_devices
 from jaxops.linear_cross_entropy.fold_rows import Step, filler, fold_rows, varying
 from jaxops.linear_cross_entropy.operands import SKIPPED, Rows
-from lowering.forms import Place
+from lowering.operators import Place
 
 
 class KeptRows(NamedTuple):

@@ -20,7 +20,7 @@ from jaxops.linear_cross_entropy.operands import (
 )
 from jaxops.linear_cross_entropy.patterns import LOGITS_CROSS_ENTROPY
 from jaxops.linear_cross_entropy.row_statistics import scale_gradient, statistics_terms
-from lowering.forms import EVERYWHERE, Form
+from lowering.operators import EVERYWHERE, Form
 from pallas_kernels.gpu.linear_cross_entropy import gradients as gpu_gradients
 from pallas_kernels.gpu.linear_cross_entropy import statistics as gpu_statistics
 from pallas_kernels.tpu.linear_cross_entropy import backward as tpu_backward

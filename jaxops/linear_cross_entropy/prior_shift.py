@@ -56,7 +56,7 @@ from jaxops.linear_cross_entropy.row_statistics import (
     target_total,
     zero_unless,
 )
-from lowering.forms import Place
+from lowering.operators import Place
 
 # Here XLA fuses what is elementwise into a product, and writing zeros to a large array takes its time.
 _FUSING_PLATFORMS = ("tpu",)

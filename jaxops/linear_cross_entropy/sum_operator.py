@@ -33,8 +33,7 @@ from jaxops.linear_cross_entropy.operands import (
 )
 from jaxops.linear_cross_entropy.operator import check, linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import loss_terms, row_losses, target_total, zero_unless
-from lowering.forms import EVERYWHERE, Form, Place
-from lowering.structures import fields
+from lowering.operators import EVERYWHERE, Form, Place, fields
 from pallas_kernels.gpu.linear_cross_entropy import exponentials as gpu_exponentials
 from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu.linear_cross_entropy import exponentials as tpu_exponentials

@@ -32,7 +32,7 @@ from jaxops.linear_cross_entropy.row_statistics import (
     over_columns,
     row_sums,
 )
-from lowering.forms import EVERYWHERE, Form, Place
+from lowering.operators import EVERYWHERE, Form, Place
 from pallas_kernels.gpu.linear_cross_entropy import vocab_parallel as gpu
 from pallas_kernels.tpu.linear_cross_entropy import vocab_parallel as tpu
 

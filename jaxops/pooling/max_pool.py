@@ -18,7 +18,7 @@ from jaxops._primitive.operator import Operator
 from jaxops.pooling import windows
 from jaxops.pooling.patterns import SELECT_AND_SCATTER
 from jaxops.pooling.windows import Ints, Padding, Span
-from lowering.forms import Form, Place
+from lowering.operators import Form, Place
 from pallas_kernels.gpu import max_pool_backward as gpu
 from pallas_kernels.tpu import max_pool as tpu_value
 from pallas_kernels.tpu import max_pool_backward as tpu

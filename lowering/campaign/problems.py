@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from lowering.measurements import Key
-from lowering.registry import Operator, operator_of
+from lowering.operators import Operator, operator_of
 from pallas_kernels.hardware import Hardware
 
 

@@ -23,7 +23,7 @@ from lowering.measuring.candidates import (
     reason_to_discard,
     truth_in_float32,
 )
-from lowering.structures import on_arrays, unpacked
+from lowering.operators import on_arrays, unpacked
 from pallas_kernels.kernel import Kernel
 
 # What results and temporaries hold before each run: a kernel that reads what it never wrote shows it.

@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowering.measurements import NOT_COMPILED, REFERENCE, WRONG, Config, Measurement, config_items, type_text
+from lowering.measurements import NOT_COMPILED, REFERENCE, WRONG, Config, Measurement, config_items
+from lowering.operators import Operator, on_arrays, type_text, unpacked
 from lowering.register import kernels_of, without_kernels
-from lowering.registry import Operator
 from lowering.select import refusal_by_fields
-from lowering.structures import on_arrays, unpacked
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 

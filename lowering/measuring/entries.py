@@ -10,7 +10,7 @@ from lowering.measurements import NOT_COMPILED, Entry, Key, Measurement
 from lowering.measuring import timing
 from lowering.measuring.candidates import UNWATCHED, Candidate, Launches, Watch, candidates, on_device
 from lowering.measuring.device_clock import Reading, candidate_readings
-from lowering.registry import Operator
+from lowering.operators import Operator
 from pallas_kernels.hardware import Hardware
 
 _ROUNDS_AT_LEAST = 3

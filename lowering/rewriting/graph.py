@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from lowering import _jax_private
-from lowering.registry import operator_of
+from lowering.operators import operator_of
 from lowering.rewriting.peeling import PRODUCTS, peeled
 from lowering.source_lines import Site
 
