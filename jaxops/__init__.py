@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 # First as a whole: threads that import two packages at once would each wait for modules that the other is importing.
 import lowering  # noqa: F401
-from jaxops._checks.errors import BadParamError as BadParamError
-from jaxops._checks.errors import NotSupportedError as NotSupportedError
-from jaxops._checks.errors import VersionMismatchError as VersionMismatchError
+from jaxops._checks.arguments import BadParamError as BadParamError
+from jaxops._checks.arguments import NotSupportedError as NotSupportedError
+from jaxops._checks.arguments import VersionMismatchError as VersionMismatchError
 from jaxops._primitive.derivative import Derivative as Derivative
 from jaxops._primitive.operator import Operator as Operator
 from jaxops._primitive.operator import operators as operators

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks import layouts
-from jaxops._checks.attributes import INT32_MAX
+from jaxops._checks.arguments import INT32_MAX
 from jaxops._checks.dtypes import accumulation_dtype, check_floating
 from jaxops._checks.mcdnn import as_array, require, require_integer, require_real
 from jaxops._primitive.derivative import Active, Arrays, Derivative

@@ -12,11 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.attributes import require_choice, require_integer
-from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._checks.errors import require
-from jaxops._checks.ids import differ_from, require_numbered, wide_ids
-from jaxops._checks.operands import as_arrays, as_optional
+from jaxops._checks.arguments import as_arrays, as_optional, require, require_choice, require_integer
+from jaxops._checks.dtypes import accumulation_dtype, differ_from, require_numbered, wide_ids
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import reshaped, sharding_of_result

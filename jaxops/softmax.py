@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.attributes import is_integer
+from jaxops._checks.arguments import is_integer
 from jaxops._checks.dtypes import accumulation_dtype, check_floating
 from jaxops._checks.mcdnn import as_array, require, require_choice
 from jaxops._primitive.derivative import Active, Arrays, Derivative

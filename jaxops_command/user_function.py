@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.errors import OperatorError
+from jaxops._checks.arguments import OperatorError
 from jaxops_command.options import CommandError, dtype_and_shape, file_and_name, require
 from lowering import ArtifactError, CompileError, PlanError, TuningError, operators, use
 from lowering.describe import counted, first_line

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import lowering
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 from jaxops.aclnn.ema_adam import apply_fused_ema_adam
 
 ATTRIBUTES = {"lr": 1e-3, "ema_decay": 0.5, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.5}

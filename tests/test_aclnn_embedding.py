@@ -10,7 +10,7 @@ import pytest
 from embedding_oracle import expected_gradient
 
 import lowering
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 from jaxops.aclnn.embedding import embedding_dense_backward
 
 EXAMPLES = {  # grad, indices, attributes, the rows of the result that are not zero

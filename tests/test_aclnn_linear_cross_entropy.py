@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import lowering
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 from jaxops.aclnn import linear_cross_entropy as aclnn
 from jaxops.linear_cross_entropy import vocab_parallel
 

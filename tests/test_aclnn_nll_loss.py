@@ -8,7 +8,7 @@ import pytest
 from nll_loss_oracle import assert_rounded_once, expected, make_case
 
 import lowering
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 from jaxops.aclnn.nll_loss import nll_loss, nll_loss2d, nll_loss2d_backward, nll_loss_backward
 
 NONE, MEAN, SUM = 0, 1, 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxops import aclnn
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 
 
 def make_nll(rng):

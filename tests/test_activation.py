@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import lowering
 from jaxops import activation, batch_norm_inference
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 from jaxops.activation.modes import Activation, activated
 
 

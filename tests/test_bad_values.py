@@ -25,7 +25,7 @@ from public_calls import CALLS, PARAMS
 
 import jaxops
 from jaxops import aclnn, mcdnn
-from jaxops._checks.errors import OperatorError
+from jaxops._checks.arguments import OperatorError
 
 
 class ForeignTensor:

@@ -15,7 +15,7 @@ from public_calls import CALLS
 
 import jaxops
 from jaxops import aclnn, mcdnn
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 
 KEY_WORDS = (7, 11)
 KEY = jnp.asarray(KEY_WORDS, jnp.uint32)

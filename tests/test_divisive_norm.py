@@ -10,7 +10,7 @@ from pooling_oracle import AXES
 
 import lowering
 from jaxops import divisive_norm
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 from jaxops.divisive_norm import DIVISIVE_NORM, DIVISIVE_NORM_BACKWARD, no_means
 
 STRONG = {"alpha": 1.5, "beta": 0.75, "k": 0.5}  # the defaults hardly normalize anything of size 1

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import lowering
 from jaxops import dropout
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 from pallas_kernels.dropout_mask import threefry
 
 KEY = jax.random.key(20)

@@ -10,7 +10,7 @@ import pytest
 
 import lowering
 from jaxops import ema_adam, ema_params, fused_apply
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, Coefficients, step_coefficients
 from pallas_kernels import ema_adam_update
 

@@ -24,7 +24,7 @@ from optimizers import (
 )
 
 from jaxops import ema_adam, ema_params, fused_apply
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 from jaxops.ema_adam.api import EmaParamsState
 
 

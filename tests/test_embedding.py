@@ -8,7 +8,7 @@ import pytest
 from embedding_oracle import expected_gradient
 
 import lowering
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 from jaxops.embedding import embedding
 
 WIDTH = 3

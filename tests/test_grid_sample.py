@@ -9,7 +9,7 @@ import pytest
 
 import lowering
 from jaxops import affine_grid, grid_sample
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 
 # images, channels, extents of the images, extents of the output
 SHAPES = {

@@ -18,7 +18,7 @@ from linear_cross_entropy_oracle import (
 )
 
 import lowering
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 from jaxops.linear_cross_entropy import linear_cross_entropy
 
 ATTRIBUTES = {

@@ -12,7 +12,7 @@ from pooling_oracle import AXES
 
 import lowering
 from jaxops import local_response_norm
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 
 STRONG = {"alpha": 1.5, "beta": 0.75, "k": 0.5}  # the defaults hardly normalize anything of size 1
 ATTRIBUTES = {

@@ -14,7 +14,7 @@ from pooling_oracle import expected, make_case, sides
 
 import lowering
 from jaxops import max_pool
-from jaxops._checks.errors import NotSupportedError
+from jaxops._checks.arguments import NotSupportedError
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.gpu import max_pool_backward as gpu
 from pallas_kernels.hardware import Hardware

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from activation_oracle import COEFFICIENTS
 
-from jaxops._checks.errors import BadParamError, NotSupportedError
+from jaxops._checks.arguments import BadParamError, NotSupportedError
 from jaxops.mcdnn import ActivationDescriptor, ActivationMode, activation_backward, activation_forward
 
 MODES = [mode.name for mode in ActivationMode]

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxops import dropout
-from jaxops._checks.errors import BadParamError, NotSupportedError
+from jaxops._checks.arguments import BadParamError, NotSupportedError
 from jaxops.mcdnn import DropoutDescriptor, dropout_backward, dropout_forward, dropout_get_reserve_space_size
 
 KEY = jax.random.key(3)

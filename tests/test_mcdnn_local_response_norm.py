@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pooling_oracle import AXES
 
-from jaxops._checks.errors import BadParamError, NotSupportedError
+from jaxops._checks.arguments import BadParamError, NotSupportedError
 from jaxops.mcdnn import (
     DivNormMode,
     LRNDescriptor,

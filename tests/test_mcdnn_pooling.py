@@ -7,7 +7,7 @@ import pytest
 from pooling_oracle import AXES, GEOMETRIES, expected, make_case
 
 from jaxops import mcdnn
-from jaxops._checks.errors import BadParamError, NotSupportedError
+from jaxops._checks.arguments import BadParamError, NotSupportedError
 from jaxops.mcdnn import NanPropagation, PoolingDescriptor, PoolingMode, pooling_backward, pooling_forward
 
 KINDS = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import softmax_oracle as oracle
 
-from jaxops._checks.errors import BadParamError, NotSupportedError
+from jaxops._checks.arguments import BadParamError, NotSupportedError
 from jaxops.mcdnn import SoftmaxAlgorithm, SoftmaxMode, softmax_backward, softmax_forward
 
 SHAPES = {None: (2, 3, 4, 5), "NCHW": (2, 3, 4, 5), "NHWC": (2, 4, 5, 3), "NCDHW": (2, 3, 2, 4, 5)}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxops import affine_grid, grid_sample
-from jaxops._checks.errors import BadParamError, NotSupportedError
+from jaxops._checks.arguments import BadParamError, NotSupportedError
 from jaxops.mcdnn import (
     SamplerType,
     SpatialTransformerDescriptor,

@@ -11,7 +11,7 @@ import pytest
 from nll_loss_oracle import IGNORED, assert_rounded_once, expected, make_case
 
 import lowering
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 from jaxops.nll_loss import nll_loss
 
 

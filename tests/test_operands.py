@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from jaxops import BadParamError, RowGradients, ema_adam, fused_apply
-from jaxops._checks.attributes import (
+from jaxops._checks.arguments import (
+    BAD_PARAM,
+    as_array,
+    as_arrays,
+    as_key,
+    as_optional,
+    as_shape,
     require_axis_names,
     require_bool,
     require_choice,
@@ -20,8 +26,6 @@ from jaxops._checks.attributes import (
     require_integer,
     require_real,
 )
-from jaxops._checks.errors import BAD_PARAM
-from jaxops._checks.operands import as_array, as_arrays, as_key, as_optional, as_shape
 
 
 class Wrapped:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 import lowering
-from jaxops._checks.errors import BadParamError, require
+from jaxops._checks.arguments import BadParamError, require
 from jaxops._primitive.derivative import Derivative
 from jaxops._primitive.operator import Operator
 from pallas_kernels.kernel import Kernel

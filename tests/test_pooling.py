@@ -18,7 +18,7 @@ from pooling_oracle import AXES, GEOMETRIES, expected, make_case
 import jaxops
 import lowering
 from jaxops import avg_pool, max_pool
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 from jaxops.pooling import MAX_POOL, windows
 from lowering.operators import Place
 

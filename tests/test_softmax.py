@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import lowering
 from jaxops import softmax
-from jaxops._checks.errors import BadParamError
+from jaxops._checks.arguments import BadParamError
 
 ALGORITHMS = ("fast", "accurate", "log")
 # shape, axis

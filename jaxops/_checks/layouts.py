@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from jaxops._checks.attributes import INT32_MAX, is_integer
+from jaxops._checks.arguments import INT32_MAX, is_integer
 from jaxops._checks.mcdnn import require, require_choice
 
 P = ParamSpec("P")

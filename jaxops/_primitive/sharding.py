@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxops._checks.attributes import require_axis_names
-from jaxops._checks.errors import require
+from jaxops._checks.arguments import require, require_axis_names
 from jaxops._primitive.signature import Axes, Signature, entry_of, names_of
 
 

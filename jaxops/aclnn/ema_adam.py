@@ -5,10 +5,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.attributes import require_bool, require_integer, require_real
+from jaxops._checks.arguments import as_arrays, require, require_bool, require_integer, require_real
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._checks.errors import require
-from jaxops._checks.operands import as_arrays
 from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, Number, step_coefficients
 
 _NAME = "apply_fused_ema_adam"

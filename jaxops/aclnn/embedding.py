@@ -5,9 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.attributes import require_bool, require_integer
-from jaxops._checks.errors import require
-from jaxops._checks.operands import as_arrays
+from jaxops._checks.arguments import as_arrays, require, require_bool, require_integer
 from jaxops.embedding import EMBEDDING_DENSE_BACKWARD
 
 NAME = "embedding_dense_backward"

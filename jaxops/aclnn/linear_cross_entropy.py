@@ -5,9 +5,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.attributes import require_bool, require_integer, require_real
-from jaxops._checks.errors import require, require_present
-from jaxops._checks.operands import as_array, as_arrays, as_optional
+from jaxops._checks.arguments import (
+    as_array,
+    as_arrays,
+    as_optional,
+    require,
+    require_bool,
+    require_integer,
+    require_present,
+    require_real,
+)
 from jaxops.linear_cross_entropy import OnlineMaxSum as OnlineMaxSum
 from jaxops.linear_cross_entropy import vocab_parallel
 

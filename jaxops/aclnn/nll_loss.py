@@ -5,9 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.attributes import require_integer
-from jaxops._checks.errors import require
-from jaxops._checks.operands import as_arrays
+from jaxops._checks.arguments import as_arrays, require, require_integer
 from jaxops._primitive.operator import Operator
 from jaxops.nll_loss import NLL_LOSS, NLL_LOSS2D, NLL_LOSS2D_BACKWARD, NLL_LOSS_BACKWARD, reduced
 

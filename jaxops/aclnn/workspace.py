@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxops._checks.errors import require
-from jaxops._checks.operands import as_array
+from jaxops._checks.arguments import as_array, require
 from jaxops.aclnn.ema_adam import apply_fused_ema_adam
 from jaxops.aclnn.embedding import embedding_dense_backward
 from jaxops.aclnn.linear_cross_entropy import (

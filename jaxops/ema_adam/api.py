@@ -9,10 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxops._checks.attributes import is_bool, require_bool, require_choice, require_floating_dtype, require_real
+from jaxops._checks.arguments import (
+    PARAM_INVALID,
+    BadParamError,
+    OperatorError,
+    as_array,
+    is_bool,
+    require,
+    require_bool,
+    require_choice,
+    require_floating_dtype,
+    require_present,
+    require_real,
+    require_tree,
+)
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._checks.errors import PARAM_INVALID, BadParamError, OperatorError, require, require_present
-from jaxops._checks.operands import as_array, require_tree
 from jaxops.ema_adam.fused_apply import OnePass, rows_of
 from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, MODES, Number, step_coefficients
 from jaxops.embedding.embedding_row_gradients import RowGradients

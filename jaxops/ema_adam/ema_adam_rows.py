@@ -6,9 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from jaxops._checks.arguments import as_array, require, require_present
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._checks.errors import require, require_present
-from jaxops._checks.operands import as_array
 from jaxops.ema_adam.api import EmaParamsState, Schedule, checked_state, ema_adam
 from jaxops.ema_adam.fused_apply import rows_of
 from jaxops.ema_adam.operator import Number

@@ -9,8 +9,15 @@ from typing import Any
 import jax
 import optax
 
-from jaxops._checks.errors import PARAM_INVALID, BadParamError, OperatorError, require, require_present
-from jaxops._checks.operands import as_array, require_tree
+from jaxops._checks.arguments import (
+    PARAM_INVALID,
+    BadParamError,
+    OperatorError,
+    as_array,
+    require,
+    require_present,
+    require_tree,
+)
 from jaxops.ema_adam.drift import drifts
 from jaxops.embedding.embedding_row_gradients import RowGradients, rows_at, with_rows
 from lowering.describe import show

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxops._checks.arguments import require
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._checks.errors import require
 from jaxops._primitive.operator import Operator
 from pallas_kernels.gpu import ema_adam as gpu
 from pallas_kernels.tpu import ema_adam as tpu

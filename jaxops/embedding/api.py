@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.attributes import require_bool
-from jaxops._checks.ids import ids_of_part, wide_ids
-from jaxops._checks.operands import as_arrays
+from jaxops._checks.arguments import as_arrays, require_bool
+from jaxops._checks.dtypes import ids_of_part, wide_ids
 from jaxops._primitive import sharding
 from jaxops.embedding.operator import EMBEDDING, check_lookup
 

@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.attributes import require_bool, require_integer
-from jaxops._checks.errors import require
-from jaxops._checks.ids import ids_of_part, wide_ids
-from jaxops._checks.operands import as_arrays
+from jaxops._checks.arguments import as_arrays, require, require_bool, require_integer
+from jaxops._checks.dtypes import ids_of_part, wide_ids
 from jaxops._primitive import sharding
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator

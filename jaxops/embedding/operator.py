@@ -11,10 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.attributes import require_integer
-from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._checks.errors import require
-from jaxops._checks.ids import require_numbered, wide_dtype, wide_ids
+from jaxops._checks.arguments import require, require_integer
+from jaxops._checks.dtypes import accumulation_dtype, require_numbered, wide_dtype, wide_ids
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.embedding.sums import by_owner, by_run, reciprocal, scattered, scattered_flat

@@ -6,11 +6,17 @@ import jax
 import jax.numpy as jnp
 
 import lowering
-from jaxops._checks.attributes import require_bool, require_choice, require_integer, require_real
-from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._checks.errors import require
-from jaxops._checks.ids import wide_ids
-from jaxops._checks.operands import as_array, as_arrays, as_optional
+from jaxops._checks.arguments import (
+    as_array,
+    as_arrays,
+    as_optional,
+    require,
+    require_bool,
+    require_choice,
+    require_integer,
+    require_real,
+)
+from jaxops._checks.dtypes import accumulation_dtype, wide_ids
 from jaxops.linear_cross_entropy.batch_invariant import INVARIANT_STRATEGIES, invariant_losses
 from jaxops.linear_cross_entropy.checks import (
     agreeing_rows,

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 import lowering
+from jaxops._checks.arguments import require
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._checks.errors import require
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.linear_cross_entropy.fold_rows import filler, varying

@@ -6,9 +6,8 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from jaxops._checks.attributes import INT32_MAX, require_floating_dtype, require_integer, require_real
+from jaxops._checks.arguments import INT32_MAX, require, require_floating_dtype, require_integer, require_real
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._checks.errors import require
 from jaxops._primitive.sharding import agreeing
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.ids import differ_from, wide_ids
+from jaxops._checks.dtypes import differ_from, wide_ids
 from jaxops._primitive.sharding import agreeing, explicit_mesh, laid_out_as
 from jaxops.linear_cross_entropy.checks import is_floating, nan_unless
 from jaxops.linear_cross_entropy.operands import Rows, RowWeights

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._checks.errors import require
-from jaxops._checks.ids import wide_ids
+from jaxops._checks.arguments import require
+from jaxops._checks.dtypes import accumulation_dtype, wide_ids
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import require_split

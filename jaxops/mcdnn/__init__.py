@@ -31,7 +31,7 @@ operand; to reuse a buffer, donate it to jit).
 """
 
 import jaxops  # noqa: F401  waits until another thread has imported it
-from jaxops._checks.errors import VersionMismatchError
+from jaxops._checks.arguments import VersionMismatchError
 from jaxops.mcdnn.activation import activation_backward as activation_backward
 from jaxops.mcdnn.activation import activation_forward as activation_forward
 from jaxops.mcdnn.descriptors import ActivationDescriptor as ActivationDescriptor

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jaxops._checks.errors import NOT_SUPPORTED, NotSupportedError
+from jaxops._checks.arguments import NOT_SUPPORTED, NotSupportedError
 from jaxops._checks.mcdnn import require_bool
 from jaxops.activation.api import apply
 from jaxops.activation.modes import Activation

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxops._checks.arguments import BAD_PARAM, BadParamError, OperatorError
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._checks.errors import BAD_PARAM, BadParamError, OperatorError
 from jaxops._checks.mcdnn import as_optional, require, require_real
 from jaxops._primitive import sharding
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxops._checks import layouts
-from jaxops._checks.errors import NOT_SUPPORTED, NotSupportedError
+from jaxops._checks.arguments import NOT_SUPPORTED, NotSupportedError
 from jaxops._checks.mcdnn import as_optional, as_shape, require, require_choice, require_present
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxops._checks import layouts
-from jaxops._checks.attributes import INT32_MAX, is_integer
+from jaxops._checks.arguments import INT32_MAX, is_integer
 from jaxops._checks.mcdnn import require, require_integer, require_real
 from jaxops.dropout.api import checked_rate
 from jaxops.mcdnn.enums import ActivationMode, NanPropagation, PoolingMode, SamplerType, member

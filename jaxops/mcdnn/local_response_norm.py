@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jaxops._checks.errors import NOT_SUPPORTED, NotSupportedError
+from jaxops._checks.arguments import NOT_SUPPORTED, NotSupportedError
 from jaxops.local_response_norm import (
     LOCAL_RESPONSE_NORM,
     LOCAL_RESPONSE_NORM_BACKWARD,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops._checks import layouts
-from jaxops._checks.attributes import INT32_MAX, is_integer
+from jaxops._checks.arguments import INT32_MAX, is_integer
 from jaxops._checks.dtypes import check_floating
 from jaxops._checks.mcdnn import require
 

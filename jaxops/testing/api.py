@@ -7,9 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops._checks.attributes import is_integer
-from jaxops._checks.errors import BadParamError, require
-from jaxops._checks.operands import as_array
+from jaxops._checks.arguments import BadParamError, as_array, is_integer, require
 from jaxops.testing import accuracy, calls, derivatives, meshes, rows
 from jaxops.testing.compare import DEFAULTS, Tolerance
 from jaxops.testing.report import Broken, Report, Skipped

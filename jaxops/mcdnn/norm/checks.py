@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks import layouts
+from jaxops._checks.arguments import NOT_SUPPORTED
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._checks.errors import NOT_SUPPORTED
 from jaxops._checks.mcdnn import require, require_bool, require_integer
 from jaxops.activation.modes import Activation
 from jaxops.batch_norm.api import BN_MIN_EPSILON as BN_MIN_EPSILON

@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxops._checks.errors import BAD_PARAM
+from jaxops._checks.arguments import BAD_PARAM
 from jaxops.mcdnn.descriptors import ActivationDescriptor
 from jaxops.mcdnn.enums import NormAlgo, NormMode, NormOps
 from jaxops.mcdnn.norm import calls
