@@ -14,7 +14,7 @@ from lowering.export import Artifact as Artifact
 from lowering.export import export as export
 from lowering.export import load as load
 from lowering.measuring.tune import tune as tune
-from lowering.notes import note as note
+from lowering.operators import note as note
 from lowering.planning.api import plan as plan
 from lowering.planning.cases import PlanError as PlanError
 from lowering.planning.report import Plan as Plan

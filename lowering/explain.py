@@ -15,8 +15,7 @@ from rich.text import Text
 
 from lowering import cost, register, tables
 from lowering.cpu_rates import with_measured_rates
-from lowering.notes import heard
-from lowering.operators import Operator, brief, operator_of, type_text
+from lowering.operators import Operator, brief, heard, operator_of, type_text
 from lowering.patterns import Opportunity, opportunities
 from lowering.rewriting import rules
 from lowering.rewriting.plan import Planner

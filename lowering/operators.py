@@ -1,20 +1,24 @@
-"""Operators as `lowering` knows them: their record and their forms, how equations bind them, and the one list of all.
+"""Operators as `lowering` knows them: record, forms, how equations bind operands, the list of all, and notes.
 
 Operands and results are tuples and NamedTuples, of which fields may be absent. A primitive takes arrays alone. So those
 that are present are bound, and their structure is a parameter of the equation, `structure`, unless it is a plain tuple
 of arrays. An absent field is None, as in every pytree of JAX.
+
+Notes are sentences in which operators explain a choice that they make while they are traced; `explain` collects them.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 from jax.extend.core import Primitive
 
 from lowering import source_lines
+from lowering.describe import show
 from lowering.patterns import Pattern
 from lowering.targets import PLATFORMS
 from pallas_kernels.kernel import Kernel
@@ -229,3 +233,46 @@ def brief(operands: Sequence[str]) -> str:
     present = (operand for operand in short if not re.search(r"\b0\b", operand))
     groups = ((operand, len(list(group))) for operand, group in itertools.groupby(present))
     return ", ".join(operand if number == 1 else f"{number} x {operand}" for operand, number in groups)
+
+
+class _Listener:
+    """Collector of sentences; compared by identity, so each listener is its own cache key."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+
+# A user context is part of the keys of JAX's caches, so a function is traced again for each listener.
+_listener = jax.make_user_context(None)
+
+
+def note(text: str) -> None:
+    """Explains a choice that an operator makes while it is traced; `lowering.explain` shows the sentence.
+
+    Outside of `explain` this does nothing. A sentence that is repeated is shown once.
+
+    Args:
+      text: one sentence.
+
+    Raises:
+      TypeError: if `text` is not a string.
+
+    Example:
+      >>> def double(x):
+      ...     lowering.note("double: adds x to itself")
+      ...     return x + x
+      >>> lowering.explain(double, 1.0).notes
+      ('double: adds x to itself',)
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"note: text must be a string; got {show(text)}")
+    if _listener.value is not None and text not in _listener.value.heard:
+        _listener.value.heard.append(text)
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """Collects the sentences that are noted within the context, in order, each once."""
+    listener = _Listener()
+    with _listener(listener):
+        yield listener.heard
