@@ -51,7 +51,7 @@ class Evidence:
     @functools.cached_property
     def measured(self) -> Entry | None:
         """Measurements by these versions with these operands."""
-        known = self._measured if self.is_whole else ()
+        known = self._known("") if self.is_whole else ()
         return next((entry for entry in known if not entry.replayed and entry.key == self._key), None)
 
     @functools.cached_property
@@ -60,7 +60,7 @@ class Evidence:
         key = self._key if self.is_whole else None
         if self.measured is not None or key is None:
             return self.measured
-        known = sorted(self._known, key=lambda entry: entry.replayed)
+        known = sorted(self._known("", ".replayed"), key=lambda entry: entry.replayed)
         exact = next((entry for entry in known if entry.key == key), None)
         alike = (entry for entry in known if dataclasses.replace(entry.key, versions=key.versions) == key)
         return exact or next(alike, None)
@@ -68,7 +68,7 @@ class Evidence:
     @functools.cached_property
     def faults(self) -> dict[str, str]:
         """Reasons why kernels of the operator must not be taken on this device, by name."""
-        return measurements.faults(self._known, self._target or "").get(self.operator, {})
+        return measurements.faults(self._known("", ".replayed"), self._target or "").get(self.operator, {})
 
     @functools.cached_property
     def _target(self) -> str | None:
@@ -78,18 +78,12 @@ class Evidence:
     def _key(self) -> Key | None:
         return Key.of(self.operator, self.hardware, self.operands, self.params)
 
-    @property
-    def _measured(self) -> Iterable[Entry]:
-        """All entries that may speak of the target, those that decide first, without what was shipped of replays."""
+    def _known(self, *shipped: str) -> Iterable[Entry]:
+        """Returns all entries that may speak of the target, those that decide first: of what ships, these kinds."""
         if self._target is None:
             return ()
-        return itertools.chain(self.overlay, entries_for(self._target), _shipped(_SHIPPED / f"{self._target}.json"))
-
-    @property
-    def _known(self) -> Iterable[Entry]:
-        if self._target is None:
-            return ()
-        return itertools.chain(self._measured, _shipped(_SHIPPED / f"{self._target}.replayed.json"))
+        files = (_SHIPPED / f"{self._target}{kind}.json" for kind in shipped)
+        return itertools.chain(self.overlay, entries_for(self._target), *map(_shipped, files))
 
 
 @functools.cache

@@ -87,39 +87,31 @@ class Operator(Protocol):
     @property
     def name(self) -> str:
         """The name of the operator and of its primitive."""
-        ...
 
     @property
     def primitive(self) -> Primitive:
         """The JAX primitive that stands for the operator in a jaxpr."""
-        ...
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """The hand-written kernels, in order of preference."""
-        ...
 
     @property
     def forms(self) -> tuple[Form, ...]:
         """The forms in jnp beside the reference, in order of preference."""
-        ...
 
     @property
     def patterns(self) -> tuple[Pattern, ...]:
         """Plain-JAX patterns that this operator can replace."""
-        ...
 
     def meaning(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
         """Computes the results of an equation in plain JAX: the reference implementation."""
-        ...
 
     def in_jnp(self, run: Callable[..., Any], arrays: Any, params: Any) -> tuple[jax.Array, ...]:
         """Computes the results of an equation by a form's `run`."""
-        ...
 
     def local_kernel(self, run: Callable[..., Any], arrays: Any, params: Any) -> Callable[..., Any]:
         """Wraps a kernel's `run`, on arrays, so that each device of a mesh applies it to its own part of them."""
-        ...
 
 
 _operators: dict[Primitive, Operator] = {}
@@ -162,12 +154,8 @@ def packed(operands: Sequence[Any], attributes: Mapping[str, Any]) -> tuple[list
 
 def unpacked(arrays: Sequence[Any], params: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     """Computes the inverse of `packed`: the operands as an operator and its kernels take them, and the attributes."""
-    return jax.tree.unflatten(structure_of(arrays, params), arrays), attributes_of(params)
-
-
-def attributes_of(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the operator's attributes among an equation's parameters."""
-    return {name: value for name, value in params.items() if name != _STRUCTURE}
+    attributes = {name: value for name, value in params.items() if name != _STRUCTURE}
+    return jax.tree.unflatten(structure_of(arrays, params), arrays), attributes
 
 
 def structure_of(arrays: Sequence[Any], params: Mapping[str, Any]) -> Structure:

@@ -165,18 +165,17 @@ def without_kernels(
     """Returns the operator on one device where no kernel runs: its form for this hardware, or its reference."""
     place, (structured, attributes) = Place(hardware.platform), unpacked(operands, params)
     form = select.form_for(operator.forms, "auto", place, structured, attributes)
-    return functools.partial(_in_jnp(operator, form, place), params=params)
+    return _in_jnp(operator, form, place, params)
 
 
-def _in_jnp(operator: Operator, form: Form | None, place: Place) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns a form of the operator, or its reference, as a function of an equation's arrays and `params`."""
-
-    def evaluate(*arrays: Any, params: dict[str, Any]) -> tuple[jax.Array, ...]:
-        if form is None:
-            return operator.meaning(*arrays, **params)
-        return operator.in_jnp(functools.partial(form.run, place=place), arrays, params)
-
-    return evaluate
+def _in_jnp(
+    operator: Operator, form: Form | None, place: Place, params: dict[str, Any]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns a form of the operator, or its reference, as a function of an equation's arrays."""
+    if form is None:
+        return functools.partial(operator.meaning, **params)
+    run = functools.partial(form.run, place=place)
+    return lambda *arrays: operator.in_jnp(run, arrays, params)
 
 
 def _lower(
@@ -191,9 +190,8 @@ def _lower(
         with select.using(selection):
             return _lower_kernel(operator, run, partitioning(ctx.avals_in, devices), ctx, *operands, params=params)
     if choice.kernel is None:
-        in_jnp = _in_jnp(operator, choice.form, place)
         with select.using(selection):
-            return _lower_fun(operator, functools.partial(in_jnp, params=params), ctx, *operands)
+            return _lower_fun(operator, _in_jnp(operator, choice.form, place, params), ctx, *operands)
     structured, attributes = unpacked(ctx.avals_in, params)
     first = choice.kernel.configs(hardware, *structured, **attributes)[0]
     config = first if choice.config is None else dict(choice.config)

@@ -128,10 +128,8 @@ def jvp_rule(operator: _Operator) -> Callable[..., Any]:
                 result_tangents = _jvp_of_meaning(operator, primals, live_tangents, active, params)
             else:
                 operands, attributes = unpacked(primals, params)
-                structure = jax.tree.structure(operands)
-                structured, residuals = _linearize(
-                    operator, operands, jax.tree.unflatten(structure, active), attributes
-                )
+                structure: Structure = jax.tree.structure(operands)
+                structured, residuals = _linearize(operator, operands, structure.unflatten(active), attributes)
                 results, structure_of_results = jax.tree.flatten(structured)
                 # The caller asks for it, and would trace the reference to find out.
                 operator.remember_structure(primals, params, structure_of_results)
