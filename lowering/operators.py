@@ -204,19 +204,14 @@ def type_text(x: Any) -> str:
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def scope(operator: str, operands: Sequence[str]) -> str:
-    """Names an operator at these operands, as `type_text` writes them: "softmax(f32[8,128])"."""
-    return f"{operator}({brief(operands)})"
-
-
 def operator_in(op_name: str) -> str:
-    """Returns the outermost operator in an instruction's `op_name`, as `scope` has named it; "" for none."""
+    """Returns the outermost operator in an instruction's `op_name`, such as "softmax(f32[8,128])"; "" for none."""
     parts = op_name.split("/")
     return next((part for part in parts if "(" in part and part.partition("(")[0] in names()), "")
 
 
 def brief(operands: Sequence[str]) -> str:
-    """Returns operands as jaxprs write them, equal neighbours once; leaves out those of size 0: they are absent."""
+    """Returns `type_text`s as jaxprs write them, equal neighbours once, without those of size 0, which are absent."""
     short = (re.sub(r"^(bf|f|u|i)(?:loat|int|nt)(?=\d)", r"\1", operand) for operand in operands)
     present = (operand for operand in short if not re.search(r"\b0\b", operand))
     groups = ((operand, len(list(group))) for operand, group in itertools.groupby(present))

@@ -17,7 +17,7 @@ from lowering import _jax_private, operators, select
 from lowering.describe import show
 from lowering.errors import NotSupportedError
 from lowering.kept import Evidence
-from lowering.operators import Form, Operator, Place, on_arrays, type_text, unpacked
+from lowering.operators import Form, Operator, Place, brief, on_arrays, type_text, unpacked
 from lowering.patterns import Pattern
 from lowering.targets import PLATFORMS, abstract_device, being_lowered_for, is_absent
 from pallas_kernels.hardware import Hardware
@@ -146,14 +146,13 @@ def choose(
 ) -> select.Choice:
     """Calls `select.choose` for this operator in a program for so many devices."""
     split = partitioning(operands, device_count)
-    kernels = kernels_of(operator)
     placement_reason = _placement_reason(split, hardware.platform)
     # On an explicit or automatic mesh a kernel sees one device's part, and only the whole shapes are known here.
-    is_whole = split in ("none", "manual")
-    evidence = Evidence(operator.name, hardware, operands, params, selection.tuned, is_whole)
+    evidence = Evidence(operator.name, hardware, operands, params, selection.tuned, split in ("none", "manual"))
     context = placement_reason, evidence, operator.forms, split_over(operands, device_count)
-    request = selection.request(operator.name)
-    choice = select.choose(operator.name, kernels, request, hardware, operands, params, *context)
+    choice = select.choose(
+        operator.name, kernels_of(operator), selection.request(operator.name), hardware, operands, params, *context
+    )
     if choice.form is not None and choice.form.per_device and split == "auto" and placement_reason is not None:
         raise NotSupportedError(f"{operator.name}: {choice.form.name} must run on each device; {placement_reason}")
     return choice
@@ -257,7 +256,7 @@ def _device_count(ctx: Any) -> int:
 
 
 def _lower_fun(operator: Operator, fn: Callable[..., Any], ctx: Any, *operands: Any) -> Any:
-    name = operators.scope(operator.name, [type_text(aval) for aval in ctx.avals_in])
+    name = f"{operator.name}({brief([type_text(aval) for aval in ctx.avals_in])})"  # as `operator_in` reads it
     return mlir.lower_fun(fn, multiple_results=True)(ctx.replace(name_stack=ctx.name_stack.extend(name)), *operands)
 
 

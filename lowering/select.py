@@ -225,8 +225,8 @@ def choose(
     kernel = candidates.chosen()
     reasons = functools.partial(candidates.refusals, kernel)
     if kernel is not None:
-        is_interpreted = mode == "interpret"
-        return Choice(kernel, is_interpreted, reasons, None if is_interpreted else candidates.tuned_config(kernel))
+        config = None if mode == "interpret" else candidates.tuned_config(kernel)
+        return Choice(kernel, mode == "interpret", reasons, config)
     if mode in ("pallas", "interpret") and candidates.insist():
         told = "; ".join(f"{refusal.kernel}: {refusal.reason}" for refusal in reasons())
         message = (

@@ -43,7 +43,7 @@ class HloInstruction:
       opcode: "mosaic" for a Pallas kernel.
       text: what it does, without any names.
       source: where it was traced, such as "model.py:12 (loss)"; empty where the compiler does not know.
-      operator: that it is a part of, as `operators.scope` has named it; empty for none.
+      operator: that it is a part of, as `operators.operator_in` finds it; empty for none.
       type: of its result, such as "s32[8]{0:T(128)}".
       operands: the names of what it takes.
     """
