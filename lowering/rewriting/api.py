@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from lowering.describe import show
@@ -146,7 +147,7 @@ def _is_traced(leaf: Any) -> bool:
 
 
 def _is_numeric(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) and (leaf.dtype == bool or jax.dtypes.issubdtype(leaf.dtype, np.number))
+    return isinstance(leaf, np.ndarray) and (leaf.dtype == bool or jnp.issubdtype(leaf.dtype, np.number))
 
 
 def _chosen(only: str | Collection[str], off: str | Collection[str]) -> tuple[Rule, ...]:
