@@ -36,7 +36,7 @@ class Row:
       operands: their dtypes and shapes, such as "float32[8,128]".
       results: likewise.
       implementation: "reference" or the kernel's name.
-      refusals: the kernels that were not chosen, with reasons.
+      refusals: the kernels that were not chosen and the forms that refuse, with reasons.
       flops: arithmetic of the reference.
       matmul_flops: the part of `flops` on the matrix units, by kind of product.
       bytes: operands and results, the least that any implementation moves.

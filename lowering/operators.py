@@ -23,7 +23,7 @@ from lowering.patterns import Pattern
 from lowering.targets import PLATFORMS
 from pallas_kernels.kernel import Kernel
 
-# The platforms of a form that is the default wherever no other is.
+# The platforms of a form that is the default on all of them, if none before it is.
 EVERYWHERE = frozenset(PLATFORMS)
 Structure = Any  # what `jax.tree.structure` returns
 _STRUCTURE = "structure"
@@ -211,10 +211,9 @@ def operator_in(op_name: str) -> str:
 
 
 def brief(operands: Sequence[str]) -> str:
-    """Returns `type_text`s as jaxprs write them, equal neighbours once, without those of size 0, which are absent."""
+    """Returns `type_text`s as jaxprs write them, equal neighbours once."""
     short = (re.sub(r"^(bf|f|u|i)(?:loat|int|nt)(?=\d)", r"\1", operand) for operand in operands)
-    present = (operand for operand in short if not re.search(r"\b0\b", operand))
-    groups = ((operand, len(list(group))) for operand, group in itertools.groupby(present))
+    groups = ((operand, len(list(group))) for operand, group in itertools.groupby(short))
     return ", ".join(operand if number == 1 else f"{number} x {operand}" for operand, number in groups)
 
 

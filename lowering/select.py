@@ -90,9 +90,9 @@ def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.
       implementation: for every operator.
 
         - "auto" takes the fastest implementation if these exact shapes were tuned, in a context or by `jaxops tune` on
-          this machine. Otherwise it takes the first kernel
-          that accepts the operands and was measured at least as fast as the reference on the target, else the
-          reference.
+          this machine. Otherwise it takes the first kernel that accepts the operands and was measured at least as fast
+          as the reference on the target, else the first form in `jax.numpy` that is meant for the platform and accepts
+          them, else the reference.
         - "reference" takes the operator's definition in `jax.numpy`, the same program on every platform.
         - the name of another form in `jax.numpy`, as `explain` shows it ("xla_prior_shift"), takes that form, on any
           platform; operators without such a form take what "auto" takes.
@@ -121,7 +121,8 @@ def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.
     """
     for request in [*([] if implementation is None else [implementation]), *by_operator.values()]:
         if not _is_request(request):
-            raise ValueError(f"use: implementation must be one of {', '.join(MODES)}; got {show(request)}")
+            choices = f"{', '.join(MODES)}, or a kernel or form that `explain` names"
+            raise ValueError(f"use: implementation must be one of {choices}; got {show(request)}")
     for name in by_operator:
         if name not in operators.names():
             raise ValueError(f"use: operator must be one of {', '.join(sorted(operators.names()))}; got {show(name)}")
@@ -146,7 +147,7 @@ def _is_request(request: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A kernel that was not chosen, and the reason."""
+    """A kernel that was not chosen, or a form in jnp that refuses, and the reason."""
 
     kernel: str
     reason: str
@@ -154,7 +155,7 @@ class Refusal:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The chosen implementation, and the refusals of the kernels that come before it.
+    """The chosen implementation, and the refusals of those that come before it.
 
     Attributes:
       kernel: None for a form in jnp.
@@ -172,7 +173,7 @@ class Choice:
 
     @functools.cached_property
     def refusals(self) -> tuple[Refusal, ...]:
-        """Refusals of the kernels that were considered first, in order of preference."""
+        """Refusals of the kernels and forms that were considered first, in order of preference."""
         return self.reasons()
 
     @property
@@ -197,7 +198,9 @@ def choose(
     forms: Sequence[Form] = (),
     device_count: int = 1,
 ) -> Choice:
-    """Takes the tuned winner, else the first kernel that does not refuse, else a form in jnp, else the reference.
+    """Takes the tuned winner, else the first kernel that may run, else a form in jnp, else the reference.
+
+    By default only those kernels may run that were measured on the hardware.
 
     Args:
       operator_name: for the error.
@@ -236,12 +239,31 @@ def choose(
         raise NotSupportedError(message, _RUNTIME_ERROR)
     place = Place(hardware.platform, device_count)
     form = None if mode == REFERENCE else form_for(forms, mode, place, structured, attributes)
-    return Choice(None, False, reasons, form=form)
+    considered_forms = () if mode in (REFERENCE, *form_names) else forms
+
+    def all_reasons() -> tuple[Refusal, ...]:
+        before = itertools.takewhile(lambda one: one is not form, considered_forms)
+        told = ((x.name, x.refuses(place, *structured, **attributes)) for x in before if place.platform in x.platforms)
+        return (*reasons(), *(Refusal(name, reason) for name, reason in told if reason is not None))
+
+    return Choice(None, False, all_reasons, form=form)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Candidates:
-    """The kernels that may run an equation, and why they do not; `choose` describes the other attributes."""
+    """The kernels that may run an equation, and why they do not.
+
+    Attributes:
+      operator: its name.
+      kernels: in order of preference.
+      mode: "auto", "pallas" or "interpret"; without kernels, any.
+      kernel_name: of the kernel that was asked for; "" for any.
+      hardware: the chip that is lowered for.
+      operands: of the equation, as the operator takes them.
+      attributes: the operator's attributes.
+      placement_reason: why no kernel at all can run in this place, if so.
+      evidence: what is known of the equation.
+    """
 
     operator: str
     kernels: tuple[Kernel, ...]

@@ -108,6 +108,19 @@ def test_explain_names_the_form_where_it_runs_and_reference_elsewhere(name):
         assert implementations(fn, operands, target)[operator] == "reference"
 
 
+def test_explain_says_why_a_form_that_is_meant_for_the_platform_does_not_run():
+    x, weight = (jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((64, 8), (96, 8)))
+    labels = jax.ShapeDtypeStruct((64,), jnp.int32)
+    step = jax.value_and_grad(jaxops.linear_cross_entropy, (0, 1))
+    (row,) = lowering.explain(step, x, weight, labels, target="tpu-v5e").rows
+    assert row.implementation == "xla_by_rows"
+    reasons = {refusal.kernel: refusal.reason for refusal in row.refusals}
+    assert reasons["xla_prior_shift"] == "float16 cannot hold exponentials above their reference"
+    with lowering.use(linear_cross_entropy_sum_with_gradients="xla_by_rows"):
+        (row,) = lowering.explain(step, x, weight, labels, target="tpu-v5e").rows
+    assert row.refusals == ()
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_use_reference_runs_one_program_on_every_platform(name):
     target, _, fn, operands, *_ = FORMS[name]

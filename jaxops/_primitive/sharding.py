@@ -241,7 +241,7 @@ def per_device(axes: Signature, run: Callable[..., Any], operands: Sequence[Any]
     specs = _batch_specs(axes, [_full_spec(x) for x in operands])
     ranks = tuple(len(spec) for spec in specs)
     results_ranks = _result_ranks(axes, ranks)
-    local = _summed_over_batch(axes, run, _batch_mesh_axes(axes, specs))
+    local = _summed_over_batch(axes, run, _batch_mesh_axes(specs))
     mapped = jax.shard_map(
         local,
         mesh=mesh,
@@ -261,7 +261,7 @@ def _per_device_auto(axes: Signature, run: Callable[..., Any]) -> Callable[..., 
         full = [PartitionSpec(*x.sharding.spec, *(None,) * (len(x.shape) - len(x.sharding.spec))) for x in operands]
         specs = _batch_specs(axes, full)
         result_specs = axes.result_specs(tuple(specs), tuple(len(result.shape) for result in results))
-        local = _summed_over_batch(axes, run, _batch_mesh_axes(axes, specs))
+        local = _summed_over_batch(axes, run, _batch_mesh_axes(specs))
         layout = [tuple(NamedSharding(mesh, spec) for spec in side) for side in (result_specs, specs)]
         return mesh, local, *layout
 
@@ -286,7 +286,7 @@ def _batch_specs(axes: Signature, specs: Sequence[PartitionSpec]) -> list[Partit
     ]
 
 
-def _batch_mesh_axes(axes: Signature, specs: Sequence[PartitionSpec]) -> tuple[str, ...]:
+def _batch_mesh_axes(specs: Sequence[PartitionSpec]) -> tuple[str, ...]:
     """Returns the mesh axes over which the batch is split."""
     return tuple(dict.fromkeys(name for spec in specs for entry in spec for name in names_of(entry)))
 

@@ -175,8 +175,9 @@ def linear_cross_entropy(
         "recompute" computes each chunk of logits in both passes (four products, least memory).
         "auto" is "grad_in_forward". Kernels take part in both.
       chunk_rows: about how many rows' worth of logits exists at a time.
-        "grad_in_forward" takes that many rows on each device. None: as many as have 2^24 logits, or 2^28 on TPUs and
-        with kernels (2^27 with `return_aux`), and at least 256 and H / 4.
+        "grad_in_forward" takes that many rows on each device. None: as many as have 2^24 logits (2^23 on a CPU where
+        that takes as much memory: in 16 bits, with a bias, softcap, smoothing or `return_aux`), or about 2^28 on TPUs
+        and with kernels (2^27 with `return_aux`), and at least 256 and H / 4.
         "recompute" takes that many logits over all devices, in tiles of some columns. None: all of up to 2^24 logits;
         of more, 2^18 logits, and at least 256 and H / 2 columns of all rows.
         When exported with a symbolic number of rows, all rows are one chunk.

@@ -14,7 +14,7 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy.chunk_sizes import columns_of_tile
 from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, parts_of
 from jaxops.linear_cross_entropy.fold_rows import filler, varying
-from jaxops.linear_cross_entropy.kept_rows import KeptRows, kept_rows
+from jaxops.linear_cross_entropy.kept_rows import KeptRows, is_on_one_device, kept_rows
 from jaxops.linear_cross_entropy.operands import (
     SKIPPED,
     ColumnGradients,
@@ -152,5 +152,5 @@ def _folded(
     count = math.prod(rows.x.shape[:-1]) if kept is None else kept.chunk_rows
     width = columns_of_tile(count, columns.weight.shape, tile_logits)
     # On a single device nothing can move between devices, and neighbouring columns are read as one piece.
-    parts = 1 if place is not None and not place.is_split else parts_of(classes)
+    parts = 1 if is_on_one_device(place) else parts_of(classes)
     return fold_columns(add_tile, varying(start, (rows, columns)), classes, width, parts)

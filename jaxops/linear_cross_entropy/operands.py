@@ -74,8 +74,8 @@ class RowStatistics(NamedTuple):
 class CotangentTerms(NamedTuple):
     """The coefficients (...) of the logits' cotangent, derived in `row_statistics`.
 
-    softmax(z) (softmax + slope (z - maximum)) + label onehot(label) + target t, where softmax(z) is
-    exp(z - maximum - log_sum_exp).
+    exp(z - maximum - log_sum_exp) (softmax + slope (z - maximum)) + label onehot(label) + target t. The exponential is
+    softmax(z), or its numerator: then log_sum_exp is 0, and softmax is divided by the sum already.
     """
 
     softmax: jax.Array

@@ -1,4 +1,4 @@
-"""The logits of rows, their statistics and losses, and the gradients behind them: the algebra that all forms share.
+"""The logits of rows, their statistics and losses, and the gradients behind them: the algebra that forms share.
 
 With the logits z of a row, their maximum m, lse = m + l and p = softmax(z) = exp(z - m - l), weights t of the columns
 with T = sum t, and row weights a, b and q, the loss of a row with label y is
