@@ -14,7 +14,7 @@ is s P, where s = coefficient / total is one number for each row, so
 C is P with k / s at the label, put in while the product reads P. k, where p_label - 1 cancels, is float32.
 
 P is above 1 where a logit is above r. A chunk with a row in which it comes near the end of float32's range counts as
-nothing here, and is computed again by the rows' maxima; so are all chunks if the rows are split over devices.
+nothing here, and is computed again by the rows' maxima. On several devices, failed rows are, after all chunks.
 """
 
 import functools
@@ -143,10 +143,15 @@ def summed_by_prior_shift(
 
     def again(chunk: tuple[Rows, RowWeights], results: RowResults, sums: Sums, is_exact: jax.Array) -> Any:
         def take(at: jax.Array, carry: tuple[RowResults, Sums]) -> tuple[RowResults, Sums]:
+            results, sums = carry
             # Nothing in a step may be the same in every step, or the compiler computes it before the loop, always.
-            rows, _ = jax.lax.optimization_barrier((chunk, at))
-            start = jax.tree.map(jnp.zeros_like, carry[1]) if place.is_split else carry[1]
-            return fold_rows(by_maximum, start, rows, is_exact.shape, again_rows)
+            rows, _ = jax.lax.optimization_barrier((_failed(*chunk, is_exact), at))
+            new, sums = fold_rows(by_maximum, sums, rows, is_exact.shape, again_rows)
+
+            def merged(x: jax.Array, again: jax.Array) -> jax.Array:
+                return jnp.where(is_exact.reshape(*is_exact.shape, *(1,) * (x.ndim - is_exact.ndim)), x, again)
+
+            return jax.tree.map(merged, results, new), sums
 
         # A loop of one step or none, rather than a branch, so that sums stay where they are.
         return jax.lax.fori_loop(0, jnp.any(~is_exact).astype(jnp.int32), take, (results, sums))
@@ -164,11 +169,16 @@ def summed_by_prior_shift(
     if place.is_split:
         # Once for all chunks: a sum over devices of the gradient of the weight would not move out of two loops.
         results, sums = again((rows, weights), results, sums, is_exact)
-        is_exact = jnp.broadcast_to(jnp.all(is_exact), is_exact.shape)
     of_columns = sums.columns
     if weights.target is not None:
         of_columns = _with_targets(of_columns, rows, columns, jnp.where(is_exact, weights.target, 0))
     return sums.loss, *results, kept_in_range(of_columns, columns)
+
+
+def _failed(rows: Rows, weights: RowWeights, is_exact: jax.Array) -> tuple[Rows, RowWeights]:
+    """Returns the rows with those that are exact skipped."""
+    labels = jnp.where(is_exact, SKIPPED, rows.labels)  # type: ignore[arg-type]
+    return rows._replace(labels=labels), jax.tree.map(lambda weight: jnp.where(is_exact, 0, weight), weights)
 
 
 def _chunk_step(
