@@ -30,7 +30,7 @@ _SHIPPED = Path(__file__).parent / "tuned"
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """Results for one equation of an operator, of which each is only looked up if a choice depends on it.
+    """Results for one equation of an operator, looked up only where a choice depends on them.
 
     Attributes:
       operator: its name.

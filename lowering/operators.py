@@ -1,6 +1,6 @@
 """Operators as `lowering` knows them: record, forms, how equations bind operands, the list of all, and notes.
 
-Operands and results are tuples and NamedTuples, of which fields may be absent. A primitive takes arrays alone. So those
+Operands and results are tuples and NamedTuples, whose fields may be absent. A primitive takes arrays alone. So those
 that are present are bound, and their structure is a parameter of the equation, `structure`, unless it is a plain tuple
 of arrays. An absent field is None, as in every pytree of JAX.
 

@@ -24,12 +24,17 @@ def by_class(operator: str, x: jax.Array, weight: jax.Array, transposed: bool) -
     return weight.T if transposed else weight
 
 
-def check_layer(operator: str, x: Any, weight: Any, **by_class: Any) -> None:
-    """Checks a linear layer, and vectors with a number for each class, which may be None."""
+def check_linear(operator: str, x: Any, weight: Any) -> None:
+    """Checks that a weight (V, H) fits x (..., H)."""
     require(x.ndim >= 1 and is_floating(x), operator, "x", "be a floating-point array of shape (..., H)", x)
     fits = weight.ndim == 2 and weight.shape[1] == x.shape[-1]
     require(fits, operator, "weight", f"have shape (V, {x.shape[-1]}), as x has features", weight)
     require(weight.shape[0] > 0, operator, "weight", "have a vocabulary of at least 1", weight)
+
+
+def check_layer(operator: str, x: Any, weight: Any, **by_class: Any) -> None:
+    """Checks a linear layer, and vectors with a number for each class, which may be None."""
+    check_linear(operator, x, weight)
     require(jnp.finfo(x.dtype).bits >= 8, operator, "x", "have a dtype of at least 8 bits", x)
     floating = jnp.issubdtype(weight.dtype, jnp.floating) and jnp.finfo(weight.dtype).bits >= 8
     require(floating, operator, "weight", "have a floating-point dtype of at least 8 bits", weight)

@@ -143,7 +143,7 @@ def fold_kept_rows(
 ) -> tuple[Any, Any]:
     """Calls `step` as `fold_rows` does, for chunks on all devices, and without `all_rows` for the rows that count.
 
-    With `starts_unwritten`, sums of these start from 0, whatever they are.
+    With `starts_unwritten`, the sums of rows that are taken in another order start from 0, whatever they are.
     """
     kept = None if all_rows else kept_rows(rows[0], place, chunk_rows)
     if kept is None:
@@ -168,7 +168,8 @@ def is_on_one_device(place: Place | None) -> bool:
 def kept_rows(rows: Rows, place: Place | None, chunk_rows: int | None = None) -> KeptRows | None:
     """Returns the rows whose label is not `SKIPPED`, first; None if they are taken as they lie.
 
-    So they are without a place, on several devices, with symbolic sizes, with probabilities, and in a single chunk.
+    Rows stay as they lie without a place, on several devices, with symbolic sizes, with probabilities, and where they
+    are a single chunk.
 
     Args:
       rows: what each row has.

@@ -6,6 +6,7 @@ from typing import Any
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.linear_cross_entropy.by_columns import gradients_by_columns, statistics_by_columns
+from jaxops.linear_cross_entropy.checks import check_linear
 from jaxops.linear_cross_entropy.chunk_sizes import logits_of_tile
 from jaxops.linear_cross_entropy.operands import (
     COLUMNS_AXES,
@@ -43,8 +44,9 @@ def linear_row_statistics(
     return _STATISTICS(rows, columns, softcap=softcap, tile_logits=tile_logits, metrics=metrics)
 
 
-def check(*_: Any, **__: Any) -> None:
-    """Accepts the primitives' operands, which the public functions have checked and made."""
+def check(rows: Any, columns: Any, *_: Any, **__: Any) -> None:
+    """Checks the primitives' operands; the public functions have checked whatever the others are made from."""
+    check_linear("linear_cross_entropy", rows.x, columns.weight)
 
 
 def _vjp(residuals: Any, cotangents: RowStatistics, active: Active, *, metrics: bool, **params: Any) -> Any:
@@ -61,7 +63,7 @@ def _vjp(residuals: Any, cotangents: RowStatistics, active: Active, *, metrics: 
 _BACKWARD = Operator(
     name="linear_cross_entropy_backward",
     signature=f"{TERMS_AXES}, {ROWS_AXES}, {COLUMNS_AXES} -> {ROW_GRADIENTS_AXES}, {COLUMNS_AXES}",
-    check=check,
+    check=lambda *_, **__: None,
     reference=gradients_by_columns,
     kernels=(tpu_backward.KERNEL, gpu_gradients.KERNEL),
     forms=(Form("xla_by_columns", EVERYWHERE, gradients_by_columns),),

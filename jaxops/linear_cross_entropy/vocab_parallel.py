@@ -188,7 +188,7 @@ def _max_sum(
         # Here the maximum is a result, which is differentiated as well. There it is a constant.
         maximum = jnp.max(logits, axis=-1)
         above = sums.max_logit - maximum
-        predicted = sums.label_logit + sums.has_label * above
+        predicted = jnp.where(sums.has_label > 0, sums.label_logit + above, 0)
         local = maximum, jnp.exp(above) * sums.sum_exp, predicted, mask, masked_target
         return OnlineMaxSum(*local, logits.astype(x.dtype) if return_logits else None), None
 
@@ -246,7 +246,8 @@ def _grad(
     # The public function has checked that they are known.
     assert logits_max is not None
     assert sum_exp_logits is not None
-    chunks = CotangentTerms(grad, logits_max, jnp.log(sum_exp_logits), -grad), Rows(x, labels)
+    # The sum divides the coefficient: see `cotangent_terms`.
+    chunks = CotangentTerms(grad / sum_exp_logits, logits_max, jnp.zeros_like(logits_max), -grad), Rows(x, labels)
     # Fillers get probabilities of 0.
     fills = jax.tree.map(filler, chunks)
     fills = fills[0]._replace(log_sum_exp=jnp.inf), fills[1]
