@@ -119,8 +119,9 @@ def lowered_without_devices() -> AbstractContextManager[None]:
     return _jax_private.without_devices(operator.primitive for operator in operators.registered())
 
 
+@functools.cache
 def installed_packages() -> metadata.EntryPoints:
-    """Returns the entry points of the installed packages that bring operators, imported or not."""
+    """Returns the entry points of the installed packages that bring operators, imported or not; read once."""
     return metadata.entry_points(group="lowering.operators")
 
 

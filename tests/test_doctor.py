@@ -25,6 +25,7 @@ from jaxops_command.known_faults import FAULTS, release
 from jaxops_command.options import CommandError
 from jaxops_command.user_function import run_user_code
 from lowering import kept
+from lowering.register import installed_packages
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
 
@@ -376,7 +377,7 @@ def test_environment_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_packages_with_operators_are_found_before_anybody_imports_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     information = tmp_path / "their_operators-0.3.dist-info"
     information.mkdir()
@@ -384,6 +385,8 @@ def test_packages_with_operators_are_found_before_anybody_imports_them(
     (information / "entry_points.txt").write_text("[lowering.operators]\ntheirs = their_operators\n")
     (tmp_path / "their_operators.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
+    installed_packages.cache_clear()
+    request.addfinalizer(installed_packages.cache_clear)
     assert CliRunner().invoke(app, ["ops"]).exit_code == 0
     assert "their_operators" in sys.modules
     assert "their-operators 0.3" in CliRunner().invoke(app, ["doctor"]).stdout
