@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Var
 
 from lowering.cost import inner_jaxprs
-from lowering.patterns import RESHAPES, Graph, Operation, Value, backward
+from lowering.rewriting.graph import RESHAPES, Level, Node, Value, backward, equations
 
 _WITHOUT_YNN = "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type="
 _JAX, _XLA = "https://github.com/jax-ml/jax/issues", "https://github.com/openxla/xla/issues"
@@ -34,7 +34,7 @@ class Fault:
       until: the first jaxlib without it; empty if none is known.
       platforms: where it happens: "cpu", "cuda", "tpu".
       helps: the version, the flag or the function that avoids it.
-      find: yields the operations of a graph that it may touch.
+      find: yields the nodes of a graph that it may touch.
       avoided_by: XLA_FLAGS that match have avoided it already.
       caused_by: it happens under XLA_FLAGS that match; empty if always.
     """
@@ -45,7 +45,7 @@ class Fault:
     until: str
     platforms: frozenset[str]
     helps: str
-    find: Callable[[Graph], Iterable[Operation]]
+    find: Callable[[Level], Iterable[Node]]
     avoided_by: str = ""
     caused_by: str = ""
 
@@ -70,136 +70,128 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-def _sums_of_small_products(graph: Graph) -> Iterator[Operation]:
+def _sums_of_small_products(level: Level) -> Iterator[Node]:
     """Finds sums over the few rows of a product of matrices with very many columns."""
-    for operation in graph.named("reduce_sum"):
-        x, axes = operation.inputs[0], operation.params["axes"]
+    for node in level.named("reduce_sum"):
+        x, axes = node.inputs[0], node.params["axes"]
         is_narrow = len(axes) == 1 and axes[0] < len(x.shape) - 1 and _known(x.shape[axes[0]]) < _SMALL
-        if is_narrow and _known(x.size) >= _ROWS * _known(x.shape[axes[0]]):
+        if is_narrow and _known(x.symbolic_size) >= _ROWS * _known(x.shape[axes[0]]):
             sources = backward(x, lambda step, value: _is_elementwise(step))
             if any(y.producer is not None and y.producer.name == "dot_general" for y in sources):
-                yield operation
+                yield node
 
 
-def _sums_of_products_of_high_rank(graph: Graph) -> Iterator[Operation]:
-    for operation in graph.named("reduce_sum"):
-        x = operation.inputs[0]
+def _sums_of_products_of_high_rank(level: Level) -> Iterator[Node]:
+    for node in level.named("reduce_sum"):
+        x = node.inputs[0]
         if (
             len(x.shape) >= 7
             and _is_float32(x)
             and x.producer is not None
             and x.producer.name in ("mul", "dot_general")
         ):
-            yield operation
+            yield node
 
 
-def _windows_of_one_in_dilated_operands(graph: Graph) -> Iterator[Operation]:
-    for operation in graph.operations:
-        if operation.name.startswith("reduce_window"):
-            params = operation.params
+def _windows_of_one_in_dilated_operands(level: Level) -> Iterator[Node]:
+    for node in level.nodes:
+        if node.name.startswith("reduce_window"):
+            params = node.params
             along = zip(
                 params["window_dimensions"], params["window_strides"], params.get("base_dilation") or (), strict=False
             )
             if any(window == 1 and stride == 1 and dilation > 1 for window, stride, dilation in along):
-                yield operation
+                yield node
 
 
-def _updates_by_slices_of_themselves(graph: Graph) -> Iterator[Operation]:
+def _updates_by_slices_of_themselves(level: Level) -> Iterator[Node]:
     """Finds arrays that are updated by a shifted slice of themselves, and reshaped."""
-    for operation in graph.named("dynamic_update_slice", "scatter"):
-        base, update = operation.inputs[0], operation.inputs[2 if operation.name == "scatter" else 1]
+    for node in level.named("dynamic_update_slice", "scatter"):
+        base, update = node.inputs[0], node.inputs[2 if node.name == "scatter" else 1]
         sources = backward(update, lambda step, value: _is_elementwise(step) or step.name in ("slice", "dynamic_slice"))
         is_sliced = any(x.producer is not None and "slice" in x.producer.name for x in sources)
-        if base in sources and is_sliced and any(user.name == "reshape" for user in operation.outputs[0].users):
-            yield operation
+        if base in sources and is_sliced and any(user.name == "reshape" for user in node.outputs[0].users):
+            yield node
 
 
-def _composites(graph: Graph) -> Iterator[Operation]:
-    yield from graph.named("composite")
+def _composites(level: Level) -> Iterator[Node]:
+    yield from level.named("composite")
 
 
-def _partitionings(graph: Graph) -> Iterator[Operation]:
-    yield from graph.named("custom_partitioning")
+def _partitionings(level: Level) -> Iterator[Node]:
+    yield from level.named("custom_partitioning")
 
 
-def _arctangents(graph: Graph) -> Iterator[Operation]:
-    return (x for x in graph.named("atan") if _is_float32(x.inputs[0]) and _known(x.inputs[0].size) >= 50)
+def _arctangents(level: Level) -> Iterator[Node]:
+    return (x for x in level.named("atan") if _is_float32(x.inputs[0]) and _known(x.inputs[0].symbolic_size) >= 50)
 
 
-def _kernels_with_several_grids(graph: Graph) -> Iterator[Operation]:
+def _kernels_with_several_grids(level: Level) -> Iterator[Node]:
     """Finds kernels that one function describes for several grids."""
     grids: dict[str, set[Any]] = {}
-    for operation in graph.named("pallas_call"):
-        seen = grids.setdefault(operation.params["jaxpr"].debug_info.func_src_info, set())
-        seen.add(operation.params["grid_mapping"].grid)
+    for node in level.named("pallas_call"):
+        seen = grids.setdefault(node.params["jaxpr"].debug_info.func_src_info, set())
+        seen.add(node.params["grid_mapping"].grid)
         if len(seen) == 2:
-            yield operation
+            yield node
 
 
-def _float32_scatters(graph: Graph) -> Iterator[Operation]:
-    return (x for x in _scatters(graph) if _is_float32(x.inputs[0]))
+def _float32_scatters(level: Level) -> Iterator[Node]:
+    return (x for x in _scatters(level) if _is_float32(x.inputs[0]))
 
 
-def _scatters(graph: Graph) -> Iterator[Operation]:
-    yield from graph.named("scatter-add", "scatter_add")
+def _scatters(level: Level) -> Iterator[Node]:
+    yield from level.named("scatter-add", "scatter_add")
 
 
-def _strided_scatters(graph: Graph) -> Iterator[Operation]:
+def _strided_scatters(level: Level) -> Iterator[Node]:
     """Finds sums into rows that are not the leading axis, as of a vmapped segment_sum."""
-    for operation in _scatters(graph):
-        numbers = operation.params["dimension_numbers"]
+    for node in _scatters(level):
+        numbers = node.params["dimension_numbers"]
         is_strided = 0 in numbers.update_window_dims and 0 not in numbers.scatter_dims_to_operand_dims
-        users = operation.outputs[0].users
+        users = node.outputs[0].users
         if is_strided and not (users and all(user.name == "transpose" for user in users)):
-            yield operation
+            yield node
 
 
-def _pooling_gradients(graph: Graph) -> Iterator[Operation]:
-    yield from graph.named("select_and_scatter_add")
+def _pooling_gradients(level: Level) -> Iterator[Node]:
+    yield from level.named("select_and_scatter_add")
 
 
-def _small_writes_in_loops(graph: Graph) -> Iterator[Operation]:
+def _small_writes_in_loops(level: Level) -> Iterator[Node]:
     """Finds loops that write a few bytes of a large array at each turn."""
-    for operation in graph.named("scan", "while"):
-        writes = (write for body in inner_jaxprs(operation) for write in _writes(operation, body))
+    for node in level.named("scan", "while"):
+        writes = (write for body in inner_jaxprs(node) for write in _writes(node, body))
         if any(_is_small_part(whole, part) for whole, part in writes):
-            yield operation
+            yield node
 
 
-def _kernels_with_unread_operands(graph: Graph) -> Iterator[Operation]:
+def _kernels_with_unread_operands(level: Level) -> Iterator[Node]:
     """Finds kernels that copy, and never read an operand which the program computes."""
-    for operation in graph.named("pallas_call"):
-        body = operation.params["jaxpr"]
+    for node in level.named("pallas_call"):
+        body = node.params["jaxpr"]
         read = {x for equation in body.eqns for x in equation.invars if isinstance(x, Var)}
-        operands = zip(operation.inputs, body.invars, strict=False)  # then come results and scratch
+        operands = zip(node.inputs, body.invars, strict=False)  # then come results and scratch
         has_unread = any(x.producer is not None and ref not in read for x, ref in operands)
-        if has_unread and any(equation.primitive.name == "dma_start" for equation in _equations(body)):
-            yield operation
+        if has_unread and any(equation.primitive.name == "dma_start" for equation in equations(body)):
+            yield node
 
 
-def _kernels_that_copy_four_bytes(graph: Graph) -> Iterator[Operation]:
-    for operation in graph.named("pallas_call"):
-        copies = (each for each in _equations(operation.params["jaxpr"]) if each.primitive.name == "dma_start")
+def _kernels_that_copy_four_bytes(level: Level) -> Iterator[Node]:
+    for node in level.named("pallas_call"):
+        copies = (each for each in equations(node.params["jaxpr"]) if each.primitive.name == "dma_start")
         if any(_bytes_of(x.aval) == 4 for each in copies for x in each.invars):
-            yield operation
+            yield node
 
 
-def _scatters_summed_in_loops(graph: Graph) -> Iterator[Operation]:
+def _scatters_summed_in_loops(level: Level) -> Iterator[Node]:
     """Finds loops that carry an array of the shape of a scatter-add within them: gradients of microbatches."""
-    for operation in graph.named("scan", "while"):
-        carried = {x.shape for x in operation.outputs}
-        within = (each for body in inner_jaxprs(operation) for each in _equations(body))
+    for node in level.named("scan", "while"):
+        carried = {x.shape for x in node.outputs}
+        within = (each for body in inner_jaxprs(node) for each in equations(body))
         sums = (each for each in within if each.primitive.name in _SUMS_OF_ROWS)
         if any(each.outvars[0].aval.shape in carried for each in sums):
-            yield operation
-
-
-def _equations(body: Jaxpr) -> Iterator[Any]:
-    """Yields the equations of a jaxpr and of those within it."""
-    for equation in body.eqns:
-        yield equation
-        for inner in inner_jaxprs(equation):
-            yield from _equations(inner)
+            yield node
 
 
 def _bytes_of(aval: Any) -> int:
@@ -208,10 +200,10 @@ def _bytes_of(aval: Any) -> int:
     return math.prod(map(_known, aval.shape)) * aval.dtype.itemsize if is_data else 0
 
 
-def _writes(operation: Operation, body: Jaxpr) -> Iterator[tuple[Any, Any]]:
+def _writes(node: Node, body: Jaxpr) -> Iterator[tuple[Any, Any]]:
     """Yields the types of arrays and of what a turn of a loop writes to them."""
-    if operation.name == "scan":
-        results: Iterable[Any] = zip(operation.outputs, body.outvars, strict=True)
+    if node.name == "scan":
+        results: Iterable[Any] = zip(node.outputs, body.outvars, strict=True)
         yield from ((x.aval, y.aval) for x, y in results if x.aval.shape != y.aval.shape)  # stacked; others are carried
     for equation in body.eqns:
         if equation.primitive.name in ("dynamic_update_slice", "scatter"):
@@ -223,11 +215,11 @@ def _is_small_part(whole: Any, part: Any) -> bool:
     return part_size * whole.dtype.itemsize < _SMALL_UPDATE_BYTES and size >= _MANY_STEPS * max(part_size, 1)
 
 
-def _is_elementwise(operation: Operation) -> bool:
-    name = operation.name
+def _is_elementwise(node: Node) -> bool:
+    name = node.name
     return name in RESHAPES or (
         name not in ("dot_general", "scatter", "gather", "dynamic_update_slice")
-        and any(x.shape == operation.outputs[0].shape for x in operation.inputs)
+        and any(x.shape == node.outputs[0].shape for x in node.inputs)
     )
 
 

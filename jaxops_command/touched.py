@@ -11,8 +11,8 @@ from jax.extend.core import Jaxpr
 from jaxops import _suite
 from jaxops_command.known_faults import FAULTS, Fault
 from lowering import operators
-from lowering.patterns import Graph, Operation, graphs
 from lowering.register import without_kernels
+from lowering.rewriting.graph import Level, Node, levels
 from lowering.static_leaves import jaxpr_of, of_arrays
 from lowering.targets import named
 
@@ -44,33 +44,33 @@ def of_library(fault: Fault, platform: str) -> list[str]:
 
 
 def _of_program(jaxpr: Jaxpr, fault: Fault, platform: str) -> Iterator[str]:
-    for graph in graphs(jaxpr):
-        for operation in fault.find(graph):
-            yield operation.source
-        for operation in graph.operations:
-            if _touches_operator(operation, fault, platform):
-                yield f"{operation.source}, in {operation.name}"
+    for level in levels(jaxpr):
+        for node in fault.find(level):
+            yield node.source
+        for node in level.nodes:
+            if _touches_operator(node, fault, platform):
+                yield f"{node.source}, in {node.name}"
 
 
-def _touches_operator(operation: Operation, fault: Fault, platform: str) -> bool:
-    operator: Any = next((each for each in operators.registered() if each.name == operation.name), None)
+def _touches_operator(node: Node, fault: Fault, platform: str) -> bool:
+    operator: Any = operators.operator_of(node.equation.primitive)
     if operator is None:
         return False
-    params = {name: value for name, value in operation.params.items() if name != "selection"}
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.aval.dtype) for x in operation.inputs]
-    return any(_finds(graph, fault) for graph in _meaning(operator, tuple(params.items()), tuple(shapes), platform))
+    params = {name: value for name, value in node.params.items() if name != "selection"}
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in node.inputs]
+    return any(_finds(level, fault) for level in _meaning(operator, tuple(params.items()), tuple(shapes), platform))
 
 
 # Many faults look at the same operator, and many lines run it at the same shapes.
 @functools.lru_cache(maxsize=256)
-def _meaning(operator: Any, params: Any, shapes: Any, platform: str) -> tuple[Graph, ...]:
+def _meaning(operator: Any, params: Any, shapes: Any, platform: str) -> tuple[Level, ...]:
     # By the form that runs there.
     jaxpr = jax.make_jaxpr(without_kernels(operator, named(platform), shapes, dict(params)))(*shapes)
-    return tuple(graphs(jaxpr.jaxpr))
+    return tuple(levels(jaxpr))
 
 
-def _finds(graph: Graph, fault: Fault) -> bool:
+def _finds(level: Level, fault: Fault) -> bool:
     with contextlib.suppress(StopIteration):
-        next(iter(fault.find(graph)))
+        next(iter(fault.find(level)))
         return True
     return False

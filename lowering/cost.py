@@ -49,14 +49,16 @@ def read_bytes(jaxpr: Jaxpr) -> int:
     return sum(_read_bytes(jaxpr, operand) for operand in jaxpr.invars)
 
 
-def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
-    """Yields the jaxprs in an equation's parameters: bodies of jit, scan, cond, shard_map, remat and custom rules."""
+def bodies(equation: Any) -> Iterator[Any]:
+    """Yields the jaxprs, closed or not, in an equation's parameters: of jit, scan, cond, shard_map, remat and more."""
     for value in equation.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, Jaxpr):
-                yield item
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        yield from (item for item in items if isinstance(item, ClosedJaxpr | Jaxpr))
+
+
+def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
+    """Yields the same jaxprs without their constants."""
+    return (body.jaxpr if isinstance(body, ClosedJaxpr) else body for body in bodies(equation))
 
 
 def repetitions(equation: Any) -> int:

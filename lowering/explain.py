@@ -16,10 +16,10 @@ from rich.text import Text
 from lowering import cost, register, tables
 from lowering.cpu_rates import with_measured_rates
 from lowering.operators import Operator, brief, heard, operator_of, type_text
-from lowering.patterns import Opportunity, opportunities
-from lowering.rewriting import rules
+from lowering.opportunities import Opportunity, opportunities
 from lowering.rewriting.plan import Planner
 from lowering.rewriting.report import Applied, megabytes
+from lowering.rewriting.rules import rules_for
 from lowering.select import Choice, Refusal
 from lowering.static_leaves import jaxpr_of, of_arrays
 from lowering.targets import here, parse
@@ -216,7 +216,9 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
         counts[row] = counts.get(row, 0) + use.count
     rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
     elsewhere = cost.flops(jaxpr, excluding={row.operator for row in rows})
-    found = opportunities(jaxpr, register.patterns(), hardware.platform)
+    rules = rules_for(jaxpr)
+    found = opportunities(jaxpr, rules, hardware.platform)
+    usual = [rule for rule in rules if not rule.asked]
     return Explanation(
         hardware.name,
         rows,
@@ -224,7 +226,7 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
         opportunities=tuple(x for x in found if not x.obstacle),
         notes=tuple(notes),
         near_misses=tuple(x for x in found if x.obstacle),
-        rewrites=tuple(one for one in Planner(rules.usual()).plan(jaxpr).applied if one.saved_bytes),
+        rewrites=tuple(one for one in Planner(usual).plan(jaxpr).applied if one.saved_bytes) if usual else (),
     )
 
 

@@ -19,7 +19,6 @@ from jax.extend.core import Primitive
 
 from lowering import source_lines
 from lowering.describe import show
-from lowering.patterns import Pattern
 from lowering.targets import PLATFORMS
 from pallas_kernels.kernel import Kernel
 
@@ -99,10 +98,6 @@ class Operator(Protocol):
     @property
     def forms(self) -> tuple[Form, ...]:
         """The forms in jnp beside the reference, in order of preference."""
-
-    @property
-    def patterns(self) -> tuple[Pattern, ...]:
-        """Plain-JAX patterns that this operator can replace."""
 
     def meaning(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
         """Computes the results of an equation in plain JAX: the reference implementation."""

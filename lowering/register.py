@@ -18,7 +18,6 @@ from lowering.describe import show
 from lowering.errors import NotSupportedError
 from lowering.kept import Evidence
 from lowering.operators import Form, Operator, Place, brief, on_arrays, type_text, unpacked
-from lowering.patterns import Pattern
 from lowering.targets import PLATFORMS, abstract_device, being_lowered_for, is_absent
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
@@ -129,12 +128,6 @@ def load_packages() -> None:
     """Imports the installed packages that bring operators, which registers these."""
     for package in installed_packages():
         package.load()
-
-
-def patterns() -> tuple[Pattern, ...]:
-    """Returns the patterns of all operators, including those of installed packages that nothing has imported yet."""
-    load_packages()
-    return tuple(pattern for operator in operators.registered() for pattern in operator.patterns)
 
 
 def choose(

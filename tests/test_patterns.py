@@ -23,9 +23,10 @@ from typer.testing import CliRunner
 import jaxops
 import lowering
 from jaxops_command.app import app
-from lowering.patterns import graphs, opportunities
-from lowering.register import patterns
-from lowering.rewriting.rules import rules
+from lowering.opportunities import opportunities
+from lowering.rewriting import rules as registered_rules
+from lowering.rewriting.graph import Level, levels
+from lowering.rewriting.rules import Rule, Suggestion, add_rules, rules
 
 
 @pytest.fixture
@@ -297,11 +298,30 @@ def test_explain_finds_patterns_under_x64() -> None:
 def test_explain_finds_patterns_of_symbolic_shapes() -> None:
     rows, classes = jax.export.symbolic_shape("n, v")
     args = (f32(8, classes), f32(rows, 8), jax.ShapeDtypeStruct((rows,), jnp.int32))
-    (found,) = opportunities(jax.make_jaxpr(PLANTED["take_along_axis"][0])(*args).jaxpr, patterns(), "cpu")
+    (found,) = opportunities(jax.make_jaxpr(PLANTED["take_along_axis"][0])(*args).jaxpr, rules(), "cpu")
     assert "float32[n,v] for" in found.detail
 
 
-def test_graphs_take_any_jaxpr() -> None:
+def test_explain_asks_the_rules_of_other_packages_where_they_may_have_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def suggest(level: Level) -> Iterator[Suggestion]:
+        asked.append(level)
+        return (Suggestion(node, "a sine", None, arguments="in_degrees=False") for node in level.named("sin"))
+
+    rule = Rule("sine", frozenset({"sin"}), suggest=suggest, replacement="theirs.sine", platforms=frozenset({"cpu"}))
+    monkeypatch.setattr(registered_rules, "_rules", {})
+    add_rules((rule,))
+    assert lowering.explain(lambda x: lax.fori_loop(0, 3, lambda _, x: jnp.cos(x), x), f32(4)).opportunities == ()
+    assert lowering.explain(jnp.sin, f32(4), target="tpu-v5e").opportunities == ()
+    assert asked == []
+    (found,) = lowering.explain(lambda x: lax.fori_loop(0, 3, lambda _, x: jnp.sin(x), x), f32(4)).opportunities
+    assert (found.pattern, found.count, found.call) == ("sine", 3, "theirs.sine(..., in_degrees=False)")
+    with pytest.raises(ValueError, match="only must be the name of a pattern"):
+        lowering.rewrite(jnp.sin, only="sine")
+
+
+def test_levels_take_any_jaxpr() -> None:
     def fn(x, key):
         y = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[1]
         y = jax.pure_callback(lambda y: np.asarray(y), f32(4), y) + jax.random.normal(key, (4,))
@@ -313,4 +333,4 @@ def test_graphs_take_any_jaxpr() -> None:
 
     jaxpr = jax.make_jaxpr(fn)(f32(4), jax.random.key(0)).jaxpr
     # The function itself, and the condition and the body of its loop.
-    assert [graph.count for graph in graphs(jaxpr)] == [1, 1, 1]
+    assert [level.count for level in levels(jaxpr)] == [1, 1, 1]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import lowering
 from jaxops_command.app import app
-from lowering.patterns import graphs
+from lowering.rewriting.graph import levels
 from lowering.static_leaves import jaxpr_of
 
 users_promotion = pytest.fixture(autouse=True)(rewrite_checks.users_promotion)
@@ -104,7 +104,7 @@ def test_what_takes_the_place_of_equations_keeps_their_line(fn, args, few_logits
     jax.clear_caches()  # what JAX itself jits keeps the lines of whoever called it first
     rewritten = lowering.rewrite(fn)
     assert rewritten.report(*args).applied
-    sources = {operation.source for graph in graphs(jaxpr_of(rewritten, args)) for operation in graph.operations}
+    sources = {node.source for level in levels(jaxpr_of(rewritten, args)) for node in level.nodes}
     files = {source.partition(":")[0] for source in sources}
     assert files <= {"test_rewrite_report.py", "rewrite_checks.py", "rewritten_models.py"}
     assert not any("unknown" in remark for remark in lowering.explain(rewritten, *args).remarks)

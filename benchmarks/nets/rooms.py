@@ -16,7 +16,7 @@ from benchmarks.nets.net import Cases
 ROOT = Path(jaxops.__file__).parents[1]
 OURS = tuple(f"{ROOT / package}{os.sep}" for package in ("jaxops", "lowering", "pallas_kernels"))
 LOSS = ROOT / "jaxops" / "linear_cross_entropy"
-APART = ("rewriting", "rewrites.py", "patterns.py", "readers.py")
+APART = ("rewriting", "rewrites.py")
 
 
 def counts() -> Cases:

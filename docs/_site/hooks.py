@@ -25,8 +25,8 @@ import gallery
 import jaxops
 import lowering
 from jaxops import mcdnn
-from lowering.patterns import RESHAPES
-from lowering.rewriting import rules
+from lowering.rewriting.graph import RESHAPES
+from lowering.rewriting.rules import rules
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -36,10 +36,8 @@ RECORDS = {
     "jaxops/_primitive/signature.py": ("Signature",),
     "pallas_kernels/kernel.py": ("Kernel",),
     "lowering/operators.py": ("Form", "Place"),
-    "lowering/patterns.py": (
-        *("Pattern", "Finding", "Graph", "Operation", "Value"),
-        *("forward", "backward", "unshaped", "describe"),
-    ),
+    "lowering/rewriting/rules.py": ("Rule", "Suggestion"),
+    "lowering/rewriting/graph.py": ("Level", "Node", "Value", "forward", "backward", "unshaped", "described"),
 }
 PUBLIC = ("jaxops", "jaxops.aclnn", "jaxops.mcdnn", "jaxops.testing", "lowering")
 _LINK = re.compile(r"(\]\()([^)#\s]+)")
@@ -158,7 +156,7 @@ def _records() -> str:
         module = import_module(path.removesuffix(".py").replace("/", "."))
         text += "".join(families.reference(module.__name__, name) for name in names)
     reshapes = ", ".join(f"`{name}`" for name in sorted(RESHAPES))
-    return f"{text}## lowering.patterns.RESHAPES\n\nThe primitives that change only a shape: {reshapes}.\n"
+    return f"{text}## lowering.rewriting.graph.RESHAPES\n\nThe primitives that change only a shape: {reshapes}.\n"
 
 
 def _docstring(module: ModuleType) -> str:
@@ -176,19 +174,15 @@ def _conformance(vendor: str) -> str:
 
 def _kernels() -> str:
     operators = list(jaxops.operators())
-    patterns = [
-        (f"{pattern.name}", f"`jaxops.{pattern.replacement.removeprefix('jaxops.')}`", pattern.remark)
-        for operator in operators
-        for pattern in operator.patterns
-    ]
-    rewrites = [(f"`{rule.name}`", "on request" if rule.asked else "yes", rule.remark) for rule in rules.rules()]
+    suggested = [(f"`{rule.name}`", f"`{rule.replacement}`") for rule in rules() if rule.suggest]
+    rewrites = [(f"`{rule.name}`", "on request" if rule.asked else "yes", rule.remark) for rule in rules() if rule.find]
     return (
         "# Kernels\n\nEvery operator, and which platforms have a kernel of it. Each operator's page says what its "
         f"kernels do and when they refuse.\n\n{families.kernels_table(operators)}\n"
         "![kernels and XLA's code by roofline](figures/kernels_by_roofline.svg)\n\n"
         "![ours by PyTorch's](figures/ours_by_pytorch.svg)\n\n## Plain JAX that operators replace\n\n"
         f"[`lowering.explain`](compiler.md) finds these:\n\n"
-        f"{figures.markdown_table(('computation', 'operator', 'remark'), patterns)}\n"
+        f"{figures.markdown_table(('rule', 'operator'), suggested)}\n"
         "[`lowering.rewrite`](rewriting.md) replaces these:\n\n"
         f"{figures.markdown_table(('rule', 'by default', 'remark'), rewrites)}"
     )

@@ -15,7 +15,6 @@ from jaxops._primitive.batching import batching_rule
 from jaxops._primitive.derivative import Derivative, compiled_bind, jvp_rule
 from jaxops._primitive.signature import Signature
 from lowering.operators import Form, Structure, packed, presence, registered, structure_of, unpacked
-from lowering.patterns import Pattern
 from pallas_kernels.kernel import Kernel
 
 # The structures of results that one operator remembers: attributes may take any number of values.
@@ -41,8 +40,6 @@ class Operator:
       derivative: how to differentiate by way of other operators. None differentiates the reference as JAX does.
       kernels: kernels that may run in place of the reference, in order of preference.
       forms: programs in jnp that are better than the reference on some platforms, in order of preference.
-      patterns: plain-JAX patterns that this operator can replace. `lowering.explain` looks for them in users'
-        functions.
       axes: the parsed signature, with all fields of operands and results.
     """
 
@@ -53,7 +50,6 @@ class Operator:
     derivative: Derivative | None = None
     kernels: tuple[Kernel, ...] = ()
     forms: tuple[Form, ...] = ()
-    patterns: tuple[Pattern, ...] = ()
     primitive: Primitive = dataclasses.field(init=False, repr=False)
     axes: Signature = dataclasses.field(init=False, repr=False)
     _structures: dict[Any, Structure] = dataclasses.field(init=False, repr=False, default_factory=dict)

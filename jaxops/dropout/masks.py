@@ -1,15 +1,11 @@
 """Dropout written in plain JAX: what becomes of random bits, followed through a graph to the arrays that they keep."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
 
 import jax.numpy as jnp
 
-# Nodes and values of `lowering.patterns`, or those of `lowering.rewriting.graph`, which are read alike.
-Node = Any
-Value = Any
+from lowering.rewriting.graph import Node, Value
 
 _SHAPED = frozenset(
     {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy", "stop_gradient"}
@@ -127,7 +123,7 @@ def uses_of(bits: Node, results: Collection[Value], is_wanted: Callable[[Node], 
                 reasons.append(followed)
                 continue
             y = user.outputs[0]
-            reasons += [] if _size(value) == _size(y) else [SHARED]
+            reasons += [] if value.symbolic_size == y.symbolic_size else [SHARED]
             if isinstance(followed, _Masked):
                 nodes.append(user)
                 one = _dropout(user, followed, results, is_wanted)
@@ -136,11 +132,6 @@ def uses_of(bits: Node, results: Collection[Value], is_wanted: Callable[[Node], 
             else:
                 waiting.append((y, followed))
     return Uses(nodes[0] if nodes else None, tuple(dropouts), reasons[0] if reasons else "")
-
-
-def _size(value: Value) -> Any:
-    """Returns the number of elements, which may be symbolic."""
-    return math.prod(value.shape)
 
 
 def _of_bits(user: Node, value: Value) -> "_Mask | str | None":

@@ -11,7 +11,6 @@ from jaxops._checks.mcdnn import require
 from jaxops._primitive import sharding
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
-from jaxops.dropout.patterns import DROPOUT_BY_UNIFORM
 from pallas_kernels.dropout_mask import (
     WORD_BITS,
     compared,
@@ -140,7 +139,6 @@ DROPOUT = Operator(
     _drop,
     Derivative(_vjp, _tangent, _linearize, residuals="... w, k"),
     kernels=(tpu.KERNEL, gpu.KERNEL),
-    patterns=(DROPOUT_BY_UNIFORM,),
 )
 DROPOUT_BACKWARD = Operator(
     "dropout_backward",

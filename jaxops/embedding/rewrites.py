@@ -11,8 +11,8 @@ from jaxops.embedding.api import embedding
 from jaxops.linear_cross_entropy.rewriting.forms import OneHot
 from jaxops.linear_cross_entropy.rewriting.reading import Reading
 from jaxops.linear_cross_entropy.rewriting.rows import Row
-from lowering.rewriting.graph import Level, Node, Value
-from lowering.rewriting.rules import Found, Missed, RefusalError, Rule, described
+from lowering.rewriting.graph import Level, Node, Value, described
+from lowering.rewriting.rules import Found, Missed, RefusalError, Rule
 from lowering.rewriting.schedule import Step, needed
 
 # Smaller tables, and smaller one-hot arrays, are not worth an operator.
@@ -105,4 +105,4 @@ def _lookup(node: Node, table: Value, labels: Row) -> Step:
     return Step(values, node.outputs, run)
 
 
-EMBEDDING_LOOKUP = Rule("embedding", _find, lambda: LEAST_ELEMENTS)
+EMBEDDING_LOOKUP = Rule("embedding", frozenset({"gather", "dot_general"}), _find, lambda: LEAST_ELEMENTS)

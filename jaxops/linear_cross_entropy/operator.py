@@ -19,7 +19,6 @@ from jaxops.linear_cross_entropy.operands import (
     Rows,
     RowStatistics,
 )
-from jaxops.linear_cross_entropy.patterns import LOGITS_CROSS_ENTROPY
 from jaxops.linear_cross_entropy.row_statistics import scale_gradient, statistics_terms
 from lowering.operators import EVERYWHERE, Form
 from pallas_kernels.gpu.linear_cross_entropy import gradients as gpu_gradients
@@ -77,5 +76,4 @@ _STATISTICS = Operator(
     derivative=Derivative(vjp=_vjp),
     kernels=(tpu_statistics.KERNEL, gpu_statistics.KERNEL),
     forms=(Form("xla_by_columns", EVERYWHERE, statistics_by_columns),),
-    patterns=(LOGITS_CROSS_ENTROPY,),
 )

@@ -15,6 +15,7 @@ from jaxops.linear_cross_entropy.rewriting.cone import Cone
 from jaxops.linear_cross_entropy.rewriting.head import Head, Statistics, heads_of, layout_of
 from jaxops.linear_cross_entropy.rewriting.likeness import (
     has_log_sum_exp,
+    is_alike,
     is_like_loss,
     is_plain,
     logits_arrays,
@@ -27,11 +28,13 @@ from jaxops.linear_cross_entropy.rewriting.row_wise import Part
 from jaxops.linear_cross_entropy.rewriting.rows import Row
 from jaxops.linear_cross_entropy.rewriting.savings import Saving
 from jaxops.linear_cross_entropy.rewriting.sinks import SINKS, is_known, reduced
+from jaxops.linear_cross_entropy.rewriting.suggested import suggest
 from jaxops.linear_cross_entropy.rewriting.summed import Exit, sums_of
 from jaxops.linear_cross_entropy.rewriting.totals import Asked
-from lowering.rewriting.graph import Level, Node, Value
+from lowering.rewriting.graph import Level, Node, Value, described
+from lowering.rewriting.peeling import PRODUCTS
 from lowering.rewriting.report import megabytes
-from lowering.rewriting.rules import Found, Missed, RefusalError, Rule, described
+from lowering.rewriting.rules import Found, Missed, RefusalError, Rule
 from lowering.rewriting.schedule import Step, needed
 
 
@@ -167,7 +170,7 @@ def _check_maxima(level: Level, readers: _Readers) -> None:
 
 def _readers(level: Level, taken: list[Step], head: Head, *, is_promised: bool) -> _Readers:
     """Finds all that reads these logits."""
-    alike = [node for node in level.named(head.node.name) if _is_alike(node, head.node)]
+    alike = [node for node in level.named(head.node.name) if is_alike(node, head.node)]
     reading, asked = Reading.of(head, alike), Asked(head.classes, head.dtype, is_promised=is_promised)
     wanted = needed(level, taken)
     sinks: list[Node] = []
@@ -193,15 +196,6 @@ def _readers(level: Level, taken: list[Step], head: Head, *, is_promised: bool) 
     if len(asked.of_heads) > 1:
         raise RefusalError("the logits are read in two ways, such as with and without a bias, or of other rows")
     return _Readers(used[0], rows, others, reading, alike)
-
-
-def _is_alike(node: Node, other: Node) -> bool:
-    """Tells whether two nodes compute the same, which XLA merges into one."""
-    same = [
-        a is b or (a.number is not None and a.number == b.number)
-        for a, b in zip(node.inputs, other.inputs, strict=True)
-    ]
-    return node is other or (all(same) and str(node.params) == str(other.params))
 
 
 def _escape(level: Level, reading: Reading, steps: list[Step], others: dict[Node, str]) -> str:
@@ -323,11 +317,20 @@ def _overlooked(level: Level) -> Iterator[Missed]:
         yield Missed(node, f"{size:,} logits {described(node.outputs[0])}", reason)
 
 
-ROW_CONE = Rule("row_cone", _find_cones, lambda: chunk_sizes.SIZES.logits)
-CROSS_ENTROPY = Rule("cross_entropy", _find_statistics, lambda: chunk_sizes.SIZES.logits, overlooked=_overlooked)
+def _least_size() -> int:
+    return chunk_sizes.SIZES.logits
+
+
+ROW_CONE = Rule("row_cone", PRODUCTS, _find_cones, _least_size)
+CROSS_ENTROPY = Rule(
+    "cross_entropy",
+    PRODUCTS,
+    _find_statistics,
+    _least_size,
+    overlooked=_overlooked,
+    suggest=suggest,
+    replacement="jaxops.linear_cross_entropy",
+)
 CROSS_ENTROPY_SUM = Rule(
-    "cross_entropy_sum",
-    _find_sums,
-    lambda: chunk_sizes.SIZES.logits,
-    remark="a TPU takes up to 2^28 at a time and saves less",
+    "cross_entropy_sum", PRODUCTS, _find_sums, _least_size, remark="a TPU takes up to 2^28 at a time and saves less"
 )

@@ -16,7 +16,6 @@ from jaxops._primitive import sharding
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.pooling import windows
-from jaxops.pooling.patterns import SELECT_AND_SCATTER
 from jaxops.pooling.windows import Ints, Padding, Span
 from lowering.operators import Form, Place
 from pallas_kernels.gpu import max_pool_backward as gpu
@@ -316,7 +315,6 @@ MAX_POOL = Operator(
     Derivative(_vjp, _tangent, _linearize, residuals="... d h w c"),
     kernels=(tpu_value.KERNEL,),
     forms=(Form("xla_one_pass", frozenset({"tpu"}), _maxima_in_one_pass, _refuses_one_pass),),
-    patterns=(SELECT_AND_SCATTER,),
 )
 MAX_POOL_BACKWARD = Operator(
     "max_pool_backward",

@@ -11,7 +11,6 @@ import numpy as np
 
 from lowering.describe import show
 from lowering.functions import require_function
-from lowering.register import patterns
 from lowering.rewriting.objects import Arguments
 from lowering.rewriting.plan import Plan, Planner, overlooked
 from lowering.rewriting.report import Rewrites
@@ -152,8 +151,7 @@ def _is_numeric(leaf: Any) -> bool:
 
 def _chosen(only: str | Collection[str], off: str | Collection[str]) -> tuple[Rule, ...]:
     """Returns the rules that are on."""
-    patterns()  # loads the packages that bring operators, and with them the rules
-    known = {rule.name: rule for rule in rules()}
+    known = {rule.name: rule for rule in rules() if rule.find}
     wanted, unwanted = (_names(argument, given, known) for argument, given in (("only", only), ("off", off)))
     on = [rule for rule in known.values() if (rule.name in wanted if wanted else not rule.asked)]
     return tuple(rule for rule in on if rule.name not in unwanted)

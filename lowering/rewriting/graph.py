@@ -1,10 +1,11 @@
-"""A jaxpr as a graph of nodes that can be evaluated again, with calls inlined."""
+"""A jaxpr as a graph of nodes: to be evaluated again, with some calls inlined, or to be looked at, with all of them."""
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,12 +13,21 @@ import jax.export
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from lowering import _jax_private
+from lowering import _jax_private, cost
 from lowering.operators import operator_of
-from lowering.rewriting.peeling import PRODUCTS, peeled
+from lowering.rewriting.peeling import CHECKPOINTS, PRODUCTS, peeled
 from lowering.source_lines import Site
 
+# Equations whose results are their operands, perhaps with fewer digits or in another place.
+SAME = frozenset(
+    {"copy", "copy_p", "name", "optimization_barrier", "sharding_constraint", "layout_constraint", "reduce_precision"}
+    | {"reshard", "mesh_cast", "pvary", "pcast", "pbroadcast"}
+)
+RESHAPES = frozenset({"reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
+LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+_LOOKED_INTO = _CALLS | CHECKPOINTS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_FIRST_POWER = ("integer_pow", 1)
 _OWN_DERIVATIVES = os.path.join(os.path.dirname(jax.__file__), "_src", "nn", "functions.py")
 
 
@@ -50,6 +60,11 @@ class Value:
     def size(self) -> int:
         """The number of elements; 0 if it depends on a symbolic size, which may be small."""
         return size_of(self.aval)
+
+    @property
+    def symbolic_size(self) -> Any:
+        """The number of elements, as an expression if it depends on a symbolic size."""
+        return math.prod(self.shape)
 
     @property
     def dtype(self) -> Any:
@@ -99,10 +114,13 @@ class Node:
 class Level:
     """One jaxpr, or one body of a loop, branch, checkpoint or shard_map, as a graph.
 
+    `named(*names)` yields its nodes of these primitives.
+
     Attributes:
       nodes: in order.
       arguments: what the jaxpr takes.
       results: what it returns.
+      count: how often it runs.
       keeps_each: whether it runs in a loop whose backward pass keeps what it needs of each step until all have run.
       draws_again: whether a backward pass around it draws random bits again in a checkpoint, which stays as it is.
     """
@@ -110,6 +128,7 @@ class Level:
     nodes: list[Node]
     arguments: list[Value]
     results: list[Value]
+    count: int = 1
     keeps_each: bool = False
     draws_again: bool = False
 
@@ -126,13 +145,72 @@ def level_of(closed: Any, is_inlined: Callable[[Any], bool], is_large: Callable[
       is_inlined: which calls are inlined, `is_inlined(equation)`.
       is_large: which arrays may be logits, by their type.
     """
-    jaxpr, arrays = opened(closed)
-    arguments = [Value(x.aval) for x in jaxpr.invars]
-    # An open jaxpr may lack its constants; it can be looked at all the same.
-    constants = [constant(x) for x in arrays] or [Value(x.aval) for x in jaxpr.constvars]
-    nodes: list[Node] = []
-    results = _Builder(nodes, is_inlined, is_large).inline(jaxpr, arguments, constants, None)
-    return Level(nodes, arguments, results)
+    return _Builder(is_inlined, is_large).level(closed)
+
+
+def levels(closed: Any, count: int = 1, is_kept: Sequence[bool] | None = None) -> Iterator[Level]:
+    """Yields the graph of a jaxpr, then one for each body of a loop, branch or shard_map in it, all to be looked at.
+
+    Calls, checkpoints and functions with a derivative of their own are inlined, and casts and copies left out, so the
+    graphs cannot be evaluated. Their results lack what a body returns only for its own gradient.
+
+    Args:
+      closed: the jaxpr, closed or not.
+      count: how often it runs.
+      is_kept: which of its results count; by default all.
+    """
+    level = _Looking(lambda _: True, lambda _: False).level(closed)
+    level.count = count
+    level.results = list(itertools.compress(level.results, is_kept or itertools.repeat(True)))
+    yield level
+    for node in level.named(*LOOPS, *_LOOKED_INTO):
+        read = [x in level.results or any(_is_apart(user, node) for user in x.users) for x in node.outputs]
+        for body in cost.bodies(node.equation):
+            fits = len(read) == len(opened(body)[0].outvars)
+            yield from levels(body, count * cost.repetitions(node.equation), read if fits else [False])
+
+
+def _is_apart(user: Node, node: Node) -> bool:
+    """Tells whether a node is not the gradient of another, which has its line."""
+    return (user.name, user.source) != (node.name, node.source)
+
+
+def forward(values: Iterable[Value], follows: Callable[[Node, Value], bool]) -> set[Value]:
+    """Returns these values and all that is computed from them, by nodes that `follows(node, operand)`."""
+    reached = set(values)
+    waiting = list(reached)
+    while waiting:
+        value = waiting.pop()
+        for node in value.users:
+            if follows(node, value):
+                fresh = [x for x in node.outputs if x not in reached]
+                reached.update(fresh)
+                waiting += fresh
+    return reached
+
+
+def backward(value: Value, follows: Callable[[Node, Value], bool]) -> set[Value]:
+    """Returns this value and all that it is computed from, through nodes that `follows(node, operand)`."""
+    reached, waiting = {value}, [value]
+    while waiting:
+        node = waiting.pop().producer
+        if node is not None:
+            fresh = [x for x in node.inputs if x not in reached and follows(node, x)]
+            reached.update(fresh)
+            waiting += fresh
+    return reached
+
+
+def unshaped(value: Value) -> Value:
+    """Returns the value before it was reshaped or broadcast."""
+    while value.producer is not None and value.producer.name in RESHAPES:
+        value = value.producer.inputs[0]
+    return value
+
+
+def described(value: Value) -> str:
+    """Returns dtype and shape as text."""
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
 
 def size_of(aval: Any) -> int:
@@ -151,37 +229,36 @@ def constant(array: Any, aval: Any = None) -> Value:
     return Value(jax.typeof(array) if aval is None else aval, constant=array, is_constant=True)
 
 
-def bodies(equation: Any) -> Iterator[Any]:
-    """Yields the jaxprs, closed or not, in an equation's parameters."""
-    for value in equation.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, ClosedJaxpr | Jaxpr):
-                yield item
-
-
 def equations(jaxpr: Jaxpr) -> Iterator[Any]:
     """Yields the equations of a jaxpr and of all bodies within it; those of a body that several share once."""
     seen, waiting = {jaxpr}, [jaxpr]
     while waiting:
         for equation in waiting.pop().eqns:
             yield equation
-            fresh = {opened(body)[0] for body in bodies(equation)} - seen
+            fresh = {*cost.inner_jaxprs(equation)} - seen
             seen |= fresh
             waiting += fresh
 
 
 @dataclasses.dataclass
 class _Builder:
-    nodes: list[Node]
     is_inlined: Callable[[Any], bool]
     is_large: Callable[[Any], bool]
+    nodes: list[Node] = dataclasses.field(default_factory=list)
 
-    def inline(
-        self, jaxpr: Jaxpr, arguments: Sequence[Value], constants: Sequence[Value], caller: Site | None
-    ) -> list[Value]:
+    def level(self, closed: Any) -> Level:
+        """Returns the graph of a jaxpr."""
+        arguments = [Value(x.aval) for x in opened(closed)[0].invars]
+        results = self.inline(closed, arguments, None)
+        return Level(self.nodes, arguments, results)
+
+    def inline(self, closed: Any, arguments: Sequence[Value], caller: Site | None) -> list[Value]:
         """Appends the nodes of a jaxpr and returns its results."""
+        jaxpr, arrays = opened(closed)
         library = getattr(jaxpr.debug_info, "func_filename", None)
         values: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
+        # An open jaxpr may lack its constants; it can be looked at all the same.
+        constants = [constant(x) for x in arrays] or [Value(x.aval) for x in jaxpr.constvars]
         values.update(zip(jaxpr.constvars, constants, strict=True))
 
         def read(atom: Any) -> Value:
@@ -217,12 +294,19 @@ class _Builder:
         parts = peeled(equation, self.is_large)
         if parts is not None:
             before = [] if parts.equation is None else self._node(parts.equation, inputs, site)
-            return self.inline(parts.tail, [*inputs, *before], [], site)
+            return self.inline(parts.tail, [*inputs, *before], site)
         body = _inlined_body(equation)
-        if body is None:
-            return None
-        inner, constants = opened(body)
-        return self.inline(inner, inputs, [constant(x) for x in constants], site)
+        return None if body is None else self.inline(body, inputs, site)
+
+
+class _Looking(_Builder):
+    def _inlined(self, equation: Any, inputs: list[Value], site: Site) -> list[Value] | None:
+        name = equation.primitive.name
+        if name in SAME | {"convert_element_type", "stop_gradient"} or (name, equation.params.get("y")) == _FIRST_POWER:
+            return inputs
+        inner = list(cost.bodies(equation)) if name in _LOOKED_INTO else []
+        is_call = len(inner) == 1 and len(opened(inner[0])[0].invars) == len(inputs)
+        return self.inline(inner[0], inputs, site) if is_call else None
 
 
 def _inlined_body(equation: Any) -> Any:

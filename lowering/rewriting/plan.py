@@ -1,14 +1,15 @@
 """Plans the rewrite of a jaxpr: what is replaced on each level, and what is left alone and why."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from lowering import cost
 from lowering.rewriting import entered
-from lowering.rewriting.graph import Level, Node, bodies, level_of, opened, size_of
+from lowering.rewriting.graph import Level, Node, level_of, opened, size_of
 from lowering.rewriting.report import Applied, Refused
 from lowering.rewriting.rules import Found, Missed, Rule
 from lowering.rewriting.schedule import OrderError, Step, Task, evaluate, needed, ordered
@@ -50,8 +51,8 @@ class Planner:
     def __init__(self, rules: Sequence[Rule]) -> None:
         """Takes the rules, in order of preference."""
         self._rules = rules
-        self._least_size = min((rule.least_size() for rule in rules), default=0)
-        self._primitives = frozenset[str]().union(*(rule.primitives for rule in rules))
+        self._least_size = min((rule.least_size() for rule in rules if rule.least_size), default=math.inf)
+        self._primitives = frozenset[str]().union(*(rule.primitives for rule in rules if not rule.least_size))
         self._known: dict[Any, bool] = {}
 
     def plan(
@@ -66,7 +67,7 @@ class Planner:
         applied: list[Applied] = []
         refused: list[Refused] = []
         for rule in self._rules:
-            for one in rule.find(level, tuple(steps)):
+            for one in rule.find(level, tuple(steps)) if rule.find else ():
                 if isinstance(one, Missed):
                     refused.append(Refused(rule.name, one.node.source, one.detail, one.reason))
                     continue
@@ -91,7 +92,7 @@ class Planner:
 
     def _within(self, node: Node, repetitions: int, **of_level: bool) -> _Within:
         """Finds what can be rewritten in the bodies of one node."""
-        inner = list(bodies(node.equation))
+        inner = list(cost.bodies(node.equation))
         if not any(self._holds_within(opened(body)[0]) for body in inner):
             return _Within()
         runnable = entered.bodies_of(node)
@@ -114,7 +115,7 @@ class Planner:
         is_known = equation.primitive.name in self._primitives
         if is_known or any(self._is_large(x.aval) for x in (*equation.invars, *equation.outvars)):
             return True
-        return any(self._holds_within(opened(body)[0]) for body in bodies(equation))
+        return any(self._holds_within(opened(body)[0]) for body in cost.bodies(equation))
 
     def _holds_within(self, jaxpr: Any) -> bool:
         """Tells the same for a jaxpr; calls of the same function share one."""
@@ -128,13 +129,18 @@ class Planner:
 
 def overlooked(rules: Sequence[Rule], closed: Any, plan: Plan) -> tuple[Refused, ...]:
     """Finds the places that the plan of a jaxpr does not mention, though users would expect a rule to know them."""
-
-    def looking(rule: Rule) -> Rule:
-        return Rule(rule.name, lambda level, _: rule.overlooked(level) if rule.overlooked else (), lambda: 0)
-
+    looking = [
+        dataclasses.replace(rule, find=_of_level(rule.overlooked), least_size=lambda: 0)
+        for rule in rules
+        if rule.overlooked
+    ]
     known = {one.source for one in plan.applied} | {one.source for one in plan.refused}
-    found = Planner([looking(rule) for rule in rules if rule.overlooked]).plan(closed).refused
+    found = Planner(looking).plan(closed).refused
     return tuple(one for one in found if one.source not in known)
+
+
+def _of_level(find: Callable[[Level], Iterable[Missed]]) -> Callable[..., Iterable[Missed]]:
+    return lambda level, _: find(level)
 
 
 def _applied(rule: Rule, found: Found, repetitions: int) -> Applied:

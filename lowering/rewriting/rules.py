@@ -4,7 +4,10 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lowering.rewriting.graph import Level, Node
+from jax.extend.core import Jaxpr
+
+from lowering.register import load_packages
+from lowering.rewriting.graph import Level, Node, equations
 from lowering.rewriting.schedule import Step
 
 
@@ -39,27 +42,58 @@ class Missed:
 
 
 @dataclasses.dataclass(frozen=True)
+class Suggestion:
+    """A place in a level where a user could call an operator.
+
+    Attributes:
+      node: where it begins; its line is reported.
+      detail: what is computed there, in words.
+      saved_bytes: about how many bytes of temporaries the operator saves, which may be symbolic; None if unknown.
+      obstacle: why it would save nothing after all, in words; empty if it saves.
+      arguments: what a call must say besides its operands, such as 'layout="NHWC"'; may be empty.
+      remark: under which condition it saves memory, or what else it changes.
+    """
+
+    node: Node
+    detail: str
+    saved_bytes: Any
+    obstacle: str = ""
+    arguments: str = ""
+    remark: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Rule:
-    """One kind of rewrite.
+    """One kind of plain JAX that an operator replaces: in `rewrite`, or by its user, whom `explain` tells.
 
     Attributes:
       name: by which users switch it on and off.
-      find: yields the places in a level, `find(level, steps)`, where `steps` are what other rules have found before.
-      least_size: how many elements an array must exceed for this rule; what is smaller is never looked at.
-      primitives: names of primitives that interest the rule at any size.
+      primitives: names of primitives, of which every place has one.
+      find: yields the places in a level, `find(level, steps)`, where `steps` are what other rules have found before;
+        None if `rewrite` does not know the rule.
+      least_size: how many elements an array must exceed for this rule; what is smaller is never looked at. None if all
+        its primitives interest the rule.
       asked: whether the rule applies only where it is named in `only`.
       remark: what else it changes.
       overlooked: yields the places in a level, of any size, that users would expect the rule to know, and why it does
         not. Only reports ask for them; places that a rule has spoken of already are left out.
+      suggest: yields the places in a level where a user could call the operator, each once. The level is one of
+        `lowering.rewriting.graph.levels`. A gradient has the lines of its function, so look for something that only one
+        of them has.
+      replacement: the public name of that operator.
+      platforms: where the operator saves memory; None for all.
     """
 
     name: str
-    find: Callable[[Level, tuple[Step, ...]], Iterable[Found | Missed]]
-    least_size: Callable[[], int]
-    primitives: frozenset[str] = frozenset()
+    primitives: frozenset[str]
+    find: Callable[[Level, tuple[Step, ...]], Iterable[Found | Missed]] | None = None
+    least_size: Callable[[], int] | None = None
     asked: bool = False
     remark: str = ""
     overlooked: Callable[[Level], Iterable[Missed]] | None = None
+    suggest: Callable[[Level], Iterable[Suggestion]] | None = None
+    replacement: str = ""
+    platforms: frozenset[str] | None = None
 
 
 _rules: dict[str, Rule] = {}
@@ -71,15 +105,12 @@ def add_rules(rules: Iterable[Rule]) -> None:
 
 
 def rules() -> tuple[Rule, ...]:
-    """Returns all rules, in order of preference."""
+    """Returns all rules, in order of preference, with those of installed packages that nothing has imported yet."""
+    load_packages()
     return tuple(_rules.values())
 
 
-def usual() -> tuple[Rule, ...]:
-    """Returns the rules that are on by default."""
-    return tuple(rule for rule in rules() if not rule.asked)
-
-
-def described(value: Any) -> str:
-    """Returns dtype and shape as text."""
-    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+def rules_for(jaxpr: Jaxpr) -> tuple[Rule, ...]:
+    """Returns the rules that may have a place in a jaxpr."""
+    names = {equation.primitive.name for equation in equations(jaxpr)}
+    return tuple(rule for rule in rules() if not rule.primitives.isdisjoint(names))

@@ -17,9 +17,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxops.linear_cross_entropy.rewriting.reading import ELEMENTWISE, RESHAPES, SAME
+from jaxops.linear_cross_entropy.rewriting.reading import ELEMENTWISE, RESHAPES
 from jaxops.linear_cross_entropy.rewriting.rows import identity, keeps_numbers, only_number
-from lowering.rewriting.graph import Value, opened
+from lowering.rewriting.graph import SAME, Value, opened
 
 # Of each linear map, by its number, how often it is taken.
 Slope = dict[int, float]

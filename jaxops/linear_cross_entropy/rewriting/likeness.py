@@ -1,26 +1,28 @@
 """Cheap looks at what depends on a matrix product, before anything is proved about it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy.rewriting.reading import ELEMENTWISE
 from jaxops.linear_cross_entropy.rewriting.region import equations_within
 from jaxops.linear_cross_entropy.rewriting.savings import KEEPS_ROUNDED, LEAST_ARRAYS
-from lowering.rewriting.graph import Level, Node, Value, size_of
+from lowering.rewriting.graph import Level, Node, Value, backward, forward, size_of
 from lowering.rewriting.peeling import PRODUCTS
 
 
 def dependents(head: Node) -> tuple[set[Node], set[Value]]:
     """Collects the nodes that depend on a product, up to the next layers', and the values that do."""
-    nodes: set[Node] = set()
-    values, waiting = set(head.outputs), [*head.outputs]
-    while waiting:
-        for node in waiting.pop().users:
-            if node not in nodes and not is_layer(node):
-                nodes.add(node)
-                values.update(node.outputs)
-                waiting += node.outputs
-    return nodes, values
+    values = forward(head.outputs, lambda node, _: not is_layer(node))
+    return {node for value in values for node in value.users if not is_layer(node)}, values
+
+
+def is_alike(node: Node, other: Node) -> bool:
+    """Tells whether two nodes compute the same, which XLA merges into one."""
+    same = [
+        a is b or (a.number is not None and a.number == b.number)
+        for a, b in zip(node.inputs, other.inputs, strict=True)
+    ]
+    return node is other or (all(same) and str(node.params) == str(other.params))
 
 
 def is_layer(node: Node) -> bool:
@@ -61,34 +63,25 @@ def _reads_labels(node: Node, size: int, dependent: set[Value]) -> bool:
     operand, *others = node.inputs
     if node.name == "gather":
         is_picked = node.outputs[0].size in operand.shape or node.outputs[0].size * operand.shape[-1] == operand.size
-        return operand in dependent and operand.size == size and is_picked and not _is_constant(others[0])
-    return any(x.size == size and x not in dependent and _is_one_hot(x) for x in node.inputs)
+        return operand in dependent and operand.size == size and is_picked and not is_constant(others[0])
+    return any(x.size == size and x not in dependent and is_one_hot(x) for x in node.inputs)
 
 
-def _is_constant(value: Value) -> bool:
-    return all(x.producer is not None or x.number is not None for x in _made_of(value, lambda _: True))
+def is_constant(value: Value) -> bool:
+    """Tells whether a value is written in the code: a fixed class is not a label."""
+    return all(x.producer is not None or x.number is not None for x in backward(value, lambda *_: True))
 
 
-def _is_one_hot(value: Value) -> bool:
+def is_one_hot(value: Value) -> bool:
     """Tells whether an array is computed from one-hot labels, element by element."""
-    producers = (x.producer for x in _made_of(value, lambda x: x.size == value.size and not _is_product(x)))
+    made_of = backward(value, lambda _, x: x.size == value.size and not _is_product(x))
+    producers = (x.producer for x in made_of)
     compared = (node.inputs for node in producers if node is not None and node.name == "eq")
-    return any(not all(map(_is_constant, inputs)) for inputs in compared)
+    return any(not all(map(is_constant, inputs)) for inputs in compared)
 
 
 def _is_product(value: Value) -> bool:
     return value.producer is not None and value.producer.name in PRODUCTS
-
-
-def _made_of(value: Value, follows: Callable[[Value], bool]) -> set[Value]:
-    """Collects a value and what it is computed from, as far as is followed."""
-    seen, waiting = {value}, [value]
-    while waiting:
-        producer = waiting.pop().producer
-        new = {x for x in producer.inputs if follows(x)} - seen if producer is not None else set()
-        seen |= new
-        waiting += new
-    return seen
 
 
 def _names(nodes: Iterable[Node]) -> set[str]:

@@ -7,8 +7,8 @@ stop the gradient of m, this follows how each value changes with m: by d m, or b
 import dataclasses
 from collections.abc import Sequence
 
-from jaxops.linear_cross_entropy.rewriting.reading import RESHAPES, SAME
-from lowering.rewriting.graph import Level, Node, Value
+from jaxops.linear_cross_entropy.rewriting.reading import RESHAPES
+from lowering.rewriting.graph import SAME, Level, Node, Value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,13 +24,9 @@ from jaxops.linear_cross_entropy.rewriting.forms import (
 )
 from jaxops.linear_cross_entropy.rewriting.head import Head, Mask, layout_of
 from jaxops.linear_cross_entropy.rewriting.rows import Row
-from lowering.rewriting.graph import Node, Value
+from lowering.rewriting.graph import SAME, Node, Value
 from lowering.rewriting.rules import RefusalError
 
-SAME = frozenset(
-    {"copy", "copy_p", "name", "optimization_barrier", "sharding_constraint", "layout_constraint", "reduce_precision"}
-    | {"reshard", "mesh_cast", "pvary", "pcast", "pbroadcast"}
-)
 RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 ELEMENTWISE = frozenset(
     {"add", "add_any", "sub", "mul", "div", "neg", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "sqrt"}

@@ -13,7 +13,8 @@ from jaxops.linear_cross_entropy.rewriting.changes import without_axis
 from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role
 from jaxops.linear_cross_entropy.rewriting.rows import only_number
 from jaxops.linear_cross_entropy.rewriting.sinks import labels_by_position
-from lowering.rewriting.graph import Node, Value, bodies, level_of, opened
+from lowering.cost import bodies, inner_jaxprs
+from lowering.rewriting.graph import Node, Value, equations, level_of
 from lowering.rewriting.rules import RefusalError
 from lowering.rewriting.schedule import needed
 
@@ -346,14 +347,9 @@ class OwnDerivative:
 
 def equations_within(node: Node) -> Iterator[Any]:
     """Yields the node's equation, and those in the body of a function with a derivative of its own."""
-    return _equations(node.equation) if node.name in _CUSTOM else iter((node.equation,))
-
-
-def _equations(equation: Any) -> Iterator[Any]:
-    yield equation
-    for body in bodies(equation):
-        for inner in opened(body)[0].eqns:
-            yield from _equations(inner)
+    yield node.equation
+    for body in inner_jaxprs(node.equation) if node.name in _CUSTOM else ():
+        yield from equations(body)
 
 
 def _is_inexact(value: Value) -> bool:

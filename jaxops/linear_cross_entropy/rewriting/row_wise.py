@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._primitive import sharding
-from jaxops.linear_cross_entropy.rewriting.reading import ELEMENTWISE, RESHAPES, SAME
-from lowering.rewriting.graph import Node, Value
+from jaxops.linear_cross_entropy.rewriting.reading import ELEMENTWISE, RESHAPES
+from lowering.rewriting.graph import SAME, Node, Value
 from lowering.rewriting.rules import RefusalError
 
 _MORE_ELEMENTWISE = frozenset(

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from jaxops import BadParamError, Derivative, Operator
 from jaxops_rms_norm import tpu
-from jaxops_rms_norm.pattern import RMS_NORM_IN_JNP
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, *, epsilon: float = 1e-6) -> jax.Array:
@@ -93,6 +92,5 @@ RMS_NORM = Operator(
     _forward,
     Derivative(_vjp),
     kernels=(tpu.KERNEL,),
-    patterns=(RMS_NORM_IN_JNP,),
 )
 RMS_NORM_BACKWARD = Operator("rms_norm_backward", "... c, ... c, c -> ... c, c", _check_backward, _backward)
