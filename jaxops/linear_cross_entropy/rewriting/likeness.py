@@ -63,21 +63,20 @@ def _reads_labels(node: Node, size: int, dependent: set[Value]) -> bool:
     operand, *others = node.inputs
     if node.name == "gather":
         is_picked = node.outputs[0].size in operand.shape or node.outputs[0].size * operand.shape[-1] == operand.size
-        return operand in dependent and operand.size == size and is_picked and not is_constant(others[0])
-    return any(x.size == size and x not in dependent and is_one_hot(x) for x in node.inputs)
+        return operand in dependent and operand.size == size and is_picked and not _is_constant(others[0])
+    return any(x.size == size and x not in dependent and _is_one_hot(x) for x in node.inputs)
 
 
-def is_constant(value: Value) -> bool:
-    """Tells whether a value is written in the code: a fixed class is not a label."""
+def _is_constant(value: Value) -> bool:
     return all(x.producer is not None or x.number is not None for x in backward(value, lambda *_: True))
 
 
-def is_one_hot(value: Value) -> bool:
+def _is_one_hot(value: Value) -> bool:
     """Tells whether an array is computed from one-hot labels, element by element."""
     made_of = backward(value, lambda _, x: x.size == value.size and not _is_product(x))
     producers = (x.producer for x in made_of)
     compared = (node.inputs for node in producers if node is not None and node.name == "eq")
-    return any(not all(map(is_constant, inputs)) for inputs in compared)
+    return any(not all(map(_is_constant, inputs)) for inputs in compared)
 
 
 def _is_product(value: Value) -> bool:

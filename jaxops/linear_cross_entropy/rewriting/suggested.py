@@ -7,7 +7,7 @@ from typing import Any
 from jax.export import is_symbolic_dim
 
 from jaxops.linear_cross_entropy.rewriting import savings
-from jaxops.linear_cross_entropy.rewriting.likeness import is_alike, is_constant, is_one_hot
+from jaxops.linear_cross_entropy.rewriting.likeness import is_alike
 from lowering.rewriting.graph import LOOPS, RESHAPES, Level, Node, Value, backward, described, forward, unshaped
 from lowering.rewriting.rules import Suggestion
 
@@ -59,7 +59,7 @@ def _pick(level: Level, head: Node, exp: Node, log: Node, classes: Any) -> Node 
             others = [x for x in node.inputs if x is not value]
             if of_logits.isdisjoint(others) and _picks(node, value, others, classes):
                 # Probabilities may be read before their log is taken, if not weighted by others.
-                is_hard = node.name not in ("mul", "dot_general") or is_one_hot(others[0])
+                is_hard = node.name not in ("mul", "dot_general") or _is_one_hot(others[0])
                 if value in logits or (is_hard and log.inputs[0] in forward(node.outputs, lambda *_: True)):
                     return node
     return None
@@ -73,14 +73,23 @@ def _picks(node: Node, value: Value, others: list[Value], classes: Any) -> bool:
     is_row = bool(result.symbolic_size * classes == size)
     match node.name:
         case "gather" | "dynamic_slice":
-            return value is node.inputs[0] and is_row and not all(map(is_constant, others))
+            return value is node.inputs[0] and is_row and not all(map(_is_fixed, others))
         case "dot_general":
             return bool(others[0].symbolic_size == size) and (is_row or result.size == 1)
-        case "mul":
+        case "mul" | "select_n" if node.name == "mul" or _is_one_hot(others[0]):
             return bool(unshaped(others[0]).symbolic_size == size) and _is_summed(result, classes)
-        case "select_n":
-            return is_one_hot(node.inputs[0]) and _is_summed(result, classes)
     return node.name == "nll_loss" and value is node.inputs[0]
+
+
+def _is_fixed(value: Value) -> bool:
+    """Tells whether a value is made of numbers in the code, as one class for all rows is; positions may be labels."""
+    made_of = backward(value, lambda *_: True)
+    return all(x.number is not None if x.producer is None else x.producer.name != "iota" for x in made_of)
+
+
+def _is_one_hot(value: Value) -> bool:
+    producer = unshaped(value).producer
+    return producer is not None and producer.name == "eq"
 
 
 def _is_summed(products: Value, classes: Any) -> bool:
