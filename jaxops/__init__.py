@@ -29,7 +29,7 @@ from jaxops.grid_sample import grid_sample as grid_sample
 from jaxops.linear_cross_entropy import LinearCrossEntropyAux as LinearCrossEntropyAux
 from jaxops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from jaxops.linear_cross_entropy import linear_log_probs as linear_log_probs
-from jaxops.linear_cross_entropy.rewrites import CROSS_ENTROPY, CROSS_ENTROPY_SUM, ROW_CONE
+from jaxops.linear_cross_entropy.rewrites import CROSS_ENTROPY, CROSS_ENTROPY_SUM, ROW_CONE, ROW_CONE_SUM
 from jaxops.local_response_norm import local_response_norm as local_response_norm
 from jaxops.nll_loss import nll_loss as nll_loss
 from jaxops.pooling import avg_pool as avg_pool
@@ -98,7 +98,7 @@ _IMPORTED_LATER = {
     "mcdnn": "jaxops.mcdnn",
     "testing": "jaxops.testing",
 }
-add_rules((CROSS_ENTROPY_SUM, CROSS_ENTROPY, ROW_CONE, WINDOW_MAXIMA, EMBEDDING_LOOKUP, DROPOUT_MASKS))
+add_rules((CROSS_ENTROPY_SUM, ROW_CONE_SUM, CROSS_ENTROPY, ROW_CONE, WINDOW_MAXIMA, EMBEDDING_LOOKUP, DROPOUT_MASKS))
 
 # The import of its operator has bound this name to the package, which would keep the function of that name hidden.
 globals().pop("ema_adam", None)

@@ -78,7 +78,7 @@ def levanter(params, x, labels):
     return jnp.mean(loss + 1e-3 * lse**2, where=mask)
 
 
-@model(HEAD, "cross_entropy")
+@model(HEAD, "row_cone_sum")
 def simply(params, x, labels):
     """A mean over kept tokens, with the entropy and the accuracy of the prediction."""
     logits = jnp.einsum("...d,dv->...v", x, params)
@@ -91,7 +91,7 @@ def simply(params, x, labels):
     return -(picked * mask).sum() / count + 0.01 * (entropy * mask).sum() / count, {"accuracy": accuracy}
 
 
-@model(HEAD, "row_cone")
+@model(HEAD, "row_cone_sum")
 def big_vision_sigmoid(params, x, labels):
     """A binary cross entropy for each class; JAX's softplus has a derivative of its own."""
     logits = jnp.einsum("bpe,ev->bpv", x, params)
@@ -100,7 +100,7 @@ def big_vision_sigmoid(params, x, labels):
     return jnp.mean(-jnp.sum(targets * log_p + (1.0 - targets) * log_not_p, axis=-1))
 
 
-@model(HEAD, "row_cone")
+@model(HEAD, "row_cone_sum")
 def sigmoid_focal(params, x, labels):
     """As optax computes it: each class, the less the surer, with pairs of numbers stacked."""
     return optax.sigmoid_focal_loss(x @ params, jax.nn.one_hot(labels, CLASSES), alpha=0.25).sum(-1).mean()
@@ -171,7 +171,7 @@ def padded_vocabulary(params, x, labels):
     return jnp.sum(-weight * picked)
 
 
-@model(HEAD, "cross_entropy")
+@model(HEAD, "row_cone_sum")
 def poly_loss(params, x, labels):
     """Probabilities and log-probabilities of the same logits."""
     logits = x @ params

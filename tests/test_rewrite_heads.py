@@ -26,8 +26,8 @@ KEPT = "up to 16,777,216 logits are left alone"
 COSTS = "the operator could need more temporaries, for copies or sums of a weight that is so large"
 RULES = dict.fromkeys(FORMS, "cross_entropy_sum") | {
     "of_rows": "cross_entropy",
-    "focal": "cross_entropy",
-    "own_derivative_of_maxtext": "row_cone",
+    "focal": "row_cone_sum",
+    "own_derivative_of_maxtext": "row_cone_sum",
 }
 
 # Form, dtype and size, and the rule that rewrites it, or why none does.
@@ -38,7 +38,7 @@ HEADS: dict[tuple[str, Any, tuple[int, ...]], str] = {
     ("as_they_are", jnp.bfloat16, (1024, 512, 32000)): "cross_entropy_sum",
     ("widened", jnp.bfloat16, (1024, 512, 32000)): "cross_entropy_sum",
     ("widened", jnp.bfloat16, (8192, 4096, 128256)): "cross_entropy_sum",
-    ("own_derivative_of_maxtext", jnp.bfloat16, (2048, 512, 50257)): "row_cone",
+    ("own_derivative_of_maxtext", jnp.bfloat16, (2048, 512, 50257)): "row_cone_sum",
     ("widened", jnp.bfloat16, ODD): "cross_entropy_sum",
     ("widened", jnp.bfloat16, NARROW): "cross_entropy_sum",
     ("widened", jnp.float32, NARROW): "cross_entropy_sum",
@@ -51,8 +51,8 @@ HEADS: dict[tuple[str, Any, tuple[int, ...]], str] = {
     ("narrow_dense_of_linen", jnp.bfloat16, BATCHES): "cross_entropy_sum",
     ("attend_of_linen", jnp.bfloat16, BATCHES): "cross_entropy_sum",
     ("linear_of_nnx", jnp.bfloat16, BATCHES): "cross_entropy_sum",
-    ("own_derivative_of_maxtext", jnp.bfloat16, BATCHES): "row_cone",
-    ("own_derivative_of_maxtext", jnp.float32, BATCHES): "row_cone",
+    ("own_derivative_of_maxtext", jnp.bfloat16, BATCHES): "row_cone_sum",
+    ("own_derivative_of_maxtext", jnp.float32, BATCHES): "row_cone_sum",
     ("widened", jnp.float32, (4096, 2048, 50304)): "cross_entropy_sum",
     ("widened", jnp.float32, (4200, 4096, 4096)): COSTS,
     ("widened", jnp.float32, (4096, 4096, 50304)): COSTS,

@@ -90,10 +90,38 @@ def test_what_is_left_alone_has_a_reason(fn, few_logits_count) -> None:
     assert any(REFUSED[fn] in one.reason for one in report.refused), report
 
 
+def training_step(w, x, labels):
+    """Reduces logits that its loss returns."""
+
+    def of_weight(w):
+        logits = x @ w
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), logits
+
+    (value, logits), gradient = jax.value_and_grad(of_weight, has_aux=True)(w)
+    metrics = {"loss": value, "accuracy": (logits.argmax(-1) == labels).mean(), "entropy": entropy(logits)}
+    return w - 0.1 * gradient, metrics
+
+
+def entropy(logits: Any) -> Any:
+    log_p = jax.nn.log_softmax(logits)
+    return -jnp.sum(jnp.exp(log_p) * log_p, -1).mean()
+
+
+def test_a_whole_step_that_reduces_returned_logits_is_rewritten(few_logits_count) -> None:
+    few_logits_count(95)
+    refused = lowering.rewrite(returned).report(*ARGS).refused
+    assert all(
+        one.reason.endswith("rewrite the function that does so, such as the whole training step") for one in refused
+    )
+    fast = lowering.rewrite(training_step)
+    assert [one.pattern for one in fast.report(*ARGS).applied] == ["row_cone"]
+    assert_alike(jax.jit(fast)(*ARGS), training_step(*ARGS))
+
+
 def test_a_maximum_that_is_differentiated_is_computed_with_the_users_equations(few_logits_count) -> None:
     few_logits_count(95)
     fast = lowering.rewrite(differentiated_maximum)
-    assert [one.pattern for one in fast.report(*ARGS).applied] == ["row_cone"]
+    assert [one.pattern for one in fast.report(*ARGS).applied] == ["row_cone_sum"]
     assert_alike(jax.grad(fast)(*ARGS), jax.grad(differentiated_maximum)(*ARGS))
 
 

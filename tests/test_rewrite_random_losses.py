@@ -144,12 +144,12 @@ def built(made_of: dict[str, Any]) -> Callable[..., Any]:
 def expected_patterns(made_of: dict[str, Any]) -> set[str]:
     changes = set(made_of["changes"])
     if made_of["loss"] not in AFFINE or made_of["term"] not in AFFINE_TERMS:
-        return {"cross_entropy", "row_cone"}
+        return {"row_cone_sum", "cross_entropy", "row_cone"}
     # A scale cannot always be the layer's.
     may_be_either = changes & SCALED and changes & {"softcap", "bias", "mask"}
     # The operator adds up squares of log sum exp, but not of log sum exp plus a number.
     may_be_either = may_be_either or ("offset" in changes and made_of["term"] == "z-loss")
-    return {"cross_entropy_sum", "row_cone"} | ({"cross_entropy"} if may_be_either else set())
+    return {"cross_entropy_sum", "row_cone"} | ({"row_cone_sum", "cross_entropy"} if may_be_either else set())
 
 
 def compare(made_of: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Losses that are sums of cross entropies have their gradients computed with the logits; all others do not."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowering
+from lowering.cost import inner_jaxprs
 
 users_promotion = pytest.fixture(autouse=True)(rewrite_checks.users_promotion)
 few_logits_count = pytest.fixture(rewrite_checks.few_logits_count)
@@ -123,6 +125,12 @@ def arrays() -> dict[str, Any]:
     return found | {"labels": jnp.asarray(rng.integers(0, CLASSES, ROWS)), "masked": jnp.asarray(MASKED)}
 
 
+def with_few_features() -> dict[str, Any]:
+    """The same, with so few features that x is small beside the logits."""
+    found = arrays()
+    return found | {"weight": found["weight"][:2], "x": found["x"][:, :2]}
+
+
 def function(loss: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
     return lambda arrays: loss(arrays["x"] @ arrays["weight"], arrays)
 
@@ -160,11 +168,112 @@ def test_a_sum_takes_three_products(few_logits_count) -> None:
     fn = function(lambda z, a: masked(cross_entropy(z, a["labels"]), a["labels"]))
     three, four = (
         str(jax.make_jaxpr(jax.grad(lowering.rewrite(fn, off=off), allow_int=True))(arrays()))
-        for off in ((), "cross_entropy_sum")
+        for off in ((), ("cross_entropy_sum", "row_cone_sum"))
     )
     assert "linear_cross_entropy_sum_with_gradients" in three
     assert "linear_cross_entropy_backward" not in three
     assert "linear_cross_entropy_backward" in four
+
+
+def focal(z: Any, a: dict[str, Any]) -> Any:
+    log_p = -cross_entropy(z, a["labels"])
+    return -jnp.mean((1 - jnp.exp(log_p)) ** 2 * log_p)
+
+
+def poly(z: Any, a: dict[str, Any]) -> Any:
+    rows = cross_entropy(z, a["labels"])
+    return jnp.sum((rows + 1 - jnp.exp(-rows)) * (a["labels"] > 1)) / jnp.sum(a["labels"] > 1)
+
+
+def sigmoid_focal(z: Any, a: dict[str, Any]) -> Any:
+    return optax.sigmoid_focal_loss(z, jax.nn.one_hot(a["labels"], CLASSES), alpha=0.25).sum(-1).mean()
+
+
+def with_entropy(z: Any, a: dict[str, Any]) -> Any:
+    p = jax.nn.softmax(z)
+    return focal(z, a) - 0.1 * jnp.mean(jnp.sum(p * jnp.log(p), axis=-1) ** 2)
+
+
+ROW_WISE = {"focal": focal, "poly": poly, "sigmoid focal": sigmoid_focal, "two terms": with_entropy}
+
+
+def products(jaxpr: Any) -> int:
+    """Counts the products of a program, those of loops once, and of branches that of one platform."""
+    count = 0
+    for equation in jaxpr.eqns:
+        count += equation.primitive.name == "dot_general"
+        inner = [*map(products, inner_jaxprs(equation))]
+        count += max(inner, default=0) if equation.primitive.name == "cond" else sum(inner)
+    return count
+
+
+@pytest.mark.parametrize("name", ROW_WISE)
+def test_any_loss_of_rows_takes_three_products_and_has_all_derivatives(name: str, few_logits_count) -> None:
+    few_logits_count(ROWS * CLASSES - 1)
+    with jax.enable_x64():
+        given, plain = with_few_features(), function(ROW_WISE[name])
+        fast = lowering.rewrite(plain)
+        assert [one.pattern for one in fast.report(given).applied] == ["row_cone_sum"]
+
+        def of_two(fn: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda weight, x: fn({**given, "weight": weight, "x": x})
+
+        args = given["weight"], given["x"]
+        gradient = jax.value_and_grad(of_two(fast), (0, 1))
+        assert products(jax.make_jaxpr(gradient)(*args).jaxpr) == 3
+        for derivative in (jax.value_and_grad, lambda fn: lambda *args: jax.jvp(jax.grad(fn, (0, 1)), args, args)):
+            found, expected = (jax.jit(derivative(of_two(fn)))(*args) for fn in (fast, plain))
+            for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_numbers_beside_the_last_one_are_differentiated_as_well(few_logits_count) -> None:
+    few_logits_count(ROWS * CLASSES - 1)
+
+    def several(a: dict[str, Any]) -> Any:
+        z = a["x"] @ a["weight"]
+        of_focal, of_poly = focal(z, a), poly(z, a)
+        return of_focal + 0.3 * of_poly, {"focal": of_focal, "poly": of_poly, "hits": jnp.argmax(z, -1) == a["labels"]}
+
+    with jax.enable_x64():
+        given = with_few_features()
+        fast = lowering.rewrite(several)
+        assert [one.pattern for one in fast.report(given).applied] == ["row_cone_sum"]
+        for weights in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.5, 0.2, 3.0)):
+
+            def total(a: dict[str, Any], fn: Any, weights: Any = weights) -> Any:
+                loss, aux = fn(a)
+                return weights[0] * loss + weights[1] * aux["focal"] + weights[2] * aux["poly"], aux["hits"]
+
+            found, expected = (
+                jax.jit(jax.value_and_grad(functools.partial(total, fn=fn), has_aux=True, allow_int=True))(given)
+                for fn in (fast, several)
+            )
+            for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                if one.dtype != jax.dtypes.float0:
+                    np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "around"])
+def test_gradients_are_added_up_over_devices_once(is_inside: bool, few_logits_count) -> None:
+    few_logits_count(ROWS * CLASSES - 1)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def local(weight: Any, x: Any, labels: Any) -> Any:
+        return jax.lax.pmean(focal(x @ weight, {"labels": labels}), "data")
+
+    with jax.enable_x64():
+        given = with_few_features()
+        args = given["weight"], given["x"], given["labels"]
+        specs = P(), P("data"), P("data")
+        body = lowering.rewrite(local) if is_inside else local
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())
+        fast = mapped if is_inside else lowering.rewrite(mapped)
+        found = jax.jit(jax.value_and_grad(fast, (0, 1)))(*args)
+        assert products(jax.make_jaxpr(jax.value_and_grad(fast, (0, 1)))(*args).jaxpr) == 3
+        expected = jax.value_and_grad(lambda w, x: focal(x @ w, given), (0, 1))(*args[:2])
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
 def test_a_row_without_a_weight_may_hold_no_number(few_logits_count) -> None:

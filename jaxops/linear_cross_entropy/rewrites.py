@@ -12,6 +12,7 @@ from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy import chunk_sizes
 from jaxops.linear_cross_entropy.rewriting import savings
 from jaxops.linear_cross_entropy.rewriting.cone import Cone
+from jaxops.linear_cross_entropy.rewriting.forward_gradients import Planning, Run
 from jaxops.linear_cross_entropy.rewriting.head import Head, Statistics, heads_of, layout_of
 from jaxops.linear_cross_entropy.rewriting.likeness import (
     has_log_sum_exp,
@@ -33,9 +34,15 @@ from jaxops.linear_cross_entropy.rewriting.summed import Exit, sums_of
 from jaxops.linear_cross_entropy.rewriting.totals import Asked
 from lowering.rewriting.graph import Level, Node, Value, described
 from lowering.rewriting.peeling import PRODUCTS
+from lowering.rewriting.plan import Planner
 from lowering.rewriting.report import megabytes
 from lowering.rewriting.rules import Found, Missed, RefusalError, Rule
 from lowering.rewriting.schedule import Step, needed
+
+_RETURNED = (
+    "the logits, or as many numbers computed from them, are returned: where they are only reduced to metrics, rewrite"
+    " the function that does so, such as the whole training step"
+)
 
 
 class _UnlikeError(Exception):
@@ -201,7 +208,7 @@ def _readers(level: Level, taken: list[Step], head: Head, *, is_promised: bool) 
 def _escape(level: Level, reading: Reading, steps: list[Step], others: dict[Node, str]) -> str:
     """Says why logits are still needed."""
     if any(value in reading.axes for value in level.results):
-        return "the logits, or as many numbers computed from them, are returned"
+        return _RETURNED
     wanted = needed(level, steps)
     reasons = [reason for node, reason in others.items() if node in wanted]
     return " and ".join(dict.fromkeys(reasons)) or "the logits are used elsewhere"
@@ -229,7 +236,18 @@ def _exit(node: Node, row: Row) -> Step:
     return Step(values, node.outputs, run)
 
 
-def _find_cones(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
+def _find_cone_sums(level: Level, steps: tuple[Step, ...]) -> Iterable[Found | Missed]:
+    """Finds losses of rows that are added up to a number: their gradients can be computed together with the logits."""
+    return () if level.keeps_each else (x for x in _find_cones(level, steps, _planned) if isinstance(x, Found))
+
+
+def _planned(jaxpr: Any) -> Run | None:
+    """Returns how to compute a gradient in chunks of rows; None if that is not known."""
+    plan = Planner((ROW_CONE,)).plan(jaxpr)
+    return plan.run if plan.applied else None
+
+
+def _find_cones(level: Level, steps: tuple[Step, ...], planned: Planning | None = None) -> Iterator[Found | Missed]:
     taken = list(steps)
     for node in _products(level):
         if node.name != "dot_general" or node not in needed(level, taken):
@@ -239,9 +257,9 @@ def _find_cones(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Misse
             classes, arrays = node.outputs[0].shape[class_axis], logits_arrays(level, node)
             # In a loop, the gradient of the weight is one more array, as a transposed weight is one for the operator.
             weight = node.inputs[class_axis != 0]
-            saved = savings.saving(node.outputs[0], weight, classes, is_transposed=True, arrays=arrays)
+            saved = savings.saving(node.outputs[0], weight, classes, is_transposed=True, is_plain=False, arrays=arrays)
             try:
-                step = _cone_of(level, taken, node, axis, class_axis) if saved.is_worthwhile else None
+                step = _cone_of(level, taken, node, axis, class_axis, planned) if saved.is_worthwhile else None
             except _UnlikeError:
                 continue
             except RefusalError as error:
@@ -249,7 +267,8 @@ def _find_cones(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Misse
                 continue
             if step is not None:
                 taken.append(step)
-                yield Found(node, f"logits {described(node.outputs[0])}, in chunks of rows", saved.saved_bytes, (step,))
+                how = "in chunks of rows" if planned is None else "in chunks of rows with their gradients"
+                yield Found(node, f"logits {described(node.outputs[0])}, {how}", saved.saved_bytes, (step,))
                 break
         else:
             if refusal is not None and is_like_loss(node):
@@ -272,10 +291,10 @@ def _row_axes(node: Node) -> list[tuple[int, int]]:
     return [(axis, classes) for classes in class_axes for axis in longest_first if axis != classes]
 
 
-def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis: int) -> Step:
+def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis: int, planned: Planning | None) -> Step:
     """Returns the step that computes what depends on these logits in chunks of rows."""
     shape = node.outputs[0].shape
-    cone = Cone(level, needed(level, taken), node, axis, shape[class_axis])
+    cone = Cone(level, needed(level, taken), node, axis, shape[class_axis], to_number=planned is not None)
     sums = [x for x in cone.with_bodies(cone.nodes) if x.name == "reduce_sum" and cone.is_wide(x.inputs[0])]
     adds_classes = any(one.inputs[0].shape[a] == shape[class_axis] for one in sums for a in one.params["axes"])
     has_labels = any(x.dtype.kind in "iu" and not is_known(x) for x in cone.cut if hasattr(x.dtype, "kind"))
@@ -283,11 +302,16 @@ def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis:
     is_of_rows = has_log_sum_exp(node) and all(map(cone.is_row, cone.exits))
     if not (adds_classes and (is_of_rows or (has_labels and is_like_loss(node)))):
         raise _UnlikeError
-    if any(isinstance(cone.roles[x], Part) and cone.is_wide(x) for x in cone.exits):
-        raise RefusalError("the logits, or as many numbers computed from them, are used as a whole")
+    whole = [x for x in cone.exits if isinstance(cone.roles[x], Part) and cone.is_wide(x)]
+    if whole:
+        is_returned = not set(whole).isdisjoint(level.results)
+        raise RefusalError(_RETURNED if is_returned else "as many numbers as there are logits are used as a whole")
     rows = node.outputs[0].size // shape[class_axis]
-    chunk_rows = chunk_sizes.rows_of_logits(shape[class_axis], _features(node)) or rows
-    step = cone.step(max(1, chunk_rows * shape[axis] // rows))
+    chunk_rows = chunk_sizes.rows_of_logits(shape[class_axis], _features(node), 2) or rows
+    if planned is not None and not (cone.number in cone.exits and all(map(cone.is_row, cone.exits))):
+        # No number has all rows in it, or the function is a gradient itself.
+        raise _UnlikeError
+    step = cone.step(max(1, chunk_rows * shape[axis] // rows), planned)
     if node in needed(level, [*taken, step]):
         raise RefusalError("the logits are used elsewhere")
     return step
@@ -322,6 +346,7 @@ def _least_size() -> int:
 
 
 ROW_CONE = Rule("row_cone", PRODUCTS, _find_cones, _least_size)
+ROW_CONE_SUM = Rule("row_cone_sum", PRODUCTS, _find_cone_sums, _least_size)
 CROSS_ENTROPY = Rule(
     "cross_entropy",
     PRODUCTS,

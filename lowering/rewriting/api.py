@@ -32,8 +32,8 @@ def rewrite(
     Args:
       fn: the function. Its arguments may be pytrees, modules and static values, as in a plain call; what is no JAX
         array stays what it is. It is traced at each call, so call it under `jax.jit` where that matters.
-      only: the names of the patterns to rewrite, of "cross_entropy_sum", "cross_entropy", "row_cone", "max_pool",
-        "embedding" and "dropout". By default all but "dropout", which draws other random bits.
+      only: the names of the patterns to rewrite, of "cross_entropy_sum", "row_cone_sum", "cross_entropy", "row_cone",
+        "max_pool", "embedding" and "dropout". By default all but "dropout", which draws other random bits.
       off: the names of patterns to leave alone.
 
     Returns:

@@ -13,8 +13,9 @@ from jaxops._primitive.sharding import varying_with
 from jaxops._primitive.signature import names_of
 from jaxops.linear_cross_entropy.rewriting import row_wise
 from jaxops.linear_cross_entropy.rewriting.accumulated import is_large_product, plus_product
+from jaxops.linear_cross_entropy.rewriting.forward_gradients import Planning, with_gradients
 from jaxops.linear_cross_entropy.rewriting.region import Parts, Region
-from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part
+from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role
 from lowering.rewriting.graph import Level, Node, Value
 from lowering.rewriting.rules import RefusalError
 from lowering.rewriting.schedule import Step, Task
@@ -29,10 +30,17 @@ class Cone(Region):
       roles: of each value that the chunks compute, where its rows are, or that it adds them up.
       cut: the values from outside that each chunk takes its own rows of, and the axes of those rows.
       nodes: in order.
+      exits: the values that are read outside.
+      number: the last exit that adds rows up to one number with a derivative; None if there is none.
     """
 
-    def __init__(self, level: Level, wanted: set[Task], head: Node, axis: int, classes: int) -> None:
-        """Follows the logits of a matrix product, whose result is split into chunks along `axis`."""
+    def __init__(
+        self, level: Level, wanted: set[Task], head: Node, axis: int, classes: int, *, to_number: bool = False
+    ) -> None:
+        """Follows the logits of a matrix product, whose result is split into chunks along `axis`.
+
+        With `to_number` it goes on beyond numbers per row, to the last number that they are added up to.
+        """
         super().__init__()
         self.head = head
         self.classes = classes
@@ -44,6 +52,7 @@ class Cone(Region):
         parts = row_wise.parts_of_factors(head, Part(axis))
         self.roles[head.outputs[0]] = row_wise.role_of_results(head, parts)
         operands = {head: parts, **self.follow(node for node in level.nodes if node in wanted)}
+        self.number = _last_number(operands, self.roles) if to_number else None
         within = self._within(operands)
         computed = {x for node in operands for x in node.outputs}
         for node in level.nodes:
@@ -84,6 +93,8 @@ class Cone(Region):
 
         within: set[Node] = {self.head}
         waiting = [node for node in operands if reads_wide(node)]
+        if self.number is not None and self.number.producer is not None:
+            waiting.append(self.number.producer)
         while waiting:
             node = waiting.pop()
             if node not in within:
@@ -118,10 +129,15 @@ class Cone(Region):
         if self.cut.setdefault(value, part) != part:
             raise RefusalError("rows are paired with other rows")
 
-    def step(self, chunk_rows: int) -> Step:
-        """Returns the chunked computation; about so many rows of the split axis exist at a time."""
-        shared = [x for x in self._shared if not x.is_constant]
+    def step(self, chunk_rows: int, differentiated: Planning | None = None) -> Step:
+        """Returns the chunked computation; about so many rows of the split axis exist at a time.
+
+        With a number, its gradients are computed in the same pass, as `differentiated` plans it.
+        """
+        # A constant that is being differentiated or mapped is an operand like any other.
+        shared = [x for x in self._shared if not x.is_constant or isinstance(x.constant, jax.core.Tracer)]
         cut = list(self.cut)
+        inputs, outputs = (*shared, *cut), tuple(self.exits)
         least = max(1, math.ceil(self.rows / chunk_rows))
         # Without a rest, the computation is compiled once instead of twice.
         devices = _devices_along(self.head.outputs[0].aval, self.axis)
@@ -141,7 +157,15 @@ class Cone(Region):
                 stacked = {value: self._appended(value, x, behind[value]) for value, x in stacked.items()}
             return [sums[x].astype(x.dtype) if x in sums else stacked[x] for x in self.exits]
 
-        return Step((*shared, *cut), tuple(self.exits), run)
+        def whole(*arrays: Any) -> Sequence[Any]:
+            fixed = dict(zip(shared, arrays[: len(shared)], strict=True))
+            zeros = {x: jnp.zeros(x.shape, _sum_dtype(x.dtype)) for x in self.exits if self.roles[x] == SUM}
+            sums, stacked = self._chunk(fixed, cut, arrays[len(shared) :], self.rows, zeros)
+            return [sums[x].astype(x.dtype) if x in sums else stacked[x] for x in self.exits]
+
+        if differentiated is not None and self.number is not None:
+            return Step(inputs, outputs, with_gradients(run, whole, outputs.index(self.number), differentiated))
+        return Step(inputs, outputs, run)
 
     def _appended(self, value: Value, first: Any, last: Any) -> Any:
         part = self.roles[value]
@@ -192,6 +216,12 @@ class Cone(Region):
             known.update(zip(node.outputs, self.run(node, size, operands), strict=True))
             after.update({x: sums[x] + known[x].astype(sums[x].dtype) for x in node.outputs if x in sums})
         return after, {x: known[x] for x in self.exits if x not in sums}
+
+
+def _last_number(operands: dict[Node, Parts | RefusalError], roles: dict[Value, Role]) -> Value | None:
+    """Returns the last sum over rows that is a single floating-point number."""
+    values = (x for node in operands for x in node.outputs if roles.get(x) == SUM and x.shape == ())
+    return next(iter([x for x in values if jnp.issubdtype(x.dtype, jnp.floating)][::-1]), None)
 
 
 def _devices_along(aval: Any, axis: int) -> int:

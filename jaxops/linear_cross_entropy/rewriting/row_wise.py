@@ -106,9 +106,8 @@ def parts_of_operands(node: Node, part: Part) -> list[Part | None] | None:
         case "dot_general" if not node.params["dimension_numbers"][1][0]:
             return parts_of_factors(node, part)
         case "scatter-add":
-            axes = batch_axes(node)
-            at = axes[0].index(part.axis) if part.axis in axes[0] else None
-            return None if at is None else [part._replace(axis=each[at]) for each in axes]
+            found = [axes for axes in _axes_of_rows(node) if axes[0] == part.axis]
+            return [_at(part, axis) for axis in found[0]] if found else None
     return None
 
 
@@ -138,15 +137,27 @@ def is_linear_in_sum(node: Node, roles: Sequence[Role], depends: Sequence[bool])
     return node.name in _LINEAR or node.name == "mul" or (node.name == "div" and roles[0] == SUM)
 
 
-def batch_axes(node: Node) -> list[tuple[int, ...]]:
-    """Returns the batch axes of a gather's or scatter's operand, of its indices, and of its result or updates."""
-    numbers = node.params["dimension_numbers"]
+def _axes_of_rows(node: Node) -> list[tuple[int, int | None, int]]:
+    """Lists the axes along which a gather or scatter treats all positions alike.
+
+    Each is an axis of the operand, of the indices (None where a window holds the axis whole), and of the result of a
+    gather or the updates of a scatter.
+    """
+    numbers, shape = node.params["dimension_numbers"], node.inputs[0].shape
     if node.name == "gather":
-        starts, window, last = numbers.start_indices_batching_dims, numbers.offset_dims, node.outputs[0]
+        batch, starts = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+        window, gone, last = numbers.offset_dims, numbers.collapsed_slice_dims, node.outputs[0]
     else:
-        starts, window, last = numbers.scatter_indices_batching_dims, numbers.update_window_dims, node.inputs[-1]
+        batch, starts = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+        window, gone, last = numbers.update_window_dims, numbers.inserted_window_dims, node.inputs[-1]
     rest = [axis for axis in range(len(last.shape)) if axis not in window]
-    return [tuple(numbers.operand_batching_dims), tuple(starts), tuple(rest[start] for start in starts)]
+    kept = [axis for axis in range(len(shape)) if axis not in (*gone, *batch)]
+    whole = [(axis, None, at) for axis, at in zip(kept, window, strict=True) if last.shape[at] == shape[axis]]
+    return [*((axis, start, rest[start]) for axis, start in zip(batch, starts, strict=True)), *whole]
+
+
+def _at(part: Part, axis: int | None) -> Part | None:
+    return None if axis is None else part._replace(axis=axis)
 
 
 def matching(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
@@ -170,12 +181,13 @@ def matching(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
 
 
 def _matching_index(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
-    """Finds the same for the operand, the indices or the updates of a gather or a scatter with batch axes."""
-    axes, position = batch_axes(node), node.inputs.index(value)
+    """Finds the same for the operand, the indices or the updates of a gather or a scatter."""
+    position = node.inputs.index(value)
     for source, one in enumerate(node.inputs):
         part = roles.get(one)
-        if isinstance(part, Part) and part.axis in axes[source]:
-            return part._replace(axis=axes[position][axes[source].index(part.axis)])
+        for axes in _axes_of_rows(node):
+            if isinstance(part, Part) and part.axis == axes[source]:
+                return _at(part, axes[position])
     return None
 
 
@@ -196,6 +208,10 @@ def run(node: Node, part: Role, rows: int, arrays: Sequence[Any]) -> Sequence[An
                 params = {**params, "shape": shape}
             case "squeeze" | "expand_dims" | "reshape":
                 return [lax.reshape(arrays[0], shape)]
+            case "gather":
+                # A window holds the axis of rows whole, or one position of it.
+                sizes = zip(params["slice_sizes"], node.inputs[0].shape, arrays[0].shape, strict=True)
+                params = {**params, "slice_sizes": tuple(new if size == old else size for size, old, new in sizes)}
             case "slice":
                 limits = list(params["limit_indices"])
                 limits[part.axis] = arrays[0].shape[part.axis]
@@ -267,6 +283,11 @@ def _stack(node: Node, parts: Sequence[Part | None]) -> Role:
     return part._replace(axis=part.axis + (node.params["axis"] <= part.axis))
 
 
+def _unstack(node: Node, parts: Sequence[Part | None]) -> Role:
+    (part,), axis = parts, node.params["axis"]
+    return None if part is None or part.axis == axis else part._replace(axis=part.axis - (axis < part.axis))
+
+
 def _slice(node: Node, parts: Sequence[Part | None]) -> Role:
     (part,) = parts
     shapes = node.inputs[0].shape, node.outputs[0].shape
@@ -297,26 +318,15 @@ def _product(node: Node, parts: Sequence[Part | None]) -> Role:
 
 
 def _gather(node: Node, parts: Sequence[Part | None]) -> Role:
-    operand, indices = parts[:2]
-    numbers = node.params["dimension_numbers"]
-    if operand is None or indices is None or operand.axis not in numbers.operand_batching_dims:
-        return None
-    at = numbers.operand_batching_dims.index(operand.axis)
-    if numbers.start_indices_batching_dims[at] != indices.axis:
-        return None
-    rest = [i for i in range(len(node.outputs[0].shape)) if i not in numbers.offset_dims]
-    return operand._replace(axis=rest[indices.axis])
-
-
-def _scatter(node: Node, parts: Sequence[Part | None]) -> Role:
-    operand, indices, updates = parts
-    numbers = node.params["dimension_numbers"]
-    if operand is None or indices is None or updates is None:
-        return None
-    if operand.axis not in numbers.operand_batching_dims:
-        return None
-    at = numbers.operand_batching_dims.index(operand.axis)
-    return operand if numbers.scatter_indices_batching_dims[at] == indices.axis else None
+    operand, *others = parts
+    for axes in _axes_of_rows(node):
+        if (
+            operand is not None
+            and operand.axis == axes[0]
+            and others == [_at(operand, x) for x in axes[1 : len(parts)]]
+        ):
+            return operand._replace(axis=axes[2]) if node.name == "gather" else operand
+    return None
 
 
 _Rule = Callable[[Node, Sequence[Part | None]], Role]
@@ -328,8 +338,8 @@ _RULES: tuple[tuple[frozenset[str], _Rule], ...] = (
     (_REDUCTIONS | {"argmax", "argmin"}, _reduction),
     (_ALONG_ONE_AXIS | {"sort", "top_k", "concatenate"}, _kept),
     (frozenset({"stack"}), _stack),
+    (frozenset({"unstack"}), _unstack),
     (frozenset({"slice"}), _slice),
     (frozenset({"dot_general"}), _product),
-    (frozenset({"gather"}), _gather),
-    (frozenset({"scatter-add"}), _scatter),
+    (frozenset({"gather", "scatter-add"}), _gather),
 )
