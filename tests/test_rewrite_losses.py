@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import rewrite_checks
+from patterns_planted import f32
 from rewrite_checks import ARGS, assert_alike, loss
 
 import lowering
@@ -74,6 +75,46 @@ def test_losses_without_a_log_sum_exp_are_called_what_they_are(name: str) -> Non
     expected = f"this takes no log sum exp: it is a loss of {what}, for which there is no operator"
     assert [one.reason for one in report.refused] == [expected]
     assert report.applied == ()
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (lambda z, y: (z.argmax(-1) == y).mean(), "argmax"),
+        (lambda z, y: (jax.lax.top_k(z, 5)[1] == y[:, None]).any(-1).mean(), "top_k"),
+        (lambda z, y: jnp.sort(z, -1)[:, -5:].mean(), "sort"),
+        (lambda z, y: jnp.cumsum(z, -1).max(), "cumsum"),
+    ],
+)
+def test_readers_of_whole_rows_are_named(read, name: str) -> None:
+    types = f32(2048, 64), f32(64, 32000), jax.ShapeDtypeStruct((2048,), jnp.int32)
+    report = lowering.rewrite(lambda x, w, y: read(x @ w, y)).report(*types)
+    expected = f"this takes no log sum exp: {name} reads whole rows, for which there is no operator"
+    assert ([one.reason for one in report.refused], report.applied) == ([expected], ())
+
+
+def test_few_logits_in_each_step_of_a_loop_are_many_for_its_gradient() -> None:
+    def scanned(w, x, labels):
+        def step(total, each):
+            return total + loss(w, *each), None
+
+        return jax.lax.scan(step, 0.0, (x, labels))[0]
+
+    types = f32(64, 3210), f32(16, 2774, 64), jax.ShapeDtypeStruct((16, 2774), jnp.int32)
+    (one,) = lowering.rewrite(scanned).report(*types).refused
+    assert one.reason.endswith("checkpoint its body, or compute the loss of all rows outside of the loop")
+
+
+def test_several_heads_of_one_trunk_are_chunked_together(few_logits_count) -> None:
+    few_logits_count(95)
+
+    def of_two(w, x, labels):
+        logits = jnp.einsum("bd,kdv->bkv", x, jnp.stack([w, jnp.sin(w)]))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.stack([labels, labels[::-1]], -1)).mean()
+
+    fast = lowering.rewrite(of_two)
+    assert [one.pattern for one in fast.report(*ARGS).applied] == ["row_cone_sum"]
+    assert_alike(*(jax.jit(jax.value_and_grad(fn, (0, 1)))(*ARGS) for fn in (fast, of_two)))
 
 
 def test_layers_that_are_no_loss_are_not_spoken_of() -> None:

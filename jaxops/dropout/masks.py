@@ -157,6 +157,8 @@ def _of_mask(user: Node, value: Value, mask: _Mask) -> _Mask | _Masked | str:
             return mask
         case "not", []:
             return _Mask(1 - mask.kept_rate)
+        case "sub", [1.0] if user.inputs[1] is value and mask.factor == 1:
+            return _Mask(1 - mask.kept_rate)
         case "mul", [None] if jnp.issubdtype(others[0].aval.dtype, jnp.floating):
             return _Masked(others[0], mask)
         case "mul", [float(number)]:

@@ -26,8 +26,8 @@ Step = Callable[..., tuple[jax.Array, ...]]
 
 _NAME = "fused_apply"
 _DRIFT = (
-    "fused_apply: the transform changes the updates of ema_adam, whose average follows the parameters that its own "
-    "updates lead to, so the average drifts away from the parameters; put ema_adam last in the chain"
+    "fused_apply: what follows ema_adam in the transform may change its updates, but its average follows the "
+    "parameters that its own updates lead to: wherever they change, it drifts away; put ema_adam last in the chain"
 )
 # What updates the transforms that a user has been warned of.
 _told: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -21,6 +21,7 @@ from jaxops.linear_cross_entropy.rewriting.likeness import (
     is_plain,
     logits_arrays,
     read_at_labels,
+    read_in_order,
     reduced_sizes,
 )
 from jaxops.linear_cross_entropy.rewriting.maxima import cancels
@@ -286,7 +287,7 @@ def _row_axes(node: Node) -> list[tuple[int, int]]:
     free = [len(node.inputs[side].shape) - len(contracted[side]) for side in (0, 1)]
     ends = ((len(shape) - 1, free[1]), (0, free[0]))
     reduced = reduced_sizes(node)
-    class_axes = [axis for axis, count in ends if count == 1 and not batch[0] and shape[axis] in reduced]
+    class_axes = [axis for axis, count in ends if count and not batch[0] and shape[axis] in reduced]
     longest_first = sorted((axis for axis, size in enumerate(shape) if size > 1), key=lambda axis: -shape[axis])
     return [(axis, classes) for classes in class_axes for axis in longest_first if axis != classes]
 
@@ -321,15 +322,24 @@ def _overlooked(level: Level) -> Iterator[Missed]:
     """Says of each product whose result is read as logits are why nothing replaces it."""
     for node in level.named("dot_general", "conv_general_dilated"):
         heads = heads_of(node)
-        if not heads or node.outputs[0].size == 0:
+        if not (heads or (node.name == "dot_general" and _row_axes(node))) or node.outputs[0].size == 0:
             continue
-        read = read_at_labels(node)
-        if not (read or is_like_loss(node) or has_log_sum_exp(node)):
+        is_large = node.outputs[0].size > chunk_sizes.SIZES.logits
+        read, ordered = read_at_labels(node), read_in_order(node) if is_large else ""
+        is_loss = is_like_loss(node) or has_log_sum_exp(node)
+        if not (read or ordered or is_loss):
             continue
-        size, found = node.outputs[0].size, _saving(level, heads[0], keeps_rows=False)
-        if read:
+        size, found = node.outputs[0].size, _saving(level, heads[0], keeps_rows=False) if heads else Saving(0, 0)
+        if not is_loss and ordered:
+            reason = f"this takes no log sum exp: {ordered} reads whole rows, for which there is no operator"
+        elif read:
             reason = f"this takes no log sum exp: it is a loss of {read}, for which there is no operator"
-        elif size <= chunk_sizes.SIZES.logits:
+        elif not is_large and level.keeps_each:
+            reason = (
+                f"up to {chunk_sizes.SIZES.logits:,} logits are left alone, but a loop keeps those of all its steps for"
+                " the gradient: checkpoint its body, or compute the loss of all rows outside of the loop"
+            )
+        elif not is_large:
             reason = f"up to {chunk_sizes.SIZES.logits:,} logits are left alone, as the operator would keep them"
         elif not found.is_worthwhile and found.least_bytes < 0:
             reason = "the operator could need more temporaries, for copies or sums of a weight that is so large"

@@ -9,6 +9,8 @@ from jaxops.linear_cross_entropy.rewriting.savings import KEEPS_ROUNDED, LEAST_A
 from lowering.rewriting.graph import Level, Node, Value, backward, forward, size_of
 from lowering.rewriting.peeling import PRODUCTS
 
+_IN_ORDER = frozenset({"argmax", "argmin", "top_k", "approx_top_k", "sort", "cumsum", "cummax", "cumlogsumexp"})
+
 
 def dependents(head: Node) -> tuple[set[Node], set[Value]]:
     """Collects the nodes that depend on a product, up to the next layers', and the values that do."""
@@ -48,14 +50,21 @@ def has_log_sum_exp(head: Node) -> bool:
 def read_at_labels(head: Node) -> str:
     """Says what is computed of a product and labels without a log sum exp; nothing if there are no labels."""
     nodes, dependent = dependents(head)
-    if has_log_sum_exp(head) or not any(_reads_labels(node, head.outputs[0].size, dependent) for node in nodes):
-        return ""
     names = _names(nodes)
+    if "exp" in names or not any(_reads_labels(node, head.outputs[0].size, dependent) for node in nodes):
+        return ""
     if not names.isdisjoint(("square", "integer_pow")):
         return "squared differences from labels"
     if "reduce_max" in names:
         return "maxima of rows and the numbers at labels"
     return "the positive part of products with labels" if "max" in names else "the numbers at labels"
+
+
+def read_in_order(head: Node) -> str:
+    """Lists the primitives that rank or add up the numbers of each row of a product, such as "argmax and top_k"."""
+    nodes, dependent = dependents(head)
+    read = (node.name for node in nodes if node.inputs[0] in dependent and node.inputs[0].size == head.outputs[0].size)
+    return " and ".join(sorted(_IN_ORDER.intersection(read)))
 
 
 def _reads_labels(node: Node, size: int, dependent: set[Value]) -> bool:
