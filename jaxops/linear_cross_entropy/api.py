@@ -1,6 +1,6 @@
 """The public function `linear_cross_entropy`: the loss of a language model without its logits."""
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -61,51 +61,33 @@ class LinearCrossEntropyAux(NamedTuple):
     kept: jax.Array
 
 
+class _Options(TypedDict, total=False):
+    """The options whose values do not change the type of the result."""
+
+    bias: jax.Array | None
+    class_weight: jax.Array | None
+    row_weight: jax.Array | None
+    ignore_index: int
+    label_smoothing: float
+    margin: float | jax.Array | None
+    z_loss: float
+    softcap: float | None
+    reduction: str
+    transpose_weight: bool
+    vocab_axis: str | None
+    strategy: str
+    chunk_rows: int | None
+    weight_grad_dtype: Any
+    batch_invariant: bool
+
+
 @overload
 def linear_cross_entropy(
-    x: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    *,
-    bias: jax.Array | None = ...,
-    class_weight: jax.Array | None = ...,
-    row_weight: jax.Array | None = ...,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    margin: float | jax.Array | None = ...,
-    z_loss: float = ...,
-    softcap: float | None = ...,
-    reduction: str = ...,
-    transpose_weight: bool = ...,
-    vocab_axis: str | None = ...,
-    strategy: str = ...,
-    chunk_rows: int | None = ...,
-    weight_grad_dtype: Any = ...,
-    batch_invariant: bool = ...,
-    return_aux: Literal[False] = ...,
+    x: jax.Array, weight: jax.Array, labels: jax.Array, *, return_aux: Literal[False] = ..., **options: Unpack[_Options]
 ) -> jax.Array: ...
 @overload
 def linear_cross_entropy(
-    x: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    *,
-    bias: jax.Array | None = ...,
-    class_weight: jax.Array | None = ...,
-    row_weight: jax.Array | None = ...,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    margin: float | jax.Array | None = ...,
-    z_loss: float = ...,
-    softcap: float | None = ...,
-    reduction: str = ...,
-    transpose_weight: bool = ...,
-    vocab_axis: str | None = ...,
-    strategy: str = ...,
-    chunk_rows: int | None = ...,
-    weight_grad_dtype: Any = ...,
-    batch_invariant: bool = ...,
-    return_aux: Literal[True],
+    x: jax.Array, weight: jax.Array, labels: jax.Array, *, return_aux: Literal[True], **options: Unpack[_Options]
 ) -> tuple[jax.Array, LinearCrossEntropyAux]: ...
 def linear_cross_entropy(
     x: jax.Array,

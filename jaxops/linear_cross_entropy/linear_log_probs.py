@@ -1,6 +1,6 @@
 """The public function `linear_log_probs`: log-probabilities of tokens without the logits of a vocabulary."""
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,37 +34,31 @@ from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 _NAME = "linear_log_probs"
 
 
+class _Options(TypedDict, total=False):
+    """The options whose values do not change the type of the result."""
+
+    bias: jax.Array | None
+    temperature: float | jax.Array
+    softcap: float | None
+    ignore_index: int
+    transpose_weight: bool
+    vocab_axis: str | None
+    chunk_rows: int | None
+    batch_invariant: bool
+
+
 @overload
 def linear_log_probs(
     x: jax.Array,
     weight: jax.Array,
     labels: jax.Array,
     *,
-    bias: jax.Array | None = ...,
-    temperature: float | jax.Array = ...,
-    softcap: float | None = ...,
-    ignore_index: int = ...,
-    transpose_weight: bool = ...,
-    vocab_axis: str | None = ...,
-    chunk_rows: int | None = ...,
-    batch_invariant: bool = ...,
     return_entropy: Literal[False] = ...,
+    **options: Unpack[_Options],
 ) -> jax.Array: ...
 @overload
 def linear_log_probs(
-    x: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    *,
-    bias: jax.Array | None = ...,
-    temperature: float | jax.Array = ...,
-    softcap: float | None = ...,
-    ignore_index: int = ...,
-    transpose_weight: bool = ...,
-    vocab_axis: str | None = ...,
-    chunk_rows: int | None = ...,
-    batch_invariant: bool = ...,
-    return_entropy: Literal[True],
+    x: jax.Array, weight: jax.Array, labels: jax.Array, *, return_entropy: Literal[True], **options: Unpack[_Options]
 ) -> tuple[jax.Array, jax.Array]: ...
 def linear_log_probs(
     x: jax.Array,
