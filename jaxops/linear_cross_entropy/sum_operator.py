@@ -75,7 +75,7 @@ def summed_cross_entropy(
         gradients = Rows(of_rows.x, probabilities=of_rows.probabilities), Columns(*of_columns), terms
         none = jax.tree.map(lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval()), statistics)
         pairs = zip(fields(gradients), fields(tangents), strict=True)
-        products = [_inner_product(x, dot, dtype) for x, dot in pairs if not isinstance(dot, SymbolicZero | None)]
+        products = [inner_product(x, dot, dtype) for x, dot in pairs if not isinstance(dot, SymbolicZero | None)]
         return (loss, statistics), (sum(products[1:], products[0]), none)
 
     summed.defjvp(jvp, symbolic_zeros=True)
@@ -88,7 +88,8 @@ def _with_zeros(rows: Rows) -> Rows:
 
 # A checkpoint, so that a gradient in 16 bits waits for the loss's cotangent as it is.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def _inner_product(gradient: jax.Array, tangent: jax.Array, dtype: Any) -> jax.Array:
+def inner_product(gradient: jax.Array, tangent: jax.Array, dtype: Any) -> jax.Array:
+    """Sums the products of a gradient and a tangent of one operand."""
     # On an explicit mesh, the two can only be multiplied if they are split alike.
     gradient = laid_out_as(gradient, jax.typeof(tangent).sharding)
     # In 16 bits a sum of V H products would soon be too large for the next product to change it, and a gradient that is

@@ -1,5 +1,6 @@
 """A number whose gradients are computed together with it, so that its derivative computes no product again."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._primitive.sharding import laid_out_as, same_varying_axes
+from jaxops._primitive.sharding import same_varying_axes
+from jaxops.linear_cross_entropy.sum_operator import inner_product
 
 Run = Callable[..., Sequence[Any]]
 # Returns how to compute a jaxpr in chunks of rows; None if that is not known.
@@ -33,44 +35,33 @@ def with_gradients(run: Run, whole: Run, at: int, planned: Planning) -> Run:
 
     def jvp(operands: Any, tangents: Any) -> Any:
         moving = [i for i, dot in enumerate(tangents) if not isinstance(dot, SymbolicZero)]
+        arrays, dots = [operands[i] for i in moving], [tangents[i] for i in moving]
 
-        def number(*arrays: Any) -> Any:
+        def of_moving(fn: Run, arrays: Sequence[Any]) -> tuple[Any, ...]:
             given = dict(zip(moving, arrays, strict=True))
-            results = whole(*(given.get(i, x) for i, x in enumerate(operands)))
-            return results[at], results
+            return tuple(fn(*(given.get(i, x) for i, x in enumerate(operands))))
 
-        def with_gradient(*arrays: Any) -> Any:
+        def and_gradients(*arrays: Any) -> Any:
+            def number(*arrays: Any) -> Any:
+                results = of_moving(whole, arrays)
+                return results[at], results
+
             gradients, results = jax.grad(number, argnums=tuple(range(len(moving))), has_aux=True)(*arrays)
             return *results, *gradients
 
-        arrays, dots = [operands[i] for i in moving], [tangents[i] for i in moving]
-        compute = planned(jax.make_jaxpr(with_gradient)(*arrays))
-
-        def others(*arrays: Any) -> Any:
-            given = dict(zip(moving, arrays, strict=True))
-            return tuple(run(*(given.get(i, x) for i, x in enumerate(operands))))
-
+        compute = planned(jax.make_jaxpr(and_gradients)(*arrays))
+        again = functools.partial(jax.jvp, lambda *arrays: of_moving(run, arrays), arrays, dots)
         if compute is None:
-            return jax.jvp(others, arrays, dots)
+            return again()
         found = compute(*arrays)
         results, gradients = tuple(found[: -len(moving)]), found[-len(moving) :]
-        if any(i != at and jnp.issubdtype(x.dtype, jnp.floating) for i, x in enumerate(results)):
-            # What nobody differentiates goes.
-            of_results = list(jax.jvp(others, arrays, dots)[1])
-        else:
-            of_results = [_zero(x) for x in results]
-        of_results[at] = sum(map(_inner_product, gradients, dots)).astype(results[at].dtype)
+        has_more = any(i != at and jnp.issubdtype(x.dtype, jnp.inexact) for i, x in enumerate(results))
+        # Compilers leave out what nobody differentiates.
+        of_results = list(again()[1]) if has_more else [SymbolicZero(jax.typeof(x).to_tangent_aval()) for x in results]
+        terms = [inner_product(x, dot, accumulation_dtype(x.dtype)) for x, dot in zip(gradients, dots, strict=True)]
+        of_results[at] = sum(terms[1:], terms[0]).astype(results[at].dtype)
         return results, tuple(of_results)
 
     call.defjvp(jvp, symbolic_zeros=True)
     # Inside shard_map, gradients are those of this device's rows; what carries them to what all share adds them up.
     return lambda *operands: call(*same_varying_axes(operands))
-
-
-def _zero(x: Any) -> SymbolicZero:
-    return SymbolicZero(jax.typeof(x).to_tangent_aval())
-
-
-def _inner_product(gradient: Any, tangent: Any) -> Any:
-    dtype = accumulation_dtype(gradient.dtype)
-    return jnp.sum(laid_out_as(gradient, jax.typeof(tangent).sharding).astype(dtype) * tangent.astype(dtype))
