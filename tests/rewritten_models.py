@@ -160,7 +160,7 @@ def nnx_linear(params, x, labels):
     return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, CLASSES)).mean()
 
 
-@model({"kernel": HEAD, "bias": BIAS}, "cross_entropy")
+@model({"kernel": HEAD, "bias": BIAS}, "row_cone_sum")
 def padded_vocabulary(params, x, labels):
     """Columns that only fill up the vocabulary, a temperature, and focal weights whose gradient is stopped."""
     logits = x @ params["kernel"] + params["bias"]

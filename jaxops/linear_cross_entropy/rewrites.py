@@ -112,16 +112,22 @@ def _find(level: Level, steps: tuple[Step, ...], steps_of: _StepsOf, how: str) -
 
 
 def _saving(level: Level, head: Head, *, keeps_rows: bool) -> Saving:
-    weight, is_transposed, is_cast = head.weight, layout_of(head.node, head.side).class_axis != 0, False
-    before = weight
+    is_transposed, is_cast = _made_of_weight(head.weight)
+    # Two transpositions cancel.
+    is_transposed ^= layout_of(head.node, head.side).class_axis != 0
+    options: dict[str, Any] = {"keeps_rows": keeps_rows, "arrays": logits_arrays(level, head.node)}
+    options |= {"is_transposed": is_transposed, "is_cast": is_cast, "is_plain": is_plain(head.node)}
+    return savings.saving(head.node.outputs[0], head.weight, head.classes, **options)
+
+
+def _made_of_weight(weight: Value) -> tuple[bool, bool]:
+    """Tells whether a weight is the transpose of an array, and whether it is rounded from a wider one."""
+    before, is_transposed, is_cast = weight, False, False
     while before.producer is not None and before.producer.name in ("transpose", "convert_element_type"):
-        # Two transpositions cancel.
         is_transposed ^= before.producer.name == "transpose"
         before = before.producer.inputs[0]
         is_cast |= before.dtype.itemsize > weight.dtype.itemsize
-    options: dict[str, Any] = {"keeps_rows": keeps_rows, "arrays": logits_arrays(level, head.node)}
-    options |= {"is_transposed": is_transposed, "is_cast": is_cast, "is_plain": is_plain(head.node)}
-    return savings.saving(head.node.outputs[0], weight, head.classes, **options)
+    return is_transposed, is_cast
 
 
 def _products(level: Level) -> list[Node]:
@@ -256,9 +262,10 @@ def _find_cones(level: Level, steps: tuple[Step, ...], planned: Planning | None 
         refusal = None
         for axis, class_axis in _row_axes(node):
             classes, arrays = node.outputs[0].shape[class_axis], logits_arrays(level, node)
-            # In a loop, the gradient of the weight is one more array, as a transposed weight is one for the operator.
+            # In the loop, the gradient of the weight is one more array, as a transposed weight is one for the operator.
             weight = node.inputs[class_axis != 0]
-            saved = savings.saving(node.outputs[0], weight, classes, is_transposed=True, is_plain=False, arrays=arrays)
+            options: dict[str, Any] = {"is_transposed": True, "is_cast": _made_of_weight(weight)[1], "is_plain": False}
+            saved = savings.saving(node.outputs[0], weight, classes, arrays=arrays, **options)
             try:
                 step = _cone_of(level, taken, node, axis, class_axis, planned) if saved.is_worthwhile else None
             except _UnlikeError:

@@ -66,7 +66,8 @@ def saving(
     rows, features, itemsize = size // classes, weight_size // classes, accumulation_dtype(logits.dtype).itemsize
     is_narrow = weight.dtype.itemsize < itemsize
     widened = weight_size if KEEPS_ROUNDED and is_narrow and not is_cast else 0
-    fits = weight_size * weight.dtype.itemsize >= size * itemsize
+    # The gradient of a weight that is rounded has the dtype of what it is rounded from.
+    fits = weight_size * (itemsize if is_cast else weight.dtype.itemsize) >= size * itemsize
     is_placed = features >= classes or (fits and (arrays > LEAST_ARRAYS or rows >= _ROWS_OF_PLACED))
     plain = (arrays - (is_placed and not is_narrow)) * size + widened
     # Nor is it known where rows have several axes.
