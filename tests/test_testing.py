@@ -21,11 +21,12 @@ W = np.random.default_rng(4).standard_normal(WIDTH).astype(np.float32)
 
 
 def good(x: jax.Array, w: jax.Array) -> jax.Array:
-    return x / (1.0 + x * x) * w[None, :]
+    # Products alone: a sum may be fused with one in vectors of elements, and not in those that are left over.
+    return x * x * w[None, :]
 
 
 def test_sound_function_keeps_every_promise() -> None:
-    report = check_operator(good, (X, W), batched=(0, None), reference=lambda x, w: x / (1.0 + x * x) * w[None, :])
+    report = check_operator(good, (X, W), batched=(0, None), reference=lambda x, w: x * x * w[None, :])
     report.raise_if_broken()
     assert (report.kept, report.skipped) == (PROMISES, ())
 
