@@ -14,25 +14,23 @@ from lowering.rewriting.graph import Node
 _BLOCK_SIZE = 2**20
 
 
-def is_large_product(node: Node) -> bool:
-    """Tells whether a node is a product that is better added block by block."""
-    return node.name == "dot_general" and node.outputs[0].size > 2 * _BLOCK_SIZE
-
-
 def plus_product(node: Node, total: Any, lhs: Any, rhs: Any) -> Any:
     """Adds the product of a node for these operands to the total, in the total's dtype."""
+    contracted, batch = node.params["dimension_numbers"]
+    # In the dtype of the sum: 16 bits would round the share of each chunk.
+    params = {**node.params, "preferred_element_type": total.dtype}
 
     def product(lhs: Any, rhs: Any) -> Any:
         with node.equation.ctx.manager:
-            return node.equation.primitive.bind(lhs, rhs, **node.params).astype(total.dtype)
+            return node.equation.primitive.bind(lhs, rhs, **params)
 
     def whole(total: Any, lhs: Any, rhs: Any) -> Any:
         return total + product(lhs, rhs)
 
-    (contracted, batch), axis = node.params["dimension_numbers"], max(range(total.ndim), key=lambda i: total.shape[i])
-    free = [(side, i) for side in (0, 1) for i in range((lhs, rhs)[side].ndim) if i not in contracted[side]]
-    if batch[0] or explicit_mesh([lhs, rhs]) is not None:
+    if total.size <= 2 * _BLOCK_SIZE or batch[0] or explicit_mesh([lhs, rhs]) is not None:
         return whole(total, lhs, rhs)
+    axis = max(range(total.ndim), key=lambda i: total.shape[i])
+    free = [(side, i) for side in (0, 1) for i in range((lhs, rhs)[side].ndim) if i not in contracted[side]]
     side, operand_axis = free[axis]
     length = total.shape[axis]
     width = min(length, math.ceil(_BLOCK_SIZE * length / total.size))

@@ -12,7 +12,7 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import varying_with
 from jaxops._primitive.signature import names_of
 from jaxops.linear_cross_entropy.rewriting import row_wise
-from jaxops.linear_cross_entropy.rewriting.accumulated import is_large_product, plus_product
+from jaxops.linear_cross_entropy.rewriting.accumulated import plus_product
 from jaxops.linear_cross_entropy.rewriting.forward_gradients import Planning, with_gradients
 from jaxops.linear_cross_entropy.rewriting.region import Parts, Region
 from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role
@@ -210,7 +210,7 @@ class Cone(Region):
 
         for node in self.nodes:
             operands = [read(x) for x in self.inputs(node)]
-            if node.outputs[0] in sums and is_large_product(node):
+            if node.outputs[0] in sums and node.name == "dot_general":
                 after[node.outputs[0]] = plus_product(node, sums[node.outputs[0]], *operands)
                 continue
             known.update(zip(node.outputs, self.run(node, size, operands), strict=True))
