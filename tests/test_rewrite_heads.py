@@ -38,6 +38,17 @@ HEADS: dict[tuple[str, Any, tuple[int, ...]], str] = {
     ("as_they_are", jnp.bfloat16, (1024, 512, 32000)): "cross_entropy_sum",
     ("widened", jnp.bfloat16, (1024, 512, 32000)): "cross_entropy_sum",
     ("widened", jnp.bfloat16, (8192, 4096, 128256)): "cross_entropy_sum",
+    ("linear_of_nnx", jnp.bfloat16, (1024, 512, 32000)): "cross_entropy_sum",
+    ("attend_of_nnx", jnp.bfloat16, (1024, 512, 32000)): "cross_entropy_sum",
+    ("attend_of_nnx", jnp.bfloat16, (8192, 4096, 128256)): "cross_entropy_sum",
+    ("attend_of_nnx", jnp.bfloat16, (2, 512, 2048, 50257)): "cross_entropy_sum"
+    if savings.KEEPS_ROUNDED
+    else "cross_entropy",
+    ("attend_of_nnx", jnp.bfloat16, (3, 100, 2304, 128256)): COSTS if savings.KEEPS_ROUNDED else "cross_entropy",
+    ("own_derivative_of_maxtext", jnp.float32, (2048, 2048, 50304)): COSTS,
+    ("masked", jnp.bfloat16, (1024, 640, 32000)): "cross_entropy_sum",
+    ("accumulated", jnp.bfloat16, (1024, 640, 32000)): "cross_entropy_sum",
+    ("own_derivative_of_maxtext", jnp.bfloat16, (1024, 512, 32000)): "row_cone_sum",
     ("own_derivative_of_maxtext", jnp.bfloat16, (2048, 512, 50257)): "row_cone_sum",
     ("widened", jnp.bfloat16, ODD): "cross_entropy_sum",
     ("widened", jnp.bfloat16, NARROW): "cross_entropy_sum",

@@ -120,6 +120,13 @@ def _saving(level: Level, head: Head, *, keeps_rows: bool) -> Saving:
     return savings.saving(head.node.outputs[0], head.weight, head.classes, **options)
 
 
+def _saving_of_cone(level: Level, node: Node, class_axis: int) -> Saving:
+    weight, classes = node.inputs[class_axis != 0], node.outputs[0].shape[class_axis]
+    options: dict[str, Any] = {"is_transposed": False, "is_cast": _made_of_weight(weight)[1], "is_plain": False}
+    options |= {"is_cone": True, "arrays": logits_arrays(level, node)}
+    return savings.saving(node.outputs[0], weight, classes, **options)
+
+
 def _made_of_weight(weight: Value) -> tuple[bool, bool]:
     """Tells whether a weight is the transpose of an array, and whether it is rounded from a wider one."""
     before, is_transposed, is_cast = weight, False, False
@@ -261,11 +268,7 @@ def _find_cones(level: Level, steps: tuple[Step, ...], planned: Planning | None 
             continue
         refusal = None
         for axis, class_axis in _row_axes(node):
-            classes, arrays = node.outputs[0].shape[class_axis], logits_arrays(level, node)
-            # In the loop, the gradient of the weight is one more array, as a transposed weight is one for the operator.
-            weight = node.inputs[class_axis != 0]
-            options: dict[str, Any] = {"is_transposed": True, "is_cast": _made_of_weight(weight)[1], "is_plain": False}
-            saved = savings.saving(node.outputs[0], weight, classes, arrays=arrays, **options)
+            saved = _saving_of_cone(level, node, class_axis)
             try:
                 step = _cone_of(level, taken, node, axis, class_axis, planned) if saved.is_worthwhile else None
             except _UnlikeError:
@@ -337,6 +340,10 @@ def _overlooked(level: Level) -> Iterator[Missed]:
         if not (read or ordered or is_loss):
             continue
         size, found = node.outputs[0].size, _saving(level, heads[0], keeps_rows=False) if heads else Saving(0, 0)
+        if heads and found.is_worthwhile and node.name == "dot_general":
+            # Nor is a loss that the operator does not have computed in chunks where those save nothing.
+            cones = (_saving_of_cone(level, node, class_axis) for _, class_axis in _row_axes(node))
+            found = next((one for one in cones if not one.is_worthwhile), found)
         if not is_loss and ordered:
             reason = f"this takes no log sum exp: {ordered} reads whole rows, for which there is no operator"
         elif read:

@@ -120,8 +120,7 @@ def logits_arrays(level: Level, head: Node) -> float:
     """Counts the arrays of the logits' size that plain JAX keeps for the gradient, as XLA was seen to for CPUs.
 
     Beside the logits and their cotangent, these are what a tanh computes, log-probabilities, the factors of products
-    apart from one-hot labels, and exponentials in 16 bits; what has 16 bits counts half. Where rows have more than one
-    axis, there is more.
+    apart from one-hot labels, and exponentials in 16 bits; what has 16 bits counts half. There may be more beside.
     """
     size, itemsize = head.outputs[0].size, accumulation_dtype(head.outputs[0].dtype).itemsize
     nodes, dependent = dependents(head)
@@ -144,12 +143,31 @@ def logits_arrays(level: Level, head: Node) -> float:
             kept.update(x for x in node.inputs if x not in logs and (x in dependent or not _is_free(x)))
     arrays = LEAST_ARRAYS + forms_log_probs + sum(x.dtype.itemsize for x in kept) / itemsize
     wide = [node for node in nodes if any(x.size == size for x in node.outputs)]
-    return arrays + (_arrays_beside(head, nodes, wide) if len(head.outputs[0].shape) > 2 else 0)
+    if len(head.outputs[0].shape) > 2:
+        return arrays + _arrays_beside(head, nodes, wide)
+    # Kept 16-bit logits that fit into the gradient of the weight take no memory beside it.
+    fits = any(x.size >= size for x in head.inputs)
+    keeps_logits = not KEEPS_ROUNDED and _is_rounded(head) and not fits and _keeps_logits(nodes, dependent, wide)
+    return arrays + 0.5 * keeps_logits
+
+
+def _has_own_derivative(nodes: set[Node]) -> bool:
+    return any(node.name.startswith("custom_vjp") for node in nodes)
+
+
+def _keeps_logits(nodes: set[Node], dependent: set[Value], wide: list[Node]) -> bool:
+    """Tells whether XLA keeps 16-bit logits beside what it computes from them: with a bias, or rows that weigh."""
+    adds_bias = any(node.name == "add" and not dependent.issuperset(node.inputs) for node in wide)
+    weighs_rows = any(
+        node.name in ("mul", "square", "integer_pow") and not any(x.shape == () for x in (*node.inputs, *node.outputs))
+        for node in nodes.difference(wide)
+    )
+    return adds_bias or weighs_rows or _has_own_derivative(nodes)
 
 
 def _arrays_beside(head: Node, nodes: set[Node], wide: list[Node]) -> float:
     """Counts what is kept beside, where XLA lays rows of several axes out as one for products, and not for the rest."""
-    if any(node.name.startswith("custom_vjp") for node in nodes):
+    if _has_own_derivative(nodes):
         # What a function of its own derivative keeps is computed before.
         return 0.5 if _is_rounded(head) else 2
     if not (KEEPS_ROUNDED and _is_rounded(head)):
