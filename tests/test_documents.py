@@ -63,12 +63,16 @@ def test_example_is_the_code_of_the_readme() -> None:
 
 
 def test_page_of_the_compiler_shows_what_explain_says() -> None:
+    """What rewriting saves differs between versions of JAX, by which each estimates its own programs."""
     (shown,) = re.findall(
         r"plain.py:step --target tpu-v6e\n((?:    .*\n)+)", (ROOT / "docs" / "compiler.md").read_text()
     )
     names = runpy.run_path(str(ROOT / "examples" / "plain.py"))
     explanation = lowering.explain(names["step"], *names["example_args"], target="tpu-v6e")
-    assert textwrap.dedent(shown) == f"{explanation}\n"
+    saving = re.compile(r"(?<=would save about )\d+(?= MB)")
+    assert saving.sub("", textwrap.dedent(shown)) == saving.sub("", f"{explanation}\n")
+    (paged,), (said,) = saving.findall(shown), saving.findall(str(explanation))
+    assert 1 / 1.5 < int(paged) / int(said) < 1.5
 
 
 def test_nobody_is_told_to_install_what_no_index_has() -> None:
