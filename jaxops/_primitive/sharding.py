@@ -33,9 +33,10 @@ def same_varying_axes(operands: Sequence[jax.Array]) -> list[jax.Array]:
     ]
 
 
-def varying_with(arrays: Sequence[jax.Array], operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Makes the initial carry of a loop inside shard_map vary over all axes over which its operands vary."""
-    return tuple(same_varying_axes([*arrays, *operands])[: len(arrays)])
+def varying_with(arrays: Any, operands: Any) -> Any:
+    """Makes the initial carry of a loop inside shard_map vary over all axes over which its operands vary; pytrees."""
+    leaves, structure = jax.tree.flatten(arrays)
+    return jax.tree.unflatten(structure, same_varying_axes([*leaves, *jax.tree.leaves(operands)])[: len(leaves)])
 
 
 def tracks_varying_axes(axis_name: Any) -> bool:

@@ -19,7 +19,8 @@ from jaxops._checks.arguments import require
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
-from jaxops.linear_cross_entropy.fold_rows import filler, varying
+from jaxops._primitive.sharding import varying_with
+from jaxops.linear_cross_entropy.fold_rows import filler
 from jaxops.linear_cross_entropy.operands import (
     COLUMNS_AXES,
     ROW_GRADIENTS_AXES,
@@ -97,7 +98,7 @@ def _scan_blocks(step: Callable[[Any, Any], tuple[Any, Any]], sums: Any, operand
 
     # Steps keep nothing for their derivative but what they are given.
     step = jax.checkpoint(step, prevent_cse=False)
-    sums, results = jax.lax.scan(step, varying(sums, operands), jax.tree.map(split, operands))
+    sums, results = jax.lax.scan(step, varying_with(sums, operands), jax.tree.map(split, operands))
     return sums, jax.tree.map(join, results)
 
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
+from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.chunk_sizes import columns_of_tile
 from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, parts_of
-from jaxops.linear_cross_entropy.fold_rows import filler, varying
+from jaxops.linear_cross_entropy.fold_rows import filler
 from jaxops.linear_cross_entropy.kept_rows import KeptRows, is_on_one_device, kept_rows
 from jaxops.linear_cross_entropy.operands import (
     SKIPPED,
@@ -153,4 +154,4 @@ def _folded(
     width = columns_of_tile(count, columns.weight.shape, tile_logits)
     # On a single device nothing can move between devices, and neighbouring columns are read as one piece.
     parts = 1 if is_on_one_device(place) else parts_of(classes)
-    return fold_columns(add_tile, varying(start, (rows, columns)), classes, width, parts)
+    return fold_columns(add_tile, varying_with(start, (rows, columns)), classes, width, parts)

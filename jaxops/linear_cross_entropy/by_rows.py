@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
+from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_columns import added_in_blocks
-from jaxops.linear_cross_entropy.fold_rows import Step, varying
+from jaxops.linear_cross_entropy.fold_rows import Step
 from jaxops.linear_cross_entropy.kept_rows import fold_kept_rows
 from jaxops.linear_cross_entropy.operands import (
     SKIPPED,
@@ -95,7 +96,7 @@ def no_sums(rows: Rows, columns: Columns, needs: Needs, weight_grad_dtype: Any) 
         zeros(needs.bias, columns.bias),
         zeros(needs.class_targets, columns.class_targets),
     )
-    return varying(Sums(jnp.zeros((), dtype), of_columns), (rows, columns))
+    return varying_with(Sums(jnp.zeros((), dtype), of_columns), (rows, columns))
 
 
 def chunk_step(

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
+from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES
-from jaxops.linear_cross_entropy.fold_rows import varying
 from jaxops.linear_cross_entropy.operands import Columns, Rows
 from jaxops.linear_cross_entropy.rounded_products import product
 from jaxops.linear_cross_entropy.row_statistics import RowSums
@@ -100,7 +100,7 @@ def fold_columns(
 
     def one(state: tuple[jax.Array, Any], _: None) -> tuple[tuple[jax.Array, Any], None]:
         first, carry = state
-        return (first + width, varying(step(carry, Tile(parts, part_columns, width, first)), carry)), None
+        return (first + width, varying_with(step(carry, Tile(parts, part_columns, width, first)), carry)), None
 
     state = jnp.zeros((), jnp.int32), carry
     (first, carry), _ = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), state, length=whole_tiles)

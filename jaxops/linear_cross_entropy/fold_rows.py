@@ -20,12 +20,6 @@ def filler(rows: jax.Array) -> int:
     return SKIPPED if jnp.issubdtype(rows.dtype, jnp.integer) else 0
 
 
-def varying(arrays: Any, operands: Any) -> Any:
-    """Makes a loop's first carry inside shard_map vary over all axes over which its operands vary; pytrees."""
-    leaves, structure = jax.tree.flatten(arrays)
-    return jax.tree.unflatten(structure, varying_with(leaves, jax.tree.leaves(operands)))
-
-
 def fold_rows(
     step: Step, sums: Any, rows: Any, batch_shape: Sequence[int], chunk_rows: int | None, fills: Any = None
 ) -> tuple[Any, Any]:
@@ -55,7 +49,7 @@ def fold_rows(
 
     # Differentiated again, every step would keep its logits, together just what the chunks are there to avoid.
     one = jax.checkpoint(one, prevent_cse=False)
-    sums, results = jax.lax.scan(one, varying(sums, rows), jnp.arange(math.prod(splits)))
+    sums, results = jax.lax.scan(one, varying_with(sums, rows), jnp.arange(math.prod(splits)))
     return jax.tree.map(lambda x: _join(x, splits, batch_shape), results), sums
 
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, on_all_devices
-from jaxops.linear_cross_entropy.fold_rows import Step, filler, fold_rows, varying
+from jaxops.linear_cross_entropy.fold_rows import Step, filler, fold_rows
 from jaxops.linear_cross_entropy.operands import SKIPPED, Rows
 from lowering.operators import Place
 
@@ -117,7 +118,7 @@ class KeptRows(NamedTuple):
         first = jax.eval_shape(lambda: jax.tree.map(lambda x: x[: self.chunk_rows], taken))
         shapes, _ = jax.eval_shape(gathering, sums, (None, first))
         results = jax.tree.map(lambda x: jnp.zeros((len(self.order), *x.shape[1:]), x.dtype), shapes)
-        results, sums = varying((results, sums), rows)
+        results, sums = varying_with((results, sums), rows)
         results, sums = self.fold(gathering, sums, results, taken, starts_unwritten=starts_unwritten)
         return self.restore(results), sums
 

@@ -19,9 +19,9 @@ from jaxops._checks.arguments import require
 from jaxops._checks.dtypes import accumulation_dtype, wide_ids
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator
-from jaxops._primitive.sharding import require_split
+from jaxops._primitive.sharding import require_split, varying_with
 from jaxops.linear_cross_entropy.chunk_sizes import on_all_devices, rows_of_logits
-from jaxops.linear_cross_entropy.fold_rows import filler, fold_rows, varying
+from jaxops.linear_cross_entropy.fold_rows import filler, fold_rows
 from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows
 from jaxops.linear_cross_entropy.rounded_products import Products, rounded_products
 from jaxops.linear_cross_entropy.row_statistics import (
@@ -251,7 +251,7 @@ def _grad(
     # Fillers get probabilities of 0.
     fills = jax.tree.map(filler, chunks)
     fills = fills[0]._replace(log_sum_exp=jnp.inf), fills[1]
-    start = varying(jnp.zeros(weight.shape, accumulation_dtype(x.dtype)), (chunks, weight))
+    start = varying_with(jnp.zeros(weight.shape, accumulation_dtype(x.dtype)), (chunks, weight))
     chunk_rows = on_all_devices(rows_of_logits(*weight.shape), place)
     x_grad, weight_grad = fold_rows(chunk, start, chunks, grad.shape, chunk_rows, fills)
     return x_grad, weight_grad.astype(weight.dtype)
