@@ -98,6 +98,12 @@ def smoothed(w, x, labels):
 
 
 @form(kernel)
+def one_hot(w, x, labels):
+    logits = x @ w
+    return optax.softmax_cross_entropy(wide(logits), jax.nn.one_hot(labels, logits.shape[-1])).mean()
+
+
+@form(kernel)
 def with_z_loss(w, x, labels):
     logits = wide(x @ w)
     lse = jax.nn.logsumexp(logits, axis=-1)
@@ -188,6 +194,13 @@ def own_derivative_of_maxtext(w, x, labels):
     losses, _ = cross_entropy_with_logits(wide(logits), jax.nn.one_hot(labels, logits.shape[-1]), 1e-4)
     weights = labels != 0
     return jnp.sum(losses * weights) / (jnp.sum(weights) + 1e-8)
+
+
+@form(kernel)
+def narrow_own_derivative_of_maxtext(w, x, labels):
+    logits = x @ w
+    losses, _ = cross_entropy_with_logits(logits, jax.nn.one_hot(labels, logits.shape[-1], dtype=x.dtype), 1e-4)
+    return jnp.mean(wide(losses))
 
 
 def arguments(name: str, dtype: Any, *sizes: int) -> Any:

@@ -28,6 +28,7 @@ RULES = dict.fromkeys(FORMS, "cross_entropy_sum") | {
     "of_rows": "cross_entropy",
     "focal": "row_cone_sum",
     "own_derivative_of_maxtext": "row_cone_sum",
+    "narrow_own_derivative_of_maxtext": "row_cone_sum",
 }
 
 # Form, dtype and size, and the rule that rewrites it, or why none does.
@@ -50,6 +51,10 @@ HEADS: dict[tuple[str, Any, tuple[int, ...]], str] = {
     ("accumulated", jnp.bfloat16, (1024, 640, 32000)): "cross_entropy_sum",
     ("own_derivative_of_maxtext", jnp.bfloat16, (1024, 512, 32000)): "row_cone_sum",
     ("own_derivative_of_maxtext", jnp.bfloat16, (2048, 512, 50257)): "row_cone_sum",
+    ("narrow_own_derivative_of_maxtext", jnp.bfloat16, (4096, 2048, 32000)): "row_cone_sum",
+    ("narrow_own_derivative_of_maxtext", jnp.bfloat16, BATCHES): "row_cone_sum",
+    ("one_hot", jnp.bfloat16, (1024, 256, 50257)): "cross_entropy_sum",
+    ("one_hot", jnp.bfloat16, (4096, 512, 32000)): "cross_entropy_sum",
     ("widened", jnp.bfloat16, ODD): "cross_entropy_sum",
     ("widened", jnp.bfloat16, NARROW): "cross_entropy_sum",
     ("widened", jnp.float32, NARROW): "cross_entropy_sum",

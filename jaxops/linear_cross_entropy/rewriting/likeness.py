@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy.rewriting.reading import ELEMENTWISE
 from jaxops.linear_cross_entropy.rewriting.region import equations_within
-from jaxops.linear_cross_entropy.rewriting.savings import KEEPS_ROUNDED, LEAST_ARRAYS
+from jaxops.linear_cross_entropy.rewriting.savings import KEEPS_ROUNDED, LEAST_ARRAYS, MANY_ROWS
 from lowering.rewriting.graph import Level, Node, Value, backward, forward, size_of
 from lowering.rewriting.peeling import PRODUCTS
 
@@ -128,7 +128,7 @@ def logits_arrays(level: Level, head: Node) -> float:
     is_gradient = any(is_layer(node) for x in dependent if x.size == size for node in x.users)
     kept: set[Value] = set()
     logs: set[Value] = set()
-    forms_log_probs = False
+    forms_log_probs = multiplies_log_probs = False
     for node in filter(nodes.__contains__, level.nodes):
         is_wide = any(x.size == size for x in node.outputs)
         if not is_wide:
@@ -141,7 +141,17 @@ def logits_arrays(level: Level, head: Node) -> float:
             logs.update(node.outputs)
         if node.name == "mul" and all(x.size == size for x in node.inputs) and not is_gradient:
             kept.update(x for x in node.inputs if x not in logs and (x in dependent or not _is_free(x)))
+            multiplies_log_probs |= any(x in logs and x.dtype.itemsize == itemsize for x in node.inputs)
+    if (
+        KEEPS_ROUNDED
+        and _is_rounded(head)
+        and len(head.outputs[0].shape) == 2
+        and min(head.outputs[0].shape) < MANY_ROWS
+    ):
+        # Few float32 log-probabilities are computed together with what they are multiplied by.
+        forms_log_probs &= not multiplies_log_probs
     arrays = LEAST_ARRAYS + forms_log_probs + sum(x.dtype.itemsize for x in kept) / itemsize
+    arrays += _arrays_of_own_derivative(nodes, size)
     wide = [node for node in nodes if any(x.size == size for x in node.outputs)]
     if len(head.outputs[0].shape) > 2:
         return arrays + _arrays_beside(head, nodes, wide)
@@ -149,6 +159,13 @@ def logits_arrays(level: Level, head: Node) -> float:
     fits = any(x.size >= size for x in head.inputs)
     keeps_logits = not KEEPS_ROUNDED and _is_rounded(head) and not fits and _keeps_logits(nodes, dependent, wide)
     return arrays + 0.5 * keeps_logits
+
+
+def _arrays_of_own_derivative(nodes: set[Node], size: int) -> float:
+    """Counts what a function of its own derivative keeps beside, if it takes logits in 16 bits, and targets as well."""
+    wide = [[x for x in node.inputs if x.size == size] for node in nodes if _has_own_derivative({node})]
+    narrow = [[x.dtype.itemsize == 2 for x in operands] for operands in wide]
+    return max(((0.5 * KEEPS_ROUNDED if any(x) else 0) + (len(x) > 1 and all(x)) for x in narrow), default=0)
 
 
 def _has_own_derivative(nodes: set[Node]) -> bool:

@@ -19,7 +19,7 @@ from jaxops.linear_cross_entropy import chunk_sizes
 
 LEAST_ARRAYS, _LEAST_SHARE = 2, 0.2  # the logits, and their cotangent; a fifth
 # XLA was seen to keep the last array but one in a gradient from so many rows on; with H >= V, in that of x as well.
-_ROWS_OF_PLACED = 4096
+MANY_ROWS = 4096
 # Before JAX 0.11, XLA's code for CPUs kept 16-bit operands of products in float32 as well, and what a program rounds.
 KEEPS_ROUNDED = jax.__version_info__ < (0, 11)
 
@@ -73,7 +73,7 @@ def saving(
     fits = weight_size * (itemsize if is_cast else weight.dtype.itemsize) >= size * itemsize
     has_axes_of_rows = len(logits.shape) > 2
     if not is_narrow:
-        arrays -= features >= classes or (fits and (arrays > LEAST_ARRAYS or rows >= _ROWS_OF_PLACED))
+        arrays -= features >= classes or (fits and (arrays > LEAST_ARRAYS or rows >= MANY_ROWS))
     elif fits and has_axes_of_rows:
         # They were once kept beside, in 16 bits.
         arrays += 0.5 * (not is_cast) if KEEPS_ROUNDED else -1
@@ -95,9 +95,8 @@ def saving(
             in_chunk = 1 - 0.5 * is_plain if is_narrow else arrays_of_chunk - is_cone
         chunks = math.ceil(rows / (chunk_sizes.rows_of_logits(classes, features, arrays_of_chunk) or rows))
         # A cone's loop has the gradient of the weight beside its sum.
-        copies = _weights_of_sum(is_transposed or is_cone, is_narrow, is_cast) + (
-            is_cone and is_narrow and KEEPS_ROUNDED
-        )
+        copies = _weights_of_sum(is_transposed or is_cone, is_narrow, is_cast)
+        copies += is_cone and is_narrow and not is_cast and KEEPS_ROUNDED
         taken = in_chunk * math.ceil(rows / chunks) * classes + rows * features + copies * weight_size
         # Since JAX 0.11, a transposed float32 weight exists while its gradient is transposed as well.
         if is_transposed and not is_narrow and not KEEPS_ROUNDED:
