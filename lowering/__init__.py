@@ -5,6 +5,9 @@ from lowering.compiling.compile import CompileError as CompileError
 from lowering.compiling.compile import availability as availability
 from lowering.compiling.compile import compile as compile
 from lowering.compiling.report import CompiledReport as CompiledReport
+from lowering.emulation.api import emulate as emulate
+from lowering.emulation.faults import EmulationError as EmulationError
+from lowering.emulation.report import Emulation as Emulation
 from lowering.errors import ArtifactError as ArtifactError
 from lowering.errors import NotSupportedError as NotSupportedError
 from lowering.errors import TuningError as TuningError
@@ -39,6 +42,8 @@ __all__ = [
     "Comparison",
     "CompileError",
     "CompiledReport",
+    "Emulation",
+    "EmulationError",
     "Explanation",
     "NotSupportedError",
     "Plan",
@@ -54,6 +59,7 @@ __all__ = [
     "compile",
     "compilers",
     "current_selection",
+    "emulate",
     "explain",
     "export",
     "load",

@@ -161,6 +161,30 @@ def without_kernels(
     return _in_jnp(operator, form, place, params)
 
 
+def on_one_device(
+    operator: Operator, selection: select.Selection, hardware: Hardware, operands: Sequence[Any], params: dict[str, Any]
+) -> Callable[..., Any]:
+    """Returns what runs on one device of this hardware, a kernel or not, as a function of an equation's arrays."""
+    choice = choose(operator, selection, hardware, operands, params, 1)
+    if choice.kernel is None:
+        return _in_jnp(operator, choice.form, Place(hardware.platform), params)
+    return on_arrays(functools.partial(choice.kernel.run, **_launch(choice, hardware, operands, params)), params)
+
+
+def _launch(
+    choice: select.Choice, hardware: Hardware, operands: Sequence[Any], params: dict[str, Any], *, donates: bool = False
+) -> dict[str, Any]:
+    """Returns how to launch the chosen kernel."""
+    assert choice.kernel is not None
+    structured, attributes = unpacked(operands, params)
+    first = choice.kernel.configs(hardware, *structured, **attributes)[0]
+    launch: dict[str, Any] = {"config": first if choice.config is None else dict(choice.config)}
+    launch["interpret"] = choice.interpret
+    if choice.kernel.overwrites(*structured, **attributes):
+        launch["in_place"] = donates
+    return launch
+
+
 def _in_jnp(
     operator: Operator, form: Form | None, place: Place, params: dict[str, Any]
 ) -> Callable[..., tuple[jax.Array, ...]]:
@@ -185,12 +209,8 @@ def _lower(
     if choice.kernel is None:
         with select.using(selection):
             return _lower_fun(operator, _in_jnp(operator, choice.form, place, params), ctx, *operands)
-    structured, attributes = unpacked(ctx.avals_in, params)
-    first = choice.kernel.configs(hardware, *structured, **attributes)[0]
-    config = first if choice.config is None else dict(choice.config)
-    launch: dict[str, Any] = {"config": config, "interpret": choice.interpret}
-    if choice.kernel.overwrites(*structured, **attributes):
-        launch["in_place"] = _donates(ctx.module_context.symbol_table)
+    donates = _donates(ctx.module_context.symbol_table)
+    launch = _launch(choice, hardware, ctx.avals_in, params, donates=donates)
     run = functools.partial(choice.kernel.run, **launch)
     # A kernel is run on each device's own part.
     on_chips = _on_chips(hardware) if is_absent() else contextlib.nullcontext()

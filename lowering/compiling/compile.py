@@ -6,7 +6,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from lowering.targets import TargetSlice, TopologyError, abstract_device, compil
 from pallas_kernels.hardware import Hardware
 
 _SCREEN = 30  # lines
-_SCHEDULES = "schedules"  # the folder that libtpu writes them to
 
 
 class CompileError(RuntimeError):
@@ -258,15 +257,43 @@ def _compiled_in_child(
     hardware: Hardware,
     given: Given | None,
 ) -> CompiledReport:
-    stablehlo = exported.mlir_module()
+    with _compiled(exported, request, hardware, schedules=given is not None) as folder:
+        facts = json.loads((folder / "facts.json").read_text())
+        resources = tuple(gpu_resources(folder))
+        stablehlo = exported.mlir_module()
+        report = report_of(hardware, facts, stablehlo, (folder / "hlo").read_text(), resources)
+        if given is None:
+            return report
+        return dataclasses.replace(report, schedule=_replayed(folder / process.SCHEDULES, report, hardware, given))
+
+
+@contextlib.contextmanager
+def schedules_of(jitted: Any, args: Sequence[Any], hardware: Hardware) -> Iterator[Path]:
+    """Compiles a jitted function for one absent TPU; yields the folder to which the compiler has written schedules.
+
+    Raises:
+      CompileError: if the compiler is missing, or refuses the function.
+    """
+    if compilers.interpreter("tpu") is None:
+        raise CompileError(f"lowering.emulate: target must have its compiler here; {compilers.command('tpu')}")
+    exported, request = _lowered_for(jitted, args, hardware)
+    request |= {"target": hardware.name, "auto_layouts": False}
+    with _compiled(exported, request, hardware, schedules=True) as folder:
+        yield folder / process.SCHEDULES
+
+
+@contextlib.contextmanager
+def _compiled(
+    exported: jax.export.Exported, request: dict[str, Any], hardware: Hardware, *, schedules: bool
+) -> Iterator[Path]:
+    """Yields a folder with what the compiler's process has made of a function."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "exported").write_bytes(exported.serialize())
         (folder / "request.json").write_text(json.dumps(request))
         try:
-            gpu_kernels = hardware.name, _mosaic_gpu_kernels(stablehlo)
-            flags = "" if given is None else libtpu_flags(folder / _SCHEDULES)
-            process.compile_folder(folder, hardware.platform, gpu_kernels, flags)
+            gpu_kernels = hardware.name, _mosaic_gpu_kernels(exported.mlir_module())
+            process.compile_folder(folder, hardware.platform, gpu_kernels, libtpu_flags if schedules else None)
         except process.CompilerEndedError as error:
             lines = str(error).strip().splitlines()
             unknown = [line for line in lines if "unknown command line flag" in line.lower()]
@@ -281,12 +308,7 @@ def _compiled_in_child(
         if refusal.exists():
             lines = refusal.read_text().strip().splitlines()
             raise CompileError(f"lowering.compile: {hardware.name}'s compiler refuses fn: {_screen(lines[:_SCREEN])}")
-        facts = json.loads((folder / "facts.json").read_text())
-        resources = tuple(gpu_resources(folder))
-        report = report_of(hardware, facts, stablehlo, (folder / "hlo").read_text(), resources)
-        if given is None:
-            return report
-        return dataclasses.replace(report, schedule=_replayed(folder / _SCHEDULES, report, hardware, given))
+        yield folder
 
 
 def _replayed(folder: Path, report: CompiledReport, hardware: Hardware, given: Given) -> Schedule:

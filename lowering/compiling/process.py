@@ -4,11 +4,12 @@ import atexit
 import contextlib
 import contextvars
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lowering.compiling import compilers
@@ -23,8 +24,11 @@ _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "MOSAIC_GPU_DUMP_PTXAS": "1",
 }
+SCHEDULES = "schedules"  # the folder, in one that was compiled, with what libtpu has written of it
 _running: dict[str, "_Process"] = {}
+_dumping: dict[tuple[str, str], "_Process"] = {}
 _lock = threading.Lock()
+_FLAGS = "LIBTPU_INIT_ARGS"
 _more_libtpu_flags = contextvars.ContextVar("more flags for libtpu", default="")
 
 
@@ -36,7 +40,7 @@ def compile_folder(
     folder: Path,
     platform: str,
     gpu_kernels: tuple[str, frozenset[str]] = ("", frozenset()),
-    libtpu_flags: str = "",
+    libtpu_flags: Callable[[Path], str] | None = None,
 ) -> None:
     """Compiles the contents of a folder with `lowering.compiling.child`, in the platform's process.
 
@@ -46,17 +50,14 @@ def compile_folder(
       gpu_kernels: the chip, and the Mosaic GPU kernels to compile for it. A process reports on a kernel only the first
         time that it compiles it, and sticks to the architecture of its first kernel. If it has compiled one of these
         kernels before, or any for another chip, a new process replaces it.
-      libtpu_flags: libtpu reads flags only when it is loaded, so with flags the folder gets a process of its own.
+      libtpu_flags: returns the flags with which libtpu writes schedules to a folder. It reads flags only when it is
+        loaded, so such folders have a process of their own, whose schedules are moved to `SCHEDULES` in the folder.
 
     Raises:
       CompilerEndedError: if the process dies.
     """
-    if libtpu_flags:
-        flagged = _Process(platform, libtpu_flags)
-        last_words = flagged.last_words_about(folder)
-        if last_words is not None:
-            raise CompilerEndedError(last_words)
-        flagged.end()
+    if libtpu_flags is not None:
+        _compile_dumping(folder, platform, libtpu_flags)
         return
     with _lock:
         process = _running.pop(platform, None)
@@ -73,6 +74,28 @@ def compile_folder(
         _running[platform] = process
 
 
+def _compile_dumping(folder: Path, platform: str, libtpu_flags: Callable[[Path], str]) -> None:
+    """Compiles a folder in a process that writes schedules; one at a time has each set of flags."""
+    key = platform, _flags(libtpu_flags(Path(SCHEDULES)))
+    with _lock:
+        process = _dumping.pop(key, None)
+    if process is None or process.last_words_about(folder) is not None:
+        schedules = tempfile.TemporaryDirectory()
+        process = _Process(platform, _flags(libtpu_flags(Path(schedules.name))), schedules)
+        last_words = process.last_words_about(folder)
+        if last_words is not None:
+            raise CompilerEndedError(last_words)
+    (folder / SCHEDULES).mkdir()
+    assert process.schedules is not None
+    for path in Path(process.schedules.name).iterdir():
+        shutil.move(path, folder / SCHEDULES / path.name)
+    with _lock:
+        other = _dumping.pop(key, None)
+        _dumping[key] = process
+    if other is not None:
+        other.end()
+
+
 @contextlib.contextmanager
 def more_libtpu_flags(flags: str) -> Iterator[None]:
     """Adds flags for libtpu to those of folders that come with some, inside a `with` block."""
@@ -83,24 +106,27 @@ def more_libtpu_flags(flags: str) -> Iterator[None]:
         _more_libtpu_flags.reset(token)
 
 
-def _with_flags(libtpu_flags: str) -> dict[str, str]:
+def _flags(libtpu_flags: str) -> str:
     """Returns the user's own flags for libtpu, and these."""
-    variable = "LIBTPU_INIT_ARGS"
-    flags = f"{os.environ.get(variable, '')} {_more_libtpu_flags.get()} {libtpu_flags}"
-    return {variable: flags} if libtpu_flags else {}
+    return f"{os.environ.get(_FLAGS, '')} {_more_libtpu_flags.get()} {libtpu_flags}"
 
 
 class _Process:
     """One compiler process, its pipes, the file with its errors, and the kernels that it has reported on."""
 
-    def __init__(self, platform: str, libtpu_flags: str = "") -> None:
+    def __init__(
+        self, platform: str, libtpu_flags: str = "", schedules: tempfile.TemporaryDirectory[str] | None = None
+    ) -> None:
+        self.schedules = schedules
         self._chip = ""
         self._reported: frozenset[str] = frozenset()
         # A file rather than a pipe, which would fill up: nobody reads it while the compiler writes.
         self._complaints = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 it outlives this function
         self._process = subprocess.Popen(
             [compilers.interpreter(platform) or sys.executable, "-m", "lowering.compiling.child", str(os.getpid())],
-            env=compilers.with_this_path({**os.environ, **_ENVIRONMENT, **_with_flags(libtpu_flags)}),
+            env=compilers.with_this_path(
+                {**os.environ, **_ENVIRONMENT, **({_FLAGS: libtpu_flags} if libtpu_flags else {})}
+            ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
@@ -139,3 +165,5 @@ class _Process:
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
         self._complaints.close()
+        if self.schedules is not None:
+            self.schedules.cleanup()

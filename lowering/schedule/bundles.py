@@ -66,7 +66,7 @@ _DIVISION = re.compile(r"/\* (kDiv|kRem|kDivAndRem) \*/")  # what of a quotient 
 _PLACE = re.compile(r'/\* loc\("([^"]*)":(\d+)[^*]*\*/')  # of kernels alone, where they were written
 _PLACED = re.compile(r"@@(.*?)@@")
 _BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: *(?:> *)*\{(.*?)\} *$", re.MULTILINE | re.DOTALL)
-_INSTRUCTION = re.compile(r"(?:%(\w+) = )?([\w.\-]+)(?:<(\S+?)>(?=\s|$))?\s*(.*)", re.DOTALL)
+_INSTRUCTION = re.compile(r"(?:%(\w+) = )?([\w.\-]+(?:\[\d+\][\w.]+)?)(?:<(\S+?)>(?=\s|$))?\s*(.*)", re.DOTALL)
 _PREDICATE = re.compile(r"\((!?)%(\w+)(?:,\s*([^)]+))?\),?")
 _VALUE = re.compile(r"([a-z]*\d+)(?:_([a-z]+\d+))?$")
 _TARGET = re.compile(r"target bundleno = (\d+)")
@@ -74,14 +74,17 @@ _SCALAR = ("vsync", "vwait", "vdelay")  # issued with vectors, but a part of the
 _NO_OPERAND = re.compile(r"\[(?:thread|resolvable):[^\]]*\]\s*")
 
 
-def read_bundles(text: str) -> tuple[Bundle, ...]:
-    """Parses the bundles of a `packed-bundles-post-ra` dump, in order."""
+def read_bundles(text: str, *, vectors: bool = False) -> tuple[Bundle, ...]:
+    """Parses the bundles of a `packed-bundles-post-ra` dump, in order.
+
+    Most instructions work on vectors. Without `vectors`, only their kind is kept, and whether they spill.
+    """
     text = _LABEL.sub(r"\1=", text)
     text = _CALL.sub(lambda call: f"{call[1]}<{call[3] or call[4]}> {call[2]}/*", text)
     text = _CORE.sub(r"= core_id \1", text)
     text = _PLACE.sub(r"@@\1:\2@@", text)
     text = _COMMENT.sub("", _DIVISION.sub(r", \1", text))
-    return tuple(_bundle(number, body) for number, body in _BUNDLE.findall(text))
+    return tuple(_bundle(number, body, vectors) for number, body in _BUNDLE.findall(text))
 
 
 def value_of(operand: str) -> tuple[str, str] | None:
@@ -90,18 +93,18 @@ def value_of(operand: str) -> tuple[str, str] | None:
     return None if found is None else (found[1], found[2] or "")
 
 
-def _bundle(number: str, body: str) -> Bundle:
+def _bundle(number: str, body: str, vectors: bool) -> Bundle:
     lines = tuple(map(sys.intern, _PLACED.findall(body)))
     parts = (_PLACED.sub("", body) if lines else body).split(";;")
-    return Bundle(int(number, 16), tuple(_instruction(part) for part in parts if part.strip()), lines)
+    return Bundle(int(number, 16), tuple(_instruction(part, vectors) for part in parts if part.strip()), lines)
 
 
-def _instruction(text: str) -> Instruction:
+def _instruction(text: str, vectors: bool) -> Instruction:
     found = _INSTRUCTION.match(text.strip())
     assert found is not None
     name, opcode, callee, rest = found.groups()
-    # Most instructions work on vectors: only their kind matters, and whether they spill.
-    if opcode.startswith("v") and not opcode.startswith(_SCALAR) and not (name or "").startswith(("s", "p")):
+    is_vector = opcode.startswith("v") and not opcode.startswith(_SCALAR) and not (name or "").startswith(("s", "p"))
+    if is_vector and not vectors:
         return Instruction(opcode, operands=(rest,))
     predicate, otherwise = None, ""
     condition = _PREDICATE.search(rest)

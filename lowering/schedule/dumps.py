@@ -14,8 +14,9 @@ from lowering.schedule.constants import constant_operands
 from lowering.source_lines import users_line
 
 _TOP_LEVEL = "TLP"
-_KERNEL = "mosaic"
+KERNEL = "mosaic"
 _FILE = re.compile(r"\d+-(.*?)-\d+-packed-bundles-post-ra\.txt")
+_ORIGINAL = re.compile(r"\d+-(.*?)-\d+-original\.txt")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _BROKEN_LINE = re.compile(r'\n(?="|\}\})')  # in what a kernel's author says of it, as splash attention's does
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%([\w.\-]+) = (.*)$", re.MULTILINE)
@@ -24,14 +25,15 @@ _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")  # "{1}: (2, {}, may-alias)"; "
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _OPERANDS = re.compile(r"[a-z][\w\-]*\(((?:%[\w.\-]+(?:, )?)*)\)")
-_OPCODE = re.compile(r"(?:\(.*?\)|\S+) ([a-z][\w\-]*)\(")
+_OPCODE = re.compile(r"(\(.*?\)(?=\s)|\S+) ([a-z][\w\-]*)\(")
 
 
 def libtpu_flags(folder: Path) -> str:
-    """Returns what `LIBTPU_INIT_ARGS` must hold when libtpu is loaded, for schedules to be written to a folder."""
+    """Returns what `LIBTPU_INIT_ARGS` must hold for schedules, and allocations, to be written to a folder."""
     return (
         f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=true "
-        "--xla_jf_dump_llo_pass_label_regex=.*packed-bundles-post-ra --xla_mosaic_enable_llo_source_annotations=true"
+        "--xla_jf_dump_llo_pass_label_regex=.*(packed-bundles-post-ra|original) "
+        "--xla_mosaic_enable_llo_source_annotations=true"
     )
 
 
@@ -44,7 +46,7 @@ class HloInstruction:
       text: what it does, without any names.
       source: where it was traced, such as "model.py:12 (loss)"; empty where the compiler does not know.
       operator: that it is a part of, as `operators.operator_in` finds it; empty for none.
-      type: of its result, such as "s32[8]{0:T(128)}".
+      type: of its result, such as "s32[8]{0:T(128)}"; in brackets for several.
       operands: the names of what it takes.
     """
 
@@ -70,6 +72,11 @@ class Dumps:
             found[1]: path
             for path in sorted(folder.glob("*-packed-bundles-post-ra.txt"))
             if "schedule-analysis" not in path.name and (found := _FILE.fullmatch(path.name))
+        }
+        self._originals = {
+            found[1]: path
+            for path in sorted(folder.glob("*-original.txt"))
+            if (found := _ORIGINAL.fullmatch(path.name)) is not None
         }
         self._top_level = files.pop(_TOP_LEVEL, None)
         self._files = files
@@ -106,26 +113,35 @@ class Dumps:
     def constants(self, name: str) -> dict[int, np.ndarray]:
         """Returns what operands of a Pallas kernel hold, by position, where the program itself says it."""
         instruction = self.instructions.get(name)
-        is_kernel = instruction is not None and instruction.opcode == _KERNEL
+        is_kernel = instruction is not None and instruction.opcode == KERNEL
         return constant_operands(self.instructions, name) if is_kernel else {}
+
+    def text(self, name: str) -> str:
+        """Reads the dump of the code of that name."""
+        return self._files[name].read_text(errors="replace")
+
+    def allocations(self, name: str) -> str:
+        """Reads what the code of that name allocates, where that was asked for."""
+        return self._originals[name].read_text(errors="replace")
 
     @functools.cache  # noqa: B019 an object lives for one report
     def bundles(self, name: str) -> tuple[Bundle, ...]:
         """Reads the code of that name."""
-        return read_bundles(self._files[name].read_text(errors="replace"))
+        return read_bundles(self.text(name))
 
 
 def _hlo_instruction(rest: str, bodies: dict[str, str], locations: dict[int, str]) -> HloInstruction:
     opcode = _OPCODE.match(rest)
     frame = re.search(r"stack_frame_id=(\d+)", rest)
-    kind = opcode[1] if opcode else ""
+    kind = opcode[2] if opcode else ""
     if kind == "custom-call" and '"tpu_custom_call"' in rest:
-        kind = _KERNEL
+        kind = KERNEL
     source = locations.get(int(frame[1]), "") if frame else ""
     called_with = _OPERANDS.search(re.sub(r"/\*.*?\*/", "", rest))
     operands = tuple(re.findall(r"%([\w.\-]+)", called_with[1])) if called_with else ()
     text, operator = _without_names(rest, bodies), _operator(rest, bodies)
-    return HloInstruction(kind, text, source, operator, rest.partition(" ")[0], operands)
+    of_result = opcode[1] if opcode else rest.partition(" ")[0]
+    return HloInstruction(kind, text, source, operator, of_result, operands)
 
 
 def _operator(rest: str, bodies: dict[str, str]) -> str:

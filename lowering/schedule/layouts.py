@@ -12,7 +12,7 @@ from lowering.schedule.memory import wrapped
 # of the last dimensions that the one before leaves.
 _TYPE = re.compile(r"[a-z]+(\d*)\w*\[([\d,]*)\](?:\{([\d,]*)(?::T((?:\([\d,]+\))+))?)?")
 _BITS_OF_BOOLEANS, _WORD_BITS = 8, 32
-_PADDING = -1
+PADDING = -1
 
 
 def in_memory(values: np.ndarray, operand_type: str) -> list[int | None]:
@@ -21,23 +21,28 @@ def in_memory(values: np.ndarray, operand_type: str) -> list[int | None]:
     Raises:
       ValueError: if the operand has another shape. What has one dimension may be given in part.
     """
-    found = _TYPE.match(operand_type)
-    assert found is not None
-    shape, minor_to_major = _numbers(found[2]), _numbers(found[3])
-    bits = int(found[1] or _BITS_OF_BOOLEANS)
+    bits, shape, places = places_of(operand_type)
     values = np.full(shape, values) if values.ndim == 0 else values
     if values.size != math.prod(shape) and not (len(shape) == 1 and values.size <= shape[0]):
         raise ValueError(f"{operand_type.partition('{')[0]}; got {values.size:,} of {math.prod(shape):,} elements")
     flat = values.ravel()
     if len(shape) < 2 and bits == _WORD_BITS:
         return flat.tolist()
+    places = np.where(places < flat.size, places, PADDING)
+    elements = (None if place == PADDING else int(flat[place]) for place in places.tolist())
+    return list(elements) if bits == _WORD_BITS else _packed(elements, bits)
+
+
+def places_of(operand_type: str) -> tuple[int, tuple[int, ...], np.ndarray]:
+    """Returns the bits of an element, the shape, and which element lies at each place in memory; else PADDING."""
+    found = _TYPE.match(operand_type)
+    assert found is not None
+    shape, minor_to_major = _numbers(found[2]), _numbers(found[3])
     places = np.arange(math.prod(shape)).reshape(shape or 1)
     places = places.transpose(minor_to_major[::-1]) if minor_to_major else places
     for tile in re.findall(r"\(([\d,]+)\)", found[4] or ""):
         places = _tiled(places, _numbers(tile))
-    places = np.where(places < flat.size, places, _PADDING)
-    elements = (None if place == _PADDING else int(flat[place]) for place in places.ravel().tolist())
-    return list(elements) if bits == _WORD_BITS else _packed(elements, bits)
+    return int(found[1] or _BITS_OF_BOOLEANS), shape, places.ravel()
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:
@@ -50,7 +55,7 @@ def _tiled(places: np.ndarray, tile: Sequence[int]) -> np.ndarray:
     if untiled < 0:
         return places
     padding = [(0, 0)] * untiled + [(0, -size % of) for size, of in zip(places.shape[untiled:], tile, strict=True)]
-    places = np.pad(places, padding, constant_values=_PADDING)
+    places = np.pad(places, padding, constant_values=PADDING)
     sizes = [part for size, of in zip(places.shape[untiled:], tile, strict=True) for part in (size // of, of)]
     tiled = places.reshape(*places.shape[:untiled], *sizes)
     outer = [untiled + 2 * index for index in range(len(tile))]

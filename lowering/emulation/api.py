@@ -1,0 +1,87 @@
+"""The public function `emulate`."""
+
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+import jax
+
+from lowering import static_leaves
+from lowering.describe import show
+from lowering.emulation.emulator import Emulator
+from lowering.emulation.faults import EmulationError
+from lowering.emulation.report import Emulation
+from lowering.targets import TopologyError, parse
+
+
+def emulate(fn: Callable[..., Any], *args: Any, target: str, checks: bool = True, eup_error: float = 0.0) -> Emulation:
+    """Runs a function whose Pallas TPU kernels are executed as they are compiled for a TPU, where no TPU is.
+
+    Each kernel, this library's or the user's own, is compiled with the chip's real compiler. Its final machine program
+    is then executed on the CPU, bundle by bundle and register by register, with its transfers, semaphores and vectors;
+    everything else is evaluated by JAX on the CPU. So what runs is what a chip would run: the compiler's layouts,
+    masks, packed values, sizes of transfers at ragged edges and operands that the matrix unit rounds.
+
+    Operators use the implementations that `lowering.explain` names for the target; to ask for kernels, call this within
+    `jaxops.use("pallas")`.
+
+    Args:
+      fn: a function of arrays, jitted or not.
+      *args: its arguments: arrays, or pytrees of them.
+      target: the name of a TPU, such as "tpu-v5e".
+      checks: whether to execute each call of a kernel four times: with transfers that happen when they are started,
+        when they are waited for, and half and half, and with other bits in memory that nobody has written. Also follows
+        which value each register holds. Without, a call is executed once.
+      eup_error: a relative error of the transcendental unit's results, whose accuracy no document states. 0 stands for
+        exact ones. Results that change more than they may depend on it.
+
+    Returns:
+      An `Emulation`: the results, the kernels with the part of their code that was executed, and the findings.
+
+    Raises:
+      EmulationError: if a kernel has an instruction whose meaning nobody has settled, or does what no program may,
+        such as to wait for what nobody sends; if the target is no TPU; if arguments have no values.
+      CompileError: if the compiler is missing or refuses a kernel.
+      OperatorError: if an operator refuses its arguments.
+
+    Numerics:
+      Arithmetic of float32 and bfloat16 is IEEE's. The matrix unit rounds float32 operands to bfloat16, as the chip
+      does, but in which order it adds up is not known. Denormal numbers are kept. See docs/emulation.md for what an
+      emulation cannot show.
+
+    Example:
+      >>> x = jnp.arange(2048.0).reshape(8, 256)
+      >>> with jaxops.use("pallas"):
+      ...     emulation = lowering.emulate(jaxops.softmax, x, target="tpu-v5e")  # doctest: +SKIP
+      >>> emulation.findings  # doctest: +SKIP
+      ()
+    """
+    try:
+        slice_ = parse(target)
+    except TopologyError as error:
+        raise EmulationError(str(error).replace("lowering", "lowering.emulate", 1)) from None
+    hardware = slice_.hardware
+    if hardware.platform != "tpu" or slice_.topology or not hardware.device_kind:
+        raise EmulationError(f"lowering.emulate: target must be one TPU, such as 'tpu-v5e'; got {show(target)}")
+    if not isinstance(checks, bool):
+        raise EmulationError(f"lowering.emulate: checks must be a bool; got {show(checks)}")
+    if not isinstance(eup_error, Real) or not 0 <= float(eup_error) < 1:
+        raise EmulationError(f"lowering.emulate: eup_error must be a number from 0 to 1; got {show(eup_error)}")
+    fn, arrays = static_leaves.of_arrays(fn, args)
+    leaves = jax.tree.leaves(arrays)
+    for leaf in leaves:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise EmulationError(f"lowering.emulate: args must have values; got {show(leaf)}")
+    emulator = Emulator(hardware, checks=checks, eup_error=float(eup_error))
+    with emulator.tracing():
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*arrays)
+    results = jax.block_until_ready(jax.jit(lambda *arrays: emulator.run(closed, *arrays))(*leaves))
+    if emulator.error is not None:
+        raise emulator.error
+    return Emulation(
+        target=hardware.name,
+        results=jax.tree.unflatten(jax.tree.structure(shape), results),
+        kernels=emulator.kernels(),
+        findings=emulator.findings(),
+        unknown=emulator.unknown(),
+    )

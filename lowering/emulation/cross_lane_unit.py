@@ -1,0 +1,80 @@
+"""Cross-lane units: reductions, permutations, rotations and transpositions, whose results wait to be popped."""
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lowering.emulation.faults import MachineFaultError
+from lowering.emulation.registers import LANES, SUBLANES
+from lowering.emulation.vector_unit import whole
+
+
+def _reduced(function: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    """Returns what reduces float32 over the lanes of each row; all lanes get the result. Halves are joined first."""
+
+    def reduce(x: Any) -> Any:
+        x, width = whole(x).view(np.float32), LANES
+        while width > 1:
+            width //= 2
+            x = function(x[:, :width], x[:, width : 2 * width])
+        return np.repeat(x, LANES, 1).view(np.uint32)
+
+    return reduce
+
+
+REDUCTIONS: dict[str, Callable[[Any], Any]] = {
+    "vadd.xlane.f32": _reduced(np.add),
+    "vmax.xlane.f32": _reduced(np.maximum),
+    "vmin.xlane.f32": _reduced(np.minimum),
+}
+
+
+class CrossLaneUnit:
+    """One unit.
+
+    Attributes:
+      results: what waits to be popped, by what it is popped as: "xlane", "permute" or "trf", each with its name.
+    """
+
+    def __init__(self) -> None:
+        """Starts idle."""
+        self.results: dict[str, collections.deque[Any]] = collections.defaultdict(collections.deque)
+        self._pattern: Any = None
+        self._transposed: list[Any] = []
+
+    def set_pattern(self, pattern: Any) -> None:
+        """Sets the lanes from which `permuted` takes."""
+        self._pattern = whole(pattern) % LANES
+
+    def permuted(self, x: Any) -> Any:
+        """Takes of each row the lanes that the pattern says."""
+        if self._pattern is None:
+            raise MachineFaultError("lanes are permuted without a pattern")
+        return np.take_along_axis(whole(x), self._pattern.astype(np.int64), 1)
+
+    def transposed(self, kind: str, x: Any, width: int) -> None:
+        """Takes eight more rows of what is to be transposed; `kind` says which are the first and the last."""
+        if "start" in kind:
+            self._transposed.clear()
+        self._transposed.append(whole(x))
+        if "end" not in kind:
+            return
+        rows = np.concatenate(self._transposed)
+        # Lanes beyond the last row hold whatever the unit held.
+        turned = np.full((LANES, LANES), 0xFFC0DEAD, np.uint32)
+        turned[:, : len(rows)] = rows.T
+        for first in range(0, width, SUBLANES):
+            self.results["trf"].append(turned[first : first + SUBLANES])
+
+
+def rotated(x: Any, by: Any) -> Any:
+    """Moves lanes up, in a circle."""
+    return np.roll(whole(x), int(by if np.ndim(by) == 0 else by[0, 0]) % LANES, 1)
+
+
+def one_lane(x: Any, number: Any) -> Any:
+    """Repeats one lane of each row: that of the low seven bits, plus the bits from the eighth on for each sublane."""
+    lanes = ((int(number) & 127) + (int(number) >> 8) * np.arange(SUBLANES)) % LANES
+    return np.repeat(whole(x)[np.arange(SUBLANES), lanes][:, None], LANES, 1)

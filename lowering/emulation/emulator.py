@@ -1,0 +1,226 @@
+"""Compiles the Pallas kernels of a function for an absent TPU, executes them, and remembers what was found."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from lowering.compiling.compile import schedules_of
+from lowering.emulation.evaluating import Evaluation, Replacement
+from lowering.emulation.faults import EmulationError, MachineFaultError, UnknownFormError
+from lowering.emulation.kernels import POISONS, Execution, Kernel, execute, unsettled
+from lowering.emulation.memory import Transfers
+from lowering.emulation.report import EmulatedKernel, Finding, Region
+from lowering.operators import operator_of
+from lowering.register import lowered_without_devices, on_one_device
+from lowering.schedule.bundles import Bundle
+from lowering.schedule.dumps import KERNEL, Dumps
+from lowering.source_lines import Site
+from lowering.targets import abstract_device, compiled_for
+from pallas_kernels.hardware import Hardware
+
+PALLAS_CALL = "pallas_call"
+
+
+@dataclasses.dataclass
+class _Called:
+    """A kernel, and what its calls have shown."""
+
+    kernel: Kernel
+    source: str
+    issues: np.ndarray
+    calls: int = 0
+    seconds: float = 0.0
+    transfers: int = 0
+
+
+class Emulator:
+    """A chip that executes kernels.
+
+    Attributes:
+      error: why the last call stopped, if one did.
+    """
+
+    def __init__(self, hardware: Hardware, *, checks: bool, eup_error: float = 0.0) -> None:
+        """Starts without kernels.
+
+        Args:
+          hardware: the chip.
+          checks: whether to execute each call in every order of transfers and with two poisons, and to follow which
+            value each register holds.
+          eup_error: the relative error of the transcendental unit's results.
+        """
+        self._hardware = hardware
+        self._checks = checks
+        self._eup_error = eup_error
+        self._called: dict[Any, _Called] = {}
+        self._findings: dict[Finding, None] = {}
+        self._evaluation = Evaluation(self._replacement)
+        self.error: EmulationError | None = None
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Makes what is traced inside be for the chip: kernels ask the surrounding mesh what they run on."""
+        device = abstract_device(self._hardware)
+        mesh = AbstractMesh((1,), ("chip",), (AxisType.Auto,), abstract_device=device)
+        with compiled_for(self._hardware), jax.sharding.use_abstract_mesh(mesh), lowered_without_devices():
+            yield
+
+    def run(self, closed: Any, *arrays: Any) -> list[Any]:
+        """Evaluates a jaxpr that was traced for the chip."""
+        return self._evaluation.run(closed, *arrays)
+
+    def kernels(self) -> tuple[EmulatedKernel, ...]:
+        """Returns what is known of each kernel."""
+        return tuple(
+            EmulatedKernel(
+                one.kernel.name,
+                one.source,
+                one.calls,
+                one.seconds,
+                len(one.issues),
+                int(np.count_nonzero(one.issues)),
+                one.transfers,
+                tuple(_regions(one.kernel.bundles, one.issues == 0)),
+            )
+            for one in self._called.values()
+            if one.calls  # what nobody reads is not computed
+        )
+
+    def unknown(self) -> tuple[str, ...]:
+        """Returns the opcodes and operands in bundles that were never issued whose meaning nobody has settled."""
+        return tuple(
+            dict.fromkeys(
+                text
+                for one in self._called.values()
+                for text in unsettled(one.kernel, np.flatnonzero(one.issues == 0).tolist())
+            )
+        )
+
+    def findings(self) -> tuple[Finding, ...]:
+        """Returns everything that was found."""
+        return tuple(self._findings)
+
+    def _replacement(self, equation: Any) -> Replacement | None:
+        """Returns how to compute the results of a kernel's call, or of an operator; None for other equations."""
+        if equation.primitive.name == PALLAS_CALL and not equation.params.get("interpret"):
+            return functools.partial(self._call, equation)
+        operator = operator_of(equation.primitive)
+        if operator is None:
+            return None
+        params = dict(equation.params)
+        selection, avals = params.pop("selection"), [x.aval for x in equation.invars]
+
+        def evaluate(*arrays: Any) -> Sequence[Any]:
+            with self.tracing():
+                fn = on_one_device(operator, selection, self._hardware, avals, params)
+                closed = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals))
+            return self.run(closed, *arrays)
+
+        return evaluate
+
+    def _call(self, equation: Any, *arrays: Any) -> Sequence[Any]:
+        like = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.outvars]
+        called = self._compiled(equation)
+        execute_call = functools.partial(self._executed, called, like)
+        if any(isinstance(x, jax.core.Tracer) for x in arrays):
+            return jax.pure_callback(execute_call, like, *arrays, vmap_method="sequential")
+        return list(map(jax.numpy.asarray, execute_call(*arrays)))
+
+    def _compiled(self, equation: Any) -> _Called:
+        types = tuple((x.aval.shape, str(x.aval.dtype)) for x in equation.invars)
+        key = types, str(equation.params)
+        if key not in self._called:
+            source = Site(equation.source_info.traceback, None, None).line
+            call = _function_of(equation)
+            avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
+            with schedules_of(jax.jit(call), avals, self._hardware) as folder:
+                dumps = Dumps(folder)
+                (name,) = (name for name, one in dumps.instructions.items() if one.opcode == KERNEL)
+                kernel = Kernel.of(dumps, name, self._hardware.name)
+            self._called[key] = _Called(kernel, source, np.zeros(len(kernel.bundles), np.int64))
+        return self._called[key]
+
+    def _executed(self, called: _Called, like: Sequence[Any], *arrays: Any) -> tuple[np.ndarray, ...]:
+        """Executes a call, in several ways if results are to be checked."""
+        operands = list(map(np.asarray, arrays))
+        start = time.perf_counter()
+        try:
+            first = execute(called.kernel, operands, like, checks=self._checks, eup_error=self._eup_error)
+        except (UnknownFormError, MachineFaultError) as error:
+            # Raised by whoever asked for results: JAX would log an error within a callback as its own.
+            message = f"{called.kernel.name} ({called.source}) on {self._hardware.name}: {error}"
+            self.error = self.error or EmulationError(message)
+            return tuple(np.zeros(x.shape, x.dtype) for x in like)
+        for what in (*first.clobbered, *first.left_over):
+            self._find(called, what)
+        if self._checks:
+            for order in Transfers.ORDERS[1:]:
+                self._compare(called, operands, like, first, f"when transfers happen {order}", order=order)
+            self._compare(called, operands, like, first, _unwritten(called.kernel, first), poison=POISONS[1])
+        called.calls += 1
+        called.seconds += time.perf_counter() - start
+        called.issues += np.asarray(first.issues)
+        called.transfers = called.transfers or first.transfers
+        return first.results
+
+    def _compare(
+        self, called: _Called, operands: Sequence[Any], like: Sequence[Any], first: Execution, when: str, **how: Any
+    ) -> None:
+        """Executes a call in another way, and remembers whether its results differ."""
+        try:
+            other = execute(called.kernel, operands, like, eup_error=self._eup_error, **how)
+        except MachineFaultError as error:
+            self._find(called, f"{error}, {when}")
+            return
+        differing = [
+            f"result {number}"
+            for number, (a, b) in enumerate(zip(first.results, other.results, strict=True))
+            if a.tobytes() != b.tobytes()
+        ]
+        if differing:
+            self._find(called, f"{' and '.join(differing)} differ{'s' if len(differing) == 1 else ''} {when}")
+
+    def _find(self, called: _Called, what: str) -> None:
+        self._findings[Finding(called.kernel.name, called.source, what)] = None
+
+
+def _function_of(equation: Any) -> Callable[..., Any]:
+    """Returns a function of an equation's operands that has the name of its kernel."""
+
+    def call(*arrays: Any) -> Any:
+        primitive = equation.primitive
+        return primitive.bind(*arrays, **primitive.get_bind_params(equation.params))
+
+    called = equation.params.get("name") or equation.params["jaxpr"].debug_info.func_name
+    call.__name__ = call.__qualname__ = called if called.isidentifier() else "kernel"
+    return call
+
+
+def _unwritten(kernel: Kernel, execution: Execution) -> str:
+    """Says what depends on memory that nobody has written, and which bundle loads it first."""
+    number = min(execution.unwritten, default=None)
+    if number is None:
+        return "with what memory holds before the kernel starts"
+    lines = kernel.bundles[number].lines
+    at = f" ({lines[0]})" if lines else ""
+    return f"with what memory holds before it is written, which bundle {number:#x}{at} is the first to load"
+
+
+def _regions(bundles: Sequence[Bundle], is_in: np.ndarray) -> Iterator[Region]:
+    """Yields the regions of bundles that are marked and do something."""
+    for marked, numbers in itertools.groupby(range(len(bundles)), key=lambda number: bool(is_in[number])):
+        if marked:
+            first, *others = numbers
+            last = others[-1] if others else first
+            inside = bundles[first : last + 1]
+            if any(bundle.instructions for bundle in inside):
+                lines = dict.fromkeys(line for bundle in inside for line in bundle.lines)
+                yield Region(first, last, tuple(lines))

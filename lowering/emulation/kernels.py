@@ -1,0 +1,265 @@
+"""Calls of one compiled kernel: its operands are laid out in memory, it is executed, and its results are read."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lowering.emulation.faults import UnknownFormError
+from lowering.emulation.machine import Machine
+from lowering.emulation.memory import Memory, Transfers
+from lowering.schedule.bundles import Bundle, Instruction, read_bundles
+from lowering.schedule.dumps import Dumps
+from lowering.schedule.layouts import PADDING, places_of
+
+_ALLOCATION = re.compile(r"#(allocation\d+) \[shape = '[^']*', space=(\w+), size = (0x[0-9a-f]+)")
+_OPERAND = re.compile(
+    r"(<no memory space> )?\[shape: [^\]]*\], index: (\d+), kind: (input|output), shape index: \{(\d*)\}\]"
+)
+_ARRAY_TYPE = re.compile(r"[a-z]+\d*\w*\[[\d,]*\](?:\{[^}]*\})?")
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
+_SPILL_BYTES, _UNKNOWN_BYTES = 4096, 1 << 20
+_GENERATION = re.compile(r"tpu-v(\d+)")
+POISONS = (0xFFC0DEAD, 0x7F7F1234)  # a NaN, and a large number
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel.
+
+    Attributes:
+      name: of the instruction in the program.
+      bundles: its code.
+      allocations: the memory and the bytes of each of its allocations, by name.
+      operands: the types of what it takes, as in the compiled program.
+      results: the types of what it returns.
+      aliases: the operands in whose memory results lie, by the position of the result.
+      generation: of the chip.
+      granules_of_pointer: the unit of its pointers to HBM.
+    """
+
+    name: str
+    bundles: tuple[Bundle, ...]
+    allocations: Mapping[str, tuple[str, int]]
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    aliases: Mapping[int, int]
+    generation: int
+    granules_of_pointer: int
+
+    @classmethod
+    def of(cls, dumps: Dumps, name: str, target: str) -> "Kernel":
+        """Reads a kernel from what the compiler has written for a target."""
+        code = dumps.name_of(name)
+        assert code is not None, name
+        sizes = {found[1]: (found[2], int(found[3], 16)) for found in _ALLOCATION.finditer(dumps.allocations(code))}
+        instruction = dumps.instructions[name]
+        types = dumps.operand_types(name)
+        generation = _GENERATION.match(target)
+        assert generation is not None, target
+        _, _, aliasing = instruction.text.partition("output_to_operand_aliasing={")
+        return cls(
+            name,
+            read_bundles(dumps.text(code), vectors=True),
+            sizes,
+            tuple(types[position] for position in sorted(types)),
+            tuple(_ARRAY_TYPE.findall(re.sub(r"/\*.*?\*/", "", instruction.type))),
+            {int(one[1] or 0): int(one[2]) for one in _ALIAS.finditer(aliasing.partition("}}")[0] + "}")},
+            int(generation[1]),
+            1 if int(generation[1]) >= 6 else 16,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """One execution of a kernel.
+
+    Attributes:
+      results: its results, in order.
+      issues: how often each bundle was issued.
+      clobbered: reads of registers that held other values than the compiler meant.
+      unwritten: bundles that loaded vectors with a word in them that nobody had written, and how often.
+      transfers: how many were started.
+      left_over: what was not as it must be at the end.
+    """
+
+    results: tuple[np.ndarray, ...]
+    issues: tuple[int, ...]
+    clobbered: tuple[str, ...]
+    unwritten: Mapping[int, int]
+    transfers: int
+    left_over: tuple[str, ...]
+
+
+class _Call:
+    """The memory of one call, and where its operands and results lie in it."""
+
+    def __init__(self, kernel: Kernel, operands: Sequence[np.ndarray], poison: int) -> None:
+        self._kernel = kernel
+        self._arrays = operands
+        self._poison = poison
+        self._symbols: dict[str, int] = {}
+        self._places: dict[tuple[str, int], tuple[str, int]] = {}
+        self.memory = Memory(poison=poison, granules_of_pointer=kernel.granules_of_pointer)
+
+    def machine(self, transfers: Transfers, **options: Any) -> Machine:
+        """Returns the machine that executes it."""
+        return Machine(
+            self._kernel.bundles,
+            self.memory,
+            transfers,
+            addresses=self.address,
+            operands=self.operand,
+            generation=self._kernel.generation,
+            **options,
+        )
+
+    def address(self, name: str, space: str) -> int:
+        """Returns the address of an allocation."""
+        if name not in self._symbols:
+            default = space or "smem", _SPILL_BYTES if "spill" in name else _UNKNOWN_BYTES
+            known_space, size = self._kernel.allocations.get(name, default)
+            self._symbols[name] = self.memory.allocate(name, known_space, size)
+        return self._symbols[name]
+
+    def operand(self, declaration: Instruction) -> int:
+        """Returns the address of an operand or a result; or its value, if it lies in no memory."""
+        space = declaration.opcode.partition(".")[2]
+        found = _OPERAND.fullmatch(", ".join(declaration.operands))
+        if found is None:
+            raise UnknownFormError(f"{declaration.opcode} with {', '.join(declaration.operands)!r}")
+        position, is_input = int(found[2]), found[3] == "input"
+        if is_input:
+            array, array_type = self._arrays[position], self._kernel.operands[position]
+            if found[1]:
+                return int(np.asarray(array).reshape(-1)[:1].view(np.int32)[0])
+            return self._placed(("input", position), space, array_type, array)
+        number = int(found[4]) if found[4] else position - len(self._kernel.operands)
+        if number in self._kernel.aliases:
+            shared = self._kernel.aliases[number]
+            address = self._placed(("input", shared), space, self._kernel.operands[shared], self._arrays[shared])
+            self._places["output", number] = space, address
+            return address
+        return self._placed(("output", number), space, self._kernel.results[number], None)
+
+    def _placed(self, key: tuple[str, int], space: str, array_type: str, array: np.ndarray | None) -> int:
+        if key in self._places:
+            return self._places[key][1]
+        bits, _, places = places_of(array_type)
+        count = -(-len(places) * bits // 32)
+        name = f"{key[0]} {key[1]}"
+        address = self.memory.allocate(name, space, 4 * count)
+        self._places[key] = space, address
+        if array is not None:
+            words, is_written = words_of(array, bits, places, self._poison)
+            if space == "smem":
+                for at, word in enumerate(words.view(np.int32).tolist()):
+                    self.memory.store_scalar(address + at, word)
+            else:
+                to, flags = self.memory.words_of(space, address)
+                to[: len(words)], flags[: len(words)] = words, is_written
+        return address
+
+    def result(self, number: int, like: Any) -> np.ndarray:
+        """Reads a result."""
+        bits, _, places = places_of(self._kernel.results[number])
+        count = -(-len(places) * bits // 32)
+        if ("output", number) not in self._places:
+            return np.full(like.shape, np.array(self._poison, np.uint32).view(np.int32), like.dtype)
+        space, address = self._places["output", number]
+        if space == "smem":
+            words = np.array([self.memory.load_scalar(address + at) for at in range(count)], np.int32).view(np.uint32)
+        else:
+            words = self.memory.words_of(space, address)[0][:count]
+        return array_of(words, bits, places, like)
+
+
+def unsettled(kernel: Kernel, numbers: Sequence[int]) -> list[str]:
+    """Lists the instructions in these bundles whose meaning is not settled."""
+    call = _Call(kernel, [], POISONS[0])
+    machine = call.machine(Transfers(call.memory, Transfers.ORDERS[0]))
+    found = []
+    for number in numbers:
+        for instruction in kernel.bundles[number].instructions:
+            if not instruction.opcode.startswith("inlined_call_operand"):
+                try:
+                    machine.slot(instruction)
+                except UnknownFormError as error:
+                    found.append(str(error))
+    return found
+
+
+def words_of(array: np.ndarray, bits: int, places: np.ndarray, poison: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lays an array out as words of 32 bits; returns which of them hold nothing but padding as not written."""
+    if bits < 8:
+        raise UnknownFormError(f"an operand with elements of {bits} bits")
+    flat = np.ascontiguousarray(array).reshape(-1)
+    unsigned = np.dtype(f"u{bits // 8}")
+    elements = flat.view(unsigned)
+    fill = np.array([poison], np.uint32).view(unsigned)[-1]
+    laid_out = np.where(places == PADDING, fill, elements[np.maximum(places, 0)])
+    missing = -len(laid_out) % (32 // bits)
+    laid_out = np.concatenate([laid_out, np.full(missing, fill, unsigned)])
+    is_element = np.concatenate([places != PADDING, np.zeros(missing, bool)])
+    return laid_out.view(np.uint32), np.asarray(is_element.reshape(-1, 32 // bits).any(1))
+
+
+def array_of(words: np.ndarray, bits: int, places: np.ndarray, like: Any) -> np.ndarray:
+    """Reads an array of a shape and dtype from memory."""
+    elements = words.view(np.dtype(f"u{bits // 8}"))[: len(places)]
+    is_element = places != PADDING
+    flat = np.empty(int(np.prod(like.shape)), elements.dtype)
+    flat[places[is_element]] = elements[is_element]
+    return flat.view(like.dtype).reshape(like.shape)
+
+
+def execute(
+    kernel: Kernel,
+    operands: Sequence[np.ndarray],
+    results: Sequence[Any],
+    *,
+    order: str = Transfers.ORDERS[0],
+    poison: int = POISONS[0],
+    checks: bool = False,
+    eup_error: float = 0.0,
+) -> Execution:
+    """Executes a kernel.
+
+    Args:
+      kernel: the code.
+      operands: what it takes.
+      results: the shapes and dtypes of what it returns.
+      order: of its transfers, one of `Transfers.ORDERS`.
+      poison: the bits of what nobody has written.
+      checks: whether to follow which value each register holds.
+      eup_error: the relative error of what the transcendental unit computes.
+
+    Raises:
+      UnknownFormError: at an instruction whose meaning is not settled.
+      MachineFaultError: where the kernel does what no program may.
+    """
+    call = _Call(kernel, operands, poison)
+    transfers = Transfers(call.memory, order)
+    machine = call.machine(transfers, checks=checks, eup_error=eup_error)
+    machine.run()
+    left_over = []
+    if transfers.finish():
+        left_over.append(f"{transfers.finish()} transfers for which nothing waits")
+    held = sum(1 for amount in call.memory.semaphores.values() if amount)
+    if held:
+        left_over.append(f"{held} semaphores that are not 0")
+    issues: collections.Counter[int] = collections.Counter()
+    for (first, last), count in machine.runs.items():
+        for number in range(first, last + 1):
+            issues[number] += count
+    return Execution(
+        tuple(call.result(number, like) for number, like in enumerate(results)),
+        tuple(issues[bundle.number] for bundle in kernel.bundles),
+        tuple(machine.registers.clobbered),
+        dict(call.memory.unwritten),
+        transfers.count,
+        tuple(left_over),
+    )

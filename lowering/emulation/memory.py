@@ -1,0 +1,266 @@
+"""Memory of a core: vector and scalar memory, HBM and semaphores, in allocations that lie far from one another.
+
+What nobody has written holds poison, a NaN whose bits the caller chooses. If results differ between two poisons, they
+depend on what was never written.
+"""
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lowering.emulation.faults import MachineFaultError
+from lowering.emulation.registers import LANES, SUBLANES, Address
+from lowering.emulation.vector_unit import selected, whole
+from lowering.schedule.memory import GRANULE_BYTES, wrapped
+
+ROW_BYTES = 4 * LANES
+_WORDS_OF_GRANULE = GRANULE_BYTES // 4
+_GRANULES_OF_ROW = ROW_BYTES // GRANULE_BYTES
+# How many rows of vector memory, granules of HBM, or words there are between two allocations.
+_APART = {"vmem": 1 << 16, "hbm": 1 << 24, "smem": 1 << 16, "sflag": 1 << 16}
+
+
+class Allocation:
+    """A part of vector memory or HBM.
+
+    Attributes:
+      words: (rows or granules, words of each) of uint32.
+      is_written: for each word, whether something has written to it.
+    """
+
+    def __init__(self, name: str, size_bytes: int, space: str, poison: int) -> None:
+        """Starts full of poison."""
+        unit_bytes = ROW_BYTES if space == "vmem" else GRANULE_BYTES
+        self.name = name
+        self.units = -(-size_bytes // unit_bytes)
+        self.words = np.full((self.units, unit_bytes // 4), poison, np.uint32)
+        self.is_written = np.zeros(self.words.shape, bool)
+
+
+class Memory:
+    """All memory that one kernel reaches.
+
+    Attributes:
+      unwritten: how many vectors were loaded with a word in them that nobody had written, by bundle.
+    """
+
+    def __init__(self, *, poison: int, granules_of_pointer: int) -> None:
+        """Starts without allocations.
+
+        Args:
+          poison: what is read where nobody has written.
+          granules_of_pointer: the unit of pointers to HBM, in granules: 16 until v5p, 1 since v6e.
+        """
+        self._poison = poison
+        self._granules_of_pointer = granules_of_pointer
+        self._allocations: dict[str, dict[int, Allocation]] = collections.defaultdict(dict)
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._words: dict[int, int] = {}
+        self.semaphores: collections.Counter[int] = collections.Counter()
+        self.unwritten: collections.Counter[int] = collections.Counter()
+        self.bundle = 0
+
+    def allocate(self, name: str, space: str, size_bytes: int) -> int:
+        """Makes an allocation; returns its address, in the unit in which programs hold it."""
+        self._counts[space] += 1
+        number = self._counts[space]
+        if space in ("vmem", "hbm"):
+            self._allocations[space][number] = Allocation(name, size_bytes, space, self._poison)
+        address = number * _APART[space]
+        return address // self._granules_of_pointer if space == "hbm" else address
+
+    def words_of(self, space: str, address: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns all words of an allocation at its address, and which of them are written, in order."""
+        if space == "hbm":
+            address *= self._granules_of_pointer
+        allocation = self._allocations[space][address // _APART[space]]
+        return allocation.words.reshape(-1), allocation.is_written.reshape(-1)
+
+    # Vector memory.
+
+    def load(self, place: Address) -> np.ndarray:
+        """Loads a vector; sublanes that the mask leaves out are 0. Beyond an allocation there is poison."""
+        allocation, first = self._found("vmem", place.first())
+        sublanes = place.sublanes()
+        if place.stride == 1 and not place.group and sublanes == 0xFF and first + SUBLANES <= allocation.units:
+            rows = slice(first, first + SUBLANES)
+            self._note(allocation.is_written[rows])
+            return allocation.words[rows].copy()
+        on, places = self._rows(first, place, sublanes)
+        vector = np.zeros((SUBLANES, LANES), np.uint32)
+        within = [(sublane, row) for sublane, row in zip(on, places, strict=True) if row < allocation.units]
+        vector[on] = self._poison
+        if within:
+            held, at = (list(each) for each in zip(*within, strict=True))
+            vector[held] = allocation.words[at]
+            self._note(allocation.is_written[at])
+        if len(within) < len(on):
+            self.unwritten[self.bundle] += 1
+        return vector
+
+    def store(self, place: Address, mask: np.ndarray | None, vector: Any) -> None:
+        """Stores the sublanes of a vector that the address names, where the mask holds."""
+        allocation, first = self._found("vmem", place.first())
+        on, rows = self._rows(first, place, place.sublanes())
+        if len(rows) and max(rows) >= allocation.units:
+            raise MachineFaultError(f"a store to row {max(rows)} of {allocation.name}, which has {allocation.units}")
+        vector = whole(vector)[on]
+        if mask is None:
+            allocation.words[rows], allocation.is_written[rows] = vector, True
+        else:
+            mask = mask[on]
+            allocation.words[rows] = selected(mask, vector, allocation.words[rows])
+            allocation.is_written[rows] |= mask != 0
+
+    def _rows(self, first: int, place: Address, sublanes: int) -> tuple[list[int], list[int]]:
+        """Returns the sublanes that take part, and their rows."""
+        on = [sublane for sublane in range(SUBLANES) if sublanes >> sublane & 1]
+        if place.group:
+            return on, [first + at // place.group * place.stride + at % place.group for at in on]
+        return on, [first + at * place.stride for at in on]
+
+    def _note(self, is_written: np.ndarray) -> None:
+        if not is_written.all():
+            self.unwritten[self.bundle] += 1
+
+    # Scalar memory.
+
+    def load_scalar(self, address: int) -> int:
+        """Loads a word."""
+        return self._words.get(address, wrapped(self._poison))
+
+    def store_scalar(self, address: int, word: int) -> None:
+        """Stores a word."""
+        self._words[address] = word
+
+    def written_words(self, address: int, most: int) -> list[int]:
+        """Returns the words from an address on that something has written to, at most so many."""
+        words: list[int] = []
+        while len(words) < most and address + len(words) in self._words:
+            words.append(self._words[address + len(words)])
+        return words
+
+    # What transfers move: granules, by addresses that count them; words in scalar memory.
+
+    def read(self, space: str, address: int, granules: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the words of granules, and which are written."""
+        if space == "smem":
+            count = granules * _WORDS_OF_GRANULE
+            held = [self.load_scalar(address + at) for at in range(count)]
+            return np.array(held, np.int32).view(np.uint32), np.ones(count, bool)
+        words, is_written = self._granules(space, address, granules)
+        return words.copy(), is_written.copy()
+
+    def write(self, space: str, address: int, words: np.ndarray, is_written: np.ndarray) -> None:
+        """Writes the words of granules."""
+        if space == "smem":
+            self._words.update(enumerate(words.view(np.int32).tolist(), address))
+            return
+        to, flags = self._granules(space, address, len(words) // _WORDS_OF_GRANULE)
+        to[:], flags[:] = words, is_written
+
+    def _granules(self, space: str, address: int, granules: int) -> tuple[np.ndarray, np.ndarray]:
+        unit = _GRANULES_OF_ROW if space == "vmem" else 1
+        allocation, first = self._found(space, address // unit)
+        start = (first * unit + address % unit) * _WORDS_OF_GRANULE
+        end = start + granules * _WORDS_OF_GRANULE
+        size = allocation.units * unit * _WORDS_OF_GRANULE
+        if granules < 0 or end > size:
+            raise MachineFaultError(f"a transfer of {granules} granules that reaches beyond {allocation.name}")
+        return allocation.words.reshape(-1)[start:end], allocation.is_written.reshape(-1)[start:end]
+
+    def _found(self, space: str, address: int) -> tuple[Allocation, int]:
+        allocation = self._allocations[space].get(address // _APART[space])
+        if allocation is None:
+            raise MachineFaultError(f"address {address:#x} of {space}, where nothing is allocated")
+        return allocation, address % _APART[space]
+
+
+class Transfers:
+    """Transfers in one of three orders.
+
+    Attributes:
+      count: how many were started.
+    """
+
+    ORDERS = ("at the start", "at the wait", "read at the start, written at the wait")
+
+    def __init__(self, memory: Memory, order: str) -> None:
+        """Starts with nothing under way; `order`, one of `ORDERS`, is when data are read and written."""
+        self._memory = memory
+        self._order = self.ORDERS.index(order)
+        self._under_way: list[tuple[int, int, Callable[[], None]]] = []
+        self.count = 0
+
+    def start(
+        self,
+        spaces: tuple[str, str],
+        granules: int,
+        source: int,
+        destination: int,
+        semaphore: int,
+        strides: Sequence[tuple[int, int, int]] = (),
+    ) -> None:
+        """Starts a transfer.
+
+        Args:
+          spaces: from where to where.
+          granules: how many.
+          source: where they are.
+          destination: where they go.
+          semaphore: to which they are added when they have arrived.
+          strides: for each level, the outermost first: the strides of source and destination, and how many parts of the
+            next level follow one another; on the last level, how many times 512 bytes.
+        """
+        self.count += 1
+        parts = tuple(_parts(granules, source, destination, strides))
+
+        def read() -> list[tuple[np.ndarray, np.ndarray]]:
+            return [self._memory.read(spaces[0], at, size) for at, _, size in parts]
+
+        def write(data: list[tuple[np.ndarray, np.ndarray]]) -> None:
+            for (_, at, _), (words, is_written) in zip(parts, data, strict=True):
+                self._memory.write(spaces[1], at, words, is_written)
+
+        if self._order == 0:
+            write(read())
+            self._memory.semaphores[semaphore] += granules
+            return
+        data = read() if self._order == 2 else None
+        self._under_way.append((semaphore, granules, lambda: write(read() if data is None else data)))
+
+    def wait(self, semaphore: int, amount: int) -> None:
+        """Completes what a semaphore is waited for, as little as suffices."""
+        while self._memory.semaphores[semaphore] < amount:
+            at = next((i for i, job in enumerate(self._under_way) if job[0] == semaphore), None)
+            if at is None:
+                held = self._memory.semaphores[semaphore]
+                raise MachineFaultError(f"a wait for {amount} at a semaphore that holds {held}, and nothing adds to it")
+            _, granules, complete = self._under_way.pop(at)
+            complete()
+            self._memory.semaphores[semaphore] += granules
+
+    def finish(self) -> int:
+        """Returns how many transfers nobody has waited for."""
+        return len(self._under_way)
+
+
+def _parts(
+    granules: int, source: int, destination: int, strides: Sequence[tuple[int, int, int]]
+) -> list[tuple[int, int, int]]:
+    """Lists the parts of a transfer that lie in one piece: where each is, where it goes, and its granules."""
+    if granules < 0:
+        raise MachineFaultError(f"a transfer of {granules} granules")
+    if not strides:
+        return [(source, destination, granules)]
+    size, parts = strides[-1][2] * _GRANULES_OF_ROW, []
+    inner = [(*strides[level + 1][:2], strides[level][2]) for level in range(len(strides) - 1)]
+    for number in range(-(-granules // size) if size > 0 else 0):
+        rest, at, to = number, source, destination
+        for source_stride, destination_stride, count in reversed(inner):
+            at, to = at + rest % count * source_stride, to + rest % count * destination_stride
+            rest //= count
+        parts.append((at + rest * strides[0][0], to + rest * strides[0][1], min(size, granules - number * size)))
+    return parts

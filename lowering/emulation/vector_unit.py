@@ -1,0 +1,326 @@
+"""Arithmetic of the vector unit and of the transcendental unit: what each opcode computes of arrays (8, 128) of uint32.
+
+Vectors are rows of sublanes and lanes. 16-bit values are packed in two ways: "compressed", where the rows of two
+vectors follow one another and two neighbouring rows share a word, the first in its low half; and "interleaved", where a
+word holds the same place of two vectors.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lowering.emulation.registers import LANES, SUBLANES
+
+_ONES = 0xFFFFFFFF
+_HIGH, _LOW = np.uint32(0xFFFF0000), np.uint32(0xFFFF)
+_EXPONENT = np.uint32(0x7F800000)
+LANE = np.broadcast_to(np.arange(LANES, dtype=np.uint32), (SUBLANES, LANES))
+SUBLANE = np.broadcast_to(np.arange(SUBLANES, dtype=np.uint32)[:, None], (SUBLANES, LANES))
+
+
+def whole(x: Any) -> np.ndarray:
+    """Returns a vector, where one number may stand for all of its elements."""
+    return np.broadcast_to(x, (SUBLANES, LANES))
+
+
+def _on(dtype: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of bits that computes with these as numbers of a dtype."""
+    return lambda *operands: np.asarray(function(*(x.view(dtype) for x in operands)), dtype).view(np.uint32)
+
+
+def _in_double(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a function of float32 that is exact but for one rounding; the hardware's own accuracy is not known."""
+    return lambda x: np.asarray(function(x.view(np.float32).astype(np.float64)), np.float32).view(np.uint32)
+
+
+def rounded_to_bfloat16(x: Any) -> Any:
+    """Rounds the bits of float32 to nearest even; the low half of the result is 0."""
+    wide = np.asarray(x).astype(np.uint64)
+    is_nan = (wide & 0x7FFFFFFF) > 0x7F800000
+    rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) & 0xFFFF0000
+    return np.where(is_nan, (wide & 0xFFFF0000) | 0x00400000, rounded).astype(np.uint32)
+
+
+def _on_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of two packed bfloat16 values a word, computed in float32 and rounded."""
+
+    def packed(a: Any, b: Any) -> Any:
+        low = _on(np.float32, function)(a << np.uint32(16), b << np.uint32(16))
+        high = _on(np.float32, function)(a & _HIGH, b & _HIGH)
+        return rounded_to_bfloat16(high) | rounded_to_bfloat16(low) >> np.uint32(16)
+
+    return packed
+
+
+def _shifted(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda a, b: np.where(b < 32, function(a, b & np.uint32(31)), 0).astype(np.uint32)
+
+
+def _arithmetic_shift(a: Any, b: Any) -> Any:
+    return (a.view(np.int32) >> np.minimum(b, 31).astype(np.int32)).view(np.uint32)
+
+
+def _to_integer(x: Any) -> Any:
+    """Converts float32 to int32, rounded towards zero and bounded; 0 for NaN."""
+    x = x.view(np.float32)
+    bounded = np.where(np.isnan(x), 0, np.clip(x, -2147483648.0, 2147483520.0))
+    return np.trunc(bounded).astype(np.int32).view(np.uint32)
+
+
+def _is_weird(x: Any) -> Any:
+    exponent = x & _EXPONENT
+    return (exponent == 0) | (exponent == _EXPONENT)
+
+
+# Rows: the numbers of a packed vector, one row after the other.
+
+
+def rows_of_words(x: Any, bits: int) -> np.ndarray:
+    """Unpacks rows of numbers of so many bits, compressed, into the low bits of words."""
+    count = 32 // bits
+    rows = np.empty((SUBLANES * count, LANES), np.uint32)
+    for part in range(count):
+        rows[part::count] = whole(x) >> np.uint32(bits * part) & np.uint32((1 << bits) - 1)
+    return rows
+
+
+def words_of_rows(rows: np.ndarray, bits: int) -> np.ndarray:
+    """Packs the low bits of rows, which inverts `rows_of_words`."""
+    count = 32 // bits
+    words = np.zeros((len(rows) // count, LANES), np.uint32)
+    for part in range(count):
+        words |= (rows[part::count] & np.uint32((1 << bits) - 1)) << np.uint32(bits * part)
+    return words
+
+
+def _signed(rows: np.ndarray, bits: int) -> np.ndarray:
+    """Extends the sign of numbers of so many bits to 32."""
+    shift = np.int32(32 - bits)
+    return (rows.astype(np.int32) << shift >> shift).view(np.uint32)
+
+
+def _packed(bits: int) -> Callable[[Any, Any], Any]:
+    """Packs the numbers of two vectors, each of twice as many bits: first the rows of the second operand."""
+
+    def pack(second: Any, first: Any) -> Any:
+        return words_of_rows(np.concatenate([rows_of_words(x, 2 * bits) for x in (first, second)]), bits)
+
+    return pack
+
+
+def _packed_bfloat16(second: Any, first: Any) -> Any:
+    return _packed(16)(*(rounded_to_bfloat16(x) >> np.uint32(16) for x in (second, first)))
+
+
+def _part(rows: np.ndarray, part: int, parts: int) -> np.ndarray:
+    size = len(rows) // parts
+    return rows[part * size : (part + 1) * size]
+
+
+def _unpacked(bits: int, wider: int, part: int) -> Callable[[Any], Any]:
+    """Unpacks a part of the rows of signed numbers into rows of `wider` bits."""
+
+    def unpack(x: Any) -> Any:
+        rows = _signed(_part(rows_of_words(x, bits), part, wider // bits), bits)
+        return words_of_rows(rows, wider)
+
+    return unpack
+
+
+def _unpacked_bfloat16(part: int) -> Callable[[Any], Any]:
+    """Unpacks the lower or upper half of compressed rows to float32."""
+    return lambda x: _part(rows_of_words(x, 16), part, 2) << np.uint32(16)
+
+
+def _unpacked_unsigned(part: int) -> Callable[[Any], Any]:
+    return lambda x: _part(rows_of_words(x, 16), part, 2)
+
+
+def _unpacked_signed(part: int) -> Callable[[Any], Any]:
+    return lambda x: _signed(_part(rows_of_words(x, 16), part, 2), 16)
+
+
+def _int8_as_bfloat16(part: int) -> Callable[[Any], Any]:
+    """Unpacks the lower or upper half of rows of int8 to rows of bfloat16."""
+
+    def unpack(x: Any) -> Any:
+        rows = _signed(_part(rows_of_words(x, 8), part, 2), 8).view(np.int32).astype(np.float32).view(np.uint32)
+        return words_of_rows(rows >> np.uint32(16), 16)
+
+    return unpack
+
+
+def _rotated(x: Any, by: Any) -> Any:
+    """Takes row s + by for sublane s, in a circle; a vector of offsets gathers within each lane."""
+    if np.ndim(by) == 0:
+        return np.roll(whole(x), -int(by), 0)
+    return np.take_along_axis(whole(x), ((SUBLANE + by) % SUBLANES).astype(np.int64), 0)
+
+
+def _one_row(x: Any, sublane: Any) -> Any:
+    """Repeats one row, by its number, or, with four bytes, the row that each byte names for a part of the sublanes."""
+    if int(sublane) < SUBLANES:
+        return np.repeat(whole(x)[int(sublane) : int(sublane) + 1], SUBLANES, 0)
+    rows = [int(sublane) >> 8 * part & 7 for part in range(4)]
+    return whole(x)[rows[0] : rows[0] + 1].repeat(SUBLANES, 0)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    # Arithmetic, number by number.
+    "vadd.f32": _on(np.float32, np.add),
+    "vsub.f32": _on(np.float32, np.subtract),
+    "vmul.f32": _on(np.float32, np.multiply),
+    "vmax.f32": _on(np.float32, np.maximum),
+    "vmin.f32": _on(np.float32, np.minimum),
+    "vadd.bf16": _on_bfloat16(np.add),
+    "vsub.bf16": _on_bfloat16(np.subtract),
+    "vmul.bf16": _on_bfloat16(np.multiply),
+    "vmax.bf16": _on_bfloat16(np.maximum),
+    "vmin.bf16": _on_bfloat16(np.minimum),
+    "vadd.s32": np.add,
+    "vsub.s32": np.subtract,
+    "vmul.u32": np.multiply,
+    "vmin.u32": np.minimum,
+    "vmax.u32": np.maximum,
+    "vand.u32": np.bitwise_and,
+    "vor.u32": np.bitwise_or,
+    "vxor.u32": np.bitwise_xor,
+    "vshll.u32": _shifted(np.left_shift),
+    "vshrl.u32": _shifted(np.right_shift),
+    "vshra.s32": _arithmetic_shift,
+    # Conversions.
+    "vmov": lambda x: x,
+    "vcvt.s32.f32": lambda x: x.view(np.int32).astype(np.float32).view(np.uint32),
+    "vcvt.f32.s32": _to_integer,
+    "vfloor.f32": _on(np.float32, np.floor),
+    "vceil.f32": _on(np.float32, np.ceil),
+    "vtrunc.f32": _on(np.float32, np.trunc),
+    # Packing: "c" is compressed, "i" interleaved; "l" and "h" are the lower and the upper half of rows.
+    "vpack.c.bf16": _packed_bfloat16,
+    "vpack.i.bf16": lambda high, low: (rounded_to_bfloat16(high) & _HIGH) | rounded_to_bfloat16(low) >> np.uint32(16),
+    "vpack.c.b16": lambda second, first: words_of_rows(np.concatenate([whole(first), whole(second)]), 16),
+    "vpack.c.b8": _packed(8),
+    "vunpack.c.l.bf16": _unpacked_bfloat16(0),
+    "vunpack.c.h.bf16": _unpacked_bfloat16(1),
+    "vunpack.i.l.bf16": lambda x: x << np.uint32(16),
+    "vunpack.i.h.bf16": lambda x: x & _HIGH,
+    "vunpack.c.l.b16": _unpacked_unsigned(0),
+    "vunpack.c.h.b16": _unpacked_unsigned(1),
+    "vunpack.c.l.s16.s32": _unpacked_signed(0),
+    "vunpack.c.h.s16.s32": _unpacked_signed(1),
+    "vunpack.c.0.s8": _unpacked(8, 32, 0),
+    "vunpack.c.1.s8": _unpacked(8, 32, 1),
+    "vunpack.c.2.s8": _unpacked(8, 32, 2),
+    "vunpack.c.3.s8": _unpacked(8, 32, 3),
+    "vunpack.c.l.s4": _unpacked(4, 8, 0),
+    "vunpack.c.h.s4": _unpacked(4, 8, 1),
+    "vunpack.c.l.s8.bf16": _int8_as_bfloat16(0),
+    "vunpack.c.h.s8.bf16": _int8_as_bfloat16(1),
+    # Movements along sublanes.
+    "vrot.slane": _rotated,
+    "vperm.slane": _one_row,
+    "vcombine.low": lambda a, b: np.concatenate([whole(a)[:4], whole(b)[:4]]),
+    "vcombine.high": lambda a, b: np.concatenate([whole(a)[4:], whole(b)[4:]]),
+}
+
+# Their results wait until they are popped.
+TRANSCENDENTAL: dict[str, Callable[[Any], Any]] = {
+    "vpow2.f32": _in_double(np.exp2),
+    "vlog2.f32": _in_double(np.log2),
+    "vrcp.f32": _in_double(np.reciprocal),
+    "vrsqrt.f32": _in_double(lambda x: 1 / np.sqrt(x)),
+    "vtanh.f32": _in_double(np.tanh),
+}
+
+_RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+}
+_TYPES: dict[str, Any] = {"f32": np.float32, "s32": np.int32, "u32": np.uint32}
+
+
+def comparison(relation: str, dtype: str) -> Callable[[Any, Any], Any] | None:
+    """Returns what compares two vectors, such as ("lt", "f32"); None if that is not known. Of 16 bits, bit by bit."""
+    compare = _RELATIONS.get(relation)
+    if compare is not None and dtype == "s16" and relation in ("eq", "ne"):
+
+        def halves(a: Any, b: Any) -> Any:
+            a, b = whole(a), whole(b)
+            low, high = (compare(a & half, b & half) for half in (_LOW, _HIGH))
+            return np.where(low, _LOW, np.uint32(0)) | np.where(high, _HIGH, np.uint32(0))
+
+        return halves
+    if compare is None or dtype not in _TYPES:
+        return None
+    return lambda a, b: whole(compare(a.view(_TYPES[dtype]), b.view(_TYPES[dtype])))
+
+
+# Masks: booleans for each word, or bits.
+
+
+def rectangle(bits: int) -> np.ndarray:
+    """Returns the mask of a rectangle: the first sublane (3 bits), first lane (7), last sublane (3), last lane (7)."""
+    first_sublane, first_lane = bits & 7, bits >> 3 & 127
+    last_sublane, last_lane = bits >> 10 & 7, bits >> 13 & 127
+    rows = (first_sublane <= SUBLANE) & (last_sublane >= SUBLANE)
+    return rows & (first_lane <= LANE) & (last_lane >= LANE)
+
+
+def bytes_of_sublanes(bits: int) -> np.ndarray:
+    """Returns the mask of a range of bytes, four of which a sublane has: the first (8 bits), and the last."""
+    first, last = bits & 0xFF, bits >> 8
+    mask = np.zeros((SUBLANES, LANES), np.uint32)
+    for byte in range(first, min(last, 4 * SUBLANES - 1) + 1):
+        mask[byte // 4] |= np.uint32(0xFF << 8 * (byte % 4))
+    return mask
+
+
+def _as_bits(mask: np.ndarray) -> np.ndarray:
+    return mask if mask.dtype == np.uint32 else np.where(mask, np.uint32(_ONES), np.uint32(0))
+
+
+def _joined(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def join(a: Any, b: Any) -> Any:
+        return function(a, b) if a.dtype == b.dtype else function(_as_bits(a), _as_bits(b))
+
+    return join
+
+
+def packed_masks(second: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Packs two masks of words into one of halves, compressed."""
+    rows = [np.where(mask, _LOW, np.uint32(0)) for mask in (first, second)]
+    return words_of_rows(np.concatenate(rows), 16)
+
+
+def selected(mask: np.ndarray, on_true: Any, on_false: Any) -> Any:
+    """Selects words, or bits."""
+    if mask.dtype == bool:
+        return np.where(mask, on_true, on_false)
+    return (on_true & mask) | (on_false & ~mask)
+
+
+def _bytes_that_are_not_zero(x: Any) -> Any:
+    parts = [np.uint32(0xFF << 8 * part) for part in range(4)]
+    return sum((np.where(whole(x) & part, part, np.uint32(0)) for part in parts), np.uint32(0))
+
+
+# Of vectors, to masks.
+TESTS: dict[str, Callable[[Any], Any]] = {
+    "vweird.f32": lambda x: whole(_is_weird(x)),  # zeros, denormal numbers, infinities and NaN
+    "vnez": lambda x: whole(x != 0),
+    "vnez.u8": _bytes_that_are_not_zero,
+}
+# Of masks.
+MASKS: dict[str, Callable[..., Any]] = {
+    "vmand": _joined(np.bitwise_and),
+    "vmor": _joined(np.bitwise_or),
+    "vmxor": _joined(np.bitwise_xor),
+    "vmneg": np.invert,
+    "vmmov": lambda mask: mask,
+    "vmpackc.low": packed_masks,
+}
