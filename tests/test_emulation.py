@@ -89,9 +89,10 @@ def of_four_bits():
 
 
 A, B, C = FLOATS
-I, J, _ = INTEGERS
+I, J, _ = INTEGERS  # noqa: E741
 ROWS_16 = as_bfloat16(np.concatenate([A, B]))
 ROWS_8 = BYTES.reshape(32, 128)
+ROWS_OF_INTEGERS = np.concatenate([I, J]).astype(np.int16)
 SHIFTS = RNG.integers(0, 40, (8, 128)).astype(np.uint32)
 EXPECTED = {
     "vadd.f32": ([bits(A), bits(B)], bits(A + B)),
@@ -105,6 +106,10 @@ EXPECTED = {
     "vadd.bf16": (
         [compressed(ROWS_16), compressed(ROWS_16[::-1])],
         compressed(np.asarray(jnp.asarray(ROWS_16) + jnp.asarray(ROWS_16[::-1]))),
+    ),
+    "vsub.s16": (
+        [compressed(ROWS_OF_INTEGERS), compressed(ROWS_OF_INTEGERS[::-1])],
+        compressed((ROWS_OF_INTEGERS.astype(np.int32) - ROWS_OF_INTEGERS[::-1]).astype(np.int16)),
     ),
     "vcvt.f32.s32": ([bits(1e3 * A)], bits((1e3 * A).astype(np.int32))),
     "vcvt.s32.f32": ([bits(I)], bits(I.astype(np.float32))),
@@ -131,10 +136,17 @@ EXPECTED = {
         [compressed(np.concatenate([I, J]).astype(np.int16))],
         bits(I.astype(np.int16).astype(np.int32)),
     ),
+    "vunpack.i.l.s16.s32": ([halves(*np.split(ROWS_OF_INTEGERS, 2))], bits(ROWS_OF_INTEGERS[:8].astype(np.int32))),
+    "vunpack.i.u.s16.s32": ([halves(*np.split(ROWS_OF_INTEGERS, 2))], bits(ROWS_OF_INTEGERS[8:].astype(np.int32))),
+    "vunpack.c.l.b16": ([compressed(ROWS_OF_INTEGERS)], bits(ROWS_OF_INTEGERS[:8].astype(np.int32))),
     "vunpack.c.l.s4": ([of_four_bits()[0]], of_four_bits()[1]),
     "vcombine.low": ([bits(A), bits(B)], bits(np.concatenate([A[:4], B[:4]]))),
     "vcombine.high": ([bits(A), bits(B)], bits(np.concatenate([A[4:], B[4:]]))),
     "vrot.slane": ([bits(A), np.uint32(3)], bits(np.stack([A[(row + 3) % 8] for row in range(8)]))),
+    "vperm.slane by a vector": (
+        [bits(A), np.broadcast_to(np.array([0, 1, 0, 1, 7, 7, 3, 2], np.uint32)[:, None], (8, 128))],
+        bits(A[[0, 1, 0, 1, 7, 7, 3, 2]]),
+    ),
     "vperm.slane": ([bits(A), np.uint32(5)], bits(np.stack([A[5]] * 8))),
 }
 
@@ -144,7 +156,9 @@ def test_vector_unit_computes_what_numpy_does(opcode):
     operands, expected = EXPECTED[opcode]
     bench = Bench()
     names = ", ".join(f"%v{at}_v{at}" for at in range(len(operands)))
-    machine = bench.run(f"%v9_v9 = {opcode} {names}", **{f"v{at}": x for at, x in enumerate(operands)})
+    machine = bench.run(
+        f"%v9_v9 = {opcode.partition(' ')[0]} {names}", **{f"v{at}": x for at, x in enumerate(operands)}
+    )
     np.testing.assert_array_equal(machine.registers.held["v9"], expected)
 
 
@@ -161,6 +175,22 @@ def test_masks_are_rectangles_and_select():
     inside = np.zeros((8, 128), bool)
     inside[2:7, 5:101] = True
     np.testing.assert_array_equal(machine.registers.held["v4"], bits(np.where(inside & (A < B), A, np.float32(7))))
+
+
+@pytest.mark.parametrize(("dtype", "like"), [("bf16", jnp.bfloat16), ("s16", np.int16), ("u16", np.uint16)])
+def test_halves_of_words_are_compared_each(dtype, like):
+    # Of bfloat16, numbers of ordinary size.
+    pair = [RNG.integers(0x2000, 0x6000, (16, 128)).astype(np.uint16) for _ in range(2)]
+    pair = [x | RNG.integers(0, 2, x.shape).astype(np.uint16) << np.uint16(15) for x in pair]
+    pair[1][::3] = pair[0][::3]
+    machine = Bench().run(
+        f"%vm1_vm1 = vcmp.le.{dtype}.totalorder %v0_v0, %v1_v1",
+        "%v2_v2 = vsel /*vm=*/%vm1_vm1, /*on_true_vy=*/%v0_v0, /*on_false_vx=*/0",
+        v0=compressed(pair[0]),
+        v1=compressed(pair[1]),
+    )
+    a, b = (x.view(like).astype(np.float64) for x in pair)
+    np.testing.assert_array_equal(machine.registers.held["v2"], compressed(np.where(a <= b, pair[0], np.uint16(0))))
 
 
 def test_cross_lane_unit_reduces_moves_and_transposes():
@@ -247,9 +277,10 @@ def test_loads_and_stores_reach_the_rows_that_they_name():
     bench.set_rows("vmem", 0, rows)
     first, second = bench.places["vmem"]
     machine = bench.run(
-        "%v1_v1 = vld [vmem:[%s0_s0 + $0x1] ss:$2 sm:$0xff]",
+        "%v1_v1 = vld [vmem:[%s0_s0 + $0x9 - $0x8] ss:$2 sm:$0xff]",
         "%v2_v2 = vld [vmem:[%s0_s0] ss:$8 sps:$4 sm:$0x33]",
         "%v3_v3 = vld [vmem:[%s0_s0 + $0x4] sm:$0xff]",
+        "%v5_v5 = vld.sshfl [vmem:[%s0_s0] sm:$0xff pattern:$0x73625140]",
         "%1 = vst [vmem:[%s1_s1 + $0x2] sm:$0x0f] /*vst_source=*/%v3_v3",
         "%2 = vst.msk [vmem:[%s1_s1 + $0x8] sm:$0xff] /*vm=*/%vm1_vm1, /*vst_source=*/%v3_v3",
         s0=first,
@@ -258,6 +289,7 @@ def test_loads_and_stores_reach_the_rows_that_they_name():
     )
     held = machine.registers.held
     np.testing.assert_array_equal(held["v1"], rows[1:16:2])
+    np.testing.assert_array_equal(held["v5"], rows[[0, 4, 1, 5, 2, 6, 3, 7]])
     np.testing.assert_array_equal(held["v2"][[0, 1, 4, 5]], rows[[0, 1, 8, 9]])
     assert not held["v2"][[2, 3, 6, 7]].any()
     written = bench.rows("vmem", 1)
@@ -329,7 +361,7 @@ REFUSED = {
     "%v1_v1 = vfly.f32 %v0_v0": "opcode 'vfly.f32'",
     "%v1_v1 = vadd.f32 %v0_v0, %v0_v0, %v0_v0": "vadd.f32",
     "%v1_v1 = vadd.f32 %v0_v0, 1.0e": "number '1.0e'",
-    "%v1_v1 = vld [vmem:[%s0_s0] sm:$0xff pattern:$0x73625140]": "address",
+    "%v1_v1 = vld [vmem:[%s0_s0] sm:$0xff pattern:$0x73625140]": "vld",
     "%v1_v1 = vld [vmem:[%s0_s0] sm:$0xff] beyond": "vld",
     "%1 = vst [vmem:[%s0_s0] sm:$0xff] /*vst_source=*/%v0_v0, /*more=*/1": "vst",
     "%1 = vmatmul.bf16.vlgmr.msra.gmra.quick.mxu0 %v0_v0": "vmatmul",

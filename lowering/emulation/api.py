@@ -72,15 +72,13 @@ def emulate(fn: Callable[..., Any], *args: Any, target: str, checks: bool = True
     for leaf in leaves:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise EmulationError(f"lowering.emulate: args must have values; got {show(leaf)}")
-    emulator = Emulator(hardware, checks=checks, eup_error=float(eup_error))
-    with emulator.tracing():
-        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*arrays)
-    results = jax.block_until_ready(jax.jit(lambda *arrays: emulator.run(closed, *arrays))(*leaves))
+    emulator = Emulator(hardware, checks=checks, eup_error=float(eup_error), defers=True)
+    results = jax.block_until_ready(jax.jit(emulator.emulated(fn))(*arrays))
     if emulator.error is not None:
         raise emulator.error
     return Emulation(
         target=hardware.name,
-        results=jax.tree.unflatten(jax.tree.structure(shape), results),
+        results=results,
         kernels=emulator.kernels(),
         findings=emulator.findings(),
         unknown=emulator.unknown(),

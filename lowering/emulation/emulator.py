@@ -48,17 +48,19 @@ class Emulator:
       error: why the last call stopped, if one did.
     """
 
-    def __init__(self, hardware: Hardware, *, checks: bool, eup_error: float = 0.0) -> None:
+    def __init__(self, hardware: Hardware, *, checks: bool, eup_error: float = 0.0, defers: bool = False) -> None:
         """Starts without kernels.
 
         Args:
           hardware: the chip.
+          defers: whether whoever asks for results raises `error`: JAX logs what a callback raises as its own.
           checks: whether to execute each call in every order of transfers and with two poisons, and to follow which
             value each register holds.
           eup_error: the relative error of the transcendental unit's results.
         """
         self._hardware = hardware
         self._checks = checks
+        self._defers = defers
         self._eup_error = eup_error
         self._called: dict[Any, _Called] = {}
         self._findings: dict[Finding, None] = {}
@@ -68,10 +70,23 @@ class Emulator:
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """Makes what is traced inside be for the chip: kernels ask the surrounding mesh what they run on."""
-        device = abstract_device(self._hardware)
-        mesh = AbstractMesh((1,), ("chip",), (AxisType.Auto,), abstract_device=device)
+        device, around = abstract_device(self._hardware), jax.sharding.get_abstract_mesh()
+        axes: Any = ((1,), ("chip",), (AxisType.Auto,))
+        if not around.empty:
+            axes = (around.axis_sizes, around.axis_names, around.axis_types)
+        mesh = AbstractMesh(*axes, abstract_device=device)
         with compiled_for(self._hardware), jax.sharding.use_abstract_mesh(mesh), lowered_without_devices():
             yield
+
+    def emulated(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that computes what another does, whose kernels this chip executes."""
+
+        def call(*args: Any) -> Any:
+            with self.tracing():
+                closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+            return jax.tree.unflatten(jax.tree.structure(shape), self.run(closed, *jax.tree.leaves(args)))
+
+        return call
 
     def run(self, closed: Any, *arrays: Any) -> list[Any]:
         """Evaluates a jaxpr that was traced for the chip."""
@@ -155,9 +170,10 @@ class Emulator:
         try:
             first = execute(called.kernel, operands, like, checks=self._checks, eup_error=self._eup_error)
         except (UnknownFormError, MachineFaultError) as error:
-            # Raised by whoever asked for results: JAX would log an error within a callback as its own.
             message = f"{called.kernel.name} ({called.source}) on {self._hardware.name}: {error}"
             self.error = self.error or EmulationError(message)
+            if not self._defers:
+                raise self.error from None
             return tuple(np.zeros(x.shape, x.dtype) for x in like)
         for what in (*first.clobbered, *first.left_over):
             self._find(called, what)

@@ -14,10 +14,12 @@ from lowering.emulation.memory import Memory, Transfers
 from lowering.schedule.bundles import Bundle, Instruction, read_bundles
 from lowering.schedule.dumps import Dumps
 from lowering.schedule.layouts import PADDING, places_of
+from lowering.schedule.memory import wrapped
 
 _ALLOCATION = re.compile(r"#(allocation\d+) \[shape = '[^']*', space=(\w+), size = (0x[0-9a-f]+)")
 _OPERAND = re.compile(
-    r"(<no memory space> )?\[shape: [^\]]*\], index: (\d+), kind: (input|output), shape index: \{(\d*)\}\]"
+    r"(<no memory space> )?\[shape: [^\]]*\], index: (\d+), kind: (input|output), shape index: \{(\d*)\}"
+    r"(?:, may-alias: \{[\d,]*\})?\]"
 )
 _ARRAY_TYPE = re.compile(r"[a-z]+\d*\w*\[[\d,]*\](?:\{[^}]*\})?")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
@@ -135,7 +137,7 @@ class _Call:
         if is_input:
             array, array_type = self._arrays[position], self._kernel.operands[position]
             if found[1]:
-                return int(np.asarray(array).reshape(-1)[:1].view(np.int32)[0])
+                return wrapped(int.from_bytes(np.asarray(array).reshape(-1)[:1].tobytes(), "little"))
             return self._placed(("input", position), space, array_type, array)
         number = int(found[4]) if found[4] else position - len(self._kernel.operands)
         if number in self._kernel.aliases:

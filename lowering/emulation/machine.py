@@ -296,7 +296,7 @@ class Machine:
         if opcode.startswith("dma.") and opcode != "dma.done.wait":
             return self._transfer(opcode, instruction)
         name = opcode.partition(".")[0]
-        if name in ("vst", "vst.msk"):
+        if opcode in ("vst", "vst.msk", "vst.sshfl"):
             return self._store(instruction)
         if opcode in vector_unit.TRANSCENDENTAL:
             function, operand = vector_unit.TRANSCENDENTAL[opcode], self._vectors(instruction, 1)[0]
@@ -363,7 +363,7 @@ class Machine:
     def _load(self, opcode: str, instruction: Instruction) -> Get:
         (text,) = labelled(instruction, "")
         place = self.registers.address(text)
-        if opcode != "vld" or place.rest:
+        if opcode not in ("vld", "vld.sshfl") or place.rest or bool(place.pattern) != opcode.endswith("sshfl"):
             raise UnknownFormError(f"{opcode} with {text!r}")
         memory = self._memory
         return lambda: memory.load(place)
@@ -371,7 +371,8 @@ class Machine:
     def _store(self, instruction: Instruction) -> Callable[[], None]:
         place = self.registers.address(", ".join(instruction.operands))
         found = _STORED.fullmatch(place.rest)
-        if found is None or (found[1] is not None) != (instruction.opcode == "vst.msk"):
+        is_masked, is_shuffled = instruction.opcode == "vst.msk", instruction.opcode == "vst.sshfl"
+        if found is None or (found[1] is not None) != is_masked or bool(place.pattern) != is_shuffled:
             raise UnknownFormError(f"{instruction.opcode} with {place.rest!r}")
         mask = None if found[1] is None else self.registers.mask(found[1])
         vector, memory = self.registers.vector(found[2]), self._memory

@@ -84,7 +84,12 @@ class Memory:
         """Loads a vector; sublanes that the mask leaves out are 0. Beyond an allocation there is poison."""
         allocation, first = self._found("vmem", place.first())
         sublanes = place.sublanes()
-        if place.stride == 1 and not place.group and sublanes == 0xFF and first + SUBLANES <= allocation.units:
+        if (
+            place.stride == 1
+            and not (place.group or place.pattern)
+            and sublanes == 0xFF
+            and first + SUBLANES <= allocation.units
+        ):
             rows = slice(first, first + SUBLANES)
             self._note(allocation.is_written[rows])
             return allocation.words[rows].copy()
@@ -117,6 +122,8 @@ class Memory:
     def _rows(self, first: int, place: Address, sublanes: int) -> tuple[list[int], list[int]]:
         """Returns the sublanes that take part, and their rows."""
         on = [sublane for sublane in range(SUBLANES) if sublanes >> sublane & 1]
+        if place.pattern:
+            return on, [first + place.pattern[at] * place.stride for at in on]
         if place.group:
             return on, [first + at // place.group * place.stride + at % place.group for at in on]
         return on, [first + at * place.stride for at in on]

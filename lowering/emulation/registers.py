@@ -19,11 +19,14 @@ _LABEL = re.compile(r"(\w+)=(.*)", re.DOTALL)
 _INTEGER = re.compile(r"\$?(-?(?:0x[0-9a-f]+|\d+))")
 _FLOAT = re.compile(r"-?(?:\d+\.\d*(?:e[-+]?\d+)?|\d+e[-+]?\d+|inf|nan)")
 _HALVES = re.compile(r"(\S+)\|(\S+)")
+_SIGN = re.compile(r"\s([+-])\s")
 _SYMBOL = re.compile(r"#(\w+)")
 # "%s9_s12 [#allocation5]": the allocation that a pointer is into is a remark.
 _REMARK = re.compile(r"(?<=\S)\s+\[#\w+\]$")
 _ADDRESS = re.compile(
-    r"\[vmem:\[([^\]]*)\](?:\s*ss:\$(-?\d+))?(?:\s*sps:\$(\d+))?\s*(?:sm:(\$0x[0-9a-f]+|%\w+))?\s*\]\s*(.*)", re.DOTALL
+    r"\[vmem:\[([^\]]*)\](?:\s*ss:\$(-?\d+))?(?:\s*sps:\$(\d+))?\s*(?:sm:(\$0x[0-9a-f]+|%\w+))?"
+    r"(?:\s*pattern:\$(0x[0-9a-f]{8}))?\s*\]\s*(.*)",
+    re.DOTALL,
 )
 
 
@@ -35,6 +38,7 @@ class Address(NamedTuple):
       stride: rows from one sublane to the next; from one group of them to the next, with `group`.
       group: how many sublanes follow one another in memory; 0 for none.
       sublanes: gets a mask of the sublanes that take part, a bit for each.
+      pattern: the row of each sublane, if that is another than its number.
       rest: what follows the address.
     """
 
@@ -42,6 +46,7 @@ class Address(NamedTuple):
     stride: int
     group: int
     sublanes: Get
+    pattern: tuple[int, ...]
     rest: str
 
 
@@ -88,17 +93,19 @@ class Registers:
         return checked if self._checks else get
 
     def scalar(self, text: str, space: str = "") -> Get:
-        """Returns what reads a scalar: a register, a number, an address, or a sum of these."""
+        """Returns what reads a scalar: a register, a number, an address, or a sum or difference."""
         inner = _REMARK.sub("", text.strip())
         for known in ("smem", "vmem"):
             if inner.startswith(f"[{known}:"):
                 inner, space = inner[len(known) + 2 : -1], known
         inner = inner.strip()
-        terms = [self._term(term, space) for term in (inner[1:-1] if inner.startswith("[") else inner).split("+")]
+        first, *others = _SIGN.split(inner[1:-1] if inner.startswith("[") else inner)
+        terms = [(self._term(first, space), 1)]
+        for sign, term in zip(others[::2], others[1::2], strict=True):
+            terms.append((self._term(term, space), 1 if sign == "+" else -1))
         if len(terms) == 1:
-            return terms[0]
-        first, *others = terms
-        return lambda: first() + sum(term() for term in others)
+            return terms[0][0]
+        return lambda: sum(sign * term() for term, sign in terms)
 
     def vector(self, text: str) -> Get:
         """Returns what reads a vector, or one number for all its elements: uint32 bits."""
@@ -128,14 +135,16 @@ class Registers:
         found = _ADDRESS.fullmatch(text.strip())
         if found is None:
             raise UnknownFormError(f"address {text!r}")
-        inner, stride, group, sublanes, rest = found.groups()
+        inner, stride, group, sublanes, pattern, rest = found.groups()
         mask: Get
         if sublanes is None or sublanes.startswith("$"):
             number = 0xFF if sublanes is None else int(sublanes[1:], 16)
             mask = lambda: number  # noqa: E731
         else:
             mask = self.register(sublanes, "s")
-        return Address(self.scalar(inner, "vmem"), int(stride or 1), int(group or 0), mask, rest.strip())
+        return Address(
+            self.scalar(inner, "vmem"), int(stride or 1), int(group or 0), mask, _nibbles(pattern), rest.strip()
+        )
 
     def _term(self, term: str, space: str) -> Get:
         term = term.strip().strip("[]").strip()
@@ -146,6 +155,10 @@ class Registers:
         symbol = _SYMBOL.fullmatch(term)
         number = self._addresses(symbol[1], space) if symbol is not None else wrapped(bits_of(term))
         return lambda: number
+
+
+def _nibbles(pattern: str | None) -> tuple[int, ...]:
+    return () if pattern is None else tuple(int(pattern, 16) >> 4 * at & 7 for at in range(SUBLANES))
 
 
 def bits_of(text: str) -> int:

@@ -53,6 +53,16 @@ def _on_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
     return packed
 
 
+def _on_halves(dtype: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of two integers of 16 bits a word."""
+
+    def packed(a: Any, b: Any) -> Any:
+        rows = function(*(rows_of_words(x, 16).astype(dtype) for x in (a, b)))
+        return words_of_rows(rows.astype(np.uint16).astype(np.uint32), 16)
+
+    return packed
+
+
 def _shifted(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda a, b: np.where(b < 32, function(a, b & np.uint32(31)), 0).astype(np.uint32)
 
@@ -133,10 +143,6 @@ def _unpacked_bfloat16(part: int) -> Callable[[Any], Any]:
     return lambda x: _part(rows_of_words(x, 16), part, 2) << np.uint32(16)
 
 
-def _unpacked_unsigned(part: int) -> Callable[[Any], Any]:
-    return lambda x: _part(rows_of_words(x, 16), part, 2)
-
-
 def _unpacked_signed(part: int) -> Callable[[Any], Any]:
     return lambda x: _signed(_part(rows_of_words(x, 16), part, 2), 16)
 
@@ -158,12 +164,14 @@ def _rotated(x: Any, by: Any) -> Any:
     return np.take_along_axis(whole(x), ((SUBLANE + by) % SUBLANES).astype(np.int64), 0)
 
 
-def _one_row(x: Any, sublane: Any) -> Any:
-    """Repeats one row, by its number, or, with four bytes, the row that each byte names for a part of the sublanes."""
-    if int(sublane) < SUBLANES:
-        return np.repeat(whole(x)[int(sublane) : int(sublane) + 1], SUBLANES, 0)
-    rows = [int(sublane) >> 8 * part & 7 for part in range(4)]
-    return whole(x)[rows[0] : rows[0] + 1].repeat(SUBLANES, 0)
+def _permuted(x: Any, by: Any) -> Any:
+    """Takes one row for all sublanes, by its number; a vector of numbers gathers within each lane.
+
+    With four bytes, which libtpu writes for a v7x, only the first is known to be used.
+    """
+    if np.ndim(by) == 0:
+        return np.repeat(whole(x)[int(by) % SUBLANES][None], SUBLANES, 0)
+    return np.take_along_axis(whole(x), (by % SUBLANES).astype(np.int64), 0)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -178,6 +186,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "vmul.bf16": _on_bfloat16(np.multiply),
     "vmax.bf16": _on_bfloat16(np.maximum),
     "vmin.bf16": _on_bfloat16(np.minimum),
+    "vadd.s16": _on_halves(np.int16, np.add),
+    "vsub.s16": _on_halves(np.int16, np.subtract),
+    "vmax.s16": _on_halves(np.int16, np.maximum),
+    "vmin.s16": _on_halves(np.int16, np.minimum),
     "vadd.s32": np.add,
     "vsub.s32": np.subtract,
     "vmul.u32": np.multiply,
@@ -205,8 +217,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "vunpack.c.h.bf16": _unpacked_bfloat16(1),
     "vunpack.i.l.bf16": lambda x: x << np.uint32(16),
     "vunpack.i.h.bf16": lambda x: x & _HIGH,
-    "vunpack.c.l.b16": _unpacked_unsigned(0),
-    "vunpack.c.h.b16": _unpacked_unsigned(1),
+    # The sign counts: of max pooling's keys, which may be negative, on a v5e.
+    "vunpack.c.l.b16": _unpacked_signed(0),
+    "vunpack.c.h.b16": _unpacked_signed(1),
+    "vunpack.i.l.s16.s32": lambda x: _signed(x & _LOW, 16),
+    "vunpack.i.h.s16.s32": lambda x: _signed(x >> np.uint32(16), 16),
     "vunpack.c.l.s16.s32": _unpacked_signed(0),
     "vunpack.c.h.s16.s32": _unpacked_signed(1),
     "vunpack.c.0.s8": _unpacked(8, 32, 0),
@@ -219,7 +234,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "vunpack.c.h.s8.bf16": _int8_as_bfloat16(1),
     # Movements along sublanes.
     "vrot.slane": _rotated,
-    "vperm.slane": _one_row,
+    "vperm.slane": _permuted,
     "vcombine.low": lambda a, b: np.concatenate([whole(a)[:4], whole(b)[:4]]),
     "vcombine.high": lambda a, b: np.concatenate([whole(a)[4:], whole(b)[4:]]),
 }
@@ -244,20 +259,30 @@ _RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
 _TYPES: dict[str, Any] = {"f32": np.float32, "s32": np.int32, "u32": np.uint32}
 
 
+def _low(x: Any) -> Any:
+    """Returns the low halves of words, as the high halves of others."""
+    return whole(x) << np.uint32(16)
+
+
+# Numbers of 16 bits compare as the high halves of wider ones do.
+_HALVES: dict[str, Any] = {"bf16": np.float32, "s16": np.int32, "u16": np.uint32}
+
+
 def comparison(relation: str, dtype: str) -> Callable[[Any, Any], Any] | None:
-    """Returns what compares two vectors, such as ("lt", "f32"); None if that is not known. Of 16 bits, bit by bit."""
+    """Returns what compares two vectors, such as ("lt", "f32"), with a mask of bits for 16 bits; None if not known."""
     compare = _RELATIONS.get(relation)
-    if compare is not None and dtype == "s16" and relation in ("eq", "ne"):
-
-        def halves(a: Any, b: Any) -> Any:
-            a, b = whole(a), whole(b)
-            low, high = (compare(a & half, b & half) for half in (_LOW, _HIGH))
-            return np.where(low, _LOW, np.uint32(0)) | np.where(high, _HIGH, np.uint32(0))
-
-        return halves
-    if compare is None or dtype not in _TYPES:
+    if compare is None or dtype not in _TYPES | _HALVES:
         return None
-    return lambda a, b: whole(compare(a.view(_TYPES[dtype]), b.view(_TYPES[dtype])))
+    if dtype in _TYPES:
+        return lambda a, b: whole(compare(a.view(_TYPES[dtype]), b.view(_TYPES[dtype])))
+    kind = _HALVES[dtype]
+
+    def halves(a: Any, b: Any) -> Any:
+        low = compare(_low(a).view(kind), _low(b).view(kind))
+        high = compare((whole(a) & _HIGH).view(kind), (whole(b) & _HIGH).view(kind))
+        return np.where(low, _LOW, np.uint32(0)) | np.where(high, _HIGH, np.uint32(0))
+
+    return halves
 
 
 # Masks: booleans for each word, or bits.
