@@ -7,6 +7,7 @@ import itertools
 import os
 import pathlib
 import zlib
+from collections.abc import Iterator
 
 import platformdirs
 
@@ -27,11 +28,13 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # What a developer has tuned on this machine must not decide what tests run.
 os.environ["JAXOPS_TUNED"] = os.path.join(os.path.dirname(__file__), "no-results")
 
+import emulated_kernels
 import hypothesis
 import jax
 import numpy as np
 import pytest
 
+_COVERAGE = pytest.StashKey[emulated_kernels.Coverage]()
 SEED = 20260
 SAMPLE = 16
 # In `make test` an operator keeps every sixth promise. Which ones differs by file, so each promise is kept by some.
@@ -53,6 +56,33 @@ def pytest_report_header() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--times", type=pathlib.Path, metavar="FILE", help="write how long each test file took, as CSV")
+    parser.addoption("--emulate", metavar="CHIP", help="run the interpreter's tests of TPU kernels on compiled code")
+    parser.addoption(
+        "--coverage", type=pathlib.Path, metavar="FILE", help="with --emulate: how much of it was executed"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.emulate:
+        emulated_kernels.install(config.option.emulate)
+
+
+@pytest.fixture(autouse=True)
+def emulated(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--emulate`, fails tests whose kernels do what no kernel may, and skips those without any."""
+    yield
+    if request.config.option.emulate:
+        kernels, findings = emulated_kernels.take()
+        request.config.stash.setdefault(_COVERAGE, emulated_kernels.Coverage()).add(kernels)
+        assert findings == []
+        if not kernels:
+            pytest.skip("interprets no TPU kernel")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path, chip = session.config.option.coverage, session.config.option.emulate
+    if path is not None and _COVERAGE in session.config.stash:
+        session.config.stash[_COVERAGE].write(path, chip)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -75,7 +105,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks as slow what `make test` leaves out.
 
     That is all but one in sixteen cases of each `sampled` test, whose first case always runs, and the promises of which
@@ -91,6 +121,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (takes_turns or item.get_closest_marker("sampled")) and (cases[test] + offset) % turns:
             item.add_marker(pytest.mark.slow)
         cases[test] += 1
+    if config.option.emulate:
+        left = [item for item in items if not item.get_closest_marker("emulated") or "gpu" in item.name]
+        left += [item for item in items if item.get_closest_marker("interpreted") and item not in left]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
 
 
 @pytest.fixture

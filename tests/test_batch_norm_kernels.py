@@ -23,6 +23,8 @@ from pallas_kernels.tpu import batch_norm as tpu_forward
 from pallas_kernels.tpu import batch_norm_backward as tpu_backward
 from pallas_kernels.tpu.batch_norm_blocks import blocks_of
 
+pytestmark = pytest.mark.emulated
+
 EPSILON = 1e-3
 RELU, IDENTITY = ("relu", 0.0, True), ("identity", 0.0, True)
 # Blocks far smaller than the default let small arrays span several of them.

@@ -23,6 +23,8 @@ from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu import dropout as tpu_dropout
 from pallas_kernels.tpu.dropout_words import decide_some
 
+pytestmark = pytest.mark.emulated
+
 KEY_WORDS = (0x9E3779B9, 0x7F4A7C15)
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 # Blocks far smaller than the default let small arrays span several of them.
@@ -173,6 +175,7 @@ def test_dropout_runs_the_tpu_kernel_in_a_gradient(rng):
     np.testing.assert_allclose(grad, expected_grad, rtol=1e-6)
 
 
+@pytest.mark.interpreted
 def test_dropout_kernels_keep_the_same_elements_on_an_automatic_mesh(rng):
     x = jnp.asarray(rng.normal(size=(8, 3, 64)), F32)
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)

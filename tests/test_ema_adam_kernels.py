@@ -23,6 +23,8 @@ from pallas_kernels.gpu import ema_adam as gpu_ema_adam
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu import ema_adam as tpu_ema_adam
 
+pytestmark = pytest.mark.emulated
+
 LEARNING_RATE, EMA_DECAY, BETA1, BETA2, EPS, WEIGHT_DECAY, STEP = 0.01, 0.75, 0.9, 0.99, 1e-6, 0.1, 3
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 
@@ -102,6 +104,7 @@ def launch(name, operands, *, mode, output, interpret, in_place=True):
     return jax.jit(run)(*operands, make_coefficients())
 
 
+@pytest.mark.interpreted
 @pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", KERNELS)
@@ -131,6 +134,7 @@ def test_ema_adam_tpu_kernel_interprets_as_hlo(shape):
     assert_step(results, operands, mode="l2", output="update")
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", KERNELS)
 def test_ema_adam_kernel_rounds_once(name):
     """A second moment too small for float16 still scales the step, and the average follows the unrounded parameters."""
@@ -183,6 +187,7 @@ def test_ema_adam_kernel_writes_over_operands_in_programs_that_donate(name, dona
     assert text.count("stablehlo.output_operand_alias<") == len(donated)
 
 
+@pytest.mark.interpreted
 @pytest.mark.sampled
 @pytest.mark.parametrize("output", ["params", "update"])
 @pytest.mark.parametrize("name", KERNELS)

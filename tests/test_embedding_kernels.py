@@ -18,6 +18,8 @@ from pallas_kernels.gpu import embedding as gpu
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu import embedding as tpu
 
+pytestmark = pytest.mark.emulated
+
 # Blocks far smaller than the default let small tables and batches span several of them.
 KERNELS = {
     "tpu": (tpu, {"block_elements": 2048}, pltpu.InterpretParams(detect_races=True), "tpu_custom_call"),

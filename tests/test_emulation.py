@@ -406,6 +406,15 @@ def test_a_clobbered_register_is_seen():
     assert list(machine.registers.clobbered) == []
 
 
+def test_a_pointer_renames_only_what_was_written():
+    lines = (
+        "%s1_s1 = smov 1  ;;  %p1_p1 = scmp.lt.s32.totalorder 3, 2",
+        "%s2_s1 = smov (%p1_p1), 2  ;;  %s3_s1 = int_to_ptr.vmem [resolvable:$false] %s2_s1",
+    )
+    assert not Bench().run(*lines, "%s4_s4 = sadd.s32 1, %s1_s1", checks=True).registers.clobbered
+    assert Bench().run(*lines, "%s4_s4 = sadd.s32 1, %s3_s1", checks=True).registers.clobbered
+
+
 def test_what_waits_in_a_unit_is_popped_in_order():
     with pytest.raises(MachineFaultError, match="1 is popped where 2 is meant"):
         Bench().run("%1 = vpow2.f32 %v0_v0", "%2 = vrcp.f32 %v0_v0", "%v1_v1 = vpop.eup %2", v0=bits(A))

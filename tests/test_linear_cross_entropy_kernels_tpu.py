@@ -31,6 +31,8 @@ from lowering.targets import named
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu.linear_cross_entropy import backward, gradients, statistics, tiles, vocab_parallel
 
+pytestmark = pytest.mark.emulated
+
 BF16 = "bfloat16"
 FORWARD_CONFIG = {"block_rows": 8, "block_vocab": 8, "block_hidden": 8}
 BACKWARD_CONFIG = {"block_staying": 8, "block_streaming": 8, "block_hidden": 8}
@@ -94,6 +96,7 @@ def assert_statistics_close(actual, expected):
             assert_close(result, true)
 
 
+@pytest.mark.interpreted
 @pytest.mark.sampled
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_linear_cross_entropy_tpu_kernels_agree_with_float64(variant, rng):
@@ -113,6 +116,7 @@ def test_linear_cross_entropy_tpu_kernels_agree_with_float64(variant, rng):
             assert_close(result, true, rtol=max(2e-5, eps))
 
 
+@pytest.mark.interpreted
 @pytest.mark.sampled
 @pytest.mark.parametrize("block_hidden", [128, 8], ids=["whole features", "features in parts"])
 def test_linear_cross_entropy_tpu_kernel_folds_chunks_of_a_block(block_hidden, rng):
@@ -142,6 +146,7 @@ def test_linear_cross_entropy_tpu_kernel_defers_what_a_block_gives_last(classes,
     assert_statistics_close(found, truth)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("scale", [40.0, 640.0])
 def test_linear_cross_entropy_tpu_kernels_take_large_logits(scale, rng):
     operands = make_operands(rng, scale=scale)
@@ -150,6 +155,7 @@ def test_linear_cross_entropy_tpu_kernels_take_large_logits(scale, rng):
         np.testing.assert_allclose(actual, true, atol=1e-6 * scale * HIDDEN)
 
 
+@pytest.mark.interpreted
 def test_linear_cross_entropy_tpu_kernels_lose_no_digits_to_a_common_offset(rng):
     # Whole numbers, so that the logits themselves are exact: 2^20 + (-4 ... 4).
     x = np.concatenate([rng.integers(-2, 3, size=(ROWS, 2)), np.ones((ROWS, 1)), np.zeros((ROWS, HIDDEN - 3))], axis=1)

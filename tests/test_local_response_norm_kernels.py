@@ -17,6 +17,8 @@ from pallas_kernels.gpu import local_response_norm as gpu
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu import local_response_norm as tpu
 
+pytestmark = pytest.mark.emulated
+
 STRONG = {"alpha": 1.5, "beta": 0.75, "k": 0.5}
 # Blocks far smaller than the default let small arrays span several of them.
 KERNELS = {

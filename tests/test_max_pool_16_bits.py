@@ -14,6 +14,8 @@ from lowering.targets import named
 from pallas_kernels.tpu import max_pool_backward as kernel
 from pallas_kernels.tpu import max_pool_pairs
 
+pytestmark = pytest.mark.emulated
+
 SPECIAL = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.5, 1.5, -2.0, 3e38], np.float32)
 # Images whose pixels lie outside of the tiles: a batch of 128 fills the lanes, 16 channels the sublanes.
 PIXELS = {

@@ -20,6 +20,8 @@ from pallas_kernels.gpu import max_pool_backward as gpu
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu import max_pool_backward as tpu
 
+pytestmark = pytest.mark.emulated
+
 KERNELS = {
     "tpu": (tpu, {"vmem_bytes": 12 * 2**20}, pltpu.InterpretParams(detect_races=True), "tpu_custom_call"),
     "gpu": (gpu, {"width": 128}, interpret_gpu_params(detect_races=True), "mosaic_gpu"),
@@ -210,6 +212,7 @@ def test_max_pool_kernels_refuse_what_they_cannot_run():
     assert "2147483648" in reason(gpu, h100, shape=(2**14, 1, 32, 32, 128))
 
 
+@pytest.mark.interpreted
 def test_max_pool_kernel_runs_where_images_are_and_refuses_to_gather_their_parts(rng):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     x = jnp.asarray(rng.normal(size=(8, 8, 8, 128)), jnp.float32)

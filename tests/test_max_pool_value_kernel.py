@@ -16,6 +16,8 @@ from lowering.targets import named
 from pallas_kernels.tpu import max_pool as kernel
 from pallas_kernels.tpu.max_pool_views import view_of
 
+pytestmark = pytest.mark.emulated
+
 
 def attributes_of(geometry):
     window, stride, padding = geometry[1:]

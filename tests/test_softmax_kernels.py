@@ -21,6 +21,8 @@ from pallas_kernels.softmax_groups import Groups, View
 from pallas_kernels.tpu import softmax as tpu
 from pallas_kernels.tpu import softmax_backward as tpu_backward
 
+pytestmark = pytest.mark.emulated
+
 # Blocks far smaller than the default let small arrays span several of them.
 KERNELS = {
     "tpu": (tpu, tpu_backward, {"block_elements": 2048}, pltpu.InterpretParams(detect_races=True)),

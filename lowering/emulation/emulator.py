@@ -40,32 +40,56 @@ class _Called:
     seconds: float = 0.0
     transfers: int = 0
 
+    def finding(self, what: str) -> Finding:
+        """Makes a finding about this kernel."""
+        return Finding(self.kernel.name, self.source, what)
+
 
 class Emulator:
     """A chip that executes kernels.
 
     Attributes:
       error: why the last call stopped, if one did.
+      memory_findings: results of kernels that depend on what memory held before anything was written to it. Parts of
+        them that nobody reads, such as rows beyond an array's last, may.
     """
 
-    def __init__(self, hardware: Hardware, *, checks: bool, eup_error: float = 0.0, defers: bool = False) -> None:
+    def __init__(
+        self,
+        hardware: Hardware,
+        *,
+        checks: bool,
+        eup_error: float = 0.0,
+        defers: bool = False,
+        poison: int = POISONS[0],
+    ) -> None:
         """Starts without kernels.
 
         Args:
           hardware: the chip.
-          defers: whether whoever asks for results raises `error`: JAX logs what a callback raises as its own.
           checks: whether to execute each call in every order of transfers and with two poisons, and to follow which
             value each register holds.
           eup_error: the relative error of the transcendental unit's results.
+          defers: whether whoever asks for results raises `error`: JAX logs what a callback raises as its own.
+          poison: what is read where nobody has written.
         """
         self._hardware = hardware
         self._checks = checks
-        self._defers = defers
         self._eup_error = eup_error
+        self._defers = defers
+        self._poison = poison
+        self.memory_findings: dict[Finding, None] = {}
         self._called: dict[Any, _Called] = {}
         self._findings: dict[Finding, None] = {}
         self._evaluation = Evaluation(self._replacement)
         self.error: EmulationError | None = None
+
+    def with_other_memory(self) -> "Emulator":
+        """Returns a chip in whose memory lies something else where nobody has written; it checks nothing."""
+        options: dict[str, Any] = {"checks": False, "eup_error": self._eup_error, "poison": POISONS[1]}
+        other = Emulator(self._hardware, **options)
+        other._called = self._called
+        return other
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -168,7 +192,14 @@ class Emulator:
         operands = list(map(np.asarray, arrays))
         start = time.perf_counter()
         try:
-            first = execute(called.kernel, operands, like, checks=self._checks, eup_error=self._eup_error)
+            first = execute(
+                called.kernel,
+                operands,
+                like,
+                checks=self._checks,
+                eup_error=self._eup_error,
+                poison=self._poison,
+            )
         except (UnknownFormError, MachineFaultError) as error:
             message = f"{called.kernel.name} ({called.source}) on {self._hardware.name}: {error}"
             self.error = self.error or EmulationError(message)
@@ -176,36 +207,30 @@ class Emulator:
                 raise self.error from None
             return tuple(np.zeros(x.shape, x.dtype) for x in like)
         for what in (*first.clobbered, *first.left_over):
-            self._find(called, what)
+            self._findings[called.finding(what)] = None
         if self._checks:
             for order in Transfers.ORDERS[1:]:
-                self._compare(called, operands, like, first, f"when transfers happen {order}", order=order)
-            self._compare(called, operands, like, first, _unwritten(called.kernel, first), poison=POISONS[1])
+                for what in self._differing(called, operands, like, first, order=order):
+                    self._findings[called.finding(f"{what} when transfers happen {order}")] = None
+            for what in self._differing(called, operands, like, first, poison=POISONS[1]):
+                self.memory_findings[called.finding(f"{what} {_unwritten(called.kernel, first)}")] = None
         called.calls += 1
         called.seconds += time.perf_counter() - start
         called.issues += np.asarray(first.issues)
         called.transfers = called.transfers or first.transfers
         return first.results
 
-    def _compare(
-        self, called: _Called, operands: Sequence[Any], like: Sequence[Any], first: Execution, when: str, **how: Any
-    ) -> None:
-        """Executes a call in another way, and remembers whether its results differ."""
+    def _differing(
+        self, called: _Called, operands: Sequence[Any], like: Sequence[Any], first: Execution, **how: Any
+    ) -> list[str]:
+        """Executes a call in another way, and says how its results differ."""
         try:
             other = execute(called.kernel, operands, like, eup_error=self._eup_error, **how)
         except MachineFaultError as error:
-            self._find(called, f"{error}, {when}")
-            return
-        differing = [
-            f"result {number}"
-            for number, (a, b) in enumerate(zip(first.results, other.results, strict=True))
-            if a.tobytes() != b.tobytes()
-        ]
-        if differing:
-            self._find(called, f"{' and '.join(differing)} differ{'s' if len(differing) == 1 else ''} {when}")
-
-    def _find(self, called: _Called, what: str) -> None:
-        self._findings[Finding(called.kernel.name, called.source, what)] = None
+            return [f"{error},"]
+        pairs = zip(first.results, other.results, strict=True)
+        differing = [f"result {number}" for number, (a, b) in enumerate(pairs) if a.tobytes() != b.tobytes()]
+        return [f"{' and '.join(differing)} differ{'s' if len(differing) == 1 else ''}"] if differing else []
 
 
 def _function_of(equation: Any) -> Callable[..., Any]:

@@ -59,6 +59,7 @@ class _Slot:
       register: where the result goes.
       value: its name.
       renames: "at once" or "then", if it only gives another name to what its register holds.
+      sources: of these, the names before.
     """
 
     compute: Get | None = None
@@ -66,6 +67,7 @@ class _Slot:
     register: str = ""
     value: str = ""
     renames: str = ""
+    sources: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass
@@ -207,16 +209,20 @@ class Machine:
 
         def step() -> None:
             for slot in carried:
-                names[slot.register] = slot.value
+                names[slot.register] = {slot.value}
             results = [(register, compute(), value) for register, compute, value in computed]
             for effect in effects:
                 effect()
             for register, result, value in results:
-                if result is not _NOT_WRITTEN:
+                if result is _RENAMED_ONLY:
+                    names[register] |= {value}
+                elif result is not _NOT_WRITTEN:
                     held[register] = result
-                    names[register] = value
+                    names[register] = {value}
             for slot in renamed:
-                names[slot.register] = slot.value
+                # Where a predicate has left the value out that is renamed, its register still has another.
+                if not slot.sources.isdisjoint(names.get(slot.register, ())):
+                    names[slot.register] |= {slot.value}
 
         return step
 
@@ -246,7 +252,9 @@ class Machine:
         if not instruction.register:
             raise UnknownFormError(f"{opcode} without a register for its result")
         otherwise: Get = lambda: _NOT_WRITTEN  # noqa: E731
-        if instruction.otherwise:
+        if instruction.otherwise.rpartition("_")[2] == instruction.register:
+            otherwise = lambda: _RENAMED_ONLY  # noqa: E731 its register has both names then
+        elif instruction.otherwise:
             is_scalar = instruction.register.startswith(("s", "p"))
             read = self.registers.scalar if is_scalar else self.registers.vector
             otherwise = read(instruction.otherwise)
@@ -261,7 +269,8 @@ class Machine:
             raise UnknownFormError(f"{opcode} of {', '.join(instruction.operands)!r} in {instruction.register}")
         if places == {instruction.register}:
             when = "at once" if opcode.endswith("phi") else "then"
-            return _Slot(register=instruction.register, value=instruction.value, renames=when)
+            sources = frozenset(operand.strip().strip("%").rpartition("_")[0] for operand in instruction.operands)
+            return _Slot(register=instruction.register, value=instruction.value, renames=when, sources=sources)
         (operand,) = instruction.operands
         read = self.registers.scalar(operand)
         return _Slot(read, register=instruction.register, value=instruction.value)
@@ -530,7 +539,7 @@ class Machine:
         return take
 
 
-_NOT_WRITTEN = object()
+_NOT_WRITTEN, _RENAMED_ONLY = object(), object()
 
 
 def _next(queue: collections.deque[Any]) -> Any:

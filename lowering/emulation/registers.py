@@ -55,7 +55,7 @@ class Registers:
 
     Attributes:
       held: the value in each register that something was written to.
-      names: the name of the value in each register, where `checks`.
+      names: of the value in each register; several where an instruction leaves it as it is.
       clobbered: reads of a register that held another value than the compiler meant, as text.
     """
 
@@ -69,7 +69,7 @@ class Registers:
         self._addresses = addresses
         self._checks = checks
         self.held: dict[str, Any] = {}
-        self.names: dict[str, str] = {}
+        self.names: dict[str, set[str]] = {}
         self.clobbered: dict[str, None] = {}
 
     def register(self, text: str, kind: str = "") -> Get:
@@ -86,8 +86,9 @@ class Registers:
                 raise MachineFaultError(f"register {register} is read before anything is written to it") from None
 
         def checked() -> Any:
-            if self.names.get(register) != name:
-                self.clobbered[f"{register} holds {self.names.get(register)} where {name} is read"] = None
+            names = self.names.get(register, {"nothing"})
+            if name not in names:
+                self.clobbered[f"{register} holds {' or '.join(sorted(names))} where {name} is read"] = None
             return get()
 
         return checked if self._checks else get
