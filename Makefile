@@ -5,7 +5,7 @@
 #   TESTS="..."         what `make test` runs
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint docs notebooks example compile-tpu compile-cuda nets clean
+.PHONY: demo test lint docs notebooks example compile-tpu compile-cuda emulate nets clean
 
 SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -45,6 +45,13 @@ compile-tpu compile-cuda: export JAX_DISABLE_MOST_OPTIMIZATIONS = 0
 compile-tpu compile-cuda: compile-%: $(VENV)/.test
 	$(BIN)/jaxops targets --install $* >/dev/null
 	$(BIN)/pytest -n 2 -m "$*_compile and not slow" tests/compile_targets $(ARGS)
+
+# The interpreter's tests of TPU kernels, on the code that is compiled for these chips.
+CHIPS ?= tpu-v5e tpu-v6e tpu-v7x
+emulate: $(VENV)/.test
+	$(BIN)/jaxops targets --install tpu >/dev/null
+	for chip in $(CHIPS); do \
+		$(BIN)/pytest -n 2 --emulate $$chip $$(grep -l "mark.emulated" tests/test_*.py) $(ARGS) || exit 1; done
 
 # Whether values, memory, explanations, programs and replayed times are as recorded; ARGS="--only values" checks a part.
 nets: $(VENV)/.test

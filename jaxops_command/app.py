@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from jaxops_command.functions import bench, compile, explain, export, plan, tune
+from jaxops_command.functions import bench, compile, emulate, explain, export, plan, tune
 from jaxops_command.options import (
     COMPILERS,
     PROCESS_COUNTS,
@@ -116,7 +116,7 @@ def ops(as_json: Json = False) -> None:
     operators.ops(as_json)
 
 
-for command in (explain, compile, export, tune, bench, plan):
+for command in (explain, compile, emulate, export, tune, bench, plan):
     app.command()(command)
 
 

@@ -100,6 +100,39 @@ def compile(
     tracing.compile(function, arg, chosen, rewrite, tuned, output, options, as_json)
 
 
+def emulate(
+    function: Function,
+    target: Annotated[str, typer.Option(help="The TPU to compile for, such as tpu-v5e.")],
+    arg: Arguments = None,
+    implementation: Implementation = None,
+    operands: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.npz", help="The arguments' arrays, in order. By default, random ones."),
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Execute each kernel once, not also with transfers in other orders.")
+    ] = False,
+    eup_error: Annotated[
+        float, typer.Option(help="A relative error of the transcendental unit, such as 2.4e-4; 0 by default.")
+    ] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Executes a function's compiled TPU kernels on the CPU.
+
+    It shows what they do and should not, how much of their code was executed, and how their results differ from those
+    of Pallas' interpreter. It exits with 1 if anything was found. Without --arg, the arguments are FILE.py's
+    FUNCTION_args or example_args: a tuple, or a function that returns one.
+    """
+    require_target(target)
+    chosen = one_implementation_of(implementation)
+    require(0 <= eup_error < 1, "--eup-error", "be from 0 to 1", str(eup_error))
+    require_location(function, arg)
+    from jaxops_command import emulation
+
+    options = {"target": target, "checks": not once, "eup_error": eup_error}
+    emulation.emulate(function, arg, chosen, operands, options, as_json)
+
+
 def export(
     function: Function,
     output: Annotated[Path, typer.Option(help="The file to write.")],

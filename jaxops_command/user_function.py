@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxops._checks.arguments import OperatorError
 from jaxops_command.options import CommandError, dtype_and_shape, file_and_name, require
-from lowering import ArtifactError, CompileError, PlanError, TuningError, operators, use
+from lowering import ArtifactError, CompileError, EmulationError, PlanError, TuningError, operators, use
 from lowering.describe import counted, first_line
 from lowering.errors import UsageError
 from lowering.functions import require_function
@@ -77,8 +77,8 @@ def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
             return code()
     except CommandError:
         raise
-    except (OperatorError, ArtifactError, CompileError, PlanError, TuningError) as error:
-        message = re.sub(r"^(lowering\.compile|export|load|plan|save|tune): ", "", str(error))
+    except (OperatorError, ArtifactError, CompileError, EmulationError, PlanError, TuningError) as error:
+        message = re.sub(r"^(lowering\.compile|lowering\.emulate|export|load|plan|save|tune): ", "", str(error))
         raise CommandError(
             re.sub(r'use\("(\S+)", (\w+)="reference"\)', r"--implementation \1,\2=reference", message)
         ) from None

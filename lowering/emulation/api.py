@@ -13,6 +13,7 @@ from lowering.emulation.emulator import Emulator
 from lowering.emulation.faults import EmulationError
 from lowering.emulation.report import Emulation
 from lowering.targets import TopologyError, parse
+from pallas_kernels.hardware import Hardware
 
 
 def emulate(fn: Callable[..., Any], *args: Any, target: str, checks: bool = True, eup_error: float = 0.0) -> Emulation:
@@ -51,28 +52,12 @@ def emulate(fn: Callable[..., Any], *args: Any, target: str, checks: bool = True
       emulation cannot show.
 
     Example:
-      >>> x = jnp.arange(2048.0).reshape(8, 256)
-      >>> with jaxops.use("pallas"):
-      ...     emulation = lowering.emulate(jaxops.softmax, x, target="tpu-v5e")  # doctest: +SKIP
-      >>> emulation.findings  # doctest: +SKIP
-      ()
+      >>> emulation = lowering.emulate(lambda x: 2 * x, jnp.ones(3), target="tpu-v5e")
+      >>> print(emulation)  # of a function with kernels, a table
+      tpu-v5e: no Pallas kernel runs
     """
-    try:
-        slice_ = parse(target)
-    except TopologyError as error:
-        raise EmulationError(str(error).replace("lowering", "lowering.emulate", 1)) from None
-    hardware = slice_.hardware
-    if hardware.platform != "tpu" or slice_.topology or not hardware.device_kind:
-        raise EmulationError(f"lowering.emulate: target must be one TPU, such as 'tpu-v5e'; got {show(target)}")
-    if not isinstance(checks, bool):
-        raise EmulationError(f"lowering.emulate: checks must be a bool; got {show(checks)}")
-    if not isinstance(eup_error, Real) or not 0 <= float(eup_error) < 1:
-        raise EmulationError(f"lowering.emulate: eup_error must be a number from 0 to 1; got {show(eup_error)}")
-    fn, arrays = static_leaves.of_arrays(fn, args)
-    leaves = jax.tree.leaves(arrays)
-    for leaf in leaves:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise EmulationError(f"lowering.emulate: args must have values; got {show(leaf)}")
+    hardware = checked(target, checks, eup_error)
+    fn, arrays = of_values(fn, args)
     emulator = Emulator(hardware, checks=checks, eup_error=float(eup_error), defers=True)
     results = jax.block_until_ready(jax.jit(emulator.emulated(fn))(*arrays))
     if emulator.error is not None:
@@ -90,6 +75,31 @@ def emulate(fn: Callable[..., Any], *args: Any, target: str, checks: bool = True
         findings=findings,
         unknown=emulator.unknown(),
     )
+
+
+def checked(target: str, checks: Any = False, eup_error: Any = 0.0) -> Hardware:
+    """Returns the chip; refuses what is wrong with these arguments."""
+    try:
+        slice_ = parse(target)
+    except TopologyError as error:
+        raise EmulationError(str(error).replace("lowering", "lowering.emulate", 1)) from None
+    hardware = slice_.hardware
+    if hardware.platform != "tpu" or slice_.topology or not hardware.device_kind:
+        raise EmulationError(f"lowering.emulate: target must be one TPU, such as 'tpu-v5e'; got {show(target)}")
+    if not isinstance(checks, bool):
+        raise EmulationError(f"lowering.emulate: checks must be a bool; got {show(checks)}")
+    if not isinstance(eup_error, Real) or not 0 <= float(eup_error) < 1:
+        raise EmulationError(f"lowering.emulate: eup_error must be a number from 0 to 1; got {show(eup_error)}")
+    return hardware
+
+
+def of_values(fn: Callable[..., Any], args: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns a function of arrays and its arguments; refuses types without values."""
+    fn, arrays = static_leaves.of_arrays(fn, args)
+    for leaf in jax.tree.leaves(arrays):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise EmulationError(f"lowering.emulate: args must have values; got {show(leaf)}")
+    return fn, arrays
 
 
 def _bits(array: jax.Array) -> bytes:

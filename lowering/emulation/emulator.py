@@ -150,7 +150,7 @@ class Emulator:
     def _replacement(self, equation: Any) -> Replacement | None:
         """Returns how to compute the results of a kernel's call, or of an operator; None for other equations."""
         if equation.primitive.name == PALLAS_CALL and not equation.params.get("interpret"):
-            return functools.partial(self._call, equation)
+            return functools.partial(self.called, equation)
         operator = operator_of(equation.primitive)
         if operator is None:
             return None
@@ -165,7 +165,8 @@ class Emulator:
 
         return evaluate
 
-    def _call(self, equation: Any, *arrays: Any) -> Sequence[Any]:
+    def called(self, equation: Any, *arrays: Any) -> Sequence[Any]:
+        """Computes the results of a kernel's call."""
         like = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.outvars]
         called = self._compiled(equation)
         execute_call = functools.partial(self._executed, called, like)

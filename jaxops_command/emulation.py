@@ -1,0 +1,112 @@
+"""Compiled kernels executed on the CPU: `jaxops emulate`."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from rich.table import Table
+
+import lowering
+from jaxops_command.options import CommandError
+from jaxops_command.output import show, show_text
+from jaxops_command.user_function import chosen_by, load, run_user_code
+from lowering.compiling.progress import said_if_long, shown
+from lowering.describe import counted
+from lowering.emulation.interpreting import interpret
+from lowering.measuring.inputs import made_up
+
+_FOUND = 1
+
+
+def emulate(
+    function: str,
+    arg: Sequence[str] | None,
+    chosen: tuple[str, Mapping[str, str]],
+    operands: Path | None,
+    options: Mapping[str, Any],
+    as_json: bool,
+) -> None:
+    """Executes a function's kernels, and compares its results with the interpreter's."""
+    fn, args = load(function, arg or ())
+    args = _with_values(args, operands)
+    target, rule = options["target"], "be traceable and run with these arguments"
+
+    def emulated() -> tuple[lowering.Emulation, Any]:
+        with chosen_by(chosen):
+            emulation = lowering.emulate(fn, *args, **options)
+            return emulation, interpret(fn, *args, target=target)
+
+    doing = f"executing what is compiled for {target}"
+    with said_if_long(doing), shown(doing):
+        emulation, interpreted = run_user_code(function, rule, emulated)
+    compared = [
+        {"result": jax.tree_util.keystr(path) or "result", **_compared(found, expected)}
+        for (path, found), expected in zip(
+            jax.tree_util.tree_leaves_with_path(emulation.results), jax.tree.leaves(interpreted), strict=True
+        )
+    ]
+    if as_json:
+        print(json.dumps({**json.loads(emulation.to_json()), "against the interpreter": compared}, indent=2))
+    else:
+        for table in emulation.tables():
+            show(table) if isinstance(table, Table) else show_text(table.plain)
+        show(_table(compared))
+    if emulation.findings:
+        raise typer.Exit(_FOUND)
+
+
+def _with_values(args: tuple[Any, ...], path: Path | None) -> tuple[Any, ...]:
+    """Returns the arguments with arrays from a file, or random ones, in place of shapes."""
+    leaves, structure = jax.tree.flatten(args)
+    if path is None:
+        missing = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+        made = iter(made_up([leaf for leaf, is_missing in zip(leaves, missing, strict=True) if is_missing]))
+        given = [next(made) if is_missing else leaf for leaf, is_missing in zip(leaves, missing, strict=True)]
+        return tuple(jax.tree.unflatten(structure, given))
+    try:
+        with np.load(path) as file:
+            arrays = [file[name] for name in file.files]
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--operands must be a file that numpy.savez has written; got {path}: {error}") from None
+    if len(arrays) != len(leaves):
+        raise CommandError(f"--operands must have {counted(len(leaves), 'array')}; got {len(arrays)}")
+    types = [jnp.asarray(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
+    for array, wanted in zip(arrays, types, strict=True):
+        if array.shape != wanted.shape:
+            raise CommandError(f"--operands must have shape {list(wanted.shape)}; got {list(array.shape)}")
+    values = [jnp.asarray(array, wanted.dtype) for array, wanted in zip(arrays, types, strict=True)]
+    return tuple(jax.tree.unflatten(structure, values))
+
+
+def _compared(found: Any, expected: Any) -> dict[str, Any]:
+    """Returns how far results are from those of the interpreter."""
+    a, b = (np.asarray(x) for x in (found, expected))
+    if a.tobytes() == b.tobytes():
+        return {"type": f"{a.dtype}{list(a.shape)}", "difference": 0.0, "of largest": 0.0, "same bits": True}
+    with np.errstate(all="ignore"):
+        wide = a.astype(np.float64), b.astype(np.float64)
+        differs = ~((wide[0] == wide[1]) | (np.isnan(wide[0]) & np.isnan(wide[1])))
+        difference = float(np.max(np.abs(wide[0] - wide[1]), where=differs, initial=0.0))
+        largest = float(np.max(np.abs(wide[1]), where=np.isfinite(wide[1]), initial=0.0))
+    relative = difference / largest if largest else math.inf
+    return {"type": f"{a.dtype}{list(a.shape)}", "difference": difference, "of largest": relative, "same bits": False}
+
+
+def _table(compared: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title="against Pallas' interpreter", title_justify="left")
+    for name in ("result", "type"):
+        table.add_column(name, overflow="fold")
+    for name in ("difference", "of the largest"):
+        table.add_column(name, justify="right")
+    for one in compared:
+        if one["same bits"]:
+            table.add_row(one["result"], one["type"], "none", "")
+        else:
+            table.add_row(one["result"], one["type"], f"{one['difference']:.2g}", f"{one['of largest']:.1g}")
+    return table

@@ -1,0 +1,191 @@
+"""Kernels of other people, and examples with planted faults, executed as they are compiled for TPUs."""
+
+import re
+import runpy
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu import matmul
+from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, flash_attention
+from jax.experimental.pallas.ops.tpu.megablox import gmm
+from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+from typer.testing import CliRunner
+
+import jaxops
+import lowering
+from jaxops_command.app import app
+from lowering.emulation.interpreting import interpret
+from lowering.measuring.inputs import made_up
+
+pytestmark = pytest.mark.tpu_compile
+
+ROOT = Path(__file__).parents[2]
+CHIPS = ("tpu-v5e", "tpu-v6e", "tpu-v7x")
+
+
+@pytest.fixture(autouse=True)
+def users_promotion():
+    """Other people's kernels rely on it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def normal(rng, *shape, dtype=jnp.float32):
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def wide(x):
+    """float64 of what the matrix unit takes of an operand."""
+    return np.asarray(jnp.asarray(x).astype(jnp.bfloat16)).astype(np.float64)
+
+
+def assert_near(found, truth, of_largest):
+    truth = np.asarray(truth, np.float64)
+    assert np.max(np.abs(np.asarray(found).astype(np.float64) - truth)) <= of_largest * np.max(np.abs(truth))
+
+
+def softmax(x):
+    exponentials = np.exp(x - x.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_flash_attention_and_its_gradients_agree_with_float64(chip, rng):
+    q, k, v = (normal(rng, 1, 1, 256, 128) for _ in range(3))
+    sizes = BlockSizes.get_default(1, 1, 256, 256, 128)
+
+    def attended(q, k, v):
+        return flash_attention(q, k, v, causal=True, sm_scale=0.1, block_sizes=sizes)
+
+    def loss(q, k, v):
+        return jnp.sum(attended(q, k, v)), attended(q, k, v)
+
+    emulation = lowering.emulate(jax.grad(loss, argnums=(0, 1, 2), has_aux=True), q, k, v, target=chip)
+    assert emulation.findings == ()
+    assert {"_flash_attention_dkv_kernel.1", "_flash_attention_dq_kernel.1"} <= {one.name for one in emulation.kernels}
+    (dq, dk, dv), attention = emulation.results
+    mask = np.where(np.tril(np.ones((256, 256), bool)), 0, -np.inf)
+    p = softmax(0.1 * wide(q)[0, 0] @ wide(k)[0, 0].T + mask)
+    assert_near(attention[0, 0], p @ wide(v)[0, 0], 5e-3)
+    of_p = np.ones((256, 128)) @ wide(v)[0, 0].T
+    of_scores = 0.1 * p * (of_p - (p * of_p).sum(-1, keepdims=True))
+    assert_near(dv[0, 0], p.T @ np.ones((256, 128)), 1e-2)
+    assert_near(dq[0, 0], of_scores @ wide(k)[0, 0], 1e-2)
+    assert_near(dk[0, 0], of_scores.T @ wide(q)[0, 0], 1e-2)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_paged_attention_agrees_with_float64(chip, rng):
+    q, keys, values = normal(rng, 2, 4, 128), normal(rng, 2, 8, 16, 128), normal(rng, 2, 8, 16, 128)
+    lengths, pages = jnp.array([20, 50], jnp.int32), jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
+
+    def attended(*arrays):
+        return paged_attention(*arrays, pages_per_compute_block=2)
+
+    emulation = lowering.emulate(attended, q, keys, values, lengths, pages, target=chip)
+    assert emulation.findings == ()
+    for row, (length, own) in enumerate(zip((20, 50), np.asarray(pages), strict=True)):
+        for head in range(4):
+            k, v = (wide(x)[head // 2, own].reshape(64, 128)[:length] for x in (keys, values))
+            assert_near(emulation.results[row, head], softmax(k @ wide(q)[row, head]) @ v, 5e-3)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_products_agree_with_float64(chip, rng):
+    x, y = (normal(rng, *shape, dtype=jnp.bfloat16) for shape in ((256, 512), (512, 256)))
+    product = lowering.emulate(lambda x, y: matmul.matmul(x, y, block_shape=(128, 128), block_k=256), x, y, target=chip)
+    assert_near(product.results, wide(x) @ wide(y), 5e-3)
+    groups, weights = jnp.array([64, 100, 20, 72], jnp.int32), normal(rng, 4, 512, 256, dtype=jnp.bfloat16)
+    grouped = lowering.emulate(lambda x, w, sizes: gmm(x, w, sizes, jnp.float32), x, weights, groups, target=chip)
+    of_rows = np.repeat(np.arange(4), np.asarray(groups))
+    assert_near(grouped.results, np.einsum("mk,mkn->mn", wide(x), wide(weights)[of_rows]), 1e-5)
+    assert product.findings == grouped.findings == ()
+
+
+def example(name, fn):
+    names = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
+    return names[fn], made_up(names["example_args"])
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_store_that_may_still_read_is_found(chip):
+    double, (x,) = example("double_buffered", "double")
+    emulation = lowering.emulate(double, x, target=chip)
+    np.testing.assert_array_equal(emulation.results, 2 * x)
+    (finding,) = emulation.findings
+    assert finding.what == "result 0 differs when transfers happen at the wait"
+    assert finding.source.startswith("double_buffered.py:")
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_rounded_operands_show_beside_the_interpreter(chip):
+    distances, (x, y) = example("nearest", "squared_distances")
+    truth = ((np.asarray(x, np.float64)[:, None] - np.asarray(y, np.float64)[None]) ** 2).sum(-1)
+    np.testing.assert_allclose(interpret(distances, x, y, target=chip), truth, atol=1e-4)
+    emulation = lowering.emulate(distances, x, y, target=chip)
+    assert 1e-2 < np.max(np.abs(emulation.results - truth)) < 0.5
+
+
+def test_unwritten_memory_is_found(rng):
+    def body(x, y, scratch):
+        scratch[:8] = x[...]
+        y[...] = scratch[...]
+
+    def partly(x):
+        shape = jax.ShapeDtypeStruct((16, 128), jnp.float32)
+        return pl.pallas_call(body, out_shape=shape, scratch_shapes=[pltpu.VMEM((16, 128), jnp.float32)])(x)
+
+    emulation = lowering.emulate(partly, normal(rng, 8, 128), target="tpu-v5e")
+    (finding,) = emulation.findings
+    assert "result 0 differs with what memory holds before it is written" in finding.what
+    # What nobody reads is nobody's fault.
+    assert lowering.emulate(lambda x: partly(x)[:8], normal(rng, 8, 128), target="tpu-v5e").findings == ()
+
+
+def test_kernels_in_loops_and_derivatives_are_executed(rng):
+    x, grad = normal(rng, 40, 300), normal(rng, 40, 300)
+
+    def fn(x, grad):
+        def step(x, _):
+            return jax.vjp(jaxops.softmax, x)[1](grad)[0], None
+
+        return jax.lax.scan(step, x, length=3)[0]
+
+    with jaxops.use("pallas"):
+        emulation = lowering.emulate(fn, x, grad, target="tpu-v6e")
+    assert {kernel.name: kernel.calls for kernel in emulation.kernels} == {"softmax.1": 3, "softmax_backward.1": 3}
+    truth = np.asarray(x, np.float64)
+    for _ in range(3):
+        y = softmax(truth)
+        truth = y * (grad - (y * grad).sum(-1, keepdims=True))
+    assert_near(emulation.results, truth, 1e-5)
+    assert emulation.coverage == 1
+
+
+def test_an_error_of_the_transcendental_unit_shows(rng):
+    x = normal(rng, 40, 300)
+    with jaxops.use("pallas"):
+        exact, perturbed = (
+            lowering.emulate(jaxops.softmax, x, target="tpu-v6e", eup_error=error).results for error in (0.0, 2.0**-10)
+        )
+    assert 2.0**-13 < np.max(np.abs(perturbed / exact - 1)) < 2.0**-8
+
+
+@pytest.mark.parametrize(("name", "fn"), [("double_buffered", "double"), ("nearest", "squared_distances")])
+def test_the_page_shows_what_the_command_prints(name, fn):
+    page = (ROOT / "docs" / "emulation.md").read_text()
+    command = f"emulate examples/{name}.py:{fn} --target tpu-v5e"
+    shown = re.search(rf"    \$ jaxops {re.escape(command)}\n((?:    .*\n)+)", page)
+    result = CliRunner().invoke(app, command.replace("examples", str(ROOT / "examples")).split())
+    printed = "".join(f"{line.rstrip()}\n" for line in result.output.splitlines())
+    # How long it takes, and how many bundles there are, differs between machines and compilers.
+    numbers = re.compile(r" *[\d.,]+(?= │)")
+    assert shown is not None
+    assert numbers.sub(" 0", printed) == numbers.sub(" 0", textwrap.dedent(shown[1]))
+    assert result.exit_code == (1 if name == "double_buffered" else 0)
