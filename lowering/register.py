@@ -1,6 +1,7 @@
 """Lowers an operator's primitive to the implementation that is chosen for each platform."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 
 _added_kernels: dict[str, tuple[Kernel, ...]] = {}
+_emulators: list[Callable[[Hardware], Callable[..., Any]]] = []
 
 
 def register(operator: Operator) -> None:
@@ -139,14 +141,18 @@ def choose(
     device_count: int,
 ) -> select.Choice:
     """Calls `select.choose` for this operator in a program for so many devices."""
+    request = selection.request(operator.name)
+    chip = select.emulated_chip(request)
+    if chip is not None:
+        hardware, request = chip, "pallas"
     split = partitioning(operands, device_count)
     placement_reason = _placement_reason(split, hardware.platform)
     # On an explicit or automatic mesh a kernel sees one device's part, and only the whole shapes are known here.
     evidence = Evidence(operator.name, hardware, operands, params, selection.tuned, split in ("none", "manual"))
     context = placement_reason, evidence, operator.forms, split_over(operands, device_count)
-    choice = select.choose(
-        operator.name, kernels_of(operator), selection.request(operator.name), hardware, operands, params, *context
-    )
+    choice = select.choose(operator.name, kernels_of(operator), request, hardware, operands, params, *context)
+    if chip is not None and choice.kernel is not None:
+        choice = dataclasses.replace(choice, emulated=chip)
     if choice.form is not None and choice.form.per_device and split == "auto" and placement_reason is not None:
         raise NotSupportedError(f"{operator.name}: {choice.form.name} must run on each device; {placement_reason}")
     return choice
@@ -209,13 +215,27 @@ def _lower(
     if choice.kernel is None:
         with select.using(selection):
             return _lower_fun(operator, _in_jnp(operator, choice.form, place, params), ctx, *operands)
-    donates = _donates(ctx.module_context.symbol_table)
-    launch = _launch(choice, hardware, ctx.avals_in, params, donates=donates)
-    run = functools.partial(choice.kernel.run, **launch)
+    donates = choice.emulated is None and _donates(ctx.module_context.symbol_table)
+    launch = _launch(choice, choice.emulated or hardware, ctx.avals_in, params, donates=donates)
+    kernel: Callable[..., Any] = functools.partial(choice.kernel.run, **launch)
+    if choice.emulated is not None:
+        kernel = _emulated(kernel, choice.emulated)
     # A kernel is run on each device's own part.
     on_chips = _on_chips(hardware) if is_absent() else contextlib.nullcontext()
     with on_chips:
-        return _lower_kernel(operator, run, partitioning(ctx.avals_in, devices), ctx, *operands, params=params)
+        return _lower_kernel(operator, kernel, partitioning(ctx.avals_in, devices), ctx, *operands, params=params)
+
+
+def emulate_with(emulator: Callable[[Hardware], Callable[..., Any]]) -> None:
+    """Takes what returns, for a chip, what makes functions run as that chip would; `lowering.emulation` has it."""
+    _emulators.append(emulator)
+
+
+def _emulated(run: Callable[..., Any], chip: Hardware) -> Callable[..., Any]:
+    def emulated(*operands: Any, **attributes: Any) -> Any:
+        return _emulators[-1](chip)(functools.partial(run, **attributes))(*operands)
+
+    return emulated
 
 
 def _lower_kernel(

@@ -15,6 +15,7 @@ from lowering.errors import NotSupportedError
 from lowering.kept import Evidence
 from lowering.measurements import REFERENCE, Config, Entry, config_items, config_text, versions
 from lowering.operators import Form, Place, present_names, unpacked
+from lowering.targets import TARGETS
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 
@@ -27,7 +28,8 @@ _RUNTIME_ERROR = 361001  # CANN's status for "unsupported on this platform"
 class Selection:
     """Choice of the user: a default, exceptions for single operators, and measurements from tuning.
 
-    Each request is one of MODES; "pallas" and "interpret" may name a kernel, as in "pallas:mosaic_gpu".
+    Each request is one of MODES; "pallas" and "interpret" may name a kernel, as in "pallas:mosaic_gpu". Or it is
+    "emulate:" and a TPU.
     """
 
     default: str = "auto"
@@ -100,6 +102,8 @@ def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.
           wrong on the device. An operator without kernels for the platform takes its form in `jax.numpy`; so does one
           whose kernels all refuse, if they are only there for some shapes, as `Kernel.gives_way` says.
         - "interpret" runs a kernel in Pallas' interpreter, on any machine.
+        - "emulate:tpu-v5e" compiles kernels for that TPU and executes the compiled code, as `lowering.emulate` does, on
+          any machine with the compiler. Each call is executed once. The TPU's kernels are chosen as by "pallas".
         - None keeps the choice of the surrounding context.
 
         "pallas" and "interpret" may name a kernel after a colon, as in "interpret:mosaic_gpu"; "pallas:mosaic_gpu"
@@ -121,7 +125,7 @@ def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.
     """
     for request in [*([] if implementation is None else [implementation]), *by_operator.values()]:
         if not _is_request(request):
-            choices = f"{', '.join(MODES)}, or a kernel or form that `explain` names"
+            choices = f"{', '.join(MODES)}, emulate:tpu-v5e, or a kernel or form that `explain` names"
             raise ValueError(f"use: implementation must be one of {choices}; got {show(request)}")
     for name in by_operator:
         if name not in operators.names():
@@ -140,9 +144,18 @@ def _used(implementation: str | None, by_operator: Mapping[str, str]) -> Iterato
 
 def _is_request(request: Any) -> bool:
     mode, colon, kernel_name = request.partition(":") if isinstance(request, str) else ("", "", "")
+    if mode == "emulate":
+        return emulated_chip(request) is not None
     if mode in MODES:
         return not colon or (bool(kernel_name) and mode in ("pallas", "interpret"))
     return isinstance(request, str) and request in operators.form_names()
+
+
+def emulated_chip(request: str) -> Hardware | None:
+    """Returns the TPU that a request such as "emulate:tpu-v5e" names; None for others."""
+    mode, _, name = request.partition(":")
+    chip = TARGETS.get(name) if mode == "emulate" else None
+    return chip if chip is not None and chip.platform == "tpu" else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +176,7 @@ class Choice:
       interpret: whether Pallas' interpreter runs the kernel.
       reasons: `reasons()` computes the refusals.
       config: the kernel's tuned configuration; None takes the first that the kernel offers.
+      emulated: the TPU as which this machine executes the kernel, if so.
     """
 
     kernel: Kernel | None
@@ -170,6 +184,7 @@ class Choice:
     reasons: Callable[[], tuple[Refusal, ...]]
     config: Config | None = None
     form: Form | None = None
+    emulated: Hardware | None = None
 
     @functools.cached_property
     def refusals(self) -> tuple[Refusal, ...]:
@@ -181,6 +196,8 @@ class Choice:
         """The name that `explain` shows."""
         if self.kernel is None:
             return REFERENCE if self.form is None else self.form.name
+        if self.emulated is not None:
+            return f"{self.kernel.name} (emulated, {self.emulated.name})"
         if self.config is not None:
             return f"{self.kernel.name} (tuned: {config_text(self.config) or 'its only configuration'})"
         return f"{self.kernel.name} (interpreted)" if self.interpret else self.kernel.name

@@ -75,6 +75,17 @@ def test_page_of_the_compiler_shows_what_explain_says() -> None:
     assert 1 / 1.5 < int(paged) / int(said) < 1.5
 
 
+def test_page_on_emulation_counts_the_faults_that_were_planted() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "emulation_faults.json").read_text())
+    page = " ".join((ROOT / "docs" / "emulation.md").read_text().split())
+    assert f"of {found['planted']} faults planted into executed bundles of {len(found['cases'])} cases" in page
+    assert f"{found['seen']} are seen in the results" in page
+    assert found["seen"] >= 0.85 * found["planted"]
+    rows = [case["candidates"]["emulated"] for case in found["cases"]]
+    assert {row["kernel"] for row in rows if row["coverage"] < 1} == {"dropout"}
+    assert f"of dropout's {min(row['coverage'] for row in rows):.2f}" in page
+
+
 def test_nobody_is_told_to_install_what_no_index_has() -> None:
     """Until it is published, this library is installed from a clone, with extras that there are."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

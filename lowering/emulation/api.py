@@ -1,5 +1,6 @@
 """The public function `emulate`."""
 
+import functools
 from collections.abc import Callable
 from numbers import Real
 from typing import Any
@@ -12,6 +13,7 @@ from lowering.describe import show
 from lowering.emulation.emulator import Emulator
 from lowering.emulation.faults import EmulationError
 from lowering.emulation.report import Emulation
+from lowering.register import emulate_with
 from lowering.targets import TopologyError, parse
 from pallas_kernels.hardware import Hardware
 
@@ -75,6 +77,15 @@ def emulate(fn: Callable[..., Any], *args: Any, target: str, checks: bool = True
         findings=findings,
         unknown=emulator.unknown(),
     )
+
+
+@functools.cache
+def _emulator(chip: Hardware) -> Callable[..., Any]:
+    """Returns what runs functions as a chip would, whose kernels stay compiled."""
+    return Emulator(chip, checks=False).emulated
+
+
+emulate_with(_emulator)
 
 
 def checked(target: str, checks: Any = False, eup_error: Any = 0.0) -> Hardware:

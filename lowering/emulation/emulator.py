@@ -169,7 +169,7 @@ class Emulator:
         """Computes the results of a kernel's call."""
         like = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.outvars]
         called = self._compiled(equation)
-        execute_call = functools.partial(self._executed, called, like)
+        execute_call = functools.partial(self.executed, called, like)
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
             return jax.pure_callback(execute_call, like, *arrays, vmap_method="sequential")
         return list(map(jax.numpy.asarray, execute_call(*arrays)))
@@ -188,7 +188,7 @@ class Emulator:
             self._called[key] = _Called(kernel, source, np.zeros(len(kernel.bundles), np.int64))
         return self._called[key]
 
-    def _executed(self, called: _Called, like: Sequence[Any], *arrays: Any) -> tuple[np.ndarray, ...]:
+    def executed(self, called: _Called, like: Sequence[Any], *arrays: Any) -> tuple[np.ndarray, ...]:
         """Executes a call, in several ways if results are to be checked."""
         operands = list(map(np.asarray, arrays))
         start = time.perf_counter()

@@ -168,6 +168,36 @@ def test_kernels_in_loops_and_derivatives_are_executed(rng):
     assert emulation.coverage == 1
 
 
+@pytest.mark.parametrize("chip", CHIPS)
+def test_operators_run_as_a_chip_would(chip, rng):
+    x, weight, labels = normal(rng, 40, 256), 0.1 * normal(rng, 300, 256), jnp.asarray(rng.integers(0, 300, 40))
+
+    def fn(x, weight):
+        scores = jax.vmap(jaxops.softmax)(x)
+        log_probs = jaxops.linear_log_probs(x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16), labels)
+        return jnp.sum(scores * jnp.arange(256.0)) + jnp.sum(log_probs)
+
+    loss = jax.value_and_grad(fn, argnums=(0, 1))
+    with jaxops.use(f"emulate:{chip}"):
+        shown = lowering.explain(fn, x, weight, target="cpu")
+        value, (of_x, of_weight) = jax.jit(loss)(x, weight)
+    assert {row.implementation for row in shown.rows} == {f"mosaic_tpu (emulated, {chip})"}
+    logits = wide(x) @ wide(weight).T
+    p = softmax(np.asarray(x, np.float64))
+    ranks = np.arange(256.0)
+    q = softmax(logits)
+    assert_near(value, (p * ranks).sum() + np.log(q[np.arange(40), labels]).sum(), 1e-5)
+    of_logits = np.eye(300)[np.asarray(labels)] - q
+    assert_near(of_weight, of_logits.T @ wide(x), 1e-2)
+    assert_near(of_x, p * (ranks - (p * ranks).sum(-1, keepdims=True)) + of_logits @ wide(weight), 1e-2)
+
+
+def test_what_is_no_tpu_cannot_be_emulated():
+    for name in ("emulate:cuda-h100", "emulate:", "emulate"):
+        with pytest.raises(ValueError, match="emulate:tpu-v5e"):
+            jaxops.use(name)
+
+
 def test_an_error_of_the_transcendental_unit_shows(rng):
     x = normal(rng, 40, 300)
     with jaxops.use("pallas"):
