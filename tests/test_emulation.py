@@ -401,7 +401,7 @@ def test_what_no_program_may_do_is_a_fault(line):
 
 def test_a_clobbered_register_is_seen():
     machine = Bench().run("%s1_s1 = smov 1", "%s2_s1 = smov 2", "%s3_s3 = sadd.s32 1, %s1_s1", checks=True)
-    assert list(machine.registers.clobbered) == ["s1 holds s2 where s1 is read"]
+    assert list(machine.registers.clobbered) == ["bundle 0x2: s1 holds s2 where s1 is read"]
     machine = Bench().run("%s1_s1 = smov 1", "%s3_s3 = sadd.s32 1, %s1_s1", checks=True)
     assert list(machine.registers.clobbered) == []
 

@@ -170,7 +170,7 @@ class Machine:
         self.runs[first, block.last] += 1
         for at, step in enumerate(block.steps, first):
             try:
-                self._memory.bundle = at
+                self._memory.bundle = self.registers.bundle = at
                 step()
             except (UnknownFormError, MachineFaultError) as error:
                 raise type(error)(f"bundle {at:#x}{self._line(at)}: {error}") from None

@@ -57,6 +57,7 @@ class Registers:
       held: the value in each register that something was written to.
       names: of the value in each register; several where an instruction leaves it as it is.
       clobbered: reads of a register that held another value than the compiler meant, as text.
+      bundle: the number of the bundle that reads.
     """
 
     def __init__(self, addresses: Callable[[str, str], int], *, checks: bool = False) -> None:
@@ -71,6 +72,7 @@ class Registers:
         self.held: dict[str, Any] = {}
         self.names: dict[str, set[str]] = {}
         self.clobbered: dict[str, None] = {}
+        self.bundle = 0
 
     def register(self, text: str, kind: str = "") -> Get:
         """Returns what reads a register, such as "%s21_s24"; `kind` is how its name must begin."""
@@ -88,7 +90,8 @@ class Registers:
         def checked() -> Any:
             names = self.names.get(register, {"nothing"})
             if name not in names:
-                self.clobbered[f"{register} holds {' or '.join(sorted(names))} where {name} is read"] = None
+                held_instead = " or ".join(sorted(names))
+                self.clobbered[f"bundle {self.bundle:#x}: {register} holds {held_instead} where {name} is read"] = None
             return get()
 
         return checked if self._checks else get
