@@ -15,6 +15,8 @@ from jax.experimental.pallas.ops.tpu import matmul
 from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, flash_attention
 from jax.experimental.pallas.ops.tpu.megablox import gmm
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from typer.testing import CliRunner
 
 import jaxops
@@ -94,6 +96,17 @@ def test_paged_attention_agrees_with_float64(chip, rng):
         for head in range(4):
             k, v = (wide(x)[head // 2, own].reshape(64, 128)[:length] for x in (keys, values))
             assert_near(emulation.results[row, head], softmax(k @ wide(q)[row, head]) @ v, 5e-3)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_splash_attention_agrees_with_float64(chip, rng):
+    q, k, v = (normal(rng, 2, 256, 128) for _ in range(3))
+    attended = splash.make_splash_mha_single_device(masks.MultiHeadMask([masks.CausalMask((256, 256))] * 2))
+    emulation = lowering.emulate(lambda q, k, v: attended(q, k, v), q, k, v, target=chip)
+    assert emulation.findings == ()
+    mask = np.where(np.tril(np.ones((256, 256), bool)), 0, -np.inf)
+    for head in range(2):
+        assert_near(emulation.results[head], softmax(wide(q)[head] @ wide(k)[head].T + mask) @ wide(v)[head], 1e-2)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
