@@ -17,7 +17,7 @@ from jaxops_command.options import CommandError
 from jaxops_command.output import show, show_text
 from jaxops_command.user_function import chosen_by, load, run_user_code
 from lowering.compiling.progress import said_if_long, shown
-from lowering.describe import counted
+from lowering.describe import counted, first_line
 from lowering.emulation.interpreting import interpret
 from lowering.measuring.inputs import made_up
 
@@ -37,26 +37,37 @@ def emulate(
     args = _with_values(args, operands)
     target, rule = options["target"], "be traceable and run with these arguments"
 
-    def emulated() -> tuple[lowering.Emulation, Any]:
+    def emulated() -> lowering.Emulation:
         with chosen_by(chosen):
-            emulation = lowering.emulate(fn, *args, **options)
-            return emulation, interpret(fn, *args, target=target)
+            return lowering.emulate(fn, *args, **options)
+
+    def interpreted() -> Any:
+        with chosen_by(chosen):
+            return jax.block_until_ready(interpret(fn, *args, target=target))
 
     doing = f"executing what is compiled for {target}"
     with said_if_long(doing), shown(doing):
-        emulation, interpreted = run_user_code(function, rule, emulated)
+        emulation = run_user_code(function, rule, emulated)
+        fails, expected = "", jax.tree.leaves(emulation.results)
+        try:
+            expected = jax.tree.leaves(interpreted())
+        except Exception as error:  # of any kind: the interpreter runs the user's code
+            fails = first_line(error)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(emulation.results), expected, strict=True)
     compared = [
-        {"result": jax.tree_util.keystr(path) or "result", **_compared(found, expected)}
-        for (path, found), expected in zip(
-            jax.tree_util.tree_leaves_with_path(emulation.results), jax.tree.leaves(interpreted), strict=True
-        )
+        {"result": jax.tree_util.keystr(path) or "result", **_compared(found, wanted)}
+        for (path, found), wanted in pairs
+        if not fails
     ]
     if as_json:
-        print(json.dumps({**json.loads(emulation.to_json()), "against the interpreter": compared}, indent=2))
+        print(json.dumps({**json.loads(emulation.to_json()), "against the interpreter": compared or fails}, indent=2))
     else:
         for table in emulation.tables():
             show(table) if isinstance(table, Table) else show_text(table.plain)
-        show(_table(compared))
+        if fails:
+            show_text(f"Pallas' interpreter fails, so there is nothing to compare with: {fails}")
+        else:
+            show(_table(compared))
     if emulation.findings:
         raise typer.Exit(_FOUND)
 

@@ -20,6 +20,7 @@ from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 
 MODES = ("auto", "reference", "pallas", "interpret")
+EMULATED = ("tpu-v5e", "tpu-v6e", "tpu-v7x")  # as `lowering.emulation` does
 NOTHING_KNOWN = Evidence("", Hardware("", ""), (), {})  # as of any unknown chip
 _RUNTIME_ERROR = 361001  # CANN's status for "unsupported on this platform"
 
@@ -155,7 +156,7 @@ def emulated_chip(request: str) -> Hardware | None:
     """Returns the TPU that a request such as "emulate:tpu-v5e" names; None for others."""
     mode, _, name = request.partition(":")
     chip = TARGETS.get(name) if mode == "emulate" else None
-    return chip if chip is not None and chip.platform == "tpu" else None
+    return chip if name in EMULATED else None
 
 
 @dataclasses.dataclass(frozen=True)

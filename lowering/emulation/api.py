@@ -12,9 +12,10 @@ from lowering import static_leaves
 from lowering.describe import show
 from lowering.emulation.emulator import Emulator
 from lowering.emulation.faults import EmulationError
+from lowering.emulation.kernels import CHIPS
 from lowering.emulation.report import Emulation
 from lowering.register import emulate_with
-from lowering.targets import TopologyError, parse
+from lowering.targets import TARGETS
 from pallas_kernels.hardware import Hardware
 
 
@@ -32,7 +33,7 @@ def emulate(fn: Callable[..., Any], *args: Any, target: str, checks: bool = True
     Args:
       fn: a function of arrays, jitted or not.
       *args: its arguments: arrays, or pytrees of them.
-      target: the name of a TPU, such as "tpu-v5e".
+      target: "tpu-v5e", "tpu-v6e" or "tpu-v7x".
       checks: whether to execute each call of a kernel four times: with transfers that happen when they are started,
         when they are waited for, and half and half, and with other bits in memory that nobody has written. Also follows
         which value each register holds. Without, a call is executed once.
@@ -44,7 +45,8 @@ def emulate(fn: Callable[..., Any], *args: Any, target: str, checks: bool = True
 
     Raises:
       EmulationError: if a kernel has an instruction whose meaning nobody has settled, or does what no program may,
-        such as to wait for what nobody sends; if the target is no TPU; if arguments have no values.
+        such as to wait for what nobody sends; if the target is another than the three that are known; if arguments have
+        no values.
       CompileError: if the compiler is missing or refuses a kernel.
       OperatorError: if an operator refuses its arguments.
 
@@ -90,13 +92,9 @@ emulate_with(_emulator)
 
 def checked(target: str, checks: Any = False, eup_error: Any = 0.0) -> Hardware:
     """Returns the chip; refuses what is wrong with these arguments."""
-    try:
-        slice_ = parse(target)
-    except TopologyError as error:
-        raise EmulationError(str(error).replace("lowering", "lowering.emulate", 1)) from None
-    hardware = slice_.hardware
-    if hardware.platform != "tpu" or slice_.topology or not hardware.device_kind:
-        raise EmulationError(f"lowering.emulate: target must be one TPU, such as 'tpu-v5e'; got {show(target)}")
+    hardware = TARGETS.get(target) if isinstance(target, str) else None
+    if hardware is None or hardware.name not in CHIPS:
+        raise EmulationError(f"lowering.emulate: target must be one of {', '.join(CHIPS)}; got {show(target)}")
     if not isinstance(checks, bool):
         raise EmulationError(f"lowering.emulate: checks must be a bool; got {show(checks)}")
     if not isinstance(eup_error, Real) or not 0 <= float(eup_error) < 1:

@@ -25,6 +25,7 @@ _ARRAY_TYPE = re.compile(r"[a-z]+\d*\w*\[[\d,]*\](?:\{[^}]*\})?")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 _SPILL_BYTES, _UNKNOWN_BYTES = 4096, 1 << 20
 _GENERATION = re.compile(r"tpu-v(\d+)")
+CHIPS = ("tpu-v5e", "tpu-v6e", "tpu-v7x")
 POISONS = (0xFFC0DEAD, 0x7F7F1234)  # a NaN, and a large number
 
 
@@ -71,7 +72,7 @@ class Kernel:
             tuple(_ARRAY_TYPE.findall(re.sub(r"/\*.*?\*/", "", instruction.type))),
             {int(one[1] or 0): int(one[2]) for one in _ALIAS.finditer(aliasing.partition("}}")[0] + "}")},
             int(generation[1]),
-            1 if int(generation[1]) >= 6 else 16,
+            16 if target == "tpu-v5e" else 1,
         )
 
 

@@ -32,6 +32,8 @@ _RENAMED = [
     (re.compile(pattern), name)
     for pattern, name in (
         (r"^vexp2\.", "vpow2."),
+        (r"^vpow\.bf16", "vpow2.bf16"),
+        (r"^vclamps-f32", "vclamps.f32"),
         (r"^vlaneseq\.b32", "vlaneseq"),
         (r"^(vpack\.[ci])\.f32\.bf16", r"\1.bf16"),
         (r"^vpack\.c\.b16\.b8", "vpack.c.b8"),
@@ -331,8 +333,8 @@ class Machine:
             function, masks = vector_unit.MASKS[opcode], [registers.mask(x) for x in instruction.operands]
             return lambda: function(*(mask() for mask in masks))
         if opcode in vector_unit.TESTS:
-            function, (operand,) = vector_unit.TESTS[opcode], self._vectors(instruction, 1)
-            return lambda: function(operand())
+            function, operands = vector_unit.TESTS[opcode], self._vectors(instruction, len(instruction.operands))
+            return lambda: function(*(operand() for operand in operands))
         found = _VALUES.get(opcode) or _VALUES.get(name)
         if found is not None:
             return found(self, opcode, instruction)
@@ -524,7 +526,7 @@ class Machine:
             address, matrix = re.fullmatch(r"mrb\[(\d+)\]", tokens[1]), self._matrix[unit]
             if address is not None:
                 at = int(address[1])
-                return lambda: matrix.buffer.pop(at)
+                return lambda: matrix.pop(at)
             if tokens[1] == "mrf":
                 return lambda: _next(matrix.results)
         return None
@@ -583,9 +585,11 @@ def _read_semaphore(machine: Machine, _: str, instruction: Instruction) -> Calla
     return lambda: machine._semaphores_read.append(machine._memory.semaphores[semaphore()])
 
 
-def _halt(machine: Machine, opcode: str, instruction: Instruction) -> Callable[[], None]:
+def _halt(_: Machine, __: str, instruction: Instruction) -> Callable[[], None]:
+    reason = instruction.operands[0].removeprefix("reason=") if instruction.operands else "it gives no reason"
+
     def halt() -> None:
-        raise MachineFaultError("a check that the compiler has put in fails, such as that a transfer stays in bounds")
+        raise MachineFaultError(f"a check that the compiler has put in fails: {reason}")
 
     return halt
 
@@ -651,6 +655,12 @@ def _select(machine: Machine, _: str, instruction: Instruction) -> Get:
     return lambda: vector_unit.selected(read(), yes(), no())
 
 
+def _upper_half(machine: Machine, __: str, instruction: Instruction) -> Get:
+    # The lower half, which another instruction has computed, adds nothing.
+    a, b, *_ = map(machine.registers.vector, labelled(instruction, "lhs_vy", "rhs_vx", "low"))
+    return lambda: vector_unit.upper_half(a(), b())
+
+
 def _compare(machine: Machine, opcode: str, instruction: Instruction) -> Get:
     _, relation, dtype, *order = opcode.split(".")
     function = vector_unit.comparison(relation, dtype)
@@ -672,6 +682,7 @@ def _pop_semaphore(machine: Machine, _: str, __: Instruction) -> Get:
 _EFFECTS: Mapping[str, Callable[[Machine, str, Instruction], Callable[[], None]]] = {
     "dma.done.wait": _wait,
     "vwait.ge": _wait,
+    "vwait.ge.trace": _wait,
     "vsyncadd": _signal,
     "vsyncpa": _set_semaphore,
     "vsyncmov": _read_semaphore,
@@ -692,5 +703,6 @@ _VALUES: Mapping[str, Callable[[Machine, str, Instruction], Get]] = {
     "vlaneseq": _positions,
     "vmmov": _constant_mask,
     "vsel": _select,
+    "vmul.u32.u64.high": _upper_half,
     "vcmp": _compare,
 }

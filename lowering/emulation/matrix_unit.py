@@ -37,7 +37,7 @@ class MatrixUnit:
 
     Attributes:
       results: sums that wait to be popped, in order.
-      buffer: sums by their address, since v7x.
+      buffer: sums by their address, since v7x: float32, or int32.
     """
 
     def __init__(self, *, starts_with_last: bool) -> None:
@@ -95,11 +95,20 @@ class MatrixUnit:
             for row in range(0, len(sums), SUBLANES)
             for column in range(0, sums.shape[1], LANES)
         ]
-        words = [x.astype(np.int32).view(np.uint32) if dtype in ("s8", "u8") else x.view(np.uint32) for x in results]
+        if dtype in ("s8", "u8"):
+            results = [x.astype(np.int32) for x in results]
         if address is None:
-            self.results.extend(words)
-        else:
-            self.buffer.update(enumerate(words, address))
+            self.results.extend(x.view(np.uint32) for x in results)
+            return
+        for at, sums in enumerate(results, address):
+            # Until they are popped, further products are added.
+            self.buffer[at] = self.buffer[at] + sums if at in self.buffer else sums
+
+    def pop(self, address: int) -> np.ndarray:
+        """Takes sums from the buffer."""
+        if address not in self.buffer:
+            raise MachineFaultError(f"sums are popped from mrb[{address}], where nobody has put any")
+        return self.buffer.pop(address).view(np.uint32)
 
     def _matrices(self, pushed: list[tuple[int, bool, np.ndarray, np.ndarray | None]]) -> tuple[np.ndarray, ...]:
         """Returns the matrix that was pushed, padded with zeros; or two."""

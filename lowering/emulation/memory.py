@@ -82,35 +82,36 @@ class Memory:
 
     def load(self, place: Address) -> np.ndarray:
         """Loads a vector; sublanes that the mask leaves out are 0. Beyond an allocation there is poison."""
-        allocation, first = self._found("vmem", place.first())
-        sublanes = place.sublanes()
-        if (
-            place.stride == 1
-            and not (place.group or place.pattern)
-            and sublanes == 0xFF
-            and first + SUBLANES <= allocation.units
-        ):
-            rows = slice(first, first + SUBLANES)
-            self._note(allocation.is_written[rows])
-            return allocation.words[rows].copy()
-        on, places = self._rows(first, place, sublanes)
+        first, sublanes = place.first(), place.sublanes()
+        if place.stride == 1 and not (place.group or place.pattern) and sublanes == 0xFF:
+            allocation, at = self._found("vmem", first)
+            if at + SUBLANES <= allocation.units:
+                self._note(allocation.is_written[at : at + SUBLANES])
+                return allocation.words[at : at + SUBLANES].copy()
+        on, rows = self._rows(first, place, sublanes)
         vector = np.zeros((SUBLANES, LANES), np.uint32)
-        within = [(sublane, row) for sublane, row in zip(on, places, strict=True) if row < allocation.units]
+        if not rows:
+            return vector
+        allocation, least = self._found("vmem", min(rows))
+        places = np.array(rows) - (min(rows) - least)
+        is_within = places < allocation.units
         vector[on] = self._poison
-        if within:
-            held, at = (list(each) for each in zip(*within, strict=True))
-            vector[held] = allocation.words[at]
-            self._note(allocation.is_written[at])
-        if len(within) < len(on):
-            self.unwritten[self.bundle] += 1
+        vector[np.array(on)[is_within]] = allocation.words[places[is_within]]
+        self._note(is_within)
+        self._note(allocation.is_written[places[is_within]])
         return vector
 
     def store(self, place: Address, mask: np.ndarray | None, vector: Any) -> None:
         """Stores the sublanes of a vector that the address names, where the mask holds."""
-        allocation, first = self._found("vmem", place.first())
-        on, rows = self._rows(first, place, place.sublanes())
-        if len(rows) and max(rows) >= allocation.units:
-            raise MachineFaultError(f"a store to row {max(rows)} of {allocation.name}, which has {allocation.units}")
+        on, absolute = self._rows(place.first(), place, place.sublanes())
+        if not absolute:
+            return
+        # Sublanes that the address leaves out may lie before the allocation.
+        allocation, least = self._found("vmem", min(absolute))
+        rows = np.array(absolute) - (min(absolute) - least)
+        if max(rows) >= allocation.units:
+            size = f"{allocation.units} rows of 512 bytes"
+            raise MachineFaultError(f"a store to row {max(rows)} of {allocation.name}, which has {size}")
         vector = whole(vector)[on]
         if mask is None:
             allocation.words[rows], allocation.is_written[rows] = vector, True
@@ -192,7 +193,7 @@ class Transfers:
       count: how many were started.
     """
 
-    ORDERS = ("at the start", "at the wait", "read at the start, written at the wait")
+    ORDERS = ("at their start", "at the wait for them", "in two steps, read at their start and written at the wait")
 
     def __init__(self, memory: Memory, order: str) -> None:
         """Starts with nothing under way; `order`, one of `ORDERS`, is when data are read and written."""

@@ -53,6 +53,17 @@ def _on_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
     return packed
 
 
+def _on_each_bfloat16(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a function of packed bfloat16 values, exact but for one rounding to float32 and one to bfloat16."""
+    exact = _in_double(function)
+
+    def packed(x: Any) -> Any:
+        low, high = exact(x << np.uint32(16)), exact(x & _HIGH)
+        return rounded_to_bfloat16(high) | rounded_to_bfloat16(low) >> np.uint32(16)
+
+    return packed
+
+
 def _on_halves(dtype: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function of two integers of 16 bits a word."""
 
@@ -72,15 +83,14 @@ def _arithmetic_shift(a: Any, b: Any) -> Any:
 
 
 def _to_integer(x: Any) -> Any:
-    """Converts float32 to int32, rounded towards zero and bounded; 0 for NaN."""
+    """Converts float32 to int32, rounded to nearest even and bounded; 0 for NaN. To truncate, programs do so before."""
     x = x.view(np.float32)
     bounded = np.where(np.isnan(x), 0, np.clip(x, -2147483648.0, 2147483520.0))
-    return np.trunc(bounded).astype(np.int32).view(np.uint32)
+    return np.rint(bounded).astype(np.int32).view(np.uint32)
 
 
 def _is_weird(x: Any) -> Any:
-    exponent = x & _EXPONENT
-    return (exponent == 0) | (exponent == _EXPONENT)
+    return (x & _EXPONENT) == _EXPONENT
 
 
 # Rows: the numbers of a packed vector, one row after the other.
@@ -208,6 +218,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "vfloor.f32": _on(np.float32, np.floor),
     "vceil.f32": _on(np.float32, np.ceil),
     "vtrunc.f32": _on(np.float32, np.trunc),
+    "vround.rtne.f32": _on(np.float32, np.rint),
+    "vfloor.bf16": _on_each_bfloat16(np.floor),
+    # To plus and minus the second operand.
+    "vclamps.f32": _on(np.float32, lambda x, most: np.clip(x, -most, most)),
+    # Of the product of 64 bits, a half.
+    "vmul.u32.u64.low": np.multiply,
+    "vpcnt": lambda x: np.bitwise_count(x).astype(np.uint32),
+    "vclz": lambda x: (32 - np.frexp(x.astype(np.float64))[1]).astype(np.uint32),
     # Packing: "c" is compressed, "i" interleaved; "l" and "h" are the lower and the upper half of rows.
     "vpack.c.bf16": _packed_bfloat16,
     "vpack.i.bf16": lambda high, low: (rounded_to_bfloat16(high) & _HIGH) | rounded_to_bfloat16(low) >> np.uint32(16),
@@ -239,13 +257,24 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "vcombine.high": lambda a, b: np.concatenate([whole(a)[4:], whole(b)[4:]]),
 }
 
+_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "vpow2": np.exp2,
+    "vlog2": np.log2,
+    "vrcp": np.reciprocal,
+    "vrsqrt": lambda x: 1 / np.sqrt(x),
+    "vtanh": np.tanh,
+}
+
+
+def upper_half(a: Any, b: Any) -> Any:
+    """Returns the upper half of a product of 64 bits."""
+    return whole((a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32)).astype(np.uint32))
+
+
 # Their results wait until they are popped.
 TRANSCENDENTAL: dict[str, Callable[[Any], Any]] = {
-    "vpow2.f32": _in_double(np.exp2),
-    "vlog2.f32": _in_double(np.log2),
-    "vrcp.f32": _in_double(np.reciprocal),
-    "vrsqrt.f32": _in_double(lambda x: 1 / np.sqrt(x)),
-    "vtanh.f32": _in_double(np.tanh),
+    **{f"{name}.bf16": _on_each_bfloat16(function) for name, function in _FUNCTIONS.items()},
+    **{f"{name}.f32": _in_double(function) for name, function in _FUNCTIONS.items()},
 }
 
 _RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -335,9 +364,10 @@ def _bytes_that_are_not_zero(x: Any) -> Any:
 
 
 # Of vectors, to masks.
-TESTS: dict[str, Callable[[Any], Any]] = {
-    "vweird.f32": lambda x: whole(_is_weird(x)),  # zeros, denormal numbers, infinities and NaN
+TESTS: dict[str, Callable[..., Any]] = {
+    "vweird.f32": lambda x: whole(_is_weird(x)),  # infinities and NaN, as `jnp.isfinite` uses it
     "vnez": lambda x: whole(x != 0),
+    "vc.u32": lambda a, b: whole(a + b < a),  # the carry of a sum
     "vnez.u8": _bytes_that_are_not_zero,
 }
 # Of masks.

@@ -65,11 +65,14 @@ _CORE = re.compile(r"= sld \[[^;}/]*?\]\]([^;}/]*)/\*[^*]*\bcore id\b[^*]*\*/")
 _DIVISION = re.compile(r"/\* (kDiv|kRem|kDivAndRem) \*/")  # what of a quotient and a remainder is to be taken
 _PLACE = re.compile(r'/\* loc\("([^"]*)":(\d+)[^*]*\*/')  # of kernels alone, where they were written
 _PLACED = re.compile(r"@@(.*?)@@")
+_CHECK = re.compile(r"(shalt\.err [^/;}]*)/\*(.*?)\*/", re.DOTALL)
+_NO_WORDS = re.compile(r"[^\w .:()'-]+|\s+")
 _BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: *(?:> *)*\{(.*?)\} *$", re.MULTILINE | re.DOTALL)
 _INSTRUCTION = re.compile(r"(?:%(\w+) = )?([\w.\-]+(?:\[\d+\][\w.]+)?)(?:<(\S+?)>(?=\s|$))?\s*(.*)", re.DOTALL)
 _PREDICATE = re.compile(r"\((!?)%(\w+)(?:,\s*([^)]+))?\),?")
 _VALUE = re.compile(r"([a-z]*\d+)(?:_([a-z]+\d+))?$")
 _TARGET = re.compile(r"target bundleno = (\d+)")
+_MOST_WORDS = 200  # characters
 _SCALAR = ("vsync", "vwait", "vdelay")  # issued with vectors, but a part of the scalar program
 _NO_OPERAND = re.compile(r"\[(?:thread|resolvable):[^\]]*\]\s*")
 
@@ -80,11 +83,19 @@ def read_bundles(text: str, *, vectors: bool = False) -> tuple[Bundle, ...]:
     Most instructions work on vectors. Without `vectors`, only their kind is kept, and whether they spill.
     """
     text = _LABEL.sub(r"\1=", text)
+    if vectors:
+        text = _CHECK.sub(lambda check: f"{check[1]}reason={_words(check[2])} ", text)
     text = _CALL.sub(lambda call: f"{call[1]}<{call[3] or call[4]}> {call[2]}/*", text)
     text = _CORE.sub(r"= core_id \1", text)
     text = _PLACE.sub(r"@@\1:\2@@", text)
     text = _COMMENT.sub("", _DIVISION.sub(r", \1", text))
     return tuple(_bundle(number, body, vectors) for number, body in _BUNDLE.findall(text))
+
+
+def _words(comment: str) -> str:
+    """Returns the first words of a comment, without what operands are made of."""
+    words = " ".join(_NO_WORDS.sub(" ", comment).split())
+    return words if len(words) <= _MOST_WORDS else f"{words[:_MOST_WORDS].rpartition(' ')[0]} ..."
 
 
 def value_of(operand: str) -> tuple[str, str] | None:

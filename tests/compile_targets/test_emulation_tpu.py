@@ -132,7 +132,7 @@ def test_a_store_that_may_still_read_is_found(chip):
     emulation = lowering.emulate(double, x, target=chip)
     np.testing.assert_array_equal(emulation.results, 2 * x)
     (finding,) = emulation.findings
-    assert finding.what == "result 0 differs when transfers happen at the wait"
+    assert finding.what == "result 0 differs when transfers happen at the wait for them"
     assert finding.source.startswith("double_buffered.py:")
 
 
