@@ -5,6 +5,7 @@ transfers in three orders and a NaN where nobody has written. A test fails if th
 """
 
 import collections
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,9 @@ class Coverage:
 
     def write(self, path: Path, chip: str) -> None:
         """Adds the counts to a file, by kernel and chip."""
-        known = json.loads(path.read_text()) if path.exists() else {}
+        record = json.loads(path.read_text()) if path.exists() else {"kernels": {}}
+        record |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "jax": jax.__version__}
+        known = record["kernels"]
         for name, kernels in sorted(self._kernels.items()):
             known.setdefault(name, {})[chip] = {
                 "cases": len(kernels),
@@ -69,4 +72,4 @@ class Coverage:
                 "coverage": round(float(np.mean([kernel.coverage for kernel in kernels])), 3),
                 "least coverage": round(min(kernel.coverage for kernel in kernels), 3),
             }
-        path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
