@@ -20,7 +20,7 @@ from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 
 MODES = ("auto", "reference", "pallas", "interpret")
-EMULATED = ("tpu-v5e", "tpu-v6e", "tpu-v7x")  # as `lowering.emulation` does
+EMULATED = ("tpu-v5e", "tpu-v6e", "tpu-v7x")  # whose code `lowering.emulation` executes
 NOTHING_KNOWN = Evidence("", Hardware("", ""), (), {})  # as of any unknown chip
 _RUNTIME_ERROR = 361001  # CANN's status for "unsupported on this platform"
 

@@ -12,9 +12,9 @@ from lowering import static_leaves
 from lowering.describe import show
 from lowering.emulation.emulator import Emulator
 from lowering.emulation.faults import EmulationError
-from lowering.emulation.kernels import CHIPS
 from lowering.emulation.report import Emulation
 from lowering.register import emulate_with
+from lowering.select import EMULATED
 from lowering.targets import TARGETS
 from pallas_kernels.hardware import Hardware
 
@@ -93,8 +93,8 @@ emulate_with(_emulator)
 def checked(target: str, checks: Any = False, eup_error: Any = 0.0) -> Hardware:
     """Returns the chip; refuses what is wrong with these arguments."""
     hardware = TARGETS.get(target) if isinstance(target, str) else None
-    if hardware is None or hardware.name not in CHIPS:
-        raise EmulationError(f"lowering.emulate: target must be one of {', '.join(CHIPS)}; got {show(target)}")
+    if hardware is None or hardware.name not in EMULATED:
+        raise EmulationError(f"lowering.emulate: target must be one of {', '.join(EMULATED)}; got {show(target)}")
     if not isinstance(checks, bool):
         raise EmulationError(f"lowering.emulate: checks must be a bool; got {show(checks)}")
     if not isinstance(eup_error, Real) or not 0 <= float(eup_error) < 1:

@@ -25,7 +25,6 @@ _ARRAY_TYPE = re.compile(r"[a-z]+\d*\w*\[[\d,]*\](?:\{[^}]*\})?")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 _SPILL_BYTES, _UNKNOWN_BYTES = 4096, 1 << 20
 _GENERATION = re.compile(r"tpu-v(\d+)")
-CHIPS = ("tpu-v5e", "tpu-v6e", "tpu-v7x")
 POISONS = (0xFFC0DEAD, 0x7F7F1234)  # a NaN, and a large number
 
 
