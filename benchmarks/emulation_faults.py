@@ -39,7 +39,7 @@ def normal(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def with_ties(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    """Numbers of which many are equal, and some 0."""
+    """Draws numbers, many of them equal and some of them 0."""
     return jnp.asarray(np.round(2 * RNG.normal(size=shape)) / 2, dtype)
 
 
@@ -244,7 +244,7 @@ def with_mutant(kernel: Kernel, number: int, slot: int, mutant: Instruction) -> 
 
 
 class SlowError(Exception):
-    pass
+    """A changed kernel that has not ended in its time."""
 
 
 def stop(*_: Any) -> None:

@@ -51,7 +51,7 @@ class Memory:
 
         Args:
           poison: what is read where nobody has written.
-          granules_of_pointer: the unit of pointers to HBM, in granules: 16 until v5p, 1 since v6e.
+          granules_of_pointer: the unit of pointers to HBM, in granules: 16 on v5e, 1 on v6e and v7x.
         """
         self._poison = poison
         self._granules_of_pointer = granules_of_pointer

@@ -194,7 +194,7 @@ def labelled(instruction: Instruction, *labels: str) -> list[str]:
 
 
 def fields_of(instruction: Instruction, known: Mapping[str, bool]) -> dict[str, str]:
-    """Returns labelled operands by their labels, all of which must be `known`; true where one is required."""
+    """Returns labelled operands by label. `known` lists every label that may occur, and says whether it must."""
     found = {}
     for operand in instruction.operands:
         label = _LABEL.fullmatch(operand)

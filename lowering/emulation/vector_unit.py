@@ -326,7 +326,7 @@ def rectangle(bits: int) -> np.ndarray:
 
 
 def bytes_of_sublanes(bits: int) -> np.ndarray:
-    """Returns the mask of a range of bytes, four of which a sublane has: the first (8 bits), and the last."""
+    """Returns the mask of a range of bytes, four to a sublane: the low 8 bits give the first, the others the last."""
     first, last = bits & 0xFF, bits >> 8
     mask = np.zeros((SUBLANES, LANES), np.uint32)
     for byte in range(first, min(last, 4 * SUBLANES - 1) + 1):
