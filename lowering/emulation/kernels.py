@@ -188,7 +188,7 @@ def unsettled(kernel: Kernel, numbers: Sequence[int]) -> list[str]:
         for instruction in kernel.bundles[number].instructions:
             if not instruction.opcode.startswith("inlined_call_operand"):
                 try:
-                    machine.slot(instruction)
+                    machine.translator.slot(instruction)
                 except UnknownFormError as error:
                     found.append(str(error))
     return found

@@ -5,71 +5,17 @@ In a bundle, all instructions read registers and memory before any of them write
 
 import collections
 import dataclasses
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lowering.emulation import cross_lane_unit, matrix_unit, vector_unit
-from lowering.emulation.cross_lane_unit import CrossLaneUnit
 from lowering.emulation.faults import MachineFaultError, UnknownFormError
-from lowering.emulation.matrix_unit import MatrixUnit
+from lowering.emulation.instructions import NOT_WRITTEN, RENAMED_ONLY, Translator
 from lowering.emulation.memory import Memory, Transfers
-from lowering.emulation.registers import LANES, SUBLANES, Get, Registers, bits_of, fields_of, labelled
-from lowering.schedule.bundles import Bundle, Instruction, Predicate
-from lowering.schedule.memory import wrapped
-from lowering.schedule.scalar import divided, function_of
-from lowering.schedule.unknown import Unknown
+from lowering.emulation.registers import Registers
+from lowering.schedule.bundles import Bundle, Instruction
 
 _MOST_BLOCKS = 20_000_000
-_RENAMES = ("int_to_ptr.", "sphi", "pphi", "vphi")  # another name for what a register holds
-_NOTHING = frozenset(
-    {"sfence", "snop", "nop", "vnop", "strace", "vtrace", "sdelay", "vdelay", "compiler-scheduling-barrier", "vsettm"}
-)
-# Names that later versions of libtpu give, to those that earlier ones gave.
-_RENAMED = [
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"^vexp2\.", "vpow2."),
-        (r"^vpow\.bf16", "vpow2.bf16"),
-        (r"^vclamps-f32", "vclamps.f32"),
-        (r"^vlaneseq\.b32", "vlaneseq"),
-        (r"^(vpack\.[ci])\.f32\.bf16", r"\1.bf16"),
-        (r"^vpack\.c\.b16\.b8", "vpack.c.b8"),
-        (r"^vpack\.c\.b32\.b16", "vpack.c.b16"),
-        (r"^(vunpack\.[ci])\.u\.", r"\1.h."),
-        (r"^(vunpack\..*)\.bf16\.f32", r"\1.bf16"),
-        (r"^(vunpack\..*)\.s8\.s32", r"\1.s8"),
-        (r"^(vunpack\..*)\.s4\.s8", r"\1.s4"),
-        (r"^(vunpack\..*)\.b16\.b32", r"\1.b16"),
-        (r"^vperm\.lane\.", "vperm."),
-    )
-]
-_TRANSPOSITION = re.compile(r"(?:\[\d+/\d+\]\s*)?(?:\((?:short|narrow)\)\s*)*vx=(%\w+)")
-_STORED = re.compile(r"(?:vm=(%\w+),\s*)?vst_source=(\S+)")
-_DMA_STRIDES = ("src_stride", "dst_stride", "steps_per_stride")
-
-
-@dataclasses.dataclass
-class _Slot:
-    """One instruction, translated.
-
-    Attributes:
-      compute: returns what goes into `register`; None for none.
-      effect: what else happens.
-      register: where the result goes.
-      value: its name.
-      renames: "at once" or "then", if it only gives another name to what its register holds.
-      sources: of these, the names before.
-    """
-
-    compute: Get | None = None
-    effect: Callable[[], None] | None = None
-    register: str = ""
-    value: str = ""
-    renames: str = ""
-    sources: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass
@@ -86,6 +32,7 @@ class Machine:
     Attributes:
       runs: how often each range of bundles, both ends included, was issued.
       registers: what each holds.
+      translator: makes functions of its instructions.
     """
 
     def __init__(
@@ -112,28 +59,19 @@ class Machine:
           checks: see `Registers`.
           eup_error: the relative error of what the transcendental unit computes.
         """
-        self._eup_error = np.float32(1 + eup_error)
         self._bundles = bundles
         self._memory = memory
-        self._transfers = transfers
-        self._operands = operands
         self._delay_slots = 6 if generation >= 7 else 4
         self.registers = Registers(addresses, checks=checks)
-        self._spaces = {
-            instruction.value: instruction.opcode.rpartition(".")[2]
-            for bundle in bundles
-            for instruction in bundle.instructions
-            if instruction.opcode.startswith(("int_to_ptr.", "scalar_lea.", "inlined_call_operand."))
-        }
-        self._cross_lane: dict[str, CrossLaneUnit] = collections.defaultdict(CrossLaneUnit)
-        self._matrix: dict[str, MatrixUnit] = collections.defaultdict(
-            lambda: MatrixUnit(starts_with_last=generation < 7)
+        self.translator = Translator(
+            bundles,
+            self.registers,
+            memory,
+            transfers,
+            operands=operands,
+            generation=generation,
+            eup_error=eup_error,
         )
-        self._transcendental: collections.deque[tuple[str, Any]] = collections.deque()
-        self._semaphores_read: collections.deque[int] = collections.deque()
-        self._divisions: collections.deque[int] = collections.deque()
-        self._to_scalars: collections.deque[int] = collections.deque()
-        self._target: int | None = None
         self._blocks: dict[tuple[int, bool], _Block] = {}
         self._branches = {
             bundle.number for bundle in bundles if any(one.target is not None for one in bundle.instructions)
@@ -160,12 +98,12 @@ class Machine:
         block = self._block(first, stops_at_branch=True)
         self._issue(first, block)
         number = block.last + 1
-        if self._target is None:
+        if self.translator.target is None:
             return number
         if number < len(self._bundles):
             delayed = self._block(number, stops_at_branch=False)
             self._issue(number, delayed)
-        target, self._target = self._target, None
+        target, self.translator.target = self.translator.target, None
         return target
 
     def _issue(self, first: int, block: _Block) -> None:
@@ -194,7 +132,7 @@ class Machine:
     def _step(self, bundle: Bundle) -> Callable[[], None]:
         """Returns what executes one bundle."""
         try:
-            slots = [self.slot(instruction) for instruction in bundle.instructions]
+            slots = [self.translator.slot(instruction) for instruction in bundle.instructions]
         except UnknownFormError as error:
             message = str(error)
 
@@ -216,9 +154,9 @@ class Machine:
             for effect in effects:
                 effect()
             for register, result, value in results:
-                if result is _RENAMED_ONLY:
+                if result is RENAMED_ONLY:
                     names[register] |= {value}
-                elif result is not _NOT_WRITTEN:
+                elif result is not NOT_WRITTEN:
                     held[register] = result
                     names[register] = {value}
             for slot in renamed:
@@ -227,482 +165,3 @@ class Machine:
                     names[slot.register] |= {slot.value}
 
         return step
-
-    # Translation, instruction by instruction.
-
-    def slot(self, instruction: Instruction) -> "_Slot":
-        """Translates an instruction.
-
-        Raises:
-          UnknownFormError: if its meaning is not settled.
-        """
-        opcode = instruction.opcode
-        for pattern, name in _RENAMED:
-            opcode = pattern.sub(name, opcode)
-        if instruction.target is not None:
-            return _Slot(effect=self._where(instruction.predicate, self._branch(instruction.target)))
-        if opcode.startswith(_RENAMES):
-            return self._renamed(opcode, instruction)
-        if opcode in _NOTHING:
-            return _Slot()
-        effect = self._effect(opcode, instruction)
-        if effect is not None:
-            return _Slot(effect=self._where(instruction.predicate, effect))
-        compute = self._value(opcode, instruction)
-        if compute is None:
-            raise UnknownFormError(f"opcode {opcode!r} with {', '.join(instruction.operands)!r}")
-        if not instruction.register:
-            raise UnknownFormError(f"{opcode} without a register for its result")
-        otherwise: Get = lambda: _NOT_WRITTEN  # noqa: E731
-        if instruction.otherwise.rpartition("_")[2] == instruction.register:
-            otherwise = lambda: _RENAMED_ONLY  # noqa: E731 its register has both names then
-        elif instruction.otherwise:
-            is_scalar = instruction.register.startswith(("s", "p"))
-            read = self.registers.scalar if is_scalar else self.registers.vector
-            otherwise = read(instruction.otherwise)
-        if instruction.predicate is not None:
-            compute = self._either(instruction.predicate, compute, otherwise)
-        return _Slot(compute, register=instruction.register, value=instruction.value)
-
-    def _renamed(self, opcode: str, instruction: Instruction) -> _Slot:
-        """Gives a value another name. A value of a loop has one register; a pointer may get its own."""
-        places = {operand.strip().rpartition("_")[2] for operand in instruction.operands}
-        if opcode.endswith("phi") and places != {instruction.register}:
-            raise UnknownFormError(f"{opcode} of {', '.join(instruction.operands)!r} in {instruction.register}")
-        if places == {instruction.register}:
-            when = "at once" if opcode.endswith("phi") else "then"
-            sources = frozenset(operand.strip().strip("%").rpartition("_")[0] for operand in instruction.operands)
-            return _Slot(register=instruction.register, value=instruction.value, renames=when, sources=sources)
-        (operand,) = instruction.operands
-        read = self.registers.scalar(operand)
-        return _Slot(read, register=instruction.register, value=instruction.value)
-
-    def _holds(self, predicate: Predicate) -> Get:
-        read, negated = self.registers.register(f"%{predicate.value}", "p"), predicate.negated
-        return lambda: read() != negated
-
-    def _where(self, predicate: Predicate | None, effect: Callable[[], None]) -> Callable[[], None]:
-        if predicate is None:
-            return effect
-        holds = self._holds(predicate)
-
-        def predicated() -> None:
-            if holds():
-                effect()
-
-        return predicated
-
-    def _either(self, predicate: Predicate, compute: Get, otherwise: Get) -> Get:
-        holds = self._holds(predicate)
-        return lambda: compute() if holds() else otherwise()
-
-    def _branch(self, target: int) -> Callable[[], None]:
-        def branch() -> None:
-            self._target = target
-
-        return branch
-
-    def _effect(self, opcode: str, instruction: Instruction) -> Callable[[], None] | None:
-        """Returns what an instruction without a result does; None for others."""
-        if opcode.startswith("dma.") and opcode != "dma.done.wait":
-            return self._transfer(opcode, instruction)
-        name = opcode.partition(".")[0]
-        if opcode in ("vst", "vst.msk", "vst.sshfl"):
-            return self._store(instruction)
-        if opcode in vector_unit.TRANSCENDENTAL:
-            function, operand = vector_unit.TRANSCENDENTAL[opcode], self._vectors(instruction, 1)[0]
-            queue, value, factor = self._transcendental, instruction.value, self._eup_error
-            if factor == 1:
-                return lambda: queue.append((value, function(operand())))
-            return lambda: queue.append((value, (function(operand()).view(np.float32) * factor).view(np.uint32)))
-        if name.startswith("vmat"):
-            return self._matrix_effect(opcode, instruction)
-        found = _EFFECTS.get(opcode) or _EFFECTS.get(name)
-        if found is not None:
-            return found(self, opcode, instruction)
-        if ".xlu" in opcode and not opcode.startswith("vpop"):
-            return self._cross_lane_effect(opcode, instruction)
-        return None
-
-    def _value(self, opcode: str, instruction: Instruction) -> Get | None:
-        """Returns what computes an instruction's result; None where nobody knows."""
-        registers, name = self.registers, opcode.partition(".")[0]
-        if opcode in vector_unit.FUNCTIONS:
-            return self._computed(vector_unit.FUNCTIONS[opcode], instruction)
-        if opcode in vector_unit.MASKS and not (opcode == "vmmov" and not instruction.operands[0].startswith("%")):
-            function, masks = vector_unit.MASKS[opcode], [registers.mask(x) for x in instruction.operands]
-            return lambda: function(*(mask() for mask in masks))
-        if opcode in vector_unit.TESTS:
-            function, operands = vector_unit.TESTS[opcode], self._vectors(instruction, len(instruction.operands))
-            return lambda: function(*(operand() for operand in operands))
-        found = _VALUES.get(opcode) or _VALUES.get(name)
-        if found is not None:
-            return found(self, opcode, instruction)
-        if opcode.startswith("vpop."):
-            return self._popped(opcode, instruction)
-        if opcode.startswith(("s", "p", "core_id")):
-            return self._scalar(opcode, instruction)
-        return None
-
-    def _vectors(self, instruction: Instruction, count: int) -> list[Get]:
-        return [self.registers.vector(operand) for operand in labelled(instruction, *[""] * count)]
-
-    def _computed(self, function: Callable[..., Any], instruction: Instruction) -> Get:
-        if len(instruction.operands) == 2:
-            a, b = self._vectors(instruction, 2)
-            return lambda: vector_unit.whole(function(a(), b()))
-        (operand,) = self._vectors(instruction, 1)
-        return lambda: vector_unit.whole(function(operand()))
-
-    def _scalar(self, opcode: str, instruction: Instruction) -> Get | None:
-        labels = ("predicate", "on_true", "on_false") if opcode == "scalar_select" else [""] * len(instruction.operands)
-        function = function_of(opcode)
-        if function is None:
-            return None
-        operands = [self.registers.scalar(operand) for operand in labelled(instruction, *labels)]
-
-        def compute() -> Any:
-            result = function(*(operand() for operand in operands))
-            if isinstance(result, Unknown):
-                raise UnknownFormError(f"{opcode} of {', '.join(str(operand()) for operand in operands)}")
-            return result
-
-        return compute
-
-    # Memory and transfers.
-
-    def _load(self, opcode: str, instruction: Instruction) -> Get:
-        (text,) = labelled(instruction, "")
-        place = self.registers.address(text)
-        if opcode not in ("vld", "vld.sshfl") or place.rest or bool(place.pattern) != opcode.endswith("sshfl"):
-            raise UnknownFormError(f"{opcode} with {text!r}")
-        memory = self._memory
-        return lambda: memory.load(place)
-
-    def _store(self, instruction: Instruction) -> Callable[[], None]:
-        place = self.registers.address(", ".join(instruction.operands))
-        found = _STORED.fullmatch(place.rest)
-        is_masked, is_shuffled = instruction.opcode == "vst.msk", instruction.opcode == "vst.sshfl"
-        if found is None or (found[1] is not None) != is_masked or bool(place.pattern) != is_shuffled:
-            raise UnknownFormError(f"{instruction.opcode} with {place.rest!r}")
-        mask = None if found[1] is None else self.registers.mask(found[1])
-        vector, memory = self.registers.vector(found[2]), self._memory
-        return lambda: memory.store(place, None if mask is None else mask(), vector())
-
-    def _transfer(self, opcode: str, instruction: Instruction) -> Callable[[], None]:
-        scalar, transfers = self.registers.scalar, self._transfers
-        if opcode == "dma.general":
-            known = dict.fromkeys(("src", "size_in_granules", "dst", "dst_syncflagno", "stridedescaddr"), True)
-            known |= dict.fromkeys(("src_syncflagno", "overrides", "dst_syncflagno_1"), False)
-            named = fields_of(instruction, known)
-            ends = [self._spaces.get(named[end].strip("%").partition("_")[0], "") for end in ("src", "dst")]
-            source, destination = named["src"], named["dst"]
-        else:
-            ends = opcode.removeprefix("dma.").split("_to_")
-            labels = [operand.partition("=")[0] for operand in instruction.operands]
-            known = dict.fromkeys((*labels[:1], "size_in_granules", *labels[2:3], "dst_syncflagno"), True)
-            named = fields_of(instruction, known | dict.fromkeys(_DMA_STRIDES, False))
-            if [label.partition("_")[0] for label in (labels[0], labels[2])] != ends:
-                raise UnknownFormError(f"{opcode} with {', '.join(instruction.operands)!r}")
-            source, destination = named[labels[0]], named[labels[2]]
-        if not set(ends) <= {"hbm", "vmem", "smem"}:
-            raise UnknownFormError(f"{opcode} between {' and '.join(map(repr, ends))}")
-        read = [scalar(text) for text in (named["size_in_granules"], source, destination, named["dst_syncflagno"])]
-        spaces = ends[0], ends[1]
-        if opcode == "dma.general":
-            table = scalar(named["stridedescaddr"], "smem")
-            strides: Callable[[], list[tuple[int, int, int]]] = lambda: self._levels(table())  # noqa: E731
-        elif "steps_per_stride" in named:
-            of_level = [scalar(named[name]) for name in _DMA_STRIDES]
-            strides = lambda: [(of_level[0](), of_level[1](), of_level[2]())]  # noqa: E731
-        else:
-            strides = list
-
-        def effect() -> None:
-            granules, at, to, semaphore = (one() for one in read)
-            transfers.start(spaces, granules, at, to, semaphore, strides())
-
-        return effect
-
-    def _levels(self, table: int) -> list[tuple[int, int, int]]:
-        """Reads strides from scalar memory: for each level those of source and destination, and a count."""
-        words = self._memory.written_words(table, 9)
-        if not words or len(words) % 3:
-            raise MachineFaultError(f"a table of strides with {len(words)} words")
-        return [(words[at], words[at + 1], words[at + 2]) for at in range(0, len(words), 3)]
-
-    # Units whose results wait.
-
-    def _cross_lane_effect(self, opcode: str, instruction: Instruction) -> Callable[[], None] | None:
-        tokens = opcode.split(".")
-        unit = self._cross_lane[next(token for token in tokens if token.startswith("xlu"))]
-        name = ".".join(token for token in tokens if not token.startswith("xlu"))
-        if name.startswith("vxpose.b32"):
-            return self._transposition(name, unit, instruction)
-        value = instruction.value
-        if name in cross_lane_unit.REDUCTIONS:
-            function, (operand,) = cross_lane_unit.REDUCTIONS[name], self._vectors(instruction, 1)
-            return lambda: unit.results["xlane"].append((value, function(operand())))
-        if name == "vset.pattern.permute":
-            (pattern,) = self._vectors(instruction, 1)
-            return lambda: unit.set_pattern(pattern())
-        if name == "vperm":
-            of_pattern, source = labelled(instruction, "pattern", "source")
-            if not re.fullmatch(r"%\d+", of_pattern):
-                raise UnknownFormError(f"{opcode} with pattern {of_pattern!r}")
-            vector = self.registers.vector(source)
-            return lambda: unit.results["permute"].append((value, unit.permuted(vector())))
-        if name in ("vrot.lane.b32", "vbcast.lane.b32"):
-            move = cross_lane_unit.rotated if name.startswith("vrot") else cross_lane_unit.one_lane
-            vector, by = self._vectors(instruction, 2)
-            return lambda: unit.results["permute"].append((value, move(vector(), by())))
-        return None
-
-    def _transposition(self, name: str, unit: CrossLaneUnit, instruction: Instruction) -> Callable[[], None]:
-        first, *others = instruction.operands
-        found = _TRANSPOSITION.fullmatch(first)
-        width = LANES
-        if len(others) == 1 and others[0].startswith("width="):
-            width = bits_of(others.pop().partition("=")[2])
-        if found is None or others or not set(name.split(".")[2:]) <= {"start", "cont", "end"}:
-            raise UnknownFormError(f"{name} with {', '.join(instruction.operands)!r}")
-        vector = self.registers.vector(found[1])
-        return lambda: unit.transposed(name, vector(), width)
-
-    def _matrix_effect(self, opcode: str, instruction: Instruction) -> Callable[[], None]:
-        name, *tokens = opcode.split(".")
-        unknown = UnknownFormError(f"opcode {opcode!r} with {', '.join(instruction.operands)!r}")
-
-        def take(*known: str) -> str:
-            found = [token for token in tokens if token in known]
-            for token in found[:1]:
-                tokens.remove(token)
-            return found[0] if found else ""
-
-        unit = self._matrix[take(*(token for token in tokens if token.startswith("mxu")))]
-        dtype = take(*matrix_unit.TYPES) or "f32"
-        if take("msk"):
-            mask, operand = (
-                self.registers.mask(instruction.operands[0]),
-                self.registers.vector(labelled(instruction, "", "")[1]),
-            )
-            vector: Get = lambda: matrix_unit.masked(mask(), operand())  # noqa: E731
-        else:
-            (vector,) = self._vectors(instruction, 1)
-        address = next((re.fullmatch(r"mrb\[(\d+)\]", token) for token in tokens if token.startswith("mrb[")), None)
-        if address is not None:
-            tokens.remove(address[0])
-        match name:
-            case "vmatprep":
-                register = take("subr", "mubr")
-                effect = lambda: unit.prepare(register, vector(), dtype)  # noqa: E731
-            case "vmatpush" | "vmatpush1" | "vmatpush2" | "vmatpush3":
-                is_transposed, register, kind = bool(take("xpose")), take("msra", "msrb"), int(name[8:] or 0)
-                effect = lambda: unit.push(register, vector(), dtype, kind, is_transposed=is_transposed)  # noqa: E731
-            case "vmatmul":
-                take("mubr")
-                loaded = take("msra", "msrb") if take("vlgmr") else ""
-                weights, at = take("gmra", "gmrb"), None if address is None else int(address[1])
-                effect = lambda: unit.multiply(vector(), dtype, loaded, weights, at)  # noqa: E731
-            case _:
-                raise unknown
-        if tokens:
-            raise unknown
-        return effect
-
-    def _popped(self, opcode: str, instruction: Instruction) -> Get | None:
-        """Takes what waits in a unit; where its name is known, it must be the one that is meant."""
-        _, *tokens = opcode.split(".")
-        meant = instruction.operands[0].removeprefix("%") if instruction.operands else ""
-        if opcode == "vpop.eup":
-            return self._taken(self._transcendental, meant)
-        unit = tokens[-1]
-        if len(tokens) == 2 and unit.startswith("xlu") and tokens[0] in ("xlane", "permute"):
-            return self._taken(self._cross_lane[unit].results[tokens[0]], meant)
-        if len(tokens) == 2 and unit.startswith("xlu") and tokens[0] == "trf":
-            queue: Any = self._cross_lane[unit].results["trf"]
-            return lambda: _next(queue)
-        if len(tokens) == 3 and unit.startswith("mxu") and tokens[0] in ("f32", "s32"):
-            address, matrix = re.fullmatch(r"mrb\[(\d+)\]", tokens[1]), self._matrix[unit]
-            if address is not None:
-                at = int(address[1])
-                return lambda: matrix.pop(at)
-            if tokens[1] == "mrf":
-                return lambda: _next(matrix.results)
-        return None
-
-    def _taken(self, queue: collections.deque[tuple[str, Any]], meant: str) -> Get:
-        def take() -> Any:
-            name, result = _next(queue)
-            if meant and name != meant:
-                raise MachineFaultError(f"{name} is popped where {meant} is meant")
-            return result
-
-        return take
-
-
-_NOT_WRITTEN, _RENAMED_ONLY = object(), object()
-
-
-def _next(queue: collections.deque[Any]) -> Any:
-    if not queue:
-        raise MachineFaultError("a result is popped that nobody has pushed")
-    return queue.popleft()
-
-
-# Instructions by opcode, or by what is before its first point: each returns what happens, or what computes the result.
-
-
-def _wait(machine: Machine, _: str, instruction: Instruction) -> Callable[[], None]:
-    semaphore, amount = (machine.registers.scalar(x, "sflag") for x in labelled(instruction, "", ""))
-    return lambda: machine._transfers.wait(semaphore(), amount())
-
-
-def _signal(machine: Machine, _: str, instruction: Instruction) -> Callable[[], None]:
-    semaphore, amount = (machine.registers.scalar(x, "sflag") for x in labelled(instruction, "", ""))
-
-    def add() -> None:
-        machine._memory.semaphores[semaphore()] += wrapped(amount())
-
-    return add
-
-
-def _set_semaphore(machine: Machine, _: str, instruction: Instruction) -> Callable[[], None]:
-    """Sets a semaphore to 0 where a kernel begins; where it ends, checks that it is left so."""
-    semaphore, at_end = (machine.registers.scalar(x, "sflag") for x in labelled(instruction, "", ""))
-
-    def set_or_check() -> None:
-        held = machine._memory.semaphores[semaphore()]
-        if at_end() and held:
-            raise MachineFaultError(f"a semaphore holds {held} when the kernel ends")
-        machine._memory.semaphores[semaphore()] = 0
-
-    return set_or_check
-
-
-def _read_semaphore(machine: Machine, _: str, instruction: Instruction) -> Callable[[], None]:
-    (semaphore,) = (machine.registers.scalar(x, "sflag") for x in labelled(instruction, ""))
-    return lambda: machine._semaphores_read.append(machine._memory.semaphores[semaphore()])
-
-
-def _halt(_: Machine, __: str, instruction: Instruction) -> Callable[[], None]:
-    reason = instruction.operands[0].removeprefix("reason=") if instruction.operands else "it gives no reason"
-
-    def halt() -> None:
-        raise MachineFaultError(f"a check that the compiler has put in fails: {reason}")
-
-    return halt
-
-
-def _store_scalar(machine: Machine, _: str, instruction: Instruction) -> Callable[[], None]:
-    address, word = labelled(instruction, "", "")
-    at, value = machine.registers.scalar(address, "smem"), machine.registers.scalar(word)
-    return lambda: machine._memory.store_scalar(at(), int(value()))
-
-
-def _divide(machine: Machine, opcode: str, instruction: Instruction) -> Callable[[], None]:
-    dividend, divisor = (machine.registers.scalar(x) for x in instruction.operands[:2])
-    wanted = instruction.operands[2:]
-    return lambda: machine._divisions.extend(divided(opcode, dividend(), divisor(), *wanted))
-
-
-def _push_scalar(machine: Machine, _: str, instruction: Instruction) -> Callable[[], None]:
-    (vector,) = machine._vectors(instruction, 1)
-    return lambda: machine._to_scalars.append(int(vector_unit.whole(vector())[0, 0].view(np.int32)))
-
-
-def _load_scalar(machine: Machine, _: str, instruction: Instruction) -> Get:
-    address = machine.registers.scalar(labelled(instruction, "")[0], "smem")
-    return lambda: machine._memory.load_scalar(address())
-
-
-def _operand(machine: Machine, _: str, instruction: Instruction) -> Get:
-    value = machine._operands(instruction)
-    return lambda: value
-
-
-def _spread(machine: Machine, _: str, instruction: Instruction) -> Get:
-    scalar = machine.registers.vector(labelled(instruction, "")[0])
-    return lambda: np.full((SUBLANES, LANES), scalar(), np.uint32)
-
-
-def _constant(vector: np.ndarray) -> Get:
-    return lambda: vector
-
-
-def _rectangle(_: Machine, __: str, instruction: Instruction) -> Get:
-    return _constant(vector_unit.rectangle(bits_of(labelled(instruction, "")[0])))
-
-
-def _bytes(_: Machine, opcode: str, instruction: Instruction) -> Get:
-    if opcode != "vsmask.f32":
-        raise UnknownFormError(f"opcode {opcode!r}")
-    return _constant(vector_unit.bytes_of_sublanes(bits_of(labelled(instruction, "")[0])))
-
-
-def _positions(_: Machine, __: str, instruction: Instruction) -> Get:
-    labelled(instruction)
-    return _constant((vector_unit.LANE + np.uint32(LANES) * vector_unit.SUBLANE).astype(np.uint32))
-
-
-def _constant_mask(_: Machine, __: str, instruction: Instruction) -> Get:
-    return _constant(np.full((SUBLANES, LANES), bits_of(labelled(instruction, "")[0]) != 0))
-
-
-def _select(machine: Machine, _: str, instruction: Instruction) -> Get:
-    mask, on_true, on_false = labelled(instruction, "vm", "on_true_vy", "on_false_vx")
-    read, yes, no = machine.registers.mask(mask), machine.registers.vector(on_true), machine.registers.vector(on_false)
-    return lambda: vector_unit.selected(read(), yes(), no())
-
-
-def _upper_half(machine: Machine, __: str, instruction: Instruction) -> Get:
-    # The lower half, which another instruction has computed, adds nothing.
-    a, b, *_ = map(machine.registers.vector, labelled(instruction, "lhs_vy", "rhs_vx", "low"))
-    return lambda: vector_unit.upper_half(a(), b())
-
-
-def _compare(machine: Machine, opcode: str, instruction: Instruction) -> Get:
-    _, relation, dtype, *order = opcode.split(".")
-    function = vector_unit.comparison(relation, dtype)
-    if function is None or order not in (["totalorder"], ["partialorder"]):
-        raise UnknownFormError(f"opcode {opcode!r}")
-    a, b = machine._vectors(instruction, 2)
-    return lambda: function(a(), b())
-
-
-def _pop_scalar(machine: Machine, opcode: str, instruction: Instruction) -> Get:
-    queue = machine._divisions if opcode == "spop.drf" else machine._to_scalars
-    return lambda: _next(queue)
-
-
-def _pop_semaphore(machine: Machine, _: str, __: Instruction) -> Get:
-    return lambda: _next(machine._semaphores_read)
-
-
-_EFFECTS: Mapping[str, Callable[[Machine, str, Instruction], Callable[[], None]]] = {
-    "dma.done.wait": _wait,
-    "vwait.ge": _wait,
-    "vwait.ge.trace": _wait,
-    "vsyncadd": _signal,
-    "vsyncpa": _set_semaphore,
-    "vsyncmov": _read_semaphore,
-    "shalt.err": _halt,
-    "sst": _store_scalar,
-    "sdivrem": _divide,
-    "vpush": _push_scalar,
-}
-_VALUES: Mapping[str, Callable[[Machine, str, Instruction], Get]] = {
-    "inlined_call_operand": _operand,
-    "sld": _load_scalar,
-    "spop": _pop_scalar,
-    "vpop.sfrf": _pop_semaphore,
-    "vld": Machine._load,
-    "vstv": _spread,
-    "vcmask": _rectangle,
-    "vsmask": _bytes,
-    "vlaneseq": _positions,
-    "vmmov": _constant_mask,
-    "vsel": _select,
-    "vmul.u32.u64.high": _upper_half,
-    "vcmp": _compare,
-}
