@@ -19,7 +19,7 @@ from linear_cross_entropy_oracle import (
 )
 
 from jaxops.linear_cross_entropy import linear_cross_entropy
-from jaxops.linear_cross_entropy.kept_rows import kept_rows
+from jaxops.linear_cross_entropy.fold_rows import kept_rows
 from jaxops.linear_cross_entropy.operands import SKIPPED, Rows
 from lowering.operators import Place
 

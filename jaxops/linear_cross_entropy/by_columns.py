@@ -14,8 +14,7 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.chunk_sizes import columns_of_tile
 from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, parts_of
-from jaxops.linear_cross_entropy.fold_rows import filler
-from jaxops.linear_cross_entropy.kept_rows import KeptRows, is_on_one_device, kept_rows
+from jaxops.linear_cross_entropy.fold_rows import KeptRows, is_on_one_device, kept_rows
 from jaxops.linear_cross_entropy.operands import (
     SKIPPED,
     ColumnGradients,
@@ -96,10 +95,9 @@ def gradients_by_columns(
     x_dtype, rows = rows.x.dtype, rows._replace(x=rows.x.astype(columns.weight.dtype))
     kept = kept_rows(rows, place)
     if kept is not None:
+        terms, rows = kept.take((terms, rows))
         # Fillers must get probabilities of 0: their logits are the bias, and exp(bias) alone may overflow.
-        fills = jax.tree.map(filler, (terms, rows))
-        fills = fills[0]._replace(log_sum_exp=jnp.inf), fills[1]._replace(scale=None if rows.scale is None else 1)
-        terms, rows = kept.take((terms, rows), fills)
+        terms = terms._replace(log_sum_exp=jnp.where(rows.labels == SKIPPED, jnp.inf, terms.log_sum_exp))
     dtype = accumulation_dtype(rows.x.dtype)
 
     def add_tile(carry: tuple[RowGradients, ColumnGradients], tile: Tile) -> tuple[RowGradients, ColumnGradients]:

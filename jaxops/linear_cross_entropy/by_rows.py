@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_columns import added_in_blocks
-from jaxops.linear_cross_entropy.fold_rows import Step
-from jaxops.linear_cross_entropy.kept_rows import fold_kept_rows
+from jaxops.linear_cross_entropy.fold_rows import Step, fold_kept_rows
 from jaxops.linear_cross_entropy.operands import (
     SKIPPED,
     ColumnGradients,
@@ -64,7 +62,7 @@ def summed_by_rows(
     With the place where it runs, chunks are sized for all of its devices, a CPU adds to the gradient of the weight in
     blocks, and a single device leaves out chunks of skipped rows.
     """
-    on_one_cpu = place is not None and place.platform == "cpu" and not place.is_split
+    on_one_cpu = place == Place("cpu")
     # XLA's CPU compiler writes what it adds up over columns or multiplies: one more array, unless the loss is plain.
     is_plain = softcap is None and columns.bias is None and columns.class_targets is None and not metrics
     is_plain = is_plain and columns.weight.dtype.itemsize > 2
@@ -72,7 +70,7 @@ def summed_by_rows(
     chunk_rows = chunk_rows or rows_of_logits(classes, features, 2 if on_one_cpu and not is_plain else 1)
     add = added_in_blocks if on_one_cpu and not jax.export.is_symbolic_dim(columns.weight.size) else None
     step = chunk_step(columns, softcap, needs, metrics=metrics, add=add)
-    start = no_sums(rows, columns, needs, weight_grad_dtype)
+    start = no_sums(columns, needs, weight_grad_dtype)
     (statistics, of_rows), sums = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=metrics)
     return sums.loss, statistics, of_rows, kept_in_range(sums.columns, columns)
 
@@ -84,7 +82,7 @@ def kept_in_range(sums: ColumnGradients, columns: Columns) -> ColumnGradients:
     return sums._replace(weight=sums.weight.astype(kept_gradient_dtype(columns.weight.dtype)))
 
 
-def no_sums(rows: Rows, columns: Columns, needs: Needs, weight_grad_dtype: Any) -> Sums:
+def no_sums(columns: Columns, needs: Needs, weight_grad_dtype: Any) -> Sums:
     """Returns the sums before the first row."""
     dtype = accumulation_dtype(columns.weight.dtype)
 
@@ -96,7 +94,7 @@ def no_sums(rows: Rows, columns: Columns, needs: Needs, weight_grad_dtype: Any) 
         zeros(needs.bias, columns.bias),
         zeros(needs.class_targets, columns.class_targets),
     )
-    return varying_with(Sums(jnp.zeros((), dtype), of_columns), (rows, columns))
+    return Sums(jnp.zeros((), dtype), of_columns)
 
 
 def chunk_step(

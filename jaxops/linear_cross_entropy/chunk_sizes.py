@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lowering.operators import Place
-
 
 class ChunkSizes(NamedTuple):
     """Sizes of chunks and tiles, in elements, rows or columns.
@@ -71,14 +69,6 @@ def rows_of_exponentials_on(hardware: Any, classes: int, features: int) -> int:
         return rows
     balanced = 8 * rates["bfloat16"] / hardware.memory_bytes_per_s  # twice as many rows as take equal times
     return max(rows, min(2 ** int(math.log2(balanced)), features))
-
-
-def on_all_devices(chunk_rows: int | None, place: Place | None) -> int | None:
-    """Returns how many rows are a chunk for all devices together, over which the compiler splits them.
-
-    Each device then has as many as one alone would. With fewer, it would mostly read the weight, once for each chunk.
-    """
-    return chunk_rows if chunk_rows is None or place is None else chunk_rows * place.device_count
 
 
 def logits_of_tile(rows: Any, weight_shape: tuple[int, ...], chunk_rows: int | None) -> int | None:

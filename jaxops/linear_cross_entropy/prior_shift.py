@@ -26,9 +26,8 @@ import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy.by_rows import Sums, chunk_step, kept_in_range, no_sums
-from jaxops.linear_cross_entropy.chunk_sizes import SIZES, on_all_devices, rows_of_exponentials, rows_of_logits
-from jaxops.linear_cross_entropy.fold_rows import fold_rows
-from jaxops.linear_cross_entropy.kept_rows import fold_kept_rows
+from jaxops.linear_cross_entropy.chunk_sizes import SIZES, rows_of_exponentials, rows_of_logits
+from jaxops.linear_cross_entropy.fold_rows import fold_kept_rows, fold_rows
 from jaxops.linear_cross_entropy.operands import (
     SKIPPED,
     ColumnGradients,
@@ -139,14 +138,14 @@ def summed_by_prior_shift(
     by_shift = _chunk_step(columns, softcap, needs, exponentiating, place)
     by_maximum = chunk_step(columns, softcap, needs, metrics=metrics)
     # Seldom needed, so no more than fit beside the rest: their float32 logits are larger than a chunk's exponentials.
-    again_rows = on_all_devices(rows_of_logits(columns.weight.shape[0], features=0), place)
+    again_rows = rows_of_logits(columns.weight.shape[0], features=0)
 
     def again(chunk: tuple[Rows, RowWeights], results: RowResults, sums: Sums, is_exact: jax.Array) -> Any:
         def take(at: jax.Array, carry: tuple[RowResults, Sums]) -> tuple[RowResults, Sums]:
             results, sums = carry
             # Nothing in a step may be the same in every step, or the compiler computes it before the loop, always.
             rows, _ = jax.lax.optimization_barrier((_failed(*chunk, is_exact), at))
-            new, sums = fold_rows(by_maximum, sums, rows, is_exact.shape, again_rows)
+            new, sums = fold_rows(by_maximum, sums, rows, is_exact.shape, again_rows, place)
 
             def merged(x: jax.Array, again: jax.Array) -> jax.Array:
                 return jnp.where(is_exact.reshape(*is_exact.shape, *(1,) * (x.ndim - is_exact.ndim)), x, again)
@@ -164,7 +163,7 @@ def summed_by_prior_shift(
 
     # Filling the gradient of a large weight with 0 would take as long as hundreds of rows.
     options = {"all_rows": metrics, "starts_unwritten": place.platform in _FUSING_PLATFORMS}
-    start = no_sums(rows, columns, needs, weight_grad_dtype)
+    start = no_sums(columns, needs, weight_grad_dtype)
     (results, is_exact), sums = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, **options)
     if place.is_split:
         # Once for all chunks: a sum over devices of the gradient of the weight would not move out of two loops.

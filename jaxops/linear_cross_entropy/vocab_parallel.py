@@ -19,9 +19,9 @@ from jaxops._checks.arguments import require
 from jaxops._checks.dtypes import accumulation_dtype, wide_ids
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator
-from jaxops._primitive.sharding import require_split, varying_with
-from jaxops.linear_cross_entropy.chunk_sizes import on_all_devices, rows_of_logits
-from jaxops.linear_cross_entropy.fold_rows import filler, fold_rows
+from jaxops._primitive.sharding import require_split
+from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
+from jaxops.linear_cross_entropy.fold_rows import fold_rows
 from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows
 from jaxops.linear_cross_entropy.rounded_products import Products, rounded_products
 from jaxops.linear_cross_entropy.row_statistics import (
@@ -192,8 +192,8 @@ def _max_sum(
         local = maximum, jnp.exp(above) * sums.sum_exp, predicted, mask, masked_target
         return OnlineMaxSum(*local, logits.astype(x.dtype) if return_logits else None), None
 
-    chunk_rows = None if return_logits else on_all_devices(rows_of_logits(*weight.shape), place)
-    return fold_rows(chunk, None, (x, mask, masked_target), target.shape, chunk_rows)[0]
+    chunk_rows = None if return_logits else rows_of_logits(*weight.shape)
+    return fold_rows(chunk, None, (x, mask, masked_target), target.shape, chunk_rows, place)[0]
 
 
 def _pack(mask: jax.Array, beyond: jax.Array) -> Arrays:
@@ -248,17 +248,14 @@ def _grad(
     assert sum_exp_logits is not None
     # The sum divides the coefficient: see `cotangent_terms`.
     chunks = CotangentTerms(grad / sum_exp_logits, logits_max, jnp.zeros_like(logits_max), -grad), Rows(x, labels)
-    # Fillers get probabilities of 0.
-    fills = jax.tree.map(filler, chunks)
-    fills = fills[0]._replace(log_sum_exp=jnp.inf), fills[1]
-    start = varying_with(jnp.zeros(weight.shape, accumulation_dtype(x.dtype)), (chunks, weight))
-    chunk_rows = on_all_devices(rows_of_logits(*weight.shape), place)
-    x_grad, weight_grad = fold_rows(chunk, start, chunks, grad.shape, chunk_rows, fills)
+    start = jnp.zeros(weight.shape, accumulation_dtype(x.dtype))
+    chunk_rows = rows_of_logits(*weight.shape)
+    x_grad, weight_grad = fold_rows(chunk, start, chunks, grad.shape, chunk_rows, place)
     return x_grad, weight_grad.astype(weight.dtype)
 
 
 def _on_one_device(place: Place, *_: Any, **__: Any) -> str | None:
-    return None if place.is_split else "one device has all rows, as the reference expects"
+    return None if place.device_count > 1 else "one device has all rows, as the reference expects"
 
 
 _ONLINE_MAX_SUM = Operator(
