@@ -120,7 +120,7 @@ def _losses(
 
 def _row_sums(rows: Rows, columns: Columns, softcap: float | None, metrics: bool) -> tuple[jax.Array, RowSums]:
     rows = rows._replace(x=rows.x.astype(columns.weight.dtype))
-    bounded = bounded_logits(rows, columns, softcap)
+    bounded = bounded_logits(rows, columns, softcap, accumulation_dtype(columns.weight.dtype))
     return bounded, row_sums(logits_of(bounded, rows), rows, columns, metrics=metrics)
 
 

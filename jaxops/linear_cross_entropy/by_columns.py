@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.chunk_sizes import columns_of_tile
-from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, parts_of
+from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, merged_pair, parts_of
 from jaxops.linear_cross_entropy.fold_rows import KeptRows, is_on_one_device, kept_rows
 from jaxops.linear_cross_entropy.operands import (
     SKIPPED,
@@ -31,7 +31,6 @@ from jaxops.linear_cross_entropy.row_statistics import (
     linear_gradients,
     logits_of,
     logits_of_zero,
-    merged_pair,
     row_sums,
 )
 from lowering.operators import Place
@@ -48,6 +47,7 @@ def statistics_by_columns(
 ) -> RowStatistics:
     """Computes the `RowStatistics` of x weight^T + bias."""
     rows = rows._replace(x=rows.x.astype(columns.weight.dtype))
+    dtype = accumulation_dtype(columns.weight.dtype)
     # Metrics are wanted for all rows.
     kept = None if metrics else kept_rows(rows, place)
     taken = rows if kept is None else kept.take(rows)
@@ -60,12 +60,14 @@ def statistics_by_columns(
 
         def add(_: None, chunk: tuple[RowSums, Rows]) -> tuple[RowSums, None]:
             before, rows = chunk
-            return merged_pair(before, tile.sums(sums_of(bounded_logits(rows, in_tile, softcap), rows, in_tile))), None
+            return merged_pair(
+                before, tile.sums(sums_of(bounded_logits(rows, in_tile, softcap, dtype), rows, in_tile))
+            ), None
 
         of_tile = tile.rows(taken)
         return (add(None, (sums, of_tile)) if kept is None else kept.fold(add, None, sums, of_tile))[0]
 
-    shapes = jax.eval_shape(lambda: sums_of(bounded_logits(taken, columns, softcap), taken, columns))
+    shapes = jax.eval_shape(lambda: sums_of(bounded_logits(taken, columns, softcap, dtype), taken, columns))
     no_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     # A sum of exponentials over no columns is 0, and this is 1 less.
     no_columns = no_columns._replace(less_one=no_columns.less_one - 1)
@@ -74,7 +76,7 @@ def statistics_by_columns(
         return statistics
     # The x of all skipped rows counts as 0, so their statistics are those of one row.
     zero = Rows(jnp.zeros((1, rows.x.shape[-1]), rows.x.dtype), jnp.full((1,), SKIPPED, rows.labels.dtype))
-    skipped = sums_of(logits_of_zero(columns, softcap), zero, columns).statistics
+    skipped = sums_of(logits_of_zero(columns, softcap, dtype), zero, columns).statistics
     is_skipped = rows.labels == SKIPPED
     pairs: Any = zip(skipped, kept.restore(statistics), strict=True)
     results: Any = (None if of_kept is None else jnp.where(is_skipped, x, of_kept) for x, of_kept in pairs)
@@ -106,7 +108,7 @@ def gradients_by_columns(
 
         def add(sums: ColumnGradients, chunk: Any) -> tuple[RowGradients, ColumnGradients]:
             before, (terms, rows) = chunk
-            bounded = bounded_logits(rows, in_tile, softcap)
+            bounded = bounded_logits(rows, in_tile, softcap, dtype)
             new, added = linear_gradients(terms, rows, in_tile, bounded, softcap, needs)
             # Row gradients are sums over tiles, except that of probabilities: each of its columns is in one tile.
             summed = jax.tree.map(jnp.add, before, new._replace(probabilities=None))

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
-from jaxops.linear_cross_entropy.fold_columns import added_in_blocks
 from jaxops.linear_cross_entropy.fold_rows import Step, fold_kept_rows
 from jaxops.linear_cross_entropy.operands import (
     SKIPPED,
@@ -22,11 +20,12 @@ from jaxops.linear_cross_entropy.operands import (
     RowStatistics,
     RowWeights,
 )
-from jaxops.linear_cross_entropy.rounded_products import Adding
 from jaxops.linear_cross_entropy.row_statistics import (
+    Adding,
+    added_in_blocks,
     bounded_logits,
     cotangent_terms,
-    kept_gradient_dtype,
+    kept_gradient,
     linear_gradients,
     logits_of,
     row_losses,
@@ -70,27 +69,21 @@ def summed_by_rows(
     chunk_rows = chunk_rows or rows_of_logits(classes, features, 2 if on_one_cpu and not is_plain else 1)
     add = added_in_blocks if on_one_cpu and not jax.export.is_symbolic_dim(columns.weight.size) else None
     step = chunk_step(columns, softcap, needs, metrics=metrics, add=add)
-    start = no_sums(columns, needs, weight_grad_dtype)
+    start = no_sums(columns, weights, needs, weight_grad_dtype)
     (statistics, of_rows), sums = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=metrics)
-    return sums.loss, statistics, of_rows, kept_in_range(sums.columns, columns)
+    weight_grad = kept_gradient(sums.columns.weight, columns.weight.dtype)
+    return sums.loss, statistics, of_rows, sums.columns._replace(weight=weight_grad)
 
 
-def kept_in_range(sums: ColumnGradients, columns: Columns) -> ColumnGradients:
-    """Returns the sums of gradients with that of the weight in the dtype in which it is kept."""
-    if sums.weight is None:
-        return sums
-    return sums._replace(weight=sums.weight.astype(kept_gradient_dtype(columns.weight.dtype)))
-
-
-def no_sums(columns: Columns, needs: Needs, weight_grad_dtype: Any) -> Sums:
-    """Returns the sums before the first row."""
-    dtype = accumulation_dtype(columns.weight.dtype)
+def no_sums(columns: Columns, weights: RowWeights, needs: Needs, weight_grad_dtype: Any) -> Sums:
+    """Returns the sums before the first row, in the dtype of the weights of losses."""
+    dtype = jnp.result_type(*jax.tree.leaves(weights))
 
     def zeros(is_needed: bool, like: jax.Array | None, dtype: Any = dtype) -> jax.Array | None:
         return jnp.zeros_like(like, dtype) if is_needed and like is not None else None
 
     of_columns = ColumnGradients(
-        zeros(needs.weight, columns.weight, weight_grad_dtype),
+        zeros(needs.weight, columns.weight, weight_grad_dtype or dtype),
         zeros(needs.bias, columns.bias),
         zeros(needs.class_targets, columns.class_targets),
     )
@@ -107,7 +100,7 @@ def chunk_step(
         x_dtype, x = rows.x.dtype, rows.x.astype(columns.weight.dtype)
         # A skipped row may hold NaN, and its cotangent of 0 times NaN would be NaN in the gradient of the weight.
         rows = rows._replace(x=x if rows.labels is None else zero_unless(rows.labels != SKIPPED, x))
-        bounded = bounded_logits(rows, columns, softcap)
+        bounded = bounded_logits(rows, columns, softcap, sums.loss.dtype)
         # With it, logits - maximum is computed again. Without the barrier XLA would keep it next to the logits instead.
         row_totals = jax.lax.optimization_barrier(row_sums(logits_of(bounded, rows), rows, columns, metrics=metrics))
         statistics = row_totals.statistics
@@ -124,8 +117,7 @@ def chunk_step(
         before = sums.columns._replace(weight=None)
         added = jax.tree.map(jnp.add, before, of_columns._replace(weight=None))
         # Rounded in its chunk, so that no gradient of all rows exists in float32 if it is kept in bfloat16.
-        if of_rows.x is not None:
-            of_rows = of_rows._replace(x=of_rows.x.astype(kept_gradient_dtype(x_dtype)))
+        of_rows = of_rows._replace(x=kept_gradient(of_rows.x, x_dtype))
         return (statistics, of_rows), Sums(loss, added._replace(weight=of_columns.weight))
 
     return step

@@ -61,11 +61,10 @@ def check_chunk_rows(operator: str, chunk_rows: Any) -> int | None:
 
 
 def check_weight_grad_dtype(operator: str, value: Any, weight: jax.Array) -> Any:
-    """Returns the dtype in which the weight's gradient is added up."""
-    default = accumulation_dtype(weight.dtype)
+    """Returns the dtype in which the weight's gradient is added up; None for that of losses."""
     if value is None:
-        return default
-    dtype = require_floating_dtype(operator, "weight_grad_dtype", value)
+        return None
+    dtype, default = require_floating_dtype(operator, "weight_grad_dtype", value), accumulation_dtype(weight.dtype)
     choices = {default, jnp.dtype(weight.dtype)} if weight.dtype == jnp.bfloat16 else {default}
     rule = f"be None or {' or '.join(sorted(map(str, choices)))}, as the weight is {weight.dtype}"
     require(dtype in choices, operator, "weight_grad_dtype", rule, value)

@@ -1,5 +1,9 @@
-"""Computes something for all columns of the logits, a tile at a time, without moving columns between devices."""
+"""Computes something for all columns of the logits, a tile at a time, without moving columns between devices.
 
+Sums over several sets of columns, of tiles or of devices, are merged.
+"""
+
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,11 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES
 from jaxops.linear_cross_entropy.operands import Columns, Rows
-from jaxops.linear_cross_entropy.rounded_products import product
 from jaxops.linear_cross_entropy.row_statistics import RowSums
 
 
@@ -111,22 +113,43 @@ def fold_columns(
     return carry
 
 
-def added_in_blocks(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
-    """Adds a product to a sum (V, H), a block at a time: XLA's CPU compiler stores a product before it adds it."""
-    vocabulary, features = total.shape
-    rows = math.prod(x.shape[:-1])
-    width = min(vocabulary, max(SIZES.least_columns, SIZES.block // max(1, features, rows)))
+Reduction = Callable[[jax.Array], jax.Array]
 
-    def add(step: jax.Array, total: jax.Array) -> jax.Array:
-        # If the blocks do not fit evenly, the last one overlaps the one before; what is not new is masked.
-        first = jnp.minimum(step * width, vocabulary - width)
-        block = Tile(1, vocabulary, width, first)
-        part = block.of(cotangent, x.ndim - 1)
-        is_new = first + jnp.arange(part.shape[-1], dtype=first.dtype) >= step * width
-        part = jnp.where(is_new, part, jnp.zeros_like(part))
-        old, dtype = block.of(total), accumulation_dtype(total.dtype)
-        terms = product(part, x, dtype, factor)
-        # A sum that is kept in 16 bits is rounded once for each product, after the addition.
-        return block.put(total, (old.astype(dtype) + terms).astype(old.dtype))
 
-    return jax.lax.fori_loop(0, math.ceil(vocabulary / width), add, total)
+def merged(parts: RowSums, index: jax.Array, largest: Reduction, total: Reduction, least: Reduction) -> RowSums:
+    """Merges the sums over several parts of the columns; predictions count the columns of all parts.
+
+    The parts lie along an axis of each array, which stays, or on different devices. `index` counts them. The reductions
+    take the maximum, the sum and the minimum over them.
+    """
+    sum_exp = parts.sum_exp
+    is_empty = sum_exp == 0
+    maxima = jnp.where(is_empty, -jnp.inf, jax.lax.stop_gradient(parts.max_logit))
+    top = jax.lax.stop_gradient(largest(maxima))
+    maximum = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
+    shift = jnp.where(is_empty, jnp.zeros_like(maxima), maxima - maximum)
+    share = jnp.exp(shift)
+    # The first part that has the maximum counts without the 1 that this adds.
+    first = least(jnp.where(maxima == top, index, jnp.iinfo(jnp.int32).max))
+    sums = RowSums(maximum, total(jnp.where(index == first, parts.less_one, share * sum_exp)))
+    if parts.label_logit is not None and parts.has_label is not None:
+        # Not has_label times shift: the label's logit may be -inf.
+        label_logit = jnp.where(parts.has_label > 0, parts.label_logit + shift, jnp.zeros_like(shift))
+        sums = sums._replace(label_logit=total(label_logit), has_label=total(parts.has_label))
+    if parts.target_logit is not None and parts.target_total is not None:
+        target_logit = total(parts.target_logit + parts.target_total * shift)
+        sums = sums._replace(target_logit=target_logit, target_total=total(parts.target_total))
+    if parts.weighted_logit is not None and parts.prediction is not None:
+        weighted = total(share * (parts.weighted_logit + shift * sum_exp))
+        # Of equal maxima, the first counts.
+        candidates = jnp.where(maxima == top, parts.prediction, jnp.iinfo(jnp.int32).max)
+        sums = sums._replace(weighted_logit=weighted, prediction=least(candidates))
+    return sums
+
+
+def merged_pair(left: RowSums, right: RowSums) -> RowSums:
+    """Merges the sums over two disjoint sets of columns."""
+    stacked = jax.tree.map(lambda *pair: jnp.stack(pair), left, right)
+    index = jax.lax.broadcasted_iota(jnp.int32, stacked.max_logit.shape, 0)
+    over = (functools.partial(reduction, axis=0, keepdims=True) for reduction in (jnp.max, jnp.sum, jnp.min))
+    return jax.tree.map(lambda x: x[0], merged(stacked, index, *over))

@@ -136,8 +136,8 @@ class KeptRows(NamedTuple):
         Vectors move in a sort. TPUs would gather them one by one.
         """
         leaves, structure = jax.tree.flatten(rows)
-        vectors = (x.reshape(-1) for x in leaves if self._is_vector(x))
-        _, *vectors = jax.lax.sort((~self.is_kept, *vectors), num_keys=1)
+        flat = (x.reshape(-1) for x in leaves if self._is_vector(x))
+        _, *vectors = jax.lax.sort((~self.is_kept, *flat), num_keys=1)
         rest, fillers = iter(vectors), len(self.order) - self.size
 
         def taken(x: jax.Array) -> jax.Array:

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.dtypes import accumulation_dtype
-from jaxops.linear_cross_entropy.by_rows import Sums, chunk_step, kept_in_range, no_sums
+from jaxops.linear_cross_entropy.by_rows import Sums, chunk_step, no_sums
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, rows_of_exponentials, rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_kept_rows, fold_rows
 from jaxops.linear_cross_entropy.operands import (
@@ -38,16 +37,15 @@ from jaxops.linear_cross_entropy.operands import (
     RowStatistics,
     RowWeights,
 )
-from jaxops.linear_cross_entropy.rounded_products import added
 from jaxops.linear_cross_entropy.row_statistics import (
     RowSums,
+    added,
     bounded_logits,
     capped,
     column_targets,
     finite,
     is_label,
-    kept_gradient_dtype,
-    over_columns,
+    kept_gradient,
     over_rows,
     row_losses,
     softcap_slope,
@@ -105,8 +103,8 @@ def exponentials(
     columns: Columns, softcap: float | None, metrics: bool, x: jax.Array, labels: jax.Array, shift: jax.Array
 ) -> Exponentials:
     """Computes exponentials in jnp, for compilers that fuse what is elementwise into a product."""
-    logits = bounded_logits(Rows(x), columns, softcap)
-    shifted = logits - over_columns(shift)
+    logits = bounded_logits(Rows(x), columns, softcap, shift.dtype)
+    shifted = logits - shift[..., None]
     exp = jnp.where(is_label(labels, logits), 0, jnp.exp(jnp.minimum(shifted, MOST_EXCESS)))
     targets = column_targets(Rows(x), columns, shifted)
     target_logit = None if targets is None else jnp.sum(targets * shifted, axis=-1)
@@ -135,7 +133,8 @@ def summed_by_prior_shift(
     """Computes what `by_rows.summed_by_rows` does, with exponentials shifted by what is known before the logits."""
     exponentiating = exponentiating or functools.partial(exponentials, columns, softcap, metrics)
     chunk_rows = chunk_rows or rows_of_exponentials(*columns.weight.shape, metrics=metrics)
-    by_shift = _chunk_step(columns, softcap, needs, exponentiating, place)
+    is_one_device, start = place.device_count == 1, no_sums(columns, weights, needs, weight_grad_dtype)
+    by_shift = _chunk_step(columns, softcap, needs, exponentiating, place, start.loss.dtype)
     by_maximum = chunk_step(columns, softcap, needs, metrics=metrics)
     # Seldom needed, so no more than fit beside the rest: their float32 logits are larger than a chunk's exponentials.
     again_rows = rows_of_logits(columns.weight.shape[0], features=0)
@@ -157,21 +156,21 @@ def summed_by_prior_shift(
 
     def step(sums: Sums, chunk: tuple[Rows, RowWeights]) -> Any:
         results, is_exact, sums = by_shift(sums, *chunk)
-        if not place.is_split:
+        if is_one_device:
             results, sums = again(chunk, results, sums, is_exact)
         return (results, is_exact), sums
 
     # Filling the gradient of a large weight with 0 would take as long as hundreds of rows.
     options = {"all_rows": metrics, "starts_unwritten": place.platform in _FUSING_PLATFORMS}
-    start = no_sums(columns, needs, weight_grad_dtype)
     (results, is_exact), sums = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, **options)
-    if place.is_split:
+    if not is_one_device:
         # Once for all chunks: a sum over devices of the gradient of the weight would not move out of two loops.
         results, sums = again((rows, weights), results, sums, is_exact)
     of_columns = sums.columns
     if weights.target is not None:
         of_columns = _with_targets(of_columns, rows, columns, jnp.where(is_exact, weights.target, 0))
-    return sums.loss, *results, kept_in_range(of_columns, columns)
+    weight_grad = kept_gradient(of_columns.weight, columns.weight.dtype)
+    return sums.loss, *results, of_columns._replace(weight=weight_grad)
 
 
 def _failed(rows: Rows, weights: RowWeights, is_exact: jax.Array) -> tuple[Rows, RowWeights]:
@@ -181,15 +180,14 @@ def _failed(rows: Rows, weights: RowWeights, is_exact: jax.Array) -> tuple[Rows,
 
 
 def _chunk_step(
-    columns: Columns, softcap: float | None, needs: Needs, exponentiating: Exponentiating, place: Place
+    columns: Columns, softcap: float | None, needs: Needs, exponentiating: Exponentiating, place: Place, dtype: Any
 ) -> Callable[[Sums, Rows, RowWeights], tuple[RowResults, jax.Array, Sums]]:
     """Returns the step of a chunk: its results, which of its rows count in the sums, and the sums with these added.
 
     Rows that have failed count nothing, and on one device neither does the rest of their chunk: all are taken again.
     The columns' targets are missing in the sums, see `_with_targets`.
     """
-    dtype, targets = accumulation_dtype(columns.weight.dtype), columns.class_targets
-    weight_of_targets = None
+    targets, weight_of_targets = columns.class_targets, None
     if targets is not None and needs.x:
         weight_of_targets = jnp.einsum("v,vh->h", targets.astype(dtype), columns.weight.astype(dtype))
 
@@ -197,7 +195,9 @@ def _chunk_step(
         assert rows.labels is not None
         x = zero_unless(rows.labels != SKIPPED, rows.x.astype(columns.weight.dtype))
         has_label = (rows.labels >= 0) & (rows.labels < columns.weight.shape[0])
-        sums, off_label, label_weight = _shifted_sums(columns, softcap, exponentiating, x, rows.labels, has_label)
+        sums, off_label, label_weight = _shifted_sums(
+            columns, softcap, exponentiating, x, rows.labels, has_label, dtype
+        )
         statistics, total = sums.statistics, sums.target_total
         assert statistics.label_logit is not None
         scale = softmax_coefficient(weights, statistics, total) / sums.sum_exp
@@ -208,7 +208,7 @@ def _chunk_step(
         # Near the limit, some exponentials may have met it. A scale of 0 stands for no rows, unless their label counts.
         is_finite = jnp.isfinite(scale) & (jnp.isfinite(ratio) | (at_label == 0))
         is_exact = (sums.sum_exp < jnp.exp(MOST_EXCESS - 1)) & is_finite
-        if not place.is_split:
+        if place.device_count == 1:
             is_exact = jnp.broadcast_to(jnp.all(is_exact), is_exact.shape)
         scale, at_label = jnp.where(is_exact, scale, 0), jnp.where(is_exact, at_label, 0)
         ratio = jnp.where(scale == 0, 0, ratio).astype(x.dtype)
@@ -217,16 +217,16 @@ def _chunk_step(
         if needs.x:
             x_grad = jnp.einsum("...v,vh->...h", off_label, columns.weight, preferred_element_type=dtype)
             x_grad, off_label = jax.lax.optimization_barrier((x_grad, off_label))
-            x_grad = over_columns(scale) * x_grad + over_columns(at_label) * label_weight
+            x_grad = scale[..., None] * x_grad + at_label[..., None] * label_weight
             if weight_of_targets is not None and weights.target is not None:
-                x_grad = x_grad - over_columns(weights.target) * over_rows(weight_of_targets, x_grad)
-            x_grad = x_grad.astype(kept_gradient_dtype(rows.x.dtype))
+                x_grad = x_grad - weights.target[..., None] * over_rows(weight_of_targets, x_grad)
+            x_grad = kept_gradient(x_grad, rows.x.dtype)
         cotangent = _with_label(off_label, rows.labels, ratio, place)
         if of_columns.weight is not None:
-            scaled_x = jax.lax.optimization_barrier((over_columns(scale) * x.astype(dtype)).astype(x.dtype))
+            scaled_x = jax.lax.optimization_barrier((scale[..., None] * x.astype(dtype)).astype(x.dtype))
             of_columns = of_columns._replace(weight=added(of_columns.weight, cotangent, scaled_x))
         if of_columns.bias is not None:
-            bias = jnp.sum(cotangent.astype(dtype) * over_columns(scale), axis=tuple(range(scale.ndim)))
+            bias = jnp.sum(cotangent.astype(dtype) * scale[..., None], axis=tuple(range(scale.ndim)))
             of_columns = of_columns._replace(bias=of_columns.bias + bias)
         return (statistics, RowGradients(x_grad)), is_exact, Sums(loss, of_columns)
 
@@ -240,15 +240,16 @@ def _shifted_sums(
     x: jax.Array,
     labels: jax.Array,
     has_label: jax.Array,
+    dtype: Any,
 ) -> tuple[RowSums, jax.Array, jax.Array]:
     """Returns the sums of rows relative to their shift, P off the label, and the label's rows of the weight."""
-    dtype, at = accumulation_dtype(x.dtype), jnp.where(has_label, labels, 0)
+    at = jnp.where(has_label, labels, 0)
     label = jax.tree.map(lambda column: column.at[at].get(mode="promise_in_bounds").astype(dtype), columns)
     label_logit = jnp.sum(x.astype(dtype) * label.weight, axis=-1)
     label_logit = capped(label_logit if label.bias is None else label_logit + label.bias, softcap)
     label_logit = jnp.where(has_label, label_logit, -jnp.inf)
     first_columns = jax.tree.map(lambda column: column[: SIZES.first_columns], columns)
-    first = bounded_logits(Rows(x), first_columns, softcap)
+    first = bounded_logits(Rows(x), first_columns, softcap, dtype)
     shift = jnp.maximum(label_logit, jnp.max(first, axis=-1))
     shift = jnp.where(jnp.isfinite(shift), shift, 0)
     of, label_logit = exponentiating(x, labels, shift), label_logit - shift
@@ -266,7 +267,7 @@ def _shifted_sums(
 def _with_label(off_label: jax.Array, labels: jax.Array, ratio: jax.Array, place: Place) -> jax.Array:
     """Returns P with the ratio at the label, for the products that read it next."""
     if place.platform in _FUSING_PLATFORMS:
-        return jnp.where(is_label(labels, off_label), over_columns(ratio), off_label)
+        return jnp.where(is_label(labels, off_label), ratio[..., None], off_label)
     # Elsewhere a pass over P would be written. These elements are put where they belong, in place.
     rows = jnp.arange(labels.size, dtype=labels.dtype)
     flat = off_label.reshape(-1, off_label.shape[-1])
@@ -281,7 +282,7 @@ def _with_targets(of_columns: ColumnGradients, rows: Rows, columns: Columns, by_
     targets = columns.class_targets.astype(by_row.dtype)
     if (weight := of_columns.weight) is not None:
         x = zero_unless(by_row != 0, rows.x.astype(columns.weight.dtype)).astype(by_row.dtype)
-        x_sum = jnp.sum(over_columns(by_row) * x, axis=tuple(range(by_row.ndim)))
+        x_sum = jnp.sum(by_row[..., None] * x, axis=tuple(range(by_row.ndim)))
         weight = (weight.astype(x_sum.dtype) - targets[:, None] * x_sum[None]).astype(weight.dtype)
     bias = None if of_columns.bias is None else of_columns.bias - targets * jnp.sum(by_row)
     return of_columns._replace(weight=weight, bias=bias)

@@ -25,6 +25,7 @@ constant.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import laid_out_as
+from jaxops.linear_cross_entropy.chunk_sizes import SIZES
 from jaxops.linear_cross_entropy.operands import (
     ColumnGradients,
     Columns,
@@ -43,12 +45,7 @@ from jaxops.linear_cross_entropy.operands import (
     RowStatistics,
     RowWeights,
 )
-from jaxops.linear_cross_entropy.rounded_products import Adding, Products, rounded_products
-
-
-def over_columns(row_values: jax.Array) -> jax.Array:
-    """Adds an axis to one value per row, which broadcasts against rows of logits."""
-    return row_values[..., None]
+from pallas_kernels.float16_rows import RowPowers
 
 
 def over_rows(column_values: jax.Array, like: jax.Array) -> jax.Array:
@@ -56,18 +53,17 @@ def over_rows(column_values: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.broadcast_to(column_values.astype(like.dtype), like.shape)
 
 
-def bounded_logits(rows: Rows, columns: Columns, softcap: float | None) -> jax.Array:
-    """Computes x weight^T + bias, accumulated and kept in float32; with a softcap, softcap tanh(z / softcap)."""
-    dtype = accumulation_dtype(columns.weight.dtype)
+def bounded_logits(rows: Rows, columns: Columns, softcap: float | None, dtype: Any) -> jax.Array:
+    """Computes x weight^T + bias, accumulated and kept in `dtype`; with a softcap, softcap tanh(z / softcap)."""
     logits = jnp.einsum("...h,vh->...v", rows.x, columns.weight, preferred_element_type=dtype)
     if columns.bias is not None:
         logits = logits + over_rows(columns.bias, logits)
     return capped(logits, softcap)
 
 
-def logits_of_zero(columns: Columns, softcap: float | None) -> jax.Array:
+def logits_of_zero(columns: Columns, softcap: float | None, dtype: Any) -> jax.Array:
     """Computes the logits (1, V) of a row whose x is 0."""
-    logits = jnp.zeros((1, columns.weight.shape[0]), accumulation_dtype(columns.weight.dtype))
+    logits = jnp.zeros((1, columns.weight.shape[0]), dtype)
     return logits if columns.bias is None else capped(over_rows(columns.bias, logits), softcap)
 
 
@@ -86,16 +82,16 @@ def logits_of(bounded: jax.Array, rows: Rows) -> jax.Array:
     logits = bounded
     if rows.scale is not None:
         # A forbidden column stays one; in forward mode, the scale's tangent times -inf would be NaN.
-        logits = jnp.where(logits == -jnp.inf, logits, over_columns(rows.scale) * logits)
+        logits = jnp.where(logits == -jnp.inf, logits, rows.scale[..., None] * logits)
     if rows.margin is not None and rows.labels is not None:
-        logits = logits - jnp.where(is_label(rows.labels, logits), over_columns(rows.margin), 0)
+        logits = logits - jnp.where(is_label(rows.labels, logits), rows.margin[..., None], 0)
     return logits
 
 
 def is_label(labels: jax.Array, logits: jax.Array) -> jax.Array:
     """Returns where columns of the logits (..., V) are the label of their row."""
     # A comparison of columns fuses and leaves a split vocabulary split; a scatter does neither.
-    return jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == over_columns(labels)
+    return jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
 
 
 def column_targets(rows: Rows, columns: Columns, like: jax.Array) -> jax.Array | None:
@@ -161,13 +157,13 @@ def row_sums(logits: jax.Array, rows: Rows, columns: Columns, *, metrics: bool) 
     maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
     # 0 if all logits are -inf, because z - m would be NaN.
     maximum = jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
-    shifted = logits - over_columns(maximum)
+    shifted = logits - maximum[..., None]
     exp = jnp.exp(shifted)
     sums = RowSums(maximum, jnp.sum(exp, axis=-1) - 1)
     if rows.labels is not None:
         count = logits.shape[-1]
         # Picked before the maximum is subtracted: with two uses, the difference would be one more array of logits.
-        at = over_columns(jnp.clip(rows.labels, 0, count - 1))
+        at = jnp.clip(rows.labels, 0, count - 1)[..., None]
         picked = jnp.take_along_axis(logits, at, axis=-1)[..., 0] - maximum
         has_label = (rows.labels >= 0) & (rows.labels < count)
         label_logit = jnp.where(has_label, picked, jnp.zeros_like(picked))
@@ -180,48 +176,6 @@ def row_sums(logits: jax.Array, rows: Rows, columns: Columns, *, metrics: bool) 
         weighted = jnp.sum(exp * finite(shifted), axis=-1)
         sums = sums._replace(weighted_logit=weighted, prediction=jnp.argmax(logits, axis=-1).astype(jnp.int32))
     return sums
-
-
-Reduction = Callable[[jax.Array], jax.Array]
-
-
-def merged(parts: RowSums, index: jax.Array, largest: Reduction, total: Reduction, least: Reduction) -> RowSums:
-    """Merges the sums over several parts of the columns; predictions count the columns of all parts.
-
-    The parts lie along an axis of each array, which stays, or on different devices. `index` counts them. The reductions
-    take the maximum, the sum and the minimum over them.
-    """
-    sum_exp = parts.sum_exp
-    is_empty = sum_exp == 0
-    maxima = jnp.where(is_empty, -jnp.inf, jax.lax.stop_gradient(parts.max_logit))
-    top = jax.lax.stop_gradient(largest(maxima))
-    maximum = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
-    shift = jnp.where(is_empty, jnp.zeros_like(maxima), maxima - maximum)
-    share = jnp.exp(shift)
-    # The first part that has the maximum counts without the 1 that this adds.
-    first = least(jnp.where(maxima == top, index, jnp.iinfo(jnp.int32).max))
-    sums = RowSums(maximum, total(jnp.where(index == first, parts.less_one, share * sum_exp)))
-    if parts.label_logit is not None and parts.has_label is not None:
-        # Not has_label times shift: the label's logit may be -inf.
-        label_logit = jnp.where(parts.has_label > 0, parts.label_logit + shift, jnp.zeros_like(shift))
-        sums = sums._replace(label_logit=total(label_logit), has_label=total(parts.has_label))
-    if parts.target_logit is not None and parts.target_total is not None:
-        target_logit = total(parts.target_logit + parts.target_total * shift)
-        sums = sums._replace(target_logit=target_logit, target_total=total(parts.target_total))
-    if parts.weighted_logit is not None and parts.prediction is not None:
-        weighted = total(share * (parts.weighted_logit + shift * sum_exp))
-        # Of equal maxima, the first counts.
-        candidates = jnp.where(maxima == top, parts.prediction, jnp.iinfo(jnp.int32).max)
-        sums = sums._replace(weighted_logit=weighted, prediction=least(candidates))
-    return sums
-
-
-def merged_pair(left: RowSums, right: RowSums) -> RowSums:
-    """Merges the sums over two disjoint sets of columns."""
-    stacked = jax.tree.map(lambda *pair: jnp.stack(pair), left, right)
-    index = jax.lax.broadcasted_iota(jnp.int32, stacked.max_logit.shape, 0)
-    over = (functools.partial(reduction, axis=0, keepdims=True) for reduction in (jnp.max, jnp.sum, jnp.min))
-    return jax.tree.map(lambda x: x[0], merged(stacked, index, *over))
 
 
 def loss_terms(rows: RowStatistics, total: jax.Array | None) -> RowWeights:
@@ -291,6 +245,19 @@ def scale_gradient(
     return (along_logits + statistics.max_logit * total) / jnp.asarray(rows.scale)
 
 
+# Adds to a sum (V, H) the product over all rows of a cotangent (..., V) and x (..., H), times a factor, () or None.
+Adding = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+Gradients = tuple[jax.Array | None, jax.Array | None]
+
+
+class Products(NamedTuple):
+    """The products to compute: those for x and for the weight, and what adds the latter to a sum, None for `added`."""
+
+    x: bool
+    weight: bool
+    add: Adding | None = None
+
+
 def linear_gradients(
     terms: CotangentTerms,
     rows: Rows,
@@ -312,10 +279,10 @@ def linear_gradients(
     """
     batch, logits = tuple(range(rows.x.ndim - 1)), logits_of(bounded, rows)
     cotangent = _cotangent(terms, rows, columns, logits)
-    shifted = logits - over_columns(terms.maximum)
+    shifted = logits - terms.maximum[..., None]
     of_scale = jnp.sum(cotangent * finite(shifted), axis=-1) if needs.scale else None
     if rows.scale is not None:
-        cotangent = over_columns(rows.scale) * cotangent
+        cotangent = rows.scale[..., None] * cotangent
     cotangent = softcap_slope(bounded, softcap) * cotangent
     bound = functools.partial(_cotangent_bound, terms, rows, columns)
     products = Products(needs.x, needs.weight, add)
@@ -324,10 +291,10 @@ def linear_gradients(
     if needs.bias:
         of_columns = of_columns._replace(bias=jnp.sum(cotangent, axis=batch))
     if terms.target is not None and needs.class_targets:
-        by_column = jnp.sum(over_columns(terms.target) * shifted, axis=batch)
+        by_column = jnp.sum(terms.target[..., None] * shifted, axis=batch)
         of_columns = of_columns._replace(class_targets=by_column)
     if terms.target is not None and needs.probabilities:
-        of_rows = of_rows._replace(probabilities=over_columns(terms.target) * shifted)
+        of_rows = of_rows._replace(probabilities=terms.target[..., None] * shifted)
     return of_rows, of_columns
 
 
@@ -336,25 +303,25 @@ def with_target_total(
 ) -> tuple[RowGradients, ColumnGradients]:
     """Completes gradients of the column targets: each also counts in T, which has the gradient `by_total` in a row."""
     if of_rows.probabilities is not None:
-        of_rows = of_rows._replace(probabilities=of_rows.probabilities + over_columns(by_total))
+        of_rows = of_rows._replace(probabilities=of_rows.probabilities + by_total[..., None])
     if of_columns.class_targets is not None:
         of_columns = of_columns._replace(class_targets=of_columns.class_targets + jnp.sum(by_total))
     return of_rows, of_columns
 
 
 def _cotangent(terms: CotangentTerms, rows: Rows, columns: Columns, logits: jax.Array) -> jax.Array:
-    shifted = logits - over_columns(terms.maximum)
-    factor = over_columns(terms.softmax)
+    shifted = logits - terms.maximum[..., None]
+    factor = terms.softmax[..., None]
     if terms.slope is not None:
-        factor = factor + over_columns(terms.slope) * finite(shifted)
-    cotangent = factor * jnp.exp(shifted - over_columns(terms.log_sum_exp))
+        factor = factor + terms.slope[..., None] * finite(shifted)
+    cotangent = factor * jnp.exp(shifted - terms.log_sum_exp[..., None])
     if terms.label is not None and rows.labels is not None:
-        at_label = jnp.where(is_label(rows.labels, logits), over_columns(terms.label), jnp.zeros_like(logits))
+        at_label = jnp.where(is_label(rows.labels, logits), terms.label[..., None], jnp.zeros_like(logits))
         cotangent = cotangent + at_label
     targets = column_targets(rows, columns, logits)
     if terms.target is None or targets is None:
         return cotangent
-    return cotangent + over_columns(terms.target) * targets
+    return cotangent + terms.target[..., None] * targets
 
 
 def _cotangent_bound(terms: CotangentTerms, rows: Rows, columns: Columns) -> jax.Array:
@@ -368,6 +335,107 @@ def _cotangent_bound(terms: CotangentTerms, rows: Rows, columns: Columns) -> jax
     return bound if rows.scale is None else jnp.abs(rows.scale) * bound
 
 
+def rounded_products(
+    products: Products,
+    cotangent: jax.Array,
+    row_bound: Callable[[], jax.Array],
+    x: jax.Array,
+    weight: jax.Array,
+    weight_sum: jax.Array | None = None,
+) -> Gradients:
+    """Computes cotangent weight and weight_sum + cotangent^T x, in the cotangent's dtype; None if not wanted.
+
+    Args:
+      products: which of the two to compute.
+      cotangent: (..., V), the cotangent of the logits, in float32 or float64.
+      row_bound: returns an upper bound for each of its rows (...), within a small factor. Called for float16 only.
+      x: (..., H).
+      weight: (V, H), with the dtype of x, to which the cotangent is rounded.
+      weight_sum: (V, H), or None for zeros.
+    """
+    if x.dtype == jnp.float16:
+        return _float16_products(products, cotangent, row_bound(), x, weight, weight_sum)
+    return _products(products, cotangent.dtype, cotangent.astype(x.dtype), x, weight, weight_sum)
+
+
+def product(cotangent: jax.Array, x: jax.Array, dtype: Any, factor: jax.Array | None = None) -> jax.Array:
+    """Computes the product (V, H) of (..., V) and (..., H) over all rows, accumulated in `dtype`, times a factor."""
+    batch = tuple(range(x.ndim - 1))
+    terms = jnp.tensordot(cotangent, x, axes=(batch, batch), preferred_element_type=dtype)
+    return terms if factor is None else factor * terms
+
+
+def added(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
+    """Adds a product to a sum: compilers for GPUs and TPUs do it within, and move a sum over devices out of a loop."""
+    return total + product(cotangent, x, total.dtype, factor)
+
+
+def added_in_blocks(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
+    """Adds a product to a sum (V, H), a block at a time: XLA's CPU compiler stores a product before it adds it."""
+    classes, features = total.shape
+    rows = math.prod(x.shape[:-1])
+    width = min(classes, max(SIZES.least_columns, SIZES.block // max(1, features, rows)))
+    # A sum that is kept in 16 bits is rounded once for each product, after the addition.
+    dtype = jnp.dtype(jnp.float32) if total.dtype == jnp.bfloat16 else total.dtype
+
+    def add(step: jax.Array, total: jax.Array) -> jax.Array:
+        # If the blocks do not fit evenly, the last one overlaps the one before; what is not new is masked.
+        first = jnp.minimum(step * width, classes - width)
+        part = jax.lax.dynamic_slice_in_dim(cotangent, first, width, x.ndim - 1)
+        is_new = first + jnp.arange(width, dtype=first.dtype) >= step * width
+        terms = product(jnp.where(is_new, part, jnp.zeros_like(part)), x, dtype, factor)
+        old = jax.lax.dynamic_slice_in_dim(total, first, width)
+        new = (old.astype(dtype) + terms).astype(total.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(total, new, first, 0)
+
+    return jax.lax.fori_loop(0, math.ceil(classes / width), add, total)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _float16_products(
+    products: Products,
+    cotangent: jax.Array,
+    row_bound: jax.Array,
+    x: jax.Array,
+    weight: jax.Array,
+    weight_sum: jax.Array | None,
+) -> Gradients:
+    powers = RowPowers.of(row_bound)
+    rounded, scaled_x = powers.divided(cotangent), powers.multiplied(x)
+    x_grad, weight_grad = _products(products, cotangent.dtype, rounded, scaled_x, weight, weight_sum, powers.largest)
+    return None if x_grad is None else powers.rows[..., None] * x_grad, weight_grad
+
+
+@_float16_products.defjvp
+def _float16_products_jvp(products: Products, primals: Any, tangents: Any) -> tuple[Gradients, Gradients]:
+    # Unrounded, because the powers of two that fit a cotangent need not fit its tangents.
+    def unrounded(cotangent: jax.Array, _: jax.Array, x: jax.Array, weight: jax.Array, weight_sum: Any) -> Gradients:
+        dtype = cotangent.dtype
+        return _products(products, dtype, cotangent, x.astype(dtype), weight.astype(dtype), weight_sum)
+
+    return _float16_products(products, *primals), jax.jvp(unrounded, primals, tangents)[1]
+
+
+def _products(
+    products: Products,
+    dtype: Any,
+    cotangent: jax.Array,
+    x: jax.Array,
+    weight: jax.Array,
+    weight_sum: jax.Array | None,
+    factor: jax.Array | None = None,
+) -> Gradients:
+    """Computes cotangent weight, and weight_sum + factor cotangent^T x, accumulated in `dtype`."""
+    x_grad = weight_grad = None
+    if products.x:
+        x_grad = jnp.einsum("...v,vh->...h", cotangent, weight, preferred_element_type=dtype)
+    if products.weight and weight_sum is not None:
+        weight_grad = (products.add or added)(weight_sum, cotangent, x, factor)
+    elif products.weight:
+        weight_grad = product(cotangent, x, dtype, factor)
+    return x_grad, weight_grad
+
+
 def finite(shifted: jax.Array) -> jax.Array:
     """Returns `shifted` with 0 for -inf: a column of probability 0 has no part in a mean."""
     return jnp.where(shifted == -jnp.inf, jnp.zeros_like(shifted), shifted)
@@ -375,15 +443,17 @@ def finite(shifted: jax.Array) -> jax.Array:
 
 def zero_unless(live: jax.Array, x: jax.Array) -> jax.Array:
     """Returns the rows of x (..., H) that are live, and zeros for the others."""
-    is_live = over_columns(live)
+    is_live = live[..., None]
     if is_live.shape == x.shape:  # a single feature: nothing is broadcast, so an explicit mesh wants one layout
         is_live = laid_out_as(is_live, jax.typeof(x).sharding)
     return jnp.where(is_live, x, jnp.zeros_like(x))
 
 
-def kept_gradient_dtype(dtype: Any) -> Any:
-    """Returns the dtype in which a gradient of x or weight is kept until the loss's cotangent multiplies it.
+def kept_gradient(gradient: jax.Array | None, dtype: Any) -> jax.Array | None:
+    """Returns the gradient of an x or a weight as it is kept until the loss's cotangent multiplies it; None if it is.
 
     An unscaled gradient fits bfloat16's range but not float16's, and a cotangent of 1 does not round it again.
     """
-    return dtype if dtype == jnp.bfloat16 else accumulation_dtype(dtype)
+    if gradient is None:
+        return None
+    return gradient.astype(dtype if dtype == jnp.bfloat16 else accumulation_dtype(dtype))

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 import lowering
-from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy import prior_shift
@@ -54,7 +53,7 @@ def summed_cross_entropy(
     The x of a `SKIPPED` row may hold anything. Gradients are kept before the loss's own cotangent is known. A cotangent
     of 1 costs nothing, which is what a mean leaves if the weights have its divisor already.
     """
-    dtype, selection = accumulation_dtype(columns.weight.dtype), lowering.current_selection()
+    selection = lowering.current_selection()
     params: dict[str, Any] = {"softcap": softcap, "chunk_rows": chunk_rows, "metrics": metrics}
 
     @jax.custom_jvp
@@ -68,14 +67,14 @@ def summed_cross_entropy(
         # JAX may run this after the user's `lowering.use` has ended.
         with lowering.using(selection):
             loss, statistics, of_rows, of_columns = _SUM_WITH_GRADIENTS(
-                *operands, needs=Needs.of(*active[:2]), weight_grad_dtype=weight_grad_dtype or dtype, **params
+                *operands, needs=Needs.of(*active[:2]), weight_grad_dtype=weight_grad_dtype, **params
             )
         terms = loss_terms(statistics, target_total(operands[0], operands[1], statistics.max_logit))
         # The terms of rows are the gradients of their weights.
         gradients = Rows(of_rows.x, probabilities=of_rows.probabilities), Columns(*of_columns), terms
         none = jax.tree.map(lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval()), statistics)
         pairs = zip(fields(gradients), fields(tangents), strict=True)
-        products = [inner_product(x, dot, dtype) for x, dot in pairs if not isinstance(dot, SymbolicZero | None)]
+        products = [inner_product(x, dot, loss.dtype) for x, dot in pairs if not isinstance(dot, SymbolicZero | None)]
         return (loss, statistics), (sum(products[1:], products[0]), none)
 
     summed.defjvp(jvp, symbolic_zeros=True)

@@ -23,12 +23,12 @@ from jaxops._primitive.sharding import require_split
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_rows
 from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows
-from jaxops.linear_cross_entropy.rounded_products import Products, rounded_products
 from jaxops.linear_cross_entropy.row_statistics import (
+    Products,
     bounded_logits,
     is_label,
     linear_gradients,
-    over_columns,
+    rounded_products,
     row_sums,
 )
 from lowering.operators import EVERYWHERE, Form, Place
@@ -179,11 +179,11 @@ def _max_sum(
 ) -> OnlineMaxSum:
     mask = (target < start) | (target >= end)
     masked_target = jnp.where(mask, jnp.zeros_like(target), target - start)
-    columns = Columns(weight)
+    columns, dtype = Columns(weight), accumulation_dtype(x.dtype)
 
     def chunk(_: None, rows: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[OnlineMaxSum, None]:
         x, mask, masked_target = rows
-        logits = bounded_logits(Rows(x), columns, None)
+        logits = bounded_logits(Rows(x), columns, None, dtype)
         sums: Any = row_sums(logits, Rows(x, jnp.where(mask, -1, wide_ids(masked_target))), columns, metrics=False)
         # Here the maximum is a result, which is differentiated as well. There it is a constant.
         maximum = jnp.max(logits, axis=-1)
@@ -211,8 +211,8 @@ def _loss(
     loss = jnp.log(sum_exp_logits) - predicted_logits
     if logits is None:
         return loss, None
-    shifted = logits.astype(logits_max.dtype) - over_columns(logits_max)
-    return loss, jnp.exp(shifted) * over_columns(1 / sum_exp_logits)
+    shifted = logits.astype(logits_max.dtype) - logits_max[..., None]
+    return loss, jnp.exp(shifted) * (1 / sum_exp_logits)[..., None]
 
 
 def _grad(
@@ -227,17 +227,17 @@ def _grad(
     *,
     place: Place | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    labels = jnp.where(mask, -1, wide_ids(masked_target))
+    labels, dtype = jnp.where(mask, -1, wide_ids(masked_target)), accumulation_dtype(x.dtype)
     if softmax is not None:
-        cotangent = (softmax - is_label(labels, softmax).astype(softmax.dtype)) * over_columns(grad)
-        cotangent, bound = cotangent.astype(accumulation_dtype(x.dtype)), functools.partial(jnp.abs, grad)
+        cotangent = (softmax - is_label(labels, softmax).astype(softmax.dtype)) * grad[..., None]
+        cotangent, bound = cotangent.astype(dtype), functools.partial(jnp.abs, grad)
         gradients: Any = rounded_products(Products(True, True), cotangent, bound, x, weight)
         return gradients[0].astype(x.dtype), gradients[1].astype(weight.dtype)
 
     def chunk(weight_sum: jax.Array, chunk: tuple[CotangentTerms, Rows]) -> tuple[Any, Any]:
         of_rows: Any
         terms, rows = chunk
-        bounded, needs = bounded_logits(rows, Columns(weight), None), Needs(x=True, weight=True)
+        bounded, needs = bounded_logits(rows, Columns(weight), None, dtype), Needs(x=True, weight=True)
         of_rows, of_columns = linear_gradients(
             terms, rows, Columns(weight), bounded, None, needs, weight_sum=weight_sum
         )
@@ -248,7 +248,7 @@ def _grad(
     assert sum_exp_logits is not None
     # The sum divides the coefficient: see `cotangent_terms`.
     chunks = CotangentTerms(grad / sum_exp_logits, logits_max, jnp.zeros_like(logits_max), -grad), Rows(x, labels)
-    start = jnp.zeros(weight.shape, accumulation_dtype(x.dtype))
+    start = jnp.zeros(weight.shape, dtype)
     chunk_rows = rows_of_logits(*weight.shape)
     x_grad, weight_grad = fold_rows(chunk, start, chunks, grad.shape, chunk_rows, place)
     return x_grad, weight_grad.astype(weight.dtype)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from jaxops._primitive import sharding
 from jaxops._primitive.operator import Operator
+from jaxops.linear_cross_entropy.fold_columns import merged
 from jaxops.linear_cross_entropy.operands import Columns, Rows, RowStatistics
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
-from jaxops.linear_cross_entropy.row_statistics import RowSums, merged, target_total
+from jaxops.linear_cross_entropy.row_statistics import RowSums, target_total
 
 
 class Vocabulary(NamedTuple):
