@@ -7,10 +7,8 @@ import jax.numpy as jnp
 
 import lowering
 from jaxops._checks.arguments import (
-    as_array,
     as_arrays,
     as_optional,
-    require,
     require_bool,
     require_choice,
     require_integer,
@@ -20,11 +18,13 @@ from jaxops._checks.dtypes import accumulation_dtype, wide_ids
 from jaxops.linear_cross_entropy.batch_invariant import INVARIANT_STRATEGIES, invariant_losses
 from jaxops.linear_cross_entropy.checks import (
     agreeing_rows,
-    by_class,
     check_chunk_rows,
-    check_layer,
+    check_floats,
+    check_labels,
     check_softcap,
     check_weight_grad_dtype,
+    checked_layer,
+    checked_margin,
     is_floating,
     nan_added_unless,
 )
@@ -236,18 +236,18 @@ def linear_cross_entropy(
     rule = "be a number from 0 to 1"
     label_smoothing = require_real(_NAME, "label_smoothing", label_smoothing, rule, least=0, most=1)
     z_loss = require_real(_NAME, "z_loss", z_loss, "be a finite number or a 0-d array of one", traced=True)
-    softcap, chunk_rows = check_softcap(_NAME, softcap), check_chunk_rows(_NAME, chunk_rows)
     require_choice(_NAME, "reduction", reduction, _REDUCTIONS)
     require_choice(_NAME, "strategy", strategy, _STRATEGIES)
     transpose_weight = require_bool(_NAME, "transpose_weight", transpose_weight)
     require_bool(_NAME, "return_aux", return_aux)
     if require_bool(_NAME, "batch_invariant", batch_invariant):
         require_choice(_NAME, "strategy", strategy, INVARIANT_STRATEGIES)
-    weight = by_class(_NAME, x, weight, transpose_weight)
-    check_layer(_NAME, x, weight, bias=bias, class_weight=class_weight)
-    margin = _checked_margin(margin, labels, weight.shape[0])
+    softcap, chunk_rows = check_softcap(_NAME, softcap), check_chunk_rows(_NAME, chunk_rows)
+    weight = checked_layer(_NAME, x, weight, transpose_weight, bias=bias, class_weight=class_weight)
+    margin = checked_margin(_NAME, margin, labels, weight.shape[0])
     weight_grad_dtype = check_weight_grad_dtype(_NAME, weight_grad_dtype, weight)
-    _check_rows(x, labels, weight.shape[0], row_weight)
+    check_labels(_NAME, x.shape[:-1], labels, weight.shape[0])
+    check_floats(_NAME, x.shape[:-1], row_weight=row_weight)
     x, labels, row_weight = agreeing_rows(x, labels, row_weight)
     vocabulary = Vocabulary.of(_NAME, weight, vocab_axis)
     losses = losses_of(
@@ -311,30 +311,3 @@ def _resolve(strategy: str, reduction: str, vocabulary: Vocabulary) -> str:
         strategy, reason = "recompute", "as the loss is not a scalar on one shard"
     lowering.note(f"{_NAME}: strategy {strategy}, {reason}")
     return strategy
-
-
-def _checked_margin(margin: Any, labels: jax.Array, classes: Any) -> Any:
-    """Returns the margin as a number or an array; None for 0 and for none."""
-    rule = f"be a finite number, or a floating-point array of shape [{classes}]"
-    if margin is None:
-        return None
-    require(not is_floating(labels), _NAME, "margin", "be None where labels are probabilities", margin)
-    if isinstance(margin, list | tuple) or getattr(margin, "shape", ()) != ():
-        margin = as_array(_NAME, "margin", margin)
-        require(margin.shape == (classes,) and is_floating(margin), _NAME, "margin", rule, margin)
-        return margin
-    margin = require_real(_NAME, "margin", margin, rule, traced=True)
-    return None if isinstance(margin, float) and margin == 0 else margin
-
-
-def _check_rows(x: jax.Array, labels: jax.Array, classes: Any, row_weight: Any) -> None:
-    rows = x.shape[:-1]
-    if is_floating(labels):
-        rule = f"be integers, or have shape {[*rows, classes]} as probabilities"
-        require(labels.shape == (*rows, classes), _NAME, "labels", rule, labels)
-    else:
-        integers = bool(jnp.issubdtype(labels.dtype, jnp.integer))
-        require(integers, _NAME, "labels", "be integers, or floating-point probabilities", labels)
-        require(labels.shape == rows, _NAME, "labels", f"have shape {list(rows)}, as x has rows", labels)
-    valid = row_weight is None or (row_weight.shape == rows and is_floating(row_weight))
-    require(valid, _NAME, "row_weight", f"be a floating-point array of shape {list(rows)}", row_weight)

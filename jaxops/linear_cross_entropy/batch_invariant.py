@@ -20,6 +20,8 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import varying_with
+from jaxops.linear_cross_entropy.by_rows import no_sums
+from jaxops.linear_cross_entropy.checks import check_operands
 from jaxops.linear_cross_entropy.fold_rows import filler
 from jaxops.linear_cross_entropy.operands import (
     COLUMNS_AXES,
@@ -35,7 +37,6 @@ from jaxops.linear_cross_entropy.operands import (
     RowStatistics,
     RowWeights,
 )
-from jaxops.linear_cross_entropy.operator import check
 from jaxops.linear_cross_entropy.row_statistics import (
     RowSums,
     bounded_logits,
@@ -137,7 +138,6 @@ def _gradients(
     place: Any = None,
 ) -> tuple[RowGradients, ColumnGradients, RowWeights]:
     """Computes the gradients of the operands of `_losses`; those of the weights are never left out."""
-    dtype = accumulation_dtype(columns.weight.dtype)
 
     def step(sums: ColumnGradients, block: Any) -> tuple[ColumnGradients, tuple[RowGradients, RowWeights]]:
         of_loss, cotangents, rows, weights = block
@@ -166,11 +166,8 @@ def _gradients(
             of_rows, of_columns = with_target_total(of_rows, of_columns, by_total)
         return jax.tree.map(jnp.add, sums, of_columns), (of_rows, of_weights)
 
-    def zeros(name: str) -> jax.Array | None:
-        return jnp.zeros_like(getattr(columns, name), dtype) if getattr(needs, name) else None
-
     operands = (for_losses, for_statistics, rows, weights)
-    sums = ColumnGradients(*map(zeros, ColumnGradients._fields))
+    sums = no_sums(columns, weights, needs, None).columns
     sums, (of_rows, of_weights) = _scan_blocks(step, sums, operands, rows.x.shape[:-1])
     return of_rows, sums, of_weights
 
@@ -209,7 +206,7 @@ _GRADIENTS = Operator(
 _LOSSES = Operator(
     name="batch_invariant_losses",
     signature=f"{_OPERANDS} -> ..., {STATISTICS_AXES}",
-    check=check,
+    check=check_operands,
     reference=_losses,
     derivative=Derivative(vjp=_vjp),
     forms=(Form("xla_row_blocks", EVERYWHERE, _losses, per_device=True),),

@@ -6,13 +6,28 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from jaxops._checks.arguments import INT32_MAX, require, require_floating_dtype, require_integer, require_real
+from jaxops._checks.arguments import INT32_MAX, as_array, require, require_floating_dtype, require_integer, require_real
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import agreeing
 
 
-def by_class(operator: str, x: jax.Array, weight: jax.Array, transposed: bool) -> jax.Array:
-    """Returns the weight as (V, H). Refuses one that would fit the other way round, as flax's kernels do by default."""
+def check_operands(rows: Any, columns: Any, *_: Any, **__: Any) -> None:
+    """Checks the primitives' operands; the public functions have checked whatever the others are made from."""
+    _check_linear("linear_cross_entropy", rows.x, columns.weight)
+
+
+def _check_linear(operator: str, x: Any, weight: Any) -> None:
+    require(x.ndim >= 1 and is_floating(x), operator, "x", "be a floating-point array of shape (..., H)", x)
+    fits = weight.ndim == 2 and weight.shape[1] == x.shape[-1]
+    require(fits, operator, "weight", f"have shape (V, {x.shape[-1]}), as x has features", weight)
+    require(weight.shape[0] > 0, operator, "weight", "have a vocabulary of at least 1", weight)
+
+
+def checked_layer(operator: str, x: jax.Array, weight: jax.Array, transposed: bool, **by_class: Any) -> jax.Array:
+    """Returns the weight of a linear layer as (V, H); checks vectors with a number for each class, which may be None.
+
+    Refuses a weight that would fit the other way round, as flax's kernels do by default.
+    """
     require(weight.ndim == 2 or not transposed, operator, "weight", "have shape (H, V)", weight)
     if weight.ndim == 2 and x.ndim:
         features = x.shape[-1]
@@ -21,29 +36,54 @@ def by_class(operator: str, x: jax.Array, weight: jax.Array, transposed: bool) -
         rule = f"have shape {shape}, as x has features"
         rule += f", or be given {remedy}" if weight.shape[transposed] == features else ""
         require(weight.shape[1 - transposed] == features, operator, "weight", rule, weight)
-    return weight.T if transposed else weight
-
-
-def check_linear(operator: str, x: Any, weight: Any) -> None:
-    """Checks that a weight (V, H) fits x (..., H)."""
-    require(x.ndim >= 1 and is_floating(x), operator, "x", "be a floating-point array of shape (..., H)", x)
-    fits = weight.ndim == 2 and weight.shape[1] == x.shape[-1]
-    require(fits, operator, "weight", f"have shape (V, {x.shape[-1]}), as x has features", weight)
-    require(weight.shape[0] > 0, operator, "weight", "have a vocabulary of at least 1", weight)
-
-
-def check_layer(operator: str, x: Any, weight: Any, **by_class: Any) -> None:
-    """Checks a linear layer, and vectors with a number for each class, which may be None."""
-    check_linear(operator, x, weight)
+    weight = weight.T if transposed else weight
+    _check_linear(operator, x, weight)
     require(jnp.finfo(x.dtype).bits >= 8, operator, "x", "have a dtype of at least 8 bits", x)
     floating = jnp.issubdtype(weight.dtype, jnp.floating) and jnp.finfo(weight.dtype).bits >= 8
     require(floating, operator, "weight", "have a floating-point dtype of at least 8 bits", weight)
     classes = weight.shape[0]
     is_countable = jax.export.is_symbolic_dim(classes) or classes <= INT32_MAX
     require(is_countable, operator, "weight", f"have at most {INT32_MAX} classes", weight)
-    for argument, value in by_class.items():
-        valid = value is None or (value.shape == (classes,) and is_floating(value))
-        require(valid, operator, argument, f"be a floating-point array of shape [{classes}]", value)
+    check_floats(operator, (classes,), **by_class)
+    return weight
+
+
+def check_floats(operator: str, shape: tuple[Any, ...], **arrays: Any) -> None:
+    """Checks floating-point arrays of a shape, which may be None."""
+    for argument, value in arrays.items():
+        valid = value is None or (value.shape == shape and is_floating(value))
+        require(valid, operator, argument, f"be a floating-point array of shape {list(shape)}", value)
+
+
+def check_labels(operator: str, rows: tuple[Any, ...], labels: jax.Array, classes: Any = None) -> None:
+    """Checks integers, one for each row; given the number of classes, they may be probabilities."""
+    if classes is not None and is_floating(labels):
+        rule = f"be integers, or have shape {[*rows, classes]} as probabilities"
+        require(labels.shape == (*rows, classes), operator, "labels", rule, labels)
+        return
+    rule = "be integers" if classes is None else "be integers, or floating-point probabilities"
+    require(bool(jnp.issubdtype(labels.dtype, jnp.integer)), operator, "labels", rule, labels)
+    require(labels.shape == rows, operator, "labels", f"have shape {list(rows)}, as x has rows", labels)
+
+
+def number_or_floats(operator: str, argument: str, value: Any, shape: tuple[Any, ...], rule: str, **limits: Any) -> Any:
+    """Returns a number, or an array with one for each class or row."""
+    is_array = isinstance(value, list | tuple) or hasattr(value, "__jax_array__")
+    if not is_array and getattr(value, "shape", ()) == ():
+        return require_real(operator, argument, value, rule, traced=True, **limits)
+    array = as_array(operator, argument, value)
+    require(array.shape in ((), shape) and is_floating(array), operator, argument, rule, array)
+    return array
+
+
+def checked_margin(operator: str, margin: Any, labels: jax.Array, classes: Any) -> Any:
+    """Returns the margin as a number or an array; None for 0 and for none."""
+    if margin is None:
+        return None
+    require(not is_floating(labels), operator, "margin", "be None where labels are probabilities", margin)
+    rule = f"be a finite number, or a floating-point array of shape [{classes}]"
+    margin = number_or_floats(operator, "margin", margin, (classes,), rule)
+    return None if isinstance(margin, float) and margin == 0 else margin
 
 
 def check_softcap(operator: str, softcap: Any) -> float | None:

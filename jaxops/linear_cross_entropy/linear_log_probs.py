@@ -6,26 +6,18 @@ import jax
 import jax.numpy as jnp
 
 import lowering
-from jaxops._checks.arguments import (
-    as_array,
-    as_arrays,
-    as_optional,
-    require,
-    require_bool,
-    require_integer,
-    require_real,
-)
+from jaxops._checks.arguments import as_arrays, as_optional, require_bool, require_integer
 from jaxops._checks.dtypes import accumulation_dtype, differ_from, wide_ids
 from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy.batch_invariant import invariant_losses
 from jaxops.linear_cross_entropy.checks import (
     agreeing_rows,
-    by_class,
     check_chunk_rows,
-    check_layer,
+    check_labels,
     check_softcap,
-    is_floating,
+    checked_layer,
     nan_unless,
+    number_or_floats,
 )
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows, RowWeights
 from jaxops.linear_cross_entropy.row_statistics import zero_unless
@@ -136,16 +128,14 @@ def linear_log_probs(
     x, weight, labels = as_arrays(_NAME, {"x": x, "weight": weight, "labels": labels})
     bias = as_optional(_NAME, "bias", bias)
     ignore_index = require_integer(_NAME, "ignore_index", ignore_index)
-    softcap, chunk_rows = check_softcap(_NAME, softcap), check_chunk_rows(_NAME, chunk_rows)
     transpose_weight = require_bool(_NAME, "transpose_weight", transpose_weight)
     require_bool(_NAME, "return_entropy", return_entropy)
     require_bool(_NAME, "batch_invariant", batch_invariant)
-    weight = by_class(_NAME, x, weight, transpose_weight)
-    check_layer(_NAME, x, weight, bias=bias)
-    rows = x.shape[:-1]
-    require(bool(jnp.issubdtype(labels.dtype, jnp.integer)), _NAME, "labels", "be integers", labels)
-    require(labels.shape == rows, _NAME, "labels", f"have shape {list(rows)}, as x has rows", labels)
-    temperature = _checked_temperature(temperature, rows)
+    softcap, chunk_rows = check_softcap(_NAME, softcap), check_chunk_rows(_NAME, chunk_rows)
+    weight = checked_layer(_NAME, x, weight, transpose_weight, bias=bias)
+    check_labels(_NAME, x.shape[:-1], labels)
+    rule = f"be a positive number, or a floating-point array of shape [] or {list(x.shape[:-1])}"
+    temperature = number_or_floats(_NAME, "temperature", temperature, x.shape[:-1], rule, above=0)
     x, labels, temperature = agreeing_rows(x, labels, temperature)
     vocabulary = Vocabulary.of(_NAME, weight, vocab_axis)
 
@@ -180,17 +170,6 @@ def _of_kept(kept: jax.Array, valid: jax.Array, results: jax.Array) -> jax.Array
     # On an explicit mesh, rows may be split in the results that are not split in the labels.
     kept, valid = (laid_out_as(rows, jax.typeof(results).sharding) for rows in (kept, valid))
     return nan_unless(~kept | valid, jnp.where(kept, results, jnp.zeros_like(results)))
-
-
-def _checked_temperature(temperature: Any, rows: tuple[int, ...]) -> Any:
-    """Returns the temperature as a float or an array."""
-    rule = f"be a positive number, or a floating-point array of shape [] or {list(rows)}"
-    is_array = isinstance(temperature, list | tuple) or hasattr(temperature, "__jax_array__")
-    if not is_array and getattr(temperature, "shape", ()) == ():
-        return require_real(_NAME, "temperature", temperature, rule, above=0, traced=True)
-    array = as_array(_NAME, "temperature", temperature)
-    require(array.shape in ((), rows) and is_floating(array), _NAME, "temperature", rule, array)
-    return array
 
 
 def _scale(temperature: Any, kept: jax.Array, zeros: jax.Array) -> tuple[jax.Array | None, jax.Array]:

@@ -132,12 +132,13 @@ def summed_by_prior_shift(
 ) -> tuple[jax.Array, RowStatistics, RowGradients, ColumnGradients]:
     """Computes what `by_rows.summed_by_rows` does, with exponentials shifted by what is known before the logits."""
     exponentiating = exponentiating or functools.partial(exponentials, columns, softcap, metrics)
+    is_one_device = place.device_count == 1
     chunk_rows = chunk_rows or rows_of_exponentials(*columns.weight.shape, metrics=metrics)
-    is_one_device, start = place.device_count == 1, no_sums(columns, weights, needs, weight_grad_dtype)
-    by_shift = _chunk_step(columns, softcap, needs, exponentiating, place, start.loss.dtype)
-    by_maximum = chunk_step(columns, softcap, needs, metrics=metrics)
     # Seldom needed, so no more than fit beside the rest: their float32 logits are larger than a chunk's exponentials.
     again_rows = rows_of_logits(columns.weight.shape[0], features=0)
+    start = no_sums(columns, weights, needs, weight_grad_dtype)
+    by_maximum = chunk_step(columns, softcap, needs, metrics=metrics)
+    by_shift = _chunk_step(columns, softcap, needs, exponentiating, place, start.loss.dtype)
 
     def again(chunk: tuple[Rows, RowWeights], results: RowResults, sums: Sums, is_exact: jax.Array) -> Any:
         def take(at: jax.Array, carry: tuple[RowResults, Sums]) -> tuple[RowResults, Sums]:
@@ -245,10 +246,10 @@ def _shifted_sums(
     """Returns the sums of rows relative to their shift, P off the label, and the label's rows of the weight."""
     at = jnp.where(has_label, labels, 0)
     label = jax.tree.map(lambda column: column.at[at].get(mode="promise_in_bounds").astype(dtype), columns)
+    first_columns = jax.tree.map(lambda column: column[: SIZES.first_columns], columns)
     label_logit = jnp.sum(x.astype(dtype) * label.weight, axis=-1)
     label_logit = capped(label_logit if label.bias is None else label_logit + label.bias, softcap)
     label_logit = jnp.where(has_label, label_logit, -jnp.inf)
-    first_columns = jax.tree.map(lambda column: column[: SIZES.first_columns], columns)
     first = bounded_logits(Rows(x), first_columns, softcap, dtype)
     shift = jnp.maximum(label_logit, jnp.max(first, axis=-1))
     shift = jnp.where(jnp.isfinite(shift), shift, 0)

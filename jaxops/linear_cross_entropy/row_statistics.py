@@ -47,6 +47,10 @@ from jaxops.linear_cross_entropy.operands import (
 )
 from pallas_kernels.float16_rows import RowPowers
 
+# Adds to a sum (V, H) the product over all rows of a cotangent (..., V) and x (..., H), times a factor, () or None.
+Adding = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+Gradients = tuple[jax.Array | None, jax.Array | None]
+
 
 def over_rows(column_values: jax.Array, like: jax.Array) -> jax.Array:
     """Broadcasts one value per column of the logits to every row."""
@@ -245,19 +249,6 @@ def scale_gradient(
     return (along_logits + statistics.max_logit * total) / jnp.asarray(rows.scale)
 
 
-# Adds to a sum (V, H) the product over all rows of a cotangent (..., V) and x (..., H), times a factor, () or None.
-Adding = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
-Gradients = tuple[jax.Array | None, jax.Array | None]
-
-
-class Products(NamedTuple):
-    """The products to compute: those for x and for the weight, and what adds the latter to a sum, None for `added`."""
-
-    x: bool
-    weight: bool
-    add: Adding | None = None
-
-
 def linear_gradients(
     terms: CotangentTerms,
     rows: Rows,
@@ -285,8 +276,7 @@ def linear_gradients(
         cotangent = rows.scale[..., None] * cotangent
     cotangent = softcap_slope(bounded, softcap) * cotangent
     bound = functools.partial(_cotangent_bound, terms, rows, columns)
-    products = Products(needs.x, needs.weight, add)
-    x_grad, weight_grad = rounded_products(products, cotangent, bound, rows.x, columns.weight, weight_sum)
+    x_grad, weight_grad = rounded_products(needs, cotangent, bound, rows.x, columns.weight, weight_sum, add)
     of_rows, of_columns = RowGradients(x_grad, scale=of_scale), ColumnGradients(weight_grad)
     if needs.bias:
         of_columns = of_columns._replace(bias=jnp.sum(cotangent, axis=batch))
@@ -336,26 +326,28 @@ def _cotangent_bound(terms: CotangentTerms, rows: Rows, columns: Columns) -> jax
 
 
 def rounded_products(
-    products: Products,
+    needs: Needs,
     cotangent: jax.Array,
     row_bound: Callable[[], jax.Array],
     x: jax.Array,
     weight: jax.Array,
     weight_sum: jax.Array | None = None,
+    add: Adding | None = None,
 ) -> Gradients:
     """Computes cotangent weight and weight_sum + cotangent^T x, in the cotangent's dtype; None if not wanted.
 
     Args:
-      products: which of the two to compute.
+      needs: which of the two to compute, for x and for the weight.
       cotangent: (..., V), the cotangent of the logits, in float32 or float64.
       row_bound: returns an upper bound for each of its rows (...), within a small factor. Called for float16 only.
       x: (..., H).
       weight: (V, H), with the dtype of x, to which the cotangent is rounded.
       weight_sum: (V, H), or None for zeros.
+      add: adds the second product to it; None is `added`.
     """
     if x.dtype == jnp.float16:
-        return _float16_products(products, cotangent, row_bound(), x, weight, weight_sum)
-    return _products(products, cotangent.dtype, cotangent.astype(x.dtype), x, weight, weight_sum)
+        return _float16_products(needs, add, cotangent, row_bound(), x, weight, weight_sum)
+    return _products(needs, add, cotangent.dtype, cotangent.astype(x.dtype), x, weight, weight_sum)
 
 
 def product(cotangent: jax.Array, x: jax.Array, dtype: Any, factor: jax.Array | None = None) -> jax.Array:
@@ -391,9 +383,10 @@ def added_in_blocks(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor
     return jax.lax.fori_loop(0, math.ceil(classes / width), add, total)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _float16_products(
-    products: Products,
+    needs: Needs,
+    add: Adding | None,
     cotangent: jax.Array,
     row_bound: jax.Array,
     x: jax.Array,
@@ -402,22 +395,23 @@ def _float16_products(
 ) -> Gradients:
     powers = RowPowers.of(row_bound)
     rounded, scaled_x = powers.divided(cotangent), powers.multiplied(x)
-    x_grad, weight_grad = _products(products, cotangent.dtype, rounded, scaled_x, weight, weight_sum, powers.largest)
+    x_grad, weight_grad = _products(needs, add, cotangent.dtype, rounded, scaled_x, weight, weight_sum, powers.largest)
     return None if x_grad is None else powers.rows[..., None] * x_grad, weight_grad
 
 
 @_float16_products.defjvp
-def _float16_products_jvp(products: Products, primals: Any, tangents: Any) -> tuple[Gradients, Gradients]:
+def _float16_products_jvp(needs: Needs, add: Adding | None, primals: Any, tangents: Any) -> tuple[Gradients, Gradients]:
     # Unrounded, because the powers of two that fit a cotangent need not fit its tangents.
     def unrounded(cotangent: jax.Array, _: jax.Array, x: jax.Array, weight: jax.Array, weight_sum: Any) -> Gradients:
         dtype = cotangent.dtype
-        return _products(products, dtype, cotangent, x.astype(dtype), weight.astype(dtype), weight_sum)
+        return _products(needs, add, dtype, cotangent, x.astype(dtype), weight.astype(dtype), weight_sum)
 
-    return _float16_products(products, *primals), jax.jvp(unrounded, primals, tangents)[1]
+    return _float16_products(needs, add, *primals), jax.jvp(unrounded, primals, tangents)[1]
 
 
 def _products(
-    products: Products,
+    needs: Needs,
+    add: Adding | None,
     dtype: Any,
     cotangent: jax.Array,
     x: jax.Array,
@@ -427,11 +421,11 @@ def _products(
 ) -> Gradients:
     """Computes cotangent weight, and weight_sum + factor cotangent^T x, accumulated in `dtype`."""
     x_grad = weight_grad = None
-    if products.x:
+    if needs.x:
         x_grad = jnp.einsum("...v,vh->...h", cotangent, weight, preferred_element_type=dtype)
-    if products.weight and weight_sum is not None:
-        weight_grad = (products.add or added)(weight_sum, cotangent, x, factor)
-    elif products.weight:
+    if needs.weight and weight_sum is not None:
+        weight_grad = (add or added)(weight_sum, cotangent, x, factor)
+    elif needs.weight:
         weight_grad = product(cotangent, x, dtype, factor)
     return x_grad, weight_grad
 

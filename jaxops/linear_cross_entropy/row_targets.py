@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxops._checks.dtypes import differ_from, wide_ids
 from jaxops._primitive.sharding import agreeing, explicit_mesh, laid_out_as
-from jaxops.linear_cross_entropy.checks import is_floating, nan_unless
+from jaxops.linear_cross_entropy.checks import nan_unless
 from jaxops.linear_cross_entropy.operands import Rows, RowWeights
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 
@@ -54,7 +54,7 @@ def losses_of(
     z_loss: Any,
 ) -> Losses:
     """Returns what the labels, classes or probabilities, mean for the losses of rows x."""
-    if is_floating(labels):
+    if labels.ndim == x.ndim:
         losses = _of_probabilities(x, labels, class_weight, label_smoothing, vocabulary, dtype)
     else:
         losses = _of_labels(x, labels, class_weight, margin, ignore_index, label_smoothing, vocabulary, dtype)

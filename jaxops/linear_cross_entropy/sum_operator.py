@@ -16,6 +16,7 @@ from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy import prior_shift
 from jaxops.linear_cross_entropy.by_rows import summed_by_rows
+from jaxops.linear_cross_entropy.checks import check_operands
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_exponentials_on
 from jaxops.linear_cross_entropy.operands import (
     COLUMNS_AXES,
@@ -30,7 +31,7 @@ from jaxops.linear_cross_entropy.operands import (
     RowStatistics,
     RowWeights,
 )
-from jaxops.linear_cross_entropy.operator import check, linear_row_statistics
+from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import loss_terms, row_losses, target_total, zero_unless
 from lowering.operators import EVERYWHERE, Form, Place, fields
 from pallas_kernels.gpu.linear_cross_entropy import exponentials as gpu_exponentials
@@ -157,7 +158,7 @@ _SUM_WITH_GRADIENTS = Operator(
     signature=(
         f"{ROWS_AXES}, {COLUMNS_AXES}, {WEIGHTS_AXES} -> , {STATISTICS_AXES}, {ROW_GRADIENTS_AXES}, {COLUMNS_AXES}"
     ),
-    check=check,
+    check=check_operands,
     reference=summed_by_rows,
     kernels=(
         _exponentiating(tpu_exponentials, "mosaic_tpu", "tpu"),

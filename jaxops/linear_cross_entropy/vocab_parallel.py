@@ -24,7 +24,6 @@ from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_rows
 from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows
 from jaxops.linear_cross_entropy.row_statistics import (
-    Products,
     bounded_logits,
     is_label,
     linear_gradients,
@@ -230,8 +229,8 @@ def _grad(
     labels, dtype = jnp.where(mask, -1, wide_ids(masked_target)), accumulation_dtype(x.dtype)
     if softmax is not None:
         cotangent = (softmax - is_label(labels, softmax).astype(softmax.dtype)) * grad[..., None]
-        cotangent, bound = cotangent.astype(dtype), functools.partial(jnp.abs, grad)
-        gradients: Any = rounded_products(Products(True, True), cotangent, bound, x, weight)
+        bound, needs = functools.partial(jnp.abs, grad), Needs(x=True, weight=True)
+        gradients: Any = rounded_products(needs, cotangent.astype(dtype), bound, x, weight)
         return gradients[0].astype(x.dtype), gradients[1].astype(weight.dtype)
 
     def chunk(weight_sum: jax.Array, chunk: tuple[CotangentTerms, Rows]) -> tuple[Any, Any]:
