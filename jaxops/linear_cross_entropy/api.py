@@ -1,6 +1,6 @@
 """The public function `linear_cross_entropy`: the loss of a language model without its logits."""
 
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxops._checks.arguments import (
 from jaxops._checks.dtypes import accumulation_dtype, wide_ids
 from jaxops.linear_cross_entropy.batch_invariant import INVARIANT_STRATEGIES, invariant_losses
 from jaxops.linear_cross_entropy.checks import (
+    LayerOptions,
     agreeing_rows,
     check_chunk_rows,
     check_floats,
@@ -61,24 +62,17 @@ class LinearCrossEntropyAux(NamedTuple):
     kept: jax.Array
 
 
-class _Options(TypedDict, total=False):
-    """The options whose values do not change the type of the result."""
+class _Options(LayerOptions, total=False):
+    """Further options whose values do not change the type of the result."""
 
-    bias: jax.Array | None
     class_weight: jax.Array | None
     row_weight: jax.Array | None
-    ignore_index: int
     label_smoothing: float
     margin: float | jax.Array | None
     z_loss: float
-    softcap: float | None
     reduction: str
-    transpose_weight: bool
-    vocab_axis: str | None
     strategy: str
-    chunk_rows: int | None
     weight_grad_dtype: Any
-    batch_invariant: bool
 
 
 @overload

@@ -24,11 +24,6 @@ from jaxops.linear_cross_entropy.by_rows import no_sums
 from jaxops.linear_cross_entropy.checks import check_operands
 from jaxops.linear_cross_entropy.fold_rows import filler
 from jaxops.linear_cross_entropy.operands import (
-    COLUMNS_AXES,
-    ROW_GRADIENTS_AXES,
-    ROWS_AXES,
-    STATISTICS_AXES,
-    WEIGHTS_AXES,
     ColumnGradients,
     Columns,
     Needs,
@@ -36,6 +31,7 @@ from jaxops.linear_cross_entropy.operands import (
     Rows,
     RowStatistics,
     RowWeights,
+    axes,
 )
 from jaxops.linear_cross_entropy.row_statistics import (
     RowSums,
@@ -192,12 +188,12 @@ def _vjp(residuals: Any, cotangents: Any, active: Active, **params: Any) -> Any:
     return jax.tree.map(rounded, (rows, columns, weights), gradients, is_leaf=is_absent_field)
 
 
-_OPERANDS = f"{ROWS_AXES}, {COLUMNS_AXES}, {WEIGHTS_AXES}"
-
 # Per device: if the compiler split a block over devices, its shape on each, and so its bits, would depend on the mesh.
 _GRADIENTS = Operator(
     name="batch_invariant_losses_backward",
-    signature=f"..., {STATISTICS_AXES}, {_OPERANDS} -> {ROW_GRADIENTS_AXES}, {COLUMNS_AXES}, {WEIGHTS_AXES}",
+    signature=(
+        f"..., {axes(RowStatistics, Rows, Columns, RowWeights)} -> {axes(RowGradients, ColumnGradients, RowWeights)}"
+    ),
     check=lambda *_, **__: None,
     reference=_gradients,
     forms=(Form("xla_row_blocks", EVERYWHERE, _gradients, per_device=True),),
@@ -205,7 +201,7 @@ _GRADIENTS = Operator(
 
 _LOSSES = Operator(
     name="batch_invariant_losses",
-    signature=f"{_OPERANDS} -> ..., {STATISTICS_AXES}",
+    signature=f"{axes(Rows, Columns, RowWeights)} -> ..., {axes(RowStatistics)}",
     check=check_operands,
     reference=_losses,
     derivative=Derivative(vjp=_vjp),

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import Step, fold_kept_rows
 from jaxops.linear_cross_entropy.operands import (
-    SKIPPED,
     ColumnGradients,
     Columns,
     Needs,
@@ -30,9 +29,9 @@ from jaxops.linear_cross_entropy.row_statistics import (
     logits_of,
     row_losses,
     row_sums,
+    skipped_as_zeros,
     target_total,
     with_target_total,
-    zero_unless,
 )
 from lowering.operators import Place
 
@@ -97,9 +96,7 @@ def chunk_step(
 
     def step(sums: Sums, chunk: tuple[Rows, RowWeights]) -> tuple[tuple[RowStatistics, RowGradients], Sums]:
         rows, weights = chunk
-        x_dtype, x = rows.x.dtype, rows.x.astype(columns.weight.dtype)
-        # A skipped row may hold NaN, and its cotangent of 0 times NaN would be NaN in the gradient of the weight.
-        rows = rows._replace(x=x if rows.labels is None else zero_unless(rows.labels != SKIPPED, x))
+        x_dtype, rows = rows.x.dtype, skipped_as_zeros(rows._replace(x=rows.x.astype(columns.weight.dtype)))
         bounded = bounded_logits(rows, columns, softcap, sums.loss.dtype)
         # With it, logits - maximum is computed again. Without the barrier XLA would keep it next to the logits instead.
         row_totals = jax.lax.optimization_barrier(row_sums(logits_of(bounded, rows), rows, columns, metrics=metrics))

@@ -1,6 +1,6 @@
 """Checks and preparation of operands that the public functions on a linear layer's logits share."""
 
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.export
@@ -9,6 +9,18 @@ import jax.numpy as jnp
 from jaxops._checks.arguments import INT32_MAX, as_array, require, require_floating_dtype, require_integer, require_real
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import agreeing
+
+
+class LayerOptions(TypedDict, total=False):
+    """The options of all public functions whose values do not change the type of the result."""
+
+    bias: jax.Array | None
+    softcap: float | None
+    ignore_index: int
+    transpose_weight: bool
+    vocab_axis: str | None
+    chunk_rows: int | None
+    batch_invariant: bool
 
 
 def check_operands(rows: Any, columns: Any, *_: Any, **__: Any) -> None:
@@ -51,8 +63,9 @@ def checked_layer(operator: str, x: jax.Array, weight: jax.Array, transposed: bo
 def check_floats(operator: str, shape: tuple[Any, ...], **arrays: Any) -> None:
     """Checks floating-point arrays of a shape, which may be None."""
     for argument, value in arrays.items():
-        valid = value is None or (value.shape == shape and is_floating(value))
-        require(valid, operator, argument, f"be a floating-point array of shape {list(shape)}", value)
+        if value is not None:
+            fits, rule = value.shape == shape, f"be a floating-point array of shape {list(shape)}"
+            require(fits and is_floating(value), operator, argument, rule, value)
 
 
 def check_labels(operator: str, rows: tuple[Any, ...], labels: jax.Array, classes: Any = None) -> None:

@@ -1,6 +1,6 @@
 """The public function `linear_log_probs`: log-probabilities of tokens without the logits of a vocabulary."""
 
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jaxops._checks.dtypes import accumulation_dtype, differ_from, wide_ids
 from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy.batch_invariant import invariant_losses
 from jaxops.linear_cross_entropy.checks import (
+    LayerOptions,
     agreeing_rows,
     check_chunk_rows,
     check_labels,
@@ -26,17 +27,10 @@ from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 _NAME = "linear_log_probs"
 
 
-class _Options(TypedDict, total=False):
-    """The options whose values do not change the type of the result."""
+class _Options(LayerOptions, total=False):
+    """Further options whose values do not change the type of the result."""
 
-    bias: jax.Array | None
     temperature: float | jax.Array
-    softcap: float | None
-    ignore_index: int
-    transpose_weight: bool
-    vocab_axis: str | None
-    chunk_rows: int | None
-    batch_invariant: bool
 
 
 @overload

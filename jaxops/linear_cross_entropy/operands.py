@@ -118,10 +118,17 @@ class ColumnGradients(NamedTuple):
     class_targets: jax.Array | None = None
 
 
-# The axes of these fields, for the operators' signatures.
-ROWS_AXES = "... h, ..., ... v, ..., ..."
-COLUMNS_AXES = "v h, v, v"
-WEIGHTS_AXES = "..., ..., ..."
-STATISTICS_AXES = "..., ..., ..., ..., ..., ..."
-TERMS_AXES = "..., ..., ..., ..., ..., ..."
-ROW_GRADIENTS_AXES = "... h, ... v, ..."
+_AXES: dict[type, str] = {
+    Rows: "... h, ..., ... v, ..., ...",
+    Columns: "v h, v, v",
+    RowWeights: "..., ..., ...",
+    RowStatistics: "..., ..., ..., ..., ..., ...",
+    CotangentTerms: "..., ..., ..., ..., ..., ...",
+    RowGradients: "... h, ... v, ...",
+    ColumnGradients: "v h, v, v",
+}
+
+
+def axes(*records: type) -> str:
+    """Returns the axes of the fields of records, for the operators' signatures."""
+    return ", ".join(_AXES[record] for record in records)

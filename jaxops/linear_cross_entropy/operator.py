@@ -20,12 +20,7 @@ from jaxops.linear_cross_entropy.chunk_sizes import columns_of_tile, logits_of_t
 from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, merged_pair, parts_of
 from jaxops.linear_cross_entropy.fold_rows import KeptRows, is_on_one_device, kept_rows
 from jaxops.linear_cross_entropy.operands import (
-    COLUMNS_AXES,
-    ROW_GRADIENTS_AXES,
-    ROWS_AXES,
     SKIPPED,
-    STATISTICS_AXES,
-    TERMS_AXES,
     ColumnGradients,
     Columns,
     CotangentTerms,
@@ -33,6 +28,7 @@ from jaxops.linear_cross_entropy.operands import (
     RowGradients,
     Rows,
     RowStatistics,
+    axes,
 )
 from jaxops.linear_cross_entropy.row_statistics import (
     RowSums,
@@ -201,7 +197,7 @@ def _vjp(residuals: Any, cotangents: RowStatistics, active: Active, *, metrics: 
 
 _BACKWARD = Operator(
     name="linear_cross_entropy_backward",
-    signature=f"{TERMS_AXES}, {ROWS_AXES}, {COLUMNS_AXES} -> {ROW_GRADIENTS_AXES}, {COLUMNS_AXES}",
+    signature=f"{axes(CotangentTerms, Rows, Columns)} -> {axes(RowGradients, ColumnGradients)}",
     check=lambda *_, **__: None,
     reference=gradients_by_columns,
     kernels=(tpu_backward.KERNEL, gpu_gradients.KERNEL),
@@ -210,7 +206,7 @@ _BACKWARD = Operator(
 
 _STATISTICS = Operator(
     name="linear_cross_entropy",
-    signature=f"{ROWS_AXES}, {COLUMNS_AXES} -> {STATISTICS_AXES}",
+    signature=f"{axes(Rows, Columns)} -> {axes(RowStatistics)}",
     check=check_operands,
     reference=statistics_by_columns,
     derivative=Derivative(vjp=_vjp),

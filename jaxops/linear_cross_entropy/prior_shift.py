@@ -48,6 +48,7 @@ from jaxops.linear_cross_entropy.row_statistics import (
     kept_gradient,
     over_rows,
     row_losses,
+    skipped_as_zeros,
     softcap_slope,
     softmax_coefficient,
     target_total,
@@ -194,7 +195,7 @@ def _chunk_step(
 
     def step(before: Sums, rows: Rows, weights: RowWeights) -> tuple[RowResults, jax.Array, Sums]:
         assert rows.labels is not None
-        x = zero_unless(rows.labels != SKIPPED, rows.x.astype(columns.weight.dtype))
+        x = skipped_as_zeros(rows._replace(x=rows.x.astype(columns.weight.dtype))).x
         has_label = (rows.labels >= 0) & (rows.labels < columns.weight.shape[0])
         sums, off_label, label_weight = _shifted_sums(
             columns, softcap, exponentiating, x, rows.labels, has_label, dtype

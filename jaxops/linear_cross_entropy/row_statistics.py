@@ -36,6 +36,7 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES
 from jaxops.linear_cross_entropy.operands import (
+    SKIPPED,
     ColumnGradients,
     Columns,
     CotangentTerms,
@@ -441,6 +442,14 @@ def zero_unless(live: jax.Array, x: jax.Array) -> jax.Array:
     if is_live.shape == x.shape:  # a single feature: nothing is broadcast, so an explicit mesh wants one layout
         is_live = laid_out_as(is_live, jax.typeof(x).sharding)
     return jnp.where(is_live, x, jnp.zeros_like(x))
+
+
+def skipped_as_zeros(rows: Rows) -> Rows:
+    """Returns the rows with zeros for the x of those that are `SKIPPED`.
+
+    It may hold NaN, and a cotangent of 0 times NaN would be NaN in the gradient of the weight.
+    """
+    return rows if rows.labels is None else rows._replace(x=zero_unless(rows.labels != SKIPPED, rows.x))
 
 
 def kept_gradient(gradient: jax.Array | None, dtype: Any) -> jax.Array | None:

@@ -19,20 +19,17 @@ from jaxops.linear_cross_entropy.by_rows import summed_by_rows
 from jaxops.linear_cross_entropy.checks import check_operands
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_exponentials_on
 from jaxops.linear_cross_entropy.operands import (
-    COLUMNS_AXES,
-    ROW_GRADIENTS_AXES,
-    ROWS_AXES,
-    SKIPPED,
-    STATISTICS_AXES,
-    WEIGHTS_AXES,
+    ColumnGradients,
     Columns,
     Needs,
+    RowGradients,
     Rows,
     RowStatistics,
     RowWeights,
+    axes,
 )
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
-from jaxops.linear_cross_entropy.row_statistics import loss_terms, row_losses, target_total, zero_unless
+from jaxops.linear_cross_entropy.row_statistics import loss_terms, row_losses, skipped_as_zeros, target_total
 from lowering.operators import EVERYWHERE, Form, Place, fields
 from pallas_kernels.gpu.linear_cross_entropy import exponentials as gpu_exponentials
 from pallas_kernels.kernel import Kernel
@@ -59,7 +56,7 @@ def summed_cross_entropy(
 
     @jax.custom_jvp
     def summed(rows: Rows, columns: Columns, weights: RowWeights) -> tuple[jax.Array, RowStatistics]:
-        statistics = linear_row_statistics(_with_zeros(rows), columns, **params)
+        statistics = linear_row_statistics(skipped_as_zeros(rows), columns, **params)
         total = target_total(rows, columns, statistics.max_logit)
         return jnp.sum(row_losses(statistics, total, weights)), statistics
 
@@ -80,10 +77,6 @@ def summed_cross_entropy(
 
     summed.defjvp(jvp, symbolic_zeros=True)
     return summed(rows, columns, weights)
-
-
-def _with_zeros(rows: Rows) -> Rows:
-    return rows if rows.labels is None else rows._replace(x=zero_unless(rows.labels != SKIPPED, rows.x))
 
 
 # A checkpoint, so that a gradient in 16 bits waits for the loss's cotangent as it is.
@@ -108,7 +101,6 @@ def _exponentiating(launcher: Any, name: str, platform: str, *, interpreter_is_p
         config: Any,
         interpret: Any = False,
         softcap: float | None,
-        chunk_rows: int | None,
         **params: Any,
     ) -> Any:
         blocks = {name: value for name, value in config.items() if name != "chunk_rows"}
@@ -131,9 +123,10 @@ def _exponentiating(launcher: Any, name: str, platform: str, *, interpreter_is_p
             return prior_shift.Exponentials(*(x.reshape(*labels.shape, *x.shape[1:]) for x in results))
 
         # A kernel sees one device's part.
-        params |= {"place": Place("cpu" if interpret else platform), "exponentiating": exponentials}
-        params |= {"softcap": softcap, "chunk_rows": config["chunk_rows"]}
-        return prior_shift.summed_by_prior_shift(rows, columns, weights, **params)
+        params |= {"place": Place("cpu" if interpret else platform), "chunk_rows": config["chunk_rows"]}
+        return prior_shift.summed_by_prior_shift(
+            rows, columns, weights, softcap=softcap, exponentiating=exponentials, **params
+        )
 
     def refuses(
         hardware: Any, rows: Any, columns: Any, weights: Any, *, metrics: bool, softcap: Any, needs: Needs, **_: Any
@@ -155,9 +148,7 @@ _OF_LABELS = frozenset({"x", "labels", "weight", "bias", "class_targets", *RowWe
 
 _SUM_WITH_GRADIENTS = Operator(
     name="linear_cross_entropy_sum_with_gradients",
-    signature=(
-        f"{ROWS_AXES}, {COLUMNS_AXES}, {WEIGHTS_AXES} -> , {STATISTICS_AXES}, {ROW_GRADIENTS_AXES}, {COLUMNS_AXES}"
-    ),
+    signature=f"{axes(Rows, Columns, RowWeights)} -> , {axes(RowStatistics, RowGradients, ColumnGradients)}",
     check=check_operands,
     reference=summed_by_rows,
     kernels=(

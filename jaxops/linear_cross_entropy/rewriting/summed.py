@@ -12,7 +12,7 @@ from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows, RowStat
 from jaxops.linear_cross_entropy.rewriting.affine import Forms, Result
 from jaxops.linear_cross_entropy.rewriting.head import Statistics
 from jaxops.linear_cross_entropy.rewriting.rows import Row
-from jaxops.linear_cross_entropy.row_statistics import loss_terms, target_total, zero_unless
+from jaxops.linear_cross_entropy.row_statistics import loss_terms, skipped_as_zeros, target_total
 from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 from lowering.rewriting.graph import Level, Node, Value
@@ -75,7 +75,7 @@ class Sum:
         target_sum = target_total(rows, columns, nothing)
         rows, weights = _weighted(rows, columns, target_sum, *slopes)
         if with_rows:
-            rows = rows._replace(x=zero_unless(jnp.asarray(rows.labels) != SKIPPED, rows.x))
+            rows = skipped_as_zeros(rows)
         options: dict[str, Any] = {"softcap": statistics.head.softcap, "chunk_rows": None, "metrics": with_rows}
         total, of_sum = summed_cross_entropy(rows, columns, weights, **options)
         metrics = of_sum if with_rows else None
