@@ -106,7 +106,7 @@ def _losses(
 
     def step(_: None, block: tuple[Rows, RowWeights]) -> tuple[None, tuple[jax.Array | None, RowStatistics]]:
         rows, weights = block
-        statistics = _row_sums(rows, columns, softcap, metrics)[1].statistics
+        statistics = _row_sums(rows, columns, softcap, metrics)[-1].statistics
         if metrics:
             return None, (None, statistics)
         total = target_total(rows, columns, statistics.max_logit)
@@ -115,10 +115,11 @@ def _losses(
     return _scan_blocks(step, None, (rows, weights), rows.x.shape[:-1])[1]
 
 
-def _row_sums(rows: Rows, columns: Columns, softcap: float | None, metrics: bool) -> tuple[jax.Array, RowSums]:
+def _row_sums(rows: Rows, columns: Columns, softcap: float | None, metrics: bool) -> tuple[Rows, jax.Array, RowSums]:
+    """Returns the rows with the weight's dtype, their bounded logits and the sums of these."""
     rows = rows._replace(x=rows.x.astype(columns.weight.dtype))
     bounded = bounded_logits(rows, columns, softcap, accumulation_dtype(columns.weight.dtype))
-    return bounded, row_sums(logits_of(bounded, rows), rows, columns, metrics=metrics)
+    return rows, bounded, row_sums(logits_of(bounded, rows), rows, columns, metrics=metrics)
 
 
 def _gradients(
@@ -137,7 +138,7 @@ def _gradients(
 
     def step(sums: ColumnGradients, block: Any) -> tuple[ColumnGradients, tuple[RowGradients, RowWeights]]:
         of_loss, cotangents, rows, weights = block
-        bounded, row_totals = _row_sums(rows, columns, softcap, metrics)
+        rows, bounded, row_totals = _row_sums(rows, columns, softcap, metrics)
         statistics = row_totals.statistics
         total = target_total(rows, columns, statistics.max_logit)
         of_weights = RowWeights()
@@ -151,7 +152,6 @@ def _gradients(
             cotangents = RowStatistics(softmax, softmax, terms.label, terms.target)
         else:
             terms = statistics_terms(cotangents, statistics)
-        rows = rows._replace(x=rows.x.astype(columns.weight.dtype))
         of_rows, of_columns = linear_gradients(terms, rows, columns, bounded, softcap, needs)
         if of_rows.scale is not None:
             scale = scale_gradient(of_rows.scale, cotangents, statistics, rows, columns)

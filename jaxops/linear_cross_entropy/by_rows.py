@@ -21,6 +21,7 @@ from jaxops.linear_cross_entropy.operands import (
 )
 from jaxops.linear_cross_entropy.row_statistics import (
     Adding,
+    added,
     added_in_blocks,
     bounded_logits,
     cotangent_terms,
@@ -66,7 +67,7 @@ def summed_by_rows(
     is_plain = is_plain and columns.weight.dtype.itemsize > 2
     classes, features = columns.weight.shape
     chunk_rows = chunk_rows or rows_of_logits(classes, features, 2 if on_one_cpu and not is_plain else 1)
-    add = added_in_blocks if on_one_cpu and not jax.export.is_symbolic_dim(columns.weight.size) else None
+    add = added_in_blocks if on_one_cpu and not jax.export.is_symbolic_dim(columns.weight.size) else added
     step = chunk_step(columns, softcap, needs, metrics=metrics, add=add)
     start = no_sums(columns, weights, needs, weight_grad_dtype)
     (statistics, of_rows), sums = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=metrics)
@@ -89,9 +90,7 @@ def no_sums(columns: Columns, weights: RowWeights, needs: Needs, weight_grad_dty
     return Sums(jnp.zeros((), dtype), of_columns)
 
 
-def chunk_step(
-    columns: Columns, softcap: float | None, needs: Needs, *, metrics: bool, add: Adding | None = None
-) -> Step:
+def chunk_step(columns: Columns, softcap: float | None, needs: Needs, *, metrics: bool, add: Adding = added) -> Step:
     """Returns the step of a chunk, by which its sums are added to those of the chunks before."""
 
     def step(sums: Sums, chunk: tuple[Rows, RowWeights]) -> tuple[tuple[RowStatistics, RowGradients], Sums]:

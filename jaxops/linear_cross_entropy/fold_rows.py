@@ -44,10 +44,9 @@ def fold_rows(
         `filler`. The sums must not depend on such rows.
       place: where the rows are. None is one device.
     """
-    splits = _splits(
-        batch_shape, chunk_rows if chunk_rows is None or place is None else chunk_rows * place.device_count
-    )
-    sums = varying_with(sums, rows)
+    if chunk_rows is not None and place is not None:
+        chunk_rows *= place.device_count
+    splits, sums = _splits(batch_shape, chunk_rows), varying_with(sums, rows)
     if math.prod(splits) == 1:
         return step(sums, rows)
     parts = jax.tree.map(lambda x: _split(x, splits), rows)

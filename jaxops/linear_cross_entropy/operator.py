@@ -73,8 +73,7 @@ def statistics_by_columns(
     place: Place | None = None,
 ) -> RowStatistics:
     """Computes the `RowStatistics` of x weight^T + bias."""
-    rows = rows._replace(x=rows.x.astype(columns.weight.dtype))
-    dtype = accumulation_dtype(columns.weight.dtype)
+    rows, dtype = rows._replace(x=rows.x.astype(columns.weight.dtype)), accumulation_dtype(columns.weight.dtype)
     # Metrics are wanted for all rows.
     kept = None if metrics else kept_rows(rows, place)
     taken = rows if kept is None else kept.take(rows)
@@ -87,9 +86,8 @@ def statistics_by_columns(
 
         def add(_: None, chunk: tuple[RowSums, Rows]) -> tuple[RowSums, None]:
             before, rows = chunk
-            return merged_pair(
-                before, tile.sums(sums_of(bounded_logits(rows, in_tile, softcap, dtype), rows, in_tile))
-            ), None
+            sums = sums_of(bounded_logits(rows, in_tile, softcap, dtype), rows, in_tile)
+            return merged_pair(before, tile.sums(sums)), None
 
         of_tile = tile.rows(taken)
         return (add(None, (sums, of_tile)) if kept is None else kept.fold(add, None, sums, of_tile))[0]

@@ -48,8 +48,6 @@ from jaxops.linear_cross_entropy.operands import (
 )
 from pallas_kernels.float16_rows import RowPowers
 
-# Adds to a sum (V, H) the product over all rows of a cotangent (..., V) and x (..., H), times a factor, () or None.
-Adding = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 Gradients = tuple[jax.Array | None, jax.Array | None]
 
 
@@ -250,6 +248,43 @@ def scale_gradient(
     return (along_logits + statistics.max_logit * total) / jnp.asarray(rows.scale)
 
 
+def product(cotangent: jax.Array, x: jax.Array, dtype: Any, factor: jax.Array | None = None) -> jax.Array:
+    """Computes the product (V, H) of (..., V) and (..., H) over all rows, accumulated in `dtype`, times a factor."""
+    batch = tuple(range(x.ndim - 1))
+    terms = jnp.tensordot(cotangent, x, axes=(batch, batch), preferred_element_type=dtype)
+    return terms if factor is None else factor * terms
+
+
+# Adds to a sum (V, H) the product over all rows of a cotangent (..., V) and x (..., H), times a factor, () or None.
+Adding = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+
+
+def added(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
+    """Adds a product to a sum: compilers for GPUs and TPUs do it within, and move a sum over devices out of a loop."""
+    return total + product(cotangent, x, total.dtype, factor)
+
+
+def added_in_blocks(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
+    """Adds a product to a sum (V, H), a block at a time: XLA's CPU compiler stores a product before it adds it."""
+    classes, features = total.shape
+    rows = math.prod(x.shape[:-1])
+    width = min(classes, max(SIZES.least_columns, SIZES.block // max(1, features, rows)))
+    # A sum that is kept in 16 bits is rounded once for each product, after the addition.
+    dtype = jnp.dtype(jnp.float32) if total.dtype == jnp.bfloat16 else total.dtype
+
+    def add(step: jax.Array, total: jax.Array) -> jax.Array:
+        # If the blocks do not fit evenly, the last one overlaps the one before; what is not new is masked.
+        first = jnp.minimum(step * width, classes - width)
+        part = jax.lax.dynamic_slice_in_dim(cotangent, first, width, x.ndim - 1)
+        is_new = first + jnp.arange(width, dtype=first.dtype) >= step * width
+        terms = product(jnp.where(is_new, part, jnp.zeros_like(part)), x, dtype, factor)
+        old = jax.lax.dynamic_slice_in_dim(total, first, width)
+        new = (old.astype(dtype) + terms).astype(total.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(total, new, first, 0)
+
+    return jax.lax.fori_loop(0, math.ceil(classes / width), add, total)
+
+
 def linear_gradients(
     terms: CotangentTerms,
     rows: Rows,
@@ -259,7 +294,7 @@ def linear_gradients(
     needs: Needs,
     *,
     weight_sum: jax.Array | None = None,
-    add: Adding | None = None,
+    add: Adding = added,
 ) -> tuple[RowGradients, ColumnGradients]:
     """Computes gradients, accumulated in float32, from the cotangent of the logits and the `bounded` logits.
 
@@ -333,7 +368,7 @@ def rounded_products(
     x: jax.Array,
     weight: jax.Array,
     weight_sum: jax.Array | None = None,
-    add: Adding | None = None,
+    add: Adding = added,
 ) -> Gradients:
     """Computes cotangent weight and weight_sum + cotangent^T x, in the cotangent's dtype; None if not wanted.
 
@@ -344,50 +379,17 @@ def rounded_products(
       x: (..., H).
       weight: (V, H), with the dtype of x, to which the cotangent is rounded.
       weight_sum: (V, H), or None for zeros.
-      add: adds the second product to it; None is `added`.
+      add: adds the second product to it.
     """
     if x.dtype == jnp.float16:
         return _float16_products(needs, add, cotangent, row_bound(), x, weight, weight_sum)
     return _products(needs, add, cotangent.dtype, cotangent.astype(x.dtype), x, weight, weight_sum)
 
 
-def product(cotangent: jax.Array, x: jax.Array, dtype: Any, factor: jax.Array | None = None) -> jax.Array:
-    """Computes the product (V, H) of (..., V) and (..., H) over all rows, accumulated in `dtype`, times a factor."""
-    batch = tuple(range(x.ndim - 1))
-    terms = jnp.tensordot(cotangent, x, axes=(batch, batch), preferred_element_type=dtype)
-    return terms if factor is None else factor * terms
-
-
-def added(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
-    """Adds a product to a sum: compilers for GPUs and TPUs do it within, and move a sum over devices out of a loop."""
-    return total + product(cotangent, x, total.dtype, factor)
-
-
-def added_in_blocks(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
-    """Adds a product to a sum (V, H), a block at a time: XLA's CPU compiler stores a product before it adds it."""
-    classes, features = total.shape
-    rows = math.prod(x.shape[:-1])
-    width = min(classes, max(SIZES.least_columns, SIZES.block // max(1, features, rows)))
-    # A sum that is kept in 16 bits is rounded once for each product, after the addition.
-    dtype = jnp.dtype(jnp.float32) if total.dtype == jnp.bfloat16 else total.dtype
-
-    def add(step: jax.Array, total: jax.Array) -> jax.Array:
-        # If the blocks do not fit evenly, the last one overlaps the one before; what is not new is masked.
-        first = jnp.minimum(step * width, classes - width)
-        part = jax.lax.dynamic_slice_in_dim(cotangent, first, width, x.ndim - 1)
-        is_new = first + jnp.arange(width, dtype=first.dtype) >= step * width
-        terms = product(jnp.where(is_new, part, jnp.zeros_like(part)), x, dtype, factor)
-        old = jax.lax.dynamic_slice_in_dim(total, first, width)
-        new = (old.astype(dtype) + terms).astype(total.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(total, new, first, 0)
-
-    return jax.lax.fori_loop(0, math.ceil(classes / width), add, total)
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _float16_products(
     needs: Needs,
-    add: Adding | None,
+    add: Adding,
     cotangent: jax.Array,
     row_bound: jax.Array,
     x: jax.Array,
@@ -401,7 +403,7 @@ def _float16_products(
 
 
 @_float16_products.defjvp
-def _float16_products_jvp(needs: Needs, add: Adding | None, primals: Any, tangents: Any) -> tuple[Gradients, Gradients]:
+def _float16_products_jvp(needs: Needs, add: Adding, primals: Any, tangents: Any) -> tuple[Gradients, Gradients]:
     # Unrounded, because the powers of two that fit a cotangent need not fit its tangents.
     def unrounded(cotangent: jax.Array, _: jax.Array, x: jax.Array, weight: jax.Array, weight_sum: Any) -> Gradients:
         dtype = cotangent.dtype
@@ -412,7 +414,7 @@ def _float16_products_jvp(needs: Needs, add: Adding | None, primals: Any, tangen
 
 def _products(
     needs: Needs,
-    add: Adding | None,
+    add: Adding,
     dtype: Any,
     cotangent: jax.Array,
     x: jax.Array,
@@ -425,7 +427,7 @@ def _products(
     if needs.x:
         x_grad = jnp.einsum("...v,vh->...h", cotangent, weight, preferred_element_type=dtype)
     if needs.weight and weight_sum is not None:
-        weight_grad = (add or added)(weight_sum, cotangent, x, factor)
+        weight_grad = add(weight_sum, cotangent, x, factor)
     elif needs.weight:
         weight_grad = product(cotangent, x, dtype, factor)
     return x_grad, weight_grad
@@ -453,7 +455,7 @@ def skipped_as_zeros(rows: Rows) -> Rows:
 
 
 def kept_gradient(gradient: jax.Array | None, dtype: Any) -> jax.Array | None:
-    """Returns the gradient of an x or a weight as it is kept until the loss's cotangent multiplies it; None if it is.
+    """Returns the gradient of an x or a weight as it is kept until the loss's cotangent multiplies it; None stays None.
 
     An unscaled gradient fits bfloat16's range but not float16's, and a cotangent of 1 does not round it again.
     """
