@@ -42,7 +42,10 @@ class Columns(NamedTuple):
 
 
 class RowWeights(NamedTuple):
-    """The weights (...) of the terms in a row's loss: -log p[label], sum_c t_c (-log p_c), and (log sum exp z)^2."""
+    """The weights (...) of the terms in a row's loss: -log p[label], sum_c t_c (-log p_c), and (log sum exp z)^2.
+
+    Their dtype is that of the losses and of sums over rows.
+    """
 
     label: jax.Array | None = None
     target: jax.Array | None = None
