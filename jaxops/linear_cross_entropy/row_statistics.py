@@ -312,7 +312,8 @@ def linear_gradients(
         cotangent = rows.scale[..., None] * cotangent
     cotangent = softcap_slope(bounded, softcap) * cotangent
     bound = functools.partial(_cotangent_bound, terms, rows, columns)
-    x_grad, weight_grad = rounded_products(needs, cotangent, bound, rows.x, columns.weight, weight_sum, add)
+    factors = Factors(cotangent, rows.x, columns.weight, weight_sum)
+    x_grad, weight_grad = rounded_products(needs, factors, bound, add)
     of_rows, of_columns = RowGradients(x_grad, scale=of_scale), ColumnGradients(weight_grad)
     if needs.bias:
         of_columns = of_columns._replace(bias=jnp.sum(cotangent, axis=batch))
@@ -361,68 +362,62 @@ def _cotangent_bound(terms: CotangentTerms, rows: Rows, columns: Columns) -> jax
     return bound if rows.scale is None else jnp.abs(rows.scale) * bound
 
 
+class Factors(NamedTuple):
+    """The factors of the products in a backward pass, and what one of them is added to.
+
+    Attributes:
+      cotangent: (..., V), the cotangent of the logits.
+      x: (..., H).
+      weight: (V, H), with the dtype of x.
+      weight_sum: (V, H), or None for zeros.
+    """
+
+    cotangent: jax.Array
+    x: jax.Array
+    weight: jax.Array
+    weight_sum: jax.Array | None = None
+
+
 def rounded_products(
-    needs: Needs,
-    cotangent: jax.Array,
-    row_bound: Callable[[], jax.Array],
-    x: jax.Array,
-    weight: jax.Array,
-    weight_sum: jax.Array | None = None,
-    add: Adding = added,
+    needs: Needs, factors: Factors, row_bound: Callable[[], jax.Array], add: Adding = added
 ) -> Gradients:
     """Computes cotangent weight and weight_sum + cotangent^T x, in the cotangent's dtype; None if not wanted.
 
     Args:
       needs: which of the two to compute, for x and for the weight.
-      cotangent: (..., V), the cotangent of the logits, in float32 or float64.
-      row_bound: returns an upper bound for each of its rows (...), within a small factor. Called for float16 only.
-      x: (..., H).
-      weight: (V, H), with the dtype of x, to which the cotangent is rounded.
-      weight_sum: (V, H), or None for zeros.
-      add: adds the second product to it.
+      factors: with a cotangent in float32 or float64, which is rounded to the dtype of the others.
+      row_bound: returns an upper bound for each row of the cotangent (...), within a small factor. Called for float16
+        only.
+      add: adds the second product to the sum.
     """
-    if x.dtype == jnp.float16:
-        return _float16_products(needs, add, cotangent, row_bound(), x, weight, weight_sum)
-    return _products(needs, add, cotangent.dtype, cotangent.astype(x.dtype), x, weight, weight_sum)
+    cotangent, dtype = factors.cotangent, factors.x.dtype
+    if dtype == jnp.float16:
+        return _float16_products(needs, add, factors, row_bound())
+    return _products(needs, add, cotangent.dtype, factors._replace(cotangent=cotangent.astype(dtype)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _float16_products(
-    needs: Needs,
-    add: Adding,
-    cotangent: jax.Array,
-    row_bound: jax.Array,
-    x: jax.Array,
-    weight: jax.Array,
-    weight_sum: jax.Array | None,
-) -> Gradients:
+def _float16_products(needs: Needs, add: Adding, factors: Factors, row_bound: jax.Array) -> Gradients:
     powers = RowPowers.of(row_bound)
-    rounded, scaled_x = powers.divided(cotangent), powers.multiplied(x)
-    x_grad, weight_grad = _products(needs, add, cotangent.dtype, rounded, scaled_x, weight, weight_sum, powers.largest)
+    rounded = factors._replace(cotangent=powers.divided(factors.cotangent), x=powers.multiplied(factors.x))
+    x_grad, weight_grad = _products(needs, add, factors.cotangent.dtype, rounded, powers.largest)
     return None if x_grad is None else powers.rows[..., None] * x_grad, weight_grad
 
 
 @_float16_products.defjvp
 def _float16_products_jvp(needs: Needs, add: Adding, primals: Any, tangents: Any) -> tuple[Gradients, Gradients]:
     # Unrounded, because the powers of two that fit a cotangent need not fit its tangents.
-    def unrounded(cotangent: jax.Array, _: jax.Array, x: jax.Array, weight: jax.Array, weight_sum: Any) -> Gradients:
-        dtype = cotangent.dtype
-        return _products(needs, add, dtype, cotangent, x.astype(dtype), weight.astype(dtype), weight_sum)
+    def unrounded(factors: Factors, _: jax.Array) -> Gradients:
+        dtype = factors.cotangent.dtype
+        wide = factors._replace(x=factors.x.astype(dtype), weight=factors.weight.astype(dtype))
+        return _products(needs, add, dtype, wide)
 
     return _float16_products(needs, add, *primals), jax.jvp(unrounded, primals, tangents)[1]
 
 
-def _products(
-    needs: Needs,
-    add: Adding,
-    dtype: Any,
-    cotangent: jax.Array,
-    x: jax.Array,
-    weight: jax.Array,
-    weight_sum: jax.Array | None,
-    factor: jax.Array | None = None,
-) -> Gradients:
+def _products(needs: Needs, add: Adding, dtype: Any, factors: Factors, factor: jax.Array | None = None) -> Gradients:
     """Computes cotangent weight, and weight_sum + factor cotangent^T x, accumulated in `dtype`."""
+    cotangent, x, weight, weight_sum = factors
     x_grad = weight_grad = None
     if needs.x:
         x_grad = jnp.einsum("...v,vh->...h", cotangent, weight, preferred_element_type=dtype)

@@ -24,6 +24,7 @@ from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_rows
 from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows
 from jaxops.linear_cross_entropy.row_statistics import (
+    Factors,
     bounded_logits,
     is_label,
     linear_gradients,
@@ -230,7 +231,7 @@ def _grad(
     if softmax is not None:
         cotangent = (softmax - is_label(labels, softmax).astype(softmax.dtype)) * grad[..., None]
         bound, needs = functools.partial(jnp.abs, grad), Needs(x=True, weight=True)
-        gradients: Any = rounded_products(needs, cotangent.astype(dtype), bound, x, weight)
+        gradients: Any = rounded_products(needs, Factors(cotangent.astype(dtype), x, weight), bound)
         return gradients[0].astype(x.dtype), gradients[1].astype(weight.dtype)
 
     def chunk(weight_sum: jax.Array, chunk: tuple[CotangentTerms, Rows]) -> tuple[Any, Any]:
