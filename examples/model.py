@@ -34,4 +34,6 @@ step = jax.jit(step, donate_argnums=(0, 1))
 example_args = (params, opt_state, tokens, tokens + 1)
 
 if __name__ == "__main__":
-    print(lowering.explain(step, params, opt_state, tokens, tokens + 1, target="tpu-v5e"))
+    large = {name: jax.ShapeDtypeStruct((32768, 512), jnp.float32) for name in params}
+    text = jax.ShapeDtypeStruct((16, 1024), jnp.int32)
+    print(lowering.explain(step, large, jax.eval_shape(optimizer.init, large), text, text, target="tpu-v5e"))

@@ -58,8 +58,7 @@ def local_response_norm(
       Computed in float32 (float64 for float64) and rounded once, forward and backward. A power that is not an integer
       is computed as exp(-beta log s), with a relative error of beta |log s| roundings.
 
-      Derivatives of all modes and orders exist. The gradient keeps only x. The kernels for TPUs and NVIDIA GPUs are
-      opt-in.
+      Derivatives of all modes and orders exist. The gradient keeps only x.
 
     Example:
       >>> x = jnp.array([1.0, 2.0, 3.0]).reshape(1, 3, 1, 1)  # three channels, one pixel

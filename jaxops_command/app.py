@@ -106,14 +106,23 @@ def demo(
 
 
 @app.command()
-def ops(as_json: Json = False) -> None:
+def ops(
+    target: Annotated[
+        str | None, typer.Option(help="A chip: for each of its kernels, the sizes at which it is taken, and why.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Lists the operators: signature, kernels and derivative.
 
     Those of other installed packages are among them.
     """
+    require_target(target)
     from jaxops_command import operators
 
-    operators.ops(as_json)
+    if target is None:
+        operators.ops(as_json)
+    else:
+        operators.evidence_on(target, as_json)
 
 
 for command in (explain, compile, emulate, export, tune, bench, plan):

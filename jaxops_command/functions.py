@@ -50,6 +50,9 @@ def explain(
     implementation: Implementation = None,
     rewrite: Rewrite = False,
     tuned: Tuned = None,
+    require: Annotated[
+        str | None, typer.Option(help="kernel: fail if an operator with kernels for the target takes none.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Shows which implementation each operator takes, and why.
@@ -62,7 +65,7 @@ def explain(
     require_location(function, arg)
     from jaxops_command import tracing
 
-    tracing.explain(function, target, arg, chosen, rewrite, tuned, as_json)
+    tracing.explain(function, target, arg, chosen, rewrite, tuned, require, as_json)
 
 
 def compile(

@@ -23,9 +23,12 @@ def explain(
     chosen: _Chosen,
     rewrite: bool,
     tuned: Path | None,
+    require: str | None,
     as_json: bool,
 ) -> None:
     """Shows which implementation each operator takes."""
+    if require not in (None, "kernel"):
+        raise CommandError(f"--require must be kernel; got {require!r}")
     fn, args = load(function, arg or ())
     rule = "be traceable with these arguments"
     rewrites = run_user_code(function, rule, lambda: lowering.rewrite(fn).report(*args)) if rewrite else None
@@ -33,7 +36,7 @@ def explain(
 
     def explained() -> lowering.Explanation:
         with chosen_by(chosen):
-            return lowering.explain(fn, *args, target=target)
+            return lowering.explain(fn, *args, target=target, require=require)
 
     with tuned_by(tuned):
         explanation = run_user_code(function, rule, explained)

@@ -63,7 +63,7 @@ def require_operators(by_operator: Mapping[str, str]) -> None:
         require(name in operators.names(), "--implementation", rule, repr(name))
 
 
-def chosen_by(chosen: tuple[str, Mapping[str, str]]) -> contextlib.AbstractContextManager[None]:
+def chosen_by(chosen: tuple[str, Mapping[str, Any]]) -> contextlib.AbstractContextManager[None]:
     """Returns a context of the operators that --implementation names; call it after the user's code is loaded."""
     name, by_operator = chosen
     require_operators(by_operator)

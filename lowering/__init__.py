@@ -1,5 +1,6 @@
 """Brings operators to a backend: targets, selection, registration, explanation, compilation, export and tuning."""
 
+from lowering import verification as _verification  # noqa: F401  # lets operators verify kernels
 from lowering.compiling import compilers as compilers
 from lowering.compiling.compile import CompileError as CompileError
 from lowering.compiling.compile import availability as availability

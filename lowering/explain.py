@@ -15,6 +15,8 @@ from rich.text import Text
 
 from lowering import cost, register, tables
 from lowering.cpu_rates import with_measured_rates
+from lowering.describe import show
+from lowering.errors import NotSupportedError
 from lowering.operators import Operator, brief, heard, operator_of, type_text
 from lowering.opportunities import Opportunity, opportunities
 from lowering.rewriting.plan import Planner
@@ -36,6 +38,7 @@ class Row:
       operands: their dtypes and shapes, such as "float32[8,128]".
       results: likewise.
       implementation: "reference" or the kernel's name.
+      evidence: why "auto" takes a kernel that was not tuned at these shapes; else "".
       refusals: the kernels that were not chosen and the forms that refuse, with reasons.
       flops: arithmetic of the reference.
       matmul_flops: the part of `flops` on the matrix units, by kind of product.
@@ -55,6 +58,7 @@ class Row:
     bytes: int
     seconds: float | None
     bound: str | None
+    evidence: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +149,8 @@ class Explanation:
             table.add_column(name, total, justify="right", no_wrap=True)
         for rows in _by_operator(self.rows):
             first = rows[0]
-            reasons = [f"{refusal.kernel}: {refusal.reason}" for refusal in first.refusals]
+            reasons = [first.evidence] * bool(first.evidence)
+            reasons += [f"{refusal.kernel}: {refusal.reason}" for refusal in first.refusals]
             if first.implementation == "reference" and not reasons:
                 reasons = ["has no kernel"]
             table.add_row(
@@ -177,7 +182,7 @@ class Explanation:
         return f"{one.source}: {would}: {'; '.join(filter(None, (one.detail, one.remark, ', or '.join(advice))))}"
 
 
-def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Explanation:
+def explain(fn: Callable[..., Any], *args: Any, target: str | None = None, require: str | None = None) -> Explanation:
     """Traces a function and tells which implementation each operator in it takes, and what another could replace.
 
     Walks the whole computation, through jit, scan, cond, shard_map, checkpoint and derivative rules. Compiles and runs
@@ -190,13 +195,16 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
         to stay there. Everything else in a pytree, as in modules of Equinox, is fixed.
       target: the name of one of `targets()`, or of a slice, as `compile` takes it. By default, the devices of this
         process. The rates of a CPU are measured here, once per process.
+      require: "kernel" makes it an error if an operator that has kernels for the target's platform takes none, for the
+        tests of a model that is meant to run on kernels. None requires nothing.
 
     Returns:
       The explanation; `print` shows it as a table.
 
     Raises:
       TypeError: if JAX cannot trace `fn`, or the arguments are not pytrees.
-      ValueError: for an unknown target.
+      ValueError: for an unknown target or requirement.
+      NotSupportedError: if a kernel is required and not taken, with the reasons.
       OperatorError: if an operator refuses its arguments, in the words that a call of the function would give.
 
     Example:
@@ -204,14 +212,21 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
       >>> explanation.rows[0].implementation
       'reference'
       >>> explanation.rows[0].refusals[0].reason
-      'opt-in: not measured on this target'
+      'opt-in: no evidence near these sizes'
+      >>> print(lowering.explain(jaxops.softmax, jnp.ones((4096, 4096)), target="tpu-v5e").rows[0].implementation)
+      mosaic_tpu
     """
+    if require not in (None, "kernel"):
+        raise ValueError(f'explain: require must be None or "kernel"; got {show(require)}')
     hardware = here() if target is None else parse(target).hardware
     fn, args = of_arrays(fn, args)
     with heard() as notes:
         jaxpr = jaxpr_of(fn, args)
+    uses = list(operator_uses(jaxpr, args, hardware))
+    if require is not None:
+        _require_kernels(uses, hardware)
     counts: dict[Row, int] = {}
-    for use in operator_uses(jaxpr, args, hardware):
+    for use in uses:
         row = _row(use, hardware)
         counts[row] = counts.get(row, 0) + use.count
     rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
@@ -228,6 +243,23 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None) -> Ex
         near_misses=tuple(x for x in found if x.obstacle),
         rewrites=tuple(one for one in Planner(usual).plan(jaxpr).applied if one.saved_bytes) if usual else (),
     )
+
+
+def _require_kernels(uses: Sequence[OperatorUse], hardware: Hardware) -> None:
+    """Refuses operators that could take a kernel for the hardware and take none."""
+    without: dict[str, None] = {}
+    for use in uses:
+        own = {kernel.name for kernel in register.kernels_of(use.operator) if kernel.platform == hardware.platform}
+        if own and use.choice.kernel is None:
+            reasons = (
+                f"{refusal.kernel}: {refusal.reason}" for refusal in use.choice.refusals if refusal.kernel in own
+            )
+            what = f"{use.operator.name}({brief([type_text(aval) for aval in use.operands])})"
+            without[f"{what} ({'; '.join(reasons) or use.choice.implementation})"] = None
+    if without:
+        raise NotSupportedError(
+            f"explain: each operator must take a kernel on {hardware.name}; got {', '.join(without)}"
+        )
 
 
 def operator_uses(jaxpr: Jaxpr, args: Any, hardware: Hardware) -> Iterator[OperatorUse]:
@@ -271,6 +303,7 @@ def _row(use: OperatorUse, hardware: Hardware) -> Row:
         bytes=moved_bytes,
         seconds=None if seconds is None else seconds / use.shared_by,
         bound=bound,
+        evidence=use.choice.evidence,
     )
 
 
@@ -298,7 +331,7 @@ def _by_operator(rows: tuple[Row, ...]) -> list[list[Row]]:
     """Groups rows that differ only in their shapes."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.operator, row.implementation, row.refusals), []).append(row)
+        groups.setdefault((row.operator, row.implementation, row.refusals, row.evidence), []).append(row)
     return list(groups.values())
 
 

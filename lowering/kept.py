@@ -19,6 +19,7 @@ import platformdirs
 from lowering import _jax_private, measurements
 from lowering.describe import file_fault, show
 from lowering.errors import TuningError
+from lowering.evidence import Case
 from lowering.measurements import Entry, Key, versions
 from lowering.targets import device_name
 from pallas_kernels.hardware import Hardware
@@ -70,6 +71,22 @@ class Evidence:
         """Reasons why kernels of the operator must not be taken on this device, by name."""
         return measurements.faults(self._known("", ".replayed"), self._target or "").get(self.operator, {})
 
+    def measured_cases(self, kernel: str, kind: str) -> tuple[Case, ...]:
+        """Returns what these versions measured of a kernel of the operator on other operands of this kind."""
+        found = []
+        for entry in self._known(""):
+            is_like = entry.key.operator == self.operator and entry.key.versions == versions() and not entry.replayed
+            own, reference = entry.best(kernel), entry.best(measurements.REFERENCE)
+            sizes = dict(entry.kinds).get(kernel)
+            if is_like and own and reference and own.median_us and reference.median_us and sizes and sizes.text == kind:
+                time = own.median_us / reference.median_us
+                found.append(Case(self.operator, kernel, kind, sizes.sizes, time, reference.median_us, (0, 0)))
+        return tuple(found)
+
+    def verification(self, kernel: str, kind: str) -> "Verification | None":
+        """Returns what came of running a kernel of the operator, on a case of this kind, on this device."""
+        return None if self._target is None else verifications(self._target).get((self.operator, kernel, kind))
+
     @functools.cached_property
     def _target(self) -> str | None:
         return device_name(self.hardware)
@@ -99,6 +116,19 @@ def _shipped(path: Path) -> tuple[Entry, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Verification:
+    """Outcome of a kernel's first run on a device.
+
+    Attributes:
+      fault: what went wrong; "" if nothing.
+      date: when, as in "2026-11-24".
+    """
+
+    fault: str
+    date: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Found:
     """The records of one device.
 
@@ -119,6 +149,16 @@ class Found:
                 entry = Entry.from_record(record["entry"])
                 found[entry.key] = _joined(found.get(entry.key), entry)
         return tuple(found.values())
+
+    def verifications(self) -> dict[tuple[str, str, str], Verification]:
+        """Returns the outcomes with these versions by operator, kernel and kind; the latest of each."""
+        found = {}
+        for record in self.records:
+            one = record.get("verification")
+            if isinstance(one, dict) and one.get("versions") == dict(versions()):
+                key = tuple(str(one.get(name)) for name in ("operator", "kernel", "kind"))
+                found[key[0], key[1], key[2]] = Verification(str(one.get("fault")), str(one.get("date")))
+        return found
 
 
 def _joined(earlier: Entry | None, later: Entry) -> Entry:
@@ -242,9 +282,30 @@ def entries_for(target: str) -> tuple[Entry, ...]:
     return entries
 
 
+@functools.cache
+def verifications(target: str) -> dict[tuple[str, str, str], Verification]:
+    """Returns the outcomes of kernels' first runs on a device, which `keep_verification` adds to."""
+    try:
+        return read(file_of(target)).verifications()
+    except TuningError:  # of which `entries_for` has warned
+        return {}
+
+
+def keep_verification(target: str, key: tuple[str, str, str], outcome: Verification) -> None:
+    """Keeps an outcome, for this process in any case.
+
+    Raises:
+      TuningError: if the file cannot be written.
+    """
+    verifications(target)[key] = outcome
+    record = dict(zip(("operator", "kernel", "kind"), key, strict=True)) | dataclasses.asdict(outcome)
+    append(file_of(target), [{"verification": record | {"versions": dict(versions())}}])
+
+
 def reread() -> None:
     """Forgets what was read, for a process that has changed it, and lets JAX lower everything again."""
     entries_for.cache_clear()
+    verifications.cache_clear()
     jax.clear_caches()
 
 

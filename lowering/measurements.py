@@ -15,6 +15,7 @@ from lowering.errors import TuningError
 from lowering.operators import present_names, type_text, unpacked
 from lowering.targets import device_name
 from pallas_kernels.hardware import Hardware
+from pallas_kernels.kernel import Kind
 
 FORMAT = 1  # of a file of entries
 REFERENCE = "reference"
@@ -118,12 +119,14 @@ class Entry:
       repeats: how often each was timed.
       replayed: whether the times are those of schedules, and nothing ran. They choose among the configurations of a
         kernel that is asked for, and no kernel by themselves.
+      kinds: the `Kind` of each kernel that has one, by name, with which the times speak of like operands.
     """
 
     key: Key
     candidates: tuple[Measurement, ...]
     repeats: int
     replayed: bool = False
+    kinds: tuple[tuple[str, Kind], ...] = ()
 
     def __hash__(self) -> int:
         """Hashes the key alone, because entries are part of jit's cache key and are hashed often."""
@@ -176,6 +179,7 @@ class Entry:
             "winner": winner and {"implementation": winner.implementation, "config": dict(winner.config)},
             "repeats": self.repeats,
             **({"replayed": True} if self.replayed else {}),
+            **({"kinds": {name: [kind.text, list(kind.sizes)] for name, kind in self.kinds}} if self.kinds else {}),
             "candidates": [
                 {
                     "implementation": candidate.implementation,
@@ -203,7 +207,11 @@ class Entry:
             tuple(sorted((_text(name), _text(version)) for name, version in record["versions"].items())),
         )
         candidates = tuple(_measurement(candidate) for candidate in record["candidates"])
-        entry = cls(key, candidates, _integer(record["repeats"]), record.get("replayed", False))
+        kinds = tuple(
+            (_text(name), Kind(_text(text), tuple(map(_integer, sizes))))
+            for name, (text, sizes) in record.get("kinds", {}).items()
+        )
+        entry = cls(key, candidates, _integer(record["repeats"]), record.get("replayed", False), kinds)
         if entry.to_record() != record:
             raise ValueError("the winner does not follow from the candidates")
         return entry

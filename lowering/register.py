@@ -19,12 +19,13 @@ from lowering.describe import show
 from lowering.errors import NotSupportedError
 from lowering.kept import Evidence
 from lowering.operators import Form, Operator, Place, brief, on_arrays, type_text, unpacked
-from lowering.targets import PLATFORMS, abstract_device, being_lowered_for, is_absent
+from lowering.targets import PLATFORMS, abstract_device, being_lowered_for, here, is_absent
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 
 _added_kernels: dict[str, tuple[Kernel, ...]] = {}
 _emulators: list[Callable[[Hardware], Callable[..., Any]]] = []
+_verifiers: list[Callable[..., None]] = []
 
 
 def register(operator: Operator) -> None:
@@ -207,6 +208,9 @@ def _lower(
     hardware = being_lowered_for(platform, tuple(ctx.module_context.platforms))
     devices = _device_count(ctx)
     choice = choose(operator, selection, hardware, ctx.avals_in, params, devices)
+    if choice.kernel is not None and choice.evidence and selection.verify and not is_absent() and hardware == here():
+        _verifiers[-1](operator, choice.kernel, hardware, ctx.avals_in, params)
+        choice = choose(operator, selection, hardware, ctx.avals_in, params, devices)
     place = Place(platform, split_over(ctx.avals_in, devices))
     if choice.form is not None and choice.form.per_device and place.is_split:
         run = functools.partial(choice.form.run, place=Place(platform))
@@ -229,6 +233,11 @@ def _lower(
 def emulate_with(emulator: Callable[[Hardware], Callable[..., Any]]) -> None:
     """Takes what returns, for a chip, what makes functions run as that chip would; `lowering.emulation` has it."""
     _emulators.append(emulator)
+
+
+def verify_with(verifier: Callable[..., None]) -> None:
+    """Takes what runs a kernel before its first use; `lowering.verification` has it."""
+    _verifiers.append(verifier)
 
 
 def _emulated(run: Callable[..., Any], chip: Hardware) -> Callable[..., Any]:

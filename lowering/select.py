@@ -12,6 +12,7 @@ import jax
 from lowering import operators
 from lowering.describe import show
 from lowering.errors import NotSupportedError
+from lowering.evidence import Verdict, verdict
 from lowering.kept import Evidence
 from lowering.measurements import REFERENCE, Config, Entry, config_items, config_text, versions
 from lowering.operators import Form, Place, present_names, unpacked
@@ -29,6 +30,8 @@ _RUNTIME_ERROR = 361001  # CANN's status for "unsupported on this platform"
 class Selection:
     """Choice of the user: a default, exceptions for single operators, and measurements from tuning.
 
+    Kernels that no device has run are verified before their first use, unless `verify` is False.
+
     Each request is one of MODES; "pallas" and "interpret" may name a kernel, as in "pallas:mosaic_gpu". Or it is
     "emulate:" and a TPU.
     """
@@ -36,6 +39,7 @@ class Selection:
     default: str = "auto"
     by_operator: tuple[tuple[str, str], ...] = ()
     tuned: tuple[Entry, ...] = ()
+    verify: bool = True
 
     def request(self, operator_name: str) -> str:
         """Returns what the user asked for this operator."""
@@ -43,7 +47,9 @@ class Selection:
 
     def __repr__(self) -> str:
         tuned = [f"tuned={len(self.tuned)}"] if self.tuned else []
-        return " ".join([self.default, *(f"{name}={request}" for name, request in self.by_operator), *tuned])
+        unverified = [] if self.verify else ["verify=False"]
+        requests = (f"{name}={request}" for name, request in self.by_operator)
+        return " ".join([self.default, *requests, *tuned, *unverified])
 
 
 # A user context is part of jit's cache key, which a plain global is not: a function that was traced under one selection
@@ -83,7 +89,9 @@ def using(selection: Selection) -> contextlib.AbstractContextManager[None]:
     return _selection(selection)
 
 
-def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.AbstractContextManager[None]:
+def use(
+    implementation: str | None = None, /, *, verify: bool | None = None, **by_operator: str
+) -> contextlib.AbstractContextManager[None]:
     """Chooses the implementation of operators in code that is traced within the context.
 
     The choice is made while tracing and is part of `jax.jit`'s cache key, so one function can be compiled under several
@@ -94,8 +102,9 @@ def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.
 
         - "auto" takes the fastest implementation if these exact shapes were tuned, in a context or by `jaxops tune` on
           this machine. Otherwise it takes the first kernel that accepts the operands and was measured at least as fast
-          as the reference on the target, else the first form in `jax.numpy` that is meant for the platform and accepts
-          them, else the reference.
+          as the reference on the target, or that the evidence on operands like these favours: replayed at 0.85 of the
+          reference's time or less, and executed. Else it takes the first form in `jax.numpy` that is meant for the
+          platform and accepts the operands, else the reference.
         - "reference" takes the operator's definition in `jax.numpy`, the same program on every platform.
         - the name of another form in `jax.numpy`, as `explain` shows it ("xla_prior_shift"), takes that form, on any
           platform; operators without such a form take what "auto" takes.
@@ -109,6 +118,10 @@ def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.
 
         "pallas" and "interpret" may name a kernel after a colon, as in "interpret:mosaic_gpu"; "pallas:mosaic_gpu"
         takes that kernel even where it was found wrong.
+      verify: whether a kernel that "auto" takes by replays alone is run on the device that is here, once, before it is
+        first used: a small case of its kind, against float64. The outcome is kept; a kernel that goes wrong is not
+        taken. JAXOPS_VERIFY=never in the environment switches it off as well. None keeps what the surrounding context
+        says, at first True.
       **by_operator: the same for single operators, by name, as in `use(apply_fused_ema_adam="pallas")`.
 
     Returns:
@@ -131,15 +144,18 @@ def use(implementation: str | None = None, /, **by_operator: str) -> contextlib.
     for name in by_operator:
         if name not in operators.names():
             raise ValueError(f"use: operator must be one of {', '.join(sorted(operators.names()))}; got {show(name)}")
-    return _used(implementation, by_operator)
+    if verify is not None and not isinstance(verify, bool):
+        raise ValueError(f"use: verify must be True, False or None; got {show(verify)}")
+    return _used(implementation, by_operator, verify)
 
 
 @contextlib.contextmanager
-def _used(implementation: str | None, by_operator: Mapping[str, str]) -> Iterator[None]:
+def _used(implementation: str | None, by_operator: Mapping[str, str], verify: bool | None) -> Iterator[None]:
     outer = current_selection()
     merged = dict(outer.by_operator) if implementation is None else {}
     merged.update(by_operator)
-    with using(Selection(implementation or outer.default, tuple(sorted(merged.items())), outer.tuned)):
+    requests = implementation or outer.default, tuple(sorted(merged.items()))
+    with using(Selection(*requests, outer.tuned, outer.verify if verify is None else verify)):
         yield
 
 
@@ -177,6 +193,7 @@ class Choice:
       interpret: whether Pallas' interpreter runs the kernel.
       reasons: `reasons()` computes the refusals.
       config: the kernel's tuned configuration; None takes the first that the kernel offers.
+      evidence: why "auto" takes the kernel, if it was not tuned at these shapes.
       emulated: the TPU as which this machine executes the kernel, if so.
     """
 
@@ -186,6 +203,7 @@ class Choice:
     config: Config | None = None
     form: Form | None = None
     emulated: Hardware | None = None
+    evidence: str = ""
 
     @functools.cached_property
     def refusals(self) -> tuple[Refusal, ...]:
@@ -247,7 +265,7 @@ def choose(
     reasons = functools.partial(candidates.refusals, kernel)
     if kernel is not None:
         config = None if mode == "interpret" else candidates.tuned_config(kernel)
-        return Choice(kernel, mode == "interpret", reasons, config)
+        return Choice(kernel, mode == "interpret", reasons, config, evidence=candidates.evidence_on(kernel))
     if mode in ("pallas", "interpret") and candidates.insist():
         told = "; ".join(f"{refusal.kernel}: {refusal.reason}" for refusal in reasons())
         message = (
@@ -329,8 +347,30 @@ class _Candidates:
             tuned = next((kernel for kernel in of_platform if kernel.name == winner.implementation), None)
             if tuned is not None and self._refusal(tuned) is None and self.tuned_config(tuned) is not None:
                 return tuned
-        measured = (kernel for kernel in of_platform if self.hardware.name in kernel.measured_on)
-        return next((x for x in measured if self._refusal(x) is None and self._outweighed(x) is None), None)
+        able = (kernel for kernel in of_platform if self._refusal(kernel) is None and self._outweighed(kernel) is None)
+        return next((kernel for kernel in able if (found := self._verdict(kernel)) and found.is_taken), None)
+
+    def evidence_on(self, kernel: Kernel) -> str:
+        """Says why "auto" takes a kernel that was not tuned at these shapes; "" for others."""
+        found = self._verdict(kernel) if self.mode == "auto" else None
+        return found.reason if found is not None and found.is_taken else ""
+
+    def _verdict(self, kernel: Kernel) -> Verdict | None:
+        if self.hardware.name in kernel.measured_on:
+            return Verdict(True, "")
+        # On an explicit or automatic mesh a kernel sees a part of the operands, whose sizes are not known here.
+        if not self.evidence.is_whole:
+            return None
+        known = self.evidence.measured_cases
+        found = verdict(self.operator, kernel, self.hardware, self.operands, self.attributes, known)
+        if found is None or not found.kind:
+            return found
+        seen = self.evidence.verification(kernel.name, found.kind)
+        if seen is not None and seen.fault:
+            insisting = f"use({self.operator}='pallas:{kernel.name}') takes it all the same"
+            return Verdict(False, f"went wrong on this device on {seen.date}, {seen.fault}; {insisting}")
+        on_device = "not run on a device" if seen is None else f"verified on this device on {seen.date}"
+        return found._replace(reason=f"{found.reason}; {on_device}")
 
     def _refusal(self, kernel: Kernel) -> str | None:
         reason = self._platform_reason(kernel) or self.placement_reason or _size_reason(jax.tree.leaves(self.operands))
@@ -363,7 +403,8 @@ class _Candidates:
         undecided = "" if tuned is None or tuned.replayed else self._undecided(tuned)
         if tuned is not None and undecided is None:
             return tuned.against(kernel.name) or ""
-        return f"opt-in: not measured on this target{undecided}"
+        found = self._verdict(kernel)
+        return f"opt-in: {'not measured on this target' if found is None else found.reason}{undecided}"
 
     def _undecided(self, tuned: Entry) -> str | None:
         """Says why what was tuned does not decide which kernel runs; None if it does."""

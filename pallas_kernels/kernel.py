@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 Config = Mapping[str, int]
 
@@ -17,6 +19,27 @@ def _never(hardware: Any, *operands: Any, **params: Any) -> str | None:
 
 def _no_operand(*operands: Any, **params: Any) -> Sequence[int]:
     return ()
+
+
+class Kind(NamedTuple):
+    """Cases of a kernel that are alike but for their sizes, so that evidence on some speaks of those between them.
+
+    Attributes:
+      text: whatever must agree: dtypes, options, how arrays are stored, which way the kernel takes.
+      sizes: the numbers that may differ, in a fixed order, each positive.
+    """
+
+    text: str
+    sizes: tuple[int, ...]
+
+
+def dtype_names(*arrays: Any) -> str:
+    """Returns the dtypes of arrays as text, equal ones once, for the text of a `Kind`."""
+    return " ".join(dict.fromkeys(jnp.dtype(array.dtype).name for array in arrays))
+
+
+def _no_kind(hardware: Any, *operands: Any, **params: Any) -> Kind | None:
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +63,8 @@ class Kernel:
       outweighed: `outweighed(hardware, *operands, **params) -> str | None`. Why the hardware's figures say that the
         reference is as fast with these operands; None if they do not. "auto" then takes the kernel only if tuning
         measured that it wins; a user who asks for the kernel gets it.
+      kind: `kind(hardware, *operands, **params) -> Kind | None`, for operands that it does not refuse. Which other
+        cases speak of this one; None if none does.
       measured_on: names of the targets where it was measured at least as fast as the reference. There it is the
         default; elsewhere the user has to ask for it.
       interpreter_is_pure: whether `run(interpret=True)` has no side effects. Mosaic GPU's interpreter has some, so an
@@ -59,6 +84,7 @@ class Kernel:
     refuses: Callable[..., str | None]
     configs: Callable[..., Sequence[Config]] = _single_config
     outweighed: Callable[..., str | None] = _never
+    kind: Callable[..., Kind | None] = _no_kind
     measured_on: frozenset[str] = frozenset()
     interpreter_is_pure: bool = True
     overwrites: Callable[..., Sequence[int]] = _no_operand

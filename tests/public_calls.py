@@ -47,8 +47,8 @@ def updated_rows(grads, state, params):
     return jaxops.ema_adam_rows(1e-3).update(grads, state, params)
 
 
-def used(implementation, operator="auto"):
-    with jaxops.use(implementation, nll_loss=operator):
+def used(implementation, operator="auto", verify=None):
+    with jaxops.use(implementation, verify=verify, nll_loss=operator):
         return None
 
 

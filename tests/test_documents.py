@@ -59,7 +59,7 @@ def test_example_is_the_code_of_the_readme() -> None:
     first, explained = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     example = (ROOT / "examples" / "model.py").read_text()
     assert example.partition("\n\n")[2].startswith(first)
-    assert example.endswith(f'if __name__ == "__main__":\n    {explained}')
+    assert example.endswith(f'if __name__ == "__main__":\n{textwrap.indent(explained, "    ")}')
 
 
 def test_page_of_the_compiler_shows_what_explain_says() -> None:

@@ -32,8 +32,9 @@ from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import loss_terms, row_losses, skipped_as_zeros, target_total
 from lowering.operators import EVERYWHERE, Form, Place, fields
 from pallas_kernels.gpu.linear_cross_entropy import exponentials as gpu_exponentials
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.kernel import Kernel, Kind
 from pallas_kernels.tpu.linear_cross_entropy import exponentials as tpu_exponentials
+from pallas_kernels.tpu.linear_cross_entropy.statistics import kind_of_layer
 
 
 def summed_cross_entropy(
@@ -141,7 +142,15 @@ def _exponentiating(launcher: Any, name: str, platform: str, *, interpreter_is_p
         offered = launcher.configs(hardware, rows.x, columns.weight, size)
         return [config | {"chunk_rows": size} for config in offered]
 
-    return Kernel(name, platform, run, refuses, configs, interpreter_is_pure=interpreter_is_pure, takes=_OF_LABELS)
+    def kind(
+        hardware: Any, rows: Any, columns: Any, weights: RowWeights, *, softcap: Any, needs: Needs, **_: Any
+    ) -> Kind:
+        weighted = [f"{name} terms" for name, value in weights._asdict().items() if value is not None]
+        gradients = [f"gradient of {name}" for name, is_needed in needs._asdict().items() if is_needed]
+        return kind_of_layer(rows, columns, softcap, [*weighted, *gradients])
+
+    pure = interpreter_is_pure
+    return Kernel(name, platform, run, refuses, configs, kind=kind, interpreter_is_pure=pure, takes=_OF_LABELS)
 
 
 _OF_LABELS = frozenset({"x", "labels", "weight", "bias", "class_targets", *RowWeights._fields})

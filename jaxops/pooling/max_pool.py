@@ -62,9 +62,9 @@ def max_pool(x: jax.Array, window: Ints, *, stride: Ints | None = None, padding:
 
       On every platform this runs as XLA operations: window reductions forward, one axis after the other (on TPUs both
       at once for small windows, unless XLA keeps columns in lanes: `xla_one_pass`), slices and comparisons backward.
-      Kernels of the gradient are opt-in: on TPUs where their blocks fit VMEM, and fastest where XLA keeps channels or
-      images in lanes; and on NVIDIA GPUs with channels last, where windows do not overlap. So is a kernel of the value
-      on TPUs; where it refuses, as where XLA keeps columns in lanes, the window reductions stand beside the gradient's
+      There are kernels of the gradient on TPUs where their blocks fit VMEM, fastest where XLA keeps channels or images
+      in lanes; and on NVIDIA GPUs with channels last, where windows do not overlap. A kernel of the value on TPUs is
+      opt-in; where it refuses, as where XLA keeps columns in lanes, the window reductions stand beside the gradient's
       kernel.
 
     Example:

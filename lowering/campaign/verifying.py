@@ -3,7 +3,7 @@
 import functools
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,7 +50,7 @@ def verify(case: Case, machine: Machine, channel: Channel, operators: Collection
         for problem in problems(case.fn, case.arguments(*size), machine.hardware):
             if operators and problem.operator.name not in operators:
                 continue
-            checker = _Checker(problem, channel)
+            checker = Checker(problem, channel.runs, channel.ran)
             is_last = position == len(sizes) - 1
             for kernel, launch, config in steps(case, problem, machine, all_configs=is_last):
                 way = Measurement(kernel.name, config_items(config or {}))
@@ -84,11 +84,34 @@ def steps(
             yield kernel, how, config
 
 
-class _Checker:
+def _ignored() -> None:
+    pass
+
+
+def truth_of(meaning: Callable[..., Results], operands: Sequence[jax.Array]) -> Results:
+    """Computes the reference in float64, on the host; where it cannot be, in float32 on the device."""
+    try:
+        with jax.enable_x64(True), jax.default_device(_host()):
+            return jax.block_until_ready(jax.jit(meaning)(*map(_widened, operands)))
+    except Exception:  # whatever an operator or a compiler raises about float64
+        return truth_in_float32(meaning, operands)
+
+
+def fault_of(results: Any, expected: Results, truth: Results, operands: Sequence[jax.Array]) -> str:
+    """Compares results on the host, as `reason_to_discard` does."""
+    with jax.enable_x64(True), jax.default_device(_host()):
+        arrays = (results, expected, truth, operands)
+        return reason_to_discard(*(tuple(jnp.asarray(_on_host(x)) for x in each) for each in arrays))
+
+
+class Checker:
     """Judge of kernels on one problem, with the truth computed once."""
 
-    def __init__(self, problem: Problem, channel: Channel) -> None:
-        self._problem, self._channel = problem, channel
+    def __init__(
+        self, problem: Problem, runs: Callable[[], None] = _ignored, ran: Callable[[], None] = _ignored
+    ) -> None:
+        """Takes the problem, and what to call before a kernel runs and after it has run to its end."""
+        self._problem, self._runs, self._ran = problem, runs, ran
         self._meaning = functools.partial(problem.operator.meaning, **problem.params)
 
     @functools.cached_property
@@ -98,12 +121,7 @@ class _Checker:
 
     @functools.cached_property
     def _truth(self) -> Results:
-        """The reference in float64, on the host; where it cannot be, in float32 on the device."""
-        try:
-            with jax.enable_x64(True), jax.default_device(_host()):
-                return jax.block_until_ready(jax.jit(self._meaning)(*map(_widened, self._problem.operands)))
-        except Exception:  # whatever an operator or a compiler raises about float64
-            return truth_in_float32(self._meaning, self._problem.operands)
+        return truth_of(self._meaning, self._problem.operands)
 
     def verdict(self, kernel: Kernel, launch: Launch, config: Mapping[str, int]) -> tuple[str, str]:
         """Runs a kernel: "verified", "wrong" or "fails", and why."""
@@ -116,10 +134,8 @@ class _Checker:
             repeats = [tuple(map(_on_host, results)) for results in self._repeats(run, in_place, times)]
         except Exception as error:  # whatever a compiler or a device raises
             return "fails", failure(error)
-        self._channel.ran()  # the reference may take long to compile, and the truth to compute
-        with jax.enable_x64(True), jax.default_device(_host()):
-            arrays = (repeats[0], self._expected, self._truth, self._problem.operands)
-            reason = reason_to_discard(*(tuple(jnp.asarray(_on_host(x)) for x in each) for each in arrays))
+        self._ran()  # the reference may take long to compile, and the truth to compute
+        reason = fault_of(repeats[0], self._expected, self._truth, self._problem.operands)
         for repeat, results in enumerate(repeats[1:], 2):
             for position, (x, y) in enumerate(zip(repeats[0], results, strict=True)):
                 if not reason and x.tobytes() != y.tobytes():
@@ -143,7 +159,7 @@ class _Checker:
         memory = compiled.memory_analysis()
         temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
         found = []
-        self._channel.runs()
+        self._runs()
         for value in _POISONS[:times]:
             arrays = [jnp.copy(x) if position in in_place else x for position, x in enumerate(operands)]
             # The allocator gives freed memory to the next that asks for as much: the temporaries.

@@ -124,7 +124,7 @@ def compare(
     functions: Mapping[str, Callable[..., Any]],
     *args: Any,
     implementations: Sequence[str] = ("auto",),
-    by_operator: Mapping[str, str] = types.MappingProxyType({}),
+    by_operator: Mapping[str, Any] = types.MappingProxyType({}),
     repeats: int = 20,
     progress: bool | None = None,
 ) -> BenchResult:

@@ -1,17 +1,18 @@
 """One operator at one set of shapes: every way to run it is compiled, compared with the reference, and timed."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from lowering.measurements import NOT_COMPILED, Entry, Key, Measurement
 from lowering.measuring import timing
-from lowering.measuring.candidates import UNWATCHED, Candidate, Launches, Watch, candidates, on_device
+from lowering.measuring.candidates import UNWATCHED, Candidate, Launches, Watch, candidates, launched, on_device
 from lowering.measuring.device_clock import Reading, candidate_readings
-from lowering.operators import Operator
+from lowering.operators import Operator, unpacked
 from pallas_kernels.hardware import Hardware
+from pallas_kernels.kernel import Kind
 
 _ROUNDS_AT_LEAST = 3
 
@@ -74,7 +75,20 @@ def measured_entry(
     measurements = [
         _measurement(x, readings[str(position)]) if isinstance(x, Candidate) else x for position, x in enumerate(found)
     ]
-    return Entry(key, tuple(measurements), repeats=max((len(series) for series in readings.values()), default=0))
+    most_repeats = max((len(series) for series in readings.values()), default=0)
+    return Entry(key, tuple(measurements), most_repeats, kinds=tuple(_kinds(operator, allowed, operands, params)))
+
+
+def _kinds(
+    operator: Operator, launches: Launches, operands: Sequence[Any], params: Mapping[str, Any]
+) -> Iterator[tuple[str, Kind]]:
+    """Yields the kind of each kernel that takes these operands and has one."""
+    structured, attributes = unpacked(operands, params)
+    for kernel, launch in launched(operator, launches):
+        if launch.refusal(kernel, operands, params) is None:
+            kind = kernel.kind(launch.chip, *structured, **attributes)
+            if kind is not None:
+                yield kernel.name, kind
 
 
 def _measurement(candidate: Candidate, readings: Sequence[Reading]) -> Measurement:

@@ -9,6 +9,7 @@ import jax
 
 from lowering.compiling.compile import CompileError, compile
 from lowering.compiling.process import more_libtpu_flags
+from lowering.compiling.report import CompiledReport
 from lowering.measurements import REFERENCE, Config, Entry, Key, Measurement, config_items
 from lowering.operators import Operator, on_arrays, unpacked
 from lowering.register import kernels_of, without_kernels
@@ -18,6 +19,25 @@ from pallas_kernels.hardware import Hardware
 # Where a whole program is one operator, libtpu may keep an argument in VMEM from one run to the next: on TPU v5e up to
 # 128 MB, and then the operator seems faster than HBM is. In a model its operands come from elsewhere.
 _KEEP_NO_ARGUMENT = "--xla_max_cross_program_prefetches=0"
+
+
+def replay(
+    run: Callable[..., Any],
+    operands: Sequence[Any],
+    hardware: Hardware,
+    data: Mapping[str, Any],
+    in_place: tuple[int, ...] = (),
+    auto_layouts: bool = True,
+) -> CompiledReport:
+    """Compiles a function of arrays by itself, as if its operands came from HBM, and replays its schedule.
+
+    Raises:
+      CompileError: if it does not compile, or if data decide what runs and `data` does not say it.
+    """
+    jitted = jax.jit(lambda *arrays: tuple(run(*arrays)), donate_argnums=in_place)
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    with more_libtpu_flags(_KEEP_NO_ARGUMENT):
+        return compile(jitted, *types, target=hardware.name, schedule=True, auto_layouts=auto_layouts, **data)
 
 
 def replayed_entry(
@@ -46,17 +66,8 @@ def replayed_entry(
         name: str, config: Config, run: Callable[..., Any], in_place: tuple[int, ...] = (), auto_layouts: bool = True
     ) -> Measurement:
         before_each()
-        jitted = jax.jit(lambda *arrays: tuple(run(*arrays)), donate_argnums=in_place)
         try:
-            with more_libtpu_flags(_KEEP_NO_ARGUMENT):
-                report = compile(
-                    jitted,
-                    *operands,
-                    target=hardware.name,
-                    schedule=True,
-                    auto_layouts=auto_layouts,
-                    **data,
-                )
+            report = replay(run, operands, hardware, data, in_place, auto_layouts)
         except CompileError as error:
             reason = str(error).removeprefix("lowering.compile: ").partition("\n")[0]
             return Measurement(name, config, discarded=reason)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.batch_norm_refusals import FORWARD_FIELDS, refusal
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.kernel import Kernel, Kind, dtype_names
 from pallas_kernels.tpu.batch_norm_blocks import blocks_of, most_kept_bytes
 from pallas_kernels.tpu.batch_norm_streams import Phase, launch, pass_twice
 
@@ -178,4 +178,20 @@ def configs_of(hardware, x, arrays, images, widens=False):
     return [config for *_, config in sorted(found, key=lambda found: found[:-1])]
 
 
-KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, takes=FORWARD_FIELDS, configs=configs)
+def kind(hardware, operands, *, activation, **_) -> Kind:
+    """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    (config, *_) = configs(hardware, operands)
+    return kind_of(operands.x, 1, config, activation, ["residual"] * (operands.residual is not None))
+
+
+def kind_of(x, arrays, config, activation, options) -> Kind:
+    """Returns the kind of a kernel that keeps up to so many arrays of images like x in VMEM."""
+    blocks, channels = blocks_of(x.shape, x.dtype, arrays, **config), x.shape[-2]
+    given = "nsc" if x.shape[-1] == 1 else "ncs"
+    words = dtype_names(x), f"{given} stored as {blocks.order}", f"{blocks.kept} in VMEM", activation.mode, *options
+    return Kind(", ".join(words), (channels, math.prod(x.shape) // channels))
+
+
+KERNEL = Kernel(
+    name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, takes=FORWARD_FIELDS, configs=configs, kind=kind
+)

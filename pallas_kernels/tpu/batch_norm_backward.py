@@ -145,6 +145,13 @@ def configs(hardware, operands, *, residual_grad, **_):
     return batch_norm.configs_of(hardware, operands.x, 2, images, widens)
 
 
+def kind(hardware, operands, *, activation, residual_grad, **_):
+    """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    (config, *_) = configs(hardware, operands, residual_grad=residual_grad)
+    options = ["gate"] * (operands.gate is not None) + ["residual"] * residual_grad
+    return batch_norm.kind_of(operands.x, 2, config, activation, options)
+
+
 KERNEL = Kernel(
     name="mosaic_tpu",
     platform="tpu",
@@ -152,4 +159,5 @@ KERNEL = Kernel(
     refuses=batch_norm.refuses,
     takes=BACKWARD_FIELDS,
     configs=configs,
+    kind=kind,
 )

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.dropout_mask import WORD_BITS, threshold
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.kernel import Kernel, Kind, dtype_names
 from pallas_kernels.tpu.dropout_words import Places, keep_of, long_words, permuted, short_words
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up
 from pallas_kernels.tpu.streaming_cost import streaming_cost
@@ -261,5 +261,22 @@ def configs(hardware, *operands):
     return tuple({"block_elements": size // itemsize} for size in _BLOCK_BYTES)
 
 
-KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)
-BACKWARD_KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run_backward, refuses=refuses_backward, configs=configs)
+def kind(hardware, streams, x, keep) -> Kind:
+    """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    return Kind(dtype_names(x), _rows(x))
+
+
+def kind_backward(hardware, grad, words, keep) -> Kind:
+    """Returns what makes cases of the gradient alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    return Kind(dtype_names(grad), _rows(grad))
+
+
+KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, kind=kind)
+BACKWARD_KERNEL = Kernel(
+    name="mosaic_tpu",
+    platform="tpu",
+    run=run_backward,
+    refuses=refuses_backward,
+    configs=configs,
+    kind=kind_backward,
+)

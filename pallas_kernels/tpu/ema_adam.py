@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.ema_adam_update import COEFFICIENTS, ema_adam_update
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.kernel import Kernel, Kind, dtype_names
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_order
 from pallas_kernels.tpu.streaming_cost import streaming_cost
 
@@ -124,4 +124,11 @@ def overwrites(grad, var, m, v, s, coefficients, *, mode, output):
     return *first, 2, 3, 4
 
 
-KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, overwrites=overwrites)
+def kind(hardware, grad, var, m, v, s, coefficients, *, mode, output) -> Kind:
+    """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    return Kind(f"{dtype_names(grad, var, m, v, s)}, {mode}, {output}", (max(1, grad.size),))
+
+
+KERNEL = Kernel(
+    name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, kind=kind, overwrites=overwrites
+)

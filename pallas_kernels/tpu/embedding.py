@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.kernel import Kernel, Kind, dtype_names
 from pallas_kernels.tpu.embedding_order import LANES, SUBLANES, Blocks, blocks_of, in_order
 from pallas_kernels.tpu.embedding_sums import SLOTS, Plan, kernel
 from pallas_kernels.tpu.streaming_cost import streaming_cost
@@ -148,4 +148,12 @@ def configs(hardware, grad, indices, *, num_weights, **_):
     return [config for config in _CONFIGS if fits(config)]
 
 
-KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)
+def kind(hardware, grad, indices, *, num_weights, padding_idx, scale_grad_by_freq) -> Kind:
+    """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    (config, *_) = configs(hardware, grad, indices, num_weights=num_weights)
+    way = "all rows in VMEM" if config["resident"] else "rows in chunks"
+    options = ["padding"] * (padding_idx is not None) + ["by frequency"] * scale_grad_by_freq
+    return Kind(", ".join((dtype_names(grad), way, *options)), (math.prod(indices.shape), grad.shape[-1], num_weights))
+
+
+KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, kind=kind)

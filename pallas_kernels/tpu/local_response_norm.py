@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.kernel import Kernel, Kind, dtype_names
 from pallas_kernels.local_response_norm_windows import reach, refusal
 from pallas_kernels.tpu.local_response_norm_sums import in_registers, in_scratch, windows
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_order
@@ -311,5 +311,15 @@ def configs(hardware, x, *operands, **_):
     return [{"block_elements": size} for size in sizes if block_of(view, size) is not None]
 
 
-KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)
-BACKWARD_KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run_backward, refuses=refuses, configs=configs)
+def kind(hardware, x, *grad, n, beta, **_) -> Kind:
+    """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    place = {1: "planes", 3: "sublanes", 4: "lanes"}[view_of(x.shape).channel_axis]
+    sizes = x.shape[_CHANNELS], math.prod(x.shape) // x.shape[_CHANNELS]
+    given = "pixels" if math.prod(x.shape[_CHANNELS + 1 :]) == 1 else "images"
+    return Kind(f"{dtype_names(x, *grad)}, {given}, channels along {place}, n={n}, beta={beta:g}", sizes)
+
+
+KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, kind=kind)
+BACKWARD_KERNEL = Kernel(
+    name="mosaic_tpu", platform="tpu", run=run_backward, refuses=refuses, configs=configs, kind=kind
+)

@@ -11,7 +11,7 @@ import math
 import jax.numpy as jnp
 
 from pallas_kernels import whole_images
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.kernel import Kernel, Kind, dtype_names
 from pallas_kernels.tpu import max_pool_columns, max_pool_pairs, max_pool_pixels
 from pallas_kernels.tpu.max_pool_views import transposed, view_of
 from pallas_kernels.tpu.stored_order import LANES
@@ -106,4 +106,19 @@ def configs(hardware, x, grad, *, window, stride, padding, **_):
     return [config for config in found if kernel.blocks_of(view.shape(x.shape), **config, **geometry) is not None]
 
 
-KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)
+def kind(hardware, x, grad, *, window, stride, padding, **_) -> Kind:
+    """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    view = view_for(x.shape, window=window, stride=stride, padding=padding)
+    if not view.is_stored_so:
+        way = "transposed"
+    elif max_pool_pairs.suits(x, grad, window=window, stride=stride, padding=padding):
+        way = "pairs of columns"
+    else:
+        way = "pixels outside of tiles" if view.has_pixels_outside else "columns in tiles"
+    windows = f"windows {list(window[1:])}, stride {list(stride[1:])}, padding {list(padding[1:])}"
+    *others, height, width, channels = x.shape
+    given = "channels last" if channels > 1 else "channels first"
+    return Kind(f"{dtype_names(x, grad)}, {given}, {way}, {windows}", (math.prod(others) * channels, height * width))
+
+
+KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, kind=kind)

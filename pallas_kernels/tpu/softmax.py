@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.kernel import Kernel, Kind, dtype_names
 from pallas_kernels.softmax_groups import View, array_shape, refusal
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_order
 from pallas_kernels.tpu.streaming_cost import streaming_cost
@@ -207,4 +207,20 @@ def configs(hardware, *operands, log, groups):
     return [{"block_elements": size} for size in (*once[:1], *rest)]
 
 
-KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)
+def kind(hardware, *operands, log, groups) -> Kind:
+    """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    view = view_of(groups, operands[-1].shape)
+    (config, *_) = configs(hardware, *operands, log=log, groups=groups)
+    steps = blocks_of(view, [operand.dtype for operand in operands], config["block_elements"]).steps
+    outer, planes, between, rows, columns = view.shape
+    place, sizes = {
+        4: ("lanes", (outer * planes * between * rows, columns)),
+        3: ("sublanes", (outer * planes * between, rows, columns)),
+        1: ("planes", (outer, planes, between * rows, columns)),
+    }[view.axis]
+    given = "last axis" if groups.behind == (0,) else "other axes"
+    words = dtype_names(*operands), *["log"] * log, given, f"along {place}", "read once" if steps == 1 else "read twice"
+    return Kind(", ".join(words), sizes)
+
+
+KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, kind=kind)

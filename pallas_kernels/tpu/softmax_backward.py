@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.kernel import Kernel
-from pallas_kernels.tpu.softmax import blocks_of, configs, launch, refuses, view_of
+from pallas_kernels.tpu.softmax import blocks_of, configs, kind, launch, refuses, view_of
 
 
 def _whole_kernel(y_ref, grad_ref, dx_ref, *, blocks, log):
@@ -54,4 +54,4 @@ def run(y, grad, *, log, groups, config, interpret=False):
     return (launch(body, "softmax_backward", blocks, [y, grad], 1, interpret),)
 
 
-KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs)
+KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, kind=kind)

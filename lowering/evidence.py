@@ -1,0 +1,243 @@
+"""Evidence on kernels at a grid of sizes, and what "auto" concludes from it for operands between them.
+
+A kernel says of operands which cases are alike, and the sizes in which they differ (`pallas_kernels.kernel.Kind`). The
+files in `tuned` hold, for each kind, by what part of the reference's time the kernel takes at some sizes, and whether
+its compiled code was executed. Sizes that lie between known ones are decided by the corners of the box around them:
+all must say the same. Everything else is left to the reference.
+"""
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lowering.targets import TARGETS
+from pallas_kernels.hardware import Hardware
+from pallas_kernels.kernel import Kernel
+
+# Ratios of replays are right within 6 % in the mean and 18 % at worst (docs/schedule.md).
+MOST_TIME = 0.85
+MOST_MEASURED = 0.97
+# As fast, and less memory: at least a fifth of the temporaries, if they are large enough for anybody to notice.
+SAME_TIME, MOST_MEMORY, LEAST_BYTES = 1.03, 0.8, 2**24
+_NEAREST, _NEAR = 4, 8  # factors between sizes: of the nearest case, and of the corners of a box
+_FOLDER = Path(__file__).parent / "tuned"
+
+
+class Case(NamedTuple):
+    """A kernel at some sizes: a line of a file, or what was measured on this device.
+
+    Attributes:
+      operator: its name.
+      kernel: its name.
+      kind: the text of the `Kind`.
+      sizes: those of the `Kind`.
+      time: by the time of what runs without kernels.
+      reference_us: that time.
+      temporaries: in bytes, of what runs without kernels and of the kernel.
+    """
+
+    operator: str
+    kernel: str
+    kind: str
+    sizes: tuple[int, ...]
+    time: float
+    reference_us: float
+    temporaries: tuple[int, int]
+
+    @property
+    def is_better(self) -> bool:
+        """Tells whether the kernel is clearly faster, or as fast with clearly less memory."""
+        before, after = self.temporaries
+        saves = after <= MOST_MEMORY * before and before - after >= LEAST_BYTES
+        return self.time <= MOST_TIME or (saves and self.time <= SAME_TIME)
+
+
+class Verdict(NamedTuple):
+    """A decision about a kernel.
+
+    Attributes:
+      is_taken: whether "auto" takes it.
+      reason: the evidence in a few words.
+      kind: the text of its `Kind` if it is taken without having run on the target; else "".
+    """
+
+    is_taken: bool
+    reason: str
+    kind: str = ""
+
+
+class Grid(NamedTuple):
+    """The cases of a file by operator, kernel and kind, and which of these were executed.
+
+    Attributes:
+      header: versions, date, and for each operator a digest of its kernels' code.
+      cases: all of them.
+      executed: the largest error of each kind that was executed, by operator, kernel and kind.
+    """
+
+    header: Mapping[str, Any]
+    cases: Mapping[tuple[str, str, str], tuple[Case, ...]]
+    executed: Mapping[tuple[str, str, str], float]
+
+
+def read(path: Path) -> Grid:
+    """Reads a file of evidence."""
+    header: dict[str, Any] = {}
+    cases: dict[tuple[str, str, str], tuple[Case, ...]] = {}
+    executed: dict[tuple[str, str, str], float] = {}
+    for record in map(json.loads, path.read_text().splitlines()):
+        if isinstance(record, dict) and "executed" in record:
+            operator, kernel, kind, error = record["executed"]
+            executed[operator, kernel, kind] = error
+        elif isinstance(record, dict):
+            header = record
+        else:
+            operator, kernel, kind, sizes, time, reference_us, temporaries = record
+            case = Case(operator, kernel, kind, tuple(sizes), time, reference_us, tuple(temporaries))
+            cases[case[:3]] = (*cases.get(case[:3], ()), case)
+    return Grid(header, cases, executed)
+
+
+class Summary(NamedTuple):
+    """Evidence on one kind of a kernel: at how many of the known sizes it is taken, and its times at all of them.
+
+    Times are parts of the reference's. A kind that was not `executed` is not taken at any size.
+    """
+
+    operator: str
+    kernel: str
+    kind: str
+    taken: int
+    known: int
+    least: float
+    most: float
+    executed: bool
+
+
+def summaries(target: str) -> list[Summary]:
+    """Returns a summary of each kind in the evidence that ships for a target, sorted by operator."""
+    grid, found = shipped(target), []
+    if grid is None:
+        return []
+    for key, cases in sorted(grid.cases.items()):
+        times, executed = [case.time for case in cases], key in grid.executed
+        taken = sum(case.is_better for case in cases) if executed else 0
+        found.append(Summary(*key, taken, len(cases), min(times), max(times), executed))
+    return found
+
+
+@functools.cache
+def shipped(target: str) -> Grid | None:
+    """Returns the evidence that ships for a target; None if there is none."""
+    path = _FOLDER / f"{target}.evidence.jsonl"
+    return read(path) if path.is_file() else None
+
+
+Measured = Callable[[str, str], Sequence[Case]]
+
+
+def _not_measured(kernel: str, kind: str) -> Sequence[Case]:
+    return ()
+
+
+def verdict(
+    operator: str,
+    kernel: Kernel,
+    hardware: Hardware,
+    operands: Sequence[Any],
+    attributes: Mapping[str, Any],
+    measured: Measured = _not_measured,
+) -> Verdict | None:
+    """Returns what the evidence says of a kernel that does not refuse; None if nothing is known of it.
+
+    On an unknown chip of a platform, all known chips must agree.
+
+    Args:
+      operator: its name.
+      kernel: its record.
+      hardware: the chip.
+      operands: of the operator, as it takes them.
+      attributes: the operator's.
+      measured: returns what was measured on this chip of a kernel, given its name and the text of a kind. It comes
+        before what was replayed.
+    """
+    own = _on_chip(operator, kernel, hardware, operands, attributes, measured)
+    if own is not None or hardware.name != hardware.platform:
+        return own
+    chips = [chip for chip in TARGETS.values() if chip.platform == hardware.platform and shipped(chip.name)]
+    found = [_on_chip(operator, kernel, chip, operands, attributes) for chip in chips]
+    known = [one for one in found if one is not None]
+    if not known:
+        return None
+    against = next((one for one in known if not one.is_taken), None)
+    return against or known[0]._replace(reason=f"on all known chips; {known[0].reason}")
+
+
+def _on_chip(
+    operator: str,
+    kernel: Kernel,
+    hardware: Hardware,
+    operands: Sequence[Any],
+    attributes: Mapping[str, Any],
+    measured: Measured = _not_measured,
+) -> Verdict | None:
+    kind = kernel.kind(hardware, *operands, **attributes)
+    if kind is None:
+        return None
+    if near := corners(measured(kernel.name, kind.text), kind.sizes):
+        is_faster = all(case.time <= MOST_MEASURED for case in near)
+        return Verdict(is_faster, f"measured on this device at {_span(near)} of the reference's time, at like operands")
+    if (evidence := shipped(hardware.name)) is None:
+        return None
+    key = operator, kernel.name, kind.text
+    near = corners(evidence.cases.get(key, ()), kind.sizes)
+    if not near:
+        return Verdict(False, "no evidence near these sizes")
+    text = f"replayed on {hardware.name} at {_span(near)} of the reference's time"
+    slowest = max(case.time for case in near)
+    if not all(case.is_better for case in near):
+        return Verdict(False, f"{text}, too close to call" if slowest <= SAME_TIME else text)
+    if key not in evidence.executed:
+        return Verdict(False, f"{text}, but its compiled code was not executed")
+    saved = " with less memory" if slowest > MOST_TIME else ""
+    return Verdict(True, f"{text}{saved}, executed", kind.text)
+
+
+def _span(cases: Sequence[Case]) -> str:
+    times = [case.time for case in cases]
+    return " to ".join(dict.fromkeys(f"{time:.2f}" for time in (min(times), max(times))))
+
+
+def corners(cases: Iterable[Case], sizes: tuple[int, ...]) -> tuple[Case, ...]:
+    """Returns the cases that decide these sizes: the one that has them, or the corners of the box around them.
+
+    No cases where the sizes do not lie between known ones, or are not near enough to them.
+    """
+    cases = tuple(cases) if min(sizes) > 0 else ()
+    exact = tuple(case for case in cases if case.sizes == sizes)
+    if exact:
+        return exact[-1:]
+    near = [case for case in cases if max(_factors(case.sizes, sizes)) <= _NEAR]
+    found = []
+    for signs in itertools.product((-1, 1), repeat=len(sizes)):
+        # The nearest case of those that are, in each size, no larger or no smaller.
+        beyond = (
+            case
+            for case in near
+            if all(sign * (a - b) >= 0 for sign, a, b in zip(signs, case.sizes, sizes, strict=True))
+        )
+        nearest = min(beyond, key=lambda case: math.prod(_factors(case.sizes, sizes)), default=None)
+        found += [nearest] if nearest is not None and nearest not in found else []
+    axes = zip(*(case.sizes for case in found), strict=True)
+    is_between = bool(found) and all(min(known) <= size <= max(known) for known, size in zip(axes, sizes, strict=True))
+    is_near = any(max(_factors(case.sizes, sizes)) <= _NEAREST for case in found)
+    return tuple(found) if is_between and is_near else ()
+
+
+def _factors(one: tuple[int, ...], other: tuple[int, ...]) -> list[float]:
+    """Returns the factor between each two sizes, at least 1."""
+    return [max(a / b, b / a) for a, b in zip(one, other, strict=True)]

@@ -1,0 +1,196 @@
+"""What "auto" concludes from evidence on kernels: at known sizes, between them, beyond them, and on unknown chips."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxops
+import lowering
+from lowering import evidence, kept
+from lowering.evidence import Case, Grid, corners, verdict
+from lowering.measurements import Entry, Key, Measurement
+from lowering.targets import here, named
+from pallas_kernels.hardware import Hardware
+from pallas_kernels.kernel import Kernel, Kind
+
+MIB = 2**20
+ROOT = Path(__file__).parents[1]
+
+
+def case(time: float, *sizes: int, temporaries: tuple[int, int] = (0, 0)) -> Case:
+    return Case("op", "mosaic_tpu", "float32", sizes, time, 100.0, temporaries)
+
+
+GRID = [case(0.5, rows, columns) for rows in (64, 256, 1024) for columns in (128, 1024, 8192)]
+
+
+def kernel_of(*sizes: int, text: str = "float32") -> Kernel:
+    return Kernel(
+        "mosaic_tpu", "tpu", lambda x: x, refuses=lambda *_, **__: None, kind=lambda *_, **__: Kind(text, sizes)
+    )
+
+
+def decided(monkeypatch, cases, kernel, *, hardware: Hardware | str = "tpu-v5e", executed=True, targets=("tpu-v5e",)):
+    by_kind: dict[tuple[str, str, str], tuple[Case, ...]] = {}
+    for one in cases:
+        by_kind[one[:3]] = (*by_kind.get(one[:3], ()), one)
+    grid = Grid({}, by_kind, {key: [1] for key in by_kind} if executed else {})
+    monkeypatch.setattr(evidence, "shipped", lambda target: grid if target in targets else None)
+    chip = named(hardware) if isinstance(hardware, str) else hardware
+    return verdict("op", kernel, chip, [], {})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((256, 1024), {(256, 1024)}),
+        ((300, 1024), {(256, 1024), (1024, 1024)}),
+        ((300, 5000), {(256, 1024), (1024, 1024), (256, 8192), (1024, 8192)}),
+        ((63, 1024), set()),
+        ((300, 8193), set()),
+    ],
+    ids=["known", "between two", "between four", "below all", "above all"],
+)
+def test_sizes_are_decided_by_the_corners_around_them(sizes, expected):
+    assert {one.sizes for one in corners(GRID, sizes)} == expected
+
+
+def test_a_nearer_case_takes_the_place_of_corners():
+    nearer = [*GRID, case(0.9, 280, 1500)]
+    assert {one.sizes for one in corners(nearer, (300, 5000))} == {(280, 1500), (1024, 1024), (256, 8192), (1024, 8192)}
+
+
+def test_nothing_is_known_of_empty_operands():
+    assert corners(GRID, (0, 1024)) == ()
+
+
+def test_sizes_that_are_far_from_known_ones_are_not_decided():
+    assert corners([case(0.5, 16), case(0.5, 4096)], (256,)) == ()
+
+
+def test_a_missing_corner_leaves_sizes_to_the_others_that_enclose_them():
+    diagonal = [case(0.5, 64, 1024), case(0.5, 256, 128)]
+    assert len(corners(diagonal, (100, 500))) == 2
+    assert corners(diagonal[:1], (100, 500)) == ()
+
+
+@pytest.mark.parametrize(
+    ("cases", "is_taken", "words"),
+    [
+        (
+            [case(0.5, 64), case(0.62, 256)],
+            True,
+            "replayed on tpu-v5e at 0.50 to 0.62 of the reference's time, executed",
+        ),
+        ([case(0.85, 64), case(0.85, 256)], True, "at 0.85 of"),
+        ([case(0.5, 64), case(0.86, 256)], False, "at 0.50 to 0.86 of the reference's time, too close to call"),
+        ([case(0.5, 64), case(1.7, 256)], False, "at 0.50 to 1.70 of the reference's time"),
+        ([case(1.02, n, temporaries=(100 * MIB, 60 * MIB)) for n in (64, 256)], True, "with less memory, executed"),
+        ([case(1.02, n, temporaries=(100 * MIB, 90 * MIB)) for n in (64, 256)], False, "too close to call"),
+        ([case(1.02, n, temporaries=(MIB, 0)) for n in (64, 256)], False, "too close to call"),
+        ([case(1.04, n, temporaries=(100 * MIB, 0)) for n in (64, 256)], False, "at 1.04 of"),
+        ([case(0.5, 512), case(0.5, 1024)], False, "no evidence near these sizes"),
+    ],
+    ids=[
+        "faster",
+        "at the limit",
+        "one is close",
+        "one loses",
+        "memory",
+        "little memory",
+        "few bytes",
+        "slower",
+        "none",
+    ],
+)
+def test_all_corners_must_say_that_a_kernel_is_better(monkeypatch, cases, is_taken, words):
+    found = decided(monkeypatch, cases, kernel_of(128))
+    assert found.is_taken is is_taken
+    assert words in found.reason
+
+
+def test_a_kernel_that_was_not_executed_is_not_taken(monkeypatch):
+    found = decided(monkeypatch, [case(0.5, 64), case(0.5, 256)], kernel_of(128), executed=False)
+    assert (found.is_taken, found.reason.rpartition(", ")[2]) == (False, "but its compiled code was not executed")
+
+
+def test_another_kind_is_no_evidence(monkeypatch):
+    found = decided(monkeypatch, [case(0.5, 64), case(0.5, 256)], kernel_of(128, text="bfloat16"))
+    assert found.reason == "no evidence near these sizes"
+
+
+def test_nothing_is_said_of_chips_without_evidence_and_kernels_without_kind(monkeypatch):
+    cases = [case(0.5, 64), case(0.5, 256)]
+    assert decided(monkeypatch, cases, kernel_of(128), hardware="tpu-v5p") is None
+    plain = Kernel("mosaic_tpu", "tpu", lambda x: x, refuses=lambda *_, **__: None)
+    assert decided(monkeypatch, cases, plain) is None
+
+
+def test_on_an_unknown_chip_all_known_ones_must_agree(monkeypatch):
+    cases, unknown = [case(0.5, 64), case(0.5, 256)], Hardware("tpu", "tpu")
+    both = {"targets": ("tpu-v5e", "tpu-v6e"), "hardware": unknown}
+    assert decided(monkeypatch, cases, kernel_of(128), **both).is_taken
+
+    def kind(hardware, *_, **__):
+        return Kind("float32" if hardware.name == "tpu-v5e" else "another", (128,))
+
+    differs = Kernel("mosaic_tpu", "tpu", lambda x: x, refuses=lambda *_, **__: None, kind=kind)
+    found = decided(monkeypatch, cases, differs, **both)
+    assert (found.is_taken, found.reason) == (False, "no evidence near these sizes")
+
+
+@pytest.mark.parametrize(("time", "implementation"), [(90.0, "mine"), (98.0, "reference")])
+def test_what_was_measured_on_the_device_decides_at_like_operands(monkeypatch, tmp_path, time, implementation):
+    monkeypatch.setenv("JAXOPS_TUNED", str(tmp_path))
+    operator = next(one for one in jaxops.operators() if one.name == "softmax")
+    kernel = Kernel(
+        "mine", "cpu", lambda x, **_: (x,), lambda *_, **__: None, kind=lambda hardware, x, **_: Kind("k", x.shape)
+    )
+    entries = [
+        Entry(
+            Key.of("softmax", here(), [jax.ShapeDtypeStruct((rows, 128), jnp.float32)], {}),
+            (Measurement("reference", (), 100.0), Measurement("mine", (), time)),
+            repeats=3,
+            kinds=(("mine", Kind("k", (rows, 128))),),
+        )
+        for rows in (64, 256)
+    ]
+    assert [Entry.from_record(entry.to_record()).kinds for entry in entries] == [entry.kinds for entry in entries]
+    kept.append(kept.file_of(entries[0].key.target), [{"entry": entry.to_record()} for entry in entries])
+    kept.reread()
+    lowering.add_kernel(operator, kernel)
+    try:
+        row, beyond = (
+            lowering.explain(jaxops.softmax, jax.ShapeDtypeStruct((rows, 128), jnp.float32)).rows[0]
+            for rows in (100, 1000)
+        )
+        text = f"measured on this device at {time / 100:.2f} of the reference's time, at like operands"
+        assert row.implementation == implementation
+        assert text in (row.evidence, *(refusal.reason.removeprefix("opt-in: ") for refusal in row.refusals))
+        assert beyond.implementation == "reference"
+    finally:
+        lowering.remove_kernel(operator, kernel)
+        kept.reread()
+
+
+@pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v6e"])
+def test_the_shipped_evidence_is_of_the_kernels_as_they_are(target, monkeypatch):
+    """Else run `python benchmarks/evidence.py --target TARGET`, which replaces what does not hold any more."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import evidence as maker
+
+    grid = evidence.shipped(target)
+    assert grid.header["code"] == maker.header(target)["code"]
+    assert set(grid.executed) <= set(grid.cases)
+    assert all(f"{operator}/{kernel}" in grid.header["code"] for operator, kernel, _ in grid.cases)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("evidence_draws_*.json")), ids=str)
+def test_kernels_that_are_taken_at_drawn_sizes_are_never_slower(path):
+    rows = [row for case in json.loads(path.read_text())["cases"] for row in case["candidates"].values()]
+    replayed = [row for row in rows if "time" in row]
+    assert max(row["time"] for row in replayed if row["taken"]) <= 1.02
+    assert sum(row["time"] > 1.02 for row in replayed) <= len(replayed) / 20
