@@ -507,11 +507,14 @@ def append(path: Path, record: Any) -> None:
         stream.write(f"{json.dumps(record)}\n")
 
 
-def make_grid(target: str, path: Path, only: str) -> None:
+def make_grid(target: str, path: Path, only: list[str]) -> None:
     """Adds what is missing to a file of evidence."""
     hardware = named(target)
     work = [
-        (name, option, sizes) for name, family in FAMILIES.items() if only in name for option, sizes in family.cases()
+        (name, option, sizes)
+        for name, family in FAMILIES.items()
+        if any(part in name for part in only)
+        for option, sizes in family.cases()
     ]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     known = {case[:4] for cases in evidence.read(path).cases.values() for case in cases}
@@ -576,11 +579,11 @@ def kind_of(use: OperatorUse, kernel: Kernel, hardware: Hardware) -> Kind | None
     return None if refused else kernel.kind(hardware, *structured, **attributes)
 
 
-def execute(target: str, path: Path, only: str) -> None:
+def execute(target: str, path: Path, only: list[str]) -> None:
     """Executes a small case of each kind in a file of evidence, as it is compiled, and compares it with float64."""
     hardware, grid, tried = named(target), evidence.read(path), set()
     for name, family in FAMILIES.items():
-        for option, sizes in family.cases() if only in name else ():
+        for option, sizes in family.cases() if any(part in name for part in only) else ():
             for use, kernel in uses(family, option, sizes, hardware):
                 kind = kind_of(use, kernel, hardware)
                 key = (use.operator.name, kernel.name, "" if kind is None else kind.text)
@@ -617,10 +620,10 @@ def executed(problem: Problem, kernel: Kernel, hardware: Hardware) -> str:
     return wrong or "; ".join(map(str, emulation.findings))
 
 
-def draw(target: str, only: str, count: int, seed: int) -> list[dict[str, Any]]:
+def draw(target: str, only: list[str], count: int, seed: int) -> list[dict[str, Any]]:
     """Replays kernels at sizes that are drawn, and says of each whether "auto" takes it."""
     hardware, draws, found = named(target), np.random.default_rng(seed), []
-    names = [name for name in FAMILIES if only in name]
+    names = [name for name in FAMILIES if any(part in name for part in only)]
     for number in range(count):
         family = FAMILIES[names[number % len(names)]]
         option, sizes = family.drawn(draws)
@@ -690,7 +693,7 @@ def page() -> str:
 def main() -> None:
     parser = harness.parser(__doc__.partition("\n")[0])
     parser.add_argument("--target", default="tpu-v5e")
-    parser.add_argument("--only", default="", help="the families whose names hold this")
+    parser.add_argument("--only", nargs="*", default=[""], help="the families whose names hold one of these")
     parser.add_argument("--folder", type=Path, default=Path("lowering/tuned"))
     parser.add_argument("--draw", type=int, default=0, help="replay so many cases of sizes that are drawn")
     parser.add_argument("--seed", type=int, default=0)

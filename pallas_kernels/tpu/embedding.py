@@ -152,7 +152,8 @@ def kind(hardware, grad, indices, *, num_weights, padding_idx, scale_grad_by_fre
     """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
     (config, *_) = configs(hardware, grad, indices, num_weights=num_weights)
     way = "all rows in VMEM" if config["resident"] else "rows in chunks"
-    options = ["padding"] * (padding_idx is not None) + ["by frequency"] * scale_grad_by_freq
+    options = ["whole lanes" if grad.shape[-1] % LANES == 0 else "part of the lanes"]
+    options += ["padding"] * (padding_idx is not None) + ["by frequency"] * scale_grad_by_freq
     return Kind(", ".join((dtype_names(grad), way, *options)), (math.prod(indices.shape), grad.shape[-1], num_weights))
 
 
