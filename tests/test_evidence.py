@@ -1,6 +1,5 @@
 """What "auto" concludes from evidence on kernels: at known sizes, between them, beyond them, and on unknown chips."""
 
-import json
 from pathlib import Path
 
 import jax
@@ -186,11 +185,3 @@ def test_the_shipped_evidence_is_of_the_kernels_as_they_are(target, monkeypatch)
     assert grid.header["code"] == maker.header(target)["code"]
     assert set(grid.executed) <= set(grid.cases)
     assert all(f"{operator}/{kernel}" in grid.header["code"] for operator, kernel, _ in grid.cases)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("evidence_draws_*.json")), ids=str)
-def test_kernels_that_are_taken_at_drawn_sizes_are_never_slower(path):
-    rows = [row for case in json.loads(path.read_text())["cases"] for row in case["candidates"].values()]
-    replayed = [row for row in rows if "time" in row]
-    assert max(row["time"] for row in replayed if row["taken"]) <= 1.02
-    assert sum(row["time"] > 1.02 for row in replayed) <= len(replayed) / 20

@@ -263,12 +263,17 @@ def configs(hardware, *operands):
 
 def kind(hardware, streams, x, keep) -> Kind:
     """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
-    return Kind(dtype_names(x), _rows(x))
+    return _kind_of(x)
 
 
 def kind_backward(hardware, grad, words, keep) -> Kind:
     """Returns what makes cases of the gradient alike; see `pallas_kernels.kernel.Kernel.kind`."""
-    return Kind(dtype_names(grad), _rows(grad))
+    return _kind_of(grad)
+
+
+def _kind_of(x) -> Kind:
+    rows, columns = _rows(x)
+    return Kind(f"{dtype_names(x)}, {'whole lanes' if columns % LANES == 0 else 'part of the lanes'}", (rows, columns))
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, kind=kind)
