@@ -1,5 +1,6 @@
 """What "auto" concludes from evidence on kernels: at known sizes, between them, beyond them, and on unknown chips."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -185,3 +186,11 @@ def test_the_shipped_evidence_is_of_the_kernels_as_they_are(target, monkeypatch)
     assert grid.header["code"] == maker.header(target)["code"]
     assert set(grid.executed) <= set(grid.cases)
     assert all(f"{operator}/{kernel}" in grid.header["code"] for operator, kernel, _ in grid.cases)
+
+
+def test_kernels_that_are_taken_at_drawn_sizes_are_never_slower():
+    path = ROOT / "benchmarks" / "results" / "evidence_draws_v5e.json"
+    rows = [row for one in json.loads(path.read_text())["cases"] for row in one["candidates"].values()]
+    taken = [row["time"] for row in rows if row.get("taken")]
+    assert len(taken) > 5
+    assert max(taken) <= 1.02
