@@ -244,7 +244,7 @@ def with_mutant(kernel: Kernel, number: int, slot: int, mutant: Instruction) -> 
 
 
 class SlowError(Exception):
-    """A changed kernel that has not ended in its time."""
+    """A changed kernel that exceeded its time limit."""
 
 
 def stop(*_: Any) -> None:

@@ -9,7 +9,6 @@ says what "auto" takes there. Nothing runs on a chip; it needs `jaxops targets -
 """
 
 import ast
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -26,12 +25,12 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+from evidence_cases import FAMILIES, OPERATORS, Family, Sizes, drawn_ids, side_of
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tpu_schedules import chunks_of_gradients
 
 import jaxops
 import lowering
-from jaxops import aclnn
-from jaxops.linear_cross_entropy import chunk_sizes
 from lowering import evidence
 from lowering.campaign.problems import Problem, problems
 from lowering.campaign.verifying import fault_of, truth_of
@@ -39,285 +38,24 @@ from lowering.compiling.compile import CompileError
 from lowering.compiling.report import CompiledReport
 from lowering.explain import OperatorUse, operator_uses
 from lowering.measuring.replaying import replay
-from lowering.operators import on_arrays, type_text, unpacked
+from lowering.operators import kind_of, on_arrays, type_text, unpacked
 from lowering.register import kernels_of, without_kernels
-from lowering.select import refusal_by_fields
 from lowering.static_leaves import jaxpr_of
 from lowering.targets import TARGETS, named
 from pallas_kernels.hardware import Hardware
-from pallas_kernels.kernel import Kernel, Kind
-from pallas_kernels.tpu import embedding
+from pallas_kernels.kernel import Kernel
 
-F32, BF16, I32 = jnp.float32, jnp.bfloat16, jnp.int32
 # What data decides in kernels. After 12 binary digits a turn of dropout's draws more, with probability 0.24; XLA draws
 # 24 digits in six steps. In the cross entropy's, all blocks of rows are live.
 COUNTS = {"dropout": 0.24, "linear_cross_entropy": 1}
 MOST_EXECUTED = 2**15  # elements of the largest operand of a case that is executed
 TOO_LARGE = 2**24  # where no smaller case is of the kind, as where arrays do not fit VMEM
-Sizes = tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """Cases of one function that differ in their sizes.
-
-    Attributes:
-      operators: those whose kernels the cases are about.
-      options: each makes cases of other kinds.
-      call: a function of arrays, and its operands, from an option and sizes.
-      grid: the sizes of each axis, in steps of four to eight.
-      elements: the least and the most numbers in the largest operand.
-      listed: options and sizes that docs/replays.md lists, beside the grid.
-      scalars: what kernels' scalar operands hold, by kernel and position, from operands and sizes.
-    """
-
-    operators: tuple[str, ...]
-    options: tuple[Any, ...]
-    call: Callable[[Any, Sizes], tuple[Callable[..., Any], tuple[Any, ...]]]
-    grid: tuple[tuple[int, ...], ...]
-    elements: tuple[int, int]
-    listed: tuple[tuple[Any, Sizes], ...]
-    scalars: Callable[[Any, Sizes], Mapping[str, Mapping[int, Any]] | None] = lambda option, sizes: None
-
-    def cases(self) -> Iterator[tuple[Any, Sizes]]:
-        """Yields what is listed, and every option at every size of the grid."""
-        yield from self.listed
-        # The smallest first: a replay of the largest cross entropies takes many minutes.
-        for sizes, option in itertools.product(sorted(itertools.product(*self.grid), key=math.prod), self.options):
-            if self.is_inside(option, sizes):
-                yield option, sizes
-
-    def is_inside(self, option: Any, sizes: Sizes) -> bool:
-        """Tells whether operands of these sizes are neither too small to matter nor too large for a chip."""
-        _, operands = self.call(option, sizes)
-        largest = max(math.prod(x.shape) for x in operands)
-        return self.elements[0] <= largest <= self.elements[1]
-
-    def drawn(self, draws: np.random.Generator) -> tuple[Any, Sizes]:
-        """Draws an option, and sizes between the smallest and the largest of the grid, evenly by their logarithm."""
-        while True:
-            option = self.options[draws.integers(len(self.options))]
-            sizes = tuple(int(np.exp(draws.uniform(math.log(axis[0]), math.log(axis[-1] + 1)))) for axis in self.grid)
-            if self.is_inside(option, sizes):
-                return option, sizes
-
-
-def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-def with_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of x and of the gradient of fn(x)."""
-
-    def run(x: jax.Array, grad: jax.Array) -> Any:
-        y, vjp = jax.vjp(fn, x)
-        return y, *vjp(grad)
-
-    return run
-
-
-def softmax(option: Any, sizes: Sizes) -> Any:
-    dtype, algorithm = option
-    x = shape(*sizes, dtype=dtype)
-    return with_gradient(functools.partial(jaxops.softmax, algorithm=algorithm)), (x, x)
-
-
-def side_of(pixels: int) -> int:
-    """Returns rows and columns of an image of about so many pixels."""
-    return max(1, round(math.sqrt(pixels)))
-
-
-def images(layout: str, n: int, pixels: int, channels: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    side = side_of(pixels)
-    return shape(*((n, side, side, channels) if layout == "NHWC" else (n, channels, side, side)), dtype=dtype)
-
-
-def local_response_norm(option: Any, sizes: Sizes) -> Any:
-    dtype, layout = option
-    x = images(layout, *sizes, dtype)
-    return with_gradient(functools.partial(jaxops.local_response_norm, n=5, layout=layout)), (x, x)
-
-
-def batch_norm(option: Any, sizes: Sizes) -> Any:
-    dtype, layout = option
-    x, channels = images(layout, *sizes, dtype), (shape(sizes[-1]),) * 4
-
-    def run(x: jax.Array, grad: jax.Array, scale: jax.Array, bias: jax.Array, *running: jax.Array) -> Any:
-        def y_and_statistics(x: jax.Array, scale: jax.Array, bias: jax.Array) -> Any:
-            out = jaxops.batch_norm(x, scale, bias, *running, momentum=0.1, epsilon=1e-5, layout=layout)
-            return out.y, (out.running_mean, out.running_var)
-
-        y, vjp, statistics = jax.vjp(y_and_statistics, x, scale, bias, has_aux=True)
-        return y, statistics, vjp(grad)
-
-    return run, (x, x, *channels)
-
-
-def max_pool(option: Any, sizes: Sizes) -> Any:
-    dtype, layout, window = option
-    x = images(layout, *sizes, dtype)
-    padding = window // 2 if window % 2 else 0
-    pool = functools.partial(jaxops.max_pool, window=window, stride=2, padding=padding, layout=layout)
-    return with_gradient(pool), (x, jax.eval_shape(pool, x))
-
-
-def dropout(option: Any, sizes: Sizes) -> Any:
-    rows, columns = sizes
-    x = shape(rows, -(-columns // 32) * 32, dtype=option)
-
-    def run(x: jax.Array, grad: jax.Array, key: jax.Array) -> Any:
-        y, vjp = jax.vjp(lambda x: jaxops.dropout(key, x, 0.1), x)
-        return y, vjp(grad)
-
-    return run, (x, x, shape(2, dtype=jnp.uint32))
-
-
-def embedding_gradient(option: Any, sizes: Sizes) -> Any:
-    positions, width, classes = sizes
-
-    def run(grad: jax.Array, indices: jax.Array) -> Any:
-        table = jnp.zeros((classes, width), option)
-        return jax.vjp(lambda table: jaxops.embedding(table, indices), table)[1](grad)
-
-    return run, (shape(positions, width, dtype=option), shape(positions, dtype=I32))
-
-
-def drawn_ids(sizes: Sizes) -> np.ndarray:
-    """Returns ids of all positions, drawn evenly."""
-    return np.random.default_rng(0).integers(0, sizes[2], sizes[0]).astype(np.int32)
-
-
-def embedding_scalars(option: Any, sizes: Sizes) -> Any:
-    (positions, width, classes), indices = sizes, drawn_ids(sizes)
-    grad, hardware = shape(positions, width, dtype=option), named("tpu-v5e")
-    offered = embedding.KERNEL.configs(hardware, grad, indices, num_weights=classes)
-    if not offered:
-        return None
-    scalars = embedding.scalar_operands(jnp.asarray(indices), classes, width, option, offered[0])
-    return {"embedding_dense_backward": dict(enumerate(map(np.asarray, scalars)))}
-
-
-def ema_adam(option: Any, sizes: Sizes) -> Any:
-    leaves = (shape(*sizes, dtype=option),) * 5
-
-    def step(*args: jax.Array) -> Any:
-        return aclnn.apply_fused_ema_adam(
-            *args, lr=1e-3, ema_decay=0.999, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01
-        )
-
-    return step, (*leaves, shape(dtype=I32))
-
-
-def cross_entropy(option: Any, sizes: Sizes) -> Any:
-    (dtype, temperature), (rows, features, classes) = option, sizes
-    operands = shape(rows, features, dtype=dtype), shape(classes, features, dtype=dtype), shape(rows, dtype=I32)
-    # The loss's value has the same operator, inside of its own rule for derivatives.
-    return functools.partial(jaxops.linear_log_probs, temperature=temperature), operands
-
-
-def cross_entropy_gradients(option: Any, sizes: Sizes) -> Any:
-    _, operands = cross_entropy((option, 1.0), sizes)
-    return jax.value_and_grad(jaxops.linear_cross_entropy, (0, 1)), operands
-
-
-FLOATS = (F32, BF16)
-LAYOUTS = tuple(itertools.product(FLOATS, ("NHWC", "NCHW")))
-LIVE = {"linear_cross_entropy": {0: 1}}
-FAMILIES = {
-    "softmax": Family(
-        ("softmax", "softmax_backward"),
-        tuple(itertools.product(FLOATS, ("accurate", "log"))),
-        softmax,
-        ((64, 512, 4096, 32768, 262144), (64, 200, 256, 1000, 1024, 4096, 16384, 50257, 65536, 262144)),
-        (2**19, 2**28),
-        (((F32, "accurate"), (16384, 4096)), ((F32, "accurate"), (4096, 32000)), ((BF16, "accurate"), (65536, 1024))),
-    ),
-    "local_response_norm": Family(
-        ("local_response_norm", "local_response_norm_backward"),
-        LAYOUTS,
-        local_response_norm,
-        ((32, 256), (7 * 7, 14 * 14, 28 * 28, 56 * 56, 112 * 112), (32, 128, 512)),
-        (2**21, 2**26),
-        (
-            ((F32, "NCHW"), (128, 55 * 55, 96)),
-            ((F32, "NCHW"), (128, 27 * 27, 256)),
-            ((BF16, "NCHW"), (64, 112 * 112, 64)),
-        ),
-    ),
-    "batch_norm": Family(
-        ("batch_norm", "batch_norm_backward"),
-        LAYOUTS,
-        batch_norm,
-        ((32, 256), (7 * 7, 14 * 14, 28 * 28, 56 * 56, 112 * 112), (64, 256, 2048)),
-        (2**20, 2**28),
-        (
-            *(((BF16, "NHWC"), sizes) for sizes in ((256, 112 * 112, 64), (256, 56 * 56, 64), (256, 28 * 28, 256))),
-            ((BF16, "NHWC"), (256, 14 * 14, 1024)),
-            ((F32, "NCHW"), (256, 56 * 56, 64)),
-        ),
-    ),
-    "max_pool": Family(
-        ("max_pool_backward",),
-        tuple((*layout, window) for layout in LAYOUTS for window in (3, 2)),
-        max_pool,
-        ((32, 256), (28 * 28, 56 * 56, 112 * 112), (64, 256)),
-        (2**21, 2**28),
-        (
-            ((BF16, "NHWC", 3), (256, 112 * 112, 64)),
-            ((F32, "NCHW", 3), (256, 112 * 112, 64)),
-            ((BF16, "NHWC", 2), (256, 56 * 56, 128)),
-            ((F32, "NCHW", 2), (64, 56 * 56, 128)),
-        ),
-    ),
-    "dropout": Family(
-        ("dropout", "dropout_backward"),
-        FLOATS,
-        dropout,
-        ((256, 2048, 16384, 131072), (256, 1024, 4096, 16384)),
-        (2**19, 2**27),
-        ((BF16, (16384, 4096)), (F32, (16384, 4096)), (BF16, (8192, 14336))),
-    ),
-    "embedding": Family(
-        ("embedding_dense_backward",),
-        FLOATS,
-        embedding_gradient,
-        ((1024, 8192, 32768, 65536), (512, 4096), (8192, 65536)),
-        (2**20, 2**26),
-        ((F32, (8192, 1024, 32000)),),
-        embedding_scalars,
-    ),
-    "ema_adam": Family(
-        ("apply_fused_ema_adam",),
-        FLOATS,
-        ema_adam,
-        ((1024, 8192, 65536), (1024, 4096)),
-        (2**22, 2**27),
-        ((F32, (65536, 1024)), (F32, (4096, 14336)), (BF16, (32000, 4096))),
-    ),
-    "cross_entropy": Family(
-        ("linear_cross_entropy",),
-        ((BF16, 1.0), (BF16, 0.7)),
-        cross_entropy,
-        ((1024, 8192), (512, 2048), (8192, 65536)),
-        (2**22, 2**29),
-        (((BF16, 1.0), (4096, 1024, 32768)), ((BF16, 0.7), (4096, 1024, 32768)), ((BF16, 1.0), (8192, 2048, 50304))),
-        lambda option, sizes: LIVE,
-    ),
-    "gradients": Family(
-        ("linear_cross_entropy_sum_with_gradients",),
-        (BF16,),
-        cross_entropy_gradients,
-        ((1024, 4096), (512, 1024), (8192, 32768)),
-        (2**22, 2**29),
-        ((BF16, (4096, 1024, 32768)),),
-    ),
-}
 
 
 class Answers:
     """What data decide in XLA's own programs, where it is asked for: all rows count, and ids are drawn evenly."""
 
-    def __init__(self, operator: str, sizes: Sizes, hardware: Hardware | None = None) -> None:
+    def __init__(self, operator: str, sizes: Sizes, target: str, *, of_kernel: bool = False) -> None:
         self.operator, self.sizes = operator, sizes
         self.trip_counts: dict[str, float] = {"program": 6} if operator == "dropout" else {}
         self.scalars: dict[str, Mapping[int, Any]] = {}
@@ -325,16 +63,11 @@ class Answers:
         if operator.startswith(("batch_norm", "local_response_norm")):
             n, side = sizes[0], side_of(sizes[1])
             self.images = {side * side: (side, side), n * side * side: (n, side, side)}
-        self.left: list[int] = []
+        self.left: list[float] = []
         if operator == "linear_cross_entropy":  # whether chunks of rows are skipped, and how many there are
             self.left = [1, -(-sizes[0] // max(512, sizes[0] // 8))]
         if operator == "linear_cross_entropy_sum_with_gradients":
-            rows, features, classes = sizes
-            size = chunk_sizes.rows_of_exponentials(classes, features)
-            if hardware is not None:  # the kernels have chunks of their own
-                size = chunk_sizes.rows_of_exponentials_on(hardware, classes, features)
-            # How many chunks there are, none that overflows, and no row that moves.
-            self.left = [-(-rows // size), 0, 0] if rows > size else [0]
+            self.left = list(chunks_of_gradients(*sizes, target, "pallas" if of_kernel else "reference"))
 
     def has_learnt(self, error: str) -> bool:
         """Takes up what a replay misses; False if that is unknown."""
@@ -356,9 +89,6 @@ class Answers:
             return False
         self.trip_counts[asked[1]] = self.left.pop(0)
         return True
-
-
-OPERATORS = frozenset(name for family in FAMILIES.values() for name in family.operators)
 
 
 def in_a_model(shape: Sizes, images: Mapping[int, Sizes]) -> Sizes:
@@ -394,7 +124,7 @@ def without_kernel(use: OperatorUse, hardware: Hardware, sizes: Sizes) -> Compil
     """Returns the report of what runs without kernels, with XLA's own layouts or JAX's, or why there is none."""
     run = without_kernels(use.operator, hardware, use.operands, dict(use.params))
     found = [
-        replayed(run, use, hardware, Answers(use.operator.name, sizes), auto_layouts=auto_layouts)
+        replayed(run, use, hardware, Answers(use.operator.name, sizes, hardware.name), auto_layouts=auto_layouts)
         for auto_layouts in (True, False)
     ]
     reports = [report for report in found if not isinstance(report, str)]
@@ -410,16 +140,13 @@ def time_of(report: CompiledReport) -> float:
 def case_of(use: OperatorUse, kernel: Kernel, family: Family, option: Any, sizes: Sizes, hardware: Hardware) -> Any:
     """Returns what is found of a kernel where a function uses its operator: a case, or why there is none."""
     structured, attributes = unpacked(use.operands, use.params)
-    reason = refusal_by_fields(kernel, structured) or kernel.refuses(hardware, *structured, **attributes)
-    if reason is not None:
-        return reason
-    kind = kernel.kind(hardware, *structured, **attributes)
+    kind = kind_of(kernel, hardware, structured, attributes)
     if kind is None:
-        return "has no kind"
+        return "the kernel refuses these operands"
     (config, *_) = kernel.configs(hardware, *structured, **attributes)
     run = on_arrays(functools.partial(kernel.run, config=config, interpret=False), use.params)
     reference = without_kernel(use, hardware, sizes)
-    answers = Answers(use.operator.name, sizes, hardware)
+    answers = Answers(use.operator.name, sizes, hardware.name, of_kernel=True)
     answers.trip_counts = {name: value for name, value in COUNTS.items() if name == use.operator.name}
     answers.scalars = dict(family.scalars(option, sizes) or {})
     # With JAX's own layouts, so that a kernel that stores arrays otherwise pays for the copies.
@@ -524,7 +251,7 @@ def make_grid(target: str, path: Path, only: list[str]) -> None:
             bar.update(task, description=f"{target} {name} {'x'.join(map(str, sizes))}")
             family = FAMILIES[name]
             for use, kernel in uses(family, option, sizes, hardware):
-                kind = kind_of(use, kernel, hardware)
+                kind = kind_of(kernel, hardware, *unpacked(use.operands, use.params))
                 if kind is None or (use.operator.name, kernel.name, *kind) in known:
                     continue
                 begin = time.perf_counter()
@@ -544,8 +271,9 @@ def shrunk(family: Family, option: Any, sizes: Sizes, key: tuple[str, str, str],
 
     def is_alike(sizes: Sizes) -> bool:
         for use, kernel in uses(family, option, sizes, hardware):
-            if (use.operator.name, kernel.name) == key[:2] and (kind := kind_of(use, kernel, hardware)) is not None:
-                return kind.text == key[2]
+            if (use.operator.name, kernel.name) == key[:2]:
+                kind = kind_of(kernel, hardware, *unpacked(use.operands, use.params))
+                return kind is not None and kind.text == key[2]
         return False
 
     for axis in reversed(range(len(sizes))):
@@ -572,20 +300,13 @@ def arguments(family: Family, option: Any, sizes: Sizes) -> list[jax.Array]:
     return [values(x) for x in operands]
 
 
-def kind_of(use: OperatorUse, kernel: Kernel, hardware: Hardware) -> Kind | None:
-    """Returns the kind of a use of an operator; None if the kernel refuses it, or nothing speaks of it."""
-    structured, attributes = unpacked(use.operands, use.params)
-    refused = refusal_by_fields(kernel, structured) or kernel.refuses(hardware, *structured, **attributes)
-    return None if refused else kernel.kind(hardware, *structured, **attributes)
-
-
 def execute(target: str, path: Path, only: list[str]) -> None:
     """Executes a small case of each kind in a file of evidence, as it is compiled, and compares it with float64."""
     hardware, grid, tried = named(target), evidence.read(path), set()
     for name, family in FAMILIES.items():
         for option, sizes in family.cases() if any(part in name for part in only) else ():
             for use, kernel in uses(family, option, sizes, hardware):
-                kind = kind_of(use, kernel, hardware)
+                kind = kind_of(kernel, hardware, *unpacked(use.operands, use.params))
                 key = (use.operator.name, kernel.name, "" if kind is None else kind.text)
                 if key not in grid.cases or key in grid.executed or key in tried:
                     continue
@@ -654,7 +375,7 @@ has measured them. On TPUs kernels are the default at the sizes that this page c
   or as long with a fifth less memory.
 * A small case of each kind is executed as it is compiled ([how](emulation.md)) and compared with float64.
 * Other sizes must lie between known ones, at most a factor of 4 from one of them in each. The known sizes around them
-  decide, and all must agree. Beyond them there is no evidence, and XLA's program runs.
+  decide, and all must agree. There is no evidence on sizes beyond them, so XLA's program runs.
 
 `lowering.explain` says for your operands which evidence decided, and `jaxops ops --target tpu-v5e` lists every kind.
 On a chip that is here, a kernel is verified before its first use, and what was measured there comes first: [on your

@@ -2,8 +2,8 @@
 
 A kernel says of operands which cases are alike, and the sizes in which they differ (`pallas_kernels.kernel.Kind`). The
 files in `tuned` hold, for each kind, by what part of the reference's time the kernel takes at some sizes, and whether
-its compiled code was executed. Sizes that lie between known ones are decided by the corners of the box around them:
-all must say the same. Everything else is left to the reference.
+its compiled code was executed. Sizes that lie between known ones are decided by the nearest known case in each
+direction: all must say the same. Everything else is left to the reference.
 """
 
 import functools
@@ -14,17 +14,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lowering.operators import kind_of
 from lowering.targets import TARGETS
 from pallas_kernels.hardware import Hardware
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.kernel import Kernel, Kind
 
 # Ratios of replays are right within 6 % in the mean and 18 % at worst (docs/schedule.md).
 MOST_TIME = 0.85
 MOST_MEASURED = 0.97
 # As fast, and less memory: at least a fifth of the temporaries, if they are large enough for anybody to notice.
 SAME_TIME, MOST_MEMORY, LEAST_BYTES = 1.03, 0.8, 2**24
-_NEAREST, _NEAR = 4, 8  # factors between sizes: of the nearest case, and of the corners of a box
+_NEAREST, _NEAR = 4, 8  # factors between sizes: of the nearest case, and of all that decide
 _FOLDER = Path(__file__).parent / "tuned"
+Sizes = tuple[int, ...]
 
 
 class Case(NamedTuple):
@@ -43,7 +45,7 @@ class Case(NamedTuple):
     operator: str
     kernel: str
     kind: str
-    sizes: tuple[int, ...]
+    sizes: Sizes
     time: float
     reference_us: float
     temporaries: tuple[int, int]
@@ -76,23 +78,23 @@ class Grid(NamedTuple):
     Attributes:
       header: versions, date, and for each operator a digest of its kernels' code.
       cases: all of them.
-      executed: the largest error of each kind that was executed, by operator, kernel and kind.
+      executed: the sizes at which each kind was executed, by operator, kernel and kind.
     """
 
     header: Mapping[str, Any]
     cases: Mapping[tuple[str, str, str], tuple[Case, ...]]
-    executed: Mapping[tuple[str, str, str], float]
+    executed: Mapping[tuple[str, str, str], Sizes]
 
 
 def read(path: Path) -> Grid:
     """Reads a file of evidence."""
     header: dict[str, Any] = {}
     cases: dict[tuple[str, str, str], tuple[Case, ...]] = {}
-    executed: dict[tuple[str, str, str], float] = {}
+    executed: dict[tuple[str, str, str], Sizes] = {}
     for record in map(json.loads, path.read_text().splitlines()):
         if isinstance(record, dict) and "executed" in record:
-            operator, kernel, kind, error = record["executed"]
-            executed[operator, kernel, kind] = error
+            operator, kernel, kind, sizes = record["executed"]
+            executed[operator, kernel, kind] = tuple(sizes)
         elif isinstance(record, dict):
             header = record
         else:
@@ -165,11 +167,16 @@ def verdict(
       measured: returns what was measured on this chip of a kernel, given its name and the text of a kind. It comes
         before what was replayed.
     """
-    own = _on_chip(operator, kernel, hardware, operands, attributes, measured)
-    if own is not None or hardware.name != hardware.platform:
-        return own
+    kind = kernel.kind(hardware, *operands, **attributes)
+    if kind is None:
+        return None
+    if near := corners(measured(kernel.name, kind.text), kind.sizes):
+        is_faster = all(case.time <= MOST_MEASURED for case in near)
+        return Verdict(is_faster, f"measured on this device at {_span(near)} of the reference's time, at like operands")
+    if hardware.name != hardware.platform:
+        return _replayed(operator, kernel.name, hardware.name, kind)
     chips = [chip for chip in TARGETS.values() if chip.platform == hardware.platform and shipped(chip.name)]
-    found = [_on_chip(operator, kernel, chip, operands, attributes) for chip in chips]
+    found = [_replayed(operator, kernel.name, chip.name, kind_of(kernel, chip, operands, attributes)) for chip in chips]
     known = [one for one in found if one is not None]
     if not known:
         return None
@@ -177,27 +184,17 @@ def verdict(
     return against or known[0]._replace(reason=f"on all known chips; {known[0].reason}")
 
 
-def _on_chip(
-    operator: str,
-    kernel: Kernel,
-    hardware: Hardware,
-    operands: Sequence[Any],
-    attributes: Mapping[str, Any],
-    measured: Measured = _not_measured,
-) -> Verdict | None:
-    kind = kernel.kind(hardware, *operands, **attributes)
+def _replayed(operator: str, kernel: str, target: str, kind: Kind | None) -> Verdict | None:
+    """Returns what ships on a kernel for a chip; None if nothing does. Without a kind, the kernel refuses there."""
     if kind is None:
+        return Verdict(False, f"{target} cannot take these operands")
+    if (evidence := shipped(target)) is None:
         return None
-    if near := corners(measured(kernel.name, kind.text), kind.sizes):
-        is_faster = all(case.time <= MOST_MEASURED for case in near)
-        return Verdict(is_faster, f"measured on this device at {_span(near)} of the reference's time, at like operands")
-    if (evidence := shipped(hardware.name)) is None:
-        return None
-    key = operator, kernel.name, kind.text
+    key = operator, kernel, kind.text
     near = corners(evidence.cases.get(key, ()), kind.sizes)
     if not near:
         return Verdict(False, "no evidence near these sizes")
-    text = f"replayed on {hardware.name} at {_span(near)} of the reference's time"
+    text = f"replayed on {target} at {_span(near)} of the reference's time"
     slowest = max(case.time for case in near)
     if not all(case.is_better for case in near):
         return Verdict(False, f"{text}, too close to call" if slowest <= SAME_TIME else text)
@@ -212,8 +209,8 @@ def _span(cases: Sequence[Case]) -> str:
     return " to ".join(dict.fromkeys(f"{time:.2f}" for time in (min(times), max(times))))
 
 
-def corners(cases: Iterable[Case], sizes: tuple[int, ...]) -> tuple[Case, ...]:
-    """Returns the cases that decide these sizes: the one that has them, or the corners of the box around them.
+def corners(cases: Iterable[Case], sizes: Sizes) -> tuple[Case, ...]:
+    """Returns the cases that decide these sizes: the one that has them, or the nearest in each direction.
 
     No cases where the sizes do not lie between known ones, or are not near enough to them.
     """
@@ -238,6 +235,6 @@ def corners(cases: Iterable[Case], sizes: tuple[int, ...]) -> tuple[Case, ...]:
     return tuple(found) if is_between and is_near else ()
 
 
-def _factors(one: tuple[int, ...], other: tuple[int, ...]) -> list[float]:
+def _factors(one: Sizes, other: Sizes) -> list[float]:
     """Returns the factor between each two sizes, at least 1."""
     return [max(a / b, b / a) for a, b in zip(one, other, strict=True)]

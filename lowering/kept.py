@@ -152,12 +152,14 @@ class Found:
 
     def verifications(self) -> dict[tuple[str, str, str], Verification]:
         """Returns the outcomes with these versions by operator, kernel and kind; the latest of each."""
-        found = {}
+        found: dict[tuple[str, str, str], Verification] = {}
         for record in self.records:
             one = record.get("verification")
             if isinstance(one, dict) and one.get("versions") == dict(versions()):
-                key = tuple(str(one.get(name)) for name in ("operator", "kernel", "kind"))
-                found[key[0], key[1], key[2]] = Verification(str(one.get("fault")), str(one.get("date")))
+                operator, kernel, kind = (str(one.get(name)) for name in ("operator", "kernel", "kind"))
+                found.pop((operator, kernel, kind), None)
+                if isinstance(one.get("fault"), str):
+                    found[operator, kernel, kind] = Verification(one["fault"], str(one.get("date")))
         return found
 
 
@@ -284,22 +286,30 @@ def entries_for(target: str) -> tuple[Entry, ...]:
 
 @functools.cache
 def verifications(target: str) -> dict[tuple[str, str, str], Verification]:
-    """Returns the outcomes of kernels' first runs on a device, which `keep_verification` adds to."""
+    """Returns the outcomes of kernels' first runs on a device, which `keep_verification` adds to.
+
+    The processes of `jax.distributed` begin without any: what one of them kept, others may not have read.
+    """
     try:
-        return read(file_of(target)).verifications()
-    except TuningError:  # of which `entries_for` has warned
+        return {} if jax.distributed.is_initialized() else read(file_of(target)).verifications()
+    except TuningError:  # `entries_for` has warned of it
         return {}
 
 
-def keep_verification(target: str, key: tuple[str, str, str], outcome: Verification) -> None:
-    """Keeps an outcome, for this process in any case.
+def keep_verification(target: str, key: tuple[str, str, str], outcome: Verification | None) -> None:
+    """Keeps an outcome for this process, and for later ones that are not those of `jax.distributed`; None forgets it.
 
     Raises:
       TuningError: if the file cannot be written.
     """
-    verifications(target)[key] = outcome
-    record = dict(zip(("operator", "kernel", "kind"), key, strict=True)) | dataclasses.asdict(outcome)
-    append(file_of(target), [{"verification": record | {"versions": dict(versions())}}])
+    known = verifications(target)
+    known.pop(key, None)
+    if outcome is not None:
+        known[key] = outcome
+    if not jax.distributed.is_initialized():
+        record: dict[str, Any] = dict(zip(("operator", "kernel", "kind"), key, strict=True))
+        record |= {"fault": None} if outcome is None else dataclasses.asdict(outcome)
+        append(file_of(target), [{"verification": record | {"versions": dict(versions())}}])
 
 
 def reread() -> None:

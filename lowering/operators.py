@@ -20,7 +20,8 @@ from jax.extend.core import Primitive
 from lowering import source_lines
 from lowering.describe import show
 from lowering.targets import PLATFORMS
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.hardware import Hardware
+from pallas_kernels.kernel import Kernel, Kind
 
 # The platforms of a form that is the default on all of them, if none before it is.
 EVERYWHERE = frozenset(PLATFORMS)
@@ -192,6 +193,18 @@ def present_names(operands: Sequence[Any]) -> list[str]:
             for name, field in zip(operand._fields, operand, strict=True):
                 names += present_names([field]) if isinstance(field, tuple) else [name] * (field is not None)
     return names
+
+
+def refusal_by_fields(kernel: Kernel, operands: Sequence[Any]) -> str | None:
+    """Says which of the operands' fields that are present the kernel does not take; None if it takes them all."""
+    beyond = [] if kernel.takes is None else [name for name in present_names(operands) if name not in kernel.takes]
+    return f"takes no {' and no '.join(beyond)}" if beyond else None
+
+
+def kind_of(kernel: Kernel, hardware: Hardware, operands: Sequence[Any], attributes: Mapping[str, Any]) -> Kind | None:
+    """Returns which cases of a kernel are like this one; None if it refuses the operands, or if no case is."""
+    reason = refusal_by_fields(kernel, operands) or kernel.refuses(hardware, *operands, **attributes)
+    return None if reason is not None else kernel.kind(hardware, *operands, **attributes)
 
 
 def type_text(x: Any) -> str:

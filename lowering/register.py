@@ -208,7 +208,7 @@ def _lower(
     hardware = being_lowered_for(platform, tuple(ctx.module_context.platforms))
     devices = _device_count(ctx)
     choice = choose(operator, selection, hardware, ctx.avals_in, params, devices)
-    if choice.kernel is not None and choice.evidence and selection.verify and not is_absent() and hardware == here():
+    if choice.is_unverified and selection.verify and not is_absent() and hardware == here():
         _verifiers[-1](operator, choice.kernel, hardware, ctx.avals_in, params)
         choice = choose(operator, selection, hardware, ctx.avals_in, params, devices)
     place = Place(platform, split_over(ctx.avals_in, devices))

@@ -15,7 +15,7 @@ from lowering.errors import NotSupportedError
 from lowering.evidence import Verdict, verdict
 from lowering.kept import Evidence
 from lowering.measurements import REFERENCE, Config, Entry, config_items, config_text, versions
-from lowering.operators import Form, Place, present_names, unpacked
+from lowering.operators import Form, Place, present_names, refusal_by_fields, unpacked
 from lowering.targets import TARGETS
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
@@ -194,6 +194,7 @@ class Choice:
       reasons: `reasons()` computes the refusals.
       config: the kernel's tuned configuration; None takes the first that the kernel offers.
       evidence: why "auto" takes the kernel, if it was not tuned at these shapes.
+      is_unverified: whether no device is known to have run the kernel.
       emulated: the TPU as which this machine executes the kernel, if so.
     """
 
@@ -204,6 +205,7 @@ class Choice:
     form: Form | None = None
     emulated: Hardware | None = None
     evidence: str = ""
+    is_unverified: bool = False
 
     @functools.cached_property
     def refusals(self) -> tuple[Refusal, ...]:
@@ -265,7 +267,16 @@ def choose(
     reasons = functools.partial(candidates.refusals, kernel)
     if kernel is not None:
         config = None if mode == "interpret" else candidates.tuned_config(kernel)
-        return Choice(kernel, mode == "interpret", reasons, config, evidence=candidates.evidence_on(kernel))
+        found = candidates.verdict_on(kernel) if mode == "auto" else None
+        by_evidence = found if found is not None and found.is_taken else Verdict(True, "")
+        return Choice(
+            kernel,
+            mode == "interpret",
+            reasons,
+            config,
+            evidence=by_evidence.reason,
+            is_unverified=bool(by_evidence.kind),
+        )
     if mode in ("pallas", "interpret") and candidates.insist():
         told = "; ".join(f"{refusal.kernel}: {refusal.reason}" for refusal in reasons())
         message = (
@@ -348,14 +359,10 @@ class _Candidates:
             if tuned is not None and self._refusal(tuned) is None and self.tuned_config(tuned) is not None:
                 return tuned
         able = (kernel for kernel in of_platform if self._refusal(kernel) is None and self._outweighed(kernel) is None)
-        return next((kernel for kernel in able if (found := self._verdict(kernel)) and found.is_taken), None)
+        return next((kernel for kernel in able if (found := self.verdict_on(kernel)) and found.is_taken), None)
 
-    def evidence_on(self, kernel: Kernel) -> str:
-        """Says why "auto" takes a kernel that was not tuned at these shapes; "" for others."""
-        found = self._verdict(kernel) if self.mode == "auto" else None
-        return found.reason if found is not None and found.is_taken else ""
-
-    def _verdict(self, kernel: Kernel) -> Verdict | None:
+    def verdict_on(self, kernel: Kernel) -> Verdict | None:
+        """Returns whether "auto" takes a kernel that was not tuned at these shapes; None if nothing is known of it."""
         if self.hardware.name in kernel.measured_on:
             return Verdict(True, "")
         # On an explicit or automatic mesh a kernel sees a part of the operands, whose sizes are not known here.
@@ -369,8 +376,9 @@ class _Candidates:
         if seen is not None and seen.fault:
             insisting = f"use({self.operator}='pallas:{kernel.name}') takes it all the same"
             return Verdict(False, f"went wrong on this device on {seen.date}, {seen.fault}; {insisting}")
-        on_device = "not run on a device" if seen is None else f"verified on this device on {seen.date}"
-        return found._replace(reason=f"{found.reason}; {on_device}")
+        if seen is None:
+            return found._replace(reason=f"{found.reason}; not run on a device")
+        return Verdict(True, f"{found.reason}; verified on this device on {seen.date}")
 
     def _refusal(self, kernel: Kernel) -> str | None:
         reason = self._platform_reason(kernel) or self.placement_reason or _size_reason(jax.tree.leaves(self.operands))
@@ -403,7 +411,7 @@ class _Candidates:
         undecided = "" if tuned is None or tuned.replayed else self._undecided(tuned)
         if tuned is not None and undecided is None:
             return tuned.against(kernel.name) or ""
-        found = self._verdict(kernel)
+        found = self.verdict_on(kernel)
         return f"opt-in: {'not measured on this target' if found is None else found.reason}{undecided}"
 
     def _undecided(self, tuned: Entry) -> str | None:
@@ -441,12 +449,6 @@ def form_for(
             raise NotSupportedError(f"{form.name} was asked for, but {reason}", _RUNTIME_ERROR)
     default = (form for form in forms if place.platform in form.platforms)
     return next((form for form in default if form.refuses(place, *operands, **attributes) is None), None)
-
-
-def refusal_by_fields(kernel: Kernel, operands: Sequence[Any]) -> str | None:
-    """Says which of the operands' fields that are present the kernel does not take; None if it takes them all."""
-    beyond = [] if kernel.takes is None else [name for name in present_names(operands) if name not in kernel.takes]
-    return f"takes no {' and no '.join(beyond)}" if beyond else None
 
 
 def _size_reason(operands: Sequence[Any]) -> str | None:

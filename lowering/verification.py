@@ -25,9 +25,8 @@ from lowering.kept import Verification
 from lowering.measurements import HANGS, WRONG, Key
 from lowering.measuring.candidates import Launch
 from lowering.measuring.inputs import made_up
-from lowering.operators import Operator, unpacked
+from lowering.operators import Operator, kind_of, unpacked
 from lowering.register import verify_with
-from lowering.select import refusal_by_fields
 from lowering.targets import device_name
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel, Kind
@@ -49,30 +48,31 @@ def verify(
     Raises:
       TuningError: if the processes of `jax.distributed` have found different things.
     """
-    target, kind = device_name(hardware), _kind(kernel, hardware, operands, params)
+    target, kind = device_name(hardware), kind_of(kernel, hardware, *unpacked(operands, params))
     if target is None or kind is None or os.environ.get(VARIABLE) == "never":
         return
     key = operator.name, kernel.name, kind.text
     with _lock:
-        if key not in kept.verifications(target):
-            _keep(target, key, _BEGUN)
+        if key in kept.verifications(target):
+            return
+        _keep(target, key, _BEGUN)
+        try:
             fault = _within(MOST_SECONDS, functools.partial(_fault, operator, kernel, hardware, operands, params, kind))
-            _keep(target, key, fault)
-            if fault:
-                advice = f"{VARIABLE}=never takes such kernels unverified"
-                message = f"{operator.name}: {kernel.name} is not taken on this device, {fault} ({advice})"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
-    _require_agreement(target, key)
+        except KeyboardInterrupt:
+            _keep(target, key, None)
+            raise
+        _keep(target, key, fault)
+        if fault:
+            insisting = f"use({operator.name}='pallas:{kernel.name}') takes it all the same"
+            message = f"{operator.name}: {kernel.name} is not taken on this device, {fault}; {insisting}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        _require_agreement(target, key)
 
 
-def _kind(kernel: Kernel, hardware: Hardware, operands: Sequence[Any], params: Mapping[str, Any]) -> Kind | None:
-    structured, attributes = unpacked(operands, params)
-    refused = refusal_by_fields(kernel, structured) or kernel.refuses(hardware, *structured, **attributes)
-    return None if refused else kernel.kind(hardware, *structured, **attributes)
-
-
-def _keep(target: str, key: tuple[str, str, str], fault: str) -> None:
-    outcome = Verification(fault, datetime.datetime.now(datetime.UTC).date().isoformat())
+def _keep(target: str, key: tuple[str, str, str], fault: str | None) -> None:
+    """Keeps what is wrong with a kernel, "" for nothing; None forgets it."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    outcome = None if fault is None else Verification(fault, today)
     try:
         kept.keep_verification(target, key, outcome)
     except TuningError as error:
@@ -89,8 +89,8 @@ def _require_agreement(target: str, key: tuple[str, str, str]) -> None:
     first = _jax_private.said_by_first_process(f"jaxops/verified/{target}/{key}", fault or "right", _SECONDS_TO_WAIT)
     if first not in (None, fault or "right"):
         own = f"process {jax.process_index()} found {key[1]} {fault or 'right'} and process 0 {first}"
-        advice = f'{VARIABLE}=never or use({key[0]}="reference") for all'
-        raise TuningError(f"{key[0]}: a kernel must be right on the devices of all processes; {own}: set {advice}")
+        advice = f'use({key[0]}="reference") in all of them goes without it'
+        raise TuningError(f"{key[0]}: a kernel must be right on the devices of all processes; {own}: {advice}")
 
 
 def _within(seconds: float, work: Callable[[], str]) -> str:
@@ -116,7 +116,7 @@ def _fault(
     def is_alike(types: Sequence[Any]) -> bool:
         try:
             jax.eval_shape(functools.partial(operator.meaning, **params), *types)
-            found = _kind(kernel, hardware, types, params)
+            found = kind_of(kernel, hardware, *unpacked(types, params))
         except Exception:  # whatever an operator raises about sizes that do not fit each other
             return False
         return found is not None and found.text == kind.text

@@ -6,9 +6,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from typer.testing import CliRunner
 
 import jaxops
 import lowering
+from jaxops_command.app import app
 from lowering import evidence, kept
 from lowering.evidence import Case, Grid, corners, verdict
 from lowering.measurements import Entry, Key, Measurement
@@ -194,3 +196,50 @@ def test_kernels_that_are_taken_at_drawn_sizes_are_never_slower():
     taken = [row["time"] for row in rows if row.get("taken")]
     assert len(taken) > 5
     assert max(taken) <= 1.02
+
+
+def test_the_page_shows_the_evidence_that_ships(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import evidence as maker
+
+    assert maker.page() == (ROOT / "docs" / "what-runs-where.md").read_text()
+
+
+def test_a_chip_that_cannot_take_the_operands_speaks_against_a_kernel(monkeypatch):
+    def refuses(hardware, *_, **__):
+        return "too small" if hardware.name == "tpu-v6e" else None
+
+    kernel = Kernel("mosaic_tpu", "tpu", lambda x: x, refuses, kind=lambda *_, **__: Kind("float32", (128,)))
+    cases = [case(0.5, 64), case(0.5, 256)]
+    found = decided(monkeypatch, cases, kernel, hardware=Hardware("tpu", "tpu"), targets=("tpu-v5e", "tpu-v6e"))
+    assert (found.is_taken, found.reason) == (False, "tpu-v6e cannot take these operands")
+
+
+def test_explain_can_require_kernels():
+    taken, left = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 4096), (8, 256)))
+    (row,) = lowering.explain(jaxops.softmax, taken, target="tpu-v5e", require="kernel").rows
+    assert row.implementation == "mosaic_tpu"
+    reason = r"on tpu-v5e; got softmax\(f32\[8,256\]\) \(mosaic_tpu: opt-in: no evidence near these sizes\)"
+    with pytest.raises(lowering.NotSupportedError, match=reason):
+        lowering.explain(jaxops.softmax, left, target="tpu-v5e", require="kernel")
+    assert lowering.explain(jaxops.softmax, left, target="cpu", require="kernel").rows  # which has no kernels
+    with pytest.raises(ValueError, match='require must be None or "kernel"; got'):
+        lowering.explain(jaxops.softmax, left, require="kernels")
+
+
+def test_the_command_requires_kernels_and_lists_the_evidence(tmp_path):
+    file = tmp_path / "model.py"
+    file.write_text(
+        "import jax, jaxops\ndef probs(x): return jaxops.softmax(x)\n"
+        "probs_args = (jax.ShapeDtypeStruct((8, 256), 'float32'),)\n"
+    )
+    require = ["explain", f"{file}:probs", "--target", "tpu-v5e", "--require"]
+    kernel, typo = (CliRunner().invoke(app, [*require, what]) for what in ("kernel", "kernels"))
+    assert kernel.exit_code == typo.exit_code == 2
+    assert "must take a kernel on tpu-v5e; got softmax(f32[8,256])" in kernel.stderr
+    assert "--require must be kernel; got 'kernels'" in typo.stderr
+    listed = CliRunner().invoke(app, ["ops", "--target", "tpu-v5e", "--json"])
+    known = sum(record["known"] for record in json.loads(listed.stdout))
+    assert known == sum(map(len, evidence.shipped("tpu-v5e").cases.values()))
+    nothing = CliRunner().invoke(app, ["ops", "--target", "cpu"])
+    assert "no evidence on its kernels ships with the library" in nothing.stdout

@@ -19,7 +19,7 @@ import lowering
 from jaxops import aclnn
 from jaxops.linear_cross_entropy import linear_cross_entropy
 from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows, RowStatistics
-from lowering.select import refusal_by_fields
+from lowering.operators import refusal_by_fields
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.gpu.linear_cross_entropy import gradients, statistics, vocab_parallel
 from pallas_kernels.hardware import Hardware

@@ -26,7 +26,7 @@ import lowering
 from jaxops import aclnn
 from jaxops.linear_cross_entropy import linear_cross_entropy
 from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows, RowStatistics
-from lowering.select import refusal_by_fields
+from lowering.operators import refusal_by_fields
 from lowering.targets import named
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu.linear_cross_entropy import backward, gradients, statistics, tiles, vocab_parallel

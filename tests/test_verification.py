@@ -176,6 +176,30 @@ def test_processes_that_disagree_stop(offered, monkeypatch):
         jax.jit(jaxops.softmax)(X)
 
 
+def test_what_the_user_interrupts_is_verified_next_time(offered, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    folder = offered(right)
+    with monkeypatch.context() as patched:
+        patched.setattr(verification, "_within", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            jax.jit(jaxops.softmax)(X)
+    kept.reread()
+    assert row().evidence.endswith("not run on a device")
+    np.testing.assert_allclose(jax.jit(jaxops.softmax)(X), EXPECTED, rtol=1e-5)
+    assert [record["fault"] for record in records(folder)] == [verification._BEGUN, None, verification._BEGUN, ""]
+
+
+def test_the_processes_of_a_program_verify_each_for_itself(offered, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(_jax_private, "said_by_first_process", lambda name, own, _: own)
+    folder = offered(right)
+    np.testing.assert_allclose(jax.jit(jaxops.softmax)(X), EXPECTED, rtol=1e-5)
+    assert "verified on this device" in row().evidence
+    assert not list(folder.iterdir())
+
+
 def test_small_cases_keep_what_attributes_name():
     types = [jax.ShapeDtypeStruct((4096, 1000), jnp.float32)]
     found = list(verification.smaller(types, {"size": 1000}, lambda types: True))

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from lowering.measurements import NOT_COMPILED, REFERENCE, WRONG, Config, Measurement, config_items
-from lowering.operators import Operator, on_arrays, type_text, unpacked
+from lowering.operators import Operator, on_arrays, refusal_by_fields, type_text, unpacked
 from lowering.register import kernels_of, without_kernels
-from lowering.select import refusal_by_fields
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 

@@ -11,9 +11,8 @@ from lowering.compiling.compile import CompileError, compile
 from lowering.compiling.process import more_libtpu_flags
 from lowering.compiling.report import CompiledReport
 from lowering.measurements import REFERENCE, Config, Entry, Key, Measurement, config_items
-from lowering.operators import Operator, on_arrays, unpacked
+from lowering.operators import Operator, on_arrays, refusal_by_fields, unpacked
 from lowering.register import kernels_of, without_kernels
-from lowering.select import refusal_by_fields
 from pallas_kernels.hardware import Hardware
 
 # Where a whole program is one operator, libtpu may keep an argument in VMEM from one run to the next: on TPU v5e up to
