@@ -179,6 +179,16 @@ def uses(family: Family, option: Any, sizes: Sizes, hardware: Hardware) -> Itera
                     yield use, kernel
 
 
+def syntax(node: Any) -> Any:
+    """Returns a tree of syntax as tuples, without empty fields, in which releases of Python differ."""
+    if isinstance(node, list):
+        return tuple(map(syntax, node))
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = ((name, syntax(value)) for name, value in ast.iter_fields(node) if value not in (None, []))
+    return (type(node).__name__, *fields)
+
+
 def digest(kernel: Kernel) -> str:
     """Returns a digest of the code of a kernel and of the modules that it is made of, without docstrings."""
     root = Path(jaxops.__file__).parents[1]
@@ -194,8 +204,8 @@ def digest(kernel: Kernel) -> str:
                 waiting += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
             if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
                 node.body = node.body[1:]
-        found[module] = ast.dump(tree).replace(", type_params=[]", "")  # which Python 3.12 adds
-    return hashlib.sha256("".join(found[module] for module in sorted(found)).encode()).hexdigest()[:12]
+        found[module] = syntax(tree)
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:12]
 
 
 def header(target: str) -> dict[str, Any]:
