@@ -1,11 +1,12 @@
 r"""Evidence on TPU kernels at a grid of sizes, by replays of their schedules, and by executing their compiled code.
 
-python benchmarks/evidence.py --target tpu-v5e
-python benchmarks/evidence.py --target tpu-v5e --draw 100 --seed 1 --output benchmarks/results/evidence_draws_v5e.json
+python benchmarks/evidence.py --target tpu-v5e --fill 400 --seed 1
+python benchmarks/evidence.py --target tpu-v5e --draw 100 --seed 2 --output benchmarks/results/evidence_draws_v5e.json
 
-The first writes lowering/tuned/tpu-v5e.evidence.jsonl, a line for each case; what stands there already is kept, unless
-the kernel's code has changed, so it can be interrupted. The second draws sizes that no file lists, replays them, and
-says what "auto" takes there. Nothing runs on a chip; it needs `jaxops targets --install tpu`.
+The first writes lowering/tuned/tpu-v5e.evidence.jsonl, a line for each case of a grid, and of those sizes among 400
+drawn ones that the cases before do not decide. What stands there already is kept, unless the kernel's code has changed,
+so it can be interrupted. The second draws sizes that no file lists, replays them, and says what "auto" takes there.
+Nothing runs on a chip; it needs `jaxops targets --install tpu`.
 """
 
 import ast
@@ -244,25 +245,35 @@ def append(path: Path, record: Any) -> None:
         stream.write(f"{json.dumps(record)}\n")
 
 
-def make_grid(target: str, path: Path, only: list[str]) -> None:
-    """Adds what is missing to a file of evidence."""
-    hardware = named(target)
-    work = [
-        (name, option, sizes)
-        for name, family in FAMILIES.items()
-        if any(part in name for part in only)
-        for option, sizes in family.cases()
-    ]
+def work_of(only: list[str], fill: int, seed: int) -> Iterator[tuple[str, Family, Any, Sizes, bool]]:
+    """Yields cases, with the name of the family, and whether they lie on its grid: first the grid, then drawn sizes."""
+    families = {name: family for name, family in FAMILIES.items() if any(part in name for part in only)}
+    for name, family in families.items():
+        for option, sizes in family.cases():
+            yield name, family, option, sizes, True
+    draws = np.random.default_rng(seed)
+    for name, family in itertools.islice(itertools.cycle(families.items()), fill):
+        yield name, family, *family.drawn(draws, beyond=1.5), False
+
+
+def make_grid(target: str, path: Path, only: list[str], fill: int, seed: int) -> None:
+    """Adds to a file of evidence what is missing on the grid, and drawn sizes that it does not decide."""
+    hardware, work = named(target), list(work_of(only, fill, seed))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    known = {case[:4] for cases in evidence.read(path).cases.values() for case in cases}
+    known = dict(evidence.read(path).cases)
     with Progress(*columns) as bar:
         task = bar.add_task(target, total=len(work))
-        for name, option, sizes in work:
+        for name, family, option, sizes, is_of_grid in work:
             bar.update(task, description=f"{target} {name} {'x'.join(map(str, sizes))}")
-            family = FAMILIES[name]
             for use, kernel in uses(family, option, sizes, hardware):
                 kind = kind_of(kernel, hardware, *unpacked(use.operands, use.params))
-                if kind is None or (use.operator.name, kernel.name, *kind) in known:
+                if kind is None:
+                    continue
+                key = use.operator.name, kernel.name, kind.text
+                cases = known.get(key, ())
+                near = evidence.corners(cases, kind.sizes)
+                is_decided = len({case.is_better for case in near}) == 1
+                if any(case.sizes == kind.sizes for case in cases) or (is_decided and not is_of_grid):
                     continue
                 begin = time.perf_counter()
                 found = case_of(use, kernel, family, option, sizes, hardware)
@@ -270,7 +281,7 @@ def make_grid(target: str, path: Path, only: list[str]) -> None:
                     bar.console.print(f"{use.operator.name} {kind}: {found}")
                     continue
                 append(path, found)
-                known.add(found[:4])
+                known[key] = (*cases, found)
                 seconds = time.perf_counter() - begin
                 bar.console.print(f"{found.operator} {found.kind} {list(found.sizes)}: {found.time} ({seconds:.1f} s)")
             bar.advance(task)
@@ -310,29 +321,28 @@ def arguments(family: Family, option: Any, sizes: Sizes) -> list[jax.Array]:
     return [values(x) for x in operands]
 
 
-def execute(target: str, path: Path, only: list[str]) -> None:
+def execute(target: str, path: Path, only: list[str], fill: int, seed: int) -> None:
     """Executes a small case of each kind in a file of evidence, as it is compiled, and compares it with float64."""
     hardware, grid, tried = named(target), evidence.read(path), set()
-    for name, family in FAMILIES.items():
-        for option, sizes in family.cases() if any(part in name for part in only) else ():
-            for use, kernel in uses(family, option, sizes, hardware):
-                kind = kind_of(kernel, hardware, *unpacked(use.operands, use.params))
-                key = (use.operator.name, kernel.name, "" if kind is None else kind.text)
-                if key not in grid.cases or key in grid.executed or key in tried:
-                    continue
-                tried.add(key)
-                small = shrunk(family, option, sizes, key, hardware)
-                fn, operands = family.call(option, small)
-                if max(math.prod(x.shape) for x in operands) > TOO_LARGE:
-                    print(f"{', '.join(key)} at {list(small)}: too large to be executed", flush=True)
-                    continue
-                for problem in problems(fn, arguments(family, option, small), hardware):
-                    if problem.operator.name == use.operator.name:
-                        error = executed(problem, kernel, hardware)
-                        print(f"{', '.join(key)} at {list(small)}: {error or 'right'}", flush=True)
-                        if not error:
-                            append(path, {"executed": [*key, list(small)]})
-                        break
+    for _, family, option, sizes, _ in work_of(only, fill, seed):
+        for use, kernel in uses(family, option, sizes, hardware):
+            kind = kind_of(kernel, hardware, *unpacked(use.operands, use.params))
+            key = (use.operator.name, kernel.name, "" if kind is None else kind.text)
+            if key not in grid.cases or key in grid.executed or key in tried:
+                continue
+            tried.add(key)
+            small = shrunk(family, option, sizes, key, hardware)
+            fn, operands = family.call(option, small)
+            if max(math.prod(x.shape) for x in operands) > TOO_LARGE:
+                print(f"{', '.join(key)} at {list(small)}: too large to be executed", flush=True)
+                continue
+            for problem in problems(fn, arguments(family, option, small), hardware):
+                if problem.operator.name == use.operator.name:
+                    error = executed(problem, kernel, hardware)
+                    print(f"{', '.join(key)} at {list(small)}: {error or 'right'}", flush=True)
+                    if not error:
+                        append(path, {"executed": [*key, list(small)]})
+                    break
 
 
 def executed(problem: Problem, kernel: Kernel, hardware: Hardware) -> str:
@@ -380,9 +390,9 @@ On CPUs every operator runs its forms in jnp, which XLA compiles. On NVIDIA GPUs
 has measured them. On TPUs kernels are the default at the sizes that this page counts, and at sizes between them:
 
 * Cases of a kernel are alike if dtypes, options and the way in which arrays are stored agree. Their sizes may differ.
-* At each size of a grid, the kernel and the program that XLA makes without it are compiled for the chip, and their
-  schedules replayed ([how far to trust that](schedule.md)). A kernel is better if it takes 0.85 of the time or less,
-  or as long with a fifth less memory.
+* At each size of a grid, and at drawn sizes that the grid does not decide, the kernel and the program that XLA makes
+  without it are compiled for the chip, and their schedules replayed ([how far to trust that](schedule.md)). A kernel is
+  better if it takes 0.85 of the time or less, or as long with a fifth less memory.
 * A small case of each kind is executed as it is compiled ([how](emulation.md)) and compared with float64.
 * Other sizes must lie between known ones, at most a factor of 4 from one of them in each. The known sizes around them
   decide, and all must agree. There is no evidence on sizes beyond them, so XLA's program runs.
@@ -426,6 +436,7 @@ def main() -> None:
     parser.add_argument("--target", default="tpu-v5e")
     parser.add_argument("--only", nargs="*", default=[""], help="the families whose names hold one of these")
     parser.add_argument("--folder", type=Path, default=Path("lowering/tuned"))
+    parser.add_argument("--fill", type=int, default=0, help="beside the grid, so many cases of sizes that are drawn")
     parser.add_argument("--draw", type=int, default=0, help="replay so many cases of sizes that are drawn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--page", type=Path, help="where to write what ships as a page of documentation, and no more")
@@ -441,8 +452,8 @@ def main() -> None:
         return
     path = options.folder / f"{options.target}.evidence.jsonl"
     begin(options.target, path)
-    make_grid(options.target, path, options.only)
-    execute(options.target, path, options.only)
+    make_grid(options.target, path, options.only, options.fill, options.seed)
+    execute(options.target, path, options.only, options.fill, options.seed)
 
 
 if __name__ == "__main__":

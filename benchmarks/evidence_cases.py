@@ -65,11 +65,12 @@ class Family:
         largest = max(math.prod(x.shape) for x in operands)
         return self.elements[0] <= largest <= self.elements[1]
 
-    def drawn(self, draws: np.random.Generator) -> tuple[Any, Sizes]:
-        """Draws an option, and sizes between the smallest and the largest of the grid, evenly by their logarithm."""
+    def drawn(self, draws: np.random.Generator, beyond: float = 1) -> tuple[Any, Sizes]:
+        """Draws an option, and sizes by their logarithm, from the grid's smallest to its largest by a factor beyond."""
         while True:
             option = self.options[draws.integers(len(self.options))]
-            sizes = tuple(int(np.exp(draws.uniform(math.log(axis[0]), math.log(axis[-1] + 1)))) for axis in self.grid)
+            ends = [(math.log(axis[0] / beyond), math.log(axis[-1] * beyond + 1)) for axis in self.grid]
+            sizes = tuple(int(np.exp(draws.uniform(*each))) for each in ends)
             if self.is_inside(option, sizes):
                 return option, sizes
 

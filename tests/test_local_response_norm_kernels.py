@@ -31,7 +31,8 @@ CASES = [
     for name, case, shape, n, axis in (
         ("tpu", "channels-untiled", (2, 3, 2, 24, 128), 4, 1),
         ("tpu", "channels-in-sublanes", (3, 16, 1, 1, 700), 5, 3),
-        ("tpu", "channels-in-lanes", (2, 5, 40, 128, 1, 1, 1), 6, 4),
+        ("tpu", "channels-in-lanes-of-odd-images", (1, 5, 40, 128, 1, 1, 1), 6, 4),
+        ("tpu", "channels-in-lanes-too-many-to-transpose", (1, 2, 24, 256, 1, 1, 1), 6, 4),
         ("tpu", "channels-in-lanes-of-128-images", (384, 128, 1, 1, 1), 5, 4),
         ("tpu", "window-added-in-registers", (2, 32, 1, 1, 256), 28, 3),
         ("tpu", "ragged", (3, 2, 7, 1, 5, 5), 3, 4),

@@ -187,8 +187,7 @@ def kind(hardware, operands, *, activation, **_) -> Kind:
 def kind_of(x, arrays, config, activation, options) -> Kind:
     """Returns the kind of a kernel that keeps up to so many arrays of images like x in VMEM."""
     blocks, channels = blocks_of(x.shape, x.dtype, arrays, **config), x.shape[-2]
-    given = "nsc" if x.shape[-1] == 1 else "ncs"
-    words = dtype_names(x), f"{given} stored as {blocks.order}", f"{blocks.kept} in VMEM", activation.mode, *options
+    words = dtype_names(x), f"stored as {blocks.order}", f"{blocks.kept} in VMEM", activation.mode, *options
     return Kind(", ".join(words), (channels, math.prod(x.shape) // channels))
 
 

@@ -76,15 +76,21 @@ def view_of(shape):
 
 def block_of(view, block_elements):
     """Returns a block of at most `block_elements` padded elements with all channels; None if none is that small."""
-    block = [min(size, least) for size, least in zip(view.shape, (1, 1, 1, _ROWS, LANES), strict=True)]
-    block[view.channel_axis] = view.shape[view.channel_axis]
+    shape, units = list(view.shape), [1, 1, 1, _ROWS, LANES]
+    if view.channel_axis == 4 and LANES * round_up(shape[4], LANES) <= block_elements:
+        # So many rows of so many images make a tile that can be transposed.
+        units[3] = min(LANES, max(_ROWS, pl.next_power_of_2(shape[3])))
+        units[0] = LANES // units[3]
+        shape[0], shape[3] = (round_up(shape[axis], units[axis]) for axis in (0, 3))
+    block = list(map(min, shape, units))
+    block[view.channel_axis] = shape[view.channel_axis]
     # Grown from the minor axis outwards, as longer runs in HBM are copied faster.
-    for axis, unit in ((4, LANES), (3, _ROWS), (2, 1), (0, 1)):
-        if axis != view.channel_axis:
+    for axis, unit in reversed(list(enumerate(units))):
+        if axis not in (1, view.channel_axis):
             others = _padded_elements([1 if i == axis else size for i, size in enumerate(block)]) // (
                 {4: LANES, 3: _ROWS}.get(axis, 1)
             )
-            block[axis] = max(block[axis], min(view.shape[axis], block_elements // others // unit * unit))
+            block[axis] = max(block[axis], min(shape[axis], block_elements // others // unit * unit))
     if _padded_elements(block) > block_elements:
         return None
     # Whole registers, so that nothing is masked: DMAs copy what the array has.
@@ -122,29 +128,35 @@ class _Norm(NamedTuple):
         """Computes the result from the scaled gradient and the sum of what windows that hold x have in common."""
         return scaled - (2 * self.beta * self.share) * x * shared
 
-    def tile(self, block: tuple[int, ...]) -> tuple[int, int]:
-        """Returns rows and columns that are computed together: those of one register, beside all channels."""
-        rows, columns = block[3:]
+    def tile(self, block: tuple[int, ...]) -> tuple[int, int, int]:
+        """Returns the images, rows and columns that are computed together: a register's, beside all channels."""
+        images, *_, rows, columns = block
         if self.channel_axis == 4:
-            return next((count for count in (LANES, 64, 32, 16, 8) if rows % count == 0), rows), columns
+            part = next((count for count in (LANES, 64, 32, 16, 8) if rows % count == 0), rows)
+            together = LANES // part if part == rows and LANES % part == 0 else 1
+            return (together if images % together == 0 else 1), part, columns
         columns = LANES if columns % LANES == 0 else columns
-        return (_ROWS if self.channel_axis == 1 and rows % _ROWS == 0 else rows), columns
+        return 1, (_ROWS if self.channel_axis == 1 and rows % _ROWS == 0 else rows), columns
+
+    def is_transposed(self, block: tuple[int, ...]) -> bool:
+        """Tells whether tiles have their channels in lanes, and as many pixels as there are lanes."""
+        images, rows, _ = self.tile(block)
+        return self.channel_axis == 4 and images * rows == LANES
 
     def tiles(self, block: tuple[int, ...]) -> tuple[int, ...]:
         """Counts the tiles along all axes but the untiled one of channels."""
-        rows, columns = self.tile(block)
-        return block[0], block[2], block[3] // rows, block[4] // columns
+        images, rows, columns = self.tile(block)
+        return block[0] // images, block[2], block[3] // rows, block[4] // columns
 
     def group(self, block: tuple[int, ...]) -> int:
         """Counts the tiles that are computed without a loop."""
-        rows, columns = self.tile(block)
-        elements = block[1] * round_up(rows, SUBLANES) * round_up(columns, LANES)
+        images, rows, columns = self.tile(block)
+        elements = images * block[1] * round_up(rows, SUBLANES) * round_up(columns, LANES)
         return min(max(1, _GROUP_ELEMENTS // elements), _MOST_TILES, math.prod(self.tiles(block)))
 
     def edge(self, block: tuple[int, ...]) -> int | None:
         """Counts the zeros before and behind the channels in scratch; None if windows are added in registers."""
-        is_in_sublanes = self.channel_axis == 3 or (self.channel_axis == 4 and self.tile(block)[0] == LANES)
-        if not is_in_sublanes or self.n > _MOST_IN_SCRATCH:
+        if not (self.channel_axis == 3 or self.is_transposed(block)) or self.n > _MOST_IN_SCRATCH:
             return None
         return round_up(max(1, *reach(self.n, block[self.channel_axis])), SUBLANES)
 
@@ -192,28 +204,33 @@ def _all_channels(norm, *refs, edge, places):
     """Computes tiles with channels in sublanes or lanes, step by step: each step's instructions are independent."""
     *operand_refs, result_ref, scratch = refs
     block = result_ref.shape
-    channels = block[norm.channel_axis]
-    is_transposed = norm.channel_axis == 4 and norm.tile(block)[0] == LANES
+    channels, (images, rows, columns) = block[norm.channel_axis], norm.tile(block)
+    is_transposed = norm.is_transposed(block)
     axis = 0 if is_transposed or norm.channel_axis == 3 else 1
 
-    def turned(x):
-        return jnp.swapaxes(x, 0, 1) if is_transposed else x
+    def load(ref, place):
+        x = ref[place].astype(jnp.float32).reshape(images * rows, columns)
+        return x.T if is_transposed else x
+
+    def store(ref, place, x):
+        x = x.T if is_transposed else x
+        ref[place] = x.reshape(ref.at[place].shape).astype(ref.dtype)
 
     def sums_of(i):
         if edge is None:
             return functools.partial(in_registers, axis=axis)
         return functools.partial(in_scratch, ref=scratch.at[i], edge=edge)
 
-    values = [[turned(ref[place].astype(jnp.float32)) for ref in operand_refs] for place in places]
+    values = [[load(ref, place) for ref in operand_refs] for place in places]
     compute = _forward if len(operand_refs) == 1 else _backward
     results = [compute(norm, sums_of(i), channels, *each) for i, each in enumerate(values)]
     for place, result in zip(places, results, strict=True):
-        result_ref[place] = turned(result).astype(result_ref.dtype)
+        store(result_ref, place, result)
 
 
 def _kernel(*refs, norm):
     block = refs[0].shape
-    rows, columns = norm.tile(block)
+    images, rows, columns = norm.tile(block)
     edge, group = norm.edge(block), norm.group(block)
     sizes = norm.tiles(block)
     if edge is not None:
@@ -226,7 +243,9 @@ def _kernel(*refs, norm):
         for size in reversed(sizes):
             i, index = _divided(i, size)
             indices.insert(0, index)
-        return *indices[:2], _part(indices[2], rows, block[3]), _part(indices[3], columns, block[4])
+        image, between, row, column = indices
+        image = image if images == 1 else _part(image, images, block[0])
+        return image, between, _part(row, rows, block[3]), _part(column, columns, block[4])
 
     def compute(first, count):
         places = [place_of(first + i) for i in range(count)]
@@ -315,8 +334,7 @@ def kind(hardware, x, *grad, n, beta, **_) -> Kind:
     """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
     place = {1: "planes", 3: "sublanes", 4: "lanes"}[view_of(x.shape).channel_axis]
     sizes = x.shape[_CHANNELS], math.prod(x.shape) // x.shape[_CHANNELS]
-    given = "pixels" if math.prod(x.shape[_CHANNELS + 1 :]) == 1 else "images"
-    return Kind(f"{dtype_names(x, *grad)}, {given}, channels along {place}, n={n}, beta={beta:g}", sizes)
+    return Kind(f"{dtype_names(x, *grad)}, channels along {place}, n={n}, beta={beta:g}", sizes)
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, kind=kind)
