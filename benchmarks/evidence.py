@@ -10,6 +10,7 @@ Nothing runs on a chip; it needs `jaxops targets --install tpu`.
 """
 
 import ast
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -50,7 +51,7 @@ from pallas_kernels.kernel import Kernel
 # 24 digits in six steps. In the cross entropy's, all blocks of rows are live.
 COUNTS = {"dropout": 0.24, "linear_cross_entropy": 1}
 MOST_EXECUTED = 2**15  # elements of the largest operand of a case that is executed
-TOO_LARGE = 2**24  # where no smaller case is of the kind, as where arrays do not fit VMEM
+TOO_LARGE = 2**21
 
 
 class Answers:
@@ -287,25 +288,39 @@ def make_grid(target: str, path: Path, only: list[str], fill: int, seed: int) ->
             bar.advance(task)
 
 
-def shrunk(family: Family, option: Any, sizes: Sizes, key: tuple[str, str, str], hardware: Hardware) -> Sizes:
-    """Returns sizes of the same kind that are as small as halving makes them, down to some ten thousand elements."""
+def shrunk(
+    family: Family, option: Any, sizes: Sizes, key: tuple[str, str, str], hardware: Hardware
+) -> tuple[Sizes, dict[str, Any]] | None:
+    """Returns sizes of the same kind that halving makes small enough to be executed, and the kernel's configuration.
 
-    def is_alike(sizes: Sizes) -> bool:
+    What is of a kind because it does not fit VMEM is smaller on chips with less VMEM; these are tried one by one.
+    """
+
+    def config_of(sizes: Sizes, chip: Hardware) -> dict[str, Any] | None:
         for use, kernel in uses(family, option, sizes, hardware):
             if (use.operator.name, kernel.name) == key[:2]:
-                kind = kind_of(kernel, hardware, *unpacked(use.operands, use.params))
-                return kind is not None and kind.text == key[2]
-        return False
+                structured, attributes = unpacked(use.operands, use.params)
+                offered = kernel.configs(chip, *structured, **attributes)
+                kind = kind_of(kernel, chip, structured, attributes) if offered else None
+                if kind is not None and kind.text == key[2]:
+                    return dict(offered[0])
+        return None
 
-    for axis in reversed(range(len(sizes))):
-        while sizes[axis] > 8:
-            _, operands = family.call(option, sizes)
-            less = (*sizes[:axis], sizes[axis] // 2, *sizes[axis + 1 :])
-            if max(math.prod(x.shape) for x in operands) <= MOST_EXECUTED or not is_alike(less):
-                break
-            sizes = less
-    odd = tuple(size + size // 5 + 1 for size in sizes)
-    return odd if is_alike(odd) else sizes
+    def elements(sizes: Sizes) -> int:
+        return max(math.prod(x.shape) for x in family.call(option, sizes)[1])
+
+    vmem_bytes = hardware.on_chip_bytes or 0
+    for chip in (dataclasses.replace(hardware, on_chip_bytes=vmem_bytes >> n) for n in range(6)):
+        small = sizes
+        for axis in reversed(range(len(sizes))):
+            tried = small
+            while tried[axis] > 8 and elements(tried) > MOST_EXECUTED:
+                tried = (*tried[:axis], tried[axis] // 2, *tried[axis + 1 :])
+                small = tried if config_of(tried, chip) else small
+        for wanted in (tuple(size + size // 5 + 1 for size in small), small):
+            if elements(wanted) <= TOO_LARGE and (config := config_of(wanted, chip)):
+                return wanted, config
+    return None
 
 
 def arguments(family: Family, option: Any, sizes: Sizes) -> list[jax.Array]:
@@ -331,24 +346,23 @@ def execute(target: str, path: Path, only: list[str], fill: int, seed: int) -> N
             if key not in grid.cases or key in grid.executed or key in tried:
                 continue
             tried.add(key)
-            small = shrunk(family, option, sizes, key, hardware)
-            fn, operands = family.call(option, small)
-            if max(math.prod(x.shape) for x in operands) > TOO_LARGE:
-                print(f"{', '.join(key)} at {list(small)}: too large to be executed", flush=True)
+            if (found := shrunk(family, option, sizes, key, hardware)) is None:
+                print(f"{', '.join(key)}: too large to be executed", flush=True)
                 continue
+            small, config = found
+            fn, _ = family.call(option, small)
             for problem in problems(fn, arguments(family, option, small), hardware):
                 if problem.operator.name == use.operator.name:
-                    error = executed(problem, kernel, hardware)
+                    error = executed(problem, kernel, config, hardware)
                     print(f"{', '.join(key)} at {list(small)}: {error or 'right'}", flush=True)
                     if not error:
                         append(path, {"executed": [*key, list(small)]})
                     break
 
 
-def executed(problem: Problem, kernel: Kernel, hardware: Hardware) -> str:
+def executed(problem: Problem, kernel: Kernel, config: dict[str, Any], hardware: Hardware) -> str:
     """Says what is wrong with a kernel whose compiled code is executed; "" if nothing."""
     structured, attributes = unpacked(problem.operands, problem.params)
-    (config, *_) = kernel.configs(hardware, *structured, **attributes)
     launch = {"config": config} | ({"in_place": False} if kernel.overwrites(*structured, **attributes) else {})
     run = on_arrays(functools.partial(kernel.run, **launch), problem.params)
     try:
