@@ -20,7 +20,7 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import varying_with
-from jaxops.linear_cross_entropy.by_rows import no_sums
+from jaxops.linear_cross_entropy import row_statistics as algebra
 from jaxops.linear_cross_entropy.checks import check_operands
 from jaxops.linear_cross_entropy.fold_rows import filler
 from jaxops.linear_cross_entropy.operands import (
@@ -31,22 +31,8 @@ from jaxops.linear_cross_entropy.operands import (
     Rows,
     RowStatistics,
     RowWeights,
+    Sums,
     axes,
-)
-from jaxops.linear_cross_entropy.row_statistics import (
-    RowSums,
-    bounded_logits,
-    cotangent_terms,
-    linear_gradients,
-    logits_of,
-    loss_terms,
-    row_losses,
-    row_sums,
-    scale_gradient,
-    softmax_coefficient,
-    statistics_terms,
-    target_total,
-    with_target_total,
 )
 from lowering.operators import EVERYWHERE, Form, is_absent_field
 
@@ -106,20 +92,18 @@ def _losses(
 
     def step(_: None, block: tuple[Rows, RowWeights]) -> tuple[None, tuple[jax.Array | None, RowStatistics]]:
         rows, weights = block
-        statistics = _row_sums(rows, columns, softcap, metrics)[-1].statistics
+        statistics = _logits(rows, columns, softcap).sums(metrics=metrics).statistics
         if metrics:
             return None, (None, statistics)
-        total = target_total(rows, columns, statistics.max_logit)
-        return None, (row_losses(statistics, total, weights), _NO_STATISTICS)
+        total = algebra.target_total(rows, columns, statistics.max_logit)
+        return None, (algebra.row_losses(statistics, total, weights), _NO_STATISTICS)
 
     return _scan_blocks(step, None, (rows, weights), rows.x.shape[:-1])[1]
 
 
-def _row_sums(rows: Rows, columns: Columns, softcap: float | None, metrics: bool) -> tuple[Rows, jax.Array, RowSums]:
-    """Returns the rows with the weight's dtype, their bounded logits and the sums of these."""
+def _logits(rows: Rows, columns: Columns, softcap: float | None) -> algebra.Logits:
     rows = rows._replace(x=rows.x.astype(columns.weight.dtype))
-    bounded = bounded_logits(rows, columns, softcap, accumulation_dtype(columns.weight.dtype))
-    return rows, bounded, row_sums(logits_of(bounded, rows), rows, columns, metrics=metrics)
+    return algebra.Logits.of(rows, columns, softcap, accumulation_dtype(columns.weight.dtype))
 
 
 def _gradients(
@@ -138,32 +122,33 @@ def _gradients(
 
     def step(sums: ColumnGradients, block: Any) -> tuple[ColumnGradients, tuple[RowGradients, RowWeights]]:
         of_loss, cotangents, rows, weights = block
-        rows, bounded, row_totals = _row_sums(rows, columns, softcap, metrics)
-        statistics = row_totals.statistics
-        total = target_total(rows, columns, statistics.max_logit)
+        logits = _logits(rows, columns, softcap)
+        row_sums = logits.sums(metrics=metrics)
+        statistics = row_sums.statistics
+        total = algebra.target_total(rows, columns, statistics.max_logit)
         of_weights = RowWeights()
         if of_loss is not None:
-            pairs = zip(weights, loss_terms(statistics, total), strict=True)
+            pairs = zip(weights, algebra.loss_terms(statistics, total), strict=True)
             of_weights = RowWeights(*(None if weight is None else of_loss * term for weight, term in pairs))
             weighted = jax.tree.map(lambda weight: of_loss * weight, weights)
-            terms = cotangent_terms(weighted, row_totals, total)
+            terms = algebra.cotangent_terms(weighted, row_sums, total)
             # A loss is linear in the statistics but for log sum exp, so these are the cotangents of the statistics.
-            softmax = softmax_coefficient(weighted, statistics, total)
+            softmax = algebra.softmax_coefficient(weighted, statistics, total)
             cotangents = RowStatistics(softmax, softmax, terms.label, terms.target)
         else:
-            terms = statistics_terms(cotangents, statistics)
-        of_rows, of_columns = linear_gradients(terms, rows, columns, bounded, softcap, needs)
+            terms = algebra.statistics_terms(cotangents, statistics)
+        of_rows, of_columns = logits.gradients(terms, needs)
         if of_rows.scale is not None:
-            scale = scale_gradient(of_rows.scale, cotangents, statistics, rows, columns)
+            scale = algebra.scale_gradient(of_rows.scale, cotangents, statistics, rows, columns)
             of_rows = of_rows._replace(scale=scale)
         if of_loss is not None and weights.target is not None:
             # T is a sum of the targets, so each of them has this in its gradient, whatever its column.
             by_total = of_loss * weights.target * statistics.log_sum_exp
-            of_rows, of_columns = with_target_total(of_rows, of_columns, by_total)
+            of_rows, of_columns = algebra.with_target_total((of_rows, of_columns), by_total)
         return jax.tree.map(jnp.add, sums, of_columns), (of_rows, of_weights)
 
     operands = (for_losses, for_statistics, rows, weights)
-    sums = no_sums(columns, weights, needs, None).columns
+    sums = Sums.zeros(columns, weights, needs).columns
     sums, (of_rows, of_weights) = _scan_blocks(step, sums, operands, rows.x.shape[:-1])
     return of_rows, sums, of_weights
 
