@@ -16,7 +16,8 @@ from linear_cross_entropy_oracle import expected, make_case, value_and_gradients
 
 import lowering
 from jaxops.linear_cross_entropy import linear_cross_entropy, prior_shift
-from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowWeights, SumOptions, Sums
+from jaxops.linear_cross_entropy.by_rows import SumOptions, Sums
+from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowWeights
 from lowering.operators import Place
 from pallas_kernels.tpu.linear_cross_entropy import exponentials
 

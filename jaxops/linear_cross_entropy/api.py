@@ -254,7 +254,7 @@ def linear_cross_entropy(
 
     options: dict[str, Any] = {"softcap": softcap, "metrics": return_aux}
     if batch_invariant:
-        return result(*invariant_losses(_NAME, rows, columns, weights, vocab_axis=vocab_axis, **options))
+        return result(*invariant_losses(_NAME, (rows, columns, weights), vocab_axis=vocab_axis, **options))
     options["chunk_rows"] = chunk_rows
     if strategy != "grad_in_forward":
         statistics = vocabulary.statistics(rows, columns, **options)

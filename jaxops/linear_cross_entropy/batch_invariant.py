@@ -21,6 +21,7 @@ from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy import row_statistics as algebra
+from jaxops.linear_cross_entropy.by_rows import Sums
 from jaxops.linear_cross_entropy.checks import check_operands
 from jaxops.linear_cross_entropy.fold_rows import filler
 from jaxops.linear_cross_entropy.operands import (
@@ -31,7 +32,6 @@ from jaxops.linear_cross_entropy.operands import (
     Rows,
     RowStatistics,
     RowWeights,
-    Sums,
     axes,
 )
 from lowering.operators import EVERYWHERE, Form, is_absent_field
@@ -43,25 +43,18 @@ _LEAST_BLOCKS = 2
 
 
 def invariant_losses(
-    operator: str,
-    rows: Rows,
-    columns: Columns,
-    weights: RowWeights,
-    *,
-    vocab_axis: str | None,
-    softcap: float | None,
-    metrics: bool,
+    operator: str, operands: tuple[Rows, Columns, RowWeights], *, vocab_axis: str | None, softcap: Any, metrics: bool
 ) -> tuple[jax.Array, RowStatistics]:
     """Computes the `row_losses` of rows and, with metrics, their statistics. The operator is for messages."""
-    sizes = jax.tree.leaves(jax.tree.map(lambda x: x.shape, (rows, columns)))
+    sizes = jax.tree.leaves(jax.tree.map(lambda x: x.shape, operands))
     is_known = not any(map(jax.export.is_symbolic_dim, sizes))
     # Symbolic sizes leave the number of blocks open; parts of a split vocabulary are added as the mesh has them.
     require(is_known, operator, "batch_invariant", "be False where sizes are symbolic", True)
     require(vocab_axis is None, operator, "batch_invariant", "be False with vocab_axis", True)
     lowering.note(f"{operator}: strategy recompute, in blocks of rows, as batch_invariant is set")
     # Two loops: in one, the metrics would change what is fused with the sums behind the loss.
-    loss, _ = _LOSSES(rows, columns, weights, softcap=softcap, metrics=False)
-    return loss, _LOSSES(rows, columns, weights, softcap=softcap, metrics=True)[1] if metrics else _NO_STATISTICS
+    loss, _ = _LOSSES(*operands, softcap=softcap, metrics=False)
+    return loss, _LOSSES(*operands, softcap=softcap, metrics=True)[1] if metrics else _NO_STATISTICS
 
 
 def _scan_blocks(step: Callable[[Any, Any], tuple[Any, Any]], sums: Any, operands: Any, batch: tuple[int, ...]) -> Any:

@@ -3,7 +3,7 @@
 For each chunk: its logits, their statistics, the cotangent, and both gradients; three products in all.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,55 @@ import jax.numpy as jnp
 from jaxops.linear_cross_entropy import row_statistics as algebra
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import Step, fold_kept_rows
-from jaxops.linear_cross_entropy.operands import Columns, RowResults, Rows, RowWeights, SumOptions, SumResults, Sums
+from jaxops.linear_cross_entropy.operands import (
+    ColumnGradients,
+    Columns,
+    Needs,
+    RowGradients,
+    Rows,
+    RowStatistics,
+    RowWeights,
+)
 from lowering.operators import Place
+
+# Of each row; and with the summed loss and the gradients of columns.
+RowResults = tuple[RowStatistics, RowGradients]
+SumResults = tuple[jax.Array, RowStatistics, RowGradients, ColumnGradients]
+
+
+class SumOptions(NamedTuple):
+    """Parameters of a summed loss with gradients.
+
+    Attributes:
+      softcap: the bound of the logits.
+      chunk_rows: about how many rows' logits exist at a time; None lets a form decide.
+      needs: the operands that need a gradient.
+      metrics: whether to compute `mean_logit` and `prediction`.
+      weight_grad_dtype: of the sum for the weight's gradient; None is that of losses.
+    """
+
+    softcap: float | None
+    chunk_rows: int | None
+    needs: Needs
+    metrics: bool
+    weight_grad_dtype: Any
+
+
+class Sums(NamedTuple):
+    """Sums over rows: the loss, and the gradients of what each column has."""
+
+    loss: jax.Array
+    columns: ColumnGradients
+
+    @classmethod
+    def zeros(cls, columns: Columns, weights: RowWeights, needs: Needs, weight_grad_dtype: Any = None) -> "Sums":
+        """Returns the sums before the first row, in the dtype of the weights of losses."""
+        dtype = jnp.result_type(*jax.tree.leaves(weights))
+        dtypes = weight_grad_dtype or dtype, dtype, dtype
+        fields = zip(ColumnGradients._fields, dtypes, strict=True)
+        sums = (jnp.zeros_like(getattr(columns, name), of) if getattr(needs, name) else None for name, of in fields)
+        of_columns = ColumnGradients(*sums)
+        return cls(jnp.zeros((), dtype), of_columns)
 
 
 def summed_by_rows(
@@ -25,13 +72,13 @@ def summed_by_rows(
     """
     softcap, chunk_rows, needs, metrics, weight_grad_dtype = wanted = SumOptions(**options)
     on_one_cpu = place == Place("cpu")
+    in_blocks = on_one_cpu and not jax.export.is_symbolic_dim(columns.weight.size)
+    step = chunk_step(columns, wanted, algebra.added_in_blocks if in_blocks else algebra.added)
     # XLA's CPU compiler writes what it adds up over columns or multiplies: one more array, unless the loss is plain.
     is_plain = softcap is None and columns.bias is None and columns.class_targets is None and not metrics
     is_plain = is_plain and columns.weight.dtype.itemsize > 2
     classes, features = columns.weight.shape
     chunk_rows = chunk_rows or rows_of_logits(classes, features, 2 if on_one_cpu and not is_plain else 1)
-    in_blocks = on_one_cpu and not jax.export.is_symbolic_dim(columns.weight.size)
-    step = chunk_step(columns, wanted, algebra.added_in_blocks if in_blocks else algebra.added)
     start = Sums.zeros(columns, weights, needs, weight_grad_dtype)
     (statistics, of_rows), sums = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=metrics)
     weight_grad = algebra.kept_gradient(sums.columns.weight, columns.weight.dtype)

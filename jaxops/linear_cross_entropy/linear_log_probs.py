@@ -130,17 +130,17 @@ def linear_log_probs(
     zeros = jnp.zeros_like(labels, accumulation_dtype(weight.dtype))  # laid out as labels are
     local = vocabulary.local(labels)
     scale, is_positive = _scale(temperature, kept, zeros)
-    operands = Rows(x, jnp.where(kept, local, jnp.full_like(local, SKIPPED)), scale=scale)
+    rows = Rows(x, jnp.where(kept, local, jnp.full_like(local, SKIPPED)), scale=scale)
     columns = Columns(weight, bias)
     options: dict[str, Any] = {"softcap": softcap, "metrics": return_entropy}
     statistics: Any
     if batch_invariant:
-        ones = RowWeights(label=zeros + 1)
-        losses, statistics = invariant_losses(_NAME, operands, columns, ones, vocab_axis=vocab_axis, **options)
+        operands = rows, columns, RowWeights(label=zeros + 1)
+        losses, statistics = invariant_losses(_NAME, operands, vocab_axis=vocab_axis, **options)
         log_probs = -losses
     else:
         lowering.note(f"{_NAME}: strategy recompute, as results are rows")
-        statistics = vocabulary.statistics(operands, columns, chunk_rows=chunk_rows, **options)
+        statistics = vocabulary.statistics(rows, columns, chunk_rows=chunk_rows, **options)
         # Both are relative to the row's maximum, so a large common offset of the logits costs no digits.
         log_probs = statistics.label_logit - statistics.log_sum_exp
     is_class = (labels >= 0) & (labels < vocabulary.classes)

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 # The label of a row that does not count.
 SKIPPED = -2
@@ -105,10 +104,6 @@ class Needs(NamedTuple):
         """Returns which operands need a gradient, given records of bools, None where an operand is absent."""
         return cls(*(bool(getattr(rows, name, None) or getattr(columns, name, None)) for name in cls._fields))
 
-    def zeros(self, name: str, operands: Any, dtype: Any = None) -> jax.Array | None:
-        """Returns zeros for the gradient of one of the operands, by default in its dtype; None if not needed."""
-        return jnp.zeros_like(getattr(operands, name), dtype) if getattr(self, name) else None
-
 
 class RowGradients(NamedTuple):
     """The gradients of what each row has, None where they are not needed."""
@@ -127,45 +122,6 @@ class ColumnGradients(NamedTuple):
 
 
 Gradients = tuple[RowGradients, ColumnGradients]
-
-
-class SumOptions(NamedTuple):
-    """Parameters of a summed loss with gradients.
-
-    Attributes:
-      softcap: the bound of the logits.
-      chunk_rows: about how many rows' logits exist at a time; None lets a form decide.
-      needs: the operands that need a gradient.
-      metrics: whether to compute `mean_logit` and `prediction`.
-      weight_grad_dtype: of the sum for the weight's gradient; None is that of losses.
-    """
-
-    softcap: float | None
-    chunk_rows: int | None
-    needs: Needs
-    metrics: bool
-    weight_grad_dtype: Any
-
-
-# Of each row; and with the summed loss and the gradients of columns.
-RowResults = tuple[RowStatistics, RowGradients]
-SumResults = tuple[jax.Array, RowStatistics, RowGradients, ColumnGradients]
-
-
-class Sums(NamedTuple):
-    """Sums over rows: the loss, and the gradients of what each column has."""
-
-    loss: jax.Array
-    columns: ColumnGradients
-
-    @classmethod
-    def zeros(cls, columns: Columns, weights: RowWeights, needs: Needs, weight_grad_dtype: Any = None) -> "Sums":
-        """Returns the sums before the first row, in the dtype of the weights of losses."""
-        dtype = jnp.result_type(*jax.tree.leaves(weights))
-        weight, *others = ColumnGradients._fields
-        of_weight = needs.zeros(weight, columns, weight_grad_dtype or dtype)
-        of_columns = ColumnGradients(of_weight, *(needs.zeros(name, columns, dtype) for name in others))
-        return cls(jnp.zeros((), dtype), of_columns)
 
 
 _AXES: dict[type, str] = {

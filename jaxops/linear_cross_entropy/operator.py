@@ -133,10 +133,12 @@ def gradients_by_columns(
         of_columns = jax.tree.map(lambda x, part: tile.put(x, part.astype(x.dtype)), of_columns, sums)
         return new._replace(probabilities=probabilities), of_columns
 
+    def zeros(name: str, like: Any, dtype: Any = None) -> jax.Array | None:
+        return jnp.zeros_like(getattr(like, name), dtype) if getattr(needs, name) else None
+
     # What is added up over tiles would lose digits if each of them rounded it to 16 bits; the rest is written once.
-    x, probabilities = needs.zeros("x", rows, dtype), needs.zeros("probabilities", rows)
-    of_rows = RowGradients(x, probabilities, needs.zeros("scale", rows, dtype))
-    of_columns = ColumnGradients(*(needs.zeros(name, columns) for name in ColumnGradients._fields))
+    of_rows = RowGradients(zeros("x", rows, dtype), zeros("probabilities", rows), zeros("scale", rows, dtype))
+    of_columns = ColumnGradients(*(zeros(name, columns) for name in ColumnGradients._fields))
     start = varying_with((of_rows, of_columns), (rows, columns))
     of_rows, of_columns = fold_columns(add_tile, start, rows, columns, tile_logits, kept, place)
     of_rows = of_rows if kept is None else kept.restore(of_rows)

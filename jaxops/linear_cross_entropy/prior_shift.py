@@ -25,22 +25,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxops.linear_cross_entropy import row_statistics as algebra
-from jaxops.linear_cross_entropy.by_rows import chunk_step
+from jaxops.linear_cross_entropy.by_rows import RowResults, SumOptions, SumResults, Sums, chunk_step
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, rows_of_exponentials, rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_kept_rows, fold_rows
-from jaxops.linear_cross_entropy.operands import (
-    SKIPPED,
-    ColumnGradients,
-    Columns,
-    Needs,
-    RowGradients,
-    RowResults,
-    Rows,
-    RowWeights,
-    SumOptions,
-    SumResults,
-    Sums,
-)
+from jaxops.linear_cross_entropy.operands import SKIPPED, ColumnGradients, Columns, RowGradients, Rows, RowWeights
 from lowering.operators import Place
 
 # Here XLA fuses what is elementwise into a product, and writing zeros to a large array takes its time.
@@ -49,7 +37,7 @@ _FUSING_PLATFORMS = ("tpu",)
 MOST_EXCESS = 60.0
 
 
-def refusal(_: Any, rows: Any, columns: Any, *__: Any, softcap: float | None, needs: Needs, **___: Any) -> str | None:
+def refusal(_: Any, rows: Any, columns: Any, *__: Any, softcap: float | None, needs: Any, **___: Any) -> str | None:
     """Returns why rows of these operands cannot have their shift known before, if so."""
     if any(map(jax.export.is_symbolic_dim, (*rows.x.shape, *columns.weight.shape))):
         return "rows that have failed are taken in chunks of a known size"
