@@ -124,11 +124,6 @@ class KeptRows(NamedTuple):
     chunk_rows: int
     batch_shape: tuple[int, ...]
 
-    @property
-    def size(self) -> int:
-        """The number of rows."""
-        return math.prod(self.batch_shape)
-
     def take(self, rows: Any) -> Any:
         """Takes (..., rest) in this order, as (chunks * chunk_rows, rest), with fillers; pytrees.
 
@@ -137,7 +132,7 @@ class KeptRows(NamedTuple):
         leaves, structure = jax.tree.flatten(rows)
         flat = (x.reshape(-1) for x in leaves if self._is_vector(x))
         _, *vectors = jax.lax.sort((~self.is_kept, *flat), num_keys=1)
-        rest, fillers = iter(vectors), len(self.order) - self.size
+        rest, fillers = iter(vectors), len(self.order) - self.is_kept.size
 
         def taken(x: jax.Array) -> jax.Array:
             if self._is_vector(x):
@@ -153,16 +148,16 @@ class KeptRows(NamedTuple):
         _, places, *vectors = jax.lax.sort(
             (self.order, positions, *(x for x in leaves if x.ndim == 1)), num_keys=1, is_stable=False
         )
-        rest, moves = iter(vectors), (self.kept < self.size).astype(jnp.int32)
+        rest, moves = iter(vectors), (self.kept < self.is_kept.size).astype(jnp.int32)
 
         def taken(x: jax.Array) -> jax.Array:
-            return x.at[places[: self.size]].get(mode="promise_in_bounds", unique_indices=True)
+            return x.at[places[: self.is_kept.size]].get(mode="promise_in_bounds", unique_indices=True)
 
         def restored(x: jax.Array) -> jax.Array:
             if x.ndim == 1:
-                return next(rest)[: self.size]
+                return next(rest)[: self.is_kept.size]
             # A loop of one step or none, rather than a branch, so that rows that do not move stay where they are.
-            return jax.lax.fori_loop(jnp.zeros_like(moves), moves, lambda _, x: taken(x), x[: self.size])
+            return jax.lax.fori_loop(jnp.zeros_like(moves), moves, lambda _, x: taken(x), x[: self.is_kept.size])
 
         in_place = (restored(x).reshape(*self.batch_shape, *x.shape[1:]) for x in leaves)
         return jax.tree.unflatten(structure, list(in_place))
@@ -181,12 +176,10 @@ class KeptRows(NamedTuple):
             first = at * self.chunk_rows
             if starts_unwritten:
                 sums = jax.tree.map(lambda x: jnp.where(at == 0, jnp.zeros_like(x), x), sums)
-            part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=self.chunk_rows)
-            new, sums = step(sums, jax.tree.map(part, (results, rows)))
-            results = jax.tree.map(
-                lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, first, 0), results, new
-            )
-            return results, sums
+            taken = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=self.chunk_rows)
+            put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
+            new, sums = step(sums, jax.tree.map(taken, (results, rows)))
+            return jax.tree.map(put, results, new), sums
 
         chunks = jnp.maximum(-(-self.kept // self.chunk_rows), int(starts_unwritten))
         return jax.lax.fori_loop(jnp.zeros_like(chunks), chunks, one, (results, sums))
@@ -216,7 +209,7 @@ class KeptRows(NamedTuple):
         return x.ndim == len(self.batch_shape)
 
     def _gather(self, x: jax.Array, places: jax.Array) -> jax.Array:
-        flat = x.reshape(self.size, *x.shape[len(self.batch_shape) :])
+        flat = x.reshape(self.is_kept.size, *x.shape[len(self.batch_shape) :])
         return flat.at[places].get(mode="fill", fill_value=filler(x), unique_indices=True)
 
 
@@ -258,12 +251,7 @@ def kept_rows(rows: Rows, place: Place | None, chunk_rows: int | None = None) ->
     """Returns the rows whose label is not `SKIPPED`, first; None if they are taken as they lie.
 
     Rows stay as they lie without a place, on several devices, with symbolic sizes, with probabilities, and where they
-    are a single chunk.
-
-    Args:
-      rows: what each row has.
-      place: where they are taken.
-      chunk_rows: about how many rows are in a chunk. None: an eighth of them, and at least 512.
+    are a single chunk. A chunk has about `chunk_rows` of them. None: an eighth, and at least 512.
     """
     # To take rows in another order, a split array would have to move between devices, and probabilities are too large.
     if not is_on_one_device(place) or rows.labels is None or rows.probabilities is not None:
