@@ -54,7 +54,7 @@ Products = tuple[jax.Array | None, jax.Array | None]
 
 
 def over_rows(column_values: jax.Array, like: jax.Array) -> jax.Array:
-    """Broadcasts one value per column of the logits to every row."""
+    """Broadcasts what all rows share, as one value per column of the logits, to every row."""
     return jnp.broadcast_to(column_values.astype(like.dtype), like.shape)
 
 
@@ -74,20 +74,21 @@ def is_label(labels: jax.Array, logits: jax.Array) -> jax.Array:
     return jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
 
 
+def targets_of(rows: Rows, columns: Columns) -> jax.Array | None:
+    """Returns the weights t of the columns, for each row (..., V) or for all (V,); None without."""
+    return columns.class_targets if rows.probabilities is None else rows.probabilities
+
+
 def column_targets(rows: Rows, columns: Columns, like: jax.Array) -> jax.Array | None:
     """Returns the weights t of the columns, for each row of `like`; None without."""
-    if rows.probabilities is not None:
-        return rows.probabilities.astype(like.dtype)
-    return None if columns.class_targets is None else over_rows(columns.class_targets, like)
+    targets = targets_of(rows, columns)
+    return None if targets is None else over_rows(targets, like)
 
 
 def target_total(rows: Rows, columns: Columns, like: jax.Array) -> jax.Array | None:
     """Computes the sum T of each row's weights of the columns, in the shape and dtype of `like`; None without."""
-    if rows.probabilities is not None:
-        return jnp.sum(rows.probabilities.astype(like.dtype), axis=-1)
-    if columns.class_targets is None:
-        return None
-    return jnp.broadcast_to(jnp.sum(columns.class_targets.astype(like.dtype)), like.shape)
+    targets = targets_of(rows, columns)
+    return None if targets is None else over_rows(jnp.sum(targets.astype(like.dtype), axis=-1), like)
 
 
 class RowSums(NamedTuple):
@@ -366,7 +367,7 @@ def _cotangent_bound(terms: CotangentTerms, rows: Rows, columns: Columns) -> jax
     # exp(-d) d is below 1, so the slope itself bounds its term.
     parts = (terms.softmax, terms.slope, terms.label)
     bound = functools.reduce(jnp.add, (jnp.abs(part) for part in parts if part is not None))
-    targets = columns.class_targets if rows.probabilities is None else rows.probabilities
+    targets = targets_of(rows, columns)
     if terms.target is not None and targets is not None:
         bound = bound + jnp.abs(terms.target) * jnp.max(jnp.abs(targets), axis=-1).astype(bound.dtype)
     return bound if rows.scale is None else jnp.abs(rows.scale) * bound
