@@ -131,9 +131,7 @@ def _gradients(
         else:
             terms = algebra.statistics_terms(cotangents, statistics)
         of_rows, of_columns = logits.gradients(terms, needs)
-        if of_rows.scale is not None:
-            scale = algebra.scale_gradient(of_rows.scale, cotangents, statistics, rows, columns)
-            of_rows = of_rows._replace(scale=scale)
+        of_rows = algebra.with_scale(of_rows, cotangents, statistics, rows, columns)
         if of_loss is not None and weights.target is not None:
             # T is a sum of the targets, so each of them has this in its gradient, whatever its column.
             by_total = of_loss * weights.target * statistics.log_sum_exp

@@ -95,7 +95,7 @@ def fold_columns(
     once. Every step is a checkpoint: differentiated again, the steps would otherwise keep their logits, just what tiles
     avoid.
     """
-    vocabulary = columns.weight.shape[0]
+    vocabulary, carry = columns.weight.shape[0], varying_with(carry, (rows, columns))
     count = math.prod(rows.x.shape[:-1]) if kept is None else kept.chunk_rows
     tile_columns = columns_of_tile(count, columns.weight.shape, tile_logits)
     if tile_columns is None or tile_columns >= vocabulary:

@@ -34,15 +34,9 @@ def fold_rows(
     A batch axis of n * c positions is split into n parts of c positions, and step j takes position j of every part. So
     if contiguous blocks of an axis lie on different devices, the same holds in every chunk, and nothing is gathered.
 
-    Args:
-      step: takes and returns the sums so far.
-      sums: those before the first step.
-      rows: a pytree of arrays that begin with the batch axes.
-      batch_shape: the batch axes.
-      chunk_rows: about how many rows are in a chunk on each device; None takes all at once. With fewer, a device would
-        mostly read the weight, once for each chunk. If an axis does not split evenly, the last rows are filled up with
-        `filler`. The sums must not depend on such rows.
-      place: where the rows are. None is one device.
+    A chunk has about `chunk_rows` rows on each device of the place, None being one; without `chunk_rows`, all. With
+    fewer, a device would mostly read the weight, once for each chunk. If an axis does not split evenly, the last rows
+    are filled up with `filler`. The sums must not depend on such rows.
     """
     if chunk_rows is not None and place is not None:
         chunk_rows *= place.device_count

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
-from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.checks import check_operands
 from jaxops.linear_cross_entropy.chunk_sizes import logits_of_tile
 from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, merged_pair
@@ -31,7 +30,7 @@ from jaxops.linear_cross_entropy.operands import (
     RowStatistics,
     axes,
 )
-from jaxops.linear_cross_entropy.row_statistics import Logits, RowSums, scale_gradient, statistics_terms
+from jaxops.linear_cross_entropy.row_statistics import Logits, RowSums, statistics_terms, with_scale
 from lowering.operators import EVERYWHERE, Form, Place
 from pallas_kernels.gpu.linear_cross_entropy import gradients as gpu_gradients
 from pallas_kernels.gpu.linear_cross_entropy import statistics as gpu_statistics
@@ -80,8 +79,7 @@ def statistics_by_columns(
     no_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     # A sum of exponentials over no columns is 0, and this is 1 less.
     no_columns = no_columns._replace(less_one=no_columns.less_one - 1)
-    start = varying_with(no_columns, (taken, columns))
-    statistics = fold_columns(add_tile, start, taken, columns, tile_logits, kept, place).statistics
+    statistics = fold_columns(add_tile, no_columns, taken, columns, tile_logits, kept, place).statistics
     if kept is None or rows.labels is None:
         return statistics
     # The x of all skipped rows counts as 0, so their statistics are those of one row.
@@ -139,8 +137,7 @@ def gradients_by_columns(
     # What is added up over tiles would lose digits if each of them rounded it to 16 bits; the rest is written once.
     of_rows = RowGradients(zeros("x", rows, dtype), zeros("probabilities", rows), zeros("scale", rows, dtype))
     of_columns = ColumnGradients(*(zeros(name, columns) for name in ColumnGradients._fields))
-    start = varying_with((of_rows, of_columns), (rows, columns))
-    of_rows, of_columns = fold_columns(add_tile, start, rows, columns, tile_logits, kept, place)
+    of_rows, of_columns = fold_columns(add_tile, (of_rows, of_columns), rows, columns, tile_logits, kept, place)
     of_rows = of_rows if kept is None else kept.restore(of_rows)
     return of_rows if of_rows.x is None else of_rows._replace(x=of_rows.x.astype(x_dtype)), of_columns
 
@@ -150,10 +147,8 @@ def _vjp(residuals: Any, cotangents: RowStatistics, active: Active, *, metrics: 
     statistics = RowStatistics(*residuals[2:])
     terms = statistics_terms(cotangents, statistics)
     of_rows, of_columns = _BACKWARD(terms, rows, columns, needs=Needs.of(*active), **params)
-    of_scale = of_rows.scale
-    if of_scale is not None:
-        of_scale = scale_gradient(of_scale, cotangents, statistics, rows, columns)
-    return Rows(of_rows.x, None, of_rows.probabilities, of_scale, rows.margin), Columns(*of_columns)
+    scale = with_scale(of_rows, cotangents, statistics, rows, columns).scale
+    return Rows(of_rows.x, None, of_rows.probabilities, scale, rows.margin), Columns(*of_columns)
 
 
 _BACKWARD = Operator(

@@ -181,14 +181,16 @@ def statistics_terms(cotangents: RowStatistics, rows: RowStatistics) -> Cotangen
     return CotangentTerms(softmax, rows.max_logit, log_sum_exp, cotangents.label_logit, cotangents.target_logit, slope)
 
 
-def scale_gradient(
-    along_logits: jax.Array, cotangents: RowStatistics, statistics: RowStatistics, rows: Rows, columns: Columns
-) -> Any:
-    """Computes the gradient of the scale from that of `linear_gradients` and the cotangents of the statistics.
+def with_scale(
+    of_rows: RowGradients, cotangents: RowStatistics, statistics: RowStatistics, rows: Rows, columns: Columns
+) -> RowGradients:
+    """Completes the gradient of the scale that `Logits.gradients` computes, given the cotangents of the statistics.
 
     The maximum is added apart, times the known sum of the logits' cotangent: if that is zero, a large common offset of
     the logits costs no digits.
     """
+    if of_rows.scale is None:
+        return of_rows
     total, label, target = cotangents.log_sum_exp, cotangents.label_logit, cotangents.target_logit
     if cotangents.mean_logit is not None:
         total = total + cotangents.mean_logit
@@ -197,7 +199,7 @@ def scale_gradient(
         total = total + is_column.astype(label.dtype) * label
     of_targets = None if target is None else target_total(rows, columns, target)
     total = total if target is None or of_targets is None else total + target * of_targets
-    return (along_logits + statistics.max_logit * total) / jnp.asarray(rows.scale)
+    return of_rows._replace(scale=(of_rows.scale + statistics.max_logit * total) / jnp.asarray(rows.scale))
 
 
 def product(cotangent: jax.Array, x: jax.Array, dtype: Any, factor: jax.Array | None = None) -> jax.Array:
