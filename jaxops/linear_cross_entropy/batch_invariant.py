@@ -23,7 +23,7 @@ from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy import row_statistics as algebra
 from jaxops.linear_cross_entropy.by_rows import Sums
 from jaxops.linear_cross_entropy.checks import check_operands
-from jaxops.linear_cross_entropy.fold_rows import filler
+from jaxops.linear_cross_entropy.fold_rows import padded
 from jaxops.linear_cross_entropy.operands import (
     ColumnGradients,
     Columns,
@@ -36,6 +36,7 @@ from jaxops.linear_cross_entropy.operands import (
 )
 from lowering.operators import EVERYWHERE, Form, is_absent_field
 
+_Operands = tuple[Rows, Columns, RowWeights]
 _NO_STATISTICS = RowStatistics(*(None for _ in RowStatistics._fields))  # type: ignore[arg-type]
 INVARIANT_STRATEGIES = ("auto", "recompute")
 _BLOCK_ROWS = 64
@@ -43,7 +44,7 @@ _LEAST_BLOCKS = 2
 
 
 def invariant_losses(
-    operator: str, operands: tuple[Rows, Columns, RowWeights], *, vocab_axis: str | None, softcap: Any, metrics: bool
+    operator: str, operands: _Operands, *, vocab_axis: str | None, softcap: float | None, metrics: bool
 ) -> tuple[jax.Array, RowStatistics]:
     """Computes the `row_losses` of rows and, with metrics, their statistics. The operator is for messages."""
     sizes = jax.tree.leaves(jax.tree.map(lambda x: x.shape, operands))
@@ -65,9 +66,7 @@ def _scan_blocks(step: Callable[[Any, Any], tuple[Any, Any]], sums: Any, operand
     def split(x: jax.Array) -> jax.Array:
         flat = x.reshape(size, *x.shape[len(batch) :])
         # A shorter last block would be a product of another shape, which may add in another order.
-        padding = [(0, blocks * _BLOCK_ROWS - size), *((0, 0),) * (flat.ndim - 1)]
-        filled = jnp.pad(flat, padding, constant_values=jnp.asarray(filler(x), x.dtype))
-        return filled.reshape(blocks, _BLOCK_ROWS, *flat.shape[1:])
+        return padded(flat, [blocks * _BLOCK_ROWS - size]).reshape(blocks, _BLOCK_ROWS, *flat.shape[1:])
 
     def join(x: jax.Array) -> jax.Array:
         return x.reshape(-1, *x.shape[2:])[:size].reshape(*batch, *x.shape[2:])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, columns_of_tile
-from jaxops.linear_cross_entropy.fold_rows import KeptRows, is_on_one_device
+from jaxops.linear_cross_entropy.fold_rows import KeptRows, even_steps, is_on_one_device
 from jaxops.linear_cross_entropy.operands import Columns, Rows
 from jaxops.linear_cross_entropy.row_statistics import RowSums
 from lowering.operators import Place
@@ -104,10 +104,8 @@ def fold_columns(
     # can move between devices, and neighbouring columns are read as one piece.
     parts = 1 if is_on_one_device(place) else math.gcd(vocabulary, SIZES.vocabulary_parts)
     part_columns = vocabulary // parts
-    wanted = max(1, min(part_columns, math.ceil(vocabulary / tile_columns)))
-    # A few more tiles than wanted are better than a rest, for which the step would be compiled a second time.
-    even = (count for count in range(wanted, min(2 * wanted, part_columns + 1)) if part_columns % count == 0)
-    width = math.ceil(part_columns / next(even, wanted))
+    # A few more tiles than asked for are better than a rest, for which the step would be compiled a second time.
+    width = math.ceil(part_columns / even_steps(part_columns, math.ceil(vocabulary / tile_columns)))
     whole_tiles = part_columns // width
 
     def one(state: tuple[jax.Array, Any], _: None) -> tuple[tuple[jax.Array, Any], None]:
