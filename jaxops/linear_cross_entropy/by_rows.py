@@ -55,32 +55,34 @@ class Sums(NamedTuple):
     def zeros(cls, columns: Columns, weights: RowWeights, needs: Needs, weight_grad_dtype: Any = None) -> "Sums":
         """Returns the sums before the first row, in the dtype of the weights of losses."""
         dtype = jnp.result_type(*jax.tree.leaves(weights))
-        dtypes = weight_grad_dtype or dtype, dtype, dtype
-        fields = zip(ColumnGradients._fields, dtypes, strict=True)
-        sums = (jnp.zeros_like(getattr(columns, name), of) if getattr(needs, name) else None for name, of in fields)
-        of_columns = ColumnGradients(*sums)
+
+        def zeros(name: str, dtype: Any = dtype) -> jax.Array | None:
+            return jnp.zeros_like(getattr(columns, name), dtype) if getattr(needs, name) else None
+
+        of_columns = ColumnGradients(zeros("weight", weight_grad_dtype or dtype), zeros("bias"), zeros("class_targets"))
         return cls(jnp.zeros((), dtype), of_columns)
 
 
 def summed_by_rows(
-    rows: Rows, columns: Columns, weights: RowWeights, *, place: Place | None = None, **options: Any
+    rows: Rows, columns: Columns, weights: RowWeights, *, place: Place | None = None, **params: Any
 ) -> SumResults:
     """Computes the sum of losses, the rows' statistics and gradients, with exponentials relative to a row's maximum.
 
     With the place where it runs, chunks are sized for all of its devices, a CPU adds to the gradient of the weight in
-    blocks, and a single device leaves out chunks of skipped rows. The options are `SumOptions`.
+    blocks, and a single device leaves out chunks of skipped rows. The parameters are `SumOptions`.
     """
-    softcap, chunk_rows, needs, metrics, weight_grad_dtype = wanted = SumOptions(**options)
-    on_one_cpu = place == Place("cpu")
+    options, on_one_cpu = SumOptions(**params), place == Place("cpu")
     in_blocks = on_one_cpu and not jax.export.is_symbolic_dim(columns.weight.size)
-    step = chunk_step(columns, wanted, algebra.added_in_blocks if in_blocks else algebra.added)
+    step = chunk_step(columns, options, algebra.added_in_blocks if in_blocks else algebra.added)
     # XLA's CPU compiler writes what it adds up over columns or multiplies: one more array, unless the loss is plain.
-    is_plain = softcap is None and columns.bias is None and columns.class_targets is None and not metrics
-    is_plain = is_plain and columns.weight.dtype.itemsize > 2
+    is_plain = options.softcap is None and columns.bias is None and columns.class_targets is None
+    is_plain = is_plain and not options.metrics and columns.weight.dtype.itemsize > 2
     classes, features = columns.weight.shape
-    chunk_rows = chunk_rows or rows_of_logits(classes, features, 2 if on_one_cpu and not is_plain else 1)
-    start = Sums.zeros(columns, weights, needs, weight_grad_dtype)
-    (statistics, of_rows), sums = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=metrics)
+    chunk_rows = options.chunk_rows or rows_of_logits(classes, features, 2 if on_one_cpu and not is_plain else 1)
+    start = Sums.zeros(columns, weights, options.needs, options.weight_grad_dtype)
+    (statistics, of_rows), sums = fold_kept_rows(
+        step, start, (rows, weights), place, chunk_rows, all_rows=options.metrics
+    )
     weight_grad = algebra.kept_gradient(sums.columns.weight, columns.weight.dtype)
     return sums.loss, statistics, of_rows, sums.columns._replace(weight=weight_grad)
 

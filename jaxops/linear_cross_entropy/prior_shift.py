@@ -99,18 +99,18 @@ def summed_by_prior_shift(
     *,
     place: Place,
     exponentiating: Exponentiating | None = None,
-    **options: Any,
+    **params: Any,
 ) -> SumResults:
     """Computes what `by_rows.summed_by_rows` does, with exponentials shifted by what is known before the logits."""
-    softcap, chunk_rows, needs, metrics, weight_grad_dtype = wanted = SumOptions(**options)
-    exponentiating = exponentiating or functools.partial(exponentials, columns, softcap, metrics)
-    is_one_device = place.device_count == 1
-    chunk_rows = chunk_rows or rows_of_exponentials(*columns.weight.shape, metrics=metrics)
+    options, is_one_device = SumOptions(**params), place.device_count == 1
+    metrics = options.metrics
+    exponentiating = exponentiating or functools.partial(exponentials, columns, options.softcap, metrics)
+    chunk_rows = options.chunk_rows or rows_of_exponentials(*columns.weight.shape, metrics=metrics)
     # Seldom needed, so no more than fit beside the rest: their float32 logits are larger than a chunk's exponentials.
     again_rows = rows_of_logits(columns.weight.shape[0], features=0)
-    start = Sums.zeros(columns, weights, needs, weight_grad_dtype)
-    by_maximum = chunk_step(columns, wanted)
-    by_shift = _chunk_step(columns, wanted, exponentiating, place, start.loss.dtype)
+    start = Sums.zeros(columns, weights, options.needs, options.weight_grad_dtype)
+    by_maximum = chunk_step(columns, options)
+    by_shift = _chunk_step(columns, options, exponentiating, place, start.loss.dtype)
 
     def again(chunk: tuple[Rows, RowWeights], results: RowResults, sums: Sums, is_exact: jax.Array) -> Any:
         def take(at: jax.Array, carry: tuple[RowResults, Sums]) -> tuple[RowResults, Sums]:
