@@ -6,14 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import lowering
-from jaxops._checks.arguments import (
-    as_arrays,
-    as_optional,
-    require_bool,
-    require_choice,
-    require_integer,
-    require_real,
-)
+from jaxops._checks import arguments
 from jaxops._checks.dtypes import accumulation_dtype, wide_ids
 from jaxops.linear_cross_entropy import checks
 from jaxops.linear_cross_entropy.batch_invariant import INVARIANT_STRATEGIES, invariant_losses
@@ -211,19 +204,20 @@ def linear_cross_entropy(
     Source:
       torch.nn.functional.cross_entropy; aclnnFusedLinearOnlineMaxSum and its companions for the split vocabulary.
     """
-    x, weight, labels = as_arrays(_NAME, {"x": x, "weight": weight, "labels": labels})
-    bias, class_weight = as_optional(_NAME, "bias", bias), as_optional(_NAME, "class_weight", class_weight)
-    row_weight = as_optional(_NAME, "row_weight", row_weight)
-    ignore_index = require_integer(_NAME, "ignore_index", ignore_index)
+    x, weight, labels = arguments.as_arrays(_NAME, {"x": x, "weight": weight, "labels": labels})
+    bias = arguments.as_optional(_NAME, "bias", bias)
+    class_weight = arguments.as_optional(_NAME, "class_weight", class_weight)
+    row_weight = arguments.as_optional(_NAME, "row_weight", row_weight)
+    ignore_index = arguments.require_integer(_NAME, "ignore_index", ignore_index)
     rule = "be a number from 0 to 1"
-    label_smoothing = require_real(_NAME, "label_smoothing", label_smoothing, rule, least=0, most=1)
-    z_loss = require_real(_NAME, "z_loss", z_loss, "be a finite number or a 0-d array of one", traced=True)
-    require_choice(_NAME, "reduction", reduction, _REDUCTIONS)
-    require_choice(_NAME, "strategy", strategy, _STRATEGIES)
-    transpose_weight = require_bool(_NAME, "transpose_weight", transpose_weight)
-    require_bool(_NAME, "return_aux", return_aux)
-    if require_bool(_NAME, "batch_invariant", batch_invariant):
-        require_choice(_NAME, "strategy", strategy, INVARIANT_STRATEGIES)
+    label_smoothing = arguments.require_real(_NAME, "label_smoothing", label_smoothing, rule, least=0, most=1)
+    z_loss = arguments.require_real(_NAME, "z_loss", z_loss, "be a finite number or a 0-d array of one", traced=True)
+    arguments.require_choice(_NAME, "reduction", reduction, _REDUCTIONS)
+    arguments.require_choice(_NAME, "strategy", strategy, _STRATEGIES)
+    transpose_weight = arguments.require_bool(_NAME, "transpose_weight", transpose_weight)
+    arguments.require_bool(_NAME, "return_aux", return_aux)
+    if arguments.require_bool(_NAME, "batch_invariant", batch_invariant):
+        arguments.require_choice(_NAME, "strategy", strategy, INVARIANT_STRATEGIES)
     softcap, chunk_rows = checks.check_softcap(_NAME, softcap), checks.check_chunk_rows(_NAME, chunk_rows)
     weight = checks.checked_layer(_NAME, x, weight, transpose_weight, bias=bias, class_weight=class_weight)
     margin = checks.checked_margin(_NAME, margin, labels, weight.shape[0])
