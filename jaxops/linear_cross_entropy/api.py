@@ -6,32 +6,13 @@ import jax
 import jax.numpy as jnp
 
 import lowering
-from jaxops._checks.arguments import (
-    as_arrays,
-    as_optional,
-    require_bool,
-    require_choice,
-    require_integer,
-    require_real,
-)
+from jaxops._checks import arguments
 from jaxops._checks.dtypes import accumulation_dtype, wide_ids
+from jaxops.linear_cross_entropy import checks
 from jaxops.linear_cross_entropy.batch_invariant import INVARIANT_STRATEGIES, invariant_losses
-from jaxops.linear_cross_entropy.checks import (
-    LayerOptions,
-    agreeing_rows,
-    check_chunk_rows,
-    check_floats,
-    check_labels,
-    check_softcap,
-    check_weight_grad_dtype,
-    checked_layer,
-    checked_margin,
-    is_floating,
-    nan_added_unless,
-)
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, RowStatistics
 from jaxops.linear_cross_entropy.row_statistics import row_losses, target_total, zero_unless
-from jaxops.linear_cross_entropy.row_targets import losses_of
+from jaxops.linear_cross_entropy.row_targets import Targets
 from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 
@@ -62,7 +43,7 @@ class LinearCrossEntropyAux(NamedTuple):
     kept: jax.Array
 
 
-class _Options(LayerOptions, total=False):
+class _Options(checks.LayerOptions, total=False):
     """Further options whose values do not change the type of the result."""
 
     class_weight: jax.Array | None
@@ -223,39 +204,30 @@ def linear_cross_entropy(
     Source:
       torch.nn.functional.cross_entropy; aclnnFusedLinearOnlineMaxSum and its companions for the split vocabulary.
     """
-    x, weight, labels = as_arrays(_NAME, {"x": x, "weight": weight, "labels": labels})
-    bias, class_weight = as_optional(_NAME, "bias", bias), as_optional(_NAME, "class_weight", class_weight)
-    row_weight = as_optional(_NAME, "row_weight", row_weight)
-    ignore_index = require_integer(_NAME, "ignore_index", ignore_index)
+    x, weight, labels = arguments.as_arrays(_NAME, {"x": x, "weight": weight, "labels": labels})
+    bias = arguments.as_optional(_NAME, "bias", bias)
+    class_weight = arguments.as_optional(_NAME, "class_weight", class_weight)
+    row_weight = arguments.as_optional(_NAME, "row_weight", row_weight)
+    ignore_index = arguments.require_integer(_NAME, "ignore_index", ignore_index)
     rule = "be a number from 0 to 1"
-    label_smoothing = require_real(_NAME, "label_smoothing", label_smoothing, rule, least=0, most=1)
-    z_loss = require_real(_NAME, "z_loss", z_loss, "be a finite number or a 0-d array of one", traced=True)
-    require_choice(_NAME, "reduction", reduction, _REDUCTIONS)
-    require_choice(_NAME, "strategy", strategy, _STRATEGIES)
-    transpose_weight = require_bool(_NAME, "transpose_weight", transpose_weight)
-    require_bool(_NAME, "return_aux", return_aux)
-    if require_bool(_NAME, "batch_invariant", batch_invariant):
-        require_choice(_NAME, "strategy", strategy, INVARIANT_STRATEGIES)
-    softcap, chunk_rows = check_softcap(_NAME, softcap), check_chunk_rows(_NAME, chunk_rows)
-    weight = checked_layer(_NAME, x, weight, transpose_weight, bias=bias, class_weight=class_weight)
-    margin = checked_margin(_NAME, margin, labels, weight.shape[0])
-    weight_grad_dtype = check_weight_grad_dtype(_NAME, weight_grad_dtype, weight)
-    check_labels(_NAME, x.shape[:-1], labels, weight.shape[0])
-    check_floats(_NAME, x.shape[:-1], row_weight=row_weight)
-    x, labels, row_weight = agreeing_rows(x, labels, row_weight)
+    label_smoothing = arguments.require_real(_NAME, "label_smoothing", label_smoothing, rule, least=0, most=1)
+    z_loss = arguments.require_real(_NAME, "z_loss", z_loss, "be a finite number or a 0-d array of one", traced=True)
+    arguments.require_choice(_NAME, "reduction", reduction, _REDUCTIONS)
+    arguments.require_choice(_NAME, "strategy", strategy, _STRATEGIES)
+    transpose_weight = arguments.require_bool(_NAME, "transpose_weight", transpose_weight)
+    arguments.require_bool(_NAME, "return_aux", return_aux)
+    if arguments.require_bool(_NAME, "batch_invariant", batch_invariant):
+        arguments.require_choice(_NAME, "strategy", strategy, INVARIANT_STRATEGIES)
+    softcap, chunk_rows = checks.check_softcap(_NAME, softcap), checks.check_chunk_rows(_NAME, chunk_rows)
+    weight = checks.checked_layer(_NAME, x, weight, transpose_weight, bias=bias, class_weight=class_weight)
+    margin = checks.checked_margin(_NAME, margin, labels, weight.shape[0])
+    weight_grad_dtype = checks.check_weight_grad_dtype(_NAME, weight_grad_dtype, weight)
+    checks.check_labels(_NAME, x.shape[:-1], labels, weight.shape[0])
+    checks.check_floats(_NAME, x.shape[:-1], row_weight=row_weight)
+    x, labels, row_weight = checks.agreeing_rows(x, labels, row_weight)
     vocabulary = Vocabulary.of(_NAME, weight, vocab_axis)
-    losses = losses_of(
-        x,
-        labels,
-        vocabulary,
-        accumulation_dtype(weight.dtype),
-        class_weight=class_weight,
-        row_weight=row_weight,
-        margin=margin,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-    )
+    targets = Targets(labels, class_weight, row_weight, margin, ignore_index, label_smoothing, z_loss)
+    losses = targets.losses(x, vocabulary, accumulation_dtype(weight.dtype))
     strategy = "" if batch_invariant else _resolve(strategy, reduction, vocabulary)
     rows, columns, weights = losses.rows, Columns(weight, bias, losses.class_targets), losses.weights
     # With its divisor in the weights, a mean's cotangent is 1.
@@ -271,12 +243,12 @@ def linear_cross_entropy(
 
     def result(loss: jax.Array, statistics: RowStatistics) -> Any:
         loss = jnp.sum(loss) if reduction != "none" else loss
-        loss = loss if has_mean is None else nan_added_unless(has_mean, loss)
+        loss = loss if has_mean is None else checks.nan_added_unless(has_mean, loss)
         return (loss, _aux(statistics, labels, losses.kept, vocabulary)) if return_aux else loss
 
     options: dict[str, Any] = {"softcap": softcap, "metrics": return_aux}
     if batch_invariant:
-        return result(*invariant_losses(_NAME, rows, columns, weights, vocab_axis=vocab_axis, **options))
+        return result(*invariant_losses(_NAME, (rows, columns, weights), vocab_axis=vocab_axis, **options))
     options["chunk_rows"] = chunk_rows
     if strategy != "grad_in_forward":
         statistics = vocabulary.statistics(rows, columns, **options)
@@ -291,7 +263,7 @@ def _aux(
 ) -> LinearCrossEntropyAux:
     max_logit, log_sum_exp, _, _, mean_logit, prediction = jax.tree.map(jax.lax.stop_gradient, statistics)
     lse = max_logit + log_sum_exp
-    likeliest = vocabulary.argmax(labels) if is_floating(labels) else wide_ids(labels)
+    likeliest = vocabulary.argmax(labels) if checks.is_floating(labels) else wide_ids(labels)
     correct = kept & (prediction.astype(likeliest.dtype) == likeliest)
     return LinearCrossEntropyAux(lse, correct.astype(lse.dtype), prediction, log_sum_exp - mean_logit, kept)
 

@@ -20,9 +20,10 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import varying_with
-from jaxops.linear_cross_entropy.by_rows import no_sums
+from jaxops.linear_cross_entropy import row_statistics as algebra
+from jaxops.linear_cross_entropy.by_rows import Sums
 from jaxops.linear_cross_entropy.checks import check_operands
-from jaxops.linear_cross_entropy.fold_rows import filler
+from jaxops.linear_cross_entropy.fold_rows import padded
 from jaxops.linear_cross_entropy.operands import (
     ColumnGradients,
     Columns,
@@ -33,23 +34,9 @@ from jaxops.linear_cross_entropy.operands import (
     RowWeights,
     axes,
 )
-from jaxops.linear_cross_entropy.row_statistics import (
-    RowSums,
-    bounded_logits,
-    cotangent_terms,
-    linear_gradients,
-    logits_of,
-    loss_terms,
-    row_losses,
-    row_sums,
-    scale_gradient,
-    softmax_coefficient,
-    statistics_terms,
-    target_total,
-    with_target_total,
-)
 from lowering.operators import EVERYWHERE, Form, is_absent_field
 
+_Operands = tuple[Rows, Columns, RowWeights]
 _NO_STATISTICS = RowStatistics(*(None for _ in RowStatistics._fields))  # type: ignore[arg-type]
 INVARIANT_STRATEGIES = ("auto", "recompute")
 _BLOCK_ROWS = 64
@@ -57,25 +44,18 @@ _LEAST_BLOCKS = 2
 
 
 def invariant_losses(
-    operator: str,
-    rows: Rows,
-    columns: Columns,
-    weights: RowWeights,
-    *,
-    vocab_axis: str | None,
-    softcap: float | None,
-    metrics: bool,
+    operator: str, operands: _Operands, *, vocab_axis: str | None, softcap: float | None, metrics: bool
 ) -> tuple[jax.Array, RowStatistics]:
     """Computes the `row_losses` of rows and, with metrics, their statistics. The operator is for messages."""
-    sizes = jax.tree.leaves(jax.tree.map(lambda x: x.shape, (rows, columns)))
+    sizes = jax.tree.leaves(jax.tree.map(lambda x: x.shape, operands))
     is_known = not any(map(jax.export.is_symbolic_dim, sizes))
     # Symbolic sizes leave the number of blocks open; parts of a split vocabulary are added as the mesh has them.
     require(is_known, operator, "batch_invariant", "be False where sizes are symbolic", True)
     require(vocab_axis is None, operator, "batch_invariant", "be False with vocab_axis", True)
     lowering.note(f"{operator}: strategy recompute, in blocks of rows, as batch_invariant is set")
     # Two loops: in one, the metrics would change what is fused with the sums behind the loss.
-    loss, _ = _LOSSES(rows, columns, weights, softcap=softcap, metrics=False)
-    return loss, _LOSSES(rows, columns, weights, softcap=softcap, metrics=True)[1] if metrics else _NO_STATISTICS
+    loss, _ = _LOSSES(*operands, softcap=softcap, metrics=False)
+    return loss, _LOSSES(*operands, softcap=softcap, metrics=True)[1] if metrics else _NO_STATISTICS
 
 
 def _scan_blocks(step: Callable[[Any, Any], tuple[Any, Any]], sums: Any, operands: Any, batch: tuple[int, ...]) -> Any:
@@ -86,9 +66,7 @@ def _scan_blocks(step: Callable[[Any, Any], tuple[Any, Any]], sums: Any, operand
     def split(x: jax.Array) -> jax.Array:
         flat = x.reshape(size, *x.shape[len(batch) :])
         # A shorter last block would be a product of another shape, which may add in another order.
-        padding = [(0, blocks * _BLOCK_ROWS - size), *((0, 0),) * (flat.ndim - 1)]
-        filled = jnp.pad(flat, padding, constant_values=jnp.asarray(filler(x), x.dtype))
-        return filled.reshape(blocks, _BLOCK_ROWS, *flat.shape[1:])
+        return padded(flat, [blocks * _BLOCK_ROWS - size]).reshape(blocks, _BLOCK_ROWS, *flat.shape[1:])
 
     def join(x: jax.Array) -> jax.Array:
         return x.reshape(-1, *x.shape[2:])[:size].reshape(*batch, *x.shape[2:])
@@ -106,20 +84,18 @@ def _losses(
 
     def step(_: None, block: tuple[Rows, RowWeights]) -> tuple[None, tuple[jax.Array | None, RowStatistics]]:
         rows, weights = block
-        statistics = _row_sums(rows, columns, softcap, metrics)[-1].statistics
+        statistics = _logits(rows, columns, softcap).sums(metrics=metrics).statistics
         if metrics:
             return None, (None, statistics)
-        total = target_total(rows, columns, statistics.max_logit)
-        return None, (row_losses(statistics, total, weights), _NO_STATISTICS)
+        total = algebra.target_total(rows, columns, statistics.max_logit)
+        return None, (algebra.row_losses(statistics, total, weights), _NO_STATISTICS)
 
     return _scan_blocks(step, None, (rows, weights), rows.x.shape[:-1])[1]
 
 
-def _row_sums(rows: Rows, columns: Columns, softcap: float | None, metrics: bool) -> tuple[Rows, jax.Array, RowSums]:
-    """Returns the rows with the weight's dtype, their bounded logits and the sums of these."""
+def _logits(rows: Rows, columns: Columns, softcap: float | None) -> algebra.Logits:
     rows = rows._replace(x=rows.x.astype(columns.weight.dtype))
-    bounded = bounded_logits(rows, columns, softcap, accumulation_dtype(columns.weight.dtype))
-    return rows, bounded, row_sums(logits_of(bounded, rows), rows, columns, metrics=metrics)
+    return algebra.Logits.of(rows, columns, softcap, accumulation_dtype(columns.weight.dtype))
 
 
 def _gradients(
@@ -138,32 +114,31 @@ def _gradients(
 
     def step(sums: ColumnGradients, block: Any) -> tuple[ColumnGradients, tuple[RowGradients, RowWeights]]:
         of_loss, cotangents, rows, weights = block
-        rows, bounded, row_totals = _row_sums(rows, columns, softcap, metrics)
-        statistics = row_totals.statistics
-        total = target_total(rows, columns, statistics.max_logit)
+        logits = _logits(rows, columns, softcap)
+        row_sums = logits.sums(metrics=metrics)
+        statistics = row_sums.statistics
+        total = algebra.target_total(rows, columns, statistics.max_logit)
         of_weights = RowWeights()
         if of_loss is not None:
-            pairs = zip(weights, loss_terms(statistics, total), strict=True)
+            pairs = zip(weights, algebra.loss_terms(statistics, total), strict=True)
             of_weights = RowWeights(*(None if weight is None else of_loss * term for weight, term in pairs))
             weighted = jax.tree.map(lambda weight: of_loss * weight, weights)
-            terms = cotangent_terms(weighted, row_totals, total)
+            terms = algebra.cotangent_terms(weighted, row_sums, total)
             # A loss is linear in the statistics but for log sum exp, so these are the cotangents of the statistics.
-            softmax = softmax_coefficient(weighted, statistics, total)
+            softmax = algebra.softmax_coefficient(weighted, statistics, total)
             cotangents = RowStatistics(softmax, softmax, terms.label, terms.target)
         else:
-            terms = statistics_terms(cotangents, statistics)
-        of_rows, of_columns = linear_gradients(terms, rows, columns, bounded, softcap, needs)
-        if of_rows.scale is not None:
-            scale = scale_gradient(of_rows.scale, cotangents, statistics, rows, columns)
-            of_rows = of_rows._replace(scale=scale)
+            terms = algebra.statistics_terms(cotangents, statistics)
+        of_rows, of_columns = logits.gradients(terms, needs)
+        of_rows = algebra.with_scale(of_rows, cotangents, statistics, rows, columns)
         if of_loss is not None and weights.target is not None:
             # T is a sum of the targets, so each of them has this in its gradient, whatever its column.
             by_total = of_loss * weights.target * statistics.log_sum_exp
-            of_rows, of_columns = with_target_total(of_rows, of_columns, by_total)
+            of_rows, of_columns = algebra.with_target_total((of_rows, of_columns), by_total)
         return jax.tree.map(jnp.add, sums, of_columns), (of_rows, of_weights)
 
     operands = (for_losses, for_statistics, rows, weights)
-    sums = no_sums(columns, weights, needs, None).columns
+    sums = Sums.zeros(columns, weights, needs).columns
     sums, (of_rows, of_weights) = _scan_blocks(step, sums, operands, rows.x.shape[:-1])
     return of_rows, sums, of_weights
 

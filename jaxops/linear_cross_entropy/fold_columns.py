@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._primitive.sharding import varying_with
-from jaxops.linear_cross_entropy.chunk_sizes import SIZES
+from jaxops.linear_cross_entropy.chunk_sizes import SIZES, columns_of_tile
+from jaxops.linear_cross_entropy.fold_rows import KeptRows, even_steps, is_on_one_device
 from jaxops.linear_cross_entropy.operands import Columns, Rows
 from jaxops.linear_cross_entropy.row_statistics import RowSums
+from lowering.operators import Place
 
 
 class Tile(NamedTuple):
@@ -78,26 +80,32 @@ class Tile(NamedTuple):
         return array.reshape(*array.shape[:axis], self.parts, self.part_columns, *array.shape[axis + 1 :])
 
 
-def parts_of(vocabulary: int) -> int:
-    """Returns into how many parts a vocabulary is cut so that devices that share it need nothing from each other."""
-    return math.gcd(vocabulary, SIZES.vocabulary_parts)
-
-
 def fold_columns(
-    step: Callable[[Any, Tile], Any], carry: Any, vocabulary: int, tile_columns: int | None, parts: int
+    step: Callable[[Any, Tile], Any],
+    carry: Any,
+    rows: Rows,
+    columns: Columns,
+    tile_logits: int | None,
+    kept: KeptRows | None,
+    place: Place | None,
 ) -> Any:
-    """Calls `carry = step(carry, tile)` for tiles of about `tile_columns` columns; None takes all at once.
+    """Calls `carry = step(carry, tile)` for tiles of columns.
 
-    Every step is a checkpoint: differentiated again, the steps would otherwise keep their logits, just what tiles
+    A tile has about `tile_logits` logits, of all rows or of a chunk of those that are kept; None takes all columns at
+    once. Every step is a checkpoint: differentiated again, the steps would otherwise keep their logits, just what tiles
     avoid.
     """
-    if tile_columns is None or jax.export.is_symbolic_dim(vocabulary) or tile_columns >= vocabulary:
+    vocabulary, carry = columns.weight.shape[0], varying_with(carry, (rows, columns))
+    count = math.prod(rows.x.shape[:-1]) if kept is None else kept.chunk_rows
+    tile_columns = columns_of_tile(count, columns.weight.shape, tile_logits)
+    if tile_columns is None or tile_columns >= vocabulary:
         return step(carry, Tile(1, vocabulary, vocabulary, 0))
+    # Devices that share a vocabulary need nothing from each other if it is cut into parts. On a single device, nothing
+    # can move between devices, and neighbouring columns are read as one piece.
+    parts = 1 if is_on_one_device(place) else math.gcd(vocabulary, SIZES.vocabulary_parts)
     part_columns = vocabulary // parts
-    wanted = max(1, min(part_columns, math.ceil(vocabulary / tile_columns)))
-    # A few more tiles than wanted are better than a rest, for which the step would be compiled a second time.
-    even = (count for count in range(wanted, min(2 * wanted, part_columns + 1)) if part_columns % count == 0)
-    width = math.ceil(part_columns / next(even, wanted))
+    # A few more tiles than asked for are better than a rest, for which the step would be compiled a second time.
+    width = math.ceil(part_columns / even_steps(part_columns, math.ceil(vocabulary / tile_columns)))
     whole_tiles = part_columns // width
 
     def one(state: tuple[jax.Array, Any], _: None) -> tuple[tuple[jax.Array, Any], None]:

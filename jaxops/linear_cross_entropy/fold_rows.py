@@ -5,7 +5,7 @@ On a single device, the rows that count may go first, so that whole chunks of th
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,15 +34,9 @@ def fold_rows(
     A batch axis of n * c positions is split into n parts of c positions, and step j takes position j of every part. So
     if contiguous blocks of an axis lie on different devices, the same holds in every chunk, and nothing is gathered.
 
-    Args:
-      step: takes and returns the sums so far.
-      sums: those before the first step.
-      rows: a pytree of arrays that begin with the batch axes.
-      batch_shape: the batch axes.
-      chunk_rows: about how many rows are in a chunk on each device; None takes all at once. With fewer, a device would
-        mostly read the weight, once for each chunk. If an axis does not split evenly, the last rows are filled up with
-        `filler`. The sums must not depend on such rows.
-      place: where the rows are. None is one device.
+    A chunk has about `chunk_rows` rows on each device of the place, None being one; without `chunk_rows`, all. With
+    fewer, a device would mostly read the weight, once for each chunk. If an axis does not split evenly, the last rows
+    are filled up with `filler`. The sums must not depend on such rows.
     """
     if chunk_rows is not None and place is not None:
         chunk_rows *= place.device_count
@@ -61,6 +55,18 @@ def fold_rows(
     return jax.tree.map(lambda x: _join(x, splits, batch_shape), results), sums
 
 
+def even_steps(size: int, steps: int) -> int:
+    """Returns in how many steps to take a size: as many as asked for, or a few more that are even."""
+    wanted = max(1, min(steps, size))
+    return next((count for count in range(wanted, min(2 * wanted, size + 1)) if size % count == 0), wanted)
+
+
+def padded(array: jax.Array, missing: Sequence[int]) -> jax.Array:
+    """Appends as many fillers as are missing along each of the first axes."""
+    padding = [*((0, count) for count in missing), *((0, 0),) * (array.ndim - len(missing))]
+    return jnp.pad(array, padding, constant_values=jnp.asarray(filler(array), array.dtype))
+
+
 def _splits(batch_shape: Sequence[int], chunk_rows: int | None) -> tuple[int, ...]:
     """Returns how many steps split each batch axis, the last axis first: users split the first over devices."""
     if any(jax.export.is_symbolic_dim(size) for size in batch_shape):
@@ -69,9 +75,7 @@ def _splits(batch_shape: Sequence[int], chunk_rows: int | None) -> tuple[int, ..
     steps = max(1, math.ceil(rows / chunk_rows)) if chunk_rows else 1
     splits: list[int] = []
     for size in reversed(batch_shape):
-        wanted = max(1, min(steps, size))
-        even = (count for count in range(wanted, min(2 * wanted, size + 1)) if size % count == 0)
-        splits.append(next(even, wanted))
+        splits.append(even_steps(size, steps))
         steps = math.ceil(steps / splits[-1])
     return tuple(reversed(splits))
 
@@ -80,10 +84,8 @@ def _split(array: jax.Array, splits: tuple[int, ...]) -> jax.Array:
     """Splits (n1 * c1, n2 * c2, ..., rest) -> (n1, c1, n2, c2, ..., rest), which moves nothing if it splits evenly."""
     rest = array.shape[len(splits) :]
     parts = tuple(math.ceil(size / count) for size, count in zip(array.shape, splits, strict=False))
-    missing = [(0, n * c - size) for n, c, size in zip(parts, splits, array.shape, strict=False)]
-    if any(after for _, after in missing):
-        padding = [*missing, *((0, 0),) * len(rest)]
-        array = jnp.pad(array, padding, constant_values=jnp.asarray(filler(array), array.dtype))
+    missing = [n * c - size for n, c, size in zip(parts, splits, array.shape, strict=False)]
+    array = padded(array, missing) if any(missing) else array
     return array.reshape(*(size for pair in zip(parts, splits, strict=True) for size in pair), *rest)
 
 
@@ -124,45 +126,26 @@ class KeptRows(NamedTuple):
     chunk_rows: int
     batch_shape: tuple[int, ...]
 
-    @property
-    def size(self) -> int:
-        """The number of rows."""
-        return math.prod(self.batch_shape)
-
     def take(self, rows: Any) -> Any:
-        """Takes (..., rest) in this order, as (chunks * chunk_rows, rest), with fillers; pytrees.
-
-        Vectors move in a sort. TPUs would gather them one by one.
-        """
-        leaves, structure = jax.tree.flatten(rows)
-        flat = (x.reshape(-1) for x in leaves if self._is_vector(x))
-        _, *vectors = jax.lax.sort((~self.is_kept, *flat), num_keys=1)
-        rest, fillers = iter(vectors), len(self.order) - self.size
-
-        def taken(x: jax.Array) -> jax.Array:
-            if self._is_vector(x):
-                return jnp.concatenate([next(rest), jnp.full(fillers, filler(x), x.dtype)])
-            return self._gather(x, self.order)
-
-        return jax.tree.unflatten(structure, [taken(x) for x in leaves])
+        """Takes (..., rest) in this order, as (chunks * chunk_rows, rest), with fillers; pytrees."""
+        return self._gathered(rows, self._vectors(rows), self.order)
 
     def restore(self, results: Any) -> Any:
         """Computes the inverse of `take`, in which nothing moves where all rows count."""
-        positions = jnp.arange(len(self.order), dtype=self.order.dtype)
+        size, positions = self.is_kept.size, jnp.arange(len(self.order), dtype=self.order.dtype)
         leaves, structure = jax.tree.flatten(results)
-        _, places, *vectors = jax.lax.sort(
-            (self.order, positions, *(x for x in leaves if x.ndim == 1)), num_keys=1, is_stable=False
-        )
-        rest, moves = iter(vectors), (self.kept < self.size).astype(jnp.int32)
+        by_order = self.order, positions, *(x for x in leaves if x.ndim == 1)
+        _, places, *vectors = jax.lax.sort(by_order, num_keys=1, is_stable=False)
+        rest, moves = iter(vectors), (self.kept < size).astype(jnp.int32)
 
-        def taken(x: jax.Array) -> jax.Array:
-            return x.at[places[: self.size]].get(mode="promise_in_bounds", unique_indices=True)
+        def moved(_: jax.Array, x: jax.Array) -> jax.Array:
+            return x.at[places[:size]].get(mode="promise_in_bounds", unique_indices=True)
 
         def restored(x: jax.Array) -> jax.Array:
             if x.ndim == 1:
-                return next(rest)[: self.size]
+                return next(rest)[:size]
             # A loop of one step or none, rather than a branch, so that rows that do not move stay where they are.
-            return jax.lax.fori_loop(jnp.zeros_like(moves), moves, lambda _, x: taken(x), x[: self.size])
+            return jax.lax.fori_loop(jnp.zeros_like(moves), moves, moved, x[:size])
 
         in_place = (restored(x).reshape(*self.batch_shape, *x.shape[1:]) for x in leaves)
         return jax.tree.unflatten(structure, list(in_place))
@@ -181,12 +164,10 @@ class KeptRows(NamedTuple):
             first = at * self.chunk_rows
             if starts_unwritten:
                 sums = jax.tree.map(lambda x: jnp.where(at == 0, jnp.zeros_like(x), x), sums)
-            part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=self.chunk_rows)
-            new, sums = step(sums, jax.tree.map(part, (results, rows)))
-            results = jax.tree.map(
-                lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, first, 0), results, new
-            )
-            return results, sums
+            taken = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=self.chunk_rows)
+            put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
+            new, sums = step(sums, jax.tree.map(taken, (results, rows)))
+            return jax.tree.map(put, results, new), sums
 
         chunks = jnp.maximum(-(-self.kept // self.chunk_rows), int(starts_unwritten))
         return jax.lax.fori_loop(jnp.zeros_like(chunks), chunks, one, (results, sums))
@@ -196,14 +177,11 @@ class KeptRows(NamedTuple):
 
         Vectors are taken first, and what is wider when its chunk is computed, so that it is not copied as a whole.
         """
-        leaves, structure = jax.tree.flatten(rows)
-        taken = self.order, self.take([x for x in leaves if self._is_vector(x)])
+        taken = self.order, list(self._vectors(rows))
 
         def gathering(sums: Any, chunk: Any) -> tuple[Any, Any]:
             _, (places, vectors) = chunk
-            rest = iter(vectors)
-            chunks = [next(rest) if self._is_vector(x) else self._gather(x, places) for x in leaves]
-            return step(sums, jax.tree.unflatten(structure, chunks))
+            return step(sums, self._gathered(rows, iter(vectors), places))
 
         first = jax.eval_shape(lambda: jax.tree.map(lambda x: x[: self.chunk_rows], taken))
         shapes, _ = jax.eval_shape(gathering, sums, (None, first))
@@ -212,12 +190,23 @@ class KeptRows(NamedTuple):
         results, sums = self.fold(gathering, sums, results, taken, starts_unwritten=starts_unwritten)
         return self.restore(results), sums
 
-    def _is_vector(self, x: jax.Array) -> bool:
-        return x.ndim == len(self.batch_shape)
+    def _vectors(self, rows: Any) -> Iterator[jax.Array]:
+        """Takes the vectors in this order, with fillers. They move in a sort: TPUs would gather them one by one."""
+        flat = (x.reshape(-1) for x in jax.tree.leaves(rows) if x.ndim == len(self.batch_shape))
+        _, *vectors = jax.lax.sort((~self.is_kept, *flat), num_keys=1)
+        fillers = len(self.order) - self.is_kept.size
+        return (jnp.concatenate([x, jnp.full(fillers, filler(x), x.dtype)]) for x in vectors)
 
-    def _gather(self, x: jax.Array, places: jax.Array) -> jax.Array:
-        flat = x.reshape(self.size, *x.shape[len(self.batch_shape) :])
-        return flat.at[places].get(mode="fill", fill_value=filler(x), unique_indices=True)
+    def _gathered(self, rows: Any, vectors: Iterator[jax.Array], places: jax.Array) -> Any:
+        """Returns rows at some places, of which the vectors are known."""
+
+        def gathered(x: jax.Array) -> jax.Array:
+            if x.ndim == len(self.batch_shape):
+                return next(vectors)
+            flat = x.reshape(self.is_kept.size, *x.shape[len(self.batch_shape) :])
+            return flat.at[places].get(mode="fill", fill_value=filler(x), unique_indices=True)
+
+        return jax.tree.map(gathered, rows)
 
 
 def fold_kept_rows(
@@ -258,12 +247,7 @@ def kept_rows(rows: Rows, place: Place | None, chunk_rows: int | None = None) ->
     """Returns the rows whose label is not `SKIPPED`, first; None if they are taken as they lie.
 
     Rows stay as they lie without a place, on several devices, with symbolic sizes, with probabilities, and where they
-    are a single chunk.
-
-    Args:
-      rows: what each row has.
-      place: where they are taken.
-      chunk_rows: about how many rows are in a chunk. None: an eighth of them, and at least 512.
+    are a single chunk. A chunk has about `chunk_rows` of them. None: an eighth, and at least 512.
     """
     # To take rows in another order, a split array would have to move between devices, and probabilities are too large.
     if not is_on_one_device(place) or rows.labels is None or rows.probabilities is not None:

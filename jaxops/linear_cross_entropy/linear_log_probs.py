@@ -9,17 +9,8 @@ import lowering
 from jaxops._checks.arguments import as_arrays, as_optional, require_bool, require_integer
 from jaxops._checks.dtypes import accumulation_dtype, differ_from, wide_ids
 from jaxops._primitive.sharding import laid_out_as
+from jaxops.linear_cross_entropy import checks
 from jaxops.linear_cross_entropy.batch_invariant import invariant_losses
-from jaxops.linear_cross_entropy.checks import (
-    LayerOptions,
-    agreeing_rows,
-    check_chunk_rows,
-    check_labels,
-    check_softcap,
-    checked_layer,
-    nan_unless,
-    number_or_floats,
-)
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows, RowWeights
 from jaxops.linear_cross_entropy.row_statistics import zero_unless
 from jaxops.linear_cross_entropy.vocabulary import Vocabulary
@@ -27,7 +18,7 @@ from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 _NAME = "linear_log_probs"
 
 
-class _Options(LayerOptions, total=False):
+class _Options(checks.LayerOptions, total=False):
     """Further options whose values do not change the type of the result."""
 
     temperature: float | jax.Array
@@ -125,12 +116,12 @@ def linear_log_probs(
     transpose_weight = require_bool(_NAME, "transpose_weight", transpose_weight)
     require_bool(_NAME, "return_entropy", return_entropy)
     require_bool(_NAME, "batch_invariant", batch_invariant)
-    softcap, chunk_rows = check_softcap(_NAME, softcap), check_chunk_rows(_NAME, chunk_rows)
-    weight = checked_layer(_NAME, x, weight, transpose_weight, bias=bias)
-    check_labels(_NAME, x.shape[:-1], labels)
+    softcap, chunk_rows = checks.check_softcap(_NAME, softcap), checks.check_chunk_rows(_NAME, chunk_rows)
+    weight = checks.checked_layer(_NAME, x, weight, transpose_weight, bias=bias)
+    checks.check_labels(_NAME, x.shape[:-1], labels)
     rule = f"be a positive number, or a floating-point array of shape [] or {list(x.shape[:-1])}"
-    temperature = number_or_floats(_NAME, "temperature", temperature, x.shape[:-1], rule, above=0)
-    x, labels, temperature = agreeing_rows(x, labels, temperature)
+    temperature = checks.number_or_floats(_NAME, "temperature", temperature, x.shape[:-1], rule, above=0)
+    x, labels, temperature = checks.agreeing_rows(x, labels, temperature)
     vocabulary = Vocabulary.of(_NAME, weight, vocab_axis)
 
     # An ignored row may hold NaN, which a gradient of zero would not remove.
@@ -139,17 +130,17 @@ def linear_log_probs(
     zeros = jnp.zeros_like(labels, accumulation_dtype(weight.dtype))  # laid out as labels are
     local = vocabulary.local(labels)
     scale, is_positive = _scale(temperature, kept, zeros)
-    operands = Rows(x, jnp.where(kept, local, jnp.full_like(local, SKIPPED)), scale=scale)
+    rows = Rows(x, jnp.where(kept, local, jnp.full_like(local, SKIPPED)), scale=scale)
     columns = Columns(weight, bias)
     options: dict[str, Any] = {"softcap": softcap, "metrics": return_entropy}
     statistics: Any
     if batch_invariant:
-        ones = RowWeights(label=zeros + 1)
-        losses, statistics = invariant_losses(_NAME, operands, columns, ones, vocab_axis=vocab_axis, **options)
+        operands = rows, columns, RowWeights(label=zeros + 1)
+        losses, statistics = invariant_losses(_NAME, operands, vocab_axis=vocab_axis, **options)
         log_probs = -losses
     else:
         lowering.note(f"{_NAME}: strategy recompute, as results are rows")
-        statistics = vocabulary.statistics(operands, columns, chunk_rows=chunk_rows, **options)
+        statistics = vocabulary.statistics(rows, columns, chunk_rows=chunk_rows, **options)
         # Both are relative to the row's maximum, so a large common offset of the logits costs no digits.
         log_probs = statistics.label_logit - statistics.log_sum_exp
     is_class = (labels >= 0) & (labels < vocabulary.classes)
@@ -163,7 +154,7 @@ def _of_kept(kept: jax.Array, valid: jax.Array, results: jax.Array) -> jax.Array
     """Returns the results of kept rows, NaN where they are not valid; 0 for the others."""
     # On an explicit mesh, rows may be split in the results that are not split in the labels.
     kept, valid = (laid_out_as(rows, jax.typeof(results).sharding) for rows in (kept, valid))
-    return nan_unless(~kept | valid, jnp.where(kept, results, jnp.zeros_like(results)))
+    return checks.nan_unless(~kept | valid, jnp.where(kept, results, jnp.zeros_like(results)))
 
 
 def _scale(temperature: Any, kept: jax.Array, zeros: jax.Array) -> tuple[jax.Array | None, jax.Array]:

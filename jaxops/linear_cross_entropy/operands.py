@@ -121,6 +121,9 @@ class ColumnGradients(NamedTuple):
     class_targets: jax.Array | None = None
 
 
+Gradients = tuple[RowGradients, ColumnGradients]
+
+
 _AXES: dict[type, str] = {
     Rows: "... h, ..., ... v, ..., ...",
     Columns: "v h, v, v",

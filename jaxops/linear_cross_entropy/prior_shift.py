@@ -24,36 +24,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops.linear_cross_entropy.by_rows import Sums, chunk_step, no_sums
+from jaxops.linear_cross_entropy import row_statistics as algebra
+from jaxops.linear_cross_entropy.by_rows import RowResults, SumOptions, SumResults, Sums, chunk_step
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, rows_of_exponentials, rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_kept_rows, fold_rows
-from jaxops.linear_cross_entropy.operands import (
-    SKIPPED,
-    ColumnGradients,
-    Columns,
-    Needs,
-    RowGradients,
-    Rows,
-    RowStatistics,
-    RowWeights,
-)
-from jaxops.linear_cross_entropy.row_statistics import (
-    RowSums,
-    added,
-    bounded_logits,
-    capped,
-    column_targets,
-    finite,
-    is_label,
-    kept_gradient,
-    over_rows,
-    row_losses,
-    skipped_as_zeros,
-    softcap_slope,
-    softmax_coefficient,
-    target_total,
-    zero_unless,
-)
+from jaxops.linear_cross_entropy.operands import SKIPPED, ColumnGradients, Columns, RowGradients, Rows, RowWeights
 from lowering.operators import Place
 
 # Here XLA fuses what is elementwise into a product, and writing zeros to a large array takes its time.
@@ -62,7 +37,7 @@ _FUSING_PLATFORMS = ("tpu",)
 MOST_EXCESS = 60.0
 
 
-def refusal(_: Any, rows: Any, columns: Any, *__: Any, softcap: float | None, needs: Needs, **___: Any) -> str | None:
+def refusal(_: Any, rows: Any, columns: Any, *__: Any, softcap: float | None, needs: Any, **___: Any) -> str | None:
     """Returns why rows of these operands cannot have their shift known before, if so."""
     if any(map(jax.export.is_symbolic_dim, (*rows.x.shape, *columns.weight.shape))):
         return "rows that have failed are taken in chunks of a known size"
@@ -95,7 +70,6 @@ class Exponentials(NamedTuple):
     prediction: jax.Array | None = None
 
 
-RowResults = tuple[RowStatistics, RowGradients]
 # Computes them from x, labels and shifts.
 Exponentiating = Callable[[jax.Array, jax.Array, jax.Array], Exponentials]
 
@@ -104,17 +78,17 @@ def exponentials(
     columns: Columns, softcap: float | None, metrics: bool, x: jax.Array, labels: jax.Array, shift: jax.Array
 ) -> Exponentials:
     """Computes exponentials in jnp, for compilers that fuse what is elementwise into a product."""
-    logits = bounded_logits(Rows(x), columns, softcap, shift.dtype)
+    logits = algebra.Logits.of(Rows(x), columns, softcap, shift.dtype).bounded
     shifted = logits - shift[..., None]
-    exp = jnp.where(is_label(labels, logits), 0, jnp.exp(jnp.minimum(shifted, MOST_EXCESS)))
-    targets = column_targets(Rows(x), columns, shifted)
+    exp = jnp.where(algebra.is_label(labels, logits), 0, jnp.exp(jnp.minimum(shifted, MOST_EXCESS)))
+    targets = algebra.column_targets(Rows(x), columns, shifted)
     target_logit = None if targets is None else jnp.sum(targets * shifted, axis=-1)
     of_metrics: tuple[jax.Array, ...] = ()
     if metrics:
         # No compiler finds a column within the product: for this, the logits are written after all.
-        of_metrics = (jnp.sum(exp * finite(shifted), axis=-1), jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        of_metrics = (jnp.sum(exp * algebra.finite(shifted), axis=-1), jnp.argmax(logits, axis=-1).astype(jnp.int32))
     # The barrier keeps what is fused into this product from being computed again in the next ones.
-    off_label = jax.lax.optimization_barrier((exp * softcap_slope(logits, softcap)).astype(x.dtype))
+    off_label = jax.lax.optimization_barrier((exp * algebra.softcap_slope(logits, softcap)).astype(x.dtype))
     return Exponentials(off_label, jnp.sum(exp, axis=-1), target_logit, *of_metrics)
 
 
@@ -123,23 +97,20 @@ def summed_by_prior_shift(
     columns: Columns,
     weights: RowWeights,
     *,
-    softcap: float | None,
-    chunk_rows: int | None,
-    needs: Needs,
-    metrics: bool,
-    weight_grad_dtype: Any,
     place: Place,
     exponentiating: Exponentiating | None = None,
-) -> tuple[jax.Array, RowStatistics, RowGradients, ColumnGradients]:
+    **params: Any,
+) -> SumResults:
     """Computes what `by_rows.summed_by_rows` does, with exponentials shifted by what is known before the logits."""
-    exponentiating = exponentiating or functools.partial(exponentials, columns, softcap, metrics)
-    is_one_device = place.device_count == 1
-    chunk_rows = chunk_rows or rows_of_exponentials(*columns.weight.shape, metrics=metrics)
+    options, is_one_device = SumOptions(**params), place.device_count == 1
+    metrics = options.metrics
+    exponentiating = exponentiating or functools.partial(exponentials, columns, options.softcap, metrics)
+    chunk_rows = options.chunk_rows or rows_of_exponentials(*columns.weight.shape, metrics=metrics)
     # Seldom needed, so no more than fit beside the rest: their float32 logits are larger than a chunk's exponentials.
     again_rows = rows_of_logits(columns.weight.shape[0], features=0)
-    start = no_sums(columns, weights, needs, weight_grad_dtype)
-    by_maximum = chunk_step(columns, softcap, needs, metrics=metrics)
-    by_shift = _chunk_step(columns, softcap, needs, exponentiating, place, start.loss.dtype)
+    start = Sums.zeros(columns, weights, options.needs, options.weight_grad_dtype)
+    by_maximum = chunk_step(columns, options)
+    by_shift = _chunk_step(columns, options, exponentiating, place, start.loss.dtype)
 
     def again(chunk: tuple[Rows, RowWeights], results: RowResults, sums: Sums, is_exact: jax.Array) -> Any:
         def take(at: jax.Array, carry: tuple[RowResults, Sums]) -> tuple[RowResults, Sums]:
@@ -163,15 +134,17 @@ def summed_by_prior_shift(
         return (results, is_exact), sums
 
     # Filling the gradient of a large weight with 0 would take as long as hundreds of rows.
-    options = {"all_rows": metrics, "starts_unwritten": place.platform in _FUSING_PLATFORMS}
-    (results, is_exact), sums = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, **options)
+    unwritten = place.platform in _FUSING_PLATFORMS
+    (results, is_exact), sums = fold_kept_rows(
+        step, start, (rows, weights), place, chunk_rows, all_rows=metrics, starts_unwritten=unwritten
+    )
     if not is_one_device:
         # Once for all chunks: a sum over devices of the gradient of the weight would not move out of two loops.
         results, sums = again((rows, weights), results, sums, is_exact)
     of_columns = sums.columns
     if weights.target is not None:
         of_columns = _with_targets(of_columns, rows, columns, jnp.where(is_exact, weights.target, 0))
-    weight_grad = kept_gradient(of_columns.weight, columns.weight.dtype)
+    weight_grad = algebra.kept_gradient(of_columns.weight, columns.weight.dtype)
     return sums.loss, *results, of_columns._replace(weight=weight_grad)
 
 
@@ -182,29 +155,28 @@ def _failed(rows: Rows, weights: RowWeights, is_exact: jax.Array) -> tuple[Rows,
 
 
 def _chunk_step(
-    columns: Columns, softcap: float | None, needs: Needs, exponentiating: Exponentiating, place: Place, dtype: Any
+    columns: Columns, options: SumOptions, exponentiating: Exponentiating, place: Place, dtype: Any
 ) -> Callable[[Sums, Rows, RowWeights], tuple[RowResults, jax.Array, Sums]]:
     """Returns the step of a chunk: its results, which of its rows count in the sums, and the sums with these added.
 
     Rows that have failed count nothing, and on one device neither does the rest of their chunk: all are taken again.
     The columns' targets are missing in the sums, see `_with_targets`.
     """
+    softcap, needs = options.softcap, options.needs
     targets, weight_of_targets = columns.class_targets, None
     if targets is not None and needs.x:
         weight_of_targets = jnp.einsum("v,vh->h", targets.astype(dtype), columns.weight.astype(dtype))
 
     def step(before: Sums, rows: Rows, weights: RowWeights) -> tuple[RowResults, jax.Array, Sums]:
         assert rows.labels is not None
-        x = skipped_as_zeros(rows._replace(x=rows.x.astype(columns.weight.dtype))).x
-        has_label = (rows.labels >= 0) & (rows.labels < columns.weight.shape[0])
-        sums, off_label, label_weight = _shifted_sums(
-            columns, softcap, exponentiating, x, rows.labels, has_label, dtype
-        )
-        statistics, total = sums.statistics, sums.target_total
+        x = algebra.skipped_as_zeros(rows._replace(x=rows.x.astype(columns.weight.dtype))).x
+        sums, off_label, label_weight = _shifted_sums(x, rows.labels, columns, softcap, exponentiating, dtype)
+        statistics, total, has_label = sums.statistics, sums.target_total, sums.has_label
         assert statistics.label_logit is not None
-        scale = softmax_coefficient(weights, statistics, total) / sums.sum_exp
+        assert has_label is not None
+        scale = algebra.softmax_coefficient(weights, statistics, total) / sums.sum_exp
         at_label = scale * jnp.exp(statistics.label_logit) - (0 if weights.label is None else weights.label)
-        at_label = at_label * softcap_slope(statistics.label_logit + sums.max_logit, softcap)
+        at_label = at_label * algebra.softcap_slope(statistics.label_logit + sums.max_logit, softcap)
         at_label = jnp.where(has_label, at_label, 0)
         ratio = at_label / scale
         # Near the limit, some exponentials may have met it. A scale of 0 stands for no rows, unless their label counts.
@@ -214,19 +186,19 @@ def _chunk_step(
             is_exact = jnp.broadcast_to(jnp.all(is_exact), is_exact.shape)
         scale, at_label = jnp.where(is_exact, scale, 0), jnp.where(is_exact, at_label, 0)
         ratio = jnp.where(scale == 0, 0, ratio).astype(x.dtype)
-        loss = before.loss + jnp.sum(jnp.where(is_exact, row_losses(statistics, total, weights), 0))
+        loss = before.loss + jnp.sum(jnp.where(is_exact, algebra.row_losses(statistics, total, weights), 0))
         x_grad, of_columns = None, before.columns
         if needs.x:
             x_grad = jnp.einsum("...v,vh->...h", off_label, columns.weight, preferred_element_type=dtype)
             x_grad, off_label = jax.lax.optimization_barrier((x_grad, off_label))
             x_grad = scale[..., None] * x_grad + at_label[..., None] * label_weight
             if weight_of_targets is not None and weights.target is not None:
-                x_grad = x_grad - weights.target[..., None] * over_rows(weight_of_targets, x_grad)
-            x_grad = kept_gradient(x_grad, rows.x.dtype)
+                x_grad = x_grad - weights.target[..., None] * algebra.over_rows(weight_of_targets, x_grad)
+            x_grad = algebra.kept_gradient(x_grad, rows.x.dtype)
         cotangent = _with_label(off_label, rows.labels, ratio, place)
         if of_columns.weight is not None:
             scaled_x = jax.lax.optimization_barrier((scale[..., None] * x.astype(dtype)).astype(x.dtype))
-            of_columns = of_columns._replace(weight=added(of_columns.weight, cotangent, scaled_x))
+            of_columns = of_columns._replace(weight=algebra.added(of_columns.weight, cotangent, scaled_x))
         if of_columns.bias is not None:
             bias = jnp.sum(cotangent.astype(dtype) * scale[..., None], axis=tuple(range(scale.ndim)))
             of_columns = of_columns._replace(bias=of_columns.bias + bias)
@@ -236,30 +208,25 @@ def _chunk_step(
 
 
 def _shifted_sums(
-    columns: Columns,
-    softcap: float | None,
-    exponentiating: Exponentiating,
-    x: jax.Array,
-    labels: jax.Array,
-    has_label: jax.Array,
-    dtype: Any,
-) -> tuple[RowSums, jax.Array, jax.Array]:
+    x: jax.Array, labels: jax.Array, columns: Columns, softcap: float | None, exponentiating: Exponentiating, dtype: Any
+) -> tuple[algebra.RowSums, jax.Array, jax.Array]:
     """Returns the sums of rows relative to their shift, P off the label, and the label's rows of the weight."""
+    has_label = (labels >= 0) & (labels < columns.weight.shape[0])
     at = jnp.where(has_label, labels, 0)
     label = jax.tree.map(lambda column: column.at[at].get(mode="promise_in_bounds").astype(dtype), columns)
     first_columns = jax.tree.map(lambda column: column[: SIZES.first_columns], columns)
     label_logit = jnp.sum(x.astype(dtype) * label.weight, axis=-1)
-    label_logit = capped(label_logit if label.bias is None else label_logit + label.bias, softcap)
+    label_logit = algebra.capped(label_logit if label.bias is None else label_logit + label.bias, softcap)
     label_logit = jnp.where(has_label, label_logit, -jnp.inf)
-    first = bounded_logits(Rows(x), first_columns, softcap, dtype)
+    first = algebra.Logits.of(Rows(x), first_columns, softcap, dtype).bounded
     shift = jnp.maximum(label_logit, jnp.max(first, axis=-1))
     shift = jnp.where(jnp.isfinite(shift), shift, 0)
     of, label_logit = exponentiating(x, labels, shift), label_logit - shift
     # As a rule the label has the shift itself, and a row's sum is 1 and little more.
     less_one, at_label = of.rest + jnp.expm1(label_logit), jnp.where(has_label, label_logit, 0)
-    sums = RowSums(shift, less_one, at_label)
+    sums = algebra.RowSums(shift, less_one, at_label, has_label)
     if columns.class_targets is not None:
-        sums = sums._replace(target_logit=of.target_logit, target_total=target_total(Rows(x), columns, shift))
+        sums = sums._replace(target_logit=of.target_logit, target_total=algebra.target_total(Rows(x), columns, shift))
     if of.weighted_logit is not None:
         weighted_logit = of.weighted_logit + jnp.exp(label_logit) * at_label
         sums = sums._replace(weighted_logit=weighted_logit, prediction=of.prediction)
@@ -269,7 +236,7 @@ def _shifted_sums(
 def _with_label(off_label: jax.Array, labels: jax.Array, ratio: jax.Array, place: Place) -> jax.Array:
     """Returns P with the ratio at the label, for the products that read it next."""
     if place.platform in _FUSING_PLATFORMS:
-        return jnp.where(is_label(labels, off_label), ratio[..., None], off_label)
+        return jnp.where(algebra.is_label(labels, off_label), ratio[..., None], off_label)
     # Elsewhere a pass over P would be written. These elements are put where they belong, in place.
     rows = jnp.arange(labels.size, dtype=labels.dtype)
     flat = off_label.reshape(-1, off_label.shape[-1])
@@ -283,7 +250,7 @@ def _with_targets(of_columns: ColumnGradients, rows: Rows, columns: Columns, by_
         return of_columns
     targets = columns.class_targets.astype(by_row.dtype)
     if (weight := of_columns.weight) is not None:
-        x = zero_unless(by_row != 0, rows.x.astype(columns.weight.dtype)).astype(by_row.dtype)
+        x = algebra.zero_unless(by_row != 0, rows.x.astype(columns.weight.dtype)).astype(by_row.dtype)
         x_sum = jnp.sum(by_row[..., None] * x, axis=tuple(range(by_row.ndim)))
         weight = (weight.astype(x_sum.dtype) - targets[:, None] * x_sum[None]).astype(weight.dtype)
     bias = None if of_columns.bias is None else of_columns.bias - targets * jnp.sum(by_row)

@@ -40,6 +40,7 @@ from jaxops.linear_cross_entropy.operands import (
     ColumnGradients,
     Columns,
     CotangentTerms,
+    Gradients,
     Needs,
     RowGradients,
     Rows,
@@ -48,26 +49,13 @@ from jaxops.linear_cross_entropy.operands import (
 )
 from pallas_kernels.float16_rows import RowPowers
 
-Gradients = tuple[jax.Array | None, jax.Array | None]
+# The gradients of x and of the weight.
+Products = tuple[jax.Array | None, jax.Array | None]
 
 
 def over_rows(column_values: jax.Array, like: jax.Array) -> jax.Array:
-    """Broadcasts one value per column of the logits to every row."""
+    """Broadcasts what all rows share, as one value per column of the logits, to every row."""
     return jnp.broadcast_to(column_values.astype(like.dtype), like.shape)
-
-
-def bounded_logits(rows: Rows, columns: Columns, softcap: float | None, dtype: Any) -> jax.Array:
-    """Computes x weight^T + bias, accumulated and kept in `dtype`; with a softcap, softcap tanh(z / softcap)."""
-    logits = jnp.einsum("...h,vh->...v", rows.x, columns.weight, preferred_element_type=dtype)
-    if columns.bias is not None:
-        logits = logits + over_rows(columns.bias, logits)
-    return capped(logits, softcap)
-
-
-def logits_of_zero(columns: Columns, softcap: float | None, dtype: Any) -> jax.Array:
-    """Computes the logits (1, V) of a row whose x is 0."""
-    logits = jnp.zeros((1, columns.weight.shape[0]), dtype)
-    return logits if columns.bias is None else capped(over_rows(columns.bias, logits), softcap)
 
 
 def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
@@ -80,37 +68,27 @@ def softcap_slope(bounded: jax.Array, softcap: float | None) -> Any:
     return 1 if softcap is None else 1 - jnp.square(bounded / softcap)
 
 
-def logits_of(bounded: jax.Array, rows: Rows) -> jax.Array:
-    """Scales the bounded logits of rows, and takes the margins off."""
-    logits = bounded
-    if rows.scale is not None:
-        # A forbidden column stays one; in forward mode, the scale's tangent times -inf would be NaN.
-        logits = jnp.where(logits == -jnp.inf, logits, rows.scale[..., None] * logits)
-    if rows.margin is not None and rows.labels is not None:
-        logits = logits - jnp.where(is_label(rows.labels, logits), rows.margin[..., None], 0)
-    return logits
-
-
 def is_label(labels: jax.Array, logits: jax.Array) -> jax.Array:
     """Returns where columns of the logits (..., V) are the label of their row."""
     # A comparison of columns fuses and leaves a split vocabulary split; a scatter does neither.
     return jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
 
 
+def targets_of(rows: Rows, columns: Columns) -> jax.Array | None:
+    """Returns the weights t of the columns, for each row (..., V) or for all (V,); None without."""
+    return columns.class_targets if rows.probabilities is None else rows.probabilities
+
+
 def column_targets(rows: Rows, columns: Columns, like: jax.Array) -> jax.Array | None:
     """Returns the weights t of the columns, for each row of `like`; None without."""
-    if rows.probabilities is not None:
-        return rows.probabilities.astype(like.dtype)
-    return None if columns.class_targets is None else over_rows(columns.class_targets, like)
+    targets = targets_of(rows, columns)
+    return None if targets is None else over_rows(targets, like)
 
 
 def target_total(rows: Rows, columns: Columns, like: jax.Array) -> jax.Array | None:
     """Computes the sum T of each row's weights of the columns, in the shape and dtype of `like`; None without."""
-    if rows.probabilities is not None:
-        return jnp.sum(rows.probabilities.astype(like.dtype), axis=-1)
-    if columns.class_targets is None:
-        return None
-    return jnp.broadcast_to(jnp.sum(columns.class_targets.astype(like.dtype)), like.shape)
+    targets = targets_of(rows, columns)
+    return None if targets is None else over_rows(jnp.sum(targets.astype(like.dtype), axis=-1), like)
 
 
 class RowSums(NamedTuple):
@@ -153,32 +131,6 @@ class RowSums(NamedTuple):
         return RowStatistics(
             self.max_logit, log_sum_exp, self.label_logit, self.target_logit, mean_logit, self.prediction
         )
-
-
-def row_sums(logits: jax.Array, rows: Rows, columns: Columns, *, metrics: bool) -> RowSums:
-    """Computes the sums of rows of logits; `metrics` asks for the last two."""
-    maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
-    # 0 if all logits are -inf, because z - m would be NaN.
-    maximum = jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
-    shifted = logits - maximum[..., None]
-    exp = jnp.exp(shifted)
-    sums = RowSums(maximum, jnp.sum(exp, axis=-1) - 1)
-    if rows.labels is not None:
-        count = logits.shape[-1]
-        # Picked before the maximum is subtracted: with two uses, the difference would be one more array of logits.
-        at = jnp.clip(rows.labels, 0, count - 1)[..., None]
-        picked = jnp.take_along_axis(logits, at, axis=-1)[..., 0] - maximum
-        has_label = (rows.labels >= 0) & (rows.labels < count)
-        label_logit = jnp.where(has_label, picked, jnp.zeros_like(picked))
-        sums = sums._replace(label_logit=label_logit, has_label=has_label.astype(picked.dtype))
-    targets = column_targets(rows, columns, shifted)
-    if targets is not None:
-        total = target_total(rows, columns, maximum)
-        sums = sums._replace(target_logit=jnp.sum(targets * shifted, axis=-1), target_total=total)
-    if metrics:
-        weighted = jnp.sum(exp * finite(shifted), axis=-1)
-        sums = sums._replace(weighted_logit=weighted, prediction=jnp.argmax(logits, axis=-1).astype(jnp.int32))
-    return sums
 
 
 def loss_terms(rows: RowStatistics, total: jax.Array | None) -> RowWeights:
@@ -229,14 +181,16 @@ def statistics_terms(cotangents: RowStatistics, rows: RowStatistics) -> Cotangen
     return CotangentTerms(softmax, rows.max_logit, log_sum_exp, cotangents.label_logit, cotangents.target_logit, slope)
 
 
-def scale_gradient(
-    along_logits: jax.Array, cotangents: RowStatistics, statistics: RowStatistics, rows: Rows, columns: Columns
-) -> Any:
-    """Computes the gradient of the scale from that of `linear_gradients` and the cotangents of the statistics.
+def with_scale(
+    of_rows: RowGradients, cotangents: RowStatistics, statistics: RowStatistics, rows: Rows, columns: Columns
+) -> RowGradients:
+    """Completes the gradient of the scale that `Logits.gradients` computes, given the cotangents of the statistics.
 
     The maximum is added apart, times the known sum of the logits' cotangent: if that is zero, a large common offset of
     the logits costs no digits.
     """
+    if of_rows.scale is None:
+        return of_rows
     total, label, target = cotangents.log_sum_exp, cotangents.label_logit, cotangents.target_logit
     if cotangents.mean_logit is not None:
         total = total + cotangents.mean_logit
@@ -245,7 +199,7 @@ def scale_gradient(
         total = total + is_column.astype(label.dtype) * label
     of_targets = None if target is None else target_total(rows, columns, target)
     total = total if target is None or of_targets is None else total + target * of_targets
-    return (along_logits + statistics.max_logit * total) / jnp.asarray(rows.scale)
+    return of_rows._replace(scale=(of_rows.scale + statistics.max_logit * total) / jnp.asarray(rows.scale))
 
 
 def product(cotangent: jax.Array, x: jax.Array, dtype: Any, factor: jax.Array | None = None) -> jax.Array:
@@ -285,50 +239,109 @@ def added_in_blocks(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor
     return jax.lax.fori_loop(0, math.ceil(classes / width), add, total)
 
 
-def linear_gradients(
-    terms: CotangentTerms,
-    rows: Rows,
-    columns: Columns,
-    bounded: jax.Array,
-    softcap: float | None,
-    needs: Needs,
-    *,
-    weight_sum: jax.Array | None = None,
-    add: Adding = added,
-) -> tuple[RowGradients, ColumnGradients]:
-    """Computes gradients, accumulated in float32, from the cotangent of the logits and the `bounded` logits.
+class Logits(NamedTuple):
+    """The logits (..., V) of rows, and what they are made of.
 
-    The weight gradient is added to `weight_sum`, if there is one, by `add`. That of the scale is the sum over columns
-    of the logits' cotangent times (logits - maximum): see above for the rest.
-
-    The cotangent is rounded to the weight's dtype before the matrix products, as in the documented operators, so that
-    16-bit inputs run on 16-bit matrix units. The sum for the bias is taken before.
+    Attributes:
+      rows: with x in the weight's dtype.
+      columns: what each column has.
+      softcap: the bound of the logits.
+      bounded: x weight^T + bias, bounded: the logits before scales and margins.
     """
-    batch, logits = tuple(range(rows.x.ndim - 1)), logits_of(bounded, rows)
-    cotangent = _cotangent(terms, rows, columns, logits)
-    shifted = logits - terms.maximum[..., None]
-    of_scale = jnp.sum(cotangent * finite(shifted), axis=-1) if needs.scale else None
-    if rows.scale is not None:
-        cotangent = rows.scale[..., None] * cotangent
-    cotangent = softcap_slope(bounded, softcap) * cotangent
-    bound = functools.partial(_cotangent_bound, terms, rows, columns)
-    factors = Factors(cotangent, rows.x, columns.weight, weight_sum)
-    x_grad, weight_grad = rounded_products(needs, factors, bound, add)
-    of_rows, of_columns = RowGradients(x_grad, scale=of_scale), ColumnGradients(weight_grad)
-    if needs.bias:
-        of_columns = of_columns._replace(bias=jnp.sum(cotangent, axis=batch))
-    if terms.target is not None and needs.class_targets:
-        by_column = jnp.sum(terms.target[..., None] * shifted, axis=batch)
-        of_columns = of_columns._replace(class_targets=by_column)
-    if terms.target is not None and needs.probabilities:
-        of_rows = of_rows._replace(probabilities=terms.target[..., None] * shifted)
-    return of_rows, of_columns
+
+    rows: Rows
+    columns: Columns
+    softcap: float | None
+    bounded: jax.Array
+
+    @classmethod
+    def of(cls, rows: Rows, columns: Columns, softcap: float | None, dtype: Any) -> "Logits":
+        """Computes the logits, accumulated and kept in `dtype`."""
+        bounded = jnp.einsum("...h,vh->...v", rows.x, columns.weight, preferred_element_type=dtype)
+        if columns.bias is not None:
+            bounded = bounded + over_rows(columns.bias, bounded)
+        return cls(rows, columns, softcap, capped(bounded, softcap))
+
+    @classmethod
+    def of_zero(cls, row: Rows, columns: Columns, softcap: float | None, dtype: Any) -> "Logits":
+        """Returns the logits (1, V) of a row whose x is 0."""
+        bounded = jnp.zeros((1, columns.weight.shape[0]), dtype)
+        if columns.bias is not None:
+            bounded = capped(over_rows(columns.bias, bounded), softcap)
+        return cls(row, columns, softcap, bounded)
+
+    @property
+    def scaled(self) -> jax.Array:
+        """The logits with scales and margins."""
+        logits, rows = self.bounded, self.rows
+        if rows.scale is not None:
+            # A forbidden column stays one; in forward mode, the scale's tangent times -inf would be NaN.
+            logits = jnp.where(logits == -jnp.inf, logits, rows.scale[..., None] * logits)
+        if rows.margin is not None and rows.labels is not None:
+            logits = logits - jnp.where(is_label(rows.labels, logits), rows.margin[..., None], 0)
+        return logits
+
+    def sums(self, *, metrics: bool) -> RowSums:
+        """Computes the sums of rows; `metrics` asks for the last two."""
+        rows, columns, logits = self.rows, self.columns, self.scaled
+        maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+        # 0 if all logits are -inf, because z - m would be NaN.
+        maximum = jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
+        shifted = logits - maximum[..., None]
+        exp = jnp.exp(shifted)
+        sums = RowSums(maximum, jnp.sum(exp, axis=-1) - 1)
+        if rows.labels is not None:
+            count = logits.shape[-1]
+            # Picked before the maximum is subtracted: with two uses, the difference would be one more array of logits.
+            at = jnp.clip(rows.labels, 0, count - 1)[..., None]
+            picked = jnp.take_along_axis(logits, at, axis=-1)[..., 0] - maximum
+            has_label = (rows.labels >= 0) & (rows.labels < count)
+            label_logit = jnp.where(has_label, picked, jnp.zeros_like(picked))
+            sums = sums._replace(label_logit=label_logit, has_label=has_label.astype(picked.dtype))
+        targets = column_targets(rows, columns, shifted)
+        if targets is not None:
+            total = target_total(rows, columns, maximum)
+            sums = sums._replace(target_logit=jnp.sum(targets * shifted, axis=-1), target_total=total)
+        if metrics:
+            weighted = jnp.sum(exp * finite(shifted), axis=-1)
+            sums = sums._replace(weighted_logit=weighted, prediction=jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        return sums
+
+    def gradients(
+        self, terms: CotangentTerms, needs: Needs, *, weight_sum: jax.Array | None = None, add: Adding = added
+    ) -> Gradients:
+        """Computes gradients, accumulated in float32, from the cotangent of the logits.
+
+        The weight gradient is added to `weight_sum`, if there is one, by `add`. That of the scale is the sum over
+        columns of the logits' cotangent times (logits - maximum): see above for the rest.
+
+        The cotangent is rounded to the weight's dtype before the matrix products, as in the documented operators, so
+        that 16-bit inputs run on 16-bit matrix units. The sum for the bias is taken before.
+        """
+        rows, columns, logits = self.rows, self.columns, self.scaled
+        batch, cotangent = tuple(range(rows.x.ndim - 1)), _cotangent(terms, rows, columns, logits)
+        shifted = logits - terms.maximum[..., None]
+        of_scale = jnp.sum(cotangent * finite(shifted), axis=-1) if needs.scale else None
+        if rows.scale is not None:
+            cotangent = rows.scale[..., None] * cotangent
+        cotangent = softcap_slope(self.bounded, self.softcap) * cotangent
+        bound = functools.partial(_cotangent_bound, terms, rows, columns)
+        factors = Factors(cotangent, rows.x, columns.weight, weight_sum)
+        x_grad, weight_grad = rounded_products(needs, factors, bound, add)
+        of_rows, of_columns = RowGradients(x_grad, scale=of_scale), ColumnGradients(weight_grad)
+        if needs.bias:
+            of_columns = of_columns._replace(bias=jnp.sum(cotangent, axis=batch))
+        if terms.target is not None and needs.class_targets:
+            by_column = jnp.sum(terms.target[..., None] * shifted, axis=batch)
+            of_columns = of_columns._replace(class_targets=by_column)
+        if terms.target is not None and needs.probabilities:
+            of_rows = of_rows._replace(probabilities=terms.target[..., None] * shifted)
+        return of_rows, of_columns
 
 
-def with_target_total(
-    of_rows: RowGradients, of_columns: ColumnGradients, by_total: jax.Array
-) -> tuple[RowGradients, ColumnGradients]:
+def with_target_total(gradients: Gradients, by_total: jax.Array) -> Gradients:
     """Completes gradients of the column targets: each also counts in T, which has the gradient `by_total` in a row."""
+    of_rows, of_columns = gradients
     if of_rows.probabilities is not None:
         of_rows = of_rows._replace(probabilities=of_rows.probabilities + by_total[..., None])
     if of_columns.class_targets is not None:
@@ -356,7 +369,7 @@ def _cotangent_bound(terms: CotangentTerms, rows: Rows, columns: Columns) -> jax
     # exp(-d) d is below 1, so the slope itself bounds its term.
     parts = (terms.softmax, terms.slope, terms.label)
     bound = functools.reduce(jnp.add, (jnp.abs(part) for part in parts if part is not None))
-    targets = columns.class_targets if rows.probabilities is None else rows.probabilities
+    targets = targets_of(rows, columns)
     if terms.target is not None and targets is not None:
         bound = bound + jnp.abs(terms.target) * jnp.max(jnp.abs(targets), axis=-1).astype(bound.dtype)
     return bound if rows.scale is None else jnp.abs(rows.scale) * bound
@@ -380,7 +393,7 @@ class Factors(NamedTuple):
 
 def rounded_products(
     needs: Needs, factors: Factors, row_bound: Callable[[], jax.Array], add: Adding = added
-) -> Gradients:
+) -> Products:
     """Computes cotangent weight and weight_sum + cotangent^T x, in the cotangent's dtype; None if not wanted.
 
     Args:
@@ -397,7 +410,7 @@ def rounded_products(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _float16_products(needs: Needs, add: Adding, factors: Factors, row_bound: jax.Array) -> Gradients:
+def _float16_products(needs: Needs, add: Adding, factors: Factors, row_bound: jax.Array) -> Products:
     powers = RowPowers.of(row_bound)
     rounded = factors._replace(cotangent=powers.divided(factors.cotangent), x=powers.multiplied(factors.x))
     x_grad, weight_grad = _products(needs, add, factors.cotangent.dtype, rounded, powers.largest)
@@ -405,9 +418,9 @@ def _float16_products(needs: Needs, add: Adding, factors: Factors, row_bound: ja
 
 
 @_float16_products.defjvp
-def _float16_products_jvp(needs: Needs, add: Adding, primals: Any, tangents: Any) -> tuple[Gradients, Gradients]:
+def _float16_products_jvp(needs: Needs, add: Adding, primals: Any, tangents: Any) -> tuple[Products, Products]:
     # Unrounded, because the powers of two that fit a cotangent need not fit its tangents.
-    def unrounded(factors: Factors, _: jax.Array) -> Gradients:
+    def unrounded(factors: Factors, _: jax.Array) -> Products:
         dtype = factors.cotangent.dtype
         wide = factors._replace(x=factors.x.astype(dtype), weight=factors.weight.astype(dtype))
         return _products(needs, add, dtype, wide)
@@ -415,7 +428,7 @@ def _float16_products_jvp(needs: Needs, add: Adding, primals: Any, tangents: Any
     return _float16_products(needs, add, *primals), jax.jvp(unrounded, primals, tangents)[1]
 
 
-def _products(needs: Needs, add: Adding, dtype: Any, factors: Factors, factor: jax.Array | None = None) -> Gradients:
+def _products(needs: Needs, add: Adding, dtype: Any, factors: Factors, factor: jax.Array | None = None) -> Products:
     """Computes cotangent weight, and weight_sum + factor cotangent^T x, accumulated in `dtype`."""
     cotangent, x, weight, weight_sum = factors
     x_grad = weight_grad = None

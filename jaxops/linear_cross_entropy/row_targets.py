@@ -40,80 +40,61 @@ class Losses(NamedTuple):
         return jax.tree.map(lambda weight: jnp.where(has_mean, weight / divisor, 0), self.weights), has_mean
 
 
-def losses_of(
-    x: jax.Array,
-    labels: jax.Array,
-    vocabulary: Vocabulary,
-    dtype: Any,
-    *,
-    class_weight: jax.Array | None,
-    row_weight: jax.Array | None,
-    margin: jax.Array | float | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: Any,
-) -> Losses:
-    """Returns what the labels, classes or probabilities, mean for the losses of rows x."""
-    if labels.ndim == x.ndim:
-        losses = _of_probabilities(x, labels, class_weight, label_smoothing, vocabulary, dtype)
-    else:
-        losses = _of_labels(x, labels, class_weight, margin, ignore_index, label_smoothing, vocabulary, dtype)
-    weights = losses.weights
-    if not isinstance(z_loss, float | int) or z_loss != 0:
-        weights = weights._replace(square=jnp.where(losses.kept, jnp.asarray(z_loss, dtype), 0))
-    if row_weight is None:
-        return losses._replace(weights=weights)
-    kept = laid_out_as(losses.kept, jax.typeof(row_weight).sharding)
-    by_row = jnp.where(kept, row_weight.astype(dtype), jnp.zeros_like(row_weight, dtype))
-    weights = jax.tree.map(lambda weight: by_row * weight, weights)
-    return losses._replace(weights=weights, divisor=by_row * losses.divisor)
+class Targets(NamedTuple):
+    """Labels or probabilities, and what `linear_cross_entropy` is told about the losses of rows with them."""
 
+    labels: jax.Array
+    class_weight: jax.Array | None
+    row_weight: jax.Array | None
+    margin: Any
+    ignore_index: int
+    label_smoothing: float
+    z_loss: Any
 
-def _of_labels(
-    x: jax.Array,
-    labels: jax.Array,
-    class_weight: jax.Array | None,
-    margin: Any,
-    ignore_index: int,
-    smoothing: float,
-    vocabulary: Vocabulary,
-    dtype: Any,
-) -> Losses:
-    kept, labels = differ_from(labels, ignore_index), wide_ids(labels)
-    zeros = jnp.zeros_like(labels, dtype)  # laid out as labels are
-    by_class = None if class_weight is None else class_weight.astype(dtype)
-    of_label = zeros + 1 if by_class is None else vocabulary.values_of(labels, by_class)
-    of_label = jnp.where(kept, of_label, zeros)
-    of_label = nan_unless(~kept | ((labels >= 0) & (labels < vocabulary.classes)), of_label)
-    weights, class_targets = RowWeights(label=(1 - smoothing) * of_label), None
-    if smoothing:
-        class_targets = jnp.ones(vocabulary.columns, dtype) if by_class is None else by_class
-        weights = weights._replace(target=jnp.where(kept, zeros + smoothing / vocabulary.classes, zeros))
-    if margin is not None:
-        is_number = jnp.ndim(margin) == 0
-        margin = zeros + margin if is_number else vocabulary.values_of(labels, margin.astype(dtype))
-        margin = jax.lax.stop_gradient(margin)
-    return Losses(Rows(x, vocabulary.local(labels), margin=margin), class_targets, weights, kept, of_label)
+    def losses(self, x: jax.Array, vocabulary: Vocabulary, dtype: Any) -> Losses:
+        """Returns what they mean for the losses of rows x."""
+        of_rows = self._of_probabilities if self.labels.ndim == x.ndim else self._of_labels
+        losses, row_weight = of_rows(x, vocabulary, dtype), self.row_weight
+        weights = losses.weights
+        if not isinstance(self.z_loss, float | int) or self.z_loss != 0:
+            weights = weights._replace(square=jnp.where(losses.kept, jnp.asarray(self.z_loss, dtype), 0))
+        if row_weight is None:
+            return losses._replace(weights=weights)
+        kept = laid_out_as(losses.kept, jax.typeof(row_weight).sharding)
+        by_row = jnp.where(kept, row_weight.astype(dtype), jnp.zeros_like(row_weight, dtype))
+        weights = jax.tree.map(lambda weight: by_row * weight, weights)
+        return losses._replace(weights=weights, divisor=by_row * losses.divisor)
 
+    def _of_labels(self, x: jax.Array, vocabulary: Vocabulary, dtype: Any) -> Losses:
+        kept, labels = differ_from(self.labels, self.ignore_index), wide_ids(self.labels)
+        zeros = jnp.zeros_like(labels, dtype)  # laid out as labels are
+        by_class = None if self.class_weight is None else self.class_weight.astype(dtype)
+        of_label = zeros + 1 if by_class is None else vocabulary.values_of(labels, by_class)
+        of_label = jnp.where(kept, of_label, zeros)
+        of_label = nan_unless(~kept | ((labels >= 0) & (labels < vocabulary.classes)), of_label)
+        smoothing, margin = self.label_smoothing, self.margin
+        weights, class_targets = RowWeights(label=(1 - smoothing) * of_label), None
+        if smoothing:
+            class_targets = jnp.ones(vocabulary.columns, dtype) if by_class is None else by_class
+            weights = weights._replace(target=jnp.where(kept, zeros + smoothing / vocabulary.classes, zeros))
+        if margin is not None:
+            is_number = jnp.ndim(margin) == 0
+            margin = zeros + margin if is_number else vocabulary.values_of(labels, margin.astype(dtype))
+            margin = jax.lax.stop_gradient(margin)
+        return Losses(Rows(x, vocabulary.local(labels), margin=margin), class_targets, weights, kept, of_label)
 
-def _of_probabilities(
-    x: jax.Array,
-    labels: jax.Array,
-    class_weight: jax.Array | None,
-    smoothing: float,
-    vocabulary: Vocabulary,
-    dtype: Any,
-) -> Losses:
-    # Used unchanged if possible: a changed copy would be one more array of the logits' size.
-    probabilities = labels
-    if smoothing:
-        probabilities = (1 - smoothing) * labels.astype(dtype) + smoothing / vocabulary.classes
-    if class_weight is not None:
-        probabilities, class_weight = agreeing("... v, ... v ->", probabilities.astype(dtype), class_weight)
-        # Laid out at once, as the transpose of a broadcast that is resharded would gather all rows.
-        layout = jax.typeof(probabilities).sharding if explicit_mesh([probabilities]) is not None else None
-        last, shape = probabilities.ndim - 1, probabilities.shape
-        class_weight = jax.lax.broadcast_in_dim(class_weight.astype(dtype), shape, (last,), out_sharding=layout)
-        probabilities = probabilities * class_weight
-    ones = jnp.ones(labels.shape[:-1], dtype)
-    return Losses(Rows(x, probabilities=probabilities), None, RowWeights(target=ones), ones > 0, ones)
+    def _of_probabilities(self, x: jax.Array, vocabulary: Vocabulary, dtype: Any) -> Losses:
+        # Used unchanged if possible: a changed copy would be one more array of the logits' size.
+        probabilities = self.labels
+        if self.label_smoothing:
+            smoothed = (1 - self.label_smoothing) * self.labels.astype(dtype)
+            probabilities = smoothed + self.label_smoothing / vocabulary.classes
+        if self.class_weight is not None:
+            probabilities, by_class = agreeing("... v, ... v ->", probabilities.astype(dtype), self.class_weight)
+            # Laid out at once, as the transpose of a broadcast that is resharded would gather all rows.
+            layout = jax.typeof(probabilities).sharding if explicit_mesh([probabilities]) is not None else None
+            last, shape = probabilities.ndim - 1, probabilities.shape
+            by_class = jax.lax.broadcast_in_dim(by_class.astype(dtype), shape, (last,), out_sharding=layout)
+            probabilities = probabilities * by_class
+        ones = jnp.ones(self.labels.shape[:-1], dtype)
+        return Losses(Rows(x, probabilities=probabilities), None, RowWeights(target=ones), ones > 0, ones)

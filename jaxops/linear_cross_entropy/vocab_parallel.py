@@ -23,14 +23,7 @@ from jaxops._primitive.sharding import require_split
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_rows
 from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows
-from jaxops.linear_cross_entropy.row_statistics import (
-    Factors,
-    bounded_logits,
-    is_label,
-    linear_gradients,
-    rounded_products,
-    row_sums,
-)
+from jaxops.linear_cross_entropy.row_statistics import Factors, Logits, is_label, rounded_products
 from lowering.operators import EVERYWHERE, Form, Place
 from pallas_kernels.gpu.linear_cross_entropy import vocab_parallel as gpu
 from pallas_kernels.tpu.linear_cross_entropy import vocab_parallel as tpu
@@ -183,14 +176,15 @@ def _max_sum(
 
     def chunk(_: None, rows: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[OnlineMaxSum, None]:
         x, mask, masked_target = rows
-        logits = bounded_logits(Rows(x), columns, None, dtype)
-        sums: Any = row_sums(logits, Rows(x, jnp.where(mask, -1, wide_ids(masked_target))), columns, metrics=False)
+        logits = Logits.of(Rows(x), columns, None, dtype)
+        labeled = Rows(x, jnp.where(mask, -1, wide_ids(masked_target)))
+        sums: Any = logits._replace(rows=labeled).sums(metrics=False)
         # Here the maximum is a result, which is differentiated as well. There it is a constant.
-        maximum = jnp.max(logits, axis=-1)
+        maximum = jnp.max(logits.bounded, axis=-1)
         above = sums.max_logit - maximum
         predicted = jnp.where(sums.has_label > 0, sums.label_logit + above, 0)
         local = maximum, jnp.exp(above) * sums.sum_exp, predicted, mask, masked_target
-        return OnlineMaxSum(*local, logits.astype(x.dtype) if return_logits else None), None
+        return OnlineMaxSum(*local, logits.bounded.astype(x.dtype) if return_logits else None), None
 
     chunk_rows = None if return_logits else rows_of_logits(*weight.shape)
     return fold_rows(chunk, None, (x, mask, masked_target), target.shape, chunk_rows, place)[0]
@@ -228,19 +222,18 @@ def _grad(
     place: Place | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     labels, dtype = jnp.where(mask, -1, wide_ids(masked_target)), accumulation_dtype(x.dtype)
+    needs = Needs(x=True, weight=True)
     if softmax is not None:
         cotangent = (softmax - is_label(labels, softmax).astype(softmax.dtype)) * grad[..., None]
-        bound, needs = functools.partial(jnp.abs, grad), Needs(x=True, weight=True)
-        gradients: Any = rounded_products(needs, Factors(cotangent.astype(dtype), x, weight), bound)
+        factors, bound = Factors(cotangent.astype(dtype), x, weight), functools.partial(jnp.abs, grad)
+        gradients: Any = rounded_products(needs, factors, bound)
         return gradients[0].astype(x.dtype), gradients[1].astype(weight.dtype)
 
     def chunk(weight_sum: jax.Array, chunk: tuple[CotangentTerms, Rows]) -> tuple[Any, Any]:
-        of_rows: Any
         terms, rows = chunk
-        bounded, needs = bounded_logits(rows, Columns(weight), None, dtype), Needs(x=True, weight=True)
-        of_rows, of_columns = linear_gradients(
-            terms, rows, Columns(weight), bounded, None, needs, weight_sum=weight_sum
-        )
+        logits = Logits.of(rows, Columns(weight), None, dtype)
+        of_rows, of_columns = logits.gradients(terms, needs, weight_sum=weight_sum)
+        assert of_rows.x is not None
         return of_rows.x.astype(x.dtype), of_columns.weight
 
     # The public function has checked that they are known.

@@ -1,7 +1,7 @@
 """The vocabulary: all on this device, or split over a mesh axis."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,15 +46,13 @@ class Vocabulary(NamedTuple):
         """Sums over all parts of the vocabulary."""
         return part if self.axis is None else jax.lax.psum(part, self.axis)
 
-    def statistics(
-        self, rows: Rows, columns: Columns, *, softcap: float | None, chunk_rows: int | None, metrics: bool
-    ) -> RowStatistics:
-        """Computes the statistics of rows over all classes; see `operator.linear_row_statistics`."""
+    def statistics(self, rows: Rows, columns: Columns, **options: Any) -> RowStatistics:
+        """Computes the statistics of rows over all classes, with the options of `operator.linear_row_statistics`."""
         if self.axis is not None and rows.x.dtype == jnp.float16:
             # Every part of the vocabulary contributes a share of x's gradient. For a mean these are too small for
             # float16, so they are added in float32.
             rows = rows._replace(x=rows.x.astype(jnp.float32))
-        statistics = linear_row_statistics(rows, columns, softcap=softcap, chunk_rows=chunk_rows, metrics=metrics)
+        statistics = linear_row_statistics(rows, columns, **options)
         return statistics if self.axis is None else self._merged(statistics, rows, columns)
 
     def _merged(self, statistics: RowStatistics, rows: Rows, columns: Columns) -> RowStatistics:
