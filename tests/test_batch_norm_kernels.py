@@ -15,6 +15,7 @@ import lowering
 from jaxops import batch_norm
 from jaxops.batch_norm.backward import BackwardOperands
 from jaxops.batch_norm.operator import TrainingOperands
+from lowering.targets import named
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.gpu import batch_norm as gpu_forward
 from pallas_kernels.gpu import batch_norm_backward as gpu_backward
@@ -244,8 +245,9 @@ def test_batch_norm_runs_the_interpreted_kernel():
 
 def test_batch_norm_kernels_refuse_what_they_cannot_run():
     def reason(kernel, hardware, shape=(8, 1, 16, 64), dtype="float32", **params):
-        operands = types.SimpleNamespace(x=types.SimpleNamespace(shape=shape, dtype=jnp.dtype(dtype)))
-        attributes = {"axis_name": None, "epsilon": 0.0, "activation": IDENTITY, **params}
+        x = types.SimpleNamespace(shape=shape, dtype=jnp.dtype(dtype))
+        operands = types.SimpleNamespace(x=x, residual=None, gate=None)
+        attributes = {"axis_name": None, "epsilon": 0.0, "activation": IDENTITY, "residual_grad": False, **params}
         return kernel.KERNEL.refuses(hardware, operands, **attributes)
 
     v5e = Hardware(name="tpu-v5e", platform="tpu")
@@ -267,6 +269,9 @@ def test_batch_norm_kernels_refuse_what_they_cannot_run():
         assert "'data'" in reason(kernel, v5e, axis_name="data")
         assert "nothing" in reason(kernel, v5e, shape=(0, 1, 16, 64))
         assert "[1, 16, 1000003]" in reason(kernel, v5e, shape=(8, 1, 16, 1000003))
+    # The backward kernel has three arrays of images in VMEM, of which two are kept.
+    assert reason(tpu_forward, named("tpu-v5e"), (30, 1, 140, 5476), "bfloat16") is None
+    assert "[1, 140, 5476]" in reason(tpu_backward, named("tpu-v5e"), (30, 1, 140, 5476), "bfloat16")
     v7x = Hardware(name="tpu-v7x", platform="tpu", cores=1, memory_bytes_per_s=3.69e12)
     assert all(reason(kernel, v7x, dtype="bfloat16") is None for kernel in (tpu_forward, tpu_backward))
 

@@ -145,14 +145,19 @@ def run(operands, *, epsilon, axis_name, activation, config, interpret=False):
 
 def refuses(hardware, operands, *, axis_name, activation, **_) -> str | None:
     """Tells why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
-    x = operands.x
+    return refusal_of(operands.x, axis_name, activation) or refusal_without(configs(hardware, operands), operands.x)
+
+
+def refusal_of(x, axis_name, activation) -> str | None:
+    """Tells why the kernels cannot run on images, whatever their size."""
     if jnp.dtype(x.dtype).name not in _DTYPES:
         return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; x is {jnp.dtype(x.dtype).name}"
-    if reason := refusal(x, axis_name, activation):
-        return reason
-    if not configs_of(hardware, x, 1, images=2):
-        return f"no block of whole tiles divides images of {list(x.shape[-3:])} and fits VMEM"
-    return None
+    return refusal(x, axis_name, activation)
+
+
+def refusal_without(offered, x) -> str | None:
+    """Tells that there is no block size, if none is offered."""
+    return None if offered else f"no block of whole tiles divides images of {list(x.shape[-3:])} and fits VMEM"
 
 
 def configs(hardware, operands, **_):

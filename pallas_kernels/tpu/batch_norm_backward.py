@@ -137,6 +137,13 @@ def run(operands, *, axis_name, activation, residual_grad, config, interpret=Fal
     return (*grads, blocks.from_view(residual[0], x.shape)) if residual_grad else grads
 
 
+def refuses(hardware, operands, *, axis_name, activation, residual_grad, **_) -> str | None:
+    """Tells why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    if reason := batch_norm.refusal_of(operands.x, axis_name, activation):
+        return reason
+    return batch_norm.refusal_without(configs(hardware, operands, residual_grad=residual_grad), operands.x)
+
+
 def configs(hardware, operands, *, residual_grad, **_):
     """Returns block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     # Images are the gradient, x, dx, a gate and the residual's gradient.
@@ -156,7 +163,7 @@ KERNEL = Kernel(
     name="mosaic_tpu",
     platform="tpu",
     run=run,
-    refuses=batch_norm.refuses,
+    refuses=refuses,
     takes=BACKWARD_FIELDS,
     configs=configs,
     kind=kind,
