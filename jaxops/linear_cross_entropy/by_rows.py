@@ -95,7 +95,7 @@ def chunk_step(columns: Columns, options: SumOptions, add: algebra.Adding = alge
         x_dtype, rows = rows.x.dtype, rows._replace(x=rows.x.astype(columns.weight.dtype))
         rows = algebra.skipped_as_zeros(rows)
         logits = algebra.Logits.of(rows, columns, options.softcap, sums.loss.dtype)
-        # With it, logits - maximum is computed again. Without the barrier XLA would keep it next to the logits instead.
+        # Behind the barrier, logits - maximum is computed again; without it XLA would keep that beside the logits.
         row_sums = jax.lax.optimization_barrier(logits.sums(metrics=options.metrics))
         statistics = row_sums.statistics
         total = algebra.target_total(rows, columns, statistics.max_logit)

@@ -14,10 +14,10 @@ class Rows(NamedTuple):
     Attributes:
       x: (..., H). Rounded to the weight's dtype before any product; its gradient is not.
       labels: (...), columns of the logits. Any other integer means that the row has no label; `SKIPPED` means that its
-        x is zero as well.
+        x counts as zero as well, whatever it holds.
       probabilities: (..., V), weights t of the columns for this row.
       scale: (...), 1 / temperature, by which the row's logits are multiplied; 1 for a `SKIPPED` row.
-      margin: (...), subtracted from the logit of the row's label; a constant.
+      margin: (...), subtracted from the logit of the row's label; a constant. Not beside a scale.
     """
 
     x: jax.Array

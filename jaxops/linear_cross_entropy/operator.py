@@ -1,8 +1,8 @@
 """The operators for row statistics of a linear layer's logits, from which every cross entropy follows.
 
-Statistics and gradients are computed one tile of columns after the other: each tile of the weight is read once, and
-each tile of its gradient is written once. On a single device those rows that count go first, and a tile is computed in
-chunks of them.
+Statistics and gradients are computed one tile of columns after the other, and each tile of the weight's gradient is
+written once. On a single device those rows that count go first, and a tile is computed for a chunk of them at a time,
+which reads its part of the weight again.
 """
 
 import math
@@ -148,7 +148,8 @@ def _vjp(residuals: Any, cotangents: RowStatistics, active: Active, *, metrics: 
     terms = statistics_terms(cotangents, statistics)
     of_rows, of_columns = _BACKWARD(terms, rows, columns, needs=Needs.of(*active), **params)
     scale = with_scale(of_rows, cotangents, statistics, rows, columns).scale
-    return Rows(of_rows.x, None, of_rows.probabilities, scale, rows.margin), Columns(*of_columns)
+    # A margin is constant, so nobody reads its cotangent.
+    return Rows(of_rows.x, None, of_rows.probabilities, scale, margin=rows.margin), Columns(*of_columns)
 
 
 _BACKWARD = Operator(

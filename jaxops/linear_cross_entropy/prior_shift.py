@@ -43,8 +43,8 @@ def refusal(_: Any, rows: Any, columns: Any, *__: Any, softcap: float | None, ne
         return "rows that have failed are taken in chunks of a known size"
     if rows.labels is None or rows.probabilities is not None or needs.class_targets:
         return "probabilities, and a gradient of class weights, need the logits themselves, column by column"
-    if rows.margin is not None or rows.scale is not None:
-        return "a margin or a scale of each row changes the logits, whose exponentials are taken at once"
+    if others := [name for name, value in rows._asdict().items() if value is not None and name not in ("x", "labels")]:
+        return f"each row's {' and '.join(others)} changes the logits, whose exponentials are taken at once"
     if jnp.dtype(columns.weight.dtype) == jnp.float16:
         return "float16 cannot hold exponentials above their reference"
     if softcap is not None and columns.class_targets is not None:

@@ -21,7 +21,7 @@ z0 = x weight^T + bias have du / dz0 = 1 - (u / softcap)^2. A row's scale s give
     dL / ds = sum_c dz_c u_c = (sum_c dz_c (z_c - m) + m sum_c dz_c) / s
 
 where the second sum is known: softmax-terms add up to g_l + g_mu, the others to g_y and g_t T. A margin shifts z_y by a
-constant.
+constant, in rows without a scale.
 """
 
 import functools
@@ -95,9 +95,9 @@ class RowSums(NamedTuple):
     """The sums behind `RowStatistics`, over some of the columns; sums over disjoint columns can be merged.
 
     Attributes:
-      max_logit: m, 0 if no logit is finite.
-      less_one: sum exp(z - m) - 1, which is -1 if no logit is finite. Added to the 1 of the maximum, the small sums of
-        further columns would be lost, and with them the loss of a confident row.
+      max_logit: m, 0 if no logit is finite; in `prior_shift`, the shift in its place.
+      less_one: sum exp(z - m) - 1, which is -1 if no logit is finite. Beside the 1 of the maximum, small sums of
+        further tiles or devices would be lost, and with them the loss of a confident row.
       label_logit: z[label] - m; 0 if the label is not among these columns.
       has_label: 1 if it is, else 0.
       target_logit: sum t (z - m).
