@@ -154,13 +154,14 @@ def test_remainders_are_taken_after_quotients():
     assert run(*lines).cycles == 11
 
 
+@pytest.mark.parametrize("place", ["", 'loc("/a/b.py":73:95 to :118) :: '], ids=["", "with its place"])
 @pytest.mark.parametrize(
     ("operands", "wanted", "result"),
     [("23, 6", "kDiv", 3), ("23, 6", "kRem", 5), ("4294967291, 4294967293", "kRem", -5)],
 )
-def test_a_division_may_give_its_quotient_or_its_remainder_alone(operands, wanted, result):
+def test_a_division_may_give_its_quotient_or_its_remainder_alone(operands, wanted, result, place):
     lines = (
-        f"%7 = sdivrem.u32 {operands} /* {wanted} */",
+        f"%7 = sdivrem.u32 {operands} /* {place}{wanted} */",
         "%s1_s1 = spop.drf %7",
         f"%p1_p0 = scmp.ne.s32.totalorder %s1_s1, {result}",
         "%9 = sbr.rel (%p1_p0) target bundleno = 0 (0x0)",

@@ -62,7 +62,8 @@ _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _LABEL = re.compile(r"/\*(\w+)=\*/")
 _CALL = re.compile(r"(inlined_call)( [^/;}]*)/\*\s*(?:%([\w.\-]+) =|(<[\w\-]+>))")
 _CORE = re.compile(r"= sld \[[^;}/]*?\]\]([^;}/]*)/\*[^*]*\bcore id\b[^*]*\*/")
-_DIVISION = re.compile(r"/\* (kDiv|kRem|kDivAndRem) \*/")  # what of a quotient and a remainder is to be taken
+# What of a quotient and a remainder is to be taken, at the end of a comment that may begin with the place.
+_DIVISION = re.compile(r"(/\*[^*]*?)(?:::)? (kDiv|kRem|kDivAndRem) \*/")
 _PLACE = re.compile(r'/\* loc\("([^"]*)":(\d+)[^*]*\*/')  # of kernels alone, where they were written
 _PLACED = re.compile(r"@@(.*?)@@")
 _CHECK = re.compile(r"(shalt\.err [^/;}]*)/\*(.*?)\*/", re.DOTALL)
@@ -87,8 +88,8 @@ def read_bundles(text: str, *, vectors: bool = False) -> tuple[Bundle, ...]:
         text = _CHECK.sub(lambda check: f"{check[1]}reason={_words(check[2])} ", text)
     text = _CALL.sub(lambda call: f"{call[1]}<{call[3] or call[4]}> {call[2]}/*", text)
     text = _CORE.sub(r"= core_id \1", text)
-    text = _PLACE.sub(r"@@\1:\2@@", text)
-    text = _COMMENT.sub("", _DIVISION.sub(r", \1", text))
+    text = _DIVISION.sub(r", \2 \1*/", text)
+    text = _COMMENT.sub("", _PLACE.sub(r"@@\1:\2@@", text))
     return tuple(_bundle(number, body, vectors) for number, body in _BUNDLE.findall(text))
 
 
