@@ -225,19 +225,19 @@ def header(target: str) -> dict[str, Any]:
 
 
 def begin(target: str, path: Path) -> None:
-    """Writes the file anew, with a header and those records that still hold."""
-    now, records = header(target), []
-    lines = path.read_text().splitlines() if path.is_file() else []
-    before: dict[str, str] = {}
-    for record in map(json.loads, lines):
-        if isinstance(record, dict) and "code" in record:
-            before = record["code"]
-            continue
+    """Writes the file anew, with a header of today and those records that still hold: of these versions and kernels."""
+    now, kept = header(target), []
+    before, *records = map(json.loads, path.read_text().splitlines()) if path.is_file() else [now]
+    if before["versions"] != now["versions"]:
+        raise SystemExit(
+            f"{path} is of {before['versions']}, and these are {now['versions']}: remove it to begin again"
+        )
+    for record in records:
         operator, kernel, *_ = record["executed"] if isinstance(record, dict) else record
         name = f"{operator}/{kernel}"
-        if before.get(name) == now["code"].get(name):
-            records.append(record)
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in (now, *records)))
+        if before["code"].get(name) == now["code"].get(name):
+            kept.append(record)
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in (now, *kept)))
 
 
 def append(path: Path, record: Any) -> None:
