@@ -22,6 +22,7 @@ _DTYPES = ("float32", "bfloat16")
 # The larger a block, the less do its scalar code and the ends of its loops weigh; the smaller, the sooner does the work
 # on the first begin, and the writing of the last end.
 _BLOCK_BYTES = (2**21, 2**20, 2**19)
+_FEW_BLOCKS = 8
 
 
 def _kernel(images, results, parameters, statistics, partials, *, blocks, epsilon, activation):
@@ -193,7 +194,10 @@ def kind_of(x, arrays, config, activation, options) -> Kind:
     """Returns the kind of a kernel that keeps up to so many arrays of images like x in VMEM."""
     blocks, channels = blocks_of(x.shape, x.dtype, arrays, **config), x.shape[-2]
     words = dtype_names(x), f"stored as {blocks.order}", f"{blocks.kept} in VMEM", activation.mode, *options
-    return Kind(", ".join(words), (channels, math.prod(x.shape) // channels))
+    # An extent without suitable divisors leaves many blocks so small that copies wait for HBM's latency.
+    block_bytes = math.prod(blocks.block) * jnp.dtype(x.dtype).itemsize
+    is_slow = blocks.steps_of_a_phase > _FEW_BLOCKS and block_bytes < min(_BLOCK_BYTES) // 2
+    return Kind(", ".join((*words, *["small blocks"] * is_slow)), (channels, math.prod(x.shape) // channels))
 
 
 KERNEL = Kernel(

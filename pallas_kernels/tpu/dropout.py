@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.dropout_mask import WORD_BITS, threshold
 from pallas_kernels.kernel import Kernel, Kind, dtype_names
 from pallas_kernels.tpu.dropout_words import Places, keep_of, long_words, permuted, short_words
-from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up
+from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_order
 from pallas_kernels.tpu.streaming_cost import streaming_cost
 
 _DTYPES = ("float32", "bfloat16")
@@ -273,7 +273,10 @@ def kind_backward(hardware, grad, words, keep) -> Kind:
 
 def _kind_of(x) -> Kind:
     rows, columns = _rows(x)
-    return Kind(f"{dtype_names(x)}, {'whole lanes' if columns % LANES == 0 else 'part of the lanes'}", (rows, columns))
+    lanes = "whole lanes" if columns % LANES == 0 else "part of the lanes"
+    # XLA stores an array of its own so, where the lanes of rows would pad more, and copies it for the kernel.
+    copied = ["columns first"] * (stored_order(x.shape)[-1] != len(x.shape) - 1 if len(x.shape) > 1 else False)
+    return Kind(", ".join((dtype_names(x), lanes, *copied)), (rows, columns))
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, kind=kind)
