@@ -47,6 +47,7 @@ from lowering.targets import TARGETS, named
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 
+ROOT = Path(jaxops.__file__).parents[1]
 # What data decides in kernels. After 12 binary digits a turn of dropout's draws more, with probability 0.24; XLA draws
 # 24 digits in six steps. In the cross entropy's, all blocks of rows are live.
 COUNTS = {"dropout": 0.24, "linear_cross_entropy": 1}
@@ -193,11 +194,10 @@ def syntax(node: Any) -> Any:
 
 def digest(kernel: Kernel) -> str:
     """Returns a digest of the code of a kernel and of the modules that it is made of, without docstrings."""
-    root = Path(jaxops.__file__).parents[1]
     waiting, found = [kernel.run.__module__], {}
     while waiting:
         module = waiting.pop()
-        file = root / f"{module.replace('.', '/')}.py"
+        file = ROOT / f"{module.replace('.', '/')}.py"
         if module in (*found, "pallas_kernels.kernel", "pallas_kernels.hardware") or not file.is_file():
             continue
         tree = ast.parse(file.read_text())
@@ -392,7 +392,8 @@ def draw(target: str, only: list[str], count: int, seed: int) -> list[dict[str, 
                 decided = evidence.verdict(use.operator.name, kernel, hardware, structured, attributes)
                 assert decided is not None  # as it has a kind
                 said = {"taken": decided.is_taken, "reason": decided.reason}
-                row = {"time": case.time, "reference_us": case.reference_us, "kind": case.kind, **said}
+                of_case = {"time": case.time, "reference_us": case.reference_us, "kind": case.kind, "sizes": case.sizes}
+                row = of_case | said
             print(name, row, flush=True)
             found.append({"name": name, "seed": seed, "candidates": {kernel.name: row}})
     return found
@@ -421,6 +422,20 @@ and the largest at all of them.
 """
 
 
+def drawn(path: Path) -> str:
+    """Returns what the results of a draw say."""
+    rows = [row for case in json.loads(path.read_text())["cases"] for row in case["candidates"].values()]
+    known = [row for row in rows if "time" in row]
+    faster = [row["taken"] for row in known if row["time"] < 0.8]
+    slower = [row["taken"] for row in known if row["time"] > 1.02]
+    longest = max(row["time"] for row in known if row["taken"])
+    return (
+        f"of {len(known)} cases, the kernel takes below 0.8 of the time in {len(faster)}, of which {sum(faster)} are "
+        f"taken, and above 1.02 in {len(slower)}, of which {sum(slower)} are taken; what is taken takes at most "
+        f"{longest:.2f}"
+    )
+
+
 def page() -> str:
     """Returns the evidence that ships as a page of documentation."""
     shipped = {target: grid for target in TARGETS if (grid := evidence.shipped(target)) is not None}
@@ -437,6 +452,11 @@ def page() -> str:
         f"{target} on {grid.header['date']} with JAX {grid.header['versions']['jax']}"
         for target, grid in shipped.items()
     )
+    lines += ["", "Draws of sizes that these files do not hold show what the rule is worth, by replays again:", ""]
+    for target in shipped:
+        name = f"benchmarks/results/evidence_draws_{target.removeprefix('tpu-')}.json"
+        if (ROOT / name).is_file():
+            lines.append(f"* {target}: {drawn(ROOT / name)} ([results](../{name})).")
     lines += [
         "",
         f"Written by [`benchmarks/evidence.py`](../benchmarks/evidence.py) from `lowering/tuned/`: {made}.",

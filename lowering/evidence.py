@@ -174,9 +174,9 @@ def verdict(
         is_faster = all(case.time <= MOST_MEASURED for case in near)
         return Verdict(is_faster, f"measured on this device at {_span(near)} of the reference's time, at like operands")
     if hardware.name != hardware.platform:
-        return _replayed(operator, kernel.name, hardware.name, kind)
+        return replayed(operator, kernel.name, hardware.name, kind)
     chips = [chip for chip in TARGETS.values() if chip.platform == hardware.platform and shipped(chip.name)]
-    found = [_replayed(operator, kernel.name, chip.name, kind_of(kernel, chip, operands, attributes)) for chip in chips]
+    found = [replayed(operator, kernel.name, chip.name, kind_of(kernel, chip, operands, attributes)) for chip in chips]
     known = [one for one in found if one is not None]
     if not known:
         return None
@@ -184,7 +184,7 @@ def verdict(
     return against or known[0]._replace(reason=f"on all known chips; {known[0].reason}")
 
 
-def _replayed(operator: str, kernel: str, target: str, kind: Kind | None) -> Verdict | None:
+def replayed(operator: str, kernel: str, target: str, kind: Kind | None) -> Verdict | None:
     """Returns what ships on a kernel for a chip; None if nothing does. Without a kind, the kernel refuses there."""
     if kind is None:
         return Verdict(False, f"{target} cannot take these operands")
