@@ -66,7 +66,7 @@ def page() -> str:
     for target in shipped:
         name = f"benchmarks/results/evidence_draws_{target.removeprefix('tpu-')}.json"
         if (_ROOT / name).is_file():
-            lines.append(f"* {target}: {drawn(_ROOT / name)} ([results](../{name})).")
+            lines.append(f"* {target}: {drawn(_ROOT / name)} (`{name}`).")
     lines += [
         "",
         f"Written by [`benchmarks/evidence.py`](../benchmarks/evidence.py) from `lowering/tuned/`: {made}.",
