@@ -20,7 +20,7 @@ has measured them. On TPUs kernels are the default at the sizes that this page c
   better if it takes 0.85 of the time or less, or as long with a fifth less memory.
 * A small case of each kind is executed as it is compiled ([how](emulation.md)) and compared with float64.
 * Other sizes must lie between known ones, at most a factor of 4 from one of them in each. The known sizes around them
-  decide, and all must agree. There is no evidence on sizes beyond them, so XLA's program runs.
+  decide, and all must agree. Beyond the known sizes there is no evidence, and XLA's program runs.
 
 `lowering.explain` says for your operands which evidence decided, and `jaxops ops --target tpu-v5e` lists every kind.
 On a chip that is here, a kernel is verified before its first use, and what was measured there comes first: [on your
@@ -40,9 +40,9 @@ def drawn(path: Path) -> str:
     slower = [row["taken"] for row in known if row["time"] > 1.02]
     longest = max(row["time"] for row in known if row["taken"])
     return (
-        f"of {len(known)} cases, the kernel takes below 0.8 of the time in {len(faster)}, of which {sum(faster)} are "
-        f"taken, and above 1.02 in {len(slower)}, of which {sum(slower)} are taken; what is taken takes at most "
-        f"{longest:.2f}"
+        f"{len(known)} cases. In {len(faster)} the kernel needs less than 0.8 of the time of XLA's program, and it is "
+        f"the default in {sum(faster)} of these. In {len(slower)} it needs more than 1.02, and it is the default in "
+        f"{sum(slower) or 'none'} of these. Where it is the default, it needs {longest:.2f} at most"
     )
 
 

@@ -198,7 +198,7 @@ class KeptRows(NamedTuple):
         return (jnp.concatenate([x, jnp.full(fillers, filler(x), x.dtype)]) for x in vectors)
 
     def _gathered(self, rows: Any, vectors: Iterator[jax.Array], places: jax.Array) -> Any:
-        """Returns rows at some places, of which the vectors are known."""
+        """Gathers the rows at some places; their vectors have been taken already."""
 
         def gathered(x: jax.Array) -> jax.Array:
             if x.ndim == len(self.batch_shape):
