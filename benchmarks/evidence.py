@@ -10,12 +10,10 @@ Nothing runs on a chip; it needs `jaxops targets --install tpu`.
 """
 
 import ast
-import dataclasses
 import functools
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 import time
@@ -26,24 +24,21 @@ from typing import Any
 import evidence_page
 import harness
 import jax
-import jax.numpy as jnp
 import numpy as np
-from evidence_cases import FAMILIES, OPERATORS, Family, Sizes, drawn_ids, side_of
+from evidence_cases import FAMILIES, OPERATORS, Family, Sizes, drawn_ids, side_of, uses
+from evidence_execution import arguments, executed, shrunk
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tpu_schedules import chunks_of_gradients
 
 import jaxops
-import lowering
 from lowering import evidence
-from lowering.campaign.problems import Problem, problems
-from lowering.campaign.verifying import fault_of, truth_of
+from lowering.campaign.problems import problems
 from lowering.compiling.compile import CompileError
 from lowering.compiling.report import CompiledReport
-from lowering.explain import OperatorUse, operator_uses
+from lowering.explain import OperatorUse
 from lowering.measuring.replaying import replay
 from lowering.operators import kind_of, on_arrays, type_text, unpacked
 from lowering.register import kernels_of, without_kernels
-from lowering.static_leaves import jaxpr_of
 from lowering.targets import named
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
@@ -52,8 +47,6 @@ ROOT = Path(jaxops.__file__).parents[1]
 # What data decides in kernels. After 12 binary digits a turn of dropout's draws more, with probability 0.24; XLA draws
 # 24 digits in six steps. In the cross entropy's, all blocks of rows are live.
 COUNTS = {"dropout": 0.24, "linear_cross_entropy": 1}
-MOST_EXECUTED = 2**15  # elements of the largest operand of a case that is executed
-TOO_LARGE = 2**21
 
 
 class Answers:
@@ -173,16 +166,6 @@ def case_of(use: OperatorUse, kernel: Kernel, family: Family, option: Any, sizes
     )
 
 
-def uses(family: Family, option: Any, sizes: Sizes, hardware: Hardware) -> Iterator[tuple[OperatorUse, Kernel]]:
-    """Yields where a case uses the family's operators, and the kernels that they have on the hardware."""
-    fn, operands = family.call(option, sizes)
-    for use in operator_uses(jaxpr_of(fn, operands), operands, hardware):
-        if use.operator.name in family.operators:
-            for kernel in kernels_of(use.operator):
-                if kernel.platform == hardware.platform:
-                    yield use, kernel
-
-
 def syntax(node: Any) -> Any:
     """Returns a tree of syntax as tuples, without empty fields, in which releases of Python differ."""
     if isinstance(node, list):
@@ -289,54 +272,6 @@ def make_grid(target: str, path: Path, only: list[str], fill: int, seed: int) ->
             bar.advance(task)
 
 
-def shrunk(
-    family: Family, option: Any, sizes: Sizes, key: tuple[str, str, str], hardware: Hardware
-) -> tuple[Sizes, dict[str, Any]] | None:
-    """Returns sizes of the same kind that halving makes small enough to be executed, and the kernel's configuration.
-
-    What is of a kind because it does not fit VMEM is smaller on chips with less VMEM; these are tried one by one.
-    """
-
-    def config_of(sizes: Sizes, chip: Hardware) -> dict[str, Any] | None:
-        for use, kernel in uses(family, option, sizes, hardware):
-            if (use.operator.name, kernel.name) == key[:2]:
-                structured, attributes = unpacked(use.operands, use.params)
-                offered = kernel.configs(chip, *structured, **attributes)
-                kind = kind_of(kernel, chip, structured, attributes) if offered else None
-                if kind is not None and kind.text == key[2]:
-                    return dict(offered[0])
-        return None
-
-    def elements(sizes: Sizes) -> int:
-        return max(math.prod(x.shape) for x in family.call(option, sizes)[1])
-
-    vmem_bytes = hardware.on_chip_bytes or 0
-    for chip in (dataclasses.replace(hardware, on_chip_bytes=vmem_bytes >> n) for n in range(6)):
-        small = sizes
-        for axis in reversed(range(len(sizes))):
-            tried = small
-            while tried[axis] > 8 and elements(tried) > MOST_EXECUTED:
-                tried = (*tried[:axis], tried[axis] // 2, *tried[axis + 1 :])
-                small = tried if config_of(tried, chip) else small
-        for wanted in (tuple(size + size // 5 + 1 for size in small), small):
-            if elements(wanted) <= TOO_LARGE and (config := config_of(wanted, chip)):
-                return wanted, config
-    return None
-
-
-def arguments(family: Family, option: Any, sizes: Sizes) -> list[jax.Array]:
-    """Makes up values of the operands of a case."""
-    _, operands = family.call(option, sizes)
-    draws = np.random.default_rng(1)
-
-    def values(x: Any) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jnp.integer):
-            return jnp.asarray(draws.integers(0, sizes[-1], x.shape), x.dtype)
-        return jnp.asarray(draws.normal(size=x.shape), x.dtype)
-
-    return [values(x) for x in operands]
-
-
 def execute(target: str, path: Path, only: list[str], fill: int, seed: int) -> None:
     """Executes a small case of each kind in a file of evidence, as it is compiled, and compares it with float64."""
     hardware, grid, tried = named(target), evidence.read(path), set()
@@ -359,21 +294,6 @@ def execute(target: str, path: Path, only: list[str], fill: int, seed: int) -> N
                     if not error:
                         append(path, {"executed": [*key, list(small)]})
                     break
-
-
-def executed(problem: Problem, kernel: Kernel, config: dict[str, Any], hardware: Hardware) -> str:
-    """Says what is wrong with a kernel whose compiled code is executed; "" if nothing."""
-    structured, attributes = unpacked(problem.operands, problem.params)
-    launch = {"config": config} | ({"in_place": False} if kernel.overwrites(*structured, **attributes) else {})
-    run = on_arrays(functools.partial(kernel.run, **launch), problem.params)
-    try:
-        emulation = lowering.emulate(run, *problem.operands, target=hardware.name)
-    except (lowering.EmulationError, CompileError) as error:
-        return str(error).partition("\n")[0]
-    meaning = functools.partial(problem.operator.meaning, **problem.params)
-    expected = jax.jit(meaning)(*problem.operands)
-    wrong = fault_of(emulation.results, expected, truth_of(meaning, problem.operands), problem.operands)
-    return wrong or "; ".join(map(str, emulation.findings))
 
 
 def draw(target: str, only: list[str], count: int, seed: int) -> list[dict[str, Any]]:

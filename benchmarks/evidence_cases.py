@@ -23,7 +23,12 @@ from tpu_schedules import (
 )
 
 import jaxops
+from lowering.explain import OperatorUse, operator_uses
+from lowering.register import kernels_of
+from lowering.static_leaves import jaxpr_of
 from lowering.targets import named
+from pallas_kernels.hardware import Hardware
+from pallas_kernels.kernel import Kernel
 from pallas_kernels.tpu import embedding
 
 Sizes = tuple[int, ...]
@@ -254,3 +259,13 @@ FAMILIES = {
     ),
 }
 OPERATORS = frozenset(name for family in FAMILIES.values() for name in family.operators)
+
+
+def uses(family: Family, option: Any, sizes: Sizes, hardware: Hardware) -> Iterator[tuple[OperatorUse, Kernel]]:
+    """Yields where a case uses the family's operators, and the kernels that they have on the hardware."""
+    fn, operands = family.call(option, sizes)
+    for use in operator_uses(jaxpr_of(fn, operands), operands, hardware):
+        if use.operator.name in family.operators:
+            for kernel in kernels_of(use.operator):
+                if kernel.platform == hardware.platform:
+                    yield use, kernel
