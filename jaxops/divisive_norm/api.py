@@ -5,7 +5,7 @@ import jax
 from jaxops._checks import layouts
 from jaxops._checks.dtypes import check_floating
 from jaxops._checks.mcdnn import as_array, as_optional, require
-from jaxops.divisive_norm.operator import DIVISIVE_NORM, no_means, window_of
+from jaxops.divisive_norm.operator import DIVISIVE_NORM, Images, window_of
 from jaxops.local_response_norm import check_attributes
 from jaxops.pooling import windows
 
@@ -58,8 +58,9 @@ def divisive_norm(
       A window with an infinite pixel has an infinite s, and one with NaN gives NaN. If means are given, pixels beyond
       an eighth of the largest number count as that much in s.
 
-      Derivatives of all modes and orders exist; the gradient keeps x and means. On every platform this runs as XLA
-      operations: one-dimensional window reductions, or slices of windows that double.
+      Derivatives of all modes and orders exist; the gradient keeps x and means. XLA runs this as one-dimensional window
+      reductions or, with means, as slices of windows that double. On TPUs, kernels take images of float32 and bfloat16
+      row by row, and read each once.
 
     Example:
       >>> x = jnp.array([1.0, 3.0, 5.0]).reshape(1, 1, 1, 3)
@@ -80,10 +81,8 @@ def divisive_norm(
         is_same_type = (means.shape, means.dtype) == (x.shape, x.dtype)
         require(is_same_type, name, "means", f"have x's shape and dtype, {x.dtype}{list(x.shape)}", means)
     check_attributes(name, n, alpha, beta, k)
-    volume = windows.to_volume(x, layout)
     (y,) = DIVISIVE_NORM(
-        volume,
-        no_means(volume) if means is None else windows.to_volume(means, layout),
+        Images(windows.to_volume(x, layout), None if means is None else windows.to_volume(means, layout)),
         window=window_of(int(n), layout),
         alpha=float(alpha),
         beta=float(beta),

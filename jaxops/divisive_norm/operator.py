@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,26 @@ from jaxops.divisive_norm import moments
 from jaxops.local_response_norm import negative_power, reach
 from jaxops.pooling import windows
 from jaxops.pooling.windows import Span
+from pallas_kernels.tpu import divisive_norm as tpu
 
-_NO_MEANS = (0, 0, 0, 0)
+
+class Images(NamedTuple):
+    """Operands of the norm.
+
+    Attributes:
+      x: images (..., D, H, W, C).
+      means: what deviations are measured from, one for each window, with the shape of x; None stands for zeros.
+    """
+
+    x: jax.Array
+    means: jax.Array | None = None
 
 
-def no_means(volume: jax.Array) -> jax.Array:
-    """Returns the operand by which the operators represent means of zero."""
-    return jnp.zeros((*volume.shape[:-4], *_NO_MEANS), volume.dtype)
+class Gradients(NamedTuple):
+    """The gradients of x and of the means; None for means that are absent or constants."""
+
+    x: jax.Array
+    means: jax.Array | None = None
 
 
 def window_of(n: int, layout: str) -> tuple[int, ...]:
@@ -29,21 +42,23 @@ def window_of(n: int, layout: str) -> tuple[int, ...]:
     return windows.for_volume((n,) * (len(layout) - 2), 1)
 
 
-def _check(x: Any, means: Any, *, name: str = "divisive_norm", **_: Any) -> None:
+def _check(images: Images, *, name: str = "divisive_norm", **_: Any) -> None:
+    x, means = images
     windows.check_volume(name, "x", x)
-    check_floating(name, means=means)
-    fits = means.shape in (x.shape, (*x.shape[:-4], *_NO_MEANS))
-    require(fits, name, "means", f"have the shape of x, {x.shape}, or be empty", means)
+    if means is not None:
+        check_floating(name, means=means)
+        require(means.shape == x.shape, name, "means", f"have the shape of x, {x.shape}", means)
 
 
-def _check_backward(x: Any, means: Any, grad: Any, **_: Any) -> None:
-    name = "divisive_norm_backward"
-    _check(x, means, name=name)
+def _check_backward(images: Images, grad: Any, **_: Any) -> None:
+    name, x = "divisive_norm_backward", images.x
+    _check(images, name=name)
     check_floating(name, grad=grad)
     require(grad.shape == x.shape, name, "grad", f"have the shape of x, {x.shape}", grad)
 
 
-def _forward(x: jax.Array, means: jax.Array, *, window: tuple[int, ...], alpha: float, beta: float, k: float) -> Arrays:
+def _forward(images: Images, *, window: tuple[int, ...], alpha: float, beta: float, k: float) -> Arrays:
+    x, means = images
     along = _spans(x, window)
     wide, spans = windows.squeezed(x.astype(accumulation_dtype(x.dtype)), along)
     _, squares = _deviations(wide, _squeezed_means(means, x, along), spans)
@@ -52,13 +67,21 @@ def _forward(x: jax.Array, means: jax.Array, *, window: tuple[int, ...], alpha: 
 
 
 def _backward(
-    x: jax.Array, means: jax.Array, grad: jax.Array, *, window: tuple[int, ...], alpha: float, beta: float, k: float
-) -> Arrays:
+    images: Images,
+    grad: jax.Array,
+    *,
+    window: tuple[int, ...],
+    alpha: float,
+    beta: float,
+    k: float,
+    means_grad: bool,
+) -> Gradients:
     """Computes the gradients of x and of the means, where u = -beta dy x s**(-beta - 1) alpha / n**d.
 
     dx[j] = dy[j] s[j]**-beta + 2 sum of u[i] (x[j] - means[i]) over the windows i that hold j
     dmeans[i] = -2 u[i] sum of (x[j] - means[i]) over the window i
     """
+    x, means = images
     along = _spans(x, window)
     dtype = accumulation_dtype(x.dtype)
     wide, spans = windows.squeezed(x.astype(dtype), along)
@@ -72,7 +95,8 @@ def _backward(
     # The centres of the windows that hold a pixel lie in the mirror image of its own window.
     dx = scaled + 2 * _weighted_deviations(u, wide, m, [_mirrored(span) for span in spans])
     dmeans = -2 * u * deviation
-    return tuple(windows.unsqueezed(one.astype(grad.dtype), x, along) for one in (dx, dmeans))
+    of_x, of_means = (windows.unsqueezed(one.astype(grad.dtype), x, along) for one in (dx, dmeans))
+    return Gradients(of_x, of_means if means_grad else None)
 
 
 def _deviations(x: jax.Array, means: jax.Array | None, spans: Sequence[Span]) -> tuple[jax.Array, jax.Array]:
@@ -117,8 +141,8 @@ def _mirrored(span: Span) -> Span:
     return span._replace(before=span.behind, behind=span.before)
 
 
-def _squeezed_means(means: jax.Array, x: jax.Array, along: Sequence[Span]) -> jax.Array | None:
-    if means.shape != x.shape:
+def _squeezed_means(means: jax.Array | None, x: jax.Array, along: Sequence[Span]) -> jax.Array | None:
+    if means is None:
         return None
     return windows.squeezed(means.astype(accumulation_dtype(x.dtype)), along)[0]
 
@@ -126,26 +150,28 @@ def _squeezed_means(means: jax.Array, x: jax.Array, along: Sequence[Span]) -> ja
 # The derivative keeps x and means, not y.
 
 
-def _linearize(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
-    return DIVISIVE_NORM(*operands, **params), tuple(operands)
+def _linearize(operands: tuple[Images], active: Active, **params: Any) -> tuple[Arrays, tuple[Images]]:
+    return DIVISIVE_NORM(*operands, **params), operands
 
 
-def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, **params: Any) -> Arrays:
-    return DIVISIVE_NORM_BACKWARD(*residuals, *cotangents, **params)
+def _vjp(residuals: tuple[Images], cotangents: Arrays, active: tuple[Images], **params: Any) -> tuple[Images]:
+    gradients = DIVISIVE_NORM_BACKWARD(*residuals, *cotangents, means_grad=bool(active[0].means), **params)
+    return (Images(*gradients),)
 
 
 _IMAGES = "... d h w c"
-_MEANS = "... d_means h_means w_means c_means"  # as many as x, or none
 DIVISIVE_NORM = Operator(
     "divisive_norm",
-    f"{_IMAGES}, {_MEANS} -> {_IMAGES}",
+    f"{_IMAGES}, {_IMAGES} -> {_IMAGES}",
     _check,
     _forward,
-    Derivative(_vjp, linearize=_linearize, residuals=f"{_IMAGES}, {_MEANS}"),
+    Derivative(_vjp, linearize=_linearize, residuals=f"{_IMAGES}, {_IMAGES}"),
+    kernels=(tpu.KERNEL,),
 )
 DIVISIVE_NORM_BACKWARD = Operator(
     "divisive_norm_backward",
-    f"{_IMAGES}, {_MEANS}, {_IMAGES} -> {_IMAGES}, {_IMAGES}",
+    f"{_IMAGES}, {_IMAGES}, {_IMAGES} -> {_IMAGES}, {_IMAGES}",
     _check_backward,
     _backward,
+    kernels=(tpu.BACKWARD_KERNEL,),
 )

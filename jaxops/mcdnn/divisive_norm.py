@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jaxops.divisive_norm import DIVISIVE_NORM, DIVISIVE_NORM_BACKWARD, no_means, window_of
+from jaxops.divisive_norm import DIVISIVE_NORM, DIVISIVE_NORM_BACKWARD, Images, window_of
 from jaxops.mcdnn.blend import Blend
 from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.descriptors import LRNDescriptor
@@ -64,8 +64,7 @@ def divisive_normalization_forward(
     _check_like_x(call, x, means=means)
     blend.check(x.shape, x.dtype)
     call.supported_dtype("x", x)
-    volume = windows.to_volume(blend.upcast(x), layout)
-    (result,) = DIVISIVE_NORM(volume, _means(means, volume, layout), **_attributes(desc, layout))
+    (result,) = DIVISIVE_NORM(_images(blend.upcast(x), means, layout), **_attributes(desc, layout))
     return blend.apply(windows.from_volume(result, layout), x.dtype)
 
 
@@ -125,10 +124,12 @@ def divisive_normalization_backward(
     if wants_means:
         means_blend.check(x.shape, x.dtype)
     call.supported_dtype("x", x)
-    volume, grad = (windows.to_volume(array, layout) for array in (x, blend.upcast(dy)))
-    results = DIVISIVE_NORM_BACKWARD(volume, _means(means, volume, layout), grad, **_attributes(desc, layout))
-    of_x, of_means = (windows.from_volume(result, layout) for result in results)
-    return blend.apply(of_x, x.dtype), means_blend.apply(of_means, x.dtype) if wants_means else None
+    grad, images = windows.to_volume(blend.upcast(dy), layout), _images(x, means, layout)
+    results = DIVISIVE_NORM_BACKWARD(images, grad, means_grad=wants_means, **_attributes(desc, layout))
+    of_x = blend.apply(windows.from_volume(results.x, layout), x.dtype)
+    if results.means is None:
+        return of_x, None
+    return of_x, means_blend.apply(windows.from_volume(results.means, layout), x.dtype)
 
 
 def _check_call(call: Call, desc: Any, mode: Any, **arrays: Any) -> None:
@@ -148,8 +149,8 @@ def _check_like_x(call: Call, x: jax.Array, **arrays: Any) -> None:
         call.require(same, argument, f"have x's shape and dtype, {x.dtype}{list(x.shape)}", array)
 
 
-def _means(means: jax.Array | None, volume: jax.Array, layout: str) -> jax.Array:
-    return no_means(volume) if means is None else windows.to_volume(means, layout)
+def _images(x: jax.Array, means: jax.Array | None, layout: str) -> Images:
+    return Images(windows.to_volume(x, layout), None if means is None else windows.to_volume(means, layout))
 
 
 def _attributes(desc: LRNDescriptor, layout: str) -> dict[str, Any]:
