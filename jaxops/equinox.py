@@ -93,8 +93,8 @@ class BatchNorm(eqx.nn.BatchNorm):
         if self.inference if inference is None else inference:
             part = jnp.where(count == 0, 1, 1 - self.momentum**count).astype(running.mean.dtype)
             return layer.infer(x, batch_norm.Statistics(running.mean / part, running.var / part)), state
-        y, moved = layer.train(x, running, momentum=self.momentum, axis_name=self.axis_name)
-        return y, state.set(self.batch_counter, count + 1).set(self.batch_state_index, (moved.mean, moved.var))
+        y, updated = layer.train(x, running, momentum=self.momentum, axis_name=self.axis_name)
+        return y, state.set(self.batch_counter, count + 1).set(self.batch_state_index, (updated.mean, updated.var))
 
 
 class Dropout(eqx.nn.Dropout):
@@ -118,7 +118,7 @@ class Dropout(eqx.nn.Dropout):
       [1.0, 1.0]
     """
 
-    def __call__(  # type: ignore[override]
+    def __call__(  # type: ignore[override]  # not what is deprecated
         self, x: jax.Array, *, key: jax.Array | None = None, inference: bool | None = None
     ) -> jax.Array:
         """Drops elements of x, of any shape."""

@@ -64,8 +64,8 @@ class BatchNorm(nn.BatchNorm):
       >>> layer = jaxops.linen.BatchNorm(use_running_average=False, momentum=0.5)
       >>> x = jnp.array([[1.0, 10.0], [3.0, 10.0]])
       >>> variables = layer.init(jax.random.key(0), x)
-      >>> y, moved = layer.apply(variables, x, mutable=["batch_stats"])
-      >>> moved["batch_stats"]["mean"].tolist()  # half of the way from 0 to (2, 10)
+      >>> y, updated = layer.apply(variables, x, mutable=["batch_stats"])
+      >>> updated["batch_stats"]["mean"].tolist()  # half of the way from 0 to (2, 10)
       [1.0, 5.0]
     """
 
@@ -78,7 +78,7 @@ class BatchNorm(nn.BatchNorm):
 
     @nn.compact
     def __call__(self, x: jax.Array, use_running_average: bool | None = None, *, mask: Any = None) -> jax.Array:
-        """Normalizes a batch (N, ..., C), and in training moves the running statistics."""
+        """Normalizes a batch (N, ..., C), and in training updates the running statistics."""
         flax_arguments.check_mask(_NORM, mask)
         average = nn.merge_param("use_running_average", self.use_running_average, use_running_average)
         x = batch_norm.images(_NORM, x)
@@ -94,9 +94,9 @@ class BatchNorm(nn.BatchNorm):
         if average:
             return layer.infer(x, running).astype(dtype)
         axis_name = None if self.is_initializing() else self.axis_name
-        y, moved = layer.train(x, running, momentum=self.momentum, axis_name=axis_name)
+        y, updated = layer.train(x, running, momentum=self.momentum, axis_name=axis_name)
         if not self.is_initializing():
-            mean.value, var.value = moved
+            mean.value, var.value = updated
         return y.astype(dtype)
 
 
@@ -179,7 +179,7 @@ class LossHead(nn.Dense):
             flax_arguments.check_product(_HEAD, argument, getattr(self, argument), None)
         super().__post_init__()
 
-    def __call__(self, x: jax.Array, labels: jax.Array, **options: Any) -> Any:  # type: ignore[override]
+    def __call__(self, x: jax.Array, labels: jax.Array, **options: Any) -> Any:  # type: ignore[override]  # labels, too
         """Computes the loss of features x (..., H) and labels (...), with the options of `linear_cross_entropy`."""
         operands: Any = self.promote_dtype(x, *self._parameters(x.shape[-1]), dtype=self.dtype)
         x, kernel, bias = operands

@@ -77,10 +77,10 @@ class BatchNorm(flax_nnx.BatchNorm):
         flax_arguments.check_batch_norm(_NORM, axis=self.axis, axis_index_groups=self.axis_index_groups)
 
     def __call__(self, x: jax.Array, use_running_average: bool | None = None, *, mask: Any = None) -> jax.Array:
-        """Normalizes a batch (N, ..., C), and in training moves the running statistics."""
+        """Normalizes a batch (N, ..., C), and in training updates the running statistics."""
         flax_arguments.check_mask(_NORM, mask)
         given = use_running_average, self.use_running_average
-        average = flax_arguments.first_given(_NORM, "use_running_average", *given)
+        average = flax_arguments.first_present(_NORM, "use_running_average", *given)
         scale = None if self.scale is None else self.scale[...]
         bias = None if self.bias is None else self.bias[...]
         running = batch_norm.Statistics(self.mean[...], self.var[...])
@@ -90,8 +90,8 @@ class BatchNorm(flax_nnx.BatchNorm):
         layer = batch_norm.Layer(_NORM, batch_norm.CHANNELS_LAST, self.epsilon, scale, bias)
         if average:
             return layer.infer(x, running)
-        y, moved = layer.train(x, running, momentum=self.momentum, axis_name=self.axis_name)
-        self.mean[...], self.var[...] = moved
+        y, updated = layer.train(x, running, momentum=self.momentum, axis_name=self.axis_name)
+        self.mean[...], self.var[...] = updated
         return y
 
 
@@ -130,11 +130,11 @@ class Dropout(flax_nnx.Dropout):
 
     def __call__(self, inputs: jax.Array, *, deterministic: bool | None = None, rngs: Any = None) -> jax.Array:
         """Drops elements of inputs; `rngs` may be a key, a stream or `nnx.Rngs`, and comes before the constructor's."""
-        if flax_arguments.first_given(_DROPOUT, "deterministic", deterministic, self.deterministic) or self.rate == 0:
+        if flax_arguments.first_present(_DROPOUT, "deterministic", deterministic, self.deterministic) or self.rate == 0:
             return inputs
         if self.rate == 1:  # without a key, as in Flax
             return jnp.zeros_like(inputs)
-        source = flax_arguments.first_given(_DROPOUT, "rngs", rngs, self.rngs)
+        source = flax_arguments.first_present(_DROPOUT, "rngs", rngs, self.rngs)
         if isinstance(source, flax_nnx.Rngs):
             source = source[self.rng_collection]
         return dropout(source() if isinstance(source, flax_nnx.RngStream) else source, inputs, self.rate)

@@ -125,8 +125,8 @@ def test_flax_batch_norms_have_the_dtypes_of_flax(input_dtype, dtype, param_dtyp
     ours, theirs = (library.BatchNorm(momentum=0.8, **options) for library in (jaxops.linen, nn))
     variables = theirs.init(KEY, x, use_running_average=True)
     close(ours.init(KEY, x, use_running_average=True), variables)
-    moved = [layer.apply(variables, x, False, mutable="batch_stats") for layer in (ours, theirs)]
-    close(*moved, **near)
+    updated = [layer.apply(variables, x, False, mutable="batch_stats") for layer in (ours, theirs)]
+    close(*updated, **near)
     close(*(layer.apply(variables, x, True) for layer in (ours, theirs)), **near)
 
 
@@ -162,12 +162,12 @@ def linen_steps(model, variables, batches, weights):
     @jax.jit
     def step(variables, x):
         def loss(params):
-            y, moved = model.apply({**variables, "params": params}, x, train=True, mutable="batch_stats")
-            return jnp.sum(y * weights), moved
+            y, updated = model.apply({**variables, "params": params}, x, train=True, mutable="batch_stats")
+            return jnp.sum(y * weights), updated
 
-        (value, moved), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+        (value, updated), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
         params = jax.tree.map(lambda p, g: p - 0.01 * g, variables["params"], grads)
-        return {"params": params, **moved}, (value, grads)
+        return {"params": params, **updated}, (value, grads)
 
     found = []
     for x in batches:
@@ -244,25 +244,25 @@ def test_equinox_batch_norm_trains_and_infers_as_equinox(affine, batches, rng):
 def test_equinox_batch_norm_exchanges_leaves_with_equinox(batches, tmp_path):
     x = jnp.moveaxis(batches[0], -1, 1)
     (ours, our_state, _), (theirs, their_state, on_batch) = equinox_norms()
-    _, moved = on_batch(theirs)(x, their_state)
-    eqx.tree_serialise_leaves(tmp_path / "theirs", (theirs, moved))
+    _, updated = on_batch(theirs)(x, their_state)
+    eqx.tree_serialise_leaves(tmp_path / "theirs", (theirs, updated))
     layer, state = eqx.tree_deserialise_leaves(tmp_path / "theirs", (ours, our_state))
     y, state = layer(x, state, inference=True)
-    close(y, on_batch(eqx.nn.inference_mode(theirs))(x, moved)[0])
+    close(y, on_batch(eqx.nn.inference_mode(theirs))(x, updated)[0])
     eqx.tree_serialise_leaves(tmp_path / "ours", (layer, state))
-    back = eqx.tree_deserialise_leaves(tmp_path / "ours", (theirs, moved))
-    close(*(jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in (back, (theirs, moved))))
+    back = eqx.tree_deserialise_leaves(tmp_path / "ours", (theirs, updated))
+    close(*(jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in (back, (theirs, updated))))
 
 
 def test_equinox_batch_norm_is_a_stateful_layer_of_any_floating_dtype(batches):
     x = jnp.moveaxis(batches[0], -1, 1)
     layer, state = eqx.nn.make_with_state(jaxops.equinox.BatchNorm)(CHANNELS)
     model = eqx.nn.Sequential([layer, eqx.nn.Lambda(jax.nn.relu)])
-    y, moved = model(x, state)
-    wide, moved = layer(x.astype(jnp.bfloat16), moved)
+    y, updated = model(x, state)
+    wide, updated = layer(x.astype(jnp.bfloat16), updated)
     close(y, jax.nn.relu(wide), atol=0.02)
     assert wide.dtype == jnp.float32  # as of weight and bias
-    assert {leaf.dtype for leaf in jax.tree.leaves(moved)} == {jnp.dtype("float32"), jnp.dtype("int32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(updated)} == {jnp.dtype("float32"), jnp.dtype("int32")}
     half, state = eqx.nn.make_with_state(jaxops.equinox.BatchNorm)(CHANNELS, dtype=jnp.bfloat16)
     assert half(x.astype(jnp.bfloat16), state)[0].dtype == jnp.bfloat16
 

@@ -43,13 +43,15 @@ class Layer(NamedTuple):
     def train(
         self, x: jax.Array, running: Statistics, *, momentum: float, axis_name: Hashable = None
     ) -> tuple[jax.Array, Statistics]:
-        """Normalizes a batch by its own statistics; also returns the running ones, moved towards them."""
+        """Normalizes a batch by its own statistics; also returns the running ones, updated with them."""
         view, (scale, bias, *old) = self._operands(x, running)
         api.check_axis_name(self.name, axis_name)
         y, mean, var = api.train(view, x, scale, bias, None, IDENTITY, epsilon=self.epsilon, axis_name=axis_name)
         mean, var = jax.lax.stop_gradient((mean, var))
-        moved = api.updated_statistics(view, old, mean, var, momentum=1 - momentum, axis_name=axis_name, unbiased=False)
-        return y, Statistics(*moved)
+        updated = api.updated_statistics(
+            view, old, mean, var, momentum=1 - momentum, axis_name=axis_name, unbiased=False
+        )
+        return y, Statistics(*updated)
 
     def infer(self, x: jax.Array, running: Statistics) -> jax.Array:
         """Normalizes by the running statistics."""

@@ -43,7 +43,7 @@ def with_signature_of(constructor: Callable[..., None]) -> Callable[[Constructor
     return marked
 
 
-def first_given(name: str, argument: str, *values: T | None) -> T:
+def first_present(name: str, argument: str, *values: T | None) -> T:
     """Returns the first value that is not None: that of the call, or else of the constructor."""
     for value in values:
         if value is not None:
