@@ -130,6 +130,14 @@ def test_flax_batch_norms_have_the_dtypes_of_flax(input_dtype, dtype, param_dtyp
     close(*(layer.apply(variables, x, True) for layer in (ours, theirs)), **near)
 
 
+def test_batch_norms_keep_the_digits_of_data_far_from_zero(rng):
+    """Flax's variance is that of no digit here, unless `use_fast_variance` is off."""
+    x = jnp.asarray(rng.normal(1e4, 1, (64, CHANNELS)), jnp.float32)
+    ours = jaxops.nnx.BatchNorm(CHANNELS, momentum=0, rngs=nnx.Rngs(0))
+    ours(x)
+    np.testing.assert_allclose(ours.var[...], np.var(np.asarray(x, np.float64), axis=0), rtol=1e-5)
+
+
 def test_nnx_modules_are_constructed_and_viewed_like_flax():
     for name in ("BatchNorm", "Dropout"):
         ours, theirs = getattr(jaxops.nnx, name), getattr(nnx, name)
@@ -556,6 +564,12 @@ class OwnLinear(nnx.Linear):
         return -super().__call__(x)
 
 
+def one_by_one(x):
+    """Calls a layer as Equinox's own is called."""
+    layer, state = eqx.nn.make_with_state(jaxops.equinox.BatchNorm)(CHANNELS, "batch")
+    return mapped(layer)(x, state)
+
+
 REFUSALS = {
     "jaxops.nnx.BatchNorm: axis must be -1; got 1": lambda: nnx_norm(jaxops.nnx, axis=1),
     "jaxops.nnx.BatchNorm: axis_index_groups must be None, as statistics are shared over whole mesh axes; got [[0]]": (
@@ -601,6 +615,9 @@ REFUSALS = {
         lambda: eqx.nn.make_with_state(jaxops.equinox.BatchNorm)(3)[0](
             IMAGES, eqx.nn.make_with_state(jaxops.equinox.BatchNorm)(3)[1]
         )
+    ),
+    "jaxops.equinox.BatchNorm: axis_name must name a mesh axis of the surrounding shard_map, and there is none here": (
+        lambda: one_by_one(jnp.ones((2, 4, CHANNELS, 5)))
     ),
     "jaxops.equinox.Dropout: key must be given, except in inference; got None": (
         lambda: jaxops.equinox.Dropout()(IMAGES)
