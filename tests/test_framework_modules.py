@@ -131,7 +131,7 @@ def test_flax_batch_norms_have_the_dtypes_of_flax(input_dtype, dtype, param_dtyp
 
 
 def test_batch_norms_keep_the_digits_of_data_far_from_zero(rng):
-    """Flax's variance is that of no digit here, unless `use_fast_variance` is off."""
+    """Flax's own have no correct digit here, unless `use_fast_variance` is off."""
     x = jnp.asarray(rng.normal(1e4, 1, (64, CHANNELS)), jnp.float32)
     ours = jaxops.nnx.BatchNorm(CHANNELS, momentum=0, rngs=nnx.Rngs(0))
     ours(x)
