@@ -88,14 +88,18 @@ __all__ = [
     "use",
 ]
 
-# Imported when they are first asked for: optax alone takes 0.1 s, and few programs need both vendors' calls.
+# Imported when they are first asked for: optax alone takes 0.1 s, and few programs need both vendors' calls. Those for
+# Flax and Equinox are not in `__all__`, because `from jaxops import *` would need these packages.
 _IMPORTED_LATER = {
     "aclnn": "jaxops.aclnn",
     "ema_adam": "jaxops.ema_adam.api",
     "ema_adam_rows": "jaxops.ema_adam.ema_adam_rows",
     "ema_params": "jaxops.ema_adam.api",
+    "equinox": "jaxops.equinox",
     "fused_apply": "jaxops.ema_adam.fused_apply",
+    "linen": "jaxops.linen",
     "mcdnn": "jaxops.mcdnn",
+    "nnx": "jaxops.nnx",
     "testing": "jaxops.testing",
 }
 add_rules((CROSS_ENTROPY_SUM, ROW_CONE_SUM, CROSS_ENTROPY, ROW_CONE, WINDOW_MAXIMA, EMBEDDING_LOOKUP, DROPOUT_MASKS))

@@ -18,11 +18,12 @@ import pytest
 import jaxops
 import lowering
 
+FOR_FRAMEWORKS = (jaxops.equinox, jaxops.linen, jaxops.nnx)  # whose classes have examples as well
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (jaxops, jaxops.aclnn, jaxops.mcdnn, jaxops.testing, lowering)
+    for module in (jaxops, jaxops.aclnn, jaxops.mcdnn, jaxops.testing, lowering, *FOR_FRAMEWORKS)
     for name in module.__all__
-    if inspect.isfunction(getattr(module, name))
+    if inspect.isfunction(getattr(module, name)) or module in FOR_FRAMEWORKS
 }
 
 ROOT = Path(__file__).parents[1]

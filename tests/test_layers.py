@@ -51,8 +51,10 @@ DEFERRED = {
     "orbax": "in an extra; the demo's checkpoints",
     "tokenizers": "in an extra; the demo's vocabulary",
 }
+# Each is for users of one framework, who import it by name.
+FOR_FRAMEWORKS = {"jaxops.equinox": "equinox", "jaxops.linen": "flax", "jaxops.nnx": "flax"}
 # What `import jaxops` must not load: the above, unless JAX does, and what only the command and the tests need.
-NOT_LOADED = {*DEFERRED} - {"jax._src.pallas.mosaic_gpu.interpret.params"}
+NOT_LOADED = {*DEFERRED, *FOR_FRAMEWORKS, *FOR_FRAMEWORKS.values()} - {"jax._src.pallas.mosaic_gpu.interpret.params"}
 NOT_LOADED |= {"hypothesis", "optax", "pytest", "sklearn", "typer"}
 
 
@@ -83,11 +85,12 @@ def _within(name: str, *prefixes: str) -> bool:
 
 
 def _third_party(module: str) -> set[str]:
-    """The distributions that a module may import when it is itself imported: those that every user has."""
+    """The distributions that a module may import when it is itself imported: those that its users have."""
     if _within(module, "pallas_kernels"):
         return {"jax"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return {re.match(r"[\w-]+", requirement).group() for requirement in project["dependencies"]}
+    required = {re.match(r"[\w-]+", requirement).group() for requirement in project["dependencies"]}
+    return required | {FOR_FRAMEWORKS[module]} if module in FOR_FRAMEWORKS else required
 
 
 def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
@@ -121,6 +124,29 @@ def test_imports_need_no_extra(module: str) -> None:
     allowed = _third_party(module) | set(MAY_IMPORT) | sys.stdlib_module_names
     at_import = [name for node in _run_at_import(_tree(module)) for name in _imported(node)]
     assert {name.split(".")[0] for name in at_import} <= allowed
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_nothing_imports_the_modules_for_a_framework(module: str) -> None:
+    assert [name for name in _imports(module) if _within(name, *FOR_FRAMEWORKS)] == []
+
+
+@pytest.mark.parametrize("framework", sorted({*FOR_FRAMEWORKS.values()}))
+def test_import_without_a_framework_names_it(framework: str) -> None:
+    modules = [module for module, needed in FOR_FRAMEWORKS.items() if needed == framework]
+    code = f"""
+import importlib, sys
+sys.modules["{framework}"] = None  # as if it were not installed
+import jaxops
+for module in {modules}:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        print(error.name)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {name.split(".")[0] for name in result.stdout.split()} == {framework}
+    assert len(result.stdout.split()) == len(modules)
 
 
 @pytest.mark.parametrize("module", FILES)

@@ -6,6 +6,7 @@
 import codeop
 import importlib
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -31,7 +32,7 @@ def program(page: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("page", ["start.md", "scale.md"])
+@pytest.mark.parametrize("page", ["start.md", "scale.md", "frameworks.md"])
 def test_page_can_be_pasted_into_a_shell(page: str) -> None:
     """A shell reads line by line, and a blank line ends a function or a loop."""
     for block in blocks(page):
@@ -66,6 +67,14 @@ def test_scale_runs_as_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     names = program("scale.md", monkeypatch)
     expected = float(names["one_device"])
     assert [float(names[name]) for name in ("by_rows", "by_vocabulary")] == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def test_frameworks_runs_as_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = program("frameworks.md", monkeypatch)
+    for framework in ("nnx", "linen", "equinox"):
+        assert float(names[f"{framework}_loss"]) == pytest.approx(math.log(1000), rel=0.2)
+    code = [line for block in blocks("frameworks.md") for line in block.splitlines()]
+    assert max(map(len, code)) <= 88
 
 
 def test_plots_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch) -> None:

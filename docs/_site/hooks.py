@@ -24,7 +24,7 @@ import gallery
 
 import jaxops
 import lowering
-from jaxops import mcdnn
+from jaxops import linen, mcdnn
 from lowering.rewriting.graph import RESHAPES
 from lowering.rewriting.rules import rules
 
@@ -39,7 +39,8 @@ RECORDS = {
     "lowering/rewriting/rules.py": ("Rule", "Suggestion"),
     "lowering/rewriting/graph.py": ("Level", "Node", "Value", "forward", "backward", "unshaped", "described"),
 }
-PUBLIC = ("jaxops", "jaxops.aclnn", "jaxops.mcdnn", "jaxops.testing", "lowering")
+FOR_FRAMEWORKS = ("jaxops.nnx", "jaxops.linen", "jaxops.equinox")
+PUBLIC = ("jaxops", "jaxops.aclnn", "jaxops.mcdnn", *FOR_FRAMEWORKS, "jaxops.testing", "lowering")
 _LINK = re.compile(r"(\]\()([^)#\s]+)")
 _CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
@@ -135,6 +136,8 @@ def _reference(module: ModuleType) -> str:
     shown = {name for names in families.functions().values() for name in names} if module is jaxops else set()
     names = [name for name in module.__all__ if name not in shown]
     names = [name for name in names if not isinstance(getattr(module, name), ModuleType)]
+    if module.__name__ == "jaxops.nnx":  # whose docstring says so
+        names = [name for name in names if getattr(module, name) is not getattr(linen, name, None)]
     text = _docstring(module)
     lent = [name for name in names if module is jaxops and getattr(module, name) is getattr(lowering, name, None)]
     if lent:

@@ -133,10 +133,7 @@ def batch_norm(
     require(both, name, "running_mean", "be given with running_var, or neither", running_mean)
     fused = IDENTITY if activation is None else requested(name, activation)
     residual = _residual(name, x, residual)
-    if axis_name is not None:
-        axes = {*require_axis_names(name, "axis_name", axis_name)}
-        is_split = axes <= {*jax.sharding.get_abstract_mesh().manual_axes}
-        require(is_split, name, "axis_name", axis_rule(), axis_name)
+    check_axis_name(name, axis_name)
     y, mean, variance = train(view, x, scale, bias, residual, fused, epsilon=epsilon, axis_name=axis_name)
     mean, variance = jax.lax.stop_gradient((mean, variance))
     running: tuple[jax.Array | None, jax.Array | None] = (None, None)
@@ -249,8 +246,12 @@ def updated_statistics(
     *,
     momentum: float | jax.Array,
     axis_name: Hashable = None,
+    unbiased: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the running mean and variance after a batch with this mean and biased variance, each (c,)."""
+    """Computes the running mean and variance after a batch with this mean and biased variance, each (c,).
+
+    With `unbiased` off, the running variance averages biased variances.
+    """
     elements = view.elements * (1 if axis_name is None else jax.lax.axis_size(axis_name))
     if elements == 0:
         momentum = 0.0
@@ -259,7 +260,7 @@ def updated_statistics(
     def updated(before: jax.Array, after: jax.Array) -> jax.Array:
         return _weighted_average(before, view.parameters_back(after, before), momentum)
 
-    return updated(old_mean, mean), updated(old_variance, variance * _unbiased(elements))
+    return updated(old_mean, mean), updated(old_variance, variance * _unbiased(elements) if unbiased else variance)
 
 
 def _weighted_average(before: jax.Array, after: jax.Array, momentum: float | jax.Array) -> jax.Array:
@@ -290,6 +291,14 @@ def parameters(operator: str, view: View, **arrays: Any) -> list[jax.Array]:
         floating = jnp.issubdtype(value.dtype, jnp.floating)
         require(floating, operator, argument, "be floating point", value)
     return checked
+
+
+def check_axis_name(operator: str, axis_name: Hashable) -> None:
+    """Refuses mesh axes over which no surrounding shard_map splits the batch."""
+    if axis_name is not None:
+        axes = {*require_axis_names(operator, "axis_name", axis_name)}
+        is_split = axes <= {*jax.sharding.get_abstract_mesh().manual_axes}
+        require(is_split, operator, "axis_name", axis_rule(), axis_name)
 
 
 def checked_epsilon(operator: str, epsilon: Any) -> float:
