@@ -1,4 +1,4 @@
-"""`affine_grid` and `grid_sample`: values and gradients against loops in NumPy float64 and PyTorch's conventions."""
+"""`grid_sample`, alone and after `affine_grid`: values and gradients against loops in NumPy float64 and PyTorch."""
 
 import functools
 import itertools
@@ -301,45 +301,6 @@ def test_grid_sample_sorts_gradients_on_request(rng):
     assert text.count('"stablehlo.scatter"') == text.count("unique_indices = true") == 1
 
 
-THETA = np.array([[[1, 0, 0], [0, 1, 0]], [[0.5, -0.25, 1], [2, 0.125, -1]]], np.float32)
-
-
-@pytest.mark.parametrize("align_corners", [True, False], ids=["centres", "edges"])
-@pytest.mark.parametrize("extents", [(4, 5), (1, 3), (3, 1), (1, 1), (2, 2), (0, 3), (2, 3, 4), (3, 1, 2)], ids=str)
-def test_affine_grid_equals_loops_in_float64(extents, align_corners, rng):
-    rank = len(extents)
-    theta = THETA if rank == 2 else rng.normal(size=(2, 3, 4)).astype(np.float32)
-    dgrid = rng.normal(size=(2, *extents, rank)).astype(np.float32)
-    fn = jax.jit(lambda theta: affine_grid(theta, (2, 3, *extents), align_corners=align_corners))
-    grid, pull_back = jax.vjp(fn, theta)
-    np.testing.assert_allclose(grid, oracle.affine_grid(theta, extents, align_corners), rtol=1e-6, atol=1e-6)
-    gradient = oracle.affine_grid_gradient(dgrid, align_corners)
-    np.testing.assert_allclose(pull_back(jnp.asarray(dgrid))[0], gradient, rtol=1e-5, atol=1e-5)
-
-
-def test_affine_grid_gives_worked_points():
-    grid = affine_grid(THETA[:1], (1, 1, 2, 3))
-    np.testing.assert_array_equal(grid[0], [[[-1, -1], [0, -1], [1, -1]], [[-1, 1], [0, 1], [1, 1]]])
-    np.testing.assert_array_equal(affine_grid(THETA, (2, 1, 1, 1))[:, 0, 0], [[0, 0], [1, -1]])  # the base is 0
-
-
-def test_affine_grid_of_volumes_gives_worked_points():
-    swapped = jnp.asarray([[[0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 5]]], jnp.float32)  # (z, y, x + 5)
-    grid = affine_grid(swapped, (1, 1, 2, 1, 2), align_corners=False)
-    np.testing.assert_array_equal(grid[0, :, 0], [[[-0.5, 0, 4.5], [-0.5, 0, 5.5]], [[0.5, 0, 4.5], [0.5, 0, 5.5]]])
-
-
-def test_affine_grid_adds_many_bfloat16_gradients_in_float32():
-    theta = jnp.zeros((1, 2, 3), jnp.bfloat16)
-    grad = jax.grad(lambda theta: jnp.sum(affine_grid(theta, (1, 1, 64, 64)).astype(jnp.float32)))(theta)
-    np.testing.assert_array_equal(grad[0, :, 2].astype(np.float32), 4096)
-
-
-def test_affine_grid_keeps_nothing_for_its_gradient():
-    pull_back = jax.vjp(lambda theta: affine_grid(theta, (2, 1, 3, 3)), THETA)[1]
-    assert jax.tree.leaves(pull_back) == []
-
-
 @pytest.mark.parametrize("shape", ["larger", "smaller", "one-row"])
 def test_spatial_transformer_equals_torch(shape, rng):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -373,24 +334,12 @@ def test_grid_sample_with_options_equals_torch(options, shape, rng):
     assert_all_close(value_and_gradients(*case, **options), theirs)
 
 
-@pytest.mark.parametrize("align_corners", [True, False], ids=["centres", "edges"])
-def test_affine_grid_of_volumes_equals_torch(align_corners, rng):
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    theta, dgrid = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 3, 4), (2, 2, 3, 4, 3)))
-    size = (2, 1, 2, 3, 4)
-    grid, pull_back = jax.vjp(lambda theta: affine_grid(theta, size, align_corners=align_corners), theta)
-    their_theta = torch.from_numpy(theta).requires_grad_()
-    their_grid = torch.nn.functional.affine_grid(their_theta, size, align_corners=align_corners)
-    their_grid.backward(torch.from_numpy(dgrid))
-    theirs = their_grid.detach().numpy(), their_theta.grad.numpy()
-    assert_all_close((grid, *pull_back(jnp.asarray(dgrid))), theirs)
-
-
 def test_explain_shows_the_spatial_transformer(rng):
     def loss(x, theta):
         return jnp.sum(grid_sample(x, affine_grid(theta, (2, 3, 4, 4))))
 
-    rows = lowering.explain(jax.grad(loss, (0, 1)), np.zeros((2, 3, 4, 4), np.float32), THETA).rows
+    operands = np.zeros((2, 3, 4, 4), np.float32), np.zeros((2, 2, 3), np.float32)
+    rows = lowering.explain(jax.grad(loss, (0, 1)), *operands).rows
     names = ["affine_grid", "grid_sample", "grid_sample_backward", "affine_grid_backward"]
     assert [row.operator for row in rows] == names
 
@@ -447,26 +396,11 @@ REFUSALS = {
     ),
     "integers": (lambda: grid_sample(np.int32(X), GRID), "grid_sample: x must be floating point; got int32[2, 3,"),
     "integer-grid": (lambda: grid_sample(X, np.int32(GRID)), "grid_sample: grid must be floating point; got int32"),
-    "theta": (lambda: affine_grid(None, X.shape), "affine_grid: theta must be given; got None"),
-    "theta-rank": (lambda: affine_grid(THETA[0], X.shape), "affine_grid: theta must have shape (N, 2, 3) or (N"),
-    "theta-shape": (lambda: affine_grid(THETA[:, :, :2], X.shape), "affine_grid: theta must have shape (..., 2, 3)"),
-    "theta-dtype": (lambda: affine_grid(np.int32(THETA), X.shape), "affine_grid: theta must be floating point; got"),
-    "size": (lambda: affine_grid(THETA, (2, 3, 4)), "affine_grid: size must be four sizes, (N, C, H, W); got (2, 3,"),
-    "size-float": (lambda: affine_grid(THETA, (2, 3, 4, 5.0)), "affine_grid: size must be four sizes, (N, C, H, W);"),
-    "size-of-volumes": (
-        lambda: affine_grid(np.zeros((2, 3, 4), np.float32), X.shape),
-        "affine_grid: size must be five sizes, (N, C, D, H, W); got (2, 3, 4, 5)",
-    ),
-    "theta-align-corners": (
-        lambda: affine_grid(THETA, X.shape, align_corners=None),
-        "affine_grid: align_corners must be a bool; got None",
-    ),
-    "size-batch": (lambda: affine_grid(THETA, (3, 3, 4, 5)), "affine_grid: size must begin with theta's 2; got (3, 3"),
 }
 
 
 @pytest.mark.parametrize(("call", "words"), REFUSALS.values(), ids=REFUSALS)
-def test_spatial_transformer_refuses_bad_input(call, words):
+def test_grid_sample_refuses_bad_input(call, words):
     with pytest.raises(BadParamError) as refusal:
         call()
     assert str(refusal.value).startswith(words)
@@ -498,25 +432,7 @@ def case_of_options(name, extents, within=(0.2, 0.8), **options):
 
 
 CASES = [
-    contract.Case(
-        "affine-grid",
-        lambda theta: affine_grid(theta, (theta.shape[0], 1, 3, 2)),
-        lambda rng: (rng.normal(size=(8, 2, 3)).astype(np.float32),),
-        differentiable=(0,),
-        batched=(0,),
-        operator="affine_grid",
-        backward="affine_grid_backward",
-    ),
     case_of_options("grid-sample", (3, 4)),
-    contract.Case(
-        "affine-grid-volumes",
-        lambda theta: affine_grid(theta, (theta.shape[0], 1, 3, 2, 2), align_corners=False),
-        lambda rng: (rng.normal(size=(8, 3, 4)).astype(np.float32),),
-        differentiable=(0,),
-        batched=(0,),
-        operator="affine_grid_3d",
-        backward="affine_grid_3d_backward",
-    ),
     case_of_options("grid-sample-reflection", (3, 4), padding_mode="reflection"),
     case_of_options("grid-sample-volumes-border", (2, 3, 2), padding_mode="border", align_corners=False),
     # Values jump halfway between two pixels.
@@ -526,5 +442,5 @@ CASES = [
 
 @pytest.mark.parametrize("promise", contract.PROMISES, ids=contract.promise_name)
 @pytest.mark.parametrize("case", contract.first_in_every_run(CASES), ids=str)
-def test_spatial_transformer_keeps_promise(case, promise, rng):
+def test_grid_sample_keeps_promise(case, promise, rng):
     promise(case, rng)

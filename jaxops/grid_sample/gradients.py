@@ -21,13 +21,12 @@ Stacked = Callable[..., jax.Array]
 
 def gradients(x: jax.Array, grid: jax.Array, grad: jax.Array, *, sampling: Sampling) -> Arrays:
     """Computes both gradients image by image; the definition."""
-    rank = grid.shape[-1]
-    starts, points = _runs_of_points(x, grid, sampling)
-    grads = one_batch(grad, rank + 1)
-    of_image = functools.partial(_gradient_of_image, extents=x.shape[-rank:], sampling=sampling)
-    grad_x = jax.vmap(of_image)(starts, points, grads)
-    grad_grid = _gradient_of_stack(x, grid, grads, starts, points, sampling)
-    return _like(x, grad_x), _like(grid, grad_grid)
+    return _by_image(_gradient_of_image, x, grid, grad, sampling)
+
+
+def gradients_by_run(x: jax.Array, grid: jax.Array, grad: jax.Array, *, place: Place, sampling: Sampling) -> Arrays:
+    """Computes `gradients`, adding what each pixel gets in the order of the points instead of by a scatter."""
+    return _by_image(_gradient_of_image_by_run, x, grid, grad, sampling)
 
 
 def gradients_in_pairs(x: jax.Array, grid: jax.Array, grad: jax.Array, *, place: Place, sampling: Sampling) -> Arrays:
@@ -46,17 +45,6 @@ def gradients_in_pairs(x: jax.Array, grid: jax.Array, grad: jax.Array, *, place:
     return _like(x, grad_x), _like(grid, grad_grid)
 
 
-def gradients_by_run(x: jax.Array, grid: jax.Array, grad: jax.Array, *, place: Place, sampling: Sampling) -> Arrays:
-    """Computes `gradients`, adding what each pixel gets in the order of the points instead of by a scatter."""
-    rank = grid.shape[-1]
-    starts, points = _runs_of_points(x, grid, sampling)
-    grads = one_batch(grad, rank + 1)
-    of_image = functools.partial(_gradient_of_image_by_run, extents=x.shape[-rank:], sampling=sampling)
-    grad_x = jax.vmap(of_image)(points, grads)
-    grad_grid = _gradient_of_stack(x, grid, grads, starts, points, sampling)
-    return _like(x, grad_x), _like(grid, grad_grid)
-
-
 def refuses_runs(place: Place, x: Any, grid: Any, grad: Any, *, sampling: Sampling) -> str | None:
     """Says why a pixel's gradients cannot be sorted."""
     if reason := refusal_of_parts(place, x, grid):
@@ -64,14 +52,17 @@ def refuses_runs(place: Place, x: Any, grid: Any, grad: Any, *, sampling: Sampli
     return None if grad.size else "there are no points to sort"
 
 
-def _gradient_of_stack(
-    x: jax.Array, grid: jax.Array, grads: jax.Array, starts: jax.Array, points: Points, sampling: Sampling
-) -> jax.Array:
+def _by_image(of_image: Stacked, x: jax.Array, grid: jax.Array, grad: jax.Array, sampling: Sampling) -> Arrays:
+    rank = grid.shape[-1]
+    starts, points = _runs_of_points(x, grid, sampling)
+    grads = one_batch(grad, rank + 1)
+    of_image = functools.partial(of_image, extents=x.shape[-rank:], sampling=sampling)
+    grad_x = jax.vmap(of_image)(starts, points, grads)
     if sampling.mode == "nearest":
-        return jnp.zeros_like(grid)
+        return _like(x, grad_x), jnp.zeros_like(grid)
     of_grid = functools.partial(_gradient_of_grid, sampling=sampling)
-    moves = moves_of(x, grid, sampling)
-    return jax.vmap(of_grid)(one_batch(x, grid.shape[-1] + 1), starts, points, moves, grads)
+    grad_grid = jax.vmap(of_grid)(one_batch(x, rank + 1), starts, points, moves_of(x, grid, sampling), grads)
+    return _like(x, grad_x), _like(grid, grad_grid)
 
 
 def _like(operand: jax.Array, gradient: jax.Array) -> jax.Array:
@@ -100,21 +91,19 @@ def _gradient_of_image(
     dy = grad.reshape(channels, starts.size).T[:, None].astype(dtype)
     along_row, *others = [distance[:, None, None] for distance in reversed(points.distance)]
     in_run = sampling.corners(1)
-    is_right = np.array([in_run], bool)
+    shape, is_right = (starts.size, len(in_run) * channels), np.array([in_run], bool)
     bordered = (extents[0] + 3, *(extent + 2 for extent in extents[1:]))
     total = jnp.zeros(math.prod(bordered) * channels, dtype)
     runs_of_point = [(steps, product(weights(others[::-1], steps))) for steps in sampling.corners(rank - 1)]
     for steps, weight in runs_of_point:
-        runs = (jnp.where(is_right, along_row, 1 - along_row) * weight * dy).reshape(
-            starts.size, len(in_run) * channels
-        )
+        runs = (jnp.where(is_right, along_row, 1 - along_row) * weight * dy).reshape(shape)
         total = _add_runs(total, starts + _offset(steps, extents) * channels, runs)
     inside = (slice(1, -2), *[slice(1, -1)] * (rank - 1))
     return jnp.moveaxis(total.reshape(*bordered, channels)[inside], -1, 0)
 
 
 def _gradient_of_image_by_run(
-    points: Points, grad: jax.Array, *, extents: tuple[int, ...], sampling: Sampling
+    starts: jax.Array, points: Points, grad: jax.Array, *, extents: tuple[int, ...], sampling: Sampling
 ) -> jax.Array:
     """Computes `_gradient_of_image` from a list of what all pixels get, sorted by pixel."""
     channels, size = grad.shape[0], math.prod(extents)
