@@ -49,7 +49,7 @@ def affine_grid(theta: jax.Array, size: Sequence[int], *, align_corners: bool = 
     Numerics:
       Products and sums are computed in float32 (float64 for float64) and rounded once. The map is linear, so
       derivatives of all modes and orders exist and nothing is kept for them. On every platform it runs as XLA's
-      elementwise operations and sums.
+      elementwise operations and sums. Volumes have an operator of their own, `affine_grid_3d`.
 
     Example:
       >>> identity = jnp.array([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])

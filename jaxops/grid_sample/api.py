@@ -65,9 +65,9 @@ def grid_sample(
       Derivatives of all modes exist up to second order. The floor counts as constant.
 
       On every platform this runs as XLA's gathers and scatters. On a CPU it avoids temporaries that hold every product
-      (`xla_few_channels`), and computes the gradient of x two images at a time (`xla_image_pairs`). A kernel would gain
-      nothing: a TPU's own gather reaches over a register, not over an image, and a GPU's pixels come through its cache
-      anyway.
+      of images with few channels (`xla_few_channels`), and computes the gradient of x two images at a time
+      (`xla_image_pairs`). A kernel would gain nothing: a TPU's own gather reaches over a register, not over an image,
+      and a GPU's pixels come through its cache anyway. Volumes have an operator of their own, `grid_sample_3d`.
 
       On NVIDIA GPUs the scatter adds with atomics, so the last bits of the gradient of x differ from run to run. Within
       `jaxops.use("xla_sorted_runs")` they are the same: what the pixels get is sorted by pixel, and then added in that
