@@ -1,46 +1,84 @@
-"""The documented spatial transformer in NumPy float64, point by point."""
+"""The documented spatial transformer and PyTorch's options of it, in NumPy float64, point by point."""
+
+import itertools
 
 import numpy as np
 
 
-def affine_grid(theta, extents):
-    height, width = extents
-    grid = np.zeros((len(theta), height, width, 2))
-    for n, h, w in np.ndindex(len(theta), height, width):
-        grid[n, h, w] = np.asarray(theta[n], np.float64) @ base_point(h, w, extents)
+def affine_grid(theta, extents, align_corners=True):
+    rank = len(extents)
+    grid = np.zeros((len(theta), *extents, rank))
+    for n, *place in np.ndindex(len(theta), *extents):
+        grid[n, *place] = np.asarray(theta[n], np.float64) @ base_point(place, extents, align_corners)
     return grid
 
 
-def affine_grid_gradient(dgrid):
-    dtheta = np.zeros((len(dgrid), 2, 3))
-    for n, h, w in np.ndindex(dgrid.shape[:3]):
-        dtheta[n] += np.outer(np.asarray(dgrid[n, h, w], np.float64), base_point(h, w, dgrid.shape[1:3]))
+def affine_grid_gradient(dgrid, align_corners=True):
+    extents, rank = dgrid.shape[1:-1], dgrid.shape[-1]
+    dtheta = np.zeros((len(dgrid), rank, rank + 1))
+    for n, *place in np.ndindex(dgrid.shape[:-1]):
+        point = base_point(place, extents, align_corners)
+        dtheta[n] += np.outer(np.asarray(dgrid[n, *place], np.float64), point)
     return dtheta
 
 
-def base_point(h, w, extents):
-    y, x = (-1 + 2 * i / (n - 1) if n > 1 else 0.0 for i, n in zip((h, w), extents, strict=True))
-    return np.array([x, y, 1.0])
+def base_point(place, extents, align_corners):
+    """The coordinates x, y and z of a pixel, and 1."""
+    if align_corners:
+        along = [-1 + 2 * i / (n - 1) if n > 1 else 0.0 for i, n in zip(place, extents, strict=True)]
+    else:
+        along = [-1 + (2 * i + 1) / n for i, n in zip(place, extents, strict=True)]
+    return np.array([*reversed(along), 1.0])
 
 
-def grid_sample(x, grid, dy):
+def grid_sample(x, grid, dy, mode="bilinear", padding_mode="zeros", align_corners=True):
     """Values, and the gradients of x and grid."""
     x, grid, dy = (np.asarray(array).astype(np.float64) for array in (x, grid, dy))
-    height, width = x.shape[2:]
+    extents, rank = x.shape[2:], grid.shape[-1]
+    axes = range(rank)
     y, dx, dgrid = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(grid.shape)
-    for n, h, w in np.ndindex(grid.shape[:3]):
-        if not np.isfinite(grid[n, h, w]).all():
+    for n, *place in np.ndindex(grid.shape[:-1]):
+        here = (n, slice(None), *place)
+        found = [position(grid[n, *place, -1 - axis], extents[axis], padding_mode, align_corners) for axis in axes]
+        if None in found:
             continue
-        px, py = (grid[n, h, w] + 1) / 2 * (width - 1, height - 1)
-        x0, y0 = int(np.floor(px)), int(np.floor(py))
-        a, b = px - x0, py - y0
-        corners = [((y0 + i, x0 + j), b if i else 1 - b, a if j else 1 - a, i, j) for i in (0, 1) for j in (0, 1)]
-        for (row, column), of_row, of_column, i, j in corners:
-            if 0 <= row < height and 0 <= column < width:
-                value = x[n, :, row, column]
-                y[n, :, h, w] += value * of_row * of_column
-                dx[n, :, row, column] += dy[n, :, h, w] * of_row * of_column
-                product = dy[n, :, h, w] @ value
-                dgrid[n, h, w, 0] += (width - 1) / 2 * product * of_row * (1 if j else -1)
-                dgrid[n, h, w, 1] += (height - 1) / 2 * product * of_column * (1 if i else -1)
+        at, slopes = zip(*found, strict=True)
+        if mode == "nearest":
+            pixel = [round(p) for p in at]  # halfway to the even one
+            if all(0 <= pixel[axis] < extents[axis] for axis in axes):
+                y[here] = x[n, :, *pixel]
+                dx[n, :, *pixel] += dy[here]
+            continue
+        for steps in itertools.product((0, 1), repeat=rank):
+            pixel = [int(np.floor(at[axis])) + steps[axis] for axis in axes]
+            if not all(0 <= pixel[axis] < extents[axis] for axis in axes):
+                continue
+            weights = [1 - abs(at[axis] - pixel[axis]) for axis in axes]
+            value = x[n, :, *pixel]
+            y[here] += value * np.prod(weights)
+            dx[n, :, *pixel] += dy[here] * np.prod(weights)
+            for axis in axes:
+                others = np.prod([weights[other] for other in axes if other != axis])
+                sign = 1 if steps[axis] else -1
+                dgrid[n, *place, -1 - axis] += slopes[axis] * sign * others * (dy[here] @ value)
     return y, dx, dgrid
+
+
+def position(coordinate, extent, padding_mode, align_corners):
+    """The position in pixels and its derivative by the coordinate; None if the point counts as nowhere."""
+    last, slope = extent - 1, (extent - 1 if align_corners else extent) / 2
+    if np.isinf(coordinate) and padding_mode == "border":
+        return (last if coordinate > 0 else 0), 0.0
+    if not np.isfinite(coordinate):
+        return None
+    at = (coordinate + 1) / 2 * last if align_corners else ((coordinate + 1) * extent - 1) / 2
+    if padding_mode == "zeros":
+        return at, slope
+    if padding_mode == "reflection":
+        least, most = (0, last) if align_corners else (-0.5, last + 0.5)
+        if least == most:
+            return 0, 0.0
+        while not least <= at <= most:
+            at, slope = (2 * least if at < least else 2 * most) - at, -slope
+    inside = min(max(at, 0), last)
+    return inside, slope if 0 < at < last else 0.0

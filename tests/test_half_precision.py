@@ -6,6 +6,7 @@ entropy, which has to round before its matrix products, has a file of its own.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,7 @@ def summed_windows(dy, window):
 IDS = np.arange(6000) % 3 // 2  # 4000 times id 0, 2000 times id 1
 LABELS = np.arange(4096) % 5
 RESPONSE = {"n": 5, "alpha": 0.5, "beta": 0.75, "k": 2.0}
+REFLECTED = {"padding_mode": "reflection", "align_corners": False}
 KEY = jax.random.key(0)
 
 
@@ -112,6 +114,11 @@ ROWS = {
         jaxops.grid_sample,
         ((1, 3, 4, 5), (1, 12, 12, 2)),
         lambda dy, x, grid: grid_sample_oracle.grid_sample(x, grid, dy)[1:],
+    ),
+    "grid_sample, volumes": Row(
+        functools.partial(jaxops.grid_sample, **REFLECTED),
+        ((1, 3, 2, 4, 5), (1, 3, 6, 8, 3)),
+        lambda dy, x, grid: grid_sample_oracle.grid_sample(x, grid, dy, **REFLECTED)[1:],
     ),
     "affine_grid": Row(
         lambda theta: jaxops.affine_grid(theta, (2, 1, 30, 40)),

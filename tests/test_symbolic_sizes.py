@@ -52,6 +52,16 @@ CASES = {
         IMAGES,
     ),
     "grid-sample": (lambda x: jaxops.grid_sample(x, jnp.zeros((x.shape[0], 2, 3, 2))), IMAGES),
+    "grid-sample-reflection": (
+        lambda x: jaxops.grid_sample(
+            x, jnp.full((x.shape[0], 2, 3, 2), 2.3), padding_mode="reflection", align_corners=False
+        ),
+        IMAGES,
+    ),
+    "affine-grid-edges": (
+        lambda x: jaxops.affine_grid(x[:, :2, :3, 0], (x.shape[0], 3, 4, x.shape[3]), align_corners=False),
+        COLUMNS,
+    ),
     "affine-grid": (lambda x: jaxops.affine_grid(x[:, :2, :3, 0], (x.shape[0], 3, 4, x.shape[3])), COLUMNS),
     "spatial-transformer": (transformed, COLUMNS),
     "pooling-backward": (spread, BATCH),

@@ -1,6 +1,6 @@
 """PyTorch's own sample inputs, values and gradients in float64: where PyTorch and expecttest are installed.
 
-What a sample asks for that the operator here does not have (dilation, another alignment, images without a batch) leaves
+What a sample asks for that the operator here does not have (dilation, bicubic sampling, images without a batch) leaves
 the sample out; each operator says how many samples remain.
 """
 
@@ -77,9 +77,9 @@ def hardtanh(x, min_val=-1.0, max_val=1.0):
     return jaxops.activation(x, "clipped_relu", coef=max_val)
 
 
-def grid_sample(x, grid, *, mode, padding_mode, align_corners):
-    only(x.ndim == 4 and mode == "bilinear" and padding_mode == "zeros" and align_corners)
-    return jaxops.grid_sample(x, grid)
+def grid_sample(x, grid, *, mode, **options):
+    only(mode != "bicubic")
+    return jaxops.grid_sample(x, grid, mode=mode, **options)
 
 
 def embedding(table, indices, *, max_norm=None, norm_type=2.0, sparse=False, **attributes):
@@ -111,7 +111,7 @@ OPERATORS = [
     ("nn.functional.hardtanh", hardtanh, 1),
     ("softmax", lambda x, axis: jaxops.softmax(x, axis=axis), 7),
     ("log_softmax", lambda x, axis: jaxops.softmax(x, axis=axis, algorithm="log"), 7),
-    ("nn.functional.grid_sample", grid_sample, 1),
+    ("nn.functional.grid_sample", grid_sample, 24),
     ("nn.functional.embedding", embedding, 5),
     ("nn.functional.nll_loss", nll_loss, 40),
     ("nn.functional.local_response_norm", local_response_norm, 11),

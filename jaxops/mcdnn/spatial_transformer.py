@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxops._checks import layouts
 from jaxops.affine_grid import AFFINE_GRID, AFFINE_GRID_BACKWARD
-from jaxops.grid_sample import GRID_SAMPLE, GRID_SAMPLE_BACKWARD
+from jaxops.grid_sample import GRID_SAMPLE, GRID_SAMPLE_BACKWARD, Sampling
 from jaxops.mcdnn.blend import Blend
 from jaxops.mcdnn.checks import Call
 from jaxops.mcdnn.descriptors import SpatialTransformerDescriptor
@@ -45,7 +45,7 @@ def spatial_tf_grid_generator_forward(desc: SpatialTransformerDescriptor, theta:
     (theta,) = call.arrays(theta=theta)
     call.require(theta.shape == (batch, 2, 3), "theta", f"have shape {(batch, 2, 3)}", theta)
     call.supported_dtype("theta", theta)
-    return AFFINE_GRID(theta, extents=tuple(extents))[0]
+    return AFFINE_GRID(theta, extents=tuple(extents), align_corners=True)[0]
 
 
 def spatial_tf_grid_generator_backward(desc: SpatialTransformerDescriptor, dgrid: jax.Array) -> jax.Array:
@@ -78,7 +78,7 @@ def spatial_tf_grid_generator_backward(desc: SpatialTransformerDescriptor, dgrid
     shape = (batch, *extents, 2)
     call.require(dgrid.shape == shape, "dgrid", f"have shape {shape}", dgrid)
     call.supported_dtype("dgrid", dgrid)
-    return AFFINE_GRID_BACKWARD(dgrid, extents=tuple(extents))[0]
+    return AFFINE_GRID_BACKWARD(dgrid, extents=tuple(extents), align_corners=True)[0]
 
 
 def spatial_tf_sampler_forward(
@@ -127,7 +127,7 @@ def spatial_tf_sampler_forward(
     expected = _from_channels_first(shape, channels)
     blend.check(expected, x.dtype)
     images = jnp.moveaxis(blend.upcast(x), channels, 1)
-    (result,) = GRID_SAMPLE(images, grid)
+    (result,) = GRID_SAMPLE(images, grid, sampling=Sampling())
     return blend.apply(jnp.moveaxis(result, 1, channels), x.dtype)
 
 
@@ -188,7 +188,8 @@ def spatial_tf_sampler_backward(
     blend.check(x.shape, x.dtype)
     grid_blend.check(grid.shape, grid.dtype)
     images = jnp.moveaxis(blend.upcast(x), channels, 1)
-    of_x, of_grid = GRID_SAMPLE_BACKWARD(images, grid_blend.upcast(grid), jnp.moveaxis(dy, channels, 1))
+    operands = images, grid_blend.upcast(grid), jnp.moveaxis(dy, channels, 1)
+    of_x, of_grid = GRID_SAMPLE_BACKWARD(*operands, sampling=Sampling())
     return blend.apply(jnp.moveaxis(of_x, 1, channels), x.dtype), grid_blend.apply(of_grid, grid.dtype)
 
 
