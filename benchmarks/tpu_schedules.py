@@ -51,6 +51,7 @@ class Case:
         taken or a loop turns. A function takes target and implementation.
       again: what has to be read once more when the gradient of a result is known.
       is_ranked: whether configurations of its kernels ship with the library.
+      has_kernel: False for operators that have none on TPUs.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Case:
     counts: tuple[float, ...] | Callable[[str, str], tuple[float, ...]] = ()
     again: jax.ShapeDtypeStruct | None = None
     is_ranked: bool = True
+    has_kernel: bool = True
 
 
 def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
@@ -76,6 +78,11 @@ def cases() -> Iterator[Case]:
         yield Case(
             f"local_response_norm {text(x)}", functools.partial(jaxops.local_response_norm, n=5, layout="NCHW"), (x,)
         )
+    for x, layout in ((shape(128, 96, 27, 27), "NCHW"), (shape(32, 56, 56, 128), "NHWC")):
+        norm = functools.partial(jaxops.divisive_norm, n=5, layout=layout)
+        yield Case(f"divisive_norm {text(x)} {layout}, with gradient", with_gradient(norm), (x, x), again=x)
+        name, twice = f"divisive_norm {text(x)} {layout}, means, with gradients", shape(2, *x.shape)
+        yield Case(name, with_gradients_of_means(norm), (x,) * 3, again=twice)
     for leaf in (shape(65536, 1024), shape(4096, 14336), shape(32000, 4096, dtype=BF16)):
         leaves = (leaf,) * 5
         donating = jax.jit(adam_step, donate_argnums=(1, 2, 3, 4))
@@ -126,9 +133,21 @@ def cases() -> Iterator[Case]:
             loss = functools.partial(jaxops.linear_cross_entropy, return_aux=True)
             both = jax.value_and_grad(loss, (0, 1), has_aux=True)
             yield Case(f"{name}, with gradients and aux", both, operands, counts=(0,))
+    yield from without_kernels()
     operands = shape(4096, 1024, dtype=BF16), shape(32768, 1024, dtype=BF16), shape(4096, dtype=I32)
     scoring = functools.partial(jaxops.linear_log_probs, temperature=0.7)
     yield Case("linear_log_probs bf16 4096x1024x32768, temperature 0.7", scoring, operands, counts=(1, 8))
+
+
+def without_kernels() -> Iterator[Case]:
+    """Yields cases of operators that have no kernel on TPUs."""
+    x = shape(256, 56, 56, 64, dtype=BF16)
+    for mode in ("relu", "swish"):
+        activate = with_gradient(functools.partial(jaxops.activation, mode=mode))
+        yield Case(f"activation {mode} {text(x)}, with gradient", activate, (x, x), has_kernel=False)
+    pool = with_gradient(functools.partial(jaxops.avg_pool, window=3, stride=2, padding=1, layout="NHWC"))
+    out = shape(256, 28, 28, 64, dtype=BF16)
+    yield Case(f"avg_pool {text(x)} NHWC 3x3/2, with gradient", pool, (x, out), has_kernel=False)
 
 
 def chunks_of_gradients(rows: int, features: int, classes: int, target: str, implementation: str) -> tuple[float, ...]:
@@ -182,6 +201,14 @@ def with_gradients_of_y(fn: Callable[..., tuple[jax.Array, ...]]) -> Callable[..
     return run
 
 
+def with_gradients_of_means(fn: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
+    def run(grad: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        y, vjp = jax.vjp(fn, *operands)
+        return y, *vjp(grad)
+
+    return run
+
+
 def adam_step(*args: jax.Array) -> tuple[jax.Array, ...]:
     return aclnn.apply_fused_ema_adam(
         *args, lr=1e-3, ema_decay=0.999, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01
@@ -224,6 +251,8 @@ def replayed(case: Case, target: str, implementation: str) -> dict[str, Any]:
 def both_replayed(case: Case, target: str, tuned: Path | None) -> dict[str, Any]:
     """XLA's reference and the kernels, with their best configurations if `tuned` is a folder to rank them in."""
     found = {"reference": replayed(case, target, "reference")}
+    if not case.has_kernel:
+        return found
     if tuned is None or not case.is_ranked:
         return found | {"pallas": replayed(case, target, "pallas")}
     # By itself the operator reads its rate from memory, so its reference draws in as many steps as data say.
@@ -246,6 +275,13 @@ def ratio(a: float | None, b: float | None) -> str:
     return "-" if a is None or b is None else f"{a / b:.2f}"
 
 
+def number(row: Mapping[str, Any]) -> str:
+    """Returns a time as text."""
+    if "us" not in row:
+        return "refused" if row else "-"
+    return f"{row['us']:,.1f}{'+' if 'unknown' in row else ''}"
+
+
 def page(results: dict[str, Any]) -> str:
     """The results as a page of documentation."""
     versions = results["environment"]["versions"]
@@ -254,24 +290,23 @@ def page(results: dict[str, Any]) -> str:
         "",
         "Microseconds by libtpu's schedules, replayed; no chip ran anything ([how far to trust them](schedule.md)).",
         "The roofline counts each argument and result once, or the program's matrix products if they take longer;",
-        "with a gradient, also what is read once more for it: y of softmax, x of batch norm and max-pool.",
+        "with a gradient, also what is read once more for it: y of softmax, x of norms and max-pool.",
         "A time with a + may be longer: not all of the program was understood, such as what it leaves to other cores.",
         f"Written by [`benchmarks/tpu_schedules.py`](../benchmarks/tpu_schedules.py) with JAX {versions['jax']}, "
         f"{results['environment']['date']}.",
         "",
-        "| operator and operands | target | XLA | kernels | roofline | kernels by XLA | kernels by roofline |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| operator and operands | target | XLA | kernels | roofline | XLA by roofline | kernels by roofline "
+        "| kernels by XLA |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for case in results["cases"]:
         name, _, target = case["name"].rpartition(" on ")
-        reference, kernels = case["candidates"]["reference"], case["candidates"]["pallas"]
-        times = [row.get("us") for row in (reference, kernels)]
-        once = min((row["roofline_us"] for row in (reference, kernels) if "us" in row), default=None)
+        rows = [case["candidates"].get(implementation, {}) for implementation in ("reference", "pallas")]
+        times = [row.get("us") for row in rows]
+        once = min((row["roofline_us"] for row in rows if "us" in row), default=None)
         roofline = None if once is None else once + case["again_us"]
-        ratios = [ratio(times[1], other) for other in (times[0], roofline)]
-        more = ["+" if "unknown" in row else "" for row in (reference, kernels)]
-        shown = ["refused" if time is None else f"{time:,.1f}" for time in (*times, roofline)]
-        shown = [f"{time}{mark}" for time, mark in zip(shown, (*more, ""), strict=True)]
+        ratios = [ratio(time, roofline) for time in times] + [ratio(times[1], times[0])]
+        shown = [number(row) for row in rows] + ["-" if roofline is None else f"{roofline:,.1f}"]
         lines.append(f"| {' | '.join([name, target, *shown, *ratios])} |")
     return "\n".join(lines) + "\n"
 
