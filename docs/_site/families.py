@@ -92,8 +92,8 @@ def _page(family: str, names: list[str]) -> str:
         text.append(f"## Documented calls\n\n{', '.join(vendors)}\n")
     text.append(
         '## Operators and kernels\n\n`jaxops.use("pallas")` asks for an opt-in kernel. On TPUs the kernel is also the '
-        "default [where evidence favours it](../what-runs-where.md); on GPUs, where [`jaxops tune`](../on-your-device.md) "
-        "has measured it. `...` are batch axes: any may be mapped, or split over a mesh.\n\n"
+        "default [where evidence favours it](../what-runs-where.md); on GPUs, where "
+        "[`jaxops tune`](../on-your-device.md) has measured it. `...` are batch axes: any may be mapped, or split over a mesh.\n\n"
         f"{kernels_table(operators)}"
     )
     text += list(_kernel_sections(operators))
