@@ -93,8 +93,8 @@ def _page(family: str, names: list[str]) -> str:
     text.append(
         '## Operators and kernels\n\n`jaxops.use("pallas")` asks for an opt-in kernel. On TPUs the kernel is also the '
         "default [where evidence favours it](../what-runs-where.md); on GPUs, where "
-        "[`jaxops tune`](../on-your-device.md) has measured it. `...` are batch axes: any may be mapped, or split over a mesh.\n\n"
-        f"{kernels_table(operators)}"
+        "[`jaxops tune`](../on-your-device.md) has measured it. `...` are batch axes: any may be mapped, or split over "
+        f"a mesh.\n\n{kernels_table(operators)}"
     )
     text += list(_kernel_sections(operators))
     measured, replayed = (of([family, *names]) for of in (figures.measured, figures.replayed))
