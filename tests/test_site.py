@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ def test_page_can_be_pasted_into_a_shell(page: str) -> None:
 
 @pytest.mark.slow
 def test_start_runs_as_pasted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # a terminal of 88 columns, as the page says
+    monkeypatch.setenv("COLUMNS", "88")
     names = program("start.md", monkeypatch)
     page = (ROOT / "docs" / "start.md").read_text()
     shown = "".join(re.findall(r"^```\n\n```\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
