@@ -132,7 +132,9 @@ def fused_cross_entropy_loss_with_max_sum(
 
     Example:
       >>> maximum, total, predicted = jnp.array([0.0]), jnp.array([4.0]), jnp.array([0.0])
-      >>> loss, _ = jaxops.aclnn.fused_cross_entropy_loss_with_max_sum(maximum, total, predicted)
+      >>> loss, _ = jaxops.aclnn.fused_cross_entropy_loss_with_max_sum(
+      ...     maximum, total, predicted
+      ... )
       >>> print(np.asarray(loss).round(3))  # four equal logits: log 4
       [1.386]
 

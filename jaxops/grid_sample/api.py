@@ -76,7 +76,8 @@ def grid_sample(
 
     Example:
       >>> x = jnp.array([[[[0.0, 10.0], [20.0, 30.0]]]])
-      >>> grid = jnp.array([[[[-1.0, -1.0], [0.0, 0.0], [1.0, 0.0]]]])  # the first pixel, the middle, the right edge
+      >>> # The first pixel, the middle, the right edge.
+      >>> grid = jnp.array([[[[-1.0, -1.0], [0.0, 0.0], [1.0, 0.0]]]])
       >>> jaxops.grid_sample(x, grid).tolist()
       [[[[0.0, 15.0, 20.0]]]]
       >>> jaxops.grid_sample(x, 2 * grid, padding_mode="border", align_corners=False).tolist()

@@ -105,7 +105,11 @@ def divisive_normalization_backward(
 
     Example:
       >>> desc = jaxops.mcdnn.LRNDescriptor(n=1, alpha=1.0, beta=1.0, k=1.0)
-      >>> x, means, dy = jnp.array([[[[2.0]]]]), jnp.array([[[[1.0]]]]), jnp.array([[[[1.0]]]])
+      >>> x, means, dy = (
+      ...     jnp.array([[[[2.0]]]]),
+      ...     jnp.array([[[[1.0]]]]),
+      ...     jnp.array([[[[1.0]]]]),
+      ... )
       >>> dx, dmeans = jaxops.mcdnn.divisive_normalization_backward(desc, x, means, dy)
       >>> dx.round(3).item(), dmeans.round(3).item()
       (-0.5, 1.0)

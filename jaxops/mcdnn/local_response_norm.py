@@ -50,7 +50,8 @@ def lrn_cross_channel_forward(
 
     Example:
       >>> desc = jaxops.mcdnn.LRNDescriptor(n=1, alpha=1.0, beta=1.0, k=1.0)
-      >>> jaxops.mcdnn.lrn_cross_channel_forward(desc, jnp.array([[[[1.0, 3.0]]]])).round(3).tolist()
+      >>> y = jaxops.mcdnn.lrn_cross_channel_forward(desc, jnp.array([[[[1.0, 3.0]]]]))
+      >>> y.round(3).tolist()
       [[[[0.5, 0.3...]]]]
 
     Source: mcDNN `mcdnnLRNCrossChannelForward`.
@@ -103,7 +104,9 @@ def lrn_cross_channel_backward(
     Example:
       >>> desc = jaxops.mcdnn.LRNDescriptor(n=1, alpha=1.0, beta=1.0, k=1.0)
       >>> x = jnp.array([[[[0.0, 1.0]]]])
-      >>> jaxops.mcdnn.lrn_cross_channel_backward(desc, x / 2, jnp.ones((1, 1, 1, 2)), x).round(3).tolist()
+      >>> dy = jnp.ones((1, 1, 1, 2))
+      >>> dx = jaxops.mcdnn.lrn_cross_channel_backward(desc, x / 2, dy, x)
+      >>> dx.round(3).tolist()
       [[[[1.0, 0.0]]]]
 
     Source: mcDNN `mcdnnLRNCrossChannelBackward`.

@@ -62,7 +62,9 @@ def check_operator(
       ... def squared(x):
       ...     return x * x
       >>> squared.defvjp(lambda x: (x * x, x), lambda x, _: (2 * x,))  # forgets the cotangent
-      >>> report = check_operator(squared, [np.arange(4.0)], promises=["vmap", "cotangent_scaling"])
+      >>> report = check_operator(
+      ...     squared, [np.arange(4.0)], promises=["vmap", "cotangent_scaling"]
+      ... )
       >>> report.kept
       ('vmap',)
       >>> print(report.broken[0].found)
