@@ -102,6 +102,17 @@ def local_response_norm(option: Any, sizes: Sizes) -> Any:
     return with_gradient(functools.partial(jaxops.local_response_norm, n=5, layout=layout)), (x, x)
 
 
+def divisive_norm(option: Any, sizes: Sizes) -> Any:
+    dtype, layout, has_means = option
+    x = images(layout, *sizes, dtype)
+
+    def run(grad: jax.Array, *operands: jax.Array) -> Any:
+        y, vjp = jax.vjp(functools.partial(jaxops.divisive_norm, n=5, layout=layout), *operands)
+        return y, vjp(grad)
+
+    return run, (x, x, *(x,) * has_means)
+
+
 def batch_norm(option: Any, sizes: Sizes) -> Any:
     dtype, layout = option
     x, channels = images(layout, *sizes, dtype), (shape(sizes[-1]),) * 4
@@ -188,6 +199,17 @@ FAMILIES = {
             ((F32, "NCHW"), (128, 55 * 55, 96)),
             ((F32, "NCHW"), (128, 27 * 27, 256)),
             ((BF16, "NCHW"), (64, 112 * 112, 64)),
+        ),
+    ),
+    "divisive_norm": Family(
+        ("divisive_norm", "divisive_norm_backward"),
+        tuple((*layout, has_means) for layout in LAYOUTS for has_means in (False, True)),
+        divisive_norm,
+        ((16, 128), (14 * 14, 28 * 28, 56 * 56), (64, 256)),
+        (2**20, 2**26),
+        (
+            *(((F32, "NCHW", has_means), (128, 27 * 27, 96)) for has_means in (False, True)),
+            *(((F32, "NHWC", has_means), (32, 56 * 56, 128)) for has_means in (False, True)),
         ),
     ),
     "batch_norm": Family(

@@ -78,8 +78,10 @@ def of_arrays(
 
 def jaxpr_of(fn: Callable[..., Any], args: Sequence[Any]) -> Jaxpr:
     """Returns what `fn` computes; a function that JAX has jitted may have static arguments among these."""
-    closed = fn.trace(*args).jaxpr if hasattr(fn, "trace") else jax.make_jaxpr(fn)(*args)
-    return closed.jaxpr
+    if not hasattr(fn, "trace"):
+        return jax.make_jaxpr(fn)(*args).jaxpr
+    traced = fn.trace(*args)
+    return getattr(traced, "traced", traced).jaxpr.jaxpr  # `flax.nnx.jit` wraps what JAX has traced
 
 
 def without_fixed(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:

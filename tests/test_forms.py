@@ -26,6 +26,7 @@ IDS = of((8, 32), "int32")
 IMAGES, GRID = of((3, 2, 8, 9)), of((3, 5, 6, 2))
 of_table = jax.grad(loss(jaxops.embedding))
 of_log_softmax = jax.grad(loss(functools.partial(jaxops.softmax, algorithm="log")))
+of_normalized = jax.grad(loss(lambda x, scale: jaxops.batch_norm(x, scale, scale, layout="NHWC").y), (0, 1))
 pooled = functools.partial(jaxops.max_pool, window=3, layout="NHWC")
 # By form: where "auto" takes it, the operator, a function of operands that it takes, and operands that it refuses.
 FORMS = {
@@ -79,6 +80,14 @@ FORMS = {
             [of((N, 2, 8, 9)), of((N, 5, 6, 2))],
         ),
         "needs sizes that are numbers",
+    ),
+    "xla_sums_in_one_loop": (
+        "cpu",
+        "batch_norm_backward",
+        of_normalized,
+        [of((64, 32, 32, 64), "bfloat16"), of((64,))],
+        (of_normalized, [of((64, 32, 32, 64)), of((64,))]),
+        "two loops are faster, unless all images have 16 bits",
     ),
     "xla_sums_by_product": (
         "cpu",

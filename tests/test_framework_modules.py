@@ -15,6 +15,7 @@ import jaxops
 import jaxops.equinox
 import jaxops.linen
 import jaxops.nnx
+import lowering
 
 CHANNELS, FEATURES, CLASSES = 3, 5, 7
 NEAR = {"rtol": 2e-5, "atol": 2e-5}
@@ -644,3 +645,9 @@ def test_modules_refuse_in_one_sentence(sentence):
         REFUSALS[sentence]()
     assert str(refusal.value).startswith(sentence)
     assert "\n" not in str(refusal.value)
+
+
+def test_explain_looks_into_what_nnx_has_jitted(rng):
+    layer = jaxops.nnx.BatchNorm(FEATURES, rngs=nnx.Rngs(0))
+    rows_explained = lowering.explain(nnx.jit(lambda layer, x: layer(x)), layer, rows(rng, 4), target="cpu").rows
+    assert [row.operator for row in rows_explained] == ["batch_norm"]

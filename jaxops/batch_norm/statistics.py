@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxops._checks.dtypes import accumulation_dtype, check_floating
 from jaxops._checks.mcdnn import require
 
-_REDUCED = (-4, -3, -1)
+REDUCED = (-4, -3, -1)
 
 
 def broadcast_channels(statistic: jax.Array) -> jax.Array:
@@ -24,7 +24,7 @@ def broadcast_channels(statistic: jax.Array) -> jax.Array:
 
 def local_sum(x: jax.Array) -> jax.Array:
     """Sums each channel over the images on this device."""
-    return jnp.sum(x, _REDUCED)
+    return jnp.sum(x, REDUCED)
 
 
 def global_sum(local: jax.Array, axis_name: Hashable) -> jax.Array:
@@ -34,7 +34,7 @@ def global_sum(local: jax.Array, axis_name: Hashable) -> jax.Array:
 
 def count(x: jax.Array, axis_name: Hashable) -> int:
     """Counts the elements that each statistic reduces; at least 1, so that it can divide an empty sum."""
-    here = math.prod(x.shape[axis] for axis in _REDUCED)
+    here = math.prod(x.shape[axis] for axis in REDUCED)
     # In this order symbolic sizes, of 1 or more, can be compared.
     return max(here * (1 if axis_name is None else jax.lax.axis_size(axis_name)), 1)
 
