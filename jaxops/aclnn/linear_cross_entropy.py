@@ -170,7 +170,8 @@ def fused_linear_cross_entropy_loss_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the gradients of input and weight for one part of the vocabulary.
 
-        P = softmax, or exp(input weight^T - logits_max[:, None]) / sum_exp_logits[:, None] if it is not given
+        P = softmax; if it is not given,
+        P = exp(input weight^T - logits_max[:, None]) / sum_exp_logits[:, None]
         P[b, masked_target[b]] -= 1 where the target is on this part;  P *= grad[:, None]
         input_grad = round(P) weight;  weight_grad = round(P)^T input
 

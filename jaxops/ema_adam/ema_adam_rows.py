@@ -38,7 +38,8 @@ def ema_adam_rows(
     table, of its moments and of its average are read and written. Ordinary arrays are updated as by `ema_adam`:
 
         optimizer = jaxops.ema_adam_rows(1e-3)
-        touched = jaxops.embedding_row_gradients(grad, tokens, num_weights=params["table"].shape[0])
+        words = params["table"].shape[0]
+        touched = jaxops.embedding_row_gradients(grad, tokens, num_weights=words)
         grads = {"table": touched, "head": grad_of_head}
         params, opt_state = jaxops.fused_apply(optimizer, grads, opt_state, params)
 

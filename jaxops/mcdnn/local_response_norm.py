@@ -29,7 +29,8 @@ def lrn_cross_channel_forward(
 ) -> jax.Array:
     """Normalizes by the squares of neighbouring channels: `alpha * result + beta * y`.
 
-        result = x * s**-desc.beta,  s[c] = desc.k + desc.alpha / n * sum of x[j]**2 for j from c - before to c + after
+        result = x * s**-desc.beta
+        s[c] = desc.k + desc.alpha / n * sum of x[j]**2 for j from c - before to c + after
 
     with `n = desc.n`, `before = (n - 1) // 2` and `after = n - 1 - before`: an even window looks one channel further
     ahead. It is clipped at the first and last channel; the divisor stays n.
@@ -83,7 +84,8 @@ def lrn_cross_channel_backward(
     """Computes the gradient of `lrn_cross_channel_forward`: `alpha * result + beta * dx`.
 
         result[c] = dy[c] * s[c]**-desc.beta
-                    - 2 * desc.alpha * desc.beta / n * x[c] * sum of dy[j] * x[j] * s[j]**(-desc.beta - 1)
+                    - 2 * desc.alpha * desc.beta / n * x[c]
+                      * sum of dy[j] * x[j] * s[j]**(-desc.beta - 1)
 
     over the channels j whose windows hold c, from `c - after` to `c + before`.
 

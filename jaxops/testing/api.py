@@ -68,8 +68,8 @@ def check_operator(
       >>> report.kept
       ('vmap',)
       >>> print(report.broken[0].found)
-      the gradient by operand 0 does not follow the cotangent: for one 16 times smaller it is 16 times as large as it
-      should be
+      the gradient by operand 0 does not follow the cotangent: for one 16 times smaller
+      it is 16 times as large as it should be
     """
     trial = Trial(
         _function("fn", fn),

@@ -189,7 +189,8 @@ def batch_normalization_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes gradients of `batch_normalization_forward_training`: (dx, dscale, dbias), each blended with its prior.
 
-        dbias = sum(dy);  dscale = sum(dy * xhat);  dx = scale * inv_variance * (dy - dbias / M - xhat * dscale / M)
+        dbias = sum(dy);  dscale = sum(dy * xhat)
+        dx = scale * inv_variance * (dy - dbias / M - xhat * dscale / M)
 
     where xhat = (x - mean) * inv_variance and M is the number of elements that a statistic reduces.
 
