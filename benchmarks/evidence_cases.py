@@ -125,6 +125,11 @@ def max_pool(option: Any, sizes: Sizes) -> Any:
     return with_gradient(pool), (x, jax.eval_shape(pool, x))
 
 
+def max_pool_value(option: Any, sizes: Sizes) -> Any:
+    dtype, layout, window = option
+    return functools.partial(pooled, layout=layout, window=window), (images(layout, *sizes, dtype),)
+
+
 def dropout(option: Any, sizes: Sizes) -> Any:
     rows, columns = sizes
     x = shape(rows, -(-columns // 32) * 32, dtype=option)
@@ -205,7 +210,7 @@ FAMILIES = {
         ("divisive_norm", "divisive_norm_backward"),
         tuple((*layout, has_means) for layout in LAYOUTS for has_means in (False, True)),
         divisive_norm,
-        ((16, 128), (14 * 14, 28 * 28, 56 * 56), (64, 256)),
+        ((16, 128), (14 * 14, 56 * 56), (64, 256)),
         (2**20, 2**26),
         (
             *(((F32, "NCHW", has_means), (128, 27 * 27, 96)) for has_means in (False, True)),
@@ -236,6 +241,14 @@ FAMILIES = {
             ((BF16, "NHWC", 2), (256, 56 * 56, 128)),
             ((F32, "NCHW", 2), (64, 56 * 56, 128)),
         ),
+    ),
+    "max_value": Family(
+        ("max_pool",),
+        tuple((*layout, window) for layout in LAYOUTS for window in (3, 2)),
+        max_pool_value,
+        ((32, 256), (28 * 28, 56 * 56, 112 * 112), (64, 256)),
+        (2**21, 2**26),
+        (),
     ),
     "dropout": Family(
         ("dropout", "dropout_backward"),

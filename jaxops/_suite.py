@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxops import aclnn
 from jaxops.batch_norm import batch_norm
+from jaxops.divisive_norm import divisive_norm
 from jaxops.dropout import dropout
 from jaxops.embedding import embedding
 from jaxops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
@@ -19,6 +20,12 @@ from jaxops.softmax import softmax
 from lowering.campaign.suite import Case
 
 F32, BF16, F16 = "float32", "bfloat16", "float16"
+
+
+def _divisive_norm(*operands: jax.Array) -> Any:
+    """Computes the result, and the gradients of x and of the means if there are any."""
+    y, pull_back = jax.vjp(functools.partial(divisive_norm, layout="NHWC"), *operands)
+    return y, *pull_back(jnp.cos(3 * y))
 
 
 def _with_gradient(fn: Callable[..., jax.Array], *operands: jax.Array) -> Any:
@@ -167,6 +174,15 @@ SUITE = (
     Case(
         "local response norm",
         functools.partial(_with_gradient, functools.partial(local_response_norm, layout="NCHW")),
+        _arrays,
+        _IMAGES,
+        _LARGE_IMAGES,
+        _SMALL_IMAGES,
+    ),
+    Case("divisive norm", _divisive_norm, _arrays, _IMAGES, _LARGE_IMAGES, _SMALL_IMAGES),
+    Case(
+        "divisive norm with means",
+        lambda x: _divisive_norm(x, jnp.tanh(x)),
         _arrays,
         _IMAGES,
         _LARGE_IMAGES,

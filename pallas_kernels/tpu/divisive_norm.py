@@ -36,7 +36,7 @@ class _Norm(NamedTuple):
     """Norm of images of some rows and columns.
 
     Attributes:
-      image: how many rows and columns.
+      image: the numbers of rows and columns.
       rows: how many of them a window reaches before and after its own.
       columns: the same.
       share: the part of a square in a window that s gets, the sum that is raised to a power.
@@ -69,7 +69,7 @@ class _Norm(NamedTuple):
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """What is kept of each of the `reach` rows that a window has."""
+        """Values that are kept of each of the `reach` rows that a window has."""
         names = ["pixels", *(["finite", "offset", "squares"] if self.has_means else ["squares"])]
         names += ["deviation"] if self.means_grad and not self.has_means else []
         if self.has_grad:
@@ -93,7 +93,7 @@ class _Norm(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many steps an image takes."""
+        """The number of steps that an image takes."""
         return self.image[0] + (sum(self.rows) if self.has_grad else self.rows[1])
 
     def row_of(self, array: str, step: Any) -> Any:

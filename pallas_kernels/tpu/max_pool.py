@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import whole_images
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.kernel import Kernel, Kind, dtype_names
 from pallas_kernels.tpu import max_pool_pixel_values, max_pool_pixels
 from pallas_kernels.tpu.max_pool_views import view_of
 from pallas_kernels.tpu.max_pool_words import halves, joined
@@ -307,4 +307,16 @@ def _steps(x, **geometry):
     return 0 if pixels is None else math.prod(max_pool_pixel_values.grid_of(sizes, pixels))
 
 
-KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, gives_way=True)
+def kind(hardware, x, *, window, stride, padding, **_) -> Kind:
+    """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    geometry = {"window": window, "stride": stride, "padding": padding}
+    if view_of(x.shape).has_pixels_outside:
+        way = "pixels outside of tiles"
+    else:
+        way = "images beside each other" if blocks_of(x, **geometry).is_grouped else "columns in tiles"
+    windows = f"windows {list(window[1:])}, stride {list(stride[1:])}, padding {list(padding[1:])}"
+    *others, height, width, channels = x.shape
+    return Kind(f"{dtype_names(x)}, {way}, {windows}", (math.prod(others) * channels, height * width))
+
+
+KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, kind=kind, gives_way=True)
