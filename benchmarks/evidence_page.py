@@ -11,24 +11,33 @@ from lowering.targets import TARGETS
 _ROOT = Path(__file__).parents[1]
 PAGE = """# What runs where
 
-On CPUs every operator runs its forms in jnp, which XLA compiles. On NVIDIA GPUs kernels are opt-in until `jaxops tune`
-has measured them. On TPUs kernels are the default at the sizes that this page counts, and at sizes between them:
+| on | an operator runs |
+| --- | --- |
+| a CPU | `jax.numpy`, compiled by XLA |
+| an NVIDIA GPU | the same; a kernel once [`jaxops tune`](on-your-device.md) has measured it |
+| a TPU | a kernel at the sizes where evidence favours it; elsewhere the same |
 
-* Cases of a kernel are alike if dtypes, options and the way in which arrays are stored agree. Their sizes may differ.
-* At each size of a grid, and at drawn sizes that the grid does not decide, the kernel and the program that XLA makes
-  without it are compiled for the chip, and their schedules replayed ([how far to trust that](schedule.md)). A kernel is
-  better if it takes 0.85 of the time or less, or as long with a fifth less memory.
-* A small case of each kind is executed as it is compiled ([how](emulation.md)) and compared with float64.
-* Other sizes must lie between known ones, at most a factor of 4 from one of them in each. The known sizes around them
-  decide, and all must agree. Beyond the known sizes there is no evidence, and XLA's program runs.
+`lowering.explain` says which evidence decided for your operands. `jaxops ops --target tpu-v5e` lists all of it.
 
-`lowering.explain` says for your operands which evidence decided, and `jaxops ops --target tpu-v5e` lists every kind.
-On a chip that is here, a kernel is verified before its first use, and what was measured there comes first: [on your
-device](on-your-device.md). Where a program is lowered for TPUs of any kind, all chips below must agree. On automatic
-and explicit meshes kernels see parts of arrays, whose sizes are not known, and are opt-in.
+## The evidence for TPUs
 
-In the table: at how many of the known sizes the kernel is taken; its time there by that of XLA's program, the smallest
-and the largest at all of them.
+Nobody has timed these kernels on a TPU yet. This is how a kernel becomes the default:
+
+* **Replays.** The kernel and the program that XLA makes without it are both compiled for the chip, at many sizes. Their
+  schedules are replayed ([how far to trust that](schedule.md)). The kernel is better if it takes 0.85 of the time or
+  less, or as long with a fifth less memory.
+* **Execution.** A small case of each kind is executed as it is compiled ([how](emulation.md)), and compared with
+  float64.
+* **Sizes between.** Your sizes must lie between replayed ones, at most a factor of 4 from one of them in each. The
+  replayed sizes around yours decide, and all must agree. Beyond them XLA's program runs. Dtypes, options and layouts
+  must be the same.
+
+A kernel is verified on your chip before its first use. What you have measured there comes first: [on your
+device](on-your-device.md). A program that is lowered for TPUs of any kind needs all chips below to agree. On automatic
+and explicit meshes kernels are opt-in, because the sizes of a device's part are not known.
+
+The table shows at how many of the replayed sizes the kernel is the default, and its time by that of XLA's program: the
+smallest and the largest ratio at all of these sizes.
 """
 
 

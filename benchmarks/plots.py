@@ -25,6 +25,34 @@ def cases(name: str) -> list[dict[str, Any]]:
     return json.loads((RESULTS / f"{name}.json").read_text())["cases"]
 
 
+def plain_against_ours() -> Figure:
+    """Memory against the vocabulary as the compiler reports it, and measured times, of a loss with both gradients."""
+    figure = Figure(figsize=(8.6, 3.2), layout="constrained")
+    memory, time = figure.subplots(1, 2)
+    plain, ours = ("plain: logits, optax loss", PEER), ("jaxops.linear_cross_entropy", OURS)
+    by_classes, timed = cases("vocabulary_memory_cpu"), cases("linear_cross_entropy_cpu")
+    for (label, color), name in ((plain, "logits, optax loss"), (ours, "jaxops.linear_cross_entropy")):
+        gigabytes = [case["candidates"][name]["temporary_mb"] / 1e3 for case in by_classes]
+        memory.plot([case["vocabulary"] for case in by_classes], gigabytes, marker="o", color=color, label=label)
+    memory.set(title="memory, 2048 rows of 512", xlabel="classes", ylabel="temporaries, GB", ylim=0)
+    memory.xaxis.set_major_formatter("{x:,.0f}")
+    memory.legend()
+    for left, (_, color), name in ((-0.4, plain, "logits, optax loss"), (0, ours, "jaxops grad_in_forward")):
+        medians = [case["candidates"][name]["median_ms"] for case in timed]
+        bars = time.bar([left + place for place in range(len(timed))], medians, 0.36, color=color, align="edge")
+        time.bar_label(bars, fmt="%.0f")
+    sizes = (re.findall(r"\d+", case["name"].replace("float32", "")) for case in timed)
+    time.set_xticks(
+        range(len(timed)), [f"{rows} rows of {hidden},\n{classes} classes" for rows, hidden, classes, _ in sizes]
+    )
+    time.set(title="time", ylabel="loss and gradients, ms")
+    time.margins(y=0.1)
+    for axes in (memory, time):
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    return figure
+
+
 def memory_against_vocabulary() -> Figure:
     """What the compiler reports for a loss and its gradients."""
     results = cases("vocabulary_memory_cpu")
@@ -128,6 +156,7 @@ def _powers_of_two(axes: Axes, label: str) -> None:
 
 
 PLOTS: dict[str, Callable[[], Figure]] = {
+    "docs/figures/plain_against_ours.svg": plain_against_ours,
     "docs/vocabulary_memory.svg": memory_against_vocabulary,
     "docs/figures/time_against_rows.svg": time_against_rows,
     "docs/figures/ours_by_pytorch.svg": ours_by_pytorch,

@@ -1,4 +1,4 @@
-"""The train step of the README, as `docs/compiler.md` explains, compiles and exports it."""
+"""A train step with operators of this library, as `docs/compiler.md` compiles and exports it."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ tokens = jnp.arange(64).reshape(4, 16)
 params, opt_state, loss = jax.jit(step, donate_argnums=(0, 1))(params, opt_state, tokens, tokens + 1)
 averaged = jaxops.ema_params(opt_state)
 
-# Under a name of its own for the command line, as the README compiles it; and what to trace it with.
+# Under a name of its own for the command line, with donated arguments; and what to trace it with.
 step = jax.jit(step, donate_argnums=(0, 1))
 example_args = (params, opt_state, tokens, tokens + 1)
 

@@ -23,8 +23,8 @@ def affine_grid(theta: jax.Array, size: Sequence[int], *, align_corners: bool = 
 
     The base points along an axis of W pixels are
 
-        bx[w] = -1 + 2 * w / (W - 1)        -1 and 1 are the centres of the first and last pixels (align_corners)
-        bx[w] = -1 + (2 * w + 1) / W        -1 and 1 are their outer edges
+        bx[w] = -1 + 2 * w / (W - 1)   align_corners: -1 and 1 are the outer pixels' centres
+        bx[w] = -1 + (2 * w + 1) / W   otherwise: -1 and 1 are their outer edges
 
     Along an axis of one pixel, the base point is 0. The gradient is
 

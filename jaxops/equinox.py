@@ -112,7 +112,8 @@ class Dropout(eqx.nn.Dropout):
 
     Example:
       >>> layer = jaxops.equinox.Dropout(0.75)
-      >>> sorted({float(value) for value in layer(jnp.ones(1000), key=jax.random.key(0))})  # dropped, or 1 / (1 - 0.75)
+      >>> # Dropped, or 1 / (1 - 0.75).
+      >>> sorted({float(value) for value in layer(jnp.ones(1000), key=jax.random.key(0))})
       [0.0, 4.0]
       >>> layer(jnp.ones(2), inference=True).tolist()
       [1.0, 1.0]
@@ -154,7 +155,8 @@ class LossHead(eqx.Module):
       >>> layer = eqx.nn.Embedding(weight=jnp.zeros((4, 2)))
       >>> head = jaxops.equinox.LossHead(layer)
       >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
-      >>> print(head(x, jnp.array([3, -100])).round(3), np.log(4).round(3))  # all four classes are equally likely
+      >>> # All four classes are equally likely.
+      >>> print(head(x, jnp.array([3, -100])).round(3), np.log(4).round(3))
       1.386 1.386
       >>> head.logits(x).shape
       (2, 4)

@@ -167,7 +167,8 @@ class LossHead(nn.Dense):
       >>> head = jaxops.linen.LossHead(4, kernel_init=jax.nn.initializers.zeros)
       >>> x, labels = jnp.array([[1.0, 0.0], [0.0, 1.0]]), jnp.array([3, -100])
       >>> variables = head.init(jax.random.key(0), x, labels)
-      >>> print(head.apply(variables, x, labels).round(3), np.log(4).round(3))  # all classes are equally likely
+      >>> # All classes are equally likely.
+      >>> print(head.apply(variables, x, labels).round(3), np.log(4).round(3))
       1.386 1.386
       >>> head.apply(variables, x, method="logits").shape
       (2, 4)
@@ -219,7 +220,9 @@ def tied_loss(embed: nn.Embed, x: jax.Array, labels: jax.Array, **options: Any) 
       ...     def __call__(self, tokens, labels):
       ...         embed = nn.Embed(4, 2, embedding_init=nn.initializers.zeros)
       ...         return jaxops.linen.tied_loss(embed, embed(tokens), labels)
-      >>> loss, _ = Model().init_with_output(jax.random.key(0), jnp.array([0, 1]), jnp.array([1, 2]))
+      >>> loss, _ = Model().init_with_output(
+      ...     jax.random.key(0), jnp.array([0, 1]), jnp.array([1, 2])
+      ... )
       >>> print(loss.round(3), np.log(4).round(3))  # all classes are equally likely
       1.386 1.386
     """

@@ -70,7 +70,8 @@ def nll_loss(
     Example:
       >>> log_probs = jnp.log(jnp.array([[0.5, 0.5], [0.25, 0.75], [0.1, 0.9]]))
       >>> labels = jnp.array([0, 0, -100])
-      >>> print(np.asarray(jaxops.nll_loss(log_probs, labels, reduction="none")).round(3))  # log 2, log 4, ignored
+      >>> # Log 2, log 4, ignored.
+      >>> print(np.asarray(jaxops.nll_loss(log_probs, labels, reduction="none")).round(3))
       [0.693 1.386 0.   ]
 
     Source: CANN `aclnnNLLLoss` and `aclnnNLLLoss2d`; PyTorch `torch.nn.functional.nll_loss`.

@@ -115,7 +115,8 @@ class Dropout(flax_nnx.Dropout):
     Example:
       >>> from flax import nnx
       >>> layer = jaxops.nnx.Dropout(0.75, rngs=nnx.Rngs(0))
-      >>> sorted({float(value) for value in layer(jnp.ones(1000))})  # dropped, or 1 / (1 - 0.75)
+      >>> # Dropped, or 1 / (1 - 0.75).
+      >>> sorted({float(value) for value in layer(jnp.ones(1000))})
       [0.0, 4.0]
       >>> layer.eval()
       >>> layer(jnp.ones(2)).tolist()
@@ -165,7 +166,8 @@ class LossHead(flax_nnx.Module):
       >>> layer = nnx.Linear(2, 4, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
       >>> head = jaxops.nnx.LossHead(layer)
       >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
-      >>> print(head(x, jnp.array([3, -100])).round(3), np.log(4).round(3))  # all four classes are equally likely
+      >>> # All four classes are equally likely.
+      >>> print(head(x, jnp.array([3, -100])).round(3), np.log(4).round(3))
       1.386 1.386
       >>> head.logits(x).shape
       (2, 4)

@@ -46,7 +46,9 @@ def tune_device(
       lowering.TuningError: if a stage or case is unknown, the folder cannot be written to, or no device answers.
 
     Example:
-      >>> campaign = jaxops.tune_device(stages=["verify"], only=["EMA-Adam"], folder="found", rehearse=True)
+      >>> campaign = jaxops.tune_device(
+      ...     stages=["verify"], only=["EMA-Adam"], folder="found", rehearse=True
+      ... )
       >>> [(row.kernel, row.outcome) for row in campaign.rows]
       [('mosaic_tpu', 'verified'), ('mosaic_gpu', 'verified')]
     """

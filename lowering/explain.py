@@ -213,7 +213,11 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None, requi
       'reference'
       >>> explanation.rows[0].refusals[0].reason
       'opt-in: no evidence near these sizes'
-      >>> print(lowering.explain(jaxops.softmax, jnp.ones((4096, 4096)), target="tpu-v5e").rows[0].implementation)
+      >>> print(
+      ...     lowering.explain(jaxops.softmax, jnp.ones((4096, 4096)), target="tpu-v5e")
+      ...     .rows[0]
+      ...     .implementation
+      ... )
       mosaic_tpu
     """
     if require not in (None, "kernel"):

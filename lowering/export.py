@@ -152,7 +152,9 @@ def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFO
       OperatorError: if an operator refuses its arguments.
 
     Example:
-      >>> artifact = lowering.export(jaxops.softmax, jnp.zeros((2, 4)), platforms=("cpu", "tpu"))
+      >>> artifact = lowering.export(
+      ...     jaxops.softmax, jnp.zeros((2, 4)), platforms=("cpu", "tpu")
+      ... )
       >>> artifact.implementations["tpu"]
       {'softmax': ['reference']}
       >>> artifact.call(jnp.zeros((2, 4))).tolist()

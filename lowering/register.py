@@ -65,12 +65,17 @@ def add_kernel(operator: Operator, kernel: Kernel) -> None:
 
     Example:
       >>> from pallas_kernels.kernel import Kernel
-      >>> def run(log_probs, labels, weight, *, config, interpret, ignore_index):
-      ...     ...  # launch the kernel
-      >>> kernel = Kernel("mine", "cpu", run, refuses=lambda hardware, *operands, **params: None)
+      >>> def run(
+      ...     log_probs, labels, weight, *, config, interpret, ignore_index
+      ... ): ...  # launch the kernel
+      >>> kernel = Kernel(
+      ...     "mine", "cpu", run, refuses=lambda hardware, *operands, **params: None
+      ... )
       >>> operator = next(x for x in jaxops.operators() if x.name == "nll_loss")
       >>> lowering.add_kernel(operator, kernel)
-      >>> lowering.explain(jaxops.nll_loss, jnp.zeros((1, 2)), jnp.array([1])).rows[0].refusals
+      >>> lowering.explain(jaxops.nll_loss, jnp.zeros((1, 2)), jnp.array([1])).rows[
+      ...     0
+      ... ].refusals
       (Refusal(kernel='mine', reason='opt-in: not measured on this target'),)
       >>> lowering.remove_kernel(operator, kernel)
     """
@@ -92,10 +97,17 @@ def remove_kernel(operator: Operator, kernel: Kernel) -> None:
     Example:
       >>> from pallas_kernels.kernel import Kernel
       >>> operator = next(x for x in jaxops.operators() if x.name == "nll_loss")
-      >>> kernel = Kernel("mine", "cpu", run=lambda *operands, **params: None, refuses=lambda *_, **params: None)
+      >>> kernel = Kernel(
+      ...     "mine",
+      ...     "cpu",
+      ...     run=lambda *operands, **params: None,
+      ...     refuses=lambda *_, **params: None,
+      ... )
       >>> lowering.add_kernel(operator, kernel)
       >>> lowering.remove_kernel(operator, kernel)
-      >>> lowering.explain(jaxops.nll_loss, jnp.zeros((1, 2)), jnp.array([1])).rows[0].refusals
+      >>> lowering.explain(jaxops.nll_loss, jnp.zeros((1, 2)), jnp.array([1])).rows[
+      ...     0
+      ... ].refusals
       ()
     """
     _require_operator("remove_kernel", operator)

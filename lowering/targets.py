@@ -172,7 +172,11 @@ def targets() -> tuple[Hardware, ...]:
     Example:
       >>> [chip.name for chip in lowering.targets()]
       ['cpu', 'tpu-v5e', 'tpu-v5p', ..., 'cuda-a100']
-      >>> next(chip.memory_bytes // 2**30 for chip in lowering.targets() if chip.name == "tpu-v5e")
+      >>> next(
+      ...     chip.memory_bytes // 2**30
+      ...     for chip in lowering.targets()
+      ...     if chip.name == "tpu-v5e"
+      ... )
       16
     """
     return tuple(TARGETS.values())

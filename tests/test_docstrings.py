@@ -54,6 +54,16 @@ def test_docstrings_begin_with_verbs_and_nouns() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_examples_fit_their_column() -> None:
+    """A page of 1440 pixels shows 88 characters of code; the rest of a line is cut."""
+    lines = [
+        line.strip()
+        for file in sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+        for line in file.read_text().splitlines()
+    ]
+    assert [line for line in lines if line.startswith((">>> ", "... ")) and len(line) > 88] == []
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_example_runs_as_written(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

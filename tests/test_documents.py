@@ -7,12 +7,13 @@ import json
 import re
 import runpy
 import statistics
-import textwrap
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxops
@@ -42,24 +43,33 @@ DOCUMENTED = {
 }
 
 
-def test_readme_examples_run_as_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_examples_run_as_pasted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     first, explained = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     (shown,) = re.findall(r"^```\n(tpu-v5e: .*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    namespace: dict[str, Any] = {}
-    # What users have; optax's schedules, for one, divide an integer count by floats.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        exec(first, namespace)
-        exec(explained, namespace)
-    assert 8 < float(namespace["loss"]) < 10
-    printed = "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines())
-    assert printed == shown
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # a terminal of 88 columns, as the page says
+    monkeypatch.setenv("COLUMNS", "88")
+    names: dict[str, Any] = {}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # what users have
+        exec(first, names)
+        losses = [float(loss) for loss in capsys.readouterr().out.split()]
+        exec(explained, names)
+        report = names["rewritten"].report(names["x"], names["head"], jnp.arange(1024))
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    assert [one.pattern for one in report.applied] == ["cross_entropy_sum"]
+    assert capsys.readouterr().out == shown
 
 
-def test_example_is_the_code_of_the_readme() -> None:
-    first, explained = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    example = (ROOT / "examples" / "model.py").read_text()
-    assert example.partition("\n\n")[2].startswith(first)
-    assert example.endswith(f'if __name__ == "__main__":\n{textwrap.indent(explained, "    ")}')
+def test_readme_is_short_and_draws_its_picture_from_what_it_names() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 110
+    assert re.findall(r"!\[.*\]\((.*)\)", text) == ["docs/figures/plain_against_ours.svg"]
+    results = ("vocabulary_memory_cpu", "linear_cross_entropy_cpu")
+    found = [json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()) for name in results]
+    memory, time = (each["environment"] for each in found)
+    caption = f"Memory: XLA's report for a CPU, {memory['date']}. Time: 2 cores of an Intel Xeon, {time['date']}."
+    assert caption in " ".join(text.split())
+    assert memory["versions"]["jax"] == time["versions"]["jax"] == "0.10.2"
+    assert (time["cpu"], time["cpu_cores"]) == ("Intel(R) Xeon(R) Processor", 2)
 
 
 def test_page_of_the_compiler_shows_what_explain_says() -> None:
@@ -70,7 +80,7 @@ def test_page_of_the_compiler_shows_what_explain_says() -> None:
     names = runpy.run_path(str(ROOT / "examples" / "plain.py"))
     explanation = lowering.explain(names["step"], *names["example_args"], target="tpu-v6e")
     saving = re.compile(r"(?<=would save about )\d+(?= MB)")
-    assert saving.sub("", textwrap.dedent(shown)) == saving.sub("", f"{explanation}\n")
+    assert saving.sub("", " ".join(shown.split())) == saving.sub("", " ".join(str(explanation).split()))
     (paged,), (said,) = saving.findall(shown), saving.findall(str(explanation))
     assert 1 / 1.5 < int(paged) / int(said) < 1.5
 
@@ -102,6 +112,17 @@ def test_nobody_is_told_to_install_what_no_index_has() -> None:
         assert not re.search(r"pip install (-\S+ )*['\"\\]*jaxops", text), page.name
         assert set(re.findall(r"pip install (?:-\S+ )*'\.\[([\w-]+)\]'", text)) <= set(project["optional-dependencies"])
     assert all("pip install '.[notebooks]'" in path.read_text() for path in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_fits_its_column(page: Path) -> None:
+    """A page of 1440 pixels shows 88 characters of code; the rest of a line is cut."""
+    text = re.sub(r"^<!--.*?-->$", "", page.read_text(), flags=re.MULTILINE)
+    fenced = re.findall(r"^( *)```\w*\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL)
+    rest = re.sub(r"^( *)```\w*\n.*?^\1```", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line.removeprefix(indent) for indent, block in fenced for line in block.splitlines()]
+    lines += re.findall(r"^    (.*)", rest, re.MULTILINE)
+    assert [line for line in lines if len(line) > 88] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -223,6 +244,16 @@ def test_conformance_table_says_what_there_is() -> None:
             names = [name for name in named(references) if any(k.platform == platform for k in operators[name].kernels)]
             every = names == named(references) and names
             assert column == ("opt-in" if every else ", ".join(f"`{name}`" for name in names) or "no")
+
+
+def test_index_of_operators_names_every_function_once() -> None:
+    index = (ROOT / "docs" / "operators.md").read_text().split("## Documented calls", 1)[0]
+    listed = re.findall(r"^\* \[`(\w+)`\]\(\.\./jaxops/(\w+)", index, re.MULTILINE)
+    functions = {
+        name: getattr(jaxops, name) for name in jaxops.__all__ if name not in ("operators", "tune_device", "use")
+    }
+    places = {name: fn.__module__.split(".")[1] for name, fn in functions.items() if inspect.isfunction(fn)}
+    assert sorted(listed) == sorted(places.items())
 
 
 def named(cell: str) -> list[str]:

@@ -9,11 +9,15 @@ import json
 import math
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
+
+import jaxops
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,7 +36,7 @@ def program(page: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("page", ["start.md", "scale.md", "frameworks.md"])
+@pytest.mark.parametrize("page", ["start.md", "scale.md", "frameworks.md", "recipes.md"])
 def test_page_can_be_pasted_into_a_shell(page: str) -> None:
     """A shell reads line by line, and a blank line ends a function or a loop."""
     for block in blocks(page):
@@ -46,6 +50,8 @@ def test_page_can_be_pasted_into_a_shell(page: str) -> None:
 
 @pytest.mark.slow
 def test_start_runs_as_pasted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # a terminal of 88 columns, as the page says
+    monkeypatch.setenv("COLUMNS", "88")
     names = program("start.md", monkeypatch)
     page = (ROOT / "docs" / "start.md").read_text()
     shown = "".join(re.findall(r"^```\n\n```\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
@@ -73,16 +79,33 @@ def test_frameworks_runs_as_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     names = program("frameworks.md", monkeypatch)
     for framework in ("nnx", "linen", "equinox"):
         assert float(names[f"{framework}_loss"]) == pytest.approx(math.log(1000), rel=0.2)
-    code = [line for block in blocks("frameworks.md") for line in block.splitlines()]
-    assert max(map(len, code)) <= 88
+
+
+def test_recipes_are_those_of_logits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert max(block.count("\n") for block in re.findall(r"(?<=\ndef )(?:.+\n)+", "\n".join(blocks("recipes.md")))) < 15
+    names = program("recipes.md", monkeypatch)
+
+    def with_logits(x: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
+        picked = jnp.take_along_axis(jax.nn.log_softmax(x @ head.T), labels.clip(min=0)[..., None], axis=-1)
+        return jnp.where(labels == -100, 0, picked[..., 0])
+
+    monkeypatch.setattr(jaxops, "linear_log_probs", with_logits)
+    expected = program("recipes.md", monkeypatch)
+    for loss in ("dpo", "grpo", "sampled", "whole"):
+        assert float(names[loss]) == pytest.approx(float(expected[loss]), rel=1e-5)
+    students, teachers = (
+        [jax.ShapeDtypeStruct((rows, width), jnp.float32) for rows in (2048, 32768)] for width in (256, 512)
+    )
+    gradient = jax.jit(jax.grad(names["distillation_loss"], (0, 1)))
+    memory = gradient.lower(*students, *teachers).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2048 * 32768 * 4 / 2
 
 
 def test_plots_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     plots = importlib.import_module("plots")
     for path, plot in plots.PLOTS.items():
-        (axes,) = plot().axes
-        assert axes.lines
+        assert all(axes.lines or axes.patches for axes in plot().axes)
         assert (ROOT / path).exists()
     measured = {"batch_norm", "dropout", "max_pool", "softmax", "linear_cross_entropy", "ema_adam", "embedding"}
     assert measured <= {label.get_text() for label in plots.ours_by_pytorch().axes[0].get_yticklabels()}

@@ -91,9 +91,10 @@ def _page(family: str, names: list[str]) -> str:
     if vendors:
         text.append(f"## Documented calls\n\n{', '.join(vendors)}\n")
     text.append(
-        '## Operators and kernels\n\nA kernel is opt-in until it was measured on the chip: `jaxops.use("pallas")` asks '
-        "for it, and [`jaxops tune`](../on-your-device.md) measures it. `...` are batch axes: any may be mapped, "
-        f"or split over a mesh.\n\n{kernels_table(operators)}"
+        '## Operators and kernels\n\n`jaxops.use("pallas")` asks for an opt-in kernel. On TPUs the kernel is also the '
+        "default [where evidence favours it](../what-runs-where.md); on GPUs, where "
+        "[`jaxops tune`](../on-your-device.md) has measured it. `...` are batch axes: any may be mapped, or split over "
+        f"a mesh.\n\n{kernels_table(operators)}"
     )
     text += list(_kernel_sections(operators))
     measured, replayed = (of([family, *names]) for of in (figures.measured, figures.replayed))

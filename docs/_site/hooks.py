@@ -104,6 +104,9 @@ def _uri(path: str) -> str:
         return FROM_ROOT[path]
     if path in RECORDS:
         return "reference/records.md"
+    family = path.removeprefix("jaxops/").removesuffix(".py")
+    if path.startswith("jaxops/") and family in families.functions():
+        return f"operators/{family}.md"
     if path == "notebooks":
         return "gallery.md"
     if path.startswith("docs/"):

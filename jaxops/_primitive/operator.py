@@ -139,7 +139,9 @@ def operators() -> tuple[Operator, ...]:
     """Returns the records of all operators, sorted by name, for tools and tests.
 
     Example:
-      >>> softmax = next(operator for operator in jaxops.operators() if operator.name == "softmax")
+      >>> softmax = next(
+      ...     operator for operator in jaxops.operators() if operator.name == "softmax"
+      ... )
       >>> softmax.signature, [kernel.platform for kernel in softmax.kernels]
       ('... c -> ... c', ['tpu', 'cuda'])
     """

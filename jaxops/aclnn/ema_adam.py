@@ -76,7 +76,8 @@ def apply_fused_ema_adam(
       ...     jnp.array([2.0]), w, zeros, zeros, w, jnp.array([1]),
       ...     lr=0.5, ema_decay=0.5, beta1=0.5, beta2=0.5, eps=0.0,
       ... )
-      >>> var.tolist(), m.tolist(), v.tolist(), s.tolist()  # m' = 0.5 * 2, v' = 0.5 * 2**2, u = 1
+      >>> # m' = 0.5 * 2, v' = 0.5 * 2**2, u = 1
+      >>> var.tolist(), m.tolist(), v.tolist(), s.tolist()
       ([0.5], [1.0], [2.0], [0.75])
 
     Source: CANN `aclnnApplyFusedEmaAdam`.

@@ -43,7 +43,9 @@ def embedding_dense_backward(
 
     Example:
       >>> grad = jnp.array([[1.0], [2.0], [4.0]])
-      >>> jaxops.aclnn.embedding_dense_backward(grad, jnp.array([1, 0, 1]), num_weights=3).tolist()
+      >>> jaxops.aclnn.embedding_dense_backward(
+      ...     grad, jnp.array([1, 0, 1]), num_weights=3
+      ... ).tolist()
       [[2.0], [5.0], [0.0]]
 
     Source: CANN `aclnnEmbeddingDenseBackward`. Its limits that belong to chips are not enforced: on the Atlas training

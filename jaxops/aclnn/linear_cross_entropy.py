@@ -132,7 +132,9 @@ def fused_cross_entropy_loss_with_max_sum(
 
     Example:
       >>> maximum, total, predicted = jnp.array([0.0]), jnp.array([4.0]), jnp.array([0.0])
-      >>> loss, _ = jaxops.aclnn.fused_cross_entropy_loss_with_max_sum(maximum, total, predicted)
+      >>> loss, _ = jaxops.aclnn.fused_cross_entropy_loss_with_max_sum(
+      ...     maximum, total, predicted
+      ... )
       >>> print(np.asarray(loss).round(3))  # four equal logits: log 4
       [1.386]
 
@@ -168,7 +170,8 @@ def fused_linear_cross_entropy_loss_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the gradients of input and weight for one part of the vocabulary.
 
-        P = softmax, or exp(input weight^T - logits_max[:, None]) / sum_exp_logits[:, None] if it is not given
+        P = softmax; if it is not given,
+        P = exp(input weight^T - logits_max[:, None]) / sum_exp_logits[:, None]
         P[b, masked_target[b]] -= 1 where the target is on this part;  P *= grad[:, None]
         input_grad = round(P) weight;  weight_grad = round(P)^T input
 

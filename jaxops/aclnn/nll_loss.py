@@ -42,7 +42,8 @@ def nll_loss(
 
     Example:
       >>> x, weight = jnp.array([[-1.0, -2.0], [-3.0, -4.0]]), jnp.array([1.0, 3.0])
-      >>> jaxops.aclnn.nll_loss(x, jnp.array([0, 1]), weight, reduction=1, ignore_index=-100)  # (1 + 12) / (1 + 3)
+      >>> # (1 + 12) / (1 + 3)
+      >>> jaxops.aclnn.nll_loss(x, jnp.array([0, 1]), weight, reduction=1, ignore_index=-100)
       (Array(3.25, dtype=float32), Array(4., dtype=float32))
 
     Source: CANN `aclnnNLLLoss`.
@@ -73,7 +74,9 @@ def nll_loss2d(
 
     Example:
       >>> x = jnp.array([-1.0, -2.0]).reshape(1, 2, 1, 1)  # one pixel, two classes
-      >>> out, _ = jaxops.aclnn.nll_loss2d(x, jnp.array([[[1]]]), jnp.ones(2), reduction=2, ignore_index=-100)
+      >>> out, _ = jaxops.aclnn.nll_loss2d(
+      ...     x, jnp.array([[[1]]]), jnp.ones(2), reduction=2, ignore_index=-100
+      ... )
       >>> out
       Array(2., dtype=float32)
 
@@ -118,7 +121,13 @@ def nll_loss_backward(
     Example:
       >>> x, weight = jnp.zeros((2, 2)), jnp.array([1.0, 3.0])
       >>> jaxops.aclnn.nll_loss_backward(
-      ...     jnp.ones(()), x, jnp.array([0, 1]), weight, jnp.array(4.0), reduction=1, ignore_index=-100
+      ...     jnp.ones(()),
+      ...     x,
+      ...     jnp.array([0, 1]),
+      ...     weight,
+      ...     jnp.array(4.0),
+      ...     reduction=1,
+      ...     ignore_index=-100,
       ... ).tolist()
       [[-0.25, 0.0], [0.0, -0.75]]
 
@@ -161,7 +170,13 @@ def nll_loss2d_backward(
     Example:
       >>> x, target = jnp.zeros((1, 2, 1, 1)), jnp.array([[[1]]])
       >>> jaxops.aclnn.nll_loss2d_backward(
-      ...     jnp.array(5.0), x, target, jnp.ones(2), jnp.ones(()), reduction=2, ignore_index=-100
+      ...     jnp.array(5.0),
+      ...     x,
+      ...     target,
+      ...     jnp.ones(2),
+      ...     jnp.ones(()),
+      ...     reduction=2,
+      ...     ignore_index=-100,
       ... ).ravel().tolist()
       [0.0, -5.0]
 

@@ -50,7 +50,10 @@ def get_workspace_size(operation: Callable[..., Any], *args: Any, **attributes: 
         is not one of this layer's functions.
 
     Example:
-      >>> x, target = jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+      >>> x, target = (
+      ...     jax.ShapeDtypeStruct((2, 3), jnp.float32),
+      ...     jax.ShapeDtypeStruct((2,), jnp.int32),
+      ... )
       >>> workspace_bytes, executor = jaxops.aclnn.get_workspace_size(
       ...     jaxops.aclnn.nll_loss, x, target, jnp.ones(3), reduction=2, ignore_index=-100
       ... )

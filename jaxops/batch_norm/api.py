@@ -187,7 +187,9 @@ def batch_norm_inference(
     Example:
       >>> x = jnp.array([[1.0], [5.0]])
       >>> mean, var = jnp.array([3.0]), jnp.array([4.0])
-      >>> jaxops.batch_norm_inference(x, jnp.ones(1), jnp.zeros(1), mean, var, epsilon=0.0, layout="NC").tolist()
+      >>> jaxops.batch_norm_inference(
+      ...     x, jnp.ones(1), jnp.zeros(1), mean, var, epsilon=0.0, layout="NC"
+      ... ).tolist()
       [[-1.0], [1.0]]
 
     Source: mcDNN `mcdnnBatchNormalizationForwardInference`; PyTorch `torch.nn.functional.batch_norm` in evaluation

@@ -23,7 +23,8 @@ def divisive_norm(
 ) -> jax.Array:
     """Divides each pixel by a power of the mean squared deviation around it: `y = x * s**-beta`.
 
-        s[i] = k + alpha / n**d * sum of (x[j] - means[i])**2 over the pixels j in the window around i
+        s[i] = k + alpha / n**d * sum of (x[j] - means[i])**2
+               over the pixels j in the window around i
 
     Every channel is treated on its own. There are d spatial axes. Along each, the window starts at `i - (n - 1) // 2`
     and covers n pixels, so a window of even length reaches one pixel further ahead. At the border the window is

@@ -123,7 +123,8 @@ def ema_adam(
       >>> params = {"w": jnp.array([1.0, -1.0])}
       >>> state = optimizer.init(params)
       >>> updates, state = optimizer.update({"w": jnp.array([2.0, -5.0])}, state, params)
-      >>> print(np.asarray(updates["w"]).round(3))  # the first step has the size of the learning rate
+      >>> # The first step has the size of the learning rate.
+      >>> print(np.asarray(updates["w"]).round(3))
       [-0.1  0.1]
       >>> print(np.asarray(jaxops.ema_params(state)["w"]).round(3))  # 0.5 * 1 + 0.5 * 0.9
       [ 0.95 -0.95]

@@ -38,7 +38,8 @@ def ema_adam_rows(
     table, of its moments and of its average are read and written. Ordinary arrays are updated as by `ema_adam`:
 
         optimizer = jaxops.ema_adam_rows(1e-3)
-        touched = jaxops.embedding_row_gradients(grad, tokens, num_weights=params["table"].shape[0])
+        words = params["table"].shape[0]
+        touched = jaxops.embedding_row_gradients(grad, tokens, num_weights=words)
         grads = {"table": touched, "head": grad_of_head}
         params, opt_state = jaxops.fused_apply(optimizer, grads, opt_state, params)
 
@@ -81,8 +82,12 @@ def ema_adam_rows(
     Example:
       >>> optimizer = jaxops.ema_adam_rows(0.1)
       >>> params = {"table": jnp.ones((4, 2))}
-      >>> touched = jaxops.embedding_row_gradients(jnp.ones((1, 2)), jnp.array([2]), num_weights=4)
-      >>> params, state = jaxops.fused_apply(optimizer, {"table": touched}, optimizer.init(params), params)
+      >>> touched = jaxops.embedding_row_gradients(
+      ...     jnp.ones((1, 2)), jnp.array([2]), num_weights=4
+      ... )
+      >>> params, state = jaxops.fused_apply(
+      ...     optimizer, {"table": touched}, optimizer.init(params), params
+      ... )
       >>> print(np.asarray(params["table"][:, 0]).round(3))  # only row 2 has changed
       [1.  1.  0.9 1. ]
     """

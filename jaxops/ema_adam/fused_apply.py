@@ -81,7 +81,8 @@ def fused_apply(
       >>> params = {"w": jnp.array([1.0, 2.0])}
       >>> grads = {"w": jnp.array([4.0, -4.0])}
       >>> params, state = jaxops.fused_apply(optimizer, grads, optimizer.init(params), params)
-      >>> print(np.asarray(params["w"]).round(3))  # the first step of Adam has the size of the learning rate
+      >>> # The first step of Adam has the size of the learning rate.
+      >>> print(np.asarray(params["w"]).round(3))
       [0.5 2.5]
     """
     is_transform = callable(getattr(transform, "init", None)) and callable(getattr(transform, "update", None))

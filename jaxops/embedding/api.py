@@ -60,7 +60,9 @@ def embedding(
       >>> table = jnp.array([[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]])
       >>> jaxops.embedding(table, jnp.array([2, 0])).tolist()
       [[20.0, 21.0], [0.0, 1.0]]
-      >>> jax.grad(lambda table: jaxops.embedding(table, jnp.array([2, 0, 2])).sum())(table).tolist()
+      >>> jax.grad(lambda table: jaxops.embedding(table, jnp.array([2, 0, 2])).sum())(
+      ...     table
+      ... ).tolist()
       [[1.0, 1.0], [0.0, 0.0], [2.0, 2.0]]
 
     Source: PyTorch `torch.nn.functional.embedding`; the gradient is CANN `aclnnEmbeddingDenseBackward`.

@@ -78,8 +78,11 @@ def embedding_row_gradients(
 
     Example:
       >>> grad = jnp.array([[1.0], [2.0], [4.0]])
-      >>> touched = jaxops.embedding_row_gradients(grad, jnp.array([7, 3, 7]), num_weights=1000)
-      >>> touched.rows.tolist(), touched.values.tolist()  # three indices, but only two different rows
+      >>> touched = jaxops.embedding_row_gradients(
+      ...     grad, jnp.array([7, 3, 7]), num_weights=1000
+      ... )
+      >>> # Three indices, but only two different rows.
+      >>> touched.rows.tolist(), touched.values.tolist()
       ([3, 7, 2147483647], [[2.0], [5.0], [0.0]])
     """
     grad, indices = as_arrays(_NAME, {"grad": grad, "indices": indices})

@@ -19,7 +19,7 @@ def grid_sample(
 
     The point (gx, gy) lies at column `px` and, likewise, at row py:
 
-        px = (gx + 1) / 2 * (W_in - 1)      -1 and 1 are the centres of the first and last pixels (align_corners)
+        px = (gx + 1) / 2 * (W_in - 1)      -1 and 1 are the outer pixels' centres (align_corners)
         px = ((gx + 1) * W_in - 1) / 2      -1 and 1 are their outer edges
 
     With `x0 = floor(px)` and `a = px - x0`, and y0 and b likewise,
@@ -29,7 +29,8 @@ def grid_sample(
     where pixels outside the image count as 0. The gradient of a pixel is the sum of grad_y times the weights that the
     pixel had. The gradient of gx is
 
-        dpx/dgx * sum over c of grad_y ((x[y0, x0+1] - x[y0, x0]) (1-b) + (x[y0+1, x0+1] - x[y0+1, x0]) b)
+        dpx/dgx * sum over c of grad_y ((x[y0, x0+1] - x[y0, x0]) (1-b)
+                                        + (x[y0+1, x0+1] - x[y0+1, x0]) b)
 
     and that of gy likewise. In volumes, a point (gx, gy, gz) lies between eight pixels.
 
@@ -76,7 +77,8 @@ def grid_sample(
 
     Example:
       >>> x = jnp.array([[[[0.0, 10.0], [20.0, 30.0]]]])
-      >>> grid = jnp.array([[[[-1.0, -1.0], [0.0, 0.0], [1.0, 0.0]]]])  # the first pixel, the middle, the right edge
+      >>> # The first pixel, the middle, the right edge.
+      >>> grid = jnp.array([[[[-1.0, -1.0], [0.0, 0.0], [1.0, 0.0]]]])
       >>> jaxops.grid_sample(x, grid).tolist()
       [[[[0.0, 15.0, 20.0]]]]
       >>> jaxops.grid_sample(x, 2 * grid, padding_mode="border", align_corners=False).tolist()

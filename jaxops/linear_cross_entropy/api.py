@@ -196,7 +196,8 @@ def linear_cross_entropy(
 
     Example:
       >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
-      >>> weight = jnp.zeros((4, 2))  # all logits are 0, so each of the four classes has probability 1/4
+      >>> # All logits are 0, so each of the four classes has probability 1/4.
+      >>> weight = jnp.zeros((4, 2))
       >>> loss = jaxops.linear_cross_entropy(x, weight, jnp.array([3, -100]), reduction="sum")
       >>> print(np.asarray(loss).round(3), np.log(4).round(3))  # the second row is ignored
       1.386 1.386

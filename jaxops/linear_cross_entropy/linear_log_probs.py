@@ -103,8 +103,11 @@ def linear_log_probs(
     Example:
       >>> x = jnp.array([[0.0, 0.0], [2.0, 0.0], [0.0, 0.0]])
       >>> weight = jnp.array([[1.0, 0.0], [0.0, 1.0]])  # the second row's logits are 2 and 0
-      >>> log_probs, entropy = jaxops.linear_log_probs(x, weight, jnp.array([0, 0, -100]), return_entropy=True)
-      >>> print(np.exp(log_probs).round(3), np.asarray(entropy).round(3))  # the third row is ignored
+      >>> log_probs, entropy = jaxops.linear_log_probs(
+      ...     x, weight, jnp.array([0, 0, -100]), return_entropy=True
+      ... )
+      >>> # The third row is ignored.
+      >>> print(np.exp(log_probs).round(3), np.asarray(entropy).round(3))
       [0.5   0.881 1.   ] [0.693 0.365 0.   ]
 
     Source:

@@ -26,7 +26,8 @@ def divisive_normalization_forward(
     """Normalizes by the deviations around each pixel: `alpha * result + beta * y`.
 
         result = x * s**-desc.beta
-        s[i] = desc.k + desc.alpha / n**d * sum of (x[j] - means[i])**2 over the pixels j in the window around i
+        s[i] = desc.k + desc.alpha / n**d * sum of (x[j] - means[i])**2
+               over the pixels j in the window around i
 
     Each channel is normalized alone, over its d spatial axes. Along each axis the window holds n pixels, from
     `i - (n - 1) // 2` on: an even one looks one pixel further ahead. It is clipped at the border; the divisor stays
@@ -85,7 +86,8 @@ def divisive_normalization_backward(
 
     The means count as an input of their own. With u = -desc.beta dy x s**(-desc.beta - 1) desc.alpha / n**d,
 
-        dx[j] = dy[j] s[j]**-desc.beta + 2 sum of u[i] (x[j] - means[i]) over the windows i that hold j
+        dx[j] = dy[j] s[j]**-desc.beta + 2 sum of u[i] (x[j] - means[i])
+                over the windows i that hold j
         dmeans[i] = -2 u[i] sum of (x[j] - means[i]) over the window i
 
     If the means were computed from x, push dmeans through that computation and add the result to dx.
@@ -105,7 +107,11 @@ def divisive_normalization_backward(
 
     Example:
       >>> desc = jaxops.mcdnn.LRNDescriptor(n=1, alpha=1.0, beta=1.0, k=1.0)
-      >>> x, means, dy = jnp.array([[[[2.0]]]]), jnp.array([[[[1.0]]]]), jnp.array([[[[1.0]]]])
+      >>> x, means, dy = (
+      ...     jnp.array([[[[2.0]]]]),
+      ...     jnp.array([[[[1.0]]]]),
+      ...     jnp.array([[[[1.0]]]]),
+      ... )
       >>> dx, dmeans = jaxops.mcdnn.divisive_normalization_backward(desc, x, means, dy)
       >>> dx.round(3).item(), dmeans.round(3).item()
       (-0.5, 1.0)

@@ -34,7 +34,9 @@ def dropout_forward(desc: DropoutDescriptor, key: jax.Array, x: jax.Array) -> tu
 
     Example:
       >>> desc = jaxops.mcdnn.DropoutDescriptor(0.5)
-      >>> y, reserve_space = jaxops.mcdnn.dropout_forward(desc, jax.random.key(0), jnp.ones((4, 16)))
+      >>> y, reserve_space = jaxops.mcdnn.dropout_forward(
+      ...     desc, jax.random.key(0), jnp.ones((4, 16))
+      ... )
       >>> jnp.unique(y).tolist(), reserve_space.shape
       ([0.0, 2.0], (8,))
 
@@ -69,7 +71,10 @@ def dropout_backward(desc: DropoutDescriptor, dy: jax.Array, reserve_space: jax.
     Numerics: as `dropout_forward`. Where an element was dropped dy is not read, so NaN there gives 0.
 
     Example:
-      >>> desc, bits = jaxops.mcdnn.DropoutDescriptor(0.5), jnp.array([0b101, 0, 0, 0], jnp.uint8)
+      >>> desc, bits = (
+      ...     jaxops.mcdnn.DropoutDescriptor(0.5),
+      ...     jnp.array([0b101, 0, 0, 0], jnp.uint8),
+      ... )
       >>> jaxops.mcdnn.dropout_backward(desc, jnp.array([1.0, 2.0, 3.0]), bits).tolist()
       [2.0, 0.0, 6.0]
 

@@ -29,7 +29,8 @@ def lrn_cross_channel_forward(
 ) -> jax.Array:
     """Normalizes by the squares of neighbouring channels: `alpha * result + beta * y`.
 
-        result = x * s**-desc.beta,  s[c] = desc.k + desc.alpha / n * sum of x[j]**2 for j from c - before to c + after
+        result = x * s**-desc.beta
+        s[c] = desc.k + desc.alpha / n * sum of x[j]**2 for j from c - before to c + after
 
     with `n = desc.n`, `before = (n - 1) // 2` and `after = n - 1 - before`: an even window looks one channel further
     ahead. It is clipped at the first and last channel; the divisor stays n.
@@ -50,7 +51,8 @@ def lrn_cross_channel_forward(
 
     Example:
       >>> desc = jaxops.mcdnn.LRNDescriptor(n=1, alpha=1.0, beta=1.0, k=1.0)
-      >>> jaxops.mcdnn.lrn_cross_channel_forward(desc, jnp.array([[[[1.0, 3.0]]]])).round(3).tolist()
+      >>> y = jaxops.mcdnn.lrn_cross_channel_forward(desc, jnp.array([[[[1.0, 3.0]]]]))
+      >>> y.round(3).tolist()
       [[[[0.5, 0.3...]]]]
 
     Source: mcDNN `mcdnnLRNCrossChannelForward`.
@@ -82,7 +84,8 @@ def lrn_cross_channel_backward(
     """Computes the gradient of `lrn_cross_channel_forward`: `alpha * result + beta * dx`.
 
         result[c] = dy[c] * s[c]**-desc.beta
-                    - 2 * desc.alpha * desc.beta / n * x[c] * sum of dy[j] * x[j] * s[j]**(-desc.beta - 1)
+                    - 2 * desc.alpha * desc.beta / n * x[c]
+                      * sum of dy[j] * x[j] * s[j]**(-desc.beta - 1)
 
     over the channels j whose windows hold c, from `c - after` to `c + before`.
 
@@ -103,7 +106,9 @@ def lrn_cross_channel_backward(
     Example:
       >>> desc = jaxops.mcdnn.LRNDescriptor(n=1, alpha=1.0, beta=1.0, k=1.0)
       >>> x = jnp.array([[[[0.0, 1.0]]]])
-      >>> jaxops.mcdnn.lrn_cross_channel_backward(desc, x / 2, jnp.ones((1, 1, 1, 2)), x).round(3).tolist()
+      >>> dy = jnp.ones((1, 1, 1, 2))
+      >>> dx = jaxops.mcdnn.lrn_cross_channel_backward(desc, x / 2, dy, x)
+      >>> dx.round(3).tolist()
       [[[[1.0, 0.0]]]]
 
     Source: mcDNN `mcdnnLRNCrossChannelBackward`.

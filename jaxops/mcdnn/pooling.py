@@ -104,7 +104,11 @@ def pooling_backward(
 
     Example:
       >>> desc = jaxops.mcdnn.PoolingDescriptor("MAX", window=2, padding=0, stride=2)
-      >>> x, y, dy = jnp.array([[[[1.0, 2.0], [4.0, 3.0]]]]), jnp.array([[[[4.0]]]]), jnp.array([[[[5.0]]]])
+      >>> x, y, dy = (
+      ...     jnp.array([[[[1.0, 2.0], [4.0, 3.0]]]]),
+      ...     jnp.array([[[[4.0]]]]),
+      ...     jnp.array([[[[5.0]]]]),
+      ... )
       >>> jaxops.mcdnn.pooling_backward(desc, y, dy, x).tolist()
       [[[[0.0, 0.0], [5.0, 0.0]]]]
 

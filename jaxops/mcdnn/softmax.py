@@ -88,7 +88,9 @@ def softmax_backward(
     Numerics: where x was -inf, y is 0 and so is the result (under LOG y is -inf, and the result dy).
 
     Example:
-      >>> y, dy = (jnp.array(values).reshape(1, 2, 1, 1) for values in ([0.25, 0.75], [4.0, 0.0]))
+      >>> y, dy = (
+      ...     jnp.array(values).reshape(1, 2, 1, 1) for values in ([0.25, 0.75], [4.0, 0.0])
+      ... )
       >>> jaxops.mcdnn.softmax_backward("ACCURATE", "CHANNEL", y, dy).ravel().tolist()
       [0.75, -0.75]
 

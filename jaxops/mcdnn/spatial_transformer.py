@@ -66,7 +66,8 @@ def spatial_tf_grid_generator_backward(desc: SpatialTransformerDescriptor, dgrid
 
     Example:
       >>> desc = jaxops.mcdnn.SpatialTransformerDescriptor((1, 1, 1, 3))
-      >>> jaxops.mcdnn.spatial_tf_grid_generator_backward(desc, jnp.ones((1, 1, 3, 2))).tolist()
+      >>> dgrid = jnp.ones((1, 1, 3, 2))
+      >>> jaxops.mcdnn.spatial_tf_grid_generator_backward(desc, dgrid).tolist()
       [[[0.0, 0.0, 3.0], [0.0, 0.0, 3.0]]]
 
     Source: mcDNN `mcdnnSpatialTfGridGeneratorBackward`. dtheta is returned, so it cannot be missing.
@@ -169,7 +170,9 @@ def spatial_tf_sampler_backward(
     Example:
       >>> desc = jaxops.mcdnn.SpatialTransformerDescriptor((1, 1, 1, 1))
       >>> x, grid = jnp.array([[[[2.0, 4.0]]]]), jnp.array([[[[0.0, 0.0]]]])
-      >>> dx, dgrid = jaxops.mcdnn.spatial_tf_sampler_backward(desc, x, jnp.ones((1, 1, 1, 1)), grid)
+      >>> dx, dgrid = jaxops.mcdnn.spatial_tf_sampler_backward(
+      ...     desc, x, jnp.ones((1, 1, 1, 1)), grid
+      ... )
       >>> dx.tolist(), dgrid[..., 0].tolist()
       ([[[[0.5, 0.5]]]], [[[1.0]]])
 

@@ -56,7 +56,8 @@ def avg_pool(
 
     Example:
       >>> x = jnp.arange(8.0).reshape(1, 1, 2, 4)
-      >>> jaxops.avg_pool(x, 2, layout="NCHW").tolist()  # (0 + 1 + 4 + 5) / 4 and (2 + 3 + 6 + 7) / 4
+      >>> # (0 + 1 + 4 + 5) / 4 and (2 + 3 + 6 + 7) / 4
+      >>> jaxops.avg_pool(x, 2, layout="NCHW").tolist()
       [[[[2.5, 4.5]]]]
 
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.avg_pool2d`.

@@ -62,12 +62,14 @@ def check_operator(
       ... def squared(x):
       ...     return x * x
       >>> squared.defvjp(lambda x: (x * x, x), lambda x, _: (2 * x,))  # forgets the cotangent
-      >>> report = check_operator(squared, [np.arange(4.0)], promises=["vmap", "cotangent_scaling"])
+      >>> report = check_operator(
+      ...     squared, [np.arange(4.0)], promises=["vmap", "cotangent_scaling"]
+      ... )
       >>> report.kept
       ('vmap',)
       >>> print(report.broken[0].found)
-      the gradient by operand 0 does not follow the cotangent: for one 16 times smaller it is 16 times as large as it
-      should be
+      the gradient by operand 0 does not follow the cotangent: for one 16 times smaller
+      it is 16 times as large as it should be
     """
     trial = Trial(
         _function("fn", fn),

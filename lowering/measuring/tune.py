@@ -97,7 +97,8 @@ def tune(
 
     Example:
       >>> result = lowering.tune(jaxops.softmax, jnp.ones((8, 128)), repeats=3)
-      >>> result.entries[0].key.operator, result.entries[0].winner.name  # the CPU has no kernels
+      >>> # The CPU has no kernels.
+      >>> result.entries[0].key.operator, result.entries[0].winner.name
       ('softmax', 'reference')
     """
     hardware = _checked_chip(target, by)

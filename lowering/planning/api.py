@@ -52,7 +52,7 @@ def plan(
 
     No chip is needed: each slice's real compiler runs here, as for `lowering.compile`. A step takes at least
 
-        max(matmul flops / rate, bytes in memory / bandwidth, bytes on links / rates of the links)
+        max(matmul flops / rate, bytes in memory / bandwidth, bytes on links / links' rates)
 
     which is `bound_seconds` of a row; `serial_seconds` is the sum of the three. What it takes beyond is unknown:
     stragglers, latencies, input from the host, and what XLA's fusions really read. What was compiled is kept, so the
@@ -84,7 +84,7 @@ def plan(
       >>> lowering.plan(jnp.sin, jnp.ones(8), targets=["tpu-v5e:2x2"], meshes=[{"data": 3}])
       Traceback (most recent call last):
           ...
-      lowering.planning.cases.PlanError: plan: meshes must have as many devices as a target; got {'data': 3} where ...
+      lowering.planning.cases.PlanError: plan: meshes must have as many devices as a target; ...
     """
     fn, args = of_arrays(fn, args)
     found = cases(targets, meshes)

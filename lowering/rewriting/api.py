@@ -51,9 +51,17 @@ def rewrite(
     Example:
       >>> def loss(weight, x, labels):
       ...     logits = x @ weight
-      ...     return (jax.nn.logsumexp(logits, axis=-1) - logits[jnp.arange(2048), labels]).mean()
-      >>> shapes = ((512, 32000), jnp.float32), ((2048, 512), jnp.float32), ((2048,), jnp.int32)
-      >>> report = lowering.rewrite(loss).report(*(jax.ShapeDtypeStruct(*each) for each in shapes))
+      ...     return (
+      ...         jax.nn.logsumexp(logits, axis=-1) - logits[jnp.arange(2048), labels]
+      ...     ).mean()
+      >>> shapes = (
+      ...     ((512, 32000), jnp.float32),
+      ...     ((2048, 512), jnp.float32),
+      ...     ((2048,), jnp.int32),
+      ... )
+      >>> report = lowering.rewrite(loss).report(
+      ...     *(jax.ShapeDtypeStruct(*each) for each in shapes)
+      ... )
       >>> [(one.pattern, one.saved_bytes) for one in report.applied]
       [('cross_entropy_sum', 389021696)]
     """

@@ -142,7 +142,9 @@ def compare(
         >>> def loss(x):
         ...     return jaxops.softmax(x).max()
         >>> try:
-        ...     lowering.compare(loss, jax.ShapeDtypeStruct((8, 128), jnp.float32), target="cpu")
+        ...     lowering.compare(
+        ...         loss, jax.ShapeDtypeStruct((8, 128), jnp.float32), target="cpu"
+        ...     )
         ... except lowering.CompileError as error:
         ...     print(error)
         lowering.compile: schedule must be asked for a TPU; got 'cpu'

@@ -99,8 +99,13 @@ def batch_normalization_forward_training_ex(
     Example:
       >>> x, ones = jnp.array([1.0, 3.0]).reshape(2, 1, 1, 1), jnp.ones((1, 1, 1, 1))
       >>> out = jaxops.mcdnn.batch_normalization_forward_training_ex(
-      ...     "SPATIAL", "OPS_BN_ACTIVATION", x, ones, 0 * ones,
-      ...     activation=jaxops.mcdnn.ActivationDescriptor("RELU"), exponential_average_factor=1.0,
+      ...     "SPATIAL",
+      ...     "OPS_BN_ACTIVATION",
+      ...     x,
+      ...     ones,
+      ...     0 * ones,
+      ...     activation=jaxops.mcdnn.ActivationDescriptor("RELU"),
+      ...     exponential_average_factor=1.0,
       ... )
       >>> out.y.ravel().round(3).tolist(), out.reserve_space.tolist()
       ([0.0, 1.0], [2, 0, 0, 0])
@@ -147,7 +152,9 @@ def batch_normalization_forward_inference(
     Example:
       >>> x, ones = jnp.array([1.0, 3.0]).reshape(2, 1, 1, 1), jnp.ones((1, 1, 1, 1))
       >>> statistics = 2 * ones, ones
-      >>> y = jaxops.mcdnn.batch_normalization_forward_inference("SPATIAL", x, ones, 0 * ones, *statistics)
+      >>> y = jaxops.mcdnn.batch_normalization_forward_inference(
+      ...     "SPATIAL", x, ones, 0 * ones, *statistics
+      ... )
       >>> y.ravel().round(3).tolist()
       [-1.0, 1.0]
 
@@ -182,15 +189,21 @@ def batch_normalization_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes gradients of `batch_normalization_forward_training`: (dx, dscale, dbias), each blended with its prior.
 
-        dbias = sum(dy);  dscale = sum(dy * xhat);  dx = scale * inv_variance * (dy - dbias / M - xhat * dscale / M)
+        dbias = sum(dy);  dscale = sum(dy * xhat)
+        dx = scale * inv_variance * (dy - dbias / M - xhat * dscale / M)
 
     where xhat = (x - mean) * inv_variance and M is the number of elements that a statistic reduces.
 
     Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
     Example:
-      >>> x, dy = (jnp.array(values).reshape(4, 1, 1, 1) for values in ([1.0, 1.0, 3.0, 3.0], [1.0, 0.0, 0.0, 0.0]))
-      >>> results = jaxops.mcdnn.batch_normalization_backward("SPATIAL", x, dy, jnp.ones((1, 1, 1, 1)))
+      >>> x, dy = (
+      ...     jnp.array(values).reshape(4, 1, 1, 1)
+      ...     for values in ([1.0, 1.0, 3.0, 3.0], [1.0, 0.0, 0.0, 0.0])
+      ... )
+      >>> results = jaxops.mcdnn.batch_normalization_backward(
+      ...     "SPATIAL", x, dy, jnp.ones((1, 1, 1, 1))
+      ... )
       >>> [result.ravel()[:2].round(3).tolist() for result in results]
       [[0.5, -0.5], [-1.0], [1.0]]
 
@@ -247,10 +260,15 @@ def batch_normalization_backward_ex(
     Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
     Example:
-      >>> x, ones = jnp.array([1.0, 1.0, 3.0, 3.0]).reshape(4, 1, 1, 1), jnp.ones((1, 1, 1, 1))
+      >>> x, ones = (
+      ...     jnp.array([1.0, 1.0, 3.0, 3.0]).reshape(4, 1, 1, 1),
+      ...     jnp.ones((1, 1, 1, 1)),
+      ... )
       >>> ops, dy = ("SPATIAL", "OPS_BN_ACTIVATION"), jnp.ones(x.shape)
       >>> fused = {"bias": 0 * ones, "activation": jaxops.mcdnn.ActivationDescriptor("RELU")}
-      >>> dx, dz, dscale, dbias = jaxops.mcdnn.batch_normalization_backward_ex(*ops, x, dy, ones, **fused)
+      >>> dx, dz, dscale, dbias = jaxops.mcdnn.batch_normalization_backward_ex(
+      ...     *ops, x, dy, ones, **fused
+      ... )
       >>> dscale.round(3).item(), dbias.item()
       (2.0, 2.0)
 

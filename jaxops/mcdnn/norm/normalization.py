@@ -92,7 +92,9 @@ def normalization_forward_inference(
     Example:
       >>> x, ones = jnp.array([1.0, 3.0]).reshape(2, 1, 1, 1), jnp.ones((1, 1, 1, 1))
       >>> ops, statistics = ("PER_CHANNEL", "NORM", "STANDARD"), (2 * ones, ones)
-      >>> y = jaxops.mcdnn.normalization_forward_inference(*ops, x, ones, 0 * ones, *statistics)
+      >>> y = jaxops.mcdnn.normalization_forward_inference(
+      ...     *ops, x, ones, 0 * ones, *statistics
+      ... )
       >>> y.ravel().round(3).tolist()
       [-1.0, 1.0]
 
@@ -137,7 +139,10 @@ def normalization_backward(
     statistic whose dtype does not go with x raises BadParamError.
 
     Example:
-      >>> x, dy = (jnp.array(values).reshape(4, 1, 1, 1) for values in ([1.0, 1.0, 3.0, 3.0], [1.0, 0.0, 0.0, 0.0]))
+      >>> x, dy = (
+      ...     jnp.array(values).reshape(4, 1, 1, 1)
+      ...     for values in ([1.0, 1.0, 3.0, 3.0], [1.0, 0.0, 0.0, 0.0])
+      ... )
       >>> ops, scale = ("PER_CHANNEL", "NORM", "STANDARD"), jnp.ones((1, 1, 1, 1))
       >>> dx, dz, dscale, dbias = jaxops.mcdnn.normalization_backward(*ops, x, dy, scale)
       >>> dx.ravel()[:2].round(3).tolist(), dz, dscale.round(3).item(), dbias.item()

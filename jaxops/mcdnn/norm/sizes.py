@@ -29,7 +29,10 @@ def get_batch_normalization_forward_training_ex_workspace_size(
     Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
     Example:
-      >>> x, scale = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 3, 4, 4), (1, 3, 1, 1)))
+      >>> x, scale = (
+      ...     jax.ShapeDtypeStruct(shape, jnp.float32)
+      ...     for shape in ((2, 3, 4, 4), (1, 3, 1, 1))
+      ... )
       >>> size = jaxops.mcdnn.get_batch_normalization_forward_training_ex_workspace_size
       >>> size("SPATIAL", "OPS_BN", x, None, x, scale, None)
       0
@@ -58,7 +61,10 @@ def get_batch_normalization_backward_ex_workspace_size(
     Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
     Example:
-      >>> x, scale = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 3, 4, 4), (1, 3, 1, 1)))
+      >>> x, scale = (
+      ...     jax.ShapeDtypeStruct(shape, jnp.float32)
+      ...     for shape in ((2, 3, 4, 4), (1, 3, 1, 1))
+      ... )
       >>> size = jaxops.mcdnn.get_batch_normalization_backward_ex_workspace_size
       >>> size("SPATIAL", "OPS_BN", x, None, x, None, x, scale, None)
       0
@@ -80,7 +86,10 @@ def get_batch_normalization_training_ex_reserve_space_size(
     Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
     Example:
-      >>> x, relu = jax.ShapeDtypeStruct((2, 3, 4, 4), jnp.float32), jaxops.mcdnn.ActivationDescriptor("RELU")
+      >>> x, relu = (
+      ...     jax.ShapeDtypeStruct((2, 3, 4, 4), jnp.float32),
+      ...     jaxops.mcdnn.ActivationDescriptor("RELU"),
+      ... )
       >>> size = jaxops.mcdnn.get_batch_normalization_training_ex_reserve_space_size
       >>> size("SPATIAL", "OPS_BN_ACTIVATION", relu, x)
       12
@@ -110,7 +119,10 @@ def get_normalization_forward_training_workspace_size(
     Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
     Example:
-      >>> x, scale = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 3, 4, 4), (1, 3, 1, 1)))
+      >>> x, scale = (
+      ...     jax.ShapeDtypeStruct(shape, jnp.float32)
+      ...     for shape in ((2, 3, 4, 4), (1, 3, 1, 1))
+      ... )
       >>> size = jaxops.mcdnn.get_normalization_forward_training_workspace_size
       >>> size("PER_CHANNEL", "NORM", "STANDARD", x, None, x, scale, None, scale)
       0
@@ -144,7 +156,10 @@ def get_normalization_backward_workspace_size(
     Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
     Example:
-      >>> x, scale = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 3, 4, 4), (1, 3, 1, 1)))
+      >>> x, scale = (
+      ...     jax.ShapeDtypeStruct(shape, jnp.float32)
+      ...     for shape in ((2, 3, 4, 4), (1, 3, 1, 1))
+      ... )
       >>> size = jaxops.mcdnn.get_normalization_backward_workspace_size
       >>> size("PER_CHANNEL", "NORM", "STANDARD", x, None, x, None, x, scale, None, scale)
       0
@@ -171,7 +186,10 @@ def get_normalization_training_reserve_space_size(
     Arguments shared by all norm calls are described in `jaxops.mcdnn.norm`.
 
     Example:
-      >>> x, relu = jax.ShapeDtypeStruct((2, 3, 4, 4), jnp.float32), jaxops.mcdnn.ActivationDescriptor("RELU")
+      >>> x, relu = (
+      ...     jax.ShapeDtypeStruct((2, 3, 4, 4), jnp.float32),
+      ...     jaxops.mcdnn.ActivationDescriptor("RELU"),
+      ... )
       >>> size = jaxops.mcdnn.get_normalization_training_reserve_space_size
       >>> size("PER_CHANNEL", "NORM_ACTIVATION", "STANDARD", relu, x)
       12
