@@ -66,7 +66,7 @@ def main(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Shows the versions, and exits.")
     ] = False,
 ) -> None:
-    """Vendor-documented operators as JAX primitives."""
+    """Operators for JAX, and the compiler that explains, compiles, exports and tunes them for each backend."""
 
 
 @app.command()
