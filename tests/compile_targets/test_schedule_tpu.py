@@ -213,6 +213,26 @@ def test_an_unknown_flag_of_libtpu_is_one_sentence(monkeypatch):
         replayed(jnp.sin, x)
 
 
+@pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v7x"])
+def test_a_users_kernel_is_traced_over_time(accuracy, target, tmp_path):
+    x = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
+    schedule = replayed(functools.partial(accuracy.matmul, blocks=(128, 128, 128)), x, x, target=target)
+    schedule.to_perfetto(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert (tmp_path / "trace.json").stat().st_size < 2e6
+    assert max(event["ts"] for event in events if event["ph"] == "E") == pytest.approx(schedule.total_us)
+    kernel = next(kernel for kernel in schedule.kernels if kernel.kind == "mosaic")
+    steps = 16**3 // (named(target).cores or 1)
+    names = [event["name"] for event in events if event["ph"] == "B"]
+    assert kernel.name in names
+    assert any(name.startswith("step 1 of ") for name in names)
+    (between,) = (event for event in events if "not in detail" in event.get("name", ""))
+    assert int(between["name"].split()[5].strip(",").replace(",", "")) in range(steps, steps + 3)
+    begun = [event for event in events if event["ph"] == "b" and "beside kernels" not in event["name"]]
+    moved = sum(event["args"]["HBM bytes"] for event in begun)
+    assert moved + between["args"]["HBM bytes"] == kernel.dma_bytes
+
+
 def test_the_command_prints_a_schedule(tmp_path):
     installed("tpu-v5e")
     file = tmp_path / "user.py"
