@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lowering import tables
+from lowering.describe import file_fault, show
+from lowering.errors import ScheduleError
+from lowering.schedule import saved
 from lowering.schedule.again import Again
 from lowering.schedule.chips import CHIPS, Chip, bytes_per_cycle
 from lowering.schedule.decisions import NOTHING_GIVEN, DependsOnDataError, Given
@@ -132,16 +136,41 @@ class Schedule:
           path: where to write it; it is compressed if that ends in ".gz".
 
         Raises:
-          ValueError: for a schedule that was loaded from a file.
-          OSError: if the file cannot be written.
+          ScheduleError: if the file cannot be written, or the schedule was itself loaded from a file.
         """
         if self.again is None:
-            raise ValueError("to_perfetto: schedule must be one that `compile` has returned; got one from a file")
+            raise ScheduleError("to_perfetto: schedule must be one that `compile` has returned; got one from a file")
         program = self.again.replay({kernel.name for kernel in self.kernels[:MOST_KERNELS]})
         found = trace(self.kernels, program, self.again.chip, self.target, self.remarks)
         text = json.dumps(found, separators=(",", ":")).encode()
-        path = Path(path)
-        path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+        _write("to_perfetto", path, gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
+
+    def save(self, path: str | Path) -> None:
+        """Writes everything to a file, for `load`.
+
+        Raises:
+          ScheduleError: if the file cannot be written, or holds anything but an earlier schedule.
+        """
+        if isinstance(path, str | os.PathLike) and os.path.isfile(path):
+            self.load(path)
+        _write("save", path, f"{self.to_json()}\n".encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Schedule":
+        """Reads what `save` wrote.
+
+        Raises:
+          ScheduleError: if the file is missing, damaged or of another kind.
+        """
+        return cls(**saved.read(path))
+
+
+def _write(caller: str, path: str | Path, content: bytes) -> None:
+    try:
+        Path(path).write_bytes(content)
+    except (OSError, TypeError, ValueError) as error:  # of characters that no path may have
+        message = f"{caller}: {show(str(path))} must be a file that can be written; got {file_fault(error)}"
+        raise ScheduleError(message) from None
 
 
 def schedule_of(folder: Path, hardware: Hardware, *, border_bytes: int, given: Given = NOTHING_GIVEN) -> Schedule:
