@@ -3,14 +3,14 @@
 import math
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import typer
 
 from jaxops_command.options import CommandError, ScheduleFiles, require
 from jaxops_command.output import show, show_text
 from lowering import Schedule, ScheduleError
-from lowering.schedule.changes import Changes, changes
+from lowering.schedule.changes import Change, Changes, changes
 
 _SLOWER = 1
 _MOST_NAMED = 3
@@ -38,7 +38,7 @@ def write(schedule: Schedule, files: ScheduleFiles) -> None:
 
 def changes_since(before: Schedule, after: Schedule, files: ScheduleFiles) -> Changes:
     """Compares a schedule with the saved one."""
-    return changes(before, after, (str(files.against), "now"))
+    return changes(before, after, (files.against.name if files.against else "before", "now"))
 
 
 def show_schedule(schedule: Schedule, since: Changes | None) -> None:
@@ -53,14 +53,23 @@ def show_schedule(schedule: Schedule, since: Changes | None) -> None:
         show(since.comparison.table_by_operator())
 
 
+def record(since: Changes, files: ScheduleFiles) -> dict[str, Any]:
+    """Returns what changed, and the names of what is slower than allowed, for JSON."""
+    return {**since.to_record(), "slower": [change.name for change in _slower(since, files)]}
+
+
 def require_speed(since: Changes, files: ScheduleFiles) -> None:
     """Exits with 1 and a sentence if something takes longer than before by more than --slower-than allows."""
-    if slower := since.slower(math.inf if files.slower_than is None else files.slower_than):
+    if slower := _slower(since, files):
         more = len(slower) - _MOST_NAMED
         named = [*map(str, slower[:_MOST_NAMED]), *([f"and so do {more} more kernels"] if more > 0 else [])]
         limit = f"slower than {files.against} by more than {files.slower_than:g}%"
         print(f"jaxops: {limit}: {'; '.join(named)}", file=sys.stderr)
         raise typer.Exit(_SLOWER)
+
+
+def _slower(since: Changes, files: ScheduleFiles) -> list[Change]:
+    return since.slower(math.inf if files.slower_than is None else files.slower_than)
 
 
 def _in_our_words(option: str, run: Callable[[], _T]) -> _T:

@@ -83,7 +83,9 @@ def compile(
         changes = None if saved is None else schedules.changes_since(saved, report.schedule, files)
     if as_json:
         record = json.loads(report.to_json())
-        print(json.dumps(record if changes is None else {**record, "changes": changes.to_record()}, indent=2))
+        print(
+            json.dumps(record if changes is None else {**record, "changes": schedules.record(changes, files)}, indent=2)
+        )
     else:
         show(report.table())
         if report.schedule is not None:

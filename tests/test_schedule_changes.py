@@ -216,6 +216,9 @@ def test_the_command_compares_in_json(command, replayed, slower):
     assert (total["before_us"], total["after_us"]) == (replayed.total_us, slower.total_us)
     assert (record["changes"]["from"], record["changes"]["to"]) == ("base.json", "now")
     assert {one["name"] for one in record["changes"]["kernels"]} == {"fusion", "fusion.1", "program"}
+    assert record["changes"]["slower"] == ["the program", "fusion", "fusion.1"]
+    unlimited = command(slower, "--against", "base.json", "--json")
+    assert (unlimited.exit_code, json.loads(unlimited.stdout)["changes"]["slower"]) == (0, [])
     assert all(one["ratio"] > 1 for one in record["changes"]["kernels"] if one["name"] != "program")
 
 

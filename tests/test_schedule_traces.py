@@ -1,6 +1,7 @@
 """Replays as traces over time, of programs written by hand as libtpu writes them."""
 
 import collections
+import gc
 import gzip
 import itertools
 import json
@@ -8,7 +9,10 @@ import json
 import pytest
 from bundle_text import TOP_LEVEL, dma, program, wait, written
 
+from lowering.schedule.bundles import Bundle
+from lowering.schedule.dumps import Dumps
 from lowering.schedule.report import schedule_of
+from lowering.schedule.timeline import Passage
 from lowering.targets import named
 
 TURNS = 5000
@@ -163,3 +167,15 @@ def test_the_program_is_replayed_again_without_its_dumps(tmp_path):
         path.unlink()
     schedule.to_perfetto(tmp_path / "trace.json")
     assert slices(json.loads((tmp_path / "trace.json").read_text()))
+
+
+def test_a_replay_keeps_the_schedules_compressed_and_nothing_that_it_parsed(tmp_path):
+    def parsed():
+        gc.collect()
+        return sum(isinstance(one, Bundle | Dumps | Passage) for one in gc.get_objects())
+
+    before = parsed()
+    schedule = schedule_of(written(tmp_path), named("tpu-v5e"), border_bytes=0)
+    schedule.to_perfetto(tmp_path / "trace.json")
+    assert parsed() <= before
+    assert schedule.again is not None

@@ -19,6 +19,7 @@ from lowering.schedule.rows import KernelSchedule
 
 LEAST_SHARE = 0.001  # of a program's time, for a kernel to be compared by itself
 _LEAST_CHANGE = 0.001  # of a time, for a change to be listed
+_LEAST_OF_KERNEL = 0.01  # of a kernel's time, for the change of a region to be listed
 _MOST_REGIONS = 6
 _MOST_BYTES = 2  # times as many as before move in what XLA made, to be taken for the same
 
@@ -216,4 +217,6 @@ def _region_changes(before: Mapping[str, float], after: Mapping[str, float]) -> 
         found = [Change(name, old, new) for old, (name, new) in zip(before.values(), after.items(), strict=True)]
     else:
         found = [Change(name, before.get(name), after.get(name)) for name in dict.fromkeys((*before, *after))]
-    return tuple(sorted((one for one in found if one.is_listed), key=lambda one: -abs(one.difference_us)))
+    least_us = _LEAST_OF_KERNEL * max(sum(before.values()), sum(after.values()))
+    listed = [one for one in found if one.is_listed and abs(one.difference_us) > least_us]
+    return tuple(sorted(listed, key=lambda one: -abs(one.difference_us)))
