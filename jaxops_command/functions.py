@@ -27,6 +27,7 @@ from jaxops_command.options import (
     require_one_of,
     require_target,
     scalar_words,
+    schedule_files,
     trip_counts_of,
 )
 
@@ -35,6 +36,15 @@ _Limit = Annotated[
     float,
     typer.Option(
         metavar="SECONDS", help="Without a function: how long a kernel may run; compiling may take five times as long."
+    ),
+]
+_Saved = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        readable=True,
+        help="A schedule that --save has written, to compare with.",
     ),
 ]
 _Rehearse = Annotated[bool, typer.Option("--rehearse", help="Without a function: interpret small kernels on the CPU.")]
@@ -84,6 +94,17 @@ def compile(
     auto_layouts: Annotated[
         bool, typer.Option("--auto-layouts", help="For schedules: the compiler chooses how arguments lie in memory.")
     ] = False,
+    save: Annotated[Path | None, typer.Option(help="A file that keeps the schedule, for --against.")] = None,
+    against: _Saved = None,
+    slower_than: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PERCENT", help="With --against: exit with 1 if the program or a kernel is slower by more."
+        ),
+    ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="A file for the schedule over time, which ui.perfetto.dev opens.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compiles a function for a chip that need not be here.
@@ -95,12 +116,13 @@ def compile(
     chosen = one_implementation_of(implementation)
     if output is not None:
         require_folder(output)
+    files = schedule_files(schedule, save, against, slower_than, perfetto)
     data = _schedule_data(trip_count, scalars)
     require_location(function, arg)
     from jaxops_command import tracing
 
     options = {"target": target, "schedule": schedule, "auto_layouts": auto_layouts, **data}
-    tracing.compile(function, arg, chosen, rewrite, tuned, output, options, as_json)
+    tracing.compile(function, arg, chosen, rewrite, tuned, output, options, files, as_json)
 
 
 def emulate(

@@ -1,5 +1,6 @@
 """Options that the subcommands of `jaxops` share, and refusals of what can be told from the words alone."""
 
+import dataclasses
 import math
 import os
 import re
@@ -79,6 +80,23 @@ Tuned = Annotated[
         help="A file that `jaxops tune` has written, by which to choose implementations.",
     ),
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleFiles:
+    """Files of `jaxops compile --schedule`.
+
+    Attributes:
+      save: to write the schedule to.
+      against: a saved schedule to compare with.
+      slower_than: by how many percent the program or a kernel may take longer than there; None for any number.
+      perfetto: to write a trace to.
+    """
+
+    save: Path | None = None
+    against: Path | None = None
+    slower_than: float | None = None
+    perfetto: Path | None = None
 
 
 class CommandError(Exception):
@@ -194,8 +212,25 @@ def require_folder(path: Path) -> None:
     require(writable, "--output", "be a folder that can be written to", repr(str(path)))
 
 
-def require_file(path: Path | None) -> None:
+def schedule_files(
+    schedule: bool, save: Path | None, against: Path | None, slower_than: str | None, perfetto: Path | None
+) -> ScheduleFiles:
+    """Checks the files of --schedule, and parses the percentage."""
+    given = {"--save": save, "--against": against, "--slower-than": slower_than, "--perfetto": perfetto}
+    for option, value in given.items():
+        require(schedule or value is None, option, "be given with --schedule", repr(str(value)))
+    require_file(save, "--save")
+    require_file(perfetto, "--perfetto")
+    if slower_than is None:
+        return ScheduleFiles(save, against, None, perfetto)
+    is_percentage = re.fullmatch(r"\d{1,9}(\.\d*)?%?", slower_than) is not None
+    require(is_percentage, "--slower-than", "be a percentage, such as 3%", repr(slower_than))
+    require(against is not None, "--slower-than", "be given with --against", repr(slower_than))
+    return ScheduleFiles(save, against, float(slower_than.rstrip("%")), perfetto)
+
+
+def require_file(path: Path | None, option: str = "--output") -> None:
     """Refuses a file that cannot be written, before any work is done."""
     if path is not None:
         writable = path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()
-        require(writable, "--output", "be a file that can be written", repr(str(path)))
+        require(writable, option, "be a file that can be written", repr(str(path)))

@@ -8,7 +8,8 @@ from typing import Any
 from rich.table import Table
 
 import lowering
-from jaxops_command.options import CommandError
+from jaxops_command import schedules
+from jaxops_command.options import CommandError, ScheduleFiles
 from jaxops_command.output import show, show_text, tuned_by
 from jaxops_command.user_function import chosen_by, load, run_user_code
 from lowering.compiling.progress import said_if_long
@@ -59,9 +60,11 @@ def compile(
     tuned: Path | None,
     output: Path | None,
     options: Mapping[str, Any],
+    files: ScheduleFiles,
     as_json: bool,
 ) -> None:
     """Compiles a function, and shows or keeps what the compiler made of it; `options` are those of `lowering`."""
+    saved = schedules.saved(files, options["target"])
     fn, args = load(function, arg or ())
     fn = lowering.rewrite(fn) if rewrite else fn
 
@@ -74,14 +77,21 @@ def compile(
     if output is not None:
         (output / "stablehlo.mlir").write_text(report.stablehlo)
         (output / "optimized.hlo").write_text(report.hlo)
+    changes = None
+    if report.schedule is not None:
+        schedules.write(report.schedule, files)
+        changes = None if saved is None else schedules.changes_since(saved, report.schedule, files)
     if as_json:
-        print(report.to_json())
+        record = json.loads(report.to_json())
+        print(
+            json.dumps(record if changes is None else {**record, "changes": schedules.record(changes, files)}, indent=2)
+        )
     else:
         show(report.table())
         if report.schedule is not None:
-            show(report.schedule.table())
-            for remark in report.schedule.remarks:
-                show_text(remark)
+            schedules.show_schedule(report.schedule, changes)
+    if changes is not None:
+        schedules.require_speed(changes, files)
 
 
 def export(

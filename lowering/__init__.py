@@ -11,6 +11,7 @@ from lowering.emulation.faults import EmulationError as EmulationError
 from lowering.emulation.report import Emulation as Emulation
 from lowering.errors import ArtifactError as ArtifactError
 from lowering.errors import NotSupportedError as NotSupportedError
+from lowering.errors import ScheduleError as ScheduleError
 from lowering.errors import TuningError as TuningError
 from lowering.explain import Explanation as Explanation
 from lowering.explain import explain as explain
@@ -51,6 +52,7 @@ __all__ = [
     "PlanError",
     "Rewrites",
     "Schedule",
+    "ScheduleError",
     "Target",
     "TuningError",
     "TuningResult",

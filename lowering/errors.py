@@ -28,6 +28,10 @@ class ArtifactError(RuntimeError):
     """A file is not a readable artifact, or an artifact does not accept these arguments."""
 
 
+class ScheduleError(RuntimeError):
+    """A file is not a saved schedule, or a schedule cannot be written or compared like this."""
+
+
 class TuningError(RuntimeError):
     """A file is not a readable tuning result, or nothing can be tuned like this."""
 

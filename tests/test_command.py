@@ -275,6 +275,34 @@ REFUSALS = {
         ("compile", "mine.py:loss", "--target", "tpu-v5e", "--schedule", "--scalars", "kernel=3"),
         "--scalars must be KERNEL:POSITION=1,2,3 or KERNEL:POSITION=FILE.npy; got 'kernel=3'",
     ),
+    "save no schedule": (
+        ("compile", "mine.py:loss", "--target", "tpu-v5e", "--save", "base.json"),
+        "--save must be given with --schedule; got 'base.json'",
+    ),
+    "compare with no file": (
+        ("compile", "mine.py:loss", "--target", "tpu-v5e", "--schedule", "--against", "base.json"),
+        "'base.json' does not exist.",
+    ),
+    "slower by no percentage": (
+        ("compile", "mine.py:loss", "--target", "tpu-v5e", "--schedule", "--slower-than", "-3%"),
+        "--slower-than must be a percentage, such as 3%; got '-3%'",
+    ),
+    "slower than nothing": (
+        ("compile", "mine.py:loss", "--target", "tpu-v5e", "--schedule", "--slower-than", "3%"),
+        "--slower-than must be given with --against; got '3%'",
+    ),
+    "trace into no folder": (
+        ("compile", "mine.py:loss", "--target", "tpu-v5e", "--schedule", "--perfetto", "nowhere/trace.json"),
+        "--perfetto must be a file that can be written; got 'nowhere/trace.json'",
+    ),
+    "compare with another file": (
+        ("compile", "mine.py:loss", "--target", "tpu-v5e", "--schedule", "--against", "notes.txt"),
+        "--against: 'notes.txt' must be a whole file of a saved schedule",
+    ),
+    "save over another file": (
+        ("compile", "mine.py:loss", "--target", "tpu-v5e", "--schedule", "--save", "mine.py"),
+        "--save: 'mine.py' must be a whole file of a saved schedule",
+    ),
     "no steps": (("demo", "--steps", "0"), "--steps must be positive; got 0"),
     "steps in words": (("demo", "--steps", "many"), "Invalid value for '--steps'"),
     "negative seed": (("demo", "--seed", "-1"), "--seed must be in [0, 2**32); got -1"),
@@ -317,6 +345,8 @@ NEED_MORE_THAN_WORDS = {
     "tuned by a file of another kind",
     "unknown operator",
     "bench what fails",
+    "compare with another file",
+    "save over another file",
 }
 
 

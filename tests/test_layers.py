@@ -17,6 +17,20 @@ MAY_IMPORT = {
     "lowering": ("lowering", "pallas_kernels.kernel", "pallas_kernels.hardware"),
     "pallas_kernels": ("pallas_kernels",),
 }
+# A replay needs what the compiler wrote, and facts about chips; of the rest only what describes and prints.
+REPLAY = "lowering.schedule"
+A_REPLAY_MAY_IMPORT = (
+    REPLAY,
+    "lowering.describe",
+    "lowering.errors",
+    "lowering.operators",
+    "lowering.source_lines",
+    "lowering.tables",
+    "pallas_kernels.hardware",
+)
+# These compile.
+COMPARE_REPLAYS = ("lowering.schedule.compare", "lowering.schedule.changes")
+DECIDE = ("lowering.campaign", "lowering.measuring", "lowering.planning", "lowering.tuning")
 MAY_NOT_IMPORT = {"pallas_kernels.tpu": "pallas_kernels.gpu", "pallas_kernels.gpu": "pallas_kernels.tpu"}
 ABOVE = {
     "tests",
@@ -117,6 +131,15 @@ def test_imports_point_down(module: str) -> None:
     for importer, imported in MAY_NOT_IMPORT.items():
         if _within(module, importer):
             assert [name for name in _imports(module) if _within(name, imported)] == []
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if _within(module, REPLAY, "lowering.emulation")])
+def test_replays_and_emulation_decide_nothing(module: str) -> None:
+    ours = [name for name in _imports(module) if name.split(".")[0] in MAY_IMPORT]
+    assert [name for name in ours if _within(name, *DECIDE)] == []
+    if _within(module, REPLAY) and module not in COMPARE_REPLAYS:
+        assert [name for name in ours if not _within(name, *A_REPLAY_MAY_IMPORT)] == []
+        assert [name for name in ours if _within(name, *COMPARE_REPLAYS)] == []
 
 
 @pytest.mark.parametrize("module", FILES)

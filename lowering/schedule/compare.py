@@ -73,9 +73,9 @@ class Comparison:
 
     def to_json(self) -> str:
         """Returns everything as a JSON object."""
-        return json.dumps(
-            {**dataclasses.asdict(self), "operators": [*map(dataclasses.asdict, self.operators)]}, indent=2
-        )
+        rows = [{**vars(row), "schedule": row.schedule and row.schedule.to_record()} for row in self.rows]
+        operators = [*map(dataclasses.asdict, self.operators)]
+        return json.dumps({"target": self.target, "rows": rows, "operators": operators}, indent=2)
 
     def table(self) -> Table:
         """Lays out each implementation's time as a `rich` table, with the kernels that it is made of."""

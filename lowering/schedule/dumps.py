@@ -80,8 +80,8 @@ class Dumps:
         }
         self._top_level = files.pop(_TOP_LEVEL, None)
         self._files = files
-        hlo = next(iter(sorted(folder.glob(f"*-{_TOP_LEVEL}-hlo.txt"), reverse=True)), None)
-        text = _BROKEN_LINE.sub("", hlo.read_text(errors="replace")) if hlo is not None else ""
+        self._hlo = next(iter(sorted(folder.glob(f"*-{_TOP_LEVEL}-hlo.txt"), reverse=True)), None)
+        text = _BROKEN_LINE.sub("", self._hlo.read_text(errors="replace")) if self._hlo is not None else ""
         bodies = dict(_COMPUTATION.findall(text))
         locations = _locations(text)
         self.instructions = {
@@ -91,7 +91,12 @@ class Dumps:
         }
         header = text.partition("\n")[0]
         self.aliases = {int(result) if result else None: int(parameter) for result, parameter in _ALIAS.findall(header)}
+        self.bundles = functools.cache(self._bundles)
         self._shared = {self.instructions[name].text: name for name in reversed(files) if name in self.instructions}
+
+    def files(self) -> list[Path]:
+        """Lists the files that a replay may read."""
+        return [path for path in (self._hlo, self._top_level, *self._files.values()) if path is not None]
 
     def top_level(self) -> tuple[Bundle, ...]:
         """Reads the program that calls all others; empty where none was written."""
@@ -124,8 +129,7 @@ class Dumps:
         """Reads what the code of that name allocates, where that was asked for."""
         return self._originals[name].read_text(errors="replace")
 
-    @functools.cache  # noqa: B019 an object lives for one report
-    def bundles(self, name: str) -> tuple[Bundle, ...]:
+    def _bundles(self, name: str) -> tuple[Bundle, ...]:
         """Reads the code of that name."""
         return read_bundles(self.text(name))
 

@@ -13,6 +13,7 @@ from lowering.schedule.chips import Chip
 from lowering.schedule.decisions import NOTHING_GIVEN, DependsOnDataError, Given
 from lowering.schedule.machine import Machine
 from lowering.schedule.memory import Dma, Hbm, ScalarMemory
+from lowering.schedule.timeline import Recording, Timeline
 from lowering.source_lines import is_library
 
 # The only number that was fitted: benchmarks/tpu_schedule_accuracy.py has the measurements.
@@ -63,6 +64,7 @@ class KernelReplay:
       spills: vector registers stored and loaded for want of registers.
       regions: where the time goes, in the order of the program.
       unknown: opcodes that were not understood.
+      recording: of the call, if that was asked for.
     """
 
     cycles: float
@@ -74,6 +76,7 @@ class KernelReplay:
     spills: int
     regions: tuple[Region, ...]
     unknown: tuple[str, ...]
+    recording: Recording | None = None
 
     def shares(self, chip: Chip) -> dict[str, float]:
         """Returns the part of its slots that each kind of unit uses, stalls included."""
@@ -97,15 +100,16 @@ def replay(
     *,
     operands: Mapping[str, Any] | None = None,
     given: Given = NOTHING_GIVEN,
+    timeline: Timeline | None = None,
 ) -> KernelReplay:
-    """Runs a kernel from an idle chip.
+    """Runs a kernel from an idle chip, and records it where there is a timeline.
 
     Raises:
       DependsOnDataError: where data decides what happens, and the caller does not say what.
     """
     memory = ScalarMemory()
-    dma = Dma(Hbm(hbm_bytes_per_cycle, HBM_LATENCY_CYCLES), memory)
-    machine = Machine(name, bundles, memory, dma, chip.delay_slots, operands=operands, given=given)
+    dma = Dma(Hbm(hbm_bytes_per_cycle, HBM_LATENCY_CYCLES), memory, timeline)
+    machine = Machine(name, bundles, memory, dma, chip.delay_slots, operands=operands, given=given, timeline=timeline)
     trace = machine.run()
     if not dma.is_awaited():
         trace.unmatched(f"transfers or signals in {name} for which nothing waits")
@@ -121,14 +125,16 @@ def replay(
         hbm_cycles=dma.hbm_bytes / hbm_bytes_per_cycle,
         work=slots.used(bundles, issues, chip),
         spills=sum(slots.spills(bundles, issues).values()),
-        regions=_regions(bundles, issues, trace.stalls, chip, trace.cycles),
+        regions=regions(bundles, issues, trace.stalls, chip, _LEAST_SHARE * trace.cycles),
         unknown=tuple(trace.unknown),
+        recording=None if timeline is None else Recording(timeline, bundles, issues, trace.stalls),
     )
 
 
-def _regions(
-    bundles: Sequence[Bundle], issues: Sequence[int], stalls: Mapping[int, float], chip: Chip, total: float
+def regions(
+    bundles: Sequence[Bundle], issues: Sequence[int], stalls: Mapping[int, float], chip: Chip, least_cycles: float = 0.0
 ) -> tuple[Region, ...]:
+    """Finds the regions of a run that take at least so many cycles."""
     found = []
     for trips, numbers in itertools.groupby(range(len(bundles)), key=issues.__getitem__):
         first, *others = numbers
@@ -136,7 +142,7 @@ def _regions(
         inside = bundles[first : last + 1]
         waited = sum(cycles for number, cycles in stalls.items() if first <= number <= last)
         cycles = (last + 1 - first) * trips + waited
-        if cycles < _LEAST_SHARE * total:
+        if cycles < least_cycles:
             continue
         work = slots.used(inside, issues, chip)
         shares = {kind: work[kind] / chip.slots[kind] for kind in work} | {"DMA": waited}

@@ -11,6 +11,7 @@ from lowering.schedule.bundles import Bundle, Instruction, Predicate, value_of
 from lowering.schedule.decisions import NOTHING_GIVEN, Decisions, DependsOnDataError, Given
 from lowering.schedule.memory import Dma, ScalarMemory
 from lowering.schedule.scalar import divided, function_of, has_no_effect
+from lowering.schedule.timeline import Timeline
 from lowering.schedule.trace import Trace
 from lowering.schedule.transfers import Clock, Transfers, takes_time
 from lowering.schedule.unknown import Answers, Unknown
@@ -22,7 +23,7 @@ _SCALARS = re.compile(r"shape: ([su]\d+\[[\d,]*\]|f32\[1?\]), index: (\d+), kind
 _CARRIED = ("sphi", "pphi")
 _ONE_WORD = "inlined_call_operand."  # of no memory space: its value, not where it lies
 
-Call = Callable[[float, Instruction, Mapping[str, Any]], float]
+Call = Callable[[int, float, Instruction, Mapping[str, Any]], float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Machine:
         operands: Mapping[str, Any] | None = None,
         given: Given = NOTHING_GIVEN,
         call: Call | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         """Takes what the program runs on.
 
@@ -58,8 +60,9 @@ class Machine:
           delay_slots: of the chip.
           operands: what a caller passes, by register.
           given: what the caller of the replay says of data.
-          call: what happens where another program is called: from the time, the instruction and the operands by
+          call: what happens where another program is called: from the bundle, time, instruction and operands by
             register to the time when it is done.
+          timeline: what records the run, if anything does.
         """
         self._name = name
         self._bundles = bundles
@@ -83,7 +86,7 @@ class Machine:
         self._blocks: dict[tuple[int, bool], _Block] = {}
         self._target: int | None = None
         self._clock = Clock()
-        self.trace = Trace()
+        self.trace = Trace(timeline=timeline)
         self._transfers = Transfers(bundles, self._decisions, self._places, dma, self._clock, self.trace)
 
     def run(self, start: float = 0.0) -> Trace:
@@ -124,8 +127,13 @@ class Machine:
                 last = next((number for number in range(first, len(self._bundles)) if number in self._branches), last)
                 last = last if last in self._branches else len(self._bundles) - 1
             steps = itertools.chain.from_iterable(map(self._steps, self._bundles[first : last + 1]))
-            self._blocks[key] = _Block(tuple(steps), last)
+            self._blocks[key] = _Block((*self._recorded(first, last), *steps), last)
         return self._blocks[key]
+
+    def _recorded(self, first: int, last: int) -> list[Step]:
+        """Returns the step that notes when bundles are issued, where a timeline is wanted."""
+        timeline, clock = self.trace.timeline, self._clock
+        return [] if timeline is None else [lambda: timeline.issue(first, last, clock.at(first))]
 
     def _steps(self, bundle: Bundle) -> list[Step]:
         """Returns the steps of one bundle. Values that rename others, or that a loop carries, are there at once."""
@@ -294,7 +302,7 @@ class Machine:
             if self._call is not None:
                 now = self._clock.at(number)
                 operands = {register: self._values[place] for register, place in places.items()}
-                self._clock.behind += self._call(now, instruction, operands) - now
+                self._clock.behind += self._call(number, now, instruction, operands) - now
 
         return step
 

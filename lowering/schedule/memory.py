@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from lowering.schedule.timeline import Timeline
 from lowering.schedule.unknown import Unknown
 
 _SYMBOL_WORDS = 1 << 16  # between the addresses that two names get
@@ -141,10 +142,11 @@ class Semaphore:
 class Dma:
     """The transfers of one program. When a transfer is done, it adds its granules to a semaphore."""
 
-    def __init__(self, hbm: Hbm, memory: ScalarMemory) -> None:
-        """Starts with nothing under way."""
+    def __init__(self, hbm: Hbm, memory: ScalarMemory, timeline: Timeline | None = None) -> None:
+        """Starts with nothing under way, and records transfers where there is a timeline."""
         self._hbm = hbm
         self._memory = memory
+        self._timeline = timeline
         self._semaphores: dict[Any, Semaphore] = collections.defaultdict(Semaphore)
         self.hbm_bytes = 0
         self.count = 0
@@ -152,6 +154,7 @@ class Dma:
     def start(self, now: float, opcode: str, granules: int, source: Any, destination: Any, semaphore: Any) -> None:
         """Starts a transfer."""
         size_bytes = granules * GRANULE_BYTES
+        moved_bytes = 0
         # What goes between any two places ("general") is taken to be on its way to or from HBM.
         if "hbm" in opcode or "general" in opcode:
             moved_bytes = size_bytes * (2 if opcode == "dma.hbm_to_hbm" else 1)
@@ -163,6 +166,8 @@ class Dma:
         if opcode.endswith("_to_smem"):
             self._memory.fill(destination, size_bytes, source)
         self._semaphore(semaphore).add(done, granules)
+        if self._timeline is not None:
+            self._timeline.transfer(now, done, opcode, size_bytes, moved_bytes)
 
     def shared_with(self, now: float, cycles: float, hbm_cycles: float) -> float:
         """Lets something else run that takes so long alone, and keeps HBM busy for a part of it.
@@ -175,10 +180,15 @@ class Dma:
         if not hbm_cycles:
             return 0.0
         share = min(hbm_cycles / cycles, 0.5)
+
+        def later(time: float) -> float:
+            return time + min(max(time - now, 0.0) * share / (1 - share), hbm_cycles)
+
         for semaphore in self._semaphores.values():
             for index, (time, amount) in enumerate(semaphore.arrivals):
-                left = max(time - now, 0.0)
-                semaphore.arrivals[index] = time + min(left * share / (1 - share), hbm_cycles), amount
+                semaphore.arrivals[index] = later(time), amount
+        if self._timeline is not None:
+            self._timeline.postpone(now, later)
         backlog = max(self._hbm.free_at - now, 0.0)
         self._hbm.free_at += min(backlog * share / (1 - share), hbm_cycles) if backlog else 0.0
         slowed = min(2 * backlog * (1 - 0.5 * cycles / hbm_cycles), 2 * hbm_cycles - cycles)

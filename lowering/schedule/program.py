@@ -13,6 +13,7 @@ from lowering.schedule.kernel import HBM_LATENCY_CYCLES, KernelReplay, replay
 from lowering.schedule.machine import Machine
 from lowering.schedule.memory import Dma, Hbm, ScalarMemory
 from lowering.schedule.results import place_results
+from lowering.schedule.timeline import Recording, Timeline
 from lowering.schedule.unknown import Unknown
 
 # What the runtime sets before a program starts: one word says that the program is to run; another that what it starts
@@ -40,6 +41,7 @@ class ProgramReplay:
       copy_bytes: that it copies from or to HBM itself, while something else runs.
       copy_count: of these copies.
       unknown: what was not understood.
+      recording: of the top-level program, if that was asked for.
     """
 
     called: dict[str, Called]
@@ -48,16 +50,22 @@ class ProgramReplay:
     copy_bytes: int = 0
     copy_count: int = 0
     unknown: set[str] = dataclasses.field(default_factory=set)
+    recording: Recording | None = None
 
 
 class _Program:
     """The state of one replay."""
 
-    def __init__(self, dumps: Dumps, chip: Chip, hbm_bytes_per_cycle: float, given: Given) -> None:
+    def __init__(
+        self, dumps: Dumps, chip: Chip, hbm_bytes_per_cycle: float, given: Given, recorded: Collection[str] | None
+    ) -> None:
         self._dumps = dumps
         self._chip = chip
         self._hbm_bytes_per_cycle = hbm_bytes_per_cycle
         self._given = given
+        self._timeline = None if recorded is None else Timeline()
+        self._recorded = {dumps.name_of(name) for name in recorded or ()}
+        self._given_of = functools.cache(self._given_of_call)
         self._replays: dict[tuple[Any, ...], KernelReplay] = {}
         self._deciding: set[tuple[Any, ...]] = set()  # those in which operands decide something
         self._dma: Dma
@@ -65,7 +73,7 @@ class _Program:
 
     def run(self) -> ProgramReplay:
         memory = ScalarMemory(unwritten=_RUNTIME_WORD)
-        self._dma = Dma(Hbm(self._hbm_bytes_per_cycle, HBM_LATENCY_CYCLES), memory)
+        self._dma = Dma(Hbm(self._hbm_bytes_per_cycle, HBM_LATENCY_CYCLES), memory, self._timeline)
         bundles = self._dumps.top_level()
         place_results(memory, bundles, self._dumps.aliases)
         machine = Machine(
@@ -76,16 +84,20 @@ class _Program:
             self._chip.delay_slots,
             given=self._given,
             call=self._call,
+            timeline=self._timeline,
         )
         trace = machine.run()
         result = self.result
         result.cycles = trace.cycles
         result.stall_cycles = sum(trace.stalls.values())
         result.copy_bytes, result.copy_count = self._dma.hbm_bytes, self._dma.count
+        if self._timeline is not None:
+            issues = trace.issues(len(bundles))
+            result.recording = Recording(self._timeline, bundles, issues, trace.stalls)
         result.unknown.update(_gathered(trace.unknown), *(one.unknown for one in self._replays.values()))
         return result
 
-    def _call(self, now: float, instruction: Instruction, operands: Mapping[str, Any]) -> float:
+    def _call(self, number: int, now: float, instruction: Instruction, operands: Mapping[str, Any]) -> float:
         """Returns when what is called is done; parts of the runtime are taken to need no time."""
         name = instruction.callee
         if name.startswith("<"):
@@ -99,6 +111,8 @@ class _Program:
         called = self.result.called.setdefault(name, Called(one))
         called.calls += 1
         called.cycles += one.cycles + delayed
+        if self._timeline is not None:
+            self._timeline.call(number, now, one.cycles + delayed, name, one)
         return now + one.cycles + delayed
 
     def _replayed(self, name: str, code: str, operands: Mapping[str, Any]) -> KernelReplay:
@@ -118,11 +132,13 @@ class _Program:
     ) -> KernelReplay:
         if key not in self._replays:
             bundles, hbm = self._dumps.bundles(code), self._hbm_bytes_per_cycle
-            self._replays[key] = replay(code, bundles, self._chip, hbm, operands=operands, given=given)
+            timeline = Timeline() if code in self._recorded else None
+            self._replays[key] = replay(
+                code, bundles, self._chip, hbm, operands=operands, given=given, timeline=timeline
+            )
         return self._replays[key]
 
-    @functools.cache  # noqa: B019 an object lives for one report
-    def _given_of(self, name: str, code: str) -> Given:
+    def _given_of_call(self, name: str, code: str) -> Given:
         """Returns the hints for one instruction, by the caller or, for a Pallas kernel, by the program."""
         types = self._dumps.operand_types(name)
         return self._given.of_call(name, code, types, self._dumps.constants(name))
@@ -137,10 +153,23 @@ def _gathered(unknown: Collection[str]) -> set[str]:
     return others | {f"what other cores do, as SparseCores, and {len(waits)} waits for them"}
 
 
-def replay_program(dumps: Dumps, chip: Chip, hbm_bytes_per_cycle: float, given: Given) -> ProgramReplay:
+def replay_program(
+    dumps: Dumps,
+    chip: Chip,
+    hbm_bytes_per_cycle: float,
+    given: Given,
+    recorded: Collection[str] | None = None,
+) -> ProgramReplay:
     """Runs the whole program in these dumps from an idle chip.
+
+    Args:
+      dumps: what the compiler has written.
+      chip: one core.
+      hbm_bytes_per_cycle: that HBM gives to it.
+      given: what the caller says of data.
+      recorded: the kernels of which to record when what happens; None to record nothing, also not of the program.
 
     Raises:
       DependsOnDataError: where data decides what happens, and the caller does not say what.
     """
-    return _Program(dumps, chip, hbm_bytes_per_cycle, given).run()
+    return _Program(dumps, chip, hbm_bytes_per_cycle, given, recorded).run()

@@ -1,8 +1,9 @@
 """Findings of a replay, for people and for programs."""
 
 import dataclasses
+import gzip
 import json
-from collections.abc import Mapping
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 from lowering import tables
+from lowering.describe import file_fault, show
+from lowering.errors import ScheduleError
+from lowering.schedule import saved
+from lowering.schedule.again import Again
 from lowering.schedule.chips import CHIPS, Chip, bytes_per_cycle
 from lowering.schedule.decisions import NOTHING_GIVEN, DependsOnDataError, Given
 from lowering.schedule.dumps import Dumps
-from lowering.schedule.kernel import KernelReplay, Region
+from lowering.schedule.kernel import KernelReplay
+from lowering.schedule.perfetto import MOST_KERNELS, trace
 from lowering.schedule.program import Called, ProgramReplay, replay_program
+from lowering.schedule.rows import KernelSchedule
 from pallas_kernels.hardware import Hardware
 
 _CAVEAT = (
@@ -23,67 +30,6 @@ _CAVEAT = (
 )
 _OTHERS = "the rest"
 _LEAST_SHARE = 0.001  # of the program's time, for a row of the table
-
-
-@dataclasses.dataclass(frozen=True)
-class KernelSchedule:
-    """One kernel, fusion or copy of a program.
-
-    Attributes:
-      name: of the instruction in the optimised program.
-      kind: "mosaic" for Pallas kernels; else XLA's opcode, such as "fusion" or "copy"; "program" for what the top-level
-        program does itself, which is to wait for copies that it has started.
-      source: where it was traced, such as "model.py:12 (loss)"; empty where the compiler does not know.
-      operator: of this library, and its operands, such as "softmax(f32[8,128])"; empty if it belongs to none.
-      calls: how often it runs.
-      cycles: of one call.
-      time_us: of all calls, with what copies that run meanwhile cost them.
-      share: of the program's time, from 0 to 1.
-      dma_bytes: to and from HBM, of one call.
-      dma_count: transfers of these.
-      stall_cycles: of one call, waiting for DMAs.
-      spills: vector registers that one call stores and loads for want of registers.
-      slots: the part of the issue slots, or units, of each kind that is used, from 0 to 1.
-      bound: what it waits for, "HBM" or "DMA latency", or the kind of unit that is busiest.
-      roofline_us: what all calls need at least for their transfers or their matrix products.
-      regions: where the time of one call goes.
-    """
-
-    name: str
-    kind: str
-    source: str
-    operator: str
-    calls: int
-    cycles: float
-    time_us: float
-    share: float
-    dma_bytes: int
-    dma_count: int
-    stall_cycles: float
-    spills: int
-    slots: Mapping[str, float]
-    bound: str
-    roofline_us: float
-    regions: tuple[Region, ...] = ()
-
-    def table(self) -> Table:
-        """Lays out the regions as a `rich` table."""
-        table = Table(title=f"{self.name}, {self.cycles:,.0f} cycles {self.source}".strip(), title_justify="left")
-        table.add_column("bundles", no_wrap=True)
-        table.add_column("line")
-        table.add_column("busiest")
-        for name in ("trips", "cycles", "share", "stalls", "spills"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for region in self.regions:
-            figures = region.trips, region.cycles, region.stall_cycles, region.spills
-            trips, cycles, stalls, spills = (f"{figure:,.0f}" for figure in figures)
-            share = f"{region.cycles / self.cycles:.1%}"
-            bundles = f"{region.first:#x}-{region.last:#x}"
-            table.add_row(bundles, region.source, region.bound, trips, cycles, share, stalls, spills)
-        return table
-
-    def __str__(self) -> str:
-        return tables.text(self.table())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +43,7 @@ class Schedule:
       roofline_us: what the chip needs at least, for all matrix products, or to read arguments and write results.
       unknown: opcodes, and whatever else in the program was not understood; figures leave out what it does.
       remarks: what is to be known about these figures.
+      again: what replays the program once more; None for a schedule from a file.
     """
 
     target: str
@@ -105,10 +52,12 @@ class Schedule:
     roofline_us: float
     unknown: tuple[str, ...]
     remarks: tuple[str, ...]
+    again: Again | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def to_record(self) -> dict[str, Any]:
         """Returns everything, for JSON."""
-        return dataclasses.asdict(self)
+        record = dataclasses.asdict(dataclasses.replace(self, again=None))
+        return {name: value for name, value in record.items() if name != "again"}
 
     def to_json(self) -> str:
         """Returns everything as a JSON object."""
@@ -176,6 +125,53 @@ class Schedule:
             figure.savefig(path)
         return figure
 
+    def to_perfetto(self, path: str | Path) -> None:
+        """Writes a trace of the program over time, which https://ui.perfetto.dev and chrome://tracing open.
+
+        It has the kernels one after the other, within them their steps, regions of bundles and waits for semaphores,
+        beside them transfers, and how much of each kind of unit is used. Of a kernel with many steps, the first and
+        the last are in detail. The program is replayed once more for it.
+
+        Args:
+          path: where to write it; it is compressed if that ends in ".gz".
+
+        Raises:
+          ScheduleError: if the file cannot be written, or the schedule was itself loaded from a file.
+        """
+        if self.again is None:
+            raise ScheduleError("to_perfetto: schedule must be one that `compile` has returned; got one from a file")
+        program = self.again.replay({kernel.name for kernel in self.kernels[:MOST_KERNELS]})
+        found = trace(self.kernels, program, self.again.chip, self.target, self.remarks)
+        text = json.dumps(found, separators=(",", ":")).encode()
+        _write("to_perfetto", path, gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
+
+    def save(self, path: str | Path) -> None:
+        """Writes everything to a file, for `load`.
+
+        Raises:
+          ScheduleError: if the file cannot be written, or holds anything but an earlier schedule.
+        """
+        if isinstance(path, str | os.PathLike) and os.path.isfile(path):
+            self.load(path)
+        _write("save", path, f"{self.to_json()}\n".encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Schedule":
+        """Reads what `save` wrote.
+
+        Raises:
+          ScheduleError: if the file is missing, damaged or of another kind.
+        """
+        return cls(**saved.read(path))
+
+
+def _write(caller: str, path: str | Path, content: bytes) -> None:
+    try:
+        Path(path).write_bytes(content)
+    except (OSError, TypeError, ValueError) as error:  # of characters that no path may have
+        message = f"{caller}: {show(str(path))} must be a file that can be written; got {file_fault(error)}"
+        raise ScheduleError(message) from None
+
 
 def schedule_of(folder: Path, hardware: Hardware, *, border_bytes: int, given: Given = NOTHING_GIVEN) -> Schedule:
     """Replays what the compiler has written to a folder.
@@ -217,6 +213,7 @@ def schedule_of(folder: Path, hardware: Hardware, *, border_bytes: int, given: G
         roofline_us=_us(max(in_products, border_bytes / (hbm * (hardware.cores or 1))), chip),
         unknown=tuple(sorted(program.unknown)),
         remarks=tuple(remarks),
+        again=Again(dumps, hardware, given),
     )
 
 

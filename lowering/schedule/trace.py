@@ -4,6 +4,8 @@ import collections
 import dataclasses
 import itertools
 
+from lowering.schedule.timeline import Timeline
+
 
 @dataclasses.dataclass
 class Trace:
@@ -16,6 +18,7 @@ class Trace:
       unknown: opcodes that are not understood, and what cannot be as it is.
       is_unmatched: whether something was waited for that nothing starts, or the other way round.
       open_words: operands of one word whose value is not known.
+      timeline: records when what happens; by default nothing does.
     """
 
     cycles: float = 0.0
@@ -24,6 +27,7 @@ class Trace:
     unknown: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     is_unmatched: bool = False
     open_words: list[str] = dataclasses.field(default_factory=list)
+    timeline: Timeline | None = None
 
     def unmatched(self, what: str) -> None:
         """Notes a wait without what it is for, or the other way round."""

@@ -119,6 +119,8 @@ class Transfers:
 
     def _stall(self, number: int, cycles: float) -> None:
         self._trace.stalls[number] += cycles
+        if self._trace.timeline is not None:
+            self._trace.timeline.wait(number, self._clock.at(number), cycles)
         self._clock.behind += cycles
 
     def _known(self, number: int, value: Any, what: str = "the size of a transfer") -> int:

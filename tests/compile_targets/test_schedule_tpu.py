@@ -1,6 +1,7 @@
 """Replays of what the TPU's compiler schedules, against times that others have measured on a v5e and published."""
 
 import functools
+import gzip
 import importlib
 import inspect
 import json
@@ -213,6 +214,26 @@ def test_an_unknown_flag_of_libtpu_is_one_sentence(monkeypatch):
         replayed(jnp.sin, x)
 
 
+@pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v7x"])
+def test_a_users_kernel_is_traced_over_time(accuracy, target, tmp_path):
+    x = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
+    schedule = replayed(functools.partial(accuracy.matmul, blocks=(128, 128, 128)), x, x, target=target)
+    schedule.to_perfetto(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert (tmp_path / "trace.json").stat().st_size < 2e6
+    assert max(event["ts"] for event in events if event["ph"] == "E") == pytest.approx(schedule.total_us)
+    kernel = next(kernel for kernel in schedule.kernels if kernel.kind == "mosaic")
+    steps = 16**3 // (named(target).cores or 1)
+    names = [event["name"] for event in events if event["ph"] == "B"]
+    assert kernel.name in names
+    assert any(name.startswith("step 1 of ") for name in names)
+    (between,) = (event for event in events if "not in detail" in event.get("name", ""))
+    assert int(between["name"].split()[5].strip(",").replace(",", "")) in range(steps, steps + 3)
+    begun = [event for event in events if event["ph"] == "b" and "beside kernels" not in event["name"]]
+    moved = sum(event["args"]["HBM bytes"] for event in begun)
+    assert moved + between["args"]["HBM bytes"] == kernel.dma_bytes
+
+
 def test_the_command_prints_a_schedule(tmp_path):
     installed("tpu-v5e")
     file = tmp_path / "user.py"
@@ -222,3 +243,23 @@ def test_the_command_prints_a_schedule(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "us by its schedule" in done.stdout
     assert "not measured" in done.stdout
+
+
+def test_the_command_notices_that_a_kernel_has_become_slower(tmp_path):
+    installed("tpu-v5e")
+    file = tmp_path / "user.py"
+    file.write_text("import jaxops\n\ndef probs(x):\n    return jaxops.softmax(x)\n")
+    command = [sys.executable, "-m", "jaxops", "compile", f"{file}:probs", "--arg", "f32[4096,4096]"]
+    command += ["--target", "tpu-v5e", "--schedule"]
+    options = {"capture_output": True, "text": True, "cwd": tmp_path}
+    saved = ["--implementation", "pallas", "--save", "base.json", "--perfetto", "trace.json.gz"]
+    assert subprocess.run([*command, *saved], check=True, **options).returncode == 0
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    base = lowering.Schedule.load(tmp_path / "base.json")
+    assert {kernel.name for kernel in base.kernels} <= {event.get("name") for event in events}
+    against = ["--against", "base.json", "--slower-than", "3%"]
+    again = subprocess.run([*command, "--implementation", "pallas", *against], check=False, **options)
+    assert (again.returncode, "without a change" in again.stdout) == (0, True)
+    slower = subprocess.run([*command, "--implementation", "reference", *against], check=False, **options)
+    assert slower.returncode == 1
+    assert "slower than base.json by more than 3%: the program takes " in slower.stderr
