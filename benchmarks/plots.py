@@ -118,7 +118,7 @@ def kernels_by_roofline() -> Figure:
     results = [case for case in cases("tpu_schedules") if case["name"].endswith("tpu-v5e")]
     rows = []
     for case in results:
-        kernel, reference = (case["candidates"][name] for name in ("pallas", "reference"))
+        kernel, reference = (case["candidates"].get(name, {}) for name in ("pallas", "reference"))
         if kernel.get("us") and reference.get("us"):
             roofline = kernel["roofline_us"]
             rows.append((case["name"].rpartition(" on ")[0], kernel["us"] / roofline, reference["us"] / roofline))
