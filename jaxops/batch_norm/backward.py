@@ -73,9 +73,10 @@ def _check(operands: BackwardOperands, *, axis_name: Hashable, activation: Activ
         require(gate.shape == x.shape, name, "gate", f"have the shape of x, {x.shape}", gate)
 
 
-# Of images whose sums a CPU takes in one loop. Measured with 2^20 and 2^21 pixels, two loops are up to 1.5 times faster
-# or slower; with 2^22 and more, one takes 0.35 to 1.2 of their time, and a third to a half of the temporaries.
-_LEAST_SIZE = 2**22
+# Bytes of the copies that two loops store. From so many on, allocators ask the system for new memory at each run, whose
+# first use costs more than the loops. Measured with 2^20 to 2^24 pixels, one loop takes 0.35 to 0.55 of the time above
+# (at worst 1.2) and 0.7 to 1.5 below.
+_LEAST_BYTES = 2**25
 _PIECEWISE_LINEAR = frozenset({"identity", "relu", "clipped_relu"})
 _Sums = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -138,7 +139,8 @@ def _refuses_one_loop(place: Place, operands: BackwardOperands, *, activation: A
         return "two loops are faster, unless all images have 16 bits"
     if activation.mode not in _PIECEWISE_LINEAR:
         return f"one loop would compute the slope of {activation.mode} once more"
-    return None if x.size >= _LEAST_SIZE else f"the cache holds what two loops read of less than {_LEAST_SIZE} pixels"
+    stored = (3 if operands.gate is None else 2) * 4 * x.size
+    return None if stored >= _LEAST_BYTES else f"two loops store {stored} bytes; from {_LEAST_BYTES} on, one is faster"
 
 
 _IMAGES = "... n a c b"
