@@ -108,6 +108,10 @@ def cases() -> Iterator[Case]:
         out = jax.eval_shape(pool, x)
         name = f"max_pool {text(x)} {layout} {window}x{window}/2, with gradient"
         yield Case(name, with_gradient(pool), (x, out), again=x)
+    for images in (shape(16, 64, 56, 56), shape(16, 256, 28, 28)):
+        points = shape(images.shape[0], *images.shape[2:], 2)
+        yield Case(f"grid_sample {text(images)}", jaxops.grid_sample, (images, points))
+        yield Case(f"grid_sample {text(images)}, with gradients", sampled_with_gradients, (images, points, images))
     for ids in ("uniform", "Zipf"):
         yield embedding_gradient(ids, num_weights=32000, width=1024, positions=8192)
     for rows, features, classes in ((4096, 1024, 32768), (8192, 2048, 50304), (16384, 4096, 128256)):
@@ -180,6 +184,11 @@ def with_gradients_of_y(fn: Callable[..., tuple[jax.Array, ...]]) -> Callable[..
         return y, statistics, vjp(grad)
 
     return run
+
+
+def sampled_with_gradients(x: jax.Array, grid: jax.Array, grad: jax.Array) -> tuple[jax.Array, ...]:
+    y, vjp = jax.vjp(jaxops.grid_sample, x, grid)
+    return y, *vjp(grad)
 
 
 def adam_step(*args: jax.Array) -> tuple[jax.Array, ...]:
