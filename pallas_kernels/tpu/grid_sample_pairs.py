@@ -33,7 +33,7 @@ class Plan(NamedTuple):
       points: of an image.
       strips: how many strips of 128 channels a step takes.
       block_points: how many points a step takes.
-      tiles: how many tiles of points a group has, which is computed without a loop; at most 64.
+      tiles: how many tiles of points a group has, which is computed without a loop: an even number, at most 64.
     """
 
     image: tuple[int, int]
