@@ -102,6 +102,7 @@ def _launch(kernel, plan, operands, results, sampling, interpret):
         scratch_shapes=[
             whole,
             pltpu.VMEM((plan.strips * plan.tiles * SUBLANES, LANES), jnp.float32),
+            *[pltpu.VMEM((2 * plan.tiles * SUBLANES, LANES), jnp.float32)] * len(grads),
             *[whole] * (2 * SUMS * len(grads)),
         ],
         compiler_params=pltpu.CompilerParams(
@@ -162,12 +163,13 @@ def _vmem_bytes(plan: Plan, *, has_grad: bool) -> int:
     """Returns the VMEM that a kernel asks for."""
     height, width = plan.image
     lanes_bytes = 4 * plan.strips * LANES
-    # What stays: the image with its border, the sums, and a group of pairs.
+    # What stays: the image with its border, the sums, and the pairs of a group.
     kept = (1 + 2 * SUMS * has_grad) * plan.sublanes + plan.tiles * SUBLANES
     # Two buffers each: images and rows of points, as many of them as arrays, and tiles of weights or products.
     buffers = (1 + has_grad) * height * round_up(width, SUBLANES) + plan.block_points
-    tiles = (1 + has_grad) * plan.groups * SUBLANES
-    return (kept + 2 * buffers) * lanes_bytes + 2 * tiles * 4 * LANES + 4 * _MIB
+    # And the products of a group before they are added up.
+    tiles = 2 * (1 + has_grad) * plan.groups + 2 * plan.tiles * has_grad
+    return (kept + 2 * buffers) * lanes_bytes + tiles * 4 * SUBLANES * LANES + 4 * _MIB
 
 
 def refuses(hardware, x, grid, *grad, sampling: Sampling) -> str | None:
