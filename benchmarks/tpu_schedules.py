@@ -112,6 +112,8 @@ def cases() -> Iterator[Case]:
         points = shape(images.shape[0], *images.shape[2:], 2)
         yield Case(f"grid_sample {text(images)}", jaxops.grid_sample, (images, points))
         yield Case(f"grid_sample {text(images)}, with gradients", sampled_with_gradients, (images, points, images))
+    images = shape(64, 3, 224, 224)  # the kernels' gradient is not for images as large
+    yield Case(f"grid_sample {text(images)}", jaxops.grid_sample, (images, shape(64, 224, 224, 2)))
     for ids in ("uniform", "Zipf"):
         yield embedding_gradient(ids, num_weights=32000, width=1024, positions=8192)
     for rows, features, classes in ((4096, 1024, 32768), (8192, 2048, 50304), (16384, 4096, 128256)):
