@@ -113,6 +113,12 @@ def divisive_norm(option: Any, sizes: Sizes) -> Any:
     return run, (x, x, *(x,) * has_means)
 
 
+def grid_sample(option: Any, sizes: Sizes) -> Any:
+    n, pixels, channels = sizes
+    x = images("NCHW", n, pixels, channels, option)
+    return jaxops.grid_sample, (x, shape(n, *x.shape[2:], 2))
+
+
 def batch_norm(option: Any, sizes: Sizes) -> Any:
     dtype, layout = option
     x, channels = images(layout, *sizes, dtype), (shape(sizes[-1]),) * 4
@@ -216,6 +222,15 @@ FAMILIES = {
             *(((F32, "NCHW", has_means), (128, 27 * 27, 96)) for has_means in (False, True)),
             *(((F32, "NHWC", has_means), (32, 56 * 56, 128)) for has_means in (False, True)),
         ),
+    ),
+    # XLA's gradient takes as many turns as data say.
+    "grid_sample": Family(
+        ("grid_sample",),
+        FLOATS,
+        grid_sample,
+        ((4, 32), (14 * 14, 56 * 56), (32, 256)),
+        (2**16, 2**23),
+        (),
     ),
     "batch_norm": Family(
         ("batch_norm", "batch_norm_backward"),

@@ -82,7 +82,7 @@ def cases() -> Iterator[Case]:
         norm = functools.partial(jaxops.divisive_norm, n=5, layout=layout)
         yield Case(f"divisive_norm {text(x)} {layout}, with gradient", with_gradient(norm), (x, x), again=x)
         name, twice = f"divisive_norm {text(x)} {layout}, means, with gradients", shape(2, *x.shape)
-        yield Case(name, with_gradients_of_means(norm), (x,) * 3, again=twice)
+        yield Case(name, with_all_gradients(norm), (x,) * 3, again=twice)
     for leaf in (shape(65536, 1024), shape(4096, 14336), shape(32000, 4096, dtype=BF16)):
         leaves = (leaf,) * 5
         donating = jax.jit(adam_step, donate_argnums=(1, 2, 3, 4))
@@ -115,6 +115,14 @@ def cases() -> Iterator[Case]:
         out = jax.eval_shape(pool, x)
         name = f"max_pool {text(x)} {layout} {window}x{window}/2, with gradient"
         yield Case(name, with_gradient(pool), (x, out), again=x)
+    for images in (shape(16, 64, 56, 56), shape(16, 256, 28, 28)):
+        points = shape(images.shape[0], *images.shape[2:], 2)
+        yield Case(f"grid_sample {text(images)}", jaxops.grid_sample, (images, points))
+        yield Case(
+            f"grid_sample {text(images)}, with gradients",
+            with_all_gradients(jaxops.grid_sample),
+            (images, images, points),
+        )
     for ids in ("uniform", "Zipf"):
         yield embedding_gradient(ids, num_weights=32000, width=1024, positions=8192)
     for rows, features, classes in ((4096, 1024, 32768), (8192, 2048, 50304), (16384, 4096, 128256)):
@@ -201,7 +209,7 @@ def with_gradients_of_y(fn: Callable[..., tuple[jax.Array, ...]]) -> Callable[..
     return run
 
 
-def with_gradients_of_means(fn: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
+def with_all_gradients(fn: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
     def run(grad: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
         y, vjp = jax.vjp(fn, *operands)
         return y, *vjp(grad)

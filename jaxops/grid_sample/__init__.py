@@ -5,4 +5,4 @@ from jaxops.grid_sample.operator import GRID_SAMPLE as GRID_SAMPLE
 from jaxops.grid_sample.operator import GRID_SAMPLE_3D as GRID_SAMPLE_3D
 from jaxops.grid_sample.operator import GRID_SAMPLE_3D_BACKWARD as GRID_SAMPLE_3D_BACKWARD
 from jaxops.grid_sample.operator import GRID_SAMPLE_BACKWARD as GRID_SAMPLE_BACKWARD
-from jaxops.grid_sample.points import Sampling as Sampling
+from pallas_kernels.grid_sample_points import Sampling as Sampling

@@ -4,7 +4,7 @@ import jax
 
 from jaxops._checks.mcdnn import as_arrays, require, require_bool, require_choice
 from jaxops.grid_sample.operator import AXES, GRID_SAMPLE, GRID_SAMPLE_3D
-from jaxops.grid_sample.points import MODES, PADDING_MODES, Sampling
+from pallas_kernels.grid_sample_points import MODES, PADDING_MODES, Sampling
 
 
 def grid_sample(
@@ -65,10 +65,18 @@ def grid_sample(
 
       Derivatives of all modes exist up to second order. The floor counts as constant.
 
-      On every platform this runs as XLA's gathers and scatters. On a CPU it avoids temporaries that hold every product
-      of images with few channels (`xla_few_channels`), and computes the gradient of x two images at a time
-      (`xla_image_pairs`). A kernel would gain nothing: a TPU's own gather reaches over a register, not over an image,
-      and a GPU's pixels come through its cache anyway. Volumes have an operator of their own, `grid_sample_3d`.
+      This runs as XLA's gathers and scatters unless kernels are chosen. On a CPU it avoids temporaries that hold every
+      product of images with few channels (`xla_few_channels`), and computes the gradient of x two images at a time
+      (`xla_image_pairs`). Volumes have an operator of their own, `grid_sample_3d`, which has no kernels.
+
+      On TPUs there are kernels for bilinear sampling of images that fit into VMEM, in float32 and bfloat16. They keep
+      an image with a border of zeros there, and each point reads two pairs of neighbouring pixels, or adds to them. By
+      the compiler's schedules for TPU v5e, values of float32 images (16, 64, 56, 56) at as many points take 132 us
+      instead of XLA's 1217 us, and both gradients 331 us; values of images (16, 256, 28, 28) 93 us instead of 410 us,
+      and both gradients 199 us. (How long XLA's scatter takes, the schedules do not say.) Channels are padded to 128,
+      with copies in HBM, but even values of images (64, 3, 224, 224) take 12 ms instead of 71 ms. The gradient of x is
+      added in the order of the points, so it is the same in each run. GPUs have no kernel: pixels come through the
+      cache anyway.
 
       On NVIDIA GPUs the scatter adds with atomics, so the last bits of the gradient of x differ from run to run. Within
       `jaxops.use("xla_sorted_runs")` they are the same: what the pixels get is sorted by pixel, and then added in that

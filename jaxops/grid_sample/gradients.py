@@ -12,9 +12,19 @@ import numpy as np
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Arrays
 from jaxops.embedding.sums import by_run
-from jaxops.grid_sample.points import Points, Sampling, corner, moves_of, one_batch, points_of, product, slopes, weights
 from jaxops.grid_sample.values import FEW_CHANNELS, pixels, sums, with_axis
 from lowering.operators import Place, refusal_of_parts
+from pallas_kernels.grid_sample_points import (
+    Points,
+    Sampling,
+    corner,
+    moves_of,
+    one_batch,
+    points_of,
+    product,
+    slopes,
+    weights,
+)
 
 Stacked = Callable[..., jax.Array]
 
@@ -41,7 +51,12 @@ def gradients_in_pairs(x: jax.Array, grid: jax.Array, grad: jax.Array, *, place:
     of_grids = functools.partial(_gradient_of_grids, sampling=sampling)
     # With few channels, XLA stores y, and whatever is computed from y can be read without the loop over pairs.
     over_grids = of_grids if x.shape[-1 - rank] <= FEW_CHANNELS else _in_pairs(of_grids)
-    grad_grid = over_grids(one_batch(x, rank + 1), points, moves_of(x, grid, sampling), grads)
+    grad_grid = over_grids(
+        one_batch(x, rank + 1),
+        points,
+        moves_of(one_batch(grid, rank + 1), x.shape[-rank:], accumulation_dtype(x.dtype, grid.dtype), sampling),
+        grads,
+    )
     return _like(x, grad_x), _like(grid, grad_grid)
 
 
@@ -61,7 +76,13 @@ def _by_image(of_image: Stacked, x: jax.Array, grid: jax.Array, grad: jax.Array,
     if sampling.mode == "nearest":
         return _like(x, grad_x), jnp.zeros_like(grid)
     of_grid = functools.partial(_gradient_of_grid, sampling=sampling)
-    grad_grid = jax.vmap(of_grid)(one_batch(x, rank + 1), starts, points, moves_of(x, grid, sampling), grads)
+    grad_grid = jax.vmap(of_grid)(
+        one_batch(x, rank + 1),
+        starts,
+        points,
+        moves_of(one_batch(grid, rank + 1), x.shape[-rank:], accumulation_dtype(x.dtype, grid.dtype), sampling),
+        grads,
+    )
     return _like(x, grad_x), _like(grid, grad_grid)
 
 

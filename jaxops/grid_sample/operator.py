@@ -10,9 +10,11 @@ from jaxops._checks.mcdnn import require
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.grid_sample.gradients import gradients, gradients_by_run, gradients_in_pairs, refuses_runs
-from jaxops.grid_sample.points import Sampling
 from jaxops.grid_sample.values import refuses_few_channels, refuses_stack, sampled, sampled_few_channels
 from lowering.operators import Form
+from pallas_kernels.grid_sample_points import Sampling
+from pallas_kernels.kernel import Kernel
+from pallas_kernels.tpu import grid_sample as tpu
 
 AXES = ("D", "H", "W")
 
@@ -41,7 +43,14 @@ def _check_backward(x: Any, grid: Any, grad: Any, *, rank: int, sampling: Sampli
     require(grad.shape == shape, name, "grad", f"have shape {shape}", grad)
 
 
-def _operators(name: str, rank: int, pixels: str, points: str) -> tuple[Operator, Operator]:
+def _operators(
+    name: str,
+    rank: int,
+    pixels: str,
+    points: str,
+    kernels: tuple[Kernel, ...] = (),
+    backward_kernels: tuple[Kernel, ...] = (),
+) -> tuple[Operator, Operator]:
     """Makes the operators for images or volumes, whose spatial axes are `pixels` in x and `points` in the grid."""
     x, grid, y = f"... c {pixels}", f"... {points} coordinate", f"... c {points}"
     backward = Operator(
@@ -53,6 +62,7 @@ def _operators(name: str, rank: int, pixels: str, points: str) -> tuple[Operator
             Form("xla_image_pairs", frozenset({"cpu"}), gradients_in_pairs, refuses_stack),
             Form("xla_sorted_runs", frozenset(), gradients_by_run, refuses_runs),
         ),
+        kernels=backward_kernels,
     )
 
     def vjp(residuals: Arrays, cotangents: Arrays, active: Active, *, sampling: Sampling) -> Arrays:
@@ -66,9 +76,12 @@ def _operators(name: str, rank: int, pixels: str, points: str) -> tuple[Operator
         sampled,
         Derivative(vjp),
         forms=(Form("xla_few_channels", frozenset({"cpu"}), sampled_few_channels, refuses_few_channels),),
+        kernels=kernels,
     )
     return forward, backward
 
 
-GRID_SAMPLE, GRID_SAMPLE_BACKWARD = _operators("grid_sample", 2, "h_in w_in", "h w")
+GRID_SAMPLE, GRID_SAMPLE_BACKWARD = _operators(
+    "grid_sample", 2, "h_in w_in", "h w", (tpu.KERNEL,), (tpu.BACKWARD_KERNEL,)
+)
 GRID_SAMPLE_3D, GRID_SAMPLE_3D_BACKWARD = _operators("grid_sample_3d", 3, "d_in h_in w_in", "d h w")

@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Arrays
-from jaxops.grid_sample.points import Sampling, corner, one_batch, points_of
 from lowering.operators import Place, refusal_of_parts
+from pallas_kernels.grid_sample_points import Sampling, corner, one_batch, points_of
 
 # With at most this many channels, a CPU samples all of them in one loop over the points.
 FEW_CHANNELS = 4

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.dtypes import accumulation_dtype
-
 MODES = ("bilinear", "nearest")
 PADDING_MODES = ("zeros", "border", "reflection")
 
@@ -67,13 +65,11 @@ def points_of(grid: jax.Array, extents: Sequence[int], dtype: Any, sampling: Sam
     return Points(_as_indices(first), tuple(position - pixel for position, pixel in before))
 
 
-def moves_of(x: jax.Array, grid: jax.Array, sampling: Sampling) -> tuple[jax.Array, ...] | None:
+def moves_of(grid: jax.Array, extents: Sequence[int], dtype: Any, sampling: Sampling) -> tuple[jax.Array, ...] | None:
     """Returns the derivatives of a point's position by each coordinate; None where they are the same everywhere."""
     if sampling.padding_mode == "zeros":
         return None
-    rank = grid.shape[-1]
-    coordinates = _coordinates(one_batch(grid, rank + 1), accumulation_dtype(x.dtype, grid.dtype))
-    pairs = zip(coordinates, x.shape[: -1 - rank : -1], strict=True)
+    pairs = zip(_coordinates(grid, dtype), extents[::-1], strict=True)
     positions = [(functools.partial(_position, extent=extent, sampling=sampling), x) for x, extent in pairs]
     return tuple(jax.jvp(position, (x,), (jnp.ones_like(x),))[1] for position, x in positions)
 
