@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxops import aclnn
+from jaxops.affine_grid import affine_grid
 from jaxops.batch_norm import batch_norm
 from jaxops.divisive_norm import divisive_norm
 from jaxops.dropout import dropout
 from jaxops.embedding import embedding
+from jaxops.grid_sample import grid_sample
 from jaxops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
 from jaxops.local_response_norm import local_response_norm
 from jaxops.pooling import max_pool
@@ -25,6 +27,13 @@ F32, BF16, F16 = "float32", "bfloat16", "float16"
 def _divisive_norm(*operands: jax.Array) -> Any:
     """Computes the result, and the gradients of x and of the means if there are any."""
     y, pull_back = jax.vjp(functools.partial(divisive_norm, layout="NHWC"), *operands)
+    return y, *pull_back(jnp.cos(3 * y))
+
+
+def _sampled(x: jax.Array) -> Any:
+    """Computes images that are turned, and the gradients of the images and of the grid."""
+    theta = jnp.broadcast_to(jnp.array([[0.9, 0.3, 0.1], [-0.3, 1.1, -0.2]], x.dtype), (x.shape[0], 2, 3))
+    y, pull_back = jax.vjp(grid_sample, x, affine_grid(theta, x.shape))
     return y, *pull_back(jnp.cos(3 * y))
 
 
@@ -188,6 +197,7 @@ SUITE = (
         _LARGE_IMAGES,
         _SMALL_IMAGES,
     ),
+    Case("grid sample", _sampled, _arrays, _IMAGES, _LARGE_IMAGES, _SMALL_IMAGES),
     Case(
         "max pool",
         functools.partial(_with_gradient, functools.partial(max_pool, window=2, layout="NHWC")),
