@@ -78,10 +78,10 @@ def grid_sample(
       added in the order of the points, so it is the same in each run. GPUs have no kernel: pixels come through the
       cache anyway.
 
-      On NVIDIA GPUs the scatter adds with atomics, so the last bits of the gradient of x differ from run to run. Within
-      `jaxops.use("xla_sorted_runs")` they are the same: what the pixels get is sorted by pixel, and then added in that
-      order. XLA's temporaries are then 2 to 8 times the size of grad_y, instead of 1 to 2 times. The time has not been
-      measured on a GPU; on a CPU it is 5 to 30 times that of the scatter.
+      On NVIDIA GPUs a scatter adds with atomics, so the last bits of its sums differ from run to run. There, what the
+      pixels get is sorted by pixel and then added in that order (`xla_sorted_runs`), so the gradient of x is the same
+      in each run. XLA's temporaries are 2 to 8 times the size of grad_y, with a scatter 1 to 2 times. The time has not
+      been measured on a GPU. `jaxops.use(grid_sample_backward="reference")` scatters.
 
     Example:
       >>> x = jnp.array([[[[0.0, 10.0], [20.0, 30.0]]]])

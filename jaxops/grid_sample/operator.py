@@ -60,7 +60,8 @@ def _operators(
         gradients,
         forms=(
             Form("xla_image_pairs", frozenset({"cpu"}), gradients_in_pairs, refuses_stack),
-            Form("xla_sorted_runs", frozenset(), gradients_by_run, refuses_runs),
+            # A scatter of GPUs adds with atomics, in another order each time; before jaxlib 0.11.1 it is slow as well.
+            Form("xla_sorted_runs", frozenset({"cuda"}), gradients_by_run, refuses_runs),
         ),
         kernels=backward_kernels,
     )
