@@ -19,7 +19,7 @@ import jaxops
 import lowering
 from jaxops import avg_pool, max_pool
 from jaxops._checks.arguments import BadParamError
-from jaxops.pooling import MAX_POOL, windows
+from jaxops.pooling import AVG_POOL, AVG_POOL_BACKWARD, MAX_POOL, windows
 from lowering.operators import Place
 
 
@@ -54,16 +54,23 @@ def test_pooling_equals_loops_in_float64(geometry, kind, rng):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("geometry", [g for g in GEOMETRIES.values() if len(g[1]) == 2 and min(g[1]) > 1], ids=str)
-def test_maxima_in_one_pass_equal_loops_in_float64(geometry, rng):
-    """As on TPUs; also what the form leaves to the reference for speed alone."""
-    (form,) = MAX_POOL.forms
+def test_windows_in_one_pass_equal_loops_in_float64(geometry, rng):
+    """As on TPUs; also what the forms leave to the reference for speed alone."""
     x, cotangent = make_case(rng, geometry)
     padding = tuple(side if isinstance(side, tuple) else (side, side) for side in geometry[3])
     attributes = windows.volume_attributes(*geometry[1:3], padding)
-    run = functools.partial(form.run, place=Place("tpu"), propagate_nan=True, **attributes)
-    (y,) = jax.jit(run)(windows.to_volume(jnp.asarray(x), "NCHW"))
-    y = windows.from_volume(y, "NCHW")
-    np.testing.assert_allclose(y, expected("max", x, cotangent, geometry)[0], rtol=1e-6, atol=1e-6)
+    means = attributes | {"count_include_pad": False, "extents": (1, *x.shape[2:])}
+
+    def run(operator, operand, **attributes):
+        (form,) = operator.forms
+        run = functools.partial(form.run, place=Place("tpu"), **attributes)
+        return windows.from_volume(jax.jit(run)(windows.to_volume(jnp.asarray(operand), "NCHW"))[0], "NCHW")
+
+    largest, _ = expected("max", x, cotangent, geometry)
+    mean, gradient = expected("mean-inside", x, cotangent, geometry)
+    np.testing.assert_allclose(run(MAX_POOL, x, propagate_nan=True, **attributes), largest, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(run(AVG_POOL, x, **means), mean, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(run(AVG_POOL_BACKWARD, cotangent, **means), gradient, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.sampled

@@ -1,7 +1,6 @@
 """Max pooling, its gradient, which goes to each window's first maximum, and the transpose of that gradient."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,10 +20,7 @@ from lowering.operators import Form, Place
 from pallas_kernels.gpu import max_pool_backward as gpu
 from pallas_kernels.tpu import max_pool as tpu_value
 from pallas_kernels.tpu import max_pool_backward as tpu
-from pallas_kernels.tpu.max_pool_views import view_of
 
-# Elements of a window that a TPU reduces in one pass over x; by replay, two passes are faster with 25.
-_MOST_IN_ONE_PASS = 9
 # Loops of more steps are compiled as loops; shorter ones are unrolled.
 UNROLLED_STEPS = 16
 
@@ -109,7 +105,7 @@ def _maxima(x: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
     y, spans = windows.squeezed(x, along)
     y = _without_nan(y, propagate_nan)
     for span in spans:
-        y = windows.pooled_along(y, span, _least(x.dtype), jax.lax.max)
+        y = windows.pooled(y, [span], _least(x.dtype), jax.lax.max)
     return (windows.unsqueezed(y, x, along),)
 
 
@@ -117,24 +113,12 @@ def _maxima_in_one_pass(x: jax.Array, *, place: Place, propagate_nan: bool, **at
     """Computes `_maxima` along both axes of its windows at once."""
     along = windows.spans(x.shape[-4:-1], **attributes)
     image, spans = windows.squeezed(x, along)
-    y = windows.pooled_at_once(_without_nan(image, propagate_nan), spans, _least(x.dtype), jax.lax.max)
+    y = windows.pooled(_without_nan(image, propagate_nan), spans, _least(x.dtype), jax.lax.max)
     return (windows.unsqueezed(y, x, along),)
 
 
 def _refuses_one_pass(place: Place, x: Any, *, propagate_nan: bool, **attributes: Any) -> str | None:
-    """Says why these windows are not reduced in one pass.
-
-    By replay, XLA reads x once as fast as it reads rows, if windows are small and columns do not lie in lanes.
-    """
-    if any(map(jax.export.is_symbolic_dim, x.shape)):
-        return f"one pass over x needs sizes that are numbers; x is {list(x.shape)}"
-    axes = sum(not span.is_trivial for span in windows.spans(x.shape[-4:-1], **attributes))
-    if axes != 2:
-        return f"one pass in place of two is for windows along two axes; these lie along {axes}"
-    elements = math.prod(attributes["window"])
-    if elements > _MOST_IN_ONE_PASS:
-        return f"one pass is for windows of at most {_MOST_IN_ONE_PASS} elements; these have {elements}"
-    return None if view_of(x.shape).is_stored_so else "XLA keeps the columns of x in lanes, where two passes are faster"
+    return windows.refusal_of_one_pass(x, x.shape[-4:-1], **attributes)
 
 
 def _without_nan(x: jax.Array, propagate_nan: bool) -> jax.Array:
