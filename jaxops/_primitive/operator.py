@@ -40,6 +40,7 @@ class Operator:
       derivative: how to differentiate by way of other operators. None differentiates the reference as JAX does.
       kernels: kernels that may run in place of the reference, in order of preference.
       forms: programs in jnp that are better than the reference on some platforms, in order of preference.
+      no_kernel: why there is no kernel, in a few words that `explain` shows.
       axes: the parsed signature, with all fields of operands and results.
     """
 
@@ -50,6 +51,7 @@ class Operator:
     derivative: Derivative | None = None
     kernels: tuple[Kernel, ...] = ()
     forms: tuple[Form, ...] = ()
+    no_kernel: str = ""
     primitive: Primitive = dataclasses.field(init=False, repr=False)
     axes: Signature = dataclasses.field(init=False, repr=False)
     _structures: dict[Any, Structure] = dataclasses.field(init=False, repr=False, default_factory=dict)
