@@ -247,7 +247,8 @@ def test_conformance_table_says_what_there_is() -> None:
             every = names == named(references) and names
             reasons = {operators[name].no_kernel for name in named(references) if not operators[name].kernels}
             without = ", ".join(reasons) if reasons else "not yet" if named(references) else "-"
-            assert column == ("opt-in" if every else ", ".join(f"`{name}`" for name in names) or without)
+            whole = {"tpu": "by evidence", "cuda": "opt-in"}[platform]
+            assert column == (whole if every else ", ".join(f"`{name}`" for name in names) or without)
 
 
 def test_index_of_operators_names_every_function_once() -> None:

@@ -286,12 +286,19 @@ def test_explain_shows_pooling(rng):
     assert {row.implementation for row in rows} == {"reference"}
 
 
+@pytest.mark.parametrize("pool", [max_pool, avg_pool])
+def test_pooling_takes_several_batch_axes(pool, rng):
+    x = jnp.asarray(rng.normal(size=(2, 3, 7, 6, 4)), jnp.float32)
+    each = [pool(images, 3, stride=2, padding="SAME", layout="NHWC") for images in x]
+    np.testing.assert_array_equal(pool(x, 3, stride=2, padding="SAME", layout="NHWC"), jnp.stack(each))
+
+
 X = np.zeros((2, 3, 4, 5), np.float32)
 FORMS = 'be "SAME", "VALID", an integer, or 2 of these: an integer or a pair (before, behind)'
 LAYOUTS = "NCHW, NHWC, NCDHW, NDHWC"
 REFUSALS = {
     "none": (None, 2, {}, "x must be given; got None"),
-    "rank": (X[0, 0], 2, {}, "x must have rank 3, 4 or 5; got float32[4, 5]"),
+    "rank": (X[0, 0], 2, {}, "x must have at least 3 axes; got float32[4, 5]"),
     "dtype": (X.astype(np.int32), 2, {}, "x must be floating point; got int32[2, 3, 4, 5]"),
     "layout": (X, 2, {"layout": "NCWH"}, f"layout must be one of {LAYOUTS}; got 'NCWH'"),
     "layout-missing": (
@@ -311,7 +318,7 @@ REFUSALS = {
         X[0],
         2,
         {"layout": "NDHWC"},
-        "x must have 5 axes, or 4 without a batch, as layout NDHWC says; got float32[3, 4, 5]",
+        "x must have at least 4 axes, as layout NDHWC says; got float32[3, 4, 5]",
     ),
     "window-float": (X, 2.0, {}, "window must be an integer or 2 of them; got 2.0"),
     "window-length": (X, (2, 2, 2), {}, "window must be an integer or 2 of them; got (2, 2, 2)"),

@@ -41,8 +41,8 @@ def max_pool(x: jax.Array, window: Ints, *, stride: Ints | None = None, padding:
         spatial axis a number or a pair (before, behind). "VALID" is 0. "SAME" pads so that there are
         `ceil(extent / stride)` windows: half before x and half behind it, with an odd one behind. Padding is never a
         maximum, so a window of negative numbers has a negative maximum.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". x may lack the batch axis N: "NHWC" with three axes is one image
-        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). There is no default.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". x may lack the batch axis N, or have several: "NHWC" with three axes
+        is one image (H, W, C), and with five of shape (T, N, H, W, C) images. There is no default.
 
     Returns:
       An array with the dtype and layout of x and spatial extents `1 + (extent + before + behind - window) // stride`.
@@ -59,9 +59,8 @@ def max_pool(x: jax.Array, window: Ints, *, stride: Ints | None = None, padding:
       On every platform this runs as XLA operations: window reductions forward, one axis after the other (on TPUs both
       at once for small windows, unless XLA keeps columns in lanes: `xla_one_pass`), slices and comparisons backward.
       There are kernels of the gradient on TPUs where their blocks fit VMEM, fastest where XLA keeps channels or images
-      in lanes; and on NVIDIA GPUs with channels last, where windows do not overlap. A kernel of the value on TPUs is
-      opt-in; where it refuses, as where XLA keeps columns in lanes, the window reductions stand beside the gradient's
-      kernel.
+      in lanes; and on NVIDIA GPUs with channels last, where windows do not overlap. A kernel of the value is for TPUs.
+      By default a kernel runs on TPUs at the sizes where evidence favours it, and on GPUs where you have measured it.
 
     Example:
       >>> x = jnp.array([1.0, 5.0, 2.0, 3.0]).reshape(1, 1, 1, 4)

@@ -162,7 +162,7 @@ def requested(
 ) -> tuple[str, tuple[int, ...], dict[str, Any]]:
     """Returns the layout, the extents of the volume and the operator's attributes, from a user's checked arguments."""
     layout = _layout(operator, x, layout)
-    extents = layouts.spatial_extents((1,) * (len(layout) - len(x.shape)) + x.shape, layout)
+    extents = layouts.spatial_extents((1, *x.shape)[-len(layout) :], layout)
     check_floating(operator, x=x)
     window = along_axes(operator, "window", window, len(extents))
     stride = window if stride is None else along_axes(operator, "stride", stride, len(extents))
@@ -173,15 +173,14 @@ def requested(
 
 
 def _layout(operator: str, x: Any, layout: Any) -> str:
-    """Checks and returns the layout; x may lack the batch axis N."""
+    """Checks and returns the layout; x may lack the batch axis N, or have several."""
     rank = len(x.shape)
-    require(3 <= rank <= 5, operator, "x", "have rank 3, 4 or 5", x)
-    layouts.require_given(operator, x, layout, [one for one in _ADDED_AXES if rank in (len(one), len(one) - 1)])
+    require(rank >= 3, operator, "x", "have at least 3 axes", x)
+    layouts.require_given(operator, x, layout, [one for one in _ADDED_AXES if rank >= len(one) - 1])
     known = isinstance(layout, str) and layout in _ADDED_AXES
     require(known, operator, "layout", f"be one of {', '.join(_ADDED_AXES)}", layout)
-    axes = len(layout)
-    rule = f"have {axes} axes, or {axes - 1} without a batch, as layout {layout} says"
-    require(rank in (axes, axes - 1), operator, "x", rule, x)
+    rule = f"have at least {len(layout) - 1} axes, as layout {layout} says"
+    require(rank >= len(layout) - 1, operator, "x", rule, x)
     return str(layout)
 
 
