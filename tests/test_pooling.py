@@ -286,6 +286,18 @@ def test_explain_shows_pooling(rng):
     assert {row.implementation for row in rows} == {"reference"}
 
 
+@pytest.mark.parametrize("kind", ["max", "mean", "mean-inside"])
+def test_pooling_along_one_axis_equals_loops_in_float64(kind, rng):
+    geometry = (9,), (3,), (2,), ((1, 0),)
+    x, cotangent = make_case(rng, geometry)
+    truth = expected(kind, x, cotangent, geometry)
+    for layout, move in (("NCL", (0, 1, 2)), ("NLC", (0, 2, 1))):
+        fn = pooled(kind, geometry, layout)
+        found = value_and_gradient(fn, jnp.asarray(x.transpose(move)), jnp.asarray(cotangent.transpose(move)))
+        for array, each in zip(found, truth, strict=True):
+            np.testing.assert_allclose(array, each.transpose(move), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("pool", [max_pool, avg_pool])
 def test_pooling_takes_several_batch_axes(pool, rng):
     x = jnp.asarray(rng.normal(size=(2, 3, 7, 6, 4)), jnp.float32)
@@ -295,17 +307,17 @@ def test_pooling_takes_several_batch_axes(pool, rng):
 
 X = np.zeros((2, 3, 4, 5), np.float32)
 FORMS = 'be "SAME", "VALID", an integer, or 2 of these: an integer or a pair (before, behind)'
-LAYOUTS = "NCHW, NHWC, NCDHW, NDHWC"
+LAYOUTS = "NCL, NLC, NCHW, NHWC, NCDHW, NDHWC"
 REFUSALS = {
     "none": (None, 2, {}, "x must be given; got None"),
-    "rank": (X[0, 0], 2, {}, "x must have at least 3 axes; got float32[4, 5]"),
+    "rank": (X[0, 0, 0], 2, {}, "x must have at least 2 axes; got float32[5]"),
     "dtype": (X.astype(np.int32), 2, {}, "x must be floating point; got int32[2, 3, 4, 5]"),
     "layout": (X, 2, {"layout": "NCWH"}, f"layout must be one of {LAYOUTS}; got 'NCWH'"),
     "layout-missing": (
         X[0],
         2,
         {"layout": None},
-        "layout must be NCHW or NHWC, as x has 3 axes and there is no default; got None",
+        "layout must be NCL, NLC, NCHW or NHWC, as x has 3 axes and there is no default; got None",
     ),
     "layout-missing-4": (
         X,

@@ -20,7 +20,14 @@ Pairs = Sequence[tuple[int, int]]
 
 # The operators see (..., D, H, W, C). Channels that come first are batch axes, and the last axis then has length 1; so
 # does the depth of a flat image. These are the axes of length 1 that turn each layout into a volume.
-_ADDED_AXES = {"NCHW": (-4, -1), "NHWC": (-4,), "NCDHW": (-1,), "NDHWC": ()}
+_ADDED_AXES = {
+    "NCL": (-4, -3, -1),
+    "NLC": (-4, -3),
+    "NCHW": (-4, -1),
+    "NHWC": (-4,),
+    "NCDHW": (-1,),
+    "NDHWC": (),
+}
 VOLUME_AXES = (-4, -3, -2)
 # Elements of a window that a TPU reduces in one pass over x; by replay, two passes are faster with 25.
 _MOST_IN_ONE_PASS = 9
@@ -175,8 +182,9 @@ def requested(
 def _layout(operator: str, x: Any, layout: Any) -> str:
     """Checks and returns the layout; x may lack the batch axis N, or have several."""
     rank = len(x.shape)
-    require(rank >= 3, operator, "x", "have at least 3 axes", x)
-    layouts.require_given(operator, x, layout, [one for one in _ADDED_AXES if rank >= len(one) - 1])
+    require(rank >= 2, operator, "x", "have at least 2 axes", x)
+    likely = [one for one in _ADDED_AXES if rank in (len(one), len(one) - 1)]
+    layouts.require_given(operator, x, layout, likely or list(_ADDED_AXES))
     known = isinstance(layout, str) and layout in _ADDED_AXES
     require(known, operator, "layout", f"be one of {', '.join(_ADDED_AXES)}", layout)
     rule = f"have at least {len(layout) - 1} axes, as layout {layout} says"
