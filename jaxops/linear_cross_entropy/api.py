@@ -11,10 +11,10 @@ from jaxops._checks.dtypes import accumulation_dtype, wide_ids
 from jaxops.linear_cross_entropy import checks
 from jaxops.linear_cross_entropy.batch_invariant import INVARIANT_STRATEGIES, invariant_losses
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, RowStatistics
+from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import row_losses, target_total, zero_unless
-from jaxops.linear_cross_entropy.row_targets import Targets
+from jaxops.linear_cross_entropy.row_targets import Targets, Vocabulary
 from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
-from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 
 _NAME = "linear_cross_entropy"
 _REDUCTIONS = ("none", "mean", "sum")
@@ -252,7 +252,7 @@ def linear_cross_entropy(
         return result(*invariant_losses(_NAME, (rows, columns, weights), vocab_axis=vocab_axis, **options))
     options["chunk_rows"] = chunk_rows
     if strategy != "grad_in_forward":
-        statistics = vocabulary.statistics(rows, columns, **options)
+        statistics = linear_row_statistics(rows, columns, vocab_axis=vocab_axis, **options)
         total = target_total(rows, columns, statistics.max_logit)
         total = None if total is None else vocabulary.sum(total)
         return result(row_losses(statistics, total, weights), statistics)

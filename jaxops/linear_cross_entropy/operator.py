@@ -5,6 +5,7 @@ written once. On a single device those rows that count go first, and a tile is c
 which reads its part of the weight again.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.linear_cross_entropy.checks import check_operands
 from jaxops.linear_cross_entropy.chunk_sizes import logits_of_tile
-from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, merged_pair
+from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, merged, merged_pair
 from jaxops.linear_cross_entropy.fold_rows import kept_rows
 from jaxops.linear_cross_entropy.operands import (
     SKIPPED,
@@ -30,7 +31,7 @@ from jaxops.linear_cross_entropy.operands import (
     RowStatistics,
     axes,
 )
-from jaxops.linear_cross_entropy.row_statistics import Logits, RowSums, statistics_terms, with_scale
+from jaxops.linear_cross_entropy.row_statistics import Logits, RowSums, statistics_terms, target_total, with_scale
 from lowering.operators import EVERYWHERE, Form, Place
 from pallas_kernels.gpu.linear_cross_entropy import gradients as gpu_gradients
 from pallas_kernels.gpu.linear_cross_entropy import statistics as gpu_statistics
@@ -39,14 +40,37 @@ from pallas_kernels.tpu.linear_cross_entropy import statistics as tpu_statistics
 
 
 def linear_row_statistics(
-    rows: Rows, columns: Columns, *, softcap: float | None, chunk_rows: int | None, metrics: bool
+    rows: Rows, columns: Columns, *, chunk_rows: int | None, vocab_axis: str | None = None, **params: Any
 ) -> RowStatistics:
     """Computes the statistics of the logits, bounded by a softcap, which never exist all at once.
 
-    About `chunk_rows` rows' worth of them does. Metrics are `mean_logit` and `prediction`.
+    About `chunk_rows` rows' worth of them does. `vocab_axis` is the mesh axis over which columns are split, if any. The
+    other parameters are the softcap, and whether `metrics` are wanted: `mean_logit` and `prediction`.
     """
+    if vocab_axis is not None and rows.x.dtype == jnp.float16:
+        # Every part of the vocabulary contributes a share of x's gradient. For a mean these are too small for float16,
+        # so they are added in float32.
+        rows = rows._replace(x=rows.x.astype(jnp.float32))
     tile_logits = logits_of_tile(math.prod(rows.x.shape[:-1]), columns.weight.shape, chunk_rows)
-    return _STATISTICS(rows, columns, softcap=softcap, tile_logits=tile_logits, metrics=metrics)
+    statistics = _STATISTICS(rows, columns, tile_logits=tile_logits, **params)
+    return statistics if vocab_axis is None else _merged(statistics, rows, columns, vocab_axis)
+
+
+def _merged(statistics: RowStatistics, rows: Rows, columns: Columns, axis: str) -> RowStatistics:
+    """Merges the statistics of each part of the vocabulary, which are relative to the part's own maximum."""
+    maximum, log_sum_exp, label_logit, target_logit, mean_logit, prediction = statistics
+    parts = RowSums(maximum, jnp.expm1(log_sum_exp), target_logit=target_logit)
+    if rows.labels is not None and label_logit is not None:
+        has_label = (rows.labels >= 0).astype(maximum.dtype)
+        parts = parts._replace(label_logit=label_logit, has_label=has_label)
+    if target_logit is not None:
+        parts = parts._replace(target_total=target_total(rows, columns, maximum))
+    index = jax.lax.axis_index(axis)
+    if mean_logit is not None and prediction is not None:
+        weighted, prediction = mean_logit * jnp.exp(log_sum_exp), prediction + columns.weight.shape[0] * index
+        parts = parts._replace(weighted_logit=weighted, prediction=prediction)
+    over = (functools.partial(of, axis_name=axis) for of in (jax.lax.pmax, jax.lax.psum, jax.lax.pmin))
+    return merged(parts, jnp.broadcast_to(index, maximum.shape), *over).statistics
 
 
 def statistics_by_columns(
