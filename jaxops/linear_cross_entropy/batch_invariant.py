@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 import lowering
 from jaxops._checks.arguments import require
-from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import varying_with
@@ -83,18 +82,12 @@ def _losses(
 
     def step(_: None, block: tuple[Rows, RowWeights]) -> tuple[None, tuple[jax.Array | None, RowStatistics]]:
         rows, weights = block
-        statistics = _logits(rows, columns, softcap).sums(metrics=metrics).statistics
+        sums = algebra.Logits.of(rows, columns, softcap).sums(metrics=metrics)
         if metrics:
-            return None, (None, statistics)
-        total = algebra.target_total(rows, columns, statistics.max_logit)
-        return None, (algebra.row_losses(statistics, total, weights), _NO_STATISTICS)
+            return None, (None, sums.statistics)
+        return None, (algebra.row_losses(sums.statistics, sums.target_total, weights), _NO_STATISTICS)
 
     return _scan_blocks(step, None, (rows, weights), rows.x.shape[:-1])[1]
-
-
-def _logits(rows: Rows, columns: Columns, softcap: float | None) -> algebra.Logits:
-    rows = rows._replace(x=rows.x.astype(columns.weight.dtype))
-    return algebra.Logits.of(rows, columns, softcap, accumulation_dtype(columns.weight.dtype))
 
 
 def _gradients(
@@ -113,28 +106,21 @@ def _gradients(
 
     def step(sums: ColumnGradients, block: Any) -> tuple[ColumnGradients, tuple[RowGradients, RowWeights]]:
         of_loss, cotangents, rows, weights = block
-        logits = _logits(rows, columns, softcap)
+        logits = algebra.Logits.of(rows, columns, softcap)
         row_sums = logits.sums(metrics=metrics)
         statistics = row_sums.statistics
-        total = algebra.target_total(rows, columns, statistics.max_logit)
         of_weights = RowWeights()
         if of_loss is not None:
-            pairs = zip(weights, algebra.loss_terms(statistics, total), strict=True)
+            pairs = zip(weights, algebra.loss_terms(statistics, row_sums.target_total), strict=True)
             of_weights = RowWeights(*(None if weight is None else of_loss * term for weight, term in pairs))
             weighted = jax.tree.map(lambda weight: of_loss * weight, weights)
-            terms = algebra.cotangent_terms(weighted, row_sums, total)
+            of_rows, sums = logits.loss_gradients(weighted, row_sums, needs, sums)
             # A loss is linear in the statistics but for log sum exp, so these are the cotangents of the statistics.
-            softmax = algebra.softmax_coefficient(weighted, statistics, total)
-            cotangents = RowStatistics(softmax, softmax, terms.label, terms.target)
+            softmax, minus = algebra.softmax_coefficient(weighted, row_sums), jax.tree.map(jnp.negative, weighted)
+            cotangents = RowStatistics(softmax, softmax, minus.label, minus.target)
         else:
-            terms = algebra.statistics_terms(cotangents, statistics)
-        of_rows, of_columns = logits.gradients(terms, needs)
-        of_rows = algebra.with_scale(of_rows, cotangents, statistics, rows, columns)
-        if of_loss is not None and weights.target is not None:
-            # T is a sum of the targets, so each of them has this in its gradient, whatever its column.
-            by_total = of_loss * weights.target * statistics.log_sum_exp
-            of_rows, of_columns = algebra.with_target_total((of_rows, of_columns), by_total)
-        return jax.tree.map(jnp.add, sums, of_columns), (of_rows, of_weights)
+            of_rows, sums = logits.gradients(algebra.statistics_terms(cotangents, statistics), needs, sums)
+        return sums, (algebra.with_scale(of_rows, cotangents, statistics, rows, columns), of_weights)
 
     operands = (for_losses, for_statistics, rows, weights)
     sums = Sums.zeros(columns, weights, needs).columns

@@ -92,25 +92,14 @@ def chunk_step(columns: Columns, options: SumOptions, add: algebra.Adding = alge
 
     def step(sums: Sums, chunk: tuple[Rows, RowWeights]) -> tuple[RowResults, Sums]:
         rows, weights = chunk
-        x_dtype, rows = rows.x.dtype, rows._replace(x=rows.x.astype(columns.weight.dtype))
-        rows = algebra.skipped_as_zeros(rows)
-        logits = algebra.Logits.of(rows, columns, options.softcap, sums.loss.dtype)
+        logits = algebra.Logits.of(algebra.skipped_as_zeros(rows), columns, options.softcap)
         # Behind the barrier, logits - maximum is computed again; without it XLA would keep that beside the logits.
         row_sums = jax.lax.optimization_barrier(logits.sums(metrics=options.metrics))
         statistics = row_sums.statistics
-        total = algebra.target_total(rows, columns, statistics.max_logit)
-        cotangent = algebra.cotangent_terms(weights, row_sums, total)
-        gradients = logits.gradients(cotangent, options.needs, weight_sum=sums.columns.weight, add=add)
-        # The gradient of t_c is b l - b (z_c - m), as T is the sum of t; the first term, alike for all c, is missing.
-        if weights.target is not None:
-            gradients = algebra.with_target_total(gradients, weights.target * statistics.log_sum_exp)
-        of_rows, of_columns = gradients
-        loss = sums.loss + jnp.sum(algebra.row_losses(statistics, total, weights))
-        # The weight's product adds to its sum itself: as an array of its own, it would be V H numbers more.
-        before = sums.columns._replace(weight=None)
-        added = jax.tree.map(jnp.add, before, of_columns._replace(weight=None))
+        of_rows, of_columns = logits.loss_gradients(weights, row_sums, options.needs, sums.columns, add)
+        loss = sums.loss + jnp.sum(algebra.row_losses(statistics, row_sums.target_total, weights))
         # Rounded in its chunk, so that no gradient of all rows exists in float32 if it is kept in bfloat16.
-        of_rows = of_rows._replace(x=algebra.kept_gradient(of_rows.x, x_dtype))
-        return (statistics, of_rows), Sums(loss, added._replace(weight=of_columns.weight))
+        of_rows = of_rows._replace(x=algebra.kept_gradient(of_rows.x, rows.x.dtype))
+        return (statistics, of_rows), Sums(loss, of_columns)
 
     return step

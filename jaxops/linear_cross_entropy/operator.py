@@ -82,7 +82,7 @@ def statistics_by_columns(
     place: Place | None = None,
 ) -> RowStatistics:
     """Computes the `RowStatistics` of x weight^T + bias."""
-    rows, dtype = rows._replace(x=rows.x.astype(columns.weight.dtype)), accumulation_dtype(columns.weight.dtype)
+    rows = rows._replace(x=rows.x.astype(columns.weight.dtype))
     # Metrics are wanted for all rows.
     kept = None if metrics else kept_rows(rows, place)
     taken = rows if kept is None else kept.take(rows)
@@ -92,13 +92,13 @@ def statistics_by_columns(
 
         def add(_: None, chunk: tuple[RowSums, Rows]) -> tuple[RowSums, None]:
             before, rows = chunk
-            sums = Logits.of(rows, in_tile, softcap, dtype).sums(metrics=metrics)
+            sums = Logits.of(rows, in_tile, softcap).sums(metrics=metrics)
             return merged_pair(before, tile.sums(sums)), None
 
         of_tile = tile.rows(taken)
         return (add(None, (sums, of_tile)) if kept is None else kept.fold(add, None, sums, of_tile))[0]
 
-    shapes = jax.eval_shape(lambda: Logits.of(taken, columns, softcap, dtype).sums(metrics=metrics))
+    shapes = jax.eval_shape(lambda: Logits.of(taken, columns, softcap).sums(metrics=metrics))
     no_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     # A sum of exponentials over no columns is 0, and this is 1 less.
     no_columns = no_columns._replace(less_one=no_columns.less_one - 1)
@@ -106,8 +106,9 @@ def statistics_by_columns(
     if kept is None or rows.labels is None:
         return statistics
     # The x of all skipped rows counts as 0, so their statistics are those of one row.
-    zero = Rows(jnp.zeros((1, rows.x.shape[-1]), rows.x.dtype), jnp.full((1,), SKIPPED, rows.labels.dtype))
-    skipped = Logits.of_zero(zero, columns, softcap, dtype).sums(metrics=False).statistics
+    zero = Rows(jnp.zeros((1, 0)), jnp.full((1,), SKIPPED, rows.labels.dtype))
+    without_features = columns._replace(weight=columns.weight[:, :0])
+    skipped = Logits.of(zero, without_features, softcap).sums(metrics=False).statistics
     is_skipped = rows.labels == SKIPPED
     return jax.tree.map(lambda x, of_kept: jnp.where(is_skipped, x, of_kept), skipped, kept.restore(statistics))
 
@@ -137,10 +138,10 @@ def gradients_by_columns(
 
         def add(sums: ColumnGradients, chunk: Any) -> Gradients:
             before, (terms, rows) = chunk
-            new, added = Logits.of(rows, in_tile, softcap, dtype).gradients(terms, needs)
+            new, sums = Logits.of(rows, in_tile, softcap).gradients(terms, needs, sums)
             # Row gradients are sums over tiles, except that of probabilities: each of its columns is in one tile.
             summed = jax.tree.map(jnp.add, before, new._replace(probabilities=None))
-            return summed._replace(probabilities=new.probabilities), jax.tree.map(jnp.add, sums, added)
+            return summed._replace(probabilities=new.probabilities), sums
 
         sums = jax.tree.map(lambda x: jnp.zeros_like(tile.of(x), dtype), of_columns)
         before = of_rows._replace(probabilities=None)

@@ -78,7 +78,7 @@ def exponentials(
     columns: Columns, softcap: float | None, metrics: bool, x: jax.Array, labels: jax.Array, shift: jax.Array
 ) -> Exponentials:
     """Computes exponentials in jnp, for compilers that fuse what is elementwise into a product."""
-    logits = algebra.Logits.of(Rows(x), columns, softcap, shift.dtype).bounded
+    logits = algebra.Logits.of(Rows(x), columns, softcap).bounded
     shifted = logits - shift[..., None]
     exp = jnp.where(algebra.is_label(labels, logits), 0, jnp.exp(jnp.minimum(shifted, MOST_EXCESS)))
     targets = algebra.column_targets(Rows(x), columns, shifted)
@@ -171,10 +171,10 @@ def _chunk_step(
         assert rows.labels is not None
         x = algebra.skipped_as_zeros(rows._replace(x=rows.x.astype(columns.weight.dtype))).x
         sums, off_label, label_weight = _shifted_sums(x, rows.labels, columns, softcap, exponentiating, dtype)
-        statistics, total, has_label = sums.statistics, sums.target_total, sums.has_label
+        statistics, has_label = sums.statistics, sums.has_label
         assert statistics.label_logit is not None
         assert has_label is not None
-        scale = algebra.softmax_coefficient(weights, statistics, total) / sums.sum_exp
+        scale = algebra.softmax_coefficient(weights, sums) / sums.sum_exp
         at_label = scale * jnp.exp(statistics.label_logit) - (0 if weights.label is None else weights.label)
         at_label = at_label * algebra.softcap_slope(statistics.label_logit + sums.max_logit, softcap)
         at_label = jnp.where(has_label, at_label, 0)
@@ -186,7 +186,7 @@ def _chunk_step(
             is_exact = jnp.broadcast_to(jnp.all(is_exact), is_exact.shape)
         scale, at_label = jnp.where(is_exact, scale, 0), jnp.where(is_exact, at_label, 0)
         ratio = jnp.where(scale == 0, 0, ratio).astype(x.dtype)
-        loss = before.loss + jnp.sum(jnp.where(is_exact, algebra.row_losses(statistics, total, weights), 0))
+        loss = before.loss + jnp.sum(jnp.where(is_exact, algebra.row_losses(statistics, sums.target_total, weights), 0))
         x_grad, of_columns = None, before.columns
         if needs.x:
             x_grad = jnp.einsum("...v,vh->...h", off_label, columns.weight, preferred_element_type=dtype)
@@ -218,7 +218,7 @@ def _shifted_sums(
     label_logit = jnp.sum(x.astype(dtype) * label.weight, axis=-1)
     label_logit = algebra.capped(label_logit if label.bias is None else label_logit + label.bias, softcap)
     label_logit = jnp.where(has_label, label_logit, -jnp.inf)
-    first = algebra.Logits.of(Rows(x), first_columns, softcap, dtype).bounded
+    first = algebra.Logits.of(Rows(x), first_columns, softcap).bounded
     shift = jnp.maximum(label_logit, jnp.max(first, axis=-1))
     shift = jnp.where(jnp.isfinite(shift), shift, 0)
     of, label_logit = exponentiating(x, labels, shift), label_logit - shift

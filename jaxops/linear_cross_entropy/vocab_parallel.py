@@ -21,7 +21,7 @@ from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import require_split
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_rows
-from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows
+from jaxops.linear_cross_entropy.operands import ColumnGradients, Columns, CotangentTerms, Needs, Rows
 from jaxops.linear_cross_entropy.row_statistics import Factors, Logits, is_label, rounded_products
 from lowering.operators import EVERYWHERE, Form, Place
 from pallas_kernels.gpu.linear_cross_entropy import vocab_parallel as gpu
@@ -136,11 +136,11 @@ def _max_sum(
 ) -> OnlineMaxSum:
     mask = (target < start) | (target >= end)
     masked_target = jnp.where(mask, jnp.zeros_like(target), target - start)
-    columns, dtype = Columns(weight), accumulation_dtype(x.dtype)
+    columns = Columns(weight)
 
     def chunk(_: None, rows: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[OnlineMaxSum, None]:
         x, mask, masked_target = rows
-        logits = Logits.of(Rows(x), columns, None, dtype)
+        logits = Logits.of(Rows(x), columns, None)
         labeled = Rows(x, jnp.where(mask, -1, wide_ids(masked_target)))
         sums: Any = logits._replace(rows=labeled).sums(metrics=False)
         # Here the maximum is a result, which is differentiated as well. There it is a constant.
@@ -186,17 +186,17 @@ def _grad(
     place: Place | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     labels, dtype = jnp.where(mask, -1, wide_ids(masked_target)), accumulation_dtype(x.dtype)
-    needs = Needs(x=True, weight=True)
+    start = jnp.zeros(weight.shape, dtype)
     if softmax is not None:
         cotangent = (softmax - is_label(labels, softmax).astype(softmax.dtype)) * grad[..., None]
-        factors, bound = Factors(cotangent.astype(dtype), x, weight), functools.partial(jnp.abs, grad)
-        gradients: Any = rounded_products(needs, factors, bound)
+        factors, bound = Factors(cotangent.astype(dtype), x, weight, start), functools.partial(jnp.abs, grad)
+        gradients: Any = rounded_products(True, factors, bound)
         return gradients[0].astype(x.dtype), gradients[1].astype(weight.dtype)
 
     def chunk(weight_sum: jax.Array, chunk: tuple[CotangentTerms, Rows]) -> tuple[Any, Any]:
         terms, rows = chunk
-        logits = Logits.of(rows, Columns(weight), None, dtype)
-        of_rows, of_columns = logits.gradients(terms, needs, weight_sum=weight_sum)
+        logits = Logits.of(rows, Columns(weight), None)
+        of_rows, of_columns = logits.gradients(terms, Needs(x=True), ColumnGradients(weight_sum))
         assert of_rows.x is not None
         return of_rows.x.astype(x.dtype), of_columns.weight
 
@@ -205,7 +205,6 @@ def _grad(
     assert sum_exp_logits is not None
     # The sum divides the coefficient: see `cotangent_terms`.
     chunks = CotangentTerms(grad / sum_exp_logits, logits_max, jnp.zeros_like(logits_max), -grad), Rows(x, labels)
-    start = jnp.zeros(weight.shape, dtype)
     chunk_rows = rows_of_logits(*weight.shape)
     x_grad, weight_grad = fold_rows(chunk, start, chunks, grad.shape, chunk_rows, place)
     return x_grad, weight_grad.astype(weight.dtype)
