@@ -55,12 +55,9 @@ class Sums(NamedTuple):
     def zeros(cls, columns: Columns, weights: RowWeights, needs: Needs, weight_grad_dtype: Any = None) -> "Sums":
         """Returns the sums before the first row, in the dtype of the weights of losses."""
         dtype = jnp.result_type(*jax.tree.leaves(weights))
-
-        def zeros(name: str, dtype: Any = dtype) -> jax.Array | None:
-            return jnp.zeros_like(getattr(columns, name), dtype) if getattr(needs, name) else None
-
-        of_columns = ColumnGradients(zeros("weight", weight_grad_dtype or dtype), zeros("bias"), zeros("class_targets"))
-        return cls(jnp.zeros((), dtype), of_columns)
+        of_columns = ColumnGradients(*(needs.zeros(name, columns, dtype) for name in ColumnGradients._fields))
+        weight = needs.zeros("weight", columns, weight_grad_dtype or dtype)
+        return cls(jnp.zeros((), dtype), of_columns._replace(weight=weight))
 
 
 def summed_by_rows(

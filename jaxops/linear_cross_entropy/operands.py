@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 # The label of a row that does not count.
 SKIPPED = -2
@@ -103,6 +104,10 @@ class Needs(NamedTuple):
     def of(cls, rows: Any, columns: Any) -> "Needs":
         """Returns which operands need a gradient, given records of bools, None where an operand is absent."""
         return cls(*(bool(getattr(rows, name, None) or getattr(columns, name, None)) for name in cls._fields))
+
+    def zeros(self, name: str, operands: Any, dtype: Any = None) -> jax.Array | None:
+        """Returns zeros for the gradient of an operand in a record, in its dtype or another; None if not needed."""
+        return jnp.zeros_like(getattr(operands, name), dtype) if getattr(self, name) else None
 
 
 class RowGradients(NamedTuple):

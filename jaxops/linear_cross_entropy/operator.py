@@ -88,7 +88,7 @@ def statistics_by_columns(
     taken = rows if kept is None else kept.take(rows)
 
     def add_tile(sums: RowSums, tile: Tile) -> RowSums:
-        in_tile = tile.columns(columns)
+        in_tile = jax.tree.map(tile.of, columns)
 
         def add(_: None, chunk: tuple[RowSums, Rows]) -> tuple[RowSums, None]:
             before, rows = chunk
@@ -134,7 +134,7 @@ def gradients_by_columns(
 
     def add_tile(carry: Gradients, tile: Tile) -> Gradients:
         of_rows, of_columns = carry
-        in_tile = tile.columns(columns)
+        in_tile = jax.tree.map(tile.of, columns)
 
         def add(sums: ColumnGradients, chunk: Any) -> Gradients:
             before, (terms, rows) = chunk
@@ -147,28 +147,24 @@ def gradients_by_columns(
         before = of_rows._replace(probabilities=None)
         chunk = terms, tile.rows(rows)
         new, sums = add(sums, (before, chunk)) if kept is None else kept.fold(add, sums, before, chunk)
-        probabilities = of_rows.probabilities
-        if probabilities is not None and new.probabilities is not None:
-            axis = probabilities.ndim - 1
-            probabilities = tile.put(probabilities, new.probabilities.astype(probabilities.dtype), axis)
+        probabilities = jax.tree.map(
+            lambda x, part: tile.put(x, part, x.ndim - 1), of_rows.probabilities, new.probabilities
+        )
         # A tile has seen all rows, so its part of the gradient is complete and is rounded once.
-        of_columns = jax.tree.map(lambda x, part: tile.put(x, part.astype(x.dtype)), of_columns, sums)
-        return new._replace(probabilities=probabilities), of_columns
-
-    def zeros(name: str, like: Any, dtype: Any = None) -> jax.Array | None:
-        return jnp.zeros_like(getattr(like, name), dtype) if getattr(needs, name) else None
+        return new._replace(probabilities=probabilities), jax.tree.map(tile.put, of_columns, sums)
 
     # What is added up over tiles would lose digits if each of them rounded it to 16 bits; the rest is written once.
-    of_rows = RowGradients(zeros("x", rows, dtype), zeros("probabilities", rows), zeros("scale", rows, dtype))
-    of_columns = ColumnGradients(*(zeros(name, columns) for name in ColumnGradients._fields))
+    x_grad, scale_grad = (needs.zeros(name, rows, dtype) for name in ("x", "scale"))
+    of_rows = RowGradients(x_grad, needs.zeros("probabilities", rows), scale_grad)
+    of_columns = ColumnGradients(*(needs.zeros(name, columns) for name in ColumnGradients._fields))
     of_rows, of_columns = fold_columns(add_tile, (of_rows, of_columns), rows, columns, tile_logits, kept, place)
     of_rows = of_rows if kept is None else kept.restore(of_rows)
-    return of_rows if of_rows.x is None else of_rows._replace(x=of_rows.x.astype(x_dtype)), of_columns
+    return of_rows._replace(x=jax.tree.map(lambda x: x.astype(x_dtype), of_rows.x)), of_columns
 
 
 def _vjp(residuals: Any, cotangents: RowStatistics, active: Active, *, metrics: bool, **params: Any) -> Any:
-    rows, columns = residuals[:2]
-    statistics = RowStatistics(*residuals[2:])
+    rows, columns, *results = residuals
+    statistics = RowStatistics(*results)
     terms = statistics_terms(cotangents, statistics)
     of_rows, of_columns = _BACKWARD(terms, rows, columns, needs=Needs.of(*active), **params)
     scale = with_scale(of_rows, cotangents, statistics, rows, columns).scale
