@@ -90,7 +90,7 @@ def inner_product(gradient: jax.Array, tangent: jax.Array, dtype: Any) -> jax.Ar
     return jnp.sum(gradient.astype(dtype) * tangent.astype(dtype))
 
 
-def _exponentiating(launcher: Any, name: str, platform: str, *, interpreter_is_pure: bool = True) -> Kernel:
+def _exponentiating(launcher: Any, name: str, platform: str) -> Kernel:
     """Returns the kernel of gradients by a prior shift, with exponentials from a launcher of theirs."""
 
     def run(
@@ -148,8 +148,8 @@ def _exponentiating(launcher: Any, name: str, platform: str, *, interpreter_is_p
         gradients = [f"gradient of {name}" for name, is_needed in needs._asdict().items() if is_needed]
         return kind_of_layer(rows, columns, softcap, [*weighted, *gradients])
 
-    pure = interpreter_is_pure
-    return Kernel(name, platform, run, refuses, configs, kind=kind, interpreter_is_pure=pure, takes=_OF_LABELS)
+    is_pure = platform == "tpu"
+    return Kernel(name, platform, run, refuses, configs, kind=kind, interpreter_is_pure=is_pure, takes=_OF_LABELS)
 
 
 _OF_LABELS = frozenset({"x", "labels", "weight", "bias", "class_targets", *RowWeights._fields})
@@ -161,7 +161,7 @@ _SUM_WITH_GRADIENTS = Operator(
     reference=summed_by_rows,
     kernels=(
         _exponentiating(tpu_exponentials, "mosaic_tpu", "tpu"),
-        _exponentiating(gpu_exponentials, "mosaic_gpu", "cuda", interpreter_is_pure=False),
+        _exponentiating(gpu_exponentials, "mosaic_gpu", "cuda"),
     ),
     forms=(
         # On TPUs, XLA fuses the exponentials into the product that makes the logits.
