@@ -16,22 +16,13 @@ import jax.numpy as jnp
 
 import lowering
 from jaxops._checks.arguments import require
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy import row_statistics as algebra
-from jaxops.linear_cross_entropy.by_rows import Sums
 from jaxops.linear_cross_entropy.fold_rows import padded
-from jaxops.linear_cross_entropy.operands import (
-    ColumnGradients,
-    Columns,
-    Needs,
-    RowGradients,
-    Rows,
-    RowStatistics,
-    RowWeights,
-    axes,
-)
+from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowStatistics, RowWeights, axes
 from lowering.operators import EVERYWHERE, Form, is_absent_field
 
 _Operands = tuple[Rows, Columns, RowWeights]
@@ -101,10 +92,10 @@ def _gradients(
     softcap: float | None,
     metrics: bool,
     place: Any = None,
-) -> tuple[RowGradients, ColumnGradients, RowWeights]:
+) -> tuple[Rows, Columns, RowWeights]:
     """Computes the gradients of the operands of `_losses`; those of the weights are never left out."""
 
-    def step(sums: ColumnGradients, block: Any) -> tuple[ColumnGradients, tuple[RowGradients, RowWeights]]:
+    def step(sums: Columns, block: Any) -> tuple[Columns, tuple[Rows, RowWeights]]:
         of_loss, cotangents, rows, weights = block
         logits = algebra.Logits.of(rows, columns, softcap)
         row_sums = logits.sums(metrics=metrics)
@@ -123,37 +114,33 @@ def _gradients(
         return sums, (algebra.with_scale(of_rows, cotangents, statistics, rows, columns), of_weights)
 
     operands = (for_losses, for_statistics, rows, weights)
-    sums = Sums.zeros(columns, weights, needs).columns
+    sums = needs.zeros(columns, accumulation_dtype(columns.weight.dtype))
     sums, (of_rows, of_weights) = _scan_blocks(step, sums, operands, rows.x.shape[:-1])
     return of_rows, sums, of_weights
 
 
 def _vjp(residuals: Any, cotangents: Any, active: Active, **params: Any) -> Any:
     for_losses, for_statistics = cotangents
-    rows, columns, weights = operands = residuals[:3]
+    operands = residuals[:3]
     is_row, is_column, is_weight = active
     x_only = Needs(x=bool(is_row.x))
-    of_rows, of_columns, of_weights = _GRADIENTS(for_losses, for_statistics, *operands, needs=x_only, **params)
+    gradients = _GRADIENTS(for_losses, for_statistics, *operands, needs=x_only, **params)
     others = Needs.of(is_row, is_column)._replace(x=False)
     if any(others) or any(is_weight):
         # Apart: in one loop, what else is asked for would change what is fused in the computation of x's gradient.
-        x_grad = of_rows.x
-        of_rows, of_columns, of_weights = _GRADIENTS(for_losses, for_statistics, *operands, needs=others, **params)
-        of_rows = of_rows._replace(x=x_grad)
+        of_rows, *rest = _GRADIENTS(for_losses, for_statistics, *operands, needs=others, **params)
+        gradients = of_rows._replace(x=gradients[0].x), *rest
 
     def rounded(x: Any, gradient: Any) -> Any:
         return None if x is None or gradient is None else gradient.astype(x.dtype)
 
-    gradients = Rows(of_rows.x, None, of_rows.probabilities, of_rows.scale), Columns(*of_columns), of_weights
-    return jax.tree.map(rounded, (rows, columns, weights), gradients, is_leaf=is_absent_field)
+    return jax.tree.map(rounded, tuple(operands), tuple(gradients), is_leaf=is_absent_field)
 
 
 # Per device: if the compiler split a block over devices, its shape on each, and so its bits, would depend on the mesh.
 _GRADIENTS = Operator(
     name="batch_invariant_losses_backward",
-    signature=(
-        f"..., {axes(RowStatistics, Rows, Columns, RowWeights)} -> {axes(RowGradients, ColumnGradients, RowWeights)}"
-    ),
+    signature=f"..., {axes(RowStatistics, Rows, Columns, RowWeights)} -> {axes(Rows, Columns, RowWeights)}",
     check=lambda *_, **__: None,
     reference=_gradients,
     forms=(Form("xla_row_blocks", EVERYWHERE, _gradients, per_device=True),),

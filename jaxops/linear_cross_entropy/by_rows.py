@@ -8,23 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy import row_statistics as algebra
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import Step, fold_kept_rows
-from jaxops.linear_cross_entropy.operands import (
-    ColumnGradients,
-    Columns,
-    Needs,
-    RowGradients,
-    Rows,
-    RowStatistics,
-    RowWeights,
-)
+from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowStatistics, RowWeights
 from lowering.operators import Place
 
 # Of each row; and with the summed loss and the gradients of columns.
-RowResults = tuple[RowStatistics, RowGradients]
-SumResults = tuple[jax.Array, RowStatistics, RowGradients, ColumnGradients]
+RowResults = tuple[RowStatistics, Rows]
+SumResults = tuple[jax.Array, RowStatistics, Rows, Columns]
 
 
 class SumOptions(NamedTuple):
@@ -49,15 +42,14 @@ class Sums(NamedTuple):
     """Sums over rows: the loss, and the gradients of what each column has."""
 
     loss: jax.Array
-    columns: ColumnGradients
+    columns: Columns
 
     @classmethod
-    def zeros(cls, columns: Columns, weights: RowWeights, needs: Needs, weight_grad_dtype: Any = None) -> "Sums":
-        """Returns the sums before the first row, in the dtype of the weights of losses."""
-        dtype = jnp.result_type(*jax.tree.leaves(weights))
-        of_columns = ColumnGradients(*(needs.zeros(name, columns, dtype) for name in ColumnGradients._fields))
-        weight = needs.zeros("weight", columns, weight_grad_dtype or dtype)
-        return cls(jnp.zeros((), dtype), of_columns._replace(weight=weight))
+    def zeros(cls, columns: Columns, options: SumOptions) -> "Sums":
+        """Returns the sums before the first row."""
+        dtype, zeros = accumulation_dtype(columns.weight.dtype), options.needs.zeros
+        weight = zeros(columns, options.weight_grad_dtype or dtype).weight
+        return cls(jnp.zeros((), dtype), zeros(columns, dtype)._replace(weight=weight))
 
 
 def summed_by_rows(
@@ -76,10 +68,8 @@ def summed_by_rows(
     is_plain = is_plain and not options.metrics and columns.weight.dtype.itemsize > 2
     classes, features = columns.weight.shape
     chunk_rows = options.chunk_rows or rows_of_logits(classes, features, 2 if on_one_cpu and not is_plain else 1)
-    start = Sums.zeros(columns, weights, options.needs, options.weight_grad_dtype)
-    (statistics, of_rows), sums = fold_kept_rows(
-        step, start, (rows, weights), place, chunk_rows, all_rows=options.metrics
-    )
+    start, operands = Sums.zeros(columns, options), (rows, weights)
+    (statistics, of_rows), sums = fold_kept_rows(step, start, operands, place, chunk_rows, all_rows=options.metrics)
     weight_grad = algebra.kept_gradient(sums.columns.weight, columns.weight.dtype)
     return sums.loss, statistics, of_rows, sums.columns._replace(weight=weight_grad)
 

@@ -18,18 +18,7 @@ from jaxops._primitive.operator import Operator
 from jaxops.linear_cross_entropy.chunk_sizes import logits_of_tile
 from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, merged, merged_pair
 from jaxops.linear_cross_entropy.fold_rows import kept_rows
-from jaxops.linear_cross_entropy.operands import (
-    SKIPPED,
-    ColumnGradients,
-    Columns,
-    CotangentTerms,
-    Gradients,
-    Needs,
-    RowGradients,
-    Rows,
-    RowStatistics,
-    axes,
-)
+from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, CotangentTerms, Needs, Rows, RowStatistics, axes
 from jaxops.linear_cross_entropy.row_statistics import Logits, RowSums, statistics_terms, target_total, with_scale
 from lowering.operators import EVERYWHERE, Form, Place
 from pallas_kernels.gpu.linear_cross_entropy import gradients as gpu_gradients
@@ -122,7 +111,7 @@ def gradients_by_columns(
     tile_logits: int | None,
     needs: Needs,
     place: Place | None = None,
-) -> Gradients:
+) -> tuple[Rows, Columns]:
     """Computes gradients from the cotangent of the logits; that of the scale is as in `Logits.gradients`."""
     x_dtype, rows = rows.x.dtype, rows._replace(x=rows.x.astype(columns.weight.dtype))
     kept = kept_rows(rows, place)
@@ -132,11 +121,11 @@ def gradients_by_columns(
         terms = terms._replace(log_sum_exp=jnp.where(rows.labels == SKIPPED, jnp.inf, terms.log_sum_exp))
     dtype = accumulation_dtype(rows.x.dtype)
 
-    def add_tile(carry: Gradients, tile: Tile) -> Gradients:
+    def add_tile(carry: tuple[Rows, Columns], tile: Tile) -> tuple[Rows, Columns]:
         of_rows, of_columns = carry
         in_tile = jax.tree.map(tile.of, columns)
 
-        def add(sums: ColumnGradients, chunk: Any) -> Gradients:
+        def add(sums: Columns, chunk: Any) -> tuple[Rows, Columns]:
             before, (terms, rows) = chunk
             new, sums = Logits.of(rows, in_tile, softcap).gradients(terms, needs, sums)
             # Row gradients are sums over tiles, except that of probabilities: each of its columns is in one tile.
@@ -154,10 +143,9 @@ def gradients_by_columns(
         return new._replace(probabilities=probabilities), jax.tree.map(tile.put, of_columns, sums)
 
     # What is added up over tiles would lose digits if each of them rounded it to 16 bits; the rest is written once.
-    x_grad, scale_grad = (needs.zeros(name, rows, dtype) for name in ("x", "scale"))
-    of_rows = RowGradients(x_grad, needs.zeros("probabilities", rows), scale_grad)
-    of_columns = ColumnGradients(*(needs.zeros(name, columns) for name in ColumnGradients._fields))
-    of_rows, of_columns = fold_columns(add_tile, (of_rows, of_columns), rows, columns, tile_logits, kept, place)
+    of_rows = needs.zeros(rows, dtype)._replace(probabilities=needs.zeros(rows).probabilities)
+    zeros = of_rows, needs.zeros(columns)
+    of_rows, of_columns = fold_columns(add_tile, zeros, rows, columns, tile_logits, kept, place)
     of_rows = of_rows if kept is None else kept.restore(of_rows)
     return of_rows._replace(x=jax.tree.map(lambda x: x.astype(x_dtype), of_rows.x)), of_columns
 
@@ -167,14 +155,14 @@ def _vjp(residuals: Any, cotangents: RowStatistics, active: Active, *, metrics: 
     statistics = RowStatistics(*results)
     terms = statistics_terms(cotangents, statistics)
     of_rows, of_columns = _BACKWARD(terms, rows, columns, needs=Needs.of(*active), **params)
-    scale = with_scale(of_rows, cotangents, statistics, rows, columns).scale
     # A margin is constant, so nobody reads its cotangent.
-    return Rows(of_rows.x, None, of_rows.probabilities, scale, margin=rows.margin), Columns(*of_columns)
+    of_rows = with_scale(of_rows, cotangents, statistics, rows, columns)._replace(margin=rows.margin)
+    return of_rows, of_columns
 
 
 _BACKWARD = Operator(
     name="linear_cross_entropy_backward",
-    signature=f"{axes(CotangentTerms, Rows, Columns)} -> {axes(RowGradients, ColumnGradients)}",
+    signature=f"{axes(CotangentTerms, Rows, Columns)} -> {axes(Rows, Columns)}",
     check=lambda *_, **__: None,
     reference=gradients_by_columns,
     kernels=(tpu_backward.KERNEL, gpu_gradients.KERNEL),

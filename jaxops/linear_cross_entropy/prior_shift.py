@@ -29,7 +29,7 @@ from jaxops.linear_cross_entropy import row_statistics as algebra
 from jaxops.linear_cross_entropy.by_rows import RowResults, SumOptions, SumResults, Sums, chunk_step
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, rows_of_exponentials, rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_kept_rows, fold_rows
-from jaxops.linear_cross_entropy.operands import SKIPPED, ColumnGradients, Columns, RowGradients, Rows, RowWeights
+from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows, RowWeights
 from lowering.operators import Place
 
 # Here XLA fuses what is elementwise into a product, and writing zeros to a large array takes its time.
@@ -109,7 +109,7 @@ def summed_by_prior_shift(
     chunk_rows = options.chunk_rows or rows_of_exponentials(*columns.weight.shape, metrics=metrics)
     # Seldom needed, so no more than fit beside the rest: their float32 logits are larger than a chunk's exponentials.
     again_rows = rows_of_logits(columns.weight.shape[0], features=0)
-    start = Sums.zeros(columns, weights, options.needs, options.weight_grad_dtype)
+    start = Sums.zeros(columns, options)
     by_maximum = chunk_step(columns, options)
     by_shift = _chunk_step(columns, options, exponentiating, place)
 
@@ -185,7 +185,8 @@ def _chunk_step(
         scale, at_label = jnp.where(is_exact, scale, 0), jnp.where(is_exact, at_label, 0)
         ratio = jnp.where(scale == 0, 0, ratio).astype(x.dtype)
         loss = before.loss + jnp.sum(jnp.where(is_exact, algebra.row_losses(statistics, sums.target_total, weights), 0))
-        x_grad, of_columns = None, before.columns
+        x_grad: Any = None
+        of_columns = before.columns
         if needs.x:
             x_grad = jnp.einsum("...v,vh->...h", off_label, columns.weight, preferred_element_type=dtype)
             x_grad, off_label = jax.lax.optimization_barrier((x_grad, off_label))
@@ -200,7 +201,7 @@ def _chunk_step(
         if of_columns.bias is not None:
             bias = jnp.sum(cotangent.astype(dtype) * scale[..., None], axis=tuple(range(scale.ndim)))
             of_columns = of_columns._replace(bias=of_columns.bias + bias)
-        return (statistics, RowGradients(x_grad)), is_exact, Sums(loss, of_columns)
+        return (statistics, Rows(x_grad)), is_exact, Sums(loss, of_columns)
 
     return step
 
@@ -242,7 +243,7 @@ def _with_label(off_label: jax.Array, labels: jax.Array, ratio: jax.Array, place
     return flat.at[rows, at].set(ratio.reshape(-1), mode="drop", unique_indices=True).reshape(off_label.shape)
 
 
-def _with_targets(of_columns: ColumnGradients, x: jax.Array, targets: jax.Array, by_row: jax.Array) -> ColumnGradients:
+def _with_targets(of_columns: Columns, x: jax.Array, targets: jax.Array, by_row: jax.Array) -> Columns:
     """Adds the part of the column targets t, - t sum w x and - t sum w, where w is the weight of each row's term."""
     targets = targets.astype(by_row.dtype)
     if (weight := of_columns.weight) is not None:

@@ -37,20 +37,17 @@ from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES
 from jaxops.linear_cross_entropy.operands import (
     SKIPPED,
-    ColumnGradients,
     Columns,
     CotangentTerms,
-    Gradients,
     Needs,
-    RowGradients,
     Rows,
     RowStatistics,
     RowWeights,
 )
 from pallas_kernels.float16_rows import RowPowers
 
-# The gradients of x and of the weight.
-Products = tuple[jax.Array | None, jax.Array | None]
+# The gradients of x and of the weight, which may be None.
+Products = tuple[Any, Any]
 
 
 def over_rows(column_values: jax.Array, like: jax.Array) -> jax.Array:
@@ -182,8 +179,8 @@ def statistics_terms(cotangents: RowStatistics, rows: RowStatistics) -> Cotangen
 
 
 def with_scale(
-    of_rows: RowGradients, cotangents: RowStatistics, statistics: RowStatistics, rows: Rows, columns: Columns
-) -> RowGradients:
+    of_rows: Rows, cotangents: RowStatistics, statistics: RowStatistics, rows: Rows, columns: Columns
+) -> Rows:
     """Completes the gradient of the scale that `Logits.gradients` computes, given the cotangents of the statistics.
 
     The maximum is added apart, times the known sum of the logits' cotangent: if that is zero, a large common offset of
@@ -300,7 +297,9 @@ class Logits(NamedTuple):
             sums = sums._replace(weighted_logit=weighted, prediction=jnp.argmax(logits, axis=-1).astype(jnp.int32))
         return sums
 
-    def gradients(self, terms: CotangentTerms, needs: Needs, sums: ColumnGradients, add: Adding = added) -> Gradients:
+    def gradients(
+        self, terms: CotangentTerms, needs: Needs, sums: Columns, add: Adding = added
+    ) -> tuple[Rows, Columns]:
         """Computes the gradients of rows, and adds those of columns to their sums, from the cotangent of the logits.
 
         The gradient of the scale is the sum over columns of the logits' cotangent times (logits - maximum), without the
@@ -319,7 +318,7 @@ class Logits(NamedTuple):
         bound = functools.partial(_cotangent_bound, terms, rows, columns)
         factors = Factors(cotangent, rows.x, columns.weight, sums.weight)
         x_grad, weight_sum = rounded_products(needs.x, factors, bound, add)
-        of_rows, sums = RowGradients(x_grad, scale=of_scale), sums._replace(weight=weight_sum)
+        of_rows, sums = Rows(x_grad, scale=of_scale), sums._replace(weight=weight_sum)
         if sums.bias is not None:
             sums = sums._replace(bias=sums.bias + jnp.sum(cotangent, axis=batch))
         if terms.target is not None and sums.class_targets is not None:
@@ -330,8 +329,8 @@ class Logits(NamedTuple):
         return of_rows, sums
 
     def loss_gradients(
-        self, weights: RowWeights, row_sums: RowSums, needs: Needs, sums: ColumnGradients, add: Adding = added
-    ) -> Gradients:
+        self, weights: RowWeights, row_sums: RowSums, needs: Needs, sums: Columns, add: Adding = added
+    ) -> tuple[Rows, Columns]:
         """Computes the same for the sum of the rows' losses, whose targets also count in their sum T."""
         of_rows, sums = self.gradients(cotangent_terms(weights, row_sums), needs, sums, add)
         # The gradient of t_c is b l - b (z_c - m), of which the first term is missing.
@@ -447,7 +446,7 @@ def skipped_as_zeros(rows: Rows) -> Rows:
     return rows if rows.labels is None else rows._replace(x=zero_unless(rows.labels != SKIPPED, rows.x))
 
 
-def kept_gradient(gradient: jax.Array | None, dtype: Any) -> jax.Array | None:
+def kept_gradient(gradient: jax.Array | None, dtype: Any) -> Any:
     """Returns the gradient of an x or a weight as it is kept until the loss's cotangent multiplies it; None stays None.
 
     An unscaled gradient fits bfloat16's range but not float16's, and a cotangent of 1 does not round it again.

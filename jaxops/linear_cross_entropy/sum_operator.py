@@ -17,16 +17,7 @@ from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy import prior_shift
 from jaxops.linear_cross_entropy.by_rows import summed_by_rows
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_exponentials_on
-from jaxops.linear_cross_entropy.operands import (
-    ColumnGradients,
-    Columns,
-    Needs,
-    RowGradients,
-    Rows,
-    RowStatistics,
-    RowWeights,
-    axes,
-)
+from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowStatistics, RowWeights, axes
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import loss_terms, row_losses, skipped_as_zeros, target_total
 from lowering.operators import EVERYWHERE, Form, Place, fields
@@ -69,7 +60,7 @@ def summed_cross_entropy(
             )
         terms = loss_terms(statistics, target_total(operands[0], operands[1], statistics.max_logit))
         # The terms of rows are the gradients of their weights.
-        gradients = Rows(of_rows.x, probabilities=of_rows.probabilities), Columns(*of_columns), terms
+        gradients = of_rows, of_columns, terms
         none = jax.tree.map(lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval()), statistics)
         pairs = zip(fields(gradients), fields(tangents), strict=True)
         products = [inner_product(x, dot, loss.dtype) for x, dot in pairs if not isinstance(dot, SymbolicZero | None)]
@@ -156,7 +147,7 @@ _OF_LABELS = frozenset({"x", "labels", "weight", "bias", "class_targets", *RowWe
 
 _SUM_WITH_GRADIENTS = Operator(
     name="linear_cross_entropy_sum_with_gradients",
-    signature=f"{axes(Rows, Columns, RowWeights)} -> , {axes(RowStatistics, RowGradients, ColumnGradients)}",
+    signature=f"{axes(Rows, Columns, RowWeights)} -> , {axes(RowStatistics, Rows, Columns)}",
     check=lambda *_, **__: None,
     reference=summed_by_rows,
     kernels=(

@@ -21,7 +21,7 @@ from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import require_split
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_rows
-from jaxops.linear_cross_entropy.operands import ColumnGradients, Columns, CotangentTerms, Needs, Rows
+from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows
 from jaxops.linear_cross_entropy.row_statistics import Factors, Logits, is_label, rounded_products
 from lowering.operators import EVERYWHERE, Form, Place
 from pallas_kernels.gpu.linear_cross_entropy import vocab_parallel as gpu
@@ -196,7 +196,7 @@ def _grad(
     def chunk(weight_sum: jax.Array, chunk: tuple[CotangentTerms, Rows]) -> tuple[Any, Any]:
         terms, rows = chunk
         logits = Logits.of(rows, Columns(weight), None)
-        of_rows, of_columns = logits.gradients(terms, Needs(x=True), ColumnGradients(weight_sum))
+        of_rows, of_columns = logits.gradients(terms, Needs(x=True), Columns(weight_sum))
         assert of_rows.x is not None
         return of_rows.x.astype(x.dtype), of_columns.weight
 
