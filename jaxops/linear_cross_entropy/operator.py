@@ -163,7 +163,7 @@ def _vjp(residuals: Any, cotangents: RowStatistics, active: Active, *, metrics: 
 _BACKWARD = Operator(
     name="linear_cross_entropy_backward",
     signature=f"{axes(CotangentTerms, Rows, Columns)} -> {axes(Rows, Columns)}",
-    check=lambda *_, **__: None,
+    check=None,
     reference=gradients_by_columns,
     kernels=(tpu_backward.KERNEL, gpu_gradients.KERNEL),
     forms=(Form("xla_by_columns", EVERYWHERE, gradients_by_columns),),
@@ -172,7 +172,7 @@ _BACKWARD = Operator(
 _STATISTICS = Operator(
     name="linear_cross_entropy",
     signature=f"{axes(Rows, Columns)} -> {axes(RowStatistics)}",
-    check=lambda *_, **__: None,
+    check=None,
     reference=statistics_by_columns,
     derivative=Derivative(vjp=_vjp),
     kernels=(tpu_statistics.KERNEL, gpu_statistics.KERNEL),

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy import row_statistics as algebra
 from jaxops.linear_cross_entropy.by_rows import RowResults, SumOptions, SumResults, Sums, chunk_step
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, rows_of_exponentials, rows_of_logits
@@ -160,13 +159,14 @@ def _chunk_step(
     Rows that have failed count nothing, and on one device neither does the rest of their chunk: all are taken again.
     The columns' targets are missing in the sums, see `_with_targets`.
     """
-    softcap, needs, dtype = options.softcap, options.needs, accumulation_dtype(columns.weight.dtype)
+    softcap, needs = options.softcap, options.needs
     targets, weight_of_targets = columns.class_targets, None
     if targets is not None and needs.x:
-        weight_of_targets = jnp.einsum("v,vh->h", targets.astype(dtype), columns.weight.astype(dtype))
+        weight_of_targets = jnp.einsum("v,vh->h", targets, columns.weight.astype(targets.dtype))
 
     def step(before: Sums, rows: Rows, weights: RowWeights) -> tuple[RowResults, jax.Array, Sums]:
         assert rows.labels is not None
+        dtype = before.loss.dtype
         x = algebra.skipped_as_zeros(rows._replace(x=rows.x.astype(columns.weight.dtype))).x
         sums, off_label, label_weight = _shifted_sums(x, rows.labels, columns, softcap, exponentiating)
         statistics, has_label = sums.statistics, sums.has_label
@@ -210,14 +210,14 @@ def _shifted_sums(
     x: jax.Array, labels: jax.Array, columns: Columns, softcap: float | None, exponentiating: Exponentiating
 ) -> tuple[algebra.RowSums, jax.Array, jax.Array]:
     """Returns the sums of rows relative to their shift, P off the label, and the label's rows of the weight."""
-    has_label, dtype = (labels >= 0) & (labels < columns.weight.shape[0]), accumulation_dtype(columns.weight.dtype)
-    at = jnp.where(has_label, labels, 0)
-    label = jax.tree.map(lambda column: column.at[at].get(mode="promise_in_bounds").astype(dtype), columns)
     first_columns = jax.tree.map(lambda column: column[: SIZES.first_columns], columns)
-    label_logit = jnp.sum(x.astype(dtype) * label.weight, axis=-1)
+    first = algebra.Logits.of(Rows(x), first_columns, softcap).bounded
+    has_label = (labels >= 0) & (labels < columns.weight.shape[0])
+    at = jnp.where(has_label, labels, 0)
+    label = jax.tree.map(lambda column: column.at[at].get(mode="promise_in_bounds").astype(first.dtype), columns)
+    label_logit = jnp.sum(x.astype(first.dtype) * label.weight, axis=-1)
     label_logit = algebra.capped(label_logit if label.bias is None else label_logit + label.bias, softcap)
     label_logit = jnp.where(has_label, label_logit, -jnp.inf)
-    first = algebra.Logits.of(Rows(x), first_columns, softcap).bounded
     shift = jnp.maximum(label_logit, jnp.max(first, axis=-1))
     shift = jnp.where(jnp.isfinite(shift), shift, 0)
     of, label_logit = exponentiating(x, labels, shift), label_logit - shift

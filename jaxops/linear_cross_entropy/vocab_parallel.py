@@ -224,8 +224,8 @@ _ONLINE_MAX_SUM = Operator(
 )
 
 # These are operators so that rows on different devices of an explicit mesh can share a byte.
-_PACK = Operator("packed_target_mask", "..., -> bytes", lambda *_: None, _pack)
-_UNPACK = Operator("unpacked_target_mask", "bytes, ... -> ...", lambda *_: None, _unpack)
+_PACK = Operator("packed_target_mask", "..., -> bytes", None, _pack)
+_UNPACK = Operator("unpacked_target_mask", "bytes, ... -> ...", None, _unpack)
 
 _LOSS = Operator(
     name="fused_cross_entropy_loss_with_max_sum",
