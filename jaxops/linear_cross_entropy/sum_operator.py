@@ -24,7 +24,7 @@ from lowering.operators import EVERYWHERE, Form, Place, fields
 from pallas_kernels.gpu.linear_cross_entropy import exponentials as gpu_exponentials
 from pallas_kernels.kernel import Kernel, Kind
 from pallas_kernels.tpu.linear_cross_entropy import exponentials as tpu_exponentials
-from pallas_kernels.tpu.linear_cross_entropy.tiles import kind_of_layer
+from pallas_kernels.tpu.linear_cross_entropy.statistics import kind_of_layer
 
 
 def summed_cross_entropy(

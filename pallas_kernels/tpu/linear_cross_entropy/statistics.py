@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.kernel import Kernel, Kind
+from pallas_kernels.kernel import Kernel, Kind, dtype_names
 from pallas_kernels.tpu.linear_cross_entropy.online import OnlineStatistics, Rows, finite
 from pallas_kernels.tpu.linear_cross_entropy.tiles import (
     BIAS,
@@ -42,7 +42,6 @@ from pallas_kernels.tpu.linear_cross_entropy.tiles import (
     class_vectors,
     dtype_refusal,
     for_chunks,
-    kind_of_layer,
     live_blocks,
     logits_by_chunk,
     masked,
@@ -306,6 +305,14 @@ def _vmem_bytes(itemsize, block_rows, block_vocab, block_hidden):
 def kind(hardware, rows, columns, *, softcap, metrics, **_) -> Kind:
     """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
     return kind_of_layer(rows, columns, softcap, ["metrics"] * metrics)
+
+
+def kind_of_layer(rows, columns, softcap, options) -> Kind:
+    """Returns the kind of a kernel on a linear layer's logits: the sizes are rows, features and classes."""
+    fields = (*rows._asdict().items(), *columns._asdict().items())
+    present = [name for name, value in fields if value is not None and name not in ("x", "labels", "weight")]
+    words = dtype_names(rows.x, columns.weight), *present, *["softcap"] * (softcap is not None), *options
+    return Kind(", ".join(words), (math.prod(rows.x.shape[:-1]), rows.x.shape[-1], columns.weight.shape[0]))
 
 
 TAKES = frozenset({"x", "labels", "scale", "weight", "bias", "class_targets"})

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.kernel import Config, Kind, dtype_names
+from pallas_kernels.kernel import Config
 
 # The positions of the stacked vectors over classes.
 BIAS, TARGET = range(2)
@@ -274,11 +274,3 @@ def operand_bytes(
     rows, features = shape
     reads_of_x = 1 if block_hidden >= features else pl.cdiv(classes, block_vocab)
     return itemsize * features * (rows * reads_of_x + classes * pl.cdiv(rows, block_rows))
-
-
-def kind_of_layer(rows: Any, columns: Any, softcap: Any, options: Sequence[str]) -> Kind:
-    """Returns the kind of a kernel on a linear layer's logits: the sizes are rows, features and classes."""
-    fields = (*rows._asdict().items(), *columns._asdict().items())
-    present = [name for name, value in fields if value is not None and name not in ("x", "labels", "weight")]
-    words = dtype_names(rows.x, columns.weight), *present, *["softcap"] * (softcap is not None), *options
-    return Kind(", ".join(words), (math.prod(rows.x.shape[:-1]), rows.x.shape[-1], columns.weight.shape[0]))
