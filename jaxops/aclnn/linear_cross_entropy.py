@@ -15,8 +15,8 @@ from jaxops._checks.arguments import (
     require_present,
     require_real,
 )
-from jaxops.linear_cross_entropy import OnlineMaxSum as OnlineMaxSum
 from jaxops.linear_cross_entropy import vocab_parallel
+from jaxops.linear_cross_entropy.vocab_parallel import OnlineMaxSum as OnlineMaxSum
 
 INPUT_DTYPES = ("float16", "bfloat16")
 TARGET_DTYPES = ("int32", "int64")

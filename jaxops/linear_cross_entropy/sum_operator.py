@@ -28,22 +28,16 @@ from pallas_kernels.tpu.linear_cross_entropy.statistics import kind_of_layer
 
 
 def summed_cross_entropy(
-    rows: Rows,
-    columns: Columns,
-    weights: RowWeights,
-    *,
-    softcap: float | None,
-    chunk_rows: int | None,
-    metrics: bool,
-    weight_grad_dtype: Any = None,
+    rows: Rows, columns: Columns, weights: RowWeights, *, weight_grad_dtype: Any = None, **params: Any
 ) -> tuple[jax.Array, RowStatistics]:
     """Computes the sum of `row_losses`, and the statistics of rows, which have no derivative here.
+
+    The other parameters are those of `linear_row_statistics`.
 
     The x of a `SKIPPED` row may hold anything. Gradients are kept before the loss's own cotangent is known. A cotangent
     of 1 costs nothing, which is what a mean leaves if the weights have its divisor already.
     """
     selection = lowering.current_selection()
-    params: dict[str, Any] = {"softcap": softcap, "chunk_rows": chunk_rows, "metrics": metrics}
 
     @jax.custom_jvp
     def summed(rows: Rows, columns: Columns, weights: RowWeights) -> tuple[jax.Array, RowStatistics]:
@@ -85,14 +79,7 @@ def _exponentiating(launcher: Any, name: str, platform: str) -> Kernel:
     """Returns the kernel of gradients by a prior shift, with exponentials from a launcher of theirs."""
 
     def run(
-        rows: Rows,
-        columns: Columns,
-        weights: RowWeights,
-        *,
-        config: Any,
-        interpret: Any = False,
-        softcap: float | None,
-        **params: Any,
+        rows: Rows, columns: Columns, weights: RowWeights, *, config: Any, interpret: Any = False, **params: Any
     ) -> Any:
         blocks = {name: value for name, value in config.items() if name != "chunk_rows"}
         # A value of its own, so that its layout can be the kernel's, once for all chunks.
@@ -106,7 +93,7 @@ def _exponentiating(launcher: Any, name: str, platform: str) -> Kernel:
                 None if columns.class_targets is None else columns.class_targets.astype(jnp.float32),
                 labels.reshape(-1),
                 shift.reshape(-1),
-                softcap=softcap,
+                softcap=params["softcap"],
                 most_excess=prior_shift.MOST_EXCESS,
                 config=blocks,
                 interpret=interpret,
@@ -115,9 +102,7 @@ def _exponentiating(launcher: Any, name: str, platform: str) -> Kernel:
 
         # A kernel sees one device's part.
         params |= {"place": Place("cpu" if interpret else platform), "chunk_rows": config["chunk_rows"]}
-        return prior_shift.summed_by_prior_shift(
-            rows, columns, weights, softcap=softcap, exponentiating=exponentials, **params
-        )
+        return prior_shift.summed_by_prior_shift(rows, columns, weights, exponentiating=exponentials, **params)
 
     def refuses(
         hardware: Any, rows: Any, columns: Any, weights: Any, *, metrics: bool, softcap: Any, needs: Needs, **_: Any

@@ -179,8 +179,8 @@ def _grad(
     weight: jax.Array,
     mask: jax.Array,
     masked_target: jax.Array,
-    logits_max: jax.Array | None,
-    sum_exp_logits: jax.Array | None,
+    logits_max: Any,
+    sum_exp_logits: Any,
     softmax: jax.Array | None,
     *,
     place: Place | None = None,
@@ -197,12 +197,8 @@ def _grad(
         terms, rows = chunk
         logits = Logits.of(rows, Columns(weight), None)
         of_rows, of_columns = logits.gradients(terms, Needs(x=True), Columns(weight_sum))
-        assert of_rows.x is not None
         return of_rows.x.astype(x.dtype), of_columns.weight
 
-    # The public function has checked that they are known.
-    assert logits_max is not None
-    assert sum_exp_logits is not None
     # The sum divides the coefficient: see `cotangent_terms`.
     chunks = CotangentTerms(grad / sum_exp_logits, logits_max, jnp.zeros_like(logits_max), -grad), Rows(x, labels)
     chunk_rows = rows_of_logits(*weight.shape)
