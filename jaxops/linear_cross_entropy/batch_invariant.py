@@ -8,6 +8,7 @@ and gradients other than that of x, come from loops of their own.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,8 +19,9 @@ from jaxops._checks.arguments import require
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
+from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy import row_statistics as algebra
-from jaxops.linear_cross_entropy.fold_rows import Step, fold_rows, padded
+from jaxops.linear_cross_entropy.fold_rows import padded
 from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowStatistics, RowWeights, axes
 from lowering.operators import EVERYWHERE, Form, is_absent_field
 
@@ -45,14 +47,23 @@ def invariant_losses(
     return loss, _LOSSES(*operands, softcap=softcap, metrics=True)[1] if metrics else _NO_STATISTICS
 
 
-def _fold_blocks(step: Step, sums: Any, rows: Any, batch: tuple[int, ...]) -> tuple[Any, Any]:
-    """Calls `fold_rows` with chunks of exactly as many rows."""
+def _scan_blocks(step: Callable[[Any, Any], tuple[Any, Any]], sums: Any, operands: Any, batch: tuple[int, ...]) -> Any:
+    """Calls `sums, results = step(sums, block of rows)` for blocks of a fixed size; returns all sums and results."""
     size = math.prod(batch)
-    whole = _BLOCK_ROWS * max(_LEAST_BLOCKS, math.ceil(size / _BLOCK_ROWS))
-    # A shorter block would be a product of another shape, which may add in another order.
-    rows = jax.tree.map(lambda x: padded(x.reshape(size, *x.shape[len(batch) :]), [whole - size]), rows)
-    results, sums = fold_rows(step, sums, rows, (whole,), _BLOCK_ROWS, None)
-    return jax.tree.map(lambda x: x[:size].reshape(*batch, *x.shape[1:]), results), sums
+    blocks = max(_LEAST_BLOCKS, math.ceil(size / _BLOCK_ROWS))
+
+    def split(x: jax.Array) -> jax.Array:
+        flat = x.reshape(size, *x.shape[len(batch) :])
+        # A shorter last block would be a product of another shape, which may add in another order.
+        return padded(flat, [blocks * _BLOCK_ROWS - size]).reshape(blocks, _BLOCK_ROWS, *flat.shape[1:])
+
+    def join(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, *x.shape[2:])[:size].reshape(*batch, *x.shape[2:])
+
+    # Steps keep nothing for their derivative but what they are given.
+    step = jax.checkpoint(step, prevent_cse=False)
+    sums, results = jax.lax.scan(step, varying_with(sums, operands), jax.tree.map(split, operands))
+    return sums, jax.tree.map(join, results)
 
 
 def _losses(
@@ -60,14 +71,14 @@ def _losses(
 ) -> tuple[jax.Array | None, RowStatistics]:
     """Computes the losses of rows or, with metrics, their statistics; not both, as results that nothing reads go."""
 
-    def step(_: None, block: tuple[Rows, RowWeights]) -> tuple[tuple[jax.Array | None, RowStatistics], None]:
+    def step(_: None, block: tuple[Rows, RowWeights]) -> tuple[None, tuple[jax.Array | None, RowStatistics]]:
         rows, weights = block
         sums = algebra.Logits.of(rows, columns, softcap).sums(metrics=metrics)
         if metrics:
-            return (None, sums.statistics), None
-        return (algebra.row_losses(sums.statistics, sums.target_total, weights), _NO_STATISTICS), None
+            return None, (None, sums.statistics)
+        return None, (algebra.row_losses(sums.statistics, sums.target_total, weights), _NO_STATISTICS)
 
-    return _fold_blocks(step, None, (rows, weights), rows.x.shape[:-1])[0]
+    return _scan_blocks(step, None, (rows, weights), rows.x.shape[:-1])[1]
 
 
 def _gradients(
@@ -84,7 +95,7 @@ def _gradients(
 ) -> tuple[Rows, Columns, RowWeights]:
     """Computes the gradients of the operands of `_losses`; those of the weights are never left out."""
 
-    def step(sums: Columns, block: Any) -> tuple[tuple[Rows, RowWeights], Columns]:
+    def step(sums: Columns, block: Any) -> tuple[Columns, tuple[Rows, RowWeights]]:
         of_loss, cotangents, rows, weights = block
         logits = algebra.Logits.of(rows, columns, softcap)
         row_sums = logits.sums(metrics=metrics)
@@ -100,11 +111,11 @@ def _gradients(
             cotangents = RowStatistics(softmax, softmax, minus.label, minus.target)
         else:
             of_rows, sums = logits.gradients(algebra.statistics_terms(cotangents, statistics), needs, sums)
-        return (algebra.with_scale(of_rows, cotangents, statistics, rows, columns), of_weights), sums
+        return sums, (algebra.with_scale(of_rows, cotangents, statistics, rows, columns), of_weights)
 
     operands = (for_losses, for_statistics, rows, weights)
     sums = needs.zeros(columns, accumulation_dtype(columns.weight.dtype))
-    (of_rows, of_weights), sums = _fold_blocks(step, sums, operands, rows.x.shape[:-1])
+    sums, (of_rows, of_weights) = _scan_blocks(step, sums, operands, rows.x.shape[:-1])
     return of_rows, sums, of_weights
 
 
