@@ -46,9 +46,6 @@ from jaxops.linear_cross_entropy.operands import (
 )
 from pallas_kernels.float16_rows import RowPowers
 
-# The gradients of x and of the weight, which may be None.
-Products = tuple[Any, Any]
-
 
 def over_rows(column_values: jax.Array, like: jax.Array) -> jax.Array:
     """Broadcasts what all rows share, as one value per column of the logits, to every row."""
@@ -199,20 +196,15 @@ def with_scale(
     return of_rows._replace(scale=(of_rows.scale + statistics.max_logit * total) / jnp.asarray(rows.scale))
 
 
-def product(cotangent: jax.Array, x: jax.Array, dtype: Any, factor: jax.Array | None = None) -> jax.Array:
-    """Computes the product (V, H) of (..., V) and (..., H) over all rows, accumulated in `dtype`, times a factor."""
-    batch = tuple(range(x.ndim - 1))
-    terms = jnp.tensordot(cotangent, x, axes=(batch, batch), preferred_element_type=dtype)
-    return terms if factor is None else factor * terms
-
-
 # Adds to a sum (V, H) the product over all rows of a cotangent (..., V) and x (..., H), times a factor, () or None.
 Adding = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
 def added(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
     """Adds a product to a sum: compilers for GPUs and TPUs do it within, and move a sum over devices out of a loop."""
-    return total + product(cotangent, x, total.dtype, factor)
+    batch = tuple(range(x.ndim - 1))
+    terms = jnp.tensordot(cotangent, x, axes=(batch, batch), preferred_element_type=total.dtype)
+    return total + (terms if factor is None else factor * terms)
 
 
 def added_in_blocks(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
@@ -228,9 +220,8 @@ def added_in_blocks(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor
         first = jnp.minimum(step * width, classes - width)
         part = jax.lax.dynamic_slice_in_dim(cotangent, first, width, x.ndim - 1)
         is_new = first + jnp.arange(width, dtype=first.dtype) >= step * width
-        terms = product(jnp.where(is_new, part, jnp.zeros_like(part)), x, dtype, factor)
-        old = jax.lax.dynamic_slice_in_dim(total, first, width)
-        new = (old.astype(dtype) + terms).astype(total.dtype)
+        old = jax.lax.dynamic_slice_in_dim(total, first, width).astype(dtype)
+        new = added(old, jnp.where(is_new, part, jnp.zeros_like(part)), x, factor).astype(total.dtype)
         return jax.lax.dynamic_update_slice_in_dim(total, new, first, 0)
 
     return jax.lax.fori_loop(0, math.ceil(classes / width), add, total)
@@ -309,8 +300,8 @@ class Logits(NamedTuple):
         that 16-bit inputs run on 16-bit matrix units. The sum for the bias is taken before.
         """
         rows, columns, logits = self.rows, self.columns, self.scaled
-        batch, cotangent = tuple(range(rows.x.ndim - 1)), _cotangent(terms, rows, columns, logits)
-        shifted = logits - terms.maximum[..., None]
+        batch, shifted = tuple(range(rows.x.ndim - 1)), logits - terms.maximum[..., None]
+        cotangent = _cotangent(terms, rows, columns, shifted)
         of_scale = jnp.sum(cotangent * finite(shifted), axis=-1) if needs.scale else None
         if rows.scale is not None:
             cotangent = rows.scale[..., None] * cotangent
@@ -343,16 +334,15 @@ class Logits(NamedTuple):
         return of_rows, sums
 
 
-def _cotangent(terms: CotangentTerms, rows: Rows, columns: Columns, logits: jax.Array) -> jax.Array:
-    shifted = logits - terms.maximum[..., None]
+def _cotangent(terms: CotangentTerms, rows: Rows, columns: Columns, shifted: jax.Array) -> jax.Array:
     factor = terms.softmax[..., None]
     if terms.slope is not None:
         factor = factor + terms.slope[..., None] * finite(shifted)
     cotangent = factor * jnp.exp(shifted - terms.log_sum_exp[..., None])
     if terms.label is not None and rows.labels is not None:
-        at_label = jnp.where(is_label(rows.labels, logits), terms.label[..., None], jnp.zeros_like(logits))
+        at_label = jnp.where(is_label(rows.labels, shifted), terms.label[..., None], jnp.zeros_like(shifted))
         cotangent = cotangent + at_label
-    targets = column_targets(rows, columns, logits)
+    targets = column_targets(rows, columns, shifted)
     if terms.target is None or targets is None:
         return cotangent
     return cotangent + terms.target[..., None] * targets
@@ -387,7 +377,7 @@ class Factors(NamedTuple):
 
 def rounded_products(
     wants_x: bool, factors: Factors, row_bound: Callable[[], jax.Array], add: Adding = added
-) -> Products:
+) -> tuple[Any, Any]:
     """Computes cotangent weight and weight_sum + cotangent^T x, in the cotangent's dtype; None if not wanted.
 
     The cotangent is rounded to the dtype of x and the weight. For float16, `row_bound` returns an upper bound for each
@@ -400,7 +390,7 @@ def rounded_products(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _float16_products(wants_x: bool, add: Adding, factors: Factors, row_bound: jax.Array) -> Products:
+def _float16_products(wants_x: bool, add: Adding, factors: Factors, row_bound: jax.Array) -> tuple[Any, Any]:
     powers = RowPowers.of(row_bound)
     rounded = factors._replace(cotangent=powers.divided(factors.cotangent), x=powers.multiplied(factors.x))
     x_grad, weight_sum = _products(wants_x, add, factors.cotangent.dtype, rounded, powers.largest)
@@ -408,9 +398,11 @@ def _float16_products(wants_x: bool, add: Adding, factors: Factors, row_bound: j
 
 
 @_float16_products.defjvp
-def _float16_products_jvp(wants_x: bool, add: Adding, primals: Any, tangents: Any) -> tuple[Products, Products]:
+def _float16_products_jvp(
+    wants_x: bool, add: Adding, primals: Any, tangents: Any
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     # Unrounded, because the powers of two that fit a cotangent need not fit its tangents.
-    def unrounded(factors: Factors, _: jax.Array) -> Products:
+    def unrounded(factors: Factors, _: jax.Array) -> tuple[Any, Any]:
         dtype = factors.cotangent.dtype
         wide = factors._replace(x=factors.x.astype(dtype), weight=factors.weight.astype(dtype))
         return _products(wants_x, add, dtype, wide)
@@ -418,7 +410,9 @@ def _float16_products_jvp(wants_x: bool, add: Adding, primals: Any, tangents: An
     return _float16_products(wants_x, add, *primals), jax.jvp(unrounded, primals, tangents)[1]
 
 
-def _products(wants_x: bool, add: Adding, dtype: Any, factors: Factors, factor: jax.Array | None = None) -> Products:
+def _products(
+    wants_x: bool, add: Adding, dtype: Any, factors: Factors, factor: jax.Array | None = None
+) -> tuple[Any, Any]:
     """Computes cotangent weight, accumulated in `dtype`, and weight_sum + factor cotangent^T x."""
     cotangent, x, weight, weight_sum = factors
     x_grad = jnp.einsum("...v,vh->...h", cotangent, weight, preferred_element_type=dtype) if wants_x else None
