@@ -15,7 +15,7 @@ from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, columns_of_tile
 from jaxops.linear_cross_entropy.fold_rows import KeptRows, even_steps, is_on_one_device
 from jaxops.linear_cross_entropy.operands import Columns, Rows
-from jaxops.linear_cross_entropy.row_statistics import RowSums
+from jaxops.linear_cross_entropy.row_statistics import RowSums, finite
 from lowering.operators import Place
 
 
@@ -129,7 +129,7 @@ def merged(parts: RowSums, index: jax.Array, largest: Reduction, total: Reductio
     is_empty = sum_exp == 0
     maxima = jnp.where(is_empty, -jnp.inf, jax.lax.stop_gradient(parts.max_logit))
     top = jax.lax.stop_gradient(largest(maxima))
-    maximum = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
+    maximum = finite(top)
     shift = jnp.where(is_empty, jnp.zeros_like(maxima), maxima - maximum)
     share = jnp.exp(shift)
     # The first part that has the maximum counts without the 1 that this adds.

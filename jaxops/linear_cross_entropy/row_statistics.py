@@ -168,7 +168,7 @@ def cotangent_terms(weights: RowWeights, sums: RowSums) -> CotangentTerms:
 def statistics_terms(cotangents: RowStatistics, rows: RowStatistics) -> CotangentTerms:
     """Computes the cotangent of the logits of rows whose statistics have these cotangents."""
     # A row without a finite logit has no probabilities: exp(-inf - 0) = 0.
-    log_sum_exp = jnp.where(rows.log_sum_exp == -jnp.inf, jnp.zeros_like(rows.log_sum_exp), rows.log_sum_exp)
+    log_sum_exp = finite(rows.log_sum_exp)
     softmax, slope = cotangents.log_sum_exp, cotangents.mean_logit
     if slope is not None and rows.mean_logit is not None:
         softmax = softmax + slope * (1 - rows.mean_logit)
@@ -265,9 +265,8 @@ class Logits(NamedTuple):
     def sums(self, *, metrics: bool) -> RowSums:
         """Computes the sums of rows; `metrics` asks for the last two."""
         rows, columns, logits = self.rows, self.columns, self.scaled
-        maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
         # 0 if all logits are -inf, because z - m would be NaN.
-        maximum = jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
+        maximum = finite(jax.lax.stop_gradient(jnp.max(logits, axis=-1)))
         shifted = logits - maximum[..., None]
         exp = jnp.exp(shifted)
         sums = RowSums(maximum, jnp.sum(exp, axis=-1) - 1)
@@ -419,9 +418,9 @@ def _products(
     return x_grad, None if weight_sum is None else add(weight_sum, cotangent, x, factor)
 
 
-def finite(shifted: jax.Array) -> jax.Array:
-    """Returns `shifted` with 0 for -inf: a column of probability 0 has no part in a mean."""
-    return jnp.where(shifted == -jnp.inf, jnp.zeros_like(shifted), shifted)
+def finite(x: jax.Array) -> jax.Array:
+    """Returns `x` with 0 for -inf: a column of probability 0 has no part in a mean."""
+    return jnp.where(x == -jnp.inf, jnp.zeros_like(x), x)
 
 
 def zero_unless(live: jax.Array, x: jax.Array) -> jax.Array:
