@@ -155,9 +155,7 @@ def _vjp(residuals: Any, cotangents: RowStatistics, active: Active, *, metrics: 
     statistics = RowStatistics(*results)
     terms = statistics_terms(cotangents, statistics)
     of_rows, of_columns = _BACKWARD(terms, rows, columns, needs=Needs.of(*active), **params)
-    # A margin is constant, so nobody reads its cotangent.
-    of_rows = with_scale(of_rows, cotangents, statistics, rows, columns)._replace(margin=rows.margin)
-    return of_rows, of_columns
+    return with_scale(of_rows, cotangents, statistics, rows, columns), of_columns
 
 
 _BACKWARD = Operator(
