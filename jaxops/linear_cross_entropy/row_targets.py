@@ -1,4 +1,4 @@
-"""The classes that labels count, and the targets and weights of rows' losses, from labels, smoothing and weights."""
+"""The classes that labels count, and the targets and weights of rows' losses."""
 
 from typing import Any, NamedTuple
 
