@@ -33,7 +33,7 @@ class Operator:
       signature: which operands and results carry batch axes, with an entry for each field, present or not;
         `jaxops._primitive.signature.Signature` describes the notation. Batching and sharding follow from it.
       check: `check(*operands, **params)` raises BadParamError if shapes, dtypes or attributes break the documented
-        rules. Operands need only a shape and a dtype.
+        rules. Operands need only a shape and a dtype. None if the functions that bind the operator have checked them.
       reference: `reference(*operands, **params)` returns the results. It defines the operator in jnp, is the same
         program on every platform, and runs wherever no kernel and no other form is better. Which fields of the results
         are None depends on those of the operands and on params alone.
@@ -46,7 +46,7 @@ class Operator:
 
     name: str
     signature: str
-    check: Callable[..., None]
+    check: Callable[..., None] | None
     reference: Callable[..., Any]
     derivative: Derivative | None = None
     kernels: tuple[Kernel, ...] = ()
@@ -70,7 +70,8 @@ class Operator:
     def __call__(self, *operands: Any, **params: Any) -> Any:
         """Binds the primitive. Operands must be arrays or NamedTuples of them, and `params` hashable."""
         # Abstract evaluation checks too, but under vmap only this place sees the shapes that the user wrote.
-        self.check(*operands, **params)
+        if self.check is not None:
+            self.check(*operands, **params)
         arrays, params = packed(operands, params)
         results = self.bind(arrays, params)
         return jax.tree.unflatten(self.structure_of_results(arrays, params), results)
@@ -127,7 +128,8 @@ class Operator:
 
     def _abstract_eval(self, *arrays: Any, selection: Any, **params: Any) -> list[Any]:
         operands, attributes = unpacked(arrays, params)
-        self.check(*operands, **attributes)
+        if self.check is not None:
+            self.check(*operands, **attributes)
         results = jax.make_jaxpr(lambda *arrays: self.meaning(*arrays, **params))(*arrays)
         return list(results.out_avals)
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy.operands import Columns, Rows
+from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.rewriting.rows import Change, Read, Row, is_class
-from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 from lowering.rewriting.graph import Node, Value
 from lowering.rewriting.rules import RefusalError
 
@@ -209,7 +209,7 @@ class Statistics:
         if self.scale is not None and self.scale.literal != 1:
             scale = jnp.asarray(self.scale.compute(read), self.head.dtype)
             rows = rows._replace(scale=jnp.broadcast_to(scale, rows.x.shape[:-1]))
-        answers = Vocabulary(self.head.classes, self.head.classes, None).statistics(
+        answers = linear_row_statistics(
             rows,
             columns,
             softcap=self.head.softcap,

@@ -13,8 +13,8 @@ from jaxops.linear_cross_entropy.rewriting.affine import Forms, Result
 from jaxops.linear_cross_entropy.rewriting.head import Statistics
 from jaxops.linear_cross_entropy.rewriting.rows import Row
 from jaxops.linear_cross_entropy.row_statistics import loss_terms, skipped_as_zeros, target_total
+from jaxops.linear_cross_entropy.row_targets import Vocabulary
 from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
-from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 from lowering.rewriting.graph import Level, Node, Value
 from lowering.rewriting.schedule import Step, Task
 
