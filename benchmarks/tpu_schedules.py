@@ -50,6 +50,7 @@ class Case:
       counts: what data decides in XLA's program, in the order in which it is asked for: how often a branch is
         taken or a loop turns. A function takes target and implementation.
       again: what has to be read once more when the gradient of a result is known.
+      unread: what of the operands is not needed: a lookup reads some rows of its table.
       is_ranked: whether configurations of its kernels ship with the library.
       has_kernel: False for operators that have none on TPUs.
     """
@@ -60,6 +61,7 @@ class Case:
     scalars: Mapping[str, Mapping[int, Any]] | None = None
     counts: tuple[float, ...] | Callable[[str, str], tuple[float, ...]] = ()
     again: jax.ShapeDtypeStruct | None = None
+    unread: jax.ShapeDtypeStruct | None = None
     is_ranked: bool = True
     has_kernel: bool = True
 
@@ -156,6 +158,18 @@ def without_kernels() -> Iterator[Case]:
     pool = with_gradient(functools.partial(jaxops.avg_pool, window=3, stride=2, padding=1, layout="NHWC"))
     out = shape(256, 28, 28, 64, dtype=BF16)
     yield Case(f"avg_pool {text(x)} NHWC 3x3/2, with gradient", pool, (x, out), has_kernel=False)
+    infer = functools.partial(jaxops.batch_norm_inference, layout="NHWC")
+    yield Case(f"batch_norm_inference {text(x)} NHWC", infer, (x, *(shape(64),) * 4), has_kernel=False)
+    log_probs, labels = shape(8192, 32000), shape(8192, dtype=I32)
+    loss = jax.value_and_grad(jaxops.nll_loss)
+    name, picked = f"nll_loss {text(log_probs)}, with gradient", (log_probs, labels)
+    yield Case(name, loss, picked, unread=shape(8192, 31999), has_kernel=False)
+    theta, grid = shape(64, 2, 3), shape(64, 224, 224, 2)
+    grids = with_gradient(lambda theta: jaxops.affine_grid(theta, (64, 3, 224, 224)))
+    yield Case(f"affine_grid {text(grid)}, with gradient", grids, (theta, grid), has_kernel=False)
+    table, ids, places = shape(32000, 1024), shape(8, 1024, dtype=I32), shape(1024, 1024)
+    name = f"embedding {text(table)}, 8192 ids, plus positions"
+    yield Case(name, with_positions, (table, ids, places), unread=shape(32000 - 8192, 1024), has_kernel=False)
 
 
 def chunks_of_gradients(rows: int, features: int, classes: int, target: str, implementation: str) -> tuple[float, ...]:
@@ -232,6 +246,10 @@ def dropped(x: jax.Array, key: jax.Array, *, rate: float) -> jax.Array:
     return jaxops.dropout(key, x, rate)
 
 
+def with_positions(table: jax.Array, ids: jax.Array, places: jax.Array) -> jax.Array:
+    return jaxops.embedding(table, ids) + places
+
+
 def pooled(x: jax.Array, *, layout: str, window: int) -> jax.Array:
     return jaxops.max_pool(x, window, stride=2, padding=window // 2 if window % 2 else 0, layout=layout)
 
@@ -258,9 +276,9 @@ def replayed(case: Case, target: str, implementation: str) -> dict[str, Any]:
 
 def both_replayed(case: Case, target: str, tuned: Path | None) -> dict[str, Any]:
     """XLA's reference and the kernels, with their best configurations if `tuned` is a folder to rank them in."""
-    found = {"reference": replayed(case, target, "reference")}
     if not case.has_kernel:
-        return found
+        return {"reference": replayed(case, target, "auto")}
+    found = {"reference": replayed(case, target, "reference")}
     if tuned is None or not case.is_ranked:
         return found | {"pallas": replayed(case, target, "pallas")}
     # By itself the operator reads its rate from memory, so its reference draws in as many steps as data say.
@@ -271,16 +289,19 @@ def both_replayed(case: Case, target: str, tuned: Path | None) -> dict[str, Any]
 
 
 def again_us(case: Case, target: str) -> float:
-    """The time to read once more what the gradient needs."""
-    if case.again is None:
-        return 0.0
+    """The time to read once more what the gradient needs, less that of what nobody needs."""
     hardware, chip = named(target), CHIPS[target]
     bytes_per_us = bytes_per_cycle(chip, hardware) * (hardware.cores or 1) * chip.clock_hz / 1e6
-    return case.again.size * case.again.dtype.itemsize / bytes_per_us
+    again, unread = (0 if x is None else x.size * x.dtype.itemsize for x in (case.again, case.unread))
+    return (again - unread) / bytes_per_us
 
 
-def ratio(a: float | None, b: float | None) -> str:
-    return "-" if a is None or b is None else f"{a / b:.2f}"
+def ratio(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """Returns a ratio of times as text, or a bound if one of them may be longer; "-" if nothing follows."""
+    if "us" not in a or "us" not in b or ("unknown" in a and "unknown" in b):
+        return "-"
+    bound = "≥ " if "unknown" in a else "≤ " if "unknown" in b else ""
+    return f"{bound}{a['us'] / b['us']:.2f}"
 
 
 def number(row: Mapping[str, Any]) -> str:
@@ -298,8 +319,10 @@ def page(results: dict[str, Any]) -> str:
         "",
         "Microseconds by libtpu's schedules, replayed; no chip ran anything ([how far to trust them](schedule.md)).",
         "The roofline counts each argument and result once, or the program's matrix products if they take longer;",
-        "with a gradient, also what is read once more for it: y of softmax, x of norms and max-pool.",
+        "with a gradient, also what is read once more for it: y of softmax, x of norms and max-pool. Of a table or of",
+        "log-probabilities it counts what is looked up.",
         "A time with a + may be longer: not all of the program was understood, such as what it leaves to other cores.",
+        "Then a ratio is a bound.",
         f"Written by [`benchmarks/tpu_schedules.py`](../benchmarks/tpu_schedules.py) with JAX {versions['jax']}, "
         f"{results['environment']['date']}.",
         "",
@@ -310,10 +333,10 @@ def page(results: dict[str, Any]) -> str:
     for case in results["cases"]:
         name, _, target = case["name"].rpartition(" on ")
         rows = [case["candidates"].get(implementation, {}) for implementation in ("reference", "pallas")]
-        times = [row.get("us") for row in rows]
         once = min((row["roofline_us"] for row in rows if "us" in row), default=None)
         roofline = None if once is None else once + case["again_us"]
-        ratios = [ratio(time, roofline) for time in times] + [ratio(times[1], times[0])]
+        least = {} if roofline is None else {"us": roofline}
+        ratios = [*(ratio(row, least) for row in rows), ratio(rows[1], rows[0])]
         shown = [number(row) for row in rows] + ["-" if roofline is None else f"{roofline:,.1f}"]
         lines.append(f"| {' | '.join([name, target, *shown, *ratios])} |")
     return "\n".join(lines) + "\n"

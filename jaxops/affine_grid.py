@@ -141,12 +141,14 @@ def _operators(name: str, rank: int, points: str) -> tuple[Operator, Operator]:
     def linearize_backward(operands: Sequence[jax.Array], active: Active, **params: Any) -> tuple[Arrays, Arrays]:
         return backward(*operands, **params), ()
 
+    small = "a grid is small beside the images"
     forward = Operator(
         name,
         f"... i k -> ... {points} i",
         functools.partial(_check, rank=rank),
         _grid,
         Derivative(transpose, apply, linearize),
+        no_kernel=small,
     )
     backward = Operator(
         f"{name}_backward",
@@ -154,6 +156,7 @@ def _operators(name: str, rank: int, points: str) -> tuple[Operator, Operator]:
         functools.partial(_check_backward, rank=rank, name=f"{name}_backward"),
         _backward,
         Derivative(apply, transpose, linearize_backward),
+        no_kernel=small,
     )
     return forward, backward
 

@@ -12,7 +12,7 @@ from jaxops._checks.dtypes import accumulation_dtype, check_floating
 from jaxops._checks.mcdnn import as_array, require, require_integer, require_real
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
-from jaxops.pooling.windows import reduced_along
+from jaxops.pooling.windows import Span, pooled
 from pallas_kernels.gpu import local_response_norm as gpu
 from pallas_kernels.tpu import local_response_norm as tpu
 
@@ -151,8 +151,8 @@ def _neighbours(x: jax.Array, before: int, after: int) -> jax.Array:
     farthest = max(before, after) if jax.export.is_symbolic_dim(channels) else max(channels - 1, 0)
     padding = min(before, farthest), min(after, farthest)
     packed = jnp.squeeze(x, ones)
-    axis = _CHANNELS + len(ones)
-    return jnp.expand_dims(reduced_along(packed, axis, 0.0, jax.lax.add, sum(padding) + 1, padding=padding), ones)
+    window = Span(_CHANNELS + len(ones), channels, sum(padding) + 1, 1, *padding)
+    return jnp.expand_dims(pooled(packed, [window], 0.0, jax.lax.add), ones)
 
 
 # The derivative keeps only x, not y.

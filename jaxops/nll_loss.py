@@ -198,18 +198,21 @@ def _vjp(residuals: Arrays, cotangents: Arrays, active: Active, *, axis: int, ig
     return [log_probs_grad, None, weight_grad]
 
 
+_ONE_PASS = "XLA picks a value of each row, and writes the gradient in one pass"
 NLL_LOSS = Operator(
     "nll_loss",
     "... c, ..., c -> ..., ...",
     functools.partial(_check, name="nll_loss", axis=-1),
     functools.partial(_loss, axis=-1),
     Derivative(functools.partial(_vjp, axis=-1)),
+    no_kernel=_ONE_PASS,
 )
 NLL_LOSS_BACKWARD = Operator(
     "nll_loss_backward",
     "..., ..., c -> ... c",
     functools.partial(_check_backward, name="nll_loss_backward"),
     functools.partial(_backward, axis=-1),
+    no_kernel=_ONE_PASS,
 )
 NLL_LOSS2D = Operator(
     "nll_loss2d",
@@ -217,10 +220,12 @@ NLL_LOSS2D = Operator(
     functools.partial(_check, name="nll_loss2d", axis=-3),
     functools.partial(_loss, axis=-3),
     Derivative(functools.partial(_vjp, axis=-3)),
+    no_kernel=_ONE_PASS,
 )
 NLL_LOSS2D_BACKWARD = Operator(
     "nll_loss2d_backward",
     "... h w, ... h w, c -> ... c h w",
     functools.partial(_check_backward, name="nll_loss2d_backward"),
     functools.partial(_backward, axis=-3),
+    no_kernel=_ONE_PASS,
 )

@@ -54,8 +54,8 @@ def softmax(x: jax.Array, *, axis: int | Sequence[int] = -1, algorithm: str = "a
       Groups are never transposed, whichever axes they lie along. The gradient keeps only y. Derivatives of all modes
       and orders exist.
 
-      There are forward and backward kernels for TPUs and for NVIDIA GPUs from Hopper on. They run only where
-      `jaxops.use("pallas")` asks for them, because they have not been measured on those chips.
+      There are forward and backward kernels for TPUs and for NVIDIA GPUs from Hopper on. By default one runs on TPUs at
+      the sizes where evidence favours it, and on GPUs where you have measured it.
 
     Meshes:
       Any axis may be split, and y is laid out like x. If a group has several axes and a later one is split, devices

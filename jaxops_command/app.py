@@ -83,7 +83,7 @@ def demo(
         bool, typer.Option("--resume", help="With --processes: go on from the newest whole checkpoint.")
     ] = False,
 ) -> None:
-    """Trains a small language model, and shows what ran.
+    """Trains a model in plain JAX and with this library.
 
     The text is the source of Python's standard library.
     """

@@ -26,7 +26,7 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 COMPILERS = ("tpu", "cuda")
 STAGES = ("verify", "time", "tune")
 PROCESS_COUNTS = (1, 2, 4)
-STEPS, SEED = 270, 0
+STEPS, SEED = 200, 0
 
 IMPLEMENTATIONS = ("auto", "reference", "pallas")
 # By their own names, and as jaxprs print them.

@@ -38,7 +38,7 @@ class Row:
       operands: their dtypes and shapes, such as "float32[8,128]".
       results: likewise.
       implementation: "reference" or the kernel's name.
-      evidence: why "auto" takes a kernel that was not tuned at these shapes; else "".
+      evidence: why "auto" takes a kernel that was not tuned at these shapes, or why the operator has none; else "".
       refusals: the kernels that were not chosen and the forms that refuse, with reasons.
       flops: arithmetic of the reference.
       matmul_flops: the part of `flops` on the matrix units, by kind of product.
@@ -152,7 +152,7 @@ class Explanation:
             reasons = [first.evidence] * bool(first.evidence)
             reasons += [f"{refusal.kernel}: {refusal.reason}" for refusal in first.refusals]
             if first.implementation == "reference" and not reasons:
-                reasons = ["has no kernel"]
+                reasons = ["no kernel"]
             table.add_row(
                 Text.assemble((first.operator, "bold"), *(f"\n  {brief(row.operands)}" for row in rows)),
                 Text.assemble(first.implementation, *((f"\n  {reason}", "dim") for reason in reasons)),
@@ -307,7 +307,7 @@ def _row(use: OperatorUse, hardware: Hardware) -> Row:
         bytes=moved_bytes,
         seconds=None if seconds is None else seconds / use.shared_by,
         bound=bound,
-        evidence=use.choice.evidence,
+        evidence=use.choice.evidence or (use.operator.no_kernel and f"no kernel: {use.operator.no_kernel}"),
     )
 
 

@@ -100,6 +100,10 @@ class Operator(Protocol):
     def forms(self) -> tuple[Form, ...]:
         """The forms in jnp beside the reference, in order of preference."""
 
+    @property
+    def no_kernel(self) -> str:
+        """Why there is no kernel, in a few words; "" if nobody said."""
+
     def meaning(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
         """Computes the results of an equation in plain JAX: the reference implementation."""
 

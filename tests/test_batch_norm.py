@@ -279,13 +279,23 @@ def test_batch_norm_inference_equals_float64(rng):
         assert_close(fused, np.maximum(u + residual, 0).transpose(order))
 
 
+def test_batch_norm_without_parameters_equals_float64(rng):
+    x, _, bias, *_ = draw(rng, (4, 4, 5, 6))
+    across, shape = oracle.axes_and_shape(x, "spatial")
+    wide = x.astype(np.float64)
+    normalized = (wide - wide.mean(across, keepdims=True)) / np.sqrt(wide.var(across, keepdims=True) + 1e-5)
+    assert_close(batch_norm(x, layout="NCHW").y, normalized)
+    assert_close(batch_norm(x, bias=bias, layout="NCHW").y, normalized + bias.reshape(shape))
+    mean, var = (of(across).astype(np.float32) for of in (wide.mean, wide.var))
+    assert_close(batch_norm_inference(x, None, None, mean, var, layout="NCHW"), normalized)
+
+
 X, ONE = np.zeros((2, 3, 4, 4), np.float32), np.ones(3, np.float32)
 REFUSALS = {
     "dtype": ((X.astype(np.int32), ONE, ONE), {}, "x must be floating point; got int32[2, 3, 4, 4]"),
     "rank": ((X[0, 0, 0], ONE, ONE), {"layout": None}, "x must have rank 2 to 5; got float32[4]"),
     "none": ((None, ONE, ONE), {}, "x must be given; got None"),
     "scale": ((X, ONE[:2], ONE), {}, "scale must have shape (3,), the channels of NCHW; got float32[2]"),
-    "bias-none": ((X, ONE, None), {}, "bias must be given; got None"),
     "bias-dtype": ((X, ONE, ONE.astype(np.int32)), {}, "bias must be floating point; got int32[3]"),
     "one-running": (
         (X, ONE, ONE, ONE),

@@ -66,7 +66,7 @@ def test_train_step_is_explained_and_compiled_and_needs_less_memory_than_the_pla
     assert compiled.memory.temporaries < 0.7 * train.temporary_bytes(plain)
 
 
-@pytest.mark.parametrize(("steps", "words"), [(1, "in 1 step."), (2, "in 2 steps.")])
+@pytest.mark.parametrize(("steps", "words"), [(1, "in 1 step:"), (2, "in 2 steps:")])
 def test_demo_counts_its_steps(steps: int, words: str) -> None:
     assert words in report._opening(train.Settings(steps=steps), Path("demo_output"))
 

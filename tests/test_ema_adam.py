@@ -1,6 +1,7 @@
 """The EMA-Adam operator: against the documented formula in NumPy float64, and the promises of every operator."""
 
 import functools
+import re
 
 import contract
 import jax
@@ -180,6 +181,13 @@ def test_step_coefficients_keep_the_digits_of_complements(array):
     held = {name: float(np.float32(value)) if array else value for name, value in decays.items()}
     for name, decay in (("ema_gain", "ema_decay"), ("gain1", "beta1"), ("gain2", "beta2"), ("correction2", "beta2")):
         np.testing.assert_allclose(getattr(packed, name), 1 - held[decay], rtol=2e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+def test_init_names_the_parameter_that_it_refuses(dtype):
+    params = {"layer": {"kernel": jnp.ones(2), "steps": jnp.ones(3, dtype)}}
+    with pytest.raises(BadParamError, match=re.escape("params['layer']['steps'] must have a floating dtype")):
+        ema_adam(1e-3).init(params)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int32"])

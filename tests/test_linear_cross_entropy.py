@@ -255,7 +255,7 @@ REFUSALS = {
     "weight-transposed": (
         (X, WEIGHT[0], LABELS),
         {"transpose_weight": True},
-        "weight must have shape (H, V); got float32[3]",
+        "weight must have shape (3, V), as x has features; got float32[3]",
     ),
     "weight-of-flax": (
         (X, WEIGHT.T, LABELS),

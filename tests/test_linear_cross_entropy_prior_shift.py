@@ -207,9 +207,9 @@ def test_rows_whose_maximum_is_nowhere_near_the_reference_are_computed_again(exc
     for rows, may_fail in ((slice(None), excess > 60), (slice(None, None, 3), False)):
         operands = Rows(x[rows], labels[rows] % 200), Columns(weight)
         exponentiating = functools.partial(prior_shift.exponentials, operands[1], None, False)
-        step = prior_shift._chunk_step(operands[1], options, exponentiating, Place("cpu"), jnp.float32)
+        step = prior_shift._chunk_step(operands[1], options, exponentiating, Place("cpu"))
         weights = RowWeights(label=jnp.ones(operands[0].labels.shape))
-        exact = step(Sums.zeros(operands[1], weights, options.needs), operands[0], weights)[1]
+        exact = step(Sums.zeros(operands[1], options), operands[0], weights)[1]
         assert exact.all() == (not may_fail)
 
 

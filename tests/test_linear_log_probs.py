@@ -349,7 +349,10 @@ REFUSALS = {
         {"weight": WEIGHT.astype(np.int32)},
         "weight must have a floating-point dtype of at least 8 bits; got int32[5, 3]",
     ),
-    "weight-transposed": ({"weight": X[0], "transpose_weight": True}, "weight must have shape (H, V); got float32[3]"),
+    "weight-transposed": (
+        {"weight": X[0], "transpose_weight": True},
+        "weight must have shape (3, V), as x has features; got float32[3]",
+    ),
     "weight-of-flax": (
         {"weight": WEIGHT.T},
         "weight must have shape (V, 3), as x has features, or be given with transpose_weight=True; got float32[3, 5]",

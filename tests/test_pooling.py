@@ -19,7 +19,7 @@ import jaxops
 import lowering
 from jaxops import avg_pool, max_pool
 from jaxops._checks.arguments import BadParamError
-from jaxops.pooling import MAX_POOL, windows
+from jaxops.pooling import AVG_POOL, AVG_POOL_BACKWARD, MAX_POOL, windows
 from lowering.operators import Place
 
 
@@ -54,16 +54,23 @@ def test_pooling_equals_loops_in_float64(geometry, kind, rng):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("geometry", [g for g in GEOMETRIES.values() if len(g[1]) == 2 and min(g[1]) > 1], ids=str)
-def test_maxima_in_one_pass_equal_loops_in_float64(geometry, rng):
-    """As on TPUs; also what the form leaves to the reference for speed alone."""
-    (form,) = MAX_POOL.forms
+def test_windows_in_one_pass_equal_loops_in_float64(geometry, rng):
+    """As on TPUs; also what the forms leave to the reference for speed alone."""
     x, cotangent = make_case(rng, geometry)
     padding = tuple(side if isinstance(side, tuple) else (side, side) for side in geometry[3])
     attributes = windows.volume_attributes(*geometry[1:3], padding)
-    run = functools.partial(form.run, place=Place("tpu"), propagate_nan=True, **attributes)
-    (y,) = jax.jit(run)(windows.to_volume(jnp.asarray(x), "NCHW"))
-    y = windows.from_volume(y, "NCHW")
-    np.testing.assert_allclose(y, expected("max", x, cotangent, geometry)[0], rtol=1e-6, atol=1e-6)
+    means = attributes | {"count_include_pad": False, "extents": (1, *x.shape[2:])}
+
+    def run(operator, operand, **attributes):
+        (form,) = operator.forms
+        run = functools.partial(form.run, place=Place("tpu"), **attributes)
+        return windows.from_volume(jax.jit(run)(windows.to_volume(jnp.asarray(operand), "NCHW"))[0], "NCHW")
+
+    largest, _ = expected("max", x, cotangent, geometry)
+    mean, gradient = expected("mean-inside", x, cotangent, geometry)
+    np.testing.assert_allclose(run(MAX_POOL, x, propagate_nan=True, **attributes), largest, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(run(AVG_POOL, x, **means), mean, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(run(AVG_POOL_BACKWARD, cotangent, **means), gradient, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.sampled
@@ -279,19 +286,38 @@ def test_explain_shows_pooling(rng):
     assert {row.implementation for row in rows} == {"reference"}
 
 
+@pytest.mark.parametrize("kind", ["max", "mean", "mean-inside"])
+def test_pooling_along_one_axis_equals_loops_in_float64(kind, rng):
+    geometry = (9,), (3,), (2,), ((1, 0),)
+    x, cotangent = make_case(rng, geometry)
+    truth = expected(kind, x, cotangent, geometry)
+    for layout, move in (("NCL", (0, 1, 2)), ("NLC", (0, 2, 1))):
+        fn = pooled(kind, geometry, layout)
+        found = value_and_gradient(fn, jnp.asarray(x.transpose(move)), jnp.asarray(cotangent.transpose(move)))
+        for array, each in zip(found, truth, strict=True):
+            np.testing.assert_allclose(array, each.transpose(move), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pool", [max_pool, avg_pool])
+def test_pooling_takes_several_batch_axes(pool, rng):
+    x = jnp.asarray(rng.normal(size=(2, 3, 7, 6, 4)), jnp.float32)
+    each = [pool(images, 3, stride=2, padding="SAME", layout="NHWC") for images in x]
+    np.testing.assert_array_equal(pool(x, 3, stride=2, padding="SAME", layout="NHWC"), jnp.stack(each))
+
+
 X = np.zeros((2, 3, 4, 5), np.float32)
 FORMS = 'be "SAME", "VALID", an integer, or 2 of these: an integer or a pair (before, behind)'
-LAYOUTS = "NCHW, NHWC, NCDHW, NDHWC"
+LAYOUTS = "NCL, NLC, NCHW, NHWC, NCDHW, NDHWC"
 REFUSALS = {
     "none": (None, 2, {}, "x must be given; got None"),
-    "rank": (X[0, 0], 2, {}, "x must have rank 3, 4 or 5; got float32[4, 5]"),
+    "rank": (X[0, 0, 0], 2, {}, "x must have at least 2 axes; got float32[5]"),
     "dtype": (X.astype(np.int32), 2, {}, "x must be floating point; got int32[2, 3, 4, 5]"),
     "layout": (X, 2, {"layout": "NCWH"}, f"layout must be one of {LAYOUTS}; got 'NCWH'"),
     "layout-missing": (
         X[0],
         2,
         {"layout": None},
-        "layout must be NCHW or NHWC, as x has 3 axes and there is no default; got None",
+        "layout must be NCL, NLC, NCHW or NHWC, as x has 3 axes and there is no default; got None",
     ),
     "layout-missing-4": (
         X,
@@ -304,7 +330,7 @@ REFUSALS = {
         X[0],
         2,
         {"layout": "NDHWC"},
-        "x must have 5 axes, or 4 without a batch, as layout NDHWC says; got float32[3, 4, 5]",
+        "x must have at least 4 axes, as layout NDHWC says; got float32[3, 4, 5]",
     ),
     "window-float": (X, 2.0, {}, "window must be an integer or 2 of them; got 2.0"),
     "window-length": (X, (2, 2, 2), {}, "window must be an integer or 2 of them; got (2, 2, 2)"),

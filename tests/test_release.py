@@ -85,6 +85,8 @@ def test_installed_demo_runs(installed: Path, tmp_path: Path) -> None:
     said = run(installed / "bin" / "jaxops", "demo", "--steps", "2", folder=tmp_path)
     assert "validation loss" in said
     assert (tmp_path / "demo_output" / "loss.png").stat().st_size > 10_000
+    page = (tmp_path / "demo_output" / "index.html").read_text()
+    assert all(words in page for words in ("plain JAX and optax", "50,257", "apply_fused_ema_adam", "import os"))
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ NOTEBOOKS = {
 
 def family_of(thing: Any) -> str:
     """The folder or file in `jaxops/` that a function or an operator is defined in."""
-    fn = thing.check if isinstance(thing, jaxops.Operator) else thing
+    fn = thing.reference if isinstance(thing, jaxops.Operator) else thing
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn.__module__.split(".")[1]

@@ -14,7 +14,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 IMAGES = ("NCHW", "NHWC", "NCDHW", "NDHWC")
-_SPATIAL_AXES = {"NCHW": slice(2, 4), "NHWC": slice(1, 3), "NCDHW": slice(2, 5), "NDHWC": slice(1, 4)}
+_SPATIAL_AXES = {
+    "NCL": slice(2, 3),
+    "NLC": slice(1, 2),
+    "NCHW": slice(2, 4),
+    "NHWC": slice(1, 3),
+    "NCDHW": slice(2, 5),
+    "NDHWC": slice(1, 4),
+}
 CHANNELS_FIRST = MappingProxyType({4: "NCHW", 5: "NCDHW"})  # mcDNN's defaults, by rank
 NO_DEFAULTS: Mapping[int, str] = MappingProxyType({})
 
@@ -70,7 +77,7 @@ def sizes(value: Any) -> tuple[int, ...] | None:
 
 
 def spatial_extents(shape: Sequence[int], layout: str) -> tuple[int, ...]:
-    """Returns the two or three spatial extents of an image."""
+    """Returns the spatial extents of an image, one to three."""
     return tuple(shape[_SPATIAL_AXES[layout]])
 
 

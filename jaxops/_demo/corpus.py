@@ -19,13 +19,14 @@ SKIPPED_FOLDERS = {
 
 
 class Corpus(NamedTuple):
-    """Token ids of the training and validation files, and where they are from."""
+    """Token ids of the training and validation files, where they are from, and what turns text into ids and back."""
 
     train: np.ndarray
     validation: np.ndarray
     vocabulary_size: int
     files: int
     characters: int
+    tokenizer: Any
 
 
 def standard_library() -> Corpus:
@@ -48,6 +49,7 @@ def standard_library() -> Corpus:
         vocabulary_size=tokenizer.get_vocab_size(),
         files=len(texts),
         characters=sum(map(len, texts)),
+        tokenizer=tokenizer,
     )
 
 
@@ -89,10 +91,11 @@ def _hold_out(texts: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _byte_pair_encoding(texts: list[str]) -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY_SIZE,
         special_tokens=[FILE_START],

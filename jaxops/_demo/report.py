@@ -1,6 +1,8 @@
 """The demo's output on the terminal and on disk."""
 
+import io
 import json
+import operator
 import platform
 import time
 from collections.abc import Callable
@@ -9,7 +11,7 @@ from typing import Any
 
 import jax
 from rich.columns import Columns
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,16 +20,35 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
-from jaxops._demo import corpus, model, processes, train
+from jaxops._demo import corpus, model, processes, train, writing
 from jaxops._demo.corpus import Corpus
 from jaxops._demo.run_folder import RunFolder
 from jaxops._demo.train import Run, Settings
 from lowering.describe import counted
 
 STEPS_PER_LINE = 25
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>A language model of the Python standard library</title>
+<style>
+  {stylesheet}
+  body {{ margin: 2rem auto; max-width: 60rem; padding: 0 1rem; font-family: sans-serif }}
+  img {{ max-width: 100% }}
+  pre {{ overflow-x: auto; font-size: 13px; line-height: 1.35 }}
+</style>
+<h1>A language model of the Python standard library</h1>
+<p>Trained twice from the same parameters on the same batches: in plain JAX and optax, and with jaxops.</p>
+<img src="loss.png" alt="Loss curves of both, and validation losses">
+<pre><code>{code}</code></pre>
+</html>
+"""
 
 
 def run(settings: Settings, output: Path, console: Console) -> None:
@@ -40,11 +61,26 @@ def run(settings: Settings, output: Path, console: Console) -> None:
         shape = model.Shape(text.vocabulary_size)
         progress.update(task, description="compiling the train step")
         result = train.run(settings, text, shape, _shows_steps(progress, task, settings.steps))
-    record = _record(settings, text, shape, result, time.perf_counter() - started)
+        progress.update(task, description=f"the same step with {train.LARGE_VOCABULARY:,} words")
+        record = _record(settings, text, shape, result) | {
+            "costs_of_large": {n: cost._asdict() for n, cost in train.costs_of_large(settings, shape).items()},
+            "text": writing.written(result.average, shape, text.tokenizer, jax.random.key(settings.seed)),
+            "seconds": time.perf_counter() - started,
+        }
+        progress.update(task, description=f"trained, loss {result.losses[train.OURS][-1]:5.2f}")
     (output / "numbers.json").write_text(json.dumps(record, indent=2) + "\n")
     _plot(result, output / "loss.png")
-    console.print(_summary(record), result.explanation.table())
-    console.print(f"{output / 'loss.png'}: the loss curve; {output / 'numbers.json'}: these numbers", highlight=False)
+    shown = Group(_summary(record), result.explanation.table(), "", Text(record["text"], "dim"), "")
+    (output / "index.html").write_text(_page(shown))
+    console.print(shown)
+    console.print(f"{output / 'index.html'}: all this as a page, with the loss curves", highlight=False, soft_wrap=True)
+
+
+def _page(shown: RenderableType) -> str:
+    """Renders what the terminal shows, below the picture, as a page."""
+    recorder = Console(record=True, file=io.StringIO(), width=110)
+    recorder.print(shown)
+    return recorder.export_html(code_format=PAGE)
 
 
 def run_together(count: int, settings: Settings, resume: bool, output: Path, console: Console) -> None:
@@ -78,6 +114,8 @@ def _progress(console: Console) -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
     )
     return Progress(*columns, console=console)
 
@@ -96,8 +134,8 @@ def _shows_steps(progress: Progress, task: TaskID, steps: int) -> Callable[[int,
     return show_step
 
 
-def _record(settings: Settings, text: Corpus, shape: model.Shape, result: Run, seconds: float) -> dict[str, Any]:
-    """Collects everything about the run as JSON."""
+def _record(settings: Settings, text: Corpus, shape: model.Shape, result: Run) -> dict[str, Any]:
+    """Collects everything about the training as JSON."""
     return {
         "settings": {**settings._asdict(), "ema_decay": settings.ema_decay},
         "corpus": {
@@ -109,9 +147,8 @@ def _record(settings: Settings, text: Corpus, shape: model.Shape, result: Run, s
         "model": {**shape._asdict(), "parameters": result.parameters},
         "validation": [evaluation._asdict() for evaluation in result.evaluations],
         "train_losses": result.losses,
-        "tokens_per_second": result.tokens_per_second,
-        "seconds": seconds,
-        "temporary_bytes": {"jaxops": result.temporary_bytes, "jnp_and_optax": result.plain_temporary_bytes},
+        "largest_difference": max(map(abs, map(operator.sub, *result.losses.values()))),
+        "costs": {name: cost._asdict() for name, cost in result.costs.items()},
         "explanation": json.loads(result.explanation.to_json()),
         "device": jax.devices()[0].device_kind,
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
@@ -129,20 +166,24 @@ def _summary(record: dict[str, Any]) -> Group:
     facts.add_row(
         "training", f"{counted(settings['steps'], 'step')} of {settings['batch']} x {sizes['context']} tokens"
     )
-    facts.add_row("speed", f"{record['tokens_per_second']:,.0f} tokens/s; {record['seconds']:.0f} s for everything")
-    tables = [_validation_table(record["validation"]), _memory_table(record["temporary_bytes"])]
+    facts.add_row(
+        "training losses", f"differ by {record['largest_difference']:.1g} at most from those of {train.PLAIN}"
+    )
+    facts.add_row("time", f"{record['seconds']:.0f} s for everything")
+    tables = [_validation_table(record["validation"]), _cost_table(sizes["vocabulary"], record)]
     return Group("", facts, "", Columns(tables, padding=(0, 4)), "")
 
 
 def _opening(settings: Settings, output: Path) -> str:
     """Returns the text for a newcomer while the first part runs. The estimate is for two cores of a server's CPU."""
-    seconds = 20 + 0.3 * settings.steps
+    seconds = 40 + 0.6 * settings.steps
     about = f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
     steps = counted(settings.steps, "step")
     return (
         f"A small language model learns the source of Python's standard library on {jax.devices()[0].device_kind}, in "
-        f"{steps}.\nThat takes about {about} on two CPU cores. Embedding, loss and optimizer are this library's.\n"
-        f"Then you see the loss, the memory that was saved, and what ran and why; {output}/ keeps them.\n"
+        f"{steps}:\nonce with this library's embedding, loss and optimizer, and once in {train.PLAIN}.\n"
+        f"That takes about {about} on two CPU cores. Then you see both losses, memory and speed, what ran and why,\n"
+        f"and what the model writes; {output}/ keeps it all.\n"
     )
 
 
@@ -156,14 +197,17 @@ def _validation_table(evaluations: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _memory_table(temporary_bytes: dict[str, int]) -> Table:
-    table = Table(title="temporaries of the train step", title_justify="left")
-    table.add_column("written in")
-    table.add_column("MB", justify="right")
-    table.add_column("", justify="right")
-    plain = temporary_bytes["jnp_and_optax"]
-    for name, size in (("jnp and optax", plain), ("jaxops", temporary_bytes["jaxops"])):
-        table.add_row(name, f"{size / 1e6:.1f}", f"{size / plain:.0%}")
+def _cost_table(vocabulary: int, record: dict[str, Any]) -> Table:
+    table = Table(title="the train step", title_justify="left")
+    for name in ("vocabulary", "written in"):
+        table.add_column(name)
+    for name in ("temporaries, MB", "tokens/s"):
+        table.add_column(name, justify="right")
+    for size, costs in ((vocabulary, record["costs"]), (train.LARGE_VOCABULARY, record["costs_of_large"])):
+        for name in (train.PLAIN, train.OURS):
+            cost = costs[name]
+            megabytes, speed = f"{cost['temporary_bytes'] / 1e6:,.1f}", f"{cost['tokens_per_second']:,.0f}"
+            table.add_row(f"{size:,}", name, megabytes, speed)
     return table
 
 
@@ -174,13 +218,14 @@ def _plot(result: Run, path: Path) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     steps = [evaluation.step for evaluation in result.evaluations]
-    axes.plot(range(1, len(result.losses) + 1), result.losses, color="0.75", linewidth=1, label="training batches")
-    axes.plot(
-        steps, [evaluation.raw for evaluation in result.evaluations], marker="o", label="validation, trained weights"
-    )
-    axes.plot(
-        steps, [evaluation.averaged for evaluation in result.evaluations], marker="s", label="validation, EMA weights"
-    )
+    for name, color, width in ((train.PLAIN, "0.75", 4), (train.OURS, "0.25", 1)):
+        losses = result.losses[name]
+        axes.plot(range(1, len(losses) + 1), losses, color=color, linewidth=width, label=f"training batches, {name}")
+    for marker, weights in (("o", "raw"), ("s", "averaged")):
+        label = {"raw": "validation, trained weights", "averaged": "validation, EMA weights"}[weights]
+        axes.plot(
+            steps, [getattr(evaluation, weights) for evaluation in result.evaluations], marker=marker, label=label
+        )
     axes.set(xlabel="step", ylabel="loss (nats per token)", title="A language model of the Python standard library")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,6 +1,7 @@
 """Training the model, in the library's operators; and the same step in plain jnp and optax, to compare with."""
 
 import functools
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from jaxops._demo import corpus, model
 from jaxops._demo.corpus import Corpus
 from jaxops._demo.model import Params
 
+OURS, PLAIN = "jaxops", "plain JAX and optax"
+LARGE_VOCABULARY, STEPS_OF_LARGE = 50_257, 5
 VALIDATION_WINDOWS = 64
 EVALUATIONS = 8
 CHUNK_ROWS = 128
@@ -24,7 +27,7 @@ CHUNK_ROWS = 128
 class Settings(NamedTuple):
     """Settings of a run."""
 
-    steps: int = 270
+    steps: int = 200
     seed: int = 0
     batch: int = 16
     peak_learning_rate: float = 4e-3
@@ -60,16 +63,22 @@ class Evaluation(NamedTuple):
     averaged: float
 
 
-class Run(NamedTuple):
-    """Measurements of one run."""
+class Cost(NamedTuple):
+    """What a formulation of the train step costs."""
 
-    losses: list[float]
-    evaluations: list[Evaluation]
-    parameters: int
     tokens_per_second: float
     temporary_bytes: int
-    plain_temporary_bytes: int
+
+
+class Run(NamedTuple):
+    """What one run gives: losses and costs by the name of a formulation, and the averaged parameters."""
+
+    losses: dict[str, list[float]]
+    costs: dict[str, Cost]
+    evaluations: list[Evaluation]
+    parameters: int
     explanation: lowering.Explanation
+    average: Params
 
 
 def operators(settings: Settings) -> Formulation:
@@ -156,39 +165,67 @@ def validation_loss(params: Params, tokens: jax.Array, shape: model.Shape) -> ja
     return jaxops.nll_loss(log_probs, tokens[:, 1:])
 
 
+class Trainer:
+    """The state of a run in one formulation, and how long its steps took."""
+
+    def __init__(self, formulation: Formulation, settings: Settings, shape: model.Shape) -> None:
+        self.params = model.init(jax.random.key(settings.seed), shape)
+        self.opt_state = formulation.init(self.params)
+        self.step = compiled_step(formulation, settings, shape)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def train(self, tokens: jax.Array) -> None:
+        """Takes one step."""
+        started = time.perf_counter()
+        self.params, self.opt_state, loss = self.step(self.params, self.opt_state, tokens)
+        self.losses.append(float(loss))
+        self.seconds.append(time.perf_counter() - started)
+
+    def cost(self, tokens: int) -> Cost:
+        """Returns the memory and the speed of the median step, which has so many tokens."""
+        return Cost(tokens / statistics.median(self.seconds), temporary_bytes(self.step))
+
+
 def run(settings: Settings, text: Corpus, shape: model.Shape, on_step: Callable[[int, float], None]) -> Run:
-    """Trains from scratch, and calls `on_step(steps done, loss of the last one)` after each step."""
+    """Trains from scratch in both formulations, and calls `on_step(steps done, loss of the last one)` after each step.
+
+    They start from the same parameters and see the same batches, one after the other.
+    """
     formulation = operators(settings)
-    params = model.init(jax.random.key(settings.seed), shape)
-    opt_state = formulation.init(params)
-    draw = np.random.default_rng(settings.seed)
-    compiled = compiled_step(formulation, settings, shape)
-    plain_compiled = compiled_step(plain(settings), settings, shape)
-    explanation = lowering.explain(train_step(formulation, shape), *step_arguments(formulation, settings, shape))
+    trainers = {OURS: Trainer(formulation, settings, shape), PLAIN: Trainer(plain(settings), settings, shape)}
+    ours, draw = trainers[OURS], np.random.default_rng(settings.seed)
     evaluate = _evaluator(text, shape, settings.batch)
     evaluate_after = set(np.linspace(0, settings.steps, EVALUATIONS + 1).round().astype(int).tolist())
-    evaluations = [Evaluation(0, *evaluate(params, opt_state))]
-    losses: list[float] = []
-    seconds = 0.0
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+    evaluations = [Evaluation(0, *evaluate(ours.params, ours.opt_state))]
     for done in range(1, settings.steps + 1):
         tokens = _batch(text.train, draw, settings.batch, shape.context + 1)
-        started = time.perf_counter()
-        params, opt_state, loss = compiled(params, opt_state, tokens)
-        losses.append(float(loss))
-        seconds += time.perf_counter() - started
+        for trainer in trainers.values():
+            trainer.train(tokens)
         if done in evaluate_after:
-            evaluations.append(Evaluation(done, *evaluate(params, opt_state)))
-        on_step(done, losses[-1])
+            evaluations.append(Evaluation(done, *evaluate(ours.params, ours.opt_state)))
+        on_step(done, ours.losses[-1])
     return Run(
-        losses=losses,
+        losses={name: trainer.losses for name, trainer in trainers.items()},
+        costs={name: trainer.cost(settings.batch * shape.context) for name, trainer in trainers.items()},
         evaluations=evaluations,
-        parameters=parameters,
-        tokens_per_second=settings.steps * settings.batch * shape.context / seconds,
-        temporary_bytes=temporary_bytes(compiled),
-        plain_temporary_bytes=temporary_bytes(plain_compiled),
-        explanation=explanation,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(ours.params)),
+        explanation=lowering.explain(train_step(formulation, shape), *step_arguments(formulation, settings, shape)),
+        average=jaxops.ema_params(ours.opt_state),
     )
+
+
+def costs_of_large(settings: Settings, shape: model.Shape) -> dict[str, Cost]:
+    """Measures the train step with a large vocabulary, on tokens that are drawn."""
+    shape = shape._replace(vocabulary=LARGE_VOCABULARY)
+    draw, found = np.random.default_rng(settings.seed), {}
+    for name, formulation in ((OURS, operators(settings)), (PLAIN, plain(settings))):
+        trainer = Trainer(formulation, settings, shape)
+        for _ in range(STEPS_OF_LARGE):
+            drawn = draw.integers(0, shape.vocabulary, (settings.batch, shape.context + 1))
+            trainer.train(jnp.asarray(drawn, jnp.int32))
+        found[name] = trainer.cost(settings.batch * shape.context)
+    return found
 
 
 def _batch(tokens: np.ndarray, draw: np.random.Generator, rows: int, length: int) -> jax.Array:

@@ -4,13 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxops import pooling
 from jaxops._checks.arguments import as_array, require
 
-_LAYOUTS = {2: "NHWC", 3: "NDHWC"}  # by the number of spatial axes
-_MOST_AXES = 3
+_LAYOUTS = {1: "NLC", 2: "NHWC", 3: "NDHWC"}  # by the number of spatial axes
 
 Padding = str | Sequence[tuple[int, int]]
 
@@ -88,20 +86,7 @@ def _pooled(
 ) -> jax.Array:
     inputs = as_array(name, "inputs", inputs)
     window, axes = tuple(window_shape), len(window_shape)
-    require(1 <= axes <= _MOST_AXES, name, "window_shape", "have 1, 2 or 3 extents", window_shape)
+    require(axes in _LAYOUTS, name, "window_shape", "have 1, 2 or 3 extents", window_shape)
     require(inputs.ndim > axes, name, "inputs", f"have {axes} spatial axes and channels", inputs)
     stride = (1,) * axes if strides is None else tuple(strides)
-    if axes == 1:  # rows of an image of height 1
-        window, stride = (1, *window), (1, *stride)
-        padding = padding if isinstance(padding, str) else ((0, 0), *padding)
-        inputs = jnp.expand_dims(inputs, -3)
-    layout = _LAYOUTS[len(window)]
-
-    def pooled(images: jax.Array) -> jax.Array:
-        return pool(images, window, stride=stride, padding=padding, layout=layout, **options)
-
-    # Not a reshape, which would have to gather batch axes that are split over devices.
-    for _ in range(inputs.ndim - len(layout)):
-        pooled = jax.vmap(pooled)
-    y = pooled(inputs)
-    return jnp.squeeze(y, -3) if axes == 1 else y
+    return pool(inputs, window, stride=stride, padding=padding, layout=_LAYOUTS[axes], **options)

@@ -33,23 +33,25 @@ class Operator:
       signature: which operands and results carry batch axes, with an entry for each field, present or not;
         `jaxops._primitive.signature.Signature` describes the notation. Batching and sharding follow from it.
       check: `check(*operands, **params)` raises BadParamError if shapes, dtypes or attributes break the documented
-        rules. Operands need only a shape and a dtype.
+        rules. Operands need only a shape and a dtype. None if the functions that bind the operator have checked them.
       reference: `reference(*operands, **params)` returns the results. It defines the operator in jnp, is the same
         program on every platform, and runs wherever no kernel and no other form is better. Which fields of the results
         are None depends on those of the operands and on params alone.
       derivative: how to differentiate by way of other operators. None differentiates the reference as JAX does.
       kernels: kernels that may run in place of the reference, in order of preference.
       forms: programs in jnp that are better than the reference on some platforms, in order of preference.
+      no_kernel: why there is no kernel, in a few words that `explain` shows.
       axes: the parsed signature, with all fields of operands and results.
     """
 
     name: str
     signature: str
-    check: Callable[..., None]
+    check: Callable[..., None] | None
     reference: Callable[..., Any]
     derivative: Derivative | None = None
     kernels: tuple[Kernel, ...] = ()
     forms: tuple[Form, ...] = ()
+    no_kernel: str = ""
     primitive: Primitive = dataclasses.field(init=False, repr=False)
     axes: Signature = dataclasses.field(init=False, repr=False)
     _structures: dict[Any, Structure] = dataclasses.field(init=False, repr=False, default_factory=dict)
@@ -68,7 +70,8 @@ class Operator:
     def __call__(self, *operands: Any, **params: Any) -> Any:
         """Binds the primitive. Operands must be arrays or NamedTuples of them, and `params` hashable."""
         # Abstract evaluation checks too, but under vmap only this place sees the shapes that the user wrote.
-        self.check(*operands, **params)
+        if self.check is not None:
+            self.check(*operands, **params)
         arrays, params = packed(operands, params)
         results = self.bind(arrays, params)
         return jax.tree.unflatten(self.structure_of_results(arrays, params), results)
@@ -125,7 +128,8 @@ class Operator:
 
     def _abstract_eval(self, *arrays: Any, selection: Any, **params: Any) -> list[Any]:
         operands, attributes = unpacked(arrays, params)
-        self.check(*operands, **attributes)
+        if self.check is not None:
+            self.check(*operands, **attributes)
         results = jax.make_jaxpr(lambda *arrays: self.meaning(*arrays, **params))(*arrays)
         return list(results.out_avals)
 

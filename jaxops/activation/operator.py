@@ -62,7 +62,13 @@ def _scaled(residuals: Arrays, grads: Arrays, active: Active, *, activation: Act
     return ACTIVATION_BACKWARD(*residuals, *grads, activation=activation, of_result=_of_result(activation))
 
 
+_FUSED = "XLA fuses it with what surrounds it"
 ACTIVATION = Operator(
-    "activation", "... -> ...", check, _forward, Derivative(_scaled, _scaled, _linearize, residuals="...")
+    "activation",
+    "... -> ...",
+    check,
+    _forward,
+    Derivative(_scaled, _scaled, _linearize, residuals="..."),
+    no_kernel=_FUSED,
 )
-ACTIVATION_BACKWARD = Operator("activation_backward", "..., ... -> ...", _check_backward, _backward)
+ACTIVATION_BACKWARD = Operator("activation_backward", "..., ... -> ...", _check_backward, _backward, no_kernel=_FUSED)

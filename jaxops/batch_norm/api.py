@@ -44,8 +44,8 @@ class BatchNormOutput(NamedTuple):
 
 def batch_norm(
     x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
     running_mean: jax.Array | None = None,
     running_var: jax.Array | None = None,
     *,
@@ -66,8 +66,8 @@ def batch_norm(
 
     Args:
       x: (N, C, H, W), or as `layout` says; floating point.
-      scale: (C,), or (C, H, W) for "per_activation", whatever the layout; floating point.
-      bias: like scale.
+      scale: (C,), or (C, H, W) for "per_activation", whatever the layout; floating point. None counts as 1.
+      bias: like scale. None counts as 0.
       running_mean: like scale, or None. Pass both running statistics or neither.
       running_var: like scale, or None.
       mode: "spatial" or "per_activation".
@@ -101,8 +101,8 @@ def batch_norm(
       residual; statistics carry no gradient. relu'(0) = 0 and elu'(0) = coef. Where relu is 0, no gradient passes, not
       even NaN.
 
-      Kernels for TPUs and for NVIDIA GPUs from Hopper on fuse relu and residual. They run only where
-      `jaxops.use("pallas")` asks for them, because they have not been measured on those chips.
+      Kernels for TPUs and for NVIDIA GPUs from Hopper on fuse relu and residual. By default one runs on TPUs at the
+      sizes where evidence favours it, and on GPUs where you have measured it.
 
     Meshes:
       Any axis of any array may be split. If pixels ("per_activation": activations) are split along an axis behind their
@@ -126,7 +126,7 @@ def batch_norm(
     """
     name = "batch_norm"
     x, view = _images(name, x, layout, mode)
-    scale, bias = parameters(name, view, scale=scale, bias=bias)
+    scale, bias = _scale_and_bias(name, view, x, scale, bias)
     epsilon = checked_epsilon(name, epsilon)
     momentum = checked_momentum(name, "momentum", momentum)
     both = (running_mean is None) == (running_var is None)
@@ -146,8 +146,8 @@ def batch_norm(
 
 def batch_norm_inference(
     x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
     mean: jax.Array,
     var: jax.Array,
     *,
@@ -161,8 +161,8 @@ def batch_norm_inference(
 
     Args:
       x: (N, C, H, W), or as `layout` says; floating point.
-      scale: (C,), or (C, H, W) for "per_activation", whatever the layout; floating point.
-      bias: like scale.
+      scale: (C,), or (C, H, W) for "per_activation", whatever the layout; floating point. None counts as 1.
+      bias: like scale. None counts as 0.
       mean: like scale.
       var: like scale; a variance, such as the running one.
       mode: "spatial" or "per_activation".
@@ -197,7 +197,7 @@ def batch_norm_inference(
     """
     name = "batch_norm_inference"
     x, view = _images(name, x, layout, mode)
-    params = parameters(name, view, scale=scale, bias=bias, mean=mean, var=var)
+    params = [*_scale_and_bias(name, view, x, scale, bias), *parameters(name, view, mean=mean, var=var)]
     epsilon = checked_epsilon(name, epsilon)
     fused = IDENTITY if activation is None else requested(name, activation)
     return infer(view, x, params, _residual(name, x, residual), fused, epsilon=epsilon)
@@ -293,6 +293,15 @@ def parameters(operator: str, view: View, **arrays: Any) -> list[jax.Array]:
         floating = jnp.issubdtype(value.dtype, jnp.floating)
         require(floating, operator, argument, "be floating point", value)
     return checked
+
+
+def _scale_and_bias(
+    operator: str, view: View, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None
+) -> list[jax.Array]:
+    """Returns the two parameters, checked; in the dtype of statistics if they are not given."""
+    shape, dtype = view.parameter_shape, accumulation_dtype(x.dtype)
+    scale = jnp.ones(shape, dtype) if scale is None else scale
+    return parameters(operator, view, scale=scale, bias=jnp.zeros(shape, dtype) if bias is None else bias)
 
 
 def check_axis_name(operator: str, axis_name: Hashable) -> None:

@@ -122,7 +122,7 @@ def _weighted_deviations(u: jax.Array, x: jax.Array, means: jax.Array | None, sp
 
 def _summed(x: jax.Array, spans: Sequence[Span]) -> jax.Array:
     for span in spans:
-        x = windows.pooled_along(x, span, 0.0, jax.lax.add)
+        x = windows.pooled(x, [span], 0.0, jax.lax.add)
     return x
 
 

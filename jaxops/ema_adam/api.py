@@ -272,11 +272,12 @@ def _is_masked(x: Any) -> bool:
 def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
     """Calls `make(x, dtype=...)` for every parameter; for a `ShapeDtypeStruct`, returns only the result's type."""
 
-    def like(x: Any) -> Any:
+    def like(path: Any, x: Any) -> Any:
+        argument = f"params{jax.tree_util.keystr(path)}"
         if not isinstance(x, jax.ShapeDtypeStruct):
-            x = as_array(_NAME, "params", x)
+            x = as_array(_NAME, argument, x)
         own = x.dtype
-        _check_floating(x)
+        _check_floating(x, argument)
         narrow = jnp.issubdtype(own, jnp.floating) and own.itemsize < 4
         wanted = jax.dtypes.canonicalize_dtype(dtype or (jnp.float32 if narrow else own))
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -284,12 +285,12 @@ def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
         return make(x, dtype=wanted)
 
     require_tree(_NAME, "params", params)
-    return jax.tree.map(like, params)
+    return jax.tree_util.tree_map_with_path(like, params)
 
 
-def _check_floating(x: Any) -> None:
+def _check_floating(x: Any, argument: str = "params") -> None:
     is_floating = bool(jnp.issubdtype(x.dtype, jnp.floating))
-    require(is_floating, _NAME, "params", "have a floating dtype (optax.masked leaves the others alone)", x)
+    require(is_floating, _NAME, argument, "have a floating dtype (optax.masked leaves the others alone)", x)
 
 
 def checked_state(operator: str, state: Any) -> tuple[optax.ScaleByAdamState, EmaParamsState]:

@@ -202,6 +202,7 @@ EMBEDDING = Operator(
     check_lookup,
     _lookup,
     Derivative(_vjp, _tangent, _linearize, residuals="v d, ..."),
+    no_kernel="XLA checks ids in the pass that follows its gather",
 )
 EMBEDDING_DENSE_BACKWARD = Operator(
     "embedding_dense_backward",

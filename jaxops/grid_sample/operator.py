@@ -50,6 +50,7 @@ def _operators(
     points: str,
     kernels: tuple[Kernel, ...] = (),
     backward_kernels: tuple[Kernel, ...] = (),
+    no_kernel: str = "",
 ) -> tuple[Operator, Operator]:
     """Makes the operators for images or volumes, whose spatial axes are `pixels` in x and `points` in the grid."""
     x, grid, y = f"... c {pixels}", f"... {points} coordinate", f"... c {points}"
@@ -64,6 +65,7 @@ def _operators(
             Form("xla_sorted_runs", frozenset({"cuda"}), gradients_by_run, refuses_runs),
         ),
         kernels=backward_kernels,
+        no_kernel=no_kernel,
     )
 
     def vjp(residuals: Arrays, cotangents: Arrays, active: Active, *, sampling: Sampling) -> Arrays:
@@ -78,6 +80,7 @@ def _operators(
         Derivative(vjp),
         forms=(Form("xla_few_channels", frozenset({"cpu"}), sampled_few_channels, refuses_few_channels),),
         kernels=kernels,
+        no_kernel=no_kernel,
     )
     return forward, backward
 
@@ -85,4 +88,6 @@ def _operators(
 GRID_SAMPLE, GRID_SAMPLE_BACKWARD = _operators(
     "grid_sample", 2, "h_in w_in", "h w", (tpu.KERNEL,), (tpu.BACKWARD_KERNEL,)
 )
-GRID_SAMPLE_3D, GRID_SAMPLE_3D_BACKWARD = _operators("grid_sample_3d", 3, "d_in h_in w_in", "d h w")
+GRID_SAMPLE_3D, GRID_SAMPLE_3D_BACKWARD = _operators(
+    "grid_sample_3d", 3, "d_in h_in w_in", "d h w", no_kernel="kernels are for flat images"
+)

@@ -11,10 +11,10 @@ from jaxops._checks.dtypes import accumulation_dtype, wide_ids
 from jaxops.linear_cross_entropy import checks
 from jaxops.linear_cross_entropy.batch_invariant import INVARIANT_STRATEGIES, invariant_losses
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, RowStatistics
+from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import row_losses, target_total, zero_unless
-from jaxops.linear_cross_entropy.row_targets import Targets
+from jaxops.linear_cross_entropy.row_targets import Targets, Vocabulary
 from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
-from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 
 _NAME = "linear_cross_entropy"
 _REDUCTIONS = ("none", "mean", "sum")
@@ -229,7 +229,7 @@ def linear_cross_entropy(
     vocabulary = Vocabulary.of(_NAME, weight, vocab_axis)
     targets = Targets(labels, class_weight, row_weight, margin, ignore_index, label_smoothing, z_loss)
     losses = targets.losses(x, vocabulary, accumulation_dtype(weight.dtype))
-    strategy = "" if batch_invariant else _resolve(strategy, reduction, vocabulary)
+    is_sum = not batch_invariant and _is_sum(strategy, reduction, vocabulary)
     rows, columns, weights = losses.rows, Columns(weight, bias, losses.class_targets), losses.weights
     # With its divisor in the weights, a mean's cotangent is 1.
     has_mean = None
@@ -239,24 +239,22 @@ def linear_cross_entropy(
     live = losses.kept | jnp.all(jnp.isfinite(x), axis=-1) if return_aux else losses.kept
     if rows.labels is not None:
         rows = rows._replace(labels=jnp.where(live, rows.labels, SKIPPED))
-    if return_aux or strategy != "grad_in_forward":  # which does it chunk by chunk
+    if return_aux or not is_sum:  # a sum does it chunk by chunk
         rows = rows._replace(x=zero_unless(live, x))
-
-    def result(loss: jax.Array, statistics: RowStatistics) -> Any:
-        loss = jnp.sum(loss) if reduction != "none" else loss
-        loss = loss if has_mean is None else checks.nan_added_unless(has_mean, loss)
-        return (loss, _aux(statistics, labels, losses.kept, vocabulary)) if return_aux else loss
-
+    operands = rows, columns, weights
     options: dict[str, Any] = {"softcap": softcap, "metrics": return_aux}
     if batch_invariant:
-        return result(*invariant_losses(_NAME, (rows, columns, weights), vocab_axis=vocab_axis, **options))
-    options["chunk_rows"] = chunk_rows
-    if strategy != "grad_in_forward":
-        statistics = vocabulary.statistics(rows, columns, **options)
-        total = target_total(rows, columns, statistics.max_logit)
-        total = None if total is None else vocabulary.sum(total)
-        return result(row_losses(statistics, total, weights), statistics)
-    return result(*summed_cross_entropy(rows, columns, weights, weight_grad_dtype=weight_grad_dtype, **options))
+        loss, statistics = invariant_losses(_NAME, operands, vocab_axis=vocab_axis, **options)
+    elif is_sum:
+        options |= {"chunk_rows": chunk_rows, "weight_grad_dtype": weight_grad_dtype}
+        loss, statistics = summed_cross_entropy(*operands, **options)
+    else:
+        statistics = linear_row_statistics(rows, columns, chunk_rows=chunk_rows, vocab_axis=vocab_axis, **options)
+        total = jax.tree.map(vocabulary.sum, target_total(rows, columns, statistics.max_logit))
+        loss = row_losses(statistics, total, weights)
+    loss = jnp.sum(loss) if reduction != "none" else loss
+    loss = loss if has_mean is None else checks.nan_added_unless(has_mean, loss)
+    return (loss, _aux(statistics, labels, losses.kept, vocabulary)) if return_aux else loss
 
 
 def _aux(
@@ -269,12 +267,12 @@ def _aux(
     return LinearCrossEntropyAux(lse, correct.astype(lse.dtype), prediction, log_sum_exp - mean_logit, kept)
 
 
-def _resolve(strategy: str, reduction: str, vocabulary: Vocabulary) -> str:
-    """Returns the strategy that runs."""
+def _is_sum(strategy: str, reduction: str, vocabulary: Vocabulary) -> bool:
+    """Tells whether the strategy that runs computes a sum with its gradients."""
     reason = "as asked"
     if strategy == "auto":
         strategy, reason = "grad_in_forward", "as it takes the fewest products"
     if strategy == "grad_in_forward" and (reduction == "none" or vocabulary.axis is not None):
         strategy, reason = "recompute", "as the loss is not a scalar on one shard"
     lowering.note(f"{_NAME}: strategy {strategy}, {reason}")
-    return strategy
+    return strategy == "grad_in_forward"

@@ -21,19 +21,8 @@ from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy import row_statistics as algebra
-from jaxops.linear_cross_entropy.by_rows import Sums
-from jaxops.linear_cross_entropy.checks import check_operands
 from jaxops.linear_cross_entropy.fold_rows import padded
-from jaxops.linear_cross_entropy.operands import (
-    ColumnGradients,
-    Columns,
-    Needs,
-    RowGradients,
-    Rows,
-    RowStatistics,
-    RowWeights,
-    axes,
-)
+from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowStatistics, RowWeights, axes
 from lowering.operators import EVERYWHERE, Form, is_absent_field
 
 _Operands = tuple[Rows, Columns, RowWeights]
@@ -84,18 +73,12 @@ def _losses(
 
     def step(_: None, block: tuple[Rows, RowWeights]) -> tuple[None, tuple[jax.Array | None, RowStatistics]]:
         rows, weights = block
-        statistics = _logits(rows, columns, softcap).sums(metrics=metrics).statistics
+        sums = algebra.Logits.of(rows, columns, softcap).sums(metrics=metrics)
         if metrics:
-            return None, (None, statistics)
-        total = algebra.target_total(rows, columns, statistics.max_logit)
-        return None, (algebra.row_losses(statistics, total, weights), _NO_STATISTICS)
+            return None, (None, sums.statistics)
+        return None, (algebra.row_losses(sums.statistics, sums.target_total, weights), _NO_STATISTICS)
 
     return _scan_blocks(step, None, (rows, weights), rows.x.shape[:-1])[1]
-
-
-def _logits(rows: Rows, columns: Columns, softcap: float | None) -> algebra.Logits:
-    rows = rows._replace(x=rows.x.astype(columns.weight.dtype))
-    return algebra.Logits.of(rows, columns, softcap, accumulation_dtype(columns.weight.dtype))
 
 
 def _gradients(
@@ -109,67 +92,56 @@ def _gradients(
     softcap: float | None,
     metrics: bool,
     place: Any = None,
-) -> tuple[RowGradients, ColumnGradients, RowWeights]:
+) -> tuple[Rows, Columns, RowWeights]:
     """Computes the gradients of the operands of `_losses`; those of the weights are never left out."""
 
-    def step(sums: ColumnGradients, block: Any) -> tuple[ColumnGradients, tuple[RowGradients, RowWeights]]:
+    def step(sums: Columns, block: Any) -> tuple[Columns, tuple[Rows, RowWeights]]:
         of_loss, cotangents, rows, weights = block
-        logits = _logits(rows, columns, softcap)
+        logits = algebra.Logits.of(rows, columns, softcap)
         row_sums = logits.sums(metrics=metrics)
         statistics = row_sums.statistics
-        total = algebra.target_total(rows, columns, statistics.max_logit)
         of_weights = RowWeights()
         if of_loss is not None:
-            pairs = zip(weights, algebra.loss_terms(statistics, total), strict=True)
+            pairs = zip(weights, algebra.loss_terms(statistics, row_sums.target_total), strict=True)
             of_weights = RowWeights(*(None if weight is None else of_loss * term for weight, term in pairs))
             weighted = jax.tree.map(lambda weight: of_loss * weight, weights)
-            terms = algebra.cotangent_terms(weighted, row_sums, total)
+            of_rows, sums = logits.loss_gradients(weighted, row_sums, needs, sums)
             # A loss is linear in the statistics but for log sum exp, so these are the cotangents of the statistics.
-            softmax = algebra.softmax_coefficient(weighted, statistics, total)
-            cotangents = RowStatistics(softmax, softmax, terms.label, terms.target)
+            softmax, minus = algebra.softmax_coefficient(weighted, row_sums), jax.tree.map(jnp.negative, weighted)
+            cotangents = RowStatistics(softmax, softmax, minus.label, minus.target)
         else:
-            terms = algebra.statistics_terms(cotangents, statistics)
-        of_rows, of_columns = logits.gradients(terms, needs)
-        of_rows = algebra.with_scale(of_rows, cotangents, statistics, rows, columns)
-        if of_loss is not None and weights.target is not None:
-            # T is a sum of the targets, so each of them has this in its gradient, whatever its column.
-            by_total = of_loss * weights.target * statistics.log_sum_exp
-            of_rows, of_columns = algebra.with_target_total((of_rows, of_columns), by_total)
-        return jax.tree.map(jnp.add, sums, of_columns), (of_rows, of_weights)
+            of_rows, sums = logits.gradients(algebra.statistics_terms(cotangents, statistics), needs, sums)
+        return sums, (algebra.with_scale(of_rows, cotangents, statistics, rows, columns), of_weights)
 
     operands = (for_losses, for_statistics, rows, weights)
-    sums = Sums.zeros(columns, weights, needs).columns
+    sums = needs.zeros(columns, accumulation_dtype(columns.weight.dtype))
     sums, (of_rows, of_weights) = _scan_blocks(step, sums, operands, rows.x.shape[:-1])
     return of_rows, sums, of_weights
 
 
 def _vjp(residuals: Any, cotangents: Any, active: Active, **params: Any) -> Any:
     for_losses, for_statistics = cotangents
-    rows, columns, weights = operands = residuals[:3]
+    operands = residuals[:3]
     is_row, is_column, is_weight = active
     x_only = Needs(x=bool(is_row.x))
-    of_rows, of_columns, of_weights = _GRADIENTS(for_losses, for_statistics, *operands, needs=x_only, **params)
+    gradients = _GRADIENTS(for_losses, for_statistics, *operands, needs=x_only, **params)
     others = Needs.of(is_row, is_column)._replace(x=False)
     if any(others) or any(is_weight):
         # Apart: in one loop, what else is asked for would change what is fused in the computation of x's gradient.
-        x_grad = of_rows.x
-        of_rows, of_columns, of_weights = _GRADIENTS(for_losses, for_statistics, *operands, needs=others, **params)
-        of_rows = of_rows._replace(x=x_grad)
+        of_rows, *rest = _GRADIENTS(for_losses, for_statistics, *operands, needs=others, **params)
+        gradients = of_rows._replace(x=gradients[0].x), *rest
 
     def rounded(x: Any, gradient: Any) -> Any:
         return None if x is None or gradient is None else gradient.astype(x.dtype)
 
-    gradients = Rows(of_rows.x, None, of_rows.probabilities, of_rows.scale), Columns(*of_columns), of_weights
-    return jax.tree.map(rounded, (rows, columns, weights), gradients, is_leaf=is_absent_field)
+    return jax.tree.map(rounded, tuple(operands), tuple(gradients), is_leaf=is_absent_field)
 
 
 # Per device: if the compiler split a block over devices, its shape on each, and so its bits, would depend on the mesh.
 _GRADIENTS = Operator(
     name="batch_invariant_losses_backward",
-    signature=(
-        f"..., {axes(RowStatistics, Rows, Columns, RowWeights)} -> {axes(RowGradients, ColumnGradients, RowWeights)}"
-    ),
-    check=lambda *_, **__: None,
+    signature=f"..., {axes(RowStatistics, Rows, Columns, RowWeights)} -> {axes(Rows, Columns, RowWeights)}",
+    check=None,
     reference=_gradients,
     forms=(Form("xla_row_blocks", EVERYWHERE, _gradients, per_device=True),),
 )
@@ -177,7 +149,7 @@ _GRADIENTS = Operator(
 _LOSSES = Operator(
     name="batch_invariant_losses",
     signature=f"{axes(Rows, Columns, RowWeights)} -> ..., {axes(RowStatistics)}",
-    check=check_operands,
+    check=None,
     reference=_losses,
     derivative=Derivative(vjp=_vjp),
     forms=(Form("xla_row_blocks", EVERYWHERE, _losses, per_device=True),),

@@ -8,23 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy import row_statistics as algebra
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import Step, fold_kept_rows
-from jaxops.linear_cross_entropy.operands import (
-    ColumnGradients,
-    Columns,
-    Needs,
-    RowGradients,
-    Rows,
-    RowStatistics,
-    RowWeights,
-)
+from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowStatistics, RowWeights
 from lowering.operators import Place
 
 # Of each row; and with the summed loss and the gradients of columns.
-RowResults = tuple[RowStatistics, RowGradients]
-SumResults = tuple[jax.Array, RowStatistics, RowGradients, ColumnGradients]
+RowResults = tuple[RowStatistics, Rows]
+SumResults = tuple[jax.Array, RowStatistics, Rows, Columns]
 
 
 class SumOptions(NamedTuple):
@@ -49,18 +42,14 @@ class Sums(NamedTuple):
     """Sums over rows: the loss, and the gradients of what each column has."""
 
     loss: jax.Array
-    columns: ColumnGradients
+    columns: Columns
 
     @classmethod
-    def zeros(cls, columns: Columns, weights: RowWeights, needs: Needs, weight_grad_dtype: Any = None) -> "Sums":
-        """Returns the sums before the first row, in the dtype of the weights of losses."""
-        dtype = jnp.result_type(*jax.tree.leaves(weights))
-
-        def zeros(name: str, dtype: Any = dtype) -> jax.Array | None:
-            return jnp.zeros_like(getattr(columns, name), dtype) if getattr(needs, name) else None
-
-        of_columns = ColumnGradients(zeros("weight", weight_grad_dtype or dtype), zeros("bias"), zeros("class_targets"))
-        return cls(jnp.zeros((), dtype), of_columns)
+    def zeros(cls, columns: Columns, options: SumOptions) -> "Sums":
+        """Returns the sums before the first row."""
+        dtype, zeros = accumulation_dtype(columns.weight.dtype), options.needs.zeros
+        weight = zeros(columns, options.weight_grad_dtype or dtype).weight
+        return cls(jnp.zeros((), dtype), zeros(columns, dtype)._replace(weight=weight))
 
 
 def summed_by_rows(
@@ -79,10 +68,8 @@ def summed_by_rows(
     is_plain = is_plain and not options.metrics and columns.weight.dtype.itemsize > 2
     classes, features = columns.weight.shape
     chunk_rows = options.chunk_rows or rows_of_logits(classes, features, 2 if on_one_cpu and not is_plain else 1)
-    start = Sums.zeros(columns, weights, options.needs, options.weight_grad_dtype)
-    (statistics, of_rows), sums = fold_kept_rows(
-        step, start, (rows, weights), place, chunk_rows, all_rows=options.metrics
-    )
+    start, operands = Sums.zeros(columns, options), (rows, weights)
+    (statistics, of_rows), sums = fold_kept_rows(step, start, operands, place, chunk_rows, all_rows=options.metrics)
     weight_grad = algebra.kept_gradient(sums.columns.weight, columns.weight.dtype)
     return sums.loss, statistics, of_rows, sums.columns._replace(weight=weight_grad)
 
@@ -92,25 +79,14 @@ def chunk_step(columns: Columns, options: SumOptions, add: algebra.Adding = alge
 
     def step(sums: Sums, chunk: tuple[Rows, RowWeights]) -> tuple[RowResults, Sums]:
         rows, weights = chunk
-        x_dtype, rows = rows.x.dtype, rows._replace(x=rows.x.astype(columns.weight.dtype))
-        rows = algebra.skipped_as_zeros(rows)
-        logits = algebra.Logits.of(rows, columns, options.softcap, sums.loss.dtype)
+        logits = algebra.Logits.of(algebra.skipped_as_zeros(rows), columns, options.softcap)
         # Behind the barrier, logits - maximum is computed again; without it XLA would keep that beside the logits.
         row_sums = jax.lax.optimization_barrier(logits.sums(metrics=options.metrics))
         statistics = row_sums.statistics
-        total = algebra.target_total(rows, columns, statistics.max_logit)
-        cotangent = algebra.cotangent_terms(weights, row_sums, total)
-        gradients = logits.gradients(cotangent, options.needs, weight_sum=sums.columns.weight, add=add)
-        # The gradient of t_c is b l - b (z_c - m), as T is the sum of t; the first term, alike for all c, is missing.
-        if weights.target is not None:
-            gradients = algebra.with_target_total(gradients, weights.target * statistics.log_sum_exp)
-        of_rows, of_columns = gradients
-        loss = sums.loss + jnp.sum(algebra.row_losses(statistics, total, weights))
-        # The weight's product adds to its sum itself: as an array of its own, it would be V H numbers more.
-        before = sums.columns._replace(weight=None)
-        added = jax.tree.map(jnp.add, before, of_columns._replace(weight=None))
+        of_rows, of_columns = logits.loss_gradients(weights, row_sums, options.needs, sums.columns, add)
+        loss = sums.loss + jnp.sum(algebra.row_losses(statistics, row_sums.target_total, weights))
         # Rounded in its chunk, so that no gradient of all rows exists in float32 if it is kept in bfloat16.
-        of_rows = of_rows._replace(x=algebra.kept_gradient(of_rows.x, x_dtype))
-        return (statistics, of_rows), Sums(loss, added._replace(weight=of_columns.weight))
+        of_rows = of_rows._replace(x=algebra.kept_gradient(of_rows.x, rows.x.dtype))
+        return (statistics, of_rows), Sums(loss, of_columns)
 
     return step

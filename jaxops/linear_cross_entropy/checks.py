@@ -23,37 +23,24 @@ class LayerOptions(TypedDict, total=False):
     batch_invariant: bool
 
 
-def check_operands(rows: Any, columns: Any, *_: Any, **__: Any) -> None:
-    """Checks the primitives' operands; the public functions have checked whatever the others are made from."""
-    _check_linear("linear_cross_entropy", rows.x, columns.weight)
-
-
-def _check_linear(operator: str, x: Any, weight: Any) -> None:
-    require(x.ndim >= 1 and is_floating(x), operator, "x", "be a floating-point array of shape (..., H)", x)
-    fits = weight.ndim == 2 and weight.shape[1] == x.shape[-1]
-    require(fits, operator, "weight", f"have shape (V, {x.shape[-1]}), as x has features", weight)
-    require(weight.shape[0] > 0, operator, "weight", "have a vocabulary of at least 1", weight)
-
-
 def checked_layer(operator: str, x: jax.Array, weight: jax.Array, transposed: bool, **by_class: Any) -> jax.Array:
     """Returns the weight of a linear layer as (V, H); checks vectors with a number for each class, which may be None.
 
     Refuses a weight that would fit the other way round, as flax's kernels do by default.
     """
-    require(weight.ndim == 2 or not transposed, operator, "weight", "have shape (H, V)", weight)
-    if weight.ndim == 2 and x.ndim:
-        features = x.shape[-1]
-        shape = f"({features}, V)" if transposed else f"(V, {features})"
-        remedy = "without transpose_weight" if transposed else "with transpose_weight=True"
-        rule = f"have shape {shape}, as x has features"
-        rule += f", or be given {remedy}" if weight.shape[transposed] == features else ""
-        require(weight.shape[1 - transposed] == features, operator, "weight", rule, weight)
+    require(x.ndim >= 1 and is_floating(x), operator, "x", "be a floating-point array of shape (..., H)", x)
+    features = x.shape[-1]
+    rule = f"have shape {f'({features}, V)' if transposed else f'(V, {features})'}, as x has features"
+    require(weight.ndim == 2, operator, "weight", rule, weight)
+    if weight.shape[transposed] == features:
+        rule += f", or be given {'without transpose_weight' if transposed else 'with transpose_weight=True'}"
+    require(weight.shape[1 - transposed] == features, operator, "weight", rule, weight)
     weight = weight.T if transposed else weight
-    _check_linear(operator, x, weight)
-    require(jnp.finfo(x.dtype).bits >= 8, operator, "x", "have a dtype of at least 8 bits", x)
-    floating = jnp.issubdtype(weight.dtype, jnp.floating) and jnp.finfo(weight.dtype).bits >= 8
-    require(floating, operator, "weight", "have a floating-point dtype of at least 8 bits", weight)
     classes = weight.shape[0]
+    require(classes > 0, operator, "weight", "have a vocabulary of at least 1", weight)
+    require(jnp.finfo(x.dtype).bits >= 8, operator, "x", "have a dtype of at least 8 bits", x)
+    floating = is_floating(weight) and jnp.finfo(weight.dtype).bits >= 8
+    require(floating, operator, "weight", "have a floating-point dtype of at least 8 bits", weight)
     is_countable = jax.export.is_symbolic_dim(classes) or classes <= INT32_MAX
     require(is_countable, operator, "weight", f"have at most {INT32_MAX} classes", weight)
     check_floats(operator, (classes,), **by_class)

@@ -15,7 +15,7 @@ from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, columns_of_tile
 from jaxops.linear_cross_entropy.fold_rows import KeptRows, even_steps, is_on_one_device
 from jaxops.linear_cross_entropy.operands import Columns, Rows
-from jaxops.linear_cross_entropy.row_statistics import RowSums
+from jaxops.linear_cross_entropy.row_statistics import RowSums, finite
 from lowering.operators import Place
 
 
@@ -44,15 +44,12 @@ class Tile(NamedTuple):
 
     def put(self, array: jax.Array, values: jax.Array, axis: int = 0) -> jax.Array:
         """Returns the array with the tile's part replaced."""
+        values = values.astype(array.dtype)
         if self.is_whole:
             return values
         values = values.reshape(*array.shape[:axis], self.parts, self.width, *array.shape[axis + 1 :])
         by_part = self._by_part(array, axis)
         return jax.lax.dynamic_update_slice_in_dim(by_part, values, self.first, axis + 1).reshape(array.shape)
-
-    def columns(self, columns: Columns) -> Columns:
-        """Returns the tile's part of what each column has."""
-        return jax.tree.map(self.of, columns)
 
     def rows(self, rows: Rows) -> Rows:
         """Returns what each row has, of this tile: labels of other tiles become -1."""
@@ -62,9 +59,7 @@ class Tile(NamedTuple):
             is_inside = (labels >= 0) & (part < self.parts) & (position >= 0) & (position < self.width)
             # Not `SKIPPED`: such a row has a label in another tile, so its x counts in this one, too.
             labels = jnp.where(is_inside, part * self.width + position, -1).astype(labels.dtype)
-        probabilities = rows.probabilities
-        if probabilities is not None:
-            probabilities = self.of(probabilities, probabilities.ndim - 1)
+        probabilities = jax.tree.map(lambda x: self.of(x, x.ndim - 1), rows.probabilities)
         return rows._replace(labels=labels, probabilities=probabilities)
 
     def sums(self, sums: RowSums) -> RowSums:
@@ -134,7 +129,7 @@ def merged(parts: RowSums, index: jax.Array, largest: Reduction, total: Reductio
     is_empty = sum_exp == 0
     maxima = jnp.where(is_empty, -jnp.inf, jax.lax.stop_gradient(parts.max_logit))
     top = jax.lax.stop_gradient(largest(maxima))
-    maximum = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
+    maximum = finite(top)
     shift = jnp.where(is_empty, jnp.zeros_like(maxima), maxima - maximum)
     share = jnp.exp(shift)
     # The first part that has the maximum counts without the 1 that this adds.

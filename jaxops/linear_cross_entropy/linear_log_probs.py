@@ -12,8 +12,9 @@ from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy import checks
 from jaxops.linear_cross_entropy.batch_invariant import invariant_losses
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows, RowWeights
+from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import zero_unless
-from jaxops.linear_cross_entropy.vocabulary import Vocabulary
+from jaxops.linear_cross_entropy.row_targets import Vocabulary
 
 _NAME = "linear_log_probs"
 
@@ -143,7 +144,7 @@ def linear_log_probs(
         log_probs = -losses
     else:
         lowering.note(f"{_NAME}: strategy recompute, as results are rows")
-        statistics = vocabulary.statistics(rows, columns, chunk_rows=chunk_rows, **options)
+        statistics = linear_row_statistics(rows, columns, chunk_rows=chunk_rows, vocab_axis=vocab_axis, **options)
         # Both are relative to the row's maximum, so a large common offset of the logits costs no digits.
         log_probs = statistics.label_logit - statistics.log_sum_exp
     is_class = (labels >= 0) & (labels < vocabulary.classes)

@@ -1,8 +1,13 @@
-"""The operands and results of the loss's operators: records whose fields are None where they are absent."""
+"""The operands and results of the loss's operators: records whose fields are None where they are absent.
+
+Gradients are records of the operands' kind, where any field may be None: it is not needed, or has no gradient. Those of
+columns are sums over rows.
+"""
 
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 # The label of a row that does not count.
 SKIPPED = -2
@@ -107,24 +112,10 @@ class Needs(NamedTuple):
         """Returns which operands need a gradient, given records of bools, None where an operand is absent."""
         return cls(*(bool(getattr(rows, name, None) or getattr(columns, name, None)) for name in cls._fields))
 
-
-class RowGradients(NamedTuple):
-    """The gradients of what each row has, None where they are not needed."""
-
-    x: jax.Array | None = None
-    probabilities: jax.Array | None = None
-    scale: jax.Array | None = None
-
-
-class ColumnGradients(NamedTuple):
-    """The gradients of what each column has, summed over rows; None where they are not needed."""
-
-    weight: jax.Array | None = None
-    bias: jax.Array | None = None
-    class_targets: jax.Array | None = None
-
-
-Gradients = tuple[RowGradients, ColumnGradients]
+    def zeros(self, operands: Any, dtype: Any = None) -> Any:
+        """Returns a record of zeros for the gradients that are needed of one, in its dtypes or another."""
+        needed = (getattr(self, name, False) for name in operands._fields)
+        return type(operands)(*(jnp.zeros_like(x, dtype) if n else None for x, n in zip(operands, needed, strict=True)))
 
 
 _AXES: dict[type, str] = {
@@ -133,8 +124,6 @@ _AXES: dict[type, str] = {
     RowWeights: "..., ..., ..., ...",
     RowStatistics: "..., ..., ..., ..., ..., ...",
     CotangentTerms: "..., ..., ..., ..., ..., ...",
-    RowGradients: "... h, ... v, ...",
-    ColumnGradients: "v h, v, v",
 }
 
 

@@ -5,6 +5,7 @@ written once. On a single device those rows that count go first, and a tile is c
 which reads its part of the weight again.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -14,23 +15,11 @@ import jax.numpy as jnp
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
-from jaxops.linear_cross_entropy.checks import check_operands
 from jaxops.linear_cross_entropy.chunk_sizes import logits_of_tile
-from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, merged_pair
+from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, merged, merged_pair
 from jaxops.linear_cross_entropy.fold_rows import kept_rows
-from jaxops.linear_cross_entropy.operands import (
-    SKIPPED,
-    ColumnGradients,
-    Columns,
-    CotangentTerms,
-    Gradients,
-    Needs,
-    RowGradients,
-    Rows,
-    RowStatistics,
-    axes,
-)
-from jaxops.linear_cross_entropy.row_statistics import Logits, RowSums, statistics_terms, with_scale
+from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, CotangentTerms, Needs, Rows, RowStatistics, axes
+from jaxops.linear_cross_entropy.row_statistics import Logits, RowSums, statistics_terms, target_total, with_scale
 from lowering.operators import EVERYWHERE, Form, Place
 from pallas_kernels.gpu.linear_cross_entropy import gradients as gpu_gradients
 from pallas_kernels.gpu.linear_cross_entropy import statistics as gpu_statistics
@@ -39,14 +28,37 @@ from pallas_kernels.tpu.linear_cross_entropy import statistics as tpu_statistics
 
 
 def linear_row_statistics(
-    rows: Rows, columns: Columns, *, softcap: float | None, chunk_rows: int | None, metrics: bool
+    rows: Rows, columns: Columns, *, chunk_rows: int | None, vocab_axis: str | None = None, **params: Any
 ) -> RowStatistics:
     """Computes the statistics of the logits, bounded by a softcap, which never exist all at once.
 
-    About `chunk_rows` rows' worth of them does. Metrics are `mean_logit` and `prediction`.
+    About `chunk_rows` rows' worth of them does. `vocab_axis` is the mesh axis over which columns are split, if any. The
+    other parameters are the softcap, and whether `metrics` are wanted: `mean_logit` and `prediction`.
     """
+    if vocab_axis is not None and rows.x.dtype == jnp.float16:
+        # Every part of the vocabulary contributes a share of x's gradient. For a mean these are too small for float16,
+        # so they are added in float32.
+        rows = rows._replace(x=rows.x.astype(jnp.float32))
     tile_logits = logits_of_tile(math.prod(rows.x.shape[:-1]), columns.weight.shape, chunk_rows)
-    return _STATISTICS(rows, columns, softcap=softcap, tile_logits=tile_logits, metrics=metrics)
+    statistics = _STATISTICS(rows, columns, tile_logits=tile_logits, **params)
+    return statistics if vocab_axis is None else _merged(statistics, rows, columns, vocab_axis)
+
+
+def _merged(statistics: RowStatistics, rows: Rows, columns: Columns, axis: str) -> RowStatistics:
+    """Merges the statistics of each part of the vocabulary, which are relative to the part's own maximum."""
+    maximum, log_sum_exp, label_logit, target_logit, mean_logit, prediction = statistics
+    parts = RowSums(maximum, jnp.expm1(log_sum_exp), target_logit=target_logit)
+    if rows.labels is not None and label_logit is not None:
+        has_label = (rows.labels >= 0).astype(maximum.dtype)
+        parts = parts._replace(label_logit=label_logit, has_label=has_label)
+    if target_logit is not None:
+        parts = parts._replace(target_total=target_total(rows, columns, maximum))
+    index = jax.lax.axis_index(axis)
+    if mean_logit is not None and prediction is not None:
+        weighted, prediction = mean_logit * jnp.exp(log_sum_exp), prediction + columns.weight.shape[0] * index
+        parts = parts._replace(weighted_logit=weighted, prediction=prediction)
+    over = (functools.partial(of, axis_name=axis) for of in (jax.lax.pmax, jax.lax.psum, jax.lax.pmin))
+    return merged(parts, jnp.broadcast_to(index, maximum.shape), *over).statistics
 
 
 def statistics_by_columns(
@@ -59,23 +71,23 @@ def statistics_by_columns(
     place: Place | None = None,
 ) -> RowStatistics:
     """Computes the `RowStatistics` of x weight^T + bias."""
-    rows, dtype = rows._replace(x=rows.x.astype(columns.weight.dtype)), accumulation_dtype(columns.weight.dtype)
+    rows = rows._replace(x=rows.x.astype(columns.weight.dtype))
     # Metrics are wanted for all rows.
     kept = None if metrics else kept_rows(rows, place)
     taken = rows if kept is None else kept.take(rows)
 
     def add_tile(sums: RowSums, tile: Tile) -> RowSums:
-        in_tile = tile.columns(columns)
+        in_tile = jax.tree.map(tile.of, columns)
 
         def add(_: None, chunk: tuple[RowSums, Rows]) -> tuple[RowSums, None]:
             before, rows = chunk
-            sums = Logits.of(rows, in_tile, softcap, dtype).sums(metrics=metrics)
+            sums = Logits.of(rows, in_tile, softcap).sums(metrics=metrics)
             return merged_pair(before, tile.sums(sums)), None
 
         of_tile = tile.rows(taken)
         return (add(None, (sums, of_tile)) if kept is None else kept.fold(add, None, sums, of_tile))[0]
 
-    shapes = jax.eval_shape(lambda: Logits.of(taken, columns, softcap, dtype).sums(metrics=metrics))
+    shapes = jax.eval_shape(lambda: Logits.of(taken, columns, softcap).sums(metrics=metrics))
     no_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     # A sum of exponentials over no columns is 0, and this is 1 less.
     no_columns = no_columns._replace(less_one=no_columns.less_one - 1)
@@ -83,8 +95,9 @@ def statistics_by_columns(
     if kept is None or rows.labels is None:
         return statistics
     # The x of all skipped rows counts as 0, so their statistics are those of one row.
-    zero = Rows(jnp.zeros((1, rows.x.shape[-1]), rows.x.dtype), jnp.full((1,), SKIPPED, rows.labels.dtype))
-    skipped = Logits.of_zero(zero, columns, softcap, dtype).sums(metrics=False).statistics
+    zero = Rows(jnp.zeros((1, 0)), jnp.full((1,), SKIPPED, rows.labels.dtype))
+    without_features = columns._replace(weight=columns.weight[:, :0])
+    skipped = Logits.of(zero, without_features, softcap).sums(metrics=False).statistics
     is_skipped = rows.labels == SKIPPED
     return jax.tree.map(lambda x, of_kept: jnp.where(is_skipped, x, of_kept), skipped, kept.restore(statistics))
 
@@ -98,7 +111,7 @@ def gradients_by_columns(
     tile_logits: int | None,
     needs: Needs,
     place: Place | None = None,
-) -> Gradients:
+) -> tuple[Rows, Columns]:
     """Computes gradients from the cotangent of the logits; that of the scale is as in `Logits.gradients`."""
     x_dtype, rows = rows.x.dtype, rows._replace(x=rows.x.astype(columns.weight.dtype))
     kept = kept_rows(rows, place)
@@ -108,54 +121,47 @@ def gradients_by_columns(
         terms = terms._replace(log_sum_exp=jnp.where(rows.labels == SKIPPED, jnp.inf, terms.log_sum_exp))
     dtype = accumulation_dtype(rows.x.dtype)
 
-    def add_tile(carry: Gradients, tile: Tile) -> Gradients:
+    def add_tile(carry: tuple[Rows, Columns], tile: Tile) -> tuple[Rows, Columns]:
         of_rows, of_columns = carry
-        in_tile = tile.columns(columns)
+        in_tile = jax.tree.map(tile.of, columns)
 
-        def add(sums: ColumnGradients, chunk: Any) -> Gradients:
+        def add(sums: Columns, chunk: Any) -> tuple[Rows, Columns]:
             before, (terms, rows) = chunk
-            new, added = Logits.of(rows, in_tile, softcap, dtype).gradients(terms, needs)
+            new, sums = Logits.of(rows, in_tile, softcap).gradients(terms, needs, sums)
             # Row gradients are sums over tiles, except that of probabilities: each of its columns is in one tile.
             summed = jax.tree.map(jnp.add, before, new._replace(probabilities=None))
-            return summed._replace(probabilities=new.probabilities), jax.tree.map(jnp.add, sums, added)
+            return summed._replace(probabilities=new.probabilities), sums
 
         sums = jax.tree.map(lambda x: jnp.zeros_like(tile.of(x), dtype), of_columns)
         before = of_rows._replace(probabilities=None)
         chunk = terms, tile.rows(rows)
         new, sums = add(sums, (before, chunk)) if kept is None else kept.fold(add, sums, before, chunk)
-        probabilities = of_rows.probabilities
-        if probabilities is not None and new.probabilities is not None:
-            axis = probabilities.ndim - 1
-            probabilities = tile.put(probabilities, new.probabilities.astype(probabilities.dtype), axis)
+        probabilities = jax.tree.map(
+            lambda x, part: tile.put(x, part, x.ndim - 1), of_rows.probabilities, new.probabilities
+        )
         # A tile has seen all rows, so its part of the gradient is complete and is rounded once.
-        of_columns = jax.tree.map(lambda x, part: tile.put(x, part.astype(x.dtype)), of_columns, sums)
-        return new._replace(probabilities=probabilities), of_columns
-
-    def zeros(name: str, like: Any, dtype: Any = None) -> jax.Array | None:
-        return jnp.zeros_like(getattr(like, name), dtype) if getattr(needs, name) else None
+        return new._replace(probabilities=probabilities), jax.tree.map(tile.put, of_columns, sums)
 
     # What is added up over tiles would lose digits if each of them rounded it to 16 bits; the rest is written once.
-    of_rows = RowGradients(zeros("x", rows, dtype), zeros("probabilities", rows), zeros("scale", rows, dtype))
-    of_columns = ColumnGradients(*(zeros(name, columns) for name in ColumnGradients._fields))
-    of_rows, of_columns = fold_columns(add_tile, (of_rows, of_columns), rows, columns, tile_logits, kept, place)
+    of_rows = needs.zeros(rows, dtype)._replace(probabilities=needs.zeros(rows).probabilities)
+    zeros = of_rows, needs.zeros(columns)
+    of_rows, of_columns = fold_columns(add_tile, zeros, rows, columns, tile_logits, kept, place)
     of_rows = of_rows if kept is None else kept.restore(of_rows)
-    return of_rows if of_rows.x is None else of_rows._replace(x=of_rows.x.astype(x_dtype)), of_columns
+    return of_rows._replace(x=jax.tree.map(lambda x: x.astype(x_dtype), of_rows.x)), of_columns
 
 
 def _vjp(residuals: Any, cotangents: RowStatistics, active: Active, *, metrics: bool, **params: Any) -> Any:
-    rows, columns = residuals[:2]
-    statistics = RowStatistics(*residuals[2:])
+    rows, columns, *results = residuals
+    statistics = RowStatistics(*results)
     terms = statistics_terms(cotangents, statistics)
     of_rows, of_columns = _BACKWARD(terms, rows, columns, needs=Needs.of(*active), **params)
-    scale = with_scale(of_rows, cotangents, statistics, rows, columns).scale
-    # A margin is constant, so nobody reads its cotangent.
-    return Rows(of_rows.x, None, of_rows.probabilities, scale, margin=rows.margin), Columns(*of_columns)
+    return with_scale(of_rows, cotangents, statistics, rows, columns), of_columns
 
 
 _BACKWARD = Operator(
     name="linear_cross_entropy_backward",
-    signature=f"{axes(CotangentTerms, Rows, Columns)} -> {axes(RowGradients, ColumnGradients)}",
-    check=lambda *_, **__: None,
+    signature=f"{axes(CotangentTerms, Rows, Columns)} -> {axes(Rows, Columns)}",
+    check=None,
     reference=gradients_by_columns,
     kernels=(tpu_backward.KERNEL, gpu_gradients.KERNEL),
     forms=(Form("xla_by_columns", EVERYWHERE, gradients_by_columns),),
@@ -164,7 +170,7 @@ _BACKWARD = Operator(
 _STATISTICS = Operator(
     name="linear_cross_entropy",
     signature=f"{axes(Rows, Columns)} -> {axes(RowStatistics)}",
-    check=check_operands,
+    check=None,
     reference=statistics_by_columns,
     derivative=Derivative(vjp=_vjp),
     kernels=(tpu_statistics.KERNEL, gpu_statistics.KERNEL),

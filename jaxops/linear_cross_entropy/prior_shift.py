@@ -28,7 +28,7 @@ from jaxops.linear_cross_entropy import row_statistics as algebra
 from jaxops.linear_cross_entropy.by_rows import RowResults, SumOptions, SumResults, Sums, chunk_step
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, rows_of_exponentials, rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_kept_rows, fold_rows
-from jaxops.linear_cross_entropy.operands import SKIPPED, ColumnGradients, Columns, RowGradients, Rows, RowWeights
+from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows, RowWeights
 from lowering.operators import Place
 
 # Here XLA fuses what is elementwise into a product, and writing zeros to a large array takes its time.
@@ -78,7 +78,7 @@ def exponentials(
     columns: Columns, softcap: float | None, metrics: bool, x: jax.Array, labels: jax.Array, shift: jax.Array
 ) -> Exponentials:
     """Computes exponentials in jnp, for compilers that fuse what is elementwise into a product."""
-    logits = algebra.Logits.of(Rows(x), columns, softcap, shift.dtype).bounded
+    logits = algebra.Logits.of(Rows(x), columns, softcap).bounded
     shifted = logits - shift[..., None]
     exp = jnp.where(algebra.is_label(labels, logits), 0, jnp.exp(jnp.minimum(shifted, MOST_EXCESS)))
     targets = algebra.column_targets(Rows(x), columns, shifted)
@@ -108,16 +108,18 @@ def summed_by_prior_shift(
     chunk_rows = options.chunk_rows or rows_of_exponentials(*columns.weight.shape, metrics=metrics)
     # Seldom needed, so no more than fit beside the rest: their float32 logits are larger than a chunk's exponentials.
     again_rows = rows_of_logits(columns.weight.shape[0], features=0)
-    start = Sums.zeros(columns, weights, options.needs, options.weight_grad_dtype)
+    start = Sums.zeros(columns, options)
     by_maximum = chunk_step(columns, options)
-    by_shift = _chunk_step(columns, options, exponentiating, place, start.loss.dtype)
+    by_shift = _chunk_step(columns, options, exponentiating, place)
 
-    def again(chunk: tuple[Rows, RowWeights], results: RowResults, sums: Sums, is_exact: jax.Array) -> Any:
+    def again(rows: Rows, weights: RowWeights, results: RowResults, sums: Sums, is_exact: jax.Array) -> Any:
         def take(at: jax.Array, carry: tuple[RowResults, Sums]) -> tuple[RowResults, Sums]:
             results, sums = carry
+            labels: Any = jnp.where(is_exact, SKIPPED, rows.labels)  # type: ignore[arg-type]
+            failed = rows._replace(labels=labels), jax.tree.map(lambda weight: jnp.where(is_exact, 0, weight), weights)
             # Nothing in a step may be the same in every step, or the compiler computes it before the loop, always.
-            rows, _ = jax.lax.optimization_barrier((_failed(*chunk, is_exact), at))
-            new, sums = fold_rows(by_maximum, sums, rows, is_exact.shape, again_rows, place)
+            failed, _ = jax.lax.optimization_barrier((failed, at))
+            new, sums = fold_rows(by_maximum, sums, failed, is_exact.shape, again_rows, place)
 
             def merged(x: jax.Array, again: jax.Array) -> jax.Array:
                 return jnp.where(is_exact.reshape(*is_exact.shape, *(1,) * (x.ndim - is_exact.ndim)), x, again)
@@ -130,7 +132,7 @@ def summed_by_prior_shift(
     def step(sums: Sums, chunk: tuple[Rows, RowWeights]) -> Any:
         results, is_exact, sums = by_shift(sums, *chunk)
         if is_one_device:
-            results, sums = again(chunk, results, sums, is_exact)
+            results, sums = again(*chunk, results, sums, is_exact)
         return (results, is_exact), sums
 
     # Filling the gradient of a large weight with 0 would take as long as hundreds of rows.
@@ -140,22 +142,17 @@ def summed_by_prior_shift(
     )
     if not is_one_device:
         # Once for all chunks: a sum over devices of the gradient of the weight would not move out of two loops.
-        results, sums = again((rows, weights), results, sums, is_exact)
+        results, sums = again(rows, weights, results, sums, is_exact)
     of_columns = sums.columns
-    if weights.target is not None:
-        of_columns = _with_targets(of_columns, rows, columns, jnp.where(is_exact, weights.target, 0))
+    if columns.class_targets is not None and weights.target is not None:
+        by_row = jnp.where(is_exact, weights.target, 0)
+        of_columns = _with_targets(of_columns, rows.x.astype(columns.weight.dtype), columns.class_targets, by_row)
     weight_grad = algebra.kept_gradient(of_columns.weight, columns.weight.dtype)
     return sums.loss, *results, of_columns._replace(weight=weight_grad)
 
 
-def _failed(rows: Rows, weights: RowWeights, is_exact: jax.Array) -> tuple[Rows, RowWeights]:
-    """Returns the rows with those that are exact skipped."""
-    labels = jnp.where(is_exact, SKIPPED, rows.labels)  # type: ignore[arg-type]
-    return rows._replace(labels=labels), jax.tree.map(lambda weight: jnp.where(is_exact, 0, weight), weights)
-
-
 def _chunk_step(
-    columns: Columns, options: SumOptions, exponentiating: Exponentiating, place: Place, dtype: Any
+    columns: Columns, options: SumOptions, exponentiating: Exponentiating, place: Place
 ) -> Callable[[Sums, Rows, RowWeights], tuple[RowResults, jax.Array, Sums]]:
     """Returns the step of a chunk: its results, which of its rows count in the sums, and the sums with these added.
 
@@ -165,16 +162,17 @@ def _chunk_step(
     softcap, needs = options.softcap, options.needs
     targets, weight_of_targets = columns.class_targets, None
     if targets is not None and needs.x:
-        weight_of_targets = jnp.einsum("v,vh->h", targets.astype(dtype), columns.weight.astype(dtype))
+        weight_of_targets = jnp.einsum("v,vh->h", targets, columns.weight.astype(targets.dtype))
 
     def step(before: Sums, rows: Rows, weights: RowWeights) -> tuple[RowResults, jax.Array, Sums]:
         assert rows.labels is not None
+        dtype = before.loss.dtype
         x = algebra.skipped_as_zeros(rows._replace(x=rows.x.astype(columns.weight.dtype))).x
-        sums, off_label, label_weight = _shifted_sums(x, rows.labels, columns, softcap, exponentiating, dtype)
-        statistics, total, has_label = sums.statistics, sums.target_total, sums.has_label
+        sums, off_label, label_weight = _shifted_sums(x, rows.labels, columns, softcap, exponentiating)
+        statistics, has_label = sums.statistics, sums.has_label
         assert statistics.label_logit is not None
         assert has_label is not None
-        scale = algebra.softmax_coefficient(weights, statistics, total) / sums.sum_exp
+        scale = algebra.softmax_coefficient(weights, sums) / sums.sum_exp
         at_label = scale * jnp.exp(statistics.label_logit) - (0 if weights.label is None else weights.label)
         at_label = at_label * algebra.softcap_slope(statistics.label_logit + sums.max_logit, softcap)
         at_label = jnp.where(has_label, at_label, 0)
@@ -186,8 +184,9 @@ def _chunk_step(
             is_exact = jnp.broadcast_to(jnp.all(is_exact), is_exact.shape)
         scale, at_label = jnp.where(is_exact, scale, 0), jnp.where(is_exact, at_label, 0)
         ratio = jnp.where(scale == 0, 0, ratio).astype(x.dtype)
-        loss = before.loss + jnp.sum(jnp.where(is_exact, algebra.row_losses(statistics, total, weights), 0))
-        x_grad, of_columns = None, before.columns
+        loss = before.loss + jnp.sum(jnp.where(is_exact, algebra.row_losses(statistics, sums.target_total, weights), 0))
+        x_grad: Any = None
+        of_columns = before.columns
         if needs.x:
             x_grad = jnp.einsum("...v,vh->...h", off_label, columns.weight, preferred_element_type=dtype)
             x_grad, off_label = jax.lax.optimization_barrier((x_grad, off_label))
@@ -202,23 +201,23 @@ def _chunk_step(
         if of_columns.bias is not None:
             bias = jnp.sum(cotangent.astype(dtype) * scale[..., None], axis=tuple(range(scale.ndim)))
             of_columns = of_columns._replace(bias=of_columns.bias + bias)
-        return (statistics, RowGradients(x_grad)), is_exact, Sums(loss, of_columns)
+        return (statistics, Rows(x_grad)), is_exact, Sums(loss, of_columns)
 
     return step
 
 
 def _shifted_sums(
-    x: jax.Array, labels: jax.Array, columns: Columns, softcap: float | None, exponentiating: Exponentiating, dtype: Any
+    x: jax.Array, labels: jax.Array, columns: Columns, softcap: float | None, exponentiating: Exponentiating
 ) -> tuple[algebra.RowSums, jax.Array, jax.Array]:
     """Returns the sums of rows relative to their shift, P off the label, and the label's rows of the weight."""
+    first_columns = jax.tree.map(lambda column: column[: SIZES.first_columns], columns)
+    first = algebra.Logits.of(Rows(x), first_columns, softcap).bounded
     has_label = (labels >= 0) & (labels < columns.weight.shape[0])
     at = jnp.where(has_label, labels, 0)
-    label = jax.tree.map(lambda column: column.at[at].get(mode="promise_in_bounds").astype(dtype), columns)
-    first_columns = jax.tree.map(lambda column: column[: SIZES.first_columns], columns)
-    label_logit = jnp.sum(x.astype(dtype) * label.weight, axis=-1)
+    label = jax.tree.map(lambda column: column.at[at].get(mode="promise_in_bounds").astype(first.dtype), columns)
+    label_logit = jnp.sum(x.astype(first.dtype) * label.weight, axis=-1)
     label_logit = algebra.capped(label_logit if label.bias is None else label_logit + label.bias, softcap)
     label_logit = jnp.where(has_label, label_logit, -jnp.inf)
-    first = algebra.Logits.of(Rows(x), first_columns, softcap, dtype).bounded
     shift = jnp.maximum(label_logit, jnp.max(first, axis=-1))
     shift = jnp.where(jnp.isfinite(shift), shift, 0)
     of, label_logit = exponentiating(x, labels, shift), label_logit - shift
@@ -244,13 +243,11 @@ def _with_label(off_label: jax.Array, labels: jax.Array, ratio: jax.Array, place
     return flat.at[rows, at].set(ratio.reshape(-1), mode="drop", unique_indices=True).reshape(off_label.shape)
 
 
-def _with_targets(of_columns: ColumnGradients, rows: Rows, columns: Columns, by_row: jax.Array) -> ColumnGradients:
+def _with_targets(of_columns: Columns, x: jax.Array, targets: jax.Array, by_row: jax.Array) -> Columns:
     """Adds the part of the column targets t, - t sum w x and - t sum w, where w is the weight of each row's term."""
-    if columns.class_targets is None:
-        return of_columns
-    targets = columns.class_targets.astype(by_row.dtype)
+    targets = targets.astype(by_row.dtype)
     if (weight := of_columns.weight) is not None:
-        x = algebra.zero_unless(by_row != 0, rows.x.astype(columns.weight.dtype)).astype(by_row.dtype)
+        x = algebra.zero_unless(by_row != 0, x).astype(by_row.dtype)
         x_sum = jnp.sum(by_row[..., None] * x, axis=tuple(range(by_row.ndim)))
         weight = (weight.astype(x_sum.dtype) - targets[:, None] * x_sum[None]).astype(weight.dtype)
     bias = None if of_columns.bias is None else of_columns.bias - targets * jnp.sum(by_row)

@@ -37,20 +37,14 @@ from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES
 from jaxops.linear_cross_entropy.operands import (
     SKIPPED,
-    ColumnGradients,
     Columns,
     CotangentTerms,
-    Gradients,
     Needs,
-    RowGradients,
     Rows,
     RowStatistics,
     RowWeights,
 )
 from pallas_kernels.float16_rows import RowPowers
-
-# The gradients of x and of the weight.
-Products = tuple[jax.Array | None, jax.Array | None]
 
 
 def over_rows(column_values: jax.Array, like: jax.Array) -> jax.Array:
@@ -121,12 +115,15 @@ class RowSums(NamedTuple):
         return 1 + self.less_one
 
     @property
+    def divisor(self) -> jax.Array:
+        """The same, but 1 if no logit is finite: then all exponentials are 0."""
+        sum_exp = self.sum_exp
+        return jnp.where(sum_exp == 0, jnp.ones_like(sum_exp), sum_exp)
+
+    @property
     def statistics(self) -> RowStatistics:
         """The statistics of rows that consist of these columns alone."""
-        mean_logit = None
-        if self.weighted_logit is not None:
-            sum_exp = self.sum_exp
-            mean_logit = self.weighted_logit / jnp.where(sum_exp == 0, jnp.ones_like(sum_exp), sum_exp)
+        mean_logit = None if self.weighted_logit is None else self.weighted_logit / self.divisor
         log_sum_exp = jnp.log1p(self.less_one)
         return RowStatistics(
             self.max_logit, log_sum_exp, self.label_logit, self.target_logit, mean_logit, self.prediction
@@ -148,34 +145,31 @@ def row_losses(statistics: RowStatistics, total: jax.Array | None, weights: RowW
     return functools.reduce(jnp.add, (a * b for a, b in pairs if a is not None and b is not None))
 
 
-def softmax_coefficient(weights: RowWeights, rows: RowStatistics, total: jax.Array | None) -> jax.Array:
+def softmax_coefficient(weights: RowWeights, sums: RowSums) -> jax.Array:
     """Computes a + b T + 2 q lse + r, the coefficient of softmax(z) in the cotangent of the logits of summed losses."""
-    coefficient = jnp.zeros_like(rows.max_logit) if weights.label is None else weights.label
-    if weights.target is not None and total is not None:
-        coefficient = coefficient + weights.target * total
+    coefficient = jnp.zeros_like(sums.max_logit) if weights.label is None else weights.label
+    if weights.target is not None and sums.target_total is not None:
+        coefficient = coefficient + weights.target * sums.target_total
     if weights.square is not None:
-        coefficient = coefficient + 2 * weights.square * (rows.max_logit + rows.log_sum_exp)
+        coefficient = coefficient + 2 * weights.square * (sums.max_logit + sums.statistics.log_sum_exp)
     return coefficient if weights.log_sum_exp is None else coefficient + weights.log_sum_exp
 
 
-def cotangent_terms(weights: RowWeights, sums: RowSums, total: jax.Array | None) -> CotangentTerms:
+def cotangent_terms(weights: RowWeights, sums: RowSums) -> CotangentTerms:
     """Computes the cotangent of the logits of rows whose weighted losses are summed.
 
     Divided by the sum itself, an exponential keeps the digits that exp(z - m - l) loses to the size of l, which show
     where targets nearly cancel it.
     """
-    # A row without a finite logit has exponentials of 0.
-    sum_exp = jnp.where(sums.sum_exp == 0, jnp.ones_like(sums.less_one), sums.sum_exp)
-    softmax = softmax_coefficient(weights, sums.statistics, total) / sum_exp
-    label = None if weights.label is None else -weights.label
-    target = None if weights.target is None or total is None else -weights.target
+    softmax = softmax_coefficient(weights, sums) / sums.divisor
+    label, target = (None if weight is None else -weight for weight in (weights.label, weights.target))
     return CotangentTerms(softmax, sums.max_logit, jnp.zeros_like(softmax), label, target)
 
 
 def statistics_terms(cotangents: RowStatistics, rows: RowStatistics) -> CotangentTerms:
     """Computes the cotangent of the logits of rows whose statistics have these cotangents."""
     # A row without a finite logit has no probabilities: exp(-inf - 0) = 0.
-    log_sum_exp = jnp.where(rows.log_sum_exp == -jnp.inf, jnp.zeros_like(rows.log_sum_exp), rows.log_sum_exp)
+    log_sum_exp = finite(rows.log_sum_exp)
     softmax, slope = cotangents.log_sum_exp, cotangents.mean_logit
     if slope is not None and rows.mean_logit is not None:
         softmax = softmax + slope * (1 - rows.mean_logit)
@@ -183,8 +177,8 @@ def statistics_terms(cotangents: RowStatistics, rows: RowStatistics) -> Cotangen
 
 
 def with_scale(
-    of_rows: RowGradients, cotangents: RowStatistics, statistics: RowStatistics, rows: Rows, columns: Columns
-) -> RowGradients:
+    of_rows: Rows, cotangents: RowStatistics, statistics: RowStatistics, rows: Rows, columns: Columns
+) -> Rows:
     """Completes the gradient of the scale that `Logits.gradients` computes, given the cotangents of the statistics.
 
     The maximum is added apart, times the known sum of the logits' cotangent: if that is zero, a large common offset of
@@ -203,20 +197,15 @@ def with_scale(
     return of_rows._replace(scale=(of_rows.scale + statistics.max_logit * total) / jnp.asarray(rows.scale))
 
 
-def product(cotangent: jax.Array, x: jax.Array, dtype: Any, factor: jax.Array | None = None) -> jax.Array:
-    """Computes the product (V, H) of (..., V) and (..., H) over all rows, accumulated in `dtype`, times a factor."""
-    batch = tuple(range(x.ndim - 1))
-    terms = jnp.tensordot(cotangent, x, axes=(batch, batch), preferred_element_type=dtype)
-    return terms if factor is None else factor * terms
-
-
 # Adds to a sum (V, H) the product over all rows of a cotangent (..., V) and x (..., H), times a factor, () or None.
 Adding = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
 def added(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
     """Adds a product to a sum: compilers for GPUs and TPUs do it within, and move a sum over devices out of a loop."""
-    return total + product(cotangent, x, total.dtype, factor)
+    batch = tuple(range(x.ndim - 1))
+    terms = jnp.tensordot(cotangent, x, axes=(batch, batch), preferred_element_type=total.dtype)
+    return total + (terms if factor is None else factor * terms)
 
 
 def added_in_blocks(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
@@ -232,9 +221,8 @@ def added_in_blocks(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor
         first = jnp.minimum(step * width, classes - width)
         part = jax.lax.dynamic_slice_in_dim(cotangent, first, width, x.ndim - 1)
         is_new = first + jnp.arange(width, dtype=first.dtype) >= step * width
-        terms = product(jnp.where(is_new, part, jnp.zeros_like(part)), x, dtype, factor)
-        old = jax.lax.dynamic_slice_in_dim(total, first, width)
-        new = (old.astype(dtype) + terms).astype(total.dtype)
+        old = jax.lax.dynamic_slice_in_dim(total, first, width).astype(dtype)
+        new = added(old, jnp.where(is_new, part, jnp.zeros_like(part)), x, factor).astype(total.dtype)
         return jax.lax.dynamic_update_slice_in_dim(total, new, first, 0)
 
     return jax.lax.fori_loop(0, math.ceil(classes / width), add, total)
@@ -256,20 +244,13 @@ class Logits(NamedTuple):
     bounded: jax.Array
 
     @classmethod
-    def of(cls, rows: Rows, columns: Columns, softcap: float | None, dtype: Any) -> "Logits":
-        """Computes the logits, accumulated and kept in `dtype`."""
-        bounded = jnp.einsum("...h,vh->...v", rows.x, columns.weight, preferred_element_type=dtype)
+    def of(cls, rows: Rows, columns: Columns, softcap: float | None) -> "Logits":
+        """Computes the logits, in the dtype of losses; x is rounded to that of the weight."""
+        weight, x = columns.weight, rows.x.astype(columns.weight.dtype)
+        bounded = jnp.einsum("...h,vh->...v", x, weight, preferred_element_type=accumulation_dtype(weight.dtype))
         if columns.bias is not None:
             bounded = bounded + over_rows(columns.bias, bounded)
-        return cls(rows, columns, softcap, capped(bounded, softcap))
-
-    @classmethod
-    def of_zero(cls, row: Rows, columns: Columns, softcap: float | None, dtype: Any) -> "Logits":
-        """Returns the logits (1, V) of a row whose x is 0."""
-        bounded = jnp.zeros((1, columns.weight.shape[0]), dtype)
-        if columns.bias is not None:
-            bounded = capped(over_rows(columns.bias, bounded), softcap)
-        return cls(row, columns, softcap, bounded)
+        return cls(rows._replace(x=x), columns, softcap, capped(bounded, softcap))
 
     @property
     def scaled(self) -> jax.Array:
@@ -285,9 +266,8 @@ class Logits(NamedTuple):
     def sums(self, *, metrics: bool) -> RowSums:
         """Computes the sums of rows; `metrics` asks for the last two."""
         rows, columns, logits = self.rows, self.columns, self.scaled
-        maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
         # 0 if all logits are -inf, because z - m would be NaN.
-        maximum = jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
+        maximum = finite(jax.lax.stop_gradient(jnp.max(logits, axis=-1)))
         shifted = logits - maximum[..., None]
         exp = jnp.exp(shifted)
         sums = RowSums(maximum, jnp.sum(exp, axis=-1) - 1)
@@ -309,57 +289,60 @@ class Logits(NamedTuple):
         return sums
 
     def gradients(
-        self, terms: CotangentTerms, needs: Needs, *, weight_sum: jax.Array | None = None, add: Adding = added
-    ) -> Gradients:
-        """Computes gradients, accumulated in float32, from the cotangent of the logits.
+        self, terms: CotangentTerms, needs: Needs, sums: Columns, add: Adding = added
+    ) -> tuple[Rows, Columns]:
+        """Computes the gradients of rows, and adds those of columns to their sums, from the cotangent of the logits.
 
-        The weight gradient is added to `weight_sum`, if there is one, by `add`. That of the scale is the sum over
-        columns of the logits' cotangent times (logits - maximum): see above for the rest.
+        The gradient of the scale is the sum over columns of the logits' cotangent times (logits - maximum), without the
+        rest that is derived above. `add` adds the gradient of the weight.
 
         The cotangent is rounded to the weight's dtype before the matrix products, as in the documented operators, so
         that 16-bit inputs run on 16-bit matrix units. The sum for the bias is taken before.
         """
         rows, columns, logits = self.rows, self.columns, self.scaled
-        batch, cotangent = tuple(range(rows.x.ndim - 1)), _cotangent(terms, rows, columns, logits)
-        shifted = logits - terms.maximum[..., None]
+        batch, shifted = tuple(range(rows.x.ndim - 1)), logits - terms.maximum[..., None]
+        cotangent = _cotangent(terms, rows, columns, shifted)
         of_scale = jnp.sum(cotangent * finite(shifted), axis=-1) if needs.scale else None
         if rows.scale is not None:
             cotangent = rows.scale[..., None] * cotangent
         cotangent = softcap_slope(self.bounded, self.softcap) * cotangent
         bound = functools.partial(_cotangent_bound, terms, rows, columns)
-        factors = Factors(cotangent, rows.x, columns.weight, weight_sum)
-        x_grad, weight_grad = rounded_products(needs, factors, bound, add)
-        of_rows, of_columns = RowGradients(x_grad, scale=of_scale), ColumnGradients(weight_grad)
-        if needs.bias:
-            of_columns = of_columns._replace(bias=jnp.sum(cotangent, axis=batch))
-        if terms.target is not None and needs.class_targets:
+        factors = Factors(cotangent, rows.x, columns.weight, sums.weight)
+        x_grad, weight_sum = rounded_products(needs.x, factors, bound, add)
+        of_rows, sums = Rows(x_grad, scale=of_scale), sums._replace(weight=weight_sum)
+        if sums.bias is not None:
+            sums = sums._replace(bias=sums.bias + jnp.sum(cotangent, axis=batch))
+        if terms.target is not None and sums.class_targets is not None:
             by_column = jnp.sum(terms.target[..., None] * shifted, axis=batch)
-            of_columns = of_columns._replace(class_targets=by_column)
+            sums = sums._replace(class_targets=sums.class_targets + by_column)
         if terms.target is not None and needs.probabilities:
             of_rows = of_rows._replace(probabilities=terms.target[..., None] * shifted)
-        return of_rows, of_columns
+        return of_rows, sums
+
+    def loss_gradients(
+        self, weights: RowWeights, row_sums: RowSums, needs: Needs, sums: Columns, add: Adding = added
+    ) -> tuple[Rows, Columns]:
+        """Computes the same for the sum of the rows' losses, whose targets also count in their sum T."""
+        of_rows, sums = self.gradients(cotangent_terms(weights, row_sums), needs, sums, add)
+        # The gradient of t_c is b l - b (z_c - m), of which the first term is missing.
+        if weights.target is not None:
+            by_total = weights.target * row_sums.statistics.log_sum_exp
+            if of_rows.probabilities is not None:
+                of_rows = of_rows._replace(probabilities=of_rows.probabilities + by_total[..., None])
+            if sums.class_targets is not None:
+                sums = sums._replace(class_targets=sums.class_targets + jnp.sum(by_total))
+        return of_rows, sums
 
 
-def with_target_total(gradients: Gradients, by_total: jax.Array) -> Gradients:
-    """Completes gradients of the column targets: each also counts in T, which has the gradient `by_total` in a row."""
-    of_rows, of_columns = gradients
-    if of_rows.probabilities is not None:
-        of_rows = of_rows._replace(probabilities=of_rows.probabilities + by_total[..., None])
-    if of_columns.class_targets is not None:
-        of_columns = of_columns._replace(class_targets=of_columns.class_targets + jnp.sum(by_total))
-    return of_rows, of_columns
-
-
-def _cotangent(terms: CotangentTerms, rows: Rows, columns: Columns, logits: jax.Array) -> jax.Array:
-    shifted = logits - terms.maximum[..., None]
+def _cotangent(terms: CotangentTerms, rows: Rows, columns: Columns, shifted: jax.Array) -> jax.Array:
     factor = terms.softmax[..., None]
     if terms.slope is not None:
         factor = factor + terms.slope[..., None] * finite(shifted)
     cotangent = factor * jnp.exp(shifted - terms.log_sum_exp[..., None])
     if terms.label is not None and rows.labels is not None:
-        at_label = jnp.where(is_label(rows.labels, logits), terms.label[..., None], jnp.zeros_like(logits))
+        at_label = jnp.where(is_label(rows.labels, shifted), terms.label[..., None], jnp.zeros_like(shifted))
         cotangent = cotangent + at_label
-    targets = column_targets(rows, columns, logits)
+    targets = column_targets(rows, columns, shifted)
     if terms.target is None or targets is None:
         return cotangent
     return cotangent + terms.target[..., None] * targets
@@ -383,68 +366,62 @@ class Factors(NamedTuple):
       cotangent: (..., V), the cotangent of the logits.
       x: (..., H).
       weight: (V, H), with the dtype of x.
-      weight_sum: (V, H), or None for zeros.
+      weight_sum: (V, H), or None if the gradient of the weight is not wanted.
     """
 
     cotangent: jax.Array
     x: jax.Array
     weight: jax.Array
-    weight_sum: jax.Array | None = None
+    weight_sum: jax.Array | None
 
 
 def rounded_products(
-    needs: Needs, factors: Factors, row_bound: Callable[[], jax.Array], add: Adding = added
-) -> Products:
+    wants_x: bool, factors: Factors, row_bound: Callable[[], jax.Array], add: Adding = added
+) -> tuple[Any, Any]:
     """Computes cotangent weight and weight_sum + cotangent^T x, in the cotangent's dtype; None if not wanted.
 
-    Args:
-      needs: which of the two to compute, for x and for the weight.
-      factors: with a cotangent in float32 or float64, which is rounded to the dtype of the others.
-      row_bound: returns an upper bound for each row of the cotangent (...), within a small factor. Called for float16
-        only.
-      add: adds the second product to the sum.
+    The cotangent is rounded to the dtype of x and the weight. For float16, `row_bound` returns an upper bound for each
+    of its rows, within a small factor. `add` adds the second product to the sum.
     """
     cotangent, dtype = factors.cotangent, factors.x.dtype
     if dtype == jnp.float16:
-        return _float16_products(needs, add, factors, row_bound())
-    return _products(needs, add, cotangent.dtype, factors._replace(cotangent=cotangent.astype(dtype)))
+        return _float16_products(wants_x, add, factors, row_bound())
+    return _products(wants_x, add, cotangent.dtype, factors._replace(cotangent=cotangent.astype(dtype)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _float16_products(needs: Needs, add: Adding, factors: Factors, row_bound: jax.Array) -> Products:
+def _float16_products(wants_x: bool, add: Adding, factors: Factors, row_bound: jax.Array) -> tuple[Any, Any]:
     powers = RowPowers.of(row_bound)
     rounded = factors._replace(cotangent=powers.divided(factors.cotangent), x=powers.multiplied(factors.x))
-    x_grad, weight_grad = _products(needs, add, factors.cotangent.dtype, rounded, powers.largest)
-    return None if x_grad is None else powers.rows[..., None] * x_grad, weight_grad
+    x_grad, weight_sum = _products(wants_x, add, factors.cotangent.dtype, rounded, powers.largest)
+    return None if x_grad is None else powers.rows[..., None] * x_grad, weight_sum
 
 
 @_float16_products.defjvp
-def _float16_products_jvp(needs: Needs, add: Adding, primals: Any, tangents: Any) -> tuple[Products, Products]:
+def _float16_products_jvp(
+    wants_x: bool, add: Adding, primals: Any, tangents: Any
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     # Unrounded, because the powers of two that fit a cotangent need not fit its tangents.
-    def unrounded(factors: Factors, _: jax.Array) -> Products:
+    def unrounded(factors: Factors, _: jax.Array) -> tuple[Any, Any]:
         dtype = factors.cotangent.dtype
         wide = factors._replace(x=factors.x.astype(dtype), weight=factors.weight.astype(dtype))
-        return _products(needs, add, dtype, wide)
+        return _products(wants_x, add, dtype, wide)
 
-    return _float16_products(needs, add, *primals), jax.jvp(unrounded, primals, tangents)[1]
+    return _float16_products(wants_x, add, *primals), jax.jvp(unrounded, primals, tangents)[1]
 
 
-def _products(needs: Needs, add: Adding, dtype: Any, factors: Factors, factor: jax.Array | None = None) -> Products:
-    """Computes cotangent weight, and weight_sum + factor cotangent^T x, accumulated in `dtype`."""
+def _products(
+    wants_x: bool, add: Adding, dtype: Any, factors: Factors, factor: jax.Array | None = None
+) -> tuple[Any, Any]:
+    """Computes cotangent weight, accumulated in `dtype`, and weight_sum + factor cotangent^T x."""
     cotangent, x, weight, weight_sum = factors
-    x_grad = weight_grad = None
-    if needs.x:
-        x_grad = jnp.einsum("...v,vh->...h", cotangent, weight, preferred_element_type=dtype)
-    if needs.weight and weight_sum is not None:
-        weight_grad = add(weight_sum, cotangent, x, factor)
-    elif needs.weight:
-        weight_grad = product(cotangent, x, dtype, factor)
-    return x_grad, weight_grad
+    x_grad = jnp.einsum("...v,vh->...h", cotangent, weight, preferred_element_type=dtype) if wants_x else None
+    return x_grad, None if weight_sum is None else add(weight_sum, cotangent, x, factor)
 
 
-def finite(shifted: jax.Array) -> jax.Array:
-    """Returns `shifted` with 0 for -inf: a column of probability 0 has no part in a mean."""
-    return jnp.where(shifted == -jnp.inf, jnp.zeros_like(shifted), shifted)
+def finite(x: jax.Array) -> jax.Array:
+    """Returns `x` with 0 for -inf: a column of probability 0 has no part in a mean."""
+    return jnp.where(x == -jnp.inf, jnp.zeros_like(x), x)
 
 
 def zero_unless(live: jax.Array, x: jax.Array) -> jax.Array:
@@ -463,7 +440,7 @@ def skipped_as_zeros(rows: Rows) -> Rows:
     return rows if rows.labels is None else rows._replace(x=zero_unless(rows.labels != SKIPPED, rows.x))
 
 
-def kept_gradient(gradient: jax.Array | None, dtype: Any) -> jax.Array | None:
+def kept_gradient(gradient: jax.Array | None, dtype: Any) -> Any:
     """Returns the gradient of an x or a weight as it is kept until the loss's cotangent multiplies it; None stays None.
 
     An unscaled gradient fits bfloat16's range but not float16's, and a cotangent of 1 does not round it again.

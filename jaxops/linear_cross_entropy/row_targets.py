@@ -1,4 +1,4 @@
-"""The targets and weights of the rows' losses, from labels, smoothing, margins and weights."""
+"""The classes that labels count, and the targets and weights of rows' losses."""
 
 from typing import Any, NamedTuple
 
@@ -6,10 +6,70 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.dtypes import differ_from, wide_ids
-from jaxops._primitive.sharding import agreeing, explicit_mesh, laid_out_as
+from jaxops._primitive import sharding
+from jaxops._primitive.operator import Operator
 from jaxops.linear_cross_entropy.checks import nan_unless
 from jaxops.linear_cross_entropy.operands import Rows, RowWeights
-from jaxops.linear_cross_entropy.vocabulary import Vocabulary
+
+
+class Vocabulary(NamedTuple):
+    """The number of columns on this device, that of all classes, and the mesh axis over which columns are split."""
+
+    columns: int
+    classes: int
+    axis: str | None
+
+    @classmethod
+    def of(cls, operator: str, weight: jax.Array, axis: str | None) -> "Vocabulary":
+        """Makes the vocabulary, from this device's part of the weight (V, H)."""
+        columns = weight.shape[0]
+        if axis is None:
+            return cls(columns, columns, None)
+        parts = sharding.axis_size(operator, "vocab_axis", axis)
+        sharding.require_split(operator, "weight", weight, jax.lax.axis_index(axis))
+        return cls(columns, columns * parts, axis)
+
+    @property
+    def first(self) -> jax.Array | int:
+        """The class of this device's first column."""
+        return 0 if self.axis is None else self.columns * jax.lax.axis_index(self.axis)
+
+    def local(self, labels: jax.Array) -> jax.Array:
+        """This device's columns of labels, as int32; -1 for classes of other devices and invalid labels."""
+        columns = labels - jnp.asarray(self.first, labels.dtype)
+        is_class = (labels >= 0) & (labels < self.classes)
+        return jnp.where(is_class & (columns >= 0) & (columns < self.columns), columns.astype(jnp.int32), -1)
+
+    def sum(self, part: jax.Array) -> jax.Array:
+        """Sums over all parts of the vocabulary."""
+        return part if self.axis is None else jax.lax.psum(part, self.axis)
+
+    def argmax(self, row_values: jax.Array) -> jax.Array:
+        """Finds the class with the largest value of each row (..., columns); of equal ones, the first."""
+        best = jnp.argmax(row_values, axis=-1).astype(jnp.int32)
+        if self.axis is None:
+            return best
+        local_max = jax.lax.stop_gradient(jnp.max(row_values, axis=-1))
+        is_best = local_max == jax.lax.pmax(local_max, self.axis)
+        return jax.lax.pmin(jnp.where(is_best, best + self.first, self.classes), self.axis)
+
+    def values_of(self, labels: jax.Array, by_class: jax.Array) -> jax.Array:
+        """Returns the value of each row's label among values by class; 0 if the label is not a class."""
+        return self.sum(_LABEL_VALUES(by_class, self.local(labels)))
+
+
+def _label_values(by_class: jax.Array, labels: jax.Array) -> jax.Array:
+    values = by_class.at[jnp.maximum(labels, 0)].get(mode="promise_in_bounds")
+    return jnp.where(labels >= 0, values, jnp.zeros_like(values))
+
+
+# An operator, so that on an explicit mesh the result is laid out like the labels, which indexing alone cannot infer.
+_LABEL_VALUES = Operator(
+    name="label_values",
+    signature="v, ... -> ...",
+    check=None,
+    reference=_label_values,
+)
 
 
 class Losses(NamedTuple):
@@ -60,7 +120,7 @@ class Targets(NamedTuple):
             weights = weights._replace(square=jnp.where(losses.kept, jnp.asarray(self.z_loss, dtype), 0))
         if row_weight is None:
             return losses._replace(weights=weights)
-        kept = laid_out_as(losses.kept, jax.typeof(row_weight).sharding)
+        kept = sharding.laid_out_as(losses.kept, jax.typeof(row_weight).sharding)
         by_row = jnp.where(kept, row_weight.astype(dtype), jnp.zeros_like(row_weight, dtype))
         weights = jax.tree.map(lambda weight: by_row * weight, weights)
         return losses._replace(weights=weights, divisor=by_row * losses.divisor)
@@ -90,9 +150,11 @@ class Targets(NamedTuple):
             smoothed = (1 - self.label_smoothing) * self.labels.astype(dtype)
             probabilities = smoothed + self.label_smoothing / vocabulary.classes
         if self.class_weight is not None:
-            probabilities, by_class = agreeing("... v, ... v ->", probabilities.astype(dtype), self.class_weight)
+            probabilities, by_class = sharding.agreeing(
+                "... v, ... v ->", probabilities.astype(dtype), self.class_weight
+            )
             # Laid out at once, as the transpose of a broadcast that is resharded would gather all rows.
-            layout = jax.typeof(probabilities).sharding if explicit_mesh([probabilities]) is not None else None
+            layout = jax.typeof(probabilities).sharding if sharding.explicit_mesh([probabilities]) is not None else None
             last, shape = probabilities.ndim - 1, probabilities.shape
             by_class = jax.lax.broadcast_in_dim(by_class.astype(dtype), shape, (last,), out_sharding=layout)
             probabilities = probabilities * by_class

@@ -16,18 +16,8 @@ from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy import prior_shift
 from jaxops.linear_cross_entropy.by_rows import summed_by_rows
-from jaxops.linear_cross_entropy.checks import check_operands
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_exponentials_on
-from jaxops.linear_cross_entropy.operands import (
-    ColumnGradients,
-    Columns,
-    Needs,
-    RowGradients,
-    Rows,
-    RowStatistics,
-    RowWeights,
-    axes,
-)
+from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowStatistics, RowWeights, axes
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import loss_terms, row_losses, skipped_as_zeros, target_total
 from lowering.operators import EVERYWHERE, Form, Place, fields
@@ -38,22 +28,16 @@ from pallas_kernels.tpu.linear_cross_entropy.statistics import kind_of_layer
 
 
 def summed_cross_entropy(
-    rows: Rows,
-    columns: Columns,
-    weights: RowWeights,
-    *,
-    softcap: float | None,
-    chunk_rows: int | None,
-    metrics: bool,
-    weight_grad_dtype: Any = None,
+    rows: Rows, columns: Columns, weights: RowWeights, *, weight_grad_dtype: Any = None, **params: Any
 ) -> tuple[jax.Array, RowStatistics]:
     """Computes the sum of `row_losses`, and the statistics of rows, which have no derivative here.
+
+    The other parameters are those of `linear_row_statistics`.
 
     The x of a `SKIPPED` row may hold anything. Gradients are kept before the loss's own cotangent is known. A cotangent
     of 1 costs nothing, which is what a mean leaves if the weights have its divisor already.
     """
     selection = lowering.current_selection()
-    params: dict[str, Any] = {"softcap": softcap, "chunk_rows": chunk_rows, "metrics": metrics}
 
     @jax.custom_jvp
     def summed(rows: Rows, columns: Columns, weights: RowWeights) -> tuple[jax.Array, RowStatistics]:
@@ -70,7 +54,7 @@ def summed_cross_entropy(
             )
         terms = loss_terms(statistics, target_total(operands[0], operands[1], statistics.max_logit))
         # The terms of rows are the gradients of their weights.
-        gradients = Rows(of_rows.x, probabilities=of_rows.probabilities), Columns(*of_columns), terms
+        gradients = of_rows, of_columns, terms
         none = jax.tree.map(lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval()), statistics)
         pairs = zip(fields(gradients), fields(tangents), strict=True)
         products = [inner_product(x, dot, loss.dtype) for x, dot in pairs if not isinstance(dot, SymbolicZero | None)]
@@ -91,18 +75,11 @@ def inner_product(gradient: jax.Array, tangent: jax.Array, dtype: Any) -> jax.Ar
     return jnp.sum(gradient.astype(dtype) * tangent.astype(dtype))
 
 
-def _exponentiating(launcher: Any, name: str, platform: str, *, interpreter_is_pure: bool = True) -> Kernel:
+def _exponentiating(launcher: Any, name: str, platform: str) -> Kernel:
     """Returns the kernel of gradients by a prior shift, with exponentials from a launcher of theirs."""
 
     def run(
-        rows: Rows,
-        columns: Columns,
-        weights: RowWeights,
-        *,
-        config: Any,
-        interpret: Any = False,
-        softcap: float | None,
-        **params: Any,
+        rows: Rows, columns: Columns, weights: RowWeights, *, config: Any, interpret: Any = False, **params: Any
     ) -> Any:
         blocks = {name: value for name, value in config.items() if name != "chunk_rows"}
         # A value of its own, so that its layout can be the kernel's, once for all chunks.
@@ -116,7 +93,7 @@ def _exponentiating(launcher: Any, name: str, platform: str, *, interpreter_is_p
                 None if columns.class_targets is None else columns.class_targets.astype(jnp.float32),
                 labels.reshape(-1),
                 shift.reshape(-1),
-                softcap=softcap,
+                softcap=params["softcap"],
                 most_excess=prior_shift.MOST_EXCESS,
                 config=blocks,
                 interpret=interpret,
@@ -125,9 +102,7 @@ def _exponentiating(launcher: Any, name: str, platform: str, *, interpreter_is_p
 
         # A kernel sees one device's part.
         params |= {"place": Place("cpu" if interpret else platform), "chunk_rows": config["chunk_rows"]}
-        return prior_shift.summed_by_prior_shift(
-            rows, columns, weights, softcap=softcap, exponentiating=exponentials, **params
-        )
+        return prior_shift.summed_by_prior_shift(rows, columns, weights, exponentiating=exponentials, **params)
 
     def refuses(
         hardware: Any, rows: Any, columns: Any, weights: Any, *, metrics: bool, softcap: Any, needs: Needs, **_: Any
@@ -149,20 +124,20 @@ def _exponentiating(launcher: Any, name: str, platform: str, *, interpreter_is_p
         gradients = [f"gradient of {name}" for name, is_needed in needs._asdict().items() if is_needed]
         return kind_of_layer(rows, columns, softcap, [*weighted, *gradients])
 
-    pure = interpreter_is_pure
-    return Kernel(name, platform, run, refuses, configs, kind=kind, interpreter_is_pure=pure, takes=_OF_LABELS)
+    is_pure = platform == "tpu"
+    return Kernel(name, platform, run, refuses, configs, kind=kind, interpreter_is_pure=is_pure, takes=_OF_LABELS)
 
 
 _OF_LABELS = frozenset({"x", "labels", "weight", "bias", "class_targets", *RowWeights._fields})
 
 _SUM_WITH_GRADIENTS = Operator(
     name="linear_cross_entropy_sum_with_gradients",
-    signature=f"{axes(Rows, Columns, RowWeights)} -> , {axes(RowStatistics, RowGradients, ColumnGradients)}",
-    check=check_operands,
+    signature=f"{axes(Rows, Columns, RowWeights)} -> , {axes(RowStatistics, Rows, Columns)}",
+    check=None,
     reference=summed_by_rows,
     kernels=(
         _exponentiating(tpu_exponentials, "mosaic_tpu", "tpu"),
-        _exponentiating(gpu_exponentials, "mosaic_gpu", "cuda", interpreter_is_pure=False),
+        _exponentiating(gpu_exponentials, "mosaic_gpu", "cuda"),
     ),
     forms=(
         # On TPUs, XLA fuses the exponentials into the product that makes the logits.

@@ -1,4 +1,4 @@
-"""The documented operators for cross entropy over a vocabulary that is split between devices.
+"""The documented operators for cross entropy over a vocabulary that is split between devices; `aclnn` has their calls.
 
 Each device runs step 1 on its rows of the weight, and steps 3 and 4 on the statistics that step 2 combines over
 devices:
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from jaxops._checks.arguments import require
 from jaxops._checks.dtypes import accumulation_dtype, wide_ids
-from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import require_split
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
@@ -52,39 +51,21 @@ class OnlineMaxSum(NamedTuple):
 def fused_linear_online_max_sum(
     x: jax.Array, weight: jax.Array, target: jax.Array, *, start: Any, end: Any, return_logits: bool = False
 ) -> OnlineMaxSum:
-    """Computes a part's row statistics of the logits x weight^T, a chunk of rows at a time unless they are returned.
-
-    Args:
-      x: (..., H), floating point.
-      weight: (V, H), the rows of the classes from `start` on; the dtype of x.
-      target: (...) integers, counting all classes.
-      start: the part's first class; an integer, or () inside shard_map, where it differs between devices.
-      end: the class after the part's last.
-      return_logits: whether to return the logits, rounded to the dtype of x. The statistics come from unrounded ones.
-    """
+    """Computes the call of `aclnn`, for x (..., H), a chunk of rows at a time unless the logits are returned."""
     if isinstance(start, jax.Array):
         # Parts that begin at different classes are different parts of a weight.
         require_split("fused_linear_online_max_sum", "weight", weight, start)
     largest = jnp.iinfo(target.dtype).max
     start, end = (jnp.asarray(min(at, largest) if isinstance(at, int) else at, target.dtype) for at in (start, end))
-    *rows, logits = _ONLINE_MAX_SUM(x, weight, target, start, end, return_logits=return_logits)
-    maximum, total, predicted, mask, masked_target = rows
+    found = _ONLINE_MAX_SUM(x, weight, target, start, end, return_logits=return_logits)
     # As in the documented kernel, the bits after the last row are those of target 0.
-    (packed,) = _PACK(mask, (start > 0) | (end <= 0))
-    return OnlineMaxSum(maximum, total, predicted, packed, masked_target, logits if return_logits else None)
+    return found._replace(target_mask=_PACK(found.target_mask, (start > 0) | (end <= 0)))
 
 
 def fused_cross_entropy_loss_with_max_sum(
     logits_max: jax.Array, sum_exp_logits: jax.Array, predicted_logits: jax.Array, logits: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Computes log(sum_exp_logits) - predicted_logits and, if given logits, exp(logits - logits_max) / sum_exp_logits.
-
-    Args:
-      logits_max: (...), the maximum over all classes.
-      sum_exp_logits: (...), the sum of exp(logits - logits_max) over all classes.
-      predicted_logits: (...), the target's logit - logits_max.
-      logits: (..., V), one part's logits.
-    """
+    """Computes the rows' losses and, if given one part's logits (..., V), their softmax."""
     statistics = (logits_max, sum_exp_logits, predicted_logits)
     loss, _ = _LOSS(*statistics, None)
     # Two calls, because inside shard_map the loss is the same on all devices and the softmax is not.
@@ -102,30 +83,16 @@ def fused_linear_cross_entropy_loss_grad(
     sum_exp_logits: jax.Array | None = None,
     softmax: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the gradients of x and weight for one part of the vocabulary; those of x must be summed over the parts.
-
-    Args:
-      grad: (...), the gradient of each row's loss.
-      x: (..., H), floating point.
-      weight: (V, H), with the dtype of x.
-      target_mask: as in `OnlineMaxSum`, or longer; or (...) bool.
-      masked_target: (...) integers, as in `OnlineMaxSum`. Not read where masked.
-      logits_max: (...), the maximum over all classes; like `sum_exp_logits`, needed if `softmax` is None.
-      sum_exp_logits: (...), the sum of exp(logits - logits_max) over all classes.
-      softmax: (..., V), this part's. None computes the logits again, a chunk of rows at a time.
-    """
-    mask = target_mask
-    if mask.dtype != jnp.bool_:
-        (mask,) = _UNPACK(mask, grad)
+    """Computes the call of `aclnn`, for x (..., H); without a softmax, from logits of a chunk of rows at a time."""
+    mask = target_mask if target_mask.dtype == jnp.bool_ else _UNPACK(target_mask, grad)
     return _GRAD(grad, x, weight, mask, masked_target, logits_max, sum_exp_logits, softmax)
 
 
 def _check_max_sum(x: Any, weight: Any, target: Any, *_: Any, **__: Any) -> None:
     name = "fused_linear_online_max_sum"
-    _check_linear(name, x, weight)
+    _check_weight(name, x, weight)
     require(weight.shape[0] > 0, name, "weight", "have a vocabulary of at least 1", weight)
     _check_shapes(name, x.shape[:-1], "", target=target)
-    require(bool(jnp.issubdtype(target.dtype, jnp.integer)), name, "target", "be integers", target)
 
 
 def _check_loss(logits_max: Any, sum_exp_logits: Any, predicted_logits: Any, logits: Any) -> None:
@@ -140,19 +107,16 @@ def _check_grad(
     grad: Any, x: Any, weight: Any, mask: Any, masked_target: Any, logits_max: Any, sum_exp_logits: Any, softmax: Any
 ) -> None:
     name = "fused_linear_cross_entropy_loss_grad"
-    _check_linear(name, x, weight)
+    _check_weight(name, x, weight)
     rows, operands = x.shape[:-1], {"grad": grad, "target_mask": mask, "masked_target": masked_target}
     statistics = {"logits_max": logits_max, "sum_exp_logits": sum_exp_logits}
     _check_shapes(name, rows, ", as input has rows", **operands, **statistics)
     _check_shapes(name, (*rows, weight.shape[0]), "", softmax=softmax)
 
 
-def _check_linear(name: str, x: Any, weight: Any) -> None:
-    is_floating = x.ndim >= 1 and bool(jnp.issubdtype(x.dtype, jnp.floating))
-    require(is_floating, name, "input", "be floating-point, (..., H)", x)
+def _check_weight(name: str, x: Any, weight: Any) -> None:
     fits = weight.ndim == 2 and weight.shape[1] == x.shape[-1]
     require(fits, name, "weight", f"have shape (V, {x.shape[-1]})", weight)
-    require(weight.dtype == x.dtype, name, "weight", f"have the input's dtype {x.dtype}", weight)
 
 
 def _check_shapes(name: str, shape: tuple[int, ...], reason: str, **operands: Any) -> None:
@@ -172,11 +136,11 @@ def _max_sum(
 ) -> OnlineMaxSum:
     mask = (target < start) | (target >= end)
     masked_target = jnp.where(mask, jnp.zeros_like(target), target - start)
-    columns, dtype = Columns(weight), accumulation_dtype(x.dtype)
+    columns = Columns(weight)
 
     def chunk(_: None, rows: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[OnlineMaxSum, None]:
         x, mask, masked_target = rows
-        logits = Logits.of(Rows(x), columns, None, dtype)
+        logits = Logits.of(Rows(x), columns, None)
         labeled = Rows(x, jnp.where(mask, -1, wide_ids(masked_target)))
         sums: Any = logits._replace(rows=labeled).sums(metrics=False)
         # Here the maximum is a result, which is differentiated as well. There it is a constant.
@@ -190,13 +154,13 @@ def _max_sum(
     return fold_rows(chunk, None, (x, mask, masked_target), target.shape, chunk_rows, place)[0]
 
 
-def _pack(mask: jax.Array, beyond: jax.Array) -> Arrays:
+def _pack(mask: jax.Array, beyond: jax.Array) -> jax.Array:
     bits = jnp.concatenate([mask.reshape(-1), jnp.broadcast_to(beyond, (-mask.size % 8,))])
-    return (jnp.packbits(bits, bitorder="little"),)
+    return jnp.packbits(bits, bitorder="little")
 
 
-def _unpack(packed: jax.Array, like: jax.Array) -> Arrays:
-    return (jnp.unpackbits(packed, count=like.size, bitorder="little").astype(bool).reshape(like.shape),)
+def _unpack(packed: jax.Array, like: jax.Array) -> jax.Array:
+    return jnp.unpackbits(packed, count=like.size, bitorder="little").astype(bool).reshape(like.shape)
 
 
 def _loss(
@@ -215,33 +179,28 @@ def _grad(
     weight: jax.Array,
     mask: jax.Array,
     masked_target: jax.Array,
-    logits_max: jax.Array | None,
-    sum_exp_logits: jax.Array | None,
+    logits_max: Any,
+    sum_exp_logits: Any,
     softmax: jax.Array | None,
     *,
     place: Place | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     labels, dtype = jnp.where(mask, -1, wide_ids(masked_target)), accumulation_dtype(x.dtype)
-    needs = Needs(x=True, weight=True)
+    start = jnp.zeros(weight.shape, dtype)
     if softmax is not None:
         cotangent = (softmax - is_label(labels, softmax).astype(softmax.dtype)) * grad[..., None]
-        factors, bound = Factors(cotangent.astype(dtype), x, weight), functools.partial(jnp.abs, grad)
-        gradients: Any = rounded_products(needs, factors, bound)
+        factors, bound = Factors(cotangent.astype(dtype), x, weight, start), functools.partial(jnp.abs, grad)
+        gradients: Any = rounded_products(True, factors, bound)
         return gradients[0].astype(x.dtype), gradients[1].astype(weight.dtype)
 
     def chunk(weight_sum: jax.Array, chunk: tuple[CotangentTerms, Rows]) -> tuple[Any, Any]:
         terms, rows = chunk
-        logits = Logits.of(rows, Columns(weight), None, dtype)
-        of_rows, of_columns = logits.gradients(terms, needs, weight_sum=weight_sum)
-        assert of_rows.x is not None
+        logits = Logits.of(rows, Columns(weight), None)
+        of_rows, of_columns = logits.gradients(terms, Needs(x=True), Columns(weight_sum))
         return of_rows.x.astype(x.dtype), of_columns.weight
 
-    # The public function has checked that they are known.
-    assert logits_max is not None
-    assert sum_exp_logits is not None
     # The sum divides the coefficient: see `cotangent_terms`.
     chunks = CotangentTerms(grad / sum_exp_logits, logits_max, jnp.zeros_like(logits_max), -grad), Rows(x, labels)
-    start = jnp.zeros(weight.shape, dtype)
     chunk_rows = rows_of_logits(*weight.shape)
     x_grad, weight_grad = fold_rows(chunk, start, chunks, grad.shape, chunk_rows, place)
     return x_grad, weight_grad.astype(weight.dtype)
@@ -261,14 +220,15 @@ _ONLINE_MAX_SUM = Operator(
 )
 
 # These are operators so that rows on different devices of an explicit mesh can share a byte.
-_PACK = Operator("packed_target_mask", "..., -> bytes", lambda *_: None, _pack)
-_UNPACK = Operator("unpacked_target_mask", "bytes, ... -> ...", lambda *_: None, _unpack)
+_PACK = Operator("packed_target_mask", "..., -> bytes", None, _pack)
+_UNPACK = Operator("unpacked_target_mask", "bytes, ... -> ...", None, _unpack)
 
 _LOSS = Operator(
     name="fused_cross_entropy_loss_with_max_sum",
     signature="..., ..., ..., ... v -> ..., ... v",
     check=_check_loss,
     reference=_loss,
+    no_kernel="XLA reads the logits once",
 )
 
 _GRAD = Operator(

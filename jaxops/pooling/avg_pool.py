@@ -1,11 +1,12 @@
 """Average pooling, and its gradient, which spreads each window's gradient over the window's elements."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._checks.layouts import layout_required
@@ -14,6 +15,7 @@ from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.pooling import windows
 from jaxops.pooling.windows import Ints, Padding, Span
+from lowering.operators import Form, Place
 
 
 @layout_required
@@ -39,8 +41,9 @@ def avg_pool(
         spatial axis a number or a pair (before, behind). "VALID" is 0. "SAME" pads so that there are
         `ceil(extent / stride)` windows: half before x and half behind it, with an odd one behind.
       count_include_pad: whether count is the size of the window everywhere, or only that of its part inside x.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". x may lack the batch axis N: "NHWC" with three axes is one image
-        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). There is no default.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; "NCL" or "NLC" for one spatial axis. x may lack the batch axis N, or
+        have several: "NHWC" with three axes is one image (H, W, C), and with five it is images (T, N, H, W, C). There
+        is no default.
 
     Returns:
       An array with the dtype and layout of x and spatial extents `1 + (extent + before + behind - window) // stride`.
@@ -51,8 +54,8 @@ def avg_pool(
 
     Numerics:
       Sums in float32 (float64 for float64), then divides and rounds once, forward and backward. Derivatives of all
-      modes and orders exist. The gradient does not read x. On every platform this runs as XLA's one-dimensional window
-      reductions.
+      modes and orders exist. The gradient does not read x. This runs as XLA's window reductions: an axis
+      at a time, and on TPUs at once for small windows of images with channels last (`xla_one_pass`).
 
     Example:
       >>> x = jnp.arange(8.0).reshape(1, 1, 2, 4)
@@ -84,21 +87,25 @@ def _check_backward(grad: Any, *, extents: tuple[int, ...], count_include_pad: b
     require(grad.shape[-4:-1] == outputs, name, "grad", f"have the extents {outputs}", grad)
 
 
-def _means(x: jax.Array, *, extents: tuple[int, ...], count_include_pad: bool, **attributes: Any) -> Arrays:
+def _means(
+    x: jax.Array, *, extents: tuple[int, ...], count_include_pad: bool, at_once: bool = False, **attributes: Any
+) -> Arrays:
     along = windows.spans(extents, **attributes)
     total, spans = windows.squeezed(x.astype(accumulation_dtype(x.dtype)), along)
-    for span in spans:
-        total = windows.pooled_along(total, span, 0.0, jax.lax.add)
+    for step in [spans] if at_once else [[span] for span in spans]:
+        total = windows.pooled(total, step, 0.0, jax.lax.add)
     mean = (total / _counts(spans, count_include_pad, total)).astype(x.dtype)
     return (windows.unsqueezed(mean, x, along),)
 
 
-def _backward(grad: jax.Array, *, extents: tuple[int, ...], count_include_pad: bool, **attributes: Any) -> Arrays:
+def _backward(
+    grad: jax.Array, *, extents: tuple[int, ...], count_include_pad: bool, at_once: bool = False, **attributes: Any
+) -> Arrays:
     along = windows.spans(extents, **attributes)
     total, spans = windows.squeezed(grad.astype(accumulation_dtype(grad.dtype)), along)
     total = total / _counts(spans, count_include_pad, total)
-    for span in spans:
-        total = _gradient_along(total, span)
+    for step in [spans] if at_once else [[span] for span in spans]:
+        total = _gradient_along(total, step)
     return (windows.unsqueezed(total.astype(grad.dtype), grad, along),)
 
 
@@ -115,14 +122,30 @@ def _counts(spans: Sequence[Span], include_padding: bool, pooled: jax.Array) -> 
     return counts
 
 
-def _gradient_along(grad: jax.Array, span: Span) -> jax.Array:
-    """Sums along one axis, at each position, the gradients of the windows that hold it."""
+def _gradient_along(grad: jax.Array, along: Sequence[Span]) -> jax.Array:
+    """Sums along some axes, at each position, the gradients of the windows that hold it."""
     # With `stride - 1` holes between the gradients, these windows lie side by side, so their sum is a window sum again.
-    before = span.window - 1 - span.before
-    behind = span.extent + span.before - (span.outputs - 1) * span.stride - 1
-    return windows.reduced_along(
-        grad, span.axis, 0.0, jax.lax.add, span.window, padding=(before, behind), dilation=span.stride
-    )
+    shape, paddings, holes = [1] * grad.ndim, [(0, 0)] * grad.ndim, [1] * grad.ndim
+    for span in along:
+        behind = span.extent + span.before - (span.outputs - 1) * span.stride - 1
+        paddings[span.axis] = (span.window - 1 - span.before, behind)
+        shape[span.axis], holes[span.axis] = span.window, span.stride
+    start = np.zeros((), grad.dtype)
+    return jax.lax.reduce_window(grad, start, jax.lax.add, shape, (1,) * grad.ndim, paddings, base_dilation=holes)
+
+
+def _in_one_pass(reference: Callable[..., Arrays]) -> Form:
+    """Makes the form that sums along both axes of the windows at once."""
+
+    def run(x: jax.Array, *, place: Place, **attributes: Any) -> Arrays:
+        return reference(x, at_once=True, **attributes)
+
+    def refuses(place: Place, x: Any, *, extents: tuple[int, ...], count_include_pad: bool, **attributes: Any) -> Any:
+        if x.shape[-1] == 1:
+            return "with channels first, two passes over x are faster"
+        return windows.refusal_of_one_pass(x, extents, **attributes)
+
+    return Form("xla_one_pass", frozenset({"tpu"}), run, refuses)
 
 
 # Pooling is linear: tangents are pooled, and nothing of x is kept.
@@ -144,12 +167,15 @@ def _linearize_backward(operands: Sequence[jax.Array], active: Active, **params:
     return AVG_POOL_BACKWARD(*operands, **params), ()
 
 
+_SUMS = "XLA sums the windows as it reads"
 AVG_POOL = Operator(
     "avg_pool",
     "... d h w c -> ... d_out h_out w_out c",
     _check,
     _means,
     Derivative(_vjp, _tangent, _linearize),
+    forms=(_in_one_pass(_means),),
+    no_kernel=_SUMS,
 )
 # Each of the two is the other's transpose.
 AVG_POOL_BACKWARD = Operator(
@@ -158,4 +184,6 @@ AVG_POOL_BACKWARD = Operator(
     _check_backward,
     _backward,
     Derivative(_tangent, _vjp, _linearize_backward),
+    forms=(_in_one_pass(_backward),),
+    no_kernel=_SUMS,
 )

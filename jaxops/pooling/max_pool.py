@@ -1,7 +1,6 @@
 """Max pooling, its gradient, which goes to each window's first maximum, and the transpose of that gradient."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,10 +20,7 @@ from lowering.operators import Form, Place
 from pallas_kernels.gpu import max_pool_backward as gpu
 from pallas_kernels.tpu import max_pool as tpu_value
 from pallas_kernels.tpu import max_pool_backward as tpu
-from pallas_kernels.tpu.max_pool_views import view_of
 
-# Elements of a window that a TPU reduces in one pass over x; by replay, two passes are faster with 25.
-_MOST_IN_ONE_PASS = 9
 # Loops of more steps are compiled as loops; shorter ones are unrolled.
 UNROLLED_STEPS = 16
 
@@ -45,8 +41,9 @@ def max_pool(x: jax.Array, window: Ints, *, stride: Ints | None = None, padding:
         spatial axis a number or a pair (before, behind). "VALID" is 0. "SAME" pads so that there are
         `ceil(extent / stride)` windows: half before x and half behind it, with an odd one behind. Padding is never a
         maximum, so a window of negative numbers has a negative maximum.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC". x may lack the batch axis N: "NHWC" with three axes is one image
-        (H, W, C), "NCDHW" with four axes one volume (C, D, H, W). There is no default.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; "NCL" or "NLC" for one spatial axis. x may lack the batch axis N, or
+        have several: "NHWC" with three axes is one image (H, W, C), and with five it is images (T, N, H, W, C). There
+        is no default.
 
     Returns:
       An array with the dtype and layout of x and spatial extents `1 + (extent + before + behind - window) // stride`.
@@ -63,9 +60,8 @@ def max_pool(x: jax.Array, window: Ints, *, stride: Ints | None = None, padding:
       On every platform this runs as XLA operations: window reductions forward, one axis after the other (on TPUs both
       at once for small windows, unless XLA keeps columns in lanes: `xla_one_pass`), slices and comparisons backward.
       There are kernels of the gradient on TPUs where their blocks fit VMEM, fastest where XLA keeps channels or images
-      in lanes; and on NVIDIA GPUs with channels last, where windows do not overlap. A kernel of the value on TPUs is
-      opt-in; where it refuses, as where XLA keeps columns in lanes, the window reductions stand beside the gradient's
-      kernel.
+      in lanes; and on NVIDIA GPUs with channels last, where windows do not overlap. A kernel of the value is for TPUs.
+      By default a kernel runs on TPUs at the sizes where evidence favours it, and on GPUs where you have measured it.
 
     Example:
       >>> x = jnp.array([1.0, 5.0, 2.0, 3.0]).reshape(1, 1, 1, 4)
@@ -109,7 +105,7 @@ def _maxima(x: jax.Array, *, propagate_nan: bool, **attributes: Any) -> Arrays:
     y, spans = windows.squeezed(x, along)
     y = _without_nan(y, propagate_nan)
     for span in spans:
-        y = windows.pooled_along(y, span, _least(x.dtype), jax.lax.max)
+        y = windows.pooled(y, [span], _least(x.dtype), jax.lax.max)
     return (windows.unsqueezed(y, x, along),)
 
 
@@ -117,24 +113,12 @@ def _maxima_in_one_pass(x: jax.Array, *, place: Place, propagate_nan: bool, **at
     """Computes `_maxima` along both axes of its windows at once."""
     along = windows.spans(x.shape[-4:-1], **attributes)
     image, spans = windows.squeezed(x, along)
-    y = windows.pooled_at_once(_without_nan(image, propagate_nan), spans, _least(x.dtype), jax.lax.max)
+    y = windows.pooled(_without_nan(image, propagate_nan), spans, _least(x.dtype), jax.lax.max)
     return (windows.unsqueezed(y, x, along),)
 
 
 def _refuses_one_pass(place: Place, x: Any, *, propagate_nan: bool, **attributes: Any) -> str | None:
-    """Says why these windows are not reduced in one pass.
-
-    By replay, XLA reads x once as fast as it reads rows, if windows are small and columns do not lie in lanes.
-    """
-    if any(map(jax.export.is_symbolic_dim, x.shape)):
-        return f"one pass over x needs sizes that are numbers; x is {list(x.shape)}"
-    axes = sum(not span.is_trivial for span in windows.spans(x.shape[-4:-1], **attributes))
-    if axes != 2:
-        return f"one pass in place of two is for windows along two axes; these lie along {axes}"
-    elements = math.prod(attributes["window"])
-    if elements > _MOST_IN_ONE_PASS:
-        return f"one pass is for windows of at most {_MOST_IN_ONE_PASS} elements; these have {elements}"
-    return None if view_of(x.shape).is_stored_so else "XLA keeps the columns of x in lanes, where two passes are faster"
+    return windows.refusal_of_one_pass(x, x.shape[-4:-1], **attributes)
 
 
 def _without_nan(x: jax.Array, propagate_nan: bool) -> jax.Array:

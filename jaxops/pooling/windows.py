@@ -1,5 +1,6 @@
 """Windows of pooling, and images of every layout viewed as volumes with channels last."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from jaxops._checks import layouts
 from jaxops._checks.arguments import INT32_MAX, is_integer
 from jaxops._checks.dtypes import check_floating
 from jaxops._checks.mcdnn import require
+from pallas_kernels.tpu.max_pool_views import view_of
 
 Ints = int | Sequence[int]
 Padding = str | int | Sequence[int | Sequence[int]]
@@ -18,8 +20,17 @@ Pairs = Sequence[tuple[int, int]]
 
 # The operators see (..., D, H, W, C). Channels that come first are batch axes, and the last axis then has length 1; so
 # does the depth of a flat image. These are the axes of length 1 that turn each layout into a volume.
-_ADDED_AXES = {"NCHW": (-4, -1), "NHWC": (-4,), "NCDHW": (-1,), "NDHWC": ()}
+_ADDED_AXES = {
+    "NCL": (-4, -3, -1),
+    "NLC": (-4, -3),
+    "NCHW": (-4, -1),
+    "NHWC": (-4,),
+    "NCDHW": (-1,),
+    "NDHWC": (),
+}
 VOLUME_AXES = (-4, -3, -2)
+# Elements of a window that a TPU reduces in one pass over x; by replay, two passes are faster with 25.
+_MOST_IN_ONE_PASS = 9
 
 
 class Span(NamedTuple):
@@ -80,37 +91,34 @@ def _ones(volume: jax.Array, along: Sequence[Span]) -> tuple[int, ...]:
     return (-4,) * flat + (-1,) * (volume.shape[-1] == 1)
 
 
-def pooled_along(x: jax.Array, span: Span, initial: float, computation: Callable[..., Any]) -> jax.Array:
-    """Reduces windows along one axis. Axis by axis, the cost is the sum of a window's extents, not their product."""
-    padding = (span.before, span.behind)
-    return reduced_along(x, span.axis, initial, computation, span.window, stride=span.stride, padding=padding)
+def pooled(x: jax.Array, along: Sequence[Span], initial: float, computation: Callable[..., Any]) -> jax.Array:
+    """Reduces windows along some axes in one pass.
 
-
-def pooled_at_once(x: jax.Array, along: Sequence[Span], initial: float, computation: Callable[..., Any]) -> jax.Array:
-    """Reduces windows along several axes in one pass."""
+    Axis by axis, the arithmetic is the sum of a window's extents, and not their product.
+    """
     shape, strides, paddings = [1] * x.ndim, [1] * x.ndim, [(0, 0)] * x.ndim
     for span in along:
         shape[span.axis], strides[span.axis] = span.window, span.stride
         paddings[span.axis] = (span.before, span.behind)
-    return jax.lax.reduce_window(x, np.asarray(initial, x.dtype), computation, shape, strides, paddings)
-
-
-def reduced_along(
-    x: jax.Array,
-    axis: int,
-    initial: float,
-    computation: Callable[..., Any],
-    window: int,
-    *,
-    stride: int = 1,
-    padding: tuple[int, int] = (0, 0),
-    dilation: int = 1,
-) -> jax.Array:
-    """Calls `jax.lax.reduce_window` along one axis."""
-    shape, strides, paddings, dilations = [1] * x.ndim, [1] * x.ndim, [(0, 0)] * x.ndim, [1] * x.ndim
-    shape[axis], strides[axis], paddings[axis], dilations[axis] = window, stride, padding, dilation
     start = np.asarray(initial, x.dtype)  # a constant also under jit: JAX differentiates sums that it recognizes
-    return jax.lax.reduce_window(x, start, computation, shape, strides, paddings, base_dilation=dilations)
+    return jax.lax.reduce_window(x, start, computation, shape, strides, paddings)
+
+
+def refusal_of_one_pass(
+    x: Any, extents: Sequence[int], *, window: Sequence[int], stride: Sequence[int], padding: Pairs
+) -> str | None:
+    """Says why windows over these extents are not reduced along both of their axes at once; None if they are.
+
+    By replay, TPUs read x once as fast as they read rows, if windows are small and columns do not lie in lanes.
+    """
+    if any(map(jax.export.is_symbolic_dim, x.shape)):
+        return f"one pass over x needs sizes that are numbers; x is {list(x.shape)}"
+    axes = sum(not span.is_trivial for span in spans(extents, window, stride, padding))
+    if axes != 2:
+        return f"one pass in place of two is for windows along two axes; these lie along {axes}"
+    if (elements := math.prod(window)) > _MOST_IN_ONE_PASS:
+        return f"one pass is for windows of at most {_MOST_IN_ONE_PASS} elements; these have {elements}"
+    return None if view_of(x.shape).is_stored_so else "XLA keeps the columns of x in lanes, where two passes are faster"
 
 
 def positions(shape: Sequence[int], axis: int) -> jax.Array:
@@ -161,7 +169,7 @@ def requested(
 ) -> tuple[str, tuple[int, ...], dict[str, Any]]:
     """Returns the layout, the extents of the volume and the operator's attributes, from a user's checked arguments."""
     layout = _layout(operator, x, layout)
-    extents = layouts.spatial_extents((1,) * (len(layout) - len(x.shape)) + x.shape, layout)
+    extents = layouts.spatial_extents((1, *x.shape)[-len(layout) :], layout)
     check_floating(operator, x=x)
     window = along_axes(operator, "window", window, len(extents))
     stride = window if stride is None else along_axes(operator, "stride", stride, len(extents))
@@ -172,15 +180,15 @@ def requested(
 
 
 def _layout(operator: str, x: Any, layout: Any) -> str:
-    """Checks and returns the layout; x may lack the batch axis N."""
+    """Checks and returns the layout; x may lack the batch axis N, or have several."""
     rank = len(x.shape)
-    require(3 <= rank <= 5, operator, "x", "have rank 3, 4 or 5", x)
-    layouts.require_given(operator, x, layout, [one for one in _ADDED_AXES if rank in (len(one), len(one) - 1)])
+    require(rank >= 2, operator, "x", "have at least 2 axes", x)
+    likely = [one for one in _ADDED_AXES if rank in (len(one), len(one) - 1)]
+    layouts.require_given(operator, x, layout, likely or list(_ADDED_AXES))
     known = isinstance(layout, str) and layout in _ADDED_AXES
     require(known, operator, "layout", f"be one of {', '.join(_ADDED_AXES)}", layout)
-    axes = len(layout)
-    rule = f"have {axes} axes, or {axes - 1} without a batch, as layout {layout} says"
-    require(rank in (axes, axes - 1), operator, "x", rule, x)
+    rule = f"have at least {len(layout) - 1} axes, as layout {layout} says"
+    require(rank >= len(layout) - 1, operator, "x", rule, x)
     return str(layout)
 
 

@@ -7,12 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import lowering
-from jaxops.linear_cross_entropy import (
-    fused_linear_cross_entropy_loss_grad,
-    fused_linear_online_max_sum,
-    linear_cross_entropy,
-)
+from jaxops.linear_cross_entropy import linear_cross_entropy
 from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows
+from jaxops.linear_cross_entropy.vocab_parallel import fused_linear_cross_entropy_loss_grad, fused_linear_online_max_sum
 from pallas_kernels.tpu.linear_cross_entropy import backward, statistics
 
 pytestmark = pytest.mark.tpu_compile

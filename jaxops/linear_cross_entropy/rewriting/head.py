@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy.operands import Columns, Rows, RowStatistics
+from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.rewriting.row_algebra import Asked, OneHot, RowAlgebra
 from jaxops.linear_cross_entropy.rewriting.row_program import RowProgram
-from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 from lowering.rewriting.graph import Node, Value
 from lowering.rewriting.rules import RefusalError
 
@@ -197,7 +197,7 @@ class Readers:
         rows, columns = self.operands(arrays)
         metrics = self.found.wants_mean or self.found.wants_prediction
         options: dict[str, Any] = {"softcap": self.asked.layer.softcap, "chunk_rows": None, "metrics": metrics}
-        found = Vocabulary(self.head.classes, self.head.classes, None).statistics(rows, columns, **options)
+        found = linear_row_statistics(rows, columns, **options)
         # Nothing reads what was not asked for.
         return RowStatistics(*(jnp.zeros_like(found.max_logit) if answer is None else answer for answer in found))
 

@@ -16,8 +16,8 @@ from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows, RowStat
 from jaxops.linear_cross_entropy.rewriting.head import Readers
 from jaxops.linear_cross_entropy.rewriting.row_program import bound
 from jaxops.linear_cross_entropy.row_statistics import skipped_as_zeros, target_total
+from jaxops.linear_cross_entropy.row_targets import Vocabulary
 from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
-from jaxops.linear_cross_entropy.vocabulary import Vocabulary
 from lowering.cost import inner_jaxprs
 from lowering.rewriting.graph import SAME, Level, Node, Value, equations, forward, level_of
 from lowering.rewriting.schedule import Step, Task, needed
