@@ -74,11 +74,10 @@ def test_rewritten_functions_run_on_meshes(kind, few_logits_count) -> None:
         assert_alike(jax.jit(jax.value_and_grad(fast, (0, 1)))(w, x, y), expected)
 
 
-def test_rewritten_functions_run_inside_of_shard_map(few_logits_count) -> None:
+def test_functions_are_rewritten_inside_of_shard_map_and_around_it(few_logits_count) -> None:
     few_logits_count(63)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     args = arrays_like((W, jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)))
-    fast = lowering.rewrite(loss)
 
     def outside(fn: Callable[..., Any]) -> Callable[..., Any]:
         def local(w, x, y):
@@ -86,7 +85,11 @@ def test_rewritten_functions_run_inside_of_shard_map(few_logits_count) -> None:
 
         return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
 
-    assert_alike(jax.jit(jax.grad(outside(fast)))(*args), jax.jit(jax.grad(outside(loss)))(*args))
+    around = lowering.rewrite(outside(loss))
+    assert [one.pattern for one in around.report(*args).applied] == ["cross_entropy_sum"]
+    expected = jax.jit(jax.grad(outside(loss)))(*args)
+    for fast in (outside(lowering.rewrite(loss)), around):
+        assert_alike(jax.jit(jax.grad(fast))(*args), expected)
 
 
 def test_pytrees_statics_and_keywords_stay_what_they_are(few_logits_count) -> None:

@@ -117,6 +117,17 @@ def test_several_heads_of_one_trunk_are_chunked_together(few_logits_count) -> No
     assert_alike(*(jax.jit(jax.value_and_grad(fn, (0, 1)))(*ARGS) for fn in (fast, of_two)))
 
 
+def test_rows_that_are_compared_with_all_rows_stay_as_they_are(few_logits_count) -> None:
+    few_logits_count(35)
+
+    def contrastive(x):
+        return optax.softmax_cross_entropy_with_integer_labels(x @ x.T, jnp.arange(6)).mean()
+
+    fast = lowering.rewrite(contrastive)
+    assert fast.report(ARGS[1]).applied == ()
+    assert_alike(fast(ARGS[1]), contrastive(ARGS[1]))
+
+
 def test_layers_that_are_no_loss_are_not_spoken_of() -> None:
     for layer in (jax.nn.relu, jnp.square, lambda z: z[0], lambda z: z[:, 3], lambda z: (z - 1) ** 2):
         report = lowering.rewrite(lambda w, x, y, layer=layer: layer(x @ w).mean()).report(*ARGS)

@@ -90,6 +90,11 @@ SUMS: dict[str, Callable[..., Any]] = {
     "squares": lambda z, a: jnp.mean(cross_entropy(z, a["labels"]) + a["row"] * jax.nn.logsumexp(z, axis=-1) ** 2),
     "temperatures of rows": lambda z, a: cross_entropy(z * a["row"][:, None], a["labels"]).sum(),
     "a temperature behind a bias": lambda z, a: cross_entropy((z + a["class"]) / 1.3, a["labels"]).sum(),
+    "sums that change with a rise": lambda z, a: jax.nn.logsumexp(z, axis=-1).sum() - 2 * picked(z, a["labels"]).sum(),
+    "rises that cancel in other rows": lambda z, a: (
+        2 * jax.nn.logsumexp(z, axis=-1)[:3].sum() - picked(z, a["labels"]).sum()
+    ),
+    "targets with any sum": lambda z, a: jnp.mean(jax.nn.logsumexp(z, axis=-1) - jnp.sum(a["soft"] * z, axis=-1)),
     "a function of the sum": lambda z, a: jnp.exp(-cross_entropy(z, a["labels"]).mean()),
     "scanned checkpoints": lambda z, a: scanned(z, a, jax.checkpoint),
 }
@@ -104,11 +109,6 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "losses without a derivative": lambda z, a: jnp.sum(
         cross_entropy(z, a["labels"]) - 0.5 * lax.stop_gradient(cross_entropy(z, a["labels"]))
     ),
-    "sums that change with a rise": lambda z, a: jax.nn.logsumexp(z, axis=-1).sum() - 2 * picked(z, a["labels"]).sum(),
-    "rises that cancel in other rows": lambda z, a: (
-        2 * jax.nn.logsumexp(z, axis=-1)[:3].sum() - picked(z, a["labels"]).sum()
-    ),
-    "targets with any sum": lambda z, a: jnp.mean(jax.nn.logsumexp(z, axis=-1) - jnp.sum(a["soft"] * z, axis=-1)),
     "squares of something else": lambda z, a: jnp.mean(
         cross_entropy(z, a["labels"]) + (jax.nn.logsumexp(z, axis=-1) + 1) ** 2
     ),

@@ -1,16 +1,14 @@
 """The rewrite of rows that are looked up in a table, by their ids or by a product with one-hot ids."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.embedding.api import embedding
-from jaxops.linear_cross_entropy.rewriting.forms import OneHot
-from jaxops.linear_cross_entropy.rewriting.reading import Reading
-from jaxops.linear_cross_entropy.rewriting.rows import Row
+from jaxops.linear_cross_entropy.rewriting.head import one_hot_labels
+from jaxops.linear_cross_entropy.rewriting.likeness import is_one_hot
 from lowering.rewriting.graph import Level, Node, Value, described
 from lowering.rewriting.rules import Found, Missed, RefusalError, Rule
 from lowering.rewriting.schedule import Step, needed
@@ -76,33 +74,30 @@ def _of_product(node: Node) -> Found | None:
     axis = contracted[0][0] if len(contracted[0]) == 1 else None
     if batch[0] or axis is None or tuple(contracted[1]) != (0,) or one_hot.size <= LEAST_ELEMENTS:
         return None
-    if axis != len(one_hot.shape) - 1 or node.outputs[0].dtype != table.dtype:
+    if axis != len(one_hot.shape) - 1 or node.outputs[0].dtype != table.dtype or not is_one_hot(one_hot):
         return None
     try:
-        form = Reading(table.shape[0], accumulation_dtype(table.dtype), {}).form(one_hot, axis)
+        labels = one_hot_labels(one_hot, axis)
     except RefusalError:
-        return None
-    if not isinstance(form, OneHot) or (form.on.literal, form.off.literal) != (1, 0):
         return None
     return Found(
         node,
         f"rows of {described(table)} by one-hot {described(one_hot)}",
         one_hot.size * one_hot.dtype.itemsize,
-        (_lookup(node, table, form.labels),),
+        (_lookup(node, table, *labels),),
     )
 
 
-def _lookup(node: Node, table: Value, labels: Row) -> Step:
-    values = (table, *(x for x in labels.values if x is not table))
-    rows, classes = node.outputs[0].shape[:-1], table.shape[0]
+def _lookup(node: Node, table: Value, values: tuple[Value, ...], labels: Callable[..., Any]) -> Step:
+    classes = table.shape[0]
 
-    def run(*arrays: Any) -> Any:
-        ids = jnp.broadcast_to(jnp.asarray(labels.compute(dict(zip(values, arrays, strict=True)).__getitem__)), rows)
+    def run(table: Any, *arrays: Any) -> Any:
+        ids = labels(*arrays)
         is_row = (ids >= 0) & (ids < classes)
-        found = embedding(arrays[0], jnp.where(is_row, ids, jnp.zeros_like(ids)).astype(jnp.int32))
+        found = embedding(table, jnp.where(is_row, ids, jnp.zeros_like(ids)).astype(jnp.int32))
         return (jnp.where(is_row[..., None], found, jnp.zeros_like(found)),)
 
-    return Step(values, node.outputs, run)
+    return Step((table, *values), node.outputs, run)
 
 
 EMBEDDING_LOOKUP = Rule("embedding", frozenset({"gather", "dot_general"}), _find, lambda: LEAST_ELEMENTS)

@@ -47,7 +47,9 @@ class Columns(NamedTuple):
 
 
 class RowWeights(NamedTuple):
-    """The weights (...) of the terms in a row's loss: -log p[label], sum_c t_c (-log p_c), and (log sum exp z)^2.
+    """The weights (...) of the terms in a row's loss: -log p[label], sum_c t_c (-log p_c), (log sum exp z)^2, and l.
+
+    The last is log sum exp(z - m), of which only the derivative is defined: in sums that rise with all logits.
 
     Their dtype is that of the losses and of sums over rows.
     """
@@ -55,6 +57,7 @@ class RowWeights(NamedTuple):
     label: jax.Array | None = None
     target: jax.Array | None = None
     square: jax.Array | None = None
+    log_sum_exp: jax.Array | None = None
 
 
 class RowStatistics(NamedTuple):
@@ -118,7 +121,7 @@ class Needs(NamedTuple):
 _AXES: dict[type, str] = {
     Rows: "... h, ..., ... v, ..., ...",
     Columns: "v h, v, v",
-    RowWeights: "..., ..., ...",
+    RowWeights: "..., ..., ..., ...",
     RowStatistics: "..., ..., ..., ..., ..., ...",
     CotangentTerms: "..., ..., ..., ..., ..., ...",
 }

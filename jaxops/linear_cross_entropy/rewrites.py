@@ -1,11 +1,9 @@
 """The rewrite of logits that are read only through row statistics."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxops._primitive.sharding import laid_out_as
@@ -13,8 +11,9 @@ from jaxops.linear_cross_entropy import chunk_sizes
 from jaxops.linear_cross_entropy.rewriting import savings
 from jaxops.linear_cross_entropy.rewriting.cone import Cone
 from jaxops.linear_cross_entropy.rewriting.forward_gradients import Planning, Run
-from jaxops.linear_cross_entropy.rewriting.head import Head, Statistics, heads_of, layout_of
+from jaxops.linear_cross_entropy.rewriting.head import Head, Readers, heads_of
 from jaxops.linear_cross_entropy.rewriting.likeness import (
+    dependents,
     has_log_sum_exp,
     is_alike,
     is_like_loss,
@@ -24,26 +23,18 @@ from jaxops.linear_cross_entropy.rewriting.likeness import (
     read_in_order,
     reduced_sizes,
 )
-from jaxops.linear_cross_entropy.rewriting.maxima import cancels
-from jaxops.linear_cross_entropy.rewriting.reading import Reading
+from jaxops.linear_cross_entropy.rewriting.picks import is_known
+from jaxops.linear_cross_entropy.rewriting.row_program import RETURNED, RowProgram
 from jaxops.linear_cross_entropy.rewriting.row_wise import Part
-from jaxops.linear_cross_entropy.rewriting.rows import Row
 from jaxops.linear_cross_entropy.rewriting.savings import Saving
-from jaxops.linear_cross_entropy.rewriting.sinks import SINKS, is_known, reduced
 from jaxops.linear_cross_entropy.rewriting.suggested import suggest
-from jaxops.linear_cross_entropy.rewriting.summed import Exit, sums_of
-from jaxops.linear_cross_entropy.rewriting.totals import Asked
+from jaxops.linear_cross_entropy.rewriting.summed import Sums
 from lowering.rewriting.graph import Level, Node, Value, described
 from lowering.rewriting.peeling import PRODUCTS
 from lowering.rewriting.plan import Planner
 from lowering.rewriting.report import megabytes
 from lowering.rewriting.rules import Found, Missed, RefusalError, Rule
 from lowering.rewriting.schedule import Step, needed
-
-_RETURNED = (
-    "the logits, or as many numbers computed from them, are returned: where they are only reduced to metrics, rewrite"
-    " the function that does so, such as the whole training step"
-)
 
 
 class _UnlikeError(Exception):
@@ -52,29 +43,6 @@ class _UnlikeError(Exception):
 
 # The steps that replace all readers of a head's logits.
 _StepsOf = Callable[[Level, list[Step], Head], tuple[Step, ...]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Readers:
-    """Readers of the logits of a head.
-
-    Attributes:
-      statistics: what they ask of the rows.
-      rows: the nodes that reduce logits, and what each computes of the statistics.
-      others: the nodes that read logits in another way, and the reason why they cannot be replaced.
-      reading: the forms of all arrays of logits.
-      alike: the nodes that compute the logits.
-    """
-
-    statistics: Statistics
-    rows: dict[Node, Row]
-    others: dict[Node, str]
-    reading: Reading
-    alike: list[Node]
-
-    def exits(self) -> dict[Node, Exit]:
-        """Returns the steps that take the place of the nodes that reduce logits."""
-        return {node: Exit(row, _exit(node, row)) for node, row in self.rows.items()}
 
 
 def _find_sums(level: Level, steps: tuple[Step, ...]) -> Iterable[Found | Missed]:
@@ -114,7 +82,7 @@ def _find(level: Level, steps: tuple[Step, ...], steps_of: _StepsOf, how: str) -
 def _saving(level: Level, head: Head, *, keeps_rows: bool) -> Saving:
     is_transposed, is_cast = _made_of_weight(head.weight)
     # Two transpositions cancel.
-    is_transposed ^= layout_of(head.node, head.side).class_axis != 0
+    is_transposed ^= head.layout.class_axis != 0
     options: dict[str, Any] = {"keeps_rows": keeps_rows, "arrays": logits_arrays(level, head.node)}
     options |= {"is_transposed": is_transposed, "is_cast": is_cast, "is_plain": is_plain(head.node)}
     return savings.saving(head.node.outputs[0], head.weight, head.classes, **options)
@@ -144,110 +112,45 @@ def _products(level: Level) -> list[Node]:
 
 
 def _by_sum(level: Level, taken: list[Step], head: Head) -> tuple[Step, ...]:
-    """Returns the steps that compute a sum of cross entropies and what else is known with it; none if it is absent."""
+    """Returns the step that computes a sum of cross entropies and what else is known with it; none if it is absent."""
     try:
-        readers = _readers(level, taken, head, is_promised=True)
-        exits = readers.exits()
-        known = {readers.statistics.maximum, readers.statistics.prediction}
-        beside = [each.step for each in exits.values() if known.issuperset(_asked(readers.statistics, each.row))]
-        wanted = needed(level, taken)
-        last: tuple[Step, ...] = ()
-        for found in sums_of(level, wanted, readers.statistics, exits, readers.reading.axes.keys()):
-            needs_beside = not set(beside).isdisjoint(needed(level, [*taken, *beside, found.step(wants_known=False)]))
-            steps = (found.step(needs_beside), *(beside if needs_beside else ()))
-            if needed(level, [*taken, *steps]).isdisjoint(readers.alike):
-                # The last such number has the divisor of a mean in its weights, for which float16 lacks the range.
-                last = steps
-                if head.x.dtype == jnp.float16:
-                    break
-        if last:
-            _check_maxima(level, readers)
+        readers, alike = _readers(level, taken, head, is_promised=True)
+        if not readers.can_scale_layer():
+            return ()
+        sums = Sums(level, needed(level, taken), readers)
+        # The last such number has the divisor of a mean in its weights, for which float16 lacks the range.
+        found = next(sums.steps(taken, alike, first=head.x.dtype == jnp.float16), None)
     except RefusalError as error:
         raise _UnlikeError from error
-    return last
-
-
-def _asked(statistics: Statistics, row: Row) -> Set[Value]:
-    """Returns what a row needs of the statistics."""
-    return row.values & set(statistics.answers())
+    return () if found is None else (found,)
 
 
 def _by_statistics(level: Level, taken: list[Step], head: Head) -> tuple[Step, ...]:
-    """Returns the steps that compute statistics of rows, and all that reads logits from these."""
-    readers = _readers(level, taken, head, is_promised=False)
-    steps = (_step(readers.statistics), *(each.step for each in readers.exits().values()))
-    if not needed(level, [*taken, *steps]).isdisjoint(readers.alike):
-        raise RefusalError(_escape(level, readers.reading, [*taken, *steps], readers.others))
-    _check_maxima(level, readers)
-    return steps
+    """Returns the step that computes statistics of rows, and all that reads logits from these."""
+    readers, alike = _readers(level, taken, head, is_promised=False)
+
+    def run(*arrays: Any) -> Sequence[Any]:
+        given = dict(zip(readers.inputs, arrays, strict=True))
+        exits = readers.exits(given, readers.statistics(given))
+        return [laid_out_as(x, value.aval.sharding) for x, value in zip(exits, readers.program.exits, strict=True)]
+
+    step = Step(readers.inputs, readers.program.exits, run)
+    if not needed(level, [*taken, step]).isdisjoint(alike):
+        raise RefusalError("the logits are used elsewhere")
+    return (step,)
 
 
-def _check_maxima(level: Level, readers: _Readers) -> None:
-    """Refuses maxima that have a derivative, which the statistics lack."""
-    for node in readers.rows:
-        if node.name == "reduce_max" and not cancels(level, node.outputs[0]):
-            raise RefusalError(f"the maximum of the logits is itself used and differentiated, from {node.source} on")
-
-
-def _readers(level: Level, taken: list[Step], head: Head, *, is_promised: bool) -> _Readers:
-    """Finds all that reads these logits."""
-    alike = [node for node in level.named(head.node.name) if is_alike(node, head.node)]
-    reading, asked = Reading.of(head, alike), Asked(head.classes, head.dtype, is_promised=is_promised)
-    wanted = needed(level, taken)
-    sinks: list[Node] = []
-    others: dict[Node, str] = {}
-    for node in level.nodes:
-        if any(x in reading.axes for x in node.inputs) and not reading.follow(node) and node in wanted:
-            if node.name in SINKS:
-                sinks.append(node)
-            else:
-                others[node] = f"the logits are also read by {node.name} on {node.source}"
-    rows: dict[Node, Row] = {}
-    for _ in range(2):  # The first time collects what is asked for, on which the answers depend.
-        for node in sinks:
-            try:
-                rows[node] = reduced(node, reading, asked)
-            except RefusalError as error:
-                others[node] = str(error)
-    used = [one for one in asked.of_heads.values() if one.scale is not None]
-    if not (used and asked.picks_by_label):
-        if not (used or asked.picks_by_label) or not others:
-            raise _UnlikeError
-        raise RefusalError(" and ".join(dict.fromkeys(others.values())))
-    if len(asked.of_heads) > 1:
-        raise RefusalError("the logits are read in two ways, such as with and without a bias, or of other rows")
-    return _Readers(used[0], rows, others, reading, alike)
-
-
-def _escape(level: Level, reading: Reading, steps: list[Step], others: dict[Node, str]) -> str:
-    """Says why logits are still needed."""
-    if any(value in reading.axes for value in level.results):
-        return _RETURNED
-    wanted = needed(level, steps)
-    reasons = [reason for node, reason in others.items() if node in wanted]
-    return " and ".join(dict.fromkeys(reasons)) or "the logits are used elsewhere"
-
-
-def _step(statistics: Statistics) -> Step:
-    operands = statistics.operands()
-
-    def run(*arrays: Any) -> Any:
-        return statistics.run(dict(zip(operands, arrays, strict=True)).__getitem__)
-
-    return Step(operands, statistics.answers(), run)
-
-
-def _exit(node: Node, row: Row) -> Step:
-    values = tuple(row.values)
-    aval = node.outputs[0].aval
-
-    def run(*arrays: Any) -> Any:
-        array = jnp.asarray(row.compute(dict(zip(values, arrays, strict=True)).__getitem__))
-        array = array.astype(aval.dtype)
-        array = jnp.broadcast_to(array, aval.shape) if array.ndim == 0 else jax.lax.reshape(array, aval.shape)
-        return (laid_out_as(array, aval.sharding),)
-
-    return Step(values, node.outputs, run)
+def _readers(level: Level, taken: list[Step], head: Head, *, is_promised: bool) -> tuple[Readers, list[Node]]:
+    """Finds all that reads these logits, and the nodes that compute them."""
+    alike = [head.node, *(x for x in level.named(head.node.name) if x is not head.node and is_alike(x, head.node))]
+    if not {"exp", "reduce_sum"} <= {node.name for node in dependents(head.node)[0]}:
+        raise _UnlikeError
+    logits = [node.outputs[0] for node in alike]
+    program = RowProgram.of_logits(level, needed(level, taken), logits, head.layout.result_axis)
+    readers = Readers(head, program, is_promised=is_promised)
+    if not readers.found.picks_by_label:
+        raise _UnlikeError
+    return readers, alike
 
 
 def _find_cone_sums(level: Level, steps: tuple[Step, ...]) -> Iterable[Found | Missed]:
@@ -316,7 +219,7 @@ def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis:
     whole = [x for x in cone.exits if isinstance(cone.roles[x], Part) and cone.is_wide(x)]
     if whole:
         is_returned = not set(whole).isdisjoint(level.results)
-        raise RefusalError(_RETURNED if is_returned else "as many numbers as there are logits are used as a whole")
+        raise RefusalError(RETURNED if is_returned else "as many numbers as there are logits are used as a whole")
     rows = node.outputs[0].size // shape[class_axis]
     chunk_rows = chunk_sizes.rows_of_logits(shape[class_axis], _features(node), 2) or rows
     if planned is not None and not (cone.number in cone.exits and all(map(cone.is_row, cone.exits))):

@@ -1,14 +1,14 @@
 """The logits of rows, their statistics and losses, and the gradients behind them: the algebra that forms share.
 
 With the logits z of a row, their maximum m, lse = m + l and p = softmax(z) = exp(z - m - l), weights t of the columns
-with T = sum t, and row weights a, b and q, the loss of a row with label y is
+with T = sum t, and row weights a, b, q and r, the loss of a row with label y is
 
-    L = a (lse - z_y) + b sum_c t_c (lse - z_c) + q lse^2
-      = a (l - (z_y - m)) + b (T l - sum_c t_c (z_c - m)) + q (m + l)^2
+    L = a (lse - z_y) + b sum_c t_c (lse - z_c) + q lse^2 + r l
+      = a (l - (z_y - m)) + b (T l - sum_c t_c (z_c - m)) + q (m + l)^2 + r l
 
 As d lse / dz_c = p_c, the cotangent of the logits is
 
-    dL / dz_c = (a + b T + 2 q lse) p_c - a [c = y] - b t_c
+    dL / dz_c = (a + b T + 2 q lse + r) p_c - a [c = y] - b t_c
 
 The statistics l, z_y - m, sum t (z - m) and mu = sum p (z - m) may also be differentiated themselves. m is a constant,
 since it cancels, and d mu / dz_c = p_c (1 + (z_c - m) - mu). With cotangents g of the four, dz_c is
@@ -135,7 +135,8 @@ def loss_terms(rows: RowStatistics, total: jax.Array | None) -> RowWeights:
     # Differences are relative to the row's maximum, so a large common offset of the logits costs no digits.
     by_label = None if rows.label_logit is None else rows.log_sum_exp - rows.label_logit
     by_target = None if total is None or rows.target_logit is None else total * rows.log_sum_exp - rows.target_logit
-    return RowWeights(by_label, by_target, jnp.square(rows.max_logit + rows.log_sum_exp))
+    square = jnp.square(rows.max_logit + rows.log_sum_exp)
+    return RowWeights(by_label, by_target, square, rows.log_sum_exp)
 
 
 def row_losses(statistics: RowStatistics, total: jax.Array | None, weights: RowWeights) -> jax.Array:
@@ -145,13 +146,13 @@ def row_losses(statistics: RowStatistics, total: jax.Array | None, weights: RowW
 
 
 def softmax_coefficient(weights: RowWeights, sums: RowSums) -> jax.Array:
-    """Computes a + b T + 2 q lse, the coefficient of softmax(z) in the cotangent of the logits of summed losses."""
+    """Computes a + b T + 2 q lse + r, the coefficient of softmax(z) in the cotangent of the logits of summed losses."""
     coefficient = jnp.zeros_like(sums.max_logit) if weights.label is None else weights.label
     if weights.target is not None and sums.target_total is not None:
         coefficient = coefficient + weights.target * sums.target_total
     if weights.square is not None:
         coefficient = coefficient + 2 * weights.square * (sums.max_logit + sums.statistics.log_sum_exp)
-    return coefficient
+    return coefficient if weights.log_sum_exp is None else coefficient + weights.log_sum_exp
 
 
 def cotangent_terms(weights: RowWeights, sums: RowSums) -> CotangentTerms:

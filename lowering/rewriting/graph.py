@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -104,6 +105,10 @@ class Node:
     def source(self) -> str:
         """The user's line, such as "model.py:12 (loss_fn)"."""
         return self.site.line
+
+    def at_its_line(self) -> AbstractContextManager[None]:
+        """Gives what is traced within the context the user's line."""
+        return _jax_private.traced_at(self.site.users.traceback)
 
     def run(self, *arrays: Any) -> Sequence[Any]:
         """Evaluates the equation as JAX does, with its context, name stack and source line."""

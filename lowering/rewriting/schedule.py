@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lowering import _jax_private
 from lowering.rewriting.graph import Level, Node, Value
 
 
@@ -81,7 +80,7 @@ def evaluate(level: Level, order: Sequence[Task], arguments: Sequence[Any]) -> l
 
     for task in order:
         node = task.node if isinstance(task, Step) else task
-        with contextlib.nullcontext() if node is None else _jax_private.traced_at(node.site.users.traceback):
+        with contextlib.nullcontext() if node is None else node.at_its_line():
             results = task.run(*map(read, task.inputs))
         arrays.update(zip(task.outputs, results, strict=True))
         for value in task.inputs:

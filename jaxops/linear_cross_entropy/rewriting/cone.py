@@ -108,6 +108,8 @@ class Cone(Region):
             if self.roles[value] != part:
                 raise RefusalError("rows are paired with other rows")
             return
+        if value in (self._shared if part is not None else self.cut):
+            raise RefusalError("rows are paired with all rows")
         node = value.producer
         if part is None and node is not None and node.name == "transpose":
             # A product takes its operand in any order; outside of the loop, the other order would be one more array.

@@ -1,49 +1,28 @@
-"""The layer that computes logits, what its rows are asked for, and the one call that answers."""
+"""The layer that computes logits, the operator's operands for it, and what follows from the operator's answers."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops.linear_cross_entropy.operands import Columns, Rows
+from jaxops.linear_cross_entropy.operands import Columns, Rows, RowStatistics
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
-from jaxops.linear_cross_entropy.rewriting.rows import Change, Read, Row, is_class
+from jaxops.linear_cross_entropy.rewriting.row_algebra import Asked, OneHot, RowAlgebra
+from jaxops.linear_cross_entropy.rewriting.row_program import RowProgram
 from lowering.rewriting.graph import Node, Value
 from lowering.rewriting.rules import RefusalError
 
 
 @dataclasses.dataclass(frozen=True)
-class Mask:
-    """Columns where a form of columns is `kept` keep their logits; the others have the logit `fill`."""
-
-    columns: Any
-    kept: bool
-    fill: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Head:
-    """A matrix product with what follows it: bias, mask, softcap.
-
-    Attributes:
-      node: the product.
-      side: which operand the weight is.
-      cuts: changes that its rows undergo before anything is read from them.
-      biases: forms of columns added to all rows, each times a number.
-      mask: which columns take part.
-      softcap: the bound of the logits.
-    """
+    """A matrix product as a layer; `side` says which operand the weight is."""
 
     node: Node
     side: int
-    cuts: tuple[Change, ...] = ()
-    biases: tuple[tuple[Any, float], ...] = ()
-    mask: Mask | None = None
-    softcap: float | None = None
 
     @property
     def x(self) -> Value:
@@ -63,27 +42,37 @@ class Head:
     @property
     def classes(self) -> int:
         """The number of classes, V."""
-        return int(self.weight.shape[layout_of(self.node, self.side).class_axis])
+        return int(self.weight.shape[self.layout.class_axis])
 
     @property
     def features(self) -> int:
         """The number of features, H."""
         return self.weight.size // self.classes
 
+    @property
+    def layout(self) -> "Layout":
+        """The roles of the axes."""
+        if self.node.name == "conv_general_dilated":
+            lhs, rhs, out = self.node.params["dimension_numbers"]
+            by_result = dict(zip((out[0], *out[2:]), (lhs[0], *lhs[2:]), strict=True))
+            rows = tuple(by_result[axis] for axis in sorted(by_result))
+            return Layout(rows, (lhs[1],), rhs[0], tuple(rhs[1:]), out[1])
+        contracted, _ = self.node.params["dimension_numbers"]
+        side, ranks = self.side, [len(x.shape) for x in self.node.inputs]
+        free = [tuple(axis for axis in range(ranks[i]) if axis not in contracted[i]) for i in (0, 1)]
+        result_axis = len(self.node.outputs[0].shape) - 1 if side == 1 else 0
+        return Layout(free[1 - side], tuple(contracted[1 - side]), free[side][0], tuple(contracted[side]), result_axis)
+
     def rows_of(self, x: Any) -> Any:
         """Returns the operand x as (..., H)."""
-        layout = layout_of(self.node, self.side)
+        layout = self.layout
         rows = [x.shape[axis] for axis in layout.rows]
         x = _in_order(x, (*layout.rows, *layout.x_features))
-        x = x if len(layout.x_features) == 1 else x.reshape(*rows, -1)
-        for cut in self.cuts:
-            x = cut.apply(x)
-        return x
+        return x if len(layout.x_features) == 1 else x.reshape(*rows, -1)
 
     def columns_of(self, weight: Any) -> Any:
         """Returns the weight as (V, H)."""
-        layout = layout_of(self.node, self.side)
-        weight = _in_order(weight, (layout.class_axis, *layout.weight_features))
+        weight = _in_order(weight, (self.layout.class_axis, *self.layout.weight_features))
         return weight if weight.ndim == 2 else weight.reshape(weight.shape[0], -1)
 
 
@@ -103,19 +92,6 @@ class Layout(NamedTuple):
     class_axis: int
     weight_features: tuple[int, ...]
     result_axis: int
-
-
-def layout_of(node: Node, side: int) -> Layout:
-    """Returns the layout of a layer whose weight is the operand on this side."""
-    if node.name == "conv_general_dilated":
-        lhs, rhs, out = node.params["dimension_numbers"]
-        by_result = dict(zip((out[0], *out[2:]), (lhs[0], *lhs[2:]), strict=True))
-        rows = tuple(by_result[axis] for axis in sorted(by_result))
-        return Layout(rows, (lhs[1],), rhs[0], tuple(rhs[1:]), out[1])
-    contracted, _ = node.params["dimension_numbers"]
-    free = [tuple(axis for axis in range(len(node.inputs[i].shape)) if axis not in contracted[i]) for i in (0, 1)]
-    result_axis = len(node.outputs[0].shape) - 1 if side == 1 else 0
-    return Layout(free[1 - side], tuple(contracted[1 - side]), free[side][0], tuple(contracted[side]), result_axis)
 
 
 def heads_of(node: Node) -> list[Head]:
@@ -142,133 +118,134 @@ def _is_pointwise(node: Node) -> bool:
     return is_still and all(size == 1 for size in (*steps, *window, *groups))
 
 
-@dataclasses.dataclass(eq=False)
-class Statistics:
-    """Questions about the rows of one head's logits, and the values that will hold the answers.
+class Readers:
+    """Readers of a head's logits, whose results follow from statistics of rows.
 
-    Answers are about the logits times `scale`, relative to each row's maximum.
+    Attributes:
+      head: the layer.
+      program: what is computed of each row.
+      found: an evaluation of a row, which says what is asked for.
+      inputs: the values from which operands and results are computed.
     """
 
-    head: Head
-    scale: Row | None = None
-    labels: Row | None = None
-    target: Any = None
-    target_total: Row | None = None
-    wants_mean: bool = False
-    wants_prediction: bool = False
-    wants_log_sum_exp: bool = False
+    def __init__(self, head: Head, program: RowProgram, *, is_promised: bool) -> None:
+        """Evaluates a row of a program; for `is_promised` see `RowAlgebra`.
 
-    def __post_init__(self) -> None:
-        shape = jax.ShapeDtypeStruct((), self.head.dtype)
-        self.maximum, self.log_sum_exp, self.label, self.weighted, self.mean, self.prediction = (
-            Value(shape) for _ in range(6)
-        )
+        Raises:
+          RefusalError: if it does not follow from statistics.
+        """
+        self.head, self.program, self._is_promised = head, program, is_promised
+        self.found = self._algebra()
+        jax.eval_shape(lambda *inputs: self._evaluated(self.found, inputs), *program.row_types)
+        if self.asked.scale is None:
+            raise RefusalError("no log sum exp is taken")
+        values = (head.x, head.weight, *(value for value, _ in program.inputs))
+        self.inputs = tuple(x for x in dict.fromkeys(values) if not x.is_constant)
 
-    def ask_scale(self, scale: Row) -> None:
-        """Asks that the exponentials be of the logits times this."""
-        if self.scale is not None and self.scale.key != scale.key:
-            raise RefusalError("exponentials of the logits are taken at two temperatures")
-        self.scale = scale
+    @property
+    def asked(self) -> Asked:
+        """Questions to the statistics."""
+        return self.found.asked
 
-    def ask_label(self, labels: Row) -> None:
-        """Asks for the logit at these labels."""
-        if self.labels is not None and self.labels.key != labels.key:
-            raise RefusalError("the logits are picked at two kinds of labels")
-        self.labels = labels
+    def _algebra(self) -> RowAlgebra:
+        return RowAlgebra(self.program, self.head.dtype, is_promised=self._is_promised)
 
-    def ask_target(self, target: Any, total: Row) -> None:
-        """Asks for the sum of the logits times this, a form or "ones", whose own sum is `total`."""
-        if self.target is not None and self.target != target:
-            raise RefusalError("two different weighted sums of the logits are wanted")
-        self.target, self.target_total = target, total
+    def _evaluated(self, row: RowAlgebra, inputs: Sequence[Any]) -> list[Any]:
+        """Evaluates a row without statistics."""
+        zero = jnp.zeros((), self.head.dtype)
+        statistics = RowStatistics(zero, zero, zero, zero, zero, jnp.zeros((), jnp.int32))
+        return row.results(inputs, statistics, square=zero if self._is_promised else None)
 
-    def answers(self) -> tuple[Value, ...]:
-        """Returns the values that `run` computes."""
-        return self.maximum, self.log_sum_exp, self.label, self.weighted, self.mean, self.prediction
+    def _arrays(self, arrays: dict[Value, Any]) -> list[Any]:
+        return [value.constant if value.is_constant else arrays[value] for value, _ in self.program.inputs]
 
-    def has_label(self) -> Row:
-        """Returns where the label is a class."""
-        assert self.labels is not None
-        return is_class(self.labels, self.head.classes)
+    def exits(self, arrays: dict[Value, Any], statistics: RowStatistics, **more: Any) -> list[Any]:
+        """Computes the exits of all rows; for what else may be given, see `RowAlgebra.results`."""
+        rows = self._algebra().results(self.program.rows_of(self._arrays(arrays)), statistics, **more)
+        return self.program.exits_of(rows)
 
-    def operands(self) -> tuple[Value, ...]:
-        """Returns the values that `run` needs."""
+    def operands(self, arrays: dict[Value, Any]) -> tuple[Rows, Columns]:
+        """Returns the operands of the operators; the scale is among the rows, unless it is 1."""
         head = self.head
-        values = {head.x: None, head.weight: None, **{columns.value: None for columns, _ in head.biases}}
-        if head.mask is not None:
-            values[head.mask.columns.value] = None
-        for row in (self.scale, self.labels):
-            values.update(dict.fromkeys(row.values if row is not None else ()))
-        if hasattr(self.target, "value"):
-            values[self.target.value] = None
-        return tuple(values)
+        x, weight = (value.constant if value.is_constant else arrays[value] for value in (head.x, head.weight))
+        x, weight = head.rows_of(x), head.columns_of(weight)
+        for view in self.program.row_views:
+            x = view.along(range(len(view.shape)), x.shape[-1:]).read(x)
+        row = self._algebra()
+        self._evaluated(row, self.program.rows_of(self._arrays(arrays)))
+        layer, scale, label, target = row.asked
+        nothing = jnp.zeros_like(x[..., 0], head.dtype)
+        labels = jnp.full_like(nothing, -1, jnp.int32)
+        if label is not None:
+            labels = jnp.where(row.is_class(label).rest, jnp.asarray(row.maxima.array(label), jnp.int32), labels)
+        scales = None if scale.known == 1 else nothing + jnp.asarray(row.maxima.array(scale), head.dtype)
+        bias, kept = layer.bias, layer.kept
+        if kept is not None:
+            weight = jnp.where(kept[:, None], weight, jnp.zeros_like(weight))
+            bias = jnp.where(kept, 0 if bias is None else bias, jnp.asarray(layer.fill, head.dtype))
+        rows, columns = Rows(x, labels, scale=scales), Columns(weight, bias)
+        if target is None:
+            return rows, columns
+        if target == "ones":
+            return rows, columns._replace(class_targets=jnp.ones(head.classes, head.dtype))
+        if row.is_shared(target):
+            return rows, columns._replace(class_targets=target.array.astype(head.dtype))
+        return rows._replace(probabilities=jnp.broadcast_to(target.array, (*labels.shape, head.classes))), columns
 
-    def run(self, read: Read) -> Sequence[Any]:
-        """Computes the answers, chunk by chunk."""
-        rows, columns = self.layer(read)
-        if self.scale is not None and self.scale.literal != 1:
-            scale = jnp.asarray(self.scale.compute(read), self.head.dtype)
-            rows = rows._replace(scale=jnp.broadcast_to(scale, rows.x.shape[:-1]))
-        answers = linear_row_statistics(
-            rows,
-            columns,
-            softcap=self.head.softcap,
-            chunk_rows=None,
-            metrics=self.wants_mean or self.wants_prediction,
-        )
+    def statistics(self, arrays: dict[Value, Any]) -> RowStatistics:
+        """Computes the statistics, chunk by chunk."""
+        rows, columns = self.operands(arrays)
+        metrics = self.found.wants_mean or self.found.wants_prediction
+        options: dict[str, Any] = {"softcap": self.asked.layer.softcap, "chunk_rows": None, "metrics": metrics}
+        found = linear_row_statistics(rows, columns, **options)
         # Nothing reads what was not asked for.
-        return [jnp.zeros_like(answers.max_logit) if answer is None else answer for answer in answers]
+        return RowStatistics(*(jnp.zeros_like(found.max_logit) if answer is None else answer for answer in found))
 
     def can_scale_layer(self) -> bool:
         """Tells whether the logits times the scale are those of another layer, up to the rounding of logits."""
-        head, scale = self.head, self.scale
-        if scale is None or scale.literal == 1:
-            return scale is not None
-        is_power = scale.literal is not None and math.frexp(scale.literal)[0] == 0.5
-        is_exact = is_power or jnp.finfo(head.x.dtype).bits >= 32
-        is_one_number = scale.literal is not None or all(not x.shape for x in scale.values)
-        return is_exact and head.softcap is None and (is_one_number or not (head.biases or head.mask))
+        layer, scale, _, _ = self.asked
+        if scale.known == 1:
+            return True
+        is_power = scale.known is not None and math.frexp(scale.known)[0] == 0.5
+        is_exact = is_power or jnp.finfo(self.head.x.dtype).bits >= 32
+        is_one_number = scale.known is not None or self.found.is_shared(scale)
+        return is_exact and layer.softcap is None and (is_one_number or (layer.bias is None and layer.kept is None))
 
-    def scaled_layer(self, read: Read) -> tuple[Rows, Columns]:
-        """Returns the operands of the layer whose logits are those of `layer` times the scale."""
-        rows, columns = self.layer(read)
-        if self.scale is None or self.scale.literal == 1:
+    def scaled_operands(self, arrays: dict[Value, Any]) -> tuple[Rows, Columns]:
+        """Returns the operands of the layer whose logits are those of `operands` times the scale."""
+        rows, columns = self.operands(arrays)
+        if rows.scale is None:
             return rows, columns
-        scale = jnp.asarray(self.scale.compute(read), rows.x.dtype)
-        bias = columns.bias
+        scale, bias = rows.scale.astype(rows.x.dtype), columns.bias
         if bias is not None:
             # A forbidden column stays one.
-            bias = jnp.where(bias == -jnp.inf, bias, bias * scale.astype(bias.dtype))
-        by_row = jnp.broadcast_to(scale, rows.x.shape[:-1])[..., None]
-        return rows._replace(x=rows.x * by_row), columns._replace(bias=bias)
+            bias = jnp.where(bias == -jnp.inf, bias, bias * scale.reshape(-1)[0].astype(bias.dtype))
+        return rows._replace(x=rows.x * scale[..., None], scale=None), columns._replace(bias=bias)
 
-    def layer(self, read: Read) -> tuple[Rows, Columns]:
-        """Returns the operands of the operators."""
-        head = self.head
-        x, weight = head.rows_of(read(head.x)), head.columns_of(read(head.weight))
-        bias = self._bias(read)
-        if head.mask is not None:
-            is_kept = head.mask.columns.array(read) == head.mask.kept
-            weight = jnp.where(is_kept[:, None], weight, jnp.zeros_like(weight))
-            bias = jnp.where(is_kept, 0 if bias is None else bias, jnp.asarray(head.mask.fill, head.dtype))
-        labels = jnp.full(x.shape[:-1], -1, jnp.int32)
-        if self.labels is not None:
-            labels, has_label = (jnp.asarray(row.compute(read)) for row in (self.labels, self.has_label()))
-            labels, has_label = (jnp.broadcast_to(row, x.shape[:-1]) for row in (labels, has_label))
-            labels = jnp.where(has_label, labels, jnp.full_like(labels, -1)).astype(jnp.int32)
-        rows, columns = Rows(x, labels), Columns(weight, bias)
-        if self.target is None:
-            return rows, columns
-        if self.target == "ones":
-            return rows, columns._replace(class_targets=jnp.ones(head.classes, head.dtype))
-        target = self.target.array(read)
-        if target.ndim > 1:
-            return rows._replace(probabilities=target), columns
-        return rows, columns._replace(class_targets=target.astype(head.dtype))
 
-    def _bias(self, read: Read) -> Any:
-        parts = [factor * columns.array(read).astype(self.head.dtype) for columns, factor in self.head.biases]
-        return sum(parts[1:], parts[0]) if parts else None
+def one_hot_labels(one_hot: Value, axis: int) -> tuple[tuple[Value, ...], Callable[..., Any]]:
+    """Returns what the labels of one-hot rows are computed from, and how.
+
+    Raises:
+      RefusalError: if an array does not have a 1 at the label of each row and 0 elsewhere along an axis.
+    """
+    program = RowProgram((), set(), (one_hot,), one_hot.size // one_hot.shape[axis], axis)
+
+    def label_of(inputs: Sequence[Any]) -> Any:
+        row = RowAlgebra(program, jnp.float32)
+        (form,) = row.forms(inputs)
+        if not isinstance(form, OneHot) or (form.on.known, form.off.known) != (1, 0):
+            raise RefusalError("this is not one-hot")
+        return jnp.asarray(row.maxima.array(form.label))
+
+    jax.eval_shape(lambda *inputs: label_of(inputs), *program.row_types)
+
+    def labels(*arrays: Any) -> Any:
+        given = iter(arrays)
+        arrays = tuple(x.constant if x.is_constant else next(given) for x, _ in program.inputs)
+        return jnp.broadcast_to(label_of(program.rows_of(arrays)), program.row_shape)
+
+    return tuple(x for x, _ in program.inputs if not x.is_constant), labels
 
 
 def _in_order(array: Any, axes: tuple[int, ...]) -> Any:

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops.linear_cross_entropy.rewriting.reading import ELEMENTWISE
 from jaxops.linear_cross_entropy.rewriting.region import equations_within
+from jaxops.linear_cross_entropy.rewriting.row_wise import ELEMENTWISE
 from jaxops.linear_cross_entropy.rewriting.savings import KEEPS_ROUNDED, LEAST_ARRAYS, MANY_ROWS
 from lowering.rewriting.graph import Level, Node, Value, backward, forward, size_of
 from lowering.rewriting.peeling import PRODUCTS
@@ -73,14 +73,14 @@ def _reads_labels(node: Node, size: int, dependent: set[Value]) -> bool:
     if node.name == "gather":
         is_picked = node.outputs[0].size in operand.shape or node.outputs[0].size * operand.shape[-1] == operand.size
         return operand in dependent and operand.size == size and is_picked and not _is_constant(others[0])
-    return any(x.size == size and x not in dependent and _is_one_hot(x) for x in node.inputs)
+    return any(x.size == size and x not in dependent and is_one_hot(x) for x in node.inputs)
 
 
 def _is_constant(value: Value) -> bool:
     return all(x.producer is not None or x.number is not None for x in backward(value, lambda *_: True))
 
 
-def _is_one_hot(value: Value) -> bool:
+def is_one_hot(value: Value) -> bool:
     """Tells whether an array is computed from one-hot labels, element by element."""
     made_of = backward(value, lambda _, x: x.size == value.size and not _is_product(x))
     producers = (x.producer for x in made_of)

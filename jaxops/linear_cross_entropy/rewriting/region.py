@@ -8,11 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxops.linear_cross_entropy.rewriting import row_wise
-from jaxops.linear_cross_entropy.rewriting.changes import without_axis
-from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role
-from jaxops.linear_cross_entropy.rewriting.rows import only_number
-from jaxops.linear_cross_entropy.rewriting.sinks import labels_by_position
+from jaxops.linear_cross_entropy.rewriting import picks, row_wise
+from jaxops.linear_cross_entropy.rewriting.picks import without_axis
+from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role, only_number
 from lowering.cost import bodies, inner_jaxprs
 from lowering.rewriting.graph import Node, Value, equations, level_of
 from lowering.rewriting.rules import RefusalError
@@ -67,10 +65,7 @@ class Region:
             return row_wise.run(node, role, size, arrays)
         assert isinstance(role, Part)
         (array, labels), (axis, _) = arrays, self._picks[node]
-        labels = jnp.expand_dims(labels.reshape(without_axis(array.shape, axis)), axis)
-        mode, fill = node.params["mode"], node.params["fill_value"]
-        found = jnp.take_along_axis(array, labels, axis, mode=mode, fill_value=fill)
-        return [found.reshape(role.shape(node.outputs[0].shape, size))]
+        return [picks.picked(node, axis, array, labels).reshape(role.shape(node.outputs[0].shape, size))]
 
     def with_bodies(self, nodes: Iterable[Node]) -> list[Node]:
         """Lists the nodes, and those inside functions with a derivative of their own."""
@@ -97,7 +92,7 @@ class Region:
         """Finds where a gather's result has its rows, if it picks one number in each; then labels become an operand."""
         if node.name != "gather" or parts[0] is None:
             return None
-        found = labels_by_position(node)
+        found = picks.labels_by_position(node)
         if found is None or found[0] == parts[0].axis:
             return None
         axis, labels = found

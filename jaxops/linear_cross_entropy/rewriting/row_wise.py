@@ -8,10 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._primitive import sharding
-from jaxops.linear_cross_entropy.rewriting.reading import ELEMENTWISE, RESHAPES
 from lowering.rewriting.graph import SAME, Node, Value
 from lowering.rewriting.rules import RefusalError
 
+RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
+ELEMENTWISE = frozenset(
+    {"add", "add_any", "sub", "mul", "div", "neg", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "sqrt"}
+    | {"rsqrt", "square", "integer_pow", "pow", "abs", "sign", "max", "min", "clamp", "select_n", "eq", "ne", "lt"}
+    | {"le", "gt", "ge", "and", "or", "not", "is_finite", "convert_element_type", "stop_gradient", "floor", "ceil"}
+)
 _MORE_ELEMENTWISE = frozenset(
     {"erf", "erf_inv", "sin", "cos", "atan2", "round", "rem", "nextafter", "shift_right_logical", "xor", "cbrt"}
 )
@@ -95,7 +100,8 @@ def parts_of_operands(node: Node, part: Part) -> list[Part | None] | None:
                 return [None for _ in node.inputs]
             return [part._replace(axis=dims.index(part.axis))]
         case name if name in RESHAPES:
-            return [reshaped(shape, part, node.inputs[0].shape)]
+            before = reshaped(shape, part, node.inputs[0].shape)
+            return None if before is None else [before]
         case "transpose":
             return [part._replace(axis=node.params["permutation"][part.axis])]
         case "iota" if node.params["dimension"] != part.axis:
@@ -216,7 +222,7 @@ def run(node: Node, part: Role, rows: int, arrays: Sequence[Any]) -> Sequence[An
                 limits = list(params["limit_indices"])
                 limits[part.axis] = arrays[0].shape[part.axis]
                 params = {**params, "limit_indices": tuple(limits)}
-    with node.equation.ctx.manager:
+    with node.equation.ctx.manager, node.at_its_line():
         results = node.equation.primitive.bind(*arrays, **params)
     return results if node.equation.primitive.multiple_results else [results]
 
@@ -343,3 +349,22 @@ _RULES: tuple[tuple[frozenset[str], _Rule], ...] = (
     (frozenset({"dot_general"}), _product),
     (frozenset({"gather", "scatter-add"}), _gather),
 )
+
+
+_REPEATS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "copy"})
+
+
+def only_number(value: Value) -> Any:
+    """Returns the number that all elements of an array are, if that is written in the code."""
+    while (node := value.producer) is not None:
+        is_widened = node.name == "convert_element_type" and keeps_numbers(node.equation)
+        if node.name not in _REPEATS and not is_widened:
+            return None
+        value = node.inputs[0]
+    return value.number
+
+
+def keeps_numbers(equation: Any) -> bool:
+    """Tells whether a conversion keeps numbers, apart from rounding."""
+    before, after = (atom.aval.dtype for atom in (equation.invars[0], equation.outvars[0]))
+    return bool(jnp.issubdtype(after, jnp.floating)) or before == after
