@@ -102,7 +102,7 @@ class Operator(Protocol):
 
     @property
     def no_kernel(self) -> str:
-        """Why there is no kernel, in a few words; "" if nobody said."""
+        """The reason for having no kernel, in a few words; "" if nobody said."""
 
     def meaning(self, *arrays: Any, **params: Any) -> tuple[jax.Array, ...]:
         """Computes the results of an equation in plain JAX: the reference implementation."""

@@ -64,14 +64,14 @@ class Evaluation(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a formulation of the train step costs."""
+    """Speed and memory of the train step in a formulation."""
 
     tokens_per_second: float
     temporary_bytes: int
 
 
 class Run(NamedTuple):
-    """What one run gives: losses and costs by the name of a formulation, and the averaged parameters."""
+    """Results of one run: losses and costs by the name of a formulation, and the averaged parameters."""
 
     losses: dict[str, list[float]]
     costs: dict[str, Cost]

@@ -1,4 +1,4 @@
-"""What the trained model writes."""
+"""Text that the trained model writes."""
 
 from typing import Any
 
