@@ -223,6 +223,7 @@ ACCEPTED: dict[str, set[str]] = {
     "fused_apply transform": {"transform"},  # which has no state of its own
     "mcdnn.PoolingDescriptor padding": INTEGERS | {"integers"},
     "mcdnn.divisive_normalization_backward means": ARRAYS | {"none"},
+    **{f"batch_norm_inference {argument}": ARRAYS | {"none"} for argument in ("scale", "bias")},
     "mcdnn.dropout_get_reserve_space_size x": ARRAYS | ABSTRACT | {"complex64", "complex-array", "key", "keys"},
     "aclnn.embedding_dense_backward padding_idx": ANY_INTEGER,
     **{

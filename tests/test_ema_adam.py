@@ -186,7 +186,7 @@ def test_step_coefficients_keep_the_digits_of_complements(array):
 @pytest.mark.parametrize("dtype", ["int32", "complex64"])
 def test_init_names_the_parameter_that_it_refuses(dtype):
     params = {"layer": {"kernel": jnp.ones(2), "steps": jnp.ones(3, dtype)}}
-    with pytest.raises(BadParamError, match=re.escape("params['layer']['steps'] must have a floating dtype")):
+    with pytest.raises(BadParamError, match=re.escape("params must have a floating dtype at ['layer']['steps']")):
         ema_adam(1e-3).init(params)
 
 

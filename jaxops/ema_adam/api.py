@@ -273,11 +273,10 @@ def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
     """Calls `make(x, dtype=...)` for every parameter; for a `ShapeDtypeStruct`, returns only the result's type."""
 
     def like(path: Any, x: Any) -> Any:
-        argument = f"params{jax.tree_util.keystr(path)}"
         if not isinstance(x, jax.ShapeDtypeStruct):
-            x = as_array(_NAME, argument, x)
+            x = as_array(_NAME, "params", x)
         own = x.dtype
-        _check_floating(x, argument)
+        _check_floating(x, f" at {jax.tree_util.keystr(path)}" if path else "")
         narrow = jnp.issubdtype(own, jnp.floating) and own.itemsize < 4
         wanted = jax.dtypes.canonicalize_dtype(dtype or (jnp.float32 if narrow else own))
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -288,9 +287,9 @@ def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
     return jax.tree_util.tree_map_with_path(like, params)
 
 
-def _check_floating(x: Any, argument: str = "params") -> None:
+def _check_floating(x: Any, where: str = "") -> None:
     is_floating = bool(jnp.issubdtype(x.dtype, jnp.floating))
-    require(is_floating, _NAME, argument, "have a floating dtype (optax.masked leaves the others alone)", x)
+    require(is_floating, _NAME, "params", f"have a floating dtype{where} (optax.masked leaves the others alone)", x)
 
 
 def checked_state(operator: str, state: Any) -> tuple[optax.ScaleByAdamState, EmaParamsState]:
