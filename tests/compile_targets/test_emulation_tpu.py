@@ -221,7 +221,8 @@ def test_an_error_of_the_transcendental_unit_shows(rng):
 
 
 @pytest.mark.parametrize(("name", "fn"), [("double_buffered", "double"), ("nearest", "squared_distances")])
-def test_the_page_shows_what_the_command_prints(name, fn):
+def test_the_page_shows_what_the_command_prints(monkeypatch, name, fn):
+    monkeypatch.setenv("COLUMNS", "88")
     page = (ROOT / "docs" / "emulation.md").read_text()
     command = f"emulate examples/{name}.py:{fn} --target tpu-v5e"
     shown = re.search(rf"    \$ jaxops {re.escape(command)}\n((?:    .*\n)+)", page)
