@@ -152,6 +152,14 @@ def test_use_asks_for_a_form_by_name_on_any_platform(name):
             text(refused_fn, refused_operands)
 
 
+def test_averages_of_small_windows_take_one_pass_on_tpus_with_channels_last():
+    for layout, shape, form in (("NHWC", (8, 28, 28, 128), "xla_one_pass"), ("NCHW", (8, 128, 28, 28), "reference")):
+        step = jax.value_and_grad(loss(functools.partial(jaxops.avg_pool, window=3, layout=layout)))
+        for target in ("tpu-v5e", "tpu-v6e"):
+            found = implementations(step, [of(shape)], target)
+            assert found == {"avg_pool": form, "avg_pool_backward": form}
+
+
 GRADIENTS = {
     "embedding": (of_table, [of((1000, 16), "bfloat16"), IDS]),
     "embedding-averaged": (

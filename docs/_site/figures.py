@@ -46,7 +46,8 @@ def replayed(operators: Iterable[str]) -> str:
         operator, _, operands = name.partition(" ")
         if operator not in set(operators):
             continue
-        reference, kernel = (case["candidates"].get(each, {}) for each in ("reference", "pallas"))
+        found = case["candidates"]
+        reference, kernel = found.get("auto", found["reference"]), found.get("pallas", {})
         times = (reference.get("us"), kernel.get("us"), reference.get("roofline_us"))
         rows.append((operator, operands, target, *(f"{time:,.1f}" if time else "-" for time in times)))
     head = ("operator", "operands", "target", "XLA, us", "kernels, us", "roofline, us")

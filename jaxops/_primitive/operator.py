@@ -40,7 +40,7 @@ class Operator:
       derivative: how to differentiate by way of other operators. None differentiates the reference as JAX does.
       kernels: kernels that may run in place of the reference, in order of preference.
       forms: programs in jnp that are better than the reference on some platforms, in order of preference.
-      no_kernel: why there is no kernel, in a few words that `explain` shows.
+      no_kernel: the reason for having no kernel, in a few words. `explain` shows it.
       axes: the parsed signature, with all fields of operands and results.
     """
 

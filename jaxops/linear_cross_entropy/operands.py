@@ -49,9 +49,8 @@ class Columns(NamedTuple):
 class RowWeights(NamedTuple):
     """The weights (...) of the terms in a row's loss: -log p[label], sum_c t_c (-log p_c), (log sum exp z)^2, and l.
 
-    The last is log sum exp(z - m), of which only the derivative is defined: in sums that rise with all logits.
-
-    Their dtype is that of the losses and of sums over rows.
+    l is log sum exp(z - m). Only its derivative has a meaning, because m is a constant: it is for sums that rise with
+    all logits. The dtype of the weights is that of the losses and of sums over rows.
     """
 
     label: jax.Array | None = None

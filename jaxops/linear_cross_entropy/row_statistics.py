@@ -324,7 +324,7 @@ class Logits(NamedTuple):
     ) -> tuple[Rows, Columns]:
         """Computes the same for the sum of the rows' losses, whose targets also count in their sum T."""
         of_rows, sums = self.gradients(cotangent_terms(weights, row_sums), needs, sums, add)
-        # The gradient of t_c is b l - b (z_c - m), of which the first term is missing.
+        # The gradient of t_c is b l - b (z_c - m). So far it has the second term alone.
         if weights.target is not None:
             by_total = weights.target * row_sums.statistics.log_sum_exp
             if of_rows.probabilities is not None:
@@ -420,7 +420,7 @@ def _products(
 
 
 def finite(x: jax.Array) -> jax.Array:
-    """Returns `x` with 0 for -inf: a column of probability 0 has no part in a mean."""
+    """Returns `x` with 0 for -inf: a column of probability 0 has no part in a mean, and a row of these no maximum."""
     return jnp.where(x == -jnp.inf, jnp.zeros_like(x), x)
 
 

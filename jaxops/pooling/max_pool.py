@@ -41,9 +41,9 @@ def max_pool(x: jax.Array, window: Ints, *, stride: Ints | None = None, padding:
         spatial axis a number or a pair (before, behind). "VALID" is 0. "SAME" pads so that there are
         `ceil(extent / stride)` windows: half before x and half behind it, with an odd one behind. Padding is never a
         maximum, so a window of negative numbers has a negative maximum.
-      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; "NCL" or "NLC" for one spatial axis. x may lack the batch axis N, or
-        have several: "NHWC" with three axes is one image (H, W, C), and with five it is images (T, N, H, W, C). There
-        is no default.
+      layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; "NCL" or "NLC" for one spatial axis. You must give one. x may lack the
+        batch axis N, or have several: "NHWC" with three axes is one image (H, W, C), and with five it is images
+        (T, N, H, W, C).
 
     Returns:
       An array with the dtype and layout of x and spatial extents `1 + (extent + before + behind - window) // stride`.

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy.operands import Columns, Rows, RowStatistics
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
-from jaxops.linear_cross_entropy.rewriting.row_algebra import Asked, OneHot, RowAlgebra
+from jaxops.linear_cross_entropy.rewriting.row_algebra import RowAlgebra
+from jaxops.linear_cross_entropy.rewriting.row_forms import Asked, OneHot
 from jaxops.linear_cross_entropy.rewriting.row_program import RowProgram
 from lowering.rewriting.graph import Node, Value
 from lowering.rewriting.rules import RefusalError

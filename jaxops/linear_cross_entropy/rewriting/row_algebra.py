@@ -9,7 +9,7 @@ maximum or a pick of a form is a number that follows from the statistics.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,78 +17,23 @@ import numpy as np
 
 from jaxops._primitive.sharding import same_varying_axes
 from jaxops.linear_cross_entropy.operands import RowStatistics
+from jaxops.linear_cross_entropy.rewriting.row_forms import (
+    Asked,
+    Combined,
+    Exponentials,
+    Layer,
+    Logits,
+    OneHot,
+    Vector,
+    aligned,
+    check_terms,
+    widened,
+)
 from jaxops.linear_cross_entropy.rewriting.row_numbers import Factor, Maxima, Number, is_plain, is_same, stopped
 from jaxops.linear_cross_entropy.rewriting.row_program import RowProgram
 from jaxops.linear_cross_entropy.rewriting.row_wise import POINTWISE, RESHAPES
 from lowering.rewriting.graph import SAME, Node, Value
 from lowering.rewriting.rules import RefusalError
-
-
-class OneHot(NamedTuple):
-    """A number at the label, and another elsewhere."""
-
-    label: Number
-    on: Any
-    off: Any
-
-
-class Vector(NamedTuple):
-    """An array (V,), or (..., V) with one for each row; perhaps 0, 1, 2, ..."""
-
-    array: Any
-    counts: bool = False
-
-
-class Layer(NamedTuple):
-    """Steps behind a matrix product: a bias, a softcap, and columns whose logit is `fill` where not `kept`."""
-
-    bias: Any = None
-    softcap: float | None = None
-    kept: Any = None
-    fill: float | None = None
-
-    def is_same(self, other: "Layer") -> bool:
-        """Tells whether two are the same."""
-        return all(a is b or (not hasattr(a, "dtype") and a == b) for a, b in zip(self, other, strict=True))
-
-
-class Logits(NamedTuple):
-    """Logits scale z + shift of the logits z of a layer."""
-
-    layer: Layer
-    scale: Number = Number(1.0)
-    shift: Number = Number(0.0)
-
-
-class Exponentials(NamedTuple):
-    """Exponentials of logits, times a number."""
-
-    logits: Logits
-    gain: Number = Number(1.0)
-
-
-class Combined(NamedTuple):
-    """Result of a node that computes number by number from other forms."""
-
-    node: Node
-    operands: tuple[Any, ...]
-
-
-class Asked(NamedTuple):
-    """Questions to the statistics; None for what is not asked.
-
-    Attributes:
-      layer: the `Layer` of the logits.
-      scale: the `Number` that multiplies them.
-      label: the `Number` of the class whose logit is wanted.
-      target: the weights of columns, a `Vector` or "ones".
-    """
-
-    layer: Any = None
-    scale: Any = None
-    label: Any = None
-    target: Any = None
-
 
 # Operations without a derivative, and those that keep the number of elements.
 _STEPS = frozenset({"sign", "floor", "ceil", "round", "stop_gradient"})
@@ -289,7 +234,7 @@ class RowAlgebra:
         if node.name == "convert_element_type":
             return arrays[0].astype(of_result)
         if len({x.shape for x in arrays}) > 1:
-            arrays = _aligned(*arrays)
+            arrays = aligned(*arrays)
         params = node.params | ({"sharding": None} if "sharding" in node.params else {})
         return node.equation.primitive.bind(*same_varying_axes(arrays), **params)
 
@@ -306,15 +251,15 @@ class RowAlgebra:
             return OneHot(labels[0], *(self._of_numbers(node, case) for case in cases))
         found = self._of_logits(node, forms)
         if found is None and all(isinstance(x, Number | OneHot | Vector) for x in forms):
-            arrays = _aligned(*(self._vector(x) for x in forms))
+            arrays = aligned(*(self._vector(x) for x in forms))
             return Vector(self._bound(node, arrays, [x.dtype for x in (*node.inputs, *node.outputs)]))
         return Combined(node, tuple(forms)) if found is None else found
 
     def _vector(self, form: Any) -> Any:
         """Computes the array of a form without logits."""
         if isinstance(form, OneHot):
-            label, on, off = _aligned(*(jnp.asarray(self.maxima.array(x))[..., None] for x in form))
-            return jnp.where(_aligned(jnp.arange(self.classes), label)[0] == label, on, off)
+            label, on, off = aligned(*(jnp.asarray(self.maxima.array(x))[..., None] for x in form))
+            return jnp.where(aligned(jnp.arange(self.classes), label)[0] == label, on, off)
         return form.array if isinstance(form, Vector) else jnp.asarray(self.maxima.array(form))[..., None]
 
     def _of_logits(self, node: Node, forms: list[Any]) -> Any:
@@ -415,7 +360,7 @@ class RowAlgebra:
             case Number() | Factor():
                 return maxima.times(count, form)
             case Vector(array):
-                return Number(jnp.sum(_widened(array), axis=-1))
+                return Number(jnp.sum(widened(array), axis=-1))
             case OneHot(label, on, off):
                 return maxima.plus(maxima.times(count, off), self._if_class(label, maxima.plus(on, off, -1.0)))
             case Logits():
@@ -427,7 +372,7 @@ class RowAlgebra:
             case Combined(node, (a,)) if node.name == "convert_element_type":
                 return self.total(a)
             case Combined(node, (a, b)) if node.name in ("add", "add_any", "sub"):
-                _check_terms(node, form.operands)
+                check_terms(node, form.operands)
                 return maxima.plus(self.total(a), self.total(b), -1.0 if node.name == "sub" else 1.0)
             case Combined(node, (a, Number() | Factor() as b)) if node.name == "div":
                 return maxima.over(self.total(a), b)
@@ -457,14 +402,14 @@ class RowAlgebra:
                 return inside if one.off.known == 0 else maxima.plus(inside, maxima.times(self.total(other), one.off))
         for one, other in ((a, b), (b, a)):
             if isinstance(one, Vector) and isinstance(other, Vector):
-                first, second = _aligned(_widened(one.array), _widened(other.array))
+                first, second = aligned(widened(one.array), widened(other.array))
                 return Number(jnp.sum(first * second, axis=-1))
             if isinstance(one, Vector) and isinstance(other, Combined) and other.node.name in ("add", "sub"):
-                _check_terms(other.node, other.operands)
+                check_terms(other.node, other.operands)
                 first, second = (self.total_of_product(one, x) for x in other.operands)
                 return maxima.plus(first, second, -1.0 if other.node.name == "sub" else 1.0)
             if isinstance(one, Vector) and isinstance(other, Logits):
-                return self._weighted(other, one, Number(jnp.sum(_widened(one.array), axis=-1)))
+                return self._weighted(other, one, Number(jnp.sum(widened(one.array), axis=-1)))
             if isinstance(one, Exponentials) and isinstance(other, Logits):
                 return self._expected(one, other)
         raise RefusalError("a product with the logits is added up over the classes")
@@ -505,7 +450,7 @@ class RowAlgebra:
                 return Factor(self.picked(logits, label), gain)
             case Combined(node, operands):
                 return self._of_numbers(node, [self.picked(x, label) for x in operands])
-        raise RefusalError("what is no number for each class is picked from")
+        raise RefusalError("a class is picked from something that has no number for each class")
 
     def _picked_at(self, form: Any, label: Number) -> Any:
         self.picks_by_label |= label.known is None
@@ -608,32 +553,5 @@ class RowAlgebra:
         return float(ratio)
 
 
-def _reads_logits(form: Any) -> bool:
-    if isinstance(form, Combined):
-        return any(map(_reads_logits, form.operands))
-    return isinstance(form, Logits | Exponentials)
-
-
-def _check_terms(node: Node, operands: Sequence[Any]) -> None:
-    """Refuses to add up the terms of a sum or difference apart, if one alone reads the logits.
-
-    In a divergence, p (log p - z), both terms may be large and nearly equal.
-    """
-    if len({_reads_logits(operand) for operand in operands}) > 1:
-        raise RefusalError(f"{node.name} on {node.source} compares the logits with other numbers, class by class")
-
-
 def _is_floating(node: Node) -> bool:
     return all(jnp.issubdtype(x.dtype, jnp.floating) for x in (node.inputs[0], node.outputs[0]))
-
-
-def _aligned(*arrays: Any) -> list[Any]:
-    """Gives arrays as many axes, and repeats them along those of length 1."""
-    rank = max(x.ndim for x in arrays)
-    arrays = tuple(x.reshape((1,) * (rank - x.ndim) + x.shape) for x in arrays)
-    shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
-    return [x if x.shape == shape else jnp.broadcast_to(x, shape) for x in arrays]
-
-
-def _widened(array: Any) -> Any:
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))

@@ -75,7 +75,7 @@ class Maxima:
         return rest
 
     def plain(self, number: Number | Factor) -> Number:
-        """Returns a number that is no factor."""
+        """Returns a number, computed if it is a factor."""
         return Number(self.array(number)) if isinstance(number, Factor) else number
 
     def plus(self, a: Any, b: Any, sign: float = 1.0) -> Number:

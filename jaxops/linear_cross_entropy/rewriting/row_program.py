@@ -45,7 +45,7 @@ class View(NamedTuple):
         return cls(shape, (params["start_indices"], params["limit_indices"], params["strides"] or (1,) * len(shape)))
 
     def along(self, axes: Sequence[int], more: Sequence[int] = ()) -> "View":
-        """Returns the same of an array that has only these axes, and behind them more of which all is read."""
+        """Returns the view of an array that has only these axes, and behind them `more`, where all is read."""
         shape = (*(self.shape[axis] for axis in axes), *more)
         if self.bounds is None:
             return View(shape)
@@ -307,7 +307,7 @@ class _Evaluation:
         return lax.broadcast_in_dim(self._get(operand, tuple(of_operand)), shape, dims)
 
     def _parts_rows(self, node: Node) -> bool:
-        """Tells whether a reshape divides an axis of rows, so that a row is no longer a position of one axis."""
+        """Tells whether a reshape splits an axis of rows: then the position of a row lies along several axes."""
         before, after = node.inputs[0].shape, node.outputs[0].shape
         if self._program.classes not in before:
             return False
