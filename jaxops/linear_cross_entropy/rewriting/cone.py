@@ -49,8 +49,9 @@ class Cone(Region):
         self.cut: dict[Value, Part] = {}
         self._inner: set[Node] = set()
         self._shared: dict[Value, None] = {}
-        parts = row_wise.parts_of_factors(head, Part(axis))
-        self.roles[head.outputs[0]] = row_wise.role_of_results(head, parts)
+        self.roles[head.outputs[0]] = Part(axis)
+        parts = row_wise.parts_of_operands(head, Part(axis))
+        assert parts is not None
         operands = {head: parts, **self.follow(node for node in level.nodes if node in wanted)}
         self.number = _last_number(operands, self.roles) if to_number else None
         within = self._within(operands)

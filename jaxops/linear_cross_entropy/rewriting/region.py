@@ -84,12 +84,11 @@ class Region:
         if node.name in _CUSTOM:
             own = self._own[node] = OwnDerivative(node, parts, self._callers)
             return own.parts, own.roles
-        found = [at or row_wise.matching(node, x, self.roles) for x, at in zip(node.inputs, parts, strict=True)]
-        role = self._pick(node, found) or row_wise.role_of_results(node, found)
-        return found, [role for _ in node.outputs]
+        parts, role = self._pick(node, parts) or row_wise.followed(node, parts)
+        return parts, [role for _ in node.outputs]
 
-    def _pick(self, node: Node, parts: Parts) -> Part | None:
-        """Finds where a gather's result has its rows, if it picks one number in each; then labels become an operand."""
+    def _pick(self, node: Node, parts: Parts) -> tuple[Parts, Role] | None:
+        """Follows a gather that picks one number in each row; then labels become an operand."""
         if node.name != "gather" or parts[0] is None:
             return None
         found = picks.labels_by_position(node)
@@ -103,8 +102,7 @@ class Region:
         if part is None or role is None:
             return None
         self._picks[node] = found
-        parts[1] = part
-        return role
+        return [parts[0], part], role
 
 
 class RowFunction(Region):

@@ -21,9 +21,13 @@ _MORE_ELEMENTWISE = frozenset(
     {"erf", "erf_inv", "sin", "cos", "atan2", "round", "rem", "nextafter", "shift_right_logical", "xor", "cbrt"}
 )
 POINTWISE = ELEMENTWISE | SAME | _MORE_ELEMENTWISE
-_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
+_REDUCTIONS = frozenset(
+    {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
+)
 _LINEAR = frozenset({"neg", "convert_element_type", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy"})
-_ALONG_ONE_AXIS = frozenset({"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod"})
+_ALONG_ONE_AXIS = frozenset(
+    {"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod", "sort", "top_k", "concatenate"}
+)
 
 
 class Part(NamedTuple):
@@ -74,57 +78,102 @@ def _moved(rank: int, source: int, target: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def role_of_results(node: Node, parts: Sequence[Part | None]) -> Role:
-    """Finds where a node's results have their rows, given where its operands have them; SUM if it adds them up.
+class Along(NamedTuple):
+    """Axis along which a node treats all positions alike.
+
+    Attributes:
+      operands: that axis of each operand; None of one that all positions share.
+      result: that axis of the results; SUM if they add up its positions.
+    """
+
+    operands: tuple[int | None, ...]
+    result: int | str
+
+
+def axes_of(node: Node) -> list[Along]:
+    """Lists the axes along which a node is known to treat all positions alike, but for those of reshapes."""
+    params, shape = node.params, node.outputs[0].shape
+    shapes = [x.shape for x in node.inputs]
+    match node.name:
+        case name if name in POINTWISE:
+            whole = [[x and x[i] == size for x in shapes] for i, size in enumerate(shape)]
+            return [Along(tuple(i if is_whole else None for is_whole in x), i) for i, x in enumerate(whole)]
+        case "iota":
+            return [Along((), i) for i in range(len(shape)) if i != params["dimension"]]
+        case "broadcast_in_dim":
+            dims = {at: i for i, at in enumerate(params["broadcast_dimensions"]) if shapes[0][i] == shape[at]}
+            return [Along((dims.get(i),), i) for i in range(len(shape))]
+        case "transpose":
+            return [Along((before,), i) for i, before in enumerate(params["permutation"])]
+        case name if name in _REDUCTIONS:
+            kept = [i for i in range(len(shapes[0])) if i not in params["axes"]]
+            added = params["axes"] if name == "reduce_sum" else ()
+            return [*(Along((i,), at) for at, i in enumerate(kept)), *(Along((i,), SUM) for i in added)]
+        case name if name in _ALONG_ONE_AXIS:
+            along = params.get("axis", params.get("dimension", len(shape) - 1))
+            return [Along((i,) * len(shapes), i) for i in range(len(shape)) if i != along]
+        case "stack" | "unstack":
+            at = params["axis"]
+            pairs = [(i, i + (i >= at)) for i in range(len(shapes[0]) - (node.name == "unstack"))]
+            pairs = [pair[::-1] for pair in pairs] if node.name == "unstack" else pairs
+            return [Along((before,) * len(shapes), after) for before, after in pairs]
+        case "slice":
+            return [Along((i,), i) for i, size in enumerate(shape) if size == shapes[0][i]]
+        case "dot_general":
+            return _axes_of_product(node)
+        case "gather" | "scatter-add":
+            return _axes_of_rows(node)
+    return []
+
+
+def _axes_of_product(node: Node) -> list[Along]:
+    contracted, batch = node.params["dimension_numbers"]
+    ranks = [len(x.shape) for x in node.inputs]
+    free = [[i for i in range(ranks[side]) if i not in (*contracted[side], *batch[side])] for side in (0, 1)]
+    pairs = [*zip(*batch, strict=True), *((i, None) for i in free[0]), *((None, i) for i in free[1])]
+    return [*(Along(pair, at) for at, pair in enumerate(pairs)), *(Along(x, SUM) for x in zip(*contracted, strict=True))]
+
+
+def _axes_of_rows(node: Node) -> list[Along]:
+    """Lists the axes of a gather or scatter: of the operand, the indices (None for a whole window), and the updates."""
+    numbers, shape = node.params["dimension_numbers"], node.inputs[0].shape
+    if node.name == "gather":
+        batch, starts = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+        window, gone, last = numbers.offset_dims, numbers.collapsed_slice_dims, node.outputs[0]
+    else:
+        batch, starts = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+        window, gone, last = numbers.update_window_dims, numbers.inserted_window_dims, node.inputs[-1]
+    rest = [axis for axis in range(len(last.shape)) if axis not in window]
+    kept = [axis for axis in range(len(shape)) if axis not in (*gone, *batch)]
+    whole = [(axis, None, at) for axis, at in zip(kept, window, strict=True) if last.shape[at] == shape[axis]]
+    found = [*((axis, start, rest[start]) for axis, start in zip(batch, starts, strict=True)), *whole]
+    return [Along(x[:2], x[2]) if node.name == "gather" else Along(x, x[0]) for x in found]
+
+
+def followed(node: Node, parts: Sequence[Part | None]) -> tuple[list[Part | None], Role]:
+    """Finds where a node's operands and results have their rows, given where some operands have them.
 
     Raises:
       RefusalError: if it is not known to treat all rows alike.
     """
-    for names, rule in _RULES:
-        if node.name in names:
-            found = rule(node, parts)
-            if found is not None:
-                return found
+    part = next(at for at in parts if at is not None)
+    if node.name in RESHAPES:
+        if (after := reshaped(node.inputs[0].shape, part, node.outputs[0].shape)) is not None:
+            return [part], after
+    for operands, result in axes_of(node):
+        found = [_at(part, axis) for axis in operands]
+        if all(at in (None, one) for at, one in zip(parts, found, strict=True)) and part in found:
+            return found, SUM if isinstance(result, str) else _at(part, result)
     raise RefusalError(f"{node.name} on {node.source} is not known to treat all rows alike")
 
 
 def parts_of_operands(node: Node, part: Part) -> list[Part | None] | None:
     """Finds where operands have the rows that a node's result has at `part`; None if that is not known."""
-    shape = node.outputs[0].shape
-    if node.name in POINTWISE:
-        return [_broadcast_part(x, shape, part) for x in node.inputs]
-    match node.name:
-        case "broadcast_in_dim":
-            dims, (operand, *_) = node.params["broadcast_dimensions"], node.inputs
-            if part.axis not in dims or operand.shape[dims.index(part.axis)] != shape[part.axis]:
-                return [None for _ in node.inputs]
-            return [part._replace(axis=dims.index(part.axis))]
-        case name if name in RESHAPES:
-            before = reshaped(shape, part, node.inputs[0].shape)
-            return None if before is None else [before]
-        case "transpose":
-            return [part._replace(axis=node.params["permutation"][part.axis])]
-        case "iota" if node.params["dimension"] != part.axis:
-            return []
-        case name if name in _REDUCTIONS:
-            kept = [axis for axis in range(len(node.inputs[0].shape)) if axis not in node.params["axes"]]
-            return [part._replace(axis=kept[part.axis])]
-        case "dot_general" if not node.params["dimension_numbers"][1][0]:
-            return parts_of_factors(node, part)
-        case "scatter-add":
-            found = [axes for axes in _axes_of_rows(node) if axes[0] == part.axis]
-            return [_at(part, axis) for axis in found[0]] if found else None
-    return None
-
-
-def parts_of_factors(node: Node, part: Part) -> list[Part | None]:
-    """Finds the rows of a product's result in its operands: one has them, and the other is needed whole."""
-    contracted, _ = node.params["dimension_numbers"]
-    free = [
-        (side, axis) for side in (0, 1) for axis in range(len(node.inputs[side].shape)) if axis not in contracted[side]
-    ]
-    side, axis = free[part.axis]
-    return [part._replace(axis=axis) if i == side else None for i in (0, 1)]
+    if node.name in RESHAPES:
+        before = reshaped(node.outputs[0].shape, part, node.inputs[0].shape)
+        return None if before is None else [before]
+    along = next((one for one in axes_of(node) if one.result == part.axis), None)
+    return None if along is None else [_at(part, axis) for axis in along.operands]
 
 
 def is_linear_in_sum(node: Node, roles: Sequence[Role], depends: Sequence[bool]) -> bool:
@@ -143,63 +192,8 @@ def is_linear_in_sum(node: Node, roles: Sequence[Role], depends: Sequence[bool])
     return node.name in _LINEAR or node.name == "mul" or (node.name == "div" and roles[0] == SUM)
 
 
-def _axes_of_rows(node: Node) -> list[tuple[int, int | None, int]]:
-    """Lists the axes along which a gather or scatter treats all positions alike.
-
-    Each is an axis of the operand, of the indices (None where a window holds the axis whole), and of the result of a
-    gather or the updates of a scatter.
-    """
-    numbers, shape = node.params["dimension_numbers"], node.inputs[0].shape
-    if node.name == "gather":
-        batch, starts = numbers.operand_batching_dims, numbers.start_indices_batching_dims
-        window, gone, last = numbers.offset_dims, numbers.collapsed_slice_dims, node.outputs[0]
-    else:
-        batch, starts = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
-        window, gone, last = numbers.update_window_dims, numbers.inserted_window_dims, node.inputs[-1]
-    rest = [axis for axis in range(len(last.shape)) if axis not in window]
-    kept = [axis for axis in range(len(shape)) if axis not in (*gone, *batch)]
-    whole = [(axis, None, at) for axis, at in zip(kept, window, strict=True) if last.shape[at] == shape[axis]]
-    return [*((axis, start, rest[start]) for axis, start in zip(batch, starts, strict=True)), *whole]
-
-
 def _at(part: Part, axis: int | None) -> Part | None:
     return None if axis is None else part._replace(axis=axis)
-
-
-def matching(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
-    """Finds where an operand from outside has the rows that other operands have."""
-    others = [(x, roles[x]) for x in node.inputs if isinstance(roles.get(x), Part)]
-    other, part = others[0]
-    assert isinstance(part, Part)
-    if node.name in POINTWISE | {"concatenate", "stack", "sort"}:
-        is_same = len(value.shape) == len(other.shape) and value.shape[part.axis] == other.shape[part.axis]
-        return part if is_same else None
-    if node.name == "dot_general":
-        contracted, batch = node.params["dimension_numbers"]
-        side = 0 if node.inputs[0] is value else 1
-        for axes in (contracted, batch):
-            if part.axis in axes[1 - side]:
-                return part._replace(axis=axes[side][list(axes[1 - side]).index(part.axis)])
-        return None
-    if node.name in ("gather", "scatter-add"):
-        return _matching_index(node, value, roles)
-    return None
-
-
-def _matching_index(node: Node, value: Value, roles: dict[Value, Role]) -> Part | None:
-    """Finds the same for the operand, the indices or the updates of a gather or a scatter."""
-    position = node.inputs.index(value)
-    for source, one in enumerate(node.inputs):
-        part = roles.get(one)
-        for axes in _axes_of_rows(node):
-            if isinstance(part, Part) and part.axis == axes[source]:
-                return _at(part, axes[position])
-    return None
-
-
-def _broadcast_part(value: Value, shape: Sequence[int], part: Part) -> Part | None:
-    is_whole = len(value.shape) == len(shape) and value.shape[part.axis] == shape[part.axis]
-    return part if is_whole else None
 
 
 def run(node: Node, part: Role, rows: int, arrays: Sequence[Any]) -> Sequence[Any]:
@@ -227,26 +221,6 @@ def run(node: Node, part: Role, rows: int, arrays: Sequence[Any]) -> Sequence[An
     return results if node.equation.primitive.multiple_results else [results]
 
 
-def _pointwise(node: Node, parts: Sequence[Part | None]) -> Role:
-    found = {part for part in parts if part is not None}
-    (part,) = found if len(found) == 1 else (None,)
-    if part is None:
-        return None
-    shape = node.outputs[0].shape
-    missing = (x for x, at in zip(node.inputs, parts, strict=True) if at is None)
-    return None if any(len(x.shape) == len(shape) and x.shape[part.axis] not in (1,) for x in missing) else part
-
-
-def _broadcast(node: Node, parts: Sequence[Part | None]) -> Role:
-    (part, *_) = parts
-    return None if part is None else part._replace(axis=node.params["broadcast_dimensions"][part.axis])
-
-
-def _reshape(node: Node, parts: Sequence[Part | None]) -> Role:
-    (part, *_) = parts
-    return None if part is None else reshaped(node.inputs[0].shape, part, node.outputs[0].shape)
-
-
 def reshaped(before: Sequence[int], part: Part, after: Sequence[int]) -> Part | None:
     """Finds where a reshape puts the rows, if it keeps them together."""
     rows = before[part.axis] // (part.outer * part.inner)
@@ -257,98 +231,6 @@ def reshaped(before: Sequence[int], part: Part, after: Sequence[int]) -> Part | 
         if outer % ahead == 0 and inner % behind == 0 and outer // ahead * rows * (inner // behind) == size:
             return Part(axis, outer // ahead, inner // behind)
     return None
-
-
-def _transpose(node: Node, parts: Sequence[Part | None]) -> Role:
-    (part,) = parts
-    return None if part is None else part._replace(axis=tuple(node.params["permutation"]).index(part.axis))
-
-
-def _reduction(node: Node, parts: Sequence[Part | None]) -> Role:
-    (part, *_), axes = parts, node.params["axes"]
-    if part is None:
-        return None
-    if part.axis in axes:
-        return SUM if node.name == "reduce_sum" else None
-    return part._replace(axis=part.axis - sum(axis < part.axis for axis in axes))
-
-
-def _kept(node: Node, parts: Sequence[Part | None]) -> Role:
-    """Follows nodes that work along one other axis."""
-    params = node.params
-    axis = params.get("axis", params.get("dimension", len(node.inputs[0].shape) - 1))
-    (part, *others) = parts
-    is_alike = part is not None and all(other == part for other in others)
-    return part if is_alike and part is not None and part.axis != axis else None
-
-
-def _stack(node: Node, parts: Sequence[Part | None]) -> Role:
-    (part, *others) = parts
-    if part is None or any(other != part for other in others):
-        return None
-    return part._replace(axis=part.axis + (node.params["axis"] <= part.axis))
-
-
-def _unstack(node: Node, parts: Sequence[Part | None]) -> Role:
-    (part,), axis = parts, node.params["axis"]
-    return None if part is None or part.axis == axis else part._replace(axis=part.axis - (axis < part.axis))
-
-
-def _slice(node: Node, parts: Sequence[Part | None]) -> Role:
-    (part,) = parts
-    shapes = node.inputs[0].shape, node.outputs[0].shape
-    return part if part is not None and shapes[0][part.axis] == shapes[1][part.axis] else None
-
-
-def _product(node: Node, parts: Sequence[Part | None]) -> Role:
-    contracted, batch = node.params["dimension_numbers"]
-    for at, axes, result in (
-        *((i, batch, None) for i in range(len(batch[0]))),
-        *((i, contracted, SUM) for i in range(len(contracted[0]))),
-    ):
-        pair = [part is not None and part.axis == axes[side][at] for side, part in enumerate(parts)]
-        if all(pair):
-            assert parts[0] is not None
-            return result if axes is contracted else parts[0]._replace(axis=at)
-        if any(pair):
-            return None
-    (side,) = [side for side, part in enumerate(parts) if part is not None][:1] or (None,)
-    if side is None or parts[1 - side] is not None:
-        return None
-    part = parts[side]
-    assert part is not None
-    free = [
-        [axis for axis in range(len(node.inputs[i].shape)) if axis not in (*contracted[i], *batch[i])] for i in (0, 1)
-    ]
-    return part._replace(axis=len(batch[0]) + side * len(free[0]) + free[side].index(part.axis))
-
-
-def _gather(node: Node, parts: Sequence[Part | None]) -> Role:
-    operand, *others = parts
-    for axes in _axes_of_rows(node):
-        if (
-            operand is not None
-            and operand.axis == axes[0]
-            and others == [_at(operand, x) for x in axes[1 : len(parts)]]
-        ):
-            return operand._replace(axis=axes[2]) if node.name == "gather" else operand
-    return None
-
-
-_Rule = Callable[[Node, Sequence[Part | None]], Role]
-_RULES: tuple[tuple[frozenset[str], _Rule], ...] = (
-    (POINTWISE, _pointwise),
-    (frozenset({"broadcast_in_dim"}), _broadcast),
-    (RESHAPES, _reshape),
-    (frozenset({"transpose"}), _transpose),
-    (_REDUCTIONS | {"argmax", "argmin"}, _reduction),
-    (_ALONG_ONE_AXIS | {"sort", "top_k", "concatenate"}, _kept),
-    (frozenset({"stack"}), _stack),
-    (frozenset({"unstack"}), _unstack),
-    (frozenset({"slice"}), _slice),
-    (frozenset({"dot_general"}), _product),
-    (frozenset({"gather", "scatter-add"}), _gather),
-)
 
 
 _REPEATS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "copy"})
