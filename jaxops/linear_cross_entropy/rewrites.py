@@ -10,7 +10,6 @@ from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy import chunk_sizes
 from jaxops.linear_cross_entropy.rewriting import savings
 from jaxops.linear_cross_entropy.rewriting.cone import Cone
-from jaxops.linear_cross_entropy.rewriting.forward_gradients import Planning, Run
 from jaxops.linear_cross_entropy.rewriting.head import Head, Readers, heads_of
 from jaxops.linear_cross_entropy.rewriting.likeness import (
     dependents,
@@ -31,7 +30,6 @@ from jaxops.linear_cross_entropy.rewriting.suggested import suggest
 from jaxops.linear_cross_entropy.rewriting.summed import Sums
 from lowering.rewriting.graph import Level, Node, Value, described
 from lowering.rewriting.peeling import PRODUCTS
-from lowering.rewriting.plan import Planner
 from lowering.rewriting.report import megabytes
 from lowering.rewriting.rules import Found, Missed, RefusalError, Rule
 from lowering.rewriting.schedule import Step, needed
@@ -155,16 +153,11 @@ def _readers(level: Level, taken: list[Step], head: Head, *, is_promised: bool) 
 
 def _find_cone_sums(level: Level, steps: tuple[Step, ...]) -> Iterable[Found | Missed]:
     """Finds losses of rows that are added up to a number: their gradients can be computed together with the logits."""
-    return () if level.keeps_each else (x for x in _find_cones(level, steps, _planned) if isinstance(x, Found))
+    found = () if level.keeps_each else _find_cones(level, steps, to_number=True)
+    return (x for x in found if isinstance(x, Found))
 
 
-def _planned(jaxpr: Any) -> Run | None:
-    """Returns how to compute a gradient in chunks of rows; None if that is not known."""
-    plan = Planner((ROW_CONE,)).plan(jaxpr)
-    return plan.run if plan.applied else None
-
-
-def _find_cones(level: Level, steps: tuple[Step, ...], planned: Planning | None = None) -> Iterator[Found | Missed]:
+def _find_cones(level: Level, steps: tuple[Step, ...], *, to_number: bool = False) -> Iterator[Found | Missed]:
     taken = list(steps)
     for node in _products(level):
         if node.name != "dot_general" or node not in needed(level, taken):
@@ -173,7 +166,7 @@ def _find_cones(level: Level, steps: tuple[Step, ...], planned: Planning | None 
         for axis, class_axis in _row_axes(node):
             saved = _saving_of_cone(level, node, class_axis)
             try:
-                step = _cone_of(level, taken, node, axis, class_axis, planned) if saved.is_worthwhile else None
+                step = _cone_of(level, taken, node, axis, class_axis, to_number) if saved.is_worthwhile else None
             except _UnlikeError:
                 continue
             except RefusalError as error:
@@ -181,7 +174,7 @@ def _find_cones(level: Level, steps: tuple[Step, ...], planned: Planning | None 
                 continue
             if step is not None:
                 taken.append(step)
-                how = "in chunks of rows" if planned is None else "in chunks of rows with their gradients"
+                how = "in chunks of rows with their gradients" if to_number else "in chunks of rows"
                 yield Found(node, f"logits {described(node.outputs[0])}, {how}", saved.saved_bytes, (step,))
                 break
         else:
@@ -205,11 +198,11 @@ def _row_axes(node: Node) -> list[tuple[int, int]]:
     return [(axis, classes) for classes in class_axes for axis in longest_first if axis != classes]
 
 
-def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis: int, planned: Planning | None) -> Step:
+def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis: int, to_number: bool) -> Step:
     """Returns the step that computes what depends on these logits in chunks of rows."""
     shape = node.outputs[0].shape
-    cone = Cone(level, needed(level, taken), node, axis, shape[class_axis], to_number=planned is not None)
-    sums = [x for x in cone.with_bodies(cone.nodes) if x.name == "reduce_sum" and cone.is_wide(x.inputs[0])]
+    cone = Cone(level, needed(level, taken), node, axis, shape[class_axis], to_number=to_number)
+    sums = [x for x in cone.all_nodes() if x.name == "reduce_sum" and cone.is_wide(x.inputs[0])]
     adds_classes = any(one.inputs[0].shape[a] == shape[class_axis] for one in sums for a in one.params["axes"])
     has_labels = any(x.dtype.kind in "iu" and not is_known(x) for x in cone.cut if hasattr(x.dtype, "kind"))
     # Attention adds up exponentials as well, but a row of its scores becomes more than a number.
@@ -222,12 +215,14 @@ def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis:
         raise RefusalError(RETURNED if is_returned else "as many numbers as there are logits are used as a whole")
     rows = node.outputs[0].size // shape[class_axis]
     chunk_rows = chunk_sizes.rows_of_logits(shape[class_axis], _features(node), 2) or rows
-    if planned is not None and not (cone.number in cone.exits and all(map(cone.is_row, cone.exits))):
+    if to_number and not (cone.number in cone.exits and all(map(cone.is_row, cone.exits))):
         # No number has all rows in it, or the function is a gradient itself.
         raise _UnlikeError
-    step = cone.step(max(1, chunk_rows * shape[axis] // rows), planned)
+    split_rows = max(1, chunk_rows * shape[axis] // rows)
+    step = cone.step(split_rows)
     if node in needed(level, [*taken, step]):
         raise RefusalError("the logits are used elsewhere")
+    cone.check_users_rules(split_rows)
     return step
 
 

@@ -1,5 +1,6 @@
 """A part of a level that treats all rows alike, from logits to numbers per row and sums over rows, chunk by chunk."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +12,20 @@ from jax import lax
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import varying_with
 from jaxops._primitive.signature import names_of
-from jaxops.linear_cross_entropy.rewriting import row_wise
+from jaxops.linear_cross_entropy import chunk_sizes
 from jaxops.linear_cross_entropy.rewriting.accumulated import plus_product
-from jaxops.linear_cross_entropy.rewriting.forward_gradients import Planning, with_gradients
+from jaxops.linear_cross_entropy.rewriting.derivatives import (
+    Run,
+    cotangents_of,
+    tangents,
+    with_gradients,
+    with_users_rules,
+)
 from jaxops.linear_cross_entropy.rewriting.region import Parts, Region
-from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role
-from lowering.rewriting.graph import Level, Node, Value
+from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role, parts_of_operands
+from lowering.rewriting.graph import Level, Node, Value, level_of, size_of
 from lowering.rewriting.rules import RefusalError
-from lowering.rewriting.schedule import Step, Task
+from lowering.rewriting.schedule import Step, Task, evaluate, needed, ordered
 
 _Arrays = dict[Value, Any]
 
@@ -27,8 +34,6 @@ class Cone(Region):
     """The nodes that are computed chunk by chunk.
 
     Attributes:
-      roles: of each value that the chunks compute, where its rows are, or that it adds them up.
-      cut: the values from outside that each chunk takes its own rows of, and the axes of those rows.
       nodes: in order.
       exits: the values that are read outside.
       number: the last exit that adds rows up to one number with a derivative; None if there is none.
@@ -42,30 +47,18 @@ class Cone(Region):
         With `to_number` it goes on beyond numbers per row, to the last number that they are added up to.
         """
         super().__init__()
-        self.head = head
-        self.classes = classes
-        self.axis = axis
+        self.head, self.axis, self.classes = head, axis, classes
         self.rows = head.outputs[0].shape[axis]
-        self.cut: dict[Value, Part] = {}
-        self._inner: set[Node] = set()
-        self._shared: dict[Value, None] = {}
         self.roles[head.outputs[0]] = Part(axis)
-        parts = row_wise.parts_of_operands(head, Part(axis))
+        parts = parts_of_operands(head, Part(axis))
         assert parts is not None
-        operands = {head: parts, **self.follow(node for node in level.nodes if node in wanted)}
-        self.number = _last_number(operands, self.roles) if to_number else None
-        within = self._within(operands)
-        computed = {x for node in operands for x in node.outputs}
+        followed = {head: parts, **self.follow(node for node in level.nodes if node in wanted)}
+        self.number = _last_number(followed, self.roles) if to_number else None
+        within = self._within(followed)
         for node in level.nodes:
             if node in within:
-                found = operands[node]
-                if isinstance(found, RefusalError):
-                    raise found
-                self._inner.add(node)
-                for value, part in zip(self.inputs(node), found, strict=True):
-                    if value not in computed:
-                        self._bring(value, part)
-        self.nodes = [node for node in level.nodes if node in self._inner]
+                self.take(node, followed)
+        self.nodes = [node for node in level.nodes if node in self.inner]
         outside = [node for node in level.nodes if node in wanted and node not in within]
         read = {x for node in outside for x in node.inputs} | set(level.results)
         self.exits = [x for node in self.nodes if node in within for x in node.outputs if x in read]
@@ -74,73 +67,81 @@ class Cone(Region):
         """Tells whether a value is about as large as the logits."""
         return value.size > self.head.outputs[0].size // 2
 
-    def _is_made_in_chunks(self, value: Value) -> bool:
-        """Tells whether a value is of the logits' size, or has a number for each row of such an array."""
-        node = value.producer
-        if node is None or node.equation.effects or len(node.outputs) > 1:
-            return False
-        is_row = self.is_row(value) and any(self.is_row(x) or self.is_wide(x) for x in node.inputs)
-        return self.is_wide(value) or (value.follows_product and is_row)
-
     def is_row(self, value: Value) -> bool:
         """Tells whether a value has at most one number for each row of the logits."""
         return value.size * self.classes <= self.head.outputs[0].size
 
-    def _within(self, operands: dict[Node, Parts | RefusalError]) -> set[Node]:
+    def is_pulled(self, value: Value) -> bool:
+        """Tells whether a value is of the logits' size, or has a number for each row of such an array."""
+        operands = () if value.producer is None else value.producer.inputs
+        is_row = self.is_row(value) and any(self.is_row(x) or self.is_wide(x) for x in operands)
+        return self.is_wide(value) or (value.follows_product and is_row)
+
+    def _within(self, followed: dict[Node, Parts | RefusalError]) -> set[Node]:
         """Returns the nodes that read something of the logits' size, and those between the logits and them."""
 
         def reads_wide(node: Node) -> bool:
             return any(isinstance(self.roles.get(x), Part) and self.is_wide(x) for x in node.inputs)
 
         within: set[Node] = {self.head}
-        waiting = [node for node in operands if reads_wide(node)]
+        waiting = [node for node in followed if reads_wide(node)]
         if self.number is not None and self.number.producer is not None:
             waiting.append(self.number.producer)
         while waiting:
             node = waiting.pop()
             if node not in within:
                 within.add(node)
-                waiting += [x.producer for x in node.inputs if x.producer in operands and x.producer is not None]
+                waiting += [x.producer for x in node.inputs if x.producer in followed and x.producer is not None]
         return within
 
-    def _bring(self, value: Value, part: Part | None) -> None:
-        """Makes a value known in chunks: computed in each if it is large and cheap, else cut from the whole."""
-        if value in self.roles:
-            if self.roles[value] != part:
-                raise RefusalError("rows are paired with other rows")
-            return
-        if value in (self._shared if part is not None else self.cut):
-            raise RefusalError("rows are paired with all rows")
-        node = value.producer
-        if part is None and node is not None and node.name == "transpose":
-            # A product takes its operand in any order; outside of the loop, the other order would be one more array.
-            self._bring(node.inputs[0], None)
-            self.roles[value] = None
-            self._inner.add(node)
-            return
-        if part is None:
-            self._shared[value] = None
-            return
-        if node is not None and self._is_made_in_chunks(value):
-            parts = row_wise.parts_of_operands(node, part)
-            if parts is not None:
-                for operand, at in zip(node.inputs, parts, strict=True):
-                    self._bring(operand, at)
-                self.roles[value] = part
-                self._inner.add(node)
-                return
-        if self.cut.setdefault(value, part) != part:
-            raise RefusalError("rows are paired with other rows")
+    @property
+    def operands(self) -> tuple[Value, ...]:
+        """The values from outside."""
+        # A constant that is being differentiated or mapped is an operand like any other.
+        shared = (x for x in self.shared if not x.is_constant or isinstance(x.constant, jax.core.Tracer))
+        return (*shared, *self.cut)
 
-    def step(self, chunk_rows: int, differentiated: Planning | None = None) -> Step:
+    def step(self, chunk_rows: int) -> Step:
         """Returns the chunked computation; about so many rows of the split axis exist at a time.
 
-        With a number, its gradients are computed in the same pass, as `differentiated` plans it.
+        The gradients of the `number`, if there is one, are computed in the same pass.
         """
-        # A constant that is being differentiated or mapped is an operand like any other.
-        shared = [x for x in self._shared if not x.is_constant or isinstance(x.constant, jax.core.Tracer)]
-        cut = list(self.cut)
-        inputs, outputs = (*shared, *cut), tuple(self.exits)
+        run = self._run_in_chunks(chunk_rows)
+        chunked = functools.partial(self._of_derivative, chunk_rows=chunk_rows)
+        if self.calls:
+            run = with_users_rules(run, self._run_whole, chunked, is_jvp=self._is_jvp)
+        if self.number is not None:
+            run = with_gradients(run, self._run_whole, self.exits.index(self.number), chunked)
+        return Step(self.operands, tuple(self.exits), run)
+
+    def check_users_rules(self, chunk_rows: int) -> None:
+        """Looks whether derivatives by the user's rules are computed in chunks as well.
+
+        Raises:
+          RefusalError: if they are not.
+        """
+        if not self.calls:
+            return
+        fn, others = (tangents, self.operands) if self._is_jvp else (cotangents_of, self.exits)
+        avals = [x.aval for x in self.operands]
+        dots = [x.aval for x in others if jnp.issubdtype(x.dtype, jnp.inexact)]
+        is_outside = not jax.sharding.get_abstract_mesh().manual_axes
+        try:
+            if is_outside and any(x.manual_axis_type.varying for x in (*avals, *dots)):
+                raise NameError
+            jaxpr = jax.make_jaxpr(functools.partial(fn, self._run_whole))(avals, dots)
+        except NameError:
+            # Outside of a shard_map, the axes of its body have no names.
+            call = next(iter(self.calls))
+            what = f"{call.name} on {call.source}"
+            raise RefusalError(f"{what} is inside of a shard_map: rewrite the function that is mapped") from None
+        self._of_derivative(jaxpr, chunk_rows)
+
+    @property
+    def _is_jvp(self) -> bool:
+        return all(node.name == "custom_jvp_call" for node in self.calls)
+
+    def _run_in_chunks(self, chunk_rows: int) -> Run:
         least = max(1, math.ceil(self.rows / chunk_rows))
         # Without a rest, the computation is compiled once instead of twice.
         devices = _devices_along(self.head.outputs[0].aval, self.axis)
@@ -149,26 +150,43 @@ class Cone(Region):
         steps, rest = divmod(self.rows, size)
 
         def run(*arrays: Any) -> Sequence[Any]:
-            fixed = dict(zip(shared, arrays[: len(shared)], strict=True))
-            whole = arrays[len(shared) :]
-            done = size * steps
-            first = [p.cut(x, 0, done, self.rows) if rest else x for x, p in zip(whole, self.cut.values(), strict=True)]
-            sums, stacked = self._loop(fixed, cut, first, size, steps)
+            known = dict(zip(self.operands, arrays, strict=True))
+            fixed, done = {x: known[x] for x in known if x not in self.cut}, size * steps
+            first = {x: p.cut(known[x], 0, done, self.rows) if rest else known[x] for x, p in self.cut.items()}
+            sums, stacked = self._loop(fixed, first, size, steps)
             if rest:
-                last = [p.cut(x, done, self.rows, self.rows) for x, p in zip(whole, self.cut.values(), strict=True)]
-                sums, behind = self._chunk(fixed, cut, last, rest, sums)
+                last = {x: p.cut(known[x], done, self.rows, self.rows) for x, p in self.cut.items()}
+                sums, behind = self._chunk(fixed | last, rest, sums)
                 stacked = {value: self._appended(value, x, behind[value]) for value, x in stacked.items()}
-            return [sums[x].astype(x.dtype) if x in sums else stacked[x] for x in self.exits]
+            return self._results(sums, stacked)
 
-        def whole(*arrays: Any) -> Sequence[Any]:
-            fixed = dict(zip(shared, arrays[: len(shared)], strict=True))
-            zeros = {x: jnp.zeros(x.shape, _sum_dtype(x.dtype)) for x in self.exits if self.roles[x] == SUM}
-            sums, stacked = self._chunk(fixed, cut, arrays[len(shared) :], self.rows, zeros)
-            return [sums[x].astype(x.dtype) if x in sums else stacked[x] for x in self.exits]
+        return run
 
-        if differentiated is not None and self.number is not None:
-            return Step(inputs, outputs, with_gradients(run, whole, outputs.index(self.number), differentiated))
-        return Step(inputs, outputs, run)
+    def _run_whole(self, *arrays: Any) -> Sequence[Any]:
+        zeros = {x: jnp.zeros(x.shape, _sum_dtype(x.dtype)) for x in self.exits if self.roles[x] == SUM}
+        return self._results(*self._chunk(dict(zip(self.operands, arrays, strict=True)), self.rows, zeros))
+
+    def _results(self, sums: _Arrays, rows: _Arrays) -> list[Any]:
+        return [sums[x].astype(x.dtype) if x in sums else rows[x] for x in self.exits]
+
+    def _of_derivative(self, jaxpr: Any, chunk_rows: int) -> Run:
+        """Returns how to compute a derivative of the cone in chunks of rows.
+
+        Raises:
+          RefusalError: if that is not known.
+        """
+        level = level_of(jaxpr, lambda _: True, lambda aval: size_of(aval) > chunk_sizes.SIZES.logits)
+        wanted, logits = needed(level, ()), self.head.outputs[0]
+        dims = self.head.params["dimension_numbers"]
+        for node in level.named("dot_general"):
+            if node in wanted and node.outputs[0].shape == logits.shape and node.params["dimension_numbers"] == dims:
+                cone = Cone(level, wanted, node, self.axis, self.classes)
+                step = cone.step(chunk_rows)
+                if node in needed(level, [step]):
+                    break
+                return functools.partial(_evaluated, level, ordered(level, [step]))
+        raise RefusalError("its derivative is not known to treat all rows alike")
+
 
     def _appended(self, value: Value, first: Any, last: Any) -> Any:
         part = self.roles[value]
@@ -179,20 +197,19 @@ class Cone(Region):
         ]
         return lax.concatenate(before, part.axis + 1).reshape(value.shape)
 
-    def _loop(
-        self, fixed: dict[Value, Any], cut: list[Value], arrays: Sequence[Any], size: int, steps: int
-    ) -> tuple[_Arrays, _Arrays]:
+    def _loop(self, fixed: _Arrays, cut: _Arrays, size: int, steps: int) -> tuple[_Arrays, _Arrays]:
         """Returns the sums over all chunks, and the rows of each joined."""
-        chunks = tuple(self.cut[x].chunks(array, size, steps) for x, array in zip(cut, arrays, strict=True))
+        chunks = tuple(self.cut[x].chunks(array, size, steps) for x, array in cut.items())
         added = [x for x in self.exits if self.roles[x] == SUM]
         joined = [x for x in self.exits if self.roles[x] != SUM]
 
         def one(sums: Any, chunk: Any) -> Any:
-            after, rows = self._chunk(fixed, cut, chunk, size, dict(zip(added, sums, strict=True)))
+            known = fixed | dict(zip(cut, chunk, strict=True))
+            after, rows = self._chunk(known, size, dict(zip(added, sums, strict=True)))
             return tuple(after[x] for x in added), tuple(rows[x] for x in joined)
 
         zeros = [jnp.zeros(x.shape, _sum_dtype(x.dtype)) for x in added]
-        start = tuple(varying_with(zeros, (*arrays, *fixed.values())))
+        start = tuple(varying_with(zeros, (*cut.values(), *fixed.values())))
         # Differentiated, every step would keep its logits, together just what the chunks are there to avoid.
         totals, parts = lax.scan(jax.checkpoint(one, prevent_cse=False), start, chunks)
         rows = {}
@@ -202,11 +219,9 @@ class Cone(Region):
             rows[value] = part.joined(stacked, size, steps)
         return dict(zip(added, totals, strict=True)), rows
 
-    def _chunk(
-        self, fixed: dict[Value, Any], cut: list[Value], arrays: Sequence[Any], size: int, sums: _Arrays
-    ) -> tuple[_Arrays, _Arrays]:
+    def _chunk(self, known: _Arrays, size: int, sums: _Arrays) -> tuple[_Arrays, _Arrays]:
         """Adds a chunk to the sums; returns them and its rows."""
-        known, after = {**fixed, **dict(zip(cut, arrays, strict=True))}, dict(sums)
+        known, after = dict(known), dict(sums)
 
         def read(value: Value) -> Any:
             return known.get(value, value.constant)
@@ -216,7 +231,10 @@ class Cone(Region):
             if node.outputs[0] in sums and node.name == "dot_general":
                 after[node.outputs[0]] = plus_product(node, sums[node.outputs[0]], *operands)
                 continue
-            known.update(zip(node.outputs, self.run(node, size, operands), strict=True))
+            # All rows are taken to be differentiated, by the user's rule.
+            is_whole_call = node in self.calls and size == self.rows
+            found = node.run(*operands) if is_whole_call else self.run(node, size, operands)
+            known.update(zip(node.outputs, found, strict=True))
             after.update({x: sums[x] + known[x].astype(sums[x].dtype) for x in node.outputs if x in sums})
         return after, {x: known[x] for x in self.exits if x not in sums}
 
@@ -236,3 +254,7 @@ def _devices_along(aval: Any, axis: int) -> int:
 def _sum_dtype(dtype: Any) -> Any:
     """Returns the dtype in which a sum is kept: float32 for floats of 16 bits."""
     return accumulation_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def _evaluated(level: Level, order: Sequence[Task], *arrays: Any) -> list[Any]:
+    return evaluate(level, order, arrays)

@@ -174,8 +174,7 @@ class RowProgram:
         for axis in self._axes:
             part = Part(axis + (axis >= self.axis))
             given = [part, *(None for _ in self.inputs)]
-            wanted = () if self._logits else [part]
-            of_rows = RowFunction(closed, given, wanted, frozenset())
+            of_rows = RowFunction(closed, given, None if self._logits else part)
             if any(role is None for role in of_rows.results):
                 raise RefusalError("a number that belongs to no row depends on the logits")
             types = [

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._primitive import sharding
-from lowering.rewriting.graph import SAME, Node, Value
+from lowering.rewriting.graph import SAME, Node
 from lowering.rewriting.rules import RefusalError
 
 RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
@@ -231,22 +231,3 @@ def reshaped(before: Sequence[int], part: Part, after: Sequence[int]) -> Part | 
         if outer % ahead == 0 and inner % behind == 0 and outer // ahead * rows * (inner // behind) == size:
             return Part(axis, outer // ahead, inner // behind)
     return None
-
-
-_REPEATS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "copy"})
-
-
-def only_number(value: Value) -> Any:
-    """Returns the number that all elements of an array are, if that is written in the code."""
-    while (node := value.producer) is not None:
-        is_widened = node.name == "convert_element_type" and keeps_numbers(node.equation)
-        if node.name not in _REPEATS and not is_widened:
-            return None
-        value = node.inputs[0]
-    return value.number
-
-
-def keeps_numbers(equation: Any) -> bool:
-    """Tells whether a conversion keeps numbers, apart from rounding."""
-    before, after = (atom.aval.dtype for atom in (equation.invars[0], equation.outvars[0]))
-    return bool(jnp.issubdtype(after, jnp.floating)) or before == after
