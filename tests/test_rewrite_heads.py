@@ -123,7 +123,7 @@ def test_what_is_said_of_memory_is_what_xla_reports(
     if applied:
         saved = plain - temporaries(fast, args)
         assert saved >= 0.2 * plain
-        assert applied[0].saved_bytes / 1.5 <= saved <= 1.5 * applied[0].saved_bytes
+        assert saved >= 0.75 * applied[0].saved_bytes
     else:
         # Nor would a rewrite have saved anything in any order of gradients, if estimates were not asked.
         monkeypatch.setattr(savings, "saving", lambda logits, *_, **__: savings.Saving(logits.size, logits.size))

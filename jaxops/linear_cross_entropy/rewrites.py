@@ -16,8 +16,6 @@ from jaxops.linear_cross_entropy.rewriting.likeness import (
     has_log_sum_exp,
     is_alike,
     is_like_loss,
-    is_plain,
-    logits_arrays,
     read_at_labels,
     read_in_order,
     reduced_sizes,
@@ -60,7 +58,7 @@ def _find(level: Level, steps: tuple[Step, ...], steps_of: _StepsOf, how: str) -
             continue
         refusal = None
         for head in heads_of(node):
-            saved = _saving(level, head, keeps_rows=steps_of is _by_statistics)
+            saved = _saving(head, keeps_rows=steps_of is _by_statistics)
             try:
                 found = steps_of(level, taken, head) if saved.is_worthwhile else ()
             except _UnlikeError:
@@ -77,20 +75,18 @@ def _find(level: Level, steps: tuple[Step, ...], steps_of: _StepsOf, how: str) -
                 yield Missed(node, f"logits {described(node.outputs[0])}", refusal)
 
 
-def _saving(level: Level, head: Head, *, keeps_rows: bool) -> Saving:
+def _saving(head: Head, *, keeps_rows: bool) -> Saving:
     is_transposed, is_cast = _made_of_weight(head.weight)
     # Two transpositions cancel.
     is_transposed ^= head.layout.class_axis != 0
-    options: dict[str, Any] = {"keeps_rows": keeps_rows, "arrays": logits_arrays(level, head.node)}
-    options |= {"is_transposed": is_transposed, "is_cast": is_cast, "is_plain": is_plain(head.node)}
+    options = {"keeps_rows": keeps_rows, "is_transposed": is_transposed, "is_cast": is_cast}
     return savings.saving(head.node.outputs[0], head.weight, head.classes, **options)
 
 
-def _saving_of_cone(level: Level, node: Node, class_axis: int) -> Saving:
+def _saving_of_cone(node: Node, class_axis: int) -> Saving:
     weight, classes = node.inputs[class_axis != 0], node.outputs[0].shape[class_axis]
-    options: dict[str, Any] = {"is_transposed": False, "is_cast": _made_of_weight(weight)[1], "is_plain": False}
-    options |= {"is_cone": True, "arrays": logits_arrays(level, node)}
-    return savings.saving(node.outputs[0], weight, classes, **options)
+    is_cast = _made_of_weight(weight)[1]
+    return savings.saving(node.outputs[0], weight, classes, is_transposed=False, is_cast=is_cast, is_cone=True)
 
 
 def _made_of_weight(weight: Value) -> tuple[bool, bool]:
@@ -164,7 +160,7 @@ def _find_cones(level: Level, steps: tuple[Step, ...], *, to_number: bool = Fals
             continue
         refusal = None
         for axis, class_axis in _row_axes(node):
-            saved = _saving_of_cone(level, node, class_axis)
+            saved = _saving_of_cone(node, class_axis)
             try:
                 step = _cone_of(level, taken, node, axis, class_axis, to_number) if saved.is_worthwhile else None
             except _UnlikeError:
@@ -237,10 +233,10 @@ def _overlooked(level: Level) -> Iterator[Missed]:
         is_loss = is_like_loss(node) or has_log_sum_exp(node)
         if not (read or ordered or is_loss):
             continue
-        size, found = node.outputs[0].size, _saving(level, heads[0], keeps_rows=False) if heads else Saving(0, 0)
+        size, found = node.outputs[0].size, _saving(heads[0], keeps_rows=False) if heads else Saving(0, 0)
         if heads and found.is_worthwhile and node.name == "dot_general":
             # Nor is a loss that the operator does not have computed in chunks where those save nothing.
-            cones = (_saving_of_cone(level, node, class_axis) for _, class_axis in _row_axes(node))
+            cones = (_saving_of_cone(node, class_axis) for _, class_axis in _row_axes(node))
             found = next((one for one in cones if not one.is_worthwhile), found)
         if not is_loss and ordered:
             reason = f"this takes no log sum exp: {ordered} reads whole rows, for which there is no operator"

@@ -18,7 +18,7 @@ class Applied:
       source: the line where it begins, such as "model.py:12 (loss_fn)".
       detail: what is computed there, and how it is computed instead.
       saved_bytes: about how many bytes of temporaries this saves where the function is differentiated with respect to
-        all that it reads there.
+        all that it reads there. Only what every loss keeps is counted, the logits and their cotangent; some keep more.
       count: how often it runs.
       remark: what else it changes.
     """

@@ -187,7 +187,6 @@ class Cone(Region):
                 return functools.partial(_evaluated, level, ordered(level, [step]))
         raise RefusalError("its derivative is not known to treat all rows alike")
 
-
     def _appended(self, value: Value, first: Any, last: Any) -> Any:
         part = self.roles[value]
         assert isinstance(part, Part)

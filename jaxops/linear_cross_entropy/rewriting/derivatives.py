@@ -89,7 +89,9 @@ def with_users_rules(run: Run, whole: Run, chunked: Chunked, *, is_jvp: bool) ->
             return fn(whole, *args)
 
     def with_dots(operands: Any, dots: Any) -> Any:
-        results, found = computed(tangents, list(operands), [dot for x, dot in zip(operands, dots, strict=True) if _moves(x)])
+        results, found = computed(
+            tangents, list(operands), [dot for x, dot in zip(operands, dots, strict=True) if _moves(x)]
+        )
         return tuple(results), _among(results, found)
 
     def pulled(operands: Any, cotangents: Any) -> Any:

@@ -2,11 +2,8 @@
 
 from collections.abc import Iterable
 
-from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy.rewriting.region import equations_within
-from jaxops.linear_cross_entropy.rewriting.row_wise import ELEMENTWISE
-from jaxops.linear_cross_entropy.rewriting.savings import KEEPS_ROUNDED, LEAST_ARRAYS, MANY_ROWS
-from lowering.rewriting.graph import Level, Node, Value, backward, forward, size_of
+from lowering.rewriting.graph import Node, Value, backward, forward, size_of
 from lowering.rewriting.peeling import PRODUCTS
 
 _IN_ORDER = frozenset({"argmax", "argmin", "top_k", "approx_top_k", "sort", "cumsum", "cummax", "cumlogsumexp"})
@@ -105,102 +102,3 @@ def reduced_sizes(head: Node) -> set[int]:
         if equation.primitive.name == "reduce_sum" and size_of(equation.invars[0].aval) == head.outputs[0].size
         for axis in equation.params["axes"]
     }
-
-
-def is_plain(head: Node) -> bool:
-    """Tells whether nothing is added to the result of a product, nor is it bounded, before its rows are reduced."""
-    nodes, dependent = dependents(head)
-    wide = (node for node in nodes if any(x.size == head.outputs[0].size for x in node.outputs))
-    return not any(
-        node.name == "tanh" or (node.name == "add" and not dependent.issuperset(node.inputs)) for node in wide
-    )
-
-
-def logits_arrays(level: Level, head: Node) -> float:
-    """Counts the arrays of the logits' size that plain JAX keeps for the gradient, as XLA was seen to for CPUs.
-
-    Beside the logits and their cotangent, these are what a tanh computes, log-probabilities, the factors of products
-    apart from one-hot labels, and exponentials in 16 bits; what has 16 bits counts half. There may be more beside.
-    """
-    size, itemsize = head.outputs[0].size, accumulation_dtype(head.outputs[0].dtype).itemsize
-    nodes, dependent = dependents(head)
-    # In a gradient the same factors meet again, and what is kept between the two is kept once.
-    is_gradient = any(is_layer(node) for x in dependent if x.size == size for node in x.users)
-    kept: set[Value] = set()
-    logs: set[Value] = set()
-    forms_log_probs = multiplies_log_probs = False
-    for node in filter(nodes.__contains__, level.nodes):
-        is_wide = any(x.size == size for x in node.outputs)
-        if not is_wide:
-            if node.name == "log" or any(x in logs for x in node.inputs):
-                logs.update(node.outputs)
-        elif node.name == "tanh" or (KEEPS_ROUNDED and node.name == "exp" and _is_rounded(node)):
-            kept.update(node.outputs)
-        elif node.name in ELEMENTWISE and any(x in logs for x in node.inputs):
-            forms_log_probs = True
-            logs.update(node.outputs)
-        if node.name == "mul" and all(x.size == size for x in node.inputs) and not is_gradient:
-            kept.update(x for x in node.inputs if x not in logs and (x in dependent or not _is_free(x)))
-            multiplies_log_probs |= any(x in logs and x.dtype.itemsize == itemsize for x in node.inputs)
-    if (
-        KEEPS_ROUNDED
-        and _is_rounded(head)
-        and len(head.outputs[0].shape) == 2
-        and min(head.outputs[0].shape) < MANY_ROWS
-    ):
-        # Few float32 log-probabilities are computed together with what they are multiplied by.
-        forms_log_probs &= not multiplies_log_probs
-    arrays = LEAST_ARRAYS + forms_log_probs + sum(x.dtype.itemsize for x in kept) / itemsize
-    arrays += _arrays_of_own_derivative(nodes, size)
-    wide = [node for node in nodes if any(x.size == size for x in node.outputs)]
-    if len(head.outputs[0].shape) > 2:
-        return arrays + _arrays_beside(head, nodes, wide)
-    # Kept 16-bit logits that fit into the gradient of the weight take no memory beside it.
-    fits = any(x.size >= size for x in head.inputs)
-    keeps_logits = not KEEPS_ROUNDED and _is_rounded(head) and not fits and _keeps_logits(nodes, dependent, wide)
-    return arrays + 0.5 * keeps_logits
-
-
-def _arrays_of_own_derivative(nodes: set[Node], size: int) -> float:
-    """Counts what a function of its own derivative keeps beside, if it takes logits in 16 bits, and targets as well."""
-    wide = [[x for x in node.inputs if x.size == size] for node in nodes if _has_own_derivative({node})]
-    narrow = [[x.dtype.itemsize == 2 for x in operands] for operands in wide]
-    return max(((0.5 * KEEPS_ROUNDED if any(x) else 0) + (len(x) > 1 and all(x)) for x in narrow), default=0)
-
-
-def _has_own_derivative(nodes: set[Node]) -> bool:
-    return any(node.name.startswith("custom_vjp") for node in nodes)
-
-
-def _keeps_logits(nodes: set[Node], dependent: set[Value], wide: list[Node]) -> bool:
-    """Tells whether XLA keeps 16-bit logits beside what it computes from them: with a bias, or rows that weigh."""
-    adds_bias = any(node.name == "add" and not dependent.issuperset(node.inputs) for node in wide)
-    weighs_rows = any(
-        node.name in ("mul", "square", "integer_pow") and not any(x.shape == () for x in (*node.inputs, *node.outputs))
-        for node in nodes.difference(wide)
-    )
-    return adds_bias or weighs_rows or _has_own_derivative(nodes)
-
-
-def _arrays_beside(head: Node, nodes: set[Node], wide: list[Node]) -> float:
-    """Counts what is kept beside, where XLA lays rows of several axes out as one for products, and not for the rest."""
-    if _has_own_derivative(nodes):
-        # What a function of its own derivative keeps is computed before.
-        return 0.5 if _is_rounded(head) else 2
-    if not (KEEPS_ROUNDED and _is_rounded(head)):
-        return 0
-    # A bias is added in float32, to logits that are kept in both dtypes; so are those of exponentials in 16 bits.
-    adds_bias = any(node.name == "add" and _is_rounded(node) for node in wide)
-    has_exponentials = any(node.name == "exp" and _is_rounded(node) for node in wide)
-    return adds_bias + 0.5 * (not has_exponentials)
-
-
-def _is_rounded(node: Node) -> bool:
-    return node.outputs[0].dtype.itemsize < accumulation_dtype(node.outputs[0].dtype).itemsize
-
-
-def _is_free(value: Value) -> bool:
-    """Tells whether an array is an argument, or one-hot labels, which XLA makes where it reads them."""
-    while value.producer is not None and value.producer.name in ("convert_element_type", "broadcast_in_dim"):
-        (value, *_) = value.producer.inputs
-    return value.producer is None or value.producer.name == "eq"

@@ -75,7 +75,8 @@ class Region:
             return
         if value in (self.shared if part is not None else self.cut):
             raise RefusalError("rows are paired with all rows")
-        node, parts = value.producer, None
+        node: Node | None = value.producer
+        parts: Parts | None = None
         if part is None:
             # A product takes its operand in any order; outside of the loop, the other order would be one more array.
             parts = [None] if node is not None and node.name == "transpose" else None
@@ -194,7 +195,9 @@ class RowFunction(Region):
                 before.add(producer)
                 waiting += producer.inputs
         self._nodes = [node for node in level.nodes if node in self.inner or node in before]
-        self.parts: Parts = [at if isinstance(at := self.roles.get(x, self.cut.get(x)), Part) else None for x in arguments]
+        self.parts: Parts = [
+            at if isinstance(at := self.roles.get(x, self.cut.get(x)), Part) else None for x in arguments
+        ]
         self.results = [self.roles.get(x, self.cut.get(x)) for x in level.results]
 
     def evaluate(self, size: int, arrays: Sequence[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Rows that are taken in chunks: which axis of an array holds them, and how each node computes a chunk."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -25,9 +25,7 @@ _REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
 )
 _LINEAR = frozenset({"neg", "convert_element_type", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy"})
-_ALONG_ONE_AXIS = frozenset(
-    {"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod", "sort", "top_k", "concatenate"}
-)
+_ALONG_ONE_AXIS = frozenset({"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod", "sort", "top_k", "concatenate"})
 
 
 class Part(NamedTuple):
@@ -131,7 +129,10 @@ def _axes_of_product(node: Node) -> list[Along]:
     ranks = [len(x.shape) for x in node.inputs]
     free = [[i for i in range(ranks[side]) if i not in (*contracted[side], *batch[side])] for side in (0, 1)]
     pairs = [*zip(*batch, strict=True), *((i, None) for i in free[0]), *((None, i) for i in free[1])]
-    return [*(Along(pair, at) for at, pair in enumerate(pairs)), *(Along(x, SUM) for x in zip(*contracted, strict=True))]
+    return [
+        *(Along(pair, at) for at, pair in enumerate(pairs)),
+        *(Along(x, SUM) for x in zip(*contracted, strict=True)),
+    ]
 
 
 def _axes_of_rows(node: Node) -> list[Along]:
@@ -157,9 +158,9 @@ def followed(node: Node, parts: Sequence[Part | None]) -> tuple[list[Part | None
       RefusalError: if it is not known to treat all rows alike.
     """
     part = next(at for at in parts if at is not None)
-    if node.name in RESHAPES:
-        if (after := reshaped(node.inputs[0].shape, part, node.outputs[0].shape)) is not None:
-            return [part], after
+    after = reshaped(node.inputs[0].shape, part, node.outputs[0].shape) if node.name in RESHAPES else None
+    if after is not None:
+        return [part], after
     for operands, result in axes_of(node):
         found = [_at(part, axis) for axis in operands]
         if all(at in (None, one) for at, one in zip(parts, found, strict=True)) and part in found:

@@ -17,9 +17,9 @@ import jax.export
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy import chunk_sizes
 
-LEAST_ARRAYS, _LEAST_SHARE = 2, 0.2  # the logits, and their cotangent; a fifth
+_ARRAYS, _LEAST_SHARE = 2, 0.2  # the logits, and their cotangent; a fifth
 # XLA was seen to keep the last array but one in a gradient from so many rows on; with H >= V, in that of x as well.
-MANY_ROWS = 4096
+_MANY_ROWS = 4096
 # Before JAX 0.11, XLA's code for CPUs kept 16-bit operands of products in float32 as well, and what a program rounds.
 KEEPS_ROUNDED = jax.__version_info__ < (0, 11)
 
@@ -45,9 +45,7 @@ def saving(
     is_transposed: bool,
     is_cast: bool = False,
     keeps_rows: bool = False,
-    is_plain: bool = True,
     is_cone: bool = False,
-    arrays: float = LEAST_ARRAYS,
 ) -> Saving:
     """Estimates what the operator saves: nothing of so few logits that it keeps them as well.
 
@@ -58,9 +56,7 @@ def saving(
       is_transposed: whether the weight has its features first, (H, V), or is copied for another reason.
       is_cast: whether the weight is rounded from an array that is wider, which plain JAX reads as it is.
       keeps_rows: whether all rows are taken at a time, and some of the columns.
-      is_plain: whether the logits are a product as it is, without a bias or cap.
       is_cone: whether chunks are differentiated by JAX, not by the operator.
-      arrays: how many arrays of the logits' size plain JAX keeps.
     """
     size, weight_size = math.prod(logits.shape), math.prod(weight.shape)
     if jax.export.is_symbolic_dim(weight_size):
@@ -72,14 +68,14 @@ def saving(
     # The gradient of a weight that is rounded has the dtype of what it is rounded from.
     fits = weight_size * (itemsize if is_cast else weight.dtype.itemsize) >= size * itemsize
     has_axes_of_rows = len(logits.shape) > 2
-    if not is_narrow:
-        arrays -= features >= classes or (fits and (arrays > LEAST_ARRAYS or rows >= MANY_ROWS))
-    elif fits and has_axes_of_rows:
-        # They were once kept beside, in 16 bits.
-        arrays += 0.5 * (not is_cast) if KEEPS_ROUNDED else -1
+    arrays = _ARRAYS
+    if is_narrow:
+        arrays -= fits and has_axes_of_rows and not KEEPS_ROUNDED
+    else:
+        arrays -= features >= classes or (fits and rows >= _MANY_ROWS)
     plain = arrays * size + widened
     # Nor is it known where rows have several axes, or for functions of their own derivative.
-    least = (LEAST_ARRAYS - 1) * size + widened if fits and (is_narrow or has_axes_of_rows or is_cone) else plain
+    least = (_ARRAYS - 1) * size + widened if fits and (is_narrow or has_axes_of_rows or is_cone) else plain
     if keeps_rows:
         # Rows are taken in another order, and so are their gradients, in two places.
         tile = chunk_sizes.logits_of_tile(rows, (classes, features), None) or size
@@ -87,17 +83,11 @@ def saving(
         # Tiles of logits, row gradients, and tiles of the weight and its gradient, as they are and transposed.
         taken = 2 * tile + 4 * rows * features + 4 * math.ceil(tile / rows) * features + copies * weight_size
     else:
-        # A chunk exists in 16 bits as well, or there alone; in float32 it exists twice with a bias or cap.
-        arrays_of_chunk = 2 if is_narrow else 2 - is_plain
-        if KEEPS_ROUNDED:
-            in_chunk = arrays_of_chunk - 0.5 * is_narrow
-        else:
-            in_chunk = 1 - 0.5 * is_plain if is_narrow else arrays_of_chunk - is_cone
-        chunks = math.ceil(rows / (chunk_sizes.rows_of_logits(classes, features, arrays_of_chunk) or rows))
+        chunks = math.ceil(rows / (chunk_sizes.rows_of_logits(classes, features, 1) or rows))
         # A cone's loop has the gradient of the weight beside its sum.
         copies = _weights_of_sum(is_transposed or is_cone, is_narrow, is_cast)
         copies += is_cone and is_narrow and not is_cast and KEEPS_ROUNDED
-        taken = in_chunk * math.ceil(rows / chunks) * classes + rows * features + copies * weight_size
+        taken = math.ceil(rows / chunks) * classes + rows * features + copies * weight_size
         # Since JAX 0.11, a transposed float32 weight exists while its gradient is transposed as well.
         if is_transposed and not is_narrow and not KEEPS_ROUNDED:
             taken = max(taken, 2 * weight_size + rows * features)
