@@ -194,6 +194,72 @@ def test_a_rule_that_mixes_rows_is_left_alone(few_rows) -> None:
     np.testing.assert_array_equal(jax.grad(fast)(*ARGS), jax.grad(plain)(*ARGS))
 
 
+@jax.custom_vjp
+def with_clipped_gradient(array: Any) -> Any:
+    """The same array, whose cotangent is clipped, so that gradients are not linear in that of the loss."""
+    return array
+
+
+with_clipped_gradient.defvjp(lambda array: (array, None), lambda _, cotangent: (jnp.clip(cotangent, -0.01, 0.01),))
+
+
+@jax.custom_vjp
+def with_balanced_rows(array: Any) -> Any:
+    """The same array, whose cotangent has a share that does not come from the loss."""
+    return array
+
+
+with_balanced_rows.defvjp(lambda array: (array, array), lambda kept, cotangent: (cotangent + 0.01 * kept,))
+
+
+@pytest.mark.parametrize("change", [with_clipped_gradient, with_balanced_rows], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("at", ["logits", "rows"])
+def test_gradients_that_are_not_linear_in_cotangents_are_not_scaled(at: str, change: Any, few_rows) -> None:
+    def plain(table: Any, x: Any, labels: Any) -> Any:
+        logits = x @ table.T
+        logits = change(logits) if at == "logits" else logits
+        loss = jax.nn.logsumexp(logits, axis=-1) - picked(logits, labels)
+        return jnp.mean(change(loss) if at == "rows" else loss)
+
+    fast = lowering.rewrite(plain)
+    assert [one.pattern for one in fast.report(*ARGS).applied] == ["row_cone" if at == "logits" else "cross_entropy"]
+    found = [jax.jit(jax.grad(lambda *args, fn=fn: 30 * fn(*args), (0, 1)))(*ARGS) for fn in (fast, plain)]
+    assert_alike(*found)
+
+
+@jax.custom_jvp
+def capped(logits: Any) -> Any:
+    """Capped logits by a rule that takes twice their derivative, and their value from the function itself."""
+    return 5 * jnp.tanh(logits / 5)
+
+
+@capped.defjvp
+def capped_tangents(operands: Any, tangents: Any) -> Any:
+    slope = 1 - jnp.square(jnp.tanh(operands[0] / 5))
+    return capped(*operands), 2 * slope * tangents[0]
+
+
+def test_a_rule_inside_of_a_rule_is_kept_in_second_derivatives(few_rows) -> None:
+    @jax.custom_vjp
+    def row_losses(logits: Any, labels: Any) -> Any:
+        return jax.nn.logsumexp(logits, axis=-1) - picked(logits, labels)
+
+    def backward(kept: Any, cotangent: Any) -> Any:
+        return (jax.nn.softmax(kept[0]) - 2 * jax.nn.one_hot(kept[1], CLASSES)) * cotangent[..., None], None
+
+    row_losses.defvjp(lambda logits, labels: (row_losses(logits, labels), (logits, labels)), backward)
+
+    def plain(table: Any, x: Any, labels: Any) -> Any:
+        return jnp.mean(row_losses(capped(x @ table.T), labels))
+
+    def curvature(fn: Callable[..., Any]) -> Any:
+        return jax.jit(jax.grad(lambda table: jnp.sum(jnp.sin(jax.grad(fn)(table, X, LABELS)))))(TABLE)
+
+    fast = lowering.rewrite(plain)
+    assert_rewritten(fast, *ARGS)
+    assert_alike(curvature(fast), curvature(plain), 1e-4)
+
+
 def test_the_logits_of_a_rule_exist_for_some_rows_only(few_rows) -> None:
     shapes = {x.aval.shape for x in _results(jax.make_jaxpr(jax.grad(lowering.rewrite(total)))(*ARGS).jaxpr)}
     assert (*LABELS.shape, CLASSES) not in shapes

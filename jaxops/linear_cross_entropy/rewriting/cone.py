@@ -17,7 +17,8 @@ from jaxops.linear_cross_entropy.rewriting.accumulated import plus_product
 from jaxops.linear_cross_entropy.rewriting.derivatives import (
     Run,
     cotangents_of,
-    tangents,
+    is_linear,
+    tangents_of,
     with_gradients,
     with_users_rules,
 )
@@ -108,8 +109,8 @@ class Cone(Region):
         """
         run = self._run_in_chunks(chunk_rows)
         chunked = functools.partial(self._of_derivative, chunk_rows=chunk_rows)
-        if self.calls:
-            run = with_users_rules(run, self._run_whole, chunked, is_jvp=self._is_jvp)
+        if not self._is_jvp:
+            run = with_users_rules(run, self._run_whole, chunked)
         if self.number is not None:
             run = with_gradients(run, self._run_whole, self.exits.index(self.number), chunked)
         return Step(self.operands, tuple(self.exits), run)
@@ -122,7 +123,7 @@ class Cone(Region):
         """
         if not self.calls:
             return
-        fn, others = (tangents, self.operands) if self._is_jvp else (cotangents_of, self.exits)
+        fn, others = (tangents_of, self.operands) if self._is_jvp else (cotangents_of, self.exits)
         avals = [x.aval for x in self.operands]
         dots = [x.aval for x in others if jnp.issubdtype(x.dtype, jnp.inexact)]
         is_outside = not jax.sharding.get_abstract_mesh().manual_axes
@@ -135,6 +136,8 @@ class Cone(Region):
             call = next(iter(self.calls))
             what = f"{call.name} on {call.source}"
             raise RefusalError(f"{what} is inside of a shard_map: rewrite the function that is mapped") from None
+        if self.number is not None and not self._is_jvp and not is_linear(jaxpr, len(dots)):
+            raise RefusalError("the user's derivative is not linear in the cotangents")
         self._of_derivative(jaxpr, chunk_rows)
 
     @property

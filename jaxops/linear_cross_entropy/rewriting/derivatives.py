@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import same_varying_axes
 from jaxops.linear_cross_entropy.sum_operator import inner_product
+from lowering.rewriting.graph import SAME, Node, Value, forward, level_of
 from lowering.rewriting.rules import RefusalError
 
 Run = Callable[..., Sequence[Any]]
@@ -71,14 +72,13 @@ def with_gradients(run: Run, whole: Run, at: int, chunked: Chunked) -> Run:
     return lambda *operands: call(*same_varying_axes(operands))
 
 
-def with_users_rules(run: Run, whole: Run, chunked: Chunked, *, is_jvp: bool) -> Run:
-    """Returns a function that computes what another does, with the derivative of the user's own functions in it.
+def with_users_rules(run: Run, whole: Run, chunked: Chunked) -> Run:
+    """Returns a function that computes what another does, with the rules of `jax.custom_vjp` in it.
 
     Args:
       run: computes the results in chunks.
       whole: computes them all at once, which is never done, unless no other way to a derivative is known.
       chunked: how to compute derivatives in chunks.
-      is_jvp: whether all these functions are of `jax.custom_jvp`, so that tangents are known as well.
     """
 
     def computed(fn: Callable[..., Any], *args: Any) -> Any:
@@ -88,23 +88,12 @@ def with_users_rules(run: Run, whole: Run, chunked: Chunked, *, is_jvp: bool) ->
         except RefusalError:
             return fn(whole, *args)
 
-    def with_dots(operands: Any, dots: Any) -> Any:
-        results, found = computed(
-            tangents, list(operands), [dot for x, dot in zip(operands, dots, strict=True) if _moves(x)]
-        )
-        return tuple(results), _among(results, found)
-
     def pulled(operands: Any, cotangents: Any) -> Any:
-        given = [x for x in cotangents if _moves(x)]
-        return _among(operands, computed(cotangents_of, list(operands), given))
+        return among(operands, computed(cotangents_of, list(operands), of_moving(cotangents, cotangents)))
 
-    if is_jvp:
-        with_jvp = jax.custom_jvp(lambda *operands: tuple(run(*operands)))
-        with_jvp.defjvp(with_dots)
-        return with_jvp
-    with_vjp = jax.custom_vjp(lambda *operands: tuple(run(*operands)))
-    with_vjp.defvjp(lambda *operands: (tuple(computed(results_of, operands)), operands), pulled)
-    return with_vjp
+    call = jax.custom_vjp(lambda *operands: tuple(run(*operands)))
+    call.defvjp(lambda *operands: (tuple(computed(results_of, operands)), operands), pulled)
+    return call
 
 
 def results_of(whole: Run, operands: Any) -> Any:
@@ -112,18 +101,23 @@ def results_of(whole: Run, operands: Any) -> Any:
     return jax.vjp(lambda *arrays: list(whole(*arrays)), *operands)[0]
 
 
-def tangents(whole: Run, operands: Any, dots: Any) -> Any:
+def tangents_of(whole: Run, operands: Any, dots: Any) -> Any:
     """Computes the results, and the tangents of those that have one."""
     moving = [i for i, x in enumerate(operands) if _moves(x)]
     results, found = jax.jvp(_of(whole, operands, moving), [operands[i] for i in moving], dots)
-    return results, [dot for x, dot in zip(results, found, strict=True) if _moves(x)]
+    return results, of_moving(results, found)
 
 
 def cotangents_of(whole: Run, operands: Any, given: Any) -> Any:
     """Computes the cotangents of the operands that have one, from those of the results."""
     moving = [i for i, x in enumerate(operands) if _moves(x)]
-    of_moving = _of(whole, operands, moving)
-    _, pull = jax.vjp(lambda *arrays: [x for x in of_moving(*arrays) if _moves(x)], *(operands[i] for i in moving))
+    fn = _of(whole, operands, moving)
+
+    def answering(*arrays: Any) -> list[Any]:
+        results = fn(*arrays)
+        return of_moving(results, results)
+
+    _, pull = jax.vjp(answering, *(operands[i] for i in moving))
     return list(pull(given))
 
 
@@ -142,7 +136,57 @@ def _moves(array: Any) -> bool:
     return bool(jnp.issubdtype(array.dtype, jnp.inexact))
 
 
-def _among(arrays: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
+def of_moving(arrays: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Returns the values that belong to those arrays that have a derivative."""
+    return [value for x, value in zip(arrays, values, strict=True) if _moves(x)]
+
+
+def among(arrays: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
     """Puts what was found for those arrays that have a derivative between zeros without a dtype for the others."""
     given = iter(found)
     return tuple(next(given) if _moves(x) else np.zeros(x.shape, jax.dtypes.float0) for x in arrays)
+
+
+# Linear in their first operand; in one of them; and in all together.
+_IN_FIRST = frozenset(
+    {"neg", "convert_element_type", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "reduce_sum"}
+    | {"slice", "gather", "cumsum", "rev", "div", "real", "imag", *SAME}
+)
+_IN_ONE = frozenset({"mul", "dot_general", "conv_general_dilated"})
+_TOGETHER = frozenset(
+    {"add", "add_any", "sub", "concatenate", "select_n", "scatter-add", "pad", "dynamic_update_slice"}
+)
+
+
+def has_linear_rule(call: Run, operands: Sequence[Any], results: Sequence[Any]) -> bool:
+    """Tells whether cotangents of operands are linear in those of results, by their types, as derivatives are.
+
+    A `jax.custom_vjp` may do anything with them, such as to clip them.
+    """
+    dots = of_moving(results, results)
+    try:
+        return is_linear(jax.make_jaxpr(functools.partial(cotangents_of, call))(list(operands), dots), len(dots))
+    except NameError:  # outside of a shard_map, the axes of its body have no names
+        return False
+
+
+def is_linear(jaxpr: Any, count: int) -> bool:
+    """Tells whether all results are known to be linear in the last arguments, so many together."""
+    level = level_of(jaxpr, lambda _: True, lambda _: False)
+    moving = forward(level.arguments[len(level.arguments) - count :], lambda *_: True)
+    nodes = [node for node in level.nodes if not moving.isdisjoint(node.outputs)]
+    return all(x in moving or _is_zero(x) for x in level.results) and all(_is_linear(x, moving) for x in nodes)
+
+
+def _is_linear(node: Node, moving: set[Value]) -> bool:
+    moves = [x in moving for x in node.inputs]
+    if node.name in _TOGETHER:
+        return all(x in moving or _is_zero(x) for x in node.inputs if jnp.issubdtype(x.dtype, jnp.inexact))
+    return sum(moves) == 1 and (node.name in _IN_ONE or (node.name in _IN_FIRST and moves[0]))
+
+
+def _is_zero(value: Value) -> bool:
+    """Tells whether all elements of an array are 0 by the code."""
+    while value.producer is not None and value.producer.name in ("broadcast_in_dim", "convert_element_type", "reshape"):
+        value = value.producer.inputs[0]
+    return value.number == 0

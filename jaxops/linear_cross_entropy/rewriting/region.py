@@ -1,9 +1,13 @@
 """Nodes that treat all rows alike, computed for some rows at a time."""
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
+
 from jaxops.linear_cross_entropy.rewriting import picks, row_wise
+from jaxops.linear_cross_entropy.rewriting.derivatives import among, of_moving, tangents_of
 from jaxops.linear_cross_entropy.rewriting.picks import without_axis
 from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role
 from lowering.cost import bodies, inner_jaxprs
@@ -13,7 +17,8 @@ from lowering.rewriting.schedule import needed
 
 Parts = list[Part | None]
 # Calls of functions with a derivative of the user's own.
-CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+_CUSTOM_JVP = "custom_jvp_call"
+CUSTOM = frozenset({_CUSTOM_JVP, "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
 class Region:
@@ -24,7 +29,7 @@ class Region:
       cut: the values from outside of which some rows are taken, and where these have them.
       shared: the values from outside that all rows read; a dictionary to keep their order.
       inner: the nodes that are computed.
-      calls: of these, the calls of functions with a derivative of the user's own, and their bodies.
+      calls: of these, the calls of functions with a derivative of the user's own.
     """
 
     def __init__(self) -> None:
@@ -33,7 +38,7 @@ class Region:
         self.cut: dict[Value, Part] = {}
         self.shared: dict[Value, None] = {}
         self.inner: set[Node] = set()
-        self.calls: dict[Node, RowFunction] = {}
+        self.calls: dict[Node, Call] = {}
         # Gathers that number the rows, which each chunk does anew: along which axis they pick, and the labels.
         self._picks: dict[Node, tuple[int, Value]] = {}
 
@@ -103,7 +108,7 @@ class Region:
     def run(self, node: Node, size: int, arrays: Sequence[Any]) -> Sequence[Any]:
         """Computes a node's results for a chunk of so many rows."""
         if node in self.calls:
-            return self.calls[node].evaluate(size, arrays)
+            return self.calls[node].run(size, arrays)
         role = self.roles[node.outputs[0]]
         if node not in self._picks:
             return row_wise.run(node, role, size, arrays)
@@ -114,8 +119,8 @@ class Region:
     def all_nodes(self) -> Iterator[Node]:
         """Yields the nodes, and those inside functions with a derivative of their own."""
         yield from self.inner
-        for body in self.calls.values():
-            yield from body.all_nodes()
+        for call in self.calls.values():
+            yield from call.body.all_nodes()
 
     def _understood(self, node: Node, dependent: set[Value]) -> tuple[Parts, list[Role]]:
         """Finds where a node's operands and results have their rows."""
@@ -128,10 +133,8 @@ class Region:
             raise RefusalError(f"{node.name} on {node.source} needs a sum over all rows first")
         parts = [at if isinstance(at, Part) else None for at in known]
         if node.name in CUSTOM:
-            body = self.calls[node] = RowFunction(next(bodies(node.equation)), parts)
-            if any(role is None for role in body.results):
-                raise RefusalError(f"{node.name} on {node.source} returns what all rows share")
-            return body.parts, body.results
+            call = self.calls[node] = Call(node, parts)
+            return call.body.parts, call.body.results
         parts, role = self._pick(node, parts) or row_wise.followed(node, parts)
         return parts, [role for _ in node.outputs]
 
@@ -212,6 +215,38 @@ class RowFunction(Region):
             results = self.run(node, size, operands) if node in self.inner else node.run(*operands)
             known.update(zip(node.outputs, results, strict=True))
         return [read(x) for x in self._level.results]
+
+
+class Call:
+    """Call of a function with a derivative of the user's own.
+
+    Attributes:
+      node: the call.
+      body: what it computes, but for a derivative.
+    """
+
+    def __init__(self, node: Node, parts: Parts) -> None:
+        """Takes the call and what is known of where its operands have their rows; the rest follows from its body."""
+        self.node, self.body = node, RowFunction(next(bodies(node.equation)), parts)
+        if any(role is None for role in self.body.results):
+            raise RefusalError(f"{node.name} on {node.source} returns what all rows share")
+
+    def run(self, size: int, operands: Sequence[Any]) -> Sequence[Any]:
+        """Computes the results for a chunk of so many rows; tangents are those of a rule for `jax.custom_jvp`."""
+        call = jax.custom_jvp(lambda *arrays: tuple(self.body.evaluate(size, arrays)))
+        call.defjvp(functools.partial(self._with_tangents, size))
+        return call(*operands) if self.node.name == _CUSTOM_JVP else self.body.evaluate(size, operands)
+
+    def _with_tangents(self, size: int, operands: Sequence[Any], dots: Sequence[Any]) -> Any:
+        found = self._rule.evaluate(size, [*operands, *of_moving(operands, dots)])
+        results, tangents = found[: len(self.node.outputs)], found[len(self.node.outputs) :]
+        return tuple(results), among(results, tangents)
+
+    @functools.cached_property
+    def _rule(self) -> "RowFunction":
+        avals = [x.aval for x in self.node.inputs]
+        jaxpr = jax.make_jaxpr(functools.partial(tangents_of, self.node.run))(avals, of_moving(avals, avals))
+        return RowFunction(jaxpr, [*self.body.parts, *of_moving(avals, self.body.parts)])
 
 
 def equations_within(node: Node) -> Iterator[Any]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxops._primitive.sharding import agreeing, varying_with
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows, RowStatistics, RowWeights
+from jaxops.linear_cross_entropy.rewriting.derivatives import has_linear_rule
 from jaxops.linear_cross_entropy.rewriting.head import Readers
 from jaxops.linear_cross_entropy.rewriting.row_program import bound
 from jaxops.linear_cross_entropy.row_statistics import skipped_as_zeros, target_total
@@ -194,10 +195,16 @@ class Sums:
 
 
 def _is_opaque(node: Node) -> bool:
-    """Tells whether a node may lack a derivative, or speaks to other devices: no sum is followed through it."""
+    """Tells whether a node may lack a derivative, or has an odd one, or speaks to other devices.
+
+    No sum is followed through it.
+    """
     within = (node.equation, *(x for body in inner_jaxprs(node.equation) for x in equations(body)))
     # What only says that a value varies over devices has axes, too.
-    others = (x for x in within if x.primitive.name not in SAME)
+    others = [x for x in within if x.primitive.name not in SAME]
+    types = ([x.aval for x in values] for values in (node.inputs, node.outputs))
+    if node.name.startswith("custom_vjp") and not has_linear_rule(node.run, *types):
+        return True
     return any(x.primitive.name in _OPAQUE or _names_axes(x.params) for x in others)
 
 
