@@ -1,6 +1,7 @@
 """Cheap looks at what depends on a matrix product, before anything is proved about it."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from jaxops.linear_cross_entropy.rewriting.region import equations_within
 from lowering.rewriting.graph import Node, Value, backward, forward, size_of
@@ -33,7 +34,7 @@ def is_like_loss(head: Node) -> bool:
     """Tells whether a product is compared with something of its size, and its log sum exp or maximum is taken."""
     nodes, dependent = dependents(head)
     names = _names(nodes)
-    others = (x for node in nodes for x in node.inputs if x not in dependent and x.size == head.outputs[0].size)
+    others = (x for node in nodes for x in node.inputs if x not in dependent and _is_wide(x.aval, head))
     is_compared = "gather" in names or any(x.producer is not None for x in others)
     return is_compared and ("reduce_max" in names or has_log_sum_exp(head))
 
@@ -94,11 +95,15 @@ def _names(nodes: Iterable[Node]) -> set[str]:
 
 
 def reduced_sizes(head: Node) -> set[int]:
-    """Returns the lengths of the axes over which arrays of the logits' size are added up."""
+    """Returns the lengths of the axes over which arrays of the logits' size are added up, or of most of their rows."""
     return {
         equation.invars[0].aval.shape[axis]
         for node in dependents(head)[0]
         for equation in equations_within(node)
-        if equation.primitive.name == "reduce_sum" and size_of(equation.invars[0].aval) == head.outputs[0].size
+        if equation.primitive.name == "reduce_sum" and _is_wide(equation.invars[0].aval, head)
         for axis in equation.params["axes"]
     }
+
+
+def _is_wide(aval: Any, head: Node) -> bool:
+    return head.outputs[0].size // 2 < size_of(aval) <= head.outputs[0].size

@@ -115,6 +115,10 @@ def axes_of(node: Node) -> list[Along]:
             pairs = [(i, i + (i >= at)) for i in range(len(shapes[0]) - (node.name == "unstack"))]
             pairs = [pair[::-1] for pair in pairs] if node.name == "unstack" else pairs
             return [Along((before,) * len(shapes), after) for before, after in pairs]
+        case "split":
+            return [Along((i,), i) for i in range(len(shape)) if i != params["axis"]]
+        case "pad":
+            return [Along((i, None), i) for i, sides in enumerate(params["padding_config"]) if sides == (0, 0, 0)]
         case "slice":
             return [Along((i,), i) for i, size in enumerate(shape) if size == shapes[0][i]]
         case "dot_general":
