@@ -18,7 +18,8 @@ ELEMENTWISE = frozenset(
     | {"le", "gt", "ge", "and", "or", "not", "is_finite", "convert_element_type", "stop_gradient", "floor", "ceil"}
 )
 _MORE_ELEMENTWISE = frozenset(
-    {"erf", "erf_inv", "sin", "cos", "atan2", "round", "rem", "nextafter", "shift_right_logical", "xor", "cbrt"}
+    {"erf", "erfc", "erf_inv", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh"}
+    | {"atanh", "lgamma", "digamma", "round", "rem", "nextafter", "shift_right_logical", "xor", "cbrt"}
 )
 POINTWISE = ELEMENTWISE | SAME | _MORE_ELEMENTWISE
 _REDUCTIONS = frozenset(
