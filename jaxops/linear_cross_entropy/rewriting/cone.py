@@ -142,6 +142,7 @@ class Cone(Region):
 
     @property
     def _is_jvp(self) -> bool:
+        """Tells whether no call has a rule for cotangents alone; chunks take tangents by the rules of the others."""
         return all(node.name == "custom_jvp_call" for node in self.calls)
 
     def _run_in_chunks(self, chunk_rows: int) -> Run:

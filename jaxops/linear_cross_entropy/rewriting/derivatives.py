@@ -1,7 +1,7 @@
-"""Derivatives of functions that are computed in chunks of rows: JAX differentiates the whole, and is taken in chunks.
+"""Derivatives of functions that are computed in chunks of rows: JAX differentiates the whole, and that runs in chunks.
 
-So the rule of a `jax.custom_jvp` or `jax.custom_vjp` of the user's is used as it is, and a number's gradients are
-computed together with it, so that its derivative computes no product again.
+So a user's `jax.custom_vjp` is used as it is, and a number's gradients are computed together with it: its derivative
+computes no product again.
 """
 
 import functools
