@@ -51,7 +51,7 @@ CHIPS ?= tpu-v5e tpu-v6e tpu-v7x
 emulate: $(VENV)/.test
 	$(BIN)/jaxops targets --install tpu >/dev/null
 	for chip in $(CHIPS); do \
-		$(BIN)/pytest -n 2 --emulate $$chip $$(grep -l "mark.emulated" tests/test_*.py) $(ARGS) || exit 1; done
+		$(BIN)/pytest -n 2 --emulate $$chip $$(grep -l "mark.emulated" tests/*/test_*.py) $(ARGS) || exit 1; done
 
 # Whether values, memory, explanations, programs and replayed times are as recorded; ARGS="--only values" checks a part.
 nets: $(VENV)/.test

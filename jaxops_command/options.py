@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-# What the library says too, but not without JAX. `tests/test_command.py` compares them.
+# What the library says too, but not without JAX. `tests/lowering/test_command.py` compares them.
 CHIPS = (
     "cpu",
     "tpu-v5e",

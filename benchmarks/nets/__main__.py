@@ -15,6 +15,9 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAXOPS_TUNED"] = os.path.join(os.path.dirname(__file__), "no-results")
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "operators"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "rewriting"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "lowering"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax

@@ -20,7 +20,6 @@ from jaxops.linear_cross_entropy.rewriting.likeness import (
     read_in_order,
     reduced_sizes,
 )
-from jaxops.linear_cross_entropy.rewriting.picks import is_known
 from jaxops.linear_cross_entropy.rewriting.row_program import RETURNED, RowProgram
 from jaxops.linear_cross_entropy.rewriting.row_wise import Part
 from jaxops.linear_cross_entropy.rewriting.savings import Saving
@@ -200,10 +199,9 @@ def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis:
     cone = Cone(level, needed(level, taken), node, axis, shape[class_axis], to_number=to_number)
     sums = [x for x in cone.all_nodes() if x.name == "reduce_sum" and cone.is_wide(x.inputs[0])]
     adds_classes = any(one.inputs[0].shape[a] == shape[class_axis] for one in sums for a in one.params["axes"])
-    has_labels = any(x.dtype.kind in "iu" and not is_known(x) for x in cone.cut if hasattr(x.dtype, "kind"))
     # Attention adds up exponentials as well, but a row of its scores becomes more than a number.
     is_of_rows = has_log_sum_exp(node) and all(map(cone.is_row, cone.exits))
-    if not (adds_classes and (is_of_rows or (has_labels and is_like_loss(node)))):
+    if not (adds_classes and (is_of_rows or (cone.has_labels and is_like_loss(node)))):
         raise _UnlikeError
     whole = [x for x in cone.exits if isinstance(cone.roles[x], Part) and cone.is_wide(x)]
     if whole:

@@ -13,6 +13,7 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import varying_with
 from jaxops._primitive.signature import names_of
 from jaxops.linear_cross_entropy import chunk_sizes
+from jaxops.linear_cross_entropy.rewriting import picks
 from jaxops.linear_cross_entropy.rewriting.accumulated import plus_product
 from jaxops.linear_cross_entropy.rewriting.derivatives import (
     Run,
@@ -64,6 +65,11 @@ class Cone(Region):
         read = {x for node in outside for x in node.inputs} | set(level.results)
         self.exits = [x for node in self.nodes if node in within for x in node.outputs if x in read]
 
+    @property
+    def has_labels(self) -> bool:
+        """Tells whether rows read integers of their own."""
+        return any(x.dtype.kind in "iu" and not picks.is_known(x) for x in self.cut if hasattr(x.dtype, "kind"))
+
     def is_wide(self, value: Value) -> bool:
         """Tells whether a value is about as large as the logits."""
         return value.size > self.head.outputs[0].size // 2
@@ -105,13 +111,14 @@ class Cone(Region):
     def step(self, chunk_rows: int) -> Step:
         """Returns the chunked computation; about so many rows of the split axis exist at a time.
 
-        The gradients of the `number`, if there is one, are computed in the same pass.
+        The gradients of the `number`, if there is one, are computed in the same pass if rows have labels. Other losses,
+        such as divergences, compare several arrays of logits, all of which would exist beside the gradients.
         """
         run = self._run_in_chunks(chunk_rows)
         chunked = functools.partial(self._of_derivative, chunk_rows=chunk_rows)
         if not self._is_jvp:
             run = with_users_rules(run, self._run_whole, chunked)
-        if self.number is not None:
+        if self.number is not None and self.has_labels:
             run = with_gradients(run, self._run_whole, self.exits.index(self.number), chunked)
         return Step(self.operands, tuple(self.exits), run)
 

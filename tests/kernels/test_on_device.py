@@ -1,6 +1,6 @@
 """Kernels on the chip that they are written for; skipped where it is not. One command checks them on an H100:
 
-JAX_PLATFORMS=cuda python -m pytest tests/test_on_device.py
+JAX_PLATFORMS=cuda python -m pytest tests/kernels/test_on_device.py
 """
 
 import functools

@@ -118,7 +118,7 @@ def test_explain_of_a_gradient_advises_to_rewrite_the_loss() -> None:
 
 
 def test_page_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     monkeypatch.syspath_prepend(root / "benchmarks")
     results = json.loads((root / "benchmarks" / "results" / "rewriting_cpu.json").read_text())
     assert importlib.import_module("rewriting").table(results) in (root / "docs" / "rewriting.md").read_text()

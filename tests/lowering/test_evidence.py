@@ -19,7 +19,7 @@ from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel, Kind
 
 MIB = 2**20
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def case(time: float, *sizes: int, temporaries: tuple[int, int] = (0, 0)) -> Case:

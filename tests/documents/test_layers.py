@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MAY_IMPORT = {
     "jaxops_command": ("jaxops_command", "jaxops", "lowering"),
     "jaxops": ("jaxops", "lowering", "pallas_kernels"),

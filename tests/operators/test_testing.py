@@ -264,7 +264,7 @@ def test_report_prints_what_broke_first() -> None:
 
 
 def test_page_lists_the_promises() -> None:
-    table = (Path(__file__).parents[1] / "docs" / "testing.md").read_text().split("| promise |")[1].split("\n\n")[0]
+    table = (Path(__file__).parents[2] / "docs" / "testing.md").read_text().split("| promise |")[1].split("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines()[2:]]
     assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == {*PROMISES}
 

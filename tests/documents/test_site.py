@@ -19,7 +19,7 @@ import pytest
 
 import jaxops
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def blocks(page: str) -> list[str]:

@@ -23,7 +23,7 @@ from lowering.measurements import Entry, Key, Measurement
 from lowering.measuring import timing
 from lowering.targets import PLATFORMS, parse
 
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 USER_FILE = """
 import jax
 import jaxops

@@ -21,7 +21,7 @@ from lowering.campaign.machine import Machine
 from lowering.campaign.problems import Problem
 from lowering.campaign.verifying import steps
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CALLS, OTHERS = ("first", "second", "third"), ("smoke", "lce", "tune", "profile")
 TIMED = {"probe", "headline", "statistics", "races", "softmax", "peers", "others", "lce", "profile"}
 # What each takes on an H100, assumed: a program compiled and run three times; a process with its references; a case

@@ -185,7 +185,7 @@ def test_fault_says_where_it_is_and_what_helps(fault: Any) -> None:
 
 
 def test_page_lists_the_faults() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "doctor.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
     assert re.findall(r"^\| \[(\S+)\]\((\S+)\)", page, re.MULTILINE) == [(each.name, each.thread) for each in FAULTS]
 
 

@@ -184,7 +184,7 @@ def test_fault_of_a_peer_is_caught(name: str) -> None:
 
 
 def test_page_lists_the_faults() -> None:
-    table = (Path(__file__).parents[1] / "docs" / "testing.md").read_text().split("| fault |")[1]
+    table = (Path(__file__).parents[2] / "docs" / "testing.md").read_text().split("| fault |")[1]
     caught_by = re.findall(r"\| `(\w+)` \|", table)
     expected = [fault.caught_by for name, fault in FAULTS.items() if name != "no forward mode"]
     assert sorted(caught_by) == sorted(expected)

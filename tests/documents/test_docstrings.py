@@ -26,7 +26,7 @@ PUBLIC = {
     if inspect.isfunction(getattr(module, name)) or module in FOR_FRAMEWORKS
 }
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("jaxops", "jaxops_command", "lowering", "pallas_kernels")
 QUESTION_WORDS = frozenset(("What", "Whether", "How", "Why", "Where", "Which", "When", "Who", "If", "Of", "That"))
 ARTICLES = frozenset(("A", "An", "The"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "plan.json").read_text())
 # What docs/plan.md states: of XLA's own programs on TPUs, and of PyTorch's on GPUs.
 FACTORS = {"MaxText": 2.6, "nanotron": 4.6}
