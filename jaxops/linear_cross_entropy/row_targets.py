@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxops._checks.dtypes import differ_from, wide_ids
 from jaxops._primitive import sharding
 from jaxops._primitive.operator import Operator
-from jaxops.linear_cross_entropy.checks import nan_unless
 from jaxops.linear_cross_entropy.operands import Rows, RowWeights
 
 
@@ -160,3 +159,15 @@ class Targets(NamedTuple):
             probabilities = probabilities * by_class
         ones = jnp.ones(self.labels.shape[:-1], dtype)
         return Losses(Rows(x, probabilities=probabilities), None, RowWeights(target=ones), ones > 0, ones)
+
+
+@jax.jit
+def nan_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns `x` where valid, else NaN. Jitted even outside jit, so that `jax.debug_nans` only sees the result."""
+    return jnp.where(valid, x, jnp.nan)
+
+
+@jax.jit
+def nan_added_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
+    """Does the same, with a derivative of 1 that compilers can see."""
+    return x + jnp.where(valid, 0, jnp.nan).astype(x.dtype)
