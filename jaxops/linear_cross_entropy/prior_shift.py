@@ -81,7 +81,7 @@ def exponentials(
     logits = algebra.Logits.of(Rows(x), columns, softcap).bounded
     shifted = logits - shift[..., None]
     exp = jnp.where(algebra.is_label(labels, logits), 0, jnp.exp(jnp.minimum(shifted, MOST_EXCESS)))
-    targets = algebra.column_targets(Rows(x), columns, shifted)
+    targets = algebra.over_rows(columns.class_targets, shifted)
     target_logit = None if targets is None else jnp.sum(targets * shifted, axis=-1)
     of_metrics: tuple[jax.Array, ...] = ()
     if metrics:
