@@ -297,10 +297,10 @@ def draw(kind):
 
 def max_sum(x, weight, target):
     start, end = jnp.int32(2), jnp.int32(8)
+    found = vocab_parallel.ONLINE_MAX_SUM(x, weight, target, start, end, return_logits=True)
+    packed = vocab_parallel.PACK(found.target_mask, start > 0)
     # A plain tuple, as exporting knows no other.
-    return tuple(
-        vocab_parallel.fused_linear_online_max_sum(x, weight, target, start=start, end=end, return_logits=True)
-    )
+    return tuple(found._replace(target_mask=packed))
 
 
 def grad(grad, x, weight, masked_target, logits_max, sum_exp_logits):

@@ -15,6 +15,7 @@ from jaxops._checks.arguments import (
     require_present,
     require_real,
 )
+from jaxops._primitive.sharding import require_split
 from jaxops.linear_cross_entropy import vocab_parallel
 from jaxops.linear_cross_entropy.vocab_parallel import OnlineMaxSum as OnlineMaxSum
 
@@ -97,9 +98,14 @@ def fused_linear_online_max_sum(
     _check_weight(name, x, weight)
     require(weight.shape[0] > 0, name, "weight", "have a vocabulary of at least 1", weight)
     _check_shapes(name, x.shape[:1], "", target=target)
-    return vocab_parallel.fused_linear_online_max_sum(
-        x, weight, target, start=start, end=end, return_logits=return_logits
-    )
+    if isinstance(start, jax.Array):
+        # Parts that begin at different classes are different parts of a weight.
+        require_split(name, "weight", weight, start)
+    largest = jnp.iinfo(target.dtype).max
+    start, end = (jnp.asarray(min(at, largest) if isinstance(at, int) else at, target.dtype) for at in (start, end))
+    found = vocab_parallel.ONLINE_MAX_SUM(x, weight, target, start, end, return_logits=return_logits)
+    # As in the documented kernel, the bits after the last row are those of target 0.
+    return found._replace(target_mask=vocab_parallel.PACK(found.target_mask, (start > 0) | (end <= 0)))
 
 
 def fused_cross_entropy_loss_with_max_sum(

@@ -1,7 +1,9 @@
 """The documented operators for cross entropy over a vocabulary that is split between devices; `aclnn` has their calls.
 
+The calls check operands, and give the operators arrays.
+
 Each device runs step 1 on its rows of the weight, and steps 3 and 4 on the statistics that step 2 combines over
-devices. `aclnn` checks operands:
+devices:
 
     1  max, sum, predicted, mask, ... = fused_linear_online_max_sum(...)
     2  M = pmax(max);  Z = psum(sum exp(max - M));  P = psum(0 where mask, else predicted + max - M)
@@ -17,7 +19,6 @@ import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype, wide_ids
 from jaxops._primitive.operator import Operator
-from jaxops._primitive.sharding import require_split
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_rows
 from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows
@@ -45,20 +46,6 @@ class OnlineMaxSum(NamedTuple):
     target_mask: jax.Array
     masked_target: jax.Array
     vocab_parallel_logits: jax.Array | None
-
-
-def fused_linear_online_max_sum(
-    x: jax.Array, weight: jax.Array, target: jax.Array, *, start: Any, end: Any, return_logits: bool = False
-) -> OnlineMaxSum:
-    """Computes the call of `aclnn`, for x (..., H), a chunk of rows at a time unless the logits are returned."""
-    if isinstance(start, jax.Array):
-        # Parts that begin at different classes are different parts of a weight.
-        require_split("fused_linear_online_max_sum", "weight", weight, start)
-    largest = jnp.iinfo(target.dtype).max
-    start, end = (jnp.asarray(min(at, largest) if isinstance(at, int) else at, target.dtype) for at in (start, end))
-    found = _ONLINE_MAX_SUM(x, weight, target, start, end, return_logits=return_logits)
-    # As in the documented kernel, the bits after the last row are those of target 0.
-    return found._replace(target_mask=_PACK(found.target_mask, (start > 0) | (end <= 0)))
 
 
 def _max_sum(
@@ -147,7 +134,7 @@ def _on_one_device(place: Place, *_: Any, **__: Any) -> str | None:
     return None if place.device_count > 1 else "one device has all rows, as the reference expects"
 
 
-_ONLINE_MAX_SUM = Operator(
+ONLINE_MAX_SUM = Operator(
     name="fused_linear_online_max_sum",
     signature="... h, v h, ..., , -> ..., ..., ..., ..., ..., ... v",
     check=None,
@@ -157,7 +144,7 @@ _ONLINE_MAX_SUM = Operator(
 )
 
 # These are operators so that rows on different devices of an explicit mesh can share a byte.
-_PACK = Operator("packed_target_mask", "..., -> bytes", None, _pack)
+PACK = Operator("packed_target_mask", "..., -> bytes", None, _pack)
 UNPACK = Operator("unpacked_target_mask", "bytes, ... -> ...", None, _unpack)
 
 LOSS = Operator(
