@@ -14,7 +14,7 @@
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,15 +22,18 @@ import jax
 from jax._src import config, dispatch, distributed, source_info_util, xla_bridge
 from jax.extend.core import Primitive
 
+_listed: set[Primitive] = set()
+
 
 def require_devices_during_lowering(primitive: Primitive) -> None:
+    _listed.add(primitive)
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 @contextmanager
-def without_devices(primitives: Iterable[Primitive]) -> Iterator[None]:
-    """Lets these primitives be lowered for a mesh of absent chips."""
-    listed = dispatch.prim_requires_devices_during_lowering & set(primitives)
+def without_devices() -> Iterator[None]:
+    """Lets operators be lowered for a mesh of absent chips."""
+    listed = dispatch.prim_requires_devices_during_lowering & _listed
     dispatch.prim_requires_devices_during_lowering.difference_update(listed)
     try:
         yield

@@ -85,6 +85,11 @@ class Grid(NamedTuple):
     cases: Mapping[tuple[str, str, str], tuple[Case, ...]]
     executed: Mapping[tuple[str, str, str], Sizes]
 
+    @property
+    def taken(self) -> list[tuple[str, str, str]]:
+        """The kinds that "auto" takes at some sizes."""
+        return [key for key in self.executed if any(case.is_better for case in self.cases.get(key, ()))]
+
 
 def read(path: Path) -> Grid:
     """Reads a file of evidence."""
@@ -137,6 +142,12 @@ def shipped(target: str) -> Grid | None:
     """Returns the evidence that ships for a target; None if there is none."""
     path = _FOLDER / f"{target}.evidence.jsonl"
     return read(path) if path.is_file() else None
+
+
+def favours(operator: str, kernel: str, hardware: Hardware) -> bool:
+    """Tells whether what ships takes a kernel at some operands, on a chip or, for an unknown one, on any known chip."""
+    names = [hardware.name] if hardware.name != hardware.platform else TARGETS
+    return any(key[:2] == (operator, kernel) for name in names if (grid := shipped(name)) for key in grid.taken)
 
 
 Measured = Callable[[str, str], Sequence[Case]]

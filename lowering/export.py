@@ -16,7 +16,7 @@ from lowering import static_leaves
 from lowering.artifact_arguments import Expected, fixed_text, types_by_path
 from lowering.artifact_results import Results
 from lowering.compiling.compile import flattened
-from lowering.compiling.report import KERNEL_CALLS
+from lowering.compiling.report import UNCHECKED_CALLS
 from lowering.describe import file_fault, shortened, show
 from lowering.errors import ArtifactError
 from lowering.explain import operator_uses
@@ -171,8 +171,7 @@ def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFO
     fn, args = static_leaves.of_arrays(fn, args, marked=True)
     fixed = fixed_text(given, args)
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
-    exported = jax.export.export(jitted, platforms=list(platforms), disabled_checks=checks)(*args)
+    exported = jax.export.export(jitted, platforms=list(platforms), disabled_checks=UNCHECKED_CALLS)(*args)
     types = jax.tree.unflatten(exported.in_tree, exported.in_avals)[0]  # without static arguments
     implementations = {platform: _implementations(jitted, args, platform) for platform in platforms}
     return Artifact(

@@ -19,7 +19,7 @@ import platformdirs
 from lowering import _jax_private, measurements
 from lowering.describe import file_fault, show
 from lowering.errors import TuningError
-from lowering.evidence import Case
+from lowering.evidence import Case, favours
 from lowering.measurements import Entry, Key, versions
 from lowering.targets import device_name
 from pallas_kernels.hardware import Hardware
@@ -54,6 +54,11 @@ class Evidence:
         """Measurements by these versions with these operands."""
         known = self._known("") if self.is_whole else ()
         return next((entry for entry in known if not entry.replayed and entry.key == self._key), None)
+
+    def may_favour(self, kernel: str) -> bool:
+        """Tells whether the operator was measured, or anything that ships takes the kernel at some operands."""
+        was_measured = any(entry.key.operator == self.operator for entry in self._known(""))
+        return self.is_whole and (was_measured or favours(self.operator, kernel, self.hardware))
 
     @functools.cached_property
     def entry(self) -> Entry | None:

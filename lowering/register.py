@@ -128,11 +128,6 @@ def kernels_of(operator: Operator) -> tuple[Kernel, ...]:
     return (*_added_kernels.get(operator.name, ()), *operator.kernels)
 
 
-def lowered_without_devices() -> AbstractContextManager[None]:
-    """Lets operators be lowered for a mesh of chips that are absent."""
-    return _jax_private.without_devices(operator.primitive for operator in operators.registered())
-
-
 @functools.cache
 def installed_packages() -> metadata.EntryPoints:
     """Returns the entry points of the installed packages that bring operators, imported or not; read once."""
@@ -154,15 +149,15 @@ def choose(
     device_count: int,
 ) -> select.Choice:
     """Calls `select.choose` for this operator in a program for so many devices."""
+    split, split_devices = partitioning(operands, device_count), split_over(operands, device_count)
     request = selection.request(operator.name)
     chip = select.emulated_chip(request)
     if chip is not None:
         hardware, request = chip, "pallas"
-    split = partitioning(operands, device_count)
-    placement_reason = _placement_reason(split, hardware.platform)
+    placement_reason = select.placement_reason(split, hardware.platform)
     # On an explicit or automatic mesh a kernel sees one device's part, and only the whole shapes are known here.
     evidence = Evidence(operator.name, hardware, operands, params, selection.tuned, split in ("none", "manual"))
-    context = placement_reason, evidence, operator.forms, split_over(operands, device_count)
+    context = placement_reason, evidence, operator.forms, split_devices
     choice = select.choose(operator.name, kernels_of(operator), request, hardware, operands, params, *context)
     if chip is not None and choice.kernel is not None:
         choice = dataclasses.replace(choice, emulated=chip)
@@ -219,11 +214,11 @@ def _lower(
 ) -> Any:
     hardware = being_lowered_for(platform, tuple(ctx.module_context.platforms))
     devices = _device_count(ctx)
+    place = Place(platform, split_over(ctx.avals_in, devices))
     choice = choose(operator, selection, hardware, ctx.avals_in, params, devices)
     if choice.is_unverified and selection.verify and not is_absent() and hardware == here():
         _verifiers[-1](operator, choice.kernel, hardware, ctx.avals_in, params)
         choice = choose(operator, selection, hardware, ctx.avals_in, params, devices)
-    place = Place(platform, split_over(ctx.avals_in, devices))
     if choice.form is not None and choice.form.per_device and place.is_split:
         run = functools.partial(choice.form.run, place=Place(platform))
         with select.using(selection):
@@ -338,13 +333,3 @@ def mesh_of(avals: Sequence[Any]) -> Any:
     """Returns the mesh in the operands' types; an empty mesh if they name none."""
     meshes = [aval.sharding.mesh for aval in avals]
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.AbstractMesh((), ()))
-
-
-def _placement_reason(split: str, platform: str) -> str | None:
-    if split == "mixed":
-        return "inside a shard_map that leaves some mesh axes automatic, a kernel cannot be partitioned"
-    if split == "auto" and platform == "tpu":
-        return "on a TPU mesh with automatic axes a kernel cannot be partitioned: use shard_map or explicit axes"
-    if split == "auto" and is_absent():
-        return "with automatic axes a kernel is partitioned on GPUs that are here: use shard_map or explicit axes"
-    return None

@@ -16,7 +16,7 @@ from lowering.evidence import Verdict, verdict
 from lowering.kept import Evidence
 from lowering.measurements import REFERENCE, Config, Entry, config_items, config_text, versions
 from lowering.operators import Form, Place, present_names, refusal_by_fields, unpacked
-from lowering.targets import TARGETS
+from lowering.targets import TARGETS, is_absent
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 
@@ -296,6 +296,17 @@ def choose(
     return Choice(None, False, all_reasons, form=form)
 
 
+def placement_reason(split: str, platform: str) -> str | None:
+    """Says why no kernel can run on operands that are split as `register.partitioning` says; None if one can."""
+    if split == "mixed":
+        return "inside a shard_map that leaves some mesh axes automatic, a kernel cannot be partitioned"
+    if split == "auto" and platform == "tpu":
+        return "on a TPU mesh with automatic axes a kernel cannot be partitioned: use shard_map or explicit axes"
+    if split == "auto" and is_absent():
+        return "with automatic axes a kernel is partitioned on GPUs that are here: use shard_map or explicit axes"
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Candidates:
     """The kernels that may run an equation, and why they do not.
@@ -350,16 +361,19 @@ class _Candidates:
 
     def _default(self) -> Kernel | None:
         """Returns the kernel that "auto" takes."""
-        of_platform = [kernel for kernel in self.kernels if kernel.platform == self.hardware.platform]
-        winner = self.evidence.measured.winner if of_platform and self.evidence.measured else None
+        chip, may_favour = self.hardware, self.evidence.may_favour
+        of_platform = [kernel for kernel in self.kernels if kernel.platform == chip.platform]
+        # Nothing else is asked of kernels that could not be taken whatever the operands are.
+        able = [kernel for kernel in of_platform if chip.name in kernel.measured_on or may_favour(kernel.name)]
+        winner = self.evidence.measured.winner if able and self.evidence.measured else None
         if winner is not None:
             if winner.implementation == REFERENCE:
                 return None
-            tuned = next((kernel for kernel in of_platform if kernel.name == winner.implementation), None)
+            tuned = next((kernel for kernel in able if kernel.name == winner.implementation), None)
             if tuned is not None and self._refusal(tuned) is None and self.tuned_config(tuned) is not None:
                 return tuned
-        able = (kernel for kernel in of_platform if self._refusal(kernel) is None and self._outweighed(kernel) is None)
-        return next((kernel for kernel in able if (found := self.verdict_on(kernel)) and found.is_taken), None)
+        free = (kernel for kernel in able if self._refusal(kernel) is None and self._outweighed(kernel) is None)
+        return next((kernel for kernel in free if (found := self.verdict_on(kernel)) and found.is_taken), None)
 
     def verdict_on(self, kernel: Kernel) -> Verdict | None:
         """Returns whether "auto" takes a kernel that was not tuned at these shapes; None if nothing is known of it."""

@@ -285,6 +285,11 @@ def require_axis_names(
     return names
 
 
+def is_floating(value: Any) -> bool:
+    """Tells whether an array is floating point."""
+    return bool(jnp.issubdtype(value.dtype, jnp.floating))
+
+
 def require_floating_dtype(operator: str, argument: str, value: Any, *, status: int | str = PARAM_INVALID) -> np.dtype:
     """Returns a floating-point dtype that JAX supports, from a dtype, a type or a name."""
     dtype = _as_dtype(value)

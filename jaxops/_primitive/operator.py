@@ -127,8 +127,8 @@ class Operator:
         return self.axes.of_present(presence(structure_of(arrays, params)), presence(results))
 
     def _abstract_eval(self, *arrays: Any, selection: Any, **params: Any) -> list[Any]:
-        operands, attributes = unpacked(arrays, params)
         if self.check is not None:
+            operands, attributes = unpacked(arrays, params)
             self.check(*operands, **attributes)
         results = jax.make_jaxpr(lambda *arrays: self.meaning(*arrays, **params))(*arrays)
         return list(results.out_avals)

@@ -15,6 +15,7 @@ from jaxops._checks.arguments import (
     require_present,
     require_real,
 )
+from jaxops._primitive.sharding import require_split
 from jaxops.linear_cross_entropy import vocab_parallel
 from jaxops.linear_cross_entropy.vocab_parallel import OnlineMaxSum as OnlineMaxSum
 
@@ -94,9 +95,17 @@ def fused_linear_online_max_sum(
         if isinstance(end, int):
             require(end >= start, name, "vocab_end_index", f"be at least vocab_start_index {start}", end)
     _check_rank(name, 2, input=x, weight=weight)
-    return vocab_parallel.fused_linear_online_max_sum(
-        x, weight, target, start=start, end=end, return_logits=return_logits
-    )
+    _check_weight(name, x, weight)
+    require(weight.shape[0] > 0, name, "weight", "have a vocabulary of at least 1", weight)
+    _check_shapes(name, x.shape[:1], "", target=target)
+    if isinstance(start, jax.Array):
+        # Parts that begin at different classes are different parts of a weight.
+        require_split(name, "weight", weight, start)
+    largest = jnp.iinfo(target.dtype).max
+    start, end = (jnp.asarray(min(at, largest) if isinstance(at, int) else at, target.dtype) for at in (start, end))
+    found = vocab_parallel.ONLINE_MAX_SUM(x, weight, target, start, end, return_logits=return_logits)
+    # As in the documented kernel, the bits after the last row are those of target 0.
+    return found._replace(target_mask=vocab_parallel.PACK(found.target_mask, (start > 0) | (end <= 0)))
 
 
 def fused_cross_entropy_loss_with_max_sum(
@@ -151,9 +160,16 @@ def fused_cross_entropy_loss_with_max_sum(
         _check_dtype(name, "vocab_parallel_logits", logits, LOGITS_DTYPES)
     _check_no_smoothing(name, label_smoothing)
     _check_rank(name, 1, logits_max=maximum)
+    rows = maximum.shape
+    for argument, value in {"sum_exp_logits": total, "predicted_logits": predicted}.items():
+        require(value.shape == rows, name, argument, f"have logits_max's shape {list(rows)}", value)
     if logits is not None:
         _check_rank(name, 2, vocab_parallel_logits=logits)
-    return vocab_parallel.fused_cross_entropy_loss_with_max_sum(maximum, total, predicted, logits)
+        rule = f"have shape [{rows[0]}, V]"
+        require(logits.shape[:1] == rows, name, "vocab_parallel_logits", rule, logits)
+    loss, _ = vocab_parallel.LOSS(maximum, total, predicted, None)
+    # Two calls, because inside shard_map the loss is the same on all devices and the softmax is not.
+    return loss, None if logits is None else vocab_parallel.LOSS(maximum, total, predicted, logits)[1]
 
 
 def fused_linear_cross_entropy_loss_grad(
@@ -244,7 +260,14 @@ def fused_linear_cross_entropy_loss_grad(
         rule = f"be empty, or at least {LEAST_VOCABULARY_WITH_SOFTMAX} long in V where softmax is given"
         fits = weight.shape[0] >= LEAST_VOCABULARY_WITH_SOFTMAX or weight.size == 0
         require(fits, name, "weight", rule, weight)
-    return vocab_parallel.fused_linear_cross_entropy_loss_grad(grad, x, weight, target_mask, masked_target, **present)
+    _check_weight(name, x, weight)
+    mask = target_mask if target_mask.dtype == jnp.bool_ else None
+    statistics = {argument: present.get(argument) for argument in ("logits_max", "sum_exp_logits")}
+    of_rows = {"grad": grad, "target_mask": mask, "masked_target": masked_target, **statistics}
+    _check_shapes(name, (rows,), ", as input has rows", **of_rows)
+    _check_shapes(name, (rows, weight.shape[0]), "", softmax=present.get("softmax"))
+    mask = vocab_parallel.UNPACK(target_mask, grad) if mask is None else mask
+    return vocab_parallel.LOSS_GRAD(grad, x, weight, mask, masked_target, *statistics.values(), present.get("softmax"))
 
 
 def _check_dtype(name: str, argument: str, value: jax.Array, dtypes: tuple[str, ...]) -> None:
@@ -254,6 +277,16 @@ def _check_dtype(name: str, argument: str, value: jax.Array, dtypes: tuple[str, 
 def _check_rank(name: str, rank: int, **arguments: jax.Array) -> None:
     for argument, value in arguments.items():
         require(value.ndim == rank, name, argument, f"have rank {rank}", value)
+
+
+def _check_weight(name: str, x: jax.Array, weight: jax.Array) -> None:
+    require(weight.shape[1] == x.shape[1], name, "weight", f"have shape (V, {x.shape[1]})", weight)
+
+
+def _check_shapes(name: str, shape: tuple[int, ...], reason: str, **arguments: jax.Array | None) -> None:
+    for argument, value in arguments.items():
+        fits = value is None or value.shape == shape
+        require(fits, name, argument, f"have shape {list(shape)}{reason}", value)
 
 
 def _check_no_smoothing(name: str, label_smoothing: float) -> None:

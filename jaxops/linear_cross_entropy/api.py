@@ -13,7 +13,7 @@ from jaxops.linear_cross_entropy.batch_invariant import INVARIANT_STRATEGIES, in
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, RowStatistics
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import row_losses, target_total, zero_unless
-from jaxops.linear_cross_entropy.row_targets import Targets, Vocabulary
+from jaxops.linear_cross_entropy.row_targets import Targets, Vocabulary, nan_added_unless
 from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
 
 _NAME = "linear_cross_entropy"
@@ -253,7 +253,7 @@ def linear_cross_entropy(
         total = jax.tree.map(vocabulary.sum, target_total(rows, columns, statistics.max_logit))
         loss = row_losses(statistics, total, weights)
     loss = jnp.sum(loss) if reduction != "none" else loss
-    loss = loss if has_mean is None else checks.nan_added_unless(has_mean, loss)
+    loss = loss if has_mean is None else nan_added_unless(has_mean, loss)
     return (loss, _aux(statistics, labels, losses.kept, vocabulary)) if return_aux else loss
 
 
@@ -262,7 +262,7 @@ def _aux(
 ) -> LinearCrossEntropyAux:
     max_logit, log_sum_exp, _, _, mean_logit, prediction = jax.tree.map(jax.lax.stop_gradient, statistics)
     lse = max_logit + log_sum_exp
-    likeliest = vocabulary.argmax(labels) if checks.is_floating(labels) else wide_ids(labels)
+    likeliest = vocabulary.argmax(labels) if arguments.is_floating(labels) else wide_ids(labels)
     correct = kept & (prediction.astype(likeliest.dtype) == likeliest)
     return LinearCrossEntropyAux(lse, correct.astype(lse.dtype), prediction, log_sum_exp - mean_logit, kept)
 

@@ -66,10 +66,10 @@ def summed_by_rows(
     # XLA's CPU compiler writes what it adds up over columns or multiplies: one more array, unless the loss is plain.
     is_plain = options.softcap is None and columns.bias is None and columns.class_targets is None
     is_plain = is_plain and not options.metrics and columns.weight.dtype.itemsize > 2
-    classes, features = columns.weight.shape
+    start, (classes, features) = Sums.zeros(columns, options), columns.weight.shape
     chunk_rows = options.chunk_rows or rows_of_logits(classes, features, 2 if on_one_cpu and not is_plain else 1)
-    start, operands = Sums.zeros(columns, options), (rows, weights)
-    (statistics, of_rows), sums = fold_kept_rows(step, start, operands, place, chunk_rows, all_rows=options.metrics)
+    results = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=options.metrics)
+    (statistics, of_rows), sums = results
     weight_grad = algebra.kept_gradient(sums.columns.weight, columns.weight.dtype)
     return sums.loss, statistics, of_rows, sums.columns._replace(weight=weight_grad)
 

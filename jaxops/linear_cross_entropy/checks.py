@@ -6,7 +6,15 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from jaxops._checks.arguments import INT32_MAX, as_array, require, require_floating_dtype, require_integer, require_real
+from jaxops._checks.arguments import (
+    INT32_MAX,
+    as_array,
+    is_floating,
+    require,
+    require_floating_dtype,
+    require_integer,
+    require_real,
+)
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import agreeing
 
@@ -117,20 +125,3 @@ def agreeing_rows(x: jax.Array, labels: jax.Array, by_row: Any) -> tuple[jax.Arr
     if by_row is not None and jnp.ndim(by_row):
         return tuple(agreeing(f"... h, {of_labels}, ... ->", x, labels, by_row))
     return *agreeing(f"... h, {of_labels} ->", x, labels), by_row
-
-
-def is_floating(value: Any) -> bool:
-    """Tells whether an array is floating point."""
-    return bool(jnp.issubdtype(value.dtype, jnp.floating))
-
-
-@jax.jit
-def nan_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns `x` where valid, else NaN. Jitted even outside jit, so that `jax.debug_nans` only sees the result."""
-    return jnp.where(valid, x, jnp.nan)
-
-
-@jax.jit
-def nan_added_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
-    """Does the same, with a derivative of 1 that compilers can see."""
-    return x + jnp.where(valid, 0, jnp.nan).astype(x.dtype)

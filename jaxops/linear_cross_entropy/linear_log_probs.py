@@ -14,7 +14,7 @@ from jaxops.linear_cross_entropy.batch_invariant import invariant_losses
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows, RowWeights
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import zero_unless
-from jaxops.linear_cross_entropy.row_targets import Vocabulary
+from jaxops.linear_cross_entropy.row_targets import Vocabulary, nan_unless
 
 _NAME = "linear_log_probs"
 
@@ -158,7 +158,7 @@ def _of_kept(kept: jax.Array, valid: jax.Array, results: jax.Array) -> jax.Array
     """Returns the results of kept rows, NaN where they are not valid; 0 for the others."""
     # On an explicit mesh, rows may be split in the results that are not split in the labels.
     kept, valid = (laid_out_as(rows, jax.typeof(results).sharding) for rows in (kept, valid))
-    return checks.nan_unless(~kept | valid, jnp.where(kept, results, jnp.zeros_like(results)))
+    return nan_unless(~kept | valid, jnp.where(kept, results, jnp.zeros_like(results)))
 
 
 def _scale(temperature: Any, kept: jax.Array, zeros: jax.Array) -> tuple[jax.Array | None, jax.Array]:

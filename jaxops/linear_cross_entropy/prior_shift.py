@@ -81,7 +81,7 @@ def exponentials(
     logits = algebra.Logits.of(Rows(x), columns, softcap).bounded
     shifted = logits - shift[..., None]
     exp = jnp.where(algebra.is_label(labels, logits), 0, jnp.exp(jnp.minimum(shifted, MOST_EXCESS)))
-    targets = algebra.column_targets(Rows(x), columns, shifted)
+    targets = algebra.over_rows(columns.class_targets, shifted)
     target_logit = None if targets is None else jnp.sum(targets * shifted, axis=-1)
     of_metrics: tuple[jax.Array, ...] = ()
     if metrics:
@@ -108,8 +108,7 @@ def summed_by_prior_shift(
     chunk_rows = options.chunk_rows or rows_of_exponentials(*columns.weight.shape, metrics=metrics)
     # Seldom needed, so no more than fit beside the rest: their float32 logits are larger than a chunk's exponentials.
     again_rows = rows_of_logits(columns.weight.shape[0], features=0)
-    start = Sums.zeros(columns, options)
-    by_maximum = chunk_step(columns, options)
+    by_maximum, start = chunk_step(columns, options), Sums.zeros(columns, options)
     by_shift = _chunk_step(columns, options, exponentiating, place)
 
     def again(rows: Rows, weights: RowWeights, results: RowResults, sums: Sums, is_exact: jax.Array) -> Any:

@@ -47,9 +47,9 @@ from jaxops.linear_cross_entropy.operands import (
 from pallas_kernels.float16_rows import RowPowers
 
 
-def over_rows(column_values: jax.Array, like: jax.Array) -> jax.Array:
-    """Broadcasts what all rows share, as one value per column of the logits, to every row."""
-    return jnp.broadcast_to(column_values.astype(like.dtype), like.shape)
+def over_rows(values: Any, like: jax.Array) -> Any:
+    """Broadcasts values of columns, which all rows may share, to the shape and dtype of `like`; None stays None."""
+    return None if values is None else jnp.broadcast_to(values.astype(like.dtype), like.shape)
 
 
 def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
@@ -71,12 +71,6 @@ def is_label(labels: jax.Array, logits: jax.Array) -> jax.Array:
 def targets_of(rows: Rows, columns: Columns) -> jax.Array | None:
     """Returns the weights t of the columns, for each row (..., V) or for all (V,); None without."""
     return columns.class_targets if rows.probabilities is None else rows.probabilities
-
-
-def column_targets(rows: Rows, columns: Columns, like: jax.Array) -> jax.Array | None:
-    """Returns the weights t of the columns, for each row of `like`; None without."""
-    targets = targets_of(rows, columns)
-    return None if targets is None else over_rows(targets, like)
 
 
 def target_total(rows: Rows, columns: Columns, like: jax.Array) -> jax.Array | None:
@@ -279,7 +273,7 @@ class Logits(NamedTuple):
             has_label = (rows.labels >= 0) & (rows.labels < count)
             label_logit = jnp.where(has_label, picked, jnp.zeros_like(picked))
             sums = sums._replace(label_logit=label_logit, has_label=has_label.astype(picked.dtype))
-        targets = column_targets(rows, columns, shifted)
+        targets = over_rows(targets_of(rows, columns), shifted)
         if targets is not None:
             total = target_total(rows, columns, maximum)
             sums = sums._replace(target_logit=jnp.sum(targets * shifted, axis=-1), target_total=total)
@@ -342,10 +336,8 @@ def _cotangent(terms: CotangentTerms, rows: Rows, columns: Columns, shifted: jax
     if terms.label is not None and rows.labels is not None:
         at_label = jnp.where(is_label(rows.labels, shifted), terms.label[..., None], jnp.zeros_like(shifted))
         cotangent = cotangent + at_label
-    targets = column_targets(rows, columns, shifted)
-    if terms.target is None or targets is None:
-        return cotangent
-    return cotangent + terms.target[..., None] * targets
+    targets = over_rows(targets_of(rows, columns), shifted)
+    return cotangent if terms.target is None or targets is None else cotangent + terms.target[..., None] * targets
 
 
 def _cotangent_bound(terms: CotangentTerms, rows: Rows, columns: Columns) -> jax.Array:

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 
 from jaxops._checks.dtypes import differ_from, wide_ids
 from jaxops._primitive import sharding
-from jaxops._primitive.operator import Operator
-from jaxops.linear_cross_entropy.checks import nan_unless
 from jaxops.linear_cross_entropy.operands import Rows, RowWeights
 
 
@@ -55,21 +53,11 @@ class Vocabulary(NamedTuple):
 
     def values_of(self, labels: jax.Array, by_class: jax.Array) -> jax.Array:
         """Returns the value of each row's label among values by class; 0 if the label is not a class."""
-        return self.sum(_LABEL_VALUES(by_class, self.local(labels)))
-
-
-def _label_values(by_class: jax.Array, labels: jax.Array) -> jax.Array:
-    values = by_class.at[jnp.maximum(labels, 0)].get(mode="promise_in_bounds")
-    return jnp.where(labels >= 0, values, jnp.zeros_like(values))
-
-
-# An operator, so that on an explicit mesh the result is laid out like the labels, which indexing alone cannot infer.
-_LABEL_VALUES = Operator(
-    name="label_values",
-    signature="v, ... -> ...",
-    check=None,
-    reference=_label_values,
-)
+        columns = self.local(labels)
+        # Indexing alone cannot infer how a result is laid out on an explicit mesh.
+        layout = None if sharding.explicit_mesh([columns]) is None else jax.typeof(columns).sharding
+        values = by_class.at[jnp.maximum(columns, 0)].get(mode="promise_in_bounds", out_sharding=layout)
+        return self.sum(jnp.where(columns >= 0, values, jnp.zeros_like(values)))
 
 
 class Losses(NamedTuple):
@@ -160,3 +148,15 @@ class Targets(NamedTuple):
             probabilities = probabilities * by_class
         ones = jnp.ones(self.labels.shape[:-1], dtype)
         return Losses(Rows(x, probabilities=probabilities), None, RowWeights(target=ones), ones > 0, ones)
+
+
+@jax.jit
+def nan_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns `x` where valid, else NaN. Jitted even outside jit, so that `jax.debug_nans` only sees the result."""
+    return jnp.where(valid, x, jnp.nan)
+
+
+@jax.jit
+def nan_added_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
+    """Does the same, with a derivative of 1 that compilers can see."""
+    return x + jnp.where(valid, 0, jnp.nan).astype(x.dtype)

@@ -15,13 +15,12 @@ import jax.export
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from lowering import static_leaves
+from lowering import _jax_private, static_leaves
 from lowering.artifact_arguments import Expected, fixed_text, types_by_path
 from lowering.compiling import compilers, process
 from lowering.compiling.progress import shown
-from lowering.compiling.report import KERNEL_CALLS, CompiledReport, compiled_facts, gpu_resources, report_of
+from lowering.compiling.report import UNCHECKED_CALLS, CompiledReport, compiled_facts, gpu_resources, report_of
 from lowering.describe import shortened, show
-from lowering.register import lowered_without_devices
 from lowering.schedule.decisions import DependsOnDataError, Given
 from lowering.schedule.dumps import libtpu_flags
 from lowering.schedule.report import Schedule, schedule_of
@@ -212,9 +211,8 @@ def _checked(compiled: Any, fixed: Mapping[str, str]) -> Callable[..., Any]:
 def _lowered_for(jitted: Any, args: Sequence[Any], hardware: Hardware) -> tuple[jax.export.Exported, dict[str, Any]]:
     """Lowers the function to StableHLO with flat arguments and results; adds what the compiler's process must know."""
     mesh, args = _on_chips(args, hardware)
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
-    with compiled_for(hardware), jax.sharding.use_abstract_mesh(mesh), lowered_without_devices():
-        exported = jax.export.export(jitted, platforms=[hardware.platform], disabled_checks=checks)(*args)
+    with compiled_for(hardware), jax.sharding.use_abstract_mesh(mesh), _jax_private.without_devices():
+        exported = jax.export.export(jitted, platforms=[hardware.platform], disabled_checks=UNCHECKED_CALLS)(*args)
         donated = [argument.donated for argument in jax.tree.leaves(jitted.trace(*args).args_info)]
     return flattened(exported), {
         "x64": bool(jax.config.read("jax_enable_x64")),

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
+from lowering import _jax_private
 from lowering.compiling.compile import schedules_of
 from lowering.emulation.evaluating import Evaluation, Replacement
 from lowering.emulation.faults import EmulationError, MachineFaultError, UnknownFormError
@@ -19,7 +20,7 @@ from lowering.emulation.kernels import POISONS, Execution, Kernel, execute, unse
 from lowering.emulation.memory import Transfers
 from lowering.emulation.report import EmulatedKernel, Finding, Region
 from lowering.operators import operator_of
-from lowering.register import lowered_without_devices, on_one_device
+from lowering.register import on_one_device
 from lowering.schedule.bundles import Bundle
 from lowering.schedule.dumps import KERNEL, Dumps
 from lowering.source_lines import Site
@@ -99,7 +100,7 @@ class Emulator:
         if not around.empty:
             axes = (around.axis_sizes, around.axis_names, around.axis_types)
         mesh = AbstractMesh(*axes, abstract_device=device)
-        with compiled_for(self._hardware), jax.sharding.use_abstract_mesh(mesh), lowered_without_devices():
+        with compiled_for(self._hardware), jax.sharding.use_abstract_mesh(mesh), _jax_private.without_devices():
             yield
 
     def emulated(self, fn: Callable[..., Any]) -> Callable[..., Any]:

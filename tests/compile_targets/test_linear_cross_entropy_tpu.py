@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import lowering
+from jaxops import aclnn
 from jaxops.linear_cross_entropy import linear_cross_entropy
 from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows
-from jaxops.linear_cross_entropy.vocab_parallel import fused_linear_cross_entropy_loss_grad, fused_linear_online_max_sum
 from pallas_kernels.tpu.linear_cross_entropy import backward, statistics
 
 pytestmark = pytest.mark.tpu_compile
@@ -114,10 +114,11 @@ def test_linear_cross_entropy_compiles_in_full_precision(tpu):
 @pytest.mark.parametrize(("rows", "features", "classes"), [(4096, 1024, 16032), (77, 100, 1000)])
 def test_aclnn_linear_cross_entropy_compiles(tpu, rows, features, classes):
     def calls(x, weight, target, grad):
-        own = fused_linear_online_max_sum(x, weight, target, start=classes, end=2 * classes)
+        limits = {"vocab_start_index": classes, "vocab_end_index": 2 * classes}
+        own = aclnn.fused_linear_online_max_sum(x, weight, target, **limits)
         statistics = {"logits_max": own.logits_max_local, "sum_exp_logits": own.sum_exp_logits_local}
         masks = own.target_mask, own.masked_target
-        return own, fused_linear_cross_entropy_loss_grad(grad, x, weight, *masks, **statistics)
+        return own, aclnn.fused_linear_cross_entropy_loss_grad(grad, x, weight, *masks, **statistics)
 
     operands = operands_of(rows, features, classes, BF16, {})
     assert compile_for(tpu, calls, *operands, array(rows)).kernels == FORWARD | BACKWARD

@@ -297,23 +297,20 @@ def draw(kind):
 
 def max_sum(x, weight, target):
     start, end = jnp.int32(2), jnp.int32(8)
+    found = vocab_parallel.ONLINE_MAX_SUM(x, weight, target, start, end, return_logits=True)
+    packed = vocab_parallel.PACK(found.target_mask, start > 0)
     # A plain tuple, as exporting knows no other.
-    return tuple(
-        vocab_parallel.fused_linear_online_max_sum(x, weight, target, start=start, end=end, return_logits=True)
-    )
+    return tuple(found._replace(target_mask=packed))
 
 
 def grad(grad, x, weight, masked_target, logits_max, sum_exp_logits):
-    statistics = {"logits_max": logits_max, "sum_exp_logits": sum_exp_logits}
     mask = masked_target > 6
-    return vocab_parallel.fused_linear_cross_entropy_loss_grad(grad, x, weight, mask, masked_target, **statistics)
+    return vocab_parallel.LOSS_GRAD(grad, x, weight, mask, masked_target, logits_max, sum_exp_logits, None)
 
 
 CASES = [
     contract.Case(MAX_SUM, max_sum, draw(MAX_SUM), (0, 1), (0, None, 0), MAX_SUM),
-    contract.Case(
-        LOSS, vocab_parallel.fused_cross_entropy_loss_with_max_sum, draw(LOSS), (0, 1, 2, 3), (0, 0, 0, 0), LOSS
-    ),
+    contract.Case(LOSS, vocab_parallel.LOSS, draw(LOSS), (0, 1, 2, 3), (0, 0, 0, 0), LOSS),
     contract.Case(GRAD, grad, draw(GRAD), (0, 1, 2, 4, 5), (0, 0, None, 0, 0, 0), GRAD),
 ]
 

@@ -131,6 +131,16 @@ def test_nothing_is_said_of_chips_without_evidence_and_kernels_without_kind(monk
     assert decided(monkeypatch, cases, plain) is None
 
 
+@pytest.mark.parametrize(("time", "executed"), [(0.5, True), (0.9, True), (0.5, False)])
+def test_a_kernel_is_favoured_if_it_is_taken_anywhere(monkeypatch, time, executed):
+    decided(monkeypatch, [case(time, 64), case(1.7, 256)], kernel_of(128), executed=executed)
+    is_taken = time == 0.5 and executed
+    assert evidence.favours("op", "mosaic_tpu", named("tpu-v5e")) is is_taken
+    assert evidence.favours("op", "mosaic_tpu", Hardware("tpu", "tpu")) is is_taken
+    assert not evidence.favours("op", "mosaic_tpu", named("tpu-v6e"))
+    assert not evidence.favours("op", "another", named("tpu-v5e"))
+
+
 def test_on_an_unknown_chip_all_known_ones_must_agree(monkeypatch):
     cases, unknown = [case(0.5, 64), case(0.5, 256)], Hardware("tpu", "tpu")
     both = {"targets": ("tpu-v5e", "tpu-v6e"), "hardware": unknown}

@@ -81,6 +81,14 @@ def test_choose_takes_the_reference_where_no_kernel_can_be_used():
     assert choice.refusals[1].reason == "split over devices"
 
 
+def test_auto_asks_nothing_of_a_kernel_that_no_evidence_takes():
+    asked = []
+    kernel = Kernel("mosaic_tpu", "tpu", lambda x: x, refuses=lambda *_, **__: asked.append(1))
+    choice = select.choose("op", (kernel,), "auto", V5E, [FLOAT32], {})
+    assert (choice.implementation, asked) == ("reference", [])
+    assert choice.refusals == (select.Refusal("mosaic_tpu", "opt-in: not measured on this target"),)
+
+
 def test_use_nests_and_the_inner_one_wins():
     with lowering.use("pallas", embedding="reference"):
         assert lowering.current_selection().request("nll_loss") == "pallas"
