@@ -26,6 +26,7 @@ def avg_pool(
     stride: Ints | None = None,
     padding: Padding = 0,
     count_include_pad: bool = True,
+    ceil_mode: bool = False,
     layout: str,
 ) -> jax.Array:
     """Computes the mean of each window: `y[o] = sum over k of x[o * stride - before + k] / count[o]`, zeros around x.
@@ -41,12 +42,16 @@ def avg_pool(
         spatial axis a number or a pair (before, behind). "VALID" is 0. "SAME" pads so that there are
         `ceil(extent / stride)` windows: half before x and half behind it, with an odd one behind.
       count_include_pad: whether count is the size of the window everywhere, or only that of its part inside x.
+      ceil_mode: whether to round the number of windows up, as PyTorch does: where the last windows leave pixels of x,
+        one more window reaches beyond the padding. It begins in x or in the padding before it.
+        Positions beyond the padding never count.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; "NCL" or "NLC" for one spatial axis. You must give one. x may lack the
         batch axis N, or have several: "NHWC" with three axes is one image (H, W, C), and with five it is images
         (T, N, H, W, C).
 
     Returns:
-      An array with the dtype and layout of x and spatial extents `1 + (extent + before + behind - window) // stride`.
+      An array with the dtype and layout of x and spatial extents `1 + (extent + before + behind - window) // stride`,
+      or one more with `ceil_mode`.
 
     Raises:
       BadParamError: if x is not floating point, no layout is given or its rank does not match it, a number is out of
@@ -66,10 +71,19 @@ def avg_pool(
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.avg_pool2d`.
     """
     x = as_array("avg_pool", "x", x)
-    layout, extents, attributes = windows.requested("avg_pool", x, window, stride, padding, layout)
-    count_include_pad = require_bool("avg_pool", "count_include_pad", count_include_pad)
+    layout, extents, attributes, rests = windows.requested("avg_pool", x, window, stride, padding, ceil_mode, layout)
+    count_include_pad, volume = (
+        require_bool("avg_pool", "count_include_pad", count_include_pad),
+        windows.to_volume(x, layout),
+    )
+    if count_include_pad and any(rests):
+        # The padding becomes part of x, and what lies beyond it does not count.
+        pads = [(before, behind - rest) for (before, behind), rest in zip(attributes["padding"], rests, strict=True)]
+        volume = jnp.pad(volume, [*[(0, 0)] * (volume.ndim - 4), *pads, (0, 0)])
+        attributes["padding"] = tuple((0, rest) for rest in rests)
+        count_include_pad, extents = False, volume.shape[-4:-1]
     attributes |= {"count_include_pad": count_include_pad, "extents": extents}
-    (y,) = AVG_POOL(windows.to_volume(x, layout), **attributes)
+    (y,) = AVG_POOL(volume, **attributes)
     return windows.from_volume(y, layout)
 
 

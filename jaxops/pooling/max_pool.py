@@ -26,7 +26,15 @@ UNROLLED_STEPS = 16
 
 
 @layout_required
-def max_pool(x: jax.Array, window: Ints, *, stride: Ints | None = None, padding: Padding = 0, layout: str) -> jax.Array:
+def max_pool(
+    x: jax.Array,
+    window: Ints,
+    *,
+    stride: Ints | None = None,
+    padding: Padding = 0,
+    ceil_mode: bool = False,
+    layout: str,
+) -> jax.Array:
     """Computes the maximum of each window: `y[o] = max over k of x[o * stride - before + k]`, over pixels of x only.
 
     The gradient goes to the first maximum of each window in row-major order, and adds up where windows overlap:
@@ -41,12 +49,15 @@ def max_pool(x: jax.Array, window: Ints, *, stride: Ints | None = None, padding:
         spatial axis a number or a pair (before, behind). "VALID" is 0. "SAME" pads so that there are
         `ceil(extent / stride)` windows: half before x and half behind it, with an odd one behind. Padding is never a
         maximum, so a window of negative numbers has a negative maximum.
+      ceil_mode: whether to round the number of windows up, as PyTorch does: where the last windows leave pixels of x,
+        one more window reaches beyond the padding. It begins in x or in the padding before it.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; "NCL" or "NLC" for one spatial axis. You must give one. x may lack the
         batch axis N, or have several: "NHWC" with three axes is one image (H, W, C), and with five it is images
         (T, N, H, W, C).
 
     Returns:
-      An array with the dtype and layout of x and spatial extents `1 + (extent + before + behind - window) // stride`.
+      An array with the dtype and layout of x and spatial extents `1 + (extent + before + behind - window) // stride`,
+      or one more with `ceil_mode`.
 
     Raises:
       BadParamError: if x is not floating point, no layout is given or its rank does not match it, a number is out of
@@ -73,7 +84,7 @@ def max_pool(x: jax.Array, window: Ints, *, stride: Ints | None = None, padding:
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.max_pool2d`.
     """
     x = as_array("max_pool", "x", x)
-    layout, _, attributes = windows.requested("max_pool", x, window, stride, padding, layout)
+    layout, _, attributes, _ = windows.requested("max_pool", x, window, stride, padding, ceil_mode, layout)
     (y,) = MAX_POOL(windows.to_volume(x, layout), **attributes, propagate_nan=True)
     return windows.from_volume(y, layout)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxops._checks import layouts
 from jaxops._checks.arguments import INT32_MAX, is_integer
 from jaxops._checks.dtypes import check_floating
-from jaxops._checks.mcdnn import require
+from jaxops._checks.mcdnn import require, require_bool
 from pallas_kernels.tpu.max_pool_views import view_of
 
 Ints = int | Sequence[int]
@@ -165,9 +165,14 @@ def both_sides(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def requested(
-    operator: str, x: jax.Array, window: Ints, stride: Ints | None, padding: Padding, layout: str
-) -> tuple[str, tuple[int, ...], dict[str, Any]]:
-    """Returns the layout, the extents of the volume and the operator's attributes, from a user's checked arguments."""
+    operator: str, x: jax.Array, window: Ints, stride: Ints | None, padding: Padding, ceil_mode: bool, layout: str
+) -> tuple[str, tuple[int, ...], dict[str, Any], tuple[int, ...]]:
+    """Returns what the operator needs, from a user's checked arguments.
+
+    Returns:
+      the layout, the extents of the volume, the operator's attributes, and by how much `ceil_mode` pads each axis of
+      the volume beyond what the user asks for.
+    """
     layout = _layout(operator, x, layout)
     extents = layouts.spatial_extents((1, *x.shape)[-len(layout) :], layout)
     check_floating(operator, x=x)
@@ -176,7 +181,22 @@ def requested(
     check_numbers(operator, extents, window, stride)
     pairs = _padding(operator, padding, extents, window, stride)
     check_windows(operator, extents, window, stride, pairs)
-    return layout, for_volume(extents, 1), volume_attributes(window, stride, pairs)
+    ceil_mode = require_bool(operator, "ceil_mode", ceil_mode)
+    rests = [0] * len(extents)
+    if ceil_mode:
+        rule = "be False where sizes are symbolic"
+        require(not any(map(jax.export.is_symbolic_dim, extents)), operator, "ceil_mode", rule, ceil_mode)
+        rests = list(map(_rest, extents, window, stride, pairs))
+    pairs = tuple((before, behind + rest) for (before, behind), rest in zip(pairs, rests, strict=True))
+    return layout, for_volume(extents, 1), volume_attributes(window, stride, pairs), for_volume(rests, 0)
+
+
+def _rest(extent: int, window: int, stride: int, pair: tuple[int, int]) -> int:
+    """Returns how far one more window reaches beyond the padding; 0 if none is left that begins before it."""
+    before, behind = pair
+    steps = -(-(extent + before + behind - window) // stride)
+    steps -= steps * stride >= extent + before
+    return max(0, steps * stride + window - extent - before - behind)
 
 
 def _layout(operator: str, x: Any, layout: Any) -> str:

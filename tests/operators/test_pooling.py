@@ -28,8 +28,8 @@ def pooled(kind, geometry, layout=None):
     layout = layout or {2: "NCHW", 3: "NCDHW"}[len(window)]
     attributes = {"stride": stride, "padding": padding, "layout": layout}
     if kind == "max":
-        return lambda x: max_pool(x, window, **attributes)
-    return lambda x: avg_pool(x, window, **attributes, count_include_pad=kind == "mean")
+        return functools.partial(max_pool, window=window, **attributes)
+    return functools.partial(avg_pool, window=window, **attributes, count_include_pad=kind == "mean")
 
 
 def value_and_gradient(fn, x, cotangent):
@@ -50,6 +50,45 @@ def test_pooling_equals_loops_in_float64(geometry, kind, rng):
         y, grad = value_and_gradient(fn, jnp.asarray(x.transpose(move)), jnp.asarray(cotangent.transpose(move)))
         np.testing.assert_allclose(y.transpose(back), truth[0], rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(grad.transpose(back), truth[1], rtol=1e-5, atol=1e-6)
+
+
+# Extents, window, stride, padding, and how many windows PyTorch has with `ceil_mode`.
+CEILED = [
+    ((7, 9), (3, 3), (2, 2), 1, (4, 5)),
+    ((6, 8), (3, 2), (2, 3), 0, (3, 3)),
+    ((5, 4), (2, 2), (3, 3), 1, (2, 2)),
+    ((10, 7), (3, 3), (4, 2), 0, (3, 3)),
+    ((3, 6, 5), (2, 3, 3), (2, 2, 3), 1, (2, 4, 2)),
+]
+
+
+@pytest.mark.parametrize("kind", ["max", "mean", "mean-inside"])
+@pytest.mark.parametrize(("extents", "window", "stride", "pad", "counts"), CEILED, ids=str)
+def test_ceil_mode_adds_the_windows_that_begin_in_x(extents, window, stride, pad, counts, kind, rng):
+    """Each window is reduced on its own in float64; the counts are those of torch.nn.functional."""
+    x = rng.integers(-4, 4, (2, 3, *extents)) / 4
+    fn = pooled(kind, (extents, window, stride, (pad,) * len(window)))
+    ceiled = functools.partial(fn, ceil_mode=True)
+    cotangent = rng.normal(size=(2, 3, *counts))
+    truth, grad = np.zeros(cotangent.shape), np.zeros(x.shape)
+    for at in np.ndindex(counts):
+        starts = [o * s - pad for o, s in zip(at, stride, strict=True)]
+        ends = [min(a + k, n + pad) for a, k, n in zip(starts, window, extents, strict=True)]
+        inside = tuple(slice(max(a, 0), min(b, n)) for a, b, n in zip(starts, ends, extents, strict=True))
+        size = np.prod([b - a for a, b in zip(starts, ends, strict=True)])
+        for image in np.ndindex(2, 3):
+            part, dy = x[image][inside], cotangent[image][at]
+            if kind == "max":
+                first = np.unravel_index(np.argmax(part), part.shape)
+                truth[image][at] = part[first]
+                grad[image][inside][first] += dy
+            else:
+                count = size if kind == "mean" else part.size
+                truth[image][at] = part.sum() / count
+                grad[image][inside] += dy / count
+    y, found = value_and_gradient(ceiled, jnp.asarray(x, jnp.float32), jnp.asarray(cotangent, jnp.float32))
+    np.testing.assert_allclose(y, truth, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found, grad, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.sampled
