@@ -3,9 +3,11 @@ r"""Evidence on TPU kernels at a grid of sizes, by replays of their schedules, a
 python benchmarks/evidence.py --target tpu-v5e --fill 400 --seed 1
 python benchmarks/evidence.py --target tpu-v5e --draw 100 --seed 2 --output benchmarks/results/evidence_draws_v5e.json
 
-The first writes lowering/tuned/tpu-v5e.evidence.jsonl, a line for each case of a grid, and of those sizes among 400
-drawn ones that the cases before do not decide. What stands there already is kept, unless the kernel's code has changed,
-so it can be interrupted. The second draws sizes that no file lists, replays them, and says what "auto" takes there.
+The first writes lowering/tuned/tpu-v5e.evidence.jsonl, a line for each case of a grid, and of two around each of those
+sizes among 400 drawn ones that the cases before do not decide. What stands there already is kept, unless the kernel's
+code has changed, so it can be interrupted. The second draws sizes that no file lists, replays them, and says what
+"auto" takes there.
+
 Nothing runs on a chip; it needs `jaxops targets --install tpu`.
 """
 
@@ -41,12 +43,14 @@ from lowering.operators import kind_of, on_arrays, type_text, unpacked
 from lowering.register import kernels_of, without_kernels
 from lowering.targets import named
 from pallas_kernels.hardware import Hardware
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.kernel import Kernel, Kind
 
 ROOT = Path(jaxops.__file__).parents[1]
 # What data decides in kernels. After 12 binary digits a turn of dropout's draws more, with probability 0.24; XLA draws
 # 24 digits in six steps. In the cross entropy's, all blocks of rows are live.
 COUNTS = {"dropout": 0.24, "linear_cross_entropy": 1}
+# How often sizes of a kind are drawn, before there are none.
+ATTEMPTS = 40
 
 
 class Answers:
@@ -241,24 +245,46 @@ def work_of(only: list[str], fill: int, seed: int) -> Iterator[tuple[str, Family
         yield name, family, *family.drawn(draws, beyond=1.5), False
 
 
+def around(family: Family, option: Any, sizes: Sizes, key: tuple[str, ...], hardware: Hardware) -> Iterator[Sizes]:
+    """Yields sizes of the same kind as others of a case, about half as large and twice as large in every axis.
+
+    All sizes between the two are then decided, if both say the same.
+    """
+
+    def sizes_of(sizes: Sizes) -> Sizes | None:
+        found = kinds(family, option, sizes, hardware)
+        return next((kind.sizes for x, y, kind in found if (x.operator.name, y.name, kind.text) == key), None)
+
+    draws, middle = np.random.default_rng(0), sizes_of(sizes)
+    for factor in (0.55, 1.8):
+        for _ in range(ATTEMPTS):
+            scaled = tuple(max(1, int(size * factor * draws.uniform(0.9, 1.1))) for size in sizes)
+            found = sizes_of(scaled) if family.is_inside(option, scaled) else None
+            if found and middle and all((a > b) == (factor > 1) for a, b in zip(found, middle, strict=True)):
+                yield scaled
+                break
+
+
+def kinds(family: Family, option: Any, sizes: Sizes, hardware: Hardware) -> Iterator[tuple[OperatorUse, Kernel, Kind]]:
+    """Yields where a case uses the family's operators, the kernels that take it, and what they say of it."""
+    for use, kernel in uses(family, option, sizes, hardware):
+        kind = kind_of(kernel, hardware, *unpacked(use.operands, use.params))
+        if kind is not None:
+            yield use, kernel, kind
+
+
 def make_grid(target: str, path: Path, only: list[str], fill: int, seed: int) -> None:
-    """Adds to a file of evidence what is missing on the grid, and drawn sizes that it does not decide."""
+    """Adds to a file of evidence what is missing on the grid, and around drawn sizes that it does not decide."""
     hardware, work = named(target), list(work_of(only, fill, seed))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     known = dict(evidence.read(path).cases)
     with Progress(*columns) as bar:
         task = bar.add_task(target, total=len(work))
-        for name, family, option, sizes, is_of_grid in work:
-            bar.update(task, description=f"{target} {name} {'x'.join(map(str, sizes))}")
-            for use, kernel in uses(family, option, sizes, hardware):
-                kind = kind_of(kernel, hardware, *unpacked(use.operands, use.params))
-                if kind is None:
-                    continue
-                key = use.operator.name, kernel.name, kind.text
-                cases = known.get(key, ())
-                near = evidence.corners(cases, kind.sizes)
-                is_decided = len({case.is_better for case in near}) == 1
-                if any(case.sizes == kind.sizes for case in cases) or (is_decided and not is_of_grid):
+
+        def add(family: Family, option: Any, sizes: Sizes, key: tuple[str, str, str]) -> None:
+            for use, kernel, kind in kinds(family, option, sizes, hardware):
+                is_known = any(case.sizes == kind.sizes for case in known.get(key, ()))
+                if (use.operator.name, kernel.name, kind.text) != key or is_known:
                     continue
                 begin = time.perf_counter()
                 found = case_of(use, kernel, family, option, sizes, hardware)
@@ -266,9 +292,19 @@ def make_grid(target: str, path: Path, only: list[str], fill: int, seed: int) ->
                     bar.console.print(f"{use.operator.name} {kind}: {found}")
                     continue
                 append(path, found)
-                known[key] = (*cases, found)
+                known[key] = (*known.get(key, ()), found)
                 seconds = time.perf_counter() - begin
                 bar.console.print(f"{found.operator} {found.kind} {list(found.sizes)}: {found.time} ({seconds:.1f} s)")
+
+        for name, family, option, sizes, is_of_grid in work:
+            bar.update(task, description=f"{target} {name} {'x'.join(map(str, sizes))}")
+            for use, kernel, kind in kinds(family, option, sizes, hardware):
+                key = use.operator.name, kernel.name, kind.text
+                near = () if is_of_grid else evidence.corners(known.get(key, ()), kind.sizes)
+                wanted = [sizes] if is_of_grid or near else around(family, option, sizes, key, hardware)
+                if len({case.is_better for case in near}) != 1:
+                    for one in wanted:
+                        add(family, option, one, key)
             bar.advance(task)
 
 
@@ -276,9 +312,8 @@ def execute(target: str, path: Path, only: list[str], fill: int, seed: int) -> N
     """Executes a small case of each kind in a file of evidence, as it is compiled, and compares it with float64."""
     hardware, grid, tried = named(target), evidence.read(path), set()
     for _, family, option, sizes, _ in work_of(only, fill, seed):
-        for use, kernel in uses(family, option, sizes, hardware):
-            kind = kind_of(kernel, hardware, *unpacked(use.operands, use.params))
-            key = (use.operator.name, kernel.name, "" if kind is None else kind.text)
+        for use, kernel, kind in kinds(family, option, sizes, hardware):
+            key = use.operator.name, kernel.name, kind.text
             if key not in grid.cases or key in grid.executed or key in tried:
                 continue
             tried.add(key)
