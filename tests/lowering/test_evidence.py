@@ -94,7 +94,11 @@ def test_a_missing_corner_leaves_sizes_to_the_others_that_enclose_them():
         ([case(1.02, n, temporaries=(100 * MIB, 90 * MIB)) for n in (64, 256)], False, "too close to call"),
         ([case(1.02, n, temporaries=(MIB, 0)) for n in (64, 256)], False, "too close to call"),
         ([case(1.04, n, temporaries=(100 * MIB, 0)) for n in (64, 256)], False, "at 1.04 of"),
-        ([case(0.5, 512), case(0.5, 1024)], False, "no evidence near these sizes"),
+        ([case(0.5, 512), case(0.75, 1024)], False, "no evidence near these sizes"),
+        ([case(0.5, 512)], False, "no evidence near these sizes"),
+        ([case(0.5, 512), case(0.7, 1024)], True, "at 0.50 to 0.70 of the reference's time nearby, executed"),
+        ([case(0.5, 64), case(0.5, 103)], True, "at 0.50 of the reference's time nearby, executed"),
+        ([case(0.5, 64), case(0.5, 102)], False, "no evidence near these sizes"),
     ],
     ids=[
         "faster",
@@ -105,7 +109,11 @@ def test_a_missing_corner_leaves_sizes_to_the_others_that_enclose_them():
         "little memory",
         "few bytes",
         "slower",
-        "none",
+        "not far better",
+        "one alone",
+        "smaller than far better ones",
+        "little larger than these",
+        "larger",
     ],
 )
 def test_all_corners_must_say_that_a_kernel_is_better(monkeypatch, cases, is_taken, words):
