@@ -27,8 +27,8 @@ MOST_MEASURED = 0.97
 SAME_TIME, MOST_MEMORY, LEAST_BYTES = 1.03, 0.8, 2**24
 _NEAREST, _NEAR = 4, 8  # factors between sizes: of the nearest case, and of all that decide
 # At all of several known cases beside sizes, a kernel must take at most this part of the time. No size is beyond theirs
-# by more than a factor, nor is there less to do: launching dominates there. Of 181 cases that were left out of a file and
-# decided so by the others, none took above 0.9.
+# by more than a factor, nor is there less to do: launching dominates there. Of 181 cases that were left out of a file
+# and decided so by the others, none took above 0.9.
 _LEAST_BESIDE, MOST_BESIDE, _BEYOND = 2, 0.7, 1.25
 _FOLDER = Path(__file__).parent / "tuned"
 Sizes = tuple[int, ...]
