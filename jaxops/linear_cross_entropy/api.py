@@ -9,16 +9,16 @@ import lowering
 from jaxops._checks import arguments
 from jaxops._checks.dtypes import accumulation_dtype, wide_ids
 from jaxops.linear_cross_entropy import checks
-from jaxops.linear_cross_entropy.batch_invariant import INVARIANT_STRATEGIES, invariant_losses
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, RowStatistics
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
-from jaxops.linear_cross_entropy.row_statistics import row_losses, target_total, zero_unless
+from jaxops.linear_cross_entropy.row_statistics import row_losses, zero_unless
 from jaxops.linear_cross_entropy.row_targets import Targets, Vocabulary, nan_added_unless
 from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
 
 _NAME = "linear_cross_entropy"
 _REDUCTIONS = ("none", "mean", "sum")
 _STRATEGIES = ("auto", "grad_in_forward", "recompute")
+_INVARIANT_STRATEGIES = ("auto", "recompute")
 
 
 class LinearCrossEntropyAux(NamedTuple):
@@ -217,8 +217,8 @@ def linear_cross_entropy(
     arguments.require_choice(_NAME, "strategy", strategy, _STRATEGIES)
     transpose_weight = arguments.require_bool(_NAME, "transpose_weight", transpose_weight)
     arguments.require_bool(_NAME, "return_aux", return_aux)
-    if arguments.require_bool(_NAME, "batch_invariant", batch_invariant):
-        arguments.require_choice(_NAME, "strategy", strategy, INVARIANT_STRATEGIES)
+    if checks.check_batch_invariant(_NAME, batch_invariant, x, weight, vocab_axis):
+        arguments.require_choice(_NAME, "strategy", strategy, _INVARIANT_STRATEGIES)
     softcap, chunk_rows = checks.check_softcap(_NAME, softcap), checks.check_chunk_rows(_NAME, chunk_rows)
     weight = checks.checked_layer(_NAME, x, weight, transpose_weight, bias=bias, class_weight=class_weight)
     margin = checks.checked_margin(_NAME, margin, labels, weight.shape[0])
@@ -241,17 +241,14 @@ def linear_cross_entropy(
         rows = rows._replace(labels=jnp.where(live, rows.labels, SKIPPED))
     if return_aux or not is_sum:  # a sum does it chunk by chunk
         rows = rows._replace(x=zero_unless(live, x))
-    operands = rows, columns, weights
-    options: dict[str, Any] = {"softcap": softcap, "metrics": return_aux}
-    if batch_invariant:
-        loss, statistics = invariant_losses(_NAME, operands, vocab_axis=vocab_axis, **options)
-    elif is_sum:
-        options |= {"chunk_rows": chunk_rows, "weight_grad_dtype": weight_grad_dtype}
-        loss, statistics = summed_cross_entropy(*operands, **options)
+    options: dict[str, Any] = {"softcap": softcap, "metrics": return_aux, "chunk_rows": chunk_rows}
+    if is_sum:
+        loss, statistics = summed_cross_entropy(rows, columns, weights, weight_grad_dtype=weight_grad_dtype, **options)
     else:
-        statistics = linear_row_statistics(rows, columns, chunk_rows=chunk_rows, vocab_axis=vocab_axis, **options)
-        total = jax.tree.map(vocabulary.sum, target_total(rows, columns, statistics.max_logit))
-        loss = row_losses(statistics, total, weights)
+        options |= {"vocab_axis": vocab_axis, "batch_invariant": batch_invariant}
+        statistics = linear_row_statistics(rows, columns, **options)
+        # Jitted, a loss has the same bits outside jit.
+        loss = (jax.jit(row_losses) if batch_invariant else row_losses)(statistics, weights)
     loss = jnp.sum(loss) if reduction != "none" else loss
     loss = loss if has_mean is None else nan_added_unless(has_mean, loss)
     return (loss, _aux(statistics, labels, losses.kept, vocabulary)) if return_aux else loss

@@ -84,7 +84,7 @@ def chunk_step(columns: Columns, options: SumOptions, add: algebra.Adding = alge
         row_sums = jax.lax.optimization_barrier(logits.sums(metrics=options.metrics))
         statistics = row_sums.statistics
         of_rows, of_columns = logits.loss_gradients(weights, row_sums, options.needs, sums.columns, add)
-        loss = sums.loss + jnp.sum(algebra.row_losses(statistics, row_sums.target_total, weights))
+        loss = sums.loss + jnp.sum(algebra.row_losses(statistics, weights))
         # Rounded in its chunk, so that no gradient of all rows exists in float32 if it is kept in bfloat16.
         of_rows = of_rows._replace(x=algebra.kept_gradient(of_rows.x, rows.x.dtype))
         return (statistics, of_rows), Sums(loss, of_columns)

@@ -6,11 +6,13 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
+import lowering
 from jaxops._checks.arguments import (
     INT32_MAX,
     as_array,
     is_floating,
     require,
+    require_bool,
     require_floating_dtype,
     require_integer,
     require_real,
@@ -106,6 +108,17 @@ def check_chunk_rows(operator: str, chunk_rows: Any) -> int | None:
     if chunk_rows is None:
         return None
     return require_integer(operator, "chunk_rows", chunk_rows, rule, least=1, most=INT32_MAX)
+
+
+def check_batch_invariant(operator: str, value: Any, x: jax.Array, weight: jax.Array, vocab_axis: Any) -> bool:
+    """Returns whether rows' bits must not depend on other rows, which not all operands allow."""
+    if require_bool(operator, "batch_invariant", value):
+        is_known = not any(map(jax.export.is_symbolic_dim, (*x.shape, *weight.shape)))
+        # Symbolic sizes leave the number of blocks open; parts of a split vocabulary are added as the mesh has them.
+        require(is_known, operator, "batch_invariant", "be False where sizes are symbolic", True)
+        require(vocab_axis is None, operator, "batch_invariant", "be False with vocab_axis", True)
+        lowering.note(f"{operator}: strategy recompute, in blocks of rows, as batch_invariant is set")
+    return bool(value)
 
 
 def check_weight_grad_dtype(operator: str, value: Any, weight: jax.Array) -> Any:

@@ -68,7 +68,7 @@ class RowStatistics(NamedTuple):
       max_logit: m = max z, without a derivative.
       log_sum_exp: log sum exp(z - m).
       label_logit: z[label] - m; 0 if the label is not one of the columns.
-      target_logit: sum t (z - m) for the weights t of the columns.
+      target_loss: sum t (log sum exp z - z) for the weights t of the columns.
       mean_logit: sum softmax(z) (z - m), a metric.
       prediction: argmax z, a metric.
     """
@@ -76,7 +76,7 @@ class RowStatistics(NamedTuple):
     max_logit: jax.Array
     log_sum_exp: jax.Array
     label_logit: jax.Array | None = None
-    target_logit: jax.Array | None = None
+    target_loss: jax.Array | None = None
     mean_logit: jax.Array | None = None
     prediction: jax.Array | None = None
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
+from jaxops.linear_cross_entropy.batch_invariant import INVARIANT_STATISTICS
 from jaxops.linear_cross_entropy.chunk_sizes import logits_of_tile
 from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, merged, merged_pair
 from jaxops.linear_cross_entropy.fold_rows import kept_rows
@@ -28,13 +29,22 @@ from pallas_kernels.tpu.linear_cross_entropy import statistics as tpu_statistics
 
 
 def linear_row_statistics(
-    rows: Rows, columns: Columns, *, chunk_rows: int | None, vocab_axis: str | None = None, **params: Any
+    rows: Rows,
+    columns: Columns,
+    *,
+    chunk_rows: int | None,
+    vocab_axis: str | None = None,
+    batch_invariant: bool = False,
+    **params: Any,
 ) -> RowStatistics:
     """Computes the statistics of the logits, bounded by a softcap, which never exist all at once.
 
-    About `chunk_rows` rows' worth of them does. `vocab_axis` is the mesh axis over which columns are split, if any. The
-    other parameters are the softcap, and whether `metrics` are wanted: `mean_logit` and `prediction`.
+    About `chunk_rows` rows' worth of them does, or blocks of rows if these are to be `batch_invariant`. `vocab_axis` is
+    the mesh axis over which columns are split, if any. The other parameters are the softcap, and whether `metrics` are
+    wanted: `mean_logit` and `prediction`.
     """
+    if batch_invariant:
+        return INVARIANT_STATISTICS(rows, columns, **params)
     if vocab_axis is not None and rows.x.dtype == jnp.float16:
         # Every part of the vocabulary contributes a share of x's gradient. For a mean these are too small for float16,
         # so they are added in float32.
@@ -46,13 +56,14 @@ def linear_row_statistics(
 
 def _merged(statistics: RowStatistics, rows: Rows, columns: Columns, axis: str) -> RowStatistics:
     """Merges the statistics of each part of the vocabulary, which are relative to the part's own maximum."""
-    maximum, log_sum_exp, label_logit, target_logit, mean_logit, prediction = statistics
-    parts = RowSums(maximum, jnp.expm1(log_sum_exp), target_logit=target_logit)
+    maximum, log_sum_exp, label_logit, target_loss, mean_logit, prediction = statistics
+    parts = RowSums(maximum, jnp.expm1(log_sum_exp))
     if rows.labels is not None and label_logit is not None:
         has_label = (rows.labels >= 0).astype(maximum.dtype)
         parts = parts._replace(label_logit=label_logit, has_label=has_label)
-    if target_logit is not None:
-        parts = parts._replace(target_total=target_total(rows, columns, maximum))
+    total = target_total(rows, columns, maximum)
+    if target_loss is not None and total is not None:
+        parts = parts._replace(target_logit=total * log_sum_exp - target_loss, target_total=total)
     index = jax.lax.axis_index(axis)
     if mean_logit is not None and prediction is not None:
         weighted, prediction = mean_logit * jnp.exp(log_sum_exp), prediction + columns.weight.shape[0] * index
@@ -118,7 +129,8 @@ def gradients_by_columns(
     if kept is not None:
         terms, rows = kept.take((terms, rows))
         # Fillers must get probabilities of 0: their logits are the bias, and exp(bias) alone may overflow.
-        terms = terms._replace(log_sum_exp=jnp.where(rows.labels == SKIPPED, jnp.inf, terms.log_sum_exp))
+        large = jnp.finfo(terms.log_sum_exp.dtype).max / 2
+        terms = terms._replace(log_sum_exp=jnp.where(rows.labels == SKIPPED, large, terms.log_sum_exp))
     dtype = accumulation_dtype(rows.x.dtype)
 
     def add_tile(carry: tuple[Rows, Columns], tile: Tile) -> tuple[Rows, Columns]:
@@ -153,7 +165,7 @@ def gradients_by_columns(
 def _vjp(residuals: Any, cotangents: RowStatistics, active: Active, *, metrics: bool, **params: Any) -> Any:
     rows, columns, *results = residuals
     statistics = RowStatistics(*results)
-    terms = statistics_terms(cotangents, statistics)
+    terms = statistics_terms(cotangents, statistics, rows, columns)
     of_rows, of_columns = _BACKWARD(terms, rows, columns, needs=Needs.of(*active), **params)
     return with_scale(of_rows, cotangents, statistics, rows, columns), of_columns
 

@@ -183,7 +183,7 @@ def _chunk_step(
             is_exact = jnp.broadcast_to(jnp.all(is_exact), is_exact.shape)
         scale, at_label = jnp.where(is_exact, scale, 0), jnp.where(is_exact, at_label, 0)
         ratio = jnp.where(scale == 0, 0, ratio).astype(x.dtype)
-        loss = before.loss + jnp.sum(jnp.where(is_exact, algebra.row_losses(statistics, sums.target_total, weights), 0))
+        loss = before.loss + jnp.sum(jnp.where(is_exact, algebra.row_losses(statistics, weights), 0))
         x_grad: Any = None
         of_columns = before.columns
         if needs.x:

@@ -3,25 +3,25 @@
 With the logits z of a row, their maximum m, lse = m + l and p = softmax(z) = exp(z - m - l), weights t of the columns
 with T = sum t, and row weights a, b, q and r, the loss of a row with label y is
 
-    L = a (lse - z_y) + b sum_c t_c (lse - z_c) + q lse^2 + r l
-      = a (l - (z_y - m)) + b (T l - sum_c t_c (z_c - m)) + q (m + l)^2 + r l
+    L = a (lse - z_y) + b tau + q lse^2 + r l       where tau = sum_c t_c (lse - z_c)
+      = a (l - (z_y - m)) + b tau + q (m + l)^2 + r l     = T l - sum_c t_c (z_c - m)
 
-As d lse / dz_c = p_c, the cotangent of the logits is
+As d lse / dz_c = p_c, the cotangents of the logits and of the column weights are
 
-    dL / dz_c = (a + b T + 2 q lse + r) p_c - a [c = y] - b t_c
+    dL / dz_c = (a + b T + 2 q lse + r) p_c - a [c = y] - b t_c        dL / dt_c = b (l - (z_c - m))
 
-The statistics l, z_y - m, sum t (z - m) and mu = sum p (z - m) may also be differentiated themselves. m is a constant,
-since it cancels, and d mu / dz_c = p_c (1 + (z_c - m) - mu). With cotangents g of the four, dz_c is
+The statistics l, z_y - m, tau and mu = sum p (z - m) may also be differentiated themselves. m is a constant, since it
+cancels, and d mu / dz_c = p_c (1 + (z_c - m) - mu). With cotangents g of the four, dz_c is
 
-    (g_l + g_mu (1 - mu)) p_c + g_mu (z_c - m) p_c + g_y [c = y] + g_t t_c
+    (g_l + g_tau T + g_mu (1 - mu)) p_c + g_mu (z_c - m) p_c + g_y [c = y] - g_tau t_c
 
 So both are `CotangentTerms`: softmax, slope, label and target. The bounded logits u = softcap tanh(z0 / softcap) of
 z0 = x weight^T + bias have du / dz0 = 1 - (u / softcap)^2. A row's scale s gives z = s u, and
 
     dL / ds = sum_c dz_c u_c = (sum_c dz_c (z_c - m) + m sum_c dz_c) / s
 
-where the second sum is known: softmax-terms add up to g_l + g_mu, the others to g_y and g_t T. A margin shifts z_y by a
-constant, in rows without a scale.
+where the second sum is known: the terms with g_l, g_mu and g_y add up to these, the others to 0. A margin shifts z_y by
+a constant, in rows without a scale.
 """
 
 import functools
@@ -118,24 +118,22 @@ class RowSums(NamedTuple):
     def statistics(self) -> RowStatistics:
         """The statistics of rows that consist of these columns alone."""
         mean_logit = None if self.weighted_logit is None else self.weighted_logit / self.divisor
-        log_sum_exp = jnp.log1p(self.less_one)
-        return RowStatistics(
-            self.max_logit, log_sum_exp, self.label_logit, self.target_logit, mean_logit, self.prediction
-        )
+        log_sum_exp, target_loss = jnp.log1p(self.less_one), None
+        # Differences are relative to the row's maximum, so a large common offset of the logits costs no digits.
+        if self.target_logit is not None and self.target_total is not None:
+            target_loss = self.target_total * log_sum_exp - self.target_logit
+        return RowStatistics(self.max_logit, log_sum_exp, self.label_logit, target_loss, mean_logit, self.prediction)
 
 
-def loss_terms(rows: RowStatistics, total: jax.Array | None) -> RowWeights:
-    """Computes the terms of a row's loss before they are weighted; `total` is the sum T of its column targets."""
-    # Differences are relative to the row's maximum, so a large common offset of the logits costs no digits.
+def loss_terms(rows: RowStatistics) -> RowWeights:
+    """Computes the terms of a row's loss before they are weighted."""
     by_label = None if rows.label_logit is None else rows.log_sum_exp - rows.label_logit
-    by_target = None if total is None or rows.target_logit is None else total * rows.log_sum_exp - rows.target_logit
-    square = jnp.square(rows.max_logit + rows.log_sum_exp)
-    return RowWeights(by_label, by_target, square, rows.log_sum_exp)
+    return RowWeights(by_label, rows.target_loss, jnp.square(rows.max_logit + rows.log_sum_exp), rows.log_sum_exp)
 
 
-def row_losses(statistics: RowStatistics, total: jax.Array | None, weights: RowWeights) -> jax.Array:
+def row_losses(statistics: RowStatistics, weights: RowWeights) -> jax.Array:
     """Computes the loss of each row from the statistics of its logits."""
-    pairs = zip(weights, loss_terms(statistics, total), strict=True)
+    pairs = zip(weights, loss_terms(statistics), strict=True)
     return functools.reduce(jnp.add, (a * b for a, b in pairs if a is not None and b is not None))
 
 
@@ -160,14 +158,19 @@ def cotangent_terms(weights: RowWeights, sums: RowSums) -> CotangentTerms:
     return CotangentTerms(softmax, sums.max_logit, jnp.zeros_like(softmax), label, target)
 
 
-def statistics_terms(cotangents: RowStatistics, rows: RowStatistics) -> CotangentTerms:
+def statistics_terms(
+    cotangents: RowStatistics, statistics: RowStatistics, rows: Rows, columns: Columns
+) -> CotangentTerms:
     """Computes the cotangent of the logits of rows whose statistics have these cotangents."""
     # A row without a finite logit has no probabilities: exp(-inf - 0) = 0.
-    log_sum_exp = finite(rows.log_sum_exp)
+    log_sum_exp, target = finite(statistics.log_sum_exp), None
     softmax, slope = cotangents.log_sum_exp, cotangents.mean_logit
-    if slope is not None and rows.mean_logit is not None:
-        softmax = softmax + slope * (1 - rows.mean_logit)
-    return CotangentTerms(softmax, rows.max_logit, log_sum_exp, cotangents.label_logit, cotangents.target_logit, slope)
+    if slope is not None and statistics.mean_logit is not None:
+        softmax = softmax + slope * (1 - statistics.mean_logit)
+    total = target_total(rows, columns, softmax)
+    if total is not None and cotangents.target_loss is not None:
+        softmax, target = softmax + total * cotangents.target_loss, -cotangents.target_loss
+    return CotangentTerms(softmax, statistics.max_logit, log_sum_exp, cotangents.label_logit, target, slope)
 
 
 def with_scale(
@@ -180,14 +183,12 @@ def with_scale(
     """
     if of_rows.scale is None:
         return of_rows
-    total, label, target = cotangents.log_sum_exp, cotangents.label_logit, cotangents.target_logit
+    total, label = cotangents.log_sum_exp, cotangents.label_logit
     if cotangents.mean_logit is not None:
         total = total + cotangents.mean_logit
     if label is not None and rows.labels is not None:
         is_column = (rows.labels >= 0) & (rows.labels < columns.weight.shape[0])
         total = total + is_column.astype(label.dtype) * label
-    of_targets = None if target is None else target_total(rows, columns, target)
-    total = total if target is None or of_targets is None else total + target * of_targets
     return of_rows._replace(scale=(of_rows.scale + statistics.max_logit * total) / jnp.asarray(rows.scale))
 
 
@@ -306,11 +307,12 @@ class Logits(NamedTuple):
         of_rows, sums = Rows(x_grad, scale=of_scale), sums._replace(weight=weight_sum)
         if sums.bias is not None:
             sums = sums._replace(bias=sums.bias + jnp.sum(cotangent, axis=batch))
-        if terms.target is not None and sums.class_targets is not None:
-            by_column = jnp.sum(terms.target[..., None] * shifted, axis=batch)
-            sums = sums._replace(class_targets=sums.class_targets + by_column)
-        if terms.target is not None and needs.probabilities:
-            of_rows = of_rows._replace(probabilities=terms.target[..., None] * shifted)
+        if terms.target is not None and (needs.probabilities or sums.class_targets is not None):
+            of_targets = terms.target[..., None] * (shifted - terms.log_sum_exp[..., None])
+            if sums.class_targets is not None:
+                sums = sums._replace(class_targets=sums.class_targets + jnp.sum(of_targets, axis=batch))
+            if needs.probabilities:
+                of_rows = of_rows._replace(probabilities=of_targets)
         return of_rows, sums
 
     def loss_gradients(

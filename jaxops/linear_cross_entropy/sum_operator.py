@@ -19,7 +19,7 @@ from jaxops.linear_cross_entropy.by_rows import summed_by_rows
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_exponentials_on
 from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowStatistics, RowWeights, axes
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
-from jaxops.linear_cross_entropy.row_statistics import loss_terms, row_losses, skipped_as_zeros, target_total
+from jaxops.linear_cross_entropy.row_statistics import loss_terms, row_losses, skipped_as_zeros
 from lowering.operators import EVERYWHERE, Form, Place, fields
 from pallas_kernels.gpu.linear_cross_entropy import exponentials as gpu_exponentials
 from pallas_kernels.kernel import Kernel, Kind
@@ -42,8 +42,7 @@ def summed_cross_entropy(
     @jax.custom_jvp
     def summed(rows: Rows, columns: Columns, weights: RowWeights) -> tuple[jax.Array, RowStatistics]:
         statistics = linear_row_statistics(skipped_as_zeros(rows), columns, **params)
-        total = target_total(rows, columns, statistics.max_logit)
-        return jnp.sum(row_losses(statistics, total, weights)), statistics
+        return jnp.sum(row_losses(statistics, weights)), statistics
 
     def jvp(operands: Any, tangents: Any) -> Any:
         active = jax.tree.map(lambda dot: not isinstance(dot, SymbolicZero), tangents)
@@ -52,9 +51,8 @@ def summed_cross_entropy(
             loss, statistics, of_rows, of_columns = _SUM_WITH_GRADIENTS(
                 *operands, needs=Needs.of(*active[:2]), weight_grad_dtype=weight_grad_dtype, **params
             )
-        terms = loss_terms(statistics, target_total(operands[0], operands[1], statistics.max_logit))
         # The terms of rows are the gradients of their weights.
-        gradients = of_rows, of_columns, terms
+        gradients = of_rows, of_columns, loss_terms(statistics)
         none = jax.tree.map(lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval()), statistics)
         pairs = zip(fields(gradients), fields(tangents), strict=True)
         products = [inner_product(x, dot, loss.dtype) for x, dot in pairs if not isinstance(dot, SymbolicZero | None)]

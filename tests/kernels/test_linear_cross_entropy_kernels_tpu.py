@@ -76,7 +76,7 @@ def make_terms(rng, statistics):
         statistics.max_logit,
         statistics.log_sum_exp,
         label,
-        None if statistics.target_logit is None else target,
+        None if statistics.target_loss is None else target,
         None if statistics.mean_logit is None else slope,
     )
 

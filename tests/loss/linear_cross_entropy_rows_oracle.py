@@ -45,7 +45,7 @@ def expected_statistics(rows, columns, *, softcap=None, metrics=False, dtype=np.
         maximum,
         np.log(total),
         np.where(is_label(rows, columns), shifted, 0).sum(-1),
-        None if columns.class_targets is None else shifted @ wide(columns.class_targets),
+        None if columns.class_targets is None else (np.log(total)[:, None] - shifted) @ wide(columns.class_targets),
         (np.exp(shifted) * shifted).sum(-1) / total if metrics else None,
         logits.argmax(-1) if metrics else None,
     )
@@ -69,5 +69,5 @@ def expected_gradients(terms, rows, columns, *, softcap=None, dtype=np.float64, 
     if softcap is not None:
         cotangent = cotangent * (1 - (logits / softcap) ** 2)
     cotangent = wide(cotangent.astype(product_dtype))
-    of_targets = np.sum(by_row(terms.target) * shifted, axis=0)
+    of_targets = np.sum(by_row(terms.target) * (shifted - by_row(terms.log_sum_exp)), axis=0)
     return cotangent @ wide(columns.weight), cotangent.T @ wide(rows.x), cotangent.sum(0), of_targets

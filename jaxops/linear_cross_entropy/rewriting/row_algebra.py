@@ -520,7 +520,9 @@ class RowAlgebra:
         plus, times, ratio = self.maxima.plus, self.maxima.times, self._ratio(logits)
         # What all classes share goes first: where it cancels the maximum, the sum of weights multiplies nothing large.
         offset = plus(logits.shift, times(ratio, Number(0.0, 1.0)))
-        return plus(times(total, offset), times(ratio, Number(self._given.target_logit)))
+        minus_loss = times(Number(-1.0), Number(self._given.target_loss))
+        relative = plus(times(total, Number(self._given.log_sum_exp)), minus_loss)
+        return plus(times(total, offset), times(ratio, relative))
 
     def _expected(self, exponentials: Exponentials, logits: Logits) -> Number:
         """Sums exponentials times logits, as in an entropy."""

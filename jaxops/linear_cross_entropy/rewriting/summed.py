@@ -16,7 +16,7 @@ from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows, RowStat
 from jaxops.linear_cross_entropy.rewriting.derivatives import has_linear_rule
 from jaxops.linear_cross_entropy.rewriting.head import Readers
 from jaxops.linear_cross_entropy.rewriting.row_program import bound
-from jaxops.linear_cross_entropy.row_statistics import skipped_as_zeros, target_total
+from jaxops.linear_cross_entropy.row_statistics import skipped_as_zeros, targets_of
 from jaxops.linear_cross_entropy.row_targets import Vocabulary
 from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
 from lowering.cost import inner_jaxprs
@@ -24,7 +24,7 @@ from lowering.rewriting.graph import SAME, Level, Node, Value, equations, forwar
 from lowering.rewriting.schedule import Step, Task, needed
 
 # What a sum may be affine in.
-_SMOOTH = ("log_sum_exp", "label_logit", "target_logit", "square")
+_SMOOTH = ("log_sum_exp", "label_logit", "target_loss", "square")
 # What it may read, unless its derivative does; `peak` and `stop` only serve to find that out.
 _FIXED = ("max_logit", "mean_logit", "prediction", "peak", "stop")
 _OPAQUE = frozenset({"pure_callback", "pallas_call", "shard_map", "custom_partitioning", "ffi_call"})
@@ -145,8 +145,7 @@ class Sums:
         is_number = jnp.isfinite(rest)
         (slopes,) = transposed(jnp.ones_like(rest))
         slopes = {name: jnp.where(jnp.isfinite(x) | ~is_number, x, jnp.zeros_like(x)) for name, x in slopes.items()}
-        target_sum = target_total(rows, columns, nothing)
-        rows, weights = self._weighted(rows, columns, target_sum, slopes)
+        rows, weights = self._weighted(rows, columns, slopes)
         if metrics:
             rows = skipped_as_zeros(rows)
         options: dict[str, Any] = {"softcap": readers.asked.layer.softcap, "chunk_rows": None, "metrics": metrics}
@@ -166,20 +165,14 @@ class Sums:
         total = total + jax.lax.select(jax.lax.is_finite(missing), missing, jnp.zeros_like(missing))
         return (total, *(known[x] for x in outputs[1:]))
 
-    def _weighted(self, rows: Any, columns: Columns, total: Any, slopes: dict[str, Any]) -> tuple[Rows, RowWeights]:
-        """Returns the weights of the terms of each row's loss, from a sum's slopes; what does not count is skipped.
-
-        `total` is the sum of the rows' column targets, or None.
-        """
+    def _weighted(self, rows: Any, columns: Columns, slopes: dict[str, Any]) -> tuple[Rows, RowWeights]:
+        """Returns the weights of the terms of each row's loss, from a sum's slopes; what does not count is skipped."""
         by_log_sum_exp, by_label, by_target, by_square = (slopes[name] for name in _SMOOTH)
         # Where there is a label, both are the same, apart from rounding, unless the sum rises with all logits.
-        without = by_log_sum_exp if total is None else by_log_sum_exp + by_target * total
-        of_label = jnp.where(rows.labels >= 0, -by_label, without)
-        found = self._readers.found
-        rise = without - of_label if found.maxima.rises else None
-        weights = RowWeights(
-            of_label, None if total is None else -by_target, by_square if found.squares else None, rise
-        )
+        of_label = jnp.where(rows.labels >= 0, -by_label, by_log_sum_exp)
+        found, has_targets = self._readers.found, targets_of(rows, columns) is not None
+        rise = by_log_sum_exp - of_label if found.maxima.rises else None
+        weights = RowWeights(of_label, by_target if has_targets else None, by_square if found.squares else None, rise)
         counts = (of_label != 0) | (by_target != 0) | (by_square != 0) | (False if rise is None else rise != 0)
         labels = rows.labels
         if columns.bias is not None:

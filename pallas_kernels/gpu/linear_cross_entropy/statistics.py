@@ -235,9 +235,11 @@ def run(rows, columns, *, softcap, metrics, config, interpret=False, **_):
         config=config,
         interpret=interpret,
     )
-    target = None if columns.class_targets is None else found.target
+    log_sum_exp, target_loss = jnp.log1p(found.less_one), None
+    if columns.class_targets is not None:
+        target_loss = jnp.sum(columns.class_targets.astype(jnp.float32)) * log_sum_exp - found.target
     metrics_of_rows = (found.mean, found.prediction) if metrics else (None, None)
-    results = (found.maximum, jnp.log1p(found.less_one), found.label, target, *metrics_of_rows)
+    results = (found.maximum, log_sum_exp, found.label, target_loss, *metrics_of_rows)
     return tuple(None if result is None else result.reshape(x.shape[:-1]) for result in results)
 
 

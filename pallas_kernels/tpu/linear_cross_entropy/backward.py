@@ -27,7 +27,8 @@ def run(terms, rows, columns, *, softcap, needs, config, interpret=False, **_):
     )
     x_grad = None if x_grad is None else x_grad.reshape(x.shape).astype(rows.x.dtype)
     bias_grad = None if bias_grad is None else bias_grad.astype(columns.bias.dtype)
-    target_grad = None if target_grad is None else target_grad.astype(columns.class_targets.dtype)
+    if target_grad is not None:
+        target_grad = (target_grad - jnp.sum(target * terms.log_sum_exp)).astype(columns.class_targets.dtype)
     return (x_grad, None, None), (weight_grad, bias_grad, target_grad)
 
 

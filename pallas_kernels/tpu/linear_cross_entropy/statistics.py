@@ -246,11 +246,12 @@ def run(rows, columns, *, softcap, metrics, config, interpret=False, **_):
         config=config,
         interpret=interpret,
     )
+    log_sum_exp = jnp.log1p(found.less_one)
     results = (
         finite(found.maximum),
-        jnp.log1p(found.less_one),
+        log_sum_exp,
         found.label_logit,
-        None if target is None else found.target_logit,
+        None if target is None else jnp.sum(target.astype(jnp.float32)) * log_sum_exp - found.target_logit,
         found.weighted_total / (1 + found.less_one) if metrics else None,
         found.prediction if metrics else None,
     )
