@@ -56,7 +56,7 @@ ATTEMPTS = 40
 class Answers:
     """What data decide in XLA's own programs, where it is asked for: all rows count, and ids are drawn evenly."""
 
-    def __init__(self, operator: str, sizes: Sizes, target: str, *, of_kernel: bool = False) -> None:
+    def __init__(self, operator: str, sizes: Sizes) -> None:
         self.operator, self.sizes = operator, sizes
         self.trip_counts: dict[str, float] = {"program": 6} if operator == "dropout" else {}
         self.scalars: dict[str, Mapping[int, Any]] = {}
@@ -68,7 +68,7 @@ class Answers:
         if operator == "linear_cross_entropy":  # whether chunks of rows are skipped, and how many there are
             self.left = [1, -(-sizes[0] // max(512, sizes[0] // 8))]
         if operator == "linear_cross_entropy_sum_with_gradients":
-            self.left = list(chunks_of_gradients(*sizes, target, "pallas" if of_kernel else "reference"))
+            self.left = list(chunks_of_gradients(*sizes))
 
     def has_learnt(self, error: str) -> bool:
         """Takes up what a replay misses; False if that is unknown."""
@@ -125,7 +125,7 @@ def without_kernel(use: OperatorUse, hardware: Hardware, sizes: Sizes) -> Compil
     """Returns the report of what runs without kernels, with XLA's own layouts or JAX's, or why there is none."""
     run = without_kernels(use.operator, hardware, use.operands, dict(use.params))
     found = [
-        replayed(run, use, hardware, Answers(use.operator.name, sizes, hardware.name), auto_layouts=auto_layouts)
+        replayed(run, use, hardware, Answers(use.operator.name, sizes), auto_layouts=auto_layouts)
         for auto_layouts in (True, False)
     ]
     reports = [report for report in found if not isinstance(report, str)]
@@ -147,7 +147,7 @@ def case_of(use: OperatorUse, kernel: Kernel, family: Family, option: Any, sizes
     (config, *_) = kernel.configs(hardware, *structured, **attributes)
     run = on_arrays(functools.partial(kernel.run, config=config, interpret=False), use.params)
     reference = without_kernel(use, hardware, sizes)
-    answers = Answers(use.operator.name, sizes, hardware.name, of_kernel=True)
+    answers = Answers(use.operator.name, sizes)
     answers.trip_counts = {name: value for name, value in COUNTS.items() if name == use.operator.name}
     answers.scalars = dict(family.scalars(option, sizes) or {})
     # With JAX's own layouts, so that a kernel that stores arrays otherwise pays for the copies.

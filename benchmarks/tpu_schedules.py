@@ -48,7 +48,7 @@ class Case:
       args: its operands.
       scalars: what operands of its kernels hold, as for `lowering.compile`.
       counts: what data decides in XLA's program, in the order in which it is asked for: how often a branch is
-        taken or a loop turns. A function takes target and implementation.
+        taken or a loop turns.
       again: what has to be read once more when the gradient of a result is known.
       unread: what of the operands is not needed: a lookup reads some rows of its table.
       is_ranked: whether configurations of its kernels ship with the library.
@@ -59,7 +59,7 @@ class Case:
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     scalars: Mapping[str, Mapping[int, Any]] | None = None
-    counts: tuple[float, ...] | Callable[[str, str], tuple[float, ...]] = ()
+    counts: tuple[float, ...] = ()
     again: jax.ShapeDtypeStruct | None = None
     unread: jax.ShapeDtypeStruct | None = None
     is_ranked: bool = True
@@ -137,7 +137,7 @@ def cases() -> Iterator[Case]:
             name, jaxops.linear_cross_entropy, operands, live, counts=(1, 8), is_ranked=is_ranked
         )  # chunks of rows
         both = jax.value_and_grad(jaxops.linear_cross_entropy, (0, 1))
-        counts = functools.partial(chunks_of_gradients, rows, features, classes)
+        counts = chunks_of_gradients(rows, features, classes)
         yield Case(f"{name}, with gradients", both, operands, live, counts, is_ranked=is_ranked)
         if rows == 4096:
             loss = functools.partial(jaxops.linear_cross_entropy, return_aux=True)
@@ -172,11 +172,9 @@ def without_kernels() -> Iterator[Case]:
     yield Case(name, with_positions, (table, ids, places), unread=shape(32000 - 8192, 1024), has_kernel=False)
 
 
-def chunks_of_gradients(rows: int, features: int, classes: int, target: str, implementation: str) -> tuple[float, ...]:
-    """Chunks of rows as the target has them, none that overflows, and no row that moves, as all of them count."""
-    default = chunk_sizes.rows_of_exponentials(classes, features)
-    chosen = chunk_sizes.rows_of_exponentials_on(named(target), classes, features)
-    chunks = math.ceil(rows / (chosen if implementation == "pallas" else default))
+def chunks_of_gradients(rows: int, features: int, classes: int) -> tuple[float, ...]:
+    """Returns how many chunks of rows there are, none that overflows, and no row that moves, as all of them count."""
+    chunks = math.ceil(rows / chunk_sizes.rows_of_exponentials(classes, features))
     return (0,) if chunks == 1 else (chunks, 0, 0)
 
 
@@ -258,7 +256,7 @@ def replayed(case: Case, target: str, implementation: str) -> dict[str, Any]:
     """The time and what binds the kernel that takes longest, or why there is none."""
     trip_counts: dict[str, float] = dict(TRIP_COUNTS) if implementation == "pallas" else {}
     options = {"target": target, "schedule": True, "trip_counts": trip_counts, "scalars": case.scalars}
-    left = list(case.counts(target, implementation) if callable(case.counts) else case.counts)
+    left = list(case.counts)
     while True:
         try:
             with lowering.use(implementation):

@@ -57,43 +57,23 @@ def rows_of_exponentials(classes: int, features: int, *, metrics: bool = False) 
     return max(SIZES.least_rows, features // 4, rows)
 
 
-def rows_of_exponentials_on(hardware: Any, classes: int, features: int) -> int:
-    """Returns the same for a chip: more, if its memory would not keep up with adding chunks to the float32 sum.
+def columns_of_tile(all_rows: Any, rows: Any, weight_shape: tuple[int, ...], chunk_rows: int | None) -> int | None:
+    """Returns how many columns are computed at a time, of as many rows as are taken at once; None for all columns.
 
-    The sum is read and written, 8 V H bytes beside 2 R V H floating-point operations for R rows. With at most H rows,
-    exponentials take no more memory than the gradient of the weight, whose place they have until it is written.
-    """
-    rows = rows_of_exponentials(classes, features)
-    rates = dict(hardware.matmul_flops_per_s)
-    if not hardware.memory_bytes_per_s or "bfloat16" not in rates:
-        return rows
-    balanced = 8 * rates["bfloat16"] / hardware.memory_bytes_per_s  # twice as many rows as take equal times
-    return max(rows, min(2 ** int(math.log2(balanced)), features))
-
-
-def logits_of_tile(rows: Any, weight_shape: tuple[int, ...], chunk_rows: int | None) -> int | None:
-    """Returns how many logits exist at a time, over all rows, in tiles of columns; None for all.
-
-    Those of as many whole rows as `chunk_rows` says; without it, all of few, and of many so many columns that reading
-    and writing the rows' feature sums is cheap.
+    Their logits are as many as those of `chunk_rows` whole rows; without it, all of few, and of many rows so many that
+    reading and writing the rows' feature sums is cheap.
     """
     classes, features = weight_shape
     if jax.export.is_symbolic_dim(classes):
         return None
-    if chunk_rows is not None:
-        return chunk_rows * classes
-    if jax.export.is_symbolic_dim(rows * features):
-        return SIZES.tile_logits
-    if rows * classes <= SIZES.logits:
-        return None
-    return max(SIZES.tile_logits, rows * max(SIZES.least_columns, features // 2))
-
-
-def columns_of_tile(rows: Any, weight_shape: tuple[int, ...], tile_logits: int | None) -> int | None:
-    """Returns how many columns of all `rows` have about `tile_logits` logits; None for all columns."""
-    classes, features = weight_shape
-    if tile_logits is None or jax.export.is_symbolic_dim(classes):
-        return None
     if jax.export.is_symbolic_dim(rows):
         return max(SIZES.least_columns, features // 2)
-    return math.ceil(tile_logits / max(1, rows))
+    if chunk_rows is not None:
+        logits = chunk_rows * classes
+    elif jax.export.is_symbolic_dim(features):
+        logits = SIZES.tile_logits
+    elif all_rows * classes <= SIZES.logits:
+        return None
+    else:
+        logits = max(SIZES.tile_logits, all_rows * max(SIZES.least_columns, features // 2))
+    return math.ceil(logits / max(1, rows))

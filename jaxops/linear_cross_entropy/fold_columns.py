@@ -80,19 +80,19 @@ def fold_columns(
     carry: Any,
     rows: Rows,
     columns: Columns,
-    tile_logits: int | None,
+    chunk_rows: int | None,
     kept: KeptRows | None,
     place: Place | None,
 ) -> Any:
     """Calls `carry = step(carry, tile)` for tiles of columns.
 
-    A tile has about `tile_logits` logits, of all rows or of a chunk of those that are kept; None takes all columns at
-    once. Every step is a checkpoint: differentiated again, the steps would otherwise keep their logits, just what tiles
-    avoid.
+    `columns_of_tile` says how many columns a tile has, of all rows or of a chunk of those that are kept. Every step is
+    a checkpoint: differentiated again, the steps would otherwise keep their logits, just what tiles avoid.
     """
     vocabulary, carry = columns.weight.shape[0], varying_with(carry, (rows, columns))
-    count = math.prod(rows.x.shape[:-1]) if kept is None else kept.chunk_rows
-    tile_columns = columns_of_tile(count, columns.weight.shape, tile_logits)
+    count = math.prod(rows.x.shape[:-1])
+    all_rows, at_once = (count, count) if kept is None else (kept.is_kept.size, kept.chunk_rows)
+    tile_columns = columns_of_tile(all_rows, at_once, columns.weight.shape, chunk_rows)
     if tile_columns is None or tile_columns >= vocabulary:
         return step(carry, Tile(1, vocabulary, vocabulary, 0))
     # Devices that share a vocabulary need nothing from each other if it is cut into parts. On a single device, nothing

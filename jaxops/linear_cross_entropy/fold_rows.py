@@ -150,29 +150,24 @@ class KeptRows(NamedTuple):
         in_place = (restored(x).reshape(*self.batch_shape, *x.shape[1:]) for x in leaves)
         return jax.tree.unflatten(structure, list(in_place))
 
-    def fold(
-        self, step: Step, sums: Any, results: Any, rows: Any, *, starts_unwritten: bool = False
-    ) -> tuple[Any, Any]:
+    def fold(self, step: Step, sums: Any, results: Any, rows: Any) -> tuple[Any, Any]:
         """Calls `results, sums = step(sums, (results, rows))` on every chunk with a row that counts, all in this order.
 
         The other chunks keep their results. Rows behind the last one that counts in its chunk are computed as well.
-        With `starts_unwritten`, sums start from 0 whatever they hold, and the first chunk is computed in any case.
         """
 
         def one(at: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             results, sums = carry
             first = at * self.chunk_rows
-            if starts_unwritten:
-                sums = jax.tree.map(lambda x: jnp.where(at == 0, jnp.zeros_like(x), x), sums)
             taken = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=self.chunk_rows)
             put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
             new, sums = step(sums, jax.tree.map(taken, (results, rows)))
             return jax.tree.map(put, results, new), sums
 
-        chunks = jnp.maximum(-(-self.kept // self.chunk_rows), int(starts_unwritten))
+        chunks = -(-self.kept // self.chunk_rows)
         return jax.lax.fori_loop(jnp.zeros_like(chunks), chunks, one, (results, sums))
 
-    def map(self, step: Step, sums: Any, rows: Any, *, starts_unwritten: bool = False) -> tuple[Any, Any]:
+    def map(self, step: Step, sums: Any, rows: Any) -> tuple[Any, Any]:
         """Calls `step` as `fold_rows` does; row results are 0 where a whole chunk is skipped.
 
         Vectors are taken first, and what is wider when its chunk is computed, so that it is not copied as a whole.
@@ -187,7 +182,7 @@ class KeptRows(NamedTuple):
         shapes, _ = jax.eval_shape(gathering, sums, (None, first))
         results = jax.tree.map(lambda x: jnp.zeros((len(self.order), *x.shape[1:]), x.dtype), shapes)
         results, sums = varying_with((results, sums), rows)
-        results, sums = self.fold(gathering, sums, results, taken, starts_unwritten=starts_unwritten)
+        results, sums = self.fold(gathering, sums, results, taken)
         return self.restore(results), sums
 
     def _vectors(self, rows: Any) -> Iterator[jax.Array]:
@@ -210,24 +205,12 @@ class KeptRows(NamedTuple):
 
 
 def fold_kept_rows(
-    step: Step,
-    sums: Any,
-    rows: tuple[Rows, Any],
-    place: Place | None,
-    chunk_rows: int | None,
-    *,
-    all_rows: bool,
-    starts_unwritten: bool = False,
+    step: Step, sums: Any, rows: tuple[Rows, Any], place: Place | None, chunk_rows: int | None, *, all_rows: bool
 ) -> tuple[Any, Any]:
-    """Calls `step` as `fold_rows` does, and without `all_rows` for the rows that count.
-
-    With `starts_unwritten`, the sums of rows that are taken in another order start from 0, whatever they are.
-    """
+    """Calls `step` as `fold_rows` does, and without `all_rows` for the rows that count."""
     kept = None if all_rows else kept_rows(rows[0], place, chunk_rows)
     if kept is not None:
-        if starts_unwritten:
-            sums = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), sums)
-        return kept.map(step, sums, rows, starts_unwritten=starts_unwritten)
+        return kept.map(step, sums, rows)
     batch = rows[0].x.shape[:-1]
     if not is_on_one_device(place) or any(map(jax.export.is_symbolic_dim, batch)):
         return fold_rows(step, sums, rows, batch, chunk_rows, place)

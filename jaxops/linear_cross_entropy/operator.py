@@ -6,7 +6,6 @@ which reads its part of the weight again.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.linear_cross_entropy.batch_invariant import INVARIANT_STATISTICS
-from jaxops.linear_cross_entropy.chunk_sizes import logits_of_tile
 from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, merged, merged_pair
 from jaxops.linear_cross_entropy.fold_rows import kept_rows
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, CotangentTerms, Needs, Rows, RowStatistics, axes
@@ -49,8 +47,7 @@ def linear_row_statistics(
         # Every part of the vocabulary contributes a share of x's gradient. For a mean these are too small for float16,
         # so they are added in float32.
         rows = rows._replace(x=rows.x.astype(jnp.float32))
-    tile_logits = logits_of_tile(math.prod(rows.x.shape[:-1]), columns.weight.shape, chunk_rows)
-    statistics = _STATISTICS(rows, columns, tile_logits=tile_logits, **params)
+    statistics = _STATISTICS(rows, columns, chunk_rows=chunk_rows, **params)
     return statistics if vocab_axis is None else _merged(statistics, rows, columns, vocab_axis)
 
 
@@ -77,7 +74,7 @@ def statistics_by_columns(
     columns: Columns,
     *,
     softcap: float | None,
-    tile_logits: int | None,
+    chunk_rows: int | None,
     metrics: bool,
     place: Place | None = None,
 ) -> RowStatistics:
@@ -102,7 +99,7 @@ def statistics_by_columns(
     no_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     # A sum of exponentials over no columns is 0, and this is 1 less.
     no_columns = no_columns._replace(less_one=no_columns.less_one - 1)
-    statistics = fold_columns(add_tile, no_columns, taken, columns, tile_logits, kept, place).statistics
+    statistics = fold_columns(add_tile, no_columns, taken, columns, chunk_rows, kept, place).statistics
     if kept is None or rows.labels is None:
         return statistics
     # The x of all skipped rows counts as 0, so their statistics are those of one row.
@@ -119,7 +116,7 @@ def gradients_by_columns(
     columns: Columns,
     *,
     softcap: float | None,
-    tile_logits: int | None,
+    chunk_rows: int | None,
     needs: Needs,
     place: Place | None = None,
 ) -> tuple[Rows, Columns]:
@@ -157,7 +154,7 @@ def gradients_by_columns(
     # What is added up over tiles would lose digits if each of them rounded it to 16 bits; the rest is written once.
     of_rows = needs.zeros(rows, dtype)._replace(probabilities=needs.zeros(rows).probabilities)
     zeros = of_rows, needs.zeros(columns)
-    of_rows, of_columns = fold_columns(add_tile, zeros, rows, columns, tile_logits, kept, place)
+    of_rows, of_columns = fold_columns(add_tile, zeros, rows, columns, chunk_rows, kept, place)
     of_rows = of_rows if kept is None else kept.restore(of_rows)
     return of_rows._replace(x=jax.tree.map(lambda x: x.astype(x_dtype), of_rows.x)), of_columns
 

@@ -31,7 +31,7 @@ from jaxops.linear_cross_entropy.fold_rows import fold_kept_rows, fold_rows
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows, RowWeights
 from lowering.operators import Place
 
-# Here XLA fuses what is elementwise into a product, and writing zeros to a large array takes its time.
+# Here XLA fuses what is elementwise into a product.
 _FUSING_PLATFORMS = ("tpu",)
 # exp(60) is 1e26: as far from float32's 3e38 as a product over many columns can need.
 MOST_EXCESS = 60.0
@@ -134,11 +134,8 @@ def summed_by_prior_shift(
             results, sums = again(*chunk, results, sums, is_exact)
         return (results, is_exact), sums
 
-    # Filling the gradient of a large weight with 0 would take as long as hundreds of rows.
-    unwritten = place.platform in _FUSING_PLATFORMS
-    (results, is_exact), sums = fold_kept_rows(
-        step, start, (rows, weights), place, chunk_rows, all_rows=metrics, starts_unwritten=unwritten
-    )
+    folded = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=metrics)
+    (results, is_exact), sums = folded
     if not is_one_device:
         # Once for all chunks: a sum over devices of the gradient of the weight would not move out of two loops.
         results, sums = again(rows, weights, results, sums, is_exact)

@@ -38,10 +38,6 @@ class Vocabulary(NamedTuple):
         is_class = (labels >= 0) & (labels < self.classes)
         return jnp.where(is_class & (columns >= 0) & (columns < self.columns), columns.astype(jnp.int32), -1)
 
-    def sum(self, part: jax.Array) -> jax.Array:
-        """Sums over all parts of the vocabulary."""
-        return part if self.axis is None else jax.lax.psum(part, self.axis)
-
     def argmax(self, row_values: jax.Array) -> jax.Array:
         """Finds the class with the largest value of each row (..., columns); of equal ones, the first."""
         best = jnp.argmax(row_values, axis=-1).astype(jnp.int32)
@@ -57,7 +53,8 @@ class Vocabulary(NamedTuple):
         # Indexing alone cannot infer how a result is laid out on an explicit mesh.
         layout = None if sharding.explicit_mesh([columns]) is None else jax.typeof(columns).sharding
         values = by_class.at[jnp.maximum(columns, 0)].get(mode="promise_in_bounds", out_sharding=layout)
-        return self.sum(jnp.where(columns >= 0, values, jnp.zeros_like(values)))
+        values = jnp.where(columns >= 0, values, jnp.zeros_like(values))
+        return values if self.axis is None else jax.lax.psum(values, self.axis)
 
 
 class Losses(NamedTuple):

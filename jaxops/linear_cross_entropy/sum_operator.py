@@ -16,7 +16,7 @@ from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy import prior_shift
 from jaxops.linear_cross_entropy.by_rows import summed_by_rows
-from jaxops.linear_cross_entropy.chunk_sizes import rows_of_exponentials_on
+from jaxops.linear_cross_entropy.chunk_sizes import rows_of_exponentials
 from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowStatistics, RowWeights, axes
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import loss_terms, row_losses, skipped_as_zeros
@@ -111,7 +111,7 @@ def _exponentiating(launcher: Any, name: str, platform: str) -> Kernel:
         return reason or launcher.refusal(hardware, rows.x, columns.weight)
 
     def configs(hardware: Any, rows: Any, columns: Any, *_: Any, chunk_rows: int | None, **__: Any) -> Any:
-        size = chunk_rows or rows_of_exponentials_on(hardware, *columns.weight.shape)
+        size = chunk_rows or rows_of_exponentials(*columns.weight.shape)
         offered = launcher.configs(hardware, rows.x, columns.weight, size)
         return [config | {"chunk_rows": size} for config in offered]
 

@@ -272,7 +272,7 @@ def reasons(hardware=H100, hidden=64, classes=100, dtype="bfloat16", rows=8, nee
     of_rows = Rows(array(rows, hidden, dtype=dtype), array(rows, dtype="int32"))._replace(**fields)
     columns = Columns(array(classes, hidden, dtype=dtype))
     terms = CotangentTerms(*[array(rows, dtype="float32")] * 4)
-    params = {"softcap": 30.0, "tile_logits": None, "metrics": metrics, "needs": needs}
+    params = {"softcap": 30.0, "chunk_rows": None, "metrics": metrics, "needs": needs}
     return tuple(
         refusal_by_fields(kernel, operands) or kernel.refuses(hardware, *operands, **params)
         for kernel, operands in (

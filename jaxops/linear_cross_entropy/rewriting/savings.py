@@ -78,7 +78,7 @@ def saving(
     least = (_ARRAYS - 1) * size + widened if fits and (is_narrow or has_axes_of_rows or is_cone) else plain
     if keeps_rows:
         # Rows are taken in another order, and so are their gradients, in two places.
-        tile = chunk_sizes.logits_of_tile(rows, (classes, features), None) or size
+        tile = rows * (chunk_sizes.columns_of_tile(rows, rows, (classes, features), None) or classes)
         copies = _weights_of_statistics(is_transposed, is_narrow, classes, math.ceil(size / tile))
         # Tiles of logits, row gradients, and tiles of the weight and its gradient, as they are and transposed.
         taken = 2 * tile + 4 * rows * features + 4 * math.ceil(tile / rows) * features + copies * weight_size
