@@ -20,24 +20,6 @@ RowResults = tuple[RowStatistics, Rows]
 SumResults = tuple[jax.Array, RowStatistics, Rows, Columns]
 
 
-class SumOptions(NamedTuple):
-    """Parameters of a summed loss with gradients.
-
-    Attributes:
-      softcap: the bound of the logits.
-      chunk_rows: about how many rows' logits exist at a time; None lets a form decide.
-      needs: the operands that need a gradient.
-      metrics: whether to compute `mean_logit` and `prediction`.
-      weight_grad_dtype: of the sum for the weight's gradient; None is that of losses.
-    """
-
-    softcap: float | None
-    chunk_rows: int | None
-    needs: Needs
-    metrics: bool
-    weight_grad_dtype: Any
-
-
 class Sums(NamedTuple):
     """Sums over rows: the loss, and the gradients of what each column has."""
 
@@ -45,45 +27,56 @@ class Sums(NamedTuple):
     columns: Columns
 
     @classmethod
-    def zeros(cls, columns: Columns, options: SumOptions) -> "Sums":
-        """Returns the sums before the first row."""
-        dtype, zeros = accumulation_dtype(columns.weight.dtype), options.needs.zeros
-        weight = zeros(columns, options.weight_grad_dtype or dtype).weight
-        return cls(jnp.zeros((), dtype), zeros(columns, dtype)._replace(weight=weight))
+    def zeros(cls, columns: Columns, needs: Needs, weight_grad_dtype: Any) -> "Sums":
+        """Returns the sums before the first row; that for the weight has its dtype, or without it that of losses."""
+        dtype = accumulation_dtype(columns.weight.dtype)
+        weight = needs.zeros(columns, weight_grad_dtype or dtype).weight
+        return cls(jnp.zeros((), dtype), needs.zeros(columns, dtype)._replace(weight=weight))
 
 
 def summed_by_rows(
-    rows: Rows, columns: Columns, weights: RowWeights, *, place: Place | None = None, **params: Any
+    rows: Rows,
+    columns: Columns,
+    weights: RowWeights,
+    *,
+    softcap: float | None,
+    chunk_rows: int | None,
+    needs: Needs,
+    metrics: bool,
+    weight_grad_dtype: Any,
+    place: Place | None = None,
 ) -> SumResults:
     """Computes the sum of losses, the rows' statistics and gradients, with exponentials relative to a row's maximum.
 
     With the place where it runs, chunks are sized for all of its devices, a CPU adds to the gradient of the weight in
-    blocks, and a single device leaves out chunks of skipped rows. The parameters are `SumOptions`.
+    blocks, and a single device leaves out chunks of skipped rows. Without `chunk_rows`, they have a size of their own.
     """
-    options, on_one_cpu = SumOptions(**params), place == Place("cpu")
+    on_one_cpu = place == Place("cpu")
     in_blocks = on_one_cpu and not jax.export.is_symbolic_dim(columns.weight.size)
-    step = chunk_step(columns, options, algebra.added_in_blocks if in_blocks else algebra.added)
+    step = chunk_step(columns, softcap, needs, metrics, algebra.added_in_blocks if in_blocks else algebra.added)
     # XLA's CPU compiler writes what it adds up over columns or multiplies: one more array, unless the loss is plain.
-    is_plain = options.softcap is None and columns.bias is None and columns.class_targets is None
-    is_plain = is_plain and not options.metrics and columns.weight.dtype.itemsize > 2
-    start, (classes, features) = Sums.zeros(columns, options), columns.weight.shape
-    chunk_rows = options.chunk_rows or rows_of_logits(classes, features, 2 if on_one_cpu and not is_plain else 1)
-    results = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=options.metrics)
+    is_plain = softcap is None and columns.bias is None and columns.class_targets is None
+    is_plain = is_plain and not metrics and columns.weight.dtype.itemsize > 2
+    start, (classes, features) = Sums.zeros(columns, needs, weight_grad_dtype), columns.weight.shape
+    chunk_rows = chunk_rows or rows_of_logits(classes, features, 2 if on_one_cpu and not is_plain else 1)
+    results = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=metrics)
     (statistics, of_rows), sums = results
     weight_grad = algebra.kept_gradient(sums.columns.weight, columns.weight.dtype)
     return sums.loss, statistics, of_rows, sums.columns._replace(weight=weight_grad)
 
 
-def chunk_step(columns: Columns, options: SumOptions, add: algebra.Adding = algebra.added) -> Step:
+def chunk_step(
+    columns: Columns, softcap: float | None, needs: Needs, metrics: bool, add: algebra.Adding = algebra.added
+) -> Step:
     """Returns the step of a chunk, by which its sums are added to those of the chunks before."""
 
     def step(sums: Sums, chunk: tuple[Rows, RowWeights]) -> tuple[RowResults, Sums]:
         rows, weights = chunk
-        logits = algebra.Logits.of(algebra.skipped_as_zeros(rows), columns, options.softcap)
+        logits = algebra.Logits.of(algebra.skipped_as_zeros(rows), columns, softcap)
         # Behind the barrier, logits - maximum is computed again; without it XLA would keep that beside the logits.
-        row_sums = jax.lax.optimization_barrier(logits.sums(metrics=options.metrics))
+        row_sums = jax.lax.optimization_barrier(logits.sums(metrics=metrics))
         statistics = row_sums.statistics
-        of_rows, of_columns = logits.loss_gradients(weights, row_sums, options.needs, sums.columns, add)
+        of_rows, of_columns = logits.loss_gradients(weights, row_sums, needs, sums.columns, add)
         loss = sums.loss + jnp.sum(algebra.row_losses(statistics, weights))
         # Rounded in its chunk, so that no gradient of all rows exists in float32 if it is kept in bfloat16.
         of_rows = of_rows._replace(x=algebra.kept_gradient(of_rows.x, rows.x.dtype))

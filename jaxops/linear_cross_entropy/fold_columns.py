@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, columns_of_tile
 from jaxops.linear_cross_entropy.fold_rows import KeptRows, even_steps, is_on_one_device
@@ -76,25 +77,36 @@ class Tile(NamedTuple):
 
 
 def fold_columns(
-    step: Callable[[Any, Tile], Any],
-    carry: Any,
-    rows: Rows,
+    step: Callable[[Tile, Columns, Any, Any], tuple[Any, Any]],
+    of_rows: Any,
+    of_columns: Any,
+    rows: Any,
     columns: Columns,
     chunk_rows: int | None,
     kept: KeptRows | None,
     place: Place | None,
-) -> Any:
-    """Calls `carry = step(carry, tile)` for tiles of columns.
+) -> tuple[Any, Any]:
+    """Calls `of_rows, sums = step(tile, columns in the tile, sums, (of_rows, rows))` for tiles of columns.
 
-    `columns_of_tile` says how many columns a tile has, of all rows or of a chunk of those that are kept. Every step is
-    a checkpoint: differentiated again, the steps would otherwise keep their logits, just what tiles avoid.
+    `columns_of_tile` says how many columns a tile has, of all rows or of a chunk of those that are kept. The sums start
+    from 0 in the dtype of losses. With a tile's they are complete and are written to `of_columns`, rounded once. Every
+    step is a checkpoint: differentiated again, the steps would otherwise keep their logits, just what tiles avoid.
     """
-    vocabulary, carry = columns.weight.shape[0], varying_with(carry, (rows, columns))
-    count = math.prod(rows.x.shape[:-1])
+    vocabulary, dtype = columns.weight.shape[0], accumulation_dtype(columns.weight.dtype)
+
+    def add_tile(carry: tuple[Any, Any], tile: Tile) -> tuple[Any, Any]:
+        of_rows, of_columns = carry
+        add = functools.partial(step, tile, jax.tree.map(tile.of, columns))
+        sums = jax.tree.map(lambda x: jnp.zeros_like(tile.of(x), dtype), of_columns)
+        of_rows, sums = add(sums, (of_rows, rows)) if kept is None else kept.fold(add, sums, of_rows, rows)
+        return of_rows, jax.tree.map(tile.put, of_columns, sums)
+
+    carry = varying_with((of_rows, of_columns), (rows, columns))
+    count = math.prod(jax.tree.leaves(rows)[0].shape[:-1])
     all_rows, at_once = (count, count) if kept is None else (kept.is_kept.size, kept.chunk_rows)
     tile_columns = columns_of_tile(all_rows, at_once, columns.weight.shape, chunk_rows)
     if tile_columns is None or tile_columns >= vocabulary:
-        return step(carry, Tile(1, vocabulary, vocabulary, 0))
+        return add_tile(carry, Tile(1, vocabulary, vocabulary, 0))
     # Devices that share a vocabulary need nothing from each other if it is cut into parts. On a single device, nothing
     # can move between devices, and neighbouring columns are read as one piece.
     parts = 1 if is_on_one_device(place) else math.gcd(vocabulary, SIZES.vocabulary_parts)
@@ -105,14 +117,16 @@ def fold_columns(
 
     def one(state: tuple[jax.Array, Any], _: None) -> tuple[tuple[jax.Array, Any], None]:
         first, carry = state
-        return (first + width, varying_with(step(carry, Tile(parts, part_columns, width, first)), carry)), None
+        return (first + width, varying_with(add_tile(carry, Tile(parts, part_columns, width, first)), carry)), None
 
     state = jnp.zeros((), jnp.int32), carry
     (first, carry), _ = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), state, length=whole_tiles)
     rest = part_columns - whole_tiles * width
     if rest:
         # What is left begins where the loop says: at a place that it knows, XLA would update a copy of a gradient.
-        carry = jax.checkpoint(lambda first, carry: step(carry, Tile(parts, part_columns, rest, first)))(first, carry)
+        carry = jax.checkpoint(lambda first, carry: add_tile(carry, Tile(parts, part_columns, rest, first)))(
+            first, carry
+        )
     return carry
 
 

@@ -84,22 +84,16 @@ def statistics_by_columns(
     kept = None if metrics else kept_rows(rows, place)
     taken = rows if kept is None else kept.take(rows)
 
-    def add_tile(sums: RowSums, tile: Tile) -> RowSums:
-        in_tile = jax.tree.map(tile.of, columns)
-
-        def add(_: None, chunk: tuple[RowSums, Rows]) -> tuple[RowSums, None]:
-            before, rows = chunk
-            sums = Logits.of(rows, in_tile, softcap).sums(metrics=metrics)
-            return merged_pair(before, tile.sums(sums)), None
-
-        of_tile = tile.rows(taken)
-        return (add(None, (sums, of_tile)) if kept is None else kept.fold(add, None, sums, of_tile))[0]
+    def add(tile: Tile, in_tile: Columns, _: None, chunk: tuple[RowSums, Rows]) -> tuple[RowSums, None]:
+        before, rows = chunk
+        sums = Logits.of(tile.rows(rows), in_tile, softcap).sums(metrics=metrics)
+        return merged_pair(before, tile.sums(sums)), None
 
     shapes = jax.eval_shape(lambda: Logits.of(taken, columns, softcap).sums(metrics=metrics))
     no_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     # A sum of exponentials over no columns is 0, and this is 1 less.
     no_columns = no_columns._replace(less_one=no_columns.less_one - 1)
-    statistics = fold_columns(add_tile, no_columns, taken, columns, chunk_rows, kept, place).statistics
+    statistics = fold_columns(add, no_columns, None, taken, columns, chunk_rows, kept, place)[0].statistics
     if kept is None or rows.labels is None:
         return statistics
     # The x of all skipped rows counts as 0, so their statistics are those of one row.
@@ -128,33 +122,21 @@ def gradients_by_columns(
         # Fillers must get probabilities of 0: their logits are the bias, and exp(bias) alone may overflow.
         large = jnp.finfo(terms.log_sum_exp.dtype).max / 2
         terms = terms._replace(log_sum_exp=jnp.where(rows.labels == SKIPPED, large, terms.log_sum_exp))
-    dtype = accumulation_dtype(rows.x.dtype)
 
-    def add_tile(carry: tuple[Rows, Columns], tile: Tile) -> tuple[Rows, Columns]:
-        of_rows, of_columns = carry
-        in_tile = jax.tree.map(tile.of, columns)
-
-        def add(sums: Columns, chunk: Any) -> tuple[Rows, Columns]:
-            before, (terms, rows) = chunk
-            new, sums = Logits.of(rows, in_tile, softcap).gradients(terms, needs, sums)
-            # Row gradients are sums over tiles, except that of probabilities: each of its columns is in one tile.
-            summed = jax.tree.map(jnp.add, before, new._replace(probabilities=None))
-            return summed._replace(probabilities=new.probabilities), sums
-
-        sums = jax.tree.map(lambda x: jnp.zeros_like(tile.of(x), dtype), of_columns)
-        before = of_rows._replace(probabilities=None)
-        chunk = terms, tile.rows(rows)
-        new, sums = add(sums, (before, chunk)) if kept is None else kept.fold(add, sums, before, chunk)
-        probabilities = jax.tree.map(
-            lambda x, part: tile.put(x, part, x.ndim - 1), of_rows.probabilities, new.probabilities
-        )
-        # A tile has seen all rows, so its part of the gradient is complete and is rounded once.
-        return new._replace(probabilities=probabilities), jax.tree.map(tile.put, of_columns, sums)
+    def add(tile: Tile, in_tile: Columns, sums: Columns, chunk: Any) -> tuple[Rows, Columns]:
+        before, (rows, terms) = chunk
+        new, sums = Logits.of(tile.rows(rows), in_tile, softcap).gradients(terms, needs, sums)
+        # Row gradients are sums over tiles, except that of probabilities: each of its columns is in one tile.
+        parts = before.probabilities, new.probabilities
+        whole = jax.tree.map(lambda x, part: tile.put(x, part, x.ndim - 1), *parts)
+        summed = jax.tree.map(jnp.add, before._replace(probabilities=None), new._replace(probabilities=None))
+        return summed._replace(probabilities=whole), sums
 
     # What is added up over tiles would lose digits if each of them rounded it to 16 bits; the rest is written once.
-    of_rows = needs.zeros(rows, dtype)._replace(probabilities=needs.zeros(rows).probabilities)
-    zeros = of_rows, needs.zeros(columns)
-    of_rows, of_columns = fold_columns(add_tile, zeros, rows, columns, chunk_rows, kept, place)
+    of_rows = needs.zeros(rows, accumulation_dtype(rows.x.dtype))
+    of_rows = of_rows._replace(probabilities=needs.zeros(rows).probabilities)
+    taken = rows, terms
+    of_rows, of_columns = fold_columns(add, of_rows, needs.zeros(columns), taken, columns, chunk_rows, kept, place)
     of_rows = of_rows if kept is None else kept.restore(of_rows)
     return of_rows._replace(x=jax.tree.map(lambda x: x.astype(x_dtype), of_rows.x)), of_columns
 

@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxops.linear_cross_entropy import row_statistics as algebra
-from jaxops.linear_cross_entropy.by_rows import RowResults, SumOptions, SumResults, Sums, chunk_step
+from jaxops.linear_cross_entropy.by_rows import RowResults, SumResults, Sums, chunk_step
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, rows_of_exponentials, rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_kept_rows, fold_rows
-from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows, RowWeights
+from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Needs, Rows, RowWeights
 from lowering.operators import Place
 
 # Here XLA fuses what is elementwise into a product.
@@ -97,19 +97,25 @@ def summed_by_prior_shift(
     columns: Columns,
     weights: RowWeights,
     *,
+    softcap: float | None,
+    chunk_rows: int | None,
+    needs: Needs,
+    metrics: bool,
+    weight_grad_dtype: Any,
     place: Place,
     exponentiating: Exponentiating | None = None,
-    **params: Any,
 ) -> SumResults:
     """Computes what `by_rows.summed_by_rows` does, with exponentials shifted by what is known before the logits."""
-    options, is_one_device = SumOptions(**params), place.device_count == 1
-    metrics = options.metrics
-    exponentiating = exponentiating or functools.partial(exponentials, columns, options.softcap, metrics)
-    chunk_rows = options.chunk_rows or rows_of_exponentials(*columns.weight.shape, metrics=metrics)
+    is_one_device = place.device_count == 1
+    exponentiating = exponentiating or functools.partial(exponentials, columns, softcap, metrics)
+    chunk_rows = chunk_rows or rows_of_exponentials(*columns.weight.shape, metrics=metrics)
     # Seldom needed, so no more than fit beside the rest: their float32 logits are larger than a chunk's exponentials.
     again_rows = rows_of_logits(columns.weight.shape[0], features=0)
-    by_maximum, start = chunk_step(columns, options), Sums.zeros(columns, options)
-    by_shift = _chunk_step(columns, options, exponentiating, place)
+    by_maximum = chunk_step(columns, softcap, needs, metrics)
+    by_shift, start = (
+        _chunk_step(columns, softcap, needs, exponentiating, place),
+        Sums.zeros(columns, needs, weight_grad_dtype),
+    )
 
     def again(rows: Rows, weights: RowWeights, results: RowResults, sums: Sums, is_exact: jax.Array) -> Any:
         def take(at: jax.Array, carry: tuple[RowResults, Sums]) -> tuple[RowResults, Sums]:
@@ -148,14 +154,13 @@ def summed_by_prior_shift(
 
 
 def _chunk_step(
-    columns: Columns, options: SumOptions, exponentiating: Exponentiating, place: Place
+    columns: Columns, softcap: float | None, needs: Needs, exponentiating: Exponentiating, place: Place
 ) -> Callable[[Sums, Rows, RowWeights], tuple[RowResults, jax.Array, Sums]]:
     """Returns the step of a chunk: its results, which of its rows count in the sums, and the sums with these added.
 
     Rows that have failed count nothing, and on one device neither does the rest of their chunk: all are taken again.
     The columns' targets are missing in the sums, see `_with_targets`.
     """
-    softcap, needs = options.softcap, options.needs
     targets, weight_of_targets = columns.class_targets, None
     if targets is not None and needs.x:
         weight_of_targets = jnp.einsum("v,vh->h", targets, columns.weight.astype(targets.dtype))

@@ -16,7 +16,7 @@ from linear_cross_entropy_oracle import expected, make_case, value_and_gradients
 
 import lowering
 from jaxops.linear_cross_entropy import linear_cross_entropy, prior_shift
-from jaxops.linear_cross_entropy.by_rows import SumOptions, Sums
+from jaxops.linear_cross_entropy.by_rows import Sums
 from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowWeights
 from lowering.operators import Place
 from pallas_kernels.tpu.linear_cross_entropy import exponentials
@@ -203,13 +203,13 @@ def test_rows_whose_maximum_is_nowhere_near_the_reference_are_computed_again(exc
     weight = weight.at[:, 0].set(0).at[-1, 0].set(excess)
     assert max(errors(x, weight, labels % 200)) < 2e-6
     assert chunks
-    options = SumOptions(None, None, Needs(x=True, weight=True), metrics=False, weight_grad_dtype=None)
+    needs = Needs(x=True, weight=True)
     for rows, may_fail in ((slice(None), excess > 60), (slice(None, None, 3), False)):
         operands = Rows(x[rows], labels[rows] % 200), Columns(weight)
         exponentiating = functools.partial(prior_shift.exponentials, operands[1], None, False)
-        step = prior_shift._chunk_step(operands[1], options, exponentiating, Place("cpu"))
+        step = prior_shift._chunk_step(operands[1], None, needs, exponentiating, Place("cpu"))
         weights = RowWeights(label=jnp.ones(operands[0].labels.shape))
-        exact = step(Sums.zeros(operands[1], options), operands[0], weights)[1]
+        exact = step(Sums.zeros(operands[1], needs, None), operands[0], weights)[1]
         assert exact.all() == (not may_fail)
 
 
