@@ -182,17 +182,15 @@ def linear_cross_entropy(
 
     Batch invariance:
       With `batch_invariant`, a row's loss, its aux and the gradient of its x have the same bits whatever other rows
-      there are, wherever the row stands among them, and whatever the mesh, with rows split over devices in any way. It
-      cannot be used with `vocab_axis`. This holds on one kind of machine, with one version of JAX, with the same
-      options (with `transpose_weight`, under jit) and the same results in use: a program that uses aux may round
-      otherwise than one that does not. The cotangents of the losses must be equal; those of a mean contain its divisor.
-      Gradients of weight, bias and the other parameters are sums over rows and not covered. Neither are forward mode
-      and second derivatives, which are right all the same.
+      there are, wherever the row stands among them, and on whatever mesh, but for one with `vocab_axis`. This holds on
+      one kind of machine, with one version of JAX, the same options (with `transpose_weight`, under jit), the same
+      results in use, of which aux is one, and equal cotangents of the losses; those of a mean contain its divisor.
+      Gradients of parameters are sums over rows and not covered. Neither are forward mode and second derivatives,
+      which are right all the same.
 
       Rows are computed in blocks of 64, at least two of them, so a single row costs as much as 128. No chunks of
-      skipped rows are left out, and kernels have no part. The gradients of all parameters take another two or three
-      products. On automatic and explicit meshes, each device takes the whole weight, however it is split, and computes
-      its own rows with it.
+      skipped rows are left out, and kernels have no part. The gradients of parameters take another two products. On
+      automatic and explicit meshes, each device takes the whole weight, however it is split.
 
     Example:
       >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
