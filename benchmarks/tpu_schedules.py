@@ -173,9 +173,9 @@ def without_kernels() -> Iterator[Case]:
 
 
 def chunks_of_gradients(rows: int, features: int, classes: int) -> tuple[float, ...]:
-    """Returns how many chunks of rows there are, none that overflows, and no row that moves, as all of them count."""
+    """Returns what data decides: rows count, none overflows, how many chunks there are, and no row moves."""
     chunks = math.ceil(rows / chunk_sizes.rows_of_exponentials(classes, features))
-    return (0,) if chunks == 1 else (chunks, 0, 0)
+    return (0,) if chunks == 1 else (1, 0, chunks, 0)
 
 
 def embedding_gradient(kind: str, *, num_weights: int, width: int, positions: int) -> Case:

@@ -9,6 +9,7 @@ import lowering
 from jaxops._checks import arguments
 from jaxops._checks.dtypes import accumulation_dtype, wide_ids
 from jaxops.linear_cross_entropy import checks
+from jaxops.linear_cross_entropy.batch_invariant import invariant_losses
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, RowStatistics
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import row_losses, zero_unless
@@ -215,8 +216,9 @@ def linear_cross_entropy(
     arguments.require_choice(_NAME, "strategy", strategy, _STRATEGIES)
     transpose_weight = arguments.require_bool(_NAME, "transpose_weight", transpose_weight)
     arguments.require_bool(_NAME, "return_aux", return_aux)
-    if checks.check_batch_invariant(_NAME, batch_invariant, x, weight, vocab_axis):
+    if arguments.require_bool(_NAME, "batch_invariant", batch_invariant):
         arguments.require_choice(_NAME, "strategy", strategy, _INVARIANT_STRATEGIES)
+        checks.check_batch_invariant(_NAME, x, weight, vocab_axis)
     softcap, chunk_rows = checks.check_softcap(_NAME, softcap), checks.check_chunk_rows(_NAME, chunk_rows)
     weight = checks.checked_layer(_NAME, x, weight, transpose_weight, bias=bias, class_weight=class_weight)
     margin = checks.checked_margin(_NAME, margin, labels, weight.shape[0])
@@ -239,14 +241,15 @@ def linear_cross_entropy(
         rows = rows._replace(labels=jnp.where(live, rows.labels, SKIPPED))
     if return_aux or not is_sum:  # a sum does it chunk by chunk
         rows = rows._replace(x=zero_unless(live, x))
-    options: dict[str, Any] = {"softcap": softcap, "metrics": return_aux, "chunk_rows": chunk_rows}
-    if is_sum:
-        loss, statistics = summed_cross_entropy(rows, columns, weights, weight_grad_dtype=weight_grad_dtype, **options)
+    options: dict[str, Any] = {"softcap": softcap, "metrics": return_aux}
+    if batch_invariant:
+        loss, statistics = invariant_losses(rows, columns, weights, **options)
+    elif is_sum:
+        options |= {"chunk_rows": chunk_rows, "weight_grad_dtype": weight_grad_dtype}
+        loss, statistics = summed_cross_entropy(rows, columns, weights, **options)
     else:
-        options |= {"vocab_axis": vocab_axis, "batch_invariant": batch_invariant}
-        statistics = linear_row_statistics(rows, columns, **options)
-        # Jitted, a loss has the same bits outside jit.
-        loss = (jax.jit(row_losses) if batch_invariant else row_losses)(statistics, weights)
+        statistics = linear_row_statistics(rows, columns, chunk_rows=chunk_rows, vocab_axis=vocab_axis, **options)
+        loss = row_losses(statistics, weights)
     loss = jnp.sum(loss) if reduction != "none" else loss
     loss = loss if has_mean is None else nan_added_unless(has_mean, loss)
     return (loss, _aux(statistics, labels, losses.kept, vocabulary)) if return_aux else loss

@@ -12,7 +12,6 @@ from jaxops._checks.arguments import (
     as_array,
     is_floating,
     require,
-    require_bool,
     require_floating_dtype,
     require_integer,
     require_real,
@@ -110,15 +109,13 @@ def check_chunk_rows(operator: str, chunk_rows: Any) -> int | None:
     return require_integer(operator, "chunk_rows", chunk_rows, rule, least=1, most=INT32_MAX)
 
 
-def check_batch_invariant(operator: str, value: Any, x: jax.Array, weight: jax.Array, vocab_axis: Any) -> bool:
-    """Returns whether rows' bits must not depend on other rows, which not all operands allow."""
-    if require_bool(operator, "batch_invariant", value):
-        is_known = not any(map(jax.export.is_symbolic_dim, (*x.shape, *weight.shape)))
-        # Symbolic sizes leave the number of blocks open; parts of a split vocabulary are added as the mesh has them.
-        require(is_known, operator, "batch_invariant", "be False where sizes are symbolic", True)
-        require(vocab_axis is None, operator, "batch_invariant", "be False with vocab_axis", True)
-        lowering.note(f"{operator}: strategy recompute, in blocks of rows, as batch_invariant is set")
-    return bool(value)
+def check_batch_invariant(operator: str, x: jax.Array, weight: jax.Array, vocab_axis: str | None) -> None:
+    """Checks that rows' bits need not depend on other rows."""
+    is_known = not any(map(jax.export.is_symbolic_dim, (*x.shape, *weight.shape)))
+    # Symbolic sizes leave the number of blocks open; parts of a split vocabulary are added as the mesh has them.
+    require(is_known, operator, "batch_invariant", "be False where sizes are symbolic", True)
+    require(vocab_axis is None, operator, "batch_invariant", "be False with vocab_axis", True)
+    lowering.note(f"{operator}: strategy recompute, in blocks of rows, as batch_invariant is set")
 
 
 def check_weight_grad_dtype(operator: str, value: Any, weight: jax.Array) -> Any:

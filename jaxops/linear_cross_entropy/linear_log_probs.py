@@ -10,7 +10,8 @@ from jaxops._checks.arguments import as_arrays, as_optional, require_bool, requi
 from jaxops._checks.dtypes import accumulation_dtype, differ_from, wide_ids
 from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy import checks
-from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows
+from jaxops.linear_cross_entropy.batch_invariant import invariant_losses
+from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows, RowWeights
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import zero_unless
 from jaxops.linear_cross_entropy.row_targets import Vocabulary, nan_unless
@@ -120,7 +121,9 @@ def linear_log_probs(
     require_bool(_NAME, "return_entropy", return_entropy)
     softcap, chunk_rows = checks.check_softcap(_NAME, softcap), checks.check_chunk_rows(_NAME, chunk_rows)
     weight = checks.checked_layer(_NAME, x, weight, transpose_weight, bias=bias)
-    if not checks.check_batch_invariant(_NAME, batch_invariant, x, weight, vocab_axis):
+    if require_bool(_NAME, "batch_invariant", batch_invariant):
+        checks.check_batch_invariant(_NAME, x, weight, vocab_axis)
+    else:
         lowering.note(f"{_NAME}: strategy recompute, as results are rows")
     checks.check_labels(_NAME, x.shape[:-1], labels)
     rule = f"be a positive number, or a floating-point array of shape [] or {list(x.shape[:-1])}"
@@ -136,11 +139,15 @@ def linear_log_probs(
     scale, is_positive = _scale(temperature, kept, zeros)
     rows = Rows(x, jnp.where(kept, local, jnp.full_like(local, SKIPPED)), scale=scale)
     columns = Columns(weight, bias)
-    options: dict[str, Any] = {"softcap": softcap, "metrics": return_entropy, "chunk_rows": chunk_rows}
-    options |= {"vocab_axis": vocab_axis, "batch_invariant": batch_invariant}
-    statistics: Any = linear_row_statistics(rows, columns, **options)
-    # Both are relative to the row's maximum, so a large common offset of the logits costs no digits.
-    log_probs = statistics.label_logit - statistics.log_sum_exp
+    options: dict[str, Any] = {"softcap": softcap, "metrics": return_entropy}
+    statistics: Any
+    if batch_invariant:
+        losses, statistics = invariant_losses(rows, columns, RowWeights(label=zeros + 1), **options)
+        log_probs = -losses
+    else:
+        statistics = linear_row_statistics(rows, columns, chunk_rows=chunk_rows, vocab_axis=vocab_axis, **options)
+        # Both are relative to the row's maximum, so a large common offset of the logits costs no digits.
+        log_probs = statistics.label_logit - statistics.log_sum_exp
     is_class = (labels >= 0) & (labels < vocabulary.classes)
     log_probs = _of_kept(kept, is_class & is_positive, log_probs)
     if not return_entropy:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
-from jaxops.linear_cross_entropy.batch_invariant import INVARIANT_STATISTICS
 from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, merged, merged_pair
 from jaxops.linear_cross_entropy.fold_rows import kept_rows
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, CotangentTerms, Needs, Rows, RowStatistics, axes
@@ -27,22 +26,13 @@ from pallas_kernels.tpu.linear_cross_entropy import statistics as tpu_statistics
 
 
 def linear_row_statistics(
-    rows: Rows,
-    columns: Columns,
-    *,
-    chunk_rows: int | None,
-    vocab_axis: str | None = None,
-    batch_invariant: bool = False,
-    **params: Any,
+    rows: Rows, columns: Columns, *, chunk_rows: int | None, vocab_axis: str | None = None, **params: Any
 ) -> RowStatistics:
     """Computes the statistics of the logits, bounded by a softcap, which never exist all at once.
 
-    About `chunk_rows` rows' worth of them does, or blocks of rows if these are to be `batch_invariant`. `vocab_axis` is
-    the mesh axis over which columns are split, if any. The other parameters are the softcap, and whether `metrics` are
-    wanted: `mean_logit` and `prediction`.
+    About `chunk_rows` rows' worth of them does. `vocab_axis` is the mesh axis over which columns are split, if any. The
+    other parameters are the softcap, and whether `metrics` are wanted: `mean_logit` and `prediction`.
     """
-    if batch_invariant:
-        return INVARIANT_STATISTICS(rows, columns, **params)
     if vocab_axis is not None and rows.x.dtype == jnp.float16:
         # Every part of the vocabulary contributes a share of x's gradient. For a mean these are too small for float16,
         # so they are added in float32.

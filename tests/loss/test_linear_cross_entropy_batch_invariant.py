@@ -296,8 +296,8 @@ PROMISED = contract.Case(
     operands=draw_promised,
     differentiable=(0, 1, 3),
     batched=(0, None, 0, None),
-    operator="batch_invariant_statistics",
-    backward="batch_invariant_statistics_backward",
+    operator="batch_invariant_losses",
+    backward="batch_invariant_losses_backward",
 )
 
 
