@@ -10,6 +10,7 @@
   operands, so that the second run finds them in the cache.
 * `source_info_util.user_context`: evaluates an equation again, or what takes its place, under its own source line and
   name stack, as `jax.core.eval_jaxpr` does for all equations of a jaxpr.
+* `ad.JVPTracer`, `ad.LinearizeTracer`: tell whether arrays are being differentiated. Public tracers do not say it.
 * `xla_bridge.make_pjrt_topology`: the public `jax.experimental.topologies` cannot describe absent NVIDIA GPUs.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 
 import jax
 from jax._src import config, dispatch, distributed, source_info_util, xla_bridge
+from jax._src.interpreters import ad
 from jax.extend.core import Primitive
 
 _listed: set[Primitive] = set()
@@ -52,6 +54,10 @@ def evaluate(equation: Any, operands: Sequence[Any], traceback: Any) -> Sequence
     with source_info_util.user_context(traceback, name_stack=stack), equation.ctx.manager:
         results = primitive.bind(*operands, **primitive.get_bind_params(equation.params))
     return results if primitive.multiple_results else [results]
+
+
+def are_differentiated(arrays: Sequence[Any]) -> bool:
+    return any(isinstance(x, ad.JVPTracer | ad.LinearizeTracer) for x in arrays)
 
 
 def traced_at(traceback: Any) -> AbstractContextManager[None]:

@@ -69,7 +69,7 @@ def ordered(level: Level, steps: Sequence[Step]) -> list[Task]:
     return list(order)
 
 
-def evaluate(level: Level, order: Sequence[Task], arguments: Sequence[Any]) -> list[Any]:
+def evaluate(level: Level, order: Sequence[Task], *arguments: Any) -> list[Any]:
     """Computes the results of a level."""
     last = {value: task for task in order for value in task.inputs}
     kept = set(level.results)

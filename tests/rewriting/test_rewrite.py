@@ -43,6 +43,17 @@ def test_rewritten_functions_can_be_transformed(name: str, few_logits_count) -> 
     assert_alike(transform(lowering.rewrite(loss))(*ARGS), transform(loss)(*ARGS))
 
 
+def test_what_a_function_closes_over_is_differentiated(few_logits_count) -> None:
+    few_logits_count(95)
+    w, x, y = ARGS
+    assert lowering.rewrite(lambda x: loss(w, x, y)).report(x).applied
+
+    def gradient(rewrite: Callable[..., Any]) -> Any:
+        return jax.grad(lambda w: rewrite(lambda x: loss(w, w.sum() * x, y))(x))(w)
+
+    assert_alike(gradient(lowering.rewrite), gradient(lambda fn: fn))
+
+
 def test_what_is_around_and_inside_of_transformations_is_kept(few_logits_count) -> None:
     few_logits_count(95)
 

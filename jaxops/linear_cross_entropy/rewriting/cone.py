@@ -267,4 +267,4 @@ def _sum_dtype(dtype: Any) -> Any:
 
 
 def _evaluated(level: Level, order: Sequence[Task], *arrays: Any) -> list[Any]:
-    return evaluate(level, order, arrays)
+    return evaluate(level, order, *arrays)
