@@ -176,15 +176,24 @@ def ema_adam(option: Any, sizes: Sizes) -> Any:
     return adam_step, (*(shape(*sizes, dtype=option),) * 5, shape(dtype=I32))
 
 
+# Options of log-probabilities.
+SCORES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "entropy": {"return_entropy": True},
+    "softcap": {"softcap": 30.0},
+}
+
+
 def cross_entropy(option: Any, sizes: Sizes) -> Any:
-    (dtype, temperature), (rows, features, classes) = option, sizes
+    (dtype, score), (rows, features, classes) = option, sizes
     operands = shape(rows, features, dtype=dtype), shape(classes, features, dtype=dtype), shape(rows, dtype=I32)
     # The loss's value has the same operator, inside of its own rule for derivatives.
-    return functools.partial(jaxops.linear_log_probs, temperature=temperature), operands
+    return functools.partial(jaxops.linear_log_probs, **SCORES[score]), operands
 
 
 def cross_entropy_gradients(option: Any, sizes: Sizes) -> Any:
-    _, operands = cross_entropy((option, 1.0), sizes)
+    _, operands = cross_entropy((option, "plain"), sizes)
     return jax.value_and_grad(jaxops.linear_cross_entropy, (0, 1)), operands
 
 
@@ -292,11 +301,14 @@ FAMILIES = {
     ),
     "cross_entropy": Family(
         ("linear_cross_entropy",),
-        ((BF16, 1.0), (BF16, 0.7)),
+        tuple((BF16, score) for score in SCORES),
         cross_entropy,
         ((1024, 8192), (512, 2048), (8192, 65536)),
         (2**22, 2**29),
-        (((BF16, 1.0), (4096, 1024, 32768)), ((BF16, 0.7), (4096, 1024, 32768)), ((BF16, 1.0), (8192, 2048, 50304))),
+        (
+            *(((BF16, score), (4096, 1024, 32768)) for score in SCORES),
+            ((BF16, "plain"), (8192, 2048, 50304)),
+        ),
         lambda option, sizes: LIVE,
     ),
     "gradients": Family(
