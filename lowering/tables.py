@@ -2,15 +2,18 @@
 
 import shutil
 import sys
+from collections.abc import Iterator
 from io import StringIO
 
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
-from rich.table import Table
+from rich.padding import Padding
+from rich.table import Column, Table
 from rich.text import Text
 
 _WIDTH = 140  # characters, if stdout is not a terminal
 _BORDERS_AND_PADDING = 3  # characters per column, plus one for the table
+_INDENT = 2
 
 
 def fitted(table: RenderableType, console: Console) -> RenderableType:
@@ -57,23 +60,31 @@ def _sizes(table: Table, index: int, console: Console) -> Measurement:
 
 
 def _as_lists(table: Table) -> Group:
-    """Shows each row as its first cell, the other words below it, and its numbers on one line."""
+    """Shows each row as its first cell, the other words below it by their headers, and its numbers together."""
     lines: list[RenderableType] = [] if table.title is None else [table.title]
-    for name, *values in zip(*(column.cells for column in table.columns), strict=True):
-        cells = list(zip(table.columns[1:], values, strict=True))
-        words = [value for column, value in cells if column.justify != "right"]
-        lines += [_plain(name), *(Text.assemble("  ", _plain(word)) for word in words)]
-        lines += _numbers([(column.header, value) for column, value in cells if column.justify == "right"])
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
     if table.show_footer:
-        lines += [_plain(table.columns[0].footer)]
-        lines += _numbers([(column.header, column.footer) for column in table.columns[1:]])
-    return Group(*(line for line in lines if str(line).strip()))
+        rows.append(tuple(column.footer for column in table.columns))
+    for name, *values in rows:
+        cells = [(column, _plain(value)) for column, value in zip(table.columns[1:], values, strict=True) if value]
+        texts = [Text.assemble(_header(column), ": ", text) for column, text in cells if column.justify != "right"]
+        numbers = [(column, text.plain.split()) for column, text in cells if column.justify == "right"]
+        texts.append(Text(", ".join(" ".join((_header(column), *number)) for column, number in numbers)))
+        lines += _indented(_plain(name), 0)
+        for text in texts:
+            lines += _indented(text, _INDENT)
+    return Group(*lines)
 
 
-def _numbers(cells: list[tuple[RenderableType, RenderableType]]) -> list[RenderableType]:
-    """Writes all numbers on one line."""
-    named = [f"{' '.join(str(header).split())} {' '.join(str(value).split())}" for header, value in cells if value]
-    return [f"  {', '.join(named)}"] if named else []
+def _indented(text: Text, by: int) -> Iterator[Padding]:
+    """Yields the lines of a text, whose wrapped parts begin where the line does."""
+    for line in text.split():
+        spaces = len(line.plain) - len(line.plain.lstrip())
+        yield Padding(line[spaces:], (0, 0, 0, by + spaces), expand=False)
+
+
+def _header(column: Column) -> str:
+    return " ".join(str(column.header).split())
 
 
 def _plain(cell: RenderableType) -> Text:

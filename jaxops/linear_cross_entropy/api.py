@@ -29,7 +29,7 @@ class LinearCrossEntropyAux(NamedTuple):
     like all others, except that an ignored row whose x is not finite counts as x = 0.
 
     Attributes:
-      lse: log sum exp of the logits.
+      lse: log sum exp of the logits. z_loss * lse^2 is what the z-loss adds to a row of weight 1.
       accuracy: 1.0 where the row is kept and the prediction is its label (for probabilities: the likeliest class), else
         0.0.
       prediction: int32, the class of the largest logit; of equal ones, the first.

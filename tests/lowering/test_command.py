@@ -425,12 +425,15 @@ def test_compile_prints_and_saves_the_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("user_file")
-def test_export_writes_what_load_reads(tmp_path: Path) -> None:
+def test_export_writes_what_load_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("export", "mine.py:loss", "--output", "loss.jaxops")
     record = json.loads(run(*arguments, "--json").stdout)
     assert record["implementations"]["tpu"] == {"nll_loss": ["reference"]}
     assert lowering.load(tmp_path / "loss.jaxops").platforms == ("cpu", "cuda", "tpu")
     assert "nll_loss" in run(*arguments).stdout
+    # A list, where the table is too wide, says which platform takes what.
+    monkeypatch.setenv("COLUMNS", "24")
+    assert run(*arguments).stdout.splitlines()[-3:] == ["  cpu: reference", "  cuda: reference", "  tpu: reference"]
 
 
 def test_targets_says_what_can_be_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
