@@ -1,6 +1,7 @@
 """Max pooling, its gradient, which goes to each window's first maximum, and the transpose of that gradient."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,10 +33,13 @@ def max_pool(
     *,
     stride: Ints | None = None,
     padding: Padding = 0,
+    dilation: Ints = 1,
     ceil_mode: bool = False,
     layout: str,
 ) -> jax.Array:
-    """Computes the maximum of each window: `y[o] = max over k of x[o * stride - before + k]`, over pixels of x only.
+    """Computes the maximum of each window: `y[o] = max over k of x[o * stride - before + dilation * k]`.
+
+    Only pixels of x count, not those of the padding.
 
     The gradient goes to the first maximum of each window in row-major order, and adds up where windows overlap:
 
@@ -45,10 +49,12 @@ def max_pool(
       x: images of any floating dtype: (N, C, H, W) or (C, H, W), or as `layout` says.
       window: the extents of the windows: one number for all spatial axes, or one each.
       stride: the steps between windows. None means the window.
-      padding: how far windows may reach beyond x, always less than the window. One number for all sides, or for each
+      padding: how far windows may reach beyond x, always less than they span. One number for all sides, or for each
         spatial axis a number or a pair (before, behind). "VALID" is 0. "SAME" pads so that there are
         `ceil(extent / stride)` windows: half before x and half behind it, with an odd one behind. Padding is never a
         maximum, so a window of negative numbers has a negative maximum.
+      dilation: the steps between the pixels of a window, which then spans `1 + dilation * (window - 1)`. One number for
+        all spatial axes, or one each. Dilated windows are those of several smaller images: these are pooled apart.
       ceil_mode: whether to round the number of windows up, as PyTorch does: where the last windows leave pixels of x,
         one more window reaches beyond the padding. It begins in x or in the padding before it.
       layout: "NCHW", "NHWC", "NCDHW" or "NDHWC"; "NCL" or "NLC" for one spatial axis. You must give one. x may lack the
@@ -56,12 +62,12 @@ def max_pool(
         (T, N, H, W, C).
 
     Returns:
-      An array with the dtype and layout of x and spatial extents `1 + (extent + before + behind - window) // stride`,
-      or one more with `ceil_mode`.
+      An array with the dtype and layout of x and spatial extents `1 + (extent + before + behind - span) // stride`, or
+      one more with `ceil_mode`, where the span is that of a window.
 
     Raises:
       BadParamError: if x is not floating point, no layout is given or its rank does not match it, a number is out of
-        range, or the window is larger than x with its padding.
+        range, the window spans more than x with its padding, or a dilated window has no pixel of x.
 
     Numerics:
       A window with NaN has the maximum NaN, and its gradient goes to the first NaN. A window of -inf passes its
@@ -84,9 +90,40 @@ def max_pool(
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.max_pool2d`.
     """
     x = as_array("max_pool", "x", x)
-    layout, _, attributes, _ = windows.requested("max_pool", x, window, stride, padding, ceil_mode, layout)
-    (y,) = MAX_POOL(windows.to_volume(x, layout), **attributes, propagate_nan=True)
-    return windows.from_volume(y, layout)
+    layout, _, attributes, _ = windows.requested("max_pool", x, window, stride, padding, ceil_mode, layout, dilation)
+    steps = windows.for_volume(windows.along_axes("max_pool", "dilation", dilation, len(layout) - 2), 1)
+    return windows.from_volume(_dilated(windows.to_volume(x, layout), steps, **attributes), layout)
+
+
+def _dilated(
+    x: jax.Array, dilation: Sequence[int], *, window: Sequence[int], stride: Sequence[int], padding: Sequence[Any]
+) -> jax.Array:
+    """Pools a volume with dilated windows: each lies in one image of every d-th pixel, where it has no holes."""
+    axis = next((axis for axis, step in enumerate(dilation) if step > 1), None)
+    if axis is None:
+        return MAX_POOL(x, window=window, stride=stride, padding=padding, propagate_nan=True)[0]
+    at, step, (before, behind) = x.ndim + axis - 4, dilation[axis], padding[axis]
+    outputs = 1 + (x.shape[at] + before + behind - step * (window[axis] - 1) - 1) // stride[axis]
+    common = math.gcd(stride[axis], step)
+    # Windows so far apart lie in the same image.
+    apart, parts = step // common, []
+    for first in range(min(apart, outputs)):
+        skipped, phase = divmod(first * stride[axis] - before, step)
+        image = jax.lax.slice_in_dim(x, min(phase + max(skipped, 0) * step, x.shape[at]), None, step, at)
+        has_pixels = image.shape[at] > 0
+        require(has_pixels, "max_pool", "dilation", "leave each window a pixel of x", dilation)
+        count = -(-(outputs - first) // apart)
+        reach = (count - 1) * stride[axis] // common + window[axis]
+        ahead = max(-skipped, 0)
+        along = 1, stride[axis] // common, (ahead, max(reach - ahead - image.shape[at], 0))
+        steps, strides, pairs = (
+            (*each[:axis], new, *each[axis + 1 :]) for each, new in zip((dilation, stride, padding), along, strict=True)
+        )
+        pooled = _dilated(image, steps, window=window, stride=strides, padding=pairs)
+        pooled = jax.lax.slice_in_dim(pooled, 0, count, axis=at)
+        parts.append(_padded(pooled, at, 0, -(-outputs // apart) - count, 0))
+    shape = (*parts[0].shape[:at], -1, *parts[0].shape[at + 1 :])
+    return jax.lax.slice_in_dim(jnp.stack(parts, at + 1).reshape(shape), 0, outputs, axis=at)
 
 
 def _check(x: Any, *, propagate_nan: bool, **attributes: Any) -> None:

@@ -165,7 +165,14 @@ def both_sides(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def requested(
-    operator: str, x: jax.Array, window: Ints, stride: Ints | None, padding: Padding, ceil_mode: bool, layout: str
+    operator: str,
+    x: jax.Array,
+    window: Ints,
+    stride: Ints | None,
+    padding: Padding,
+    ceil_mode: bool,
+    layout: str,
+    dilation: Ints = 1,
 ) -> tuple[str, tuple[int, ...], dict[str, Any], tuple[int, ...]]:
     """Returns what the operator needs, from a user's checked arguments.
 
@@ -178,15 +185,23 @@ def requested(
     check_floating(operator, x=x)
     window = along_axes(operator, "window", window, len(extents))
     stride = window if stride is None else along_axes(operator, "stride", stride, len(extents))
-    check_numbers(operator, extents, window, stride)
-    pairs = _padding(operator, padding, extents, window, stride)
-    check_windows(operator, extents, window, stride, pairs)
+    dilation = along_axes(operator, "dilation", dilation, len(extents))
+    check_numbers(operator, extents, window, stride, dilation)
+    spanned = tuple(1 + step * (size - 1) for step, size in zip(dilation, window, strict=True))
+    pairs = _padding(operator, padding, extents, spanned, stride)
+    if max(dilation) > 1:
+        known = not any(map(jax.export.is_symbolic_dim, extents))
+        require(known, operator, "dilation", "be 1 where sizes are symbolic", dilation)
+        fits = all(span <= n + sum(pair) for span, n, pair in zip(spanned, extents, pairs, strict=True))
+        rule = f"keep what windows span, {spanned}, within x and its padding"
+        require(fits, operator, "dilation", rule, dilation)
+    check_windows(operator, extents, spanned, stride, pairs)
     ceil_mode = require_bool(operator, "ceil_mode", ceil_mode)
     rests = [0] * len(extents)
     if ceil_mode:
         rule = "be False where sizes are symbolic"
         require(not any(map(jax.export.is_symbolic_dim, extents)), operator, "ceil_mode", rule, ceil_mode)
-        rests = list(map(_rest, extents, window, stride, pairs))
+        rests = list(map(_rest, extents, spanned, stride, pairs))
     pairs = tuple((before, behind + rest) for (before, behind), rest in zip(pairs, rests, strict=True))
     return layout, for_volume(extents, 1), volume_attributes(window, stride, pairs), for_volume(rests, 0)
 
@@ -241,9 +256,11 @@ def _each(value: Any, count: int) -> tuple[int, ...] | None:
     return tuple(map(int, values)) if len(values) == count and all(map(is_integer, values)) else None
 
 
-def check_numbers(operator: str, extents: Sequence[int], window: Sequence[int], stride: Sequence[int]) -> None:
-    """Refuses images without pixels, and windows and strides that are not positive int32 numbers."""
-    for argument, numbers in (("window", window), ("stride", stride)):
+def check_numbers(
+    operator: str, extents: Sequence[int], window: Sequence[int], stride: Sequence[int], dilation: Sequence[int] = (1,)
+) -> None:
+    """Refuses images without pixels, and windows, strides and dilations that are not positive int32 numbers."""
+    for argument, numbers in (("window", window), ("stride", stride), ("dilation", dilation)):
         require(min(numbers) >= 1, operator, argument, "be at least 1", numbers)
         # Positions are counted in int32.
         require(max(numbers) <= INT32_MAX, operator, argument, f"be at most {INT32_MAX}", numbers)

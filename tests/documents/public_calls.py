@@ -62,7 +62,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "activation-swish": (jaxops.activation, {"x": LOGITS, "mode": "swish"}),
     "affine_grid": (jaxops.affine_grid, {"theta": np.ones((2, 2, 3), F32), "size": (2, 3, 4, 4)}),
     "avg_pool": (jaxops.avg_pool, {"x": IMAGE, "window": 2, "ceil_mode": False, "layout": "NCHW"}),
-    "max_pool": (jaxops.max_pool, {"x": IMAGE, "window": 2, "ceil_mode": False, "layout": "NCHW"}),
+    "max_pool": (jaxops.max_pool, {"x": IMAGE, "window": 2, "dilation": 1, "ceil_mode": False, "layout": "NCHW"}),
     "batch_norm": (
         jaxops.batch_norm,
         {

@@ -52,6 +52,48 @@ def test_pooling_equals_loops_in_float64(geometry, kind, rng):
         np.testing.assert_allclose(grad.transpose(back), truth[1], rtol=1e-5, atol=1e-6)
 
 
+# Extents, window, stride, padding, dilation.
+DILATED = [
+    ((9, 8), (3, 2), (1, 1), (2, 1), (2, 3)),
+    ((11, 7), (3, 3), (2, 3), (2, 1), (4, 2)),
+    ((5, 12), (2, 3), (4, 2), (0, 3), (3, 4)),
+    ((4, 9, 6), (2, 3, 1), (1, 3, 2), (1, 2, 0), (3, 2, 4)),
+]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("geometry", DILATED, ids=str)
+def test_dilated_windows_equal_loops_in_float64(geometry, rng):
+    """Each window's pixels are looked at one by one; of equal ones the first has the gradient."""
+    extents, window, stride, padding, dilation = geometry
+    x = rng.integers(-4, 4, (2, *extents)) / 4
+    fn = functools.partial(pooled("max", (extents, window, stride, padding)), dilation=dilation)
+    y, pull_back = jax.vjp(jax.jit(fn), jnp.asarray(x[:, None], jnp.float32))
+    cotangent = rng.normal(size=y.shape).astype(np.float32)
+    truth, gradient = np.zeros(y.shape), np.zeros(x.shape)
+    for image, _, *at in np.ndindex(y.shape):
+        first = np.multiply(at, stride) - padding
+        pixels = [(image, *(first + np.multiply(k, dilation))) for k in np.ndindex(window)]
+        pixels = [p for p in pixels if all(0 <= a < n for a, n in zip(p[1:], extents, strict=True))]
+        winner = max(pixels, key=lambda pixel: x[pixel])
+        truth[image, 0, *at] = x[winner]
+        gradient[winner] += cotangent[image, 0, *at]
+    np.testing.assert_array_equal(y, truth)
+    np.testing.assert_allclose(pull_back(jnp.asarray(cotangent))[0][:, 0], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_dilations_that_leave_windows_no_pixel_are_refused():
+    pool = functools.partial(max_pool, jnp.zeros((1, 1, 5)), 3, layout="NCL")
+    with pytest.raises(
+        BadParamError, match=r"^max_pool: dilation must keep what windows span, \(7,\), within x and its "
+    ):
+        pool(dilation=3)
+    with pytest.raises(BadParamError, match=r"^max_pool: dilation must leave each window a pixel of x; got "):
+        max_pool(jnp.zeros((1, 1, 1)), 2, padding=1, dilation=2, layout="NCL")
+    with pytest.raises(BadParamError, match=r"^max_pool: dilation must be at least 1; got \(0,\)"):
+        pool(dilation=0)
+
+
 # Extents, window, stride, padding, and how many windows PyTorch has with `ceil_mode`.
 CEILED = [
     ((7, 9), (3, 3), (2, 2), 1, (4, 5)),

@@ -31,17 +31,17 @@ def only(condition):
 
 
 def max_pool(rank, x, *, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
-    only(not ceil_mode and not return_indices and np.all(np.equal(dilation, 1)) and x.ndim == rank)
-    return jaxops.max_pool(x, kernel_size, stride=stride, padding=padding, layout=LAYOUTS[rank])
+    only(not return_indices and x.ndim == rank)
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
+    return jaxops.max_pool(x, kernel_size, **options, layout=LAYOUTS[rank])
 
 
 def avg_pool(
     rank, x, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
 ):
-    only(not ceil_mode and divisor_override is None and x.ndim == rank)
-    return jaxops.avg_pool(
-        x, kernel_size, stride=stride, padding=padding, count_include_pad=count_include_pad, layout=LAYOUTS[rank]
-    )
+    only(divisor_override is None and x.ndim == rank)
+    options = {"stride": stride, "padding": padding, "ceil_mode": ceil_mode, "count_include_pad": count_include_pad}
+    return jaxops.avg_pool(x, kernel_size, **options, layout=LAYOUTS[rank])
 
 
 def batch_norm(x, mean, var, scale, bias, *, training=False, momentum=0.1, eps=1e-5):
