@@ -1,7 +1,8 @@
 """Modules for Equinox: batch norm, dropout, a loss head and pooling, computed by the operators of this library.
 
 Modules take the arguments of their namesakes in `equinox.nn` and have the same leaves and state, so that either can
-take the other's place in a model, and its checkpoints. `BatchNorm` and `LossHead` take whole batches, without a vmap.
+take the other's place in a model, and its checkpoints. `BatchNorm` takes whole batches as well as the examples of a
+vmap, and `LossHead` whole batches.
 Import it by name, as `import jaxops` does not import Equinox.
 """
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxops._checks.arguments import BadParamError, NotSupportedError, require
 from jaxops._frameworks import batch_norm
+from jaxops.batch_norm.api import is_of_vmap
 from jaxops.dropout import dropout
 from jaxops.linear_cross_entropy import linear_cross_entropy
 from jaxops.pooling import avg_pool, max_pool
@@ -26,7 +28,8 @@ __all__ = ["AvgPool2d", "BatchNorm", "Dropout", "LossHead", "MaxPool2d"]
 class BatchNorm(eqx.nn.BatchNorm):
     """Batch norm of whole batches by `jaxops.batch_norm`: `y = weight * (x - mean) / sqrt(var + eps) + bias`.
 
-    x is a batch (N, C, ...), not one example inside a `jax.vmap` as in Equinox: map the layers around it, not this one.
+    x is one example (C, ...) inside a `jax.vmap` with this axis name, as in Equinox, or else a batch (N, C, ...). Of a
+    batch, kernels and the operator's own gradient can take part: map the layers around this one.
     Mean and biased variance are those of x over all axes but C. In training the running statistics move towards them,
     and in inference they are divided by what they still lack, as in Equinox with `mode="batch"`; after n batches:
 
@@ -35,7 +38,7 @@ class BatchNorm(eqx.nn.BatchNorm):
 
     Args:
       input_size: C, the number of channels.
-      axis_name: inside `jax.shard_map`, the mesh axis over which the batch is split. The axis of a vmap is refused.
+      axis_name: the axis of the vmap; or inside `jax.shard_map`, the mesh axis over which the batch is split.
       eps: added to the variance.
       channelwise_affine: whether there are a weight and a bias.
       momentum: the weight of the old statistics.
@@ -82,8 +85,9 @@ class BatchNorm(eqx.nn.BatchNorm):
     def __call__(
         self, x: jax.Array, state: eqx.nn.State, *, key: jax.Array | None = None, inference: bool | None = None
     ) -> tuple[jax.Array, eqx.nn.State]:
-        """Normalizes a batch (N, C, ...); returns it with the new state. `key` is not used."""
-        x = batch_norm.images(_NORM, x)
+        """Normalizes a batch, or an example of one; returns it with the new state. `key` is not used."""
+        is_example = self.axis_name is not None and is_of_vmap(self.axis_name)
+        x = batch_norm.images(_NORM, jnp.asarray(x)[None] if is_example else x)
         affine = (self.weight, self.bias) if self.channelwise_affine else ()
         x = x.astype(jnp.result_type(x, *affine))
         layer = batch_norm.Layer(_NORM, batch_norm.CHANNELS_FIRST, self.eps, self.weight, self.bias)
@@ -92,9 +96,12 @@ class BatchNorm(eqx.nn.BatchNorm):
         count, running = state.get(self.batch_counter), batch_norm.Statistics(*state.get(self.batch_state_index))
         if self.inference if inference is None else inference:
             part = jnp.where(count == 0, 1, 1 - self.momentum**count).astype(running.mean.dtype)
-            return layer.infer(x, batch_norm.Statistics(running.mean / part, running.var / part)), state
+            y = layer.infer(x, batch_norm.Statistics(running.mean / part, running.var / part))
+            return y[0] if is_example else y, state
         y, updated = layer.train(x, running, momentum=self.momentum, axis_name=self.axis_name)
-        return y, state.set(self.batch_counter, count + 1).set(self.batch_state_index, (updated.mean, updated.var))
+        return y[0] if is_example else y, state.set(self.batch_counter, count + 1).set(
+            self.batch_state_index, (updated.mean, updated.var)
+        )
 
 
 class Dropout(eqx.nn.Dropout):

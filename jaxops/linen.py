@@ -45,7 +45,7 @@ class BatchNorm(nn.BatchNorm):
       use_scale: whether there is a scale.
       bias_init: the initializer of the bias.
       scale_init: the initializer of the scale.
-      axis_name: inside `jax.shard_map`, the mesh axis over which the batch is split. The axis of a vmap is refused.
+      axis_name: inside `jax.shard_map`, the mesh axis over which the batch is split; or the axis of a vmap.
       axis: must be -1.
       axis_index_groups: must be None.
       use_fast_variance: has no effect, because the variance always takes a second pass over x, so that a large mean
@@ -53,8 +53,7 @@ class BatchNorm(nn.BatchNorm):
       force_float32_reductions: must be True.
 
     Raises:
-      NotSupportedError: for another axis, for `axis_index_groups`, without `force_float32_reductions`, and for a `mask`
-        in the call.
+      NotSupportedError: for another axis, for `axis_index_groups`, and without `force_float32_reductions`.
       BadParamError: if x is not floating point with rank 2 to 5.
 
     Numerics:
@@ -78,8 +77,7 @@ class BatchNorm(nn.BatchNorm):
 
     @nn.compact
     def __call__(self, x: jax.Array, use_running_average: bool | None = None, *, mask: Any = None) -> jax.Array:
-        """Normalizes a batch (N, ..., C), and in training updates the running statistics."""
-        flax_arguments.check_mask(_NORM, mask)
+        """Normalizes a batch (N, ..., C); in training, where a mask may say what counts, updates running statistics."""
         average = nn.merge_param("use_running_average", self.use_running_average, use_running_average)
         x = batch_norm.images(_NORM, x)
         shape = x.shape[-1:]
@@ -94,7 +92,7 @@ class BatchNorm(nn.BatchNorm):
         if average:
             return layer.infer(x, running).astype(dtype)
         axis_name = None if self.is_initializing() else self.axis_name
-        y, updated = layer.train(x, running, momentum=self.momentum, axis_name=axis_name)
+        y, updated = layer.train(x, running, momentum=self.momentum, axis_name=axis_name, mask=mask)
         if not self.is_initializing():
             mean.value, var.value = updated
         return y.astype(dtype)

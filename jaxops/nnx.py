@@ -45,14 +45,14 @@ class BatchNorm(flax_nnx.BatchNorm):
       use_scale: whether there is a scale.
       bias_init: the initializer of the bias.
       scale_init: the initializer of the scale.
-      axis_name: inside `jax.shard_map`, the mesh axis over which the batch is split. The axis of a vmap is refused.
+      axis_name: inside `jax.shard_map`, the mesh axis over which the batch is split; or the axis of a vmap.
       rngs: the keys of the initializers.
       **options: Flax's others: `bias_metadata`, `scale_metadata` and `promote_dtype` work as there. `axis` must be -1
         and `axis_index_groups` None. `use_fast_variance` has no effect, because the variance always takes a second pass
         over x, so that a large mean costs no digits.
 
     Raises:
-      NotSupportedError: for another axis, for `axis_index_groups`, and for a `mask` in the call.
+      NotSupportedError: for another axis, and for `axis_index_groups`.
       BadParamError: if x is not floating point with rank 2 to 5 and C channels.
 
     Numerics:
@@ -77,8 +77,7 @@ class BatchNorm(flax_nnx.BatchNorm):
         flax_arguments.check_batch_norm(_NORM, axis=self.axis, axis_index_groups=self.axis_index_groups)
 
     def __call__(self, x: jax.Array, use_running_average: bool | None = None, *, mask: Any = None) -> jax.Array:
-        """Normalizes a batch (N, ..., C), and in training updates the running statistics."""
-        flax_arguments.check_mask(_NORM, mask)
+        """Normalizes a batch (N, ..., C); in training, where a mask may say what counts, updates running statistics."""
         given = use_running_average, self.use_running_average
         average = flax_arguments.first_present(_NORM, "use_running_average", *given)
         scale = None if self.scale is None else self.scale[...]
@@ -90,7 +89,7 @@ class BatchNorm(flax_nnx.BatchNorm):
         layer = batch_norm.Layer(_NORM, batch_norm.CHANNELS_LAST, self.epsilon, scale, bias)
         if average:
             return layer.infer(x, running)
-        y, updated = layer.train(x, running, momentum=self.momentum, axis_name=self.axis_name)
+        y, updated = layer.train(x, running, momentum=self.momentum, axis_name=self.axis_name, mask=mask)
         self.mean[...], self.var[...] = updated
         return y
 

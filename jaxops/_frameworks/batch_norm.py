@@ -41,17 +41,13 @@ class Layer(NamedTuple):
     bias: Any
 
     def train(
-        self, x: jax.Array, running: Statistics, *, momentum: float, axis_name: Hashable = None
+        self, x: jax.Array, running: Statistics, *, momentum: float, axis_name: Hashable = None, mask: Any = None
     ) -> tuple[jax.Array, Statistics]:
         """Normalizes a batch by its own statistics; also returns the running ones, updated with them."""
         view, (scale, bias, *old) = self._operands(x, running)
-        api.check_axis_name(self.name, axis_name)
-        y, mean, var = api.train(view, x, scale, bias, None, IDENTITY, epsilon=self.epsilon, axis_name=axis_name)
-        mean, var = jax.lax.stop_gradient((mean, var))
-        updated = api.updated_statistics(
-            view, old, mean, var, momentum=1 - momentum, axis_name=axis_name, unbiased=False
-        )
-        return y, Statistics(*updated)
+        shared: dict[str, Any] = {"axis_name": axis_name, "mask": api.checked_mask(self.name, x, mask)}
+        y, of_batch = api.train(self.name, view, x, scale, bias, None, IDENTITY, epsilon=self.epsilon, **shared)
+        return y, Statistics(*api.updated_statistics(view, old, of_batch, momentum=1 - momentum, unbiased=False))
 
     def infer(self, x: jax.Array, running: Statistics) -> jax.Array:
         """Normalizes by the running statistics."""

@@ -16,11 +16,6 @@ def check_batch_norm(name: str, *, axis: Any, axis_index_groups: Any) -> None:
     require(axis_index_groups is None, name, "axis_index_groups", rule, axis_index_groups, error=NotSupportedError)
 
 
-def check_mask(name: str, mask: Any) -> None:
-    """Refuses the mask of a batch norm's call."""
-    require(mask is None, name, "mask", "be None, as statistics count every element", mask, error=NotSupportedError)
-
-
 def check_dropout(name: str, broadcast_dims: Any) -> None:
     """Refuses masks that repeat along axes."""
     rule = "be empty, as each element is drawn by itself"

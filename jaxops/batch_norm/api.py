@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype, check_floating
 from jaxops._checks.mcdnn import as_array, as_arrays, as_optional, require, require_axis_names, require_real
-from jaxops._primitive.sharding import axis_rule
+from jaxops._primitive.sharding import axis_rule, laid_out_as
 from jaxops.activation.modes import IDENTITY, Activation
 from jaxops.batch_norm.fused_activation import requested
 from jaxops.batch_norm.layouts import View, view_of
@@ -42,6 +42,14 @@ class BatchNormOutput(NamedTuple):
     saved_inv_var: jax.Array
 
 
+class BatchStatistics(NamedTuple):
+    """Mean and biased variance of a batch, as the operators have them, (c,), and how many elements each is of."""
+
+    mean: jax.Array
+    variance: jax.Array
+    elements: Any
+
+
 def batch_norm(
     x: jax.Array,
     scale: jax.Array | None = None,
@@ -56,6 +64,7 @@ def batch_norm(
     residual: jax.Array | None = None,
     layout: str | None = None,
     axis_name: Hashable = None,
+    mask: jax.Array | None = None,
 ) -> BatchNormOutput:
     """Normalizes a batch: `y = act(scale * (x - mean) / sqrt(var + epsilon) + bias + residual)`.
 
@@ -80,29 +89,31 @@ def batch_norm(
       residual: like x; added before the activation.
       layout: "NCHW", "NHWC", "NCDHW", "NDHWC", "NC", "NCL" or "NLC". There is no default for images and
         volumes; None means "NC" for two axes and "NCL" for three.
-      axis_name: inside shard_map, the mesh axis (or axes) over which the batch is split and the statistics are shared.
-        Under jit a split batch needs no axis name: its statistics already cover all of it.
+      axis_name: inside shard_map, the mesh axis (or axes) over which the batch is split and the statistics are shared;
+        or the axis of a vmap. Under jit a split batch needs no axis name: its statistics already cover all of it.
+      mask: booleans that broadcast to x: the elements that the statistics count. All are normalized. None counts all.
 
     Returns:
       A `BatchNormOutput`: y, the running statistics (None if none were given), and the statistics of this batch.
 
     Raises:
-      BadParamError: if a shape, dtype or attribute differs from the above, only one running statistic is given, or no
-        surrounding shard_map splits over axis_name (the axis of a vmap does not count).
+      BadParamError: if a shape, dtype or attribute differs from the above, only one running statistic is given, or
+        axis_name is no axis of a surrounding shard_map or vmap.
 
     Numerics:
       Everything is computed in float32 (float64 for float64 x) and rounded once at the end. The variance takes a second
       pass over x, so a large mean costs no digits.
 
-      With one element per channel, the running variance takes the biased variance, 0. An empty batch leaves the running
-      statistics as they are.
+      With one element per channel, the running variance takes the biased variance, 0. An empty batch, and a channel of
+      which the mask counts nothing, leave the running statistics as they are.
 
       The gradient reads x and, with "relu", y. Derivatives of all modes and orders exist in x, scale, bias and
       residual; statistics carry no gradient. relu'(0) = 0 and elu'(0) = coef. Where relu is 0, no gradient passes, not
       even NaN.
 
       Kernels for TPUs and for NVIDIA GPUs from Hopper on fuse relu and residual. By default one runs on TPUs at the
-      sizes where evidence favours it, and on GPUs where you have measured it.
+      sizes where evidence favours it, and on GPUs where you have measured it. With a mask, and over the axis of a vmap,
+      XLA computes the statistics and their derivatives, which keep more.
 
     Meshes:
       Any axis of any array may be split. If pixels ("per_activation": activations) are split along an axis behind their
@@ -133,14 +144,14 @@ def batch_norm(
     require(both, name, "running_mean", "be given with running_var, or neither", running_mean)
     fused = IDENTITY if activation is None else requested(name, activation)
     residual = _residual(name, x, residual)
-    check_axis_name(name, axis_name)
-    y, mean, variance = train(view, x, scale, bias, residual, fused, epsilon=epsilon, axis_name=axis_name)
-    mean, variance = jax.lax.stop_gradient((mean, variance))
+    shared: dict[str, Any] = {"axis_name": axis_name, "mask": checked_mask(name, x, mask)}
+    y, of_batch = train(name, view, x, scale, bias, residual, fused, epsilon=epsilon, **shared)
     running: tuple[jax.Array | None, jax.Array | None] = (None, None)
     if running_mean is not None:
         old = parameters(name, view, running_mean=running_mean, running_var=running_var)
-        running = updated_statistics(view, old, mean, variance, momentum=momentum, axis_name=axis_name)
-    saved = (view.parameters_back(values, scale) for values in (mean, inverse_std(variance, epsilon)))
+        running = updated_statistics(view, old, of_batch, momentum=momentum)
+    found = of_batch.mean, inverse_std(of_batch.variance, epsilon)
+    saved = (view.parameters_back(values, scale) for values in found)
     return BatchNormOutput(y, *running, *saved)
 
 
@@ -204,6 +215,7 @@ def batch_norm_inference(
 
 
 def train(
+    operator: str,
     view: View,
     x: jax.Array,
     scale: jax.Array,
@@ -213,13 +225,42 @@ def train(
     *,
     epsilon: float,
     axis_name: Hashable = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the result y, and mean and biased variance as the operators have them, (c,), of checked arguments."""
+    mask: jax.Array | None = None,
+) -> tuple[jax.Array, BatchStatistics]:
+    """Computes the result y, and the statistics of the batch, which have no derivative, of checked arguments."""
+    check_axis_name(operator, axis_name)
     images, dtype = view.images(x), accumulation_dtype(x.dtype)
     scale, bias = (view.parameters(values).astype(dtype) for values in (scale, bias))
-    operands = TrainingOperands(images, scale, bias, None if residual is None else view.images(residual))
-    y, mean, variance = BATCH_NORM(operands, epsilon=epsilon, axis_name=axis_name, activation=activation)
-    return view.images_back(y, x), mean, variance
+    added = None if residual is None else view.images(residual)
+    elements = view.elements * (1 if axis_name is None else jax.lax.axis_size(axis_name))
+    if mask is None and (axis_name is None or not is_of_vmap(axis_name)):
+        operands = TrainingOperands(images, scale, bias, added)
+        y, mean, variance = BATCH_NORM(operands, epsilon=epsilon, axis_name=axis_name, activation=activation)
+        of_batch = BatchStatistics(mean, variance, elements)
+    else:
+        of_batch = _statistics(images, None if mask is None else view.images(mask), elements, axis_name)
+        known = InferenceOperands(images, scale, bias, of_batch.mean, of_batch.variance, added)
+        (y,) = BATCH_NORM_INFERENCE(known, activation=activation, epsilon=epsilon)
+    mean, variance = jax.lax.stop_gradient(of_batch[:2])
+    return view.images_back(y, x), of_batch._replace(mean=mean, variance=variance)
+
+
+def _statistics(images: jax.Array, mask: jax.Array | None, elements: Any, axis_name: Hashable) -> BatchStatistics:
+    """Computes the statistics of images (n, a, c, b) where a mask is set, and over an axis of a mesh or a vmap."""
+    images = images.astype(accumulation_dtype(images.dtype))
+
+    def counted(values: jax.Array) -> jax.Array:
+        return values if mask is None else jnp.where(mask, values, jnp.zeros_like(values))
+
+    def total(values: jax.Array) -> jax.Array:
+        found = jnp.sum(values, axis=(0, 1, 3))
+        return found if axis_name is None else jax.lax.psum(found, axis_name)
+
+    if mask is not None:
+        elements = total(mask.astype(images.dtype))
+    divisor = jnp.maximum(elements, 1)
+    mean = total(counted(images)) / divisor
+    return BatchStatistics(mean, total(jnp.square(counted(images - mean[None, None, :, None]))) / divisor, elements)
 
 
 def infer(
@@ -243,24 +284,24 @@ def infer(
 def updated_statistics(
     view: View,
     old: Sequence[jax.Array],
-    mean: jax.Array,
-    variance: jax.Array,
+    of_batch: BatchStatistics,
     *,
     momentum: float | jax.Array,
-    axis_name: Hashable = None,
     unbiased: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the running mean and variance after a batch with this mean and biased variance, each (c,).
+    """Computes the running mean and variance after a batch.
 
     With `unbiased` off, the running variance averages biased variances.
     """
-    elements = view.elements * (1 if axis_name is None else jax.lax.axis_size(axis_name))
-    if elements == 0:
+    mean, variance, elements = of_batch
+    is_array = isinstance(elements, jax.Array)
+    if not is_array and elements == 0:
         momentum = 0.0
     old_mean, old_variance = jax.lax.stop_gradient(tuple(old))
 
     def updated(before: jax.Array, after: jax.Array) -> jax.Array:
-        return _weighted_average(before, view.parameters_back(after, before), momentum)
+        average = _weighted_average(before, view.parameters_back(after, before), momentum)
+        return jnp.where(view.parameters_back(elements, before) > 0, average, before) if is_array else average
 
     return updated(old_mean, mean), updated(old_variance, variance * _unbiased(elements) if unbiased else variance)
 
@@ -277,12 +318,12 @@ def _weighted_average(before: jax.Array, after: jax.Array, momentum: float | jax
     return jnp.where(weight == 0, before, jnp.where(weight == 1, new, average.astype(before.dtype)))
 
 
-def _unbiased(elements: int) -> float | jax.Array:
+def _unbiased(elements: Any) -> float | jax.Array:
     """Returns the factor that makes a biased variance of this many elements unbiased; 1 for a single element."""
-    if jax.export.is_symbolic_dim(elements):
+    if isinstance(elements, jax.Array) or jax.export.is_symbolic_dim(elements):
         count = jnp.asarray(elements, jnp.float32)
         return jnp.where(count > 1, count / jnp.maximum(count - 1, 1), 1)
-    return elements / (elements - 1) if elements > 1 else 1.0
+    return float(elements / (elements - 1)) if elements > 1 else 1.0
 
 
 def parameters(operator: str, view: View, **arrays: Any) -> list[jax.Array]:
@@ -304,12 +345,33 @@ def _scale_and_bias(
     return parameters(operator, view, scale=scale, bias=jnp.zeros(shape, dtype) if bias is None else bias)
 
 
+def is_of_vmap(axis_name: Hashable) -> bool:
+    """Tells whether an axis is that of a surrounding vmap, and not of a mesh."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return not {*names} <= {*jax.sharding.get_abstract_mesh().manual_axes}
+
+
 def check_axis_name(operator: str, axis_name: Hashable) -> None:
-    """Refuses mesh axes over which no surrounding shard_map splits the batch."""
+    """Refuses axes over which neither a surrounding shard_map nor a vmap splits the batch."""
     if axis_name is not None:
         axes = {*require_axis_names(operator, "axis_name", axis_name)}
-        is_split = axes <= {*jax.sharding.get_abstract_mesh().manual_axes}
-        require(is_split, operator, "axis_name", axis_rule(), axis_name)
+        is_split = axes <= {*jax.sharding.get_abstract_mesh().manual_axes} or is_of_vmap(axis_name)
+        require(is_split, operator, "axis_name", f"{axis_rule()}; or the axis of a surrounding vmap", axis_name)
+
+
+def checked_mask(operator: str, x: jax.Array, mask: Any) -> jax.Array | None:
+    """Returns a mask in the shape and layout of x; None stays None."""
+    mask = as_optional(operator, "mask", mask)
+    if mask is None:
+        return None
+    fits = mask.ndim <= x.ndim and all(a in (1, b) for a, b in zip(mask.shape[::-1], x.shape[::-1], strict=False))
+    rule = f"be booleans that broadcast to the shape of x, {list(x.shape)}"
+    require(mask.dtype == bool and fits, operator, "mask", rule, mask)
+    return laid_out_as(jnp.broadcast_to(mask, x.shape), jax.typeof(x).sharding)
 
 
 def checked_epsilon(operator: str, epsilon: Any) -> float:

@@ -75,16 +75,41 @@ def test_batch_norm_shares_statistics_over_a_mesh_axis(check_vma, rng):
 
 
 @pytest.mark.parametrize("axis_name", ["batch", ("batch",)], ids=str)
-def test_batch_norm_refuses_an_axis_that_no_shard_map_splits(axis_name, rng):
+def test_batch_norm_shares_statistics_over_the_axis_of_a_vmap(axis_name, rng):
+    x, *operands = draw(rng)
+    running = np.zeros(operands[0].shape, np.float32), np.ones(operands[0].shape, np.float32)
+
+    def train(axis_name, x, scale, bias, residual):
+        found = batch_norm(
+            x, scale, bias, *running, residual=residual, activation="relu", axis_name=axis_name, layout="NCHW"
+        )
+        return found.y, found[1:]
+
+    def split(x):
+        return x.reshape(2, -1, *x.shape[1:])
+
+    def mapped(x, scale, bias, residual):
+        axes = {"in_axes": (0, None, None, 0), "out_axes": (0, None), "axis_name": "batch"}
+        y, saved = jax.vmap(functools.partial(train, axis_name), **axes)(split(x), scale, bias, split(residual))
+        return y.reshape(x.shape), saved
+
+    whole = functools.partial(train, None)
+    for fn in (mapped, jax.jit(mapped)):
+        values, pull_back, saved = jax.vjp(fn, x, *operands, has_aux=True)
+        true, true_pull_back, true_saved = jax.vjp(whole, x, *operands, has_aux=True)
+        contract.assert_close((values, saved), (true, true_saved))
+        contract.assert_close(pull_back(jnp.cos(true)), true_pull_back(jnp.cos(true)))
+
+
+@pytest.mark.parametrize("axis_name", ["batch", ("batch",)], ids=str)
+def test_batch_norm_refuses_an_axis_that_nothing_splits(axis_name, rng):
     x, scale, bias, _ = draw(rng)
-
-    def train(x):
-        return batch_norm(x, scale, bias, axis_name=axis_name, layout="NCHW").y
-
-    message = "batch_norm: axis_name must name a mesh axis of the surrounding shard_map, and there is none here; got "
-    for call in (train, jax.vmap(train, axis_name="batch"), jax.jit(jax.vmap(train, axis_name="batch"))):
+    message = (
+        "batch_norm: axis_name must name a mesh axis of the surrounding shard_map, and there is none here; or the "
+    )
+    for call in (lambda fn: fn(x), lambda fn: jax.vmap(fn, axis_name="other")(x[None])):
         with pytest.raises(BadParamError, match=message):
-            call(x if call is train else x[None])
+            call(lambda x: batch_norm(x, scale, bias, axis_name=axis_name, layout="NCHW").y)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The modules for Flax and Equinox, beside the frameworks' own: values, gradients, state, checkpoints and refusals."""
 
+import functools
 import inspect
 
 import equinox as eqx
@@ -209,30 +210,54 @@ def test_batch_norms_share_statistics_over_a_mesh(batches):
         lambda x: train(split, x), mesh=mesh, in_specs=spec, out_specs=(spec, jax.sharding.PartitionSpec())
     )
     close(jax.jit(apply)(batches[0]), train(alone, batches[0]))
+    theirs = nn.BatchNorm(use_running_average=False, axis_name="data")
+    mapped = (jax.vmap(functools.partial(train, layer), axis_name="data") for layer in (split, theirs))
+    close(*(fn(batches) for fn in mapped))
     with pytest.raises(ValueError, match=r"^jaxops\.linen\.BatchNorm: axis_name must name a mesh axis of the surround"):
-        jax.vmap(lambda x: train(split, x), axis_name="data")(batches)
+        train(split, batches[0])
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 6, CHANNELS), (4, 5, 6, 1), (6, 1)], ids=str)
+def test_batch_norms_count_what_a_mask_says_as_flax(shape, batches, rng):
+    x, mask = batches[0], jnp.asarray(rng.random(shape) < 0.6)
+    weights = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
+    found = []
+    for library in (jaxops.linen, nn):
+        layer = library.BatchNorm(use_running_average=False, momentum=0.8)
+        variables = layer.init(KEY, x)
+
+        def loss(x, layer=layer, variables=variables):
+            y, updated = layer.apply(variables, x, mask=mask, mutable="batch_stats")
+            return jnp.sum(y * weights), (y, updated)
+
+        found.append(jax.value_and_grad(loss, has_aux=True)(x))
+    close(*found, rtol=1e-4, atol=1e-5)
+    ours, theirs = nnx_norm(jaxops.nnx), nnx_norm(nnx)
+    close(ours(x, mask=mask), theirs(x, mask=mask), atol=1e-5)
+    close(ours.var[...], theirs.var[...])
 
 
 # ---- batch norm of Equinox
 
 
-def equinox_norms(**options):
+def equinox_norms(axis_name=None, **options):
     """Our layer and Equinox's, each as a function of a batch and its state, with the first state."""
-    ours = eqx.nn.make_with_state(jaxops.equinox.BatchNorm)(CHANNELS, momentum=0.8, **options)
+    ours = eqx.nn.make_with_state(jaxops.equinox.BatchNorm)(CHANNELS, axis_name, momentum=0.8, **options)
     theirs = eqx.nn.make_with_state(eqx.nn.BatchNorm)(CHANNELS, "batch", momentum=0.8, mode="batch", **options)
-    return (*ours, lambda layer: layer), (*theirs, mapped)
+    return (*ours, mapped if axis_name else lambda layer: layer), (*theirs, mapped)
 
 
 def mapped(layer):
     return jax.vmap(layer, in_axes=(0, None), out_axes=(0, None), axis_name="batch")
 
 
+@pytest.mark.parametrize("axis_name", [None, "batch"], ids=["whole", "in a vmap"])
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
-def test_equinox_batch_norm_trains_and_infers_as_equinox(affine, batches, rng):
+def test_equinox_batch_norm_trains_and_infers_as_equinox(affine, axis_name, batches, rng):
     images = jnp.moveaxis(batches, -1, 2)
     weights = jnp.asarray(rng.normal(size=images.shape[1:]), jnp.float32)
     results = []
-    for layer, state, on_batch in equinox_norms(channelwise_affine=affine):
+    for layer, state, on_batch in equinox_norms(axis_name, channelwise_affine=affine):
 
         @eqx.filter_jit
         @eqx.filter_value_and_grad(has_aux=True)
@@ -565,19 +590,13 @@ class OwnLinear(nnx.Linear):
         return -super().__call__(x)
 
 
-def one_by_one(x):
-    """Calls a layer as Equinox's own is called."""
-    layer, state = eqx.nn.make_with_state(jaxops.equinox.BatchNorm)(CHANNELS, "batch")
-    return mapped(layer)(x, state)
-
-
 REFUSALS = {
     "jaxops.nnx.BatchNorm: axis must be -1; got 1": lambda: nnx_norm(jaxops.nnx, axis=1),
     "jaxops.nnx.BatchNorm: axis_index_groups must be None, as statistics are shared over whole mesh axes; got [[0]]": (
         lambda: nnx_norm(jaxops.nnx, axis_index_groups=[[0]])
     ),
-    "jaxops.nnx.BatchNorm: mask must be None, as statistics count every element; got bool[2, 4, 4, 3]": (
-        lambda: nnx_norm(jaxops.nnx)(IMAGES, mask=IMAGES > 0)
+    "jaxops.nnx.BatchNorm: mask must be booleans that broadcast to the shape of x, [2, 4, 4, 3]": (
+        lambda: nnx_norm(jaxops.nnx)(IMAGES, mask=IMAGES)
     ),
     "jaxops.nnx.BatchNorm: x must have 3 channels on axis 3; got float32[2, 4, 4, 5]": (
         lambda: nnx_norm(jaxops.nnx)(jnp.ones((2, 4, 4, 5)))
@@ -618,7 +637,7 @@ REFUSALS = {
         )
     ),
     "jaxops.equinox.BatchNorm: axis_name must name a mesh axis of the surrounding shard_map, and there is none here": (
-        lambda: one_by_one(jnp.ones((2, 4, CHANNELS, 5)))
+        lambda: equinox_norms("batch")[0][0](jnp.ones((2, CHANNELS)), equinox_norms("batch")[0][1])
     ),
     "jaxops.equinox.Dropout: key must be given, except in inference; got None": (
         lambda: jaxops.equinox.Dropout()(IMAGES)

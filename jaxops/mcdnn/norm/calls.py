@@ -76,10 +76,11 @@ def forward_training(
     call.supported_ops(view, x, FORWARD_ACTIVATIONS)
     data = blend.upcast(x)
     residual = None if z is None else z.astype(data.dtype)
-    result, mean, variance = train(view, data, scale, bias, residual, call.activation or IDENTITY, epsilon=epsilon)
+    activation = call.activation or IDENTITY
+    result, of_batch = train(call.name, view, data, scale, bias, residual, activation, epsilon=epsilon)
     if running_mean is not None:
         old = (running_mean, running_variance)
-        running_mean, running_variance = updated_statistics(view, old, mean, variance, momentum=factor)
+        running_mean, running_variance = updated_statistics(view, old, of_batch, momentum=factor)
     reserve_space = jnp.zeros(0, jnp.uint8)
     if call.activation is not None:
         reserve_space = bits.packed(slope_mask(call.activation, result))
@@ -87,8 +88,8 @@ def forward_training(
         blend.apply(result, x.dtype),
         running_mean,
         running_variance,
-        view.parameters_back(mean, scale),
-        view.parameters_back(inverse_std(variance, epsilon), scale),
+        view.parameters_back(of_batch.mean, scale),
+        view.parameters_back(inverse_std(of_batch.variance, epsilon), scale),
         reserve_space,
     )
 
