@@ -71,15 +71,16 @@ def test_what_is_around_and_inside_of_transformations_is_kept(few_logits_count) 
     assert_alike(lowering.rewrite(inside)(*ARGS), inside(*ARGS))
 
 
+@pytest.mark.parametrize("of_labels", [P("data"), P()], ids=["labels split", "labels whole"])
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
-def test_rewritten_functions_run_on_meshes(kind, few_logits_count) -> None:
+def test_rewritten_functions_run_on_meshes(kind, of_labels, few_logits_count) -> None:
     few_logits_count(127)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
     w, x, y = arrays_like((W, jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)))
     expected = jax.value_and_grad(loss, (0, 1))(w, x, y)
     with jax.set_mesh(mesh):
         w = jax.device_put(w, NamedSharding(mesh, P()))
-        x, y = (jax.device_put(array, NamedSharding(mesh, P("data"))) for array in (x, y))
+        x, y = (jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((x, P("data")), (y, of_labels)))
         fast = lowering.rewrite(loss)
         assert len(fast.report(w, x, y).applied) == 1
         assert_alike(jax.jit(jax.value_and_grad(fast, (0, 1)))(w, x, y), expected)

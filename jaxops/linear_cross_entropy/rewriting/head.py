@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
+from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy.operands import Columns, Rows, RowStatistics
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.rewriting.row_algebra import RowAlgebra
@@ -178,7 +179,11 @@ class Readers:
         nothing = jnp.zeros_like(x[..., 0], head.dtype)
         labels = jnp.full_like(nothing, -1, jnp.int32)
         if label is not None:
-            labels = jnp.where(row.is_class(label).rest, jnp.asarray(row.maxima.array(label), jnp.int32), labels)
+            # On an explicit mesh, rows may be split in x that are not split in the labels.
+            given = jnp.asarray(row.is_class(label).rest), jnp.asarray(row.maxima.array(label), jnp.int32)
+            as_rows = (jnp.broadcast_to(value, labels.shape) for value in given)
+            is_class, found = (laid_out_as(value, jax.typeof(labels).sharding) for value in as_rows)
+            labels = jnp.where(is_class, found, labels)
         scales = None if scale.known == 1 else nothing + jnp.asarray(row.maxima.array(scale), head.dtype)
         bias, kept = layer.bias, layer.kept
         if kept is not None:
