@@ -97,6 +97,7 @@ def is_library(path: str) -> bool:
     return _within(path, _JAX) or _is_operators(path) or _within(path, _STANDARD_LIBRARY)
 
 
+@functools.cache
 def _package(path: str) -> str:
     """Returns the installed package that a file belongs to; "" for JAX, operators and files that are not installed."""
     found = _INSTALLED.search(path)

@@ -128,6 +128,7 @@ class Level:
       count: how often it runs.
       keeps_each: whether it runs in a loop whose backward pass keeps what it needs of each step until all have run.
       draws_again: whether a backward pass around it draws random bits again in a checkpoint, which stays as it is.
+      needed: what has to run with some steps, once it is found.
     """
 
     nodes: list[Node]
@@ -136,6 +137,7 @@ class Level:
     count: int = 1
     keeps_each: bool = False
     draws_again: bool = False
+    needed: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False)
 
     def named(self, *names: str) -> Iterator[Node]:
         """Yields the nodes of these primitives."""

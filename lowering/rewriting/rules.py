@@ -12,7 +12,19 @@ from lowering.rewriting.schedule import Step
 
 
 class RefusalError(Exception):
-    """Reason why something that looks like a pattern is not rewritten, in words."""
+    """Reason why something that looks like a pattern is not rewritten, in words.
+
+    What is said of a node begins with its primitive and the user's line, which is looked up when somebody reads it.
+    """
+
+    def __init__(self, reason: str, node: Node | None = None) -> None:
+        """Takes the reason, and the node that it is about."""
+        super().__init__(reason, node)
+
+    def __str__(self) -> str:
+        """Returns the reason."""
+        reason, node = self.args
+        return str(reason) if node is None else f"{node.name} on {node.source} {reason}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,15 @@ class OrderError(Exception):
     """Steps need values that are computed only after an effect which would have to wait for them."""
 
 
-def needed(level: Level, steps: Iterable[Step]) -> set[Task]:
+def needed(level: Level, steps: Iterable[Step]) -> frozenset[Task]:
     """Returns what has to run for a level's results and effects, if these steps take the place of its nodes."""
+    steps = tuple(steps)
+    if steps not in level.needed:
+        level.needed[steps] = frozenset(_needed(level, steps))
+    return level.needed[steps]
+
+
+def _needed(level: Level, steps: Iterable[Step]) -> set[Task]:
     producer = _producers(steps)
     found: set[Task] = set()
     waiting: list[Task] = [node for node in level.nodes if node.equation.effects]

@@ -42,7 +42,7 @@ class Cone(Region):
     """
 
     def __init__(
-        self, level: Level, wanted: set[Task], head: Node, axis: int, classes: int, *, to_number: bool = False
+        self, level: Level, wanted: frozenset[Task], head: Node, axis: int, classes: int, *, to_number: bool = False
     ) -> None:
         """Follows the logits of a matrix product, whose result is split into chunks along `axis`.
 

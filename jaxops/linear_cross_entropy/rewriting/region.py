@@ -125,12 +125,12 @@ class Region:
     def _understood(self, node: Node, dependent: set[Value]) -> tuple[Parts, list[Role]]:
         """Finds where a node's operands and results have their rows."""
         if node.equation.effects:
-            raise RefusalError(f"{node.name} on {node.source} has an effect")
+            raise RefusalError("has an effect", node)
         known = [self.roles.get(x) for x in node.inputs]
         if row_wise.is_linear_in_sum(node, known, [x in dependent for x in node.inputs]):
             return [None for _ in node.inputs], [SUM]
         if any(x in dependent and not isinstance(self.roles.get(x), Part) for x in node.inputs):
-            raise RefusalError(f"{node.name} on {node.source} needs a sum over all rows first")
+            raise RefusalError("needs a sum over all rows first", node)
         parts = [at if isinstance(at, Part) else None for at in known]
         if node.name in CUSTOM:
             call = self.calls[node] = Call(node, parts)
@@ -229,7 +229,7 @@ class Call:
         """Takes the call and what is known of where its operands have their rows; the rest follows from its body."""
         self.node, self.body = node, RowFunction(next(bodies(node.equation)), parts)
         if any(role is None for role in self.body.results):
-            raise RefusalError(f"{node.name} on {node.source} returns what all rows share")
+            raise RefusalError("returns what all rows share", node)
 
     def run(self, size: int, operands: Sequence[Any]) -> Sequence[Any]:
         """Computes the results for a chunk of so many rows; tangents are those of a rule for `jax.custom_jvp`."""

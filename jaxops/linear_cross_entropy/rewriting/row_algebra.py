@@ -179,7 +179,7 @@ class RowAlgebra:
                 return self._of_numbers(node, operands)
             case _ if name in POINTWISE:
                 return self._of_forms(node, operands)
-        raise RefusalError(f"{name} on {node.source} is not known to this rule")
+        raise RefusalError("is not known to this rule", node)
 
     def _of_numbers(self, node: Node, operands: list[Any]) -> Any:
         """Applies an elementwise node to numbers; what is floating point is in the dtype of the statistics."""
@@ -425,7 +425,7 @@ class RowAlgebra:
             found = self.maxima.times(one, other) if is_narrow else self._scaled(one, other, self.maxima.times)
             if found is not None:
                 return found
-        raise RefusalError(f"{node.name} on {node.source} needs whole rows of logits")
+        raise RefusalError("needs whole rows of logits", node)
 
     def picked(self, form: Any, label: Number) -> Any:
         """Picks the number at a label."""
@@ -460,7 +460,7 @@ class RowAlgebra:
         numbers, shape = node.params["dimension_numbers"], node.inputs[0].shape
         is_pick = all(size == 1 for size in node.params["slice_sizes"]) and isinstance(label, Number)
         if not is_pick or len(numbers.start_index_map) != 1 or shape[numbers.start_index_map[0]] != self.classes:
-            raise RefusalError(f"gather on {node.source} does more than to pick one class per row")
+            raise RefusalError("does more than to pick one class per row", node)
         mode, fill = node.params["mode"].name, node.params["fill_value"]
         if mode == "FILL_OR_DROP":
             missing = Number(math.nan if fill is None else float(fill))

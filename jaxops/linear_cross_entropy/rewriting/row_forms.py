@@ -89,7 +89,7 @@ def check_terms(node: Node, operands: Sequence[Any]) -> None:
     In a divergence, p (log p - z), both terms may be large and nearly equal.
     """
     if len({reads_logits(operand) for operand in operands}) > 1:
-        raise RefusalError(f"{node.name} on {node.source} compares the logits with other numbers, class by class")
+        raise RefusalError("compares the logits with other numbers, class by class", node)
 
 
 def aligned(*arrays: Any) -> list[Any]:

@@ -170,7 +170,7 @@ def followed(node: Node, parts: Sequence[Part | None]) -> tuple[list[Part | None
         found = [_at(part, axis) for axis in operands]
         if all(at in (None, one) for at, one in zip(parts, found, strict=True)) and part in found:
             return found, SUM if isinstance(result, str) else _at(part, result)
-    raise RefusalError(f"{node.name} on {node.source} is not known to treat all rows alike")
+    raise RefusalError("is not known to treat all rows alike", node)
 
 
 def parts_of_operands(node: Node, part: Part) -> list[Part | None] | None:

@@ -33,7 +33,7 @@ _OPAQUE = frozenset({"pure_callback", "pallas_call", "shard_map", "custom_partit
 class Sums:
     """Numbers of a level that are computed from the numbers of rows."""
 
-    def __init__(self, level: Level, wanted: set[Task], readers: Readers) -> None:
+    def __init__(self, level: Level, wanted: frozenset[Task], readers: Readers) -> None:
         """Finds which numbers are affine in the statistics."""
         self._level, self._readers, program = level, readers, readers.program
         self._nodes: list[Node] = []
