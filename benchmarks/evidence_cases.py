@@ -306,7 +306,7 @@ FAMILIES = {
         ((1024, 8192), (512, 2048), (8192, 65536)),
         (2**22, 2**29),
         (
-            *(((BF16, score), (4096, 1024, 32768)) for score in SCORES),
+            *(((BF16, score), sizes) for sizes in ((4096, 1024, 32768), (8192, 4096, 131072)) for score in SCORES),
             ((BF16, "plain"), (8192, 2048, 50304)),
         ),
         lambda option, sizes: LIVE,
