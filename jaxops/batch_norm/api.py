@@ -19,7 +19,7 @@ from jaxops.batch_norm.operator import (
     TrainingOperands,
     inverse_std,
 )
-from jaxops.batch_norm.statistics import check_like_images
+from jaxops.batch_norm.statistics import check_like_images, masked_statistics, mean_and_variance
 
 BN_MIN_EPSILON = 0.0
 
@@ -98,7 +98,7 @@ def batch_norm(
 
     Raises:
       BadParamError: if a shape, dtype or attribute differs from the above, only one running statistic is given, or
-        axis_name is no axis of a surrounding shard_map or vmap.
+        no surrounding shard_map or vmap has the axis `axis_name`.
 
     Numerics:
       Everything is computed in float32 (float64 for float64 x) and rounded once at the end. The variance takes a second
@@ -232,35 +232,18 @@ def train(
     images, dtype = view.images(x), accumulation_dtype(x.dtype)
     scale, bias = (view.parameters(values).astype(dtype) for values in (scale, bias))
     added = None if residual is None else view.images(residual)
-    elements = view.elements * (1 if axis_name is None else jax.lax.axis_size(axis_name))
+    elements: Any = view.elements * (1 if axis_name is None else jax.lax.axis_size(axis_name))
     if mask is None and (axis_name is None or not is_of_vmap(axis_name)):
         operands = TrainingOperands(images, scale, bias, added)
         y, mean, variance = BATCH_NORM(operands, epsilon=epsilon, axis_name=axis_name, activation=activation)
-        of_batch = BatchStatistics(mean, variance, elements)
     else:
-        of_batch = _statistics(images, None if mask is None else view.images(mask), elements, axis_name)
-        known = InferenceOperands(images, scale, bias, of_batch.mean, of_batch.variance, added)
+        if mask is None:
+            mean, variance = mean_and_variance(images, axis_name)
+        else:
+            mean, variance, elements = masked_statistics(images, view.images(mask), axis_name)
+        known = InferenceOperands(images, scale, bias, mean, variance, added)
         (y,) = BATCH_NORM_INFERENCE(known, activation=activation, epsilon=epsilon)
-    mean, variance = jax.lax.stop_gradient(of_batch[:2])
-    return view.images_back(y, x), of_batch._replace(mean=mean, variance=variance)
-
-
-def _statistics(images: jax.Array, mask: jax.Array | None, elements: Any, axis_name: Hashable) -> BatchStatistics:
-    """Computes the statistics of images (n, a, c, b) where a mask is set, and over an axis of a mesh or a vmap."""
-    images = images.astype(accumulation_dtype(images.dtype))
-
-    def counted(values: jax.Array) -> jax.Array:
-        return values if mask is None else jnp.where(mask, values, jnp.zeros_like(values))
-
-    def total(values: jax.Array) -> jax.Array:
-        found = jnp.sum(values, axis=(0, 1, 3))
-        return found if axis_name is None else jax.lax.psum(found, axis_name)
-
-    if mask is not None:
-        elements = total(mask.astype(images.dtype))
-    divisor = jnp.maximum(elements, 1)
-    mean = total(counted(images)) / divisor
-    return BatchStatistics(mean, total(jnp.square(counted(images - mean[None, None, :, None]))) / divisor, elements)
+    return view.images_back(y, x), BatchStatistics(*jax.lax.stop_gradient((mean, variance)), elements)
 
 
 def infer(

@@ -47,6 +47,21 @@ def mean_and_variance(x: jax.Array, axis_name: Hashable) -> tuple[jax.Array, jax
     return mean, global_sum(local_sum(jnp.square(x - broadcast_channels(mean))), axis_name) / elements
 
 
+def masked_statistics(x: jax.Array, mask: jax.Array, axis_name: Hashable) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes the same of what a mask counts, and how much that is; 0 for a channel of which it counts nothing."""
+
+    def total(values: jax.Array) -> jax.Array:
+        return global_sum(local_sum(jnp.where(mask, values, jnp.zeros_like(values))), axis_name)
+
+    x = x.astype(accumulation_dtype(x.dtype))
+    elements = total(jnp.ones_like(x))
+    divisor = jnp.maximum(elements, 1)
+    mean = total(x) / divisor
+    # Masked before it is squared: what does not count may be infinite.
+    centred = jnp.where(mask, x - broadcast_channels(mean), jnp.zeros_like(x))
+    return mean, total(jnp.square(centred)) / divisor, elements
+
+
 def check_images(operator: str, x: Any) -> None:
     """Refuses arrays that are not floating-point images."""
     check_floating(operator, x=x)

@@ -183,11 +183,11 @@ def linear_cross_entropy(
 
     Batch invariance:
       With `batch_invariant`, a row's loss, its aux and the gradient of its x have the same bits whatever other rows
-      there are, wherever the row stands among them, and on whatever mesh, but for one with `vocab_axis`. This holds on
-      one kind of machine, with one version of JAX, the same options (with `transpose_weight`, under jit), the same
-      results in use, of which aux is one, and equal cotangents of the losses; those of a mean contain its divisor.
-      Gradients of parameters are sums over rows and not covered. Neither are forward mode and second derivatives,
-      which are right all the same.
+      there are, wherever the row stands among them, and on whatever mesh, without `vocab_axis`. This holds on one
+      kind of machine, with one version of JAX and the same options (with `transpose_weight`, under jit). A program that
+      uses other results, such as aux, may round otherwise. So may one whose losses have other cotangents: those of a
+      mean contain its divisor. Gradients of parameters are sums over rows and not covered. Neither are forward mode and
+      second derivatives, which are right all the same.
 
       Rows are computed in blocks of 64, at least two of them, so a single row costs as much as 128. No chunks of
       skipped rows are left out, and kernels have no part. The gradients of parameters take another two products. On

@@ -124,9 +124,8 @@ def fold_columns(
     rest = part_columns - whole_tiles * width
     if rest:
         # What is left begins where the loop says: at a place that it knows, XLA would update a copy of a gradient.
-        carry = jax.checkpoint(lambda first, carry: add_tile(carry, Tile(parts, part_columns, rest, first)))(
-            first, carry
-        )
+        last = jax.checkpoint(lambda first, carry: add_tile(carry, Tile(parts, part_columns, rest, first)))
+        carry = last(first, carry)
     return carry
 
 

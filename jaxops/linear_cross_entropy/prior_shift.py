@@ -112,10 +112,8 @@ def summed_by_prior_shift(
     # Seldom needed, so no more than fit beside the rest: their float32 logits are larger than a chunk's exponentials.
     again_rows = rows_of_logits(columns.weight.shape[0], features=0)
     by_maximum = chunk_step(columns, softcap, needs, metrics)
-    by_shift, start = (
-        _chunk_step(columns, softcap, needs, exponentiating, place),
-        Sums.zeros(columns, needs, weight_grad_dtype),
-    )
+    by_shift = _chunk_step(columns, softcap, needs, exponentiating, place)
+    start = Sums.zeros(columns, needs, weight_grad_dtype)
 
     def again(rows: Rows, weights: RowWeights, results: RowResults, sums: Sums, is_exact: jax.Array) -> Any:
         def take(at: jax.Array, carry: tuple[RowResults, Sums]) -> tuple[RowResults, Sums]:
@@ -140,8 +138,7 @@ def summed_by_prior_shift(
             results, sums = again(*chunk, results, sums, is_exact)
         return (results, is_exact), sums
 
-    folded = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=metrics)
-    (results, is_exact), sums = folded
+    (results, is_exact), sums = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=metrics)
     if not is_one_device:
         # Once for all chunks: a sum over devices of the gradient of the weight would not move out of two loops.
         results, sums = again(rows, weights, results, sums, is_exact)

@@ -71,7 +71,8 @@ def avg_pool(
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.avg_pool2d`.
     """
     x = as_array("avg_pool", "x", x)
-    layout, extents, attributes, rests = windows.requested("avg_pool", x, window, stride, padding, ceil_mode, layout)
+    asked = windows.requested("avg_pool", x, window, stride, padding, ceil_mode, layout)
+    layout, extents, attributes, rests, _ = asked
     count_include_pad, volume = (
         require_bool("avg_pool", "count_include_pad", count_include_pad),
         windows.to_volume(x, layout),

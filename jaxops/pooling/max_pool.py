@@ -90,8 +90,8 @@ def max_pool(
     Source: mcDNN `mcdnnPoolingForward` and `mcdnnPoolingBackward`; PyTorch `torch.nn.functional.max_pool2d`.
     """
     x = as_array("max_pool", "x", x)
-    layout, _, attributes, _ = windows.requested("max_pool", x, window, stride, padding, ceil_mode, layout, dilation)
-    steps = windows.for_volume(windows.along_axes("max_pool", "dilation", dilation, len(layout) - 2), 1)
+    asked = windows.requested("max_pool", x, window, stride, padding, ceil_mode, layout, dilation)
+    layout, _, attributes, _, steps = asked
     return windows.from_volume(_dilated(windows.to_volume(x, layout), steps, **attributes), layout)
 
 
@@ -109,9 +109,7 @@ def _dilated(
     apart, parts = step // common, []
     for first in range(min(apart, outputs)):
         skipped, phase = divmod(first * stride[axis] - before, step)
-        image = jax.lax.slice_in_dim(x, min(phase + max(skipped, 0) * step, x.shape[at]), None, step, at)
-        has_pixels = image.shape[at] > 0
-        require(has_pixels, "max_pool", "dilation", "leave each window a pixel of x", dilation)
+        image = jax.lax.slice_in_dim(x, phase + max(skipped, 0) * step, None, step, at)
         count = -(-(outputs - first) // apart)
         reach = (count - 1) * stride[axis] // common + window[axis]
         ahead = max(-skipped, 0)

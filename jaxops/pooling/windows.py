@@ -173,12 +173,12 @@ def requested(
     ceil_mode: bool,
     layout: str,
     dilation: Ints = 1,
-) -> tuple[str, tuple[int, ...], dict[str, Any], tuple[int, ...]]:
+) -> tuple[str, tuple[int, ...], dict[str, Any], tuple[int, ...], tuple[int, ...]]:
     """Returns what the operator needs, from a user's checked arguments.
 
     Returns:
-      the layout, the extents of the volume, the operator's attributes, and by how much `ceil_mode` pads each axis of
-      the volume beyond what the user asks for.
+      the layout, the extents of the volume, the operator's attributes, and for each axis of the volume by how much
+      `ceil_mode` pads it beyond what the user asks for, and the dilation.
     """
     layout = _layout(operator, x, layout)
     extents = layouts.spatial_extents((1, *x.shape)[-len(layout) :], layout)
@@ -203,7 +203,17 @@ def requested(
         require(not any(map(jax.export.is_symbolic_dim, extents)), operator, "ceil_mode", rule, ceil_mode)
         rests = list(map(_rest, extents, spanned, stride, pairs))
     pairs = tuple((before, behind + rest) for (before, behind), rest in zip(pairs, rests, strict=True))
-    return layout, for_volume(extents, 1), volume_attributes(window, stride, pairs), for_volume(rests, 0)
+    if max(dilation) > 1:
+        reach = all(map(_reaches_pixels, extents, spanned, stride, pairs, dilation))
+        require(reach, operator, "dilation", "leave each window a pixel of x", dilation)
+    attributes = volume_attributes(window, stride, pairs)
+    return layout, for_volume(extents, 1), attributes, for_volume(rests, 0), for_volume(dilation, 1)
+
+
+def _reaches_pixels(extent: int, span: int, stride: int, pair: tuple[int, int], step: int) -> bool:
+    """Tells whether every dilated window along an axis has a pixel, none of which may lie between its own."""
+    starts = range(-pair[0], min(extent + pair[1] - span + 1, 0), stride)  # what begins in x has its first pixel there
+    return all(start % step < extent for start in starts)
 
 
 def _rest(extent: int, window: int, stride: int, pair: tuple[int, int]) -> int:
