@@ -42,7 +42,8 @@ class Derivative:
 
     Attributes:
       vjp: `vjp(residuals, cotangents, active, **params)` returns the cotangents of the operands, by calling the
-        documented backward operator. What it returns for those that are not active is not read.
+        documented backward operator. What it returns for those that are not active is not read, and the others are
+        rounded to the dtypes of their operands.
       tangent: `tangent(residuals, tangents, active, **params)` returns the tangents of the results; linear in
         `tangents`. It consists of operators and elementwise jnp, whose layout an explicit mesh can infer. None takes
         the JVP of the operator's reference, which is right unless vjp differs from it on purpose.
@@ -221,7 +222,8 @@ def _transpose(derivative: Derivative, cotangents: Any, *arrays: Any, linear: _L
         )
     # On an explicit mesh JAX adds cotangents of one operand up, and refuses to if they are laid out differently.
     pairs = zip(linear.of_active(results), tangents, strict=True)
-    return [None] * len(residuals) + [sharding.laid_out_as(x, tangent.aval.sharding) for x, tangent in pairs]
+    laid_out = (sharding.laid_out_as(x, tangent.aval.sharding).astype(tangent.aval.dtype) for x, tangent in pairs)
+    return [None] * len(residuals) + list(laid_out)
 
 
 def _jvp_of_tangent(

@@ -13,7 +13,7 @@ from jaxops.linear_cross_entropy.batch_invariant import invariant_losses
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, RowStatistics
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import row_losses, zero_unless
-from jaxops.linear_cross_entropy.row_targets import Targets, Vocabulary, nan_added_unless
+from jaxops.linear_cross_entropy.row_targets import Targets, Vocabulary, nan_unless
 from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
 
 _NAME = "linear_cross_entropy"
@@ -251,7 +251,7 @@ def linear_cross_entropy(
         statistics = linear_row_statistics(rows, columns, chunk_rows=chunk_rows, vocab_axis=vocab_axis, **options)
         loss = row_losses(statistics, weights)
     loss = jnp.sum(loss) if reduction != "none" else loss
-    loss = loss if has_mean is None else nan_added_unless(has_mean, loss)
+    loss = loss if has_mean is None else nan_unless(has_mean, loss)
     return (loss, _aux(statistics, labels, losses.kept, vocabulary)) if return_aux else loss
 
 
@@ -267,10 +267,9 @@ def _aux(
 
 def _is_sum(strategy: str, reduction: str, vocabulary: Vocabulary) -> bool:
     """Tells whether the strategy that runs computes a sum with its gradients."""
-    reason = "as asked"
-    if strategy == "auto":
-        strategy, reason = "grad_in_forward", "as it takes the fewest products"
-    if strategy == "grad_in_forward" and (reduction == "none" or vocabulary.axis is not None):
+    reason = "as it takes the fewest products" if strategy == "auto" else "as asked"
+    if strategy != "recompute" and (reduction == "none" or vocabulary.axis is not None):
         strategy, reason = "recompute", "as the loss is not a scalar on one shard"
+    strategy = "grad_in_forward" if strategy == "auto" else strategy
     lowering.note(f"{_NAME}: strategy {strategy}, {reason}")
     return strategy == "grad_in_forward"

@@ -18,7 +18,7 @@ from jaxops._primitive.operator import Operator
 from jaxops.linear_cross_entropy.fold_rows import Step, fold_rows, padded
 from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowStatistics, RowWeights, axes
 from jaxops.linear_cross_entropy.row_statistics import Logits, row_losses, statistics_terms, with_scale
-from lowering.operators import EVERYWHERE, Form, is_absent_field
+from lowering.operators import EVERYWHERE, Form
 
 _NO_STATISTICS = RowStatistics(*(None for _ in RowStatistics._fields))  # type: ignore[arg-type]
 _BLOCK_ROWS = 64
@@ -84,12 +84,7 @@ def _gradients(
     sums = needs.zeros(columns, accumulation_dtype(columns.weight.dtype))
     block = of_losses, of_statistics, rows, weights
     (of_rows, of_weights), of_columns = _fold_blocks(step, sums, block, rows.x.shape[:-1])
-
-    def rounded(x: Any, gradient: Any) -> Any:
-        return None if x is None or gradient is None else gradient.astype(x.dtype)
-
-    gradients = of_rows, of_columns, of_weights
-    return jax.tree.map(rounded, (rows, columns, weights), gradients, is_leaf=is_absent_field)
+    return of_rows, of_columns, of_weights
 
 
 def _vjp(residuals: Any, cotangents: Any, active: Active, **params: Any) -> Any:

@@ -76,7 +76,7 @@ def chunk_step(
         # Behind the barrier, logits - maximum is computed again; without it XLA would keep that beside the logits.
         row_sums = jax.lax.optimization_barrier(logits.sums(metrics=metrics))
         statistics = row_sums.statistics
-        of_rows, of_columns = logits.loss_gradients(weights, row_sums, needs, sums.columns, add)
+        of_rows, of_columns = logits.gradients(algebra.cotangent_terms(weights, row_sums), needs, sums.columns, add)
         loss = sums.loss + jnp.sum(algebra.row_losses(statistics, weights))
         # Rounded in its chunk, so that no gradient of all rows exists in float32 if it is kept in bfloat16.
         of_rows = of_rows._replace(x=algebra.kept_gradient(of_rows.x, rows.x.dtype))

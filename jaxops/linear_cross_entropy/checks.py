@@ -7,15 +7,8 @@ import jax.export
 import jax.numpy as jnp
 
 import lowering
-from jaxops._checks.arguments import (
-    INT32_MAX,
-    as_array,
-    is_floating,
-    require,
-    require_floating_dtype,
-    require_integer,
-    require_real,
-)
+from jaxops._checks import arguments
+from jaxops._checks.arguments import INT32_MAX, is_floating, require
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import agreeing
 
@@ -79,8 +72,8 @@ def number_or_floats(operator: str, argument: str, value: Any, shape: tuple[Any,
     """Returns a number, or an array with one for each class or row."""
     is_array = isinstance(value, list | tuple) or hasattr(value, "__jax_array__")
     if not is_array and getattr(value, "shape", ()) == ():
-        return require_real(operator, argument, value, rule, traced=True, **limits)
-    array = as_array(operator, argument, value)
+        return arguments.require_real(operator, argument, value, rule, traced=True, **limits)
+    array = arguments.as_array(operator, argument, value)
     require(array.shape in ((), shape) and is_floating(array), operator, argument, rule, array)
     return array
 
@@ -98,15 +91,13 @@ def checked_margin(operator: str, margin: Any, labels: jax.Array, classes: Any) 
 def check_softcap(operator: str, softcap: Any) -> float | None:
     """Returns the bound of the logits as a float, or None."""
     rule = "be a positive number that float32 can hold"
-    return None if softcap is None else float(require_real(operator, "softcap", softcap, rule, above=0))
+    return None if softcap is None else float(arguments.require_real(operator, "softcap", softcap, rule, above=0))
 
 
 def check_chunk_rows(operator: str, chunk_rows: Any) -> int | None:
     """Returns the number of rows in a chunk as an int, or None."""
-    rule = f"be a positive integer up to {INT32_MAX}"
-    if chunk_rows is None:
-        return None
-    return require_integer(operator, "chunk_rows", chunk_rows, rule, least=1, most=INT32_MAX)
+    limits: Any = {"rule": f"be a positive integer up to {INT32_MAX}", "least": 1, "most": INT32_MAX}
+    return None if chunk_rows is None else arguments.require_integer(operator, "chunk_rows", chunk_rows, **limits)
 
 
 def check_batch_invariant(operator: str, x: jax.Array, weight: jax.Array, vocab_axis: str | None) -> None:
@@ -122,7 +113,8 @@ def check_weight_grad_dtype(operator: str, value: Any, weight: jax.Array) -> Any
     """Returns the dtype in which the weight's gradient is added up; None for that of losses."""
     if value is None:
         return None
-    dtype, default = require_floating_dtype(operator, "weight_grad_dtype", value), accumulation_dtype(weight.dtype)
+    dtype = arguments.require_floating_dtype(operator, "weight_grad_dtype", value)
+    default = accumulation_dtype(weight.dtype)
     choices = {default, jnp.dtype(weight.dtype)} if weight.dtype == jnp.bfloat16 else {default}
     rule = f"be None or {' or '.join(sorted(map(str, choices)))}, as the weight is {weight.dtype}"
     require(dtype in choices, operator, "weight_grad_dtype", rule, value)

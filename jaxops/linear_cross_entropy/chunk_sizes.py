@@ -66,14 +66,10 @@ def columns_of_tile(all_rows: Any, rows: Any, weight_shape: tuple[int, ...], chu
     classes, features = weight_shape
     if jax.export.is_symbolic_dim(classes):
         return None
+    least = SIZES.least_columns if jax.export.is_symbolic_dim(features) else max(SIZES.least_columns, features // 2)
     if jax.export.is_symbolic_dim(rows):
-        return max(SIZES.least_columns, features // 2)
-    if chunk_rows is not None:
-        logits = chunk_rows * classes
-    elif jax.export.is_symbolic_dim(features):
-        logits = SIZES.tile_logits
-    elif all_rows * classes <= SIZES.logits:
+        return least
+    if chunk_rows is None and all_rows * classes <= SIZES.logits:
         return None
-    else:
-        logits = max(SIZES.tile_logits, all_rows * max(SIZES.least_columns, features // 2))
+    logits = max(SIZES.tile_logits, all_rows * least) if chunk_rows is None else chunk_rows * classes
     return math.ceil(logits / max(1, rows))

@@ -31,31 +31,23 @@ class Tile(NamedTuple):
     width: int
     first: jax.Array | int
 
-    @property
-    def is_whole(self) -> bool:
-        """Tells whether the tile has all columns."""
-        return self.width == self.part_columns
-
     def of(self, array: jax.Array, axis: int = 0) -> jax.Array:
         """Returns the tile's part of an array with all columns along `axis`."""
-        if self.is_whole:
-            return array
         taken = jax.lax.dynamic_slice_in_dim(self._by_part(array, axis), self.first, self.width, axis + 1)
         return taken.reshape(*array.shape[:axis], self.parts * self.width, *array.shape[axis + 1 :])
 
     def put(self, array: jax.Array, values: jax.Array, axis: int = 0) -> jax.Array:
         """Returns the array with the tile's part replaced."""
-        values = values.astype(array.dtype)
-        if self.is_whole:
-            return values
-        values = values.reshape(*array.shape[:axis], self.parts, self.width, *array.shape[axis + 1 :])
+        values = values.astype(array.dtype).reshape(
+            *array.shape[:axis], self.parts, self.width, *array.shape[axis + 1 :]
+        )
         by_part = self._by_part(array, axis)
         return jax.lax.dynamic_update_slice_in_dim(by_part, values, self.first, axis + 1).reshape(array.shape)
 
     def rows(self, rows: Rows) -> Rows:
         """Returns what each row has, of this tile: labels of other tiles become -1."""
         labels = rows.labels
-        if labels is not None and not self.is_whole:
+        if labels is not None:
             part, position = labels // self.part_columns, labels % self.part_columns - self.first
             is_inside = (labels >= 0) & (part < self.parts) & (position >= 0) & (position < self.width)
             # Not `SKIPPED`: such a row has a label in another tile, so its x counts in this one, too.
@@ -65,7 +57,7 @@ class Tile(NamedTuple):
 
     def sums(self, sums: RowSums) -> RowSums:
         """Returns the sums over the tile's columns, with predictions that count all columns."""
-        if sums.prediction is None or self.is_whole:
+        if sums.prediction is None:
             return sums
         # The tile's columns are no neighbours in the vocabulary: each part has `width` of them.
         at = sums.prediction

@@ -148,8 +148,7 @@ def linear_log_probs(
         statistics = linear_row_statistics(rows, columns, chunk_rows=chunk_rows, vocab_axis=vocab_axis, **options)
         # Both are relative to the row's maximum, so a large common offset of the logits costs no digits.
         log_probs = statistics.label_logit - statistics.log_sum_exp
-    is_class = (labels >= 0) & (labels < vocabulary.classes)
-    log_probs = _of_kept(kept, is_class & is_positive, log_probs)
+    log_probs = _of_kept(kept, (labels >= 0) & (labels < vocabulary.classes) & is_positive, log_probs)
     if not return_entropy:
         return log_probs
     return log_probs, _of_kept(kept, is_positive, statistics.log_sum_exp - statistics.mean_logit)

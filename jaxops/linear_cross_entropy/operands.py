@@ -19,7 +19,7 @@ class Rows(NamedTuple):
     Attributes:
       x: (..., H). Rounded to the weight's dtype before any product; its gradient is not.
       labels: (...), columns of the logits. Any other integer means that the row has no label; `SKIPPED` means that its
-        x counts as zero as well, whatever it holds.
+        x counts as zero as well, whatever it holds. Without metrics, its statistics may be any finite numbers.
       probabilities: (..., V), weights t of the columns for this row.
       scale: (...), 1 / temperature, by which the row's logits are multiplied; 1 for a `SKIPPED` row.
       margin: (...), subtracted from the logit of the row's label; a constant. Not beside a scale.
@@ -85,7 +85,8 @@ class CotangentTerms(NamedTuple):
     """The coefficients (...) of the logits' cotangent, derived in `row_statistics`.
 
     exp(z - maximum - log_sum_exp) (softmax + slope (z - maximum)) + label onehot(label) + target t. The exponential is
-    softmax(z), or its numerator: then log_sum_exp is 0, and softmax is divided by the sum already.
+    softmax(z), or its numerator: then log_sum_exp is 0, softmax is divided by the sum already, and target_shift is the
+    log of the sum, which the gradient of t has.
     """
 
     softmax: jax.Array
@@ -94,6 +95,7 @@ class CotangentTerms(NamedTuple):
     label: jax.Array | None = None
     target: jax.Array | None = None
     slope: jax.Array | None = None
+    target_shift: jax.Array | None = None
 
 
 class Needs(NamedTuple):
@@ -122,7 +124,7 @@ _AXES: dict[type, str] = {
     Columns: "v h, v, v",
     RowWeights: "..., ..., ..., ...",
     RowStatistics: "..., ..., ..., ..., ..., ...",
-    CotangentTerms: "..., ..., ..., ..., ..., ...",
+    CotangentTerms: "..., ..., ..., ..., ..., ..., ...",
 }
 
 

@@ -83,13 +83,12 @@ def exponentials(
     exp = jnp.where(algebra.is_label(labels, logits), 0, jnp.exp(jnp.minimum(shifted, MOST_EXCESS)))
     targets = algebra.over_rows(columns.class_targets, shifted)
     target_logit = None if targets is None else jnp.sum(targets * shifted, axis=-1)
-    of_metrics: tuple[jax.Array, ...] = ()
-    if metrics:
-        # No compiler finds a column within the product: for this, the logits are written after all.
-        of_metrics = (jnp.sum(exp * algebra.finite(shifted), axis=-1), jnp.argmax(logits, axis=-1).astype(jnp.int32))
+    weighted_logit = jnp.sum(exp * algebra.finite(shifted), axis=-1) if metrics else None
+    # No compiler finds a column within the product: for this, the logits are written after all.
+    prediction = jnp.argmax(logits, axis=-1).astype(jnp.int32) if metrics else None
     # The barrier keeps what is fused into this product from being computed again in the next ones.
     off_label = jax.lax.optimization_barrier((exp * algebra.softcap_slope(logits, softcap)).astype(x.dtype))
-    return Exponentials(off_label, jnp.sum(exp, axis=-1), target_logit, *of_metrics)
+    return Exponentials(off_label, jnp.sum(exp, axis=-1), target_logit, weighted_logit, prediction)
 
 
 def summed_by_prior_shift(

@@ -111,8 +111,7 @@ class RowSums(NamedTuple):
     @property
     def divisor(self) -> jax.Array:
         """The same, but 1 if no logit is finite: then all exponentials are 0."""
-        sum_exp = self.sum_exp
-        return jnp.where(sum_exp == 0, jnp.ones_like(sum_exp), sum_exp)
+        return jnp.where(self.sum_exp == 0, jnp.ones_like(self.less_one), self.sum_exp)
 
     @property
     def statistics(self) -> RowStatistics:
@@ -155,7 +154,8 @@ def cotangent_terms(weights: RowWeights, sums: RowSums) -> CotangentTerms:
     """
     softmax = softmax_coefficient(weights, sums) / sums.divisor
     label, target = (None if weight is None else -weight for weight in (weights.label, weights.target))
-    return CotangentTerms(softmax, sums.max_logit, jnp.zeros_like(softmax), label, target)
+    shift = None if target is None else sums.statistics.log_sum_exp
+    return CotangentTerms(softmax, sums.max_logit, jnp.zeros_like(softmax), label, target, target_shift=shift)
 
 
 def statistics_terms(
@@ -302,31 +302,18 @@ class Logits(NamedTuple):
             cotangent = rows.scale[..., None] * cotangent
         cotangent = softcap_slope(self.bounded, self.softcap) * cotangent
         bound = functools.partial(_cotangent_bound, terms, rows, columns)
-        factors = Factors(cotangent, rows.x, columns.weight, sums.weight)
-        x_grad, weight_sum = rounded_products(needs.x, factors, bound, add)
+        factors = Factors(cotangent, rows.x, columns.weight if needs.x else None, sums.weight)
+        x_grad, weight_sum = rounded_products(factors, bound, add)
         of_rows, sums = Rows(x_grad, scale=of_scale), sums._replace(weight=weight_sum)
         if sums.bias is not None:
             sums = sums._replace(bias=sums.bias + jnp.sum(cotangent, axis=batch))
         if terms.target is not None and (needs.probabilities or sums.class_targets is not None):
-            of_targets = terms.target[..., None] * (shifted - terms.log_sum_exp[..., None])
+            log_sum_exp = terms.log_sum_exp if terms.target_shift is None else terms.target_shift
+            of_targets = terms.target[..., None] * (shifted - log_sum_exp[..., None])
             if sums.class_targets is not None:
                 sums = sums._replace(class_targets=sums.class_targets + jnp.sum(of_targets, axis=batch))
             if needs.probabilities:
                 of_rows = of_rows._replace(probabilities=of_targets)
-        return of_rows, sums
-
-    def loss_gradients(
-        self, weights: RowWeights, row_sums: RowSums, needs: Needs, sums: Columns, add: Adding = added
-    ) -> tuple[Rows, Columns]:
-        """Computes the same for the sum of the rows' losses, whose targets also count in their sum T."""
-        of_rows, sums = self.gradients(cotangent_terms(weights, row_sums), needs, sums, add)
-        # The gradient of t_c is b l - b (z_c - m). So far it has the second term alone.
-        if weights.target is not None:
-            by_total = weights.target * row_sums.statistics.log_sum_exp
-            if of_rows.probabilities is not None:
-                of_rows = of_rows._replace(probabilities=of_rows.probabilities + by_total[..., None])
-            if sums.class_targets is not None:
-                sums = sums._replace(class_targets=sums.class_targets + jnp.sum(by_total))
         return of_rows, sums
 
 
@@ -359,19 +346,17 @@ class Factors(NamedTuple):
     Attributes:
       cotangent: (..., V), the cotangent of the logits.
       x: (..., H).
-      weight: (V, H), with the dtype of x.
+      weight: (V, H), with the dtype of x, or None if the gradient of x is not wanted.
       weight_sum: (V, H), or None if the gradient of the weight is not wanted.
     """
 
     cotangent: jax.Array
     x: jax.Array
-    weight: jax.Array
+    weight: jax.Array | None
     weight_sum: jax.Array | None
 
 
-def rounded_products(
-    wants_x: bool, factors: Factors, row_bound: Callable[[], jax.Array], add: Adding = added
-) -> tuple[Any, Any]:
+def rounded_products(factors: Factors, row_bound: Callable[[], jax.Array], add: Adding = added) -> tuple[Any, Any]:
     """Computes cotangent weight and weight_sum + cotangent^T x, in the cotangent's dtype; None if not wanted.
 
     The cotangent is rounded to the dtype of x and the weight. For float16, `row_bound` returns an upper bound for each
@@ -379,38 +364,33 @@ def rounded_products(
     """
     cotangent, dtype = factors.cotangent, factors.x.dtype
     if dtype == jnp.float16:
-        return _float16_products(wants_x, add, factors, row_bound())
-    return _products(wants_x, add, cotangent.dtype, factors._replace(cotangent=cotangent.astype(dtype)))
+        return _float16_products(add, factors, row_bound())
+    return _products(add, cotangent.dtype, factors._replace(cotangent=cotangent.astype(dtype)))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _float16_products(wants_x: bool, add: Adding, factors: Factors, row_bound: jax.Array) -> tuple[Any, Any]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _float16_products(add: Adding, factors: Factors, row_bound: jax.Array) -> tuple[Any, Any]:
     powers = RowPowers.of(row_bound)
     rounded = factors._replace(cotangent=powers.divided(factors.cotangent), x=powers.multiplied(factors.x))
-    x_grad, weight_sum = _products(wants_x, add, factors.cotangent.dtype, rounded, powers.largest)
+    x_grad, weight_sum = _products(add, factors.cotangent.dtype, rounded, powers.largest)
     return None if x_grad is None else powers.rows[..., None] * x_grad, weight_sum
 
 
 @_float16_products.defjvp
-def _float16_products_jvp(
-    wants_x: bool, add: Adding, primals: Any, tangents: Any
-) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def _float16_products_jvp(add: Adding, primals: Any, tangents: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     # Unrounded, because the powers of two that fit a cotangent need not fit its tangents.
     def unrounded(factors: Factors, _: jax.Array) -> tuple[Any, Any]:
         dtype = factors.cotangent.dtype
-        wide = factors._replace(x=factors.x.astype(dtype), weight=factors.weight.astype(dtype))
-        return _products(wants_x, add, dtype, wide)
+        return _products(add, dtype, jax.tree.map(lambda x: x.astype(dtype), factors))
 
-    return _float16_products(wants_x, add, *primals), jax.jvp(unrounded, primals, tangents)[1]
+    return _float16_products(add, *primals), jax.jvp(unrounded, primals, tangents)[1]
 
 
-def _products(
-    wants_x: bool, add: Adding, dtype: Any, factors: Factors, factor: jax.Array | None = None
-) -> tuple[Any, Any]:
+def _products(add: Adding, dtype: Any, factors: Factors, factor: jax.Array | None = None) -> tuple[Any, Any]:
     """Computes cotangent weight, accumulated in `dtype`, and weight_sum + factor cotangent^T x."""
-    cotangent, x, weight, weight_sum = factors
-    x_grad = jnp.einsum("...v,vh->...h", cotangent, weight, preferred_element_type=dtype) if wants_x else None
-    return x_grad, None if weight_sum is None else add(weight_sum, cotangent, x, factor)
+    cotangent, x, weight, total = factors
+    x_grad = None if weight is None else jnp.einsum("...v,vh->...h", cotangent, weight, preferred_element_type=dtype)
+    return x_grad, None if total is None else add(total, cotangent, x, factor)
 
 
 def finite(x: jax.Array) -> jax.Array:

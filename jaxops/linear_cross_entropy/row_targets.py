@@ -149,11 +149,8 @@ class Targets(NamedTuple):
 
 @jax.jit
 def nan_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns `x` where valid, else NaN. Jitted even outside jit, so that `jax.debug_nans` only sees the result."""
-    return jnp.where(valid, x, jnp.nan)
+    """Returns `x` where valid, else NaN, with a derivative of 1 that compilers can see.
 
-
-@jax.jit
-def nan_added_unless(valid: jax.Array, x: jax.Array) -> jax.Array:
-    """Does the same, with a derivative of 1 that compilers can see."""
+    Jitted even outside jit, so that `jax.debug_nans` only sees the result.
+    """
     return x + jnp.where(valid, 0, jnp.nan).astype(x.dtype)

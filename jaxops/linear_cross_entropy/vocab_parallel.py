@@ -11,7 +11,6 @@ devices:
     4  fused_linear_cross_entropy_loss_grad(..., logits_max=M, sum_exp_logits=Z); psum of its input gradient
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -113,9 +112,10 @@ def _grad(
     start = jnp.zeros(weight.shape, dtype)
     if softmax is not None:
         cotangent = (softmax - is_label(labels, softmax).astype(softmax.dtype)) * grad[..., None]
-        factors, bound = Factors(cotangent.astype(dtype), x, weight, start), functools.partial(jnp.abs, grad)
-        gradients: Any = rounded_products(True, factors, bound)
-        return gradients[0].astype(x.dtype), gradients[1].astype(weight.dtype)
+        x_grad, weight_grad = rounded_products(
+            Factors(cotangent.astype(dtype), x, weight, start), lambda: jnp.abs(grad)
+        )
+        return x_grad.astype(x.dtype), weight_grad.astype(weight.dtype)
 
     def chunk(weight_sum: jax.Array, chunk: tuple[CotangentTerms, Rows]) -> tuple[Any, Any]:
         terms, rows = chunk
