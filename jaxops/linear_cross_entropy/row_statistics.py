@@ -152,9 +152,8 @@ def cotangent_terms(weights: RowWeights, sums: RowSums) -> CotangentTerms:
     Divided by the sum itself, an exponential keeps the digits that exp(z - m - l) loses to the size of l, which show
     where targets nearly cancel it.
     """
-    softmax = softmax_coefficient(weights, sums) / sums.divisor
+    softmax, shift = softmax_coefficient(weights, sums) / sums.divisor, sums.statistics.log_sum_exp
     label, target = (None if weight is None else -weight for weight in (weights.label, weights.target))
-    shift = None if target is None else sums.statistics.log_sum_exp
     return CotangentTerms(softmax, sums.max_logit, jnp.zeros_like(softmax), label, target, target_shift=shift)
 
 
@@ -205,22 +204,23 @@ def added(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor: jax.Arra
 
 def added_in_blocks(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
     """Adds a product to a sum (V, H), a block at a time: XLA's CPU compiler stores a product before it adds it."""
-    classes, features = total.shape
-    rows = math.prod(x.shape[:-1])
-    width = min(classes, max(SIZES.least_columns, SIZES.block // max(1, features, rows)))
+    axis, rows = int(total.shape[0] < total.shape[1]), math.prod(x.shape[:-1])
+    size, other = total.shape[axis], total.shape[1 - axis]
+    width = min(size, max(SIZES.least_columns, SIZES.block // max(1, other, rows)))
     # A sum that is kept in 16 bits is rounded once for each product, after the addition.
     dtype = jnp.dtype(jnp.float32) if total.dtype == jnp.bfloat16 else total.dtype
 
     def add(step: jax.Array, total: jax.Array) -> jax.Array:
         # If the blocks do not fit evenly, the last one overlaps the one before; what is not new is masked.
-        first = jnp.minimum(step * width, classes - width)
-        part = jax.lax.dynamic_slice_in_dim(cotangent, first, width, x.ndim - 1)
+        first, factors = jnp.minimum(step * width, size - width), [cotangent, x]
+        part = jax.lax.dynamic_slice_in_dim(factors[axis], first, width, x.ndim - 1)
         is_new = first + jnp.arange(width, dtype=first.dtype) >= step * width
-        old = jax.lax.dynamic_slice_in_dim(total, first, width).astype(dtype)
-        new = added(old, jnp.where(is_new, part, jnp.zeros_like(part)), x, factor).astype(total.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(total, new, first, 0)
+        factors[axis] = jnp.where(is_new, part, jnp.zeros_like(part))
+        old = jax.lax.dynamic_slice_in_dim(total, first, width, axis).astype(dtype)
+        new = added(old, factors[0], factors[1], factor).astype(total.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(total, new, first, axis)
 
-    return jax.lax.fori_loop(0, math.ceil(classes / width), add, total)
+    return jax.lax.fori_loop(0, math.ceil(size / width), add, total)
 
 
 class Logits(NamedTuple):

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._primitive.sharding import varying_with
+from jaxops._primitive.sharding import explicit_mesh, varying_with
 from jaxops._primitive.signature import names_of
 from jaxops.linear_cross_entropy import chunk_sizes
 from jaxops.linear_cross_entropy.rewriting import picks
-from jaxops.linear_cross_entropy.rewriting.accumulated import plus_product
 from jaxops.linear_cross_entropy.rewriting.derivatives import (
     Run,
     cotangents_of,
@@ -25,6 +24,7 @@ from jaxops.linear_cross_entropy.rewriting.derivatives import (
 )
 from jaxops.linear_cross_entropy.rewriting.region import Parts, Region
 from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role, parts_of_operands
+from jaxops.linear_cross_entropy.row_statistics import added_in_blocks
 from lowering.rewriting.graph import Level, Node, Value, level_of, size_of
 from lowering.rewriting.rules import RefusalError
 from lowering.rewriting.schedule import Step, Task, evaluate, needed, ordered
@@ -239,7 +239,7 @@ class Cone(Region):
         for node in self.nodes:
             operands = [read(x) for x in self.inputs(node)]
             if node.outputs[0] in sums and node.name == "dot_general":
-                after[node.outputs[0]] = plus_product(node, sums[node.outputs[0]], *operands)
+                after[node.outputs[0]] = _plus_product(node, sums[node.outputs[0]], *operands)
                 continue
             # All rows are taken to be differentiated, by the user's rule.
             is_whole_call = node in self.calls and size == self.rows
@@ -253,6 +253,26 @@ def _last_number(operands: dict[Node, Parts | RefusalError], roles: dict[Value, 
     """Returns the last sum over rows that is a single floating-point number."""
     values = (x for node in operands for x in node.outputs if roles.get(x) == SUM and x.shape == ())
     return next(iter([x for x in values if jnp.issubdtype(x.dtype, jnp.floating)][::-1]), None)
+
+
+def _plus_product(node: Node, total: Any, *operands: Any) -> Any:
+    """Adds the product of a node for these operands to a total, in the total's dtype."""
+    contracted, batch = node.params["dimension_numbers"]
+    # In the dtype of the sum: 16 bits would round the share of each chunk.
+    params = {**node.params, "preferred_element_type": total.dtype}
+
+    def whole(total: Any, *operands: Any) -> Any:
+        with node.equation.ctx.manager:
+            return total + node.equation.primitive.bind(*operands, **params)
+
+    def by_blocks(total: Any, *operands: Any) -> Any:
+        first = (jnp.moveaxis(x, axes, range(len(axes))) for x, axes in zip(operands, contracted, strict=True))
+        lhs, rhs = (x.reshape(*x.shape[: len(contracted[0])], -1) for x in first)
+        return added_in_blocks(total.reshape(lhs.shape[-1], -1), lhs, rhs).reshape(total.shape)
+
+    if batch[0] or explicit_mesh(operands) is not None:
+        return whole(total, *operands)
+    return lax.platform_dependent(total, *operands, cpu=by_blocks, default=whole)
 
 
 def _devices_along(aval: Any, axis: int) -> int:
