@@ -169,6 +169,11 @@ def export(fn: Callable[..., Any], *args: Any, platforms: Sequence[str] = PLATFO
         )
     given = args
     fn, args = static_leaves.of_arrays(fn, args, marked=True)
+    if isinstance(fn, static_leaves.Stages):
+        raise ArtifactError(
+            f"export: fn must be the function itself, or jitted by `jax.jit`, as a file has no place for what other"
+            f" libraries make of its arguments; got {show(fn.fn)}"
+        )
     fixed = fixed_text(given, args)
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
     exported = jax.export.export(jitted, platforms=list(platforms), disabled_checks=UNCHECKED_CALLS)(*args)

@@ -28,6 +28,26 @@ class FixedLeaf:
     path: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The stages of JAX of a function that another library has jitted, as `flax.nnx.jit` does."""
+
+    fn: Any
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the function."""
+        return self.fn(*args)
+
+    def trace(self, *args: Any) -> jax.stages.Traced:
+        """Traces the function; results are what the library makes its own of, such as what modules have become."""
+        traced = self.fn.trace(*args)
+        return getattr(traced, "traced", traced)
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Lowers the function."""
+        return self.trace(*args).lower()
+
+
 def of_arrays(
     fn: Callable[..., Any], args: Sequence[Any], *, marked: bool = False
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -57,7 +77,8 @@ def of_arrays(
         if not (is_fixed or may_be_static or _is_value(leaf)):
             raise UsageError(f"lowering: args must hold arrays, or numbers that JAX can hold; got {show(leaf)}")
     if hasattr(fn, "trace") or not (any(fixed) or _is_filtered(fn)):
-        return traceable(fn, args), tuple(args)
+        is_wrapped = hasattr(fn, "trace") and type(fn).__module__.startswith("flax.")
+        return Stages(fn) if is_wrapped else traceable(fn, args), tuple(args)
 
     paths = [f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(tuple(args))]
     marks = {id(leaf): FixedLeaf(path) for leaf, path, is_one in zip(leaves, paths, fixed, strict=True) if is_one}
@@ -80,8 +101,7 @@ def jaxpr_of(fn: Callable[..., Any], args: Sequence[Any]) -> Jaxpr:
     """Returns what `fn` computes; a function that JAX has jitted may have static arguments among these."""
     if not hasattr(fn, "trace"):
         return jax.make_jaxpr(fn)(*args).jaxpr
-    traced = fn.trace(*args)
-    return getattr(traced, "traced", traced).jaxpr.jaxpr  # `flax.nnx.jit` wraps what JAX has traced
+    return fn.trace(*args).jaxpr.jaxpr
 
 
 def without_fixed(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:

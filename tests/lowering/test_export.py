@@ -12,6 +12,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from flax_classifier import classifier_step, init_state
 
 import jaxops
@@ -309,3 +310,14 @@ def test_artifact_is_compiled_once(caplog):
         caplog.clear()
         artifact.call(x)
         assert "Compiling" not in caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, {"graph": False}], ids=["graph", "tree"])
+def test_what_nnx_has_jitted_is_compiled_with_its_updates_and_not_exported(options: dict[str, bool]) -> None:
+    layer = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    jitted = nnx.jit(lambda layer, x: jaxops.softmax(layer(x)), **options)
+    report = lowering.compile(jitted, layer, jnp.ones((4, 8)), target="cpu")
+    # Beside the results, the averages are written.
+    assert report.memory.outputs >= 4 * (4 * 8 + 8 + 8)
+    with pytest.raises(lowering.ArtifactError, match="fn must be the function itself, or jitted by"):
+        lowering.export(jitted, layer, jnp.ones((4, 8)))
