@@ -21,6 +21,7 @@ from linear_cross_entropy_oracle import (
 from jaxops.linear_cross_entropy import linear_cross_entropy
 from jaxops.linear_cross_entropy.fold_rows import kept_rows
 from jaxops.linear_cross_entropy.operands import SKIPPED, Rows
+from jaxops.linear_cross_entropy.row_statistics import Logits
 from lowering.operators import Place
 
 # More rows than two chunks have, where chunks may be skipped.
@@ -76,6 +77,30 @@ def test_weight_gradient_may_be_added_up_in_bfloat16(rng):
     # Eight chunks: the error of the documented size, which shows that they were added in bfloat16.
     assert x_error < 1.2
     assert 1.2 < weight_error < 2.4
+
+
+@pytest.mark.parametrize("return_aux", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whole_chunks_of_ignored_rows_are_left_out_unless_aux_is_returned(strategy, return_aux, rng, monkeypatch):
+    x, weight, labels = make_case(rng, rows=(MANY,), hidden=2, classes=11)
+    labels[:] = IGNORED
+    labels[7::100] = 3
+    counts: list[int] = []
+    logits_of = Logits.of
+
+    def counted(rows, columns, softcap):
+        jax.debug.callback(lambda: counts.append(rows.x.shape[0] * columns.weight.shape[0]))
+        return logits_of(rows, columns, softcap)
+
+    monkeypatch.setattr(Logits, "of", counted)
+    options = {"strategy": strategy, "chunk_rows": MANY // 2, "reduction": "sum", "return_aux": return_aux}
+    loss = functools.partial(linear_cross_entropy, **options)
+    jax.block_until_ready(jax.jit(jax.value_and_grad(loss, has_aux=return_aux))(x, weight, labels))
+    jax.effects_barrier()
+    # "recompute" computes logits again for the gradients.
+    passes = 2 if strategy == "recompute" else 1
+    all_logits = passes * labels.size * weight.shape[0]
+    assert sum(counts) >= all_logits if return_aux else 0 < sum(counts) <= all_logits // 2
 
 
 @pytest.mark.parametrize("kept", [4, 0])
