@@ -37,7 +37,7 @@ class Row:
       count: how often the function runs it.
       operands: their dtypes and shapes, such as "float32[8,128]".
       results: likewise.
-      implementation: "reference" or the kernel's name.
+      implementation: "reference", or the name of the form or kernel, such as "xla_prior_shift" or "mosaic_tpu".
       evidence: why "auto" takes a kernel that was not tuned at these shapes, or why the operator has none; else "".
       refusals: the kernels that were not chosen and the forms that refuse, with reasons.
       flops: arithmetic of the reference.
