@@ -1,24 +1,24 @@
-"""Half an hour of a GPU in three calls of ten minutes: what is right, how fast it is, and peers beside it.
+"""A quarter of an hour of a GPU in two calls: what is right, how fast it is, and peers beside it.
 
 python benchmarks/gpu.py first  --out build/gpu-1
 python benchmarks/gpu.py second --out build/gpu-2 --done build/gpu-1
-python benchmarks/gpu.py third  --out build/gpu-3 --done build/gpu-2
 
-Calls are lists of stages, which can be named instead. Of the first: `probe` (versions, clocks, rates), `loops` (linear
-cross entropy in chunks is verified, with and without CUDA's command buffers), `headline` (its step in three products
-and in four, and the exponentials alone with each configuration). Of the second: `statistics` (the statistics alone, and
-scoring), `races` (clusters, often, bit by bit), `softmax` (with max pool: verified, then timed), `peers`. Of the third:
-`others` (verified, then timed; what loses to XLA needs no kernel). Besides: `smoke` (every kernel is verified), `lce`
-(losses at other shapes), `tune` (all configurations, for lowering/tuned/; name the winners with --only), `profile`
-(Nsight Compute on the cross entropy's kernels).
+Calls are lists of stages, which can be named instead. Of the first: `probe` (versions, clocks, rates), `verify` (every
+kernel of the library's suite; linear cross entropy in chunks also without CUDA's command buffers), `headline` (its step
+in three products and in four, and the kernels of the logits alone), `grid` (these kernels in all configurations, the
+others at many sizes). Of the second: `agreement` (of the loss with kernels and XLA's), `chunks` (of rows), `peers`,
+`forms` (the loss in XLA otherwise), `lce` (losses at other shapes), `scoring`, `races` (clusters, often, bit by bit),
+`optimizers`. Besides: `tune` (all configurations of a suite's case, for lowering/tuned/; name the winners with --only),
+`profile` (Nsight Compute on the cross entropy's kernels).
 
-What is wrong is mended before anything is timed: a kernel that went wrong ends the call. Each case has a process of its
-own; a hang costs that case. Results are appended as they come. What was right in an earlier call, whose folder --done
-names, is copied to --out and not done again. At the end all is written once more as `gpu_DEVICE.json`, for
-benchmarks/results/. `--rehearse` runs the same on a CPU with small sizes.
+Where processors are many, compiling takes few seconds: several processes verify, and others compile for the grid
+meanwhile. What is timed has the device alone. A hang costs one case. Results are appended as they come. What was right
+in an earlier call, whose folder --done names, is copied to --out and not done again. At the end all is written once
+more as `gpu_DEVICE.json`, for benchmarks/results/. `--rehearse` runs the same on a CPU with small sizes.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
 import os
@@ -28,75 +28,58 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jax
+from gpu_cases import kernel_configs
+from gpu_grid import LOGITS, Grid
 from rich.console import Console
 from rich.table import Table
 
 import jaxops
 import lowering
+from jaxops._suite import F32, SUITE
 from lowering.campaign.process import converse
 from lowering.campaign.report import Campaign
 from lowering.measurements import HANGS, WRONG
 from lowering.tables import fitted
-from lowering.targets import named
-from pallas_kernels.gpu.linear_cross_entropy import exponentials, statistics
 
 CALLS = {
-    "first": ("probe", "loops", "headline"),
-    "second": ("statistics", "races", "softmax", "peers"),
-    "third": ("others",),
+    "first": ("probe", "verify", "headline", "grid"),
+    "second": ("agreement", "chunks", "peers", "forms", "lce", "scoring", "races", "optimizers"),
 }
-STAGES = (*sum(CALLS.values(), ()), "smoke", "lce", "tune", "profile")
-# What stages verify first, by the names of cases of the library's own suite; nothing stands for all.
-VERIFIED: dict[str, tuple[str, ...]] = {
-    "loops": ("linear cross entropy in chunks, gradients in the forward pass", "linear cross entropy in chunks"),
-    "softmax": ("softmax of rows", "softmax of channels", "max pool"),
-    "others": (
-        *("dropout", "embedding gradient", "EMA-Adam", "local response norm"),
-        *("batch norm", "batch norm, residual, relu"),
-    ),
-    "smoke": (),
-}
-REHEARSED = {"loops": ("EMA-Adam",), "softmax": ("softmax of rows",), "others": ("EMA-Adam",)}
-# By XLA and with the exponentials' kernel in three products, and with kernels in four.
-HEADLINE = ("jaxops:grad_in_forward", "jaxops:grad_in_forward+pallas", "jaxops:recompute+pallas")
-PEERS = (
-    *("liger", "cut", "jaxops:recompute", "optax", "tokamax:xla", "tokamax:chunked_xla"),
-    *("torch", "torch.compile"),
-)
-FLAGSHIP, REHEARSED_LOSS = (16384, 4096, 128256), (64, 32, 256)
+STAGES = (*sum(CALLS.values(), ()), "tune", "profile")
+# In three products by XLA and with the exponentials' kernel, and in four with kernels.
+HEADLINE = ("jaxops:grad_in_forward+xla_by_rows", "jaxops:grad_in_forward+pallas", "jaxops:recompute+pallas")
+CHUNK_ROWS = ("@2048", "@8192", "@16384")
+OTHER_FORMS = ("jaxops:grad_in_forward+xla_prior_shift", "jaxops:recompute+xla_by_columns")
+PEERS = ("liger", "tokamax:chunked_xla", "optax", "cut", "tokamax:xla", "torch.compile", "torch")
+FLAGSHIP, REHEARSED_LOSS = LOGITS["statistics"], (64, 32, 256)
 OTHER_LOSSES = ((16384, 4096, 131072), (8192, 2304, 256000), (4096, 4096, 151936), (4096, 1024, 32768))
 PRODUCTS = (1024, 2048, 4096, 8192, 16384)
-CHUNK_ROWS = 4096
 REHEARSED_TILE = (64, 32, 64)
+_TILES = {"block_rows": 64, "block_columns": 64, "stages": 2, "copying": 1, "cluster_blocks": 1, "row_group": 1}
 REHEARSED_SIZES = {
-    **{"block_rows": 64, "block_columns": 64, "stages": 2},
-    **{"copying": 1, "cluster_blocks": 1, "row_group": 1},
+    "exponentials": {**_TILES, "workers": 1, "store_slots": 2},
+    "statistics": {**_TILES, "vocab_splits": 1},
 }
 OPTIMIZERS = ("optax", "jaxops", "jaxops+pallas", "torch")
-# By stage: a case of the suite, its size, and one to rehearse.
-OPERATORS = {
-    "softmax": (
-        ("softmax of rows", (8192, 32000, "float32"), None),
-        ("softmax of rows", (16384, 4096, "bfloat16"), (8, 130, "float32")),
-        ("softmax of channels", (32, 21, 512, 512, "float32"), None),
-        ("max pool", (32, 112, 112, 128, "bfloat16"), None),
-    ),
-    "others": (
-        ("dropout", (16384, 4096, "bfloat16"), None),
-        ("embedding gradient", (50257, 768, 8192, "float32"), None),
-        ("local response norm", (32, 64, 56, 56, "float32"), None),
-        ("batch norm", (32, 256, 28, 28, "float32"), (2, 5, 9, 16, "float32")),
-    ),
-}
+# Of the library's suite, each beside PyTorch: a case, and its size.
+OPERATORS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("softmax of rows", (8192, 32000, "float32")),
+    ("softmax of rows", (16384, 4096, "bfloat16")),
+    ("softmax of channels", (32, 21, 512, 512, "float32")),
+    ("max pool", (32, 112, 112, 128, "bfloat16")),
+    ("dropout", (16384, 4096, "bfloat16")),
+    ("local response norm", (32, 64, 56, 56, "float32")),
+    ("batch norm", (32, 256, 28, 28, "float32")),
+)
+REHEARSED_OPERATORS = (("softmax of rows", (8, 130, "float32")), ("batch norm", (2, 5, 9, 16, "float32")))
 RACES = 50
 REHEARSED_SUITE = ("softmax of rows", "EMA-Adam")
-RESULTS, VERDICTS = "gpu.jsonl", "found"
+RESULTS, GRID, VERDICTS = "gpu.jsonl", "grid.jsonl", "found"
 # Autotuning would eat the time.
 FLAGS = "--xla_gpu_enable_triton_gemm=false"
-LIMIT_SECONDS = 60.0
-CALL_SECONDS = 550.0  # of ten minutes; the rest is for starting, and for the machine
-VERIFIED_SHARE = 0.6  # of the time of a call, so that something is timed in each
+LIMIT_SECONDS = 25.0
+CALL_SECONDS = 520.0  # of ten minutes; the rest is for starting, and for the machine
+VERIFIED_SHARE = 0.3  # of the time of a call, so that something is timed in each
 BAD = ("wrong", "hangs", "fails", "failed", "unfinished")
 
 
@@ -116,32 +99,40 @@ def cases(stage: str, *, rehearse: bool) -> list[Case]:
         sizes = {"copied_mb": 4, "size": 64} if rehearse else {"copied_mb": 1000, "size": 8192}
         return [Case(stage, "rates", "probe", sizes)]
     if stage == "headline":
-        return [*loss_cases(stage, HEADLINE, (FLAGSHIP,), rehearse), *kernel_cases(stage, "exponentials", rehearse)]
-    if stage == "statistics":
+        kernels = [case for name in LOGITS for case in kernel_cases(stage, name, rehearse)[:1]]
+        return [*loss_cases(stage, HEADLINE, (FLAGSHIP,), rehearse), *kernels]
+    if stage == "forms":
+        return loss_cases(stage, OTHER_FORMS, (FLAGSHIP,), rehearse)
+    if stage == "chunks":
+        sizes = ("@32",) if rehearse else CHUNK_ROWS
+        return loss_cases(stage, [f"{HEADLINE[not rehearse]}{each}" for each in sizes], (FLAGSHIP,), rehearse)
+    if stage == "agreement":
+        shapes = (REHEARSED_LOSS,) if rehearse else (FLAGSHIP, (5000, 2304, 50257))
+        way = "xla_by_rows" if rehearse else "pallas"
+        return [Case(stage, f"{way} {x}", "agreement", {"candidate": way, **sizes_of(x)}) for x in shapes]
+    if stage == "lce":
+        return loss_cases(stage, HEADLINE, OTHER_LOSSES, rehearse)
+    if stage == "scoring":
         shape = REHEARSED_LOSS if rehearse else FLAGSHIP
-        ways = ("reference",) if rehearse else ("reference", "pallas")
-        scores = [Case(stage, f"{way} scoring", "scoring", {"candidate": way, **sizes_of(shape)}) for way in ways]
-        return scores + kernel_cases(stage, "statistics", rehearse)
+        ways = ("xla_by_columns",) if rehearse else ("xla_by_columns", "pallas")
+        return [Case(stage, f"{way} scoring", "scoring", {"candidate": way, **sizes_of(shape)}) for way in ways]
     if stage == "races":
-        found = [case for name in ("exponentials", "statistics") for case in kernel_cases(stage, name, rehearse)]
+        found = [case for name in LOGITS for case in kernel_cases(stage, name, rehearse)]
         repeats = {"repeats": 2 if rehearse else RACES}
         return [
             dataclasses.replace(case, function="repeated", arguments={**case.arguments, **repeats})
             for case in found
             if rehearse or case.arguments["config"]["cluster_blocks"] > 1
         ]
+    if stage == "optimizers":
+        return optimizer_cases(rehearse)
     if stage == "peers":
         peers = loss_cases(stage, PEERS, (FLAGSHIP,), rehearse)
-        torch = [case for each in OPERATORS for case in operator_cases(each, ("torch", "torch.compile"), rehearse)]
-        return peers + product_cases(rehearse) + [dataclasses.replace(case, stage=stage) for case in torch]
-    if stage == "lce":
-        return loss_cases(stage, HEADLINE + PEERS, OTHER_LOSSES, rehearse)
+        return peers + product_cases(rehearse) + operator_cases(rehearse)
     if stage == "profile":
-        found = [kernel_cases(stage, name, rehearse)[0] for name in ("exponentials", "statistics")]
+        found = [kernel_cases(stage, name, rehearse)[0] for name in LOGITS]
         return [dataclasses.replace(case, function="profiled") for case in found]
-    ways = ("reference",) if rehearse else ("reference", "pallas")
-    found = operator_cases(stage, ways, rehearse) if stage in OPERATORS else []
-    return found + (optimizer_cases(rehearse) if stage == "others" else [])
+    return []
 
 
 def sizes_of(shape: tuple[int, ...]) -> dict[str, int]:
@@ -155,57 +146,48 @@ def loss_cases(stage: str, names: Iterable[str], shapes: Iterable[tuple[int, ...
         Case(stage, f"{name} {shape}", "loss", {"candidate": name, **sizes_of(shape)})
         for shape in ((REHEARSED_LOSS,) if rehearse else shapes)
         for name in names
-        if not (rehearse and name.endswith("+pallas"))
+        if not (rehearse and "+pallas" in name)
     ]
 
 
-def operator_cases(stage: str, ways: Iterable[str], rehearse: bool) -> list[Case]:
-    """Cases of the library's own suite as a whole."""
+def operator_cases(rehearse: bool) -> list[Case]:
+    """Cases of the library's own suite as a whole, by XLA, by kernels and by PyTorch."""
+    ways = ("reference", "torch") if rehearse else ("reference", "pallas", "torch", "torch.compile")
     return [
-        Case(stage, f"{way} {name} {size}", "operator", {"candidate": way, "case": name, "size": list(size)})
-        for name, full, small in OPERATORS[stage]
-        for size in [small if rehearse else full]
-        if size is not None
+        Case("peers", f"{way} {name} {size}", "operator", {"candidate": way, "case": name, "size": list(size)})
+        for name, size in (REHEARSED_OPERATORS if rehearse else OPERATORS)
         for way in ways
     ]
 
 
 def optimizer_cases(rehearse: bool) -> list[Case]:
     """An optimizer's step on one array, and on those of a model."""
-    sets = ((1, "float32"),) if rehearse else ((0, "float32"), (12, "float32"))
     return [
-        Case("others", f"{name} {layers} {dtype}", "optimizer", {"candidate": name, "layers": layers, "dtype": dtype})
-        for layers, dtype in sets
+        Case("optimizers", f"{name} {layers} float32", "optimizer", {"candidate": name, "layers": layers, "dtype": F32})
+        for layers in ((1,) if rehearse else (0, 12))
         for name in (OPTIMIZERS[:1] if rehearse else OPTIMIZERS)
     ]
 
 
 def product_cases(rehearse: bool) -> list[Case]:
     """Plain products of a chunk's rows with a vocabulary: what a kernel's rate is to be compared with."""
-    rows, _, classes = REHEARSED_LOSS if rehearse else (CHUNK_ROWS, *FLAGSHIP[1:])
+    rows, _, classes = REHEARSED_LOSS if rehearse else LOGITS["exponentials"]
     shapes = [(rows, hidden, classes) for hidden in ((32,) if rehearse else PRODUCTS)]
     return [Case("peers", f"product {shape}", "product", sizes_of(shape)) for shape in shapes]
 
 
 def kernel_cases(stage: str, kernel: str, rehearse: bool) -> list[Case]:
     """A kernel of the logits alone, with each of its configurations: tiles, row groups, store slots."""
-    rows, hidden, classes = REHEARSED_TILE if rehearse else FLAGSHIP
-    x, weight = (jax.ShapeDtypeStruct((size, hidden), "bfloat16") for size in (rows, classes))
-    if kernel == "exponentials":
-        rows = min(rows, CHUNK_ROWS)
-        configs: Any = exponentials.configs(named("cuda-h100"), x, weight, rows)
-        rehearsed = {**REHEARSED_SIZES, "workers": 1, "store_slots": 2}
-    else:
-        configs = statistics.launch_configs(named("cuda-h100"), rows, classes, hidden)
-        rehearsed = {**REHEARSED_SIZES, "vocab_splits": 1}
+    shape = REHEARSED_TILE if rehearse else LOGITS[kernel]
+    configs = [REHEARSED_SIZES[kernel]] if rehearse else kernel_configs(kernel, *shape)
     return [
         Case(
             stage,
             f"{kernel} {', '.join(f'{key} {value}' for key, value in config.items())}",
             "logits_kernel",
-            {"kernel": kernel, "config": config, **sizes_of((rows, hidden, classes))},
+            {"kernel": kernel, "config": config, **sizes_of(shape)},
         )
-        for config in ([rehearsed] if rehearse else configs)
+        for config in configs
     ]
 
 
@@ -214,7 +196,7 @@ AXES = ("rows", "hidden", "classes")
 
 def carry(done: Path, out: Path) -> None:
     """Copies to a folder what an earlier call has left in another, but for errors, which were mended since."""
-    for path in [done / RESULTS, *(done / VERDICTS).rglob("*.jsonl")]:
+    for path in [done / RESULTS, done / GRID, *(done / VERDICTS).rglob("*.jsonl")]:
         target = out / path.relative_to(done)
         if path.exists() and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -297,7 +279,15 @@ def campaign(
         limit_seconds=LIMIT_SECONDS,
         folder=out / VERDICTS,
         rehearse=rehearse,
+        progress=False,
     )
+
+
+def verify(only: Iterable[str], out: Path, deadline: float, rehearse: bool) -> list[Campaign]:
+    """Verifies cases of the suite, as many at once as there are processors."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        rest = (VERIFIED_SHARE, out, deadline, rehearse)
+        return list(pool.map(lambda name: campaign(["verify"], [name], *rest), only))
 
 
 def parse() -> argparse.Namespace:
@@ -307,7 +297,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="a folder for the results")
     parser.add_argument("--deadline", type=float, default=CALL_SECONDS, help="seconds, after which nothing more begins")
     parser.add_argument("--done", type=Path, help="the folder of an earlier call, whose results are taken over")
-    parser.add_argument("--only", action="append", default=[], metavar="CASE", help="of the suite, for smoke and tune")
+    parser.add_argument("--only", action="append", default=[], metavar="CASE", help="of the suite, for verify and tune")
+    parser.add_argument("--grid-workers", type=int, default=8, metavar="COUNT", help="processes that compile its cases")
     parser.add_argument("--rehearse", action="store_true", help="small sizes on a CPU, to see that all stages run")
     return parser.parse_args()
 
@@ -325,22 +316,23 @@ def main() -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
     results = Results(options.out)
     console = Console(width=None if sys.stdout.isatty() else 160)
+    stages = [stage for name in options.stages for stage in CALLS.get(name, (name,))]
     rest = (options.out, deadline, options.rehearse)
-    for stage in [stage for name in options.stages for stage in CALLS.get(name, (name,))]:
-        if stage in VERIFIED:
-            chosen = options.only or (REHEARSED.get(stage, REHEARSED_SUITE) if options.rehearse else VERIFIED[stage])
-            verified = campaign(["verify"], chosen, 1.0 if stage == "smoke" else VERIFIED_SHARE, *rest)
-            console.print(fitted(verified.table(), console))
-            wrong = sum(row.outcome in BAD for row in verified.rows)
-            if wrong:
-                results.save(options.out)
-                sys.exit(f"{wrong} kernels went wrong: mend them, or name the stages that need none of them")
-        if stage == "tune":
-            chosen = options.only or (REHEARSED_SUITE if options.rehearse else ())
-            tuned = campaign(["time", "tune"], chosen, 1.0, *rest)
+    names = options.only or (REHEARSED_SUITE if options.rehearse else [case.name for case in SUITE])
+    grid = Grid(options.grid_workers, options.out, options.rehearse) if "grid" in stages else None
+    for stage in stages:
+        begin = time.monotonic()
+        if stage == "verify":
+            for verified in verify(names, *rest):
+                console.print(fitted(verified.table(), console))
+        elif stage == "grid" and grid is not None:
+            console.print(f"{grid.finish(deadline)} records of the grid")
+        elif stage == "tune":
+            tuned = campaign(["time", "tune"], names, 1.0, *rest)
             console.print(fitted(tuned.table(), console))
             lowering.TuningResult(tuned.entries, tuned.stopped).save(options.out / f"{tuned.target}.json")
         measure(stage, results, deadline, options.rehearse)
+        console.print(f"{stage}: {time.monotonic() - begin:.0f} s")
     results.save(options.out)
     console.print(fitted(results.table(), console))
 

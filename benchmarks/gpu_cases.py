@@ -27,8 +27,8 @@ import lowering
 from jaxops._suite import SUITE
 from jaxops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
 from jaxops.linear_cross_entropy.operands import Columns, Rows
-from lowering.measuring.device_clock import ClockError, Reading, device_clock
-from lowering.targets import device_name, here
+from lowering.measuring.device_clock import Reading, device_clock
+from lowering.targets import device_name, here, named
 from pallas_kernels.gpu.linear_cross_entropy import exponentials
 from pallas_kernels.gpu.linear_cross_entropy import statistics as row_statistics
 
@@ -55,8 +55,7 @@ ANSWERS = Answers()
 def measured(runs: list[Callable[[], Any]], *, torch: Any = None, rounds: int = ROUNDS) -> dict[str, Any]:
     """The median time of runs, which do the same with operands of their own so that no cache holds them.
 
-    Raises:
-      ClockError: if the device's clock and the host's contradict each other.
+    By the host's clock where the device's contradicts it, and then with what was wrong.
     """
 
     def run_all() -> None:
@@ -68,16 +67,16 @@ def measured(runs: list[Callable[[], Any]], *, torch: Any = None, rounds: int = 
 
     run_all()  # compiles, autotunes, and raises the clocks
     clock = device_clock(here().platform) or by_host
-    readings = []
-    for _ in range(1 + rounds):
+    readings: list[Reading] = []
+    while len(readings) < 1 + rounds:
         ANSWERS.tell({"runs": True})
         readings.append(clock(run_all))
-        if readings[-1].fault:
-            raise ClockError(readings[-1].fault)
     ANSWERS.tell({"runs": False})
-    own, wall = (statistics.median(times) / len(runs) for times in zip(*readings[1:], strict=True))
-    named = {"clock": "host"} if clock is by_host else {"clock": "device", "wall_ms": round(wall, 4)}
-    return {"median_ms": round(own, 4), **named}
+    fault = next((reading.fault for reading in readings if reading.fault), "")
+    own, wall = (round(statistics.median(times) / len(runs), 4) for times in zip(*readings[1:], strict=True))
+    if clock is by_host or fault:
+        return {"median_ms": wall, "clock": "host", **({"fault": fault} if fault else {})}
+    return {"median_ms": own, "clock": "device", "wall_ms": wall}
 
 
 def by_host(launch: Callable[[], Any]) -> Reading:
@@ -121,6 +120,7 @@ def probe(copied_mb: int, size: int) -> dict[str, Any]:
     }
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that nothing is kept in float32
 def _loss_operands(rows: int, hidden: int, classes: int) -> tuple[jax.Array, ...]:
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (rows, hidden), jnp.bfloat16)
@@ -131,10 +131,14 @@ def _loss_operands(rows: int, hidden: int, classes: int) -> tuple[jax.Array, ...
 def loss(candidate: str, rows: int, hidden: int, classes: int) -> dict[str, Any]:
     """The mean cross entropy of a linear layer with the gradients of x and weight."""
     name, _, detail = candidate.partition(":")
+    detail, _, chunk_rows = detail.partition("@")
+    strategy, _, implementation = detail.partition("+")
     if name in ("torch", "torch.compile", "liger", "cut"):
         return _torch_loss(name, rows, hidden, classes)
     losses: dict[str, Callable[..., Any]] = {
-        "jaxops": functools.partial(linear_cross_entropy, strategy=detail.partition("+")[0]),
+        "jaxops": functools.partial(
+            linear_cross_entropy, strategy=strategy, chunk_rows=int(chunk_rows) if chunk_rows else None
+        ),
         "optax": loss_peers.with_logits,
     }
     if name == "tokamax":
@@ -142,10 +146,26 @@ def loss(candidate: str, rows: int, hidden: int, classes: int) -> dict[str, Any]
         losses = {f"tokamax {detail}": loss_peers.jax_peers()[f"tokamax {detail}"]}
         name = f"tokamax {detail}"
     x, weight, labels = _loss_operands(rows, hidden, classes)
-    with lowering.use("pallas" if candidate.endswith("+pallas") else "reference"):
+    with lowering.use(implementation or "auto"):
         compiled = jax.jit(jax.value_and_grad(losses[name], (0, 1))).lower(x, weight, labels).compile()
     found = measured([functools.partial(compiled, x, weight, labels)])
     return {**found, **peak(), "temporary_gb": round(compiled.memory_analysis().temp_size_in_bytes / 1e9, 3)}
+
+
+def agreement(candidate: str, rows: int, hidden: int, classes: int) -> dict[str, Any]:
+    """How far the loss's results are from those of XLA, by the largest difference over the largest value."""
+    operands = _loss_operands(rows, hidden, classes)
+
+    def results(implementation: str) -> Any:
+        with lowering.use(implementation):
+            return jax.jit(jax.value_and_grad(linear_cross_entropy, (0, 1)))(*operands)
+
+    @jax.jit
+    def difference(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.max(jnp.abs(x.astype(jnp.float32) - y)) / jnp.max(jnp.abs(y.astype(jnp.float32)))
+
+    pairs = zip(*(jax.tree.leaves(results(name)) for name in (candidate, "xla_by_rows")), strict=True)
+    return {"differences": [float(f"{difference(*pair):.3g}") for pair in pairs]}
 
 
 def product(rows: int, hidden: int, classes: int) -> dict[str, Any]:
@@ -168,17 +188,33 @@ def logits_kernel(kernel: str, config: dict[str, int], rows: int, hidden: int, c
 
 def launcher(kernel: str, config: dict[str, int], rows: int, hidden: int, classes: int) -> Callable[[], Any]:
     """Launches such a kernel, on operands that are drawn here."""
-    x, weight, labels = _loss_operands(rows, hidden, classes)
+    return functools.partial(jax.jit(kernel_function(kernel, config)), *kernel_operands(kernel, rows, hidden, classes))
+
+
+def kernel_configs(kernel: str, rows: int, hidden: int, classes: int) -> Any:
+    """The configurations of such a kernel: tiles, row groups, store slots."""
+    if kernel == "exponentials":
+        x, weight = (jax.ShapeDtypeStruct((size, hidden), jnp.bfloat16) for size in (rows, classes))
+        return exponentials.configs(named("cuda-h100"), x, weight, rows)
+    return row_statistics.launch_configs(named("cuda-h100"), rows, classes, hidden)
+
+
+def kernel_function(kernel: str, config: dict[str, int]) -> Callable[..., Any]:
+    """Such a kernel as a function of arrays."""
     interpret = here().platform != "cuda"
     if kernel == "exponentials":
         options: dict[str, Any] = {"softcap": None, "most_excess": 60.0, "config": config, "interpret": interpret}
-        run = functools.partial(exponentials.exponentials, **options)
-        operands: tuple[Any, ...] = x, weight, None, None, labels, jnp.zeros(rows)
-    else:
-        options = {"softcap": None, "metrics": False, "config": config, "interpret": interpret}
-        run = functools.partial(row_statistics.run, **options)
-        operands = Rows(x, labels), Columns(weight)
-    return functools.partial(jax.jit(run), *operands)
+        return functools.partial(exponentials.exponentials, **options)
+    options = {"softcap": None, "metrics": False, "config": config, "interpret": interpret}
+    return functools.partial(row_statistics.run, **options)
+
+
+def kernel_operands(kernel: str, rows: int, hidden: int, classes: int) -> tuple[Any, ...]:
+    """Operands of such a kernel."""
+    x, weight, labels = _loss_operands(rows, hidden, classes)
+    if kernel == "exponentials":
+        return x, weight, None, None, labels, jnp.zeros(rows)
+    return Rows(x, labels), Columns(weight)
 
 
 def repeated(repeats: int, **kernel: Any) -> dict[str, Any]:
@@ -313,6 +349,7 @@ def _torch_operator(candidate: str, case: str, size: list[Any]) -> dict[str, Any
 CASES = {
     "probe": probe,
     "loss": loss,
+    "agreement": agreement,
     "product": product,
     "logits_kernel": logits_kernel,
     "repeated": repeated,

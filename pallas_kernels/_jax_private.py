@@ -1,7 +1,7 @@
 """Everything that depends on the version of JAX: private modules, and functions that changed.
 
 The interpreter of Mosaic GPU kernels came with JAX 0.10 and became public in 0.11; it knows barriers of clusters in
-JAX 0.12. `plgpu.load` took an index in JAX 0.10, and takes an indexed Ref in 0.12.
+JAX 0.12. `plgpu.load` needed an index in JAX 0.10, warns of one in 0.11, and takes an indexed Ref alone in 0.12.
 """
 
 import inspect
@@ -26,5 +26,6 @@ def load_gpu(ref: Any, index: Any) -> jax.Array:
     """Loads from device memory into any layout, even one that vector accesses do not fit."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    takes_index = "idx" in inspect.signature(plgpu.load).parameters
-    return plgpu.load(*((ref, index) if takes_index else (ref.at[index],)), optimized=False)
+    apart = inspect.signature(plgpu.load).parameters.get("idx")
+    needs_index = apart is not None and apart.default is inspect.Parameter.empty
+    return plgpu.load(*((ref, index) if needs_index else (ref.at[index],)), optimized=False)

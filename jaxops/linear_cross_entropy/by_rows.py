@@ -75,7 +75,7 @@ def chunk_step(
         logits = algebra.Logits.of(algebra.skipped_as_zeros(rows), columns, softcap)
         # Behind the barrier, logits - maximum is computed again; without it XLA would keep that beside the logits.
         row_sums = jax.lax.optimization_barrier(logits.sums(metrics=metrics))
-        statistics = row_sums.statistics
+        statistics = algebra.own_statistics(row_sums, rows, metrics)
         of_rows, of_columns = logits.gradients(algebra.cotangent_terms(weights, row_sums), needs, sums.columns, add)
         loss = sums.loss + jnp.sum(algebra.row_losses(statistics, weights))
         # Rounded in its chunk, so that no gradient of all rows exists in float32 if it is kept in bfloat16.

@@ -19,7 +19,7 @@ class Rows(NamedTuple):
     Attributes:
       x: (..., H). Rounded to the weight's dtype before any product; its gradient is not.
       labels: (...), columns of the logits. Any other integer means that the row has no label; `SKIPPED` means that its
-        x counts as zero as well, whatever it holds. Without metrics, its statistics may be any finite numbers.
+        x counts as zero as well, whatever it holds.
       probabilities: (..., V), weights t of the columns for this row.
       scale: (...), 1 / temperature, by which the row's logits are multiplied; 1 for a `SKIPPED` row.
       margin: (...), subtracted from the logit of the row's label; a constant. Not beside a scale.
@@ -62,7 +62,8 @@ class RowWeights(NamedTuple):
 class RowStatistics(NamedTuple):
     """Statistics (...) of each row of logits z, relative to its maximum m. m is a constant, because it cancels.
 
-    If the vocabulary is split, each device holds the statistics of its own columns.
+    If the vocabulary is split, each device holds the statistics of its own columns. With gradients from the same pass,
+    m is log sum exp z instead (`row_statistics.own_statistics`).
 
     Attributes:
       max_logit: m = max z, without a derivative.

@@ -84,9 +84,14 @@ def statistics_by_columns(
     # A sum of exponentials over no columns is 0, and this is 1 less.
     no_columns = no_columns._replace(less_one=no_columns.less_one - 1)
     statistics = fold_columns(add, no_columns, None, taken, columns, chunk_rows, kept, place)[0].statistics
-    if kept is None:
+    if kept is None or rows.labels is None:
         return statistics
-    return jax.tree.map(lambda x: jnp.where(rows.labels == SKIPPED, 0, x), kept.restore(statistics))
+    # The x of all skipped rows counts as 0, so their statistics are those of one row.
+    zero = Rows(jnp.zeros((1, 0)), jnp.full((1,), SKIPPED, rows.labels.dtype))
+    without_features = columns._replace(weight=columns.weight[:, :0])
+    skipped = Logits.of(zero, without_features, softcap).sums(metrics=False).statistics
+    is_skipped = rows.labels == SKIPPED
+    return jax.tree.map(lambda x, of_kept: jnp.where(is_skipped, x, of_kept), skipped, kept.restore(statistics))
 
 
 def gradients_by_columns(

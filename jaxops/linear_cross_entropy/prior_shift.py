@@ -111,7 +111,7 @@ def summed_by_prior_shift(
     # Seldom needed, so no more than fit beside the rest: their float32 logits are larger than a chunk's exponentials.
     again_rows = rows_of_logits(columns.weight.shape[0], features=0)
     by_maximum = chunk_step(columns, softcap, needs, metrics)
-    by_shift = _chunk_step(columns, softcap, needs, exponentiating, place)
+    by_shift = _chunk_step(columns, softcap, needs, metrics, exponentiating, place)
     start = Sums.zeros(columns, needs, weight_grad_dtype)
 
     def again(rows: Rows, weights: RowWeights, results: RowResults, sums: Sums, is_exact: jax.Array) -> Any:
@@ -150,7 +150,7 @@ def summed_by_prior_shift(
 
 
 def _chunk_step(
-    columns: Columns, softcap: float | None, needs: Needs, exponentiating: Exponentiating, place: Place
+    columns: Columns, softcap: float | None, needs: Needs, metrics: bool, exponentiating: Exponentiating, place: Place
 ) -> Callable[[Sums, Rows, RowWeights], tuple[RowResults, jax.Array, Sums]]:
     """Returns the step of a chunk: its results, which of its rows count in the sums, and the sums with these added.
 
@@ -166,12 +166,12 @@ def _chunk_step(
         dtype = before.loss.dtype
         x = algebra.skipped_as_zeros(rows._replace(x=rows.x.astype(columns.weight.dtype))).x
         sums, off_label, label_weight = _shifted_sums(x, rows.labels, columns, softcap, exponentiating)
-        statistics, has_label = sums.statistics, sums.has_label
-        assert statistics.label_logit is not None
+        statistics, has_label = algebra.own_statistics(sums, rows, metrics), sums.has_label
+        assert sums.label_logit is not None
         assert has_label is not None
         scale = algebra.softmax_coefficient(weights, sums) / sums.sum_exp
-        at_label = scale * jnp.exp(statistics.label_logit) - (0 if weights.label is None else weights.label)
-        at_label = at_label * algebra.softcap_slope(statistics.label_logit + sums.max_logit, softcap)
+        at_label = scale * jnp.exp(sums.label_logit) - (0 if weights.label is None else weights.label)
+        at_label = at_label * algebra.softcap_slope(sums.label_logit + sums.max_logit, softcap)
         at_label = jnp.where(has_label, at_label, 0)
         ratio = at_label / scale
         # Near the limit, some exponentials may have met it. A scale of 0 stands for no rows, unless their label counts.

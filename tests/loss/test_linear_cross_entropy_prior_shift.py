@@ -207,7 +207,7 @@ def test_rows_whose_maximum_is_nowhere_near_the_reference_are_computed_again(exc
     for rows, may_fail in ((slice(None), excess > 60), (slice(None, None, 3), False)):
         operands = Rows(x[rows], labels[rows] % 200), Columns(weight)
         exponentiating = functools.partial(prior_shift.exponentials, operands[1], None, False)
-        step = prior_shift._chunk_step(operands[1], None, needs, exponentiating, Place("cpu"))
+        step = prior_shift._chunk_step(operands[1], None, needs, False, exponentiating, Place("cpu"))
         weights = RowWeights(label=jnp.ones(operands[0].labels.shape))
         exact = step(Sums.zeros(operands[1], needs, None), operands[0], weights)[1]
         assert exact.all() == (not may_fail)

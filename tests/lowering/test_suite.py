@@ -1,16 +1,21 @@
 """What `jaxops tune` verifies and times: every kernel, and loops of enough steps."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxops
 import lowering
 from jaxops._suite import SUITE
+from lowering.campaign.problems import problems
+from lowering.campaign.verifying import fault_of, truth_of
 from lowering.explain import operator_uses
-from lowering.operators import unpacked
+from lowering.operators import Place, on_arrays, unpacked
 from lowering.static_leaves import jaxpr_of, of_arrays
-from lowering.targets import named
+from lowering.targets import here, named
 
 H100 = named("cuda-h100")
 
@@ -38,6 +43,23 @@ def test_suite_has_every_kernel():
             used |= {row.operator for row in rows}
     assert {operator.name for operator in jaxops.operators() if is_ours(operator)} <= used
     assert len({case.name for case in SUITE}) == len(SUITE)
+
+
+@pytest.mark.parametrize("size", [(257, 64, 600, "bfloat16"), (2100, 32, 300, "float32")], ids=str)
+@pytest.mark.parametrize("name", ["linear cross entropy", "linear cross entropy, gradients in the forward pass"])
+def test_each_form_has_the_results_that_a_campaign_compares(name, size):
+    """All of them, of skipped rows as well, whole chunks of them, and where no maximum is among the first columns."""
+    (case,) = (case for case in SUITE if case.name == name)
+    x, weight, labels = case.arguments(*size)
+    labels = jnp.where(jnp.arange(labels.size) % 3 == 0, labels, -100)
+    for problem in problems(case.fn, (x, weight, labels), here()):
+        meaning = functools.partial(problem.operator.meaning, **problem.params)
+        expected, truth = jax.jit(meaning)(*problem.operands), truth_of(meaning, problem.operands)
+        assert problem.operator.forms
+        for form in problem.operator.forms:
+            run = on_arrays(functools.partial(form.run, place=Place("cpu")), problem.params)
+            found = tuple(jax.jit(run)(*problem.operands))
+            assert fault_of(found, expected, truth, problem.operands) == "", form.name
 
 
 def looped():
