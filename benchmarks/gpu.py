@@ -18,6 +18,7 @@ more as `gpu_DEVICE.json`, for benchmarks/results/. `--rehearse` runs the same o
 """
 
 import argparse
+import collections
 import concurrent.futures
 import dataclasses
 import json
@@ -52,7 +53,10 @@ CHUNK_ROWS = ("@2048", "@8192", "@16384")
 OTHER_FORMS = ("jaxops:grad_in_forward+xla_prior_shift", "jaxops:recompute+xla_by_columns")
 PEERS = ("liger", "tokamax:chunked_xla", "optax", "cut", "tokamax:xla", "torch.compile", "torch")
 FLAGSHIP, REHEARSED_LOSS = LOGITS["statistics"], (64, 32, 256)
-OTHER_LOSSES = ((16384, 4096, 131072), (8192, 2304, 256000), (4096, 4096, 151936), (4096, 1024, 32768))
+OTHER_LOSSES = (
+    *((16384, 4096, 131072), (8192, 2304, 256000), (4096, 4096, 151936), (4096, 1024, 32768)),
+    *((8192, 4096, 128256), (8192, 2048, 50304), (16384, 4096, 32000), (32768, 8192, 128256)),
+)
 PRODUCTS = (1024, 2048, 4096, 8192, 16384)
 REHEARSED_TILE = (64, 32, 64)
 _TILES = {"block_rows": 64, "block_columns": 64, "stages": 2, "copying": 1, "cluster_blocks": 1, "row_group": 1}
@@ -241,7 +245,18 @@ class Results:
         probed = next((record for record in self.records if "target" in record), None)
         if probed is not None:
             path = folder / f"gpu_{probed['target'].replace(' ', '-')}.json"
-            path.write_text(json.dumps({"benchmark": "gpu", "cases": self.records}, indent=2) + "\n")
+            path.write_text(json.dumps(self.whole(), indent=1) + "\n")
+
+    def whole(self) -> dict[str, Any]:
+        """Everything that was found: what was timed, the grid, and how many steps of each kernel were right or not."""
+        folder = self.path.parent
+        grid, *verdicts = (
+            [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            for path in (folder / GRID, *(folder / VERDICTS).rglob("*.jsonl"))
+        )
+        found = [record for records in verdicts for record in records if "outcome" in record and "operator" in record]
+        counts = collections.Counter(f"{x['operator']}/{x['kernel']}: {x['outcome']}" for x in found)
+        return {"benchmark": "gpu", "cases": self.records, "grid": grid, "verified": dict(sorted(counts.items()))}
 
     def table(self) -> Table:
         table = Table(title=f"{len(self.records)} cases", title_justify="left")

@@ -1,10 +1,10 @@
 """Evidence on kernels at a grid of sizes, and what "auto" concludes from it for operands between them.
 
 A kernel says of operands which cases are alike, and the sizes in which they differ (`pallas_kernels.kernel.Kind`). The
-files in `tuned` hold, for each kind, by what part of the reference's time the kernel takes at some sizes, and whether
-its compiled code was executed. Sizes that lie between known ones are decided by the nearest known case in each
-direction: all must say the same. Other sizes near known ones are decided if the kernel is far better at all of these.
-Everything else is left to the reference.
+files in `tuned` hold, for each kind, by what part of the reference's time the kernel takes at some sizes, measured on
+the target or by replays of its schedule, and whether its compiled code was executed. Sizes that lie between known ones
+are decided by the nearest known case in each direction: all must say the same. Other sizes near known ones are decided
+if the kernel is far better at all of these. Everything else is left to the reference.
 """
 
 import functools
@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lowering.measurements import versions as measured_versions
 from lowering.operators import kind_of
 from lowering.targets import TARGETS
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel, Kind
 
-# Ratios of replays are right within 6 % in the mean and 18 % at worst (docs/schedule.md).
+# Ratios of replays are right within 6 % in the mean and 18 % at worst (docs/schedule.md). Measured ones are of an
+# operator alone, and XLA may fuse more with its own program than with a kernel.
 MOST_TIME = 0.85
 MOST_MEASURED = 0.97
 # As fast, and less memory: at least a fifth of the temporaries, if they are large enough for anybody to notice.
@@ -69,19 +71,21 @@ class Verdict(NamedTuple):
     Attributes:
       is_taken: whether "auto" takes it.
       reason: the evidence in a few words.
-      kind: the text of its `Kind` if it is taken without having run on the target; else "".
+      kind: the text of its `Kind` if it is taken without having run on the target with these versions; else "".
+      unseen: what is missing then, in words.
     """
 
     is_taken: bool
     reason: str
     kind: str = ""
+    unseen: str = "not run on a device"
 
 
 class Grid(NamedTuple):
     """The cases of a file by operator, kernel and kind, and which of these were executed.
 
     Attributes:
-      header: versions, date, and for each operator a digest of its kernels' code.
+      header: versions, date, how times were found, and for each operator a digest of its kernels' code.
       cases: all of them.
       executed: the sizes at which each kind was executed, by operator, kernel and kind.
     """
@@ -89,6 +93,11 @@ class Grid(NamedTuple):
     header: Mapping[str, Any]
     cases: Mapping[tuple[str, str, str], tuple[Case, ...]]
     executed: Mapping[tuple[str, str, str], Sizes]
+
+    @property
+    def is_measured(self) -> bool:
+        """Tells whether times are of the target itself, and not of schedules."""
+        return self.header.get("how") == "measured"
 
     @property
     def taken(self) -> list[tuple[str, str, str]]:
@@ -151,8 +160,14 @@ def shipped(target: str) -> Grid | None:
 
 def favours(operator: str, kernel: str, hardware: Hardware) -> bool:
     """Tells whether what ships takes a kernel at some operands, on a chip or, for an unknown one, on any known chip."""
-    names = [hardware.name] if hardware.name != hardware.platform else TARGETS
+    names = [hardware.name] if hardware.name != hardware.platform else _replayed_chips(hardware.platform)
     return any(key[:2] == (operator, kernel) for name in names if (grid := shipped(name)) for key in grid.taken)
+
+
+def _replayed_chips(platform: str) -> list[str]:
+    """Returns the chips of a platform whose evidence speaks of others; what was measured on one does not."""
+    grids = {name: shipped(name) for name, chip in TARGETS.items() if chip.platform == platform}
+    return [name for name, grid in grids.items() if grid is not None and not grid.is_measured]
 
 
 Measured = Callable[[str, str], Sequence[Case]]
@@ -190,9 +205,11 @@ def verdict(
         is_faster = all(case.time <= MOST_MEASURED for case in near)
         return Verdict(is_faster, f"measured on this device at {_span(near)} of the reference's time, at like operands")
     if hardware.name != hardware.platform:
-        return replayed(operator, kernel.name, hardware.name, kind)
-    chips = [chip for chip in TARGETS.values() if chip.platform == hardware.platform and shipped(chip.name)]
-    found = [replayed(operator, kernel.name, chip.name, kind_of(kernel, chip, operands, attributes)) for chip in chips]
+        return shipped_verdict(operator, kernel.name, hardware.name, kind)
+    found = [
+        shipped_verdict(operator, kernel.name, name, kind_of(kernel, TARGETS[name], operands, attributes))
+        for name in _replayed_chips(hardware.platform)
+    ]
     known = [one for one in found if one is not None]
     if not known:
         return None
@@ -200,7 +217,7 @@ def verdict(
     return against or known[0]._replace(reason=f"on all known chips; {known[0].reason}")
 
 
-def replayed(operator: str, kernel: str, target: str, kind: Kind | None) -> Verdict | None:
+def shipped_verdict(operator: str, kernel: str, target: str, kind: Kind | None) -> Verdict | None:
     """Returns what ships on a kernel for a chip; None if nothing does. Without a kind, the kernel refuses there."""
     if kind is None:
         return Verdict(False, f"{target} cannot take these operands")
@@ -212,14 +229,18 @@ def replayed(operator: str, kernel: str, target: str, kind: Kind | None) -> Verd
     near = around or beside(cases, kind.sizes)
     if not near:
         return Verdict(False, "no evidence near these sizes")
-    text = f"replayed on {target} at {_span(near)} of the reference's time{'' if around else ' nearby'}"
+    how = "measured" if evidence.is_measured else "replayed"
+    text = f"{how} on {target} at {_span(near)} of the reference's time{'' if around else ' nearby'}"
     slowest = max(case.time for case in near)
     if not all(case.is_better for case in near):
         return Verdict(False, f"{text}, too close to call" if slowest <= SAME_TIME else text)
     if key not in evidence.executed:
         return Verdict(False, f"{text}, but its compiled code was not executed")
     saved = " with less memory" if slowest > MOST_TIME else ""
-    return Verdict(True, f"{text}{saved}, executed", kind.text)
+    if not evidence.is_measured:
+        return Verdict(True, f"{text}{saved}, executed", kind.text)
+    with_others = evidence.header["versions"].items() - dict(measured_versions()).items()
+    return Verdict(True, f"{text}{saved}", kind.text if with_others else "", "not run with these versions")
 
 
 def _span(cases: Sequence[Case]) -> str:

@@ -391,7 +391,7 @@ class _Candidates:
             insisting = f"use({self.operator}='pallas:{kernel.name}') takes it all the same"
             return Verdict(False, f"went wrong on this device on {seen.date}, {seen.fault}; {insisting}")
         if seen is None:
-            return found._replace(reason=f"{found.reason}; not run on a device")
+            return found._replace(reason=f"{found.reason}; {found.unseen}")
         return Verdict(True, f"{found.reason}; verified on this device on {seen.date}")
 
     def _refusal(self, kernel: Kernel) -> str | None:

@@ -125,23 +125,14 @@ class RowSums(NamedTuple):
 
 
 def own_statistics(sums: RowSums, rows: Rows, metrics: bool) -> RowStatistics:
-    """Computes the statistics of rows relative to their log sum exp: they do not depend on m, of which there are two.
-
-    Without metrics, those of `SKIPPED` rows are 0.
-    """
-    statistics = sums.statistics
-    log_sum_exp, label_logit, mean_logit = statistics.log_sum_exp, statistics.label_logit, statistics.mean_logit
+    """Computes statistics relative to the log sum exp, as different m are taken; without metrics, 0 if `SKIPPED`."""
+    max_logit, lse, label_logit, target_loss, mean_logit, prediction = sums.statistics
     if label_logit is not None and sums.has_label is not None:
-        label_logit = jnp.where(sums.has_label.astype(bool), label_logit - log_sum_exp, jnp.zeros_like(label_logit))
-    found = statistics._replace(
-        max_logit=sums.max_logit + log_sum_exp,
-        log_sum_exp=jnp.zeros_like(log_sum_exp),
-        label_logit=label_logit,
-        mean_logit=None if mean_logit is None else mean_logit - log_sum_exp,
-    )
-    if metrics or rows.labels is None:
-        return found
-    return jax.tree.map(lambda x: jnp.where(rows.labels == SKIPPED, jnp.zeros_like(x), x), found)
+        label_logit = jnp.where(sums.has_label.astype(bool), label_logit - lse, 0)
+    mean_logit = None if mean_logit is None else mean_logit - lse
+    found = RowStatistics(max_logit + lse, jnp.zeros_like(lse), label_logit, target_loss, mean_logit, prediction)
+    is_skipped = not metrics and rows.labels is not None and rows.labels == SKIPPED
+    return jax.tree.map(lambda x: jnp.where(is_skipped, 0, x), found)
 
 
 def loss_terms(rows: RowStatistics) -> RowWeights:

@@ -26,7 +26,7 @@ from pallas_kernels.dropout_mask import (
 )
 from pallas_kernels.gpu import hopper
 from pallas_kernels.gpu.hopper import WARPGROUP
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.kernel import Kernel, Kind, dtype_names
 
 _BLOCK = WARPGROUP * WORD_BITS  # one word of the mask for each thread
 _ACCESS_BYTES = 16  # of a thread
@@ -217,7 +217,26 @@ def refuses_backward(hardware, grad, words, keep) -> str | None:
     return _refusal(hardware, grad)
 
 
-KERNEL = Kernel(name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, interpreter_is_pure=False)
+def kind(hardware, streams, x, keep) -> Kind:
+    """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    return _kind_of(x)
+
+
+def kind_backward(hardware, grad, words, keep) -> Kind:
+    """Returns what makes cases of the gradient alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    return _kind_of(grad)
+
+
+def _kind_of(x) -> Kind:
+    return Kind(dtype_names(x), (math.prod(x.shape[:-1]), x.shape[-1]))
+
+
+KERNEL = Kernel(name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, kind=kind, interpreter_is_pure=False)
 BACKWARD_KERNEL = Kernel(
-    name="mosaic_gpu", platform="cuda", run=run_backward, refuses=refuses_backward, interpreter_is_pure=False
+    name="mosaic_gpu",
+    platform="cuda",
+    run=run_backward,
+    refuses=refuses_backward,
+    kind=kind_backward,
+    interpreter_is_pure=False,
 )

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.gpu import hopper
 from pallas_kernels.gpu.hopper import MAX_ELEMENTS, VECTOR, WARPGROUP
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.kernel import Kernel, Kind, dtype_names
 
 _AHEAD = 4  # rows that are loaded at a time, so that their trips to memory overlap
 _WIDTHS = (512, 256, 128)
@@ -193,6 +193,13 @@ def configs(hardware, grad, indices, **_):
     return _CONFIGS
 
 
+def kind(hardware, grad, indices, *, num_weights, padding_idx, scale_grad_by_freq) -> Kind:
+    """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    options = ["padding"] * (padding_idx is not None) + ["by frequency"] * scale_grad_by_freq
+    sizes = math.prod(indices.shape), grad.shape[-1], num_weights
+    return Kind(", ".join((dtype_names(grad), *options)), sizes)
+
+
 KERNEL = Kernel(
-    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
+    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, kind=kind, interpreter_is_pure=False
 )

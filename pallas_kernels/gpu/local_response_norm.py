@@ -7,6 +7,7 @@ for each other.
 Functions import `mosaic_gpu` themselves: it takes a third of a second, which only those who lower for a GPU should pay.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -18,7 +19,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.gpu import hopper
 from pallas_kernels.gpu.hopper import WARPGROUP
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.kernel import Kernel, Kind, dtype_names
 from pallas_kernels.local_response_norm_windows import reach, refusal
 
 _MAX_WINDOW = 16  # channels: a thread keeps up to three numbers for each of a window's channels in registers
@@ -183,9 +184,14 @@ def configs(hardware, x, *operands, **_):
     return [config for config in _CONFIGS if config["width"] <= math.prod(x.shape[_CHANNELS + 1 :])]
 
 
+def kind(hardware, x, *grad, n, beta, **_) -> Kind:
+    """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    channels, pixels = x.shape[_CHANNELS], math.prod(x.shape[_CHANNELS + 1 :])
+    sizes = math.prod(x.shape) // (channels * pixels), channels, pixels
+    return Kind(f"{dtype_names(x, *grad)}, n={n}, beta={beta:g}", sizes)
+
+
 KERNEL = Kernel(
-    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
+    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, kind=kind, interpreter_is_pure=False
 )
-BACKWARD_KERNEL = Kernel(
-    name="mosaic_gpu", platform="cuda", run=run_backward, refuses=refuses, configs=configs, interpreter_is_pure=False
-)
+BACKWARD_KERNEL = dataclasses.replace(KERNEL, run=run_backward)

@@ -21,7 +21,7 @@ from pallas_kernels import whole_images
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.gpu import hopper
 from pallas_kernels.gpu.hopper import WARPGROUP
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.kernel import Kernel, Kind, dtype_names
 
 _MAX_WINDOW = 16  # pixels from window to window: the loop over them is unrolled
 _ACCESS_BYTES = 16  # of a thread, at most
@@ -194,6 +194,12 @@ def configs(hardware, x, *operands, **_):
     return sorted(fitting, key=lambda config: pl.cdiv(channels, config["width"]) * config["width"])
 
 
+def kind(hardware, x, grad, *, window, stride, **_) -> Kind:
+    """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    windows = f"windows {list(window[1:])}, stride {list(stride[1:])}"
+    return Kind(f"{dtype_names(x, grad)}, {windows}", (math.prod(x.shape[:-1]), x.shape[-1]))
+
+
 KERNEL = Kernel(
-    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
+    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, kind=kind, interpreter_is_pure=False
 )

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.gpu import hopper
 from pallas_kernels.gpu.hopper import SHARED_BYTES, VECTOR, WARPGROUP
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.kernel import Kernel, Kind, dtype_names
 from pallas_kernels.softmax_groups import View, refusal
 
 # Values of all operands that a thread holds at most, and how many fewer for each operand if others pass through its
@@ -371,6 +371,17 @@ def configs(hardware, *operands, log, groups):
     return [{"width": width} for width in widths]
 
 
+def kind(hardware, *operands, log, groups) -> Kind:
+    """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    view = View.in_memory(groups, operands[-1].shape)
+    (config, *_) = configs(hardware, *operands, log=log, groups=groups)
+    tiling = tiling_of(view, config["width"], [operand.dtype for operand in operands])
+    given = "last axis" if groups.behind == (0,) else "other axes"
+    way = "read once" if tiling.is_read_once else "read twice"
+    words = dtype_names(*operands), *["log"] * log, given, way
+    return Kind(", ".join(words), (math.prod(view.shape) // view.size, view.size))
+
+
 KERNEL = Kernel(
-    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
+    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, kind=kind, interpreter_is_pure=False
 )

@@ -5,7 +5,7 @@ dx = y (grad - sum(y grad)),   and for log-softmax   dx = grad - exp(y) sum(grad
 
 import jax.numpy as jnp
 
-from pallas_kernels.gpu.softmax import configs, launch, refuses
+from pallas_kernels.gpu.softmax import configs, kind, launch, refuses
 from pallas_kernels.kernel import Kernel
 
 
@@ -33,5 +33,5 @@ def run(y, grad, *, log, groups, config, interpret=False):
 
 
 KERNEL = Kernel(
-    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, interpreter_is_pure=False
+    name="mosaic_gpu", platform="cuda", run=run, refuses=refuses, configs=configs, kind=kind, interpreter_is_pure=False
 )

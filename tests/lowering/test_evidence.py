@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import jaxops
 import lowering
 from jaxops_command.app import app
-from lowering import evidence, kept
+from lowering import evidence, kept, measurements
 from lowering.evidence import Case, Grid, corners, verdict
 from lowering.measurements import Entry, Key, Measurement
 from lowering.targets import here, named
@@ -198,7 +198,7 @@ def test_what_was_measured_on_the_device_decides_at_like_operands(monkeypatch, t
         kept.reread()
 
 
-@pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v6e", "tpu-v7x"])
+@pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v6e", "tpu-v7x", "cuda-h100"])
 def test_the_shipped_evidence_is_of_the_kernels_as_they_are(target, monkeypatch):
     """Else run `python benchmarks/evidence.py --target TARGET`, which replaces what does not hold any more."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -210,6 +210,36 @@ def test_the_shipped_evidence_is_of_the_kernels_as_they_are(target, monkeypatch)
     assert all(f"{operator}/{kernel}" in grid.header["code"] for operator, kernel, _ in grid.cases)
 
 
+def test_what_was_measured_on_a_target_needs_no_verification_there_but_with_other_versions(monkeypatch):
+    """And it says nothing of other chips."""
+    cases, kernel = [case(0.5, 64), case(0.5, 256)], kernel_of(128)
+    for versions, kind in ((dict(measurements.versions()), ""), ({"jax": "0.1"}, "float32")):
+        header = {"how": "measured", "versions": versions}
+        grid = Grid(header, {("op", "mosaic_tpu", "float32"): tuple(cases)}, {("op", "mosaic_tpu", "float32"): (8,)})
+        monkeypatch.setattr(evidence, "shipped", lambda target, grid=grid: grid if target == "tpu-v5e" else None)
+        found = verdict("op", kernel, named("tpu-v5e"), (), {})
+        assert (found.is_taken, found.reason) == (True, "measured on tpu-v5e at 0.50 of the reference's time")
+        assert found.kind == kind
+        assert verdict("op", kernel, Hardware("tpu", "tpu"), (), {}) is None
+
+
+def test_the_evidence_of_the_h100_is_what_its_benchmark_measured(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import evidence as maker
+
+    results, path = ROOT / "benchmarks" / "results" / "gpu_cuda-h100.json", tmp_path / "evidence.jsonl"
+    maker.measured("cuda-h100", path, results)
+    assert path.read_text() == (ROOT / "lowering" / "tuned" / "cuda-h100.evidence.jsonl").read_text()
+
+
+def test_the_plainest_loss_takes_its_kernel_on_an_h100():
+    loss = jax.value_and_grad(jaxops.linear_cross_entropy, (0, 1))
+    shapes = ((16384, 2048), "bfloat16"), ((50304, 2048), "bfloat16"), ((16384,), "int32")
+    (row,) = lowering.explain(loss, *(jax.ShapeDtypeStruct(*each) for each in shapes), target="cuda-h100").rows
+    assert row.implementation == "mosaic_gpu"
+    assert row.evidence.startswith("measured on cuda-h100 at ")
+
+
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_kernels_are_taken_at_drawn_sizes_only_where_they_are_faster(chip):
     """By replays of sizes that the evidence does not hold."""
@@ -218,7 +248,9 @@ def test_kernels_are_taken_at_drawn_sizes_only_where_they_are_faster(chip):
     for case in json.loads(path.read_text())["cases"]:
         operator, row = case["name"].split()[0], case["candidates"]["mosaic_tpu"]
         if "time" in row:
-            decided = evidence.replayed(operator, "mosaic_tpu", f"tpu-{chip}", Kind(row["kind"], tuple(row["sizes"])))
+            decided = evidence.shipped_verdict(
+                operator, "mosaic_tpu", f"tpu-{chip}", Kind(row["kind"], tuple(row["sizes"]))
+            )
             taken += [row["time"]] if decided.is_taken else []
             faster += row["time"] < 0.8
     assert max(taken) <= 1.02
