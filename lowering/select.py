@@ -372,7 +372,7 @@ class _Candidates:
             tuned = next((kernel for kernel in able if kernel.name == winner.implementation), None)
             if tuned is not None and self._refusal(tuned) is None and self.tuned_config(tuned) is not None:
                 return tuned
-        free = (kernel for kernel in able if self._refusal(kernel) is None and self._outweighed(kernel) is None)
+        free = (kernel for kernel in able if self._refusal(kernel) is None)
         return next((kernel for kernel in free if (found := self.verdict_on(kernel)) and found.is_taken), None)
 
     def verdict_on(self, kernel: Kernel) -> Verdict | None:
@@ -412,14 +412,11 @@ class _Candidates:
             return None if pure else "its interpreter has side effects, which a primitive cannot have"
         return None if kernel.platform == self.hardware.platform else f"runs on {kernel.platform} only"
 
-    def _outweighed(self, kernel: Kernel) -> str | None:
-        return kernel.outweighed(self.hardware, *self.operands, **self.attributes)
-
     def _opt_in(self, kernel: Kernel) -> str:
         """Says why "auto" does not take a kernel that would run."""
         tuned = self.evidence.entry
         is_replay = tuned is not None and tuned.replayed and tuned.key.versions == versions()
-        remark = self._outweighed(kernel) or (tuned.replay_remark(kernel.name) if tuned and is_replay else None)
+        remark = tuned.replay_remark(kernel.name) if tuned is not None and is_replay else None
         if remark:
             return f"opt-in: {remark}"
         undecided = "" if tuned is None or tuned.replayed else self._undecided(tuned)

@@ -13,10 +13,6 @@ def _single_config(hardware: Any, *operands: Any, **params: Any) -> Sequence[Con
     return ({},)
 
 
-def _never(hardware: Any, *operands: Any, **params: Any) -> str | None:
-    return None
-
-
 def _no_operand(*operands: Any, **params: Any) -> Sequence[int]:
     return ()
 
@@ -60,9 +56,6 @@ class Kernel:
         for kernels, instead of an error: for gradients of what a kernel can compute the value of.
       configs: `configs(hardware, *operands, **params)`. The launch configurations worth trying there, the default
         first.
-      outweighed: `outweighed(hardware, *operands, **params) -> str | None`. Why the hardware's figures say that the
-        reference is as fast with these operands; None if they do not. "auto" then takes the kernel only if tuning
-        measured that it wins; a user who asks for the kernel gets it.
       kind: `kind(hardware, *operands, **params) -> Kind | None`, for operands that it does not refuse. Which other
         cases speak of this one; None if none does.
       measured_on: names of the targets where it was measured at least as fast as the reference. There it is the
@@ -83,7 +76,6 @@ class Kernel:
     run: Callable[..., Any]
     refuses: Callable[..., str | None]
     configs: Callable[..., Sequence[Config]] = _single_config
-    outweighed: Callable[..., str | None] = _never
     kind: Callable[..., Kind | None] = _no_kind
     measured_on: frozenset[str] = frozenset()
     interpreter_is_pure: bool = True

@@ -7,7 +7,6 @@ Functions import `mosaic_gpu` themselves: it takes a third of a second, which on
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.ema_adam_update import COEFFICIENTS, ema_adam_update
 from pallas_kernels.gpu import hopper
-from pallas_kernels.gpu.hopper import LAUNCH_SECONDS, VECTOR, WARPGROUP
-from pallas_kernels.kernel import Kernel
+from pallas_kernels.gpu.hopper import VECTOR, WARPGROUP
+from pallas_kernels.kernel import Kernel, Kind, dtype_names
 
 _CONFIGS = ({"block_elements": 1024}, {"block_elements": 512}, {"block_elements": 2048})
 
@@ -123,20 +122,6 @@ def refuses(hardware, grad, var, m, v, s, coefficients, *, mode, output) -> str 
     return hopper.refusal(hardware, grad=grad, var=var, m=m, v=v, s=s)
 
 
-def outweighed(hardware, grad, var, m, v, s, coefficients, *, mode, output) -> str | None:
-    """Says why the reference is as fast; see `pallas_kernels.kernel.Kernel.outweighed`."""
-    # Five arrays are read and four written; m, v and s are both.
-    widths = [jnp.dtype(x.dtype).itemsize for x in (grad, var, var if output == "params" else grad, *[m, v, s] * 2)]
-    moved_bytes = sum(widths) * math.prod(grad.shape)
-    bandwidth = hardware.memory_bytes_per_s or 0
-    if moved_bytes < LAUNCH_SECONDS * bandwidth:
-        return (
-            f"a launch of its own takes {LAUNCH_SECONDS * 1e6:.0f} us, and moving the {moved_bytes:,} bytes of this "
-            f"update {moved_bytes / bandwidth * 1e6:.1f}; XLA can update small arrays together"
-        )
-    return None
-
-
 def configs(hardware, grad, var, m, v, s, coefficients, *, mode, output):
     """Lists block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     return _CONFIGS
@@ -147,13 +132,18 @@ def overwrites(grad, var, m, v, s, coefficients, *, mode, output):
     return tuple(index for index in _result_indices(grad, var, output) if index < 5)
 
 
+def kind(hardware, grad, var, m, v, s, coefficients, *, mode, output) -> Kind:
+    """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
+    return Kind(f"{dtype_names(grad, var, m, v, s)}, {mode}, {output}", (max(1, grad.size),))
+
+
 KERNEL = Kernel(
     name="mosaic_gpu",
     platform="cuda",
     run=run,
     refuses=refuses,
     configs=configs,
-    outweighed=outweighed,
+    kind=kind,
     interpreter_is_pure=False,
     overwrites=overwrites,
 )

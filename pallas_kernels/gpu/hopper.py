@@ -15,7 +15,6 @@ from jax import lax
 WARPGROUP = 128  # threads, so one access of a warpgroup touches at least as many elements
 VECTOR = 4  # elements of one access of a thread: 16 bytes of float32, the most that an instruction moves
 SHARED_BYTES = 227 * 2**10  # that one thread block may have
-LAUNCH_SECONDS = 3e-6  # of one kernel, roughly; assumed, not measured
 # Offsets are of 32 bits. That of an access is computed before it is moved back into the array, by an access at most.
 MAX_ELEMENTS = 2**31 - 2**11
 # Of the later chips, those of 12 have half of the shared memory, and nothing was compiled for any of them.

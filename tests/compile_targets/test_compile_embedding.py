@@ -76,8 +76,10 @@ def test_embedding_gradient_compiles_without_a_float32_table(chip, dtype):
     table, indices = jax.ShapeDtypeStruct((50257, 768), dtype), jax.ShapeDtypeStruct((16, 512), jnp.int32)
     gradient = jax.grad(lambda table, indices: jnp.sum(embedding(table, indices).astype(jnp.float32) ** 2))
     report = lowering.compile(gradient, table, indices, target=chip)
-    taken = (row.implementation for row in lowering.explain(gradient, table, indices, target=chip).rows)
-    assert report.kernels == ({"embedding_dense_backward": 1} if "mosaic_tpu" in taken else {})
+    taken = {row.implementation for row in lowering.explain(gradient, table, indices, target=chip).rows}
+    # On GPUs, runs of positions are summed by levels, with a launch for each.
+    launches = 1 if "mosaic_tpu" in taken else 3 if "mosaic_gpu" in taken else 0
+    assert report.kernels == ({"embedding_dense_backward": launches} if launches else {})
     if dtype == "bfloat16":
         assert report.memory.temporaries < 50257 * 768 * 4
     if chip.startswith("cuda"):

@@ -1,6 +1,5 @@
 """The EMA-Adam kernels under the interpreters of both Pallas dialects, against NumPy float64."""
 
-import dataclasses
 import functools
 import types
 
@@ -15,8 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import lowering
 from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM
-from lowering import select
-from lowering.targets import named
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.ema_adam_update import COEFFICIENTS
 from pallas_kernels.gpu import ema_adam as gpu_ema_adam
@@ -255,24 +252,6 @@ def test_ema_adam_kernels_refuse_what_they_cannot_run():
     assert "s is float64" in reason(gpu_ema_adam, h100, s="float64")
     assert "cuda-a100 has 8.0" in reason(gpu_ema_adam, a100)
     assert "2147483648" in reason(gpu_ema_adam, h100, shape=(2**20, 2**11))
-
-
-def test_ema_adam_kernel_is_not_worth_a_launch_for_small_arrays():
-    targets = named("cuda-h100"), named("cuda-h200")
-    kernel = dataclasses.replace(gpu_ema_adam.KERNEL, measured_on=frozenset(target.name for target in targets))
-    params = {"mode": "adamw", "output": "params"}
-
-    def reason(hardware, elements):
-        shapes = [(elements,)] * 5 + [(len(COEFFICIENTS),)]
-        operands = [jax.ShapeDtypeStruct(shape, F32) for shape in shapes]
-        assert select.choose("ema_adam", [kernel], "pallas", hardware, operands, params).kernel is kernel
-        choice = select.choose("ema_adam", [kernel], "auto", hardware, operands, params)
-        return None if choice.kernel is kernel else choice.refusals[0].reason
-
-    # Nine accesses of four bytes an element: a launch of 3 us moves 10.05e6 bytes at 3.35e12 bytes/s.
-    assert reason(targets[0], 279167) is None
-    assert "takes 3 us, and moving the 10,049,976 bytes" in reason(targets[0], 279166)
-    assert "of this update 1.5;" in reason(targets[1], 200000)
 
 
 @pytest.mark.slow
