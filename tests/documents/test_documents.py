@@ -176,6 +176,37 @@ def test_pages_compare_the_optimizer_with_optax():
     assert f"85 million parameters | {' | '.join(single[each] for each in candidates)} |" in README.read_text()
 
 
+def test_pages_quote_what_was_measured_on_an_h100():
+    results = json.loads((ROOT / "benchmarks" / "results" / "gpu_cuda-h100.json").read_text())
+    cases = {(case["stage"], case["name"]): case for case in results["cases"]}
+    readme, page = (" ".join(path.read_text().split()) for path in (README, ROOT / "docs" / "numbers.md"))
+    moved_gb = 4 * (16384 + 128256) * 4096 / 1e9  # arguments and results
+    quoted = {}
+    for name, words in (
+        ("headline jaxops:grad_in_forward+pallas", "kernel, three products"),
+        ("headline jaxops:grad_in_forward+xla_by_rows", "XLA, three products"),
+        ("headline jaxops:recompute+pallas", 'kernels, `strategy="recompute"`, four products'),
+        ("peers torch.compile", "PyTorch 2.11, `torch.compile`"),
+        ("peers torch", "PyTorch 2.11"),
+        ("peers liger", "Liger 0.8.5, gradients in bfloat16"),
+        ("peers tokamax:xla", "tokamax 0.0.17, XLA"),
+        ("peers optax", "logits, optax loss"),
+    ):
+        stage, _, candidate = name.partition(" ")
+        case = cases[stage, f"{candidate} (16384, 4096, 128256)"]
+        peak = case["temporary_gb"] + moved_gb if "temporary_gb" in case else case["peak_gb"]
+        quoted[candidate] = round(case["median_ms"]), round(peak, 1)
+        assert f"| {words} | {case['median_ms']:.1f} ms | {peak:.2f} GB |" in page
+    (ours, gb), *peers = (quoted[name] for name in ("jaxops:grad_in_forward+pallas", "torch.compile", "liger", "optax"))
+    assert f"16384 x 4096 x 128256: {ours} ms and {gb} GB." in readme
+    assert (
+        "`torch.compile` takes {} ms and {} GB, Liger {} ms and {} GB, optax {} ms and {} GB".format(
+            *(number for pair in peers for number in pair)
+        )
+        in readme
+    )
+
+
 @pytest.mark.parametrize("chip", ["h100", "v5e"])
 def test_numbers_quotes_the_memory_that_compilers_reported(chip):
     text = (ROOT / "docs" / "numbers.md").read_text()
