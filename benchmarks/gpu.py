@@ -335,19 +335,23 @@ def main() -> None:
     rest = (options.out, deadline, options.rehearse)
     names = options.only or (REHEARSED_SUITE if options.rehearse else [case.name for case in SUITE])
     grid = Grid(options.grid_workers, options.out, options.rehearse) if "grid" in stages else None
-    for stage in stages:
-        begin = time.monotonic()
-        if stage == "verify":
-            for verified in verify(names, *rest):
-                console.print(fitted(verified.table(), console))
-        elif stage == "grid" and grid is not None:
-            console.print(f"{grid.finish(deadline)} records of the grid")
-        elif stage == "tune":
-            tuned = campaign(["time", "tune"], names, 1.0, *rest)
-            console.print(fitted(tuned.table(), console))
-            lowering.TuningResult(tuned.entries, tuned.stopped).save(options.out / f"{tuned.target}.json")
-        measure(stage, results, deadline, options.rehearse)
-        console.print(f"{stage}: {time.monotonic() - begin:.0f} s")
+    try:
+        for stage in stages:
+            begin = time.monotonic()
+            if stage == "verify":
+                for verified in verify(names, *rest):
+                    console.print(fitted(verified.table(), console))
+            elif stage == "grid" and grid is not None:
+                console.print(f"{grid.finish(deadline)} records of the grid")
+            elif stage == "tune":
+                tuned = campaign(["time", "tune"], names, 1.0, *rest)
+                console.print(fitted(tuned.table(), console))
+                lowering.TuningResult(tuned.entries, tuned.stopped).save(options.out / f"{tuned.target}.json")
+            measure(stage, results, deadline, options.rehearse)
+            console.print(f"{stage}: {time.monotonic() - begin:.0f} s")
+    finally:
+        if grid is not None:
+            grid.kill()
     results.save(options.out)
     console.print(fitted(results.table(), console))
 

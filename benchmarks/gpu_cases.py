@@ -153,7 +153,7 @@ def loss(candidate: str, rows: int, hidden: int, classes: int) -> dict[str, Any]
 
 
 def agreement(candidate: str, rows: int, hidden: int, classes: int) -> dict[str, Any]:
-    """How far the loss's results are from those of XLA, by the largest difference over the largest value."""
+    """Compares the loss's results with those of XLA: the largest difference over the largest value."""
     operands = _loss_operands(rows, hidden, classes)
 
     def results(implementation: str) -> Any:

@@ -39,6 +39,7 @@ from lowering.targets import here
 from pallas_kernels.kernel import Kernel
 
 REPEATS, CONFIGS = 12, 8
+ROW_GROUPS = (16, 8, 4, 2)
 SILENCE_SECONDS = 40.0  # after which the process that has the lock is ended
 
 
@@ -60,7 +61,6 @@ def dropout(option: Any, sizes: Sizes) -> Any:
 
 
 # Kernels that compute logits in registers, with rows, hidden size and classes; exponentials are of a chunk's rows.
-ROW_GROUPS = (16, 8, 4, 2)
 LOGITS = {"exponentials": (4096, 4096, 128256), "statistics": (16384, 4096, 128256)}
 NOTHING: Any = ((), (0, 2**40), ())  # of a family: no grid, any size, and nothing that is listed
 FAMILIES = {
@@ -189,7 +189,7 @@ def operands(use: OperatorUse, sizes: Sizes) -> Any:
 
 
 def timed(found: Sequence[Any], draw: Any) -> list[dict[str, Any]]:
-    """Times programs in turn; of those that did not compile, the reasons."""
+    """Times programs in turn, and gives the reasons of those that did not compile."""
     programs = {str(position): x for position, x in enumerate(found) if isinstance(x, Candidate)}
     options: Any = {"until": timing.clock() + 20, "at_least": 3, "after_round": lambda: None}
     readings = candidate_readings(programs, draw(), here(), repeats=REPEATS, **options)
@@ -260,7 +260,7 @@ def worker(index: int, count: int, out: Path, rehearse: bool) -> None:
 
 
 def label_of(record: Mapping[str, Any]) -> str:
-    """What a record is of, as text."""
+    """Names what a record is of."""
     return json.dumps([record.get(name) for name in ("family", "option", "sizes", "operator", "kernel", "block_rows")])
 
 
