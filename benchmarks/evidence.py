@@ -9,10 +9,6 @@ code has changed, so it can be interrupted. The second draws sizes that no file 
 "auto" takes there.
 
 Nothing runs on a chip; it needs `jaxops targets --install tpu`.
-
-python benchmarks/evidence.py --target cuda-h100 --measured benchmarks/results/gpu_cuda-h100.json
-
-This one takes what `gpu.py` has measured.
 """
 
 import ast
@@ -28,10 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import evidence_page
-import gpu_grid
 import harness
 import jax
-import jax.numpy as jnp
 import numpy as np
 from evidence_cases import FAMILIES, OPERATORS, Family, Sizes, drawn_ids, side_of, uses
 from evidence_execution import arguments, executed, shrunk
@@ -39,16 +33,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tpu_schedules import chunks_of_gradients
 
 import jaxops
-from jaxops._suite import SUITE
 from lowering import evidence
 from lowering.campaign.problems import problems
 from lowering.compiling.compile import CompileError
 from lowering.compiling.report import CompiledReport
-from lowering.explain import OperatorUse, operator_uses
+from lowering.explain import OperatorUse
 from lowering.measuring.replaying import replay
 from lowering.operators import kind_of, on_arrays, type_text, unpacked
 from lowering.register import kernels_of, without_kernels
-from lowering.static_leaves import jaxpr_of, of_arrays
 from lowering.targets import named
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel, Kind
@@ -192,12 +184,11 @@ def digest(kernel: Kernel) -> str:
     """Returns a digest of the code of a kernel and of the modules that it is made of, without docstrings."""
     waiting, found = [kernel.run.__module__], {}
     elsewhere = "pallas_kernels.tpu" if kernel.platform == "cuda" else "pallas_kernels.gpu"
+    left_out = "pallas_kernels.kernel", "pallas_kernels.hardware"
     while waiting:
         module = waiting.pop()
         file = ROOT / f"{module.replace('.', '/')}.py"
-        if module in (*found, "pallas_kernels.kernel", "pallas_kernels.hardware") or not file.is_file():
-            continue
-        if module.startswith(elsewhere):
+        if module in (*found, *left_out) or module.startswith(elsewhere) or not file.is_file():
             continue
         tree = ast.parse(file.read_text())
         for node in ast.walk(tree):
@@ -342,58 +333,6 @@ def execute(target: str, path: Path, only: list[str], fill: int, seed: int) -> N
                     break
 
 
-def measured(target: str, path: Path, results: Path) -> None:
-    """Writes a file of evidence from what `gpu.py` has measured on the target, and kinds that were verified there."""
-    found, hardware = json.loads(results.read_text()), named(target)
-    environment = next(case["environment"] for case in found["cases"] if "environment" in case)
-    versions = {name: environment["versions"][name] for name in ("jax", "jaxlib")}
-    records: list[Any] = [header(target) | {"how": "measured", "versions": versions, "date": environment["date"]}]
-    cases = [case for one in found["grid"] if (case := case_of_record(one, hardware)) is not None]
-    cases += cases_of_losses(found["cases"], hardware)
-    known = {case[:3] for case in cases}
-    for suite_case, size in ((each, size) for each in SUITE for size in each.verified_at):
-        args = jax.eval_shape(functools.partial(suite_case.arguments, *size))
-        for use in operator_uses(jaxpr_of(*of_arrays(suite_case.fn, args)), args, hardware):
-            for kernel in (each for each in kernels_of(use.operator) if each.platform == hardware.platform):
-                kind = kind_of(kernel, hardware, *unpacked(use.operands, use.params))
-                name = f"{use.operator.name}/{kernel.name}"
-                was_right = f"{name}: verified" in found["verified"] and f"{name}: wrong" not in found["verified"]
-                if kind and was_right and (use.operator.name, kernel.name, kind.text) in known:
-                    known.remove((use.operator.name, kernel.name, kind.text))
-                    records.append({"executed": [use.operator.name, kernel.name, *kind]})
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in (records[0], *cases, *records[1:])))
-
-
-def case_of_record(record: Mapping[str, Any], hardware: Hardware) -> evidence.Case | None:
-    """Returns the case of a record of `gpu_grid.py`; None without times by the device's clock."""
-    reference, *others = record.get("rows", [{}])
-    own = next((row for row in others if row.get("implementation") == record.get("kernel")), None)
-    is_timed = reference.get("implementation") == "reference" and own is not None
-    if not is_timed or any(row["median_us"] == row["wall_us"] for row in (reference, own)):
-        return None
-    dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-    first, *rest = (dtypes.get(part, part) for part in record["option"])
-    family = gpu_grid.FAMILIES[record["family"]]
-    for use, kernel, kind in kinds(family, (first, *rest) if rest else first, tuple(record["sizes"]), hardware):
-        if (use.operator.name, kernel.name) == (record["operator"], record["kernel"]):
-            time = round(own["median_us"] / reference["median_us"], 3)
-            temporaries = reference["temporaries"], own["temporaries"]
-            return evidence.Case(use.operator.name, kernel.name, *kind, time, reference["median_us"], temporaries)
-    return None
-
-
-def cases_of_losses(cases: list[Any], hardware: Hardware) -> Iterator[evidence.Case]:
-    """Yields the cases of the summed loss: whole steps by the host's clock, as copies count there, too."""
-    steps = {case["name"]: case for case in cases if case["stage"] in ("headline", "lce")}
-    for name, own in steps.items():
-        if "grad_in_forward+pallas" in name:
-            reference, sizes = steps[name.replace("pallas", "xla_by_rows")], ast.literal_eval(name.partition(" ")[2])
-            ((use, kernel, kind),) = kinds(FAMILIES["gradients"], jnp.bfloat16, sizes, hardware)
-            temporaries = int(1e9 * reference["temporary_gb"]), int(1e9 * own["temporary_gb"])
-            time, us = round(own["wall_ms"] / reference["wall_ms"], 3), round(1e3 * reference["wall_ms"], 1)
-            yield evidence.Case(use.operator.name, kernel.name, *kind, time, us, temporaries)
-
-
 def draw(target: str, only: list[str], count: int, seed: int) -> list[dict[str, Any]]:
     """Replays kernels at sizes that are drawn, and says of each whether "auto" takes it."""
     hardware, draws, found = named(target), np.random.default_rng(seed), []
@@ -426,7 +365,6 @@ def main() -> None:
     parser.add_argument("--fill", type=int, default=0, help="beside the grid, so many cases of sizes that are drawn")
     parser.add_argument("--draw", type=int, default=0, help="replay so many cases of sizes that are drawn")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--measured", type=Path, help="take what gpu.py has measured instead of replaying")
     parser.add_argument("--page", type=Path, help="where to write what ships as a page of documentation, and no more")
     options = parser.parse_args()
     if options.page is not None:
@@ -439,9 +377,6 @@ def main() -> None:
         harness.report("evidence_draws", cases, options.output)
         return
     path = options.folder / f"{options.target}.evidence.jsonl"
-    if options.measured is not None:
-        measured(options.target, path, options.measured)
-        return
     begin(options.target, path)
     make_grid(options.target, path, options.only, options.fill, options.seed)
     execute(options.target, path, options.only, options.fill, options.seed)

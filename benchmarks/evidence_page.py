@@ -14,9 +14,9 @@ PAGE = """# What runs where
 | on | an operator runs |
 | --- | --- |
 | a CPU | `jax.numpy`, compiled by XLA |
-| an H100 | a kernel at the sizes where measurements favour it; elsewhere the same |
-| another NVIDIA GPU | the same; a kernel once [`jaxops tune`](on-your-device.md) has measured it |
-| a TPU | a kernel at the sizes where replays favour it; elsewhere the same |
+| an NVIDIA GPU | the same; a kernel once [`jaxops tune`](on-your-device.md) has measured it |
+| an H100 | a kernel at the sizes where measurements favour it; elsewhere `jax.numpy` |
+| a TPU | a kernel at the sizes where replays favour it; elsewhere `jax.numpy` |
 
 `lowering.explain` says which evidence decided for your operands. `jaxops ops --target tpu-v5e` lists all of it.
 

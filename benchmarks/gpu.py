@@ -29,6 +29,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from evidence import digest
 from gpu_cases import kernel_configs
 from gpu_grid import LOGITS, Grid
 from rich.console import Console
@@ -40,6 +41,7 @@ from jaxops._suite import F32, SUITE
 from lowering.campaign.process import converse
 from lowering.campaign.report import Campaign
 from lowering.measurements import HANGS, WRONG
+from lowering.register import kernels_of
 from lowering.tables import fitted
 
 CALLS = {
@@ -248,7 +250,7 @@ class Results:
             path.write_text(json.dumps(self.whole(), indent=1) + "\n")
 
     def whole(self) -> dict[str, Any]:
-        """Everything that was found: what was timed, the grid, and how many steps of each kernel were right or not."""
+        """Everything that was found: times, the grid, and of each kernel how many steps were right, and its code."""
         folder = self.path.parent
         grid, *verdicts = (
             [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -256,7 +258,14 @@ class Results:
         )
         found = [record for records in verdicts for record in records if "outcome" in record and "operator" in record]
         counts = collections.Counter(f"{x['operator']}/{x['kernel']}: {x['outcome']}" for x in found)
-        return {"benchmark": "gpu", "cases": self.records, "grid": grid, "verified": dict(sorted(counts.items()))}
+        kernels = ((x, kernel) for x in jaxops.operators() for kernel in kernels_of(x) if kernel.platform == "cuda")
+        return {
+            "benchmark": "gpu",
+            "cases": self.records,
+            "grid": grid,
+            "verified": dict(sorted(counts.items())),
+            "code": {f"{operator.name}/{kernel.name}": digest(kernel) for operator, kernel in kernels},
+        }
 
     def table(self) -> Table:
         table = Table(title=f"{len(self.records)} cases", title_justify="left")

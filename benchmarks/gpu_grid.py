@@ -246,6 +246,7 @@ def worker(index: int, count: int, out: Path, rehearse: bool) -> None:
         for use, kernel in uses(family, option, sizes, here()):
             named = {**label, "operator": use.operator.name, "kernel": kernel.name}
             add(named, functools.partial(prepared_use, use, kernel, config_count, sizes))
+    ready_file(out, index).touch()
     for named, found, draw in ready:
         if draw is None:
             record = {"refused": found}
@@ -257,6 +258,11 @@ def worker(index: int, count: int, out: Path, rehearse: bool) -> None:
                     record = {"error": failure(error)}
         with path.open("a") as stream:
             stream.write(f"{json.dumps({**named, **record})}\n")
+
+
+def ready_file(out: Path, index: int) -> Path:
+    """Returns what is there once a process has compiled its share."""
+    return out / f"grid-{index}.ready"
 
 
 def label_of(record: Mapping[str, Any]) -> str:
@@ -279,6 +285,8 @@ class Grid:
 
     def __init__(self, count: int, out: Path, rehearse: bool) -> None:
         self._out = out
+        for index in range(count):
+            ready_file(out, index).unlink(missing_ok=True)
         self._lock = (out / "grid.lock").open("a+")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         log = (out / "grid.log").open("w")
@@ -291,7 +299,13 @@ class Grid:
         ]
 
     def finish(self, deadline: float) -> int:
-        """Lets the processes time what they have compiled, until the deadline; returns how many records there are."""
+        """Lets the processes time what they have compiled, until the deadline; returns how many records there are.
+
+        They begin when all have compiled their share, or half of the time is over.
+        """
+        latest = (time.monotonic() + deadline) / 2
+        while time.monotonic() < latest and not all(map(self._is_ready, range(len(self._workers)))):
+            time.sleep(0.2)
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         path, lock = self._out / "grid.jsonl", self._out / "grid.lock"
         path.touch()
@@ -305,6 +319,9 @@ class Grid:
                 os.utime(lock)
         self.kill()
         return len(path.read_text().splitlines())
+
+    def _is_ready(self, index: int) -> bool:
+        return ready_file(self._out, index).exists() or self._workers[index].poll() is not None
 
     def kill(self) -> None:
         """Ends all processes."""

@@ -102,9 +102,9 @@ def use(
 
         - "auto" takes the fastest implementation if these exact shapes were tuned, in a context or by `jaxops tune` on
           this machine. Otherwise it takes the first kernel that accepts the operands and was measured at least as fast
-          as the reference on the target, or that the evidence on operands like these favours: replayed at 0.85 of the
-          reference's time or less, and executed. Else it takes the first form in `jax.numpy` that is meant for the
-          platform and accepts the operands, else the reference.
+          as the reference on the target, or that the evidence on operands like these favours: measured there or
+          replayed at 0.85 of the reference's time or less, and executed. Else it takes the first form in `jax.numpy`
+          that is meant for the platform and accepts the operands, else the reference.
         - "reference" takes the operator's definition in `jax.numpy`, the same program on every platform.
         - the name of another form in `jax.numpy`, as `explain` shows it ("xla_prior_shift"), takes that form, on any
           platform; operators without such a form take what "auto" takes.
@@ -118,10 +118,10 @@ def use(
 
         "pallas" and "interpret" may name a kernel after a colon, as in "interpret:mosaic_gpu"; "pallas:mosaic_gpu"
         takes that kernel even where it was found wrong.
-      verify: whether a kernel that "auto" takes by replays alone is run on the device that is here, once, before it is
-        first used: a small case of its kind, against float64. The outcome is kept; a kernel that goes wrong is not
-        taken. JAXOPS_VERIFY=never in the environment switches it off as well. None keeps what the surrounding context
-        says, at first True.
+      verify: whether a kernel that "auto" takes by replays alone, or by measurements with other versions, is run on the
+        device that is here, once, before it is first used: a small case of its kind, against float64. The outcome is
+        kept; a kernel that goes wrong is not taken. JAXOPS_VERIFY=never in the environment switches it off as well.
+        None keeps what the surrounding context says, at first True.
       **by_operator: the same for single operators, by name, as in `use(apply_fused_ema_adam="pallas")`.
 
     Returns:
