@@ -71,7 +71,6 @@ SUMS: dict[str, Callable[..., Any]] = {
     "one-hot labels that are none": lambda z, a: jnp.mean(a["row"] * log_sum_exp_less_one_hot(z, a["masked"])),
     "labels of forbidden classes, masked": forbidden_label,
     "accuracy beside it": with_accuracy,
-    "maxima without a derivative": lambda z, a: (cross_entropy(z, a["labels"]) + lax.stop_gradient(z.max(-1))).sum(),
     "sums apart": lambda z, a: (
         (jax.nn.logsumexp(z, axis=-1) * a["row"]).sum() - (picked(z, a["labels"]) * a["row"]).sum()
     ),
@@ -106,6 +105,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
         cross_entropy(z, a["labels"]) * (jnp.argmax(z, axis=-1) == a["labels"])
     ),
     "weights that read maxima": lambda z, a: jnp.sum(cross_entropy(z, a["labels"]) * lax.stop_gradient(z.max(-1))),
+    "maxima without a derivative": lambda z, a: (cross_entropy(z, a["labels"]) + lax.stop_gradient(z.max(-1))).sum(),
     "losses without a derivative": lambda z, a: jnp.sum(
         cross_entropy(z, a["labels"]) - 0.5 * lax.stop_gradient(cross_entropy(z, a["labels"]))
     ),

@@ -86,14 +86,17 @@ class Sums:
         varies, moves = behind(*by_name.values()), behind(*(dots[name] for name in _SMOOTH))
         by_mean = behind(dots["mean_logit"])
         of_fixed = behind(*(by_name[name] for name in _FIXED))
-        reads = behind(*(by_name[name] for name in ("mean_logit", "prediction", "peak")))
+        reads = behind(by_name["mean_logit"], by_name["prediction"])
+        # The statistics beside gradients are relative to something else than the largest logit.
+        unknown = behind(by_name["peak"])
         of_smooth = behind(*(by_name[name] for name in (*_SMOOTH, "mean_logit")))
         primals, tangents = graph.results[: len(results)], graph.results[len(results) :]
-        along = [*zip(results, primals, tangents, strict=True)]
-        self._affine = [x for x, _, dot in along[: len(self._numbers)] if dot in moves and dot not in varies | by_mean]
+        along, count = [*zip(results, primals, tangents, strict=True)], len(self._numbers)
+        linear = moves - varies - by_mean
+        self._affine = [x for x, primal, dot in along[:count] if dot in linear and primal not in unknown]
         self._fixed = {x for x, primal, _ in along if primal in of_fixed}
         self._reading = {x for x, primal, _ in along if primal in reads}
-        self._beside = {x for x, primal, _ in along[len(self._numbers) :] if primal not in of_smooth}
+        self._beside = {x for x, primal, _ in along[count:] if primal not in of_smooth | unknown}
 
     def steps(self, taken: Sequence[Step], alike: Sequence[Node], *, first: bool) -> Iterator[Step]:
         """Yields the steps by which no logits are needed: each computes a number, from the last or the first on."""
