@@ -280,7 +280,7 @@ def _uses(jaxpr: Jaxpr, count: int, hardware: Hardware, device_count: int) -> It
             selection = params.pop("selection")
             operands, results = ([x.aval for x in side] for side in (equation.invars, equation.outvars))
             split = register.partitioning(operands, device_count)
-            choice = register.choose(operator, selection, hardware, operands, params, device_count)
+            choice = register.choose_in_program(operator, selection, hardware, operands, params, device_count)
             shared_by = {"auto": device_count, "explicit": register.mesh_of(operands).size}.get(split, 1)
             yield OperatorUse(operator, count, operands, results, params, choice, split, shared_by)
         for body in cost.inner_jaxprs(equation):

@@ -140,7 +140,7 @@ def load_packages() -> None:
         package.load()
 
 
-def choose(
+def choose_in_program(
     operator: Operator,
     selection: select.Selection,
     hardware: Hardware,
@@ -179,7 +179,7 @@ def on_one_device(
     operator: Operator, selection: select.Selection, hardware: Hardware, operands: Sequence[Any], params: dict[str, Any]
 ) -> Callable[..., Any]:
     """Returns what runs on one device of this hardware, a kernel or not, as a function of an equation's arrays."""
-    choice = choose(operator, selection, hardware, operands, params, 1)
+    choice = choose_in_program(operator, selection, hardware, operands, params, 1)
     if choice.kernel is None:
         return _in_jnp(operator, choice.form, Place(hardware.platform), params)
     return on_arrays(functools.partial(choice.kernel.run, **_launch(choice, hardware, operands, params)), params)
@@ -215,10 +215,10 @@ def _lower(
     hardware = being_lowered_for(platform, tuple(ctx.module_context.platforms))
     devices = _device_count(ctx)
     place = Place(platform, split_over(ctx.avals_in, devices))
-    choice = choose(operator, selection, hardware, ctx.avals_in, params, devices)
+    choice = choose_in_program(operator, selection, hardware, ctx.avals_in, params, devices)
     if choice.is_unverified and selection.verify and not is_absent() and hardware == here():
         _verifiers[-1](operator, choice.kernel, hardware, ctx.avals_in, params)
-        choice = choose(operator, selection, hardware, ctx.avals_in, params, devices)
+        choice = choose_in_program(operator, selection, hardware, ctx.avals_in, params, devices)
     if choice.form is not None and choice.form.per_device and place.is_split:
         run = functools.partial(choice.form.run, place=Place(platform))
         with select.using(selection):

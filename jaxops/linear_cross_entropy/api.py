@@ -227,14 +227,10 @@ def linear_cross_entropy(
     checks.check_floats(_NAME, x.shape[:-1], row_weight=row_weight)
     x, labels, row_weight = checks.agreeing_rows(x, labels, row_weight)
     vocabulary = Vocabulary.of(_NAME, weight, vocab_axis)
-    targets = Targets(labels, class_weight, row_weight, margin, ignore_index, label_smoothing, z_loss)
+    targets = Targets(labels, class_weight, row_weight, margin, ignore_index, label_smoothing, z_loss, reduction)
     losses = targets.losses(x, vocabulary, accumulation_dtype(weight.dtype))
     is_sum = not batch_invariant and _is_sum(strategy, reduction, vocabulary)
     rows, columns, weights = losses.rows, Columns(weight, bias, losses.class_targets), losses.weights
-    # With its divisor in the weights, a mean's cotangent is 1.
-    has_mean = None
-    if reduction == "mean":
-        weights, has_mean = losses.averaged()
     # A skipped row may hold NaN, which a gradient of zero would not remove. Aux describes skipped rows, too.
     live = losses.kept | jnp.all(jnp.isfinite(x), axis=-1) if return_aux else losses.kept
     if rows.labels is not None:
@@ -251,7 +247,7 @@ def linear_cross_entropy(
         statistics = linear_row_statistics(rows, columns, chunk_rows=chunk_rows, vocab_axis=vocab_axis, **options)
         loss = row_losses(statistics, weights)
     loss = jnp.sum(loss) if reduction != "none" else loss
-    loss = loss if has_mean is None else nan_unless(has_mean, loss)
+    loss = loss if losses.has_mean is None else nan_unless(losses.has_mean, loss)
     return (loss, _aux(statistics, labels, losses.kept, vocabulary)) if return_aux else loss
 
 

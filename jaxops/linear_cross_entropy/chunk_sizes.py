@@ -11,12 +11,12 @@ class ChunkSizes(NamedTuple):
 
     Attributes:
       logits: of a chunk of rows: 64 MiB in float32. Fewer cost time, as each chunk adds to the gradient of the weight.
-      least_rows: with fewer rows, a chunk mostly reads the weight and adds to its gradient.
+      least: with fewer rows, a chunk mostly reads the weight and adds to its gradient; with fewer columns, products are
+        too small to be fast.
       exponentials: of a chunk of rows whose exponentials are written in 16 bits, 0.5 GiB, as on TPUs and in kernels:
         by replay, smaller chunks spend over a tenth of their time on the float32 sum for the weight.
       tile_logits: of a tile of columns over all rows: 1 MiB in float32, which stays in a processor's cache between the
         steps that read it.
-      least_columns: with fewer columns, matrix products are too small to be fast.
       vocabulary_parts: the devices over which a vocabulary may lie without being moved by tiles. More parts would be
         shorter than the units in which memory is laid out.
       block: of the gradient of a weight, in elements, that a CPU adds a product to at a time: it stays in a cache.
@@ -27,10 +27,9 @@ class ChunkSizes(NamedTuple):
     """
 
     logits: int = 2**24
-    least_rows: int = 256
+    least: int = 256
     exponentials: int = 2**28
     tile_logits: int = 2**18
-    least_columns: int = 256
     vocabulary_parts: int = 16
     block: int = 2**20
     first_columns: int = 256
@@ -48,13 +47,13 @@ def rows_of_logits(classes: Any, features: Any, arrays: int = 1) -> int | None:
     """
     if jax.export.is_symbolic_dim(classes) or jax.export.is_symbolic_dim(features):
         return None
-    return max(SIZES.least_rows, features // 4, SIZES.logits // max(1, arrays * classes))
+    return max(SIZES.least, features // 4, SIZES.logits // max(1, arrays * classes))
 
 
 def rows_of_exponentials(classes: int, features: int, *, metrics: bool = False) -> int:
     """Returns how many rows a chunk of 16-bit exponentials has; half with metrics, whose logits are float32."""
     rows = SIZES.exponentials // max(1, classes) // (2 if metrics else 1)
-    return max(SIZES.least_rows, features // 4, rows)
+    return max(SIZES.least, features // 4, rows)
 
 
 def columns_of_tile(all_rows: Any, rows: Any, weight_shape: tuple[int, ...], chunk_rows: int | None) -> int | None:
@@ -66,7 +65,7 @@ def columns_of_tile(all_rows: Any, rows: Any, weight_shape: tuple[int, ...], chu
     classes, features = weight_shape
     if jax.export.is_symbolic_dim(classes):
         return None
-    least = SIZES.least_columns if jax.export.is_symbolic_dim(features) else max(SIZES.least_columns, features // 2)
+    least = SIZES.least if jax.export.is_symbolic_dim(features) else max(SIZES.least, features // 2)
     if jax.export.is_symbolic_dim(rows):
         return least
     if chunk_rows is None and all_rows * classes <= SIZES.logits:

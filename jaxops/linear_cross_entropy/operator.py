@@ -87,11 +87,10 @@ def statistics_by_columns(
     if kept is None or rows.labels is None:
         return statistics
     # The x of all skipped rows counts as 0, so their statistics are those of one row.
-    zero = Rows(jnp.zeros((1, 0)), jnp.full((1,), SKIPPED, rows.labels.dtype))
+    zero = Rows(jnp.zeros((1, 0)), jnp.full(1, SKIPPED))
     without_features = columns._replace(weight=columns.weight[:, :0])
     skipped = Logits.of(zero, without_features, softcap).sums(metrics=False).statistics
-    is_skipped = rows.labels == SKIPPED
-    return jax.tree.map(lambda x, of_kept: jnp.where(is_skipped, x, of_kept), skipped, kept.restore(statistics))
+    return jax.tree.map(functools.partial(jnp.where, rows.labels == SKIPPED), skipped, kept.restore(statistics))
 
 
 def gradients_by_columns(

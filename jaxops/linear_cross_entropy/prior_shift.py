@@ -166,13 +166,11 @@ def _chunk_step(
         dtype = before.loss.dtype
         x = algebra.skipped_as_zeros(rows._replace(x=rows.x.astype(columns.weight.dtype))).x
         sums, off_label, label_weight = _shifted_sums(x, rows.labels, columns, softcap, exponentiating)
-        statistics, has_label = algebra.own_statistics(sums, rows, metrics), sums.has_label
-        assert sums.label_logit is not None
-        assert has_label is not None
+        statistics = algebra.own_statistics(sums, rows, metrics)
         scale = algebra.softmax_coefficient(weights, sums) / sums.sum_exp
         at_label = scale * jnp.exp(sums.label_logit) - (0 if weights.label is None else weights.label)
         at_label = at_label * algebra.softcap_slope(sums.label_logit + sums.max_logit, softcap)
-        at_label = jnp.where(has_label, at_label, 0)
+        at_label = jnp.where(sums.has_label, at_label, 0)
         ratio = at_label / scale
         # Near the limit, some exponentials may have met it. A scale of 0 stands for no rows, unless their label counts.
         is_finite = jnp.isfinite(scale) & (jnp.isfinite(ratio) | (at_label == 0))
@@ -205,8 +203,8 @@ def _chunk_step(
 
 def _shifted_sums(
     x: jax.Array, labels: jax.Array, columns: Columns, softcap: float | None, exponentiating: Exponentiating
-) -> tuple[algebra.RowSums, jax.Array, jax.Array]:
-    """Returns the sums of rows relative to their shift, P off the label, and the label's rows of the weight."""
+) -> tuple[Any, jax.Array, jax.Array]:
+    """Returns `RowSums` relative to each row's shift, P off the label, and the label's rows of the weight."""
     first_columns = jax.tree.map(lambda column: column[: SIZES.first_columns], columns)
     first = algebra.Logits.of(Rows(x), first_columns, softcap).bounded
     has_label = (labels >= 0) & (labels < columns.weight.shape[0])

@@ -217,7 +217,7 @@ def added_in_blocks(total: jax.Array, cotangent: jax.Array, x: jax.Array, factor
     """Adds a product to a sum (V, H), a block at a time: XLA's CPU compiler stores a product before it adds it."""
     axis, rows = int(total.shape[0] < total.shape[1]), math.prod(x.shape[:-1])
     size, other = total.shape[axis], total.shape[1 - axis]
-    width = min(size, max(SIZES.least_columns, SIZES.block // max(1, other, rows)))
+    width = min(size, max(SIZES.least, SIZES.block // max(1, other, rows)))
     # A sum that is kept in 16 bits is rounded once for each product, after the addition.
     dtype = jnp.dtype(jnp.float32) if total.dtype == jnp.bfloat16 else total.dtype
 

@@ -63,26 +63,16 @@ class Losses(NamedTuple):
     Attributes:
       rows: what rows are compared with; labels are this device's columns.
       class_targets: as in `Columns`.
-      weights: of the terms of each row's loss; those of ignored rows are 0.
+      weights: of the terms of each row's loss, for a mean with its divisor; those of ignored rows are 0.
       kept: (...) bool, the rows whose label is not ignored.
-      divisor: (...), each row's share of what the mean is divided by.
+      has_mean: (), whether the divisor of a mean is not 0; None for other reductions.
     """
 
     rows: Rows
     class_targets: jax.Array | None
     weights: RowWeights
     kept: jax.Array
-    divisor: jax.Array
-
-    def averaged(self) -> tuple[RowWeights, jax.Array]:
-        """Returns weights with which the sum of the losses is their mean, and whether there is one; zeros if not.
-
-        The mean of nothing is NaN. Its gradients are zero, like those of skipped rows, so 1 / 0 must not reach them.
-        """
-        divisor = jnp.sum(self.divisor)
-        has_mean = divisor != 0
-        divisor = jnp.where(has_mean, divisor, 1)
-        return jax.tree.map(lambda weight: jnp.where(has_mean, weight / divisor, 0), self.weights), has_mean
+    has_mean: jax.Array | None
 
 
 class Targets(NamedTuple):
@@ -95,22 +85,28 @@ class Targets(NamedTuple):
     ignore_index: int
     label_smoothing: float
     z_loss: Any
+    reduction: str
 
     def losses(self, x: jax.Array, vocabulary: Vocabulary, dtype: Any) -> Losses:
         """Returns what they mean for the losses of rows x."""
         of_rows = self._of_probabilities if self.labels.ndim == x.ndim else self._of_labels
-        losses, row_weight = of_rows(x, vocabulary, dtype), self.row_weight
-        weights = losses.weights
+        rows, class_targets, weights, kept, shares = of_rows(x, vocabulary, dtype)
         if not isinstance(self.z_loss, float | int) or self.z_loss != 0:
-            weights = weights._replace(square=jnp.where(losses.kept, jnp.asarray(self.z_loss, dtype), 0))
-        if row_weight is None:
-            return losses._replace(weights=weights)
-        kept = sharding.laid_out_as(losses.kept, jax.typeof(row_weight).sharding)
-        by_row = jnp.where(kept, row_weight.astype(dtype), jnp.zeros_like(row_weight, dtype))
-        weights = jax.tree.map(lambda weight: by_row * weight, weights)
-        return losses._replace(weights=weights, divisor=by_row * losses.divisor)
+            weights = weights._replace(square=jnp.where(kept, jnp.asarray(self.z_loss, dtype), 0))
+        if (row_weight := self.row_weight) is not None:
+            counts = sharding.laid_out_as(kept, jax.typeof(row_weight).sharding)
+            by_row = jnp.where(counts, row_weight.astype(dtype), jnp.zeros_like(row_weight, dtype))
+            weights, shares = jax.tree.map(lambda weight: by_row * weight, (weights, shares))
+        has_mean = None
+        if self.reduction == "mean":
+            # The mean of nothing is NaN. Its gradients are zero, as of skipped rows, so 1 / 0 must not reach them.
+            divisor = jnp.sum(shares)
+            has_mean = divisor != 0
+            divisor = jnp.where(has_mean, divisor, 1)
+            weights = jax.tree.map(lambda weight: jnp.where(has_mean, weight / divisor, 0), weights)
+        return Losses(rows, class_targets, weights, kept, has_mean)
 
-    def _of_labels(self, x: jax.Array, vocabulary: Vocabulary, dtype: Any) -> Losses:
+    def _of_labels(self, x: jax.Array, vocabulary: Vocabulary, dtype: Any) -> tuple[Any, ...]:
         kept, labels = differ_from(self.labels, self.ignore_index), wide_ids(self.labels)
         zeros = jnp.zeros_like(labels, dtype)  # laid out as labels are
         by_class = None if self.class_weight is None else self.class_weight.astype(dtype)
@@ -123,12 +119,11 @@ class Targets(NamedTuple):
             class_targets = jnp.ones(vocabulary.columns, dtype) if by_class is None else by_class
             weights = weights._replace(target=jnp.where(kept, zeros + smoothing / vocabulary.classes, zeros))
         if margin is not None:
-            is_number = jnp.ndim(margin) == 0
-            margin = zeros + margin if is_number else vocabulary.values_of(labels, margin.astype(dtype))
-            margin = jax.lax.stop_gradient(margin)
-        return Losses(Rows(x, vocabulary.local(labels), margin=margin), class_targets, weights, kept, of_label)
+            margin = vocabulary.values_of(labels, margin.astype(dtype)) if jnp.ndim(margin) else zeros + margin
+        margin = jax.lax.stop_gradient(margin)
+        return Rows(x, vocabulary.local(labels), margin=margin), class_targets, weights, kept, of_label
 
-    def _of_probabilities(self, x: jax.Array, vocabulary: Vocabulary, dtype: Any) -> Losses:
+    def _of_probabilities(self, x: jax.Array, vocabulary: Vocabulary, dtype: Any) -> tuple[Any, ...]:
         # Used unchanged if possible: a changed copy would be one more array of the logits' size.
         probabilities = self.labels
         if self.label_smoothing:
@@ -144,7 +139,7 @@ class Targets(NamedTuple):
             by_class = jax.lax.broadcast_in_dim(by_class.astype(dtype), shape, (last,), out_sharding=layout)
             probabilities = probabilities * by_class
         ones = jnp.ones(self.labels.shape[:-1], dtype)
-        return Losses(Rows(x, probabilities=probabilities), None, RowWeights(target=ones), ones > 0, ones)
+        return Rows(x, probabilities=probabilities), None, RowWeights(target=ones), ones > 0, ones
 
 
 @jax.jit

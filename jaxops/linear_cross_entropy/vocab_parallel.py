@@ -130,16 +130,12 @@ def _grad(
     return x_grad, weight_grad.astype(weight.dtype)
 
 
-def _on_one_device(place: Place, *_: Any, **__: Any) -> str | None:
-    return None if place.device_count > 1 else "one device has all rows, as the reference expects"
-
-
 ONLINE_MAX_SUM = Operator(
     name="fused_linear_online_max_sum",
     signature="... h, v h, ..., , -> ..., ..., ..., ..., ..., ... v",
     check=None,
     reference=_max_sum,
-    forms=(Form("xla_split_rows", EVERYWHERE, _max_sum, _on_one_device),),
+    forms=(Form("xla_by_rows", EVERYWHERE, _max_sum),),
     kernels=(tpu.MAX_SUM_KERNEL, gpu.MAX_SUM_KERNEL),
 )
 
@@ -160,6 +156,6 @@ LOSS_GRAD = Operator(
     signature="..., ... h, v h, ..., ..., ..., ..., ... v -> ... h, v h",
     check=None,
     reference=_grad,
-    forms=(Form("xla_split_rows", EVERYWHERE, _grad, _on_one_device),),
+    forms=(Form("xla_by_rows", EVERYWHERE, _grad),),
     kernels=(tpu.GRAD_KERNEL, gpu.GRAD_KERNEL),
 )
