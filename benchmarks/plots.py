@@ -56,22 +56,21 @@ def plain_against_ours() -> Figure:
 def memory_against_vocabulary() -> Figure:
     """What the compiler reports for a loss and its gradients."""
     results = cases("vocabulary_memory_cpu")
-    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
     for name in results[0]["candidates"]:
         megabytes = [case["candidates"][name]["temporary_mb"] for case in results]
         axes.plot([case["vocabulary"] for case in results], megabytes, marker="o", label=name)
-    axes.set(yscale="log", xlabel="vocabulary", ylabel="temporaries, MB")
-    axes.set_xscale("log", base=2)
-    axes.grid(alpha=0.3)
-    axes.legend()
+    axes.set(xlabel="vocabulary", ylabel="temporaries, MB")
+    _logarithmic(axes, [10, 30, 100, 300, 1000, 3000])
+    figure.legend(loc="outside upper left")
     return figure
 
 
 def time_against_rows() -> Figure:
     """Loss and both gradients on a CPU."""
     results = cases("linear_cross_entropy_rows_cpu")
-    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
     rows = [case["rows"] for case in results]
     for name in results[0]["candidates"]:
@@ -80,10 +79,9 @@ def time_against_rows() -> Figure:
         axes.fill_between(
             rows, *zip(*(one["quartiles_ms"] for one in of_name), strict=True), color=line.get_color(), alpha=0.2
         )
-    axes.set(yscale="log", xlabel="rows", ylabel="loss and gradients, ms")
-    axes.set_xscale("log", base=2)
-    axes.grid(alpha=0.3)
-    axes.legend()
+    axes.set(xlabel="rows", ylabel="loss and gradients, ms")
+    _logarithmic(axes, [20, 50, 100, 200, 500])
+    figure.legend(loc="outside upper left", ncols=2)
     return figure
 
 
@@ -130,7 +128,7 @@ def kernels_by_roofline() -> Figure:
         axes.plot(kernel, height, "D", color=OURS, markersize=5, label="kernels" if height == 0 else None)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [name for name, *_ in reversed(rows)], fontsize=7)
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside upper right", ncols=2)
     _powers_of_two(axes, "time by roofline, replayed for a TPU v5e")
     return figure
 
@@ -146,6 +144,17 @@ def operator_of(results_name: str, case_name: str) -> str:
     if results_name.startswith(("linear_cross_entropy", "vocabulary_memory")):
         return "linear_cross_entropy"
     return results_name.removesuffix("_cpu")
+
+
+def _logarithmic(axes: Axes, ticks: list[int]) -> None:
+    """Has both axes logarithmic, with plain numbers at powers of two and at the ticks."""
+    axes.set_yscale("log")
+    axes.set_yticks(ticks)
+    axes.yaxis.set_minor_formatter("")
+    axes.set_xscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,.0f}")
+    axes.grid(alpha=0.3)
 
 
 def _powers_of_two(axes: Axes, label: str) -> None:

@@ -200,10 +200,7 @@ class MaxPool2d(eqx.nn.MaxPool2d):
       kernel_size: the extents of the windows: one number, or one for each of height and width.
       stride: the steps between windows, likewise; 1 unless given.
       padding: how far windows reach beyond x, less than the window: a number, one for each axis, or pairs.
-      use_ceil: must be False.
-
-    Raises:
-      NotSupportedError: for `use_ceil`.
+      use_ceil: whether the last windows reach beyond the padding, so that each pixel is in a window.
 
     Example:
       >>> layer = jaxops.equinox.MaxPool2d((1, 2))
@@ -213,12 +210,11 @@ class MaxPool2d(eqx.nn.MaxPool2d):
 
     def __init__(self, kernel_size: Any, stride: Any = 1, padding: Any = 0, use_ceil: bool = False) -> None:
         """Takes the arguments of `equinox.nn.MaxPool2d`."""
-        _check_use_ceil("jaxops.equinox.MaxPool2d", use_ceil)
-        super().__init__(kernel_size, stride, padding)
+        super().__init__(kernel_size, stride, padding, use_ceil)
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Pools an image (C, H, W), or a batch (N, C, H, W). `key` is not used."""
-        return max_pool(x, self.kernel_size, stride=self.stride, padding=self.padding, layout="NCHW")
+        return max_pool(x, self.kernel_size, stride=self.stride, padding=_padding(self, x), layout="NCHW")
 
 
 class AvgPool2d(eqx.nn.AvgPool2d):
@@ -228,10 +224,7 @@ class AvgPool2d(eqx.nn.AvgPool2d):
       kernel_size: the extents of the windows: one number, or one for each of height and width.
       stride: the steps between windows, likewise; 1 unless given.
       padding: how far windows reach beyond x, less than the window: a number, one for each axis, or pairs.
-      use_ceil: must be False.
-
-    Raises:
-      NotSupportedError: for `use_ceil`.
+      use_ceil: whether the last windows reach beyond the padding, so that each pixel is in a window.
 
     Example:
       >>> layer = jaxops.equinox.AvgPool2d(2, stride=2)
@@ -241,14 +234,16 @@ class AvgPool2d(eqx.nn.AvgPool2d):
 
     def __init__(self, kernel_size: Any, stride: Any = 1, padding: Any = 0, use_ceil: bool = False) -> None:
         """Takes the arguments of `equinox.nn.AvgPool2d`."""
-        _check_use_ceil("jaxops.equinox.AvgPool2d", use_ceil)
-        super().__init__(kernel_size, stride, padding)
+        super().__init__(kernel_size, stride, padding, use_ceil)
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Pools an image (C, H, W), or a batch (N, C, H, W). `key` is not used."""
-        return avg_pool(x, self.kernel_size, stride=self.stride, padding=self.padding, layout="NCHW")
+        return avg_pool(x, self.kernel_size, stride=self.stride, padding=_padding(self, x), layout="NCHW")
 
 
-def _check_use_ceil(name: str, use_ceil: Any) -> None:
-    rule = "be False, as windows that reach beyond the padding are left out"
-    require(use_ceil is False, name, "use_ceil", rule, use_ceil, error=NotSupportedError)
+def _padding(pool: eqx.nn.Pool, x: jax.Array) -> Any:
+    """Returns the padding of a pool, with `use_ceil` as far as its last windows reach."""
+    if not pool.use_ceil:
+        return pool.padding
+    axes = zip(x.shape[-2:], pool.padding, pool.kernel_size, pool.stride, strict=True)
+    return [(before, after - (size + before + after - width) % -step) for size, (before, after), width, step in axes]

@@ -76,6 +76,8 @@ def ema_adam(
     After `optax.chain(ema_adam(...), optax.scale(0.1))` it would follow steps ten times as long as those of the
     parameters. `fused_apply`, which sees the whole transform, warns of that; `update` cannot know what follows it.
 
+    Complex parameters count as two real ones under `optax.contrib.split_real_and_imaginary(ema_adam(...))`.
+
     Under `optax.inject_hyperparams`, numbers become arrays in the widest dtype of the parameters. If that has 16 bits,
     in which 0.999 is 1, use `inject_hyperparams(ema_adam, hyperparam_dtype=jnp.float32)`.
 
@@ -209,7 +211,8 @@ def ema_params(opt_state: Any, params: Any = None) -> Any:
     """Reads the average of the parameters that `ema_adam` keeps, from any optax state that contains it.
 
     Looks inside `optax.chain`, `inject_hyperparams`, `MultiSteps`, `masked`, `multi_transform` and every other state
-    that is a pytree. If several `ema_adam`s share the parameters between them, their averages are merged.
+    that is a pytree, and joins the parts of complex parameters. If several `ema_adam`s share the parameters between
+    them, their averages are merged.
 
     It is the average of the parameters only if the updates of `ema_adam` were applied as they are, so that no transform
     came after it in a chain.
@@ -235,6 +238,7 @@ def ema_params(opt_state: Any, params: Any = None) -> Any:
     require_tree("ema_params", "opt_state", opt_state)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, EmaParamsState))
     averages = [node.ema for node in nodes if isinstance(node, EmaParamsState)]
+    averages = [jax.tree.map(_joined, average, is_leaf=_is_split) for average in averages]
     rule = f"hold the state of an ema_adam as its init returned it; {_RESTORE}"
     require(bool(averages), "ema_params", "opt_state", rule, opt_state)
     try:
@@ -269,6 +273,15 @@ def _is_masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
+def _is_split(x: Any) -> bool:
+    """Tells whether `optax.contrib.split_real_and_imaginary` holds a complex parameter in two parts."""
+    return getattr(x, "_fields", None) == ("real", "imaginary")
+
+
+def _joined(x: Any) -> Any:
+    return x.real + 1j * x.imaginary if _is_split(x) else x
+
+
 def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
     """Calls `make(x, dtype=...)` for every parameter; for a `ShapeDtypeStruct`, returns only the result's type."""
 
@@ -289,7 +302,9 @@ def _like(params: Any, dtype: Any, make: Callable[..., jax.Array]) -> Any:
 
 def _check_floating(x: Any, where: str = "") -> None:
     is_floating = bool(jnp.issubdtype(x.dtype, jnp.floating))
-    require(is_floating, _NAME, "params", f"have a floating dtype{where} (optax.masked leaves the others alone)", x)
+    is_complex = bool(jnp.issubdtype(x.dtype, jnp.complexfloating))
+    way = "contrib.split_real_and_imaginary takes complex ones" if is_complex else "masked leaves the others alone"
+    require(is_floating, _NAME, "params", f"have a floating dtype{where} (optax.{way})", x)
 
 
 def checked_state(operator: str, state: Any) -> tuple[optax.ScaleByAdamState, EmaParamsState]:

@@ -379,6 +379,27 @@ REFUSALS = {
 }
 
 
+def test_complex_parameters_are_two_real_ones(rng):
+    numbers = rng.normal(size=(2, 6)).astype("float32")
+    params = {"z": jnp.asarray(numbers[0] + 1j * numbers[1]), "x": jnp.asarray(numbers[0])}
+    ours, theirs = map(optax.contrib.split_real_and_imaginary, (ema_adam(0.1, ema_decay=0.5), optax.adam(0.1)))
+    state, their_state, their_params = ours.init(params), theirs.init(params), params
+    averages = jax.tree.map(np.asarray, params)
+    for step in range(1, 4):
+        grads = jax.tree.map(lambda x, step=step: x * step, params)
+        their_grads = jax.tree.map(lambda x, step=step: x * step, their_params)
+        updates, state = ours.update(grads, state, params)
+        their_updates, their_state = theirs.update(their_grads, their_state, their_params)
+        params, their_params = optax.apply_updates(params, updates), optax.apply_updates(their_params, their_updates)
+        averages = jax.tree.map(lambda average, x: 0.5 * average + 0.5 * np.asarray(x), averages, their_params)
+    for found, expected in ((params, their_params), (ema_params(state), averages)):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, expected)
+    with pytest.raises(
+        BadParamError, match=r"at \['z'\] \(optax.contrib.split_real_and_imaginary takes complex ones\)"
+    ):
+        ema_adam(0.1).init({"z": params["z"]})
+
+
 @pytest.mark.parametrize("dtype", ["int32", "complex64"])
 def test_init_refuses_the_parameters_that_update_refuses(dtype):
     optimizer, params = ema_adam(1e-3), jnp.ones(3)

@@ -569,7 +569,11 @@ def test_flax_pools_are_those_of_flax(shape, window, strides, padding, rng):
 
 
 @pytest.mark.parametrize("name", ["MaxPool2d", "AvgPool2d"])
-@pytest.mark.parametrize("arguments", [(2,), ((3, 2), (2, 1), 1), (3, 2, (1, 0)), (3, 2, ((1, 2), (0, 1)))], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [(2,), ((3, 2), (2, 1), 1), (3, 2, (1, 0)), (3, 2, ((1, 2), (0, 1))), (2, 2, 0, True), (4, 3, (1, 0), True)],
+    ids=str,
+)
 def test_equinox_pools_are_those_of_equinox(name, arguments, rng):
     x = jnp.asarray(rng.normal(size=(4, CHANNELS, 7, 6)), jnp.float32)
     ours, theirs = (getattr(library, name)(*arguments) for library in (jaxops.equinox, eqx.nn))
@@ -644,12 +648,6 @@ REFUSALS = {
     ),
     "jaxops.equinox.LossHead: layer must be an equinox.nn.Linear or an equinox.nn.Embedding; got 'Identity'": (
         lambda: jaxops.equinox.LossHead(eqx.nn.Identity())
-    ),
-    "jaxops.equinox.MaxPool2d: use_ceil must be False, as windows that reach beyond the padding are left out; got": (
-        lambda: jaxops.equinox.MaxPool2d(2, use_ceil=True)
-    ),
-    "jaxops.equinox.AvgPool2d: use_ceil must be False, as windows that reach beyond the padding are left out; got": (
-        lambda: jaxops.equinox.AvgPool2d(2, 1, 0, True)
     ),
     "max_pool: window_shape must have 1, 2 or 3 extents; got": lambda: jaxops.linen.max_pool(IMAGES, (1, 1, 1, 1)),
     "avg_pool: inputs must have 3 spatial axes and channels; got float32[3, 3, 3]": (
