@@ -29,7 +29,8 @@ def pages() -> Iterator[tuple[str, str | bytes]]:
         yield from pictures.items()
         title, _, rest = notebook.cells[0].source.removeprefix("# ").partition("\n")
         picture = next(reversed(pictures), None)
-        cards.append(_card(path.stem, title, " ".join(rest.split(".")[0].split()), picture))
+        sentence = re.split(r"\.\s", rest.strip())[0]  # a name may have dots
+        cards.append(_card(path.stem, title, " ".join(sentence.split()), picture))
     head = "# Gallery\n\nNotebooks that run in CI; what they print and draw is stored with them.\n"
     yield "gallery.md", "\n".join([head, '<div class="grid cards" markdown>\n', *cards, "</div>\n"])
 

@@ -1,0 +1,189 @@
+"""Plants single faults into copies of this library's sources, and counts how many of them its tests see.
+
+python benchmarks/source_faults.py --output benchmarks/results/source_faults.json
+
+A fault turns a comparison, exchanges a sum and a difference or the branches of a `where`, moves an axis, or leaves out
+a conversion or a wait. It is seen if a test that `make test` runs fails, or one that CI runs: of those whose names have
+to do with the file. What is missed is listed. It takes about an hour on two cores.
+"""
+
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import harness
+
+ROOT = Path(__file__).parents[1]
+SEED, SECONDS = 20261127, 400
+GROUPS = {
+    "operators": (40, ("jaxops/*/*.py", "jaxops/*/rewriting/*.py", "jaxops/*.py", "lowering/rewriting/*.py")),
+    "kernels": (35, ("pallas_kernels/**/*.py",)),
+    "machine": (25, ("lowering/schedule/*.py", "lowering/emulation/*.py")),
+}
+LEFT_OUT = re.compile(r"/(_demo|_frameworks|testing)/|nnx|linen|equinox|_suite|tune_device|__main__|_jax_private")
+TURNED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is"}
+# Where a file's tests are, by a word of its path, and by the first that fits.
+TESTS = {
+    r"rewrit": ("rewriting/test_rewrite*", ""),
+    r"kernels/.*linear_cross_entropy": ("kernels/test_linear_cross_entropy*", "compile_targets/*linear_cross_entropy*"),
+    r"linear_cross_entropy": ("loss/*", ""),
+    r"schedule/": ("machine/test_schedule*", "compile_targets/test_*schedule*"),
+    r"emulation/": ("machine/test_emulation*", "compile_targets/test_emulation*"),
+    r"(divisive_norm)": ("*/test_*divisive_norm*", "compile_targets/*divisive_norm*"),
+    r"(local_response_norm|whole_images)": ("*/test_*local_response_norm*", "compile_targets/*local_response_norm*"),
+    r"(batch_norm|mcdnn/norm)": ("*/test_*norm*", "compile_targets/test_compile_*u*.py"),
+    r"(pool)": ("*/test_*pool*", "compile_targets/*pool*"),
+    r"(grid_sample|affine_grid|spatial)": ("*/test_*grid*", "compile_targets/*grid*"),
+    r"(embedding)": ("*/test_*embedding*", "compile_targets/*embedding*"),
+    r"(ema_adam)": ("*/test_*ema_adam*", "compile_targets/test_compile_*u*.py"),
+    r"(dropout)": ("*/test_*dropout*", "compile_targets/test_compile_*u*.py"),
+    r"(softmax)": ("*/test_*softmax*", "compile_targets/*softmax*"),
+    r"(nll_loss)": ("*/test_*nll*", ""),
+    r"(activation)": ("*/test_*activation*", ""),
+    r"pallas_kernels": ("kernels/*", "compile_targets/test_compile_*u*.py"),
+    r"": ("operators/*", ""),
+}
+FAST, ALL, COMPILED = ("not slow and not tpu_compile and not cuda_compile", "not rehearsal", "not slow")
+
+
+class Fault(NamedTuple):
+    """A change of one line."""
+
+    file: str
+    line: int
+    kind: str
+    before: str
+    after: str
+
+
+def faults_of(file: str, source: str) -> Iterator[Fault]:
+    """Yields all faults of a file, each within one line."""
+    lines = source.splitlines()
+
+    def fault(kind: str, node: Any, start: int, end: int, text: str) -> Fault:
+        line = lines[node.lineno - 1].encode()
+        after = line[:start] + text.encode() + line[end:]
+        return Fault(file, node.lineno, kind, line.decode().strip(), after.decode().strip())
+
+    def text(node: Any) -> str:
+        return ast.get_source_segment(source, node) or ""
+
+    for node in ast.walk(ast.parse(source)):
+        if not hasattr(node, "lineno") or node.lineno != node.end_lineno:
+            continue
+        match node:
+            case ast.Compare(left=a, comparators=[b]) | ast.BinOp(left=a, op=ast.Add() | ast.Sub(), right=b):
+                between = lines[node.lineno - 1].encode()[a.end_col_offset : b.col_offset].decode()
+                token = between.strip(" ()")
+                swapped = TURNED.get(token) if isinstance(node, ast.Compare) else {"+": "-", "-": "+"}.get(token)
+                # A sum of texts or lists has no difference.
+                is_number = not any(text(x).lstrip("fr")[:1] in "'\"[(" for x in (a, b))
+                if swapped and (isinstance(node, ast.Compare) or is_number):
+                    kind = (
+                        "a comparison turned" if isinstance(node, ast.Compare) else "a sum and a difference exchanged"
+                    )
+                    at = between.replace(token, swapped, 1)
+                    yield fault(kind, node, a.end_col_offset, b.col_offset, at)
+            case ast.Call(func=ast.Attribute(attr="where"), args=[condition, yes, no]):
+                swapped = f"{text(condition)}, {text(no)}, {text(yes)}"
+                yield fault("a selection the other way", node, condition.col_offset, no.end_col_offset, swapped)
+            case ast.Call(func=ast.Attribute(attr="astype", value=value)):
+                yield fault("a conversion left out", node, node.col_offset, node.end_col_offset, text(value))
+            case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name))) if "wait" in name:
+                yield fault("a wait left out", node, node.col_offset, node.end_col_offset, "pass")
+            case ast.keyword(
+                arg="axis" | "dimension", value=ast.Constant() | ast.UnaryOp(operand=ast.Constant()) as value
+            ):
+                number = ast.literal_eval(value)
+                if isinstance(number, int):
+                    moved = str(number + 1 if number >= 0 else number - 1)
+                    yield fault("an axis moved by one", node, value.col_offset, value.end_col_offset, moved)
+
+
+def drawn(counts: dict[str, int]) -> Iterator[tuple[str, Fault]]:
+    """Yields faults of each group, of all kinds alike as far as there are any."""
+    draw = random.Random(SEED)
+    for group, (_, patterns) in GROUPS.items():
+        by_kind: dict[str, list[Fault]] = {}
+        for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
+            file = str(path.relative_to(ROOT))
+            for fault in () if LEFT_OUT.search(file) else faults_of(file, path.read_text()):
+                by_kind.setdefault(fault.kind, []).append(fault)
+        for faults in by_kind.values():
+            draw.shuffle(faults)
+        left = counts[group]
+        while left:
+            for kind in [kind for kind, faults in by_kind.items() if faults][:left]:
+                left -= 1
+                yield group, by_kind[kind].pop()
+
+
+def planted(folder: Path, fault: Fault) -> None:
+    """Writes a fault into the copy of the sources."""
+    path = folder / fault.file
+    lines = (ROOT / fault.file).read_text().splitlines(keepends=True)
+    at = fault.line - 1
+    lines[at] = lines[at].replace(fault.before, fault.after)
+    path.write_text("".join(lines))
+
+
+def seen_by(folder: Path, fault: Fault) -> tuple[str, str]:
+    """Returns the run that sees a fault, and its first test; two empty texts if none does."""
+    tests, compiled = next(found for word, found in TESTS.items() if re.search(word, fault.file))
+    runs = [("make test", tests, FAST), ("CI", tests, ALL)] + [("CI, compiled", compiled, COMPILED)] * bool(compiled)
+    for name, pattern, marks in runs:
+        files = [str(path.relative_to(folder)) for path in sorted((folder / "tests").glob(pattern))]
+        files = [file for file in files if ("compile_targets" in file) == (name == "CI, compiled")]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n2", "-p", "no:cacheprovider", "-m", marks, *files]
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        try:
+            run = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return name, f"no end after {SECONDS} s"
+        if run.returncode not in (0, 5):
+            first = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+            return name, first[1] if first else run.stdout[-200:] + run.stderr[-200:]
+    return "", ""
+
+
+def main() -> None:
+    parser = harness.parser(__doc__.partition("\n")[0])
+    options = parser.parse_args()
+    counts = {group: 1 if options.quick else count for group, (count, _) in GROUPS.items()}
+    folder = Path(tempfile.mkdtemp())
+    for file in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, folder / file)
+    rows = []
+    for group, fault in drawn(counts):
+        start = time.monotonic()
+        planted(folder, fault)
+        run, test = seen_by(folder, fault)
+        shutil.copy(ROOT / fault.file, folder / fault.file)
+        rows.append({"group": group, **fault._asdict(), "run": run, "test": test})
+        print(
+            f"{time.monotonic() - start:4.0f} s {run or 'missed':12} {fault.file}:{fault.line} {fault.kind}", flush=True
+        )
+        if not run:
+            print(f"  {fault.before}\n  {fault.after}", flush=True)
+        if options.output is not None:
+            seen = sum(bool(row["run"]) for row in rows)
+            record = harness.report("source_faults", [], None) | {"planted": len(rows), "seen": seen, "faults": rows}
+            options.output.write_text(json.dumps(record, indent=2) + "\n")
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
