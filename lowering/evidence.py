@@ -228,7 +228,7 @@ def shipped_verdict(operator: str, kernel: str, target: str, kind: Kind | None) 
     around = corners(cases, kind.sizes)
     near = around or beside(cases, kind.sizes)
     if not near:
-        return Verdict(False, "no evidence near these sizes")
+        return Verdict(False, "no evidence near these sizes" if cases else f"no evidence for {kind.text}")
     how = "measured" if evidence.is_measured else "replayed"
     text = f"{how} on {target} at {_span(near)} of the reference's time{'' if around else ' nearby'}"
     slowest = max(case.time for case in near)

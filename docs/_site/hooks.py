@@ -104,7 +104,7 @@ def _uri(path: str) -> str:
         return FROM_ROOT[path]
     if path in RECORDS:
         return "reference/records.md"
-    family = path.removeprefix("jaxops/").removesuffix(".py")
+    family = path.removeprefix("jaxops/").removesuffix(".py").partition("/")[0]
     if path.startswith("jaxops/") and family in families.functions():
         return f"operators/{family}.md"
     if path == "notebooks":

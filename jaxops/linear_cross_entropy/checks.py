@@ -32,7 +32,7 @@ def checked_layer(operator: str, x: jax.Array, weight: jax.Array, transposed: bo
     """
     require(x.ndim >= 1 and is_floating(x), operator, "x", "be a floating-point array of shape (..., H)", x)
     features = x.shape[-1]
-    rule = f"have shape {f'({features}, V)' if transposed else f'(V, {features})'}, as x has features"
+    rule = f"have shape {f'({features}, V)' if transposed else f'(V, {features})'}, as x has {features} features"
     require(weight.ndim == 2, operator, "weight", rule, weight)
     if weight.shape[transposed] == features:
         rule += f", or be given {'without transpose_weight' if transposed else 'with transpose_weight=True'}"

@@ -115,12 +115,10 @@ def _exponentiating(launcher: Any, name: str, platform: str) -> Kernel:
         offered = launcher.configs(hardware, rows.x, columns.weight, size)
         return [config | {"chunk_rows": size} for config in offered]
 
-    def kind(
-        hardware: Any, rows: Any, columns: Any, weights: RowWeights, *, softcap: Any, needs: Needs, **_: Any
-    ) -> Kind:
-        weighted = [f"{name} terms" for name, value in weights._asdict().items() if value is not None]
+    def kind(hardware: Any, rows: Any, columns: Any, *_: Any, softcap: Any, needs: Needs, **__: Any) -> Kind:
+        # Which terms a row's loss has only changes a number of the row.
         gradients = [f"gradient of {name}" for name, is_needed in needs._asdict().items() if is_needed]
-        return kind_of_layer(rows, columns, softcap, [*weighted, *gradients])
+        return kind_of_layer(rows, columns, softcap, gradients)
 
     is_pure = platform == "tpu"
     return Kernel(name, platform, run, refuses, configs, kind=kind, interpreter_is_pure=is_pure, takes=_OF_LABELS)

@@ -240,11 +240,11 @@ REFUSALS = {
         "x must be a floating-point array of shape (..., H); got int32[4, 3]",
     ),
     "x-scalar": ((X[0, 0], WEIGHT, LABELS), {}, "x must be a floating-point array of shape (..., H); got float32[]"),
-    "weight-rank": ((X, WEIGHT[0], LABELS), {}, "weight must have shape (V, 3), as x has features; got float32[3]"),
+    "weight-rank": ((X, WEIGHT[0], LABELS), {}, "weight must have shape (V, 3), as x has 3 features; got float32[3]"),
     "weight-features": (
         (X, WEIGHT[:, :2], LABELS),
         {},
-        "weight must have shape (V, 3), as x has features; got float32[5, 2]",
+        "weight must have shape (V, 3), as x has 3 features; got float32[5, 2]",
     ),
     "weight-empty": ((X, WEIGHT[:0], LABELS), {}, "weight must have a vocabulary of at least 1; got float32[0, 3]"),
     "weight-dtype": (
@@ -255,17 +255,17 @@ REFUSALS = {
     "weight-transposed": (
         (X, WEIGHT[0], LABELS),
         {"transpose_weight": True},
-        "weight must have shape (3, V), as x has features; got float32[3]",
+        "weight must have shape (3, V), as x has 3 features; got float32[3]",
     ),
     "weight-of-flax": (
         (X, WEIGHT.T, LABELS),
         {},
-        "weight must have shape (V, 3), as x has features, or be given with transpose_weight=True; got float32[3, 5]",
+        "weight must have shape (V, 3), as x has 3 features, or be given with transpose_weight=True; got float32[3, 5]",
     ),
     "weight-not-of-flax": (
         (X, WEIGHT, LABELS),
         {"transpose_weight": True},
-        "weight must have shape (3, V), as x has features, or be given without transpose_weight; got float32[5, 3]",
+        "weight must have shape (3, V), as x has 3 features, or be given without transpose_weight; got float32[5, 3]",
     ),
     "labels-shape": ((X, WEIGHT, LABELS[:3]), {}, "labels must have shape [4], as x has rows; got int32[3]"),
     "labels-bool": (

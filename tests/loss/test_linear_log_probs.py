@@ -344,18 +344,18 @@ X, WEIGHT, LABELS = np.ones((4, 3), np.float32), np.ones((5, 3), np.float32), np
 POSITIVE = "temperature must be a positive number, or a floating-point array of shape [] or [4]; got "
 REFUSALS = {
     "x-0d": ({"x": np.float32(1)}, "x must be a floating-point array of shape (..., H); got float32[]"),
-    "weight-features": ({"weight": WEIGHT[:, :2]}, "weight must have shape (V, 3), as x has features; got"),
+    "weight-features": ({"weight": WEIGHT[:, :2]}, "weight must have shape (V, 3), as x has 3 features; got"),
     "weight-dtype": (
         {"weight": WEIGHT.astype(np.int32)},
         "weight must have a floating-point dtype of at least 8 bits; got int32[5, 3]",
     ),
     "weight-transposed": (
         {"weight": X[0], "transpose_weight": True},
-        "weight must have shape (3, V), as x has features; got float32[3]",
+        "weight must have shape (3, V), as x has 3 features; got float32[3]",
     ),
     "weight-of-flax": (
         {"weight": WEIGHT.T},
-        "weight must have shape (V, 3), as x has features, or be given with transpose_weight=True; got float32[3, 5]",
+        "weight must have shape (V, 3), as x has 3 features, or be given with transpose_weight=True; got float32[3, 5]",
     ),
     "labels-shape": ({"labels": LABELS[:3]}, "labels must have shape [4], as x has rows; got int32[3]"),
     "labels-probabilities": ({"labels": np.ones((4, 5), np.float32)}, "labels must be integers; got float32[4, 5]"),

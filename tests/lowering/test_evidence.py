@@ -1,10 +1,12 @@
 """What "auto" concludes from evidence on kernels: at known sizes, between them, beyond them, and on unknown chips."""
 
+import functools
 import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from typer.testing import CliRunner
 
@@ -131,7 +133,7 @@ def test_a_kernel_that_was_not_executed_is_not_taken(monkeypatch):
 
 def test_another_kind_is_no_evidence(monkeypatch):
     found = decided(monkeypatch, [case(0.5, 64), case(0.5, 256)], kernel_of(128, text="bfloat16"))
-    assert found.reason == "no evidence near these sizes"
+    assert found.reason == "no evidence for bfloat16"
 
 
 def test_nothing_is_said_of_chips_without_evidence_and_kernels_without_kind(monkeypatch):
@@ -161,7 +163,7 @@ def test_on_an_unknown_chip_all_known_ones_must_agree(monkeypatch):
 
     differs = Kernel("mosaic_tpu", "tpu", lambda x: x, refuses=lambda *_, **__: None, kind=kind)
     found = decided(monkeypatch, cases, differs, **both)
-    assert (found.is_taken, found.reason) == (False, "no evidence near these sizes")
+    assert (found.is_taken, found.reason) == (False, "no evidence for another")
 
 
 @pytest.mark.parametrize(("time", "implementation"), [(90.0, "mine"), (98.0, "reference")])
@@ -311,3 +313,19 @@ def test_the_command_requires_kernels_and_lists_the_evidence(tmp_path):
     assert known == sum(map(len, evidence.shipped("tpu-v5e").cases.values()))
     nothing = CliRunner().invoke(app, ["ops", "--target", "cpu"])
     assert "no evidence on its kernels ships with the library" in nothing.stdout
+
+
+def test_a_loss_takes_its_kernel_whatever_terms_its_rows_have():
+    def by_optax(x, weight, labels):
+        return optax.softmax_cross_entropy_with_integer_labels((x @ weight.T).astype(jnp.float32), labels).mean()
+
+    shapes = ((4096, 1024), jnp.bfloat16), ((32768, 1024), jnp.bfloat16), ((4096,), jnp.int32)
+    operands = [jax.ShapeDtypeStruct(*each) for each in shapes]
+    for loss in (
+        lowering.rewrite(by_optax),
+        functools.partial(jaxops.linear_cross_entropy, z_loss=1e-4),
+        jaxops.linear_cross_entropy,
+    ):
+        with jax.numpy_dtype_promotion("standard"):
+            explanation = lowering.explain(jax.value_and_grad(loss, (0, 1)), *operands, target="cuda-h100")
+        assert [row.implementation for row in explanation.rows] == ["mosaic_gpu"]

@@ -235,8 +235,8 @@ class RowProgram:
 
 
 RETURNED = (
-    "the logits, or as many numbers computed from them, are returned: where they are only reduced to metrics, rewrite"
-    " the function that does so, such as the whole training step"
+    "the logits, or as many numbers computed from them, are returned: where they are only reduced to metrics, do that"
+    " in the function that you rewrite, or rewrite the function that does so, such as the whole training step"
 )
 
 
