@@ -106,8 +106,8 @@ def linear_cross_entropy(
         `ignore_index` makes the loss NaN.
       bias: (V,), floating point. None means no bias.
       class_weight: (V,), floating point. None means ones.
-      row_weight: (...), floating point, the shape of the rows. None means ones. That of an ignored row counts nowhere,
-        whatever it is. A weight of 0 takes a row out of the loss, but its x must be finite.
+      row_weight: (...), floating point or a mask, the shape of the rows. None means ones. That of an ignored row counts
+        nowhere, whatever it is. A weight of 0 takes a row out of the loss, but its x must be finite.
       ignore_index: rows with this label are skipped, whatever they hold: their loss and gradients are 0. On one device
         and inside shard_map, the matrix products leave out whole chunks of skipped rows, wherever those rows lie,
         unless aux is returned. Has no effect on probabilities.
@@ -208,6 +208,8 @@ def linear_cross_entropy(
     bias = arguments.as_optional(_NAME, "bias", bias)
     class_weight = arguments.as_optional(_NAME, "class_weight", class_weight)
     row_weight = arguments.as_optional(_NAME, "row_weight", row_weight)
+    if row_weight is not None and row_weight.dtype == bool:
+        row_weight = row_weight.astype(jnp.float32)
     ignore_index = arguments.require_integer(_NAME, "ignore_index", ignore_index)
     rule = "be a number from 0 to 1"
     label_smoothing = arguments.require_real(_NAME, "label_smoothing", label_smoothing, rule, least=0, most=1)

@@ -84,6 +84,13 @@ def test_mean_of_rows_that_weigh_nothing_is_nan_without_gradients(strategy, rng)
         np.testing.assert_array_equal(grad, np.zeros_like(grad))
 
 
+def test_a_mask_is_a_weight_of_rows(rng):
+    operands, mask = [rng.normal(size=shape).astype(np.float32) for shape in ((7, 3), (5, 3))], np.arange(7) % 3 > 0
+    labels = rng.integers(0, 5, 7)
+    actual = linear_cross_entropy(*operands, labels, row_weight=mask)
+    np.testing.assert_allclose(actual, expected(*operands, labels, row_weight=mask.astype(float))[0], rtol=1e-5)
+
+
 def test_row_weight_leaves_aux_as_it_is(rng):
     operands, by_row, given, options = draw(rng)
     loss, aux = linear_cross_entropy(*operands, row_weight=given, return_aux=True, **options)
