@@ -51,7 +51,7 @@ class Tile(NamedTuple):
             part, position = labels // self.part_columns, labels % self.part_columns - self.first
             is_inside = (labels >= 0) & (part < self.parts) & (position >= 0) & (position < self.width)
             # Not `SKIPPED`: such a row has a label in another tile, so its x counts in this one, too.
-            labels = jnp.where(is_inside, part * self.width + position, -1).astype(labels.dtype)
+            labels = jnp.where(is_inside, part * self.width + position, -1)
         probabilities = jax.tree.map(lambda x: self.of(x, x.ndim - 1), rows.probabilities)
         return rows._replace(labels=labels, probabilities=probabilities)
 
