@@ -3,8 +3,8 @@
 python benchmarks/source_faults.py --output benchmarks/results/source_faults.json
 
 A fault turns a comparison, exchanges a sum and a difference or the branches of a `where`, moves an axis, or leaves
-out a conversion or a wait. It is seen if a test fails that `make test` runs, or that CI runs for five minutes at most, of
-those whose names have to do with the file. It takes two hours on two cores.
+out a conversion or a wait. It is seen if a test fails that `make test` runs, or that CI runs for five minutes at most,
+of those whose names have to do with the file. It takes two hours on two cores.
 """
 
 import ast

@@ -288,7 +288,7 @@ def _linearize(
     if operator.derivative.linearize is not None:
         return operator.derivative.linearize(operands, active, **attributes)
     results = operator(*operands, **attributes)
-    return results, (*operands, *results)
+    return results, (*operands, *(results if isinstance(results, tuple) else (results,)))
 
 
 def _jvp_of_meaning(

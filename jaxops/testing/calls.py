@@ -27,13 +27,13 @@ def reference(trial: Trial) -> None:
         raise SkipError("there is nothing to compare with: pass reference=, the same in plain JAX")
     other = dataclasses.replace(trial, fn=trial.reference)
     trial.agree("the result", trial.jitted(*trial.operands), other.results, compared_with="the reference's")
-    if not trial.has_gradient:
+    if not trial.should_have_gradient:
         return
     with during("when the gradient of the reference is computed"):
         expected = other.gradient(*trial.operands)
-    trial.gradients_agree(
-        "the gradient", trial.gradient(*trial.operands), expected, compared_with="that of the reference"
-    )
+    with during("when the gradient is computed"):
+        gradient = trial.gradient(*trial.operands)
+    trial.gradients_agree("the gradient", gradient, expected, compared_with="that of the reference")
 
 
 def jit(trial: Trial) -> None:
@@ -78,7 +78,7 @@ def vmap(trial: Trial) -> None:
 def export(trial: Trial) -> None:
     """Checks that function and gradient can be exported for three platforms at once, stored, and called again."""
     functions = {"the result": trial.jitted}
-    if trial.has_gradient:
+    if trial.should_have_gradient:
         functions["the gradient"] = trial.gradient
     for subject, fn in functions.items():
         with during(f"when {subject} is exported for {', '.join(_PLATFORMS)}"):

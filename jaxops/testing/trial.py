@@ -75,11 +75,16 @@ class Trial:
         """The gradient of `loss` by all differentiable operands, under jit."""
         return jax.jit(jax.grad(self.loss, self.differentiable), keep_unused=True)
 
+    @property
+    def should_have_gradient(self) -> bool:
+        """Tells whether there must be a gradient."""
+        return bool(self.differentiable and floating(self.results))
+
     @functools.cached_property
     def has_gradient(self) -> bool:
         """Tells whether there is a gradient; the promises about derivatives say whether there should be one."""
         try:
-            return bool(self.differentiable and floating(self.results) and self.gradient(*self.operands))
+            return bool(self.should_have_gradient and self.gradient(*self.operands))
         except Exception:
             return False
 

@@ -240,13 +240,16 @@ class Transfers:
         self._under_way.append((semaphore, granules, lambda: write(read() if data is None else data)))
 
     def wait(self, semaphore: int, amount: int) -> None:
-        """Completes what a semaphore is waited for, as little as suffices."""
+        """Completes what a semaphore is waited for, as little as suffices.
+
+        Of several transfers that share it, a chip may complete any first: in the second order it is the last one.
+        """
         while self._memory.semaphores[semaphore] < amount:
-            at = next((i for i, job in enumerate(self._under_way) if job[0] == semaphore), None)
-            if at is None:
+            places = [place for place, job in enumerate(self._under_way) if job[0] == semaphore]
+            if not places:
                 held = self._memory.semaphores[semaphore]
                 raise MachineFaultError(f"a wait for {amount} at a semaphore that holds {held}, and nothing adds to it")
-            _, granules, complete = self._under_way.pop(at)
+            _, granules, complete = self._under_way.pop(places[-1 if self._order == 1 else 0])
             complete()
             self._memory.semaphores[semaphore] += granules
 

@@ -374,6 +374,21 @@ def test_a_load_that_does_not_wait_depends_on_the_order_of_transfers():
     assert loaded == [7, POISON, POISON]
 
 
+def test_of_two_transfers_on_one_semaphore_either_may_be_the_first():
+    loaded = []
+    for order in Transfers.ORDERS:
+        bench = Bench(order)
+        bench.set_rows("hbm", 0, np.full((16, 128), 7))
+        place, other = bench.places["vmem"]
+        load = "%v1_v1 = vld [vmem:[%s3_s3] sm:$0xff]"
+        copies = COPY, COPY.replace("%s2_s2", "%s4_s4")
+        machine = bench.run(
+            *copies, WAIT, TAKE, load, s1=bench.places["hbm"][0], s2=place << 4, s3=place, s4=other << 4
+        )
+        loaded.append(int(machine.registers.held["v1"][0, 0]))
+    assert loaded == [7, POISON, 7]
+
+
 def test_a_source_that_changes_under_way_is_seen():
     arrived = []
     for order in Transfers.ORDERS:

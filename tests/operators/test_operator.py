@@ -59,6 +59,14 @@ def backward_reference(grad_scaled, grad_total, x, factors, active):
 toy_scale_backward = Operator(
     "toy_scale_backward", "... k, k, ... k, k -> ... k, k", lambda *operands, active: None, backward_reference
 )
+# A single result may be an array by itself.
+toy_twice = Operator(
+    "toy_twice",
+    "... -> ...",
+    None,
+    lambda x: 2 * x,
+    Derivative(lambda residuals, cotangent, active: (2 * cotangent + 0 * residuals[1],)),
+)
 toy_scale = Operator(
     "toy_scale",
     "... k, k -> ... k, k",
@@ -135,6 +143,13 @@ def test_vmap_one_by_one_takes_what_is_split_over_an_explicit_mesh(rng):
     scaled, total = jax.jit(jax.vmap(toy_scale, (None, 0)))(x, placed)
     np.testing.assert_allclose(scaled, x * many[:, None], rtol=1e-6)
     np.testing.assert_allclose(total, np.sum(x * many[:, None], 1), rtol=1e-5)
+
+
+def test_a_single_result_may_be_an_array(rng):
+    x = jnp.asarray(rng.normal(size=(3, 4)).astype(np.float32))
+    y, grad = jax.value_and_grad(lambda x: jnp.sum(toy_twice(x)))(x)
+    np.testing.assert_allclose(y, 2 * np.sum(np.asarray(x, np.float64)), rtol=1e-5)
+    np.testing.assert_array_equal(grad, np.full((3, 4), 2, np.float32))
 
 
 def test_backward_does_no_work_for_a_frozen_operand(rng):

@@ -307,6 +307,20 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_a_derivative_that_raises_is_found_by_what_compares_gradients() -> None:
+    @jax.custom_vjp
+    def twice(x):
+        return 2 * x
+
+    def backward(_, grad):
+        raise RuntimeError("no derivative today")
+
+    twice.defvjp(lambda x: (2 * x, None), backward)
+    report = check_operator(twice, [X], promises=["reference", "export", "jit"], reference=lambda x: 2 * x)
+    assert [each.promise for each in report.broken] == ["reference", "export"]
+    assert all("no derivative today" in each.found for each in report.broken)
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_bad_argument_gets_one_sentence(name: str) -> None:
     given, sentence = REFUSALS[name]
