@@ -203,7 +203,8 @@ class Emulator:
                 poison=self._poison,
             )
         except (UnknownFormError, MachineFaultError) as error:
-            message = f"{called.kernel.name} ({called.source}) on {self._hardware.name}: {error}"
+            unsettled = ", whose meaning nobody has settled" if isinstance(error, UnknownFormError) else ""
+            message = f"{called.kernel.name} ({called.source}) on {self._hardware.name}: {error}{unsettled}"
             self.error = self.error or EmulationError(message)
             if not self._defers:
                 raise self.error from None
