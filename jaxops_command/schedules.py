@@ -37,7 +37,9 @@ def write(schedule: Schedule, files: ScheduleFiles) -> None:
 
 
 def changes_since(before: Schedule, after: Schedule, files: ScheduleFiles) -> Changes:
-    """Compares a schedule with the saved one."""
+    """Compares a schedule with the saved one, which must be of operands of the same size."""
+    sizes = [f"{schedule.border_bytes:,} bytes of arguments and results" for schedule in (after, before)]
+    require(sizes[0] == sizes[1], "--against", f"be a schedule for {sizes[0]}", f"one for {sizes[1]}")
     return changes(before, after, (files.against.name if files.against else "before", "now"))
 
 

@@ -43,6 +43,7 @@ class Schedule:
       roofline_us: what the chip needs at least, for all matrix products, or to read arguments and write results.
       unknown: opcodes, and whatever else in the program was not understood; figures leave out what it does.
       remarks: what is to be known about these figures.
+      border_bytes: of the program's arguments and results.
       again: what replays the program once more; None for a schedule from a file.
     """
 
@@ -52,6 +53,7 @@ class Schedule:
     roofline_us: float
     unknown: tuple[str, ...]
     remarks: tuple[str, ...]
+    border_bytes: int = 0
     again: Again | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def to_record(self) -> dict[str, Any]:
@@ -213,6 +215,7 @@ def schedule_of(folder: Path, hardware: Hardware, *, border_bytes: int, given: G
         roofline_us=_us(max(in_products, border_bytes / (hbm * (hardware.cores or 1))), chip),
         unknown=tuple(sorted(program.unknown)),
         remarks=tuple(remarks),
+        border_bytes=border_bytes,
         again=Again(dumps, hardware, given),
     )
 

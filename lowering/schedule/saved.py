@@ -35,7 +35,7 @@ def read(path: str | Path) -> dict[str, Any]:
         return {
             "target": _checked(record["target"], str),
             "kernels": tuple(map(_kernel, record["kernels"])),
-            **{name: _number(record[name]) for name in ("total_us", "roofline_us")},
+            **{name: _number(record[name]) for name in ("total_us", "roofline_us", "border_bytes")},
             **{name: tuple(_checked(text, str) for text in record[name]) for name in ("unknown", "remarks")},
         }
     except (ValueError, TypeError, KeyError, AttributeError):

@@ -227,3 +227,7 @@ def test_the_command_refuses_a_schedule_for_another_target(command, replayed):
     result = command(replayed, "--against", "base.json", target="tpu-v6e")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "jaxops: --against must be a schedule for tpu-v6e; got one for tpu-v5e\n"
+    result = command(dataclasses.replace(replayed, border_bytes=4000), "--against", "base.json")
+    assert result.exit_code == 2
+    sizes = [f"{count:,} bytes of arguments and results" for count in (4000, 0)]
+    assert result.stderr == f"jaxops: --against must be a schedule for {sizes[0]}; got one for {sizes[1]}\n"
