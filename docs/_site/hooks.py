@@ -125,7 +125,8 @@ def _generated() -> Iterator[tuple[str, str | bytes]]:
         yield f"{_page_of(module.__name__)}.md", _reference(module)
     yield "reference/records.md", _records()
     yield "kernels.md", _kernels()
-    for path in sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")]):
+    examples = (ROOT / "examples").glob("*.py"), (ROOT / "examples").glob("*/*/*/*.py")
+    for path in sorted([*(ROOT / "benchmarks").glob("*.py"), *examples[0], *examples[1]]):
         name = path.relative_to(ROOT)
         yield f"source/{name.with_suffix('.md')}", f"# {name}\n\n```python\n{path.read_text()}```\n"
 
