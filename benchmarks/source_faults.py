@@ -178,8 +178,9 @@ def main() -> None:
         shutil.copy(ROOT / file, folder / file)
     rows = [{"group": group, **fault._asdict(), "seen by": "", "test": ""} for group, fault in drawn(counts)]
     if options.output is not None and options.output.is_file():
-        before = {(row["file"], row["after"]): row for row in json.loads(options.output.read_text())["faults"]}
-        rows = [before.get((row["file"], row["after"]), row) for row in rows]
+        before = json.loads(options.output.read_text())["faults"]
+        known = {(row["file"], row["line"], row["kind"]): row for row in before}
+        rows = [known.get((row["file"], row["line"], row["kind"]), row) for row in rows]
     for run in RUNS:
         for row in [row for row in rows if not row["test"]]:
             start, fault = time.monotonic(), Fault(*(row[name] for name in Fault._fields))
