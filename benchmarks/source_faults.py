@@ -61,6 +61,7 @@ RUNS = {
     "make test": "not slow and not tpu_compile and not cuda_compile",
     "CI": "slow and not rehearsal and not tpu_compile and not cuda_compile",
     "compiled": "not slow",
+    "emulated": "not slow",
 }
 
 
@@ -154,7 +155,11 @@ def failing(folder: Path, fault: Fault, run: str) -> str | None:
     ]
     if fault.file.startswith("jaxops/") and run != "compiled":
         files += [f"tests/{name}" for name in SHARED]
-    if not files:
+    if run == "emulated":
+        is_executed = fault.file.startswith(("lowering/emulation/", "pallas_kernels/tpu/"))
+        kernels = (folder / "tests/kernels").glob("test_*.py") if is_executed else ()
+        files = ["--emulate=tpu-v5e", *(str(path) for path in kernels if "mark.emulated" in path.read_text())]
+    if not files[run == "emulated" :]:
         return None
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n2", "-p", "no:cacheprovider", "-m", RUNS[run], *files]
     environment, limit = {**os.environ, "PYTHONPATH": str(folder)}, {"cwd": folder, "timeout": SECONDS}
