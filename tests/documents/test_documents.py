@@ -103,6 +103,14 @@ def test_page_on_emulation_counts_the_faults_that_were_planted() -> None:
     assert f"of dropout's {min(row['coverage'] for row in rows):.2f}" in page
 
 
+def test_contributors_read_how_many_faults_were_seen() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "source_faults.json").read_text())
+    seen = [fault for fault in found["faults"] if fault["test"]]
+    assert f"source_faults.json`, {len(seen)} were seen" in (ROOT / "CONTRIBUTING.md").read_text()
+    assert (found["planted"], found["seen"]) == (len(found["faults"]), len(seen))
+    assert all(fault["test"].startswith(("tests/", "no end after ")) for fault in seen)
+
+
 def test_nobody_is_told_to_install_what_no_index_has() -> None:
     """Until it is published, this library is installed from a clone, with extras that there are."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
