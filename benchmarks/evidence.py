@@ -65,8 +65,8 @@ class Answers:
             n, side = sizes[0], side_of(sizes[1])
             self.images = {side * side: (side, side), n * side * side: (n, side, side)}
         self.left: list[float] = []
-        if operator == "linear_cross_entropy":  # whether chunks of rows are skipped, and how many there are
-            self.left = [1, -(-sizes[0] // max(512, sizes[0] // 8))]
+        if operator == "linear_cross_entropy":  # how many chunks of rows there are
+            self.left = [-(-sizes[0] // max(512, sizes[0] // 8))]
         if operator == "linear_cross_entropy_sum_with_gradients":
             self.left = list(chunks_of_gradients(*sizes))
 

@@ -16,6 +16,8 @@ from jaxops.linear_cross_entropy.chunk_sizes import SIZES
 from jaxops.linear_cross_entropy.operands import SKIPPED, Rows
 from lowering.operators import Place
 
+# Where XLA computes what is elementwise within the product that makes or reads it.
+_FUSING_PLATFORMS = ("tpu",)
 # `results, sums = step(sums, rows)`: results begin with the batch axes, sums lack them. All are pytrees of arrays.
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -118,6 +120,7 @@ class KeptRows(NamedTuple):
       kept: (), how many rows count.
       chunk_rows: the rows of a chunk.
       batch_shape: the batch axes.
+      fuses: whether the compiler selects within a product, so that sums need no zeros in memory to start from.
     """
 
     is_kept: jax.Array
@@ -125,6 +128,7 @@ class KeptRows(NamedTuple):
     kept: jax.Array
     chunk_rows: int
     batch_shape: tuple[int, ...]
+    fuses: bool
 
     def take(self, rows: Any) -> Any:
         """Takes (..., rest) in this order, as (chunks * chunk_rows, rest), with fillers; pytrees."""
@@ -153,18 +157,23 @@ class KeptRows(NamedTuple):
     def fold(self, step: Step, sums: Any, results: Any, rows: Any) -> tuple[Any, Any]:
         """Calls `results, sums = step(sums, (results, rows))` on every chunk with a row that counts, all in this order.
 
-        The other chunks keep their results. Rows behind the last one that counts in its chunk are computed as well.
+        The other chunks keep their results. Rows behind the last one that counts in its chunk are computed as well. The
+        sums that are given are zeros.
         """
+        chunks = -(-self.kept // self.chunk_rows)
+        if self.fuses:
+            sums, chunks = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), sums), jnp.maximum(chunks, 1)
 
         def one(at: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             results, sums = carry
+            if self.fuses:
+                sums = jax.tree.map(lambda x: jnp.where(at == 0, jnp.zeros_like(x), x), sums)
             first = at * self.chunk_rows
             taken = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=self.chunk_rows)
             put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
             new, sums = step(sums, jax.tree.map(taken, (results, rows)))
             return jax.tree.map(put, results, new), sums
 
-        chunks = -(-self.kept // self.chunk_rows)
         return jax.lax.fori_loop(jnp.zeros_like(chunks), chunks, one, (results, sums))
 
     def map(self, step: Step, sums: Any, rows: Any) -> tuple[Any, Any]:
@@ -221,6 +230,11 @@ def fold_kept_rows(
     return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), results), sums
 
 
+def fuses(place: Place | None) -> bool:
+    """Tells whether a compiler computes what is elementwise within the product that makes or reads it."""
+    return place is not None and place.platform in _FUSING_PLATFORMS
+
+
 def is_on_one_device(place: Place | None) -> bool:
     """Tells whether it is known that no array is split over devices."""
     return place is not None and place.device_count == 1
@@ -248,4 +262,4 @@ def kept_rows(rows: Rows, place: Place | None, chunk_rows: int | None = None) ->
     # Rows that fill up the last chunk have different positions past the end.
     fillers = labels.size + jnp.arange(-labels.size % chunk_rows, dtype=order.dtype)
     order, kept = jnp.concatenate([order, fillers]), jnp.sum(is_kept, dtype=jnp.int32)
-    return KeptRows(is_kept, order, kept, chunk_rows, tuple(labels.shape))
+    return KeptRows(is_kept, order, kept, chunk_rows, tuple(labels.shape), fuses(place))

@@ -27,12 +27,10 @@ import jax.numpy as jnp
 from jaxops.linear_cross_entropy import row_statistics as algebra
 from jaxops.linear_cross_entropy.by_rows import RowResults, SumResults, Sums, chunk_step
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, rows_of_exponentials, rows_of_logits
-from jaxops.linear_cross_entropy.fold_rows import fold_kept_rows, fold_rows
+from jaxops.linear_cross_entropy.fold_rows import fold_kept_rows, fold_rows, fuses
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Needs, Rows, RowWeights
 from lowering.operators import Place
 
-# Here XLA fuses what is elementwise into a product.
-_FUSING_PLATFORMS = ("tpu",)
 # exp(60) is 1e26: as far from float32's 3e38 as a product over many columns can need.
 MOST_EXCESS = 60.0
 
@@ -229,7 +227,7 @@ def _shifted_sums(
 
 def _with_label(off_label: jax.Array, labels: jax.Array, ratio: jax.Array, place: Place) -> jax.Array:
     """Returns P with the ratio at the label, for the products that read it next."""
-    if place.platform in _FUSING_PLATFORMS:
+    if fuses(place):
         return jnp.where(algebra.is_label(labels, off_label), ratio[..., None], off_label)
     # Elsewhere a pass over P would be written. These elements are put where they belong, in place.
     rows = jnp.arange(labels.size, dtype=labels.dtype)
