@@ -59,8 +59,7 @@ def summed_by_rows(
     is_plain = is_plain and not metrics and columns.weight.dtype.itemsize > 2
     start, (classes, features) = Sums.zeros(columns, needs, weight_grad_dtype), columns.weight.shape
     chunk_rows = chunk_rows or rows_of_logits(classes, features, 2 if on_one_cpu and not is_plain else 1)
-    results = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=metrics)
-    (statistics, of_rows), sums = results
+    (statistics, of_rows), sums = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=metrics)
     weight_grad = algebra.kept_gradient(sums.columns.weight, columns.weight.dtype)
     return sums.loss, statistics, of_rows, sums.columns._replace(weight=weight_grad)
 

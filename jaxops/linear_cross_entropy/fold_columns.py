@@ -38,9 +38,8 @@ class Tile(NamedTuple):
 
     def put(self, array: jax.Array, values: jax.Array, axis: int = 0) -> jax.Array:
         """Returns the array with the tile's part replaced."""
-        values = values.astype(array.dtype).reshape(
-            *array.shape[:axis], self.parts, self.width, *array.shape[axis + 1 :]
-        )
+        shape = *array.shape[:axis], self.parts, self.width, *array.shape[axis + 1 :]
+        values = values.astype(array.dtype).reshape(shape)
         by_part = self._by_part(array, axis)
         return jax.lax.dynamic_update_slice_in_dim(by_part, values, self.first, axis + 1).reshape(array.shape)
 

@@ -16,8 +16,6 @@ from jaxops.linear_cross_entropy.chunk_sizes import SIZES
 from jaxops.linear_cross_entropy.operands import SKIPPED, Rows
 from lowering.operators import Place
 
-# Where XLA computes what is elementwise within the product that makes or reads it.
-_FUSING_PLATFORMS = ("tpu",)
 # `results, sums = step(sums, rows)`: results begin with the batch axes, sums lack them. All are pytrees of arrays.
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -151,8 +149,7 @@ class KeptRows(NamedTuple):
             # A loop of one step or none, rather than a branch, so that rows that do not move stay where they are.
             return jax.lax.fori_loop(jnp.zeros_like(moves), moves, moved, x[:size])
 
-        in_place = (restored(x).reshape(*self.batch_shape, *x.shape[1:]) for x in leaves)
-        return jax.tree.unflatten(structure, list(in_place))
+        return jax.tree.unflatten(structure, [restored(x).reshape(*self.batch_shape, *x.shape[1:]) for x in leaves])
 
     def fold(self, step: Step, sums: Any, results: Any, rows: Any) -> tuple[Any, Any]:
         """Calls `results, sums = step(sums, (results, rows))` on every chunk with a row that counts, all in this order.
@@ -231,8 +228,8 @@ def fold_kept_rows(
 
 
 def fuses(place: Place | None) -> bool:
-    """Tells whether a compiler computes what is elementwise within the product that makes or reads it."""
-    return place is not None and place.platform in _FUSING_PLATFORMS
+    """Tells whether XLA computes what is elementwise within the product that makes or reads it."""
+    return place is not None and place.platform == "tpu"
 
 
 def is_on_one_device(place: Place | None) -> bool:

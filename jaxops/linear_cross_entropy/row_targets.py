@@ -130,9 +130,8 @@ class Targets(NamedTuple):
             smoothed = (1 - self.label_smoothing) * self.labels.astype(dtype)
             probabilities = smoothed + self.label_smoothing / vocabulary.classes
         if self.class_weight is not None:
-            probabilities, by_class = sharding.agreeing(
-                "... v, ... v ->", probabilities.astype(dtype), self.class_weight
-            )
+            probabilities = probabilities.astype(dtype)
+            probabilities, by_class = sharding.agreeing("... v, ... v ->", probabilities, self.class_weight)
             # Laid out at once, as the transpose of a broadcast that is resharded would gather all rows.
             layout = jax.typeof(probabilities).sharding if sharding.explicit_mesh([probabilities]) is not None else None
             last, shape = probabilities.ndim - 1, probabilities.shape

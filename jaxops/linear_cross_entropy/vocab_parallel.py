@@ -112,9 +112,8 @@ def _grad(
     start = jnp.zeros(weight.shape, dtype)
     if softmax is not None:
         cotangent = (softmax - is_label(labels, softmax).astype(softmax.dtype)) * grad[..., None]
-        x_grad, weight_grad = rounded_products(
-            Factors(cotangent.astype(dtype), x, weight, start), lambda: jnp.abs(grad)
-        )
+        factors = Factors(cotangent.astype(dtype), x, weight, start)
+        x_grad, weight_grad = rounded_products(factors, lambda: jnp.abs(grad))
         return x_grad.astype(x.dtype), weight_grad.astype(weight.dtype)
 
     def chunk(weight_sum: jax.Array, chunk: tuple[CotangentTerms, Rows]) -> tuple[Any, Any]:

@@ -45,10 +45,15 @@ def chunks(monkeypatch):
         yield traced
 
 
+def set_fusing(monkeypatch, is_fusing):
+    for module in (fold_rows, prior_shift):
+        monkeypatch.setattr(module, "fuses", lambda _: is_fusing)
+
+
 @pytest.fixture(params=[False, True], ids=["in place", "fused"])
 def fuses(request, monkeypatch):
     """Takes labels and sums as on GPUs, or as on TPUs."""
-    monkeypatch.setattr(fold_rows, "_FUSING_PLATFORMS", ("cpu",) if request.param else ())
+    set_fusing(monkeypatch, request.param)
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
 
 
@@ -177,7 +182,7 @@ def test_each_device_of_a_mesh_takes_its_own_rows_and_those_that_fail_again(
     excess, axis_type, rng, chunks, monkeypatch
 ):
     """Some rows are ignored and hold NaN; with an excess some fail, on a few of the devices."""
-    monkeypatch.setattr(fold_rows, "_FUSING_PLATFORMS", ("cpu",))
+    set_fusing(monkeypatch, True)
     x, weight, labels = make_case(rng, rows=(8, 40), classes=CLASSES)
     x = x.at[..., 0].set(1).at[2:, :, 0].set(0)
     weight = weight.at[:, 0].set(0).at[-1, 0].set(excess)
