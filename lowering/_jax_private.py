@@ -11,6 +11,8 @@
 * `source_info_util.user_context`: evaluates an equation again, or what takes its place, under its own source line and
   name stack, as `jax.core.eval_jaxpr` does for all equations of a jaxpr.
 * `ad.JVPTracer`, `ad.LinearizeTracer`: tell whether arrays are being differentiated. Public tracers do not say it.
+* `core.trace_ctx`, `pe.DynamicJaxprTrace`: tell whether equations are written down or computed at once, also under
+  transformations.
 * `xla_bridge.make_pjrt_topology`: the public `jax.experimental.topologies` cannot describe absent NVIDIA GPUs.
 """
 
@@ -20,8 +22,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
-from jax._src import config, dispatch, distributed, source_info_util, xla_bridge
-from jax._src.interpreters import ad
+from jax._src import config, core, dispatch, distributed, source_info_util, xla_bridge
+from jax._src.interpreters import ad, batching
+from jax._src.interpreters import partial_eval as pe
 from jax.extend.core import Primitive
 
 _listed: set[Primitive] = set()
@@ -58,6 +61,14 @@ def evaluate(equation: Any, operands: Sequence[Any], traceback: Any) -> Sequence
 
 def are_differentiated(arrays: Sequence[Any]) -> bool:
     return any(isinstance(x, ad.JVPTracer | ad.LinearizeTracer) for x in arrays)
+
+
+def writes_equations() -> bool:
+    """Tells whether what is evaluated here becomes equations of a jaxpr."""
+    trace = core.trace_ctx.trace
+    while isinstance(trace, ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
+        trace = trace.parent_trace
+    return isinstance(trace, pe.DynamicJaxprTrace)
 
 
 def traced_at(traceback: Any) -> AbstractContextManager[None]:

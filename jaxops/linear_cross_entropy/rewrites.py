@@ -139,11 +139,24 @@ def _readers(level: Level, taken: list[Step], head: Head, *, is_promised: bool) 
     if not {"exp", "reduce_sum"} <= {node.name for node in dependents(head.node)[0]}:
         raise _UnlikeError
     logits = [node.outputs[0] for node in alike]
-    program = RowProgram.of_logits(level, needed(level, taken), logits, head.layout.result_axis)
-    readers = Readers(head, program, is_promised=is_promised)
+    readers = Readers(head, _program(level, taken, logits, head.layout.result_axis), is_promised=is_promised)
     if not readers.found.picks_by_label:
         raise _UnlikeError
     return readers, alike
+
+
+def _program(level: Level, taken: list[Step], logits: Sequence[Value], axis: int) -> RowProgram:
+    """Finds what reads logits; two rules ask for it."""
+    wanted = needed(level, taken)
+    key = "row program", logits[0], axis, wanted
+    if key not in level.memo:
+        try:
+            level.memo[key] = RowProgram.of_logits(level, wanted, logits, axis)
+        except RefusalError as error:
+            level.memo[key] = error
+    if isinstance(level.memo[key], RefusalError):
+        raise level.memo[key]
+    return level.memo[key]
 
 
 def _find_cone_sums(level: Level, steps: tuple[Step, ...]) -> Iterable[Found | Missed]:

@@ -57,7 +57,7 @@ class Value:
         """The array's shape; () for a token and the like."""
         return getattr(self.aval, "shape", ())
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """The number of elements; 0 if it depends on a symbolic size, which may be small."""
         return size_of(self.aval)
@@ -128,7 +128,7 @@ class Level:
       count: how often it runs.
       keeps_each: whether it runs in a loop whose backward pass keeps what it needs of each step until all have run.
       draws_again: whether a backward pass around it draws random bits again in a checkpoint, which stays as it is.
-      needed: what has to run with some steps, once it is found.
+      memo: what has been found out about it, by what was asked.
     """
 
     nodes: list[Node]
@@ -137,7 +137,7 @@ class Level:
     count: int = 1
     keeps_each: bool = False
     draws_again: bool = False
-    needed: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False)
+    memo: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False)
 
     def named(self, *names: str) -> Iterator[Node]:
         """Yields the nodes of these primitives."""

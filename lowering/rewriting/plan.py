@@ -98,13 +98,14 @@ class Planner:
         steps: list[Step] = []
         applied: list[Applied] = []
         refused: list[Refused] = []
+        order: Sequence[Task] = ()
         for rule in self._rules:
             for one in rule.find(level, tuple(steps)) if rule.find else ():
                 if isinstance(one, Missed):
                     refused.append(Refused(rule.name, one.node.source, one.detail, one.reason))
                     continue
                 try:
-                    ordered(level, [*steps, *one.steps])
+                    order = ordered(level, [*steps, *one.steps])
                 except OrderError:
                     reason = "an effect, such as a print, or the labels would have to wait for it"
                     refused.append(Refused(rule.name, one.node.source, one.detail, reason))
@@ -120,7 +121,8 @@ class Planner:
             if inner.step is not None and node in needed(level, steps):
                 steps.append(inner.step)
                 applied += inner.applied
-        return Plan(level, ordered(level, steps) if steps else (), tuple(applied), _distinct(refused, applied))
+                order = ()
+        return Plan(level, order or ordered(level, steps) if steps else (), tuple(applied), _distinct(refused, applied))
 
     def _within(self, node: Node, repetitions: int, **of_level: bool) -> _Within:
         """Finds what can be rewritten in the bodies of one node."""

@@ -2,10 +2,19 @@
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lowering.rewriting.graph import Level, Node, Value
+import jax
+from jax.extend.core import Literal, Var
+
+from lowering import _jax_private
+from lowering.rewriting.graph import Level, Node, Value, opened
+
+# Fewer neighbours are evaluated one by one.
+_FEWEST_IN_CALL = 8
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,9 +40,9 @@ class OrderError(Exception):
 def needed(level: Level, steps: Iterable[Step]) -> frozenset[Task]:
     """Returns what has to run for a level's results and effects, if these steps take the place of its nodes."""
     steps = tuple(steps)
-    if steps not in level.needed:
-        level.needed[steps] = frozenset(_needed(level, steps))
-    return level.needed[steps]
+    if steps not in level.memo:
+        level.memo[steps] = frozenset(_needed(level, steps))
+    return level.memo[steps]
 
 
 def _needed(level: Level, steps: Iterable[Step]) -> set[Task]:
@@ -78,6 +87,8 @@ def ordered(level: Level, steps: Sequence[Step]) -> list[Task]:
 
 def evaluate(level: Level, order: Sequence[Task], *arguments: Any) -> list[Any]:
     """Computes the results of a level."""
+    if _jax_private.writes_equations():
+        order = _in_calls(level, order)
     last = {value: task for task in order for value in task.inputs}
     kept = set(level.results)
     arrays = dict(zip(level.arguments, arguments, strict=True))
@@ -94,6 +105,64 @@ def evaluate(level: Level, order: Sequence[Task], *arguments: Any) -> list[Any]:
             if last[value] is task and value not in kept:
                 arrays.pop(value, None)
     return [read(value) for value in level.results]
+
+
+def _in_calls(level: Level, order: Sequence[Task]) -> list[Task]:
+    """Joins neighbouring nodes into calls, as JAX is much faster to trace and differentiate one call than its body."""
+    groups = [list(tasks) for _, tasks in itertools.groupby(order, _is_plain)]
+    made = {value: i for i, tasks in enumerate(groups) for task in tasks for value in task.outputs}
+    read = {value for i, tasks in enumerate(groups) for task in tasks for value in task.inputs if made.get(value) != i}
+    read.update(level.results)
+    is_call = [_is_plain(tasks[0]) and len(tasks) >= _FEWEST_IN_CALL for tasks in groups]
+    found = ([_call(tasks, read)] if calls else tasks for calls, tasks in zip(is_call, groups, strict=True))
+    return list(itertools.chain.from_iterable(found))
+
+
+def _is_plain(task: Task) -> bool:
+    return isinstance(task, Node) and not task.equation.effects
+
+
+def _call(nodes: Sequence[Any], read: set[Value]) -> Step:
+    """Returns the step that computes nodes as the body of one call, without tracing them again."""
+    variables: dict[Value, Any] = {}
+    inputs: list[Value] = []
+
+    def atom(value: Value, given: Any) -> Any:
+        if isinstance(given, Literal) or value.number is not None:
+            return given if isinstance(given, Literal) else Literal(value.constant, value.aval)
+        if value not in variables:
+            variables[value] = Var(value.aval)
+            inputs.append(value)
+        return variables[value]
+
+    # Variables are new, as a jaxpr that is called twice has been inlined twice, with the same ones.
+    equations = []
+    for node in nodes:
+        invars = [atom(*pair) for pair in zip(node.inputs, node.equation.invars, strict=True)]
+        outvars = [variables.setdefault(value, Var(value.aval)) for value in node.outputs]
+        info = node.equation.source_info.replace(traceback=node.site.users.traceback)
+        equations.append(node.equation.replace(invars=invars, outvars=outvars, source_info=info))
+    outputs = [value for node in nodes for value in node.outputs if value in read]
+    invars, outvars = ([variables[value] for value in values] for values in (inputs, outputs))
+    return Step(tuple(inputs), tuple(outputs), functools.partial(_bind_call, equations, invars, outvars))
+
+
+def _bind_call(equations: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], *arrays: Any) -> Sequence[Any]:
+    def unchanged(x: Any) -> Any:
+        return x + 1
+
+    call = jax.make_jaxpr(jax.jit(unchanged))(0.0).eqns[0]
+    closed = call.params["jaxpr"]
+    body, _ = opened(closed)
+    names = body.debug_info._replace(arg_names=None, result_paths=None)
+    body = body.replace(constvars=[], invars=invars, outvars=outvars, eqns=equations, debug_info=names)
+    # What has an element for each operand or result of the call.
+    params = {
+        name: value * len(outvars if name.startswith("out") else invars) if isinstance(value, tuple) else value
+        for name, value in call.params.items()
+    }
+    params |= {"jaxpr": closed.replace(jaxpr=body, consts=())}
+    return call.primitive.bind(*arrays, **params)
 
 
 def _producers(steps: Iterable[Step]) -> Callable[[Value], Task | None]:

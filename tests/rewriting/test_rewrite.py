@@ -18,6 +18,8 @@ from patterns_planted import W, X, Y
 from rewrite_checks import ARGS, arrays_like, assert_alike, loss
 
 import lowering
+from lowering.rewriting import schedule
+from lowering.source_lines import Site
 
 users_promotion = pytest.fixture(autouse=True)(rewrite_checks.users_promotion)
 few_logits_count = pytest.fixture(rewrite_checks.few_logits_count)
@@ -69,6 +71,31 @@ def test_what_is_around_and_inside_of_transformations_is_kept(few_logits_count) 
     report = lowering.rewrite(inside).report(*ARGS)
     assert [(one.pattern, one.count) for one in report.applied] == [("cross_entropy_sum", 1)] * 3
     assert_alike(lowering.rewrite(inside)(*ARGS), inside(*ARGS))
+
+
+def deep_loss(w: Any, x: Any, y: Any) -> Any:
+    """A loss among many equations, some of them in functions of JAX that are called again and again."""
+    for _ in range(4):
+        x = jax.nn.gelu(jax.nn.silu(x) * 1.5) + jnp.flip(x, 0)
+    return loss(w, x, y) + jnp.sum(jax.nn.gelu(w) * jax.nn.silu(w) - jnp.tanh(w) / jnp.cosh(w)) ** 2
+
+
+def test_what_stays_as_it_is_becomes_calls(few_logits_count) -> None:
+    few_logits_count(95)
+    jaxpr = jax.make_jaxpr(lowering.rewrite(deep_loss))(*ARGS)
+    (call,) = [equation.params["jaxpr"].jaxpr for equation in jaxpr.eqns if equation.params.get("name") == "unchanged"]
+    plain = jax.make_jaxpr(deep_loss)(*ARGS)
+    lines, all_lines = ({Site(x.source_info.traceback).line for x in each.eqns} for each in (call, plain.jaxpr))
+    assert lines == all_lines and len(lines) == 3
+    for transform in (jax.jit, lambda fn: jax.jit(jax.value_and_grad(fn, (0, 1))), TRANSFORMED["scan"]):
+        assert_alike(transform(lowering.rewrite(deep_loss))(*ARGS), transform(deep_loss)(*ARGS))
+
+
+def test_calls_are_not_compiled_where_arrays_are_computed_at_once(few_logits_count, monkeypatch) -> None:
+    few_logits_count(95)
+    monkeypatch.setattr(schedule, "_bind_call", None)
+    for name in ("eager", "grad", "vmap"):
+        assert_alike(TRANSFORMED[name](lowering.rewrite(deep_loss))(*ARGS), TRANSFORMED[name](deep_loss)(*ARGS))
 
 
 @pytest.mark.parametrize("of_labels", [P("data"), P()], ids=["labels split", "labels whole"])

@@ -25,7 +25,7 @@ from jaxops.linear_cross_entropy.rewriting.derivatives import (
 from jaxops.linear_cross_entropy.rewriting.region import Parts, Region
 from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role, parts_of_operands
 from jaxops.linear_cross_entropy.row_statistics import added_in_blocks
-from lowering.rewriting.graph import Level, Node, Value, level_of, size_of
+from lowering.rewriting.graph import Level, Node, Value, forward, level_of, size_of
 from lowering.rewriting.rules import RefusalError
 from lowering.rewriting.schedule import Step, Task, evaluate, needed, ordered
 
@@ -54,7 +54,10 @@ class Cone(Region):
         self.roles[head.outputs[0]] = Part(axis)
         parts = parts_of_operands(head, Part(axis))
         assert parts is not None
-        followed = {head: parts, **self.follow(node for node in level.nodes if node in wanted)}
+        key = "between", head, wanted
+        if key not in level.memo:
+            level.memo[key] = self._between(wanted)
+        followed = {head: parts, **self.follow(node for node in level.nodes if node in level.memo[key])}
         self.number = _last_number(followed, self.roles) if to_number else None
         within = self._within(followed)
         for node in level.nodes:
@@ -83,6 +86,23 @@ class Cone(Region):
         operands = () if value.producer is None else value.producer.inputs
         is_row = self.is_row(value) and any(self.is_row(x) or self.is_wide(x) for x in operands)
         return self.is_wide(value) or (value.follows_product and is_row)
+
+    def _between(self, wanted: frozenset[Task]) -> set[Node]:
+        """Returns the nodes that lead from the logits to what reads something of their size, or to numbers.
+
+        No other node is computed in chunks, and there may be thousands, as a backward pass depends on logits as well.
+        """
+        dependent = forward(self.head.outputs, lambda node, _: node in wanted)
+        nodes = {node for x in dependent for node in x.users if node in wanted}
+        waiting = [node for node in nodes if any(x in dependent and self.is_wide(x) for x in node.inputs)]
+        waiting += [node for node in nodes if any(x.shape == () for x in node.outputs)]
+        found = set[Node]()
+        while waiting:
+            node = waiting.pop()
+            if node in nodes and node not in found:
+                found.add(node)
+                waiting += [x.producer for x in node.inputs if x.producer is not None]
+        return found
 
     def _within(self, followed: dict[Node, Parts | RefusalError]) -> set[Node]:
         """Returns the nodes that read something of the logits' size, and those between the logits and them."""

@@ -143,9 +143,9 @@ class RowProgram:
         dependent = forward(logits, lambda node, _: node in wanted)
         nodes, computed, wide, reasons = set[Node](), set(logits), set(logits), list[str]()
         for node in level.nodes:
-            read = [x for x in node.inputs if x in dependent]
-            if node not in wanted or not read:
+            if node not in wanted or computed.isdisjoint(node.inputs):
                 continue
+            read = [x for x in node.inputs if x in dependent]
             reads_wide = not wide.isdisjoint(read)
             if reads_wide:
                 if node.name not in _WIDE or node.equation.effects:
