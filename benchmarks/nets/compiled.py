@@ -42,7 +42,7 @@ FORMS = (
     ("attend_of_linen", "bfloat16", (2048, 512, 32000)),
     ("own_derivative_of_maxtext", "bfloat16", (2048, 512, 50257)),
 )
-REPLAYED = 512, 256, 8192
+REPLAYED = 4096, 1024, 32768
 
 
 def temporaries() -> Cases:
@@ -103,9 +103,9 @@ def replays() -> Cases:
     args = x, weight, jax.ShapeDtypeStruct(REPLAYED[:1], jnp.int32)
     # How often what data decides happens, as XLA's programs ask for it: there is one chunk, and no row overflows.
     for strategy, counts, implementations in (
-        (None, (8,), ("auto", "pallas")),
+        (None, (8,), ("xla", "pallas")),
         ("recompute", (8,), ("pallas",)),
-        ("grad_in_forward", (0,), ("auto", "pallas")),
+        ("grad_in_forward", (0,), ("xla", "pallas")),
     ):
         loss = functools.partial(linear_cross_entropy, strategy=strategy or "auto")
         fn = jax.value_and_grad(loss, (0, 1)) if strategy else loss

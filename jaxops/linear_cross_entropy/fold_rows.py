@@ -244,11 +244,9 @@ def kept_rows(rows: Rows, place: Place | None, chunk_rows: int | None = None) ->
     are a single chunk. A chunk has about `chunk_rows` of them. None: an eighth, and at least 512.
     """
     # To take rows in another order, a split array would have to move between devices, and probabilities are too large.
-    if not is_on_one_device(place) or rows.labels is None or rows.probabilities is not None:
+    labels, is_known = rows.labels, is_on_one_device(place) and not jax.export.is_symbolic_dim(rows.x.size)
+    if not is_known or labels is None or rows.probabilities is not None:
         return None
-    if jax.export.is_symbolic_dim(rows.x.size):
-        return None
-    labels = rows.labels
     wanted = chunk_rows or max(SIZES.least_kept_rows, labels.size // SIZES.kept_chunks)
     steps = math.ceil(labels.size / wanted)
     if steps < 2:

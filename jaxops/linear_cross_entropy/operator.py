@@ -124,8 +124,8 @@ def gradients_by_columns(
     # What is added up over tiles would lose digits if each of them rounded it to 16 bits; the rest is written once.
     of_rows = needs.zeros(rows, accumulation_dtype(rows.x.dtype))
     of_rows = of_rows._replace(probabilities=needs.zeros(rows).probabilities)
-    taken = rows, terms
-    of_rows, of_columns = fold_columns(add, of_rows, needs.zeros(columns), taken, columns, chunk_rows, kept, place)
+    start = of_rows, needs.zeros(columns)
+    of_rows, of_columns = fold_columns(add, *start, (rows, terms), columns, chunk_rows, kept, place)
     of_rows = of_rows if kept is None else kept.restore(of_rows)
     return of_rows._replace(x=jax.tree.map(lambda x: x.astype(x_dtype), of_rows.x)), of_columns
 

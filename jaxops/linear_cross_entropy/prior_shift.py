@@ -18,6 +18,7 @@ nothing here, and is computed again by the rows' maxima. On several devices, fai
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -111,26 +112,30 @@ def summed_by_prior_shift(
     by_maximum = chunk_step(columns, softcap, needs, metrics)
     by_shift = _chunk_step(columns, softcap, needs, metrics, exponentiating, place)
     start = Sums.zeros(columns, needs, weight_grad_dtype)
+    is_rounded = is_one_device and math.prod(rows.x.shape[:-1]) <= chunk_rows and columns.class_targets is None
 
     def again(rows: Rows, weights: RowWeights, results: RowResults, sums: Sums, is_exact: jax.Array) -> Any:
         def take(at: jax.Array, carry: tuple[RowResults, Sums]) -> tuple[RowResults, Sums]:
-            results, sums = carry
+            results, kept = carry
             labels: Any = jnp.where(is_exact, SKIPPED, rows.labels)  # type: ignore[arg-type]
             failed = rows._replace(labels=labels), jax.tree.map(lambda weight: jnp.where(is_exact, 0, weight), weights)
             # Nothing in a step may be the same in every step, or the compiler computes it before the loop, always.
             failed, _ = jax.lax.optimization_barrier((failed, at))
-            new, sums = fold_rows(by_maximum, sums, failed, is_exact.shape, again_rows, place)
+            new, sums = fold_rows(by_maximum, _alike(kept, start), failed, is_exact.shape, again_rows, place)
 
             def merged(x: jax.Array, again: jax.Array) -> jax.Array:
                 return jnp.where(is_exact.reshape(*is_exact.shape, *(1,) * (x.ndim - is_exact.ndim)), x, again)
 
-            return jax.tree.map(merged, results, new), sums
+            return jax.tree.map(merged, results, new), _alike(sums, kept)
 
         # A loop of one step or none, rather than a branch, so that sums stay where they are.
         return jax.lax.fori_loop(0, jnp.any(~is_exact).astype(jnp.int32), take, (results, sums))
 
     def step(sums: Sums, chunk: tuple[Rows, RowWeights]) -> Any:
         results, is_exact, sums = by_shift(sums, *chunk)
+        if is_rounded:  # within the product: behind the loop, it would be one more pass
+            weight = algebra.kept_gradient(sums.columns.weight, columns.weight.dtype)
+            sums = Sums(sums.loss, sums.columns._replace(weight=weight))
         if is_one_device:
             results, sums = again(*chunk, results, sums, is_exact)
         return (results, is_exact), sums
@@ -145,6 +150,11 @@ def summed_by_prior_shift(
         of_columns = _with_targets(of_columns, rows.x.astype(columns.weight.dtype), columns.class_targets, by_row)
     weight_grad = algebra.kept_gradient(of_columns.weight, columns.weight.dtype)
     return sums.loss, *results, of_columns._replace(weight=weight_grad)
+
+
+def _alike(sums: Sums, others: Sums) -> Sums:
+    """Returns sums in the dtypes of others."""
+    return jax.tree.map(lambda x, other: x.astype(other.dtype), sums, others)
 
 
 def _chunk_step(

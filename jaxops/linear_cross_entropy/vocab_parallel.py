@@ -124,8 +124,7 @@ def _grad(
 
     # The sum divides the coefficient: see `cotangent_terms`.
     chunks = CotangentTerms(grad / sum_exp_logits, logits_max, jnp.zeros_like(logits_max), -grad), Rows(x, labels)
-    chunk_rows = rows_of_logits(*weight.shape)
-    x_grad, weight_grad = fold_rows(chunk, start, chunks, grad.shape, chunk_rows, place)
+    x_grad, weight_grad = fold_rows(chunk, start, chunks, grad.shape, rows_of_logits(*weight.shape), place)
     return x_grad, weight_grad.astype(weight.dtype)
 
 
