@@ -95,6 +95,8 @@ def fold_columns(
     carry = varying_with((of_rows, of_columns), (rows, columns))
     count = math.prod(jax.tree.leaves(rows)[0].shape[:-1])
     all_rows, at_once = (count, count) if kept is None else (kept.is_kept.size, kept.chunk_rows)
+    if kept is not None and kept.fuses and of_columns is None:
+        all_rows = at_once  # where a tile writes nothing of its own, whole logits of a chunk are faster if they are few
     tile_columns = columns_of_tile(all_rows, at_once, columns.weight.shape, chunk_rows)
     if tile_columns is None or tile_columns >= vocabulary:
         return add_tile(carry, Tile(1, vocabulary, vocabulary, 0))
