@@ -116,15 +116,15 @@ def kernels_by_roofline() -> Figure:
     results = [case for case in cases("tpu_schedules") if case["name"].endswith("tpu-v5e")]
     rows = []
     for case in results:
-        kernel, reference = (case["candidates"].get(name, {}) for name in ("pallas", "reference"))
-        if kernel.get("us") and reference.get("us"):
+        kernel, xla = (case["candidates"].get(name, {}) for name in ("pallas", "xla"))
+        if kernel.get("us") and xla.get("us"):
             roofline = kernel["roofline_us"]
-            rows.append((case["name"].rpartition(" on ")[0], kernel["us"] / roofline, reference["us"] / roofline))
+            rows.append((case["name"].rpartition(" on ")[0], kernel["us"] / roofline, xla["us"] / roofline))
     figure = Figure(figsize=(7.2, 0.24 * len(rows) + 0.9), layout="constrained")
     axes = figure.subplots()
-    for height, (_, kernel, reference) in enumerate(reversed(rows)):
-        axes.plot([kernel, reference], [height, height], color="0.85", linewidth=2, zorder=1)
-        axes.plot(reference, height, "o", color=PEER, label="XLA" if height == 0 else None)
+    for height, (_, kernel, xla) in enumerate(reversed(rows)):
+        axes.plot([kernel, xla], [height, height], color="0.85", linewidth=2, zorder=1)
+        axes.plot(xla, height, "o", color=PEER, label="XLA" if height == 0 else None)
         axes.plot(kernel, height, "D", color=OURS, markersize=5, label="kernels" if height == 0 else None)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [name for name, *_ in reversed(rows)], fontsize=7)
