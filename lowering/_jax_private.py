@@ -64,11 +64,11 @@ def are_differentiated(arrays: Sequence[Any]) -> bool:
 
 
 def writes_equations() -> bool:
-    """Tells whether what is evaluated here becomes equations of a jaxpr."""
+    """Tells whether what is evaluated here becomes equations of a jaxpr, and calls stay calls there."""
     trace = core.trace_ctx.trace
     while isinstance(trace, ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
         trace = trace.parent_trace
-    return isinstance(trace, pe.DynamicJaxprTrace)
+    return isinstance(trace, pe.DynamicJaxprTrace) and not config.disable_jit.value
 
 
 def traced_at(traceback: Any) -> AbstractContextManager[None]:

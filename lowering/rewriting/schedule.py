@@ -144,7 +144,8 @@ def _call(nodes: Sequence[Any], read: set[Value]) -> Step:
         equations.append(node.equation.replace(invars=invars, outvars=outvars, source_info=info))
     outputs = [value for node in nodes for value in node.outputs if value in read]
     invars, outvars = ([variables[value] for value in values] for values in (inputs, outputs))
-    return Step(tuple(inputs), tuple(outputs), functools.partial(_bind_call, equations, invars, outvars))
+    run = functools.partial(_bind_call, equations, invars, outvars)
+    return Step(tuple(inputs), tuple(outputs), run, nodes[0])
 
 
 def _bind_call(equations: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], *arrays: Any) -> Sequence[Any]:

@@ -97,6 +97,9 @@ def test_calls_are_not_compiled_where_arrays_are_computed_at_once(few_logits_cou
     monkeypatch.setattr(schedule, "_bind_call", None)
     for name in ("eager", "grad", "vmap"):
         assert_alike(TRANSFORMED[name](lowering.rewrite(deep_loss))(*ARGS), TRANSFORMED[name](deep_loss)(*ARGS))
+    with jax.disable_jit():
+        jaxpr = jax.make_jaxpr(lowering.rewrite(deep_loss))(*ARGS)
+    assert_alike(jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *ARGS), [deep_loss(*ARGS)])
 
 
 @pytest.mark.parametrize("of_labels", [P("data"), P()], ids=["labels split", "labels whole"])
