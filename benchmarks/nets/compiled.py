@@ -101,7 +101,8 @@ def replays() -> Cases:
     """Yields replayed times in microseconds, of XLA's program and of kernels."""
     x, weight = (jax.ShapeDtypeStruct((n, REPLAYED[1]), jnp.bfloat16) for n in (REPLAYED[0], REPLAYED[2]))
     args = x, weight, jax.ShapeDtypeStruct(REPLAYED[:1], jnp.int32)
-    # How often what data decides happens, as XLA's programs ask for it: there is one chunk, and no row overflows.
+    # How often what data decides happens, as XLA's programs ask for it: there are eight chunks of the rows that count,
+    # and one with the gradients, in which no row overflows.
     for strategy, counts, implementations in (
         (None, (8,), ("xla", "pallas")),
         ("recompute", (8,), ("pallas",)),

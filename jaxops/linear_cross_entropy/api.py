@@ -136,8 +136,8 @@ def linear_cross_entropy(
         "grad_in_forward" takes that many rows on each device. None: as many as have 2^24 logits (2^23 on a CPU where
         that takes as much memory: in 16 bits, with a bias, softcap, smoothing or `return_aux`), or about 2^28 on TPUs
         and with kernels (2^27 with `return_aux`), and at least 256 and H / 4.
-        "recompute" takes that many logits over all devices, in tiles of some columns. None: all of up to 2^24 logits;
-        of more, 2^18 logits, and at least 256 and H / 2 columns of all rows.
+        "recompute" takes that many logits over all devices, in tiles of some columns. None: all of up to 2^24 logits,
+        on TPUs for the value alone of an eighth of the rows; of more, 2^18, and at least 256 and H / 2 columns of all.
         When exported with a symbolic number of rows, all rows are one chunk.
       weight_grad_dtype: the dtype in which "grad_in_forward" adds up the gradient of the weight over chunks. None:
         float32, or float64 for float64. For a bfloat16 weight it may be bfloat16, which saves the sum in float32,

@@ -213,7 +213,7 @@ class KeptRows(NamedTuple):
 def fold_kept_rows(
     step: Step, sums: Any, rows: tuple[Rows, Any], place: Place | None, chunk_rows: int | None, *, all_rows: bool
 ) -> tuple[Any, Any]:
-    """Calls `step` as `fold_rows` does, and without `all_rows` for the rows that count."""
+    """Calls `step` as `fold_rows` does, from sums of 0, and without `all_rows` for the rows that count."""
     kept = None if all_rows else kept_rows(rows[0], place, chunk_rows)
     if kept is not None:
         return kept.map(step, sums, rows)
