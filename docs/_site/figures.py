@@ -47,8 +47,8 @@ def replayed(operators: Iterable[str]) -> str:
         if operator not in set(operators):
             continue
         found = case["candidates"]
-        reference, kernel = found.get("auto", found["reference"]), found.get("pallas", {})
-        times = (reference.get("us"), kernel.get("us"), reference.get("roofline_us"))
+        xla, kernel = found["xla"], found.get("pallas", {})
+        times = (xla.get("us"), kernel.get("us"), xla.get("roofline_us"))
         rows.append((operator, operands, target, *(f"{time:,.1f}" if time else "-" for time in times)))
     head = ("operator", "operands", "target", "XLA, us", "kernels, us", "roofline, us")
     return markdown_table(head, rows, numbers=3) if rows else ""
