@@ -183,7 +183,7 @@ def syntax(node: Any) -> Any:
 def digest(kernel: Kernel) -> str:
     """Returns a digest of the code of a kernel and of the modules that it is made of.
 
-    Without docstrings, and without what only tells kinds of operands apart.
+    Without docstrings and imports, and without what only tells kinds of operands apart.
     """
     waiting, found = [kernel.run.__module__], {}
     elsewhere = "pallas_kernels.tpu" if kernel.platform == "cuda" else "pallas_kernels.gpu"
@@ -200,9 +200,17 @@ def digest(kernel: Kernel) -> str:
             if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
                 node.body = node.body[1:]
             if isinstance(node, ast.Module | ast.FunctionDef):
-                node.body = [each for each in node.body if not getattr(each, "name", "").startswith("kind")]
-        found[module] = syntax(tree)
+                node.body = [each for each in node.body if not tells_kinds(each)]
+            if isinstance(node, ast.Call):
+                node.keywords = [each for each in node.keywords if each.arg != "kind"]
+        if tree.body:
+            found[module] = syntax(tree)
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:12]
+
+
+def tells_kinds(node: ast.stmt) -> bool:
+    """Tells whether a statement only tells kinds of operands apart, or brings names from elsewhere."""
+    return isinstance(node, ast.ImportFrom | ast.Import) or getattr(node, "name", "").startswith("kind")
 
 
 def header(target: str) -> dict[str, Any]:

@@ -7,9 +7,9 @@ Calls are lists of stages, which can be named instead. Of the first: `probe` (ve
 kernel of the library's suite; linear cross entropy in chunks also without CUDA's command buffers), `headline` (its step
 in three products and in four, and the kernels of the logits alone), `grid` (these kernels in all configurations, the
 others at many sizes). Of the second: `agreement` (of the loss with kernels and XLA's), `chunks` (of rows), `peers`,
-`forms` (the loss in XLA otherwise), `lce` (losses at other shapes), `scoring`, `races` (clusters, often, bit by bit),
-`optimizers`. Besides: `tune` (all configurations of a suite's case, for lowering/tuned/; name the winners with --only),
-`profile` (Nsight Compute on the cross entropy's kernels).
+`forms` (the loss in XLA otherwise), `lce` (losses at many shapes), `steps` (of training, rewritten), `scoring`, `races`
+(clusters, often, bit by bit), `optimizers`. Besides: `tune` (all configurations of a suite's case, for lowering/tuned/;
+name the winners with --only), `profile` (Nsight Compute on the cross entropy's kernels).
 
 Where processors are many, compiling takes few seconds: several processes verify, and others compile for the grid
 meanwhile. What is timed has the device alone. A hang costs one case. Results are appended as they come. What was right
@@ -46,18 +46,19 @@ from lowering.tables import fitted
 
 CALLS = {
     "first": ("probe", "verify", "headline", "grid"),
-    "second": ("agreement", "chunks", "peers", "forms", "lce", "scoring", "races", "optimizers"),
+    "second": ("agreement", "chunks", "peers", "forms", "lce", "steps", "scoring", "races", "optimizers"),
 }
 STAGES = (*sum(CALLS.values(), ()), "tune", "profile")
 # In three products by XLA and with the exponentials' kernel, and in four with kernels.
 HEADLINE = ("jaxops:grad_in_forward+xla_by_rows", "jaxops:grad_in_forward+pallas", "jaxops:recompute+pallas")
 CHUNK_ROWS = ("@2048", "@8192", "@16384")
 OTHER_FORMS = ("jaxops:grad_in_forward+xla_prior_shift", "jaxops:recompute+xla_by_columns")
+BESIDE = ("torch.compile", "liger")
 PEERS = ("liger", "tokamax:chunked_xla", "optax", "cut", "tokamax:xla", "torch.compile", "torch")
 FLAGSHIP, REHEARSED_LOSS = LOGITS["statistics"], (64, 32, 256)
-OTHER_LOSSES = (
-    *((16384, 4096, 131072), (8192, 2304, 256000), (4096, 4096, 151936), (4096, 1024, 32768)),
-    *((8192, 4096, 128256), (8192, 2048, 50304), (16384, 4096, 32000), (32768, 8192, 128256)),
+LOSSES = (
+    *(FLAGSHIP, (8192, 4096, 128256), (8192, 2048, 50304), (4096, 1024, 32768), (8192, 768, 50257)),
+    *((16384, 4096, 32000), (8192, 2304, 256000), (32768, 8192, 128256), (4096, 4096, 151936), (2048, 512, 8192)),
 )
 PRODUCTS = (1024, 2048, 4096, 8192, 16384)
 REHEARSED_TILE = (64, 32, 64)
@@ -117,7 +118,9 @@ def cases(stage: str, *, rehearse: bool) -> list[Case]:
         way = "xla_by_rows" if rehearse else "pallas"
         return [Case(stage, f"{way} {x}", "agreement", {"candidate": way, **sizes_of(x)}) for x in shapes]
     if stage == "lce":
-        return loss_cases(stage, HEADLINE, OTHER_LOSSES, rehearse)
+        return loss_cases(stage, (*HEADLINE, *BESIDE), LOSSES, rehearse)
+    if stage == "steps":
+        return step_cases(rehearse)
     if stage == "scoring":
         shape = REHEARSED_LOSS if rehearse else FLAGSHIP
         ways = ("xla_by_columns",) if rehearse else ("xla_by_columns", "pallas")
@@ -163,6 +166,16 @@ def operator_cases(rehearse: bool) -> list[Case]:
         Case("peers", f"{way} {name} {size}", "operator", {"candidate": way, "case": name, "size": list(size)})
         for name, size in (REHEARSED_OPERATORS if rehearse else OPERATORS)
         for way in ways
+    ]
+
+
+def step_cases(rehearse: bool) -> list[Case]:
+    """A training step of a GPT as it is, and rewritten."""
+    sizes = {"layers": 1, "width": 32, "length": 16} if rehearse else {"layers": 12, "width": 1024, "length": 1024}
+    return [
+        Case("steps", f"{way} {classes}", "step", {"candidate": way, "classes": classes, **sizes})
+        for classes in ((256,) if rehearse else (50257, 128256))
+        for way in ("plain", "rewritten loss", "rewritten step")
     ]
 
 
@@ -278,18 +291,23 @@ class Results:
 
 
 def measure(stage: str, results: Results, deadline: float, rehearse: bool) -> None:
-    """Runs the cases of a stage that nobody has run."""
-    for case in cases(stage, rehearse=rehearse):
+    """Runs the cases of a stage that nobody has run, in turn; while one has the device, the next process starts."""
+    lock = str(results.path.with_name("cases.lock"))
+
+    def run(case: Case) -> None:
         if results.has(case) or time.monotonic() >= deadline:
-            continue
+            return
         found: list[dict[str, Any]] = []
-        request = {"function": case.function, "arguments": case.arguments}
+        request = {"function": case.function, "arguments": case.arguments, "lock": lock}
         limits = {"limit_seconds": LIMIT_SECONDS, "deadline": deadline}
         ending = converse(request, {}, found.append, module="gpu_cases", **limits)
         if ending.how == "budget":
             return
         failed = {"error": f"{ending.how}: {ending.last_words or f'no answer in {LIMIT_SECONDS:g} seconds'}"}
         results.add(case, found[0] if found else failed)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, cases(stage, rehearse=rehearse)))
 
 
 def campaign(

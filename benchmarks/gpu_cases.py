@@ -3,7 +3,9 @@
 As a program it reads one request from standard input and tells one record.
 """
 
+import contextlib
 import csv
+import fcntl
 import functools
 import importlib
 import importlib.util
@@ -14,7 +16,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import IO, Any
 
 import ema_adam as adam
@@ -22,6 +25,8 @@ import harness
 import jax
 import jax.numpy as jnp
 import linear_cross_entropy_peers as loss_peers
+import optax
+import rewriting
 
 import lowering
 from jaxops._suite import SUITE
@@ -33,6 +38,8 @@ from pallas_kernels.gpu.linear_cross_entropy import exponentials
 from pallas_kernels.gpu.linear_cross_entropy import statistics as row_statistics
 
 ROUNDS = 3
+# Launches in a row take about so long together.
+SERIES_MS, MOST_LAUNCHES = 400.0, 50
 
 
 class NotHereError(Exception):
@@ -52,20 +59,53 @@ class Answers:
 ANSWERS = Answers()
 
 
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Waits until no other process has the device, and says which one has it."""
+    with path.open("a+") as stream:
+        while not _has_locked(stream):
+            ANSWERS.tell({"runs": False})
+            time.sleep(0.2)
+        stream.truncate(0)
+        stream.write(str(os.getpid()))
+        stream.flush()
+        yield
+
+
+def _has_locked(stream: IO[str]) -> bool:
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def measured(runs: list[Callable[[], Any]], *, torch: Any = None, rounds: int = ROUNDS) -> dict[str, Any]:
     """The median time of runs, which do the same with operands of their own so that no cache holds them.
 
-    By the host's clock where the device's contradicts it, and then with what was wrong.
+    By the host's clock where the device's contradicts it, and then with what was wrong. Beside it, the time of each of
+    many launches in a row, as in training: they begin before any profiler does, which slows what comes after it.
     """
 
-    def run_all() -> None:
-        results = [run() for run in runs]
+    def wait(results: Any) -> None:
         if torch is None:
             jax.block_until_ready(results)
         elif torch.cuda.is_available():
             torch.cuda.synchronize()
 
+    def run_all() -> None:
+        wait([run() for run in runs])
+
     run_all()  # compiles, autotunes, and raises the clocks
+    ANSWERS.tell({"runs": True})
+    launches = int(min(max(2, SERIES_MS / by_host(run_all).ms), MOST_LAUNCHES))
+
+    def run_in_a_row() -> None:
+        for _ in range(launches):
+            results = [run() for run in runs]
+        wait(results)
+
+    series = statistics.median(by_host(run_in_a_row).ms for _ in range(rounds)) / launches / len(runs)
     clock = device_clock(here().platform) or by_host
     readings: list[Reading] = []
     while len(readings) < 1 + rounds:
@@ -74,9 +114,10 @@ def measured(runs: list[Callable[[], Any]], *, torch: Any = None, rounds: int = 
     ANSWERS.tell({"runs": False})
     fault = next((reading.fault for reading in readings if reading.fault), "")
     own, wall = (round(statistics.median(times) / len(runs), 4) for times in zip(*readings[1:], strict=True))
+    in_a_row = {"series_ms": round(series, 4)}
     if clock is by_host or fault:
-        return {"median_ms": wall, "clock": "host", **({"fault": fault} if fault else {})}
-    return {"median_ms": own, "clock": "device", "wall_ms": wall}
+        return {"median_ms": wall, "clock": "host", **in_a_row, **({"fault": fault} if fault else {})}
+    return {"median_ms": own, "clock": "device", "wall_ms": wall, **in_a_row}
 
 
 def by_host(launch: Callable[[], Any]) -> Reading:
@@ -289,6 +330,26 @@ def _torch_loss(name: str, rows: int, hidden: int, classes: int) -> dict[str, An
     return {**measured([run], torch=torch), **peak(torch)}
 
 
+def step(candidate: str, layers: int, width: int, classes: int, length: int) -> dict[str, Any]:
+    """A training step of a 16-bit GPT that knows nothing of this library, on 8 sequences: as it is, and rewritten."""
+    model = rewriting.GPT(classes, width, layers, jnp.bfloat16)
+    loss = rewriting.loss_of(model)
+    fn = rewriting.step_of(lowering.rewrite(loss) if candidate == "rewritten loss" else loss)
+    tokens = jax.random.randint(jax.random.key(1), (8, length + 1), 0, classes)
+    params = jax.jit(model.init)(jax.random.key(0), tokens[:, :-1])
+    state = optax.adamw(1e-3).init(params)
+    fn = lowering.rewrite(fn) if candidate == "rewritten step" else fn
+    compiled = jax.jit(fn, donate_argnums=(0, 1)).lower(params, state, tokens).compile()
+
+    def run() -> jax.Array:
+        nonlocal params, state
+        params, state, value = compiled(params, state, tokens)
+        return value
+
+    facts = {"loss": float(run()), "temporary_gb": round(compiled.memory_analysis().temp_size_in_bytes / 1e9, 3)}
+    return {**measured([run]), **peak(), **facts}
+
+
 def optimizer(candidate: str, layers: int, dtype: str) -> dict[str, Any]:
     """A step of AdamW with an average of the parameters; with no layers, of one array of 100 million."""
     shapes = adam.transformer_shapes(layers) if layers else [(10**8,)]
@@ -357,6 +418,7 @@ CASES = {
     "profiled": profiled,
     "optimizer": optimizer,
     "operator": operator,
+    "step": step,
 }
 
 
@@ -365,8 +427,10 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # where compilers print
     request = json.loads(sys.stdin.readline())
     sys.argv = sys.argv[:1]  # some peers parse it
+    jax.devices()  # takes a while, and the device nothing
     try:
-        record = CASES[request["function"]](**request["arguments"])
+        with locked(Path(request["lock"])):
+            record = CASES[request["function"]](**request["arguments"])
     except NotHereError as error:
         record = {"skipped": str(error)}
     except Exception as error:  # a case that fails, as where memory does not suffice, costs no other

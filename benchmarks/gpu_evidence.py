@@ -98,8 +98,14 @@ def cases_of_losses(cases: list[Any], hardware: Hardware) -> Iterator[Case]:
             reference, sizes = steps[name.replace("pallas", "xla_by_rows")], ast.literal_eval(name.partition(" ")[2])
             ((use, kernel, kind),) = kinds(FAMILIES["gradients"], jnp.bfloat16, sizes, hardware)
             temporaries = int(1e9 * reference["temporary_gb"]), int(1e9 * own["temporary_gb"])
-            time, us = round(own["wall_ms"] / reference["wall_ms"], 3), round(1e3 * reference["wall_ms"], 1)
+            ms = host_ms(reference)
+            time, us = round(host_ms(own) / ms, 3), round(1e3 * ms, 1)
             yield Case(use.operator.name, kernel.name, *kind, time, us, temporaries)
+
+
+def host_ms(case: Mapping[str, Any]) -> float:
+    """Returns the least time of a launch by the host's clock, alone or in a row: what disturbs it only adds to it."""
+    return min(case[name] for name in ("wall_ms", "series_ms") if name in case)
 
 
 def main() -> None:

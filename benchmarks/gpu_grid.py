@@ -4,7 +4,6 @@ Compiling takes no GPU. Processes compile their share of the cases at once, and 
 anything, so that nothing disturbs what is timed.
 """
 
-import contextlib
 import fcntl
 import functools
 import itertools
@@ -72,6 +71,8 @@ FAMILIES = {
 _ROWS = ((16384, 4096), (4096, 32000), (65536, 1024), (2048, 128256), (4096, 50257), (131072, 256))
 _MORE_ROWS = ((65536, 512), (32768, 2048), (8192, 8192), (8192, 12288), (4096, 16384), (2048, 65536))
 _LAYERS = ((64, 56 * 56, 64), (64, 28 * 28, 256), (64, 14 * 14, 1024), (256, 28 * 28, 128), (64, 56 * 56, 256))
+_HEADS = ((8192, 4096, 131072), (4096, 1024, 32768), (8192, 2304, 256000), (1024, 768, 50257))
+_MORE_HEADS = ((1024, 512, 8192), (8192, 2048, 50304), (32768, 1024, 32000), (1024, 4096, 128256), (16384, 8192, 32000))
 GRID: tuple[tuple[str, tuple[Any, ...], tuple[Sizes, ...]], ...] = (
     ("softmax", ((F32, "accurate"), (BF16, "accurate")), (*_ROWS, *_MORE_ROWS)),
     ("softmax", ((BF16, "log"), (F32, "log")), ((16384, 4096), (4096, 50257), (65536, 1024), (8192, 8192))),
@@ -80,6 +81,8 @@ GRID: tuple[tuple[str, tuple[Any, ...], tuple[Sizes, ...]], ...] = (
         ((F32, "log"), (BF16, "log"), (F32, "accurate")),
         ((16, 512 * 512, 21), (32, 56 * 56, 64), (64, 28 * 28, 256), (8, 512 * 512, 19), (8, 256 * 256, 150)),
     ),
+    ("cross_entropy", ((BF16, "plain"),), (*_HEADS, *_MORE_HEADS)),
+    ("cross_entropy", tuple((BF16, each) for each in ("entropy", "temperature", "softcap")), _HEADS),
     (
         "max_pool",
         tuple((dtype, "NHWC", 2) for dtype in (BF16, F32)),
@@ -213,17 +216,6 @@ def timed(found: Sequence[Any], draw: Any) -> list[dict[str, Any]]:
     return rows
 
 
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Waits until no other process has the device, and says which one has it."""
-    with path.open("a+") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        stream.truncate(0)
-        stream.write(str(os.getpid()))
-        stream.flush()
-        yield
-
-
 def worker(index: int, count: int, out: Path, rehearse: bool) -> None:
     """Compiles every `count`-th case, and times them when the device is free."""
     path, ready = out / "grid.jsonl", []
@@ -251,7 +243,7 @@ def worker(index: int, count: int, out: Path, rehearse: bool) -> None:
         if draw is None:
             record = {"refused": found}
         else:
-            with locked(out / "grid.lock"):
+            with gpu_cases.locked(out / "grid.lock"):
                 try:
                     record = {"rows": timed(found, draw)}
                 except Exception as error:  # a case that fails costs no other

@@ -7,6 +7,7 @@ them, times of runs, and how long a model of twelve layers takes to be traced. T
 with what else a machine does. `docs/rewriting.md` shows the results.
 """
 
+import functools
 import gc
 import statistics
 import time
@@ -26,30 +27,34 @@ VOCABULARY, WIDTH = 50257, 512
 
 
 class Block(nn.Module):
+    dtype: Any = None
+
     @nn.compact
     def __call__(self, x):
-        mask = nn.make_causal_mask(x[..., 0])
-        x = x + nn.MultiHeadDotProductAttention(8)(nn.LayerNorm()(x), mask=mask)
-        return x + nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x))))
+        mask, norm = nn.make_causal_mask(x[..., 0]), functools.partial(nn.LayerNorm, dtype=self.dtype)
+        dense = functools.partial(nn.Dense, dtype=self.dtype)
+        x = x + nn.MultiHeadDotProductAttention(8, self.dtype)(norm()(x), mask=mask)
+        return x + dense(x.shape[-1])(nn.gelu(dense(4 * x.shape[-1])(norm()(x))))
 
 
 class GPT(nn.Module):
     vocabulary: int
     width: int
     layers: int
+    dtype: Any = None
 
     @nn.compact
     def __call__(self, tokens):
-        table = nn.Embed(self.vocabulary, self.width)
-        x = table(tokens) + nn.Embed(tokens.shape[1], self.width)(jnp.arange(tokens.shape[1]))
+        table = nn.Embed(self.vocabulary, self.width, self.dtype)
+        x = table(tokens) + nn.Embed(tokens.shape[1], self.width, self.dtype)(jnp.arange(tokens.shape[1]))
         for _ in range(self.layers):
-            x = Block()(x)
-        return table.attend(nn.LayerNorm()(x))
+            x = Block(self.dtype)(x)
+        return table.attend(nn.LayerNorm(dtype=self.dtype)(x))
 
 
 def loss_of(model: GPT) -> Callable[..., Any]:
     def loss(params, tokens):
-        logits = model.apply(params, tokens[:, :-1])
+        logits = model.apply(params, tokens[:, :-1]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     return loss

@@ -51,7 +51,7 @@ def evidence_on(target: str, as_json: bool) -> None:
     for name in ("operator", "operands", "taken", "time"):
         table.add_column(name)
     for one in found:
-        taken = f"at {one.taken} of {one.known} sizes" if one.executed else "no: its code was not executed"
+        taken = f"at {one.taken} of {one.known} sizes" if one.has_run else "no: its code was not executed"
         table.add_row(one.operator, one.kind, taken, f"{one.least:.2f} to {one.most:.2f}")
     show(table if found else Text(f"{target}: no evidence on its kernels ships with the library"))
 

@@ -102,7 +102,11 @@ class Grid(NamedTuple):
     @property
     def taken(self) -> list[tuple[str, str, str]]:
         """The kinds that "auto" takes at some sizes."""
-        return [key for key in self.executed if any(case.is_better for case in self.cases.get(key, ()))]
+        return [key for key, cases in self.cases.items() if self.has_run(key) and any(case.is_better for case in cases)]
+
+    def has_run(self, key: tuple[str, str, str]) -> bool:
+        """Tells whether the code of a kind ran: somewhere, or on the target itself, where it was timed."""
+        return self.is_measured or key in self.executed
 
 
 def read(path: Path) -> Grid:
@@ -126,7 +130,7 @@ def read(path: Path) -> Grid:
 class Summary(NamedTuple):
     """Evidence on one kind of a kernel: at how many of the known sizes it is taken, and its times at all of them.
 
-    Times are parts of the reference's. A kind that was not `executed` is not taken at any size.
+    Times are parts of the reference's. A kind whose code did not run is not taken at any size.
     """
 
     operator: str
@@ -136,7 +140,7 @@ class Summary(NamedTuple):
     known: int
     least: float
     most: float
-    executed: bool
+    has_run: bool
 
 
 def summaries(target: str) -> list[Summary]:
@@ -145,9 +149,9 @@ def summaries(target: str) -> list[Summary]:
     if grid is None:
         return []
     for key, cases in sorted(grid.cases.items()):
-        times, executed = [case.time for case in cases], key in grid.executed
-        taken = sum(case.is_better for case in cases) if executed else 0
-        found.append(Summary(*key, taken, len(cases), min(times), max(times), executed))
+        times, has_run = [case.time for case in cases], grid.has_run(key)
+        taken = sum(case.is_better for case in cases) if has_run else 0
+        found.append(Summary(*key, taken, len(cases), min(times), max(times), has_run))
     return found
 
 
@@ -234,11 +238,13 @@ def shipped_verdict(operator: str, kernel: str, target: str, kind: Kind | None) 
     slowest = max(case.time for case in near)
     if not all(case.is_better for case in near):
         return Verdict(False, f"{text}, too close to call" if slowest <= SAME_TIME else text)
-    if key not in evidence.executed:
+    if not evidence.has_run(key):
         return Verdict(False, f"{text}, but its compiled code was not executed")
     saved = " with less memory" if slowest > MOST_TIME else ""
     if not evidence.is_measured:
         return Verdict(True, f"{text}{saved}, executed", kind.text)
+    if key not in evidence.executed:
+        return Verdict(True, f"{text}{saved}", kind.text, "timed there, and not compared with float64")
     with_others = evidence.header["versions"].items() - dict(measured_versions()).items()
     return Verdict(True, f"{text}{saved}", kind.text if with_others else "", "not run with these versions")
 

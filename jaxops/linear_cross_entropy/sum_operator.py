@@ -23,8 +23,8 @@ from jaxops.linear_cross_entropy.row_statistics import loss_terms, row_losses, s
 from lowering.operators import EVERYWHERE, Form, Place, fields
 from pallas_kernels.gpu.linear_cross_entropy import exponentials as gpu_exponentials
 from pallas_kernels.kernel import Kernel, Kind
+from pallas_kernels.linear_cross_entropy_kinds import kind_of_layer
 from pallas_kernels.tpu.linear_cross_entropy import exponentials as tpu_exponentials
-from pallas_kernels.tpu.linear_cross_entropy.statistics import kind_of_layer
 
 
 def summed_cross_entropy(

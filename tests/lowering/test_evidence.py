@@ -329,3 +329,19 @@ def test_a_loss_takes_its_kernel_whatever_terms_its_rows_have():
         with jax.numpy_dtype_promotion("standard"):
             explanation = lowering.explain(jax.value_and_grad(loss, (0, 1)), *operands, target="cuda-h100")
         assert [row.implementation for row in explanation.rows] == ["mosaic_gpu"]
+
+
+@pytest.mark.parametrize("is_compared", [True, False])
+def test_what_was_timed_and_not_compared_is_verified_before_its_first_use(monkeypatch, is_compared):
+    """Only on the target itself: a schedule that was replayed has not run at all."""
+    case = evidence.Case("op", "kernel", "bfloat16", (64,), 0.5, 100.0, (0, 0))
+    header = {"how": "measured", "versions": dict(evidence.measured_versions())}
+    executed = {case[:3]: (8,)} if is_compared else {}
+    grid = evidence.Grid(header, {case[:3]: (case,)}, executed)
+    monkeypatch.setattr(evidence, "shipped", lambda target: grid)
+    found = evidence.shipped_verdict("op", "kernel", "cuda-h100", Kind("bfloat16", (64,)))
+    assert found.is_taken
+    assert found.kind == ("" if is_compared else "bfloat16")
+    replayed = grid._replace(header={"how": "replayed"})
+    monkeypatch.setattr(evidence, "shipped", lambda target: replayed)
+    assert evidence.shipped_verdict("op", "kernel", "tpu-v5e", Kind("bfloat16", (64,))).is_taken == is_compared

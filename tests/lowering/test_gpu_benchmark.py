@@ -23,7 +23,7 @@ from lowering.register import kernels_of
 ROOT = Path(__file__).parents[2]
 CALLS, OTHERS = ("first", "second"), ("tune", "profile")
 TIMED = {
-    *("probe", "headline", "agreement", "chunks", "peers", "forms", "lce", "scoring", "races", "optimizers"),
+    *("probe", "headline", "agreement", "chunks", "peers", "forms", "lce", "steps", "scoring", "races", "optimizers"),
     "profile",
 }
 # On an H100 with 16 processors: a case in a process of its own, and the grid.
@@ -136,9 +136,14 @@ def gpu_cases(monkeypatch):
 def test_a_case_keeps_the_host_s_time_beside_the_device_s_and_says_when_it_runs(gpu_cases, monkeypatch):
     readings = iter([gpu_cases.Reading(8.0, 9.0), *[gpu_cases.Reading(4.0, 6.0)] * 3])
     monkeypatch.setattr(gpu_cases, "device_clock", lambda platform: lambda launch: next(readings))
-    assert gpu_cases.measured([lambda: 0] * 2) == {"median_ms": 2.0, "clock": "device", "wall_ms": 3.0}
+    monkeypatch.setattr(gpu_cases, "by_host", lambda launch: launch() or gpu_cases.Reading(300.0, 300.0))
+    runs = []
+    found = gpu_cases.measured([lambda: runs.append(0)] * 2)
+    # One launch was timed at 300 ms, so that two are in a row then; each is of two runs.
+    assert found == {"median_ms": 2.0, "clock": "device", "wall_ms": 3.0, "series_ms": 75.0}
+    assert len(runs) == 2 * (1 + 1 + 3 * 2)
     messages = [json.loads(line) for line in gpu_cases.ANSWERS.stream.getvalue().splitlines()]
-    assert [message["runs"] for message in messages] == [True] * 4 + [False]
+    assert [message["runs"] for message in messages] == [True] * 5 + [False]
     monkeypatch.setattr(gpu_cases, "device_clock", lambda platform: lambda launch: gpu_cases.Reading(5.0, 20.0))
     found = gpu_cases.measured([lambda: 0])
     assert (found["median_ms"], found["clock"]) == (20.0, "host")

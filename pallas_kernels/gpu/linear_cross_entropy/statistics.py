@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.gpu.linear_cross_entropy import pipeline, tiles
 from pallas_kernels.gpu.linear_cross_entropy.tiles import Tiling
 from pallas_kernels.kernel import Kernel
+from pallas_kernels.linear_cross_entropy_kinds import kind
 
 # Columns are compared as float32, which represents integers exactly up to this number.
 _MAX_PREDICTED_COLUMNS = 2**24
@@ -276,6 +277,7 @@ KERNEL = Kernel(
     run=run,
     refuses=refuses,
     configs=configs,
+    kind=kind,
     interpreter_is_pure=False,
     takes=TAKES,
 )

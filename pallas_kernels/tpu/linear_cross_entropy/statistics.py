@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.kernel import Kernel, Kind, dtype_names
+from pallas_kernels.kernel import Kernel
+from pallas_kernels.linear_cross_entropy_kinds import kind
 from pallas_kernels.tpu.linear_cross_entropy.online import OnlineStatistics, Rows, finite
 from pallas_kernels.tpu.linear_cross_entropy.tiles import (
     BIAS,
@@ -301,19 +302,6 @@ def _vmem_bytes(itemsize, block_rows, block_vocab, block_hidden):
     spilled = itemsize * block_rows * block_hidden + 4 * 4 * block_rows * CHUNK
     # Vectors over rows and over classes are small: `vmem_limit_bytes` adds a quarter for these and Mosaic's own needs.
     return operands + tile + spilled
-
-
-def kind(hardware, rows, columns, *, softcap, metrics, **_) -> Kind:
-    """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
-    return kind_of_layer(rows, columns, softcap, ["metrics"] * metrics)
-
-
-def kind_of_layer(rows, columns, softcap, options) -> Kind:
-    """Returns the kind of a kernel on a linear layer's logits: the sizes are rows, features and classes."""
-    fields = (*rows._asdict().items(), *columns._asdict().items())
-    present = [name for name, value in fields if value is not None and name not in ("x", "labels", "weight")]
-    words = dtype_names(rows.x, columns.weight), *present, *["softcap"] * (softcap is not None), *options
-    return Kind(", ".join(words), (math.prod(rows.x.shape[:-1]), rows.x.shape[-1], columns.weight.shape[0]))
 
 
 TAKES = frozenset({"x", "labels", "scale", "weight", "bias", "class_targets"})
