@@ -122,15 +122,15 @@ def fold_columns(
     return carry
 
 
-Reduction = Callable[[jax.Array], jax.Array]
-
-
-def merged(parts: RowSums, index: jax.Array, largest: Reduction, total: Reduction, least: Reduction) -> RowSums:
-    """Merges the sums over several parts of the columns; predictions count the columns of all parts.
-
-    The parts lie along an axis of each array, which stays, or on different devices. `index` counts them. The reductions
-    take the maximum, the sum and the minimum over them.
-    """
+def merged(parts: RowSums, axis: str | None = None) -> RowSums:
+    """Merges the sums over disjoint columns, along the arrays' first axis or a mesh axis; predictions count all."""
+    of_arrays, of_devices = (jnp.max, jnp.sum, jnp.min), (jax.lax.pmax, jax.lax.psum, jax.lax.pmin)
+    if axis is None:
+        largest, total, least = (functools.partial(reduction, axis=0, keepdims=True) for reduction in of_arrays)
+        index: Any = jax.lax.broadcasted_iota(jnp.int32, parts.max_logit.shape, 0)
+    else:
+        largest, total, least = (functools.partial(reduction, axis_name=axis) for reduction in of_devices)
+        index = jax.lax.axis_index(axis)
     sum_exp = parts.sum_exp
     is_empty = sum_exp == 0
     maxima = jnp.where(is_empty, -jnp.inf, jax.lax.stop_gradient(parts.max_logit))
@@ -153,12 +153,4 @@ def merged(parts: RowSums, index: jax.Array, largest: Reduction, total: Reductio
         # Of equal maxima, the first counts.
         candidates = jnp.where(maxima == top, parts.prediction, jnp.iinfo(jnp.int32).max)
         sums = sums._replace(weighted_logit=weighted, prediction=least(candidates))
-    return sums
-
-
-def merged_pair(left: RowSums, right: RowSums) -> RowSums:
-    """Merges the sums over two disjoint sets of columns."""
-    stacked = jax.tree.map(lambda *pair: jnp.stack(pair), left, right)
-    index = jax.lax.broadcasted_iota(jnp.int32, stacked.max_logit.shape, 0)
-    over = (functools.partial(reduction, axis=0, keepdims=True) for reduction in (jnp.max, jnp.sum, jnp.min))
-    return jax.tree.map(lambda x: x[0], merged(stacked, index, *over))
+    return sums if axis is not None else jax.tree.map(lambda x: x[0], sums)

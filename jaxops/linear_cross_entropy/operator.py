@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
-from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, merged, merged_pair
+from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, merged
 from jaxops.linear_cross_entropy.fold_rows import kept_rows
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, CotangentTerms, Needs, Rows, RowStatistics, axes
 from jaxops.linear_cross_entropy.row_statistics import Logits, RowSums, statistics_terms, target_total, with_scale
@@ -51,12 +51,10 @@ def _merged(statistics: RowStatistics, rows: Rows, columns: Columns, axis: str) 
     total = target_total(rows, columns, maximum)
     if target_loss is not None and total is not None:
         parts = parts._replace(target_logit=total * log_sum_exp - target_loss, target_total=total)
-    index = jax.lax.axis_index(axis)
     if mean_logit is not None and prediction is not None:
-        weighted, prediction = mean_logit * jnp.exp(log_sum_exp), prediction + columns.weight.shape[0] * index
-        parts = parts._replace(weighted_logit=weighted, prediction=prediction)
-    over = (functools.partial(of, axis_name=axis) for of in (jax.lax.pmax, jax.lax.psum, jax.lax.pmin))
-    return merged(parts, jnp.broadcast_to(index, maximum.shape), *over).statistics
+        prediction = prediction + columns.weight.shape[0] * jax.lax.axis_index(axis)
+        parts = parts._replace(weighted_logit=mean_logit * jnp.exp(log_sum_exp), prediction=prediction)
+    return merged(parts, axis).statistics
 
 
 def statistics_by_columns(
@@ -77,7 +75,7 @@ def statistics_by_columns(
     def add(tile: Tile, in_tile: Columns, _: None, chunk: tuple[RowSums, Rows]) -> tuple[RowSums, None]:
         before, rows = chunk
         sums = Logits.of(tile.rows(rows), in_tile, softcap).sums(metrics=metrics)
-        return merged_pair(before, tile.sums(sums)), None
+        return merged(jax.tree.map(lambda *pair: jnp.stack(pair), before, tile.sums(sums))), None
 
     shapes = jax.eval_shape(lambda: Logits.of(taken, columns, softcap).sums(metrics=metrics))
     no_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

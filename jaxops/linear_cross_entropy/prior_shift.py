@@ -122,14 +122,17 @@ def summed_by_prior_shift(
             # Nothing in a step may be the same in every step, or the compiler computes it before the loop, always.
             failed, _ = jax.lax.optimization_barrier((failed, at))
             new, sums = fold_rows(by_maximum, _alike(kept, start), failed, is_exact.shape, again_rows, place)
+            (old, of_x), (new, of_x_again) = results, new
+            merged = jax.tree.map(functools.partial(jnp.where, is_exact), old, new)
+            x_grads = jax.tree.map(functools.partial(jnp.where, is_exact[..., None]), of_x, of_x_again)
+            return (merged, x_grads), _alike(sums, kept)
 
-            def merged(x: jax.Array, again: jax.Array) -> jax.Array:
-                return jnp.where(is_exact.reshape(*is_exact.shape, *(1,) * (x.ndim - is_exact.ndim)), x, again)
-
-            return jax.tree.map(merged, results, new), _alike(sums, kept)
-
-        # A loop of one step or none, rather than a branch, so that sums stay where they are.
-        return jax.lax.fori_loop(0, jnp.any(~is_exact).astype(jnp.int32), take, (results, sums))
+        # A loop of one step or none, rather than a branch, so that sums stay where they are. But on TPUs a rounded sum
+        # that a loop carries is kept in VMEM, and copied out behind the loop.
+        turns = jnp.any(~is_exact).astype(jnp.int32)
+        if is_rounded and place.platform == "tpu":
+            return jax.lax.cond(turns, functools.partial(take, turns), tuple, (results, sums))
+        return jax.lax.fori_loop(0, turns, take, (results, sums))
 
     def step(sums: Sums, chunk: tuple[Rows, RowWeights]) -> Any:
         results, is_exact, sums = by_shift(sums, *chunk)

@@ -22,8 +22,8 @@ from jaxops.linear_cross_entropy.operator import linear_row_statistics
 from jaxops.linear_cross_entropy.row_statistics import loss_terms, row_losses, skipped_as_zeros
 from lowering.operators import EVERYWHERE, Form, Place, fields
 from pallas_kernels.gpu.linear_cross_entropy import exponentials as gpu_exponentials
-from pallas_kernels.kernel import Kernel, Kind
-from pallas_kernels.linear_cross_entropy_kinds import kind_of_layer
+from pallas_kernels.kernel import Kernel
+from pallas_kernels.linear_cross_entropy_kinds import kind_of_sum
 from pallas_kernels.tpu.linear_cross_entropy import exponentials as tpu_exponentials
 
 
@@ -115,13 +115,10 @@ def _exponentiating(launcher: Any, name: str, platform: str) -> Kernel:
         offered = launcher.configs(hardware, rows.x, columns.weight, size)
         return [config | {"chunk_rows": size} for config in offered]
 
-    def kind(hardware: Any, rows: Any, columns: Any, *_: Any, softcap: Any, needs: Needs, **__: Any) -> Kind:
-        # Which terms a row's loss has only changes a number of the row.
-        gradients = [f"gradient of {name}" for name, is_needed in needs._asdict().items() if is_needed]
-        return kind_of_layer(rows, columns, softcap, gradients)
-
     is_pure = platform == "tpu"
-    return Kernel(name, platform, run, refuses, configs, kind=kind, interpreter_is_pure=is_pure, takes=_OF_LABELS)
+    return Kernel(
+        name, platform, run, refuses, configs, kind=kind_of_sum, interpreter_is_pure=is_pure, takes=_OF_LABELS
+    )
 
 
 _OF_LABELS = frozenset({"x", "labels", "weight", "bias", "class_targets", *RowWeights._fields})

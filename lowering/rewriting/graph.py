@@ -295,14 +295,14 @@ class _Builder:
 
     def _inlined(self, equation: Any, inputs: list[Value], site: Site) -> list[Value] | None:
         """Returns the results of an equation whose body takes its place; None if none does."""
-        is_call = equation.primitive.name in _CALLS and any(x.follows_product for x in inputs)
-        if not (is_call or self.is_inlined(equation)):
+        follows_product = any(x.follows_product for x in inputs)
+        if not (equation.primitive.name in _CALLS and follows_product) and not self.is_inlined(equation):
             return None
         parts = peeled(equation, self.is_large)
         if parts is not None:
             before = [] if parts.equation is None else self._node(parts.equation, inputs, site)
             return self.inline(parts.tail, [*inputs, *before], site)
-        body = _inlined_body(equation)
+        body = _inlined_body(equation) or (_reference(equation) if follows_product else None)
         return None if body is None else self.inline(body, inputs, site)
 
 
@@ -329,7 +329,7 @@ def _inlined_body(equation: Any) -> Any:
         body = params["call_jaxpr"]
         is_own = getattr(opened(body)[0].debug_info, "func_filename", None) == _OWN_DERIVATIVES
         return body if is_own else None
-    return _reference(equation)
+    return None
 
 
 def _reference(equation: Any) -> Any:
