@@ -200,13 +200,13 @@ def _tangent_primitive(operator: _Operator, derivative: Derivative) -> Primitive
     primitive.def_impl(compiled_bind(primitive))
     primitive.def_abstract_eval(abstract_eval)
     mlir.register_lowering(primitive, mlir.lower_fun(apply, multiple_results=True))
-    ad.primitive_transposes[primitive] = functools.partial(_transpose, derivative)
+    ad.primitive_transposes[primitive] = functools.partial(_transpose, operator.name, derivative)
     ad.primitive_jvps[primitive] = functools.partial(_jvp_of_tangent, primitive, apply)
     batching.primitive_batchers[primitive] = batching_rule(primitive, axes_of)
     return primitive
 
 
-def _transpose(derivative: Derivative, cotangents: Any, *arrays: Any, linear: _Linear) -> list[Any]:
+def _transpose(name: str, derivative: Derivative, cotangents: Any, *arrays: Any, linear: _Linear) -> list[Any]:
     """Transposes a tangent primitive, by binding the documented backward operator."""
     # JAX transposes in the tangents alone: residuals have values here, and tangents are placeholders for their types.
     residuals, tangents = linear.split(arrays)
@@ -220,6 +220,10 @@ def _transpose(derivative: Derivative, cotangents: Any, *arrays: Any, linear: _L
             linear.active_operands,
             **dict(linear.attributes),
         )
+    count = len(linear.operands.children())
+    if not isinstance(results, tuple | list) or len(results) != count:
+        got = len(results) if isinstance(results, tuple | list) else f"a {type(results).__name__}"
+        raise TypeError(f"{name}: vjp must return a gradient, or None, for each of {count} operands; got {got}")
     # On an explicit mesh JAX adds cotangents of one operand up, and refuses to if they are laid out differently.
     pairs = zip(linear.of_active(results), tangents, strict=True)
     laid_out = (sharding.laid_out_as(x, tangent.aval.sharding).astype(tangent.aval.dtype) for x, tangent in pairs)

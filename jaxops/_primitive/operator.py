@@ -14,7 +14,7 @@ from jaxops._primitive import sharding
 from jaxops._primitive.batching import batching_rule
 from jaxops._primitive.derivative import Derivative, compiled_bind, jvp_rule
 from jaxops._primitive.signature import Signature
-from lowering.operators import Form, Structure, packed, presence, registered, structure_of, unpacked
+from lowering.operators import Form, Structure, fields, packed, presence, registered, structure_of, unpacked
 from pallas_kernels.kernel import Kernel
 
 # The structures of results that one operator remembers: attributes may take any number of values.
@@ -69,6 +69,7 @@ class Operator:
 
     def __call__(self, *operands: Any, **params: Any) -> Any:
         """Binds the primitive. Operands must be arrays or NamedTuples of them, and `params` hashable."""
+        self._require_entries("operands", operands)
         # Abstract evaluation checks too, but under vmap only this place sees the shapes that the user wrote.
         if self.check is not None:
             self.check(*operands, **params)
@@ -97,9 +98,17 @@ class Operator:
 
     def _evaluate(self, run: Callable[..., Any], params: Mapping[str, Any], *arrays: Any) -> tuple[jax.Array, ...]:
         operands, attributes = unpacked(arrays, params)
-        results, structure = jax.tree.flatten(run(*operands, **attributes))
+        found = run(*operands, **attributes)
+        self._require_entries("results", found)
+        results, structure = jax.tree.flatten(found)
         self.remember_structure(arrays, params, structure)
         return tuple(results)
+
+    def _require_entries(self, side: str, values: Any) -> None:
+        """Refuses operands or results that are not as many as the signature has entries."""
+        entries, count = len(getattr(self.axes, side)), len(fields(values))
+        if count != entries:
+            raise TypeError(f"{self.name}: {side} must be as many as in its signature, {entries}; got {count}")
 
     def local_kernel(
         self, run: Callable[..., Any], arrays: Sequence[Any], params: Mapping[str, Any]

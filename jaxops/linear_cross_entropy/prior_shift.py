@@ -104,7 +104,7 @@ def summed_by_prior_shift(
     exponentiating: Exponentiating | None = None,
 ) -> SumResults:
     """Computes what `by_rows.summed_by_rows` does, with exponentials shifted by what is known before the logits."""
-    is_one_device = place.device_count == 1
+    is_one_device, has_kernel = place.device_count == 1, exponentiating is not None
     exponentiating = exponentiating or functools.partial(exponentials, columns, softcap, metrics)
     chunk_rows = chunk_rows or rows_of_exponentials(*columns.weight.shape, metrics=metrics)
     # Seldom needed, so no more than fit beside the rest: their float32 logits are larger than a chunk's exponentials.
@@ -127,11 +127,11 @@ def summed_by_prior_shift(
             x_grads = jax.tree.map(functools.partial(jnp.where, is_exact[..., None]), of_x, of_x_again)
             return (merged, x_grads), _alike(sums, kept)
 
-        # A loop of one step or none, rather than a branch, so that sums stay where they are. But on TPUs a rounded sum
-        # that a loop carries is kept in VMEM, and copied out behind the loop.
+        # A loop of one step or none, rather than a branch, so that sums stay where they are. But behind a TPU's kernel,
+        # XLA keeps a rounded sum that the loop carries in VMEM, and copies it out behind the loop.
         turns = jnp.any(~is_exact).astype(jnp.int32)
-        if is_rounded and place.platform == "tpu":
-            return jax.lax.cond(turns, functools.partial(take, turns), tuple, (results, sums))
+        if is_rounded and has_kernel and place.platform == "tpu":
+            return jax.lax.cond(1 - turns, tuple, functools.partial(take, turns), (results, sums))
         return jax.lax.fori_loop(0, turns, take, (results, sums))
 
     def step(sums: Sums, chunk: tuple[Rows, RowWeights]) -> Any:

@@ -36,7 +36,7 @@ def shard_map(trial: Trial) -> None:
         actual = mapped(*trial.operands)
     expected = stacked([trial.jitted(*part) for part in parts])
     trial.agree("the result in jax.shard_map", actual, expected, compared_with="that of each part on its own")
-    if not trial.has_gradient:
+    if not trial.needs_gradient():
         return
 
     def total(*local: Any) -> jax.Array:
@@ -78,6 +78,7 @@ def _on_mesh(trial: Trial, axis_type: AxisType) -> None:
         gathered = max(_gathered_sizes(compiled.as_text()), default=0)
         if gathered >= max(largest, 1):
             raise FoundError(f"{where}, {subject} gathers {gathered} elements; the largest operand has {largest}")
+    trial.needs_gradient()
 
 
 def _gathered_sizes(compiled_text: str) -> Iterator[int]:

@@ -88,6 +88,12 @@ class Trial:
         except Exception:
             return False
 
+    def needs_gradient(self) -> bool:
+        """Tells whether a promise is about a gradient as well; skips it where there should be one and is none."""
+        if self.should_have_gradient and not self.has_gradient:
+            raise SkipError("values keep it; the gradient raises, which `reference` or `derivative` shows")
+        return self.should_have_gradient
+
     def loss(self, *operands: Any) -> jax.Array:
         """Computes a scalar that depends on every floating-point result, and not linearly."""
         # Sines of large numbers would be as good as random.

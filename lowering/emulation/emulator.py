@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -214,14 +215,27 @@ class Emulator:
         if self._checks:
             for order in Transfers.ORDERS[1:]:
                 for what in self._differing(called, operands, like, first, order=order):
-                    self._findings[called.finding(f"{what} when transfers happen {order}")] = None
+                    whose = self._late_transfers(called, operands, like, first, order)
+                    self._findings[called.finding(f"{what} when {whose} {order}")] = None
             for what in self._differing(called, operands, like, first, poison=POISONS[1]):
                 self.memory_findings[called.finding(f"{what} {_unwritten(called.kernel, first)}")] = None
         called.calls += 1
         called.seconds += time.perf_counter() - start
         called.issues += np.asarray(first.issues)
-        called.transfers = called.transfers or first.transfers
+        called.transfers = called.transfers or sum(first.starts.values())
         return first.results
+
+    def _late_transfers(
+        self, called: _Called, operands: Sequence[Any], like: Sequence[Any], first: Execution, order: str
+    ) -> str:
+        """Says which transfers change the results by themselves when they happen in another order."""
+        found = []
+        for number in first.starts if len(first.starts) <= _MOST_STARTS else ():
+            if self._differing(called, operands, like, first, order=order, only=number):
+                found.append(_placed(called.kernel, number))
+        if not found:
+            return "transfers happen"
+        return f"transfers that bundle {' or '.join(found)} starts happen"
 
     def _differing(
         self, called: _Called, operands: Sequence[Any], like: Sequence[Any], first: Execution, **how: Any
@@ -234,6 +248,10 @@ class Emulator:
         pairs = zip(first.results, other.results, strict=True)
         differing = [f"result {number}" for number, (a, b) in enumerate(pairs) if a.tobytes() != b.tobytes()]
         return [f"{' and '.join(differing)} differ{'s' if len(differing) == 1 else ''}"] if differing else []
+
+
+# A kernel that starts transfers in more places is not executed again for each.
+_MOST_STARTS = 16
 
 
 def _function_of(equation: Any) -> Callable[..., Any]:
@@ -253,9 +271,16 @@ def _unwritten(kernel: Kernel, execution: Execution) -> str:
     number = min(execution.unwritten, default=None)
     if number is None:
         return "with what memory holds before the kernel starts"
+    return (
+        "with what memory holds where nothing is written, or no longer since a shorter transfer went there; bundle "
+        f"{_placed(kernel, number)} is the first to load it"
+    )
+
+
+def _placed(kernel: Kernel, number: int) -> str:
+    """Returns a bundle's number, and its line where that is known."""
     lines = kernel.bundles[number].lines
-    at = f" ({lines[0]})" if lines else ""
-    return f"with what memory holds before it is written, which bundle {number:#x}{at} is the first to load"
+    return f"{number:#x} ({os.path.basename(lines[0])})" if lines else f"{number:#x}"
 
 
 def _regions(bundles: Sequence[Bundle], is_in: np.ndarray) -> Iterator[Region]:

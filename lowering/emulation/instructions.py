@@ -305,9 +305,12 @@ class Translator:
         return effect
 
     def _levels(self, table: int) -> list[tuple[int, int, int]]:
-        """Reads strides from scalar memory: for each level those of source and destination, and a count."""
+        """Reads strides from scalar memory: for each level those of source and destination, and a count.
+
+        Nothing is written to the table of a transfer that is one piece at both ends.
+        """
         words = self._memory.written_words(table, 9)
-        if not words or len(words) % 3:
+        if len(words) % 3:
             raise MachineFaultError(f"a table of strides with {len(words)} words")
         return [(words[at], words[at + 1], words[at + 2]) for at in range(0, len(words), 3)]
 

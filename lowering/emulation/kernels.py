@@ -84,7 +84,7 @@ class Execution:
       issues: how often each bundle was issued.
       clobbered: reads of registers that held other values than the compiler meant.
       unwritten: bundles that loaded vectors with a word in them that nobody had written, and how often.
-      transfers: how many were started.
+      starts: how many transfers each bundle has started.
       left_over: what was not as it must be at the end.
     """
 
@@ -92,7 +92,7 @@ class Execution:
     issues: tuple[int, ...]
     clobbered: tuple[str, ...]
     unwritten: Mapping[int, int]
-    transfers: int
+    starts: Mapping[int, int]
     left_over: tuple[str, ...]
 
 
@@ -105,7 +105,8 @@ class _Call:
         self._poison = poison
         self._symbols: dict[str, int] = {}
         self._places: dict[tuple[str, int], tuple[str, int]] = {}
-        self.memory = Memory(poison=poison, granules_of_pointer=kernel.granules_of_pointer)
+        of_chip = {"granules_of_pointer": kernel.granules_of_pointer}
+        self.memory = Memory(poison=poison, forgets=poison != POISONS[0], **of_chip)
 
     def machine(self, transfers: Transfers, **options: Any) -> Machine:
         """Returns the machine that executes it."""
@@ -224,6 +225,7 @@ def execute(
     results: Sequence[Any],
     *,
     order: str = Transfers.ORDERS[0],
+    only: int | None = None,
     poison: int = POISONS[0],
     checks: bool = False,
     eup_error: float = 0.0,
@@ -235,6 +237,7 @@ def execute(
       operands: what it takes.
       results: the shapes and dtypes of what it returns.
       order: of its transfers, one of `Transfers.ORDERS`.
+      only: the bundle whose transfers alone are in this order; None for all.
       poison: the bits of what nobody has written.
       checks: whether to follow which value each register holds.
       eup_error: the relative error of what the transcendental unit computes.
@@ -244,7 +247,7 @@ def execute(
       MachineFaultError: where the kernel does what no program may.
     """
     call = _Call(kernel, operands, poison)
-    transfers = Transfers(call.memory, order)
+    transfers = Transfers(call.memory, order, only)
     machine = call.machine(transfers, checks=checks, eup_error=eup_error)
     machine.run()
     left_over = []
@@ -262,6 +265,6 @@ def execute(
         tuple(issues[bundle.number] for bundle in kernel.bundles),
         tuple(machine.registers.clobbered),
         dict(call.memory.unwritten),
-        transfers.count,
+        dict(transfers.starts),
         tuple(left_over),
     )

@@ -46,14 +46,16 @@ class Memory:
       unwritten: how many vectors were loaded with a word in them that nobody had written, by bundle.
     """
 
-    def __init__(self, *, poison: int, granules_of_pointer: int) -> None:
+    def __init__(self, *, poison: int, granules_of_pointer: int, forgets: bool = False) -> None:
         """Starts without allocations.
 
         Args:
           poison: what is read where nobody has written.
           granules_of_pointer: the unit of pointers to HBM, in granules: 16 on v5e, 1 on v6e and v7x.
+          forgets: whether what is not written any more is overwritten with poison.
         """
         self._poison = poison
+        self._forgets = forgets
         self._granules_of_pointer = granules_of_pointer
         self._allocations: dict[str, dict[int, Allocation]] = collections.defaultdict(dict)
         self._counts: collections.Counter[str] = collections.Counter()
@@ -169,6 +171,13 @@ class Memory:
         to, flags = self._granules(space, address, len(words) // _WORDS_OF_GRANULE)
         to[:], flags[:] = words, is_written
 
+    def forget(self, address: int, granules: int) -> None:
+        """Takes granules of vector memory for not written."""
+        words, is_written = self._granules("vmem", address, granules)
+        is_written[:] = False
+        if self._forgets:
+            words[:] = self._poison
+
     def _granules(self, space: str, address: int, granules: int) -> tuple[np.ndarray, np.ndarray]:
         unit = _GRANULES_OF_ROW if space == "vmem" else 1
         allocation, first = self._found(space, address // unit)
@@ -189,18 +198,29 @@ class Memory:
 class Transfers:
     """Transfers in one of three orders.
 
+    Where a transfer to vector memory is shorter than one that has gone to the same place, as for the last block of a
+    ragged operand, what the longer one has left behind it counts as not written.
+
     Attributes:
-      count: how many were started.
+      starts: how many each bundle has started.
     """
 
     ORDERS = ("at their start", "at the wait for them", "in two steps, read at their start and written at the wait")
 
-    def __init__(self, memory: Memory, order: str) -> None:
-        """Starts with nothing under way; `order`, one of `ORDERS`, is when data are read and written."""
+    def __init__(self, memory: Memory, order: str, only: int | None = None) -> None:
+        """Starts with nothing under way.
+
+        Args:
+          memory: between whose parts they move.
+          order: one of `ORDERS`, when data are read and written.
+          only: the bundle whose transfers are in this order, where all others happen at their start.
+        """
         self._memory = memory
         self._order = self.ORDERS.index(order)
+        self._only = only
         self._under_way: list[tuple[int, int, Callable[[], None]]] = []
-        self.count = 0
+        self._longest: dict[int, dict[int, int]] = collections.defaultdict(dict)
+        self.starts: collections.Counter[int] = collections.Counter()
 
     def start(
         self,
@@ -222,7 +242,7 @@ class Transfers:
           strides: for each level, the outermost first: the strides of source and destination, and how many parts of the
             next level follow one another; on the last level, how many times 512 bytes.
         """
-        self.count += 1
+        self.starts[self._memory.bundle] += 1
         parts = tuple(_parts(granules, source, destination, strides))
 
         def read() -> list[tuple[np.ndarray, np.ndarray]]:
@@ -231,13 +251,22 @@ class Transfers:
         def write(data: list[tuple[np.ndarray, np.ndarray]]) -> None:
             for (_, at, _), (words, is_written) in zip(parts, data, strict=True):
                 self._memory.write(spaces[1], at, words, is_written)
+            if spaces[1] == "vmem" and parts:
+                self._forget_behind({at: size for _, at, size in parts})
 
-        if self._order == 0:
+        if self._order == 0 or self._only not in (None, self._memory.bundle):
             write(read())
             self._memory.semaphores[semaphore] += granules
             return
         data = read() if self._order == 2 else None
         self._under_way.append((semaphore, granules, lambda: write(read() if data is None else data)))
+
+    def _forget_behind(self, sizes: dict[int, int]) -> None:
+        longest = self._longest[next(iter(sizes))]
+        for at, size in longest.items():
+            if (written := sizes.get(at, 0)) < size:
+                self._memory.forget(at + written, size - written)
+        longest.update({at: max(size, longest.get(at, 0)) for at, size in sizes.items()})
 
     def wait(self, semaphore: int, amount: int) -> None:
         """Completes what a semaphore is waited for, as little as suffices.

@@ -1,5 +1,6 @@
 """Kernels of other people, and examples with planted faults, executed as they are compiled for TPUs."""
 
+import functools
 import re
 import runpy
 from pathlib import Path
@@ -131,7 +132,12 @@ def test_a_store_that_may_still_read_is_found(chip):
     emulation = lowering.emulate(double, x, target=chip)
     np.testing.assert_array_equal(emulation.results, 2 * x)
     (finding,) = emulation.findings
-    assert finding.what == "result 0 differs when transfers happen at the wait for them"
+    # By themselves, the stores are what differs.
+    lines = (ROOT / "examples" / "double_buffered.py").read_text().splitlines()
+    (start,) = [number for number, line in enumerate(lines, 1) if "store(chunk, slot).start()" in line]
+    assert "result 0 differs when transfers that bundle" in finding.what
+    assert f"double_buffered.py:{start})" in finding.what
+    assert finding.what.endswith(" starts happen at the wait for them")
     assert finding.source.startswith("double_buffered.py:")
 
 
@@ -155,9 +161,56 @@ def test_unwritten_memory_is_found(rng):
 
     emulation = lowering.emulate(partly, normal(rng, 8, 128), target="tpu-v5e")
     (finding,) = emulation.findings
-    assert "result 0 differs with what memory holds before it is written" in finding.what
+    assert "result 0 differs with what memory holds where nothing is written" in finding.what
     # What nobody reads is nobody's fault.
     assert lowering.emulate(lambda x: partly(x)[:8], normal(rng, 8, 128), target="tpu-v5e").findings == ()
+
+
+def test_what_a_longer_transfer_has_left_is_found(rng):
+    """The last block of a ragged operand is shorter than those before, whose rows are still behind it."""
+
+    def body(count, x, y):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            y[...] = jnp.zeros_like(y)
+
+        rows = pl.program_id(0) * 256 + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        y[...] += jnp.sum(jnp.where(rows < count, x[...], 0), axis=0, keepdims=True)
+
+    x = normal(rng, 1000, 256)
+
+    def sums(count, x):
+        blocks = {
+            "in_specs": [pl.BlockSpec((256, 256), lambda i: (i, 0))],
+            "out_specs": pl.BlockSpec((1, 256), lambda i: (0, 0)),
+        }
+        shape = jax.ShapeDtypeStruct((1, 256), x.dtype)
+        return pl.pallas_call(functools.partial(body, count), grid=(4,), out_shape=shape, **blocks)(x)
+
+    (finding,) = lowering.emulate(functools.partial(sums, 1024), x, target="tpu-v6e").findings
+    assert "no longer since a shorter transfer went there" in finding.what
+    emulation = lowering.emulate(functools.partial(sums, 1000), x, target="tpu-v6e")
+    assert emulation.findings == ()
+    assert_near(emulation.results, np.asarray(x, np.float64).sum(0, keepdims=True), 1e-5)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("first", [0, 128])
+def test_transfers_within_hbm_are_executed(chip, first, rng):
+    """With strides, and of one piece."""
+    hbm = pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
+    x = normal(rng, 96, 384)
+    shape = jax.ShapeDtypeStruct((96, 384 - first), x.dtype)
+
+    def copied(x):
+        def body(x, y):
+            pltpu.sync_copy(x.at[:, first:], y)
+
+        return pl.pallas_call(body, in_specs=[hbm], out_specs=hbm, out_shape=shape)(x)
+
+    emulation = lowering.emulate(copied, x, target=chip)
+    assert emulation.findings == ()
+    np.testing.assert_array_equal(emulation.results, x[:, first:])
 
 
 def test_kernels_in_loops_and_derivatives_are_executed(rng):

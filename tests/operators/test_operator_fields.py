@@ -150,3 +150,25 @@ def test_kernel_runs_without_a_field_and_machinery_refuses_one_that_it_does_not_
         lambda layer: toy_layer(layer, total=False), Layer(x, factors, None, row_scale), target="tpu-v5e"
     )
     assert [refusal.reason for refusal in explained.rows[0].refusals] == ["takes no row_scale"]
+
+
+@pytest.fixture
+def unregistered(monkeypatch):
+    """Lets a test make operators that nobody else sees."""
+    monkeypatch.setattr(lowering, "register", lambda operator: None)
+
+
+def test_what_does_not_fit_the_signature_is_refused_in_words(unregistered):
+    x = jnp.arange(3.0)
+    plus = Operator("toy_plus", "... c, ... c -> ... c", None, lambda x, y: x + y)
+    with pytest.raises(TypeError, match="toy_plus: operands must be as many as in its signature, 2; got 3"):
+        plus(x, x, x)
+    twice = Operator("toy_twice", "... c -> ... c, ... c", None, lambda x: 2 * x)
+    with pytest.raises(TypeError, match="toy_twice: results must be as many as in its signature, 2; got 1"):
+        twice(x)
+    for gradients, got in (((x,), "1"), (x, "a .*Array.*")):
+        derivative = Derivative(vjp=lambda *_, gradients=gradients: gradients)
+        product = Operator("toy_product", "... c, ... c -> ... c", None, lambda x, y: x * y, derivative)
+        match = f"toy_product: vjp must return a gradient, or None, for each of 2 operands; got {got}"
+        with pytest.raises(TypeError, match=match):
+            jax.make_jaxpr(jax.grad(lambda x, product=product: jnp.sum(product(x, x))))(x)

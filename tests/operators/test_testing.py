@@ -319,6 +319,14 @@ def test_a_derivative_that_raises_is_found_by_what_compares_gradients() -> None:
     report = check_operator(twice, [X], promises=["reference", "export", "jit"], reference=lambda x: 2 * x)
     assert [each.promise for each in report.broken] == ["reference", "export"]
     assert all("no derivative today" in each.found for each in report.broken)
+    # What is about values and gradients does not count as kept for its values alone.
+    of_both = ["deterministic", "bfloat16_accuracy", "float16_accuracy", "shard_map", "auto_mesh", "explicit_mesh"]
+    report = check_operator(twice, [X], batched=[0], promises=of_both)
+    assert (report.kept, report.broken) == ((), ())
+    assert [name for name, _ in report.skipped] == of_both
+    assert {reason for _, reason in report.skipped} == {
+        "values keep it; the gradient raises, which `reference` or `derivative` shows"
+    }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
