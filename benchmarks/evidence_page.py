@@ -31,6 +31,18 @@ float64 only together with others. Batch norm's kernels stay opt-in, as XLA fuse
 follows with its own; those of softmax over other axes than the last were not timed alone.
 `benchmarks/results/gpu_cuda-h100.json` has everything, also what lost.
 
+Of the loss, these options have been timed there, in bfloat16:
+
+| options | gradients, on an H100 | value and log-probabilities |
+| --- | --- | --- |
+| none, `z_loss`, `class_weight`, `row_weight` | a kernel where it is faster | a kernel where it is faster |
+| entropies, `return_aux` | no kernel | a kernel where it is faster |
+| `softcap`, a temperature | opt-in | a kernel near the sizes that were timed |
+| `bias`, `label_smoothing` | opt-in | opt-in |
+| `margin`, probabilities as labels, float32 | no kernel | no kernel |
+
+Opt-in means `jaxops.use("pallas")`: the kernel is as right, and nobody has timed it with these options.
+
 ## The evidence for TPUs
 
 Nobody has timed these kernels on a TPU yet. This is how a kernel becomes the default:

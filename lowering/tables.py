@@ -1,5 +1,6 @@
 """Tables that never break a name in the middle, however narrow the console."""
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -31,9 +32,9 @@ def fitted(table: RenderableType, console: Console) -> RenderableType:
 
 
 def text(table: RenderableType) -> str:
-    """Returns the text that `print` shows: as wide as the terminal, and the same wherever stdout is none."""
+    """Returns the text that `print` shows: as wide as the terminal, or as COLUMNS in the environment says."""
     is_terminal = getattr(sys.stdout, "isatty", bool)()
-    width = shutil.get_terminal_size().columns if is_terminal else _WIDTH
+    width = shutil.get_terminal_size().columns if is_terminal or os.environ.get("COLUMNS") else _WIDTH
     file = StringIO()
     console = Console(file=file, width=width, no_color=True, force_terminal=False, force_jupyter=False)
     console.print(fitted(table, console))

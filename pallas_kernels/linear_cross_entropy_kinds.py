@@ -20,6 +20,9 @@ def kind_of_sum(hardware: Any, rows: Any, columns: Any, *_: Any, softcap: Any, n
 def kind_of_layer(rows: Any, columns: Any, softcap: Any, options: list[str]) -> Kind:
     """Returns the kind of a kernel on a linear layer's logits: the sizes are rows, features and classes."""
     fields = (*rows._asdict().items(), *columns._asdict().items())
-    present = [name for name, value in fields if value is not None and name not in ("x", "labels", "weight")]
+    # Names of fields that nobody writes in a call.
+    spoken = {"class_targets": "label_smoothing", "probabilities": "labels as probabilities"}
+    optional = (name for name, value in fields if value is not None and name not in ("x", "labels", "weight"))
+    present = [spoken.get(name, name) for name in optional]
     words = dtype_names(rows.x, columns.weight), *present, *["softcap"] * (softcap is not None), *options
     return Kind(", ".join(words), (math.prod(rows.x.shape[:-1]), rows.x.shape[-1], columns.weight.shape[0]))

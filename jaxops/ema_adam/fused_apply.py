@@ -88,10 +88,21 @@ def fused_apply(
     is_transform = callable(getattr(transform, "init", None)) and callable(getattr(transform, "update", None))
     require(is_transform, _NAME, "transform", "be a transform of optax", transform)
     require_present(_NAME, {"params": params})
-    rows_of(_NAME, grads=grads, params=params)
+    rows_of(_NAME, grads=grads, params=params)  # before leaves are looked at
     require_tree(_NAME, "opt_state", opt_state)
     grads = jax.tree.map(functools.partial(as_array, _NAME, "grads"), grads)
     params = jax.tree.map(functools.partial(as_array, _NAME, "params"), params)
+    pairs, _ = rows_of(_NAME, grads=grads, params=params)
+    paths = (jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_leaf))
+    for path, (grad, param) in zip(paths, pairs, strict=True):
+        if isinstance(grad, jax.Array):
+            require(
+                grad.shape == param.shape,
+                _NAME,
+                f"grads{path}",
+                f"have its parameter's shape {list(param.shape)}",
+                grad,
+            )
     extended = optax.with_extra_args_support(transform)
     try:
         outputs, is_written, is_changed = _survey(extended, grads, opt_state, params, extra_args)

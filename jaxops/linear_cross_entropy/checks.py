@@ -46,6 +46,8 @@ def checked_layer(operator: str, x: jax.Array, weight: jax.Array, transposed: bo
     is_countable = jax.export.is_symbolic_dim(classes) or classes <= INT32_MAX
     require(is_countable, operator, "weight", f"have at most {INT32_MAX} classes", weight)
     check_floats(operator, (classes,), **by_class)
+    if jnp.finfo(x.dtype).bits > jnp.finfo(weight.dtype).bits:
+        lowering.note(f"{operator}: x, {x.dtype}, is rounded to the weight's dtype, {weight.dtype}")
     return weight
 
 
@@ -65,7 +67,7 @@ def check_labels(operator: str, rows: tuple[Any, ...], labels: jax.Array, classe
         return
     rule = "be integers" if classes is None else "be integers, or floating-point probabilities"
     require(bool(jnp.issubdtype(labels.dtype, jnp.integer)), operator, "labels", rule, labels)
-    require(labels.shape == rows, operator, "labels", f"have shape {list(rows)}, as x has rows", labels)
+    require(labels.shape == rows, operator, "labels", f"have shape {list(rows)}, as x without its last axis", labels)
 
 
 def number_or_floats(operator: str, argument: str, value: Any, shape: tuple[Any, ...], rule: str, **limits: Any) -> Any:

@@ -23,7 +23,7 @@ from jaxops.linear_cross_entropy.row_statistics import loss_terms, row_losses, s
 from lowering.operators import EVERYWHERE, Form, Place, fields
 from pallas_kernels.gpu.linear_cross_entropy import exponentials as gpu_exponentials
 from pallas_kernels.kernel import Kernel
-from pallas_kernels.linear_cross_entropy_kinds import kind_of_sum
+from pallas_kernels.linear_cross_entropy_kinds import kind_of_sum as kind
 from pallas_kernels.tpu.linear_cross_entropy import exponentials as tpu_exponentials
 
 
@@ -116,9 +116,7 @@ def _exponentiating(launcher: Any, name: str, platform: str) -> Kernel:
         return [config | {"chunk_rows": size} for config in offered]
 
     is_pure = platform == "tpu"
-    return Kernel(
-        name, platform, run, refuses, configs, kind=kind_of_sum, interpreter_is_pure=is_pure, takes=_OF_LABELS
-    )
+    return Kernel(name, platform, run, refuses, configs, kind=kind, interpreter_is_pure=is_pure, takes=_OF_LABELS)
 
 
 _OF_LABELS = frozenset({"x", "labels", "weight", "bias", "class_targets", *RowWeights._fields})

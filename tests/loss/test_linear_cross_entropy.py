@@ -267,7 +267,11 @@ REFUSALS = {
         {"transpose_weight": True},
         "weight must have shape (3, V), as x has 3 features, or be given without transpose_weight; got float32[5, 3]",
     ),
-    "labels-shape": ((X, WEIGHT, LABELS[:3]), {}, "labels must have shape [4], as x has rows; got int32[3]"),
+    "labels-shape": (
+        (X, WEIGHT, LABELS[:3]),
+        {},
+        "labels must have shape [4], as x without its last axis; got int32[3]",
+    ),
     "labels-bool": (
         (X, WEIGHT, LABELS > 0),
         {},

@@ -92,6 +92,8 @@ def test_operands_of_two_dtypes_have_products_in_the_weights(strategy, x_dtype, 
     loss = functools.partial(linear_cross_entropy, strategy=strategy, chunk_rows=16)
     value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, weight, labels)
     assert [gradient.dtype for gradient in gradients] == [x_dtype, weight_dtype]
+    is_rounded = "linear_cross_entropy: x, float32, is rounded to the weight's dtype, bfloat16"
+    assert (is_rounded in lowering.explain(loss, x, weight, labels).notes) == (x_dtype == "float32")
     rounded = np.asarray(x.astype(weight_dtype), np.float64)
     truth = with_margin(rounded, np.asarray(weight, np.float64), labels, 0.0)
     np.testing.assert_allclose(value, truth[0], rtol=1e-5)

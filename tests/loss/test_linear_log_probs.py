@@ -357,7 +357,7 @@ REFUSALS = {
         {"weight": WEIGHT.T},
         "weight must have shape (V, 3), as x has 3 features, or be given with transpose_weight=True; got float32[3, 5]",
     ),
-    "labels-shape": ({"labels": LABELS[:3]}, "labels must have shape [4], as x has rows; got int32[3]"),
+    "labels-shape": ({"labels": LABELS[:3]}, "labels must have shape [4], as x without its last axis; got int32[3]"),
     "labels-probabilities": ({"labels": np.ones((4, 5), np.float32)}, "labels must be integers; got float32[4, 5]"),
     "bias": ({"bias": X[0]}, "bias must be a floating-point array of shape [5]; got float32[3]"),
     "temperature-0": ({"temperature": 0.0}, f"{POSITIVE}0.0"),

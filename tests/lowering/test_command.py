@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -405,6 +406,14 @@ def test_demo_says_what_to_install(package: str, monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 2
     helps = "pip install '.[demo]' in a clone of the repository"
     assert result.stderr == f"jaxops: {package} must be installed; it is not: {helps}\n"
+
+
+def test_the_command_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["jaxops", "targets"])
+    with pytest.raises(SystemExit) as ending:
+        runpy.run_module("jaxops_command", run_name="__main__")
+    assert ending.value.code in (None, 0)
+    assert "tpu-v5e" in capsys.readouterr().out
 
 
 def test_help_without_arguments() -> None:

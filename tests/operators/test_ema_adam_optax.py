@@ -358,6 +358,13 @@ REFUSALS = {
         "fused_apply: params must be given; got None",
         161001,
     ),
+    "gradient": (
+        lambda: fused_apply(
+            ema_adam(1e-3), {"w": jnp.ones(4)}, ema_adam(1e-3).init({"w": jnp.ones(3)}), {"w": jnp.ones(3)}
+        ),
+        "fused_apply: grads['w'] must have its parameter's shape [3]; got float32[4]",
+        161002,
+    ),
     "none": (lambda: ema_params(optax.adam(1e-3).init(1.0)), "hold the state of an ema_adam as its init", 161002),
     "restored": (
         restored_without_target,
