@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from jaxops_command.output import show, show_text
 from jaxops_command.user_function import chosen_by, load, run_user_code
 from lowering.compiling.progress import said_if_long, shown
 from lowering.describe import counted, first_line
+from lowering.emulation.faults import KernelFaultError
 from lowering.emulation.interpreting import interpret
 from lowering.measuring.inputs import made_up
 
@@ -37,9 +39,12 @@ def emulate(
     args = _with_values(args, operands)
     target, rule = options["target"], "be traceable and run with these arguments"
 
-    def emulated() -> lowering.Emulation:
+    def emulated() -> lowering.Emulation | KernelFaultError:
         with chosen_by(chosen):
-            return lowering.emulate(fn, *args, **options)
+            try:
+                return lowering.emulate(fn, *args, **options)
+            except KernelFaultError as fault:
+                return fault
 
     def interpreted() -> Any:
         with chosen_by(chosen):
@@ -48,6 +53,9 @@ def emulate(
     doing = f"executing what is compiled for {target}"
     with said_if_long(doing), shown(doing):
         emulation = run_user_code(function, rule, emulated)
+        if isinstance(emulation, KernelFaultError):
+            print(f"jaxops: {emulation}", file=sys.stderr)
+            raise typer.Exit(_FOUND)
         fails, expected = "", jax.tree.leaves(emulation.results)
         try:
             expected = jax.tree.leaves(interpreted())
@@ -105,8 +113,15 @@ def _compared(found: Any, expected: Any) -> dict[str, Any]:
         differs = ~((wide[0] == wide[1]) | (np.isnan(wide[0]) & np.isnan(wide[1])))
         difference = float(np.max(np.abs(wide[0] - wide[1]), where=differs, initial=0.0))
         largest = float(np.max(np.abs(wide[1]), where=np.isfinite(wide[1]), initial=0.0))
+        nans = [int(np.isnan(x).sum()) for x in wide]
     relative = difference / largest if largest else math.inf
-    return {"type": f"{a.dtype}{list(a.shape)}", "difference": difference, "of largest": relative, "same bits": False}
+    found = {"type": f"{a.dtype}{list(a.shape)}", "difference": difference, "of largest": relative, "same bits": False}
+    return {name: value if _is_json(value) else None for name, value in found.items()} | {"NaN": nans}
+
+
+def _is_json(value: Any) -> bool:
+    """Tells whether a number is one of JSON, which has no NaN and no infinity."""
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _table(compared: Sequence[Mapping[str, Any]]) -> Table:
@@ -119,5 +134,8 @@ def _table(compared: Sequence[Mapping[str, Any]]) -> Table:
         if one["same bits"]:
             table.add_row(one["result"], one["type"], "none", "")
         else:
-            table.add_row(one["result"], one["type"], f"{one['difference']:.2g}", f"{one['of largest']:.1g}")
+            shown = (one["difference"], "{:.2g}"), (one["of largest"], "{:.1g}")
+            numbers = ["-" if value is None else text.format(value) for value, text in shown]
+            nans = f"\nNaN: {one['NaN'][0]:,} here, {one['NaN'][1]:,} there" if any(one["NaN"]) else ""
+            table.add_row(one["result"], one["type"] + nans, *numbers)
     return table

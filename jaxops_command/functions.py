@@ -132,7 +132,7 @@ def emulate(
     implementation: Implementation = None,
     operands: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.npz", help="The arguments' arrays, in order. By default, random ones."),
+        typer.Option(metavar="FILE.npz", help="The arguments' arrays, in order. By default, random ones for types."),
     ] = None,
     once: Annotated[
         bool, typer.Option("--once", help="Execute each kernel once, not also with transfers in other orders.")

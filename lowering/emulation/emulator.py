@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 from lowering import _jax_private
 from lowering.compiling.compile import schedules_of
 from lowering.emulation.evaluating import Evaluation, Replacement
-from lowering.emulation.faults import EmulationError, MachineFaultError, UnknownFormError
+from lowering.emulation.faults import EmulationError, KernelFaultError, MachineFaultError, UnknownFormError
 from lowering.emulation.kernels import POISONS, Execution, Kernel, execute, unsettled
 from lowering.emulation.memory import Transfers
 from lowering.emulation.report import EmulatedKernel, Finding, Region
@@ -204,9 +204,10 @@ class Emulator:
                 poison=self._poison,
             )
         except (UnknownFormError, MachineFaultError) as error:
-            unsettled = ", whose meaning nobody has settled" if isinstance(error, UnknownFormError) else ""
-            message = f"{called.kernel.name} ({called.source}) on {self._hardware.name}: {error}{unsettled}"
-            self.error = self.error or EmulationError(message)
+            message = f"{called.kernel.name} ({called.source}) on {self._hardware.name}: {error}"
+            is_unknown = isinstance(error, UnknownFormError)
+            stopped = EmulationError(f"{message}, whose meaning nobody has settled") if is_unknown else None
+            self.error = self.error or stopped or KernelFaultError(message)
             if not self._defers:
                 raise self.error from None
             return tuple(np.zeros(x.shape, x.dtype) for x in like)
