@@ -279,7 +279,7 @@ def test_the_page_shows_what_the_command_prints(name, fn):
     shown = re.search(rf"    \$ jaxops {re.escape(command)}\n((?:    .*\n)+)", page)
     result = CliRunner().invoke(app, command.replace("examples", str(ROOT / "examples")).split())
     # How long it takes, and how many bundles there are, differs between machines and compilers.
-    numbers = re.compile(r" *[\d.,]+(?= │)")
+    numbers = re.compile(r" *[\d.,]+(?= │)| 0x[0-9a-f]+")
     assert shown is not None
     # Sentences are wrapped on a terminal alone.
     printed, on_page = (" ".join(numbers.sub(" 0", text).split()) for text in (result.output, shown[1]))
