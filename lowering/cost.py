@@ -29,6 +29,9 @@ def flops(jaxpr: Jaxpr, excluding: Collection[str] = ()) -> int:
     )
 
 
+_JAXPRS = ClosedJaxpr, Jaxpr
+
+
 def matmul_flops(jaxpr: Jaxpr) -> dict[str, int]:
     """Counts the flops of matrix products and convolutions, by kind of product; `Hardware` has a rate for each kind."""
     found: dict[str, int] = {}
@@ -49,11 +52,15 @@ def read_bytes(jaxpr: Jaxpr) -> int:
     return sum(_read_bytes(jaxpr, operand) for operand in jaxpr.invars)
 
 
-def bodies(equation: Any) -> Iterator[Any]:
-    """Yields the jaxprs, closed or not, in an equation's parameters: of jit, scan, cond, shard_map, remat and more."""
+def bodies(equation: Any) -> list[Any]:
+    """Lists the jaxprs, closed or not, in an equation's parameters: of jit, scan, cond, shard_map, remat and more."""
+    found: list[Any] = []
     for value in equation.params.values():
-        items = value if isinstance(value, (tuple, list)) else (value,)
-        yield from (item for item in items if isinstance(item, ClosedJaxpr | Jaxpr))
+        if isinstance(value, _JAXPRS):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += [item for item in value if isinstance(item, _JAXPRS)]
+    return found
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:

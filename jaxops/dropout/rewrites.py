@@ -27,7 +27,7 @@ def _find(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
             continue
         detail = f"dropout of {described(uses.node.outputs[0])}"
         key, drawn = bits.inputs[0], bits.outputs[0]
-        reason = uses.reason or (_AGAIN if level.draws_again else "")
+        reason = uses.reason or (_AGAIN if level.draws_again() else "")
         if key.shape and any(one.y.shape != drawn.shape for one in uses.dropouts):
             reason = reason or "each of several keys draws a mask that is reshaped"
         if reason:

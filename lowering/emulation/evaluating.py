@@ -42,7 +42,7 @@ class Evaluation:
         if replacement is not None:
             with _jax_private.traced_at(traceback):
                 return replacement(*operands)
-        bodies = list(cost.bodies(equation))
+        bodies = cost.bodies(equation)
         if not any(self._holds(opened(body)[0]) for body in bodies):
             return _jax_private.evaluate(equation, operands, traceback)
         node = Node(equation, (), (), Site(traceback, None, None))

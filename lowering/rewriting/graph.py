@@ -28,6 +28,7 @@ RESHAPES = frozenset({"reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
 LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 _LOOKED_INTO = _CALLS | CHECKPOINTS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_INLINED = _CALLS | CHECKPOINTS | {"custom_jvp_call"}
 _FIRST_POWER = ("integer_pow", 1)
 _OWN_DERIVATIVES = os.path.join(os.path.dirname(jax.__file__), "_src", "nn", "functions.py")
 
@@ -84,17 +85,16 @@ class Value:
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """One equation: what it reads and computes, and where the user's code made it."""
+    """One equation: what it reads and computes, where the user's code made it, and the primitive's name."""
 
     equation: Any
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     site: Site
+    name: str = dataclasses.field(init=False)
 
-    @property
-    def name(self) -> str:
-        """The primitive's name."""
-        return self.equation.primitive.name
+    def __post_init__(self) -> None:
+        self.name = self.equation.primitive.name
 
     @property
     def params(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Level:
       results: what it returns.
       count: how often it runs.
       keeps_each: whether it runs in a loop whose backward pass keeps what it needs of each step until all have run.
-      draws_again: whether a backward pass around it draws random bits again in a checkpoint, which stays as it is.
+      draws_again: tells whether a backward pass around it draws random bits again, in a checkpoint that stays as it is.
       memo: what has been found out about it, by what was asked.
     """
 
@@ -136,7 +136,7 @@ class Level:
     results: list[Value]
     count: int = 1
     keeps_each: bool = False
-    draws_again: bool = False
+    draws_again: Callable[[], bool] = lambda: False
     memo: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False)
 
     def named(self, *names: str) -> Iterator[Node]:
@@ -189,7 +189,7 @@ def forward(values: Iterable[Value], follows: Callable[[Node, Value], bool]) -> 
     while waiting:
         value = waiting.pop()
         for node in value.users:
-            if follows(node, value):
+            if not reached.issuperset(node.outputs) and follows(node, value):
                 fresh = [x for x in node.outputs if x not in reached]
                 reached.update(fresh)
                 waiting += fresh
@@ -223,7 +223,7 @@ def described(value: Value) -> str:
 def size_of(aval: Any) -> int:
     """Counts the elements of an array of this type; 0 if a symbolic size, which may be small, decides."""
     size = math.prod(getattr(aval, "shape", ()))
-    return 0 if jax.export.is_symbolic_dim(size) else size
+    return size if isinstance(size, int) else 0
 
 
 def opened(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
@@ -295,8 +295,11 @@ class _Builder:
 
     def _inlined(self, equation: Any, inputs: list[Value], site: Site) -> list[Value] | None:
         """Returns the results of an equation whose body takes its place; None if none does."""
+        name = equation.primitive.name
+        if name not in _INLINED and operator_of(equation.primitive) is None:
+            return None
         follows_product = any(x.follows_product for x in inputs)
-        if not (equation.primitive.name in _CALLS and follows_product) and not self.is_inlined(equation):
+        if not (name in _CALLS and follows_product) and not self.is_inlined(equation):
             return None
         parts = peeled(equation, self.is_large)
         if parts is not None:
@@ -311,7 +314,7 @@ class _Looking(_Builder):
         name = equation.primitive.name
         if name in SAME | {"convert_element_type", "stop_gradient"} or (name, equation.params.get("y")) == _FIRST_POWER:
             return inputs
-        inner = list(cost.bodies(equation)) if name in _LOOKED_INTO else []
+        inner = cost.bodies(equation) if name in _LOOKED_INTO else []
         is_call = len(inner) == 1 and len(opened(inner[0])[0].invars) == len(inputs)
         return self.inline(inner[0], inputs, site) if is_call else None
 

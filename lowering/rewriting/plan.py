@@ -88,11 +88,16 @@ class Planner:
         self._known: dict[Any, bool] = {}
 
     def plan(
-        self, closed: Any, repetitions: int = 1, *, keeps_each: bool = False, draws_again: bool | None = None
+        self,
+        closed: Any,
+        repetitions: int = 1,
+        *,
+        keeps_each: bool = False,
+        draws_again: Callable[[], bool] | None = None,
     ) -> Plan:
         """Plans how to evaluate a jaxpr, closed or not, that runs so often; for the rest, see `Level`."""
         if draws_again is None:
-            draws_again = entered.draws_again(opened(closed)[0])
+            draws_again = functools.cache(functools.partial(entered.draws_again, opened(closed)[0]))
         level = level_of(closed, self._holds, self._is_large)
         level = dataclasses.replace(level, keeps_each=keeps_each, draws_again=draws_again)
         steps: list[Step] = []
@@ -115,6 +120,8 @@ class Planner:
                 steps += one.steps
                 applied.append(_applied(rule, one, repetitions))
         for node in level.nodes:
+            if not self._holds_in_bodies(node.equation):
+                continue
             keeps_inner = entered.keeps_each(node, level.keeps_each)
             inner = self._within(node, repetitions, keeps_each=keeps_inner, draws_again=draws_again)
             refused += inner.refused
@@ -124,11 +131,9 @@ class Planner:
                 order = ()
         return Plan(level, order or ordered(level, steps) if steps else (), tuple(applied), _distinct(refused, applied))
 
-    def _within(self, node: Node, repetitions: int, **of_level: bool) -> _Within:
+    def _within(self, node: Node, repetitions: int, **of_level: Any) -> _Within:
         """Finds what can be rewritten in the bodies of one node."""
-        inner = list(cost.bodies(node.equation))
-        if not any(self._holds_within(opened(body)[0]) for body in inner):
-            return _Within()
+        inner = cost.bodies(node.equation)
         runnable = entered.bodies_of(node)
         repetitions *= cost.repetitions(node.equation)
         plans = [self.plan(body, repetitions, **of_level) for body in runnable or inner]
@@ -149,6 +154,9 @@ class Planner:
         is_known = equation.primitive.name in self._primitives
         if is_known or any(self._is_large(x.aval) for x in (*equation.invars, *equation.outvars)):
             return True
+        return self._holds_in_bodies(equation)
+
+    def _holds_in_bodies(self, equation: Any) -> bool:
         return any(self._holds_within(opened(body)[0]) for body in cost.bodies(equation))
 
     def _holds_within(self, jaxpr: Any) -> bool:

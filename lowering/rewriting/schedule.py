@@ -46,15 +46,20 @@ def needed(level: Level, steps: Iterable[Step]) -> frozenset[Task]:
 
 
 def _needed(level: Level, steps: Iterable[Step]) -> set[Task]:
-    producer = _producers(steps)
-    found: set[Task] = set()
+    replaced = _replaced(steps)
     waiting: list[Task] = [node for node in level.nodes if node.equation.effects]
-    waiting += [task for task in map(producer, level.results) if task is not None]
+    found = set(waiting)
+
+    def want(values: Iterable[Value]) -> None:
+        for value in values:
+            task = replaced.get(value, value.producer) if replaced else value.producer
+            if task is not None and task not in found:
+                found.add(task)
+                waiting.append(task)
+
+    want(level.results)
     while waiting:
-        task = waiting.pop()
-        if task not in found:
-            found.add(task)
-            waiting += [before for before in map(producer, task.inputs) if before is not None]
+        want(waiting.pop().inputs)
     return found
 
 
@@ -64,21 +69,21 @@ def ordered(level: Level, steps: Sequence[Step]) -> list[Task]:
     Raises:
       OrderError: if two effects would change places.
     """
-    producer = _producers(steps)
-    wanted = needed(level, steps)
+    replaced, wanted = _replaced(steps), needed(level, steps)
     order: dict[Task, None] = {}
     roots: list[Task] = [*level.nodes, *steps]
     for root in (task for task in roots if task in wanted):
         stack: list[Task] = [root]
         while stack:
             task = stack[-1]
-            missing = [x for x in map(producer, task.inputs) if x is not None and x not in order]
-            if not missing:
+            before = (replaced.get(x, x.producer) for x in task.inputs)
+            missing = next((x for x in before if x is not None and x not in order), None)
+            if missing is None:
                 order[stack.pop()] = None
-            elif set(missing) & set(stack):
+            elif missing in stack:
                 raise OrderError
             else:
-                stack += missing[:1]
+                stack.append(missing)
     effects = [task for task in order if isinstance(task, Node) and task.equation.effects]
     if effects != [node for node in level.nodes if node.equation.effects]:
         raise OrderError
@@ -140,7 +145,9 @@ def _call(nodes: Sequence[Any], read: set[Value]) -> Step:
     for node in nodes:
         invars = [atom(*pair) for pair in zip(node.inputs, node.equation.invars, strict=True)]
         outvars = [variables.setdefault(value, Var(value.aval)) for value in node.outputs]
-        info = node.equation.source_info.replace(traceback=node.site.users.traceback)
+        info, traceback = node.equation.source_info, node.site.users.traceback
+        if traceback is not info.traceback:
+            info = info.replace(traceback=traceback)
         equations.append(node.equation.replace(invars=invars, outvars=outvars, source_info=info))
     outputs = [value for node in nodes for value in node.outputs if value in read]
     invars, outvars = ([variables[value] for value in values] for values in (inputs, outputs))
@@ -166,6 +173,5 @@ def _bind_call(equations: Sequence[Any], invars: Sequence[Any], outvars: Sequenc
     return call.primitive.bind(*arrays, **params)
 
 
-def _producers(steps: Iterable[Step]) -> Callable[[Value], Task | None]:
-    replaced = {value: step for step in steps for value in step.outputs}
-    return lambda value: replaced.get(value, value.producer)
+def _replaced(steps: Iterable[Step]) -> dict[Value, Any]:
+    return {value: step for step in steps for value in step.outputs}

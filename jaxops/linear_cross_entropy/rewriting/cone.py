@@ -64,9 +64,9 @@ class Cone(Region):
             if node in within:
                 self.take(node, followed)
         self.nodes = [node for node in level.nodes if node in self.inner]
-        outside = [node for node in level.nodes if node in wanted and node not in within]
-        read = {x for node in outside for x in node.inputs} | set(level.results)
-        self.exits = [x for node in self.nodes if node in within for x in node.outputs if x in read]
+        results = set(level.results)
+        outside = (x for node in self.nodes if node in within for x in node.outputs)
+        self.exits = [x for x in outside if x in results or any(y in wanted and y not in within for y in x.users)]
 
     @property
     def has_labels(self) -> bool:

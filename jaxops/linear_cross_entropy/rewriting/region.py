@@ -227,7 +227,7 @@ class Call:
 
     def __init__(self, node: Node, parts: Parts) -> None:
         """Takes the call and what is known of where its operands have their rows; the rest follows from its body."""
-        self.node, self.body = node, RowFunction(next(bodies(node.equation)), parts)
+        self.node, self.body = node, RowFunction(bodies(node.equation)[0], parts)
         if any(role is None for role in self.body.results):
             raise RefusalError("returns what all rows share", node)
 

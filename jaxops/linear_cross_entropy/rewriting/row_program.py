@@ -14,7 +14,7 @@ from jaxops._primitive.sharding import reshaped, same_varying_axes
 from jaxops.linear_cross_entropy.rewriting import picks, row_wise
 from jaxops.linear_cross_entropy.rewriting.region import RowFunction
 from jaxops.linear_cross_entropy.rewriting.row_wise import POINTWISE, RESHAPES, Part, Role
-from lowering.rewriting.graph import SAME, Level, Node, Value, forward, level_of
+from lowering.rewriting.graph import SAME, Level, Node, Value, level_of
 from lowering.rewriting.rules import RefusalError
 
 _NARROW = POINTWISE | RESHAPES | {"broadcast_in_dim", "transpose"}
@@ -140,18 +140,20 @@ class RowProgram:
     def of_logits(cls, level: Level, wanted: Any, logits: Sequence[Value], axis: int) -> "RowProgram":
         """Finds what reads logits, and why some of it needs whole rows after all, in words."""
         rows = logits[0].size // logits[0].shape[axis]
-        dependent = forward(logits, lambda node, _: node in wanted)
-        nodes, computed, wide, reasons = set[Node](), set(logits), set(logits), list[str]()
+        nodes, dependent, computed, wide = set[Node](), set(logits), set(logits), set(logits)
         for node in level.nodes:
-            if node not in wanted or computed.isdisjoint(node.inputs):
-                continue
             read = [x for x in node.inputs if x in dependent]
+            if not read or node not in wanted:
+                continue
+            dependent.update(node.outputs)
+            if computed.isdisjoint(read):
+                continue
             reads_wide = not wide.isdisjoint(read)
             if reads_wide:
                 if node.name not in _WIDE or node.equation.effects:
-                    reasons.append(f"the logits are also read by {node.name} on {node.source}")
-                elif not computed.issuperset(read):
-                    reasons.append(f"{node.name} on {node.source} needs a sum over all rows first")
+                    raise RefusalError("reads the logits as well", node)
+                if not computed.issuperset(read):
+                    raise RefusalError("needs a sum over all rows first", node)
             elif not (computed.issuperset(read) and _keeps_rows(node, read[0], logits[0].shape[axis])):
                 continue
             nodes.add(node)
@@ -161,9 +163,7 @@ class RowProgram:
         outside |= {x for task in wanted if not isinstance(task, Node) for x in task.inputs} | set(level.results)
         exits = [x for node in level.nodes if node in nodes for x in node.outputs if x in outside]
         if not outside.isdisjoint(wide):
-            reasons.append(RETURNED if not computed.isdisjoint(level.results) else "the logits are used elsewhere")
-        if reasons:
-            raise RefusalError(" and ".join(dict.fromkeys(reasons)))
+            raise RefusalError(RETURNED if not computed.isdisjoint(level.results) else "the logits are used elsewhere")
         return cls(logits, nodes, exits, rows, axis)
 
     def _follow(self, closed: Any) -> None:
