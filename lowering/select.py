@@ -267,16 +267,12 @@ def choose(
     reasons = functools.partial(candidates.refusals, kernel)
     if kernel is not None:
         config = None if mode == "interpret" else candidates.tuned_config(kernel)
-        found = candidates.verdict_on(kernel) if mode == "auto" else None
-        by_evidence = found if found is not None and found.is_taken else Verdict(True, "")
-        return Choice(
-            kernel,
-            mode == "interpret",
-            reasons,
-            config,
-            evidence=by_evidence.reason,
-            is_unverified=bool(by_evidence.kind),
-        )
+        found = None if mode == "interpret" else candidates.verdict_on(kernel)
+        known = "" if found is None else found.reason
+        if mode == "pallas" and not (found and found.is_taken):
+            known = f"as asked; {known or 'not measured on this target'}"
+        is_unverified = mode == "auto" and found is not None and bool(found.kind)
+        return Choice(kernel, mode == "interpret", reasons, config, evidence=known, is_unverified=is_unverified)
     if mode in ("pallas", "interpret") and candidates.insist():
         told = "; ".join(f"{refusal.kernel}: {refusal.reason}" for refusal in reasons())
         message = (

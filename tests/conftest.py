@@ -25,6 +25,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(platformdirs.user_cache_p
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+# Tables are as wide as it says, and xdist sets it for its processes.
+os.environ.pop("COLUMNS", None)
 # What a developer has tuned on this machine must not decide what tests run.
 os.environ["JAXOPS_TUNED"] = os.path.join(os.path.dirname(__file__), "no-results")
 

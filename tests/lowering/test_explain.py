@@ -195,6 +195,9 @@ def test_text_is_as_wide_as_the_terminal_if_there_is_one(monkeypatch):
     lines = str(explanation).splitlines()
     assert max(map(len, lines)) > 100
     assert lines == [line.rstrip() for line in lines]
+    with monkeypatch.context() as narrow:
+        narrow.setenv("COLUMNS", "88")
+        assert 80 < max(map(len, str(explanation).splitlines())) <= 88
     monkeypatch.setattr("sys.stdout", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
     monkeypatch.setenv("COLUMNS", "80")
     table, remarks = str(explanation).splitlines(), explanation.remarks
