@@ -17,6 +17,8 @@ from lowering.compiling import compilers
 # libtpu, the CUDA plugin and JAX read these when they start, which is why compilers run in processes of their own.
 _ENVIRONMENT = {
     **compilers.QUIET,
+    # libtpu would leave two files in a shared folder each time.
+    "TPU_LOG_DIR": "disabled",
     "JAX_PLATFORMS": "cpu",
     # A program from a cache was not compiled: it would dump nothing, and the time would not be the compiler's.
     "JAX_ENABLE_COMPILATION_CACHE": "false",
