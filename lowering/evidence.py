@@ -32,6 +32,7 @@ _NEAREST, _NEAR = 4, 8  # factors between sizes: of the nearest case, and of all
 # by more than a factor, nor is there less to do: launching dominates there. Of 181 cases that were left out of a file
 # and decided so by the others, none took above 0.9.
 _LEAST_BESIDE, MOST_BESIDE, _BEYOND = 2, 0.7, 1.25
+_MANY = 8
 _FOLDER = Path(__file__).parent / "tuned"
 Sizes = tuple[int, ...]
 
@@ -102,7 +103,16 @@ class Grid(NamedTuple):
     @property
     def taken(self) -> list[tuple[str, str, str]]:
         """The kinds that "auto" takes at some sizes."""
-        return [key for key, cases in self.cases.items() if self.has_run(key) and any(case.is_better for case in cases)]
+        return [key for key in self.cases if self.wins(key)]
+
+    def wins(self, key: tuple[str, str, str]) -> int:
+        """Counts the known sizes at which "auto" takes a kind.
+
+        Where a kernel ties at all of many sizes but one, that one is as likely the replay's error.
+        """
+        cases = self.cases.get(key, ())
+        found = sum(case.is_better for case in cases) if self.has_run(key) else 0
+        return 0 if found == 1 and len(cases) >= _MANY and not self.is_measured else found
 
     def has_run(self, key: tuple[str, str, str]) -> bool:
         """Tells whether the code of a kind ran: somewhere, or on the target itself, where it was timed."""
@@ -149,9 +159,8 @@ def summaries(target: str) -> list[Summary]:
     if grid is None:
         return []
     for key, cases in sorted(grid.cases.items()):
-        times, has_run = [case.time for case in cases], grid.has_run(key)
-        taken = sum(case.is_better for case in cases) if has_run else 0
-        found.append(Summary(*key, taken, len(cases), min(times), max(times), has_run))
+        times = [case.time for case in cases]
+        found.append(Summary(*key, grid.wins(key), len(cases), min(times), max(times), grid.has_run(key)))
     return found
 
 
@@ -240,6 +249,8 @@ def shipped_verdict(operator: str, kernel: str, target: str, kind: Kind | None) 
         return Verdict(False, f"{text}, too close to call" if slowest <= SAME_TIME else text)
     if not evidence.has_run(key):
         return Verdict(False, f"{text}, but its compiled code was not executed")
+    if not evidence.wins(key):
+        return Verdict(False, f"{text}, the only one of {len(cases)} sizes at which it is better")
     saved = " with less memory" if slowest > MOST_TIME else ""
     if not evidence.is_measured:
         return Verdict(True, f"{text}{saved}, executed", kind.text)

@@ -14,7 +14,7 @@ from jaxops._primitive import sharding
 from jaxops._primitive.batching import batching_rule
 from jaxops._primitive.derivative import Derivative, compiled_bind, jvp_rule
 from jaxops._primitive.signature import Signature
-from lowering.operators import Form, Structure, fields, packed, presence, registered, structure_of, unpacked
+from lowering.operators import Form, Structure, packed, presence, registered, structure_of, unpacked
 from pallas_kernels.kernel import Kernel
 
 # The structures of results that one operator remembers: attributes may take any number of values.
@@ -106,7 +106,7 @@ class Operator:
 
     def _require_entries(self, side: str, values: Any) -> None:
         """Refuses operands or results that are not as many as the signature has entries."""
-        entries, count = len(getattr(self.axes, side)), len(fields(values))
+        entries, count = len(getattr(self.axes, side)), len(jax.tree.leaves(values, is_leaf=_is_absent))
         if count != entries:
             raise TypeError(f"{self.name}: {side} must be as many as in its signature, {entries}; got {count}")
 
@@ -141,6 +141,10 @@ class Operator:
             self.check(*operands, **attributes)
         results = jax.make_jaxpr(lambda *arrays: self.meaning(*arrays, **params))(*arrays)
         return list(results.out_avals)
+
+
+def _is_absent(field: Any) -> bool:
+    return field is None
 
 
 def _key(arrays: Sequence[Any], params: Mapping[str, Any]) -> Any:

@@ -345,3 +345,16 @@ def test_what_was_timed_and_not_compared_is_verified_before_its_first_use(monkey
     replayed = grid._replace(header={"how": "replayed"})
     monkeypatch.setattr(evidence, "shipped", lambda target: replayed)
     assert evidence.shipped_verdict("op", "kernel", "tpu-v5e", Kind("bfloat16", (64,))).is_taken == is_compared
+
+
+@pytest.mark.parametrize(("how", "is_taken"), [("replayed", False), ("measured", True)])
+def test_one_win_among_many_ties_is_taken_for_the_replay_s_error(monkeypatch, how, is_taken):
+    times = [0.8, *[0.98] * 7]
+    cases = tuple(evidence.Case("op", "k", "bf16", (64 * 8**i,), time, 9.0, (0, 0)) for i, time in enumerate(times))
+    key = cases[0][:3]
+    grid = evidence.Grid({"how": how, "versions": {}}, {key: cases}, {key: (8,)})
+    monkeypatch.setattr(evidence, "shipped", lambda target: grid)
+    assert (grid.taken == [key]) == is_taken
+    found = evidence.shipped_verdict("op", "k", "tpu-v5e", Kind("bf16", (64,)))
+    assert found.is_taken == is_taken
+    assert is_taken or found.reason.endswith("the only one of 8 sizes at which it is better")
