@@ -268,10 +268,11 @@ def choose(
     if kernel is not None:
         config = None if mode == "interpret" else candidates.tuned_config(kernel)
         found = None if mode == "interpret" else candidates.verdict_on(kernel)
-        known = "" if found is None else found.reason
-        if mode == "pallas" and not (found and found.is_taken):
-            known = f"as asked; {known or 'not measured on this target'}"
-        is_unverified = mode == "auto" and found is not None and bool(found.kind)
+        taken = found if found is not None and found.is_taken else Verdict(True, "")
+        known = taken.reason
+        if mode == "pallas" and taken is not found:
+            known = f"as asked; {'not measured on this target' if found is None else found.reason}"
+        is_unverified = mode == "auto" and bool(taken.kind)
         return Choice(kernel, mode == "interpret", reasons, config, evidence=known, is_unverified=is_unverified)
     if mode in ("pallas", "interpret") and candidates.insist():
         told = "; ".join(f"{refusal.kernel}: {refusal.reason}" for refusal in reasons())

@@ -358,3 +358,13 @@ def test_one_win_among_many_ties_is_taken_for_the_replay_s_error(monkeypatch, ho
     found = evidence.shipped_verdict("op", "k", "tpu-v5e", Kind("bf16", (64,)))
     assert found.is_taken == is_taken
     assert is_taken or found.reason.endswith("the only one of 8 sizes at which it is better")
+
+
+def test_what_is_known_of_a_kernel_is_said_where_it_was_asked_for():
+    x, weight = (jax.ShapeDtypeStruct((size, 512), jnp.bfloat16) for size in (1024, 8192))
+    biased = functools.partial(jaxops.linear_cross_entropy, labels=jnp.zeros(1024, jnp.int32), bias=jnp.zeros(8192))
+    with jaxops.use("pallas"):
+        (known,) = lowering.explain(jaxops.softmax, weight, target="tpu-v5e").rows
+        (asked,) = lowering.explain(biased, x, weight, target="tpu-v5e").rows
+    assert known.evidence.startswith("replayed on tpu-v5e at 0.")
+    assert asked.evidence == "as asked; no evidence for bfloat16, bias"
