@@ -95,7 +95,7 @@ def fused_apply(
     pairs, _ = rows_of(_NAME, grads=grads, params=params)
     paths = (jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_leaf))
     for path, (grad, param) in zip(paths, pairs, strict=True):
-        if isinstance(grad, jax.Array):
+        if isinstance(grad, jax.Array) and isinstance(param, jax.Array):
             require(
                 grad.shape == param.shape,
                 _NAME,
