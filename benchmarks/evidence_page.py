@@ -37,7 +37,8 @@ Of the loss, these options have been timed there, in bfloat16:
 | --- | --- | --- |
 | none, `z_loss`, `class_weight`, `row_weight` | a kernel where it is faster | a kernel where it is faster |
 | entropies, `return_aux` | no kernel | a kernel where it is faster |
-| `softcap`, a temperature | opt-in | a kernel near the sizes that were timed |
+| `softcap` | opt-in | a kernel near the sizes that were timed |
+| a temperature | no kernel | a kernel near the sizes that were timed |
 | `bias`, `label_smoothing` | opt-in | opt-in |
 | `margin`, probabilities as labels, float32 | no kernel | no kernel |
 

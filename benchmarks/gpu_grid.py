@@ -21,6 +21,7 @@ import gpu_cases
 import jax
 import jax.numpy as jnp
 from evidence_cases import BF16, F32, Family, Sizes, drawn_ids, images, uses
+from gpu_timing import locked
 from tpu_schedules import shape, with_gradient
 
 import jaxops
@@ -243,7 +244,7 @@ def worker(index: int, count: int, out: Path, rehearse: bool) -> None:
         if draw is None:
             record = {"refused": found}
         else:
-            with gpu_cases.locked(out / "grid.lock"):
+            with locked(out / "grid.lock"):
                 try:
                     record = {"rows": timed(found, draw)}
                 except Exception as error:  # a case that fails costs no other

@@ -32,7 +32,7 @@ _NEAREST, _NEAR = 4, 8  # factors between sizes: of the nearest case, and of all
 # by more than a factor, nor is there less to do: launching dominates there. Of 181 cases that were left out of a file
 # and decided so by the others, none took above 0.9.
 _LEAST_BESIDE, MOST_BESIDE, _BEYOND = 2, 0.7, 1.25
-_MANY = 8
+_MANY = 8  # known sizes of a kind, among which a single better one does not count
 _FOLDER = Path(__file__).parent / "tuned"
 Sizes = tuple[int, ...]
 

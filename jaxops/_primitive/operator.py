@@ -14,7 +14,7 @@ from jaxops._primitive import sharding
 from jaxops._primitive.batching import batching_rule
 from jaxops._primitive.derivative import Derivative, compiled_bind, jvp_rule
 from jaxops._primitive.signature import Signature
-from lowering.operators import Form, Structure, packed, presence, registered, structure_of, unpacked
+from lowering.operators import Form, Structure, fields, packed, presence, registered, structure_of, unpacked
 from pallas_kernels.kernel import Kernel
 
 # The structures of results that one operator remembers: attributes may take any number of values.
@@ -69,13 +69,17 @@ class Operator:
 
     def __call__(self, *operands: Any, **params: Any) -> Any:
         """Binds the primitive. Operands must be arrays or NamedTuples of them, and `params` hashable."""
-        self._require_entries("operands", operands)
+        if (count := len(fields(operands))) != len(self.axes.operands):
+            raise self._misfit("operands", count)
         # Abstract evaluation checks too, but under vmap only this place sees the shapes that the user wrote.
         if self.check is not None:
             self.check(*operands, **params)
         arrays, params = packed(operands, params)
-        results = self.bind(arrays, params)
-        return jax.tree.unflatten(self.structure_of_results(arrays, params), results)
+        found = self.bind(arrays, params)
+        results = jax.tree.unflatten(self.structure_of_results(arrays, params), found)
+        if (count := len(fields(results))) != len(self.axes.results):
+            raise self._misfit("results", count)
+        return results
 
     def bind(self, arrays: Sequence[jax.Array], params: Mapping[str, Any]) -> list[jax.Array]:
         """Binds the primitive to the arrays of operands; returns those of results."""
@@ -98,17 +102,14 @@ class Operator:
 
     def _evaluate(self, run: Callable[..., Any], params: Mapping[str, Any], *arrays: Any) -> tuple[jax.Array, ...]:
         operands, attributes = unpacked(arrays, params)
-        found = run(*operands, **attributes)
-        self._require_entries("results", found)
-        results, structure = jax.tree.flatten(found)
+        results, structure = jax.tree.flatten(run(*operands, **attributes))
         self.remember_structure(arrays, params, structure)
         return tuple(results)
 
-    def _require_entries(self, side: str, values: Any) -> None:
-        """Refuses operands or results that are not as many as the signature has entries."""
-        entries, count = len(getattr(self.axes, side)), len(jax.tree.leaves(values, is_leaf=_is_absent))
-        if count != entries:
-            raise TypeError(f"{self.name}: {side} must be as many as in its signature, {entries}; got {count}")
+    def _misfit(self, side: str, count: int) -> TypeError:
+        """Says that operands or results are not as many as the signature has entries."""
+        wanted = len(getattr(self.axes, side))
+        return TypeError(f"{self.name}: {side} must be as many as in its signature, {wanted}; got {count}")
 
     def local_kernel(
         self, run: Callable[..., Any], arrays: Sequence[Any], params: Mapping[str, Any]
@@ -141,10 +142,6 @@ class Operator:
             self.check(*operands, **attributes)
         results = jax.make_jaxpr(lambda *arrays: self.meaning(*arrays, **params))(*arrays)
         return list(results.out_avals)
-
-
-def _is_absent(field: Any) -> bool:
-    return field is None
 
 
 def _key(arrays: Sequence[Any], params: Mapping[str, Any]) -> Any:

@@ -92,17 +92,7 @@ def fused_apply(
     require_tree(_NAME, "opt_state", opt_state)
     grads = jax.tree.map(functools.partial(as_array, _NAME, "grads"), grads)
     params = jax.tree.map(functools.partial(as_array, _NAME, "params"), params)
-    pairs, _ = rows_of(_NAME, grads=grads, params=params)
-    paths = (jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_leaf))
-    for path, (grad, param) in zip(paths, pairs, strict=True):
-        if isinstance(grad, jax.Array) and isinstance(param, jax.Array):
-            require(
-                grad.shape == param.shape,
-                _NAME,
-                f"grads{path}",
-                f"have its parameter's shape {list(param.shape)}",
-                grad,
-            )
+    _require_shapes(grads, params)
     extended = optax.with_extra_args_support(transform)
     try:
         outputs, is_written, is_changed = _survey(extended, grads, opt_state, params, extra_args)
@@ -116,6 +106,16 @@ def fused_apply(
     rows, structure = rows_of(_NAME, params=params, updates=updates)
     new_params = [x if done else _applied(old, x) for (old, x), done in zip(rows, is_written, strict=True)]
     return structure.unflatten(new_params), opt_state
+
+
+def _require_shapes(grads: Any, params: Any) -> None:
+    """Refuses gradients that are not as large as their parameters, by their paths."""
+    pairs, _ = rows_of(_NAME, grads=grads, params=params)
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_leaf))
+    for path, (grad, param) in zip(paths, pairs, strict=True):
+        if isinstance(grad, jax.Array) and isinstance(param, jax.Array):
+            rule = f"have its parameter's shape {list(param.shape)}"
+            require(grad.shape == param.shape, _NAME, f"grads{jax.tree_util.keystr(path)}", rule, grad)
 
 
 def rows_of(operator: str, /, **trees: Any) -> tuple[list[tuple[Any, ...]], Any]:

@@ -30,6 +30,9 @@ from pallas_kernels.hardware import Hardware
 
 PALLAS_CALL = "pallas_call"
 
+# A kernel that starts transfers in more places is not executed again for each.
+_MOST_STARTS = 16
+
 
 @dataclasses.dataclass
 class _Called:
@@ -204,10 +207,11 @@ class Emulator:
                 poison=self._poison,
             )
         except (UnknownFormError, MachineFaultError) as error:
-            message = f"{called.kernel.name} ({called.source}) on {self._hardware.name}: {error}"
             is_unknown = isinstance(error, UnknownFormError)
-            stopped = EmulationError(f"{message}, whose meaning nobody has settled") if is_unknown else None
-            self.error = self.error or stopped or KernelFaultError(message)
+            why = f"{error}, whose meaning nobody has settled" if is_unknown else str(error)
+            stopped = EmulationError if is_unknown else KernelFaultError
+            message = f"{called.kernel.name} ({called.source}) on {self._hardware.name}: {why}"
+            self.error = self.error or stopped(message)
             if not self._defers:
                 raise self.error from None
             return tuple(np.zeros(x.shape, x.dtype) for x in like)
@@ -249,10 +253,6 @@ class Emulator:
         pairs = zip(first.results, other.results, strict=True)
         differing = [f"result {number}" for number, (a, b) in enumerate(pairs) if a.tobytes() != b.tobytes()]
         return [f"{' and '.join(differing)} differ{'s' if len(differing) == 1 else ''}"] if differing else []
-
-
-# A kernel that starts transfers in more places is not executed again for each.
-_MOST_STARTS = 16
 
 
 def _function_of(equation: Any) -> Callable[..., Any]:

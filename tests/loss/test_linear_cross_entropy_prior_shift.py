@@ -221,6 +221,35 @@ def test_rows_whose_maximum_is_nowhere_near_the_reference_are_computed_again(exc
 
 
 @pytest.mark.parametrize("excess", [0.0, 100.0])
+def test_a_chunk_behind_a_tpu_s_kernel_is_computed_again_in_a_branch(excess, rng, monkeypatch):
+    """Also by kernels on TPUs, whose exponentials stand here in jnp."""
+    set_fusing(monkeypatch, True)
+    x, weight, labels = make_case(rng, rows=(40,), classes=CLASSES, ignored=0)
+    x = x.at[:, 0].set(1).at[::3, 0].set(0)
+    weight = weight.at[:, 0].set(0).at[-1, 0].set(excess)
+    labels = labels % 200
+
+    def summed(x, weight):
+        columns = Columns(weight)
+        options = {"softcap": None, "chunk_rows": 40, "metrics": False, "weight_grad_dtype": None}
+        loss, _, of_rows, of_columns = prior_shift.summed_by_prior_shift(
+            Rows(x, labels),
+            columns,
+            RowWeights(label=jnp.ones(40)),
+            needs=Needs(x=True, weight=True),
+            place=Place("tpu"),
+            exponentiating=functools.partial(prior_shift.exponentials, columns, None, False),
+            **options,
+        )
+        return loss, of_rows.x, of_columns.weight
+
+    assert "cond" in {equation.primitive.name for equation in jax.make_jaxpr(summed)(x, weight).eqns}
+    truth = expected(x, weight, labels, reduction="sum")
+    for actual, wanted in zip(jax.jit(summed)(x, weight), truth, strict=False):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("excess", [0.0, 100.0])
 def test_what_aux_says_of_rows_equals_float64(excess, rng, chunks):
     """With an excess some rows are computed again. Two classes are alike: the first of them is predicted."""
     x, weight, labels = make_case(rng, rows=(40,), classes=CLASSES)

@@ -333,7 +333,7 @@ def test_a_loss_takes_its_kernel_whatever_terms_its_rows_have():
 
 @pytest.mark.parametrize("is_compared", [True, False])
 def test_what_was_timed_and_not_compared_is_verified_before_its_first_use(monkeypatch, is_compared):
-    """Only on the target itself: a schedule that was replayed has not run at all."""
+    """That is enough where it was timed on the target. A replay runs nothing, so there the kernel is not taken."""
     case = evidence.Case("op", "kernel", "bfloat16", (64,), 0.5, 100.0, (0, 0))
     header = {"how": "measured", "versions": dict(evidence.measured_versions())}
     executed = {case[:3]: (8,)} if is_compared else {}

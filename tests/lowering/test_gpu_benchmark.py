@@ -133,19 +133,25 @@ def gpu_cases(monkeypatch):
     return module
 
 
-def test_a_case_keeps_the_host_s_time_beside_the_device_s_and_says_when_it_runs(gpu_cases, monkeypatch):
-    readings = iter([gpu_cases.Reading(8.0, 9.0), *[gpu_cases.Reading(4.0, 6.0)] * 3])
-    monkeypatch.setattr(gpu_cases, "device_clock", lambda platform: lambda launch: next(readings))
-    monkeypatch.setattr(gpu_cases, "by_host", lambda launch: launch() or gpu_cases.Reading(300.0, 300.0))
+@pytest.fixture
+def gpu_timing(gpu_cases):
+    """`gpu_timing.py` as a module."""
+    return importlib.import_module("gpu_timing")
+
+
+def test_a_case_keeps_the_host_s_time_beside_the_device_s_and_says_when_it_runs(gpu_timing, monkeypatch):
+    readings = iter([gpu_timing.Reading(8.0, 9.0), *[gpu_timing.Reading(4.0, 6.0)] * 3])
+    monkeypatch.setattr(gpu_timing, "device_clock", lambda platform: lambda launch: next(readings))
+    monkeypatch.setattr(gpu_timing, "by_host", lambda launch: launch() or gpu_timing.Reading(300.0, 300.0))
     runs = []
-    found = gpu_cases.measured([lambda: runs.append(0)] * 2)
+    found = gpu_timing.measured([lambda: runs.append(0)] * 2)
     # One launch was timed at 300 ms, so that two are in a row then; each is of two runs.
     assert found == {"median_ms": 2.0, "clock": "device", "wall_ms": 3.0, "series_ms": 75.0}
     assert len(runs) == 2 * (1 + 1 + 3 * 2)
-    messages = [json.loads(line) for line in gpu_cases.ANSWERS.stream.getvalue().splitlines()]
+    messages = [json.loads(line) for line in gpu_timing.ANSWERS.stream.getvalue().splitlines()]
     assert [message["runs"] for message in messages] == [True] * 5 + [False]
-    monkeypatch.setattr(gpu_cases, "device_clock", lambda platform: lambda launch: gpu_cases.Reading(5.0, 20.0))
-    found = gpu_cases.measured([lambda: 0])
+    monkeypatch.setattr(gpu_timing, "device_clock", lambda platform: lambda launch: gpu_timing.Reading(5.0, 20.0))
+    found = gpu_timing.measured([lambda: 0])
     assert (found["median_ms"], found["clock"]) == (20.0, "host")
     assert "5.000 ms of the host's 20.000" in found["fault"]
 

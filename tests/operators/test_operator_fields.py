@@ -165,7 +165,7 @@ def test_what_does_not_fit_the_signature_is_refused_in_words(unregistered):
         plus(x, x, x)
     twice = Operator("toy_twice", "... c -> ... c, ... c", None, lambda x: 2 * x)
     with pytest.raises(TypeError, match="toy_twice: results must be as many as in its signature, 2; got 1"):
-        twice(x)
+        jax.make_jaxpr(twice)(x)
     for gradients, got in (((x,), "1"), (x, "a .*Array.*")):
         derivative = Derivative(vjp=lambda *_, gradients=gradients: gradients)
         product = Operator("toy_product", "... c, ... c -> ... c", None, lambda x, y: x * y, derivative)
