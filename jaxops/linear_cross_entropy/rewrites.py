@@ -20,7 +20,7 @@ from jaxops.linear_cross_entropy.rewriting.likeness import (
     read_in_order,
     reduced_sizes,
 )
-from jaxops.linear_cross_entropy.rewriting.row_program import RETURNED, RowProgram
+from jaxops.linear_cross_entropy.rewriting.row_reading import RETURNED
 from jaxops.linear_cross_entropy.rewriting.row_wise import Part
 from jaxops.linear_cross_entropy.rewriting.savings import Saving
 from jaxops.linear_cross_entropy.rewriting.suggested import suggest
@@ -124,10 +124,10 @@ def _by_statistics(level: Level, taken: list[Step], head: Head) -> tuple[Step, .
 
     def run(*arrays: Any) -> Sequence[Any]:
         given = dict(zip(readers.inputs, arrays, strict=True))
-        exits = readers.exits(given, readers.statistics(given))
-        return [laid_out_as(x, value.aval.sharding) for x, value in zip(exits, readers.program.exits, strict=True)]
+        results = readers.results(given, readers.statistics(given))
+        return [laid_out_as(x, value.aval.sharding) for x, value in zip(results, readers.exits, strict=True)]
 
-    step = Step(readers.inputs, readers.program.exits, run)
+    step = Step(readers.inputs, readers.exits, run)
     if not needed(level, [*taken, step]).isdisjoint(alike):
         raise RefusalError("the logits are used elsewhere")
     return (step,)
@@ -139,24 +139,10 @@ def _readers(level: Level, taken: list[Step], head: Head, *, is_promised: bool) 
     if not {"exp", "reduce_sum"} <= {node.name for node in dependents(head.node)[0]}:
         raise _UnlikeError
     logits = [node.outputs[0] for node in alike]
-    readers = Readers(head, _program(level, taken, logits, head.layout.result_axis), is_promised=is_promised)
+    readers = Readers(level, needed(level, taken), head, logits, is_promised=is_promised)
     if not readers.found.picks_by_label:
         raise _UnlikeError
     return readers, alike
-
-
-def _program(level: Level, taken: list[Step], logits: Sequence[Value], axis: int) -> RowProgram:
-    """Finds what reads logits; two rules ask for it."""
-    wanted = needed(level, taken)
-    key = "row program", logits[0], axis, wanted
-    if key not in level.memo:
-        try:
-            level.memo[key] = RowProgram.of_logits(level, wanted, logits, axis)
-        except RefusalError as error:
-            level.memo[key] = error
-    if isinstance(level.memo[key], RefusalError):
-        raise level.memo[key]
-    return level.memo[key]
 
 
 def _find_cone_sums(level: Level, steps: tuple[Step, ...]) -> Iterable[Found | Missed]:

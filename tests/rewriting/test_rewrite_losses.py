@@ -117,15 +117,55 @@ def test_several_heads_of_one_trunk_are_chunked_together(few_logits_count) -> No
     assert_alike(*(jax.jit(jax.value_and_grad(fn, (0, 1)))(*ARGS) for fn in (fast, of_two)))
 
 
-def test_rows_that_are_compared_with_all_rows_stay_as_they_are(few_logits_count) -> None:
+def with_predicted_labels(z: Any, y: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(z, jnp.argmax(z, -1))
+
+
+def with_labels_where_sure(z: Any, y: Any) -> Any:
+    sure = jnp.where(jax.nn.logsumexp(z, -1) > 3, y, 0)
+    return optax.softmax_cross_entropy(z, jax.nn.one_hot(sure, z.shape[-1]))
+
+
+def with_a_temperature_of_its_own(z: Any, y: Any) -> Any:
+    z = z * jnp.log(jnp.sum(jnp.exp(z), -1, keepdims=True))
+    return jnp.log(jnp.sum(jnp.exp(z), -1)) - jnp.take_along_axis(z, y[:, None], -1)[:, 0]
+
+
+def with_its_own_targets(z: Any, y: Any) -> Any:
+    targets = jnp.where(jax.nn.one_hot(y, z.shape[-1]) > 0, jnp.max(z, -1, keepdims=True), 0.1)
+    return optax.softmax_cross_entropy(z, jax.lax.stop_gradient(targets)) - jnp.take_along_axis(z, y[:, None], -1)[:, 0]
+
+
+@pytest.mark.parametrize(
+    "of_logits",
+    [with_predicted_labels, with_labels_where_sure, with_a_temperature_of_its_own, with_its_own_targets],
+    ids=lambda fn: fn.__name__,
+)
+def test_logits_that_decide_about_labels_or_weights_are_read_whole(of_logits, few_logits_count) -> None:
+    few_logits_count(95)
+    args = ARGS[0], ARGS[1], jnp.arange(6) + 3
+
+    def rows(w, x, y):
+        return of_logits(x @ w, y)
+
+    def total(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.value_and_grad(lambda w: jnp.sum(jnp.sin(fn(w, *args[1:]))))
+
+    fast = lowering.rewrite(rows)
+    assert {one.pattern for one in fast.report(*args).applied} <= {"row_cone", "cross_entropy"}
+    assert_alike(*(fn(*args) for fn in (fast, rows)), 1e-4)
+    assert_alike(*(total(fn)(args[0]) for fn in (fast, rows)), 1e-4)
+
+
+def test_rows_that_are_compared_with_all_rows_are_their_own_classes(few_logits_count) -> None:
     few_logits_count(35)
 
     def contrastive(x):
-        return optax.softmax_cross_entropy_with_integer_labels(x @ x.T, jnp.arange(6)).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(x @ x.T, jnp.arange(6)[::-1]).mean()
 
     fast = lowering.rewrite(contrastive)
-    assert fast.report(ARGS[1]).applied == ()
-    assert_alike(fast(ARGS[1]), contrastive(ARGS[1]))
+    assert [one.pattern for one in fast.report(ARGS[1]).applied] == ["cross_entropy_sum"]
+    assert_alike(*(jax.value_and_grad(fn)(ARGS[1]) for fn in (fast, contrastive)))
 
 
 def test_layers_that_are_no_loss_are_not_spoken_of() -> None:

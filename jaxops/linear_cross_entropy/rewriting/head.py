@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops._primitive.sharding import laid_out_as
+from jaxops._primitive.sharding import laid_out_as, same_varying_axes
 from jaxops.linear_cross_entropy.operands import Columns, Rows, RowStatistics
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
+from jaxops.linear_cross_entropy.rewriting import picks
 from jaxops.linear_cross_entropy.rewriting.row_algebra import RowAlgebra
-from jaxops.linear_cross_entropy.rewriting.row_forms import Asked, OneHot
-from jaxops.linear_cross_entropy.rewriting.row_program import RowProgram
-from lowering.rewriting.graph import Node, Value
+from jaxops.linear_cross_entropy.rewriting.row_forms import Asked, OneHot, is_shared
+from jaxops.linear_cross_entropy.rewriting.row_reading import Reading, identity
+from lowering.rewriting.graph import Level, Node, Value
 from lowering.rewriting.rules import RefusalError
+from lowering.rewriting.schedule import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,23 +127,36 @@ class Readers:
 
     Attributes:
       head: the layer.
-      program: what is computed of each row.
-      found: an evaluation of a row, which says what is asked for.
+      found: an evaluation, which says what is asked for.
+      nodes: the nodes that read logits, down to numbers per row.
+      exits: the values that are read of these elsewhere.
+      rows: the shape of the rows that are read.
       inputs: the values from which operands and results are computed.
     """
 
-    def __init__(self, head: Head, program: RowProgram, *, is_promised: bool) -> None:
-        """Evaluates a row of a program; for `is_promised` see `RowAlgebra`.
+    def __init__(
+        self, level: Level, wanted: frozenset[Task], head: Head, logits: Sequence[Value], *, is_promised: bool
+    ) -> None:
+        """Finds what reads logits; for `is_promised` see `RowAlgebra`.
 
         Raises:
           RefusalError: if it does not follow from statistics.
         """
-        self.head, self.program, self._is_promised = head, program, is_promised
-        self.found = self._algebra()
-        jax.eval_shape(lambda *inputs: self._evaluated(self.found, inputs), *program.row_types)
+        self.head, self._logits, self._is_promised = head, logits, is_promised
+        self._read: dict[Any, Value] = {}
+
+        def look() -> None:
+            reading = self._reading(self._remembered)
+            reading.explore(level, wanted)
+            reading.arrays(reading.exits)
+            self.found, self.nodes, self.exits = reading.algebra, tuple(reading.nodes), reading.exits
+
+        jax.eval_shape(look)
         if self.asked.scale is None:
             raise RefusalError("no log sum exp is taken")
-        values = (head.x, head.weight, *(value for value, _ in program.inputs))
+        views = self.asked.layer.views
+        self.rows = views[-1].shape if views else picks.without_axis(logits[0].shape, head.layout.result_axis)
+        values = (head.x, head.weight, *self._read.values())
         self.inputs = tuple(x for x in dict.fromkeys(values) if not x.is_constant)
 
     @property
@@ -149,33 +164,41 @@ class Readers:
         """Questions to the statistics."""
         return self.found.asked
 
-    def _algebra(self) -> RowAlgebra:
-        return RowAlgebra(self.program, self.head.dtype, is_promised=self._is_promised)
+    def _remembered(self, value: Value) -> Any:
+        self._read.setdefault(identity(value), value)
+        return jnp.zeros(value.shape, value.dtype)
 
-    def _evaluated(self, row: RowAlgebra, inputs: Sequence[Any]) -> list[Any]:
-        """Evaluates a row without statistics."""
+    def _reading(self, read: Callable[[Value], Any], statistics: RowStatistics | None = None, **more: Any) -> Reading:
+        """Begins an evaluation; without statistics, nothing is known of them but that they are numbers."""
+        algebra = RowAlgebra(self.head.classes, self.head.dtype, is_promised=self._is_promised)
         zero = jnp.zeros((), self.head.dtype)
-        statistics = RowStatistics(zero, zero, zero, zero, zero, jnp.zeros((), jnp.int32))
-        return row.results(inputs, statistics, square=zero if self._is_promised else None)
+        if statistics is None:
+            statistics = RowStatistics(zero, zero, zero, zero, zero, jnp.zeros((), jnp.int32))
+            more = {"square": zero if self._is_promised else None}
+        algebra.answer(statistics, **more)
+        return Reading(algebra, self._logits, self.head.layout.result_axis, read)
 
-    def _arrays(self, arrays: dict[Value, Any]) -> list[Any]:
-        return [value.constant if value.is_constant else arrays[value] for value, _ in self.program.inputs]
+    def _evaluated(self, arrays: dict[Value, Any], *statistics: RowStatistics, **more: Any) -> Reading:
+        values = self._read.values()
+        given = same_varying_axes([x.constant if x.is_constant else arrays[x] for x in values])
+        by_identity = dict(zip(self._read, given, strict=True))
+        reading = self._reading(lambda value: by_identity[identity(value)], *statistics, **more)
+        reading.evaluate(self.nodes)
+        return reading
 
-    def exits(self, arrays: dict[Value, Any], statistics: RowStatistics, **more: Any) -> list[Any]:
-        """Computes the exits of all rows; for what else may be given, see `RowAlgebra.results`."""
-        rows = self._algebra().results(self.program.rows_of(self._arrays(arrays)), statistics, **more)
-        return self.program.exits_of(rows)
+    def results(self, arrays: dict[Value, Any], statistics: RowStatistics, **more: Any) -> list[Any]:
+        """Computes the exits; for what else may be given, see `RowAlgebra.answer`."""
+        return self._evaluated(arrays, statistics, **more).arrays(self.exits)
 
     def operands(self, arrays: dict[Value, Any]) -> tuple[Rows, Columns]:
         """Returns the operands of the operators; the scale is among the rows, unless it is 1."""
         head = self.head
         x, weight = (value.constant if value.is_constant else arrays[value] for value in (head.x, head.weight))
         x, weight = head.rows_of(x), head.columns_of(weight)
-        for view in self.program.row_views:
-            x = view.along(range(len(view.shape)), x.shape[-1:]).read(x)
-        row = self._algebra()
-        self._evaluated(row, self.program.rows_of(self._arrays(arrays)))
+        row = self._evaluated(arrays).algebra
         layer, scale, label, target = row.asked
+        for view in layer.views:
+            x = view.read(x, 1)
         nothing = jnp.zeros_like(x[..., 0], head.dtype)
         labels = jnp.full_like(nothing, -1, jnp.int32)
         if label is not None:
@@ -194,7 +217,7 @@ class Readers:
             return rows, columns
         if target == "ones":
             return rows, columns._replace(class_targets=jnp.ones(head.classes, head.dtype))
-        if row.is_shared(target):
+        if is_shared(target):
             return rows, columns._replace(class_targets=target.array.astype(head.dtype))
         return rows._replace(probabilities=jnp.broadcast_to(target.array, (*labels.shape, head.classes))), columns
 
@@ -214,7 +237,7 @@ class Readers:
             return True
         is_power = scale.known is not None and math.frexp(scale.known)[0] == 0.5
         is_exact = is_power or jnp.finfo(self.head.x.dtype).bits >= 32
-        is_one_number = scale.known is not None or self.found.is_shared(scale)
+        is_one_number = scale.known is not None or is_shared(scale)
         return is_exact and layer.softcap is None and (is_one_number or (layer.bias is None and layer.kept is None))
 
     def scaled_operands(self, arrays: dict[Value, Any]) -> tuple[Rows, Columns]:
@@ -235,23 +258,27 @@ def one_hot_labels(one_hot: Value, axis: int) -> tuple[tuple[Value, ...], Callab
     Raises:
       RefusalError: if an array does not have a 1 at the label of each row and 0 elsewhere along an axis.
     """
-    program = RowProgram((), set(), (one_hot,), one_hot.size // one_hot.shape[axis], axis)
+    read: dict[Value, None] = {}
 
-    def label_of(inputs: Sequence[Any]) -> Any:
-        row = RowAlgebra(program, jnp.float32)
-        (form,) = row.forms(inputs)
+    def label_of(array_of: Callable[[Value], Any]) -> Any:
+        algebra = RowAlgebra(one_hot.shape[axis], jnp.float32)
+        form = Reading(algebra, (), axis, array_of).pulled(one_hot, axis)
         if not isinstance(form, OneHot) or (form.on.known, form.off.known) != (1, 0):
             raise RefusalError("this is not one-hot")
-        return jnp.asarray(row.maxima.array(form.label))
+        return jnp.broadcast_to(algebra.maxima.array(form.label), picks.without_axis(one_hot.shape, axis))
 
-    jax.eval_shape(lambda *inputs: label_of(inputs), *program.row_types)
+    def remembered(value: Value) -> Any:
+        read[value] = None
+        return jnp.zeros(value.shape, value.dtype)
+
+    jax.eval_shape(lambda: label_of(remembered))
+    values = tuple(x for x in read if not x.is_constant)
 
     def labels(*arrays: Any) -> Any:
-        given = iter(arrays)
-        arrays = tuple(x.constant if x.is_constant else next(given) for x, _ in program.inputs)
-        return jnp.broadcast_to(label_of(program.rows_of(arrays)), program.row_shape)
+        given = dict(zip(values, arrays, strict=True))
+        return label_of(lambda value: value.constant if value.is_constant else given[value])
 
-    return tuple(x for x, _ in program.inputs if not x.is_constant), labels
+    return values, labels
 
 
 def _in_order(array: Any, axes: tuple[int, ...]) -> Any:

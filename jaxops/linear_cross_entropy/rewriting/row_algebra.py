@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxops._primitive.sharding import same_varying_axes
 from jaxops.linear_cross_entropy.operands import RowStatistics
@@ -27,21 +26,21 @@ from jaxops.linear_cross_entropy.rewriting.row_forms import (
     Vector,
     aligned,
     check_terms,
+    is_shared,
     widened,
 )
 from jaxops.linear_cross_entropy.rewriting.row_numbers import Factor, Maxima, Number, is_plain, is_same, stopped
-from jaxops.linear_cross_entropy.rewriting.row_program import RowProgram
-from jaxops.linear_cross_entropy.rewriting.row_wise import POINTWISE, RESHAPES
-from lowering.rewriting.graph import SAME, Node, Value
+from lowering.rewriting.graph import Node
 from lowering.rewriting.rules import RefusalError
 
-# Operations without a derivative, and those that keep the number of elements.
+# Operations without a derivative.
 _STEPS = frozenset({"sign", "floor", "ceil", "round", "stop_gradient"})
-_LAYOUTS = RESHAPES | {"transpose", "broadcast_in_dim", "copy", "reduce_precision"}
 
 
 class RowAlgebra:
-    """One evaluation of a row.
+    """Arithmetic of one evaluation: what nodes make of forms and of numbers of rows, and what they ask the operator.
+
+    A number of rows is an array of the rows' shape, or () if all rows share it; the classes are a last axis behind.
 
     Attributes:
       asked: what was asked for.
@@ -51,135 +50,63 @@ class RowAlgebra:
       picks_by_label: whether labels or targets decide about a number.
     """
 
-    def __init__(self, program: RowProgram, dtype: Any, *, is_promised: bool = False) -> None:
-        """Takes the program of a row.
+    def __init__(self, classes: int, dtype: Any, *, is_promised: bool = False) -> None:
+        """Takes the number of classes, and the dtype of the statistics.
 
-        Args:
-          program: the program.
-          dtype: that of the statistics.
-          is_promised: whether labels are classes wherever the user's code promises so.
+        With `is_promised`, labels are classes wherever the user's code promises so.
         """
-        self._program, self.classes, self.dtype = program, program.classes, dtype
+        self.classes, self.dtype = classes, dtype
         self._is_promised = is_promised
         self.asked, self.maxima = Asked(), Maxima(None)
         self.wants_mean = self.wants_prediction = self.squares = self.picks_by_label = False
         # Equal computations give the same object, so labels are equal if they are the same.
         self._done: dict[Any, Any] = {}
+        self._dependent: dict[Any, Any] = {}  # the same for what depends on logits
+        self._behind: set[int] = set()  # identities of that
         self._kept: list[Any] = []  # an identity is that of an object that exists
-        self._of_rows: set[int] = set()
         self._finite: dict[int, Any] = {}
         self._guessed: list[Number] = []  # scales that were taken for that of exponentials before one was seen
 
-    def results(
-        self, inputs: Sequence[Any], statistics: RowStatistics, square: Any = None, peak: Any = None, stop: Any = None
-    ) -> list[Any]:
-        """Returns what is computed of a row.
+    def answer(self, statistics: RowStatistics, square: Any = None, peak: Any = None, stop: Any = None) -> None:
+        """Takes the answers.
 
         Args:
-          inputs: the arguments of the graph but for the logits.
-          statistics: of the row.
+          statistics: of the rows.
           square: (m + l)^2, if squares of log sum exp are to be taken from there.
           peak: the user's maximum, if it is to be told from m.
           stop: a number to multiply by where gradients are stopped, by which a derivative can tell.
-
-        Raises:
-          RefusalError: if it does not follow from the statistics.
         """
         self._given, self._square = statistics, square
         self.maxima.level, self.maxima.peak = statistics.max_logit, peak
         self._stop = jax.lax.stop_gradient if stop is None else lambda x: x * stop.astype(x.dtype)
-        forms = self.forms(inputs)
-        if self.asked.scale and not all(is_same(scale, self.asked.scale) for scale in self._guessed):
-            forms = self.forms(inputs)  # once more, as the scale of all exponentials is known now
-        found = []
-        for form, value in zip(forms, self._program.level.results, strict=True):
-            is_differentiated = bool(jnp.issubdtype(value.dtype, jnp.floating))
-            found.append(jnp.asarray(self.maxima.array(form, is_differentiated=is_differentiated)).astype(value.dtype))
-        return found
 
-    def forms(self, inputs: Sequence[Any]) -> list[Any]:
-        """Returns the forms of what is computed."""
-        level = self._program.level
-        known: dict[Value, Any] = {level.arguments[0]: Logits(Layer())}
-        of_logits: dict[Any, Any] = {}
-        behind = {id(known[level.arguments[0]])}
-        self._kept += [known, of_logits]
-        for value, array, shared in zip(level.arguments[1:], inputs, self._program.is_shared[1:], strict=True):
-            known[value] = self._once(("input", id(array)), functools.partial(self._given_form, value, array), array)
-            if not shared:
-                self._of_rows.add(id(known[value]))
+    def logits(self) -> Logits:
+        """Begins, or begins once more, with the logits of a layer."""
+        logits = Logits(Layer())
+        self._kept += [logits, self._dependent]
+        self._dependent, self._behind = {}, {id(logits)}
+        return logits
 
-        def read(value: Value) -> Any:
-            return self._constant(value) if value.is_constant else known[value]
+    @property
+    def has_guessed_wrong(self) -> bool:
+        """Tells whether a scale was taken for that of the exponentials, which turned out to be another."""
+        return self.asked.scale is not None and not all(is_same(scale, self.asked.scale) for scale in self._guessed)
 
-        for node in level.nodes:
-            operands = [read(x) for x in node.inputs]
-            if node.name in SAME - {"reduce_precision"}:
-                known.update(zip(node.outputs, operands, strict=True))
-                continue
-            key = (self._program.written[node], *map(id, operands))
-            is_behind = any(id(x) in behind for x in operands)
-            done = of_logits if is_behind else self._done
-            if key not in done:
-                self._kept.append(operands)
-                done[key] = self._form(node, operands)
-                if not self.is_shared(*operands):
-                    self._of_rows.add(id(done[key]))
-                if is_behind:
-                    behind.add(id(done[key]))
-            known[node.outputs[0]] = done[key]
-        return [read(x) for x in level.results]
+    def once(self, key: Any, operands: Sequence[Any], make: Callable[[], Any]) -> Any:
+        """Returns what is made of forms, the same for the same key and the same forms."""
+        key, is_behind = (key, *map(id, operands)), any(id(x) in self._behind for x in operands)
+        done = self._dependent if is_behind else self._done
+        if key not in done:
+            self._kept.append(operands)
+            done[key] = make()
+            if is_behind:
+                self._behind.add(id(done[key]))
+        return done[key]
 
-    def is_shared(self, *forms: Any) -> bool:
-        """Tells whether all rows share forms."""
-        return not any(id(x) in self._of_rows for x in forms)
-
-    def _given_form(self, value: Value, array: Any) -> Any:
-        if value.size not in (1, self.classes):
-            raise RefusalError("a row reads arrays of another length than the classes'")
-        return Number(array) if value.size == 1 else Vector(array)
-
-    def _constant(self, value: Value) -> Any:
-        number = value.number
-        if number is not None:
-            return self._once(("is", str(number), str(value.dtype)), lambda: Number(number))
-        array = np.asarray(value.constant).reshape(-1)
-        counts = bool(np.array_equal(array, np.arange(self.classes)))
-        return self._once(("constant", id(value)), lambda: Vector(jnp.asarray(array), counts), value)
-
-    def _once(self, key: Any, make: Callable[[], Any], *kept: Any) -> Any:
-        if key not in self._done:
-            self._kept += kept
-            self._done[key] = make()
-        return self._done[key]
-
-    def _form(self, node: Node, operands: list[Any]) -> Any:
-        name, first, size = node.name, operands[0] if operands else None, node.outputs[0].size
-        is_narrow = size == max((x.size for x in node.inputs), default=size) == 1
-        match name:
-            case "iota":
-                counts = size == self.classes and node.outputs[0].shape[node.params["dimension"]] == size
-                return Vector(jnp.arange(size, dtype=node.outputs[0].dtype), True) if counts else Number(0)
-            case _ if name in _LAYOUTS:
-                return first
-            case "reduce_sum":
-                return first if is_narrow else self.total(first)
-            case "reduce_max":
-                return first if is_narrow else self._maximum(first)
-            case "argmax":
-                return self._prediction(first)
-            case "gather":
-                return self._gathered(node, first, operands[1])
-            case "dynamic_slice" if size == 1:
-                axis = next(i for i, length in enumerate(node.inputs[0].shape) if length == self.classes)
-                return self._picked_at(first, self._clipped(operands[1 + axis]))
-            case "dot_general":
-                return self._product(node, *operands)
-            case _ if name in POINTWISE and all(isinstance(x, Number | Factor) for x in operands):
-                return self._of_numbers(node, operands)
-            case _ if name in POINTWISE:
-                return self._of_forms(node, operands)
-        raise RefusalError("is not known to this rule", node)
+    def elementwise(self, node: Node, operands: list[Any]) -> Any:
+        """Applies a node that computes number by number."""
+        is_of_numbers = all(isinstance(x, Number | Factor) for x in operands)
+        return self._of_numbers(node, operands) if is_of_numbers else self._of_forms(node, operands)
 
     def _of_numbers(self, node: Node, operands: list[Any]) -> Any:
         """Applies an elementwise node to numbers; what is floating point is in the dtype of the statistics."""
@@ -275,19 +202,19 @@ class RowAlgebra:
             case "add" | "add_any" | "sub", Logits(), Number():
                 return a._replace(shift=plus(a.shift, b, sign))
             case "sub", Number(), Logits():
-                return self._scaled(b, Number(-1.0), self.maxima.times)._replace(shift=plus(a, b.shift, -1.0))
+                return self.scaled(b, Number(-1.0), self.maxima.times)._replace(shift=plus(a, b.shift, -1.0))
             case "add" | "add_any" | "sub", Logits(), Vector():
                 return self._biased(a, b, sign)
             case "add" | "add_any", Vector(), Logits():
                 return self._biased(b, a, 1.0)
             case "mul", Number() | Factor(), _:
-                return self._capped(b, a) or self._scaled(b, a, self.maxima.times)
+                return self._capped(b, a) or self.scaled(b, a, self.maxima.times)
             case "mul", _, Number() | Factor():
-                return self._capped(a, b) or self._scaled(a, b, self.maxima.times)
+                return self._capped(a, b) or self.scaled(a, b, self.maxima.times)
             case "div", _, Number() | Factor():
-                return self._scaled(a, b, self.maxima.over)
+                return self.scaled(a, b, self.maxima.over)
             case "neg", _, _:
-                return self._scaled(a, Number(-1.0), self.maxima.times)
+                return self.scaled(a, Number(-1.0), self.maxima.times)
             case "exp", Logits(), _:
                 return Exponentials(a)
             case "log", Exponentials(logits, gain), _:
@@ -299,15 +226,16 @@ class RowAlgebra:
                 if jnp.finfo(node.outputs[0].dtype).bits > jnp.finfo(self.dtype).bits:
                     raise RefusalError(f"the logits are widened to {node.outputs[0].dtype} on {node.source}")
                 return a
-            case "select_n", Vector(), _ if self.is_shared(a):
+            case "select_n", Vector(), _ if is_shared(a) and id(a) not in self._behind:
                 return self._masked(*forms)
         return None
 
-    def _scaled(self, form: Any, by: Any, change: Callable[..., Any]) -> Any:
+    def scaled(self, form: Any, by: Any, change: Callable[..., Any]) -> Any:
+        """Multiplies or divides a form by a number; None if that is no form of this module."""
         if isinstance(form, Logits) and isinstance(by, Number):
-            scale = self._once((change.__name__, id(form.scale), id(by)), lambda: change(form.scale, by), form, by)
-            if not self.is_shared(form.scale, by):
-                self._of_rows.add(id(scale))
+            if by.known is None and id(by) in self._behind:
+                raise RefusalError("the logits are multiplied by a number that depends on them")
+            scale = self.once(change.__name__, (form.scale, by), lambda: change(form.scale, by))
             return form._replace(scale=scale, shift=change(form.shift, by))
         if not isinstance(form, Exponentials):
             return None
@@ -321,14 +249,15 @@ class RowAlgebra:
         """Adds one more bias to logits, which the layer takes as long as nothing but a number has multiplied them."""
         layer, scale, array = logits.layer, logits.scale.known, bias.array
         is_fresh = scale not in (None, 0) and logits.shift.known == 0 and layer.softcap is None and layer.kept is None
-        if not (is_fresh and self.is_shared(bias) and jnp.issubdtype(array.dtype, jnp.floating)):
+        is_fresh &= is_shared(bias) and id(bias) not in self._behind
+        if not (is_fresh and jnp.issubdtype(array.dtype, jnp.floating)):
             return None
 
         def added() -> Any:
             more = sign / scale * array.astype(self.dtype)
             return more if layer.bias is None else layer.bias + more
 
-        more = self._once(("bias", sign / scale, id(array), id(layer.bias)), added, layer)
+        more = self.once(("bias", sign / scale), (bias, layer.bias), added)
         return logits._replace(layer=layer._replace(bias=more))
 
     def _capped(self, form: Any, by: Any) -> Logits | None:
@@ -349,7 +278,7 @@ class RowAlgebra:
                 layer, array = logits.layer, condition.array
                 is_fresh = logits.scale.known == 1 and logits.shift.known == 0 and layer.softcap is None
                 if is_fresh and layer.kept is None:
-                    inverted = self._once(("not", id(array)), functools.partial(jnp.logical_not, array), array)
+                    inverted = self.once("not", (array,), functools.partial(jnp.logical_not, array))
                     return logits._replace(layer=layer._replace(kept=array if kept else inverted, fill=other.known))
         return None
 
@@ -385,7 +314,7 @@ class RowAlgebra:
                 # Only numbers may stand for the others: a difference of two sums would cost digits.
                 if isinstance(others, Number) and {on.known, off.known} == {True, False}:
                     of_others = maxima.times(Number(float(self.classes - 1)), others)
-                    inside = maxima.plus(of_others, self._picked_at(at_label, label))
+                    inside = maxima.plus(of_others, self.picked_at(at_label, label))
                     return maxima.where(self.is_class(label), inside, maxima.times(count, others), is_label=True)
         what = f"{form.node.name} on {form.node.source}" if isinstance(form, Combined) else "something else"
         raise RefusalError(f"{what} is added up over the classes")
@@ -397,7 +326,7 @@ class RowAlgebra:
             if isinstance(one, Number | Factor):
                 return maxima.times(self.total(other), one)
             if isinstance(one, OneHot):
-                at_label = maxima.times(self._picked_at(other, one.label), maxima.plus(one.on, one.off, -1.0))
+                at_label = maxima.times(self.picked_at(other, one.label), maxima.plus(one.on, one.off, -1.0))
                 inside = self._if_class(one.label, at_label)
                 return inside if one.off.known == 0 else maxima.plus(inside, maxima.times(self.total(other), one.off))
         for one, other in ((a, b), (b, a)):
@@ -414,26 +343,13 @@ class RowAlgebra:
                 return self._expected(one, other)
         raise RefusalError("a product with the logits is added up over the classes")
 
-    def _product(self, node: Node, a: Any, b: Any) -> Any:
-        """Follows a product of two arrays over the classes, or of one with a number."""
-        sizes = [x.size for x in node.inputs]
-        if node.outputs[0].size == 1 and sizes == [self.classes] * 2:
-            return self.total_of_product(a, b)
-        if max(sizes) == node.outputs[0].size and 1 in sizes:
-            one, other = (a, b) if isinstance(b, Number | Factor) else (b, a)
-            is_narrow = isinstance(one, Number | Factor)
-            found = self.maxima.times(one, other) if is_narrow else self._scaled(one, other, self.maxima.times)
-            if found is not None:
-                return found
-        raise RefusalError("needs whole rows of logits", node)
-
     def picked(self, form: Any, label: Number) -> Any:
         """Picks the number at a label."""
         match form:
             case Number() | Factor():
                 return form
             case Vector(array):
-                at = jnp.asarray(self._clipped(label).rest)
+                at = jnp.asarray(self.clipped(label).rest)
                 if array.ndim == 1 or at.ndim == 0:
                     return Number(array[..., at])
                 return Number(jnp.take_along_axis(array, at[..., None], axis=-1)[..., 0])
@@ -443,6 +359,8 @@ class RowAlgebra:
             case Logits(_, _, shift):
                 if self.asked.label is not None and not is_same(label, self.asked.label):
                     raise RefusalError("the logits are picked at two kinds of labels")
+                if id(label) in self._behind:
+                    raise RefusalError("the logits decide which of them are picked")
                 self._ask(form, label=label)
                 answer = Number(self._given.label_logit, 1.0)
                 return self.maxima.plus(shift, self.maxima.times(self._ratio(form), answer))
@@ -452,38 +370,37 @@ class RowAlgebra:
                 return self._of_numbers(node, [self.picked(x, label) for x in operands])
         raise RefusalError("a class is picked from something that has no number for each class")
 
-    def _picked_at(self, form: Any, label: Number) -> Any:
+    def picked_at(self, form: Any, label: Number) -> Any:
+        """Picks the number at a label by which rows differ, unless it is written in the code."""
         self.picks_by_label |= label.known is None
         return self.picked(form, label)
 
-    def _gathered(self, node: Node, form: Any, label: Any) -> Any:
-        numbers, shape = node.params["dimension_numbers"], node.inputs[0].shape
-        is_pick = all(size == 1 for size in node.params["slice_sizes"]) and isinstance(label, Number)
-        if not is_pick or len(numbers.start_index_map) != 1 or shape[numbers.start_index_map[0]] != self.classes:
-            raise RefusalError("does more than to pick one class per row", node)
+    def gathered(self, node: Node, form: Any, label: Any) -> Any:
+        """Picks the number at a label of each row as a gather does, where a label may be no class."""
         mode, fill = node.params["mode"].name, node.params["fill_value"]
         if mode == "FILL_OR_DROP":
             missing = Number(math.nan if fill is None else float(fill))
-            return self.maxima.where(self.is_class(label), self._picked_at(form, label), missing, is_label=True)
-        found = self._picked_at(form, self._clipped(label))
+            return self.maxima.where(self.is_class(label), self.picked_at(form, label), missing, is_label=True)
+        found = self.picked_at(form, self.clipped(label))
         if mode == "CLIP" or self._is_promised:
             return found
         # JAX picks a class for a label that is none, but drops its gradient.
         fixed = stopped(self.maxima.plain(found), jax.lax.stop_gradient)._replace(slope=self.maxima.plain(found).slope)
         return self.maxima.where(self.is_class(label), found, fixed, is_label=True)
 
-    def _clipped(self, label: Number) -> Number:
+    def clipped(self, label: Number) -> Number:
+        """Returns the class that is nearest to a label."""
         last = self.classes - 1
         if label.known is not None:
             return Number(min(max(label.known, 0), last))
-        return self._once(("clip", id(label)), lambda: Number(jnp.clip(label.rest, 0, last)), label)
+        return self.once("clip", (label,), lambda: Number(jnp.clip(label.rest, 0, last)))
 
     def is_class(self, label: Number) -> Number:
         """Tells whether a label is a class."""
         if label.known is not None:
             return Number(0 <= label.known < self.classes)
         rest = label.rest
-        return self._once(("is class", id(label)), lambda: Number((rest >= 0) & (rest < self.classes)), label)
+        return self.once("is class", (label,), lambda: Number((rest >= 0) & (rest < self.classes)))
 
     def _if_class(self, label: Number, number: Any) -> Any:
         """Returns a number where the label is a class, else 0."""
@@ -492,7 +409,7 @@ class RowAlgebra:
     def _ask(self, logits: Logits, **more: Any) -> None:
         """Asks something about logits, which must be of one layer."""
         if self.asked.layer is not None and not self.asked.layer.is_same(logits.layer):
-            raise RefusalError("the logits are read in two ways, such as with and without a bias")
+            raise RefusalError("the logits are read in two ways, such as with and without a bias, or not all rows")
         self.asked = self.asked._replace(layer=logits.layer, **more)
 
     def _ratio(self, logits: Logits) -> Number:
@@ -513,10 +430,12 @@ class RowAlgebra:
     def _weighted(self, logits: Logits, weights: Any, total: Number) -> Number:
         """Sums the logits times weights, an array or "ones", whose own sum is known."""
         target = self.asked.target
+        if id(weights) in self._behind:
+            raise RefusalError("the logits are added up with weights that depend on them")
         if target is not None and target is not weights:
             raise RefusalError("two different weighted sums of the logits are wanted")
         self._ask(logits, target=weights)
-        self.picks_by_label |= weights != "ones" and not self.is_shared(weights)
+        self.picks_by_label |= weights != "ones" and not is_shared(weights)
         plus, times, ratio = self.maxima.plus, self.maxima.times, self._ratio(logits)
         # What all classes share goes first: where it cancels the maximum, the sum of weights multiplies nothing large.
         offset = plus(logits.shift, times(ratio, Number(0.0, 1.0)))
@@ -532,14 +451,16 @@ class RowAlgebra:
         mean = self.maxima.times(self._ratio(logits), Number(self._given.mean_logit, 1.0))
         return self.maxima.times(total, Number(self.maxima.array(self.maxima.plus(logits.shift, mean))))
 
-    def _maximum(self, form: Any) -> Number:
+    def maximum(self, form: Any) -> Number:
+        """Takes the maximum over the classes."""
         if not isinstance(form, Logits):
             raise RefusalError("the maximum of something else than logits is taken")
         rest, level, peak, slope = form.shift
         ratio = self._positive_ratio(form, "maximum")
         return Number(rest, level, peak + ratio, slope + ratio)
 
-    def _prediction(self, form: Any) -> Number:
+    def prediction(self, form: Any) -> Number:
+        """Finds the first class of the largest logit."""
         form = form.logits if isinstance(form, Exponentials) else form
         if not isinstance(form, Logits):
             raise RefusalError("the largest of something else than logits is looked for")

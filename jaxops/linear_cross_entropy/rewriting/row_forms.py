@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
+from jaxops._primitive.sharding import reshaped
 from jaxops.linear_cross_entropy.rewriting.row_numbers import Number
 from lowering.rewriting.graph import Node
 from lowering.rewriting.rules import RefusalError
@@ -25,13 +27,48 @@ class Vector(NamedTuple):
     counts: bool = False
 
 
+class View(NamedTuple):
+    """Rows that are read of all rows, which are first reshaped to `before`.
+
+    Attributes:
+      before: a shape of the rows.
+      shape: the shape of those that are read.
+      bounds: starts, limits and strides; None for all rows.
+      order: the axes in another order; None if they keep theirs.
+    """
+
+    before: tuple[int, ...]
+    shape: tuple[int, ...]
+    bounds: tuple[tuple[int, ...], ...] | None = None
+    order: tuple[int, ...] | None = None
+
+    def read(self, array: Any, behind: int = 0) -> Any:
+        """Reads rows of an array, which has so many axes behind those of rows."""
+        rest = array.shape[array.ndim - behind :]
+        array = reshaped(array, (*self.before, *rest))
+        if self.order is not None:
+            return lax.transpose(array, (*self.order, *range(len(self.before), array.ndim)))
+        assert self.bounds is not None
+        whole = (0,) * len(rest), rest, (1,) * len(rest)
+        return lax.slice(array, *((*of_rows, *more) for of_rows, more in zip(self.bounds, whole, strict=True)))
+
+
 class Layer(NamedTuple):
-    """Steps behind a matrix product: a bias, a softcap, and columns whose logit is `fill` where not `kept`."""
+    """Steps behind a matrix product.
+
+    Attributes:
+      bias: of each class.
+      softcap: c in c tanh(z / c).
+      kept: the columns whose logit is not `fill`.
+      fill: the logit of the others.
+      views: which rows are read, one after the other.
+    """
 
     bias: Any = None
     softcap: float | None = None
     kept: Any = None
     fill: float | None = None
+    views: tuple[View, ...] = ()
 
     def is_same(self, other: "Layer") -> bool:
         """Tells whether two are the same."""
@@ -74,6 +111,11 @@ class Asked(NamedTuple):
     scale: Any = None
     label: Any = None
     target: Any = None
+
+
+def is_shared(form: Any) -> bool:
+    """Tells whether all rows share a number or an array."""
+    return getattr(form.array if isinstance(form, Vector) else form.rest, "ndim", 0) == isinstance(form, Vector)
 
 
 def reads_logits(form: Any) -> bool:

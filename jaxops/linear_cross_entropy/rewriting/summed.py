@@ -15,7 +15,6 @@ from jaxops._primitive.sharding import agreeing, varying_with
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Rows, RowStatistics, RowWeights
 from jaxops.linear_cross_entropy.rewriting.derivatives import has_linear_rule
 from jaxops.linear_cross_entropy.rewriting.head import Readers
-from jaxops.linear_cross_entropy.rewriting.row_program import bound
 from jaxops.linear_cross_entropy.row_statistics import skipped_as_zeros, targets_of
 from jaxops.linear_cross_entropy.row_targets import Vocabulary
 from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
@@ -35,15 +34,15 @@ class Sums:
 
     def __init__(self, level: Level, wanted: frozenset[Task], readers: Readers) -> None:
         """Finds which numbers are affine in the statistics."""
-        self._level, self._readers, program = level, readers, readers.program
+        self._level, self._readers = level, readers
         self._nodes: list[Node] = []
-        computed = set(program.exits)
+        computed, reading = set(readers.exits), set(readers.nodes)
         for node in level.nodes:
-            is_behind = node in wanted and node not in program.nodes and not computed.isdisjoint(node.inputs)
+            is_behind = node in wanted and node not in reading and not computed.isdisjoint(node.inputs)
             if is_behind and not node.equation.effects and not _is_opaque(node):
                 self._nodes.append(node)
                 computed.update(node.outputs)
-        found = [*program.exits, *(x for node in self._nodes for x in node.outputs)]
+        found = [*readers.exits, *(x for node in self._nodes for x in node.outputs)]
         self._numbers = [x for x in found if x.shape == () and jnp.issubdtype(x.dtype, jnp.floating)]
         self._read = [x for x in dict.fromkeys(x for node in self._nodes for x in node.inputs) if x not in computed]
         if self._numbers:
@@ -54,15 +53,15 @@ class Sums:
         readers = self._readers
         values = tuple(dict.fromkeys([*readers.inputs, *self._read]))
         values = tuple(x for x in values if not x.is_constant)
-        rows, names = readers.program.row_shape, (*_SMOOTH, *_FIXED)
-        results = (*self._numbers, *readers.program.exits)  # an exit may be both
+        rows, names = readers.rows, (*_SMOOTH, *_FIXED)
+        results = (*self._numbers, *readers.exits)  # an exit may be both
 
         def call(given: dict[str, Any], dots: dict[str, Any], arrays: Sequence[Any]) -> Any:
             def of_smooth(smooth: dict[str, Any]) -> list[Any]:
                 def run(node: Node, *operands: Any) -> Sequence[Any]:
                     if node.name == "stop_gradient" and jnp.issubdtype(node.inputs[0].dtype, jnp.floating):
                         return [operands[0] * jnp.sum(given["stop"]).astype(node.inputs[0].dtype)]
-                    return bound(node, *operands)
+                    return _bound(node, *operands)
 
                 known = self._values({**given, **smooth}, dict(zip(values, arrays, strict=True)), run)
                 return [known[x] for x in results]
@@ -105,7 +104,7 @@ class Sums:
             alone = Step((), (number,), lambda *_: ())
             left = needed(self._level, [*taken, alone])
             read = {x for task in left for x in task.inputs} | set(self._level.results)
-            beside = [x for x in self._readers.program.exits if x in read and x in self._beside]
+            beside = [x for x in self._readers.exits if x in read and x in self._beside]
             step = self._step(number, beside)
             if needed(self._level, [*taken, step]).isdisjoint(alike):
                 yield step
@@ -113,8 +112,8 @@ class Sums:
     def _values(self, given: dict[str, Any], arrays: dict[Value, Any], run: Any = Node.run) -> dict[Value, Any]:
         """Computes exits, and numbers behind them, for statistics by name."""
         more = {name: given.pop(name) for name in ("square", "peak", "stop") if name in given}
-        exits = self._readers.exits(arrays, RowStatistics(**given), **more)
-        known = {**arrays, **dict(zip(self._readers.program.exits, exits, strict=True))}
+        exits = self._readers.results(arrays, RowStatistics(**given), **more)
+        known = {**arrays, **dict(zip(self._readers.exits, exits, strict=True))}
         for node in self._nodes:
             operands = [x.constant if x.is_constant else known[x] for x in node.inputs]
             known.update(zip(node.outputs, run(node, *operands), strict=True))
@@ -207,3 +206,14 @@ def _is_opaque(node: Node) -> bool:
 def _names_axes(params: dict[str, Any]) -> bool:
     names = (*(params.get("axes") or ()), params.get("axis_name"))
     return any(isinstance(name, str | tuple) for name in names)
+
+
+def _bound(node: Node, *arrays: Any) -> Sequence[Any]:
+    """Evaluates a node without regard to how arrays are laid out over devices."""
+    if node.name in SAME - {"reduce_precision"}:
+        return arrays
+    primitive = node.equation.primitive
+    params = node.params | {name: None for name in ("sharding", "out_sharding") if name in node.params}
+    with node.at_its_line():
+        results = primitive.bind(*arrays, **primitive.get_bind_params(params))
+    return results if primitive.multiple_results else [results]
