@@ -1,6 +1,7 @@
 """The public function `rewrite`."""
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Collection
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -11,7 +12,6 @@ import numpy as np
 
 from lowering.describe import show
 from lowering.functions import require_function
-from lowering.rewriting.objects import Arguments
 from lowering.rewriting.plan import Plan, Planner, overlooked
 from lowering.rewriting.report import Rewrites
 from lowering.rewriting.rules import Rule, rules
@@ -108,6 +108,41 @@ class Rewritten(Generic[_P, _R]):
         return Rewrites(applied, (*plan.refused, *overlooked(self._rules, jaxpr, plan)))
 
 
+class _Arguments:
+    """The arguments of a call as a pytree; what the call changes in them is written back by `update`."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        """Takes positional and keyword arguments."""
+        self._nnx = sys.modules.get("flax.nnx")  # who has one of its modules has imported it
+        leaves, self._structure = jax.tree.flatten((args, kwargs), is_leaf=self._is_object)
+        self._is_object_at = [self._is_object(leaf) for leaf in leaves]
+        self._objects = [leaf for leaf in leaves if self._is_object(leaf)]
+        others = [leaf for leaf in leaves if not self._is_object(leaf)]
+        self._graph: Any
+        self._graph, state = self._nnx.split(self._objects) if self._nnx and self._objects else (None, ())
+        self.tree = (others, state)
+
+    def merged(self, tree: Any) -> tuple[Any, Any, Any]:
+        """Returns positional and keyword arguments made of such a tree, and the new objects in them."""
+        others, state = tree
+        objects = self._nnx.merge(self._graph, state) if self._nnx and self._objects else []
+        sources = {True: iter(objects), False: iter(others)}
+        args, kwargs = jax.tree.unflatten(self._structure, [next(sources[at]) for at in self._is_object_at])
+        return args, kwargs, objects
+
+    def state(self, objects: Any) -> Any:
+        """Returns what a call has left in the objects of `merged`."""
+        return self._nnx.split(objects)[1] if self._nnx and self._objects else ()
+
+    def update(self, state: Any) -> None:
+        """Writes such a state into the objects of the call."""
+        if self._nnx and self._objects:
+            self._nnx.update(self._objects, state)
+
+    def _is_object(self, leaf: Any) -> bool:
+        return self._nnx is not None and isinstance(leaf, getattr(self._nnx, "Pytree", self._nnx.Object))
+
+
 class _Traced:
     """A function's jaxpr for some arguments, and how to make its results of the jaxpr's.
 
@@ -117,7 +152,7 @@ class _Traced:
 
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any, *, numpy_is_traced: bool = False) -> None:
         """Traces the function."""
-        self._arguments = Arguments(args, kwargs)
+        self._arguments = _Arguments(args, kwargs)
         leaves, structure = jax.tree.flatten(self._arguments.tree)
         moving = [_is_traced(leaf) or (numpy_is_traced and _is_numeric(leaf)) for leaf in leaves]
         self._arrays = [leaf for leaf, moves in zip(leaves, moving, strict=True) if moves]

@@ -7,8 +7,7 @@ import jax
 from jax import lax
 from jax.extend.core import Jaxpr
 
-from lowering.rewriting.graph import Node, equations, opened
-from lowering.rewriting.peeling import CHECKPOINTS
+from lowering.rewriting.graph import CHECKPOINTS, Node, equations, opened
 
 # Evaluates a body: `run(*arrays)` returns the list of its results.
 Run = Callable[..., list[Any]]

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
@@ -16,9 +16,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from lowering import _jax_private, cost
 from lowering.operators import operator_of
-from lowering.rewriting.peeling import CHECKPOINTS, PRODUCTS, peeled
 from lowering.source_lines import Site
 
+CHECKPOINTS = frozenset({"remat2", "checkpoint", "remat"})
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 # Equations whose results are their operands, perhaps with fewer digits or in another place.
 SAME = frozenset(
     {"copy", "copy_p", "name", "optimization_barrier", "sharding_constraint", "layout_constraint", "reduce_precision"}
@@ -245,6 +246,46 @@ def equations(jaxpr: Jaxpr) -> Iterator[Any]:
             fresh = {*cost.inner_jaxprs(equation)} - seen
             seen |= fresh
             waiting += fresh
+
+
+class Peeled(NamedTuple):
+    """A checkpoint in two parts.
+
+    Attributes:
+      equation: the checkpoint of what comes before; None if nothing does.
+      tail: what follows, as a jaxpr of the checkpoint's operands and of the results of `equation`.
+    """
+
+    equation: Any
+    tail: Jaxpr
+
+
+def peeled(equation: Any, is_large: Callable[[Any], bool]) -> Peeled | None:
+    """Returns the two parts of a checkpoint that returns the result of a large product; None for anything else."""
+    if equation.primitive.name not in CHECKPOINTS or equation.params["differentiated"]:
+        return None
+    body = equation.params["jaxpr"]
+    body = getattr(body, "jaxpr", body)
+    dependent: set[Any] = set()
+    before, behind = [], []
+    for inner in body.eqns:
+        starts = inner.primitive.name in PRODUCTS and any(is_large(x.aval) for x in inner.outvars)
+        if starts or any(not isinstance(x, Literal) and x in dependent for x in inner.invars):
+            dependent.update(inner.outvars)
+            behind.append(inner)
+        else:
+            before.append(inner)
+    returned = [x for x in body.outvars if not isinstance(x, Literal)]
+    if not any(x in dependent and is_large(x.aval) for x in returned) or any(inner.effects for inner in behind):
+        return None
+    read = {x for inner in behind for x in inner.invars if not isinstance(x, Literal)} | set(returned)
+    outvars = [x for inner in before for x in inner.outvars if x in read]
+    names = body.debug_info._replace(arg_names=None, result_paths=None)
+    tail = body.replace(eqns=behind, constvars=[], invars=[*body.invars, *outvars], debug_info=names)
+    if not outvars:
+        return Peeled(None, tail)
+    kept = body.replace(eqns=before, outvars=outvars, debug_info=names)
+    return Peeled(equation.replace(params={**equation.params, "jaxpr": kept}, outvars=outvars), tail)
 
 
 @dataclasses.dataclass

@@ -104,8 +104,9 @@ class Planner:
         applied: list[Applied] = []
         refused: list[Refused] = []
         order: Sequence[Task] = ()
+        names = {node.name for node in level.nodes}
         for rule in self._rules:
-            for one in rule.find(level, tuple(steps)) if rule.find else ():
+            for one in rule.find(level, tuple(steps)) if rule.find and not names.isdisjoint(rule.primitives) else ():
                 if isinstance(one, Missed):
                     refused.append(Refused(rule.name, one.node.source, one.detail, one.reason))
                     continue

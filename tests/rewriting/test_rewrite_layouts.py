@@ -72,3 +72,34 @@ def test_logits_in_any_layout_are_read_by_a_sum(name: str, few_logits_count) -> 
         assert [one.pattern for one in fast.report(*args).applied] == ["cross_entropy_sum"]
         found, expected = (jax.jit(jax.value_and_grad(fn, (0, 1)))(*args) for fn in (fast, loss))
         rewrite_checks.assert_alike(found, expected, 1e-9)
+
+
+# Losses of as many rows as there are classes.
+SQUARES: dict[str, Callable[[Any, Any], Any]] = {
+    "in order": lambda w, x: cross_entropy(x @ w, LABELS).mean(),
+    "transposed": lambda w, x: cross_entropy((w.T @ x.T).T, LABELS).mean(),
+    "transposed, with weights of columns": lambda w, x: cross_entropy((w.T @ x.T).T + OF_COLUMNS, LABELS).mean(),
+    "transposed, with temperatures of rows": lambda w, x: cross_entropy(
+        (w.T @ x.T).T * OF_COLUMNS[:, None], LABELS
+    ).mean(),
+    "classes first": lambda w, x: (
+        -jnp.mean(jax.nn.log_softmax((x @ w).T, axis=0)[LABELS, jnp.arange(CLASSES)] * OF_COLUMNS)
+    ),
+    "rows and columns": lambda w, x: cross_entropy(x @ w, LABELS).mean() + cross_entropy((x @ w).T, LABELS).mean(),
+    "sums of rows in columns": lambda w, x: cross_entropy(
+        x @ w - jax.nn.logsumexp(jax.lax.stop_gradient(x @ w), -1), LABELS
+    ).mean(),
+}
+LABELS, OF_COLUMNS = RNG.permutation(CLASSES), RNG.random(CLASSES)
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_rows_are_not_taken_for_classes_where_there_are_as_many(name: str, few_logits_count) -> None:
+    few_logits_count(CLASSES**2 - 1)
+    with jax.enable_x64():
+        loss, args = SQUARES[name], (jnp.asarray(W), jnp.asarray(RNG.normal(size=(CLASSES, FEATURES))))
+        fast = lowering.rewrite(loss)
+        found, expected = (jax.jit(jax.value_and_grad(fn, (0, 1)))(*args) for fn in (fast, loss))
+        rewrite_checks.assert_alike(found, expected, 1e-9)
+        applied = [one.pattern for one in fast.report(*args).applied]
+        assert (applied == ["cross_entropy_sum"]) == ("columns" not in name or "transposed" in name), applied

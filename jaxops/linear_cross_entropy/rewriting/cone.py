@@ -13,7 +13,7 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import explicit_mesh, varying_with
 from jaxops._primitive.signature import names_of
 from jaxops.linear_cross_entropy import chunk_sizes
-from jaxops.linear_cross_entropy.rewriting import picks
+from jaxops.linear_cross_entropy.rewriting import row_wise
 from jaxops.linear_cross_entropy.rewriting.derivatives import (
     Run,
     cotangents_of,
@@ -71,7 +71,7 @@ class Cone(Region):
     @property
     def has_labels(self) -> bool:
         """Tells whether rows read integers of their own."""
-        return any(x.dtype.kind in "iu" and not picks.is_known(x) for x in self.cut if hasattr(x.dtype, "kind"))
+        return any(x.dtype.kind in "iu" and not row_wise.is_known(x) for x in self.cut if hasattr(x.dtype, "kind"))
 
     def is_wide(self, value: Value) -> bool:
         """Tells whether a value is about as large as the logits."""

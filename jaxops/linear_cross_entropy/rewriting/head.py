@@ -12,7 +12,7 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import laid_out_as, same_varying_axes
 from jaxops.linear_cross_entropy.operands import Columns, Rows, RowStatistics
 from jaxops.linear_cross_entropy.operator import linear_row_statistics
-from jaxops.linear_cross_entropy.rewriting import picks
+from jaxops.linear_cross_entropy.rewriting import row_wise
 from jaxops.linear_cross_entropy.rewriting.row_algebra import RowAlgebra
 from jaxops.linear_cross_entropy.rewriting.row_forms import Asked, OneHot, is_shared
 from jaxops.linear_cross_entropy.rewriting.row_reading import Reading, identity
@@ -155,7 +155,7 @@ class Readers:
         if self.asked.scale is None:
             raise RefusalError("no log sum exp is taken")
         views = self.asked.layer.views
-        self.rows = views[-1].shape if views else picks.without_axis(logits[0].shape, head.layout.result_axis)
+        self.rows = views[-1].shape if views else row_wise.without_axis(logits[0].shape, head.layout.result_axis)
         values = (head.x, head.weight, *self._read.values())
         self.inputs = tuple(x for x in dict.fromkeys(values) if not x.is_constant)
 
@@ -265,7 +265,7 @@ def one_hot_labels(one_hot: Value, axis: int) -> tuple[tuple[Value, ...], Callab
         form = Reading(algebra, (), axis, array_of).pulled(one_hot, axis)
         if not isinstance(form, OneHot) or (form.on.known, form.off.known) != (1, 0):
             raise RefusalError("this is not one-hot")
-        return jnp.broadcast_to(algebra.maxima.array(form.label), picks.without_axis(one_hot.shape, axis))
+        return jnp.broadcast_to(algebra.maxima.array(form.label), row_wise.without_axis(one_hot.shape, axis))
 
     def remembered(value: Value) -> Any:
         read[value] = None

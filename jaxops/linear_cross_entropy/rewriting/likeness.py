@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxops.linear_cross_entropy.rewriting.region import equations_within
-from lowering.rewriting.graph import Node, Value, backward, forward, size_of
-from lowering.rewriting.peeling import PRODUCTS
+from lowering.rewriting.graph import PRODUCTS, Node, Value, backward, forward, size_of
 
 _IN_ORDER = frozenset({"argmax", "argmin", "top_k", "approx_top_k", "sort", "cumsum", "cummax", "cumlogsumexp"})
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 
-from jaxops.linear_cross_entropy.rewriting import picks, row_wise
+from jaxops.linear_cross_entropy.rewriting import row_wise
 from jaxops.linear_cross_entropy.rewriting.derivatives import among, of_moving, tangents_of
-from jaxops.linear_cross_entropy.rewriting.picks import without_axis
 from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role
 from lowering.cost import bodies, inner_jaxprs
 from lowering.rewriting.graph import Node, Value, equations, level_of
@@ -114,7 +113,7 @@ class Region:
             return row_wise.run(node, role, size, arrays)
         assert isinstance(role, Part)
         (array, labels), (axis, _) = arrays, self._picks[node]
-        return [picks.picked(node, axis, array, labels).reshape(role.shape(node.outputs[0].shape, size))]
+        return [row_wise.picked(node, axis, array, labels).reshape(role.shape(node.outputs[0].shape, size))]
 
     def all_nodes(self) -> Iterator[Node]:
         """Yields the nodes, and those inside functions with a derivative of their own."""
@@ -142,11 +141,11 @@ class Region:
         """Follows a gather that picks one number in each row; then labels become an operand."""
         if node.name != "gather" or parts[0] is None:
             return None
-        found = picks.labels_by_position(node)
+        found = row_wise.labels_by_position(node)
         if found is None or found[0] == parts[0].axis:
             return None
         axis, labels = found
-        shape = without_axis(node.inputs[0].shape, axis)
+        shape = row_wise.without_axis(node.inputs[0].shape, axis)
         rows = parts[0]._replace(axis=parts[0].axis - (parts[0].axis > axis))
         part = row_wise.reshaped(shape, rows, labels.shape)
         role = row_wise.reshaped(shape, rows, node.outputs[0].shape)

@@ -20,16 +20,21 @@ from jaxops.linear_cross_entropy.rewriting.row_forms import (
     Asked,
     Combined,
     Exponentials,
+    Factor,
     Layer,
     Logits,
+    Maxima,
+    Number,
     OneHot,
     Vector,
     aligned,
     check_terms,
+    is_plain,
+    is_same,
     is_shared,
+    stopped,
     widened,
 )
-from jaxops.linear_cross_entropy.rewriting.row_numbers import Factor, Maxima, Number, is_plain, is_same, stopped
 from lowering.rewriting.graph import Node
 from lowering.rewriting.rules import RefusalError
 

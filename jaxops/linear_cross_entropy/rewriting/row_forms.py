@@ -1,15 +1,177 @@
-"""Forms: what a row has for each class, as far as its sums, maxima and picks follow from the statistics."""
+"""Numbers and forms: what a row has, alone and for each class, as far as it follows from the statistics.
 
-from collections.abc import Sequence
+A number is kept relative to the row's maximum: it is rest + level m + peak M, where m is the maximum that the
+statistics are relative to, and M the user's own maximum of the logits, which is m as well. Mostly both cancel: log sum
+exp(z - M) + M - z_y is l - (z_y - m), and no digit is lost to a large m. `slope` says by how much the number changes if
+M is differentiated. As m is a constant here, that must have become 0 wherever the number is read.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxops._primitive.sharding import reshaped
-from jaxops.linear_cross_entropy.rewriting.row_numbers import Number
 from lowering.rewriting.graph import Node
 from lowering.rewriting.rules import RefusalError
+
+
+class Number(NamedTuple):
+    """The number rest + level m + peak M; `rest` is a Python number where it is written in the code."""
+
+    rest: Any
+    level: float = 0.0
+    peak: float = 0.0
+    slope: float = 0.0
+
+    @property
+    def known(self) -> Any:
+        """The number, if it is written in the code."""
+        return self.rest if is_plain(self.rest) and not (self.level or self.peak) else None
+
+
+class Factor(NamedTuple):
+    """The number gain exp(power)."""
+
+    power: Number
+    gain: Number = Number(1.0)
+
+
+@dataclasses.dataclass
+class Maxima:
+    """Both maxima, and what was found when numbers were read.
+
+    Attributes:
+      level: m.
+      peak: M, if it is to be told from m.
+      reads_peak: whether M itself was read.
+      rises: whether a number was read that rises with all logits of a row.
+    """
+
+    level: Any
+    peak: Any = None
+    reads_peak: bool = False
+    rises: bool = False
+
+    def array(self, number: Number | Factor, *, is_differentiated: bool = True) -> Any:
+        """Computes a number.
+
+        Raises:
+          RefusalError: if it changes with the user's maximum, which has no derivative here.
+        """
+        if isinstance(number, Factor):
+            return together(jnp.multiply, jnp.exp(self.array(number.power)), self.array(number.gain))
+        rest, level, peak, slope = number
+        if slope and is_differentiated:
+            raise RefusalError("the maximum of the logits is itself used and differentiated")
+        self.rises |= level != 0 and is_differentiated
+        self.reads_peak |= peak != 0
+        if self.peak is None:
+            level, peak = level + peak, 0.0
+        for factor, maximum in ((level, self.level), (peak, self.peak)):
+            if factor:
+                rest = together(jnp.add, maximum if factor == 1 else factor * maximum, rest)
+        return rest
+
+    def plain(self, number: Number | Factor) -> Number:
+        """Returns a number, computed if it is a factor."""
+        return Number(self.array(number)) if isinstance(number, Factor) else number
+
+    def plus(self, a: Any, b: Any, sign: float = 1.0) -> Number:
+        """Computes a + b, or a - b."""
+        a, b = self.plain(a), self.plain(b)
+        if is_plain(a.rest) and is_plain(b.rest):
+            rest = a.rest + sign * b.rest
+        elif is_plain(b.rest) and b.rest == 0:
+            rest = a.rest
+        elif is_plain(a.rest) and a.rest == 0 and sign > 0:
+            rest = b.rest
+        else:
+            rest = together(jnp.subtract if sign < 0 else jnp.add, a.rest, b.rest)
+        coefficients = (x + sign * y for x, y in zip(a[1:], b[1:], strict=True))
+        return Number(rest, *(0.0 if abs(x) < 1e-6 else x for x in coefficients))
+
+    def times(self, a: Any, b: Any) -> Any:
+        """Computes a b."""
+        if isinstance(a, Factor) and isinstance(b, Factor):
+            return Factor(self.plus(a.power, b.power), self.times(a.gain, b.gain))
+        if isinstance(b, Factor) or (a.known is not None if isinstance(a, Number) else False):
+            a, b = b, a
+        if isinstance(a, Factor):
+            return a._replace(gain=self.times(a.gain, b))
+        if b.known is None:
+            return Number(together(jnp.multiply, self.array(a), self.array(b)))
+        if b.known == 1:
+            return a
+        rest = a.rest * b.known if is_plain(a.rest) else together(jnp.multiply, a.rest, b.known)
+        return Number(rest, *(x * float(b.known) for x in a[1:]))
+
+    def over(self, a: Any, b: Any) -> Any:
+        """Computes a / b."""
+        if isinstance(b, Factor):
+            return self.times(self.over(a, b.gain), Factor(self.times(b.power, Number(-1.0))))
+        if isinstance(a, Factor):
+            return a._replace(gain=self.over(a.gain, b))
+        if b.known in (None, 0):
+            return Number(1.0) if a is b else Number(together(jnp.divide, self.array(a), self.array(b)))
+        if b.known == 1:
+            return a
+        rest = a.rest / b.known if is_plain(a.rest) else together(jnp.divide, a.rest, b.known)
+        return Number(rest, *(x / float(b.known) for x in a[1:]))
+
+    def logarithm(self, factor: Factor, dtype: Any) -> Number:
+        """Computes the logarithm of a factor."""
+        gain = factor.gain.known
+        log = math.log(gain) if gain is not None and gain > 0 else jnp.log(jnp.asarray(self.array(factor.gain), dtype))
+        return self.plus(factor.power, Number(log))
+
+    def where(self, condition: Number, yes: Any, no: Any, *, is_label: bool = False) -> Any:
+        """Chooses `yes` where the condition holds, and keeps what is relative to maxima as it is there.
+
+        With `is_label`, the condition is that the row has a label: only such rows rise.
+        """
+        if condition.known is not None:
+            return yes if condition.known else no
+        is_nan = isinstance(no, Number) and no.known is not None and math.isnan(no.known)
+        if isinstance(yes, Factor) and is_nan and yes.gain.known is not None:
+            return yes._replace(power=self.where(condition, yes.power, no, is_label=is_label))
+        yes, no = self.plain(yes), self.plain(no)
+        other = no.rest
+        if not is_nan and yes[1:] != no[1:]:
+            if yes.slope != no.slope:
+                raise RefusalError("the maximum of the logits is itself used and differentiated")
+            self.reads_peak |= yes.peak != no.peak
+            self.rises |= not is_label
+            other = self.array(Number(other, no.level - yes.level, no.peak - yes.peak), is_differentiated=False)
+        chosen = together(lambda a, b: jnp.where(condition.rest, a, b), yes.rest, other)
+        return Number(chosen, *yes[1:])
+
+
+def is_plain(value: Any) -> bool:
+    """Tells whether a value is a Python number."""
+    return isinstance(value, bool | int | float)
+
+
+def together(operation: Callable[..., Any], a: Any, b: Any) -> Any:
+    """Applies an operation to two numbers in the wider of their dtypes; plain numbers take that of the other."""
+    if hasattr(a, "dtype") and hasattr(b, "dtype") and a.dtype != b.dtype:
+        dtype = jnp.promote_types(a.dtype, b.dtype)
+        a, b = a.astype(dtype), b.astype(dtype)
+    return operation(a, b)
+
+
+def is_same(a: Number, b: Number) -> bool:
+    """Tells whether two numbers are known to be the same."""
+    return a is b or a.rest is b.rest or (a.known is not None and a.known == b.known)
+
+
+def stopped(number: Number, stop: Callable[[jax.Array], jax.Array]) -> Number:
+    """Returns a number without its derivative."""
+    return Number(number.rest if is_plain(number.rest) else stop(number.rest), number.level, number.peak)
 
 
 class OneHot(NamedTuple):

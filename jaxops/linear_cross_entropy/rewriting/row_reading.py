@@ -14,10 +14,18 @@ import numpy as np
 from jax import lax
 
 from jaxops._primitive.sharding import reshaped
-from jaxops.linear_cross_entropy.rewriting import picks, row_wise
+from jaxops.linear_cross_entropy.rewriting import row_wise
 from jaxops.linear_cross_entropy.rewriting.row_algebra import RowAlgebra
-from jaxops.linear_cross_entropy.rewriting.row_forms import Combined, Exponentials, Logits, OneHot, Vector, View
-from jaxops.linear_cross_entropy.rewriting.row_numbers import Factor, Number
+from jaxops.linear_cross_entropy.rewriting.row_forms import (
+    Combined,
+    Exponentials,
+    Factor,
+    Logits,
+    Number,
+    OneHot,
+    Vector,
+    View,
+)
 from jaxops.linear_cross_entropy.rewriting.row_wise import POINTWISE, RESHAPES, SUM, Part
 from lowering.rewriting.graph import SAME, Level, Node, Value
 from lowering.rewriting.rules import RefusalError
@@ -69,7 +77,7 @@ class Reading:
 
     def _begin(self) -> None:
         logits = self.algebra.logits()
-        classes, rows = Part(self._axis), [picks.without_axis(z.shape, self._axis) for z in self._logits]
+        classes, rows = Part(self._axis), [row_wise.without_axis(z.shape, self._axis) for z in self._logits]
         self._placed = {z: Placed(logits, classes, shape) for z, shape in zip(self._logits, rows, strict=True)}
 
     def explore(self, level: Level, wanted: Any) -> None:
@@ -84,30 +92,26 @@ class Reading:
             is_behind = not beyond.isdisjoint(node.inputs)
             if not (placed or is_behind) or node not in wanted:
                 continue
-            is_wide = any(one.classes is not None for one in placed)
-            if not is_wide and (is_behind or not _keeps_rows(node, placed[0], self.algebra.classes)):
+            try:
+                if is_behind:
+                    raise RefusalError("needs a sum over all rows first", node)
+                found = self._placed[node.outputs[0]] = self._of_node(node)
+            except RefusalError:
+                if any(one.classes is not None for one in placed):
+                    raise
                 beyond.update(node.outputs)
                 continue
-            if node.equation.effects or len(node.outputs) != 1:
-                raise RefusalError("reads the logits as well", node)
-            if is_behind:
-                raise RefusalError("needs a sum over all rows first", node)
-            found = self._placed[node.outputs[0]] = self._of_node(node)
             self.nodes.append(node)
-            if is_wide and found.classes is None and math.prod(found.rows) != math.prod(placed[0].rows):
+            if math.prod(found.rows) != math.prod(placed[0].rows) and found.classes is None:
                 beyond.update(node.outputs)
-        self._find_exits(level, wanted)
-        self._once_more()
-
-    def _find_exits(self, level: Level, wanted: Any) -> None:
-        nodes = set(self.nodes)
-        outside = {x for node in level.nodes if node in wanted and node not in nodes for x in node.inputs}
+        inside = set(self.nodes)
+        outside = {x for node in level.nodes if node in wanted and node not in inside for x in node.inputs}
         outside |= {x for task in wanted if not isinstance(task, Node) for x in task.inputs} | set(level.results)
         self.exits = tuple(x for x in self._placed if x in outside)
         if any(self._placed[x].classes is not None for x in self.exits):
-            raise RefusalError(
-                RETURNED if not set(level.results).isdisjoint(self._placed) else "the logits are used elsewhere"
-            )
+            is_returned = not self._placed.keys().isdisjoint(level.results)
+            raise RefusalError(RETURNED if is_returned else "the logits are used elsewhere")
+        self._once_more()
 
     def evaluate(self, nodes: Sequence[Node]) -> None:
         """Evaluates nodes that were found."""
@@ -135,6 +139,8 @@ class Reading:
 
     def _of_node(self, node: Node) -> Placed:
         """Evaluates a node that reads what depends on logits."""
+        if node.equation.effects or len(node.outputs) != 1:
+            raise RefusalError("reads the logits as well", node)
         if node.name in _MOVES | SAME | {"slice"}:
             return self._moved(node, self._placed[node.inputs[0]])
         if node.name in POINTWISE:
@@ -166,7 +172,7 @@ class Reading:
             if classes is not None and (classes := row_wise.reshaped(before, classes, after)) is None:
                 raise RefusalError("a reshape mixes rows and classes")
             return Placed(form, classes, rows)
-        if node.name in SAME or before == after:
+        if node.name in SAME or (node.name == "slice" and before == after):
             return placed
         if node.name == "broadcast_in_dim":
             dims = node.params["broadcast_dimensions"]
@@ -185,14 +191,14 @@ class Reading:
                 return Placed(form, classes, rows)
         if classes is None or placed.classes is None or classes != Part(classes.axis):
             raise RefusalError("changes the order of rows", node)
-        rows, left = picks.without_axis(before, placed.classes.axis), picks.without_axis(after, classes.axis)
+        rows, left = row_wise.without_axis(before, placed.classes.axis), row_wise.without_axis(after, classes.axis)
         if node.name == "transpose":
             places = [at - (at > placed.classes.axis) for at in order if at != placed.classes.axis]
             return self._viewed(placed, View(rows, left, order=tuple(places)), classes)
         if after[classes.axis] != before[classes.axis]:
             raise RefusalError("reads some of the classes", node)
         first, last, strides = (node.params[name] for name in ("start_indices", "limit_indices", "strides"))
-        bounds = (picks.without_axis(each, classes.axis) for each in (first, last, strides or (1,) * len(before)))
+        bounds = (row_wise.without_axis(each, classes.axis) for each in (first, last, strides or (1,) * len(before)))
         return self._viewed(placed, View(rows, left, bounds=tuple(bounds)), classes)
 
     def _viewed(self, placed: Placed, view: View, classes: Part) -> Placed:
@@ -222,6 +228,8 @@ class Reading:
         placed, shape = [x for x in node.inputs if x in self._placed], node.outputs[0].shape
         lead = next((x for x in placed if self._placed[x].classes is not None), placed[0])
         _, classes, rows = self._placed[lead]
+        if node.outputs[0].size not in (count := math.prod(rows), count * self.algebra.classes):
+            raise RefusalError("repeats rows", node)
         longer = [at for at, size in enumerate(lead.shape) if size != shape[at]]
         if classes is None and longer:
             # Numbers of rows meet what has one for each class.
@@ -251,7 +259,7 @@ class Reading:
 
     def _gathered(self, node: Node, lead: Placed) -> Any:
         """Follows a gather that picks one class for each row."""
-        found, shape, classes = picks.labels_by_position(node), node.inputs[0].shape, lead.classes
+        found, shape, classes = row_wise.labels_by_position(node), node.inputs[0].shape, lead.classes
         assert classes is not None
         if found is not None and Part(found[0]) == classes:
             label = self._pulled(found[1], None, lead.rows)
@@ -303,7 +311,7 @@ class Reading:
 
     def pulled(self, value: Value, axis: int) -> Any:
         """Returns the form of a value that depends on no logits, whose `axis` counts the classes."""
-        return self._pulled(value, Part(axis), picks.without_axis(value.shape, axis))
+        return self._pulled(value, Part(axis), row_wise.without_axis(value.shape, axis))
 
     def _repeated(
         self, x: Value, classes: Part | None, rows: tuple[int, ...], shape: Sequence[int], dims: Any = None
@@ -396,15 +404,6 @@ def _keeps_order(node: Node, classes: Part | None) -> bool:
 
 def _rises(numbers: Sequence[Any]) -> bool:
     return [*numbers] == sorted(numbers)
-
-
-def _keeps_rows(node: Node, placed: Placed, classes: int) -> bool:
-    """Tells whether a node computes number by number from rows, or repeats them for each class."""
-    count = math.prod(placed.rows)
-    is_alike = len(node.outputs) == 1 and node.outputs[0].size in (count, count * classes)
-    if node.name == "transpose":
-        is_alike &= _keeps_order(node, None)
-    return node.name in _NARROW and is_alike and not node.equation.effects
 
 
 def identity(value: Value, depth: int = _DEPTH) -> Any:
