@@ -36,6 +36,8 @@ RETURNED = (
 )
 _MOVES = RESHAPES | {"broadcast_in_dim", "transpose"}
 _NARROW = POINTWISE | _MOVES
+_FOLLOWED = _NARROW | {"slice", "reduce_sum", "dot_general"}
+_TAKEN = frozenset({"reduce_max", "argmax", "gather", "dynamic_slice"})
 # What turns labels into indices; and what only moves or repeats numbers.
 _OF_LABELS = RESHAPES | SAME | {"broadcast_in_dim", "convert_element_type", "select_n", "lt", "add"}
 _OF_NUMBERS = RESHAPES | SAME | {"broadcast_in_dim", "convert_element_type"}
@@ -141,68 +143,71 @@ class Reading:
         """Evaluates a node that reads what depends on logits."""
         if node.equation.effects or len(node.outputs) != 1:
             raise RefusalError("reads the logits as well", node)
-        if node.name in _MOVES | SAME | {"slice"}:
-            return self._moved(node, self._placed[node.inputs[0]])
-        if node.name in POINTWISE:
-            return self._elementwise(node)
-        lead, params, algebra = self._placed.get(node.inputs[0]), node.params, self.algebra
-        if node.name == "dot_general":
-            return self._product(node)
-        if lead is None or lead.classes is None:
+        placed = [self._placed.get(x) for x in node.inputs]
+        lead = next((x for x in placed if x and x.classes), None) or next(filter(None, placed))
+        _, of_classes, rows = lead
+        if node.name in _TAKEN and lead is placed[0]:
+            return Placed(self._taken(node, lead), None, rows)
+        if node.name not in _FOLLOWED or (of_classes is None and node.name not in _NARROW):
             raise RefusalError("reads the logits as well", node)
-        match node.name:
-            case "reduce_sum":
-                number = algebra.once("sum", (lead.form,), lambda: algebra.total(lead.form))
-                return self._summed(node, number, lead, node.inputs[0].shape, params["axes"])
-            case "reduce_max" | "argmax" if [Part(at) for at in params["axes"]] == [lead.classes]:
-                take = algebra.maximum if node.name == "reduce_max" else algebra.prediction
-                return Placed(algebra.once(node.name, (lead.form,), lambda: take(lead.form)), None, lead.rows)
-            case "gather":
-                return Placed(self._gathered(node, lead), None, lead.rows)
-            case "dynamic_slice" if node.outputs[0].shape == lead.classes.shape(node.inputs[0].shape, 1):
-                label = algebra.clipped(self._pulled(node.inputs[1 + lead.classes.axis], None, lead.rows))
-                form = algebra.once("pick", (lead.form, label), lambda: algebra.picked_at(lead.form, label))
-                return Placed(form, None, lead.rows)
-        raise RefusalError("reads the logits as well", node)
-
-    def _moved(self, node: Node, placed: Placed) -> Placed:
-        """Follows the axis of the classes through a node that moves numbers."""
-        before, after, (form, classes, rows) = node.inputs[0].shape, node.outputs[0].shape, placed
-        if node.name in RESHAPES:
-            if classes is not None and (classes := row_wise.reshaped(before, classes, after)) is None:
-                raise RefusalError("a reshape mixes rows and classes")
-            return Placed(form, classes, rows)
-        if node.name in SAME or (node.name == "slice" and before == after):
-            return placed
-        if node.name == "broadcast_in_dim":
-            dims = node.params["broadcast_dimensions"]
-            kept = dict(zip(dims, before, strict=True))
-            repeated = [at for at, size in enumerate(after) if size != kept.get(at, 1)]
-            if classes is None and len(repeated) == 1 and after[repeated[0]] == self.algebra.classes:
-                return Placed(form, Part(repeated[0]), rows)
-            if repeated:
-                raise RefusalError("repeats rows", node)
-            return Placed(form, classes and classes._replace(axis=dims[classes.axis]), rows)
-        if node.name == "transpose":
-            order = node.params["permutation"]
-            if classes is not None:
-                classes = classes._replace(axis=order.index(classes.axis))
-            if _keeps_order(node, placed.classes):
-                return Placed(form, classes, rows)
-        if classes is None or placed.classes is None or classes != Part(classes.axis):
+        parts, role = self._followed(node, placed)
+        if any(x is not None and x[1:] != (part, rows) for x, part in zip(placed, parts, strict=True)):
+            raise RefusalError("pairs rows with other rows", node)
+        along = zip(node.inputs, placed, parts, strict=True)
+        forms = [x.form if x else self._repeated(node, value, part, role, rows) for value, x, part in along]
+        is_ordered = _keeps_order(node, parts)
+        if node.name == "slice" or (node.name == "transpose" and not is_ordered):
+            return self._viewed(node, lead, role)
+        if not is_ordered:
             raise RefusalError("changes the order of rows", node)
-        rows, left = row_wise.without_axis(before, placed.classes.axis), row_wise.without_axis(after, classes.axis)
-        if node.name == "transpose":
-            places = [at - (at > placed.classes.axis) for at in order if at != placed.classes.axis]
-            return self._viewed(placed, View(rows, left, order=tuple(places)), classes)
-        if after[classes.axis] != before[classes.axis]:
-            raise RefusalError("reads some of the classes", node)
-        first, last, strides = (node.params[name] for name in ("start_indices", "limit_indices", "strides"))
-        bounds = (row_wise.without_axis(each, classes.axis) for each in (first, last, strides or (1,) * len(before)))
-        return self._viewed(placed, View(rows, left, bounds=tuple(bounds)), classes)
+        if node.name in _MOVES | SAME:
+            return Placed(forms[0], role, rows)
+        if node.name in POINTWISE:
+            return Placed(self._computed(node, forms), role, rows)
+        if role == SUM:
+            make = self.algebra.total if node.name == "reduce_sum" else self.algebra.total_of_product
+            return self._summed(node, self.algebra.once(make.__name__, forms, lambda: make(*forms)), lead, parts)
+        if node.name == "reduce_sum":
+            raise RefusalError("adds up rows", node)
+        form, by = forms if lead is placed[0] else forms[::-1]
+        product = self.algebra.once(
+            "times", (form, by), lambda: self.algebra.scaled(form, by, self.algebra.maxima.times)
+        )
+        if product is None or any(one.result == SUM for one in row_wise.axes_of(node)):
+            raise RefusalError("needs whole rows of logits", node)
+        return Placed(product, role, rows)
 
-    def _viewed(self, placed: Placed, view: View, classes: Part) -> Placed:
+    def _followed(self, node: Node, placed: Sequence[Placed | None]) -> tuple[Sequence[Part | None], Any]:
+        """Finds where operands of a node have the classes, and its result."""
+        if any(x is not None and x.classes for x in placed):
+            return row_wise.followed(node, [x and x.classes for x in placed])
+        (before, after) = next(x.shape for x in node.inputs if x in self._placed), node.outputs[0].shape
+        dims = node.params.get("broadcast_dimensions", range(len(before)))
+        kept = {} if node.name in RESHAPES | {"transpose"} else dict(zip(dims, before, strict=True))
+        # Numbers of rows may be repeated for each class, or meet what has one for each.
+        repeated = [at for at, size in enumerate(after) if kept and size != kept.get(at, 1)]
+        if not repeated:
+            return [None] * len(node.inputs), None
+        if [after[at] for at in repeated] != [self.algebra.classes]:
+            raise RefusalError("repeats rows", node)
+        return row_wise.parts_of_operands(node, Part(repeated[0])) or [], Part(repeated[0])
+
+    def _viewed(self, node: Node, placed: Placed, classes: Part) -> Placed:
         """Leaves rows out, or changes their order."""
+        before, after, old = node.inputs[0].shape, node.outputs[0].shape, placed.classes
+        if old is None or old != Part(old.axis):
+            raise RefusalError("changes the order of rows", node)
+        if before == after and node.name == "slice":
+            return placed
+        bounds, order = None, None
+        if node.name == "slice":
+            first, last, strides = (node.params[name] for name in ("start_indices", "limit_indices", "strides"))
+            strides = strides or (1,) * len(before)
+            bounds = tuple(row_wise.without_axis(each, old.axis) for each in (first, last, strides))
+        else:
+            order = tuple(at - (at > old.axis) for at in node.params["permutation"] if at != old.axis)
+        shapes = row_wise.without_axis(before, old.axis), row_wise.without_axis(after, classes.axis)
+        view = View(*shapes, bounds, order)
 
         def viewed(form: Any) -> Any:
             return self.algebra.once(view, (form,), lambda: of_form(form))
@@ -224,107 +229,57 @@ class Reading:
 
         return Placed(viewed(placed.form), classes, view.shape)
 
-    def _elementwise(self, node: Node) -> Placed:
-        placed, shape = [x for x in node.inputs if x in self._placed], node.outputs[0].shape
-        lead = next((x for x in placed if self._placed[x].classes is not None), placed[0])
-        _, classes, rows = self._placed[lead]
-        if node.outputs[0].size not in (count := math.prod(rows), count * self.algebra.classes):
-            raise RefusalError("repeats rows", node)
-        longer = [at for at, size in enumerate(lead.shape) if size != shape[at]]
-        if classes is None and longer:
-            # Numbers of rows meet what has one for each class.
-            classes = Part(longer[0])
-        operands = []
-        for x in node.inputs:
-            here = _classes_of(x, classes, shape)
-            if x in self._placed and self._placed[x][1:] != (here, rows):
-                raise RefusalError("pairs rows with other rows", node)
-            operands.append(self._placed[x].form if x in self._placed else self._repeated(x, classes, rows, shape))
-        return Placed(self._computed(node, operands), classes, rows)
-
     def _computed(self, node: Node, operands: list[Any]) -> Any:
         return self.algebra.once(_written(node), operands, lambda: self.algebra.elementwise(node, operands))
 
-    def _summed(self, node: Node, number: Any, lead: Placed, shape: Sequence[int], axes: Sequence[int]) -> Placed:
-        """Adds up over axes of rows what was added up over the classes; `shape` and `axes` are the operand's."""
-        assert lead.classes is not None
-        if lead.classes.axis not in axes:
-            raise RefusalError("adds up rows", node)
-        shape, result = lead.classes.shape(shape, 1), node.outputs[0].shape
+    def _summed(self, node: Node, number: Any, lead: Placed, parts: Sequence[Part | None]) -> Placed:
+        """Adds up over axes of rows as well what was added up over the classes."""
+        part, shape, result = parts[0], node.inputs[0].shape, node.outputs[0].shape
+        assert part is not None
+        added = (one.operands[0] for one in row_wise.axes_of(node) if one.result == SUM)
+        axes, shape = tuple(at for at in added if at is not None), part.shape(shape, 1)
         if all(shape[at] == 1 for at in axes):
             return Placed(number, None, lead.rows)
         array = jnp.broadcast_to(self.algebra.maxima.array(number), lead.rows)
-        total = jnp.sum(reshaped(array, shape), tuple(axes))
+        total = jnp.sum(reshaped(array, shape), axes)
         return Placed(Number(reshaped(total, result)), None, result)
 
-    def _gathered(self, node: Node, lead: Placed) -> Any:
-        """Follows a gather that picks one class for each row."""
-        found, shape, classes = row_wise.labels_by_position(node), node.inputs[0].shape, lead.classes
-        assert classes is not None
-        if found is not None and Part(found[0]) == classes:
-            label = self._pulled(found[1], None, lead.rows)
-        else:
-            numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
-            is_pick = [Part(at) for at in numbers.start_index_map] == [classes] and sizes[classes.axis] == 1
-            along = {x.operands[0]: (x.operands[1], x.result) for x in row_wise.axes_of(node)}
-            rows = [at for at, size in enumerate(shape) if size > 1 and at != classes.axis]
-            starts, results = zip(*(along.get(at, (None, None)) for at in rows), strict=True) if rows else ((), ())
-            starts = tuple(at for at in starts if at is not None)
-            is_pick = is_pick and None not in results and _rises(results) and _rises(starts)
-            if not is_pick or node.outputs[0].size != math.prod(lead.rows) or len(starts) not in (0, len(rows)):
-                raise RefusalError("does more than to pick one class per row", node)
-            label = self._pulled(node.inputs[1], None, lead.rows)
-        key = (node.name, str(node.params["mode"]), str(node.params["fill_value"]))
-        return self.algebra.once(key, (lead.form, label), lambda: self.algebra.gathered(node, lead.form, label))
-
-    def _product(self, node: Node) -> Placed:
-        """Follows a product that adds up over the classes, or multiplies by a number for each row."""
-        sides, shapes = [self._placed.get(x) for x in node.inputs], [x.shape for x in node.inputs]
-        side = next((i for i, one in enumerate(sides) if one is not None and one.classes is not None), 0)
-        lead, along = sides[side], {one.operands[side]: one for one in row_wise.axes_of(node)}
-        if lead is None or lead.classes is None:
+    def _taken(self, node: Node, placed: Placed) -> Any:
+        """Takes one number from the classes of each row."""
+        (form, classes, rows), params, algebra = placed, node.params, self.algebra
+        if node.name in ("reduce_max", "argmax") and [Part(at) for at in params["axes"]] == [classes]:
+            take = algebra.maximum if node.name == "reduce_max" else algebra.prediction
+            return algebra.once(node.name, (form,), lambda: take(form))
+        if node.name == "dynamic_slice" and classes and node.outputs[0].shape == classes.shape(node.inputs[0].shape, 1):
+            label = algebra.clipped(self._pulled(node.inputs[1 + classes.axis], None, rows))
+            return algebra.once("pick", (form, label), lambda: algebra.picked_at(form, label))
+        if node.name != "gather" or classes is None or node.inputs[1] in self._placed:
             raise RefusalError("reads the logits as well", node)
-        of_classes = along[lead.classes.axis]
-        at = of_classes.operands[1 - side]
-        paired = None if at is None else lead.classes._replace(axis=at)
-        # Axes of rows keep their order in both operands and in the result; the other operand may have none.
-        rows = [along[at] for at, size in enumerate(shapes[side]) if size > 1 and at != lead.classes.axis]
-        others = [one.operands[1 - side] for one in rows if one.operands[1 - side] is not None]
-        results = [one.result for one in rows if one.result != SUM]
-        count = math.prod(shapes[1 - side]) // (1 if paired is None else self.algebra.classes)
-        fits = count in (1, math.prod(lead.rows)) and len(others) in (0, len(rows))
-        if not (fits and _rises(others) and _rises(results)):
-            raise RefusalError("needs whole rows of logits", node)
-        given = sides[1 - side]
-        if given is not None and given[1:] != (paired, lead.rows):
-            raise RefusalError("pairs rows with other rows", node)
-        other = given.form if given else self._pulled(node.inputs[1 - side], paired, lead.rows)
-        forms = (lead.form, other)
-        if of_classes.result == SUM:
-            number = self.algebra.once("product", forms, lambda: self.algebra.total_of_product(*forms))
-            axes = [at for at, one in along.items() if at is not None and one.result == SUM]
-            return self._summed(node, number, lead, shapes[side], axes)
-        form = self.algebra.once("times", forms, lambda: self.algebra.scaled(*forms, self.algebra.maxima.times))
-        if form is None or len(results) < len(rows) or not isinstance(of_classes.result, int):
-            raise RefusalError("needs whole rows of logits", node)
-        return Placed(form, lead.classes._replace(axis=of_classes.result), lead.rows)
+        found = row_wise.labels_by_position(node)
+        if found is None or Part(found[0]) != classes:
+            numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+            is_pick = [Part(at) for at in numbers.start_index_map] == [classes] and sizes[classes.axis] == 1
+            is_pick &= node.outputs[0].size == math.prod(rows) and _keeps_order(node, [classes, None])
+            if not is_pick or node.inputs[1].size not in (1, math.prod(rows)):
+                raise RefusalError("does more than to pick one class per row", node)
+        label = self._pulled(node.inputs[1] if found is None else found[1], None, rows)
+        key = (node.name, str(params["mode"]), str(params["fill_value"]))
+        return algebra.once(key, (form, label), lambda: algebra.gathered(node, form, label))
 
     def pulled(self, value: Value, axis: int) -> Any:
         """Returns the form of a value that depends on no logits, whose `axis` counts the classes."""
         return self._pulled(value, Part(axis), row_wise.without_axis(value.shape, axis))
 
-    def _repeated(
-        self, x: Value, classes: Part | None, rows: tuple[int, ...], shape: Sequence[int], dims: Any = None
-    ) -> Any:
-        """Returns the form of what is repeated to a shape, where `classes` are, and whose axes `dims` are its own."""
-        here = _classes_of(x, classes, shape, dims)
-        count = x.size // (1 if here is None else self.algebra.classes)
-        if count in (1, math.prod(rows)):
-            return self._pulled(x, here, rows)
-        # Along some axes of rows all have the same.
-        sizes = shape if here or not classes else classes.shape(shape, 1)
-        array = lax.broadcast_in_dim(self._read(x), sizes, range(len(sizes)) if dims is None else dims)
-        return self._given(array, here and classes, rows)
+    def _repeated(self, node: Node, x: Value, part: Part | None, role: Any, rows: tuple[int, ...]) -> Any:
+        """Returns the form of an operand that depends on no logits, and may be repeated for several rows."""
+        if x.size // (1 if part is None else self.algebra.classes) in (1, math.prod(rows)):
+            return self._pulled(x, part, rows)
+        shape = node.outputs[0].shape
+        if node.name not in POINTWISE | {"broadcast_in_dim"}:
+            raise RefusalError("needs whole rows of logits", node)
+        sizes = shape if part or not role else role.shape(shape, 1)
+        dims = node.params.get("broadcast_dimensions", range(len(shape)))
+        return self._given(lax.broadcast_in_dim(self._read(x), sizes, dims), part and role, rows)
 
     def _pulled(self, value: Value, classes: Part | None, rows: tuple[int, ...]) -> Any:
         """Returns the form of a value that depends on no logits, computed with the rows so that its meaning is seen."""
@@ -334,35 +289,33 @@ class Reading:
     def _form(self, value: Value, classes: Part | None, rows: tuple[int, ...]) -> Any:
         if value.number is not None:
             return self.algebra.once(("is", str(value.number), str(value.dtype)), (), lambda: Number(value.number))
-        node = value.producer
-        if node is None or not self._is_computed(node, value, classes, math.prod(rows)):
+        node, parts = value.producer, self._parts_before(value, classes, math.prod(rows))
+        if node is None or parts is None:
             if classes is not None and _is_counted(value, self.algebra.classes):
                 return Vector(jnp.asarray(value.constant).reshape(-1), counts=True)
             return self._given(self._read(value), classes, rows)
         if node.name == "iota":
             return Vector(jnp.arange(self.algebra.classes, dtype=value.dtype), counts=True)
-        if node.name in POINTWISE - SAME:
-            return self._computed(node, [self._repeated(x, classes, rows, value.shape) for x in node.inputs])
-        (operand,) = node.inputs
-        if node.name == "broadcast_in_dim":
-            return self._repeated(operand, classes, rows, value.shape, node.params["broadcast_dimensions"])
-        return self._pulled(operand, classes and _classes_before(node, classes), rows)
+        forms = [self._repeated(node, x, part, classes, rows) for x, part in zip(node.inputs, parts, strict=True)]
+        return self._computed(node, forms) if node.name in POINTWISE - SAME else forms[0]
 
-    def _is_computed(self, node: Node, value: Value, classes: Part | None, count: int) -> bool:
-        if node.equation.effects or len(node.outputs) > 1:
-            return False
+    def _parts_before(self, value: Value, classes: Part | None, count: int) -> Sequence[Part | None] | None:
+        """Returns where operands have the classes, if a value is computed with the rows; None if it is only read."""
+        node = value.producer
+        if node is None or node.equation.effects or len(node.outputs) > 1:
+            return None
         if node.name == "iota":
-            return classes == Part(node.params["dimension"])
-        if node.name == "transpose" and not _keeps_order(node, classes and _classes_before(node, classes)):
-            return False
-        if node.name in RESHAPES and classes is not None and _classes_before(node, classes) is None:
-            return False
-        if value.size > count:
-            return node.name in _NARROW
-        return node.name in (_OF_NUMBERS if jnp.issubdtype(value.dtype, jnp.floating) else _OF_LABELS)
+            return [] if classes == Part(node.params["dimension"]) else None
+        is_narrow, is_float = value.size <= count, jnp.issubdtype(value.dtype, jnp.floating)
+        if node.name not in ((_OF_NUMBERS if is_float else _OF_LABELS) if is_narrow else _NARROW):
+            return None
+        parts = [None] * len(node.inputs) if classes is None else row_wise.parts_of_operands(node, classes)
+        return parts if parts is not None and _keeps_order(node, parts) else None
 
     def _given(self, array: Any, classes: Part | None, rows: tuple[int, ...]) -> Any:
         """Returns the form of an array with a number for each row, or for all of them, and perhaps for each class."""
+        if array.size // (1 if classes is None else self.algebra.classes) not in (1, math.prod(rows)):
+            raise RefusalError("a row reads arrays of another length than the classes'")
         if classes is None:
             return Number(reshaped(array, rows if array.size > 1 else ()))
         before, behind, size = array.shape[: classes.axis], array.shape[classes.axis + 1 :], self.algebra.classes
@@ -372,22 +325,6 @@ class Reading:
         return Vector(reshaped(array, (*(rows if array.size > size else ()), size)))
 
 
-def _classes_of(x: Value, classes: Part | None, shape: Sequence[int], dims: Any = None) -> Part | None:
-    """Returns where an array has the classes that is repeated to a shape; None if it has one number for all."""
-    dims = range(len(x.shape)) if dims is None else dims
-    if classes is None or classes.axis not in dims:
-        return None
-    at = dims.index(classes.axis)
-    return classes._replace(axis=at) if x.shape[at] == shape[classes.axis] else None
-
-
-def _classes_before(node: Node, classes: Part) -> Part | None:
-    """Returns where the operand of a node that moves numbers has the classes; None if that is not known."""
-    if node.name == "transpose":
-        return classes._replace(axis=node.params["permutation"][classes.axis])
-    return row_wise.reshaped(node.outputs[0].shape, classes, node.inputs[0].shape) if node.name in RESHAPES else classes
-
-
 def _is_counted(value: Value, classes: int) -> bool:
     """Tells whether an array in the code is 0, 1, 2, ... for each class."""
     if not value.is_constant or value.size != classes or isinstance(value.constant, jax.core.Tracer):
@@ -395,15 +332,26 @@ def _is_counted(value: Value, classes: int) -> bool:
     return np.array_equal(np.asarray(value.constant).reshape(-1), np.arange(classes))
 
 
-def _keeps_order(node: Node, classes: Part | None) -> bool:
-    """Tells whether axes of rows keep their order in a transposition."""
-    sizes = node.inputs[0].shape
-    of_rows = [at for at in node.params["permutation"] if sizes[at] > 1 and (classes is None or at != classes.axis)]
-    return _rises(of_rows) and (classes is None or classes == Part(classes.axis))
+def _keeps_order(node: Node, parts: Sequence[Part | None]) -> bool:
+    """Tells whether axes of rows keep their order, from operands to each other and to the result.
 
-
-def _rises(numbers: Sequence[Any]) -> bool:
-    return [*numbers] == sorted(numbers)
+    A product or a gather must also have all of them in common, or none.
+    """
+    rows = []
+    for operands, result in row_wise.axes_of(node):
+        places = zip(parts, operands, strict=True)
+        is_of_rows = all(part is None or at is None or part != Part(at) for part, at in places)
+        sizes = [x.shape[at] for x, at in zip(node.inputs, operands, strict=True) if at is not None]
+        if is_of_rows and max(sizes, default=1) > 1:
+            rows.append((*operands, result))
+    columns = [*zip(*rows, strict=True)]
+    pairs = ((first, second) for i, first in enumerate(columns) for second in columns[i + 1 :])
+    for first, second in pairs:
+        both = [pair for pair in zip(first, second, strict=True) if None not in pair and SUM not in pair]
+        if sorted(both) != sorted(both, key=lambda pair: pair[1]):
+            return False
+    is_mixed = any(None in column and len({*column}) > 1 for column in columns)
+    return not (is_mixed and node.name in ("dot_general", "gather"))
 
 
 def identity(value: Value, depth: int = _DEPTH) -> Any:
