@@ -280,11 +280,13 @@ class RowAlgebra:
         """Puts a number in place of some columns of the logits."""
         for logits, other, kept in ((cases[-1], cases[0], True), (cases[0], cases[-1], False)):
             if isinstance(logits, Logits) and isinstance(other, Number) and other.known is not None:
-                layer, array = logits.layer, condition.array
-                is_fresh = logits.scale.known == 1 and logits.shift.known == 0 and layer.softcap is None
-                if is_fresh and layer.kept is None:
+                layer, scale, array = logits.layer, logits.scale.known, condition.array
+                is_fresh = logits.shift.known == 0 and layer.softcap is None and layer.kept is None
+                fill = other.known / (scale or 1)
+                fits = math.isinf(other.known) or abs(fill) <= float(jnp.finfo(self.dtype).max)
+                if is_fresh and scale not in (None, 0) and fits:
                     inverted = self.once("not", (array,), functools.partial(jnp.logical_not, array))
-                    return logits._replace(layer=layer._replace(kept=array if kept else inverted, fill=other.known))
+                    return logits._replace(layer=layer._replace(kept=array if kept else inverted, fill=fill))
         return None
 
     def total(self, form: Any) -> Any:
