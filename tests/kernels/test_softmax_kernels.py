@@ -300,7 +300,7 @@ MESHES = [
 
 @pytest.mark.parametrize("promise", MESHES, ids=contract.promise_name)
 @pytest.mark.parametrize("implementation", ["interpret:mosaic_tpu"])
-def test_softmax_kernel_keeps_promise(implementation, promise, rng):
+def test_softmax_kernel_keeps_promise(implementation, promise):
     case = contract.Case(
         "channels",
         functools.partial(softmax, axis=1),
@@ -311,4 +311,4 @@ def test_softmax_kernel_keeps_promise(implementation, promise, rng):
         backward="softmax_backward",
         implementation=implementation,
     )
-    promise(case, rng)
+    promise(case)

@@ -303,8 +303,8 @@ PROMISED = contract.Case(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("promise", contract.PROMISES, ids=contract.promise_name)
-def test_batch_invariant_keeps_promise(promise, rng):
-    promise(PROMISED, rng)
+def test_batch_invariant_keeps_promise(promise):
+    promise(PROMISED)
 
 
 def test_no_logits_are_kept():

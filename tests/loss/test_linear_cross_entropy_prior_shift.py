@@ -18,6 +18,7 @@ import lowering
 from jaxops.linear_cross_entropy import fold_rows, linear_cross_entropy, prior_shift
 from jaxops.linear_cross_entropy.by_rows import Sums
 from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowWeights
+from jaxops.testing import derivatives, meshes
 from lowering.operators import Place
 from pallas_kernels.tpu.linear_cross_entropy import exponentials
 
@@ -344,25 +345,13 @@ CASE = contract.Case(
 
 
 # Those in which gradients are lowered.
-PROMISES = [
-    contract.derivatives_equal_finite_differences_in_float64,
-    contract.jvp_is_the_transpose_of_vjp,
-    contract.jacobians_and_hessians_agree_in_both_modes,
-    contract.checkpoint_keeps_the_gradient,
-    contract.vmap_of_gradient_equals_a_loop,
-    contract.gradient_of_vmap_equals_a_loop,
-    contract.scan_equals_a_loop,
-    contract.shard_map_equals_each_part_on_its_own,
-    contract.automatic_mesh_equals_one_device,
-    contract.explicit_mesh_equals_one_device,
-    contract.every_split_equals_one_device,
-]
+PROMISES = [contract.BY_NAME[one.name] for one in (*derivatives.PROMISES, *meshes.PROMISES)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("promise", PROMISES, ids=contract.promise_name)
-def test_prior_shift_keeps_promise(promise, rng, chunks):
-    promise(CASE, rng)
+def test_prior_shift_keeps_promise(promise, chunks):
+    promise(CASE)
     assert chunks
 
 

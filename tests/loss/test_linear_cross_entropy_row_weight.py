@@ -190,5 +190,5 @@ CASE = contract.Case(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("promise", contract.PROMISES, ids=contract.promise_name)
-def test_row_weight_keeps_promise(promise, rng):
-    promise(CASE, rng)
+def test_row_weight_keeps_promise(promise):
+    promise(CASE)

@@ -410,5 +410,5 @@ CASE = contract.Case(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("promise", contract.PROMISES, ids=contract.promise_name)
-def test_linear_log_probs_keep_promise(promise, rng):
-    promise(CASE, rng)
+def test_linear_log_probs_keep_promise(promise):
+    promise(CASE)

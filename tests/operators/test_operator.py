@@ -88,8 +88,8 @@ CASE = contract.Case(
 
 
 @pytest.mark.parametrize("promise", contract.PROMISES, ids=contract.promise_name)
-def test_operator_keeps_promise(promise, rng):
-    promise(CASE, rng)
+def test_operator_keeps_promise(promise):
+    promise(CASE)
 
 
 def operands_on(axis_type, rng):
