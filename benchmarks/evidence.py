@@ -315,7 +315,7 @@ def make_grid(target: str, path: Path, only: list[str], fill: int, seed: int) ->
             bar.update(task, description=f"{target} {name} {'x'.join(map(str, sizes))}")
             for use, kernel, kind in kinds(family, option, sizes, hardware):
                 key = use.operator.name, kernel.name, kind.text
-                near = () if is_of_grid else evidence.corners(known.get(key, ()), kind.sizes)
+                near = () if is_of_grid else evidence.neighbours(known.get(key, ()), kind.sizes)
                 wanted = [sizes] if is_of_grid or near else around(family, option, sizes, key, hardware)
                 if len({case.is_better for case in near}) != 1:
                     for one in wanted:

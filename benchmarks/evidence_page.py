@@ -53,9 +53,9 @@ Nobody has timed these kernels on a TPU yet. This is how a kernel becomes the de
   less, or as long with a fifth less memory.
 * **Execution.** A small case of each kind is executed as it is compiled ([how](emulation.md)), and compared with
   float64.
-* **Sizes between.** Your sizes must lie between known ones, at most a factor of 4 from one of them in each. The
-  known sizes around yours decide, and all must agree. Beyond them XLA's program runs. Dtypes, options and layouts
-  must be the same. One better size among eight or more counts as the replay's error.
+* **Sizes near known ones.** One known case must be within a factor of 4 in each size. At the two nearest the kernel
+  must be better, and at the nearest in each direction not slower. Elsewhere XLA's program runs. Dtypes, options and
+  layouts must be the same. One better size among eight or more counts as the replay's error.
 
 A kernel is verified on your chip before its first use. What you have measured there comes first: [on your
 device](on-your-device.md). A program that is lowered for TPUs of any kind needs all chips below to agree. On automatic
