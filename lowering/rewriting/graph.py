@@ -81,7 +81,9 @@ class Value:
         is_plain = is_number and not jnp.issubdtype(self.dtype, jax.dtypes.extended)
         if not is_plain or isinstance(self.constant, jax.core.Tracer):
             return None
-        return self.constant.item() if hasattr(self.constant, "item") else self.constant
+        number = self.constant.item() if hasattr(self.constant, "item") else self.constant
+        # JAX has subclasses of Python's numbers, with a dtype.
+        return next((kind(number) for kind in (bool, int, float) if isinstance(number, kind)), number)
 
 
 @dataclasses.dataclass(eq=False)

@@ -29,9 +29,11 @@ from jaxops.linear_cross_entropy.rewriting.row_forms import (
     Vector,
     aligned,
     check_terms,
+    counts,
     is_plain,
     is_same,
     is_shared,
+    reads_logits,
     stopped,
     widened,
 )
@@ -185,7 +187,7 @@ class RowAlgebra:
         if found is None and all(isinstance(x, Number | OneHot | Vector) for x in forms):
             arrays = aligned(*(self._vector(x) for x in forms))
             return Vector(self._bound(node, arrays, [x.dtype for x in (*node.inputs, *node.outputs)]))
-        return Combined(node, tuple(forms)) if found is None else found
+        return Combined(node, tuple(forms), any(map(reads_logits, forms))) if found is None else found
 
     def _vector(self, form: Any) -> Any:
         """Computes the array of a form without logits."""
@@ -199,7 +201,9 @@ class RowAlgebra:
         a, b = forms[0], forms[-1]
         plus, sign = self.maxima.plus, -1.0 if node.name == "sub" else 1.0
         match node.name, a, b:
-            case ("eq" | "ne", Number(), Vector(counts=True)) | ("eq" | "ne", Vector(counts=True), Number()):
+            case ("eq" | "ne", Number(), Vector(counts=True)) | ("eq" | "ne", Vector(counts=True), Number()) if counts(
+                node.inputs[0].dtype, self.classes
+            ):
                 label = a if isinstance(a, Number) else b
                 return OneHot(label, Number(node.name == "eq"), Number(node.name != "eq"))
             case "add" | "add_any", Number(), Logits():
@@ -226,7 +230,8 @@ class RowAlgebra:
                 log = self.maxima.logarithm(Factor(Number(0.0), gain), self.dtype)
                 return logits._replace(shift=plus(logits.shift, log))
             case "convert_element_type", Vector(array, True), _:
-                return a._replace(array=array.astype(node.outputs[0].dtype))
+                dtype = node.outputs[0].dtype
+                return Vector(array.astype(dtype), counts(dtype, self.classes))
             case "convert_element_type", Logits() | Exponentials() | Combined(), _ if _is_floating(node):
                 if jnp.finfo(node.outputs[0].dtype).bits > jnp.finfo(self.dtype).bits:
                     raise RefusalError(f"the logits are widened to {node.outputs[0].dtype} on {node.source}")
@@ -272,7 +277,7 @@ class RowAlgebra:
         (layer, scale, shift), cap = form.operands[0], getattr(by, "known", None)
         if shift.known != 0 or layer.softcap is not None or layer.kept is not None or scale.known is None:
             return None
-        if cap is None or cap <= 0 or abs(scale.known * cap - 1) > 1e-6:
+        if cap is None or cap <= 0 or abs(scale.known * cap - 1) > 4 * float(jnp.finfo(self.dtype).eps):
             return None
         return Logits(layer._replace(softcap=float(cap)))
 
@@ -291,6 +296,11 @@ class RowAlgebra:
 
     def total(self, form: Any) -> Any:
         """Sums over the classes."""
+        # What is combined may be read in many places.
+        is_combined = isinstance(form, Combined)
+        return self.once("total", (form,), lambda: self._total(form)) if is_combined else self._total(form)
+
+    def _total(self, form: Any) -> Any:
         maxima, count = self.maxima, Number(float(self.classes))
         match form:
             case Number() | Factor():
@@ -342,7 +352,8 @@ class RowAlgebra:
                 return Number(jnp.sum(first * second, axis=-1))
             if isinstance(one, Vector) and isinstance(other, Combined) and other.node.name in ("add", "sub"):
                 check_terms(other.node, other.operands)
-                first, second = (self.total_of_product(one, x) for x in other.operands)
+                make = functools.partial(self.total_of_product, one)
+                first, second = (self.once("product", (one, x), functools.partial(make, x)) for x in other.operands)
                 return maxima.plus(first, second, -1.0 if other.node.name == "sub" else 1.0)
             if isinstance(one, Vector) and isinstance(other, Logits):
                 return self._weighted(other, one, Number(jnp.sum(widened(one.array), axis=-1)))
@@ -374,7 +385,8 @@ class RowAlgebra:
             case Exponentials(logits, gain):
                 return Factor(self.picked(logits, label), gain)
             case Combined(node, operands):
-                return self._of_numbers(node, [self.picked(x, label) for x in operands])
+                picks = functools.partial(self.picked, label=label)
+                return self.once("picked", (form, label), lambda: self._of_numbers(node, [*map(picks, operands)]))
         raise RefusalError("a class is picked from something that has no number for each class")
 
     def picked_at(self, form: Any, label: Number) -> Any:
@@ -424,8 +436,11 @@ class RowAlgebra:
         scale = self.asked.scale
         if scale is None:
             self._guessed.append(logits.scale)
-        is_one = scale is None or is_same(logits.scale, scale)
-        return Number(1.0) if is_one else self.maxima.over(logits.scale, scale)
+        if scale is None or is_same(logits.scale, scale):
+            return Number(1.0)
+        if scale.known in (None, 0):
+            raise RefusalError("the logits are read at two temperatures")
+        return self.maxima.over(logits.scale, scale)
 
     def _log_total(self, logits: Logits) -> Number:
         """Returns the logarithm of the sum of exp(logits)."""

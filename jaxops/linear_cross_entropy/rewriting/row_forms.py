@@ -92,8 +92,9 @@ class Maxima:
             rest = b.rest
         else:
             rest = together(jnp.subtract if sign < 0 else jnp.add, a.rest, b.rest)
-        coefficients = (x + sign * y for x, y in zip(a[1:], b[1:], strict=True))
-        return Number(rest, *(0.0 if abs(x) < 1e-6 else x for x in coefficients))
+        pairs = ((x, sign * y) for x, y in zip(a[1:], b[1:], strict=True))
+        # What cancels but for rounding does.
+        return Number(rest, *(0.0 if abs(x + y) <= 1e-6 * max(abs(x), abs(y)) else x + y for x, y in pairs))
 
     def times(self, a: Any, b: Any) -> Any:
         """Computes a b."""
@@ -253,10 +254,11 @@ class Exponentials(NamedTuple):
 
 
 class Combined(NamedTuple):
-    """Result of a node that computes number by number from other forms."""
+    """Result of a node that computes number by number from other forms; `reads_logits` tells whether from logits."""
 
     node: Node
     operands: tuple[Any, ...]
+    reads_logits: bool
 
 
 class Asked(NamedTuple):
@@ -280,11 +282,14 @@ def is_shared(form: Any) -> bool:
     return getattr(form.array if isinstance(form, Vector) else form.rest, "ndim", 0) == isinstance(form, Vector)
 
 
+def counts(dtype: Any, classes: int) -> bool:
+    """Tells whether a dtype is one of integers that has a number for each class."""
+    return bool(jnp.issubdtype(dtype, jnp.integer)) and int(jnp.iinfo(dtype).max) >= classes - 1
+
+
 def reads_logits(form: Any) -> bool:
     """Tells whether a form depends on logits, class by class."""
-    if isinstance(form, Combined):
-        return any(map(reads_logits, form.operands))
-    return isinstance(form, Logits | Exponentials)
+    return form.reads_logits if isinstance(form, Combined) else isinstance(form, Logits | Exponentials)
 
 
 def check_terms(node: Node, operands: Sequence[Any]) -> None:

@@ -25,6 +25,7 @@ from jaxops.linear_cross_entropy.rewriting.row_forms import (
     OneHot,
     Vector,
     View,
+    counts,
 )
 from jaxops.linear_cross_entropy.rewriting.row_wise import POINTWISE, RESHAPES, SUM, Part
 from lowering.rewriting.graph import SAME, Level, Node, Value
@@ -67,20 +68,16 @@ class Reading:
       exits: the values of these that are read elsewhere, numbers per row or sums of such numbers.
     """
 
-    def __init__(
-        self, algebra: RowAlgebra, logits: Iterable[Value], axis: int, read: Callable[[Value], Any] | None = None
-    ) -> None:
+    def __init__(self, algebra: RowAlgebra, logits: Sequence[Value], axis: int, read: Callable[[Value], Any]) -> None:
         """Takes values that are the same logits, the axis that counts the classes, and how to read other values."""
-        self.algebra, self._logits, self._axis = algebra, tuple(logits), axis
-        self._read = read or (lambda value: jnp.zeros(value.shape, value.dtype))
+        self.algebra, self._logits, self._axis, self._read = algebra, logits, axis, read
         self.nodes: list[Node] = []
         self.exits: tuple[Value, ...] = ()
         self._begin()
 
     def _begin(self) -> None:
-        logits = self.algebra.logits()
-        classes, rows = Part(self._axis), [row_wise.without_axis(z.shape, self._axis) for z in self._logits]
-        self._placed = {z: Placed(logits, classes, shape) for z, shape in zip(self._logits, rows, strict=True)}
+        form, axis = self.algebra.logits(), self._axis
+        self._placed = {z: Placed(form, Part(axis), row_wise.without_axis(z.shape, axis)) for z in self._logits}
 
     def explore(self, level: Level, wanted: Any) -> None:
         """Finds what reads the logits, down to numbers per row and sums of these.
@@ -165,8 +162,9 @@ class Reading:
         if node.name in POINTWISE:
             return Placed(self._computed(node, forms), role, rows)
         if role == SUM:
-            make = self.algebra.total if node.name == "reduce_sum" else self.algebra.total_of_product
-            return self._summed(node, self.algebra.once(make.__name__, forms, lambda: make(*forms)), lead, parts)
+            of_sum = node.name == "reduce_sum"
+            name, make = ("total", self.algebra.total) if of_sum else ("product", self.algebra.total_of_product)
+            return self._summed(node, self.algebra.once(name, forms, lambda: make(*forms)), lead, parts)
         if node.name == "reduce_sum":
             raise RefusalError("adds up rows", node)
         form, by = forms if lead is placed[0] else forms[::-1]
@@ -223,8 +221,8 @@ class Reading:
                     return Logits(layer, viewed(scale), viewed(shift))
                 case Factor() | Exponentials() | OneHot():
                     return type(form)(*map(viewed, form))
-                case Combined(node, operands):
-                    return Combined(node, tuple(map(viewed, operands)))
+                case Combined():
+                    return form._replace(operands=tuple(map(viewed, form.operands)))
             raise TypeError(form)
 
         return Placed(viewed(placed.form), classes, view.shape)
@@ -250,7 +248,8 @@ class Reading:
         if node.name in ("reduce_max", "argmax") and [Part(at) for at in params["axes"]] == [classes]:
             take = algebra.maximum if node.name == "reduce_max" else algebra.prediction
             return algebra.once(node.name, (form,), lambda: take(form))
-        if node.name == "dynamic_slice" and classes and node.outputs[0].shape == classes.shape(node.inputs[0].shape, 1):
+        is_one = node.outputs[0].size * algebra.classes == node.inputs[0].size
+        if node.name == "dynamic_slice" and classes and classes == Part(classes.axis) and is_one:
             label = algebra.clipped(self._pulled(node.inputs[1 + classes.axis], None, rows))
             return algebra.once("pick", (form, label), lambda: algebra.picked_at(form, label))
         if node.name != "gather" or classes is None or node.inputs[1] in self._placed:
@@ -295,7 +294,8 @@ class Reading:
                 return Vector(jnp.asarray(value.constant).reshape(-1), counts=True)
             return self._given(self._read(value), classes, rows)
         if node.name == "iota":
-            return Vector(jnp.arange(self.algebra.classes, dtype=value.dtype), counts=True)
+            size = self.algebra.classes
+            return Vector(jnp.arange(size, dtype=value.dtype), counts(value.dtype, size))
         forms = [self._repeated(node, x, part, classes, rows) for x, part in zip(node.inputs, parts, strict=True)]
         return self._computed(node, forms) if node.name in POINTWISE - SAME else forms[0]
 
