@@ -154,7 +154,7 @@ def test_a_single_result_may_be_an_array(rng):
 
 def test_backward_does_no_work_for_a_frozen_operand(rng):
     x, factors = CASE.operands(rng)
-    jaxpr = str(jax.make_jaxpr(jax.grad(CASE.loss, 0))(x, factors))
+    jaxpr = str(jax.make_jaxpr(jax.grad(CASE.trial.loss, 0))(x, factors))
     assert "active=(True, False)" in jaxpr
 
 

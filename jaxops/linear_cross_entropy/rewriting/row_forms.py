@@ -118,7 +118,7 @@ class Maxima:
         if isinstance(a, Factor):
             return a._replace(gain=self.over(a.gain, b))
         if b.known in (None, 0):
-            return Number(1.0) if a is b else Number(together(jnp.divide, self.array(a), self.array(b)))
+            return Number(together(jnp.divide, self.array(a), self.array(b)))
         if b.known == 1:
             return a
         rest = a.rest / b.known if is_plain(a.rest) else together(jnp.divide, a.rest, b.known)
