@@ -25,9 +25,9 @@ PAGE = """# What runs where
 All kernels ran on one (80 GB HBM3): against float64 at several sizes and in all configurations, over memory that holds
 NaN, three times bit by bit; and fifty times where blocks of a cluster share memory. Then each was timed beside XLA's
 program, in turn, on operands that no cache holds. A kernel is the default where it took 0.85 of the time or less, as
-XLA may fuse more with its own program than with a kernel; for sizes near these, see below. With other versions of JAX than
-were measured, it is verified on your GPU before its first use, and so are options that were timed, and compared with
-float64 only together with others. Batch norm's kernels stay opt-in, as XLA fuses what
+XLA may fuse more with its own program than with a kernel; for sizes near these, see below. With other versions of JAX
+than were measured, it is verified on your GPU before its first use, and so are options that were timed, and compared
+with float64 only together with others. Batch norm's kernels stay opt-in, as XLA fuses what
 follows with its own; those of softmax over other axes than the last were not timed alone.
 `benchmarks/results/gpu_cuda-h100.json` has everything, also what lost.
 
