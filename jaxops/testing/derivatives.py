@@ -142,20 +142,25 @@ def gradient_of_vmap(trial: Trial) -> None:
 
 
 def scan(trial: Trial) -> None:
-    """Checks that a loss and its gradient inside scan are those of a loop."""
-    trial.require_derivatives()
+    """Checks that a loss and its gradient inside scan are those of a loop; without derivatives, that the result is."""
     mapped = [two_of(x) for x in trial.operands]
+    has_loss = trial.should_have_gradient
+    subject, fn, jitted = (
+        ("a loss", trial.loss, trial.jitted_loss) if has_loss else ("a result", trial.fn, trial.jitted)
+    )
 
-    def losses(*xs: Any) -> jax.Array:
-        return jax.lax.scan(lambda carry, x: (carry, trial.loss(*x)), None, xs)[1]
+    def inside(*xs: Any) -> Any:
+        return jax.lax.scan(lambda carry, x: (carry, fn(*x)), None, xs)[1]
 
-    expected = stacked([trial.jitted_loss(*parts) for parts in zip(*mapped, strict=True)])
+    expected = stacked([jitted(*parts) for parts in zip(*mapped, strict=True)])
     with during("inside jax.lax.scan"):
-        actual = jax.jit(losses)(*mapped)
-    trial.agree("a loss inside scan", actual, expected, compared_with="a loop's")
+        actual = jax.jit(inside)(*mapped)
+    trial.agree(f"{subject} inside scan", actual, expected, compared_with="a loop's")
+    if not has_loss:
+        return
     loop = [trial.gradient(*parts) for parts in zip(*mapped, strict=True)]
     with during("when jax.lax.scan around it is differentiated"):
-        gradients = jax.jit(jax.grad(lambda *xs: jnp.sum(losses(*xs)), trial.differentiable))(*mapped)
+        gradients = jax.jit(jax.grad(lambda *xs: jnp.sum(inside(*xs)), trial.differentiable))(*mapped)
     trial.gradients_agree("the gradient through scan", gradients, stacked(loop), compared_with="a loop's")
 
 

@@ -75,13 +75,13 @@ def _on_mesh(trial: Trial, axis_type: AxisType) -> None:
             actual = compiled(*placed)
         trial.agree(f"{subject} {where}", actual, fn(*trial.operands), compared_with="that of one device")
         largest = max(x.size for x in trial.operands)
-        gathered = max(_gathered_sizes(compiled.as_text()), default=0)
+        gathered = max(gathered_sizes(compiled.as_text()), default=0)
         if gathered >= max(largest, 1):
             raise FoundError(f"{where}, {subject} gathers {gathered} elements; the largest operand has {largest}")
     trial.needs_gradient()
 
 
-def _gathered_sizes(compiled_text: str) -> Iterator[int]:
+def gathered_sizes(compiled_text: str) -> Iterator[int]:
     """Yields the number of elements of every result of an all-gather in an optimised program."""
     for shapes in re.findall(r"= (.*) all-gather(?:-start)?\(", compiled_text):
         for shape in re.findall(r"\w+\[([\d,]*)\]", shapes):

@@ -19,6 +19,7 @@ from jaxops.linear_cross_entropy import fold_rows, linear_cross_entropy, prior_s
 from jaxops.linear_cross_entropy.by_rows import Sums
 from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowWeights
 from jaxops.testing import derivatives, meshes
+from jaxops.testing.meshes import gathered_sizes
 from lowering.operators import Place
 from pallas_kernels.tpu.linear_cross_entropy import exponentials
 
@@ -199,7 +200,7 @@ def test_each_device_of_a_mesh_takes_its_own_rows_and_those_that_fail_again(
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
     # 40 rows on each of the four devices: two chunks of the 320.
     assert chunks[0].shape == (8, 20, x.shape[-1])
-    assert list(contract.gathered_sizes(compiled.as_text())) == []
+    assert list(gathered_sizes(compiled.as_text())) == []
 
 
 @pytest.mark.sampled
@@ -345,7 +346,13 @@ CASE = contract.Case(
 
 
 # Those in which gradients are lowered.
-PROMISES = [contract.BY_NAME[one.name] for one in (*derivatives.PROMISES, *meshes.PROMISES)]
+NAMES = (
+    *(one.name for one in (*derivatives.PROMISES, *meshes.PROMISES)),
+    "jacobians_and_hessians_agree_in_both_modes",
+    "crossed_splits_equal_one_device",
+    "every_split_equals_one_device",
+)
+PROMISES = [contract.BY_NAME[name] for name in NAMES]
 
 
 @pytest.mark.slow

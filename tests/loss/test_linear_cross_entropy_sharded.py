@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxops import BadParamError
 from jaxops.aclnn import linear_cross_entropy as aclnn
 from jaxops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
+from jaxops.testing.meshes import gathered_sizes
 
 CLASSES, HIDDEN, ROWS = 16, 6, 13
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 4.0, "ignore_index": 3, "chunk_rows": 4}
@@ -151,7 +152,7 @@ def test_linear_cross_entropy_gathers_neither_rows_nor_logits(strategy, axis_typ
     ]
     compiled = jax.jit(fn).lower(*placed).compile()
     contract.assert_close(compiled(*placed), fn(x, weight, labels))
-    assert list(contract.gathered_sizes(compiled.as_text())) == []
+    assert list(gathered_sizes(compiled.as_text())) == []
     assert compiled(*placed)[1][0].sharding.spec[0] == "data"
 
 
@@ -166,7 +167,7 @@ def test_linear_cross_entropy_leaves_a_split_weight_split(rng):
     fn = jax.value_and_grad(functools.partial(linear_cross_entropy, strategy="grad_in_forward"), (0, 1))
     compiled = jax.jit(fn).lower(*placed).compile()
     contract.assert_close(compiled(*placed), fn(x, weight, labels))
-    gathered = [size for size in contract.gathered_sizes(compiled.as_text()) if size >= weight.size]
+    gathered = [size for size in gathered_sizes(compiled.as_text()) if size >= weight.size]
     assert gathered == []
 
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import lowering
 from jaxops import BadParamError, NotSupportedError, batch_norm, mcdnn
+from jaxops.testing.meshes import gathered_sizes
 
 
 def draw(rng):
@@ -37,7 +38,7 @@ def test_batch_norm_of_a_split_batch_has_the_statistics_of_all_of_it(axis_type, 
 
     compiled = step.lower(*placed).compile()
     contract.assert_close(compiled(*placed), step(x, scale, bias, residual))
-    assert not [size for size in contract.gathered_sizes(compiled.as_text()) if size >= x.size // 8]
+    assert not [size for size in gathered_sizes(compiled.as_text()) if size >= x.size // 8]
 
 
 @pytest.mark.sampled

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxops import aclnn, batch_norm, batch_norm_inference, linear_cross_entropy, mcdnn, nll_loss, softmax
 from jaxops._primitive.sharding import reshaped
+from jaxops.testing.meshes import gathered_sizes
 
 MESH = {"b": 2, "a": 4}
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -158,7 +159,7 @@ def test_batch_norm_of_split_rows_of_pixels_gathers_nothing(layout, rng):
     step = jax.jit(jax.grad(lambda *operands: jnp.sum(jnp.sin(normalized(*operands, layout=layout))), (0, 1, 2)))
     compiled = step.lower(placed, *whole).compile().as_text()
     assert "all-to-all" in compiled
-    assert not [size for size in contract.gathered_sizes(compiled) if size > images.size // 8]
+    assert not [size for size in gathered_sizes(compiled) if size > images.size // 8]
 
 
 @pytest.mark.parametrize(

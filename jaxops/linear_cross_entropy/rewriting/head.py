@@ -178,11 +178,11 @@ class Readers:
         algebra.answer(statistics, **more)
         return Reading(algebra, self._logits, self.head.layout.result_axis, read)
 
-    def _evaluated(self, arrays: dict[Value, Any], *statistics: RowStatistics, **more: Any) -> Reading:
+    def _evaluated(self, arrays: dict[Value, Any], statistics: RowStatistics | None = None, **more: Any) -> Reading:
         values = self._read.values()
         given = same_varying_axes([x.constant if x.is_constant else arrays[x] for x in values])
         by_identity = dict(zip(self._read, given, strict=True))
-        reading = self._reading(lambda value: by_identity[identity(value)], *statistics, **more)
+        reading = self._reading(lambda value: by_identity[identity(value)], statistics, **more)
         reading.evaluate(self.nodes)
         return reading
 

@@ -241,7 +241,7 @@ class RowAlgebra:
         return None
 
     def scaled(self, form: Any, by: Any, change: Callable[..., Any]) -> Any:
-        """Multiplies or divides a form by a number; None if that is no form of this module."""
+        """Multiplies or divides a form by a number; returns None if no form describes the result."""
         if isinstance(form, Logits) and isinstance(by, Number):
             if by.known is None and id(by) in self._behind:
                 raise RefusalError("the logits are multiplied by a number that depends on them")
