@@ -103,3 +103,20 @@ def test_rows_are_not_taken_for_classes_where_there_are_as_many(name: str, few_l
         rewrite_checks.assert_alike(found, expected, 1e-9)
         applied = [one.pattern for one in fast.report(*args).applied]
         assert (applied == ["cross_entropy_sum"]) == ("columns" not in name or "transposed" in name), applied
+
+
+@pytest.mark.parametrize("pattern", ["row_cone", "row_cone_sum", "cross_entropy", "cross_entropy_sum"])
+def test_labels_that_the_logits_of_other_rows_decide_are_theirs(pattern: str, few_logits_count) -> None:
+    """In a square of rows, those of other rows have the same shape."""
+    few_logits_count(CLASSES * 9 - 1)
+    x, at = RNG.normal(size=(9, 9, FEATURES)), (np.arange(9)[:, None], np.arange(9))
+
+    def loss(w, x):
+        z = x @ w
+        labels, log_probs = jnp.argmax(z, -1), jax.nn.log_softmax(z)
+        return log_probs[(*at, labels.T)].mean() - 2 * log_probs[(*at, labels)].mean()
+
+    with jax.enable_x64():
+        args = jnp.asarray(W), jnp.asarray(x)
+        for fn in (loss, jax.value_and_grad(loss, (0, 1))):
+            rewrite_checks.assert_alike(jax.jit(lowering.rewrite(fn, only=pattern))(*args), fn(*args), 1e-9)

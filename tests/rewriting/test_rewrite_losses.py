@@ -1,7 +1,7 @@
 """Which losses are rewritten, in which way, and why others are left alone."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -15,6 +15,7 @@ from patterns_planted import f32
 from rewrite_checks import ARGS, assert_alike, loss
 
 import lowering
+from lowering.cost import inner_jaxprs
 
 users_promotion = pytest.fixture(autouse=True)(rewrite_checks.users_promotion)
 few_logits_count = pytest.fixture(rewrite_checks.few_logits_count)
@@ -282,3 +283,48 @@ def test_sixteen_bits_are_no_worse_than_before(few_logits_count) -> None:
         found = jax.jit(jax.grad(fn))(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16), labels)
         errors.append(np.abs(np.asarray(found, float) - exact).max())
     assert errors[1] <= errors[0] * 1.1
+
+
+def at_positions(log_probs: Any, labels: Any) -> Any:
+    return log_probs[jnp.arange(labels.shape[0])[:, None], jnp.arange(labels.shape[1]), labels]
+
+
+def weighted_by_confidence(log_probs: Any, labels: Any) -> Any:
+    found = at_positions(log_probs, labels)
+    return jax.lax.stop_gradient(jnp.exp(found)) * found
+
+
+# How people take the logarithms of the labels' probabilities.
+SPELLINGS: dict[str, Callable[[Any, Any], Any]] = {
+    "along an axis": lambda log_probs, y: jnp.take_along_axis(log_probs, y[..., None], -1)[..., 0],
+    "one-hot": lambda log_probs, y: jnp.sum(jax.nn.one_hot(y, log_probs.shape[-1]) * log_probs, -1),
+    "positions": at_positions,
+    "positions and weights": weighted_by_confidence,
+    "vmap": lambda log_probs, y: jax.vmap(at_positions)(log_probs[:, None], y[:, None])[:, 0],
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_no_array_of_logits_is_left_in_a_gradient_that_is_rewritten_as_a_whole(spelling, few_logits_count) -> None:
+    few_logits_count(100)
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=(6, 40)).astype(np.float32), rng.normal(size=(3, 8, 6)).astype(np.float32)
+    labels = rng.integers(0, 40, (3, 8))
+
+    def negative(w, x, labels):
+        return -SPELLINGS[spelling](jax.nn.log_softmax(x @ w), labels).mean()
+
+    gradient = jax.value_and_grad(negative, (0, 1))
+    fast = lowering.rewrite(gradient)
+    assert [one.pattern for one in fast.report(w, x, labels).applied] == ["row_cone"]
+    assert max(largest_outside_of_loops(jax.make_jaxpr(fast)(w, x, labels).jaxpr)) < labels.size * 40
+    with jax.enable_x64():
+        exact = gradient(*(np.asarray(z, float) for z in (w, x)), labels)
+    assert_alike(jax.jit(fast)(w, x, labels), exact)
+
+
+def largest_outside_of_loops(jaxpr: Any) -> Iterator[int]:
+    for equation in jaxpr.eqns:
+        yield max((x.aval.size for x in equation.outvars), default=0)
+        for body in inner_jaxprs(equation) if equation.primitive.name != "scan" else ():
+            yield from largest_outside_of_loops(body)

@@ -25,7 +25,7 @@ from jaxops.linear_cross_entropy.rewriting.derivatives import (
 from jaxops.linear_cross_entropy.rewriting.region import Parts, Region
 from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role, parts_of_operands
 from jaxops.linear_cross_entropy.row_statistics import added_in_blocks
-from lowering.rewriting.graph import Level, Node, Value, forward, level_of, size_of
+from lowering.rewriting.graph import Level, Node, Value, backward, forward, level_of, size_of
 from lowering.rewriting.rules import RefusalError
 from lowering.rewriting.schedule import Step, Task, evaluate, needed, ordered
 
@@ -85,7 +85,11 @@ class Cone(Region):
         """Tells whether a value is of the logits' size, or has a number for each row of such an array."""
         operands = () if value.producer is None else value.producer.inputs
         is_row = self.is_row(value) and any(self.is_row(x) or self.is_wide(x) for x in operands)
-        return self.is_wide(value) or (value.follows_product and is_row)
+        return self.is_wide(value) or (is_row and (value.follows_product or self._is_of_wide(value)))
+
+    def _is_of_wide(self, value: Value) -> bool:
+        """Tells whether numbers of rows are computed from something of the logits' size."""
+        return any(map(self.is_wide, backward(value, lambda _, x: self.is_row(x) or self.is_wide(x))))
 
     def _between(self, wanted: frozenset[Task]) -> set[Node]:
         """Returns the nodes that lead from the logits to what reads something of their size, or to numbers.

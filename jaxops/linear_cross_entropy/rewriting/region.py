@@ -38,7 +38,7 @@ class Region:
         self.shared: dict[Value, None] = {}
         self.inner: set[Node] = set()
         self.calls: dict[Node, Call] = {}
-        # Gathers that number the rows, which each chunk does anew: along which axis they pick, and the labels.
+        # Gathers and scatters that number the rows, which each chunk does anew: along which axis, and the labels.
         self._picks: dict[Node, tuple[int, Value]] = {}
 
     def follow(self, nodes: Iterable[Node]) -> dict[Node, Parts | RefusalError]:
@@ -85,9 +85,9 @@ class Region:
             # A product takes its operand in any order; outside of the loop, the other order would be one more array.
             parts = [None] if node is not None and node.name == "transpose" else None
         elif node is not None and not node.equation.effects and len(node.outputs) == 1 and self.is_pulled(value):
-            parts = row_wise.parts_of_operands(node, part)
+            parts = row_wise.parts_of_operands(node, part) or self._parts_of_scatter(node, part)
         if node is not None and parts is not None:
-            for operand, at in zip(node.inputs, parts, strict=True):
+            for operand, at in zip(self.inputs(node), parts, strict=True):
                 self.bring(operand, at)
             self.roles[value] = part
             self.inner.add(node)
@@ -96,13 +96,17 @@ class Region:
         elif self.cut.setdefault(value, part) != part:
             raise RefusalError("rows are paired with other rows")
 
+    def _parts_of_scatter(self, node: Node, part: Part) -> Parts | None:
+        picked = self._pick(node, [part, *(None for _ in node.inputs[1:])]) if node.name == "scatter-add" else None
+        return None if picked is None else picked[0]
+
     def is_pulled(self, value: Value) -> bool:
         """Tells whether a value that depends on no rows so far is computed in chunks, if it can be."""
         return True
 
     def inputs(self, node: Node) -> tuple[Value, ...]:
         """Returns the values that the node reads in a chunk."""
-        return (node.inputs[0], self._picks[node][1]) if node in self._picks else node.inputs
+        return (node.inputs[0], self._picks[node][1], *node.inputs[2:]) if node in self._picks else node.inputs
 
     def run(self, node: Node, size: int, arrays: Sequence[Any]) -> Sequence[Any]:
         """Computes a node's results for a chunk of so many rows."""
@@ -112,8 +116,9 @@ class Region:
         if node not in self._picks:
             return row_wise.run(node, role, size, arrays)
         assert isinstance(role, Part)
-        (array, labels), (axis, _) = arrays, self._picks[node]
-        return [row_wise.picked(node, axis, array, labels).reshape(role.shape(node.outputs[0].shape, size))]
+        axis, _ = self._picks[node]
+        found = (row_wise.picked if node.name == "gather" else row_wise.added_at)(node, axis, *arrays)
+        return [found.reshape(role.shape(node.outputs[0].shape, size))]
 
     def all_nodes(self) -> Iterator[Node]:
         """Yields the nodes, and those inside functions with a derivative of their own."""
@@ -138,21 +143,28 @@ class Region:
         return parts, [role for _ in node.outputs]
 
     def _pick(self, node: Node, parts: Parts) -> tuple[Parts, Role] | None:
-        """Follows a gather that picks one number in each row; then labels become an operand."""
-        if node.name != "gather" or parts[0] is None:
+        """Follows a gather or scatter that numbers the rows; then labels become an operand."""
+        found = row_wise.labels_by_position(node) if node.name in ("gather", "scatter-add") else None
+        if found is None:
             return None
-        found = row_wise.labels_by_position(node)
-        if found is None or found[0] == parts[0].axis:
+        shape, updates = row_wise.without_axis(node.inputs[0].shape, found[0]), node.inputs[2:]
+        rows: Part | None
+        if parts[0] is not None:
+            rows = parts[0]._replace(axis=parts[0].axis - (parts[0].axis > found[0]))
+        else:
+            known = zip(updates, parts[2:], strict=True)
+            rows = next((row_wise.reshaped(x.shape, part, shape) for x, part in known if part is not None), None)
+        if rows is None or (parts[0] is not None and parts[0].axis == found[0]):
             return None
-        axis, labels = found
-        shape = row_wise.without_axis(node.inputs[0].shape, axis)
-        rows = parts[0]._replace(axis=parts[0].axis - (parts[0].axis > axis))
-        part = row_wise.reshaped(shape, rows, labels.shape)
-        role = row_wise.reshaped(shape, rows, node.outputs[0].shape)
-        if part is None or role is None:
+        array = rows._replace(axis=rows.axis + (rows.axis >= found[0]))
+        others = [row_wise.reshaped(shape, rows, x.shape) for x in (found[1], *updates)]
+        role = array if updates else row_wise.reshaped(shape, rows, node.outputs[0].shape)
+        # What the logits decide, such as labels, has its rows where they are already known.
+        read = zip((node.inputs[0], found[1], *updates), (array, *others), strict=True)
+        if role is None or None in others or any(self.roles.get(x, at) != at for x, at in read):
             return None
         self._picks[node] = found
-        return [parts[0], part], role
+        return [array, *others], role
 
 
 class RowFunction(Region):

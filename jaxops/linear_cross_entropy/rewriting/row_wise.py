@@ -250,14 +250,20 @@ def without_axis(shape: Any, axis: int) -> tuple[int, ...]:
 
 
 def labels_by_position(node: Node) -> tuple[int, Value] | None:
-    """Returns the axis along which a gather picks one number in each row, and the labels, if positions number rows."""
-    value, indices = node.inputs
+    """Returns the axis of the one number of each row that a gather picks, or a scatter adds to, and the labels.
+
+    None unless the positions along all other axes number the rows.
+    """
+    value, indices = node.inputs[:2]
     numbers, shape = node.params["dimension_numbers"], value.shape
     parts = _parts(indices)
-    is_pick = all(size == 1 for size in node.params["slice_sizes"]) and len(parts) == len(shape)
-    if not is_pick or sorted(numbers.start_index_map) != list(range(len(shape))):
+    if node.name == "gather":
+        is_pick, axes = all(size == 1 for size in node.params["slice_sizes"]), numbers.start_index_map
+    else:
+        is_pick, axes = not numbers.update_window_dims, numbers.scatter_dims_to_operand_dims
+    if not is_pick or len(parts) != len(shape) or sorted(axes) != list(range(len(shape))):
         return None
-    by_axis = dict(zip(numbers.start_index_map, parts, strict=True))
+    by_axis = dict(zip(axes, parts, strict=True))
     for axis in range(len(shape)):
         row_shape = without_axis(shape, axis)
         others = [other for other in range(len(shape)) if other != axis]
@@ -274,6 +280,16 @@ def picked(node: Node, axis: int, array: Any, labels: Any) -> Any:
     shape = (*array.shape[:axis], 1, *array.shape[axis + 1 :], 1)
     mode, fill = node.params["mode"], node.params["fill_value"]
     return lax.gather(array, labels.reshape(shape), numbers, (1,) * array.ndim, mode=mode, fill_value=fill)
+
+
+def added_at(node: Node, axis: int, array: Any, labels: Any, updates: Any) -> Any:
+    """Adds a number for each row along an axis, at its label, as a scatter does."""
+    others = tuple(other for other in range(array.ndim) if other != axis)
+    numbers = lax.ScatterDimensionNumbers((), (axis,), (axis,), others, tuple(range(len(others))))
+    shape = without_axis(array.shape, axis)
+    return lax.scatter_add(
+        array, labels.reshape(*shape, 1), updates.reshape(shape), numbers, unique_indices=True, mode=node.params["mode"]
+    )
 
 
 def _is_array(value: Value, expected: np.ndarray) -> bool:
