@@ -16,15 +16,15 @@ _FREE = frozenset(
 )
 
 
-def flops(jaxpr: Jaxpr, excluding: Collection[str] = ()) -> int:
+def flops(jaxpr: Jaxpr, platform: str, excluding: Collection[str] = ()) -> int:
     """Counts arithmetic and comparisons: 2mnk for a matrix product, one per element otherwise.
 
-    A loop counts as often as it runs, or once if that is unknown. All branches of a cond count. Primitives in
-    `excluding` do not count.
+    A loop counts as often as it runs, or once if that is unknown. All branches of a cond count, but those for other
+    platforms. Primitives in `excluding` do not count.
     """
     return sum(
         count * (_product_flops(equation) or _elementwise_flops(equation))
-        for equation, count in _leaves(jaxpr)
+        for equation, count in _leaves(jaxpr, platform)
         if equation.primitive.name not in excluding
     )
 
@@ -32,10 +32,10 @@ def flops(jaxpr: Jaxpr, excluding: Collection[str] = ()) -> int:
 _JAXPRS = ClosedJaxpr, Jaxpr
 
 
-def matmul_flops(jaxpr: Jaxpr) -> dict[str, int]:
+def matmul_flops(jaxpr: Jaxpr, platform: str) -> dict[str, int]:
     """Counts the flops of matrix products and convolutions, by kind of product; `Hardware` has a rate for each kind."""
     found: dict[str, int] = {}
-    for equation, count in _leaves(jaxpr):
+    for equation, count in _leaves(jaxpr, platform):
         if product := count * _product_flops(equation):
             kind = _product_kind(equation)
             found[kind] = found.get(kind, 0) + product
@@ -68,6 +68,17 @@ def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
     return (body.jaxpr if isinstance(body, ClosedJaxpr) else body for body in bodies(equation))
 
 
+def bodies_on(equation: Any, platform: str) -> Iterator[Jaxpr]:
+    """Yields the jaxprs of an equation that can run on a platform: of `platform_dependent`, the one branch for it."""
+    chosen = equation.params.get("branches_platforms")
+    if chosen is None:
+        yield from inner_jaxprs(equation)
+        return
+    yield next(
+        body for body, names in zip(inner_jaxprs(equation), chosen, strict=True) if platform in (names or platform)
+    )
+
+
 def repetitions(equation: Any) -> int:
     """Returns how often the bodies of this equation run; 1 if only running them can tell."""
     if equation.primitive.name == "pallas_call":
@@ -90,13 +101,13 @@ def _read_bytes(jaxpr: Jaxpr, operand: Any) -> int:
     return whole if operand in jaxpr.outvars else min(whole, rows)
 
 
-def _leaves(jaxpr: Jaxpr, count: int = 1) -> Iterator[tuple[Any, int]]:
+def _leaves(jaxpr: Jaxpr, platform: str, count: int = 1) -> Iterator[tuple[Any, int]]:
     """Yields the equations that compute something themselves, not through a body, and how often each runs."""
     for equation in jaxpr.eqns:
-        bodies = list(inner_jaxprs(equation))
+        bodies = list(bodies_on(equation, platform))
         if bodies and not equation.primitive.name.startswith(("scatter", "reduce_")):
             for body in bodies:
-                yield from _leaves(body, count * repetitions(equation))
+                yield from _leaves(body, platform, count * repetitions(equation))
         else:
             yield equation, count
 

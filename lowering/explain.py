@@ -234,7 +234,7 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None, requi
         row = _row(use, hardware)
         counts[row] = counts.get(row, 0) + use.count
     rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
-    elsewhere = cost.flops(jaxpr, excluding={row.operator for row in rows})
+    elsewhere = cost.flops(jaxpr, hardware.platform, excluding={row.operator for row in rows})
     rules = rules_for(jaxpr)
     found = opportunities(jaxpr, rules, hardware.platform)
     usual = [rule for rule in rules if not rule.asked]
@@ -283,7 +283,7 @@ def _uses(jaxpr: Jaxpr, count: int, hardware: Hardware, device_count: int) -> It
             choice = register.choose_in_program(operator, selection, hardware, operands, params, device_count)
             shared_by = {"auto": device_count, "explicit": register.mesh_of(operands).size}.get(split, 1)
             yield OperatorUse(operator, count, operands, results, params, choice, split, shared_by)
-        for body in cost.inner_jaxprs(equation):
+        for body in cost.bodies_on(equation, hardware.platform):
             yield from _uses(body, count * cost.repetitions(equation), hardware, device_count)
 
 
@@ -292,7 +292,7 @@ def _row(use: OperatorUse, hardware: Hardware) -> Row:
     mesh_axes = list(register.mesh_of(use.operands).shape.items())
     meaning = functools.partial(use.operator.meaning, **use.params)
     reference = jax.make_jaxpr(meaning, axis_env=mesh_axes)(*shapes).jaxpr
-    matmul_flops = cost.matmul_flops(reference)
+    matmul_flops = cost.matmul_flops(reference, hardware.platform)
     moved_bytes = cost.read_bytes(reference) + cost.array_bytes(use.results)
     seconds, bound = _roofline(hardware, matmul_flops, moved_bytes)
     return Row(
@@ -302,7 +302,7 @@ def _row(use: OperatorUse, hardware: Hardware) -> Row:
         results=tuple(type_text(aval) for aval in use.results),
         implementation=use.choice.implementation,
         refusals=use.choice.refusals,
-        flops=cost.flops(reference),
+        flops=cost.flops(reference, hardware.platform),
         matmul_flops=tuple(matmul_flops.items()),
         bytes=moved_bytes,
         seconds=None if seconds is None else seconds / use.shared_by,

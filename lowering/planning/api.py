@@ -153,7 +153,7 @@ def _row(
         record = _compiled(_alone(jitted, traced, case.mesh) if case.mesh.size == 1 else jitted, types, case)
         record["compile_seconds"] = time.perf_counter() - began
         kept.write(folder, name, record)
-    return _of_record(empty, record, cost.matmul_flops(traced.jaxpr.jaxpr), case)
+    return _of_record(empty, record, cost.matmul_flops(traced.jaxpr.jaxpr, case.target.hardware.platform), case)
 
 
 def _alone(jitted: Any, traced: Any, mesh: AbstractMesh) -> Any:

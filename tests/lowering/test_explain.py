@@ -58,7 +58,7 @@ def attention(x):
     ],
 )
 def test_products_are_counted_as_the_compiler_counts_them(fn, operands):
-    ours = cost.matmul_flops(jax.make_jaxpr(fn)(*operands).jaxpr)
+    ours = cost.matmul_flops(jax.make_jaxpr(fn)(*operands).jaxpr, "cpu")
     # XLA's count holds what is not a product as well, and drops products with padding.
     theirs = jax.jit(fn).lower(*operands).compile().cost_analysis()["flops"]
     assert set(ours) == {"float32"}
@@ -69,7 +69,16 @@ def test_loops_count_as_often_as_they_run():
     def looped(x):
         return jax.lax.scan(lambda y, _: (y @ x, None), x, length=7)[0]
 
-    assert cost.matmul_flops(jax.make_jaxpr(looped)(of("float32", 8, 8)).jaxpr) == {"float32": 7 * 2 * 8**3}
+    assert cost.matmul_flops(jax.make_jaxpr(looped)(of("float32", 8, 8)).jaxpr, "cpu") == {"float32": 7 * 2 * 8**3}
+
+
+def test_of_branches_by_platform_one_counts():
+    def either(x):
+        return jax.lax.platform_dependent(x, cpu=lambda x: x @ x, default=lambda x: x @ x @ x @ x)
+
+    jaxpr = jax.make_jaxpr(either)(of("float32", 8, 8)).jaxpr
+    assert cost.matmul_flops(jaxpr, "cpu") == {"float32": 2 * 8**3}
+    assert cost.matmul_flops(jaxpr, "cuda") == {"float32": 3 * 2 * 8**3}
 
 
 @pytest.mark.parametrize(
