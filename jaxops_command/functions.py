@@ -254,6 +254,9 @@ def bench(
     rewrite: Annotated[
         bool, typer.Option("--rewrite", help="Compare the function with what `lowering.rewrite` makes of it.")
     ] = False,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Time value and gradients of the floating-point arguments.")
+    ] = False,
     tuned: Tuned = None,
     repeats: Annotated[int, typer.Option(help="How often each is timed.")] = 20,
     output: Annotated[Path | None, typer.Option(help="A file for the results as JSON.")] = None,
@@ -274,7 +277,7 @@ def bench(
         require_location(function, arg)
     from jaxops_command import measure
 
-    measure.bench(functions, arg, names, by_operator, rewrite, tuned, repeats, output, as_json)
+    measure.bench(functions, arg, names, by_operator, rewrite, gradients, tuned, repeats, output, as_json)
 
 
 def plan(

@@ -136,12 +136,19 @@ def _kernels_with_several_grids(level: Level) -> Iterator[Node]:
             yield node
 
 
-def _float32_scatters(level: Level) -> Iterator[Node]:
-    return (x for x in _scatters(level) if _is_float32(x.inputs[0]))
+def _sums_into_few_rows(level: Level) -> Iterator[Node]:
+    """Finds float32 sums of more numbers than there are places for."""
+    for node in _scatters(level):
+        numbers, shape = node.params["dimension_numbers"], node.inputs[0].shape
+        places = math.prod(shape[i] for i in (*numbers.scatter_dims_to_operand_dims, *numbers.operand_batching_dims))
+        if _is_float32(node.inputs[0]) and math.prod(node.inputs[1].shape[:-1]) > places:
+            yield node
 
 
 def _scatters(level: Level) -> Iterator[Node]:
-    yield from level.named("scatter-add", "scatter_add")
+    """Finds those of more than one slice."""
+    nodes = level.named("scatter-add", "scatter_add")
+    return (node for node in nodes if math.prod(node.inputs[1].shape[:-1]) > 1)
 
 
 def _strided_scatters(level: Level) -> Iterator[Node]:
@@ -319,7 +326,7 @@ FAULTS = (
         "0.11.1",
         _GPU,
         "jaxlib 0.11.1 or newer",
-        _float32_scatters,
+        _sums_into_few_rows,
     ),
     Fault(
         "A vmapped segment_sum or scatter-add writes with a stride, which takes 3 to 6 times as long.",

@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import typer
 
 import lowering
 from jaxops_command import device
-from jaxops_command.options import IMPLEMENTATIONS
+from jaxops_command.options import IMPLEMENTATIONS, require
 from jaxops_command.output import show, show_text, tuned_by
 from jaxops_command.user_function import load, load_another, require_operators, run_user_code
 from lowering.measuring.bench import compare
@@ -39,6 +41,7 @@ def bench(
     names: Sequence[str],
     by_operator: Mapping[str, str],
     rewrite: bool,
+    gradients: bool,
     tuned: Path | None,
     repeats: int,
     output: Path | None,
@@ -51,8 +54,11 @@ def bench(
     compared = {first: fn, **{other: load_another(other, args) for other in others}}
     if rewrite:
         compared[f"{first}, rewritten"] = lowering.rewrite(fn)
+    if gradients:
+        of_floats = _positions_of_floats(first, args)
+        compared = {name: jax.value_and_grad(one, of_floats) for name, one in compared.items()}
     if len(compared) == 1:
-        compared = {"": fn}
+        compared = {"": next(iter(compared.values()))}
     names = names or (IMPLEMENTATIONS if len(compared) == 1 else ["auto"])
     with tuned_by(tuned):
         result = run_user_code(
@@ -69,3 +75,12 @@ def bench(
     if result.compares_nothing:
         another = "" if len(compared) > 1 else ": name a second function, or pass --rewrite"
         show_text(f"these are one program on {result.device}, so there is nothing to compare{another}")
+
+
+def _positions_of_floats(function: str, args: Sequence[Any]) -> tuple[int, ...]:
+    """Returns the positions of the arguments that have a gradient: those with floating-point leaves alone."""
+    leaves = [jax.tree.leaves(arg) for arg in args]
+    found = [all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in of_one) and of_one for of_one in leaves]
+    positions = tuple(position for position, is_float in enumerate(found) if is_float)
+    require(bool(positions), "--gradients", f"be given where {function} has floating-point arguments", "none")
+    return positions

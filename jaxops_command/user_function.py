@@ -120,6 +120,8 @@ def _require_callable_with(fn: Callable[..., Any], name: str, args: Sequence[Any
         pass
     except TypeError as error:
         advice = "pass one --arg for each argument, or define example_args in the file"
+        if not args:
+            raise CommandError(f"{name} needs arguments: {advice}") from None
         rule = f"be callable with {counted(len(args), 'argument')}"
         raise CommandError(f"{name} must {rule}; got {error}: {advice}") from None
 

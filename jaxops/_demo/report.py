@@ -136,6 +136,7 @@ def _shows_steps(progress: Progress, task: TaskID, steps: int) -> Callable[[int,
 
 def _record(settings: Settings, text: Corpus, shape: model.Shape, result: Run) -> dict[str, Any]:
     """Collects everything about the training as JSON."""
+    differences = [*map(abs, map(operator.sub, *result.losses.values()))]
     return {
         "settings": {**settings._asdict(), "ema_decay": settings.ema_decay},
         "corpus": {
@@ -147,7 +148,8 @@ def _record(settings: Settings, text: Corpus, shape: model.Shape, result: Run) -
         "model": {**shape._asdict(), "parameters": result.parameters},
         "validation": [evaluation._asdict() for evaluation in result.evaluations],
         "train_losses": result.losses,
-        "largest_difference": max(map(abs, map(operator.sub, *result.losses.values()))),
+        "first_difference": differences[0],
+        "largest_difference": max(differences),
         "costs": {name: cost._asdict() for name, cost in result.costs.items()},
         "explanation": json.loads(result.explanation.to_json()),
         "device": jax.devices()[0].device_kind,
@@ -166,9 +168,9 @@ def _summary(record: dict[str, Any]) -> Group:
     facts.add_row(
         "training", f"{counted(settings['steps'], 'step')} of {settings['batch']} x {sizes['context']} tokens"
     )
-    facts.add_row(
-        "training losses", f"differ by {record['largest_difference']:.1g} at most from those of {train.PLAIN}"
-    )
+    first, largest = (f"{record[name]:.1g}" for name in ("first_difference", "largest_difference"))
+    differ = f"differ from those of {train.PLAIN} by {first} in the first step"
+    facts.add_row("training losses", f"{differ}; training amplifies how sums are rounded, to {largest} at most")
     facts.add_row("time", f"{record['seconds']:.0f} s for everything")
     tables = [_validation_table(record["validation"]), _cost_table(sizes["vocabulary"], record)]
     return Group("", facts, "", Columns(tables, padding=(0, 4)), "")

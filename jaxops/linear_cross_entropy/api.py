@@ -208,8 +208,6 @@ def linear_cross_entropy(
     bias = arguments.as_optional(_NAME, "bias", bias)
     class_weight = arguments.as_optional(_NAME, "class_weight", class_weight)
     row_weight = arguments.as_optional(_NAME, "row_weight", row_weight)
-    if row_weight is not None and row_weight.dtype == bool:
-        row_weight = row_weight.astype(jnp.float32)
     ignore_index = arguments.require_integer(_NAME, "ignore_index", ignore_index)
     rule = "be a number from 0 to 1"
     label_smoothing = arguments.require_real(_NAME, "label_smoothing", label_smoothing, rule, least=0, most=1)
@@ -226,7 +224,7 @@ def linear_cross_entropy(
     margin = checks.checked_margin(_NAME, margin, labels, weight.shape[0])
     weight_grad_dtype = checks.check_weight_grad_dtype(_NAME, weight_grad_dtype, weight)
     checks.check_labels(_NAME, x.shape[:-1], labels, weight.shape[0])
-    checks.check_floats(_NAME, x.shape[:-1], row_weight=row_weight)
+    row_weight = checks.check_row_weight(_NAME, x.shape[:-1], row_weight)
     x, labels, row_weight = checks.agreeing_rows(x, labels, row_weight)
     vocabulary = Vocabulary.of(_NAME, weight, vocab_axis)
     targets = Targets(labels, class_weight, row_weight, margin, ignore_index, label_smoothing, z_loss, reduction)

@@ -59,6 +59,15 @@ def check_floats(operator: str, shape: tuple[Any, ...], **arrays: Any) -> None:
             require(fits and is_floating(value), operator, argument, rule, value)
 
 
+def check_row_weight(operator: str, rows: tuple[Any, ...], value: jax.Array | None) -> jax.Array | None:
+    """Checks a number for each row, or a mask, and returns numbers."""
+    if value is None:
+        return None
+    rule = f"be a floating-point array or a mask of shape {list(rows)}"
+    require(value.shape == rows and (is_floating(value) or value.dtype == bool), operator, "row_weight", rule, value)
+    return value.astype(jnp.float32) if value.dtype == bool else value
+
+
 def check_labels(operator: str, rows: tuple[Any, ...], labels: jax.Array, classes: Any = None) -> None:
     """Checks integers, one for each row; given the number of classes, they may be probabilities."""
     if classes is not None and is_floating(labels):

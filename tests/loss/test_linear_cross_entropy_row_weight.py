@@ -157,11 +157,13 @@ def test_label_smoothing_of_flax_examples_is_another_number(rng):
     np.testing.assert_allclose(linear_cross_entropy(x, weight, labels, **options) - entropy, flax, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("wrong", [np.ones(3, np.float32), np.ones((4, 1), np.float32), np.ones(4, np.int32), 1.0])
+@pytest.mark.parametrize(
+    "wrong", [np.ones(3, np.float32), np.ones((4, 1), np.float32), np.ones(4, np.int32), np.ones(3, bool), 1.0]
+)
 def test_row_weight_is_refused(wrong):
     operands = np.ones((4, 3), np.float32), np.ones((5, 3), np.float32), np.zeros(4, np.int32)
     got = "float32[]" if isinstance(wrong, float) else f"{wrong.dtype}[{', '.join(map(str, wrong.shape))}]"
-    words = f"linear_cross_entropy: row_weight must be a floating-point array of shape [4]; got {got}"
+    words = f"linear_cross_entropy: row_weight must be a floating-point array or a mask of shape [4]; got {got}"
     with pytest.raises(BadParamError, match=re.escape(words)) as refusal:
         linear_cross_entropy(*operands, row_weight=wrong)
     assert refusal.value.status == 161002
