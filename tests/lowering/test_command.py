@@ -537,25 +537,22 @@ REWRITTEN_FILE = """
 import jax, jax.numpy as jnp
 
 def pooled(x):
-    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID")
-
-def pooled_gradient(x):
-    return jax.grad(lambda x: jnp.sum(pooled(x) ** 2))(x)
+    return jnp.sum(jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID") ** 2)
 """
 
 
 def test_bench_compares_a_function_with_its_rewrite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "plain.py").write_text(REWRITTEN_FILE)
     monkeypatch.chdir(tmp_path)
-    arguments = ("bench", "plain.py:pooled_gradient", "--rewrite", "--arg", "f32[64,4096]", "--repeats", "2")
+    arguments = ("bench", "plain.py:pooled", "--rewrite", "--gradients", "--arg", "f32[64,4096]", "--repeats", "2")
     before, after = json.loads(run(*arguments, "--json").stdout)["rows"]
-    assert (before["function"], after["function"]) == (
-        "plain.py:pooled_gradient",
-        "plain.py:pooled_gradient, rewritten",
-    )
+    assert (before["function"], after["function"]) == ("plain.py:pooled", "plain.py:pooled, rewritten")
     assert before["taken"] == {}
-    assert "max_pool" in " ".join(after["taken"])
+    assert set(after["taken"]) == {"max_pool", "max_pool_backward"}
     assert after["same_as"] == ""
+    refused = run(*arguments[:3], "--gradients", "--arg", "i32[64,4096]")
+    assert refused.exit_code
+    assert "--gradients must be given where plain.py:pooled has floating-point arguments" in refused.stderr
 
 
 @pytest.mark.usefixtures("user_file")

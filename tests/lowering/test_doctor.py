@@ -12,6 +12,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -259,6 +260,15 @@ def test_this_library_avoids_what_it_can() -> None:
     found = {(fault.name, name): touched.of_library(fault, name) for fault in silent for name in fault.platforms}
     assert {fault: names for fault, names in found.items() if names} == {}
     assert touched.of_library(BY_NAME["jax#38806"], "cuda") == []
+
+
+def test_scatters_of_labels_are_no_sums_into_few_rows() -> None:
+    def loss(x: jax.Array, labels: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(x, labels).mean()
+
+    for name in ("jax#38806", "jax#39959"):
+        args = array(4, 8, 32), array(4, 8, dtype="int32")
+        assert touched.lines(jax.grad(loss), args, BY_NAME[name], "cuda") == []
 
 
 USER_FILE = """
