@@ -162,7 +162,7 @@ class Registers:
 
 
 def _nibbles(pattern: str | None) -> tuple[int, ...]:
-    return () if pattern is None else tuple(int(pattern, 16) >> 4 * at & 7 for at in range(SUBLANES))
+    return () if pattern is None else tuple(int(pattern, 16) >> 4 * at & 15 for at in range(SUBLANES))
 
 
 def bits_of(text: str) -> int:
