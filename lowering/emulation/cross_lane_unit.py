@@ -8,7 +8,7 @@ import numpy as np
 
 from lowering.emulation.faults import MachineFaultError
 from lowering.emulation.registers import LANES, SUBLANES
-from lowering.emulation.vector_unit import whole
+from lowering.emulation.vector_unit import rows_of_words, whole, words_of_rows
 
 
 def _reduced(function: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
@@ -54,19 +54,24 @@ class CrossLaneUnit:
             raise MachineFaultError("lanes are permuted without a pattern")
         return np.take_along_axis(whole(x), self._pattern.astype(np.int64), 1)
 
-    def transposed(self, kind: str, x: Any, width: int) -> None:
-        """Takes eight more rows of what is to be transposed; `kind` says which are the first and the last."""
+    def transposed(self, kind: str, x: Any, width: int, bits: int = 32) -> None:
+        """Takes more rows of what is to be transposed; `kind` says which are the first and the last.
+
+        Of two matrices, whose vectors come together as a list, the results alternate.
+        """
         if "start" in kind:
             self._transposed.clear()
-        self._transposed.append(whole(x))
+        self._transposed.append(np.stack([rows_of_words(one, bits) for one in (x if isinstance(x, list) else [x])]))
         if "end" not in kind:
             return
-        rows = np.concatenate(self._transposed)
-        # Lanes beyond the last row hold whatever the unit held.
-        turned = np.full((LANES, LANES), 0xFFC0DEAD, np.uint32)
-        turned[:, : len(rows)] = rows.T
-        for first in range(0, width, SUBLANES):
-            self.results["trf"].append(turned[first : first + SUBLANES])
+        rows = np.concatenate(self._transposed, 1)
+        # Lanes beyond the last row hold finite numbers: XLA has them meet weights that are 0, without a mask.
+        turned = np.full((len(rows), LANES, LANES), 0x7F7F1234, np.uint32)
+        turned[:, :, : rows.shape[1]] = rows.transpose(0, 2, 1)
+        count = SUBLANES * 32 // bits
+        for first in range(0, width, count):
+            for matrix in turned:
+                self.results["trf"].append(words_of_rows(matrix[first : first + count], bits))
 
 
 def rotated(x: Any, by: Any) -> Any:

@@ -41,9 +41,14 @@ _RENAMED = [
         (r"^(vunpack\..*)\.s4\.s8", r"\1.s4"),
         (r"^(vunpack\..*)\.b16\.b32", r"\1.b16"),
         (r"^vperm\.lane\.", "vperm."),
+        # XLA's fusions say of the same operations less, or which numbers result.
+        (r"^(vunpack\.[ci]\.[lh]\.s16)$", r"\1.s32"),
+        (r"^vshra\.s32\.s16", "vshra.s32"),
+        (r"^vand\.u32\.u8", "vand.u32"),
     )
 ]
 _TRANSPOSITION = re.compile(r"(?:\[\d+/\d+\]\s*)?(?:\((?:short|narrow)\)\s*)*vx=(%\w+)")
+_LOADS = ("vld", "vld.bf16", "vld.sshfl")
 _STORED = re.compile(r"(?:vm=(%\w+),\s*)?vst_source=(\S+)")
 _DMA_STRIDES = ("src_stride", "dst_stride", "steps_per_stride")
 
@@ -195,7 +200,7 @@ class Translator:
             if factor == 1:
                 return lambda: queue.append((value, function(operand())))
             return lambda: queue.append((value, (function(operand()).view(np.float32) * factor).view(np.uint32)))
-        if name.startswith("vmat"):
+        if name.startswith(("vmat", "vllmr")):
             return self._matrix_effect(opcode, instruction)
         found = _EFFECTS.get(opcode) or _EFFECTS.get(name)
         if found is not None:
@@ -254,9 +259,11 @@ class Translator:
     def _load(self, opcode: str, instruction: Instruction) -> Get:
         (text,) = labelled(instruction, "")
         place = self.registers.address(text)
-        if opcode not in ("vld", "vld.sshfl") or place.rest or bool(place.pattern) != opcode.endswith("sshfl"):
+        if opcode not in _LOADS or place.rest or bool(place.pattern) != opcode.endswith("sshfl"):
             raise UnknownFormError(f"{opcode} with {text!r}")
         memory = self._memory
+        if opcode == "vld.bf16":
+            return lambda: vector_unit.only_bfloat16(memory.load(place))
         return lambda: memory.load(place)
 
     def _store(self, instruction: Instruction) -> Callable[[], None]:
@@ -320,7 +327,7 @@ class Translator:
         tokens = opcode.split(".")
         unit = self._cross_lane[next(token for token in tokens if token.startswith("xlu"))]
         name = ".".join(token for token in tokens if not token.startswith("xlu"))
-        if name.startswith("vxpose.b32"):
+        if name.startswith(("vxpose.b32.", "vxpose.c.b16.", "vxpose.binary.c.b16.")):
             return self._transposition(name, unit, instruction)
         value = instruction.value
         if name in cross_lane_unit.REDUCTIONS:
@@ -345,12 +352,16 @@ class Translator:
         first, *others = instruction.operands
         found = _TRANSPOSITION.fullmatch(first)
         width = LANES
-        if len(others) == 1 and others[0].startswith("width="):
+        if others and others[-1].startswith("width="):
             width = bits_of(others.pop().partition("=")[2])
-        if found is None or others or not set(name.split(".")[2:]) <= {"start", "cont", "end"}:
+        beside = [other.removeprefix("vy=") for other in others if "binary" in name]
+        known = {"b16", "start", "cont", "end"} | ({"binary", "c"} if beside else set())
+        if found is None or len(others) != len(beside) or not set(name.split(".")[2:]) <= known:
             raise UnknownFormError(f"{name} with {', '.join(instruction.operands)!r}")
-        vector = self.registers.vector(found[1])
-        return lambda: unit.transposed(name, vector(), width)
+        # Of two matrices, the results of the second come first.
+        vectors = [self.registers.vector(operand) for operand in (*beside, found[1])]
+        bits = 16 if "b16" in name else 32
+        return lambda: unit.transposed(name, [vector() for vector in vectors], width, bits)
 
     def _matrix_effect(self, opcode: str, instruction: Instruction) -> Callable[[], None]:
         name, *tokens = opcode.split(".")
@@ -364,12 +375,19 @@ class Translator:
 
         unit = self._matrix[take(*(token for token in tokens if token.startswith("mxu")))]
         dtype = take(*matrix_unit.TYPES) or "f32"
-        if take("msk"):
+        is_latched, count = bool(take("lsf", "lmr")) or name == "vllmr", take(*filter(str.isdigit, tokens))
+        vector: Get
+        if is_latched and name != "vmatpush":
+            labelled(instruction)
+            vector = lambda: None  # noqa: E731
+        elif take("msk"):
+            if is_latched:
+                take("msk")  # which such a push says twice
             mask, operand = (
                 self.registers.mask(instruction.operands[0]),
                 self.registers.vector(labelled(instruction, "", "")[1]),
             )
-            vector: Get = lambda: matrix_unit.masked(mask(), operand())  # noqa: E731
+            vector = lambda: matrix_unit.masked(mask(), operand())  # noqa: E731
         else:
             (vector,) = self._vectors(instruction, 1)
         address = next((re.fullmatch(r"mrb\[(\d+)\]", token) for token in tokens if token.startswith("mrb[")), None)
@@ -381,7 +399,10 @@ class Translator:
                 effect = lambda: unit.prepare(register, vector(), dtype)  # noqa: E731
             case "vmatpush" | "vmatpush1" | "vmatpush2" | "vmatpush3":
                 is_transposed, register, kind = bool(take("xpose")), take("msra", "msrb"), int(name[8:] or 0)
+                register = matrix_unit.LATCHED if is_latched else register
                 effect = lambda: unit.push(register, vector(), dtype, kind, is_transposed=is_transposed)  # noqa: E731
+            case "vllmr":
+                effect = lambda: unit.latch(int(count))  # noqa: E731
             case "vmatmul":
                 take("mubr")
                 loaded = take("msra", "msrb") if take("vlgmr") else ""
@@ -389,7 +410,7 @@ class Translator:
                 effect = lambda: unit.multiply(vector(), dtype, loaded, weights, at)  # noqa: E731
             case _:
                 raise unknown
-        if tokens:
+        if tokens or bool(count) != (is_latched and name != "vmatpush"):
             raise unknown
         return effect
 
@@ -412,6 +433,9 @@ class Translator:
                 return lambda: matrix.pop(at)
             if tokens[1] == "mrf":
                 return lambda: _next(matrix.results)
+        if tokens[:3] == ["add", "s32", "mrf"] and len(tokens) == 5:
+            first, second = (self._matrix[unit].results for unit in tokens[3:])
+            return lambda: _next(first) + _next(second)
         return None
 
     def _taken(self, queue: collections.deque[tuple[str, Any]], meant: str) -> Get:

@@ -15,6 +15,7 @@ from lowering.emulation.vector_unit import rounded_to_bfloat16, rows_of_words, s
 
 _BITS = {"f32": 32, "bf16": 16, "s8": 8, "u8": 8}
 TYPES = frozenset(_BITS)
+LATCHED = "lmr"
 
 
 def operand_rows(x: Any, dtype: str) -> np.ndarray:
@@ -47,6 +48,7 @@ class MatrixUnit:
         self._weights: dict[str, tuple[np.ndarray, ...]] = {}
         self._beside: np.ndarray | None = None
         self._second: np.ndarray | None = None
+        self._latched: collections.deque[np.ndarray] = collections.deque()
         self.results: collections.deque[Any] = collections.deque()
         self.buffer: dict[int, Any] = {}
 
@@ -61,7 +63,7 @@ class MatrixUnit:
         """Pushes rows of weights.
 
         Args:
-          register: "msra" or "msrb".
+          register: "msra" or "msrb", or `LATCHED` for rows that are multiplied themselves, as a v5e can.
           x: the rows.
           dtype: of these.
           kind: 0 where a unit has 128 rows; 1 for the first 128 rows of 256, 2 for the others; 3 for the rows of two
@@ -71,13 +73,26 @@ class MatrixUnit:
         self._pushed[register].append((kind, is_transposed, operand_rows(x, dtype), self._beside))
         self._beside = None
 
+    def latch(self, count: int) -> None:
+        """Turns what was pushed in order to be multiplied itself, and holds that many times eight rows of it."""
+        (matrix,) = self._matrices(self._pushed.pop(LATCHED, []))
+        self._latched = collections.deque(np.split(np.ascontiguousarray(matrix.T[: SUBLANES * count]), count))
+
     def multiply(self, x: Any, dtype: str, loaded: str, weights: str, address: int | None) -> None:
-        """Multiplies rows by the weights in a register ("gmra"), to which those pushed to another are loaded first."""
+        """Multiplies rows by the weights in a register ("gmra"), to which those pushed to another are loaded first.
+
+        Without rows, the next eight that are latched are taken, in a circle.
+        """
+        if x is None and not self._latched:
+            raise MachineFaultError("rows are multiplied that nobody has latched")
+        rows = self._latched[0] if x is None else operand_rows(x, dtype)
+        if x is None:
+            self._latched.rotate(-1)
         if loaded:
             self._weights[weights] = self._matrices(self._pushed.pop(loaded, []))
         if weights not in self._weights:
             raise MachineFaultError("rows are multiplied before weights are loaded")
-        rows, second, self._second = operand_rows(x, dtype), self._second, None
+        second, self._second = self._second, None
         matrices = self._weights[weights]
         if len(matrices) == 2:
             if second is None:

@@ -5,6 +5,7 @@ vectors follow one another and two neighbouring rows share a word, the first in 
 word holds the same place of two vectors.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,11 @@ def rounded_to_bfloat16(x: Any) -> Any:
     is_nan = (wide & 0x7FFFFFFF) > 0x7F800000
     rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) & 0xFFFF0000
     return np.where(is_nan, (wide & 0xFFFF0000) | 0x00400000, rounded).astype(np.uint32)
+
+
+def only_bfloat16(x: Any) -> Any:
+    """Returns float32 numbers that bfloat16 has; others are NaN, as nobody knows what a load makes of them."""
+    return np.where(x & _LOW, np.uint32(0x7FC00000), x)
 
 
 def _on_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,6 +197,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "vmul.f32": _on(np.float32, np.multiply),
     "vmax.f32": _on(np.float32, np.maximum),
     "vmin.f32": _on(np.float32, np.minimum),
+    # To float32 it adds the lower half of each word, as the compiler's first form of the code says.
+    "vadd.low.f32.bf16": lambda a, b: _on(np.float32, np.add)(a, b << np.uint32(16)),
     "vadd.bf16": _on_bfloat16(np.add),
     "vsub.bf16": _on_bfloat16(np.subtract),
     "vmul.bf16": _on_bfloat16(np.multiply),
@@ -220,8 +228,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "vtrunc.f32": _on(np.float32, np.trunc),
     "vround.rtne.f32": _on(np.float32, np.rint),
     "vfloor.bf16": _on_each_bfloat16(np.floor),
-    # To plus and minus the second operand.
+    # To plus and minus the second operand; from 0 to it.
     "vclamps.f32": _on(np.float32, lambda x, most: np.clip(x, -most, most)),
+    "vclamp-gez-f32": _on(np.float32, lambda x, most: np.clip(x, 0, most)),
     # Of the product of 64 bits, a half.
     "vmul.u32.u64.low": np.multiply,
     "vpcnt": lambda x: np.bitwise_count(x).astype(np.uint32),
@@ -235,6 +244,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "vunpack.c.h.bf16": _unpacked_bfloat16(1),
     "vunpack.i.l.bf16": lambda x: x << np.uint32(16),
     "vunpack.i.h.bf16": lambda x: x & _HIGH,
+    # The second operand, 0 or 1, selects the half.
+    "vunpack.vsel.i.bf16": lambda x, half: x >> np.uint32(16) * half << np.uint32(16),
     # The sign counts: of max pooling's keys, which may be negative, on a v5e.
     "vunpack.c.l.b16": _unpacked_signed(0),
     "vunpack.c.h.b16": _unpacked_signed(1),
@@ -263,6 +274,10 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "vrcp": np.reciprocal,
     "vrsqrt": lambda x: 1 / np.sqrt(x),
     "vtanh": np.tanh,
+    "verf": np.vectorize(math.erf, otypes=[np.float64]),
+    # Of radians; programs reduce these to a quarter of a turn before.
+    "vsinq": np.sin,
+    "vcosq": np.cos,
 }
 
 
