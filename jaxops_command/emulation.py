@@ -75,7 +75,8 @@ def emulate(
         if fails:
             show_text(f"Pallas' interpreter fails, so there is nothing to compare with: {fails}")
         else:
-            show(_table(compared))
+            against = "JAX and Pallas' interpreter" if emulation.is_whole_program else "Pallas' interpreter"
+            show(_table(compared, against))
     if emulation.findings:
         raise typer.Exit(_FOUND)
 
@@ -124,8 +125,8 @@ def _is_json(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _table(compared: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="against Pallas' interpreter", title_justify="left")
+def _table(compared: Sequence[Mapping[str, Any]], against: str) -> Table:
+    table = Table(title=f"against {against}", title_justify="left")
     for name in ("result", "type"):
         table.add_column(name, overflow="fold")
     for name in ("difference", "of the largest"):

@@ -140,9 +140,12 @@ def emulate(
     eup_error: Annotated[
         float, typer.Option(help="A relative error of the transcendental unit, such as 2.4e-4; 0 by default.")
     ] = 0.0,
+    whole_program: Annotated[
+        bool, typer.Option("--whole-program", help="Execute all that the compiler makes, also XLA's fusions.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Executes a function's compiled TPU kernels on the CPU.
+    """Executes a function's compiled TPU kernels, or its whole compiled program, on the CPU.
 
     It shows what they do and should not, how much of their code was executed, and how their results differ from those
     of Pallas' interpreter. It exits with 1 if anything was found. Without --arg, the arguments are FILE.py's
@@ -154,7 +157,7 @@ def emulate(
     require_location(function, arg)
     from jaxops_command import emulation
 
-    options = {"target": target, "checks": not once, "eup_error": eup_error}
+    options = {"target": target, "checks": not once, "eup_error": eup_error, "whole_program": whole_program}
     emulation.emulate(function, arg, chosen, operands, options, as_json)
 
 

@@ -13,19 +13,28 @@ from lowering.describe import show
 from lowering.emulation.emulator import Emulator
 from lowering.emulation.faults import EmulationError
 from lowering.emulation.report import Emulation
+from lowering.emulation.whole_program import emulated_program
 from lowering.register import emulate_with
 from lowering.select import EMULATED
 from lowering.targets import TARGETS
 from pallas_kernels.hardware import Hardware
 
 
-def emulate(fn: Callable[..., Any], *args: Any, target: str, checks: bool = True, eup_error: float = 0.0) -> Emulation:
+def emulate(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: str,
+    checks: bool = True,
+    eup_error: float = 0.0,
+    whole_program: bool = False,
+) -> Emulation:
     """Runs a function whose Pallas TPU kernels are executed as they are compiled for a TPU, where no TPU is.
 
     Each kernel, this library's or the user's own, is compiled with the chip's real compiler. Its final machine program
     is then executed on the CPU, bundle by bundle and register by register, with its transfers, semaphores and vectors;
-    everything else is evaluated by JAX on the CPU. So what runs is what a chip would run: the compiler's layouts,
-    masks, packed values, sizes of transfers at ragged edges and operands that the matrix unit rounds.
+    everything else is evaluated by JAX on the CPU, or with `whole_program` executed as compiled as well. So what runs
+    is what a chip would run: the compiler's layouts, masks, packed values, sizes of transfers at ragged edges and
+    operands that the matrix unit rounds.
 
     Operators use the implementations that `lowering.explain` names for the target; to ask for kernels, call this within
     `jaxops.use("pallas")`.
@@ -39,14 +48,17 @@ def emulate(fn: Callable[..., Any], *args: Any, target: str, checks: bool = True
         which value each register holds. Without, a call is executed once.
       eup_error: a relative error of the transcendental unit's results, whose accuracy no document states. 0 stands for
         exact ones. Results that change more than they may depend on it.
+      whole_program: whether to execute all that the compiler makes of the function, XLA's fusions and copies as well
+        as kernels, in the memory of one program and in its order.
 
     Returns:
-      An `Emulation`: the results, the kernels with the part of their code that was executed, and the findings.
+      An `Emulation`: the results, the kernels, or all parts of the program, with how much of their code was executed,
+      and the findings.
 
     Raises:
-      EmulationError: if a kernel has an instruction whose meaning nobody has settled, or does what no program may,
-        such as to wait for what nobody sends; if the target is another than the three that are known; if arguments have
-        no values.
+      EmulationError: if what is executed has an instruction whose meaning nobody has settled, or does what no program
+        may, such as to wait for what nobody sends; if the target is another than the three that are known; if arguments
+        have no values, or for a whole program others than numbers of 8, 16 or 32 bits.
       CompileError: if the compiler is missing or refuses a kernel.
       OperatorError: if an operator refuses its arguments.
 
@@ -60,8 +72,10 @@ def emulate(fn: Callable[..., Any], *args: Any, target: str, checks: bool = True
       >>> print(emulation)  # of a function with kernels, a table
       tpu-v5e: no Pallas kernel runs
     """
-    hardware = checked(target, checks, eup_error)
+    hardware = checked(target, checks, eup_error, whole_program)
     fn, arrays = of_values(fn, args)
+    if whole_program:
+        return emulated_program(fn, arrays, hardware, checks=checks, eup_error=float(eup_error))
     emulator = Emulator(hardware, checks=checks, eup_error=float(eup_error), defers=True)
     results = jax.block_until_ready(jax.jit(emulator.emulated(fn))(*arrays))
     if emulator.error is not None:
@@ -90,13 +104,14 @@ def _emulator(chip: Hardware) -> Callable[..., Any]:
 emulate_with(_emulator)
 
 
-def checked(target: str, checks: Any = False, eup_error: Any = 0.0) -> Hardware:
+def checked(target: str, checks: Any = False, eup_error: Any = 0.0, whole_program: Any = False) -> Hardware:
     """Returns the chip; refuses what is wrong with these arguments."""
     hardware = TARGETS.get(target) if isinstance(target, str) else None
     if hardware is None or hardware.name not in EMULATED:
         raise EmulationError(f"lowering.emulate: target must be one of {', '.join(EMULATED)}; got {show(target)}")
-    if not isinstance(checks, bool):
-        raise EmulationError(f"lowering.emulate: checks must be a bool; got {show(checks)}")
+    for name, option in {"checks": checks, "whole_program": whole_program}.items():
+        if not isinstance(option, bool):
+            raise EmulationError(f"lowering.emulate: {name} must be a bool; got {show(option)}")
     if not isinstance(eup_error, Real) or not 0 <= float(eup_error) < 1:
         raise EmulationError(f"lowering.emulate: eup_error must be a number from 0 to 1; got {show(eup_error)}")
     return hardware

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +18,9 @@ from lowering.emulation.evaluating import Evaluation, Replacement
 from lowering.emulation.faults import EmulationError, KernelFaultError, MachineFaultError, UnknownFormError
 from lowering.emulation.kernels import POISONS, Execution, Kernel, execute, unsettled
 from lowering.emulation.memory import Transfers
-from lowering.emulation.report import EmulatedKernel, Finding, Region
+from lowering.emulation.report import EmulatedKernel, Finding
 from lowering.operators import operator_of
 from lowering.register import on_one_device
-from lowering.schedule.bundles import Bundle
 from lowering.schedule.dumps import KERNEL, Dumps
 from lowering.source_lines import Site
 from lowering.targets import abstract_device, compiled_for
@@ -124,15 +122,8 @@ class Emulator:
     def kernels(self) -> tuple[EmulatedKernel, ...]:
         """Returns what is known of each kernel."""
         return tuple(
-            EmulatedKernel(
-                one.kernel.name,
-                one.source,
-                one.calls,
-                one.seconds,
-                len(one.issues),
-                int(np.count_nonzero(one.issues)),
-                one.transfers,
-                tuple(_regions(one.kernel.bundles, one.issues == 0)),
+            EmulatedKernel.of(
+                one.kernel.name, one.source, one.kernel.bundles, one.issues, one.calls, one.seconds, one.transfers
             )
             for one in self._called.values()
             if one.calls  # what nobody reads is not computed
@@ -250,9 +241,14 @@ class Emulator:
             other = execute(called.kernel, operands, like, eup_error=self._eup_error, **how)
         except MachineFaultError as error:
             return [f"{error},"]
-        pairs = zip(first.results, other.results, strict=True)
-        differing = [f"result {number}" for number, (a, b) in enumerate(pairs) if a.tobytes() != b.tobytes()]
-        return [f"{' and '.join(differing)} differ{'s' if len(differing) == 1 else ''}"] if differing else []
+        return differing(first.results, other.results)
+
+
+def differing(results: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> list[str]:
+    """Says which results differ in any bit, if any do."""
+    pairs = zip(results, others, strict=True)
+    found = [f"result {number}" for number, (a, b) in enumerate(pairs) if a.tobytes() != b.tobytes()]
+    return [f"{' and '.join(found)} differ{'s' if len(found) == 1 else ''}"] if found else []
 
 
 def _function_of(equation: Any) -> Callable[..., Any]:
@@ -282,15 +278,3 @@ def _placed(kernel: Kernel, number: int) -> str:
     """Returns a bundle's number, and its line where that is known."""
     lines = kernel.bundles[number].lines
     return f"{number:#x} ({os.path.basename(lines[0])})" if lines else f"{number:#x}"
-
-
-def _regions(bundles: Sequence[Bundle], is_in: np.ndarray) -> Iterator[Region]:
-    """Yields the regions of bundles that are marked and do something."""
-    for marked, numbers in itertools.groupby(range(len(bundles)), key=lambda number: bool(is_in[number])):
-        if marked:
-            first, *others = numbers
-            last = others[-1] if others else first
-            inside = bundles[first : last + 1]
-            if any(bundle.instructions for bundle in inside):
-                lines = dict.fromkeys(line for bundle in inside for line in bundle.lines)
-                yield Region(first, last, tuple(lines))

@@ -19,10 +19,15 @@ from lowering.schedule.memory import wrapped
 from lowering.schedule.scalar import divided, function_of
 from lowering.schedule.unknown import Unknown
 
+Call = Callable[[Instruction], Callable[[], None]]
 NOT_WRITTEN, RENAMED_ONLY = object(), object()  # what a predicate may leave in place of a result
 _RENAMES = ("int_to_ptr.", "sphi", "pphi", "vphi")  # another name for what a register holds
 _NOTHING = frozenset(
-    {"sfence", "snop", "nop", "vnop", "strace", "vtrace", "sdelay", "vdelay", "compiler-scheduling-barrier", "vsettm"}
+    {
+        *("sfence", "snop", "nop", "vnop", "strace", "vtrace", "sdelay", "vdelay"),
+        *("compiler-scheduling-barrier", "vsettm"),
+        *("vsetiar.raw.iar0", "vsetiar.raw.iar1"),  # no load or store that uses these index registers is known
+    }
 )
 # Names that later versions of libtpu give, to those that earlier ones gave.
 _RENAMED = [
@@ -89,9 +94,10 @@ class Translator:
         memory: Memory,
         transfers: Transfers,
         *,
-        operands: Callable[[Instruction], int],
+        operands: Callable[[Instruction], Get],
         generation: int,
         eup_error: float = 0.0,
+        calls: Call | None = None,
     ) -> None:
         """Takes the kernel and what it reaches; see `Machine`."""
         self.registers = registers
@@ -99,6 +105,7 @@ class Translator:
         self._memory = memory
         self._transfers = transfers
         self._operands = operands
+        self._calls = calls
         self._eup_error = np.float32(1 + eup_error)
         self._spaces = {
             instruction.value: instruction.opcode.rpartition(".")[2]
@@ -225,7 +232,7 @@ class Translator:
             return found(self, opcode, instruction)
         if opcode.startswith("vpop."):
             return self._popped(opcode, instruction)
-        if opcode.startswith(("s", "p", "core_id")):
+        if opcode.startswith(("s", "p", "core_id", "reloc")):
             return self._scalar(opcode, instruction)
         return None
 
@@ -521,8 +528,13 @@ def _load_scalar(core: Translator, _: str, instruction: Instruction) -> Get:
 
 
 def _operand(core: Translator, _: str, instruction: Instruction) -> Get:
-    value = core._operands(instruction)
-    return lambda: value
+    return core._operands(instruction)
+
+
+def _call(core: Translator, opcode: str, instruction: Instruction) -> Callable[[], None]:
+    if core._calls is None:
+        raise UnknownFormError(f"{opcode} of {instruction.callee!r}")
+    return core._calls(instruction)
 
 
 def _spread(core: Translator, _: str, instruction: Instruction) -> Get:
@@ -584,6 +596,7 @@ def _pop_semaphore(core: Translator, _: str, __: Instruction) -> Get:
 
 
 _EFFECTS: Mapping[str, Callable[[Translator, str, Instruction], Callable[[], None]]] = {
+    "inlined_call": _call,
     "dma.done.wait": _wait,
     "vwait.ge": _wait,
     "vwait.ge.trace": _wait,
@@ -597,6 +610,7 @@ _EFFECTS: Mapping[str, Callable[[Translator, str, Instruction], Callable[[], Non
 }
 _VALUES: Mapping[str, Callable[[Translator, str, Instruction], Get]] = {
     "inlined_call_operand": _operand,
+    "scalar_parameter_address": _operand,
     "sld": _load_scalar,
     "spop": _pop_scalar,
     "vpop.sfrf": _pop_semaphore,

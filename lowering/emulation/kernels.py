@@ -1,6 +1,5 @@
 """Calls of one compiled kernel: its operands are laid out in memory, it is executed, and its results are read."""
 
-import collections
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
@@ -11,17 +10,20 @@ import numpy as np
 from lowering.emulation.faults import UnknownFormError
 from lowering.emulation.machine import Machine
 from lowering.emulation.memory import Memory, Transfers
+from lowering.emulation.registers import Get
 from lowering.schedule.bundles import Bundle, Instruction, read_bundles
 from lowering.schedule.dumps import Dumps
 from lowering.schedule.layouts import PADDING, places_of
 from lowering.schedule.memory import wrapped
 
-_ALLOCATION = re.compile(r"#(allocation\d+) \[shape = '[^']*', space=(\w+), size = (0x[0-9a-f]+)")
-_OPERAND = re.compile(
+_ALLOCATION = re.compile(r"#(allocation\d+) \[shape = '([^']*)', space=(\w+), size = (0x[0-9a-f]+)")
+_IN_VMEM = re.compile(r"\[vmem:\[#(allocation\d+)\b")
+_OF_ITS_SHAPE = (1 << 64) - 1  # the size of what a whole program allocates
+OPERAND = re.compile(
     r"(<no memory space> )?\[shape: [^\]]*\], index: (\d+), kind: (input|output), shape index: \{(\d*)\}"
     r"(?:, may-alias: \{[\d,]*\})?\]"
 )
-_ARRAY_TYPE = re.compile(r"[a-z]+\d*\w*\[[\d,]*\](?:\{[^}]*\})?")
+ARRAY_TYPE = re.compile(r"[a-z]+\d*\w*\[[\d,]*\](?:\{[^}]*\})?")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 _SPILL_BYTES, _UNKNOWN_BYTES = 4096, 1 << 20
 _GENERATION = re.compile(r"tpu-v(\d+)")
@@ -57,22 +59,70 @@ class Kernel:
         """Reads a kernel from what the compiler has written for a target."""
         code = dumps.name_of(name)
         assert code is not None, name
-        sizes = {found[1]: (found[2], int(found[3], 16)) for found in _ALLOCATION.finditer(dumps.allocations(code))}
-        instruction = dumps.instructions[name]
+        instruction, text = dumps.instructions[name], dumps.text(code)
         types = dumps.operand_types(name)
-        generation = _GENERATION.match(target)
-        assert generation is not None, target
         _, _, aliasing = instruction.text.partition("output_to_operand_aliasing={")
         return cls(
             name,
-            read_bundles(dumps.text(code), vectors=True),
-            sizes,
+            read_bundles(text, vectors=True),
+            allocations_of(dumps.allocations(code), text),
             tuple(types[position] for position in sorted(types)),
-            tuple(_ARRAY_TYPE.findall(re.sub(r"/\*.*?\*/", "", instruction.type))),
+            tuple(ARRAY_TYPE.findall(re.sub(r"/\*.*?\*/", "", instruction.type))),
             {int(one[1] or 0): int(one[2]) for one in _ALIAS.finditer(aliasing.partition("}}")[0] + "}")},
-            int(generation[1]),
-            16 if target == "tpu-v5e" else 1,
+            generation_of(target),
+            granules_of_pointer(target),
         )
+
+
+def generation_of(target: str) -> int:
+    """Returns the number in a chip's name."""
+    found = _GENERATION.match(target)
+    assert found is not None, target
+    return int(found[1])
+
+
+def granules_of_pointer(target: str) -> int:
+    """Returns the unit of a chip's pointers to HBM."""
+    return 16 if target == "tpu-v5e" else 1
+
+
+def allocations_of(text: str, code: str) -> dict[str, tuple[str, int]]:
+    """Reads the memory and the bytes of each allocation, by name; some that code has in vector memory nobody lists."""
+    found = dict.fromkeys(_IN_VMEM.findall(code), ("vmem", _UNKNOWN_BYTES))
+    for name, shape, space, size in _ALLOCATION.findall(text):
+        size_bytes = int(size, 16)
+        if size_bytes == _OF_ITS_SHAPE:  # nothing, for a type that is not one array's
+            size_bytes = 4 * _words_for(shape) if ARRAY_TYPE.fullmatch(shape) else 0
+        found[name] = space, size_bytes
+    return found
+
+
+class Allocations:
+    """Addresses of what a part of a program allocates, by name."""
+
+    def __init__(self, memory: Memory, sizes: Mapping[str, tuple[str, int]]) -> None:
+        """Starts without any; each is made when it is first asked for."""
+        self._memory = memory
+        self._sizes = sizes
+        self._places: dict[str, tuple[str, int]] = {}
+
+    def address(self, name: str, space: str) -> int:
+        """Returns the address of an allocation."""
+        if name not in self._places:
+            default = space or "smem", _SPILL_BYTES if "spill" in name else _UNKNOWN_BYTES
+            known_space, size = self._sizes.get(name, default)
+            self._places[name] = known_space, self._memory.allocate(name, known_space, size)
+        return self._places[name][1]
+
+    def place(self, name: str, space: str, address: int) -> None:
+        """Says where an allocation lies that others have made."""
+        self._places[name] = space, address
+
+    def forget(self) -> None:
+        """Takes everything in vector memory and HBM for not written, as where a part of a program begins anew."""
+        for space, address in self._places.values():
+            if space in ("vmem", "hbm"):
+                self._memory.forget_all(space, address)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +153,10 @@ class _Call:
         self._kernel = kernel
         self._arrays = operands
         self._poison = poison
-        self._symbols: dict[str, int] = {}
         self._places: dict[tuple[str, int], tuple[str, int]] = {}
         of_chip = {"granules_of_pointer": kernel.granules_of_pointer}
         self.memory = Memory(poison=poison, forgets=poison != POISONS[0], **of_chip)
+        self._allocations = Allocations(self.memory, kernel.allocations)
 
     def machine(self, transfers: Transfers, **options: Any) -> Machine:
         """Returns the machine that executes it."""
@@ -114,24 +164,20 @@ class _Call:
             self._kernel.bundles,
             self.memory,
             transfers,
-            addresses=self.address,
+            addresses=self._allocations.address,
             operands=self.operand,
             generation=self._kernel.generation,
             **options,
         )
 
-    def address(self, name: str, space: str) -> int:
-        """Returns the address of an allocation."""
-        if name not in self._symbols:
-            default = space or "smem", _SPILL_BYTES if "spill" in name else _UNKNOWN_BYTES
-            known_space, size = self._kernel.allocations.get(name, default)
-            self._symbols[name] = self.memory.allocate(name, known_space, size)
-        return self._symbols[name]
+    def operand(self, declaration: Instruction) -> Get:
+        """Returns what gets the address of an operand or a result; or its value, if it lies in no memory."""
+        value = self._operand(declaration)
+        return lambda: value
 
-    def operand(self, declaration: Instruction) -> int:
-        """Returns the address of an operand or a result; or its value, if it lies in no memory."""
+    def _operand(self, declaration: Instruction) -> int:
         space = declaration.opcode.partition(".")[2]
-        found = _OPERAND.fullmatch(", ".join(declaration.operands))
+        found = OPERAND.fullmatch(", ".join(declaration.operands))
         if found is None:
             raise UnknownFormError(f"{declaration.opcode} with {', '.join(declaration.operands)!r}")
         position, is_input = int(found[2]), found[3] == "input"
@@ -151,48 +197,52 @@ class _Call:
     def _placed(self, key: tuple[str, int], space: str, array_type: str, array: np.ndarray | None) -> int:
         if key in self._places:
             return self._places[key][1]
-        bits, _, places = places_of(array_type)
-        count = -(-len(places) * bits // 32)
-        name = f"{key[0]} {key[1]}"
-        address = self.memory.allocate(name, space, 4 * count)
+        address = placed(self.memory, f"{key[0]} {key[1]}", space, array_type, array, self._poison)
         self._places[key] = space, address
-        if array is not None:
-            words, is_written = words_of(array, bits, places, self._poison)
-            if space == "smem":
-                for at, word in enumerate(words.view(np.int32).tolist()):
-                    self.memory.store_scalar(address + at, word)
-            else:
-                to, flags = self.memory.words_of(space, address)
-                to[: len(words)], flags[: len(words)] = words, is_written
         return address
 
     def result(self, number: int, like: Any) -> np.ndarray:
         """Reads a result."""
-        bits, _, places = places_of(self._kernel.results[number])
-        count = -(-len(places) * bits // 32)
         if ("output", number) not in self._places:
             return np.full(like.shape, np.array(self._poison, np.uint32).view(np.int32), like.dtype)
-        space, address = self._places["output", number]
-        if space == "smem":
-            words = np.array([self.memory.load_scalar(address + at) for at in range(count)], np.int32).view(np.uint32)
-        else:
-            words = self.memory.words_of(space, address)[0][:count]
-        return array_of(words, bits, places, like)
+        return read_back(self.memory, *self._places["output", number], self._kernel.results[number], like)
 
 
 def unsettled(kernel: Kernel, numbers: Sequence[int]) -> list[str]:
     """Lists the instructions in these bundles whose meaning is not settled."""
     call = _Call(kernel, [], POISONS[0])
-    machine = call.machine(Transfers(call.memory, Transfers.ORDERS[0]))
-    found = []
-    for number in numbers:
-        for instruction in kernel.bundles[number].instructions:
-            if not instruction.opcode.startswith("inlined_call_operand"):
-                try:
-                    machine.translator.slot(instruction)
-                except UnknownFormError as error:
-                    found.append(str(error))
-    return found
+    return call.machine(Transfers(call.memory, Transfers.ORDERS[0])).unsettled(numbers)
+
+
+def placed(memory: Memory, name: str, space: str, array_type: str, array: np.ndarray | None, poison: int) -> int:
+    """Allocates an array as its type lays it out, and writes its elements if there are any; returns its address."""
+    address = memory.allocate(name, space, 4 * _words_for(array_type))
+    if array is not None:
+        bits, _, places = places_of(array_type)
+        words, is_written = words_of(array, bits, places, poison)
+        if space == "smem":
+            for at, word in enumerate(words.view(np.int32).tolist()):
+                memory.store_scalar(address + at, word)
+        else:
+            to, flags = memory.words_of(space, address)
+            to[: len(words)], flags[: len(words)] = words, is_written
+    return address
+
+
+def read_back(memory: Memory, space: str, address: int, array_type: str, like: Any) -> np.ndarray:
+    """Reads an array that lies at an address as its type says."""
+    bits, _, places = places_of(array_type)
+    count = -(-len(places) * bits // 32)
+    if space == "smem":
+        words = np.array([memory.load_scalar(address + at) for at in range(count)], np.int32).view(np.uint32)
+    else:
+        words = memory.words_of(space, address)[0][:count]
+    return array_of(words, bits, places, like)
+
+
+def _words_for(array_type: str) -> int:
+    bits, _, places = places_of(array_type)
+    return -(-len(places) * bits // 32)
 
 
 def words_of(array: np.ndarray, bits: int, places: np.ndarray, poison: int) -> tuple[np.ndarray, np.ndarray]:
@@ -250,21 +300,22 @@ def execute(
     transfers = Transfers(call.memory, order, only)
     machine = call.machine(transfers, checks=checks, eup_error=eup_error)
     machine.run()
-    left_over = []
-    if transfers.finish():
-        left_over.append(f"{transfers.finish()} transfers for which nothing waits")
-    held = sum(1 for amount in call.memory.semaphores.values() if amount)
-    if held:
-        left_over.append(f"{held} semaphores that are not 0")
-    issues: collections.Counter[int] = collections.Counter()
-    for (first, last), count in machine.runs.items():
-        for number in range(first, last + 1):
-            issues[number] += count
     return Execution(
         tuple(call.result(number, like) for number, like in enumerate(results)),
-        tuple(issues[bundle.number] for bundle in kernel.bundles),
+        machine.issues(),
         tuple(machine.registers.clobbered),
         dict(call.memory.unwritten),
         dict(transfers.starts),
-        tuple(left_over),
+        left_over(call.memory, transfers),
     )
+
+
+def left_over(memory: Memory, transfers: Transfers) -> tuple[str, ...]:
+    """Says what is not as it must be at the end."""
+    found = []
+    if transfers.finish():
+        found.append(f"{transfers.finish()} transfers for which nothing waits")
+    held = sum(1 for amount in memory.semaphores.values() if amount)
+    if held:
+        found.append(f"{held} semaphores that are not 0")
+    return tuple(found)

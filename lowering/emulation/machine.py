@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lowering.emulation.faults import MachineFaultError, UnknownFormError
-from lowering.emulation.instructions import NOT_WRITTEN, RENAMED_ONLY, Translator
+from lowering.emulation.instructions import NOT_WRITTEN, RENAMED_ONLY, Call, Translator
 from lowering.emulation.memory import Memory, Transfers
-from lowering.emulation.registers import Registers
+from lowering.emulation.registers import Get, Registers
 from lowering.schedule.bundles import Bundle, Instruction
 
 _MOST_BLOCKS = 20_000_000
@@ -42,10 +42,12 @@ class Machine:
         transfers: Transfers,
         *,
         addresses: Callable[[str, str], int],
-        operands: Callable[[Instruction], int],
+        operands: Callable[[Instruction], Get],
         generation: int,
         checks: bool = False,
         eup_error: float = 0.0,
+        calls: Call | None = None,
+        caller: Registers | None = None,
     ) -> None:
         """Takes the kernel and what it reaches.
 
@@ -54,15 +56,17 @@ class Machine:
           memory: with all allocations.
           transfers: in some order.
           addresses: see `Registers`.
-          operands: returns the address of an operand of the kernel, or its value, by its declaration.
+          operands: returns what gets the address of an operand of the kernel, or its value, by its declaration.
           generation: of the chip, such as 5.
           checks: see `Registers`.
           eup_error: the relative error of what the transcendental unit computes.
+          calls: returns what happens where another part of the program is called; None for a kernel, which calls none.
+          caller: the registers of the part that calls this one, if any does.
         """
         self._bundles = bundles
         self._memory = memory
         self._delay_slots = 6 if generation >= 7 else 4
-        self.registers = Registers(addresses, checks=checks)
+        self.registers = Registers(addresses, checks=checks, caller=caller)
         self.translator = Translator(
             bundles,
             self.registers,
@@ -71,6 +75,7 @@ class Machine:
             operands=operands,
             generation=generation,
             eup_error=eup_error,
+            calls=calls,
         )
         self._blocks: dict[tuple[int, bool], _Block] = {}
         self._branches = {
@@ -92,6 +97,26 @@ class Machine:
                     return
                 number = self._run_block(number)
         raise MachineFaultError("the kernel does not end")
+
+    def issues(self) -> tuple[int, ...]:
+        """Counts how often each bundle was issued."""
+        counts: collections.Counter[int] = collections.Counter()
+        for (first, last), count in self.runs.items():
+            for number in range(first, last + 1):
+                counts[number] += count
+        return tuple(counts[bundle.number] for bundle in self._bundles)
+
+    def unsettled(self, numbers: Sequence[int]) -> list[str]:
+        """Lists the instructions in these bundles whose meaning is not settled."""
+        found = []
+        for number in numbers:
+            for instruction in self._bundles[number].instructions:
+                if not instruction.opcode.startswith("inlined_call_operand"):
+                    try:
+                        self.translator.slot(instruction)
+                    except UnknownFormError as error:
+                        found.append(str(error))
+        return found
 
     def _run_block(self, first: int) -> int:
         """Runs a block, and the delay slots of a branch that is taken; returns the bundle that comes next."""

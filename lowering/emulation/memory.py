@@ -18,20 +18,22 @@ from lowering.schedule.memory import GRANULE_BYTES, wrapped
 ROW_BYTES = 4 * LANES
 _WORDS_OF_GRANULE = GRANULE_BYTES // 4
 _GRANULES_OF_ROW = ROW_BYTES // GRANULE_BYTES
-# How many rows of vector memory, granules of HBM, or words there are between two allocations.
-_APART = {"vmem": 1 << 16, "hbm": 1 << 24, "smem": 1 << 16, "sflag": 1 << 16}
+# Allocations begin at multiples of so many rows of vector memory, granules of HBM, or words.
+_APART = {"vmem": 1 << 16, "hbm": 1 << 18, "smem": 1 << 16, "sflag": 1 << 16}
 
 
 class Allocation:
     """A part of vector memory or HBM.
 
     Attributes:
+      first: the address of its first row or granule.
       words: (rows or granules, words of each) of uint32.
       is_written: for each word, whether something has written to it.
     """
 
-    def __init__(self, name: str, size_bytes: int, space: str, poison: int) -> None:
+    def __init__(self, name: str, first: int, size_bytes: int, space: str, poison: int) -> None:
         """Starts full of poison."""
+        self.first = first
         unit_bytes = ROW_BYTES if space == "vmem" else GRANULE_BYTES
         self.name = name
         self.units = -(-size_bytes // unit_bytes)
@@ -68,9 +70,12 @@ class Memory:
         """Makes an allocation; returns its address, in the unit in which programs hold it."""
         self._counts[space] += 1
         number = self._counts[space]
-        if space in ("vmem", "hbm"):
-            self._allocations[space][number] = Allocation(name, size_bytes, space, self._poison)
         address = number * _APART[space]
+        if space in ("vmem", "hbm"):
+            allocation = Allocation(name, address, size_bytes, space, self._poison)
+            last = number + allocation.units // _APART[space]
+            self._allocations[space].update(dict.fromkeys(range(number, last + 1), allocation))
+            self._counts[space] = last
         return address // self._granules_of_pointer if space == "hbm" else address
 
     def words_of(self, space: str, address: int) -> tuple[np.ndarray, np.ndarray]:
@@ -178,6 +183,11 @@ class Memory:
         if self._forgets:
             words[:] = self._poison
 
+    def forget_all(self, space: str, address: int) -> None:
+        """Fills an allocation with poison, as before anything was written to it."""
+        words, is_written = self.words_of(space, address)
+        words[:], is_written[:] = self._poison, False
+
     def _granules(self, space: str, address: int, granules: int) -> tuple[np.ndarray, np.ndarray]:
         unit = _GRANULES_OF_ROW if space == "vmem" else 1
         allocation, first = self._found(space, address // unit)
@@ -192,7 +202,7 @@ class Memory:
         allocation = self._allocations[space].get(address // _APART[space])
         if allocation is None:
             raise MachineFaultError(f"address {address:#x} of {space}, where nothing is allocated")
-        return allocation, address % _APART[space]
+        return allocation, address - allocation.first
 
 
 class Transfers:

@@ -60,17 +60,20 @@ class Registers:
       bundle: the number of the bundle that reads.
     """
 
-    def __init__(self, addresses: Callable[[str, str], int], *, checks: bool = False) -> None:
-        """Starts empty.
+    def __init__(
+        self, addresses: Callable[[str, str], int], *, checks: bool = False, caller: "Registers | None" = None
+    ) -> None:
+        """Starts empty, or with what the registers of a caller hold: they are the same ones.
 
         Args:
           addresses: returns where an allocation lies, by its name and the memory that it is known to be in, if any.
           checks: whether to compare the name of each value that is read with what its register holds.
+          caller: whose registers these are as well.
         """
         self._addresses = addresses
         self._checks = checks
-        self.held: dict[str, Any] = {}
-        self.names: dict[str, set[str]] = {}
+        self.held: dict[str, Any] = {} if caller is None else caller.held
+        self.names: dict[str, set[str]] = {} if caller is None else caller.names
         self.clobbered: dict[str, None] = {}
         self.bundle = 0
 
@@ -95,6 +98,17 @@ class Registers:
             return get()
 
         return checked if self._checks else get
+
+    def whatever_is_in(self, register: str) -> Get:
+        """Returns what reads a register by whatever name, as where a program hands values to one of its parts."""
+        held = self.held
+
+        def get() -> Any:
+            if register not in held:
+                raise MachineFaultError(f"register {register} holds no operand of what is called")
+            return held[register]
+
+        return get
 
     def scalar(self, text: str, space: str = "") -> Get:
         """Returns what reads a scalar: a register, a number, an address, or a sum or difference."""

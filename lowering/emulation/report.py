@@ -1,13 +1,18 @@
 """Findings of an emulation, for people and for programs."""
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 from rich.text import Text
 
 from lowering import tables
+from lowering.describe import counted
+from lowering.schedule.bundles import Bundle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +21,7 @@ class Finding:
 
     Attributes:
       kernel: its name.
-      source: where it is called, such as "model.py:12 (loss)".
+      source: where it is called, such as "model.py:12 (loss)"; empty for a whole program.
       what: what was found, in words; with the bundle, and its line where that is known.
     """
 
@@ -46,7 +51,7 @@ class EmulatedKernel:
 
     Attributes:
       name: as its author or the compiler calls it.
-      source: where it is called.
+      source: where it is called; empty where the compiler does not know, or for a whole program.
       calls: how often it was called.
       seconds: how long all executions took.
       bundles: how many it has.
@@ -64,6 +69,21 @@ class EmulatedKernel:
     transfers: int
     never_issued: tuple[Region, ...]
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        source: str,
+        bundles: Sequence[Bundle],
+        issues: np.ndarray,
+        calls: int,
+        seconds: float,
+        transfers: int,
+    ) -> "EmulatedKernel":
+        """Describes a kernel whose bundles were issued so often."""
+        never_issued = tuple(_regions(bundles, issues == 0))
+        return cls(name, source, calls, seconds, len(bundles), int(np.count_nonzero(issues)), transfers, never_issued)
+
     @property
     def coverage(self) -> float:
         """The part of the bundles that were issued, from 0 to 1."""
@@ -80,6 +100,7 @@ class Emulation:
       kernels: those that were executed, in the order of their first calls.
       findings: what they do and should not; empty is what one hopes for.
       unknown: opcodes and operands, in bundles that were never issued, whose meaning nobody has settled.
+      is_whole_program: whether `kernels` are all parts of the program: itself, its fusions and copies as well.
     """
 
     target: str
@@ -87,6 +108,7 @@ class Emulation:
     kernels: tuple[EmulatedKernel, ...]
     findings: tuple[Finding, ...]
     unknown: tuple[str, ...]
+    is_whole_program: bool = False
 
     @property
     def coverage(self) -> float:
@@ -106,14 +128,15 @@ class Emulation:
         """Lays out the kernels, and what was found, as `rich` tables."""
         if not self.kernels:
             return [Text(f"{self.target}: no Pallas kernel runs")]
-        count = f"{len(self.kernels)} kernel{'s' if len(self.kernels) > 1 else ''}"
-        table = Table(title=f"{self.target}: {count}, executed as compiled", title_justify="left")
-        table.add_column("kernel", overflow="fold")
+        noun = "part" if self.is_whole_program else "kernel"
+        what = f"{'the whole program, ' if self.is_whole_program else ''}{counted(len(self.kernels), noun)}"
+        table = Table(title=f"{self.target}: {what}, executed as compiled", title_justify="left")
+        table.add_column(noun, overflow="fold")
         for name in ("calls", "s", "bundles", "issued", "DMAs"):
             table.add_column(name, justify="right")
         for kernel in self.kernels:
             table.add_row(
-                Text.assemble(kernel.name, (f"\n  {kernel.source}", "dim")),
+                Text.assemble(kernel.name, (f"\n  {kernel.source}" if kernel.source else "", "dim")),
                 f"{kernel.calls:,}",
                 f"{kernel.seconds:.2f}",
                 f"{kernel.bundles:,}",
@@ -121,7 +144,7 @@ class Emulation:
                 f"{kernel.transfers:,}",
             )
         found: list[Table | Text] = [table]
-        found += [Text(f"{one.kernel} ({one.source}): {one.what}") for one in self.findings]
+        found += [Text(f"{one.kernel}{f' ({one.source})' if one.source else ''}: {one.what}") for one in self.findings]
         if not self.findings:
             found.append(Text("nothing was found"))
         if self.unknown:
@@ -130,3 +153,15 @@ class Emulation:
 
     def __str__(self) -> str:
         return "\n".join(map(tables.text, self.tables()))
+
+
+def _regions(bundles: Sequence[Bundle], is_in: np.ndarray) -> Iterator[Region]:
+    """Yields the regions of bundles that are marked and do something."""
+    for marked, numbers in itertools.groupby(range(len(bundles)), key=lambda number: bool(is_in[number])):
+        if marked:
+            first, *others = numbers
+            last = others[-1] if others else first
+            inside = bundles[first : last + 1]
+            if any(bundle.instructions for bundle in inside):
+                lines = dict.fromkeys(line for bundle in inside for line in bundle.lines)
+                yield Region(first, last, tuple(lines))

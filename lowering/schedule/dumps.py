@@ -13,7 +13,7 @@ from lowering.schedule.bundles import Bundle, read_bundles
 from lowering.schedule.constants import constant_operands
 from lowering.source_lines import users_line
 
-_TOP_LEVEL = "TLP"
+TOP_LEVEL = "TLP"
 KERNEL = "mosaic"
 _FILE = re.compile(r"\d+-(.*?)-\d+-packed-bundles-post-ra\.txt")
 _ORIGINAL = re.compile(r"\d+-(.*?)-\d+-original\.txt")
@@ -22,6 +22,7 @@ _BROKEN_LINE = re.compile(r'\n(?="|\}\})')  # in what a kernel's author says of 
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%([\w.\-]+) = (.*)$", re.MULTILINE)
 _SAID_ELSEWHERE = re.compile(r", (?:metadata|sharding|frontend_attributes)=\{.*?\}(?=,|$)")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")  # "{1}: (2, {}, may-alias)"; "{}: (0, ...)" for the only result
+_BORDER = re.compile(r"entry_computation_layout=\{\((.*?)\)->(.*?)\}(?=, \w+=|$)")
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _OPERANDS = re.compile(r"[a-z][\w\-]*\(((?:%[\w.\-]+(?:, )?)*)\)")
@@ -64,11 +65,12 @@ class Dumps:
     Attributes:
       instructions: of the optimised program, by name.
       aliases: the parameters whose memory results are put into, by the position of the result; None for the only one.
+      border: the types of the program's parameters, and of its results: in brackets for several.
     """
 
     def __init__(self, folder: Path) -> None:
         """Reads the program, and which schedules there are; each schedule when it is asked for."""
-        files = {
+        self._files = {
             found[1]: path
             for path in sorted(folder.glob("*-packed-bundles-post-ra.txt"))
             if "schedule-analysis" not in path.name and (found := _FILE.fullmatch(path.name))
@@ -78,9 +80,8 @@ class Dumps:
             for path in sorted(folder.glob("*-original.txt"))
             if (found := _ORIGINAL.fullmatch(path.name)) is not None
         }
-        self._top_level = files.pop(_TOP_LEVEL, None)
-        self._files = files
-        self._hlo = next(iter(sorted(folder.glob(f"*-{_TOP_LEVEL}-hlo.txt"), reverse=True)), None)
+        self._top_level = self._files.get(TOP_LEVEL)
+        self._hlo = next(iter(sorted(folder.glob(f"*-{TOP_LEVEL}-hlo.txt"), reverse=True)), None)
         text = _BROKEN_LINE.sub("", self._hlo.read_text(errors="replace")) if self._hlo is not None else ""
         bodies = dict(_COMPUTATION.findall(text))
         locations = _locations(text)
@@ -90,13 +91,17 @@ class Dumps:
             for name, rest in _INSTRUCTION.findall(body)
         }
         header = text.partition("\n")[0]
+        border = _BORDER.search(re.sub(r"/\*.*?\*/", "", header))
+        self.border = ("", "") if border is None else (border[1], border[2])
         self.aliases = {int(result) if result else None: int(parameter) for result, parameter in _ALIAS.findall(header)}
         self.bundles = functools.cache(self._bundles)
-        self._shared = {self.instructions[name].text: name for name in reversed(files) if name in self.instructions}
+        self._shared = {
+            self.instructions[name].text: name for name in reversed(self._files) if name in self.instructions
+        }
 
     def files(self) -> list[Path]:
         """Lists the files that a replay may read."""
-        return [path for path in (self._hlo, self._top_level, *self._files.values()) if path is not None]
+        return [path for path in (self._hlo, *self._files.values()) if path is not None]
 
     def top_level(self) -> tuple[Bundle, ...]:
         """Reads the program that calls all others; empty where none was written."""

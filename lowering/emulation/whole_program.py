@@ -1,0 +1,76 @@
+"""Compiles all of a function for an absent TPU, executes the program, and says what was found."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowering.compiling.compile import schedules_of
+from lowering.emulation.emulator import Emulator, differing
+from lowering.emulation.faults import EmulationError, KernelFaultError, MachineFaultError, UnknownFormError
+from lowering.emulation.kernels import POISONS
+from lowering.emulation.memory import Transfers
+from lowering.emulation.programs import PROGRAM, Program, Run
+from lowering.emulation.report import Emulation, Finding
+from lowering.schedule.dumps import Dumps
+from pallas_kernels.hardware import Hardware
+
+# How a program is executed again, by what its results depend on if they differ then.
+_OTHER_WAYS: dict[str, dict[str, Any]] = {
+    **{f"when transfers happen {order}": {"order": order} for order in Transfers.ORDERS[1:]},
+    "with what memory holds where nothing is written, or no longer since a shorter transfer went there": {
+        "poison": POISONS[1]
+    },
+}
+
+
+def emulated_program(
+    fn: Callable[..., Any], args: Sequence[Any], hardware: Hardware, *, checks: bool, eup_error: float
+) -> Emulation:
+    """Runs a function of arrays as the program that a chip's compiler makes of it; see `emulate`."""
+    with Emulator(hardware, checks=False).tracing():
+        like, structure = jax.tree.flatten(jax.eval_shape(fn, *args))
+    keys = [x for x in (*jax.tree.leaves(args), *like) if jnp.issubdtype(x.dtype, jax.dtypes.extended)]
+    if keys:
+        must = "take and return arrays of numbers, such as jax.random.key_data"
+        raise EmulationError(f"lowering.emulate: fn must {must}; got {keys[0].dtype}")
+
+    @functools.wraps(fn)
+    def without_donation(*arrays: Any) -> Any:
+        return fn(*arrays)
+
+    with schedules_of(jax.jit(without_donation), args, hardware) as folder:
+        try:
+            program = Program.of(Dumps(folder), hardware.name)
+        except UnknownFormError as error:
+            raise EmulationError(f"{PROGRAM} on {hardware.name}: {error}") from None
+    operands = list(map(np.asarray, jax.tree.leaves(args)))
+
+    def executed(**how: Any) -> tuple[tuple[np.ndarray, ...], Run]:
+        run = Run(program, operands, eup_error=eup_error, **how)
+        return run.run(like), run
+
+    try:
+        results, run = executed(checks=checks)
+    except UnknownFormError as error:
+        why = f"{error}, whose meaning nobody has settled"
+        raise EmulationError(f"{PROGRAM} on {hardware.name}: {why}") from None
+    except MachineFaultError as error:
+        raise KernelFaultError(f"{PROGRAM} on {hardware.name}: {error}") from None
+    found = list(run.faults())
+    for what, how in _OTHER_WAYS.items() if checks else ():
+        try:
+            found += [f"{which} {what}" for which in differing(results, executed(**how)[0])]
+        except MachineFaultError as error:
+            found.append(f"{error}, {what}")
+    return Emulation(
+        target=hardware.name,
+        results=jax.tree.unflatten(structure, map(jnp.asarray, results)),
+        kernels=tuple(calls.described() for calls in run.calls.values() if calls.count),
+        findings=tuple(Finding(PROGRAM, "", what) for what in found),
+        unknown=run.unknown(),
+        is_whole_program=True,
+    )
