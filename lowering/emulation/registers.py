@@ -25,7 +25,7 @@ _SYMBOL = re.compile(r"#(\w+)")
 _REMARK = re.compile(r"(?<=\S)\s+\[#\w+\]$")
 _ADDRESS = re.compile(
     r"\[vmem:\[([^\]]*)\](?:\s*ss:\$(-?\d+))?(?:\s*sps:\$(\d+))?\s*(?:sm:(\$0x[0-9a-f]+|%\w+))?"
-    r"(?:\s*pattern:\$(0x[0-9a-f]{8}))?\s*\]\s*(.*)",
+    r"(?:\s*pattern:\$(0x[0-9a-f]{1,8}))?\s*\]\s*(.*)",
     re.DOTALL,
 )
 
