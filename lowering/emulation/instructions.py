@@ -48,7 +48,7 @@ _RENAMED = [
         (r"^vperm\.lane\.", "vperm."),
         # XLA's fusions say of the same operations less, or which numbers result.
         (r"^(vunpack\.[ci]\.[lh]\.s16)$", r"\1.s32"),
-        (r"^vshra\.s32\.s16", "vshra.s32"),
+        (r"^vshra\.s32\.s(8|16)", "vshra.s32"),
         (r"^vand\.u32\.u8", "vand.u32"),
     )
 ]
@@ -577,6 +577,14 @@ def _upper_half(core: Translator, __: str, instruction: Instruction) -> Get:
     return lambda: vector_unit.upper_half(a(), b())
 
 
+def _twice(core: Translator, opcode: str, instruction: Instruction) -> Get:
+    first, second = labelled(instruction, "", "")
+    if first != second:  # nobody has seen which of two would be the lower half
+        raise UnknownFormError(f"{opcode} of {first} and {second}")
+    vector = core.registers.vector(first)
+    return lambda: vector_unit.halves_of(vector(), vector())
+
+
 def _compare(core: Translator, opcode: str, instruction: Instruction) -> Get:
     _, relation, dtype, *order = opcode.split(".")
     function = vector_unit.comparison(relation, dtype)
@@ -623,4 +631,5 @@ _VALUES: Mapping[str, Callable[[Translator, str, Instruction], Get]] = {
     "vsel": _select,
     "vmul.u32.u64.high": _upper_half,
     "vcmp": _compare,
+    "vpack.i.b16": _twice,
 }

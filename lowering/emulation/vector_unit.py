@@ -281,6 +281,11 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def halves_of(high: Any, low: Any) -> Any:
+    """Returns words of the lower halves of two vectors."""
+    return whole(high << np.uint32(16) | low & _LOW)
+
+
 def upper_half(a: Any, b: Any) -> Any:
     """Returns the upper half of a product of 64 bits."""
     return whole((a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32)).astype(np.uint32))

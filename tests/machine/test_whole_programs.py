@@ -146,6 +146,9 @@ def test_sublanes_load_from_rows_up_to_15_further():
     bench.set_rows("vmem", 0, rows)
     machine = bench.run("%v1_v1 = vld.sshfl [vmem:[%s0_s0] sm:$0xff pattern:$0xeeeee420]", s0=bench.places["vmem"][0])
     np.testing.assert_array_equal(machine.registers.held["v1"], rows[[0, 2, 4, 14, 14, 14, 14, 14]])
+    # A zero in front is left out.
+    machine = bench.run("%v1_v1 = vld.sshfl [vmem:[%s0_s0] sm:$0xff pattern:$0x7654321]", s0=bench.places["vmem"][0])
+    np.testing.assert_array_equal(machine.registers.held["v1"], rows[[1, 2, 3, 4, 5, 6, 7, 0]])
 
 
 def test_halves_are_taken_by_a_number_and_added_to_float32():
@@ -163,6 +166,13 @@ def test_halves_are_taken_by_a_number_and_added_to_float32():
     np.testing.assert_array_equal(held["v1"], low)
     np.testing.assert_array_equal(held["v2"], high)
     np.testing.assert_array_equal(held["v3"].view(np.float32), A + low.view(np.float32))
+
+
+def test_halves_are_packed_beside_themselves():
+    machine = Bench().run("%v1_v1 = vpack.i.b16 %v0_v0, %v0_v0", v0=bits(A))
+    np.testing.assert_array_equal(machine.registers.held["v1"], bits(A) << 16 | bits(A) & 0xFFFF)
+    with pytest.raises(UnknownFormError, match="of %v0_v0 and %v1_v1"):
+        Bench().run("%v2_v2 = vpack.i.b16 %v0_v0, %v1_v1", v0=bits(A), v1=bits(B))
 
 
 @pytest.mark.parametrize("count", [1, 2])
