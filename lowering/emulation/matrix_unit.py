@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lowering.emulation.faults import MachineFaultError
+from lowering.emulation.faults import MachineFaultError, UnknownFormError
 from lowering.emulation.registers import LANES, SUBLANES
 from lowering.emulation.vector_unit import rounded_to_bfloat16, rows_of_words, selected, whole
 
@@ -129,7 +129,9 @@ class MatrixUnit:
         """Returns the matrix that was pushed, padded with zeros; or two."""
         if not pushed:
             raise MachineFaultError("weights are loaded that nobody has pushed")
-        kinds = list(dict.fromkeys(kind for kind, *_ in pushed))
+        kinds = sorted({kind for kind, *_ in pushed})
+        if kinds not in ([0], [1], [1, 2], [3]):
+            raise UnknownFormError(f"weights of the kinds {kinds}")
         is_transposed = pushed[0][1]
         in_order = pushed[::-1] if self._starts_with_last else pushed
 
@@ -148,4 +150,6 @@ class MatrixUnit:
             )
             for kind in kinds
         ]
+        # The second half begins at row 128, also where the first is not full.
+        groups[:-1] = [np.pad(group, ((0, LANES - len(group)), (0, 0))) for group in groups[:-1]]
         return (turned(np.concatenate(groups), 2 * LANES if kinds[0] else LANES),)

@@ -188,6 +188,29 @@ def test_halves_are_transposed_also_two_matrices_at_once(count):
             np.testing.assert_array_equal(turned[:, :32], matrix.T[row : row + 16])
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_the_second_half_of_weights_begins_at_row_128(is_transposed):
+    unit, rng = MatrixUnit(starts_with_last=True), np.random.default_rng(1)
+    x, first, second = (rng.integers(-9, 9, (rows, 128)).astype(np.float32) for rows in (16, 24, 40))
+    for kind, weight in ((1, first), (2, second)):
+        for at in range(len(weight) - 8, -1, -8):
+            unit.push("msra", bits(weight[at : at + 8]), "f32", kind, is_transposed=is_transposed)
+    unit.prepare("mubr", bits(x[8:]), "f32")
+    if is_transposed:
+        unit.prepare("mubr", bits(np.zeros_like(x[8:])), "f32")
+    unit.multiply(bits(x[:8]), "f32", "msra", "gmra", None)
+    left, right = (unit.results.popleft().view(np.float32) for _ in range(2))
+    if is_transposed:
+        np.testing.assert_array_equal(left[:, :24], x[:8] @ first.T)
+        np.testing.assert_array_equal(right[:, :40], x[:8] @ second.T)
+    else:
+        np.testing.assert_array_equal(left, x[:8, :24] @ first + x[8:, :40] @ second)
+        assert not right.any()
+    unit.push("msra", bits(A), "f32", 2, is_transposed=is_transposed)
+    with pytest.raises(UnknownFormError, match="weights of the kinds"):
+        unit.multiply(bits(A), "f32", "msra", "gmra", None)
+
+
 def test_latched_rows_are_multiplied():
     unit = MatrixUnit(starts_with_last=True)
     rows, weight = np.random.default_rng(1).integers(-9, 9, (2, 128, 128)).astype(np.float32)
