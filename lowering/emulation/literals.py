@@ -10,6 +10,7 @@ from lowering.schedule.dumps import Dumps
 from lowering.schedule.layouts import places_of
 
 _LITERAL = re.compile(r"#(allocation\d+) \[shape = '([^']*)', space=hbm, [^\n]*tag = 'constant literal'")
+_CALL = re.compile(r"inlined_call ([^/\n]*?) /\* %[\w.\-]+ = [\w\-]+\(([^)]*)\)")
 _VALUES = re.compile(r" constant\((.*?)\)(?=,|$)", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:inf|nan|\d[\d.]*(?:e[-+]?\d+)?)|true|false")
 _TRUTH = {"true": 1, "false": 0}
@@ -23,16 +24,28 @@ def literals_of(dumps: Dumps, allocated: str) -> dict[str, tuple[str, np.ndarray
     """Returns the type and the values of each array that lies in HBM before a program starts, by allocation.
 
     Raises:
-      UnknownFormError: if it cannot be read, or if several have one type, as no dump says which of them is which.
+      UnknownFormError: if it cannot be read; or if several have one type, and no call says which of them it takes.
     """
+    constants = {name: one for name, one in dumps.instructions.items() if one.opcode == "constant"}
+    named = {
+        argument.strip("[#]"): operand.strip("%")
+        for arguments, operands in _CALL.findall(allocated)
+        for argument, operand in zip(arguments.split(", "), operands.split(", "), strict=False)  # results follow
+    }
     found = {}
     for name, array_type in _LITERAL.findall(allocated):
-        texts = [one.text for one in dumps.instructions.values() if one.opcode == "constant" and one.type == array_type]
-        values = _VALUES.search(re.sub(r"/\*.*?\*/", "", texts[0])) if len(texts) == 1 else None
-        dtype, shape = _DTYPES.get(array_type.partition("[")[0]), places_of(array_type)[1]
-        numbers = [float(_TRUTH.get(one, one)) for one in _NUMBER.findall(values[1])] if values is not None else []
-        if dtype is None or values is None or len(numbers) != np.prod(shape):
-            which = f"{'one of several arrays' if len(texts) > 1 else 'an array'} of type {array_type}"
-            raise UnknownFormError(f"nobody says what is in {which} that fn closes over")
-        found[name] = array_type, np.array(numbers).astype(dtype).reshape(shape)
+        own = constants.get(named.get(name, ""))
+        texts = {one.text for one in ([own] if own is not None else constants.values()) if one.type == array_type}
+        if len(texts) != 1:
+            raise UnknownFormError(f"nobody says what an array of the program of type {array_type} holds")
+        found[name] = array_type, _array(texts.pop(), array_type)
     return found
+
+
+def _array(text: str, array_type: str) -> np.ndarray:
+    values = _VALUES.search(re.sub(r"/\*.*?\*/", "", text))
+    dtype, shape = _DTYPES.get(array_type.partition("[")[0]), places_of(array_type)[1]
+    numbers = [float(_TRUTH.get(one, one)) for one in _NUMBER.findall(values[1])] if values is not None else []
+    if dtype is None or values is None or len(numbers) != np.prod(shape):
+        raise UnknownFormError(f"an array of the program of type {array_type} cannot be read")
+    return np.array(numbers).astype(dtype).reshape(shape)

@@ -117,6 +117,22 @@ def products(rng):
     return fn, (x, y, z), (a @ b, a.T @ c, c @ c.T, exact), (1e-6, 1e-6, 4e-3, 1e-6)
 
 
+def convolutions(rng):
+    x, kernel, of_y = (jnp.round(4 * normal(rng, *shape)) / 4 for shape in ((2, 8, 50), (16, 8, 3), (2, 16, 50)))
+
+    def fn(x, kernel, of_y):
+        y, transposed = jax.vjp(lambda x, kernel: jax.lax.conv_general_dilated(x, kernel, (1,), "SAME"), x, kernel)
+        return y, *transposed(of_y)
+
+    a, w, g = (np.asarray(array, np.float64) for array in (x, kernel, of_y))
+    a, of_x = np.pad(a, ((0, 0), (0, 0), (1, 1))), np.zeros((2, 8, 52))
+    windows = np.lib.stride_tricks.sliding_window_view(a, 3, axis=2)
+    for at in range(3):
+        of_x[:, :, at : at + 50] += np.einsum("not,oc->nct", g, w[:, :, at])
+    truths = np.einsum("nctk,ock->not", windows, w), of_x[:, :, 1:-1], np.einsum("nctk,not->ock", windows, g)
+    return fn, (x, kernel, of_y), truths, (1e-6, 1e-6, 1e-6)
+
+
 def training_step(rng):
     """One step of Adam on the cross entropy of two layers; products round their operands."""
     x, labels, step = normal(rng, 32, 64), integers(rng, 10, 32), jnp.float32(3)
@@ -184,7 +200,7 @@ def loops(rng):
     return fn, (x,), (grown, peaked), (1e-6, 1e-6)
 
 
-PROGRAMS = (elements, moves, reductions, normalizations, products, training_step, lookups, loops)
+PROGRAMS = (elements, moves, reductions, normalizations, products, convolutions, training_step, lookups, loops)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -247,9 +263,12 @@ def test_what_a_sparse_core_computes_is_refused(rng):
 def test_what_cannot_be_laid_out_is_refused(rng):
     with pytest.raises(EmulationError, match="fn must take and return arrays of numbers"):
         lowering.emulate(jax.random.bits, jax.random.key(0), target="tpu-v5e", whole_program=True)
-    first, second = (rng.normal(size=(40, 300)).astype(np.float32) for _ in range(2))
-    with pytest.raises(EmulationError, match=r"what is in one of several arrays of type f32\[40,300\]"):
-        lowering.emulate(lambda x: (x * first) @ (x * second).T, first, target="tpu-v5e", whole_program=True)
+
+
+def test_arrays_that_a_function_closes_over_are_told_apart(rng):
+    x, first, second = rng.normal(size=(3, 40, 300)).astype(np.float32)
+    emulation = lowering.emulate(lambda x: x * first - second, x, target="tpu-v5e", whole_program=True)
+    np.testing.assert_allclose(emulation.results, x * first - second, atol=1e-6)
 
 
 def test_options_are_checked(rng):
