@@ -244,8 +244,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "vunpack.c.h.bf16": _unpacked_bfloat16(1),
     "vunpack.i.l.bf16": lambda x: x << np.uint32(16),
     "vunpack.i.h.bf16": lambda x: x & _HIGH,
-    # The second operand, 0 or 1, selects the half.
-    "vunpack.vsel.i.bf16": lambda x, half: x >> np.uint32(16) * half << np.uint32(16),
+    "vunpack.vsel.i.bf16": lambda x, half: x >> np.uint32(16) * half << np.uint32(16),  # half is 0 or 1
     # The sign counts: of max pooling's keys, which may be negative, on a v5e.
     "vunpack.c.l.b16": _unpacked_signed(0),
     "vunpack.c.h.b16": _unpacked_signed(1),
