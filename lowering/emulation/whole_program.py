@@ -33,6 +33,8 @@ def emulated_program(
     """Runs a function of arrays as the program that a chip's compiler makes of it; see `emulate`."""
     with Emulator(hardware, checks=False).tracing():
         like, structure = jax.tree.flatten(jax.eval_shape(fn, *args))
+    if not like:
+        raise EmulationError("lowering.emulate: fn must return an array; got none")
     keys = [x for x in (*jax.tree.leaves(args), *like) if jnp.issubdtype(x.dtype, jax.dtypes.extended)]
     if keys:
         must = "take and return arrays of numbers, such as jax.random.key_data"

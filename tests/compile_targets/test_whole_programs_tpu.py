@@ -274,6 +274,8 @@ def test_arrays_that_a_function_closes_over_are_told_apart(rng):
 def test_options_are_checked(rng):
     with pytest.raises(EmulationError, match="whole_program must be a bool; got 1"):
         lowering.emulate(jnp.sin, normal(rng, 3), target="tpu-v5e", whole_program=1)
+    with pytest.raises(EmulationError, match="fn must return an array; got none"):
+        lowering.emulate(lambda x: (), np.ones(8, np.float32), target="tpu-v5e", whole_program=True)
 
 
 def test_the_command_executes_whole_programs():
