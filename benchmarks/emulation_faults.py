@@ -19,7 +19,7 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tpu_schedule_accuracy import libtpu_version
+from tpu_published import libtpu_version
 
 import jaxops
 from lowering.emulation.emulator import Emulator

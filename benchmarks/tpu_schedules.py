@@ -293,7 +293,7 @@ def both_replayed(case: Case, target: str, tuned: Path | None) -> dict[str, Any]
 def again_us(case: Case, target: str) -> float:
     """The time to read once more what the gradient needs, less that of what nobody needs."""
     hardware, chip = named(target), CHIPS[target]
-    bytes_per_us = bytes_per_cycle(chip, hardware) * (hardware.cores or 1) * chip.clock_hz / 1e6
+    bytes_per_us = bytes_per_cycle(chip, hardware) * (hardware.cores or 1) * chip.hz / 1e6
     again, unread = (0 if x is None else x.size * x.dtype.itemsize for x in (case.again, case.unread))
     return (again - unread) / bytes_per_us
 
@@ -323,10 +323,13 @@ def number(row: Mapping[str, Any]) -> str:
 def page(results: dict[str, Any]) -> str:
     """The results as a page of documentation."""
     versions = results["environment"]["versions"]
+    reached = ", ".join(f"{CHIPS[target].hbm_efficiency:.2f} ({target})" for target in TARGETS)
     lines = [
         "# Replays of this library's operators",
         "",
         "Microseconds by libtpu's schedules, replayed; no chip ran anything ([how far to trust them](schedule.md)).",
+        "Times and rooflines are at the clock and the bandwidth that chips reach. By the data sheet, what HBM binds",
+        f"would take {reached} of the time.",
         "The roofline counts each argument and result once, or the program's matrix products if they take longer;",
         "with a gradient, also what is read once more for it: y of softmax, x of norms and max-pool. Of a table or of",
         "log-probabilities it counts what is looked up.",

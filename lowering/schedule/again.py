@@ -28,10 +28,16 @@ class Again:
         self._given = given
         self._texts = {path.name: zlib.compress(path.read_bytes(), _LEVEL) for path in dumps.files()}
 
-    def replay(self, recorded: Collection[str]) -> ProgramReplay:
-        """Replays the program once more, and records it and the first call of each of these kernels."""
+    def replay(self, recorded: Collection[str] | None = None, chip: Chip | None = None) -> ProgramReplay:
+        """Replays the program once more, by itself, or to record it and the first call of each of these kernels.
+
+        Args:
+          recorded: the kernels; None to record nothing.
+          chip: another than the one that the schedules were replayed on.
+        """
+        chip = chip or self.chip
         with tempfile.TemporaryDirectory() as name:
             for file, text in self._texts.items():
                 (Path(name) / file).write_bytes(zlib.decompress(text))
-            hbm = bytes_per_cycle(self.chip, self._hardware)
-            return replay_program(Dumps(Path(name)), self.chip, hbm, self._given, recorded)
+            hbm = bytes_per_cycle(chip, self._hardware)
+            return replay_program(Dumps(Path(name)), chip, hbm, self._given, recorded)

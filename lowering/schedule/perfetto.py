@@ -194,7 +194,7 @@ class _Writer:
             self.events.append({"ph": "C", "ts": self._us(at), "pid": _PROCESS, "name": _UNITS, "args": percent})
 
     def _us(self, cycles: float) -> float:
-        return round(cycles / self._chip.clock_hz * 1e6, _PICOSECONDS)
+        return round(cycles / self._chip.hz * 1e6, _PICOSECONDS)
 
 
 def _starts(shown: Detail, passages: Iterable[Passage]) -> int:

@@ -56,6 +56,23 @@ class Schedule:
     border_bytes: int = 0
     again: Again | None = dataclasses.field(default=None, repr=False, compare=False)
 
+    def us_at(self, clock: float, bandwidth: float) -> float:
+        """Replays the program once more, at other parts of the chip's nominal clock and of HBM's nominal bandwidth.
+
+        `us_at(1.0, 1.0)` is the time that the data sheet allows, which no chip reaches.
+
+        Raises:
+          ScheduleError: if the schedule was loaded from a file.
+        """
+        again = self._replayable("us_at")
+        chip = dataclasses.replace(again.chip, clock_efficiency=clock, hbm_efficiency=bandwidth)
+        return _us(again.replay(chip=chip).cycles, chip)
+
+    def _replayable(self, caller: str) -> Again:
+        if self.again is None:
+            raise ScheduleError(f"{caller}: schedule must be one that `compile` has returned; got one from a file")
+        return self.again
+
     def to_record(self) -> dict[str, Any]:
         """Returns everything, for JSON."""
         record = dataclasses.asdict(dataclasses.replace(self, again=None))
@@ -140,10 +157,9 @@ class Schedule:
         Raises:
           ScheduleError: if the file cannot be written, or the schedule was itself loaded from a file.
         """
-        if self.again is None:
-            raise ScheduleError("to_perfetto: schedule must be one that `compile` has returned; got one from a file")
-        program = self.again.replay({kernel.name for kernel in self.kernels[:MOST_KERNELS]})
-        found = trace(self.kernels, program, self.again.chip, self.target, self.remarks)
+        again = self._replayable("to_perfetto")
+        program = again.replay({kernel.name for kernel in self.kernels[:MOST_KERNELS]})
+        found = trace(self.kernels, program, again.chip, self.target, self.remarks)
         text = json.dumps(found, separators=(",", ":")).encode()
         _write("to_perfetto", path, gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
 
@@ -199,7 +215,7 @@ def schedule_of(folder: Path, hardware: Hardware, *, border_bytes: int, given: G
     rows = [_row(name, called, dumps, chip, program.cycles) for name, called in program.called.items()]
     rows.append(_rest(program, chip, hbm))
     in_products = sum(called.calls * _matmul_cycles(called.replay, chip) for called in program.called.values())
-    remarks = [_CAVEAT, *([f"{hardware.name} is {chip.remark}."] if chip.remark else [])]
+    remarks = [_CAVEAT, f"{hardware.name}: {chip.accuracy}."]
     if program.unknown:
         remarks.append(f"Not understood, and left out: {', '.join(sorted(program.unknown))}.")
     remarks += [f"{of_nothing[0].upper()}{of_nothing[1:]}."] if unused else []
@@ -221,7 +237,7 @@ def schedule_of(folder: Path, hardware: Hardware, *, border_bytes: int, given: G
 
 
 def _us(cycles: float, chip: Chip) -> float:
-    return cycles / chip.clock_hz * 1e6
+    return cycles / chip.hz * 1e6
 
 
 def _matmul_cycles(replay: KernelReplay, chip: Chip) -> float:

@@ -42,12 +42,11 @@ def test_a_program_is_replayed_with_what_it_calls(folder):
     assert json.loads(schedule.to_json())["kernels"][0]["dma_bytes"] == 32000
 
 
-def test_the_table_names_what_is_unknown_and_what_is_not_validated(folder):
+def test_the_table_names_what_is_unknown_and_how_accurate_replays_are(folder):
     (folder / "18-fusion-01-packed-bundles-post-ra.txt").write_text(program("%s1_s1 = sfrobnicate.u32 3, 4"))
     text = str(schedule_of(folder, named("tpu-v7x"), border_bytes=0, given=Given({"fusion": 2})))
     assert "Not understood, and left out: sfrobnicate.u32." in text
-    assert "tpu-v7x is not validated" in text
-    assert "with a published calibration" in text
+    assert f"tpu-v7x: {CHIPS['tpu-v7x'].accuracy}." in text
     assert "the caller said: fusion 2." in text
     assert "model.py:12 (loss)" in text
 
