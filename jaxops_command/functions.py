@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxops_command.options import (
+    EMULATED,
     PLATFORMS,
     STAGES,
     Arguments,
@@ -145,13 +146,13 @@ def emulate(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Executes a function's compiled TPU kernels, or its whole compiled program, on the CPU.
+    """Executes compiled TPU kernels, or a whole program, on the CPU.
 
     It shows what they do and should not, how much of their code was executed, and how their results differ from those
     of Pallas' interpreter. It exits with 1 if anything was found. Without --arg, the arguments are FILE.py's
     FUNCTION_args or example_args: a tuple, or a function that returns one.
     """
-    require_target(target)
+    require_one_of(EMULATED, "target", target)
     chosen = one_implementation_of(implementation)
     require(0 <= eup_error < 1, "--eup-error", "be from 0 to 1", str(eup_error))
     require_location(function, arg)

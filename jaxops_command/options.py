@@ -23,6 +23,7 @@ CHIPS = (
     "cuda-a100",
 )
 PLATFORMS = ("cpu", "cuda", "tpu")
+EMULATED = ("tpu-v5e", "tpu-v6e", "tpu-v7x")
 COMPILERS = ("tpu", "cuda")
 STAGES = ("verify", "time", "tune")
 PROCESS_COUNTS = (1, 2, 4)

@@ -139,8 +139,9 @@ def use(
     """
     for request in [*([] if implementation is None else [implementation]), *by_operator.values()]:
         if not _is_request(request):
-            choices = f"{', '.join(MODES)}, emulate:tpu-v5e, or a kernel or form that `explain` names"
-            raise ValueError(f"use: implementation must be one of {choices}; got {show(request)}")
+            choices = ", ".join([*MODES, *(f"emulate:{chip}" for chip in EMULATED)])
+            what = f"one of {choices}, or a kernel or form that `explain` names"
+            raise ValueError(f"use: implementation must be {what}; got {show(request)}")
     for name in by_operator:
         if name not in operators.names():
             raise ValueError(f"use: operator must be one of {', '.join(sorted(operators.names()))}; got {show(name)}")

@@ -81,8 +81,14 @@ class Site:
 
 def users_line(frames: Sequence[tuple[str, int, str]]) -> str:
     """Returns the user's line in frames (file, line, function), innermost first; else the innermost; "" for none."""
-    own = list(itertools.takewhile(lambda frame: not _within(frame[0], _HERE), frames)) or frames
+    own = list(itertools.takewhile(lambda frame: not _within(frame[0], _HERE), frames))
     return next((_place(*frame) for frame in own if not is_library(frame[0])), _place(*own[0]) if own else "")
+
+
+def users_file_line(lines: Sequence[str]) -> str:
+    """Returns the first of these lines, such as "/home/me/model.py:12", that is no library's, without its folder."""
+    users = (line for line in lines if not is_library(line.rpartition(":")[0]))
+    return next(map(os.path.basename, users), "")
 
 
 def _place(file: str, line: int, function: str) -> str:

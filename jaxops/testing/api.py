@@ -14,12 +14,14 @@ from jaxops.testing.report import Broken, Report, Skipped
 from jaxops.testing.trial import Trial
 from lowering.errors import UsageError
 from lowering.functions import require_function
+from lowering.select import current_selection, emulated_chip
 
 _NAME = "check_operator"
 _PROMISES = {
     promise.name: promise for module in (calls, derivatives, accuracy, rows, meshes) for promise in module.PROMISES
 }
 PROMISES = tuple(_PROMISES)
+_NOT_EMULATED = frozenset({"export", "float16_accuracy", "shard_map", "auto_mesh", "explicit_mesh"})
 
 
 def check_operator(
@@ -85,6 +87,9 @@ def check_operator(
     for promise in chosen:
         if fault is not None and promise.name != "runs":
             skipped.append(Skipped(promise.name, "the function itself does not run on these operands"))
+            continue
+        if promise.name in _NOT_EMULATED and emulated_chip(current_selection().default) is not None:
+            skipped.append(Skipped(promise.name, "an emulated chip has no exports, meshes or float16"))
             continue
         match promise.outcome(trial):
             case Broken() as found:

@@ -92,6 +92,7 @@ def emulate(
         kernels=kernels,
         findings=findings,
         unknown=emulator.unknown(),
+        is_checked=checks,
     )
 
 

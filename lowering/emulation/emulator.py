@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from lowering.emulation.report import EmulatedKernel, Finding
 from lowering.operators import operator_of
 from lowering.register import on_one_device
 from lowering.schedule.dumps import KERNEL, Dumps
-from lowering.source_lines import Site
+from lowering.source_lines import Site, users_file_line
 from lowering.targets import abstract_device, compiled_for
 from pallas_kernels.hardware import Hardware
 
@@ -276,5 +275,5 @@ def _unwritten(kernel: Kernel, execution: Execution) -> str:
 
 def _placed(kernel: Kernel, number: int) -> str:
     """Returns a bundle's number, and its line where that is known."""
-    lines = kernel.bundles[number].lines
-    return f"{number:#x} ({os.path.basename(lines[0])})" if lines else f"{number:#x}"
+    line = users_file_line(kernel.bundles[number].lines)
+    return f"{number:#x} ({line})" if line else f"{number:#x}"

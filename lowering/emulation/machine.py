@@ -14,6 +14,7 @@ from lowering.emulation.instructions import NOT_WRITTEN, RENAMED_ONLY, Call, Tra
 from lowering.emulation.memory import Memory, Transfers
 from lowering.emulation.registers import Get, Registers
 from lowering.schedule.bundles import Bundle, Instruction
+from lowering.source_lines import users_file_line
 
 _MOST_BLOCKS = 20_000_000
 
@@ -141,8 +142,8 @@ class Machine:
                 raise type(error)(f"bundle {at:#x}{self._line(at)}: {error}") from None
 
     def _line(self, number: int) -> str:
-        lines = self._bundles[number].lines
-        return f" ({lines[0]})" if lines else ""
+        line = users_file_line(self._bundles[number].lines)
+        return f" ({line})" if line else ""
 
     def _block(self, first: int, *, stops_at_branch: bool) -> _Block:
         key = first, stops_at_branch

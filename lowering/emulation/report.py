@@ -101,6 +101,7 @@ class Emulation:
       findings: what they do and should not; empty is what one hopes for.
       unknown: opcodes and operands, in bundles that were never issued, whose meaning nobody has settled.
       is_whole_program: whether `kernels` are all parts of the program: itself, its fusions and copies as well.
+      is_checked: whether other orders of transfers were tried, and other bits in unwritten memory.
     """
 
     target: str
@@ -109,6 +110,7 @@ class Emulation:
     findings: tuple[Finding, ...]
     unknown: tuple[str, ...]
     is_whole_program: bool = False
+    is_checked: bool = True
 
     @property
     def coverage(self) -> float:
@@ -146,7 +148,8 @@ class Emulation:
         found: list[Table | Text] = [table]
         found += [Text(f"{one.kernel}{f' ({one.source})' if one.source else ''}: {one.what}") for one in self.findings]
         if not self.findings:
-            found.append(Text("nothing was found"))
+            untried = "" if self.is_checked else ", and no other order of transfers was tried"
+            found.append(Text(f"nothing was found{untried}"))
         if self.unknown:
             found.append(Text(f"not settled, in bundles that were not issued: {'; '.join(self.unknown)}"))
         return found

@@ -75,4 +75,5 @@ def emulated_program(
         findings=tuple(Finding(PROGRAM, "", what) for what in found),
         unknown=run.unknown(),
         is_whole_program=True,
+        is_checked=checks,
     )

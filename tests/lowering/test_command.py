@@ -22,6 +22,7 @@ from jaxops_command.app import app
 from lowering.campaign.run import STAGES
 from lowering.measurements import Entry, Key, Measurement
 from lowering.measuring import timing
+from lowering.select import EMULATED
 from lowering.targets import PLATFORMS, parse
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -382,6 +383,7 @@ print(json.dumps(found), file=sys.stderr)
 def test_command_says_what_the_library_does() -> None:
     """What `options` repeats, in order to do without JAX."""
     assert tuple(chip.name for chip in lowering.targets()) == options.CHIPS
+    assert EMULATED == options.EMULATED
     assert options.PLATFORMS == PLATFORMS
     assert options.COMPILERS == lowering.compilers.PLATFORMS
     assert options.STAGES == STAGES

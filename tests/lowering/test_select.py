@@ -108,7 +108,7 @@ def test_choose_leaves_an_operator_without_kernels_on_the_reference():
 
 @pytest.mark.parametrize("wrong", ["fast", "auto:mosaic_tpu", "", "pallas:", 3])
 def test_use_refuses_an_unknown_implementation(wrong):
-    named = "emulate:tpu-v5e, or a kernel or form that `explain` names"
+    named = "emulate:tpu-v5e, emulate:tpu-v6e, emulate:tpu-v7x, or a kernel or form that `explain` names"
     words = f"use: implementation must be one of auto, .*interpret, {named}; got"
     with pytest.raises(ValueError, match=words), lowering.use(wrong):
         pytest.fail("entered the context")

@@ -238,6 +238,10 @@ def test_promises_that_cannot_be_checked_are_skipped_with_a_reason(monkeypatch: 
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     (skipped,) = check_operator(jnp.tanh, [X], batched=[0], promises=["shard_map"]).skipped
     assert "XLA_FLAGS=--xla_force_host_platform_device_count=8" in skipped.reason
+    with jaxops.use("emulate:tpu-v5e"):
+        report = check_operator(jnp.tanh, [X], batched=[0], promises=["jit", "export", "float16_accuracy", "auto_mesh"])
+    assert {each.promise for each in report.skipped} == {"export", "float16_accuracy", "auto_mesh"}
+    assert report.kept == ("jit",)
 
 
 def test_operands_that_no_kernel_takes_are_skipped_where_kernels_are_asked_for() -> None:
