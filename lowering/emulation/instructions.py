@@ -54,6 +54,9 @@ _RENAMED = [
 ]
 _TRANSPOSITION = re.compile(r"(?:\[\d+/\d+\]\s*)?(?:\((?:short|narrow)\)\s*)*vx=(%\w+)")
 _LOADS = ("vld", "vld.bf16", "vld.sshfl")
+# Why the compiler's check of a transfer halts: the register of one end, both memories, and that end's; and the line.
+_BOUNDS = re.compile(r"^BoundsCheck \d+ deref of (s\d+) for .*?\bdma\.(\w+?)_to_(\w+).*?\b(\w+) \1\b")
+_LINE = re.compile(r"([\w.-]+\.py) :(\d+)")
 _STORED = re.compile(r"(?:vm=(%\w+),\s*)?vst_source=(\S+)")
 _DMA_STRIDES = ("src_stride", "dst_stride", "steps_per_stride")
 
@@ -498,6 +501,12 @@ def _read_semaphore(core: Translator, _: str, instruction: Instruction) -> Calla
 
 def _halt(_: Translator, __: str, instruction: Instruction) -> Callable[[], None]:
     reason = instruction.operands[0].removeprefix("reason=") if instruction.operands else "it gives no reason"
+    bounds = _BOUNDS.search(reason)
+    if bounds is not None:
+        source, destination, end = bounds.groups()[1:]
+        line, does = _LINE.search(reason), "reads" if end == source else "writes"
+        route = f"a transfer from {source} to {destination}{f' ({line[1]}:{line[2]})' if line else ''}"
+        reason = f"{route} {does} beyond its operand in {end}"
 
     def halt() -> None:
         raise MachineFaultError(f"a check that the compiler has put in fails: {reason}")

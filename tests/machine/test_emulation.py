@@ -448,6 +448,10 @@ FAULTS = {
     "%1 = vst [vmem:[%s0_s0 + $0xc] sm:$0xff] /*vst_source=*/%v0_v0": "a store to row 19 of vmem, which has 16 rows",
     "%v1_v1 = vld [vmem:[%s0_s0 + $0x30000] sm:$0xff]": "where nothing is allocated",
     "%1 = shalt.err (%p0_p0)": "a check that the compiler has put in",
+    (
+        "%1 = shalt.err (%p0_p0), reason=BoundsCheck 0 deref of s22 for 26 dma.hbm_to_vmem thread: 0 hbm s22 "
+        "size_in_granules 128 vmem s24 dst_syncflagno allocation3 loc( tmp model.py :5:56 to :65)"
+    ): "fails: a transfer from hbm to vmem (model.py:5) reads beyond its operand in hbm",
     "%1 = vmatmul.f32.gmra.mxu0 %v0_v0": "before weights are loaded",
     dma(300): "reaches beyond hbm",
 }
