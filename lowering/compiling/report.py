@@ -14,7 +14,7 @@ from rich.table import Table
 from lowering.schedule.report import Schedule
 from pallas_kernels.hardware import Hardware
 
-KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
+KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu", "__gpu$xla.gpu.triton")
 UNCHECKED_CALLS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, KERNEL_CALLS))  # as an artifact may hold them
 
 
@@ -199,7 +199,7 @@ def report_of(
 
 def _kernels(hlo: str) -> dict[str, int]:
     """Counts the Pallas kernels in an optimised program; a kernel's name is the last part of the path to its launch."""
-    calls = "|".join(KERNEL_CALLS)
+    calls = "|".join(map(re.escape, KERNEL_CALLS))
     pattern = rf'custom_call_target="(?:{calls})".*?op_name="(?:[^"]*/)?([^"/]+)/[^"/]+"'
     names = re.findall(pattern, hlo)
     return {name: names.count(name) for name in sorted(set(names))}

@@ -4,6 +4,8 @@ import functools
 
 import jax
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
 import lowering
 from jaxops.batch_norm.backward import BackwardOperands
@@ -112,3 +114,14 @@ def test_dropout_compiles_in_registers(h100, shape, dtype):
         (resources,) = report.gpu_resources
         assert resources.spilled_bytes == 0
         assert resources.registers <= 64  # a multiprocessor then holds as many threads as it can
+
+
+def test_a_users_triton_kernel_compiles(h100):
+    def doubled(x_ref, y_ref):
+        y_ref[...] = x_ref[...] * 2
+
+    x = jax.ShapeDtypeStruct((128,), F32)
+    params = triton.CompilerParams(num_warps=4)
+    report = lowering.compile(pl.pallas_call(doubled, x, compiler_params=params, name="doubled"), x, target=h100)
+    assert report.kernels == {"doubled": 1}
+    assert report.memory.peak == 2 * 4 * 128
