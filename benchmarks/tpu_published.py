@@ -109,7 +109,7 @@ def product_name(size: int, blocks: tuple[int, int, int] | None) -> str:
 
 
 def case(name: str, target: str, source: str, measured_ms: float, fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """A program of which somebody has published a time."""
+    """A program whose time somebody has published."""
     return {"name": name, "target": target, "source": source, "measured_us": 1e3 * measured_ms, "fn": fn, "args": args}
 
 
@@ -154,7 +154,7 @@ def replayed(published: Mapping[str, Any]) -> dict[str, Any]:
     print(*shown.values(), flush=True)
     try:
         report = compiled(published)
-    except (lowering.CompileError, NotImplementedError, ValueError, TypeError) as error:
+    except lowering.CompileError as error:
         return {**shown, "candidates": {"replay": {"refused": str(error)[:200]}}}
     schedule = report.schedule
     found = {
@@ -174,7 +174,7 @@ def errors(cases: Iterable[Mapping[str, Any]]) -> list[float]:
 
 
 def halves(cases: list[dict[str, Any]], target: str) -> tuple[list[dict[str, Any]], ...]:
-    """Of one chip the cases for fitting, the others, and those of which not everything is understood."""
+    """The cases of one chip: for the fit, to check it, and those that are not understood entirely."""
     replays = [each for each in cases if each["target"] == target and "error" in each["candidates"]["replay"]]
     same = [each for each in replays if "another_program" not in each["candidates"]["replay"]]
     understood = [each for each in same if "unknown" not in each["candidates"]["replay"]]
@@ -203,14 +203,9 @@ def table_of_chips(cases: list[dict[str, Any]]) -> str:
     for target, chip in CHIPS.items():
         first, second, others = ([*map(abs, errors(half))] for half in halves(cases, target))
         cells = [target, f"{chip.clock_efficiency:.2f}", f"{chip.hbm_efficiency:.2f}"]
-        cells += [
-            str(len(first)),
-            _percent(statistics.mean, first),
-            str(len(second)),
-            _percent(statistics.mean, second),
-        ]
-        cells += [_percent(statistics.median, second), _percent(max, second)]
-        cells += [str(len(others)), _percent(statistics.median, others)]
+        cells += [f"{len(first)}", _percent(statistics.mean, first)]
+        cells += [f"{len(second)}", *(_percent(of, second) for of in (statistics.mean, statistics.median, max))]
+        cells += [f"{len(others)}", _percent(statistics.median, others)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -252,7 +247,7 @@ def main() -> None:
     parser = harness.parser(__doc__.partition("\n")[0])
     parser.add_argument("--page", type=Path, help="a page of documentation whose tables of these errors are replaced")
     parser.add_argument("--tokamax", type=Path, help="a checkout of Tokamax, whose published times are compared too")
-    parser.add_argument("--draws", type=int, default=12, help="how many of these, of each operator and chip")
+    parser.add_argument("--draws", type=int, default=8, help="how many of these, of each operator and chip")
     parser.add_argument("--fit", action="store_true", help="print what suits the first half in the results best")
     options = parser.parse_args()
     held = json.loads(options.output.read_text())["runs"] if options.output and options.output.is_file() else []
@@ -267,6 +262,8 @@ def main() -> None:
     cases = [replayed(each) for each in itertools.islice(published, 1 if options.quick else None)]
     run = {"environment": harness.environment(), "cases": cases}
     run["environment"]["versions"]["libtpu"] = libtpu_version()
+    if options.tokamax:
+        run["environment"]["versions"]["tokamax"] = tokamax.commit(options.tokamax)
     others = [other for other in held if other["environment"]["versions"]["jax"] != jax.__version__]
     runs = sorted([*others, run], key=lambda run: run["environment"]["versions"]["jax"])
     if options.output is not None:

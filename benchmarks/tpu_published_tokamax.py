@@ -6,6 +6,7 @@ all operations in a profile, and the peak memory that the compiler reported. The
 
 import random
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,8 +19,14 @@ MOST_MS = 4.0  # a replay of a longer program takes minutes
 _MIB = 1048576 / 1e6  # earlier files have MiB, later ones MB
 
 
+def commit(checkout: Path) -> str:
+    """What was checked out."""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def operators() -> list[Any]:
-    """All operators of which there are times on a TPU."""
+    """All operators that have published times on a TPU."""
     from tokamax._src.ops.attention import base as attention
     from tokamax._src.ops.attention import pallas_mosaic_tpu as flash
     from tokamax._src.ops.attention import pallas_mosaic_tpu_vjp as flash_vjp

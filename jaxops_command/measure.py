@@ -79,8 +79,8 @@ def bench(
 
 def _positions_of_floats(function: str, args: Sequence[Any]) -> tuple[int, ...]:
     """Returns the positions of the arguments that have a gradient: those with floating-point leaves alone."""
-    leaves = [jax.tree.leaves(arg) for arg in args]
-    found = [all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in of_one) and of_one for of_one in leaves]
-    positions = tuple(position for position, is_float in enumerate(found) if is_float)
+    leaves = map(jax.tree.leaves, args)
+    kinds = ({jnp.issubdtype(jnp.result_type(leaf), jnp.floating) for leaf in of_one} for of_one in leaves)
+    positions = tuple(position for position, kind in enumerate(kinds) if kind == {True})
     require(bool(positions), "--gradients", f"be given where {function} has floating-point arguments", "none")
     return positions

@@ -74,9 +74,8 @@ def bodies_on(equation: Any, platform: str) -> Iterator[Jaxpr]:
     if chosen is None:
         yield from inner_jaxprs(equation)
         return
-    yield next(
-        body for body, names in zip(inner_jaxprs(equation), chosen, strict=True) if platform in (names or platform)
-    )
+    pairs = zip(inner_jaxprs(equation), chosen, strict=True)
+    yield next(body for body, names in pairs if names is None or platform in names)
 
 
 def repetitions(equation: Any) -> int:

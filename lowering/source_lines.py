@@ -86,9 +86,11 @@ def users_line(frames: Sequence[tuple[str, int, str]]) -> str:
 
 
 def users_file_line(lines: Sequence[str]) -> str:
-    """Returns the first of these lines, such as "/home/me/model.py:12", that is no library's, without its folder."""
-    users = (line for line in lines if not is_library(line.rpartition(":")[0]))
-    return next(map(os.path.basename, users), "")
+    """Returns the user's line among these, such as "/home/me/model.py:12", or else another library's; "" for none."""
+    files = {line: line.rpartition(":")[0] for line in lines}
+    others = [line for line, file in files.items() if not (_is_operators(file) or _within(file, _HERE))]
+    users = (line for line in others if not is_library(files[line]))
+    return os.path.basename(next(users, others[0] if others else ""))
 
 
 def _place(file: str, line: int, function: str) -> str:

@@ -106,7 +106,7 @@ class Program:
         codes = {name: dumps.name_of(name) for name in names if name and not name.startswith("<")}
         for name, code in codes.items():
             if code is None or dumps.operand_types(code) != dumps.operand_types(name):
-                raise UnknownFormError(f"the code of {name}, which the compiler has not written")
+                raise UnknownFormError(f"the compiler has not written the code of {name}")
         parts = {code: _part(dumps, code, code) for code in codes.values() if code is not None}
         called = {name: parts[code] for name, code in codes.items() if code is not None}
         parameters, results = dumps.border
@@ -130,7 +130,7 @@ class Calls:
     Attributes:
       part: its code.
       machine: that executes it.
-      allocations: of which each call begins anew.
+      allocations: its memory, which each call finds as if nothing had been written.
       count: of the calls.
       seconds: how long they took; for the program, with its parts.
       transfers: how many the first call started; for the program, with its parts.

@@ -18,7 +18,7 @@ class Chip:
       delay_slots: bundles after a taken branch that are still issued.
       clock_efficiency: the part of the clock that is reached, by published times.
       hbm_efficiency: the part of the nominal bandwidth that is reached, by the same.
-      accuracy: how far replays are from published times that nothing was fitted to.
+      accuracy: how far replays are from published times, as docs/schedule.md has it.
     """
 
     clock_hz: float
@@ -45,9 +45,9 @@ def _accuracy(mean: int, count: int, worst: int) -> str:
     return f"replays were {mean} % off in the mean of {count} published times, and {worst} % at worst"
 
 
-# benchmarks/tpu_published.py has fitted what is reached of a clock and of HBM to every second published time, but for a
-# v7x: there both are a calibration that the authors of Helion's roofline have published. The other times say how
-# accurate replays are.
+# What is reached of a clock and of HBM was fitted to published times by benchmarks/tpu_published.py, but for a v7x: of
+# that both are a calibration which the authors of Helion's roofline have published. How accurate replays then are
+# is in docs/schedule.md.
 CHIPS = {
     "tpu-v5e": Chip(1.5e9, 8, 9, _V5, 1.0, 0.91, _accuracy(2, 9, 9)),
     "tpu-v5p": Chip(1.75e9, 8, 9, _V5, 1.0, 0.90, _accuracy(12, 5, 43)),

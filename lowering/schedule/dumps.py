@@ -20,7 +20,7 @@ _ORIGINAL = re.compile(r"\d+-(.*?)-\d+-original\.txt")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _BROKEN_LINE = re.compile(r'\n(?="|\}\})')  # in what a kernel's author says of it, as splash attention's does
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%([\w.\-]+) = (.*)$", re.MULTILINE)
-_PLAIN = r'(?:"(?:[^"\\]|\\.)*"|[^"{}])'  # a text in quotes, or what is no bracket
+_PLAIN = r'(?:"(?:[^"\\]|\\.)*"|[^"{}])'  # text in quotes, or a character other than a bracket
 _SAID_ELSEWHERE = re.compile(rf", (?:metadata|sharding|frontend_attributes)=\{{(?:{_PLAIN}|\{{{_PLAIN}*\}})*\}}(?=,|$)")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")  # "{1}: (2, {}, may-alias)"; "{}: (0, ...)" for the only result
 _BORDER = re.compile(r"entry_computation_layout=\{\((.*?)\)->(.*?)\}(?=, \w+=|$)")

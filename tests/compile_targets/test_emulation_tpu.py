@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compile_targets import emulation_truths
+from compile_targets.emulation_truths import normal, rounded, softmax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import matmul
@@ -24,27 +26,14 @@ import lowering
 from jaxops_command.app import app
 from lowering.emulation.interpreting import interpret
 from lowering.measuring.inputs import made_up
+from lowering.select import EMULATED
 
 pytestmark = pytest.mark.tpu_compile
 
 ROOT = Path(__file__).parents[2]
-CHIPS = ("tpu-v5e", "tpu-v6e", "tpu-v7x")
 
 
-@pytest.fixture(autouse=True)
-def users_promotion():
-    """Other people's kernels rely on it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
-def normal(rng, *shape, dtype=jnp.float32):
-    return jnp.asarray(rng.normal(size=shape), dtype)
-
-
-def wide(x):
-    """float64 of what the matrix unit takes of an operand."""
-    return np.asarray(jnp.asarray(x).astype(jnp.bfloat16)).astype(np.float64)
+users_promotion = pytest.fixture(autouse=True)(emulation_truths.users_promotion)
 
 
 def assert_near(found, truth, of_largest):
@@ -52,12 +41,7 @@ def assert_near(found, truth, of_largest):
     assert np.max(np.abs(np.asarray(found).astype(np.float64) - truth)) <= of_largest * np.max(np.abs(truth))
 
 
-def softmax(x):
-    exponentials = np.exp(x - x.max(-1, keepdims=True))
-    return exponentials / exponentials.sum(-1, keepdims=True)
-
-
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", EMULATED)
 def test_flash_attention_and_its_gradients_agree_with_float64(chip, rng):
     q, k, v = (normal(rng, 1, 1, 256, 128) for _ in range(3))
     sizes = BlockSizes.get_default(1, 1, 256, 256, 128)
@@ -73,16 +57,16 @@ def test_flash_attention_and_its_gradients_agree_with_float64(chip, rng):
     assert {"_flash_attention_dkv_kernel.1", "_flash_attention_dq_kernel.1"} <= {one.name for one in emulation.kernels}
     (dq, dk, dv), attention = emulation.results
     mask = np.where(np.tril(np.ones((256, 256), bool)), 0, -np.inf)
-    p = softmax(0.1 * wide(q)[0, 0] @ wide(k)[0, 0].T + mask)
-    assert_near(attention[0, 0], p @ wide(v)[0, 0], 5e-3)
-    of_p = np.ones((256, 128)) @ wide(v)[0, 0].T
+    p = softmax(0.1 * rounded(q)[0, 0] @ rounded(k)[0, 0].T + mask)
+    assert_near(attention[0, 0], p @ rounded(v)[0, 0], 5e-3)
+    of_p = np.ones((256, 128)) @ rounded(v)[0, 0].T
     of_scores = 0.1 * p * (of_p - (p * of_p).sum(-1, keepdims=True))
     assert_near(dv[0, 0], p.T @ np.ones((256, 128)), 1e-2)
-    assert_near(dq[0, 0], of_scores @ wide(k)[0, 0], 1e-2)
-    assert_near(dk[0, 0], of_scores.T @ wide(q)[0, 0], 1e-2)
+    assert_near(dq[0, 0], of_scores @ rounded(k)[0, 0], 1e-2)
+    assert_near(dk[0, 0], of_scores.T @ rounded(q)[0, 0], 1e-2)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", EMULATED)
 def test_paged_attention_agrees_with_float64(chip, rng):
     q, keys, values = normal(rng, 2, 4, 128), normal(rng, 2, 8, 16, 128), normal(rng, 2, 8, 16, 128)
     lengths, pages = jnp.array([20, 50], jnp.int32), jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
@@ -94,11 +78,11 @@ def test_paged_attention_agrees_with_float64(chip, rng):
     assert emulation.findings == ()
     for row, (length, own) in enumerate(zip((20, 50), np.asarray(pages), strict=True)):
         for head in range(4):
-            k, v = (wide(x)[head // 2, own].reshape(64, 128)[:length] for x in (keys, values))
-            assert_near(emulation.results[row, head], softmax(k @ wide(q)[row, head]) @ v, 5e-3)
+            k, v = (rounded(x)[head // 2, own].reshape(64, 128)[:length] for x in (keys, values))
+            assert_near(emulation.results[row, head], softmax(k @ rounded(q)[row, head]) @ v, 5e-3)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", EMULATED)
 def test_splash_attention_agrees_with_float64(chip, rng):
     q, k, v = (normal(rng, 2, 256, 128) for _ in range(3))
     attended = splash.make_splash_mha_single_device(masks.MultiHeadMask([masks.CausalMask((256, 256))] * 2))
@@ -106,18 +90,19 @@ def test_splash_attention_agrees_with_float64(chip, rng):
     assert emulation.findings == ()
     mask = np.where(np.tril(np.ones((256, 256), bool)), 0, -np.inf)
     for head in range(2):
-        assert_near(emulation.results[head], softmax(wide(q)[head] @ wide(k)[head].T + mask) @ wide(v)[head], 1e-2)
+        p = softmax(rounded(q)[head] @ rounded(k)[head].T + mask)
+        assert_near(emulation.results[head], p @ rounded(v)[head], 1e-2)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", EMULATED)
 def test_products_agree_with_float64(chip, rng):
     x, y = (normal(rng, *shape, dtype=jnp.bfloat16) for shape in ((256, 512), (512, 256)))
     product = lowering.emulate(lambda x, y: matmul.matmul(x, y, block_shape=(128, 128), block_k=256), x, y, target=chip)
-    assert_near(product.results, wide(x) @ wide(y), 5e-3)
+    assert_near(product.results, rounded(x) @ rounded(y), 5e-3)
     groups, weights = jnp.array([64, 100, 20, 72], jnp.int32), normal(rng, 4, 512, 256, dtype=jnp.bfloat16)
     grouped = lowering.emulate(lambda x, w, sizes: gmm(x, w, sizes, jnp.float32), x, weights, groups, target=chip)
     of_rows = np.repeat(np.arange(4), np.asarray(groups))
-    assert_near(grouped.results, np.einsum("mk,mkn->mn", wide(x), wide(weights)[of_rows]), 1e-5)
+    assert_near(grouped.results, np.einsum("mk,mkn->mn", rounded(x), rounded(weights)[of_rows]), 1e-5)
     assert product.findings == grouped.findings == ()
 
 
@@ -126,7 +111,7 @@ def example(name, fn):
     return names[fn], made_up(names["example_args"])
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", EMULATED)
 def test_a_store_that_may_still_read_is_found(chip):
     double, (x,) = example("double_buffered", "double")
     emulation = lowering.emulate(double, x, target=chip)
@@ -141,7 +126,7 @@ def test_a_store_that_may_still_read_is_found(chip):
     assert finding.source.startswith("double_buffered.py:")
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", EMULATED)
 def test_rounded_operands_show_beside_the_interpreter(chip):
     distances, (x, y) = example("nearest", "squared_distances")
     truth = ((np.asarray(x, np.float64)[:, None] - np.asarray(y, np.float64)[None]) ** 2).sum(-1)
@@ -194,7 +179,7 @@ def test_what_a_longer_transfer_has_left_is_found(rng):
     assert_near(emulation.results, np.asarray(x, np.float64).sum(0, keepdims=True), 1e-5)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", EMULATED)
 @pytest.mark.parametrize("first", [0, 128])
 def test_transfers_within_hbm_are_executed(chip, first, rng):
     """With strides, and of one piece."""
@@ -233,7 +218,7 @@ def test_kernels_in_loops_and_derivatives_are_executed(rng):
     assert emulation.coverage == 1
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", EMULATED)
 def test_operators_run_as_a_chip_would(chip, rng):
     x, weight, labels = normal(rng, 40, 256), 0.1 * normal(rng, 300, 256), jnp.asarray(rng.integers(0, 300, 40))
 
@@ -247,14 +232,14 @@ def test_operators_run_as_a_chip_would(chip, rng):
         shown = lowering.explain(fn, x, weight, target="cpu")
         value, (of_x, of_weight) = jax.jit(loss)(x, weight)
     assert {row.implementation for row in shown.rows} == {f"mosaic_tpu (emulated, {chip})"}
-    logits = wide(x) @ wide(weight).T
+    logits = rounded(x) @ rounded(weight).T
     p = softmax(np.asarray(x, np.float64))
     ranks = np.arange(256.0)
     q = softmax(logits)
     assert_near(value, (p * ranks).sum() + np.log(q[np.arange(40), labels]).sum(), 1e-5)
     of_logits = np.eye(300)[np.asarray(labels)] - q
-    assert_near(of_weight, of_logits.T @ wide(x), 1e-2)
-    assert_near(of_x, p * (ranks - (p * ranks).sum(-1, keepdims=True)) + of_logits @ wide(weight), 1e-2)
+    assert_near(of_weight, of_logits.T @ rounded(x), 1e-2)
+    assert_near(of_x, p * (ranks - (p * ranks).sum(-1, keepdims=True)) + of_logits @ rounded(weight), 1e-2)
 
 
 def test_what_is_no_tpu_cannot_be_emulated():

@@ -1,10 +1,13 @@
 """Compiled bundles are executed as hardware executes them: units, registers, memory and transfers, by NumPy's truth."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from bundle_text import dma, program
 
+import jaxops
+import lowering
 from lowering.emulation import cross_lane_unit, vector_unit
 from lowering.emulation.faults import MachineFaultError, UnknownFormError
 from lowering.emulation.kernels import array_of, words_of
@@ -13,6 +16,7 @@ from lowering.emulation.matrix_unit import MatrixUnit
 from lowering.emulation.memory import Memory, Transfers
 from lowering.schedule.bundles import read_bundles
 from lowering.schedule.layouts import places_of
+from lowering.source_lines import users_file_line
 
 POISON = 0xFFC0DEAD
 RNG = np.random.default_rng(0)
@@ -520,3 +524,10 @@ def test_transcendental_results_are_those_of_float64_rounded_once():
     for opcode, function in (("vpow2.f32", np.exp2), ("vlog2.f32", np.log2), ("vrcp.f32", lambda y: 1 / y)):
         found = vector_unit.TRANSCENDENTAL[opcode](bits(x)).view(np.float32)
         np.testing.assert_array_equal(found, function(x.astype(np.float64)).astype(np.float32))
+
+
+def test_a_line_is_the_users_or_that_of_a_library_with_kernels():
+    ours, jaxs, users = jaxops.__file__, jax.__file__, "/home/me/model.py"
+    assert users_file_line([f"{ours}:1", f"{jaxs}:2", f"{users}:3"]) == "model.py:3"
+    assert users_file_line([f"{ours}:1", f"{jaxs}:2"]) == "__init__.py:2"
+    assert users_file_line([f"{ours}:1", f"{lowering.__file__}:2"]) == ""
