@@ -21,7 +21,6 @@ few_logits_count = pytest.fixture(rewrite_checks.few_logits_count)
 
 # What `jax.grad` has made of a loss is only rewritten where all of it can be computed in chunks.
 ALREADY_DIFFERENTIATED = {
-    "gradient_of_the_log_of_picked_probabilities": 0,
     "gradient_of_jit_and_checkpoint": 0,
     "gradient_of_scan": 0,
     "gradient_of_scanned_checkpoints": 0,
