@@ -70,9 +70,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def emulated(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With `--emulate`, fails tests whose kernels do what no kernel may, and skips those without any."""
-    yield
+def emulated(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """With `--emulate`, fails tests whose kernels do what no kernel may, and skips those without any.
+
+    Gives whether that is so: a compiled kernel can be run with more data, so that all of its code is executed.
+    """
+    yield bool(request.config.option.emulate)
     if request.config.option.emulate:
         kernels, findings = emulated_kernels.take()
         request.config.stash.setdefault(_COVERAGE, emulated_kernels.Coverage()).add(kernels)

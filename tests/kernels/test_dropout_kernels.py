@@ -3,6 +3,7 @@
 import functools
 import types
 
+import chex
 import dropout_oracle as oracle
 import jax
 import jax.export
@@ -33,14 +34,37 @@ KERNELS = {
     "gpu": (gpu_dropout, {}, interpret_gpu_params(detect_races=True), "mosaic_gpu"),
 }
 CASES = [
-    *[("tpu", shape, dtype, rate) for shape, dtype, rate in (((40, 768), F32, 0.25), ((3, 32), BF16, 0.5))],
+    *[("tpu", shape, dtype, rate) for shape, dtype, rate in (((600, 32), F32, 0.25), ((3, 32), BF16, 0.5))],
+    *[("tpu", shape, dtype, rate) for shape, dtype, rate in (((40, 768), F32, 0.25), ((2048,), F32, 0.875))],
     *[("tpu", shape, dtype, rate) for shape, dtype, rate in (((2, 3, 4160), F32, 0.75), ((20, 96), F32, 0.1))],
-    *[("tpu", shape, dtype, rate) for shape, dtype, rate in (((100, 160), BF16, 0.3), ((2048,), F32, 0.875))],
-    *[("tpu", (17, 64), F32, rate) for rate in (0.0, 1.0)],
+    *[("tpu", shape, dtype, rate) for shape, dtype, rate in (((100, 160), BF16, 0.3), ((17, 64), F32, 0.0))],
+    ("tpu", (17, 64), F32, 1.0),
     *[("gpu", shape, dtype, rate) for shape, dtype, rate in (((2, 4096), F32, 0.25), ((4160,), BF16, 0.5))],
     *[("gpu", shape, dtype, rate) for shape, dtype, rate in (((2, 1, 4128), F16, 0.75), ((4096,), F32, 0.1))],
     *[("gpu", (4096,), F32, rate) for rate in (0.0, 1.0, 0.875, 2**-20)],
 ]
+
+
+def draws_of(rate, shape, *, in_each_way, begins=0, lane=0):
+    """Yields a rate with streams and a mask, or several, so that a TPU's kernel takes each of its ways.
+
+    It draws up to four binary digits in one way and more in another. Words that lie at the same place of different
+    registers can be equal; if 12 digits do not decide about one, a turn does not decide about all of them.
+
+    Args:
+      rate, shape: of the dropout.
+      in_each_way: whether to yield several.
+      begins: the lane in which the words of each row begin.
+      lane: one with a word in all registers, counted from where the words of the first row begin.
+    """
+    for one in [rate, 0.5 if rate in (0.1, 0.3) else 0.1][: 1 + in_each_way]:
+        yield one, make_streams(shape), oracle.kept(KEY_WORDS, int(np.prod(shape)), one, first=5).reshape(shape)
+    if in_each_way:
+        is_undecided = oracle.numbers(KEY_WORDS, 2**17, first=0) >> 12 == round(0.9 * 2**24) >> 12
+        word = np.flatnonzero(is_undecided)[-1] // 32
+        firsts = np.broadcast_to(word - lane + begins, shape[:-1])
+        mask = np.stack([oracle.kept(KEY_WORDS, shape[-1], 0.1, first) for first in firsts.ravel()]).reshape(shape)
+        yield 0.1, make_streams(shape).at[..., 2].set(firsts.astype(np.uint32)), mask
 
 
 def make_streams(shape):
@@ -61,18 +85,18 @@ def expected(x, mask, rate):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("name", "shape", "dtype", "rate"), CASES, ids=str)
-def test_dropout_kernels_draw_the_same_mask(name, shape, dtype, rate, rng, capfd):
+def test_dropout_kernels_draw_the_same_mask(name, shape, dtype, rate, rng, capfd, emulated):
     kernel, config, interpret, _ = KERNELS[name]
     options = {"config": config, "interpret": interpret}
+    run, run_backward = (jax.jit(functools.partial(fn, **options)) for fn in (kernel.run, kernel.run_backward))
     x, grad = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
-    mask = oracle.kept(KEY_WORDS, x.size, rate, first=5).reshape(shape)
-    y, words = jax.jit(functools.partial(kernel.run, **options))(make_streams(shape), x, make_keep(rate))
-    np.testing.assert_array_equal(words, oracle.packed(mask))
-    np.testing.assert_array_equal(y, expected(x, mask, rate))
-    dropped_nan = jnp.where(mask, grad, jnp.nan)
-    (dx,) = jax.jit(functools.partial(kernel.run_backward, **options))(dropped_nan, words, make_keep(rate))
-    np.testing.assert_array_equal(dx, expected(grad, mask, rate))
-    assert (y.dtype, dx.dtype) == (dtype, dtype)
+    for one, streams, mask in draws_of(rate, shape, in_each_way=emulated):
+        y, words = run(streams, x, make_keep(one))
+        np.testing.assert_array_equal(words, oracle.packed(mask))
+        np.testing.assert_array_equal(y, expected(x, mask, one))
+        (dx,) = run_backward(jnp.where(mask, grad, jnp.nan), words, make_keep(one))
+        np.testing.assert_array_equal(dx, expected(grad, mask, one))
+        assert (y.dtype, dx.dtype) == (dtype, dtype)
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
@@ -89,21 +113,23 @@ def test_dropout_draws_only_the_digits_that_decide(keep, count):
 
 
 @pytest.mark.parametrize("words", [50, 179])
-def test_dropout_tpu_kernel_draws_words_of_several_rows_in_a_register(words, rng, capfd):
-    """Five rows of 50 words fill 250 lanes of 256; the third begins in one register and ends in the next.
+def test_dropout_tpu_kernel_draws_words_of_several_rows_in_a_register(words, rng, capfd, emulated):
+    """Five rows of 50 words fill 250 lanes of 256; the third begins in one register and ends in another.
 
     Of those of 179 words the first 128 fill a register each, and the last 51 do as the 50.
     """
-    config, keep = {"block_elements": 5 * 16 * 32 * words}, make_keep(0.1)
+    config = {"block_elements": 5 * 16 * 32 * words}
     blocks = tpu_dropout.blocks_of(90, 32 * words, **config)
     assert (blocks.counts, blocks.places) == ((2, 1), (5, 16, words))
     x = jnp.asarray(rng.normal(size=(90, 32 * words)), BF16)
     interpret = pltpu.InterpretParams(detect_races=True)
     run = jax.jit(functools.partial(tpu_dropout.run, config=config, interpret=interpret))
-    y, drawn = run(make_streams(x.shape), x, keep)
-    mask = oracle.kept(KEY_WORDS, x.size, 0.1, first=5).reshape(x.shape)
-    np.testing.assert_array_equal(drawn, oracle.packed(mask))
-    np.testing.assert_array_equal(y, expected(x, mask, 0.1))
+    begins = words % 128 * (np.arange(90) // 16 % 5) % 128
+    options = {"in_each_way": emulated, "begins": begins, "lane": words // 128 * 128 + 30}
+    for rate, streams, mask in draws_of(0.1, x.shape, **options):
+        y, drawn = run(streams, x, make_keep(rate))
+        np.testing.assert_array_equal(drawn, oracle.packed(mask))
+        np.testing.assert_array_equal(y, expected(x, mask, rate))
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
@@ -162,17 +188,17 @@ def test_dropout_launches_a_kernel_each_way_for_each_devices_part(name, split):
     assert ("tensor<2x4096xf32>" in text) == (split != "none")
 
 
-def test_dropout_runs_the_tpu_kernel_in_a_gradient(rng):
+def test_dropout_runs_the_tpu_kernel_in_a_gradient(rng, emulated):
     """Interpreted as a user can ask for it, on every element of a model's activations."""
     x = jnp.asarray(rng.normal(size=(4, 8, 64)), F32)
-    loss = jax.value_and_grad(lambda x: jnp.sum(jnp.sin(dropout(jax.random.key(1), x, 0.25))))
-    expected_loss, expected_grad = loss(x)
+    loss = jax.value_and_grad(lambda x, rate: jnp.sum(jnp.sin(dropout(jax.random.key(1), x, rate))))
+    rates = [0.25, 0.1][: 1 + emulated]
+    expected_of = [loss(x, rate) for rate in rates]
     with lowering.use("interpret"):
-        value, grad = jax.jit(loss)(x)
-        rows = lowering.explain(loss, x).rows
+        found = [*map(functools.partial(jax.jit(loss), x), rates)]
+        rows = lowering.explain(loss, x, 0.25).rows
     assert [row.implementation for row in rows] == ["mosaic_tpu (interpreted)"] * 2
-    np.testing.assert_allclose(value, expected_loss, rtol=1e-6)
-    np.testing.assert_allclose(grad, expected_grad, rtol=1e-6)
+    chex.assert_trees_all_close(found, expected_of, rtol=1e-6)
 
 
 @pytest.mark.interpreted

@@ -60,44 +60,53 @@ def run(name, grad, indices, **params):
     return launch(name, **params)(grad, indices)[0]
 
 
-def check(name, grad, indices, capfd, **attributes):
-    out = run(name, grad, indices, **attributes)
-    assert out.dtype == grad.dtype
-    attributes["rows"] = attributes.pop("num_weights")
-    truth = expected_gradient(grad, indices, **attributes)
+def two_ids(indices, rows):
+    """Returns as many ids, of which one in eight is the first, and the others one in the middle."""
+    return np.where(np.arange(indices.size) % 8, rows // 2, 0).astype(indices.dtype).reshape(indices.shape)
+
+
+def check(name, grad, indices, capfd, *, emulated, **attributes):
+    """Compares gradients with float64; of a compiled kernel, also with more ids."""
+    gradient, rows = launch(name, **attributes), attributes.pop("num_weights")
     tolerance = 0.501 * float(jnp.finfo(grad.dtype).eps) + 1e-6
-    np.testing.assert_allclose(np.asarray(out).astype(np.float64), truth, rtol=tolerance, atol=1e-5)
+    for ids in (indices, two_ids(indices, rows))[: 1 + emulated]:
+        out = gradient(grad, ids)[0]
+        assert out.dtype == grad.dtype
+        truth = expected_gradient(grad, ids, rows=rows, **attributes)
+        np.testing.assert_allclose(np.asarray(out).astype(np.float64), truth, rtol=tolerance, atol=1e-5)
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", contract.first_in_every_run(["float32", "bfloat16"]))
 @pytest.mark.parametrize(("name", "num_weights", "width", "positions"), CASES)
-def test_embedding_kernel_agrees_with_float64(name, num_weights, width, positions, dtype, rng, capfd):
+def test_embedding_kernel_agrees_with_float64(name, num_weights, width, positions, dtype, rng, capfd, emulated):
     """With ids out of range and padding; with and without frequencies."""
     if (name, dtype) == ("tpu-resident", "bfloat16"):
         pytest.skip("rows of 16-bit values are gathered")
     grad = jnp.asarray(rng.normal(size=(positions, width)), dtype)
     indices = np.minimum(rng.zipf(1.5, positions) - 2, num_weights + 1).astype(np.int32)
     scale = (dtype == "bfloat16") != (num_weights % 2 == 1)
-    check(name, grad, indices, capfd, num_weights=num_weights, padding_idx=1, scale_grad_by_freq=scale)
+    options = {"num_weights": num_weights, "padding_idx": 1, "scale_grad_by_freq": scale}
+    check(name, grad, indices, capfd, emulated=emulated, **options)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNELS)
-def test_embedding_kernel_takes_batch_axes_and_other_ids(name, rng, capfd):
-    grad, indices = jnp.asarray(rng.normal(size=(2, 3, 128)), jnp.float32), rng.integers(0, 4, (2, 3)).astype(np.uint8)
-    check(name, grad, indices, capfd, num_weights=4)
+def test_embedding_kernel_takes_batch_axes_and_other_ids(name, rng, capfd, emulated):
+    grad, indices = jnp.asarray(rng.normal(size=(4, 5, 128)), jnp.float32), rng.integers(0, 4, (4, 5)).astype(np.uint8)
+    check(name, grad, indices, capfd, emulated=emulated, num_weights=4)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNELS)
 def test_embedding_kernel_sums_one_id_over_many_blocks(name, capfd):
-    """A run that fills blocks from edge to edge, between two that begin and end at edges; exact in bfloat16."""
-    indices = np.repeat([2, 5, 6], [8, 64, 24]).astype(np.int32)
-    out = run(name, jnp.ones((96, 128), jnp.bfloat16), indices, num_weights=9)
-    np.testing.assert_array_equal(out[:, 0], [0, 0, 8, 0, 0, 64, 24, 0, 0])
-    np.testing.assert_array_equal(out, jnp.broadcast_to(out[:, :1], out.shape))
+    """A run that fills blocks from edge to edge, or ends within one, between two others; exact in bfloat16."""
+    gradient = launch(name, num_weights=9)
+    for counts in ([8, 64, 24, 0], [7, 66, 20, 3]):  # the last id is out of range
+        out = gradient(jnp.ones((96, 128), jnp.bfloat16), np.repeat([2, 5, 6, 9], counts).astype(np.int32))[0]
+        np.testing.assert_array_equal(out[:, 0], np.bincount([2, 5, 6, 9], counts)[:9])
+        np.testing.assert_array_equal(out, jnp.broadcast_to(out[:, :1], out.shape))
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
@@ -126,13 +135,14 @@ def test_embedding_kernel_is_the_same_in_every_run_and_order(name, rng):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("fullest", [0, 5, 11, 12])
-def test_embedding_kernel_spreads_the_fullest_tile_over_the_steps_of_others(fullest, rng, capfd):
+def test_embedding_kernel_spreads_the_fullest_tile_over_the_steps_of_others(fullest, rng, capfd, emulated):
     """Wherever it is, in bits that do not depend on the way."""
     indices = np.where(rng.random(150) < 0.7, 16 * fullest + 3, rng.integers(0, 200, 150)).astype(np.int32)
     grad = jnp.asarray(rng.normal(size=(150, 128)), jnp.float32)
-    check("tpu-resident", grad, indices, capfd, num_weights=200, padding_idx=7)
-    spread, alone = (run(name, grad, indices, num_weights=200) for name in ("tpu-resident", "tpu"))
-    assert np.asarray(spread[0]).tobytes() == np.asarray(alone[0]).tobytes()
+    check("tpu-resident", grad, indices, capfd, emulated=emulated, num_weights=200, padding_idx=7)
+    spread, alone = (launch(name, num_weights=200) for name in ("tpu-resident", "tpu"))
+    for ids in (indices, two_ids(indices, 200))[: 1 + emulated]:
+        assert np.asarray(spread(grad, ids)[0]).tobytes() == np.asarray(alone(grad, ids)[0]).tobytes()
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -146,7 +156,7 @@ def test_embedding_gradient_launches_its_kernel(name):
 
 
 def test_embedding_gradient_runs_the_interpreted_kernel(rng):
-    table, indices = jnp.asarray(rng.normal(size=(16, 4)), jnp.float32), rng.integers(0, 16, (4, 4)).astype(np.int32)
+    table, indices = jnp.asarray(rng.normal(size=(16, 4)), jnp.float32), rng.integers(0, 16, (3, 6)).astype(np.int32)
     gradient = jax.grad(lambda table: jnp.sum(jnp.sin(embedding(table, indices, scale_grad_by_freq=True))))
     expected = gradient(table)
     with lowering.use("interpret:mosaic_tpu"):
