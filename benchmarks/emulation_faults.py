@@ -23,11 +23,11 @@ from tpu_published import libtpu_version
 
 import jaxops
 from lowering.emulation.emulator import Emulator
-from lowering.emulation.faults import MachineFaultError, UnknownFormError
 from lowering.emulation.kernels import Execution, Kernel, execute
 from lowering.emulation.memory import Transfers
-from lowering.schedule.bundles import Instruction
 from lowering.targets import named
+from lowering.tpu_core.bundles import Instruction
+from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 
 SEED, FAULTS_OF_A_KIND, SECONDS = 20261125, 2, 20
 TOLERANCE = 3e-5  # of the largest result

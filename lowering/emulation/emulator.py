@@ -14,15 +14,16 @@ from jax.sharding import AbstractMesh, AxisType
 from lowering import _jax_private
 from lowering.compiling.compile import schedules_of
 from lowering.emulation.evaluating import Evaluation, Replacement
-from lowering.emulation.faults import EmulationError, KernelFaultError, MachineFaultError, UnknownFormError
+from lowering.emulation.faults import EmulationError, KernelFaultError
 from lowering.emulation.kernels import POISONS, Execution, Kernel, execute, unsettled
 from lowering.emulation.memory import Transfers
 from lowering.emulation.report import EmulatedKernel, Finding
 from lowering.operators import operator_of
 from lowering.register import on_one_device
-from lowering.schedule.dumps import KERNEL, Dumps
 from lowering.source_lines import Site, users_file_line
 from lowering.targets import abstract_device, compiled_for
+from lowering.tpu_core.dumps import KERNEL, Dumps
+from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from pallas_kernels.hardware import Hardware
 
 PALLAS_CALL = "pallas_call"

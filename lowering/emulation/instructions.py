@@ -8,16 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from lowering.emulation import cross_lane_unit, matrix_unit, vector_unit
-from lowering.emulation.cross_lane_unit import CrossLaneUnit
-from lowering.emulation.faults import MachineFaultError, UnknownFormError
-from lowering.emulation.matrix_unit import MatrixUnit
 from lowering.emulation.memory import Memory, Transfers
-from lowering.emulation.registers import LANES, SUBLANES, Get, Registers, bits_of, fields_of, labelled
-from lowering.schedule.bundles import Bundle, Instruction, Predicate
-from lowering.schedule.memory import wrapped
-from lowering.schedule.scalar import divided, function_of
-from lowering.schedule.unknown import Unknown
+from lowering.emulation.registers import Get, Registers
+from lowering.emulation.units import Units, next_of
+from lowering.tpu_core import vector_unit
+from lowering.tpu_core.bundles import Bundle, Instruction, Predicate
+from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
+from lowering.tpu_core.operands import bits_of, labelled
+from lowering.tpu_core.scalar_memory import wrapped
+from lowering.tpu_core.scalar_unit import divided, function_of
+from lowering.tpu_core.transfers import pointers_in, transfer_of
+from lowering.tpu_core.unknown import Unknown
+from lowering.tpu_core.vector_unit import LANES, SUBLANES
 
 Call = Callable[[Instruction], Callable[[], None]]
 NOT_WRITTEN, RENAMED_ONLY = object(), object()  # what a predicate may leave in place of a result
@@ -52,13 +54,11 @@ _RENAMED = [
         (r"^vand\.u32\.u8", "vand.u32"),
     )
 ]
-_TRANSPOSITION = re.compile(r"(?:\[\d+/\d+\]\s*)?(?:\((?:short|narrow)\)\s*)*vx=(%\w+)")
 _LOADS = ("vld", "vld.bf16", "vld.sshfl")
 # Why the compiler's check of a transfer halts: the register of one end, both memories, and that end's; and the line.
 _BOUNDS = re.compile(r"^BoundsCheck \d+ deref of (s\d+) for .*?\bdma\.(\w+?)_to_(\w+).*?\b(\w+) \1\b")
 _LINE = re.compile(r"([\w.-]+\.py) :(\d+)")
 _STORED = re.compile(r"(?:vm=(%\w+),\s*)?vst_source=(\S+)")
-_DMA_STRIDES = ("src_stride", "dst_stride", "steps_per_stride")
 
 
 @dataclasses.dataclass
@@ -87,7 +87,6 @@ class Translator:
 
     Attributes:
       registers: what each holds.
-      target: the bundle that a branch has chosen; None if none was taken.
     """
 
     def __init__(
@@ -101,26 +100,17 @@ class Translator:
         generation: int,
         eup_error: float = 0.0,
         calls: Call | None = None,
+        jump: Callable[[int], None],
     ) -> None:
-        """Takes the kernel and what it reaches; see `Machine`."""
+        """Takes the kernel and what it reaches, see `Machine`, and what a branch that is taken calls."""
         self.registers = registers
-        self.target: int | None = None
         self._memory = memory
         self._transfers = transfers
         self._operands = operands
         self._calls = calls
-        self._eup_error = np.float32(1 + eup_error)
-        self._spaces = {
-            instruction.value: instruction.opcode.rpartition(".")[2]
-            for bundle in bundles
-            for instruction in bundle.instructions
-            if instruction.opcode.startswith(("int_to_ptr.", "scalar_lea.", "inlined_call_operand."))
-        }
-        self._cross_lane: dict[str, CrossLaneUnit] = collections.defaultdict(CrossLaneUnit)
-        self._matrix: dict[str, MatrixUnit] = collections.defaultdict(
-            lambda: MatrixUnit(starts_with_last=generation < 7)
-        )
-        self._transcendental: collections.deque[tuple[str, Any]] = collections.deque()
+        self._jump = jump
+        self._pointers = pointers_in(bundles)
+        self._units = Units(registers, generation=generation, eup_error=eup_error)
         self._semaphores_read: collections.deque[int] = collections.deque()
         self._divisions: collections.deque[int] = collections.deque()
         self._to_scalars: collections.deque[int] = collections.deque()
@@ -134,8 +124,8 @@ class Translator:
         opcode = instruction.opcode
         for pattern, name in _RENAMED:
             opcode = pattern.sub(name, opcode)
-        if instruction.target is not None:
-            return Slot(effect=self._where(instruction.predicate, self._branch(instruction.target)))
+        if (target := instruction.target) is not None:
+            return Slot(effect=self._where(instruction.predicate, lambda: self._jump(target)))
         if opcode.startswith(_RENAMES):
             return self._renamed(opcode, instruction)
         if opcode in _NOTHING:
@@ -191,12 +181,6 @@ class Translator:
         holds = self._holds(predicate)
         return lambda: compute() if holds() else otherwise()
 
-    def _branch(self, target: int) -> Callable[[], None]:
-        def branch() -> None:
-            self.target = target
-
-        return branch
-
     def _effect(self, opcode: str, instruction: Instruction) -> Callable[[], None] | None:
         """Returns what an instruction without a result does; None for others."""
         if opcode.startswith("dma.") and opcode != "dma.done.wait":
@@ -204,20 +188,10 @@ class Translator:
         name = opcode.partition(".")[0]
         if opcode in ("vst", "vst.msk", "vst.sshfl"):
             return self._store(instruction)
-        if opcode in vector_unit.TRANSCENDENTAL:
-            function, operand = vector_unit.TRANSCENDENTAL[opcode], self._vectors(instruction, 1)[0]
-            queue, value, factor = self._transcendental, instruction.value, self._eup_error
-            if factor == 1:
-                return lambda: queue.append((value, function(operand())))
-            return lambda: queue.append((value, (function(operand()).view(np.float32) * factor).view(np.uint32)))
-        if name.startswith(("vmat", "vllmr")):
-            return self._matrix_effect(opcode, instruction)
         found = _EFFECTS.get(opcode) or _EFFECTS.get(name)
         if found is not None:
             return found(self, opcode, instruction)
-        if ".xlu" in opcode and not opcode.startswith("vpop"):
-            return self._cross_lane_effect(opcode, instruction)
-        return None
+        return self._units.effect(opcode, instruction)
 
     def _value(self, opcode: str, instruction: Instruction) -> Get | None:
         """Returns what computes an instruction's result; None where nobody knows."""
@@ -228,25 +202,23 @@ class Translator:
             function, masks = vector_unit.MASKS[opcode], [registers.mask(x) for x in instruction.operands]
             return lambda: function(*(mask() for mask in masks))
         if opcode in vector_unit.TESTS:
-            function, operands = vector_unit.TESTS[opcode], self._vectors(instruction, len(instruction.operands))
+            function = vector_unit.TESTS[opcode]
+            operands = registers.vectors(instruction, len(instruction.operands))
             return lambda: function(*(operand() for operand in operands))
         found = _VALUES.get(opcode) or _VALUES.get(name)
         if found is not None:
             return found(self, opcode, instruction)
         if opcode.startswith("vpop."):
-            return self._popped(opcode, instruction)
+            return self._units.popped(opcode, instruction)
         if opcode.startswith(("s", "p", "core_id", "reloc")):
             return self._scalar(opcode, instruction)
         return None
 
-    def _vectors(self, instruction: Instruction, count: int) -> list[Get]:
-        return [self.registers.vector(operand) for operand in labelled(instruction, *[""] * count)]
-
     def _computed(self, function: Callable[..., Any], instruction: Instruction) -> Get:
         if len(instruction.operands) == 2:
-            a, b = self._vectors(instruction, 2)
+            a, b = self.registers.vectors(instruction, 2)
             return lambda: vector_unit.whole(function(a(), b()))
-        (operand,) = self._vectors(instruction, 1)
+        (operand,) = self.registers.vectors(instruction, 1)
         return lambda: vector_unit.whole(function(operand()))
 
     def _scalar(self, opcode: str, instruction: Instruction) -> Get | None:
@@ -287,37 +259,20 @@ class Translator:
         return lambda: memory.store(place, None if mask is None else mask(), vector())
 
     def _transfer(self, opcode: str, instruction: Instruction) -> Callable[[], None]:
-        scalar, transfers = self.registers.scalar, self._transfers
-        if opcode == "dma.general":
-            known = dict.fromkeys(("src", "size_in_granules", "dst", "dst_syncflagno", "stridedescaddr"), True)
-            known |= dict.fromkeys(("src_syncflagno", "overrides", "dst_syncflagno_1"), False)
-            named = fields_of(instruction, known)
-            ends = [self._spaces.get(named[end].strip("%").partition("_")[0], "") for end in ("src", "dst")]
-            source, destination = named["src"], named["dst"]
-        else:
-            ends = opcode.removeprefix("dma.").split("_to_")
-            labels = [operand.partition("=")[0] for operand in instruction.operands]
-            known = dict.fromkeys((*labels[:1], "size_in_granules", *labels[2:3], "dst_syncflagno"), True)
-            named = fields_of(instruction, known | dict.fromkeys(_DMA_STRIDES, False))
-            if [label.partition("_")[0] for label in (labels[0], labels[2])] != ends:
-                raise UnknownFormError(f"{opcode} with {', '.join(instruction.operands)!r}")
-            source, destination = named[labels[0]], named[labels[2]]
-        if not set(ends) <= {"hbm", "vmem", "smem"}:
-            raise UnknownFormError(f"{opcode} between {' and '.join(map(repr, ends))}")
-        read = [scalar(text) for text in (named["size_in_granules"], source, destination, named["dst_syncflagno"])]
-        spaces = ends[0], ends[1]
-        if opcode == "dma.general":
-            table = scalar(named["stridedescaddr"], "smem")
-            strides: Callable[[], list[tuple[int, int, int]]] = lambda: self._levels(table())  # noqa: E731
-        elif "steps_per_stride" in named:
-            of_level = [scalar(named[name]) for name in _DMA_STRIDES]
+        scalar, transfers, transfer = self.registers.scalar, self._transfers, transfer_of(instruction, self._pointers)
+        if not set(transfer.spaces) <= {"hbm", "vmem", "smem"}:
+            raise UnknownFormError(f"{opcode} between {' and '.join(map(repr, transfer.spaces))}")
+        read, of_level = [scalar(text) for text in transfer[1:5]], [scalar(text) for text in transfer.strides]
+        strides: Callable[[], list[tuple[int, int, int]]] = list
+        if transfer.table:
+            table = scalar(transfer.table, "smem")
+            strides = lambda: self._levels(table())  # noqa: E731
+        elif of_level:
             strides = lambda: [(of_level[0](), of_level[1](), of_level[2]())]  # noqa: E731
-        else:
-            strides = list
 
         def effect() -> None:
             granules, at, to, semaphore = (one() for one in read)
-            transfers.start(spaces, granules, at, to, semaphore, strides())
+            transfers.start(transfer.spaces, granules, at, to, semaphore, strides())
 
         return effect
 
@@ -330,138 +285,6 @@ class Translator:
         if len(words) % 3:
             raise MachineFaultError(f"a table of strides with {len(words)} words")
         return [(words[at], words[at + 1], words[at + 2]) for at in range(0, len(words), 3)]
-
-    # Units whose results wait.
-
-    def _cross_lane_effect(self, opcode: str, instruction: Instruction) -> Callable[[], None] | None:
-        tokens = opcode.split(".")
-        unit = self._cross_lane[next(token for token in tokens if token.startswith("xlu"))]
-        name = ".".join(token for token in tokens if not token.startswith("xlu"))
-        if name.startswith(("vxpose.b32.", "vxpose.c.b16.", "vxpose.binary.c.b16.")):
-            return self._transposition(name, unit, instruction)
-        value = instruction.value
-        if name in cross_lane_unit.REDUCTIONS:
-            function, (operand,) = cross_lane_unit.REDUCTIONS[name], self._vectors(instruction, 1)
-            return lambda: unit.results["xlane"].append((value, function(operand())))
-        if name == "vset.pattern.permute":
-            (pattern,) = self._vectors(instruction, 1)
-            return lambda: unit.set_pattern(pattern())
-        if name == "vperm":
-            of_pattern, source = labelled(instruction, "pattern", "source")
-            if not re.fullmatch(r"%\d+", of_pattern):
-                raise UnknownFormError(f"{opcode} with pattern {of_pattern!r}")
-            vector = self.registers.vector(source)
-            return lambda: unit.results["permute"].append((value, unit.permuted(vector())))
-        if name in ("vrot.lane.b32", "vbcast.lane.b32"):
-            move = cross_lane_unit.rotated if name.startswith("vrot") else cross_lane_unit.one_lane
-            vector, by = self._vectors(instruction, 2)
-            return lambda: unit.results["permute"].append((value, move(vector(), by())))
-        return None
-
-    def _transposition(self, name: str, unit: CrossLaneUnit, instruction: Instruction) -> Callable[[], None]:
-        first, *others = instruction.operands
-        found = _TRANSPOSITION.fullmatch(first)
-        width = LANES
-        if others and others[-1].startswith("width="):
-            width = bits_of(others.pop().partition("=")[2])
-        beside = [other.removeprefix("vy=") for other in others if "binary" in name]
-        known = {"b16", "start", "cont", "end"} | ({"binary", "c"} if beside else set())
-        if found is None or len(others) != len(beside) or not set(name.split(".")[2:]) <= known:
-            raise UnknownFormError(f"{name} with {', '.join(instruction.operands)!r}")
-        # Of two matrices, the results of the second come first.
-        vectors = [self.registers.vector(operand) for operand in (*beside, found[1])]
-        bits = 16 if "b16" in name else 32
-        return lambda: unit.transposed(name, [vector() for vector in vectors], width, bits)
-
-    def _matrix_effect(self, opcode: str, instruction: Instruction) -> Callable[[], None]:
-        name, *tokens = opcode.split(".")
-        unknown = UnknownFormError(f"opcode {opcode!r} with {', '.join(instruction.operands)!r}")
-
-        def take(*known: str) -> str:
-            found = [token for token in tokens if token in known]
-            for token in found[:1]:
-                tokens.remove(token)
-            return found[0] if found else ""
-
-        unit = self._matrix[take(*(token for token in tokens if token.startswith("mxu")))]
-        dtype = take(*matrix_unit.TYPES) or "f32"
-        is_latched, count = bool(take("lsf", "lmr")) or name == "vllmr", take(*filter(str.isdigit, tokens))
-        vector: Get
-        if is_latched and name != "vmatpush":
-            labelled(instruction)
-            vector = lambda: None  # noqa: E731
-        elif take("msk"):
-            if is_latched:
-                take("msk")  # which such a push says twice
-            mask, operand = (
-                self.registers.mask(instruction.operands[0]),
-                self.registers.vector(labelled(instruction, "", "")[1]),
-            )
-            vector = lambda: matrix_unit.masked(mask(), operand())  # noqa: E731
-        else:
-            (vector,) = self._vectors(instruction, 1)
-        address = next((re.fullmatch(r"mrb\[(\d+)\]", token) for token in tokens if token.startswith("mrb[")), None)
-        if address is not None:
-            tokens.remove(address[0])
-        match name:
-            case "vmatprep":
-                register = take("subr", "mubr")
-                effect = lambda: unit.prepare(register, vector(), dtype)  # noqa: E731
-            case "vmatpush" | "vmatpush1" | "vmatpush2" | "vmatpush3":
-                is_transposed, register, kind = bool(take("xpose")), take("msra", "msrb"), int(name[8:] or 0)
-                register = matrix_unit.LATCHED if is_latched else register
-                effect = lambda: unit.push(register, vector(), dtype, kind, is_transposed=is_transposed)  # noqa: E731
-            case "vllmr":
-                effect = lambda: unit.latch(int(count))  # noqa: E731
-            case "vmatmul":
-                take("mubr")
-                loaded = take("msra", "msrb") if take("vlgmr") else ""
-                weights, at = take("gmra", "gmrb"), None if address is None else int(address[1])
-                effect = lambda: unit.multiply(vector(), dtype, loaded, weights, at)  # noqa: E731
-            case _:
-                raise unknown
-        if tokens or bool(count) != (is_latched and name != "vmatpush"):
-            raise unknown
-        return effect
-
-    def _popped(self, opcode: str, instruction: Instruction) -> Get | None:
-        """Takes what waits in a unit; where its name is known, it must be the one that is meant."""
-        _, *tokens = opcode.split(".")
-        meant = instruction.operands[0].removeprefix("%") if instruction.operands else ""
-        if opcode == "vpop.eup":
-            return self._taken(self._transcendental, meant)
-        unit = tokens[-1]
-        if len(tokens) == 2 and unit.startswith("xlu") and tokens[0] in ("xlane", "permute"):
-            return self._taken(self._cross_lane[unit].results[tokens[0]], meant)
-        if len(tokens) == 2 and unit.startswith("xlu") and tokens[0] == "trf":
-            queue: Any = self._cross_lane[unit].results["trf"]
-            return lambda: _next(queue)
-        if len(tokens) == 3 and unit.startswith("mxu") and tokens[0] in ("f32", "s32"):
-            address, matrix = re.fullmatch(r"mrb\[(\d+)\]", tokens[1]), self._matrix[unit]
-            if address is not None:
-                at = int(address[1])
-                return lambda: matrix.pop(at)
-            if tokens[1] == "mrf":
-                return lambda: _next(matrix.results)
-        if tokens[:3] == ["add", "s32", "mrf"] and len(tokens) == 5:
-            first, second = (self._matrix[unit].results for unit in tokens[3:])
-            return lambda: _next(first) + _next(second)
-        return None
-
-    def _taken(self, queue: collections.deque[tuple[str, Any]], meant: str) -> Get:
-        def take() -> Any:
-            name, result = _next(queue)
-            if meant and name != meant:
-                raise MachineFaultError(f"{name} is popped where {meant} is meant")
-            return result
-
-        return take
-
-
-def _next(queue: collections.deque[Any]) -> Any:
-    if not queue:
-        raise MachineFaultError("a result is popped that nobody has pushed")
-    return queue.popleft()
 
 
 # Instructions by opcode, or by what is before its first point: each returns what happens, or what computes the result.
@@ -527,7 +350,7 @@ def _divide(core: Translator, opcode: str, instruction: Instruction) -> Callable
 
 
 def _push_scalar(core: Translator, _: str, instruction: Instruction) -> Callable[[], None]:
-    (vector,) = core._vectors(instruction, 1)
+    (vector,) = core.registers.vectors(instruction, 1)
     return lambda: core._to_scalars.append(int(vector_unit.whole(vector())[0, 0].view(np.int32)))
 
 
@@ -599,17 +422,17 @@ def _compare(core: Translator, opcode: str, instruction: Instruction) -> Get:
     function = vector_unit.comparison(relation, dtype)
     if function is None or order not in (["totalorder"], ["partialorder"]):
         raise UnknownFormError(f"opcode {opcode!r}")
-    a, b = core._vectors(instruction, 2)
+    a, b = core.registers.vectors(instruction, 2)
     return lambda: function(a(), b())
 
 
 def _pop_scalar(core: Translator, opcode: str, instruction: Instruction) -> Get:
     queue = core._divisions if opcode == "spop.drf" else core._to_scalars
-    return lambda: _next(queue)
+    return lambda: next_of(queue)
 
 
 def _pop_semaphore(core: Translator, _: str, __: Instruction) -> Get:
-    return lambda: _next(core._semaphores_read)
+    return lambda: next_of(core._semaphores_read)
 
 
 _EFFECTS: Mapping[str, Callable[[Translator, str, Instruction], Callable[[], None]]] = {

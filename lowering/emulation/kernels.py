@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from lowering.emulation.faults import UnknownFormError
 from lowering.emulation.machine import Machine
 from lowering.emulation.memory import Memory, Transfers
 from lowering.emulation.registers import Get
-from lowering.schedule.bundles import Bundle, Instruction, read_bundles
-from lowering.schedule.dumps import Dumps
-from lowering.schedule.layouts import PADDING, places_of
-from lowering.schedule.memory import wrapped
+from lowering.tpu_core.bundles import Bundle, Instruction, read_bundles
+from lowering.tpu_core.dumps import Dumps
+from lowering.tpu_core.faults import UnknownFormError
+from lowering.tpu_core.layouts import PADDING, places_of
+from lowering.tpu_core.scalar_memory import wrapped
 
 _ALLOCATION = re.compile(r"#(allocation\d+) \[shape = '([^']*)', space=(\w+), size = (0x[0-9a-f]+)")
 _IN_VMEM = re.compile(r"\[vmem:\[#(allocation\d+)\b")
@@ -302,7 +302,7 @@ def execute(
     machine.run()
     return Execution(
         tuple(call.result(number, like) for number, like in enumerate(results)),
-        machine.issues(),
+        tuple(machine.issues()),
         tuple(machine.registers.clobbered),
         dict(call.memory.unwritten),
         dict(transfers.starts),

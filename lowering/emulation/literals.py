@@ -5,9 +5,9 @@ import re
 import jax.numpy as jnp
 import numpy as np
 
-from lowering.emulation.faults import UnknownFormError
-from lowering.schedule.dumps import Dumps
-from lowering.schedule.layouts import places_of
+from lowering.tpu_core.dumps import Dumps
+from lowering.tpu_core.faults import UnknownFormError
+from lowering.tpu_core.layouts import places_of
 
 _LITERAL = re.compile(r"#(allocation\d+) \[shape = '([^']*)', space=hbm, [^\n]*tag = 'constant literal'")
 _CALL = re.compile(r"inlined_call ([^/\n]*?) /\* %[\w.\-]+ = [\w\-]+\(([^)]*)\)")

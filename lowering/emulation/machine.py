@@ -3,35 +3,23 @@
 In a bundle, all instructions read registers and memory before any of them writes.
 """
 
-import collections
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lowering.emulation.faults import MachineFaultError, UnknownFormError
 from lowering.emulation.instructions import NOT_WRITTEN, RENAMED_ONLY, Call, Translator
 from lowering.emulation.memory import Memory, Transfers
 from lowering.emulation.registers import Get, Registers
-from lowering.schedule.bundles import Bundle, Instruction
 from lowering.source_lines import users_file_line
-
-_MOST_BLOCKS = 20_000_000
-
-
-@dataclasses.dataclass
-class _Block:
-    """Bundles up to the next branch."""
-
-    steps: tuple[Callable[[], None], ...]
-    last: int
+from lowering.tpu_core.bundles import Bundle, Instruction
+from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
+from lowering.tpu_core.sequencer import Sequencer
 
 
-class Machine:
+class Machine(Sequencer):
     """One kernel on one core.
 
     Attributes:
-      runs: how often each range of bundles, both ends included, was issued.
       registers: what each holds.
       translator: makes functions of its instructions.
     """
@@ -64,9 +52,8 @@ class Machine:
           calls: returns what happens where another part of the program is called; None for a kernel, which calls none.
           caller: the registers of the part that calls this one, if any does.
         """
-        self._bundles = bundles
+        super().__init__(bundles, delay_slots=6 if generation >= 7 else 4)
         self._memory = memory
-        self._delay_slots = 6 if generation >= 7 else 4
         self.registers = Registers(addresses, checks=checks, caller=caller)
         self.translator = Translator(
             bundles,
@@ -77,12 +64,8 @@ class Machine:
             generation=generation,
             eup_error=eup_error,
             calls=calls,
+            jump=self.jump,
         )
-        self._blocks: dict[tuple[int, bool], _Block] = {}
-        self._branches = {
-            bundle.number for bundle in bundles if any(one.target is not None for one in bundle.instructions)
-        }
-        self.runs: collections.Counter[tuple[int, int]] = collections.Counter()
 
     def run(self) -> None:
         """Runs from the first bundle to the last.
@@ -91,27 +74,15 @@ class Machine:
           UnknownFormError: at an instruction whose meaning is not settled.
           MachineFaultError: where the kernel does what no program may.
         """
-        number, end = 0, len(self._bundles)
         with np.errstate(all="ignore"):
-            for _ in range(_MOST_BLOCKS):
-                if number >= end:
-                    return
-                number = self._run_block(number)
-        raise MachineFaultError("the kernel does not end")
-
-    def issues(self) -> tuple[int, ...]:
-        """Counts how often each bundle was issued."""
-        counts: collections.Counter[int] = collections.Counter()
-        for (first, last), count in self.runs.items():
-            for number in range(first, last + 1):
-                counts[number] += count
-        return tuple(counts[bundle.number] for bundle in self._bundles)
+            if not self.sequence():
+                raise MachineFaultError("the kernel does not end")
 
     def unsettled(self, numbers: Sequence[int]) -> list[str]:
         """Lists the instructions in these bundles whose meaning is not settled."""
         found = []
         for number in numbers:
-            for instruction in self._bundles[number].instructions:
+            for instruction in self.bundles[number].instructions:
                 if not instruction.opcode.startswith("inlined_call_operand"):
                     try:
                         self.translator.slot(instruction)
@@ -119,22 +90,13 @@ class Machine:
                         found.append(str(error))
         return found
 
-    def _run_block(self, first: int) -> int:
-        """Runs a block, and the delay slots of a branch that is taken; returns the bundle that comes next."""
-        block = self._block(first, stops_at_branch=True)
-        self._issue(first, block)
-        number = block.last + 1
-        if self.translator.target is None:
-            return number
-        if number < len(self._bundles):
-            delayed = self._block(number, stops_at_branch=False)
-            self._issue(number, delayed)
-        target, self.translator.target = self.translator.target, None
-        return target
+    def translated(self, first: int, last: int) -> list[Callable[[], None]]:
+        """Returns what executes bundles, one after the other."""
+        return [*map(self._step, self.bundles[first : last + 1])]
 
-    def _issue(self, first: int, block: _Block) -> None:
-        self.runs[first, block.last] += 1
-        for at, step in enumerate(block.steps, first):
+    def issue(self, first: int, block: list[Callable[[], None]]) -> None:
+        """Executes bundles from one on."""
+        for at, step in enumerate(block, first):
             try:
                 self._memory.bundle = self.registers.bundle = at
                 step()
@@ -142,18 +104,8 @@ class Machine:
                 raise type(error)(f"bundle {at:#x}{self._line(at)}: {error}") from None
 
     def _line(self, number: int) -> str:
-        line = users_file_line(self._bundles[number].lines)
+        line = users_file_line(self.bundles[number].lines)
         return f" ({line})" if line else ""
-
-    def _block(self, first: int, *, stops_at_branch: bool) -> _Block:
-        key = first, stops_at_branch
-        if key not in self._blocks:
-            last = min(first + self._delay_slots, len(self._bundles)) - 1
-            if stops_at_branch:
-                end = len(self._bundles) - 1
-                last = next((number for number in range(first, end + 1) if number in self._branches), end)
-            self._blocks[key] = _Block(tuple(map(self._step, self._bundles[first : last + 1])), last)
-        return self._blocks[key]
 
     def _step(self, bundle: Bundle) -> Callable[[], None]:
         """Returns what executes one bundle."""

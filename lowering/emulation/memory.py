@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from lowering.emulation.faults import MachineFaultError
-from lowering.emulation.registers import LANES, SUBLANES, Address
-from lowering.emulation.vector_unit import selected, whole
-from lowering.schedule.memory import GRANULE_BYTES, wrapped
+from lowering.emulation.registers import Address
+from lowering.tpu_core.faults import MachineFaultError
+from lowering.tpu_core.scalar_memory import GRANULE_BYTES, wrapped
+from lowering.tpu_core.vector_unit import LANES, SUBLANES, selected, whole
 
 ROW_BYTES = 4 * LANES
 _WORDS_OF_GRANULE = GRANULE_BYTES // 4

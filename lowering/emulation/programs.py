@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from lowering.emulation.faults import MachineFaultError, UnknownFormError
 from lowering.emulation.kernels import (
     ARRAY_TYPE,
     OPERAND,
@@ -24,11 +23,13 @@ from lowering.emulation.kernels import (
 from lowering.emulation.literals import literals_of
 from lowering.emulation.machine import Machine
 from lowering.emulation.memory import Memory, Transfers
-from lowering.emulation.registers import LANES, Get
+from lowering.emulation.registers import Get
 from lowering.emulation.report import EmulatedKernel
-from lowering.schedule.bundles import Bundle, Instruction, read_bundles, value_of
-from lowering.schedule.dumps import TOP_LEVEL, Dumps
-from lowering.schedule.layouts import places_of
+from lowering.tpu_core.bundles import Bundle, Instruction, read_bundles, value_of
+from lowering.tpu_core.dumps import TOP_LEVEL, Dumps
+from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
+from lowering.tpu_core.layouts import places_of
+from lowering.tpu_core.vector_unit import LANES
 
 PROGRAM = "program"
 _OFFSET = re.compile(r"= sld \[smem:\[#(allocation\d+)\]\] /\* (hbm offset) \*/")

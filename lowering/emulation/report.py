@@ -12,7 +12,7 @@ from rich.text import Text
 
 from lowering import tables
 from lowering.describe import counted
-from lowering.schedule.bundles import Bundle
+from lowering.tpu_core.bundles import Bundle
 
 
 @dataclasses.dataclass(frozen=True)

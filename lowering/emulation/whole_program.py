@@ -10,12 +10,13 @@ import numpy as np
 
 from lowering.compiling.compile import schedules_of
 from lowering.emulation.emulator import Emulator, differing
-from lowering.emulation.faults import EmulationError, KernelFaultError, MachineFaultError, UnknownFormError
+from lowering.emulation.faults import EmulationError, KernelFaultError
 from lowering.emulation.kernels import POISONS
 from lowering.emulation.memory import Transfers
 from lowering.emulation.programs import PROGRAM, Program, Run
 from lowering.emulation.report import Emulation, Finding
-from lowering.schedule.dumps import Dumps
+from lowering.tpu_core.dumps import Dumps
+from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from pallas_kernels.hardware import Hardware
 
 # How a program is executed again, by what its results depend on if they differ then.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lowering.schedule.chips import CHIPS, Chip, bytes_per_cycle
 from lowering.schedule.decisions import Given
-from lowering.schedule.dumps import Dumps
 from lowering.schedule.program import ProgramReplay, replay_program
+from lowering.tpu_core.dumps import Dumps
 from pallas_kernels.hardware import Hardware
 
 _LEVEL = 1  # a tenth of a second for 20 MB of schedules, which become 4 MB

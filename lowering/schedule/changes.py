@@ -13,9 +13,9 @@ from lowering import tables
 from lowering.errors import ScheduleError
 from lowering.schedule.compare import Compared, Comparison
 from lowering.schedule.decisions import PROGRAM
-from lowering.schedule.dumps import KERNEL
 from lowering.schedule.report import Schedule
 from lowering.schedule.rows import KernelSchedule
+from lowering.tpu_core.dumps import KERNEL
 
 LEAST_SHARE = 0.001  # of a program's time, for a kernel to be compared by itself
 _LEAST_CHANGE = 0.001  # of a time, for a change to be listed

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from lowering.describe import show
-from lowering.schedule.layouts import in_memory
-from lowering.schedule.memory import wrapped
+from lowering.tpu_core.layouts import in_memory
+from lowering.tpu_core.scalar_memory import wrapped
 
 PROGRAM = "program"  # the name of the top-level program
 NOTHING: Mapping[int, Any] = {}

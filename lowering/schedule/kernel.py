@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowering.schedule import slots
-from lowering.schedule.bundles import Bundle
 from lowering.schedule.chips import Chip
 from lowering.schedule.decisions import NOTHING_GIVEN, DependsOnDataError, Given
 from lowering.schedule.machine import Machine
-from lowering.schedule.memory import Dma, Hbm, ScalarMemory
+from lowering.schedule.memory import Dma, Hbm
 from lowering.schedule.timeline import Recording, Timeline
 from lowering.source_lines import is_library
+from lowering.tpu_core.bundles import Bundle
+from lowering.tpu_core.scalar_memory import ScalarMemory
 
 # The only number that was fitted: benchmarks/tpu_schedule_accuracy.py has the measurements.
 HBM_LATENCY_CYCLES = 610.0
@@ -116,7 +117,7 @@ def replay(
     if trace.is_unmatched and trace.open_words and given.trip_counts:
         words = " and ".join(trace.open_words)
         raise DependsOnDataError(f"trip_counts do not fit together in {name}: scalars must say what is in {words}")
-    issues = trace.issues(len(bundles))
+    issues = machine.issues()
     return KernelReplay(
         cycles=trace.cycles,
         stall_cycles=sum(trace.stalls.values()),

@@ -1,23 +1,23 @@
 """Executes the scalar part of a scheduled program: branches, loops and DMAs, a bundle a cycle, but no vectors."""
 
 import collections
-import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lowering.schedule.bundles import Bundle, Instruction, Predicate, value_of
 from lowering.schedule.decisions import NOTHING_GIVEN, Decisions, DependsOnDataError, Given
-from lowering.schedule.memory import Dma, ScalarMemory
-from lowering.schedule.scalar import divided, function_of, has_no_effect
+from lowering.schedule.memory import Dma
 from lowering.schedule.timeline import Timeline
 from lowering.schedule.trace import Trace
-from lowering.schedule.transfers import Clock, Transfers, takes_time
-from lowering.schedule.unknown import Answers, Unknown
+from lowering.schedule.transfers import Transfers, takes_time
 from lowering.schedule.values import Step, Values
+from lowering.tpu_core.bundles import Bundle, Instruction, Predicate, value_of
+from lowering.tpu_core.scalar_memory import ScalarMemory
+from lowering.tpu_core.scalar_unit import divided, function_of, has_no_effect
+from lowering.tpu_core.sequencer import Sequencer
+from lowering.tpu_core.unknown import Answers, Unknown
 
-_MOST_BLOCKS = 20_000_000  # a few minutes of replay
 PARAMETER = "scalar_parameter_address"
 _SCALARS = re.compile(r"shape: ([su]\d+\[[\d,]*\]|f32\[1?\]), index: (\d+), kind: input")
 _CARRIED = ("sphi", "pphi")
@@ -26,16 +26,12 @@ _ONE_WORD = "inlined_call_operand."  # of no memory space: its value, not where 
 Call = Callable[[int, float, Instruction, Mapping[str, Any]], float]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Block:
-    """Bundles up to the next branch, without those that do nothing which is followed here."""
+class Machine(Sequencer):
+    """One scheduled program, made ready to run once.
 
-    steps: tuple[Step, ...]
-    last: int
-
-
-class Machine:
-    """One scheduled program, made ready to run once."""
+    Attributes:
+      trace: what was observed.
+    """
 
     def __init__(
         self,
@@ -64,30 +60,20 @@ class Machine:
             register to the time when it is done.
           timeline: what records the run, if anything does.
         """
+        super().__init__(bundles, delay_slots)
         self._name = name
-        self._bundles = bundles
         self._memory = memory
-        self._delay_slots = delay_slots
         self._operands = operands or {}
         self._given = given
         self._call = call
         self._places = Values(name, memory)
         self._values = self._places.held
         self._divisions: dict[str, collections.deque[Any]] = collections.defaultdict(collections.deque)
-        self._branches = {
-            bundle.number: instruction.target
-            for bundle in bundles
-            for instruction in bundle.instructions
-            if instruction.target is not None
-        }
         instructions = itertools.chain.from_iterable(bundle.instructions for bundle in bundles)
         self._answers = Answers(self._values)
-        self._decisions = Decisions(name, self._branches, given, _scalars(filter(self._is_open, instructions)))
-        self._blocks: dict[tuple[int, bool], _Block] = {}
-        self._target: int | None = None
-        self._clock = Clock()
+        self._decisions = Decisions(name, self.branches, given, _scalars(filter(self._is_open, instructions)))
         self.trace = Trace(timeline=timeline)
-        self._transfers = Transfers(bundles, self._decisions, self._places, dma, self._clock, self.trace)
+        self._transfers = Transfers(bundles, self._decisions, self._places, dma, self.clock, self.trace)
 
     def run(self, start: float = 0.0) -> Trace:
         """Runs the program from a time on.
@@ -95,44 +81,26 @@ class Machine:
         Raises:
           DependsOnDataError: where data decides what happens, and the caller does not say what.
         """
-        end = len(self._bundles)
-        number, runs = 0, self.trace.runs
-        self._clock.behind = start
-        for _ in range(_MOST_BLOCKS):
-            if number >= end:
-                self.trace.cycles = self._clock.at(number) - start
-                return self.trace
-            block = self._block(number, stops_at_branch=True)
-            for step in block.steps:
-                step()
-            runs[number, block.last] += 1
-            number = block.last + 1
-            if self._target is not None and self._delay_slots and number < end:
-                delayed = self._block(number, stops_at_branch=False)
-                for step in delayed.steps:
-                    step()
-                runs[number, delayed.last] += 1
-                number = delayed.last + 1
-            if self._target is not None:
-                self._clock.behind += number - self._target
-                number, self._target = self._target, None
-        raise DependsOnDataError(f"{self._name} does not end: a loop in it waits for something that is not replayed")
+        self.clock.behind = start
+        if not self.sequence():
+            loop = f"{self._name} does not end: a loop in it waits for something that is not replayed"
+            raise DependsOnDataError(loop)
+        self.trace.cycles = self.clock.at(len(self.bundles)) - start
+        return self.trace
 
-    def _block(self, first: int, *, stops_at_branch: bool) -> _Block:
-        """Returns the bundles from one on to the next branch; or those that follow one in its delay slots."""
-        key = first, stops_at_branch
-        if key not in self._blocks:
-            last = min(first + self._delay_slots, len(self._bundles)) - 1
-            if stops_at_branch:
-                last = next((number for number in range(first, len(self._bundles)) if number in self._branches), last)
-                last = last if last in self._branches else len(self._bundles) - 1
-            steps = itertools.chain.from_iterable(map(self._steps, self._bundles[first : last + 1]))
-            self._blocks[key] = _Block((*self._recorded(first, last), *steps), last)
-        return self._blocks[key]
+    def translated(self, first: int, last: int) -> list[Step]:
+        """Returns the steps of bundles, without those that do nothing which is followed here."""
+        steps = itertools.chain.from_iterable(map(self._steps, self.bundles[first : last + 1]))
+        return [*self._recorded(first, last), *steps]
+
+    def issue(self, first: int, block: list[Step]) -> None:
+        """Takes the steps of bundles."""
+        for step in block:
+            step()
 
     def _recorded(self, first: int, last: int) -> list[Step]:
         """Returns the step that notes when bundles are issued, where a timeline is wanted."""
-        timeline, clock = self.trace.timeline, self._clock
+        timeline, clock = self.trace.timeline, self.clock
         return [] if timeline is None else [lambda: timeline.issue(first, last, clock.at(first))]
 
     def _steps(self, bundle: Bundle) -> list[Step]:
@@ -300,9 +268,9 @@ class Machine:
 
         def step() -> None:
             if self._call is not None:
-                now = self._clock.at(number)
+                now = self.clock.at(number)
                 operands = {register: self._values[place] for register, place in places.items()}
-                self._clock.behind += self._call(number, now, instruction, operands) - now
+                self.clock.behind += self._call(number, now, instruction, operands) - now
 
         return step
 
@@ -311,7 +279,7 @@ class Machine:
 
         def step() -> None:
             if taken():
-                self._target = target
+                self.jump(target)
 
         return step
 

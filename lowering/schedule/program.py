@@ -5,16 +5,17 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from lowering.schedule.bundles import Instruction
 from lowering.schedule.chips import Chip
 from lowering.schedule.decisions import PROGRAM, DependsOnDataError, Given
-from lowering.schedule.dumps import Dumps
 from lowering.schedule.kernel import HBM_LATENCY_CYCLES, KernelReplay, replay
 from lowering.schedule.machine import Machine
-from lowering.schedule.memory import Dma, Hbm, ScalarMemory
+from lowering.schedule.memory import Dma, Hbm
 from lowering.schedule.results import place_results
 from lowering.schedule.timeline import Recording, Timeline
-from lowering.schedule.unknown import Unknown
+from lowering.tpu_core.bundles import Instruction
+from lowering.tpu_core.dumps import Dumps
+from lowering.tpu_core.scalar_memory import ScalarMemory
+from lowering.tpu_core.unknown import Unknown
 
 # What the runtime sets before a program starts: one word says that the program is to run; another that what it starts
 # with in VMEM was brought there when it ran before, as it is where a program runs again and again.
@@ -92,8 +93,7 @@ class _Program:
         result.stall_cycles = sum(trace.stalls.values())
         result.copy_bytes, result.copy_count = self._dma.hbm_bytes, self._dma.count
         if self._timeline is not None:
-            issues = trace.issues(len(bundles))
-            result.recording = Recording(self._timeline, bundles, issues, trace.stalls)
+            result.recording = Recording(self._timeline, bundles, machine.issues(), trace.stalls)
         result.unknown.update(_gathered(trace.unknown), *(one.unknown for one in self._replays.values()))
         return result
 

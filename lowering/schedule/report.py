@@ -17,11 +17,11 @@ from lowering.schedule import saved
 from lowering.schedule.again import Again
 from lowering.schedule.chips import CHIPS, Chip, bytes_per_cycle
 from lowering.schedule.decisions import NOTHING_GIVEN, DependsOnDataError, Given
-from lowering.schedule.dumps import Dumps
 from lowering.schedule.kernel import KernelReplay
 from lowering.schedule.perfetto import MOST_KERNELS, trace
 from lowering.schedule.program import Called, ProgramReplay, replay_program
 from lowering.schedule.rows import KernelSchedule
+from lowering.tpu_core.dumps import Dumps
 from pallas_kernels.hardware import Hardware
 
 _CAVEAT = (

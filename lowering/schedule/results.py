@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from lowering.schedule.bundles import Bundle, value_of
 from lowering.schedule.decisions import PROGRAM
 from lowering.schedule.machine import PARAMETER
-from lowering.schedule.memory import ScalarMemory
-from lowering.schedule.unknown import Unknown
+from lowering.tpu_core.bundles import Bundle, value_of
+from lowering.tpu_core.scalar_memory import ScalarMemory
+from lowering.tpu_core.unknown import Unknown
 
 
 def place_results(memory: ScalarMemory, bundles: Sequence[Bundle], aliases: Mapping[int | None, int]) -> None:

@@ -3,8 +3,8 @@
 import collections
 from collections.abc import Iterable, Sequence
 
-from lowering.schedule.bundles import Bundle, Instruction
 from lowering.schedule.chips import Chip
+from lowering.tpu_core.bundles import Bundle, Instruction
 
 _NEITHER = ("vsync", "vtrace", "vwait", "vdelay", "vnop", "inlined", "compiler-", "int_to_ptr", "sphi", "pphi")
 _SIXTEEN_BITS_OR_LESS = ("bf16", "f16", "s8", "u8", "f8", "s4", "u4")

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import itertools
 
 from lowering.schedule.timeline import Timeline
 
@@ -13,7 +12,6 @@ class Trace:
 
     Attributes:
       cycles: from the first bundle to the last, stalls included.
-      runs: how often each range of bundles, both ends included, was issued.
       stalls: cycles, by the bundle that waited.
       unknown: opcodes that are not understood, and what cannot be as it is.
       is_unmatched: whether something was waited for that nothing starts, or the other way round.
@@ -22,7 +20,6 @@ class Trace:
     """
 
     cycles: float = 0.0
-    runs: collections.Counter[tuple[int, int]] = dataclasses.field(default_factory=collections.Counter)
     stalls: dict[int, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
     unknown: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     is_unmatched: bool = False
@@ -33,11 +30,3 @@ class Trace:
         """Notes a wait without what it is for, or the other way round."""
         self.unknown[what] += 1
         self.is_unmatched = True
-
-    def issues(self, bundles: int) -> list[int]:
-        """Counts how often each bundle was issued."""
-        changes = [0] * (bundles + 1)
-        for (first, last), count in self.runs.items():
-            changes[first] += count
-            changes[last + 1] -= count
-        return list(itertools.accumulate(changes))[:bundles]

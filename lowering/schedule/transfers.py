@@ -1,30 +1,20 @@
 """Instructions of a TPU's scalar program that take time besides its bundles: transfers, semaphores and delays."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from lowering.schedule.bundles import Bundle, Instruction, value_of
 from lowering.schedule.decisions import Decisions, DependsOnDataError
 from lowering.schedule.memory import Dma
 from lowering.schedule.trace import Trace
-from lowering.schedule.unknown import Unknown
-from lowering.schedule.values import LABEL, Step, Values
+from lowering.schedule.values import Step, Values
+from lowering.tpu_core.bundles import Bundle, Instruction
+from lowering.tpu_core.faults import UnknownFormError
+from lowering.tpu_core.sequencer import Clock
+from lowering.tpu_core.transfers import pointers_in, transfer_of
+from lowering.tpu_core.unknown import Unknown
 
-_ENDS = ("src=", "dst=")
 _WAITS = ("dma.done.wait", "vwait.ge", "vwait.ge.trace")
 _OTHERS = ("vsyncadd", "vsyncmov", "vdelay")
-
-
-class Clock:
-    """The time in one run. It is a bundle's number plus `behind`, so that no bundle has to count."""
-
-    def __init__(self) -> None:
-        """Starts with the first bundle at 0."""
-        self.behind = 0.0
-
-    def at(self, number: int) -> float:
-        """Returns when a bundle is issued, if it is issued now."""
-        return number + self.behind
 
 
 class Transfers:
@@ -40,25 +30,25 @@ class Transfers:
         self._dma = dma
         self._clock = clock
         self._trace = trace
-        self._spaces = _spaces(bundles)
+        self._pointers = pointers_in(bundles)
 
     def step(self, number: int, instruction: Instruction, happens: Callable[[], bool]) -> list[Step]:
         """Returns what an instruction does where its predicate holds; nothing of what is not understood."""
         before: list[Step] = []
-        names = [found[1] if (found := LABEL.match(operand)) else "" for operand in instruction.operands]
-        places = [self._places.operand(operand, before) for operand in instruction.operands]
-        opcode = instruction.opcode
-        if opcode == "vsyncadd":
-            effect = self._added(number, *places)
-        elif opcode == "vsyncmov":
-            effect = self._read(number, instruction, *places)
-        elif opcode in _WAITS:
-            effect = self._waited(number, *places)
-        elif opcode == "vdelay":
-            effect = self._delayed(number, *places)
-        elif {"size_in_granules", "dst_syncflagno"} <= set(names):
-            effect = self._started(number, instruction, names, places)
+        opcode, effect = instruction.opcode, None
+        if opcode.startswith("dma.") and opcode not in _WAITS:
+            effect = self._started(number, instruction, before)
         else:
+            places = [self._places.operand(operand, before) for operand in instruction.operands]
+            if opcode == "vsyncadd":
+                effect = self._added(number, *places)
+            elif opcode == "vsyncmov":
+                effect = self._read(number, instruction, *places)
+            elif opcode == "vdelay":
+                effect = self._delayed(number, *places)
+            else:
+                effect = self._waited(number, *places)
+        if effect is None:
             self._trace.unknown[opcode] += 1
             return []
 
@@ -68,25 +58,22 @@ class Transfers:
 
         return [*before, step]
 
-    def _started(self, number: int, instruction: Instruction, names: list[str], places: list[int]) -> Step:
+    def _started(self, number: int, instruction: Instruction, before: list[Step]) -> Step | None:
+        """Returns the step that starts a transfer; None where one is not understood."""
+        try:
+            transfer = transfer_of(instruction, self._pointers)
+        except UnknownFormError:
+            return None
         values, dma, clock = self._places.held, self._dma, self._clock
-        granules, semaphore = (places[names.index(name)] for name in ("size_in_granules", "dst_syncflagno"))
-        destination = places[2] if len(places) > 2 else places[0]
-        opcode = self._between(instruction)
+        # "dma.general" is between any two places.
+        opcode = instruction.opcode if "" in transfer.spaces else "dma.{}_to_{}".format(*transfer.spaces)
+        granules, source, destination, semaphore = (self._places.operand(x, before) for x in transfer[1:5])
 
         def step() -> None:
             size = self._known(number, values[granules])
-            dma.start(clock.at(number), opcode, size, values[places[0]], values[destination], values[semaphore])
+            dma.start(clock.at(number), opcode, size, values[source], values[destination], values[semaphore])
 
         return step
-
-    def _between(self, instruction: Instruction) -> str:
-        """Returns the opcode of a transfer, by where its ends are: "dma.general" is between any two places."""
-        ends = [operand.partition("=")[2] for operand in instruction.operands if operand.startswith(_ENDS)]
-        spaces = [self._spaces.get(named[0]) for end in ends if (named := value_of(end)) is not None]
-        if instruction.opcode != "dma.general" or len(spaces) < 2 or None in spaces:
-            return instruction.opcode
-        return f"dma.{spaces[0]}_to_{spaces[1]}"
 
     def _added(self, number: int, semaphore: int, amount: int) -> Step:
         values, dma, clock = self._places.held, self._dma, self._clock
@@ -133,13 +120,3 @@ class Transfers:
 def takes_time(opcode: str) -> bool:
     """Tells whether an opcode is one of these."""
     return opcode in _WAITS or opcode in _OTHERS or opcode.startswith("dma.")
-
-
-def _spaces(bundles: Sequence[Bundle]) -> Mapping[str, str]:
-    """Returns the memory that each pointer is to, by the name of its value."""
-    return {
-        instruction.value: instruction.opcode.rpartition(".")[2]
-        for bundle in bundles
-        for instruction in bundle.instructions
-        if instruction.opcode.startswith("int_to_ptr.")
-    }

@@ -1,17 +1,13 @@
 """Values of one scheduled program, kept by their names, and by register for what loops carry."""
 
-import re
+import operator
 from collections.abc import Callable
 from typing import Any
 
-from lowering.schedule.bundles import value_of
-from lowering.schedule.memory import ScalarMemory, wrapped
-from lowering.schedule.scalar import float_bits
-from lowering.schedule.unknown import Unknown
-
-LABEL = re.compile(r"(\w+)=(.*)", re.DOTALL)
-_SYMBOL = re.compile(r"#\w+")
-_FLOAT = re.compile(r"-?\d+\.\d*(e-?\d+)?|-?inf")
+from lowering.tpu_core.faults import UnknownFormError
+from lowering.tpu_core.operands import LABEL, Register, Symbol, Term, terms_of
+from lowering.tpu_core.scalar_memory import ScalarMemory
+from lowering.tpu_core.unknown import Unknown
 
 Step = Callable[[], None]
 
@@ -44,16 +40,18 @@ class Values:
     def operand(self, text: str, before: list[Step]) -> int:
         """Returns where the value of an operand is; what has to be added up for it is put before the instruction."""
         labelled = LABEL.match(text)
-        text = (labelled[2] if labelled else text).replace("smem:", "")
-        inner = re.sub(r"(?<=\S)\s+\[.*", "", text).strip("[] ")  # "1 [#allocation5]": the allocation is a remark
-        terms = [term.strip("[] ") for term in inner.split("+") if term.strip("[] ")]
-        places = [self._term(term, before) for term in terms]
-        while len(places) > 1:
-            *rest, a, b = places
-            total = self.place(f"sum of {a} and {b}")
-            before.append(self._computed(a, b, total))
-            places = [*rest, total]
-        return places[0] if places else self.place("nothing")
+        text = labelled[2] if labelled else text
+        try:
+            terms = terms_of(text)
+        except UnknownFormError:
+            return self.place(f"constant {text}")  # of a kind that is not known
+        (_, first), *others = terms
+        total = self._term(first, before)
+        for sign, term in others:
+            a, b = total, self._term(term, before)
+            total = self.place(f"{a} {'+' if sign > 0 else '-'} {b}")
+            before.append(self._computed(a, b, total, operator.add if sign > 0 else operator.sub))
+        return total
 
     def copied(self, source: int, to: int) -> Step:
         """Returns a step that copies a value."""
@@ -64,25 +62,19 @@ class Values:
 
         return step
 
-    def _term(self, term: str, before: list[Step]) -> int:
-        if term.startswith("!"):
-            place = self._term(term[1:], before)
-            negated = self.place(f"not {place}")
-            before.append(self._computed(place, self.place("one", True), negated, lambda a, b: a ^ b))
-            return negated
-        named = value_of(term)
-        if named is not None:
-            return self.place(named[0])
-        if _SYMBOL.match(term):
-            return self.place(term, self._memory.address(self._program, term))
-        number = term.removeprefix("$")
-        if re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", number):
-            return self.place(f"constant {number}", wrapped(int(number, 0)))
-        if _FLOAT.fullmatch(number):
-            return self.place(f"constant {number}", float_bits(float(number)))
-        return self.place(f"constant {term}")  # of a kind that is not known
+    def _term(self, term: Term, before: list[Step]) -> int:
+        if isinstance(term, Symbol):
+            return self.place(f"#{term.name}", self._memory.address(self._program, f"#{term.name}"))
+        if not isinstance(term, Register):
+            return self.place(f"constant {term}", term)
+        place = self.place(term.name)
+        if not term.negated:
+            return place
+        negated = self.place(f"not {place}")
+        before.append(self._computed(place, self.place("one", True), negated, operator.xor))
+        return negated
 
-    def _computed(self, a: int, b: int, to: int, function: Callable[[Any, Any], Any] = lambda a, b: a + b) -> Step:
+    def _computed(self, a: int, b: int, to: int, function: Callable[[Any, Any], Any]) -> Step:
         held = self.held
 
         def step() -> None:

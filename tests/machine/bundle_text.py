@@ -9,7 +9,9 @@ def program(*lines):
 
 
 def dma(granules, flag="[#allocation4]", kind="hbm_to_vmem", predicate=""):
-    labels = f"/*hbm=*/%s1_s1, /*size_in_granules=*/{granules}, /*vmem=*/%s2_s2, /*dst_syncflagno=*/{flag}"
+    source, destination = kind.split("_to_")
+    to = f"{destination}_1" if source == destination else destination
+    labels = f"/*{source}=*/%s1_s1, /*size_in_granules=*/{granules}, /*{to}=*/%s2_s2, /*dst_syncflagno=*/{flag}"
     return f"%859 = dma.{kind} [thread:$0]  {predicate}{labels}"
 
 

@@ -8,15 +8,15 @@ from bundle_text import dma, program
 
 import jaxops
 import lowering
-from lowering.emulation import cross_lane_unit, vector_unit
-from lowering.emulation.faults import MachineFaultError, UnknownFormError
 from lowering.emulation.kernels import array_of, words_of
 from lowering.emulation.machine import Machine
-from lowering.emulation.matrix_unit import MatrixUnit
 from lowering.emulation.memory import Memory, Transfers
-from lowering.schedule.bundles import read_bundles
-from lowering.schedule.layouts import places_of
 from lowering.source_lines import users_file_line
+from lowering.tpu_core import cross_lane_unit, vector_unit
+from lowering.tpu_core.bundles import read_bundles
+from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
+from lowering.tpu_core.layouts import places_of
+from lowering.tpu_core.matrix_unit import MatrixUnit
 
 POISON = 0xFFC0DEAD
 RNG = np.random.default_rng(0)

@@ -7,10 +7,10 @@ import pytest
 from bundle_text import dma, program, wait
 
 from lowering.schedule import slots
-from lowering.schedule.bundles import Predicate, read_bundles
 from lowering.schedule.chips import CHIPS
 from lowering.schedule.decisions import Decisions, DependsOnDataError, Given
 from lowering.schedule.kernel import HBM_LATENCY_CYCLES, replay
+from lowering.tpu_core.bundles import Predicate, read_bundles
 
 V5E = CHIPS["tpu-v5e"]
 BYTES_PER_CYCLE = 32.0  # a granule
@@ -344,6 +344,6 @@ def test_unknown_opcodes_are_reported_and_never_guessed():
 
 
 def test_a_program_that_never_ends_is_refused(monkeypatch):
-    monkeypatch.setattr("lowering.schedule.machine._MOST_BLOCKS", 1000)
+    monkeypatch.setattr("lowering.tpu_core.sequencer._MOST_BLOCKS", 1000)
     with pytest.raises(DependsOnDataError, match="kernel does not end"):
         run("%9 = sbr.rel target bundleno = 0 (0x0)", *[""] * 4)

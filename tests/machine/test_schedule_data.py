@@ -7,13 +7,13 @@ from bundle_text import dma, program, wait
 
 from jaxops_command.options import CommandError
 from jaxops_command.schedule_data import scalars_of
-from lowering.schedule.bundles import read_bundles
 from lowering.schedule.chips import CHIPS
 from lowering.schedule.decisions import DependsOnDataError, Given, names_of
 from lowering.schedule.kernel import replay
-from lowering.schedule.layouts import in_memory
-from lowering.schedule.scalar import float_bits, function_of
-from lowering.schedule.unknown import Unknown
+from lowering.tpu_core.bundles import read_bundles
+from lowering.tpu_core.layouts import in_memory
+from lowering.tpu_core.scalar_unit import float_bits, function_of
+from lowering.tpu_core.unknown import Unknown
 
 
 def run(*lines, operands=None, **given):

@@ -5,10 +5,10 @@ import math
 import pytest
 from bundle_text import dma, program, wait
 
-from lowering.schedule.bundles import read_bundles
 from lowering.schedule.chips import CHIPS
 from lowering.schedule.decisions import DependsOnDataError, Given
 from lowering.schedule.kernel import HBM_LATENCY_CYCLES, replay
+from lowering.tpu_core.bundles import read_bundles
 
 LEFT = "transfers or signals in kernel for which nothing waits"
 

@@ -9,11 +9,11 @@ import json
 import pytest
 from bundle_text import TOP_LEVEL, dma, program, wait, written
 
-from lowering.schedule.bundles import Bundle
-from lowering.schedule.dumps import Dumps
 from lowering.schedule.report import schedule_of
 from lowering.schedule.timeline import Passage
 from lowering.targets import named
+from lowering.tpu_core.bundles import Bundle
+from lowering.tpu_core.dumps import Dumps
 
 TURNS = 5000
 

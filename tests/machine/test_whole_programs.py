@@ -5,12 +5,12 @@ import pytest
 from bundle_text import program
 from test_emulation import A, B, Bench, bits, compressed
 
-from lowering.emulation.cross_lane_unit import CrossLaneUnit
-from lowering.emulation.faults import MachineFaultError, UnknownFormError
-from lowering.emulation.matrix_unit import LATCHED, MatrixUnit
 from lowering.emulation.memory import Transfers
 from lowering.emulation.programs import Program, Run
-from lowering.schedule.dumps import Dumps
+from lowering.tpu_core.cross_lane_unit import CrossLaneUnit
+from lowering.tpu_core.dumps import Dumps
+from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
+from lowering.tpu_core.matrix_unit import LATCHED, MatrixUnit
 
 WAIT = "%9 = dma.done.wait [#allocation1], 128", f"%9 = vsyncadd [#allocation1], {2**32 - 128}"
 HLO = """HloModule jit_call, is_scheduled=true, entry_computation_layout={(f32[8,128]{1,0:T(8,128)})->\

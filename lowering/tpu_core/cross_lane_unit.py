@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from lowering.emulation.faults import MachineFaultError
-from lowering.emulation.registers import LANES, SUBLANES
-from lowering.emulation.vector_unit import rows_of_words, whole, words_of_rows
+from lowering.tpu_core.faults import MachineFaultError
+from lowering.tpu_core.vector_unit import LANES, SUBLANES, rows_of_words, whole, words_of_rows
 
 
 def _reduced(function: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from lowering.schedule.memory import HALF, MASK, wrapped
-from lowering.schedule.unknown import Unknown, selected
+from lowering.tpu_core.scalar_memory import HALF, MASK, wrapped
+from lowering.tpu_core.unknown import Unknown, selected
 
 
 def _first(value: Any, *_: Any) -> Any:

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lowering.emulation.registers import LANES, SUBLANES
-
+SUBLANES, LANES = 8, 128
 _ONES = 0xFFFFFFFF
 _HIGH, _LOW = np.uint32(0xFFFF0000), np.uint32(0xFFFF)
 _EXPONENT = np.uint32(0x7F800000)

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from lowering.emulation.faults import MachineFaultError, UnknownFormError
-from lowering.emulation.registers import LANES, SUBLANES
-from lowering.emulation.vector_unit import rounded_to_bfloat16, rows_of_words, selected, whole
+from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
+from lowering.tpu_core.vector_unit import LANES, SUBLANES, rounded_to_bfloat16, rows_of_words, selected, whole
 
 _BITS = {"f32": 32, "bf16": 16, "s8": 8, "u8": 8}
 TYPES = frozenset(_BITS)

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from lowering.operators import operator_in
-from lowering.schedule.bundles import Bundle, read_bundles
-from lowering.schedule.constants import constant_operands
 from lowering.source_lines import users_line
+from lowering.tpu_core.bundles import Bundle, read_bundles
+from lowering.tpu_core.constants import constant_operands
 
 TOP_LEVEL = "TLP"
 KERNEL = "mosaic"

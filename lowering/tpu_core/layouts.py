@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from lowering.schedule.memory import wrapped
+from lowering.tpu_core.scalar_memory import wrapped
 
 # "s8[3,130]{1,0:T(4,128)(4,1)S(1)}": the bits of an element, the sizes, which dimension varies fastest, and tiles, each
 # of the last dimensions that the one before leaves.
