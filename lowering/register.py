@@ -14,10 +14,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from lowering import _jax_private, operators, select
+from lowering import _jax_private, implementations, operators, select
 from lowering.describe import show
 from lowering.errors import NotSupportedError
 from lowering.kept import Evidence
+from lowering.measurements import REFERENCE
 from lowering.operators import Form, Operator, Place, brief, on_arrays, type_text, unpacked
 from lowering.targets import PLATFORMS, abstract_device, being_lowered_for, here, is_absent
 from pallas_kernels.hardware import Hardware
@@ -43,6 +44,7 @@ def register(operator: Operator) -> None:
       nll_loss
     """
     _require_operator("register", operator)
+    implementations.require_known_places(operator.name, operator.kernels, operator.forms)
     operators.add(operator)
     mlir.register_lowering(operator.primitive, functools.partial(_lower_reference, operator))
     for platform in PLATFORMS:
@@ -62,6 +64,7 @@ def add_kernel(operator: Operator, kernel: Kernel) -> None:
 
     Raises:
       TypeError: if `kernel` is not a `Kernel`.
+      ValueError: if its platform, or a target in `measured_on`, does not exist.
 
     Example:
       >>> from pallas_kernels.kernel import Kernel
@@ -82,6 +85,7 @@ def add_kernel(operator: Operator, kernel: Kernel) -> None:
     _require_operator("add_kernel", operator)
     if not isinstance(kernel, Kernel):
         raise TypeError(f"add_kernel: kernel must be a pallas_kernels.kernel.Kernel; got {show(kernel)}")
+    implementations.require_known_places(operator.name, (kernel,))
     _added_kernels[operator.name] = (kernel, *_added_kernels.get(operator.name, ()))
     _jax_private.require_devices_during_lowering(operator.primitive)
     jax.clear_caches()
@@ -182,16 +186,23 @@ def on_one_device(
     choice = choose_in_program(operator, selection, hardware, operands, params, 1)
     if choice.kernel is None:
         return _in_jnp(operator, choice.form, Place(hardware.platform), params)
-    return on_arrays(functools.partial(choice.kernel.run, **_launch(choice, hardware, operands, params)), params)
+    launch = _launch(operator, choice, hardware, operands, params)
+    return on_arrays(functools.partial(choice.kernel.run, **launch), params)
 
 
 def _launch(
-    choice: select.Choice, hardware: Hardware, operands: Sequence[Any], params: dict[str, Any], *, donates: bool = False
+    operator: Operator,
+    choice: select.Choice,
+    hardware: Hardware,
+    operands: Sequence[Any],
+    params: dict[str, Any],
+    *,
+    donates: bool = False,
 ) -> dict[str, Any]:
     """Returns how to launch the chosen kernel."""
     assert choice.kernel is not None
     structured, attributes = unpacked(operands, params)
-    first = choice.kernel.configs(hardware, *structured, **attributes)[0]
+    first = implementations.configs_of(operator.name, choice.kernel, hardware, structured, attributes)[0]
     launch: dict[str, Any] = {"config": first if choice.config is None else dict(choice.config)}
     launch["interpret"] = choice.interpret
     if choice.kernel.overwrites(*structured, **attributes):
@@ -222,19 +233,22 @@ def _lower(
     if choice.form is not None and choice.form.per_device and place.is_split:
         run = functools.partial(choice.form.run, place=Place(platform))
         with select.using(selection):
-            return _lower_kernel(operator, run, partitioning(ctx.avals_in, devices), ctx, *operands, params=params)
+            split = partitioning(ctx.avals_in, devices)
+            return _lower_kernel(operator, choice, run, split, ctx, *operands, params=params)
     if choice.kernel is None:
         with select.using(selection):
-            return _lower_fun(operator, _in_jnp(operator, choice.form, place, params), ctx, *operands)
+            in_jnp = _in_jnp(operator, choice.form, place, params)
+            return _lower_fun(operator, choice.implementation, in_jnp, ctx, *operands)
     donates = choice.emulated is None and _donates(ctx.module_context.symbol_table)
-    launch = _launch(choice, choice.emulated or hardware, ctx.avals_in, params, donates=donates)
+    launch = _launch(operator, choice, choice.emulated or hardware, ctx.avals_in, params, donates=donates)
     kernel: Callable[..., Any] = functools.partial(choice.kernel.run, **launch)
     if choice.emulated is not None:
         kernel = _emulated(kernel, choice.emulated)
     # A kernel is run on each device's own part.
     on_chips = _on_chips(hardware) if is_absent() else contextlib.nullcontext()
     with on_chips:
-        return _lower_kernel(operator, kernel, partitioning(ctx.avals_in, devices), ctx, *operands, params=params)
+        split = partitioning(ctx.avals_in, devices)
+        return _lower_kernel(operator, choice, kernel, split, ctx, *operands, params=params)
 
 
 def emulate_with(emulator: Callable[[Hardware], Callable[..., Any]]) -> None:
@@ -255,7 +269,13 @@ def _emulated(run: Callable[..., Any], chip: Hardware) -> Callable[..., Any]:
 
 
 def _lower_kernel(
-    operator: Operator, run: Callable[..., Any], split: str, ctx: Any, *operands: Any, params: dict[str, Any]
+    operator: Operator,
+    choice: select.Choice,
+    run: Callable[..., Any],
+    split: str,
+    ctx: Any,
+    *operands: Any,
+    params: dict[str, Any],
 ) -> Any:
     run = on_arrays(run, params)
     if split in ("explicit", "auto", "mixed"):
@@ -265,13 +285,14 @@ def _lower_kernel(
         def on_each(*arrays: Any) -> Any:
             return operator.local_kernel(run, arrays, params)(*arrays)
 
-        return _lower_fun(operator, on_each, local, *operands)
+        return _lower_fun(operator, choice.implementation, on_each, local, *operands)
     # Even inside shard_map a kernel sees plain arrays, as the primitive has already typed the results.
-    plain = [
+    types = [
         [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)
     ]
+    plain = ctx.replace(avals_in=types[0], avals_out=types[1])
     with _jax_private.without_varying_axes():
-        return _lower_fun(operator, run, ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
+        return _lower_fun(operator, choice.implementation, run, plain, *operands)
 
 
 def _donates(symbols: Any) -> bool:
@@ -298,14 +319,15 @@ def _on_mesh_around(aval: Any) -> Any:
 
 def _lower_reference(operator: Operator, ctx: Any, *operands: Any, selection: select.Selection, **params: Any) -> Any:
     with select.using(selection):
-        return _lower_fun(operator, functools.partial(operator.meaning, **params), ctx, *operands)
+        return _lower_fun(operator, REFERENCE, functools.partial(operator.meaning, **params), ctx, *operands)
 
 
 def _device_count(ctx: Any) -> int:
     return getattr(ctx.module_context.axis_context, "num_devices", 1)
 
 
-def _lower_fun(operator: Operator, fn: Callable[..., Any], ctx: Any, *operands: Any) -> Any:
+def _lower_fun(operator: Operator, implementation: str, fn: Callable[..., Any], ctx: Any, *operands: Any) -> Any:
+    fn = implementations.returning(ctx.avals_out, f"{operator.name}: {implementation}", fn)
     name = f"{operator.name}({brief([type_text(aval) for aval in ctx.avals_in])})"  # as `operator_in` reads it
     return mlir.lower_fun(fn, multiple_results=True)(ctx.replace(name_stack=ctx.name_stack.extend(name)), *operands)
 

@@ -21,6 +21,7 @@ from lowering import _jax_private, kept
 from lowering.campaign.problems import Problem
 from lowering.campaign.verifying import Checker
 from lowering.errors import TuningError
+from lowering.implementations import configs_of
 from lowering.kept import Verification
 from lowering.measurements import HANGS, WRONG, Key
 from lowering.measuring.candidates import Launch
@@ -127,7 +128,7 @@ def _fault(
             key = Key.of(operator.name, hardware, arrays, params)
             assert key is not None  # the device here is known
             structured, attributes = unpacked(arrays, params)
-            (config, *_) = kernel.configs(hardware, *structured, **attributes)
+            (config, *_) = configs_of(operator.name, kernel, hardware, structured, attributes)
             outcome, fault = Checker(Problem(key, operator, tuple(arrays), params)).verdict(
                 kernel, Launch(hardware), config
             )

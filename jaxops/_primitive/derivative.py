@@ -25,6 +25,7 @@ import lowering
 from jaxops._primitive import sharding
 from jaxops._primitive.batching import batching_rule
 from jaxops._primitive.signature import Signature
+from lowering.describe import show
 from lowering.operators import Structure, fields, packed, presence, unpacked
 
 Arrays = tuple[jax.Array, ...]
@@ -224,8 +225,12 @@ def _transpose(name: str, derivative: Derivative, cotangents: Any, *arrays: Any,
     if not isinstance(results, tuple | list) or len(results) != count:
         got = len(results) if isinstance(results, tuple | list) else f"a {type(results).__name__}"
         raise TypeError(f"{name}: vjp must return a gradient, or None, for each of {count} operands; got {got}")
+    pairs = list(zip(linear.of_active(results), tangents, strict=True))
+    for found, tangent in pairs:
+        if getattr(found, "shape", None) != tangent.aval.shape:
+            rule = f"return a gradient of shape {list(tangent.aval.shape)} for an active operand of that shape"
+            raise TypeError(f"{name}: vjp must {rule}; got {show(found)}")
     # On an explicit mesh JAX adds cotangents of one operand up, and refuses to if they are laid out differently.
-    pairs = zip(linear.of_active(results), tangents, strict=True)
     laid_out = (sharding.laid_out_as(x, tangent.aval.sharding).astype(tangent.aval.dtype) for x, tangent in pairs)
     return [None] * len(residuals) + list(laid_out)
 

@@ -14,6 +14,7 @@ from jaxops._primitive import sharding
 from jaxops._primitive.batching import batching_rule
 from jaxops._primitive.derivative import Derivative, compiled_bind, jvp_rule
 from jaxops._primitive.signature import Signature
+from lowering.describe import show
 from lowering.operators import Form, Structure, fields, packed, presence, registered, structure_of, unpacked
 from pallas_kernels.kernel import Kernel
 
@@ -60,12 +61,36 @@ class Operator:
         primitive = Primitive(self.name)
         primitive.multiple_results = True
         object.__setattr__(self, "primitive", primitive)
-        object.__setattr__(self, "axes", Signature.parse(self.signature))
+        object.__setattr__(self, "axes", self._parsed(self.signature))
+        self._require_sound()
         primitive.def_impl(compiled_bind(primitive))
         primitive.def_abstract_eval(self._abstract_eval)
         lowering.register(self)
         batching.primitive_batchers[primitive] = batching_rule(primitive, self._axes_of_equation)
         ad.primitive_jvps[primitive] = jvp_rule(self)
+
+    def _parsed(self, signature: str) -> Signature:
+        try:
+            return Signature.parse(signature)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+    def _require_sound(self) -> None:
+        """Refuses a record that would fail later, where nobody could tell why."""
+        kinds = {"kernels": Kernel, "forms": Form}
+        for name, kind in kinds.items():
+            given = getattr(self, name)
+            if not (isinstance(given, tuple) and all(isinstance(each, kind) for each in given)):
+                raise TypeError(f"{self.name}: {name} must be a tuple of {kind.__name__} records; got {show(given)}")
+        if self.derivative is not None and not isinstance(self.derivative, Derivative):
+            raise TypeError(f"{self.name}: derivative must be a Derivative or None; got {show(self.derivative)}")
+        if self.derivative is not None and self.derivative.residuals:
+            self._parsed(f"{self.derivative.residuals} ->")
+        # A cell or a module that is run again defines its operator again.
+        others = (one for one in registered() if one.name == self.name)
+        taken = next((one for one in others if _origins(one).isdisjoint(_origins(self))), None)
+        if taken is not None:
+            raise ValueError(f"{self.name}: name must not be taken; got that of an operator of {_module(taken)}")
 
     def __call__(self, *operands: Any, **params: Any) -> Any:
         """Binds the primitive. Operands must be arrays or NamedTuples of them, and `params` hashable."""
@@ -76,10 +101,7 @@ class Operator:
             self.check(*operands, **params)
         arrays, params = packed(operands, params)
         found = self.bind(arrays, params)
-        results = jax.tree.unflatten(self.structure_of_results(arrays, params), found)
-        if (count := len(fields(results))) != len(self.axes.results):
-            raise self._misfit("results", count)
-        return results
+        return jax.tree.unflatten(self.structure_of_results(arrays, params), found)
 
     def bind(self, arrays: Sequence[jax.Array], params: Mapping[str, Any]) -> list[jax.Array]:
         """Binds the primitive to the arrays of operands; returns those of results."""
@@ -140,8 +162,28 @@ class Operator:
         if self.check is not None:
             operands, attributes = unpacked(arrays, params)
             self.check(*operands, **attributes)
-        results = jax.make_jaxpr(lambda *arrays: self.meaning(*arrays, **params))(*arrays)
-        return list(results.out_avals)
+        results = list(jax.make_jaxpr(lambda *arrays: self.meaning(*arrays, **params))(*arrays).out_avals)
+        structured = jax.tree.unflatten(self.structure_of_results(arrays, params), results)
+        count = len(fields(structured)) if results else 0
+        if count != len(self.axes.results):
+            raise self._misfit("results", count)
+        axes = self._axes_of_equation(arrays, params)
+        conflict = axes.conflict([x.shape for x in arrays], [x.shape for x in results])
+        if conflict is not None:
+            rule = f'be as in its signature, "{self.signature}"'
+            raise TypeError(f"{self.name}: shapes of operands and results must {rule}; got {conflict}")
+        return results
+
+
+def _module(operator: Any) -> str:
+    """Returns the module that defines an operator."""
+    return str(getattr(getattr(operator, "reference", operator), "__module__", ""))
+
+
+def _origins(operator: Any) -> set[str]:
+    """Returns the module and the file that define an operator; a file may be run under two names of a module."""
+    code = getattr(getattr(operator, "reference", None), "__code__", None)
+    return {_module(operator), getattr(code, "co_filename", "")} - {""}
 
 
 def _key(arrays: Sequence[Any], params: Mapping[str, Any]) -> Any:

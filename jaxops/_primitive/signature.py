@@ -7,6 +7,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from lowering.describe import show
+
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
@@ -43,8 +45,16 @@ class Signature:
 
     @classmethod
     def parse(cls, text: str) -> "Signature":
-        operands, results = text.split("->")
-        return cls(_parse_side(operands), _parse_side(results))
+        """Reads a signature.
+
+        Raises:
+          ValueError: if it is none, with the rule and the text, to be put behind "<operator>: ".
+        """
+        sides = [_parse_side(side) for side in text.split("->")]
+        names = (name for side in sides for axes in side for name in axes.names)
+        if len(sides) != 2 or not all(map(str.isidentifier, names)):
+            raise ValueError(f'signature must be like "... c, c -> ... c", of names and leading dots; got {show(text)}')
+        return cls(*sides)
 
     def __str__(self) -> str:
         return " -> ".join(", ".join(map(str, side)) for side in (self.operands, self.results))
@@ -53,6 +63,21 @@ class Signature:
         """Returns the signature of an equation, given which of the operator's fields are present in it."""
         sides = zip((self.operands, self.results), (operands, results), strict=True)
         return Signature(*(tuple(itertools.compress(axes, is_present)) for axes, is_present in sides))
+
+    def conflict(self, operands: Sequence[tuple[Any, ...]], results: Sequence[tuple[Any, ...]]) -> str | None:
+        """Says which shape of an equation is not as the signature says; None if all are."""
+        sizes: dict[str, tuple[Any, str]] = {}
+        for side, shapes, every in (("operand", operands, self.operands), ("result", results, self.results)):
+            for i, (shape, axes) in enumerate(zip(shapes, every, strict=True)):
+                here, rank = f"{side} {i}", axes.batch_rank(len(shape))
+                if rank < 0 or len(shape) != rank + len(axes.names):
+                    return f'{here} of shape {list(shape)} for "{axes}"'
+                named = list(zip(axes.names, shape[rank:], strict=True))
+                for name, size in [("...", list(shape[:rank]))] * axes.batched + named:
+                    known, place = sizes.setdefault(name, (size, here))
+                    if known != size:
+                        return f"{name} of {known} in {place} and of {size} in {here}"
+        return None
 
     def agreed_specs(self, specs: tuple[PartitionSpec, ...]) -> tuple[PartitionSpec, ...]:
         """Specs for the operands that agree, where two operands with batch axes would split the same axis differently.

@@ -42,7 +42,8 @@ class Launch:
         """Says why the kernel does not run; None if it does."""
         structured, attributes = unpacked(operands, params)
         reason = self.excluded or refusal_by_fields(kernel, structured)
-        return reason or kernel.refuses(self.chip, *structured, **attributes)
+        reason = reason or kernel.refuses(self.chip, *structured, **attributes)
+        return reason or (None if self.configs(kernel, operands, params) else "its configs are empty")
 
     def configs(
         self, kernel: Kernel, operands: Sequence[Any], params: Mapping[str, Any]

@@ -163,8 +163,8 @@ def test_what_does_not_fit_the_signature_is_refused_in_words(unregistered):
     plus = Operator("toy_plus", "... c, ... c -> ... c", None, lambda x, y: x + y)
     with pytest.raises(TypeError, match="toy_plus: operands must be as many as in its signature, 2; got 3"):
         plus(x, x, x)
-    twice = Operator("toy_twice", "... c -> ... c, ... c", None, lambda x: 2 * x)
-    with pytest.raises(TypeError, match="toy_twice: results must be as many as in its signature, 2; got 1"):
+    twice = Operator("toy_pair", "... c -> ... c, ... c", None, lambda x: 2 * x)
+    with pytest.raises(TypeError, match="toy_pair: results must be as many as in its signature, 2; got 1"):
         jax.make_jaxpr(twice)(x)
     for gradients, got in (((x,), "1"), (x, "a .*Array.*")):
         derivative = Derivative(vjp=lambda *_, gradients=gradients: gradients)

@@ -1,0 +1,72 @@
+"""Checks of what authors of operators write: platforms of kernels and forms, configurations, and results."""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from lowering.describe import show
+from lowering.operators import Form, type_text
+from lowering.targets import PLATFORMS, TARGETS
+from pallas_kernels.hardware import Hardware
+from pallas_kernels.kernel import Config, Kernel
+
+
+def require_known_places(operator: str, kernels: Iterable[Kernel], forms: Iterable[Form] = ()) -> None:
+    """Refuses kernels and forms for a platform, and measurements on a target, that do not exist."""
+    for kernel in kernels:
+        _require_among(PLATFORMS, [kernel.platform], f"{operator}: platform of {kernel.name}")
+        _require_among(TARGETS, kernel.measured_on, f"{operator}: measured_on of {kernel.name}")
+    for form in forms:
+        _require_among(PLATFORMS, form.platforms, f"{operator}: platforms of {form.name}")
+
+
+def _require_among(known: Iterable[str], given: Iterable[Any], what: str) -> None:
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.7)
+            meant = "".join(f", did you mean {each}?" for each in near)
+            raise ValueError(f"{what} must be one of {', '.join(known)}; got {show(name)}{meant}")
+
+
+def configs_of(
+    operator: str, kernel: Kernel, hardware: Hardware, operands: Sequence[Any], attributes: Mapping[str, Any]
+) -> Sequence[Config]:
+    """Returns the configurations of a kernel that does not refuse: one at least, the default first.
+
+    Raises:
+      ValueError: if it has none.
+    """
+    offered = kernel.configs(hardware, *operands, **attributes)
+    if not offered:
+        types = map(_type, jax.tree.leaves(operands))
+        rule = "offer one at least for what it does not refuse"
+        raise ValueError(f"{operator}: configs of {kernel.name} must {rule}; got none for {', '.join(types)}")
+    return offered
+
+
+def returning(results: Sequence[Any], what: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn`, whose results must have the types of the reference's.
+
+    Args:
+      results: the types of what the reference returns.
+      what: the implementation, for the message: "<operator>: <name>".
+      fn: evaluates it, as a function of arrays.
+    """
+
+    def checked(*arrays: Any) -> Any:
+        found = fn(*arrays)
+        expected, got = ([_type(x) for x in each] for each in (results, found))
+        if expected != got:
+            rule = f"return {', '.join(expected)}, as the reference does"
+            raise TypeError(f"{what} must {rule}; got {', '.join(got) or 'nothing'}")
+        return found
+
+    return checked
+
+
+def _type(x: Any) -> str:
+    if isinstance(x, bool | int | float | complex):  # arrays to JAX
+        x = jax.typeof(x)
+    return type_text(x) if hasattr(x, "dtype") else show(x)
