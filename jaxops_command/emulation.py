@@ -18,7 +18,7 @@ from jaxops_command.options import CommandError
 from jaxops_command.output import show, show_text
 from jaxops_command.user_function import chosen_by, load, run_user_code
 from lowering.compiling.progress import said_if_long, shown
-from lowering.describe import counted, first_line
+from lowering.describe import counted, opening
 from lowering.emulation.faults import KernelFaultError
 from lowering.emulation.interpreting import interpret
 from lowering.measuring.inputs import made_up
@@ -60,7 +60,7 @@ def emulate(
         try:
             expected = jax.tree.leaves(interpreted())
         except Exception as error:  # of any kind: the interpreter runs the user's code
-            fails = first_line(error)
+            fails = opening(f"{type(error).__name__}: {error}", "the interpreter")
     pairs = zip(jax.tree_util.tree_leaves_with_path(emulation.results), expected, strict=True)
     compared = [
         {"result": jax.tree_util.keystr(path) or "result", **_compared(found, wanted)}

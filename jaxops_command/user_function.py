@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxops._checks.arguments import OperatorError
 from jaxops_command.options import CommandError, dtype_and_shape, file_and_name, require
 from lowering import ArtifactError, CompileError, EmulationError, PlanError, TuningError, operators, use
-from lowering.describe import counted, first_line
+from lowering.describe import counted, first_line, opening
 from lowering.errors import UsageError
 from lowering.functions import require_function
 
@@ -87,7 +87,8 @@ def run_user_code(subject: str, rule: str, code: Callable[[], Any]) -> Any:
     except (Exception, SystemExit) as error:
         # Without a device, JAX fails wherever it first looks for one.
         trouble = device_trouble()
-        raise CommandError(trouble or f"{subject} must {rule}; got {first_line(error)}") from None
+        message = opening(f"{type(error).__name__}: {error}".removesuffix(": "), "a call in Python")
+        raise CommandError(trouble or f"{subject} must {rule}; got {message}") from None
 
 
 def device_trouble() -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+_MOST_OF_MESSAGE = 800  # characters of another program's message, which says what matters anywhere in its first line
 _MAX_SHOWN = 160  # characters of a value in a message; a longer value is cut in the middle
 _LAST_SHOWN = 40
 _MAX_SHOWN_BITS = 256
@@ -20,9 +21,29 @@ def show(value: Any) -> str:
 
 def shortened(text: str) -> str:
     """Returns a text on one line, without addresses in memory, which help nobody; cut in its middle if it is long."""
-    text = " ".join(re.sub(r" at 0x[0-9a-f]+", "", text).split())
+    text = _on_one_line(text)
     is_long = len(text) > _MAX_SHOWN
     return f"{text[: _MAX_SHOWN - _LAST_SHOWN]}...{text[-_LAST_SHOWN:]}" if is_long else text
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(re.sub(r" at 0x[0-9a-f]+", "", text).split())
+
+
+def opening(message: str, rest: str) -> str:
+    """Returns the first line of another program's message, whole, and where the other lines are, if there are any.
+
+    Args:
+      message: what it says.
+      rest: what shows all of it, such as "`lowering.compile`".
+    """
+    first, *others = message.strip().splitlines() or ["no message"]
+    while first.rstrip().endswith(":") and others:  # as of "Cannot lower jaxpr with verifier errors:"
+        first = f"{first} {others.pop(0)}"
+    line = _on_one_line(first)
+    cut = f"{line[: _MOST_OF_MESSAGE - 3]}..." if len(line) > _MOST_OF_MESSAGE else line
+    more = counted(len(others), "more line") if others else ""
+    return f"{cut} ({rest} shows {more or 'the rest'})" if others or cut != line else line
 
 
 def first_line(error: BaseException) -> str:

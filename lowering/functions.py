@@ -27,7 +27,26 @@ def require_function(fn: Any) -> None:
     body = _body(fn)
     for is_kind, kind in _KINDS:
         if is_kind(body):
-            raise UsageError(f"lowering: fn must be a plain function; got {kind}")
+            name = name_of(fn)
+            raise UsageError(f"lowering: fn must be a plain function; got {kind}{'' if name == 'fn' else f', {name}'}")
+
+
+def name_of(fn: Any) -> str:
+    """Returns the name of a function for messages; "fn", as the tools' arguments are called, if it has none."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__name__", "")
+    return name if isinstance(name, str) and name.isidentifier() else "fn"
+
+
+def named_as(fn: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a function that stands for another, so that programs and messages have the other's name."""
+
+    def named(call: Callable[..., Any]) -> Callable[..., Any]:
+        call.__name__ = call.__qualname__ = name_of(fn)
+        return call
+
+    return named
 
 
 def traceable(fn: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
@@ -40,6 +59,7 @@ def traceable(fn: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]
     if not (_is_foreign(fn) or _is_unholdable(fn)):
         return fn
 
+    @named_as(fn)
     def call(*args: Any) -> Any:
         return fn(*args)
 

@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr
 
 from lowering.describe import show
 from lowering.errors import UsageError
-from lowering.functions import require_function, traceable
+from lowering.functions import named_as, require_function, traceable
 from lowering.pytrees import flattening_fault
 
 
@@ -88,6 +88,7 @@ def of_arrays(
             return leaf
         return marks[id(leaf)] if marked and id(leaf) in marks else leaf if isinstance(leaf, Number) else None
 
+    @named_as(fn)
     def call(*arrays: Any) -> Any:
         moving = iter(jax.tree.leaves(arrays))
         filled = [leaf if is_fixed else next(moving) for leaf, is_fixed in zip(leaves, fixed, strict=True)]

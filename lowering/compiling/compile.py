@@ -289,6 +289,7 @@ def _compiled(
         folder = Path(name)
         (folder / "exported").write_bytes(exported.serialize())
         (folder / "request.json").write_text(json.dumps(request))
+        compiler = f"lowering.compile: {hardware.name}'s compiler"
         try:
             gpu_kernels = hardware.name, _mosaic_gpu_kernels(exported.mlir_module())
             process.compile_folder(folder, hardware.platform, gpu_kernels, libtpu_flags if schedules else None)
@@ -296,16 +297,12 @@ def _compiled(
             lines = str(error).strip().splitlines()
             unknown = [line for line in lines if "unknown command line flag" in line.lower()]
             if unknown:
-                raise CompileError(
-                    f"lowering.compile: {hardware.name}'s compiler does not take a flag: {unknown[0]}"
-                ) from None
-            raise CompileError(
-                f"lowering.compile: {hardware.name}'s compiler dies of fn: {_screen(lines[-_SCREEN:])}"
-            ) from None
+                raise CompileError(f"{compiler} does not take a flag: {unknown[0]}") from None
+            raise CompileError(f"{compiler} dies of {exported.fun_name}: {_screen(lines[-_SCREEN:])}") from None
         refusal = folder / "error"
         if refusal.exists():
             lines = refusal.read_text().strip().splitlines()
-            raise CompileError(f"lowering.compile: {hardware.name}'s compiler refuses fn: {_screen(lines[:_SCREEN])}")
+            raise CompileError(f"{compiler} refuses {exported.fun_name}: {_screen(lines[:_SCREEN])}")
         yield folder
 
 

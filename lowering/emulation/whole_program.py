@@ -15,6 +15,7 @@ from lowering.emulation.kernels import POISONS
 from lowering.emulation.memory import Transfers
 from lowering.emulation.programs import PROGRAM, Program, Run
 from lowering.emulation.report import Emulation, Finding
+from lowering.functions import name_of
 from lowering.tpu_core.dumps import Dumps
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from pallas_kernels.hardware import Hardware
@@ -35,11 +36,11 @@ def emulated_program(
     with Emulator(hardware, checks=False).tracing():
         like, structure = jax.tree.flatten(jax.eval_shape(fn, *args))
     if not like:
-        raise EmulationError("lowering.emulate: fn must return an array; got none")
+        raise EmulationError(f"lowering.emulate: {name_of(fn)} must return an array; got none")
     keys = [x for x in (*jax.tree.leaves(args), *like) if jnp.issubdtype(x.dtype, jax.dtypes.extended)]
     if keys:
         must = "take and return arrays of numbers, such as jax.random.key_data"
-        raise EmulationError(f"lowering.emulate: fn must {must}; got {keys[0].dtype}")
+        raise EmulationError(f"lowering.emulate: {name_of(fn)} must {must}; got {keys[0].dtype}")
 
     @functools.wraps(fn)
     def without_donation(*arrays: Any) -> Any:

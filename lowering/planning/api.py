@@ -14,8 +14,9 @@ from rich.progress import TaskID
 
 from lowering import cost
 from lowering.compiling.compile import CompileError, availability, compile
-from lowering.describe import shortened, show
+from lowering.describe import opening, show
 from lowering.errors import UsageError
+from lowering.functions import named_as
 from lowering.measuring.timing import progress_bar
 from lowering.planning import cache as kept
 from lowering.planning import hlo, links
@@ -143,7 +144,7 @@ def _row(
     except ValueError as error:
         if isinstance(error, PlanError | UsageError):
             raise
-        return dataclasses.replace(empty, refusal=shortened(str(error)))
+        return dataclasses.replace(empty, refusal=opening(str(error), "a call of the function"))
     donated = [argument.donated for argument in jax.tree.leaves(traced.args_info)]
     name = kept.key(case, traced.jaxpr, types, donated)
     record = kept.read(folder, name)
@@ -161,6 +162,7 @@ def _alone(jitted: Any, traced: Any, mesh: AbstractMesh) -> Any:
     arguments = traced.args_info[0]
     donated = [number for number, one in enumerate(arguments) if any(leaf.donated for leaf in jax.tree.leaves(one))]
 
+    @named_as(jitted)
     def call(*args: Any) -> Any:
         with use_abstract_mesh(mesh):
             return jitted(*args)
@@ -183,7 +185,7 @@ def _compiled(jitted: Any, types: Sequence[Any], case: Case) -> dict[str, Any]:
             if found := pattern.search(message):
                 sizes = {side: round(float(found[side]) * _UNITS[found[f"{side}_unit"]]) for side in ("used", "limit")}
                 return {"memory_bytes": sizes["used"], "memory_limit_bytes": sizes["limit"]}
-        return {"refusal": shortened(message.removeprefix("lowering.compile: "))}
+        return {"refusal": opening(message.removeprefix("lowering.compile: "), "`lowering.compile`")}
     program = hlo.parse(report.hlo)
     return {
         "memory": dataclasses.asdict(report.memory),

@@ -153,9 +153,16 @@ def test_kernel_that_does_not_compile_is_named_in_one_screen(tpu):
 
     kernel = Kernel("whole", "tpu", run, lambda *operands: None)
     operator = Operator("doubled", "... -> ...", lambda x: None, lambda x: (2 * x,), kernels=(kernel,))
+
+    def doubled(x):
+        return operator(x)[0]
+
     x = jax.ShapeDtypeStruct((65536, 1024), jnp.float32)
-    with lowering.use("pallas"), pytest.raises(lowering.CompileError, match=f"{tpu}'s compiler refuses fn") as refusal:
-        lowering.compile(functools.partial(lambda x: operator(x)[0]), x, target=tpu)
+    with (
+        lowering.use("pallas"),
+        pytest.raises(lowering.CompileError, match=f"{tpu}'s compiler refuses doubled") as refusal,
+    ):
+        lowering.compile(functools.partial(doubled), x, target=tpu)
     assert len(str(refusal.value).splitlines()) <= 30
 
 

@@ -46,7 +46,7 @@ def nothing():
     return neighbour.ZERO
 
 def failing(x):
-    raise RuntimeError("first line\\nsecond line")
+    raise RuntimeError("first line, " + 30 * "long, " + "but whole\\nsecond line")
 
 listed = loss
 listed_args = [1, 2]
@@ -186,7 +186,7 @@ REFUSALS = {
     ),
     "failing function": (
         ("explain", "mine.py:failing", "--arg", "float32[]"),
-        "mine.py:failing must be traceable with these arguments; got RuntimeError: first line",
+        f"; got RuntimeError: first line, {30 * 'long, '}but whole (a call in Python shows 1 more line)",
     ),
     "refused by an operator": (
         ("explain", "mine.py:loss", "--arg", "float32[4,7]", "--arg", "float32[4]"),

@@ -262,7 +262,7 @@ def test_last_words_of_a_compiler_are_told(monkeypatch, tmp_path):
     dying.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(dying))
     monkeypatch.setattr(sys.modules["lowering.compiling.compile"], "availability", lambda hardware: "can compile for")
-    message = "tpu-v5e's compiler dies of fn: F0000 Check failed: too large"
+    message = "tpu-v5e's compiler dies of scaled: F0000 Check failed: too large"
     with pytest.raises(lowering.CompileError, match=message):
         lowering.compile(scaled, X, Y, target="tpu-v5e")
 

@@ -138,7 +138,7 @@ DOORS: dict[str, Any] = {
 }
 TRACEABLE = "must be a function that JAX can trace; got"
 FUNCTIONS: dict[str, tuple[Any, str]] = {
-    "async": (waiting, "must be a plain function; got an async function"),
+    "async": (waiting, "must be a plain function; got an async function, waiting"),
     "generator": (yielding, "must be a plain function; got a generator function"),
     "async-generator": (streaming, "must be a plain function; got an async generator function"),
     "partial-async": (functools.partial(waiting), "must be a plain function; got an async function"),
