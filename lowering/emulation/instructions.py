@@ -292,7 +292,8 @@ class Translator:
 
 def _wait(core: Translator, _: str, instruction: Instruction) -> Callable[[], None]:
     semaphore, amount = (core.registers.scalar(x, "sflag") for x in labelled(instruction, "", ""))
-    return lambda: core._transfers.wait(semaphore(), amount())
+    for_transfer = instruction.opcode == "dma.done.wait"
+    return lambda: core._transfers.wait(semaphore(), amount(), for_transfer=for_transfer)
 
 
 def _signal(core: Translator, _: str, instruction: Instruction) -> Callable[[], None]:
@@ -311,7 +312,8 @@ def _set_semaphore(core: Translator, _: str, instruction: Instruction) -> Callab
     def set_or_check() -> None:
         held = core._memory.semaphores[semaphore()]
         if at_end() and held:
-            raise MachineFaultError(f"a semaphore holds {held} when the kernel ends")
+            holds = core._transfers.in_words(semaphore(), held)
+            raise MachineFaultError(f"a semaphore holds {holds} when the kernel ends")
         core._memory.semaphores[semaphore()] = 0
 
     return set_or_check

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lowering.describe import counted
 from lowering.emulation.machine import Machine
 from lowering.emulation.memory import Memory, Transfers
 from lowering.emulation.registers import Get
@@ -314,8 +315,8 @@ def left_over(memory: Memory, transfers: Transfers) -> tuple[str, ...]:
     """Says what is not as it must be at the end."""
     found = []
     if transfers.finish():
-        found.append(f"{transfers.finish()} transfers for which nothing waits")
+        found.append(f"{counted(transfers.finish(), 'transfer')} for which nothing waits")
     held = sum(1 for amount in memory.semaphores.values() if amount)
     if held:
-        found.append(f"{held} semaphores that are not 0")
+        found.append(f"{counted(held, 'semaphore')} not 0 at the end")
     return tuple(found)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lowering.describe import counted
 from lowering.emulation.registers import Address
 from lowering.tpu_core.faults import MachineFaultError
 from lowering.tpu_core.scalar_memory import GRANULE_BYTES, wrapped
@@ -195,7 +196,7 @@ class Memory:
         end = start + granules * _WORDS_OF_GRANULE
         size = allocation.units * unit * _WORDS_OF_GRANULE
         if granules < 0 or end > size:
-            raise MachineFaultError(f"a transfer of {granules} granules that reaches beyond {allocation.name}")
+            raise MachineFaultError(f"a transfer of {_bytes(granules)} that reaches beyond {allocation.name}")
         return allocation.words.reshape(-1)[start:end], allocation.is_written.reshape(-1)[start:end]
 
     def _found(self, space: str, address: int) -> tuple[Allocation, int]:
@@ -229,6 +230,7 @@ class Transfers:
         self._order = self.ORDERS.index(order)
         self._only = only
         self._under_way: list[tuple[int, int, Callable[[], None]]] = []
+        self._of_transfers: set[int] = set()
         self._longest: dict[int, dict[int, int]] = collections.defaultdict(dict)
         self.starts: collections.Counter[int] = collections.Counter()
 
@@ -253,6 +255,7 @@ class Transfers:
             next level follow one another; on the last level, how many times 512 bytes.
         """
         self.starts[self._memory.bundle] += 1
+        self._of_transfers.add(semaphore)
         parts = tuple(_parts(granules, source, destination, strides))
 
         def read() -> list[tuple[np.ndarray, np.ndarray]]:
@@ -278,23 +281,38 @@ class Transfers:
                 self._memory.forget(at + written, size - written)
         longest.update({at: max(size, longest.get(at, 0)) for at, size in sizes.items()})
 
-    def wait(self, semaphore: int, amount: int) -> None:
+    def wait(self, semaphore: int, amount: int, *, for_transfer: bool = False) -> None:
         """Completes what a semaphore is waited for, as little as suffices.
 
         Of several transfers that share it, a chip may complete any first: in the second order it is the last one.
+
+        Args:
+          semaphore: its address.
+          amount: what it must hold at least.
+          for_transfer: whether the instruction waits for transfers alone, not for signals as well.
         """
         while self._memory.semaphores[semaphore] < amount:
             places = [place for place, job in enumerate(self._under_way) if job[0] == semaphore]
             if not places:
-                held = self._memory.semaphores[semaphore]
-                raise MachineFaultError(f"a wait for {amount} at a semaphore that holds {held}, and nothing adds to it")
+                if for_transfer:
+                    self._of_transfers.add(semaphore)
+                missing = self.in_words(semaphore, amount - self._memory.semaphores[semaphore])
+                raise MachineFaultError(f"a wait for {missing} more than a semaphore holds, and nothing adds to it")
             _, granules, complete = self._under_way.pop(places[-1 if self._order == 1 else 0])
             complete()
             self._memory.semaphores[semaphore] += granules
 
+    def in_words(self, semaphore: int, amount: int) -> str:
+        """Returns what an amount at a semaphore stands for: bytes of transfers, or signals."""
+        return _bytes(amount) if semaphore in self._of_transfers else counted(amount, "signal")
+
     def finish(self) -> int:
         """Returns how many transfers nobody has waited for."""
         return len(self._under_way)
+
+
+def _bytes(granules: int) -> str:
+    return f"{granules * GRANULE_BYTES:,} bytes"
 
 
 def _parts(
@@ -302,7 +320,7 @@ def _parts(
 ) -> list[tuple[int, int, int]]:
     """Lists the parts of a transfer that lie in one piece: where each is, where it goes, and its granules."""
     if granules < 0:
-        raise MachineFaultError(f"a transfer of {granules} granules")
+        raise MachineFaultError(f"a transfer of {_bytes(granules)}")
     if not strides:
         return [(source, destination, granules)]
     size, parts = strides[-1][2] * _GRANULES_OF_ROW, []

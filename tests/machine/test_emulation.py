@@ -446,7 +446,8 @@ def test_what_nobody_has_settled_stops_by_name(line):
 
 
 FAULTS = {
-    "%3 = dma.done.wait [#flag], 64": "nothing adds to it",
+    "%3 = dma.done.wait [#flag], 64": "a wait for 2,048 bytes more than a semaphore holds, and nothing adds to it",
+    "%3 = vwait.ge [#flag], 2": "a wait for 2 signals more than a semaphore holds",
     "%v1_v1 = vpop.eup %7": "nobody has pushed",
     "%v1_v1 = vadd.f32 %v3_v3, %v3_v3": "register v3 is read before",
     "%1 = vst [vmem:[%s0_s0 + $0xc] sm:$0xff] /*vst_source=*/%v0_v0": "a store to row 19 of vmem, which has 16 rows",
@@ -457,7 +458,7 @@ FAULTS = {
         "size_in_granules 128 vmem s24 dst_syncflagno allocation3 loc( tmp model.py :5:56 to :65)"
     ): "fails: a transfer from hbm to vmem (model.py:5) reads beyond its operand in hbm",
     "%1 = vmatmul.f32.gmra.mxu0 %v0_v0": "before weights are loaded",
-    dma(300): "reaches beyond hbm",
+    dma(300): "a transfer of 9,600 bytes that reaches beyond hbm",
 }
 
 
@@ -468,6 +469,14 @@ def test_what_no_program_may_do_is_a_fault(line):
     with pytest.raises(MachineFaultError, match="bundle 0x1") as error:
         bench.run("%9 = snop 0", line, s0=place, s1=bench.places["hbm"][0], s2=place << 4, v0=bits(A), p0=True)
     assert FAULTS[line] in str(error.value)
+
+
+@pytest.mark.parametrize(("line", "holds"), [(COPY, "2,048 bytes"), ("%2 = vsyncadd [#flag], 1", "1 signal")])
+def test_what_a_semaphore_holds_at_the_end_has_a_unit(line, holds):
+    bench = Bench()
+    end = "%1 = vsyncpa [#flag], 1"
+    with pytest.raises(MachineFaultError, match=f"bundle 0x1: a semaphore holds {holds} when the kernel ends"):
+        bench.run(line, end, s1=bench.places["hbm"][0], s2=bench.places["vmem"][0] << 4)
 
 
 def test_a_clobbered_register_is_seen():
