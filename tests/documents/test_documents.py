@@ -18,6 +18,8 @@ import pytest
 
 import jaxops
 import lowering
+from lowering.evidence import shipped
+from lowering.measurements import versions
 from lowering.schedule.chips import CHIPS
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +48,7 @@ DOCUMENTED = {
 
 def test_readme_examples_run_as_pasted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     first, explained = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    (shown,) = re.findall(r"^```\n(tpu-v5e: .*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(r"^```\n(cuda-h100: .*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # a terminal of 88 columns, as the page says
     monkeypatch.setenv("COLUMNS", "88")
     names: dict[str, Any] = {}
@@ -57,6 +59,11 @@ def test_readme_examples_run_as_pasted(capsys: pytest.CaptureFixture[str], monke
         report = names["rewritten"].report(names["x"], names["head"], jnp.arange(1024))
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
     assert [one.pattern for one in report.applied] == ["cross_entropy_sum"]
+    timed_with = shipped("cuda-h100").header["versions"]
+    assert f"timed on an H100, with JAX {timed_with['jax']}, " in " ".join(README.read_text().split())
+    # What it says of versions depends on those that are installed.
+    if timed_with.items() <= dict(versions()).items():
+        shown = shown.replace("; not run with these versions", "")
     assert capsys.readouterr().out == shown
 
 
@@ -181,6 +188,16 @@ def test_pages_compare_the_optimizer_with_optax():
     for candidate in (*candidates, "optax adamw + incremental_update"):
         assert re.search(rf"\| {single[candidate]} \| [\d. MB]*\| {half[candidate]} \|", page), candidate
     assert f"85 million parameters | {' | '.join(single[each] for each in candidates)} |" in README.read_text()
+
+
+def test_readme_has_a_row_in_bfloat16():
+    results = json.loads((ROOT / "benchmarks" / "results" / "embedding_cpu.json").read_text())
+    found = {case["name"]: case["candidates"] for case in results["cases"]}
+    times = found["bfloat16[50257, 768], 8192 positions of 3364 ids (zipf)"]
+    cells = (f"{times[name]['median_ms']:.0f} ms" for name in ("jaxops", "jax.grad of indexing", "torch"))
+    assert results["environment"]["cpu"] == "AMD EPYC"
+    row = "`embedding`'s gradient, bfloat16, 50257 x 768, 8192 ids"
+    assert f"| {row} | {' | '.join(cells)} |" in README.read_text()
 
 
 def test_pages_quote_what_was_measured_on_an_h100():
