@@ -259,8 +259,8 @@ def _least_size() -> int:
     return chunk_sizes.SIZES.logits
 
 
-ROW_CONE = Rule("row_cone", PRODUCTS, _find_cones, _least_size)
-ROW_CONE_SUM = Rule("row_cone_sum", PRODUCTS, _find_cone_sums, _least_size)
+ROW_CONE = Rule("row_cone", PRODUCTS, _find_cones, _least_size, makes_loops=True)
+ROW_CONE_SUM = Rule("row_cone_sum", PRODUCTS, _find_cone_sums, _least_size, makes_loops=True)
 CROSS_ENTROPY = Rule(
     "cross_entropy",
     PRODUCTS,

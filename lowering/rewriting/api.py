@@ -12,6 +12,7 @@ import numpy as np
 
 from lowering.describe import show
 from lowering.functions import require_function
+from lowering.operators import note
 from lowering.rewriting.plan import Plan, Planner, overlooked
 from lowering.rewriting.report import Rewrites
 from lowering.rewriting.rules import Rule, rules
@@ -84,6 +85,10 @@ class Rewritten(Generic[_P, _R]):
         plan = Planner(self._rules).plan(traced.jaxpr)
         if not plan.applied:
             return self._fn(*args, **kwargs)
+        loops = {rule.name for rule in self._rules if rule.makes_loops}
+        for one in plan.applied:
+            if one.pattern in loops:
+                note(f"{one.source}: {one.pattern} computes {one.detail}, in a loop of JAX that is no operator")
         return traced.results(plan)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

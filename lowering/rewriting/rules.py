@@ -87,6 +87,7 @@ class Rule:
         its primitives interest the rule.
       asked: whether the rule applies only where it is named in `only`.
       remark: what else it changes.
+      makes_loops: whether what replaces a place is a loop of JAX, in which no operator computes.
       overlooked: yields the places in a level, of any size, that users would expect the rule to know, and why it does
         not. Only reports ask for them; places that a rule has spoken of already are left out.
       suggest: yields the places in a level where a user could call the operator, each once. The level is one of
@@ -102,6 +103,7 @@ class Rule:
     least_size: Callable[[], int] | None = None
     asked: bool = False
     remark: str = ""
+    makes_loops: bool = False
     overlooked: Callable[[Level], Iterable[Missed]] | None = None
     suggest: Callable[[Level], Iterable[Suggestion]] | None = None
     replacement: str = ""

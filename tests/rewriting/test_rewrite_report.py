@@ -110,11 +110,17 @@ def test_what_takes_the_place_of_equations_keeps_their_line(fn, args, few_logits
     assert not any("unknown" in remark for remark in lowering.explain(rewritten, *args).remarks)
 
 
-def test_explain_of_a_gradient_advises_to_rewrite_the_loss() -> None:
+def test_explain_of_a_gradient_advises_to_rewrite_the_loss_and_says_what_is_a_loop() -> None:
     shapes = jax.ShapeDtypeStruct((512, 32000), jnp.float32), jax.ShapeDtypeStruct((2048, 512), jnp.float32)
-    (advice,) = lowering.explain(jax.grad(loss), *shapes, jax.ShapeDtypeStruct((2048,), jnp.int32)).remarks
+    args = *shapes, jax.ShapeDtypeStruct((2048,), jnp.int32)
+    (advice,) = lowering.explain(jax.grad(loss), *args).remarks
     assert "by row_cone: logits float32[2048,32000], in chunks of rows; rewrite losses before they are" in advice
     assert advice.endswith("differentiated, or call jaxops.linear_cross_entropy")
+    rewritten = lowering.explain(lowering.rewrite(jax.grad(loss)), *args)
+    (said,) = rewritten.notes
+    assert rewritten.rows == ()
+    assert ": row_cone computes logits float32[2048,32000], in chunks of rows, in a loop of JAX that is no" in said
+    assert lowering.explain(jax.grad(lowering.rewrite(loss)), *args).notes == ()
 
 
 def test_page_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
