@@ -164,7 +164,7 @@ class Explanation:
         return table
 
     def __str__(self) -> str:
-        return "\n".join([tables.text(self.table()), *self.remarks])
+        return tables.text(self.table(), self.remarks)
 
     @property
     def remarks(self) -> list[str]:

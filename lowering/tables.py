@@ -1,9 +1,11 @@
 """Tables that never break a name in the middle, however narrow the console."""
 
+import functools
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from io import StringIO
 
 from rich.console import Console, Group, RenderableType
@@ -13,6 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 _WIDTH = 140  # characters, if stdout is not a terminal
+_WIDTH_IN_NOTEBOOK = 88  # what is shown without scrolling, as on a page of 1440 pixels
 _BORDERS_AND_PADDING = 3  # characters per column, plus one for the table
 _INDENT = 2
 
@@ -31,14 +34,25 @@ def fitted(table: RenderableType, console: Console) -> RenderableType:
     return table
 
 
-def text(table: RenderableType) -> str:
-    """Returns the text that `print` shows: as wide as the terminal, or as COLUMNS in the environment says."""
+def text(table: RenderableType, remarks: Sequence[str] = ()) -> str:
+    """Returns the text that `print` shows: as wide as the terminal, the notebook, or COLUMNS in the environment says.
+
+    Args:
+      table: what is laid out.
+      remarks: the lines below it. A terminal wraps them by itself, and so does whoever reads a file; a notebook's page
+        does not.
+    """
+    is_notebook = type(sys.stdout).__module__.startswith("ipykernel.")
     is_terminal = getattr(sys.stdout, "isatty", bool)()
-    width = shutil.get_terminal_size().columns if is_terminal or os.environ.get("COLUMNS") else _WIDTH
+    width = _WIDTH_IN_NOTEBOOK if is_notebook else _WIDTH
+    if is_terminal or os.environ.get("COLUMNS"):
+        width = shutil.get_terminal_size().columns
     file = StringIO()
     console = Console(file=file, width=width, no_color=True, force_terminal=False, force_jupyter=False)
     console.print(fitted(table, console))
-    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+    lines = [line.rstrip() for line in file.getvalue().rstrip().splitlines()]
+    wrap = functools.partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([*lines, *(line for one in remarks for line in (wrap(one) if is_notebook else [one]))])
 
 
 def _widths(sizes: list[Measurement], spare: int) -> list[int]:

@@ -161,7 +161,7 @@ class Plan:
         return [*refused, *_REMARKS, *dict.fromkeys(remark for row in self.rows for remark in row.remarks)]
 
     def __str__(self) -> str:
-        return "\n".join([tables.text(self.table()), *self.remarks])
+        return tables.text(self.table(), self.remarks)
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draws memory and times as bars, a row for each slice and mesh with a program.

@@ -123,7 +123,7 @@ class Comparison:
 
     def __str__(self) -> str:
         remarks = dict.fromkeys(remark for row in self.rows if row.schedule for remark in row.schedule.remarks)
-        return "\n".join([tables.text(self.table()), tables.text(self.table_by_operator()), *remarks])
+        return "\n".join([tables.text(self.table()), tables.text(self.table_by_operator(), tuple(remarks))])
 
 
 def compare(

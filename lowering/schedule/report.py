@@ -114,7 +114,7 @@ class Schedule:
         return table
 
     def __str__(self) -> str:
-        return "\n".join([tables.text(self.table()), *self.remarks])
+        return tables.text(self.table(), self.remarks)
 
     def plot(self, path: str | Path | None = None, most: int = 12) -> Any:
         """Draws the kernels that take longest as bars, beside what they need at best.

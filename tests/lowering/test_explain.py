@@ -1,6 +1,7 @@
 """What `lowering.explain` says of cost: against the compiler's own counts, and against rooflines worked by hand."""
 
 import builtins
+import dataclasses
 import io
 import json
 
@@ -207,6 +208,12 @@ def test_text_is_as_wide_as_the_terminal_if_there_is_one(monkeypatch):
     with monkeypatch.context() as narrow:
         narrow.setenv("COLUMNS", "88")
         assert 80 < max(map(len, str(explanation).splitlines())) <= 88
+    with monkeypatch.context() as notebook:
+        notebook.setattr("sys.stdout", type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})())
+        remark = "a remark that is longer than the widest line of this table " * 3
+        shown = str(dataclasses.replace(explanation, notes=(remark,))).splitlines()
+        assert 80 < max(map(len, shown)) <= 88
+        assert " ".join(shown).endswith(remark.strip())
     monkeypatch.setattr("sys.stdout", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
     monkeypatch.setenv("COLUMNS", "80")
     table, remarks = str(explanation).splitlines(), explanation.remarks
