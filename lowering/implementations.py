@@ -1,6 +1,7 @@
 """Checks of what authors of operators write: platforms of kernels and forms, configurations, and results."""
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,21 +14,32 @@ from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Config, Kernel
 
 
-def require_known_places(operator: str, kernels: Iterable[Kernel], forms: Iterable[Form] = ()) -> None:
-    """Refuses kernels and forms for a platform, and measurements on a target, that do not exist."""
+def require_sound(operator: str, kernels: Iterable[Kernel], forms: Iterable[Form] = ()) -> None:
+    """Refuses kernels and forms for what does not exist, and those that could not be run."""
     for kernel in kernels:
-        _require_among(PLATFORMS, [kernel.platform], f"{operator}: platform of {kernel.name}")
+        _require_among(PLATFORMS, kernel.platform, f"{operator}: platform of {kernel.name}")
         _require_among(TARGETS, kernel.measured_on, f"{operator}: measured_on of {kernel.name}")
+        _require_keywords(kernel.run, ("config", "interpret"), f"{operator}: run of {kernel.name}")
     for form in forms:
         _require_among(PLATFORMS, form.platforms, f"{operator}: platforms of {form.name}")
+        _require_keywords(form.run, ("place",), f"{operator}: run of {form.name}")
 
 
 def _require_among(known: Iterable[str], given: Iterable[Any], what: str) -> None:
-    for name in given:
+    for name in (given,) if isinstance(given, str) else given:
         if name not in known:
             near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.7)
             meant = "".join(f", did you mean {each}?" for each in near)
             raise ValueError(f"{what} must be one of {', '.join(known)}; got {show(name)}{meant}")
+
+
+def _require_keywords(run: Callable[..., Any], names: Sequence[str], what: str) -> None:
+    # `inspect.signature` of all kernels would take milliseconds of an import, and this microseconds.
+    code = getattr(run, "__code__", None)
+    if code is not None and not code.co_flags & inspect.CO_VARKEYWORDS:
+        takes = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if not set(names) <= set(takes):
+            raise TypeError(f"{what} must take {' and '.join(names)} by name; got ({', '.join(takes)})")
 
 
 def configs_of(

@@ -44,7 +44,7 @@ def register(operator: Operator) -> None:
       nll_loss
     """
     _require_operator("register", operator)
-    implementations.require_known_places(operator.name, operator.kernels, operator.forms)
+    implementations.require_sound(operator.name, operator.kernels, operator.forms)
     operators.add(operator)
     mlir.register_lowering(operator.primitive, functools.partial(_lower_reference, operator))
     for platform in PLATFORMS:
@@ -85,7 +85,7 @@ def add_kernel(operator: Operator, kernel: Kernel) -> None:
     _require_operator("add_kernel", operator)
     if not isinstance(kernel, Kernel):
         raise TypeError(f"add_kernel: kernel must be a pallas_kernels.kernel.Kernel; got {show(kernel)}")
-    implementations.require_known_places(operator.name, (kernel,))
+    implementations.require_sound(operator.name, (kernel,))
     _added_kernels[operator.name] = (kernel, *_added_kernels.get(operator.name, ()))
     _jax_private.require_devices_during_lowering(operator.primitive)
     jax.clear_caches()

@@ -38,10 +38,27 @@ def kernel(**fields):
             "platform of mine must be one of cpu, cuda, tpu; got 'tpus', did you",
         ),
         ({"kernels": (kernel(measured_on=["tpu-v4e"]),)}, "measured_on of mine must be one of cpu, tpu-v5e, "),
-        ({"forms": (Form("xla_toy", "gpu", twice),)}, "platforms of xla_toy must be one of cpu, cuda, tpu; got 'g'"),
+        ({"forms": (Form("xla_toy", "gpu", twice),)}, "platforms of xla_toy must be one of cpu, cuda, tpu; got 'gpu'"),
+        ({"kernels": (kernel(run=lambda x: x),)}, "run of mine must take config and interpret by name; got (x)"),
+        (
+            {"forms": (Form("xla_toy", EVERYWHERE, lambda x: x),)},
+            "run of xla_toy must take place by name; got (x)",
+        ),
         ({"name": "softmax"}, "name must not be taken; got that of an operator of jaxops.softmax"),
     ],
-    ids=["signature", "dots", "residuals", "derivative", "kernels", "platform", "target", "form", "name"],
+    ids=[
+        "signature",
+        "dots",
+        "residuals",
+        "derivative",
+        "kernels",
+        "platform",
+        "target",
+        "form",
+        "run",
+        "place",
+        "name",
+    ],
 )
 def test_record_is_refused_when_it_is_made(fields, sentence):
     before = registered()
