@@ -134,7 +134,9 @@ def test_imports_point_down(module: str) -> None:
             assert [name for name in _imports(module) if _within(name, imported)] == []
 
 
-@pytest.mark.parametrize("module", [module for module in FILES if _within(module, REPLAY, "lowering.tpu_core", "lowering.emulation")])
+@pytest.mark.parametrize(
+    "module", [module for module in FILES if _within(module, REPLAY, "lowering.tpu_core", "lowering.emulation")]
+)
 def test_replays_and_emulation_decide_nothing(module: str) -> None:
     ours = [name for name in _imports(module) if name.split(".")[0] in MAY_IMPORT]
     assert [name for name in ours if _within(name, *DECIDE)] == []
