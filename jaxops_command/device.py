@@ -10,7 +10,7 @@ import lowering
 from jaxops.tune_device import tune_device
 from jaxops_command.options import CommandError
 from jaxops_command.output import show, show_text
-from lowering import TuningError, kept
+from lowering import TuningError, tuning_store
 from lowering.campaign.report import Campaign
 from lowering.measurements import versions
 
@@ -74,7 +74,7 @@ def _show(as_json: bool) -> None:
     for each in campaigns:
         show(each.table())
     if not campaigns:
-        show_text(f"nothing is kept in {kept.folder()}")
+        show_text(f"nothing is kept in {tuning_store.folder()}")
 
 
 def _forget() -> None:
@@ -82,10 +82,10 @@ def _forget() -> None:
     paths = _files()
     try:
         for path in paths:
-            kept.forget(path)
+            tuning_store.forget(path)
     except TuningError as error:
         raise _as_command_error(error) from None
-    show_text(", ".join(f"forgot {path}" for path in paths) or f"nothing is kept in {kept.folder()}")
+    show_text(", ".join(f"forgot {path}" for path in paths) or f"nothing is kept in {tuning_store.folder()}")
 
 
 def _export(path: Path) -> None:
@@ -99,7 +99,7 @@ def _export(path: Path) -> None:
 
 
 def _files() -> list[Path]:
-    return sorted(kept.folder().glob("*.jsonl"))
+    return sorted(tuning_store.folder().glob("*.jsonl"))
 
 
 def _target_of(path: Path) -> str:
@@ -107,9 +107,9 @@ def _target_of(path: Path) -> str:
     return entries[0].key.target if entries else path.stem
 
 
-def _read(path: Path) -> kept.Found:
+def _read(path: Path) -> tuning_store.Found:
     try:
-        found = kept.read(path)
+        found = tuning_store.read(path)
     except TuningError as error:
         raise _as_command_error(error) from None
     if found.damaged_lines:

@@ -18,7 +18,7 @@ from jaxops_command import touched
 from jaxops_command.known_faults import release
 from jaxops_command.output import show, show_text
 from jaxops_command.user_function import device_trouble, load, run_user_code
-from lowering import TuningError, compilers, kept
+from lowering import TuningError, compilers, tuning_store
 from lowering.measurements import versions
 from lowering.register import installed_packages
 from lowering.targets import here, parse
@@ -155,11 +155,11 @@ def _devices() -> Part:
 
 def _tuned() -> Part:
     """Describes the files that `jaxops tune` keeps on this machine."""
-    paths = sorted(kept.folder().glob("*.jsonl"))
+    paths = sorted(tuning_store.folder().glob("*.jsonl"))
     texts, troubles = [], []
     for path in paths:
         try:
-            records = kept.read(path)
+            records = tuning_store.read(path)
         except TuningError as error:
             troubles.append(str(error))
             continue
@@ -167,7 +167,7 @@ def _tuned() -> Part:
         texts.append(f"{path.stem}: {len(current)} of {len(records.records)} records of these versions")
         if records.damaged_lines:
             troubles.append(f"{path} has damaged lines: {', '.join(map(str, records.damaged_lines))}")
-    return Part("tuned", "; ".join(texts) or f"nothing in {kept.folder()}", "; ".join(troubles))
+    return Part("tuned", "; ".join(texts) or f"nothing in {tuning_store.folder()}", "; ".join(troubles))
 
 
 def _show_parts(parts: tuple[Part, ...]) -> None:

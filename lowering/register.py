@@ -17,10 +17,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from lowering import _jax_private, implementations, operators, select
 from lowering.describe import show
 from lowering.errors import NotSupportedError
-from lowering.kept import Evidence
 from lowering.measurements import REFERENCE
 from lowering.operators import Form, Operator, Place, brief, on_arrays, type_text, unpacked
 from lowering.targets import PLATFORMS, abstract_device, being_lowered_for, here, is_absent
+from lowering.tuning_store import Evidence
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 

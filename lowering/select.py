@@ -13,10 +13,10 @@ from lowering import operators
 from lowering.describe import show
 from lowering.errors import NotSupportedError
 from lowering.evidence import Verdict, verdict
-from lowering.kept import Evidence
 from lowering.measurements import REFERENCE, Config, Entry, config_items, config_text, versions
 from lowering.operators import Form, Place, present_names, refusal_by_fields, unpacked
 from lowering.targets import TARGETS, is_absent
+from lowering.tuning_store import Evidence
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 

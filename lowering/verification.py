@@ -17,18 +17,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from lowering import _jax_private, kept
+from lowering import _jax_private, tuning_store
 from lowering.campaign.problems import Problem
 from lowering.campaign.verifying import Checker
 from lowering.errors import TuningError
 from lowering.implementations import configs_of
-from lowering.kept import Verification
 from lowering.measurements import HANGS, WRONG, Key
 from lowering.measuring.candidates import Launch
 from lowering.measuring.inputs import made_up
 from lowering.operators import Operator, kind_of, unpacked
 from lowering.register import verify_with
 from lowering.targets import device_name
+from lowering.tuning_store import Verification
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel, Kind
 
@@ -54,7 +54,7 @@ def verify(
         return
     key = operator.name, kernel.name, kind.text
     with _lock:
-        if key in kept.verifications(target):
+        if key in tuning_store.verifications(target):
             return
         _keep(target, key, _BEGUN)
         try:
@@ -75,7 +75,7 @@ def _keep(target: str, key: tuple[str, str, str], fault: str | None) -> None:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     outcome = None if fault is None else Verification(fault, today)
     try:
-        kept.keep_verification(target, key, outcome)
+        tuning_store.keep_verification(target, key, outcome)
     except TuningError as error:
         if fault == _BEGUN:
             message = f"{key[0]}: what is found of {key[1]} cannot be kept, so each process verifies it again: {error}"
@@ -86,7 +86,7 @@ def _require_agreement(target: str, key: tuple[str, str, str]) -> None:
     """Compares an outcome with that of the first process: programs that differ would wait for each other forever."""
     if not jax.distributed.is_initialized():
         return
-    fault = kept.verifications(target)[key].fault
+    fault = tuning_store.verifications(target)[key].fault
     first = _jax_private.said_by_first_process(f"jaxops/verified/{target}/{key}", fault or "right", _SECONDS_TO_WAIT)
     if first not in (None, fault or "right"):
         own = f"process {jax.process_index()} found {key[1]} {fault or 'right'} and process 0 {first}"

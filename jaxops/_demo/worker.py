@@ -26,7 +26,7 @@ from jaxops._demo.model import Shape
 from jaxops._demo.run_folder import SENTENCE, RunError, RunFolder
 from jaxops._demo.split_training import Training
 from jaxops._demo.train import Settings
-from lowering import kept
+from lowering import tuning_store
 from lowering._jax_private import said_by_first_process
 from lowering.describe import first_line
 from lowering.targets import device_name, here
@@ -114,7 +114,7 @@ def _train(plan: Plan) -> None:
     is_first = jax.process_index() == 0
     _require_agreement("what is asked for", {**plan.record(), "resume": plan.resume})
     _require_agreement("the versions", _versions())
-    kept.entries_for(device_name(here()) or here().name)  # refuses if the processes have tuned differently
+    tuning_store.entries_for(device_name(here()) or here().name)  # refuses if the processes have tuned differently
     start = _from_first("begin", lambda: plan.folder.begin(plan.record(), plan.resume))
     _from_first("text", plan.folder.keep_text)
     text, vocabulary = plan.folder.tokens()

@@ -9,8 +9,8 @@ import jax
 from jaxops.dropout.api import dropout
 from jaxops.dropout.masks import Dropout, uses_of_all
 from lowering.rewriting.graph import Level, Value, described
+from lowering.rewriting.ordering import Step, needed
 from lowering.rewriting.rules import Found, Missed, Rule, Suggestion
-from lowering.rewriting.schedule import Step, needed
 
 # XLA's CPU code keeps this much more per element. Its compilers for TPUs and NVIDIA GPUs report that they keep nothing.
 _SAVED_BYTES_PER_ELEMENT = 6

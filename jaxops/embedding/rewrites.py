@@ -10,8 +10,8 @@ from jaxops.embedding.api import embedding
 from jaxops.linear_cross_entropy.rewriting.head import one_hot_labels
 from jaxops.linear_cross_entropy.rewriting.likeness import is_one_hot
 from lowering.rewriting.graph import Level, Node, Value, described
+from lowering.rewriting.ordering import Step, needed
 from lowering.rewriting.rules import Found, Missed, RefusalError, Rule
-from lowering.rewriting.schedule import Step, needed
 
 # Smaller tables, and smaller one-hot arrays, are not worth an operator.
 LEAST_ELEMENTS = 2**20

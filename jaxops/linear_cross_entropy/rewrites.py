@@ -26,9 +26,9 @@ from jaxops.linear_cross_entropy.rewriting.savings import Saving
 from jaxops.linear_cross_entropy.rewriting.suggested import suggest
 from jaxops.linear_cross_entropy.rewriting.summed import Sums
 from lowering.rewriting.graph import PRODUCTS, Level, Node, Value, described
+from lowering.rewriting.ordering import Step, needed
 from lowering.rewriting.report import megabytes
 from lowering.rewriting.rules import Found, Missed, RefusalError, Rule
-from lowering.rewriting.schedule import Step, needed
 
 
 class _UnlikeError(Exception):

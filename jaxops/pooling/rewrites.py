@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxops._checks.layouts import IMAGES
 from jaxops.pooling.max_pool import MAX_POOL, MAX_POOL_AT, MAX_POOL_BACKWARD
 from lowering.rewriting.graph import Level, Node, Value, described
+from lowering.rewriting.ordering import Step
 from lowering.rewriting.rules import Found, Missed, RefusalError, Rule, Suggestion
-from lowering.rewriting.schedule import Step
 from lowering.targets import here
 
 # XLA's select-and-scatter, and its transpose in forward mode.

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lowering import tables
-from lowering.kept import Found
 from lowering.measurements import REFERENCE, Entry
+from lowering.tuning_store import Found
 
 _STYLES = {"faster": "green", "wrong": "bold red", "fails": "red", "hangs": "bold red", "failed": "red"}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.progress import TaskID
 
-from lowering import kept, measurements
+from lowering import measurements, tuning_store
 from lowering.campaign.channel import verdict_record
 from lowering.campaign.process import PATIENCE, Ending, converse
 from lowering.campaign.report import Campaign
@@ -104,7 +104,7 @@ class _Run:
         # An interpreter does not hang. It may take minutes, where other programs take the processor.
         self._limit_seconds = max(limit_seconds, _REHEARSED_LIMIT_SECONDS) if rehearse else limit_seconds
         self._rehearse = rehearse
-        self._folder = (folder or kept.folder()) / "rehearsed" if rehearse else folder or kept.folder()
+        self._folder = (folder or tuning_store.folder()) / "rehearsed" if rehearse else folder or tuning_store.folder()
         self._records: list[dict[str, Any]] = []
         self._path = Path()
         self._device: dict[str, Any] = {}
@@ -113,12 +113,12 @@ class _Run:
 
     def through(self, cases: Sequence[Case], stages: Sequence[str], again: bool, progress: bool | None) -> Campaign:
         """Takes every case through every stage, as far as time allows."""
-        kept.require_writable(self._folder)
+        tuning_store.require_writable(self._folder)
         self._device = self._probe()
-        self._path = kept.file_of(self._device["target"], self._folder)
+        self._path = tuning_store.file_of(self._device["target"], self._folder)
         if again:
-            kept.forget(self._path)
-        self._records += kept.read(self._path).records
+            tuning_store.forget(self._path)
+        self._records += tuning_store.read(self._path).records
         self._found_before = len(self._records)
         tasks = [task for stage in stages for task in self._tasks(stage, cases)]
         stopped = ""
@@ -130,7 +130,7 @@ class _Run:
                         break
         except KeyboardInterrupt:
             stopped = "interrupted"
-        kept.reread()
+        tuning_store.reread()
         return Campaign(self._device["target"], tuple(filter(self._is_of_these_versions, self._records)), stopped)
 
     def _tasks(self, stage: str, cases: Sequence[Case]) -> list[_Task]:
@@ -205,7 +205,7 @@ class _Run:
             and self._is_of_these_versions(record)
             and (record.get("outcome") != UNFINISHED or number >= self._found_before)
         ]
-        faults = measurements.faults(kept.Found(tuple(self._records)).entries, self._device.get("target", ""))
+        faults = measurements.faults(tuning_store.Found(tuple(self._records)).entries, self._device.get("target", ""))
         for record in mine:
             if record.get("outcome") == UNFINISHED:
                 faults.setdefault(record["operator"], {}).setdefault(record["kernel"], record["reason"])
@@ -246,7 +246,7 @@ class _Run:
         """Adds a record to the file, with what it is of."""
         labelled = {"stage": task.stage, "flags": task.flags, "versions": self._device["versions"], **record}
         self._records.append(labelled)
-        kept.append(self._path, [labelled])
+        tuning_store.append(self._path, [labelled])
         if record.get("done"):
             self._bar.advance(TaskID(0))
 

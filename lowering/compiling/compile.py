@@ -21,7 +21,7 @@ from lowering.compiling import compilers, process
 from lowering.compiling.progress import shown
 from lowering.compiling.report import UNCHECKED_CALLS, CompiledReport, compiled_facts, gpu_resources, report_of
 from lowering.describe import shortened, show
-from lowering.schedule.decisions import DependsOnDataError, Given
+from lowering.schedule.data_hints import DependsOnDataError, Given
 from lowering.schedule.report import Schedule, schedule_of
 from lowering.targets import TargetSlice, TopologyError, abstract_device, compiled_for, here, parse
 from lowering.tpu_core.dumps import libtpu_flags

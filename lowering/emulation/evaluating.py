@@ -7,7 +7,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, Literal
 
 from lowering import _jax_private, cost
-from lowering.rewriting import entered
+from lowering.rewriting import control_flow
 from lowering.rewriting.graph import Node, opened
 from lowering.source_lines import Site
 
@@ -46,9 +46,9 @@ class Evaluation:
         if not any(self._holds(opened(body)[0]) for body in bodies):
             return _jax_private.evaluate(equation, operands, traceback)
         node = Node(equation, (), (), Site(traceback, None, None))
-        inner = entered.bodies_of(node)
+        inner = control_flow.bodies_of(node)
         if inner:
-            return entered.evaluate(node, [functools.partial(self.run, body) for body in inner], operands)
+            return control_flow.evaluate(node, [functools.partial(self.run, body) for body in inner], operands)
         # Of a function with a derivative of its own, only the value is asked for.
         return self.run(bodies[0], *operands)
 

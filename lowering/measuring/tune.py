@@ -25,7 +25,7 @@ from lowering.measuring.entries import OutOfTimeError, measured_entry
 from lowering.measuring.inputs import made_up
 from lowering.measuring.replaying import replayed_entry
 from lowering.operators import Operator, operator_of
-from lowering.schedule.decisions import Given
+from lowering.schedule.data_hints import Given
 from lowering.static_leaves import jaxpr_of, of_arrays
 from lowering.targets import here, named
 from lowering.tuning import TuningResult, merged

@@ -11,11 +11,11 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from lowering import _jax_private, cost
-from lowering.rewriting import entered
+from lowering.rewriting import control_flow
 from lowering.rewriting.graph import Level, Node, level_of, opened, size_of
+from lowering.rewriting.ordering import OrderError, Step, Task, evaluate, needed, ordered
 from lowering.rewriting.report import Applied, Refused
 from lowering.rewriting.rules import Found, Missed, Rule
-from lowering.rewriting.schedule import OrderError, Step, Task, evaluate, needed, ordered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Planner:
     ) -> Plan:
         """Plans how to evaluate a jaxpr, closed or not, that runs so often; for the rest, see `Level`."""
         if draws_again is None:
-            draws_again = functools.cache(functools.partial(entered.draws_again, opened(closed)[0]))
+            draws_again = functools.cache(functools.partial(control_flow.draws_again, opened(closed)[0]))
         level = level_of(closed, self._holds, self._is_large)
         level = dataclasses.replace(level, keeps_each=keeps_each, draws_again=draws_again)
         steps: list[Step] = []
@@ -123,7 +123,7 @@ class Planner:
         for node in level.nodes:
             if not self._holds_in_bodies(node.equation):
                 continue
-            keeps_inner = entered.keeps_each(node, level.keeps_each)
+            keeps_inner = control_flow.keeps_each(node, level.keeps_each)
             inner = self._within(node, repetitions, keeps_each=keeps_inner, draws_again=draws_again)
             refused += inner.refused
             if inner.step is not None and node in needed(level, steps):
@@ -135,19 +135,19 @@ class Planner:
     def _within(self, node: Node, repetitions: int, **of_level: Any) -> _Within:
         """Finds what can be rewritten in the bodies of one node."""
         inner = cost.bodies(node.equation)
-        runnable = entered.bodies_of(node)
+        runnable = control_flow.bodies_of(node)
         repetitions *= cost.repetitions(node.equation)
         plans = [self.plan(body, repetitions, **of_level) for body in runnable or inner]
         applied = tuple(one for plan in plans for one in plan.applied)
         refused = tuple(one for plan in plans for one in plan.refused)
         if not runnable:
-            reason = entered.closed_because(node)
+            reason = control_flow.closed_because(node)
             found = tuple(Refused(one.pattern, one.source, one.detail, reason) for one in applied)
             return _Within(refused=found if reason else ())
         if not applied:
             return _Within(refused=refused)
         runs = [plan.run if plan.applied else _unchanged(body) for plan, body in zip(plans, runnable, strict=True)]
-        step = Step(node.inputs, node.outputs, lambda *arrays: entered.evaluate(node, runs, arrays), node)
+        step = Step(node.inputs, node.outputs, lambda *arrays: control_flow.evaluate(node, runs, arrays), node)
         return _Within(step, applied, refused)
 
     def _holds(self, equation: Any) -> bool:
@@ -196,6 +196,6 @@ def _distinct(refused: Sequence[Refused], applied: Sequence[Applied]) -> tuple[R
     return tuple(dict.fromkeys(one for one in refused if one.source not in done))
 
 
-def _unchanged(body: Any) -> entered.Run:
+def _unchanged(body: Any) -> control_flow.Run:
     jaxpr, constants = opened(body)
     return lambda *arrays: jax.core.eval_jaxpr(jaxpr, constants, *arrays)

@@ -8,7 +8,7 @@ from jax.extend.core import Jaxpr
 
 from lowering.register import load_packages
 from lowering.rewriting.graph import Level, Node, equations
-from lowering.rewriting.schedule import Step
+from lowering.rewriting.ordering import Step
 
 
 class RefusalError(Exception):

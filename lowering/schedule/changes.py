@@ -12,7 +12,7 @@ from rich.text import Text
 from lowering import tables
 from lowering.errors import ScheduleError
 from lowering.schedule.compare import Compared, Comparison
-from lowering.schedule.decisions import PROGRAM
+from lowering.schedule.data_hints import PROGRAM
 from lowering.schedule.report import Schedule
 from lowering.schedule.rows import KernelSchedule
 from lowering.tpu_core.dumps import KERNEL

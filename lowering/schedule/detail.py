@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from lowering.schedule import slots
+from lowering.schedule import units
 from lowering.schedule.chips import Chip
 from lowering.schedule.kernel import Region, regions
 from lowering.schedule.timeline import Omitted, Passage, Recording, Transfer, Wait
@@ -134,7 +134,7 @@ class Pieces:
         self._regions = regions(recording.bundles, recording.issues, recording.stalls, chip)
         self._starts = [region.first for region in self._regions]
         once = [1] * len(recording.bundles)
-        of_each = [slots.used([bundle], once, chip) for bundle in recording.bundles]
+        of_each = [units.used([bundle], once, chip) for bundle in recording.bundles]
         self._work = {kind: list(itertools.accumulate((of[kind] for of in of_each), initial=0)) for kind in chip.slots}
 
     def used(self, first: int, last: int, cycles: float) -> dict[str, float]:

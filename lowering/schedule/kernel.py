@@ -7,11 +7,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowering.schedule import slots
+from lowering.schedule import units
 from lowering.schedule.chips import Chip
-from lowering.schedule.decisions import NOTHING_GIVEN, DependsOnDataError, Given
+from lowering.schedule.data_hints import NOTHING_GIVEN, DependsOnDataError, Given
+from lowering.schedule.dma import Dma, Hbm
 from lowering.schedule.machine import Machine
-from lowering.schedule.memory import Dma, Hbm
 from lowering.schedule.timeline import Recording, Timeline
 from lowering.source_lines import is_library
 from lowering.tpu_core.bundles import Bundle
@@ -124,8 +124,8 @@ def replay(
         dma_bytes=dma.hbm_bytes,
         dma_count=dma.count,
         hbm_cycles=dma.hbm_bytes / hbm_bytes_per_cycle,
-        work=slots.used(bundles, issues, chip),
-        spills=sum(slots.spills(bundles, issues).values()),
+        work=units.used(bundles, issues, chip),
+        spills=sum(units.spills(bundles, issues).values()),
         regions=regions(bundles, issues, trace.stalls, chip, _LEAST_SHARE * trace.cycles),
         unknown=tuple(trace.unknown),
         recording=None if timeline is None else Recording(timeline, bundles, issues, trace.stalls),
@@ -145,9 +145,9 @@ def regions(
         cycles = (last + 1 - first) * trips + waited
         if cycles < least_cycles:
             continue
-        work = slots.used(inside, issues, chip)
+        work = units.used(inside, issues, chip)
         shares = {kind: work[kind] / chip.slots[kind] for kind in work} | {"DMA": waited}
-        region_spills = sum(slots.spills(inside, issues).values())
+        region_spills = sum(units.spills(inside, issues).values())
         bound = max(shares, key=lambda kind: shares[kind])
         found.append(Region(first, last, trips, cycles, waited, region_spills, bound, _source(inside)))
     return tuple(found)

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lowering.schedule.decisions import NOTHING_GIVEN, Decisions, DependsOnDataError, Given
-from lowering.schedule.memory import Dma
+from lowering.schedule.data_hints import NOTHING_GIVEN, Decisions, DependsOnDataError, Given
+from lowering.schedule.dma import Dma
+from lowering.schedule.registers import Step, Values
 from lowering.schedule.timeline import Timeline
 from lowering.schedule.trace import Trace
 from lowering.schedule.transfers import Transfers, takes_time
-from lowering.schedule.values import Step, Values
 from lowering.tpu_core.bundles import Bundle, Instruction, Predicate, value_of
 from lowering.tpu_core.scalar_memory import ScalarMemory
 from lowering.tpu_core.scalar_unit import divided, function_of, has_no_effect

@@ -5,12 +5,12 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from lowering.schedule.aliasing import place_results
 from lowering.schedule.chips import Chip
-from lowering.schedule.decisions import PROGRAM, DependsOnDataError, Given
+from lowering.schedule.data_hints import PROGRAM, DependsOnDataError, Given
+from lowering.schedule.dma import Dma, Hbm
 from lowering.schedule.kernel import HBM_LATENCY_CYCLES, KernelReplay, replay
 from lowering.schedule.machine import Machine
-from lowering.schedule.memory import Dma, Hbm
-from lowering.schedule.results import place_results
 from lowering.schedule.timeline import Recording, Timeline
 from lowering.tpu_core.bundles import Instruction
 from lowering.tpu_core.dumps import Dumps

@@ -14,13 +14,13 @@ from lowering import tables
 from lowering.describe import file_fault, show
 from lowering.errors import ScheduleError
 from lowering.schedule import saved
-from lowering.schedule.again import Again
 from lowering.schedule.chips import CHIPS, Chip, bytes_per_cycle
-from lowering.schedule.decisions import NOTHING_GIVEN, DependsOnDataError, Given
+from lowering.schedule.data_hints import NOTHING_GIVEN, DependsOnDataError, Given
 from lowering.schedule.kernel import KernelReplay
 from lowering.schedule.perfetto import MOST_KERNELS, trace
 from lowering.schedule.program import Called, ProgramReplay, replay_program
 from lowering.schedule.rows import KernelSchedule
+from lowering.schedule.stored_dumps import StoredDumps
 from lowering.tpu_core.dumps import Dumps
 from pallas_kernels.hardware import Hardware
 
@@ -44,7 +44,7 @@ class Schedule:
       unknown: opcodes, and whatever else in the program was not understood; figures leave out what it does.
       remarks: what is to be known about these figures.
       border_bytes: of the program's arguments and results.
-      again: what replays the program once more; None for a schedule from a file.
+      stored: the compressed dumps, to replay the program once more; None for a schedule from a file.
     """
 
     target: str
@@ -54,7 +54,7 @@ class Schedule:
     unknown: tuple[str, ...]
     remarks: tuple[str, ...]
     border_bytes: int = 0
-    again: Again | None = dataclasses.field(default=None, repr=False, compare=False)
+    stored: StoredDumps | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def us_at(self, clock: float, bandwidth: float) -> float:
         """Replays the program once more, at other parts of the chip's nominal clock and of HBM's nominal bandwidth.
@@ -64,19 +64,19 @@ class Schedule:
         Raises:
           ScheduleError: if the schedule was loaded from a file.
         """
-        again = self._replayable("us_at")
-        chip = dataclasses.replace(again.chip, clock_efficiency=clock, hbm_efficiency=bandwidth)
-        return _us(again.replay(chip=chip).cycles, chip)
+        stored = self._replayable("us_at")
+        chip = dataclasses.replace(stored.chip, clock_efficiency=clock, hbm_efficiency=bandwidth)
+        return _us(stored.replay(chip=chip).cycles, chip)
 
-    def _replayable(self, caller: str) -> Again:
-        if self.again is None:
+    def _replayable(self, caller: str) -> StoredDumps:
+        if self.stored is None:
             raise ScheduleError(f"{caller}: schedule must be one that `compile` has returned; got one from a file")
-        return self.again
+        return self.stored
 
     def to_record(self) -> dict[str, Any]:
         """Returns everything, for JSON."""
-        record = dataclasses.asdict(dataclasses.replace(self, again=None))
-        return {name: value for name, value in record.items() if name != "again"}
+        record = dataclasses.asdict(dataclasses.replace(self, stored=None))
+        return {name: value for name, value in record.items() if name != "stored"}
 
     def to_json(self) -> str:
         """Returns everything as a JSON object."""
@@ -157,9 +157,9 @@ class Schedule:
         Raises:
           ScheduleError: if the file cannot be written, or the schedule was itself loaded from a file.
         """
-        again = self._replayable("to_perfetto")
-        program = again.replay({kernel.name for kernel in self.kernels[:MOST_KERNELS]})
-        found = trace(self.kernels, program, again.chip, self.target, self.remarks)
+        stored = self._replayable("to_perfetto")
+        program = stored.replay({kernel.name for kernel in self.kernels[:MOST_KERNELS]})
+        found = trace(self.kernels, program, stored.chip, self.target, self.remarks)
         text = json.dumps(found, separators=(",", ":")).encode()
         _write("to_perfetto", path, gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
 
@@ -232,7 +232,7 @@ def schedule_of(folder: Path, hardware: Hardware, *, border_bytes: int, given: G
         unknown=tuple(sorted(program.unknown)),
         remarks=tuple(remarks),
         border_bytes=border_bytes,
-        again=Again(dumps, hardware, given),
+        stored=StoredDumps(dumps, hardware, given),
     )
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lowering.schedule.decisions import Decisions, DependsOnDataError
-from lowering.schedule.memory import Dma
+from lowering.schedule.data_hints import Decisions, DependsOnDataError
+from lowering.schedule.dma import Dma
+from lowering.schedule.registers import Step, Values
 from lowering.schedule.trace import Trace
-from lowering.schedule.values import Step, Values
 from lowering.tpu_core.bundles import Bundle, Instruction
 from lowering.tpu_core.faults import UnknownFormError
 from lowering.tpu_core.sequencer import Clock

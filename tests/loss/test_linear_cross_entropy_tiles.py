@@ -105,7 +105,7 @@ def test_whole_chunks_of_ignored_rows_are_left_out_unless_aux_is_returned(strate
 
 
 @pytest.mark.parametrize(("platform", "kept"), [("cpu", 4), ("cpu", 0), ("tpu", 4), ("tpu", 0)])
-def test_kept_rows_run_no_step_without_a_row_that_counts(platform, kept, monkeypatch):
+def test_tuning_store_rows_run_no_step_without_a_row_that_counts(platform, kept, monkeypatch):
     """Eleven rows in chunks of three, so that one is filled up. On TPUs, sums start from memory that holds anything."""
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, 99, dtype))
     labels = np.full((1, 11), SKIPPED)
@@ -136,7 +136,7 @@ def test_kept_rows_run_no_step_without_a_row_that_counts(platform, kept, monkeyp
         assert not np.any(np.delete(actual[0], computed, 0))
 
 
-def test_kept_rows_that_all_count_stay_in_place():
+def test_tuning_store_rows_that_all_count_stay_in_place():
     x = jnp.arange(11.0)
     kept = kept_rows(Rows(x[:, None], jnp.zeros(11, jnp.int32)), Place("cpu"), 3)
     np.testing.assert_array_equal(kept.restore(kept.take((x, x[:, None])))[1][:, 0], x)

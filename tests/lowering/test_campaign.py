@@ -17,7 +17,7 @@ import jaxops
 import lowering
 from jaxops import _suite
 from jaxops_command.app import app
-from lowering import kept
+from lowering import tuning_store
 from lowering.campaign import run as running
 from lowering.campaign.channel import Channel, step_name
 from lowering.campaign.machine import Machine
@@ -168,7 +168,7 @@ def script(monkeypatch):
         return ending
 
     monkeypatch.setattr(running, "converse", acted)
-    monkeypatch.setenv(kept.VARIABLE, "")
+    monkeypatch.setenv(tuning_store.VARIABLE, "")
     return steps, requests
 
 
@@ -300,7 +300,7 @@ def test_a_device_that_does_not_answer_is_one_sentence(monkeypatch, tmp_path):
 
 def test_command_runs_the_suite_and_prints_a_table(script, tmp_path, monkeypatch):
     steps, _ = script
-    monkeypatch.setenv(kept.VARIABLE, str(tmp_path / "found"))
+    monkeypatch.setenv(tuning_store.VARIABLE, str(tmp_path / "found"))
     steps += [([done("softmax of rows")], Ending("hangs", "softmax of rows")), ([], Ending("budget"))]
     result = CliRunner().invoke(app, ["tune", "--stages", "verify", "--only", "softmax of rows", "--only", "dropout"])
     assert "cpu: 1 failed; stopped at the time budget" in result.stdout
@@ -344,4 +344,4 @@ def test_rehearsal_runs_every_stage_to_its_end(tmp_path):
     assert found.pop(("max_pool", "mosaic_tpu")) == "refused"
     assert set(found.values()) <= {"verified", "faster", "slower"}
     assert {record["stage"] for record in campaign.records if record.get("done")} == {"verify", "time", "tune"}
-    assert kept.entries_for("cpu") == ()  # a rehearsal decides nothing
+    assert tuning_store.entries_for("cpu") == ()  # a rehearsal decides nothing

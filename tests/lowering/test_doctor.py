@@ -25,7 +25,7 @@ from jaxops_command.app import app
 from jaxops_command.known_faults import FAULTS, release
 from jaxops_command.options import CommandError
 from jaxops_command.user_function import run_user_code
-from lowering import kept
+from lowering import tuning_store
 from lowering.register import installed_packages
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
@@ -358,7 +358,7 @@ def test_environment_without_trouble() -> None:
 
 def test_environment_with_trouble(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 14, 0))
-    monkeypatch.setenv(kept.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(tuning_store.VARIABLE, str(tmp_path))
     (tmp_path / "cpu.jsonl").write_text('{"case": "x"}\n{half')
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "0.9.0" if name == "jaxlib" else real(name))

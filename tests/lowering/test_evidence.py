@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import jaxops
 import lowering
 from jaxops_command.app import app
-from lowering import evidence, kept, measurements
+from lowering import evidence, measurements, tuning_store
 from lowering.evidence import Case, Grid, neighbours, verdict
 from lowering.measurements import Entry, Key, Measurement
 from lowering.targets import here, named
@@ -189,8 +189,10 @@ def test_what_was_measured_on_the_device_decides_at_like_operands(monkeypatch, t
         for rows in (64, 256)
     ]
     assert [Entry.from_record(entry.to_record()).kinds for entry in entries] == [entry.kinds for entry in entries]
-    kept.append(kept.file_of(entries[0].key.target), [{"entry": entry.to_record()} for entry in entries])
-    kept.reread()
+    tuning_store.append(
+        tuning_store.file_of(entries[0].key.target), [{"entry": entry.to_record()} for entry in entries]
+    )
+    tuning_store.reread()
     lowering.add_kernel(operator, kernel)
     try:
         row, beyond = (
@@ -203,7 +205,7 @@ def test_what_was_measured_on_the_device_decides_at_like_operands(monkeypatch, t
         assert beyond.implementation == "reference"
     finally:
         lowering.remove_kernel(operator, kernel)
-        kept.reread()
+        tuning_store.reread()
 
 
 @pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v6e", "tpu-v7x", "cuda-h100"])

@@ -246,11 +246,11 @@ def test_processes_of_other_versions_are_told_in_one_sentence(folder, monkeypatc
 
 @pytest.mark.slow
 def test_processes_that_have_tuned_differently_are_told_in_one_sentence(folder, monkeypatch, tmp_path):
-    from test_kept import SECOND_WINS
+    from test_tuning_store import SECOND_WINS
 
-    from lowering import kept
+    from lowering import tuning_store
 
-    kept.append(kept.file_of("cpu", tmp_path), [{"entry": SECOND_WINS.to_record()}])
+    tuning_store.append(tuning_store.file_of("cpu", tmp_path), [{"entry": SECOND_WINS.to_record()}])
     happens(monkeypatch, process=1, tuned=str(tmp_path))
     with pytest.raises(RunError, match=r"^tune: what is kept of cpu must be the same for all processes; process 1 has"):
         run(2, folder)

@@ -13,7 +13,7 @@ import pytest
 import jaxops
 import lowering
 from jaxops._primitive.operator import Operator
-from lowering import kept, select
+from lowering import select, tuning_store
 from lowering.measurements import Entry, Key, Measurement, versions
 from lowering.targets import named
 from pallas_kernels.hardware import Hardware
@@ -299,7 +299,7 @@ def test_a_missing_file_is_named(tmp_path):
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
     """A folder in place of the one that ships."""
-    monkeypatch.setattr(kept, "_SHIPPED", tmp_path)
+    monkeypatch.setattr(tuning_store, "_SHIPPED", tmp_path)
     jax.clear_caches()
     yield tmp_path
     jax.clear_caches()
@@ -324,7 +324,7 @@ def test_a_damaged_shipped_file_is_reported_once_and_ignored(shipped):
 
 
 def test_shipped_files_are_whole():
-    for path in kept._SHIPPED.glob("*.json"):
+    for path in tuning_store._SHIPPED.glob("*.json"):
         target, *kind = path.name.removesuffix(".json").split(".")
         for entry in lowering.TuningResult.load(path).entries:
             assert (entry.key.target, entry.replayed) == (target, kind == ["replayed"])
@@ -334,7 +334,7 @@ def test_shipped_files_are_whole():
 def test_shipped_replays_are_shown_and_choose_configurations():
     """Where the versions are those of the files; elsewhere they say nothing."""
     x = jax.ShapeDtypeStruct((16384, 4096), jnp.float32)
-    keys = [entry.key for entry in lowering.TuningResult.load(kept._SHIPPED / "tpu-v6e.replayed.json").entries]
+    keys = [entry.key for entry in lowering.TuningResult.load(tuning_store._SHIPPED / "tpu-v6e.replayed.json").entries]
     ranked = [key for key in keys if key.operands == ("float32[16384,4096]",) and key.operator == "softmax"]
     is_known = versions() in [key.versions for key in ranked]
     (row,) = lowering.explain(jaxops.softmax, x, target="tpu-v6e").rows

@@ -13,7 +13,7 @@ import pytest
 
 import jaxops
 import lowering
-from lowering import _jax_private, evidence, kept, verification
+from lowering import _jax_private, evidence, tuning_store, verification
 from lowering.evidence import Case, Grid
 from pallas_kernels.kernel import Kernel, Kind
 
@@ -62,7 +62,7 @@ def simulate(run) -> Kernel:
 def offered(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXOPS_TUNED", str(tmp_path))
     monkeypatch.setattr(evidence, "shipped", evidence.shipped)
-    kept.reread()
+    tuning_store.reread()
     kernels = []
 
     def offer(run):
@@ -72,7 +72,7 @@ def offered(monkeypatch, tmp_path):
     yield offer
     for kernel in kernels:
         lowering.remove_kernel(OPERATOR, kernel)
-    kept.reread()
+    tuning_store.reread()
 
 
 def records(folder):
@@ -99,7 +99,7 @@ def test_a_right_kernel_is_verified_once_and_taken(offered):
     assert counted[-1] == X.shape
     assert [record["fault"] for record in records(folder)] == [verification._BEGUN, ""]
     assert f"verified on this device on {records(folder)[-1]['date']}" in row().evidence
-    kept.reread()  # as in another process
+    tuning_store.reread()  # as in another process
     counted.clear()
     jax.jit(jaxops.softmax)(X)
     assert counted == [X.shape]
@@ -111,7 +111,7 @@ def test_a_wrong_kernel_is_never_taken_and_warned_of_once(offered, recwarn):
         RuntimeWarning, match="softmax: simulated is not taken on this device, wrong: result 0 is off by"
     ):
         np.testing.assert_allclose(jax.jit(jaxops.softmax)(X), EXPECTED, rtol=1e-5)
-    kept.reread()
+    tuning_store.reread()
     recwarn.clear()
     np.testing.assert_allclose(jax.jit(jaxops.softmax)(X), EXPECTED, rtol=1e-5)
     assert not recwarn.list
@@ -155,7 +155,7 @@ def test_what_cannot_be_kept_is_found_again_by_each_process(offered, monkeypatch
     offered(right)
     (tmp_path / "file").touch()
     monkeypatch.setenv("JAXOPS_TUNED", str(tmp_path / "file"))
-    kept.reread()
+    tuning_store.reread()
     with pytest.warns(RuntimeWarning) as warned:
         np.testing.assert_allclose(jax.jit(jaxops.softmax)(X), EXPECTED, rtol=1e-5)
     assert any("what is found of simulated cannot be kept" in str(one.message) for one in warned)
@@ -185,7 +185,7 @@ def test_what_the_user_interrupts_is_verified_next_time(offered, monkeypatch):
         patched.setattr(verification, "_within", interrupt)
         with pytest.raises(KeyboardInterrupt):
             jax.jit(jaxops.softmax)(X)
-    kept.reread()
+    tuning_store.reread()
     assert row().evidence.endswith("not run on a device")
     np.testing.assert_allclose(jax.jit(jaxops.softmax)(X), EXPECTED, rtol=1e-5)
     assert [record["fault"] for record in records(folder)] == [verification._BEGUN, None, verification._BEGUN, ""]

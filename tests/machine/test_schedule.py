@@ -6,9 +6,9 @@ import jax
 import pytest
 from bundle_text import dma, program, wait
 
-from lowering.schedule import slots
+from lowering.schedule import units
 from lowering.schedule.chips import CHIPS
-from lowering.schedule.decisions import Decisions, DependsOnDataError, Given
+from lowering.schedule.data_hints import Decisions, DependsOnDataError, Given
 from lowering.schedule.kernel import HBM_LATENCY_CYCLES, replay
 from lowering.tpu_core.bundles import Predicate, read_bundles
 
@@ -228,7 +228,7 @@ def test_work_is_counted_by_unit():
         "scalar": 1,
     }
     assert found.spills == 2
-    assert slots.unit("vperm.slane") == "vector"
+    assert units.unit("vperm.slane") == "vector"
 
 
 def test_regions_name_the_line_of_most_of_their_instructions():

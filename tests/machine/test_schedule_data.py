@@ -8,7 +8,7 @@ from bundle_text import dma, program, wait
 from jaxops_command.options import CommandError
 from jaxops_command.schedule_data import scalars_of
 from lowering.schedule.chips import CHIPS
-from lowering.schedule.decisions import DependsOnDataError, Given, names_of
+from lowering.schedule.data_hints import DependsOnDataError, Given, names_of
 from lowering.schedule.kernel import replay
 from lowering.tpu_core.bundles import read_bundles
 from lowering.tpu_core.layouts import in_memory

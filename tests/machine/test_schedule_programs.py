@@ -13,7 +13,7 @@ import lowering
 from lowering.operators import operator_in
 from lowering.schedule.chips import CHIPS, bytes_per_cycle
 from lowering.schedule.compare import Compared, Comparison
-from lowering.schedule.decisions import DependsOnDataError, Given
+from lowering.schedule.data_hints import DependsOnDataError, Given
 from lowering.schedule.kernel import HBM_LATENCY_CYCLES
 from lowering.schedule.report import schedule_of
 from lowering.targets import named

@@ -6,7 +6,7 @@ import pytest
 from bundle_text import dma, program, wait
 
 from lowering.schedule.chips import CHIPS
-from lowering.schedule.decisions import DependsOnDataError, Given
+from lowering.schedule.data_hints import DependsOnDataError, Given
 from lowering.schedule.kernel import HBM_LATENCY_CYCLES, replay
 from lowering.tpu_core.bundles import read_bundles
 

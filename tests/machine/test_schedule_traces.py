@@ -178,4 +178,4 @@ def test_a_replay_keeps_the_schedules_compressed_and_nothing_that_it_parsed(tmp_
     schedule = schedule_of(written(tmp_path), named("tpu-v5e"), border_bytes=0)
     schedule.to_perfetto(tmp_path / "trace.json")
     assert parsed() <= before
-    assert schedule.again is not None
+    assert schedule.stored is not None

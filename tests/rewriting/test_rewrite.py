@@ -18,7 +18,7 @@ from patterns_planted import W, X, Y
 from rewrite_checks import ARGS, arrays_like, assert_alike, loss
 
 import lowering
-from lowering.rewriting import schedule
+from lowering.rewriting import ordering
 from lowering.source_lines import Site
 
 users_promotion = pytest.fixture(autouse=True)(rewrite_checks.users_promotion)
@@ -94,7 +94,7 @@ def test_what_stays_as_it_is_becomes_calls(few_logits_count) -> None:
 
 def test_calls_are_not_compiled_where_arrays_are_computed_at_once(few_logits_count, monkeypatch) -> None:
     few_logits_count(95)
-    monkeypatch.setattr(schedule, "_bind_call", None)
+    monkeypatch.setattr(ordering, "_bind_call", None)
     for name in ("eager", "grad", "vmap"):
         assert_alike(TRANSFORMED[name](lowering.rewrite(deep_loss))(*ARGS), TRANSFORMED[name](deep_loss)(*ARGS))
     with jax.disable_jit():

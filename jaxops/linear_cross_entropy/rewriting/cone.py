@@ -26,8 +26,8 @@ from jaxops.linear_cross_entropy.rewriting.region import Parts, Region
 from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role, parts_of_operands
 from jaxops.linear_cross_entropy.row_statistics import added_in_blocks
 from lowering.rewriting.graph import Level, Node, Value, backward, forward, level_of, size_of
+from lowering.rewriting.ordering import Step, Task, evaluate, needed, ordered
 from lowering.rewriting.rules import RefusalError
-from lowering.rewriting.schedule import Step, Task, evaluate, needed, ordered
 
 _Arrays = dict[Value, Any]
 

@@ -17,8 +17,8 @@ from jaxops.linear_cross_entropy.rewriting.row_algebra import RowAlgebra
 from jaxops.linear_cross_entropy.rewriting.row_forms import Asked, OneHot, is_shared
 from jaxops.linear_cross_entropy.rewriting.row_reading import Reading, identity
 from lowering.rewriting.graph import Level, Node, Value
+from lowering.rewriting.ordering import Task
 from lowering.rewriting.rules import RefusalError
-from lowering.rewriting.schedule import Task
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ from jaxops.linear_cross_entropy.rewriting.derivatives import among, of_moving, 
 from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role
 from lowering.cost import bodies, inner_jaxprs
 from lowering.rewriting.graph import Node, Value, equations, level_of
+from lowering.rewriting.ordering import needed
 from lowering.rewriting.rules import RefusalError
-from lowering.rewriting.schedule import needed
 
 Parts = list[Part | None]
 # Calls of functions with a derivative of the user's own.

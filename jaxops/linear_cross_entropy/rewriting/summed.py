@@ -20,7 +20,7 @@ from jaxops.linear_cross_entropy.row_targets import Vocabulary
 from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
 from lowering.cost import inner_jaxprs
 from lowering.rewriting.graph import SAME, Level, Node, Value, equations, forward, level_of
-from lowering.rewriting.schedule import Step, Task, needed
+from lowering.rewriting.ordering import Step, Task, needed
 
 # What a sum may be affine in.
 _SMOOTH = ("log_sum_exp", "label_logit", "target_loss", "square")

@@ -1,4 +1,4 @@
-"""A second replay, of a program whose dumps are gone: what is recorded then costs the first one nothing."""
+"""Compressed dumps of a program, for a second replay: what is recorded then costs the first one nothing."""
 
 import tempfile
 import zlib
@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from lowering.schedule.chips import CHIPS, Chip, bytes_per_cycle
-from lowering.schedule.decisions import Given
+from lowering.schedule.data_hints import Given
 from lowering.schedule.program import ProgramReplay, replay_program
 from lowering.tpu_core.dumps import Dumps
 from pallas_kernels.hardware import Hardware
@@ -14,7 +14,7 @@ from pallas_kernels.hardware import Hardware
 _LEVEL = 1  # a tenth of a second for 20 MB of schedules, which become 4 MB
 
 
-class Again:
+class StoredDumps:
     """The schedules of a program, compressed.
 
     Attributes:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import lowering
 from jaxops._primitive.operator import Operator
 from jaxops_command.app import app
-from lowering import _jax_private, kept
+from lowering import _jax_private, tuning_store
 from lowering.measurements import Entry, Key, Measurement, versions
 from lowering.targets import named
 from pallas_kernels.kernel import Kernel
@@ -58,18 +58,18 @@ def fault(name, reason="wrong: off by 1", **changes):
 @pytest.fixture
 def keep(tmp_path, monkeypatch):
     """Keeps entries, or lines as they are, in a folder that nothing else reads."""
-    monkeypatch.setenv(kept.VARIABLE, str(tmp_path / "found"))
-    kept.reread()
+    monkeypatch.setenv(tuning_store.VARIABLE, str(tmp_path / "found"))
+    tuning_store.reread()
 
     def keeps(*things):
-        path = kept.file_of("cpu")
-        kept.append(path, [{"versions": dict(x.key.versions), "entry": x.to_record()} for x in things])
-        kept.reread()
+        path = tuning_store.file_of("cpu")
+        tuning_store.append(path, [{"versions": dict(x.key.versions), "entry": x.to_record()} for x in things])
+        tuning_store.reread()
         return path
 
     yield keeps
     monkeypatch.undo()
-    kept.reread()
+    tuning_store.reread()
 
 
 def answer(x=X):
@@ -97,8 +97,8 @@ def test_it_is_read_once_and_lazily(keep):
     assert answer() == 2
     path.unlink()
     assert answer(np.zeros((2, 3), np.float32)) == 2
-    assert kept.entries_for("cpu") == (SECOND_WINS,)
-    kept.reread()
+    assert tuning_store.entries_for("cpu") == (SECOND_WINS,)
+    tuning_store.reread()
     assert answer() == 1
 
 
@@ -144,7 +144,7 @@ DAMAGED = ["{", "[]", "3", '{"entry": {"target": "cpu"}}', "\N{SNOWMAN}" * 3, "[
 def test_damaged_lines_are_told_once_and_the_others_count(keep):
     path = keep(SECOND_WINS)
     path.write_bytes("\n".join([*DAMAGED, ""]).encode() + path.read_bytes() + b'{"cut off')
-    kept.reread()
+    tuning_store.reread()
     words = r"must hold records .*, which is not used, in line 1, 2, 3, 4, 5"
     with pytest.warns(RuntimeWarning, match=words) as warned:
         assert answer() == 2
@@ -157,19 +157,19 @@ def test_damaged_lines_are_told_once_and_the_others_count(keep):
 
 
 def test_a_file_that_cannot_be_read_is_told_and_ignored(keep):
-    kept.file_of("cpu").mkdir(parents=True)
+    tuning_store.file_of("cpu").mkdir(parents=True)
     with pytest.warns(RuntimeWarning, match=r"must be a file that can be read; got Is a directory; nothing in it is"):
         assert answer() == 1
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(keep, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(kept.VARIABLE, str(tmp_path / "file" / "found"))
+    monkeypatch.setenv(tuning_store.VARIABLE, str(tmp_path / "file" / "found"))
     result = CliRunner().invoke(app, ["tune", "--stages", "verify"])
     assert result.exit_code == 2
     assert "must be a folder that can be written to; got Not a directory (JAXOPS_TUNED names another)" in result.stderr
     with pytest.raises(lowering.TuningError, match=r"must be a file that can be written; got Not a directory$"):
-        kept.append(kept.file_of("cpu"), [{}])
+        tuning_store.append(tuning_store.file_of("cpu"), [{}])
 
 
 def test_commands_show_export_and_forget(keep, tmp_path, monkeypatch):
@@ -203,7 +203,7 @@ def test_processes_that_found_different_things_are_told_in_one_sentence(keep, mo
         monkeypatch.setattr(
             _jax_private, "said_by_first_process", lambda *name_value: said.append(name_value) or digest
         )
-        kept.reread()
+        tuning_store.reread()
 
     first_says(None)  # the first process has not compiled anything yet
     assert answer() == 1
@@ -225,9 +225,9 @@ PROCESS = """
 import sys
 import jax
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-from lowering import kept
+from lowering import tuning_store
 try:
-    print("entries", len(kept.entries_for("cpu")))
+    print("entries", len(tuning_store.entries_for("cpu")))
 except Exception as error:
     print(error)
 from jax.experimental import multihost_utils
@@ -246,7 +246,7 @@ def test_two_processes_compare_what_they_have_found(keep, tmp_path, is_same):
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS, address, str(number)],
-            env={**os.environ, "XLA_FLAGS": "", kept.VARIABLE: str(folder)},
+            env={**os.environ, "XLA_FLAGS": "", tuning_store.VARIABLE: str(folder)},
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from lowering.schedule.decisions import PROGRAM
+from lowering.schedule.data_hints import PROGRAM
 from lowering.schedule.machine import PARAMETER
 from lowering.tpu_core.bundles import Bundle, value_of
 from lowering.tpu_core.scalar_memory import ScalarMemory
