@@ -36,10 +36,9 @@ def _in_double(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def rounded_to_bfloat16(x: Any) -> Any:
     """Rounds the bits of float32 to nearest even; the low half of the result is 0."""
-    wide = np.asarray(x).astype(np.uint64)
-    is_nan = (wide & 0x7FFFFFFF) > 0x7F800000
-    rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) & 0xFFFF0000
-    return np.where(is_nan, (wide & 0xFFFF0000) | 0x00400000, rounded).astype(np.uint32)
+    # Only NaN can overflow here, and keeps its high half instead.
+    rounded = (x + 0x7FFF + (x >> 16 & 1)) & _HIGH
+    return np.where((x & 0x7FFFFFFF) > _EXPONENT, x & _HIGH | 0x00400000, rounded)
 
 
 def only_bfloat16(x: Any) -> Any:
@@ -176,7 +175,7 @@ def _rotated(x: Any, by: Any) -> Any:
     """Takes row s + by for sublane s, in a circle; a vector of offsets gathers within each lane."""
     if np.ndim(by) == 0:
         return np.roll(whole(x), -int(by), 0)
-    return np.take_along_axis(whole(x), ((SUBLANE + by) % SUBLANES).astype(np.int64), 0)
+    return np.take_along_axis(whole(x), (SUBLANE + by) % SUBLANES, 0)
 
 
 def _permuted(x: Any, by: Any) -> Any:
@@ -186,7 +185,7 @@ def _permuted(x: Any, by: Any) -> Any:
     """
     if np.ndim(by) == 0:
         return np.repeat(whole(x)[int(by) % SUBLANES][None], SUBLANES, 0)
-    return np.take_along_axis(whole(x), (by % SUBLANES).astype(np.int64), 0)
+    return np.take_along_axis(whole(x), by % SUBLANES, 0)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

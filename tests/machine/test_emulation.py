@@ -115,6 +115,13 @@ EXPECTED = {
         [compressed(ROWS_OF_INTEGERS), compressed(ROWS_OF_INTEGERS[::-1])],
         compressed((ROWS_OF_INTEGERS.astype(np.int32) - ROWS_OF_INTEGERS[::-1]).astype(np.int16)),
     ),
+    **{
+        f"v{name}.s16": (
+            [compressed(ROWS_OF_INTEGERS), compressed(ROWS_OF_INTEGERS[::-1])],
+            compressed(function(ROWS_OF_INTEGERS, ROWS_OF_INTEGERS[::-1])),
+        )
+        for name, function in (("max", np.maximum), ("min", np.minimum))
+    },
     "vcvt.f32.s32": ([bits(1e3 * A)], bits(np.rint(1e3 * A.astype(np.float64)).astype(np.int32))),
     "vcvt.s32.f32": ([bits(I)], bits(I.astype(np.float32))),
     "vround.rtne.f32": ([bits(1e3 * A)], bits(np.rint(1e3 * A))),
@@ -154,6 +161,10 @@ EXPECTED = {
     "vcombine.low": ([bits(A), bits(B)], bits(np.concatenate([A[:4], B[:4]]))),
     "vcombine.high": ([bits(A), bits(B)], bits(np.concatenate([A[4:], B[4:]]))),
     "vrot.slane": ([bits(A), np.uint32(3)], bits(np.stack([A[(row + 3) % 8] for row in range(8)]))),
+    "vrot.slane by a vector": (
+        [bits(A), np.broadcast_to(np.array([0, 1, 0, 7, 6, 3, 3, 2], np.uint32)[:, None], (8, 128))],
+        bits(A[[0, 2, 2, 2, 2, 0, 1, 1]]),
+    ),
     "vperm.slane by a vector": (
         [bits(A), np.broadcast_to(np.array([0, 1, 0, 1, 7, 7, 3, 2], np.uint32)[:, None], (8, 128))],
         bits(A[[0, 1, 0, 1, 7, 7, 3, 2]]),
@@ -170,7 +181,7 @@ def test_vector_unit_computes_what_numpy_does(opcode):
     machine = bench.run(
         f"%v9_v9 = {opcode.partition(' ')[0]} {names}", **{f"v{at}": x for at, x in enumerate(operands)}
     )
-    np.testing.assert_array_equal(machine.registers.held["v9"], expected)
+    np.testing.assert_array_equal(machine.registers.held["v9"], expected, strict=True)
 
 
 def test_masks_are_rectangles_and_select():
@@ -203,7 +214,29 @@ def test_weird_numbers_are_those_that_are_not_finite():
     np.testing.assert_array_equal(held["v3"], ~np.isfinite(x))
     wide_pair = bits(I).astype(object), bits(J).astype(object)
     np.testing.assert_array_equal(held["v4"], (wide_pair[0] + wide_pair[1]) >> 32)
-    np.testing.assert_array_equal(held["v5"], (wide_pair[0] * wide_pair[1]) >> 32)
+    np.testing.assert_array_equal(held["v5"], ((wide_pair[0] * wide_pair[1]) >> 32).astype(np.uint32), strict=True)
+
+
+def test_bytes_that_are_not_zero_select_bytes():
+    # A third of the bytes are 0.
+    some, others = (RNG.integers(0, 3, (8, 128, 4)).astype(np.uint8) * np.uint8(0x81) for _ in range(2))
+    machine = Bench().run(
+        "%vm1_vm1 = vnez.u8 %v0_v0",
+        "%v2_v2 = vsel /*vm=*/%vm1_vm1, /*on_true_vy=*/%v1_v1, /*on_false_vx=*/0",
+        v0=bits(some)[..., 0],
+        v1=bits(others)[..., 0],
+    )
+    found = np.ascontiguousarray(machine.registers.held["v2"]).view(np.uint8).reshape(some.shape)
+    np.testing.assert_array_equal(found, np.where(some != 0, others, 0))
+
+
+def test_bfloat16_is_rounded_to_the_nearest_even_and_keeps_what_is_not_finite():
+    # The high halves: all exponents, infinities and NaN. The low halves: below, at and above the middle between two.
+    x = (np.arange(0, 2**16, 7, dtype=np.uint32)[:, None] << 16) | np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    found = vector_unit.rounded_to_bfloat16(x)
+    with np.errstate(invalid="ignore"):
+        truth = x.view(np.float32).astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(found.view(np.float32), truth, strict=True)
 
 
 def test_checks_of_the_compiler_are_quoted():

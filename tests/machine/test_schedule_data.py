@@ -12,6 +12,7 @@ from lowering.schedule.data_hints import DependsOnDataError, Given, names_of
 from lowering.schedule.kernel import replay
 from lowering.tpu_core.bundles import read_bundles
 from lowering.tpu_core.layouts import in_memory
+from lowering.tpu_core.scalar_memory import ScalarMemory
 from lowering.tpu_core.scalar_unit import float_bits, function_of
 from lowering.tpu_core.unknown import Unknown
 
@@ -72,6 +73,16 @@ def test_a_word_that_the_program_passes_is_known():
     assert [run(*lines, operands={"s1": word}).cycles for word in (4, 5)] == [3 + 4 + 1, 13]
     with pytest.raises(DependsOnDataError, match=r"or scalars what is in operand 0 \(s32\[8\]\) of kernel"):
         run(*lines, operands={"s1": Unknown()})
+
+
+def test_a_transfer_overwrites_more_words_than_are_known():
+    memory = ScalarMemory(unwritten=0)
+    memory.hold(1000, [7], is_scalar=False)
+    for at in range(3):
+        memory.store(10 + at, 5)
+    memory.fill(10, 8, 1000)
+    assert (memory.load(10), memory.load(12), memory.load(9)) == (7, 5, 0)
+    assert isinstance(memory.load(11), Unknown)
 
 
 def test_an_opcode_that_may_have_decided_is_named():
@@ -178,3 +189,22 @@ def test_a_value_that_a_branch_was_to_skip_is_known_once_the_branch_is_decided()
     )
     assert max(region.trips for region in run(*lines, trip_counts={"kernel@0x4": 1}).regions) == 10
     assert run(*lines, trip_counts={"kernel@0x4": 0}).cycles == 5 + 4 + 2
+
+
+@pytest.mark.parametrize(("otherwise", "turns"), [("", 3), (", 8", 2)])
+def test_what_a_predicate_left_out_is_known_once_a_branch_decides_it(otherwise, turns):
+    # Both ways of the branch lead to the loop, which counts to 10 from 0 or from what its register holds otherwise.
+    lines = (
+        SECOND[0].format("smem"),
+        SECOND[1] + "  ;;  %s9_s3 = smov 7",
+        "%p1_p0 = scmp.le.s32.totalorder %s2_s2, 0",
+        f"%s3_s3 = smov (!%p1_p0{otherwise}), 0",
+        "%6 = sbr.rel (%p1_p0) target bundleno = 9 (0x9)",
+        *[""] * 4,
+        "%s4_s3 = sphi %s3_s3, %s5_s3  ;;  %s5_s3 = sadd.s32 1, %s4_s3",
+        "%p2_p1 = scmp.lt.s32.totalorder %s5_s3, 10",
+        "%9 = sbr.rel (%p2_p1) target bundleno = 9 (0x9)",
+        *[""] * 5,
+    )
+    found = {part: run(*lines, trip_counts={"kernel@0x4": part}).regions for part in (0, 1)}
+    assert {part: max(region.trips for region in regions) for part, regions in found.items()} == {0: turns, 1: 10}

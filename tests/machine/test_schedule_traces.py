@@ -10,7 +10,7 @@ import pytest
 from bundle_text import TOP_LEVEL, dma, program, wait, written
 
 from lowering.schedule.report import schedule_of
-from lowering.schedule.timeline import Passage
+from lowering.schedule.timeline import Passage, Timeline
 from lowering.targets import named
 from lowering.tpu_core.bundles import Bundle
 from lowering.tpu_core.dumps import Dumps
@@ -95,7 +95,8 @@ def test_the_first_call_has_its_transfers_and_waits(tmp_path):
 
 
 def test_units_are_counted_to_what_the_kernel_uses(tmp_path):
-    busy = program(*["%1 = vadd.f32 %v1, %v2  ;;  %2 = vmul.f32 %v1, %v2"] * 30, *[""] * 10)
+    both = ["%1 = vadd.f32 %v1, %v2  ;;  %2 = vmul.f32 %v1, %v2"] * 15
+    busy = program(*both, *[""] * 10, *both)
     schedule, trace = traced(written(tmp_path, fusion=busy), tmp_path / "trace.json")
     first = next(one for one in slices(trace) if one["name"] == "fusion")
     (used, *_) = (e["args"] for e in trace["traceEvents"] if e["ph"] == "C" and e["ts"] == first["ts"])
@@ -123,6 +124,15 @@ def test_of_a_long_kernel_the_first_and_last_steps_are_in_detail(tmp_path):
     waits = sum(one["us"] for one in found if one["name"] == "waits for a semaphore")
     assert between["args"]["us of waits"] + waits == pytest.approx(kernel.stall_cycles / 1500, abs=1e-2)
     assert {one["name"] for one in moved} == {"DMA, HBM to VMEM", "DMA, VMEM to HBM"}
+
+
+def test_as_many_passages_are_kept_of_the_end_as_of_the_beginning():
+    timeline = Timeline(most=2)
+    for number in range(6):
+        timeline.issue(number, number, float(number))
+    assert [passage.first for passage in timeline.first] == [0, 1]
+    assert [passage.first for passage in timeline.last] == [4, 5]
+    assert timeline.omitted.runs == {(2, 2): 1, (3, 3): 1}
 
 
 def test_a_long_program_names_the_calls_that_are_not_in_detail(tmp_path):
