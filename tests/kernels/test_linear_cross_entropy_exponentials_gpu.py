@@ -1,13 +1,17 @@
 """Where Hopper's tiles of linear cross entropy's logits lie, and the persistent kernel of their exponentials."""
 
+import functools
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from linear_cross_entropy_rows_oracle import is_label, make_logits
 from test_linear_cross_entropy_kernels_gpu import H100, INTERPRET, TILES, make_case
 
+from jaxops.linear_cross_entropy.operands import CotangentTerms, Needs
 from pallas_kernels.gpu.linear_cross_entropy import exponentials, gradients, statistics, tiles
 
 
@@ -49,6 +53,30 @@ def test_linear_cross_entropy_exponentials_agree_with_float64(sizes, options, fo
     target = columns.class_targets
     true_target = np.zeros(sizes[0]) if target is None else (shifted * np.asarray(target)).sum(-1)
     np.testing.assert_allclose(target_logit, true_target, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", ["exponentials", "gradients"])
+def test_linear_cross_entropy_kernels_end_when_their_stores_have(kernel):
+    """JAX's interpreter stores at once, and the model of the hardware has kernels of its own."""
+    rows, columns, softcap = make_case(3, 8, 40)
+    ones, config = jnp.ones(3), {**TILES, "workers": 3, "chunk_columns": 128, "store_slots": 2}
+    if kernel == "gradients":
+        run = functools.partial(gradients.run, softcap=softcap, needs=Needs(x=True), config=config)
+        jaxpr = jax.make_jaxpr(run)(CotangentTerms(*[ones] * 4), rows, columns)
+    else:
+        run = functools.partial(exponentials.exponentials, softcap=softcap, most_excess=60.0, config=config)
+        jaxpr = jax.make_jaxpr(run)(rows.x, *columns, rows.labels, ones)
+
+    def of_stores(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name in ("copy_smem_to_gmem", "wait_smem_to_gmem"):
+                yield equation
+            for inner in jaxprs_in_params(equation.params):
+                yield from of_stores(inner)
+
+    *_, store, last = of_stores(jaxpr.jaxpr)
+    assert (store.primitive.name, last.primitive.name) == ("copy_smem_to_gmem", "wait_smem_to_gmem")
+    assert (last.invars[0].val, last.params["wait_read_only"]) == (0, False)
 
 
 def test_linear_cross_entropy_configs_fit_and_use_the_chip():

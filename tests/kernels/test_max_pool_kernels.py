@@ -19,6 +19,7 @@ from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.gpu import max_pool_backward as gpu
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu import max_pool_backward as tpu
+from pallas_kernels.tpu import max_pool_pixels
 
 pytestmark = pytest.mark.emulated
 
@@ -110,6 +111,23 @@ def test_max_pool_kernel_takes_images_as_stored(channels_last, geometry, rng, ca
     dx = np.moveaxis(dx[:, 0], -1, 1) if channels_last else dx[:, :, 0, ..., 0]
     np.testing.assert_allclose(dx, truth, rtol=1e-6, atol=1e-6)
     assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+def test_max_pool_kernel_masks_rows_behind_the_image_and_none_where_blocks_divide_it():
+    draw, seen = np.random.default_rng(0), set()
+    for _ in range(300):
+        height, window, stride = (int(draw.integers(1, most)) for most in (14, 6, 5))
+        geometry = {"window": (1, window, 1), "stride": (1, stride, 1)}
+        geometry["padding"] = (0, 0), tuple(map(int, draw.integers(0, window, 2))), (0, 0)
+        if max_pool_pixels.refusal(**geometry) or height + sum(geometry["padding"][1]) < window:
+            continue
+        blocks = max_pool_pixels.blocks_of((1, height, 4, 1, 8, 128), 2**24, **geometry)
+        steps = range(blocks.delay, blocks.delay + blocks.outputs[0])
+        behind = {row for step in steps for row in blocks.searched_rows if step * stride + row >= height}
+        assert behind <= {*blocks.rows_behind}
+        assert height % stride or behind or not blocks.rows_behind
+        seen.add((blocks.is_late, len(behind)))
+    assert seen >= {(is_late, count) for is_late in (False, True) for count in (0, 1, 2)}
 
 
 def test_max_pool_kernel_takes_gradients_as_stored(rng, capfd):

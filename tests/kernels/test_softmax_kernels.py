@@ -109,13 +109,15 @@ def test_softmax_kernels_agree_with_float64(name, shape, axes, whole, rng, capfd
 
 @pytest.mark.slow
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log"])
-@pytest.mark.parametrize("shape", [(2, 200), (1, 600)], ids=str)
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "in-blocks"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_softmax_kernels_round_once(name, shape, log, rng, monkeypatch):
+def test_softmax_kernels_round_once(name, whole, log, rng, monkeypatch):
     # Of two operands two accesses, so that the second array takes two reads.
     monkeypatch.setattr(gpu, "_HELD", 4)
     monkeypatch.setattr(gpu, "SHARED_BYTES", 0)
+    shape = {"tpu": (2, 100), "gpu": (2, 200)}[name] if whole else (1, 600)
     x, dy = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for _ in range(2))
+    assert is_whole(name, x, (1,)) == whole
     y, dx = run_both(name, x, dy, (1,), log)
     assert_close(y, oracle.forward(x, 1, log), "bfloat16")
     assert_close(dx, oracle.backward(y, dy, 1, log), "bfloat16")
