@@ -66,7 +66,7 @@ class Blend:
     def apply(self, result: jax.Array, dtype: Any) -> jax.Array:
         """Blends the output in its dtype, rounded once."""
         if self._is_plain:
-            return result.astype(dtype)
+            return result
         alpha, beta = (_factor(factor, accumulation_dtype(dtype)) for factor in (self.alpha, self.beta))
         result = alpha * result.astype(accumulation_dtype(dtype))
         if self.reads_prior and self.prior is not None:

@@ -90,6 +90,14 @@ def test_linear_cross_entropy_keeps_float32_logits(dtype, strategy, rng):
     assert_equals_float64((loss, *grads), case, options, rtol=2 * float(jnp.finfo(dtype).eps))
 
 
+def test_linear_cross_entropy_smooths_and_weighs_16_bit_probabilities_in_float32(rng):
+    x, weight, _ = make_case(rng)
+    probabilities = jnp.asarray(rng.dirichlet(np.ones(7), size=13), "bfloat16")
+    for options in ({"label_smoothing": 0.1}, {"class_weight": jnp.asarray(rng.uniform(0.2, 2, size=7), "bfloat16")}):
+        loss = linear_cross_entropy(x, weight, probabilities, **options)
+        np.testing.assert_allclose(loss, expected(x, weight, probabilities, **options)[0], rtol=1e-5)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_linear_cross_entropy_of_float16_keeps_small_gradients(strategy):
     # Divided by 65536 rows, the gradient of each row is 2.4e-7, where float16 has a digit or two left.

@@ -11,6 +11,8 @@ import pytest
 
 import lowering
 from jaxops import BadParamError, batch_norm, batch_norm_inference
+from jaxops.activation.modes import RELU
+from jaxops.batch_norm.backward import BATCH_NORM_BACKWARD, BackwardOperands
 
 # Each layout as a permutation of the one with the channels on axis 1, and a shape of that one.
 LAYOUTS = {
@@ -109,6 +111,15 @@ def test_batch_norm_rounds_once(dtype, rng):
     for result, true, expected in zip(actual, truth, (dtype, "float32", "float32", dtype), strict=True):
         assert result.dtype == expected
         assert_close(result, true, expected, scale=4 if expected == "float32" else 1)
+
+
+def test_batch_norm_backward_has_each_gradient_in_the_dtype_of_its_operand():
+    """As kernels have it: a derivative would round it later, but a call that chooses between them could not."""
+    images, of_channels = jax.ShapeDtypeStruct((2, 3, 4, 1), "bfloat16"), jax.ShapeDtypeStruct((4,), "float32")
+    operands = BackwardOperands(images, images, *[of_channels] * 5, gate=images)
+    attributes = {"axis_name": None, "activation": RELU, "residual_grad": True}
+    found = jax.eval_shape(functools.partial(BATCH_NORM_BACKWARD, **attributes), operands)
+    assert found == (images, of_channels, of_channels, images)
 
 
 def test_batch_norm_keeps_float64(rng):

@@ -1,6 +1,7 @@
 """Losses that are sums of cross entropies have their gradients computed with the logits; all others do not."""
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,9 @@ SUMS: dict[str, Callable[..., Any]] = {
         2 * jax.nn.logsumexp(z, axis=-1)[:3].sum() - picked(z, a["labels"]).sum()
     ),
     "targets with any sum": lambda z, a: jnp.mean(jax.nn.logsumexp(z, axis=-1) - jnp.sum(a["soft"] * z, axis=-1)),
+    "numbers of rows and classes, picked": lambda z, a: jnp.mean(
+        jax.nn.logsumexp(z, axis=-1) - picked(z + a["soft"], a["labels"])
+    ),
     "a function of the sum": lambda z, a: jnp.exp(-cross_entropy(z, a["labels"]).mean()),
     "scanned checkpoints": lambda z, a: scanned(z, a, jax.checkpoint),
 }
@@ -228,6 +232,21 @@ def test_any_loss_of_rows_takes_three_products_and_has_all_derivatives(name: str
             found, expected = (jax.jit(derivative(of_two(fn)))(*args) for fn in (fast, plain))
             for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_chunks_of_rows_are_of_one_size_where_that_divides_the_rows(few_logits_count, monkeypatch) -> None:
+    few_logits_count(10 * CLASSES - 1)
+    chunk_sizes = importlib.import_module("jaxops.linear_cross_entropy.chunk_sizes")
+    monkeypatch.setattr(chunk_sizes, "rows_of_logits", lambda *_: 4)
+    weight, rows = arrays()["weight"], jnp.asarray(np.random.default_rng(0).normal(size=(11, FEATURES)))
+    # Both products of the gradient are compiled once more for a rest.
+    for x, count in ((rows[:10], 2), (rows, 4)):
+        labels = jnp.arange(len(x)) % CLASSES
+        gradient = jax.grad(lambda weight, x=x, labels=labels: cross_entropy(x @ weight, labels).sum())
+        fast = lowering.rewrite(gradient)
+        assert [one.pattern for one in fast.report(weight).applied] == ["row_cone"]
+        assert products(jax.make_jaxpr(fast)(weight).jaxpr) == count
+    np.testing.assert_allclose(jax.jit(fast)(weight), gradient(weight), rtol=1e-5, atol=1e-6)
 
 
 def test_numbers_beside_the_last_one_are_differentiated_as_well(few_logits_count) -> None:
