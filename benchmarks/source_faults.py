@@ -5,7 +5,7 @@ python benchmarks/source_faults.py --output benchmarks/results/source_faults.jso
 A fault turns a comparison, exchanges a sum and a difference or the branches of a `where`, moves an axis, or leaves
 out a conversion or a wait. It is seen if a test fails that `make test` or CI runs, within five minutes, of those whose
 names have to do with the file. It takes two hours on two cores; with a file of results, a run goes on
-with what that says was missed.
+with what that says was missed, and draws others in place of faults whose lines are no more.
 """
 
 import ast
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,6 +139,26 @@ def drawn(counts: dict[str, int]) -> Iterator[tuple[str, Fault]]:
                 yield group, by_kind[kind].pop()
 
 
+def found_again(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns a fault of earlier results at the line where it is now; None if that line is no more."""
+    path, at = ROOT / row["file"], row["line"]
+    lines = path.read_text().splitlines() if path.is_file() else []
+    places = [number for number, line in enumerate(lines, 1) if line.strip() == row["before"]]
+    return {**row, "line": min(places, key=lambda number: abs(number - at))} if places else None
+
+
+def continued(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the faults of earlier results, and as many of `rows` as are missing in their groups."""
+    kept = [row for row in map(found_again, before) if row is not None]
+    known = {(row["file"], row["line"], row["kind"]) for row in kept}
+    missing = Counter(row["group"] for row in rows) - Counter(row["group"] for row in kept)
+    for row in rows:
+        if missing[row["group"]] > 0 and (row["file"], row["line"], row["kind"]) not in known:
+            missing[row["group"]] -= 1
+            kept.append(row)
+    return kept
+
+
 def planted(folder: Path, fault: Fault) -> None:
     """Writes a fault into the copy of the sources."""
     path = folder / fault.file
@@ -187,8 +208,7 @@ def main() -> None:
     rows = [{"group": group, **fault._asdict(), "seen by": "", "test": ""} for group, fault in drawn(counts)]
     if options.output is not None and options.output.is_file():
         before = json.loads(options.output.read_text())["faults"]
-        known = {(row["file"], row["line"], row["kind"]): row for row in before}
-        rows = [known.get((row["file"], row["line"], row["kind"]), row) for row in rows]
+        rows = continued(before, rows)
     for run in RUNS:
         for row in [row for row in rows if not row["test"]]:
             start, fault = time.monotonic(), Fault(*(row[name] for name in Fault._fields))
