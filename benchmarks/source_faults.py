@@ -41,7 +41,7 @@ TESTS = {
     r"kernels/.*linear_cross_entropy": ("kernels/test_linear_cross_entropy*", "compile_targets/*linear_cross_entropy*"),
     r"linear_cross_entropy": ("loss/*", ""),
     r"schedule/": ("machine/test_schedule*", "compile_targets/test_*schedule*"),
-    r"emulation/": ("machine/test_emulation*", "compile_targets/test_emulation*"),
+    r"emulation/": ("machine/test_[ew]*", "compile_targets/test_[ew]*"),
     r"divisive_norm": ("*/test_*divisive_norm*", "compile_targets/*divisive_norm*"),
     r"local_response_norm|whole_images": ("*/test_*local_response_norm*", "compile_targets/*local_response_norm*"),
     r"batch_norm|mcdnn/norm": ("*/test_*norm*", "compile_targets/test_compile_*u*.py"),

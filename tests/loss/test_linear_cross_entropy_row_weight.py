@@ -5,6 +5,7 @@ import re
 
 import contract
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -84,11 +85,12 @@ def test_mean_of_rows_that_weigh_nothing_is_nan_without_gradients(strategy, rng)
         np.testing.assert_array_equal(grad, np.zeros_like(grad))
 
 
-def test_a_mask_is_a_weight_of_rows(rng):
-    operands, mask = [rng.normal(size=shape).astype(np.float32) for shape in ((7, 3), (5, 3))], np.arange(7) % 3 > 0
-    labels = rng.integers(0, 5, 7)
-    actual = linear_cross_entropy(*operands, labels, row_weight=mask)
-    np.testing.assert_allclose(actual, expected(*operands, labels, row_weight=mask.astype(float))[0], rtol=1e-5)
+@pytest.mark.parametrize("dtype", [bool, jnp.bfloat16], ids=["mask", "bfloat16"])
+def test_weights_of_rows_may_be_a_mask_or_have_16_bits(dtype, rng):
+    operands = [rng.normal(size=shape).astype(np.float32) for shape in ((7, 3), (5, 3))]
+    labels, row_weight = rng.integers(0, 5, 7), (np.arange(7) / 3 % 1).astype(dtype)
+    actual = linear_cross_entropy(*operands, labels, row_weight=row_weight)
+    np.testing.assert_allclose(actual, expected(*operands, labels, row_weight=row_weight.astype(float))[0], rtol=1e-5)
 
 
 def test_row_weight_leaves_aux_as_it_is(rng):

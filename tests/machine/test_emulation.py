@@ -217,6 +217,20 @@ def test_weird_numbers_are_those_that_are_not_finite():
     np.testing.assert_array_equal(held["v5"], ((wide_pair[0] * wide_pair[1]) >> 32).astype(np.uint32), strict=True)
 
 
+def test_masks_of_two_vectors_are_packed_into_one_of_halves():
+    machine = Bench().run(
+        "%vm1_vm1 = vcmp.lt.f32.partialorder %v0_v0, %v1_v1  ;;  %vm2_vm2 = vnez %v3_v3",
+        "%vm4_vm4 = vmpackc.low %vm2_vm2, %vm1_vm1",
+        "%v5_v5 = vsel /*vm=*/%vm4_vm4, /*on_true_vy=*/%v2_v2, /*on_false_vx=*/0",
+        v0=bits(A),
+        v1=bits(B),
+        v2=compressed(ROWS_OF_INTEGERS),
+        v3=SHIFTS % 3,
+    )
+    expected = np.where(np.concatenate([A < B, SHIFTS % 3 != 0]), ROWS_OF_INTEGERS, np.int16(0))
+    np.testing.assert_array_equal(machine.registers.held["v5"], compressed(expected))
+
+
 def test_bytes_that_are_not_zero_select_bytes():
     # A third of the bytes are 0.
     some, others = (RNG.integers(0, 3, (8, 128, 4)).astype(np.uint8) * np.uint8(0x81) for _ in range(2))
