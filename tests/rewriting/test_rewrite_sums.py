@@ -269,16 +269,15 @@ def test_numbers_beside_the_last_one_are_differentiated_as_well(few_logits_count
         given = with_few_features()
         fast = lowering.rewrite(several)
         assert [one.pattern for one in fast.report(given).applied] == ["row_cone_sum"]
+
+        def total(a: dict[str, Any], weights: Any, fn: Any) -> Any:
+            loss, aux = fn(a)
+            return weights[0] * loss + weights[1] * aux["focal"] + weights[2] * aux["poly"], aux["hits"]
+
+        totals = (functools.partial(total, fn=fn) for fn in (fast, several))
+        gradients = [jax.jit(jax.value_and_grad(fn, has_aux=True, allow_int=True)) for fn in totals]
         for weights in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.5, 0.2, 3.0)):
-
-            def total(a: dict[str, Any], fn: Any, weights: Any = weights) -> Any:
-                loss, aux = fn(a)
-                return weights[0] * loss + weights[1] * aux["focal"] + weights[2] * aux["poly"], aux["hits"]
-
-            found, expected = (
-                jax.jit(jax.value_and_grad(functools.partial(total, fn=fn), has_aux=True, allow_int=True))(given)
-                for fn in (fast, several)
-            )
+            found, expected = (gradient(given, weights) for gradient in gradients)
             for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
                 if one.dtype != jax.dtypes.float0:
                     np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
@@ -310,9 +309,9 @@ def test_a_row_without_a_weight_may_hold_no_number(few_logits_count) -> None:
     few_logits_count(ROWS * CLASSES - 1)
     given = arrays()
     fn = function(lambda z, a: masked(cross_entropy(z, a["masked"]), a["masked"]))
-    expected = jax.value_and_grad(fn, allow_int=True)(given)
+    expected = jax.jit(jax.value_and_grad(fn, allow_int=True))(given)
     given["x"] = given["x"].at[1].set(jnp.nan).at[3].set(jnp.inf)
-    value, gradients = jax.value_and_grad(lowering.rewrite(fn), allow_int=True)(given)
+    value, gradients = jax.jit(jax.value_and_grad(lowering.rewrite(fn), allow_int=True))(given)
     rewrite_checks.assert_alike((value, gradients["weight"]), (expected[0], expected[1]["weight"]))
 
 
@@ -339,7 +338,7 @@ def test_weights_of_rows_are_laid_out_like_rows_on_meshes(few_logits_count) -> N
         return masked(losses, a["masked"]) + lax.stop_gradient(jnp.mean(jnp.argmax(z, axis=-1)))
 
     given, fast = arrays(), lowering.rewrite(function(loss))
-    expected = jax.value_and_grad(function(loss), allow_int=True)(given)
+    expected = jax.jit(jax.value_and_grad(function(loss), allow_int=True))(given)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         specs = dict.fromkeys(given, P()) | dict.fromkeys(("x", "row", "labels", "masked"), P("data"))
