@@ -81,6 +81,16 @@ def test_local_response_norm_kernels_agree_with_float64(name, shape, n, axis, ca
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("images", "rows", "tile"),
+    [(16, 16, (8, 16)), (5, 16, (1, 16)), (8, 32, (4, 32)), (4, 40, (1, 8)), (4, 256, (1, 128)), (4, 7, (1, 7))],
+)
+def test_local_response_norm_tiles_with_channels_in_lanes_divide_blocks(images, rows, tile):
+    """A tile has up to 128 rows, of several images only where these are whole and divide the block's."""
+    norm = tpu._Norm(4, n=5, alpha=1.0, beta=0.75, k=1.0)
+    assert norm.tile((images, 1, 1, rows, 96)) == (*tile, 96)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "float32")], ids=str)
 @pytest.mark.parametrize("name", KERNELS)
