@@ -51,7 +51,7 @@ class CrossLaneUnit:
         """Takes of each row the lanes that the pattern says."""
         if self._pattern is None:
             raise MachineFaultError("lanes are permuted without a pattern")
-        return np.take_along_axis(whole(x), self._pattern.astype(np.int64), 1)
+        return np.take_along_axis(whole(x), self._pattern, 1)
 
     def transposed(self, kind: str, x: Any, width: int, bits: int = 32) -> None:
         """Takes more rows of what is to be transposed; `kind` says which are the first and the last.
