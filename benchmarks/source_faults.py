@@ -31,7 +31,7 @@ SEED, SECONDS = 20261127, 300
 GROUPS = {
     "operators": (40, ("jaxops/*/*.py", "jaxops/*/rewriting/*.py", "jaxops/*.py", "lowering/rewriting/*.py")),
     "kernels": (35, ("pallas_kernels/**/*.py",)),
-    "machine": (25, ("lowering/schedule/*.py", "lowering/emulation/*.py")),
+    "machine": (25, tuple(f"lowering/{part}/*.py" for part in ("tpu_core", "schedule", "emulation"))),
 }
 LEFT_OUT = re.compile(r"/(_demo|_frameworks|testing)/|nnx|linen|equinox|_suite|tune_device|__main__|_jax_private")
 TURNED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is"}
@@ -42,6 +42,7 @@ TESTS = {
     r"linear_cross_entropy": ("loss/*", ""),
     r"schedule/": ("machine/test_schedule*", "compile_targets/test_*schedule*"),
     r"emulation/": ("machine/test_[ew]*", "compile_targets/test_[ew]*"),
+    r"tpu_core/": ("machine/test_[esw]*", "compile_targets/test_[esw]*"),
     r"divisive_norm": ("*/test_*divisive_norm*", "compile_targets/*divisive_norm*"),
     r"local_response_norm|whole_images": ("*/test_*local_response_norm*", "compile_targets/*local_response_norm*"),
     r"batch_norm|mcdnn/norm": ("*/test_*norm*", "compile_targets/test_compile_*u*.py"),
@@ -178,7 +179,7 @@ def failing(folder: Path, fault: Fault, run: str) -> str | None:
     if fault.file.startswith("jaxops/") and run != "compiled":
         files += [f"tests/{name}" for name in SHARED]
     if run == "emulated":
-        is_executed = fault.file.startswith(("lowering/emulation/", "pallas_kernels/tpu/"))
+        is_executed = fault.file.startswith(("lowering/tpu_core/", "lowering/emulation/", "pallas_kernels/tpu/"))
         kernels = (folder / "tests/kernels").glob("test_*.py") if is_executed else ()
         files = ["--emulate=tpu-v5e", *(str(path) for path in kernels if "mark.emulated" in path.read_text())]
     if not files[run == "emulated" :]:
