@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.kernel import Kernel, Kind, dtype_names
 from pallas_kernels.local_response_norm_windows import reach, refusal
 from pallas_kernels.tpu import max_pool_views
-from pallas_kernels.tpu.divisive_norm_rows import Along, of_u, of_x
+from pallas_kernels.tpu.divisive_norm_rows import Columns, of_u, of_x
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up
 from pallas_kernels.tpu.streaming_cost import streaming_cost
 
@@ -27,8 +27,10 @@ _DTYPES = ("float32", "bfloat16")
 # Of a row of a block in float32. The largest that fits is the default, as each step has a cost of its own.
 _ROW_BYTES = tuple(2**n for n in (20, 19, 18, 17, 16))
 _MOST_BYTES = 40 * 2**20  # of rows in VMEM, in blocks and kept
-# Registers of a value that is computed without a loop; by replays on v5e, half as many take 5 % longer in sublanes.
-_REGISTERS = 56
+# Of a value of a tile. By replays half as many take 3 % longer on a v6e. With a register a piece instead of some, tiles
+# of as many in all take 3 % less, but two to three times as long to trace.
+_REGISTERS = 168
+_SMALL_BYTES = 4 * 2**20
 _VMEM_BYTES = 56 * 2**20  # to ask for: what registers do not hold goes there as well
 
 
@@ -114,15 +116,17 @@ class _Blocks(NamedTuple):
       view: images as they are stored.
       shape: of the view.
       block: the shape of a block.
-      tile: the shape of a tile: columns, perhaps sublanes, and lanes.
+      tile: the shape of a tile: columns, sublanes of channels or images, and lanes; or images, columns and lanes.
       tiles: how many of them a block has.
+      has_columns_in_sublanes: whether columns lie in the registers of a tile.
     """
 
     view: max_pool_views.View
     shape: tuple[int, ...]
     block: tuple[int, ...]
-    tile: tuple[int, ...]
+    tile: tuple[int, int, int]
     tiles: int
+    has_columns_in_sublanes: bool
 
     @classmethod
     def of(cls, shape: tuple[int, ...], is_narrow: bool, row_bytes: int) -> "_Blocks":
@@ -133,25 +137,30 @@ class _Blocks(NamedTuple):
         if view.has_pixels_outside:
             _, _, width, _, rows, _ = shape
             sublanes = min(rows, 2 * SUBLANES if is_narrow else SUBLANES)
-            tile: tuple[int, ...] = (width, sublanes, lanes)
-            count = _even(pl.cdiv(rows, sublanes), row_bytes // _bytes_of(tile))
-            return cls(view, shape, (1, 1, width, 1, count * sublanes, lanes), tile, count)
-        tile = shape[3], lanes
-        count = _even(shape[0], row_bytes // _bytes_of(tile))
-        return cls(view, shape, (count, 1, 1, *tile), tile, count)
+            tiles, together = _even_tiles(pl.cdiv(rows, sublanes), (width, sublanes, lanes), row_bytes)
+            tile = (width, together * sublanes, lanes)
+            return cls(view, shape, (1, 1, width, 1, tiles * tile[1], lanes), tile, tiles, False)
+        images, _, _, width, _ = shape
+        # A load that skips the other columns takes one from each of some images; of packed pixels there are no such.
+        if images % SUBLANES == width % SUBLANES == 0 and not is_narrow:
+            tiles, together = _even_tiles(images // SUBLANES, (width, SUBLANES, lanes), row_bytes)
+            tile = (width, together * SUBLANES, lanes)
+            return cls(view, shape, (tiles * tile[1], 1, 1, width, lanes), tile, tiles, False)
+        tiles, together = _even_tiles(images, (width, lanes), row_bytes)
+        return cls(view, shape, (tiles * together, 1, 1, width, lanes), (together, width, lanes), tiles, True)
 
-    @property
-    def together(self) -> int:
-        """Counts the tiles that are computed without a loop, whose instructions run beside each other."""
-        return max(1, min(self.tiles, _REGISTERS * 4 * SUBLANES * LANES // _bytes_of(self.tile)))
-
-    def place(self, tile: Any) -> tuple[Any, ...]:
-        """Returns the indices of a tile in a block."""
-        if not self.view.has_pixels_outside:
-            return (tile, 0, 0)
-        sublanes = self.tile[1]
-        rows = slice(None) if self.tiles == 1 else pl.ds(pl.multiple_of(tile * sublanes, sublanes), sublanes)
-        return (0, 0, slice(None), 0, rows, slice(None))
+    def piece(self, ref: Any, tile: Any, place: tuple[Any, ...], is_interpreted: bool) -> Any:
+        """Returns where in a block a piece of a tile lies, given its place in the tile."""
+        rows = self.tile[0 if self.has_columns_in_sublanes else 1]
+        first = tile * rows if isinstance(tile, int) else pl.multiple_of(tile * rows, rows)
+        if self.has_columns_in_sublanes:
+            return ref.at[(pl.ds(first, rows), 0, 0, *place[1:])]
+        if self.view.has_pixels_outside:
+            return ref.at[0, 0, *place, 0, pl.ds(first, rows)]
+        images, _, _, columns, lanes = self.block
+        if is_interpreted:  # by what has no reshaped references
+            return ref.at[pl.ds(first, rows), 0, 0, *place]
+        return ref.reshape(images * columns, lanes).at[pl.ds(first * columns + place[0], rows, stride=columns)]
 
     def grid(self, steps: int) -> tuple[int, ...]:
         """Returns the grid, whose last axis has the steps of an image."""
@@ -161,6 +170,13 @@ class _Blocks(NamedTuple):
     def spec(self, row: Callable[[Any], Any]) -> pl.BlockSpec:
         """Returns the specification of blocks, given the row of each step."""
         return pl.BlockSpec(self.block, lambda first, *others: (first, row(others[-1]), *others[:-1]))
+
+
+def _even_tiles(count, tile, row_bytes):
+    """Returns how many tiles a block has, of how many of these: blocks and tiles are as even as can be."""
+    count = _even(count, row_bytes // _bytes_of(tile))
+    together = _even(count, _REGISTERS * 4 * SUBLANES * LANES // _bytes_of(tile))
+    return pl.cdiv(count, together), together
 
 
 def _even(tiles, most):
@@ -173,87 +189,112 @@ def _bytes_of(tile):
     return 4 * math.prod(untiled) * round_up(rows, SUBLANES) * round_up(lanes, LANES)
 
 
-def _kernel(*refs, norm, blocks):
-    names = (*norm.operands, *norm.results, *norm.kept, "counts", "shifted")
+def _kernel(*refs, norm, blocks, is_interpreted):
+    names = (*norm.operands, *norm.results, *norm.kept, "shifted")
     ref = dict(zip(names, refs, strict=True))
     (height, width), (before, after) = norm.image, norm.rows
     step = pl.program_id(len(blocks.block) - 1)
 
-    def load(name, tile):
-        return ref[name][blocks.place(tile)].astype(jnp.float32)
-
-    def store(name, tile, value):
-        ref[name][blocks.place(tile)] = value.astype(ref[name].dtype)
-
     def slot(row):
         return lax.rem(row, norm.reach)
 
-    def keep(row, tile, values):
+    def columns_of(tile):
+        return Columns(width, ref["shifted"].at[:, tile] if blocks.has_columns_in_sublanes else None)
+
+    def load(name, tile, place):
+        return blocks.piece(ref[name], tile, place, is_interpreted)[...].astype(jnp.float32)
+
+    def store(name, tile, place, value):
+        blocks.piece(ref[name], tile, place, is_interpreted)[...] = value.astype(ref[name].dtype)
+
+    def keep(row, tile, place, values):
         for name, value in values.items():
-            ref[name][slot(row), tile] = value
+            ref[name][slot(row), tile, *place] = value
 
-    def along(tile):
-        return Along(None if blocks.view.has_pixels_outside else ref["shifted"], tile)
-
-    def over_rows(row, before, after, tile, is_whole, part_of):
-        """Adds up parts of the rows around one, each from what is kept of a row; `is_whole` if none is outside."""
+    def over_rows(row, before, after, kept, is_whole, part_of):
+        """Adds up parts of the rows around one, from what is kept of each; `is_whole` if none is outside."""
         total = None
         for near in range(-before, after + 1):
-            at = slot(row + near if is_whole else jnp.clip(row + near, 0, height - 1))
-            parts = part_of(lambda name, at=at: ref[name][at, tile])
+            at = row + near if is_whole else jnp.clip(row + near, 0, height - 1)
+            parts = part_of(functools.partial(kept, slot(at)))
             if near and not is_whole:
                 is_inside = (row + near >= 0) & (row + near < height)
                 parts = [jnp.where(is_inside, part, 0) for part in parts]
             total = parts if total is None else [a + b for a, b in zip(total, parts, strict=True)]
         return total
 
+    def kept_of(tile, place):
+        return lambda at, name: ref[name][at, tile, *place]
+
     def add_row(tile):
-        keep(step, tile, of_x(along(tile), load("x", tile), norm, ref["counts"][1]))
+        columns = columns_of(tile)
+        kept = of_x(columns, lambda start: load("x", tile, columns.place(start)), norm)
+        for start in columns.starts:
+            keep(step, tile, columns.place(start), kept(start))
 
     def normalize_row(tile, is_whole):
-        row = step - after
-        means = load("means", tile) if norm.has_means else None
+        row, columns = step - after, columns_of(tile)
+        means = columns.row(lambda start: load("means", tile, columns.place(start))) if norm.has_means else None
 
-        def part_of(kept):
+        def sums(start):
+            """Returns s, and the sum of deviations in each window if that is needed."""
+
+            def part_of(kept):
+                if means is None:
+                    return [kept("squares"), *([kept("deviation")] if norm.means_grad else [])]
+                apart = (kept("finite") - means(start)) + kept("offset")
+                return [kept("squares"), apart * apart, *([apart] if norm.means_grad else [])]
+
+            kept = kept_of(tile, columns.place(start))
+            squares, *rest = over_rows(row, before, after, kept, is_whole, part_of)
+            s = norm.k + norm.share * squares
             if means is None:
-                return [kept("squares"), *([kept("deviation")] if norm.means_grad else [])]
-            apart = (kept("finite") - means) + kept("offset")
-            return [kept("squares"), apart * apart, *([apart] if norm.means_grad else [])]
+                return s, rest
+            count = columns.count(start, *norm.columns)
+            return s + (norm.share * count) * rest[0], [count * part for part in rest[1:]]
 
-        squares, *rest = over_rows(row, before, after, tile, is_whole, part_of)
-        if means is not None:
-            count = ref["counts"][0]
-            squares, rest = squares + count * rest[0], [count * part for part in rest[1:]]
-        s, x = norm.k + norm.share * squares, ref["pixels"][slot(row), tile]
+        def normalize(start):
+            s, _ = sums(start)
+            place = columns.place(start)
+            store("y", tile, place, ref["pixels"][slot(row), tile, *place] * norm.power(s, norm.beta))
+
+        def gradient(start):
+            """Keeps what is scaled, stores the gradient of the means, and returns -2 u."""
+            (s, deviation), place = sums(start), columns.place(start)
+            x, grad = ref["pixels"][slot(row), tile, *place], load("grad", tile, place)
+            keep(row, tile, place, {"scaled": grad * norm.power(s, norm.beta)})
+            u = (2 * norm.beta * norm.share) * grad * x * norm.power(s, norm.beta + 1)
+            if norm.means_grad:
+                store("dmeans", tile, place, u * deviation[0])
+            return u
+
         if not norm.has_grad:
-            store("y", tile, x * norm.power(s, norm.beta))
+            for start in columns.starts:
+                normalize(start)
             return
-        grad = load("grad", tile)
-        u = (-norm.beta * norm.share) * grad * x * norm.power(s, norm.beta + 1)
-        keep(row, tile, {"scaled": grad * norm.power(s, norm.beta), **of_u(along(tile), u, means, norm.columns)})
-        if norm.means_grad:
-            store("dmeans", tile, -2 * u * rest[0])
+        kept = of_u(columns, columns.row(gradient), means, norm)
+        for start in columns.starts:
+            keep(row, tile, columns.place(start), kept(start))
 
     def finish_row(tile, is_whole):
-        row = step - after - before
-        x = ref["pixels"][slot(row), tile]
+        row, columns = step - after - before, columns_of(tile)
+        for start in columns.starts:
+            place = columns.place(start)
+            x, scaled = (ref[name][slot(row), tile, *place] for name in ("pixels", "scaled"))
 
-        def part_of(kept):
-            return [(x - kept("mean")) * kept("total") - kept("moment") if norm.has_means else kept("total")]
+            def part_of(kept, x=x):
+                return [(kept("mean") - x) * kept("total") + kept("moment") if norm.has_means else kept("total")]
 
-        (part,) = over_rows(row, after, before, tile, is_whole, part_of)
-        store("dx", tile, ref["scaled"][slot(row), tile] + 2 * (part if norm.has_means else x * part))
+            (part,) = over_rows(row, after, before, kept_of(tile, place), is_whole, part_of)
+            store("dx", tile, place, scaled + part if norm.has_means else scaled - x * part)
 
     def of_tiles(is_due, compute):
         @pl.when(is_due)
         def _():
-            def group(first, count):
-                for tile in range(count):
-                    compute(first + tile)
-
-            groups, left = divmod(blocks.tiles, blocks.together)
-            lax.fori_loop(0, groups, lambda i, _: group(i * blocks.together, blocks.together), None)
-            group(groups * blocks.together, left)
+            if blocks.tiles == 1:
+                compute(0)
+            else:
+                lax.fori_loop(0, blocks.tiles, lambda tile, _: compute(tile), None)
 
     def of_rows(row, before, after, compute):
         is_whole = (row >= before) & (row < height - after)
@@ -263,9 +304,6 @@ def _kernel(*refs, norm, blocks):
 
     @pl.when(step == 0)
     def _():
-        column, (left, right) = lax.broadcasted_iota(jnp.int32, blocks.tile, 0), norm.columns
-        count = (jnp.minimum(column, left) + jnp.minimum(width - 1 - column, right) + 1).astype(jnp.float32)
-        ref["counts"][0], ref["counts"][1] = count, 1 / count
         ref["shifted"][...] = jnp.zeros_like(ref["shifted"])
 
     of_tiles(step < height, add_row)
@@ -284,7 +322,7 @@ def _launch(name, images, *grad, window, config, interpret, means_grad=None, **p
     specs = [blocks.spec(functools.partial(norm.row_of, one)) for one in (*norm.operands, *norm.results)]
     result = jax.ShapeDtypeStruct(blocks.shape, arrays[-1].dtype)
     results = pl.pallas_call(
-        functools.partial(_kernel, norm=norm, blocks=blocks),
+        functools.partial(_kernel, norm=norm, blocks=blocks, is_interpreted=bool(interpret)),
         name=name,
         grid=blocks.grid(norm.steps),
         in_specs=specs[: len(arrays)],
@@ -299,17 +337,30 @@ def _launch(name, images, *grad, window, config, interpret, means_grad=None, **p
             (*arrays, *[result] * len(norm.results)), result.size, flops=_flops(norm), transcendentals=2
         ),
         interpret=interpret,
-    )(*map(blocks.view.of, arrays))
+    )(*(_streamed(blocks.view.of(array), interpret) for array in arrays))
     return tuple(blocks.view.back(one, images.x.shape) for one in results)
 
 
+def _streamed(array, interpret):
+    """Keeps an operand in HBM.
+
+    XLA would copy it to VMEM ahead of the gradient's kernel, beside the value's, which is bound by HBM. What is small
+    may lie there already.
+    """
+    from jax.experimental.pallas import tpu as pltpu
+
+    is_small = array.size * array.dtype.itemsize < _SMALL_BYTES
+    return array if interpret or is_small else pltpu.with_memory_space_constraint(array, pltpu.HBM)
+
+
 def _scratch(norm, blocks):
-    """Returns the shapes of scratch: rows that are kept, counts of columns, and rows between zeros."""
+    """Returns the shapes of scratch: rows that are kept, and rows between zeros."""
     kept = [(norm.reach, blocks.tiles, *blocks.tile)] * len(norm.kept)
+    if not blocks.has_columns_in_sublanes:
+        return [*kept, (SUBLANES, LANES)]
+    images, width, lanes = blocks.tile
     edges = 2 * round_up(max(1, *norm.columns), SUBLANES)
-    is_shifted = not blocks.view.has_pixels_outside
-    shifted = (2, blocks.tiles, blocks.tile[0] + edges, blocks.tile[1]) if is_shifted else (SUBLANES, LANES)
-    return [*kept, (2, *blocks.tile), shifted]
+    return [*kept, (2, blocks.tiles, images, width + edges, lanes)]
 
 
 def _flops(norm):
@@ -355,15 +406,17 @@ def configs(hardware, images, *grad, window, means_grad=None, **params):
         blocks = _blocks(images, *grad, row_bytes=row_bytes)
         rows = norm.reach * len(norm.kept) + 2 * (len(norm.operands) + len(norm.results))
         if rows * blocks.tiles * _bytes_of(blocks.tile) <= _MOST_BYTES:
-            found.append((blocks.tiles, {"row_bytes": row_bytes}))
+            found.append((blocks.block, {"row_bytes": row_bytes}))
     # Larger rows of few images are no larger.
-    return [config for i, (count, config) in enumerate(found) if count not in [one for one, _ in found[i + 1 :]]]
+    return [config for i, (block, config) in enumerate(found) if block not in [one for one, _ in found[i + 1 :]]]
 
 
 def kind(hardware, images, *grad, window, beta, means_grad=None, **_) -> Kind:
     """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
     view = max_pool_views.view_of(images.x.shape)
-    stored = "transposed" if not view.is_stored_so else "pixels outside" if view.has_pixels_outside else "columns"
+    sublanes = "columns" if _blocks(images, *grad, row_bytes=0).has_columns_in_sublanes else "images"
+    within = "pixels outside" if view.has_pixels_outside else f"{sublanes} in sublanes"
+    stored = within if view.is_stored_so else "transposed"
     means = "no means" if images.means is None else "means"
     wanted = ", their gradient" if means_grad else ""
     *batch, _, rows, columns, channels = images.x.shape

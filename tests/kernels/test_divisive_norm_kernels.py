@@ -26,6 +26,7 @@ CASES = {
     "ragged-channels": ((1, 128, 1, 9, 9, 20), 3, PIXELS_OUTSIDE),
     "columns-in-sublanes": ((5, 1, 9, 16, 128), 5, COLUMNS),
     "odd-columns-of-odd-channels": ((3, 1, 6, 11, 130), 3, COLUMNS),
+    "images-in-sublanes": ((16, 1, 7, 8, 130), 4, COLUMNS),
     "transposed": ((2, 1, 5, 6, 3), 3, COLUMNS),
     "larger-than-images": ((2, 1, 3, 4, 128), 16, COLUMNS),
     "window-of-one": ((2, 1, 3, 8, 128), 1, COLUMNS),
@@ -83,7 +84,7 @@ def test_divisive_norm_kernels_round_once(name, dtypes):
         np.testing.assert_allclose(in_oracle(actual), exact, rtol=rounding, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["pixels-outside", "columns-in-sublanes"])
+@pytest.mark.parametrize("name", ["pixels-outside", "columns-in-sublanes", "images-in-sublanes"])
 def test_divisive_norm_kernels_keep_the_digits_of_deviations(name):
     """Pixels and means are near 1e4, their deviations near 1; a single pixel is far from all others."""
     shape, n, _ = CASES[name]
@@ -98,7 +99,7 @@ def test_divisive_norm_kernels_keep_the_digits_of_deviations(name):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", ["pixels-outside", "columns-in-sublanes"])
+@pytest.mark.parametrize("name", ["pixels-outside", "columns-in-sublanes", "images-in-sublanes"])
 @pytest.mark.parametrize("pixel", [np.inf, 1e25, np.nan])
 def test_divisive_norm_kernels_keep_what_overflows_to_its_windows(name, pixel):
     shape, n, _ = CASES[name]
