@@ -4,6 +4,10 @@ A step takes a row of pixels. It first adds up along the row what the windows of
 beside the row, until the last window that needs it is complete; so the rows above and below are never read again. The
 results of a row follow as many steps later as windows reach ahead, and the gradient of x once more as many.
 `divisive_norm_rows` says what is kept.
+
+The vector unit binds these kernels on v6e and v7x where there are means, so columns lie before the registers wherever
+they can: neighbours then differ in their registers' numbers and share their differences. Sublanes have channels or
+images; where XLA stores columns in sublanes, loads with a stride take one column of eight images.
 """
 
 import functools
