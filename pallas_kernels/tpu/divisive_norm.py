@@ -31,7 +31,7 @@ _DTYPES = ("float32", "bfloat16")
 # Of a row of a block in float32. The largest that fits is the default, as each step has a cost of its own.
 _ROW_BYTES = tuple(2**n for n in (20, 19, 18, 17, 16))
 _MOST_BYTES = 40 * 2**20  # of rows in VMEM, in blocks and kept
-# Of a value of a tile. By replays half as many take 3 % longer on a v6e. With a register a piece instead of some, tiles
+# Of a value of a tile. By replays half as many take up to 2 % longer on a v6e. With fewer registers a piece, tiles
 # of as many in all take 3 % less, but two to three times as long to trace.
 _REGISTERS = 168
 _SMALL_BYTES = 4 * 2**20
