@@ -1,4 +1,7 @@
-"""Evaluates the bodies of loops, branches, checkpoints and shard_maps again, by the public functions that made them."""
+"""Evaluates the bodies of loops, branches, checkpoints and shard_maps again, by the public functions that made them.
+
+A checkpoint in a backward pass is made by none: its equation is bound again, with another body.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,8 +23,7 @@ def bodies_of(node: Node) -> list[Any]:
         case "scan" | "shard_map" | "pjit" | "jit":
             return [params["jaxpr"]]
         case name if name in CHECKPOINTS:
-            # In a backward pass, what is computed again must stay what the forward pass has computed.
-            return [] if params["differentiated"] else [params["jaxpr"]]
+            return [params["jaxpr"]]
         case "cond":
             return list(params["branches"])
         case "while":
@@ -44,17 +46,16 @@ def draws_again(jaxpr: Jaxpr) -> bool:
 
 def closed_because(node: Node) -> str:
     """Says why the body of a node cannot be rewritten; empty if there is nothing to be said about it."""
-    match node.name:
-        case name if name in CHECKPOINTS:
-            return "its gradient is computed here as well: rewrite the function before it is differentiated"
-        case "custom_jvp_call" | "custom_vjp_call" | "custom_vjp_call_jaxpr":
-            return "it is inside a function with a derivative of its own, which would be lost"
+    if node.name.startswith("custom_"):
+        return "it is inside a function with a derivative of its own, which would be lost"
     return ""
 
 
 def evaluate(node: Node, runs: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
     """Computes the results of a node, with `runs` in place of its bodies."""
     with node.equation.ctx.manager:
+        if node.params.get("differentiated"):
+            return _computed_again(node, runs[0], operands)
         return _EVALUATED[node.name](node.params, runs, operands)
 
 
@@ -108,6 +109,13 @@ def _checkpoint(params: dict[str, Any], runs: Sequence[Run], operands: Sequence[
         return tuple(runs[0](*arrays))
 
     return jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
+
+
+def _computed_again(node: Node, run: Run, operands: Sequence[Any]) -> Sequence[Any]:
+    """Computes what a checkpoint computes in a backward pass, which compilers must not merge with the forward one."""
+    closed = jax.make_jaxpr(run)(*operands)
+    body = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
+    return node.equation.primitive.bind(*closed.consts, *operands, **{**node.params, "jaxpr": body})
 
 
 def _shard_map(params: dict[str, Any], runs: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:

@@ -21,9 +21,7 @@ few_logits_count = pytest.fixture(rewrite_checks.few_logits_count)
 
 # What `jax.grad` has made of a loss is only rewritten where all of it can be computed in chunks.
 ALREADY_DIFFERENTIATED = {
-    "gradient_of_jit_and_checkpoint": 0,
     "gradient_of_scan": 0,
-    "gradient_of_scanned_checkpoints": 0,
     "flax_linen_head_in_lifted_transforms": 0,
 }
 
