@@ -23,7 +23,7 @@ from lowering.emulation.faults import KernelFaultError
 from lowering.emulation.interpreting import interpret
 from lowering.measuring.inputs import made_up
 
-_FOUND = 1
+_FOUND, _NOTHING_RUNS = 1, 2
 
 
 def emulate(
@@ -60,7 +60,7 @@ def emulate(
         try:
             expected = jax.tree.leaves(interpreted())
         except Exception as error:  # of any kind: the interpreter runs the user's code
-            fails = opening(f"{type(error).__name__}: {error}", "the interpreter")
+            fails = _reason(error)
     pairs = zip(jax.tree_util.tree_leaves_with_path(emulation.results), expected, strict=True)
     compared = [
         {"result": jax.tree_util.keystr(path) or "result", **_compared(found, wanted)}
@@ -73,12 +73,21 @@ def emulate(
         for table in emulation.tables():
             show(table) if isinstance(table, Table) else show_text(table.plain)
         if fails:
-            show_text(f"Pallas' interpreter fails, so there is nothing to compare with: {fails}")
-        else:
+            show_text(f"Pallas' interpreter refuses it: {fails}")
+        elif emulation.kernels:
             against = "JAX and Pallas' interpreter" if emulation.is_whole_program else "Pallas' interpreter"
             show(_table(compared, against))
-    if emulation.findings:
+    if emulation.findings or fails:
         raise typer.Exit(_FOUND)
+    if not emulation.kernels:
+        raise typer.Exit(_NOTHING_RUNS)
+
+
+def _reason(error: Exception) -> str:
+    """Returns what an interpreter says; what it raises within a callback comes behind a traceback."""
+    *_, last = str(error).strip().splitlines() or [""]
+    is_of_callback = "CpuCallback error" in str(error)
+    return opening(last if is_of_callback else f"{type(error).__name__}: {error}", "the interpreter")
 
 
 def _with_values(args: tuple[Any, ...], path: Path | None) -> tuple[Any, ...]:
@@ -113,6 +122,7 @@ def _compared(found: Any, expected: Any) -> dict[str, Any]:
         wide = a.astype(np.float64), b.astype(np.float64)
         differs = ~((wide[0] == wide[1]) | (np.isnan(wide[0]) & np.isnan(wide[1])))
         difference = float(np.max(np.abs(wide[0] - wide[1]), where=differs, initial=0.0))
+        difference = math.nan if np.isnan(wide).all() else difference
         largest = float(np.max(np.abs(wide[1]), where=np.isfinite(wide[1]), initial=0.0))
         nans = [int(np.isnan(x).sum()) for x in wide]
     relative = difference / largest if largest else math.inf

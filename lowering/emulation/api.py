@@ -93,6 +93,7 @@ def emulate(
         findings=findings,
         unknown=emulator.unknown(),
         is_checked=checks,
+        passed_over=tuple(emulator.passed_over),
     )
 
 

@@ -20,6 +20,7 @@ from lowering.emulation.memory import Transfers
 from lowering.emulation.report import EmulatedKernel, Finding
 from lowering.operators import operator_of
 from lowering.register import on_one_device
+from lowering.rewriting.graph import equations
 from lowering.source_lines import Site, users_file_line
 from lowering.targets import abstract_device, compiled_for
 from lowering.tpu_core.dumps import KERNEL, Dumps
@@ -53,6 +54,7 @@ class Emulator:
 
     Attributes:
       error: why the last call stopped, if one did.
+      passed_over: kernels that are not executed, and why.
       memory_findings: results of kernels that depend on what memory held before anything was written to it. Parts of
         them that nobody reads, such as rows beyond an array's last, may.
     """
@@ -85,6 +87,7 @@ class Emulator:
         self._called: dict[Any, _Called] = {}
         self._findings: dict[Finding, None] = {}
         self._evaluation = Evaluation(self._replacement)
+        self.passed_over: dict[str, None] = {}
         self.error: EmulationError | None = None
 
     def with_other_memory(self) -> "Emulator":
@@ -145,8 +148,11 @@ class Emulator:
 
     def _replacement(self, equation: Any) -> Replacement | None:
         """Returns how to compute the results of a kernel's call, or of an operator; None for other equations."""
-        if equation.primitive.name == PALLAS_CALL and not equation.params.get("interpret"):
-            return functools.partial(self.called, equation)
+        if equation.primitive.name == PALLAS_CALL:
+            if not equation.params.get("interpret"):
+                return functools.partial(self.called, equation)
+            source = Site(equation.source_info.traceback, None, None).line
+            self.passed_over[f"a pallas_call on {source} has interpret=True"] = None
         operator = operator_of(equation.primitive)
         if operator is None:
             return None
@@ -157,6 +163,10 @@ class Emulator:
             with self.tracing():
                 fn = on_one_device(operator, selection, self._hardware, avals, params)
                 closed = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals))
+            kernels = [kernel.name for kernel in operator.kernels if kernel.platform == self._hardware.platform]
+            if kernels and not any(one.primitive.name == PALLAS_CALL for one in equations(closed.jaxpr)):
+                asked = f'{operator.name} does not take {" or ".join(kernels)}, for which jaxops.use("pallas") asks'
+                self.passed_over[asked] = None
             return self.run(closed, *arrays)
 
         return evaluate

@@ -102,6 +102,7 @@ class Emulation:
       unknown: opcodes and operands, in bundles that were never issued, whose meaning nobody has settled.
       is_whole_program: whether `kernels` are all parts of the program: itself, its fusions and copies as well.
       is_checked: whether other orders of transfers were tried, and other bits in unwritten memory.
+      passed_over: kernels that were not executed, and why.
     """
 
     target: str
@@ -111,6 +112,7 @@ class Emulation:
     unknown: tuple[str, ...]
     is_whole_program: bool = False
     is_checked: bool = True
+    passed_over: tuple[str, ...] = ()
 
     @property
     def coverage(self) -> float:
@@ -129,7 +131,7 @@ class Emulation:
     def tables(self) -> list[Table | Text]:
         """Lays out the kernels, and what was found, as `rich` tables."""
         if not self.kernels:
-            return [Text(f"{self.target}: no Pallas kernel runs")]
+            return [Text("; ".join([f"{self.target}: no Pallas kernel runs", *self.passed_over]))]
         noun = "part" if self.is_whole_program else "kernel"
         what = f"{'the whole program, ' if self.is_whole_program else ''}{counted(len(self.kernels), noun)}"
         table = Table(title=f"{self.target}: {what}, executed as compiled", title_justify="left")

@@ -3,6 +3,7 @@
 import functools
 import re
 import runpy
+import textwrap
 from pathlib import Path
 
 import jax
@@ -270,3 +271,35 @@ def test_the_page_shows_what_the_command_prints(name, fn):
     printed, on_page = (" ".join(numbers.sub(" 0", text).split()) for text in (result.output, shown[1]))
     assert printed == on_page
     assert result.exit_code == (1 if name == "double_buffered" else 0)
+
+
+def test_the_command_fails_where_the_interpreter_refuses_a_kernel_or_none_runs(tmp_path):
+    """A block that is visited again is lost on a chip; by accident, the emulation may be right."""
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent("""
+        import jax
+        from jax.experimental import pallas as pl
+
+        def kernel(x_ref, o_ref):
+            o_ref[...] = x_ref[...]
+
+        def copied(x, interpret, at):
+            spec = pl.BlockSpec((8, 128), lambda i, j: (at(i), j))
+            options = {"grid": (2, 2), "out_shape": x, "interpret": interpret}
+            return pl.pallas_call(kernel, in_specs=[spec], out_specs=spec, **options)(x)
+
+        def revisits(x):
+            return copied(x, False, lambda i: 0)
+
+        def interpreted(x):
+            return copied(x, True, lambda i: i)
+        """)
+    )
+    for name, code, said in (
+        ("revisits", 1, "Pallas' interpreter refuses it: RuntimeError: Revisited block"),
+        ("interpreted", 2, "no Pallas kernel runs; a pallas_call on mine.py:11 (copied) has interpret=True"),
+    ):
+        command = ["emulate", f"{tmp_path / 'mine.py'}:{name}", "--arg", "f32[16,256]", "--target", "tpu-v5e"]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == code
+        assert said in " ".join(result.output.split())
