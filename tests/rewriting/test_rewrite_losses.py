@@ -329,6 +329,30 @@ def test_no_array_of_logits_is_left_in_a_gradient_that_is_rewritten_as_a_whole(
     assert_alike(jax.jit(fast)(w, x, labels), exact)
 
 
+def test_extremes_of_all_logits_beside_a_loss_are_taken_in_chunks(few_logits_count) -> None:
+    """Their gradient is that of the logit which is it."""
+    few_logits_count(100)
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=(6, 40)).astype(np.float32), rng.normal(size=(24, 6)).astype(np.float32)
+    labels = rng.integers(0, 40, 24)
+
+    def loss(w, x, labels):
+        z = x @ w
+        found = {"largest": z.max(), "least": z.min(), "last class": z.argmax(-1).max()}
+        return optax.softmax_cross_entropy_with_integer_labels(z, labels).mean() + 0.1 * jnp.abs(z).max(), found
+
+    fast = jax.value_and_grad(lowering.rewrite(loss), (0, 1), has_aux=True)
+    assert max(largest_outside_of_loops(jax.make_jaxpr(fast)(w, x, labels).jaxpr)) < labels.size * 40
+    (_, found), gradients = jax.jit(fast)(w, x, labels)
+    z = x @ w
+    np.testing.assert_allclose(found["largest"], z.max(), rtol=1e-6)
+    np.testing.assert_allclose(found["least"], z.min(), rtol=1e-6)
+    assert found["last class"] == z.argmax(-1).max()
+    with jax.enable_x64():
+        _, exact = jax.value_and_grad(loss, (0, 1), has_aux=True)(*(np.asarray(a, float) for a in (w, x)), labels)
+    assert_alike(gradients, exact)
+
+
 def largest_outside_of_loops(jaxpr: Any) -> Iterator[int]:
     for equation in jaxpr.eqns:
         yield max((x.aval.size for x in equation.outvars), default=0)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,13 +23,15 @@ from jaxops.linear_cross_entropy.rewriting.derivatives import (
     with_users_rules,
 )
 from jaxops.linear_cross_entropy.rewriting.region import Parts, Region
-from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role, parts_of_operands
+from jaxops.linear_cross_entropy.rewriting.row_wise import MAX, MIN, SUM, Part, Role, parts_of_operands
 from jaxops.linear_cross_entropy.row_statistics import added_in_blocks
 from lowering.rewriting.graph import Level, Node, Value, backward, forward, level_of, size_of
 from lowering.rewriting.ordering import Step, Task, evaluate, needed, ordered
 from lowering.rewriting.rules import RefusalError
 
 _Arrays = dict[Value, Any]
+# What combines the shares that chunks have in a result.
+_COMBINED: dict[Any, Callable[[Any, Any], Any]] = {SUM: jnp.add, MAX: jnp.maximum, MIN: jnp.minimum}
 
 
 class Cone(Region):
@@ -198,8 +200,16 @@ class Cone(Region):
         return run
 
     def _run_whole(self, *arrays: Any) -> Sequence[Any]:
-        zeros = {x: jnp.zeros(x.shape, _sum_dtype(x.dtype)) for x in self.exits if self.roles[x] == SUM}
-        return self._results(*self._chunk(dict(zip(self.operands, arrays, strict=True)), self.rows, zeros))
+        starts = {x: self._start(x) for x in self.exits if self.roles[x] in _COMBINED}
+        return self._results(*self._chunk(dict(zip(self.operands, arrays, strict=True)), self.rows, starts))
+
+    def _start(self, value: Value) -> Any:
+        """Returns what a chunk's share of a value is combined with first."""
+        if self.roles[value] == SUM:
+            return jnp.zeros(value.shape, _sum_dtype(value.dtype))
+        info: Any = jnp.iinfo(value.dtype) if jnp.issubdtype(value.dtype, jnp.integer) else None
+        least, most = (-jnp.inf, jnp.inf) if info is None else (info.min, info.max)
+        return jnp.full(value.shape, least if self.roles[value] == MAX else most, value.dtype)
 
     def _results(self, sums: _Arrays, rows: _Arrays) -> list[Any]:
         return [sums[x].astype(x.dtype) if x in sums else rows[x] for x in self.exits]
@@ -234,16 +244,15 @@ class Cone(Region):
     def _loop(self, fixed: _Arrays, cut: _Arrays, size: int, steps: int) -> tuple[_Arrays, _Arrays]:
         """Returns the sums over all chunks, and the rows of each joined."""
         chunks = tuple(self.cut[x].chunks(array, size, steps) for x, array in cut.items())
-        added = [x for x in self.exits if self.roles[x] == SUM]
-        joined = [x for x in self.exits if self.roles[x] != SUM]
+        added = [x for x in self.exits if self.roles[x] in _COMBINED]
+        joined = [x for x in self.exits if self.roles[x] not in _COMBINED]
 
         def one(sums: Any, chunk: Any) -> Any:
             known = fixed | dict(zip(cut, chunk, strict=True))
             after, rows = self._chunk(known, size, dict(zip(added, sums, strict=True)))
             return tuple(after[x] for x in added), tuple(rows[x] for x in joined)
 
-        zeros = [jnp.zeros(x.shape, _sum_dtype(x.dtype)) for x in added]
-        start = tuple(varying_with(zeros, (*cut.values(), *fixed.values())))
+        start = tuple(varying_with([self._start(x) for x in added], (*cut.values(), *fixed.values())))
         # Differentiated, every step would keep its logits, together just what the chunks are there to avoid.
         totals, parts = lax.scan(jax.checkpoint(one, prevent_cse=False), start, chunks)
         rows = {}
@@ -269,7 +278,8 @@ class Cone(Region):
             is_whole_call = node in self.calls and size == self.rows
             found = node.run(*operands) if is_whole_call else self.run(node, size, operands)
             known.update(zip(node.outputs, found, strict=True))
-            after.update({x: sums[x] + known[x].astype(sums[x].dtype) for x in node.outputs if x in sums})
+            shares = {x: known[x].astype(sums[x].dtype) for x in node.outputs if x in sums}
+            after.update({x: _COMBINED[self.roles[x]](sums[x], share) for x, share in shares.items()})
         return after, {x: known[x] for x in self.exits if x not in sums}
 
 

@@ -71,8 +71,8 @@ class Part(NamedTuple):
         return sharding.reshaped(parts, (*before, self.size(last - first), *behind))
 
 
-# A result that adds up all rows.
-SUM = "sum"
+# A result that adds up all rows, or is the largest or smallest of them.
+SUM, MAX, MIN = "sum", "max", "min"
 Role = Part | str | None
 
 
@@ -87,7 +87,7 @@ class Along(NamedTuple):
 
     Attributes:
       operands: that axis of each operand; None of one that all positions share.
-      result: that axis of the results; SUM if they add up its positions.
+      result: that axis of the results; SUM if they add up its positions, MAX or MIN if they take one.
     """
 
     operands: tuple[int | None, ...]
@@ -111,8 +111,9 @@ def axes_of(node: Node) -> list[Along]:
             return [Along((before,), i) for i, before in enumerate(params["permutation"])]
         case name if name in _REDUCTIONS:
             kept = [i for i in range(len(shapes[0])) if i not in params["axes"]]
-            added = params["axes"] if name == "reduce_sum" else ()
-            return [*(Along((i,), at) for at, i in enumerate(kept)), *(Along((i,), SUM) for i in added)]
+            over_rows = {"reduce_sum": SUM, "reduce_max": MAX, "reduce_min": MIN}.get(name, "")
+            gone = params["axes"] if over_rows else ()
+            return [*(Along((i,), at) for at, i in enumerate(kept)), *(Along((i,), over_rows) for i in gone)]
         case name if name in _ALONG_ONE_AXIS:
             along = params.get("axis", params.get("dimension", len(shape) - 1))
             return [Along((i,) * len(shapes), i) for i in range(len(shape)) if i != along]
@@ -174,7 +175,7 @@ def followed(node: Node, parts: Sequence[Part | None]) -> tuple[list[Part | None
     for operands, result in axes_of(node):
         found = [_at(part, axis) for axis in operands]
         if all(at in (None, one) for at, one in zip(parts, found, strict=True)) and part in found:
-            return found, SUM if isinstance(result, str) else _at(part, result)
+            return found, result if isinstance(result, str) else _at(part, result)
     raise RefusalError("is not known to treat all rows alike", node)
 
 
