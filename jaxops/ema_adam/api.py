@@ -24,7 +24,7 @@ from jaxops._checks.arguments import (
     require_tree,
 )
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops.ema_adam.fused_apply import OnePass, rows_of
+from jaxops.ema_adam.fused_apply import OnePass, require_shapes, rows_of
 from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, MODES, Number, step_coefficients
 from jaxops.embedding.embedding_row_gradients import RowGradients
 from lowering.describe import first_line
@@ -112,8 +112,8 @@ def ema_adam(
 
     Raises:
       BadParamError: if the mode is unknown, a dtype is not floating, b1 or b2 is outside [0, 1), ema_decay is outside
-        [0, 1], or a decay is a 16-bit array; by `init` and `update` if a parameter is complex or an integer; and by
-        `update` if `params` is missing.
+        [0, 1], eps or weight_decay is negative, or a decay is a 16-bit array; by `init` and `update` if a parameter is
+        complex or an integer; and by `update` if `params` is missing or a gradient has another shape.
 
     Numerics:
       Everything is computed in float32 (float64 for float64 parameters) without intermediate rounding, whatever the
@@ -136,7 +136,7 @@ def ema_adam(
     mode = require_choice(_NAME, "mode", mode, MODES)
     _check_dtypes(mu_dtype=mu_dtype, nu_dtype=nu_dtype, ema_dtype=ema_dtype)
     b1, b2 = _checked_decay("b1", b1, below_one=True), _checked_decay("b2", b2, below_one=True)
-    eps, weight_decay = _checked_number("eps", eps), _checked_number("weight_decay", weight_decay)
+    eps, weight_decay = _checked_size("eps", eps), _checked_size("weight_decay", weight_decay)
     learning_rate = learning_rate if _is_schedule(learning_rate) else _checked_number("learning_rate", learning_rate)
     ema_decay = ema_decay if _is_schedule(ema_decay) else _checked_decay("ema_decay", ema_decay, below_one=False)
     bias_correction = require_bool(_NAME, "bias_correction", bias_correction)
@@ -174,6 +174,7 @@ def ema_adam(
         decays = _decay_mask(mask, params)
         trees = {"grads": grads, "params": params, "mu": adam.mu, "nu": adam.nu, "ema": average.ema, "mask": decays}
         rows, structure = rows_of(_NAME, **trees)
+        require_shapes(_NAME, grads, params)
         results = [_step(*row, coefficients=coefficients, mode=mode, one_pass=one_pass) for row in rows]
         updates, mu, nu, ema = (structure.unflatten(result[i] for result in results) for i in range(4))
         return updates, (optax.ScaleByAdamState(count, mu, nu), EmaParamsState(ema))
@@ -376,6 +377,11 @@ def _called(name: str, rule: str, function: Callable[[Any], Any], argument: Any)
 
 def _checked_number(name: str, number: Any) -> Any:
     return require_real(_NAME, name, number, "be a finite number or a 0-d array of one", traced=True)
+
+
+def _checked_size(name: str, size: Any) -> Any:
+    number = _checked_number(name, size)
+    return require_real(_NAME, name, number, "be at least 0", least=0, traced=True)
 
 
 def _checked_decay(name: str, decay: Any, *, below_one: bool) -> Any:

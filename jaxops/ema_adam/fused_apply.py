@@ -20,7 +20,7 @@ from jaxops._checks.arguments import (
 )
 from jaxops.ema_adam.drift import drifts
 from jaxops.embedding.embedding_row_gradients import RowGradients, rows_at, with_rows
-from lowering.describe import show
+from lowering.describe import is_like_array, show
 
 Step = Callable[..., tuple[jax.Array, ...]]
 
@@ -92,7 +92,7 @@ def fused_apply(
     require_tree(_NAME, "opt_state", opt_state)
     grads = jax.tree.map(functools.partial(as_array, _NAME, "grads"), grads)
     params = jax.tree.map(functools.partial(as_array, _NAME, "params"), params)
-    _require_shapes(grads, params)
+    require_shapes(_NAME, grads, params)
     extended = optax.with_extra_args_support(transform)
     try:
         outputs, is_written, is_changed = _survey(extended, grads, opt_state, params, extra_args)
@@ -108,14 +108,14 @@ def fused_apply(
     return structure.unflatten(new_params), opt_state
 
 
-def _require_shapes(grads: Any, params: Any) -> None:
+def require_shapes(operator: str, grads: Any, params: Any) -> None:
     """Refuses gradients that are not as large as their parameters, by their paths."""
-    pairs, _ = rows_of(_NAME, grads=grads, params=params)
+    pairs, _ = rows_of(operator, grads=grads, params=params)
     paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_leaf))
     for path, (grad, param) in zip(paths, pairs, strict=True):
-        if isinstance(grad, jax.Array) and isinstance(param, jax.Array):
+        if is_like_array(grad) and is_like_array(param):
             rule = f"have its parameter's shape {list(param.shape)}"
-            require(grad.shape == param.shape, _NAME, f"grads{jax.tree_util.keystr(path)}", rule, grad)
+            require(grad.shape == param.shape, operator, f"grads{jax.tree_util.keystr(path)}", rule, grad)
 
 
 def rows_of(operator: str, /, **trees: Any) -> tuple[list[tuple[Any, ...]], Any]:

@@ -212,6 +212,7 @@ def linear_cross_entropy(
     rule = "be a number from 0 to 1"
     label_smoothing = arguments.require_real(_NAME, "label_smoothing", label_smoothing, rule, least=0, most=1)
     z_loss = arguments.require_real(_NAME, "z_loss", z_loss, "be a finite number or a 0-d array of one", traced=True)
+    arguments.require_real(_NAME, "z_loss", z_loss, "be at least 0", least=0, traced=True)
     arguments.require_choice(_NAME, "reduction", reduction, _REDUCTIONS)
     arguments.require_choice(_NAME, "strategy", strategy, _STRATEGIES)
     transpose_weight = arguments.require_bool(_NAME, "transpose_weight", transpose_weight)

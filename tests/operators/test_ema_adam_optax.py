@@ -303,9 +303,10 @@ def update_without_params():
     return optimizer.update(params, optimizer.init(params))
 
 
-def update_with_other_shapes():
+def update_with_other_shapes(make=lambda size: jnp.ones(size)):
+    grads, params = make(3), make(2)
     optimizer = ema_adam(1e-3)
-    return optimizer.update(jnp.ones((3,)), optimizer.init(jnp.ones((2,))), jnp.ones((2,)))
+    return optimizer.update(grads, optimizer.init(params), params)
 
 
 def without_classes(tree):
@@ -340,6 +341,17 @@ REFUSALS = {
         "ema_adam: weight_decay must be a finite number or a 0-d array of one; got None",
         161002,
     ),
+    "eps": (lambda: ema_adam(1e-3, eps=-1.0), "ema_adam: eps must be at least 0; got -1.0", 161002),
+    "weight_decay-negative": (
+        lambda: ema_adam(1e-3, weight_decay=-1),
+        "ema_adam: weight_decay must be at least 0; got -1",
+        161002,
+    ),
+    "shape-of-leaf": (
+        lambda: update_with_other_shapes(lambda size: {"w": jnp.ones(size)}),
+        "ema_adam: grads['w'] must have its parameter's shape [2]; got float32[3]",
+        161002,
+    ),
     "mask": (lambda: ema_adam(1e-3, mask="w"), "ema_adam: mask must be a tree of bools, or a function", 161002),
     "mu_dtype": (
         lambda: ema_adam(1e-3, mu_dtype="junk"),
@@ -352,7 +364,7 @@ REFUSALS = {
         161002,
     ),
     "params": (update_without_params, "ema_adam: params must be given; got None", 161001),
-    "shape": (update_with_other_shapes, "apply_fused_ema_adam: var must have grad's shape [3]; got float32[2]", 161002),
+    "shape": (update_with_other_shapes, "ema_adam: grads must have its parameter's shape [2]; got float32[3]", 161002),
     "apply": (
         lambda: fused_apply(ema_adam(1e-3), 1.0, None, None),
         "fused_apply: params must be given; got None",
