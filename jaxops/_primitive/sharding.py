@@ -102,6 +102,13 @@ def axis_rule() -> str:
     return f"name a mesh axis of the surrounding shard_map, {there_are}"
 
 
+def axis_or_vmap_rule() -> str:
+    """Returns the rule for an axis of a surrounding shard_map or vmap, which lists the mesh axes there are."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    there_are = f" (one of {', '.join(map(repr, axes))})" if axes else ""
+    return f"name an axis of a surrounding shard_map{there_are} or vmap, and none here has this name"
+
+
 def require_split(operator: str, argument: str, array: jax.Array, places: jax.Array) -> None:
     """Refuses an array that is the same on all devices along a mesh axis along which `places` differ.
 

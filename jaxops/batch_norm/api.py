@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype, check_floating
 from jaxops._checks.mcdnn import as_array, as_arrays, as_optional, require, require_axis_names, require_real
-from jaxops._primitive.sharding import axis_rule, laid_out_as
+from jaxops._primitive.sharding import axis_or_vmap_rule, laid_out_as
 from jaxops.activation.modes import IDENTITY, Activation
 from jaxops.batch_norm.fused_activation import requested
 from jaxops.batch_norm.layouts import View, view_of
@@ -343,7 +343,7 @@ def check_axis_name(operator: str, axis_name: Hashable) -> None:
     if axis_name is not None:
         axes = {*require_axis_names(operator, "axis_name", axis_name)}
         is_split = axes <= {*jax.sharding.get_abstract_mesh().manual_axes} or is_of_vmap(axis_name)
-        require(is_split, operator, "axis_name", f"{axis_rule()}; or the axis of a surrounding vmap", axis_name)
+        require(is_split, operator, "axis_name", axis_or_vmap_rule(), axis_name)
 
 
 def checked_mask(operator: str, x: jax.Array, mask: Any) -> jax.Array | None:

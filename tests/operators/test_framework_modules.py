@@ -213,7 +213,7 @@ def test_batch_norms_share_statistics_over_a_mesh(batches):
     theirs = nn.BatchNorm(use_running_average=False, axis_name="data")
     mapped = (jax.vmap(functools.partial(train, layer), axis_name="data") for layer in (split, theirs))
     close(*(fn(batches) for fn in mapped))
-    with pytest.raises(ValueError, match=r"^jaxops\.linen\.BatchNorm: axis_name must name a mesh axis of the surround"):
+    with pytest.raises(ValueError, match=r"^jaxops\.linen\.BatchNorm: axis_name must name an axis of a surrounding sh"):
         train(split, batches[0])
 
 
@@ -640,7 +640,7 @@ REFUSALS = {
             IMAGES, eqx.nn.make_with_state(jaxops.equinox.BatchNorm)(3)[1]
         )
     ),
-    "jaxops.equinox.BatchNorm: axis_name must name a mesh axis of the surrounding shard_map, and there is none here": (
+    "jaxops.equinox.BatchNorm: axis_name must name an axis of a surrounding shard_map or vmap, and none here has": (
         lambda: equinox_norms("batch")[0][0](jnp.ones((2, CHANNELS)), equinox_norms("batch")[0][1])
     ),
     "jaxops.equinox.Dropout: key must be given, except in inference; got None": (
