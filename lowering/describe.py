@@ -81,7 +81,8 @@ def _described(value: Any, depth: int) -> str:
 def _written(value: Any) -> str:
     """Returns the repr; the type where the repr fails, as for objects that are only half built, or shows tracers."""
     try:
-        text = repr(value)
+        is_scalar_type = isinstance(value, type) and isinstance(getattr(value, "dtype", None), np.dtype)
+        text = str(value.dtype) if is_scalar_type else repr(value)  # such as `jnp.bfloat16`
     except Exception:
         text = ""
     return text if text and not _TRACER.search(text) else f"a value of type {type(value).__qualname__}"

@@ -33,7 +33,7 @@ def _check(x: Any, grid: Any, *, rank: int, sampling: Sampling, name: str = "gri
     require(is_indexed, name, "x", "have images of less than 2**31 elements", x)
     batch = x.shape[: -1 - rank]
     is_grid = len(grid.shape) == len(x.shape) and grid.shape[: -1 - rank] == batch and grid.shape[-1] == rank
-    require(is_grid, name, "grid", f"have shape {(*batch, *axes, rank)}", grid)
+    require(is_grid, name, "grid", f"have shape ({', '.join(map(str, (*batch, *axes, rank)))})", grid)
 
 
 def _check_backward(x: Any, grid: Any, grad: Any, *, rank: int, sampling: Sampling, name: str) -> None:

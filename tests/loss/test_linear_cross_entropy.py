@@ -341,8 +341,9 @@ REFUSALS = {
     "weight_grad_dtype": (
         (X, WEIGHT, LABELS),
         {"weight_grad_dtype": jnp.bfloat16},
-        "weight_grad_dtype must be None or float32, as the weight is float32; got",
+        "weight_grad_dtype must be None or float32, as the weight is float32; got bfloat16",
     ),
+    "z_loss": ((X, WEIGHT, LABELS), {"z_loss": -1.0}, "z_loss must be at least 0; got -1.0"),
     "vocab_axis": (
         (X, WEIGHT, LABELS),
         {"vocab_axis": "model"},

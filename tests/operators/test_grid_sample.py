@@ -373,7 +373,7 @@ REFUSALS = {
     ),
     "grid-of-volumes-last": (
         lambda: grid_sample(VOLUME, GRID[:, None]),
-        "grid_sample: grid must have shape (2, 'D', 'H', 'W', 3); got float32[2, 1, 6, 7, 2]",
+        "grid_sample: grid must have shape (2, D, H, W, 3); got float32[2, 1, 6, 7, 2]",
     ),
     "volumes": (
         lambda: grid_sample(VOLUME[:, :, :0], np.zeros((2, 1, 1, 1, 3), np.float32)),
@@ -382,9 +382,9 @@ REFUSALS = {
     "grid-rank": (lambda: grid_sample(X, GRID[0]), "grid_sample: grid must have shape (N, H, W, 2); got float32[6,"),
     "grid-last": (
         lambda: grid_sample(X, GRID[..., :1]),
-        "grid_sample: grid must have shape (2, 'H', 'W', 2); got float32[2, 6, 7, 1]",
+        "grid_sample: grid must have shape (2, H, W, 2); got float32[2, 6, 7, 1]",
     ),
-    "grid-batch": (lambda: grid_sample(X, GRID[:1]), "grid_sample: grid must have shape (2, 'H', 'W', 2); got"),
+    "grid-batch": (lambda: grid_sample(X, GRID[:1]), "grid_sample: grid must have shape (2, H, W, 2); got"),
     "pixels": (lambda: grid_sample(X[:, :, :0], GRID), "grid_sample: x must have shape (..., C, H_in, W_in) with at"),
     "large": (
         lambda: trace((1, 2**10, 2**11, 2**10), (1, 2, 2, 2)),
