@@ -20,15 +20,15 @@ _KINDS = (
 )
 
 
-def require_function(fn: Any) -> None:
+def require_function(fn: Any, tool: str = "lowering") -> None:
     """Refuses what cannot be called, and functions whose calls return before their bodies have run."""
     if not callable(fn):
-        raise UsageError(f"lowering: fn must be a function or an operator; got {show(fn)}")
+        raise UsageError(f"{tool}: fn must be a function or an operator; got {show(fn)}")
     body = _body(fn)
     for is_kind, kind in _KINDS:
         if is_kind(body):
             name = name_of(fn)
-            raise UsageError(f"lowering: fn must be a plain function; got {kind}{'' if name == 'fn' else f', {name}'}")
+            raise UsageError(f"{tool}: fn must be a plain function; got {kind}{'' if name == 'fn' else f', {name}'}")
 
 
 def name_of(fn: Any) -> str:

@@ -1,10 +1,11 @@
 """The public function `rewrite`."""
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Collection
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,14 @@ from lowering.rewriting.rules import Rule, rules
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Names = str | Collection[str]
 
 
-def rewrite(
-    fn: Callable[_P, _R], *, only: str | Collection[str] = (), off: str | Collection[str] = ()
-) -> "Rewritten[_P, _R]":
+@overload
+def rewrite(fn: Callable[_P, _R], *, only: _Names = (), off: _Names = ()) -> "Rewritten[_P, _R]": ...
+@overload
+def rewrite(*, only: _Names = (), off: _Names = ()) -> "Callable[[Callable[_P, _R]], Rewritten[_P, _R]]": ...
+def rewrite(fn: Any = inspect.Parameter.empty, *, only: _Names = (), off: _Names = ()) -> Any:
     """Rewrites a function of plain JAX, so that some of its equations become operators of this library.
 
     The function is traced to a jaxpr, which is evaluated again with some equations replaced; everything else stays the
@@ -33,6 +37,7 @@ def rewrite(
     Args:
       fn: the function. Its arguments may be pytrees, modules and static values, as in a plain call; what is no JAX
         array stays what it is. It is traced at each call, so call it under `jax.jit` where that matters.
+        Without a function, as in `@lowering.rewrite(only="dropout")`, a decorator with these options is returned.
       only: the names of the patterns to rewrite, of "cross_entropy_sum", "row_cone_sum", "cross_entropy", "row_cone",
         "max_pool", "embedding" and "dropout". By default all but "dropout", which draws other random bits.
       off: the names of patterns to leave alone.
@@ -66,8 +71,11 @@ def rewrite(
       >>> [(one.pattern, one.saved_bytes) for one in report.applied]
       [('cross_entropy_sum', 389021696)]
     """
-    require_function(fn)
-    return Rewritten(fn, _chosen(only, off))
+    chosen = _chosen(only, off)
+    if fn is inspect.Parameter.empty:
+        return functools.partial(rewrite, only=only, off=off)
+    require_function(fn, "lowering.rewrite")
+    return Rewritten(fn, chosen)
 
 
 class Rewritten(Generic[_P, _R]):

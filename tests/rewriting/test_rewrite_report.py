@@ -39,8 +39,11 @@ def test_patterns_are_switched_by_name(few_logits_count) -> None:
         for argument in ("only", "off"):
             with pytest.raises(ValueError, match=rf"^lowering.rewrite: {argument} must be .* dropout; got \S+$"):
                 lowering.rewrite(loss, **{argument: name})
-    with pytest.raises(TypeError, match="fn must be a function"):
-        lowering.rewrite(3)
+    with pytest.raises(ValueError, match=words):
+        lowering.rewrite(only="cross")
+    for fn in (3, None):
+        with pytest.raises(TypeError, match=rf"^lowering.rewrite: fn must be a function or an operator; got {fn}$"):
+            lowering.rewrite(fn)
 
 
 def test_report_holds_for_numpy_arrays_as_under_jit(few_logits_count) -> None:
