@@ -12,6 +12,7 @@ from jax.interpreters import ad, batching
 import lowering
 from jaxops._primitive import sharding
 from jaxops._primitive.batching import batching_rule
+from jaxops._primitive.call_faults import call_fault
 from jaxops._primitive.derivative import Derivative, compiled_bind, jvp_rule
 from jaxops._primitive.signature import Signature
 from lowering.describe import show
@@ -97,11 +98,18 @@ class Operator:
         if (count := len(fields(operands))) != len(self.axes.operands):
             raise self._misfit("operands", count)
         # Abstract evaluation checks too, but under vmap only this place sees the shapes that the user wrote.
-        if self.check is not None:
-            self.check(*operands, **params)
-        arrays, params = packed(operands, params)
-        found = self.bind(arrays, params)
-        return jax.tree.unflatten(self.structure_of_results(arrays, params), found)
+        try:
+            if self.check is not None:
+                self.check(*operands, **params)
+            arrays, attributes = packed(operands, params)
+            found = self.bind(arrays, attributes)
+            return jax.tree.unflatten(self.structure_of_results(arrays, attributes), found)
+        except (AttributeError, TypeError) as error:
+            is_told = str(error).startswith(f"{self.name}: ")
+            fault = None if is_told else call_fault((self.check, self.reference), operands, params, error)
+            if fault is None:
+                raise
+            raise TypeError(f"{self.name}: {fault}") from error
 
     def bind(self, arrays: Sequence[jax.Array], params: Mapping[str, Any]) -> list[jax.Array]:
         """Binds the primitive to the arrays of operands; returns those of results."""

@@ -142,3 +142,42 @@ def test_gradient_must_have_the_shape_of_its_operand(gradient, got):
     operator = toy("toy_vjp", derivative=Derivative(lambda _, cotangent, active: (gradient(cotangent),)))
     with pytest.raises(TypeError, match=rf"^toy_vjp: vjp must return a gradient of shape \[4, 8\] .*; got {got}"):
         jax.make_jaxpr(jax.grad(lambda x: operator(x).sum()))(X)
+
+
+def checked(x, y, *, beta):
+    if x.shape != y.shape:
+        raise ValueError("toy_called: y must have x's shape")
+
+
+ONES = jnp.ones(3)
+CALLS = {
+    "none": ((None, ONES), {"beta": 1.0}, "operand 0 must be an array; got None"),
+    "text": ((ONES, "s"), {"beta": 1.0}, "operand 1 must be an array; got 's'"),
+    "missing": ((ONES, ONES), {}, "beta must be given, as it is an attribute without a default; got none"),
+    "unknown": ((ONES, ONES), {"beta": 1.0, "z": 2}, "z must be one of the operator's attributes, beta; got z=2"),
+    "array": ((ONES, ONES), {"beta": ONES}, "beta must be hashable, as it is a part of the program; got float32[3]"),
+    "list": ((ONES, ONES), {"beta": [1]}, "beta must be hashable, as it is a part of the program; got [1]"),
+}
+
+
+@pytest.mark.parametrize("check", [checked, None], ids=["check", "no-check"])
+@pytest.mark.parametrize(("operands", "attributes", "sentence"), CALLS.values(), ids=CALLS)
+def test_call_is_refused_by_operand_and_attribute(operands, attributes, sentence, check):
+    operator = Operator("toy_called", "..., ... -> ...", check, lambda x, y, *, beta: beta * x * y)
+    with pytest.raises(TypeError) as refusal:
+        operator(*operands, **attributes)
+    assert str(refusal.value) == f"toy_called: {sentence}"
+
+
+def test_number_is_refused_where_a_check_asks_for_its_shape():
+    operator = Operator("toy_called", "..., ... -> ...", checked, lambda x, y, *, beta: beta * x * y)
+    with pytest.raises(TypeError, match=r"^toy_called: operand 1 must be an array; got 3\.0$"):
+        operator(ONES, 3.0, beta=1.0)
+
+
+def test_error_of_a_check_is_left_as_it_is_where_the_call_is_sound():
+    def check(x):
+        raise TypeError("the check's own")
+
+    with pytest.raises(TypeError, match=r"^the check's own$"):
+        Operator("toy_called", "... c -> ... c", check, twice)(ONES)
