@@ -1,4 +1,4 @@
-"""What is wrong with a call of an operator that has failed, in one sentence: it is sought only then."""
+"""Faults of a call of an operator, in one sentence; they are sought only after the call has failed."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
