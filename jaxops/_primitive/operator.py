@@ -172,7 +172,7 @@ class Operator:
             self.check(*operands, **attributes)
         results = list(jax.make_jaxpr(lambda *arrays: self.meaning(*arrays, **params))(*arrays).out_avals)
         structured = jax.tree.unflatten(self.structure_of_results(arrays, params), results)
-        count = len(fields(structured)) if results else 0
+        count = 0 if structured is None else len(fields(structured))
         if count != len(self.axes.results):
             raise self._misfit("results", count)
         axes = self._axes_of_equation(arrays, params)
