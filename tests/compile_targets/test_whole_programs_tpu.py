@@ -244,7 +244,7 @@ def test_what_a_sparse_core_computes_is_refused(rng):
 
 
 def test_what_cannot_be_laid_out_is_refused(rng):
-    with pytest.raises(EmulationError, match="fn must take and return arrays of numbers"):
+    with pytest.raises(EmulationError, match="bits must take and return arrays of numbers"):
         lowering.emulate(jax.random.bits, jax.random.key(0), target="tpu-v5e", whole_program=True)
 
 
