@@ -5,7 +5,7 @@ python benchmarks/source_faults.py --output benchmarks/results/source_faults.jso
 A fault turns a comparison, exchanges a sum and a difference or the branches of a `where`, moves an axis, or leaves
 out a conversion or a wait. It is seen if a test fails that `make test` or CI runs, within five minutes, of those whose
 names have to do with the file. It takes two hours on two cores; with a file of results, a run goes on
-with what that says was missed, and draws others in place of faults whose lines are no more.
+with what that says was missed, and draws new faults for those whose lines are gone.
 """
 
 import ast
@@ -141,7 +141,7 @@ def drawn(counts: dict[str, int]) -> Iterator[tuple[str, Fault]]:
 
 
 def found_again(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns a fault of earlier results at the line where it is now; None if that line is no more."""
+    """Returns a fault of earlier results at the line where it is now; None if that line is gone."""
     path, at = ROOT / row["file"], row["line"]
     lines = path.read_text().splitlines() if path.is_file() else []
     places = [number for number, line in enumerate(lines, 1) if line.strip() == row["before"]]

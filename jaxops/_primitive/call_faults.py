@@ -38,7 +38,7 @@ def _operand_fault(index: int, operand: Any, is_number_fine: bool) -> str | None
 
 
 def _attribute_fault(function: Callable[..., Any], operand_count: int, params: Mapping[str, Any]) -> str | None:
-    """Names an attribute that a function needs and has not got, or does not take."""
+    """Names an attribute that a function needs but was not given, or does not take."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # not written in Python

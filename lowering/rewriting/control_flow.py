@@ -114,7 +114,9 @@ def _checkpoint(params: dict[str, Any], runs: Sequence[Run], operands: Sequence[
 def _computed_again(node: Node, run: Run, operands: Sequence[Any]) -> Sequence[Any]:
     """Computes what a checkpoint computes in a backward pass, which compilers must not merge with the forward one."""
     closed = jax.make_jaxpr(run)(*operands)
-    body = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
+    names = closed.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    invars = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+    body = closed.jaxpr.replace(constvars=[], invars=invars, debug_info=names)
     return node.equation.primitive.bind(*closed.consts, *operands, **{**node.params, "jaxpr": body})
 
 

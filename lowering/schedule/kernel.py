@@ -17,7 +17,7 @@ from lowering.source_lines import is_library
 from lowering.tpu_core.bundles import Bundle
 from lowering.tpu_core.scalar_memory import ScalarMemory
 
-# The only number that was fitted: benchmarks/tpu_schedule_accuracy.py has the measurements.
+# Fitted, as the efficiencies of chips are; benchmarks/tpu_published.py compares replays with published times.
 HBM_LATENCY_CYCLES = 610.0
 
 _MOST_WAITING = 1 / 3  # of the time: beyond, a kernel that does not keep HBM busy is bound by the latency of its DMAs

@@ -61,7 +61,7 @@ def run(name, grad, indices, **params):
 
 
 def two_ids(indices, rows):
-    """Returns as many ids, of which one in eight is the first, and the others one in the middle."""
+    """Returns as many ids: one in eight is 0, and all others are the id in the middle."""
     return np.where(np.arange(indices.size) % 8, rows // 2, 0).astype(indices.dtype).reshape(indices.shape)
 
 
