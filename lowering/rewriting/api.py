@@ -52,8 +52,8 @@ def rewrite(fn: Any = inspect.Parameter.empty, *, only: _Names = (), off: _Names
 
     Numerics:
       Pooling has the same bits. Other values and gradients differ by rounding: logits are kept in float32 where a
-      function rounds them to 16 bits, and sums are added up in another order. Equal largest logits may share the gradient
-      of a maximum over all rows in another proportion.
+      function rounds them to 16 bits, and sums are added up in another order. Equal largest logits may share the
+      gradient of a maximum over all rows in another proportion.
 
     Example:
       >>> def loss(weight, x, labels):
