@@ -13,7 +13,7 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import explicit_mesh, varying_with
 from jaxops._primitive.signature import names_of
 from jaxops.linear_cross_entropy import chunk_sizes
-from jaxops.linear_cross_entropy.rewriting import row_wise
+from jaxops.linear_cross_entropy.rewriting import picks, row_wise
 from jaxops.linear_cross_entropy.rewriting.derivatives import (
     Run,
     cotangents_of,
@@ -23,7 +23,7 @@ from jaxops.linear_cross_entropy.rewriting.derivatives import (
     with_users_rules,
 )
 from jaxops.linear_cross_entropy.rewriting.region import Parts, Region
-from jaxops.linear_cross_entropy.rewriting.row_wise import MAX, MIN, SUM, Part, Role, parts_of_operands
+from jaxops.linear_cross_entropy.rewriting.row_wise import MAX, MIN, SUM, Chunk, Part, Role, parts_of_operands
 from jaxops.linear_cross_entropy.row_statistics import added_in_blocks
 from lowering.rewriting.graph import Level, Node, Value, backward, forward, level_of, size_of
 from lowering.rewriting.ordering import Step, Task, evaluate, needed, ordered
@@ -73,7 +73,7 @@ class Cone(Region):
     @property
     def has_labels(self) -> bool:
         """Tells whether rows read integers of their own."""
-        return any(x.dtype.kind in "iu" and not row_wise.is_known(x) for x in self.cut if hasattr(x.dtype, "kind"))
+        return any(x.dtype.kind in "iu" and not picks.is_known(x) for x in self.cut if hasattr(x.dtype, "kind"))
 
     def is_wide(self, value: Value) -> bool:
         """Tells whether a value is about as large as the logits."""
@@ -189,27 +189,40 @@ class Cone(Region):
         def run(*arrays: Any) -> Sequence[Any]:
             known = dict(zip(self.operands, arrays, strict=True))
             fixed, done = {x: known[x] for x in known if x not in self.cut}, size * steps
-            first = {x: p.cut(known[x], 0, done, self.rows) if rest else known[x] for x, p in self.cut.items()}
-            sums, stacked = self._loop(fixed, first, size, steps)
+            rows = {x: part.filled(known[x]) for x, part in self.cut.items()}
+            positions = jnp.arange(self.rows) if self._lacks_rows else None
+            first = {x: self.cut[x].cut(array, 0, done, self.rows) if rest else array for x, array in rows.items()}
+            sums, stacked = self._loop(fixed, first, size, steps, positions)
             if rest:
-                last = {x: p.cut(known[x], done, self.rows, self.rows) for x, p in self.cut.items()}
-                sums, behind = self._chunk(fixed | last, rest, sums)
+                last = {x: self.cut[x].cut(array, done, self.rows, self.rows) for x, array in rows.items()}
+                chunk = Chunk(rest, self.rows, None if positions is None else positions[done:])
+                sums, behind = self._chunk(fixed | last, chunk, sums)
                 stacked = {value: self._appended(value, x, behind[value]) for value, x in stacked.items()}
-            return self._results(sums, stacked)
+            return self._results(sums, {x: self._part(x).trimmed(array, self.rows) for x, array in stacked.items()})
 
         return run
 
     def _run_whole(self, *arrays: Any) -> Sequence[Any]:
         starts = {x: self._start(x) for x in self.exits if self.roles[x] in _COMBINED}
-        return self._results(*self._chunk(dict(zip(self.operands, arrays, strict=True)), self.rows, starts))
+        chunk = Chunk(self.rows, self.rows)
+        return self._results(*self._chunk(dict(zip(self.operands, arrays, strict=True)), chunk, starts))
+
+    @property
+    def _lacks_rows(self) -> bool:
+        """Tells whether some array lacks first or last rows."""
+        return any(isinstance(x, Part) and x.lacks for x in (*self.roles.values(), *self.cut.values()))
+
+    def _part(self, value: Value) -> Part:
+        part = self.roles[value]
+        assert isinstance(part, Part)
+        return part
 
     def _start(self, value: Value) -> Any:
         """Returns what a chunk's share of a value is combined with first."""
-        if self.roles[value] == SUM:
-            return jnp.zeros(value.shape, _sum_dtype(value.dtype))
-        info: Any = jnp.iinfo(value.dtype) if jnp.issubdtype(value.dtype, jnp.integer) else None
-        least, most = (-jnp.inf, jnp.inf) if info is None else (info.min, info.max)
-        return jnp.full(value.shape, least if self.roles[value] == MAX else most, value.dtype)
+        role = self.roles[value]
+        assert isinstance(role, str)
+        dtype = _sum_dtype(value.dtype) if role == SUM else value.dtype
+        return jnp.full(value.shape, row_wise.neutral(role, dtype), dtype)
 
     def _results(self, sums: _Arrays, rows: _Arrays) -> list[Any]:
         return [sums[x].astype(x.dtype) if x in sums else rows[x] for x in self.exits]
@@ -233,36 +246,34 @@ class Cone(Region):
         raise RefusalError("its derivative is not known to treat all rows alike")
 
     def _appended(self, value: Value, first: Any, last: Any) -> Any:
-        part = self.roles[value]
-        assert isinstance(part, Part)
+        part = self._part(value)
         before = [
             x.reshape(*x.shape[: part.axis], part.outer, -1, part.inner, *x.shape[part.axis + 1 :])
             for x in (first, last)
         ]
-        return lax.concatenate(before, part.axis + 1).reshape(value.shape)
+        return lax.concatenate(before, part.axis + 1).reshape(part.shape(value.shape, self.rows))
 
-    def _loop(self, fixed: _Arrays, cut: _Arrays, size: int, steps: int) -> tuple[_Arrays, _Arrays]:
+    def _loop(self, fixed: _Arrays, cut: _Arrays, size: int, steps: int, positions: Any) -> tuple[_Arrays, _Arrays]:
         """Returns the sums over all chunks, and the rows of each joined."""
         chunks = tuple(self.cut[x].chunks(array, size, steps) for x, array in cut.items())
+        counted = None if positions is None else Part(0).chunks(positions[: size * steps], size, steps)
         added = [x for x in self.exits if self.roles[x] in _COMBINED]
         joined = [x for x in self.exits if self.roles[x] not in _COMBINED]
 
-        def one(sums: Any, chunk: Any) -> Any:
-            known = fixed | dict(zip(cut, chunk, strict=True))
-            after, rows = self._chunk(known, size, dict(zip(added, sums, strict=True)))
+        def one(sums: Any, given: Any) -> Any:
+            known = fixed | dict(zip(cut, given[1], strict=True))
+            after, rows = self._chunk(known, Chunk(size, self.rows, given[0]), dict(zip(added, sums, strict=True)))
             return tuple(after[x] for x in added), tuple(rows[x] for x in joined)
 
         start = tuple(varying_with([self._start(x) for x in added], (*cut.values(), *fixed.values())))
         # Differentiated, every step would keep its logits, together just what the chunks are there to avoid.
-        totals, parts = lax.scan(jax.checkpoint(one, prevent_cse=False), start, chunks)
+        totals, parts = lax.scan(jax.checkpoint(one, prevent_cse=False), start, (counted, chunks))
         rows = {}
         for value, stacked in zip(joined, parts, strict=True):
-            part = self.roles[value]
-            assert isinstance(part, Part)
-            rows[value] = part.joined(stacked, size, steps)
+            rows[value] = self._part(value).joined(stacked, size, steps)
         return dict(zip(added, totals, strict=True)), rows
 
-    def _chunk(self, known: _Arrays, size: int, sums: _Arrays) -> tuple[_Arrays, _Arrays]:
+    def _chunk(self, known: _Arrays, chunk: Chunk, sums: _Arrays) -> tuple[_Arrays, _Arrays]:
         """Adds a chunk to the sums; returns them and its rows."""
         known, after = dict(known), dict(sums)
 
@@ -270,13 +281,13 @@ class Cone(Region):
             return known.get(value, value.constant)
 
         for node in self.nodes:
-            operands = [read(x) for x in self.inputs(node)]
+            operands = self.operands_of(node, chunk, read)
             if node.outputs[0] in sums and node.name == "dot_general":
                 after[node.outputs[0]] = _plus_product(node, sums[node.outputs[0]], *operands)
                 continue
             # All rows are taken to be differentiated, by the user's rule.
-            is_whole_call = node in self.calls and size == self.rows
-            found = node.run(*operands) if is_whole_call else self.run(node, size, operands)
+            is_whole_call = node in self.calls and chunk.size == self.rows
+            found = node.run(*operands) if is_whole_call else self.run(node, chunk, operands)
             known.update(zip(node.outputs, found, strict=True))
             shares = {x: known[x].astype(sums[x].dtype) for x in node.outputs if x in sums}
             after.update({x: _COMBINED[self.roles[x]](sums[x], share) for x, share in shares.items()})

@@ -41,7 +41,7 @@ def is_like_loss(head: Node) -> bool:
 def has_log_sum_exp(head: Node) -> bool:
     """Tells whether logarithms and exponentials depend on a product, as in any log-probabilities or entropies."""
     names = _names(dependents(head)[0])
-    return "exp" in names and not names.isdisjoint(("log", "log1p"))
+    return "exp" in names and not names.isdisjoint(("log", "log1p", "log2"))
 
 
 def read_at_labels(head: Node) -> str:

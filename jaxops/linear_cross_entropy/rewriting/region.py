@@ -1,14 +1,14 @@
 """Nodes that treat all rows alike, computed for some rows at a time."""
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from jaxops.linear_cross_entropy.rewriting import row_wise
+from jaxops.linear_cross_entropy.rewriting import picks, row_wise
 from jaxops.linear_cross_entropy.rewriting.derivatives import among, of_moving, tangents_of
-from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Part, Role
+from jaxops.linear_cross_entropy.rewriting.row_wise import SUM, Chunk, Part, Role
 from lowering.cost import bodies, inner_jaxprs
 from lowering.rewriting.graph import Node, Value, equations, level_of
 from lowering.rewriting.ordering import needed
@@ -38,8 +38,8 @@ class Region:
         self.shared: dict[Value, None] = {}
         self.inner: set[Node] = set()
         self.calls: dict[Node, Call] = {}
-        # Gathers and scatters that number the rows, which each chunk does anew: along which axis, and the labels.
-        self._picks: dict[Node, tuple[int, Value]] = {}
+        # Gathers and scatters that number the rows, which each chunk does anew, and where what is read has its rows.
+        self._picks: dict[Node, tuple[picks.Pick, Part]] = {}
 
     def follow(self, nodes: Iterable[Node]) -> dict[Node, Parts | RefusalError]:
         """Finds where operands of nodes that depend on values with a role have their rows, or why that is unknown."""
@@ -106,19 +106,31 @@ class Region:
 
     def inputs(self, node: Node) -> tuple[Value, ...]:
         """Returns the values that the node reads in a chunk."""
-        return (node.inputs[0], self._picks[node][1], *node.inputs[2:]) if node in self._picks else node.inputs
+        return (node.inputs[0], self._picks[node][0].labels, *node.inputs[2:]) if node in self._picks else node.inputs
 
-    def run(self, node: Node, size: int, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Computes a node's results for a chunk of so many rows."""
+    def operands_of(self, node: Node, chunk: Chunk, known: Callable[[Value], Any]) -> list[Any]:
+        """Returns what a node reads in a chunk, without rows that the user's arrays lack where it combines all rows."""
+        inputs, arrays = self.inputs(node), [known(x) for x in self.inputs(node)]
+        role = self.roles[node.outputs[0]]
+        if not isinstance(role, str) or node in self.calls:
+            return arrays
+        along = zip(arrays, (self.roles.get(x, self.cut.get(x)) for x in inputs), strict=True)
+        return [chunk.present(at, x, row_wise.neutral(role, x.dtype)) if isinstance(at, Part) else x for x, at in along]
+
+    def run(self, node: Node, chunk: Chunk, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Computes a node's results for a chunk of rows."""
         if node in self.calls:
-            return self.calls[node].run(size, arrays)
+            return self.calls[node].run(chunk, arrays)
         role = self.roles[node.outputs[0]]
         if node not in self._picks:
-            return row_wise.run(node, role, size, arrays)
+            results = row_wise.run(node, role, chunk, arrays)
+            before = self.roles.get(node.inputs[0], self.cut.get(node.inputs[0])) if node.name == "pad" else None
+            if isinstance(before, Part):
+                return [chunk.present(before, results[0], arrays[1])]
+            return results
         assert isinstance(role, Part)
-        axis, _ = self._picks[node]
-        found = (row_wise.picked if node.name == "gather" else row_wise.added_at)(node, axis, *arrays)
-        return [found.reshape(role.shape(node.outputs[0].shape, size))]
+        found = picks.run_pick(node, *self._picks[node], chunk, arrays)
+        return [found.reshape(chunk.shape(role, node.outputs[0].shape))]
 
     def all_nodes(self) -> Iterator[Node]:
         """Yields the nodes, and those inside functions with a derivative of their own."""
@@ -139,31 +151,43 @@ class Region:
         if node.name in CUSTOM:
             call = self.calls[node] = Call(node, parts)
             return call.body.parts, call.body.results
-        parts, role = self._pick(node, parts) or row_wise.followed(node, parts)
+        parts, role = self._pick(node, parts) or self._windowed(node, parts) or row_wise.followed(node, parts)
         return parts, [role for _ in node.outputs]
+
+    def _windowed(self, node: Node, parts: Parts) -> tuple[Parts, Role] | None:
+        """Follows a slice or a padding of rows."""
+        role = None if parts[0] is None else row_wise.windowed(node, parts[0])
+        return role and (parts, role)
 
     def _pick(self, node: Node, parts: Parts) -> tuple[Parts, Role] | None:
         """Follows a gather or scatter that numbers the rows; then labels become an operand."""
-        found = row_wise.labels_by_position(node) if node.name in ("gather", "scatter-add") else None
-        if found is None:
+        if node.name not in ("gather", "scatter-add"):
             return None
-        shape, updates = row_wise.without_axis(node.inputs[0].shape, found[0]), node.inputs[2:]
+        found = (self._picked(node, parts, pick) for pick in picks.picks_by_position(node))
+        return next((one for one in found if one is not None), None)
+
+    def _picked(self, node: Node, parts: Parts, pick: picks.Pick) -> tuple[Parts, Role] | None:
+        shape, updates = row_wise.without_axis(node.inputs[0].shape, pick.axis), node.inputs[2:]
         rows: Part | None
         if parts[0] is not None:
-            rows = parts[0]._replace(axis=parts[0].axis - (parts[0].axis > found[0]))
+            if parts[0].axis == pick.axis:
+                return None
+            rows = parts[0]._replace(axis=parts[0].axis - (parts[0].axis > pick.axis))
+            read = pick.moved(rows, shape, 1)
         else:
             known = zip(updates, parts[2:], strict=True)
-            rows = next((row_wise.reshaped(x.shape, part, shape) for x, part in known if part is not None), None)
-        if rows is None or (parts[0] is not None and parts[0].axis == found[0]):
+            read = next((row_wise.reshaped(x.shape, part, pick.shape) for x, part in known if part is not None), None)
+            rows = read and pick.moved(read, shape, -1)
+        if rows is None or read is None:
             return None
-        array = rows._replace(axis=rows.axis + (rows.axis >= found[0]))
-        others = [row_wise.reshaped(shape, rows, x.shape) for x in (found[1], *updates)]
-        role = array if updates else row_wise.reshaped(shape, rows, node.outputs[0].shape)
+        array = rows._replace(axis=rows.axis + (rows.axis >= pick.axis))
+        others = [row_wise.reshaped(pick.shape, read, x.shape) for x in (pick.labels, *updates)]
+        role = array if updates else row_wise.reshaped(pick.shape, read, node.outputs[0].shape)
         # What the logits decide, such as labels, has its rows where they are already known.
-        read = zip((node.inputs[0], found[1], *updates), (array, *others), strict=True)
-        if role is None or None in others or any(self.roles.get(x, at) != at for x, at in read):
+        operands = zip((node.inputs[0], pick.labels, *updates), (array, *others), strict=True)
+        if role is None or None in others or any(self.roles.get(x, at) != at for x, at in operands):
             return None
-        self._picks[node] = found
+        self._picks[node] = pick, read
         return [array, *others], role
 
 
@@ -214,16 +238,18 @@ class RowFunction(Region):
         ]
         self.results = [self.roles.get(x, self.cut.get(x)) for x in level.results]
 
-    def evaluate(self, size: int, arrays: Sequence[Any]) -> list[Any]:
-        """Computes the results for a chunk of so many rows."""
+    def evaluate(self, chunk: Chunk, arrays: Sequence[Any]) -> list[Any]:
+        """Computes the results for a chunk of rows."""
         known = dict(zip(self._level.arguments, arrays, strict=True))
 
         def read(value: Value) -> Any:
             return value.constant if value.is_constant else known[value]
 
         for node in self._nodes:
-            operands = [read(x) for x in self.inputs(node)]
-            results = self.run(node, size, operands) if node in self.inner else node.run(*operands)
+            if node in self.inner:
+                results = self.run(node, chunk, self.operands_of(node, chunk, read))
+            else:
+                results = node.run(*map(read, node.inputs))
             known.update(zip(node.outputs, results, strict=True))
         return [read(x) for x in self._level.results]
 
@@ -242,14 +268,14 @@ class Call:
         if any(role is None for role in self.body.results):
             raise RefusalError("returns what all rows share", node)
 
-    def run(self, size: int, operands: Sequence[Any]) -> Sequence[Any]:
-        """Computes the results for a chunk of so many rows; tangents are those of a rule for `jax.custom_jvp`."""
-        call = jax.custom_jvp(lambda *arrays: tuple(self.body.evaluate(size, arrays)))
-        call.defjvp(functools.partial(self._with_tangents, size))
-        return call(*operands) if self.node.name == _CUSTOM_JVP else self.body.evaluate(size, operands)
+    def run(self, chunk: Chunk, operands: Sequence[Any]) -> Sequence[Any]:
+        """Computes the results for a chunk of rows; tangents are those of a rule for `jax.custom_jvp`."""
+        call = jax.custom_jvp(lambda *arrays: tuple(self.body.evaluate(chunk, arrays)))
+        call.defjvp(functools.partial(self._with_tangents, chunk))
+        return call(*operands) if self.node.name == _CUSTOM_JVP else self.body.evaluate(chunk, operands)
 
-    def _with_tangents(self, size: int, operands: Sequence[Any], dots: Sequence[Any]) -> Any:
-        found = self._rule.evaluate(size, [*operands, *of_moving(operands, dots)])
+    def _with_tangents(self, chunk: Chunk, operands: Sequence[Any], dots: Sequence[Any]) -> Any:
+        found = self._rule.evaluate(chunk, [*operands, *of_moving(operands, dots)])
         results, tangents = found[: len(self.node.outputs)], found[len(self.node.outputs) :]
         return tuple(results), among(results, tangents)
 

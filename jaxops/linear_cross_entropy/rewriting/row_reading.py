@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxops._primitive.sharding import reshaped
-from jaxops.linear_cross_entropy.rewriting import row_wise
+from jaxops.linear_cross_entropy.rewriting import picks, row_wise
 from jaxops.linear_cross_entropy.rewriting.row_algebra import RowAlgebra
 from jaxops.linear_cross_entropy.rewriting.row_forms import (
     Combined,
@@ -144,7 +144,7 @@ class Reading:
         lead = next((x for x in placed if x and x.classes), None) or next(filter(None, placed))
         _, of_classes, rows = lead
         if node.name in _TAKEN and lead is placed[0]:
-            return Placed(self._taken(node, lead), None, rows)
+            return self._taken(node, lead)
         if node.name not in _FOLLOWED or (of_classes is None and node.name not in _NARROW):
             raise RefusalError("reads the logits as well", node)
         parts, role = self._followed(node, placed)
@@ -206,6 +206,10 @@ class Reading:
             order = tuple(at - (at > old.axis) for at in node.params["permutation"] if at != old.axis)
         shapes = row_wise.without_axis(before, old.axis), row_wise.without_axis(after, classes.axis)
         view = View(*shapes, bounds, order)
+        return Placed(self._viewed_form(placed.form, view), classes, view.shape)
+
+    def _viewed_form(self, form: Any, view: View) -> Any:
+        """Leaves rows out of a form, or changes their order."""
 
         def viewed(form: Any) -> Any:
             return self.algebra.once(view, (form,), lambda: of_form(form))
@@ -225,7 +229,7 @@ class Reading:
                     return form._replace(operands=tuple(map(viewed, form.operands)))
             raise TypeError(form)
 
-        return Placed(viewed(placed.form), classes, view.shape)
+        return viewed(form)
 
     def _computed(self, node: Node, operands: list[Any]) -> Any:
         return self.algebra.once(_written(node), operands, lambda: self.algebra.elementwise(node, operands))
@@ -242,28 +246,39 @@ class Reading:
         total = jnp.sum(reshaped(array, shape), axes)
         return Placed(Number(reshaped(total, result)), None, result)
 
-    def _taken(self, node: Node, placed: Placed) -> Any:
-        """Takes one number from the classes of each row."""
+    def _taken(self, node: Node, placed: Placed) -> Placed:
+        """Takes one number from the classes of each row, or of some rows."""
         (form, classes, rows), params, algebra = placed, node.params, self.algebra
         if node.name in ("reduce_max", "argmax") and [Part(at) for at in params["axes"]] == [classes]:
             take = algebra.maximum if node.name == "reduce_max" else algebra.prediction
-            return algebra.once(node.name, (form,), lambda: take(form))
+            return Placed(algebra.once(node.name, (form,), lambda: take(form)), None, rows)
         is_one = node.outputs[0].size * algebra.classes == node.inputs[0].size
         if node.name == "dynamic_slice" and classes and classes == Part(classes.axis) and is_one:
             label = algebra.clipped(self._pulled(node.inputs[1 + classes.axis], None, rows))
-            return algebra.once("pick", (form, label), lambda: algebra.picked_at(form, label))
+            return Placed(algebra.once("pick", (form, label), lambda: algebra.picked_at(form, label)), None, rows)
         if node.name != "gather" or classes is None or node.inputs[1] in self._placed:
             raise RefusalError("reads the logits as well", node)
-        found = row_wise.labels_by_position(node)
-        if found is None or Part(found[0]) != classes:
+        found = next((pick for pick in picks.picks_by_position(node) if Part(pick.axis) == classes), None)
+        if found is None:
             numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
             is_pick = [Part(at) for at in numbers.start_index_map] == [classes] and sizes[classes.axis] == 1
             is_pick &= node.outputs[0].size == math.prod(rows) and _keeps_order(node, [classes, None])
             if not is_pick or node.inputs[1].size not in (1, math.prod(rows)):
                 raise RefusalError("does more than to pick one class per row", node)
-        label = self._pulled(node.inputs[1] if found is None else found[1], None, rows)
-        key = (node.name, str(params["mode"]), str(params["fill_value"]))
-        return algebra.once(key, (form, label), lambda: algebra.gathered(node, form, label))
+        key, labels = (
+            (node.name, str(params["mode"]), str(params["fill_value"])),
+            found.labels if found else node.inputs[1],
+        )
+        all_rows = row_wise.without_axis(node.inputs[0].shape, classes.axis)
+        if found is None or found.shape == all_rows:
+            label = self._pulled(labels, None, rows)
+            return Placed(algebra.once(key, (form, label), lambda: algebra.gathered(node, form, label)), None, rows)
+        ends = tuple(first + count for first, count in zip(found.first, found.shape, strict=True))
+        view = View(all_rows, found.shape, (found.first, ends, (1,) * len(ends)))
+        read = self._pulled(labels, None, view.shape)
+        label = algebra.once(("of all rows", view, rows), (read,), lambda: _filled(read, view, rows))
+        number = algebra.once(key, (form, label), lambda: algebra.gathered(node, form, label))
+        return Placed(self._viewed_form(number, view), None, view.shape)
 
     def pulled(self, value: Value, axis: int) -> Any:
         """Returns the form of a value that depends on no logits, whose `axis` counts the classes."""
@@ -352,6 +367,16 @@ def _keeps_order(node: Node, parts: Sequence[Part | None]) -> bool:
             return False
     is_mixed = any(None in column and len({*column}) > 1 for column in columns)
     return not (is_mixed and node.name in ("dot_general", "gather"))
+
+
+def _filled(label: Number, view: View, rows: tuple[int, ...]) -> Number:
+    """Returns labels of all rows, 0 where a view leaves rows out."""
+    if getattr(label.rest, "ndim", 0) == 0:
+        return label
+    assert view.bounds is not None
+    first, last, _ = view.bounds
+    sides = [(low, size - high) for low, high, size in zip(first, last, view.before, strict=True)]
+    return label._replace(rest=jnp.pad(jnp.broadcast_to(label.rest, view.shape), sides).reshape(rows))
 
 
 def identity(value: Value, depth: int = _DEPTH) -> Any:

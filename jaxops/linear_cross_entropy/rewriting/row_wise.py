@@ -1,79 +1,159 @@
-"""Rows that are taken in chunks: which axis of an array holds them, and how each node computes a chunk.
-
-Gathers may pick one number in each row: by labels, or by numbers in the code.
-"""
+"""Rows that are taken in chunks: which axis of an array holds them, and how each node computes a chunk."""
 
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxops._primitive import sharding
-from lowering.rewriting.graph import SAME, Node, Value, backward
+from lowering.rewriting.graph import SAME, Node
 from lowering.rewriting.rules import RefusalError
 
 RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
-ELEMENTWISE = frozenset(
-    {"add", "add_any", "sub", "mul", "div", "neg", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "sqrt"}
-    | {"rsqrt", "square", "integer_pow", "pow", "abs", "sign", "max", "min", "clamp", "select_n", "eq", "ne", "lt"}
-    | {"le", "gt", "ge", "and", "or", "not", "is_finite", "convert_element_type", "stop_gradient", "floor", "ceil"}
-)
-_MORE_ELEMENTWISE = frozenset(
-    {"erf", "erfc", "erf_inv", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh"}
+POINTWISE = SAME | frozenset(
+    {"add", "add_any", "sub", "mul", "div", "neg", "exp", "exp2", "log", "log1p", "log2", "expm1", "tanh", "logistic"}
+    | {"sqrt", "rsqrt", "square", "integer_pow", "pow", "abs", "sign", "max", "min", "clamp", "select_n", "eq", "ne"}
+    | {
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and",
+        "or",
+        "not",
+        "is_finite",
+        "convert_element_type",
+        "stop_gradient",
+        "floor",
+        "ceil",
+    }
+    | {"erf", "erfc", "erf_inv", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh"}
     | {"atanh", "lgamma", "digamma", "round", "rem", "nextafter", "shift_right_logical", "xor", "cbrt"}
+    | {"one_minus_square", "polygamma", "population_count", "shift_left", "shift_right_arithmetic"}
 )
-POINTWISE = ELEMENTWISE | SAME | _MORE_ELEMENTWISE
 _REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
 )
-_LINEAR = frozenset({"neg", "convert_element_type", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy"})
+_LINEAR = RESHAPES | {"neg", "convert_element_type", "broadcast_in_dim", "copy", "reduce_sum", "transpose"}
 _ALONG_ONE_AXIS = frozenset({"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod", "sort", "top_k", "concatenate"})
 
 
 class Part(NamedTuple):
-    """Place of the rows in an array: an axis of `outer` x rows x `inner` positions."""
+    """Place of the rows in an array: an axis of `outer` x rows x `inner` positions.
+
+    Of all rows, the array lacks so many first and last ones, as labels of the next token do. A chunk has rows in their
+    place that nothing reads.
+    """
 
     axis: int
     outer: int = 1
     inner: int = 1
+    lacks_first: int = 0
+    lacks_last: int = 0
 
-    def size(self, rows: int) -> int:
-        """Returns the length of the axis, for so many rows."""
-        return self.outer * rows * self.inner
+    @property
+    def lacks(self) -> int:
+        """The number of rows that the array lacks."""
+        return self.lacks_first + self.lacks_last
 
     def shape(self, shape: Sequence[int], rows: int) -> tuple[int, ...]:
         """Returns a shape with so many rows."""
-        return (*shape[: self.axis], self.size(rows), *shape[self.axis + 1 :])
+        return (*shape[: self.axis], self.outer * rows * self.inner, *shape[self.axis + 1 :])
+
+    def without(self, first: int, last: int) -> "Part | None":
+        """Returns the place without so many first and last rows; None if that is not known."""
+        lacks = self.lacks_first + first, self.lacks_last + last
+        if not (first or last):
+            return self
+        if min(lacks) < 0 or (self.outer, self.inner) != (1, 1):
+            return None
+        return self._replace(lacks_first=lacks[0], lacks_last=lacks[1])
+
+    def filled(self, array: Any) -> Any:
+        """Repeats the first and the last row in place of those that the array lacks."""
+        if not self.lacks:
+            return array
+        shape = array.shape
+        rows = array.reshape(*shape[: self.axis], self.outer, -1, self.inner, *shape[self.axis + 1 :])
+        widths = [(0, 0)] * rows.ndim
+        widths[self.axis + 1] = (self.lacks_first, self.lacks_last)
+        rows = jnp.pad(rows, widths, mode="edge")
+        return rows.reshape(self.shape(shape, rows.shape[self.axis + 1]))
+
+    def trimmed(self, array: Any, rows: int) -> Any:
+        """Leaves out the rows that the array should lack, of so many."""
+        if not self.lacks:
+            return array
+        return self.cut(array, self.lacks_first, rows - self.lacks_last, rows)
 
     def chunks(self, array: Any, rows: int, steps: int) -> Any:
         """Cuts an array into chunks of so many rows, along a new first axis; for meshes, each has rows of all parts."""
         before, behind = array.shape[: self.axis], array.shape[self.axis + 1 :]
         parts = sharding.reshaped(array, (*before, self.outer, rows, steps, self.inner, *behind))
         parts = lax.transpose(parts, _moved(parts.ndim, len(before) + 2, 0))
-        return sharding.reshaped(parts, (steps, *before, self.size(rows), *behind))
+        return sharding.reshaped(parts, (steps, *self.shape(array.shape, rows)))
 
     def joined(self, chunks: Any, rows: int, steps: int) -> Any:
         """Inverts `chunks`."""
         before, behind = chunks.shape[1 : self.axis + 1], chunks.shape[self.axis + 2 :]
         parts = sharding.reshaped(chunks, (steps, *before, self.outer, rows, self.inner, *behind))
         parts = lax.transpose(parts, _moved(parts.ndim, 0, len(before) + 2))
-        return sharding.reshaped(parts, (*before, self.size(rows * steps), *behind))
+        return sharding.reshaped(parts, self.shape(chunks.shape[1:], rows * steps))
 
     def cut(self, array: Any, first: int, last: int, rows: int) -> Any:
         """Takes the rows from `first` to `last`."""
         before, behind = array.shape[: self.axis], array.shape[self.axis + 1 :]
         parts = sharding.reshaped(array, (*before, self.outer, rows, self.inner, *behind))
         parts = lax.slice_in_dim(parts, first, last, axis=len(before) + 1)
-        return sharding.reshaped(parts, (*before, self.size(last - first), *behind))
+        return sharding.reshaped(parts, self.shape(array.shape, last - first))
+
+
+class Chunk(NamedTuple):
+    """Rows that are computed together.
+
+    Attributes:
+      size: how many.
+      total: the number of all rows.
+      positions: their positions among these; None if no array lacks rows, or all rows are computed at once.
+    """
+
+    size: int
+    total: int
+    positions: Any = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Tells whether these are the user's arrays themselves."""
+        return self.size == self.total and self.positions is None
+
+    def shape(self, part: Part, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape that an array has with these rows."""
+        return part.shape(shape, self.size - (part.lacks if self.is_whole else 0))
+
+    def present(self, part: Part, array: Any, instead: Any) -> Any:
+        """Replaces the rows that the array should lack."""
+        if self.positions is None or not part.lacks:
+            return array
+        is_present = (self.positions >= part.lacks_first) & (self.positions < self.total - part.lacks_last)
+        is_present = jnp.tile(jnp.repeat(is_present, part.inner), part.outer)
+        mask = lax.broadcast_in_dim(is_present, array.shape, (part.axis,))
+        return jnp.where(mask, array, jnp.asarray(instead, array.dtype))
 
 
 # A result that adds up all rows, or is the largest or smallest of them.
 SUM, MAX, MIN = "sum", "max", "min"
 Role = Part | str | None
+
+
+def neutral(role: str, dtype: Any) -> Any:
+    """Returns the number that changes no sum, or no largest or smallest number."""
+    if role == SUM:
+        return 0
+    info: Any = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else None
+    least, most = (-jnp.inf, jnp.inf) if info is None else (info.min, info.max)
+    return least if role == MAX else most
 
 
 def _moved(rank: int, source: int, target: int) -> tuple[int, ...]:
@@ -179,13 +259,34 @@ def followed(node: Node, parts: Sequence[Part | None]) -> tuple[list[Part | None
     raise RefusalError("is not known to treat all rows alike", node)
 
 
+def windowed(node: Node, part: Part, *, backward: bool = False) -> Part | None:
+    """Finds where a slice or a padding puts the rows, if it leaves out first or last ones, or brings these back.
+
+    With `backward`, finds where it takes them from.
+    """
+    axis = part.axis
+    if node.name == "slice" and (node.params["strides"] or (1,) * (axis + 1))[axis] == 1:
+        first, last = (
+            node.params["start_indices"][axis],
+            node.inputs[0].shape[axis] - node.params["limit_indices"][axis],
+        )
+    elif node.name == "pad" and node.params["padding_config"][axis][2] == 0:
+        first, last, _ = (-size for size in node.params["padding_config"][axis])
+    else:
+        return None
+    return part.without(-first, -last) if backward else part.without(first, last)
+
+
 def parts_of_operands(node: Node, part: Part) -> list[Part | None] | None:
     """Finds where operands have the rows that a node's result has at `part`; None if that is not known."""
     if node.name in RESHAPES:
         before = reshaped(node.outputs[0].shape, part, node.inputs[0].shape)
         return None if before is None else [before]
     along = next((one for one in axes_of(node) if one.result == part.axis), None)
-    return None if along is None else [_at(part, axis) for axis in along.operands]
+    if along is not None:
+        return [_at(part, axis) for axis in along.operands]
+    before = windowed(node, part, backward=True)
+    return None if before is None else [before, *(None for _ in node.inputs[1:])]
 
 
 def is_linear_in_sum(node: Node, roles: Sequence[Role], depends: Sequence[bool]) -> bool:
@@ -208,11 +309,11 @@ def _at(part: Part, axis: int | None) -> Part | None:
     return None if axis is None else part._replace(axis=axis)
 
 
-def run(node: Node, part: Role, rows: int, arrays: Sequence[Any]) -> Sequence[Any]:
-    """Computes a node's results for a chunk of so many rows."""
+def run(node: Node, part: Role, chunk: Chunk, arrays: Sequence[Any]) -> Sequence[Any]:
+    """Computes a node's results for a chunk of rows."""
     params = node.params
-    if isinstance(part, Part):
-        shape = part.shape(node.outputs[0].shape, rows)
+    if isinstance(part, Part) and not chunk.is_whole:
+        shape = chunk.shape(part, node.outputs[0].shape)
         match node.name:
             case "broadcast_in_dim":
                 params = {**params, "shape": shape}
@@ -225,9 +326,13 @@ def run(node: Node, part: Role, rows: int, arrays: Sequence[Any]) -> Sequence[An
                 sizes = zip(params["slice_sizes"], node.inputs[0].shape, arrays[0].shape, strict=True)
                 params = {**params, "slice_sizes": tuple(new if size == old else size for size, old, new in sizes)}
             case "slice":
-                limits = list(params["limit_indices"])
-                limits[part.axis] = arrays[0].shape[part.axis]
-                params = {**params, "limit_indices": tuple(limits)}
+                starts, limits = list(params["start_indices"]), list(params["limit_indices"])
+                starts[part.axis], limits[part.axis] = 0, arrays[0].shape[part.axis]
+                params = {**params, "start_indices": tuple(starts), "limit_indices": tuple(limits)}
+            case "pad":
+                sides = list(params["padding_config"])
+                sides[part.axis] = (0, 0, 0)
+                params = {**params, "padding_config": tuple(sides)}
     with node.equation.ctx.manager, node.at_its_line():
         results = node.equation.primitive.bind(*arrays, **params)
     return results if node.equation.primitive.multiple_results else [results]
@@ -241,86 +346,10 @@ def reshaped(before: Sequence[int], part: Part, after: Sequence[int]) -> Part | 
     for axis, size in enumerate(after):
         ahead, behind = math.prod(after[:axis]), math.prod(after[axis + 1 :])
         if outer % ahead == 0 and inner % behind == 0 and outer // ahead * rows * (inner // behind) == size:
-            return Part(axis, outer // ahead, inner // behind)
+            return part._replace(axis=axis, outer=outer // ahead, inner=inner // behind)
     return None
 
 
 def without_axis(shape: Any, axis: int) -> tuple[int, ...]:
     """Returns a shape without one of its axes."""
     return (*shape[:axis], *shape[axis + 1 :])
-
-
-def labels_by_position(node: Node) -> tuple[int, Value] | None:
-    """Returns the axis of the one number of each row that a gather picks, or a scatter adds to, and the labels.
-
-    None unless the positions along all other axes number the rows.
-    """
-    value, indices = node.inputs[:2]
-    numbers, shape = node.params["dimension_numbers"], value.shape
-    parts = _parts(indices)
-    if node.name == "gather":
-        is_pick, axes = all(size == 1 for size in node.params["slice_sizes"]), numbers.start_index_map
-    else:
-        is_pick, axes = not numbers.update_window_dims, numbers.scatter_dims_to_operand_dims
-    if not is_pick or len(parts) != len(shape) or sorted(axes) != list(range(len(shape))):
-        return None
-    by_axis = dict(zip(axes, parts, strict=True))
-    for axis in range(len(shape)):
-        row_shape = without_axis(shape, axis)
-        others = [other for other in range(len(shape)) if other != axis]
-        counted = zip((by_axis[other] for other in others), np.indices(row_shape), strict=True)
-        if math.prod(indices.shape[:-1]) == math.prod(row_shape) and all(_is_array(*each) for each in counted):
-            return axis, by_axis[axis]
-    return None
-
-
-def picked(node: Node, axis: int, array: Any, labels: Any) -> Any:
-    """Picks along an axis by labels (a number for each row) as a gather does, and keeps the axis."""
-    others = tuple(other for other in range(array.ndim) if other != axis)
-    numbers = lax.GatherDimensionNumbers((), (axis,), (axis,), others, others)
-    shape = (*array.shape[:axis], 1, *array.shape[axis + 1 :], 1)
-    mode, fill = node.params["mode"], node.params["fill_value"]
-    return lax.gather(array, labels.reshape(shape), numbers, (1,) * array.ndim, mode=mode, fill_value=fill)
-
-
-def added_at(node: Node, axis: int, array: Any, labels: Any, updates: Any) -> Any:
-    """Adds a number for each row along an axis, at its label, as a scatter does."""
-    others = tuple(other for other in range(array.ndim) if other != axis)
-    numbers = lax.ScatterDimensionNumbers((), (axis,), (axis,), others, tuple(range(len(others))))
-    shape = without_axis(array.shape, axis)
-    return lax.scatter_add(
-        array, labels.reshape(*shape, 1), updates.reshape(shape), numbers, unique_indices=True, mode=node.params["mode"]
-    )
-
-
-def _is_array(value: Value, expected: np.ndarray) -> bool:
-    found = constant_of(value)
-    return found is not None and np.array_equal(found.reshape(-1), expected.reshape(-1))
-
-
-def _parts(indices: Value) -> list[Value]:
-    """Returns the arrays that are joined along the last axis, each of length 1 there."""
-    node = indices.producer
-    if node is None or node.name != "concatenate" or node.params["dimension"] != len(indices.shape) - 1:
-        return []
-    return list(node.inputs) if all(x.shape[-1] == 1 for x in node.inputs) else []
-
-
-def constant_of(value: Value) -> np.ndarray | None:
-    """Returns the array, if it follows from numbers in the code alone."""
-    if value.is_constant:
-        return None if isinstance(value.constant, jax.core.Tracer) else np.asarray(value.constant)
-    node = value.producer
-    if node is None or node.equation.effects or "jaxpr" in node.params:
-        return None
-    operands = [constant_of(x) for x in node.inputs]
-    if any(x is None for x in operands):
-        return None
-    with jax.ensure_compile_time_eval():
-        return np.asarray(node.run(*operands)[node.outputs.index(value)])
-
-
-def is_known(value: Value) -> bool:
-    """Tells whether all that decides about a value is written in the code, as numbers or counted positions."""
-    made_of = backward(value, lambda *_: True)
-    return all(x.producer is not None or (x.is_constant and not x.shape) for x in made_of)

@@ -1,0 +1,100 @@
+"""Losses of the next token read all rows of logits but the last: they are rewritten in functions and whole steps."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rewrite_checks import assert_alike, let_few_logits_count
+
+import lowering
+
+FEATURES, CLASSES = 3, 64
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def _few_logits_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    let_few_logits_count(monkeypatch, 3 * CLASSES)
+    with jax.enable_x64(), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def entropies(logits: Any, labels: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def picked(array: Any, labels: Any) -> Any:
+    return jnp.take_along_axis(array, labels[..., None], axis=-1)[..., 0]
+
+
+def masked_mean(losses: Any, mask: Any) -> Any:
+    return (losses * mask).sum() / mask.sum()
+
+
+def of_each_sequence(x: Any, w: Any, y: Any) -> Any:
+    def one(x: Any, y: Any) -> Any:
+        return masked_mean(entropies((x @ w)[:-1], y[1:]), y[1:] != 0)
+
+    return jax.vmap(one)(x, y).mean()
+
+
+def with_metrics(x: Any, w: Any, y: Any) -> Any:
+    z = x @ w
+    losses, right = entropies(z[:, :-1], y[:, 1:]), jnp.argmax(z, -1)[:, :-1] == y[:, 1:]
+    return losses.mean() + 1e-2 * (jax.nn.logsumexp(z, -1) ** 2).mean(), (right.mean(), z.mean(), z.max(), z.min())
+
+
+def loss_and_metrics(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function as one of a loss and what is reported with it."""
+    return lambda *args: found if isinstance(found := fn(*args), tuple) else (found, ())
+
+
+# Losses of x, the weight, and labels.
+LOSSES: dict[str, Callable[..., Any]] = {
+    "logits": lambda x, w, y: entropies((x @ w)[:, :-1], y[:, 1:]).mean(),
+    "logits, labels of the last token": lambda x, w, y: entropies((x @ w)[:, 1:], y[:, :-1]).mean(),
+    "logits without the ends": lambda x, w, y: masked_mean(entropies((x @ w)[:, 1:-2], y[:, 3:]), y[:, 3:] != 0),
+    "log-probabilities": lambda x, w, y: -picked(jax.nn.log_softmax(x @ w)[:, :-1], y[:, 1:]).mean(),
+    "cap and mask": lambda x, w, y: masked_mean(entropies(3 * jnp.tanh((x @ w)[:, :-1] / 3), y[:, 1:]), y[:, 1:] != 0),
+    "one-hot": lambda x, w, y: (
+        -(jax.nn.one_hot(y[:, 1:], CLASSES) * jax.nn.log_softmax((x @ w)[:, :-1])).sum(-1).mean()
+    ),
+    "focal": lambda x, w, y: ((1 - jnp.exp(-(loss := entropies((x @ w)[:, :-1], y[:, 1:])))) ** 2 * loss).mean(),
+    "losses": lambda x, w, y: entropies(x @ w, jnp.roll(y, -1, 1))[:, :-1].mean(),
+    "flat": lambda x, w, y: entropies((x @ w)[:, :-1].reshape(-1, CLASSES), y[:, 1:].reshape(-1)).mean(),
+    "indices": lambda x, w, y: (
+        -jax.nn.log_softmax(x @ w)[jnp.arange(len(y))[:, None], jnp.arange(y.shape[1] - 1), y[:, 1:]].mean()
+    ),
+    "indices of one sequence": lambda x, w, y: (
+        -jax.nn.log_softmax(x[0] @ w)[jnp.arange(1, y.shape[1]), y[0, :-1]].mean()
+    ),
+    "indices behind a slice": lambda x, w, y: (
+        -jax.nn.log_softmax(x[0] @ w)[:-1][jnp.arange(y.shape[1] - 1), y[0, 1:]].mean()
+    ),
+    "the largest loss": lambda x, w, y: (
+        (losses := entropies((x @ w)[:, :-1], y[:, 1:])).mean() + jax.lax.stop_gradient(losses.max() + losses.min())
+    ),
+    "each sequence": of_each_sequence,
+    "metrics": with_metrics,
+}
+
+
+# The rows of two sequences are not those of one axis.
+CASES = [*((name, 1) for name in LOSSES), *((name, 2) for name in ("logits", "flat", "indices", "each sequence"))]
+
+
+@pytest.mark.parametrize(("name", "batch"), CASES)
+def test_losses_of_the_next_token_keep_no_logits(name: str, batch: int) -> None:
+    rows = 47
+    x, w = RNG.normal(size=(batch, rows, FEATURES)), RNG.normal(size=(FEATURES, CLASSES))
+    args = jnp.asarray(x), jnp.asarray(w), jnp.asarray(RNG.integers(0, CLASSES, (batch, rows)))
+    step = jax.value_and_grad(loss_and_metrics(LOSSES[name]), (0, 1), has_aux=True)
+    of_loss = jax.value_and_grad(loss_and_metrics(lowering.rewrite(LOSSES[name])), (0, 1), has_aux=True)
+    plain, *rewritten = (jax.jit(fn).lower(*args).compile() for fn in (step, of_loss, lowering.rewrite(step)))
+    for one in rewritten:
+        assert_alike(one(*args), plain(*args), 1e-9)
+        assert one.memory_analysis().temp_size_in_bytes < plain.memory_analysis().temp_size_in_bytes / 2
