@@ -223,6 +223,12 @@ def described(value: Value) -> str:
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
 
+def names_axes(params: dict[str, Any]) -> bool:
+    """Tells whether a primitive with these parameters speaks to other devices, or to a vmap's other elements."""
+    names = (*(params.get("axes") or ()), params.get("axis_name"))
+    return any(isinstance(name, str | tuple) for name in names)
+
+
 def size_of(aval: Any) -> int:
     """Counts the elements of an array of this type; 0 if a symbolic size, which may be small, decides."""
     size = math.prod(getattr(aval, "shape", ()))

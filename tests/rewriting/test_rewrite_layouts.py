@@ -49,6 +49,9 @@ LAYOUTS: dict[str, Callable[[Any, Any], Any]] = {
     "rows divided behind a temperature": lambda w, x: cross_entropy(
         ((flat(x) @ w) * (1 + WEIGHTS).reshape(-1, 1)).reshape(*ROWS, CLASSES), Y
     ).mean(),
+    "the root of a size as a divisor": lambda w, x: (
+        cross_entropy(z := (x @ w) / jnp.sqrt(2 * FEATURES), Y) + 0.1 * jax.nn.logsumexp(z, -1) ** 2
+    ).mean(),
     "rows in another order": lambda w, x: cross_entropy(jnp.swapaxes(x @ w, 0, 1), Y.T).mean(),
     "classes between rows": lambda w, x: (
         -jnp.sum(jax.nn.one_hot(Y, CLASSES, axis=1) * jax.nn.log_softmax(jnp.swapaxes(x @ w, 1, 2), axis=1), axis=1)

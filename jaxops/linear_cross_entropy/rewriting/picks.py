@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxops.linear_cross_entropy.rewriting.row_wise import Chunk, Part, without_axis
-from lowering.rewriting.graph import Node, Value, backward
+from lowering.rewriting.graph import SAME, Node, Value, backward, names_axes
 
 
 class Pick(NamedTuple):
@@ -106,12 +106,22 @@ def _parts(indices: Value) -> list[Value]:
     return list(node.inputs) if all(x.shape[-1] == 1 for x in node.inputs) else []
 
 
+def number_of(value: Value) -> Any:
+    """Returns a scalar as a Python number, if it follows from numbers in the code alone, such as the root of a size."""
+    found = constant_of(value) if value.shape == () and not value.is_constant else None
+    return value.number if found is None else found.item()
+
+
 def constant_of(value: Value) -> np.ndarray | None:
     """Returns the array, if it follows from numbers in the code alone."""
+    if value.dtype is None or jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return None
     if value.is_constant:
         return None if isinstance(value.constant, jax.core.Tracer) else np.asarray(value.constant)
     node = value.producer
-    if node is None or node.equation.effects or "jaxpr" in node.params:
+    if node is not None and node.name in SAME:
+        return constant_of(node.inputs[node.outputs.index(value)])
+    if node is None or node.equation.effects or "jaxpr" in node.params or names_axes(node.params):
         return None
     operands = [constant_of(x) for x in node.inputs]
     if any(x is None for x in operands):

@@ -301,8 +301,9 @@ class Reading:
         return self.algebra.once(key, (), lambda: self._form(value, classes, rows))
 
     def _form(self, value: Value, classes: Part | None, rows: tuple[int, ...]) -> Any:
-        if value.number is not None:
-            return self.algebra.once(("is", str(value.number), str(value.dtype)), (), lambda: Number(value.number))
+        number = picks.number_of(value)
+        if number is not None:
+            return self.algebra.once(("is", str(number), str(value.dtype)), (), lambda: Number(number))
         node, parts = value.producer, self._parts_before(value, classes, math.prod(rows))
         if node is None or parts is None:
             if classes is not None and _is_counted(value, self.algebra.classes):

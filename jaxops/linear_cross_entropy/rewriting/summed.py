@@ -19,7 +19,7 @@ from jaxops.linear_cross_entropy.row_statistics import skipped_as_zeros, targets
 from jaxops.linear_cross_entropy.row_targets import Vocabulary
 from jaxops.linear_cross_entropy.sum_operator import summed_cross_entropy
 from lowering.cost import inner_jaxprs
-from lowering.rewriting.graph import SAME, Level, Node, Value, equations, forward, level_of
+from lowering.rewriting.graph import SAME, Level, Node, Value, equations, forward, level_of, names_axes
 from lowering.rewriting.ordering import Step, Task, needed
 
 # What a sum may be affine in.
@@ -200,12 +200,7 @@ def _is_opaque(node: Node) -> bool:
     types = ([x.aval for x in values] for values in (node.inputs, node.outputs))
     if node.name.startswith("custom_vjp") and not has_linear_rule(node.run, *types):
         return True
-    return any(x.primitive.name in _OPAQUE or _names_axes(x.params) for x in others)
-
-
-def _names_axes(params: dict[str, Any]) -> bool:
-    names = (*(params.get("axes") or ()), params.get("axis_name"))
-    return any(isinstance(name, str | tuple) for name in names)
+    return any(x.primitive.name in _OPAQUE or names_axes(x.params) for x in others)
 
 
 def _bound(node: Node, *arrays: Any) -> Sequence[Any]:
