@@ -6,6 +6,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+PALLAS_CALL = "pallas_call"
+
 # Primitives that only move or name data.
 _FREE = frozenset(
     {
@@ -80,7 +82,7 @@ def bodies_on(equation: Any, platform: str) -> Iterator[Jaxpr]:
 
 def repetitions(equation: Any) -> int:
     """Returns how often the bodies of this equation run; 1 if only running them can tell."""
-    if equation.primitive.name == "pallas_call":
+    if equation.primitive.name == PALLAS_CALL:
         return math.prod(size for size in equation.params["grid_mapping"].grid if isinstance(size, int))
     return equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
 

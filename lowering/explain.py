@@ -23,6 +23,7 @@ from lowering.rewriting.plan import Planner
 from lowering.rewriting.report import Applied, megabytes
 from lowering.rewriting.rules import rules_for
 from lowering.select import Choice, Refusal
+from lowering.source_lines import Site
 from lowering.static_leaves import jaxpr_of, of_arrays
 from lowering.targets import here, parse
 from pallas_kernels.hardware import Hardware
@@ -95,7 +96,7 @@ class Explanation:
       rows: one for each operator at each set of shapes, in order of first use.
       total_flops: of the whole function, counted by primitive before any compiler runs.
       opportunities: plain JAX in the function that an operator could replace, the largest saving first.
-      notes: choices that operators made while the function was traced, and why.
+      notes: choices that operators made while the function was traced, and why, and the function's own Pallas kernels.
       near_misses: plain JAX that an operator computes as well, and why replacing it saves nothing.
       rewrites: what `lowering.rewrite` would replace in the function as it is, to save memory.
     """
@@ -243,10 +244,23 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None, requi
         rows,
         elsewhere + sum(row.count * row.flops for row in rows),
         opportunities=tuple(x for x in found if not x.obstacle),
-        notes=tuple(notes),
+        notes=(*notes, *_kernels_of_users(jaxpr, hardware.platform)),
         near_misses=tuple(x for x in found if x.obstacle),
         rewrites=tuple(one for one in Planner(usual).plan(jaxpr).applied if one.saved_bytes) if usual else (),
     )
+
+
+def _kernels_of_users(jaxpr: Jaxpr, platform: str) -> dict[str, None]:
+    """Names the Pallas kernels that a function calls itself, outside of operators."""
+    found: dict[str, None] = {}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == cost.PALLAS_CALL:
+            line = Site(equation.source_info.traceback).line
+            note = f"{line}: a Pallas kernel of the function's own, which runs as it is; `lowering.compile` shows it"
+            found[note] = None
+        for body in cost.bodies_on(equation, platform):
+            found.update(_kernels_of_users(body, platform))
+    return found
 
 
 def _require_kernels(uses: Sequence[OperatorUse], hardware: Hardware) -> None:

@@ -227,7 +227,7 @@ def require_real(
         in_range = in_range and number - above >= _FLOAT32_TINY
     if number is not None and below is not None:
         in_range = in_range and number < below
-    require(in_range, operator, argument, rule, value, status=status)
+    require(in_range, operator, argument, _static(rule, value), value, status=status)
     return number
 
 
@@ -253,7 +253,7 @@ def require_integer(
             return value
         value = int(value)
     fits = is_integer(value) and least <= int(value) <= most
-    require(fits, operator, argument, rule, value, status=status)
+    require(fits, operator, argument, _static(rule, value), value, status=status)
     return int(value)
 
 
@@ -262,8 +262,13 @@ def require_bool(
 ) -> bool:
     """Returns a Python or NumPy bool as a bool; with `or_int` also takes 0 or 1, as in C calls."""
     fits = is_bool(value) or (or_int and is_integer(value) and value in (0, 1))
-    require(fits, operator, argument, "be a bool", value, status=status)
+    require(fits, operator, argument, _static("be a bool", value), value, status=status)
     return bool(value)
+
+
+def _static(rule: str, value: Any) -> str:
+    """Adds to a rule of an option that a traced array is none, as it has no value yet."""
+    return f"{rule}, known before the function is traced" if isinstance(value, jax.core.Tracer) else rule
 
 
 def require_choice(

@@ -11,6 +11,7 @@ from typing import Any
 import jax.export
 from rich.table import Table
 
+from lowering import tables
 from lowering.schedule.report import Schedule
 from pallas_kernels.hardware import Hardware
 
@@ -126,11 +127,17 @@ class CompiledReport:
         }
         return json.dumps(record, indent=2)
 
+    def __str__(self) -> str:
+        shown = tables.text(self.table())
+        return shown if self.schedule is None else f"{shown}\n{self.schedule}"
+
     def table(self) -> Table:
         """Lays out the facts as a `rich` table."""
-        table = Table(title=f"compiled for {self.target} in {self.compile_seconds:.1f} s", title_justify="left")
-        table.add_column("")
-        table.add_column("", justify="right")
+        table = Table(
+            title=f"compiled for {self.target} in {self.compile_seconds:.1f} s", title_justify="left", show_header=False
+        )
+        table.add_column()
+        table.add_column(justify="right")
         for name in ("arguments", "outputs", "aliased", "temporaries", "peak"):
             table.add_row(f"{name}, bytes", f"{getattr(self.memory, name):,}")
         for name, count in self.kernels.items():

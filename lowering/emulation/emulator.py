@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from lowering import _jax_private
 from lowering.compiling.compile import schedules_of
+from lowering.cost import PALLAS_CALL
 from lowering.emulation.evaluating import Evaluation, Replacement
 from lowering.emulation.faults import EmulationError, KernelFaultError
 from lowering.emulation.kernels import POISONS, Execution, Kernel, execute, unsettled
@@ -26,8 +27,6 @@ from lowering.targets import abstract_device, compiled_for
 from lowering.tpu_core.dumps import KERNEL, Dumps
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from pallas_kernels.hardware import Hardware
-
-PALLAS_CALL = "pallas_call"
 
 # A kernel that starts transfers in more places is not executed again for each.
 _MOST_STARTS = 16

@@ -363,6 +363,12 @@ def test_linear_cross_entropy_refuses(operands, attributes, words):
         assert refusal.value.status == 161002
 
 
+def test_options_that_are_traced_are_refused_in_words():
+    words = "label_smoothing must be a number from 0 to 1, known before the function is traced; got float32[]"
+    with pytest.raises(BadParamError, match=re.escape(words)):
+        jax.jit(lambda smoothing: linear_cross_entropy(X, WEIGHT, LABELS, label_smoothing=smoothing))(0.1)
+
+
 @pytest.mark.parametrize("missing", ["x", "weight", "labels"])
 def test_linear_cross_entropy_refuses_none(missing):
     operands = {"x": X, "weight": WEIGHT, "labels": LABELS, missing: None}

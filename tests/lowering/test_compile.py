@@ -6,6 +6,7 @@ Targets that are not here stand in `tests/compile_targets`.
 import importlib.util
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -50,6 +51,7 @@ def test_compile_reports_what_the_program_takes():
     assert "stablehlo.dot_general" in report.stablehlo
     assert report.hlo.startswith("HloModule")
     assert f'"peak": {report.memory.peak}' in report.to_json()
+    assert re.search(rf"compiled for cpu in .* s\n.*peak, bytes +│ +{report.memory.peak:,} │", str(report), re.DOTALL)
 
 
 def test_peak_of_memory_is_no_more_than_what_a_compiler_says_lives_at_once():

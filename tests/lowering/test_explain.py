@@ -10,6 +10,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -182,6 +183,19 @@ def test_symbolic_sizes_are_explained_without_a_roofline():
 def test_function_without_operators_is_one_line():
     explanation = lowering.explain(lambda x: x @ x, of("float32", 10, 10), target="tpu-v5e")
     assert str(explanation) == "tpu-v5e: none of 2 kflop in operators of this library"
+
+
+def test_kernels_of_users_are_named_with_their_line():
+    def double(x_ref, o_ref):
+        o_ref[...] = 2 * x_ref[...]
+
+    def fn(x):
+        return pl.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    explanation = lowering.explain(jax.jit(fn), of("float32", 8, 128), target="tpu-v5e")
+    (note,) = explanation.notes
+    assert note.startswith("test_explain.py:")
+    assert "(fn): a Pallas kernel of the function's own" in note
 
 
 @pytest.mark.parametrize("topology", ["banana", "0x4", "4x"])
