@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxops._primitive.sharding import laid_out_as
 from jaxops.linear_cross_entropy import chunk_sizes
 from jaxops.linear_cross_entropy.rewriting import savings
-from jaxops.linear_cross_entropy.rewriting.cone import Cone
+from jaxops.linear_cross_entropy.rewriting.cone import Cone, passes
 from jaxops.linear_cross_entropy.rewriting.head import Head, Readers, heads_of
 from jaxops.linear_cross_entropy.rewriting.likeness import (
     dependents,
@@ -26,7 +26,7 @@ from jaxops.linear_cross_entropy.rewriting.savings import Saving
 from jaxops.linear_cross_entropy.rewriting.suggested import suggest
 from jaxops.linear_cross_entropy.rewriting.summed import Sums
 from lowering.rewriting.graph import PRODUCTS, Level, Node, Value, described
-from lowering.rewriting.ordering import Step, needed
+from lowering.rewriting.ordering import Step, Task, needed
 from lowering.rewriting.report import megabytes
 from lowering.rewriting.rules import Found, Missed, RefusalError, Rule
 
@@ -159,16 +159,17 @@ def _find_cones(level: Level, steps: tuple[Step, ...], *, to_number: bool = Fals
         for axis, class_axis in _row_axes(node):
             saved = _saving_of_cone(node, class_axis)
             try:
-                step = _cone_of(level, taken, node, axis, class_axis, to_number) if saved.is_worthwhile else None
+                found = _cones_of(level, taken, node, axis, class_axis, to_number) if saved.is_worthwhile else []
             except _UnlikeError:
                 continue
             except RefusalError as error:
                 refusal = refusal or str(error)
                 continue
-            if step is not None:
-                taken.append(step)
+            if found:
+                taken += found
                 how = "in chunks of rows with their gradients" if to_number else "in chunks of rows"
-                yield Found(node, f"logits {described(node.outputs[0])}, {how}", saved.saved_bytes, (step,))
+                how += f", {len(found)} passes over them" if len(found) > 1 else ""
+                yield Found(node, f"logits {described(node.outputs[0])}, {how}", saved.saved_bytes, tuple(found))
                 break
         else:
             if refusal is not None and is_like_loss(node):
@@ -191,31 +192,41 @@ def _row_axes(node: Node) -> list[tuple[int, int]]:
     return [(axis, classes) for classes in class_axes for axis in longest_first if axis != classes]
 
 
-def _cone_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis: int, to_number: bool) -> Step:
-    """Returns the step that computes what depends on these logits in chunks of rows."""
-    shape = node.outputs[0].shape
-    cone = Cone(level, needed(level, taken), node, axis, shape[class_axis], to_number=to_number)
+def _cones_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis: int, to_number: bool) -> list[Step]:
+    """Returns the steps that compute what depends on these logits in chunks of rows, one for each pass over them."""
+    found: list[Cone] = []
+
+    def one_pass(wanted: frozenset[Task]) -> Step:
+        cone = Cone(level, wanted, node, axis, node.outputs[0].shape[class_axis], to_number=to_number)
+        if not found:
+            _require_loss(cone, class_axis, to_number)
+        found.append(cone)
+        whole = [x for x in cone.exits if isinstance(cone.roles[x], Part) and cone.is_wide(x)]
+        if whole:
+            is_returned = not set(whole).isdisjoint(level.results)
+            raise RefusalError(RETURNED if is_returned else "as many numbers as there are logits are used as a whole")
+        rows = node.outputs[0].size // cone.classes
+        chunk_rows = chunk_sizes.rows_of_logits(cone.classes, _features(node), 2) or rows
+        split_rows = max(1, chunk_rows * node.outputs[0].shape[axis] // rows)
+        cone.check_users_rules(split_rows)
+        return cone.step(split_rows)
+
+    return passes(level, taken, node, one_pass)
+
+
+def _require_loss(cone: Cone, class_axis: int, to_number: bool) -> None:
+    """Raises _UnlikeError unless these are losses of rows, with a number that adds them up if that is asked for."""
+    node, are_rows = cone.head, all(map(cone.is_row, cone.exits))
     sums = [x for x in cone.all_nodes() if x.name == "reduce_sum" and cone.is_wide(x.inputs[0])]
+    shape = node.outputs[0].shape
     adds_classes = any(one.inputs[0].shape[a] == shape[class_axis] for one in sums for a in one.params["axes"])
     # Attention adds up exponentials as well, but a row of its scores becomes more than a number.
-    is_of_rows = has_log_sum_exp(node) and all(map(cone.is_row, cone.exits))
+    is_of_rows = has_log_sum_exp(node) and are_rows
     if not (adds_classes and (is_of_rows or (cone.has_labels and is_like_loss(node)))):
         raise _UnlikeError
-    whole = [x for x in cone.exits if isinstance(cone.roles[x], Part) and cone.is_wide(x)]
-    if whole:
-        is_returned = not set(whole).isdisjoint(level.results)
-        raise RefusalError(RETURNED if is_returned else "as many numbers as there are logits are used as a whole")
-    rows = node.outputs[0].size // shape[class_axis]
-    chunk_rows = chunk_sizes.rows_of_logits(shape[class_axis], _features(node), 2) or rows
-    if to_number and not (cone.number in cone.exits and all(map(cone.is_row, cone.exits))):
+    if to_number and not (cone.number in cone.exits and are_rows):
         # No number has all rows in it, or the function is a gradient itself.
         raise _UnlikeError
-    split_rows = max(1, chunk_rows * shape[axis] // rows)
-    step = cone.step(split_rows)
-    if node in needed(level, [*taken, step]):
-        raise RefusalError("the logits are used elsewhere")
-    cone.check_users_rules(split_rows)
-    return step
 
 
 def _overlooked(level: Level) -> Iterator[Missed]:

@@ -22,13 +22,15 @@ from jaxops.linear_cross_entropy.rewriting.derivatives import (
     with_gradients,
     with_users_rules,
 )
-from jaxops.linear_cross_entropy.rewriting.region import Parts, Region
+from jaxops.linear_cross_entropy.rewriting.region import NeedsSumError, Parts, Region
 from jaxops.linear_cross_entropy.rewriting.row_wise import MAX, MIN, SUM, Chunk, Part, Role, parts_of_operands
 from jaxops.linear_cross_entropy.row_statistics import added_in_blocks
 from lowering.rewriting.graph import Level, Node, Value, backward, forward, level_of, size_of
 from lowering.rewriting.ordering import Step, Task, evaluate, needed, ordered
 from lowering.rewriting.rules import RefusalError
 
+# Each pass computes the product again. The gradient of a loss whose logits are divided by their deviation takes five.
+_MOST_PASSES = 5
 _Arrays = dict[Value, Any]
 # What combines the shares that chunks have in a result.
 _COMBINED: dict[Any, Callable[[Any, Any], Any]] = {SUM: jnp.add, MAX: jnp.maximum, MIN: jnp.minimum}
@@ -48,7 +50,8 @@ class Cone(Region):
     ) -> None:
         """Follows the logits of a matrix product, whose result is split into chunks along `axis`.
 
-        With `to_number` it goes on beyond numbers per row, to the last number that they are added up to.
+        With `to_number` it goes on beyond numbers per row, to the last number that they are added up to. What needs a
+        sum over all rows first, such as a variance, is left to another pass.
         """
         super().__init__()
         self.head, self.axis, self.classes = head, axis, classes
@@ -60,6 +63,7 @@ class Cone(Region):
         if key not in level.memo:
             level.memo[key] = self._between(wanted)
         followed = {head: parts, **self.follow(node for node in level.nodes if node in level.memo[key])}
+        self._later = {node for node, found in followed.items() if isinstance(found, NeedsSumError)}
         self.number = _last_number(followed, self.roles) if to_number else None
         within = self._within(followed)
         for node in level.nodes:
@@ -68,7 +72,10 @@ class Cone(Region):
         self.nodes = [node for node in level.nodes if node in self.inner]
         results = set(level.results)
         outside = (x for node in self.nodes if node in within for x in node.outputs)
-        self.exits = [x for x in outside if x in results or any(y in wanted and y not in within for y in x.users)]
+        left = {x: [y for y in x.users if y in wanted and y not in within] for x in outside}
+        # The next pass computes these again.
+        again = {x for x, users in left.items() if users and self.is_wide(x) and self._later.issuperset(users)}
+        self.exits = [x for x, users in left.items() if x in results or (users and x not in again)]
 
     @property
     def has_labels(self) -> bool:
@@ -117,7 +124,7 @@ class Cone(Region):
             return any(isinstance(self.roles.get(x), Part) and self.is_wide(x) for x in node.inputs)
 
         within: set[Node] = {self.head}
-        waiting = [node for node in followed if reads_wide(node)]
+        waiting = [node for node in followed if node not in self._later and reads_wide(node)]
         if self.number is not None and self.number.producer is not None:
             waiting.append(self.number.producer)
         while waiting:
@@ -236,13 +243,17 @@ class Cone(Region):
         level = level_of(jaxpr, lambda _: True, lambda aval: size_of(aval) > chunk_sizes.SIZES.logits)
         wanted, logits = needed(level, ()), self.head.outputs[0]
         dims = self.head.params["dimension_numbers"]
-        for node in level.named("dot_general"):
-            if node in wanted and node.outputs[0].shape == logits.shape and node.params["dimension_numbers"] == dims:
-                cone = Cone(level, wanted, node, self.axis, self.classes)
-                step = cone.step(chunk_rows)
-                if node in needed(level, [step]):
-                    break
-                return functools.partial(_evaluated, level, ordered(level, [step]))
+        found = (
+            node
+            for node in level.named("dot_general")
+            if node in wanted and node.outputs[0].shape == logits.shape and node.params["dimension_numbers"] == dims
+        )
+        for node in found:
+
+            def one_pass(wanted: frozenset[Task], node: Node = node) -> Step:
+                return Cone(level, wanted, node, self.axis, self.classes).step(chunk_rows)
+
+            return functools.partial(_evaluated, level, ordered(level, passes(level, (), node, one_pass)))
         raise RefusalError("its derivative is not known to treat all rows alike")
 
     def _appended(self, value: Value, first: Any, last: Any) -> Any:
@@ -292,6 +303,20 @@ class Cone(Region):
             shares = {x: known[x].astype(sums[x].dtype) for x in node.outputs if x in sums}
             after.update({x: _COMBINED[self.roles[x]](sums[x], share) for x, share in shares.items()})
         return after, {x: known[x] for x in self.exits if x not in sums}
+
+
+def passes(level: Level, taken: Sequence[Step], head: Node, one_pass: Callable[[frozenset[Task]], Step]) -> list[Step]:
+    """Returns steps that compute what depends on logits, by a function that makes one for what is wanted.
+
+    Raises:
+      RefusalError: if several are not enough.
+    """
+    steps: list[Step] = []
+    while head in (wanted := needed(level, [*taken, *steps])):
+        if len(steps) == _MOST_PASSES:
+            raise RefusalError("the logits are used elsewhere")
+        steps.append(one_pass(wanted))
+    return steps
 
 
 def _last_number(operands: dict[Node, Parts | RefusalError], roles: dict[Value, Role]) -> Value | None:

@@ -20,6 +20,14 @@ _CUSTOM_JVP = "custom_jvp_call"
 CUSTOM = frozenset({_CUSTOM_JVP, "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
+class NeedsSumError(RefusalError):
+    """A node reads rows, and what only a pass over all rows can know."""
+
+    def __init__(self, node: Node) -> None:
+        """Takes the node."""
+        super().__init__("needs a sum over all rows first", node)
+
+
 class Region:
     """Nodes that can be computed for some rows at a time.
 
@@ -146,7 +154,7 @@ class Region:
         if row_wise.is_linear_in_sum(node, known, [x in dependent for x in node.inputs]):
             return [None for _ in node.inputs], [SUM]
         if any(x in dependent and not isinstance(self.roles.get(x), Part) for x in node.inputs):
-            raise RefusalError("needs a sum over all rows first", node)
+            raise NeedsSumError(node)
         parts = [at if isinstance(at, Part) else None for at in known]
         if node.name in CUSTOM:
             call = self.calls[node] = Call(node, parts)
