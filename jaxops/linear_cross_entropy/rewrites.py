@@ -14,6 +14,7 @@ from jaxops.linear_cross_entropy.rewriting.head import Head, Readers, heads_of
 from jaxops.linear_cross_entropy.rewriting.likeness import (
     dependents,
     has_log_sum_exp,
+    is_about,
     is_alike,
     is_like_loss,
     read_at_labels,
@@ -188,6 +189,9 @@ def _row_axes(node: Node) -> list[tuple[int, int]]:
     ends = ((len(shape) - 1, free[1]), (0, free[0]))
     reduced = reduced_sizes(node)
     class_axes = [axis for axis, count in ends if count and not batch[0] and shape[axis] in reduced]
+    if not class_axes:
+        others = {axis: [size for size in reduced if is_about(size, shape[axis])] for axis, _ in ends}
+        class_axes = [axis for axis, count in ends if count and not batch[0] and others[axis]]
     longest_first = sorted((axis for axis, size in enumerate(shape) if size > 1), key=lambda axis: -shape[axis])
     return [(axis, classes) for classes in class_axes for axis in longest_first if axis != classes]
 
@@ -219,7 +223,7 @@ def _require_loss(cone: Cone, class_axis: int, to_number: bool) -> None:
     node, are_rows = cone.head, all(map(cone.is_row, cone.exits))
     sums = [x for x in cone.all_nodes() if x.name == "reduce_sum" and cone.is_wide(x.inputs[0])]
     shape = node.outputs[0].shape
-    adds_classes = any(one.inputs[0].shape[a] == shape[class_axis] for one in sums for a in one.params["axes"])
+    adds_classes = any(is_about(x.inputs[0].shape[a], shape[class_axis]) for x in sums for a in x.params["axes"])
     # Attention adds up exponentials as well, but a row of its scores becomes more than a number.
     is_of_rows = has_log_sum_exp(node) and are_rows
     if not (adds_classes and (is_of_rows or (cone.has_labels and is_like_loss(node)))):

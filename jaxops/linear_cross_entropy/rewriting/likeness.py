@@ -93,6 +93,11 @@ def _names(nodes: Iterable[Node]) -> set[str]:
     return {equation.primitive.name for node in nodes for equation in equations_within(node)}
 
 
+def is_about(size: int, other: int) -> bool:
+    """Tells whether a number of classes is another one, or that without padding, or with classes added to it."""
+    return 0.8 * other < size < 1.25 * other
+
+
 def reduced_sizes(head: Node) -> set[int]:
     """Returns the lengths of the axes over which arrays of the logits' size are added up, or of most of their rows."""
     return {
@@ -105,4 +110,4 @@ def reduced_sizes(head: Node) -> set[int]:
 
 
 def _is_wide(aval: Any, head: Node) -> bool:
-    return head.outputs[0].size // 2 < size_of(aval) <= head.outputs[0].size
+    return head.outputs[0].size // 2 < size_of(aval) < 1.25 * head.outputs[0].size

@@ -12,6 +12,8 @@ from jax import lax
 from jaxops.linear_cross_entropy.rewriting.row_wise import Chunk, Part, without_axis
 from lowering.rewriting.graph import SAME, Node, Value, backward, names_axes
 
+SCATTERS = frozenset({"scatter-add", "scatter"})
+
 
 class Pick(NamedTuple):
     """Numbers of rows that a gather picks by labels, or a scatter adds to.
@@ -93,7 +95,8 @@ def _added_at(node: Node, axis: int, array: Any, labels: Any, updates: Any) -> A
     others = tuple(other for other in range(array.ndim) if other != axis)
     numbers = lax.ScatterDimensionNumbers((), (axis,), (axis,), others, tuple(range(len(others))))
     shape = without_axis(array.shape, axis)
-    return lax.scatter_add(
+    scatter = lax.scatter if node.name == "scatter" else lax.scatter_add
+    return scatter(
         array, labels.reshape(*shape, 1), updates.reshape(shape), numbers, unique_indices=True, mode=node.params["mode"]
     )
 

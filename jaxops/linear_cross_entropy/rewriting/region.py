@@ -105,7 +105,7 @@ class Region:
             raise RefusalError("rows are paired with other rows")
 
     def _parts_of_scatter(self, node: Node, part: Part) -> Parts | None:
-        picked = self._pick(node, [part, *(None for _ in node.inputs[1:])]) if node.name == "scatter-add" else None
+        picked = self._pick(node, [part, *(None for _ in node.inputs[1:])]) if node.name in picks.SCATTERS else None
         return None if picked is None else picked[0]
 
     def is_pulled(self, value: Value) -> bool:
@@ -169,7 +169,7 @@ class Region:
 
     def _pick(self, node: Node, parts: Parts) -> tuple[Parts, Role] | None:
         """Follows a gather or scatter that numbers the rows; then labels become an operand."""
-        if node.name not in ("gather", "scatter-add"):
+        if node.name not in ("gather", *picks.SCATTERS):
             return None
         found = (self._picked(node, parts, pick) for pick in picks.picks_by_position(node))
         return next((one for one in found if one is not None), None)
@@ -186,7 +186,7 @@ class Region:
             known = zip(updates, parts[2:], strict=True)
             read = next((row_wise.reshaped(x.shape, part, pick.shape) for x, part in known if part is not None), None)
             rows = read and pick.moved(read, shape, -1)
-        if rows is None or read is None:
+        if rows is None or read is None or (node.name == "scatter" and pick.shape != shape):
             return None
         array = rows._replace(axis=rows.axis + (rows.axis >= pick.axis))
         others = [row_wise.reshaped(pick.shape, read, x.shape) for x in (pick.labels, *updates)]

@@ -15,27 +15,16 @@ RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 POINTWISE = SAME | frozenset(
     {"add", "add_any", "sub", "mul", "div", "neg", "exp", "exp2", "log", "log1p", "log2", "expm1", "tanh", "logistic"}
     | {"sqrt", "rsqrt", "square", "integer_pow", "pow", "abs", "sign", "max", "min", "clamp", "select_n", "eq", "ne"}
-    | {
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "and",
-        "or",
-        "not",
-        "is_finite",
-        "convert_element_type",
-        "stop_gradient",
-        "floor",
-        "ceil",
-    }
-    | {"erf", "erfc", "erf_inv", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh"}
-    | {"atanh", "lgamma", "digamma", "round", "rem", "nextafter", "shift_right_logical", "xor", "cbrt"}
+    | {"lt", "le", "gt", "ge", "and", "or", "not", "is_finite", "convert_element_type", "stop_gradient", "floor"}
+    | {"ceil", "erf", "erfc", "erf_inv", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh"}
+    | {"acosh", "atanh", "lgamma", "digamma", "round", "rem", "nextafter", "shift_right_logical", "xor", "cbrt"}
     | {"one_minus_square", "polygamma", "population_count", "shift_left", "shift_right_arithmetic"}
 )
 _REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
 )
+# Of truth values, the largest tells whether one is true.
+_OVER_ROWS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_or": "max", "reduce_min": "min", "reduce_and": "min"}
 _LINEAR = RESHAPES | {"neg", "convert_element_type", "broadcast_in_dim", "copy", "reduce_sum", "transpose"}
 _ALONG_ONE_AXIS = frozenset({"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod", "sort", "top_k", "concatenate"})
 
@@ -149,8 +138,8 @@ Role = Part | str | None
 
 def neutral(role: str, dtype: Any) -> Any:
     """Returns the number that changes no sum, or no largest or smallest number."""
-    if role == SUM:
-        return 0
+    if role == SUM or dtype == jnp.bool_:
+        return role == MIN
     info: Any = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else None
     least, most = (-jnp.inf, jnp.inf) if info is None else (info.min, info.max)
     return least if role == MAX else most
@@ -191,7 +180,7 @@ def axes_of(node: Node) -> list[Along]:
             return [Along((before,), i) for i, before in enumerate(params["permutation"])]
         case name if name in _REDUCTIONS:
             kept = [i for i in range(len(shapes[0])) if i not in params["axes"]]
-            over_rows = {"reduce_sum": SUM, "reduce_max": MAX, "reduce_min": MIN}.get(name, "")
+            over_rows = _OVER_ROWS.get(name, "")
             gone = params["axes"] if over_rows else ()
             return [*(Along((i,), at) for at, i in enumerate(kept)), *(Along((i,), over_rows) for i in gone)]
         case name if name in _ALONG_ONE_AXIS:
@@ -210,7 +199,7 @@ def axes_of(node: Node) -> list[Along]:
             return [Along((i,), i) for i, size in enumerate(shape) if size == shapes[0][i]]
         case "dot_general":
             return _axes_of_product(node)
-        case "gather" | "scatter-add":
+        case "gather" | "scatter-add" | "scatter":
             return _axes_of_rows(node)
     return []
 
