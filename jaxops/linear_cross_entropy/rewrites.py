@@ -26,7 +26,7 @@ from jaxops.linear_cross_entropy.rewriting.row_wise import Part
 from jaxops.linear_cross_entropy.rewriting.savings import Saving
 from jaxops.linear_cross_entropy.rewriting.suggested import suggest
 from jaxops.linear_cross_entropy.rewriting.summed import Sums
-from lowering.rewriting.graph import PRODUCTS, Level, Node, Value, described
+from lowering.rewriting.graph import PRODUCTS, RESHAPES, Level, Node, Value, described
 from lowering.rewriting.ordering import Step, Task, needed
 from lowering.rewriting.report import megabytes
 from lowering.rewriting.rules import Found, Missed, RefusalError, Rule
@@ -110,12 +110,24 @@ def _by_sum(level: Level, taken: list[Step], head: Head) -> tuple[Step, ...]:
         readers, alike = _readers(level, taken, head, is_promised=True)
         if not readers.can_scale_layer():
             return ()
+        layer, size = (head.x, head.weight), head.node.outputs[0].size
+        others = (x for x in readers.inputs if x not in layer and 2 * x.size > size)
+        if head.node.name == "dot_general" and not all(map(_is_given, others)):
+            # Targets that are computed here, such as another model's probabilities, need not exist as a whole.
+            return ()
         sums = Sums(level, needed(level, taken), readers)
         # The last such number has the divisor of a mean in its weights, for which float16 lacks the range.
         found = next(sums.steps(taken, alike, first=head.x.dtype == jnp.float16), None)
     except RefusalError as error:
         raise _UnlikeError from error
     return () if found is None else (found,)
+
+
+def _is_given(value: Value) -> bool:
+    """Tells whether a value is an argument, or one in another shape or dtype."""
+    while value.producer is not None and value.producer.name in RESHAPES | {"transpose", "convert_element_type"}:
+        value = value.producer.inputs[0]
+    return value.producer is None
 
 
 def _by_statistics(level: Level, taken: list[Step], head: Head) -> tuple[Step, ...]:
@@ -160,17 +172,21 @@ def _find_cones(level: Level, steps: tuple[Step, ...], *, to_number: bool = Fals
         for axis, class_axis in _row_axes(node):
             saved = _saving_of_cone(node, class_axis)
             try:
-                found = _cones_of(level, taken, node, axis, class_axis, to_number) if saved.is_worthwhile else []
+                cones = _cones_of(level, taken, node, axis, class_axis, to_number) if saved.is_worthwhile else []
+                kept = sum(cone.kept_bytes for cone, _ in cones)
+                if cones and not saved._replace(saved_bytes=saved.saved_bytes - kept).is_worthwhile:
+                    raise RefusalError("they are combined with arrays of their size that are not computed by rows")
             except _UnlikeError:
                 continue
             except RefusalError as error:
                 refusal = refusal or str(error)
                 continue
-            if found:
+            if cones:
+                found = [step for _, step in cones]
                 taken += found
                 how = "in chunks of rows with their gradients" if to_number else "in chunks of rows"
                 how += f", {len(found)} passes over them" if len(found) > 1 else ""
-                yield Found(node, f"logits {described(node.outputs[0])}, {how}", saved.saved_bytes, tuple(found))
+                yield Found(node, f"logits {described(node.outputs[0])}, {how}", saved.saved_bytes - kept, tuple(found))
                 break
         else:
             if refusal is not None and is_like_loss(node):
@@ -196,41 +212,55 @@ def _row_axes(node: Node) -> list[tuple[int, int]]:
     return [(axis, classes) for classes in class_axes for axis in longest_first if axis != classes]
 
 
-def _cones_of(level: Level, taken: list[Step], node: Node, axis: int, class_axis: int, to_number: bool) -> list[Step]:
-    """Returns the steps that compute what depends on these logits in chunks of rows, one for each pass over them."""
-    found: list[Cone] = []
+def _cones_of(
+    level: Level, taken: list[Step], node: Node, axis: int, class_axis: int, to_number: bool
+) -> list[tuple[Cone, Step]]:
+    """Returns what depends on these logits, to be computed in chunks of rows, and the step that does, for each pass."""
+    found: list[tuple[Cone, Step]] = []
+    shape = node.outputs[0].shape
+    rows = node.outputs[0].size // shape[class_axis]
+    chunk_rows = chunk_sizes.rows_of_logits(shape[class_axis], _features(node), 2) or rows
+    if to_number and shape[axis] <= 2 and chunk_rows * shape[axis] < rows:
+        # With chunks of half of the rows, gradients beside the loss save less than gradients behind it.
+        raise _UnlikeError
+    split_rows = max(1, chunk_rows * shape[axis] // rows)
 
     def one_pass(wanted: frozenset[Task]) -> Step:
-        cone = Cone(level, wanted, node, axis, node.outputs[0].shape[class_axis], to_number=to_number)
+        cone = Cone(level, wanted, node, axis, shape[class_axis], to_number=to_number)
         if not found:
             _require_loss(cone, class_axis, to_number)
-        found.append(cone)
         whole = [x for x in cone.exits if isinstance(cone.roles[x], Part) and cone.is_wide(x)]
         if whole:
             is_returned = not set(whole).isdisjoint(level.results)
             raise RefusalError(RETURNED if is_returned else "as many numbers as there are logits are used as a whole")
-        rows = node.outputs[0].size // cone.classes
-        chunk_rows = chunk_sizes.rows_of_logits(cone.classes, _features(node), 2) or rows
-        split_rows = max(1, chunk_rows * node.outputs[0].shape[axis] // rows)
         cone.check_users_rules(split_rows)
-        return cone.step(split_rows)
+        found.append((cone, cone.step(split_rows)))
+        return found[-1][1]
 
-    return passes(level, taken, node, one_pass)
+    passes(level, taken, node, one_pass)
+    return found
 
 
 def _require_loss(cone: Cone, class_axis: int, to_number: bool) -> None:
     """Raises _UnlikeError unless these are losses of rows, with a number that adds them up if that is asked for."""
-    node, are_rows = cone.head, all(map(cone.is_row, cone.exits))
+    node, are_rows = cone.head, all(cone.is_row(x) or x in cone.samples for x in cone.exits)
     sums = [x for x in cone.all_nodes() if x.name == "reduce_sum" and cone.is_wide(x.inputs[0])]
     shape = node.outputs[0].shape
     adds_classes = any(is_about(x.inputs[0].shape[a], shape[class_axis]) for x in sums for a in x.params["axes"])
-    # Attention adds up exponentials as well, but a row of its scores becomes more than a number.
-    is_of_rows = has_log_sum_exp(node) and are_rows
+    # Attention adds up exponentials as well, but a row of its scores becomes more than a number, and nothing else.
+    is_gradient = all(_is_of_gradient(cone, x) for x in cone.exits) and any(map(cone.is_row, cone.exits))
+    is_of_rows = has_log_sum_exp(node) and (are_rows or is_gradient)
     if not (adds_classes and (is_of_rows or (cone.has_labels and is_like_loss(node)))):
         raise _UnlikeError
     if to_number and not (cone.number in cone.exits and are_rows):
         # No number has all rows in it, or the function is a gradient itself.
         raise _UnlikeError
+
+
+def _is_of_gradient(cone: Cone, exit_: Value) -> bool:
+    """Tells whether an exit is a sum over rows, a number of each, or a gradient of what made the rows."""
+    is_product = exit_.producer is not None and exit_.producer.name == "dot_general"
+    return isinstance(cone.roles[exit_], str) or cone.is_row(exit_) or is_product
 
 
 def _overlooked(level: Level) -> Iterator[Missed]:

@@ -26,7 +26,7 @@ def let_few_logits_count(monkeypatch: pytest.MonkeyPatch, size: int = 0) -> None
         importlib.import_module(f"jaxops.linear_cross_entropy.{name}") for name in ("chunk_sizes", "rewriting.savings")
     )
     monkeypatch.setattr(chunk_sizes, "SIZES", chunk_sizes.SIZES._replace(logits=size, least=1))
-    monkeypatch.setattr(savings, "saving", lambda logits, *_, **__: savings.Saving(4 * logits.size, 4 * logits.size))
+    monkeypatch.setattr(savings, "saving", lambda logits, *_, **__: savings.Saving(8 * logits.size, 8 * logits.size))
 
 
 def few_logits_count(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:

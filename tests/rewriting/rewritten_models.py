@@ -125,7 +125,7 @@ def nanogpt_of_flax(params, x, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(labels, -1, 1)).mean()
 
 
-@model({"kernel": HEAD, "bias": BIAS})
+@model({"kernel": HEAD, "bias": BIAS}, "row_cone_sum")
 def big_vision(params, x, labels):
     """Mixed labels of images, and the mean of sums."""
     logits = x.reshape(-1, FEATURES) @ params["kernel"] + params["bias"]

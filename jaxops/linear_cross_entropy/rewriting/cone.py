@@ -29,6 +29,8 @@ from lowering.rewriting.graph import Level, Node, Value, backward, forward, leve
 from lowering.rewriting.ordering import Step, Task, evaluate, needed, ordered
 from lowering.rewriting.rules import RefusalError
 
+# A value that has at most a sixteenth of the rows is computed by itself where all of it is read.
+_FEW_ROWS = 16
 # Each pass computes the product again. The gradient of a loss whose logits are divided by their deviation takes five.
 _MOST_PASSES = 5
 _Arrays = dict[Value, Any]
@@ -83,8 +85,22 @@ class Cone(Region):
         return any(x.dtype.kind in "iu" and not picks.is_known(x) for x in self.cut if hasattr(x.dtype, "kind"))
 
     def is_wide(self, value: Value) -> bool:
-        """Tells whether a value is about as large as the logits."""
-        return value.size > self.head.outputs[0].size // 2
+        """Tells whether a value is about as large as the logits, or has a number for each class of many rows."""
+        part = self.roles.get(value)
+        share = _FEW_ROWS if isinstance(part, Part) and part.lacks else 2
+        return value.size > self.head.outputs[0].size // share
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of arrays of the logits' size that exist as a whole because they are not computed by rows."""
+        whole = (x for x in self.cut if x.producer is not None and self.is_wide(x))
+        return sum(x.size * x.dtype.itemsize for x in whole)
+
+    @property
+    def samples(self) -> list[Value]:
+        """The exits that are a few rows as a whole, such as the last logits of each sequence."""
+        exits = ((x, self.roles[x]) for x in self.exits)
+        return [x for x, at in exits if isinstance(at, Part) and at.lacks * _FEW_ROWS > self.rows * (_FEW_ROWS - 1)]
 
     def is_row(self, value: Value) -> bool:
         """Tells whether a value has at most one number for each row of the logits."""
@@ -205,7 +221,15 @@ class Cone(Region):
                 chunk = Chunk(rest, self.rows, None if positions is None else positions[done:])
                 sums, behind = self._chunk(fixed | last, chunk, sums)
                 stacked = {value: self._appended(value, x, behind[value]) for value, x in stacked.items()}
-            return self._results(sums, {x: self._part(x).trimmed(array, self.rows) for x, array in stacked.items()})
+            found = {x: self._part(x).trimmed(array, self.rows) for x, array in stacked.items()}
+            for value in self.samples:
+                assert positions is not None
+                part = self._part(value)
+                ends = part.lacks_first, self.rows - part.lacks_last
+                few = {x: self.cut[x].cut(array, *ends, self.rows) for x, array in rows.items()}
+                chunk = Chunk(ends[1] - ends[0], self.rows, positions[slice(*ends)])
+                found[value] = self._chunk(fixed | few, chunk, sums)[1][value]
+            return self._results(sums, found)
 
         return run
 
@@ -269,7 +293,7 @@ class Cone(Region):
         chunks = tuple(self.cut[x].chunks(array, size, steps) for x, array in cut.items())
         counted = None if positions is None else Part(0).chunks(positions[: size * steps], size, steps)
         added = [x for x in self.exits if self.roles[x] in _COMBINED]
-        joined = [x for x in self.exits if self.roles[x] not in _COMBINED]
+        joined = [x for x in self.exits if self.roles[x] not in _COMBINED and x not in self.samples]
 
         def one(sums: Any, given: Any) -> Any:
             known = fixed | dict(zip(cut, given[1], strict=True))

@@ -99,15 +99,15 @@ def is_about(size: int, other: int) -> bool:
 
 
 def reduced_sizes(head: Node) -> set[int]:
-    """Returns the lengths of the axes over which arrays of the logits' size are added up, or of most of their rows."""
+    """Returns the lengths of the axes over which arrays of the logits' size are added up, or of many of their rows."""
     return {
         equation.invars[0].aval.shape[axis]
         for node in dependents(head)[0]
         for equation in equations_within(node)
-        if equation.primitive.name == "reduce_sum" and _is_wide(equation.invars[0].aval, head)
+        if equation.primitive.name == "reduce_sum" and _is_wide(equation.invars[0].aval, head, 16)
         for axis in equation.params["axes"]
     }
 
 
-def _is_wide(aval: Any, head: Node) -> bool:
-    return head.outputs[0].size // 2 < size_of(aval) < 1.25 * head.outputs[0].size
+def _is_wide(aval: Any, head: Node, share: int = 2) -> bool:
+    return head.outputs[0].size // share < size_of(aval) < 1.25 * head.outputs[0].size
